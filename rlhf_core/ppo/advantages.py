@@ -1,0 +1,79 @@
+"""From token rewards and values to advantages: generalised advantage estimation and whitening, as pure
+functions. Where the rewards come from is `rewards.py`, what the advantages are used for is `losses.py`;
+gathering a batch over micro-batches or processes before it is whitened is the trainer's."""
+
+import torch
+from jaxtyping import Float, Shaped
+from torch import Tensor
+
+from rlhf_core.ppo.masked import masked_mean, masked_var, zero_padding
+
+VARIANCE_FLOOR = 1e-8
+
+
+def compute_gae(
+    rewards: Float[Tensor, "*batch time"],
+    values: Float[Tensor, "*batch time_plus_1"],
+    gamma: float = 1.0,
+    lam: float = 0.95,
+    mask: Shaped[Tensor, "*batch time"] | None = None,
+) -> tuple[Float[Tensor, "*batch time"], Float[Tensor, "*batch time"]]:
+    """Advantages and returns by generalised advantage estimation, backward over the real tokens only.
+
+    δ_t = r_t + γ·V(s_{t+1}) − V(s_t);  A_t = δ_t + γλ·A_{t+1};  return_t = A_t + V(s_t).
+
+    Args:
+        rewards: [B, T] (or [T]) shaped token rewards, in units of the score.
+        values: [B, T+1] (or [T+1]) V(s_t), read where the next token is action t.
+        gamma: discount γ.
+        lam: λ; 0 gives the one-step error, 1 the Monte Carlo return minus the value.
+        mask: [B, T], 1 on real tokens. With it V after a row's last real token is 0, even at T (a truncated
+            response has ended too), so `values[:, T]` is not read. Without it every token is real and V(s_T)
+            is `values[:, T]`.
+
+    Returns:
+        advantages [B, T], not whitened, and returns [B, T]; both 0 on padding.
+
+    Raises:
+        ValueError: `values` is not one longer than `rewards`, or `mask` has another shape than `rewards`.
+
+    Source: Schulman et al. 2016, equations 11 to 16; `gae.py` of seed 000; rules 9 and 10.
+    """
+    time = rewards.shape[-1]
+    if values.shape[-1] != time + 1:
+        raise ValueError(
+            f"{time} rewards a row need {time + 1} values (the last: after the end), not {values.shape[-1]}"
+        )
+    state_values = zero_padding(values[..., :time], mask)
+    real = torch.ones_like(rewards, dtype=torch.bool) if mask is None else mask.bool()
+    next_value = values[..., time] if mask is None else torch.zeros_like(values[..., time])
+    next_advantage = torch.zeros_like(next_value)
+    advantages = torch.zeros_like(rewards)
+    for t in reversed(range(time)):
+        delta = rewards[..., t] + gamma * next_value - state_values[..., t]
+        advantage = delta + gamma * lam * next_advantage
+        next_advantage = torch.where(real[..., t], advantage, next_advantage)
+        next_value = torch.where(real[..., t], state_values[..., t], next_value)
+        advantages[..., t] = torch.where(real[..., t], advantage, 0)
+    return advantages, advantages + state_values
+
+
+def whiten(
+    x: Float[Tensor, "*shape"], mask: Shaped[Tensor, "*shape"] | None = None, shift_mean: bool = True
+) -> Float[Tensor, "*shape"]:
+    """(x − μ) / √(σ² + 1e-8), with μ and the population variance σ² over the real tokens only.
+
+    Args:
+        x: any shape; give the whole batch, not a micro-batch (rule 11).
+        mask: same shape, 1 on real tokens.
+        shift_mean: `False` adds μ back, so that only the scale changes.
+
+    Returns:
+        The shape of `x`, without unit; 0 on padding.
+
+    Source: Huang et al. 2024, "The N+ Implementation Details of RLHF with PPO"; rule 11.
+    """
+    real = zero_padding(x, mask)
+    mean = masked_mean(real, mask)
+    white = (real - mean) / torch.sqrt(masked_var(real, mask) + VARIANCE_FLOOR)
+    return zero_padding(white if shift_mean else white + mean, mask)

@@ -1,0 +1,248 @@
+"""What an update minimises (clipped policy loss, clipped value loss, entropy bonus) and what is read off
+beside it (clip fractions, ratios, KL to the old policy, explained variance), as pure functions of tensors.
+Every statistic is over real tokens only. No optimiser, no model and no division of a batch into micro-batches
+lives here."""
+
+from typing import Literal
+
+import torch
+from jaxtyping import Float, Int, Shaped
+from torch import Tensor
+
+from rlhf_core.ppo.kl import estimate_kl
+from rlhf_core.ppo.masked import masked_log_softmax, masked_mean, masked_sum, masked_var, zero_padding
+
+Reduction = Literal["mean", "sum"]
+
+
+def logprobs_and_entropy(
+    logits: Float[Tensor, "*shape vocab"],
+    actions: Int[Tensor, "*shape"],
+    temperature: float = 1.0,
+    mask: Shaped[Tensor, "*shape"] | None = None,
+) -> tuple[Float[Tensor, "*shape"], Float[Tensor, "*shape"]]:
+    """Log-probability of each action and entropy of each distribution, under `softmax(logits / temperature)`.
+
+    Args:
+        logits: [B, T, V], at the positions whose next token is the action.
+        actions: [B, T] sampled token ids; on padding any number.
+        temperature: of the sampling, the same for π_old, π_ref and π_θ (rule 5).
+        mask: [B, T], 1 on real tokens.
+
+    Returns:
+        logprobs [B, T] and entropy [B, T], in nats, float32 (float64 for float64 logits); both 0 on padding.
+
+    Raises:
+        ValueError: a temperature that is not above 0.
+    """
+    all_logprobs = masked_log_softmax(logits, mask, temperature)
+    logprobs = all_logprobs.gather(-1, zero_padding(actions, mask).unsqueeze(-1)).squeeze(-1)
+    return zero_padding(logprobs, mask), zero_padding(_entropy(all_logprobs), mask)
+
+
+def compute_ppo_loss(
+    logprobs: Float[Tensor, "*shape"],
+    old_logprobs: Float[Tensor, "*shape"],
+    advantages: Float[Tensor, "*shape"],
+    clip_ratio: float = 0.2,
+    mask: Shaped[Tensor, "*shape"] | None = None,
+    *,
+    reduction: Reduction = "mean",
+) -> Float[Tensor, ""]:
+    """Clipped surrogate −min(ρA, clip(ρ, 1−ε, 1+ε)A) with ρ = exp(log π_θ − log π_old), to be minimised.
+
+    Args:
+        logprobs: [B, T] log π_θ of the sampled tokens, nats; carries the gradient.
+        old_logprobs: [B, T] log π_old of the same tokens, nats.
+        advantages: [B, T], usually whitened.
+        clip_ratio: ε.
+        mask: [B, T], 1 on real tokens.
+        reduction: `mean` over the real tokens, or their `sum`, which the trainer divides by the real tokens
+            of the whole minibatch: micro-batches then add up to the gradient of the one big batch (rule 13).
+
+    Returns:
+        A scalar; 0 where no token is real.
+
+    Source: Schulman et al. 2017, equation 7; seeds 000 and 004; rule 15.
+    """
+    ratio = torch.exp(zero_padding(logprobs - old_logprobs, mask))
+    advantages = zero_padding(advantages, mask)
+    unclipped = ratio * advantages
+    clipped = torch.clamp(ratio, 1 - clip_ratio, 1 + clip_ratio) * advantages
+    return -_reduce(torch.min(unclipped, clipped), mask, reduction)
+
+
+def compute_value_loss(
+    values: Float[Tensor, "*shape"],
+    returns: Float[Tensor, "*shape"],
+    old_values: Float[Tensor, "*shape"] | None = None,
+    clip_value: bool = True,
+    clip_ratio: float = 0.2,
+    mask: Shaped[Tensor, "*shape"] | None = None,
+    *,
+    reduction: Reduction = "mean",
+) -> Float[Tensor, ""]:
+    """Squared error of the critic, the larger of clipped and unclipped; no ½, the weight is `vf_coef`.
+
+    Args:
+        values: [B, T] V_θ(s_t); carries the gradient.
+        returns: [B, T] from `compute_gae`, before whitening.
+        old_values: [B, T] the critic's values at the rollout; without them nothing is clipped.
+        clip_value: `False` clips nothing either.
+        clip_ratio: how far a value may move from its old one, in units of the score (rule 16).
+        mask: [B, T], 1 on real tokens.
+        reduction: `mean` over the real tokens, or their `sum` (see `compute_ppo_loss`).
+
+    Returns:
+        A scalar, in squared units of the score; 0 where no token is real.
+
+    Source: Schulman et al. 2017's code; Huang et al. 2024; seed 004; rule 15.
+    """
+    values, returns = zero_padding(values, mask), zero_padding(returns, mask)
+    loss = (values - returns) ** 2
+    if clip_value and old_values is not None:
+        old_values = zero_padding(old_values, mask)
+        clipped_values = old_values + torch.clamp(values - old_values, -clip_ratio, clip_ratio)
+        loss = torch.max(loss, (clipped_values - returns) ** 2)
+    return _reduce(loss, mask, reduction)
+
+
+def compute_entropy(
+    logits: Float[Tensor, "*shape vocab"],
+    mask: Shaped[Tensor, "*shape"] | None = None,
+    *,
+    reduction: Reduction = "mean",
+) -> Float[Tensor, ""]:
+    """Entropy −Σ_v p(v)·log p(v) of `softmax(logits)`, in nats: mean (or `sum`) over the real tokens.
+
+    `logits` are [..., V], already divided by the temperature; `mask` is [...]. Source: seed 004.
+    """
+    return _reduce(_entropy(masked_log_softmax(logits, mask)), mask, reduction)
+
+
+def compute_ppo_total_loss(
+    policy_logprobs: Float[Tensor, "*shape"],
+    old_logprobs: Float[Tensor, "*shape"],
+    advantages: Float[Tensor, "*shape"],
+    values: Float[Tensor, "*shape"],
+    returns: Float[Tensor, "*shape"],
+    logits: Float[Tensor, "*shape vocab"] | None,
+    clip_ratio: float = 0.2,
+    vf_coef: float = 0.5,
+    entropy_coef: float = 0.01,
+    *,
+    mask: Shaped[Tensor, "*shape"] | None = None,
+    old_values: Float[Tensor, "*shape"] | None = None,
+    clip_value: bool = True,
+    value_clip_ratio: float = 0.2,
+    entropy: Float[Tensor, "*shape"] | None = None,
+    reduction: Reduction = "mean",
+) -> dict[str, Float[Tensor, ""]]:
+    """policy loss + `vf_coef`·value loss − `entropy_coef`·entropy, and the three parts.
+
+    Args:
+        policy_logprobs, old_logprobs, advantages, clip_ratio: as in `compute_ppo_loss`.
+        values, returns, old_values, clip_value: as in `compute_value_loss`; `value_clip_ratio` is its own
+            clip.
+        logits: [B, T, V] of the policy; `None` where `entropy` is given.
+        entropy: [B, T] entropies in nats that are known already (`logprobs_and_entropy`), in place of
+            `logits`.
+        mask, reduction: for all three parts.
+
+    Returns:
+        Scalars `total_loss`, `policy_loss`, `value_loss`, `entropy`.
+
+    Raises:
+        ValueError: both of `logits` and `entropy` are given, or neither.
+
+    Source: Schulman et al. 2017, equation 9; seed 004; rule 15.
+    """
+    policy_loss = compute_ppo_loss(policy_logprobs, old_logprobs, advantages, clip_ratio, mask, reduction=reduction)
+    value_loss = compute_value_loss(
+        values, returns, old_values, clip_value, value_clip_ratio, mask, reduction=reduction
+    )
+    if logits is not None and entropy is None:
+        entropy_term = compute_entropy(logits, mask, reduction=reduction)
+    elif entropy is not None and logits is None:
+        entropy_term = _reduce(entropy, mask, reduction)
+    else:
+        raise ValueError("give the logits or the entropy of each token, one of the two")
+    return {
+        "total_loss": policy_loss + vf_coef * value_loss - entropy_coef * entropy_term,
+        "policy_loss": policy_loss,
+        "value_loss": value_loss,
+        "entropy": entropy_term,
+    }
+
+
+@torch.no_grad()
+def clip_fraction(
+    logprobs: Float[Tensor, "*shape"],
+    old_logprobs: Float[Tensor, "*shape"],
+    clip_ratio: float,
+    mask: Shaped[Tensor, "*shape"] | None = None,
+) -> Float[Tensor, ""]:
+    """Share of the real tokens whose ratio lies outside [1−ε, 1+ε], whatever the sign of the advantage."""
+    outside = (torch.exp(logprobs - old_logprobs) - 1).abs() > clip_ratio
+    return masked_mean(outside.to(logprobs.dtype), mask)
+
+
+@torch.no_grad()
+def value_clip_fraction(
+    values: Float[Tensor, "*shape"],
+    old_values: Float[Tensor, "*shape"],
+    clip_ratio: float,
+    mask: Shaped[Tensor, "*shape"] | None = None,
+) -> Float[Tensor, ""]:
+    """Share of the real tokens whose value has moved by more than `clip_ratio` (units of the score)."""
+    return masked_mean(((values - old_values).abs() > clip_ratio).to(values.dtype), mask)
+
+
+@torch.no_grad()
+def approx_kl(
+    logprobs: Float[Tensor, "*shape"],
+    old_logprobs: Float[Tensor, "*shape"],
+    mask: Shaped[Tensor, "*shape"] | None = None,
+) -> Float[Tensor, ""]:
+    """KL(π_old ‖ π_θ) in nats per token, as mean(ρ − 1 − log ρ) over real tokens (rule 14's early stop)."""
+    return masked_mean(estimate_kl(old_logprobs, logprobs, "k3", mask), mask)
+
+
+@torch.no_grad()
+def ratio_max(
+    logprobs: Float[Tensor, "*shape"],
+    old_logprobs: Float[Tensor, "*shape"],
+    mask: Shaped[Tensor, "*shape"] | None = None,
+) -> Float[Tensor, ""]:
+    """Largest ρ = π_θ/π_old of the real tokens; 0, which no real ratio is below, where there is none."""
+    return zero_padding(torch.exp(logprobs - old_logprobs), mask).max()
+
+
+@torch.no_grad()
+def explained_variance(
+    values: Float[Tensor, "*shape"],
+    returns: Float[Tensor, "*shape"],
+    mask: Shaped[Tensor, "*shape"] | None = None,
+) -> Float[Tensor, ""]:
+    """1 − Var(returns − values)/Var(returns) over the real tokens.
+
+    1 is perfect, 0 as good as a constant, below 0 worse. Returns that do not vary have nothing to explain: 1
+    if the error does not vary either, else 0 (scikit-learn's convention), never NaN.
+    """
+    variance, unexplained = masked_var(returns, mask), masked_var(returns - values, mask)
+    constant = (unexplained == 0).to(variance.dtype)
+    return torch.where(variance > 0, 1 - unexplained / variance, constant)
+
+
+def _entropy(logprobs: Float[Tensor, "*shape vocab"]) -> Float[Tensor, "*shape"]:
+    return -(logprobs.exp() * logprobs).sum(dim=-1)
+
+
+def _reduce(
+    x: Float[Tensor, "*shape"], mask: Shaped[Tensor, "*shape"] | None, reduction: Reduction
+) -> Float[Tensor, ""]:
+    if reduction == "mean":
+        return masked_mean(x, mask)
+    if reduction == "sum":
+        return masked_sum(x, mask)
+    raise ValueError(f"unknown reduction: {reduction!r} (there are mean and sum)")

@@ -1,0 +1,58 @@
+"""Sums, means and variances over the real tokens of a padded batch, and the one way padding is removed:
+selected away (`torch.where`), never multiplied away, and before anything that could turn it into a gradient, so
+that whatever stands there, NaN and infinity included, reaches neither a value nor a gradient. Everywhere
+`mask=None` means that every element is real. No formula of PPO lives here."""
+
+import torch
+from jaxtyping import Float, Num, Shaped
+from torch import Tensor
+
+
+def zero_padding(x: Num[Tensor, "*shape"], mask: Shaped[Tensor, "*shape"] | None) -> Num[Tensor, "*shape"]:
+    """`x` with 0 on padding; its gradient there is 0 too.
+
+    `mask` is bool or 0/1 of the same shape as `x`: broadcasting is refused (`ValueError`), because it would
+    count the tokens wrongly.
+    """
+    if mask is None:
+        return x
+    if mask.shape != x.shape:
+        raise ValueError(f"mask of shape {tuple(mask.shape)} for values of shape {tuple(x.shape)}: they must be equal")
+    return torch.where(mask.bool(), x, 0)
+
+
+def masked_sum(x: Num[Tensor, "*shape"], mask: Shaped[Tensor, "*shape"] | None = None) -> Num[Tensor, ""]:
+    """Sum over the real tokens; 0 where there is none."""
+    return zero_padding(x, mask).sum()
+
+
+def masked_mean(x: Float[Tensor, "*shape"], mask: Shaped[Tensor, "*shape"] | None = None) -> Float[Tensor, ""]:
+    """Mean over the real tokens. A mask without any gives 0 with gradient 0, not NaN."""
+    if mask is None:
+        return x.mean()
+    return masked_sum(x, mask) / mask.bool().sum().clamp(min=1)
+
+
+def masked_var(x: Float[Tensor, "*shape"], mask: Shaped[Tensor, "*shape"] | None = None) -> Float[Tensor, ""]:
+    """Population variance (divided by n, not n − 1) over the real tokens; 0 for one token or none."""
+    real = zero_padding(x, mask)
+    return masked_mean((real - masked_mean(real, mask)) ** 2, mask)
+
+
+def masked_log_softmax(
+    logits: Float[Tensor, "*shape vocab"],
+    mask: Shaped[Tensor, "*shape"] | None = None,
+    temperature: float = 1.0,
+) -> Float[Tensor, "*shape vocab"]:
+    """Log-probabilities of `softmax(logits / temperature)`, in nats.
+
+    In float32, or float64 for float64 logits, whatever precision the logits came in. On padding the
+    distribution is uniform and passes no gradient on, so that what is computed from it stays finite until the
+    caller's own mask removes it. Raises `ValueError` for a temperature that is not above 0.
+    """
+    if not temperature > 0:
+        raise ValueError(f"temperature must be above 0, not {temperature}")
+    if mask is not None:
+        logits = zero_padding(logits, mask.unsqueeze(-1).expand(*mask.shape, logits.shape[-1]))
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return torch.log_softmax(logits / temperature, dim=-1)
