@@ -1,0 +1,67 @@
+"""What Prefect shows of a finished run: a table with the final metrics, a page that points to the report. Reads
+`metrics/*.json` and nothing else; the report itself is a stage."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+HEADLINES = {
+    "win_rate": "win rate of the policy against SFT",
+    "win_rate_ci95": "95% interval of the win rate",
+    "win_rate_judge": "judge of the wins",
+    "gold_sft": "gold score of SFT",
+    "gold_policy": "gold score of the policy",
+    "reward_sft": "reward model's score of SFT",
+    "reward_policy": "reward model's score of the policy",
+    "kl_per_sequence": "KL to the reference (nats per sequence)",
+    "missing_eos_share": "share of answers without an end",
+    "alignment_tax": "alignment tax (nats per token)",
+}
+"""The figures of `metrics/evaluate.json` that stand on the page, and what they are."""
+
+
+def metric_rows(root: Path) -> list[dict[str, str]]:
+    """Every number of `metrics/*.json`, one row each: stage, metric (nested names joined by dots), value."""
+    rows = []
+    for path in sorted((root / "metrics").glob("*.json")):
+        for name, value in _flatten(json.loads(path.read_text(encoding="utf-8"))):
+            rows.append({"stage": path.stem, "metric": name, "value": _text(value)})
+    return rows
+
+
+def report_page(root: Path) -> str:
+    """Markdown: where report and models lie, and the headline figures when there is an evaluation."""
+    lines = ["# Leash run", "", f"Report: `{root / 'report' / 'index.html'}`", "", f"Models: `{root / 'models'}`", ""]
+    path = root / "metrics" / "evaluate.json"
+    if path.is_file():
+        figures = json.loads(path.read_text(encoding="utf-8"))
+        lines += ["| | |", "|---|---|"]
+        present = {text: figures[key] for key, text in HEADLINES.items() if figures.get(key) is not None}
+        lines += [f"| {text} | {_text(value)} |" for text, value in present.items()]
+    return "\n".join(lines) + "\n"
+
+
+def publish(root: Path) -> None:
+    """Both artifacts, under the keys `leash-metrics` and `leash-report`. To be called inside a flow run."""
+    from prefect.artifacts import create_markdown_artifact, create_table_artifact
+
+    rows = metric_rows(root)
+    if rows:
+        create_table_artifact(key="leash-metrics", table=rows, description="Final metrics of the run")
+    create_markdown_artifact(key="leash-report", markdown=report_page(root), description="Where the results are")
+
+
+def _flatten(content: Any, prefix: str = "") -> list[tuple[str, Any]]:
+    if not isinstance(content, dict):
+        return [(prefix, content)]
+    return [pair for key, value in content.items() for pair in _flatten(value, f"{prefix}.{key}".strip("."))]
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, bool) or value is None:
+        return json.dumps(value)
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    if isinstance(value, list):
+        return " – ".join(_text(part) for part in value)
+    return str(value)

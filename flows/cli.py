@@ -1,0 +1,196 @@
+"""The command line `leash`: arguments, exit codes and what is printed at the end. Everything heavy is imported by the
+command that needs it. Exit codes: 0; 2 for what the user can mend, with one line on stderr; 1 for a crash; 130 and 143
+when it was stopped."""
+
+import os
+import signal
+import sys
+from collections.abc import Callable
+from functools import wraps
+from pathlib import Path
+from types import FrameType
+from typing import Annotated, NoReturn, ParamSpec
+
+import typer
+
+from flows.environment import find_root
+from rlhf_core.errors import UserError
+
+P = ParamSpec("P")
+app = typer.Typer(
+    help="Leash: preferences in, an evaluated policy out, every step reproducible.",
+    no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None,
+)  # fmt: skip
+
+
+def command(function: Callable[P, None]) -> Callable[P, None]:
+    """Register a command; a UserError ends it with its one line and exit code 2, an interrupt with 130."""
+
+    @wraps(function)
+    def guarded(*args: P.args, **kwargs: P.kwargs) -> None:
+        from flows.terminal import complain
+
+        try:
+            function(*args, **kwargs)
+        except UserError as error:
+            complain(str(error))
+            raise typer.Exit(2) from None
+        except KeyboardInterrupt:
+            complain("stopped; nothing is left running")
+            raise typer.Exit(130) from None
+        except SystemExit:
+            complain("stopped by a signal; nothing is left running")
+            raise
+
+    return app.command(function.__name__.strip("_"))(guarded)
+
+
+@command
+def run(
+    stages: Annotated[list[str] | None, typer.Argument(help="Stages, each with what it needs. None: all.")] = None,
+    force: Annotated[bool, typer.Option("--force", "-f", help="Run even what is up to date.")] = False,
+    timeout: Annotated[float | None, typer.Option(help="Seconds that one stage may take.")] = None,
+    retries: Annotated[int, typer.Option(help="How often to try again after a failure that may pass.", min=0)] = 2,
+    retry_delay: Annotated[float, typer.Option(help="Seconds before trying again.", min=0.0)] = 10.0,
+) -> None:
+    """Run the pipeline: each stage a Prefect task, each result from DVC's cache where DVC has it."""
+    root = find_root()
+    _die_politely()
+    _quiet_prefect()
+    from flows.graph import read_graph
+    from flows.terminal import complain, open_screen, outcome_table
+
+    read_graph(root).select(stages)
+    open_screen()
+    _connect(root)
+    from flows.pipeline import PipelineFailed, pipeline
+
+    try:
+        outcomes = pipeline(stages or None, force, str(root), retries, retry_delay, timeout)
+    except PipelineFailed as failure:
+        print("\n" + outcome_table(failure.outcomes), flush=True)
+        for error in failure.errors:
+            complain(str(error))
+        raise typer.Exit(2 if failure.users_fault else 1) from None
+    print("\n" + outcome_table(outcomes.values()))
+    print("\n" + _where(root))
+
+
+@command
+def import_(
+    source: Annotated[Path, typer.Argument(metavar="PATH", help="A JSONL or Parquet file, or a folder of them.")],
+    force: Annotated[bool, typer.Option("--force", help="Replace data imported before.")] = False,
+) -> None:
+    """Bring data files into data/raw/ and have DVC track them."""
+    root = find_root()
+    from tasks.importer import import_data
+
+    import_data(source.expanduser().resolve(), root, force)
+
+
+@command
+def serve(
+    cron: Annotated[str, typer.Option(help="Five fields: minute hour day month weekday.")] = "0 3 * * *",
+    timezone: Annotated[str, typer.Option(help="Time zone of the fields, such as Europe/Berlin.")] = "UTC",
+) -> None:
+    """Run the pipeline on a schedule, one run at a time, until stopped. Needs a Prefect server (leash up)."""
+    root = find_root()
+    _die_politely()
+    from flows import serve as nightly
+
+    if nightly.serve(root, cron, timezone) != 0:
+        raise typer.Exit(1)
+
+
+@command
+def up(
+    port: Annotated[int, typer.Option(help="Port of the Prefect server.")] = 4200,
+    stop: Annotated[bool, typer.Option("--stop", help="Stop the server that `leash up` started.")] = False,
+) -> None:
+    """Start a Prefect server in the background, on this machine only."""
+    root = find_root()
+    from flows import server
+
+    if stop:
+        print("Prefect server stopped" if server.down(root) else "no server to stop: `leash up` has started none")
+        return
+    url = server.up(root, port)
+    print(f"Prefect server: {url.removesuffix('/api')}  (log: work/prefect-server.log; stop: leash up --stop)")
+    print("`leash run` and `leash serve` in this project find it by themselves. For other shells and tools:")
+    print(f"  export PREFECT_API_URL={url}")
+    print(f"  prefect config set PREFECT_API_URL={url}")
+
+
+@command
+def ui(port: Annotated[int, typer.Option(help="Port of the page.")] = 5000) -> None:
+    """Show the MLflow page of this project's runs."""
+    root = find_root()
+    from flows.ui import show
+
+    show(root, port)
+
+
+@command
+def doctor() -> None:
+    """Check versions, device, disk, git, DVC, parameters and servers, and say what to do."""
+    root = find_root()
+    from flows.doctor import examine, render
+
+    checks = examine(root)
+    print(render(checks))
+    if any(check.verdict == "BROKEN" for check in checks):
+        raise typer.Exit(1)
+
+
+def main() -> NoReturn:
+    """Entry point of `leash` and of `python -m flows.cli`."""
+    app(prog_name="leash")
+    sys.exit(0)
+
+
+def _connect(root: Path) -> None:
+    """Point Prefect at a server that answers; lend it one for this run where none is named. Raises UserError."""
+    from flows import server
+
+    url = server.configured_url(root)
+    if url is not None and not server.answers(url):
+        raise UserError(f"no Prefect server answers at {url}; start one with `leash up`, or unset PREFECT_API_URL")
+    if url is None:
+        print("starting a Prefect server for this run (`leash up` keeps one, and saves these seconds)", flush=True)
+        log = root / "work" / "prefect-server-run.log"
+        log.parent.mkdir(exist_ok=True)
+        url = server.lend(log)
+    server.use(url)
+
+
+def _quiet_prefect() -> None:
+    """Prefect's console log off, our live lines instead; its own log of the run keeps everything."""
+    os.environ.setdefault("PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL", "CRITICAL")
+
+
+def _die_politely() -> None:
+    """SIGTERM and a closed terminal unwind the run as Ctrl-C does, so that every stage is stopped on the way."""
+
+    def leave(number: int, frame: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    signal.signal(signal.SIGTERM, leave)
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        signal.signal(signal.SIGHUP, leave)
+
+
+def _where(root: Path) -> str:
+    """Where a person finds the results."""
+    from flows.ui import store
+
+    report, models = root / "report" / "index.html", root / "models"
+    found = sorted(path.name for path in models.iterdir() if path.is_dir()) if models.is_dir() else []
+    uri = store(root)
+    page = uri if uri.startswith("http") else "leash ui, then http://127.0.0.1:5000"
+    lines = [f"report  {report}"] if report.is_file() else []
+    lines += [f"models  {models}: {', '.join(found)}"] if found else []
+    return "\n".join([*lines, f"MLflow  {page}"])
+
+
+if __name__ == "__main__":
+    main()

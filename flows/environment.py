@@ -1,0 +1,45 @@
+"""Where the project is and which environment variables its processes get. The only place that sets defaults for
+Prefect, DVC and MLflow; imports nothing heavy, so that `leash --help` is quick."""
+
+import os
+import sys
+from pathlib import Path
+
+from rlhf_core.errors import UserError
+
+QUIET = {
+    "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+    "DO_NOT_TRACK": "1",
+    "DVC_NO_ANALYTICS": "1",
+    "MLFLOW_DISABLE_TELEMETRY": "true",
+}
+"""No tool of ours reports its users to anybody, unless they asked for it themselves."""
+
+
+def apply_defaults() -> None:
+    """Set `QUIET` where the user has set nothing. Call it before Prefect, DVC or MLflow is imported."""
+    for name, value in QUIET.items():
+        os.environ.setdefault(name, value)
+
+
+def find_root(start: Path | None = None) -> Path:
+    """The nearest folder with a `dvc.yaml`, from `start` (default: the current folder) upwards. Raises UserError."""
+    here = (start or Path.cwd()).resolve()
+    for folder in (here, *here.parents):
+        if (folder / "dvc.yaml").is_file():
+            return folder
+    raise UserError(f"{here}: no dvc.yaml here or in a folder above; change into a clone of Leash")
+
+
+def stage_environment(outcome: Path) -> dict[str, str]:
+    """The environment of one `dvc repro`: the stage's `python` is the driver's, whichever one the shell would find.
+
+    `outcome` is the file in which the stage's wrapper leaves how it ended (`LEASH_OUTCOME`).
+    """
+    interpreter = str(Path(sys.executable).parent)
+    path = os.pathsep.join([interpreter, *filter(None, [os.environ.get("PATH")])])
+    return {**os.environ, **_missing_quiet(), "PATH": path, "LEASH_OUTCOME": str(outcome), "PYTHONUNBUFFERED": "1"}
+
+
+def _missing_quiet() -> dict[str, str]:
+    return {name: value for name, value in QUIET.items() if name not in os.environ}

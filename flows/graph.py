@@ -1,0 +1,86 @@
+"""The graph of stages as DVC reads it from `dvc.yaml`, in the order in which `dvc repro` would run it. Knows nothing of
+Prefect; nobody writes the list of stages down a second time."""
+
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rlhf_core.errors import UserError
+
+
+@dataclass(frozen=True)
+class Graph:
+    """The stages that have a command, each after everything it needs."""
+
+    stages: tuple[str, ...]
+    upstream: dict[str, tuple[str, ...]]
+    """Stage -> the stages whose outputs it reads."""
+    sources: dict[str, tuple[str, ...]]
+    """Stage -> the tracked data files (`*.dvc`, no command) that it reads."""
+
+    def select(self, names: Iterable[str] | None) -> "Graph":
+        """These stages and what they need, as `dvc repro STAGE…` chooses; all of them for none.
+
+        Raises UserError on an unknown name, listing those there are.
+        """
+        wanted = list(names or self.stages)
+        unknown = [name for name in wanted if name not in self.upstream]
+        if unknown:
+            raise UserError(f"unknown stage {', '.join(unknown)}; dvc.yaml has: {', '.join(self.stages)}")
+        needed: set[str] = set()
+        while wanted:
+            name = wanted.pop()
+            if name not in needed:
+                needed.add(name)
+                wanted.extend(self.upstream[name])
+        return Graph(
+            tuple(name for name in self.stages if name in needed),
+            {name: self.upstream[name] for name in self.stages if name in needed},
+            {name: self.sources[name] for name in self.stages if name in needed},
+        )
+
+    def all_sources(self) -> tuple[str, ...]:
+        """The tracked data files that any of the stages reads, each once."""
+        return tuple(dict.fromkeys(source for name in self.stages for source in self.sources[name]))
+
+
+def read_graph(root: Path) -> Graph:
+    """The graph of the project at `root`. Raises UserError when DVC cannot read it."""
+    from dvc.exceptions import DvcException
+    from dvc.repo import Repo
+
+    try:
+        with Repo(str(root)) as repo:
+            return _convert(repo, root)
+    except DvcException as error:
+        reason = " ".join(str(error).split()).replace(f"{root}{os.sep}", "")
+        raise UserError(f"dvc.yaml: DVC cannot read the graph: {reason}") from error
+
+
+def _convert(repo: Any, root: Path) -> Graph:
+    from dvc.repo.reproduce import get_active_graph, plan_repro
+
+    graph = get_active_graph(repo.index.graph)
+    own = [node for node in graph if _address(node, root) == getattr(node, "name", None)]
+    plan = list(plan_repro(graph, own)) if own else []
+    upstream: dict[str, tuple[str, ...]] = {}
+    sources: dict[str, tuple[str, ...]] = {}
+    for node in plan:
+        if not node.cmd:
+            continue
+        name = _address(node, root)
+        above = list(graph.successors(node))
+        upstream[name] = tuple(_address(other, root) for other in above if other.cmd)
+        sources[name] = tuple(_address(other, root) for other in above if not other.cmd)
+    return Graph(tuple(upstream), upstream, sources)
+
+
+def _address(node: Any, root: Path) -> str:
+    """What `dvc repro` calls the node when it is started at `root` (DVC's own answer depends on the current folder)."""
+    path = os.path.relpath(node.path, root)
+    name = getattr(node, "name", None)
+    if name is None:
+        return path
+    return str(name) if path == "dvc.yaml" else f"{path}:{name}"

@@ -1,0 +1,51 @@
+"""The order of `dvc.lock`. Stages that run side by side enter it as they end; `dvc repro` enters them in the order of
+the graph. Only the order is touched here, never an entry."""
+
+import os
+import tempfile
+from pathlib import Path
+
+from flows.graph import Graph
+
+
+def entries(root: Path) -> tuple[str, ...]:
+    """The stages that `dvc.lock` names, in its order; none where there is no such file."""
+    path = root / "dvc.lock"
+    if not path.is_file():
+        return ()
+    from dvc.utils.serialize import load_yaml
+
+    return tuple(load_yaml(str(path)).get("stages") or {})
+
+
+def restore_order(root: Path, graph: Graph, before: tuple[str, ...]) -> bool:
+    """Write `dvc.lock` as one `dvc repro` would have left it; returns whether that changed it.
+
+    DVC keeps the place of an entry that it finds (`before`: the order when the run began) and appends new ones in the
+    order of the graph. The bytes are DVC's own: its loader and dumper do the work, under its lock of the repository.
+    """
+    now = entries(root)
+    known = [name for name in before if name in now]
+    new = [name for name in graph.stages if name in now and name not in before]
+    wanted = (*known, *new, *(name for name in now if name not in known and name not in new))
+    if wanted == now:
+        return False
+    from dvc.repo import Repo
+
+    with Repo(str(root)) as repo, repo.lock:
+        _rewrite(root / "dvc.lock", wanted)
+    return True
+
+
+def _rewrite(path: Path, order: tuple[str, ...]) -> None:
+    from dvc.utils.serialize import dumps_yaml, parse_yaml_for_update
+
+    content = parse_yaml_for_update(path.read_text(encoding="utf-8"), str(path))
+    stages = content["stages"]
+    for name in order:
+        stages.move_to_end(name)
+    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=".dvc.lock.")
+    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+        file.write(dumps_yaml(content))
+    Path(temporary).chmod(path.stat().st_mode)
+    Path(temporary).replace(path)

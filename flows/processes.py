@@ -1,0 +1,190 @@
+"""Commands in process groups of their own: live output, time limits, and a stop that returns when the group is empty.
+The registry of live groups stands here because Prefect pickles the module of a flow. Knows neither DVC nor Prefect.
+
+Why groups, and why SIGINT: SIGTERM ends `dvc` but leaves the stage that it started running; SIGINT ends both, the stage
+through `KeyboardInterrupt`, so that it can close its files.
+"""
+
+import os
+import select
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+Ladder = tuple[tuple[signal.Signals, float], ...]
+"""Signals to send one after another, and the seconds that each may take."""
+
+STAGE_LADDER: Ladder = ((signal.SIGINT, 10.0), (signal.SIGTERM, 5.0), (signal.SIGKILL, 5.0))
+SERVER_LADDER: Ladder = ((signal.SIGTERM, 10.0), (signal.SIGKILL, 5.0))
+RUNNER_LADDER: Ladder = ((signal.SIGINT, 40.0), (signal.SIGTERM, 10.0), (signal.SIGKILL, 5.0))
+"""For a process that stops stages of its own, each down the stage's ladder."""
+
+
+class Stopped(Exception):
+    """The command ended because somebody stopped the run."""
+
+
+class TimedOut(Exception):
+    """The command ran longer than it may, and was stopped."""
+
+
+@dataclass
+class _Registry:
+    """The groups alive, and whether new ones may start."""
+
+    lock: threading.RLock
+    groups: "dict[int, tuple[subprocess.Popen[bytes], Ladder]]"
+    closing: bool = False
+
+
+_live = _Registry(threading.RLock(), {})
+
+
+@contextmanager
+def session() -> Iterator[None]:
+    """However the block ends, nothing that it started through `run` is left running, and nothing starts any more."""
+    _let_children_hear_sigint()
+    with _live.lock:
+        _live.closing = False
+    try:
+        yield
+    finally:
+        pass
+
+
+def run(
+    command: Sequence[str],
+    *,
+    cwd: Path,
+    env: Mapping[str, str],
+    on_line: Callable[[str], None],
+    timeout: float | None = None,
+    ladder: Ladder = STAGE_LADDER,
+) -> int:
+    """Run `command` in a group of its own; hand each line of its stdout and stderr to `on_line` as it comes.
+
+    Returns the exit status (-N for signal N) once the whole group is gone. `timeout` is in seconds.
+    Raises Stopped after `stop_all`, TimedOut after `timeout`.
+    """
+    with _live.lock:
+        if _live.closing:
+            raise Stopped(command[0])
+        process = subprocess.Popen(
+            command, cwd=cwd, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )  # fmt: skip
+        _live.groups[process.pid] = (process, ladder)
+    try:
+        timed_out = _follow(process, on_line, timeout, ladder)
+    finally:
+        stop(process.pid, process, ladder)
+        with _live.lock:
+            _live.groups.pop(process.pid, None)
+            closing = _live.closing
+    if closing and process.returncode != 0:
+        raise Stopped(command[0])
+    if timed_out and process.returncode != 0:
+        raise TimedOut(f"stopped after {timeout:g} seconds")
+    return process.returncode
+
+
+def stop(group: int, leader: "subprocess.Popen[bytes] | None" = None, ladder: Ladder = STAGE_LADDER) -> None:
+    """End the process group, harder at each step of `ladder`. Returns when it is empty, at once if it is already."""
+    for number, grace in ladder:
+        if _empty(group, leader):
+            return
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(group, number)
+        deadline = time.monotonic() + grace
+        while time.monotonic() < deadline and not _empty(group, leader):
+            time.sleep(0.05)
+
+
+def stop_all() -> None:
+    """Stop every live group, all at the same time, and let none start until the next `session`.
+
+    A second interrupt while this waits kills them at once.
+    """
+    with _live.lock:
+        _live.closing = True
+        groups = dict(_live.groups)
+    stoppers = [threading.Thread(target=stop, args=(group, *how), daemon=True) for group, how in groups.items()]
+    for stopper in stoppers:
+        stopper.start()
+    try:
+        for stopper in stoppers:
+            stopper.join()
+    except BaseException:
+        for group in groups:
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(group, signal.SIGKILL)
+        raise
+
+
+def _let_children_hear_sigint() -> None:
+    """A shell starts background jobs deaf to SIGINT, and children would inherit that; a handler that does nothing is
+    as deaf for us, and is not inherited."""
+    if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, lambda number, frame: None)
+
+
+def _follow(
+    process: "subprocess.Popen[bytes]", on_line: Callable[[str], None], timeout: float | None, ladder: Ladder
+) -> bool:
+    """Read until the leader has ended and its pipe is dry; returns whether its time was up.
+
+    A carriage return ends a line as a line feed does. Reading goes on while the group is being stopped.
+    """
+    assert process.stdout is not None
+    started, rest, stopper = time.monotonic(), b"", None
+    with process.stdout as pipe:
+        while True:
+            ended = process.poll() is not None
+            chunk = _read(pipe.fileno(), 0.0 if ended else 0.2)
+            *lines, rest = (rest + chunk).replace(b"\r", b"\n").split(b"\n")
+            for line in lines:
+                on_line(line.decode("utf-8", "replace").rstrip())
+            if ended and not chunk:
+                break
+            if stopper is None and timeout is not None and time.monotonic() - started > timeout:
+                stopper = threading.Thread(target=stop, args=(process.pid, process, ladder), daemon=True)
+                stopper.start()
+    if rest:
+        on_line(rest.decode("utf-8", "replace").rstrip())
+    return stopper is not None
+
+
+def _read(descriptor: int, wait: float) -> bytes:
+    """What the pipe holds, or nothing after `wait` seconds; slow at a pipe's end, so that nobody spins on it."""
+    ready, _, _ = select.select([descriptor], [], [], wait)
+    chunk = os.read(descriptor, 65536) if ready else b""
+    if ready and not chunk:
+        time.sleep(min(wait, 0.05))
+    return chunk
+
+
+def _empty(group: int, leader: "subprocess.Popen[bytes] | None") -> bool:
+    if leader is not None and leader.poll() is None:
+        return False  # its first thread may be dead already, and others not
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return True
+    except PermissionError:
+        pass
+    return not any(_belongs(pid, group) for pid in psutil.pids())
+
+
+def _belongs(pid: int, group: int) -> bool:
+    """Whether `pid` is a living member. The dead that nobody has buried still count for the kernel, not for us."""
+    try:
+        return os.getpgid(pid) == group and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except (ProcessLookupError, PermissionError, psutil.Error):
+        return False

@@ -1,0 +1,65 @@
+"""The nightly run: the flow on a schedule, until stopped. Needs a Prefect server that keeps the schedule; Prefect's own
+temporary one has no scheduler, so such a schedule would never fire.
+
+Prefect's runner stands in a process group of its own (`python -m flows.serve`): on SIGTERM it was seen to hang and to
+leave the flow running, on SIGINT to the group both end. So the process in front turns every end into that one.
+"""
+
+import os
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from flows import processes, server
+from rlhf_core.errors import UserError
+
+
+def serve(root: Path, cron: str, timezone: str) -> int:
+    """Serve deployment `leash/nightly` at `cron` (five fields, in `timezone`), one run at a time.
+
+    Blocks; returns the runner's exit status. Raises UserError when no server answers or `cron` is none.
+    """
+    url = server.configured_url(root)
+    if url is None:
+        raise UserError("a schedule needs a running Prefect server, and none is named; start one with `leash up`")
+    if not server.answers(url):
+        raise UserError(f"no Prefect server answers at {url}; start one with `leash up`, or correct PREFECT_API_URL")
+    _check(cron, timezone)
+    print(f"leash/nightly at {cron!r} ({timezone}), kept by {url}; stop with Ctrl-C", flush=True)
+    command = [sys.executable, "-m", "flows.serve", str(root), cron, timezone]
+    env = {**os.environ, "PREFECT_API_URL": url, "PYTHONUNBUFFERED": "1"}
+    with ThreadPoolExecutor(1) as listener, processes.session():
+        runner = listener.submit(
+            processes.run, command, cwd=root, env=env, on_line=_pass_on, ladder=processes.RUNNER_LADDER
+        )
+        return runner.result()
+
+
+def _check(cron: str, timezone: str) -> None:
+    from prefect.client.schemas.schedules import CronSchedule
+    from pydantic import ValidationError
+
+    try:
+        CronSchedule(cron=cron, timezone=timezone)
+    except ValidationError as error:
+        reason = error.errors()[0]["msg"].removeprefix("Value error, ")
+        raise UserError(f"--cron {cron!r} --timezone {timezone!r}: {reason}") from None
+
+
+def _pass_on(line: str) -> None:
+    print(line, flush=True)
+
+
+def _hold(root: str, cron: str, timezone: str) -> None:
+    from prefect.schedules import Cron
+
+    from flows.pipeline import pipeline
+
+    pipeline.serve(
+        name="nightly", schedule=Cron(cron, timezone=timezone), parameters={"root": root},
+        limit=1, global_limit=1, print_starting_message=False,
+    )  # fmt: skip
+
+
+if __name__ == "__main__":
+    _hold(*sys.argv[1:])

@@ -1,0 +1,137 @@
+"""One stage through DVC: the command, what its output and its outcome file say, and whose fault a failure is. Knows no
+Prefect; the only cache is DVC's."""
+
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from flows import processes
+from flows.environment import stage_environment
+from rlhf_core.errors import UserError
+
+OnLine = Callable[[str], None]
+
+EXECUTED, UP_TO_DATE, RESTORED, FAILED, NOT_RUN = "Completed", "UpToDate", "Restored", "Failed", "NotRun"
+"""How a stage ended; the first three are also the names of its Prefect state."""
+
+
+class StageUserError(UserError):
+    """A stage refused its input. The user must mend something; running it again changes nothing."""
+
+
+class StageCrash(Exception):
+    """A stage failed for a reason that may pass."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How one stage ended: one of the five words above, its wall-clock seconds, and what there is to say."""
+
+    stage: str
+    state: str
+    seconds: float
+    message: str = ""
+
+
+@dataclass
+class _Transcript:
+    """What DVC's output said: whether it ran the command or restored the outputs, and its error."""
+
+    ran: bool = False
+    restored: bool = False
+    error: str = ""
+    last: str = ""
+
+    def read(self, line: str) -> None:
+        self.ran = self.ran or line.startswith("Running stage '")
+        self.restored = self.restored or line.endswith("is cached - skipping run, checking out outputs")
+        if line.startswith("ERROR: "):
+            self.error = line.removeprefix("ERROR: ")
+        elif line.strip():
+            self.last = line.strip()
+
+
+def run_stage(root: Path, stage: str, force: bool, timeout: float | None, on_line: OnLine) -> Outcome:
+    """`dvc repro --single-item STAGE` at `root`, live; `timeout` in seconds.
+
+    Raises StageUserError (exit 2 of the stage, or DVC found something that the user must mend), StageCrash (anything
+    else, the time-out included), processes.Stopped.
+    """
+    arguments = [*(["--force"] if force else []), stage]
+    started = time.monotonic()
+    try:
+        status, transcript, report = _repro(root, arguments, timeout, on_line)
+    except processes.TimedOut as error:
+        raise StageCrash(f"{stage}: {error}") from None
+    seconds = time.monotonic() - started
+    if status != 0:
+        raise _failure(root, stage, status, transcript, report)
+    if report is not None or transcript.ran:
+        return Outcome(stage, EXECUTED, seconds, str((report or {}).get("message") or ""))
+    return Outcome(stage, RESTORED if transcript.restored else UP_TO_DATE, seconds)
+
+
+def refresh_sources(root: Path, sources: tuple[str, ...], on_line: OnLine) -> None:
+    """What `dvc repro` does first with tracked data files that were edited in place: take their new contents in.
+
+    Raises StageUserError when one is missing.
+    """
+    if not sources:
+        return
+    status, transcript, _ = _repro(root, list(sources), None, on_line)
+    if status != 0:
+        reason = (transcript.error or transcript.last).replace(f"{root}{os.sep}", "")
+        raise StageUserError(f"{reason}; bring it back with `dvc checkout` or `leash import`")
+
+
+def _repro(
+    root: Path, arguments: list[str], timeout: float | None, on_line: OnLine
+) -> tuple[int, _Transcript, dict[str, Any] | None]:
+    transcript = _Transcript()
+
+    def hear(line: str) -> None:
+        transcript.read(line)
+        on_line(line)
+
+    command = [sys.executable, "-m", "dvc", "--wait-for-lock", "repro", "--single-item", *arguments]
+    with tempfile.TemporaryDirectory(prefix="leash-") as folder:
+        outcome = Path(folder) / "outcome.json"
+        env = stage_environment(outcome)
+        status = processes.run(command, cwd=root, env=env, on_line=hear, timeout=timeout)
+        return status, transcript, _read_report(outcome)
+
+
+def _read_report(path: Path) -> dict[str, Any] | None:
+    """The last line that the stage's wrapper wrote; None when DVC did not run the command (or it died before)."""
+    try:
+        report = json.loads(path.read_text(encoding="utf-8").splitlines()[-1])
+    except (OSError, ValueError, IndexError):
+        return None
+    return report if isinstance(report, dict) else None
+
+
+def _failure(
+    root: Path, stage: str, status: int, transcript: _Transcript, report: dict[str, Any] | None
+) -> StageUserError | StageCrash:
+    error = transcript.error.replace(f"{root}{os.sep}", "").removeprefix(f"failed to reproduce '{stage}': ")
+    if report is not None and report.get("exit") == 2:
+        return StageUserError(f"{stage}: {report.get('message') or error}")
+    if "No space left on device" in error:
+        return StageUserError(f"{stage}: no space left on the disk; free some (`dvc gc -w` drops old results)")
+    if transcript.ran or report is not None:
+        said = str((report or {}).get("message") or "") or transcript.last
+        return StageCrash(f"{stage}: {error or f'dvc ended with {status}'}" + (f" ({said})" if said else ""))
+    if not error or _may_pass(error):
+        return StageCrash(f"{stage}: {error or f'dvc ended with {status}'}")
+    return StageUserError(f"{stage}: {error}")
+
+
+def _may_pass(error: str) -> bool:
+    """Whether DVC, which had not yet started the command, may succeed the next time: a lock, or a fault of its own."""
+    return any(sign in error for sign in ("lock", "busy", "unexpected error"))

@@ -1,0 +1,122 @@
+"""Settings of the stage `ppo`. What PPO does with them: `rlhf_core/ppo/`, docs/ppo.md."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, model_validator
+
+from rlhf_core.config.block import Block
+
+Positive = Annotated[int, Field(ge=1)]
+PositiveNumber = Annotated[float, Field(gt=0)]
+NotNegative = Annotated[float, Field(ge=0)]
+
+
+class KLConfig(Block):
+    """The leash: how far the policy may go from its reference, in nats."""
+
+    coef: NotNegative
+    """β, the price of one nat."""
+    controller: Literal["fixed", "adaptive"]
+    target: PositiveNumber
+    """Adaptive controller: the KL per sequence it steers to, in nats."""
+    horizon: Positive
+    """Adaptive controller: responses over which β follows."""
+    estimator: Literal["k1"] = "k1"
+    placement: Literal["token", "sequence_end"] = "token"
+
+    @model_validator(mode="before")
+    @classmethod
+    def _only_k1(cls, values: Any) -> Any:
+        if isinstance(values, dict) and values.get("estimator") in {"k2", "k3", "full"}:
+            raise ValueError(
+                f"estimator {values['estimator']} in the reward moves the optimum away from π_ref·exp(R/β)/Z; "
+                "use k1 (all estimators are logged)"
+            )
+        return values
+
+
+class CriticConfig(Block):
+    """A model of its own that predicts the return of every state."""
+
+    init: Literal["reward", "sft"]
+    learning_rate: PositiveNumber
+    value_clip: PositiveNumber
+    """Largest change of a value in one update, in units of the normalised score."""
+    clip_value: bool
+
+
+class OptimizerConfig(Block):
+    """Adam for policy and critic."""
+
+    betas: list[float]
+    eps: PositiveNumber
+    warmup_steps: Annotated[int, Field(ge=0)]
+    """PPO steps over which the learning rate rises."""
+    decay: Literal["none", "linear"]
+    max_grad_norm: PositiveNumber
+
+    @model_validator(mode="after")
+    def _two_betas(self) -> "OptimizerConfig":
+        if len(self.betas) != 2 or not all(0.0 <= beta < 1.0 for beta in self.betas):
+            raise ValueError("betas must be two numbers in [0, 1)")
+        return self
+
+
+class ScoreConfig(Block):
+    """What happens to the reward model's score before it becomes a reward."""
+
+    normalise: bool
+    """Subtract the mean and divide by the standard deviation of the scores of SFT samples."""
+    clip: PositiveNumber
+    """After normalisation, in standard deviations."""
+    missing_eos_penalty: NotNegative
+
+
+class PPOConfig(Block):
+    """One block for the whole loop."""
+
+    steps: Positive
+    batch_size: Positive
+    """Responses per step."""
+    minibatches: Positive
+    micro_batch_size: Positive
+    """Responses in memory at a time; changes no result beyond rounding."""
+    ppo_epochs: Positive
+    learning_rate: PositiveNumber
+    clip_ratio: Annotated[float, Field(gt=0, lt=1)]
+    vf_coef: NotNegative
+    entropy_coef: NotNegative
+    gamma: Annotated[float, Field(gt=0, le=1)]
+    lam: Annotated[float, Field(ge=0, le=1)]
+    temperature: PositiveNumber
+    max_new_tokens: Positive
+    whiten_advantages: bool
+    kl: KLConfig
+    critic: CriticConfig
+    optimizer: OptimizerConfig
+    score: ScoreConfig
+    sample_every: Positive
+    """Steps between two sets of twenty held-out samples on disk."""
+    check_ratio: bool = True
+
+    @model_validator(mode="before")
+    @classmethod
+    def _sampling_is_the_policy(cls, values: Any) -> Any:
+        truncating = {"top_k", "top_p", "min_p", "min_new_tokens", "repetition_penalty"}
+        for key in sorted(truncating & set(values if isinstance(values, dict) else ())):
+            raise ValueError(
+                f"{key} is refused in rollouts: it changes what is sampled without changing π, "
+                "and makes the KL estimate negative; remove it"
+            )
+        return values
+
+    @model_validator(mode="after")
+    def _batches_fit(self) -> "PPOConfig":
+        if self.batch_size % self.minibatches:
+            raise ValueError(f"batch_size {self.batch_size} must be a multiple of minibatches {self.minibatches}")
+        if self.kl.controller == "adaptive" and self.batch_size > self.kl.horizon:
+            raise ValueError(
+                f"batch_size {self.batch_size} must not exceed kl.horizon {self.kl.horizon}: "
+                "β would swing instead of follow"
+            )
+        return self

@@ -1,0 +1,26 @@
+"""Settings of the stage `sft`: supervised fine-tuning on the demonstrations."""
+
+from typing import Annotated
+
+from pydantic import Field
+
+from rlhf_core.config.block import Block
+
+Positive = Annotated[int, Field(ge=1)]
+
+
+class SFTConfig(Block):
+    """Loss on the response only; early stopping on the validation loss."""
+
+    learning_rate: Annotated[float, Field(gt=0, le=1)]
+    epochs: Annotated[float, Field(gt=0)]
+    batch_size: Positive
+    micro_batch_size: Positive
+    warmup_steps: Annotated[int, Field(ge=0)]
+    weight_decay: Annotated[float, Field(ge=0)]
+    max_tokens: Positive
+    """Longest prompt plus response, in tokens; longer rows are refused or dropped as `long_rows` says."""
+    evaluate_every: Positive
+    """Steps between two measurements of the validation loss."""
+    patience: Annotated[int, Field(ge=0)]
+    """Measurements without improvement before training stops; 0 trains to the end."""

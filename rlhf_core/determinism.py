@@ -1,0 +1,28 @@
+"""What makes two runs equal: seeds, thread counts, deterministic kernels, and keys for counter-based randomness.
+
+No sampling code draws from a global generator: it asks here for a stream that depends on names and indices only.
+"""
+
+import random
+
+import numpy as np
+import torch
+
+
+def make_deterministic(seed: int, threads: int) -> None:
+    """Seed every global generator, fix torch's CPU threads, and ask torch for deterministic kernels."""
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+    torch.set_num_threads(threads)
+    torch.use_deterministic_algorithms(True, warn_only=True)
+
+
+def stream(*key: int) -> np.random.Generator:
+    """A Philox stream that depends on `key` alone, for example (seed, PPO step, prompt index, sample index)."""
+    return np.random.Generator(np.random.Philox(np.random.SeedSequence(key)))
+
+
+def permutation(length: int, *key: int) -> list[int]:
+    """A random order of `length` items that depends on `key` alone."""
+    return [int(i) for i in stream(*key).permutation(length)]

@@ -1,0 +1,124 @@
+"""Models: building, loading, turning a language model into a scalar one, and saving folders that are the same
+bytes each time.
+
+A causal language model gives logits; a scalar model (reward model, critic) gives one number a token. Both are ordinary
+Hugging Face models: their folders load with `AutoModelForCausalLM` and `AutoModelForSequenceClassification`.
+"""
+
+import json
+from pathlib import Path
+
+import torch
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from rlhf_core.config.base import ScratchConfig
+from rlhf_core.errors import UserError
+
+UNSTABLE_FILES = ("training_args.bin",)
+UNSTABLE_KEYS = {"tokenizer_config.json": ("local_files_only", "name_or_path"), "config.json": ("_name_or_path",)}
+
+
+def build_llama(config: ScratchConfig, tokenizer: PreTrainedTokenizerBase, seed: int) -> PreTrainedModel:
+    """A randomly initialised Llama-type model that fits the tokenizer. Equal seeds give equal weights."""
+    torch.manual_seed(seed)
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=len(tokenizer),
+            hidden_size=config.hidden,
+            intermediate_size=config.intermediate,
+            num_hidden_layers=config.layers,
+            num_attention_heads=config.heads,
+            num_key_value_heads=config.heads,
+            max_position_embeddings=config.context,
+            tie_word_embeddings=True,
+            pad_token_id=tokenizer.pad_token_id,
+            eos_token_id=tokenizer.eos_token_id,
+            bos_token_id=None,
+        )
+    )
+
+
+def load_causal_lm(path: str | Path, revision: str | None = None) -> PreTrainedModel:
+    """A causal language model in float32, dropout off, from a folder (safetensors only) or a hub id at a revision."""
+    config = without_dropout(AutoConfig.from_pretrained(str(path), revision=revision))
+    return AutoModelForCausalLM.from_pretrained(
+        str(path), revision=revision, config=config, dtype=torch.float32, use_safetensors=True
+    )
+
+
+def load_scalar_model(path: str | Path) -> PreTrainedModel:
+    """A reward model or critic in float32, dropout off. Raises UserError when the folder has no scalar head."""
+    config = without_dropout(AutoConfig.from_pretrained(str(path)))
+    if config.num_labels != 1:
+        raise UserError(f"{path}: expected one output a token, the model has {config.num_labels}")
+    return AutoModelForSequenceClassification.from_pretrained(
+        str(path), config=config, dtype=torch.float32, use_safetensors=True
+    )
+
+
+def scalar_model_from(path: str | Path, seed: int) -> PreTrainedModel:
+    """The body of the model at `path` under a fresh scalar head, weights N(0, 1/(d+1)) (Stiennon et al. 2020)."""
+    config = without_dropout(AutoConfig.from_pretrained(str(path), num_labels=1))
+    model = AutoModelForSequenceClassification.from_pretrained(
+        str(path), config=config, dtype=torch.float32, use_safetensors=True
+    )
+    generator = torch.Generator().manual_seed(seed)
+    head = scalar_head(model)
+    with torch.no_grad():
+        noise = torch.randn(head.weight.shape, generator=generator)
+        head.weight.copy_(noise / (head.weight.shape[1] + 1) ** 0.5)
+        if head.bias is not None:
+            head.bias.zero_()
+    return model
+
+
+def scalar_head(model: PreTrainedModel) -> torch.nn.Linear:
+    """The linear layer that turns a hidden state into one number. Raises UserError for an architecture that hides
+    it."""
+    head = getattr(model, "score", None)
+    if not isinstance(head, torch.nn.Linear):
+        raise UserError(f"{type(model).__name__}: no linear head named `score`; choose an architecture that has one")
+    return head
+
+
+def without_dropout(config: AutoConfig) -> AutoConfig:
+    """The configuration with every dropout rate at 0: with dropout the ratio of PPO would not be 1 at the first
+    update."""
+    for key, value in config.to_dict().items():
+        if isinstance(value, float) and (key.endswith("pdrop") or "dropout" in key):
+            setattr(config, key, 0.0)
+    return config
+
+
+def context_length(model: PreTrainedModel) -> int:
+    """Longest sequence in tokens that the model's positions cover."""
+    return int(getattr(model.config, "max_position_embeddings", None) or 2**31)
+
+
+def save_checkpoint(folder: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Write a Hugging Face folder and remove from it whatever would differ between equal runs."""
+    folder.mkdir(parents=True, exist_ok=True)
+    model.save_pretrained(folder, safe_serialization=True)
+    tokenizer.save_pretrained(folder)
+    for name in UNSTABLE_FILES:
+        (folder / name).unlink(missing_ok=True)
+    for name, keys in UNSTABLE_KEYS.items():
+        path = folder / name
+        if path.exists():
+            content = json.loads(path.read_text(encoding="utf-8"))
+            kept = {key: value for key, value in content.items() if key not in keys}
+            path.write_text(json.dumps(kept, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def place(model: PreTrainedModel) -> PreTrainedModel:
+    """The model on the GPU if there is one, for inference: no dropout, no gradients."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    return model.to(device).eval().requires_grad_(False)

@@ -1,0 +1,67 @@
+"""One row of numbers a PPO step: what people look at before they trust a run. No statistic includes padding (rule
+18)."""
+
+from collections.abc import Sequence
+
+import torch
+
+from rlhf_core.ppo.kl import estimate_kl
+from rlhf_core.ppo.losses import explained_variance
+from rlhf_core.ppo.masked import masked_mean
+from rlhf_core.ppo.rollout import Credit, Rollout, Scores
+from rlhf_core.ppo.update import UpdateStatistics
+
+NGRAM = 3
+
+
+def step_row(
+    step: int,
+    rollout: Rollout,
+    scores: Scores,
+    credit: Credit,
+    statistics: UpdateStatistics,
+    kl_coef: float,
+    learning_rate: float,
+) -> dict[str, float | None]:
+    """The diagnostics of one step (counted from 1). KL in nats per sequence, entropy in nats per token, lengths in
+    tokens."""
+    real = rollout.mask.bool()
+    lengths = rollout.lengths
+    row: dict[str, float | None] = {
+        "step": step,
+        "reward_raw": scores.raw.mean().item(),
+        "score": scores.used.mean().item(),
+        "reward_shaped": credit.rewards.sum(dim=1).mean().item(),
+        "gold": sum(scores.gold) / len(scores.gold) if scores.gold is not None else None,
+        "kl": credit.kl.sum(dim=1).mean().item(),
+        "kl_k3": _per_sequence(rollout, "k3"),
+        "advantage_abs": masked_mean(credit.advantages.abs(), rollout.mask).item(),
+        "explained_variance": explained_variance(rollout.old_values, credit.returns, rollout.mask).item(),
+        "response_tokens_mean": sum(lengths) / len(lengths),
+        "response_tokens_max": max(lengths),
+        "missing_eos_share": 1.0 - rollout.ended.float().mean().item(),
+        "kl_coef": kl_coef,
+        "learning_rate": learning_rate,
+        "engine_mismatch_max": (rollout.engine_logprobs - rollout.old_logprobs)[real].abs().max().item(),
+        "engine_mismatch_k3": masked_mean(
+            estimate_kl(rollout.engine_logprobs, rollout.old_logprobs, "k3"), rollout.mask
+        ).item(),
+        "min_token_reward": credit.rewards[real].min().item(),
+        "repeated_ngram_share": repeated_ngram_share(rollout.response_ids),
+    }
+    return row | statistics.means()
+
+
+def _per_sequence(rollout: Rollout, kind: str) -> float:
+    per_token = estimate_kl(rollout.old_logprobs, rollout.ref_logprobs, kind, rollout.mask)  # type: ignore[arg-type]
+    return torch.where(rollout.mask.bool(), per_token, 0.0).sum(dim=1).mean().item()
+
+
+def repeated_ngram_share(responses: Sequence[Sequence[int]], n: int = NGRAM) -> float:
+    """Share of n-grams of tokens that already occurred in the same response."""
+    total = repeated = 0
+    for response in responses:
+        ngrams = [tuple(response[i : i + n]) for i in range(len(response) - n + 1)]
+        total += len(ngrams)
+        repeated += len(ngrams) - len(set(ngrams))
+    return repeated / total if total else 0.0

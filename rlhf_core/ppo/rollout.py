@@ -1,0 +1,74 @@
+"""The one thing that travels between the phases of a PPO step: a batch of experience, filled in phase by phase."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from rlhf_core.batch import TokenBatch, pad_batch
+from rlhf_core.chat import Conversation
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """B responses of at most T tokens. Tensors of [B, T] are 0 on padding."""
+
+    # what was asked, what was answered
+    prompts: list[Conversation]
+    prompt_ids: list[list[int]]
+    response_ids: list[list[int]]
+    texts: list[str]
+    ended: Bool[Tensor, "batch"]
+    mask: Float[Tensor, "batch time"]
+
+    # log-probabilities of the sampled tokens at the sampling temperature, nats
+    engine_logprobs: Float[Tensor, "batch time"]
+    old_logprobs: Float[Tensor, "batch time"]
+    ref_logprobs: Float[Tensor, "batch time"]
+    old_values: Float[Tensor, "batch time"]
+
+    def batch(self, rows: Sequence[int], pad_id: int) -> TokenBatch:
+        """The given rows as one padded batch on the rollout's device, as narrow as they allow."""
+        return pad_batch(
+            [self.prompt_ids[i] for i in rows], [self.response_ids[i] for i in rows], pad_id, self.mask.device
+        )
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of each response."""
+        return [len(response) for response in self.response_ids]
+
+
+@dataclass(frozen=True)
+class Scores:
+    """One number for each response: as the scorer gave it, as PPO uses it, and as the hidden judge sees it."""
+
+    raw: Float[Tensor, "batch"]
+    used: Float[Tensor, "batch"]
+    """Normalised, clipped, lowered where the end-of-sequence token is missing (rule 12)."""
+    gold: list[float] | None
+    """Only watched, never trained on; None where the data bring no judge."""
+
+
+@dataclass(frozen=True)
+class Credit:
+    """What each token earned."""
+
+    kl: Float[Tensor, "batch time"]
+    """k1 = log π_old − log π_ref, nats."""
+    rewards: Float[Tensor, "batch time"]
+    advantages: Float[Tensor, "batch time"]
+    """Before whitening."""
+    returns: Float[Tensor, "batch time"]
+    weights: Float[Tensor, "batch time"]
+    """The advantages that the policy loss uses: whitened over all real tokens, or as they are."""
+
+
+def to_rows(values: Sequence[Sequence[float]], time: int, device: torch.device) -> Float[Tensor, "batch time"]:
+    """Ragged rows as a tensor, 0 on padding."""
+    table = torch.zeros(len(values), time)
+    for row, numbers in enumerate(values):
+        table[row, : len(numbers)] = torch.tensor(numbers)
+    return table.to(device)

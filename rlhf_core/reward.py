@@ -1,0 +1,130 @@
+"""The reward model: a scalar head on the SFT model's body, trained with the Bradley-Terry loss on pairs.
+
+All pairs of a prompt stand in one batch, and each response is read once, however many pairs it is in
+(Ouyang et al. 2022): pairs spread over batches would show one response several times and overfit.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+from transformers import PreTrainedModel, Trainer
+
+from rlhf_core.batch import TokenBatch, pad_batch, sequence_scores
+from rlhf_core.config.reward import RewardConfig
+from rlhf_core.training import Run, Schedule, train, trainer_arguments
+
+
+def bradley_terry_loss(
+    chosen: Float[Tensor, "batch"], rejected: Float[Tensor, "batch"], margin: Float[Tensor, "batch"] | None = None
+) -> Float[Tensor, ""]:
+    """−E log σ(R(chosen) − R(rejected) − margin), in nats (seed 000, section 02; margin: Touvron et al. 2023)."""
+    gap = chosen - rejected
+    return -logsigmoid(gap if margin is None else gap - margin).mean()
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One prompt, its distinct responses as token ids, and pairs of (better, worse) places among them."""
+
+    prompt: list[int]
+    responses: list[list[int]]
+    pairs: list[tuple[int, int]]
+
+
+def train_reward_model(
+    model: PreTrainedModel, comparisons: Sequence[Comparison], config: RewardConfig, pad_id: int, run: Run
+) -> list[dict[str, float]]:
+    """Train `model` in place. Returns the training log."""
+    schedule = Schedule(
+        learning_rate=config.learning_rate,
+        batch_size=config.batch_size,
+        micro_batch_size=config.batch_size,
+        warmup_steps=config.warmup_steps,
+        weight_decay=config.weight_decay,
+        epochs=config.epochs,
+    )
+    trainer = PairTrainer(
+        model=model,
+        args=trainer_arguments(run, schedule),
+        train_dataset=list(comparisons),
+        data_collator=PairCollator(pad_id),
+    )
+    return train(trainer, run)
+
+
+@dataclass(frozen=True)
+class PairCollator:
+    """All responses of some prompts as one batch, and the pairs as rows of it."""
+
+    pad_id: int
+
+    def __call__(self, comparisons: Sequence[Comparison]) -> dict[str, Tensor]:
+        """The batch's tensors plus chosen [pairs] and rejected [pairs], row indices."""
+        prompts = [c.prompt for c in comparisons for _ in c.responses]
+        responses = [r for c in comparisons for r in c.responses]
+        starts = [sum(len(c.responses) for c in comparisons[:i]) for i in range(len(comparisons))]
+        pairs = [(s + better, s + worse) for s, c in zip(starts, comparisons, strict=True) for better, worse in c.pairs]
+        batch = pad_batch(prompts, responses, self.pad_id)
+        return {
+            "input_ids": batch.input_ids,
+            "attention_mask": batch.attention_mask,
+            "mask": batch.mask,
+            "chosen": torch.tensor([better for better, _ in pairs]),
+            "rejected": torch.tensor([worse for _, worse in pairs]),
+        }
+
+
+class PairTrainer(Trainer):
+    """A Trainer whose loss is Bradley-Terry over the pairs of the batch."""
+
+    def compute_loss(
+        self, model: PreTrainedModel, inputs: dict[str, Tensor], return_outputs: bool = False, **unused: Any
+    ) -> Any:
+        """The mean loss over the batch's pairs; logs the share that the model already orders rightly."""
+        scores = sequence_scores(model, TokenBatch(inputs["input_ids"], inputs["attention_mask"], inputs["mask"]))
+        chosen, rejected = scores[inputs["chosen"]], scores[inputs["rejected"]]
+        self.accuracy = (chosen > rejected).float().mean().item()
+        loss = bradley_terry_loss(chosen, rejected)
+        return (loss, {"scores": scores}) if return_outputs else loss
+
+    def log(self, logs: dict[str, float], *arguments: Any, **options: Any) -> None:
+        """Add the batch accuracy to each training log event."""
+        if "loss" in logs:
+            logs = {**logs, "accuracy": self.accuracy}
+        super().log(logs, *arguments, **options)
+
+
+@dataclass(frozen=True)
+class PairScores:
+    """Scores of the two sides of each pair, and the loss over them in nats."""
+
+    chosen: Float[Tensor, "pairs"]
+    rejected: Float[Tensor, "pairs"]
+
+    @property
+    def loss(self) -> float:
+        """Mean Bradley-Terry loss."""
+        return bradley_terry_loss(self.chosen, self.rejected).item()
+
+    @property
+    def right(self) -> Float[Tensor, "pairs"]:
+        """1 where the chosen response scores higher, ½ for equal scores, else 0."""
+        return (self.chosen > self.rejected).float() + 0.5 * (self.chosen == self.rejected).float()
+
+
+@torch.no_grad()
+def score_pairs(model: PreTrainedModel, comparisons: Sequence[Comparison], pad_id: int, batch_size: int) -> PairScores:
+    """The model's scores on all pairs, `batch_size` prompts at a time."""
+    chosen, rejected = [], []
+    collate = PairCollator(pad_id)
+    for start in range(0, len(comparisons), batch_size):
+        inputs = {k: v.to(model.device) for k, v in collate(comparisons[start : start + batch_size]).items()}
+        scores = sequence_scores(model, TokenBatch(inputs["input_ids"], inputs["attention_mask"], inputs["mask"]))
+        chosen.append(scores[inputs["chosen"]].cpu())
+        rejected.append(scores[inputs["rejected"]].cpu())
+    return PairScores(torch.cat(chosen), torch.cat(rejected))

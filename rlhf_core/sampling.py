@@ -1,0 +1,138 @@
+"""The rollout engine: batched sampling with a key-value cache, from exactly softmax(logits / temperature).
+
+What is sampled for a prompt depends on the weights and its key (seed, step, prompt, sample) and on nothing else: not on
+the batch it stands in, the padding, or the other rows. No top-k, top-p or penalties: they would change what is sampled
+without changing π. The model folder's generation_config is not read.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
+
+from rlhf_core.determinism import stream
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """Responses in the order of the prompts, as token ids, with the engine's own log-probabilities (nats)."""
+
+    responses: list[list[int]]
+    logprobs: list[list[float]]
+    ended: list[bool]
+    """Whether the response closed with a stop token (which it then contains) before the length limit."""
+
+
+@torch.no_grad()
+def sample(
+    model: PreTrainedModel,
+    prompts: Sequence[Sequence[int]],
+    keys: Sequence[tuple[int, ...]],
+    *,
+    max_new_tokens: int,
+    temperature: float,
+    stop_ids: frozenset[int],
+    pad_id: int,
+    batch_size: int,
+) -> Sampled:
+    """One response for each prompt; `keys[i]` alone decides the randomness of response i.
+
+    `batch_size` rows run side by side, prompts of similar length together; it changes no sample beyond float near-ties.
+    """
+    order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
+    result: dict[int, tuple[list[int], list[float], bool]] = {}
+    for start in range(0, len(order), batch_size):
+        rows = order[start : start + batch_size]
+        decoder = _Decoder(model, [prompts[i] for i in rows], [keys[i] for i in rows], temperature, pad_id)
+        for i, outcome in zip(rows, decoder.run(max_new_tokens, stop_ids), strict=True):
+            result[i] = outcome
+    in_order = [result[i] for i in range(len(prompts))]
+    return Sampled([r for r, _, _ in in_order], [p for _, p, _ in in_order], [e for _, _, e in in_order])
+
+
+class _Decoder:
+    """One batch on its way: the rows that still run, their cache, and what every row has said so far."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        prompts: Sequence[Sequence[int]],
+        keys: Sequence[tuple[int, ...]],
+        temperature: float,
+        pad_id: int,
+    ) -> None:
+        width = max(len(p) for p in prompts)
+        device = model.device
+        self.model, self.temperature = model, temperature
+        self.tokens = torch.tensor([[pad_id] * (width - len(p)) + list(p) for p in prompts], device=device)
+        self.attention = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=device)
+        self.positions = (self.attention.cumsum(dim=1) - 1).clamp(min=0)
+        self.cache = DynamicCache(config=model.config)
+        self.streams = [stream(*key) for key in keys]
+        self.running = list(range(len(prompts)))
+        self.responses: list[list[int]] = [[] for _ in prompts]
+        self.logprobs: list[list[float]] = [[] for _ in prompts]
+        self.ended = [False] * len(prompts)
+
+    def run(self, max_new_tokens: int, stop_ids: frozenset[int]) -> list[tuple[list[int], list[float], bool]]:
+        for _ in range(max_new_tokens):
+            chosen = self._next_tokens()
+            keep = self._record(chosen, stop_ids)
+            if not keep:
+                break
+            self._advance(chosen, keep)
+        return list(zip(self.responses, self.logprobs, self.ended, strict=True))
+
+    def _next_tokens(self) -> Tensor:
+        output = self.model(
+            input_ids=self.tokens,
+            attention_mask=self.attention,
+            position_ids=self.positions,
+            past_key_values=self.cache,
+            use_cache=True,
+            logits_to_keep=1,
+        )
+        logprobs = (output.logits[:, -1].float() / self.temperature).log_softmax(dim=-1)
+        uniforms = np.array([self.streams[row].random() for row in self.running])
+        chosen = draw(logprobs, torch.from_numpy(uniforms).to(logprobs.device))
+        picked = logprobs.gather(1, chosen[:, None])[:, 0].tolist()
+        for row, logprob in zip(self.running, picked, strict=True):
+            self.logprobs[row].append(logprob)
+        return chosen
+
+    def _record(self, chosen: Tensor, stop_ids: frozenset[int]) -> list[int]:
+        """Append the tokens; return the places (in the running batch) of the rows that go on."""
+        keep = []
+        for place, (row, token) in enumerate(zip(self.running, chosen.tolist(), strict=True)):
+            self.responses[row].append(token)
+            if token in stop_ids:
+                self.ended[row] = True
+            else:
+                keep.append(place)
+        return keep
+
+    def _advance(self, chosen: Tensor, keep: list[int]) -> None:
+        """Drop the finished rows, and make the chosen tokens the next input."""
+        index = torch.tensor(keep, device=chosen.device)
+        if len(keep) < len(self.running):
+            self.cache.batch_select_indices(index)
+            self.running = [self.running[place] for place in keep]
+            self.attention, self.positions, chosen = self.attention[index], self.positions[index], chosen[index]
+        self.tokens = chosen[:, None]
+        self.attention = torch.cat([self.attention, self.attention.new_ones(len(keep), 1)], dim=1)
+        self.positions = self.positions[:, -1:] + 1
+
+
+def draw(logprobs: Tensor, uniforms: Tensor) -> Tensor:
+    """Inverse-CDF sampling in float64: the first token whose cumulative probability passes u · total.
+
+    logprobs [rows, V] in nats, uniforms [rows] in [0, 1); returns token ids [rows]. Why not Gumbel noise:
+    docs/decisions/0002-inverse-cdf.md.
+    """
+    cumulative = logprobs.double().exp().cumsum(dim=-1)
+    threshold = uniforms[:, None].double() * cumulative[:, -1:]
+    chosen = torch.searchsorted(cumulative, threshold, right=True)[:, 0]
+    return chosen.clamp(max=logprobs.shape[-1] - 1)

@@ -1,0 +1,165 @@
+"""Supervised fine-tuning: the loss falls on the response only, every example is a row of its own (no packing, so no
+attention across examples), and training stops when the validation loss stops falling."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import PreTrainedModel, Trainer, TrainerCallback
+
+from rlhf_core.batch import pad_batch, response_logits
+from rlhf_core.config.sft import SFTConfig
+from rlhf_core.training import Run, Schedule, train, trainer_arguments
+
+IGNORED = -100
+
+
+@dataclass(frozen=True)
+class Demonstration:
+    """A prompt and the answer to imitate, as token ids; the answer closes with the end-of-sequence token."""
+
+    prompt: list[int]
+    response: list[int]
+
+
+@dataclass(frozen=True)
+class SFTResult:
+    """What training found: losses in nats per response token."""
+
+    log: list[dict[str, float]]
+    base_validation_loss: float
+    validation_loss: float
+    best_step: int
+    steps: int
+
+
+def fine_tune(
+    model: PreTrainedModel,
+    training: Sequence[Demonstration],
+    validation: Sequence[Demonstration],
+    config: SFTConfig,
+    pad_id: int,
+    run: Run,
+) -> SFTResult:
+    """Train `model` in place and leave it with the weights of the lowest validation loss."""
+    base_loss = response_loss(model, validation, pad_id, config.micro_batch_size)
+    schedule = Schedule(
+        learning_rate=config.learning_rate,
+        batch_size=config.batch_size,
+        micro_batch_size=config.micro_batch_size,
+        warmup_steps=config.warmup_steps,
+        weight_decay=config.weight_decay,
+        epochs=config.epochs,
+    )
+    arguments = trainer_arguments(run, schedule, eval_strategy="steps", eval_steps=config.evaluate_every)
+    best = KeepBest(run.state_dir / "best.safetensors", config.patience)
+    trainer = ResponseTrainer(
+        model=model,
+        args=arguments,
+        train_dataset=list(training),
+        eval_dataset=list(validation),
+        data_collator=Collator(pad_id),
+        callbacks=[best],
+    )
+    log = train(trainer, run)
+    steps = trainer.state.global_step
+    if not any(row.get("step") == steps and "eval_loss" in row for row in log):
+        trainer.evaluate()
+        log = list(trainer.state.log_history)
+    step, loss = best.best_of(log)
+    best.restore(model)
+    return SFTResult(log, base_loss, loss, step, steps)
+
+
+@dataclass(frozen=True)
+class Collator:
+    """Rows padded on the right; labels only on response tokens."""
+
+    pad_id: int
+
+    def __call__(self, rows: Sequence[Demonstration]) -> dict[str, Tensor]:
+        """input_ids, attention_mask and labels, each [rows, longest]."""
+        width = max(len(row.prompt) + len(row.response) for row in rows)
+        ids = torch.full((len(rows), width), self.pad_id)
+        attention = torch.zeros_like(ids)
+        labels = torch.full_like(ids, IGNORED)
+        for i, row in enumerate(rows):
+            start, end = len(row.prompt), len(row.prompt) + len(row.response)
+            ids[i, :end] = torch.tensor(row.prompt + row.response)
+            attention[i, :end] = 1
+            labels[i, start:end] = ids[i, start:end]
+        return {"input_ids": ids, "attention_mask": attention, "labels": labels}
+
+
+class ResponseTrainer(Trainer):
+    """A Trainer whose evaluation is the exact mean over response tokens, not a mean of batch means."""
+
+    def evaluate(self, *arguments: Any, **options: Any) -> dict[str, float]:
+        """Measure the validation loss, log it and tell the callbacks."""
+        pad_id, rows = self.data_collator.pad_id, self.args.per_device_train_batch_size
+        loss = response_loss(self.model, self.eval_dataset, pad_id, rows)
+        metrics = {"eval_loss": loss}
+        self.log({"validation_loss": loss, **metrics})
+        self.control: Any = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
+        return metrics
+
+
+class KeepBest(TrainerCallback):
+    """Keeps the weights of the lowest validation loss beside the checkpoints, and stops after `patience` without a
+    new one.
+
+    What is best is read from the Trainer's log, which its checkpoints carry: a resumed run decides as an
+    uninterrupted one.
+    """
+
+    def __init__(self, path: Path, patience: int) -> None:
+        self.path, self.patience = path, patience
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, model: PreTrainedModel, **kwargs: Any) -> None:
+        """Save the weights if they are the best so far; ask for the end when patience is used up."""
+        step, _ = self.best_of(state.log_history)
+        if step == state.global_step:
+            weights = {name: tensor.detach().clone().contiguous() for name, tensor in unique_weights(model).items()}
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            partial = self.path.with_suffix(".partial")
+            save_file(weights, partial)
+            partial.replace(self.path)
+        later = sum(1 for row in state.log_history if "eval_loss" in row and row["step"] > step)
+        if self.patience and later >= self.patience:
+            control.should_training_stop = True
+
+    @staticmethod
+    def best_of(log: Sequence[dict[str, float]]) -> tuple[int, float]:
+        """(step, loss) of the first lowest validation loss of a log."""
+        measured = [(row["eval_loss"], int(row["step"])) for row in log if "eval_loss" in row]
+        loss, step = min(measured)
+        return step, loss
+
+    def restore(self, model: PreTrainedModel) -> None:
+        """Put the best weights back into the model."""
+        model.load_state_dict(load_file(self.path), strict=False)
+
+
+def unique_weights(model: PreTrainedModel) -> dict[str, Tensor]:
+    """The model's parameters and buffers, tied ones once."""
+    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
+
+
+@torch.no_grad()
+def response_loss(model: PreTrainedModel, rows: Sequence[Demonstration], pad_id: int, batch_size: int) -> float:
+    """Mean negative log-likelihood of the response tokens, in nats per token over all rows. NaN without rows."""
+    total = tokens = 0.0
+    order = sorted(range(len(rows)), key=lambda i: len(rows[i].prompt) + len(rows[i].response))
+    for start in range(0, len(order), batch_size):
+        chosen = [rows[i] for i in order[start : start + batch_size]]
+        batch = pad_batch([r.prompt for r in chosen], [r.response for r in chosen], pad_id, model.device)
+        logprobs = response_logits(model, batch).log_softmax(dim=-1)
+        picked = logprobs.gather(-1, batch.actions[..., None])[..., 0]
+        total -= torch.where(batch.mask.bool(), picked, 0.0).sum().item()
+        tokens += batch.mask.sum().item()
+    return total / tokens if tokens else math.nan

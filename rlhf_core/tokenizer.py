@@ -1,0 +1,107 @@
+"""Tokenizers: training one from scratch, making sure of pad, eos and chat template, and text ↔ token ids.
+
+Nothing here knows a model. Prompts become ids in one place only (`encode_prompt`), answers in one place only
+(`encode_response`), so that SFT, reward model, PPO and evaluation see the same tokens.
+"""
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from rlhf_core.chat import Conversation
+from rlhf_core.errors import UserError
+
+ROLES = ("<|system|>", "<|user|>", "<|assistant|>")
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ '<|' + message['role'] + '|>' + message['content'] + eos_token }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+
+
+def train_bpe(
+    texts: Iterable[str], vocabulary: int, pad_token: str, eos_token: str, context: int
+) -> PreTrainedTokenizerFast:
+    """A byte-level BPE tokenizer with pad, eos, role tokens and a chat template. Equal texts give equal bytes.
+
+    `context` is the longest sequence in tokens. Every text can be encoded: bytes are the alphabet.
+    """
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocabulary,
+        special_tokens=[pad_token, eos_token, *ROLES],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token=pad_token,
+        eos_token=eos_token,
+        additional_special_tokens=list(ROLES),
+        chat_template=CHAT_TEMPLATE,
+        model_max_length=context,
+        padding_side="left",
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def load_tokenizer(path: str | Path, revision: str | None = None) -> PreTrainedTokenizerBase:
+    """The tokenizer of a model folder or hub id, checked by `require_usable`."""
+    return require_usable(AutoTokenizer.from_pretrained(str(path), revision=revision))
+
+
+def complete(tokenizer: PreTrainedTokenizerBase, pad_token: str) -> tuple[PreTrainedTokenizerBase, list[str]]:
+    """Add what a pretrained tokenizer lacks: a pad token of its own and a chat template.
+
+    Returns the tokenizer and what was repaired, in words, for the log. Raises UserError without an eos token.
+    """
+    repairs = []
+    if tokenizer.eos_token_id is None:
+        raise UserError(f"{tokenizer.name_or_path}: the tokenizer has no eos token; a response could never end")
+    if tokenizer.pad_token_id is None or tokenizer.pad_token_id == tokenizer.eos_token_id:
+        tokenizer.add_special_tokens({"pad_token": pad_token})
+        repairs.append(f"pad token set to {pad_token}")
+    if not tokenizer.chat_template:
+        tokenizer.add_special_tokens({"additional_special_tokens": list(ROLES)})
+        tokenizer.chat_template = CHAT_TEMPLATE
+        repairs.append("chat template added")
+    tokenizer.padding_side = "left"
+    return require_usable(tokenizer), repairs
+
+
+def require_usable(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
+    """The tokenizer itself. Raises UserError when pad or eos is missing, when they are the same, or without a chat
+    template."""
+    name = tokenizer.name_or_path
+    if tokenizer.eos_token_id is None or tokenizer.pad_token_id is None:
+        raise UserError(f"{name}: the tokenizer needs an eos and a pad token; run the stage `base` to add them")
+    if tokenizer.pad_token_id == tokenizer.eos_token_id:
+        raise UserError(
+            f"{name}: pad token equals eos token ({tokenizer.eos_token!r}): the model could not learn to stop; "
+            "give the tokenizer a pad token of its own"
+        )
+    if not tokenizer.chat_template:
+        raise UserError(f"{name}: the tokenizer has no chat template; run the stage `base` to add one")
+    return tokenizer
+
+
+def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: Conversation) -> list[int]:
+    """Token ids of a conversation up to the place where the assistant's answer begins."""
+    ids = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=True, return_dict=False)
+    return list(ids)
+
+
+def encode_response(tokenizer: PreTrainedTokenizerBase, response: str, ended: bool = True) -> list[int]:
+    """Token ids of an answer, closed by the end-of-sequence token when it `ended`."""
+    ids = tokenizer(response, add_special_tokens=False)["input_ids"]
+    return [*ids, tokenizer.eos_token_id] if ended else list(ids)
+
+
+def decode_response(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
+    """The answer as text, without special tokens and outer white space."""
+    return str(tokenizer.decode(list(ids), skip_special_tokens=True)).strip()

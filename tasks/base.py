@@ -1,0 +1,109 @@
+"""Stage `base`: the tokenizer and the base model, from scratch or pretrained. With `ingest` the only stage that may
+touch a network."""
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from rlhf_core.chat import Conversation
+from rlhf_core.errors import UserError
+from rlhf_core.models import build_llama, context_length, load_causal_lm, save_checkpoint
+from rlhf_core.pretrain import pretrain
+from rlhf_core.tokenizer import complete, encode_prompt, encode_response, train_bpe
+from tasks.params.base import BaseParams, PretrainedParams
+from tasks.stage import Stage, run
+from tasks.training import training_run
+
+DEMONSTRATIONS = "data/ingest/demonstrations.jsonl"
+PAIRS = "data/ingest/pairs.jsonl"
+COMMIT = re.compile(r"[0-9a-f]{40}")
+
+Document = tuple[Conversation, str]
+
+
+def execute(stage: Stage[BaseParams]) -> None:
+    """Make models/base and metrics/base.json."""
+    run_ = training_run(stage, shown=["loss"])
+    documents = training_documents(stage)
+    model, tokenizer = _scratch(stage, documents) if stage.params.source == "scratch" else _pretrained(stage)
+    log: list[dict[str, float]] = []
+    settings = stage.params.pretrain
+    if settings is not None and settings.steps > 0:
+        ids = [encode_prompt(tokenizer, p) + encode_response(tokenizer, r) for p, r in documents]
+        log = pretrain(model, tokenizer, ids, settings, context_length(model), run_)
+    save_checkpoint(stage.out("models/base"), model.cpu(), tokenizer)
+    losses = [row["loss"] for row in log if "loss" in row]
+    stage.write_metrics(
+        {
+            "parameters": sum(p.numel() for p in model.parameters()),
+            "vocabulary": len(tokenizer),
+            "context": context_length(model),
+            "steps": len(losses),
+            "train_loss": losses[-1] if losses else None,
+        }
+    )
+
+
+def training_documents(stage: Stage[BaseParams]) -> list[Document]:
+    """Prompts and answers of the training split: demonstrations, and both sides of the pairs that the data bring."""
+    documents: list[Document] = [
+        (row["prompt"], row["response"]) for row in stage.read(DEMONSTRATIONS) if row["split"] == "train"
+    ]
+    for row in stage.read(PAIRS):
+        if row["split"] == "train":
+            documents += [(row["prompt"], row["chosen"]), (row["prompt"], row["rejected"])]
+    return documents
+
+
+def _scratch(
+    stage: Stage[BaseParams], documents: Sequence[Document]
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    scratch = stage.params.scratch
+    assert scratch is not None  # the parameters' own check
+    texts = [text for prompt, answer in documents for text in [*(m["content"] for m in prompt), answer]]
+    tokenizer = train_bpe(texts, scratch.vocabulary, stage.params.pad_token, stage.params.eos_token, scratch.context)
+    model = build_llama(scratch, tokenizer, stage.seed)
+    stage.say(f"{sum(p.numel() for p in model.parameters()):,} parameters, vocabulary {len(tokenizer):,}, from scratch")
+    return model, tokenizer
+
+
+def _pretrained(stage: Stage[BaseParams]) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    from transformers import AutoTokenizer
+
+    settings = stage.params.pretrained
+    assert settings is not None  # the parameters' own check
+    source = _locate(settings, stage.root)
+    try:
+        model = load_causal_lm(source, settings.revision)
+        tokenizer = AutoTokenizer.from_pretrained(str(source), revision=settings.revision)
+    except (OSError, ValueError) as error:
+        reason = " ".join(str(error).split())
+        raise UserError(f"base.pretrained.model: cannot load {settings.model}: {reason}") from None
+    tokenizer, repairs = complete(tokenizer, stage.params.pad_token)
+    for repair in repairs:
+        stage.say(f"tokenizer repaired: {repair}")
+    if len(tokenizer) > model.get_input_embeddings().num_embeddings:
+        model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
+    model.config.pad_token_id = tokenizer.pad_token_id
+    return model, tokenizer
+
+
+def _locate(settings: PretrainedParams, root: Path) -> Path | str:
+    """A folder below data/raw/, or a hub id with a pinned commit."""
+    folder = root / "data" / "raw" / settings.model
+    if folder.is_dir():
+        if not folder.resolve().is_relative_to((root / "data" / "raw").resolve()):
+            raise UserError(f"base.pretrained.model: {settings.model} lies outside data/raw/; use `leash import`")
+        return folder
+    if not COMMIT.fullmatch(settings.revision or ""):
+        raise UserError(
+            f"base.pretrained: {settings.model} is no folder below data/raw/, and a hub id needs the full commit hash "
+            "as revision (a branch name moves)"
+        )
+    return settings.model
+
+
+if __name__ == "__main__":
+    run("base", BaseParams, execute)

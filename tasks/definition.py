@@ -1,0 +1,117 @@
+"""What `dvc.yaml` says about a stage, read through DVC: its inputs with their hashes, its outputs, and its key.
+
+`dvc.yaml` is the only definition of the graph; nothing here repeats it.
+"""
+
+import hashlib
+import json
+import os
+import subprocess
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from dvc.dependency.param import ParamsDependency
+from dvc.repo import Repo
+
+from rlhf_core.errors import UserError
+from tasks.params.loader import PARAMS_FILE
+from tasks.tracking.tracker import PipelineIdentity
+
+RAW = "data/raw"
+
+
+@dataclass(frozen=True)
+class Definition:
+    """One stage of the graph, as DVC reads it."""
+
+    name: str
+    repo: Repo
+
+    @cached_property
+    def _stages(self) -> list[Any]:
+        return [stage for stage in self.repo.index.stages if stage.cmd]
+
+    @cached_property
+    def _stage(self) -> Any:
+        for stage in self._stages:
+            if stage.addressing == self.name:
+                return stage
+        raise UserError(f"dvc.yaml: no stage named {self.name}")
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """(which stage, of how many), counted from 1."""
+        return self._stages.index(self._stage) + 1, len(self._stages)
+
+    @property
+    def outs(self) -> list[str]:
+        """Paths of the outputs, relative to the repository."""
+        return [out.def_path for out in self._stage.outs]
+
+    @property
+    def inputs(self) -> list[str]:
+        """Paths of the file and folder dependencies, relative to the repository."""
+        return [dep.def_path for dep in self._stage.deps if not isinstance(dep, ParamsDependency)]
+
+    def hashes(self) -> dict[str, str]:
+        """The content hash of every input as it is now. Raises UserError for one that is missing."""
+        result = {}
+        for dep in self._stage.deps:
+            if isinstance(dep, ParamsDependency):
+                continue
+            if not dep.exists:
+                raise UserError(f"{dep.def_path}: file not found; `dvc repro {self.name}` makes what the stage needs")
+            result[dep.def_path] = str(dep.get_hash().value)
+        return result
+
+    def tracked(self, params: dict[str, Any]) -> dict[str, Any]:
+        """The parameters that the stage depends on."""
+        names = [name for dep in self._stage.deps if isinstance(dep, ParamsDependency) for name in dep.params]
+        return {name: _lookup(params, name) for name in sorted(names)}
+
+    def key(self, params: dict[str, Any], hashes: dict[str, str]) -> str:
+        """The identity of this execution: hash of command, tracked parameters and contents of the dependencies."""
+        return digest({"cmd": self._stage.cmd, "params": self.tracked(params), "deps": hashes})
+
+    def pipeline(self, params: dict[str, Any]) -> PipelineIdentity:
+        """The identity of the pipeline run: raw data, parameters without `runtime`, and commands."""
+        kept = {name: value for name, value in params.items() if name != "runtime"}
+        commands = {stage.addressing: stage.cmd for stage in self._stages}
+        key = digest({"raw": self._raw_hash(), "params": kept, "commands": commands})
+        commit, dirty = git_state(Path(self.repo.root_dir))
+        return PipelineIdentity(key=key, params=kept, commit=commit, dirty=dirty)
+
+    def _raw_hash(self) -> str | None:
+        for stage in self._stages:
+            for dep in stage.deps:
+                if dep.def_path == RAW and dep.exists:
+                    return str(dep.get_hash().value)
+        return None
+
+
+def digest(content: Any) -> str:
+    """SHA-256 over the canonical JSON of `content`."""
+    canonical = json.dumps(content, sort_keys=True, ensure_ascii=False, default=str)
+    return hashlib.sha256(canonical.encode()).hexdigest()
+
+
+def _lookup(params: dict[str, Any], name: str) -> Any:
+    value: Any = params
+    for part in name.split("."):
+        if not isinstance(value, dict) or part not in value:
+            raise UserError(f"{PARAMS_FILE}: {name}: missing parameter; see docs/parameters.md")
+        value = value[part]
+    return value
+
+
+def git_state(root: Path) -> tuple[str | None, bool]:
+    """(commit, whether tracked files differ from it); (None, False) outside a git repository."""
+    environment = os.environ | {"GIT_OPTIONAL_LOCKS": "0"}
+
+    def git(*words: str) -> str | None:
+        result = subprocess.run(["git", *words], cwd=root, env=environment, capture_output=True, text=True, check=False)
+        return result.stdout.strip() if result.returncode == 0 else None
+
+    return git("rev-parse", "HEAD"), bool(git("status", "--porcelain", "--untracked-files=no"))

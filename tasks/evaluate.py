@@ -1,0 +1,213 @@
+"""Stage `evaluate`: SFT model and policy on the held-out prompts, side by side, with intervals."""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from rlhf_core.batch import pad_batch, response_logits
+from rlhf_core.determinism import make_deterministic
+from rlhf_core.evaluation import bootstrap_interval, distinct_n, wins
+from rlhf_core.judges import Judge
+from rlhf_core.models import context_length, load_causal_lm, load_scalar_model, place
+from rlhf_core.ppo.kl import estimate_kl
+from rlhf_core.ppo.losses import logprobs_and_entropy
+from rlhf_core.sampling import Sampled, sample
+from rlhf_core.scorers import Answers, RewardModelScorer
+from rlhf_core.sft import Demonstration, response_loss
+from rlhf_core.tokenizer import decode_response, encode_response, load_tokenizer
+from tasks.jsonl import Row
+from tasks.judges import judge_of
+from tasks.params.evaluate import EvaluateParams
+from tasks.stage import Stage, run
+from tasks.tokens import fitting, prompt_encoder
+
+HELDOUT = "data/ingest/heldout.jsonl"
+REWARD_MODEL_JUDGE = "reward model"
+
+Kept = list[tuple[Row, list[int]]]
+
+
+@dataclass(frozen=True)
+class Answered:
+    """One model's answers to the held-out prompts and what they scored."""
+
+    sampled: Sampled
+    texts: list[str]
+    rewards: list[float]
+    gold: list[float] | None
+    heldout_loss: float | None
+    """Nats per token on the held-out demonstrations."""
+
+    @property
+    def tokens(self) -> list[int]:
+        """Length of each answer."""
+        return [len(response) for response in self.sampled.responses]
+
+
+def execute(stage: Stage[EvaluateParams]) -> None:
+    """Make data/evaluate/samples.jsonl and metrics/evaluate.json."""
+    make_deterministic(stage.seed, stage.common.threads)
+    tokenizer = load_tokenizer(stage.root / "models/sft")
+    models = {name: place(load_causal_lm(stage.root / "models" / name)) for name in ("sft", "policy")}
+    scorer = RewardModelScorer(
+        place(load_scalar_model(stage.root / "models/reward")), int(tokenizer.pad_token_id), stage.params.batch_size
+    )
+    kept, too_long = fitting(
+        stage,
+        HELDOUT,
+        stage.read(HELDOUT)[: stage.params.prompts],
+        prompt_encoder(tokenizer),
+        context_length(models["sft"]),
+        reserve=stage.params.max_new_tokens,
+    )
+    judge = judge_of(stage)
+    answered = {name: answer(stage, model, tokenizer, kept, scorer, judge) for name, model in models.items()}
+    sft, policy = answered["sft"], answered["policy"]
+    kl = sequence_kl(stage, models, tokenizer, kept, policy.sampled)
+    metrics = summarise(stage, judge, sft, policy, kl)
+    stage.write_metrics({**metrics, "prompts_too_long": too_long})
+    rows = sample_rows(kept, sft, policy, kl["k1"])
+    stage.outputs.write_jsonl("data/evaluate/samples.jsonl", rows)
+    if stage.tracker:
+        stage.tracker.table("evaluate_samples", rows)
+
+
+def answer(
+    stage: Stage[EvaluateParams],
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    kept: Kept,
+    scorer: RewardModelScorer,
+    judge: Judge | None,
+) -> Answered:
+    """One answer of the model to each prompt; both models get the same noise."""
+    prompts, prompt_ids = [row["prompt"] for row, _ in kept], [ids for _, ids in kept]
+    sampled = sample(
+        model,
+        prompt_ids,
+        [(stage.seed, i) for i in range(len(kept))],
+        max_new_tokens=stage.params.max_new_tokens,
+        temperature=stage.params.temperature,
+        stop_ids=frozenset({int(tokenizer.eos_token_id)}),
+        pad_id=int(tokenizer.pad_token_id),
+        batch_size=stage.params.batch_size,
+    )
+    texts = [decode_response(tokenizer, response) for response in sampled.responses]
+    rewards = scorer(Answers(prompts, texts, prompt_ids, sampled.responses))
+    gold = judge.score(prompts, texts) if judge else None
+    return Answered(sampled, texts, rewards, gold, demonstration_loss(stage, model, tokenizer, kept))
+
+
+def demonstration_loss(
+    stage: Stage[EvaluateParams], model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, kept: Kept
+) -> float | None:
+    """The loss on the held-out demonstrations that fit the context; None where there are none."""
+    rows = [
+        Demonstration(ids, encode_response(tokenizer, row["response"]))
+        for row, ids in kept
+        if row["response"] is not None
+    ]
+    rows = [row for row in rows if len(row.prompt) + len(row.response) <= context_length(model)]
+    loss = response_loss(model, rows, int(tokenizer.pad_token_id), stage.params.batch_size)
+    return None if math.isnan(loss) else loss
+
+
+@torch.no_grad()
+def sequence_kl(
+    stage: Stage[EvaluateParams],
+    models: dict[str, PreTrainedModel],
+    tokenizer: PreTrainedTokenizerBase,
+    kept: Kept,
+    sampled: Sampled,
+) -> dict[str, list[float]]:
+    """KL(policy ‖ SFT) of each of the policy's answers, in nats, as the sums of k1 and of k3 over its tokens."""
+    sums: dict[str, list[float]] = {"k1": [], "k3": []}
+    for start in range(0, len(kept), stage.params.batch_size):
+        rows = range(start, min(start + stage.params.batch_size, len(kept)))
+        batch = pad_batch(
+            [kept[i][1] for i in rows],
+            [sampled.responses[i] for i in rows],
+            int(tokenizer.pad_token_id),
+            models["policy"].device,
+        )
+        policy, reference = (
+            logprobs_and_entropy(
+                response_logits(models[name], batch), batch.actions, stage.params.temperature, batch.mask
+            )[0]
+            for name in ("policy", "sft")
+        )
+        sums["k1"] += estimate_kl(policy, reference, "k1", batch.mask).sum(dim=1).tolist()
+        sums["k3"] += estimate_kl(policy, reference, "k3", batch.mask).sum(dim=1).tolist()
+    return sums
+
+
+def summarise(
+    stage: Stage[EvaluateParams], judge: Judge | None, sft: Answered, policy: Answered, kl: dict[str, list[float]]
+) -> dict[str, Any]:
+    """The metrics of the page: means over prompts, the win rate with its interval, and whose win rate it is."""
+    first, second = (sft.gold, policy.gold) if judge else (sft.rewards, policy.rewards)
+    assert first is not None  # a judge scores every answer
+    assert second is not None
+    won = wins(first, second)
+    low, high = bootstrap_interval(won, stage.params.bootstrap, stage.seed)
+    metrics: dict[str, Any] = {
+        "judge": judge.name if judge else None,
+        "win_rate_judge": judge.name if judge else REWARD_MODEL_JUDGE,
+        "prompts": len(won),
+        "win_rate": _mean(won),
+        "win_rate_ci95": [low, high],
+        "ties": sum(value == 0.5 for value in won),
+        "kl_per_sequence": _mean(kl["k1"]),
+        "kl_k3_per_sequence": _mean(kl["k3"]),
+        "missing_eos_share": _missing(policy),
+        "missing_eos_share_sft": _missing(sft),
+    }
+    for name, model in (("sft", sft), ("policy", policy)):
+        metrics |= {
+            f"gold_{name}": _mean(model.gold) if model.gold is not None else None,
+            f"reward_{name}": _mean(model.rewards),
+            f"response_tokens_{name}": _mean([float(t) for t in model.tokens]),
+            f"distinct_1_{name}": distinct_n(model.texts, 1),
+            f"distinct_2_{name}": distinct_n(model.texts, 2),
+            f"heldout_loss_{name}": model.heldout_loss,
+        }
+    losses = (sft.heldout_loss, policy.heldout_loss)
+    metrics["alignment_tax"] = losses[1] - losses[0] if losses[0] is not None and losses[1] is not None else None
+    return metrics
+
+
+def sample_rows(kept: Kept, sft: Answered, policy: Answered, kl: list[float]) -> list[Row]:
+    """Every prompt with both answers side by side."""
+    return [
+        {
+            "prompt_id": row["prompt_id"],
+            "prompt": row["prompt"],
+            "sft": sft.texts[i],
+            "policy": policy.texts[i],
+            "sft_ended": sft.sampled.ended[i],
+            "policy_ended": policy.sampled.ended[i],
+            "gold_sft": sft.gold[i] if sft.gold is not None else None,
+            "gold_policy": policy.gold[i] if policy.gold is not None else None,
+            "reward_sft": sft.rewards[i],
+            "reward_policy": policy.rewards[i],
+            "kl": kl[i],
+            "sft_tokens": sft.tokens[i],
+            "policy_tokens": policy.tokens[i],
+        }
+        for i, (row, _) in enumerate(kept)
+    ]
+
+
+def _mean(values: list[float]) -> float:
+    return sum(values) / len(values)
+
+
+def _missing(answered: Answered) -> float:
+    return sum(not ended for ended in answered.sampled.ended) / len(answered.sampled.ended)
+
+
+if __name__ == "__main__":
+    run("evaluate", EvaluateParams, execute)

@@ -1,0 +1,66 @@
+"""The whole of `params.yaml`, with the rules that span stages. Only `check` and the command line read it: a stage that
+imported this module would depend on every other stage's parameters."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from rlhf_core.config.block import Block
+from rlhf_core.config.ppo import PPOConfig
+from rlhf_core.config.reward import RewardConfig
+from rlhf_core.config.sft import SFTConfig
+from tasks.params.base import BaseParams
+from tasks.params.evaluate import EvaluateParams
+from tasks.params.ingest import IngestParams
+from tasks.params.preferences import PreferencesParams
+from tasks.params.report import ReportParams
+from tasks.params.runtime import RuntimeParams
+
+
+class Params(Block):
+    """One block a stage, named after it, and what all stages share."""
+
+    threads: Annotated[int, Field(ge=1, le=256)]
+    """CPU threads of torch. Tracked: another number gives other last bits."""
+    seed: Annotated[int, Field(ge=0, lt=2**32)]
+    """Seed of training and sampling; `ingest.seed` shapes the data."""
+    long_rows: Literal["refuse", "drop"]
+    """Prompts and rows with more tokens than fit: refuse the run, or drop and count them."""
+    runtime: RuntimeParams = RuntimeParams()
+    ingest: IngestParams
+    base: BaseParams
+    sft: SFTConfig
+    preferences: PreferencesParams
+    reward: RewardConfig
+    ppo: PPOConfig
+    evaluate: EvaluateParams
+    report: ReportParams
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> "Params":
+        if self.preferences.source in {"judge", "both"} and self.ingest.source != "demo":
+            raise ValueError(
+                f"preferences.source is {self.preferences.source}, but only the demo data bring a judge; "
+                "use source: dataset"
+            )
+        if self.preferences.source in {"dataset", "both"} and self.ingest.source == "demo":
+            raise ValueError(
+                f"preferences.source is {self.preferences.source}, but the demo data bring no pairs; use source: judge"
+            )
+        self._check_context()
+        return self
+
+    def _check_context(self) -> None:
+        if self.base.source != "scratch" or self.base.scratch is None:
+            return
+        context = self.base.scratch.context
+        needs = {
+            "sft.max_tokens": self.sft.max_tokens,
+            "reward.max_tokens": self.reward.max_tokens,
+            "preferences.max_new_tokens": self.preferences.max_new_tokens,
+            "ppo.max_new_tokens": self.ppo.max_new_tokens,
+            "evaluate.max_new_tokens": self.evaluate.max_new_tokens,
+        }
+        for name, tokens in needs.items():
+            if tokens > context:
+                raise ValueError(f"{name} is {tokens} tokens, longer than base.scratch.context {context}")

@@ -1,0 +1,40 @@
+"""Parameters of the stage `base`: tokenizer and base model."""
+
+from typing import Literal
+
+from pydantic import model_validator
+
+from rlhf_core.config.base import PretrainConfig, ScratchConfig
+from rlhf_core.config.block import Block
+
+
+class PretrainedParams(Block):
+    """A causal language model of the hub, or a folder below data/raw/."""
+
+    model: str
+    revision: str | None = None
+    """Commit hash; required for a hub id, because a branch name moves."""
+
+
+class BaseParams(Block):
+    """From scratch or pretrained."""
+
+    source: Literal["scratch", "pretrained"]
+    scratch: ScratchConfig | None = None
+    pretrained: PretrainedParams | None = None
+    pretrain: PretrainConfig | None = None
+    pad_token: str = "<|pad|>"
+    eos_token: str = "<|end|>"
+    """Tokens of a tokenizer trained from scratch; a pretrained one keeps its own eos and gets this pad token if it
+    has none."""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> "BaseParams":
+        if getattr(self, self.source) is None:
+            raise ValueError(f"source is {self.source}, so the block base.{self.source} is needed")
+        if self.pad_token == self.eos_token:
+            raise ValueError(
+                "pad_token must differ from eos_token: a "
+                "model cannot learn to stop on a token that is masked as padding"
+            )
+        return self

@@ -1,0 +1,104 @@
+"""Parameters of the stage `ingest`: where the data come from and how they are split."""
+
+import re
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from rlhf_core.config.block import Block
+
+Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+
+
+class DemoParams(Block):
+    """The built-in world: how many distinct prompts."""
+
+    prompts: Annotated[int, Field(ge=20)]
+    domains: Annotated[int, Field(ge=1, le=9)]
+    """Domains of life that the world speaks of; a small model learns a small world better."""
+
+
+def _leaves_raw(path: str) -> bool:
+    return path.startswith(("/", "~")) or ".." in path.replace("\\", "/").split("/")
+
+
+class FilesParams(Block):
+    """Local files below `data/raw/`, brought there by `leash import PATH`."""
+
+    path: str
+    """A folder or a file below data/raw/, for example `hh-helpful`."""
+    heldout_files: list[str] = Field(default_factory=lambda: ["test*", "heldout*"])
+    """Patterns of the file names whose rows are held out; without a match a share of the prompts is."""
+
+    @model_validator(mode="after")
+    def _inside_raw(self) -> "FilesParams":
+        if _leaves_raw(self.path):
+            raise ValueError("path must stay below data/raw/; bring files in with `leash import PATH`")
+        return self
+
+
+class HuggingFaceParams(Block):
+    """A dataset of the Hugging Face hub at a pinned revision, or a local dataset folder below data/raw/."""
+
+    dataset: str
+    revision: str | None = None
+    """Commit hash, 40 hexadecimal digits; required for a hub id, because a branch name moves."""
+    name: str | None = None
+    """Configuration of a dataset that has several."""
+    train_split: str = "train"
+    heldout_split: str | None = "test"
+    """Its rows are held out; null: a share of the prompts is."""
+
+    @model_validator(mode="after")
+    def _pinned_and_inside(self) -> "HuggingFaceParams":
+        if _leaves_raw(self.dataset):
+            raise ValueError("dataset must be a hub id or a folder below data/raw/")
+        if self.revision is not None and not re.fullmatch("[0-9a-f]{40}", self.revision):
+            raise ValueError(f"revision must be a commit hash of 40 hexadecimal digits, not {self.revision!r}")
+        return self
+
+
+class SplitParams(Block):
+    """Shares of the training prompts (they sum to 1) and what is taken from them."""
+
+    demonstrations: Fraction
+    preferences: Fraction
+    ppo: Fraction
+    heldout: Fraction
+    """Share of all prompts that is held out when the data bring no held-out file."""
+    validation: Fraction
+    """Share of demonstration and preference prompts used for validation inside SFT and reward model."""
+
+    @model_validator(mode="after")
+    def _sums_to_one(self) -> "SplitParams":
+        total = self.demonstrations + self.preferences + self.ppo
+        if abs(total - 1.0) > 1e-6:
+            raise ValueError(f"demonstrations + preferences + ppo must be 1, they are {total:g}")
+        for name in ("demonstrations", "preferences", "ppo", "heldout", "validation"):
+            if getattr(self, name) <= 0.0:
+                raise ValueError(f"{name} must be greater than 0")
+        return self
+
+
+class IngestParams(Block):
+    """Everything that shapes the datasets of a run."""
+
+    source: Literal["demo", "files", "huggingface"]
+    seed: Annotated[int, Field(ge=0, lt=2**32)]
+    demo: DemoParams | None = None
+    files: FilesParams | None = None
+    huggingface: HuggingFaceParams | None = None
+    split: SplitParams
+    max_characters: Annotated[int, Field(ge=1)] = 20_000
+    """A prompt or answer longer than this is an over-long row."""
+    on_bad_row: Literal["drop", "refuse"] = "drop"
+    """Empty or undecodable text, broken conversations, chosen == rejected, over-long rows and duplicates: dropped and
+    counted, or the run is refused."""
+    on_leak: Literal["drop", "refuse"] = "refuse"
+    """A held-out prompt that is also a training prompt: drop the training row, or refuse."""
+
+    @model_validator(mode="after")
+    def _source_has_its_block(self) -> "IngestParams":
+        if getattr(self, self.source) is None:
+            raise ValueError(f"source is {self.source}, so the block ingest.{self.source} is needed")
+        return self

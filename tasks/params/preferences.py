@@ -1,0 +1,28 @@
+"""Parameters of the stage `preferences`: sampling from the SFT model and judging."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from rlhf_core.config.block import Block
+
+Positive = Annotated[int, Field(ge=1)]
+
+
+class AnnotatorParams(Block):
+    """The simulated annotators: Bradley-Terry choices on the hidden score."""
+
+    temperature: Annotated[float, Field(ge=0)]
+    flip_rate: Annotated[float, Field(ge=0, lt=0.5)]
+
+
+class PreferencesParams(Block):
+    """Where the pairs come from."""
+
+    source: Literal["judge", "dataset", "both"]
+    samples_per_prompt: Annotated[int, Field(ge=2)]
+    temperature: Annotated[float, Field(gt=0)]
+    max_new_tokens: Positive
+    batch_size: Positive
+    """Responses sampled side by side; changes no sample."""
+    annotators: AnnotatorParams

@@ -1,0 +1,14 @@
+"""Parameters of the stage `report`."""
+
+from typing import Annotated
+
+from pydantic import Field
+
+from rlhf_core.config.block import Block
+
+
+class ReportParams(Block):
+    """What the page shows."""
+
+    samples: Annotated[int, Field(ge=1)]
+    """Pairs of answers to read."""

@@ -1,0 +1,151 @@
+"""Stage `preferences`: k samples a prompt from the SFT model, judged into pairs, and the pairs that the data bring."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from rlhf_core.determinism import make_deterministic
+from rlhf_core.errors import UserError
+from rlhf_core.judges import NoisyAnnotators, RubricJudge, all_pairs
+from rlhf_core.models import context_length, load_causal_lm, place
+from rlhf_core.sampling import sample
+from rlhf_core.tokenizer import decode_response, load_tokenizer
+from tasks.jsonl import Row
+from tasks.params.preferences import PreferencesParams
+from tasks.stage import Stage, run
+from tasks.tokens import fitting, prompt_encoder
+
+PROMPTS = "data/ingest/preference_prompts.jsonl"
+PAIRS = "data/ingest/pairs.jsonl"
+
+
+def execute(stage: Stage[PreferencesParams]) -> None:
+    """Make data/preferences/{samples,preferences}.jsonl and metrics/preferences.json."""
+    samples, tokens, too_long = draw_samples(stage)
+    pairs: list[Row] = []
+    judged: dict[str, Any] = {"annotator_agreement": None, "ties_dropped": 0, "identical_dropped": 0, "judge": None}
+    if stage.params.source in {"judge", "both"}:
+        pairs, judged = judge_samples(stage, samples)
+    if stage.params.source in {"dataset", "both"}:
+        pairs += dataset_pairs(stage)
+    splits = {split: sum(pair["split"] == split for pair in pairs) for split in ("train", "validation")}
+    if not all(splits.values()):
+        raise UserError(f"preferences: the reward model needs training and validation pairs, there are {splits}")
+    stage.outputs.write_jsonl("data/preferences/samples.jsonl", samples)
+    stage.outputs.write_jsonl("data/preferences/preferences.jsonl", pairs)
+    stage.write_metrics(
+        {
+            "prompts": len({s["prompt_id"] for s in samples}),
+            "samples": len(samples),
+            "pairs": len(pairs),
+            "missing_eos_share": sum(not s["ended"] for s in samples) / len(samples),
+            "mean_response_tokens": sum(tokens) / len(tokens),
+            "prompts_too_long": too_long,
+            **judged,
+        }
+    )
+    if stage.tracker:
+        stage.tracker.table("preferences", pairs[:100])
+
+
+def draw_samples(stage: Stage[PreferencesParams]) -> tuple[list[Row], list[int], int]:
+    """k responses for each prompt from the SFT model; also their lengths in tokens, and the prompts that did not
+    fit."""
+    make_deterministic(stage.seed, stage.common.threads)
+    params = stage.params
+    tokenizer = load_tokenizer(stage.root / "models/sft")
+    model = place(load_causal_lm(stage.root / "models/sft"))
+    kept, too_long = fitting(
+        stage,
+        PROMPTS,
+        stage.read(PROMPTS),
+        prompt_encoder(tokenizer),
+        context_length(model),
+        reserve=params.max_new_tokens,
+    )
+    jobs = [(row, ids, i, k) for i, (row, ids) in enumerate(kept) for k in range(params.samples_per_prompt)]
+    progress = stage.progress(len(jobs), "sample")
+    samples: list[Row] = []
+    tokens: list[int] = []
+    for start in range(0, len(jobs), params.batch_size):
+        part = jobs[start : start + params.batch_size]
+        sampled = sample(
+            model,
+            [ids for _, ids, _, _ in part],
+            [(stage.seed, i, k) for _, _, i, k in part],
+            max_new_tokens=params.max_new_tokens,
+            temperature=params.temperature,
+            stop_ids=frozenset({int(tokenizer.eos_token_id)}),
+            pad_id=int(tokenizer.pad_token_id),
+            batch_size=params.batch_size,
+        )
+        for (row, _, _, k), response, ended in zip(part, sampled.responses, sampled.ended, strict=True):
+            tokens.append(len(response))
+            samples.append(
+                {
+                    "prompt_id": row["prompt_id"],
+                    "prompt": row["prompt"],
+                    "sample": k,
+                    "response": decode_response(tokenizer, response),
+                    "ended": ended,
+                    "split": row["split"],
+                }
+            )
+        progress.update(min(start + params.batch_size, len(jobs)), tokens=sum(tokens) / len(tokens))
+    return samples, tokens, too_long
+
+
+def judge_samples(stage: Stage[PreferencesParams], samples: Sequence[Row]) -> tuple[list[Row], dict[str, Any]]:
+    """All pairs of each prompt's samples, as the simulated annotators choose; ties are dropped and counted."""
+    settings = stage.params.annotators
+    annotators = NoisyAnnotators(RubricJudge(), settings.temperature, settings.flip_rate, stage.seed)
+    by_prompt: dict[str, list[Row]] = {}
+    for row in samples:
+        by_prompt.setdefault(row["prompt_id"], []).append(row)
+    pairs: list[Row] = []
+    ties = identical = agreed = 0
+    for place_, rows in enumerate(by_prompt.values()):
+        ranked = all_pairs(rows[0]["prompt"], [row["response"] for row in rows], annotators, key=(place_,))
+        ties += ranked.ties
+        identical += ranked.identical
+        agreed += sum(choice.agrees for choice in ranked.pairs)
+        pairs += [_pair(rows[choice.chosen], rows[choice.rejected]) for choice in ranked.pairs]
+    return pairs, {
+        "annotator_agreement": agreed / len(pairs) if pairs else None,
+        "ties_dropped": ties,
+        "identical_dropped": identical,
+        "judge": "simulated annotators (demo rubric)",
+    }
+
+
+def _pair(chosen: Row, rejected: Row) -> Row:
+    return {
+        "prompt_id": chosen["prompt_id"],
+        "prompt": chosen["prompt"],
+        "chosen": chosen["response"],
+        "rejected": rejected["response"],
+        "chosen_ended": chosen["ended"],
+        "rejected_ended": rejected["ended"],
+        "source": "judge",
+        "split": chosen["split"],
+    }
+
+
+def dataset_pairs(stage: Stage[PreferencesParams]) -> list[Row]:
+    """The pairs that the data bring. Raises UserError when there are none."""
+    rows = stage.read(PAIRS)
+    if not rows:
+        raise UserError(f"{PAIRS}: the data bring no pairs, but preferences.source is {stage.params.source}")
+    return [
+        {
+            **{name: row[name] for name in ("prompt_id", "prompt", "chosen", "rejected")},
+            "chosen_ended": True,
+            "rejected_ended": True,
+            "source": "dataset",
+            "split": row["split"],
+        }
+        for row in rows
+    ]
+
+
+if __name__ == "__main__":
+    run("preferences", PreferencesParams, execute)

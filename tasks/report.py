@@ -1,0 +1,27 @@
+"""Stage `report`: one self-contained page with the pictures, tables and samples of the run, and the pictures as PNG
+files. Which files it reads and where its own go stands here; what they show is decided in tasks/page/."""
+
+from tasks.page.figures import draw
+from tasks.page.inputs import read_run
+from tasks.page.page import render, write_page
+from tasks.params.report import ReportParams
+from tasks.stage import Stage, run
+
+SAMPLES = "data/evaluate/samples.jsonl"
+
+
+def execute(stage: Stage[ReportParams]) -> None:
+    """Write report/index.html and report/<picture>.png."""
+    inputs = read_run(stage.read(SAMPLES), stage.root)
+    pictures = draw(inputs)
+    folder = stage.out("report")
+    folder.mkdir(parents=True, exist_ok=True)
+    for picture in pictures:
+        (folder / f"{picture.name}.png").write_bytes(picture.png)
+    write_page(render(inputs, pictures, stage.params.samples), folder / "index.html")
+    if stage.tracker:
+        stage.tracker.artifact(folder, "report")
+
+
+if __name__ == "__main__":
+    run("report", ReportParams, execute)

@@ -1,0 +1,164 @@
+"""Column checks that several schemas share. A schema itself stands in a file of its own, so that an edit reruns only
+the stages that read that dataset; an edit here concerns them all.
+
+Values are checked as JSON has them (frames of plain Python objects): a number never passes for text, nor null for a
+missing key."""
+
+import math
+from collections.abc import Callable, Hashable, Iterable
+from typing import Any
+
+import pandas as pd
+import pandera.pandas as pa
+
+from rlhf_core.chat import prompt_id
+
+ROLES = ("system", "user", "assistant")
+SPLITS = ("train", "validation")
+
+
+def _each(test: Callable[[Any], bool], says: str, *, nullable: bool = False) -> pa.Column:
+    """A column whose every value passes a test, in one Python pass. null passes only a nullable one."""
+
+    def passes(column: pd.Series) -> pd.Series:
+        return _flags((value is None and nullable) or test(value) for value in column)
+
+    return pa.Column(object, pa.Check(passes, error=says, ignore_na=False), nullable=True)
+
+
+def _flags(values: Iterable[bool]) -> pd.Series:
+    return pd.Series(list(values), dtype=bool)
+
+
+def is_text(value: object) -> bool:
+    """Text with something in it."""
+    return isinstance(value, str) and not value.isspace() and value != ""
+
+
+def is_prompt(value: object) -> bool:
+    """A conversation of {role, content} that ends with the user and has no empty turn."""
+    if not isinstance(value, list) or not value:
+        return False
+    for turn in value:
+        if not isinstance(turn, dict) or turn.keys() != {"role", "content"}:
+            return False
+        if turn["role"] not in ROLES or not is_text(turn["content"]):
+            return False
+    return bool(value[-1]["role"] == "user")
+
+
+def is_number(value: object) -> bool:
+    """A finite number; true and false are none."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def is_count(value: object) -> bool:
+    """A whole number from 0."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def prompt() -> pa.Column:
+    """The prompt: a conversation that ends with the user."""
+    return _each(is_prompt, "must be a conversation of non-empty turns that ends with role user")
+
+
+def identity() -> pa.Column:
+    """The prompt's id; `matching_id` compares it with the prompt."""
+    return _each(lambda value: isinstance(value, str) and len(value) == 16, "must be 16 hexadecimal digits")
+
+
+def text(*, nullable: bool = False) -> pa.Column:
+    """Text that is not blank."""
+    return _each(is_text, "must be non-empty text", nullable=nullable)
+
+
+def sampled_text() -> pa.Column:
+    """What a model said: any text, also an empty one."""
+    return _each(lambda value: isinstance(value, str), "must be text")
+
+
+def number(*, nullable: bool = False) -> pa.Column:
+    """A finite number."""
+    return _each(is_number, "must be a finite number", nullable=nullable)
+
+
+def count() -> pa.Column:
+    """A whole number from 0."""
+    return _each(is_count, "must be a whole number from 0")
+
+
+def flag() -> pa.Column:
+    """True or false."""
+    return _each(lambda value: isinstance(value, bool), "must be true or false")
+
+
+def choice(*values: str) -> pa.Column:
+    """One of a few words."""
+    return _each(lambda value: isinstance(value, str) and value in values, f"must be {' or '.join(values)}")
+
+
+def split() -> pa.Column:
+    """The part of a dataset: train or validation."""
+    return choice(*SPLITS)
+
+
+def matching_id() -> pa.Check:
+    """The prompt_id of every row is that of its prompt."""
+
+    def passes(frame: pd.DataFrame) -> pd.Series:
+        return _flags(_belongs(*pair) for pair in zip(frame["prompt_id"], frame["prompt"], strict=True))
+
+    return pa.Check(passes, error="prompt_id does not belong to prompt")
+
+
+def _belongs(name: object, conversation: Any) -> bool:
+    if not isinstance(name, str) or not isinstance(conversation, list):
+        return True  # the columns' own checks say so
+    try:
+        return prompt_id(conversation) == name
+    except (TypeError, KeyError):
+        return True
+
+
+def different_answers() -> pa.Check:
+    """Chosen and rejected differ."""
+
+    def passes(frame: pd.DataFrame) -> pd.Series:
+        return _flags(a != b for a, b in zip(frame["chosen"], frame["rejected"], strict=True))
+
+    return pa.Check(passes, error="chosen equals rejected")
+
+
+def one_split_per_prompt() -> pa.Check:
+    """No prompt stands in train and validation."""
+
+    def passes(frame: pd.DataFrame) -> pd.Series:
+        first: dict[Hashable, Hashable] = {}
+        return _flags(first.setdefault(name, part) == part for name, part in _keys(frame, "prompt_id", "split"))
+
+    return pa.Check(passes, error="prompt stands in train and in validation")
+
+
+def unique(*names: str) -> pa.Check:
+    """No two rows agree in all of these columns."""
+
+    def passes(frame: pd.DataFrame) -> pd.Series:
+        seen: set[tuple[Hashable, ...]] = set()
+        flags = []
+        for key in _keys(frame, *names):
+            flags.append(key not in seen)
+            seen.add(key)
+        return _flags(flags)
+
+    return pa.Check(passes, error=f"{' + '.join(names)} must occur once")
+
+
+def _keys(frame: pd.DataFrame, *names: str) -> Iterable[tuple[Hashable, ...]]:
+    """The columns side by side; values without a hash (a mistake that their columns report) as text."""
+    columns = [[v if isinstance(v, Hashable) else repr(v) for v in frame[name]] for name in names]
+    return zip(*columns, strict=True)
+
+
+def schema(columns: dict[str, pa.Column], *checks: pa.Check, may_be_empty: bool = False) -> pa.DataFrameSchema:
+    """A schema with these columns and no others."""
+    return pa.DataFrameSchema(columns, checks=list(checks), strict=True, metadata={"may_be_empty": may_be_empty})

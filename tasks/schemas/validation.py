@@ -1,0 +1,154 @@
+"""Datasets against their pandera schemas, with one clear line for all that is wrong, and the check across datasets that
+no held-out prompt stands anywhere else. What the columns must be is said in a file a dataset, beside this one."""
+
+import importlib
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path, PurePosixPath
+from typing import NamedTuple
+
+import pandas as pd
+import pandera.pandas as pa
+
+from rlhf_core.chat import as_text, opening
+from rlhf_core.errors import UserError
+from tasks.jsonl import Row, read_jsonl
+
+ROWS_NAMED = 5
+HELDOUT = "data/ingest/heldout.jsonl"
+TRAINING = frozenset(
+    f"data/ingest/{name}.jsonl" for name in ("demonstrations", "pairs", "preference_prompts", "ppo_prompts")
+) | {"data/preferences/preferences.jsonl", "data/preferences/samples.jsonl"}
+"""Datasets that must not contain a held-out prompt."""
+
+
+class Problem(NamedTuple):
+    """One broken rule and the rows (from 1) that break it; `column` is empty for a rule about whole rows."""
+
+    column: str
+    says: str
+    rows: list[int]
+
+    def __str__(self) -> str:
+        where = f"{self.column}: " if self.column else ""
+        if not self.rows:
+            return f"{where}{self.says}"
+        named = ", ".join(map(str, self.rows[:ROWS_NAMED]))
+        more = ", …" if len(self.rows) > ROWS_NAMED else ""
+        count = "1 row" if len(self.rows) == 1 else f"{len(self.rows)} rows"
+        return f"{where}{self.says} ({count}: {named}{more})"
+
+
+class _Missing:
+    """A key that a row lacks: unlike null it passes no check."""
+
+
+MISSING = _Missing()
+
+
+def load(root: Path, paths: Iterable[str]) -> dict[str, list[Row]]:
+    """The datasets among `paths` (relative to `root`), validated, raw data left aside; held-out prompts checked if both
+    sides are there. Raises UserError, see `validate` and `check_heldout_disjoint`."""
+    datasets: dict[str, list[Row]] = {}
+    for path in paths:
+        if is_dataset(path):
+            schema = importlib.import_module(schema_module(path)).SCHEMA
+            datasets[path] = validate(read_jsonl(root / path), schema, path)
+    if HELDOUT in datasets:
+        check_heldout_disjoint(datasets[HELDOUT], {path: datasets[path] for path in datasets if path in TRAINING})
+    return datasets
+
+
+def is_dataset(path: str) -> bool:
+    """Whether `path` is a dataset between stages: data/<folder>/<name>.jsonl, raw data excepted."""
+    parts = PurePosixPath(path).parts
+    return len(parts) == 3 and parts[0] == "data" and parts[1] != "raw" and parts[2].endswith(".jsonl")
+
+
+def schema_module(path: str) -> str:
+    """The module that holds the schema of a dataset, by convention, so that nobody imports the others to find it.
+
+    data/<folder>/<name>.jsonl → tasks.schemas.<name>; the datasets called samples → tasks.schemas.<folder>_samples.
+    Raises ValueError for a path of another form.
+    """
+    if not is_dataset(path):
+        raise ValueError(f"{path}: not data/<folder>/<name>.jsonl")
+    _, folder, file = PurePosixPath(path).parts
+    name = file.removesuffix(".jsonl")
+    return f"tasks.schemas.{folder}_{name}" if name == "samples" else f"tasks.schemas.{name}"
+
+
+def validate(rows: list[Row], schema: pa.DataFrameSchema, path: str | Path) -> list[Row]:
+    """`rows`, unchanged, when all of them fit `schema`.
+
+    Raises UserError in one line with every broken rule: file, column, what it must be, how many rows, the first ones.
+    Rows count from 1; in a file without blank lines that is the line.
+    """
+    if not rows:
+        if (schema.metadata or {}).get("may_be_empty"):
+            return rows
+        raise UserError(f"{path}: empty data set; at least one row is needed")
+    columns = {name: [row.get(name, MISSING) for row in rows] for name in schema.columns}
+    problems = [Problem(name, "missing column", numbers) for name, numbers in _missing(columns).items()]
+    problems += [Problem(name, "unknown column", numbers) for name, numbers in _unknown(rows, columns).items()]
+    try:
+        schema.validate(pd.DataFrame(columns, dtype=object), lazy=True)
+    except pa.errors.SchemaErrors as errors:
+        problems += _problems(errors.failure_cases, columns)
+    if problems:
+        raise UserError(f"{path}: {'; '.join(map(str, problems))}")
+    return rows
+
+
+def _missing(columns: Mapping[str, list[object]]) -> dict[str, list[int]]:
+    found = {
+        name: [number for number, value in enumerate(values, start=1) if value is MISSING]
+        for name, values in columns.items()
+    }
+    return {name: numbers for name, numbers in found.items() if numbers}
+
+
+def _unknown(rows: list[Row], columns: Mapping[str, object]) -> dict[str, list[int]]:
+    found: dict[str, list[int]] = {}
+    for number, row in enumerate(rows, start=1):
+        for name in row.keys() - columns.keys():
+            found.setdefault(name, []).append(number)
+    return dict(sorted(found.items()))
+
+
+def _problems(cases: pd.DataFrame, columns: Mapping[str, list[object]]) -> list[Problem]:
+    """pandera's table of failures (a row a failed value) as one problem a rule, without what a missing key explains."""
+    found: dict[tuple[str, str], set[int]] = {}
+    for context, column, check, index in zip(
+        cases["schema_context"], cases["column"], cases["check"], cases["index"], strict=True
+    ):
+        name = str(column) if context == "Column" else ""
+        numbers = found.setdefault((name, str(check)), set())
+        if not pd.isna(index):
+            numbers.add(int(index) + 1)
+    problems = []
+    for (name, says), numbers in found.items():
+        explained = {number for number in numbers if name and columns[name][number - 1] is MISSING}
+        if not numbers or numbers != explained:
+            problems.append(Problem(name, says, sorted(numbers - explained)))
+    return problems
+
+
+def check_heldout_disjoint(heldout_rows: Sequence[Row], datasets: Mapping[str, Sequence[Row]]) -> None:
+    """No first user message of a held-out row (case and white space folded) opens a row of another dataset.
+
+    Raises UserError naming the first such prompt, where it leaked, and how many rows are concerned.
+    """
+    heldout = {opening(row["prompt"]) for row in heldout_rows}
+    leaks = [
+        (name, number, row)
+        for name, rows in datasets.items()
+        for number, row in enumerate(rows, start=1)
+        if opening(row["prompt"]) in heldout
+    ]
+    if leaks:
+        name, number, row = leaks[0]
+        shown = " ".join(as_text(row["prompt"]).split())[:80]
+        raise UserError(
+            f"leaked held-out prompt: {shown!r} stands in {name}, row {number}, too ({len(leaks)} such rows); "
+            "run the stage ingest again, and do not edit data/ingest/ by hand"
+        )

@@ -1,0 +1,57 @@
+"""Stage `sft`: supervised fine-tuning of the base model on the demonstrations."""
+
+from rlhf_core.config.sft import SFTConfig
+from rlhf_core.errors import UserError
+from rlhf_core.models import context_length, load_causal_lm, save_checkpoint
+from rlhf_core.sft import Demonstration, fine_tune
+from rlhf_core.tokenizer import encode_prompt, encode_response, load_tokenizer
+from tasks.jsonl import Row
+from tasks.stage import Stage, run
+from tasks.tokens import fitting
+from tasks.training import log_table, training_run
+
+DEMONSTRATIONS = "data/ingest/demonstrations.jsonl"
+
+
+def execute(stage: Stage[SFTConfig]) -> None:
+    """Make models/sft, metrics/sft.json and plots/sft.csv."""
+    run_ = training_run(stage, shown=["loss"])
+    tokenizer = load_tokenizer(stage.root / "models/base")
+    model = load_causal_lm(stage.root / "models/base")
+
+    def encode(row: Row) -> tuple[Demonstration, int]:
+        item = Demonstration(encode_prompt(tokenizer, row["prompt"]), encode_response(tokenizer, row["response"]))
+        return item, len(item.prompt) + len(item.response)
+
+    limit = min(stage.params.max_tokens, context_length(model))
+    kept, too_long = fitting(stage, DEMONSTRATIONS, stage.read(DEMONSTRATIONS), encode, limit)
+    training = [item for row, item in kept if row["split"] == "train"]
+    validation = [item for row, item in kept if row["split"] == "validation"]
+    if not training or not validation:
+        raise UserError(
+            f"{DEMONSTRATIONS}: SFT needs training and validation rows; enlarge ingest.split.demonstrations"
+        )
+
+    result = fine_tune(model, training, validation, stage.params, int(tokenizer.pad_token_id), run_)
+
+    save_checkpoint(stage.out("models/sft"), model.cpu(), tokenizer)
+    table = log_table(result.log, {"loss": "train_loss", "eval_loss": "validation_loss"})
+    stage.outputs.write_csv("plots/sft.csv", table)
+    losses = [row["train_loss"] for row in table if row["train_loss"] is not None]
+    stage.write_metrics(
+        {
+            "train_loss": losses[-1],
+            "validation_loss": result.validation_loss,
+            "validation_perplexity": 2.718281828459045**result.validation_loss,
+            "base_validation_loss": result.base_validation_loss,
+            "best_step": result.best_step,
+            "steps": result.steps,
+            "demonstrations": len(training),
+            "tokens": sum(len(item.response) for item in training),
+            "rows_too_long": too_long,
+        }
+    )
+
+
+if __name__ == "__main__":
+    run("sft", SFTConfig, execute)

@@ -1,0 +1,87 @@
+"""A dataset of the Hugging Face hub at a pinned revision, or a dataset folder below `data/raw/`. No code of a dataset
+is ever run. The meaning of the columns stands in `shapes.py`."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pyarrow
+from datasets.exceptions import DatasetsError
+
+from rlhf_core.errors import UserError
+from tasks.jsonl import Row
+from tasks.params.ingest import HuggingFaceParams
+from tasks.sources.example import RAW, Example
+from tasks.sources.shapes import COLUMNS, normalise
+
+
+def read(params: HuggingFaceParams, raw: Path = RAW, cache: Path | None = None) -> list[Example]:
+    """The examples of the training split and, where one is named, of the held-out split.
+
+    `cache` holds what is converted from a local folder of files. Raises UserError for a hub id without a revision, a
+    dataset, configuration or split that is not there, a hub that does not answer, and what `normalise` raises.
+    """
+    datasets.disable_progress_bars()
+    examples = _read_split(params, params.train_split, raw, cache, heldout=False)
+    if params.heldout_split is not None:
+        examples += _read_split(params, params.heldout_split, raw, cache, heldout=True)
+    return examples
+
+
+def _read_split(
+    params: HuggingFaceParams, split: str, raw: Path, cache: Path | None, *, heldout: bool
+) -> list[Example]:
+    name = f"{params.dataset}[{split}]"
+    examples = list(normalise(_rows(_load(params, split, raw, cache)), name, heldout=heldout))
+    if not examples:
+        raise UserError(f"{name}: no rows")
+    return examples
+
+
+def _load(params: HuggingFaceParams, split: str, raw: Path, cache: Path | None) -> Any:
+    folder = raw / params.dataset
+    try:
+        if (folder / "dataset_dict.json").exists() or (folder / "state.json").exists():
+            return _saved_split(datasets.load_from_disk(str(folder)), params.dataset, split)
+        if folder.is_dir():
+            place = str(folder.resolve())
+            return datasets.load_dataset(place, params.name, split=split, cache_dir=cache and str(cache))
+        if params.revision is None:
+            raise UserError(
+                f"ingest.huggingface.dataset {params.dataset}: no folder below {raw}, and a dataset of the hub needs "
+                "ingest.huggingface.revision, its commit hash of 40 digits"
+            )
+        return datasets.load_dataset(params.dataset, params.name, split=split, revision=params.revision)
+    except ConnectionError as error:
+        raise UserError(
+            f"ingest.huggingface.dataset {params.dataset}: the hub cannot be reached ({_line(error)}); try again "
+            "with a network, or `leash import` a folder and name that"
+        ) from None
+    except (DatasetsError, OSError, ValueError, RuntimeError, pyarrow.ArrowException) as error:
+        raise UserError(
+            f"ingest.huggingface.dataset {params.dataset}, split {split}: {_line(error)} "
+            "(splits: ingest.huggingface.train_split, heldout_split or null)"
+        ) from None
+
+
+def _saved_split(saved: Any, dataset: str, split: str) -> Any:
+    """A split of a folder written by `save_to_disk`; a single dataset counts as `train`."""
+    splits = saved if isinstance(saved, datasets.DatasetDict) else {"train": saved}
+    if split not in splits:
+        raise ValueError(f'Unknown split "{split}". Should be one of {list(splits)}.')
+    return splits[split]
+
+
+def _rows(dataset: Any) -> Iterator[tuple[int, Row]]:
+    wanted = [name for name in dataset.column_names if name in COLUMNS] or dataset.column_names
+    number = 0
+    for table in dataset.select_columns(wanted).with_format("arrow").iter(batch_size=10_000):
+        for row in table.to_pylist():
+            number += 1
+            yield number, row
+
+
+def _line(error: Exception) -> str:
+    cause = f": {error.__cause__}" if error.__cause__ else ""
+    return " ".join(f"{error}{cause}".split())

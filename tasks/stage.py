@@ -1,0 +1,260 @@
+"""The contract every stage keeps: typed parameters, checked inputs, a state folder of its own, tracking, whole outputs.
+
+`run` is the main function of every `python -m tasks.<stage>`. What a stage does stands in its module; nothing here
+knows one stage from another.
+"""
+
+import errno
+import json
+import os
+import shutil
+import signal
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Generic, Literal, NoReturn, TypeVar
+
+from dvc.repo import Repo
+from filelock import FileLock, Timeout
+from pydantic import Field
+
+from rlhf_core.config.block import Block
+from rlhf_core.errors import UserError
+from tasks.definition import Definition
+from tasks.jsonl import Row
+from tasks.outputs import Outputs
+from tasks.params.loader import parse, read_yaml
+from tasks.params.runtime import RuntimeParams
+from tasks.progress import Progress
+from tasks.schemas.validation import load
+from tasks.tracking.tracker import Tracker
+from tasks.versions import VERSIONS_FILE, require_declared_versions
+
+OUTCOME_VARIABLE = "LEASH_OUTCOME"
+"""Environment variable: a file to which a stage appends one JSON line about how it ended."""
+
+Model = TypeVar("Model", bound=Block)
+
+
+class Common(Block):
+    """What all stages share."""
+
+    threads: int = Field(ge=1, le=256)
+    seed: int = Field(ge=0, lt=2**32)
+    long_rows: Literal["refuse", "drop"]
+    runtime: RuntimeParams = RuntimeParams()
+
+
+@dataclass
+class Stage(Generic[Model]):
+    """One execution of a stage, as its module sees it."""
+
+    name: str
+    key: str
+    root: Path
+    params: Model
+    common: Common
+    state_dir: Path
+    outputs: Outputs
+    tracker: Tracker | None
+    label: str
+    rows: Mapping[str, list[Row]]
+    headline: dict[str, float | None] = field(default_factory=dict)
+
+    @property
+    def seed(self) -> int:
+        """Seed of training and sampling."""
+        return self.common.seed
+
+    @property
+    def runtime(self) -> RuntimeParams:
+        """What cannot change a result."""
+        return self.common.runtime
+
+    def read(self, path: str) -> list[Row]:
+        """The validated rows of an input dataset. Raises ValueError when dvc.yaml does not declare it."""
+        if path not in self.rows:
+            raise ValueError(f"{path} is no dataset among the dependencies of {self.name} in dvc.yaml")
+        return self.rows[path]
+
+    def read_json(self, path: str) -> dict[str, Any]:
+        """A JSON file of an earlier stage."""
+        content: dict[str, Any] = json.loads((self.root / path).read_text(encoding="utf-8"))
+        return content
+
+    def out(self, path: str) -> Path:
+        """Where to write an output until the stage is whole."""
+        return self.outputs.path(path)
+
+    def write_metrics(self, content: Mapping[str, Any]) -> None:
+        """Write metrics/<stage>.json, and show its numbers as headline metrics of the pipeline run."""
+        self.outputs.write_json(f"metrics/{self.name}.json", content)
+        numbers = {k: v for k, v in content.items() if isinstance(v, int | float) and not isinstance(v, bool)}
+        self.headline |= {f"{self.name}/{name}": value for name, value in numbers.items()}
+
+    def progress(self, total: int, unit: str = "step") -> Progress:
+        """A reporter for a loop of `total` rounds."""
+        return Progress(self.label, total, unit, self.runtime.progress_seconds)
+
+    def say(self, text: str) -> None:
+        """One line for the person who watches."""
+        print(f"{self.label} {text}", flush=True)
+
+    def track(self, values: Mapping[str, float | None], step: int) -> None:
+        """Metrics of a step, named `<stage>/<name>`, to MLflow."""
+        if self.tracker:
+            self.tracker.metrics({f"{self.name}/{name}": value for name, value in values.items()}, step=step)
+
+
+Execute = Callable[[Stage[Model]], None]
+
+
+def run(name: str, model: type[Model], execute: Execute[Model], tracked: bool = True) -> NoReturn:
+    """Run a stage and leave the process: 0 done, 2 a user's error (one line), 130 interrupted, 1 a crash
+    (traceback)."""
+    signal.signal(signal.SIGTERM, _interrupt)
+    code, message, key = 0, "", ""
+    try:
+        key = _run(name, model, execute, tracked)
+    except UserError as error:
+        code, message = 2, " ".join(str(error).split("\n"))
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            code, message = _crash(error)
+        else:
+            where = error.filename or "the disk"
+            code, message = 2, f"no space left on the device ({where}); free some, then run it again: nothing is lost"
+    except KeyboardInterrupt:
+        code, message = 130, "interrupted; the same command continues"
+    except Exception as error:
+        code, message = _crash(error)
+    if code and code != 1:
+        print(f"{name}: {message}", file=sys.stderr, flush=True)
+    _tell_driver({"stage": name, "exit": code, "message": message, "key": key})
+    sys.exit(code)
+
+
+def _crash(error: Exception) -> tuple[int, str]:
+    traceback.print_exc()
+    return 1, f"{type(error).__name__}: {error}"
+
+
+def _interrupt(*_: object) -> NoReturn:
+    raise KeyboardInterrupt
+
+
+def _tell_driver(outcome: dict[str, Any]) -> None:
+    if path := os.environ.get(OUTCOME_VARIABLE):
+        with Path(path).open("a", encoding="utf-8") as file:
+            file.write(json.dumps(outcome, ensure_ascii=False) + "\n")
+
+
+def _run(name: str, model: type[Model], execute: Execute[Model], tracked: bool) -> str:
+    """Steps 1 to 5 of the contract. Returns the stage key."""
+    _quiet_libraries()
+    content = read_yaml()
+    params = parse(model, content.get(name, {}), name)
+    common = parse(Common, {key: content[key] for key in Common.model_fields if key in content})
+    with Repo() as repo:
+        definition = Definition(name, repo)
+        root = Path(repo.root_dir)
+        if str(VERSIONS_FILE.relative_to(VERSIONS_FILE.parents[1])) in definition.inputs:
+            require_declared_versions()
+        hashes = definition.hashes()
+        rows = load(root, definition.inputs)
+        key = definition.key(content, hashes)
+        with _state_folder(root, name, key) as state_dir:
+            tracked = tracked and common.runtime.tracking
+            tracker = _open_tracker(definition, content, key, hashes, rows) if tracked else None
+            position, total = definition.place
+            stage = Stage(
+                name=name,
+                key=key,
+                root=root,
+                params=params,
+                common=common,
+                state_dir=state_dir,
+                outputs=Outputs(root, definition.outs),
+                tracker=tracker,
+                label=f"[{position}/{total} {name}]",
+                rows=rows,
+            )
+            with _tracked(stage):
+                execute(stage)
+                _require_unchanged(hashes, Definition(name, repo).hashes())
+                stage.outputs.commit()
+            shutil.rmtree(state_dir, ignore_errors=True)
+    return key
+
+
+def _quiet_libraries() -> None:
+    """The bars and notices of a library would drown our own progress; TRANSFORMERS_VERBOSITY brings them back."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    os.environ.setdefault("DO_NOT_TRACK", "1")
+    transformers = sys.modules.get("transformers")
+    if transformers is not None and "TRANSFORMERS_VERBOSITY" not in os.environ:
+        transformers.utils.logging.set_verbosity_error()
+        transformers.utils.logging.disable_progress_bar()
+
+
+@contextmanager
+def _state_folder(root: Path, name: str, key: str) -> Iterator[Path]:
+    """`work/<stage>/<key>/`, held by this process alone. Raises UserError when another one holds it."""
+    folder = root / "work" / name / key[:16]
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(folder.with_suffix(".lock"))
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        raise UserError(
+            f"{folder}: another process runs this stage with the same inputs; wait for it or stop it"
+        ) from None
+    try:
+        yield folder
+    finally:
+        lock.release()
+
+
+def _open_tracker(
+    definition: Definition,
+    content: dict[str, Any],
+    key: str,
+    hashes: Mapping[str, str],
+    rows: Mapping[str, list[Row]],
+) -> Tracker:
+    root = Path(definition.repo.root_dir)
+    tracker = Tracker.open(root, definition.name, key, definition.pipeline(content))
+    tracker.params(definition.tracked(content))
+    for path in definition.inputs:
+        if path in rows or path.startswith("data/raw"):
+            tracker.inputs(Path(path).stem, path, hashes[path])
+    return tracker
+
+
+@contextmanager
+def _tracked(stage: Stage[Any]) -> Iterator[None]:
+    """Close the run with the status that fits, and remove half-written outputs unless the stage is whole."""
+    status: Literal["FINISHED", "FAILED", "KILLED"] = "FAILED"
+    try:
+        yield
+        status = "FINISHED"
+    except KeyboardInterrupt:
+        status = "KILLED"
+        raise
+    finally:
+        if status != "FINISHED":
+            stage.outputs.discard()
+        if stage.tracker:
+            if status == "FINISHED":
+                stage.tracker.headline(stage.headline)
+            stage.tracker.close(status)
+
+
+def _require_unchanged(before: Mapping[str, str], after: Mapping[str, str]) -> None:
+    """Raise UserError when an input changed during the run: DVC would record the new one as what was used."""
+    changed = sorted(path for path in before if before[path] != after.get(path))
+    if changed:
+        raise UserError(f"{', '.join(changed)} changed while the stage ran; nothing was written, run it again")

@@ -1,0 +1,62 @@
+"""File locks between processes.
+
+Only advisory locks live here, nothing about what they guard. The kernel lets a lock go when its holder dies,
+which is how a dead owner is told from a living one; a lock file therefore never has to be removed.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import time
+from pathlib import Path
+
+POLL_SECONDS = 0.02
+
+
+class FileLock:
+    """An exclusive lock on the file `path`; its folder must exist (else `acquire` is refused)."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._fd: int | None = None
+
+    def acquire(self, timeout: float = 0.0) -> bool:
+        """Take the lock, waiting up to `timeout` seconds; false when another holder kept it."""
+        deadline = time.monotonic() + timeout
+        try:
+            fd = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o644)
+        except FileNotFoundError:
+            return False
+        while True:
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if time.monotonic() >= deadline:
+                    os.close(fd)
+                    return False
+                time.sleep(POLL_SECONDS)
+            else:
+                self._fd = fd
+                return True
+
+    def release(self) -> None:
+        """Let the lock go; does nothing when it is not held."""
+        if self._fd is not None:
+            os.close(self._fd)
+            self._fd = None
+
+
+def is_held(path: Path) -> bool:
+    """Whether a living process holds the lock on `path`."""
+    try:
+        fd = os.open(path, os.O_RDONLY)
+    except FileNotFoundError:
+        return False
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(fd)
+    return False

@@ -1,0 +1,218 @@
+"""The outbox: what tracking has to say, on the local disk until it has arrived.
+
+One folder per stage process, `work/outbox/<stage>-<key>-<time>-<pid>/`: `events.jsonl` (one JSON object a line, only
+ever appended), `files/` (copies of artifacts), `state.json` (how far the sender came) and two lock files. Writing
+is a single append and never fails the caller. Nothing here knows MLflow.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tasks.tracking.locks import FileLock, is_held
+
+EVENTS = "events.jsonl"
+STATE = "state.json"
+OWNER_LOCK = "owner.lock"
+SENDER_LOCK = "sender.lock"
+NAME = re.compile(r"[^.].*-\d{20}-\d+")
+LINK_ABOVE_BYTES = 8 * 2**20  # copying more than this could hold the training up for longer than 50 ms
+
+
+class Unreachable(Exception):
+    """Nothing can be sent at present; what was not sent stays in the outbox."""
+
+
+def outbox_folder(root: Path) -> Path:
+    """The folder that holds every outbox of the repository at `root`."""
+    return root / "work" / "outbox"
+
+
+def now_ms() -> int:
+    """Wall-clock time in milliseconds, as MLflow counts it."""
+    return time.time_ns() // 1_000_000
+
+
+@dataclass(frozen=True)
+class Event:
+    """One line of `events.jsonl`; `end` is the byte offset behind it."""
+
+    kind: str
+    at: int
+    body: dict[str, Any]
+    end: int
+
+
+@dataclass
+class State:
+    """How far the sender came, for one address (a new address starts from the beginning)."""
+
+    uri: str
+    offset: int = 0
+    parent_id: str | None = None
+    run_id: str | None = None
+    closed: bool = False
+    replayed: bool = False
+    last_steps: dict[str, int] = field(default_factory=dict)
+
+    @classmethod
+    def load(cls, folder: Path, uri: str) -> State:
+        """The state saved in `folder`, or a fresh one where there is none for this address."""
+        try:
+            state = cls(**json.loads((folder / STATE).read_text(encoding="utf-8")))
+        except (OSError, ValueError, TypeError):
+            return cls(uri)
+        return state if state.uri == uri else cls(uri)
+
+    def save(self, folder: Path) -> None:
+        """Write the state so that a reader finds the old or the new one, never half of it."""
+        fresh = folder / f".{STATE}"
+        fresh.write_text(json.dumps(asdict(self)), encoding="utf-8")
+        fresh.replace(folder / STATE)
+
+
+class Outbox:
+    """The writing end, owned by one process for as long as it lives."""
+
+    def __init__(self, folder: Path, warn: Callable[[str], None]) -> None:
+        self.folder = folder
+        self._warn = warn
+        self._mutex = threading.Lock()
+        self._owner = FileLock(folder / OWNER_LOCK)
+        self._fd: int | None = None
+        self._torn = False
+        self._files = 0
+
+    @classmethod
+    def create(cls, root: Path, series: str, warn: Callable[[str], None]) -> Outbox:
+        """A new outbox; `series` names the stage and its key: outboxes of a series are sent in turn."""
+        name = f"{series}-{time.time_ns():020d}-{os.getpid()}"
+        outbox = cls(outbox_folder(root) / name, warn)
+        with best_effort(warn):
+            hidden = outbox_folder(root) / f".new-{name}"
+            hidden.mkdir(parents=True)
+            outbox._owner = FileLock(hidden / OWNER_LOCK)
+            outbox._owner.acquire()
+            outbox._fd = os.open(hidden / EVENTS, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+            hidden.rename(outbox.folder)
+        return outbox
+
+    def append(self, kind: str, **body: Any) -> None:
+        """Add one event, in one system call; a full disk costs the event and a warning, no more."""
+        line = json.dumps({"kind": kind, "at": now_ms(), **body}, ensure_ascii=False, default=_plain)
+        with self._mutex, best_effort(self._warn):
+            if self._fd is None:
+                return
+            data = ("\n" * self._torn + line + "\n").encode(errors="backslashreplace")
+            self._torn = os.write(self._fd, data) != len(data)
+
+    def keep(self, path: Path) -> str | None:
+        """Copy the file `path` into the outbox (link it where it is big); its place in there, or None."""
+        with self._mutex, best_effort(self._warn):
+            self._files += 1
+            place = Path("files", str(self._files), path.name)
+            target = self.folder / place
+            target.parent.mkdir(parents=True)
+            if path.stat().st_size > LINK_ABOVE_BYTES and path.stat().st_dev == target.parent.stat().st_dev:
+                os.link(path, target)
+            else:
+                shutil.copyfile(path, target)
+            return place.as_posix()
+        return None
+
+    def keep_text(self, name: str, text: str) -> str | None:
+        """Write `text` as a file of the outbox; its place in there, or None."""
+        with self._mutex, best_effort(self._warn):
+            self._files += 1
+            place = Path("files", str(self._files), name)
+            (self.folder / place).parent.mkdir(parents=True)
+            (self.folder / place).write_text(text, encoding="utf-8", errors="backslashreplace")
+            return place.as_posix()
+        return None
+
+    def close(self) -> None:
+        """Nothing more comes from this process."""
+        with self._mutex:
+            if self._fd is not None:
+                os.close(self._fd)
+                self._fd = None
+            self._owner.release()
+
+
+@contextmanager
+def best_effort(warn: Callable[[str], None]) -> Iterator[None]:
+    """Turns a failing disk into a warning."""
+    try:
+        yield
+    except OSError as error:
+        warn(f"tracking: not recorded ({error}); the stage goes on")
+
+
+def pending(root: Path) -> list[Path]:
+    """Every outbox with something to send or to finish, the oldest first; sweeps remains of removed ones."""
+    folders = []
+    for folder in outbox_folder(root).glob("*"):
+        if folder.name.startswith(".gone-"):
+            shutil.rmtree(folder, ignore_errors=True)
+        elif NAME.fullmatch(folder.name) and (folder / EVENTS).is_file():
+            folders.append(folder)
+    return sorted(folders, key=created)
+
+
+def created(folder: Path) -> int:
+    """When the outbox was made, in nanoseconds."""
+    return int(folder.name.rsplit("-", 2)[1])
+
+
+def series(folder: Path) -> str:
+    """The stage and key that the outbox belongs to."""
+    return folder.name.rsplit("-", 2)[0]
+
+
+def is_owned(folder: Path) -> bool:
+    """Whether the process that writes this outbox is alive and has not closed it."""
+    return is_held(folder / OWNER_LOCK)
+
+
+def read_events(folder: Path, offset: int, limit: int = 500) -> list[Event]:
+    """Up to `limit` whole lines from byte `offset` on; a torn line comes as an event without a kind."""
+    events: list[Event] = []
+    with (folder / EVENTS).open("rb") as lines:
+        lines.seek(offset)
+        for line in _whole(lines):
+            offset += len(line)
+            try:
+                body = json.loads(line)
+                events.append(Event(str(body.pop("kind")), int(body.pop("at")), body, offset))
+            except (ValueError, KeyError, AttributeError):
+                events.append(Event("", 0, {}, offset))
+            if len(events) == limit:
+                break
+    return events
+
+
+def remove(folder: Path) -> None:
+    """Delete an outbox; anyone who looks sees all of it or nothing."""
+    gone = folder.with_name(f".gone-{folder.name}")
+    folder.rename(gone)
+    shutil.rmtree(gone, ignore_errors=True)
+
+
+def _whole(lines: Iterator[bytes]) -> Iterator[bytes]:
+    for line in lines:
+        if line.endswith(b"\n"):
+            yield line
+
+
+def _plain(value: Any) -> Any:
+    return value.item() if hasattr(value, "item") else str(value)

@@ -1,0 +1,275 @@
+"""What each event of the outbox becomes in MLflow: runs, metrics, parameters, artifacts, versions.
+
+The only module that imports mlflow, and it takes a second to do so: import it late, in the sender. Every function
+may be repeated with the same event and leaves MLflow as after the first time, since a sender may die between
+sending and noting that it has sent.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from mlflow.entities import Dataset, DatasetInput, InputTag, Metric, Param, Run, RunTag
+from mlflow.exceptions import MlflowException
+from mlflow.tracking import MlflowClient
+
+from tasks.tracking import settings
+from tasks.tracking.locks import FileLock
+from tasks.tracking.outbox import Event, State, Unreachable, now_ms
+
+LOCK_SECONDS = 20.0
+PARAM_BATCH = 100
+TABLES_TAG = "mlflow.loggedArtifacts"  # where mlflow.log_table notes its tables and the UI looks for them
+SYSTEM_PREFIX = "system/"
+
+for _name in ("urllib3.connectionpool", "alembic"):
+    logging.getLogger(_name).setLevel(logging.ERROR)
+
+
+class Shipper:
+    """Sends events to one MLflow address on behalf of one repository; not shared between threads."""
+
+    def __init__(self, root: Path, uri: str, warn: Callable[[str], None]) -> None:
+        self.uri_mark = settings.uri_mark(uri)
+        self._root = root
+        self._uri = uri
+        self._warn = warn
+        self._workspace = settings.workspace_id(root)
+        self._client: Any = None
+        self._experiment = ""
+
+    def ship(self, events: list[Event], state: State, folder: Path) -> None:
+        """Send `events` in order, saving `state` in `folder` after each; raises `Unreachable`."""
+        for kind, group in groupby(events, key=lambda event: event.kind):
+            batch = list(group)
+            parts = [batch] if kind == "metrics" else [[event] for event in batch]
+            for part in parts:
+                if not self._send(kind, part, state, folder):
+                    return
+                state.offset = part[-1].end
+                try:
+                    state.save(folder)
+                except OSError as error:
+                    raise Unreachable(f"cannot note what was sent: {error}") from error
+
+    def killed(self, state: State) -> None:
+        """Close what a dead process left open: its run, or the pipeline's where it had none of its own."""
+        run_id = state.run_id or state.parent_id
+        if run_id is not None and not state.closed:
+            with suppress(MlflowException), _reached():
+                self._connect().set_terminated(run_id, "KILLED", end_time=now_ms())
+
+    def _send(self, kind: str, part: list[Event], state: State, folder: Path) -> bool:
+        """Send events of one kind; false when the outbox has to start again from its beginning."""
+        try:
+            with _reached():
+                self._connect()
+                getattr(self, f"_on_{kind.replace('-', '_') or 'nothing'}")(part, state, folder)
+        except MlflowException as error:
+            if kind.endswith("-open"):
+                raise Unreachable(settings.without_credentials(str(error))) from error
+            if error.error_code == "RESOURCE_DOES_NOT_EXIST" and not state.replayed:
+                fresh = State(state.uri, replayed=True)  # the data base was replaced: send everything again
+                fresh.save(folder)
+                state.__dict__.update(fresh.__dict__)
+                return False
+            if len(part) > 1:
+                return all(self._send(kind, [event], state, folder) for event in part)
+            self._warn(f"tracking: MLflow refused a {kind} event ({_short(error)}); left out")
+        return True
+
+    def _connect(self) -> Any:
+        """The client; opening a fresh SQLite file from two processes at once would crash both."""
+        if self._client is None:
+            with self._exclusive():
+                client = MlflowClient(self._uri, registry_uri=self._uri)
+                experiment = client.get_experiment_by_name(settings.EXPERIMENT)
+                if experiment is None:
+                    place = settings.artifact_location(self._root, self._uri)
+                    self._experiment = client.create_experiment(settings.EXPERIMENT, artifact_location=place)
+                else:
+                    self._experiment = experiment.experiment_id
+                    if experiment.lifecycle_stage == "deleted":
+                        client.restore_experiment(self._experiment)
+                self._client = client
+        return self._client
+
+    @contextmanager
+    def _exclusive(self) -> Iterator[None]:
+        lock = FileLock(self._root / "work" / "mlflow.lock")
+        if not lock.acquire(LOCK_SECONDS):
+            raise Unreachable("another process keeps work/mlflow.lock")
+        try:
+            yield
+        finally:
+            lock.release()
+
+    def _find(self, conditions: dict[str, str], extra: str = "") -> Run | None:
+        """The newest run with these tags."""
+        query = " and ".join(f"tags.`{key}` = '{value}'" for key, value in conditions.items()) + extra
+        found = self._client.search_runs(
+            [self._experiment], query, max_results=1, order_by=["attributes.start_time DESC"]
+        )
+        return found[0] if found else None
+
+    # One function an event kind.
+
+    def _on_nothing(self, part: list[Event], state: State, folder: Path) -> None:
+        """A torn line: its process died while it wrote."""
+
+    def _on_parent_open(self, part: list[Event], state: State, folder: Path) -> None:
+        event = part[0]
+        tags = {"leash.pipeline_key": event.body["key"], "leash.workspace": self._workspace}
+        with self._exclusive():
+            parent = self._find(tags) or self._client.create_run(
+                self._experiment,
+                start_time=event.at,
+                tags=tags | event.body["tags"],
+                run_name=f"pipeline {event.body['key'][:8]}",
+            )
+            run_id = state.parent_id = parent.info.run_id
+            # `runtime` may differ under one key and changes no result: the first value stands
+            self._log_params(run_id, event.body["params"], parent.data.params)
+            opened = max(event.at, int(parent.data.tags.get("leash.opened", 0)))
+            self._log_tags(run_id, event.body["tags"] | {"leash.opened": str(opened)})
+            if parent.info.status != "RUNNING" and event.at > (parent.info.end_time or 0):
+                self._client.update_run(run_id, status="RUNNING")
+
+    def _on_run_open(self, part: list[Event], state: State, folder: Path) -> None:
+        event = part[0]
+        execution = folder.name
+        identity = {"leash.stage_key": event.body["stage_key"], "leash.workspace": self._workspace}
+        run = self._find({"leash.execution": execution})  # this very event, sent before
+        run = run or self._find(identity, " and attributes.status != 'FINISHED'")
+        tags = event.body["tags"] | {"mlflow.parentRunId": state.parent_id, "leash.execution": execution}
+        if run is None:
+            tags |= identity | {"leash.stage": event.body["stage"]}
+            run = self._client.create_run(self._experiment, event.at, tags, event.body["stage"])
+        elif run.data.tags.get("leash.execution") != execution:
+            if run.info.status == "RUNNING":  # nobody is alive to say so
+                self._client.set_terminated(run.info.run_id, "KILLED", end_time=event.at)
+            self._client.update_run(run.info.run_id, status="RUNNING")
+            tags |= {"leash.restarts": str(int(run.data.tags.get("leash.restarts", 0)) + 1)}
+            self._log_tags(run.info.run_id, tags)
+        state.run_id = run.info.run_id
+        # Public accessors leave the step out; MLflow's own system monitor resumes from the same field.
+        state.last_steps = {metric.key: metric.step for metric in run.data._metric_objs}
+
+    def _on_params(self, part: list[Event], state: State, folder: Path) -> None:
+        known = self._client.get_run(state.run_id).data.params
+        self._log_params(state.run_id, part[0].body["params"], known)
+
+    def _on_tags(self, part: list[Event], state: State, folder: Path) -> None:
+        self._log_tags(state.run_id, part[0].body["tags"])
+
+    def _on_metrics(self, part: list[Event], state: State, folder: Path) -> None:
+        """Steps that an earlier process of this run has logged are left out: it resumes from a checkpoint.
+
+        The SQL store's primary key (key, step, timestamp, value) drops what the same process sends twice.
+        """
+        metrics = []
+        for event in part:
+            for key, value in event.body["metrics"].items():
+                step, last = int(event.body["step"]), state.last_steps.get(key, -1)
+                if key.startswith(SYSTEM_PREFIX):  # time goes on: these are numbered through
+                    metrics.append(Metric(key, float(value), event.at, step + last + 1))
+                elif step > last:
+                    metrics.append(Metric(key, float(value), event.at, step))
+        self._client.log_batch(state.run_id, metrics=metrics)
+
+    def _on_artifact(self, part: list[Event], state: State, folder: Path) -> None:
+        file = folder / part[0].body["file"]
+        self._client.log_artifact(state.run_id, str(file), part[0].body["folder"] or None)
+
+    def _on_table(self, part: list[Event], state: State, folder: Path) -> None:
+        """As mlflow.log_table leaves it, but replaced instead of appended to when it is sent again."""
+        self._client.log_artifact(state.run_id, str(folder / part[0].body["file"]))
+        entry = {"path": part[0].body["name"], "type": "table"}
+        tables = json.loads(self._client.get_run(state.run_id).data.tags.get(TABLES_TAG, "[]"))
+        if entry not in tables:
+            self._client.set_tag(state.run_id, TABLES_TAG, json.dumps([*tables, entry]))
+
+    def _on_inputs(self, part: list[Event], state: State, folder: Path) -> None:
+        body = part[0].body
+        dataset = Dataset(body["name"], body["digest"], "local", json.dumps({"uri": body["path"]}))
+        context = [InputTag("mlflow.data.context", body["context"])]
+        self._client.log_inputs(state.run_id, [DatasetInput(dataset, context)])
+
+    def _on_headline(self, part: list[Event], state: State, folder: Path) -> None:
+        event = part[0]
+        known = self._client.get_run(state.parent_id).data.metrics
+        fresh = {key: float(value) for key, value in event.body["metrics"].items() if known.get(key) != value}
+        metrics = [Metric(key, value, event.at, 0) for key, value in fresh.items()]
+        self._client.log_batch(state.parent_id, metrics=metrics)
+
+    def _on_restored(self, part: list[Event], state: State, folder: Path) -> None:
+        """The run that made what DVC restored; `untracked` where MLflow has never heard of it."""
+        body = part[0].body
+        identity = {"leash.stage_key": body["stage_key"], "leash.stage": body["stage"]}
+        run = self._find(identity, " and attributes.status = 'FINISHED'")
+        maker = run.info.run_id if run else "untracked"
+        self._client.set_tag(state.parent_id, f"leash.restored.{body['stage']}", maker)
+
+    def _on_register(self, part: list[Event], state: State, folder: Path) -> None:
+        # MLflow 3.17: SQLite takes any source; a server takes dvc:// with or without run id, but no local path.
+        name, source = settings.POLICY_MODEL, part[0].body["source"]
+        try:
+            self._client.create_registered_model(name)
+        except MlflowException as error:
+            if error.error_code != "RESOURCE_ALREADY_EXISTS":
+                raise
+        known = self._client.search_model_versions(f"name = '{name}' and source_path = '{source}'")
+        tags = {key: f"{value:.6g}" for key, value in part[0].body["metrics"].items()}
+        version = (
+            known[0]
+            if known
+            else self._client.create_model_version(name, source, state.run_id, tags, await_creation_for=0)
+        )
+        self._client.set_registered_model_alias(name, settings.POLICY_ALIAS, version.version)
+
+    def _on_run_close(self, part: list[Event], state: State, folder: Path) -> None:
+        self._client.set_terminated(state.run_id, part[0].body["status"], end_time=part[0].at)
+        state.closed = True
+
+    def _on_parent_close(self, part: list[Event], state: State, folder: Path) -> None:
+        """An older close that arrives late does not end a pipeline run opened again since."""
+        parent = self._client.get_run(state.parent_id)
+        if part[0].at >= int(parent.data.tags.get("leash.opened", 0)):
+            self._client.set_terminated(state.parent_id, part[0].body["status"], end_time=part[0].at)
+        state.closed = state.closed or state.run_id is None
+
+    def _log_params(self, run_id: str | None, params: dict[str, str], known: dict[str, str]) -> None:
+        items = [Param(key, value) for key, value in params.items() if key not in known]
+        for start in range(0, len(items), PARAM_BATCH):
+            self._client.log_batch(run_id, params=items[start : start + PARAM_BATCH])
+
+    def _log_tags(self, run_id: str | None, tags: dict[str, str]) -> None:
+        self._client.log_batch(run_id, tags=[RunTag(key, value) for key, value in tags.items()])
+
+
+@contextmanager
+def _reached() -> Iterator[None]:
+    """Lets through what MLflow refuses for good; anything else means: not now."""
+    try:
+        yield
+    except Unreachable:
+        raise
+    except Exception as error:
+        if getattr(error, "error_code", "") in ("INVALID_PARAMETER_VALUE", "RESOURCE_DOES_NOT_EXIST"):
+            raise
+        raise Unreachable(_short(error)) from error
+
+
+def _short(error: Exception) -> str:
+    """The one telling phrase of the client's long messages."""
+    text = settings.without_credentials(str(error)).strip() or type(error).__name__
+    for phrase in ("timed out", "Connection refused", "Name or service not known", "database is locked"):
+        if phrase in text:
+            return phrase
+    return text.splitlines()[0][:160]

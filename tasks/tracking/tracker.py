@@ -1,0 +1,206 @@
+"""What a stage and the flow say about their work: `Tracker` for a stage, `PipelineTracker` for the pipeline run.
+
+Every call only appends to the outbox: it takes milliseconds, and no tracking server can delay or fail it. How the
+events reach MLflow is the business of `sender.py`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Self
+
+from tasks.tracking import settings
+from tasks.tracking.outbox import Outbox
+from tasks.tracking.sender import SenderProcess, Warn, warn_once
+from tasks.tracking.system import SystemMetrics
+
+Status = Literal["FINISHED", "FAILED", "KILLED"]
+CLOSE_SECONDS = 5.0
+SYSTEM_SECONDS = 5.0
+NOT_IN_NAMES = re.compile(r"[^\w/.\- :]")
+SECRET_KEY = re.compile(r"(^|\.)(token|api_?key|access_?key|password|passwd|secret|credentials?)$", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class PipelineIdentity:
+    """One pipeline run: `key` is the hash of raw data, parameters and commands; `params` is all of params.yaml."""
+
+    key: str
+    params: Mapping[str, Any]
+    commit: str | None = None
+    dirty: bool = False
+
+
+class _ParentRun:
+    """What stage and flow have in common: they speak for a pipeline run."""
+
+    def __init__(self, outbox: Outbox, pipeline: PipelineIdentity) -> None:
+        self._outbox = outbox
+        tags = {"leash.dirty": str(pipeline.dirty).lower(), "mlflow.source.name": "leash"}
+        if pipeline.commit:
+            tags |= {"leash.commit": pipeline.commit, "mlflow.source.git.commit": pipeline.commit}
+        outbox.append("parent-open", key=pipeline.key, params=flatten(pipeline.params), tags=tags)
+
+    def headline(self, metrics: Mapping[str, float | None]) -> None:
+        """Metrics that the compare page shows for the pipeline run; None is left out."""
+        self._outbox.append("headline", metrics=_numbers(metrics))
+
+    def link_restored(self, stage: str, stage_key: str) -> None:
+        """DVC restored `stage`: tag the pipeline run with the run that made it."""
+        self._outbox.append("restored", stage=stage, stage_key=stage_key)
+
+    def close_parent(self, status: Status) -> None:
+        """The pipeline run has ended; a stage that starts later opens it again."""
+        self._outbox.append("parent-close", status=status)
+
+
+class PipelineTracker(_ParentRun):
+    """The pipeline run, for the flow that drives it; it has no sender of its own: `drain` sends what it says."""
+
+    @classmethod
+    def open(cls, root: Path, pipeline: PipelineIdentity, *, warn: Warn | None = None) -> Self:
+        """Begin, or open again, the parent run of `pipeline`."""
+        return cls(Outbox.create(root, f"pipeline-{pipeline.key[:12]}", warn or warn_once()), pipeline)
+
+    def close(self) -> None:
+        """Nothing more to say; without `close_parent` before it, the pipeline run counts as killed."""
+        self._outbox.close()
+
+
+class Tracker(_ParentRun):
+    """The run of one executed stage, below its pipeline run."""
+
+    def __init__(
+        self, outbox: Outbox, stage: str, stage_key: str, pipeline: PipelineIdentity, sender: SenderProcess | None
+    ) -> None:
+        super().__init__(outbox, pipeline)
+        self._stage = stage
+        self._sender = sender
+        self._system: SystemMetrics | None = None
+        self._closed = False
+        tags = {"mlflow.source.name": f"tasks.{stage}", "mlflow.source.type": "LOCAL"}
+        if user := os.environ.get("USER"):
+            tags["mlflow.user"] = user
+        if pipeline.commit:
+            tags["mlflow.source.git.commit"] = pipeline.commit
+        outbox.append("run-open", stage=stage, stage_key=stage_key, tags=tags)
+
+    @classmethod
+    def open(
+        cls,
+        root: Path,
+        stage: str,
+        stage_key: str,
+        pipeline: PipelineIdentity,
+        *,
+        uri: str | None = None,
+        send: bool = True,
+        system_seconds: float = SYSTEM_SECONDS,
+        warn: Warn | None = None,
+    ) -> Self:
+        """Begin, or continue, the run of a stage; `uri` overrides the address of MLflow.
+
+        The caller holds the stage's state folder under a lock, so that no living process has the same stage key:
+        a run of this key that is not FINISHED is continued, under the same run id. `send=False` leaves the sending
+        to a later `drain`, `system_seconds=0` leaves system metrics out.
+        """
+        warn = warn or warn_once()
+        outbox = Outbox.create(root, f"{stage}-{stage_key[:12]}", warn)
+        address = uri or settings.tracking_uri(root)
+        sender = SenderProcess(root, outbox.folder, address, warn) if send else None
+        tracker = cls(outbox, stage, stage_key, pipeline, sender)
+        if system_seconds > 0:
+            tracker._system = SystemMetrics(tracker.metrics, system_seconds)
+            tracker._system.start()
+        return tracker
+
+    def metrics(self, values: Mapping[str, float | None], step: int) -> None:
+        """Metrics of a step; None is left out. Steps of a name rise: one below an earlier process's is dropped."""
+        self._outbox.append("metrics", metrics=_numbers(values), step=int(step))
+
+    def params(self, params: Mapping[str, Any]) -> None:
+        """Parameters of the stage, nested as they are; the first value of a name stands."""
+        self._outbox.append("params", params=flatten(params))
+
+    def tags(self, tags: Mapping[str, str]) -> None:
+        """Tags of the stage's run; the last value of a name stands."""
+        self._outbox.append("tags", tags={_name(key): str(value) for key, value in tags.items()})
+
+    def artifact(self, path: Path, folder: str = "") -> None:
+        """A file, or all files below a folder, as it is now; one that comes again replaces the first."""
+        files = sorted(file for file in path.rglob("*") if file.is_file()) if path.is_dir() else [path]
+        for file in files:
+            inside = file.parent.relative_to(path).as_posix() if path.is_dir() else "."
+            if place := self._outbox.keep(file):
+                self._outbox.append("artifact", file=place, folder="/".join(filter(_here, (folder, inside))))
+
+    def table(self, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
+        """A table of samples for the evaluation view of MLflow's UI; columns are those of the first row."""
+        file = NOT_IN_NAMES.sub("_", name).replace("/", "_").removesuffix(".json") + ".json"
+        columns = list(rows[0]) if rows else []
+        data = [[_cell(row.get(column)) for column in columns] for row in rows]
+        text = json.dumps({"columns": columns, "data": data}, ensure_ascii=False, default=str)
+        if place := self._outbox.keep_text(file, text):
+            self._outbox.append("table", file=place, name=file)
+
+    def inputs(self, name: str, path: str | Path, digest: str) -> None:
+        """A dataset that the stage reads: its path in the repository and the hash that DVC gave it."""
+        self._outbox.append("inputs", name=name, path=str(path), digest=digest[:36], context=self._stage)
+
+    def register_policy(self, md5: str, metrics: Mapping[str, float | None]) -> None:
+        """The policy with DVC's hash `md5` becomes a version of `leash-policy` and its alias `current`."""
+        source = f"dvc://models/policy?md5={md5}"
+        self._outbox.append("register", source=source, metrics=_numbers(metrics))
+
+    def close(self, status: Status = "FINISHED", timeout: float = CLOSE_SECONDS) -> bool:
+        """End the run; waits up to `timeout` seconds for the sender and says whether everything has arrived."""
+        if self._closed:
+            return True
+        self._closed = True
+        deadline = time.monotonic() + timeout
+        if self._system is not None:
+            self._system.stop()
+        self._outbox.append("run-close", status=status)
+        self._outbox.close()
+        return self._sender is not None and self._sender.finish(max(0.0, deadline - time.monotonic()))
+
+
+def flatten(params: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
+    """Nested parameters as dotted names and text: {"ppo": {"kl": {"coef": 0.1}}} gives {"ppo.kl.coef": "0.1"}.
+
+    Values are written as JSON except text, which stands for itself; what looks like a secret by its name is hidden.
+    """
+    flat: dict[str, str] = {}
+    for key, value in params.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, Mapping) and value:
+            flat |= flatten(value, f"{name}.")
+        elif SECRET_KEY.search(name):
+            flat[_name(name)] = "(hidden)"
+        else:
+            flat[_name(name)] = value if isinstance(value, str) else json.dumps(value, default=str)
+    return flat
+
+
+def _numbers(metrics: Mapping[str, float | None]) -> dict[str, float]:
+    return {_name(key): float(value) for key, value in metrics.items() if value is not None}
+
+
+def _name(text: str) -> str:
+    """MLflow's alphabet for names, and no more of them than it takes."""
+    return NOT_IN_NAMES.sub("_", text)[:250]
+
+
+def _cell(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _here(part: str) -> bool:
+    return part not in ("", ".")

@@ -1,0 +1,101 @@
+"""`leash`: exit codes, one line on stderr, what is printed, and how quickly it starts."""
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+Leash = Callable[..., "subprocess.Popen[str]"]
+
+
+def finish(process: "subprocess.Popen[str]") -> tuple[int, str, str]:
+    output, errors = process.communicate(timeout=100)
+    return process.returncode, output, errors
+
+
+def one_line(errors: str) -> str:
+    assert errors.startswith("error: "), errors
+    assert errors.count("\n") == 1, errors
+    return errors
+
+
+def test_help_imports_nothing_heavy() -> None:
+    code = (
+        "import sys, flows.cli; from typer.testing import CliRunner;"
+        "assert CliRunner().invoke(flows.cli.app, ['--help']).exit_code == 0;"
+        "print([name for name in ('prefect', 'dvc', 'mlflow', 'torch', 'pandas', 'pydantic') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["run", "two", "zwei"], "unknown stage zwei; dvc.yaml has: one, two"),
+        (["serve"], "start one with `leash up`"),
+        (["import", "nowhere.jsonl"], "nowhere.jsonl"),
+    ],
+)
+def test_users_errors_are_one_line(toy: Callable[..., Path], leash: Leash, arguments: list[str], words: str) -> None:
+    root = toy({"one": ("work", []), "two": ("work", ["one"])})
+    if arguments[0] == "import":
+        pytest.importorskip("tasks.importer")
+    code, _, errors = finish(leash(root, *arguments))
+    assert code == 2
+    assert words in one_line(errors)
+
+
+def test_outside_a_project(leash: Leash, tmp_path: Path) -> None:
+    code, _, errors = finish(leash(tmp_path, "run"))
+    assert code == 2
+    assert "no dvc.yaml here or in a folder above" in one_line(errors)
+
+
+@pytest.mark.parametrize("command", ["run", "serve"])
+def test_a_dead_server_is_named(toy: Callable[..., Path], leash: Leash, command: str) -> None:
+    code, _, errors = finish(leash(toy({"one": ("work", [])}), command, api="http://127.0.0.1:1/api"))
+    assert code == 2
+    assert "no Prefect server answers at http://127.0.0.1:1/api" in one_line(errors)
+
+
+def test_a_schedule_that_is_none(toy: Callable[..., Path], leash: Leash, prefect_api: str) -> None:
+    code, _, errors = finish(leash(toy({}), "serve", "--cron", "every night", api=prefect_api))
+    assert code == 2
+    assert "--cron 'every night'" in one_line(errors)
+
+
+def test_usage_errors_of_typer(leash: Leash, tmp_path: Path) -> None:
+    assert finish(leash(tmp_path, "run", "--fast"))[0] == 2
+
+
+def test_run_from_a_sub_folder(toy: Callable[..., Path], leash: Leash, prefect_api: str) -> None:
+    root = toy({"one": ("work", []), "two": ("work", ["one"])})
+    (root / "deep" / "er").mkdir(parents=True)
+    (root / "models" / "policy").mkdir(parents=True)
+    code, output, errors = finish(leash(root / "deep" / "er", "run", api=prefect_api))
+    assert (code, errors) == (0, "")
+    lines = output.splitlines()
+    assert "one         | one begins" in lines
+    assert [line.split()[:2] for line in lines if line.split()[1:2] == ["ran"]] == [["one", "ran"], ["two", "ran"]]
+    assert f"models  {root / 'models'}: policy" in lines
+    assert lines[-1].startswith("MLflow  ")
+
+
+def test_a_stages_refusal_is_exit_2_and_a_crash_exit_1(
+    toy: Callable[..., Path], leash: Leash, prefect_api: str
+) -> None:
+    root = toy({"fine": ("work", []), "wrong": ("refuse 'params.yaml: no'", ["fine"]), "after": ("work", ["wrong"])})
+    code, output, errors = finish(leash(root, "run", api=prefect_api))
+    assert code == 2
+    assert one_line(errors) == "error: wrong: params.yaml: no\n"
+    words = [line.split() for line in output.splitlines()[-3:]]
+    assert [row[:2] for row in words] == [["fine", "ran"], ["wrong", "FAILED"], ["after", "not"]]
+    text = (root / "dvc.yaml").read_text()
+    (root / "dvc.yaml").write_text(text.replace("refuse 'params.yaml: no'", "crash 9"))
+    code, output, errors = finish(leash(root, "run", "--retries", "1", "--retry-delay", "0", api=prefect_api))
+    assert code == 1
+    assert "RuntimeError: boom" in one_line(errors)
+    assert output.count("wrong       | wrong begins") == 2

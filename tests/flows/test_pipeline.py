@@ -1,0 +1,108 @@
+"""The flow, really run by Prefect (this is also the check of the fastapi and sqlalchemy pins)."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import cloudpickle  # type: ignore[import-untyped]
+import pytest
+
+from flows.pipeline import PipelineFailed, pipeline
+from rlhf_core.errors import UserError
+
+DIAMOND = {
+    "first": ("work", []),
+    "slow": ("sleep 2", ["first"]),
+    "quick": ("sleep 2", ["first"]),
+    "last": ("work", ["slow", "quick"]),
+}
+
+
+def states(root: Path, **options: Any) -> dict[str, str]:
+    return {stage: outcome.state for stage, outcome in pipeline(root=str(root), **options).items()}
+
+
+def moments(root: Path) -> dict[str, list[float]]:
+    """Stage -> when it began and ended, attempt after attempt."""
+    times: dict[str, list[float]] = {}
+    for line in (root / "log.txt").read_text().splitlines():
+        stage, _, moment, *_ = line.split()
+        times.setdefault(stage, []).append(float(moment))
+    return times
+
+
+def test_two_drivers_one_graph(
+    toy: Callable[..., Path], serial: Callable[[Path], None], prefect_api: str, tmp_path: Path
+) -> None:
+    root = toy(DIAMOND)
+    twin = shutil.copytree(root, tmp_path / "twin")
+    (root / "metrics").mkdir()
+    (root / "metrics" / "evaluate.json").write_text(json.dumps({"win_rate": 0.875, "win_rate_ci95": [0.8, 0.9]}))
+    assert states(root) == dict.fromkeys(DIAMOND, "Completed")
+    times = moments(root)
+    assert max(times["slow"][0], times["quick"][0]) < min(times["slow"][1], times["quick"][1]), "not side by side"
+    serial(twin)
+    assert (root / "dvc.lock").read_bytes() == (twin / "dvc.lock").read_bytes()
+
+    assert states(root) == dict.fromkeys(DIAMOND, "UpToDate")
+    (root / "slow.out").unlink()
+    assert states(root, stages=["slow"]) == {"first": "UpToDate", "slow": "Restored"}
+    assert len(moments(root)["slow"]) == 2
+    assert_prefect_knows()
+
+
+def assert_prefect_knows() -> None:
+    """The states carry their names in Prefect, too, and the artifacts stand there."""
+    from prefect.client.orchestration import get_client
+
+    with get_client(sync_client=True) as client:
+        artifacts = {artifact.key: str(artifact.data) for artifact in client.read_artifacts(limit=50)}
+        flow_runs = client.read_flow_runs(limit=50)
+    assert any(run.state is not None and run.state.is_completed() for run in flow_runs)
+    rows = json.loads(artifacts["leash-metrics"])
+    assert {"stage": "evaluate", "metric": "win_rate", "value": "0.875"} in rows
+    assert "win rate of the policy against SFT | 0.875" in artifacts["leash-report"]
+
+
+def test_a_users_error_is_tried_once_and_a_crash_again(toy: Callable[..., Path], prefect_api: str) -> None:
+    root = toy(
+        {
+            "shaky": ("crash 1", []),
+            "after_shaky": ("work", ["shaky"]),
+            "wrong": ("refuse 'ppo.clip_ratio: must be > 0 (got -1)'", []),
+            "after_wrong": ("work", ["wrong"]),
+        }
+    )
+    with pytest.raises(PipelineFailed) as caught:
+        states(root, retries=2, retry_delay_seconds=0.1)
+    assert [str(error) for error in caught.value.errors] == ["wrong: ppo.clip_ratio: must be > 0 (got -1)"]
+    assert caught.value.users_fault
+    assert {one.stage: one.state for one in caught.value.outcomes} == {
+        "shaky": "Completed",
+        "after_shaky": "Completed",
+        "wrong": "Failed",
+        "after_wrong": "NotRun",
+    }
+    times = moments(root)
+    assert len(times["shaky"]) == 3, "began, began again, ended"
+    assert len(times["wrong"]) == 2
+    assert "after_wrong" not in times
+
+
+def test_an_unknown_stage_starts_nothing(toy: Callable[..., Path], prefect_api: str) -> None:
+    root = toy({"one": ("work", [])})
+    with pytest.raises(UserError, match=r"unknown stage eno; dvc.yaml has: one"):
+        states(root, stages=["eno"])
+    assert not (root / "log.txt").exists()
+
+
+def test_the_flow_can_be_pickled_as_serve_does() -> None:
+    import flows.pipeline
+
+    cloudpickle.register_pickle_by_value(flows.pipeline)
+    try:
+        assert cloudpickle.loads(cloudpickle.dumps(pipeline)).name == "leash"
+    finally:
+        cloudpickle.unregister_pickle_by_value(flows.pipeline)

@@ -1,0 +1,111 @@
+"""Row shapes become one canonical form, and rows that fit none are named."""
+
+import re
+
+import pytest
+
+from rlhf_core.errors import UserError
+
+USER = {"role": "user", "content": "Hello"}
+ASSISTANT = {"role": "assistant", "content": "Hi"}
+SYSTEM = {"role": "system", "content": "Be brief"}
+HH = "\n\nHuman: Tea?\n\nAssistant: Green or black?\n\nHuman: Green.\n\nAssistant:"
+HH_TURNS = [
+    {"role": "user", "content": "Tea?"},
+    {"role": "assistant", "content": "Green or black?"},
+    {"role": "user", "content": "Green."},
+]
+
+
+def reply(text):
+    return {"role": "assistant", "content": text}
+
+
+@pytest.mark.parametrize(
+    ("row", "prompt", "answers"),
+    [
+        ({"prompt": "Hello", "response": " Hi "}, [USER], [" Hi "]),
+        ({"prompt": "Hello", "completion": "Hi"}, [USER], ["Hi"]),
+        ({"prompt": [USER], "completion": [ASSISTANT]}, [USER], ["Hi"]),
+        ({"prompt": "Hello", "chosen": "Hi", "rejected": "No"}, [USER], ["Hi", "No"]),
+        ({"prompt": "Hello"}, [USER], []),
+        ({"prompt": [SYSTEM, USER]}, [SYSTEM, USER], []),
+        ({"prompt": [USER | {"name": "x"}], "response": "Hi"}, [USER], ["Hi"]),
+        ({"messages": [SYSTEM, USER, ASSISTANT]}, [SYSTEM, USER], ["Hi"]),
+        ({"prompt": "Hello", "messages": [USER, ASSISTANT]}, [USER], ["Hi"]),
+        ({"chosen": [USER, ASSISTANT], "rejected": [USER, reply("No")]}, [USER], ["Hi", "No"]),
+        ({"prompt": "Hello", "chosen": [USER, ASSISTANT], "rejected": [USER, reply("No")]}, [USER], ["Hi", "No"]),
+        ({"prompt": [USER], "chosen": [ASSISTANT], "rejected": [reply("No")]}, [USER], ["Hi", "No"]),
+        ({"prompt": HH, "chosen": " Good. ", "rejected": " Bad."}, HH_TURNS, ["Good.", "Bad."]),
+        ({"chosen": HH + " Good.", "rejected": HH + " Bad."}, HH_TURNS, ["Good.", "Bad."]),
+        ({"prompt": HH, "response": HH + " Good."}, HH_TURNS, ["Good."]),
+        ({"prompt": "Human: not a transcript"}, [{"role": "user", "content": "Human: not a transcript"}], []),
+        ({"prompt": "Hello", "response": None}, [USER], [""]),
+        ({"prompt": "Hello", "response": "42", "score": 3, "date": "2024-01-01"}, [USER], ["42"]),
+    ],
+)
+def test_shapes(examples, row, prompt, answers):
+    (example,) = examples([row])
+    assert not example.broken
+    assert example.prompt == prompt
+    assert example.answers == answers
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": [USER, ASSISTANT], "response": "Hi"},
+        {"messages": [USER]},
+        {"messages": [SYSTEM, USER, ASSISTANT, USER]},
+        {"messages": [SYSTEM, ASSISTANT]},
+        {"chosen": [USER, ASSISTANT], "rejected": [reply("other"), reply("No")]},
+        {"prompt": "Hello", "chosen": [reply("other"), USER, ASSISTANT], "rejected": "No"},
+        {"prompt": HH + " I think", "chosen": "a", "rejected": "b"},
+    ],
+)
+def test_turns_that_do_not_fit_are_marked_not_fatal(examples, row):
+    assert examples([row])[0].broken
+
+
+@pytest.mark.parametrize(
+    ("row", "says"),
+    [
+        ({"text": "x", "label": 1}, "row 1: missing column prompt (found: text, label)"),
+        ({"prompt": "x", "chosen": "y"}, "row 1: missing column rejected"),
+        ({"prompt": "x", "rejected": "y"}, "row 1: missing column chosen"),
+        ({"chosen": "x", "rejected": "y"}, "row 1: missing column prompt (chosen is no whole conversation"),
+        ({"prompt": "x", "response": "y", "chosen": "a", "rejected": "b"}, "row 1: response beside chosen"),
+        ({"prompt": "x", "response": "y", "completion": "z"}, "row 1: both response and completion"),
+        ({"prompt": 3}, "row 1: prompt: expected text or a list of messages, got int"),
+        ({"prompt": "x", "response": {"a": 1}}, "row 1: response: expected text or a list of messages, got dict"),
+        ({"messages": "x"}, "row 1: messages: expected a list of messages, got str"),
+        ({"prompt": ["x"]}, "row 1: prompt: message 1 must be an object with role and content"),
+        ({"prompt": [{"role": "human", "content": "x"}]}, "row 1: prompt: message 1 has role 'human', expected one of"),
+        ({"prompt": [{"role": "user", "content": ["x"]}]}, "message 1 has content of type list, expected text"),
+    ],
+)
+def test_unreadable_rows_are_named(examples, row, says):
+    with pytest.raises(UserError, match=re.escape(says)) as caught:
+        examples([row])
+    assert str(caught.value).startswith("data/raw/set/train.jsonl, row 1: ")
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "says"),
+    [
+        (
+            {"prompt": "a", "response": "b"},
+            {"prompt": "a"},
+            "row 2: missing column response (row 1 has prompt, response)",
+        ),
+        ({"prompt": "a"}, {"prompt": "a", "response": "b"}, "row 2: column response is missing in row 1"),
+        ({"prompt": "a"}, {"text": "a"}, "row 2: missing column prompt"),
+    ],
+)
+def test_a_file_has_one_shape(examples, first, second, says):
+    with pytest.raises(UserError, match=re.escape(says)):
+        examples([first, second])
+
+
+def test_other_columns_may_come_and_go(examples):
+    assert len(examples([{"prompt": "a", "id": 1}, {"prompt": "b"}])) == 2

@@ -1,0 +1,89 @@
+"""The pictures: which there are, and what is left out where numbers are missing."""
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+
+import matplotlib as mpl
+import pytest
+
+from tasks.page.figures import PICTURES, draw, ppo_kl
+from tasks.page.inputs import Run
+from tasks.page.picture import Picture
+from tasks.page.wording import number, percent, percent_interval, points
+
+MakeRun = Callable[..., Run]
+Drawn = dict[bool, list[Picture]]
+
+
+def names(run: Run) -> list[str]:
+    return [picture.name for picture in draw(run)]
+
+
+def test_all_pictures_are_there_in_order(pictures: Drawn) -> None:
+    for judge in (True, False):
+        assert [picture.name for picture in pictures[judge]] == [make.__name__ for make in PICTURES]
+
+
+def test_pictures_are_png_without_metadata(pictures: Drawn) -> None:
+    for picture in pictures[True]:
+        assert picture.png.startswith(b"\x89PNG")
+        assert not any(chunk in picture.png for chunk in (b"tEXt", b"iTXt", b"tIME"))
+
+
+def test_same_numbers_same_bytes_whatever_the_users_style(make_run: MakeRun, pictures: Drawn) -> None:
+    with mpl.rc_context({"font.size": 20, "axes.facecolor": "black", "savefig.dpi": 30}):
+        assert draw(make_run()) == pictures[True]
+        assert mpl.rcParams["font.size"] == 20
+
+
+def test_other_numbers_other_bytes(make_run: MakeRun, pictures: Drawn) -> None:
+    run = make_run()
+    ppo = run.curves["ppo"]
+    changed = replace(run, curves=run.curves | {"ppo": ppo | {"kl": [value + 1 for value in ppo["kl"]]}})
+    differ = [a.name for a, b in zip(pictures[True], draw(changed), strict=True) if a != b]
+    assert differ == ["ppo_kl"]
+
+
+def test_alternative_text_tells_where_a_curve_starts_and_ends(make_run: MakeRun, pictures: Drawn) -> None:
+    run = make_run()
+    alt = {picture.name: picture.alt for picture in pictures[True]}
+    kl, critic = run.curves["ppo"]["kl"], run.curves["ppo"]["explained_variance"]
+    assert f"KL from {kl[0]:.2f} to {kl[-1]:.2f} nats per answer" in alt["ppo_kl"]
+    assert "β from 0.0502 to 0.0600" in alt["ppo_kl"]
+    assert math.isnan(critic[0])
+    assert f"from {critic[1]:.3f} to {critic[-1]:.3f}".replace("-", "−") in alt["explained_variance"]
+
+
+def test_fixed_coefficient_is_not_drawn(make_run: MakeRun) -> None:
+    run = make_run()
+    ppo = run.curves["ppo"]
+    fixed = replace(run, curves=run.curves | {"ppo": ppo | {"kl_coef": [0.05] * len(ppo["kl"])}})
+    drawn = ppo_kl(fixed)
+    assert drawn is not None
+    assert "β" not in drawn.alt
+
+
+@pytest.mark.parametrize("hole", [[], [math.nan]])
+def test_pictures_without_numbers_are_left_out(make_run: MakeRun, hole: list[float]) -> None:
+    run = make_run()
+    empty = {name: dict.fromkeys(curve, hole) for name, curve in run.curves.items()}
+    assert names(replace(run, curves=empty, samples=[])) == ["win_rate"]
+    assert names(replace(run, curves={name: {} for name in empty}, samples=[])) == ["win_rate"]
+
+
+def test_one_step_is_enough(make_run: MakeRun) -> None:
+    run = make_run()
+    short = {name: {column: values[-1:] for column, values in curve.items()} for name, curve in run.curves.items()}
+    short["reward_calibration"] = {name: values[:1] for name, values in run.curves["reward_calibration"].items()}
+    assert len(names(replace(run, curves=short, samples=run.samples[:1]))) == len(PICTURES)
+
+
+def test_wording_of_numbers() -> None:
+    assert [number(value) for value in (-0.001, -1.005, 1234.5, None, math.nan, True, "1")] == [
+        "0.00", "−1.00", "1,234.50", "–", "–", "–", "–",
+    ]  # fmt: skip
+    assert number(0.5, 1, sign=True) == "+0.5"
+    assert percent(0.8825) == "88.2%"
+    assert percent_interval([0.85, None]) == "–"
+    assert points(-0.015) == "−1.5 points"

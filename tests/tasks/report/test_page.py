@@ -1,0 +1,244 @@
+"""The page: numbers are those of the inputs, texts are escaped, nothing is fetched, and no judge is made up."""
+
+import html
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from rlhf_core.errors import UserError
+from tasks.page.inputs import Run, read_run
+from tasks.page.page import headline, pick, render, verdict, write_page
+from tasks.page.picture import Picture
+
+MakeRun = Callable[..., Run]
+Drawn = dict[bool, list[Picture]]
+VOID = {"meta", "link", "img"}
+
+
+class Document(HTMLParser):
+    """Every tag with its attributes, the visible words, and whether each tag that opens also closes."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str]]] = []
+        self.open: list[str] = []
+        self.words: list[str] = []
+        self.feed(page)
+        self.close()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, {name: value or "" for name, value in attrs}))
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag, f"</{tag}> closes nothing"
+
+    def handle_data(self, data: str) -> None:
+        if "style" not in self.open:
+            self.words.append(data)
+
+    def all(self, name: str) -> list[str]:
+        """Values of an attribute, in the order of the page."""
+        return [attributes[name] for _, attributes in self.tags if name in attributes]
+
+    @property
+    def text(self) -> str:
+        return " ".join(" ".join(self.words).split())
+
+
+def build(run: Run, samples: int = 20, pictures: list[Picture] | None = None) -> str:
+    return render(run, pictures or [], samples)
+
+
+def evaluated(run: Run, **changed: object) -> Run:
+    return replace(run, metrics=run.metrics | {"evaluate": run.evaluation | changed})
+
+
+def table(run: Run) -> dict[str, tuple[str, str, str]]:
+    return {line.name: (line.sft, line.policy, line.change) for line in headline(run)}
+
+
+def test_headline_shows_the_numbers_of_the_inputs(make_run: MakeRun) -> None:
+    assert table(make_run()) == {
+        "Win rate against SFT": ("", "88.2% (85.0% to 91.2%)", ""),
+        "Ties": ("", "3", ""),
+        "Gold score": ("1.71", "4.05", "+2.33"),
+        "Reward-model score": ("−0.20", "2.14", "+2.34"),
+        "KL to SFT, k1": ("", "4.22", ""),
+        "KL to SFT, k3": ("", "4.30", ""),
+        "Response length": ("21.4", "33.9", "+12.5"),
+        "Share without eos": ("1.8%", "0.2%", "−1.5 points"),
+        "Distinct-1": ("0.123", "0.101", "−0.022"),
+        "Distinct-2": ("0.457", "0.400", "−0.057"),
+        "Held-out loss": ("1.234", "1.456", "+0.222"),
+    }
+
+
+def test_page_prints_every_headline_number_once_in_its_row(make_run: MakeRun) -> None:
+    run = make_run()
+    text = Document(build(run)).text
+    for line in headline(run):
+        assert " ".join(f"{line.name} {line.unit} {line.sft} {line.policy} {line.change}".split()) in text
+
+
+def test_verdict_follows_the_interval(make_run: MakeRun) -> None:
+    run = make_run()
+    for ends, word in (([0.85, 0.91], "Yes."), ([0.49, 0.6], "Not shown."), ([0.2, 0.4], "No."), (None, "Not shown.")):
+        assert verdict(evaluated(run, win_rate_ci95=ends))[0] == word
+    assert verdict(run)[1] == (
+        "The policy’s win rate against SFT is 88.2% on 400 held-out prompts (95% interval 85.0% to 91.2%), "
+        "judged by the gold rubric (simulated)."
+    )
+
+
+def test_without_a_judge_nothing_speaks_of_gold(make_run: MakeRun, pictures: Drawn) -> None:
+    run = make_run(judge=False)
+    page = re.sub(r"data:image/png;base64,[^\"]*", "", build(run, pictures=pictures[False]))
+    assert pictures[False][0].caption in html.unescape(page)
+    assert "gold" not in page.casefold()
+    text = Document(page).text
+    assert "judged by the reward model" in verdict(run)[1]
+    assert "The win rate is judged by the reward model." in text
+    assert "The answer that the reward model puts higher is marked." in text
+    win_rate = pictures[False][0]
+    assert "judged by the reward model" in win_rate.alt
+    assert "Judged by the reward model" in win_rate.caption
+
+
+def test_with_a_judge_gold_stands_in_table_pictures_and_samples(make_run: MakeRun, pictures: Drawn) -> None:
+    run = make_run()
+    text = Document(build(run, pictures=pictures[True])).text
+    assert "Gold score mean; no model sees it" in text
+    assert "higher gold score" in text
+    assert "Simulated means a stand-in for people" in text
+    assert any("gold score from" in picture.alt for picture in pictures[True])
+
+
+def test_texts_of_users_and_models_are_escaped(make_run: MakeRun) -> None:
+    run = evaluated(make_run(), judge="<script>judge()</script>")
+    run = replace(run, params=run.params | {"<script>key": {"<b>": "<script>value"}})
+    run = replace(run, samples=[{**row, "prompt": [{"role": "<b>r", "content": "<i>c"}] * 2} for row in run.samples])
+    page = build(run, samples=40)
+    document = Document(page)
+    assert not {"script", "b"} & {tag for tag, _ in document.tags}
+    assert document.open == []
+    for raw in (
+        "</p></article><script>document.title='owned'</script>",
+        "{{ 7 * 7 }} and $x_1$",
+        "<script>judge()</script>",
+    ):
+        assert html.escape(raw, quote=False).replace("'", "&#39;") in page
+
+
+def test_all_texts_of_the_samples_are_shown_as_they_are(make_run: MakeRun) -> None:
+    run = make_run()
+    page = build(run, samples=len(run.samples))
+    words = [word for word in Document(page).words if word.strip()]
+    for row in run.samples:
+        for text in (row["sft"], row["policy"], *(message["content"] for message in row["prompt"])):
+            assert not text.strip() or text.replace("\x00", "") in "\n".join(words).replace("\x00", "")
+    assert "(empty answer)" in page
+    assert "cut off at the limit, without end of sequence" in page
+    directed = [attributes for tag, attributes in Document(page).tags if attributes.get("class") == "text"]
+    assert directed
+    assert all(attributes.get("dir") == "auto" for attributes in directed)
+
+
+def test_nothing_is_fetched(make_run: MakeRun, pictures: Drawn) -> None:
+    page = build(make_run(), pictures=pictures[True])
+    document = Document(page)
+    for reference in document.all("src") + document.all("href"):
+        assert reference.startswith(("data:", "#"))
+    style = page[page.index("<style>") : page.index("</style>")]
+    assert "url(" not in style
+    assert "@import" not in style
+    assert "default-src 'none'" in html.unescape(page)
+    assert {tag for tag, _ in document.tags}.isdisjoint({"script", "iframe", "object", "embed"})
+
+
+def test_page_can_be_read_without_eyes_and_mouse(make_run: MakeRun, pictures: Drawn) -> None:
+    document = Document(build(make_run(), pictures=pictures[True]))
+    identities = document.all("id")
+    assert len(identities) == len(set(identities))
+    for reference in [href for href in document.all("href") if href.startswith("#")] + [
+        "#" + name for name in document.all("aria-labelledby")
+    ]:
+        assert reference[1:] in identities
+    images = [attributes for tag, attributes in document.tags if tag == "img"]
+    assert len(images) == 12
+    assert all(len(image["alt"]) > 20 for image in images)
+    assert document.tags[0] == ("html", {"lang": "en"})
+    assert document.open == []
+
+
+def test_size_is_modest(make_run: MakeRun, pictures: Drawn, tmp_path: Path) -> None:
+    write_page(build(make_run(), pictures=pictures[True]), tmp_path / "index.html")
+    assert (tmp_path / "index.html").stat().st_size < 1_500_000
+
+
+def test_parameters_stand_there_without_runtime(make_run: MakeRun) -> None:
+    text = Document(build(make_run())).text
+    for shown in (
+        "threads 2",
+        "learning_rate 0.0001",
+        "kl.controller adaptive",
+        "optimizer.betas [0.9, 0.95]",
+        "<|pad|>",
+    ):
+        assert shown in text
+    assert "progress_seconds" not in text
+    assert "Rows dropped duplicate 17, empty 4, too long 2" in text
+
+
+def test_samples_are_spread_evenly_and_keep_their_row(make_run: MakeRun) -> None:
+    run = make_run()
+    assert [sample.row for sample in pick(run, 4)] == [1, 11, 21, 31]
+    assert len(pick(run, 1000)) == len(run.samples)
+    assert pick(replace(run, samples=[]), 20) == []
+
+
+def test_the_judge_marks_the_better_answer(make_run: MakeRun) -> None:
+    run = make_run()
+    scores = {"gold_sft": 3.0, "gold_policy": 1.0, "reward_sft": 0.0, "reward_policy": 9.0}
+    for changed, marks in (
+        ({}, [True, False]),
+        ({"gold_policy": 3.0}, [False, False]),
+        ({"gold_sft": 0.5}, [False, True]),
+    ):
+        judged = replace(run, samples=[{**run.samples[0], **scores, **changed}])
+        assert [answer.preferred for answer in pick(judged, 1)[0].answers] == marks
+    judged = replace(make_run(judge=False), samples=[{**run.samples[0], **scores}])
+    assert [answer.preferred for answer in pick(judged, 1)[0].answers] == [False, True]
+
+
+def test_missing_numbers_leave_rows_out(make_run: MakeRun) -> None:
+    run = evaluated(
+        make_run(), heldout_loss_sft=None, heldout_loss_policy=None, kl_k3_per_sequence=float("nan"), ties=None
+    )
+    assert {"Held-out loss", "KL to SFT, k3", "Ties"}.isdisjoint(table(run))
+    assert "nan" not in Document(build(run)).text.casefold().split()
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("metrics/ppo.json", None, "file not found"),
+        ("metrics/ppo.json", "{", "broken JSON"),
+        ("metrics/ppo.json", "[]", "expected a JSON object"),
+        ("plots/ppo.csv", None, "file not found"),
+        ("metrics/evaluate.json", "{}", "win_rate"),
+        ("metrics/evaluate.json", '{"win_rate": NaN, "win_rate_judge": "reward model"}', "win_rate"),
+    ],
+)
+def test_broken_inputs_are_named(make_run: MakeRun, tmp_path: Path, name: str, content: str | None, said: str) -> None:
+    make_run()
+    (tmp_path / name).unlink()
+    if content is not None:
+        (tmp_path / name).write_text(content, encoding="utf-8")
+    with pytest.raises(UserError, match=rf"{re.escape(name)}.*{said}"):
+        read_run([], tmp_path)

@@ -1,0 +1,39 @@
+"""The stage: which files it writes, with which bytes, and what it must not load."""
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from tasks.page.inputs import Run
+from tasks.params.report import ReportParams
+from tasks.report import execute
+
+
+def write(root: Path, run: Run, out: Path, tracker: Any = None) -> dict[str, bytes]:
+    stage: Any = SimpleNamespace(
+        root=root, params=ReportParams(samples=20), read=lambda path: run.samples, out=lambda path: out, tracker=tracker
+    )
+    execute(stage)
+    return {path.name: path.read_bytes() for path in out.iterdir()}
+
+
+def test_two_runs_write_the_same_bytes(make_run: Callable[..., Run], tmp_path: Path) -> None:
+    sent: list[tuple[Path, str]] = []
+    tracker = SimpleNamespace(artifact=lambda path, folder: sent.append((path, folder)))
+    run = make_run()
+    assert any("\ud83d" in row["policy"] for row in run.samples), "half a surrogate must not stop the page"
+    first = write(tmp_path, run, tmp_path / "one")
+    assert first == write(tmp_path, run, tmp_path / "two", tracker)
+    assert len([name for name in first if name.endswith(".png")]) == 12
+    assert str(tmp_path) not in first["index.html"].decode("utf-8")
+    assert sent == [(tmp_path / "two", "report")]
+
+
+def test_neither_torch_nor_pyplot_is_loaded() -> None:
+    heavy = ("torch", "transformers", "matplotlib.pyplot")
+    code = f"import tasks.report, sys; print([name for name in {heavy} if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

@@ -1,0 +1,234 @@
+"""What stands in MLflow after a stage or a pipeline run has spoken."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from mlflow.tracking import MlflowClient
+
+from tasks.tracking import outbox, settings
+from tasks.tracking.sender import drain
+from tasks.tracking.tracker import PipelineIdentity, PipelineTracker, Tracker
+
+Look = Callable[[], MlflowClient]
+KEY = "ab" * 32
+
+
+def stage(root: Path, pipeline: PipelineIdentity, name: str = "ppo", key: str = KEY) -> Tracker:
+    return Tracker.open(root, name, key, pipeline, send=False, system_seconds=0)
+
+
+def all_runs(client: MlflowClient) -> dict[str, list[Any]]:
+    found = client.search_runs([client.get_experiment_by_name("leash").experiment_id])
+    return {
+        "parents": [run for run in found if "leash.stage" not in run.data.tags],
+        "children": [run for run in found if "leash.stage" in run.data.tags],
+    }
+
+
+def test_the_parent_holds_parameters_tags_and_headline(root: Path, pipeline: PipelineIdentity, look: Look) -> None:
+    tracker = stage(root, pipeline)
+    tracker.headline({"evaluate/win_rate": 0.8, "evaluate/gold": None})
+    tracker.close("FINISHED")
+    again = stage(root, pipeline, "evaluate", "cd" * 32)
+    for _ in range(2):
+        again.headline({"evaluate/win_rate": 0.9})
+        time.sleep(0.005)
+    again.close_parent("FINISHED")
+    again.close("FINISHED")
+    drain(root)
+    found = all_runs(look())
+    (parent,) = found["parents"]
+    assert parent.info.run_name == "pipeline 01234567"
+    assert parent.info.status == "FINISHED"
+    assert parent.data.params == {
+        "seed": "1",
+        "ppo.kl.coef": "0.1",
+        "ppo.kl.controller": "fixed",
+        "ppo.clip_ratio": "0.2",
+    }
+    assert parent.data.metrics == {"evaluate/win_rate": 0.9}
+    history = look().get_metric_history(parent.info.run_id, "evaluate/win_rate")
+    assert [metric.value for metric in history] == [0.8, 0.9]
+    assert parent.data.tags["leash.commit"] == "c0ffee"
+    assert parent.data.tags["leash.dirty"] == "true"
+    assert {run.info.run_name for run in found["children"]} == {"ppo", "evaluate"}
+    assert {run.data.tags["mlflow.parentRunId"] for run in found["children"]} == {parent.info.run_id}
+    assert {run.data.tags["leash.stage_key"] for run in found["children"]} == {KEY, "cd" * 32}
+
+
+def test_another_pipeline_key_is_another_parent(root: Path, pipeline: PipelineIdentity, look: Look) -> None:
+    stage(root, pipeline).close("FINISHED")
+    other = replace(pipeline, key="f" * 64, params={"ppo": {"kl": {"coef": 0.2}}})
+    stage(root, other, key="cd" * 32).close("FINISHED")
+    drain(root)
+    coefficients = {run.data.params["ppo.kl.coef"] for run in all_runs(look())["parents"]}
+    assert coefficients == {"0.1", "0.2"}
+
+
+def test_an_unfinished_run_of_the_key_continues_and_a_finished_one_does_not(
+    root: Path, pipeline: PipelineIdentity, look: Look
+) -> None:
+    for status in ("FAILED", "FINISHED", "FINISHED"):
+        tracker = stage(root, pipeline)
+        tracker.params({"lr": 0.1})
+        tracker.metrics({"kl": 1.0}, step=1)
+        tracker.close(status)
+        drain(root)
+    found = all_runs(look())["children"]
+    assert len(found) == 2
+    assert [run.info.status for run in found] == ["FINISHED", "FINISHED"]
+    assert sorted(run.data.tags.get("leash.restarts", "0") for run in found) == ["0", "1"]
+    assert [len(look().get_metric_history(run.info.run_id, "kl")) for run in found] == [1, 1]
+
+
+def test_the_run_of_another_checkout_is_left_alone(
+    root: Path, pipeline: PipelineIdentity, look: Look, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alive = stage(root, pipeline)
+    drain(root)
+    monkeypatch.setattr(settings, "workspace_id", lambda root: "elsewhere")
+    (folder,) = outbox.pending(root)
+    hidden = folder.rename(root / "hidden")  # that checkout has an outbox of its own
+    stage(root, pipeline).close("FINISHED")
+    drain(root)
+    found = all_runs(look())
+    assert sorted(run.info.status for run in found["children"]) == ["FINISHED", "RUNNING"]
+    assert len(found["parents"]) == 2
+    hidden.rename(folder)
+    alive.close("FINISHED")
+
+
+def test_a_run_left_running_is_killed_before_it_continues(
+    root: Path, pipeline: PipelineIdentity, look: Look, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dead = stage(root, pipeline)
+    drain(root)
+    dead._outbox.close()
+    (folder,) = outbox.pending(root)
+    outbox.remove(folder)  # nothing is left that could say how it ended
+    (run,) = all_runs(look())["children"]
+    assert run.info.status == "RUNNING"
+
+    seen: list[str] = []
+    original = MlflowClient.set_terminated
+
+    def note(self: MlflowClient, run_id: str, status: str | None = None, end_time: int | None = None) -> None:
+        original(self, run_id, status, end_time)
+        seen.append(f"{run_id} {self.get_run(run_id).info.status}")
+
+    monkeypatch.setattr(MlflowClient, "set_terminated", note)
+    stage(root, pipeline).close("FINISHED")
+    drain(root)
+    assert seen == [f"{run.info.run_id} KILLED", f"{run.info.run_id} FINISHED"]
+
+
+def test_a_restored_stage_is_linked_to_the_run_that_made_it(root: Path, pipeline: PipelineIdentity, look: Look) -> None:
+    stage(root, pipeline, "sft", "cd" * 32).close("FINISHED")
+    tonight = PipelineTracker.open(root, replace(pipeline, key="f" * 64))
+    tonight.link_restored("sft", "cd" * 32)
+    tonight.link_restored("base", "ef" * 32)
+    tonight.close_parent("FINISHED")
+    tonight.close()
+    drain(root)
+    found = all_runs(look())
+    (parent,) = [run for run in found["parents"] if run.data.tags["leash.pipeline_key"] == "f" * 64]
+    assert parent.data.tags["leash.restored.sft"] == found["children"][0].info.run_id
+    assert parent.data.tags["leash.restored.base"] == "untracked"
+    assert parent.info.status == "FINISHED"
+
+
+def test_a_late_close_does_not_end_a_pipeline_opened_since(
+    root: Path, pipeline: PipelineIdentity, look: Look, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = iter(range(1000, 9000, 1000))
+    monkeypatch.setattr(outbox, "now_ms", lambda: next(clock))
+    early = PipelineTracker.open(root, pipeline)
+    early.close_parent("FAILED")
+    early.close()
+    (first,) = outbox.pending(root)
+    late = stage(root, pipeline)
+    hidden = first.rename(root / "hidden")
+    drain(root)
+    hidden.rename(first)
+    drain(root)
+    assert all_runs(look())["parents"][0].info.status == "RUNNING"
+    late.close_parent("FINISHED")
+    late.close("FINISHED")
+    drain(root)
+    assert all_runs(look())["parents"][0].info.status == "FINISHED"
+
+
+def test_a_flow_that_dies_leaves_its_pipeline_killed(root: Path, pipeline: PipelineIdentity, look: Look) -> None:
+    flow = PipelineTracker.open(root, pipeline)
+    drain(root)
+    assert all_runs(look())["parents"][0].info.status == "RUNNING"
+    flow._outbox.close()  # as the kernel does for a dead process
+    drain(root)
+    assert all_runs(look())["parents"][0].info.status == "KILLED"
+
+
+def test_a_policy_is_registered_once_and_current_follows(root: Path, pipeline: PipelineIdentity, look: Look) -> None:
+    for md5 in ("a" * 32, "a" * 32, "b" * 32, "a" * 32):
+        tracker = stage(root, pipeline, key=md5 * 2)
+        tracker.register_policy(md5, {"win_rate": 0.8})
+        tracker.close("FINISHED")
+        drain(root)
+    client = look()
+    versions = {str(v.version): v.source for v in client.search_model_versions("name = 'leash-policy'")}
+    assert versions == {
+        "1": f"dvc://models/policy?md5={'a' * 32}",
+        "2": f"dvc://models/policy?md5={'b' * 32}",
+    }
+    current = client.get_model_version_by_alias("leash-policy", "current")
+    assert str(current.version) == "1"
+    assert current.tags == {"win_rate": "0.8"}
+    assert current.run_id in {run.info.run_id for run in all_runs(client)["children"]}
+
+
+def test_a_table_is_one_that_mlflow_itself_loads(
+    root: Path, pipeline: PipelineIdentity, look: Look, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # load_table asks the global address as well as the client's
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{root}/mlflow.db")
+    tracker = stage(root, pipeline)
+    tracker.table("samples", [{"prompt": "old", "gold": 0.0}])
+    rows = [{"prompt": "Frühstück 🥣", "gold": 4.0}, {"prompt": "<script>", "gold": float("nan")}]
+    tracker.table("samples", rows)
+    tracker.close("FINISHED")
+    drain(root)
+    client = look()
+    (run,) = all_runs(client)["children"]
+    table = client.load_table(run.info.experiment_id, "samples.json", run_ids=[run.info.run_id])
+    assert list(table.columns) == ["prompt", "gold"]
+    assert table["prompt"].tolist() == ["Frühstück 🥣", "<script>"]
+    assert table["gold"].isna().tolist() == [False, True]
+
+
+def test_inputs_and_artifacts(root: Path, pipeline: PipelineIdentity, look: Look) -> None:
+    report = root / "report"
+    (report / "pictures").mkdir(parents=True)
+    (report / "index.html").write_text("<p>", encoding="utf-8")
+    (report / "pictures" / "kl.png").write_bytes(b"png")
+    tracker = stage(root, pipeline)
+    tracker.inputs("preferences", "data/preferences", "d" * 32 + ".dir")
+    tracker.artifact(report, "report")
+    tracker.tags({"leash.note": "first"})
+    tracker.tags({"leash.note": "second"})
+    (report / "index.html").write_text("changed later", encoding="utf-8")
+    tracker.close("FINISHED")
+    drain(root)
+    client = look()
+    (run,) = all_runs(client)["children"]
+    (entry,) = run.inputs.dataset_inputs
+    assert (entry.dataset.name, entry.dataset.digest) == ("preferences", "d" * 32 + ".dir")
+    assert {(tag.key, tag.value) for tag in entry.tags} == {("mlflow.data.context", "ppo")}
+    assert run.data.tags["leash.note"] == "second"
+    place = Path(client.download_artifacts(run.info.run_id, "report", str(root)))
+    assert (place / "index.html").read_text(encoding="utf-8") == "<p>"
+    assert (place / "pictures" / "kl.png").read_bytes() == b"png"
