@@ -77,6 +77,12 @@ def run(
 
 
 @command
+def where() -> None:
+    """Say where report, models and the MLflow page are."""
+    print(_where(find_root()))
+
+
+@command
 def import_(
     source: Annotated[Path, typer.Argument(metavar="PATH", help="A JSONL or Parquet file, or a folder of them.")],
     force: Annotated[bool, typer.Option("--force", help="Replace data imported before.")] = False,

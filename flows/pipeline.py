@@ -18,6 +18,7 @@ from flows.environment import find_root
 from flows.graph import Graph, read_graph
 from flows.stages import FAILED, NOT_RUN, Outcome, StageCrash, StageUserError, refresh_sources, run_stage
 from rlhf_core.errors import UserError
+from tasks.pipeline_run import finish
 
 
 class PipelineFailed(Exception):
@@ -90,7 +91,9 @@ def pipeline(
 
 
 def finish_tracking(root: Path, *, succeeded: bool) -> None:
-    """Send to MLflow what it has not received, and close the parent run of this pipeline run."""
+    """Close the parent run of this pipeline run, and send to MLflow what it has not received."""
+    if waiting := finish(root, "FINISHED" if succeeded else "FAILED"):
+        get_run_logger().warning(waiting)
 
 
 def _submit(

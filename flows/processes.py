@@ -56,7 +56,7 @@ def session() -> Iterator[None]:
     try:
         yield
     finally:
-        pass
+        stop_all()
 
 
 def run(

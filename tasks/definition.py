@@ -31,7 +31,7 @@ class Definition:
 
     @cached_property
     def _stages(self) -> list[Any]:
-        return [stage for stage in self.repo.index.stages if stage.cmd]
+        return executable(self.repo)
 
     @cached_property
     def _stage(self) -> Any:
@@ -75,20 +75,27 @@ class Definition:
         """The identity of this execution: hash of command, tracked parameters and contents of the dependencies."""
         return digest({"cmd": self._stage.cmd, "params": self.tracked(params), "deps": hashes})
 
-    def pipeline(self, params: dict[str, Any]) -> PipelineIdentity:
-        """The identity of the pipeline run: raw data, parameters without `runtime`, and commands."""
-        kept = {name: value for name, value in params.items() if name != "runtime"}
-        commands = {stage.addressing: stage.cmd for stage in self._stages}
-        key = digest({"raw": self._raw_hash(), "params": kept, "commands": commands})
-        commit, dirty = git_state(Path(self.repo.root_dir))
-        return PipelineIdentity(key=key, params=kept, commit=commit, dirty=dirty)
 
-    def _raw_hash(self) -> str | None:
-        for stage in self._stages:
-            for dep in stage.deps:
-                if dep.def_path == RAW and dep.exists:
-                    return str(dep.get_hash().value)
-        return None
+def executable(repo: Repo) -> list[Any]:
+    """The stages of the graph that have a command, in the order of dvc.yaml."""
+    return [stage for stage in repo.index.stages if stage.cmd]
+
+
+def pipeline_identity(repo: Repo, params: dict[str, Any]) -> PipelineIdentity:
+    """The identity of the pipeline run: raw data, parameters without `runtime`, and commands."""
+    kept = {name: value for name, value in params.items() if name != "runtime"}
+    commands = {stage.addressing: stage.cmd for stage in executable(repo)}
+    key = digest({"raw": _raw_hash(repo), "params": kept, "commands": commands})
+    commit, dirty = git_state(Path(repo.root_dir))
+    return PipelineIdentity(key=key, params=kept, commit=commit, dirty=dirty)
+
+
+def _raw_hash(repo: Repo) -> str | None:
+    for stage in executable(repo):
+        for dep in stage.deps:
+            if dep.def_path == RAW and dep.exists:
+                return str(dep.get_hash().value)
+    return None
 
 
 def digest(content: Any) -> str:

@@ -21,6 +21,7 @@ from rlhf_core.tokenizer import decode_response, encode_response, load_tokenizer
 from tasks.jsonl import Row
 from tasks.judges import judge_of
 from tasks.params.evaluate import EvaluateParams
+from tasks.pipeline_run import headline_numbers
 from tasks.stage import Stage, run
 from tasks.tokens import fitting, prompt_encoder
 
@@ -73,6 +74,7 @@ def execute(stage: Stage[EvaluateParams]) -> None:
     stage.outputs.write_jsonl("data/evaluate/samples.jsonl", rows)
     if stage.tracker:
         stage.tracker.table("evaluate_samples", rows)
+        stage.tracker.register_policy(stage.hashes["models/policy"], headline_numbers("evaluate", metrics))
 
 
 def answer(

@@ -23,11 +23,12 @@ from pydantic import Field
 
 from rlhf_core.config.block import Block
 from rlhf_core.errors import UserError
-from tasks.definition import Definition
+from tasks.definition import Definition, pipeline_identity
 from tasks.jsonl import Row
 from tasks.outputs import Outputs
 from tasks.params.loader import parse, read_yaml
 from tasks.params.runtime import RuntimeParams
+from tasks.pipeline_run import headline_numbers
 from tasks.progress import Progress
 from tasks.schemas.validation import load
 from tasks.tracking.tracker import Tracker
@@ -62,6 +63,8 @@ class Stage(Generic[Model]):
     tracker: Tracker | None
     label: str
     rows: Mapping[str, list[Row]]
+    hashes: Mapping[str, str]
+    """Content hash of every input, as DVC computes it."""
     headline: dict[str, float | None] = field(default_factory=dict)
 
     @property
@@ -92,8 +95,7 @@ class Stage(Generic[Model]):
     def write_metrics(self, content: Mapping[str, Any]) -> None:
         """Write metrics/<stage>.json, and show its numbers as headline metrics of the pipeline run."""
         self.outputs.write_json(f"metrics/{self.name}.json", content)
-        numbers = {k: v for k, v in content.items() if isinstance(v, int | float) and not isinstance(v, bool)}
-        self.headline |= {f"{self.name}/{name}": value for name, value in numbers.items()}
+        self.headline |= headline_numbers(self.name, dict(content))
 
     def progress(self, total: int, unit: str = "step") -> Progress:
         """A reporter for a loop of `total` rounds."""
@@ -181,6 +183,7 @@ def _run(name: str, model: type[Model], execute: Execute[Model], tracked: bool) 
                 tracker=tracker,
                 label=f"[{position}/{total} {name}]",
                 rows=rows,
+                hashes=hashes,
             )
             with _tracked(stage):
                 execute(stage)
@@ -226,7 +229,7 @@ def _open_tracker(
     rows: Mapping[str, list[Row]],
 ) -> Tracker:
     root = Path(definition.repo.root_dir)
-    tracker = Tracker.open(root, definition.name, key, definition.pipeline(content))
+    tracker = Tracker.open(root, definition.name, key, pipeline_identity(definition.repo, content))
     tracker.params(definition.tracked(content))
     for path in definition.inputs:
         if path in rows or path.startswith("data/raw"):
@@ -250,6 +253,8 @@ def _tracked(stage: Stage[Any]) -> Iterator[None]:
         if stage.tracker:
             if status == "FINISHED":
                 stage.tracker.headline(stage.headline)
+            else:
+                stage.tracker.close_parent(status)
             stage.tracker.close(status)
 
 

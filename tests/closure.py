@@ -25,6 +25,7 @@ CANNOT_CHANGE_RESULTS = {
     "tasks.params.loader": "reads params.yaml; the values are tracked by DVC",
     "tasks.params.runtime": "parameters that no stage tracks",
     "tasks.schemas.validation": "refuses bad rows, never changes one",
+    "tasks.pipeline_run": "tells MLflow about the run as a whole",
     "tasks.tracking": "tells MLflow",
 }
 """Modules (with all below them) that every stage imports and that are no dependency of any: each with the reason."""

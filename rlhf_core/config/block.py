@@ -7,4 +7,6 @@ class Block(BaseModel):
     """A block of parameters: unknown keys, wrong types and later changes are refused. Integers pass where a number
     is asked."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, strict=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )

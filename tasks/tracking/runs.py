@@ -213,6 +213,8 @@ class Shipper:
         body = part[0].body
         identity = {"leash.stage_key": body["stage_key"], "leash.stage": body["stage"]}
         run = self._find(identity, " and attributes.status = 'FINISHED'")
+        if run and run.data.tags.get("mlflow.parentRunId") == state.parent_id:
+            return
         maker = run.info.run_id if run else "untracked"
         self._client.set_tag(state.parent_id, f"leash.restored.{body['stage']}", maker)
 

@@ -1,0 +1,60 @@
+# make run: set up and rebuild the demo. make test: set up and run the tests. Nothing outside this folder is changed.
+PYTHON ?= python3
+VENV := $(CURDIR)/.venv
+export PATH := $(VENV)/bin:$(PATH)
+export DO_NOT_TRACK := 1
+export PREFECT_SERVER_ANALYTICS_ENABLED := false
+export MLFLOW_DISABLE_TELEMETRY := true
+# For example TORCH_INDEX=https://download.pytorch.org/whl/cpu, where PyPI's wheel (with CUDA) is not wanted.
+TORCH_INDEX ?=
+INSTALL := python -m pip install --disable-pip-version-check --quiet --constraint constraints.txt
+INSTALL_TORCH := $(INSTALL) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch
+
+.PHONY: run test setup setup-dev lint types layers check seeds audit clean help
+
+run: setup  ## Rebuild the demo: data, models, metrics, report
+	dvc repro
+	@python -m flows.cli where
+
+test: setup-dev  ## Run the tests
+	python -m pytest
+
+help:  ## This list
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 12
+
+setup: $(VENV)/.run-installed  ## Create .venv and install exact versions
+
+setup-dev: $(VENV)/.dev-installed  ## The same, with what the tests need
+
+$(VENV)/bin/python:
+	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "Leash needs Python 3.11 or newer: make run PYTHON=python3.11")'
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.run-installed: pyproject.toml constraints.txt | $(VENV)/bin/python
+	@echo "Installing into .venv: about 2 GB on disk (PyTorch, transformers, MLflow, Prefect, DVC); some minutes."
+	$(INSTALL_TORCH)
+	$(INSTALL) --editable .
+	@touch $@
+
+$(VENV)/.dev-installed: $(VENV)/.run-installed
+	$(INSTALL) --editable '.[dev]'
+	@touch $@
+
+lint: setup-dev  ## Format and lint, changing nothing
+	ruff format --check .
+	ruff check .
+
+types: setup-dev  ## mypy, strict
+	mypy
+
+layers: setup-dev  ## Imports go down only; every stage depends on exactly the code it imports
+	lint-imports
+	python tests/closure.py
+
+check: lint types layers test  ## What CI runs
+
+seeds: setup  ## The demo for three seeds, and the README's table (half an hour)
+	python benchmarks/seeds.py
+
+audit: setup-dev  ## Known vulnerabilities of the pinned versions
+	pip-audit --requirement constraints.txt --no-deps --disable-pip

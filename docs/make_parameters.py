@@ -1,0 +1,84 @@
+"""Writes docs/parameters.md from the typed parameters, so that the page cannot disagree with the code (a test compares).
+
+python docs/make_parameters.py
+"""
+
+import sys
+import types
+import typing
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parent))
+
+from tasks.params.all import Params  # noqa: E402
+
+HEADER = """# Parameters
+Every key of `params.yaml`, made from the code by `python docs/make_parameters.py`. A key that is not listed is refused; so is a
+wrong type or a value out of range, before any work and before DVC touches an output. Other complete files: `examples/`.
+"""
+
+
+def page() -> str:
+    """The whole page."""
+    lines = [HEADER, *_block("", Params)]
+    return "\n".join(lines) + "\n"
+
+
+def _block(prefix: str, model: type[BaseModel]) -> list[str]:
+    title = prefix or "top level"
+    about = " ".join((model.__doc__ or "").split())
+    lines = [f"## {title}", about, "", "| key | type | default | meaning |", "|---|---|---|---|"]
+    inner: list[str] = []
+    for name, field in model.model_fields.items():
+        key = f"{prefix}.{name}".strip(".")
+        block = _model_of(field.annotation)
+        if block is not None:
+            inner += ["", *_block(key, block)]
+            continue
+        lines.append(
+            f"| `{key}` | {_type(field)} | {_default(field)} | {' '.join((field.description or '').split())} |"
+        )
+    return (lines if len(lines) > 5 else lines[:2]) + inner
+
+
+def _model_of(annotation: Any) -> type[BaseModel] | None:
+    for part in (annotation, *typing.get_args(annotation)):
+        if isinstance(part, type) and issubclass(part, BaseModel):
+            return part
+    return None
+
+
+def _type(field: FieldInfo) -> str:
+    limits = []
+    for rule in field.metadata:
+        for name, sign in (("ge", "≥"), ("gt", ">"), ("le", "≤"), ("lt", "<")):
+            if (bound := getattr(rule, name, None)) is not None:
+                limits.append(f"{sign} {bound:g}" if isinstance(bound, float) else f"{sign} {bound}")
+    return " ".join([_name(field.annotation), ", ".join(limits)]).strip()
+
+
+def _name(annotation: Any) -> str:
+    origin = typing.get_origin(annotation)
+    if origin is typing.Literal:
+        return " \\| ".join(f"`{value}`" for value in typing.get_args(annotation))
+    if origin in (types.UnionType, typing.Union):
+        return " or ".join("null" if part is type(None) else _name(part) for part in typing.get_args(annotation))
+    if origin is list:
+        return f"list of {_name(typing.get_args(annotation)[0])}"
+    names = {int: "integer", float: "number", str: "text", bool: "true or false"}
+    return names.get(annotation, str(annotation))
+
+
+def _default(field: FieldInfo) -> str:
+    if field.is_required():
+        return "required"
+    return f"`{field.get_default(call_default_factory=True)!r}`".replace("|", "\\|")
+
+
+if __name__ == "__main__":
+    (HERE / "parameters.md").write_text(page(), encoding="utf-8")
