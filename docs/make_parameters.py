@@ -1,4 +1,4 @@
-"""Writes docs/parameters.md from the typed parameters, so that the page cannot disagree with the code (a test compares).
+"""Writes docs/parameters.md from the typed parameters: the page cannot disagree with the code (a test compares).
 
 python docs/make_parameters.py
 """
@@ -18,8 +18,9 @@ sys.path.insert(0, str(HERE.parent))
 from tasks.params.all import Params  # noqa: E402
 
 HEADER = """# Parameters
-Every key of `params.yaml`, made from the code by `python docs/make_parameters.py`. A key that is not listed is refused; so is a
-wrong type or a value out of range, before any work and before DVC touches an output. Other complete files: `examples/`.
+Every key of `params.yaml`, made from the code by `python docs/make_parameters.py`. A key that is not listed is
+refused; so is a wrong type or a value out of range, before any work and before DVC touches an output. Other complete
+files: `examples/`.
 """
 
 

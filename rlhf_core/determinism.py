@@ -19,8 +19,11 @@ def make_deterministic(seed: int, threads: int) -> None:
 
 
 def stream(*key: int) -> np.random.Generator:
-    """A Philox stream that depends on `key` alone, for example (seed, PPO step, prompt index, sample index)."""
-    return np.random.Generator(np.random.Philox(np.random.SeedSequence(key)))
+    """A Philox stream that depends on `key` alone, for example (seed, PPO step, prompt index, sample index).
+
+    The key's length is part of it: SeedSequence would take (1, 2) and (1, 2, 0) for the same.
+    """
+    return np.random.Generator(np.random.Philox(np.random.SeedSequence((len(key), *key))))
 
 
 def permutation(length: int, *key: int) -> list[int]:

@@ -43,7 +43,7 @@ def distinct_n(texts: Sequence[str], n: int) -> float:
 def correlation(x: Sequence[float], y: Sequence[float]) -> float | None:
     """Pearson's correlation; None where one side does not vary or there are fewer than two values."""
     a, b = np.asarray(x, dtype=np.float64), np.asarray(y, dtype=np.float64)
-    if len(a) < 2 or a.std() == 0.0 or b.std() == 0.0:
+    if len(a) < 2 or np.ptp(a) == 0.0 or np.ptp(b) == 0.0:
         return None
     return float(np.corrcoef(a, b)[0, 1])
 

@@ -3,6 +3,7 @@
 PPO does not stand here: it has a loop of its own in `rlhf_core/ppo/`.
 """
 
+import json
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainerState, TrainingArguments
+from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import PrinterCallback
-from transformers.trainer_utils import get_last_checkpoint
 
 Report = Callable[[int, int, dict[str, float]], None]
 """Called after each step with (steps done, steps in all, values)."""
@@ -74,15 +75,37 @@ def trainer_arguments(run: Run, schedule: Schedule, **extra: Any) -> TrainingArg
 
 
 def train(trainer: Trainer, run: Run) -> list[dict[str, float]]:
-    """Train to the end, from the last checkpoint of the state folder if there is one. Returns the log, a row a log
-    event."""
+    """Train to the end, from the last whole checkpoint of the state folder if there is one. Returns the log, a row a
+    log event."""
     trainer.remove_callback(PrinterCallback)
     trainer.add_callback(ReportProgress(run.report))
     trainer.add_callback(StopAtNaN())
-    folder = run.state_dir / "trainer"
-    last = get_last_checkpoint(str(folder)) if folder.is_dir() else None
-    trainer.train(resume_from_checkpoint=last)
+    last = last_checkpoint(run.state_dir / "trainer")
+    if last is not None and _ended(state := TrainerState.load_from_json(str(last / TRAINER_STATE_NAME))):
+        trainer._load_from_checkpoint(str(last))  # Trainer.train would take one more step before it sees the end
+        trainer.state = state
+    else:
+        trainer.train(resume_from_checkpoint=None if last is None else str(last))
     return list(trainer.state.log_history)
+
+
+def last_checkpoint(folder: Path) -> Path | None:
+    """The newest checkpoint that was written whole: the Trainer writes its state last."""
+    found = sorted(folder.glob("checkpoint-*"), key=lambda path: int(path.name.rpartition("-")[2]))
+    return next((path for path in reversed(found) if _is_json(path / TRAINER_STATE_NAME)), None)
+
+
+def _is_json(path: Path) -> bool:
+    try:
+        json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return True
+
+
+def _ended(state: TrainerState) -> bool:
+    """Whether training had stopped, early or at its last step, when the checkpoint was written."""
+    return bool(state.stateful_callbacks["TrainerControl"]["args"]["should_training_stop"])
 
 
 class ReportProgress(TrainerCallback):

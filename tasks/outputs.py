@@ -55,10 +55,12 @@ class Outputs:
         missing = [out for out in self.declared if out not in self.begun or not self._beside(out).exists()]
         if missing:
             raise ValueError(f"the stage ended without writing {', '.join(missing)}")
-        for out in self.declared:
+        for out in self.declared:  # a full disk shows here, while the old outs still stand
             sync(self._beside(out))
+        for out in self.declared:
             final = self.root / out
-            remove(final)
+            if final.is_dir() or self._beside(out).is_dir():
+                remove(final)
             self._beside(out).replace(final)
         self.begun.clear()
 

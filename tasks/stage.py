@@ -12,7 +12,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic, Literal, NoReturn, TypeVar
@@ -36,6 +36,14 @@ from tasks.versions import VERSIONS_FILE, require_declared_versions
 
 OUTCOME_VARIABLE = "LEASH_OUTCOME"
 """Environment variable: a file to which a stage appends one JSON line about how it ended."""
+
+FULL = (
+    "No space left on device",
+    "Disk quota exceeded",
+    "database or disk is full",
+    "basic_ios::clear: iostream error",
+)
+"""How libraries word that a disk is full."""
 
 Model = TypeVar("Model", bound=Block)
 
@@ -123,25 +131,37 @@ def run(name: str, model: type[Model], execute: Execute[Model], tracked: bool = 
         key = _run(name, model, execute, tracked)
     except UserError as error:
         code, message = 2, " ".join(str(error).split("\n"))
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-            code, message = _crash(error)
-        else:
-            where = error.filename or "the disk"
-            code, message = 2, f"no space left on the device ({where}); free some, then run it again: nothing is lost"
     except KeyboardInterrupt:
         code, message = 130, "interrupted; the same command continues"
     except Exception as error:
-        code, message = _crash(error)
+        if (where := _full_disk(error)) is None:
+            traceback.print_exc()
+            code, message = 1, f"{type(error).__name__}: {error}"
+        else:
+            code, message = 2, f"no space left on the device ({where}); free some, then run it again: nothing is lost"
     if code and code != 1:
         print(f"{name}: {message}", file=sys.stderr, flush=True)
     _tell_driver({"stage": name, "exit": code, "message": message, "key": key})
     sys.exit(code)
 
 
-def _crash(error: Exception) -> tuple[int, str]:
-    traceback.print_exc()
-    return 1, f"{type(error).__name__}: {error}"
+def _full_disk(error: BaseException) -> str | None:
+    """What is full, when a lack of space is behind `error`; None otherwise.
+
+    Libraries wrap it: safetensors and tokenizers raise errors of their own with the system's text, SQLite says that the
+    disk is full, and torch's writer reports a broken stream.
+    """
+    chain: list[BaseException] = []
+    link: BaseException | None = error
+    while link is not None and link not in chain:
+        chain.append(link)
+        link = link.__cause__ or link.__context__
+    for link in chain:
+        if isinstance(link, OSError) and link.errno in (errno.ENOSPC, errno.EDQUOT):
+            return str(link.filename or "the disk")
+        if any(sign in str(link) for sign in FULL):
+            return "the disk"
+    return None
 
 
 def _interrupt(*_: object) -> NoReturn:
@@ -150,7 +170,7 @@ def _interrupt(*_: object) -> NoReturn:
 
 def _tell_driver(outcome: dict[str, Any]) -> None:
     if path := os.environ.get(OUTCOME_VARIABLE):
-        with Path(path).open("a", encoding="utf-8") as file:
+        with suppress(OSError), Path(path).open("a", encoding="utf-8") as file:
             file.write(json.dumps(outcome, ensure_ascii=False) + "\n")
 
 
@@ -187,7 +207,8 @@ def _run(name: str, model: type[Model], execute: Execute[Model], tracked: bool) 
             )
             with _tracked(stage):
                 execute(stage)
-                _require_unchanged(hashes, Definition(name, repo).hashes())
+                now = Definition(name, repo)
+                _require_unchanged(hashes | definition.tracked(content), now.hashes() | now.tracked(read_yaml()))
                 stage.outputs.commit()
             shutil.rmtree(state_dir, ignore_errors=True)
     return key
@@ -258,8 +279,9 @@ def _tracked(stage: Stage[Any]) -> Iterator[None]:
             stage.tracker.close(status)
 
 
-def _require_unchanged(before: Mapping[str, str], after: Mapping[str, str]) -> None:
-    """Raise UserError when an input changed during the run: DVC would record the new one as what was used."""
-    changed = sorted(path for path in before if before[path] != after.get(path))
+def _require_unchanged(before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
+    """Raise UserError when an input file or parameter changed during the run: DVC would record the new one as what
+    was used."""
+    changed = sorted(name for name in before if before[name] != after.get(name))
     if changed:
         raise UserError(f"{', '.join(changed)} changed while the stage ran; nothing was written, run it again")

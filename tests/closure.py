@@ -6,6 +6,7 @@
 import argparse
 import importlib.util
 import sys
+from fnmatch import fnmatchcase
 from functools import cache
 from pathlib import Path
 
@@ -16,6 +17,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("rlhf_core", "tasks")
 
 CANNOT_CHANGE_RESULTS = {
+    "rlhf_core": "how threads wait for each other",
     "rlhf_core.errors": "the type of a user's error",
     "rlhf_core.config.block": "strictness of parameters: it refuses values, it never changes one",
     "tasks.stage": "the contract around every stage; it writes no byte of an out",
@@ -26,9 +28,9 @@ CANNOT_CHANGE_RESULTS = {
     "tasks.params.runtime": "parameters that no stage tracks",
     "tasks.schemas.validation": "refuses bad rows, never changes one",
     "tasks.pipeline_run": "tells MLflow about the run as a whole",
-    "tasks.tracking": "tells MLflow",
+    "tasks.tracking*": "tells MLflow",
 }
-"""Modules (with all below them) that every stage imports and that are no dependency of any: each with the reason."""
+"""Patterns of modules that every stage imports and that are no dependency of any: each with the reason."""
 
 EXTRA = {
     "report": ["tasks/page/template.html.j2", "tasks/page/style.css.j2", "params.yaml"],
@@ -47,7 +49,7 @@ def graph() -> grimp.ImportGraph:
 
 def exempt(module: str) -> bool:
     """Whether a module stands on the list of those that cannot change results."""
-    return any(module == name or module.startswith(name + ".") for name in CANNOT_CHANGE_RESULTS)
+    return any(fnmatchcase(module, pattern) for pattern in CANNOT_CHANGE_RESULTS)
 
 
 def schemas_of(deps: list[str]) -> set[str]:
@@ -59,20 +61,21 @@ def schemas_of(deps: list[str]) -> set[str]:
 
 
 def closure(stage: str, deps: list[str]) -> list[str]:
-    """Paths of the code that `tasks.<stage>` imports, directly or through others, without the exempt modules."""
+    """Paths of the code that `tasks.<stage>` imports, directly or through others, without the exempt modules (what
+    those import counts)."""
     start = {f"tasks.{stage}", *schemas_of(deps)}
     seen: set[str] = set()
     todo = list(start)
     while todo:
         module = todo.pop()
-        if module in seen or exempt(module):
+        if module in seen:
             continue
         seen.add(module)
         todo += graph().find_modules_directly_imported_by(module)
         parent = module.rpartition(".")[0]
         if parent:
             todo.append(parent)
-    return sorted(filter(None, (path_of(module) for module in seen)))
+    return sorted(filter(None, (path_of(module) for module in seen if not exempt(module))))
 
 
 def path_of(module: str) -> str | None:

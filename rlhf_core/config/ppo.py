@@ -34,6 +34,12 @@ class KLConfig(Block):
             )
         return values
 
+    @model_validator(mode="after")
+    def _adaptive_needs_a_start(self) -> "KLConfig":
+        if self.controller == "adaptive" and self.coef == 0:
+            raise ValueError("coef 0 stays 0 under the adaptive controller, which multiplies it; give a number above 0")
+        return self
+
 
 class CriticConfig(Block):
     """A model of its own that predicts the return of every state."""

@@ -2,7 +2,7 @@
 
 from typing import Annotated
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from rlhf_core.config.block import Block
 
@@ -24,3 +24,11 @@ class SFTConfig(Block):
     """Steps between two measurements of the validation loss."""
     patience: Annotated[int, Field(ge=0)]
     """Measurements without improvement before training stops; 0 trains to the end."""
+
+    @model_validator(mode="after")
+    def _batches_fit(self) -> "SFTConfig":
+        if self.batch_size % self.micro_batch_size:
+            raise ValueError(
+                f"batch_size {self.batch_size} must be a multiple of micro_batch_size {self.micro_batch_size}"
+            )
+        return self

@@ -25,6 +25,8 @@ from rlhf_core.demo.scanner import prompt_scanner
 from rlhf_core.demo.topics import DOMAIN_OF, DOMAINS, NEEDS, TOPICS, Domain, Topic
 from rlhf_core.errors import UserError
 
+NEEDS_PER_DOMAIN = min(len(domain.needs) for domain in DOMAINS)
+
 
 @dataclass(frozen=True)
 class Question:
@@ -41,21 +43,25 @@ class DemoWorld:
     seed: int
     domains: int = len(DOMAINS)
     """How many domains of life it speaks of, food first; fewer make a smaller language."""
+    needs: int = NEEDS_PER_DOMAIN
+    """How many needs of each domain its prompts name."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.domains <= len(DOMAINS):
             raise UserError(f"the demo world has 1 to {len(DOMAINS)} domains, not {self.domains}")
+        if not 2 <= self.needs <= NEEDS_PER_DOMAIN:  # an answer can give the reason of another need
+            raise UserError(f"the demo world has 2 to {NEEDS_PER_DOMAIN} needs a domain, not {self.needs}")
 
     def prompts(self, count: int) -> list[str]:
         """`count` distinct prompts in seeded order, the running example of the seeds first.
 
         A smaller count gives a prefix of a larger one. Raises UserError when `count` is negative or more than exist.
         """
-        available = all_prompts(self.domains)
+        available = all_prompts(self.domains, self.needs)
         if not 0 <= count <= len(available):
             raise UserError(
-                f"the demo world with {self.domains} domains has {len(available)} distinct prompts and was "
-                f"asked for {count}: ask for 0 to {len(available)}"
+                f"the demo world of {self.domains} domains and {self.needs} needs has {len(available)} distinct "
+                f"prompts and was asked for {count}: ask for 0 to {len(available)}"
             )
         others = [prompt for prompt in available if prompt != RUNNING_EXAMPLE]
         Random(f"{self.seed}/prompts").shuffle(others)
@@ -71,20 +77,20 @@ class DemoWorld:
         if question is None or question.need is None:
             raise UserError(f"the demo world does not know the prompt {prompt!r}: use one of DemoWorld.prompts()")
         rng = Random(f"{self.seed}/demonstration/{index}/{prompt}")
-        writer = _Writer(rng, question.topic, question.need, self.domains)
+        writer = _Writer(rng, question.topic, question.need, self)
         write = rng.choices(list(_KINDS), weights=list(_KINDS.values()))[0]
         return write(writer)
 
 
 @cache
-def all_prompts(domains: int = len(DOMAINS)) -> tuple[str, ...]:
-    """Every prompt of the world's first `domains` domains, distinct, in the order of the tables."""
+def all_prompts(domains: int = len(DOMAINS), needs: int = NEEDS_PER_DOMAIN) -> tuple[str, ...]:
+    """Every prompt of the first `domains` domains and the first `needs` needs of each, distinct, in table order."""
     prompts: dict[str, None] = {}
     for domain in DOMAINS[:domains]:
         asked = [f"{adj} {topic.name} {tail}"
                  for topic in domain.topics for adj in domain.adjectives for tail in domain.tails]  # fmt: skip
         for noun in asked:
-            for need in domain.needs:
+            for need in domain.needs[:needs]:
                 for frame in PROMPT_FRAMES:
                     prompts[capitalised(frame.format(asked=noun, need=NEEDS[need].phrase))] = None
     return tuple(prompts)
@@ -105,9 +111,10 @@ def parse(prompt: str) -> Question | None:
 class _Writer:
     """Writes answers to one question; every choice is drawn from `rng`."""
 
-    def __init__(self, rng: Random, topic: Topic, need: str, domains: int) -> None:
+    def __init__(self, rng: Random, topic: Topic, need: str, world: DemoWorld) -> None:
         self.rng = rng
-        self.topics = tuple(topic for domain in DOMAINS[:domains] for topic in domain.topics)
+        self.topics = tuple(topic for domain in DOMAINS[: world.domains] for topic in domain.topics)
+        self.needs = DOMAIN_OF[topic.name].needs[: world.needs]
         self.topic = topic
         self.need = need
         self.domain: Domain = DOMAIN_OF[topic.name]
@@ -126,7 +133,7 @@ class _Writer:
 
     def foreign_reason(self) -> str:
         fitting = NEEDS[self.need].reasons
-        others = [r for need in self.domain.needs for r in NEEDS[need].reasons if r not in fitting]
+        others = [r for need in self.needs for r in NEEDS[need].reasons if r not in fitting]
         return self.rng.choice(others)
 
     def sentence(self, options: list[str]) -> str:

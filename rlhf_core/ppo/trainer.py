@@ -57,6 +57,8 @@ class PPOTrainer:
         seed: int,
         judge: Judge | None = None,
     ) -> None:
+        if policy is reference:
+            raise ValueError("policy and reference must be two models: the reference is frozen")
         self.config, self.seed = config, seed
         self.accelerator = Accelerator()
         device = self.accelerator.device
@@ -138,7 +140,7 @@ class PPOTrainer:
     def score(self, rollout: Rollout) -> Scores:
         """Score whole answers: normalise, clip, then the penalty for a missing end (rule 12)."""
         answers = Answers(rollout.prompts, rollout.texts, rollout.prompt_ids, rollout.response_ids)
-        raw = torch.tensor(self.scorer(answers), device=rollout.mask.device)
+        raw = torch.tensor(self.scorer(answers), dtype=torch.float32, device=rollout.mask.device)
         rules = self.config.score
         used = raw
         if rules.normalise:

@@ -9,6 +9,7 @@ from rlhf_core.config.block import Block
 from rlhf_core.config.ppo import PPOConfig
 from rlhf_core.config.reward import RewardConfig
 from rlhf_core.config.sft import SFTConfig
+from rlhf_core.demo.world import all_prompts
 from tasks.params.base import BaseParams
 from tasks.params.evaluate import EvaluateParams
 from tasks.params.ingest import IngestParams
@@ -47,20 +48,35 @@ class Params(Block):
             raise ValueError(
                 f"preferences.source is {self.preferences.source}, but the demo data bring no pairs; use source: judge"
             )
+        self._check_world()
         self._check_context()
         return self
+
+    def _check_world(self) -> None:
+        demo = self.ingest.demo
+        if self.ingest.source != "demo" or demo is None:
+            return
+        available = len(all_prompts(demo.domains, demo.needs))
+        if demo.prompts > available:
+            raise ValueError(
+                f"ingest.demo.prompts is {demo.prompts}, but {demo.domains} domains and {demo.needs} needs have "
+                f"{available} distinct prompts"
+            )
 
     def _check_context(self) -> None:
         if self.base.source != "scratch" or self.base.scratch is None:
             return
         context = self.base.scratch.context
-        needs = {
-            "sft.max_tokens": self.sft.max_tokens,
-            "reward.max_tokens": self.reward.max_tokens,
-            "preferences.max_new_tokens": self.preferences.max_new_tokens,
-            "ppo.max_new_tokens": self.ppo.max_new_tokens,
-            "evaluate.max_new_tokens": self.evaluate.max_new_tokens,
-        }
-        for name, tokens in needs.items():
+        for name, tokens in {"sft": self.sft.max_tokens, "reward": self.reward.max_tokens}.items():
             if tokens > context:
-                raise ValueError(f"{name} is {tokens} tokens, longer than base.scratch.context {context}")
+                raise ValueError(f"{name}.max_tokens is {tokens} tokens, longer than base.scratch.context {context}")
+        sampled = {
+            "preferences": self.preferences.max_new_tokens,
+            "ppo": self.ppo.max_new_tokens,
+            "evaluate": self.evaluate.max_new_tokens,
+        }
+        for name, tokens in sampled.items():
+            if tokens >= context:
+                raise ValueError(
+                    f"{name}.max_new_tokens is {tokens}: it leaves a prompt no room in base.scratch.context {context}"
+                )

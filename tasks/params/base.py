@@ -1,11 +1,16 @@
 """Parameters of the stage `base`: tokenizer and base model."""
 
+import re
 from typing import Literal
 
 from pydantic import model_validator
 
 from rlhf_core.config.base import PretrainConfig, ScratchConfig
 from rlhf_core.config.block import Block
+
+MARKER = re.compile(r"<[^\s<>]+>|\[[^\s\[\]]+\]")
+ROLES = ("<|system|>", "<|user|>", "<|assistant|>")
+"""What the chat template writes; the same as `rlhf_core.tokenizer.ROLES`, which is slow to import."""
 
 
 class PretrainedParams(Block):
@@ -32,9 +37,15 @@ class BaseParams(Block):
     def _consistent(self) -> "BaseParams":
         if getattr(self, self.source) is None:
             raise ValueError(f"source is {self.source}, so the block base.{self.source} is needed")
+        for token in (self.pad_token, self.eos_token):
+            if not MARKER.fullmatch(token) or token in ROLES:
+                raise ValueError(
+                    f"{token!r} cannot be pad_token or eos_token: choose a marker such as <|pad|> that is no text and "
+                    f"no role ({', '.join(ROLES)})"
+                )
         if self.pad_token == self.eos_token:
             raise ValueError(
-                "pad_token must differ from eos_token: a "
-                "model cannot learn to stop on a token that is masked as padding"
+                "pad_token must differ from eos_token: a model cannot learn to stop on a token that is masked as "
+                "padding"
             )
         return self

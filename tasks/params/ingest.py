@@ -16,6 +16,10 @@ class DemoParams(Block):
     prompts: Annotated[int, Field(ge=20)]
     domains: Annotated[int, Field(ge=1, le=9)]
     """Domains of life that the world speaks of; a small model learns a small world better."""
+    needs: Annotated[int, Field(ge=2, le=7)]
+    """Needs (for someone with diabetes, on a small budget, …) that the prompts of each domain name."""
+    demonstrations_per_prompt: Annotated[int, Field(ge=1)]
+    """Answers of mixed quality to each prompt of the demonstrations share."""
 
 
 def _leaves_raw(path: str) -> bool:

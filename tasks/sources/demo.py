@@ -7,9 +7,10 @@ from tasks.sources.example import Example
 
 
 def read(params: DemoParams, seed: int) -> list[Example]:
-    """Every prompt of the world with one demonstration; only the demonstrations share and the held-out rows keep it."""
-    world = DemoWorld(seed, params.domains)
+    """Every prompt with its demonstrations; only the demonstrations share keeps them, and held-out rows the first."""
+    world = DemoWorld(seed, params.domains, params.needs)
     return [
-        Example("demo", number, False, [{"role": "user", "content": text}], world.demonstration(text, 0))
+        Example("demo", number, False, [{"role": "user", "content": text}], world.demonstration(text, index))
         for number, text in enumerate(world.prompts(params.prompts), start=1)
+        for index in range(params.demonstrations_per_prompt)
     ]

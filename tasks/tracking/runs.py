@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from itertools import groupby
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from mlflow.entities import Dataset, DatasetInput, InputTag, Metric, Param, Run, RunTag
@@ -88,6 +89,7 @@ class Shipper:
         """The client; opening a fresh SQLite file from two processes at once would crash both."""
         if self._client is None:
             with self._exclusive():
+                _make_database(self._uri)
                 client = MlflowClient(self._uri, registry_uri=self._uri)
                 experiment = client.get_experiment_by_name(settings.EXPERIMENT)
                 if experiment is None:
@@ -253,6 +255,17 @@ class Shipper:
 
     def _log_tags(self, run_id: str | None, tags: dict[str, str]) -> None:
         self._client.log_batch(run_id, tags=[RunTag(key, value) for key, value in tags.items()])
+
+
+def _make_database(uri: str) -> None:
+    """A fresh SQLite file with MLflow's tables, made beside its place and renamed in: MLflow makes them in many steps,
+    and a process killed in between would leave a file that never opens again."""
+    final = Path(uri.removeprefix("sqlite:///"))
+    if not uri.startswith("sqlite:///") or final.exists():
+        return
+    with TemporaryDirectory(dir=final.parent, prefix=f"{final.name}-") as folder:
+        MlflowClient(f"sqlite:///{folder}/{final.name}").search_experiments()
+        (Path(folder) / final.name).replace(final)
 
 
 @contextmanager

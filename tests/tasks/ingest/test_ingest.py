@@ -152,7 +152,9 @@ def test_equal_prompts_stand_once_where_they_are_only_prompts(execute, params, r
 
 
 def test_demo_world(execute, params):
-    made = execute(params(source="demo", demo={"prompts": 400}))
+    made = execute(
+        params(source="demo", demo={"prompts": 400, "domains": 4, "needs": 7, "demonstrations_per_prompt": 1})
+    )
     assert [len(getattr(made, name)) for name in DATASETS] == [180, 0, 108, 72, 40]
     assert made.metrics["rows_read"] == made.metrics["rows_used"] == 400
     assert all(row["response"] for row in made.heldout)

@@ -1,0 +1,233 @@
+"""What tests of the whole share: a copy of the project in a folder of its own, and one finished tiny run of it."""
+
+import json
+import os
+import runpy
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ruamel.yaml import YAML
+
+from tasks.tracking.sender import drain
+
+ROOT = Path(__file__).resolve().parents[1]
+
+RECORDER = """
+import atexit, json, os, sys
+
+words = getattr(sys, "orig_argv", [])
+stage = words[words.index("-m") + 1] if "-m" in words[:-1] else ""
+if stage.startswith("tasks.") and stage.count(".") == 1:
+    opened = set()
+
+    def hear(event, details):
+        if event == "open" and isinstance(details[0], (str, bytes)):
+            path = os.path.abspath(os.fsdecode(details[0]))
+            if not details[2] & (os.O_WRONLY | os.O_RDWR) and os.path.isfile(path):
+                opened.add(path)
+
+    def write():
+        path = os.path.join(os.environ["LEASH_TEST_RECORD"], stage.removeprefix("tasks.") + ".json")
+        content = {"modules": sorted(sys.modules), "opened": sorted(opened)}
+        with open(path, "w") as file:
+            json.dump(content, file)
+
+    sys.addaudithook(hear)
+    atexit.register(write)
+"""
+"""A sitecustomize.py: notes which modules a stage has loaded and which files it opened for reading."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The first test that asks for the tiny run waits for all of it: more patience on a busy machine."""
+    for item in items:
+        if item.get_closest_marker("pipeline") is not None:
+            item.add_marker(pytest.mark.timeout(900))
+
+
+@dataclass(frozen=True)
+class Project:
+    """A clone of Leash in a folder of its own."""
+
+    root: Path
+
+    def run(self, *command: str, **environment: str) -> "subprocess.CompletedProcess[str]":
+        """Run a command at the root, with this interpreter's programs first on PATH."""
+        return subprocess.run(
+            command, cwd=self.root, env=clean_environment() | environment, capture_output=True, text=True, check=False
+        )
+
+    def stage(self, name: str, **environment: str) -> "subprocess.CompletedProcess[str]":
+        """`python -m tasks.<name>`, as dvc.yaml has it."""
+        return self.run(sys.executable, "-m", f"tasks.{name}", **environment)
+
+    def dvc(self, *words: str, **environment: str) -> "subprocess.CompletedProcess[str]":
+        """A dvc command that must end well."""
+        done = self.run(sys.executable, "-m", "dvc", *words, **environment)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done
+
+    def repro(self, **environment: str) -> list[str]:
+        """`dvc repro`; the stages that it ran, in order."""
+        said = self.dvc("repro", **environment).stdout.splitlines()
+        return [line.split("'")[1] for line in said if line.startswith("Running stage '")]
+
+    def params(self) -> dict[str, Any]:
+        """params.yaml as it is."""
+        content: dict[str, Any] = YAML(typ="safe", pure=True).load(self.root / "params.yaml")
+        return content
+
+    def set(self, name: str, value: Any) -> None:
+        """Write one parameter: `ppo.kl.coef`, 0.1."""
+        content = self.params()
+        *above, last = name.split(".")
+        block = content
+        for part in above:
+            block = block[part]
+        block[last] = value
+        YAML().dump(content, self.root / "params.yaml")
+
+    def json(self, path: str) -> Any:
+        """A JSON file of the project."""
+        return json.loads((self.root / path).read_text(encoding="utf-8"))
+
+    def rows(self, path: str) -> list[dict[str, Any]]:
+        """A JSONL file of the project."""
+        return [json.loads(line) for line in (self.root / path).read_text(encoding="utf-8").splitlines()]
+
+    def write_rows(self, path: str, rows: list[dict[str, Any]]) -> None:
+        """Replace a JSONL file of the project."""
+        text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+        (self.root / path).write_text(text, encoding="utf-8")
+
+    def outputs(self) -> dict[str, bytes]:
+        """Every file below the outs of dvc.yaml, with its bytes; dvc.lock, too."""
+        graph = YAML(typ="safe", pure=True).load(self.root / "dvc.yaml")["stages"]
+        listed = [
+            out for stage in graph.values() for kind in ("outs", "metrics", "plots") for out in stage.get(kind, [])
+        ]
+        places = [self.root / (out if isinstance(out, str) else next(iter(out))) for out in listed]
+        files = [file for place in places for file in (place, *place.rglob("*")) if file.is_file()]
+        files.append(self.root / "dvc.lock")
+        return {file.relative_to(self.root).as_posix(): file.read_bytes() for file in files if file.exists()}
+
+
+@dataclass(frozen=True)
+class TinyRun:
+    """A project after one whole `dvc repro` with examples/tiny.yaml."""
+
+    project: Project
+    ran: list[str]
+    """The stages that the first `dvc repro` executed."""
+    record: Path
+    """A folder with `<stage>.json`: {"modules": […], "opened": […]} of each stage's process."""
+
+
+def clean_environment() -> dict[str, str]:
+    """The environment without what would send a test's run somewhere else."""
+    leave = ("MLFLOW_", "LEASH_", "PREFECT_API", "DVC_", "PYTHONPATH")
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(leave)}
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
+    return kept | {"PATH": path, "HF_HUB_OFFLINE": "1", "MLFLOW_DISABLE_TELEMETRY": "true", "PYTHONUNBUFFERED": "1"}
+
+
+def clone(target: Path, database: Path) -> Project:
+    """What git tracks and would track, committed in a repository of its own, with the tiny parameters."""
+    listing = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    done = subprocess.run(listing, cwd=ROOT, capture_output=True, text=True, check=True)
+    for name in filter(None, done.stdout.split("\0")):
+        if (source := ROOT / name).is_file() and not name.endswith("dvc.lock"):
+            (target / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(source, target / name)
+    shutil.copy2(target / "examples" / "tiny.yaml", target / "params.yaml")
+    shutil.copy2(database, target / "mlflow.db")
+    project = Project(target)
+    somebody = ("-c", "user.name=somebody", "-c", "user.email=somebody@example.org")
+    for words in (("init", "--quiet"), ("add", "--all"), (*somebody, "commit", "--quiet", "--message", "a clone")):
+        done = project.run("git", *words)
+        assert done.returncode == 0, done.stderr
+    return project
+
+
+@pytest.fixture(scope="session")
+def database(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An empty data base of MLflow: making its tables takes seconds, and each clone needs one."""
+    from mlflow.tracking import MlflowClient
+
+    path = tmp_path_factory.mktemp("mlflow") / "mlflow.db"
+    MlflowClient(f"sqlite:///{path}").search_experiments()
+    return path
+
+
+@pytest.fixture
+def project(tmp_path: Path, database: Path) -> Project:
+    """A fresh clone with the tiny parameters; nothing has run."""
+    return clone(tmp_path / "clone", database)
+
+
+@pytest.fixture(scope="session")
+def tiny_run(tmp_path_factory: pytest.TempPathFactory, database: Path) -> TinyRun:
+    """The one whole tiny run of the session. Look at it, do not change it; `finished` is a copy to work on."""
+    folder = tmp_path_factory.mktemp("tiny")
+    record, hooks = folder / "record", folder / "hooks"
+    record.mkdir()
+    hooks.mkdir()
+    (hooks / "sitecustomize.py").write_text(RECORDER, encoding="utf-8")
+    project = clone(folder / "first-place", database)
+    hooked = {"PYTHONPATH": str(hooks), "LEASH_TEST_RECORD": str(record)}
+    ran = project.repro(**hooked, PYTHONHASHSEED="1", TZ="Asia/Kathmandu")
+    drain(project.root, uri=f"sqlite:///{project.root / 'mlflow.db'}")  # a copy would send what waits as its own
+    return TinyRun(project, ran, record)
+
+
+@pytest.fixture
+def finished(tiny_run: TinyRun, tmp_path: Path) -> Project:
+    """A copy of the finished tiny run."""
+    return Project(Path(shutil.copytree(tiny_run.project.root, tmp_path / "finished", symlinks=True)))
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a stage's main function left."""
+
+    code: int
+    stderr: str
+
+
+@pytest.fixture
+def in_process(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> Iterator[Callable[[Path, Callable[[], object]], Ended]]:
+    """Calls a main function at a root, within this process, and says with which code and words it left.
+
+    What takes seconds to import (torch) is imported once for all tests that use this.
+    """
+    handler = signal.getsignal(signal.SIGTERM)
+
+    def call(root: Path, main: Callable[[], object]) -> Ended:
+        monkeypatch.chdir(root)
+        capfd.readouterr()
+        with pytest.raises(SystemExit) as left:
+            main()
+        return Ended(int(left.value.code or 0), capfd.readouterr().err)
+
+    yield call
+    signal.signal(signal.SIGTERM, handler)
+
+
+@pytest.fixture
+def stage_main(in_process: Callable[[Path, Callable[[], object]], Ended]) -> Callable[[Project, str], Ended]:
+    """`python -m tasks.<stage>` within this process, with the code of the checkout under test."""
+
+    def call(project: Project, stage: str) -> Ended:
+        sys.modules.pop(f"tasks.{stage}", None)
+        return in_process(project.root, lambda: runpy.run_module(f"tasks.{stage}", run_name="__main__"))
+
+    return call

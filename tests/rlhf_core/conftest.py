@@ -1,0 +1,223 @@
+"""Tiny models, a tiny tokenizer and a tiny PPO run, shared by the tests of `rlhf_core`. Nothing is downloaded.
+
+The models have two layers of width 32 and large random weights, so that a wrong position or a leaking padding token
+changes their outputs visibly.
+"""
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    GPT2Config,
+    LlamaConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+from rlhf_core.chat import Conversation
+from rlhf_core.config.ppo import PPOConfig
+from rlhf_core.ppo.trainer import PPOTrainer, ScoreNormalisation
+from rlhf_core.scorers import Answers
+from rlhf_core.tokenizer import CHAT_TEMPLATE, ROLES
+from rlhf_core.training import Run
+
+PAD, END = "<|pad|>", "<|end|>"
+VOCABULARY = 60
+CONTEXT = 64
+SENTENCES = ("what shall i eat for breakfast", "eat some oats and an egg", "take tea and a fig with yogurt, then rest")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread() -> Iterator[None]:
+    """Tiny models are fastest on one thread, and results then do not depend on the machine's cores."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> PreTrainedTokenizerBase:
+    """A byte-level BPE tokenizer of 60 tokens that knows small letters only: pad 0, end 1, roles 2 to 4."""
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    special = [PAD, END, *ROLES]
+    bpe.train_from_iterator(
+        SENTENCES * 3, trainers.BpeTrainer(vocab_size=VOCABULARY, special_tokens=special, show_progress=False)
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=bpe,
+        pad_token=PAD,
+        eos_token=END,
+        additional_special_tokens=list(ROLES),
+        chat_template=CHAT_TEMPLATE,
+        model_max_length=CONTEXT,
+        padding_side="left",
+    )
+
+
+def _gpt2(size: dict[str, Any], dropout: float) -> PretrainedConfig:
+    names = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": CONTEXT}
+    return GPT2Config(**size, **names, resid_pdrop=dropout, embd_pdrop=dropout, attn_pdrop=dropout)
+
+
+def _rotary(kind: type[PretrainedConfig], **extra: Any) -> Callable[[dict[str, Any], float], PretrainedConfig]:
+    names = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+
+    def config(size: dict[str, Any], dropout: float) -> PretrainedConfig:
+        return kind(**size, **names, **extra, max_position_embeddings=CONTEXT, attention_dropout=dropout)
+
+    return config
+
+
+ARCHITECTURES: dict[str, Callable[[dict[str, Any], float], PretrainedConfig]] = {
+    "gpt2": _gpt2,
+    "llama": _rotary(LlamaConfig, num_key_value_heads=4, tie_word_embeddings=True),
+    "qwen2": _rotary(Qwen2Config, num_key_value_heads=2),
+    "qwen3": _rotary(Qwen3Config, num_key_value_heads=2, head_dim=8),
+}
+
+Build = Callable[..., PreTrainedModel]
+
+
+def _config(kind: str, dropout: float) -> PretrainedConfig:
+    size = {"vocab_size": VOCABULARY, "initializer_range": 0.3, "pad_token_id": 0, "eos_token_id": 1}
+    config = ARCHITECTURES[kind](size, dropout)
+    config.bos_token_id = None
+    return config
+
+
+@pytest.fixture(params=list(ARCHITECTURES))
+def kind(request: pytest.FixtureRequest) -> str:
+    """Absolute positions (GPT-2) and rotary ones (the others), with and without grouped keys."""
+    return str(request.param)
+
+
+@pytest.fixture(scope="session")
+def build_lm() -> Build:
+    """build_lm(kind="llama", seed=0, dropout=0.0) -> a random causal language model, in eval mode."""
+
+    def build(kind: str = "llama", seed: int = 0, dropout: float = 0.0) -> PreTrainedModel:
+        torch.manual_seed(seed)
+        return AutoModelForCausalLM.from_config(_config(kind, dropout)).eval()
+
+    return build
+
+
+@pytest.fixture(scope="session")
+def build_scalar() -> Build:
+    """build_scalar(kind="llama", seed=0) -> a random model with one output a token, in eval mode."""
+
+    def build(kind: str = "llama", seed: int = 0, dropout: float = 0.0) -> PreTrainedModel:
+        torch.manual_seed(seed)
+        config = _config(kind, dropout)
+        config.num_labels = 1
+        return AutoModelForSequenceClassification.from_config(config).eval()
+
+    return build
+
+
+@pytest.fixture
+def make_run(tmp_path: Path) -> Callable[..., Run]:
+    """make_run("name", **fields) -> a Run with a state folder of that name."""
+
+    def make(name: str = "state", **fields: Any) -> Run:
+        return Run(**{"state_dir": tmp_path / name, "seed": 3, "report": lambda *_: None, **fields})
+
+    return make
+
+
+PPO: dict[str, Any] = {
+    "steps": 4,
+    "batch_size": 8,
+    "minibatches": 2,
+    "micro_batch_size": 3,
+    "ppo_epochs": 2,
+    "learning_rate": 1e-3,
+    "clip_ratio": 0.2,
+    "vf_coef": 0.5,
+    "entropy_coef": 0.01,
+    "gamma": 1.0,
+    "lam": 0.95,
+    "temperature": 1.0,
+    "max_new_tokens": 7,
+    "whiten_advantages": True,
+    "kl": {"coef": 0.1, "controller": "fixed", "target": 1.0, "horizon": 40},
+    "critic": {"init": "reward", "learning_rate": 2e-3, "value_clip": 0.3, "clip_value": True},
+    "optimizer": {"betas": [0.9, 0.95], "eps": 1e-5, "warmup_steps": 1, "decay": "linear", "max_grad_norm": 1.0},
+    "score": {"normalise": True, "clip": 5.0, "missing_eos_penalty": 1.0},
+    "sample_every": 10,
+}
+
+
+@pytest.fixture
+def ppo_values() -> Callable[..., dict[str, Any]]:
+    """ppo_values(steps=2, kl={"coef": 0.0}) -> the block `ppo` as in params.yaml, with these keys changed."""
+
+    def values(**changes: Any) -> dict[str, Any]:
+        merged = copy.deepcopy(PPO)
+        for key, value in changes.items():
+            merged[key] = {**merged[key], **value} if isinstance(value, dict) else value
+        return merged
+
+    return values
+
+
+@pytest.fixture(scope="session")
+def prompts() -> list[Conversation]:
+    """Ten prompts of different lengths."""
+    words = ["what", "shall", "i", "eat", "for", "breakfast", "then", "rest", "with", "tea"]
+    return [[{"role": "user", "content": " ".join(words[: i + 1])}] for i in range(len(words))]
+
+
+def token_share(answers: Answers) -> list[float]:
+    """The share of token 10 in each answer: a reward that anything can learn."""
+    return [sum(token == 10 for token in ids) / len(ids) for ids in answers.response_ids]
+
+
+@pytest.fixture
+def make_trainer(
+    build_lm: Build,
+    build_scalar: Build,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[Conversation],
+    ppo_values: Callable[..., dict[str, Any]],
+) -> Callable[..., PPOTrainer]:
+    """make_trainer(kind="llama", seed=5, judge=None, scorer=…, normalisation=(mean, std), same_reference=False,
+    **config) -> a PPOTrainer on tiny models. Equal arguments give equal trainers."""
+
+    def make(
+        kind: str = "llama",
+        seed: int = 5,
+        judge: Any = None,
+        scorer: Any = token_share,
+        normalisation: tuple[float, float] = (0.0, 0.1),
+        same_reference: bool = False,
+        **config: Any,
+    ) -> PPOTrainer:
+        return PPOTrainer(
+            PPOConfig(**ppo_values(**config)),
+            policy=build_lm(kind, seed=1),
+            reference=build_lm(kind, seed=1 if same_reference else 2),
+            critic=build_scalar(kind, seed=3),
+            tokenizer=tokenizer,
+            scorer=scorer,
+            normalisation=ScoreNormalisation(*normalisation),
+            prompts=prompts,
+            seed=seed,
+            judge=judge,
+        )
+
+    return make

@@ -1,0 +1,104 @@
+"""`diagnostics.py`: every column by its definition, and none of them sees padding."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from rlhf_core.ppo.diagnostics import repeated_ngram_share, step_row
+from rlhf_core.ppo.rollout import Credit, Rollout, Scores, to_rows
+from rlhf_core.ppo.update import UpdateStatistics
+
+CPU = torch.device("cpu")
+RESPONSES = [[11, 12, 1], [13]]
+MASK = torch.tensor([[1.0, 1.0, 1.0], [1.0, 0.0, 0.0]])
+
+
+def table(first: list[float], second: list[float], padding: float) -> torch.Tensor:
+    rows = to_rows([first, second], 3, CPU)
+    return torch.where(MASK.bool(), rows, padding)
+
+
+def row(padding: float = 0.0, gold: list[float] | None = None) -> dict[str, Any]:
+    """A step on known numbers. What the models said at padding is `padding`; what the credit says there is 0."""
+    rollout = Rollout(
+        prompts=[[], []],
+        prompt_ids=[[3], [3]],
+        response_ids=RESPONSES,
+        texts=["a", "b"],
+        ended=torch.tensor([True, False]),
+        mask=MASK,
+        engine_logprobs=table([-1.0, -2.0, -3.0], [-1.5], padding),
+        old_logprobs=table([-1.0, -2.0, -3.2], [-1.5], padding),
+        ref_logprobs=table([-1.5, -2.0, -3.0], [-2.5], padding),
+        old_values=table([0.0, 1.0, 2.0], [3.0], padding),
+    )
+    credit = Credit(
+        kl=table([0.5, 0.0, -0.2], [1.0], 0.0),
+        rewards=table([-0.05, 0.0, 2.02], [-1.1], 0.0),
+        advantages=table([1.0, -1.0, 2.0], [-4.0], 0.0),
+        returns=table([1.0, 2.0, 2.0], [3.0], 0.0),
+        weights=table([9.0, 9.0, 9.0], [9.0], 0.0),
+    )
+    scores = Scores(raw=torch.tensor([10.0, 20.0]), used=torch.tensor([2.0, -1.0]), gold=gold)
+    statistics = UpdateStatistics(sums={"entropy": 6.0}, tokens=4.0, ratio_max=1.5, optimizer_steps=3)
+    statistics.grad_norms["policy"] += [1.0, 2.0]
+    return step_row(7, rollout, scores, credit, statistics, 0.1, 1e-4)
+
+
+def test_rewards_and_scores_by_hand() -> None:
+    found = row(gold=[1.0, 4.0])
+    assert (found["step"], found["kl_coef"], found["learning_rate"]) == (7, 0.1, 1e-4)
+    assert found["reward_raw"] == 15.0
+    assert found["score"] == 0.5
+    assert found["reward_shaped"] == pytest.approx((1.97 - 1.1) / 2)
+    assert found["min_token_reward"] == pytest.approx(-1.1)
+    assert found["gold"] == 2.5
+    assert row(gold=None)["gold"] is None
+
+
+def test_kl_is_per_sequence_and_by_two_estimators() -> None:
+    """k1 and k3 side by side (known failure 6)."""
+    found = row()
+    assert found["kl"] == pytest.approx((0.3 + 1.0) / 2)
+    k3 = [math.exp(-d) - 1 + d for d in (0.5, 0.0, -0.2, 1.0)]
+    assert found["kl_k3"] == pytest.approx((sum(k3[:3]) + k3[3]) / 2, abs=1e-6)
+
+
+def test_lengths_and_ends_by_hand() -> None:
+    found = row()
+    assert found["response_tokens_mean"] == 2.0
+    assert found["response_tokens_max"] == 3
+    assert found["missing_eos_share"] == 0.5
+
+
+def test_the_engine_mismatch_is_measured() -> None:
+    found = row()
+    assert found["engine_mismatch_max"] == pytest.approx(0.2, abs=1e-6)
+    assert found["engine_mismatch_k3"] == pytest.approx((math.exp(-0.2) - 1 + 0.2) / 4, abs=1e-6)
+
+
+def test_credit_and_update_by_hand() -> None:
+    found = row()
+    assert found["advantage_abs"] == 2.0
+    errors, returns = torch.tensor([1.0, 1.0, 0.0, 0.0]), torch.tensor([1.0, 2.0, 2.0, 3.0])
+    expected = 1 - errors.var(unbiased=False) / returns.var(unbiased=False)
+    assert found["explained_variance"] == pytest.approx(expected.item())
+    assert found["entropy"] == 1.5
+    assert found["grad_norm_policy"] == 1.5
+    assert (found["ratio_max"], found["optimizer_steps"]) == (1.5, 3)
+
+
+@pytest.mark.parametrize("padding", [1.0, 1e30, math.nan, math.inf])
+def test_rule_18_and_known_failure_13_no_statistic_sees_padding(padding: float) -> None:
+    assert row(padding) == row(0.0)
+
+
+def test_repeated_ngrams_by_hand() -> None:
+    """1 2 3 | 2 3 1 | 3 1 2 | 1 2 3 again; nothing counts across responses."""
+    assert repeated_ngram_share([[1, 2, 3, 1, 2, 3]]) == 0.25
+    assert repeated_ngram_share([[1, 2, 3], [1, 2, 3]]) == 0.0
+    assert repeated_ngram_share([[1, 1, 1, 1, 1], [1, 2]]) == pytest.approx(2 / 3)
+    assert repeated_ngram_share([[1, 1]]) == 0.0
+    assert repeated_ngram_share([[1, 1, 2]], n=1) == pytest.approx(1 / 3)

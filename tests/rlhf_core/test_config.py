@@ -1,0 +1,105 @@
+"""`config/`: what the settings refuse, and that the reason is said."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from rlhf_core.config.base import ScratchConfig
+from rlhf_core.config.ppo import PPOConfig
+
+Values = Callable[..., dict[str, Any]]
+
+
+def test_the_settings_of_the_tests_are_taken(ppo_values: Values) -> None:
+    config = PPOConfig(**ppo_values())
+    assert config.kl.estimator == "k1"
+    assert config.kl.placement == "token"
+    assert config.check_ratio
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("top_k", 50), ("top_p", 0.9), ("min_p", 0.1), ("min_new_tokens", 5), ("repetition_penalty", 1.1)],
+)
+def test_rule_1_what_changes_the_sampling_is_refused_with_the_reason(
+    ppo_values: Values, key: str, value: float
+) -> None:
+    """Known failure 6: these make the KL estimate negative."""
+    with pytest.raises(ValidationError, match=rf"{key} is refused in rollouts: .* KL estimate negative"):
+        PPOConfig(**ppo_values(), **{key: value})
+
+
+@pytest.mark.parametrize("estimator", ["k2", "k3", "full"])
+def test_rule_8_only_k1_may_stand_in_the_reward(ppo_values: Values, estimator: str) -> None:
+    with pytest.raises(ValidationError, match=rf"estimator {estimator} in the reward moves the optimum"):
+        PPOConfig(**ppo_values(kl={"estimator": estimator}))
+
+
+def test_rule_17_an_adaptive_batch_beyond_the_horizon_is_refused(ppo_values: Values) -> None:
+    """A fixed β has no horizon to exceed."""
+    with pytest.raises(ValidationError, match=r"must not exceed kl\.horizon"):
+        PPOConfig(**ppo_values(kl={"controller": "adaptive", "horizon": 7}))
+    PPOConfig(**ppo_values(kl={"controller": "adaptive", "horizon": 8}))
+    PPOConfig(**ppo_values(kl={"horizon": 7}))
+
+
+def test_rule_17_an_adaptive_coefficient_of_0_is_refused(ppo_values: Values) -> None:
+    """β is multiplied: it would stay 0. A fixed 0 switches the leash off."""
+    with pytest.raises(ValidationError, match="coef"):
+        PPOConfig(**ppo_values(kl={"controller": "adaptive", "coef": 0.0}))
+    PPOConfig(**ppo_values(kl={"coef": 0.0}))
+
+
+def test_minibatches_must_divide_the_batch(ppo_values: Values) -> None:
+    with pytest.raises(ValidationError, match="multiple of minibatches"):
+        PPOConfig(**ppo_values(minibatches=3))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"clip_ratio": -1},
+        {"clip_ratio": 0},
+        {"clip_ratio": 1},
+        {"temperature": 0},
+        {"learning_rate": float("nan")},
+        {"learning_rate": float("inf")},
+        {"batch_size": 0},
+        {"batch_size": 8.0},
+        {"steps": "4"},
+        {"whiten_advantages": 1},
+        {"gamma": 1.1},
+        {"lam": -0.1},
+        {"kl": {"coef": -0.1}},
+        {"kl": {"placement": "middle"}},
+        {"critic": {"init": "policy"}},
+        {"critic": {"value_clip": 0}},
+        {"optimizer": {"betas": [0.9]}},
+        {"optimizer": {"betas": [0.9, 1.0]}},
+        {"optimizer": {"decay": "cosine"}},
+        {"score": {"clip": 0}},
+        {"score": {"missing_eos_penalty": -1}},
+        {"score": {"whiten": True}},
+        {"unknown": 1},
+    ],
+)
+def test_impossible_wrong_and_unknown_values_are_refused(ppo_values: Values, changes: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError):
+        PPOConfig(**ppo_values(**changes))
+
+
+def test_settings_cannot_change_later(ppo_values: Values) -> None:
+    with pytest.raises(ValidationError, match="frozen"):
+        PPOConfig(**ppo_values()).steps = 9  # type: ignore[misc]
+
+
+def test_whole_numbers_pass_for_numbers(ppo_values: Values) -> None:
+    assert PPOConfig(**ppo_values(temperature=1)).temperature == 1.0
+
+
+@pytest.mark.parametrize(("hidden", "heads"), [(32, 5), (30, 6)])
+def test_heads_that_do_not_fit_are_refused(hidden: int, heads: int) -> None:
+    with pytest.raises(ValidationError, match="must be heads × an even number"):
+        ScratchConfig(vocabulary=300, context=8, layers=1, hidden=hidden, intermediate=8, heads=heads)

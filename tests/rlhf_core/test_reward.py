@@ -1,0 +1,136 @@
+"""`reward.py`: the Bradley-Terry loss, one batch for all pairs of a prompt, and resume to the byte."""
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from rlhf_core.batch import pad_batch, sequence_scores
+from rlhf_core.config.reward import RewardConfig
+from rlhf_core.reward import (
+    Comparison,
+    PairCollator,
+    PairScores,
+    bradley_terry_loss,
+    score_pairs,
+    train_reward_model,
+)
+from rlhf_core.training import Run
+
+Build = Callable[..., PreTrainedModel]
+PAD, END, GOOD = 0, 1, 30
+COMPARISONS = [
+    Comparison(
+        [3, 5 + i % 5, 4],
+        [[GOOD, 10 + i, END], [11 + i, 12], [13 + i, GOOD, 14, 15, END], [20 + i % 3, END]][: 2 + i % 3],
+        [(0, 1), (2, 1), (2, 3), (0, 3)][: 1 + i % 3],
+    )
+    for i in range(12)
+]
+CONFIG = RewardConfig(learning_rate=3e-3, epochs=2, batch_size=4, warmup_steps=1, weight_decay=0.0, max_tokens=64)
+
+
+def tensor(*values: float) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def test_bradley_terry_loss_by_hand() -> None:
+    loss = bradley_terry_loss(tensor(1.0, 0.0), tensor(0.0, 2.0))
+    assert loss.item() == pytest.approx((math.log(1 + math.exp(-1)) + math.log(1 + math.exp(2))) / 2)
+    assert bradley_terry_loss(tensor(3.0), tensor(3.0)).item() == pytest.approx(math.log(2))
+
+
+def test_bradley_terry_margin_by_hand() -> None:
+    loss = bradley_terry_loss(tensor(1.0), tensor(0.0), margin=tensor(0.4))
+    assert loss.item() == pytest.approx(math.log(1 + math.exp(-0.6)))
+
+
+def test_bradley_terry_loss_survives_large_gaps() -> None:
+    chosen = torch.tensor([-500.0, 500.0], requires_grad=True)
+    loss = bradley_terry_loss(chosen, torch.tensor([500.0, -500.0]))
+    loss.backward()
+    assert loss.item() == pytest.approx(500.0)
+    assert chosen.grad is not None
+    assert chosen.grad.tolist() == [-0.5, 0.0]
+
+
+def test_bradley_terry_gradient() -> None:
+    torch.manual_seed(0)
+    inputs = [torch.randn(5, dtype=torch.float64, requires_grad=True) for _ in range(3)]
+    assert torch.autograd.gradcheck(bradley_terry_loss, inputs)
+
+
+def test_all_pairs_of_a_prompt_stand_in_one_batch_and_each_response_once() -> None:
+    batch = PairCollator(PAD)(COMPARISONS[1:3])
+    assert batch["input_ids"].shape[0] == sum(len(c.responses) for c in COMPARISONS[1:3]) == 7
+    assert list(zip(batch["chosen"].tolist(), batch["rejected"].tolist(), strict=True)) == [
+        (0, 1),
+        (2, 1),
+        (3, 4),
+        (5, 4),
+        (5, 6),
+    ]
+    rows = [tuple(r) for c in COMPARISONS[1:3] for r in c.responses]
+    for ids, mask, response in zip(batch["input_ids"], batch["mask"], rows, strict=True):
+        assert tuple(ids[-mask.shape[0] :][mask.bool()].tolist()) == response
+
+
+def test_the_training_loss_is_that_of_the_batchs_pairs(build_scalar: Build, make_run: Callable[..., Run]) -> None:
+    whole = RewardConfig(**(CONFIG.model_dump() | {"batch_size": 12, "epochs": 1}))
+    log = train_reward_model(build_scalar(), COMPARISONS, whole, PAD, make_run())
+    before = score_pairs(build_scalar(), COMPARISONS, PAD, 12)
+    assert log[0]["loss"] == pytest.approx(before.loss, abs=1e-5)
+    assert log[0]["accuracy"] == pytest.approx(before.right.mean().item())
+
+
+@pytest.mark.parametrize("batch_size", [1, 5, 12])
+def test_pairs_are_scored_alike_in_every_batch(kind: str, build_scalar: Build, batch_size: int) -> None:
+    model = build_scalar(kind)
+    scores = score_pairs(model, COMPARISONS, PAD, batch_size)
+    expected = []
+    for c in COMPARISONS:
+        alone = [sequence_scores(model, pad_batch([c.prompt], [r], PAD)).item() for r in c.responses]
+        expected += [(alone[better], alone[worse]) for better, worse in c.pairs]
+    assert scores.chosen.tolist() == pytest.approx([a for a, _ in expected], abs=1e-5)
+    assert scores.rejected.tolist() == pytest.approx([b for _, b in expected], abs=1e-5)
+
+
+def test_equal_scores_are_half_right() -> None:
+    scores = PairScores(torch.tensor([1.0, 0.0, 2.0]), torch.tensor([0.0, 1.0, 2.0]))
+    assert scores.right.tolist() == [1.0, 0.0, 0.5]
+    assert scores.loss == pytest.approx((math.log(1 + math.exp(-1)) + math.log(1 + math.e) + math.log(2)) / 3)
+
+
+def test_training_learns_the_preference(build_scalar: Build, make_run: Callable[..., Run]) -> None:
+    model = build_scalar()
+    longer = RewardConfig(**(CONFIG.model_dump() | {"epochs": 10}))
+    before = score_pairs(model, COMPARISONS, PAD, 4)
+    train_reward_model(model, COMPARISONS, longer, PAD, make_run())
+    after = score_pairs(model, COMPARISONS, PAD, 4)
+    assert before.right.mean() < 0.8
+    assert after.right.mean() > 0.95
+    assert after.loss < 0.2 * before.loss
+
+
+class Killed(Exception):
+    """Stands for a kill in the middle of training."""
+
+
+def test_known_failure_1_a_killed_run_continues_to_the_same_bytes(
+    build_scalar: Build, make_run: Callable[..., Run]
+) -> None:
+    def kill(step: int, total: int, values: dict[str, float]) -> None:
+        if step == 5:
+            raise Killed
+
+    whole, resumed = build_scalar(), build_scalar(seed=9)
+    expected = train_reward_model(whole, COMPARISONS, CONFIG, PAD, make_run("whole", checkpoint_every=2))
+    run = make_run("killed", checkpoint_every=2)
+    with pytest.raises(Killed):
+        train_reward_model(build_scalar(), COMPARISONS, CONFIG, PAD, replace(run, report=kill))
+    log = train_reward_model(resumed, COMPARISONS, CONFIG, PAD, run)
+    assert [row for row in log if "loss" in row] == [row for row in expected if "loss" in row]
+    assert all(torch.equal(a, b) for a, b in zip(whole.parameters(), resumed.parameters(), strict=True))

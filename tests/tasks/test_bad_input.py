@@ -1,0 +1,331 @@
+"""Bad input: one line on stderr that says what is wrong, exit code 2, and nothing of an earlier run lost."""
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from rlhf_core.chat import prompt_id
+
+if TYPE_CHECKING:
+    from tests.conftest import Ended, Project
+
+Main = Callable[["Project", str], "Ended"]
+
+BAD_PARAMETERS = [
+    ("ppo.clip_ration", 0.2, "ppo", "params.yaml: ppo.clip_ration: unknown parameter; remove it or correct its name"),
+    ("ppo.steps", "four", "ppo", "params.yaml: ppo.steps: Input should be a valid integer (got 'four')"),
+    ("ppo.clip_ratio", -1, "ppo", "params.yaml: ppo.clip_ratio: Input should be greater than 0 (got -1)"),
+    ("ppo.top_p", 0.9, "ppo", "params.yaml: ppo: top_p is refused in rollouts: "),
+    (
+        "preferences.samples_per_prompt",
+        1,
+        "preferences",
+        "params.yaml: preferences.samples_per_prompt: Input should be",
+    ),
+    ("evaluate.prompts", 0, "evaluate", "params.yaml: evaluate.prompts: Input should be greater than or equal to 1"),
+    ("base.pad_token", "<|end|>", "base", "params.yaml: base: pad_token must differ from eos_token"),
+]
+
+
+def one_line(ended: Any, stage: str, says: str) -> None:
+    """Exit 2 and exactly one line, which begins with the stage and names what is wrong."""
+    code = ended.returncode if isinstance(ended, subprocess.CompletedProcess) else ended.code
+    assert code == 2, ended.stderr
+    assert ended.stderr.startswith(f"{stage}: {says}"), ended.stderr
+    assert ended.stderr.count("\n") == 1
+    assert "Traceback" not in ended.stderr
+
+
+@pytest.mark.parametrize(("name", "value", "stage", "says"), BAD_PARAMETERS, ids=lambda part: str(part)[:20])
+def test_a_bad_parameter_stops_its_stage_and_check(
+    project: "Project", stage_main: Main, name: str, value: Any, stage: str, says: str
+) -> None:
+    project.set(name, value)
+    one_line(stage_main(project, stage), stage, says)
+    one_line(stage_main(project, "check"), "check", says)
+
+
+def test_the_command_itself_says_so(project: "Project") -> None:
+    """The other tests run a stage's main function within this process, to import torch once."""
+    project.set("ppo.clip_ratio", -1)
+    ended = project.stage("ppo")
+    one_line(ended, "ppo", "params.yaml: ppo.clip_ratio: Input should be greater than 0 (got -1)")
+    assert ended.stdout == ""
+
+
+@pytest.mark.pipeline
+def test_dvc_repro_with_a_bad_parameter_keeps_every_output(finished: "Project") -> None:
+    before = finished.outputs()
+    assert len(before) > 50
+    for name, value, _, says in BAD_PARAMETERS[:5:2]:
+        good = (finished.root / "params.yaml").read_bytes()
+        finished.set(name, value)
+        done = finished.run(sys.executable, "-m", "dvc", "repro")
+        assert done.returncode != 0
+        assert f"check: {says}" in done.stderr
+        assert finished.outputs() == before, name
+        (finished.root / "params.yaml").write_bytes(good)
+    assert finished.repro() == []
+
+
+@pytest.mark.pipeline
+def test_dvc_repro_without_a_block_keeps_every_output(finished: "Project") -> None:
+    before = finished.outputs()
+    content = (finished.root / "params.yaml").read_text(encoding="utf-8")
+    (finished.root / "params.yaml").write_text(content.replace("\nppo:\n", "\nppi:\n"), encoding="utf-8")
+    done = finished.run(sys.executable, "-m", "dvc", "repro")
+    assert done.returncode != 0
+    assert "check: params.yaml: ppo: missing parameter" in done.stderr
+    assert finished.outputs() == before
+
+
+@pytest.fixture
+def raw(project: "Project") -> Callable[[str], "Project"]:
+    """A project whose data are a file of the user's: `raw(text)` writes it."""
+
+    def write(text: str) -> "Project":
+        (project.root / "data/raw/set").mkdir(parents=True)
+        (project.root / "data/raw/set/train.jsonl").write_text(text, encoding="utf-8")
+        (project.root / "data/check.ok").write_text("params.yaml is valid\n", encoding="utf-8")
+        project.set("ingest.source", "files")
+        project.set("ingest.files", {"path": "set"})
+        project.set("preferences.source", "dataset")
+        project.set("runtime.tracking", False)
+        return project
+
+    return write
+
+
+LINES = [json.dumps({"prompt": f"Question {number}?", "response": "Answer."}) for number in range(1, 31)]
+
+
+@pytest.mark.parametrize(
+    ("lines", "says"),
+    [
+        ([*LINES[:16], LINES[16][:-2], *LINES[17:]], "data/raw/set/train.jsonl, row 17: broken JSON"),
+        ([*LINES[:16], "[1, 2]", *LINES[17:]], "data/raw/set/train.jsonl, row 17: expected a JSON object"),
+        ([*LINES[:16], '{"question": "?"}', *LINES[17:]], "data/raw/set/train.jsonl, row 17: "),
+        ([], "data/raw/set/train.jsonl: "),
+    ],
+    ids=["broken JSON", "no object", "missing column", "empty"],
+)
+def test_bad_rows_of_the_users(raw: Callable[[str], "Project"], stage_main: Main, lines: list[str], says: str) -> None:
+    one_line(stage_main(raw("".join(line + "\n" for line in lines)), "ingest"), "ingest", says)
+
+
+def test_a_folder_of_the_users_that_is_missing(raw: Callable[[str], "Project"], stage_main: Main) -> None:
+    project = raw("")
+    shutil.rmtree(project.root / "data/raw/set")
+    ended = stage_main(project, "ingest")
+    one_line(ended, "ingest", "")
+    assert "data/raw/set" in ended.stderr
+
+
+DEMONSTRATIONS = "data/ingest/demonstrations.jsonl"
+PPO_PROMPTS = "data/ingest/ppo_prompts.jsonl"
+
+
+def break_row_17(text: str) -> str:
+    lines = text.splitlines(keepends=True)
+    return "".join([*lines[:16], lines[16][:-3] + "\n", *lines[17:]])
+
+
+@pytest.mark.pipeline
+@pytest.mark.parametrize(
+    ("edit", "says"),
+    [
+        (break_row_17, "demonstrations.jsonl, row 17: broken JSON"),
+        (lambda text: text.replace('"response"', '"reply"'), "response: missing column (180 rows: 1, 2, 3, 4, 5, …)"),
+        (lambda text: text.replace('"response"', '"reply"', 1), "response: missing column (1 row: 1)"),
+        (lambda text: "", "demonstrations.jsonl: empty data set; at least one row is needed"),
+        (lambda text: text.replace('"user"', '"assistant"'), "prompt: must be a conversation of non-empty turns"),
+    ],
+    ids=["broken JSON", "missing column", "missing in one row", "empty", "no user"],
+)
+def test_a_bad_dataset_between_stages(
+    finished: "Project", stage_main: Main, edit: Callable[[str], str], says: str
+) -> None:
+    path = finished.root / DEMONSTRATIONS
+    before = finished.outputs()
+    path.write_text(edit(path.read_text(encoding="utf-8")), encoding="utf-8")
+    ended = stage_main(finished, "sft")
+    one_line(ended, "sft", "")
+    assert says in ended.stderr
+    after = finished.outputs()
+    assert after | {DEMONSTRATIONS: before[DEMONSTRATIONS]} == before
+
+
+@pytest.mark.pipeline
+@pytest.mark.parametrize("path", [DEMONSTRATIONS, "models/base", "data/check.ok", "tasks/sft.py"])
+def test_a_missing_file(finished: "Project", stage_main: Main, path: str) -> None:
+    before = finished.outputs()
+    (finished.root / path).rename(finished.root / "elsewhere")
+    one_line(stage_main(finished, "sft"), "sft", f"{path}: file not found; `dvc repro sft` makes what the stage needs")
+    assert finished.outputs().keys() <= before.keys()
+
+
+@pytest.mark.pipeline
+@pytest.mark.parametrize("stage", ["ppo", "evaluate"])
+def test_a_leaked_heldout_prompt(finished: "Project", stage_main: Main, stage: str) -> None:
+    leaked = finished.rows("data/ingest/heldout.jsonl")[3]
+    rows = [*finished.rows(PPO_PROMPTS)[:4], {"prompt_id": leaked["prompt_id"], "prompt": leaked["prompt"]}]
+    finished.write_rows(PPO_PROMPTS, rows)
+    before = finished.outputs()
+    ended = stage_main(finished, stage)
+    one_line(ended, stage, "leaked held-out prompt: ")
+    assert f"stands in {PPO_PROMPTS}, row 5, too (1 such rows)" in ended.stderr
+    assert finished.outputs() == before
+
+
+def with_long_prompt(project: "Project") -> "Project":
+    prompt = [{"role": "user", "content": "What is a good breakfast? " * 40}]
+    rows = project.rows(PPO_PROMPTS)[:8]
+    rows.insert(2, {"prompt_id": prompt_id(prompt), "prompt": prompt})
+    project.write_rows(PPO_PROMPTS, rows)
+    return project
+
+
+@pytest.mark.pipeline
+def test_a_prompt_longer_than_the_context(finished: "Project", stage_main: Main) -> None:
+    before = with_long_prompt(finished).outputs()
+    ended = stage_main(finished, "ppo")
+    one_line(ended, "ppo", f"{PPO_PROMPTS}, row 3: ")
+    assert "and 24 new ones are longer than the 96 that fit; " in ended.stderr
+    assert finished.outputs() == before
+
+
+@pytest.mark.pipeline
+def test_a_prompt_longer_than_the_context_is_dropped_on_demand(finished: "Project", stage_main: Main) -> None:
+    finished.set("runtime.tracking", False)
+    with_long_prompt(finished)
+    finished.set("long_rows", "drop")
+    finished.set("ppo.steps", 1)
+    assert stage_main(finished, "ppo").code == 0
+    assert finished.json("metrics/ppo.json")["prompts_too_long"] == 1
+
+
+@pytest.mark.pipeline
+def test_prompts_that_all_are_too_long(finished: "Project", stage_main: Main) -> None:
+    finished.set("runtime.tracking", False)
+    finished.set("long_rows", "drop")
+    finished.set("ppo.max_new_tokens", 95)
+    one_line(stage_main(finished, "ppo"), "ppo", f"{PPO_PROMPTS}: none of its 72 rows fits into 96 tokens")
+
+
+@pytest.mark.pipeline
+def test_a_tokenizer_whose_pad_is_its_eos(finished: "Project", stage_main: Main) -> None:
+    path = finished.root / "models/sft/tokenizer_config.json"
+    text = path.read_text(encoding="utf-8")
+    path.write_text(text.replace('"pad_token": "<|pad|>"', '"pad_token": "<|end|>"'), encoding="utf-8")
+    assert path.read_text(encoding="utf-8") != text
+    ended = stage_main(finished, "preferences")
+    one_line(ended, "preferences", "")
+    assert "pad token equals eos token" in ended.stderr
+
+
+FULL_DISK = """
+import errno, os, sys
+
+def refuse(event, details):
+    if event == "open" and ".partial" in str(details[0]) and details[2] & os.O_WRONLY:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), details[0])
+
+sys.addaudithook(refuse)
+"""
+
+
+@pytest.mark.pipeline
+def test_no_space_left_for_the_outs(finished: "Project", tmp_path: Path) -> None:
+    (tmp_path / "hooks").mkdir()
+    (tmp_path / "hooks/sitecustomize.py").write_text(FULL_DISK, encoding="utf-8")
+    before = finished.outputs()
+    ended = finished.stage("ingest", PYTHONPATH=str(tmp_path / "hooks"))
+    one_line(ended, "ingest", "no space left on the device (")
+    assert finished.outputs() == before
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Callable[[Path], None]]:
+    """Puts a file system of 64 KiB in the place of a folder; skips where that is not allowed."""
+    mounted: list[Path] = []
+
+    def mount(folder: Path) -> None:
+        command = ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(folder)]
+        if os.geteuid() != 0 or subprocess.run(command, check=False, capture_output=True).returncode != 0:
+            pytest.skip("only root may mount a small file system")
+        mounted.append(folder)
+
+    yield mount
+    for folder in mounted:
+        subprocess.run(["umount", str(folder)], check=True)
+
+
+@pytest.mark.pipeline
+@pytest.mark.parametrize(("stage", "folder"), [("base", "models"), ("ingest", "data/ingest"), ("base", "work")])
+def test_a_disk_that_is_really_full(
+    finished: "Project", stage_main: Main, small_disk: Callable[[Path], None], stage: str, folder: str
+) -> None:
+    """Libraries that write from Rust and C++ word it in their own way."""
+    finished.set("runtime.checkpoint_every", 1)
+    finished.set("runtime.tracking", False)
+    small_disk(finished.root / folder)
+    one_line(stage_main(finished, stage), stage, "no space left on the device (")
+
+
+@pytest.fixture(scope="module")
+def prefect_home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where Prefect keeps the data base of these tests."""
+    return tmp_path_factory.mktemp("prefect")
+
+
+@pytest.fixture
+def leash_run(prefect_home: Path) -> Iterator[Callable[["Project"], "subprocess.CompletedProcess[str]"]]:
+    """`leash run` in a project, whose Prefect server is kept from one run to the next and stopped at the end."""
+    served: list[Project] = []
+    home = {"PREFECT_HOME": str(prefect_home)}
+
+    def leash(project: "Project", *words: str) -> "subprocess.CompletedProcess[str]":
+        return project.run(sys.executable, "-m", "flows.cli", *words, **home)
+
+    def run(project: "Project") -> "subprocess.CompletedProcess[str]":
+        if project not in served:
+            served.append(project)
+            with socket.socket() as probe:
+                probe.bind(("127.0.0.1", 0))
+                port = probe.getsockname()[1]
+            started = leash(project, "up", "--port", str(port))
+            assert started.returncode == 0, started.stderr
+        return leash(project, "run")
+
+    yield run
+    for project in served:
+        leash(project, "up", "--stop")
+
+
+@pytest.mark.pipeline
+def test_leash_run_says_the_same_and_keeps_every_output(
+    finished: "Project", leash_run: Callable[["Project"], "subprocess.CompletedProcess[str]"]
+) -> None:
+    before = finished.outputs()
+    good = (finished.root / "params.yaml").read_bytes()
+    for name, value, _, says in (BAD_PARAMETERS[2], BAD_PARAMETERS[3]):
+        finished.set(name, value)
+        one_line(leash_run(finished), "error", f"check: {says}")
+        assert finished.outputs() == before
+        (finished.root / "params.yaml").write_bytes(good)
+
+    (finished.root / "data/raw/set").mkdir()
+    broken = break_row_17("".join(line + "\n" for line in LINES))
+    (finished.root / "data/raw/set/train.jsonl").write_text(broken, encoding="utf-8")
+    finished.set("ingest.source", "files")
+    finished.set("ingest.files", {"path": "set"})
+    finished.set("preferences.source", "dataset")
+    one_line(leash_run(finished), "error", "ingest: data/raw/set/train.jsonl, row 17: broken JSON")

@@ -1,0 +1,193 @@
+"""The whole of params.yaml: what is valid, and every rule by which it is refused, in one line that names the key."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlhf_core.errors import UserError
+from rlhf_core.tokenizer import ROLES
+from tasks.params import base
+from tasks.params.all import Params
+from tasks.params.loader import parse, read_yaml
+
+ROOT = Path(__file__).resolve().parents[2]
+FILES = [ROOT / "params.yaml", *sorted((ROOT / "examples").glob("*.yaml"))]
+FILES_SOURCE = {"source": "files", "files": {"path": "set"}}
+
+Content = dict[str, Any]
+
+
+@pytest.fixture
+def content() -> Content:
+    return read_yaml(ROOT / "examples" / "tiny.yaml")
+
+
+def put(content: Content, name: str, value: Any) -> Content:
+    *above, last = name.split(".")
+    block = content
+    for part in above:
+        block = block[part]
+    block[last] = value
+    return content
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
+def test_every_shipped_file_is_valid(path: Path) -> None:
+    parse(Params, read_yaml(path))
+
+
+REFUSED = [
+    # unknown, missing, of a wrong type
+    ("ppo.clip_ration", 0.2, "ppo.clip_ration: unknown parameter"),
+    ("pppo", {}, "pppo: unknown parameter"),
+    ("ppo.kl.cof", 0.1, "ppo.kl.cof: unknown parameter"),
+    ("runtime.traking", True, "runtime.traking: unknown parameter"),
+    ("ppo", None, "ppo: Input should be a valid dictionary"),
+    ("ppo.kl", 3, "ppo.kl: Input should be a valid dictionary"),
+    ("ppo.steps", "four", "ppo.steps: Input should be a valid integer (got 'four')"),
+    ("ppo.steps", 4.0, "ppo.steps: Input should be a valid integer (got 4.0)"),
+    ("ppo.steps", True, "ppo.steps: Input should be a valid integer (got True)"),
+    ("ppo.learning_rate", "1e-4", "ppo.learning_rate: Input should be a valid number (got '1e-4')"),
+    ("ppo.clip_ratio", True, "ppo.clip_ratio: Input should be a valid number (got True)"),
+    ("ppo.score.normalise", "off", "ppo.score.normalise: Input should be a valid boolean (got 'off')"),
+    ("ppo.kl.coef", float("nan"), "ppo.kl.coef: Input should be a finite number"),
+    ("ppo.kl.coef", float("inf"), "ppo.kl.coef: Input should be a finite number"),
+    # impossible
+    ("ppo.clip_ratio", -1, "ppo.clip_ratio: Input should be greater than 0 (got -1)"),
+    ("ppo.clip_ratio", 1.0, "ppo.clip_ratio: Input should be less than 1"),
+    ("ppo.kl.coef", -0.1, "ppo.kl.coef: Input should be greater than or equal to 0"),
+    ("ppo.gamma", 1.1, "ppo.gamma: Input should be less than or equal to 1"),
+    ("ppo.lam", -0.1, "ppo.lam: Input should be greater than or equal to 0"),
+    ("ppo.temperature", 0, "ppo.temperature: Input should be greater than 0"),
+    ("ppo.steps", 0, "ppo.steps: Input should be greater than or equal to 1"),
+    ("ppo.kl.controller", "pid", "ppo.kl.controller: Input should be 'fixed' or 'adaptive' (got 'pid')"),
+    ("ppo.critic.init", "policy", "ppo.critic.init: Input should be 'reward' or 'sft'"),
+    ("ppo.optimizer.betas", [0.9], "ppo.optimizer: betas must be two numbers"),
+    ("ppo.optimizer.betas", [0.9, 1.0], "ppo.optimizer: betas must be two numbers"),
+    ("preferences.samples_per_prompt", 1, "preferences.samples_per_prompt: Input should be greater than or equal to 2"),
+    ("preferences.annotators.flip_rate", 0.5, "flip_rate: Input should be less than 0.5"),
+    ("evaluate.prompts", 0, "evaluate.prompts: Input should be greater than or equal to 1 (got 0)"),
+    ("sft.learning_rate", 0, "sft.learning_rate: Input should be greater than 0"),
+    ("reward.epochs", 0, "reward.epochs: Input should be greater than 0"),
+    ("report.samples", 0, "report.samples: Input should be greater than or equal to 1"),
+    ("threads", 0, "threads: Input should be greater than or equal to 1"),
+    ("seed", -1, "seed: Input should be greater than or equal to 0"),
+    ("long_rows", "cut", "long_rows: Input should be 'refuse' or 'drop' (got 'cut')"),
+    ("ingest.source", "csv", "ingest.source: Input should be 'demo', 'files' or 'huggingface'"),
+    ("ingest.demo.domains", 10, "ingest.demo.domains: Input should be less than or equal to 9"),
+    ("base.scratch.vocabulary", 100, "base.scratch.vocabulary: Input should be greater than or equal to 300"),
+    # truncated sampling
+    ("ppo.top_p", 0.9, "ppo: top_p is refused in rollouts"),
+    ("ppo.top_k", 50, "ppo: top_k is refused in rollouts"),
+    ("ppo.min_p", 0.1, "ppo: min_p is refused in rollouts"),
+    ("ppo.repetition_penalty", 1.1, "ppo: repetition_penalty is refused in rollouts"),
+    ("preferences.top_p", 0.9, "preferences.top_p: unknown parameter"),
+    ("evaluate.top_p", 0.9, "evaluate.top_p: unknown parameter"),
+    ("ppo.kl.estimator", "k3", "ppo.kl: estimator k3 in the reward moves the optimum"),
+    # within a block
+    ("base.pad_token", "<|end|>", "base: pad_token must differ from eos_token"),
+    ("base.pad_token", "", "base: '' cannot be pad_token or eos_token"),
+    ("base.eos_token", "e", "base: 'e' cannot be pad_token or eos_token"),
+    ("base.pad_token", "<|user|>", "base: '<|user|>' cannot be pad_token or eos_token"),
+    ("base.source", "pretrained", "the block base.pretrained is needed"),
+    ("base.scratch.heads", 5, "hidden 32 must be heads"),
+    ("base.scratch.heads", 32, "hidden 32 must be heads"),
+    ("sft.micro_batch_size", 12, "sft: batch_size 16 must be a multiple of micro_batch_size 12"),
+    ("sft.micro_batch_size", 32, "sft: batch_size 16 must be a multiple of micro_batch_size 32"),
+    ("ppo.minibatches", 3, "ppo: batch_size 16 must be a multiple of minibatches 3"),
+    ("ppo.kl", {"coef": 0.1, "controller": "adaptive", "target": 6.0, "horizon": 8}, "must not exceed kl.horizon 8"),
+    ("ingest.split.ppo", 0.3, "demonstrations + preferences + ppo must be 1, they are 1.1"),
+    ("ingest.split.heldout", 0.0, "ingest.split: heldout must be greater than 0"),
+    ("ingest.split.validation", 0.0, "ingest.split: validation must be greater than 0"),
+    ("ingest.demo", None, "the block ingest.demo is needed"),
+    ("ingest.files", {"path": "../elsewhere"}, "path must stay below data/raw/"),
+    ("ingest.files", {"path": "/etc"}, "path must stay below data/raw/"),
+    ("ingest.huggingface", {"dataset": "a/b", "revision": "main"}, "revision must be a commit hash"),
+    # across stages
+    ("preferences.source", "dataset", "preferences.source is dataset, but the demo data bring no pairs"),
+    ("preferences.source", "both", "preferences.source is both, but the demo data bring no pairs"),
+    ("ingest", FILES_SOURCE, "preferences.source is judge, but only the demo data bring a judge"),
+    ("ingest.demo.prompts", 2881, "ingest.demo.prompts is 2881, but 2 domains and 4 needs have 2880 distinct prompts"),
+    ("sft.max_tokens", 97, "sft.max_tokens is 97 tokens, longer than base.scratch.context 96"),
+    ("reward.max_tokens", 97, "reward.max_tokens is 97 tokens, longer than base.scratch.context 96"),
+    ("preferences.max_new_tokens", 96, "preferences.max_new_tokens is 96: it leaves a prompt no room"),
+    ("ppo.max_new_tokens", 96, "ppo.max_new_tokens is 96: it leaves a prompt no room"),
+    ("evaluate.max_new_tokens", 96, "evaluate.max_new_tokens is 96: it leaves a prompt no room"),
+]
+
+
+@pytest.mark.parametrize(("name", "value", "says"), REFUSED, ids=lambda part: str(part)[:30])
+def test_refused_in_one_line_that_names_the_key(content: Content, name: str, value: Any, says: str) -> None:
+    if name == "ingest":
+        value = content["ingest"] | value
+    with pytest.raises(UserError) as refusal:
+        parse(Params, put(content, name, value))
+    assert says in str(refusal.value)
+    assert "\n" not in str(refusal.value)
+    assert str(refusal.value).startswith("params.yaml: ")
+
+
+def test_the_limits_themselves_are_valid(content: Content) -> None:
+    for name, value in {"ingest.demo.prompts": 2880, "sft.max_tokens": 96, "ppo.max_new_tokens": 95}.items():
+        put(content, name, value)
+    for name, value in {"ppo.learning_rate": 1, "ppo.kl.coef": 0, "base.pad_token": "[PAD]"}.items():
+        put(content, name, value)
+    assert parse(Params, content).ppo.learning_rate == 1.0
+
+
+def test_all_mistakes_are_named_at_once(content: Content) -> None:
+    del content["report"]
+    put(content, "ppo.steps", 0)
+    put(content, "sft.epochz", 1)
+    with pytest.raises(UserError) as refusal:
+        parse(Params, content)
+    for part in ("report: missing parameter", "ppo.steps: ", "sft.epochz: unknown parameter"):
+        assert part in str(refusal.value)
+
+
+@pytest.fixture
+def written(tmp_path: Path) -> Callable[[str], Content]:
+    def write(text: str) -> Content:
+        (tmp_path / "params.yaml").write_text(text, encoding="utf-8")
+        return read_yaml(tmp_path / "params.yaml")
+
+    return write
+
+
+def test_yaml_is_read_as_yaml_1_2(written: Callable[[str], Content]) -> None:
+    read = written("a: 1e-4\nb: off\nc: yes\nd: 010\nf: 12:30\ng: on\n")
+    assert read["a"] == 0.0001
+    assert (read["b"], read["c"], read["g"]) == ("off", "yes", "on")
+    assert read["d"] == 10
+    assert read["f"] == "12:30"
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("seed: 1\nseed: 2\n", "no valid YAML"),
+        ("a: [1\n", "no valid YAML"),
+        ("a:\n\t- 1\n", "no valid YAML"),
+        ("", "expected a mapping"),
+        ("- 1\n", "expected a mapping"),
+        ("!!python/object/apply:os.system [ls]\n", "no valid YAML"),
+    ],
+)
+def test_text_that_is_no_parameter_file(written: Callable[[str], Content], text: str, says: str) -> None:
+    with pytest.raises(UserError, match=says) as refusal:
+        written(text)
+    assert "\n" not in str(refusal.value)
+
+
+def test_a_missing_file_and_foreign_bytes(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="file not found; copy one of examples"):
+        read_yaml(tmp_path / "params.yaml")
+    (tmp_path / "params.yaml").write_bytes("seed: 1 # größe".encode("latin-1"))
+    with pytest.raises(UserError, match="not UTF-8"):
+        read_yaml(tmp_path / "params.yaml")
+
+
+def test_the_roles_that_no_token_may_be_are_those_of_the_chat_template() -> None:
+    assert base.ROLES == ROLES

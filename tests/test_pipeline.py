@@ -1,0 +1,260 @@
+"""The whole tiny pipeline through `dvc repro`: what it leaves, what a change reruns, and that it can be repeated."""
+
+import csv
+import json
+import os
+import re
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from mlflow.entities import Run
+from mlflow.tracking import MlflowClient
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+
+from tasks.tracking.sender import drain
+
+if TYPE_CHECKING:
+    from tests.conftest import Project, TinyRun
+
+pytestmark = pytest.mark.pipeline
+
+ROOT = Path(__file__).resolve().parents[1]
+STAGES = ["check", "ingest", "base", "sft", "preferences", "reward", "ppo", "evaluate", "report"]
+METRICS = {
+    "ingest": "source rows_read rows_used dropped demonstrations pairs preference_prompts ppo_prompts heldout",
+    "base": "parameters vocabulary context train_loss steps",
+    "sft": "train_loss validation_loss validation_perplexity base_validation_loss best_step steps tokens",
+    "preferences": "prompts samples pairs ties_dropped missing_eos_share mean_response_tokens annotator_agreement "
+    "judge",
+    "reward": "heldout_accuracy heldout_accuracy_ci95 heldout_loss heldout_pairs train_accuracy "
+    "expected_calibration_error length_correlation score_mean score_std gold_correlation",
+    "ppo": "steps reward_first reward_last gold_first gold_last kl_last entropy_last kl_coef_last "
+    "missing_eos_share_last explained_variance_last optimizer_steps",
+    "evaluate": "judge win_rate_judge prompts gold_sft gold_policy reward_sft reward_policy win_rate win_rate_ci95 "
+    "ties kl_per_sequence kl_k3_per_sequence response_tokens_sft response_tokens_policy missing_eos_share "
+    "missing_eos_share_sft distinct_1_sft distinct_2_sft distinct_1_policy distinct_2_policy heldout_loss_sft "
+    "heldout_loss_policy alignment_tax",
+}
+PLOTS = {
+    "sft": "step train_loss validation_loss",
+    "reward": "step loss accuracy",
+    "reward_calibration": "bin_low bin_high predicted observed pairs",
+    "ppo": "step reward_raw score reward_shaped gold kl kl_k3 entropy clip_fraction value_clip_fraction "
+    "advantage_abs policy_loss value_loss explained_variance grad_norm_policy grad_norm_critic response_tokens_mean "
+    "response_tokens_max missing_eos_share ratio_max approx_kl kl_coef learning_rate engine_mismatch_max "
+    "engine_mismatch_k3 min_token_reward repeated_ngram_share optimizer_steps",
+}
+DATA = ["ingest/demonstrations", "ingest/pairs", "ingest/preference_prompts", "ingest/ppo_prompts", "ingest/heldout"]
+DATA += ["ingest/dropped", "preferences/preferences", "preferences/samples", "ppo/samples", "evaluate/samples"]
+
+
+@pytest.fixture
+def first(tiny_run: "TinyRun") -> "Project":
+    """The project of the one tiny run, to look at."""
+    return tiny_run.project
+
+
+def table(project: "Project", name: str) -> list[dict[str, str]]:
+    with (project.root / "plots" / f"{name}.csv").open(encoding="utf-8", newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def test_the_stages_run_in_their_order(tiny_run: "TinyRun") -> None:
+    assert tiny_run.ran == STAGES
+
+
+@pytest.mark.parametrize("stage", METRICS)
+def test_metrics_have_the_names_that_others_rely_on(first: "Project", stage: str) -> None:
+    metrics = first.json(f"metrics/{stage}.json")
+    assert set(METRICS[stage].split()) <= metrics.keys()
+
+
+def test_intervals_enclose_what_they_are_about(first: "Project") -> None:
+    evaluate, reward = first.json("metrics/evaluate.json"), first.json("metrics/reward.json")
+    for value, (low, high) in (
+        (evaluate["win_rate"], evaluate["win_rate_ci95"]),
+        (reward["heldout_accuracy"], reward["heldout_accuracy_ci95"]),
+    ):
+        assert 0 <= low <= high <= 1
+        assert low <= value + 0.1
+        assert value - 0.1 <= high
+    assert evaluate["prompts"] == 40
+    assert "simulated" in evaluate["win_rate_judge"]
+
+
+@pytest.mark.parametrize("name", PLOTS)
+def test_plots_have_the_columns_that_others_rely_on(first: "Project", name: str) -> None:
+    rows = table(first, name)
+    assert set(PLOTS[name].split()) <= rows[0].keys()
+
+
+def test_ppo_writes_a_row_a_step_and_its_first_ratio_is_one(first: "Project") -> None:
+    rows = table(first, "ppo")
+    assert [row["step"] for row in rows] == ["1", "2", "3", "4"]
+    assert float(rows[0]["kl"]) == pytest.approx(0.0, abs=1e-4), "before the first update the policy is its reference"
+    assert max(float(row["engine_mismatch_max"]) for row in rows) < 1e-3
+
+
+def test_samples_are_on_disk(first: "Project") -> None:
+    assert {path.relative_to(first.root / "data").as_posix() for path in first.root.glob("data/*/*.jsonl")} == {
+        f"{name}.jsonl" for name in DATA
+    }
+    assert len(first.rows("data/evaluate/samples.jsonl")) == 40
+    watched = first.rows("data/ppo/samples.jsonl")
+    assert sorted({row["step"] for row in watched}) == [0, 2, 4]
+    assert len(watched) == 3 * 20
+
+
+@pytest.mark.parametrize("name", ["base", "sft", "policy"])
+def test_language_models_load(first: "Project", name: str) -> None:
+    folder = first.root / "models" / name
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    assert tokenizer.pad_token_id != tokenizer.eos_token_id
+    text = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "Hello?"}], add_generation_prompt=True, tokenize=False
+    )
+    ids = tokenizer(text, return_tensors="pt", add_special_tokens=False)["input_ids"]
+    assert model(ids).logits.shape == (1, ids.shape[1], len(tokenizer))
+
+
+@pytest.mark.parametrize("name", ["reward", "critic"])
+def test_scalar_models_load(first: "Project", name: str) -> None:
+    folder = first.root / "models" / name
+    model = AutoModelForSequenceClassification.from_pretrained(folder)
+    ids = AutoTokenizer.from_pretrained(folder)("Hello", return_tensors="pt")["input_ids"]
+    assert model(ids).logits.shape == (1, 1)
+    assert model.score.weight.abs().sum() > 0
+
+
+def test_the_reward_model_brings_the_normalisation_that_ppo_uses(first: "Project") -> None:
+    config, metrics = first.json("models/reward/config.json"), first.json("metrics/reward.json")
+    assert (config["score_mean"], config["score_std"]) == (metrics["score_mean"], metrics["score_std"])
+
+
+def test_no_pickle_and_nothing_of_this_machine_in_the_outs(first: "Project") -> None:
+    outputs = first.outputs()
+    assert not [name for name in outputs if name.endswith((".bin", ".pt", ".pkl"))]
+    marks = [str(first.root), str(Path.home()) + "/", sys.prefix, os.uname().nodename]
+    year = re.compile(rb"20[0-9]{2}-[0-9]{2}-[0-9]{2}[T ]")
+    for name, content in outputs.items():
+        assert not [mark for mark in marks if len(mark) > 6 and mark.encode() in content], name
+        assert not year.search(content), name
+
+
+def test_dvc_shows_metrics_plots_and_parameters(finished: "Project") -> None:
+    assert "metrics/evaluate.json" in finished.dvc("metrics", "show").stdout
+    assert "index.html" in finished.dvc("plots", "show").stdout
+    finished.set("ppo.kl.coef", 0.07)
+    assert "ppo.kl.coef" in finished.dvc("params", "diff").stdout
+
+
+def test_a_second_repro_runs_nothing(finished: "Project") -> None:
+    before = finished.outputs()
+    assert finished.repro() == []
+    assert finished.outputs() == before
+
+
+def test_what_cannot_change_a_result_runs_nothing_but_check(finished: "Project") -> None:
+    finished.set("runtime.checkpoint_every", 7)
+    before = finished.outputs()
+    assert finished.repro() == ["check"]
+    after = finished.outputs()
+    assert {name for name in before if before[name] != after[name]} == {"dvc.lock"}
+
+
+def test_a_change_of_the_leash_reruns_what_depends_on_it_and_back_runs_nothing(finished: "Project") -> None:
+    before, params = finished.outputs(), (finished.root / "params.yaml").read_bytes()
+    finished.set("ppo.kl.coef", 2.0)
+    assert finished.repro() == ["check", "ppo", "evaluate", "report"]
+    changed = finished.outputs()
+    upstream = [name for name in before if name.startswith(("models/sft", "models/reward", "data/preferences"))]
+    assert upstream
+    assert {name: changed[name] for name in upstream} == {name: before[name] for name in upstream}
+    assert changed["models/policy/model.safetensors"] != before["models/policy/model.safetensors"]
+    assert finished.json("metrics/ppo.json")["kl_coef_last"] == 2.0
+    look_at_two_pipeline_runs(finished)
+
+    (finished.root / "params.yaml").write_bytes(params)
+    assert finished.repro() == ["check"], "DVC has the other results already"
+    assert finished.outputs() == before
+
+
+def look_at_two_pipeline_runs(project: "Project") -> None:
+    """The compare page answers what changed and what it did; what did not run is linked to the run that made it."""
+    parents = pipeline_runs(project)
+    assert sorted(run.data.params["ppo.kl.coef"] for run in parents) == ["0.05", "2.0"]
+    new = next(run for run in parents if run.data.params["ppo.kl.coef"] == "2.0")
+    assert set(children(project, new)) == {"ppo", "evaluate", "report"}
+    assert new.data.metrics["sft/validation_loss"] == project.json("metrics/sft.json")["validation_loss"]
+    assert len(new.data.tags["leash.restored.sft"]) == 32
+
+
+def address(project: "Project") -> str:
+    return f"sqlite:///{project.root / 'mlflow.db'}"
+
+
+def client(project: "Project") -> MlflowClient:
+    return MlflowClient(address(project))
+
+
+def search(project: "Project") -> list[Run]:
+    drain(project.root, uri=address(project))
+    found = client(project)
+    return list(found.search_runs([found.get_experiment_by_name("leash").experiment_id]))
+
+
+def pipeline_runs(project: "Project") -> list[Run]:
+    return [run for run in search(project) if "mlflow.parentRunId" not in run.data.tags]
+
+
+def children(project: "Project", parent: Run) -> dict[str, Run]:
+    own = [run for run in search(project) if run.data.tags.get("mlflow.parentRunId") == parent.info.run_id]
+    return {run.data.tags["leash.stage"]: run for run in own}
+
+
+def numbers_of(project: "Project") -> dict[str, Any]:
+    found = {}
+    for stage in METRICS:
+        for name, value in project.json(f"metrics/{stage}.json").items():
+            if isinstance(value, int | float):
+                found[f"{stage}/{name}"] = pytest.approx(float(value))
+    return found
+
+
+def test_mlflow_has_the_pipeline_run_and_a_child_a_stage(finished: "Project") -> None:
+    (parent,) = pipeline_runs(finished)
+    assert parent.info.status == "FINISHED"
+    assert parent.data.params["ppo.kl.coef"] == "0.05"
+    assert parent.data.params["ingest.source"] == "demo"
+    assert {name: parent.data.metrics.get(name) for name in numbers_of(finished)} == numbers_of(finished)
+    stages = children(finished, parent)
+    assert stages.keys() == set(STAGES) - {"check"}, "check is not tracked"
+    assert {run.info.status for run in stages.values()} == {"FINISHED"}
+    history = client(finished).get_metric_history(stages["ppo"].info.run_id, "ppo/kl")
+    assert [point.step for point in history] == [1, 2, 3, 4]
+    assert stages["ppo"].data.params["ppo.clip_ratio"] == "0.2"
+    inputs = {entry.dataset.name for entry in stages["ppo"].inputs.dataset_inputs}
+    assert {"ppo_prompts", "heldout"} <= inputs
+    files = client(finished).list_artifacts(stages["report"].info.run_id, "report")
+    assert "report/index.html" in [file.path for file in files]
+
+
+def test_the_policy_is_registered_by_reference(finished: "Project") -> None:
+    drain(finished.root, uri=address(finished))
+    version = client(finished).get_model_version_by_alias("leash-policy", "current")
+    lock = (finished.root / "dvc.lock").read_text(encoding="utf-8")
+    digest = re.search(r"path: models/policy\n\s+hash: md5\n\s+md5: (\S+)", lock)
+    assert digest is not None
+    assert version.source == f"dvc://models/policy?md5={digest[1]}"
+
+
+def test_two_clones_in_other_places_give_the_same_lock(project: "Project", first: "Project") -> None:
+    """Another folder, hash seed, time zone, locale and user: the same bytes."""
+    ran = project.repro(PYTHONHASHSEED="42", TZ="America/Lima", LC_ALL="C", USER="nobody")
+    assert ran == STAGES
+    assert (project.root / "dvc.lock").read_text() == (first.root / "dvc.lock").read_text()
+    assert project.outputs() == first.outputs()
+    assert json.loads((project.root / "metrics/evaluate.json").read_text()) == first.json("metrics/evaluate.json")
