@@ -14,7 +14,7 @@ INSTALL_TORCH := $(INSTALL) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torc
 
 run: setup  ## Rebuild the demo: data, models, metrics, report
 	dvc repro
-	@python -m flows.cli where
+	@echo; python -m flows.cli where
 
 test: setup-dev  ## Run the tests
 	python -m pytest

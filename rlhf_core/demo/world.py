@@ -68,7 +68,7 @@ class DemoWorld:
         return [RUNNING_EXAMPLE, *others][:count]
 
     def demonstration(self, prompt: str, index: int) -> str:
-        """An answer to a prompt of this world; about a third are good, the rest mediocre or bad.
+        """An answer to a prompt of this world; about one in eight is good, the rest mediocre or bad.
 
         Seeded by the world's seed, the prompt and `index`. Raises UserError for a prompt that names no topic or no need
         of this world.
@@ -219,6 +219,6 @@ def _repetitive(w: _Writer) -> str:
 
 
 _KINDS: dict[Callable[[_Writer], str], float] = {
-    _good: 32, _unexplained: 14, _single: 8, _unsuitable: 6, _misplaced: 5, _wrong_reason: 5,
-    _off_topic: 5, _dismissive: 8, _half_hearted: 6, _rambling: 6, _repetitive: 5,
+    _good: 12, _unexplained: 21, _single: 15, _unsuitable: 4, _misplaced: 5, _wrong_reason: 7,
+    _off_topic: 4, _dismissive: 13, _half_hearted: 8, _rambling: 8, _repetitive: 3,
 }  # fmt: skip
