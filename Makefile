@@ -8,9 +8,9 @@ export MLFLOW_DISABLE_TELEMETRY := true
 # For example TORCH_INDEX=https://download.pytorch.org/whl/cpu, where PyPI's wheel (with CUDA) is not wanted.
 TORCH_INDEX ?=
 INSTALL := python -m pip install --disable-pip-version-check --quiet --constraint constraints.txt
-INSTALL_TORCH := $(INSTALL) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch
+INSTALL_TORCH := $(INSTALL) $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) torch
 
-.PHONY: run test setup setup-dev lint types layers check seeds audit clean help
+.PHONY: run test setup setup-dev lint types layers check seeds audit help
 
 run: setup  ## Rebuild the demo: data, models, metrics, report
 	dvc repro
@@ -31,7 +31,7 @@ $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/.run-installed: pyproject.toml constraints.txt | $(VENV)/bin/python
-	@echo "Installing into .venv: about 2 GB on disk (PyTorch, transformers, MLflow, Prefect, DVC); some minutes."
+	@echo "Installing into .venv: about 2 GB with a CPU wheel of PyTorch, several GB more with CUDA; some minutes."
 	$(INSTALL_TORCH)
 	$(INSTALL) --editable .
 	@touch $@

@@ -83,16 +83,17 @@ def pipeline(
         lockfile.restore_order(home, graph, before)
     outcomes = {stage: _outcome(stage, future.state) for stage, future in futures.items()}
     errors = [error for stage, future in futures.items() if (error := _error(stage, future.state)) is not None]
-    finish_tracking(home, succeeded=not errors)
+    finish_tracking(home, list(outcomes.values()))
     if errors:
         raise PipelineFailed(errors, list(outcomes.values()))
     artifacts.publish(home)
     return outcomes
 
 
-def finish_tracking(root: Path, *, succeeded: bool) -> None:
+def finish_tracking(root: Path, outcomes: list[Outcome]) -> None:
     """Close the parent run of this pipeline run, and send to MLflow what it has not received."""
-    if waiting := finish(root, "FINISHED" if succeeded else "FAILED"):
+    done = [outcome.stage for outcome in outcomes if outcome.state not in {FAILED, NOT_RUN}]
+    if waiting := finish(root, "FINISHED" if len(done) == len(outcomes) else "FAILED", done):
         get_run_logger().warning(waiting)
 
 

@@ -4,6 +4,8 @@ A stage that DVC restored made no run of its own under this pipeline run; its fi
 """
 
 import json
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,7 @@ from dvc.repo import Repo
 
 from rlhf_core.errors import UserError
 from tasks.definition import Definition, executable, pipeline_identity
-from tasks.params.loader import read_yaml
+from tasks.params.loader import PARAMS_FILE, parse, read_yaml
 from tasks.params.runtime import RuntimeParams
 from tasks.tracking.sender import drain
 from tasks.tracking.tracker import PipelineTracker, Status, Tracker
@@ -23,31 +25,39 @@ def headline_numbers(stage: str, metrics: dict[str, Any]) -> dict[str, float | N
     return {f"{stage}/{name}": float(value) for name, value in numbers.items()}
 
 
-def describe(tracker: PipelineTracker | Tracker, repo: Repo, params: dict[str, Any]) -> None:
-    """Show every stage's figures on the pipeline run, and link the runs of stages that DVC restored."""
-    for stage in executable(repo):
-        definition = Definition(stage.addressing, repo)
-        metrics = Path(repo.root_dir) / "metrics" / f"{definition.name}.json"
-        if metrics.exists():
-            tracker.headline(headline_numbers(definition.name, json.loads(metrics.read_text(encoding="utf-8"))))
-            try:
-                tracker.link_restored(definition.name, definition.key(params, definition.hashes()))
-            except UserError:
-                continue  # an input is gone; what it once was is not known here
+def describe(
+    tracker: PipelineTracker | Tracker, repo: Repo, params: dict[str, Any], stages: Iterable[str] | None = None
+) -> None:
+    """Show the figures of `stages` (None: all) on the pipeline run, and link the runs of those that DVC restored."""
+    known = [stage.addressing for stage in executable(repo)]
+    for name in known if stages is None else [name for name in known if name in set(stages)]:
+        metrics = Path(repo.root_dir) / "metrics" / f"{name}.json"
+        if not metrics.exists():
+            continue
+        tracker.headline(headline_numbers(name, json.loads(metrics.read_text(encoding="utf-8"))))
+        definition = Definition(name, repo)
+        with suppress(UserError):  # an input is gone; what it once was is not known here
+            tracker.link_restored(name, definition.key(params, definition.hashes()))
 
 
-def finish(root: Path, status: Status) -> str:
+def finish(root: Path, status: Status, stages: Sequence[str]) -> str:
     """Describe and close the pipeline run, and send to MLflow what it has not received. Returns what is left, in words.
 
-    For the driver of the whole graph; does nothing where `runtime.tracking` is off.
+    For the driver of the graph; `stages` are those whose results are those of this run. Nothing is described where
+    none is, where params.yaml is refused (that is the stages' to say), or where `runtime.tracking` is off.
     """
-    params = read_yaml(root / "params.yaml")
-    if not RuntimeParams.model_validate(params.get("runtime", {})).tracking:
+    try:
+        params = read_yaml(root / PARAMS_FILE)
+        tracking = parse(RuntimeParams, params.get("runtime", {}), "runtime").tracking
+    except UserError:
         return ""
-    with Repo(str(root)) as repo:
-        tracker = PipelineTracker.open(root, pipeline_identity(repo, params))
-        describe(tracker, repo, params)
-        tracker.close_parent(status)
-        tracker.close()
+    if not tracking:
+        return ""
+    if stages:
+        with Repo(str(root)) as repo:
+            tracker = PipelineTracker.open(root, pipeline_identity(repo, params))
+            describe(tracker, repo, params, stages)
+            tracker.close_parent(status)
+            tracker.close()
     drained = drain(root)
     return f"{drained.left} events wait in work/outbox for MLflow ({drained.reason})" if drained.left else ""

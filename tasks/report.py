@@ -1,14 +1,10 @@
 """Stage `report`: one self-contained page with the pictures, tables and samples of the run, and the pictures as PNG
 files. Which files it reads and where its own go stands here; what they show is decided in tasks/page/."""
 
-from dvc.repo import Repo
-
 from tasks.page.figures import draw
 from tasks.page.inputs import read_run
 from tasks.page.page import render, write_page
-from tasks.params.loader import read_yaml
 from tasks.params.report import ReportParams
-from tasks.pipeline_run import describe
 from tasks.stage import Stage, run
 
 SAMPLES = "data/evaluate/samples.jsonl"
@@ -25,9 +21,7 @@ def execute(stage: Stage[ReportParams]) -> None:
     write_page(render(inputs, pictures, stage.params.samples), folder / "index.html")
     if stage.tracker:
         stage.tracker.artifact(folder, "report")
-        with Repo(str(stage.root)) as repo:
-            describe(stage.tracker, repo, read_yaml())
-        stage.tracker.close_parent("FINISHED")
+    stage.conclude()
 
 
 if __name__ == "__main__":

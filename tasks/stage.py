@@ -14,6 +14,7 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Generic, Literal, NoReturn, TypeVar
 
@@ -28,7 +29,7 @@ from tasks.jsonl import Row
 from tasks.outputs import Outputs
 from tasks.params.loader import parse, read_yaml
 from tasks.params.runtime import RuntimeParams
-from tasks.pipeline_run import headline_numbers
+from tasks.pipeline_run import describe, headline_numbers
 from tasks.progress import Progress
 from tasks.schemas.validation import load
 from tasks.tracking.tracker import Tracker
@@ -73,6 +74,8 @@ class Stage(Generic[Model]):
     rows: Mapping[str, list[Row]]
     hashes: Mapping[str, str]
     """Content hash of every input, as DVC computes it."""
+    conclude: Callable[[], None]
+    """Says that this was the last stage: the pipeline run is described and closed."""
     headline: dict[str, float | None] = field(default_factory=dict)
 
     @property
@@ -204,6 +207,7 @@ def _run(name: str, model: type[Model], execute: Execute[Model], tracked: bool) 
                 label=f"[{position}/{total} {name}]",
                 rows=rows,
                 hashes=hashes,
+                conclude=partial(_conclude, tracker, repo, content),
             )
             with _tracked(stage):
                 execute(stage)
@@ -256,6 +260,12 @@ def _open_tracker(
         if path in rows or path.startswith("data/raw"):
             tracker.inputs(Path(path).stem, path, hashes[path])
     return tracker
+
+
+def _conclude(tracker: Tracker | None, repo: Repo, content: dict[str, Any]) -> None:
+    if tracker:
+        describe(tracker, repo, content)
+        tracker.close_parent("FINISHED")
 
 
 @contextmanager

@@ -86,7 +86,7 @@ class PPOConfig(Block):
     """Responses per step."""
     minibatches: Positive
     micro_batch_size: Positive
-    """Responses in memory at a time; changes no result beyond rounding."""
+    """Responses per forward and backward pass; changes no result beyond rounding."""
     ppo_epochs: Positive
     learning_rate: PositiveNumber
     clip_ratio: Annotated[float, Field(gt=0, lt=1)]

@@ -14,7 +14,12 @@ from tasks.report import execute
 
 def write(root: Path, run: Run, out: Path, tracker: Any = None) -> dict[str, bytes]:
     stage: Any = SimpleNamespace(
-        root=root, params=ReportParams(samples=20), read=lambda path: run.samples, out=lambda path: out, tracker=tracker
+        root=root,
+        params=ReportParams(samples=20),
+        read=lambda path: run.samples,
+        out=lambda path: out,
+        tracker=tracker,
+        conclude=lambda: None,
     )
     execute(stage)
     return {path.name: path.read_bytes() for path in out.iterdir()}
