@@ -1,7 +1,7 @@
 """Nothing lives here but one setting that must precede the first import of torch.
 
 OpenMP's threads spin while they wait for each other; where other processes want the cores, that made a training step
-fifteen times slower. Waiting passively changes no result. A user's own OMP_WAIT_POLICY wins.
+twelve times slower. Waiting passively changes no result. A user's own OMP_WAIT_POLICY wins.
 """
 
 import os
