@@ -15,6 +15,8 @@ from transformers import Trainer, TrainerCallback, TrainerState, TrainingArgumen
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import PrinterCallback
 
+from rlhf_core.errors import NonFiniteError
+
 Report = Callable[[int, int, dict[str, float]], None]
 """Called after each step with (steps done, steps in all, values)."""
 
@@ -125,7 +127,7 @@ class StopAtNaN(TrainerCallback):
     """A loss that is not finite ends the run at once, before a checkpoint with it is written."""
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **kwargs: Any) -> None:
-        """Raise FloatingPointError at the first loss that is NaN or infinite."""
+        """Raise NonFiniteError at the first loss that is NaN or infinite."""
         loss = (logs or {}).get("loss", 0.0)
         if not math.isfinite(loss):
-            raise FloatingPointError(f"step {state.global_step}: the loss is {loss}; lower the learning rate")
+            raise NonFiniteError(f"step {state.global_step}: the loss is {loss}; lower the learning rate")

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -74,7 +75,10 @@ def execute(stage: Stage[EvaluateParams]) -> None:
     stage.outputs.write_jsonl("data/evaluate/samples.jsonl", rows)
     if stage.tracker:
         stage.tracker.table("evaluate_samples", rows)
-        stage.tracker.register_policy(stage.hashes["models/policy"], headline_numbers("evaluate", metrics))
+        register = partial(
+            stage.tracker.register_policy, stage.hashes["models/policy"], headline_numbers("evaluate", metrics)
+        )
+        stage.afterwards.append(register)
 
 
 def answer(

@@ -61,7 +61,7 @@ def build(stage: Stage[PPOConfig], tokenizer: PreTrainedTokenizerBase) -> tuple[
     watched, _ = fitting(
         stage,
         HELDOUT,
-        stage.read(HELDOUT)[: 2 * READ],
+        stage.read(HELDOUT),
         prompt_encoder(tokenizer),
         context_length(policy),
         reserve=config.max_new_tokens,

@@ -86,6 +86,7 @@ def draw_samples(stage: Stage[PreferencesParams]) -> tuple[list[Row], list[int],
                     "prompt": row["prompt"],
                     "sample": k,
                     "response": decode_response(tokenizer, response),
+                    "response_ids": response,
                     "ended": ended,
                     "split": row["split"],
                 }
@@ -123,6 +124,8 @@ def _pair(chosen: Row, rejected: Row) -> Row:
         "prompt": chosen["prompt"],
         "chosen": chosen["response"],
         "rejected": rejected["response"],
+        "chosen_ids": chosen["response_ids"],
+        "rejected_ids": rejected["response_ids"],
         "chosen_ended": chosen["ended"],
         "rejected_ended": rejected["ended"],
         "source": "judge",
@@ -138,6 +141,8 @@ def dataset_pairs(stage: Stage[PreferencesParams]) -> list[Row]:
     return [
         {
             **{name: row[name] for name in ("prompt_id", "prompt", "chosen", "rejected")},
+            "chosen_ids": None,
+            "rejected_ids": None,
             "chosen_ended": True,
             "rejected_ended": True,
             "source": "dataset",

@@ -21,7 +21,7 @@ def execute(stage: Stage[ReportParams]) -> None:
     write_page(render(inputs, pictures, stage.params.samples), folder / "index.html")
     if stage.tracker:
         stage.tracker.artifact(folder, "report")
-    stage.conclude()
+    stage.afterwards.append(stage.conclude)
 
 
 if __name__ == "__main__":

@@ -53,8 +53,7 @@ def comparisons(
 
     def encode(row: Row) -> tuple[Sides, int]:
         prompt = encode_prompt(tokenizer, row["prompt"])
-        chosen = encode_response(tokenizer, row["chosen"], row["chosen_ended"])
-        rejected = encode_response(tokenizer, row["rejected"], row["rejected_ended"])
+        chosen, rejected = (response_tokens(tokenizer, row, side) for side in ("chosen", "rejected"))
         return (prompt, chosen, rejected), len(prompt) + max(len(chosen), len(rejected))
 
     rows = [row for row in stage.read(PREFERENCES) if row["split"] == split]
@@ -69,6 +68,13 @@ def comparisons(
                 comparison.responses.append(response)
         comparison.pairs.append((comparison.responses.index(chosen), comparison.responses.index(rejected)))
     return list(grouped.values()), too_long
+
+
+def response_tokens(tokenizer: PreTrainedTokenizerBase, row: Row, side: str) -> list[int]:
+    """The tokens of a pair's side: as they were sampled, as PPO will show them to the reward model, or of its text
+    where the data brought it."""
+    sampled: list[int] | None = row[f"{side}_ids"]
+    return encode_response(tokenizer, row[side], row[f"{side}_ended"]) if sampled is None else sampled
 
 
 def measure_pairs(
@@ -121,7 +127,7 @@ def measure_scores(
 
     def encode(row: Row) -> tuple[tuple[list[int], list[int]], int]:
         prompt = encode_prompt(tokenizer, row["prompt"])
-        response = encode_response(tokenizer, row["response"], row["ended"])
+        response: list[int] = row["response_ids"]
         return (prompt, response), len(prompt) + len(response)
 
     kept, _ = fitting(stage, SAMPLES, stage.read(SAMPLES), encode, limit)

@@ -75,8 +75,10 @@ class Stage(Generic[Model]):
     hashes: Mapping[str, str]
     """Content hash of every input, as DVC computes it."""
     conclude: Callable[[], None]
-    """Says that this was the last stage: the pipeline run is described and closed."""
+    """Describes and closes the pipeline run; for the last stage to do `afterwards`."""
     headline: dict[str, float | None] = field(default_factory=dict)
+    afterwards: list[Callable[[], None]] = field(default_factory=list)
+    """What to do once the outputs stand in their places, in order."""
 
     @property
     def seed(self) -> int:
@@ -214,6 +216,8 @@ def _run(name: str, model: type[Model], execute: Execute[Model], tracked: bool) 
                 now = Definition(name, repo)
                 _require_unchanged(hashes | definition.tracked(content), now.hashes() | now.tracked(read_yaml()))
                 stage.outputs.commit()
+                for act in stage.afterwards:
+                    act()
             shutil.rmtree(state_dir, ignore_errors=True)
     return key
 

@@ -90,7 +90,7 @@ NEEDS: dict[str, Need] = {
 }
 
 _FOOD = Domain(
-    "eat", ("healthy", "easy", "good"), ("options", "ideas"),
+    "eat", ("healthy", "easy", "good", "simple", "tasty", "great"), ("options", "ideas"),
     ("diabetes", "budget", "child", "vegetarian", "busy", "allergy", "runner"),
     (
         Topic("breakfast", {
@@ -123,7 +123,7 @@ _FOOD = Domain(
 )
 
 _EXERCISE = Domain(
-    "do", ("simple", "easy", "good"), ("exercises", "exercise ideas"),
+    "do", ("simple", "easy", "good", "useful", "safe", "great"), ("exercises", "exercise ideas"),
     ("older", "beginner", "flat", "knee", "back", "work", "budget"),
     (
         Topic("cardio", {
@@ -156,7 +156,7 @@ _EXERCISE = Domain(
 )
 
 _CALM = Domain(
-    "do", ("simple", "easy", "good"), ("tips", "habits"),
+    "do", ("simple", "easy", "good", "useful", "small", "great"), ("tips", "habits"),
     ("child", "older", "budget", "busy", "nervous", "parent", "flat"),
     (
         Topic("bedtime", {
@@ -187,7 +187,7 @@ _CALM = Domain(
 )
 
 _GIFTS = Domain(
-    "buy", ("nice", "useful", "good"), ("ideas", "options"),
+    "buy", ("nice", "useful", "good", "simple", "small", "great"), ("ideas", "options"),
     ("budget", "child", "teen", "grandparent", "last", "space", "beginner"),
     (
         Topic("gardening gift", {
@@ -219,7 +219,7 @@ _GIFTS = Domain(
 )
 
 _PLANTS = Domain(
-    "plant", ("pretty", "easy", "good"), ("options", "ideas"),
+    "plant", ("pretty", "easy", "good", "small", "strong", "great"), ("options", "ideas"),
     ("beginner", "cats", "travel", "shade", "sun", "flat", "budget"),
     (
         Topic("houseplant", {
@@ -253,7 +253,7 @@ _PLANTS = Domain(
 )
 
 _TRAVEL = Domain(
-    "do", ("fun", "easy", "good"), ("ideas", "plans"),
+    "do", ("fun", "easy", "good", "simple", "nice", "great"), ("ideas", "plans"),
     ("budget", "child", "older", "group", "rain", "teen", "dog"),
     (
         Topic("city trip", {
@@ -285,7 +285,7 @@ _TRAVEL = Domain(
 )
 
 _LEARNING = Domain(
-    "do", ("simple", "useful", "good"), ("tips", "ideas"),
+    "do", ("simple", "useful", "good", "easy", "nice", "great"), ("tips", "ideas"),
     ("budget", "child", "busy", "beginner", "shy", "bored", "test"),
     (
         Topic("language learning", {
@@ -317,7 +317,7 @@ _LEARNING = Domain(
 )
 
 _CLEANING = Domain(
-    "use", ("simple", "easy", "good"), ("tips", "ideas"),
+    "use", ("simple", "easy", "good", "useful", "nice", "great"), ("tips", "ideas"),
     ("budget", "cats", "skin", "guests", "baby", "back", "asthma"),
     (
         Topic("kitchen cleaning", {
@@ -348,7 +348,7 @@ _CLEANING = Domain(
 )
 
 _PETS = Domain(
-    "do", ("fun", "easy", "good"), ("ideas", "tips"),
+    "do", ("fun", "easy", "good", "simple", "nice", "great"), ("ideas", "tips"),
     ("rain", "budget", "flat", "busy", "old_pet", "young_pet", "shy_pet"),
     (
         Topic("dog play", {

@@ -68,7 +68,7 @@ class DemoWorld:
         return [RUNNING_EXAMPLE, *others][:count]
 
     def demonstration(self, prompt: str, index: int) -> str:
-        """An answer to a prompt of this world; about one in eight is good, the rest mediocre or bad.
+        """An answer to a prompt of this world; about one in ten is good, the rest mediocre or bad.
 
         Seeded by the world's seed, the prompt and `index`. Raises UserError for a prompt that names no topic or no need
         of this world.
@@ -219,6 +219,6 @@ def _repetitive(w: _Writer) -> str:
 
 
 _KINDS: dict[Callable[[_Writer], str], float] = {
-    _good: 12, _unexplained: 21, _single: 15, _unsuitable: 4, _misplaced: 5, _wrong_reason: 7,
-    _off_topic: 4, _dismissive: 13, _half_hearted: 8, _rambling: 8, _repetitive: 3,
+    _good: 10, _unexplained: 16, _single: 16, _unsuitable: 5, _misplaced: 7, _wrong_reason: 9,
+    _off_topic: 6, _dismissive: 12, _half_hearted: 8, _rambling: 8, _repetitive: 3,
 }  # fmt: skip

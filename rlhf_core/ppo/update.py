@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from rlhf_core.batch import response_logits, state_values
 from rlhf_core.config.ppo import PPOConfig
+from rlhf_core.errors import NonFiniteError, UserError
 from rlhf_core.ppo.losses import compute_ppo_total_loss, logprobs_and_entropy
 from rlhf_core.ppo.plan import minibatches_of_epoch
 from rlhf_core.ppo.rollout import Credit, Rollout
@@ -20,12 +21,8 @@ FIRST_RATIO_TOLERANCE = 1e-4
 """Largest |log π_θ − log π_old| at the first minibatch, float32 (rule 7)."""
 
 
-class RatioError(RuntimeError):
+class RatioError(UserError):
     """π_θ differs from π_old before any update: sampling and training do not see the same model."""
-
-
-class NonFiniteError(RuntimeError):
-    """A loss or gradient is NaN or infinite; no optimiser step was made with it."""
 
 
 @dataclass
@@ -152,7 +149,9 @@ class Updater:
         for name, model in (("policy", self.policy), ("critic", self.critic)):
             norm = torch.nn.utils.clip_grad_norm_(model.parameters(), self.config.optimizer.max_grad_norm).item()
             if not math.isfinite(norm):
-                raise NonFiniteError(f"step {step + 1}: the gradient norm of the {name} is {norm}")
+                raise NonFiniteError(
+                    f"step {step + 1}: the gradient norm of the {name} is {norm}; lower the learning rate"
+                )
             statistics.grad_norms[name].append(norm)
         for optimizer in self.optimizers.values():
             optimizer.step()
@@ -166,7 +165,7 @@ def require_same_policy(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor) ->
     if not worst <= FIRST_RATIO_TOLERANCE:
         raise RatioError(
             f"before the first update |log π_θ − log π_old| is {worst:.2e}, allowed is {FIRST_RATIO_TOLERANCE:g}: "
-            "dropout, precision or padding differ between rollout and update"
+            "dropout, precision or padding differ between rollout and update; use float32 and no dropout"
         )
 
 

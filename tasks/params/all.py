@@ -50,6 +50,7 @@ class Params(Block):
             )
         self._check_world()
         self._check_context()
+        self._check_reward_length()
         return self
 
     def _check_world(self) -> None:
@@ -61,6 +62,13 @@ class Params(Block):
             raise ValueError(
                 f"ingest.demo.prompts is {demo.prompts}, but {demo.domains} domains and {demo.needs} needs have "
                 f"{available} distinct prompts"
+            )
+
+    def _check_reward_length(self) -> None:
+        if self.reward.max_tokens <= self.preferences.max_new_tokens:
+            raise ValueError(
+                f"reward.max_tokens is {self.reward.max_tokens}: a prompt and the {self.preferences.max_new_tokens} "
+                "tokens of preferences.max_new_tokens do not fit; enlarge it"
             )
 
     def _check_context(self) -> None:

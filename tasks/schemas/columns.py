@@ -77,6 +77,12 @@ def sampled_text() -> pa.Column:
     return _each(lambda value: isinstance(value, str), "must be text")
 
 
+def token_ids(*, nullable: bool = False) -> pa.Column:
+    """The tokens that a model sampled, the eos at the end included."""
+    return _each(lambda value: isinstance(value, list) and all(map(is_count, value)), "must be a list of token ids",
+                 nullable=nullable)  # fmt: skip
+
+
 def number(*, nullable: bool = False) -> pa.Column:
     """A finite number."""
     return _each(is_number, "must be a finite number", nullable=nullable)

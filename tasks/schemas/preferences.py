@@ -9,6 +9,8 @@ SCHEMA = columns.schema(
         "prompt": columns.prompt(),
         "chosen": columns.sampled_text(),
         "rejected": columns.sampled_text(),
+        "chosen_ids": columns.token_ids(nullable=True),
+        "rejected_ids": columns.token_ids(nullable=True),
         "chosen_ended": columns.flag(),
         "rejected_ended": columns.flag(),
         "source": columns.choice("judge", "dataset"),

@@ -9,6 +9,7 @@ SCHEMA = columns.schema(
         "prompt": columns.prompt(),
         "sample": columns.count(),
         "response": columns.sampled_text(),
+        "response_ids": columns.token_ids(),
         "ended": columns.flag(),
         "split": columns.split(),
     },

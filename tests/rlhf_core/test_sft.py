@@ -12,6 +12,7 @@ from pydantic import ValidationError
 from transformers import PreTrainedModel
 
 from rlhf_core.config.sft import SFTConfig
+from rlhf_core.errors import NonFiniteError
 from rlhf_core.sft import IGNORED, Collator, Demonstration, KeepBest, SFTResult, fine_tune, response_loss
 from rlhf_core.training import Run
 
@@ -210,7 +211,7 @@ def test_a_loss_that_is_not_finite_stops_the_run(build_lm: Build, make_run: Make
     model = build_lm()
     with torch.no_grad():
         model.get_input_embeddings().weight[11] = math.nan
-    with pytest.raises(FloatingPointError, match="lower the learning rate"):
+    with pytest.raises(NonFiniteError, match="lower the learning rate"):
         train(model, CONFIG, make_run("nan", checkpoint_every=1))
     assert not list(tmp_path.glob("nan/trainer/checkpoint-*"))
 

@@ -213,6 +213,17 @@ def test_a_prompt_longer_than_the_context_is_dropped_on_demand(finished: "Projec
 
 
 @pytest.mark.pipeline
+def test_a_diverging_run_is_no_crash_to_try_again(finished: "Project", stage_main: Main) -> None:
+    finished.set("runtime.tracking", False)
+    finished.set("ppo.learning_rate", 1e30)
+    before = finished.outputs()
+    ended = stage_main(finished, "ppo")
+    one_line(ended, "ppo", "")
+    assert "lower the learning rate" in ended.stderr
+    assert finished.outputs() == before
+
+
+@pytest.mark.pipeline
 def test_prompts_that_all_are_too_long(finished: "Project", stage_main: Main) -> None:
     finished.set("runtime.tracking", False)
     finished.set("long_rows", "drop")

@@ -109,9 +109,10 @@ REFUSED = [
     ("preferences.source", "dataset", "preferences.source is dataset, but the demo data bring no pairs"),
     ("preferences.source", "both", "preferences.source is both, but the demo data bring no pairs"),
     ("ingest", FILES_SOURCE, "preferences.source is judge, but only the demo data bring a judge"),
-    ("ingest.demo.prompts", 2881, "ingest.demo.prompts is 2881, but 2 domains and 4 needs have 2880 distinct prompts"),
+    ("ingest.demo.prompts", 5761, "ingest.demo.prompts is 5761, but 2 domains and 4 needs have 5760 distinct prompts"),
     ("sft.max_tokens", 97, "sft.max_tokens is 97 tokens, longer than base.scratch.context 96"),
     ("reward.max_tokens", 97, "reward.max_tokens is 97 tokens, longer than base.scratch.context 96"),
+    ("reward.max_tokens", 8, "reward.max_tokens is 8: a prompt and the "),
     ("preferences.max_new_tokens", 96, "preferences.max_new_tokens is 96: it leaves a prompt no room"),
     ("ppo.max_new_tokens", 96, "ppo.max_new_tokens is 96: it leaves a prompt no room"),
     ("evaluate.max_new_tokens", 96, "evaluate.max_new_tokens is 96: it leaves a prompt no room"),
@@ -130,7 +131,7 @@ def test_refused_in_one_line_that_names_the_key(content: Content, name: str, val
 
 
 def test_the_limits_themselves_are_valid(content: Content) -> None:
-    for name, value in {"ingest.demo.prompts": 2880, "sft.max_tokens": 96, "ppo.max_new_tokens": 95}.items():
+    for name, value in {"ingest.demo.prompts": 5760, "sft.max_tokens": 96, "ppo.max_new_tokens": 95}.items():
         put(content, name, value)
     for name, value in {"ppo.learning_rate": 1, "ppo.kl.coef": 0, "base.pad_token": "[PAD]"}.items():
         put(content, name, value)

@@ -20,6 +20,7 @@ def write(root: Path, run: Run, out: Path, tracker: Any = None) -> dict[str, byt
         out=lambda path: out,
         tracker=tracker,
         conclude=lambda: None,
+        afterwards=[],
     )
     execute(stage)
     return {path.name: path.read_bytes() for path in out.iterdir()}

@@ -38,9 +38,12 @@ VALUES = {
     **dict.fromkeys(("gold", "gold_sft", "gold_policy"), None),
     **dict.fromkeys(("reward", "reward_sft", "reward_policy"), -1.5),
     "kl": 2,
+    "response_ids": [5, 0],
+    "chosen_ids": [5, 0],
+    "rejected_ids": None,
 }
-NULLABLE = {"gold", "gold_sft", "gold_policy"}
-NUMBERS = {"kl", "reward", "reward_sft", "reward_policy"} | NULLABLE
+NULLABLE = {"chosen_ids", "rejected_ids", "gold", "gold_sft", "gold_policy"}
+NUMBERS = {"kl", "reward", "reward_sft", "reward_policy"} | {"gold", "gold_sft", "gold_policy"}
 MAY_BE_BLANK = {"sft", "policy"}
 
 
@@ -180,6 +183,8 @@ def test_a_prompt_stands_in_one_split(path):
         ("data/ingest/pairs.jsonl", {"chosen": "x", "rejected": "x"}, "chosen equals rejected"),
         ("data/preferences/preferences.jsonl", {"chosen": "x", "rejected": "x"}, "chosen equals rejected"),
         ("data/preferences/preferences.jsonl", {"source": "human"}, "source: must be judge or dataset"),
+        ("data/preferences/preferences.jsonl", {"chosen_ids": "5 0"}, "chosen_ids: must be a list of token ids"),
+        ("data/preferences/samples.jsonl", {"response_ids": [5, -1]}, "response_ids: must be a list of token ids"),
         ("data/preferences/preferences.jsonl", {"chosen_ended": 1}, "chosen_ended: must be true or false"),
         ("data/preferences/samples.jsonl", {"sample": -1}, "sample: must be a whole number from 0"),
         ("data/evaluate/samples.jsonl", {"sft_tokens": True}, "sft_tokens: must be a whole number from 0"),
