@@ -21,18 +21,24 @@ class KLConfig(Block):
     """Adaptive controller: the KL per sequence it steers to, in nats."""
     horizon: Positive
     """Adaptive controller: responses over which β follows."""
-    estimator: Literal["k1"] = "k1"
+    penalty: Literal["reward", "loss"] = "reward"
+    """Where the price is paid: in the reward of each token, or as a term of the loss."""
+    estimator: Literal["k1", "rho_k1", "rho_k3", "k2", "full", "k3"] = "k1"
+    """In the reward: k1. In the loss: rho_k1, rho_k3, k2, or full (exact, from the logits of both models)."""
     placement: Literal["token", "sequence_end"] = "token"
+    """Of the penalty in the reward: at each token, or its sum at the last one."""
 
-    @model_validator(mode="before")
-    @classmethod
-    def _only_k1(cls, values: Any) -> Any:
-        if isinstance(values, dict) and values.get("estimator") in {"k2", "k3", "full"}:
+    @model_validator(mode="after")
+    def _right_optimum(self) -> "KLConfig":
+        if self.penalty == "reward" and self.estimator != "k1":
             raise ValueError(
-                f"estimator {values['estimator']} in the reward moves the optimum away from π_ref·exp(R/β)/Z; "
-                "use k1 (all estimators are logged)"
+                f"estimator {self.estimator} in the reward moves the optimum away from π_ref·exp(R/β)/Z; "
+                "use k1 (all estimators are logged), or penalty: loss"
             )
-        return values
+        if self.penalty == "loss" and self.estimator in ("k1", "k3"):
+            gradient = "an expected gradient of zero" if self.estimator == "k1" else "the gradient of the other KL"
+            raise ValueError(f"estimator {self.estimator} in the loss has {gradient}; use rho_k1, rho_k3, k2 or full")
+        return self
 
     @model_validator(mode="after")
     def _adaptive_needs_a_start(self) -> "KLConfig":
@@ -49,6 +55,17 @@ class CriticConfig(Block):
     value_clip: PositiveNumber
     """Largest change of a value in one update, in units of the normalised score."""
     clip_value: bool
+    warmup_steps: Annotated[int, Field(ge=0)] = 0
+    """First PPO steps in which only the critic learns."""
+
+
+class StepPriceConfig(Block):
+    """The price of a step away from the policy that sampled, for `objective: kl_penalty`."""
+
+    coef: PositiveNumber = 1.0
+    """At the start, in units of the advantage per nat; doubled or halved after each PPO step."""
+    target: PositiveNumber = 0.003
+    """KL(π_old ‖ π_θ) of a PPO step that it steers to, in nats per token."""
 
 
 class OptimizerConfig(Block):
@@ -89,7 +106,20 @@ class PPOConfig(Block):
     """Responses per forward and backward pass; changes no result beyond rounding."""
     ppo_epochs: Positive
     learning_rate: PositiveNumber
+    objective: Literal["clip", "kl_penalty"] = "clip"
+    """PPO's first form (the clip), or its second (an adaptive price on the step, `step_price`)."""
+    step_price: StepPriceConfig = StepPriceConfig()
     clip_ratio: Annotated[float, Field(gt=0, lt=1)]
+    dual_clip: Annotated[float, Field(gt=1)] | None = None
+    """Bounds the loss of a token with negative advantage at this many times the advantage; 3 is usual."""
+    stop_kl: PositiveNumber | None = None
+    """A PPO step ends before the minibatch at which KL(π_old ‖ π_θ) is above this, in nats per token."""
+    max_ratio: Annotated[float, Field(gt=1)] | None = None
+    """A minibatch whose mean π_θ/π_old is above this is skipped."""
+    importance_cap: PositiveNumber | None = None
+    """Weighs tokens by min(π_old/π_engine, cap), for an engine that does not sample from π itself; 2 is usual."""
+    policy_gradient_steps: Annotated[int, Field(ge=0)] = 0
+    """First PPO steps with the plain policy gradient: one epoch, one minibatch, no ratio."""
     vf_coef: NotNegative
     entropy_coef: NotNegative
     gamma: Annotated[float, Field(gt=0, le=1)]

@@ -75,5 +75,10 @@ def whiten(
     """
     real = zero_padding(x, mask)
     mean = masked_mean(real, mask)
-    white = (real - mean) / torch.sqrt(masked_var(real, mask) + VARIANCE_FLOOR)
+    white = (real - mean) / deviation(real, mask)
     return zero_padding(white if shift_mean else white + mean, mask)
+
+
+def deviation(x: Float[Tensor, "*shape"], mask: Shaped[Tensor, "*shape"] | None = None) -> Float[Tensor, ""]:
+    """√(σ² + 1e-8) over the real tokens: what `whiten` divides by."""
+    return torch.sqrt(masked_var(x, mask) + VARIANCE_FLOOR)

@@ -14,6 +14,7 @@ from rlhf_core.ppo.masked import masked_log_softmax, zero_padding
 
 KLKind = Literal["k1", "k2", "k3", "full"]
 MAX_RELATIVE_ERROR = 0.2
+STEP_TOLERANCE, STEP_FACTOR = 1.5, 2.0
 
 
 def estimate_kl(
@@ -153,3 +154,22 @@ class AdaptiveKLController(_Coefficient):
                 f"The horizon of the adaptive KL controller ({self.horizon:g} sequences) is smaller than the "
                 f"batch ({batch_size}): give a horizon of at least {batch_size}."
             )
+
+
+class StepPrice(_Coefficient):
+    """The price of KL(π_old ‖ π_θ) in PPO's second form: halved after a step that went less than two thirds of
+    `target` nats per token, doubled after one that went more than one and a half times as far.
+
+    Source: Schulman et al. 2017, section 4.
+    """
+
+    def __init__(self, coef: float, target: float) -> None:
+        super().__init__(coef)
+        self.target = target
+
+    def update(self, kl: float) -> None:
+        """Learn from a PPO step: `kl` is its mean KL(π_old ‖ π_θ), nats per token."""
+        if kl < self.target / STEP_TOLERANCE:
+            self.coef /= STEP_FACTOR
+        elif kl > self.target * STEP_TOLERANCE:
+            self.coef *= STEP_FACTOR

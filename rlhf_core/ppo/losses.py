@@ -13,6 +13,7 @@ from rlhf_core.ppo.kl import estimate_kl
 from rlhf_core.ppo.masked import masked_log_softmax, masked_mean, masked_sum, masked_var, zero_padding
 
 Reduction = Literal["mean", "sum"]
+KLLossKind = Literal["rho_k1", "rho_k3", "k2"]
 
 
 def logprobs_and_entropy(
@@ -47,6 +48,8 @@ def compute_ppo_loss(
     clip_ratio: float = 0.2,
     mask: Shaped[Tensor, "*shape"] | None = None,
     *,
+    dual_clip: float | None = None,
+    weights: Float[Tensor, "*shape"] | None = None,
     reduction: Reduction = "mean",
 ) -> Float[Tensor, ""]:
     """Clipped surrogate −min(ρA, clip(ρ, 1−ε, 1+ε)A) with ρ = exp(log π_θ − log π_old), to be minimised.
@@ -57,19 +60,111 @@ def compute_ppo_loss(
         advantages: [B, T], usually whitened.
         clip_ratio: ε.
         mask: [B, T], 1 on real tokens.
+        dual_clip: c above 1: where A < 0 the gain is at least c·A, so that a token which became far more
+            likely cannot outweigh a batch. `None` bounds nothing.
+        weights: [B, T] detached weights of the tokens (`importance_weights`); `None` weighs all alike.
         reduction: `mean` over the real tokens, or their `sum`, which the trainer divides by the real tokens
             of the whole minibatch: micro-batches then add up to the gradient of the one big batch (rule 13).
 
     Returns:
         A scalar; 0 where no token is real.
 
-    Source: Schulman et al. 2017, equation 7; seeds 000 and 004; rule 15.
+    Raises:
+        ValueError: `dual_clip` not above 1.
+
+    Source: Schulman et al. 2017, equation 7; dual clip: Ye et al. 2020, equation 5; seeds 000 and 004; rule 15.
     """
     ratio = torch.exp(zero_padding(logprobs - old_logprobs, mask))
     advantages = zero_padding(advantages, mask)
-    unclipped = ratio * advantages
-    clipped = torch.clamp(ratio, 1 - clip_ratio, 1 + clip_ratio) * advantages
-    return -_reduce(torch.min(unclipped, clipped), mask, reduction)
+    gain = torch.min(ratio * advantages, torch.clamp(ratio, 1 - clip_ratio, 1 + clip_ratio) * advantages)
+    if dual_clip is not None:
+        if not dual_clip > 1:
+            raise ValueError(f"the dual clip bounds ratios above 1 only: give a number above 1, not {dual_clip}")
+        gain = torch.where(advantages < 0, torch.max(gain, dual_clip * advantages), gain)
+    return -_reduce(_weighted(gain, weights, mask), mask, reduction)
+
+
+def compute_kl_penalty_loss(
+    logprobs: Float[Tensor, "*shape"],
+    old_logprobs: Float[Tensor, "*shape"],
+    advantages: Float[Tensor, "*shape"],
+    coef: float,
+    mask: Shaped[Tensor, "*shape"] | None = None,
+    *,
+    weights: Float[Tensor, "*shape"] | None = None,
+    reduction: Reduction = "mean",
+) -> Float[Tensor, ""]:
+    """PPO's second form, −(ρA − c·KL(π_old ‖ π_θ)), to be minimised: a price on the step in place of a clip.
+
+    The KL is estimated by ρ − 1 − log ρ on the tokens that π_old sampled: unbiased, at least 0, and its gradient
+    is that of the KL. `coef` is c, in units of the advantage per nat; the rest as in `compute_ppo_loss`.
+
+    Source: Schulman et al. 2017, section 4, equation 8; rule 15.
+    """
+    ratio = torch.exp(zero_padding(logprobs - old_logprobs, mask))
+    gain = ratio * zero_padding(advantages, mask)
+    step_kl = estimate_kl(old_logprobs, logprobs, "k3", mask)
+    return -_reduce(_weighted(gain, weights, mask) - coef * step_kl, mask, reduction)
+
+
+def compute_policy_gradient_loss(
+    logprobs: Float[Tensor, "*shape"],
+    advantages: Float[Tensor, "*shape"],
+    mask: Shaped[Tensor, "*shape"] | None = None,
+    *,
+    weights: Float[Tensor, "*shape"] | None = None,
+    reduction: Reduction = "mean",
+) -> Float[Tensor, ""]:
+    """−A·log π_θ, without ratio or clip: right for one step on fresh samples. Source: Williams 1992; seed 000."""
+    gain = zero_padding(logprobs, mask) * zero_padding(advantages, mask)
+    return -_reduce(_weighted(gain, weights, mask), mask, reduction)
+
+
+def compute_kl_loss(
+    logprobs: Float[Tensor, "*shape"],
+    old_logprobs: Float[Tensor, "*shape"],
+    ref_logprobs: Float[Tensor, "*shape"],
+    kind: KLLossKind,
+    mask: Shaped[Tensor, "*shape"] | None = None,
+    *,
+    reduction: Reduction = "mean",
+) -> Float[Tensor, ""]:
+    """KL(π_θ ‖ π_ref) per token as a loss, in nats, on tokens that π_old sampled.
+
+    Args:
+        logprobs, old_logprobs, ref_logprobs: [B, T] log π of the sampled tokens; the first carries the gradient.
+        kind: `rho_k1` and `rho_k3` weigh the estimate by ρ = π_θ/π_old and let the gradient through ρ; `k2` needs
+            no ratio (its gradient is that of the KL while π_θ is near π_old).
+        mask, reduction: as in `compute_ppo_loss`.
+
+    Raises:
+        ValueError: another `kind`. Plain `k1` has expected gradient 0, plain `k3` the gradient of
+            KL(π_ref ‖ π_θ): they are diagnostics. The exact KL takes logits: `full_kl`.
+
+    Source: Schulman 2020; rule 15.
+    """
+    if kind == "k2":
+        return _reduce(estimate_kl(logprobs, ref_logprobs, "k2", mask), mask, reduction)
+    if kind not in ("rho_k1", "rho_k3"):
+        raise ValueError(f"{kind!r} is no KL loss on sampled tokens (there are rho_k1, rho_k3 and k2)")
+    ratio = torch.exp(zero_padding(logprobs - old_logprobs, mask))
+    estimate = estimate_kl(logprobs, ref_logprobs, "k1" if kind == "rho_k1" else "k3", mask)
+    return _reduce(ratio * estimate, mask, reduction)
+
+
+@torch.no_grad()
+def importance_weights(
+    old_logprobs: Float[Tensor, "*shape"],
+    engine_logprobs: Float[Tensor, "*shape"],
+    cap: float,
+    mask: Shaped[Tensor, "*shape"] | None = None,
+) -> Float[Tensor, "*shape"]:
+    """min(exp(log π_old − log π_engine), cap) per token, without gradient; 0 on padding.
+
+    It corrects the policy loss for samples of an engine whose probabilities differ from the trained model's.
+    Source: truncated importance sampling, Ionides 2008; rule 7.
+    """
+    return zero_padding(torch.exp(zero_padding(old_logprobs - engine_logprobs, mask)).clamp(max=cap), mask)
 
 
 def compute_value_loss(
@@ -136,6 +231,7 @@ def compute_ppo_total_loss(
     clip_value: bool = True,
     value_clip_ratio: float = 0.2,
     entropy: Float[Tensor, "*shape"] | None = None,
+    policy_loss: Float[Tensor, ""] | None = None,
     reduction: Reduction = "mean",
 ) -> dict[str, Float[Tensor, ""]]:
     """policy loss + `vf_coef`·value loss − `entropy_coef`·entropy, and the three parts.
@@ -147,6 +243,7 @@ def compute_ppo_total_loss(
         logits: [B, T, V] of the policy; `None` where `entropy` is given.
         entropy: [B, T] entropies in nats that are known already (`logprobs_and_entropy`), in place of
             `logits`.
+        policy_loss: a policy term that is made already, in place of `compute_ppo_loss`.
         mask, reduction: for all three parts.
 
     Returns:
@@ -157,7 +254,8 @@ def compute_ppo_total_loss(
 
     Source: Schulman et al. 2017, equation 9; seed 004; rule 15.
     """
-    policy_loss = compute_ppo_loss(policy_logprobs, old_logprobs, advantages, clip_ratio, mask, reduction=reduction)
+    if policy_loss is None:
+        policy_loss = compute_ppo_loss(policy_logprobs, old_logprobs, advantages, clip_ratio, mask, reduction=reduction)
     value_loss = compute_value_loss(
         values, returns, old_values, clip_value, value_clip_ratio, mask, reduction=reduction
     )
@@ -232,6 +330,12 @@ def explained_variance(
     variance, unexplained = masked_var(returns, mask), masked_var(returns - values, mask)
     constant = (unexplained == 0).to(variance.dtype)
     return torch.where(variance > 0, 1 - unexplained / variance, constant)
+
+
+def _weighted(
+    gain: Float[Tensor, "*shape"], weights: Float[Tensor, "*shape"] | None, mask: Shaped[Tensor, "*shape"] | None
+) -> Float[Tensor, "*shape"]:
+    return gain if weights is None else gain * zero_padding(weights, mask)
 
 
 def _entropy(logprobs: Float[Tensor, "*shape vocab"]) -> Float[Tensor, "*shape"]:

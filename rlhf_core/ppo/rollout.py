@@ -64,6 +64,8 @@ class Credit:
     returns: Float[Tensor, "batch time"]
     weights: Float[Tensor, "batch time"]
     """The advantages that the policy loss uses: whitened over all real tokens, or as they are."""
+    scale: float
+    """What whitening divided the advantages by (1 without whitening); a KL term in the loss is divided by it too."""
 
 
 def to_rows(values: Sequence[Sequence[float]], time: int, device: torch.device) -> Float[Tensor, "batch time"]:

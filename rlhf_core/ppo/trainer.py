@@ -18,10 +18,11 @@ from rlhf_core.batch import TokenBatch, response_logits, state_values
 from rlhf_core.chat import Conversation
 from rlhf_core.config.ppo import PPOConfig
 from rlhf_core.judges import Judge
-from rlhf_core.ppo.advantages import compute_gae, whiten
+from rlhf_core.ppo.advantages import compute_gae, deviation, whiten
 from rlhf_core.ppo.diagnostics import step_row
-from rlhf_core.ppo.kl import AdaptiveKLController, FixedKLController, KLController, estimate_kl
+from rlhf_core.ppo.kl import AdaptiveKLController, FixedKLController, KLController, StepPrice, estimate_kl
 from rlhf_core.ppo.losses import logprobs_and_entropy
+from rlhf_core.ppo.objective import Prices
 from rlhf_core.ppo.plan import ROLLOUT, SAMPLES, prompts_of_step
 from rlhf_core.ppo.rewards import normalise_scores, penalise_missing_eos, shape_rewards
 from rlhf_core.ppo.rollout import Credit, Rollout, Scores, to_rows
@@ -75,7 +76,10 @@ class PPOTrainer:
             "critic": _adam(self.critic, config.critic.learning_rate, config),
         }
         self.schedulers = {name: _schedule(optimizer, config) for name, optimizer in self.optimizers.items()}
-        self.updater = Updater(self.policy, self.critic, self.optimizers, config, self.pad_id, seed, self.accelerator)
+        self.step_price = StepPrice(config.step_price.coef, config.step_price.target)
+        self.updater = Updater(
+            self.policy, self.critic, self.reference, self.optimizers, config, self.pad_id, seed, self.accelerator
+        )
         self.steps_done = 0
         self.seconds: dict[str, float] = {}
         """Seconds of each phase of the last step; for people, never for results."""
@@ -90,10 +94,13 @@ class PPOTrainer:
         rollout = self._timed("rollout", self.rollout)
         scores = self._timed("scoring", self.score, rollout)
         credit = self.assign_credit(rollout, scores)
-        statistics = self._timed("update", self.updater.run, rollout, credit, self.steps_done)
+        prices = Prices(self.controller.coef, self.step_price.coef)
+        statistics = self._timed("update", self.updater.run, rollout, credit, self.steps_done, prices)
         learning_rate = self.optimizers["policy"].param_groups[0]["lr"]
         row = step_row(self.steps_done + 1, rollout, scores, credit, statistics, self.controller.coef, learning_rate)
         self.controller.update(float(row["kl"] or 0.0), self.config.batch_size)
+        if self.config.objective == "kl_penalty":
+            self.step_price.update(statistics.mean("approx_kl"))
         for scheduler in self.schedulers.values():
             scheduler.step()
         self.steps_done += 1
@@ -153,12 +160,15 @@ class PPOTrainer:
     def assign_credit(self, rollout: Rollout, scores: Scores) -> Credit:
         """Token rewards with the KL leash, then GAE, then whitening over all real tokens of the batch."""
         config, mask = self.config, rollout.mask
-        kl = estimate_kl(rollout.old_logprobs, rollout.ref_logprobs, config.kl.estimator, mask)
-        rewards = shape_rewards(scores.used, kl, mask, self.controller.coef, config.kl.placement)
+        kl = estimate_kl(rollout.old_logprobs, rollout.ref_logprobs, "k1", mask)
+        kl_coef = self.controller.coef if config.kl.penalty == "reward" else 0.0
+        rewards = shape_rewards(scores.used, kl, mask, kl_coef, config.kl.placement)
         values = torch.nn.functional.pad(rollout.old_values, (0, 1))
         advantages, returns = compute_gae(rewards, values, config.gamma, config.lam, mask)
-        weights = whiten(advantages, mask) if config.whiten_advantages else advantages
-        return Credit(kl, rewards, advantages, returns, weights)
+        if not config.whiten_advantages:
+            return Credit(kl, rewards, advantages, returns, advantages, scale=1.0)
+        scale = deviation(advantages, mask).item()
+        return Credit(kl, rewards, advantages, returns, whiten(advantages, mask), scale)
 
     def answer(self, prompts: Sequence[Conversation]) -> list[dict[str, Any]]:
         """The policy's answers to held-out prompts, scored, for people to read."""
@@ -194,18 +204,19 @@ class PPOTrainer:
     def state_dict(self) -> dict[str, Any]:
         """Everything that the next step depends on; prompt order, minibatch order and noise are functions of the
         step."""
-        parts = {**self._stateful(), "controller": self.controller}
+        parts = self._stateful()
         return {"steps_done": self.steps_done} | {name: part.state_dict() for name, part in parts.items()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where `state_dict` was taken."""
-        for name, part in {**self._stateful(), "controller": self.controller}.items():
+        for name, part in self._stateful().items():
             part.load_state_dict(state[name])
         self.steps_done = int(state["steps_done"])
 
     def _stateful(self) -> dict[str, Any]:
         named: dict[str, Any] = {f"optimizer_{name}": part for name, part in self.optimizers.items()}
         named |= {f"scheduler_{name}": part for name, part in self.schedulers.items()}
+        named |= {"controller": self.controller, "step_price": self.step_price}
         return {"policy": self.policy, "critic": self.critic} | named
 
 

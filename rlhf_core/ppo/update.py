@@ -10,10 +10,9 @@ from accelerate import Accelerator
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from rlhf_core.batch import response_logits, state_values
 from rlhf_core.config.ppo import PPOConfig
 from rlhf_core.errors import NonFiniteError, UserError
-from rlhf_core.ppo.losses import compute_ppo_total_loss, logprobs_and_entropy
+from rlhf_core.ppo.objective import Pass, Phase, Prices, losses_of
 from rlhf_core.ppo.plan import minibatches_of_epoch
 from rlhf_core.ppo.rollout import Credit, Rollout
 
@@ -33,13 +32,33 @@ class UpdateStatistics:
     tokens: float = 0.0
     ratio_max: float = 0.0
     optimizer_steps: int = 0
+    skipped_minibatches: int = 0
+    stopped_early: bool = False
     grad_norms: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+
+    def add(self, minibatch: "UpdateStatistics") -> None:
+        """Count another minibatch in."""
+        for name, total in minibatch.sums.items():
+            self.sums[name] += total
+        self.tokens += minibatch.tokens
+        self.ratio_max = max(self.ratio_max, minibatch.ratio_max)
+
+    def mean(self, name: str) -> float:
+        """One statistic, over real tokens."""
+        return self.sums[name] / self.tokens
 
     def means(self) -> dict[str, float]:
         """Every statistic of the update, as means over real tokens (gradient norms: over optimiser steps)."""
-        result = {name: total / self.tokens for name, total in self.sums.items()}
-        result |= {f"grad_norm_{name}": sum(norms) / len(norms) for name, norms in self.grad_norms.items()}
-        return result | {"ratio_max": self.ratio_max, "optimizer_steps": float(self.optimizer_steps)}
+        result = {name: self.mean(name) for name in self.sums if name != "ratio"}
+        result |= {
+            f"grad_norm_{name}": sum(norms) / len(norms) if norms else 0.0 for name, norms in self.grad_norms.items()
+        }
+        return result | {
+            "ratio_max": self.ratio_max,
+            "optimizer_steps": float(self.optimizer_steps),
+            "skipped_minibatches": float(self.skipped_minibatches),
+            "stopped_early": float(self.stopped_early),
+        }
 
 
 @dataclass
@@ -48,101 +67,91 @@ class Updater:
 
     policy: PreTrainedModel
     critic: PreTrainedModel
+    reference: PreTrainedModel
     optimizers: dict[str, torch.optim.Optimizer]
     config: PPOConfig
     pad_id: int
     seed: int
     accelerator: Accelerator
 
-    def run(self, rollout: Rollout, credit: Credit, step: int) -> UpdateStatistics:
-        """ppo_epochs × minibatches optimiser steps, no more and no fewer (rule 14)."""
-        statistics = UpdateStatistics()
-        for epoch in range(self.config.ppo_epochs):
-            for micro_batches in self.plan(rollout, step, epoch):
-                first = statistics.optimizer_steps == 0
-                self._accumulate(rollout, credit, micro_batches, statistics, check_ratio=first)
-                self._step_optimizers(statistics, step)
+    def run(self, rollout: Rollout, credit: Credit, step: int, prices: Prices) -> UpdateStatistics:
+        """ppo_epochs × minibatches optimiser steps, no more; fewer only where `stop_kl` or `max_ratio` say so
+        (rule 14)."""
+        statistics = UpdateStatistics(grad_norms={name: [] for name in self.optimizers})
+        phase = Phase.of(self.config, step)
+        for number, micro_batches in enumerate(self._minibatches(rollout, step)):
+            found = self._accumulate(rollout, credit, micro_batches, phase, prices, check_ratio=number == 0)
+            statistics.add(found)
+            if self._too_far(found):
+                statistics.stopped_early = True
+                self._drop_gradients()
+                break
+            if self._explodes(found):
+                statistics.skipped_minibatches += 1
+                self._drop_gradients()
+                continue
+            self._step_optimizers(statistics, step)
         return statistics
 
     def plan(self, rollout: Rollout, step: int, epoch: int) -> list[list[list[int]]]:
         """Minibatches of micro-batches of rows for one epoch."""
-        return minibatches_of_epoch(
-            rollout.lengths, self.config.minibatches, self.config.micro_batch_size, self.seed, step, epoch
-        )
+        minibatches = self.config.minibatches if Phase.of(self.config, step).ratio else 1
+        return minibatches_of_epoch(rollout.lengths, minibatches, self.config.micro_batch_size, self.seed, step, epoch)
+
+    def _minibatches(self, rollout: Rollout, step: int) -> Iterator[list[list[int]]]:
+        epochs = self.config.ppo_epochs if Phase.of(self.config, step).ratio else 1
+        for epoch in range(epochs):
+            yield from self.plan(rollout, step, epoch)
 
     def _accumulate(
         self,
         rollout: Rollout,
         credit: Credit,
         micro_batches: Sequence[Sequence[int]],
-        statistics: UpdateStatistics,
+        phase: Phase,
+        prices: Prices,
         check_ratio: bool,
-    ) -> None:
+    ) -> UpdateStatistics:
         """Add up the gradient of one minibatch: Σ over its real tokens / number of its real tokens (rule 13)."""
-        tokens = sum(len(rollout.response_ids[i]) for rows in micro_batches for i in rows)
+        statistics = UpdateStatistics(tokens=sum(len(rollout.response_ids[i]) for rows in micro_batches for i in rows))
         for rows in micro_batches:
-            losses = self._micro_batch_loss(rollout, credit, rows, statistics, check_ratio)
-            loss = losses["total_loss"] / tokens
+            forward = Pass.over(rows, rollout, credit, self.policy, self.critic, self.config.temperature, self.pad_id)
+            if check_ratio and self.config.check_ratio:
+                require_same_policy(forward.logprobs, forward.old_logprobs, forward.batch.mask)
+            losses = losses_of(forward, self.config, phase, prices, self.reference)
+            loss = losses["total_loss"] / statistics.tokens
             if not torch.isfinite(loss):
                 raise NonFiniteError(f"the loss is {loss.item()}; lower the learning rate or clip the score")
             self.accelerator.backward(loss)
-        statistics.tokens += tokens
-
-    def _micro_batch_loss(
-        self, rollout: Rollout, credit: Credit, rows: Sequence[int], statistics: UpdateStatistics, check_ratio: bool
-    ) -> dict[str, Tensor]:
-        """Losses summed over the real tokens of the rows."""
-        config, batch = self.config, rollout.batch(rows, self.pad_id)
-        old_logprobs, old_values, advantages, returns = (
-            x[rows, : batch.time] for x in (rollout.old_logprobs, rollout.old_values, credit.weights, credit.returns)
-        )
-        logprobs, entropy = logprobs_and_entropy(
-            response_logits(self.policy, batch), batch.actions, config.temperature, batch.mask
-        )
-        values = state_values(self.critic, batch)
-        if check_ratio and config.check_ratio:
-            require_same_policy(logprobs, old_logprobs, batch.mask)
-        losses = compute_ppo_total_loss(
-            logprobs,
-            old_logprobs,
-            advantages,
-            values,
-            returns,
-            logits=None,
-            entropy=entropy,
-            clip_ratio=config.clip_ratio,
-            vf_coef=config.vf_coef,
-            entropy_coef=config.entropy_coef,
-            old_values=old_values,
-            clip_value=config.critic.clip_value,
-            value_clip_ratio=config.critic.value_clip,
-            mask=batch.mask,
-            reduction="sum",
-        )
-        self._record(statistics, losses, logprobs, old_logprobs, values, old_values, batch.mask)
-        return losses
+            self._record(statistics, losses, forward)
+        return statistics
 
     @torch.no_grad()
-    def _record(
-        self,
-        statistics: UpdateStatistics,
-        losses: dict[str, Tensor],
-        logprobs: Tensor,
-        old_logprobs: Tensor,
-        values: Tensor,
-        old_values: Tensor,
-        mask: Tensor,
-    ) -> None:
-        real = mask.bool()
-        log_ratio = (logprobs - old_logprobs)[real]
+    def _record(self, statistics: UpdateStatistics, losses: dict[str, Tensor], forward: Pass) -> None:
+        real = forward.batch.mask.bool()
+        log_ratio = (forward.logprobs - forward.old_logprobs)[real]
         ratio = log_ratio.exp()
-        value_change = (values - old_values)[real].abs()
-        for name in ("policy_loss", "value_loss", "entropy"):
-            statistics.sums[name] += losses[name].item()
+        value_change = (forward.values - forward.old_values)[real].abs()
+        for name, loss in losses.items():
+            if name != "total_loss":
+                statistics.sums[name] += loss.item()
         statistics.sums["clip_fraction"] += ((ratio - 1).abs() > self.config.clip_ratio).sum().item()
         statistics.sums["value_clip_fraction"] += (value_change > self.config.critic.value_clip).sum().item()
         statistics.sums["approx_kl"] += (ratio - 1 - log_ratio).sum().item()
+        statistics.sums["ratio"] += ratio.sum().item()
         statistics.ratio_max = max(statistics.ratio_max, ratio.max().item())
+
+    def _too_far(self, minibatch: UpdateStatistics) -> bool:
+        limit = self.config.stop_kl
+        return limit is not None and minibatch.mean("approx_kl") > limit
+
+    def _explodes(self, minibatch: UpdateStatistics) -> bool:
+        limit = self.config.max_ratio
+        return limit is not None and not minibatch.mean("ratio") <= limit
+
+    def _drop_gradients(self) -> None:
+        for optimizer in self.optimizers.values():
+            optimizer.zero_grad(set_to_none=True)
 
     def _step_optimizers(self, statistics: UpdateStatistics, step: int) -> None:
         """Clip each model's gradient by its global norm (rule 16) and make one optimiser step of each."""
@@ -155,7 +164,7 @@ class Updater:
             statistics.grad_norms[name].append(norm)
         for optimizer in self.optimizers.values():
             optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
+        self._drop_gradients()
         statistics.optimizer_steps += 1
 
 

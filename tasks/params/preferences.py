@@ -20,8 +20,8 @@ class PreferencesParams(Block):
     """Where the pairs come from."""
 
     source: Literal["judge", "dataset", "both"]
-    samples_per_prompt: Annotated[int, Field(ge=2)]
-    temperature: Annotated[float, Field(gt=0)]
+    samples_per_prompt: Annotated[int, Field(ge=2)] = 4
+    temperature: Annotated[float, Field(gt=0)] = 0.9
     max_new_tokens: Positive
     batch_size: Positive
     """Responses sampled side by side; changes no sample."""

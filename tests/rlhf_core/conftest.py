@@ -169,7 +169,7 @@ def ppo_values() -> Callable[..., dict[str, Any]]:
     def values(**changes: Any) -> dict[str, Any]:
         merged = copy.deepcopy(PPO)
         for key, value in changes.items():
-            merged[key] = {**merged[key], **value} if isinstance(value, dict) else value
+            merged[key] = {**merged.get(key, {}), **value} if isinstance(value, dict) else value
         return merged
 
     return values

@@ -31,10 +31,21 @@ def test_rule_1_what_changes_the_sampling_is_refused_with_the_reason(
         PPOConfig(**ppo_values(), **{key: value})
 
 
-@pytest.mark.parametrize("estimator", ["k2", "k3", "full"])
+@pytest.mark.parametrize("estimator", ["k2", "k3", "full", "rho_k1", "rho_k3"])
 def test_rule_8_only_k1_may_stand_in_the_reward(ppo_values: Values, estimator: str) -> None:
     with pytest.raises(ValidationError, match=rf"estimator {estimator} in the reward moves the optimum"):
         PPOConfig(**ppo_values(kl={"estimator": estimator}))
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k3"])
+def test_rule_15_diagnostics_are_refused_as_losses(ppo_values: Values, estimator: str) -> None:
+    with pytest.raises(ValidationError, match=rf"estimator {estimator} in the loss has .* use rho_k1, rho_k3, k2"):
+        PPOConfig(**ppo_values(kl={"penalty": "loss", "estimator": estimator}))
+
+
+def test_rule_15_what_may_stand_in_the_loss(ppo_values: Values) -> None:
+    for estimator in ("rho_k1", "rho_k3", "k2", "full"):
+        PPOConfig(**ppo_values(kl={"penalty": "loss", "estimator": estimator}))
 
 
 def test_rule_17_an_adaptive_batch_beyond_the_horizon_is_refused(ppo_values: Values) -> None:

@@ -40,6 +40,7 @@ def row(padding: float = 0.0, gold: list[float] | None = None) -> dict[str, Any]
         advantages=table([1.0, -1.0, 2.0], [-4.0], 0.0),
         returns=table([1.0, 2.0, 2.0], [3.0], 0.0),
         weights=table([9.0, 9.0, 9.0], [9.0], 0.0),
+        scale=1.0,
     )
     scores = Scores(raw=torch.tensor([10.0, 20.0]), used=torch.tensor([2.0, -1.0]), gold=gold)
     statistics = UpdateStatistics(sums={"entropy": 6.0}, tokens=4.0, ratio_max=1.5, optimizer_steps=3)

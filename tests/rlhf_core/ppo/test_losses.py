@@ -14,10 +14,14 @@ from rlhf_core.ppo.losses import (
     approx_kl,
     clip_fraction,
     compute_entropy,
+    compute_kl_loss,
+    compute_kl_penalty_loss,
+    compute_policy_gradient_loss,
     compute_ppo_loss,
     compute_ppo_total_loss,
     compute_value_loss,
     explained_variance,
+    importance_weights,
     logprobs_and_entropy,
     ratio_max,
     value_clip_fraction,
@@ -431,3 +435,140 @@ LOSSES: dict[str, Callable[[Batch], tuple[Callable[..., Tensor], tuple[Tensor, .
 def test_gradients_of_every_loss_are_right(name: str) -> None:
     function, inputs = LOSSES[name](Batch([3, 1], seed=10, time=3))
     assert torch.autograd.gradcheck(function, inputs)
+
+
+# other objectives, against slow loops
+
+
+@properties
+@given(batches(), st.floats(0.05, 0.5), st.floats(1.01, 4.0))
+def test_rule_15_dual_clip_bounds_the_loss_of_bad_tokens(batch: Batch, clip: float, bound: float) -> None:
+    slow = []
+    for new, old, a in zip(*map(batch.real, (batch.logprobs, batch.old_logprobs, batch.advantages)), strict=True):
+        ratio = math.exp(4 * new - 4 * old)
+        gain = min(ratio * a, min(max(ratio, 1 - clip), 1 + clip) * a)
+        slow.append(max(gain, bound * a) if a < 0 else gain)
+    loss = compute_ppo_loss(
+        4 * batch.logprobs, 4 * batch.old_logprobs, batch.advantages, clip, batch.mask, dual_clip=bound
+    )
+    assert loss.item() == pytest.approx(-mean(slow), abs=1e-12)
+
+
+def test_rule_15_a_dual_clip_that_cuts_the_first_ratio_is_refused() -> None:
+    one = torch.ones(1)
+    with pytest.raises(ValueError, match="above 1"):
+        compute_ppo_loss(one, one, one, dual_clip=1.0)
+
+
+@properties
+@given(batches(), st.floats(0.0, 3.0))
+def test_rule_15_the_kl_penalty_form(batch: Batch, coef: float) -> None:
+    slow = []
+    for new, old, a in zip(*map(batch.real, (batch.logprobs, batch.old_logprobs, batch.advantages)), strict=True):
+        ratio = math.exp(new - old)
+        slow.append(ratio * a - coef * (ratio - 1 - (new - old)))
+    loss = compute_kl_penalty_loss(batch.logprobs, batch.old_logprobs, batch.advantages, coef, batch.mask)
+    assert loss.item() == pytest.approx(-mean(slow), abs=1e-12)
+
+
+@properties
+@given(batches())
+def test_the_plain_policy_gradient_is_ppos_at_ratio_1(batch: Batch) -> None:
+    """Before the first update; the clip does not bite there."""
+    plain = compute_policy_gradient_loss(batch.logprobs, batch.advantages, batch.mask)
+    ppo = compute_ppo_loss(batch.logprobs, batch.logprobs.detach(), batch.advantages, 0.2, batch.mask)
+    gradients = [torch.autograd.grad(loss, batch.logprobs)[0] for loss in (plain, ppo)]
+    assert torch.allclose(*gradients, atol=1e-12)
+
+
+@properties
+@given(batches(), st.floats(0.2, 3.0))
+def test_rule_7_importance_weights_are_truncated(batch: Batch, cap: float) -> None:
+    slow = [
+        min(math.exp(old - engine), cap)
+        for old, engine in zip(batch.real(batch.logprobs), batch.real(batch.old_logprobs), strict=True)
+    ]
+    weights = importance_weights(batch.logprobs, batch.old_logprobs, cap, batch.mask)
+    assert not weights.requires_grad
+    assert batch.real(weights) == pytest.approx(slow, abs=1e-12)
+    loss = compute_ppo_loss(batch.logprobs, batch.logprobs.detach(), batch.advantages, 0.2, batch.mask, weights=weights)
+    products = [w * a for w, a in zip(slow, batch.real(batch.advantages), strict=True)]
+    assert loss.item() == pytest.approx(-mean(products), abs=1e-12)
+
+
+@pytest.mark.parametrize("garbage", GARBAGE)
+def test_rule_18_no_objective_sees_padding(garbage: float) -> None:
+    def results(batch: Batch) -> list[Tensor]:
+        weights = importance_weights(batch.old_logprobs, batch.values, 2.0, batch.mask)
+        parts = (batch.logprobs, batch.old_logprobs, batch.advantages)
+        losses = [
+            compute_ppo_loss(*parts, 0.2, batch.mask, dual_clip=3.0, weights=weights),
+            compute_kl_penalty_loss(*parts, 1.0, batch.mask, weights=weights),
+            compute_policy_gradient_loss(batch.logprobs, batch.advantages, batch.mask, weights=weights),
+        ]
+        losses += [
+            compute_kl_loss(batch.logprobs, batch.old_logprobs, batch.values, kind, batch.mask)
+            for kind in ("rho_k1", "rho_k3", "k2")
+        ]
+        return [*losses, *(torch.autograd.grad(loss, batch.logprobs, retain_graph=True)[0] for loss in losses)]
+
+    for clean, spoiled in zip(results(Batch([3, 5], 7)), results(Batch([3, 5], 7, garbage)), strict=True):
+        assert torch.equal(clean, spoiled)
+
+
+def categorical_kl(theta: Tensor, reference: Tensor) -> Tensor:
+    logp, logq = theta.log_softmax(0), reference.log_softmax(0)
+    return (logp.exp() * (logp - logq)).sum()
+
+
+@pytest.mark.parametrize("kind", ["rho_k1", "rho_k3"])
+def test_rule_15_a_kl_loss_with_its_ratio_has_the_gradient_of_the_kl(kind: str) -> None:
+    """Expected over all actions, exactly, also where π_θ has left π_old. Plain k1 and k3 have another one."""
+    torch.manual_seed(3)
+    theta, old, reference = torch.randn(3, 6, dtype=torch.float64).unbind()
+    theta.requires_grad_()
+    logprobs, old_logprobs, ref_logprobs = (x.log_softmax(0) for x in (theta, old, reference))
+    share = old_logprobs.exp()
+    expected = sum(
+        share[a] * compute_kl_loss(logprobs[a], old_logprobs[a], ref_logprobs[a], kind)
+        for a in range(6)  # type: ignore[arg-type]
+    )
+    true = torch.autograd.grad(categorical_kl(theta, reference), theta)[0]
+    assert torch.allclose(torch.autograd.grad(expected, theta, retain_graph=True)[0], true, atol=1e-12)
+
+
+def test_rule_15_the_gradient_of_k2_is_that_of_the_kl_at_the_old_policy() -> None:
+    torch.manual_seed(4)
+    theta, reference = torch.randn(2, 6, dtype=torch.float64).unbind()
+    theta.requires_grad_()
+    logprobs, ref_logprobs = theta.log_softmax(0), reference.log_softmax(0)
+    share = logprobs.detach().exp()
+    expected = sum(
+        share[a] * compute_kl_loss(logprobs[a], logprobs[a].detach(), ref_logprobs[a], "k2") for a in range(6)
+    )
+    true = torch.autograd.grad(categorical_kl(theta, reference), theta, retain_graph=True)[0]
+    assert torch.allclose(torch.autograd.grad(expected, theta)[0], true, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", ["k1", "k3", "full"])
+def test_rule_15_diagnostics_are_no_kl_losses(kind: str) -> None:
+    zero = torch.zeros(1)
+    with pytest.raises(ValueError, match="no KL loss"):
+        compute_kl_loss(zero, zero, zero, kind)  # type: ignore[arg-type]
+
+
+def test_the_gradients_of_all_objectives() -> None:
+    batch = Batch([2, 4], 11)
+    parts = (batch.old_logprobs.detach(), batch.advantages.detach())
+    reference = batch.values.detach()
+    objectives: list[Callable[[Tensor], Tensor]] = [
+        lambda x: compute_ppo_loss(x, *parts, 0.2, batch.mask, dual_clip=1.5),
+        lambda x: compute_kl_penalty_loss(x, *parts, 2.0, batch.mask),
+        lambda x: compute_policy_gradient_loss(x, parts[1], batch.mask),
+        *(lambda x, kind=kind: compute_kl_loss(x, parts[0], reference, kind, batch.mask) for kind in KL_LOSSES),
+    ]
+    for objective in objectives:
+        assert torch.autograd.gradcheck(objective, batch.logprobs)
+
+
+KL_LOSSES = ("rho_k1", "rho_k3", "k2")

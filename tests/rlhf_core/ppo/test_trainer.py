@@ -16,6 +16,7 @@ from rlhf_core.chat import Conversation
 from rlhf_core.ppo import trainer as trainer_module
 from rlhf_core.ppo.checkpoint import Checkpoints
 from rlhf_core.ppo.kl import estimate_kl, full_kl
+from rlhf_core.ppo.objective import Prices
 from rlhf_core.ppo.plan import prompts_of_step
 from rlhf_core.ppo.trainer import PPOTrainer
 from rlhf_core.scorers import Answers
@@ -261,10 +262,13 @@ def test_rule_18_what_stands_in_the_padding_changes_no_credit(make_trainer: Make
     scores = trainer.score(rollout)
     clean, other = trainer.assign_credit(rollout, scores), trainer.assign_credit(spoiled, scores)
     assert equal(vars(clean), vars(other))
-    means = trainer.updater.run(spoiled, other, 0).means()
+    means = trainer.updater.run(spoiled, other, 0, Prices(0.1, 1.0)).means()
     fresh = make_trainer()
     rollout = fresh.rollout()
-    assert means == fresh.updater.run(rollout, fresh.assign_credit(rollout, fresh.score(rollout)), 0).means()
+    assert (
+        means
+        == fresh.updater.run(rollout, fresh.assign_credit(rollout, fresh.score(rollout)), 0, Prices(0.1, 1.0)).means()
+    )
 
 
 def test_known_failure_11_a_scorer_of_text_is_enough(make_trainer: MakeTrainer) -> None:
@@ -338,7 +342,7 @@ COLUMNS = {
     "step reward_raw score reward_shaped gold kl kl_k3 entropy clip_fraction value_clip_fraction advantage_abs",
     "policy_loss value_loss explained_variance grad_norm_policy grad_norm_critic response_tokens_mean",
     "response_tokens_max missing_eos_share ratio_max approx_kl kl_coef learning_rate engine_mismatch_max",
-    "engine_mismatch_k3 min_token_reward repeated_ngram_share optimizer_steps",
+    "engine_mismatch_k3 min_token_reward repeated_ngram_share optimizer_steps skipped_minibatches stopped_early",
 }
 
 

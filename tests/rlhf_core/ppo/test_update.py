@@ -11,20 +11,22 @@ import torch
 from transformers import PreTrainedModel
 
 from rlhf_core.batch import response_logits, state_values
+from rlhf_core.errors import NonFiniteError
 from rlhf_core.ppo.losses import compute_ppo_total_loss, logprobs_and_entropy
+from rlhf_core.ppo.objective import Phase, Prices
 from rlhf_core.ppo.rollout import Credit, Rollout
 from rlhf_core.ppo.trainer import PPOTrainer
 from rlhf_core.ppo.update import (
     FIRST_RATIO_TOLERANCE,
-    NonFiniteError,
     RatioError,
     Updater,
-    UpdateStatistics,
     every_row,
     require_same_policy,
 )
 
 MakeTrainer = Callable[..., PPOTrainer]
+PRICES = Prices(kl=0.1, step=1.0)
+WHOLE = Phase(policy=True, ratio=True)
 
 
 def experience(trainer: PPOTrainer) -> tuple[Rollout, Credit]:
@@ -57,7 +59,7 @@ def accumulated(trainer: PPOTrainer, rollout: Rollout, credit: Credit, micro: in
     updater = with_config(trainer.updater, micro_batch_size=micro)
     for model in (trainer.policy, trainer.critic):
         model.zero_grad()
-    updater._accumulate(rollout, credit, updater.plan(rollout, 0, 0)[0], UpdateStatistics(), check_ratio=False)
+    updater._accumulate(rollout, credit, updater.plan(rollout, 0, 0)[0], WHOLE, PRICES, check_ratio=False)
     return {"policy": gradient(trainer.policy), "critic": gradient(trainer.critic)}
 
 
@@ -169,9 +171,9 @@ def test_rule_16_the_value_clip_has_a_key_of_its_own(make_trainer: MakeTrainer) 
     shares = {}
     for clip in (0.2, 0.3):
         critic = trainer.config.critic.model_copy(update={"value_clip": clip})
-        statistics = UpdateStatistics()
         updater = with_config(trainer.updater, critic=critic)
-        updater._accumulate(rollout, credit, updater.plan(rollout, 0, 0)[0], statistics, check_ratio=False)
+        rows = updater.plan(rollout, 0, 0)[0]
+        statistics = updater._accumulate(rollout, credit, rows, WHOLE, PRICES, check_ratio=False)
         shares[clip] = statistics.means()["value_clip_fraction"]
     assert shares == {0.2: 1.0, 0.3: 0.0}
 
@@ -186,7 +188,7 @@ def test_rule_18_statistics_are_means_over_real_tokens(make_trainer: MakeTrainer
     with torch.no_grad():
         entropy = logprobs_and_entropy(response_logits(trainer.policy, batch), batch.actions, 1.0, batch.mask)[1]
     moved = replace(rollout, old_logprobs=(rollout.old_logprobs - 0.3) * rollout.mask)
-    means = with_config(trainer.updater, check_ratio=False).run(moved, credit, 0).means()
+    means = with_config(trainer.updater, check_ratio=False).run(moved, credit, 0, PRICES).means()
     assert means["clip_fraction"] == 1.0
     assert means["approx_kl"] == pytest.approx(math.exp(0.3) - 1.3, abs=1e-4)
     assert means["ratio_max"] == pytest.approx(math.exp(0.3), abs=1e-4)
@@ -213,16 +215,16 @@ def test_rule_7_other_weights_stop_the_run(make_trainer: MakeTrainer) -> None:
     with torch.no_grad():
         trainer.policy.get_input_embeddings().weight.mul_(1.01)
     with pytest.raises(RatioError, match="before the first update"):
-        trainer.updater.run(rollout, credit, 0)
+        trainer.updater.run(rollout, credit, 0, PRICES)
     assert torch.equal(weights(trainer.critic), before)
-    with_config(trainer.updater, check_ratio=False).run(rollout, credit, 0)
+    with_config(trainer.updater, check_ratio=False).run(rollout, credit, 0, PRICES)
 
 
 def test_rule_7_another_temperature_stops_the_run(make_trainer: MakeTrainer) -> None:
     trainer = make_trainer()
     rollout, credit = experience(trainer)
     with pytest.raises(RatioError):
-        with_config(trainer.updater, temperature=1.01).run(rollout, credit, 0)
+        with_config(trainer.updater, temperature=1.01).run(rollout, credit, 0, PRICES)
 
 
 def test_rule_7_dropout_stops_the_run(make_trainer: MakeTrainer) -> None:
@@ -251,7 +253,7 @@ def test_a_loss_that_is_not_finite_makes_no_step(make_trainer: MakeTrainer) -> N
     before = weights(trainer.policy), weights(trainer.critic)
     spoiled = replace(credit, weights=credit.weights * math.nan)
     with pytest.raises(NonFiniteError, match="lower the learning rate"):
-        trainer.updater.run(rollout, spoiled, 0)
+        trainer.updater.run(rollout, spoiled, 0, PRICES)
     assert torch.equal(weights(trainer.policy), before[0])
     assert torch.equal(weights(trainer.critic), before[1])
 

@@ -1,0 +1,151 @@
+"""Seconds per PPO update and samples per second, on folders of your own; beside TRL's last PPO where it is installed.
+
+    python benchmarks/ppo_throughput.py --sft models/sft --reward models/reward --prompts prompts.json --updates 6
+    python benchmarks/ppo_throughput.py … --trl PATH/TO/python     # an environment of its own with trl==1.12.0
+
+PROMPTS is a JSON list of strings, each one user turn. The first update of either side is a warm-up and is not counted.
+Each side runs in a process of its own, one after the other; the last line printed is JSON.
+"""
+
+import argparse
+import json
+import resource
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+HERE = Path(__file__).resolve()
+LEARNING_RATE = 1e-6  # small: the lengths of the responses, and with them the work, stay what they are
+
+
+def main() -> None:
+    """Measure Leash, then TRL if asked, and print one table and one line of JSON."""
+    options = arguments().parse_args()
+    if options.side == "leash":
+        print(json.dumps(measure(options)))
+        return
+    ours = run_side([sys.executable, str(HERE), *work_of(options), "--side", "leash"])
+    show("leash", ours)
+    result = dict(ours)
+    if options.trl:
+        theirs = run_side([options.trl, str(HERE.with_name("trl_ppo.py")), *work_of(options)])
+        show("trl", theirs)
+        result |= {
+            "trl": theirs,
+            "speedup": ours["samples_per_s"] / theirs["samples_per_s"],
+            "memory_ratio": ours["peak_mib"] / theirs["peak_mib"],
+        }
+        print(f"leash does {result['speedup']:.2f} times TRL's samples per second", file=sys.stderr)
+    print(json.dumps(result))
+
+
+def arguments() -> argparse.ArgumentParser:
+    """The command line; `trl_ppo.py` takes the same work."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sft", required=True, help="folder of the policy and its reference")
+    parser.add_argument("--reward", required=True, help="folder of the reward model, where the critic starts too")
+    parser.add_argument("--prompts", required=True, help="JSON list of strings")
+    parser.add_argument("--updates", type=int, default=6, help="PPO updates, the warm-up included")
+    parser.add_argument("--batch", type=int, default=128, help="responses per update")
+    parser.add_argument("--micro-batch", type=int, default=64)
+    parser.add_argument("--epochs", type=int, default=4)
+    parser.add_argument("--max-new-tokens", type=int, default=48)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--trl", help="a Python with trl==1.12.0, to measure beside it")
+    parser.add_argument("--side", choices=["leash"], help=argparse.SUPPRESS)
+    return parser
+
+
+def work_of(options: argparse.Namespace) -> list[str]:
+    """The options that say what is to be done, as a command line."""
+    names = ("sft", "reward", "prompts", "updates", "batch", "micro_batch", "epochs", "max_new_tokens", "threads")
+    return [part for name in names for part in (f"--{name.replace('_', '-')}", str(getattr(options, name)))]
+
+
+def run_side(command: list[str]) -> dict[str, float]:
+    """Run one side in a process of its own; the last line of its output is its result."""
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+    result: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    return result
+
+
+def show(name: str, result: dict[str, float]) -> None:
+    """One line for people."""
+    numbers = "  ".join(f"{key} {value:.3g}" for key, value in result.items())
+    print(f"{name}: {numbers}", file=sys.stderr)
+
+
+def measure(options: argparse.Namespace) -> dict[str, float]:
+    """Medians over the updates after the first, in this process."""
+    sys.path.insert(0, str(HERE.parents[1]))
+    trainer = build(options)
+    seconds, phases, tokens = [], [], []
+    for _ in range(options.updates):
+        start = time.perf_counter()
+        row = trainer.step()
+        seconds.append(time.perf_counter() - start)
+        phases.append(dict(trainer.seconds))
+        tokens.append(float(row["response_tokens_mean"] or 0.0))
+    update = statistics.median(seconds[1:])
+    return {
+        "s_per_update": update,
+        "samples_per_s": options.batch / update,
+        "mean_response_tokens": statistics.mean(tokens[1:]),
+        "s_per_token": update / (options.batch * statistics.mean(tokens[1:])),
+        **{f"s_{name}": statistics.median(p[name] for p in phases[1:]) for name in phases[0]},
+        "peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+    }
+
+
+def build(options: argparse.Namespace):  # type: ignore[no-untyped-def]  # the imports below take seconds
+    """The trainer as the stage `ppo` builds it, with the batch of the command line."""
+    from rlhf_core.config.ppo import PPOConfig
+    from rlhf_core.determinism import make_deterministic
+    from rlhf_core.models import load_causal_lm, load_scalar_model, place
+    from rlhf_core.ppo.trainer import PPOTrainer, ScoreNormalisation
+    from rlhf_core.scorers import RewardModelScorer
+    from rlhf_core.tokenizer import load_tokenizer
+
+    make_deterministic(1, options.threads)
+    tokenizer = load_tokenizer(options.sft)
+    scorer = place(load_scalar_model(options.reward))
+    config = PPOConfig.model_validate(
+        {
+            "steps": options.updates,
+            "batch_size": options.batch,
+            "minibatches": 1,
+            "micro_batch_size": options.micro_batch,
+            "ppo_epochs": options.epochs,
+            "learning_rate": LEARNING_RATE,
+            "clip_ratio": 0.2,
+            "vf_coef": 0.1,
+            "entropy_coef": 0.0,
+            "gamma": 1.0,
+            "lam": 0.95,
+            "temperature": 1.0,
+            "max_new_tokens": options.max_new_tokens,
+            "whiten_advantages": True,
+            "kl": {"coef": 0.05, "controller": "fixed", "target": 6.0, "horizon": 10000},
+            "critic": {"init": "reward", "learning_rate": LEARNING_RATE, "value_clip": 0.2, "clip_value": True},
+            "optimizer": {"betas": [0.9, 0.999], "eps": 1e-8, "warmup_steps": 0, "decay": "none", "max_grad_norm": 1.0},
+            "score": {"normalise": False, "clip": 1e9, "missing_eos_penalty": 1.0},
+            "sample_every": options.updates,
+        }
+    )
+    return PPOTrainer(
+        config,
+        policy=load_causal_lm(options.sft),
+        reference=load_causal_lm(options.sft),
+        critic=load_scalar_model(options.reward),
+        tokenizer=tokenizer,
+        scorer=RewardModelScorer(scorer, int(tokenizer.pad_token_id), options.micro_batch),
+        normalisation=ScoreNormalisation(0.0, 1.0),
+        prompts=[[{"role": "user", "content": text}] for text in json.loads(Path(options.prompts).read_text("utf-8"))],
+        seed=1,
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,179 @@
+"""The options of the update on whole PPO steps of tiny models: each does what docs/ppo.md says of it."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from rlhf_core.batch import response_logits
+from rlhf_core.ppo.kl import StepPrice, full_kl
+from rlhf_core.ppo.objective import Pass, Phase, Prices, losses_of
+from rlhf_core.ppo.trainer import PPOTrainer
+
+MakeTrainer = Callable[..., PPOTrainer]
+ONE = {"ppo_epochs": 1, "minibatches": 1}
+
+
+def weights(model: PreTrainedModel) -> torch.Tensor:
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+def forward_of(trainer: PPOTrainer, rows: list[int]) -> Pass:
+    rollout = trainer.rollout()
+    credit = trainer.assign_credit(rollout, trainer.score(rollout))
+    return Pass.over(rows, rollout, credit, trainer.policy, trainer.critic, 1.0, trainer.pad_id)
+
+
+@torch.no_grad()
+def exact_kl(trainer: PPOTrainer) -> float:
+    """KL(π ‖ π_ref) in nats per token, over what the policy says now."""
+    rollout = trainer.rollout()
+    batch = rollout.batch(range(len(rollout.texts)), trainer.pad_id)
+    logits = [response_logits(model, batch) for model in (trainer.policy, trainer.reference)]
+    return (full_kl(*logits, batch.mask).sum() / batch.mask.sum()).item()
+
+
+def policy_after(trainer: PPOTrainer, steps: int = 1) -> torch.Tensor:
+    for _ in range(steps):
+        trainer.step()
+    return weights(trainer.policy)
+
+
+def test_the_plain_policy_gradient_warm_up_is_one_epoch_and_one_minibatch(make_trainer: MakeTrainer) -> None:
+    trainer = make_trainer(policy_gradient_steps=1)
+    assert trainer.step()["optimizer_steps"] == 1
+    assert trainer.step()["optimizer_steps"] == 4
+
+
+def test_the_plain_policy_gradient_makes_the_step_of_ppo_without_a_second_look(make_trainer: MakeTrainer) -> None:
+    """One epoch of one minibatch of PPO never leaves ratio 1."""
+    plain = policy_after(make_trainer(policy_gradient_steps=1))
+    ppo = policy_after(make_trainer(**ONE))
+    assert torch.allclose(plain, ppo, atol=1e-6)
+    assert not torch.equal(plain, weights(make_trainer().policy))
+
+
+def test_in_the_critic_warm_up_only_the_critic_learns(make_trainer: MakeTrainer) -> None:
+    trainer = make_trainer(critic={"warmup_steps": 2})
+    policy, critic = weights(trainer.policy), weights(trainer.critic)
+    row = trainer.step()
+    trainer.step()
+    assert torch.equal(weights(trainer.policy), policy)
+    assert not torch.equal(weights(trainer.critic), critic)
+    assert (row["grad_norm_policy"], row["optimizer_steps"]) == (0.0, 4.0)
+    trainer.step()
+    assert not torch.equal(weights(trainer.policy), policy)
+
+
+def test_rule_14_a_step_that_went_too_far_ends_early_and_says_so(make_trainer: MakeTrainer) -> None:
+    far = {"ppo_epochs": 4, "learning_rate": 0.03}
+    whole = make_trainer(**far).step()
+    assert (whole["optimizer_steps"], whole["stopped_early"]) == (8.0, 0.0)
+    row = make_trainer(stop_kl=0.01, **far).step()
+    assert row["stopped_early"] == 1.0
+    assert 1 <= (row["optimizer_steps"] or 0) < 8
+    assert (row["approx_kl"] or 0) < (whole["approx_kl"] or 0)
+
+
+def test_rule_14_a_minibatch_whose_ratio_explodes_is_skipped_and_counted(make_trainer: MakeTrainer) -> None:
+    trainer = make_trainer(max_ratio=1.5, check_ratio=False)
+    rollout = trainer.rollout()
+    credit = trainer.assign_credit(rollout, trainer.score(rollout))
+    exploded = replace(rollout, old_logprobs=(rollout.old_logprobs - 1.0) * rollout.mask)
+    before = weights(trainer.policy), weights(trainer.critic)
+    statistics = trainer.updater.run(exploded, credit, 0, Prices(0.1, 1.0))
+    assert (statistics.skipped_minibatches, statistics.optimizer_steps) == (4, 0)
+    assert torch.equal(weights(trainer.policy), before[0])
+    assert torch.equal(weights(trainer.critic), before[1])
+    assert all(p.grad is None for p in trainer.policy.parameters())
+    statistics = trainer.updater.run(rollout, credit, 0, Prices(0.1, 1.0))
+    assert (statistics.skipped_minibatches, statistics.optimizer_steps) == (0, 4)
+
+
+def test_rule_15_kl_in_the_loss_leaves_the_reward_alone(make_trainer: MakeTrainer) -> None:
+    """Σ r = R, and the row still reports k1."""
+    row = make_trainer(kl={"penalty": "loss", "estimator": "rho_k3", "coef": 0.5}).step()
+    assert row["reward_shaped"] == pytest.approx(row["score"], abs=1e-5)
+    assert (row["kl"] or 0) > 0.1
+    assert (row["kl_loss"] or 0) > 0
+
+
+@pytest.mark.parametrize("estimator", ["rho_k1", "rho_k3", "k2", "full"])
+def test_rule_15_kl_in_the_loss_pulls_to_the_reference(make_trainer: MakeTrainer, estimator: str) -> None:
+    """Rewards that say nothing: only the leash acts."""
+    options: dict[str, Any] = {"scorer": lambda answers: [0.0] * len(answers.texts), "whiten_advantages": False}
+    options |= {"entropy_coef": 0.0, "score": {"missing_eos_penalty": 0.0}, "learning_rate": 3e-3, "batch_size": 32}
+    options |= {"steps": 100, "micro_batch_size": 32}
+    trainer = make_trainer(kl={"penalty": "loss", "estimator": estimator, "coef": 1.0}, **options)
+    before = exact_kl(trainer)
+    for _ in range(20):
+        trainer.step()
+    assert exact_kl(trainer) < 0.85 * before
+
+
+def test_rule_15_kl_in_the_loss_is_divided_by_the_deviation_of_the_advantages(make_trainer: MakeTrainer) -> None:
+    for whitened in (True, False):
+        trainer = make_trainer(kl={"penalty": "loss", "estimator": "full"}, whiten_advantages=whitened)
+        forward = forward_of(trainer, [0, 3, 5])
+        assert (forward.scale == 1.0) != whitened
+        phase = Phase(policy=True, ratio=True)
+        losses = losses_of(forward, trainer.config, phase, Prices(0.7, 1.0), trainer.reference)
+        without = losses_of(forward, trainer.config, phase, Prices(0.0, 1.0), trainer.reference)
+        added = losses["total_loss"] - without["total_loss"]
+        exact = full_kl(forward.logits, response_logits(trainer.reference, forward.batch), forward.batch.mask).sum()
+        assert losses["kl_loss"].item() == pytest.approx(exact.item(), rel=1e-5)
+        assert added.item() == pytest.approx(0.7 * exact.item() / forward.scale, rel=1e-3)
+
+
+def test_rule_15_the_price_on_the_step_follows_its_target() -> None:
+    price = StepPrice(1.0, target=0.003)
+    for kl, expected in ((0.0019, 0.5), (0.0021, 0.5), (0.0044, 0.5), (0.0046, 1.0), (1.0, 2.0)):
+        price.update(kl)
+        assert price.coef == expected
+    other = StepPrice(1.0, target=0.003)
+    other.load_state_dict(price.state_dict())
+    assert other.coef == 2.0
+
+
+def test_rule_15_a_high_price_on_the_step_keeps_the_policy_near_the_old_one(make_trainer: MakeTrainer) -> None:
+    free, dear = (
+        make_trainer(objective="kl_penalty", ppo_epochs=6, step_price={"coef": coef, "target": 1e-9}).step()
+        for coef in (1e-6, 1e3)
+    )
+    assert (dear["approx_kl"] or 0) < 0.2 * (free["approx_kl"] or 0)
+
+
+def test_rule_19_the_price_on_the_step_is_part_of_the_state(make_trainer: MakeTrainer) -> None:
+    trainer = make_trainer(objective="kl_penalty", step_price={"coef": 3.0, "target": 10.0})
+    trainer.step()
+    assert trainer.step_price.coef == 1.5
+    other = make_trainer(objective="kl_penalty", step_price={"coef": 3.0, "target": 10.0})
+    other.load_state_dict(trainer.state_dict())
+    assert other.step_price.coef == 1.5
+
+
+def test_rule_7_the_cap_weighs_tokens_of_an_engine_that_differs(make_trainer: MakeTrainer) -> None:
+    """Our own engine samples from π itself: there the weights are 1 and nothing changes."""
+    plain, capped = (policy_after(make_trainer(importance_cap=cap)) for cap in (None, 2.0))
+    assert torch.allclose(plain, capped, atol=1e-4)
+    trainer = make_trainer(importance_cap=2.0)
+    forward = forward_of(trainer, [0, 1, 2])
+    mismatch = replace(forward, engine_logprobs=(forward.old_logprobs - 5.0) * forward.batch.mask)
+    usual, doubled = (
+        losses_of(f, trainer.config, Phase(policy=True, ratio=True), Prices(0.1, 1.0), trainer.reference)
+        for f in (forward, mismatch)
+    )
+    assert doubled["policy_loss"].item() == pytest.approx(2 * usual["policy_loss"].item(), rel=1e-4)
+    assert doubled["value_loss"].item() == usual["value_loss"].item()
+
+
+def test_the_dual_clip_reaches_the_loss(make_trainer: MakeTrainer) -> None:
+    trainer = make_trainer(dual_clip=1.5)
+    forward = forward_of(trainer, [0, 1])
+    moved = replace(forward, old_logprobs=(forward.old_logprobs - 2.0) * forward.batch.mask)
+    moved = replace(moved, advantages=-torch.ones_like(moved.advantages) * forward.batch.mask)
+    losses = losses_of(moved, trainer.config, Phase(policy=True, ratio=True), Prices(0.1, 1.0), trainer.reference)
+    assert losses["policy_loss"].item() == pytest.approx(1.5 * forward.batch.mask.sum().item())
