@@ -9,6 +9,7 @@ import resource
 import statistics
 import sys
 import time
+from itertools import pairwise
 from pathlib import Path
 
 os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
@@ -53,7 +54,7 @@ def main() -> None:
     start = time.perf_counter()
     trainer.train()
     ends = [start, *clock.ends]
-    seconds = [after - before for before, after in zip(ends, ends[1:], strict=False)]
+    seconds = [after - before for before, after in pairwise(ends)]
     if len(seconds) != options.updates:
         sys.exit(f"TRL made {len(seconds)} updates, {options.updates} were asked for")
     update = statistics.median(seconds[1:])
