@@ -8,6 +8,7 @@ import os
 import resource
 import statistics
 import sys
+import tempfile
 import time
 from itertools import pairwise
 from pathlib import Path
@@ -73,7 +74,7 @@ def build(options: argparse.Namespace, clock: Clock) -> PPOTrainer:
         for text in texts
     ]
     config = PPOConfig(
-        output_dir="/tmp/trl_ppo",
+        output_dir=tempfile.mkdtemp(prefix="trl-ppo-"),
         per_device_train_batch_size=options.micro_batch,
         gradient_accumulation_steps=options.batch // options.micro_batch,
         num_mini_batches=1,
