@@ -53,7 +53,7 @@ layers: setup-dev  ## Imports go down only; every stage depends on exactly the c
 
 check: lint types layers test  ## What CI runs
 
-seeds: setup  ## The demo for three seeds, and the README's table (half an hour)
+seeds: setup  ## The demo for three seeds, and the README's table (a quarter of an hour)
 	python benchmarks/seeds.py
 
 audit: setup-dev  ## Known vulnerabilities of the pinned versions

@@ -119,7 +119,8 @@ class PPOConfig(Block):
     importance_cap: PositiveNumber | None = None
     """Weighs tokens by min(π_old/π_engine, cap), for an engine that does not sample from π itself; 2 is usual."""
     policy_gradient_steps: Annotated[int, Field(ge=0)] = 0
-    """First PPO steps with the plain policy gradient: one epoch, one minibatch, no ratio."""
+    """First PPO steps of the policy (after the critic's warm-up) with the plain policy gradient: one epoch, one
+    minibatch, no ratio."""
     vf_coef: NotNegative
     entropy_coef: NotNegative
     gamma: Annotated[float, Field(gt=0, le=1)]

@@ -48,7 +48,8 @@ class Phase:
     @classmethod
     def of(cls, config: PPOConfig, step: int) -> "Phase":
         """The phase of a step (counted from 0)."""
-        return cls(policy=step >= config.critic.warmup_steps, ratio=step >= config.policy_gradient_steps)
+        of_the_policy = step - config.critic.warmup_steps
+        return cls(policy=of_the_policy >= 0, ratio=not 0 <= of_the_policy < config.policy_gradient_steps)
 
 
 @dataclass(frozen=True)

@@ -68,6 +68,14 @@ def test_in_the_critic_warm_up_only_the_critic_learns(make_trainer: MakeTrainer)
     assert not torch.equal(weights(trainer.policy), policy)
 
 
+def test_the_warm_up_of_the_critic_takes_nothing_from_that_of_the_policy(make_trainer: MakeTrainer) -> None:
+    """The critic first, in all its epochs; then the plain policy gradient; then PPO."""
+    trainer = make_trainer(critic={"warmup_steps": 1}, policy_gradient_steps=1)
+    rows = [trainer.step() for _ in range(3)]
+    assert [row["optimizer_steps"] for row in rows] == [4.0, 1.0, 4.0]
+    assert [(row["grad_norm_policy"] or 0) > 0 for row in rows] == [False, True, True]
+
+
 def test_rule_14_a_step_that_went_too_far_ends_early_and_says_so(make_trainer: MakeTrainer) -> None:
     far = {"ppo_epochs": 4, "learning_rate": 0.03}
     whole = make_trainer(**far).step()
