@@ -16,6 +16,7 @@ from transformers import PreTrainedModel, Trainer
 
 from rlhf_core.batch import TokenBatch, pad_batch, sequence_scores
 from rlhf_core.config.reward import RewardConfig
+from rlhf_core.lora import add_lora
 from rlhf_core.training import Run, Schedule, train, trainer_arguments
 
 
@@ -39,7 +40,9 @@ class Comparison:
 def train_reward_model(
     model: PreTrainedModel, comparisons: Sequence[Comparison], config: RewardConfig, pad_id: int, run: Run
 ) -> list[dict[str, float]]:
-    """Train `model` in place. Returns the training log."""
+    """Train `model` in place: all its weights, or with `config.lora` adapters that are then folded into them. Returns
+    the training log."""
+    adapter = None if config.lora is None else add_lora(model, config.lora, run.seed)
     schedule = Schedule(
         learning_rate=config.learning_rate,
         batch_size=config.batch_size,
@@ -54,7 +57,10 @@ def train_reward_model(
         train_dataset=list(comparisons),
         data_collator=PairCollator(pad_id),
     )
-    return train(trainer, run)
+    log = train(trainer, run)
+    if adapter is not None:
+        adapter.merge()
+    return log
 
 
 @dataclass(frozen=True)

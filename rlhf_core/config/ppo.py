@@ -5,6 +5,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from rlhf_core.config.block import Block
+from rlhf_core.config.lora import LoraSettings
 
 Positive = Annotated[int, Field(ge=1)]
 PositiveNumber = Annotated[float, Field(gt=0)]
@@ -132,6 +133,7 @@ class PPOConfig(Block):
     critic: CriticConfig
     optimizer: OptimizerConfig
     score: ScoreConfig
+    lora: LoraSettings | None = None
     sample_every: Positive
     """Steps between two sets of twenty held-out samples on disk."""
     check_ratio: bool = True

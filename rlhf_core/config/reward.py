@@ -5,6 +5,7 @@ from typing import Annotated
 from pydantic import Field
 
 from rlhf_core.config.block import Block
+from rlhf_core.config.lora import LoraSettings
 
 Positive = Annotated[int, Field(ge=1)]
 
@@ -19,3 +20,4 @@ class RewardConfig(Block):
     warmup_steps: Annotated[int, Field(ge=0)]
     weight_decay: Annotated[float, Field(ge=0)]
     max_tokens: Positive
+    lora: LoraSettings | None = None

@@ -9,6 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 from rlhf_core.batch import pad_batch, sequence_scores
+from rlhf_core.config.lora import LoraSettings
 from rlhf_core.config.reward import RewardConfig
 from rlhf_core.reward import (
     Comparison,
@@ -31,6 +32,7 @@ COMPARISONS = [
     for i in range(12)
 ]
 CONFIG = RewardConfig(learning_rate=3e-3, epochs=2, batch_size=4, warmup_steps=1, weight_decay=0.0, max_tokens=64)
+LORA = CONFIG.model_copy(update={"learning_rate": 2e-2, "lora": LoraSettings(rank=2, alpha=4.0)})
 
 
 def tensor(*values: float) -> torch.Tensor:
@@ -104,9 +106,12 @@ def test_equal_scores_are_half_right() -> None:
     assert scores.loss == pytest.approx((math.log(1 + math.exp(-1)) + math.log(1 + math.e) + math.log(2)) / 3)
 
 
-def test_training_learns_the_preference(build_scalar: Build, make_run: Callable[..., Run]) -> None:
+@pytest.mark.parametrize("config", [CONFIG, LORA], ids=["all weights", "lora"])
+def test_training_learns_the_preference(
+    config: RewardConfig, build_scalar: Build, make_run: Callable[..., Run]
+) -> None:
     model = build_scalar()
-    longer = RewardConfig(**(CONFIG.model_dump() | {"epochs": 10}))
+    longer = config.model_copy(update={"epochs": 10})
     before = score_pairs(model, COMPARISONS, PAD, 4)
     train_reward_model(model, COMPARISONS, longer, PAD, make_run())
     after = score_pairs(model, COMPARISONS, PAD, 4)
@@ -115,22 +120,55 @@ def test_training_learns_the_preference(build_scalar: Build, make_run: Callable[
     assert after.loss < 0.2 * before.loss
 
 
+def test_lora_trains_adapters_and_head_alone_and_leaves_a_plain_model(
+    kind: str, build_scalar: Build, make_run: Callable[..., Run]
+) -> None:
+    """While it trains, the base's weights are untouched; afterwards each linear layer differs by a matrix of rank 2."""
+    model = build_scalar(kind)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    seen: list[set[str]] = []
+
+    def look(step: int, total: int, values: dict[str, float]) -> None:
+        base = {name.replace(".base_layer", ""): p for name, p in model.named_parameters() if "lora_" not in name}
+        seen.append({name for name, p in base.items() if not torch.equal(before[name], p)})
+
+    train_reward_model(model, COMPARISONS, LORA, PAD, replace(make_run(), report=look))
+    after = model.state_dict()
+    assert seen == [set(), *[{"score.weight"}] * 5]  # warm-up: the first step's learning rate is 0
+    assert after.keys() == before.keys()
+    changed = {name for name in before if not torch.equal(before[name], after[name])} - {"score.weight"}
+    assert len(changed) == 2 * (4 if kind == "gpt2" else 7)
+    assert {torch.linalg.matrix_rank(after[name] - before[name], rtol=1e-3).item() for name in changed} == {2}
+
+
 class Killed(Exception):
     """Stands for a kill in the middle of training."""
 
 
+@pytest.mark.parametrize("config", [CONFIG, LORA], ids=["all weights", "lora"])
 def test_known_failure_1_a_killed_run_continues_to_the_same_bytes(
-    build_scalar: Build, make_run: Callable[..., Run]
+    config: RewardConfig, build_scalar: Build, make_run: Callable[..., Run]
 ) -> None:
     def kill(step: int, total: int, values: dict[str, float]) -> None:
         if step == 5:
             raise Killed
 
     whole, resumed = build_scalar(), build_scalar(seed=9)
-    expected = train_reward_model(whole, COMPARISONS, CONFIG, PAD, make_run("whole", checkpoint_every=2))
+    expected = train_reward_model(whole, COMPARISONS, config, PAD, make_run("whole", checkpoint_every=2))
     run = make_run("killed", checkpoint_every=2)
     with pytest.raises(Killed):
-        train_reward_model(build_scalar(), COMPARISONS, CONFIG, PAD, replace(run, report=kill))
-    log = train_reward_model(resumed, COMPARISONS, CONFIG, PAD, run)
+        train_reward_model(build_scalar(), COMPARISONS, config, PAD, replace(run, report=kill))
+    log = train_reward_model(resumed, COMPARISONS, config, PAD, run)
     assert [row for row in log if "loss" in row] == [row for row in expected if "loss" in row]
     assert all(torch.equal(a, b) for a, b in zip(whole.parameters(), resumed.parameters(), strict=True))
+
+
+def test_a_finished_lora_training_is_merged_again_from_its_last_checkpoint(
+    build_scalar: Build, make_run: Callable[..., Run]
+) -> None:
+    """Killed after the last step, before the stage had saved the model."""
+    first, again = build_scalar(), build_scalar()
+    expected = train_reward_model(first, COMPARISONS, LORA, PAD, make_run(checkpoint_every=2))
+    log = train_reward_model(again, COMPARISONS, LORA, PAD, make_run(checkpoint_every=2))
+    assert log == [row for row in expected if "loss" in row]
+    assert all(torch.equal(a, b) for a, b in zip(first.parameters(), again.parameters(), strict=True))

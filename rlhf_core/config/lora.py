@@ -1,0 +1,36 @@
+"""Settings of LoRA adapters. What they do: `rlhf_core/lora.py`."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, model_validator
+
+from rlhf_core.config.block import Block
+
+
+class LoraSettings(Block):
+    """Train low-rank adapters instead of all weights; null (no such block) trains all of them. Adapters want a
+    learning rate about ten times that of all weights."""
+
+    rank: Annotated[int, Field(ge=1)] = 16
+    """r, the rank of the change of each adapted weight."""
+    alpha: Annotated[float, Field(gt=0)] = 32.0
+    """The change is multiplied by alpha / rank."""
+    target_modules: Literal["all-linear"] | list[str] = "all-linear"
+    """Linear layers to adapt: all of the model's body (never the output layer or a scalar head), or their names, for
+    example [q_proj, v_proj]."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _no_dropout(cls, values: Any) -> Any:
+        for key in ("dropout", "lora_dropout"):
+            if isinstance(values, dict) and key in values:
+                raise ValueError(
+                    f"{key} is refused: with dropout the ratio of PPO would not be 1 at the first update; remove it"
+                )
+        return values
+
+    @model_validator(mode="after")
+    def _some_target(self) -> "LoraSettings":
+        if not self.target_modules:
+            raise ValueError("target_modules is empty; name linear layers, or give all-linear")
+        return self

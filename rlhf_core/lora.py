@@ -1,0 +1,153 @@
+"""LoRA adapters (Hu et al. 2021) inside a Hugging Face model: put in, switched off, folded into the weights.
+
+The model object stays what it was, a plain transformers model to call; `peft` supplies the adapted layers and nothing
+else of it is used. No training here, and no files: an adapted model is merged before it is saved.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from peft import LoraConfig, inject_adapter_in_model
+from peft.tuners.lora import LoraLayer
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from rlhf_core.config.lora import LoraSettings
+from rlhf_core.errors import UserError
+
+NAME = "default"
+"""What peft calls the one adapter of a model."""
+
+
+def add_lora(model: PreTrainedModel, settings: LoraSettings, seed: int) -> "Adapter":
+    """Put adapters into `model`, in place, and freeze everything else but a scalar model's `score` head.
+
+    The model computes, to the bit, what it did frozen (B = 0). Equal seeds give equal adapters; the global random
+    state is left as it was. Raises UserError for target modules that the model's body does not have, ValueError for a
+    model that has adapters already.
+    """
+    if _layers(model):
+        raise ValueError("the model has LoRA adapters already; merge them first")
+    flags = {parameter: parameter.requires_grad for parameter in model.parameters()}
+    targets = _targets(model, settings.target_modules)
+    config = LoraConfig(
+        r=settings.rank,
+        lora_alpha=settings.alpha,
+        lora_dropout=0.0,
+        bias="none",
+        target_modules=list(targets),
+        fan_in_fan_out=all(isinstance(layer, Conv1D) for layer in targets.values()),
+    )
+    with torch.random.fork_rng():
+        inject_adapter_in_model(config, model, adapter_name=NAME)
+    del model.peft_config
+    model.train(model.training)
+    _initialise(model, seed)
+    if (head := getattr(model, "score", None)) is not None:
+        head.requires_grad_(True)
+    return Adapter(model, flags)
+
+
+class Adapter:
+    """The adapters of one model, and that model's other trainable parameters (the scalar head's).
+
+    After `merge` the model is plain and the adapter used up: every method then raises ValueError.
+    """
+
+    def __init__(self, model: PreTrainedModel, flags: Mapping[torch.nn.Parameter, bool]) -> None:
+        self.model = model
+        self._flags = flags
+        self._trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
+
+    @contextmanager
+    def off(self) -> Iterator[PreTrainedModel]:
+        """The model without its adapters: bit for bit the frozen model that it was before them. May be nested."""
+        layers = self._present()
+        before = [(layer, layer.disable_adapters) for layer in layers]
+        flags = [(parameter, parameter.requires_grad) for parameter in self._trainable.values()]
+        try:
+            self._switch(dict.fromkeys(layers, True))
+            yield self.model
+        finally:
+            self._switch(dict(before))
+            for parameter, flag in flags:  # peft's switch freezes and unfreezes
+                parameter.requires_grad_(flag)
+
+    @staticmethod
+    def _switch(off: Mapping[LoraLayer, bool]) -> None:
+        for layer, disabled in off.items():
+            layer.enable_adapters(not disabled)
+
+    @torch.no_grad()
+    def merge(self) -> PreTrainedModel:
+        """Fold the adapters into the weights, W + (alpha / rank)·B·A, and return the model: the same object, plain
+        again, its parameters trainable as before `add_lora`.
+
+        In place, so that no second model stands in memory. What the base was and what the adapter learned can then no
+        longer be told apart; take `state_dict` before if either is still needed.
+        """
+        for name, layer in _layers(self.model).items() if self._present() else ():
+            base = layer.get_base_layer()
+            base.weight.add_(layer.get_delta_weight(NAME))
+            self.model.set_submodule(name, base)
+        for parameter, flag in self._flags.items():
+            parameter.requires_grad_(flag)
+        return self.model
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The adapters' parameters and the scalar head's by name; not copies, as with torch's modules."""
+        self._present()
+        return {name: parameter.detach() for name, parameter in self._trainable.items()}
+
+    @torch.no_grad()
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Take over what `state_dict` gave. Raises UserError when it comes from other settings or another model."""
+        self._present()
+        shapes = {name: parameter.shape for name, parameter in self._trainable.items()}
+        if {name: tensor.shape for name, tensor in state.items()} != shapes:
+            raise UserError("the saved adapter has other layers or another rank than `lora` says; use its settings")
+        for name, parameter in self._trainable.items():
+            parameter.copy_(state[name])
+
+    def _present(self) -> list[LoraLayer]:
+        layers = list(_layers(self.model).values())
+        if not layers:
+            raise ValueError("the adapter was merged into its model")
+        return layers
+
+
+def _layers(model: PreTrainedModel) -> dict[str, LoraLayer]:
+    return {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
+
+
+def _targets(model: PreTrainedModel, wanted: str | list[str]) -> dict[str, torch.nn.Module]:
+    """The linear layers of the model's body by name; output layer and scalar head stand outside the body."""
+    prefix = f"{model.base_model_prefix}."
+    linear = {
+        name: module
+        for name, module in model.named_modules()
+        if name.startswith(prefix) and isinstance(module, torch.nn.Linear | Conv1D)
+    }
+    if isinstance(wanted, str):
+        return linear
+    chosen = {name: module for name, module in linear.items() if any(f".{name}".endswith(f".{w}") for w in wanted)}
+    missing = [w for w in wanted if not any(f".{name}".endswith(f".{w}") for name in linear)]
+    if missing:
+        known = ", ".join(sorted({name.rpartition(".")[2] for name in linear}))
+        raise UserError(
+            f"lora.target_modules: {type(model).__name__} has no layer {', '.join(missing)}; it has {known}"
+        )
+    return chosen
+
+
+@torch.no_grad()
+def _initialise(model: PreTrainedModel, seed: int) -> None:
+    """A uniform in ±1/√d_in (He et al. 2015 with a = √5, as in the paper's code), B zero. Drawn on the CPU, so that
+    every device gets the same."""
+    generator = torch.Generator().manual_seed(seed)
+    for layer in _layers(model).values():
+        a, b = layer.lora_A[NAME].weight, layer.lora_B[NAME].weight
+        a.copy_((2 * torch.rand(a.shape, generator=generator) - 1) / a.shape[1] ** 0.5)
+        b.zero_()
