@@ -38,6 +38,12 @@ def test_every_rule_and_every_known_failure_has_a_test_that_says_so() -> None:
     assert missing == NOT_YET
 
 
+def test_the_page_of_the_rules_lists_every_number() -> None:
+    page = (TESTS.parent / "docs" / "rules.md").read_text(encoding="utf-8")
+    listed = [int(number) for number in re.findall(r"^\| (\d\d) \|", page, re.MULTILINE)]
+    assert listed == [number for numbers in NUMBERS.values() for number in numbers]
+
+
 def test_no_test_names_a_rule_or_failure_that_there_is_not() -> None:
     found = numbered()
     assert {kind: found[kind].keys() - set(numbers) for kind, numbers in NUMBERS.items()} == {
@@ -47,5 +53,5 @@ def test_no_test_names_a_rule_or_failure_that_there_is_not() -> None:
 
 
 def test_numbers_have_two_digits_so_that_pytest_k_finds_them() -> None:
-    """`pytest -k rule_07`, `pytest -k failure_03`: as docs/ppo.md says."""
+    """`pytest -k rule_07`, `pytest -k failure_03`: as docs/rules.md says."""
     assert [name for name in test_names() if any(len(number) != 2 for _, number in NUMBERED.findall(name))] == []

@@ -1,4 +1,4 @@
-"""What goes wrong in other libraries for PPO, each row a test of whole phases with the row's number in its name.
+"""What goes wrong in other libraries for PPO (docs/rules.md), on whole phases, each row by its number.
 
 `pytest -k failure_03` runs every test of a row; some stand beside the code that they test, those of stages and data in
 tests/tasks and tests/test_pipeline.py. tests/test_numbered.py sees that no row is without one.
@@ -66,18 +66,6 @@ def test_failure_06_k1_and_k3_stand_side_by_side_and_agree_where_sampling_is_fro
         row = trainer.step()
         assert row["kl"] > 1.0
         assert row["kl"] == pytest.approx(row["kl_k3"], rel=0.2)
-
-
-def test_failure_09_what_the_process_did_before_changes_no_number(make_trainer: MakeTrainer) -> None:
-    """Global generators, other trainers, other sizes of micro-batches on the way to the same rollout."""
-    first = make_trainer()
-    expected = [first.step() for _ in range(2)]
-    torch.manual_seed(77)
-    torch.rand(3)
-    make_trainer(seed=9, micro_batch_size=8).step()
-    second = make_trainer()
-    assert [second.step() for _ in range(2)] == expected
-    assert torch.equal(weights(first), weights(second))
 
 
 def test_failure_12_the_gold_score_stands_beside_the_proxy_and_is_never_trained_on(

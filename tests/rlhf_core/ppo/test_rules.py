@@ -1,4 +1,4 @@
-"""The rules of PPO (rlhf_core/ppo, docs/ppo.md) where they only show on whole phases, or need an argument of their own.
+"""The rules of PPO (docs/rules.md) where they only show on whole phases, or need an argument of their own.
 
 Every rule has a number, and every test of it has the number in its name: `pytest -k rule_07` runs them all. Most stand
 beside the code that they test (losses, advantages, sampling, batches …); tests/test_numbered.py sees that none is
