@@ -1,19 +1,58 @@
 """The pages that are made from the code agree with it, and the README's commands exist."""
 
+import importlib.metadata
 import importlib.util
 import re
+import sys
 from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
 
 ROOT = Path(__file__).resolve().parents[1]
 
 
-def test_parameters_page_is_what_the_code_says() -> None:
-    spec = importlib.util.spec_from_file_location("make_parameters", ROOT / "docs" / "make_parameters.py")
+def script(name: str) -> ModuleType:
+    """A script of docs/, loaded as a module."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / "docs" / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
     spec.loader.exec_module(module)
-    assert (ROOT / "docs" / "parameters.md").read_text(encoding="utf-8") == module.page()
+    return module
+
+
+def test_parameters_page_is_what_the_code_says() -> None:
+    assert (ROOT / "docs" / "parameters.md").read_text(encoding="utf-8") == script("make_parameters").page()
+
+
+def test_pictures_are_what_the_code_draws(tmp_path: Path) -> None:
+    """To the byte. Each stands on a page of docs/."""
+    pinned = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    installed = importlib.metadata.version("matplotlib")
+    if f"matplotlib=={installed}" not in pinned:
+        pytest.skip(f"matplotlib {installed} is not the one of constraints.txt: its bytes may differ")
+    pictures = script("make_pictures")
+    pictures.write(tmp_path)
+    pages = " ".join(page.read_text(encoding="utf-8") for page in (ROOT / "docs").glob("*.md"))
+    for name in pictures.PICTURES:
+        assert (tmp_path / f"{name}.svg").read_bytes() == (ROOT / "docs" / f"{name}.svg").read_bytes(), name
+        assert f"]({name}.svg)" in pages
+
+
+def test_the_drawn_cases_are_the_four_of_the_clip() -> None:
+    """Each case is marked where the gradient is what its words say; the tokens of the other picture end in figure 5's
+    errors."""
+    pictures = script("make_pictures")
+    for advantage, cases in pictures.CASES.items():
+        for case in cases:
+            _, gradient = pictures.surrogate(torch.tensor([case.ratio], dtype=torch.float64), advantage)
+            assert ("no gradient" in case.says) == (gradient.item() == 0)
+            assert gradient.item() * advantage >= 0
+    errors, _ = pictures.credit()
+    assert errors.tolist() == pytest.approx([0.04, 0.03, 0.06, 0.08, 0.02, 0.05, 0.91])
 
 
 def test_the_readme_names_only_files_and_make_targets_that_exist() -> None:

@@ -97,7 +97,7 @@ def test_ppo_writes_a_row_a_step_and_its_first_ratio_is_one(first: "Project") ->
     assert max(float(row["engine_mismatch_max"]) for row in rows) < 1e-3
 
 
-def test_samples_are_on_disk(first: "Project") -> None:
+def test_failure_04_samples_are_on_disk_as_often_as_was_asked(first: "Project") -> None:
     assert {path.relative_to(first.root / "data").as_posix() for path in first.root.glob("data/*/*.jsonl")} == {
         f"{name}.jsonl" for name in DATA
     }
@@ -105,6 +105,25 @@ def test_samples_are_on_disk(first: "Project") -> None:
     watched = first.rows("data/ppo/samples.jsonl")
     assert sorted({row["step"] for row in watched}) == [0, 2, 4]
     assert len(watched) == 3 * 20
+
+
+def test_failure_04_the_policy_is_evaluated_on_prompts_that_no_stage_trained_on(first: "Project") -> None:
+    asked = {row["prompt_id"] for row in first.rows("data/evaluate/samples.jsonl")}
+    assert asked <= {row["prompt_id"] for row in first.rows("data/ingest/heldout.jsonl")}
+    for name in ("ingest/demonstrations", "ingest/pairs", "ingest/ppo_prompts", "preferences/preferences"):
+        assert not asked & {row["prompt_id"] for row in first.rows(f"data/{name}.jsonl")}, name
+
+
+def test_failure_05_the_reward_model_is_measured_on_prompts_it_was_not_trained_on(first: "Project") -> None:
+    rows = first.rows("data/preferences/preferences.jsonl")
+    train, validation = (
+        {row["prompt_id"] for row in rows if row["split"] == split} for split in ("train", "validation")
+    )
+    assert train
+    assert not train & validation
+    metrics = first.json("metrics/reward.json")
+    assert metrics["heldout_prompts"] == len(validation) > 0
+    assert metrics["heldout_pairs"] == sum(row["split"] == "validation" for row in rows)
 
 
 @pytest.mark.parametrize("name", ["base", "sft", "policy"])
@@ -251,7 +270,7 @@ def test_the_policy_is_registered_by_reference(finished: "Project") -> None:
     assert version.source == f"dvc://models/policy?md5={digest[1]}"
 
 
-def test_two_clones_in_other_places_give_the_same_lock(project: "Project", first: "Project") -> None:
+def test_failure_09_two_clones_in_other_places_give_the_same_lock(project: "Project", first: "Project") -> None:
     """Another folder, hash seed, time zone, locale and user: the same bytes."""
     ran = project.repro(PYTHONHASHSEED="42", TZ="America/Lima", LC_ALL="C", USER="nobody")
     assert ran == STAGES

@@ -5,6 +5,7 @@ changes their outputs visibly.
 """
 
 import copy
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -221,3 +222,17 @@ def make_trainer(
         )
 
     return make
+
+
+@pytest.fixture
+def says_pad() -> Callable[[PPOTrainer], PPOTrainer]:
+    """says_pad(trainer) -> the same trainer, whose policy now often samples the pad token."""
+
+    def change(trainer: PPOTrainer) -> PPOTrainer:
+        frequent = Counter(token for ids in trainer.rollout().response_ids for token in ids).most_common(1)[0][0]
+        with torch.no_grad():
+            weight = trainer.policy.get_output_embeddings().weight
+            weight[trainer.pad_id] = 2 * weight[frequent]
+        return trainer
+
+    return change

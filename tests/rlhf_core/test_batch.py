@@ -26,14 +26,14 @@ def whole(prompt: list[int], response: list[int]) -> tuple[torch.Tensor, slice]:
     return torch.tensor([prompt + response]), slice(len(prompt) - 1, len(prompt) + len(response) - 1)
 
 
-def test_rule_0_masks_come_from_lengths_and_a_sampled_pad_token_counts() -> None:
+def test_rule_00_masks_come_from_lengths_and_a_sampled_pad_token_counts() -> None:
     batch = pad_batch([[3, PAD, 4], [3]], [[PAD, 7, PAD], [7, 1]], PAD)
     assert batch.mask.tolist() == [[1, 1, 1], [1, 1, 0]]
     assert batch.attention_mask.tolist() == [[1, 1, 1, 1, 1, 1], [0, 0, 1, 1, 1, 0]]
     assert batch.actions.tolist() == [[PAD, 7, PAD], [7, 1, PAD]]
 
 
-def test_positions_count_real_tokens() -> None:
+def test_rule_06_positions_count_real_tokens() -> None:
     batch = pad_batch([[3, 4], [3]], [[7], [7]], PAD)
     assert batch.position_ids.tolist() == [[0, 1, 2], [0, 0, 1]]
 
@@ -52,8 +52,8 @@ def test_response_logits_predict_each_response_token(kind: str, build_lm: Build)
         torch.testing.assert_close(logits[row, : len(response)], model(ids).logits[0, predicted], rtol=0, atol=1e-4)
 
 
-def test_rule_6_padding_changes_no_logprob(kind: str, build_lm: Build) -> None:
-    """Also known failure 8: the same prompt alone and in a batch."""
+def test_rule_06_failure_08_padding_changes_no_logprob(kind: str, build_lm: Build) -> None:
+    """The same prompt alone and in a batch."""
     model = build_lm(kind)
     together = response_logits(model, pad_batch(PROMPTS, RESPONSES, PAD)).log_softmax(-1)
     for row, (prompt, response) in enumerate(zip(PROMPTS, RESPONSES, strict=True)):
@@ -63,7 +63,7 @@ def test_rule_6_padding_changes_no_logprob(kind: str, build_lm: Build) -> None:
         assert difference.abs().max() <= 1e-5
 
 
-def test_rule_6_padding_changes_no_value(kind: str, build_scalar: Build) -> None:
+def test_rule_06_padding_changes_no_value(kind: str, build_scalar: Build) -> None:
     model = build_scalar(kind)
     batch = pad_batch(PROMPTS, RESPONSES, PAD)
     values, scores = state_values(model, batch), sequence_scores(model, batch)
@@ -73,7 +73,7 @@ def test_rule_6_padding_changes_no_value(kind: str, build_scalar: Build) -> None
         assert (scores[row] - sequence_scores(model, alone)[0]).abs() <= 1e-5
 
 
-def test_what_stands_in_the_padding_changes_nothing(kind: str, build_lm: Build, build_scalar: Build) -> None:
+def test_rule_06_what_stands_in_the_padding_changes_nothing(kind: str, build_lm: Build, build_scalar: Build) -> None:
     batch, other = pad_batch(PROMPTS, RESPONSES, PAD), pad_batch(PROMPTS, RESPONSES, 17)
     real = batch.mask.bool()
     lm, scalar = build_lm(kind), build_scalar(kind)
@@ -81,7 +81,7 @@ def test_what_stands_in_the_padding_changes_nothing(kind: str, build_lm: Build, 
     torch.testing.assert_close(state_values(scalar, batch)[real], state_values(scalar, other)[real], rtol=0, atol=1e-5)
 
 
-def test_rule_9_a_value_is_read_where_the_next_token_is_the_action(kind: str, build_scalar: Build) -> None:
+def test_rule_09_a_value_is_read_where_the_next_token_is_the_action(kind: str, build_scalar: Build) -> None:
     """V(s_t) sees the prompt and the actions before t, and not action t."""
     model = build_scalar(kind)
     values = state_values(model, pad_batch(PROMPTS, RESPONSES, PAD))
@@ -91,7 +91,7 @@ def test_rule_9_a_value_is_read_where_the_next_token_is_the_action(kind: str, bu
             assert values[row, t].item() == pytest.approx(token_values(model, prefix)[0, -1].item(), abs=1e-5)
 
 
-def test_known_failure_3_a_score_is_read_at_the_last_real_token(kind: str, build_scalar: Build) -> None:
+def test_failure_03_a_score_is_read_at_the_last_real_token(kind: str, build_scalar: Build) -> None:
     """At the last token of a response that ends in a sampled pad token; at the last prompt token without one."""
     model = build_scalar(kind)
     responses = [[20, PAD], [], [30, 31, 32]]
@@ -111,7 +111,7 @@ def test_scores_are_those_of_the_hugging_face_head(kind: str, build_scalar: Buil
         assert scores[row].item() == pytest.approx(theirs.item(), abs=1e-5)
 
 
-def test_rule_5_half_precision_models_give_float32(build_lm: Build, build_scalar: Build) -> None:
+def test_rule_05_half_precision_models_give_float32(build_lm: Build, build_scalar: Build) -> None:
     batch = pad_batch(PROMPTS, RESPONSES, PAD)
     assert response_logits(build_lm().bfloat16(), batch).dtype == torch.float32
     assert token_values(build_scalar().bfloat16(), batch).dtype == torch.float32

@@ -23,7 +23,7 @@ def test_the_settings_of_the_tests_are_taken(ppo_values: Values) -> None:
     ("key", "value"),
     [("top_k", 50), ("top_p", 0.9), ("min_p", 0.1), ("min_new_tokens", 5), ("repetition_penalty", 1.1)],
 )
-def test_rule_1_what_changes_the_sampling_is_refused_with_the_reason(
+def test_rule_01_what_changes_the_sampling_is_refused_with_the_reason(
     ppo_values: Values, key: str, value: float
 ) -> None:
     """Known failure 6: these make the KL estimate negative."""
@@ -32,7 +32,7 @@ def test_rule_1_what_changes_the_sampling_is_refused_with_the_reason(
 
 
 @pytest.mark.parametrize("estimator", ["k2", "k3", "full", "rho_k1", "rho_k3"])
-def test_rule_8_only_k1_may_stand_in_the_reward(ppo_values: Values, estimator: str) -> None:
+def test_rule_08_only_k1_may_stand_in_the_reward(ppo_values: Values, estimator: str) -> None:
     with pytest.raises(ValidationError, match=rf"estimator {estimator} in the reward moves the optimum"):
         PPOConfig(**ppo_values(kl={"estimator": estimator}))
 

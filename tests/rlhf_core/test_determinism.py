@@ -46,7 +46,7 @@ def test_a_permutation_holds_every_item_once() -> None:
 
 
 @pytest.mark.usefixtures("_restored")
-def test_known_failure_9_equal_seeds_give_equal_numbers() -> None:
+def test_failure_09_equal_seeds_give_equal_numbers() -> None:
     def numbers() -> tuple[float, float, float]:
         return random.random(), float(np.random.random()), float(torch.rand(1))
 

@@ -318,7 +318,7 @@ def test_a_layer_that_cannot_be_adapted_is_refused_by_name(name: str, build_lm: 
 
 
 @pytest.mark.parametrize("key", ["dropout", "lora_dropout"])
-def test_rule_7_dropout_is_refused_with_the_reason(key: str) -> None:
+def test_rule_07_dropout_is_refused_with_the_reason(key: str) -> None:
     with pytest.raises(ValueError, match="the ratio of PPO would not be 1"):
         LoraSettings(**{"rank": 4, key: 0.0})
 

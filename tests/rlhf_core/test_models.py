@@ -40,7 +40,7 @@ def weights_equal(one: PreTrainedModel, two: PreTrainedModel) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
-def test_known_failure_9_equal_seeds_give_equal_weights(tokenizer: PreTrainedTokenizerBase) -> None:
+def test_failure_09_equal_seeds_give_equal_weights(tokenizer: PreTrainedTokenizerBase) -> None:
     one = build_llama(SCRATCH, tokenizer, 1)
     torch.rand(3)
     assert weights_equal(one, build_llama(SCRATCH, tokenizer, 1))
@@ -54,7 +54,7 @@ def test_a_model_from_scratch_fits_its_tokenizer(tokenizer: PreTrainedTokenizerB
     assert context_length(model) == 48
 
 
-def test_rule_7_dropout_is_off_in_every_loaded_model(tmp_path: Path, build_lm: Build, build_scalar: Build) -> None:
+def test_rule_07_dropout_is_off_in_every_loaded_model(tmp_path: Path, build_lm: Build, build_scalar: Build) -> None:
     """GPT-2 with dropout 0.1 as its folder says, and in training mode as the Trainer sets it."""
     build_lm("gpt2", dropout=0.1).save_pretrained(tmp_path / "lm")
     build_scalar("gpt2", dropout=0.1).save_pretrained(tmp_path / "scalar")

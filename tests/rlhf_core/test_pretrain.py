@@ -46,7 +46,7 @@ def test_too_little_text_is_refused(build_lm: Build, make_run: Callable[..., Run
         pretrain(build_lm(), None, [[1, 2, 3]], CONFIG, 64, make_run())  # type: ignore[arg-type]
 
 
-def test_known_failure_1_a_finished_run_is_not_trained_further(build_lm: Build, make_run: Callable[..., Run]) -> None:
+def test_failure_01_a_finished_run_is_not_trained_further(build_lm: Build, make_run: Callable[..., Run]) -> None:
     """Five steps end in mid-epoch; the stage was killed after them and starts again."""
     run = make_run(checkpoint_every=2)
     whole, resumed, seen = build_lm(), build_lm(seed=9), []

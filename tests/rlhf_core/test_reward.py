@@ -6,6 +6,8 @@ from dataclasses import replace
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from transformers import PreTrainedModel
 
 from rlhf_core.batch import pad_batch, sequence_scores
@@ -43,6 +45,17 @@ def test_bradley_terry_loss_by_hand() -> None:
     loss = bradley_terry_loss(tensor(1.0, 0.0), tensor(0.0, 2.0))
     assert loss.item() == pytest.approx((math.log(1 + math.exp(-1)) + math.log(1 + math.exp(2))) / 2)
     assert bradley_terry_loss(tensor(3.0), tensor(3.0)).item() == pytest.approx(math.log(2))
+
+
+@settings(max_examples=50, deadline=None, derandomize=True)
+@given(st.lists(st.tuples(*[st.floats(-20, 20)] * 3), min_size=1, max_size=6), st.booleans())
+def test_bradley_terry_loss_is_what_a_slow_loop_says(
+    pairs: list[tuple[float, float, float]], with_margin: bool
+) -> None:
+    chosen, rejected, margin = (tensor(*column) for column in zip(*pairs, strict=True))
+    slow = [math.log1p(math.exp(-(c - r - (m if with_margin else 0.0)))) for c, r, m in pairs]
+    loss = bradley_terry_loss(chosen, rejected, margin if with_margin else None)
+    assert loss.item() == pytest.approx(sum(slow) / len(slow), abs=1e-12)
 
 
 def test_bradley_terry_margin_by_hand() -> None:
@@ -146,7 +159,7 @@ class Killed(Exception):
 
 
 @pytest.mark.parametrize("config", [CONFIG, LORA], ids=["all weights", "lora"])
-def test_known_failure_1_a_killed_run_continues_to_the_same_bytes(
+def test_failure_01_a_killed_run_continues_to_the_same_bytes(
     config: RewardConfig, build_scalar: Build, make_run: Callable[..., Run]
 ) -> None:
     def kill(step: int, total: int, values: dict[str, float]) -> None:

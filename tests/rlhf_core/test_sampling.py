@@ -32,7 +32,7 @@ def run(
     return sample(model, prompts, keys or [(1, 0, i) for i in range(len(prompts))], **(options | changes))
 
 
-def test_rule_1_draw_hits_every_token_as_often_as_its_probability() -> None:
+def test_rule_01_draw_hits_every_token_as_often_as_its_probability() -> None:
     """An even grid of u maps to p·n points of each token, give or take the two at its ends."""
     torch.manual_seed(0)
     logprobs = (3 * torch.randn(9)).log_softmax(-1)
@@ -42,20 +42,20 @@ def test_rule_1_draw_hits_every_token_as_often_as_its_probability() -> None:
     assert (found - logprobs.double().exp() * count).abs().max() <= 1.01
 
 
-def test_rule_1_draw_never_takes_a_token_of_probability_0() -> None:
+def test_rule_01_draw_never_takes_a_token_of_probability_0() -> None:
     logprobs = torch.tensor([[float("-inf"), 0.5, float("-inf"), 0.5, float("-inf")]]).log_softmax(-1)
     edges = torch.tensor([0.0, 0.5 - 1e-12, 0.5, np.nextafter(1.0, 0.0)], dtype=torch.float64)
     assert draw(logprobs.expand(4, -1), edges).tolist() == [1, 1, 3, 3]
 
 
-def test_rule_1_draw_reads_rare_tokens_in_float64() -> None:
+def test_rule_01_draw_reads_rare_tokens_in_float64() -> None:
     """A token of probability 1e-9 has its place in the distribution; a float32 sum would swallow it."""
     logprobs = torch.tensor([[1 - 1e-9, 1e-9]], dtype=torch.float64).log()
     assert draw(logprobs, torch.tensor([1 - 5e-10], dtype=torch.float64)).tolist() == [1]
     assert draw(logprobs, torch.tensor([1 - 2e-9], dtype=torch.float64)).tolist() == [0]
 
 
-def test_rule_1_samples_follow_softmax_at_the_temperature(build_lm: Build) -> None:
+def test_rule_01_samples_follow_softmax_at_the_temperature(build_lm: Build) -> None:
     """Chi-square of 3,000 first tokens of one prompt against softmax(logits / 0.7)."""
     model, count, temperature = build_lm(), 3000, 0.7
     sampled = run(
@@ -78,7 +78,7 @@ def test_rule_1_samples_follow_softmax_at_the_temperature(build_lm: Build) -> No
     assert chi_square < degrees + 4 * (2 * degrees) ** 0.5
 
 
-def test_rule_7_the_engine_agrees_with_the_training_forward_pass(kind: str, build_lm: Build) -> None:
+def test_rule_07_the_engine_agrees_with_the_training_forward_pass(kind: str, build_lm: Build) -> None:
     """The key-value cache, dropped rows and padding included."""
     model = build_lm(kind)
     sampled = run(model, temperature=0.8, stop_ids=frozenset(range(12)))
@@ -90,7 +90,7 @@ def test_rule_7_the_engine_agrees_with_the_training_forward_pass(kind: str, buil
         assert (row[: len(theirs)] - torch.tensor(theirs)).abs().max() <= 2e-5
 
 
-def test_rule_3_samples_depend_on_neither_batch_nor_order_nor_padding(kind: str, build_lm: Build) -> None:
+def test_rule_03_samples_depend_on_neither_batch_nor_order_nor_padding(kind: str, build_lm: Build) -> None:
     model = build_lm(kind)
     whole = run(model, batch_size=len(PROMPTS)).responses
     assert run(model, batch_size=1).responses == whole
@@ -101,7 +101,7 @@ def test_rule_3_samples_depend_on_neither_batch_nor_order_nor_padding(kind: str,
     assert run(model, [long, *PROMPTS], [(8, 8), *keys], batch_size=64).responses[1:] == whole
 
 
-def test_rule_3_other_keys_give_other_samples(build_lm: Build) -> None:
+def test_rule_03_other_keys_give_other_samples(build_lm: Build) -> None:
     model = build_lm()
     base = run(model).responses
     for change in ((2, 0), (1, 1)):
@@ -111,7 +111,7 @@ def test_rule_3_other_keys_give_other_samples(build_lm: Build) -> None:
     assert len({tuple(response) for response in twice}) >= 5
 
 
-def test_rule_3_global_generators_are_neither_read_nor_moved(build_lm: Build) -> None:
+def test_rule_03_global_generators_are_neither_read_nor_moved(build_lm: Build) -> None:
     model = build_lm()
     torch.manual_seed(1)
     np.random.seed(1)
@@ -123,7 +123,7 @@ def test_rule_3_global_generators_are_neither_read_nor_moved(build_lm: Build) ->
     assert run(model).responses == first
 
 
-def test_rule_0_the_generation_config_is_not_read(build_lm: Build) -> None:
+def test_rule_00_the_generation_config_is_not_read(build_lm: Build) -> None:
     model = build_lm()
     before = run(model).responses
     frequent = Counter(token for response in before for token in response).most_common(1)[0][0]
@@ -133,7 +133,7 @@ def test_rule_0_the_generation_config_is_not_read(build_lm: Build) -> None:
     assert run(model).responses == before
 
 
-def test_rule_0_stop_tokens_are_a_set(build_lm: Build) -> None:
+def test_rule_00_stop_tokens_are_a_set(build_lm: Build) -> None:
     """A response ends with the first of them, contains it, and has nothing after it."""
     stops = frozenset({END, 17, 30})
     sampled = run(build_lm(), PROMPTS * 4, [(4, i) for i in range(4 * len(PROMPTS))], stop_ids=stops)
@@ -144,7 +144,7 @@ def test_rule_0_stop_tokens_are_a_set(build_lm: Build) -> None:
         assert (response[-1] in stops) == ended
 
 
-def test_rule_0_the_pad_token_may_be_sampled(build_lm: Build) -> None:
+def test_rule_00_the_pad_token_may_be_sampled(build_lm: Build) -> None:
     """It ends nothing and is kept."""
     model = build_lm()
     with torch.no_grad():
@@ -155,7 +155,7 @@ def test_rule_0_the_pad_token_may_be_sampled(build_lm: Build) -> None:
     assert all(len(r) == len(p) for r, p in zip(sampled.responses, sampled.logprobs, strict=True))
 
 
-def test_rule_4_a_response_at_the_length_limit_has_not_ended(build_lm: Build) -> None:
+def test_rule_04_a_response_at_the_length_limit_has_not_ended(build_lm: Build) -> None:
     model = build_lm()
     full = run(model, stop_ids=frozenset())
     assert [len(response) for response in full.responses] == [12] * len(PROMPTS)

@@ -27,7 +27,7 @@ def test_scores_come_back_in_order_whatever_the_batch(kind: str, build_scalar: B
     assert len({round(score, 3) for score in alone}) == len(alone)
 
 
-def test_rule_2_nothing_is_tokenised_again(build_scalar: Build) -> None:
+def test_rule_02_nothing_is_tokenised_again(build_scalar: Build) -> None:
     scorer = RewardModelScorer(build_scalar(), PAD, 2)
     assert scorer(answers("one")) == scorer(answers("another"))
 

@@ -149,7 +149,7 @@ def test_the_best_is_the_first_of_equal_losses() -> None:
 
 
 @pytest.mark.parametrize(("config", "every"), [(CONFIG, 2), (settings(micro_batch_size=4, epochs=1.5), 1)])
-def test_known_failure_1_a_killed_run_continues_to_the_same_bytes(
+def test_failure_01_a_killed_run_continues_to_the_same_bytes(
     build_lm: Build, make_run: MakeRun, config: SFTConfig, every: int
 ) -> None:
     whole = build_lm()
@@ -166,7 +166,7 @@ def test_known_failure_1_a_killed_run_continues_to_the_same_bytes(
 
 
 @pytest.mark.parametrize("changes", [{"epochs": 1.5}, {"learning_rate": 0.05, "epochs": 10, "patience": 2}])
-def test_known_failure_1_a_finished_run_is_not_trained_further(
+def test_failure_01_a_finished_run_is_not_trained_further(
     build_lm: Build, make_run: MakeRun, changes: dict[str, float]
 ) -> None:
     """Killed after the last checkpoint (in mid-epoch, or stopped early) and before its model was saved."""
@@ -181,7 +181,7 @@ def test_known_failure_1_a_finished_run_is_not_trained_further(
     assert result.steps == expected.steps
 
 
-def test_known_failure_1_a_checkpoint_that_was_cut_short_is_passed_over(
+def test_failure_01_a_checkpoint_that_was_cut_short_is_passed_over(
     build_lm: Build, make_run: MakeRun, tmp_path: Path
 ) -> None:
     """Killed while checkpoint 3 was being written: its state, written last, is missing or half there."""

@@ -73,7 +73,7 @@ def test_a_response_closes_with_eos_where_it_ended() -> None:
     assert TRAINED.eos_token_id not in ended[:-1]
 
 
-def test_known_failure_14_conversations_go_through_the_chat_template() -> None:
+def test_failure_14_conversations_go_through_the_chat_template() -> None:
     text = TRAINED.decode(encode_prompt(TRAINED, PROMPT))
     assert text == "<|system|>Be kind.<|end|><|user|>What shall I eat?<|end|><|assistant|>"
     role = TRAINED.convert_tokens_to_ids("<|assistant|>")
@@ -93,7 +93,7 @@ def test_special_tokens_are_not_shown() -> None:
     assert decode_response(TRAINED, [pad, *ids[:-1], pad, ids[-1]]) == "Eat."
 
 
-def test_known_failure_11_pad_equal_to_eos_is_repaired_aloud(plain: Callable[..., PreTrainedTokenizerFast]) -> None:
+def test_failure_11_pad_equal_to_eos_is_repaired_aloud(plain: Callable[..., PreTrainedTokenizerFast]) -> None:
     tokenizer, repairs = complete(plain(eos_token="<eos>", pad_token="<eos>"), "<|pad|>")
     assert tokenizer.pad_token_id not in (None, tokenizer.eos_token_id)
     assert repairs == ["pad token set to <|pad|>", "chat template added"]
@@ -110,7 +110,7 @@ def test_what_a_tokenizer_has_is_left_alone(plain: Callable[..., PreTrainedToken
     assert tokenizer.chat_template == "{{ messages[0]['content'] }}"
 
 
-def test_known_failure_11_pad_equal_to_eos_is_refused(plain: Callable[..., PreTrainedTokenizerFast]) -> None:
+def test_failure_11_pad_equal_to_eos_is_refused(plain: Callable[..., PreTrainedTokenizerFast]) -> None:
     same = plain(eos_token="<eos>", pad_token="<eos>")
     same.chat_template = CHAT_TEMPLATE
     with pytest.raises(UserError, match="pad token equals eos"):

@@ -174,7 +174,7 @@ def test_a_missing_file(finished: "Project", stage_main: Main, path: str) -> Non
 
 @pytest.mark.pipeline
 @pytest.mark.parametrize("stage", ["ppo", "evaluate"])
-def test_a_leaked_heldout_prompt(finished: "Project", stage_main: Main, stage: str) -> None:
+def test_failure_04_a_leaked_heldout_prompt(finished: "Project", stage_main: Main, stage: str) -> None:
     leaked = finished.rows("data/ingest/heldout.jsonl")[3]
     rows = [*finished.rows(PPO_PROMPTS)[:4], {"prompt_id": leaked["prompt_id"], "prompt": leaked["prompt"]}]
     finished.write_rows(PPO_PROMPTS, rows)
@@ -232,7 +232,7 @@ def test_prompts_that_all_are_too_long(finished: "Project", stage_main: Main) ->
 
 
 @pytest.mark.pipeline
-def test_a_tokenizer_whose_pad_is_its_eos(finished: "Project", stage_main: Main) -> None:
+def test_failure_11_a_tokenizer_whose_pad_is_its_eos(finished: "Project", stage_main: Main) -> None:
     path = finished.root / "models/sft/tokenizer_config.json"
     text = path.read_text(encoding="utf-8")
     path.write_text(text.replace('"pad_token": "<|pad|>"', '"pad_token": "<|end|>"'), encoding="utf-8")

@@ -65,18 +65,26 @@ def test_gae_defaults_are_the_seeds_and_one_row_may_stand_alone() -> None:
         assert torch.equal(result, row[0])
 
 
-def test_figure_5_of_seed_000_follows_from_the_recursion_and_not_from_its_printed_row() -> None:
-    deltas = torch.tensor([[0.04, 0.03, 0.06, 0.08, 0.02, 0.05, 0.91]], dtype=torch.float64)
-    advantages, _ = compute_gae(deltas, torch.zeros(1, 8, dtype=torch.float64))
-    by_hand = [0.9151528, 0.9212135, 0.9381194, 0.9243363, 0.888775, 0.9145, 0.91]  # 0.9145 = 0.05 + 0.95·0.91
+DELTAS = [0.04, 0.03, 0.06, 0.08, 0.02, 0.05, 0.91]
+PRINTED = [0.81, 0.78, 0.75, 0.69, 0.61, 0.59, 0.55]
+"""The rows δ_t and A_t of figure 5 of seed 000, the running example."""
+
+
+def test_rule_10_figure_5_of_seed_000_follows_from_its_recursion_and_not_from_its_printed_row() -> None:
+    """A_t = δ_t + 0.95·A_{t+1}: A_7 = 0.91, A_6 = 0.05 + 0.95·0.91 = 0.9145, … The row printed there ends in 0.55,
+    where the recursion begins with δ_7 = 0.91; no number of it is right."""
+    advantages, _ = compute_gae(torch.tensor([DELTAS], dtype=torch.float64), torch.zeros(1, 8, dtype=torch.float64))
+    by_hand = [0.9151528, 0.9212135, 0.9381194, 0.9243363, 0.888775, 0.9145, 0.91]
     assert advantages[0].tolist() == pytest.approx(by_hand, abs=1e-7)
-    printed = torch.tensor([0.81, 0.78, 0.75, 0.69, 0.61, 0.59, 0.55], dtype=torch.float64)
-    assert ((advantages[0] - printed).abs() > 0.09).all()
+    later = [*by_hand[1:], 0.0]
+    assert by_hand == pytest.approx([d + 0.95 * a for d, a in zip(DELTAS, later, strict=True)], abs=1e-7)
+    assert min(abs(right - printed) for right, printed in zip(by_hand, PRINTED, strict=True)) > 0.1
+    assert [d + 0.95 * a for d, a in zip(DELTAS, [*PRINTED[1:], 0.0], strict=True)] != pytest.approx(PRINTED, abs=0.01)
 
 
 @properties
 @given(batches(), rates, rates)
-def test_rules_9_and_10_gae_runs_over_real_tokens_and_v_is_0_after_the_last(
+def test_rule_09_rule_10_gae_runs_over_real_tokens_and_v_is_0_after_the_last(
     batch: tuple[Tensor, Tensor, Tensor], gamma: float, lam: float
 ) -> None:
     rewards, values, mask = batch
@@ -91,7 +99,7 @@ def test_rules_9_and_10_gae_runs_over_real_tokens_and_v_is_0_after_the_last(
         assert returns[row, length:].eq(0).all()
 
 
-def test_rule_9_a_truncated_response_has_no_value_after_its_end() -> None:
+def test_rule_09_a_truncated_response_has_no_value_after_its_end() -> None:
     rewards, values = torch.zeros(1, 2), torch.tensor([[0.0, 0.0, 100.0]])
     full = torch.ones(1, 2)
     assert compute_gae(rewards, values, mask=full)[0].tolist() == [[0.0, 0.0]]
@@ -189,7 +197,7 @@ def test_whitening_without_a_mask_takes_any_shape_and_constants() -> None:
 
 
 @pytest.mark.parametrize("garbage", GARBAGE)
-def test_known_failure_13_garbage_on_padding_leaks_into_no_statistic(garbage: float) -> None:
+def test_failure_13_garbage_on_padding_leaks_into_no_statistic(garbage: float) -> None:
     mask = torch.tensor([[True, True, False], [True, False, False]])
     x = torch.tensor([[1.0, 2.0, garbage], [6.0, garbage, garbage]], requires_grad=True)
     assert masked_sum(x, mask).item() == 9

@@ -38,7 +38,7 @@ def test_the_last_two_are_kept(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("moment", ["write", "fsync", "rename"])
-def test_known_failure_1_a_kill_while_saving_leaves_the_old_state(
+def test_failure_01_a_kill_while_saving_leaves_the_old_state(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
 ) -> None:
     checkpoints = Checkpoints(tmp_path)

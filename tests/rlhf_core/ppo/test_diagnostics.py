@@ -59,8 +59,8 @@ def test_rewards_and_scores_by_hand() -> None:
     assert row(gold=None)["gold"] is None
 
 
-def test_kl_is_per_sequence_and_by_two_estimators() -> None:
-    """k1 and k3 side by side (known failure 6)."""
+def test_failure_06_kl_is_per_sequence_and_by_two_estimators() -> None:
+    """k1 and k3 side by side."""
     found = row()
     assert found["kl"] == pytest.approx((0.3 + 1.0) / 2)
     k3 = [math.exp(-d) - 1 + d for d in (0.5, 0.0, -0.2, 1.0)]
@@ -74,7 +74,7 @@ def test_lengths_and_ends_by_hand() -> None:
     assert found["missing_eos_share"] == 0.5
 
 
-def test_the_engine_mismatch_is_measured() -> None:
+def test_rule_07_the_engine_mismatch_is_measured() -> None:
     found = row()
     assert found["engine_mismatch_max"] == pytest.approx(0.2, abs=1e-6)
     assert found["engine_mismatch_k3"] == pytest.approx((math.exp(-0.2) - 1 + 0.2) / 4, abs=1e-6)
@@ -92,7 +92,7 @@ def test_credit_and_update_by_hand() -> None:
 
 
 @pytest.mark.parametrize("padding", [1.0, 1e30, math.nan, math.inf])
-def test_rule_18_and_known_failure_13_no_statistic_sees_padding(padding: float) -> None:
+def test_rule_18_failure_13_no_statistic_sees_padding(padding: float) -> None:
     assert row(padding) == row(0.0)
 
 

@@ -81,7 +81,7 @@ def test_the_estimates_are_of_the_policy_to_its_reference_and_not_the_other_way(
     )
 
 
-def test_known_failure_6_equal_policies_have_no_kl_and_small_ones_keep_their_digits_in_float32() -> None:
+def test_failure_06_equal_policies_have_no_kl_and_small_ones_keep_their_digits_in_float32() -> None:
     logprobs = torch.tensor([-3.0, -0.5])
     for kind in ("k1", "k2", "k3"):
         assert estimate_kl(logprobs, logprobs, kind).tolist() == [0, 0]
@@ -126,8 +126,13 @@ def test_rule_18_garbage_on_padding_reaches_no_estimate_and_no_gradient(kind: KL
 
 @pytest.mark.parametrize("kind", get_args(KLKind))
 def test_gradients_of_every_estimate_are_right(kind: KLKind) -> None:
-    pair = [torch.randn(2, 4, dtype=torch.float64, requires_grad=True) for _ in range(2)]
-    assert torch.autograd.gradcheck(lambda a, b: estimate_kl(a, b, kind), pair)
+    """With and without padding; `full` is `full_kl` of all log-probabilities."""
+    shape, real = ((2, 3, 4), (2, 3)) if kind == "full" else ((2, 3), (2, 3))
+    generator = torch.Generator().manual_seed(2)
+    pair = [torch.randn(shape, generator=generator, dtype=torch.float64, requires_grad=True) for _ in range(2)]
+    for mask in (None, torch.tensor([[1, 1, 0], [1, 0, 0]])):
+        assert estimate_kl(*pair, kind, mask).shape == real
+        assert torch.autograd.gradcheck(lambda a, b, mask=mask: estimate_kl(a, b, kind, mask), pair)
 
 
 @pytest.mark.parametrize(
@@ -198,7 +203,7 @@ def test_the_fixed_controller_never_moves() -> None:
             FixedKLController(coef)
 
 
-def test_known_failure_1_and_rule_19_a_controller_resumes_to_the_last_bit() -> None:
+def test_failure_01_rule_19_a_controller_resumes_to_the_last_bit() -> None:
     kls = [3.0, 9.0, 0.1, 7.7, 6.2, 30.0]
     whole = AdaptiveKLController(0.1, 6.0, horizon=1000)
     for kl in kls:

@@ -42,7 +42,7 @@ def policy_after(trainer: PPOTrainer, steps: int = 1) -> torch.Tensor:
     return weights(trainer.policy)
 
 
-def test_the_plain_policy_gradient_warm_up_is_one_epoch_and_one_minibatch(make_trainer: MakeTrainer) -> None:
+def test_rule_15_the_plain_policy_gradient_warm_up_is_one_epoch_and_one_minibatch(make_trainer: MakeTrainer) -> None:
     trainer = make_trainer(policy_gradient_steps=1)
     assert trainer.step()["optimizer_steps"] == 1
     assert trainer.step()["optimizer_steps"] == 4
@@ -56,7 +56,7 @@ def test_the_plain_policy_gradient_makes_the_step_of_ppo_without_a_second_look(m
     assert not torch.equal(plain, weights(make_trainer().policy))
 
 
-def test_in_the_critic_warm_up_only_the_critic_learns(make_trainer: MakeTrainer) -> None:
+def test_rule_15_in_the_critic_warm_up_only_the_critic_learns(make_trainer: MakeTrainer) -> None:
     trainer = make_trainer(critic={"warmup_steps": 2})
     policy, critic = weights(trainer.policy), weights(trainer.critic)
     row = trainer.step()
@@ -163,7 +163,7 @@ def test_rule_19_the_price_on_the_step_is_part_of_the_state(make_trainer: MakeTr
     assert other.step_price.coef == 1.5
 
 
-def test_rule_7_the_cap_weighs_tokens_of_an_engine_that_differs(make_trainer: MakeTrainer) -> None:
+def test_rule_07_the_cap_weighs_tokens_of_an_engine_that_differs(make_trainer: MakeTrainer) -> None:
     """Our own engine samples from π itself: there the weights are 1 and nothing changes."""
     plain, capped = (policy_after(make_trainer(importance_cap=cap)) for cap in (None, 2.0))
     assert torch.allclose(plain, capped, atol=1e-4)
@@ -178,7 +178,7 @@ def test_rule_7_the_cap_weighs_tokens_of_an_engine_that_differs(make_trainer: Ma
     assert doubled["value_loss"].item() == usual["value_loss"].item()
 
 
-def test_the_dual_clip_reaches_the_loss(make_trainer: MakeTrainer) -> None:
+def test_rule_15_the_dual_clip_reaches_the_loss(make_trainer: MakeTrainer) -> None:
     trainer = make_trainer(dual_clip=1.5)
     forward = forward_of(trainer, [0, 1])
     moved = replace(forward, old_logprobs=(forward.old_logprobs - 2.0) * forward.batch.mask)

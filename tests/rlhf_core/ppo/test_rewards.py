@@ -28,7 +28,7 @@ def batches(draw: st.DrawFn, time: int = 6) -> tuple[Tensor, Tensor, Tensor]:
 
 @properties
 @given(batches(), st.floats(0, 2), st.sampled_from(PLACEMENTS))
-def test_rule_8_rewards_are_what_a_slow_loop_pays(
+def test_rule_08_rewards_are_what_a_slow_loop_pays(
     batch: tuple[Tensor, Tensor, Tensor], kl_coef: float, placement: Placement
 ) -> None:
     scores, kl, mask = batch
@@ -44,7 +44,7 @@ def test_rule_8_rewards_are_what_a_slow_loop_pays(
 
 @properties
 @given(batches(), st.floats(0, 2), st.sampled_from(PLACEMENTS))
-def test_rule_8_the_rewards_of_a_row_sum_to_the_score_minus_beta_times_its_kl(
+def test_rule_08_the_rewards_of_a_row_sum_to_the_score_minus_beta_times_its_kl(
     batch: tuple[Tensor, Tensor, Tensor], kl_coef: float, placement: Placement
 ) -> None:
     scores, kl, mask = batch
@@ -53,7 +53,7 @@ def test_rule_8_the_rewards_of_a_row_sum_to_the_score_minus_beta_times_its_kl(
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS)
-def test_known_failure_3_the_score_stands_on_the_last_real_token_and_never_on_padding(
+def test_failure_03_the_score_stands_on_the_last_real_token_and_never_on_padding(
     placement: Placement,
 ) -> None:
     mask = torch.tensor([[1, 1, 0, 0], [1, 0, 0, 0], [1, 1, 1, 1], [1, 0, 1, 0]])
@@ -61,7 +61,7 @@ def test_known_failure_3_the_score_stands_on_the_last_real_token_and_never_on_pa
     assert rewards.tolist() == [[0, 1, 0, 0], [2, 0, 0, 0], [0, 0, 0, 3], [0, 0, 4, 0]]
 
 
-def test_rule_8_placements_by_hand() -> None:
+def test_rule_08_placements_by_hand() -> None:
     scores, kl, mask = torch.tensor([2.0]), torch.tensor([[1.0, -0.5, 4.0, 9.0]]), torch.tensor([[1, 1, 1, 0]])
     assert shape_rewards(scores, kl, mask, 0.5)[0].tolist() == [-0.5, 0.25, 0.0, 0.0]
     assert shape_rewards(scores, kl, mask, 0.5, "sequence_end")[0].tolist() == [0.0, 0.0, -0.25, 0.0]
@@ -97,7 +97,7 @@ def test_an_unknown_placement_and_a_mask_of_another_shape_are_refused() -> None:
         shape_rewards(torch.zeros(2), torch.zeros(2, 3), torch.ones(1, 3), 0.1)
 
 
-def test_rule_4_a_response_that_did_not_end_is_penalised_and_no_other() -> None:
+def test_rule_04_a_response_that_did_not_end_is_penalised_and_no_other() -> None:
     scores = torch.tensor([1.0, 1.0, -2.0])
     assert penalise_missing_eos(scores, torch.tensor([True, False, False]), 1.5).tolist() == [1.0, -0.5, -3.5]
     assert penalise_missing_eos(scores, torch.tensor([1, 0, 1]), 0.5).tolist() == [1.0, 0.5, -2.0]

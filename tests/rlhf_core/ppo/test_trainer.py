@@ -58,7 +58,7 @@ def equal(one: Any, two: Any) -> bool:
 # rollout
 
 
-def test_rule_2_sampled_ids_are_trained_on_as_they_are(
+def test_rule_02_sampled_ids_are_trained_on_as_they_are(
     make_trainer: MakeTrainer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing is encoded after the prompts; many of these random answers would come back as other ids."""
@@ -78,22 +78,22 @@ def test_rule_2_sampled_ids_are_trained_on_as_they_are(
     assert seen[0].prompt_ids == rollout.prompt_ids
 
 
-def test_the_prompts_of_a_step_are_asked_in_their_order(
+def test_failure_14_the_prompts_of_a_step_are_asked_as_conversations_in_their_order(
     make_trainer: MakeTrainer, prompts: Sequence[Conversation], tokenizer: PreTrainedTokenizerBase
 ) -> None:
-    """As conversations, through the chat template (known failure 14)."""
+    """Through the chat template."""
     rollout = make_trainer(seed=3).rollout()
     expected = [prompts[i] for i in prompts_of_step(0, 8, len(prompts), 3)]
     assert rollout.prompts == expected
     assert rollout.prompt_ids == [encode_prompt(tokenizer, prompt) for prompt in expected]
 
 
-def test_rule_3_micro_batches_change_no_sample(make_trainer: MakeTrainer) -> None:
+def test_rule_03_micro_batches_change_no_sample(make_trainer: MakeTrainer) -> None:
     responses = [make_trainer(micro_batch_size=micro).rollout().response_ids for micro in (1, 8)]
     assert responses[0] == responses[1]
 
 
-def test_rule_3_seed_and_step_change_the_samples(make_trainer: MakeTrainer) -> None:
+def test_rule_03_seed_and_step_change_the_samples(make_trainer: MakeTrainer) -> None:
     """Of the same prompts: one prompt only, asked eight times."""
 
     def responses(seed: int, step: int) -> list[list[int]]:
@@ -109,7 +109,7 @@ def test_rule_3_seed_and_step_change_the_samples(make_trainer: MakeTrainer) -> N
         assert sum(a != b for a, b in zip(base, other, strict=True)) > 4
 
 
-def test_rule_5_all_logprobs_use_the_sampling_temperature(kind: str, make_trainer: MakeTrainer) -> None:
+def test_rule_05_all_logprobs_use_the_sampling_temperature(kind: str, make_trainer: MakeTrainer) -> None:
     """log π_old and log π_ref against unpadded forward passes divided by 0.6."""
     trainer = make_trainer(kind, temperature=0.6)
     rollout = trainer.rollout()
@@ -122,7 +122,7 @@ def test_rule_5_all_logprobs_use_the_sampling_temperature(kind: str, make_traine
     assert (rollout.old_logprobs - rollout.ref_logprobs).abs().max() > 0.1
 
 
-def test_rule_9_old_values_are_those_of_each_sequence_alone(kind: str, make_trainer: MakeTrainer) -> None:
+def test_rule_09_old_values_are_those_of_each_sequence_alone(kind: str, make_trainer: MakeTrainer) -> None:
     trainer = make_trainer(kind)
     rollout = trainer.rollout()
     for row, (prompt, response) in enumerate(zip(rollout.prompt_ids, rollout.response_ids, strict=True)):
@@ -131,13 +131,13 @@ def test_rule_9_old_values_are_those_of_each_sequence_alone(kind: str, make_trai
     assert rollout.old_values[rollout.mask == 0].abs().sum() == 0
 
 
-def test_rule_7_the_engine_mismatch_is_small(kind: str, make_trainer: MakeTrainer) -> None:
+def test_rule_07_the_engine_mismatch_is_small(kind: str, make_trainer: MakeTrainer) -> None:
     row = make_trainer(kind, temperature=0.8).step()
     assert 0 <= row["engine_mismatch_max"] <= 1e-4
     assert abs(row["engine_mismatch_k3"]) <= 1e-6
 
 
-def test_rule_7_the_engine_mismatch_finds_an_engine_that_samples_from_something_else(
+def test_rule_07_the_engine_mismatch_finds_an_engine_that_samples_from_something_else(
     make_trainer: MakeTrainer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The ratio is 1 all the same: only the mismatch sees it."""
@@ -146,7 +146,7 @@ def test_rule_7_the_engine_mismatch_finds_an_engine_that_samples_from_something_
     assert make_trainer().step()["engine_mismatch_max"] > 0.01
 
 
-def test_known_failure_6_sampling_from_the_policy_gives_the_kl_without_bias(make_trainer: MakeTrainer) -> None:
+def test_failure_06_sampling_from_the_policy_gives_the_kl_without_bias(make_trainer: MakeTrainer) -> None:
     """The means of k1 and k3 over 1,500 sampled tokens against the exact KL in the states they were sampled in."""
     trainer = make_trainer(batch_size=256, micro_batch_size=64, temperature=1.3)
     rollout = trainer.rollout()
@@ -181,7 +181,7 @@ def test_rule_12_scores_that_are_not_normalised_are_still_clipped(make_trainer: 
     assert trainer.score(rollout).used.tolist() == [5.0, 1.0, 4.0, 0.0] * 2
 
 
-def test_rule_4_a_missing_end_lowers_the_score_of_a_truncated_response(make_trainer: MakeTrainer) -> None:
+def test_rule_04_a_missing_end_lowers_the_score_of_a_truncated_response(make_trainer: MakeTrainer) -> None:
     """All T tokens of it count."""
     trainer = make_trainer(batch_size=16, scorer=fixed(0.0), score={"missing_eos_penalty": 2.5})
     rollout = trainer.rollout()
@@ -192,7 +192,7 @@ def test_rule_4_a_missing_end_lowers_the_score_of_a_truncated_response(make_trai
     assert trainer.score(rollout).used.tolist() == [0.0 if e else -2.5 for e in ended]
 
 
-def test_known_failure_3_the_penalty_knows_a_stop_token_of_the_tokenizers_own(make_trainer: MakeTrainer) -> None:
+def test_failure_03_the_penalty_knows_a_stop_token_of_the_tokenizers_own(make_trainer: MakeTrainer) -> None:
     trainer = make_trainer(batch_size=32, scorer=fixed(0.0))
     trainer.tokenizer = copy.deepcopy(trainer.tokenizer)
     trainer.tokenizer.eos_token = trainer.tokenizer.convert_ids_to_tokens(12)
@@ -203,7 +203,7 @@ def test_known_failure_3_the_penalty_knows_a_stop_token_of_the_tokenizers_own(ma
 
 
 @pytest.mark.parametrize("placement", ["token", "sequence_end"])
-def test_rule_8_rewards_sum_to_the_score_less_the_price_of_the_kl(make_trainer: MakeTrainer, placement: str) -> None:
+def test_rule_08_rewards_sum_to_the_score_less_the_price_of_the_kl(make_trainer: MakeTrainer, placement: str) -> None:
     trainer = make_trainer(kl={"coef": 0.3, "placement": placement}, scorer=fixed(0.1, 0.4))
     rollout = trainer.rollout()
     scores = trainer.score(rollout)
@@ -271,7 +271,7 @@ def test_rule_18_what_stands_in_the_padding_changes_no_credit(make_trainer: Make
     )
 
 
-def test_known_failure_11_a_scorer_of_text_is_enough(make_trainer: MakeTrainer) -> None:
+def test_failure_11_a_scorer_of_text_is_enough(make_trainer: MakeTrainer) -> None:
     trainer = make_trainer(scorer=lambda answers: [float(len(text)) for text in answers.texts], judge=LetterJudge())
     row = trainer.step()
     assert row["reward_raw"] > 0
@@ -399,7 +399,7 @@ def test_answers_are_for_people_to_read(make_trainer: MakeTrainer, prompts: Sequ
 # state
 
 
-def test_rule_19_and_known_failure_1_k_steps_and_a_resume_are_n_steps(
+def test_rule_19_failure_01_k_steps_and_a_resume_are_n_steps(
     make_trainer: MakeTrainer, tmp_path: Path, prompts: Sequence[Conversation]
 ) -> None:
     """Byte for byte: weights, optimisers, schedulers, β, history and samples."""
@@ -433,7 +433,7 @@ def test_rule_19_a_state_holds_every_part(make_trainer: MakeTrainer) -> None:
     assert changed == {"steps_done", "policy", "critic", "controller"} | parts
 
 
-def test_known_failure_9_equal_seeds_give_equal_runs(make_trainer: MakeTrainer) -> None:
+def test_failure_09_equal_seeds_give_equal_runs(make_trainer: MakeTrainer) -> None:
     one, two = make_trainer(), make_trainer()
     torch.manual_seed(1)
     first = one.step()

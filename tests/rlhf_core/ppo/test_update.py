@@ -103,7 +103,7 @@ def test_rule_13_micro_batches_give_the_gradient_of_the_one_big_batch(kind: str,
 
 
 @pytest.mark.parametrize(("epochs", "minibatches"), [(1, 1), (2, 4), (3, 2)])
-def test_rule_14_and_known_failure_2_optimizer_steps_are_epochs_times_minibatches(
+def test_rule_14_failure_02_optimizer_steps_are_epochs_times_minibatches(
     make_trainer: MakeTrainer, epochs: int, minibatches: int
 ) -> None:
     trainer = make_trainer(ppo_epochs=epochs, minibatches=minibatches, micro_batch_size=1)
@@ -197,7 +197,7 @@ def test_rule_18_statistics_are_means_over_real_tokens(make_trainer: MakeTrainer
     assert means["value_loss"] == pytest.approx((squares.sum() / rollout.mask.sum()).item(), rel=1e-4)
 
 
-def test_rule_7_and_known_failure_7_the_first_ratio_is_1(kind: str, make_trainer: MakeTrainer) -> None:
+def test_rule_07_failure_07_the_first_ratio_is_1(kind: str, make_trainer: MakeTrainer) -> None:
     """To the bit: log π_old was read in the micro-batches of the first epoch."""
     trainer = make_trainer(kind, temperature=0.7)
     rollout, _ = experience(trainer)
@@ -208,7 +208,7 @@ def test_rule_7_and_known_failure_7_the_first_ratio_is_1(kind: str, make_trainer
         assert torch.equal(now.detach(), rollout.old_logprobs[rows, : batch.time])
 
 
-def test_rule_7_other_weights_stop_the_run(make_trainer: MakeTrainer) -> None:
+def test_rule_07_other_weights_stop_the_run(make_trainer: MakeTrainer) -> None:
     trainer = make_trainer()
     rollout, credit = experience(trainer)
     before = weights(trainer.critic)
@@ -220,14 +220,14 @@ def test_rule_7_other_weights_stop_the_run(make_trainer: MakeTrainer) -> None:
     with_config(trainer.updater, check_ratio=False).run(rollout, credit, 0, PRICES)
 
 
-def test_rule_7_another_temperature_stops_the_run(make_trainer: MakeTrainer) -> None:
+def test_rule_07_another_temperature_stops_the_run(make_trainer: MakeTrainer) -> None:
     trainer = make_trainer()
     rollout, credit = experience(trainer)
     with pytest.raises(RatioError):
         with_config(trainer.updater, temperature=1.01).run(rollout, credit, 0, PRICES)
 
 
-def test_rule_7_dropout_stops_the_run(make_trainer: MakeTrainer) -> None:
+def test_rule_07_dropout_stops_the_run(make_trainer: MakeTrainer) -> None:
     trainer = make_trainer("gpt2")
     for module in trainer.policy.modules():
         if isinstance(module, torch.nn.Dropout):
@@ -238,7 +238,7 @@ def test_rule_7_dropout_stops_the_run(make_trainer: MakeTrainer) -> None:
         trainer.step()
 
 
-def test_rule_7_the_check_looks_at_real_tokens_only() -> None:
+def test_rule_07_the_check_looks_at_real_tokens_only() -> None:
     mask = torch.tensor([[1.0, 1.0, 0.0]])
     old = torch.tensor([[-1.0, -2.0, math.nan]])
     require_same_policy(old + 0.9 * FIRST_RATIO_TOLERANCE, old, mask)

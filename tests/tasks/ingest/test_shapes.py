@@ -44,7 +44,7 @@ def reply(text):
         ({"prompt": "Hello", "response": "42", "score": 3, "date": "2024-01-01"}, [USER], ["42"]),
     ],
 )
-def test_shapes(examples, row, prompt, answers):
+def test_failure_14_text_and_conversations_of_many_shapes_go_in(examples, row, prompt, answers):
     (example,) = examples([row])
     assert not example.broken
     assert example.prompt == prompt

@@ -167,7 +167,7 @@ def test_repeated_rows(path):
 @pytest.mark.parametrize(
     "path", [path for path in PATHS if "preferences/" in path or "demo" in path or "pairs" in path]
 )
-def test_a_prompt_stands_in_one_split(path):
+def test_failure_05_a_prompt_stands_in_one_split(path):
     rows = rows_for(path)
     again = {name: "another" for name in ("response", "chosen") if name in rows[0]}
     rows.append({**rows[0], **again, "split": "validation", **({"sample": 1} if "sample" in rows[0] else {})})
@@ -219,7 +219,7 @@ def test_schema_modules_by_convention():
             schema_module(path)
 
 
-def test_load_reads_only_datasets_and_checks_the_heldout_prompts(tmp_path):
+def test_failure_04_load_reads_only_datasets_and_checks_the_heldout_prompts(tmp_path):
     heldout, training = rows_for("data/ingest/heldout.jsonl", 4)[3:], rows_for("data/ingest/ppo_prompts.jsonl")
     write_jsonl(tmp_path / "data/ingest/heldout.jsonl", heldout)
     write_jsonl(tmp_path / "data/ingest/ppo_prompts.jsonl", training)
@@ -246,7 +246,7 @@ def test_evaluation_samples_of_heldout_prompts_are_no_leak(tmp_path):
     assert len(load(tmp_path, ["data/ingest/heldout.jsonl", "data/evaluate/samples.jsonl"])) == 2
 
 
-def test_disjoint_counts_every_leak():
+def test_failure_04_disjoint_counts_every_leak():
     rows = rows_for("data/ingest/ppo_prompts.jsonl")
     check_heldout_disjoint(rows[:1], {"other": rows[1:]})
     with pytest.raises(UserError, match=r"stands in other, row 1, too \(3 such rows\)"):
