@@ -26,7 +26,8 @@ def main() -> None:
     if options.side == "leash":
         print(json.dumps(measure(options)))
         return
-    ours = run_side([sys.executable, str(HERE), *work_of(options), "--side", "leash"])
+    own = ["--critic", options.critic, "--micro-batch-tokens", str(options.micro_batch_tokens), "--side", "leash"]
+    ours = run_side([sys.executable, str(HERE), *work_of(options), *own])
     show("leash", ours)
     result = dict(ours)
     if options.trl:
@@ -50,6 +51,8 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--updates", type=int, default=6, help="PPO updates, the warm-up included")
     parser.add_argument("--batch", type=int, default=128, help="responses per update")
     parser.add_argument("--micro-batch", type=int, default=64)
+    parser.add_argument("--micro-batch-tokens", type=int, default=0, help="limit in tokens besides; 0: none")
+    parser.add_argument("--critic", choices=["separate", "shared"], default="separate")
     parser.add_argument("--epochs", type=int, default=4)
     parser.add_argument("--max-new-tokens", type=int, default=48)
     parser.add_argument("--threads", type=int, default=2)
@@ -60,7 +63,19 @@ def arguments() -> argparse.ArgumentParser:
 
 def work_of(options: argparse.Namespace) -> list[str]:
     """The options that say what is to be done, as a command line."""
-    names = ("sft", "reward", "prompts", "updates", "batch", "micro_batch", "epochs", "max_new_tokens", "threads")
+    names = (
+        "sft",
+        "micro_batch_tokens",
+        "critic",
+        "reward",
+        "prompts",
+        "updates",
+        "batch",
+        "micro_batch",
+        "epochs",
+        "max_new_tokens",
+        "threads",
+    )
     return [part for name in names for part in (f"--{name.replace('_', '-')}", str(getattr(options, name)))]
 
 
@@ -104,7 +119,9 @@ def build(options: argparse.Namespace):  # type: ignore[no-untyped-def]  # the i
     from rlhf_core.config.ppo import PPOConfig
     from rlhf_core.determinism import make_deterministic
     from rlhf_core.models import load_causal_lm, load_scalar_model, place
-    from rlhf_core.ppo.trainer import PPOTrainer, ScoreNormalisation
+    from rlhf_core.ppo.actor_critic import ActorCritic
+    from rlhf_core.ppo.scoring import ScoreNormalisation
+    from rlhf_core.ppo.trainer import PPOTrainer
     from rlhf_core.scorers import RewardModelScorer
     from rlhf_core.tokenizer import load_tokenizer
 
@@ -117,6 +134,7 @@ def build(options: argparse.Namespace):  # type: ignore[no-untyped-def]  # the i
             "batch_size": options.batch,
             "minibatches": 1,
             "micro_batch_size": options.micro_batch,
+            "micro_batch_tokens": options.micro_batch_tokens or None,
             "ppo_epochs": options.epochs,
             "learning_rate": LEARNING_RATE,
             "clip_ratio": 0.2,
@@ -128,17 +146,23 @@ def build(options: argparse.Namespace):  # type: ignore[no-untyped-def]  # the i
             "max_new_tokens": options.max_new_tokens,
             "whiten_advantages": True,
             "kl": {"coef": 0.05, "controller": "fixed", "target": 6.0, "horizon": 10000},
-            "critic": {"init": "reward", "learning_rate": LEARNING_RATE, "value_clip": 0.2, "clip_value": True},
+            "critic": {
+                "kind": options.critic,
+                "init": "reward",
+                "learning_rate": LEARNING_RATE,
+                "value_clip": 0.2,
+                "clip_value": True,
+            },
             "optimizer": {"betas": [0.9, 0.999], "eps": 1e-8, "warmup_steps": 0, "decay": "none", "max_grad_norm": 1.0},
             "score": {"normalise": False, "clip": 1e9, "missing_eos_penalty": 1.0},
             "sample_every": options.updates,
         }
     )
+    critic = load_scalar_model(options.reward) if config.needs_critic_model else None
+    models = ActorCritic(config, load_causal_lm(options.sft), load_causal_lm(options.sft), critic)
     return PPOTrainer(
         config,
-        policy=load_causal_lm(options.sft),
-        reference=load_causal_lm(options.sft),
-        critic=load_scalar_model(options.reward),
+        models,
         tokenizer=tokenizer,
         scorer=RewardModelScorer(scorer, int(tokenizer.pad_token_id), options.micro_batch),
         normalisation=ScoreNormalisation(0.0, 1.0),

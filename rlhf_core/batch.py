@@ -1,4 +1,4 @@
-"""Prompts and responses as one padded tensor, and the two forward passes over it: log-probabilities and values.
+"""Prompts and responses as one padded tensor, and the forward passes over it: logits, hidden states and values.
 
 Layout: prompts padded on the left, responses on the right, so that every response begins in column P. Masks come from
 lengths, never from token ids: a policy may sample the pad token.
@@ -11,6 +11,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 from transformers import PreTrainedModel
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from rlhf_core.models import scalar_head
 
@@ -60,15 +61,29 @@ def pad_batch(
 
 def response_logits(model: PreTrainedModel, batch: TokenBatch) -> Float[Tensor, "batch time vocabulary"]:
     """Logits that predict each response token, float32. Computed for response positions only."""
-    output = model(
+    logits: Tensor = _read(model, batch).logits.float()
+    return logits
+
+
+def response_logits_and_hidden(
+    model: PreTrainedModel, batch: TokenBatch
+) -> tuple[Float[Tensor, "batch time vocabulary"], Float[Tensor, "batch time hidden"]]:
+    """One forward pass for both: logits as `response_logits`, and the last hidden states they are read from."""
+    output = _read(model, batch, output_hidden_states=True)
+    return output.logits.float(), output.hidden_states[-1][:, -(batch.time + 1) : -1]
+
+
+def _read(model: PreTrainedModel, batch: TokenBatch, **options: bool) -> CausalLMOutputWithPast:
+    width = batch.input_ids.shape[1]
+    output: CausalLMOutputWithPast = model(
         input_ids=batch.input_ids,
         attention_mask=batch.attention_mask,
         position_ids=batch.position_ids,
-        logits_to_keep=batch.time + 1,
+        logits_to_keep=torch.arange(width - batch.time - 1, width - 1, device=batch.input_ids.device),
         use_cache=False,
+        **options,
     )
-    logits: Tensor = output.logits[:, -(batch.time + 1) : -1].float()
-    return logits
+    return output
 
 
 def token_values(model: PreTrainedModel, batch: TokenBatch) -> Float[Tensor, "batch sequence"]:

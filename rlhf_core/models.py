@@ -80,6 +80,24 @@ def scalar_model_from(path: str | Path, seed: int) -> PreTrainedModel:
     return model
 
 
+def scalar_model_of(policy: PreTrainedModel, head: torch.nn.Linear) -> PreTrainedModel:
+    """A scalar model with the policy's body (a copy) under the given head: what a shared critic is, as a folder's
+    content."""
+    config = AutoConfig.for_model(**{**policy.config.to_dict(), "num_labels": 1})
+    model = AutoModelForSequenceClassification.from_config(config).eval()
+    body = getattr(policy, policy.base_model_prefix)
+    getattr(model, model.base_model_prefix).load_state_dict(body.state_dict())
+    scalar_head(model).load_state_dict(head.state_dict())
+    return model
+
+
+def fresh_head(model: PreTrainedModel) -> torch.nn.Linear:
+    """A scalar head for hidden states of the model, weights 0: every value is 0 until it has learned."""
+    head = torch.nn.Linear(model.config.get_text_config().hidden_size, 1, bias=False)
+    torch.nn.init.zeros_(head.weight)
+    return head.to(model.device)
+
+
 def scalar_head(model: PreTrainedModel) -> torch.nn.Linear:
     """The linear layer that turns a hidden state into one number. Raises UserError for an architecture that hides
     it."""

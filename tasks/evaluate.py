@@ -14,7 +14,7 @@ from rlhf_core.evaluation import bootstrap_interval, distinct_n, wins
 from rlhf_core.judges import Judge
 from rlhf_core.models import context_length, load_causal_lm, load_scalar_model, place
 from rlhf_core.ppo.kl import estimate_kl
-from rlhf_core.ppo.losses import logprobs_and_entropy
+from rlhf_core.ppo.logprobs import logprobs_and_entropy
 from rlhf_core.sampling import Sampled, sample
 from rlhf_core.scorers import Answers, RewardModelScorer
 from rlhf_core.sft import Demonstration, response_loss

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_core.config.ppo import PPOConfig
 from rlhf_core.determinism import make_deterministic
@@ -14,9 +14,13 @@ from rlhf_core.models import (
     place,
     save_checkpoint,
     scalar_model_from,
+    scalar_model_of,
 )
+from rlhf_core.ppo.actor_critic import ActorCritic
 from rlhf_core.ppo.checkpoint import Checkpoints
-from rlhf_core.ppo.trainer import PPOTrainer, ScoreNormalisation
+from rlhf_core.ppo.ptx import Piece, cut_text
+from rlhf_core.ppo.scoring import ScoreNormalisation
+from rlhf_core.ppo.trainer import PPOTrainer
 from rlhf_core.scorers import RewardModelScorer
 from rlhf_core.tokenizer import load_tokenizer
 from tasks.jsonl import Row
@@ -26,6 +30,7 @@ from tasks.tokens import fitting, prompt_encoder
 
 PROMPTS = "data/ingest/ppo_prompts.jsonl"
 HELDOUT = "data/ingest/heldout.jsonl"
+SFT, REWARD = "models/sft", "models/reward"
 READ = 20
 """Held-out prompts whose answers are written down along the run."""
 EDGE = 5
@@ -38,51 +43,89 @@ def execute(stage: Stage[PPOConfig]) -> None:
     tokenizer = load_tokenizer(stage.root / "models/sft")
     trainer, watched, too_long = build(stage, tokenizer)
     history, samples = train(stage, trainer, watched)
-    save_checkpoint(stage.out("models/policy"), trainer.policy.cpu(), tokenizer)
-    save_checkpoint(stage.out("models/critic"), trainer.critic.cpu(), tokenizer)
+    save(stage, trainer, tokenizer)
     stage.outputs.write_csv("plots/ppo.csv", history)
     stage.outputs.write_jsonl("data/ppo/samples.jsonl", samples)
     stage.write_metrics({**summary(history), "prompts_too_long": too_long})
 
 
 def build(stage: Stage[PPOConfig], tokenizer: PreTrainedTokenizerBase) -> tuple[PPOTrainer, list[Row], int]:
-    """The trainer with its four models, the held-out rows to watch, and the prompts that did not fit."""
+    """The trainer with its models, the held-out rows to watch, and the prompts that did not fit."""
     config = stage.params
-    sft, reward = stage.root / "models/sft", stage.root / "models/reward"
-    policy = load_causal_lm(sft)
-    kept, too_long = fitting(
-        stage,
-        PROMPTS,
-        stage.read(PROMPTS),
-        prompt_encoder(tokenizer),
-        context_length(policy),
-        reserve=config.max_new_tokens,
-    )
-    watched, _ = fitting(
-        stage,
-        HELDOUT,
-        stage.read(HELDOUT),
-        prompt_encoder(tokenizer),
-        context_length(policy),
-        reserve=config.max_new_tokens,
-    )
+    models = load_models(stage)
+    kept, too_long = fitting_prompts(stage, PROMPTS, tokenizer, models)
+    watched, _ = fitting_prompts(stage, HELDOUT, tokenizer, models)
     if not kept:
         raise UserError(f"{PROMPTS}: PPO needs prompts; enlarge ingest.split.ppo")
-    scorer_model = place(load_scalar_model(reward))
-    critic = load_scalar_model(reward) if config.critic.init == "reward" else scalar_model_from(sft, stage.seed)
+    scorer_model = place(load_scalar_model(stage.root / REWARD))
     trainer = PPOTrainer(
         config,
-        policy=policy,
-        reference=load_causal_lm(sft),
-        critic=critic,
+        models,
         tokenizer=tokenizer,
         scorer=RewardModelScorer(scorer_model, int(tokenizer.pad_token_id), config.micro_batch_size),
         normalisation=ScoreNormalisation(scorer_model.config.score_mean, scorer_model.config.score_std),
-        prompts=[row["prompt"] for row, _ in kept],
+        prompts=[row["prompt"] for row in kept],
         seed=stage.seed,
         judge=judge_of(stage),
+        text=read_text(stage, tokenizer),
     )
-    return trainer, [row for row, _ in watched[:READ]], too_long
+    return trainer, watched[:READ], too_long
+
+
+def load_models(stage: Stage[PPOConfig]) -> ActorCritic:
+    """Policy and reference from models/sft, the critic as the settings say."""
+    config, sft = stage.params, stage.root / SFT
+    critic = None
+    if config.needs_critic_model:
+        from_reward = config.critic.init == "reward"
+        critic = load_scalar_model(stage.root / REWARD) if from_reward else scalar_model_from(sft, stage.seed)
+    reference = load_causal_lm(sft) if config.lora is None else None
+    return ActorCritic(config, load_causal_lm(sft), reference, critic, stage.seed)
+
+
+def fitting_prompts(
+    stage: Stage[PPOConfig], path: str, tokenizer: PreTrainedTokenizerBase, models: ActorCritic
+) -> tuple[list[Row], int]:
+    """The rows whose prompt leaves room for an answer, and how many do not."""
+    context = context_length(models.policy)
+    rows, encoder = stage.read(path), prompt_encoder(tokenizer)
+    kept, too_long = fitting(stage, path, rows, encoder, context, reserve=stage.params.max_new_tokens)
+    return [row for row, _ in kept], too_long
+
+
+def read_text(stage: Stage[PPOConfig], tokenizer: PreTrainedTokenizerBase) -> list[Piece]:
+    """The user's text of PPO-ptx, in pieces; nothing where it is off."""
+    settings = stage.params.ptx
+    if settings.coef == 0:
+        return []
+    raw = (stage.root / "data" / "raw").resolve()
+    path = raw / settings.file
+    if not path.resolve().is_relative_to(raw):
+        raise UserError(f"ppo.ptx.file: {settings.file} lies outside data/raw/; put the text there")
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"ppo.ptx.file: cannot read data/raw/{settings.file} ({error.strerror})") from None
+    except UnicodeDecodeError as error:
+        raise UserError(f"ppo.ptx.file: data/raw/{settings.file} is not UTF-8 (byte {error.start})") from None
+    pieces = cut_text(text, tokenizer, settings.tokens)
+    if not pieces:
+        raise UserError(f"ppo.ptx.file: data/raw/{settings.file} holds less than two tokens")
+    return pieces
+
+
+def save(stage: Stage[PPOConfig], trainer: PPOTrainer, tokenizer: PreTrainedTokenizerBase) -> None:
+    """models/policy, and models/critic: a scalar model, or a note why there is none."""
+    policy, critic = trainer.models.finished()
+    save_checkpoint(stage.out("models/policy"), policy, tokenizer)
+    folder = stage.out("models/critic")
+    if critic is None:
+        folder.mkdir(parents=True)
+        note = f"There is no critic: `ppo.advantage` is `{stage.params.advantage}`, which needs none.\n"
+        (folder / "README.md").write_text(note, encoding="utf-8")
+        return
+    model = critic if isinstance(critic, PreTrainedModel) else scalar_model_of(policy, critic)
+    save_checkpoint(folder, model, tokenizer)
 
 
 def train(stage: Stage[PPOConfig], trainer: PPOTrainer, watched: list[Row]) -> tuple[list[Row], list[Row]]:

@@ -41,7 +41,7 @@ PLOTS = {
     "sft": "step train_loss validation_loss",
     "reward": "step loss accuracy",
     "reward_calibration": "bin_low bin_high predicted observed pairs",
-    "ppo": "step reward_raw score reward_shaped gold kl kl_k3 entropy clip_fraction value_clip_fraction "
+    "ppo": "step reward_raw score reward_shaped gold kl kl_k2 kl_k3 kl_full entropy clip_fraction value_clip_fraction "
     "advantage_abs policy_loss value_loss explained_variance grad_norm_policy grad_norm_critic response_tokens_mean "
     "response_tokens_max missing_eos_share ratio_max approx_kl kl_coef learning_rate engine_mismatch_max "
     "engine_mismatch_k3 min_token_reward repeated_ngram_share optimizer_steps",

@@ -49,9 +49,12 @@ class KLConfig(Block):
 
 
 class CriticConfig(Block):
-    """A model of its own that predicts the return of every state."""
+    """What predicts the return of every state, for `advantage: gae`."""
 
+    kind: Literal["separate", "shared"] = "separate"
+    """A model of its own, or a head on the policy's body: one forward pass for both, and less memory."""
     init: Literal["reward", "sft"]
+    """Where a separate critic starts; a shared head starts at 0."""
     learning_rate: PositiveNumber
     value_clip: PositiveNumber
     """Largest change of a value in one update, in units of the normalised score."""
@@ -91,9 +94,30 @@ class ScoreConfig(Block):
 
     normalise: bool
     """Subtract the mean and divide by the standard deviation of the scores of SFT samples."""
+    scale: Literal["none", "running"] = "none"
+    """`running`: divide by the standard deviation of all scores of the run so far, in place of `normalise`."""
     clip: PositiveNumber
-    """After normalisation, in standard deviations."""
+    """After normalisation or scaling, in standard deviations."""
     missing_eos_penalty: NotNegative
+
+    @model_validator(mode="after")
+    def _one_scale(self) -> "ScoreConfig":
+        if self.normalise and self.scale != "none":
+            raise ValueError("normalise and scale both divide the score by a deviation; switch one of them off")
+        return self
+
+
+class TextConfig(Block):
+    """PPO-ptx: a language-modelling loss on a text of yours beside PPO's; off at coefficient 0."""
+
+    coef: NotNegative = 0.0
+    """Weight of the loss, in units of the advantage per nat."""
+    file: str = "ptx.txt"
+    """A UTF-8 text file below data/raw/."""
+    batch_size: Positive = 16
+    """Pieces of text in each minibatch."""
+    tokens: Annotated[int, Field(ge=2)] = 64
+    """Length of a piece."""
 
 
 class PPOConfig(Block):
@@ -102,11 +126,21 @@ class PPOConfig(Block):
     steps: Positive
     batch_size: Positive
     """Responses per step."""
+    samples_per_prompt: Positive = 1
+    """Responses to each prompt of a step; `rloo` and `grpo` compare them and need 2 or more."""
     minibatches: Positive
     micro_batch_size: Positive
     """Responses per forward and backward pass; changes no result beyond rounding."""
+    micro_batch_tokens: Positive | None = None
+    """The same limit in tokens, prompts and padding included; null: rows alone count."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass: less memory, more time."""
+    precision: Literal["float32", "bfloat16"] = "float32"
+    """Of matrix products (autocast); weights, losses and log-probabilities stay float32."""
     ppo_epochs: Positive
     learning_rate: PositiveNumber
+    advantage: Literal["gae", "reinforce", "rloo", "grpo"] = "gae"
+    """`gae` needs a critic; the others take their baseline from other responses: of the batch, or of the prompt."""
     objective: Literal["clip", "kl_penalty"] = "clip"
     """PPO's first form (the clip), or its second (an adaptive price on the step, `step_price`)."""
     step_price: StepPriceConfig = StepPriceConfig()
@@ -133,6 +167,7 @@ class PPOConfig(Block):
     critic: CriticConfig
     optimizer: OptimizerConfig
     score: ScoreConfig
+    ptx: TextConfig = TextConfig()
     lora: LoraSettings | None = None
     sample_every: Positive
     """Steps between two sets of twenty held-out samples on disk."""
@@ -148,6 +183,33 @@ class PPOConfig(Block):
                 "and makes the KL estimate negative; remove it"
             )
         return values
+
+    @property
+    def has_critic(self) -> bool:
+        """Whether states are valued."""
+        return self.advantage == "gae"
+
+    @property
+    def needs_critic_model(self) -> bool:
+        """Whether the critic is a model of its own."""
+        return self.has_critic and self.critic.kind == "separate"
+
+    @model_validator(mode="after")
+    def _groups_fit(self) -> "PPOConfig":
+        if self.batch_size % self.samples_per_prompt:
+            raise ValueError(
+                f"batch_size {self.batch_size} counts responses and must be a multiple of samples_per_prompt "
+                f"{self.samples_per_prompt}"
+            )
+        if self.advantage in ("rloo", "grpo") and self.samples_per_prompt < 2:
+            raise ValueError(
+                f"advantage {self.advantage} compares answers to one prompt; set samples_per_prompt to 2 or more"
+            )
+        if self.advantage != "gae" and self.gamma != 1.0:
+            raise ValueError(f"advantage {self.advantage} has one return for a whole answer; set gamma to 1")
+        if self.advantage != "gae" and self.critic.warmup_steps:
+            raise ValueError(f"advantage {self.advantage} has no critic; set critic.warmup_steps to 0")
+        return self
 
     @model_validator(mode="after")
     def _batches_fit(self) -> "PPOConfig":

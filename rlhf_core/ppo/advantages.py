@@ -2,12 +2,15 @@
 functions. Where the rewards come from is `rewards.py`, what the advantages are used for is `losses.py`;
 gathering a batch over micro-batches or processes before it is whitened is the trainer's."""
 
+from typing import Literal
+
 import torch
 from jaxtyping import Float, Shaped
 from torch import Tensor
 
 from rlhf_core.ppo.masked import masked_mean, masked_var, zero_padding
 
+GroupBaseline = Literal["reinforce", "rloo", "grpo"]
 VARIANCE_FLOOR = 1e-8
 
 
@@ -56,6 +59,46 @@ def compute_gae(
         next_value = torch.where(real[..., t], state_values[..., t], next_value)
         advantages[..., t] = torch.where(real[..., t], advantage, 0)
     return advantages, advantages + state_values
+
+
+def compute_group_advantages(
+    returns: Float[Tensor, "batch"], kind: GroupBaseline, samples_per_prompt: int = 1
+) -> Float[Tensor, "batch"]:
+    """Advantages of whole answers without a critic, from a baseline that other answers give.
+
+    With G the return of an answer (its score less β times its KL):
+    `reinforce`: G minus the mean of the batch;  `rloo`: G minus the mean of the *other* answers to the same prompt,
+    which leaves the gradient unbiased;  `grpo`: (G − μ)/√(σ² + 1e-8), mean and population variance of the answers to
+    the same prompt.
+
+    Args:
+        returns: [B] in units of the score; the answers to one prompt stand side by side.
+        kind: `reinforce`, `rloo` or `grpo`.
+        samples_per_prompt: k, answers to each prompt.
+
+    Returns:
+        [B], the same for every token of an answer; in units of the score (`grpo`: without unit).
+
+    Raises:
+        ValueError: another `kind`, a batch that is no multiple of k, or k below 2 where a prompt's answers are
+            compared.
+
+    Source: Williams 1992; Ahmadian et al. 2024, equation 8 (RLOO); Shao et al. 2024, section 4.1.2 (GRPO); rule 12.
+    """
+    if kind == "reinforce":
+        return returns - returns.mean()
+    if kind not in ("rloo", "grpo"):
+        raise ValueError(f"unknown baseline: {kind!r} (there are reinforce, rloo and grpo)")
+    if samples_per_prompt < 2 or len(returns) % samples_per_prompt:
+        raise ValueError(
+            f"{kind} compares k ≥ 2 answers to each prompt; {len(returns)} answers, k {samples_per_prompt}"
+        )
+    groups = returns.view(-1, samples_per_prompt)
+    centred = groups - groups.mean(dim=1, keepdim=True)
+    if kind == "rloo":
+        return (centred * samples_per_prompt / (samples_per_prompt - 1)).flatten()
+    variance = (centred**2).mean(dim=1, keepdim=True)
+    return (centred / torch.sqrt(variance + VARIANCE_FLOOR)).flatten()
 
 
 def whiten(

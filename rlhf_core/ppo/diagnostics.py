@@ -22,9 +22,10 @@ def step_row(
     statistics: UpdateStatistics,
     kl_coef: float,
     learning_rate: float,
+    valued: bool = True,
 ) -> dict[str, float | None]:
     """The diagnostics of one step (counted from 1). KL in nats per sequence, entropy in nats per token, lengths in
-    tokens."""
+    tokens. `valued`: there is a critic; without one its columns are empty."""
     real = rollout.mask.bool()
     lengths = rollout.lengths
     row: dict[str, float | None] = {
@@ -34,9 +35,11 @@ def step_row(
         "reward_shaped": credit.rewards.sum(dim=1).mean().item(),
         "gold": sum(scores.gold) / len(scores.gold) if scores.gold is not None else None,
         "kl": credit.kl.sum(dim=1).mean().item(),
+        "kl_k2": _per_sequence(rollout, "k2"),
         "kl_k3": _per_sequence(rollout, "k3"),
+        "kl_full": rollout.ref_kl.sum(dim=1).mean().item(),
         "advantage_abs": masked_mean(credit.advantages.abs(), rollout.mask).item(),
-        "explained_variance": explained_variance(rollout.old_values, credit.returns, rollout.mask).item(),
+        "explained_variance": _explained_variance(rollout, credit) if valued else None,
         "response_tokens_mean": sum(lengths) / len(lengths),
         "response_tokens_max": max(lengths),
         "missing_eos_share": 1.0 - rollout.ended.float().mean().item(),
@@ -49,7 +52,12 @@ def step_row(
         "min_token_reward": credit.rewards[real].min().item(),
         "repeated_ngram_share": repeated_ngram_share(rollout.response_ids),
     }
-    return row | statistics.means()
+    of_the_critic = {} if valued else dict.fromkeys(("value_loss", "value_clip_fraction"))
+    return row | statistics.means() | of_the_critic
+
+
+def _explained_variance(rollout: Rollout, credit: Credit) -> float:
+    return explained_variance(rollout.old_values, credit.returns, rollout.mask).item()
 
 
 def _per_sequence(rollout: Rollout, kind: str) -> float:

@@ -6,7 +6,7 @@ lives here."""
 from typing import Literal
 
 import torch
-from jaxtyping import Float, Int, Shaped
+from jaxtyping import Float, Shaped
 from torch import Tensor
 
 from rlhf_core.ppo.kl import estimate_kl
@@ -14,31 +14,6 @@ from rlhf_core.ppo.masked import masked_log_softmax, masked_mean, masked_sum, ma
 
 Reduction = Literal["mean", "sum"]
 KLLossKind = Literal["rho_k1", "rho_k3", "k2"]
-
-
-def logprobs_and_entropy(
-    logits: Float[Tensor, "*shape vocab"],
-    actions: Int[Tensor, "*shape"],
-    temperature: float = 1.0,
-    mask: Shaped[Tensor, "*shape"] | None = None,
-) -> tuple[Float[Tensor, "*shape"], Float[Tensor, "*shape"]]:
-    """Log-probability of each action and entropy of each distribution, under `softmax(logits / temperature)`.
-
-    Args:
-        logits: [B, T, V], at the positions whose next token is the action.
-        actions: [B, T] sampled token ids; on padding any number.
-        temperature: of the sampling, the same for π_old, π_ref and π_θ (rule 5).
-        mask: [B, T], 1 on real tokens.
-
-    Returns:
-        logprobs [B, T] and entropy [B, T], in nats, float32 (float64 for float64 logits); both 0 on padding.
-
-    Raises:
-        ValueError: a temperature that is not above 0.
-    """
-    all_logprobs = masked_log_softmax(logits, mask, temperature)
-    logprobs = all_logprobs.gather(-1, zero_padding(actions, mask).unsqueeze(-1)).squeeze(-1)
-    return zero_padding(logprobs, mask), zero_padding(_entropy(all_logprobs), mask)
 
 
 def compute_ppo_loss(
@@ -266,7 +241,7 @@ def compute_ppo_total_loss(
     else:
         raise ValueError("give the logits or the entropy of each token, one of the two")
     return {
-        "total_loss": policy_loss + vf_coef * value_loss - entropy_coef * entropy_term,
+        "total_loss": policy_loss + vf_coef * value_loss - (entropy_coef * entropy_term if entropy_coef else 0.0),
         "policy_loss": policy_loss,
         "value_loss": value_loss,
         "entropy": entropy_term,

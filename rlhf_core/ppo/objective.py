@@ -5,14 +5,14 @@ steps in `update`."""
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
 from jaxtyping import Float
 from torch import Tensor
-from transformers import PreTrainedModel
 
-from rlhf_core.batch import TokenBatch, response_logits, state_values
+from rlhf_core.batch import TokenBatch
 from rlhf_core.config.ppo import PPOConfig
+from rlhf_core.ppo.actor_critic import ActorCritic
 from rlhf_core.ppo.kl import full_kl
+from rlhf_core.ppo.logprobs import logprobs_and_entropy
 from rlhf_core.ppo.losses import (
     compute_kl_loss,
     compute_kl_penalty_loss,
@@ -20,7 +20,6 @@ from rlhf_core.ppo.losses import (
     compute_ppo_loss,
     compute_ppo_total_loss,
     importance_weights,
-    logprobs_and_entropy,
 )
 from rlhf_core.ppo.masked import masked_sum
 from rlhf_core.ppo.rollout import Credit, Rollout
@@ -76,14 +75,13 @@ class Pass:
         rows: Sequence[int],
         rollout: Rollout,
         credit: Credit,
-        policy: PreTrainedModel,
-        critic: PreTrainedModel,
+        models: ActorCritic,
         temperature: float,
         pad_id: int,
     ) -> "Pass":
         """Both models on the given rows of a rollout."""
         batch = rollout.batch(rows, pad_id)
-        logits = response_logits(policy, batch)
+        logits, values = models.forward(batch)
         logprobs, entropy = logprobs_and_entropy(logits, batch.actions, temperature, batch.mask)
 
         def part(table: Tensor) -> Tensor:
@@ -94,7 +92,7 @@ class Pass:
             logits=logits,
             logprobs=logprobs,
             entropy=entropy,
-            values=state_values(critic, batch),
+            values=values,
             old_logprobs=part(rollout.old_logprobs),
             ref_logprobs=part(rollout.ref_logprobs),
             engine_logprobs=part(rollout.engine_logprobs),
@@ -105,9 +103,7 @@ class Pass:
         )
 
 
-def losses_of(
-    forward: Pass, config: PPOConfig, phase: Phase, prices: Prices, reference: PreTrainedModel
-) -> dict[str, Tensor]:
+def losses_of(forward: Pass, config: PPOConfig, phase: Phase, prices: Prices, models: ActorCritic) -> dict[str, Tensor]:
     """`total_loss` and its parts, each summed over the real tokens of the rows."""
     losses = compute_ppo_total_loss(
         forward.logprobs,
@@ -118,7 +114,7 @@ def losses_of(
         logits=None,
         entropy=forward.entropy,
         policy_loss=policy_loss(forward, config, phase, prices),
-        vf_coef=config.vf_coef,
+        vf_coef=config.vf_coef if config.has_critic else 0.0,
         entropy_coef=config.entropy_coef,
         old_values=forward.old_values,
         clip_value=config.critic.clip_value,
@@ -127,7 +123,7 @@ def losses_of(
         reduction="sum",
     )
     if config.kl.penalty == "loss":
-        losses["kl_loss"] = kl_loss(forward, config, reference)
+        losses["kl_loss"] = kl_loss(forward, config, models)
         losses["total_loss"] = losses["total_loss"] + prices.kl / forward.scale * losses["kl_loss"]
     if not phase.policy:
         losses["total_loss"] = config.vf_coef * losses["value_loss"]
@@ -165,13 +161,12 @@ def policy_loss(forward: Pass, config: PPOConfig, phase: Phase, prices: Prices) 
     )
 
 
-def kl_loss(forward: Pass, config: PPOConfig, reference: PreTrainedModel) -> Tensor:
+def kl_loss(forward: Pass, config: PPOConfig, models: ActorCritic) -> Tensor:
     """KL(π_θ ‖ π_ref) in nats, summed over real tokens, with the gradient of the settings' estimator."""
     mask, kind = forward.batch.mask, config.kl.estimator
     if kind in ("rho_k1", "rho_k3", "k2"):
         return compute_kl_loss(
             forward.logprobs, forward.old_logprobs, forward.ref_logprobs, kind, mask, reduction="sum"
         )
-    with torch.no_grad():
-        ref_logits = response_logits(reference, forward.batch)
+    ref_logits = models.reference_logits(forward.batch)
     return masked_sum(full_kl(forward.logits / config.temperature, ref_logits / config.temperature, mask), mask)

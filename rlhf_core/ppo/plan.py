@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from rlhf_core.determinism import permutation
 
-PROMPTS, MINIBATCHES, ROLLOUT, SAMPLES = range(4)
+PROMPTS, MINIBATCHES, ROLLOUT, SAMPLES, TEXT = range(5)
 """First number of each key after the seed, so that the streams never meet."""
 
 
@@ -20,17 +20,29 @@ def prompts_of_step(step: int, batch_size: int, prompts: int, seed: int) -> list
     return [orders[turn][place] for turn, place in positions]
 
 
-def minibatches_of_epoch(
-    lengths: Sequence[int], minibatches: int, micro_batch_size: int, seed: int, step: int, epoch: int
-) -> list[list[list[int]]]:
-    """Minibatches of micro-batches of rows. Inside a minibatch, rows of similar length stand together: less padding.
+def minibatches_of_epoch(rows: int, minibatches: int, seed: int, step: int, epoch: int) -> list[list[int]]:
+    """The rows of each minibatch of an epoch (counted from 0), drawn anew in each."""
+    order = permutation(rows, seed, MINIBATCHES, step, epoch)
+    size = rows // minibatches
+    return [order[start : start + size] for start in range(0, size * minibatches, size)]
 
-    The loss of a minibatch does not depend on how its rows are grouped (rule 13).
+
+def micro_batches(
+    minibatch: Sequence[int], lengths: Sequence[tuple[int, int]], rows: int, tokens: int | None = None
+) -> list[list[int]]:
+    """The rows of a minibatch in groups of at most `rows` rows and, with `tokens`, of at most so many tokens, padding
+    included; a row that is longer stands alone.
+
+    `lengths` are (prompt, response) lengths of all rows, in tokens. Responses of similar length stand together: less
+    padding. The loss of a minibatch does not depend on how its rows are grouped (rule 13).
     """
-    order = permutation(len(lengths), seed, MINIBATCHES, step, epoch)
-    size = len(order) // minibatches
-    plan = []
-    for start in range(0, size * minibatches, size):
-        rows = sorted(order[start : start + size], key=lambda i: (lengths[i], i))
-        plan.append([rows[k : k + micro_batch_size] for k in range(0, size, micro_batch_size)])
-    return plan
+    groups: list[list[int]] = []
+    prompt = response = 0
+    for row in sorted(minibatch, key=lambda i: (lengths[i][1], i)):
+        prompt, response = max(prompt, lengths[row][0]), max(response, lengths[row][1])
+        full = not groups or len(groups[-1]) == rows
+        if full or (tokens is not None and (len(groups[-1]) + 1) * (prompt + response) > tokens):
+            groups.append([])
+            prompt, response = lengths[row]
+        groups[-1].append(row)
+    return groups

@@ -38,6 +38,36 @@ def normalise_scores(
     return normal if clip is None else normal.clamp(-clip, clip)
 
 
+class RunningScale:
+    """Divides scores by the standard deviation of all scores so far, this batch's included; their mean is kept.
+
+    Source: reward scaling, Engstrom et al. 2020, "Implementation Matters in Deep RL", with an answer as one step.
+    The unit of the reward then drifts during the run, and the price of a nat with it.
+    """
+
+    def __init__(self) -> None:
+        self.count, self.mean, self.squares = 0.0, 0.0, 0.0
+
+    def __call__(self, scores: Float[Tensor, "batch"]) -> Float[Tensor, "batch"]:
+        """Count the scores [B] in, and return them in units of the deviation so far (as they are, while it is 0)."""
+        count, mean = float(len(scores)), scores.double().mean().item()
+        squares = ((scores.double() - mean) ** 2).sum().item()
+        total, away = self.count + count, mean - self.mean
+        self.squares += squares + away**2 * self.count * count / total
+        self.mean += away * count / total
+        self.count = total
+        deviation = math.sqrt(self.squares / self.count)
+        return scores / deviation if deviation > 0 else scores
+
+    def state_dict(self) -> dict[str, float]:
+        """What the next batch's scale depends on."""
+        return {"count": self.count, "mean": self.mean, "squares": self.squares}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        """Go on from a `state_dict`."""
+        self.count, self.mean, self.squares = state["count"], state["mean"], state["squares"]
+
+
 def penalise_missing_eos(
     scores: Float[Tensor, "batch"], ended: Shaped[Tensor, "batch"], penalty: float
 ) -> Float[Tensor, "batch"]:

@@ -27,6 +27,8 @@ class Rollout:
     engine_logprobs: Float[Tensor, "batch time"]
     old_logprobs: Float[Tensor, "batch time"]
     ref_logprobs: Float[Tensor, "batch time"]
+    ref_kl: Float[Tensor, "batch time"]
+    """Exact KL(π_old ‖ π_ref) of each token's distribution, nats."""
     old_values: Float[Tensor, "batch time"]
 
     def batch(self, rows: Sequence[int], pad_id: int) -> TokenBatch:
@@ -39,6 +41,11 @@ class Rollout:
     def lengths(self) -> list[int]:
         """Tokens of each response."""
         return [len(response) for response in self.response_ids]
+
+    @property
+    def widths(self) -> list[tuple[int, int]]:
+        """Tokens of each prompt and of each response."""
+        return [(len(p), len(r)) for p, r in zip(self.prompt_ids, self.response_ids, strict=True)]
 
 
 @dataclass(frozen=True)

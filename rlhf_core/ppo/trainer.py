@@ -1,4 +1,4 @@
-"""PPO for language models: one step is rollout → score → advantages → update, and a run is many steps.
+"""PPO for language models: one step is rollout → score → credit → update, and a run is many steps.
 
 The mathematics stands in `advantages`, `losses`, `kl` and `rewards`; this module only connects it. It writes no files
 except through `state_dict`, which its caller saves.
@@ -6,80 +6,62 @@ except through `state_dict`, which its caller saves.
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-from accelerate import Accelerator
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
-from rlhf_core.batch import TokenBatch, response_logits, state_values
+from rlhf_core.batch import TokenBatch
 from rlhf_core.chat import Conversation
 from rlhf_core.config.ppo import PPOConfig
 from rlhf_core.judges import Judge
-from rlhf_core.ppo.advantages import compute_gae, deviation, whiten
+from rlhf_core.ppo.actor_critic import ActorCritic
+from rlhf_core.ppo.credit import assign_credit
 from rlhf_core.ppo.diagnostics import step_row
-from rlhf_core.ppo.kl import AdaptiveKLController, FixedKLController, KLController, StepPrice, estimate_kl
-from rlhf_core.ppo.losses import logprobs_and_entropy
+from rlhf_core.ppo.kl import StepPrice, build_controller, full_kl
+from rlhf_core.ppo.logprobs import logprobs_and_entropy
 from rlhf_core.ppo.objective import Prices
+from rlhf_core.ppo.optimizers import build_optimizers, schedule
 from rlhf_core.ppo.plan import ROLLOUT, SAMPLES, prompts_of_step
-from rlhf_core.ppo.rewards import normalise_scores, penalise_missing_eos, shape_rewards
+from rlhf_core.ppo.processes import Processes
+from rlhf_core.ppo.ptx import Piece, TextMix
 from rlhf_core.ppo.rollout import Credit, Rollout, Scores, to_rows
-from rlhf_core.ppo.update import Updater, every_row
-from rlhf_core.sampling import sample
+from rlhf_core.ppo.scoring import ScoreNormalisation, Scoring
+from rlhf_core.ppo.update import Updater, UpdateStatistics
+from rlhf_core.sampling import Sampled, sample
 from rlhf_core.scorers import Answers, Scorer
 from rlhf_core.tokenizer import decode_response, encode_prompt
 
 Row = dict[str, float | None]
 
 
-@dataclass(frozen=True)
-class ScoreNormalisation:
-    """Mean and standard deviation of the scorer on reference responses, frozen before the first step."""
-
-    mean: float
-    std: float
-
-
 class PPOTrainer:
-    """Policy, critic, reference and scorer, and the loop over them. `step()` is one trip around it."""
+    """The models, the scorer, and the loop over them. `step()` is one trip around it."""
 
     def __init__(
         self,
         config: PPOConfig,
-        policy: PreTrainedModel,
-        reference: PreTrainedModel,
-        critic: PreTrainedModel,
+        models: ActorCritic,
         tokenizer: PreTrainedTokenizerBase,
         scorer: Scorer,
         normalisation: ScoreNormalisation,
         prompts: Sequence[Conversation],
         seed: int,
         judge: Judge | None = None,
+        text: Sequence[Piece] = (),
     ) -> None:
-        if policy is reference:
-            raise ValueError("policy and reference must be two models: the reference is frozen")
-        self.config, self.seed = config, seed
-        self.accelerator = Accelerator()
-        device = self.accelerator.device
-        self.policy = policy.to(device).eval()
-        self.critic = critic.to(device).eval()
-        self.reference = reference.to(device).eval().requires_grad_(False)
-        self.tokenizer, self.scorer, self.judge = tokenizer, scorer, judge
-        self.normalisation = normalisation
+        self.config, self.seed, self.tokenizer = config, seed, tokenizer
+        self.processes = Processes()
+        self.models = models.to(self.processes.device)
         self.prompts = list(prompts)
         self.prompt_ids = [encode_prompt(tokenizer, prompt) for prompt in prompts]
-        self.controller = _controller(config)
-        self.optimizers: dict[str, torch.optim.Optimizer] = {
-            "policy": _adam(self.policy, config.learning_rate, config),
-            "critic": _adam(self.critic, config.critic.learning_rate, config),
-        }
-        self.schedulers = {name: _schedule(optimizer, config) for name, optimizer in self.optimizers.items()}
+        self.scoring = Scoring(config.score, scorer, normalisation, judge)
+        self.controller = build_controller(config.kl, config.batch_size)
         self.step_price = StepPrice(config.step_price.coef, config.step_price.target)
-        self.updater = Updater(
-            self.policy, self.critic, self.reference, self.optimizers, config, self.pad_id, seed, self.accelerator
-        )
+        self.optimizers = build_optimizers(models.trained(), config)
+        self.schedulers = {name: schedule(optimizer, config) for name, optimizer in self.optimizers.items()}
+        self.updater = Updater(models, self.optimizers, config, self.pad_id, seed, self.processes, self._text_mix(text))
         self.steps_done = 0
         self.seconds: dict[str, float] = {}
         """Seconds of each phase of the last step; for people, never for results."""
@@ -96,8 +78,7 @@ class PPOTrainer:
         credit = self.assign_credit(rollout, scores)
         prices = Prices(self.controller.coef, self.step_price.coef)
         statistics = self._timed("update", self.updater.run, rollout, credit, self.steps_done, prices)
-        learning_rate = self.optimizers["policy"].param_groups[0]["lr"]
-        row = step_row(self.steps_done + 1, rollout, scores, credit, statistics, self.controller.coef, learning_rate)
+        row = self._diagnose(rollout, scores, credit, statistics)
         self.controller.update(float(row["kl"] or 0.0), self.config.batch_size)
         if self.config.objective == "kl_penalty":
             self.step_price.update(statistics.mean("approx_kl"))
@@ -108,15 +89,16 @@ class PPOTrainer:
 
     @torch.no_grad()
     def rollout(self) -> Rollout:
-        """Sample one response for each prompt of the step, and read π_old, π_ref and V on them."""
-        chosen = prompts_of_step(self.steps_done, self.config.batch_size, len(self.prompts), self.seed)
+        """Sample the responses to the prompts of the step, and read π_old, π_ref and V on them."""
+        each = self.config.samples_per_prompt
+        asked = prompts_of_step(self.steps_done, self.config.batch_size // each, len(self.prompts), self.seed)
+        chosen = [i for i in asked for _ in range(each)]
+        keys = [(self.seed, ROLLOUT, self.steps_done, *divmod(row, each)) for row in range(len(chosen))]
         prompt_ids = [self.prompt_ids[i] for i in chosen]
-        keys = [(self.seed, ROLLOUT, self.steps_done, place) for place in range(len(chosen))]
         sampled = self._sample(prompt_ids, keys)
         time_ = max(len(response) for response in sampled.responses)
-        device = self.accelerator.device
+        device = self.processes.device
         mask = to_rows([[1.0] * len(response) for response in sampled.responses], time_, device)
-        empty = torch.zeros_like(mask)
         rollout = Rollout(
             prompts=[self.prompts[i] for i in chosen],
             prompt_ids=prompt_ids,
@@ -125,50 +107,40 @@ class PPOTrainer:
             ended=torch.tensor(sampled.ended, device=device),
             mask=mask,
             engine_logprobs=to_rows(sampled.logprobs, time_, device),
-            old_logprobs=empty,
-            ref_logprobs=empty.clone(),
-            old_values=empty.clone(),
+            old_logprobs=torch.zeros_like(mask),
+            ref_logprobs=torch.zeros_like(mask),
+            ref_kl=torch.zeros_like(mask),
+            old_values=torch.zeros_like(mask),
         )
         self._read_models(rollout)
         return rollout
 
     def _read_models(self, rollout: Rollout) -> None:
         """Fill in π_old, π_ref and V, in the micro-batches of epoch 0, so that the first ratio is 1 (rule 7)."""
-        for rows in every_row(self.updater.plan(rollout, self.steps_done, 0)):
-            batch = rollout.batch(rows, self.pad_id)
-            rollout.old_logprobs[rows, : batch.time] = self._logprobs(self.policy, batch)
-            rollout.ref_logprobs[rows, : batch.time] = self._logprobs(self.reference, batch)
-            rollout.old_values[rows, : batch.time] = state_values(self.critic, batch) * batch.mask
+        for minibatch in self.updater.plan(rollout, self.steps_done, 0):
+            for rows in self.processes.share(minibatch):
+                batch = rollout.batch(rows, self.pad_id)
+                logits, values = self.models.forward(batch)
+                reference = self.models.reference_logits(batch)
+                rollout.old_logprobs[rows, : batch.time] = self._logprobs(logits, batch)
+                rollout.ref_logprobs[rows, : batch.time] = self._logprobs(reference, batch)
+                rollout.ref_kl[rows, : batch.time] = full_kl(
+                    logits / self.config.temperature, reference / self.config.temperature, batch.mask
+                )
+                rollout.old_values[rows, : batch.time] = values * batch.mask
+        tables = (rollout.old_logprobs, rollout.ref_logprobs, rollout.ref_kl, rollout.old_values)
+        self.processes.add_up(tables)
 
-    def _logprobs(self, model: PreTrainedModel, batch: TokenBatch) -> Tensor:
-        logits = response_logits(model, batch)
+    def _logprobs(self, logits: Tensor, batch: TokenBatch) -> Tensor:
         return logprobs_and_entropy(logits, batch.actions, self.config.temperature, batch.mask)[0]
 
     def score(self, rollout: Rollout) -> Scores:
-        """Score whole answers: normalise, clip, then the penalty for a missing end (rule 12)."""
-        answers = Answers(rollout.prompts, rollout.texts, rollout.prompt_ids, rollout.response_ids)
-        raw = torch.tensor(self.scorer(answers), dtype=torch.float32, device=rollout.mask.device)
-        rules = self.config.score
-        used = raw
-        if rules.normalise:
-            used = normalise_scores(raw, self.normalisation.mean, self.normalisation.std, rules.clip)
-        else:
-            used = raw.clamp(-rules.clip, rules.clip)
-        gold = self.judge.score(rollout.prompts, rollout.texts) if self.judge else None
-        return Scores(raw, penalise_missing_eos(used, rollout.ended, rules.missing_eos_penalty), gold)
+        """Score whole answers (rule 12)."""
+        return self.scoring(rollout, self.processes)
 
     def assign_credit(self, rollout: Rollout, scores: Scores) -> Credit:
-        """Token rewards with the KL leash, then GAE, then whitening over all real tokens of the batch."""
-        config, mask = self.config, rollout.mask
-        kl = estimate_kl(rollout.old_logprobs, rollout.ref_logprobs, "k1", mask)
-        kl_coef = self.controller.coef if config.kl.penalty == "reward" else 0.0
-        rewards = shape_rewards(scores.used, kl, mask, kl_coef, config.kl.placement)
-        values = torch.nn.functional.pad(rollout.old_values, (0, 1))
-        advantages, returns = compute_gae(rewards, values, config.gamma, config.lam, mask)
-        if not config.whiten_advantages:
-            return Credit(kl, rewards, advantages, returns, advantages, scale=1.0)
-        scale = deviation(advantages, mask).item()
-        return Credit(kl, rewards, advantages, returns, whiten(advantages, mask), scale)
+        """What each token earned, at the present price of the leash."""
+        return assign_credit(rollout, scores, self.config, self.controller.coef)
 
     def answer(self, prompts: Sequence[Conversation]) -> list[dict[str, Any]]:
         """The policy's answers to held-out prompts, scored, for people to read."""
@@ -176,24 +148,46 @@ class PPOTrainer:
         keys = [(self.seed, SAMPLES, self.steps_done, place) for place in range(len(prompts))]
         sampled = self._sample(prompt_ids, keys)
         texts = [decode_response(self.tokenizer, response) for response in sampled.responses]
-        rewards = self.scorer(Answers(prompts, texts, prompt_ids, sampled.responses))
-        gold = self.judge.score(prompts, texts) if self.judge else [None] * len(texts)
+        rewards = self.scoring.scorer(Answers(prompts, texts, prompt_ids, sampled.responses))
+        judge = self.scoring.judge
+        gold = judge.score(prompts, texts) if judge else [None] * len(texts)
         return [
             {"step": self.steps_done, "prompt": prompt, "response": text, "reward": reward, "gold": g}
             for prompt, text, reward, g in zip(prompts, texts, rewards, gold, strict=True)
         ]
 
-    def _sample(self, prompt_ids: Sequence[Sequence[int]], keys: Sequence[tuple[int, ...]]) -> Any:
-        return sample(
-            self.policy,
-            prompt_ids,
-            keys,
-            max_new_tokens=self.config.max_new_tokens,
-            temperature=self.config.temperature,
-            stop_ids=frozenset({int(self.tokenizer.eos_token_id)}),
-            pad_id=self.pad_id,
-            batch_size=self.config.batch_size,
-        )
+    def _sample(self, prompt_ids: Sequence[Sequence[int]], keys: Sequence[tuple[int, ...]]) -> Sampled:
+        """One response a key; each process samples its share."""
+
+        def work(rows: list[int]) -> list[tuple[list[int], list[float], bool]]:
+            with self.models.autocast():
+                drawn = sample(
+                    self.models.policy,
+                    [prompt_ids[i] for i in rows],
+                    [keys[i] for i in rows],
+                    max_new_tokens=self.config.max_new_tokens,
+                    temperature=self.config.temperature,
+                    stop_ids=frozenset({int(self.tokenizer.eos_token_id)}),
+                    pad_id=self.pad_id,
+                    batch_size=self.config.batch_size,
+                )
+            return list(zip(drawn.responses, drawn.logprobs, drawn.ended, strict=True))
+
+        responses, logprobs, ended = zip(*self.processes.spread(range(len(keys)), work), strict=True)
+        return Sampled(list(responses), list(logprobs), list(ended))
+
+    def _diagnose(self, rollout: Rollout, scores: Scores, credit: Credit, statistics: UpdateStatistics) -> Row:
+        learning_rate = self.optimizers["policy"].param_groups[0]["lr"]
+        valued, coef = self.models.has_critic, self.controller.coef
+        return step_row(self.steps_done + 1, rollout, scores, credit, statistics, coef, learning_rate, valued)
+
+    def _text_mix(self, text: Sequence[Piece]) -> TextMix | None:
+        settings = self.config.ptx
+        if settings.coef == 0:
+            return None
+        if not text:
+            raise ValueError("ptx.coef is above 0 and there is no text to mix in")
+        return TextMix(text, settings.coef, settings.batch_size, self.config.micro_batch_size, self.pad_id, self.seed)
 
     def _timed(self, phase: str, work: Any, *arguments: Any) -> Any:
         start = time.perf_counter()
@@ -216,27 +210,5 @@ class PPOTrainer:
     def _stateful(self) -> dict[str, Any]:
         named: dict[str, Any] = {f"optimizer_{name}": part for name, part in self.optimizers.items()}
         named |= {f"scheduler_{name}": part for name, part in self.schedulers.items()}
-        named |= {"controller": self.controller, "step_price": self.step_price}
-        return {"policy": self.policy, "critic": self.critic} | named
-
-
-def _controller(config: PPOConfig) -> KLController:
-    if config.kl.controller == "fixed":
-        return FixedKLController(config.kl.coef)
-    return AdaptiveKLController(config.kl.coef, config.kl.target, config.kl.horizon, config.batch_size)
-
-
-def _adam(model: PreTrainedModel, learning_rate: float, config: PPOConfig) -> torch.optim.Adam:
-    beta1, beta2 = config.optimizer.betas
-    return torch.optim.Adam(model.parameters(), lr=learning_rate, betas=(beta1, beta2), eps=config.optimizer.eps)
-
-
-def _schedule(optimizer: torch.optim.Optimizer, config: PPOConfig) -> torch.optim.lr_scheduler.LambdaLR:
-    warmup, steps, decay = config.optimizer.warmup_steps, config.steps, config.optimizer.decay
-
-    def factor(step: int) -> float:
-        rising = (step + 1) / (warmup + 1) if step < warmup else 1.0
-        falling = (steps - step) / max(1, steps - warmup) if decay == "linear" else 1.0
-        return min(rising, falling)
-
-    return torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+        named |= {"controller": self.controller, "step_price": self.step_price, "score_scale": self.scoring.scale}
+        return {"models": self.models} | named

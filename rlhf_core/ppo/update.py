@@ -6,18 +6,22 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
-from accelerate import Accelerator
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from rlhf_core.config.ppo import PPOConfig
 from rlhf_core.errors import NonFiniteError, UserError
+from rlhf_core.ppo.actor_critic import ActorCritic
 from rlhf_core.ppo.objective import Pass, Phase, Prices, losses_of
-from rlhf_core.ppo.plan import minibatches_of_epoch
+from rlhf_core.ppo.optimizers import Optimizers
+from rlhf_core.ppo.plan import micro_batches, minibatches_of_epoch
+from rlhf_core.ppo.processes import Processes
+from rlhf_core.ppo.ptx import TextMix
 from rlhf_core.ppo.rollout import Credit, Rollout
 
 FIRST_RATIO_TOLERANCE = 1e-4
 """Largest |log π_θ − log π_old| at the first minibatch, float32 (rule 7)."""
+BFLOAT16_TOLERANCE = 1e-2
+"""The same in the mean, for bfloat16."""
 
 
 class RatioError(UserError):
@@ -35,6 +39,17 @@ class UpdateStatistics:
     skipped_minibatches: int = 0
     stopped_early: bool = False
     grad_norms: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+    text_losses: list[float] = field(default_factory=list)
+
+    def add_up(self, processes: Processes) -> None:
+        """Sum over the processes; `tokens` is the minibatch's already."""
+        if processes.count == 1:
+            return
+        names = sorted(set().union(*processes.gather([list(self.sums)])))
+        sums = torch.tensor([self.sums[name] for name in names], dtype=torch.float64, device=processes.device)
+        processes.add_up([sums])
+        self.sums.update(zip(names, sums.tolist(), strict=True))
+        self.ratio_max = max(processes.gather([self.ratio_max]))
 
     def add(self, minibatch: "UpdateStatistics") -> None:
         """Count another minibatch in."""
@@ -53,6 +68,8 @@ class UpdateStatistics:
         result |= {
             f"grad_norm_{name}": sum(norms) / len(norms) if norms else 0.0 for name, norms in self.grad_norms.items()
         }
+        if self.text_losses:
+            result["ptx_loss"] = sum(self.text_losses) / len(self.text_losses)
         return result | {
             "ratio_max": self.ratio_max,
             "optimizer_steps": float(self.optimizer_steps),
@@ -63,40 +80,46 @@ class UpdateStatistics:
 
 @dataclass
 class Updater:
-    """Policy and critic with their optimisers; `run` trains them on one rollout."""
+    """The models with their optimisers; `run` trains them on one rollout."""
 
-    policy: PreTrainedModel
-    critic: PreTrainedModel
-    reference: PreTrainedModel
-    optimizers: dict[str, torch.optim.Optimizer]
+    models: ActorCritic
+    optimizers: Optimizers
     config: PPOConfig
     pad_id: int
     seed: int
-    accelerator: Accelerator
+    processes: Processes
+    text: TextMix | None = None
 
     def run(self, rollout: Rollout, credit: Credit, step: int, prices: Prices) -> UpdateStatistics:
         """ppo_epochs × minibatches optimiser steps, no more; fewer only where `stop_kl` or `max_ratio` say so
         (rule 14)."""
         statistics = UpdateStatistics(grad_norms={name: [] for name in self.optimizers})
         phase = Phase.of(self.config, step)
-        for number, micro_batches in enumerate(self._minibatches(rollout, step)):
-            found = self._accumulate(rollout, credit, micro_batches, phase, prices, check_ratio=number == 0)
-            statistics.add(found)
-            if self._too_far(found):
-                statistics.stopped_early = True
-                self._drop_gradients()
-                break
-            if self._explodes(found):
-                statistics.skipped_minibatches += 1
-                self._drop_gradients()
-                continue
-            self._step_optimizers(statistics, step)
+        with self.models.training():
+            for number, minibatch in enumerate(self._minibatches(rollout, step)):
+                found = self._accumulate(rollout, credit, minibatch, phase, prices, check_ratio=number == 0)
+                statistics.add(found)
+                if self._too_far(found):
+                    statistics.stopped_early = True
+                    self._drop_gradients()
+                    break
+                if self._explodes(found):
+                    statistics.skipped_minibatches += 1
+                    self._drop_gradients()
+                    continue
+                if self.text is not None and phase.policy:
+                    self._mix_text(self.text, statistics, step, number)
+                self._step_optimizers(statistics, step)
         return statistics
 
     def plan(self, rollout: Rollout, step: int, epoch: int) -> list[list[list[int]]]:
         """Minibatches of micro-batches of rows for one epoch."""
         minibatches = self.config.minibatches if Phase.of(self.config, step).ratio else 1
-        return minibatches_of_epoch(rollout.lengths, minibatches, self.config.micro_batch_size, self.seed, step, epoch)
+        rows = min(self.config.micro_batch_size, -(-len(rollout.lengths) // minibatches // self.processes.count))
+        return [
+            micro_batches(minibatch, rollout.widths, max(1, rows), self.config.micro_batch_tokens)
+            for minibatch in minibatches_of_epoch(len(rollout.lengths), minibatches, self.seed, step, epoch)
+        ]
 
     def _minibatches(self, rollout: Rollout, step: int) -> Iterator[list[list[int]]]:
         epochs = self.config.ppo_epochs if Phase.of(self.config, step).ratio else 1
@@ -107,24 +130,37 @@ class Updater:
         self,
         rollout: Rollout,
         credit: Credit,
-        micro_batches: Sequence[Sequence[int]],
+        minibatch: Sequence[Sequence[int]],
         phase: Phase,
         prices: Prices,
         check_ratio: bool,
     ) -> UpdateStatistics:
-        """Add up the gradient of one minibatch: Σ over its real tokens / number of its real tokens (rule 13)."""
-        statistics = UpdateStatistics(tokens=sum(len(rollout.response_ids[i]) for rows in micro_batches for i in rows))
-        for rows in micro_batches:
-            forward = Pass.over(rows, rollout, credit, self.policy, self.critic, self.config.temperature, self.pad_id)
+        """Add up the gradient of one minibatch: Σ over its real tokens / number of its real tokens, over its
+        micro-batches and all processes (rule 13). The gradients themselves are added up at the optimiser's step."""
+        tokens = sum(len(rollout.response_ids[i]) for rows in minibatch for i in rows)
+        statistics = UpdateStatistics(tokens=tokens)
+        for rows in self.processes.share(minibatch):
+            forward = Pass.over(rows, rollout, credit, self.models, self.config.temperature, self.pad_id)
             if check_ratio and self.config.check_ratio:
-                require_same_policy(forward.logprobs, forward.old_logprobs, forward.batch.mask)
-            losses = losses_of(forward, self.config, phase, prices, self.reference)
-            loss = losses["total_loss"] / statistics.tokens
-            if not torch.isfinite(loss):
-                raise NonFiniteError(f"the loss is {loss.item()}; lower the learning rate or clip the score")
-            self.accelerator.backward(loss)
+                require_same_policy(forward.logprobs, forward.old_logprobs, forward.batch.mask, self.config.precision)
+            losses = losses_of(forward, self.config, phase, prices, self.models)
+            self._backward(losses["total_loss"] / tokens)
             self._record(statistics, losses, forward)
+        statistics.add_up(self.processes)
         return statistics
+
+    def _backward(self, loss: Tensor) -> None:
+        if not torch.isfinite(loss):
+            raise NonFiniteError(f"the loss is {loss.item()}; lower the learning rate or clip the score")
+        loss.backward()  # type: ignore[no-untyped-call]
+
+    def _mix_text(self, text: TextMix, statistics: UpdateStatistics, step: int, minibatch: int) -> None:
+        total = torch.zeros((), device=self.processes.device)
+        for loss in text.losses(self.models, step, minibatch, self.processes):
+            self._backward(text.coef * loss)
+            total += loss.detach()
+        self.processes.add_up([total])
+        statistics.text_losses.append(total.item())
 
     @torch.no_grad()
     def _record(self, statistics: UpdateStatistics, losses: dict[str, Tensor], forward: Pass) -> None:
@@ -154,9 +190,10 @@ class Updater:
             optimizer.zero_grad(set_to_none=True)
 
     def _step_optimizers(self, statistics: UpdateStatistics, step: int) -> None:
-        """Clip each model's gradient by its global norm (rule 16) and make one optimiser step of each."""
-        for name, model in (("policy", self.policy), ("critic", self.critic)):
-            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), self.config.optimizer.max_grad_norm).item()
+        """Add up the processes' gradients, clip each model's by its global norm (rule 16), and step each optimiser."""
+        for name, parameters in self.models.trained().items():
+            self._add_up_gradients(parameters)
+            norm = torch.nn.utils.clip_grad_norm_(parameters, self.config.optimizer.max_grad_norm).item()
             if not math.isfinite(norm):
                 raise NonFiniteError(
                     f"step {step + 1}: the gradient norm of the {name} is {norm}; lower the learning rate"
@@ -167,18 +204,22 @@ class Updater:
         self._drop_gradients()
         statistics.optimizer_steps += 1
 
+    def _add_up_gradients(self, parameters: Sequence[torch.nn.Parameter]) -> None:
+        if self.processes.count == 1:
+            return
+        for parameter in parameters:
+            if parameter.grad is None:  # this process had no micro-batch of this minibatch
+                parameter.grad = torch.zeros_like(parameter)
+        self.processes.add_up([parameter.grad for parameter in parameters if parameter.grad is not None])
 
-def require_same_policy(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor) -> None:
-    """Raise RatioError unless both agree on every real token, as they must before the first update (rule 7)."""
-    worst = (logprobs - old_logprobs)[mask.bool()].abs().max().item()
-    if not worst <= FIRST_RATIO_TOLERANCE:
+
+def require_same_policy(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor, precision: str = "float32") -> None:
+    """Raise RatioError unless both agree on the real tokens, as they must before the first update (rule 7): on every
+    token in float32, in the mean in bfloat16."""
+    gaps = (logprobs - old_logprobs)[mask.bool()].abs()
+    gap, allowed = (gaps.max(), FIRST_RATIO_TOLERANCE) if precision == "float32" else (gaps.mean(), BFLOAT16_TOLERANCE)
+    if not gap <= allowed:
         raise RatioError(
-            f"before the first update |log π_θ − log π_old| is {worst:.2e}, allowed is {FIRST_RATIO_TOLERANCE:g}: "
+            f"before the first update |log π_θ − log π_old| is {gap:.2e}, allowed is {allowed:g}: "
             "dropout, precision or padding differ between rollout and update; use float32 and no dropout"
         )
-
-
-def every_row(plan: Sequence[Sequence[Sequence[int]]]) -> Iterator[Sequence[int]]:
-    """All micro-batches of an epoch."""
-    for minibatch in plan:
-        yield from minibatch

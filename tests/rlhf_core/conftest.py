@@ -28,7 +28,9 @@ from transformers import (
 
 from rlhf_core.chat import Conversation
 from rlhf_core.config.ppo import PPOConfig
-from rlhf_core.ppo.trainer import PPOTrainer, ScoreNormalisation
+from rlhf_core.ppo.actor_critic import ActorCritic
+from rlhf_core.ppo.scoring import ScoreNormalisation
+from rlhf_core.ppo.trainer import PPOTrainer
 from rlhf_core.scorers import Answers
 from rlhf_core.tokenizer import CHAT_TEMPLATE, ROLES
 from rlhf_core.training import Run
@@ -206,19 +208,27 @@ def make_trainer(
         scorer: Any = token_share,
         normalisation: tuple[float, float] = (0.0, 0.1),
         same_reference: bool = False,
+        text: Sequence[list[int]] = (),
         **config: Any,
     ) -> PPOTrainer:
-        return PPOTrainer(
-            PPOConfig(**ppo_values(**config)),
+        settings = PPOConfig(**ppo_values(**config))
+        models = ActorCritic(
+            settings,
             policy=build_lm(kind, seed=1),
-            reference=build_lm(kind, seed=1 if same_reference else 2),
-            critic=build_scalar(kind, seed=3),
+            reference=build_lm(kind, seed=1 if same_reference else 2) if settings.lora is None else None,
+            critic=build_scalar(kind, seed=3) if settings.needs_critic_model else None,
+            seed=seed,
+        )
+        return PPOTrainer(
+            settings,
+            models,
             tokenizer=tokenizer,
             scorer=scorer,
             normalisation=ScoreNormalisation(*normalisation),
             prompts=prompts,
             seed=seed,
             judge=judge,
+            text=text,
         )
 
     return make
@@ -231,7 +241,7 @@ def says_pad() -> Callable[[PPOTrainer], PPOTrainer]:
     def change(trainer: PPOTrainer) -> PPOTrainer:
         frequent = Counter(token for ids in trainer.rollout().response_ids for token in ids).most_common(1)[0][0]
         with torch.no_grad():
-            weight = trainer.policy.get_output_embeddings().weight
+            weight = trainer.models.policy.get_output_embeddings().weight
             weight[trainer.pad_id] = 2 * weight[frequent]
         return trainer
 

@@ -32,6 +32,7 @@ def row(padding: float = 0.0, gold: list[float] | None = None) -> dict[str, Any]
         engine_logprobs=table([-1.0, -2.0, -3.0], [-1.5], padding),
         old_logprobs=table([-1.0, -2.0, -3.2], [-1.5], padding),
         ref_logprobs=table([-1.5, -2.0, -3.0], [-2.5], padding),
+        ref_kl=table([0.25, 0.5, 0.125], [1.0], 0.0),
         old_values=table([0.0, 1.0, 2.0], [3.0], padding),
     )
     credit = Credit(
@@ -59,10 +60,12 @@ def test_rewards_and_scores_by_hand() -> None:
     assert row(gold=None)["gold"] is None
 
 
-def test_failure_06_kl_is_per_sequence_and_by_two_estimators() -> None:
-    """k1 and k3 side by side."""
+def test_rule_08_failure_06_kl_is_per_sequence_and_by_every_estimator() -> None:
+    """k1, k2, k3 and the exact one side by side."""
     found = row()
     assert found["kl"] == pytest.approx((0.3 + 1.0) / 2)
+    assert found["kl_k2"] == pytest.approx((0.5**2 + 0.2**2 + 1.0) / 2 / 2)
+    assert found["kl_full"] == pytest.approx((0.875 + 1.0) / 2)
     k3 = [math.exp(-d) - 1 + d for d in (0.5, 0.0, -0.2, 1.0)]
     assert found["kl_k3"] == pytest.approx((sum(k3[:3]) + k3[3]) / 2, abs=1e-6)
 

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from rlhf_core.ppo.logprobs import logprobs_and_entropy
 from rlhf_core.ppo.losses import (
     approx_kl,
     clip_fraction,
@@ -22,7 +23,6 @@ from rlhf_core.ppo.losses import (
     compute_value_loss,
     explained_variance,
     importance_weights,
-    logprobs_and_entropy,
     ratio_max,
     value_clip_fraction,
 )

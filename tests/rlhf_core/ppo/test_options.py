@@ -24,7 +24,7 @@ def weights(model: PreTrainedModel) -> torch.Tensor:
 def forward_of(trainer: PPOTrainer, rows: list[int]) -> Pass:
     rollout = trainer.rollout()
     credit = trainer.assign_credit(rollout, trainer.score(rollout))
-    return Pass.over(rows, rollout, credit, trainer.policy, trainer.critic, 1.0, trainer.pad_id)
+    return Pass.over(rows, rollout, credit, trainer.models, 1.0, trainer.pad_id)
 
 
 @torch.no_grad()
@@ -32,14 +32,14 @@ def exact_kl(trainer: PPOTrainer) -> float:
     """KL(π ‖ π_ref) in nats per token, over what the policy says now."""
     rollout = trainer.rollout()
     batch = rollout.batch(range(len(rollout.texts)), trainer.pad_id)
-    logits = [response_logits(model, batch) for model in (trainer.policy, trainer.reference)]
+    logits = [response_logits(model, batch) for model in (trainer.models.policy, trainer.models.reference)]
     return (full_kl(*logits, batch.mask).sum() / batch.mask.sum()).item()
 
 
 def policy_after(trainer: PPOTrainer, steps: int = 1) -> torch.Tensor:
     for _ in range(steps):
         trainer.step()
-    return weights(trainer.policy)
+    return weights(trainer.models.policy)
 
 
 def test_rule_15_the_plain_policy_gradient_warm_up_is_one_epoch_and_one_minibatch(make_trainer: MakeTrainer) -> None:
@@ -53,19 +53,19 @@ def test_the_plain_policy_gradient_makes_the_step_of_ppo_without_a_second_look(m
     plain = policy_after(make_trainer(policy_gradient_steps=1))
     ppo = policy_after(make_trainer(**ONE))
     assert torch.allclose(plain, ppo, atol=1e-6)
-    assert not torch.equal(plain, weights(make_trainer().policy))
+    assert not torch.equal(plain, weights(make_trainer().models.policy))
 
 
 def test_rule_15_in_the_critic_warm_up_only_the_critic_learns(make_trainer: MakeTrainer) -> None:
     trainer = make_trainer(critic={"warmup_steps": 2})
-    policy, critic = weights(trainer.policy), weights(trainer.critic)
+    policy, critic = weights(trainer.models.policy), weights(trainer.models.critic)
     row = trainer.step()
     trainer.step()
-    assert torch.equal(weights(trainer.policy), policy)
-    assert not torch.equal(weights(trainer.critic), critic)
+    assert torch.equal(weights(trainer.models.policy), policy)
+    assert not torch.equal(weights(trainer.models.critic), critic)
     assert (row["grad_norm_policy"], row["optimizer_steps"]) == (0.0, 4.0)
     trainer.step()
-    assert not torch.equal(weights(trainer.policy), policy)
+    assert not torch.equal(weights(trainer.models.policy), policy)
 
 
 def test_the_warm_up_of_the_critic_takes_nothing_from_that_of_the_policy(make_trainer: MakeTrainer) -> None:
@@ -91,12 +91,12 @@ def test_rule_14_a_minibatch_whose_ratio_explodes_is_skipped_and_counted(make_tr
     rollout = trainer.rollout()
     credit = trainer.assign_credit(rollout, trainer.score(rollout))
     exploded = replace(rollout, old_logprobs=(rollout.old_logprobs - 1.0) * rollout.mask)
-    before = weights(trainer.policy), weights(trainer.critic)
+    before = weights(trainer.models.policy), weights(trainer.models.critic)
     statistics = trainer.updater.run(exploded, credit, 0, Prices(0.1, 1.0))
     assert (statistics.skipped_minibatches, statistics.optimizer_steps) == (4, 0)
-    assert torch.equal(weights(trainer.policy), before[0])
-    assert torch.equal(weights(trainer.critic), before[1])
-    assert all(p.grad is None for p in trainer.policy.parameters())
+    assert torch.equal(weights(trainer.models.policy), before[0])
+    assert torch.equal(weights(trainer.models.critic), before[1])
+    assert all(p.grad is None for p in trainer.models.policy.parameters())
     statistics = trainer.updater.run(rollout, credit, 0, Prices(0.1, 1.0))
     assert (statistics.skipped_minibatches, statistics.optimizer_steps) == (0, 4)
 
@@ -128,10 +128,12 @@ def test_rule_15_kl_in_the_loss_is_divided_by_the_deviation_of_the_advantages(ma
         forward = forward_of(trainer, [0, 3, 5])
         assert (forward.scale == 1.0) != whitened
         phase = Phase(policy=True, ratio=True)
-        losses = losses_of(forward, trainer.config, phase, Prices(0.7, 1.0), trainer.reference)
-        without = losses_of(forward, trainer.config, phase, Prices(0.0, 1.0), trainer.reference)
+        losses = losses_of(forward, trainer.config, phase, Prices(0.7, 1.0), trainer.models)
+        without = losses_of(forward, trainer.config, phase, Prices(0.0, 1.0), trainer.models)
         added = losses["total_loss"] - without["total_loss"]
-        exact = full_kl(forward.logits, response_logits(trainer.reference, forward.batch), forward.batch.mask).sum()
+        exact = full_kl(
+            forward.logits, response_logits(trainer.models.reference, forward.batch), forward.batch.mask
+        ).sum()
         assert losses["kl_loss"].item() == pytest.approx(exact.item(), rel=1e-5)
         assert added.item() == pytest.approx(0.7 * exact.item() / forward.scale, rel=1e-3)
 
@@ -171,7 +173,7 @@ def test_rule_07_the_cap_weighs_tokens_of_an_engine_that_differs(make_trainer: M
     forward = forward_of(trainer, [0, 1, 2])
     mismatch = replace(forward, engine_logprobs=(forward.old_logprobs - 5.0) * forward.batch.mask)
     usual, doubled = (
-        losses_of(f, trainer.config, Phase(policy=True, ratio=True), Prices(0.1, 1.0), trainer.reference)
+        losses_of(f, trainer.config, Phase(policy=True, ratio=True), Prices(0.1, 1.0), trainer.models)
         for f in (forward, mismatch)
     )
     assert doubled["policy_loss"].item() == pytest.approx(2 * usual["policy_loss"].item(), rel=1e-4)
@@ -183,5 +185,5 @@ def test_rule_15_the_dual_clip_reaches_the_loss(make_trainer: MakeTrainer) -> No
     forward = forward_of(trainer, [0, 1])
     moved = replace(forward, old_logprobs=(forward.old_logprobs - 2.0) * forward.batch.mask)
     moved = replace(moved, advantages=-torch.ones_like(moved.advantages) * forward.batch.mask)
-    losses = losses_of(moved, trainer.config, Phase(policy=True, ratio=True), Prices(0.1, 1.0), trainer.reference)
+    losses = losses_of(moved, trainer.config, Phase(policy=True, ratio=True), Prices(0.1, 1.0), trainer.models)
     assert losses["policy_loss"].item() == pytest.approx(1.5 * forward.batch.mask.sum().item())

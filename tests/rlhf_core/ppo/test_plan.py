@@ -2,7 +2,16 @@
 
 import pytest
 
-from rlhf_core.ppo.plan import MINIBATCHES, PROMPTS, ROLLOUT, SAMPLES, minibatches_of_epoch, prompts_of_step
+from rlhf_core.ppo.plan import (
+    MINIBATCHES,
+    PROMPTS,
+    ROLLOUT,
+    SAMPLES,
+    TEXT,
+    micro_batches,
+    minibatches_of_epoch,
+    prompts_of_step,
+)
 
 LENGTHS = [7, 1, 4, 4, 9, 2, 7, 3, 5, 1, 8, 6]
 
@@ -24,29 +33,39 @@ def test_rule_19_the_prompts_of_a_step_need_no_history() -> None:
     assert prompts_of_step(0, 10, 10, seed=1) != prompts_of_step(0, 10, 10, seed=2)
 
 
+WIDTHS = [(4 + i % 3, length) for i, length in enumerate(LENGTHS)]
+
+
 @pytest.mark.parametrize("minibatches", [1, 2, 3])
-@pytest.mark.parametrize("micro", [1, 2, 5, 100])
-def test_every_response_stands_in_one_minibatch_of_an_epoch(minibatches: int, micro: int) -> None:
-    plan = minibatches_of_epoch(LENGTHS, minibatches, micro, 1, 0, 0)
-    assert [sum(map(len, minibatch)) for minibatch in plan] == [len(LENGTHS) // minibatches] * minibatches
-    assert sorted(i for minibatch in plan for rows in minibatch for i in rows) == list(range(len(LENGTHS)))
-    assert max(len(rows) for minibatch in plan for rows in minibatch) <= micro
+def test_every_response_stands_in_one_minibatch_of_an_epoch(minibatches: int) -> None:
+    plan = minibatches_of_epoch(len(LENGTHS), minibatches, 1, 0, 0)
+    assert [len(minibatch) for minibatch in plan] == [len(LENGTHS) // minibatches] * minibatches
+    assert sorted(i for minibatch in plan for i in minibatch) == list(range(len(LENGTHS)))
 
 
-def test_rule_13_micro_batches_only_group_a_minibatch() -> None:
-    """The rows of a minibatch are the same whatever the micro-batch size; similar lengths stand together."""
-    one, whole = (minibatches_of_epoch(LENGTHS, 2, micro, 1, 0, 0) for micro in (1, 100))
-    assert [[i for rows in minibatch for i in rows] for minibatch in one] == [minibatch[0] for minibatch in whole]
-    lengths = [LENGTHS[i] for i in whole[0][0]]
-    assert lengths == sorted(lengths)
+@pytest.mark.parametrize("rows", [1, 2, 5, 100])
+@pytest.mark.parametrize("tokens", [None, 1, 30, 1000])
+def test_rule_13_micro_batches_only_group_a_minibatch(rows: int, tokens: int | None) -> None:
+    """Each row once, within both limits (a row that is longer alone); similar lengths stand together."""
+    groups = micro_batches(range(len(LENGTHS)), WIDTHS, rows, tokens)
+    flat = [i for group in groups for i in group]
+    assert sorted(flat) == list(range(len(LENGTHS)))
+    assert [LENGTHS[i] for i in flat] == sorted(LENGTHS)
+    for group in groups:
+        padded = len(group) * (max(WIDTHS[i][0] for i in group) + max(WIDTHS[i][1] for i in group))
+        assert len(group) <= rows
+        assert tokens is None or padded <= tokens or len(group) == 1
+
+
+def test_micro_batches_of_tokens_are_filled_as_far_as_they_go() -> None:
+    assert micro_batches([0, 1, 2, 3], [(2, 3)] * 4, rows=9, tokens=15) == [[0, 1, 2], [3]]
 
 
 def test_minibatches_are_drawn_anew_in_every_epoch_step_and_seed() -> None:
-    """The lengths are equal, so that only the draw decides."""
-    plans = [minibatches_of_epoch([3] * 12, 2, 6, *key) for key in ((1, 0, 0), (1, 0, 1), (1, 1, 0), (2, 0, 0))]
-    assert len({tuple(plan[0][0]) for plan in plans}) == 4
-    assert plans[1] == minibatches_of_epoch([3] * 12, 2, 6, 1, 0, 1)
+    plans = [minibatches_of_epoch(12, 2, *key) for key in ((1, 0, 0), (1, 0, 1), (1, 1, 0), (2, 0, 0))]
+    assert len({tuple(plan[0]) for plan in plans}) == 4
+    assert plans[1] == minibatches_of_epoch(12, 2, 1, 0, 1)
 
 
 def test_the_streams_of_a_step_never_meet() -> None:
-    assert len({PROMPTS, MINIBATCHES, ROLLOUT, SAMPLES}) == 4
+    assert len({PROMPTS, MINIBATCHES, ROLLOUT, SAMPLES, TEXT}) == 5

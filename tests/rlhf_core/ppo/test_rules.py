@@ -18,7 +18,8 @@ from transformers import PreTrainedModel
 from rlhf_core.batch import pad_batch, response_logits, state_values
 from rlhf_core.ppo.checkpoint import Checkpoints
 from rlhf_core.ppo.kl import KLKind, estimate_kl
-from rlhf_core.ppo.losses import compute_policy_gradient_loss, logprobs_and_entropy
+from rlhf_core.ppo.logprobs import logprobs_and_entropy
+from rlhf_core.ppo.losses import compute_policy_gradient_loss
 from rlhf_core.ppo.objective import Prices
 from rlhf_core.ppo.rewards import shape_rewards
 from rlhf_core.ppo.trainer import PPOTrainer
@@ -62,13 +63,13 @@ def test_rule_00_batch_size_counts_responses_whatever_the_minibatches(make_train
 
 
 def test_rule_05_logits_are_made_for_response_positions_only(kind: str, build_lm: Build) -> None:
-    """The head of the model never sees the prompt, but for the position that predicts the first response token."""
+    """The output layer sees the positions that predict a response token, and no other."""
     model = build_lm(kind)
     seen: list[int] = []
     model.get_output_embeddings().register_forward_hook(lambda _, inputs, __: seen.append(inputs[0].shape[1]))
     batch = pad_batch([[3, 9, 4], [3, 8, 7, 6, 5, 11, 12, 13, 4]], [[20, 21, 1], [30]], PAD)
     assert response_logits(model, batch).shape == (2, 3, model.config.vocab_size)
-    assert seen == [3 + 1]
+    assert seen == [3]
 
 
 def gradient(model: PreTrainedModel, value: Tensor) -> Tensor:
@@ -107,7 +108,7 @@ def test_rule_07_the_old_logprobs_stay_while_the_policy_moves(make_trainer: Make
     trainer.updater.run(rollout, trainer.assign_credit(rollout, trainer.score(rollout)), 0, Prices(0.1, 1.0))
     assert torch.equal(rollout.old_logprobs, before)
     batch = rollout.batch(range(8), trainer.pad_id)
-    now = logprobs_and_entropy(response_logits(trainer.policy, batch), batch.actions, 1.0, batch.mask)[0]
+    now = logprobs_and_entropy(response_logits(trainer.models.policy, batch), batch.actions, 1.0, batch.mask)[0]
     assert (now - before).abs().max() > 1e-2
 
 
@@ -172,7 +173,7 @@ def test_rule_12_the_normalisation_is_frozen_and_raw_scores_are_shown(make_train
     rows = [trainer.step() for _ in range(3)]
     assert [row["reward_raw"] for row in rows] == [13.0] * 3
     assert [row["score"] for row in rows] == [1.5] * 3
-    assert (trainer.normalisation.mean, trainer.normalisation.std) == (10.0, 2.0)
+    assert (trainer.scoring.normalisation.mean, trainer.scoring.normalisation.std) == (10.0, 2.0)
 
 
 # update
@@ -227,7 +228,7 @@ def test_rule_19_a_resume_after_any_step_ends_in_the_same_bytes(
         torch.manual_seed(done)
         other = make_trainer(**options)
         with torch.no_grad():
-            for parameter in (*other.policy.parameters(), *other.critic.parameters()):
+            for parameter in (*other.models.policy.parameters(), *other.models.critic.parameters()):
                 parameter.add_(1.0)
         other.load_state_dict(Checkpoints(folder).load() or {})
         assert [other.step() for _ in range(3 - done)] == expected[done:]

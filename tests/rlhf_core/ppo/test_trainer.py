@@ -14,6 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from rlhf_core.batch import pad_batch, response_logits, state_values
 from rlhf_core.chat import Conversation
 from rlhf_core.ppo import trainer as trainer_module
+from rlhf_core.ppo.actor_critic import ActorCritic
 from rlhf_core.ppo.checkpoint import Checkpoints
 from rlhf_core.ppo.kl import estimate_kl, full_kl
 from rlhf_core.ppo.objective import Prices
@@ -65,7 +66,7 @@ def test_rule_02_sampled_ids_are_trained_on_as_they_are(
     trainer = make_trainer(batch_size=16)
     tokenizer = trainer.tokenizer
     seen: list[Answers] = []
-    trainer.scorer = lambda answers: seen.append(answers) or [0.0] * len(answers.texts)
+    trainer.scoring.scorer = lambda answers: seen.append(answers) or [0.0] * len(answers.texts)
     monkeypatch.setattr(trainer_module, "encode_prompt", None)
     rollout = trainer.rollout()
     trainer.score(rollout)
@@ -113,7 +114,10 @@ def test_rule_05_all_logprobs_use_the_sampling_temperature(kind: str, make_train
     """log π_old and log π_ref against unpadded forward passes divided by 0.6."""
     trainer = make_trainer(kind, temperature=0.6)
     rollout = trainer.rollout()
-    for model, found in ((trainer.policy, rollout.old_logprobs), (trainer.reference, rollout.ref_logprobs)):
+    for model, found in (
+        (trainer.models.policy, rollout.old_logprobs),
+        (trainer.models.reference, rollout.ref_logprobs),
+    ):
         for row, (prompt, response) in enumerate(zip(rollout.prompt_ids, rollout.response_ids, strict=True)):
             batch = pad_batch([prompt], [response], trainer.pad_id)
             logprobs = (response_logits(model, batch) / 0.6).log_softmax(-1)
@@ -126,7 +130,7 @@ def test_rule_09_old_values_are_those_of_each_sequence_alone(kind: str, make_tra
     trainer = make_trainer(kind)
     rollout = trainer.rollout()
     for row, (prompt, response) in enumerate(zip(rollout.prompt_ids, rollout.response_ids, strict=True)):
-        alone = state_values(trainer.critic, pad_batch([prompt], [response], trainer.pad_id))[0]
+        alone = state_values(trainer.models.critic, pad_batch([prompt], [response], trainer.pad_id))[0]
         assert (rollout.old_values[row, : len(response)] - alone).abs().max() <= 1e-5
     assert rollout.old_values[rollout.mask == 0].abs().sum() == 0
 
@@ -153,7 +157,7 @@ def test_failure_06_sampling_from_the_policy_gives_the_kl_without_bias(make_trai
     batch = rollout.batch(range(256), trainer.pad_id)
     real = rollout.mask.bool()
     with torch.no_grad():
-        logits = [response_logits(model, batch) / 1.3 for model in (trainer.policy, trainer.reference)]
+        logits = [response_logits(model, batch) / 1.3 for model in (trainer.models.policy, trainer.models.reference)]
     exact = full_kl(*logits)[real]
     for estimator in ("k1", "k3"):
         error = estimate_kl(rollout.old_logprobs, rollout.ref_logprobs, estimator)[real] - exact
@@ -321,26 +325,24 @@ def test_rule_16_adams_settings_are_the_configurations(make_trainer: MakeTrainer
 
 def test_only_policy_and_critic_are_trained(make_trainer: MakeTrainer) -> None:
     trainer = make_trainer()
-    models = (trainer.policy, trainer.critic, trainer.reference)
+    models = (trainer.models.policy, trainer.models.critic, trainer.models.reference)
     before = [copy_of(model) for model in models]
     trainer.step()
     assert [equal(copy_of(model), old) for model, old in zip(models, before, strict=True)] == [False, False, True]
-    assert not any(parameter.requires_grad for parameter in trainer.reference.parameters())
-    assert not trainer.policy.training
+    assert not any(parameter.requires_grad for parameter in trainer.models.reference.parameters())
+    assert not trainer.models.policy.training
 
 
 def test_a_policy_that_is_its_own_reference_is_refused(make_trainer: MakeTrainer) -> None:
     """The reference is frozen: the policy would silently learn nothing."""
     made = make_trainer()
     with pytest.raises(ValueError, match="two models"):
-        PPOTrainer(
-            made.config, made.policy, made.policy, made.critic, made.tokenizer, made.scorer, made.normalisation, [], 1
-        )
+        ActorCritic(made.config, made.models.policy, made.models.policy, made.models.critic)
 
 
 COLUMNS = {
-    "step reward_raw score reward_shaped gold kl kl_k3 entropy clip_fraction value_clip_fraction advantage_abs",
-    "policy_loss value_loss explained_variance grad_norm_policy grad_norm_critic response_tokens_mean",
+    "step reward_raw score reward_shaped gold kl kl_k2 kl_k3 kl_full entropy clip_fraction value_clip_fraction",
+    "advantage_abs policy_loss value_loss explained_variance grad_norm_policy grad_norm_critic response_tokens_mean",
     "response_tokens_max missing_eos_share ratio_max approx_kl kl_coef learning_rate engine_mismatch_max",
     "engine_mismatch_k3 min_token_reward repeated_ngram_share optimizer_steps skipped_minibatches stopped_early",
 }
@@ -430,7 +432,7 @@ def test_rule_19_a_state_holds_every_part(make_trainer: MakeTrainer) -> None:
     trainer.step()
     changed = {name for name, part in trainer.state_dict().items() if not equal(part, fresh[name])}
     parts = {f"{kind}_{model}" for kind in ("optimizer", "scheduler") for model in ("policy", "critic")}
-    assert changed == {"steps_done", "policy", "critic", "controller"} | parts
+    assert changed == {"steps_done", "models", "controller"} | parts
 
 
 def test_failure_09_equal_seeds_give_equal_runs(make_trainer: MakeTrainer) -> None:

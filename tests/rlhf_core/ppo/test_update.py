@@ -12,7 +12,8 @@ from transformers import PreTrainedModel
 
 from rlhf_core.batch import response_logits, state_values
 from rlhf_core.errors import NonFiniteError
-from rlhf_core.ppo.losses import compute_ppo_total_loss, logprobs_and_entropy
+from rlhf_core.ppo.logprobs import logprobs_and_entropy
+from rlhf_core.ppo.losses import compute_ppo_total_loss
 from rlhf_core.ppo.objective import Phase, Prices
 from rlhf_core.ppo.rollout import Credit, Rollout
 from rlhf_core.ppo.trainer import PPOTrainer
@@ -20,7 +21,6 @@ from rlhf_core.ppo.update import (
     FIRST_RATIO_TOLERANCE,
     RatioError,
     Updater,
-    every_row,
     require_same_policy,
 )
 
@@ -57,25 +57,27 @@ def with_config(updater: Updater, **changes: Any) -> Updater:
 def accumulated(trainer: PPOTrainer, rollout: Rollout, credit: Credit, micro: int) -> dict[str, torch.Tensor]:
     """The gradients of the first minibatch."""
     updater = with_config(trainer.updater, micro_batch_size=micro)
-    for model in (trainer.policy, trainer.critic):
+    for model in (trainer.models.policy, trainer.models.critic):
         model.zero_grad()
     updater._accumulate(rollout, credit, updater.plan(rollout, 0, 0)[0], WHOLE, PRICES, check_ratio=False)
-    return {"policy": gradient(trainer.policy), "critic": gradient(trainer.critic)}
+    return {"policy": gradient(trainer.models.policy), "critic": gradient(trainer.models.critic)}
 
 
 def of_the_big_batch(trainer: PPOTrainer, rollout: Rollout, credit: Credit) -> dict[str, torch.Tensor]:
     """The same, from one forward pass over the rows in another order and a mean over all real tokens."""
     config = trainer.config
     rows = [i for part in trainer.updater.plan(rollout, 0, 0)[0] for i in part][::-1]
-    for model in (trainer.policy, trainer.critic):
+    for model in (trainer.models.policy, trainer.models.critic):
         model.zero_grad()
     batch = rollout.batch(rows, trainer.pad_id)
-    logprobs, entropy = logprobs_and_entropy(response_logits(trainer.policy, batch), batch.actions, 1.0, batch.mask)
+    logprobs, entropy = logprobs_and_entropy(
+        response_logits(trainer.models.policy, batch), batch.actions, 1.0, batch.mask
+    )
     compute_ppo_total_loss(
         logprobs,
         rollout.old_logprobs[rows, : batch.time],
         credit.weights[rows, : batch.time],
-        state_values(trainer.critic, batch),
+        state_values(trainer.models.critic, batch),
         credit.returns[rows, : batch.time],
         None,
         config.clip_ratio,
@@ -86,7 +88,7 @@ def of_the_big_batch(trainer: PPOTrainer, rollout: Rollout, credit: Credit) -> d
         value_clip_ratio=config.critic.value_clip,
         entropy=entropy,
     )["total_loss"].backward()
-    return {"policy": gradient(trainer.policy), "critic": gradient(trainer.critic)}
+    return {"policy": gradient(trainer.models.policy), "critic": gradient(trainer.models.critic)}
 
 
 def test_rule_13_micro_batches_give_the_gradient_of_the_one_big_batch(kind: str, make_trainer: MakeTrainer) -> None:
@@ -125,7 +127,7 @@ def test_rule_14_failure_02_optimizer_steps_are_epochs_times_minibatches(
 def test_gradients_do_not_leak_into_the_next_minibatch(make_trainer: MakeTrainer) -> None:
     trainer = make_trainer()
     trainer.step()
-    assert all(p.grad is None for model in (trainer.policy, trainer.critic) for p in model.parameters())
+    assert all(p.grad is None for model in (trainer.models.policy, trainer.models.critic) for p in model.parameters())
 
 
 def norms_at_steps(trainer: PPOTrainer) -> dict[str, list[float]]:
@@ -138,7 +140,7 @@ def norms_at_steps(trainer: PPOTrainer) -> dict[str, list[float]]:
 
         return hook
 
-    for name, model in (("policy", trainer.policy), ("critic", trainer.critic)):
+    for name, model in (("policy", trainer.models.policy), ("critic", trainer.models.critic)):
         trainer.optimizers[name].register_step_pre_hook(note(name, model))
     return seen
 
@@ -186,7 +188,7 @@ def test_rule_18_statistics_are_means_over_real_tokens(make_trainer: MakeTrainer
     assert len(set(rollout.lengths)) > 1
     batch = rollout.batch(range(8), trainer.pad_id)
     with torch.no_grad():
-        entropy = logprobs_and_entropy(response_logits(trainer.policy, batch), batch.actions, 1.0, batch.mask)[1]
+        entropy = logprobs_and_entropy(response_logits(trainer.models.policy, batch), batch.actions, 1.0, batch.mask)[1]
     moved = replace(rollout, old_logprobs=(rollout.old_logprobs - 0.3) * rollout.mask)
     means = with_config(trainer.updater, check_ratio=False).run(moved, credit, 0, PRICES).means()
     assert means["clip_fraction"] == 1.0
@@ -201,9 +203,9 @@ def test_rule_07_failure_07_the_first_ratio_is_1(kind: str, make_trainer: MakeTr
     """To the bit: log π_old was read in the micro-batches of the first epoch."""
     trainer = make_trainer(kind, temperature=0.7)
     rollout, _ = experience(trainer)
-    for rows in every_row(trainer.updater.plan(rollout, 0, 0)):
+    for rows in (rows for minibatch in trainer.updater.plan(rollout, 0, 0) for rows in minibatch):
         batch = rollout.batch(rows, trainer.pad_id)
-        logits = response_logits(trainer.policy, batch)
+        logits = response_logits(trainer.models.policy, batch)
         now = logprobs_and_entropy(logits, batch.actions, 0.7, batch.mask)[0]
         assert torch.equal(now.detach(), rollout.old_logprobs[rows, : batch.time])
 
@@ -211,12 +213,12 @@ def test_rule_07_failure_07_the_first_ratio_is_1(kind: str, make_trainer: MakeTr
 def test_rule_07_other_weights_stop_the_run(make_trainer: MakeTrainer) -> None:
     trainer = make_trainer()
     rollout, credit = experience(trainer)
-    before = weights(trainer.critic)
+    before = weights(trainer.models.critic)
     with torch.no_grad():
-        trainer.policy.get_input_embeddings().weight.mul_(1.01)
+        trainer.models.policy.get_input_embeddings().weight.mul_(1.01)
     with pytest.raises(RatioError, match="before the first update"):
         trainer.updater.run(rollout, credit, 0, PRICES)
-    assert torch.equal(weights(trainer.critic), before)
+    assert torch.equal(weights(trainer.models.critic), before)
     with_config(trainer.updater, check_ratio=False).run(rollout, credit, 0, PRICES)
 
 
@@ -229,11 +231,11 @@ def test_rule_07_another_temperature_stops_the_run(make_trainer: MakeTrainer) ->
 
 def test_rule_07_dropout_stops_the_run(make_trainer: MakeTrainer) -> None:
     trainer = make_trainer("gpt2")
-    for module in trainer.policy.modules():
+    for module in trainer.models.policy.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.1
     trainer.step()
-    trainer.policy.train()
+    trainer.models.policy.train()
     with pytest.raises(RatioError, match="dropout"):
         trainer.step()
 
@@ -250,20 +252,20 @@ def test_rule_07_the_check_looks_at_real_tokens_only() -> None:
 def test_a_loss_that_is_not_finite_makes_no_step(make_trainer: MakeTrainer) -> None:
     trainer = make_trainer()
     rollout, credit = experience(trainer)
-    before = weights(trainer.policy), weights(trainer.critic)
+    before = weights(trainer.models.policy), weights(trainer.models.critic)
     spoiled = replace(credit, weights=credit.weights * math.nan)
     with pytest.raises(NonFiniteError, match="lower the learning rate"):
         trainer.updater.run(rollout, spoiled, 0, PRICES)
-    assert torch.equal(weights(trainer.policy), before[0])
-    assert torch.equal(weights(trainer.critic), before[1])
+    assert torch.equal(weights(trainer.models.policy), before[0])
+    assert torch.equal(weights(trainer.models.critic), before[1])
 
 
 def test_a_gradient_that_is_not_finite_makes_no_step(make_trainer: MakeTrainer) -> None:
     """Of neither model, though only the critic's is."""
     trainer = make_trainer()
-    before = weights(trainer.policy), weights(trainer.critic)
-    trainer.critic.score.weight.register_hook(lambda gradient: gradient * math.inf)
+    before = weights(trainer.models.policy), weights(trainer.models.critic)
+    trainer.models.critic.score.weight.register_hook(lambda gradient: gradient * math.inf)
     with pytest.raises(NonFiniteError, match="gradient norm of the critic"):
         trainer.step()
-    assert torch.equal(weights(trainer.policy), before[0])
-    assert torch.equal(weights(trainer.critic), before[1])
+    assert torch.equal(weights(trainer.models.policy), before[0])
+    assert torch.equal(weights(trainer.models.critic), before[1])

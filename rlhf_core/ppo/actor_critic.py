@@ -1,0 +1,154 @@
+"""The models of a PPO run: the policy that acts, the critic that values states, the reference that holds the leash.
+
+The critic is a model of its own, a head on the policy's body (one pass for both), or absent; the reference is a frozen
+copy, or the policy with its adapter switched off. No other module knows which. Losses and optimisers do not live here.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from rlhf_core.batch import TokenBatch, response_logits, response_logits_and_hidden, state_values
+from rlhf_core.config.ppo import PPOConfig
+from rlhf_core.lora import Adapter, add_lora
+from rlhf_core.models import fresh_head
+
+Logits = Float[Tensor, "rows time vocabulary"]
+Values = Float[Tensor, "rows time"]
+
+
+class ActorCritic:
+    """Policy, critic and reference behind the three questions that PPO asks them.
+
+    Args:
+        config: says which critic there is, whether adapters are trained, the precision, and gradient checkpointing.
+        policy: a causal language model, dropout off; trained.
+        reference: its frozen start; `None` only with `lora`, where the adapter switched off is the reference.
+        critic: a scalar model, for `advantage: gae` with `critic.kind: separate`; else `None`.
+        seed: of the adapters' start.
+
+    Raises:
+        ValueError: a model that the settings need is missing, one that they do not use is given, or policy and
+            reference are one object.
+    """
+
+    def __init__(
+        self,
+        config: PPOConfig,
+        policy: PreTrainedModel,
+        reference: PreTrainedModel | None,
+        critic: PreTrainedModel | None,
+        seed: int = 0,
+    ) -> None:
+        _refuse_mismatch(config, policy, reference, critic)
+        self.policy, self.reference, self.critic = policy.eval(), reference, critic
+        self.head = fresh_head(policy) if config.has_critic and config.critic.kind == "shared" else None
+        self.bfloat16 = config.precision == "bfloat16"
+        self.checkpointing = config.gradient_checkpointing
+        self.adapters: dict[str, Adapter] = {}
+        if config.lora is not None:
+            self.adapters = {name: add_lora(model, config.lora, seed) for name, model in self._bodies().items()}
+        if reference is not None:
+            reference.eval().requires_grad_(False)
+
+    def to(self, device: torch.device) -> "ActorCritic":
+        """All models on one device."""
+        for module in (self.policy, self.reference, self.critic, self.head):
+            if module is not None:
+                module.to(device)
+        return self
+
+    @property
+    def has_critic(self) -> bool:
+        """Whether states are valued at all."""
+        return self.critic is not None or self.head is not None
+
+    def forward(self, batch: TokenBatch) -> tuple[Logits, Values]:
+        """Logits that predict each response token, and V(s_t) where the next token is action t; float32, V = 0
+        without a critic."""
+        with self.autocast():
+            if self.head is not None:
+                logits, hidden = response_logits_and_hidden(self.policy, batch)
+                return logits, self.head(hidden)[..., 0].float()
+            logits = response_logits(self.policy, batch)
+            values = state_values(self.critic, batch) if self.critic is not None else torch.zeros_like(batch.mask)
+        return logits, values
+
+    @torch.no_grad()
+    def reference_logits(self, batch: TokenBatch) -> Logits:
+        """The logits that the leash is tied to."""
+        with self.autocast():
+            if self.reference is not None:
+                return response_logits(self.reference, batch)
+            with self.adapters["policy"].off():
+                return response_logits(self.policy, batch)
+
+    @contextmanager
+    def autocast(self) -> Iterator[None]:
+        """Matrix products in bfloat16 where the settings say so; weights and losses stay float32."""
+        with torch.autocast(self.policy.device.type, dtype=torch.bfloat16, enabled=self.bfloat16):
+            yield
+
+    @contextmanager
+    def training(self) -> Iterator[None]:
+        """While the update runs: activations are recomputed instead of kept, where the settings say so.
+
+        Dropout stays off: its rates are 0. Transformers checkpoints in training mode only.
+        """
+        bodies = list(self._bodies().values()) if self.checkpointing else []
+        for model in bodies:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+            model.train()
+        yield
+        for model in bodies:
+            model.gradient_checkpointing_disable()
+            model.eval()
+
+    def trained(self) -> dict[str, list[nn.Parameter]]:
+        """What each optimiser moves: `policy`, and `critic` where there is one."""
+        modules: dict[str, nn.Module] = {"policy": self.policy}
+        if (critic := self.critic or self.head) is not None:
+            modules["critic"] = critic
+        return {name: [p for p in module.parameters() if p.requires_grad] for name, module in modules.items()}
+
+    def state_dict(self) -> dict[str, dict[str, Tensor]]:
+        """The trained weights, for a checkpoint."""
+        return {name: part.state_dict() for name, part in self._stateful().items()}
+
+    def load_state_dict(self, state: dict[str, dict[str, Tensor]]) -> None:
+        """Go on from a `state_dict`."""
+        for name, part in self._stateful().items():
+            part.load_state_dict(state[name])
+
+    def finished(self) -> tuple[PreTrainedModel, PreTrainedModel | nn.Linear | None]:
+        """Policy and critic on the CPU, adapters folded into the weights; a shared critic is its head alone. Nothing
+        can be trained afterwards."""
+        for adapter in self.adapters.values():
+            adapter.merge()
+        critic = self.critic or self.head
+        return self.policy.cpu(), critic.cpu() if critic is not None else None
+
+    def _bodies(self) -> dict[str, PreTrainedModel]:
+        return {"policy": self.policy} | ({"critic": self.critic} if self.critic is not None else {})
+
+    def _stateful(self) -> dict[str, PreTrainedModel | Adapter | nn.Linear]:
+        parts: dict[str, PreTrainedModel | Adapter | nn.Linear] = {**self._bodies(), **self.adapters}
+        return parts | ({"critic": self.head} if self.head is not None else {})
+
+
+def _refuse_mismatch(
+    config: PPOConfig,
+    policy: PreTrainedModel,
+    reference: PreTrainedModel | None,
+    critic: PreTrainedModel | None,
+) -> None:
+    if policy is reference:
+        raise ValueError("policy and reference must be two models: the reference is frozen")
+    if (reference is None) != (config.lora is not None):
+        raise ValueError("a reference model is needed without lora, and none with it (the adapter is switched off)")
+    if (critic is not None) != config.needs_critic_model:
+        raise ValueError("a critic model is needed for advantage: gae with critic.kind: separate, and only there")

@@ -1,0 +1,38 @@
+"""From one score an answer to what each of its tokens earned: the leash in the reward, then the advantage estimator of
+the settings, then whitening. The formulas are in `rewards`, `advantages` and `kl`."""
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from rlhf_core.config.ppo import PPOConfig
+from rlhf_core.ppo.advantages import compute_gae, compute_group_advantages, deviation, whiten
+from rlhf_core.ppo.kl import estimate_kl
+from rlhf_core.ppo.rewards import shape_rewards
+from rlhf_core.ppo.rollout import Credit, Rollout, Scores
+
+
+def assign_credit(rollout: Rollout, scores: Scores, config: PPOConfig, kl_coef: float) -> Credit:
+    """Token rewards, advantages and returns of a rollout; `kl_coef` is β, used where the leash is in the reward."""
+    mask = rollout.mask
+    kl = estimate_kl(rollout.old_logprobs, rollout.ref_logprobs, "k1", mask)
+    price = kl_coef if config.kl.penalty == "reward" else 0.0
+    rewards = shape_rewards(scores.used, kl, mask, price, config.kl.placement)
+    advantages, returns = estimate_advantages(rewards, rollout, config)
+    if not config.whiten_advantages:
+        return Credit(kl, rewards, advantages, returns, advantages, scale=1.0)
+    scale = deviation(advantages, mask).item()
+    return Credit(kl, rewards, advantages, returns, whiten(advantages, mask), scale)
+
+
+def estimate_advantages(
+    rewards: Float[Tensor, "batch time"], rollout: Rollout, config: PPOConfig
+) -> tuple[Float[Tensor, "batch time"], Float[Tensor, "batch time"]]:
+    """Advantages before whitening, and what a critic should have predicted."""
+    if config.advantage == "gae":
+        values = torch.nn.functional.pad(rollout.old_values, (0, 1))
+        return compute_gae(rewards, values, config.gamma, config.lam, rollout.mask)
+    whole = rewards.sum(dim=1)
+    advantages = compute_group_advantages(whole, config.advantage, config.samples_per_prompt)
+    real = rollout.mask.bool()
+    return torch.where(real, advantages[:, None], 0), torch.where(real, whole[:, None], 0)

@@ -1,0 +1,32 @@
+"""Adam and its learning-rate schedule, one each for policy and critic (rule 16)."""
+
+from collections.abc import Sequence
+
+import torch
+
+from rlhf_core.config.ppo import PPOConfig
+
+Optimizers = dict[str, torch.optim.Optimizer]
+
+
+def build_optimizers(parameters: dict[str, list[torch.nn.Parameter]], config: PPOConfig) -> Optimizers:
+    """Adam over the parameters of each name; the critic's learning rate is its own."""
+    rates = {"policy": config.learning_rate, "critic": config.critic.learning_rate}
+    return {name: _adam(trained, rates[name], config) for name, trained in parameters.items()}
+
+
+def schedule(optimizer: torch.optim.Optimizer, config: PPOConfig) -> torch.optim.lr_scheduler.LambdaLR:
+    """The learning rate rises over the warm-up steps, then stays or falls in a line to 0 after the last step."""
+    warmup, steps, decay = config.optimizer.warmup_steps, config.steps, config.optimizer.decay
+
+    def factor(step: int) -> float:
+        rising = (step + 1) / (warmup + 1) if step < warmup else 1.0
+        falling = (steps - step) / max(1, steps - warmup) if decay == "linear" else 1.0
+        return min(rising, falling)
+
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+
+
+def _adam(parameters: Sequence[torch.nn.Parameter], learning_rate: float, config: PPOConfig) -> torch.optim.Adam:
+    beta1, beta2 = config.optimizer.betas
+    return torch.optim.Adam(parameters, lr=learning_rate, betas=(beta1, beta2), eps=config.optimizer.eps)

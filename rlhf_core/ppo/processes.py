@@ -1,0 +1,64 @@
+"""Several processes that train as one: who does which share of the work, and how everybody gets the whole result.
+
+Every process holds the same weights and plans the whole batch; only sampling, scoring and passes through the models are
+shared out. With one process nothing here does anything.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypeVar
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import gather_object
+from torch import Tensor
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+
+class Processes:
+    """The processes of this run, as `accelerate launch` started them."""
+
+    def __init__(self) -> None:
+        self.accelerator = Accelerator()
+
+    @property
+    def device(self) -> torch.device:
+        """Where this process computes."""
+        device: torch.device = self.accelerator.device
+        return device
+
+    @property
+    def count(self) -> int:
+        """How many there are."""
+        return int(self.accelerator.num_processes)
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is the one that talks and writes."""
+        return bool(self.accelerator.is_main_process)
+
+    def share(self, items: Iterable[Item]) -> list[Item]:
+        """Every count-th of the items, from this process' place on."""
+        return list(items)[self.accelerator.process_index :: self.count]
+
+    def spread(self, items: Sequence[Item], work: Callable[[list[Item]], Sequence[Result]]) -> list[Result]:
+        """`work` on all items, one result each in their order: each process does its share, all get all results."""
+        done = list(work(self.share(items)))
+        if self.count == 1:
+            return done
+        shares = self.gather([done])
+        return [shares[row % self.count][row // self.count] for row in range(len(items))]
+
+    def gather(self, items: list[Item]) -> list[Item]:
+        """The lists of all processes, one after the other."""
+        return items if self.count == 1 else list(gather_object(items))
+
+    def add_up(self, tensors: Iterable[Tensor]) -> None:
+        """Replace each tensor, in place, by its sum over the processes: one exchange for all of them."""
+        parts = list(tensors)
+        if self.count == 1 or not parts:
+            return
+        total = self.accelerator.reduce(torch.cat([part.flatten() for part in parts]), reduction="sum")
+        for part, piece in zip(parts, total.split([part.numel() for part in parts]), strict=True):
+            part.copy_(piece.view_as(part))

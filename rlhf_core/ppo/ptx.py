@@ -1,0 +1,52 @@
+"""PPO-ptx: next-token prediction on a text of the user's, mixed into every minibatch so that the policy does not forget
+how to write it (Ouyang et al. 2022, equation 2)."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from rlhf_core.batch import TokenBatch, pad_batch
+from rlhf_core.determinism import stream
+from rlhf_core.ppo.actor_critic import ActorCritic
+from rlhf_core.ppo.logprobs import logprobs_and_entropy
+from rlhf_core.ppo.plan import TEXT
+from rlhf_core.ppo.processes import Processes
+
+Piece = list[int]
+
+
+@dataclass(frozen=True)
+class TextMix:
+    """Pieces of text, some of them for each minibatch."""
+
+    pieces: Sequence[Piece]
+    coef: float
+    batch_size: int
+    micro_batch_size: int
+    pad_id: int
+    seed: int
+
+    def losses(self, models: ActorCritic, step: int, minibatch: int, processes: Processes) -> Iterator[Tensor]:
+        """The loss of each micro-batch of this process, in nats per token of the whole minibatch: their sum over all
+        processes is the mean over its tokens. To be multiplied by `coef`."""
+        draw = stream(self.seed, TEXT, step, minibatch).integers(len(self.pieces), size=self.batch_size)
+        chosen = [self.pieces[i] for i in draw]
+        tokens = sum(len(piece) - 1 for piece in chosen)
+        mine = processes.share(chosen)
+        for start in range(0, len(mine), self.micro_batch_size):
+            batch = self._batch(mine[start : start + self.micro_batch_size], processes.device)
+            logits, _ = models.forward(batch)
+            yield -logprobs_and_entropy(logits, batch.actions, mask=batch.mask)[0].sum() / tokens
+
+    def _batch(self, pieces: Sequence[Piece], device: torch.device) -> TokenBatch:
+        return pad_batch([piece[:1] for piece in pieces], [piece[1:] for piece in pieces], self.pad_id, device)
+
+
+def cut_text(text: str, tokenizer: PreTrainedTokenizerBase, tokens: int) -> list[Piece]:
+    """The text as pieces of `tokens` tokens each; a last piece of at least two tokens counts too."""
+    ids: list[int] = tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
+    pieces = [ids[start : start + tokens] for start in range(0, len(ids), tokens)]
+    return [piece for piece in pieces if len(piece) >= 2]

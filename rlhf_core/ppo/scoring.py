@@ -1,0 +1,56 @@
+"""From answers to one number each: the scorer's, as PPO uses it (rule 12), and the hidden judge's, which is watched and
+never trained on."""
+
+from dataclasses import dataclass, field
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from rlhf_core.config.ppo import ScoreConfig
+from rlhf_core.judges import Judge
+from rlhf_core.ppo.processes import Processes
+from rlhf_core.ppo.rewards import RunningScale, normalise_scores, penalise_missing_eos
+from rlhf_core.ppo.rollout import Rollout, Scores
+from rlhf_core.scorers import Answers, Scorer
+
+
+@dataclass(frozen=True)
+class ScoreNormalisation:
+    """Mean and standard deviation of the scorer on reference responses, frozen before the first step."""
+
+    mean: float
+    std: float
+
+
+@dataclass
+class Scoring:
+    """The scorer with the rules for its scores."""
+
+    config: ScoreConfig
+    scorer: Scorer
+    normalisation: ScoreNormalisation
+    judge: Judge | None
+    scale: RunningScale = field(default_factory=RunningScale)
+
+    def __call__(self, rollout: Rollout, processes: Processes) -> Scores:
+        """Score whole answers; each process scores its share."""
+        scored = processes.spread(range(len(rollout.response_ids)), lambda rows: self._score(rollout, rows))
+        raw = torch.tensor([score for score, _ in scored], dtype=torch.float32, device=rollout.mask.device)
+        gold = [g for _, g in scored if g is not None]
+        used = penalise_missing_eos(self._use(raw), rollout.ended, self.config.missing_eos_penalty)
+        return Scores(raw, used, gold if self.judge else None)
+
+    def _score(self, rollout: Rollout, rows: list[int]) -> list[tuple[float, float | None]]:
+        prompts, texts = [rollout.prompts[i] for i in rows], [rollout.texts[i] for i in rows]
+        ids = [rollout.prompt_ids[i] for i in rows], [rollout.response_ids[i] for i in rows]
+        scores = self.scorer(Answers(prompts, texts, *ids)) if rows else []
+        gold = self.judge.score(prompts, texts) if self.judge and rows else [None] * len(rows)
+        return list(zip(scores, gold, strict=True))
+
+    def _use(self, raw: Float[Tensor, "batch"]) -> Float[Tensor, "batch"]:
+        """Normalised or scaled, then clipped."""
+        if self.config.normalise:
+            return normalise_scores(raw, self.normalisation.mean, self.normalisation.std, self.config.clip)
+        used = self.scale(raw) if self.config.scale == "running" else raw
+        return used.clamp(-self.config.clip, self.config.clip)
