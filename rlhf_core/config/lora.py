@@ -8,8 +8,8 @@ from rlhf_core.config.block import Block
 
 
 class LoraSettings(Block):
-    """Train low-rank adapters instead of all weights; null (no such block) trains all of them. Adapters want a
-    learning rate about ten times that of all weights."""
+    """Train low-rank adapters instead of all weights; null (no such block) trains all of them. Adapters need a
+    larger learning rate than all weights do."""
 
     rank: Annotated[int, Field(ge=1)] = 16
     """r, the rank of the change of each adapted weight."""

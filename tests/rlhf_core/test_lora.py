@@ -1,5 +1,6 @@
 """`lora.py`: adapters in a plain model, switched off to the bit, and merged into a folder that needs no peft."""
 
+import copy
 import subprocess
 import sys
 from collections.abc import Callable
@@ -97,6 +98,17 @@ def test_only_adapters_train_and_neither_output_layer_nor_head_is_adapted(
         outputs = model.get_output_embeddings()
         assert outputs is None or type(outputs) is torch.nn.Linear
         assert type(model.get_input_embeddings()) is torch.nn.Embedding
+
+
+def test_a_deeper_model_is_adapted_in_the_same_layers(build_scalar: Build) -> None:
+    """From twenty layers on, peft shortens the list of names that it is given."""
+    config = copy.deepcopy(build_scalar().config)
+    config.num_hidden_layers = 4
+    config.layer_types = None
+    model = AutoModelForSequenceClassification.from_config(config)
+    layers = len([name for name in add_lora(model, SETTINGS, seed=1).state_dict() if "lora_A" in name])
+    assert layers == 4 * 7
+    assert type(scalar_head(model)) is torch.nn.Linear
 
 
 def test_equal_seeds_give_equal_adapters_and_leave_the_global_random_state(build_lm: Build) -> None:

@@ -1,11 +1,18 @@
-"""Which tokens the reward model is trained on."""
+"""Stage `reward`: which tokens the model is trained on, and the plain folder that LoRA leaves."""
 
+from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForSequenceClassification
 
 from tasks import reward
+
+if TYPE_CHECKING:
+    from tests.conftest import Ended, Project
 
 
 @pytest.fixture
@@ -42,3 +49,31 @@ def test_a_sampled_answer_keeps_its_tokens(row: dict[str, Any], monkeypatch: pyt
     tokenizer: Any = SimpleNamespace()
     assert reward.response_tokens(tokenizer, row, "chosen") == [97, 98, 0]
     assert reward.response_tokens(tokenizer, row, "rejected") == [300, 0]
+
+
+@pytest.mark.pipeline
+def test_lora_leaves_a_plain_merged_folder(
+    finished: "Project", stage_main: Callable[["Project", str], "Ended"]
+) -> None:
+    """The same files and weights' names as without LoRA, the scale of the scores in the config, and a body that
+    differs from SFT's in its linear layers alone."""
+    folder = finished.root / "models/reward"
+    before = {path.name for path in folder.iterdir()}
+    names = load_file(folder / "model.safetensors").keys()
+    finished.set("reward.lora", {"rank": 2, "alpha": 4.0})
+    finished.set("reward.epochs", 4)  # in one epoch the tiny run has one step, whose learning rate is 0
+    finished.set("runtime.tracking", False)
+    ended = stage_main(finished, "reward")
+    assert ended.code == 0, ended.stderr
+
+    assert {path.name for path in folder.iterdir()} == before
+    weights, sft = load_file(folder / "model.safetensors"), load_file(finished.root / "models/sft/model.safetensors")
+    assert weights.keys() == names
+    changed = {name for name in weights.keys() & sft.keys() if not torch.equal(weights[name], sft[name])}
+    assert changed == {name for name in weights if name.endswith("proj.weight")}
+    model, loading = AutoModelForSequenceClassification.from_pretrained(folder, output_loading_info=True)
+    assert not loading["missing_keys"]
+    assert not loading["unexpected_keys"]
+    metrics = finished.json("metrics/reward.json")
+    assert model.config.score_mean == metrics["score_mean"]
+    assert model.config.score_std == metrics["score_std"]
