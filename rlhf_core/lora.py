@@ -6,16 +6,18 @@ else of it is used. No training here, and no files: an adapted model is merged b
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 import torch
-from peft import LoraConfig, inject_adapter_in_model
-from peft.tuners.lora import LoraLayer
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from rlhf_core.config.lora import LoraSettings
 from rlhf_core.errors import UserError
+
+if TYPE_CHECKING:  # peft takes seconds to import; runs without adapters do without it
+    from peft.tuners.lora import LoraLayer
 
 NAME = "default"
 """What peft calls the one adapter of a model."""
@@ -28,6 +30,8 @@ def add_lora(model: PreTrainedModel, settings: LoraSettings, seed: int) -> "Adap
     state is left as it was. Raises UserError for target modules that the model's body does not have, ValueError for a
     model that has adapters already.
     """
+    from peft import LoraConfig, inject_adapter_in_model
+
     if _layers(model):
         raise ValueError("the model has LoRA adapters already; merge them first")
     flags = {parameter: parameter.requires_grad for parameter in model.parameters()}
@@ -76,7 +80,7 @@ class Adapter:
                 parameter.requires_grad_(flag)
 
     @staticmethod
-    def _switch(off: Mapping[LoraLayer, bool]) -> None:
+    def _switch(off: Mapping["LoraLayer", bool]) -> None:
         for layer, disabled in off.items():
             layer.enable_adapters(not disabled)
 
@@ -111,14 +115,16 @@ class Adapter:
         for name, parameter in self._trainable.items():
             parameter.copy_(state[name])
 
-    def _present(self) -> list[LoraLayer]:
+    def _present(self) -> list["LoraLayer"]:
         layers = list(_layers(self.model).values())
         if not layers:
             raise ValueError("the adapter was merged into its model")
         return layers
 
 
-def _layers(model: PreTrainedModel) -> dict[str, LoraLayer]:
+def _layers(model: PreTrainedModel) -> dict[str, "LoraLayer"]:
+    from peft.tuners.lora import LoraLayer
+
     return {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
 
 

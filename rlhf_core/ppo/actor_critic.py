@@ -101,12 +101,14 @@ class ActorCritic:
         """
         bodies = list(self._bodies().values()) if self.checkpointing else []
         for model in bodies:
-            model.gradient_checkpointing_enable({"use_reentrant": False})
+            model.activation_checkpointing_enable()
             model.train()
-        yield
-        for model in bodies:
-            model.gradient_checkpointing_disable()
-            model.eval()
+        try:
+            yield
+        finally:
+            for model in bodies:
+                model.activation_checkpointing_disable()
+                model.eval()
 
     def trained(self) -> dict[str, list[nn.Parameter]]:
         """What each optimiser moves: `policy`, and `critic` where there is one."""

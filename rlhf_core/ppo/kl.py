@@ -9,7 +9,6 @@ import torch
 from jaxtyping import Float, Shaped
 from torch import Tensor
 
-from rlhf_core.config.ppo import KLConfig
 from rlhf_core.errors import UserError
 from rlhf_core.ppo.masked import masked_log_softmax, zero_padding
 
@@ -155,13 +154,6 @@ class AdaptiveKLController(_Coefficient):
                 f"The horizon of the adaptive KL controller ({self.horizon:g} sequences) is smaller than the "
                 f"batch ({batch_size}): give a horizon of at least {batch_size}."
             )
-
-
-def build_controller(config: KLConfig, batch_size: int) -> KLController:
-    """The controller that the settings name. Raises UserError where the batch exceeds an adaptive one's horizon."""
-    if config.controller == "fixed":
-        return FixedKLController(config.coef)
-    return AdaptiveKLController(config.coef, config.target, config.horizon, batch_size)
 
 
 class StepPrice(_Coefficient):

@@ -19,7 +19,7 @@ from rlhf_core.judges import Judge
 from rlhf_core.ppo.actor_critic import ActorCritic
 from rlhf_core.ppo.credit import assign_credit
 from rlhf_core.ppo.diagnostics import step_row
-from rlhf_core.ppo.kl import StepPrice, build_controller, full_kl
+from rlhf_core.ppo.kl import AdaptiveKLController, FixedKLController, KLController, StepPrice, full_kl
 from rlhf_core.ppo.logprobs import logprobs_and_entropy
 from rlhf_core.ppo.objective import Prices
 from rlhf_core.ppo.optimizers import build_optimizers, schedule
@@ -57,7 +57,7 @@ class PPOTrainer:
         self.prompts = list(prompts)
         self.prompt_ids = [encode_prompt(tokenizer, prompt) for prompt in prompts]
         self.scoring = Scoring(config.score, scorer, normalisation, judge)
-        self.controller = build_controller(config.kl, config.batch_size)
+        self.controller = _controller(config)
         self.step_price = StepPrice(config.step_price.coef, config.step_price.target)
         self.optimizers = build_optimizers(models.trained(), config)
         self.schedulers = {name: schedule(optimizer, config) for name, optimizer in self.optimizers.items()}
@@ -212,3 +212,9 @@ class PPOTrainer:
         named |= {f"scheduler_{name}": part for name, part in self.schedulers.items()}
         named |= {"controller": self.controller, "step_price": self.step_price, "score_scale": self.scoring.scale}
         return {"models": self.models} | named
+
+
+def _controller(config: PPOConfig) -> KLController:
+    if config.kl.controller == "fixed":
+        return FixedKLController(config.kl.coef)
+    return AdaptiveKLController(config.kl.coef, config.kl.target, config.kl.horizon, config.batch_size)

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rlhf_core.ppo.advantages import compute_gae, whiten
+from rlhf_core.ppo.advantages import GroupBaseline, compute_gae, compute_group_advantages, whiten
 from rlhf_core.ppo.masked import masked_log_softmax, masked_mean, masked_sum, masked_var, zero_padding
 
 GARBAGE = (float("nan"), float("inf"), float("-inf"), 1e30)
@@ -242,3 +242,44 @@ def test_a_mask_without_a_real_token_gives_zeros_and_zero_gradients_not_nan() ->
 def test_a_mask_of_another_shape_is_refused_because_it_would_miscount() -> None:
     with pytest.raises(ValueError, match="must be equal"):
         masked_mean(torch.zeros(2, 3), torch.ones(2, 1))
+
+
+def loo_by_definition(returns: list[float], k: int) -> list[float]:
+    """Each return minus the mean of the others of its group, one at a time."""
+    found = []
+    for i, own in enumerate(returns):
+        start = i // k * k
+        others = [g for j, g in enumerate(returns[start : start + k]) if start + j != i]
+        found.append(own - sum(others) / len(others))
+    return found
+
+
+@given(st.integers(2, 5), st.integers(1, 4), st.data())
+def test_rule_12_rloo_compares_with_the_other_answers_to_the_prompt(k: int, groups: int, data: st.DataObject) -> None:
+    returns = data.draw(st.lists(st.floats(-9, 9), min_size=k * groups, max_size=k * groups))
+    found = compute_group_advantages(torch.tensor(returns, dtype=torch.float64), "rloo", k)
+    assert found.tolist() == pytest.approx(loo_by_definition(returns, k), abs=1e-9)
+
+
+@given(st.integers(2, 5), st.integers(1, 4), st.data())
+def test_rule_12_grpo_has_mean_0_and_deviation_1_in_each_group(k: int, groups: int, data: st.DataObject) -> None:
+    returns = data.draw(st.lists(st.integers(-9, 9), min_size=k * groups, max_size=k * groups))
+    found = compute_group_advantages(torch.tensor(returns, dtype=torch.float64), "grpo", k)
+    for start in range(0, len(returns), k):
+        own = returns[start : start + k]
+        mean = sum(own) / k
+        deviation = (sum((g - mean) ** 2 for g in own) / k + 1e-8) ** 0.5
+        assert found[start : start + k].tolist() == pytest.approx([(g - mean) / deviation for g in own], abs=1e-6)
+
+
+def test_rule_12_reinforce_has_the_baseline_of_the_batch() -> None:
+    assert compute_group_advantages(torch.tensor([1.0, 2.0, 6.0]), "reinforce").tolist() == [-2.0, -1.0, 3.0]
+
+
+@pytest.mark.parametrize("kind", ["rloo", "grpo"])
+def test_rule_12_answers_are_compared_two_at_least(kind: GroupBaseline) -> None:
+    for k, n in ((1, 4), (3, 4)):
+        with pytest.raises(ValueError, match="compares k"):
+            compute_group_advantages(torch.zeros(n), kind, k)
+    with pytest.raises(ValueError, match="unknown baseline"):
+        compute_group_advantages(torch.zeros(4), "mean", 2)  # type: ignore[arg-type]

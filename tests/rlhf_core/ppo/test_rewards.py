@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rlhf_core.ppo.rewards import Placement, normalise_scores, penalise_missing_eos, shape_rewards
+from rlhf_core.ppo.rewards import Placement, RunningScale, normalise_scores, penalise_missing_eos, shape_rewards
 
 GARBAGE = (float("nan"), float("inf"), float("-inf"), 1e30)
 PLACEMENTS: tuple[Placement, ...] = ("token", "sequence_end")
@@ -140,3 +140,19 @@ def test_rule_12_without_a_clip_nothing_is_clipped_and_a_constant_reward_model_i
 def test_rule_12_impossible_statistics_are_refused(mean: float, std: float, clip: float) -> None:
     with pytest.raises(ValueError, match="scores"):
         normalise_scores(torch.zeros(2), mean, std, clip)
+
+
+def test_reward_scaling_divides_by_the_deviation_of_all_scores_so_far() -> None:
+    """Of this batch's too; the mean stays. A state continues where it was."""
+    first, second = torch.tensor([1.0, 2.0, 6.0]), torch.tensor([0.0, -4.0])
+    scale = RunningScale()
+    assert torch.allclose(scale(first), first / first.std(unbiased=False))
+    resumed = RunningScale()
+    resumed.load_state_dict(scale.state_dict())
+    both = torch.cat([first, second]).std(unbiased=False)
+    assert torch.allclose(scale(second), second / both)
+    assert torch.allclose(resumed(second), second / both)
+
+
+def test_reward_scaling_leaves_scores_that_do_not_vary_as_they_are() -> None:
+    assert RunningScale()(torch.tensor([3.0, 3.0])).tolist() == [3.0, 3.0]

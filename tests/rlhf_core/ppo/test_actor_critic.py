@@ -1,0 +1,175 @@
+"""`actor_critic.py`: which models there are, one pass for policy and values, adapters that switch off to the
+reference."""
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+
+from rlhf_core.batch import pad_batch, response_logits, state_values
+from rlhf_core.models import load_scalar_model, save_checkpoint, scalar_model_of
+from rlhf_core.ppo.actor_critic import ActorCritic
+from rlhf_core.ppo.trainer import PPOTrainer
+
+MakeTrainer = Callable[..., PPOTrainer]
+Build = Callable[..., PreTrainedModel]
+
+SHARED: dict[str, Any] = {"critic": {"kind": "shared"}}
+LORA: dict[str, Any] = {"lora": {"rank": 4, "alpha": 8.0}}
+BATCH = pad_batch([[3, 9, 4], [3, 8, 7, 6, 4]], [[20, 21, 1], [30]], 0)
+
+
+def equal(one: Any, two: Any) -> bool:
+    return torch.equal(one, two) if isinstance(one, torch.Tensor) else one == two
+
+
+def test_failure_12_a_shared_critic_reads_policy_and_values_in_one_pass(kind: str, make_trainer: MakeTrainer) -> None:
+    """The body runs once a forward, no second model is in memory, and the values are those of the last hidden state."""
+    models = make_trainer(kind, **SHARED).models
+    torch.nn.init.normal_(models.head.weight)
+    body, passes = getattr(models.policy, models.policy.base_model_prefix), []
+    body.register_forward_hook(lambda *_: passes.append(1))
+    logits, values = models.forward(BATCH)
+    assert passes == [1]
+    assert models.critic is None
+    alone = scalar_model_of(models.policy, models.head)
+    assert torch.allclose(values, state_values(alone, BATCH), atol=1e-5)
+    assert torch.allclose(logits, response_logits(models.policy, BATCH), atol=1e-5)
+
+
+def test_a_shared_critic_trains_head_and_body(make_trainer: MakeTrainer) -> None:
+    """The head by its own learning rate; the body feels the value loss too."""
+    trainer = make_trainer(**SHARED, entropy_coef=0.0)
+    with_values = copy.deepcopy(trainer.models.policy.state_dict())
+    row = trainer.step()
+    assert row["grad_norm_critic"] > 0
+    assert trainer.models.head.weight.abs().max() > 0
+    trainer.step()
+    deaf = make_trainer(**SHARED, entropy_coef=0.0, vf_coef=0.0)
+    deaf.step(), deaf.step()
+    changed = trainer.models.policy.state_dict()
+    assert any(not torch.equal(changed[name], deaf.models.policy.state_dict()[name]) for name in with_values)
+
+
+@pytest.mark.parametrize("advantage", ["reinforce", "rloo", "grpo"])
+def test_without_a_critic_nothing_values_states(make_trainer: MakeTrainer, advantage: str) -> None:
+    trainer = make_trainer(advantage=advantage, samples_per_prompt=2)
+    assert list(trainer.optimizers) == ["policy"]
+    assert not trainer.models.has_critic
+    row = trainer.step()
+    assert row["value_loss"] is None
+    assert row["explained_variance"] is None
+    assert row["grad_norm_policy"] > 0
+
+
+@pytest.mark.parametrize("critic", ["separate", "shared"])
+def test_failure_12_with_lora_the_reference_is_the_policy_without_its_adapter(
+    make_trainer: MakeTrainer, build_lm: Build, critic: str
+) -> None:
+    """Bit for bit the start, also after training, and no second policy is in memory."""
+    trainer = make_trainer(**LORA, critic={"kind": critic})
+    start = build_lm("llama", seed=1).requires_grad_(False)
+    for _ in range(2):
+        assert torch.equal(trainer.models.reference_logits(BATCH), response_logits(start, BATCH))
+        row = trainer.step()
+    assert trainer.models.reference is None
+    assert row["kl_k3"] > 0
+    assert trainer.step()["engine_mismatch_max"] < 1e-4
+
+
+def test_with_lora_only_adapters_and_heads_are_trained(make_trainer: MakeTrainer) -> None:
+    trainer = make_trainer(**LORA)
+    before = {name: copy.deepcopy(model.state_dict()) for name, model in trainer.models._bodies().items()}
+    trainer.step()
+    for name, model in trainer.models._bodies().items():
+        changed = {key for key, value in model.state_dict().items() if not torch.equal(value, before[name][key])}
+        assert changed
+        assert all("lora_" in key or key == "score.weight" for key in changed)
+
+
+def test_the_finished_models_are_plain_folders(
+    make_trainer: MakeTrainer, tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
+    """With LoRA and with a shared critic, transformers alone loads what the run saved, and gets the same answers."""
+    trainer = make_trainer(**LORA, **SHARED)
+    trainer.step()
+    logits, values = trainer.models.forward(BATCH)
+    policy, head = trainer.models.finished()
+    save_checkpoint(tmp_path / "policy", policy, tokenizer)
+    save_checkpoint(tmp_path / "critic", scalar_model_of(policy, head), tokenizer)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "policy")
+    assert torch.allclose(response_logits(loaded, BATCH), logits, atol=1e-4)
+    assert torch.allclose(state_values(load_scalar_model(tmp_path / "critic"), BATCH), values, atol=1e-4)
+
+
+@pytest.mark.parametrize("options", [SHARED, LORA, {**LORA, **SHARED}, {"advantage": "rloo", "samples_per_prompt": 2}])
+def test_rule_19_every_kind_of_models_resumes_to_the_same_bytes(
+    make_trainer: MakeTrainer, options: dict[str, Any]
+) -> None:
+    whole = make_trainer(**options)
+    rows = [whole.step() for _ in range(3)]
+    first, second = make_trainer(**options), make_trainer(**options)
+    first.step()
+    second.load_state_dict(copy.deepcopy(first.state_dict()))
+    assert [second.step(), second.step()] == rows[1:]
+
+
+def gradients(trainer: PPOTrainer) -> torch.Tensor:
+    """The policy's gradient of the first minibatch, read where the optimiser would step."""
+    seen: list[torch.Tensor] = []
+
+    def stop(*_: Any) -> None:
+        seen.append(torch.cat([p.grad.flatten() for p in trainer.models.trained()["policy"] if p.grad is not None]))
+        raise StopIteration
+
+    trainer.updater._step_optimizers = stop  # type: ignore[method-assign]
+    with pytest.raises(StopIteration):
+        trainer.step()
+    return seen[0]
+
+
+def test_gradient_checkpointing_changes_memory_and_not_the_gradient(kind: str, make_trainer: MakeTrainer) -> None:
+    """Layers run again in the backward pass: the same gradient, more forward passes of a layer."""
+    usual, again = make_trainer(kind), make_trainer(kind, gradient_checkpointing=True)
+    calls = {}
+    for name, trainer in (("usual", usual), ("again", again)):
+        layer = next(m for m in trainer.models.policy.modules() if hasattr(m, "mlp"))
+        counted: list[int] = []
+        layer.mlp.register_forward_pre_hook(lambda *_, counted=counted: counted.append(1))
+        calls[name] = (gradients(trainer), counted)
+    assert torch.allclose(calls["usual"][0], calls["again"][0], rtol=1e-5, atol=1e-8)
+    assert len(calls["again"][1]) > len(calls["usual"][1])
+    assert not again.models.policy.training
+
+
+def test_rule_07_bfloat16_stays_within_its_tolerance_and_weights_stay_float32(make_trainer: MakeTrainer) -> None:
+    trainer = make_trainer(precision="bfloat16")
+    exact = make_trainer()
+    rollout = trainer.rollout()
+    logits = trainer.models.forward(BATCH)[0]
+    assert not torch.equal(logits, exact.models.forward(BATCH)[0])
+    assert logits.dtype == rollout.old_logprobs.dtype == torch.float32
+    assert trainer.step()["engine_mismatch_max"] > 0
+    assert {p.dtype for p in trainer.models.policy.parameters()} == {torch.float32}
+
+
+@pytest.mark.parametrize(
+    ("changes", "reference", "critic"),
+    [({}, False, True), (LORA, True, True), ({}, True, False), (SHARED, True, True)],
+)
+def test_models_that_do_not_fit_the_settings_are_refused(
+    make_trainer: MakeTrainer,
+    build_lm: Build,
+    build_scalar: Build,
+    changes: dict[str, Any],
+    reference: bool,
+    critic: bool,
+) -> None:
+    config = make_trainer(**changes).config
+    given = build_lm(seed=2) if reference else None, build_scalar() if critic else None
+    with pytest.raises(ValueError, match="is needed"):
+        ActorCritic(config, build_lm(), *given)
