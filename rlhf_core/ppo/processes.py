@@ -20,7 +20,7 @@ class Processes:
     """The processes of this run, as `accelerate launch` started them."""
 
     def __init__(self) -> None:
-        self.accelerator = Accelerator()
+        self.accelerator = Accelerator(cpu=not torch.cuda.is_available())
 
     @property
     def device(self) -> torch.device:

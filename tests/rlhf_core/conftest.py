@@ -7,6 +7,7 @@ changes their outputs visibly.
 import copy
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -50,8 +51,8 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-@pytest.fixture(scope="session")
-def tokenizer() -> PreTrainedTokenizerBase:
+@cache
+def tiny_tokenizer() -> PreTrainedTokenizerBase:
     """A byte-level BPE tokenizer of 60 tokens that knows small letters only: pad 0, end 1, roles 2 to 4."""
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -69,6 +70,12 @@ def tokenizer() -> PreTrainedTokenizerBase:
         model_max_length=CONTEXT,
         padding_side="left",
     )
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> PreTrainedTokenizerBase:
+    """A byte-level BPE tokenizer of 60 tokens that knows small letters only: pad 0, end 1, roles 2 to 4."""
+    return tiny_tokenizer()
 
 
 def _gpt2(size: dict[str, Any], dropout: float) -> PretrainedConfig:
@@ -108,28 +115,30 @@ def kind(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
+def tiny_lm(kind: str = "llama", seed: int = 0, dropout: float = 0.0) -> PreTrainedModel:
+    """A random causal language model, in eval mode."""
+    torch.manual_seed(seed)
+    return AutoModelForCausalLM.from_config(_config(kind, dropout)).eval()
+
+
+def tiny_scalar(kind: str = "llama", seed: int = 0, dropout: float = 0.0) -> PreTrainedModel:
+    """A random model with one output a token, in eval mode."""
+    torch.manual_seed(seed)
+    config = _config(kind, dropout)
+    config.num_labels = 1
+    return AutoModelForSequenceClassification.from_config(config).eval()
+
+
 @pytest.fixture(scope="session")
 def build_lm() -> Build:
     """build_lm(kind="llama", seed=0, dropout=0.0) -> a random causal language model, in eval mode."""
-
-    def build(kind: str = "llama", seed: int = 0, dropout: float = 0.0) -> PreTrainedModel:
-        torch.manual_seed(seed)
-        return AutoModelForCausalLM.from_config(_config(kind, dropout)).eval()
-
-    return build
+    return tiny_lm
 
 
 @pytest.fixture(scope="session")
 def build_scalar() -> Build:
     """build_scalar(kind="llama", seed=0) -> a random model with one output a token, in eval mode."""
-
-    def build(kind: str = "llama", seed: int = 0, dropout: float = 0.0) -> PreTrainedModel:
-        torch.manual_seed(seed)
-        config = _config(kind, dropout)
-        config.num_labels = 1
-        return AutoModelForSequenceClassification.from_config(config).eval()
-
-    return build
+    return tiny_scalar
 
 
 @pytest.fixture
@@ -165,24 +174,30 @@ PPO: dict[str, Any] = {
 }
 
 
+def tiny_ppo_values(**changes: Any) -> dict[str, Any]:
+    """The block `ppo` as in params.yaml, with these keys changed."""
+    merged = copy.deepcopy(PPO)
+    for key, value in changes.items():
+        merged[key] = {**merged.get(key, {}), **value} if isinstance(value, dict) else value
+    return merged
+
+
 @pytest.fixture
 def ppo_values() -> Callable[..., dict[str, Any]]:
-    """ppo_values(steps=2, kl={"coef": 0.0}) -> the block `ppo` as in params.yaml, with these keys changed."""
+    """ppo_values(steps=2, kl={"coef": 0.0}) -> the block `ppo` with these keys changed."""
+    return tiny_ppo_values
 
-    def values(**changes: Any) -> dict[str, Any]:
-        merged = copy.deepcopy(PPO)
-        for key, value in changes.items():
-            merged[key] = {**merged.get(key, {}), **value} if isinstance(value, dict) else value
-        return merged
 
-    return values
+def tiny_prompts() -> list[Conversation]:
+    """Ten prompts of different lengths."""
+    words = ["what", "shall", "i", "eat", "for", "breakfast", "then", "rest", "with", "tea"]
+    return [[{"role": "user", "content": " ".join(words[: i + 1])}] for i in range(len(words))]
 
 
 @pytest.fixture(scope="session")
 def prompts() -> list[Conversation]:
     """Ten prompts of different lengths."""
-    words = ["what", "shall", "i", "eat", "for", "breakfast", "then", "rest", "with", "tea"]
-    return [[{"role": "user", "content": " ".join(words[: i + 1])}] for i in range(len(words))]
+    return tiny_prompts()
 
 
 def token_share(answers: Answers) -> list[float]:
@@ -190,48 +205,43 @@ def token_share(answers: Answers) -> list[float]:
     return [sum(token == 10 for token in ids) / len(ids) for ids in answers.response_ids]
 
 
+def tiny_trainer(
+    kind: str = "llama",
+    seed: int = 5,
+    judge: Any = None,
+    scorer: Any = token_share,
+    normalisation: tuple[float, float] = (0.0, 0.1),
+    same_reference: bool = False,
+    text: Sequence[list[int]] = (),
+    **config: Any,
+) -> PPOTrainer:
+    """A PPOTrainer on tiny models. Equal arguments give equal trainers."""
+    settings = PPOConfig(**tiny_ppo_values(**config))
+    models = ActorCritic(
+        settings,
+        policy=tiny_lm(kind, seed=1),
+        reference=tiny_lm(kind, seed=1 if same_reference else 2) if settings.lora is None else None,
+        critic=tiny_scalar(kind, seed=3) if settings.needs_critic_model else None,
+        seed=seed,
+    )
+    return PPOTrainer(
+        settings,
+        models,
+        tokenizer=tiny_tokenizer(),
+        scorer=scorer,
+        normalisation=ScoreNormalisation(*normalisation),
+        prompts=tiny_prompts(),
+        seed=seed,
+        judge=judge,
+        text=text,
+    )
+
+
 @pytest.fixture
-def make_trainer(
-    build_lm: Build,
-    build_scalar: Build,
-    tokenizer: PreTrainedTokenizerBase,
-    prompts: Sequence[Conversation],
-    ppo_values: Callable[..., dict[str, Any]],
-) -> Callable[..., PPOTrainer]:
+def make_trainer() -> Callable[..., PPOTrainer]:
     """make_trainer(kind="llama", seed=5, judge=None, scorer=…, normalisation=(mean, std), same_reference=False,
-    **config) -> a PPOTrainer on tiny models. Equal arguments give equal trainers."""
-
-    def make(
-        kind: str = "llama",
-        seed: int = 5,
-        judge: Any = None,
-        scorer: Any = token_share,
-        normalisation: tuple[float, float] = (0.0, 0.1),
-        same_reference: bool = False,
-        text: Sequence[list[int]] = (),
-        **config: Any,
-    ) -> PPOTrainer:
-        settings = PPOConfig(**ppo_values(**config))
-        models = ActorCritic(
-            settings,
-            policy=build_lm(kind, seed=1),
-            reference=build_lm(kind, seed=1 if same_reference else 2) if settings.lora is None else None,
-            critic=build_scalar(kind, seed=3) if settings.needs_critic_model else None,
-            seed=seed,
-        )
-        return PPOTrainer(
-            settings,
-            models,
-            tokenizer=tokenizer,
-            scorer=scorer,
-            normalisation=ScoreNormalisation(*normalisation),
-            prompts=prompts,
-            seed=seed,
-            judge=judge,
-            text=text,
-        )
-
-    return make
+    text=(), **config) -> a PPOTrainer on tiny models."""
+    return tiny_trainer
 
 
 @pytest.fixture

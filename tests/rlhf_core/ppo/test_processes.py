@@ -1,0 +1,62 @@
+"""`processes.py`: several processes make the training that one makes."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[3]
+SCRIPT = Path(__file__).with_name("several_processes.py")
+OPTIONS: dict[str, dict[str, Any]] = {
+    "critic of its own": {},
+    "shared critic, text": {
+        "critic": {"kind": "shared"},
+        "ptx": {"coef": 1.0, "batch_size": 3},
+        "text": [[3, 9, 4, 20, 21], [30, 31, 32]],
+    },
+    "rloo, an odd minibatch": {"advantage": "rloo", "samples_per_prompt": 3, "batch_size": 9, "minibatches": 3},
+}
+
+
+def launch(count: int, folder: Path, options: dict[str, Any]) -> dict[str, Any]:
+    folder.mkdir()
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", str(count)]
+    command += ["--multi_gpu"] if count > 1 else []  # torchrun, with gloo where there is no GPU
+    command += ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [*command, str(SCRIPT), str(folder), json.dumps(options)],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    run: dict[str, Any] = torch.load(folder / "run.pt", weights_only=True)
+    return run
+
+
+def relative(one: torch.Tensor, two: torch.Tensor) -> float:
+    return ((one - two).norm() / one.norm()).item()
+
+
+@pytest.mark.parametrize("name", list(OPTIONS))
+def test_rule_13_rule_03_failure_10_two_processes_train_as_one(name: str, tmp_path: Path) -> None:
+    """The same samples, the same gradient at the first step (1e-5), the same weights after three (1e-4)."""
+    one, two = (launch(count, tmp_path / str(count), OPTIONS[name]) for count in (1, 2))
+    assert (one["processes"], two["processes"]) == (1, 2)
+    assert one["sampled"][0] == two["sampled"][0]
+    assert relative(one["gradient"], two["gradient"]) <= 1e-5
+    assert relative(one["weights"][2], two["weights"][2]) <= 1e-4
+    for first, second in zip(one["rows"], two["rows"], strict=True):
+        assert first.keys() == second.keys()
+        assert first["optimizer_steps"] == second["optimizer_steps"]
+        assert first["kl"] == pytest.approx(second["kl"], rel=1e-3, abs=1e-4)
+        assert first["score"] == pytest.approx(second["score"], rel=1e-3, abs=1e-4)
