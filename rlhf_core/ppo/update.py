@@ -34,10 +34,16 @@ class UpdateStatistics:
     optimizer_steps: int = 0
     skipped_minibatches: int = 0
     stopped_early: bool = False
+    last_epoch: "UpdateStatistics | None" = None
+    """The same of the last epoch alone."""
     grad_norms: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
 
-    def add(self, minibatch: "UpdateStatistics") -> None:
+    def add(self, minibatch: "UpdateStatistics", opens_epoch: bool = False) -> None:
         """Count another minibatch in."""
+        if opens_epoch:
+            self.last_epoch = UpdateStatistics()
+        if self.last_epoch is not None:
+            self.last_epoch.add(minibatch)
         for name, total in minibatch.sums.items():
             self.sums[name] += total
         self.tokens += minibatch.tokens
@@ -53,7 +59,9 @@ class UpdateStatistics:
         result |= {
             f"grad_norm_{name}": sum(norms) / len(norms) if norms else 0.0 for name, norms in self.grad_norms.items()
         }
+        late = self if self.last_epoch is None else self.last_epoch
         return result | {
+            "clip_fraction_last_epoch": late.mean("clip_fraction"),
             "ratio_max": self.ratio_max,
             "optimizer_steps": float(self.optimizer_steps),
             "skipped_minibatches": float(self.skipped_minibatches),
@@ -79,9 +87,10 @@ class Updater:
         (rule 14)."""
         statistics = UpdateStatistics(grad_norms={name: [] for name in self.optimizers})
         phase = Phase.of(self.config, step)
+        minibatches = self.config.minibatches if phase.ratio else 1
         for number, micro_batches in enumerate(self._minibatches(rollout, step)):
             found = self._accumulate(rollout, credit, micro_batches, phase, prices, check_ratio=number == 0)
-            statistics.add(found)
+            statistics.add(found, opens_epoch=number % minibatches == 0)
             if self._too_far(found):
                 statistics.stopped_early = True
                 self._drop_gradients()
