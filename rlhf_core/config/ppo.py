@@ -5,6 +5,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from rlhf_core.config.block import Block
+from rlhf_core.config.health import HealthConfig
 
 Positive = Annotated[int, Field(ge=1)]
 PositiveNumber = Annotated[float, Field(gt=0)]
@@ -135,6 +136,7 @@ class PPOConfig(Block):
     sample_every: Positive
     """Steps between two sets of twenty held-out samples on disk."""
     check_ratio: bool = True
+    health: HealthConfig = HealthConfig()
 
     @model_validator(mode="before")
     @classmethod
