@@ -17,8 +17,9 @@ class HealthConfig(Block):
     """PPO steps over which a figure is averaged before it is judged; an illness unseen for as long is over."""
     prompts: Annotated[int, Field(ge=100)] = 100
     """Prompts that such a window has at least; it grows where `window` steps have fewer."""
-    hacking_deviations: PositiveNumber = 4.0
-    """Reward hacking and frozen reward: standard errors by which a mean must differ to have moved."""
+    hacking_deviations: PositiveNumber = 5.0
+    """Reward hacking: standard errors by which a mean must differ to have moved; under 5, chance alone speaks in long
+    runs."""
     hacking_kl: PositiveNumber = 0.5
     """Reward hacking without a judge: KL to the reference, in nats per token, at which a rising reward is no longer
     believed."""
@@ -32,6 +33,8 @@ class HealthConfig(Block):
     """Diverging critic: times its lowest value loss so far, while it predicts worse than a constant."""
     clip_fraction: Share = 0.3
     """Frozen reward: share of clipped tokens of an update that counts as saturated."""
+    frozen_deviations: PositiveNumber = 2.0
+    """Frozen reward: standard errors by which it must rise from one window to the next; a higher one speaks sooner."""
     late_clip_fraction: Share = 0.4
     """Stale data: share of clipped tokens in the last epoch of an update."""
     repetition_rise: Share = 0.2

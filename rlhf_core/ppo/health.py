@@ -137,7 +137,7 @@ def frozen_reward(rows: Sequence[Row], limits: Limits) -> str | None:
     if clipped is None or clipped <= limits.health.clip_fraction or len(rows) < 2 * limits.window:
         return None
     reward = Move.between(_column(rows[-2 * limits.window :], "reward_raw"), limits.window)
-    if reward.deviations > limits.health.hacking_deviations:
+    if reward.deviations > limits.health.frozen_deviations:
         return None
     return f"{clipped:.0%} of the tokens are clipped and the reward stands still, {reward}"
 

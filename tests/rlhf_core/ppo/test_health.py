@@ -3,6 +3,7 @@ the history of the healthy demo, which is committed, gives no alert. Real sick r
 
 import csv
 import io
+import random
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -117,6 +118,22 @@ def test_reward_hacking_looks_at_a_hundred_prompts_or_more(watch: Watch) -> None
         HealthConfig(prompts=99)
 
 
+@pytest.mark.parametrize(("fall", "seen"), [(0.0, 0), (0.02, 20)])
+def test_chance_is_not_reward_hacking(watch: Watch, fall: float, seen: int) -> None:
+    """Twenty runs under independent noise, the proxy rising: a gold score that stands still is left alone, one that
+    falls is always found."""
+    draw = random.Random(1)
+    histories = [
+        rows(
+            40,
+            reward_raw=lambda step: 0.03 * step + draw.gauss(0, 0.1),
+            gold=lambda step: 2.0 - fall * step + draw.gauss(0, 0.1),
+        )
+        for _ in range(20)
+    ]
+    assert sum(bool(watch(history).alerts) for history in histories) == seen
+
+
 @pytest.mark.parametrize(("per_token", "seen"), [(0.45, []), (0.55, ["reward_hacking"])])
 def test_without_a_judge_the_kl_decides(watch: Watch, per_token: float, seen: list[str]) -> None:
     """KL per token on both sides of hacking_kl, reached slowly (no spike)."""
@@ -145,6 +162,13 @@ def test_both_sides_of_each_threshold(watch: Watch, name: str, column: str, insi
 
 def test_a_reward_that_rises_is_not_frozen_however_much_is_clipped(watch: Watch) -> None:
     assert watch(rows(40, **UP, gold=UP["reward_raw"], clip_fraction=lambda _: 0.9)).alerts == []
+
+
+@pytest.mark.parametrize(("asked", "seen"), [(1.0, []), (3.0, ["frozen_reward"])])
+def test_a_reward_that_rises_within_its_noise_is_frozen(watch: Watch, asked: float, seen: list[str]) -> None:
+    """0.02 from one window to the next, about two standard errors."""
+    history = rows(40, reward_raw=noisy(lambda step: 0.004 * step), clip_fraction=lambda _: 0.9)
+    assert [alert.name for alert in watch(history, frozen_deviations=asked).alerts] == seen
 
 
 def test_one_epoch_cannot_be_late(watch: Watch) -> None:
