@@ -1,5 +1,7 @@
 """Stage `ppo`: trains the policy against the reward model, on a leash to the SFT model."""
 
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -18,13 +20,15 @@ from rlhf_core.models import (
 )
 from rlhf_core.ppo.actor_critic import ActorCritic
 from rlhf_core.ppo.checkpoint import Checkpoints
+from rlhf_core.ppo.health import Alert, Monitor
 from rlhf_core.ppo.ptx import Piece, cut_text
 from rlhf_core.ppo.scoring import ScoreNormalisation
 from rlhf_core.ppo.trainer import PPOTrainer
 from rlhf_core.scorers import RewardModelScorer
 from rlhf_core.tokenizer import load_tokenizer
-from tasks.jsonl import Row
+from tasks.jsonl import Row, write_jsonl
 from tasks.judges import judge_of
+from tasks.progress import Progress
 from tasks.stage import Stage, run
 from tasks.tokens import fitting, prompt_encoder
 
@@ -32,7 +36,9 @@ PROMPTS = "data/ingest/ppo_prompts.jsonl"
 HELDOUT = "data/ingest/heldout.jsonl"
 SFT, REWARD = "models/sft", "models/reward"
 READ = 20
-"""Held-out prompts whose answers are written down along the run."""
+"""Held-out prompts whose answers are written down along the run, and at every alert."""
+SCHEDULE = "schedule"
+"""The reason of samples that `sample_every` asked for."""
 EDGE = 5
 """Steps over which the first and last values of the metrics are averaged."""
 
@@ -42,11 +48,12 @@ def execute(stage: Stage[PPOConfig]) -> None:
     make_deterministic(stage.seed, stage.common.threads)
     tokenizer = load_tokenizer(stage.root / "models/sft")
     trainer, watched, too_long = build(stage, tokenizer)
-    history, samples = train(stage, trainer, watched)
+    record = train(stage, trainer, watched)
     save(stage, trainer, tokenizer)
-    stage.outputs.write_csv("plots/ppo.csv", history)
-    stage.outputs.write_jsonl("data/ppo/samples.jsonl", samples)
-    stage.write_metrics({**summary(history), "prompts_too_long": too_long})
+    stage.outputs.write_csv("plots/ppo.csv", record.history)
+    stage.outputs.write_jsonl("data/ppo/samples.jsonl", record.samples)
+    alerts = [asdict(alert) for alert in record.monitor.alerts]
+    stage.write_metrics({**summary(record.history), "prompts_too_long": too_long, "alerts": alerts})
 
 
 def build(stage: Stage[PPOConfig], tokenizer: PreTrainedTokenizerBase) -> tuple[PPOTrainer, list[Row], int]:
@@ -128,40 +135,103 @@ def save(stage: Stage[PPOConfig], trainer: PPOTrainer, tokenizer: PreTrainedToke
     save_checkpoint(folder, model, tokenizer)
 
 
-def train(stage: Stage[PPOConfig], trainer: PPOTrainer, watched: list[Row]) -> tuple[list[Row], list[Row]]:
-    """All steps, from the last checkpoint if there is one. Returns the history and the held-out samples."""
-    checkpoints = Checkpoints(stage.state_dir)
-    history: list[Row] = []
-    samples: list[Row] = []
+@dataclass
+class Record:
+    """What a run leaves beside its models; part of every checkpoint."""
+
+    monitor: Monitor
+    history: list[Row] = field(default_factory=list)
+    samples: list[Row] = field(default_factory=list)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain types only."""
+        return {"monitor": self.monitor.state_dict(), "history": self.history, "samples": self.samples}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue where `state_dict` was taken."""
+        self.monitor.load_state_dict(state["monitor"])
+        self.history, self.samples = state["history"], state["samples"]
+
+
+def train(stage: Stage[PPOConfig], trainer: PPOTrainer, watched: list[Row]) -> Record:
+    """All steps, from the last checkpoint if there is one. Raises UserError at an alert, where `runtime.on_alert` says
+    stop."""
+    checkpoints, record = Checkpoints(stage.state_dir), Record(Monitor(stage.params))
     if (state := checkpoints.load()) is not None:
         trainer.load_state_dict(state["trainer"])
-        history, samples = state["history"], state["samples"]
+        record.load_state_dict(state["record"])
         stage.say(f"continues after step {trainer.steps_done}")
+        stop_if_asked(stage, record)
     else:
-        samples += answers(trainer, watched)
+        record.samples += answers(trainer, watched, [SCHEDULE])
     progress = stage.progress(stage.params.steps)
     while trainer.steps_done < stage.params.steps:
         row = trainer.step()
         step = trainer.steps_done
-        history.append(row)
-        stage.track(row, step)
-        stage.track({f"seconds_{phase}": seconds for phase, seconds in trainer.seconds.items()}, step)
-        stage.track({"tokens_per_second": tokens_per_second(row, trainer)}, step)
+        record.history.append(row)
+        track(stage, trainer, row)
         progress.update(step, **{name: row[name] for name in ("score", "gold", "kl", "entropy")})
-        if step % stage.params.sample_every == 0 or step == stage.params.steps:
-            samples += answers(trainer, watched)
-        if step % stage.runtime.checkpoint_every == 0 and step < stage.params.steps:
-            checkpoints.save(step, {"trainer": trainer.state_dict(), "history": history, "samples": samples})
+        alerts = watch(stage, trainer, record, progress)
+        reasons = [SCHEDULE] if step % stage.params.sample_every == 0 or step == stage.params.steps else []
+        if reasons := reasons + [alert.name for alert in alerts]:
+            record.samples += answers(trainer, watched, reasons)
+        stops = bool(alerts) and stage.runtime.on_alert == "stop"
+        if stops or (step % stage.runtime.checkpoint_every == 0 and step < stage.params.steps):
+            checkpoints.save(step, {"trainer": trainer.state_dict(), "record": record.state_dict()})
+        stop_if_asked(stage, record)
     if stage.tracker:
-        stage.tracker.table("ppo_samples", samples)
-    return history, samples
+        stage.tracker.table("ppo_samples", record.samples)
+    return record
 
 
-def answers(trainer: PPOTrainer, watched: list[Row]) -> list[Row]:
-    """What the policy says now to the watched held-out prompts."""
+def track(stage: Stage[PPOConfig], trainer: PPOTrainer, row: Row) -> None:
+    """Diagnostics and speed of the step that was just done."""
+    step = trainer.steps_done
+    stage.track(row, step)
+    stage.track({f"seconds_{phase}": seconds for phase, seconds in trainer.seconds.items()}, step)
+    stage.track({"tokens_per_second": tokens_per_second(row, trainer)}, step)
+
+
+def watch(stage: Stage[PPOConfig], trainer: PPOTrainer, record: Record, progress: Progress) -> list[Alert]:
+    """Ask the detectors about the step that was just done, tell what is new to the log and MLflow, and return what may
+    stand in an out: all but what depends on time."""
+    step = trainer.steps_done
+    alerts = record.monitor.observe(record.history[-1])
+    slow = record.monitor.observe_seconds(trainer.seconds, step)
+    for alert in [*alerts, *slow]:
+        progress.note(f"ALERT {alert}")
+        if stage.tracker:
+            stage.tracker.tags({f"leash.alert.{alert.name}": str(alert)})
+    stage.track({"alerts": len(record.monitor.active)}, step)
+    return alerts
+
+
+def stop_if_asked(stage: Stage[PPOConfig], record: Record) -> None:
+    """Where `runtime.on_alert` says stop and there was an alert: put history, samples and alerts where they can be
+    read, and raise UserError."""
+    if stage.runtime.on_alert != "stop" or not record.monitor.alerts:
+        return
+    folder = stage.state_dir / "stopped"
+    folder.mkdir(exist_ok=True)
+    write_jsonl(folder / "history.jsonl", record.history)
+    write_jsonl(folder / "samples.jsonl", record.samples)
+    write_jsonl(folder / "alerts.jsonl", map(asdict, record.monitor.alerts))
+    raise UserError(
+        f"stopped by {record.monitor.alerts[-1]}. History, samples and alerts so far: "
+        f"{folder.relative_to(stage.root)}; runtime.on_alert: warn goes on from here"
+    )
+
+
+def answers(trainer: PPOTrainer, watched: list[Row], reasons: Sequence[str]) -> list[Row]:
+    """What the policy says now to the watched held-out prompts, and why it was asked."""
     given = trainer.answer([row["prompt"] for row in watched])
     return [
-        {"step": answer["step"], "prompt_id": row["prompt_id"], **{k: v for k, v in answer.items() if k != "step"}}
+        {
+            "step": answer["step"],
+            "reason": ", ".join(reasons),
+            "prompt_id": row["prompt_id"],
+            **{name: value for name, value in answer.items() if name != "step"},
+        }
         for row, answer in zip(watched, given, strict=True)
     ]
 

@@ -27,6 +27,10 @@ class Progress:
             self.last_print = now
             self._print(self._line(step, values, now), final=step >= self.total)
 
+    def note(self, text: str) -> None:
+        """One line that stays, in the middle of the loop."""
+        self._print(f"{self.label} {text}", final=True)
+
     def _line(self, step: int, values: Mapping[str, float | None], now: float) -> str:
         shown = "  ".join(f"{name} {value:.4g}" for name, value in values.items() if value is not None)
         done = step - (self.first_step or 0)

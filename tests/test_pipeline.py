@@ -31,7 +31,7 @@ METRICS = {
     "reward": "heldout_accuracy heldout_accuracy_ci95 heldout_loss heldout_pairs train_accuracy "
     "expected_calibration_error length_correlation score_mean score_std gold_correlation",
     "ppo": "steps reward_first reward_last gold_first gold_last kl_last entropy_last kl_coef_last "
-    "missing_eos_share_last explained_variance_last optimizer_steps",
+    "missing_eos_share_last explained_variance_last optimizer_steps alerts",
     "evaluate": "judge win_rate_judge prompts gold_sft gold_policy reward_sft reward_policy win_rate win_rate_ci95 "
     "ties kl_per_sequence kl_k3_per_sequence response_tokens_sft response_tokens_policy missing_eos_share "
     "missing_eos_share_sft distinct_1_sft distinct_2_sft distinct_1_policy distinct_2_policy heldout_loss_sft "
@@ -44,7 +44,7 @@ PLOTS = {
     "ppo": "step reward_raw score reward_shaped gold kl kl_k2 kl_k3 kl_full entropy clip_fraction value_clip_fraction "
     "advantage_abs policy_loss value_loss explained_variance grad_norm_policy grad_norm_critic response_tokens_mean "
     "response_tokens_max missing_eos_share ratio_max approx_kl kl_coef learning_rate engine_mismatch_max "
-    "engine_mismatch_k3 min_token_reward repeated_ngram_share optimizer_steps",
+    "engine_mismatch_k3 min_token_reward repeated_ngram_share optimizer_steps clip_fraction_last_epoch",
 }
 DATA = ["ingest/demonstrations", "ingest/pairs", "ingest/preference_prompts", "ingest/ppo_prompts", "ingest/heldout"]
 DATA += ["ingest/dropped", "preferences/preferences", "preferences/samples", "ppo/samples", "evaluate/samples"]

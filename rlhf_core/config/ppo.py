@@ -5,6 +5,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from rlhf_core.config.block import Block
+from rlhf_core.config.health import HealthConfig
 from rlhf_core.config.lora import LoraSettings
 
 Positive = Annotated[int, Field(ge=1)]
@@ -172,6 +173,7 @@ class PPOConfig(Block):
     sample_every: Positive
     """Steps between two sets of twenty held-out samples on disk."""
     check_ratio: bool = True
+    health: HealthConfig = HealthConfig()
 
     @model_validator(mode="before")
     @classmethod

@@ -38,6 +38,8 @@ class UpdateStatistics:
     optimizer_steps: int = 0
     skipped_minibatches: int = 0
     stopped_early: bool = False
+    last_epoch: "UpdateStatistics | None" = None
+    """The same of the last epoch alone."""
     grad_norms: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
     text_losses: list[float] = field(default_factory=list)
 
@@ -51,8 +53,12 @@ class UpdateStatistics:
         self.sums.update(zip(names, sums.tolist(), strict=True))
         self.ratio_max = max(processes.gather([self.ratio_max]))
 
-    def add(self, minibatch: "UpdateStatistics") -> None:
+    def add(self, minibatch: "UpdateStatistics", opens_epoch: bool = False) -> None:
         """Count another minibatch in."""
+        if opens_epoch:
+            self.last_epoch = UpdateStatistics()
+        if self.last_epoch is not None:
+            self.last_epoch.add(minibatch)
         for name, total in minibatch.sums.items():
             self.sums[name] += total
         self.tokens += minibatch.tokens
@@ -70,7 +76,9 @@ class UpdateStatistics:
         }
         if self.text_losses:
             result["ptx_loss"] = sum(self.text_losses) / len(self.text_losses)
+        late = self if self.last_epoch is None else self.last_epoch
         return result | {
+            "clip_fraction_last_epoch": late.mean("clip_fraction"),
             "ratio_max": self.ratio_max,
             "optimizer_steps": float(self.optimizer_steps),
             "skipped_minibatches": float(self.skipped_minibatches),
@@ -95,10 +103,11 @@ class Updater:
         (rule 14)."""
         statistics = UpdateStatistics(grad_norms={name: [] for name in self.optimizers})
         phase = Phase.of(self.config, step)
+        minibatches = self.config.minibatches if phase.ratio else 1
         with self.models.training():
             for number, minibatch in enumerate(self._minibatches(rollout, step)):
                 found = self._accumulate(rollout, credit, minibatch, phase, prices, check_ratio=number == 0)
-                statistics.add(found)
+                statistics.add(found, opens_epoch=number % minibatches == 0)
                 if self._too_far(found):
                     statistics.stopped_early = True
                     self._drop_gradients()

@@ -43,6 +43,11 @@ class Run:
         return all(finite(self.evaluation.get(key)) is not None for key in ("gold_sft", "gold_policy"))
 
     @property
+    def alerts(self) -> list[Row]:
+        """What the detectors of PPO said: rows of name, step, message and remedy."""
+        return list(self.metrics["ppo"].get("alerts") or [])
+
+    @property
     def judge(self) -> str:
         """Whose win rate it is, ready to stand in a sentence."""
         return "the " + str(self.evaluation["win_rate_judge"]).removeprefix("the ")

@@ -1,6 +1,6 @@
 """The `runtime:` block: what cannot change a result. No stage tracks it; editing it retrains nothing."""
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -17,3 +17,6 @@ class RuntimeParams(Block):
     """Steps between two resumable checkpoints in work/."""
     progress_seconds: Annotated[float, Field(gt=0)] = 5.0
     """Seconds between two progress lines where there is no terminal."""
+    on_alert: Literal["warn", "stop"] = "warn"
+    """What an alert of `ppo.health` does: nothing more than to be told, or end the run; `warn` then continues it from
+    there."""

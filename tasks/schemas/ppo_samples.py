@@ -1,4 +1,4 @@
-"""data/ppo/samples.jsonl: the policy's answers to the same held-out prompts, step after step."""
+"""data/ppo/samples.jsonl: the policy's answers to the same held-out prompts, along the run and at every alert."""
 
 from tasks.schemas import columns
 
@@ -6,6 +6,7 @@ PATH = "data/ppo/samples.jsonl"
 SCHEMA = columns.schema(
     {
         "step": columns.count(),
+        "reason": columns.text(),
         "prompt_id": columns.identity(),
         "prompt": columns.prompt(),
         "response": columns.sampled_text(),

@@ -61,3 +61,18 @@ def test_a_terminal_sees_one_line_rewritten(
     assert said.count("\n") == 1
     assert said.count("\r\033[K") == 10
     assert said.endswith("done in 10 s\n")
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_a_note_stays(
+    terminal: bool, progress: Callable[..., tuple[Progress, Clock]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It takes the place of the line that a terminal sees, and the next line begins below it."""
+    reporter, clock = progress(terminal)
+    clock.now += 5
+    reporter.update(1)
+    reporter.note("ALERT")
+    clock.now += 5
+    reporter.update(2)
+    said = capsys.readouterr().out
+    assert "\r\033[K[7/9 ppo] ALERT\n\r" in said if terminal else "\n[7/9 ppo] ALERT\n[7/9 ppo] step 2" in said

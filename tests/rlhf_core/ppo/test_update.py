@@ -269,3 +269,26 @@ def test_a_gradient_that_is_not_finite_makes_no_step(make_trainer: MakeTrainer) 
         trainer.step()
     assert torch.equal(weights(trainer.models.policy), before[0])
     assert torch.equal(weights(trainer.models.critic), before[1])
+
+
+@pytest.mark.parametrize("epochs", [1, 3])
+def test_the_last_epoch_is_counted_by_itself(
+    epochs: int, make_trainer: MakeTrainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`clip_fraction_last_epoch` is the token-weighted mean over the last epoch's two minibatches, of two to six."""
+    found: list[tuple[float, float]] = []
+    accumulate = Updater._accumulate
+
+    def recorded(self: Updater, *arguments: Any, **named: Any) -> Any:
+        statistics = accumulate(self, *arguments, **named)
+        found.append((statistics.sums["clip_fraction"], statistics.tokens))
+        return statistics
+
+    monkeypatch.setattr(Updater, "_accumulate", recorded)
+    row = make_trainer(ppo_epochs=epochs, minibatches=2, learning_rate=3e-2).step()
+    assert len(found) == 2 * epochs
+    clipped, tokens = (sum(column) for column in zip(*found[-2:], strict=True))
+    assert row["clip_fraction_last_epoch"] == pytest.approx(clipped / tokens)
+    assert clipped > 0
+    if epochs > 1:
+        assert row["clip_fraction_last_epoch"] > row["clip_fraction"]

@@ -224,6 +224,37 @@ def test_missing_numbers_leave_rows_out(make_run: MakeRun) -> None:
     assert "nan" not in Document(build(run)).text.casefold().split()
 
 
+ALERTS = [
+    {"name": "kl_spike", "step": 12, "message": "KL went from 0.1 to 0.9 <nats>", "remedy": "raise β (kl.coef)"},
+    {"name": "repetition", "step": 30, "message": "3-grams went from 1% to 40%", "remedy": "raise entropy_coef"},
+]
+
+
+def alerted(run: Run, alerts: object) -> Run:
+    return replace(run, metrics=run.metrics | {"ppo": run.metrics["ppo"] | {"alerts": alerts}})
+
+
+def test_alerts_stand_there_with_what_helps(make_run: MakeRun, pictures: Drawn) -> None:
+    document = Document(build(alerted(make_run(), ALERTS), pictures=pictures[True]))
+    assert not document.open
+    assert "PPO raised 2 alerts on the way" in document.text
+    assert "Alert at step 12: kl spike Seen: KL went from 0.1 to 0.9 <nats>. What helps: raise β (kl.coef)." in (
+        document.text
+    )
+    assert "Alert at step 30: repetition" in document.text
+    assert "No alert" not in document.text
+
+
+def test_without_an_alert_the_page_says_so(make_run: MakeRun, pictures: Drawn) -> None:
+    text = Document(build(alerted(make_run(), []), pictures=pictures[True])).text
+    assert "No alert: none of the detectors" in text
+    assert "raised" not in text
+
+
+def test_a_run_that_was_not_watched_is_not_called_healthy(make_run: MakeRun, pictures: Drawn) -> None:
+    assert "No alert" not in Document(build(make_run(), pictures=pictures[True])).text
+
+
 @pytest.mark.parametrize(
     ("name", "content", "said"),
     [

@@ -24,6 +24,7 @@ PATHS = [
 ]
 VALUES = {
     "response": "an answer",
+    "reason": "schedule",
     "chosen": "good",
     "rejected": "bad",
     "split": "train",
