@@ -38,6 +38,8 @@ def execute(stage: Stage[PPOConfig]) -> None:
     tokenizer = load_tokenizer(stage.root / "models/sft")
     trainer, watched, too_long = build(stage, tokenizer)
     history, samples = train(stage, trainer, watched)
+    if stage.params.stop_tokens:
+        trainer.policy.generation_config.eos_token_id = sorted(trainer.stop_ids)
     save_checkpoint(stage.out("models/policy"), trainer.policy.cpu(), tokenizer)
     save_checkpoint(stage.out("models/critic"), trainer.critic.cpu(), tokenizer)
     stage.outputs.write_csv("plots/ppo.csv", history)

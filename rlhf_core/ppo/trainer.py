@@ -17,6 +17,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from rlhf_core.batch import TokenBatch, response_logits, state_values
 from rlhf_core.chat import Conversation
 from rlhf_core.config.ppo import PPOConfig
+from rlhf_core.engines import engine_of
 from rlhf_core.judges import Judge
 from rlhf_core.ppo.advantages import compute_gae, deviation, whiten
 from rlhf_core.ppo.diagnostics import step_row
@@ -27,9 +28,9 @@ from rlhf_core.ppo.plan import ROLLOUT, SAMPLES, prompts_of_step
 from rlhf_core.ppo.rewards import normalise_scores, penalise_missing_eos, shape_rewards
 from rlhf_core.ppo.rollout import Credit, Rollout, Scores, to_rows
 from rlhf_core.ppo.update import Updater, every_row
-from rlhf_core.sampling import sample
+from rlhf_core.sampling import Sampled
 from rlhf_core.scorers import Answers, Scorer
-from rlhf_core.tokenizer import decode_response, encode_prompt
+from rlhf_core.tokenizer import decode_response, encode_prompt, stop_ids
 
 Row = dict[str, float | None]
 
@@ -67,6 +68,9 @@ class PPOTrainer:
         self.critic = critic.to(device).eval()
         self.reference = reference.to(device).eval().requires_grad_(False)
         self.tokenizer, self.scorer, self.judge = tokenizer, scorer, judge
+        self.stop_ids = stop_ids(tokenizer, config.stop_tokens)
+        self.engine = engine_of(config, tokenizer)
+        """What samples; another engine may be put in its place before the first step."""
         self.normalisation = normalisation
         self.prompts = list(prompts)
         self.prompt_ids = [encode_prompt(tokenizer, prompt) for prompt in prompts]
@@ -112,7 +116,7 @@ class PPOTrainer:
         chosen = prompts_of_step(self.steps_done, self.config.batch_size, len(self.prompts), self.seed)
         prompt_ids = [self.prompt_ids[i] for i in chosen]
         keys = [(self.seed, ROLLOUT, self.steps_done, place) for place in range(len(chosen))]
-        sampled = self._sample(prompt_ids, keys)
+        sampled = self.engine(self.policy, prompt_ids, keys)
         time_ = max(len(response) for response in sampled.responses)
         device = self.accelerator.device
         mask = to_rows([[1.0] * len(response) for response in sampled.responses], time_, device)
@@ -121,7 +125,7 @@ class PPOTrainer:
             prompts=[self.prompts[i] for i in chosen],
             prompt_ids=prompt_ids,
             response_ids=sampled.responses,
-            texts=[decode_response(self.tokenizer, response) for response in sampled.responses],
+            texts=self._texts(sampled),
             ended=torch.tensor(sampled.ended, device=device),
             mask=mask,
             engine_logprobs=to_rows(sampled.logprobs, time_, device),
@@ -174,8 +178,8 @@ class PPOTrainer:
         """The policy's answers to held-out prompts, scored, for people to read."""
         prompt_ids = [encode_prompt(self.tokenizer, prompt) for prompt in prompts]
         keys = [(self.seed, SAMPLES, self.steps_done, place) for place in range(len(prompts))]
-        sampled = self._sample(prompt_ids, keys)
-        texts = [decode_response(self.tokenizer, response) for response in sampled.responses]
+        sampled = self.engine(self.policy, prompt_ids, keys)
+        texts = self._texts(sampled)
         rewards = self.scorer(Answers(prompts, texts, prompt_ids, sampled.responses))
         gold = self.judge.score(prompts, texts) if self.judge else [None] * len(texts)
         return [
@@ -183,17 +187,8 @@ class PPOTrainer:
             for prompt, text, reward, g in zip(prompts, texts, rewards, gold, strict=True)
         ]
 
-    def _sample(self, prompt_ids: Sequence[Sequence[int]], keys: Sequence[tuple[int, ...]]) -> Any:
-        return sample(
-            self.policy,
-            prompt_ids,
-            keys,
-            max_new_tokens=self.config.max_new_tokens,
-            temperature=self.config.temperature,
-            stop_ids=frozenset({int(self.tokenizer.eos_token_id)}),
-            pad_id=self.pad_id,
-            batch_size=self.config.batch_size,
-        )
+    def _texts(self, sampled: Sampled) -> list[str]:
+        return [decode_response(self.tokenizer, response, self.stop_ids) for response in sampled.responses]
 
     def _timed(self, phase: str, work: Any, *arguments: Any) -> Any:
         start = time.perf_counter()
