@@ -92,7 +92,9 @@ class _Decoder:
         pad_id: int,
     ) -> None:
         self.model, self.temperature = model, temperature
-        self.tokens, self.attention = left_padded(prompts, pad_id, model.device)
+        distinct = {prompt: place for place, prompt in enumerate(dict.fromkeys(map(tuple, prompts)))}
+        self.copied_from = [distinct[tuple(prompt)] for prompt in prompts]
+        self.tokens, self.attention = left_padded(list(distinct), pad_id, model.device)
         self.positions = (self.attention.cumsum(dim=1) - 1).clamp(min=0)
         self.cache = DynamicCache(config=model.config)
         self.uniforms = np.stack([stream(*key).random(max_new_tokens) for key in keys])
@@ -102,15 +104,27 @@ class _Decoder:
         self.ended = [False] * len(prompts)
 
     def run(self, stop_ids: frozenset[int]) -> list[Outcome]:
-        for uniforms in self.uniforms.T:
-            chosen = self._next_tokens(uniforms[self.running])
+        logprobs = self._read_prompts()
+        for place, uniforms in enumerate(self.uniforms.T):
+            if place:
+                logprobs = self._next_logprobs()
+            chosen = self._choose(logprobs, uniforms[self.running])
             keep = self._record(chosen, stop_ids)
             if not keep:
                 break
             self._advance(chosen, keep)
         return list(zip(self.responses, self.logprobs, self.ended, strict=True))
 
-    def _next_tokens(self, uniforms: np.ndarray) -> Tensor:
+    def _read_prompts(self) -> Tensor:
+        """Equal prompts are read once; then each response gets a row of its own."""
+        logprobs = self._next_logprobs()
+        if len(logprobs) == len(self.copied_from):
+            return logprobs
+        index = torch.tensor(self.copied_from, device=logprobs.device)
+        self._select(index)
+        return logprobs[index]
+
+    def _next_logprobs(self) -> Tensor:
         output = self.model(
             input_ids=self.tokens,
             attention_mask=self.attention,
@@ -119,7 +133,10 @@ class _Decoder:
             use_cache=True,
             logits_to_keep=1,
         )
-        logprobs = (output.logits[:, -1].float() / self.temperature).log_softmax(dim=-1)
+        logprobs: Tensor = (output.logits[:, -1].float() / self.temperature).log_softmax(dim=-1)
+        return logprobs
+
+    def _choose(self, logprobs: Tensor, uniforms: np.ndarray) -> Tensor:
         chosen = draw(logprobs, torch.from_numpy(uniforms).to(logprobs.device))
         picked = logprobs.gather(1, chosen[:, None])[:, 0].tolist()
         for row, logprob in zip(self.running, picked, strict=True):
@@ -139,14 +156,19 @@ class _Decoder:
 
     def _advance(self, chosen: Tensor, keep: list[int]) -> None:
         """Drop the finished rows, and make the chosen tokens the next input."""
-        index = torch.tensor(keep, device=chosen.device)
         if len(keep) < len(self.running):
-            self.cache.batch_select_indices(index)
+            index = torch.tensor(keep, device=chosen.device)
+            self._select(index)
             self.running = [self.running[place] for place in keep]
-            self.attention, self.positions, chosen = self.attention[index], self.positions[index], chosen[index]
+            chosen = chosen[index]
         self.tokens = chosen[:, None]
         self.attention = torch.cat([self.attention, self.attention.new_ones(len(keep), 1)], dim=1)
         self.positions = self.positions[:, -1:] + 1
+
+    def _select(self, index: Tensor) -> None:
+        """Make these rows the batch, in this order; a row may stand in it more than once."""
+        self.cache.batch_select_indices(index)
+        self.attention, self.positions = self.attention[index], self.positions[index]
 
 
 def draw(logprobs: Tensor, uniforms: Tensor) -> Tensor:
