@@ -276,11 +276,12 @@ class Distorted:
         return LeashEngine(replace(self.rules, temperature=self.rules.temperature / 1.1))(policy, prompts, keys)
 
 
-@pytest.mark.parametrize("name", KEYED)
 def test_rule_7_the_mismatch_of_each_engine_is_measured_and_small(
-    make_trainer: MakeTrainer, name: str, kind: str
+    make_trainer: MakeTrainer, engine: Callable[[Rules], Engine], kind: str
 ) -> None:
-    trainer = make_trainer(kind, engine=name, temperature=0.8)
+    """And an engine leaves the policy as it was, attention included: the second step is as good as the first."""
+    trainer = make_trainer(kind, temperature=0.8)
+    trainer.engine = engine(trainer.engine.rules)
     for _ in range(2):
         row = trainer.step()
         assert 0 < row["engine_mismatch_max"] <= 1e-4
