@@ -1,19 +1,23 @@
-"""The rollout engine: batched sampling with a key-value cache, from exactly softmax(logits / temperature).
+"""Our own sampler: batches with a key-value cache, from exactly softmax(logits / temperature).
 
 What is sampled for a prompt depends on the weights and its key (seed, step, prompt, sample) and on nothing else: not on
 the batch it stands in, the padding, or the other rows. No top-k, top-p or penalties: they would change what is sampled
 without changing π. The model folder's generation_config is not read.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
+from jaxtyping import Int
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from rlhf_core.determinism import stream
+
+Outcome = tuple[list[int], list[float], bool]
+"""One response: token ids, their log-probabilities (nats), and whether it ended."""
 
 
 @dataclass(frozen=True)
@@ -42,15 +46,37 @@ def sample(
 
     `batch_size` rows run side by side, prompts of similar length together; it changes no sample beyond float near-ties.
     """
+
+    def decode(rows: list[int]) -> list[Outcome]:
+        decoder = _Decoder(
+            model, [prompts[i] for i in rows], [keys[i] for i in rows], max_new_tokens, temperature, pad_id
+        )
+        return decoder.run(stop_ids)
+
+    return in_batches(prompts, batch_size, decode)
+
+
+def in_batches(
+    prompts: Sequence[Sequence[int]], batch_size: int, decode: Callable[[list[int]], list[Outcome]]
+) -> Sampled:
+    """What `decode` makes of the prompts at the given places, `batch_size` at a time, similar lengths together."""
     order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
-    result: dict[int, tuple[list[int], list[float], bool]] = {}
+    result: dict[int, Outcome] = {}
     for start in range(0, len(order), batch_size):
         rows = order[start : start + batch_size]
-        decoder = _Decoder(model, [prompts[i] for i in rows], [keys[i] for i in rows], temperature, pad_id)
-        for i, outcome in zip(rows, decoder.run(max_new_tokens, stop_ids), strict=True):
-            result[i] = outcome
+        result |= zip(rows, decode(rows), strict=True)
     in_order = [result[i] for i in range(len(prompts))]
     return Sampled([r for r, _, _ in in_order], [p for _, p, _ in in_order], [e for _, _, e in in_order])
+
+
+def left_padded(
+    prompts: Sequence[Sequence[int]], pad_id: int, device: torch.device
+) -> tuple[Int[Tensor, "rows width"], Int[Tensor, "rows width"]]:
+    """Token ids and attention mask, as wide as the longest prompt."""
+    width = max(len(p) for p in prompts)
+    ids = [[pad_id] * (width - len(p)) + list(p) for p in prompts]
+    attention = [[0] * (width - len(p)) + [1] * len(p) for p in prompts]
+    return torch.tensor(ids, device=device), torch.tensor(attention, device=device)
 
 
 class _Decoder:
@@ -61,32 +87,44 @@ class _Decoder:
         model: PreTrainedModel,
         prompts: Sequence[Sequence[int]],
         keys: Sequence[tuple[int, ...]],
+        max_new_tokens: int,
         temperature: float,
         pad_id: int,
     ) -> None:
-        width = max(len(p) for p in prompts)
-        device = model.device
         self.model, self.temperature = model, temperature
-        self.tokens = torch.tensor([[pad_id] * (width - len(p)) + list(p) for p in prompts], device=device)
-        self.attention = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=device)
+        distinct = {prompt: place for place, prompt in enumerate(dict.fromkeys(map(tuple, prompts)))}
+        self.copied_from = [distinct[tuple(prompt)] for prompt in prompts]
+        self.tokens, self.attention = left_padded(list(distinct), pad_id, model.device)
         self.positions = (self.attention.cumsum(dim=1) - 1).clamp(min=0)
         self.cache = DynamicCache(config=model.config)
-        self.streams = [stream(*key) for key in keys]
+        self.uniforms = np.stack([stream(*key).random(max_new_tokens) for key in keys])
         self.running = list(range(len(prompts)))
         self.responses: list[list[int]] = [[] for _ in prompts]
         self.logprobs: list[list[float]] = [[] for _ in prompts]
         self.ended = [False] * len(prompts)
 
-    def run(self, max_new_tokens: int, stop_ids: frozenset[int]) -> list[tuple[list[int], list[float], bool]]:
-        for _ in range(max_new_tokens):
-            chosen = self._next_tokens()
+    def run(self, stop_ids: frozenset[int]) -> list[Outcome]:
+        logprobs = self._read_prompts()
+        for place, uniforms in enumerate(self.uniforms.T):
+            if place:
+                logprobs = self._next_logprobs()
+            chosen = self._choose(logprobs, uniforms[self.running])
             keep = self._record(chosen, stop_ids)
             if not keep:
                 break
             self._advance(chosen, keep)
         return list(zip(self.responses, self.logprobs, self.ended, strict=True))
 
-    def _next_tokens(self) -> Tensor:
+    def _read_prompts(self) -> Tensor:
+        """Equal prompts are read once; then each response gets a row of its own."""
+        logprobs = self._next_logprobs()
+        if len(logprobs) == len(self.copied_from):
+            return logprobs
+        index = torch.tensor(self.copied_from, device=logprobs.device)
+        self._select(index)
+        return logprobs[index]
+
+    def _next_logprobs(self) -> Tensor:
         output = self.model(
             input_ids=self.tokens,
             attention_mask=self.attention,
@@ -95,8 +133,10 @@ class _Decoder:
             use_cache=True,
             logits_to_keep=1,
         )
-        logprobs = (output.logits[:, -1].float() / self.temperature).log_softmax(dim=-1)
-        uniforms = np.array([self.streams[row].random() for row in self.running])
+        logprobs: Tensor = (output.logits[:, -1].float() / self.temperature).log_softmax(dim=-1)
+        return logprobs
+
+    def _choose(self, logprobs: Tensor, uniforms: np.ndarray) -> Tensor:
         chosen = draw(logprobs, torch.from_numpy(uniforms).to(logprobs.device))
         picked = logprobs.gather(1, chosen[:, None])[:, 0].tolist()
         for row, logprob in zip(self.running, picked, strict=True):
@@ -116,14 +156,19 @@ class _Decoder:
 
     def _advance(self, chosen: Tensor, keep: list[int]) -> None:
         """Drop the finished rows, and make the chosen tokens the next input."""
-        index = torch.tensor(keep, device=chosen.device)
         if len(keep) < len(self.running):
-            self.cache.batch_select_indices(index)
+            index = torch.tensor(keep, device=chosen.device)
+            self._select(index)
             self.running = [self.running[place] for place in keep]
-            self.attention, self.positions, chosen = self.attention[index], self.positions[index], chosen[index]
+            chosen = chosen[index]
         self.tokens = chosen[:, None]
         self.attention = torch.cat([self.attention, self.attention.new_ones(len(keep), 1)], dim=1)
         self.positions = self.positions[:, -1:] + 1
+
+    def _select(self, index: Tensor) -> None:
+        """Make these rows the batch, in this order; a row may stand in it more than once."""
+        self.cache.batch_select_indices(index)
+        self.attention, self.positions = self.attention[index], self.positions[index]
 
 
 def draw(logprobs: Tensor, uniforms: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ Nothing here knows a model. Prompts become ids in one place only (`encode_prompt
 (`encode_response`), so that SFT, reward model, PPO and evaluation see the same tokens.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -102,6 +102,25 @@ def encode_response(tokenizer: PreTrainedTokenizerBase, response: str, ended: bo
     return [*ids, tokenizer.eos_token_id] if ended else list(ids)
 
 
-def decode_response(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
-    """The answer as text, without special tokens and outer white space."""
+def stop_ids(tokenizer: PreTrainedTokenizerBase, stop_tokens: Sequence[str]) -> frozenset[int]:
+    """The tokens that end a response: end-of-sequence, and those with these texts.
+
+    Raises UserError for a text that is not exactly one token of the tokenizer.
+    """
+    ids = {int(tokenizer.eos_token_id)}
+    for text in stop_tokens:
+        found = tokenizer(text, add_special_tokens=False)["input_ids"]
+        if len(found) != 1 or found[0] == tokenizer.unk_token_id:
+            count = "no token" if len(found) == 1 else f"{len(found)} tokens"
+            raise UserError(f"stop_tokens: {text!r} is {count} of this tokenizer; name texts of exactly one token")
+        ids.add(int(found[0]))
+    return frozenset(ids)
+
+
+def decode_response(
+    tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], stop_ids: Collection[int] = frozenset()
+) -> str:
+    """The answer as text, without special tokens, outer white space, and the stop token that closes it."""
+    if ids and ids[-1] in stop_ids:
+        ids = ids[:-1]
     return str(tokenizer.decode(list(ids), skip_special_tokens=True)).strip()

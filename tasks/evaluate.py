@@ -18,7 +18,7 @@ from rlhf_core.ppo.logprobs import logprobs_and_entropy
 from rlhf_core.sampling import Sampled, sample
 from rlhf_core.scorers import Answers, RewardModelScorer
 from rlhf_core.sft import Demonstration, response_loss
-from rlhf_core.tokenizer import decode_response, encode_response, load_tokenizer
+from rlhf_core.tokenizer import decode_response, encode_response, load_tokenizer, stop_ids
 from tasks.jsonl import Row
 from tasks.judges import judge_of
 from tasks.params.evaluate import EvaluateParams
@@ -91,17 +91,18 @@ def answer(
 ) -> Answered:
     """One answer of the model to each prompt; both models get the same noise."""
     prompts, prompt_ids = [row["prompt"] for row, _ in kept], [ids for _, ids in kept]
+    stops = stop_ids(tokenizer, stage.params.stop_tokens)
     sampled = sample(
         model,
         prompt_ids,
         [(stage.seed, i) for i in range(len(kept))],
         max_new_tokens=stage.params.max_new_tokens,
         temperature=stage.params.temperature,
-        stop_ids=frozenset({int(tokenizer.eos_token_id)}),
+        stop_ids=stops,
         pad_id=int(tokenizer.pad_token_id),
         batch_size=stage.params.batch_size,
     )
-    texts = [decode_response(tokenizer, response) for response in sampled.responses]
+    texts = [decode_response(tokenizer, response, stops) for response in sampled.responses]
     rewards = scorer(Answers(prompts, texts, prompt_ids, sampled.responses))
     gold = judge.score(prompts, texts) if judge else None
     return Answered(sampled, texts, rewards, gold, demonstration_loss(stage, model, tokenizer, kept))

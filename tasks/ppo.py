@@ -124,6 +124,8 @@ def read_text(stage: Stage[PPOConfig], tokenizer: PreTrainedTokenizerBase) -> li
 def save(stage: Stage[PPOConfig], trainer: PPOTrainer, tokenizer: PreTrainedTokenizerBase) -> None:
     """models/policy, and models/critic: a scalar model, or a note why there is none."""
     policy, critic = trainer.models.finished()
+    if stage.params.stop_tokens:
+        policy.generation_config.eos_token_id = sorted(trainer.stop_ids)
     save_checkpoint(stage.out("models/policy"), policy, tokenizer)
     folder = stage.out("models/critic")
     if critic is None:

@@ -8,7 +8,7 @@ from rlhf_core.errors import UserError
 from rlhf_core.judges import NoisyAnnotators, RubricJudge, all_pairs
 from rlhf_core.models import context_length, load_causal_lm, place
 from rlhf_core.sampling import sample
-from rlhf_core.tokenizer import decode_response, load_tokenizer
+from rlhf_core.tokenizer import decode_response, load_tokenizer, stop_ids
 from tasks.jsonl import Row
 from tasks.params.preferences import PreferencesParams
 from tasks.stage import Stage, run
@@ -53,6 +53,7 @@ def draw_samples(stage: Stage[PreferencesParams]) -> tuple[list[Row], list[int],
     make_deterministic(stage.seed, stage.common.threads)
     params = stage.params
     tokenizer = load_tokenizer(stage.root / "models/sft")
+    stops = stop_ids(tokenizer, params.stop_tokens)
     model = place(load_causal_lm(stage.root / "models/sft"))
     kept, too_long = fitting(
         stage,
@@ -74,7 +75,7 @@ def draw_samples(stage: Stage[PreferencesParams]) -> tuple[list[Row], list[int],
             [(stage.seed, i, k) for _, _, i, k in part],
             max_new_tokens=params.max_new_tokens,
             temperature=params.temperature,
-            stop_ids=frozenset({int(tokenizer.eos_token_id)}),
+            stop_ids=stops,
             pad_id=int(tokenizer.pad_token_id),
             batch_size=params.batch_size,
         )
@@ -85,7 +86,7 @@ def draw_samples(stage: Stage[PreferencesParams]) -> tuple[list[Row], list[int],
                     "prompt_id": row["prompt_id"],
                     "prompt": row["prompt"],
                     "sample": k,
-                    "response": decode_response(tokenizer, response),
+                    "response": decode_response(tokenizer, response, stops),
                     "response_ids": response,
                     "ended": ended,
                     "split": row["split"],

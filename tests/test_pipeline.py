@@ -5,6 +5,7 @@ import json
 import os
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from tasks.tracking.sender import drain
 
 if TYPE_CHECKING:
-    from tests.conftest import Project, TinyRun
+    from tests.conftest import Ended, Project, TinyRun
 
 pytestmark = pytest.mark.pipeline
 
@@ -268,6 +269,26 @@ def test_the_policy_is_registered_by_reference(finished: "Project") -> None:
     digest = re.search(r"path: models/policy\n\s+hash: md5\n\s+md5: (\S+)", lock)
     assert digest is not None
     assert version.source == f"dvc://models/policy?md5={digest[1]}"
+
+
+def test_stop_tokens_reach_every_stage_that_samples(finished: "Project", stage_main: Callable[..., "Ended"]) -> None:
+    """Responses close with them, and the policy's own folder tells others so."""
+    before = [row["sft"] for row in finished.rows("data/evaluate/samples.jsonl")]
+    stages = ("preferences", "ppo", "evaluate")
+    for stage in stages:
+        finished.set(f"{stage}.stop_tokens", ["e"])
+    finished.set("runtime.tracking", False)
+    tokenizer = AutoTokenizer.from_pretrained(finished.root / "models/sft")
+    stops = {tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids("e")}
+    for stage in stages:
+        assert stage_main(finished, stage).code == 0
+    samples = finished.rows("data/preferences/samples.jsonl")
+    assert {row["response_ids"][-1] for row in samples if row["ended"]} == stops
+    assert not any(stops & set(row["response_ids"][:-1]) for row in samples)
+    assert set(finished.json("models/policy/generation_config.json")["eos_token_id"]) == stops
+    after = [row["sft"] for row in finished.rows("data/evaluate/samples.jsonl")]
+    assert all(long.startswith(short) for long, short in zip(before, after, strict=True))
+    assert sum(len(text) for text in after) < sum(len(text) for text in before)
 
 
 def test_failure_09_two_clones_in_other_places_give_the_same_lock(project: "Project", first: "Project") -> None:

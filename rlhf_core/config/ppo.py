@@ -163,6 +163,13 @@ class PPOConfig(Block):
     lam: Annotated[float, Field(ge=0, le=1)]
     temperature: PositiveNumber
     max_new_tokens: Positive
+    engine: Literal["leash", "transformers", "transformers_continuous"] = "leash"
+    """What samples: our own sampler, `generate` of transformers, or its continuous batching (CUDA only; responses then
+    depend on the batch, not on their keys alone)."""
+    stop_tokens: list[str] = Field(default_factory=list)
+    """Texts that end a response beside end-of-sequence; each exactly one token of the tokenizer."""
+    sampler_rows: Positive | None = None
+    """Responses that are sampled side by side; null: the whole batch. Changes no result beyond rounding."""
     whiten_advantages: bool
     kl: KLConfig
     critic: CriticConfig

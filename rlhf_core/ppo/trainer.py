@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from rlhf_core.batch import TokenBatch
 from rlhf_core.chat import Conversation
 from rlhf_core.config.ppo import PPOConfig
+from rlhf_core.engines import engine_of
 from rlhf_core.judges import Judge
 from rlhf_core.ppo.actor_critic import ActorCritic
 from rlhf_core.ppo.credit import assign_credit
@@ -29,9 +30,9 @@ from rlhf_core.ppo.ptx import Piece, TextMix
 from rlhf_core.ppo.rollout import Credit, Rollout, Scores, to_rows
 from rlhf_core.ppo.scoring import ScoreNormalisation, Scoring
 from rlhf_core.ppo.update import Updater, UpdateStatistics
-from rlhf_core.sampling import Sampled, sample
+from rlhf_core.sampling import Sampled
 from rlhf_core.scorers import Answers, Scorer
-from rlhf_core.tokenizer import decode_response, encode_prompt
+from rlhf_core.tokenizer import decode_response, encode_prompt, stop_ids
 
 Row = dict[str, float | None]
 
@@ -54,6 +55,9 @@ class PPOTrainer:
         self.config, self.seed, self.tokenizer = config, seed, tokenizer
         self.processes = Processes()
         self.models = models.to(self.processes.device)
+        self.stop_ids = stop_ids(tokenizer, config.stop_tokens)
+        self.engine = engine_of(config, tokenizer)
+        """What samples; another engine may be put in its place before the first step."""
         self.prompts = list(prompts)
         self.prompt_ids = [encode_prompt(tokenizer, prompt) for prompt in prompts]
         self.scoring = Scoring(config.score, scorer, normalisation, judge)
@@ -103,7 +107,7 @@ class PPOTrainer:
             prompts=[self.prompts[i] for i in chosen],
             prompt_ids=prompt_ids,
             response_ids=sampled.responses,
-            texts=[decode_response(self.tokenizer, response) for response in sampled.responses],
+            texts=self._texts(sampled),
             ended=torch.tensor(sampled.ended, device=device),
             mask=mask,
             engine_logprobs=to_rows(sampled.logprobs, time_, device),
@@ -147,7 +151,7 @@ class PPOTrainer:
         prompt_ids = [encode_prompt(self.tokenizer, prompt) for prompt in prompts]
         keys = [(self.seed, SAMPLES, self.steps_done, place) for place in range(len(prompts))]
         sampled = self._sample(prompt_ids, keys)
-        texts = [decode_response(self.tokenizer, response) for response in sampled.responses]
+        texts = self._texts(sampled)
         rewards = self.scoring.scorer(Answers(prompts, texts, prompt_ids, sampled.responses))
         judge = self.scoring.judge
         gold = judge.score(prompts, texts) if judge else [None] * len(texts)
@@ -161,16 +165,7 @@ class PPOTrainer:
 
         def work(rows: list[int]) -> list[tuple[list[int], list[float], bool]]:
             with self.models.autocast():
-                drawn = sample(
-                    self.models.policy,
-                    [prompt_ids[i] for i in rows],
-                    [keys[i] for i in rows],
-                    max_new_tokens=self.config.max_new_tokens,
-                    temperature=self.config.temperature,
-                    stop_ids=frozenset({int(self.tokenizer.eos_token_id)}),
-                    pad_id=self.pad_id,
-                    batch_size=self.config.batch_size,
-                )
+                drawn = self.engine(self.models.policy, [prompt_ids[i] for i in rows], [keys[i] for i in rows])
             return list(zip(drawn.responses, drawn.logprobs, drawn.ended, strict=True))
 
         responses, logprobs, ended = zip(*self.processes.spread(range(len(keys)), work), strict=True)
@@ -188,6 +183,9 @@ class PPOTrainer:
         if not text:
             raise ValueError("ptx.coef is above 0 and there is no text to mix in")
         return TextMix(text, settings.coef, settings.batch_size, self.config.micro_batch_size, self.pad_id, self.seed)
+
+    def _texts(self, sampled: Sampled) -> list[str]:
+        return [decode_response(self.tokenizer, response, self.stop_ids) for response in sampled.responses]
 
     def _timed(self, phase: str, work: Any, *arguments: Any) -> Any:
         start = time.perf_counter()

@@ -51,6 +51,7 @@ class Params(Block):
         self._check_world()
         self._check_context()
         self._check_reward_length()
+        self._check_stop_tokens()
         return self
 
     def _check_world(self) -> None:
@@ -70,6 +71,18 @@ class Params(Block):
                 f"reward.max_tokens is {self.reward.max_tokens}: a prompt and the {self.preferences.max_new_tokens} "
                 "tokens of preferences.max_new_tokens do not fit; enlarge it"
             )
+
+    def _check_stop_tokens(self) -> None:
+        wanted = self.ppo.stop_tokens
+        for name, found in {
+            "preferences": self.preferences.stop_tokens,
+            "evaluate": self.evaluate.stop_tokens,
+        }.items():
+            if set(found) != set(wanted):
+                raise ValueError(
+                    f"{name}.stop_tokens is {found}, but ppo.stop_tokens is {wanted}: responses must end alike where "
+                    "the reward model learns, where the policy learns and where it is judged; make them the same"
+                )
 
     def _check_context(self) -> None:
         if self.base.source != "scratch" or self.base.scratch is None:

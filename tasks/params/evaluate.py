@@ -18,5 +18,7 @@ class EvaluateParams(Block):
     max_new_tokens: Positive
     batch_size: Positive
     """Responses sampled side by side; changes no sample."""
+    stop_tokens: list[str] = Field(default_factory=list)
+    """Texts that end a response beside end-of-sequence; the same as `ppo.stop_tokens`."""
     bootstrap: Annotated[int, Field(ge=100)]
     """Resamples of the prompts behind a 95% interval."""

@@ -25,4 +25,6 @@ class PreferencesParams(Block):
     max_new_tokens: Positive
     batch_size: Positive
     """Responses sampled side by side; changes no sample."""
+    stop_tokens: list[str] = Field(default_factory=list)
+    """Texts that end a response beside end-of-sequence; the same as `ppo.stop_tokens`."""
     annotators: AnnotatorParams

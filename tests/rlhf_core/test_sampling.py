@@ -101,6 +101,25 @@ def test_rule_03_samples_depend_on_neither_batch_nor_order_nor_padding(kind: str
     assert run(model, [long, *PROMPTS], [(8, 8), *keys], batch_size=64).responses[1:] == whole
 
 
+def test_rule_03_prompts_that_repeat_are_read_once_and_answered_as_if_alone(kind: str, build_lm: Build) -> None:
+    """Three samples a prompt, mixed with others in one batch."""
+    model, prompts = build_lm(kind), [PROMPTS[i % 5] for i in range(15)]
+    keys = [(7, i) for i in range(15)]
+    alone = run(model, prompts, keys, batch_size=1)
+    forward, widths = model.forward, []
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        widths.append(tuple(kwargs["input_ids"].shape))
+        return forward(*args, **kwargs)
+
+    model.forward = counted
+    together = run(model, prompts, keys, batch_size=15)
+    assert widths[:2] == [(5, 11), (15, 1)]
+    assert together.responses == alone.responses
+    for ours, theirs in zip(together.logprobs, alone.logprobs, strict=True):
+        assert np.abs(np.array(ours) - np.array(theirs)).max() <= 2e-5
+
+
 def test_rule_03_other_keys_give_other_samples(build_lm: Build) -> None:
     model = build_lm()
     base = run(model).responses

@@ -19,6 +19,7 @@ from rlhf_core.tokenizer import (
     encode_response,
     load_tokenizer,
     require_usable,
+    stop_ids,
     train_bpe,
 )
 
@@ -91,6 +92,34 @@ def test_special_tokens_are_not_shown() -> None:
     ids = encode_response(TRAINED, "Eat.")
     pad = TRAINED.pad_token_id
     assert decode_response(TRAINED, [pad, *ids[:-1], pad, ids[-1]]) == "Eat."
+
+
+def test_stop_ids_are_eos_and_the_tokens_with_the_texts() -> None:
+    full_stop, role = TRAINED.convert_tokens_to_ids("."), TRAINED.convert_tokens_to_ids("<|user|>")
+    assert stop_ids(TRAINED, []) == {TRAINED.eos_token_id}
+    assert stop_ids(TRAINED, [".", "<|user|>", "."]) == {TRAINED.eos_token_id, full_stop, role}
+
+
+@pytest.mark.parametrize(("text", "count"), [("", "0 tokens"), ("x.", "2 tokens"), ("<|u", "3 tokens")])
+def test_a_stop_token_must_be_exactly_one_token(text: str, count: str) -> None:
+    with pytest.raises(UserError, match=f"{count} of this tokenizer"):
+        stop_ids(TRAINED, [text])
+
+
+def test_a_text_that_the_tokenizer_does_not_know_is_no_stop_token(
+    plain: Callable[..., PreTrainedTokenizerFast],
+) -> None:
+    with pytest.raises(UserError, match="'zebra' is no token"):
+        stop_ids(plain(eos_token="<eos>", unk_token="<unk>"), ["zebra"])
+
+
+def test_the_stop_token_that_closes_a_response_is_not_shown() -> None:
+    """One inside is: it has ended nothing."""
+    ids = encode_response(TRAINED, "Eat. Rest.", ended=False)
+    stops = stop_ids(TRAINED, ["."])
+    assert decode_response(TRAINED, ids, stops) == "Eat. Rest"
+    assert decode_response(TRAINED, ids) == "Eat. Rest."
+    assert decode_response(TRAINED, [], stops) == ""
 
 
 def test_failure_11_pad_equal_to_eos_is_repaired_aloud(plain: Callable[..., PreTrainedTokenizerFast]) -> None:

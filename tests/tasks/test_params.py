@@ -62,6 +62,8 @@ REFUSED = [
     ("ppo.lam", -0.1, "ppo.lam: Input should be greater than or equal to 0"),
     ("ppo.temperature", 0, "ppo.temperature: Input should be greater than 0"),
     ("ppo.steps", 0, "ppo.steps: Input should be greater than or equal to 1"),
+    ("ppo.engine", "vllm", "ppo.engine: Input should be 'leash', 'transformers' or 'transformers_continuous'"),
+    ("ppo.sampler_rows", 0, "ppo.sampler_rows: Input should be greater than or equal to 1"),
     ("ppo.kl.controller", "pid", "ppo.kl.controller: Input should be 'fixed' or 'adaptive' (got 'pid')"),
     ("ppo.critic.init", "policy", "ppo.critic.init: Input should be 'reward' or 'sft'"),
     ("ppo.optimizer.betas", [0.9], "ppo.optimizer: betas must be two numbers"),
@@ -115,6 +117,8 @@ REFUSED = [
     ("reward.max_tokens", 8, "reward.max_tokens is 8: a prompt and the "),
     ("preferences.max_new_tokens", 96, "preferences.max_new_tokens is 96: it leaves a prompt no room"),
     ("ppo.max_new_tokens", 96, "ppo.max_new_tokens is 96: it leaves a prompt no room"),
+    ("ppo.stop_tokens", ["."], "preferences.stop_tokens is [], but ppo.stop_tokens is ['.']"),
+    ("evaluate.stop_tokens", ["."], "evaluate.stop_tokens is ['.'], but ppo.stop_tokens is []"),
     ("evaluate.max_new_tokens", 96, "evaluate.max_new_tokens is 96: it leaves a prompt no room"),
 ]
 
@@ -128,6 +132,13 @@ def test_refused_in_one_line_that_names_the_key(content: Content, name: str, val
     assert says in str(refusal.value)
     assert "\n" not in str(refusal.value)
     assert str(refusal.value).startswith("params.yaml: ")
+
+
+def test_the_same_stop_tokens_in_all_three_stages_are_valid(content: Content) -> None:
+    """In any order."""
+    for name, value in {"preferences": [".", "!"], "ppo": ["!", "."], "evaluate": [".", "!"]}.items():
+        put(content, f"{name}.stop_tokens", value)
+    assert parse(Params, content).ppo.stop_tokens == ["!", "."]
 
 
 def test_the_limits_themselves_are_valid(content: Content) -> None:
