@@ -60,7 +60,7 @@ def total_variation(one: Float[Tensor, "responses"], other: Float[Tensor, "respo
 
 def divergence(one: Float[Tensor, "responses"], other: Float[Tensor, "responses"]) -> float:
     """KL(p ‖ q) in nats."""
-    return float(torch.special.xlogy(one, one / other).sum())
+    return float(torch.xlogy(one, one / other).sum())
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,7 @@ INITIALIZER_RANGE, EMBEDDING_RANGE = 0.15, 0.5
 SPREAD = 1.0
 """Standard deviation of the raw scores in units of β: the optimum is then neither the reference nor one response."""
 BATCH_SIZE = 256
-MOST_STEPS, FEWEST_STEPS = 200, 40
+MOST_STEPS, FEWEST_STEPS = 200, 24
 """PPO steps on a problem."""
 LEARNING_RATE, CRITIC_LEARNING_RATE = 5e-3, 1e-2
 
@@ -103,9 +103,9 @@ def problems(config: PPOConfig) -> list[Problem]:
     """The three problems, their scores scaled to β (to 1 where β is 0)."""
     unit = SPREAD * (config.kl.coef or 1.0)
     return [
-        Problem("bandit", vocabulary=16, length=1, unit=unit, optimizer_steps=240),
-        Problem("two_tokens", vocabulary=7, length=2, unit=unit, optimizer_steps=360),
-        Problem("three_tokens", vocabulary=5, length=3, unit=unit, optimizer_steps=480),
+        Problem("bandit", vocabulary=16, length=1, unit=unit, optimizer_steps=200),
+        Problem("two_tokens", vocabulary=7, length=2, unit=unit, optimizer_steps=320),
+        Problem("three_tokens", vocabulary=5, length=3, unit=unit, optimizer_steps=600),
     ]
 
 
