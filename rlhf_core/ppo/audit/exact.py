@@ -93,7 +93,7 @@ def resting_point(
     KL stands in the reward.
     """
     next_tokens = _next_token_logprobs(reference, problem, temperature)
-    score_of = dict(zip(problem.responses, scores.tolist(), strict=True))
+    score_of: dict[Response, float] = dict(zip(problem.responses, scores.tolist(), strict=True))
     policy: dict[Response, Tensor] = {}
 
     def value(prefix: Response) -> float:

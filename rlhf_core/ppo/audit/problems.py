@@ -140,7 +140,7 @@ def merged(values: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]
     """`values` with `changes`, block by block."""
     result = dict(values)
     for key, value in changes.items():
-        result[key] = merged(result[key], value) if isinstance(value, Mapping) else value
+        result[key] = merged(result.get(key) or {}, value) if isinstance(value, Mapping) else value
     return result
 
 

@@ -36,7 +36,7 @@ Sampling = Callable[[Arms], Arms]
 def refused_combinations(config: PPOConfig) -> list[dict[str, Any]]:
     """Each combination that the settings' own validation turns down: what it is, the reason, and where known
     `total_variation` to π*, `gradient_bias` half way to it, and the estimated beside the true KL (nats), measured."""
-    bandit = _Bandit()
+    bandit = Bandit()
     found = []
     for combination in combinations():
         reason = refusal(config, combination)
@@ -65,7 +65,7 @@ def combinations() -> Iterator[dict[str, Any]]:
     yield {"kl.controller": "adaptive", "kl.coef": 0.0}
 
 
-class _Bandit:
+class Bandit:
     """Sixteen one-token responses, their reference probabilities and scores."""
 
     def __init__(self) -> None:

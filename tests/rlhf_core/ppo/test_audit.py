@@ -16,11 +16,12 @@ from flows.cli import app
 from rlhf_core.config.ppo import PPOConfig
 from rlhf_core.ppo import trainer as trainer_module
 from rlhf_core.ppo.audit import problems as problems_module
+from rlhf_core.ppo.audit import refused as refused_module
 from rlhf_core.ppo.audit import run as run_module
 from rlhf_core.ppo.audit.exact import Forces, optimum, probabilities, resting_point, total_variation
 from rlhf_core.ppo.audit.gradient import gradient_bias
 from rlhf_core.ppo.audit.problems import Problem, build_models, changed_keys, forced, merged, nested, problems
-from rlhf_core.ppo.audit.refused import refused_combinations
+from rlhf_core.ppo.audit.refused import Bandit, refused_combinations
 from rlhf_core.ppo.audit.run import audit, audit_problem, build_trainer
 from rlhf_core.ppo.kl import estimate_kl
 
@@ -232,17 +233,13 @@ def test_rule_8_refused_combinations_are_the_configurations_own(canonical: dict[
 
 
 def test_a_combination_that_is_allowed_is_not_listed(monkeypatch: pytest.MonkeyPatch) -> None:
-    from rlhf_core.ppo.audit import refused as refused_module
-
     monkeypatch.setattr(refused_module, "combinations", lambda: [{"kl.estimator": "k1"}, {"kl.estimator": "k2"}])
     assert [one["combination"] for one in refused_combinations(block())] == [{"kl.estimator": "k2"}]
 
 
 def test_refused_combinations_miss_the_optimum_and_k1_does_not(canonical: dict[str, Any]) -> None:
-    from rlhf_core.ppo.audit.refused import _Bandit
-
     measured = {tuple(one["combination"].values()): one["measured"] for one in canonical["refused"]}
-    allowed = _Bandit().measure({"kl.penalty": "reward", "kl.estimator": "k1"})
+    allowed = Bandit().measure({"kl.penalty": "reward", "kl.estimator": "k1"})
     assert allowed is not None
     assert allowed["total_variation"] < 0.002
     assert allowed["gradient_bias"] < 1e-9
