@@ -36,8 +36,9 @@ INITIALIZER_RANGE, EMBEDDING_RANGE = 0.15, 0.5
 SPREAD = 1.0
 """Standard deviation of the raw scores in units of β: the optimum is then neither the reference nor one response."""
 BATCH_SIZE = 256
-MOST_STEPS, FEWEST_STEPS = 200, 24
-"""PPO steps on a problem."""
+MOST_STEPS, FEWEST_STEPS = 200, 48
+"""PPO steps on a problem; fewer where a step has so many optimiser steps that the audit would take minutes."""
+MOST_OPTIMIZER_STEPS = 800
 LEARNING_RATE, CRITIC_LEARNING_RATE = 5e-3, 1e-2
 
 Response = tuple[int, ...]
@@ -113,7 +114,8 @@ def forced(config: PPOConfig, problem: Problem) -> PPOConfig:
     """The user's block with what a small problem forces, and nothing else: sizes and lengths, learning rates, phases
     that are counted in steps, and on the bandit no penalty for a missing end, which every arm but one would pay."""
     per_step = config.ppo_epochs * config.minibatches
-    steps = min(MOST_STEPS, max(FEWEST_STEPS, round(problem.optimizer_steps / per_step)))
+    fewest = min(FEWEST_STEPS, max(1, MOST_OPTIMIZER_STEPS // per_step))
+    steps = min(MOST_STEPS, max(fewest, round(problem.optimizer_steps / per_step)))
     group = math.lcm(config.minibatches, getattr(config, "samples_per_prompt", 1))
     batch_size = math.ceil(BATCH_SIZE / group) * group
     tenth = steps // 10

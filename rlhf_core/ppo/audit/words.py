@@ -30,11 +30,8 @@ def _moved(config: PPOConfig) -> Iterator[str]:
 def _meaning(config: PPOConfig, found: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
     """Settings that decide which R, β and π the optimum is made of."""
     if config.score.normalise:
-        yield (
-            f"score.normalise: R has deviation 1 under the reference, so that R/β has {1 / config.kl.coef:.3g}"
-            if config.kl.coef
-            else "score.normalise: R has deviation 1 under the reference"
-        )
+        sharpness = f", R/β {1 / config.kl.coef:.3g}" if config.kl.coef else ""
+        yield f"score.normalise: under the reference R has standard deviation 1{sharpness}"
     if config.score.missing_eos_penalty > 0:
         yield (
             f"score.missing_eos_penalty {config.score.missing_eos_penalty:g} is part of R: π* avoids responses "
