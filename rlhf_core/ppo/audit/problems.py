@@ -36,6 +36,8 @@ INITIALIZER_RANGE, EMBEDDING_RANGE = 0.15, 0.5
 SPREAD = 1.0
 """Standard deviation of the raw scores in units of β: the optimum is then neither the reference nor one response."""
 BATCH_SIZE = 256
+"""Responses a step; twice as many where each is used in more than `MANY_UPDATES` optimiser steps."""
+MANY_UPDATES = 4
 MOST_STEPS, FEWEST_STEPS = 200, 48
 """PPO steps on a problem; fewer where a step has so many optimiser steps that the audit would take minutes."""
 MOST_OPTIMIZER_STEPS = 800
@@ -117,7 +119,7 @@ def forced(config: PPOConfig, problem: Problem) -> PPOConfig:
     fewest = min(FEWEST_STEPS, max(1, MOST_OPTIMIZER_STEPS // per_step))
     steps = min(MOST_STEPS, max(fewest, round(problem.optimizer_steps / per_step)))
     group = math.lcm(config.minibatches, getattr(config, "samples_per_prompt", 1))
-    batch_size = math.ceil(BATCH_SIZE / group) * group
+    batch_size = math.ceil(BATCH_SIZE * (2 if per_step > MANY_UPDATES else 1) / group) * group
     tenth = steps // 10
     changes: dict[str, Any] = {
         "steps": steps,
