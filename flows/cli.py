@@ -2,6 +2,7 @@
 command that needs it. Exit codes: 0; 2 for what the user can mend, with one line on stderr; 1 for a crash; 130 and 143
 when it was stopped."""
 
+import json
 import os
 import signal
 import sys
@@ -146,6 +147,20 @@ def doctor() -> None:
     print(render(checks))
     if any(check.verdict == "BROKEN" for check in checks):
         raise typer.Exit(1)
+
+
+@command
+def audit(
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
+    params: Annotated[Path | None, typer.Option(help="Parameter file. None: params.yaml of the project.")] = None,
+) -> None:
+    """Try the PPO settings on problems whose optimum is known: total variation to it, and the gradient's bias."""
+    path = params if params is not None else find_root() / "params.yaml"
+    from flows.audit import render
+    from tasks.audit import audit_file
+
+    found = audit_file(path)
+    print(json.dumps(found, ensure_ascii=False) if as_json else render(found), flush=True)
 
 
 def main() -> NoReturn:

@@ -81,11 +81,17 @@ class ActorCritic:
     @torch.no_grad()
     def reference_logits(self, batch: TokenBatch) -> Logits:
         """The logits that the leash is tied to."""
-        with self.autocast():
-            if self.reference is not None:
-                return response_logits(self.reference, batch)
-            with self.adapters["policy"].off():
-                return response_logits(self.policy, batch)
+        with self.autocast(), self.as_reference() as model:
+            return response_logits(model, batch)
+
+    @contextmanager
+    def as_reference(self) -> Iterator[PreTrainedModel]:
+        """The reference: the frozen model, or the policy for as long as its adapter is switched off."""
+        if self.reference is not None:
+            yield self.reference
+            return
+        with self.adapters["policy"].off() as model:
+            yield model
 
     @contextmanager
     def autocast(self) -> Iterator[None]:

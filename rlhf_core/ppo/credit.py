@@ -15,14 +15,21 @@ from rlhf_core.ppo.rollout import Credit, Rollout, Scores
 def assign_credit(rollout: Rollout, scores: Scores, config: PPOConfig, kl_coef: float) -> Credit:
     """Token rewards, advantages and returns of a rollout; `kl_coef` is β, used where the leash is in the reward."""
     mask = rollout.mask
-    kl = estimate_kl(rollout.old_logprobs, rollout.ref_logprobs, "k1", mask)
-    price = kl_coef if config.kl.penalty == "reward" else 0.0
-    rewards = shape_rewards(scores.used, kl, mask, price, config.kl.placement)
+    kl, rewards = token_rewards(rollout, scores, config, kl_coef)
     advantages, returns = estimate_advantages(rewards, rollout, config)
     if not config.whiten_advantages:
         return Credit(kl, rewards, advantages, returns, advantages, scale=1.0)
     scale = deviation(advantages, mask).item()
     return Credit(kl, rewards, advantages, returns, whiten(advantages, mask), scale)
+
+
+def token_rewards(
+    rollout: Rollout, scores: Scores, config: PPOConfig, kl_coef: float
+) -> tuple[Float[Tensor, "batch time"], Float[Tensor, "batch time"]]:
+    """k1 in nats, and the rewards it is paid from where the leash is in the reward."""
+    kl = estimate_kl(rollout.old_logprobs, rollout.ref_logprobs, "k1", rollout.mask)
+    price = kl_coef if config.kl.penalty == "reward" else 0.0
+    return kl, shape_rewards(scores.used, kl, rollout.mask, price, config.kl.placement)
 
 
 def estimate_advantages(

@@ -16,7 +16,7 @@ def prompts_of_step(step: int, batch_size: int, prompts: int, seed: int) -> list
     round."""
     first = step * batch_size
     positions = [divmod(first + place, prompts) for place in range(batch_size)]
-    orders = {turn: permutation(prompts, seed, PROMPTS, turn) for turn, _ in positions}
+    orders = {turn: permutation(prompts, seed, PROMPTS, turn) for turn in {turn for turn, _ in positions}}
     return [orders[turn][place] for turn, place in positions]
 
 

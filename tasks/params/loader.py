@@ -31,13 +31,13 @@ def read_yaml(path: Path = PARAMS_FILE) -> dict[str, Any]:
     return content
 
 
-def parse(model: type[Model], content: Any, where: str = "") -> Model:
-    """`content` as `model`. Raises UserError naming every key that is wrong, its value and what is allowed."""
+def parse(model: type[Model], content: Any, where: str = "", file: Path = PARAMS_FILE) -> Model:
+    """`content` of `file` as `model`. Raises UserError naming every wrong key, its value and what is allowed."""
     try:
         return model.model_validate(content)
     except ValidationError as error:
         problems = "; ".join(_describe(problem, where) for problem in error.errors())
-        raise UserError(f"{PARAMS_FILE}: {problems}") from None
+        raise UserError(f"{file}: {problems}") from None
 
 
 def _describe(problem: Any, where: str) -> str:

@@ -44,7 +44,9 @@ def row(padding: float = 0.0, gold: list[float] | None = None) -> dict[str, Any]
         scale=1.0,
     )
     scores = Scores(raw=torch.tensor([10.0, 20.0]), used=torch.tensor([2.0, -1.0]), gold=gold)
-    statistics = UpdateStatistics(sums={"entropy": 6.0, "clip_fraction": 2.0}, tokens=4.0, ratio_max=1.5, optimizer_steps=3)
+    statistics = UpdateStatistics(
+        sums={"entropy": 6.0, "clip_fraction": 2.0}, tokens=4.0, ratio_max=1.5, optimizer_steps=3
+    )
     statistics.grad_norms["policy"] += [1.0, 2.0]
     return step_row(7, rollout, scores, credit, statistics, 0.1, 1e-4)
 
