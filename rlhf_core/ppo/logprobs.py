@@ -46,6 +46,30 @@ def logprobs_and_entropy(
     return logprobs, entropy
 
 
+@torch.no_grad()
+def compare_logprobs(
+    logits: Float[Tensor, "*shape vocab"],
+    ref_logits: Float[Tensor, "*shape vocab"],
+    actions: Int[Tensor, "*shape"],
+    temperature: float,
+    mask: Shaped[Tensor, "*shape"],
+) -> tuple[Float[Tensor, "*shape"], Float[Tensor, "*shape"], Float[Tensor, "*shape"]]:
+    """Of two models on the same tokens: log π, log π_ref, and the exact KL(π ‖ π_ref) of each token's distribution.
+
+    Arguments as in `logprobs_and_entropy`. Three [B, T] in nats, 0 on padding, without gradient.
+    """
+    keep, chosen = mask.bool().reshape(-1), zero_padding(actions, mask).reshape(-1)
+    ours, theirs = logits.reshape(-1, logits.shape[-1]), ref_logits.reshape(-1, logits.shape[-1])
+    found = torch.zeros(3, len(chosen), dtype=torch.promote_types(logits.dtype, torch.float32), device=logits.device)
+    for rows in _pieces(ours):
+        log_p, log_q = (_log_softmax(flat[rows], keep[rows], temperature, found.dtype) for flat in (ours, theirs))
+        found[0, rows] = log_p.gather(1, chosen[rows, None])[:, 0]
+        found[1, rows] = log_q.gather(1, chosen[rows, None])[:, 0]
+        found[2, rows] = log_p.exp().mul_(log_p.sub_(log_q)).sum(dim=1)
+    logprobs, ref_logprobs, kl = torch.where(keep, found, 0).view(3, *actions.shape)
+    return logprobs, ref_logprobs, kl
+
+
 class _LogProbsAndEntropy(torch.autograd.Function):
     """∂ log p_a / ∂z_j = 1[j = a] − p_j;  ∂H / ∂z_j = −p_j·(log p_j + H);  z = logits / temperature."""
 

@@ -29,4 +29,4 @@ def schedule(optimizer: torch.optim.Optimizer, config: PPOConfig) -> torch.optim
 
 def _adam(parameters: Sequence[torch.nn.Parameter], learning_rate: float, config: PPOConfig) -> torch.optim.Adam:
     beta1, beta2 = config.optimizer.betas
-    return torch.optim.Adam(parameters, lr=learning_rate, betas=(beta1, beta2), eps=config.optimizer.eps)
+    return torch.optim.Adam(parameters, lr=learning_rate, betas=(beta1, beta2), eps=config.optimizer.eps, fused=True)

@@ -9,10 +9,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from rlhf_core.batch import TokenBatch
 from rlhf_core.chat import Conversation
 from rlhf_core.config.ppo import PPOConfig
 from rlhf_core.engines import engine_of
@@ -20,8 +18,8 @@ from rlhf_core.judges import Judge
 from rlhf_core.ppo.actor_critic import ActorCritic
 from rlhf_core.ppo.credit import assign_credit
 from rlhf_core.ppo.diagnostics import step_row
-from rlhf_core.ppo.kl import AdaptiveKLController, FixedKLController, KLController, StepPrice, full_kl
-from rlhf_core.ppo.logprobs import logprobs_and_entropy
+from rlhf_core.ppo.kl import AdaptiveKLController, FixedKLController, KLController, StepPrice
+from rlhf_core.ppo.logprobs import compare_logprobs
 from rlhf_core.ppo.objective import Prices
 from rlhf_core.ppo.optimizers import build_optimizers, schedule
 from rlhf_core.ppo.plan import ROLLOUT, SAMPLES, prompts_of_step
@@ -121,22 +119,17 @@ class PPOTrainer:
 
     def _read_models(self, rollout: Rollout) -> None:
         """Fill in π_old, π_ref and V, in the micro-batches of epoch 0, so that the first ratio is 1 (rule 7)."""
+        tables = (rollout.old_logprobs, rollout.ref_logprobs, rollout.ref_kl, rollout.old_values)
         for minibatch in self.updater.plan(rollout, self.steps_done, 0):
             for rows in self.processes.share(minibatch):
                 batch = rollout.batch(rows, self.pad_id)
                 logits, values = self.models.forward(batch)
-                reference = self.models.reference_logits(batch)
-                rollout.old_logprobs[rows, : batch.time] = self._logprobs(logits, batch)
-                rollout.ref_logprobs[rows, : batch.time] = self._logprobs(reference, batch)
-                rollout.ref_kl[rows, : batch.time] = full_kl(
-                    logits / self.config.temperature, reference / self.config.temperature, batch.mask
+                found = compare_logprobs(
+                    logits, self.models.reference_logits(batch), batch.actions, self.config.temperature, batch.mask
                 )
-                rollout.old_values[rows, : batch.time] = values * batch.mask
-        tables = (rollout.old_logprobs, rollout.ref_logprobs, rollout.ref_kl, rollout.old_values)
+                for table, part in zip(tables, (*found, values * batch.mask), strict=True):
+                    table[rows, : batch.time] = part
         self.processes.add_up(tables)
-
-    def _logprobs(self, logits: Tensor, batch: TokenBatch) -> Tensor:
-        return logprobs_and_entropy(logits, batch.actions, self.config.temperature, batch.mask)[0]
 
     def score(self, rollout: Rollout) -> Scores:
         """Score whole answers (rule 12)."""
