@@ -51,7 +51,7 @@ SICK: dict[str, tuple[str, int, dict[str, Any]]] = {
     "kl_spike": ("the learning rate times 100", 2, {"learning_rate": 0.1}),
     "diverging_critic": (
         "the critic's learning rate times 1000, rising",
-        12,
+        18,
         {"critic": {"learning_rate": 3.0}, "optimizer": {"warmup_steps": 12}},
     ),
     "frozen_reward": ("a clip of a hundredth of a percent", 11, {"clip_ratio": 1e-4, "learning_rate": 1e-4}),
