@@ -136,7 +136,6 @@ def save_checkpoint(folder: Path, model: PreTrainedModel, tokenizer: PreTrainedT
             path.write_text(json.dumps(kept, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-def place(model: PreTrainedModel) -> PreTrainedModel:
-    """The model on the GPU if there is one, for inference: no dropout, no gradients."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    return model.to(device).eval().requires_grad_(False)
+def place(model: PreTrainedModel, device: torch.device | None = None) -> PreTrainedModel:
+    """The model for inference, without gradients: on the given device, else on the GPU if there is one."""
+    return model.to(device or ("cuda" if torch.cuda.is_available() else "cpu")).eval().requires_grad_(False)

@@ -1,6 +1,7 @@
 """Stage `ppo`: trains the policy against the reward model, on a leash to the SFT model."""
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -21,13 +22,16 @@ from rlhf_core.models import (
 from rlhf_core.ppo.actor_critic import ActorCritic
 from rlhf_core.ppo.checkpoint import Checkpoints
 from rlhf_core.ppo.health import Alert, Monitor
+from rlhf_core.ppo.processes import Processes
 from rlhf_core.ppo.ptx import Piece, cut_text
 from rlhf_core.ppo.scoring import ScoreNormalisation
 from rlhf_core.ppo.trainer import PPOTrainer
 from rlhf_core.scorers import RewardModelScorer
 from rlhf_core.tokenizer import load_tokenizer
+from tasks.companions import start_companions
 from tasks.jsonl import Row, write_jsonl
 from tasks.judges import judge_of
+from tasks.params.loader import read_yaml
 from tasks.progress import Progress
 from tasks.stage import Stage, run
 from tasks.tokens import fitting, prompt_encoder
@@ -49,6 +53,8 @@ def execute(stage: Stage[PPOConfig]) -> None:
     tokenizer = load_tokenizer(stage.root / "models/sft")
     trainer, watched, too_long = build(stage, tokenizer)
     record = train(stage, trainer, watched)
+    if not trainer.processes.is_main:
+        return
     save(stage, trainer, tokenizer)
     stage.outputs.write_csv("plots/ppo.csv", record.history)
     stage.outputs.write_jsonl("data/ppo/samples.jsonl", record.samples)
@@ -64,7 +70,7 @@ def build(stage: Stage[PPOConfig], tokenizer: PreTrainedTokenizerBase) -> tuple[
     watched, _ = fitting_prompts(stage, HELDOUT, tokenizer, models)
     if not kept:
         raise UserError(f"{PROMPTS}: PPO needs prompts; enlarge ingest.split.ppo")
-    scorer_model = place(load_scalar_model(stage.root / REWARD))
+    scorer_model = place(load_scalar_model(stage.root / REWARD), Processes().device)
     trainer = PPOTrainer(
         config,
         models,
@@ -178,7 +184,8 @@ def train(stage: Stage[PPOConfig], trainer: PPOTrainer, watched: list[Row]) -> R
         if reasons := reasons + [alert.name for alert in alerts]:
             record.samples += answers(trainer, watched, reasons)
         stops = bool(alerts) and stage.runtime.on_alert == "stop"
-        if stops or (step % stage.runtime.checkpoint_every == 0 and step < stage.params.steps):
+        due = stops or (step % stage.runtime.checkpoint_every == 0 and step < stage.params.steps)
+        if due and trainer.processes.is_main:
             checkpoints.save(step, {"trainer": trainer.state_dict(), "record": record.state_dict()})
         stop_if_asked(stage, record)
     if stage.tracker:
@@ -267,5 +274,14 @@ def summary(history: list[Row]) -> dict[str, Any]:
     }
 
 
+def processes_asked() -> int:
+    """`ppo.processes` of params.yaml; 1 where it cannot be read, which `run` then says in its own words."""
+    with suppress(UserError):
+        asked = (read_yaml().get("ppo") or {}).get("processes", 1)
+        return asked if isinstance(asked, int) else 1
+    return 1
+
+
 if __name__ == "__main__":
+    start_companions("tasks.ppo", processes_asked())
     run("ppo", PPOConfig, execute)

@@ -24,6 +24,7 @@ from pydantic import Field
 
 from rlhf_core.config.block import Block
 from rlhf_core.errors import UserError
+from tasks.companions import is_companion
 from tasks.definition import Definition, pipeline_identity
 from tasks.jsonl import Row
 from tasks.outputs import Outputs
@@ -144,9 +145,10 @@ def run(name: str, model: type[Model], execute: Execute[Model], tracked: bool = 
             code, message = 1, f"{type(error).__name__}: {error}"
         else:
             code, message = 2, f"no space left on the device ({where}); free some, then run it again: nothing is lost"
-    if code and code != 1:
+    if code and code != 1 and not is_companion():
         print(f"{name}: {message}", file=sys.stderr, flush=True)
-    _tell_driver({"stage": name, "exit": code, "message": message, "key": key})
+    if not is_companion():
+        _tell_driver({"stage": name, "exit": code, "message": message, "key": key})
     sys.exit(code)
 
 
@@ -194,7 +196,7 @@ def _run(name: str, model: type[Model], execute: Execute[Model], tracked: bool) 
         rows = load(root, definition.inputs)
         key = definition.key(content, hashes)
         with _state_folder(root, name, key) as state_dir:
-            tracked = tracked and common.runtime.tracking
+            tracked = tracked and common.runtime.tracking and not is_companion()
             tracker = _open_tracker(definition, content, key, hashes, rows) if tracked else None
             position, total = definition.place
             stage = Stage(
@@ -213,6 +215,8 @@ def _run(name: str, model: type[Model], execute: Execute[Model], tracked: bool) 
             )
             with _tracked(stage):
                 execute(stage)
+                if is_companion():
+                    return key
                 now = Definition(name, repo)
                 _require_unchanged(hashes | definition.tracked(content), now.hashes() | now.tracked(read_yaml()))
                 stage.outputs.commit()
@@ -234,9 +238,13 @@ def _quiet_libraries() -> None:
 
 @contextmanager
 def _state_folder(root: Path, name: str, key: str) -> Iterator[Path]:
-    """`work/<stage>/<key>/`, held by this process alone. Raises UserError when another one holds it."""
+    """`work/<stage>/<key>/`, held by this process alone (and its companions). Raises UserError when another one holds
+    it."""
     folder = root / "work" / name / key[:16]
     folder.mkdir(parents=True, exist_ok=True)
+    if is_companion():
+        yield folder
+        return
     lock = FileLock(folder.with_suffix(".lock"))
     try:
         lock.acquire(timeout=0)

@@ -21,6 +21,7 @@ CANNOT_CHANGE_RESULTS = {
     "rlhf_core.errors": "the type of a user's error",
     "rlhf_core.config.block": "strictness of parameters: it refuses values, it never changes one",
     "tasks.stage": "the contract around every stage; it writes no byte of an out",
+    "tasks.companions": "starts the other processes of a stage; how many is a tracked parameter",
     "tasks.definition": "reads dvc.yaml: inputs, outs and keys",
     "tasks.progress": "prints",
     "tasks.versions": "refuses to run with other versions",

@@ -128,7 +128,7 @@ def outs_of(stage: str) -> list[str]:
 @pytest.mark.parametrize(
     ("file", "stale"),
     [
-        ("rlhf_core/ppo/losses.py", {"ppo", "evaluate"}),
+        ("rlhf_core/ppo/logprobs.py", {"ppo", "evaluate"}),
         ("rlhf_core/ppo/trainer.py", {"ppo"}),
         ("tasks/page/page.py", {"report"}),
         ("tasks/schemas/heldout.py", {"ppo", "evaluate"}),

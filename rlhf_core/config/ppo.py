@@ -134,6 +134,8 @@ class PPOConfig(Block):
     """Responses per forward and backward pass; changes no result beyond rounding."""
     micro_batch_tokens: Positive | None = None
     """The same limit in tokens, prompts and padding included; null: rows alone count."""
+    processes: Positive = 1
+    """Processes that share the work, each with all the models: one a GPU, or several on a CPU."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, more time."""
     precision: Literal["float32", "bfloat16"] = "float32"

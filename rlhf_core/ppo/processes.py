@@ -9,18 +9,30 @@ from typing import TypeVar
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import gather_object
+from accelerate.utils import DistributedType, gather_object
 from torch import Tensor
 
+from rlhf_core.errors import UserError
+
+WHOLE_MODELS = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 
 class Processes:
-    """The processes of this run, as `accelerate launch` started them."""
+    """The processes of this run, as `accelerate launch` (or whatever sets RANK and WORLD_SIZE) started them.
+
+    Raises UserError where accelerate is configured to split the models themselves.
+    """
 
     def __init__(self) -> None:
         self.accelerator = Accelerator(cpu=not torch.cuda.is_available())
+        kind = self.accelerator.distributed_type
+        if kind not in WHOLE_MODELS:
+            raise UserError(
+                f"accelerate is configured for {kind.value}: PPO keeps whole models in every process; use MULTI_GPU, "
+                "and lora, gradient_checkpointing, bfloat16 or a shared critic where memory is short"
+            )
 
     @property
     def device(self) -> torch.device:

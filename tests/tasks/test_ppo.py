@@ -1,11 +1,16 @@
 """Stage `ppo` as a whole: what a kill in the middle of it leaves, and what the next start makes of that."""
 
+import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
+from transformers import AutoModelForCausalLM
 
+from rlhf_core.models import load_scalar_model
 from rlhf_core.ppo.trainer import PPOTrainer, Row
 
 if TYPE_CHECKING:
@@ -45,3 +50,72 @@ def test_failure_01_a_killed_stage_continues_and_ends_byte_identical(
     assert made == [3, 4]
     after = finished.outputs()
     assert {name: after[name] for name in expected} == expected
+
+
+@pytest.mark.pipeline
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"advantage": "rloo", "samples_per_prompt": 2, "whiten_advantages": False},
+        {"critic.kind": "shared", "micro_batch_tokens": 200},
+        {"lora": {"rank": 2, "alpha": 4.0}, "gradient_checkpointing": True, "precision": "bfloat16"},
+    ],
+    ids=["no critic", "shared critic", "lora"],
+)
+def test_every_kind_of_models_goes_from_sft_to_the_report(
+    changes: dict[str, Any], finished: "Project", stage_main: Callable[["Project", str], "Ended"]
+) -> None:
+    """The policy is a plain folder; the critic's folder is one too, or says why there is none."""
+    finished.set("runtime.tracking", False)
+    for key, value in changes.items():
+        finished.set(f"ppo.{key}", value)
+    for stage in ("ppo", "evaluate", "report"):
+        assert stage_main(finished, stage).code == 0
+    AutoModelForCausalLM.from_pretrained(finished.root / "models/policy")
+    if "advantage" in changes:
+        assert "rloo" in (finished.root / "models/critic/README.md").read_text(encoding="utf-8")
+    else:
+        assert load_scalar_model(finished.root / "models/critic").config.num_labels == 1
+    assert finished.json("metrics/ppo.json")["optimizer_steps"] == 16
+
+
+@pytest.mark.pipeline
+def test_failure_10_a_stage_of_two_processes_makes_what_one_makes(finished: "Project") -> None:
+    """Run as DVC runs it; the same answers, and numbers that differ in their last digits."""
+    before = finished.json("metrics/ppo.json")
+    finished.set("runtime.tracking", False)
+    finished.set("ppo.processes", 2)
+    done = subprocess.run(
+        [sys.executable, "-m", "tasks.ppo"],
+        cwd=finished.root,
+        env=os.environ | {"PYTHONPATH": str(finished.root)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("continues") == 0
+    after = finished.json("metrics/ppo.json")
+    assert after.keys() == before.keys()
+    for name in ("kl_last", "reward_last", "entropy_last"):
+        assert after[name] == pytest.approx(before[name], rel=1e-3, abs=1e-4)
+    assert not list((finished.root / "work" / "ppo").glob("*/"))
+
+
+@pytest.mark.pipeline
+def test_a_text_for_ptx_is_read_from_data_raw(
+    finished: "Project", stage_main: Callable[["Project", str], "Ended"]
+) -> None:
+    finished.set("runtime.tracking", False)
+    finished.set("ppo.ptx", {"coef": 1.0, "file": "corpus.txt", "batch_size": 2, "tokens": 8})
+    missing = stage_main(finished, "ppo")
+    assert (missing.code, "data/raw/corpus.txt" in missing.stderr) == (2, True)
+    (finished.root / "data/raw/corpus.txt").write_bytes(b"caf\xe9")
+    assert "not UTF-8" in stage_main(finished, "ppo").stderr
+    (finished.root / "data/raw/corpus.txt").write_text("Eat some oats and an egg. Rest. " * 9, encoding="utf-8")
+    assert stage_main(finished, "ppo").code == 0
+    header, row = (finished.root / "plots/ppo.csv").read_text(encoding="utf-8").splitlines()[:2]
+    assert float(dict(zip(header.split(","), row.split(","), strict=True))["ptx_loss"]) > 0
+    finished.set("ppo.ptx.file", "../../params.yaml")
+    assert "outside data/raw/" in stage_main(finished, "ppo").stderr

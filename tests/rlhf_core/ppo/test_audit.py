@@ -132,6 +132,24 @@ def test_the_bias_of_other_estimates_is_seen_before_training(kind: str, monkeypa
     assert gradient_bias(trainer, problems(config)[TWO])["critic"].relative_l2 > 0.05
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"advantage": "reinforce"},
+        {"advantage": "rloo", "samples_per_prompt": 4},
+        {"advantage": "grpo", "samples_per_prompt": 4},
+        {"critic__kind": "shared"},
+    ],
+    ids=["reinforce", "rloo", "grpo", "shared critic"],
+)
+def test_every_baseline_ends_at_the_same_optimum(changes: dict[str, Any]) -> None:
+    """RLOO, GRPO and REINFORCE change the noise, not the place; nor does a critic on the policy's body."""
+    config = block(**changes, whiten_advantages=False)
+    found = audit_problem(config, problems(config)[TWO], SEED, lambda *_: None)
+    assert found["total_variation"] <= 0.02
+    assert found["gradient_bias"]["half_way"]["critic"]["relative_l2"] <= 1e-4
+
+
 def test_lambda_below_1_is_biased_by_the_critic_alone() -> None:
     config = block(lam=0.5)
     problem = problems(config)[THREE]

@@ -1,0 +1,47 @@
+"""Several processes for one stage: the stage itself is the first, and it starts companions that run the same module and
+follow it. A companion computes its share and nothing else: it holds no lock, tracks nothing, and writes no output.
+
+`accelerate launch -m tasks.ppo` makes the same arrangement from outside; then nothing is started here.
+"""
+
+import atexit
+import os
+import socket
+import subprocess
+import sys
+
+
+def is_companion() -> bool:
+    """Whether this process follows another one."""
+    return int(os.environ.get("RANK", "0")) > 0
+
+
+def start_companions(module: str, count: int) -> None:
+    """Make this process the first of `count`, and start the others; they end with it."""
+    if count < 2 or "RANK" in os.environ:
+        return
+    common = {
+        "WORLD_SIZE": str(count),
+        "LOCAL_WORLD_SIZE": str(count),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(_free_port()),
+    }
+    for rank in range(count - 1, -1, -1):
+        environment = os.environ | common | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+        if rank == 0:
+            os.environ.update(environment)
+        else:
+            companion = subprocess.Popen([sys.executable, "-m", module], env=environment, stdout=subprocess.DEVNULL)
+            atexit.register(_end, companion)
+
+
+def _end(companion: "subprocess.Popen[bytes]") -> None:
+    """A companion that has done its share is gone already; one that waits for a stage which has failed is not."""
+    companion.terminate()
+    companion.wait()
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
