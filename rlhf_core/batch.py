@@ -60,8 +60,9 @@ def pad_batch(
 
 
 def response_logits(model: PreTrainedModel, batch: TokenBatch) -> Float[Tensor, "batch time vocabulary"]:
-    """Logits that predict each response token, float32. Computed for response positions only."""
-    logits: Tensor = _read(model, batch).logits.float()
+    """Logits that predict each response token, in the precision that the model computes in. Computed for response
+    positions only."""
+    logits: Tensor = _read(model, batch).logits
     return logits
 
 
@@ -70,7 +71,7 @@ def response_logits_and_hidden(
 ) -> tuple[Float[Tensor, "batch time vocabulary"], Float[Tensor, "batch time hidden"]]:
     """One forward pass for both: logits as `response_logits`, and the last hidden states they are read from."""
     output = _read(model, batch, output_hidden_states=True)
-    return output.logits.float(), output.hidden_states[-1][:, -(batch.time + 1) : -1]
+    return output.logits, output.hidden_states[-1][:, -(batch.time + 1) : -1]
 
 
 def _read(model: PreTrainedModel, batch: TokenBatch, **options: bool) -> CausalLMOutputWithPast:

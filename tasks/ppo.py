@@ -80,7 +80,7 @@ def build(stage: Stage[PPOConfig], tokenizer: PreTrainedTokenizerBase) -> tuple[
         prompts=[row["prompt"] for row in kept],
         seed=stage.seed,
         judge=judge_of(stage),
-        text=read_text(stage, tokenizer),
+        text=read_text(stage, tokenizer, context_length(models.policy)),
     )
     return trainer, watched[:READ], too_long
 
@@ -106,11 +106,13 @@ def fitting_prompts(
     return [row for row, _ in kept], too_long
 
 
-def read_text(stage: Stage[PPOConfig], tokenizer: PreTrainedTokenizerBase) -> list[Piece]:
+def read_text(stage: Stage[PPOConfig], tokenizer: PreTrainedTokenizerBase, context: int) -> list[Piece]:
     """The user's text of PPO-ptx, in pieces; nothing where it is off."""
     settings = stage.params.ptx
     if settings.coef == 0:
         return []
+    if settings.tokens > context:
+        raise UserError(f"ppo.ptx.tokens is {settings.tokens}, longer than the model's context of {context}")
     raw = (stage.root / "data" / "raw").resolve()
     path = raw / settings.file
     if not path.resolve().is_relative_to(raw):

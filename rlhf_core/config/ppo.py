@@ -37,6 +37,10 @@ class KLConfig(Block):
                 f"estimator {self.estimator} in the reward moves the optimum away from π_ref·exp(R/β)/Z; "
                 "use k1 (all estimators are logged), or penalty: loss"
             )
+        if self.penalty == "loss" and self.placement != "token":
+            raise ValueError(
+                "placement says where the penalty in the reward stands; with penalty: loss leave it at token"
+            )
         if self.penalty == "loss" and self.estimator in ("k1", "k3"):
             gradient = "an expected gradient of zero" if self.estimator == "k1" else "the gradient of the other KL"
             raise ValueError(f"estimator {self.estimator} in the loss has {gradient}; use rho_k1, rho_k3, k2 or full")
@@ -96,7 +100,8 @@ class ScoreConfig(Block):
     normalise: bool
     """Subtract the mean and divide by the standard deviation of the scores of SFT samples."""
     scale: Literal["none", "running"] = "none"
-    """`running`: divide by the standard deviation of all scores of the run so far, in place of `normalise`."""
+    """`running`: divide by the standard deviation of all scores of the run so far, in place of `normalise`. The mean
+    stays, and `clip` is around 0."""
     clip: PositiveNumber
     """After normalisation or scaling, in standard deviations."""
     missing_eos_penalty: NotNegative
@@ -220,6 +225,21 @@ class PPOConfig(Block):
             raise ValueError(f"advantage {self.advantage} has one return for a whole answer; set gamma to 1")
         if self.advantage != "gae" and self.critic.warmup_steps:
             raise ValueError(f"advantage {self.advantage} has no critic; set critic.warmup_steps to 0")
+        return self
+
+    @model_validator(mode="after")
+    def _phases_fit(self) -> "PPOConfig":
+        if self.critic.warmup_steps >= self.steps and self.has_critic:
+            raise ValueError(
+                f"critic.warmup_steps {self.critic.warmup_steps} leaves the policy none of the {self.steps} steps"
+            )
+        if self.objective == "kl_penalty" and self.dual_clip is not None:
+            raise ValueError("dual_clip bounds the clipped objective; with objective: kl_penalty remove it")
+        if self.objective == "kl_penalty" and self.ppo_epochs * self.minibatches == 1:
+            raise ValueError(
+                "objective kl_penalty prices the distance to the policy that sampled, which one epoch of one minibatch "
+                "never leaves; raise ppo_epochs or minibatches"
+            )
         return self
 
     @model_validator(mode="after")

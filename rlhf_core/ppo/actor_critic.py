@@ -68,15 +68,19 @@ class ActorCritic:
         return self.critic is not None or self.head is not None
 
     def forward(self, batch: TokenBatch) -> tuple[Logits, Values]:
-        """Logits that predict each response token, and V(s_t) where the next token is action t; float32, V = 0
-        without a critic."""
+        """Logits that predict each response token, and V(s_t) where the next token is action t, float32; V = 0 without
+        a critic."""
         with self.autocast():
             if self.head is not None:
                 logits, hidden = response_logits_and_hidden(self.policy, batch)
                 return logits, self.head(hidden)[..., 0].float()
-            logits = response_logits(self.policy, batch)
             values = state_values(self.critic, batch) if self.critic is not None else torch.zeros_like(batch.mask)
-        return logits, values
+        return self.policy_logits(batch), values
+
+    def policy_logits(self, batch: TokenBatch) -> Logits:
+        """The policy's logits alone."""
+        with self.autocast():
+            return response_logits(self.policy, batch)
 
     @torch.no_grad()
     def reference_logits(self, batch: TokenBatch) -> Logits:

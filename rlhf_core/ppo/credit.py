@@ -6,8 +6,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 from rlhf_core.config.ppo import PPOConfig
-from rlhf_core.ppo.advantages import compute_gae, compute_group_advantages, deviation, whiten
+from rlhf_core.ppo.advantages import VARIANCE_FLOOR, compute_gae, compute_group_advantages, deviation, whiten
 from rlhf_core.ppo.kl import estimate_kl
+from rlhf_core.ppo.masked import masked_var
 from rlhf_core.ppo.rewards import shape_rewards
 from rlhf_core.ppo.rollout import Credit, Rollout, Scores
 
@@ -19,7 +20,8 @@ def assign_credit(rollout: Rollout, scores: Scores, config: PPOConfig, kl_coef: 
     advantages, returns = estimate_advantages(rewards, rollout, config)
     if not config.whiten_advantages:
         return Credit(kl, rewards, advantages, returns, advantages, scale=1.0)
-    scale = deviation(advantages, mask).item()
+    varies = masked_var(advantages, mask) > VARIANCE_FLOOR
+    scale = deviation(advantages, mask).item() if varies else 1.0
     return Credit(kl, rewards, advantages, returns, whiten(advantages, mask), scale)
 
 

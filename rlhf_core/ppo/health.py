@@ -53,6 +53,8 @@ class Limits:
     health: HealthConfig
     prompts_per_step: int
     epochs: int
+    clips: bool = True
+    """Whether the objective has a clip."""
 
     @property
     def burst(self) -> int:
@@ -135,7 +137,7 @@ def diverging_critic(rows: Sequence[Row], limits: Limits) -> str | None:
 
 def frozen_reward(rows: Sequence[Row], limits: Limits) -> str | None:
     """The reward does not rise, and the clip bites on a large share of the tokens."""
-    clipped = _recent(rows, "clip_fraction", limits)
+    clipped = _recent(rows, "clip_fraction", limits) if limits.clips else None
     if clipped is None or clipped <= limits.health.clip_fraction or len(rows) < 2 * limits.window:
         return None
     reward = Move.between(_column(rows[-2 * limits.window :], "reward_raw"), limits.window)
@@ -147,7 +149,7 @@ def frozen_reward(rows: Sequence[Row], limits: Limits) -> str | None:
 def stale_data(rows: Sequence[Row], limits: Limits) -> str | None:
     """By the last epoch of an update the policy has left the data behind: it mostly clips."""
     late = _recent(rows, "clip_fraction_last_epoch", limits)
-    if limits.epochs < 2 or late is None or late <= limits.health.late_clip_fraction:
+    if not limits.clips or limits.epochs < 2 or late is None or late <= limits.health.late_clip_fraction:
         return None
     return f"{late:.0%} of the tokens are clipped in the last of {limits.epochs} epochs"
 
@@ -207,9 +209,8 @@ class Monitor:
     """Watches one run. `observe` after every step; it alerts once an illness, and again only after it was over."""
 
     def __init__(self, config: PPOConfig) -> None:
-        self.limits = Limits(
-            config.health, prompts_per_step=config.batch_size // config.samples_per_prompt, epochs=config.ppo_epochs
-        )
+        prompts = config.batch_size // config.samples_per_prompt
+        self.limits = Limits(config.health, prompts, config.ppo_epochs, clips=config.objective == "clip")
         self.alerts: list[Alert] = []
         """All so far, in their order."""
         self._rows: list[dict[str, float | None]] = []

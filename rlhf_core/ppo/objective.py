@@ -44,6 +44,14 @@ class Phase:
     ratio: bool
     """False in the warm-up with the plain policy gradient."""
 
+    def epochs(self, config: PPOConfig) -> int:
+        """How often the phase goes through a rollout."""
+        return config.ppo_epochs if self.ratio else 1
+
+    def minibatches(self, config: PPOConfig) -> int:
+        """Optimiser steps of an epoch."""
+        return config.minibatches if self.ratio else 1
+
     @classmethod
     def of(cls, config: PPOConfig, step: int) -> "Phase":
         """The phase of a step (counted from 0)."""

@@ -38,8 +38,7 @@ class TextMix:
         mine = processes.share(chosen)
         for start in range(0, len(mine), self.micro_batch_size):
             batch = self._batch(mine[start : start + self.micro_batch_size], processes.device)
-            logits, _ = models.forward(batch)
-            yield -logprobs_and_entropy(logits, batch.actions, mask=batch.mask)[0].sum() / tokens
+            yield -logprobs_and_entropy(models.policy_logits(batch), batch.actions, mask=batch.mask)[0].sum() / tokens
 
     def _batch(self, pieces: Sequence[Piece], device: torch.device) -> TokenBatch:
         return pad_batch([piece[:1] for piece in pieces], [piece[1:] for piece in pieces], self.pad_id, device)

@@ -72,7 +72,8 @@ class Credit:
     weights: Float[Tensor, "batch time"]
     """The advantages that the policy loss uses: whitened over all real tokens, or as they are."""
     scale: float
-    """What whitening divided the advantages by (1 without whitening); a KL term in the loss is divided by it too."""
+    """What whitening divided the advantages by; a KL term in the loss is divided by it too. 1 without whitening, and
+    where all advantages are equal."""
 
 
 def to_rows(values: Sequence[Sequence[float]], time: int, device: torch.device) -> Float[Tensor, "batch time"]:

@@ -20,7 +20,8 @@ from rlhf_core.ppo.credit import assign_credit
 from rlhf_core.ppo.diagnostics import step_row
 from rlhf_core.ppo.kl import AdaptiveKLController, FixedKLController, KLController, StepPrice
 from rlhf_core.ppo.logprobs import compare_logprobs
-from rlhf_core.ppo.objective import Prices
+from rlhf_core.ppo.masked import zero_padding
+from rlhf_core.ppo.objective import Phase, Prices
 from rlhf_core.ppo.optimizers import build_optimizers, schedule
 from rlhf_core.ppo.plan import ROLLOUT, SAMPLES, prompts_of_step
 from rlhf_core.ppo.processes import Processes
@@ -78,11 +79,12 @@ class PPOTrainer:
         rollout = self._timed("rollout", self.rollout)
         scores = self._timed("scoring", self.score, rollout)
         credit = self.assign_credit(rollout, scores)
-        prices = Prices(self.controller.coef, self.step_price.coef)
+        phase, prices = Phase.of(self.config, self.steps_done), Prices(self.controller.coef, self.step_price.coef)
         statistics = self._timed("update", self.updater.run, rollout, credit, self.steps_done, prices)
         row = self._diagnose(rollout, scores, credit, statistics)
-        self.controller.update(float(row["kl"] or 0.0), self.config.batch_size)
-        if self.config.objective == "kl_penalty":
+        if phase.policy:
+            self.controller.update(float(row["kl"] or 0.0), self.config.batch_size)
+        if phase.policy and phase.ratio and self.config.objective == "kl_penalty":
             self.step_price.update(statistics.mean("approx_kl"))
         for scheduler in self.schedulers.values():
             scheduler.step()
@@ -127,7 +129,7 @@ class PPOTrainer:
                 found = compare_logprobs(
                     logits, self.models.reference_logits(batch), batch.actions, self.config.temperature, batch.mask
                 )
-                for table, part in zip(tables, (*found, values * batch.mask), strict=True):
+                for table, part in zip(tables, (*found, zero_padding(values, batch.mask)), strict=True):
                     table[rows, : batch.time] = part
         self.processes.add_up(tables)
 
@@ -141,6 +143,8 @@ class PPOTrainer:
 
     def answer(self, prompts: Sequence[Conversation]) -> list[dict[str, Any]]:
         """The policy's answers to held-out prompts, scored, for people to read."""
+        if not prompts:
+            return []
         prompt_ids = [encode_prompt(self.tokenizer, prompt) for prompt in prompts]
         keys = [(self.seed, SAMPLES, self.steps_done, place) for place in range(len(prompts))]
         sampled = self._sample(prompt_ids, keys)
@@ -167,7 +171,8 @@ class PPOTrainer:
     def _diagnose(self, rollout: Rollout, scores: Scores, credit: Credit, statistics: UpdateStatistics) -> Row:
         learning_rate = self.optimizers["policy"].param_groups[0]["lr"]
         valued, coef = self.models.has_critic, self.controller.coef
-        return step_row(self.steps_done + 1, rollout, scores, credit, statistics, coef, learning_rate, valued)
+        row = step_row(self.steps_done + 1, rollout, scores, credit, statistics, coef, learning_rate, valued)
+        return row | ({"step_price": self.step_price.coef} if self.config.objective == "kl_penalty" else {})
 
     def _text_mix(self, text: Sequence[Piece]) -> TextMix | None:
         settings = self.config.ptx
@@ -175,7 +180,9 @@ class PPOTrainer:
             return None
         if not text:
             raise ValueError("ptx.coef is above 0 and there is no text to mix in")
-        return TextMix(text, settings.coef, settings.batch_size, self.config.micro_batch_size, self.pad_id, self.seed)
+        rows, tokens = self.config.micro_batch_size, self.config.micro_batch_tokens
+        rows = rows if tokens is None else min(rows, max(1, tokens // settings.tokens))
+        return TextMix(text, settings.coef, settings.batch_size, rows, self.pad_id, self.seed)
 
     def _texts(self, sampled: Sampled) -> list[str]:
         return [decode_response(self.tokenizer, response, self.stop_ids) for response in sampled.responses]

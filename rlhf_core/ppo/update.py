@@ -11,6 +11,8 @@ from torch import Tensor
 from rlhf_core.config.ppo import PPOConfig
 from rlhf_core.errors import NonFiniteError, UserError
 from rlhf_core.ppo.actor_critic import ActorCritic
+from rlhf_core.ppo.losses import approx_kl, clip_fraction, ratio_max, value_clip_fraction
+from rlhf_core.ppo.masked import masked_mean
 from rlhf_core.ppo.objective import Pass, Phase, Prices, losses_of
 from rlhf_core.ppo.optimizers import Optimizers
 from rlhf_core.ppo.plan import micro_batches, minibatches_of_epoch
@@ -38,6 +40,8 @@ class UpdateStatistics:
     optimizer_steps: int = 0
     skipped_minibatches: int = 0
     stopped_early: bool = False
+    exploded: bool = False
+    """A minibatch whose loss is not finite, and that `max_ratio` skips."""
     last_epoch: "UpdateStatistics | None" = None
     """The same of the last epoch alone."""
     grad_norms: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
@@ -103,11 +107,11 @@ class Updater:
         (rule 14)."""
         statistics = UpdateStatistics(grad_norms={name: [] for name in self.optimizers})
         phase = Phase.of(self.config, step)
-        minibatches = self.config.minibatches if phase.ratio else 1
         with self.models.training():
             for number, minibatch in enumerate(self._minibatches(rollout, step)):
                 found = self._accumulate(rollout, credit, minibatch, phase, prices, check_ratio=number == 0)
-                statistics.add(found, opens_epoch=number % minibatches == 0)
+                if not found.exploded:
+                    statistics.add(found, opens_epoch=number % phase.minibatches(self.config) == 0)
                 if self._too_far(found):
                     statistics.stopped_early = True
                     self._drop_gradients()
@@ -118,21 +122,23 @@ class Updater:
                     continue
                 if self.text is not None and phase.policy:
                     self._mix_text(self.text, statistics, step, number)
-                self._step_optimizers(statistics, step)
+                self._step_optimizers(statistics, step, phase)
+        if statistics.tokens == 0:
+            raise NonFiniteError(f"step {step + 1}: no minibatch has a finite loss; lower the learning rate")
         return statistics
 
     def plan(self, rollout: Rollout, step: int, epoch: int) -> list[list[list[int]]]:
         """Minibatches of micro-batches of rows for one epoch."""
-        minibatches = self.config.minibatches if Phase.of(self.config, step).ratio else 1
-        rows = min(self.config.micro_batch_size, -(-len(rollout.lengths) // minibatches // self.processes.count))
+        config, responses = self.config, len(rollout.response_ids)
+        minibatches = Phase.of(config, step).minibatches(config)
+        rows = min(config.micro_batch_size, max(1, -(-responses // minibatches // self.processes.count)))
         return [
-            micro_batches(minibatch, rollout.widths, max(1, rows), self.config.micro_batch_tokens)
-            for minibatch in minibatches_of_epoch(len(rollout.lengths), minibatches, self.seed, step, epoch)
+            micro_batches(minibatch, rollout.widths, rows, config.micro_batch_tokens)
+            for minibatch in minibatches_of_epoch(responses, minibatches, self.seed, step, epoch)
         ]
 
     def _minibatches(self, rollout: Rollout, step: int) -> Iterator[list[list[int]]]:
-        epochs = self.config.ppo_epochs if Phase.of(self.config, step).ratio else 1
-        for epoch in range(epochs):
+        for epoch in range(Phase.of(self.config, step).epochs(self.config)):
             yield from self.plan(rollout, step, epoch)
 
     def _accumulate(
@@ -146,17 +152,32 @@ class Updater:
     ) -> UpdateStatistics:
         """Add up the gradient of one minibatch: Σ over its real tokens / number of its real tokens, over its
         micro-batches and all processes (rule 13). The gradients themselves are added up at the optimiser's step."""
-        tokens = sum(len(rollout.response_ids[i]) for rows in minibatch for i in rows)
-        statistics = UpdateStatistics(tokens=tokens)
-        for rows in self.processes.share(minibatch):
-            forward = Pass.over(rows, rollout, credit, self.models, self.config.temperature, self.pad_id)
-            if check_ratio and self.config.check_ratio:
-                require_same_policy(forward.logprobs, forward.old_logprobs, forward.batch.mask, self.config.precision)
-            losses = losses_of(forward, self.config, phase, prices, self.models)
-            self._backward(losses["total_loss"] / tokens)
-            self._record(statistics, losses, forward)
+        statistics = UpdateStatistics(tokens=sum(len(rollout.response_ids[i]) for rows in minibatch for i in rows))
+        problem: UserError | None = None
+        try:
+            for rows in self.processes.share(minibatch):
+                forward = Pass.over(rows, rollout, credit, self.models, self.config.temperature, self.pad_id)
+                if check_ratio and self.config.check_ratio:
+                    require_same_policy(
+                        forward.logprobs, forward.old_logprobs, forward.batch.mask, self.config.precision
+                    )
+                losses = losses_of(forward, self.config, phase, prices, self.models)
+                self._backward(losses["total_loss"] / statistics.tokens)
+                self._record(statistics, losses, forward)
+        except (NonFiniteError, RatioError) as error:
+            problem = error
+        statistics.exploded = self._agree(problem)
         statistics.add_up(self.processes)
         return statistics
+
+    def _agree(self, problem: UserError | None) -> bool:
+        """Raise in every process what one of them met; a loss that is not finite is only told where `max_ratio` skips
+        such minibatches."""
+        problems = [met for met in self.processes.gather([problem]) if met is not None]
+        for met in problems:
+            if self.config.max_ratio is None or not isinstance(met, NonFiniteError):
+                raise met
+        return bool(problems)
 
     def _backward(self, loss: Tensor) -> None:
         if not torch.isfinite(loss):
@@ -173,34 +194,42 @@ class Updater:
 
     @torch.no_grad()
     def _record(self, statistics: UpdateStatistics, losses: dict[str, Tensor], forward: Pass) -> None:
-        real = forward.batch.mask.bool()
-        log_ratio = (forward.logprobs - forward.old_logprobs)[real]
-        ratio = log_ratio.exp()
-        value_change = (forward.values - forward.old_values)[real].abs()
+        mask, new, old = forward.batch.mask, forward.logprobs, forward.old_logprobs
+        means = {
+            "clip_fraction": clip_fraction(new, old, self.config.clip_ratio, mask),
+            "value_clip_fraction": value_clip_fraction(
+                forward.values, forward.old_values, self.config.critic.value_clip, mask
+            ),
+            "approx_kl": approx_kl(new, old, mask),
+            "ratio": masked_mean(torch.exp(new - old), mask),
+        }
+        real = mask.sum().item()
         for name, loss in losses.items():
             if name != "total_loss":
                 statistics.sums[name] += loss.item()
-        statistics.sums["clip_fraction"] += ((ratio - 1).abs() > self.config.clip_ratio).sum().item()
-        statistics.sums["value_clip_fraction"] += (value_change > self.config.critic.value_clip).sum().item()
-        statistics.sums["approx_kl"] += (ratio - 1 - log_ratio).sum().item()
-        statistics.sums["ratio"] += ratio.sum().item()
-        statistics.ratio_max = max(statistics.ratio_max, ratio.max().item())
+        for name, mean in means.items():
+            statistics.sums[name] += mean.item() * real
+        statistics.ratio_max = max(statistics.ratio_max, ratio_max(new, old, mask).item())
 
     def _too_far(self, minibatch: UpdateStatistics) -> bool:
         limit = self.config.stop_kl
-        return limit is not None and minibatch.mean("approx_kl") > limit
+        return limit is not None and not minibatch.exploded and minibatch.mean("approx_kl") > limit
 
     def _explodes(self, minibatch: UpdateStatistics) -> bool:
         limit = self.config.max_ratio
-        return limit is not None and not minibatch.mean("ratio") <= limit
+        return minibatch.exploded or (limit is not None and not minibatch.mean("ratio") <= limit)
 
     def _drop_gradients(self) -> None:
         for optimizer in self.optimizers.values():
             optimizer.zero_grad(set_to_none=True)
 
-    def _step_optimizers(self, statistics: UpdateStatistics, step: int) -> None:
-        """Add up the processes' gradients, clip each model's by its global norm (rule 16), and step each optimiser."""
+    def _step_optimizers(self, statistics: UpdateStatistics, step: int, phase: Phase) -> None:
+        """Add up the processes' gradients, clip each model's by its global norm (rule 16), and step each optimiser; the
+        policy's stands still while only the critic learns."""
         for name, parameters in self.models.trained().items():
+            if name == "policy" and not phase.policy:
+                statistics.grad_norms[name].append(0.0)
+                continue
             self._add_up_gradients(parameters)
             norm = torch.nn.utils.clip_grad_norm_(parameters, self.config.optimizer.max_grad_norm).item()
             if not math.isfinite(norm):
@@ -208,8 +237,9 @@ class Updater:
                     f"step {step + 1}: the gradient norm of the {name} is {norm}; lower the learning rate"
                 )
             statistics.grad_norms[name].append(norm)
-        for optimizer in self.optimizers.values():
-            optimizer.step()
+        for name, optimizer in self.optimizers.items():
+            if name != "policy" or phase.policy:
+                optimizer.step()
         self._drop_gradients()
         statistics.optimizer_steps += 1
 

@@ -12,6 +12,7 @@ from rlhf_core.config.ppo import PPOConfig
 from rlhf_core.ppo.audit.exact import batch_of, token_logprobs
 from rlhf_core.ppo.audit.problems import Problem, Response
 from rlhf_core.ppo.credit import estimate_advantages, token_rewards
+from rlhf_core.ppo.masked import zero_padding
 from rlhf_core.ppo.objective import Pass, Phase, Prices, losses_of
 from rlhf_core.ppo.rollout import Credit, Rollout, Scores
 from rlhf_core.ppo.trainer import PPOTrainer
@@ -41,7 +42,7 @@ def gradient_bias(trainer: PPOTrainer, problem: Problem) -> dict[str, Bias]:
     returns = expected_returns(rollout, trainer.config, scores, trainer.controller.coef, chances)
     known = replace(rollout, old_values=returns) if trainer.models.has_critic else rollout
     return {
-        name: Bias.of(expected_gradient(trainer, seen, expected_credit(trainer, seen, scores, chances), chances), true)
+        name: Bias.of(expected_gradient(trainer, seen, scores, chances), true)
         for name, seen in (("critic", rollout), ("exact_critic", known))
     }
 
@@ -66,7 +67,7 @@ def every_response(trainer: PPOTrainer, problem: Problem) -> tuple[Rollout, Floa
         old_logprobs=old,
         ref_logprobs=ref_logprobs,
         ref_kl=torch.zeros_like(old),
-        old_values=models.forward(batch)[1] * batch.mask,
+        old_values=zero_padding(models.forward(batch)[1], batch.mask),
     )
     return rollout, old.double().sum(dim=1).exp()
 
@@ -84,40 +85,44 @@ def true_gradient(
 
 
 def expected_gradient(
-    trainer: PPOTrainer, rollout: Rollout, credit: Credit, chances: Float[Tensor, "batch"]
+    trainer: PPOTrainer, rollout: Rollout, scores: Scores, chances: Float[Tensor, "batch"]
 ) -> Float[Tensor, "parameters"]:
     """Σ π(response)·∇loss(response), each loss from `objective.losses_of`, without the critic's term. Whitening is that
-    of an infinite batch, and its scale is taken out again."""
+    of an infinite batch, and its scale is taken out again, as is that of GRPO."""
+    credit, deviation = expected_credit(trainer, rollout, scores, chances)
     total = torch.zeros(sum(parameter.numel() for parameter in _parameters(trainer)), dtype=torch.float64)
     for row, chance in enumerate(chances.tolist()):
         gradient = torch.autograd.grad(
             policy_part(trainer, rollout, credit, row), _parameters(trainer), allow_unused=True
         )
         total += chance * _flat(gradient, trainer)
-    return total * credit.scale
+    return total * credit.scale * deviation
 
 
-def expected_credit(trainer: PPOTrainer, rollout: Rollout, scores: Scores, chances: Float[Tensor, "batch"]) -> Credit:
+def expected_credit(
+    trainer: PPOTrainer, rollout: Rollout, scores: Scores, chances: Float[Tensor, "batch"]
+) -> tuple[Credit, float]:
     """The credit of each response in an infinite batch: baselines and whitening count every response as often as it
-    occurs, not once. `scale` is all that the advantages were divided by."""
+    occurs, not once. Beside it what GRPO divided the advantages by (1 for the others), which no KL in the loss is
+    divided by."""
     config, mask = trainer.config, rollout.mask
     kl, rewards = token_rewards(rollout, scores, config, trainer.controller.coef)
     if trainer.models.has_critic:
         advantages, returns = estimate_advantages(rewards, rollout, config)
-        scale = 1.0
+        group = 1.0
     else:
         returns = rewards.sum(dim=1, keepdim=True) * mask
         whole = rewards.sum(dim=1).double()
         centred = whole - (chances * whole).sum() / chances.sum()
-        scale = ((chances * centred**2).sum() / chances.sum()).sqrt().item() if config.advantage == "grpo" else 1.0
-        advantages = ((centred / scale)[:, None] * mask.double()).float()
+        group = ((chances * centred**2).sum() / chances.sum()).sqrt().item() if config.advantage == "grpo" else 1.0
+        advantages = ((centred / group)[:, None] * mask.double()).float()
     if not config.whiten_advantages:
-        return Credit(kl, rewards, advantages, returns, advantages, scale)
+        return Credit(kl, rewards, advantages, returns, advantages, scale=1.0), group
     weight = chances[:, None] * mask.double()
     mean = (weight * advantages).sum() / weight.sum()
     deviation = ((weight * (advantages - mean) ** 2).sum() / weight.sum()).sqrt().clamp(min=1e-4)
     white = ((advantages - mean) / deviation * mask).float()
-    return Credit(kl, rewards, advantages, returns, white, scale * deviation.item())
+    return Credit(kl, rewards, advantages, returns, white, deviation.item()), group
 
 
 def expected_returns(

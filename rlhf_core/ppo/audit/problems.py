@@ -128,6 +128,8 @@ def forced(config: PPOConfig, problem: Problem) -> PPOConfig:
         "micro_batch_size": batch_size,
         "learning_rate": LEARNING_RATE,
         "micro_batch_tokens": None,
+        "processes": 1,
+        "engine": "leash",
         "max_new_tokens": problem.length,
         "stop_tokens": [],
         "ptx": {"coef": 0.0},
@@ -139,6 +141,8 @@ def forced(config: PPOConfig, problem: Problem) -> PPOConfig:
         },
         "optimizer": {"warmup_steps": min(config.optimizer.warmup_steps, tenth)},
     }
+    if config.lora is not None:
+        changes["lora"] = {"target_modules": "all-linear"}
     changes["score"] = {"scale": "none"} | ({"missing_eos_penalty": 0.0} if problem.length == 1 else {})
     return PPOConfig.model_validate(merged(config.model_dump(), changes))
 

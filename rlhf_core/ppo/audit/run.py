@@ -101,7 +101,9 @@ def compare(trainer: PPOTrainer, problem: Problem) -> dict[str, Any]:
     scores = trainer.score(rollout)
     used = scores.used.double().cpu()
     policy = probabilities(trainer.models.policy, problem, config.temperature)
-    forces = Forces.of(config, kl_coef, expected_credit(trainer, rollout, scores, chances).scale)
+    credit, group = expected_credit(trainer, rollout, scores, chances)
+    price = kl_coef * group if config.kl.penalty == "loss" else kl_coef
+    forces = Forces.of(config, price, credit.scale * group)
     with trainer.models.as_reference() as model:
         reference = probabilities(model, problem, config.temperature)
         settled = None if forces is None else resting_point(model, problem, config.temperature, used, forces)
