@@ -102,8 +102,8 @@ def measure(options: argparse.Namespace) -> dict[str, float]:
     }
 
 
-def build(options: argparse.Namespace):  # type: ignore[no-untyped-def]  # the imports below take seconds
-    """The trainer as the stage `ppo` builds it, with the batch of the command line."""
+def build(options: argparse.Namespace, seed: int = 1, **changes):  # type: ignore[no-untyped-def]  # slow imports
+    """The trainer as the stage `ppo` builds it, with the batch of the command line; `changes` replace settings."""
     from rlhf_core.config.ppo import PPOConfig
     from rlhf_core.determinism import make_deterministic
     from rlhf_core.models import load_causal_lm, load_scalar_model, place
@@ -113,7 +113,7 @@ def build(options: argparse.Namespace):  # type: ignore[no-untyped-def]  # the i
     from rlhf_core.scorers import RewardModelScorer
     from rlhf_core.tokenizer import load_tokenizer
 
-    make_deterministic(1, options.threads)
+    make_deterministic(seed, options.threads)
     tokenizer = load_tokenizer(options.sft)
     scorer = place(load_scalar_model(options.reward))
     config = PPOConfig.model_validate(
@@ -145,6 +145,7 @@ def build(options: argparse.Namespace):  # type: ignore[no-untyped-def]  # the i
             "score": {"normalise": False, "clip": 1e9, "missing_eos_penalty": 1.0},
             "sample_every": options.updates,
         }
+        | changes
     )
     critic = load_scalar_model(options.reward) if config.needs_critic_model else None
     models = ActorCritic(config, load_causal_lm(options.sft), load_causal_lm(options.sft), critic)
@@ -153,9 +154,11 @@ def build(options: argparse.Namespace):  # type: ignore[no-untyped-def]  # the i
         models,
         tokenizer=tokenizer,
         scorer=RewardModelScorer(scorer, int(tokenizer.pad_token_id), options.micro_batch),
-        normalisation=ScoreNormalisation(0.0, 1.0),
+        normalisation=ScoreNormalisation(
+            getattr(scorer.config, "score_mean", 0.0), getattr(scorer.config, "score_std", 1.0)
+        ),
         prompts=[[{"role": "user", "content": text}] for text in json.loads(Path(options.prompts).read_text("utf-8"))],
-        seed=1,
+        seed=seed,
     )
 
 

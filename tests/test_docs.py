@@ -4,11 +4,15 @@ import importlib.metadata
 import importlib.util
 import re
 import sys
+import typing
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
+from pydantic import BaseModel
+
+from rlhf_core.config.ppo import PPOConfig
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -69,3 +73,38 @@ def test_versions_file_agrees_with_the_constraints() -> None:
     pinned = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
     for name, version in declared().items():
         assert f"{name}=={version}" in pinned
+
+
+def options_table() -> list[list[str]]:
+    """The cells of each row of the table in docs/ppo.md that names a test of every option."""
+    page = (ROOT / "docs" / "ppo.md").read_text(encoding="utf-8")
+    table = page.split("## Options\n")[1].split("\n## ")[0]
+    rows = [line for line in table.splitlines() if line.startswith("| `")]
+    return [[cell.strip() for cell in re.split(r"(?<!\\)\|", row)[1:-1]] for row in rows]
+
+
+def leaves(model: type[BaseModel], prefix: str = "") -> set[str]:
+    """The keys of a block and of the blocks within it."""
+    found = set()
+    for name, field in model.model_fields.items():
+        parts = (field.annotation, *typing.get_args(field.annotation))
+        blocks = [part for part in parts if isinstance(part, type) and issubclass(part, BaseModel)]
+        found |= leaves(blocks[0], f"{prefix}{name}.") if blocks else {prefix + name}
+    return found
+
+
+def test_every_option_of_ppo_stands_in_the_table_once() -> None:
+    named = [key for row in options_table() for key in re.findall(r"`([a-z_.]+)`", row[0])]
+    assert len(named) == len(set(named))
+    assert set(named) == leaves(PPOConfig) | {"runtime.on_alert"}
+
+
+def test_every_option_has_a_use_and_a_test_that_exists() -> None:
+    for row in options_table():
+        assert len(row) == 4
+        assert all(row)
+        tests = re.findall(r"`(test_\w+)::(test_\w+)`", row[3])
+        assert tests, row[0]
+        for file, name in tests:
+            texts = [path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob(f"{file}.py")]
+            assert any(f"def {name}(" in text for text in texts), f"{file}::{name}"

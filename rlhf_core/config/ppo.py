@@ -32,6 +32,11 @@ class KLConfig(Block):
 
     @model_validator(mode="after")
     def _right_optimum(self) -> "KLConfig":
+        if self.penalty == "reward" and self.estimator in ("rho_k1", "rho_k3"):
+            raise ValueError(
+                f"estimator {self.estimator} in the reward is refused: rewards are paid at the rollout, where ρ is 1; "
+                "rho_k1 and rho_k3 are losses; use k1, or penalty: loss"
+            )
         if self.penalty == "reward" and self.estimator != "k1":
             raise ValueError(
                 f"estimator {self.estimator} in the reward moves the optimum away from π_ref·exp(R/β)/Z; "
@@ -59,7 +64,8 @@ class CriticConfig(Block):
     kind: Literal["separate", "shared"] = "separate"
     """A model of its own, or a head on the policy's body: one forward pass for both, and less memory."""
     init: Literal["reward", "sft"]
-    """Where a separate critic starts; a shared head starts at 0."""
+    """Where a separate critic starts: at the reward model as it is, in units of the raw score, or at the SFT body with
+    a fresh head. A shared head starts at 0."""
     learning_rate: PositiveNumber
     value_clip: PositiveNumber
     """Largest change of a value in one update, in units of the normalised score."""
@@ -196,7 +202,7 @@ class PPOConfig(Block):
         for key in sorted(truncating & set(values if isinstance(values, dict) else ())):
             raise ValueError(
                 f"{key} is refused in rollouts: it changes what is sampled without changing π, "
-                "and makes the KL estimate negative; remove it"
+                "so the KL estimate no longer is one of KL(π‖π_ref); remove it"
             )
         return values
 

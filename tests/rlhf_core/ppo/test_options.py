@@ -9,9 +9,11 @@ import torch
 from transformers import PreTrainedModel
 
 from rlhf_core.batch import response_logits
+from rlhf_core.ppo.advantages import compute_group_advantages
 from rlhf_core.ppo.kl import StepPrice, full_kl
 from rlhf_core.ppo.objective import Pass, Phase, Prices, losses_of
 from rlhf_core.ppo.trainer import PPOTrainer
+from rlhf_core.ppo.update import RatioError
 
 MakeTrainer = Callable[..., PPOTrainer]
 ONE = {"ppo_epochs": 1, "minibatches": 1}
@@ -187,3 +189,107 @@ def test_rule_15_the_dual_clip_reaches_the_loss(make_trainer: MakeTrainer) -> No
     moved = replace(moved, advantages=-torch.ones_like(moved.advantages) * forward.batch.mask)
     losses = losses_of(moved, trainer.config, Phase(policy=True, ratio=True), Prices(0.1, 1.0), trainer.models)
     assert losses["policy_loss"].item() == pytest.approx(1.5 * forward.batch.mask.sum().item())
+
+
+PPO = Phase(policy=True, ratio=True)
+
+
+def test_rule_15_the_clip_ratio_reaches_the_loss(make_trainer: MakeTrainer) -> None:
+    """A token of advantage 1 that has become e² times as likely counts 1 + ε."""
+    trainer = make_trainer(clip_ratio=0.3)
+    forward = forward_of(trainer, [0, 1])
+    moved = replace(forward, old_logprobs=(forward.old_logprobs - 2.0) * forward.batch.mask)
+    moved = replace(moved, advantages=forward.batch.mask)
+    losses = losses_of(moved, trainer.config, PPO, Prices(0.1, 1.0), trainer.models)
+    assert losses["policy_loss"].item() == pytest.approx(-1.3 * forward.batch.mask.sum().item())
+
+
+def test_rule_15_the_coefficients_weigh_the_parts_of_the_loss(make_trainer: MakeTrainer) -> None:
+    trainer = make_trainer(vf_coef=0.7, entropy_coef=0.3)
+    losses = losses_of(forward_of(trainer, [0, 3]), trainer.config, PPO, Prices(0.1, 1.0), trainer.models)
+    parts = losses["policy_loss"] + 0.7 * losses["value_loss"] - 0.3 * losses["entropy"]
+    assert losses["total_loss"].item() == pytest.approx(parts.item(), rel=1e-5)
+
+
+def test_rule_16_the_value_clip_can_be_switched_off(make_trainer: MakeTrainer) -> None:
+    """Values that moved by 9 against returns that moved by as much: only the clip sees an error."""
+    found = {}
+    for clipped in (True, False):
+        trainer = make_trainer(critic={"clip_value": clipped})
+        forward = forward_of(trainer, [0, 1])
+        moved = replace(forward, values=forward.old_values + 9.0, returns=forward.old_values + 9.0)
+        losses = losses_of(moved, trainer.config, PPO, Prices(0.1, 1.0), trainer.models)
+        found[clipped] = losses["value_loss"].item() / forward.batch.mask.sum().item()
+    assert found == {True: pytest.approx((9.0 - 0.3) ** 2, rel=1e-4), False: 0.0}
+
+
+def test_rule_07_the_ratio_check_can_be_switched_off(make_trainer: MakeTrainer) -> None:
+    for checked in (True, False):
+        trainer = make_trainer(check_ratio=checked)
+        rollout = trainer.rollout()
+        credit = trainer.assign_credit(rollout, trainer.score(rollout))
+        other = replace(rollout, old_logprobs=(rollout.old_logprobs - 0.1) * rollout.mask)
+        if checked:
+            with pytest.raises(RatioError):
+                trainer.updater.run(other, credit, 0, Prices(0.1, 1.0))
+        else:
+            assert trainer.updater.run(other, credit, 0, Prices(0.1, 1.0)).optimizer_steps == 4
+
+
+def test_rule_03_samples_per_prompt_are_different_answers_side_by_side(make_trainer: MakeTrainer) -> None:
+    rollout = make_trainer(samples_per_prompt=4).rollout()
+    asked = [prompt[0]["content"] for prompt in rollout.prompts]
+    assert asked == [asked[0]] * 4 + [asked[4]] * 4
+    assert asked[0] != asked[4]
+    for group in (rollout.response_ids[:4], rollout.response_ids[4:]):
+        assert len({tuple(response) for response in group}) >= 3
+
+
+@pytest.mark.parametrize("kind", ["reinforce", "rloo", "grpo"])
+def test_rule_12_each_baseline_reaches_every_token(make_trainer: MakeTrainer, kind: Any) -> None:
+    """The whole return less its baseline, the same for all tokens of an answer."""
+    trainer = make_trainer(advantage=kind, samples_per_prompt=4, whiten_advantages=False)
+    rollout = trainer.rollout()
+    credit = trainer.assign_credit(rollout, trainer.score(rollout))
+    expected = compute_group_advantages(credit.rewards.sum(dim=1), kind, 4)
+    assert expected.abs().min() > 0
+    assert torch.equal(credit.weights, expected[:, None] * rollout.mask)
+
+
+def test_rule_10_gamma_and_lambda_are_those_of_the_settings(make_trainer: MakeTrainer) -> None:
+    """λ = 0: A_t = r_t + γ·V(s_{t+1}) − V(s_t)."""
+    trainer = make_trainer(gamma=0.5, lam=0.0, whiten_advantages=False)
+    rollout = trainer.rollout()
+    credit = trainer.assign_credit(rollout, trainer.score(rollout))
+    following = torch.nn.functional.pad(rollout.old_values, (0, 1))[:, 1:]
+    expected = (credit.rewards + 0.5 * following - rollout.old_values) * rollout.mask
+    assert torch.allclose(credit.weights, expected, atol=1e-6)
+
+
+def test_rule_08_the_placement_of_the_penalty_moves_rewards_and_not_their_sum(make_trainer: MakeTrainer) -> None:
+    rewards = {}
+    for placement in ("token", "sequence_end"):
+        trainer = make_trainer(kl={"placement": placement})
+        rollout = trainer.rollout()
+        rewards[placement] = trainer.assign_credit(rollout, trainer.score(rollout)).rewards
+    last = torch.tensor(rollout.lengths) - 1
+    before_the_last = torch.arange(rollout.mask.shape[1]) < last[:, None]
+    assert (rewards["sequence_end"][before_the_last] == 0).all()
+    assert (rewards["token"][before_the_last] != 0).any()
+    assert torch.allclose(rewards["token"].sum(dim=1), rewards["sequence_end"].sum(dim=1), atol=1e-5)
+
+
+def test_rule_12_the_running_scale_takes_the_place_of_normalisation(make_trainer: MakeTrainer) -> None:
+    """Divided by the deviation of the scores so far; their mean stays."""
+    scores = [10.0, 30.0, 10.0, 30.0, 10.0, 30.0, 10.0, 30.0]
+    settings = {"normalise": False, "scale": "running", "missing_eos_penalty": 0.0}
+    trainer = make_trainer(scorer=lambda answers: scores[: len(answers.texts)], batch_size=8, score=settings)
+    used = trainer.score(trainer.rollout()).used
+    deviation = torch.tensor(scores).std(correction=0).item()
+    assert used.tolist() == pytest.approx([min(score / deviation, 5.0) for score in scores], rel=0.1)
+
+
+def test_rule_04_responses_end_at_max_new_tokens(make_trainer: MakeTrainer) -> None:
+    rollout = make_trainer(max_new_tokens=3).rollout()
+    assert max(rollout.lengths) == 3
+    assert not any(ended for ended, ids in zip(rollout.ended, rollout.response_ids, strict=True) if ids[-1] != 1)
