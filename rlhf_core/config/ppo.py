@@ -235,10 +235,8 @@ class PPOConfig(Block):
 
     @model_validator(mode="after")
     def _phases_fit(self) -> "PPOConfig":
-        if self.critic.warmup_steps >= self.steps and self.has_critic:
-            raise ValueError(
-                f"critic.warmup_steps {self.critic.warmup_steps} leaves the policy none of the {self.steps} steps"
-            )
+        if self.has_critic and self.critic.warmup_steps >= self.steps:
+            raise ValueError(f"critic.warmup_steps {self.critic.warmup_steps} takes all {self.steps} steps; lower it")
         if self.objective == "kl_penalty" and self.dual_clip is not None:
             raise ValueError("dual_clip bounds the clipped objective; with objective: kl_penalty remove it")
         if self.objective == "kl_penalty" and self.ppo_epochs * self.minibatches == 1:

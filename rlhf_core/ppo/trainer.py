@@ -5,6 +5,7 @@ except through `state_dict`, which its caller saves.
 """
 
 import time
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -86,8 +87,10 @@ class PPOTrainer:
             self.controller.update(float(row["kl"] or 0.0), self.config.batch_size)
         if phase.policy and phase.ratio and self.config.objective == "kl_penalty":
             self.step_price.update(statistics.mean("approx_kl"))
-        for scheduler in self.schedulers.values():
-            scheduler.step()
+        with warnings.catch_warnings():  # in a warm-up the policy's optimiser stands still, and its schedule goes on
+            warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")
+            for scheduler in self.schedulers.values():
+                scheduler.step()
         self.steps_done += 1
         return row
 

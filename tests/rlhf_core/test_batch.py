@@ -14,6 +14,7 @@ from rlhf_core.batch import (
     state_values,
     token_values,
 )
+from rlhf_core.ppo.logprobs import logprobs_and_entropy
 
 Build = Callable[..., PreTrainedModel]
 PAD = 0
@@ -112,6 +113,9 @@ def test_scores_are_those_of_the_hugging_face_head(kind: str, build_scalar: Buil
 
 
 def test_rule_05_half_precision_models_give_float32(build_lm: Build, build_scalar: Build) -> None:
+    """Log-probabilities and values; no second copy of the logits is made for it."""
     batch = pad_batch(PROMPTS, RESPONSES, PAD)
-    assert response_logits(build_lm().bfloat16(), batch).dtype == torch.float32
+    logits = response_logits(build_lm().bfloat16(), batch)
+    assert logits.dtype == torch.bfloat16
+    assert logprobs_and_entropy(logits, batch.actions, 1.0, batch.mask)[0].dtype == torch.float32
     assert token_values(build_scalar().bfloat16(), batch).dtype == torch.float32

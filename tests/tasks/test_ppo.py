@@ -14,11 +14,9 @@ from ruamel.yaml import YAML
 from transformers import AutoModelForCausalLM
 
 from rlhf_core.config.ppo import PPOConfig
-from rlhf_core.errors import UserError
 from rlhf_core.models import load_causal_lm, load_scalar_model
 from rlhf_core.ppo.trainer import PPOTrainer, Row
-from rlhf_core.tokenizer import load_tokenizer
-from tasks.ppo import load_models, read_text
+from tasks.ppo import load_models
 
 if TYPE_CHECKING:
     from tests.conftest import Ended, Project
@@ -151,20 +149,3 @@ def test_the_critic_starts_where_the_settings_say(finished: "Project") -> None:
     assert all(torch.equal(weight, reward[name]) for name, weight in from_reward.state_dict().items())
     assert all(torch.equal(weight, body[name]) for name, weight in from_sft.model.state_dict().items())
     assert not torch.equal(from_sft.score.weight, reward["score.weight"])
-
-
-@pytest.mark.pipeline
-def test_the_text_of_ptx_is_read_from_data_raw(finished: "Project") -> None:
-    tokenizer = load_tokenizer(finished.root / "models" / "sft")
-    raw = finished.root / "data" / "raw"
-    raw.mkdir(exist_ok=True)
-    (raw / "mine.txt").write_text("Eat some oats, then rest. " * 20, encoding="utf-8")
-    pieces = read_text(stage_with(finished, "ptx", coef=1.0, file="mine.txt", tokens=8), tokenizer)
-    assert tokenizer.decode(pieces[0]).startswith("Eat some")
-    assert {len(piece) for piece in pieces[:-1]} == {8}
-    assert read_text(stage_with(finished, "ptx", file="mine.txt"), tokenizer) == []
-    (raw / "latin.txt").write_bytes(b"\xe9" * 9)
-    refused = {"none.txt": "cannot read", "../../params.yaml": "lies outside data/raw/", "latin.txt": "not UTF-8"}
-    for file, message in refused.items():
-        with pytest.raises(UserError, match=message):
-            read_text(stage_with(finished, "ptx", coef=1.0, file=file), tokenizer)

@@ -212,11 +212,12 @@ def test_resting_point_of_the_kl_in_the_loss_forgets_later_kl() -> None:
 
 
 def test_only_what_a_small_problem_forces_is_changed() -> None:
-    config = block(kl__horizon=200, optimizer__warmup_steps=100, critic__warmup_steps=100)
+    config = block(kl__horizon=200, optimizer__warmup_steps=100, critic__warmup_steps=30)
     assert set(changed_keys(config)) == {
         "steps",
         "batch_size",
         "micro_batch_size",
+        "micro_batch_tokens",
         "learning_rate",
         "max_new_tokens",
         "kl.horizon",

@@ -6,9 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+from pydantic import ValidationError
 from transformers import PreTrainedModel
 
 from rlhf_core.batch import response_logits
+from rlhf_core.errors import NonFiniteError
 from rlhf_core.ppo.advantages import compute_group_advantages
 from rlhf_core.ppo.kl import StepPrice, full_kl
 from rlhf_core.ppo.objective import Pass, Phase, Prices, losses_of
@@ -58,13 +60,16 @@ def test_the_plain_policy_gradient_makes_the_step_of_ppo_without_a_second_look(m
     assert not torch.equal(plain, weights(make_trainer().models.policy))
 
 
-def test_rule_15_in_the_critic_warm_up_only_the_critic_learns(make_trainer: MakeTrainer) -> None:
-    trainer = make_trainer(critic={"warmup_steps": 2})
-    policy, critic = weights(trainer.models.policy), weights(trainer.models.critic)
+@pytest.mark.parametrize("kind", ["separate", "shared"])
+def test_rule_15_in_the_critic_warm_up_only_the_critic_learns(kind: str, make_trainer: MakeTrainer) -> None:
+    """Of a shared critic that is its head."""
+    trainer = make_trainer(critic={"warmup_steps": 2, "kind": kind})
+    learns = trainer.models.critic or trainer.models.head
+    policy, critic = weights(trainer.models.policy), weights(learns)
     row = trainer.step()
     trainer.step()
     assert torch.equal(weights(trainer.models.policy), policy)
-    assert not torch.equal(weights(trainer.models.critic), critic)
+    assert not torch.equal(weights(learns), critic)
     assert (row["grad_norm_policy"], row["optimizer_steps"]) == (0.0, 4.0)
     trainer.step()
     assert not torch.equal(weights(trainer.models.policy), policy)
@@ -76,6 +81,61 @@ def test_the_warm_up_of_the_critic_takes_nothing_from_that_of_the_policy(make_tr
     rows = [trainer.step() for _ in range(3)]
     assert [row["optimizer_steps"] for row in rows] == [4.0, 1.0, 4.0]
     assert [(row["grad_norm_policy"] or 0) > 0 for row in rows] == [False, True, True]
+
+
+def test_rule_17_no_price_moves_while_the_policy_stands_still(make_trainer: MakeTrainer) -> None:
+    """Neither β in the critic's warm-up, nor the price on the step where no ratio is used."""
+    adaptive = {"controller": "adaptive", "target": 1e6, "horizon": 8}
+    trainer = make_trainer(kl=adaptive, critic={"warmup_steps": 2})
+    rows = [trainer.step() for _ in range(4)]
+    assert [row["kl_coef"] for row in rows[:3]] == [0.1] * 3
+    assert rows[3]["kl_coef"] < 0.1
+    trainer = make_trainer(objective="kl_penalty", policy_gradient_steps=2, step_price={"coef": 4.0, "target": 10.0})
+    assert [trainer.step()["step_price"] for _ in range(4)] == [4.0, 4.0, 4.0, 2.0]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"critic": {"warmup_steps": 4}}, "takes all 4 steps"),
+        ({"objective": "kl_penalty", "dual_clip": 3.0}, "remove it"),
+        ({"objective": "kl_penalty", "ppo_epochs": 1, "minibatches": 1}, "raise ppo_epochs"),
+        ({"kl": {"penalty": "loss", "estimator": "k2", "placement": "sequence_end"}}, "leave it at token"),
+    ],
+)
+def test_settings_that_would_do_nothing_are_refused(
+    changes: dict[str, Any], message: str, make_trainer: MakeTrainer
+) -> None:
+    with pytest.raises(ValidationError, match=message):
+        make_trainer(**changes)
+
+
+def test_a_batch_without_differences_leaves_the_price_of_the_kl_alone(make_trainer: MakeTrainer) -> None:
+    """Whitening divides the KL in the loss as it divides the advantages; by nothing where these are all equal."""
+    options = {"advantage": "reinforce", "kl": {"penalty": "loss", "estimator": "k2"}, "scorer": lambda a: [1.0] * 8}
+    norms = {
+        white: make_trainer(whiten_advantages=white, score={"missing_eos_penalty": 0.0}, **options).step()[
+            "grad_norm_policy"
+        ]
+        for white in (True, False)
+    }
+    assert norms[True] == pytest.approx(norms[False], rel=1e-3)
+
+
+def test_rule_14_a_minibatch_without_a_finite_loss_is_skipped_where_max_ratio_says_so(
+    make_trainer: MakeTrainer,
+) -> None:
+    """One response is spoiled: its minibatch is skipped in both epochs, the other one trains."""
+    trainer = make_trainer(max_ratio=2.0)
+    rollout = trainer.rollout()
+    credit = trainer.assign_credit(rollout, trainer.score(rollout))
+    credit.weights[0] = float("nan")
+    found = trainer.updater.run(rollout, credit, 0, Prices(0.1, 1.0))
+    assert (found.skipped_minibatches, found.optimizer_steps) == (2, 2)
+    trainer = make_trainer(max_ratio=2.0)
+    credit.weights[:] = float("nan")
+    with pytest.raises(NonFiniteError, match="no minibatch"):
+        trainer.updater.run(trainer.rollout(), credit, 0, Prices(0.1, 1.0))
 
 
 def test_rule_14_a_step_that_went_too_far_ends_early_and_says_so(make_trainer: MakeTrainer) -> None:

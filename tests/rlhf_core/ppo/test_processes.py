@@ -19,6 +19,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "ptx": {"coef": 1.0, "batch_size": 3},
         "text": [[3, 9, 4, 20, 21], [30, 31, 32]],
     },
+    "critic warm-up": {"critic": {"warmup_steps": 2}},
     "rloo, an odd minibatch": {"advantage": "rloo", "samples_per_prompt": 3, "batch_size": 9, "minibatches": 3},
 }
 
