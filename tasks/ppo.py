@@ -28,7 +28,7 @@ from rlhf_core.ppo.scoring import ScoreNormalisation
 from rlhf_core.ppo.trainer import PPOTrainer
 from rlhf_core.scorers import RewardModelScorer
 from rlhf_core.tokenizer import load_tokenizer
-from tasks.companions import start_companions
+from tasks.companions import is_companion, start_companions
 from tasks.jsonl import Row, write_jsonl
 from tasks.judges import judge_of
 from tasks.params.loader import read_yaml
@@ -50,7 +50,7 @@ EDGE = 5
 def execute(stage: Stage[PPOConfig]) -> None:
     """Make models/{policy,critic}, plots/ppo.csv, data/ppo/samples.jsonl and metrics/ppo.json."""
     make_deterministic(stage.seed, stage.common.threads)
-    tokenizer = load_tokenizer(stage.root / "models/sft")
+    tokenizer = load_tokenizer(stage.root / SFT)
     trainer, watched, too_long = build(stage, tokenizer)
     record = train(stage, trainer, watched)
     if not trainer.processes.is_main:
@@ -223,10 +223,11 @@ def stop_if_asked(stage: Stage[PPOConfig], record: Record) -> None:
     if stage.runtime.on_alert != "stop" or not record.monitor.alerts:
         return
     folder = stage.state_dir / "stopped"
-    folder.mkdir(exist_ok=True)
-    write_jsonl(folder / "history.jsonl", record.history)
-    write_jsonl(folder / "samples.jsonl", record.samples)
-    write_jsonl(folder / "alerts.jsonl", map(asdict, record.monitor.alerts))
+    if not is_companion():
+        folder.mkdir(exist_ok=True)
+        write_jsonl(folder / "history.jsonl", record.history)
+        write_jsonl(folder / "samples.jsonl", record.samples)
+        write_jsonl(folder / "alerts.jsonl", map(asdict, record.monitor.alerts))
     raise UserError(
         f"stopped by {record.monitor.alerts[-1]}. History, samples and alerts so far: "
         f"{folder.relative_to(stage.root)}; runtime.on_alert: warn goes on from here"

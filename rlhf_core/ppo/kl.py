@@ -1,6 +1,6 @@
-"""How far the policy is from its reference, token by token, and who sets the price β of that distance. Which
-estimate may stand in a reward or in a loss is the configuration's to refuse (rules 8 and 15), not this
-module's; the reward it enters is built in `rewards.py`."""
+"""How far the policy is from its reference, token by token, and who sets the price β of that distance; also the price
+of a step away from the policy that sampled. Which estimate may stand in a reward or in a loss is the configuration's to
+refuse (rules 8 and 15), not this module's; the reward it enters is built in `rewards.py`."""
 
 import math
 from typing import Literal, Protocol

@@ -206,7 +206,6 @@ def compute_ppo_total_loss(
     clip_value: bool = True,
     value_clip_ratio: float = 0.2,
     entropy: Float[Tensor, "*shape"] | None = None,
-    policy_loss: Float[Tensor, ""] | None = None,
     reduction: Reduction = "mean",
 ) -> dict[str, Float[Tensor, ""]]:
     """policy loss + `vf_coef`·value loss − `entropy_coef`·entropy, and the three parts.
@@ -218,7 +217,6 @@ def compute_ppo_total_loss(
         logits: [B, T, V] of the policy; `None` where `entropy` is given.
         entropy: [B, T] entropies in nats that are known already (`logprobs_and_entropy`), in place of
             `logits`.
-        policy_loss: a policy term that is made already, in place of `compute_ppo_loss`.
         mask, reduction: for all three parts.
 
     Returns:
@@ -229,8 +227,7 @@ def compute_ppo_total_loss(
 
     Source: Schulman et al. 2017, equation 9; seed 004; rule 15.
     """
-    if policy_loss is None:
-        policy_loss = compute_ppo_loss(policy_logprobs, old_logprobs, advantages, clip_ratio, mask, reduction=reduction)
+    policy_loss = compute_ppo_loss(policy_logprobs, old_logprobs, advantages, clip_ratio, mask, reduction=reduction)
     value_loss = compute_value_loss(
         values, returns, old_values, clip_value, value_clip_ratio, mask, reduction=reduction
     )
@@ -240,11 +237,22 @@ def compute_ppo_total_loss(
         entropy_term = _reduce(entropy, mask, reduction)
     else:
         raise ValueError("give the logits or the entropy of each token, one of the two")
+    return combine_losses(policy_loss, value_loss, entropy_term, vf_coef, entropy_coef)
+
+
+def combine_losses(
+    policy_loss: Float[Tensor, ""],
+    value_loss: Float[Tensor, ""],
+    entropy: Float[Tensor, ""],
+    vf_coef: float,
+    entropy_coef: float,
+) -> dict[str, Float[Tensor, ""]]:
+    """`total_loss` beside the three parts that it is made of; an entropy of weight 0 gets no gradient."""
     return {
-        "total_loss": policy_loss + vf_coef * value_loss - (entropy_coef * entropy_term if entropy_coef else 0.0),
+        "total_loss": policy_loss + vf_coef * value_loss - (entropy_coef * entropy if entropy_coef else 0.0),
         "policy_loss": policy_loss,
         "value_loss": value_loss,
-        "entropy": entropy_term,
+        "entropy": entropy,
     }
 
 

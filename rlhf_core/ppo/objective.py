@@ -14,11 +14,12 @@ from rlhf_core.ppo.actor_critic import ActorCritic
 from rlhf_core.ppo.kl import full_kl
 from rlhf_core.ppo.logprobs import logprobs_and_entropy
 from rlhf_core.ppo.losses import (
+    combine_losses,
     compute_kl_loss,
     compute_kl_penalty_loss,
     compute_policy_gradient_loss,
     compute_ppo_loss,
-    compute_ppo_total_loss,
+    compute_value_loss,
     importance_weights,
 )
 from rlhf_core.ppo.masked import masked_sum
@@ -113,22 +114,22 @@ class Pass:
 
 def losses_of(forward: Pass, config: PPOConfig, phase: Phase, prices: Prices, models: ActorCritic) -> dict[str, Tensor]:
     """`total_loss` and its parts, each summed over the real tokens of the rows."""
-    losses = compute_ppo_total_loss(
-        forward.logprobs,
-        forward.old_logprobs,
-        forward.advantages,
+    mask = forward.batch.mask
+    value_loss = compute_value_loss(
         forward.values,
         forward.returns,
-        logits=None,
-        entropy=forward.entropy,
-        policy_loss=policy_loss(forward, config, phase, prices),
-        vf_coef=config.vf_coef if config.has_critic else 0.0,
-        entropy_coef=config.entropy_coef,
-        old_values=forward.old_values,
-        clip_value=config.critic.clip_value,
-        value_clip_ratio=config.critic.value_clip,
-        mask=forward.batch.mask,
+        forward.old_values,
+        config.critic.clip_value,
+        config.critic.value_clip,
+        mask,
         reduction="sum",
+    )
+    losses = combine_losses(
+        policy_loss(forward, config, phase, prices),
+        value_loss,
+        masked_sum(forward.entropy, mask),
+        config.vf_coef if config.has_critic else 0.0,
+        config.entropy_coef,
     )
     if config.kl.penalty == "loss":
         losses["kl_loss"] = kl_loss(forward, config, models)

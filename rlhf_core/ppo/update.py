@@ -43,7 +43,7 @@ class UpdateStatistics:
     exploded: bool = False
     """A minibatch whose loss is not finite, and that `max_ratio` skips."""
     last_epoch: "UpdateStatistics | None" = None
-    """The same of the last epoch alone."""
+    """The same of the last epoch that was begun, alone."""
     grad_norms: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
     text_losses: list[float] = field(default_factory=list)
 
@@ -57,10 +57,8 @@ class UpdateStatistics:
         self.sums.update(zip(names, sums.tolist(), strict=True))
         self.ratio_max = max(processes.gather([self.ratio_max]))
 
-    def add(self, minibatch: "UpdateStatistics", opens_epoch: bool = False) -> None:
+    def add(self, minibatch: "UpdateStatistics") -> None:
         """Count another minibatch in."""
-        if opens_epoch:
-            self.last_epoch = UpdateStatistics()
         if self.last_epoch is not None:
             self.last_epoch.add(minibatch)
         for name, total in minibatch.sums.items():
@@ -80,7 +78,7 @@ class UpdateStatistics:
         }
         if self.text_losses:
             result["ptx_loss"] = sum(self.text_losses) / len(self.text_losses)
-        late = self if self.last_epoch is None else self.last_epoch
+        late = self.last_epoch if self.last_epoch and self.last_epoch.tokens else self
         return result | {
             "clip_fraction_last_epoch": late.mean("clip_fraction"),
             "ratio_max": self.ratio_max,
@@ -109,9 +107,11 @@ class Updater:
         phase = Phase.of(self.config, step)
         with self.models.training():
             for number, minibatch in enumerate(self._minibatches(rollout, step)):
+                if number % phase.minibatches(self.config) == 0:
+                    statistics.last_epoch = UpdateStatistics()
                 found = self._accumulate(rollout, credit, minibatch, phase, prices, check_ratio=number == 0)
                 if not found.exploded:
-                    statistics.add(found, opens_epoch=number % phase.minibatches(self.config) == 0)
+                    statistics.add(found)
                 if self._too_far(found):
                     statistics.stopped_early = True
                     self._drop_gradients()
