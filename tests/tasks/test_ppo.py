@@ -122,6 +122,9 @@ def test_a_text_for_ptx_is_read_from_data_raw(
     assert stage_main(finished, "ppo").code == 0
     header, row = (finished.root / "plots/ppo.csv").read_text(encoding="utf-8").splitlines()[:2]
     assert float(dict(zip(header.split(","), row.split(","), strict=True))["ptx_loss"]) > 0
+    finished.set("ppo.ptx.tokens", 10_000)
+    assert "longer than the model's context" in stage_main(finished, "ppo").stderr
+    finished.set("ppo.ptx.tokens", 8)
     finished.set("ppo.ptx.file", "../../params.yaml")
     assert "outside data/raw/" in stage_main(finished, "ppo").stderr
 

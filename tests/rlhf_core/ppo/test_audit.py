@@ -230,6 +230,27 @@ def test_only_what_a_small_problem_forces_is_changed() -> None:
     assert penalties == {"yours": 1.0, "audit": {"bandit": 0.0, "two_tokens": 1.0, "three_tokens": 1.0}}
 
 
+def test_what_the_tiny_models_do_not_have_is_replaced() -> None:
+    """Layers by the names of the user's architecture, and an engine that needs a GPU."""
+    config = block(lora={"rank": 2, "target_modules": ["q_proj"]}, engine="transformers_continuous")
+    problem = problems(config)[TWO]
+    assert build_trainer(config, problem, SEED).models.adapters
+    changed = changed_keys(config)
+    assert {"lora.target_modules", "engine"} <= set(changed)
+
+
+def test_grpo_with_the_kl_in_the_loss_rests_where_the_audit_says() -> None:
+    """β is then a price per unit of the normalised advantage: σ·β in units of the score."""
+    config = block(
+        advantage="grpo", samples_per_prompt=4, whiten_advantages=False, kl__penalty="loss", kl__estimator="full"
+    )
+    found = audit_problem(config, problems(config)[BANDIT], SEED, lambda *_: None)
+    assert found["total_variation_between"] > 0.3
+    assert found["total_variation_to_resting_point"] <= 0.1
+    assert found["gradient_bias"]["reference"]["critic"]["cosine"] > 0.999
+    assert found["gradient_bias"]["half_way"]["critic"]["relative_l2"] > 0.1
+
+
 @pytest.mark.parametrize(("minibatches", "epochs"), [(1, 1), (3, 2), (16, 4), (600, 1)])
 def test_any_division_of_the_batch_fits(minibatches: int, epochs: int) -> None:
     config = block(batch_size=minibatches * 2, minibatches=minibatches, ppo_epochs=epochs)

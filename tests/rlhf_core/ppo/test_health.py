@@ -51,9 +51,15 @@ def watch(ppo_values: Callable[..., dict[str, Any]]) -> Watch:
     """watch(rows, batch_size=…, **health) -> a Monitor that has seen them."""
 
     def build(
-        history: list[dict[str, float | None]], batch_size: int = 128, ppo_epochs: int = 2, **health: Any
+        history: list[dict[str, float | None]],
+        batch_size: int = 128,
+        ppo_epochs: int = 2,
+        objective: str = "clip",
+        **health: Any,
     ) -> Monitor:
-        config = ppo_values(batch_size=batch_size, ppo_epochs=ppo_epochs, health=health, kl={"horizon": 1000})
+        config = ppo_values(
+            batch_size=batch_size, ppo_epochs=ppo_epochs, objective=objective, health=health, kl={"horizon": 1000}
+        )
         monitor = Monitor(PPOConfig(**config))
         for row in history:
             monitor.observe(row)
@@ -288,3 +294,16 @@ def test_none_fires_on_the_healthy_demo(watch: Watch) -> None:
         row.setdefault("clip_fraction_last_epoch", 2 * (row["clip_fraction"] or 0.0))
     assert len(found) >= 40
     assert watch(found).alerts == []
+
+
+@pytest.mark.parametrize("objective", ["clip", "kl_penalty"])
+def test_clipping_is_an_illness_of_the_objective_that_clips(objective: str, watch: Watch) -> None:
+    history = rows(
+        20, clip_fraction=lambda _: 0.9, clip_fraction_last_epoch=lambda _: 0.9, reward_raw=noisy(lambda _: 1.0)
+    )
+    seen = {alert.name for alert in watch(history, objective=objective).alerts}
+    assert seen == ({"frozen_reward", "stale_data"} if objective == "clip" else set())
+
+
+def test_a_run_without_a_critic_has_none_that_diverges(watch: Watch) -> None:
+    assert watch(rows(30, value_loss=lambda _: None, explained_variance=lambda _: None)).alerts == []

@@ -132,6 +132,11 @@ def test_rule_14_a_minibatch_without_a_finite_loss_is_skipped_where_max_ratio_sa
     credit.weights[0] = float("nan")
     found = trainer.updater.run(rollout, credit, 0, Prices(0.1, 1.0))
     assert (found.skipped_minibatches, found.optimizer_steps) == (2, 2)
+    skipped, kept = ([i for rows in minibatch for i in rows] for minibatch in trainer.updater.plan(rollout, 0, 1))
+    trainer, credit = make_trainer(max_ratio=2.0), trainer.assign_credit(rollout, trainer.score(rollout))
+    credit.weights[skipped[0]] = float("nan")
+    last = trainer.updater.run(trainer.rollout(), credit, 0, Prices(0.1, 1.0)).last_epoch
+    assert last.tokens == sum(rollout.lengths[i] for i in kept)
     trainer = make_trainer(max_ratio=2.0)
     credit.weights[:] = float("nan")
     with pytest.raises(NonFiniteError, match="no minibatch"):

@@ -52,6 +52,17 @@ def test_the_policy_learns_the_text_and_forgets_it_without(make_trainer: MakeTra
     assert found[20.0] < found[0.0] - 1.0
 
 
+def test_the_critic_does_not_read_the_text(make_trainer: MakeTrainer) -> None:
+    read = []
+    for coef in (0.0, 1.0):
+        trainer = make_trainer(text=PIECES, ptx={**SETTINGS, "coef": coef})
+        passes: list[int] = []
+        trainer.models.critic.model.register_forward_hook(lambda *_, passes=passes: passes.append(1))
+        trainer.step()
+        read.append(len(passes))
+    assert read[0] == read[1] > 0
+
+
 def test_ptx_needs_a_text(make_trainer: MakeTrainer) -> None:
     with pytest.raises(ValueError, match="no text"):
         make_trainer(ptx=SETTINGS)

@@ -205,6 +205,7 @@ RESUMED: dict[str, dict[str, Any]] = {
     "warm-ups": {"critic": {"warmup_steps": 1}, "policy_gradient_steps": 1},
     "adaptive": {"kl": {"controller": "adaptive", "target": 50.0}},
     "kl_penalty": {"objective": "kl_penalty", "step_price": {"coef": 3.0, "target": 10.0}},
+    "running scale": {"score": {"normalise": False, "scale": "running"}},
     "full KL in the loss": {"kl": {"penalty": "loss", "estimator": "full"}},
     "stops": {"stop_kl": 1e-4, "max_ratio": 1.5, "dual_clip": 3.0, "importance_cap": 2.0},
 }

@@ -333,6 +333,25 @@ def test_a_policy_that_is_its_own_reference_is_refused(make_trainer: MakeTrainer
         ActorCritic(made.config, made.models.policy, made.models.policy, made.models.critic)
 
 
+def test_no_prompts_get_no_answers(make_trainer: MakeTrainer) -> None:
+    assert make_trainer().answer([]) == []
+
+
+def test_rule_18_what_the_critic_says_at_padding_stays_there(
+    make_trainer: MakeTrainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = make_trainer()
+    expected = trainer.rollout().old_values
+    forward = ActorCritic.forward
+
+    def noisy(models: ActorCritic, batch: Any) -> Any:
+        logits, values = forward(models, batch)
+        return logits, values.masked_fill(batch.mask == 0, float("nan"))
+
+    monkeypatch.setattr(ActorCritic, "forward", noisy)
+    assert torch.equal(trainer.rollout().old_values, expected)
+
+
 COLUMNS = {
     "step reward_raw score reward_shaped gold kl kl_k2 kl_k3 kl_full entropy clip_fraction value_clip_fraction",
     "advantage_abs policy_loss value_loss explained_variance grad_norm_policy grad_norm_critic response_tokens_mean",
