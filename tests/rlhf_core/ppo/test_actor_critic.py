@@ -89,6 +89,8 @@ def test_with_lora_only_adapters_and_heads_are_trained(make_trainer: MakeTrainer
         changed = {key for key, value in model.state_dict().items() if not torch.equal(value, before[name][key])}
         assert changed
         assert all("lora_" in key or key == "score.weight" for key in changed)
+        assert changed <= trainer.models.state_dict()[name].keys()
+        assert all("lora_" in key or key == "score.weight" for key in trainer.models.state_dict()[name])
 
 
 def test_the_finished_models_are_plain_folders(
