@@ -29,16 +29,16 @@ EVENTS = ("rename", "write", "line")
 VARIABLE = "LEASH_TEST_KILL"
 
 KILLER = """
-import json, os, signal, sys
+import json, os, signal, sys, time
 
 words = getattr(sys, "orig_argv", [])
 module = words[words.index("-m") + 1] if "-m" in words[:-1] else ""
 plan = json.loads(os.environ.get("LEASH_TEST_KILL", "{}"))
 
 
-def parent(pid):
+def stat(pid):
     with open(f"/proc/{pid}/stat") as file:
-        return int(file.read().rpartition(")")[2].split()[1])
+        return file.read().rpartition(")")[2].split()
 
 
 def is_dvc(pid):
@@ -54,8 +54,10 @@ def strike():
         os.killpg(os.getpgrp(), signal.SIGKILL)
     pid = os.getppid()
     while not is_dvc(pid):
-        pid = parent(pid)
+        pid = int(stat(pid)[1])
     os.kill(pid, signal.SIGKILL)
+    while os.path.exists(f"/proc/{pid}") and stat(pid)[0] not in "ZX":
+        time.sleep(0.01)
 
 
 def count(event):
@@ -116,7 +118,7 @@ LEAST = {
     "base": {"rename": 2, "write": 30, "line": 6},
     "sft": {"rename": 3, "write": 120, "line": 20},
     "preferences": {"rename": 3, "write": 8, "line": 4},
-    "reward": {"rename": 4, "write": 50, "line": 6},
+    "reward": {"rename": 4, "write": 20, "line": 4},
     "ppo": {"rename": 5, "write": 25, "line": 4},
     "evaluate": {"rename": 2, "write": 6, "line": 2},
 }
