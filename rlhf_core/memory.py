@@ -13,6 +13,7 @@ from typing import TypeVar
 
 import torch
 
+from rlhf_core import files
 from rlhf_core.errors import UserError
 
 Result = TypeVar("Result")
@@ -105,7 +106,8 @@ class Halving:
         free()
         self.done = True
         if self.marker is not None:
-            self.marker.touch()
+            with files.whole(self.marker) as place:
+                place.touch()
         self.tell(f"out of memory in {self.phase} with {rows} rows at once: half as many from here on{EXEMPT}")
 
     def until_it_fits(

@@ -106,9 +106,16 @@ def ppo(**changes: Any) -> tuple[PPOTrainer, list[str], Gradients]:
     return trainer, said, gradients
 
 
-@pytest.mark.parametrize("where", ["forward", "backward"])
 @pytest.mark.parametrize(
-    ("after", "minibatch"), [(0, 0), (1, 0), (2, 0), (4, 1), (7, 2)], ids=["first", "second", "text", "next", "epoch 2"]
+    ("after", "minibatch", "where"),
+    [
+        pytest.param(0, 0, "forward", id="the first pass"),
+        pytest.param(0, 0, "backward", id="the first pass, half-way back"),
+        pytest.param(1, 0, "backward", id="the second micro-batch"),
+        pytest.param(2, 0, "backward", id="the text"),
+        pytest.param(4, 1, "forward", id="the second minibatch"),
+        pytest.param(7, 2, "backward", id="the second epoch"),
+    ],
 )
 def test_ppo_halves_a_micro_batch_that_does_not_fit(after: int, minibatch: int, where: str) -> None:
     """Refused at a micro-batch of the first, second or third minibatch: the gradients before it are the same bytes, its
@@ -315,11 +322,13 @@ TrainStage = Callable[..., Outcome]
 
 @pytest.fixture
 def train_stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TrainStage:
-    """train_stage("sft", "folder", fits=2, after=0, where="forward", kill=0) -> the training of a stage, short of
-    memory where `fits` is given, interrupted after step `kill`."""
+    """train_stage("sft", "folder", fits=2, after=0, where="forward", kill=0, save=99) -> the training of a stage, short of
+    memory where `fits` is given, interrupted after step `kill`, with a checkpoint every `save` steps."""
     clip = GuardedTrainer._clip_grad_norm
 
-    def train(stage: str, folder: str, fits: int | None = None, kill: int = 0, **shortage: Any) -> Outcome:
+    def train(
+        stage: str, folder: str, fits: int | None = None, kill: int = 0, save: int = 99, **shortage: Any
+    ) -> Outcome:
         work, build = STAGES[stage]
         model = build()
         outcome = Outcome([], [], [], list(model.parameters()), Shortage(model, fits, **shortage) if fits else None)
@@ -333,7 +342,7 @@ def train_stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TrainStage:
                 raise KeyboardInterrupt
 
         monkeypatch.setattr(GuardedTrainer, "_clip_grad_norm", noted)
-        run = Run(tmp_path / folder, seed=3, report=report, checkpoint_every=1, exempt=outcome.said.append)
+        run = Run(tmp_path / folder, seed=3, report=report, checkpoint_every=save, exempt=outcome.said.append)
         with contextlib.suppress(KeyboardInterrupt):
             outcome.log = work(model, run)
         return outcome
@@ -341,15 +350,21 @@ def train_stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TrainStage:
     return train
 
 
-@pytest.mark.parametrize("where", ["forward", "backward"])
 @pytest.mark.parametrize(
-    ("stage", "fits", "after", "step"),
-    [("sft", 2, 0, 0), ("sft", 2, 1, 0), ("sft", 2, 3, 1), ("reward", 8, 0, 0), ("reward", 8, 1, 1)],
+    ("stage", "after", "step", "where"),
+    [
+        ("sft", 0, 0, "forward"),
+        ("sft", 1, 0, "backward"),
+        ("sft", 3, 1, "backward"),
+        ("reward", 0, 0, "backward"),
+        ("reward", 1, 1, "forward"),
+    ],
 )
 def test_a_training_step_halves_a_micro_batch_that_does_not_fit(
-    stage: str, fits: int, after: int, step: int, where: str, train_stage: TrainStage
+    stage: str, after: int, step: int, where: str, train_stage: TrainStage
 ) -> None:
     """In the first or second micro-batch of a step: the gradient of that step to 1e-5, and all numbers of the log."""
+    fits = STAGE_FITS[stage]
     whole, short = train_stage(stage, "whole"), train_stage(stage, "short", fits, after=after, where=where)
     assert short.shortage is not None
     assert short.shortage.refused == 1
@@ -370,7 +385,7 @@ def test_a_training_step_halves_a_micro_batch_that_does_not_fit(
 def test_a_training_that_continues_takes_halves_from_the_start(stage: str, train_stage: TrainStage) -> None:
     fits = STAGE_FITS[stage]
     whole = train_stage(stage, "whole", fits)
-    train_stage(stage, "cut", fits, kill=2)
+    train_stage(stage, "cut", fits, kill=2, save=1)
     rest = train_stage(stage, "cut", fits)
     assert rest.shortage is not None
     assert rest.shortage.refused == 0
@@ -379,8 +394,10 @@ def test_a_training_that_continues_takes_halves_from_the_start(stage: str, train
     assert all(torch.equal(one, two) for one, two in zip(rest.weights, whole.weights, strict=True))
 
 
-@pytest.mark.parametrize("where", ["forward", "backward"])
-@pytest.mark.parametrize(("stage", "key"), [("sft", "sft.micro_batch_size"), ("reward", "reward.max_tokens")])
+@pytest.mark.parametrize(
+    ("stage", "key", "where"),
+    [("sft", "sft.micro_batch_size", "backward"), ("reward", "reward.max_tokens", "forward")],
+)
 def test_a_training_stops_where_halves_do_not_fit(stage: str, key: str, where: str, train_stage: TrainStage) -> None:
     with pytest.raises(UserError, match=key) as stopped:
         train_stage(stage, "short", fits=1, where=where)
