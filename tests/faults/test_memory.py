@@ -322,8 +322,8 @@ TrainStage = Callable[..., Outcome]
 
 @pytest.fixture
 def train_stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TrainStage:
-    """train_stage("sft", "folder", fits=2, after=0, where="forward", kill=0, save=99) -> the training of a stage, short of
-    memory where `fits` is given, interrupted after step `kill`, with a checkpoint every `save` steps."""
+    """train_stage("sft", "folder", fits=2, after=0, where="forward", kill=0, save=99) -> the training of a stage, short
+    of memory where `fits` is given, interrupted after step `kill`, with a checkpoint every `save` steps."""
     clip = GuardedTrainer._clip_grad_norm
 
     def train(
