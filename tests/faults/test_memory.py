@@ -431,8 +431,9 @@ def test_what_counts_as_out_of_memory(error: Exception, memory: bool) -> None:
     def work() -> None:
         raise error
 
-    with pytest.raises(OutOfMemory if memory else type(error)):
+    with pytest.raises(OutOfMemory if memory else type(error)) as raised:
         attempt(work, lambda: 3)
+    assert raised.value.__context__ is None, "it would hold the failed pass"
 
 
 def test_a_failed_pass_is_freed_before_the_next() -> None:
