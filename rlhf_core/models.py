@@ -21,6 +21,7 @@ from transformers import (
 
 from rlhf_core.config.base import ScratchConfig
 from rlhf_core.errors import UserError
+from rlhf_core.finite import require_finite
 
 UNSTABLE_FILES = ("training_args.bin",)
 UNSTABLE_KEYS = {"tokenizer_config.json": ("local_files_only", "name_or_path"), "config.json": ("_name_or_path",)}
@@ -122,7 +123,9 @@ def context_length(model: PreTrainedModel) -> int:
 
 
 def save_checkpoint(folder: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Write a Hugging Face folder and remove from it whatever would differ between equal runs."""
+    """Write a Hugging Face folder and remove from it whatever would differ between equal runs. Raises NonFiniteError
+    for weights that hold NaN or infinity."""
+    require_finite(dict(model.named_parameters()), "weights")
     folder.mkdir(parents=True, exist_ok=True)
     model.save_pretrained(folder, safe_serialization=True)
     tokenizer.save_pretrained(folder)

@@ -5,10 +5,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_core.config.base import PretrainConfig
 from rlhf_core.errors import UserError
+from rlhf_core.guarded import GuardedTrainer
 from rlhf_core.training import Run, Schedule, train, trainer_arguments
 
 
@@ -35,8 +36,13 @@ def pretrain(
         weight_decay=0.0,
         max_steps=config.steps,
     )
-    trainer = Trainer(
-        model=model, args=trainer_arguments(run, schedule), train_dataset=blocks, data_collator=collate_blocks
+    trainer = GuardedTrainer(
+        run,
+        "base.pretrain.batch_size",
+        model=model,
+        args=trainer_arguments(run, schedule),
+        train_dataset=blocks,
+        data_collator=collate_blocks,
     )
     return train(trainer, run)
 

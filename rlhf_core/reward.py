@@ -4,7 +4,7 @@ All pairs of a prompt stand in one batch, and each response is read once, howeve
 (Ouyang et al. 2022): pairs spread over batches would show one response several times and overfit.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,10 +12,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 from torch.nn.functional import logsigmoid
-from transformers import PreTrainedModel, Trainer
+from transformers import PreTrainedModel
 
 from rlhf_core.batch import TokenBatch, pad_batch, sequence_scores
 from rlhf_core.config.reward import RewardConfig
+from rlhf_core.guarded import GuardedTrainer, Inputs
 from rlhf_core.lora import add_lora
 from rlhf_core.training import Run, Schedule, train, trainer_arguments
 
@@ -52,6 +53,8 @@ def train_reward_model(
         epochs=config.epochs,
     )
     trainer = PairTrainer(
+        run,
+        "reward.batch_size, reward.max_tokens or preferences.samples_per_prompt",
         model=model,
         args=trainer_arguments(run, schedule),
         train_dataset=list(comparisons),
@@ -70,7 +73,8 @@ class PairCollator:
     pad_id: int
 
     def __call__(self, comparisons: Sequence[Comparison]) -> dict[str, Tensor]:
-        """The batch's tensors plus chosen [pairs] and rejected [pairs], row indices."""
+        """The batch's tensors, chosen [pairs] and rejected [pairs] as row indices, and owner [rows], which prompt a
+        row answers."""
         prompts = [c.prompt for c in comparisons for _ in c.responses]
         responses = [r for c in comparisons for r in c.responses]
         starts = [sum(len(c.responses) for c in comparisons[:i]) for i in range(len(comparisons))]
@@ -82,21 +86,37 @@ class PairCollator:
             "mask": batch.mask,
             "chosen": torch.tensor([better for better, _ in pairs]),
             "rejected": torch.tensor([worse for _, worse in pairs]),
+            "owner": torch.tensor([i for i, c in enumerate(comparisons) for _ in c.responses]),
         }
 
 
-class PairTrainer(Trainer):
+class PairTrainer(GuardedTrainer):
     """A Trainer whose loss is Bradley-Terry over the pairs of the batch."""
 
-    def compute_loss(
-        self, model: PreTrainedModel, inputs: dict[str, Tensor], return_outputs: bool = False, **unused: Any
-    ) -> Any:
+    def compute_loss(self, model: PreTrainedModel, inputs: Inputs, return_outputs: bool = False, **unused: Any) -> Any:
         """The mean loss over the batch's pairs; logs the share that the model already orders rightly."""
         scores = sequence_scores(model, TokenBatch(inputs["input_ids"], inputs["attention_mask"], inputs["mask"]))
         chosen, rejected = scores[inputs["chosen"]], scores[inputs["rejected"]]
-        self.accuracy = (chosen > rejected).float().mean().item()
-        loss = bradley_terry_loss(chosen, rejected)
+        before = 0.0 if inputs["owner"][0] == 0 else self.accuracy
+        self.accuracy: float = before + self.share * (chosen > rejected).float().mean().item()
+        loss = self.share * bradley_terry_loss(chosen, rejected)
         return (loss, {"scores": scores}) if return_outputs else loss
+
+    def rows(self, inputs: Inputs) -> int:
+        """Prompts; the responses to one stay together."""
+        owner = inputs["owner"]
+        return int(owner[-1] - owner[0]) + 1
+
+    def halves(self, inputs: Inputs, num_items: Any) -> Iterator[tuple[Inputs, float]]:
+        """The pairs of the first prompts and those of the others, each with its share of all pairs."""
+        owner, pairs = inputs["owner"], len(inputs["chosen"])
+        prompts = self.rows(inputs)
+        for places in torch.arange(prompts).tensor_split(min(2, prompts)):
+            rows = (owner >= places[0]) & (owner <= places[-1])
+            first, mine = int(rows.nonzero()[0]), rows[inputs["chosen"]]
+            half = {name: inputs[name][rows] for name in ("input_ids", "attention_mask", "mask", "owner")}
+            half |= {name: inputs[name][mine] - first for name in ("chosen", "rejected")}
+            yield half, int(mine.sum()) / pairs
 
     def log(self, logs: dict[str, float], *arguments: Any, **options: Any) -> None:
         """Add the batch accuracy to each training log event."""

@@ -24,6 +24,11 @@ class Answers:
     prompt_ids: Sequence[Sequence[int]]
     response_ids: Sequence[Sequence[int]]
 
+    def at(self, rows: Sequence[int]) -> "Answers":
+        """Those at the given places."""
+        parts = (self.prompts, self.texts, self.prompt_ids, self.response_ids)
+        return Answers(*([part[i] for i in rows] for part in parts))  # type: ignore[arg-type]
+
 
 class Scorer(Protocol):
     """Gives each answer a raw score; higher is better."""

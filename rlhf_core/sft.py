@@ -10,14 +10,14 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import PreTrainedModel, Trainer, TrainerCallback
+from transformers import PreTrainedModel, TrainerCallback
 
 from rlhf_core import files
 from rlhf_core.batch import pad_batch, response_logits
 from rlhf_core.config.sft import SFTConfig
+from rlhf_core.errors import NonFiniteError
+from rlhf_core.guarded import IGNORED, GuardedTrainer
 from rlhf_core.training import Run, Schedule, train, trainer_arguments
-
-IGNORED = -100
 
 
 @dataclass(frozen=True)
@@ -60,6 +60,8 @@ def fine_tune(
     arguments = trainer_arguments(run, schedule, eval_strategy="steps", eval_steps=config.evaluate_every)
     best = KeepBest(run.state_dir / "best.safetensors", config.patience)
     trainer = ResponseTrainer(
+        run,
+        "sft.micro_batch_size or sft.max_tokens",
         model=model,
         args=arguments,
         train_dataset=list(training),
@@ -97,13 +99,17 @@ class Collator:
         return {"input_ids": ids, "attention_mask": attention, "labels": labels}
 
 
-class ResponseTrainer(Trainer):
+class ResponseTrainer(GuardedTrainer):
     """A Trainer whose evaluation is the exact mean over response tokens, not a mean of batch means."""
 
     def evaluate(self, *arguments: Any, **options: Any) -> dict[str, float]:
-        """Measure the validation loss, log it and tell the callbacks."""
-        pad_id, rows = self.data_collator.pad_id, self.args.per_device_train_batch_size
+        """Measure the validation loss, log it and tell the callbacks. Raises NonFiniteError where it is not finite."""
+        pad_id, rows = self.data_collator.pad_id, self.halving.of(self.args.per_device_train_batch_size)
         loss = response_loss(self.model, self.eval_dataset, pad_id, rows)
+        if not math.isfinite(loss):
+            raise NonFiniteError(
+                f"step {self.state.global_step}: the validation loss is {loss}; lower the learning rate"
+            )
         metrics = {"eval_loss": loss}
         self.log({"validation_loss": loss, **metrics})
         self.control: Any = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)

@@ -58,6 +58,8 @@ class Run:
     stopping: Stopping = NeverStops()  # noqa: RUF009 - it has no state
     """Asked after each step; once it says yes, a checkpoint is written and KeyboardInterrupt raised."""
     say: Say = print
+    exempt: Say = print
+    """Hears why the run cannot promise the bytes of another one."""
 
 
 @dataclass(frozen=True)

@@ -29,15 +29,17 @@ class TextMix:
     pad_id: int
     seed: int
 
-    def losses(self, models: ActorCritic, step: int, minibatch: int, processes: Processes) -> Iterator[Tensor]:
+    def losses(
+        self, models: ActorCritic, step: int, minibatch: int, processes: Processes, rows: int | None = None
+    ) -> Iterator[Tensor]:
         """The loss of each micro-batch of this process, in nats per token of the whole minibatch: their sum over all
-        processes is the mean over its tokens. To be multiplied by `coef`."""
+        processes is the mean over its tokens. To be multiplied by `coef`. `rows` may make the micro-batches smaller."""
         draw = stream(self.seed, TEXT, step, minibatch).integers(len(self.pieces), size=self.batch_size)
         chosen = [self.pieces[i] for i in draw]
         tokens = sum(len(piece) - 1 for piece in chosen)
-        mine = processes.share(chosen)
-        for start in range(0, len(mine), self.micro_batch_size):
-            batch = self._batch(mine[start : start + self.micro_batch_size], processes.device)
+        mine, rows = processes.share(chosen), rows or self.micro_batch_size
+        for start in range(0, len(mine), rows):
+            batch = self._batch(mine[start : start + rows], processes.device)
             yield -logprobs_and_entropy(models.policy_logits(batch), batch.actions, mask=batch.mask)[0].sum() / tokens
 
     def _batch(self, pieces: Sequence[Piece], device: torch.device) -> TokenBatch:

@@ -1,14 +1,19 @@
 """From answers to one number each: the scorer's, as PPO uses it (rule 12), and the hidden judge's, which is watched and
 never trained on."""
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from rlhf_core.config.ppo import ScoreConfig
+from rlhf_core.errors import NonFiniteError
 from rlhf_core.judges import Judge
+from rlhf_core.memory import Halving
 from rlhf_core.ppo.processes import Processes
 from rlhf_core.ppo.rewards import RunningScale, normalise_scores, penalise_missing_eos
 from rlhf_core.ppo.rollout import Rollout, Scores
@@ -31,15 +36,34 @@ class Scoring:
     scorer: Scorer
     normalisation: ScoreNormalisation
     judge: Judge | None
+    halving: Halving
+    batch_size: int
+    """Answers that the scorer reads at once."""
     scale: RunningScale = field(default_factory=RunningScale)
 
     def __call__(self, rollout: Rollout, processes: Processes) -> Scores:
-        """Score whole answers; each process scores its share."""
-        scored = processes.spread(range(len(rollout.response_ids)), lambda rows: self._score(rollout, rows))
+        """Score whole answers; each process scores its share. Raises NonFiniteError for a score that is no number."""
+
+        def work(rows: list[int]) -> list[tuple[float, float | None]]:
+            fitting = partial(self._score, rollout)
+            return self.halving.in_pieces(rows, self.batch_size, fitting, processes.gather)
+
+        scored = processes.spread(range(len(rollout.response_ids)), work)
+        require_numbers([score for score, _ in scored])
         raw = torch.tensor([score for score, _ in scored], dtype=torch.float32, device=rollout.mask.device)
         gold = [g for _, g in scored if g is not None]
         used = penalise_missing_eos(self._use(raw), rollout.ended, self.config.missing_eos_penalty)
         return Scores(raw, used, gold if self.judge else None)
+
+    def raw(self, answers: Answers, processes: Processes) -> list[float]:
+        """The scorer's numbers for all answers, in every process. Raises NonFiniteError for one that is none."""
+
+        def work(rows: list[int]) -> list[float]:
+            return self.scorer(answers.at(rows)) if rows else []
+
+        found = self.halving.in_pieces(range(len(answers.texts)), self.batch_size, work, processes.gather)
+        require_numbers(found)
+        return found
 
     def _score(self, rollout: Rollout, rows: list[int]) -> list[tuple[float, float | None]]:
         prompts, texts = [rollout.prompts[i] for i in rows], [rollout.texts[i] for i in rows]
@@ -54,3 +78,12 @@ class Scoring:
             return normalise_scores(raw, self.normalisation.mean, self.normalisation.std, self.config.clip)
         used = self.scale(raw) if self.config.scale == "running" else raw
         return used.clamp(-self.config.clip, self.config.clip)
+
+
+def require_numbers(scores: Sequence[float]) -> None:
+    """Raise NonFiniteError when an answer's raw score is NaN or infinite."""
+    if bad := [score for score in scores if not math.isfinite(score)]:
+        raise NonFiniteError(
+            f"the reward model scores {len(bad)} of {len(scores)} answers with {bad[0]}; "
+            "train it anew with a lower reward.learning_rate"
+        )

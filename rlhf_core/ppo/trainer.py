@@ -15,13 +15,13 @@ from transformers import PreTrainedTokenizerBase
 from rlhf_core.chat import Conversation
 from rlhf_core.config.ppo import PPOConfig
 from rlhf_core.engines import engine_of
+from rlhf_core.finite import at_step, require_finite
 from rlhf_core.judges import Judge
+from rlhf_core.memory import Halving, Say
 from rlhf_core.ppo.actor_critic import ActorCritic
 from rlhf_core.ppo.credit import assign_credit
 from rlhf_core.ppo.diagnostics import step_row
 from rlhf_core.ppo.kl import AdaptiveKLController, FixedKLController, KLController, StepPrice
-from rlhf_core.ppo.logprobs import compare_logprobs
-from rlhf_core.ppo.masked import zero_padding
 from rlhf_core.ppo.objective import Phase, Prices
 from rlhf_core.ppo.optimizers import build_optimizers, schedule
 from rlhf_core.ppo.plan import ROLLOUT, SAMPLES, prompts_of_step
@@ -35,6 +35,14 @@ from rlhf_core.scorers import Answers, Scorer
 from rlhf_core.tokenizer import decode_response, encode_prompt, stop_ids
 
 Row = dict[str, float | None]
+
+KEYS = {
+    "sampling": "ppo.sampler_rows or ppo.max_new_tokens",
+    "scoring": "ppo.micro_batch_size or ppo.max_new_tokens",
+    "the update": "ppo.micro_batch_size, ppo.micro_batch_tokens or ppo.max_new_tokens, "
+    "or switch ppo.gradient_checkpointing on",
+}
+"""Phases of a step, and what a user can lower where one does not fit into memory."""
 
 
 class PPOTrainer:
@@ -60,12 +68,26 @@ class PPOTrainer:
         """What samples; another engine may be put in its place before the first step."""
         self.prompts = list(prompts)
         self.prompt_ids = [encode_prompt(tokenizer, prompt) for prompt in prompts]
-        self.scoring = Scoring(config.score, scorer, normalisation, judge)
+        self.exempt: Say = print
+        """Hears why the run cannot promise the bytes of another one; set before `load_state_dict`."""
+        self.halvings = {phase: Halving(phase, keys, lambda text: self.exempt(text)) for phase, keys in KEYS.items()}
+        self.scoring = Scoring(
+            config.score, scorer, normalisation, judge, self.halvings["scoring"], config.micro_batch_size
+        )
         self.controller = _controller(config)
         self.step_price = StepPrice(config.step_price.coef, config.step_price.target)
         self.optimizers = build_optimizers(models.trained(), config)
         self.schedulers = {name: schedule(optimizer, config) for name, optimizer in self.optimizers.items()}
-        self.updater = Updater(models, self.optimizers, config, self.pad_id, seed, self.processes, self._text_mix(text))
+        self.updater = Updater(
+            models,
+            self.optimizers,
+            config,
+            self.pad_id,
+            seed,
+            self.processes,
+            self.halvings["the update"],
+            self._text_mix(text),
+        )
         self.steps_done = 0
         self.seconds: dict[str, float] = {}
         """Seconds of each phase of the last step; for people, never for results."""
@@ -76,7 +98,17 @@ class PPOTrainer:
         return int(self.tokenizer.pad_token_id)
 
     def step(self) -> Row:
-        """One PPO step. Returns its diagnostics."""
+        """One PPO step. Returns its diagnostics. Raises NonFiniteError, naming the step, for a score, loss or gradient
+        that is NaN or infinite, and UserError when half a batch does not fit into memory."""
+        with at_step(self.steps_done + 1):
+            return self._step()
+
+    @property
+    def halved(self) -> bool:
+        """Whether memory made batches smaller than planned: such a run is exempt from byte identity."""
+        return any(halving.done for halving in self.halvings.values())
+
+    def _step(self) -> Row:
         rollout = self._timed("rollout", self.rollout)
         scores = self._timed("scoring", self.score, rollout)
         credit = self.assign_credit(rollout, scores)
@@ -119,22 +151,8 @@ class PPOTrainer:
             ref_kl=torch.zeros_like(mask),
             old_values=torch.zeros_like(mask),
         )
-        self._read_models(rollout)
+        self.updater.read(rollout, self.steps_done)
         return rollout
-
-    def _read_models(self, rollout: Rollout) -> None:
-        """Fill in π_old, π_ref and V, in the micro-batches of epoch 0, so that the first ratio is 1 (rule 7)."""
-        tables = (rollout.old_logprobs, rollout.ref_logprobs, rollout.ref_kl, rollout.old_values)
-        for minibatch in self.updater.plan(rollout, self.steps_done, 0):
-            for rows in self.processes.share(minibatch):
-                batch = rollout.batch(rows, self.pad_id)
-                logits, values = self.models.forward(batch)
-                found = compare_logprobs(
-                    logits, self.models.reference_logits(batch), batch.actions, self.config.temperature, batch.mask
-                )
-                for table, part in zip(tables, (*found, zero_padding(values, batch.mask)), strict=True):
-                    table[rows, : batch.time] = part
-        self.processes.add_up(tables)
 
     def score(self, rollout: Rollout) -> Scores:
         """Score whole answers (rule 12)."""
@@ -152,7 +170,8 @@ class PPOTrainer:
         keys = [(self.seed, SAMPLES, self.steps_done, place) for place in range(len(prompts))]
         sampled = self._sample(prompt_ids, keys)
         texts = self._texts(sampled)
-        rewards = self.scoring.scorer(Answers(prompts, texts, prompt_ids, sampled.responses))
+        with at_step(self.steps_done):
+            rewards = self.scoring.raw(Answers(prompts, texts, prompt_ids, sampled.responses), self.processes)
         judge = self.scoring.judge
         gold = judge.score(prompts, texts) if judge else [None] * len(texts)
         return [
@@ -168,7 +187,11 @@ class PPOTrainer:
                 drawn = self.engine(self.models.policy, [prompt_ids[i] for i in rows], [keys[i] for i in rows])
             return list(zip(drawn.responses, drawn.logprobs, drawn.ended, strict=True))
 
-        responses, logprobs, ended = zip(*self.processes.spread(range(len(keys)), work), strict=True)
+        def fitting(rows: list[int]) -> list[tuple[list[int], list[float], bool]]:
+            at_once = self.config.sampler_rows or self.config.batch_size
+            return self.halvings["sampling"].in_pieces(rows, at_once, work, self.processes.gather)
+
+        responses, logprobs, ended = zip(*self.processes.spread(range(len(keys)), fitting), strict=True)
         return Sampled(list(responses), list(logprobs), list(ended))
 
     def _diagnose(self, rollout: Rollout, scores: Scores, credit: Credit, statistics: UpdateStatistics) -> Row:
@@ -198,9 +221,12 @@ class PPOTrainer:
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that the next step depends on; prompt order, minibatch order and noise are functions of the
-        step."""
+        step. Raises NonFiniteError when NaN or infinity stands in it: nothing to go on from."""
         parts = self._stateful()
-        return {"steps_done": self.steps_done} | {name: part.state_dict() for name, part in parts.items()}
+        state = {"steps_done": self.steps_done} | {name: part.state_dict() for name, part in parts.items()}
+        with at_step(self.steps_done):
+            require_finite(state)
+        return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where `state_dict` was taken."""
@@ -212,6 +238,7 @@ class PPOTrainer:
         named: dict[str, Any] = {f"optimizer_{name}": part for name, part in self.optimizers.items()}
         named |= {f"scheduler_{name}": part for name, part in self.schedulers.items()}
         named |= {"controller": self.controller, "step_price": self.step_price, "score_scale": self.scoring.scale}
+        named |= {f"halving {phase}": part for phase, part in self.halvings.items()}
         return {"models": self.models} | named
 
 

@@ -4,15 +4,18 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from rlhf_core.config.ppo import PPOConfig
 from rlhf_core.errors import NonFiniteError, UserError
+from rlhf_core.memory import Halving, OutOfMemory, attempt
 from rlhf_core.ppo.actor_critic import ActorCritic
+from rlhf_core.ppo.logprobs import compare_logprobs
 from rlhf_core.ppo.losses import approx_kl, clip_fraction, ratio_max, value_clip_fraction
-from rlhf_core.ppo.masked import masked_mean
+from rlhf_core.ppo.masked import masked_mean, zero_padding
 from rlhf_core.ppo.objective import Pass, Phase, Prices, losses_of
 from rlhf_core.ppo.optimizers import Optimizers
 from rlhf_core.ppo.plan import micro_batches, minibatches_of_epoch
@@ -24,6 +27,9 @@ FIRST_RATIO_TOLERANCE = 1e-4
 """Largest |log π_θ − log π_old| at the first minibatch, float32 (rule 7)."""
 BFLOAT16_TOLERANCE = 1e-2
 """The same in the mean, for bfloat16."""
+
+Problem = UserError | OutOfMemory
+"""What one process meets and all have to know."""
 
 
 class RatioError(UserError):
@@ -59,6 +65,7 @@ class UpdateStatistics:
 
     def add(self, minibatch: "UpdateStatistics") -> None:
         """Count another minibatch in."""
+        self.text_losses += minibatch.text_losses
         if self.last_epoch is not None:
             self.last_epoch.add(minibatch)
         for name, total in minibatch.sums.items():
@@ -98,6 +105,7 @@ class Updater:
     pad_id: int
     seed: int
     processes: Processes
+    halving: Halving
     text: TextMix | None = None
 
     def run(self, rollout: Rollout, credit: Credit, step: int, prices: Prices) -> UpdateStatistics:
@@ -106,10 +114,10 @@ class Updater:
         statistics = UpdateStatistics(grad_norms={name: [] for name in self.optimizers})
         phase = Phase.of(self.config, step)
         with self.models.training():
-            for number, minibatch in enumerate(self._minibatches(rollout, step)):
-                if number % phase.minibatches(self.config) == 0:
+            for number, (first, minibatch) in enumerate(self._minibatches(rollout, step)):
+                if first:
                     statistics.last_epoch = UpdateStatistics()
-                found = self._accumulate(rollout, credit, minibatch, phase, prices, check_ratio=number == 0)
+                found = self._gradient(rollout, credit, minibatch, step, number, prices)
                 if not found.exploded:
                     statistics.add(found)
                 if self._too_far(found):
@@ -120,26 +128,78 @@ class Updater:
                     statistics.skipped_minibatches += 1
                     self._drop_gradients()
                     continue
-                if self.text is not None and phase.policy:
-                    self._mix_text(self.text, statistics, step, number)
-                self._step_optimizers(statistics, step, phase)
+                self._step_optimizers(statistics, phase)
         if statistics.tokens == 0:
-            raise NonFiniteError(f"step {step + 1}: no minibatch has a finite loss; lower the learning rate")
+            raise NonFiniteError("no minibatch has a finite loss; lower the learning rate")
         return statistics
 
     def plan(self, rollout: Rollout, step: int, epoch: int) -> list[list[list[int]]]:
         """Minibatches of micro-batches of rows for one epoch."""
-        config, responses = self.config, len(rollout.response_ids)
-        minibatches = Phase.of(config, step).minibatches(config)
-        rows = min(config.micro_batch_size, max(1, -(-responses // minibatches // self.processes.count)))
-        return [
-            micro_batches(minibatch, rollout.widths, rows, config.micro_batch_tokens)
-            for minibatch in minibatches_of_epoch(responses, minibatches, self.seed, step, epoch)
-        ]
+        return [self._micro_batches(rollout, minibatch, step) for minibatch in self._epoch(rollout, step, epoch)]
 
-    def _minibatches(self, rollout: Rollout, step: int) -> Iterator[list[list[int]]]:
+    @torch.no_grad()
+    def read(self, rollout: Rollout, step: int) -> None:
+        """Fill in π_old, π_ref and V, in the micro-batches of epoch 0, so that the first ratio is 1 (rule 7)."""
+        tables = (rollout.old_logprobs, rollout.ref_logprobs, rollout.ref_kl, rollout.old_values)
+
+        def work() -> None:
+            for table in tables:
+                table.zero_()
+            for minibatch in self.plan(rollout, step, 0):
+                for rows in self.processes.share(minibatch):
+                    attempt(partial(self._read_rows, rollout, rows, tables), partial(len, rows))
+
+        self.halving.until_it_fits(work, gather=self.processes.gather)
+        self.processes.add_up(tables)
+
+    def _read_rows(self, rollout: Rollout, rows: list[int], tables: Sequence[Tensor]) -> None:
+        batch = rollout.batch(rows, self.pad_id)
+        logits, values = self.models.forward(batch)
+        found = compare_logprobs(
+            logits, self.models.reference_logits(batch), batch.actions, self.config.temperature, batch.mask
+        )
+        for table, part in zip(tables, (*found, zero_padding(values, batch.mask)), strict=True):
+            table[rows, : batch.time] = part
+
+    def _minibatches(self, rollout: Rollout, step: int) -> Iterator[tuple[bool, list[int]]]:
+        """The rows of each minibatch, and whether it is the first of its epoch."""
         for epoch in range(Phase.of(self.config, step).epochs(self.config)):
-            yield from self.plan(rollout, step, epoch)
+            for place, minibatch in enumerate(self._epoch(rollout, step, epoch)):
+                yield place == 0, minibatch
+
+    def _epoch(self, rollout: Rollout, step: int, epoch: int) -> list[list[int]]:
+        minibatches = Phase.of(self.config, step).minibatches(self.config)
+        return minibatches_of_epoch(len(rollout.response_ids), minibatches, self.seed, step, epoch)
+
+    def _micro_batches(self, rollout: Rollout, minibatch: Sequence[int], step: int) -> list[list[int]]:
+        """As large as the settings and the memory allow."""
+        config, responses = self.config, len(rollout.response_ids)
+        share = -(-responses // Phase.of(config, step).minibatches(config) // self.processes.count)
+        rows = self.halving.of(min(config.micro_batch_size, max(1, share)))
+        tokens = config.micro_batch_tokens and self.halving.of(config.micro_batch_tokens)
+        return micro_batches(minibatch, rollout.widths, rows, tokens)
+
+    def _gradient(
+        self, rollout: Rollout, credit: Credit, minibatch: Sequence[int], step: int, number: int, prices: Prices
+    ) -> UpdateStatistics:
+        """Add up the gradient of a minibatch, the text in it unless it is to be skipped. Raises UserError when half a
+        micro-batch does not fit.
+
+        When a micro-batch fails, some of its gradient may have been added already: the whole minibatch is dropped and
+        computed again in halves, and what the first one is compared with (rule 7) is read again like that, too.
+        """
+        phase, begun = Phase.of(self.config, step), self.halving.done
+
+        def work() -> UpdateStatistics:
+            if number == 0 and self.halving.done and not begun:
+                self.read(rollout, step)
+            micro = self._micro_batches(rollout, minibatch, step)
+            found = self._accumulate(rollout, credit, micro, phase, prices, check_ratio=number == 0)
+            if self.text is not None and phase.policy and not self._too_far(found) and not self._explodes(found):
+                found.text_losses.append(self._mix_text(self.text, step, number))
+            return found
+
+        return self.halving.until_it_fits(work, self._drop_gradients)
 
     def _accumulate(
         self,
@@ -153,24 +213,34 @@ class Updater:
         """Add up the gradient of one minibatch: Σ over its real tokens / number of its real tokens, over its
         micro-batches and all processes (rule 13). The gradients themselves are added up at the optimiser's step."""
         statistics = UpdateStatistics(tokens=sum(len(rollout.response_ids[i]) for rows in minibatch for i in rows))
-        problem: UserError | None = None
+
+        def one_pass(rows: Sequence[int]) -> None:
+            forward = Pass.over(rows, rollout, credit, self.models, self.config.temperature, self.pad_id)
+            if check_ratio and self.config.check_ratio:
+                self._require_same_policy(forward)
+            losses = losses_of(forward, self.config, phase, prices, self.models)
+            self._backward(losses["total_loss"] / statistics.tokens)
+            self._record(statistics, losses, forward)
+
+        problem: Problem | None = None
         try:
             for rows in self.processes.share(minibatch):
-                forward = Pass.over(rows, rollout, credit, self.models, self.config.temperature, self.pad_id)
-                if check_ratio and self.config.check_ratio:
-                    require_same_policy(
-                        forward.logprobs, forward.old_logprobs, forward.batch.mask, self.config.precision
-                    )
-                losses = losses_of(forward, self.config, phase, prices, self.models)
-                self._backward(losses["total_loss"] / statistics.tokens)
-                self._record(statistics, losses, forward)
-        except (NonFiniteError, RatioError) as error:
+                attempt(partial(one_pass, rows), partial(len, rows))
+        except (NonFiniteError, RatioError, OutOfMemory) as error:
             problem = error
         statistics.exploded = self._agree(problem)
         statistics.add_up(self.processes)
         return statistics
 
-    def _agree(self, problem: UserError | None) -> bool:
+    def _require_same_policy(self, forward: Pass) -> None:
+        try:
+            require_same_policy(forward.logprobs, forward.old_logprobs, forward.batch.mask, self.config.precision)
+        except RatioError:
+            if torch.isfinite(forward.logprobs).all():
+                raise
+            raise NonFiniteError("the policy's log-probabilities are not finite; lower the learning rate") from None
+
+    def _agree(self, problem: Problem | None) -> bool:
         """Raise in every process what one of them met; a loss that is not finite is only told where `max_ratio` skips
         such minibatches."""
         problems = [met for met in self.processes.gather([problem]) if met is not None]
@@ -184,13 +254,26 @@ class Updater:
             raise NonFiniteError(f"the loss is {loss.item()}; lower the learning rate or clip the score")
         loss.backward()  # type: ignore[no-untyped-call]
 
-    def _mix_text(self, text: TextMix, statistics: UpdateStatistics, step: int, minibatch: int) -> None:
+    def _mix_text(self, text: TextMix, step: int, minibatch: int) -> float:
+        """Add the gradient of the text; returns its loss, nats per token. Raises in every process what one met."""
         total = torch.zeros((), device=self.processes.device)
-        for loss in text.losses(self.models, step, minibatch, self.processes):
-            self._backward(text.coef * loss)
-            total += loss.detach()
-        self.processes.add_up([total])
-        statistics.text_losses.append(total.item())
+        rows = self.halving.of(min(text.micro_batch_size, text.batch_size))
+
+        def passes() -> None:
+            for loss in text.losses(self.models, step, minibatch, self.processes, rows):
+                self._backward(text.coef * loss)
+                total.add_(loss.detach())
+
+        problem: Problem | None = None
+        try:
+            attempt(passes, lambda: rows)
+        except (NonFiniteError, OutOfMemory) as error:
+            problem = error
+        met = self.processes.gather([(problem, total.item())])
+        for found, _ in met:
+            if found is not None:
+                raise found
+        return torch.tensor([loss for _, loss in met]).sum().item()
 
     @torch.no_grad()
     def _record(self, statistics: UpdateStatistics, losses: dict[str, Tensor], forward: Pass) -> None:
@@ -223,7 +306,7 @@ class Updater:
         for optimizer in self.optimizers.values():
             optimizer.zero_grad(set_to_none=True)
 
-    def _step_optimizers(self, statistics: UpdateStatistics, step: int, phase: Phase) -> None:
+    def _step_optimizers(self, statistics: UpdateStatistics, phase: Phase) -> None:
         """Add up the processes' gradients, clip each model's by its global norm (rule 16), and step each optimiser; the
         policy's stands still while only the critic learns."""
         for name, parameters in self.models.trained().items():
@@ -233,9 +316,7 @@ class Updater:
             self._add_up_gradients(parameters)
             norm = torch.nn.utils.clip_grad_norm_(parameters, self.config.optimizer.max_grad_norm).item()
             if not math.isfinite(norm):
-                raise NonFiniteError(
-                    f"step {step + 1}: the gradient norm of the {name} is {norm}; lower the learning rate"
-                )
+                raise NonFiniteError(f"the gradient norm of the {name} is {norm}; lower the learning rate")
             statistics.grad_norms[name].append(norm)
         for name, optimizer in self.optimizers.items():
             if name != "policy" or phase.policy:

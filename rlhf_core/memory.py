@@ -1,0 +1,161 @@
+"""Out of memory: how libraries say it, how what a failed pass held is freed, and the one halving that a run is allowed.
+
+Who computes (PPO, the Trainers) calls its passes through `attempt` and plans its rows with a `Halving`; nothing here
+knows a model or a loss.
+"""
+
+import gc
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+
+from rlhf_core import files
+from rlhf_core.errors import UserError
+
+Result = TypeVar("Result")
+Say = Callable[[str], None]
+Gather = Callable[[list[int]], list[int]]
+"""The lists of all processes, one after the other."""
+
+SIGNS = (
+    "can't allocate memory",
+    "not enough memory",
+    "out of memory",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "CUDNN_STATUS_ALLOC_FAILED",
+    "std::bad_alloc",
+)
+"""How allocators word it in a RuntimeError: the CPU's on Linux and on Windows, the driver's, cuBLAS, cuDNN, C++."""
+
+EXEMPT = "; the result is the same up to rounding, and this run is exempt from byte identity"
+
+
+class OutOfMemory(Exception):
+    """A pass over `rows` rows did not fit. Holds nothing of the failed pass."""
+
+    def __init__(self, rows: int) -> None:
+        super().__init__(rows)
+        self.rows = rows
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether a device's or the CPU's allocator refused."""
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in SIGNS)
+
+
+def attempt(work: Callable[[], Result], rows: Callable[[], int]) -> Result:
+    """`work()`, a pass over `rows()` rows. Raises OutOfMemory in place of whatever the allocator raised.
+
+    The new error is raised outside the handler: a chained one would hold the frames of the failed pass, and with them
+    its activations.
+    """
+    try:
+        return work()
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+    raise OutOfMemory(rows())
+
+
+def free() -> None:
+    """Give back what a failed pass held."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+@dataclass
+class Halving:
+    """Whether the batches of a phase are halved: not at first; from the first pass that does not fit to the end of the
+    run. The gradient is the same up to rounding, so such a run is exempt from byte identity, which `tell` hears.
+
+    Args:
+        phase: its name, for people.
+        keys: what a user can lower where even halves do not fit.
+        tell: hears of the halving once, and again in the process that continues the run.
+        marker: a file that remembers it where no checkpoint does.
+    """
+
+    phase: str
+    keys: str
+    tell: Say
+    marker: Path | None = None
+    done: bool = field(default=False, init=False)
+
+    def __post_init__(self) -> None:
+        if self.marker is not None and self.marker.exists():
+            self.load_state_dict({"done": True})
+
+    def of(self, rows: int) -> int:
+        """The rows of a batch that is planned with `rows`."""
+        return max(1, -(-rows // 2)) if self.done else rows
+
+    def halve(self, rows: int) -> None:
+        """A pass over `rows` rows did not fit. Raises UserError when it was halved already, or is a single row."""
+        if self.done or rows < 2:
+            size = "a single row" if rows < 2 else f"halved batches of {rows} rows"
+            raise UserError(
+                f"out of memory in {self.phase} with {size}; lower {self.keys}; the last checkpoint is kept"
+            )
+        free()
+        self.done = True
+        if self.marker is not None:
+            with files.whole(self.marker) as place:
+                place.touch()
+        self.tell(f"out of memory in {self.phase} with {rows} rows at once: half as many from here on{EXEMPT}")
+
+    def until_it_fits(
+        self,
+        work: Callable[[], Result],
+        undo: Callable[[], None] = lambda: None,
+        gather: Gather = list,
+    ) -> Result:
+        """`work()`; where it raises OutOfMemory in any of the processes that `gather` joins, all halve, `undo()` what
+        it has left, and do it again. Raises UserError at the second time."""
+        while True:
+            failed = []
+            try:
+                result = work()
+            except OutOfMemory as error:
+                failed = [error.rows]
+            failed = gather(failed)
+            if not failed:
+                return result
+            undo()
+            self.halve(min(failed))
+
+    def in_pieces(
+        self,
+        items: Sequence[int],
+        rows: int,
+        work: Callable[[list[int]], Sequence[Result]],
+        gather: Gather = list,
+    ) -> list[Result]:
+        """`work` on all items, which takes `rows` of them at a time by itself: one result each. Once halved, it is
+        given half as many as it takes."""
+
+        def pieces() -> list[Result]:
+            size = self.of(min(rows, len(items))) if self.done else max(1, len(items))
+            done: list[Result] = []
+            for start in range(0, max(1, len(items)), size):
+                part = list(items[start : start + size])
+                done += attempt(partial(work, part), lambda: min(rows, size))
+            return done
+
+        return self.until_it_fits(pieces, gather=gather)
+
+    def state_dict(self) -> dict[str, bool]:
+        """For a checkpoint."""
+        return {"done": self.done}
+
+    def load_state_dict(self, state: dict[str, bool]) -> None:
+        """Go on as the run that wrote it, and tell what holds for all of it."""
+        self.done = state["done"]
+        if self.done:
+            self.tell(f"out of memory in {self.phase} earlier in this run: half the rows at once{EXEMPT}")

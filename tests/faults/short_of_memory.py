@@ -1,0 +1,65 @@
+"""What test_memory.py starts as two processes: the gradient of a minibatch, computed whole and with one process short
+of memory, and a text whose loss is NaN in one process only."""
+
+import runpy
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rlhf_core.errors import NonFiniteError
+from rlhf_core.ppo.objective import Prices
+from rlhf_core.ppo.ptx import TextMix
+from rlhf_core.ppo.trainer import PPOTrainer
+
+TINY = runpy.run_path(str(Path(__file__).parents[1] / "rlhf_core" / "conftest.py"))
+TEXT = {"text": [[3, 9, 4, 20, 21], [30, 31, 32]], "ptx": {"coef": 1.0, "batch_size": 4}}
+
+
+def gradient(trainer: PPOTrainer) -> dict[str, torch.Tensor]:
+    """Of the first minibatch, the processes' parts added up."""
+    rollout = trainer.rollout()
+    credit = trainer.assign_credit(rollout, trainer.score(rollout))
+    updater, prices = trainer.updater, Prices(kl=0.1, step=1.0)
+    updater._gradient(rollout, credit, updater._epoch(rollout, 0, 0)[0], 0, 0, prices)
+    for parameters in trainer.models.trained().values():
+        updater._add_up_gradients(parameters)
+    modules: dict[str, Any] = {"policy": trainer.models.policy, "critic": trainer.models.critic}
+    return {f"{part}.{n}": p.grad for part, m in modules.items() for n, p in m.named_parameters() if p.grad is not None}
+
+
+def main(folder: Path) -> None:
+    """Write whole.pt and short.pt; say what each process knows."""
+    torch.set_num_threads(1)
+    options: dict[str, Any] = {"batch_size": 16, "micro_batch_size": 2, **TEXT}
+    whole, short, broken = (TINY["tiny_trainer"](**options) for _ in range(3))
+    second = whole.processes.accelerator.process_index == 1
+
+    def refuse(_: Any, __: Any, inputs: dict[str, Any]) -> None:
+        if second and torch.is_grad_enabled() and len(inputs["input_ids"]) > 1:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    short.models.policy.register_forward_pre_hook(refuse, with_kwargs=True)
+    found = {"whole": gradient(whole), "short": gradient(short)}
+    print("halved", short.halved, flush=True)
+    if not second:
+        for name, gradients in found.items():
+            torch.save(gradients, folder / f"{name}.pt")
+    rollout = broken.rollout()
+    credit = broken.assign_credit(rollout, broken.score(rollout))
+    losses = TextMix.losses
+
+    def spoiled(*arguments: Any) -> Iterator[torch.Tensor]:
+        yield from (loss * (float("nan") if second else 1.0) for loss in losses(*arguments))
+
+    TextMix.losses = spoiled  # type: ignore[method-assign]
+    try:
+        broken.updater.run(rollout, credit, 0, Prices(kl=0.1, step=1.0))
+    except NonFiniteError as error:
+        print(error, flush=True)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
