@@ -1,4 +1,4 @@
-"""Out of memory: how libraries say it, how what a failed pass held is freed, and the one halving that a run is allowed.
+"""Out of memory: how what a failed pass held is freed, and the one halving that a run is allowed.
 
 Who computes (PPO, the Trainers) calls its passes through `attempt` and plans its rows with a `Halving`; nothing here
 knows a model or a loss.
@@ -14,22 +14,12 @@ from typing import TypeVar
 import torch
 
 from rlhf_core import files
-from rlhf_core.errors import UserError
+from rlhf_core.errors import UserError, is_out_of_memory
 
 Result = TypeVar("Result")
 Say = Callable[[str], None]
 Gather = Callable[[list[int]], list[int]]
 """The lists of all processes, one after the other."""
-
-SIGNS = (
-    "can't allocate memory",
-    "not enough memory",
-    "out of memory",
-    "CUBLAS_STATUS_ALLOC_FAILED",
-    "CUDNN_STATUS_ALLOC_FAILED",
-    "std::bad_alloc",
-)
-"""How allocators word it in a RuntimeError: the CPU's on Linux and on Windows, the driver's, cuBLAS, cuDNN, C++."""
 
 EXEMPT = "; the result is the same up to rounding, and this run is exempt from byte identity"
 
@@ -40,13 +30,6 @@ class OutOfMemory(Exception):
     def __init__(self, rows: int) -> None:
         super().__init__(rows)
         self.rows = rows
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether a device's or the CPU's allocator refused."""
-    if isinstance(error, MemoryError | torch.OutOfMemoryError):
-        return True
-    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in SIGNS)
 
 
 def attempt(work: Callable[[], Result], rows: Callable[[], int]) -> Result:

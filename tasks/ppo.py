@@ -83,6 +83,7 @@ def build(stage: Stage[PPOConfig], tokenizer: PreTrainedTokenizerBase) -> tuple[
         judge=judge_of(stage),
         text=read_text(stage, tokenizer, context_length(models.policy)),
     )
+    trainer.exempt = stage.exempt
     return trainer, watched[:READ], too_long
 
 

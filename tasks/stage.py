@@ -22,7 +22,7 @@ from dvc.repo import Repo
 from pydantic import Field
 
 from rlhf_core.config.block import Block
-from rlhf_core.errors import UserError
+from rlhf_core.errors import UserError, is_out_of_memory
 from tasks.companions import follow_quietly, is_companion
 from tasks.definition import Definition, pipeline_identity
 from tasks.interrupts import Interrupts
@@ -122,11 +122,11 @@ class Stage(Generic[Model]):
         return Progress(self.label, total, unit, self.runtime.progress_seconds)
 
     def exempt(self, why: str) -> None:
-        """The outputs of this execution are exempt from the promise of equal bytes: say so wherever one would look."""
+        """The outputs of this execution are exempt from byte identity, as `why` tells: say so where one would look."""
         if why in self.exemptions:
             return
         self.exemptions.append(why)
-        self.say(f"WARNING {why}; the outputs of this run are exempt from byte identity")
+        self.say(f"WARNING {why}")
         if self.tracker:
             self.tracker.tags({"leash.exempt": "; ".join(self.exemptions)})
 
@@ -179,16 +179,23 @@ def run(name: str, model: type[Model], execute: Execute[Model], tracked: bool = 
     except KeyboardInterrupt:
         code, message = 130, "interrupted; the same command continues"
     except Exception as error:
-        if (where := _full_disk(error)) is None:
+        code, message = _lack(error) or (1, f"{type(error).__name__}: {error}")
+        if code == 1:
             traceback.print_exc()
-            code, message = 1, f"{type(error).__name__}: {error}"
-        else:
-            code, message = 2, f"no space left on the device ({where}); free some, then run it again: nothing is lost"
     if code and code != 1 and not is_companion():
         print(f"{name}: {message}", file=sys.stderr, flush=True)
     if not is_companion():
         _tell_driver({"stage": name, "exit": code, "message": message, "key": key})
     sys.exit(code)
+
+
+def _lack(error: Exception) -> tuple[int, str] | None:
+    """Exit code and words for what the machine is short of; None where that is not why the stage failed."""
+    if (where := _full_disk(error)) is not None:
+        return 2, f"no space left on the device ({where}); free some, then run it again: nothing is lost"
+    if is_out_of_memory(error):
+        return 2, f"out of memory ({error}); lower batch_size or micro_batch_size of this stage, or stop other programs"
+    return None
 
 
 def _full_disk(error: BaseException) -> str | None:

@@ -19,6 +19,7 @@ def training_run(stage: Stage[Any], shown: Sequence[str]) -> Run:
         checkpoint_every=stage.runtime.checkpoint_every,
         stopping=stage.interrupts,
         say=stage.say,
+        exempt=stage.exempt,
     )
 
 

@@ -21,9 +21,9 @@ from torch import Tensor, nn
 
 from rlhf_core.config.reward import RewardConfig
 from rlhf_core.config.sft import SFTConfig
-from rlhf_core.errors import UserError
+from rlhf_core.errors import UserError, is_out_of_memory
 from rlhf_core.guarded import GuardedTrainer
-from rlhf_core.memory import Halving, OutOfMemory, attempt, is_out_of_memory
+from rlhf_core.memory import Halving, OutOfMemory, attempt
 from rlhf_core.ppo import update
 from rlhf_core.ppo.trainer import PPOTrainer
 from rlhf_core.reward import Comparison, train_reward_model
