@@ -20,6 +20,8 @@ from tasks.params.loader import PARAMS_FILE
 from tasks.tracking.tracker import PipelineIdentity
 
 RAW = "data/raw"
+CODE = ("tasks/", "rlhf_core/", "flows/")
+"""Where code lies: what dvc.yaml names below these folders is code, everything else data or a model."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,11 @@ class Definition:
     def place(self) -> tuple[int, int]:
         """(which stage, of how many), counted from 1."""
         return self._stages.index(self._stage) + 1, len(self._stages)
+
+    @property
+    def command(self) -> str:
+        """The stage's command line."""
+        return str(self._stage.cmd)
 
     @property
     def outs(self) -> list[str]:
@@ -74,6 +81,11 @@ class Definition:
     def key(self, params: dict[str, Any], hashes: dict[str, str]) -> str:
         """The identity of this execution: hash of command, tracked parameters and contents of the dependencies."""
         return digest({"cmd": self._stage.cmd, "params": self.tracked(params), "deps": hashes})
+
+
+def is_code(path: str) -> bool:
+    """Whether a dependency is code rather than data or a model."""
+    return path.startswith(CODE)
 
 
 def executable(repo: Repo) -> list[Any]:

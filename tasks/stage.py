@@ -24,6 +24,7 @@ from pydantic import Field
 
 from rlhf_core.config.block import Block
 from rlhf_core.errors import UserError
+from tasks import provenance
 from tasks.companions import is_companion
 from tasks.definition import Definition, pipeline_identity
 from tasks.jsonl import Row
@@ -80,6 +81,8 @@ class Stage(Generic[Model]):
     headline: dict[str, float | None] = field(default_factory=dict)
     afterwards: list[Callable[[], None]] = field(default_factory=list)
     """What to do once the outputs stand in their places, in order."""
+    exemptions: list[str] = field(default_factory=list)
+    """Why this run is exempt from byte identity, for provenance.json; empty where it is not."""
 
     @property
     def seed(self) -> int:
@@ -219,6 +222,7 @@ def _run(name: str, model: type[Model], execute: Execute[Model], tracked: bool) 
                     return key
                 now = Definition(name, repo)
                 _require_unchanged(hashes | definition.tracked(content), now.hashes() | now.tracked(read_yaml()))
+                provenance.write(definition, content, hashes, stage.outputs, stage.exemptions)
                 stage.outputs.commit()
                 for act in stage.afterwards:
                     act()
