@@ -5,6 +5,7 @@ import shutil
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -79,17 +80,16 @@ def verify(root: Path, names: Sequence[str], keep: bool, say: Say) -> Report:
     Raises UserError when dvc.lock is missing or not that of the present code, an input is lost, or the disk is too
     full. The clone is gone at the end, however that comes, unless `keep`.
     """
-    from dvc.repo import Repo
-
     from tasks.definition import git_state
     from tasks.rebuild import fill, plan
+    from tasks.recorded import repository
 
     graph = read_graph(root)
     graph.select(names)
     stages = [name for name in graph.stages if not names or name in names]
     report = Report()
     report.commit, report.dirty = git_state(root)
-    with processes.session(), Repo(str(root)) as repo:
+    with processes.session(), repository(root) as repo:
         what = plan(repo, root, stages)
         _require_room(root, what.bytes_needed)
         _say_what(report, what.stages, say)
@@ -126,9 +126,7 @@ def _rebuild(root: Path, project: Path, what: Any, report: Report, say: Say) -> 
             continue
         say(name, "begins")
         try:
-            outcome = run_stage(
-                project, name, False, None, lambda line, name=name: say(name, line), OPTIONS, variables
-            )  # fmt: skip
+            outcome = run_stage(project, name, False, None, partial(say, name), OPTIONS, variables)
         except (StageUserError, StageCrash) as error:
             report.failure, report.users_fault = str(error), isinstance(error, StageUserError)
             report.findings += [Finding(name, out, value, None, "not rebuilt") for out, value in record.outs.items()]

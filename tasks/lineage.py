@@ -13,7 +13,7 @@ from dvc.repo import Repo
 from rlhf_core.errors import UserError
 from tasks import provenance
 from tasks.definition import RAW, digest, executable
-from tasks.recorded import Record, content_hash, from_cache, made_by, made_once, recorded
+from tasks.recorded import Record, content_hash, from_cache, made_by, made_once, recorded, repository
 
 State = Literal["as recorded", "changed since", "missing", "unknown here"]
 GATE = "data/check.ok"
@@ -80,7 +80,7 @@ class Lineage:
         own = provenance.read(place) if place.is_dir() else None
         if own is None:
             what = "holds no provenance.json" if place.exists() else "file not found"
-            raise UserError(f"{place}: {what}, and is no out of dvc.yaml ({', '.join(self.outs)})")
+            raise UserError(f"{place}: {what}, and is no out of dvc.yaml (`dvc dag --outs` shows them)")
         lies = content_hash(self.repo, place) or ""
         named = [record for record in self.records.values() if lies in record.outs.values()]
         origin = next(iter(named), None) or made_once(self.root, None, lies)
@@ -175,5 +175,5 @@ def _from_provenance(own: Mapping[str, Any]) -> Record:
 
 def lineage(root: Path, path: Path) -> Node:
     """Where the artefact at `path` comes from. Raises UserError (see `Lineage.of`)."""
-    with Repo(str(root)) as repo:
+    with repository(root) as repo:
         return Lineage(repo, root).of(path)

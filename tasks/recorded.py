@@ -4,11 +4,13 @@ what a person asks about it stands in `tasks/lineage.py` and `flows/verify.py`."
 import json
 import subprocess
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from dvc.exceptions import DvcException
 from dvc.repo import Repo
 from dvc_data.hashfile.build import build
 from ruamel.yaml import YAML
@@ -40,26 +42,34 @@ class Record:
     exemptions: tuple[str, ...] = ()
 
 
+@contextmanager
+def repository(root: Path) -> Iterator[Repo]:
+    """The project as DVC reads it. Raises UserError where DVC cannot."""
+    try:
+        with Repo(str(root)) as repo:
+            yield repo
+    except DvcException as error:
+        reason = " ".join(str(error).split()).replace(f"{root}/", "")
+        raise UserError(f"DVC cannot read the project: {reason}") from error
+
+
 def recorded(root: Path) -> dict[str, Record]:
     """Stage → what `dvc.lock` records of it. Raises UserError where there is none, or it cannot be read."""
     path = root / LOCK_FILE
     if not path.is_file():
         raise UserError(f"{LOCK_FILE}: file not found; `dvc repro` runs the pipeline and writes it")
-    try:
-        return parse(path.read_text(encoding="utf-8"), LOCK_FILE)
-    except (ValueError, YAMLError) as error:
-        raise UserError(
-            f"{LOCK_FILE}: cannot be read ({' '.join(str(error).split())}); git has the one before"
-        ) from None
+    return parse(path.read_text(encoding="utf-8", errors="replace"), LOCK_FILE)
 
 
 @lru_cache(maxsize=32)
 def parse(text: str, source: str) -> dict[str, Record]:
-    """The entries of a `dvc.lock`. Raises ValueError for what is none."""
-    content = YAML(typ="safe", pure=True).load(text)
-    if not isinstance(content, dict) or not isinstance(content.get("stages", {}), dict):
-        raise ValueError("no mapping of stages")
-    return {name: _record(name, entry, source) for name, entry in (content.get("stages") or {}).items()}
+    """The entries of a `dvc.lock`. Raises UserError for what is none."""
+    try:
+        content = YAML(typ="safe", pure=True).load(text) or {}
+        return {name: _record(name, entry, source) for name, entry in (content.get("stages") or {}).items()}
+    except (YAMLError, AttributeError, KeyError, TypeError) as error:
+        reason = " ".join(str(error).split())
+        raise UserError(f"{source}: cannot be read ({reason}); git has the one before") from None
 
 
 def _record(name: str, entry: Mapping[str, Any], source: str) -> Record:
@@ -103,7 +113,7 @@ def made_once(root: Path, path: str | None, digest: str) -> Record | None:
         text = _git(root, "show", f"{commit}:./{LOCK_FILE}")
         try:
             records = parse(text, f"{LOCK_FILE} of commit {commit}")
-        except (ValueError, YAMLError):
+        except UserError:
             continue
         for record in records.values():
             if digest in record.outs.values() and path in (None, *_at(record, digest)):
