@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedModel, Trainer, TrainerCallback
 
+from rlhf_core import files
 from rlhf_core.batch import pad_batch, response_logits
 from rlhf_core.config.sft import SFTConfig
 from rlhf_core.training import Run, Schedule, train, trainer_arguments
@@ -66,7 +67,7 @@ def fine_tune(
         data_collator=Collator(pad_id),
         callbacks=[best],
     )
-    log = train(trainer, run)
+    log = train(trainer, run, keep=[best.path])
     steps = trainer.state.global_step
     if not any(row.get("step") == steps and "eval_loss" in row for row in log):
         trainer.evaluate()
@@ -110,8 +111,7 @@ class ResponseTrainer(Trainer):
 
 
 class KeepBest(TrainerCallback):
-    """Keeps the weights of the lowest validation loss beside the checkpoints, and stops after `patience` without a
-    new one.
+    """Keeps the weights of the lowest validation loss in `path`, and stops after `patience` without a new one.
 
     What is best is read from the Trainer's log, which its checkpoints carry: a resumed run decides as an
     uninterrupted one.
@@ -125,10 +125,8 @@ class KeepBest(TrainerCallback):
         step, _ = self.best_of(state.log_history)
         if step == state.global_step:
             weights = {name: tensor.detach().clone().contiguous() for name, tensor in unique_weights(model).items()}
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            partial = self.path.with_suffix(".partial")
-            save_file(weights, partial)
-            partial.replace(self.path)
+            with files.whole(self.path) as place:
+                save_file(weights, place)
         later = sum(1 for row in state.log_history if "eval_loss" in row and row["step"] > step)
         if self.patience and later >= self.patience:
             control.should_training_stop = True

@@ -3,22 +3,47 @@
 PPO does not stand here: it has a loop of its own in `rlhf_core/ppo/`.
 """
 
-import json
 import math
-from collections.abc import Callable
+import shutil
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from transformers import Trainer, TrainerCallback, TrainerState, TrainingArguments
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import PrinterCallback
 
+from rlhf_core import files
+from rlhf_core.checkpoints import PREFIX, Checkpoints, Say, seal
 from rlhf_core.errors import NonFiniteError
 
 Report = Callable[[int, int, dict[str, float]], None]
 """Called after each step with (steps done, steps in all, values)."""
+
+
+class Stopping(Protocol):
+    """Whether somebody asked this process to stop."""
+
+    def patient(self) -> AbstractContextManager[None]:
+        """While it lasts, being asked only changes `is_asked`."""
+
+    def is_asked(self) -> bool:
+        """True once it was asked."""
+
+
+class NeverStops:
+    """For a run that a signal ends wherever it is."""
+
+    def patient(self) -> AbstractContextManager[None]:
+        """Changes nothing."""
+        return nullcontext()
+
+    def is_asked(self) -> bool:
+        """Never."""
+        return False
 
 
 @dataclass(frozen=True)
@@ -30,6 +55,9 @@ class Run:
     report: Report
     workers: int = 0
     checkpoint_every: int = 100
+    stopping: Stopping = NeverStops()  # noqa: RUF009 - it has no state
+    """Asked after each step; once it says yes, a checkpoint is written and KeyboardInterrupt raised."""
+    say: Say = print
 
 
 @dataclass(frozen=True)
@@ -76,33 +104,37 @@ def trainer_arguments(run: Run, schedule: Schedule, **extra: Any) -> TrainingArg
     )
 
 
-def train(trainer: Trainer, run: Run) -> list[dict[str, float]]:
+def train(trainer: Trainer, run: Run, keep: Sequence[Path] = ()) -> list[dict[str, float]]:
     """Train to the end, from the last whole checkpoint of the state folder if there is one. Returns the log, a row a
-    log event."""
+    log event.
+
+    `keep` are files of the caller in the state folder: each checkpoint holds a copy of them as they were, and a resumed
+    run finds them so. Raises NonFiniteError at a loss that is not finite, KeyboardInterrupt when `run.stopping` says
+    so.
+    """
     trainer.remove_callback(PrinterCallback)
     trainer.add_callback(ReportProgress(run.report))
     trainer.add_callback(StopAtNaN())
-    last = last_checkpoint(run.state_dir / "trainer")
+    trainer.add_callback(SealCheckpoints(run, keep))
+    last = Checkpoints(run.state_dir / "trainer", run.say).newest()
+    _bring_back(keep, last)
+    if last is not None:
+        run.say(f"continues after step {last.name.removeprefix(PREFIX)}")
     if last is not None and _ended(state := TrainerState.load_from_json(str(last / TRAINER_STATE_NAME))):
         trainer._load_from_checkpoint(str(last))  # Trainer.train would take one more step before it sees the end
         trainer.state = state
     else:
-        trainer.train(resume_from_checkpoint=None if last is None else str(last))
+        with run.stopping.patient():
+            trainer.train(resume_from_checkpoint=None if last is None else str(last))
     return list(trainer.state.log_history)
 
 
-def last_checkpoint(folder: Path) -> Path | None:
-    """The newest checkpoint that was written whole: the Trainer writes its state last."""
-    found = sorted(folder.glob("checkpoint-*"), key=lambda path: int(path.name.rpartition("-")[2]))
-    return next((path for path in reversed(found) if _is_json(path / TRAINER_STATE_NAME)), None)
-
-
-def _is_json(path: Path) -> bool:
-    try:
-        json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return False
-    return True
+def _bring_back(keep: Sequence[Path], checkpoint: Path | None) -> None:
+    """The kept files as they were at the checkpoint; none where there is no checkpoint."""
+    for path in keep:
+        files.remove(path)
+        if checkpoint is not None and (checkpoint / path.name).exists():
+            shutil.copyfile(checkpoint / path.name, path)
 
 
 def _ended(state: TrainerState) -> bool:
@@ -131,3 +163,26 @@ class StopAtNaN(TrainerCallback):
         loss = (logs or {}).get("loss", 0.0)
         if not math.isfinite(loss):
             raise NonFiniteError(f"step {state.global_step}: the loss is {loss}; lower the learning rate")
+
+
+class SealCheckpoints(TrainerCallback):
+    """Seals each checkpoint that the Trainer has written, with the caller's files in it, and writes one before a run
+    stops because it was asked to."""
+
+    def __init__(self, run: Run, keep: Sequence[Path]) -> None:
+        self.run, self.keep = run, keep
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Ask for a checkpoint when the run is to stop."""
+        if self.run.stopping.is_asked():
+            control.should_save = True
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Complete and seal the checkpoint. Raises KeyboardInterrupt when the run is to stop."""
+        folder = Path(args.output_dir) / f"{PREFIX}{state.global_step}"
+        for path in self.keep:
+            if path.exists():
+                shutil.copyfile(path, folder / path.name)
+        seal(folder)
+        if self.run.stopping.is_asked():
+            raise KeyboardInterrupt

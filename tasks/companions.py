@@ -5,10 +5,15 @@ follow it. A companion computes its share and nothing else: it holds no lock, tr
 """
 
 import atexit
+import ctypes
 import os
+import signal
 import socket
 import subprocess
 import sys
+
+PR_SET_PDEATHSIG = 1
+"""Linux: the signal that a process gets when its parent dies."""
 
 
 def is_companion() -> bool:
@@ -35,9 +40,17 @@ def start_companions(module: str, count: int) -> None:
             atexit.register(_end, companion)
 
 
+def follow_quietly() -> None:
+    """For a companion: leave it to the stage when to stop, and end at once when that is gone, however it went."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    if hasattr(ctypes.CDLL(None), "prctl"):
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
 def _end(companion: "subprocess.Popen[bytes]") -> None:
     """A companion that has done its share is gone already; one that waits for a stage which has failed is not."""
-    companion.terminate()
+    companion.kill()
     companion.wait()
 
 

@@ -1,6 +1,7 @@
 """Stage `evaluate`: SFT model and policy on the held-out prompts, side by side, with intervals."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -15,7 +16,7 @@ from rlhf_core.judges import Judge
 from rlhf_core.models import context_length, load_causal_lm, load_scalar_model, place
 from rlhf_core.ppo.kl import estimate_kl
 from rlhf_core.ppo.logprobs import logprobs_and_entropy
-from rlhf_core.sampling import Sampled, sample
+from rlhf_core.sampling import sample
 from rlhf_core.scorers import Answers, RewardModelScorer
 from rlhf_core.sft import Demonstration, response_loss
 from rlhf_core.tokenizer import decode_response, encode_response, load_tokenizer, stop_ids
@@ -36,7 +37,9 @@ Kept = list[tuple[Row, list[int]]]
 class Answered:
     """One model's answers to the held-out prompts and what they scored."""
 
-    sampled: Sampled
+    responses: list[list[int]]
+    """Token ids."""
+    ended: list[bool]
     texts: list[str]
     rewards: list[float]
     gold: list[float] | None
@@ -46,7 +49,7 @@ class Answered:
     @property
     def tokens(self) -> list[int]:
         """Length of each answer."""
-        return [len(response) for response in self.sampled.responses]
+        return [len(response) for response in self.responses]
 
 
 def execute(stage: Stage[EvaluateParams]) -> None:
@@ -66,9 +69,9 @@ def execute(stage: Stage[EvaluateParams]) -> None:
         reserve=stage.params.max_new_tokens,
     )
     judge = judge_of(stage)
-    answered = {name: answer(stage, model, tokenizer, kept, scorer, judge) for name, model in models.items()}
+    answered = {name: answer(stage, name, model, tokenizer, kept, scorer, judge) for name, model in models.items()}
     sft, policy = answered["sft"], answered["policy"]
-    kl = sequence_kl(stage, models, tokenizer, kept, policy.sampled)
+    kl = sequence_kl(stage, models, tokenizer, kept, policy.responses)
     metrics = summarise(stage, judge, sft, policy, kl)
     stage.write_metrics({**metrics, "prompts_too_long": too_long})
     rows = sample_rows(kept, sft, policy, kl["k1"])
@@ -83,29 +86,52 @@ def execute(stage: Stage[EvaluateParams]) -> None:
 
 def answer(
     stage: Stage[EvaluateParams],
+    name: str,
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     kept: Kept,
     scorer: RewardModelScorer,
     judge: Judge | None,
 ) -> Answered:
-    """One answer of the model to each prompt; both models get the same noise."""
+    """One answer of the model called `name` to each prompt; all models get the same noise."""
     prompts, prompt_ids = [row["prompt"] for row, _ in kept], [ids for _, ids in kept]
     stops = stop_ids(tokenizer, stage.params.stop_tokens)
-    sampled = sample(
-        model,
-        prompt_ids,
-        [(stage.seed, i) for i in range(len(kept))],
-        max_new_tokens=stage.params.max_new_tokens,
-        temperature=stage.params.temperature,
-        stop_ids=stops,
-        pad_id=int(tokenizer.pad_token_id),
-        batch_size=stage.params.batch_size,
-    )
-    texts = [decode_response(tokenizer, response, stops) for response in sampled.responses]
-    rewards = scorer(Answers(prompts, texts, prompt_ids, sampled.responses))
+    responses, ended = draw(stage, name, model, prompt_ids, stops, int(tokenizer.pad_token_id))
+    texts = [decode_response(tokenizer, response, stops) for response in responses]
+    rewards = scorer(Answers(prompts, texts, prompt_ids, responses))
     gold = judge.score(prompts, texts) if judge else None
-    return Answered(sampled, texts, rewards, gold, demonstration_loss(stage, model, tokenizer, kept))
+    return Answered(responses, ended, texts, rewards, gold, demonstration_loss(stage, model, tokenizer, kept))
+
+
+def draw(
+    stage: Stage[EvaluateParams],
+    name: str,
+    model: PreTrainedModel,
+    prompt_ids: Sequence[Sequence[int]],
+    stops: frozenset[int],
+    pad_id: int,
+) -> tuple[list[list[int]], list[bool]]:
+    """Responses as token ids, and whether each ended, in the order of the prompts; prompts of similar length are
+    answered together."""
+    params = stage.params
+
+    def work(places: Sequence[int]) -> list[tuple[list[int], bool]]:
+        sampled = sample(
+            model,
+            [prompt_ids[i] for i in places],
+            [(stage.seed, i) for i in places],
+            max_new_tokens=params.max_new_tokens,
+            temperature=params.temperature,
+            stop_ids=stops,
+            pad_id=pad_id,
+            batch_size=params.batch_size,
+        )
+        return list(zip(sampled.responses, sampled.ended, strict=True))
+
+    order = sorted(range(len(prompt_ids)), key=lambda i: len(prompt_ids[i]))
+    batches = [order[start : start + params.batch_size] for start in range(0, len(order), params.batch_size)]
+    drawn = dict(zip(order, stage.resumed(f"answers-{name}", batches, work, unit="answer"), strict=True))
+    return [drawn[i][0] for i in range(len(order))], [drawn[i][1] for i in range(len(order))]
 
 
 def demonstration_loss(
@@ -128,7 +154,7 @@ def sequence_kl(
     models: dict[str, PreTrainedModel],
     tokenizer: PreTrainedTokenizerBase,
     kept: Kept,
-    sampled: Sampled,
+    responses: list[list[int]],
 ) -> dict[str, list[float]]:
     """KL(policy ‖ SFT) of each of the policy's answers, in nats, as the sums of k1 and of k3 over its tokens."""
     sums: dict[str, list[float]] = {"k1": [], "k3": []}
@@ -136,7 +162,7 @@ def sequence_kl(
         rows = range(start, min(start + stage.params.batch_size, len(kept)))
         batch = pad_batch(
             [kept[i][1] for i in rows],
-            [sampled.responses[i] for i in rows],
+            [responses[i] for i in rows],
             int(tokenizer.pad_token_id),
             models["policy"].device,
         )
@@ -194,8 +220,8 @@ def sample_rows(kept: Kept, sft: Answered, policy: Answered, kl: list[float]) ->
             "prompt": row["prompt"],
             "sft": sft.texts[i],
             "policy": policy.texts[i],
-            "sft_ended": sft.sampled.ended[i],
-            "policy_ended": policy.sampled.ended[i],
+            "sft_ended": sft.ended[i],
+            "policy_ended": policy.ended[i],
             "gold_sft": sft.gold[i] if sft.gold is not None else None,
             "gold_policy": policy.gold[i] if policy.gold is not None else None,
             "reward_sft": sft.rewards[i],
@@ -213,7 +239,7 @@ def _mean(values: list[float]) -> float:
 
 
 def _missing(answered: Answered) -> float:
-    return sum(not ended for ended in answered.sampled.ended) / len(answered.sampled.ended)
+    return sum(not ended for ended in answered.ended) / len(answered.ended)
 
 
 if __name__ == "__main__":

@@ -10,14 +10,13 @@ from typing import Any
 
 from dvc.exceptions import DvcException
 from dvc.repo import Repo
-from filelock import FileLock, Timeout
 
 from rlhf_core.errors import UserError
 from tasks.definition import Definition, executable
 from tasks.params.loader import PARAMS_FILE, read_yaml
 from tasks.recorded import repository
 from tasks.tracking import outbox, settings
-from tasks.tracking.locks import is_held
+from tasks.tracking.locks import FileLock, holder, is_held
 
 KEY = re.compile(r"[0-9a-f]{16}")
 """The name of a state folder: the beginning of the stage's key."""
@@ -96,10 +95,9 @@ def _of_stage(
     """The leftovers of one stage; `stage` is None where dvc.yaml has it no longer, `mine`: we hold its lock."""
     lock = root / "work" / f"{name}.lock"
     olds = sorted((root / "work" / name).glob("*.lock"))
-    for holder in [] if mine else [lock, *olds]:
-        if is_held(holder):
-            found.stays.append(f"{name}: {_who(holder)} runs this stage; nothing of it is touched")
-            return
+    if held := next((place for place in [lock, *olds] if not mine and is_held(place)), None):
+        found.stays.append(f"{name}: process {holder(held) or '?'} runs this stage; nothing of it is touched")
+        return
     for old in olds:
         found.add(old, "a lock that nobody holds", name)
     _states(repo, root, name, stage is not None, everything, found)
@@ -108,7 +106,7 @@ def _of_stage(
         partial = final.with_name(f".{final.name}.partial")
         if partial.exists():
             found.add(partial, "half-written by a run that was stopped", name)
-    if lock.is_file():
+    if stage is None and lock.is_file():
         found.add(lock, "a lock that nobody holds", name)
 
 
@@ -137,20 +135,12 @@ def _present_key(repo: Repo, root: Path, name: str) -> tuple[str, str]:
         return "", " ".join(str(error).split())
 
 
-def _who(lock: Path) -> str:
-    try:
-        pid = lock.read_text(encoding="utf-8").strip()
-    except (OSError, ValueError):
-        pid = ""
-    return f"process {pid}" if pid.isdigit() else "a process"
-
-
 def _remove_of_stage(root: Path, stage: str, agreed: list[Leftover], everything: bool) -> list[Leftover]:
+    """While we hold the stage's lock nobody begins it. The lock's own file goes only with a stage that is no more."""
     place = root / "work" / f"{stage}.lock"
+    place.parent.mkdir(exist_ok=True)
     lock = FileLock(place)
-    try:
-        lock.acquire(timeout=0)
-    except Timeout:
+    if not lock.acquire():
         return []
     try:
         now = Found()
@@ -158,9 +148,10 @@ def _remove_of_stage(root: Path, stage: str, agreed: list[Leftover], everything:
             known = {one.addressing: one for one in executable(repo)}
             _of_stage(repo, root, stage, known.get(stage), everything, now, mine=True)
         still = {leftover.path for leftover in now.leftovers}
-        gone = [one for one in agreed if one.path in still and (one.path == place or _delete(one.path))]
+        gone = [leftover for leftover in agreed if leftover.path in still and _delete(leftover.path)]
         _delete_if_empty(root / "work" / stage)
-        place.unlink(missing_ok=True)  # once, while we hold it: who waits for it notices, and makes a new one
+        if stage not in known:
+            place.unlink(missing_ok=True)
         return gone
     finally:
         lock.release()

@@ -3,12 +3,11 @@ are whole."""
 
 import csv
 import json
-import os
-import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from rlhf_core import files
 from tasks.jsonl import write_jsonl
 
 
@@ -27,7 +26,7 @@ class Outputs:
             raise ValueError(f"{out} is no out of this stage in dvc.yaml ({', '.join(self.declared)})")
         place = self._beside(out)
         if out not in self.begun:
-            remove(place)
+            files.remove(place)
             place.parent.mkdir(parents=True, exist_ok=True)
             self.begun.append(out)
         return place
@@ -56,35 +55,16 @@ class Outputs:
         if missing:
             raise ValueError(f"the stage ended without writing {', '.join(missing)}")
         for out in self.declared:  # a full disk shows here, while the old outs still stand
-            sync(self._beside(out))
+            files.flush(self._beside(out))
         for out in self.declared:
-            final = self.root / out
-            if final.is_dir() or self._beside(out).is_dir():
-                remove(final)
-            self._beside(out).replace(final)
+            files.replace(self._beside(out), self.root / out)
         self.begun.clear()
 
     def discard(self) -> None:
         """Remove what is half-written."""
         for out in self.begun:
-            remove(self._beside(out))
+            files.remove(self._beside(out))
         self.begun.clear()
 
     def _beside(self, out: str) -> Path:
-        final = self.root / out
-        return final.with_name(f".{final.name}.partial")
-
-
-def remove(path: Path) -> None:
-    """Delete a file or folder, if it is there."""
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
-
-
-def sync(path: Path) -> None:
-    """Flush a file, or every file below a folder, to the disk."""
-    for file in [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.is_file()):
-        with file.open("rb") as handle:
-            os.fsync(handle.fileno())
+        return files.beside(self.root / out)

@@ -7,6 +7,7 @@ from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from rlhf_core.checkpoints import Checkpoints
 from rlhf_core.config.ppo import PPOConfig
 from rlhf_core.determinism import make_deterministic
 from rlhf_core.errors import UserError
@@ -19,8 +20,8 @@ from rlhf_core.models import (
     scalar_model_from,
     scalar_model_of,
 )
+from rlhf_core.ppo import checkpoint
 from rlhf_core.ppo.actor_critic import ActorCritic
-from rlhf_core.ppo.checkpoint import Checkpoints
 from rlhf_core.ppo.health import Alert, Monitor
 from rlhf_core.ppo.processes import Processes
 from rlhf_core.ppo.ptx import Piece, cut_text
@@ -166,33 +167,48 @@ class Record:
 def train(stage: Stage[PPOConfig], trainer: PPOTrainer, watched: list[Row]) -> Record:
     """All steps, from the last checkpoint if there is one. Raises UserError at an alert, where `runtime.on_alert` says
     stop."""
-    checkpoints, record = Checkpoints(stage.state_dir), Record(Monitor(stage.params))
-    if (state := checkpoints.load()) is not None:
+    checkpoints, record = Checkpoints(stage.state_dir, stage.say), Record(Monitor(stage.params))
+    if (state := checkpoint.load(checkpoints)) is not None:
         trainer.load_state_dict(state["trainer"])
         record.load_state_dict(state["record"])
         stage.say(f"continues after step {trainer.steps_done}")
-        stop_if_asked(stage, record)
+        stop_at_alert(stage, record)
     else:
         record.samples += answers(trainer, watched, [SCHEDULE])
     progress = stage.progress(stage.params.steps)
-    while trainer.steps_done < stage.params.steps:
-        row = trainer.step()
-        step = trainer.steps_done
-        record.history.append(row)
-        track(stage, trainer, row)
-        progress.update(step, **{name: row[name] for name in ("score", "gold", "kl", "entropy")})
-        alerts = watch(stage, trainer, record, progress)
-        reasons = [SCHEDULE] if step % stage.params.sample_every == 0 or step == stage.params.steps else []
-        if reasons := reasons + [alert.name for alert in alerts]:
-            record.samples += answers(trainer, watched, reasons)
-        stops = bool(alerts) and stage.runtime.on_alert == "stop"
-        due = stops or (step % stage.runtime.checkpoint_every == 0 and step < stage.params.steps)
-        if due and trainer.processes.is_main:
-            checkpoints.save(step, {"trainer": trainer.state_dict(), "record": record.state_dict()})
-        stop_if_asked(stage, record)
+    with stage.interrupts.patient():
+        while trainer.steps_done < stage.params.steps:
+            step(stage, trainer, record, watched, progress)
+            leaving = stage.interrupts.is_asked()
+            if trainer.processes.is_main and (leaving or save_is_due(stage, trainer, record)):
+                state = {"trainer": trainer.state_dict(), "record": record.state_dict()}
+                checkpoint.save(checkpoints, trainer.steps_done, state)
+            if leaving:
+                stage.interrupts.leave()
+            stop_at_alert(stage, record)
     if stage.tracker:
         stage.tracker.table("ppo_samples", record.samples)
     return record
+
+
+def step(stage: Stage[PPOConfig], trainer: PPOTrainer, record: Record, watched: list[Row], progress: Progress) -> None:
+    """One step, told to those who watch: its row, new alerts, and samples where they are due."""
+    row = trainer.step()
+    done = trainer.steps_done
+    record.history.append(row)
+    track(stage, trainer, row)
+    progress.update(done, **{name: row[name] for name in ("score", "gold", "kl", "entropy")})
+    alerts = watch(stage, trainer, record, progress)
+    reasons = [SCHEDULE] if done % stage.params.sample_every == 0 or done == stage.params.steps else []
+    if reasons := reasons + [alert.name for alert in alerts]:
+        record.samples += answers(trainer, watched, reasons)
+
+
+def save_is_due(stage: Stage[PPOConfig], trainer: PPOTrainer, record: Record) -> bool:
+    """Every `runtime.checkpoint_every` steps, at the end, and before an alert stops the run."""
+    done = trainer.steps_done
+    alerted = stage.runtime.on_alert == "stop" and any(alert.step == done for alert in record.monitor.alerts)
+    return alerted or done % stage.runtime.checkpoint_every == 0 or done == stage.params.steps
 
 
 def track(stage: Stage[PPOConfig], trainer: PPOTrainer, row: Row) -> None:
@@ -217,7 +233,7 @@ def watch(stage: Stage[PPOConfig], trainer: PPOTrainer, record: Record, progress
     return alerts
 
 
-def stop_if_asked(stage: Stage[PPOConfig], record: Record) -> None:
+def stop_at_alert(stage: Stage[PPOConfig], record: Record) -> None:
     """Where `runtime.on_alert` says stop and there was an alert: put history, samples and alerts where they can be
     read, and raise UserError."""
     if stage.runtime.on_alert != "stop" or not record.monitor.alerts:

@@ -17,6 +17,11 @@ from tasks.tokens import fitting, prompt_encoder
 PROMPTS = "data/ingest/preference_prompts.jsonl"
 PAIRS = "data/ingest/pairs.jsonl"
 
+Job = tuple[Row, list[int], int, int]
+"""A row, its prompt's token ids, the place of the prompt, and which of its samples."""
+Drawn = tuple[list[int], bool]
+"""A response's token ids, and whether it ended."""
+
 
 def execute(stage: Stage[PreferencesParams]) -> None:
     """Make data/preferences/{samples,preferences}.jsonl and metrics/preferences.json."""
@@ -64,11 +69,8 @@ def draw_samples(stage: Stage[PreferencesParams]) -> tuple[list[Row], list[int],
         reserve=params.max_new_tokens,
     )
     jobs = [(row, ids, i, k) for i, (row, ids) in enumerate(kept) for k in range(params.samples_per_prompt)]
-    progress = stage.progress(len(jobs), "sample")
-    samples: list[Row] = []
-    tokens: list[int] = []
-    for start in range(0, len(jobs), params.batch_size):
-        part = jobs[start : start + params.batch_size]
+
+    def work(part: Sequence[Job]) -> list[Drawn]:
         sampled = sample(
             model,
             [ids for _, ids, _, _ in part],
@@ -79,21 +81,28 @@ def draw_samples(stage: Stage[PreferencesParams]) -> tuple[list[Row], list[int],
             pad_id=int(tokenizer.pad_token_id),
             batch_size=params.batch_size,
         )
-        for (row, _, _, k), response, ended in zip(part, sampled.responses, sampled.ended, strict=True):
-            tokens.append(len(response))
-            samples.append(
-                {
-                    "prompt_id": row["prompt_id"],
-                    "prompt": row["prompt"],
-                    "sample": k,
-                    "response": decode_response(tokenizer, response, stops),
-                    "response_ids": response,
-                    "ended": ended,
-                    "split": row["split"],
-                }
-            )
-        progress.update(min(start + params.batch_size, len(jobs)), tokens=sum(tokens) / len(tokens))
-    return samples, tokens, too_long
+        return list(zip(sampled.responses, sampled.ended, strict=True))
+
+    batches = [jobs[start : start + params.batch_size] for start in range(0, len(jobs), params.batch_size)]
+    drawn = stage.resumed("samples", batches, work, show=lambda done: {"tokens": mean_length(done)})
+    samples = [
+        {
+            "prompt_id": row["prompt_id"],
+            "prompt": row["prompt"],
+            "sample": k,
+            "response": decode_response(tokenizer, response, stops),
+            "response_ids": response,
+            "ended": ended,
+            "split": row["split"],
+        }
+        for (row, _, _, k), (response, ended) in zip(jobs, drawn, strict=True)
+    ]
+    return samples, [len(response) for response, _ in drawn], too_long
+
+
+def mean_length(drawn: Sequence[Drawn]) -> float:
+    """Tokens a response."""
+    return sum(len(response) for response, _ in drawn) / len(drawn)
 
 
 def judge_samples(stage: Stage[PreferencesParams], samples: Sequence[Row]) -> tuple[list[Row], dict[str, Any]]:

@@ -8,25 +8,26 @@ import errno
 import json
 import os
 import shutil
-import signal
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, Generic, Literal, NoReturn, TypeVar
 
+import psutil
 from dvc.repo import Repo
-from filelock import FileLock, Timeout
 from pydantic import Field
 
 from rlhf_core.config.block import Block
 from rlhf_core.errors import UserError
 from tasks import provenance
-from tasks.companions import is_companion
+from tasks.companions import follow_quietly, is_companion
 from tasks.definition import Definition, pipeline_identity
+from tasks.interrupts import Interrupts
+from tasks.journal import Journal
 from tasks.jsonl import Row
 from tasks.outputs import Outputs
 from tasks.params.loader import parse, read_yaml
@@ -34,6 +35,7 @@ from tasks.params.runtime import RuntimeParams
 from tasks.pipeline_run import describe, headline_numbers
 from tasks.progress import Progress
 from tasks.schemas.validation import load
+from tasks.tracking.locks import FileLock, holder
 from tasks.tracking.tracker import Tracker
 from tasks.versions import VERSIONS_FILE, require_declared_versions
 
@@ -49,6 +51,7 @@ FULL = (
 """How libraries word that a disk is full."""
 
 Model = TypeVar("Model", bound=Block)
+Item = TypeVar("Item")
 
 
 class Common(Block):
@@ -78,11 +81,12 @@ class Stage(Generic[Model]):
     """Content hash of every input, as DVC computes it."""
     conclude: Callable[[], None]
     """Describes and closes the pipeline run; for the last stage to do `afterwards`."""
+    interrupts: Interrupts
+    exemptions: list[str] = field(default_factory=list)
+    """Why this execution's outputs may differ from another one's with equal inputs; empty, but for `exempt`."""
     headline: dict[str, float | None] = field(default_factory=dict)
     afterwards: list[Callable[[], None]] = field(default_factory=list)
     """What to do once the outputs stand in their places, in order."""
-    exemptions: list[str] = field(default_factory=list)
-    """Why this run is exempt from byte identity, for provenance.json; empty where it is not."""
 
     @property
     def seed(self) -> int:
@@ -118,6 +122,38 @@ class Stage(Generic[Model]):
         """A reporter for a loop of `total` rounds."""
         return Progress(self.label, total, unit, self.runtime.progress_seconds)
 
+    def exempt(self, why: str) -> None:
+        """The outputs of this execution are exempt from the promise of equal bytes: say so wherever one would look."""
+        if why in self.exemptions:
+            return
+        self.exemptions.append(why)
+        self.say(f"WARNING {why}; the outputs of this run are exempt from byte identity")
+        if self.tracker:
+            self.tracker.tags({"leash.exempt": "; ".join(self.exemptions)})
+
+    def resumed(
+        self,
+        name: str,
+        batches: Sequence[Sequence[Item]],
+        work: Callable[[Sequence[Item]], list[Any]],
+        show: Callable[[list[Any]], dict[str, float | None]] = lambda _: {},
+        unit: str = "sample",
+    ) -> list[Any]:
+        """What `work` makes of all batches, one JSON value an item, in order. Batches that an earlier process finished
+        are taken from its journal in the state folder. `show` names the numbers beside the progress."""
+        journal = Journal(self.state_dir / f"{name}.journal", self.say)
+        done = [value for piece in journal.pieces for value in piece]
+        if done:
+            self.say(f"{name}: continues after {unit} {len(done)}")
+        progress = self.progress(sum(map(len, batches)), unit)
+        with self.interrupts.patient():
+            for batch in batches[len(journal.pieces) :]:
+                journal.append(work(batch))
+                done += journal.pieces[-1]
+                progress.update(len(done), **show(done))
+                self.interrupts.leave()
+        return done
+
     def say(self, text: str) -> None:
         """One line for the person who watches."""
         print(f"{self.label} {text}", flush=True)
@@ -134,10 +170,11 @@ Execute = Callable[[Stage[Model]], None]
 def run(name: str, model: type[Model], execute: Execute[Model], tracked: bool = True) -> NoReturn:
     """Run a stage and leave the process: 0 done, 2 a user's error (one line), 130 interrupted, 1 a crash
     (traceback)."""
-    signal.signal(signal.SIGTERM, _interrupt)
+    interrupts = Interrupts()
+    follow_quietly() if is_companion() else interrupts.install()
     code, message, key = 0, "", ""
     try:
-        key = _run(name, model, execute, tracked)
+        key = _run(name, model, execute, tracked, interrupts)
     except UserError as error:
         code, message = 2, " ".join(str(error).split("\n"))
     except KeyboardInterrupt:
@@ -174,23 +211,20 @@ def _full_disk(error: BaseException) -> str | None:
     return None
 
 
-def _interrupt(*_: object) -> NoReturn:
-    raise KeyboardInterrupt
-
-
 def _tell_driver(outcome: dict[str, Any]) -> None:
     if path := os.environ.get(OUTCOME_VARIABLE):
         with suppress(OSError), Path(path).open("a", encoding="utf-8") as file:
             file.write(json.dumps(outcome, ensure_ascii=False) + "\n")
 
 
-def _run(name: str, model: type[Model], execute: Execute[Model], tracked: bool) -> str:
+def _run(name: str, model: type[Model], execute: Execute[Model], tracked: bool, interrupts: Interrupts) -> str:
     """Steps 1 to 5 of the contract. Returns the stage key."""
+    driver = _driver()
     _quiet_libraries()
     content = read_yaml()
     params = parse(model, content.get(name, {}), name)
     common = parse(Common, {key: content[key] for key in Common.model_fields if key in content})
-    with Repo() as repo:
+    with Repo() as repo, _alone(Path(repo.root_dir), name):
         definition = Definition(name, repo)
         root = Path(repo.root_dir)
         if str(VERSIONS_FILE.relative_to(VERSIONS_FILE.parents[1])) in definition.inputs:
@@ -198,36 +232,52 @@ def _run(name: str, model: type[Model], execute: Execute[Model], tracked: bool) 
         hashes = definition.hashes()
         rows = load(root, definition.inputs)
         key = definition.key(content, hashes)
-        with _state_folder(root, name, key) as state_dir:
-            tracked = tracked and common.runtime.tracking and not is_companion()
-            tracker = _open_tracker(definition, content, key, hashes, rows) if tracked else None
-            position, total = definition.place
-            stage = Stage(
-                name=name,
-                key=key,
-                root=root,
-                params=params,
-                common=common,
-                state_dir=state_dir,
-                outputs=Outputs(root, definition.outs),
-                tracker=tracker,
-                label=f"[{position}/{total} {name}]",
-                rows=rows,
-                hashes=hashes,
-                conclude=partial(_conclude, tracker, repo, content),
-            )
-            with _tracked(stage):
-                execute(stage)
-                if is_companion():
-                    return key
-                now = Definition(name, repo)
-                _require_unchanged(hashes | definition.tracked(content), now.hashes() | now.tracked(read_yaml()))
-                provenance.write(definition, content, hashes, stage.outputs, stage.exemptions)
-                stage.outputs.commit()
-                for act in stage.afterwards:
-                    act()
+        state_dir = root / "work" / name / key[:16]
+        state_dir.mkdir(parents=True, exist_ok=True)
+        tracked = tracked and common.runtime.tracking and not is_companion()
+        tracker = _open_tracker(definition, content, key, hashes, rows) if tracked else None
+        position, total = definition.place
+        stage = Stage(
+            name=name,
+            key=key,
+            root=root,
+            params=params,
+            common=common,
+            state_dir=state_dir,
+            outputs=Outputs(root, definition.outs),
+            tracker=tracker,
+            label=f"[{position}/{total} {name}]",
+            rows=rows,
+            hashes=hashes,
+            conclude=partial(_conclude, tracker, repo, content),
+            interrupts=interrupts,
+        )
+        with _tracked(stage):
+            execute(stage)
+            if is_companion():
+                return key
+            now = Definition(name, repo)
+            _require_unchanged(hashes | definition.tracked(content), now.hashes() | now.tracked(read_yaml()))
+            provenance.write(definition, content, hashes, stage.outputs, stage.exemptions)
+            stage.outputs.commit()
+            for act in stage.afterwards:
+                act()
+        if driver is None or driver.is_running():
             shutil.rmtree(state_dir, ignore_errors=True)
     return key
+
+
+def _driver() -> psutil.Process | None:
+    """The dvc that runs this stage and will record its outputs; None where somebody started the stage by hand.
+
+    Where it is killed meanwhile, nobody records them: the next dvc deletes them and starts the stage again, which then
+    needs the state.
+    """
+    with suppress(psutil.Error):
+        for process in psutil.Process().parents():
+            if "dvc" in (Path(word).name for word in process.cmdline()):
+                return process
+    return None
 
 
 def _quiet_libraries() -> None:
@@ -241,23 +291,22 @@ def _quiet_libraries() -> None:
 
 
 @contextmanager
-def _state_folder(root: Path, name: str, key: str) -> Iterator[Path]:
-    """`work/<stage>/<key>/`, held by this process alone (and its companions). Raises UserError when another one holds
-    it."""
-    folder = root / "work" / name / key[:16]
-    folder.mkdir(parents=True, exist_ok=True)
+def _alone(root: Path, name: str) -> Iterator[None]:
+    """One process a stage and workspace, with its companions: they would write the same outputs. Raises UserError when
+    another one is at it, which may be one whose dvc was killed."""
     if is_companion():
-        yield folder
+        yield
         return
-    lock = FileLock(folder.with_suffix(".lock"))
-    try:
-        lock.acquire(timeout=0)
-    except Timeout:
+    path = root / "work" / f"{name}.lock"
+    path.parent.mkdir(exist_ok=True)
+    lock = FileLock(path)
+    if not lock.acquire():
         raise UserError(
-            f"{folder}: another process runs this stage with the same inputs; wait for it or stop it"
-        ) from None
+            f"another process ({holder(path)}) runs this stage here, perhaps left by a dvc that was killed; wait for "
+            f"it, or stop it with `kill {holder(path)}` (it saves what it has done), then run this again"
+        )
     try:
-        yield folder
+        yield
     finally:
         lock.release()
 

@@ -17,6 +17,8 @@ def training_run(stage: Stage[Any], shown: Sequence[str]) -> Run:
         report=_reporter(stage, shown),
         workers=stage.runtime.dataloader_workers,
         checkpoint_every=stage.runtime.checkpoint_every,
+        stopping=stage.interrupts,
+        say=stage.say,
     )
 
 

@@ -19,8 +19,12 @@ PACKAGES = ("rlhf_core", "tasks")
 CANNOT_CHANGE_RESULTS = {
     "rlhf_core": "how threads wait for each other",
     "rlhf_core.errors": "the type of a user's error",
+    "rlhf_core.files": "how bytes reach the disk, not which",
+    "rlhf_core.checkpoints": "resumable state; a resumed run ends in the same bytes",
     "rlhf_core.config.block": "strictness of parameters: it refuses values, it never changes one",
     "tasks.stage": "the contract around every stage; it writes no byte of an out",
+    "tasks.journal": "resumable state; a resumed run ends in the same bytes",
+    "tasks.interrupts": "when a stage stops",
     "tasks.companions": "starts the other processes of a stage; how many is a tracked parameter",
     "tasks.definition": "reads dvc.yaml: inputs, outs and keys",
     "tasks.progress": "prints",

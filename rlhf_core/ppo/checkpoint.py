@@ -1,38 +1,28 @@
-"""Resumable state on disk: written whole or not at all, the last two kept, loaded without running any pickle."""
+"""A PPO run on disk: one state in one file of a sealed checkpoint, loaded without running any pickle."""
 
-import os
 from pathlib import Path
 from typing import Any
 
 import torch
 
-KEPT = 2
+from rlhf_core.checkpoints import Checkpoints
+
+STATE = "state.pt"
 
 
-class Checkpoints:
-    """The checkpoints of one run in one folder."""
+def save(checkpoints: Checkpoints, step: int, state: dict[str, Any]) -> None:
+    """Write the state after `step` steps: a kill at any moment leaves a whole checkpoint or none."""
+    with checkpoints.write(step) as folder:
+        torch.save(state, folder / STATE)
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
 
-    def save(self, step: int, state: dict[str, Any]) -> None:
-        """Write, flush to the disk, then rename: a kill at any moment leaves a whole checkpoint or none."""
-        partial = self.folder / "checkpoint.partial"
-        with partial.open("wb") as file:
-            torch.save(state, file)
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(self.folder / f"checkpoint-{step:08d}.pt")
-        for old in self._files()[:-KEPT]:
-            old.unlink()
+def load(checkpoints: Checkpoints) -> dict[str, Any] | None:
+    """The newest whole state, tensors on the CPU; None where there is none."""
+    folder = checkpoints.newest()
+    return None if folder is None else read(folder / STATE)
 
-    def load(self) -> dict[str, Any] | None:
-        """The newest state, or None in an empty folder."""
-        files = self._files()
-        if not files:
-            return None
-        state: dict[str, Any] = torch.load(files[-1], weights_only=True, map_location="cpu")
-        return state
 
-    def _files(self) -> list[Path]:
-        return sorted(self.folder.glob("checkpoint-*.pt"))
+def read(path: Path) -> dict[str, Any]:
+    """Tensors and plain types; anything else in the file is refused, not run."""
+    state: dict[str, Any] = torch.load(path, weights_only=True, map_location="cpu")
+    return state

@@ -15,7 +15,8 @@ POLL_SECONDS = 0.02
 
 
 class FileLock:
-    """An exclusive lock on the file `path`; its folder must exist (else `acquire` is refused)."""
+    """An exclusive lock on the file `path`; its folder must exist (else `acquire` is refused). The holder's process id
+    stands in the file."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -37,6 +38,8 @@ class FileLock:
                     return False
                 time.sleep(POLL_SECONDS)
             else:
+                os.truncate(fd, 0)
+                os.write(fd, str(os.getpid()).encode())
                 self._fd = fd
                 return True
 
@@ -60,3 +63,11 @@ def is_held(path: Path) -> bool:
     finally:
         os.close(fd)
     return False
+
+
+def holder(path: Path) -> int | None:
+    """The process that holds, or last held, the lock on `path`; None where that cannot be read."""
+    try:
+        return int(path.read_text(encoding="ascii"))
+    except (OSError, ValueError):
+        return None

@@ -336,7 +336,7 @@ def test_no_space_left_when_the_outs_reach_the_disk(run_toy: Run, toy: Path, mon
         if flushed == 3:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr("tasks.outputs.os.fsync", fsync)
+    monkeypatch.setattr("rlhf_core.files.os.fsync", fsync)
     (toy / "params.yaml").write_text(PARAMS.replace("hello", "bye"), encoding="utf-8")
     assert run_toy(write_all).code == 2
     assert outputs(toy) == WHOLE
@@ -401,7 +401,7 @@ def test_a_second_process_is_refused_and_a_signal_leaves_nothing_half_written(
         assert first.stdout.readline() == "begun\n"
         second = run_toy(write_all)
         assert second.code == 2
-        assert "another process runs this stage with the same inputs" in second.stderr
+        assert f"another process ({first.pid}) runs this stage here" in second.stderr
         assert outputs(toy).keys() == {"out.txt", ".out.txt.partial", ".model.partial"}, "the first one's work stands"
         first.send_signal(number)
         _, said = first.communicate(timeout=60)

@@ -1,6 +1,5 @@
-"""`checkpoint.py`: whole or not at all, the last two kept, and no pickle is run."""
+"""`ppo/checkpoint.py`: a state comes back as it was, and no pickle is run."""
 
-import os
 import pickle
 from pathlib import Path
 from typing import Any
@@ -8,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from rlhf_core.ppo.checkpoint import Checkpoints
+from rlhf_core.checkpoints import Checkpoints
+from rlhf_core.ppo import checkpoint
 
 
 def state(step: int) -> dict[str, Any]:
@@ -17,54 +17,20 @@ def state(step: int) -> dict[str, Any]:
 
 
 def test_an_empty_folder_holds_no_state(tmp_path: Path) -> None:
-    assert Checkpoints(tmp_path).load() is None
+    assert checkpoint.load(Checkpoints(tmp_path)) is None
 
 
-def test_the_newest_state_comes_back(tmp_path: Path) -> None:
-    """Also where the names would sort otherwise as text."""
-    checkpoints = Checkpoints(tmp_path)
+def test_failure_01_the_newest_whole_state_comes_back(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path, lambda _: None)
     for step in (9, 100):
-        checkpoints.save(step, state(step))
-    loaded = Checkpoints(tmp_path).load()
+        checkpoint.save(checkpoints, step, state(step))
+    loaded = checkpoint.load(checkpoints)
     assert loaded is not None
     assert loaded["history"] == state(100)["history"]
     assert torch.equal(loaded["trainer"]["weights"]["w"], torch.tensor([100.0, 100.0]))
-
-
-def test_the_last_two_are_kept(tmp_path: Path) -> None:
-    for step in range(1, 5):
-        Checkpoints(tmp_path).save(step, state(step))
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-00000003.pt", "checkpoint-00000004.pt"]
-
-
-@pytest.mark.parametrize("moment", ["write", "fsync", "rename"])
-def test_failure_01_a_kill_while_saving_leaves_the_old_state(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
-) -> None:
-    checkpoints = Checkpoints(tmp_path)
-    checkpoints.save(1, state(1))
-
-    def killed(*_: Any) -> None:
-        raise KeyboardInterrupt
-
-    def half(content: Any, file: Any) -> None:
-        file.write(b"half")
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        if moment == "write":
-            patch.setattr(torch, "save", half)
-        elif moment == "fsync":
-            patch.setattr(os, "fsync", killed)
-        else:
-            patch.setattr(Path, "replace", killed)
-        with pytest.raises(KeyboardInterrupt):
-            checkpoints.save(2, state(2))
-    loaded = checkpoints.load()
-    assert loaded is not None
-    assert loaded["trainer"]["steps_done"] == 1
-    checkpoints.save(2, state(2))
-    assert (checkpoints.load() or {})["trainer"]["steps_done"] == 2
+    file = tmp_path / "checkpoint-100" / checkpoint.STATE
+    file.write_bytes(file.read_bytes()[:-1])
+    assert (checkpoint.load(checkpoints) or {})["trainer"]["steps_done"] == 9
 
 
 class Attack:
@@ -79,7 +45,8 @@ class Attack:
 
 def test_no_pickle_is_run(tmp_path: Path) -> None:
     trace = tmp_path / "trace"
-    torch.save({"trainer": Attack(trace)}, tmp_path / "checkpoint-00000001.pt")
+    checkpoints = Checkpoints(tmp_path)
+    checkpoint.save(checkpoints, 1, {"trainer": Attack(trace)})
     with pytest.raises(pickle.UnpicklingError):
-        Checkpoints(tmp_path).load()
+        checkpoint.load(checkpoints)
     assert not trace.exists()

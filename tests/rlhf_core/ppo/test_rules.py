@@ -16,7 +16,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from rlhf_core.batch import pad_batch, response_logits, state_values
-from rlhf_core.ppo.checkpoint import Checkpoints
+from rlhf_core.checkpoints import Checkpoints
+from rlhf_core.ppo import checkpoint
 from rlhf_core.ppo.kl import KLKind, estimate_kl
 from rlhf_core.ppo.logprobs import logprobs_and_entropy
 from rlhf_core.ppo.losses import compute_policy_gradient_loss
@@ -222,7 +223,7 @@ def test_rule_19_a_resume_after_any_step_ends_in_the_same_bytes(
         expected.append(whole.step())
         folder = tmp_path / str(step)
         folder.mkdir()
-        Checkpoints(folder).save(step, whole.state_dict())
+        checkpoint.save(Checkpoints(folder), step, whole.state_dict())
         checkpoints.append(folder)
     end = copy.deepcopy(whole.state_dict())
     for done, folder in enumerate(checkpoints[:2], start=1):
@@ -231,6 +232,6 @@ def test_rule_19_a_resume_after_any_step_ends_in_the_same_bytes(
         with torch.no_grad():
             for parameter in (*other.models.policy.parameters(), *other.models.critic.parameters()):
                 parameter.add_(1.0)
-        other.load_state_dict(Checkpoints(folder).load() or {})
+        other.load_state_dict(checkpoint.load(Checkpoints(folder)) or {})
         assert [other.step() for _ in range(3 - done)] == expected[done:]
         torch.testing.assert_close(other.state_dict(), end, rtol=0, atol=0)

@@ -13,10 +13,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_core.batch import pad_batch, response_logits, state_values
 from rlhf_core.chat import Conversation
+from rlhf_core.checkpoints import Checkpoints
 from rlhf_core.engines import engine_of
+from rlhf_core.ppo import checkpoint
 from rlhf_core.ppo import trainer as trainer_module
 from rlhf_core.ppo.actor_critic import ActorCritic
-from rlhf_core.ppo.checkpoint import Checkpoints
 from rlhf_core.ppo.kl import estimate_kl, full_kl
 from rlhf_core.ppo.objective import Prices
 from rlhf_core.ppo.plan import prompts_of_step
@@ -424,9 +425,9 @@ def test_rule_19_failure_01_k_steps_and_a_resume_are_n_steps(
 
     first = make_trainer(**options)
     history = [first.step() for _ in range(2)]
-    Checkpoints(tmp_path).save(2, {"trainer": first.state_dict(), "history": history})
+    checkpoint.save(Checkpoints(tmp_path), 2, {"trainer": first.state_dict(), "history": history})
     torch.manual_seed(1234)
-    state = Checkpoints(tmp_path).load()
+    state = checkpoint.load(Checkpoints(tmp_path))
     assert state is not None
     second = make_trainer(**options)
     second.load_state_dict(state["trainer"])

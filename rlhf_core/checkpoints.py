@@ -1,0 +1,78 @@
+"""Resumable state on disk: folders `checkpoint-<step>`, each sealed with the checksums of its files when it is whole. A
+folder without a seal was cut short, one whose files no longer fit it was damaged: neither is ever used.
+
+What stands in a checkpoint is the business of who writes it (`ppo/checkpoint.py`, `training.py`).
+"""
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from rlhf_core import files
+
+SEAL = "seal.json"
+KEPT = 2
+PREFIX = "checkpoint-"
+
+Say = Callable[[str], None]
+
+
+def seal(folder: Path) -> None:
+    """Flush the folder to the disk and note the checksum of every file in it; from now on it counts as whole."""
+    files.flush(folder)
+    noted = json.dumps(_checksums(folder), indent=1)
+    with files.whole(folder / SEAL) as place:
+        place.write_text(noted, encoding="utf-8")
+
+
+def damage(folder: Path) -> str | None:
+    """What is wrong with a checkpoint, in words; None for a whole one."""
+    try:
+        noted = json.loads((folder / SEAL).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return "was cut short"
+    except (OSError, ValueError):
+        return "has a broken seal"
+    return None if noted == _checksums(folder) else "does not fit its checksums"
+
+
+def _checksums(folder: Path) -> dict[str, str]:
+    found = {}
+    for path in sorted(path for path in folder.rglob("*") if path.is_file() and path != folder / SEAL):
+        with path.open("rb") as file:
+            found[path.relative_to(folder).as_posix()] = hashlib.file_digest(file, "sha256").hexdigest()
+    return found
+
+
+class Checkpoints:
+    """The checkpoints in one folder. `say` hears what is found damaged."""
+
+    def __init__(self, folder: Path, say: Say = print) -> None:
+        self.folder, self._say = folder, say
+
+    @contextmanager
+    def write(self, step: int) -> Iterator[Path]:
+        """A folder to fill; sealed and in its place when the block ends. The last two are kept."""
+        final = self.folder / f"{PREFIX}{step}"
+        with files.whole(final) as place:
+            place.mkdir()
+            yield place
+            seal(place)
+        for old in self._all()[:-KEPT]:
+            files.remove(old)
+
+    def newest(self) -> Path | None:
+        """The newest whole checkpoint, None where there is none. Damaged ones are named and removed."""
+        for folder in reversed(self._all()):
+            problem = damage(folder)
+            if problem is None:
+                return folder
+            self._say(f"{folder.name} {problem} and is not used; the one before it is")
+            files.remove(folder)
+        return None
+
+    def _all(self) -> list[Path]:
+        found = [path for path in self.folder.glob(f"{PREFIX}*") if path.name.removeprefix(PREFIX).isdigit()]
+        return sorted(found, key=lambda path: int(path.name.removeprefix(PREFIX)))

@@ -1,0 +1,51 @@
+"""SIGTERM and Ctrl-C: they end a stage at once, but in a loop that can save what it has done after the present step.
+There the first signal asks, and the second insists.
+"""
+
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+class Interrupts:
+    """What this process does when it is told to stop."""
+
+    def __init__(self) -> None:
+        self.asked = False
+        self._patient = False
+
+    def install(self) -> None:
+        """Listen from now on; a signal that whoever started us made this process deaf to stays unheard."""
+        for number in SIGNALS:
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                signal.signal(number, self._hear)
+
+    @contextmanager
+    def patient(self) -> Iterator[None]:
+        """Within this block the first signal only sets `asked`; the loop inside saves, and calls `leave`."""
+        self._patient = True
+        try:
+            yield
+        finally:
+            self._patient = False
+        self.leave()
+
+    def leave(self) -> None:
+        """Raise KeyboardInterrupt when a signal has come."""
+        if self.asked:
+            raise KeyboardInterrupt
+
+    def is_asked(self) -> bool:
+        """Whether a signal has come."""
+        return self.asked
+
+    def _hear(self, *_: object) -> None:
+        if self.asked or not self._patient:
+            self.asked = True
+            raise KeyboardInterrupt
+        self.asked = True
+        with suppress(OSError):  # print may be in the middle of a line
+            os.write(2, b"stopping when this step is done and saved; the same signal again stops at once\n")
