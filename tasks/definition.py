@@ -38,7 +38,7 @@ class Definition:
     @cached_property
     def _stage(self) -> Any:
         for stage in self._stages:
-            if stage.addressing == self.name:
+            if stage.name == self.name:
                 return stage
         raise UserError(f"dvc.yaml: no stage named {self.name}")
 
@@ -89,14 +89,15 @@ def is_code(path: str) -> bool:
 
 
 def executable(repo: Repo) -> list[Any]:
-    """The stages of the graph that have a command, in the order of dvc.yaml."""
+    """The stages of the graph that have a command, in the order of dvc.yaml. Each is known by its `name`: DVC's own
+    address of a stage depends on the current folder."""
     return [stage for stage in repo.index.stages if stage.cmd]
 
 
 def pipeline_identity(repo: Repo, params: dict[str, Any]) -> PipelineIdentity:
     """The identity of the pipeline run: raw data, parameters without `runtime`, and commands."""
     kept = {name: value for name, value in params.items() if name != "runtime"}
-    commands = {stage.addressing: stage.cmd for stage in executable(repo)}
+    commands = {stage.name: stage.cmd for stage in executable(repo)}
     key = digest({"raw": _raw_hash(repo), "params": kept, "commands": commands})
     commit, dirty = git_state(Path(repo.root_dir))
     return PipelineIdentity(key=key, params=kept, commit=commit, dirty=dirty)

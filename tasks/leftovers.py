@@ -50,7 +50,7 @@ def find(root: Path, everything: bool = False) -> Found:
     """All leftovers of the project at `root`; with `everything` also state from which a stage would continue."""
     found = Found()
     with repository(root) as repo:
-        known = {stage.addressing: stage for stage in executable(repo)}
+        known = {stage.name: stage for stage in executable(repo)}
         for name in dict.fromkeys([*known, *_folders(root)]):
             _of_stage(repo, root, name, known.get(name), everything, found)
     for folder in sorted(outbox.outbox_folder(root).glob(".new-*")):
@@ -145,7 +145,7 @@ def _remove_of_stage(root: Path, stage: str, agreed: list[Leftover], everything:
     try:
         now = Found()
         with repository(root) as repo:
-            known = {one.addressing: one for one in executable(repo)}
+            known = {one.name: one for one in executable(repo)}
             _of_stage(repo, root, stage, known.get(stage), everything, now, mine=True)
         still = {leftover.path for leftover in now.leftovers}
         gone = [leftover for leftover in agreed if leftover.path in still and _delete(leftover.path)]

@@ -41,7 +41,7 @@ def plan(repo: Repo, root: Path, stages: Sequence[str]) -> Plan:
     """Raises UserError when `dvc.lock` is not that of the present code, parameters and data, or an input is lost."""
     records = recorded(root)
     known = executable(repo)
-    wanted = [stage for stage in known if stage.addressing in stages]
+    wanted = [stage for stage in known if stage.name in stages]
     made = {out.def_path for stage in wanted for out in stage.outs}
     outside: dict[str, str] = {}
     for stage in wanted:
@@ -61,7 +61,7 @@ def plan(repo: Repo, root: Path, stages: Sequence[str]) -> Plan:
 
 def _check(repo: Repo, root: Path, stage: Any, records: dict[str, Record], made: set[str]) -> dict[str, str]:
     """The stage's inputs from outside. Raises UserError, naming the stage and what is not as recorded."""
-    name = stage.addressing
+    name = stage.name
     record = records.get(name)
     if record is None:
         raise UserError(f"dvc.lock: {name} is not in it; run `dvc repro` first")
