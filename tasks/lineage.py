@@ -13,7 +13,17 @@ from dvc.repo import Repo
 from rlhf_core.errors import UserError
 from tasks import provenance
 from tasks.definition import RAW, digest, executable
-from tasks.recorded import Record, content_hash, from_cache, made_by, made_once, recorded, repository
+from tasks.recorded import (
+    Record,
+    commit_of,
+    content_hash,
+    from_cache,
+    made_by,
+    made_once,
+    recorded,
+    repository,
+    tracked_in,
+)
 
 State = Literal["as recorded", "changed since", "missing", "unknown here"]
 GATE = "data/check.ok"
@@ -99,7 +109,9 @@ class Lineage:
     def _find(self, path: str, digest: str) -> Node:
         state = self.state(path, digest)
         if path not in self.outs:
-            return Node(path, digest, state, inputs=tuple(self._tracked_data(path, state)))
+            here = state == "as recorded"
+            data = self._tracked_data() if here else self._tracked_then(digest)
+            return Node(path, digest, state, inputs=tuple(data) if path == RAW else ())
         record = self._own_record(path, digest, state) or made_by(self.records, path, digest)
         record = record or made_once(self.root, path, digest)
         if record is None:
@@ -129,16 +141,20 @@ class Lineage:
         everything = (*self._origins(record), *inputs)
         return Node(path, digest, state, record, tuple(changed), everything, (*notes, *exempt))
 
-    def _tracked_data(self, path: str, state: State) -> Iterator[Node]:
-        """The data files that DVC tracks below data/raw/, when what lies there is what was read."""
-        if path != RAW or state != "as recorded":
-            return
+    def _tracked_data(self) -> Iterator[Node]:
+        """The data files that DVC tracks below data/raw/."""
         for stage in self.repo.index.stages:
             for out in [] if stage.cmd else stage.outs:
                 name = Path(out.fs_path).resolve().relative_to(self.root.resolve()).as_posix()
                 if name.startswith(f"{RAW}/") and out.hash_info.value:
                     value = str(out.hash_info.value)
                     yield Node(name, value, self.state(name, value), notes=(f"tracked by {name}.dvc",))
+
+    def _tracked_then(self, raw: str) -> Iterator[Node]:
+        """The same for data/raw/ as it was when it had this hash, from the commit whose dvc.lock recorded it."""
+        commit = commit_of(self.root, raw)
+        for name, value in tracked_in(self.root, commit, RAW).items() if commit else ():
+            yield Node(name, value, self.state(name, value), notes=(f"tracked by {name}.dvc in commit {commit}",))
 
     def _origins(self, record: Record) -> Iterator[Node]:
         """What a stage takes from outside the repository's data: the built-in world, a hub."""

@@ -121,6 +121,22 @@ def made_once(root: Path, path: str | None, digest: str) -> Record | None:
     return None
 
 
+def commit_of(root: Path, digest: str) -> str | None:
+    """The first commit whose `dvc.lock` has this hash; None where none has."""
+    found = _git(root, "log", "--all", "--reverse", "--format=%h", f"-S{digest}", "--", LOCK_FILE).split()
+    return found[0] if found else None
+
+
+def tracked_in(root: Path, commit: str, folder: str) -> dict[str, str]:
+    """Path → hash of the data that .dvc files below `folder` tracked in that commit."""
+    found: dict[str, str] = {}
+    for name in _git(root, "ls-tree", "-r", "--name-only", commit, f"{folder}/").splitlines():
+        if name.endswith(".dvc"):
+            content = YAML(typ="safe", pure=True).load(_git(root, "show", f"{commit}:./{name}")) or {}
+            found |= {str(Path(name).parent / out["path"]): str(out.get("md5", "")) for out in content.get("outs", [])}
+    return found
+
+
 def _at(record: Record, digest: str) -> Iterator[str]:
     return (path for path, value in record.outs.items() if value == digest)
 
