@@ -1,10 +1,10 @@
 """`leash clean`: shows what dead runs have left behind, and removes it when told to. What is a leftover:
-`tasks/leftovers.py`; abandoned clones of `leash verify`: `flows/clone.py`."""
+`tasks/leftovers.py`; clones of `leash verify`: `flows/clone.py`."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from flows.clone import KEPT, abandoned
+from flows.clone import KEPT, clones
 from flows.terminal import table
 
 if TYPE_CHECKING:
@@ -18,7 +18,12 @@ def look(root: Path, everything: bool) -> "Found":
     from tasks.leftovers import find
 
     found = find(root, everything)
-    for folder in abandoned(root):
+    for folder, pid in clones(root):
+        if pid is not None:
+            found.stays.append(
+                f"{folder.relative_to(root)}: process {pid or '?'} works in this clone of `leash verify`"
+            )
+            continue
         kept = (folder / KEPT).exists()
         found.add(folder, f"a clone of `leash verify` {'that was kept' if kept else 'whose process died'}")
     return found

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from flows.stages import Environment
 from rlhf_core.errors import UserError
-from tasks.tracking.locks import FileLock, is_held
+from tasks.tracking.locks import FileLock, holder, is_held
 from tasks.tracking.settings import HOLD_VARIABLE
 
 PREFIX = "verify-"
@@ -54,9 +54,13 @@ def temporary_clone(root: Path, keep: bool) -> Iterator[Path]:
         owner.release()
 
 
-def abandoned(root: Path) -> list[Path]:
-    """Clones whose maker is dead, those left by `--keep` included."""
-    return [folder for folder in sorted((root / "work").glob(f"{PREFIX}*")) if not is_held(folder / OWNER)]
+def clones(root: Path) -> Iterator[tuple[Path, int | None]]:
+    """(folder, the process that works in it): its maker, or a stage that has outlived a killed maker; None where it is
+    abandoned, or was left by `--keep`."""
+    for folder in sorted((root / "work").glob(f"{PREFIX}*")):
+        locks = [folder / OWNER, *sorted((folder / PROJECT / "work").glob("*.lock"))]
+        held = next((lock for lock in locks if is_held(lock)), None)
+        yield folder, (holder(held) or 0) if held else None
 
 
 def environment(project: Path) -> Environment:

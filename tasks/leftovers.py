@@ -12,6 +12,7 @@ from dvc.exceptions import DvcException
 from dvc.repo import Repo
 
 from rlhf_core.errors import UserError
+from rlhf_core.files import beside
 from tasks.definition import Definition, executable
 from tasks.params.loader import PARAMS_FILE, read_yaml
 from tasks.recorded import repository
@@ -102,8 +103,7 @@ def _of_stage(
         found.add(old, "a lock that nobody holds", name)
     _states(repo, root, name, stage is not None, everything, found)
     for out in stage.outs if stage is not None else []:
-        final = root / out.def_path
-        partial = final.with_name(f".{final.name}.partial")
+        partial = beside(root / out.def_path)
         if partial.exists():
             found.add(partial, "half-written by a run that was stopped", name)
     if stage is None and lock.is_file():

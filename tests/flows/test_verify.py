@@ -16,8 +16,10 @@ import psutil
 import pytest
 
 from flows import clone
-from flows.verify import Report, render, verify
+from flows.verify import Report, _compare, render, verify
 from rlhf_core.errors import UserError
+from tasks.provenance import FILE, KEYS
+from tasks.recorded import Record
 
 if TYPE_CHECKING:
     from tests.conftest import Project
@@ -145,7 +147,7 @@ def test_a_named_stage_takes_its_inputs_from_the_record_and_runs_alone(recorded:
     assert (kept / "log.txt").read_text(encoding="utf-8") == "two.out\n"
     assert (kept / "one.out").read_text(encoding="utf-8") == "one.out1\n"
     assert f"the clone is kept: {kept}" in render(report)
-    assert clone.abandoned(recorded) == [kept.parent], "its maker does not hold it any longer"
+    assert list(clone.clones(recorded)) == [(kept.parent, None)], "its maker does not hold it any longer"
 
 
 def test_raw_data_come_from_the_cache_where_the_workspace_has_lost_them(recorded: Path) -> None:
@@ -185,6 +187,19 @@ def test_a_stale_record_is_the_users_to_renew(recorded: Path, file: str, old: st
 def test_what_no_stage_reads_may_change(recorded: Path) -> None:
     edit(recorded, "params.yaml", "c: 1", "c: 2")
     assert rebuild(recorded, "two").exit_code == 0
+
+
+def test_an_exempt_run_says_so(recorded: Path, tmp_path: Path) -> None:
+    """It may differ without anything being wrong; its model says why."""
+    rebuilt = tmp_path / "clone"
+    rebuilt.mkdir()
+    shutil.copy2(recorded / "dvc.lock", rebuilt)
+    own = dict.fromkeys(KEYS, "") | {"exemptions": ["the micro-batch was halved"]}
+    (recorded / "models/m").mkdir(parents=True)
+    (recorded / "models/m" / FILE).write_text(json.dumps(own), encoding="utf-8")
+    record = Record("one", "", {}, {}, {}, {"models/m": "0" * 32}, "dvc.lock")
+    [finding] = _compare(recorded, rebuilt, record)
+    assert finding.words == "DIFFERS (the recorded run was exempt: the micro-batch was halved)"
 
 
 def test_a_rebuild_that_fails_is_no_agreement(recorded: Path) -> None:
@@ -271,7 +286,7 @@ def wait(condition: Callable[[], bool], seconds: float = 60.0) -> None:
 def test_a_clone_at_work_is_not_abandoned(recorded: Path) -> None:
     with clone.temporary_clone(recorded, keep=False):
         assert leftovers(recorded) != []
-        assert clone.abandoned(recorded) == []
+        assert [pid for _, pid in clone.clones(recorded)] == [os.getpid()]
     assert leftovers(recorded) == []
 
 
