@@ -45,6 +45,13 @@ def replace(source: Path, target: Path) -> None:
     _fsync(target.parent)
 
 
+def append(path: Path, data: bytes) -> None:
+    """Add to the end of a file and wait until it is on the disk; a kill may leave the beginning of `data`."""
+    with path.open("ab") as file:
+        file.write(data)
+    _fsync(path)
+
+
 def remove(path: Path) -> None:
     """Delete a file or a folder, if it is there."""
     if path.is_dir() and not path.is_symlink():

@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+from rlhf_core import files
 from rlhf_core.checkpoints import Say
 
 
@@ -30,10 +31,7 @@ class Journal:
     def append(self, piece: Any) -> None:
         """Add the next piece; it is on the disk when this returns."""
         text = json.dumps(piece, ensure_ascii=True, allow_nan=False).encode()
-        with self.path.open("ab") as file:
-            file.write(_checksum(text) + b" " + text + b"\n")
-            file.flush()
-            os.fsync(file.fileno())
+        files.append(self.path, _checksum(text) + b" " + text + b"\n")
         self.pieces.append(piece)
 
 

@@ -252,7 +252,7 @@ def _run(name: str, model: type[Model], execute: Execute[Model], tracked: bool, 
             conclude=partial(_conclude, tracker, repo, content),
             interrupts=interrupts,
         )
-        with _tracked(stage):
+        with _tracked(stage, driver):
             execute(stage)
             if is_companion():
                 return key
@@ -262,7 +262,7 @@ def _run(name: str, model: type[Model], execute: Execute[Model], tracked: bool, 
             stage.outputs.commit()
             for act in stage.afterwards:
                 act()
-        if driver is None or driver.is_running():
+        if not _is_gone(driver):
             shutil.rmtree(state_dir, ignore_errors=True)
     return key
 
@@ -271,13 +271,22 @@ def _driver() -> psutil.Process | None:
     """The dvc that runs this stage and will record its outputs; None where somebody started the stage by hand.
 
     Where it is killed meanwhile, nobody records them: the next dvc deletes them and starts the stage again, which then
-    needs the state.
+    continues the state and the MLflow run of this one.
     """
     with suppress(psutil.Error):
         for process in psutil.Process().parents():
             if "dvc" in (Path(word).name for word in process.cmdline()):
                 return process
     return None
+
+
+def _is_gone(driver: psutil.Process | None) -> bool:
+    if driver is None:
+        return False
+    try:
+        return not driver.is_running() or bool(driver.status() == psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return True
 
 
 def _quiet_libraries() -> None:
@@ -334,7 +343,7 @@ def _conclude(tracker: Tracker | None, repo: Repo, content: dict[str, Any]) -> N
 
 
 @contextmanager
-def _tracked(stage: Stage[Any]) -> Iterator[None]:
+def _tracked(stage: Stage[Any], driver: psutil.Process | None) -> Iterator[None]:
     """Close the run with the status that fits, and remove half-written outputs unless the stage is whole."""
     status: Literal["FINISHED", "FAILED", "KILLED"] = "FAILED"
     try:
@@ -351,7 +360,7 @@ def _tracked(stage: Stage[Any]) -> Iterator[None]:
                 stage.tracker.headline(stage.headline)
             else:
                 stage.tracker.close_parent(status)
-            stage.tracker.close(status)
+            stage.tracker.close("KILLED" if _is_gone(driver) else status)
 
 
 def _require_unchanged(before: Mapping[str, Any], after: Mapping[str, Any]) -> None:

@@ -59,10 +59,11 @@ class Project:
     root: Path
 
     def run(self, *command: str, **environment: str) -> "subprocess.CompletedProcess[str]":
-        """Run a command at the root, with this interpreter's programs first on PATH."""
+        """Run a command at the root in a process group of its own, with this interpreter's programs first on PATH."""
         return subprocess.run(
-            command, cwd=self.root, env=clean_environment() | environment, capture_output=True, text=True, check=False
-        )
+            command, cwd=self.root, env=clean_environment() | environment, capture_output=True, text=True, check=False,
+            start_new_session=True,
+        )  # fmt: skip
 
     def stage(self, name: str, **environment: str) -> "subprocess.CompletedProcess[str]":
         """`python -m tasks.<name>`, as dvc.yaml has it."""
@@ -199,6 +200,7 @@ class Ended:
 
     code: int
     stderr: str
+    stdout: str = ""
 
 
 @pytest.fixture
@@ -209,17 +211,19 @@ def in_process(
 
     What takes seconds to import (torch) is imported once for all tests that use this.
     """
-    handler = signal.getsignal(signal.SIGTERM)
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
 
     def call(root: Path, main: Callable[[], object]) -> Ended:
         monkeypatch.chdir(root)
         capfd.readouterr()
         with pytest.raises(SystemExit) as left:
             main()
-        return Ended(int(left.value.code or 0), capfd.readouterr().err)
+        printed = capfd.readouterr()
+        return Ended(int(left.value.code or 0), printed.err, printed.out)
 
     yield call
-    signal.signal(signal.SIGTERM, handler)
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
 
 
 @pytest.fixture

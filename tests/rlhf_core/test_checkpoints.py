@@ -135,8 +135,13 @@ def test_whole_writes_folders_over_files_and_back(tmp_path: Path) -> None:
 def test_a_failure_leaves_what_was_there(tmp_path: Path) -> None:
     place = tmp_path / "place"
     place.write_text("old", encoding="utf-8")
-    with pytest.raises(RuntimeError), files.whole(place) as partial:
-        partial.write_text("half", encoding="utf-8")
-        raise RuntimeError
+
+    def fail() -> None:
+        with files.whole(place) as partial:
+            partial.write_text("half", encoding="utf-8")
+            raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        fail()
     assert names(tmp_path) == ["place"]
     assert place.read_text(encoding="utf-8") == "old"

@@ -1,7 +1,6 @@
 """Bad input: one line on stderr that says what is wrong, exit code 2, and nothing of an earlier run lost."""
 
 import json
-import os
 import shutil
 import socket
 import subprocess
@@ -240,55 +239,6 @@ def test_failure_11_a_tokenizer_whose_pad_is_its_eos(finished: "Project", stage_
     ended = stage_main(finished, "preferences")
     one_line(ended, "preferences", "")
     assert "pad token equals eos token" in ended.stderr
-
-
-FULL_DISK = """
-import errno, os, sys
-
-def refuse(event, details):
-    if event == "open" and ".partial" in str(details[0]) and details[2] & os.O_WRONLY:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), details[0])
-
-sys.addaudithook(refuse)
-"""
-
-
-@pytest.mark.pipeline
-def test_no_space_left_for_the_outs(finished: "Project", tmp_path: Path) -> None:
-    (tmp_path / "hooks").mkdir()
-    (tmp_path / "hooks/sitecustomize.py").write_text(FULL_DISK, encoding="utf-8")
-    before = finished.outputs()
-    ended = finished.stage("ingest", PYTHONPATH=str(tmp_path / "hooks"))
-    one_line(ended, "ingest", "no space left on the device (")
-    assert finished.outputs() == before
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Callable[[Path], None]]:
-    """Puts a file system of 64 KiB in the place of a folder; skips where that is not allowed."""
-    mounted: list[Path] = []
-
-    def mount(folder: Path) -> None:
-        command = ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(folder)]
-        if os.geteuid() != 0 or subprocess.run(command, check=False, capture_output=True).returncode != 0:
-            pytest.skip("only root may mount a small file system")
-        mounted.append(folder)
-
-    yield mount
-    for folder in mounted:
-        subprocess.run(["umount", str(folder)], check=True)
-
-
-@pytest.mark.pipeline
-@pytest.mark.parametrize(("stage", "folder"), [("base", "models"), ("ingest", "data/ingest"), ("base", "work")])
-def test_a_disk_that_is_really_full(
-    finished: "Project", stage_main: Main, small_disk: Callable[[Path], None], stage: str, folder: str
-) -> None:
-    """Libraries that write from Rust and C++ word it in their own way."""
-    finished.set("runtime.checkpoint_every", 1)
-    finished.set("runtime.tracking", False)
-    small_disk(finished.root / folder)
-    one_line(stage_main(finished, stage), stage, "no space left on the device (")
 
 
 @pytest.fixture(scope="module")

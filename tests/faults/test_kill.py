@@ -1,0 +1,184 @@
+"""SIGKILL at moments chosen by seed, of the stage, of dvc, or of both: the same command continues to the same bytes, in
+the same MLflow run. The killer is a `sitecustomize.py` in the stage's process; nothing of the product knows of it."""
+
+import json
+import os
+import random
+import subprocess
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+from mlflow.tracking import MlflowClient
+
+from tasks.tracking.sender import drain
+
+if TYPE_CHECKING:
+    from tests.conftest import Project, TinyRun
+
+pytestmark = [pytest.mark.faults, pytest.mark.pipeline]
+
+KILLS = int(os.environ.get("LEASH_KILLS", "6"))
+"""`.ci/run` asks for 20."""
+PATIENCE = 120.0
+VICTIMS = ("stage", "dvc", "group")
+EVENTS = ("rename", "write", "line")
+VARIABLE = "LEASH_TEST_KILL"
+
+KILLER = """
+import json, os, signal, sys
+
+words = getattr(sys, "orig_argv", [])
+module = words[words.index("-m") + 1] if "-m" in words[:-1] else ""
+plan = json.loads(os.environ.get("LEASH_TEST_KILL", "{}"))
+
+
+def parent(pid):
+    with open(f"/proc/{pid}/stat") as file:
+        return int(file.read().rpartition(")")[2].split()[1])
+
+
+def is_dvc(pid):
+    with open(f"/proc/{pid}/cmdline") as file:
+        return "dvc" in file.read().split("\\0")
+
+
+def strike():
+    plan["count"] = -1
+    if plan["victim"] == "stage":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if plan["victim"] == "group":
+        os.killpg(os.getpgrp(), signal.SIGKILL)
+    pid = os.getppid()
+    while not is_dvc(pid):
+        pid = parent(pid)
+    os.kill(pid, signal.SIGKILL)
+
+
+def count(event):
+    if event == plan["event"]:
+        plan["count"] -= 1
+        if plan["count"] == 0:
+            strike()
+
+
+def hear(event, details):
+    if event == "open" and isinstance(details[0], str) and details[2] & (os.O_WRONLY | os.O_RDWR):
+        if os.path.abspath(details[0]).startswith(os.getcwd() + os.sep):
+            count("write")
+    if event == "os.rename" and str(details[0]).endswith(".partial") and "/work/" not in str(details[0]):
+        count("rename")
+
+
+class Lines:
+    def __init__(self, real):
+        self.real = real
+
+    def write(self, text):
+        self.real.write(text)
+        self.real.flush()
+        if text.startswith("["):
+            count("line")
+
+    def __getattr__(self, name):
+        return getattr(self.real, name)
+
+
+if plan and module == f"tasks.{plan['stage']}":
+    sys.addaudithook(hear)
+    sys.stdout = Lines(sys.stdout)
+"""
+
+
+@dataclass(frozen=True)
+class Moment:
+    """Who is killed, and before which event (the count-th of its kind) of the stage's process."""
+
+    stage: str
+    event: str
+    count: int
+    victim: str
+
+    def __str__(self) -> str:
+        return f"{self.stage}-{self.event}-{self.count}-{self.victim}"
+
+    def environment(self, folder: Path) -> dict[str, str]:
+        """What a process needs to meet it; `folder` keeps the hook."""
+        folder.mkdir(exist_ok=True)
+        (folder / "sitecustomize.py").write_text(KILLER, encoding="utf-8")
+        return {"PYTHONPATH": str(folder), VARIABLE: json.dumps(asdict(self))}
+
+
+LEAST = {
+    "base": {"rename": 2, "write": 30, "line": 6},
+    "sft": {"rename": 3, "write": 120, "line": 20},
+    "preferences": {"rename": 3, "write": 8, "line": 4},
+    "reward": {"rename": 4, "write": 50, "line": 6},
+    "ppo": {"rename": 5, "write": 25, "line": 4},
+    "evaluate": {"rename": 2, "write": 6, "line": 2},
+}
+"""How often each event happens in the tiny run of each stage with a checkpoint a step, or less."""
+
+
+def moments(number: int, seed: int = 4) -> list[Moment]:
+    """`number` moments: every stage in turn, all events and victims, the count drawn by seed."""
+    draw, stages = random.Random(seed), list(LEAST)
+    chosen = []
+    for i in range(number):
+        stage = stages[i % len(stages)]
+        event = EVENTS[(i // 2 + i // len(stages)) % len(EVENTS)]
+        victim = VICTIMS[(i + i // len(stages)) % len(VICTIMS)]
+        chosen.append(Moment(stage, event, draw.randint(1, LEAST[stage][event]), victim))
+    return chosen
+
+
+def repro(project: "Project", stage: str, **environment: str) -> "subprocess.CompletedProcess[str]":
+    """`dvc repro` of one stage as if it had never run."""
+    return project.run(sys.executable, "-m", "dvc", "repro", "--single-item", "--force", stage, **environment)
+
+
+def repro_until_done(project: "Project", stage: str) -> str:
+    """Again and again while an orphan is still at it. Returns what the last attempt said."""
+    deadline = time.monotonic() + PATIENCE
+    while (done := repro(project, stage)).returncode != 0:
+        assert "another process" in done.stderr, done.stdout + done.stderr
+        assert time.monotonic() < deadline, "an orphan that never ends"
+        time.sleep(0.2)
+    return done.stdout
+
+
+def prepare(project: "Project") -> None:
+    """A checkpoint and a progress line a step."""
+    project.set("runtime.checkpoint_every", 1)
+    project.set("runtime.progress_seconds", 0.0001)
+
+
+def stage_runs(project: "Project", stage: str) -> list[str]:
+    """The status of each MLflow run of the stage; no metric has a step twice."""
+    address = f"sqlite:///{project.root / 'mlflow.db'}"
+    drain(project.root, uri=address)
+    client = MlflowClient(address)
+    experiment = client.get_experiment_by_name("leash")
+    assert experiment is not None
+    runs = client.search_runs([experiment.experiment_id], f"tags.`leash.stage` = '{stage}'")
+    for run in runs:
+        for name in run.data.metrics:
+            steps = [point.step for point in client.get_metric_history(run.info.run_id, name)]
+            assert len(steps) == len(set(steps)), name
+    return [run.info.status for run in runs]
+
+
+@pytest.mark.parametrize("moment", moments(KILLS), ids=str)
+def test_failure_01_killed_and_continued_is_the_same_bytes(
+    tiny_run: "TinyRun", finished: "Project", tmp_path: Path, moment: Moment
+) -> None:
+    prepare(finished)
+    killed = repro(finished, moment.stage, **moment.environment(tmp_path / "hook"))
+    assert killed.returncode != 0, "the moment never came"
+    repro_until_done(finished, moment.stage)
+    assert finished.outputs() == tiny_run.project.outputs()
+    assert not list((finished.root / "work" / moment.stage).glob("*")), "state of a finished stage"
+    assert stage_runs(finished, moment.stage) == ["FINISHED", "FINISHED"], "the first run, and this one continued"

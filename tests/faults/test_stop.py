@@ -1,0 +1,111 @@
+"""SIGTERM and Ctrl-C in every long loop: the present step is finished and saved, the run ends as KILLED, and the same
+command continues behind that step to the same bytes. A second signal insists."""
+
+import os
+import re
+import shutil
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from mlflow.tracking import MlflowClient
+
+from tasks.progress import Progress
+from tasks.tracking.sender import drain
+
+if TYPE_CHECKING:
+    from tests.conftest import Ended, Project, TinyRun
+
+    Main = Callable[[Project, str], Ended]
+
+pytestmark = [pytest.mark.faults, pytest.mark.pipeline]
+
+
+@pytest.fixture
+def tell(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """Within a block, sends this process signals when its progress is told for the `count`-th time."""
+
+    @contextmanager
+    def plan(count: int, *signals: signal.Signals) -> Iterator[None]:
+        update, told = Progress.update, [0]
+
+        def updated(progress: Progress, step: int, **values: Any) -> None:
+            update(progress, step, **values)
+            told[0] += 1
+            if told[0] == count:
+                for number in signals:
+                    os.kill(os.getpid(), number)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Progress, "update", updated)
+            yield
+
+    return plan
+
+
+def forget(project: "Project", stage: str) -> None:
+    """No state of the stage, and no checkpoint but the one that a signal asks for."""
+    project.set("runtime.checkpoint_every", 1000)
+    shutil.rmtree(project.root / "work" / stage, ignore_errors=True)
+
+
+LOOPS = [("base", 2, 3), ("sft", 7, 8), ("preferences", 2, 256), ("reward", 3, 4), ("ppo", 2, 2), ("evaluate", 1, 40)]
+"""A stage, the progress line at which the signal comes, and behind which step (or sample) it then continues."""
+
+
+@pytest.mark.parametrize(("stage", "line", "step"), LOOPS)
+def test_a_signal_is_answered_with_a_checkpoint(
+    tiny_run: "TinyRun",
+    finished: "Project",
+    stage_main: "Main",
+    tell: Callable[..., Any],
+    stage: str,
+    line: int,
+    step: int,
+) -> None:
+    finished.set("runtime.tracking", False)
+    forget(finished, stage)
+    with tell(line, signal.SIGINT if step % 2 else signal.SIGTERM):
+        ended = stage_main(finished, stage)
+    assert ended.code == 130
+    assert "stopping when this step is done and saved" in ended.stderr
+    assert ended.stderr.splitlines()[-1] == f"{stage}: interrupted; the same command continues"
+    again = stage_main(finished, stage)
+    assert again.code == 0
+    assert re.findall(r"continues after \w+ (\d+)", again.stdout) == [str(step)]
+    assert finished.outputs() == tiny_run.project.outputs()
+
+
+def test_a_second_signal_insists(
+    tiny_run: "TinyRun", finished: "Project", stage_main: "Main", tell: Callable[..., Any]
+) -> None:
+    finished.set("runtime.tracking", False)
+    forget(finished, "ppo")
+    with tell(2, signal.SIGTERM, signal.SIGINT):
+        assert stage_main(finished, "ppo").code == 130
+    again = stage_main(finished, "ppo")
+    assert (again.code, "continues" in again.stdout) == (0, False)
+    assert finished.outputs() == tiny_run.project.outputs()
+
+
+def test_mlflow_says_killed_and_then_continues_the_run(
+    finished: "Project", stage_main: "Main", tell: Callable[..., Any]
+) -> None:
+    forget(finished, "ppo")
+    address = f"sqlite:///{finished.root / 'mlflow.db'}"
+
+    def newest() -> Any:
+        drain(finished.root, uri=address)
+        client = MlflowClient(address)
+        runs = client.search_runs(["1"], "tags.`leash.stage` = 'ppo'", order_by=["attributes.start_time DESC"])
+        steps = [point.step for point in client.get_metric_history(runs[0].info.run_id, "ppo/kl")]
+        return runs[0].info.run_id, runs[0].info.status, steps
+
+    with tell(2, signal.SIGTERM):
+        stage_main(finished, "ppo")
+    run_id, *rest = newest()
+    assert rest == ["KILLED", [1, 2]]
+    stage_main(finished, "ppo")
+    assert newest() == (run_id, "FINISHED", [1, 2, 3, 4])
