@@ -31,10 +31,10 @@ def write(
     `content` is params.yaml, `hashes` are DVC's of every dependency, `exemptions` say why the run is exempt from byte
     identity.
     """
-    text = render(describe(definition, content, hashes, exemptions))
-    for out in definition.outs:
-        if out.startswith(MODELS) and out in outputs.begun and outputs.path(out).is_dir():
-            (outputs.path(out) / FILE).write_text(text, encoding="utf-8")
+    written = [out for out in definition.outs if out.startswith(MODELS) and out in outputs.begun]
+    for folder in filter(Path.is_dir, map(outputs.path, written)):
+        text = render(describe(definition, content, hashes, exemptions))
+        (folder / FILE).write_text(text, encoding="utf-8")
 
 
 def describe(

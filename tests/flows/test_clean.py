@@ -12,7 +12,8 @@ from dvc.repo import Repo
 
 from flows.clean import look, readable, remove, render
 from tasks.definition import Definition
-from tasks.leftovers import Found
+from tasks.leftovers import Found, Leftover
+from tasks.leftovers import remove as remove_all
 from tasks.tracking.locks import FileLock
 from tasks.tracking.outbox import Outbox
 
@@ -148,12 +149,19 @@ def test_a_stage_that_begins_between_the_question_and_the_answer(root: Path) -> 
     lock = FileLock(root / "work/one.lock")
     assert lock.acquire()
     assert remove(root, agreed, False).startswith("removed 0 things, 0 B; 1 stay: they are in use now")
+    assert remove_all(root, agreed) == [], "not even when it has begun after the last look"
     lock.release()
     edited = present(root, "one")
     shutil.rmtree(root / edited)
     (root / "work/one" / STALE).rename(root / edited)  # what was agreed on is no longer there
     assert remove(root, agreed, False).startswith("removed 0 things")
     assert (root / edited / "checkpoint").exists()
+
+
+def test_what_has_become_the_present_key_meanwhile_stays(root: Path) -> None:
+    agreed = [Leftover(root / present(root, "one"), 1000, "was that of another key when it was listed", "one")]
+    assert remove_all(root, agreed) == []
+    assert agreed[0].path.exists()
 
 
 def test_what_waits_for_mlflow_stays(root: Path) -> None:
