@@ -4,7 +4,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,6 +17,7 @@ from tasks.leftovers import remove as remove_all
 from tasks.tracking.locks import FileLock
 from tasks.tracking.outbox import Outbox
 
+PROJECT = Path(__file__).resolve().parents[2]
 GRAPH = """
 stages:
   one: {cmd: python worker.py, deps: [input.txt], outs: [one.out]}
@@ -110,8 +111,7 @@ def test_half_written_outputs_go(root: Path) -> None:
 @pytest.fixture
 def held(root: Path) -> Iterator["subprocess.Popen[str]"]:
     """Another process that runs the stage `one`, as far as locks can tell."""
-    project = Path(sys.modules["flows"].__file__ or "").parents[1]
-    environment = os.environ | {"PYTHONPATH": str(project)}
+    environment = os.environ | {"PYTHONPATH": str(PROJECT)}
     command = [sys.executable, "-c", HOLDER, str(root / "work/one.lock")]
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
@@ -180,14 +180,30 @@ def test_what_waits_for_mlflow_stays(root: Path) -> None:
     assert box.folder.exists()
 
 
-def test_nothing_goes_without_a_yes(root: Path, leash: Callable[..., "subprocess.Popen[str]"]) -> None:
-    output, _ = leash(root, "clean").communicate(timeout=60)
-    assert output.splitlines()[-1] == "nothing was removed; `leash clean --yes` removes what the table lists"
+def leash_clean(root: Path, *words: str, stdin: int = subprocess.DEVNULL) -> list[str]:
+    """What `leash clean` prints."""
+    environment = os.environ | {"PYTHONPATH": str(PROJECT)}
+    command = [sys.executable, "-m", "flows.cli", "clean", *words]
+    done = subprocess.run(command, cwd=root, env=environment, stdin=stdin, capture_output=True, text=True, check=True)
+    return done.stdout.splitlines()
+
+
+def test_nothing_goes_without_a_yes(root: Path) -> None:
+    assert leash_clean(root)[-1] == "nothing was removed; `leash clean --yes` removes what the table lists"
     assert (root / "work/one" / STALE).exists()
-    output, _ = leash(root, "clean", "--yes").communicate(timeout=60)
-    assert output.splitlines()[-1] == "removed 1 things, 1.0 kB"
-    output, _ = leash(root, "clean").communicate(timeout=60)
-    assert output.splitlines()[0] == "nothing is left behind"
+    assert leash_clean(root, "--yes")[-1] == "removed 1 things, 1.0 kB"
+    assert leash_clean(root)[0] == "nothing is left behind"
+
+
+@pytest.mark.parametrize(("answer", "stays"), [("n", True), ("", True), ("y", False)])
+def test_a_person_is_asked(root: Path, answer: str, stays: bool) -> None:
+    terminal, person = os.openpty()
+    os.write(terminal, f"{answer}\n".encode())
+    said = leash_clean(root, stdin=person)
+    os.close(person)
+    os.close(terminal)
+    assert "Remove 1 things, 1.0 kB? [y/N]: " in "\n".join(said)
+    assert (root / "work/one" / STALE).exists() is stays
 
 
 def test_units() -> None:
