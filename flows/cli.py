@@ -163,6 +163,73 @@ def audit(
     print(json.dumps(found, ensure_ascii=False) if as_json else render(found), flush=True)
 
 
+@command
+def lineage(
+    path: Annotated[
+        Path, typer.Argument(metavar="PATH", help="A model folder (a copy, too), dataset or metrics file.")
+    ],
+    as_json: Annotated[bool, typer.Option("--json", "-j", help="Print one JSON object and nothing else.")] = False,
+) -> None:
+    """Walk from a result back to the raw data: hashes, stages, parameters, and whether they still lie here."""
+    root = find_root()
+    from flows.lineage import show
+
+    content, text = show(root, path.expanduser().absolute())
+    print(json.dumps(content, ensure_ascii=False, default=str) if as_json else text, flush=True)
+
+
+@command
+def verify(
+    stages: Annotated[list[str] | None, typer.Argument(help="Stages, without what they need. None: all.")] = None,
+    keep: Annotated[bool, typer.Option("--keep", help="Leave the clone and say where it is.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", "-j", help="Print one JSON object and nothing else.")] = False,
+) -> None:
+    """Rebuild the recorded results from nothing, in a temporary clone, and compare every hash with dvc.lock."""
+    root = find_root()
+    _die_politely()
+    from flows.terminal import open_screen, say
+    from flows.verify import render
+    from flows.verify import verify as rebuild
+
+    if not as_json:
+        open_screen()
+    report = rebuild(root, stages or [], keep, say)
+    print(json.dumps(report.as_dict(), ensure_ascii=False) if as_json else "\n" + render(report), flush=True)
+    if report.exit_code:
+        raise typer.Exit(report.exit_code)
+
+
+@command
+def clean(
+    everything: Annotated[bool, typer.Option("--all", help="Also state from which a stopped stage continues.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Remove without asking.")] = False,
+) -> None:
+    """List what dead runs have left in work/ and beside outputs, and remove it after a yes."""
+    root = find_root()
+    from flows.clean import look, question, remove, render
+
+    found = look(root, everything)
+    print(render(root, found), flush=True)
+    if not found.leftovers:
+        return
+    if yes or (sys.stdin.isatty() and typer.confirm(question(found.leftovers))):
+        print(remove(root, found.leftovers, everything))
+    else:
+        print("nothing was removed; `leash clean --yes` removes what the table lists")
+
+
+@command
+def sync(timeout: Annotated[float, typer.Option(help="Seconds that sending may take.", min=0.0)] = 600.0) -> None:
+    """Send to MLflow what it has not received (work/outbox)."""
+    root = find_root()
+    from flows.sync import sync as send
+
+    said, done = send(root, timeout)
+    print(said, flush=True)
+    if not done:
+        raise typer.Exit(1)
+
+
 def main() -> NoReturn:
     """Entry point of `leash` and of `python -m flows.cli`."""
     app(prog_name="leash")

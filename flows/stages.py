@@ -6,9 +6,10 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from flows import processes
@@ -16,6 +17,9 @@ from flows.environment import stage_environment
 from rlhf_core.errors import UserError
 
 OnLine = Callable[[str], None]
+Environment = Mapping[str, str | None]
+"""Variables to change for a stage; None takes one away."""
+NO_CHANGE: Environment = MappingProxyType({})
 
 EXECUTED, UP_TO_DATE, RESTORED, FAILED, NOT_RUN = "Completed", "UpToDate", "Restored", "Failed", "NotRun"
 """How a stage ended; the first three are also the names of its Prefect state."""
@@ -57,16 +61,24 @@ class _Transcript:
             self.last = line.strip()
 
 
-def run_stage(root: Path, stage: str, force: bool, timeout: float | None, on_line: OnLine) -> Outcome:
-    """`dvc repro --single-item STAGE` at `root`, live; `timeout` in seconds.
+def run_stage(
+    root: Path,
+    stage: str,
+    force: bool,
+    timeout: float | None,
+    on_line: OnLine,
+    options: Sequence[str] = (),
+    environment: Environment = NO_CHANGE,
+) -> Outcome:
+    """`dvc repro --single-item STAGE` at `root`, live; `timeout` in seconds, `options` more words for DVC.
 
     Raises StageUserError (exit 2 of the stage, or DVC found something that the user must mend), StageCrash (anything
     else, the time-out included), processes.Stopped.
     """
-    arguments = [*(["--force"] if force else []), stage]
+    arguments = [*(["--force"] if force else []), *options, stage]
     started = time.monotonic()
     try:
-        status, transcript, report = _repro(root, arguments, timeout, on_line)
+        status, transcript, report = _repro(root, arguments, timeout, on_line, environment)
     except processes.TimedOut as error:
         raise StageCrash(f"{stage}: {error}") from None
     seconds = time.monotonic() - started
@@ -91,7 +103,11 @@ def refresh_sources(root: Path, sources: tuple[str, ...], on_line: OnLine) -> No
 
 
 def _repro(
-    root: Path, arguments: list[str], timeout: float | None, on_line: OnLine
+    root: Path,
+    arguments: list[str],
+    timeout: float | None,
+    on_line: OnLine,
+    environment: Environment = NO_CHANGE,
 ) -> tuple[int, _Transcript, dict[str, Any] | None]:
     transcript = _Transcript()
 
@@ -102,7 +118,8 @@ def _repro(
     command = [sys.executable, "-m", "dvc", "--wait-for-lock", "repro", "--single-item", *arguments]
     with tempfile.TemporaryDirectory(prefix="leash-") as folder:
         outcome = Path(folder) / "outcome.json"
-        env = stage_environment(outcome)
+        changed = {**stage_environment(outcome), **environment}
+        env = {name: value for name, value in changed.items() if value is not None}
         status = processes.run(command, cwd=root, env=env, on_line=hear, timeout=timeout)
         return status, transcript, _read_report(outcome)
 

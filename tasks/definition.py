@@ -20,6 +20,8 @@ from tasks.params.loader import PARAMS_FILE
 from tasks.tracking.tracker import PipelineIdentity
 
 RAW = "data/raw"
+CODE = ("tasks/", "rlhf_core/", "flows/")
+"""Where code lies: what dvc.yaml names below these folders is code, everything else data or a model."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +38,7 @@ class Definition:
     @cached_property
     def _stage(self) -> Any:
         for stage in self._stages:
-            if stage.addressing == self.name:
+            if stage.name == self.name:
                 return stage
         raise UserError(f"dvc.yaml: no stage named {self.name}")
 
@@ -44,6 +46,11 @@ class Definition:
     def place(self) -> tuple[int, int]:
         """(which stage, of how many), counted from 1."""
         return self._stages.index(self._stage) + 1, len(self._stages)
+
+    @property
+    def command(self) -> str:
+        """The stage's command line."""
+        return str(self._stage.cmd)
 
     @property
     def outs(self) -> list[str]:
@@ -76,15 +83,21 @@ class Definition:
         return digest({"cmd": self._stage.cmd, "params": self.tracked(params), "deps": hashes})
 
 
+def is_code(path: str) -> bool:
+    """Whether a dependency is code rather than data or a model."""
+    return path.startswith(CODE)
+
+
 def executable(repo: Repo) -> list[Any]:
-    """The stages of the graph that have a command, in the order of dvc.yaml."""
+    """The stages of the graph that have a command, in the order of dvc.yaml. Each is known by its `name`: DVC's own
+    address of a stage depends on the current folder."""
     return [stage for stage in repo.index.stages if stage.cmd]
 
 
 def pipeline_identity(repo: Repo, params: dict[str, Any]) -> PipelineIdentity:
     """The identity of the pipeline run: raw data, parameters without `runtime`, and commands."""
     kept = {name: value for name, value in params.items() if name != "runtime"}
-    commands = {stage.addressing: stage.cmd for stage in executable(repo)}
+    commands = {stage.name: stage.cmd for stage in executable(repo)}
     key = digest({"raw": _raw_hash(repo), "params": kept, "commands": commands})
     commit, dirty = git_state(Path(repo.root_dir))
     return PipelineIdentity(key=key, params=kept, commit=commit, dirty=dirty)

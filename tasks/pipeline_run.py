@@ -29,7 +29,7 @@ def describe(
     tracker: PipelineTracker | Tracker, repo: Repo, params: dict[str, Any], stages: Iterable[str] | None = None
 ) -> None:
     """Show the figures of `stages` (None: all) on the pipeline run, and link the runs of those that DVC restored."""
-    known = [stage.addressing for stage in executable(repo)]
+    known = [stage.name for stage in executable(repo)]
     for name in known if stages is None else [name for name in known if name in set(stages)]:
         metrics = Path(repo.root_dir) / "metrics" / f"{name}.json"
         if not metrics.exists():

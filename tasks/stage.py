@@ -23,6 +23,7 @@ from pydantic import Field
 
 from rlhf_core.config.block import Block
 from rlhf_core.errors import UserError, is_out_of_memory
+from tasks import provenance
 from tasks.companions import follow_quietly, is_companion
 from tasks.definition import Definition, pipeline_identity
 from tasks.interrupts import Interrupts
@@ -264,6 +265,7 @@ def _run(name: str, model: type[Model], execute: Execute[Model], tracked: bool, 
                 return key
             now = Definition(name, repo)
             _require_unchanged(hashes | definition.tracked(content), now.hashes() | now.tracked(read_yaml()))
+            provenance.write(definition, content, hashes, stage.outputs, stage.exemptions)
             stage.outputs.commit()
             for act in stage.afterwards:
                 act()

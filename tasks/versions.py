@@ -21,9 +21,16 @@ def declared() -> dict[str, str]:
 def require_declared_versions() -> None:
     """Raise UserError when an installed version differs from the declared one (a local part as `+cpu` is ignored)."""
     wrong = [
-        f"{name} {installed} is installed, {version} is declared"
+        f"{name} {found} is installed, {version} is declared"
         for name, version in declared().items()
-        if (installed := importlib.metadata.version(name).split("+")[0]) != version
+        if (found := _installed(name)) != version
     ]
     if wrong:
         raise UserError(f"tasks/versions.json: {'; '.join(wrong)}; run `make setup`, or declare the new version")
+
+
+def _installed(name: str) -> str:
+    try:
+        return importlib.metadata.version(name).split("+")[0]
+    except importlib.metadata.PackageNotFoundError:
+        return "(none)"

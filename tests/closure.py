@@ -43,7 +43,10 @@ EXTRA = {
 """Files that a stage opens at run time, beside data: imports do not show them."""
 
 TRAINING = ("base", "sft", "preferences", "reward", "ppo", "evaluate")
-"""Stages whose results depend on the versions of torch, transformers and tokenizers."""
+"""Stages whose results depend on the versions of torch, transformers and the other libraries of tasks/versions.json."""
+
+MODELS = ("base", "sft", "reward", "ppo")
+"""Stages that write a model folder, and with it provenance.json: for the others its module does nothing."""
 
 
 @cache
@@ -52,8 +55,10 @@ def graph() -> grimp.ImportGraph:
     return grimp.build_graph(*PACKAGES, include_external_packages=False, cache_dir=None)
 
 
-def exempt(module: str) -> bool:
-    """Whether a module stands on the list of those that cannot change results."""
+def exempt(module: str, stage: str) -> bool:
+    """Whether a module stands on the list of those that cannot change results, or has no part in this stage's."""
+    if module == "tasks.provenance":
+        return stage not in MODELS
     return any(fnmatchcase(module, pattern) for pattern in CANNOT_CHANGE_RESULTS)
 
 
@@ -80,7 +85,7 @@ def closure(stage: str, deps: list[str]) -> list[str]:
         parent = module.rpartition(".")[0]
         if parent:
             todo.append(parent)
-    return sorted(filter(None, (path_of(module) for module in seen if not exempt(module))))
+    return sorted(filter(None, (path_of(module) for module in seen if not exempt(module, stage))))
 
 
 def path_of(module: str) -> str | None:

@@ -11,6 +11,7 @@ import json
 import os
 import re
 import shutil
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -199,6 +200,11 @@ def read_events(folder: Path, offset: int, limit: int = 500) -> list[Event]:
             if len(events) == limit:
                 break
     return events
+
+
+def waiting(folder: Path, uri: str) -> int:
+    """How many events have not arrived at the address with this mark."""
+    return len(read_events(folder, State.load(folder, uri).offset, limit=sys.maxsize))
 
 
 def remove(folder: Path) -> None:

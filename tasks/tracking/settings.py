@@ -13,6 +13,8 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 EXPERIMENT = "leash"
+HOLD_VARIABLE = "LEASH_HOLD_TRACKING"
+"""Environment variable: when set, events stay in the outbox and nothing is sent (`leash verify` works so)."""
 POLICY_MODEL = "leash-policy"
 POLICY_ALIAS = "current"  # `latest` is reserved by MLflow
 
@@ -33,6 +35,11 @@ def prepare_environment() -> None:
     """Short time-outs and no noise for MLflow's client, where the user has not chosen otherwise."""
     for name, value in CLIENT_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
+
+
+def is_held_back() -> bool:
+    """Whether nothing may be sent to MLflow."""
+    return bool(os.environ.get(HOLD_VARIABLE))
 
 
 def tracking_uri(root: Path) -> str:

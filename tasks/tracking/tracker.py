@@ -114,6 +114,7 @@ class Tracker(_ParentRun):
         warn = warn or warn_once()
         outbox = Outbox.create(root, f"{stage}-{stage_key[:12]}", warn)
         address = uri or settings.tracking_uri(root)
+        send = send and not settings.is_held_back()
         sender = SenderProcess(root, outbox.folder, address, warn) if send else None
         tracker = cls(outbox, stage, stage_key, pipeline, sender)
         if system_seconds > 0:
