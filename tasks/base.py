@@ -11,10 +11,11 @@ from rlhf_core.chat import Conversation
 from rlhf_core.errors import UserError
 from rlhf_core.models import build_llama, context_length, load_causal_lm, save_checkpoint
 from rlhf_core.pretrain import pretrain
-from rlhf_core.tokenizer import complete, encode_prompt, encode_response, train_bpe
+from rlhf_core.tokenizer import complete, encode_prompt, encode_response, read_tokenizer, train_bpe
 from tasks.params.base import BaseParams, PretrainedParams
 from tasks.stage import Stage, run
 from tasks.training import training_run
+from tasks.trust import trusts
 
 DEMONSTRATIONS = "data/ingest/demonstrations.jsonl"
 PAIRS = "data/ingest/pairs.jsonl"
@@ -70,14 +71,12 @@ def _scratch(
 
 
 def _pretrained(stage: Stage[BaseParams]) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    from transformers import AutoTokenizer
-
     settings = stage.params.pretrained
     assert settings is not None  # the parameters' own check
-    source = _locate(settings, stage.root)
+    source, trust = _locate(settings, stage.root), trusts(stage)
     try:
-        model = load_causal_lm(source, settings.revision)
-        tokenizer = AutoTokenizer.from_pretrained(str(source), revision=settings.revision)
+        model = load_causal_lm(source, settings.revision, trust_remote_code=trust)
+        tokenizer = read_tokenizer(source, settings.revision, trust_remote_code=trust)
     except (OSError, ValueError) as error:
         reason = " ".join(str(error).split())
         raise UserError(f"base.pretrained.model: cannot load {settings.model}: {reason}") from None

@@ -24,6 +24,7 @@ CANNOT_CHANGE_RESULTS = {
     "tasks.companions": "starts the other processes of a stage; how many is a tracked parameter",
     "tasks.definition": "reads dvc.yaml: inputs, outs and keys",
     "tasks.progress": "prints",
+    "tasks.trust": "warns; what it answers is a tracked parameter",
     "tasks.versions": "refuses to run with other versions",
     "tasks.params.loader": "reads params.yaml; the values are tracked by DVC",
     "tasks.params.runtime": "parameters that no stage tracks",
