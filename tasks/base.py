@@ -13,6 +13,7 @@ from rlhf_core.models import build_llama, context_length, load_causal_lm, save_c
 from rlhf_core.pretrain import pretrain
 from rlhf_core.tokenizer import complete, encode_prompt, encode_response, read_tokenizer, train_bpe
 from tasks.params.base import BaseParams, PretrainedParams
+from tasks.raw import below_raw, require_hub_id
 from tasks.stage import Stage, run
 from tasks.training import training_run
 from tasks.trust import trusts
@@ -91,11 +92,11 @@ def _pretrained(stage: Stage[BaseParams]) -> tuple[PreTrainedModel, PreTrainedTo
 
 def _locate(settings: PretrainedParams, root: Path) -> Path | str:
     """A folder below data/raw/, or a hub id with a pinned commit."""
-    folder = root / "data" / "raw" / settings.model
+    key = "base.pretrained.model"
+    folder = below_raw(root / "data" / "raw", settings.model, key)
     if folder.is_dir():
-        if not folder.resolve().is_relative_to((root / "data" / "raw").resolve()):
-            raise UserError(f"base.pretrained.model: {settings.model} lies outside data/raw/; use `leash import`")
         return folder
+    require_hub_id(settings.model, key)
     if not COMMIT.fullmatch(settings.revision or ""):
         raise UserError(
             f"base.pretrained: {settings.model} is no folder below data/raw/, and a hub id needs the full commit hash "
