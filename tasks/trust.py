@@ -1,5 +1,6 @@
 """Whether code that a model brings may run, and the warning that goes with a yes. The loading itself is rlhf_core's."""
 
+import sys
 from functools import cache
 from typing import Any
 
@@ -19,5 +20,5 @@ def trusts(stage: Stage[Any]) -> bool:
 
 @cache
 def print_once(text: str) -> None:
-    """One line on stdout, however often it is said."""
-    print(text, flush=True)
+    """One line on stderr, however often it is said."""
+    print(text, file=sys.stderr, flush=True)

@@ -27,6 +27,7 @@ CANNOT_CHANGE_RESULTS = {
     "tasks.trust": "warns; what it answers is a tracked parameter",
     "tasks.versions": "refuses to run with other versions",
     "tasks.params.loader": "reads params.yaml; the values are tracked by DVC",
+    "tasks.params.secrets": "hides the values of keys that `check` refuses anyway",
     "tasks.params.runtime": "parameters that no stage tracks",
     "tasks.schemas.validation": "refuses bad rows, never changes one",
     "tasks.pipeline_run": "tells MLflow about the run as a whole",
