@@ -88,9 +88,9 @@ def _require_inside(files: list[str], raw: Path) -> None:
 
 def _require_on_hub(files: list[str], dataset: str) -> None:
     for file in files:
-        if not file.startswith("hf://"):
+        if not file.startswith(f"hf://datasets/{dataset}@"):
             raise UserError(
-                f"{KEY} {dataset}: it names the data file {file}, which is not on the hub; nothing was read"
+                f"{KEY} {dataset}: its README names the data file {file} of somewhere else; nothing was read"
             )
 
 
