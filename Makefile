@@ -56,5 +56,5 @@ check: lint types layers test  ## What CI runs
 seeds: setup  ## The demo for three seeds, and the README's table (a quarter of an hour)
 	python benchmarks/seeds.py
 
-audit: setup-dev  ## Known vulnerabilities of the pinned versions
-	pip-audit --requirement constraints.txt --no-deps --disable-pip
+audit: setup-dev  ## Known vulnerabilities of the pinned versions; needs a network, and fails without one
+	pip-audit --strict --requirement constraints.txt --no-deps --disable-pip

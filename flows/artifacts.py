@@ -1,7 +1,9 @@
 """What Prefect shows of a finished run: a table with the final metrics, a page that points to the report. Reads
 `metrics/*.json` and nothing else; the report itself is a stage."""
 
+import html
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +39,7 @@ def report_page(root: Path) -> str:
         figures = json.loads(path.read_text(encoding="utf-8"))
         lines += ["| | |", "|---|---|"]
         present = {text: figures[key] for key, text in HEADLINES.items() if figures.get(key) is not None}
-        lines += [f"| {text} | {_text(value)} |" for text, value in present.items()]
+        lines += [f"| {text} | {_as_markdown(_text(value))} |" for text, value in present.items()]
     return "\n".join(lines) + "\n"
 
 
@@ -49,6 +51,11 @@ def publish(root: Path) -> None:
     if rows:
         create_table_artifact(key="leash-metrics", table=rows, description="Final metrics of the run")
     create_markdown_artifact(key="leash-report", markdown=report_page(root), description="Where the results are")
+
+
+def _as_markdown(text: str) -> str:
+    """A text that Prefect's page shows as it is: no HTML, no link, no second cell."""
+    return re.sub(r"([\\`*_{}\[\]()#+!|~])", r"\\\1", html.escape(" ".join(text.split()), quote=False))
 
 
 def _flatten(content: Any, prefix: str = "") -> list[tuple[str, Any]]:

@@ -239,10 +239,12 @@ def main() -> NoReturn:
 def _connect(root: Path) -> None:
     """Point Prefect at a server that answers; lend it one for this run where none is named. Raises UserError."""
     from flows import server
+    from tasks.tracking.settings import without_credentials
 
     url = server.configured_url(root)
     if url is not None and not server.answers(url):
-        raise UserError(f"no Prefect server answers at {url}; start one with `leash up`, or unset PREFECT_API_URL")
+        shown = without_credentials(url)
+        raise UserError(f"no Prefect server answers at {shown}; start one with `leash up`, or unset PREFECT_API_URL")
     if url is None:
         print("starting a Prefect server for this run (`leash up` keeps one, and saves these seconds)", flush=True)
         log = root / "work" / "prefect-server-run.log"
@@ -270,11 +272,12 @@ def _die_politely() -> None:
 def _where(root: Path) -> str:
     """Where a person finds the results."""
     from flows.ui import store
+    from tasks.tracking.settings import without_credentials
 
     report, models = root / "report" / "index.html", root / "models"
     found = sorted(path.name for path in models.iterdir() if path.is_dir()) if models.is_dir() else []
     uri = store(root)
-    page = uri if uri.startswith("http") else "leash ui, then http://127.0.0.1:5000"
+    page = without_credentials(uri) if uri.startswith("http") else "leash ui, then http://127.0.0.1:5000"
     lines = [f"report  {report}"] if report.is_file() else []
     lines += [f"models  {models}: {', '.join(found)}"] if found else []
     return "\n".join([*lines, f"MLflow  {page}"])

@@ -173,24 +173,30 @@ def _params(root: Path) -> Iterator[Check]:
 
 
 def _prefect(root: Path) -> Iterator[Check]:
+    from tasks.tracking.settings import without_credentials
+
     url = server.configured_url(root)
+    shown = without_credentials(url or "")
     if url is None:
         found = "none named: leash run starts one for each run, leash serve needs one"
         yield Check("prefect", "note", found, "leash up")
     elif server.answers(url):
-        yield Check("prefect", "ok", url)
+        yield Check("prefect", "ok", shown)
     else:
-        yield Check("prefect", "BROKEN", f"no answer at {url}", "leash up, or correct PREFECT_API_URL")
+        yield Check("prefect", "BROKEN", f"no answer at {shown}", "leash up, or correct PREFECT_API_URL")
 
 
 def _mlflow(root: Path) -> Iterator[Check]:
+    from tasks.tracking.settings import without_credentials
+
     url = os.environ.get("MLFLOW_TRACKING_URI", "")
+    shown = without_credentials(url)
     if url.startswith(("http://", "https://")):
         if server.answers(url):
-            yield Check("mlflow", "ok", url)
+            yield Check("mlflow", "ok", shown)
         else:
             advice = "start it, or unset MLFLOW_TRACKING_URI (runs go on without it, and send later)"
-            yield Check("mlflow", "note", f"no answer at {url}", advice)
+            yield Check("mlflow", "note", f"no answer at {shown}", advice)
         return
     database = root / "mlflow.db"
-    yield Check("mlflow", "ok", url or f"{database}{'' if database.is_file() else ' (the first run makes it)'}")
+    yield Check("mlflow", "ok", shown or f"{database}{'' if database.is_file() else ' (the first run makes it)'}")

@@ -47,10 +47,17 @@ class Graph:
 
 
 def read_graph(root: Path) -> Graph:
-    """The graph of the project at `root`. Raises UserError when DVC cannot read it."""
+    """The graph of the project at `root`. Raises UserError when DVC cannot read it.
+
+    DVC writes out every alias of params.yaml as soon as it opens a project, so a bomb is looked for before.
+    """
     from dvc.exceptions import DvcException
     from dvc.repo import Repo
 
+    from tasks.params.loader import PARAMS_FILE, read_yaml
+
+    if (root / PARAMS_FILE).is_file():
+        read_yaml(root / PARAMS_FILE)
     try:
         with Repo(str(root)) as repo:
             return _convert(repo, root)

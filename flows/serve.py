@@ -12,6 +12,7 @@ from pathlib import Path
 
 from flows import processes, server
 from rlhf_core.errors import UserError
+from tasks.tracking.settings import without_credentials
 
 
 def serve(root: Path, cron: str, timezone: str) -> int:
@@ -22,10 +23,11 @@ def serve(root: Path, cron: str, timezone: str) -> int:
     url = server.configured_url(root)
     if url is None:
         raise UserError("a schedule needs a running Prefect server, and none is named; start one with `leash up`")
+    shown = without_credentials(url)
     if not server.answers(url):
-        raise UserError(f"no Prefect server answers at {url}; start one with `leash up`, or correct PREFECT_API_URL")
+        raise UserError(f"no Prefect server answers at {shown}; start one with `leash up`, or correct PREFECT_API_URL")
     _check(cron, timezone)
-    print(f"leash/nightly at {cron!r} ({timezone}), kept by {url}; stop with Ctrl-C", flush=True)
+    print(f"leash/nightly at {cron!r} ({timezone}), kept by {shown}; stop with Ctrl-C", flush=True)
     command = [sys.executable, "-m", "flows.serve", str(root), cron, timezone]
     env = {**os.environ, "PREFECT_API_URL": url, "PYTHONUNBUFFERED": "1"}
     with ThreadPoolExecutor(1) as listener, processes.session():

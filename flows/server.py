@@ -2,6 +2,7 @@
 run. No flows here."""
 
 import atexit
+import http.client
 import json
 import os
 import socket
@@ -16,6 +17,7 @@ import psutil
 
 from flows import processes
 from rlhf_core.errors import UserError
+from tasks.tracking.settings import without_credentials
 
 START_SECONDS = 90.0
 """How long a server may take to answer: the first start makes its database."""
@@ -24,11 +26,11 @@ START_SECONDS = 90.0
 def answers(url: str, path: str = "/health") -> bool:
     """Whether anything speaks HTTP at `url` (Prefect: `http://127.0.0.1:4200/api`); its refusals count as answers."""
     try:
-        with urllib.request.urlopen(url.rstrip("/") + path, timeout=3.0):
+        with urllib.request.urlopen(without_credentials(url).rstrip("/") + path, timeout=3.0):
             return True
     except urllib.error.HTTPError as error:
         return error.code < 500
-    except (OSError, ValueError):
+    except (OSError, ValueError, http.client.HTTPException):
         return False
 
 

@@ -3,10 +3,15 @@
 No sampling code draws from a global generator: it asks here for a stream that depends on names and indices only.
 """
 
+import os
 import random
 
 import numpy as np
 import torch
+
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+"""Without it, matrix products on a GPU are not deterministic; read when CUDA starts, so set when this is imported. A
+user's own value wins."""
 
 
 def make_deterministic(seed: int, threads: int) -> None:

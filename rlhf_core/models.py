@@ -7,14 +7,15 @@ Hugging Face models: their folders load with `AutoModelForCausalLM` and `AutoMod
 
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import (
-    AutoConfig,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     LlamaConfig,
     LlamaForCausalLM,
+    PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
@@ -22,6 +23,7 @@ from transformers import (
 from rlhf_core.config.base import ScratchConfig
 from rlhf_core.errors import UserError
 from rlhf_core.finite import require_finite
+from rlhf_core.loading import load_config, loading
 
 UNSTABLE_FILES = ("training_args.bin",)
 UNSTABLE_KEYS = {"tokenizer_config.json": ("local_files_only", "name_or_path"), "config.json": ("_name_or_path",)}
@@ -47,30 +49,47 @@ def build_llama(config: ScratchConfig, tokenizer: PreTrainedTokenizerBase, seed:
     )
 
 
-def load_causal_lm(path: str | Path, revision: str | None = None) -> PreTrainedModel:
-    """A causal language model in float32, dropout off, from a folder (safetensors only) or a hub id at a revision."""
-    config = without_dropout(AutoConfig.from_pretrained(str(path), revision=revision))
-    return AutoModelForCausalLM.from_pretrained(
-        str(path), revision=revision, config=config, dtype=torch.float32, use_safetensors=True
+def load_causal_lm(
+    path: str | Path, revision: str | None = None, *, trust_remote_code: bool = False
+) -> PreTrainedModel:
+    """A causal language model in float32, dropout off, from a folder (safetensors only) or a hub id at a revision.
+
+    `trust_remote_code` lets the folder's own Python code run. Raises UserError, see `loading`.
+    """
+    with loading(path):
+        config = without_dropout(load_config(path, revision, trust_remote_code))
+        return _weights(AutoModelForCausalLM, path, config, revision, trust_remote_code)
+
+
+def load_scalar_model(path: str | Path, *, trust_remote_code: bool = False) -> PreTrainedModel:
+    """A reward model or critic in float32, dropout off. Raises UserError when the folder has no scalar head, and as
+    `load_causal_lm`."""
+    with loading(path):
+        config = without_dropout(load_config(path, None, trust_remote_code))
+        if config.num_labels != 1:
+            raise UserError(f"{path}: expected one output a token, the model has {config.num_labels}")
+        return _weights(AutoModelForSequenceClassification, path, config, None, trust_remote_code)
+
+
+def _weights(
+    kind: Any, path: str | Path, config: PreTrainedConfig, revision: str | None, trust_remote_code: bool
+) -> PreTrainedModel:
+    return kind.from_pretrained(
+        str(path),
+        revision=revision,
+        config=config,
+        dtype=torch.float32,
+        use_safetensors=True,
+        trust_remote_code=trust_remote_code,
     )
 
 
-def load_scalar_model(path: str | Path) -> PreTrainedModel:
-    """A reward model or critic in float32, dropout off. Raises UserError when the folder has no scalar head."""
-    config = without_dropout(AutoConfig.from_pretrained(str(path)))
-    if config.num_labels != 1:
-        raise UserError(f"{path}: expected one output a token, the model has {config.num_labels}")
-    return AutoModelForSequenceClassification.from_pretrained(
-        str(path), config=config, dtype=torch.float32, use_safetensors=True
-    )
-
-
-def scalar_model_from(path: str | Path, seed: int) -> PreTrainedModel:
-    """The body of the model at `path` under a fresh scalar head, weights N(0, 1/(d+1)) (Stiennon et al. 2020)."""
-    config = without_dropout(AutoConfig.from_pretrained(str(path), num_labels=1))
-    model = AutoModelForSequenceClassification.from_pretrained(
-        str(path), config=config, dtype=torch.float32, use_safetensors=True
-    )
+def scalar_model_from(path: str | Path, seed: int, *, trust_remote_code: bool = False) -> PreTrainedModel:
+    """The body of the model at `path` under a fresh scalar head, weights N(0, 1/(d+1)) (Stiennon et al. 2020). Raises
+    UserError as `load_causal_lm`."""
+    with loading(path):
+        config = without_dropout(load_config(path, None, trust_remote_code, num_labels=1))
+        model = _weights(AutoModelForSequenceClassification, path, config, None, trust_remote_code)
     generator = torch.Generator().manual_seed(seed)
     head = scalar_head(model)
     with torch.no_grad():
@@ -84,7 +103,8 @@ def scalar_model_from(path: str | Path, seed: int) -> PreTrainedModel:
 def scalar_model_of(policy: PreTrainedModel, head: torch.nn.Linear) -> PreTrainedModel:
     """A scalar model with the policy's body (a copy) under the given head: what a shared critic is, as a folder's
     content."""
-    config = AutoConfig.for_model(**{**policy.config.to_dict(), "num_labels": 1})
+    content = {key: value for key, value in policy.config.to_dict().items() if key != "model_type"}
+    config = type(policy.config)(**{**content, "num_labels": 1})
     model = AutoModelForSequenceClassification.from_config(config).eval()
     body = getattr(policy, policy.base_model_prefix)
     getattr(model, model.base_model_prefix).load_state_dict(body.state_dict())
@@ -108,7 +128,7 @@ def scalar_head(model: PreTrainedModel) -> torch.nn.Linear:
     return head
 
 
-def without_dropout(config: AutoConfig) -> AutoConfig:
+def without_dropout(config: PreTrainedConfig) -> PreTrainedConfig:
     """The configuration with every dropout rate at 0: with dropout the ratio of PPO would not be 1 at the first
     update."""
     for key, value in config.to_dict().items():
@@ -136,7 +156,15 @@ def save_checkpoint(folder: Path, model: PreTrainedModel, tokenizer: PreTrainedT
         if path.exists():
             content = json.loads(path.read_text(encoding="utf-8"))
             kept = {key: value for key, value in content.items() if key not in keys}
+            if "auto_map" in kept:
+                kept["auto_map"] = {kind: _beside(folder, place) for kind, place in kept["auto_map"].items()}
             path.write_text(json.dumps(kept, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def _beside(folder: Path, place: Any) -> Any:
+    """The name of a model's own class without the repository that it came from, where its code was saved, too."""
+    name = place.rpartition("--")[2] if isinstance(place, str) else ""
+    return name if name and (folder / f"{name.split('.')[0]}.py").exists() else place
 
 
 def place(model: PreTrainedModel, device: torch.device | None = None) -> PreTrainedModel:

@@ -4,16 +4,21 @@ Nothing here knows a model. Prompts become ids in one place only (`encode_prompt
 (`encode_response`), so that SFT, reward model, PPO and evaluation see the same tokens.
 """
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
+from jinja2 import TemplateError
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from rlhf_core.chat import Conversation
 from rlhf_core.errors import UserError
+from rlhf_core.loading import loading
 
 ROLES = ("<|system|>", "<|user|>", "<|assistant|>")
+PROBE: Conversation = [{"role": "user", "content": "Good morning."}]
+"""A conversation that every chat template must render."""
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ '<|' + message['role'] + '|>' + message['content'] + eos_token }}{% endfor %}"
@@ -50,9 +55,17 @@ def train_bpe(
     )
 
 
-def load_tokenizer(path: str | Path, revision: str | None = None) -> PreTrainedTokenizerBase:
-    """The tokenizer of a model folder or hub id, checked by `require_usable`."""
-    return require_usable(AutoTokenizer.from_pretrained(str(path), revision=revision))
+def load_tokenizer(path: str | Path, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
+    """The tokenizer of a model folder, checked by `require_usable`; `trust_remote_code` lets its own code run."""
+    return require_usable(read_tokenizer(path, trust_remote_code=trust_remote_code))
+
+
+def read_tokenizer(
+    path: str | Path, revision: str | None = None, *, trust_remote_code: bool = False
+) -> PreTrainedTokenizerBase:
+    """The tokenizer of a model folder or hub id as it is, for `complete`. Raises UserError, see `loading`."""
+    with loading(path):
+        return AutoTokenizer.from_pretrained(str(path), revision=revision, trust_remote_code=trust_remote_code)
 
 
 def complete(tokenizer: PreTrainedTokenizerBase, pad_token: str) -> tuple[PreTrainedTokenizerBase, list[str]]:
@@ -87,12 +100,29 @@ def require_usable(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBas
         )
     if not tokenizer.chat_template:
         raise UserError(f"{name}: the tokenizer has no chat template; run the stage `base` to add one")
+    with rendering(tokenizer):
+        tokenizer.apply_chat_template(PROBE, add_generation_prompt=True, tokenize=False)
     return tokenizer
+
+
+@contextmanager
+def rendering(tokenizer: PreTrainedTokenizerBase) -> Iterator[None]:
+    """A chat template is a program of whoever made it: transformers runs it in jinja's sandbox. Raises UserError for
+    what the sandbox forbids, and for a template that fails."""
+    try:
+        yield
+    except (TemplateError, ArithmeticError, LookupError, MemoryError, RecursionError, TypeError, ValueError) as error:
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise UserError(
+            f"{tokenizer.name_or_path}: its chat template fails ({reason}); mend chat_template.jinja, or remove it for "
+            "the one that the stage `base` adds"
+        ) from None
 
 
 def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: Conversation) -> list[int]:
     """Token ids of a conversation up to the place where the assistant's answer begins."""
-    ids = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=True, return_dict=False)
+    with rendering(tokenizer):
+        ids = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=True, return_dict=False)
     return list(ids)
 
 

@@ -11,10 +11,12 @@ from rlhf_core.chat import Conversation
 from rlhf_core.errors import UserError
 from rlhf_core.models import build_llama, context_length, load_causal_lm, save_checkpoint
 from rlhf_core.pretrain import pretrain
-from rlhf_core.tokenizer import complete, encode_prompt, encode_response, train_bpe
+from rlhf_core.tokenizer import complete, encode_prompt, encode_response, read_tokenizer, train_bpe
 from tasks.params.base import BaseParams, PretrainedParams
+from tasks.raw import below_raw, require_hub_id
 from tasks.stage import Stage, run
 from tasks.training import training_run
+from tasks.trust import trusts
 
 DEMONSTRATIONS = "data/ingest/demonstrations.jsonl"
 PAIRS = "data/ingest/pairs.jsonl"
@@ -70,14 +72,12 @@ def _scratch(
 
 
 def _pretrained(stage: Stage[BaseParams]) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    from transformers import AutoTokenizer
-
     settings = stage.params.pretrained
     assert settings is not None  # the parameters' own check
-    source = _locate(settings, stage.root)
+    source, trust = _locate(settings, stage.root), trusts(stage)
     try:
-        model = load_causal_lm(source, settings.revision)
-        tokenizer = AutoTokenizer.from_pretrained(str(source), revision=settings.revision)
+        model = load_causal_lm(source, settings.revision, trust_remote_code=trust)
+        tokenizer = read_tokenizer(source, settings.revision, trust_remote_code=trust)
     except (OSError, ValueError) as error:
         reason = " ".join(str(error).split())
         raise UserError(f"base.pretrained.model: cannot load {settings.model}: {reason}") from None
@@ -92,11 +92,11 @@ def _pretrained(stage: Stage[BaseParams]) -> tuple[PreTrainedModel, PreTrainedTo
 
 def _locate(settings: PretrainedParams, root: Path) -> Path | str:
     """A folder below data/raw/, or a hub id with a pinned commit."""
-    folder = root / "data" / "raw" / settings.model
+    key = "base.pretrained.model"
+    folder = below_raw(root / "data" / "raw", settings.model, key)
     if folder.is_dir():
-        if not folder.resolve().is_relative_to((root / "data" / "raw").resolve()):
-            raise UserError(f"base.pretrained.model: {settings.model} lies outside data/raw/; use `leash import`")
         return folder
+    require_hub_id(settings.model, key)
     if not COMMIT.fullmatch(settings.revision or ""):
         raise UserError(
             f"base.pretrained: {settings.model} is no folder below data/raw/, and a hub id needs the full commit hash "

@@ -26,6 +26,7 @@ from tasks.params.evaluate import EvaluateParams
 from tasks.pipeline_run import headline_numbers
 from tasks.stage import Stage, run
 from tasks.tokens import fitting, prompt_encoder
+from tasks.trust import trusts
 
 HELDOUT = "data/ingest/heldout.jsonl"
 REWARD_MODEL_JUDGE = "reward model"
@@ -55,10 +56,15 @@ class Answered:
 def execute(stage: Stage[EvaluateParams]) -> None:
     """Make data/evaluate/samples.jsonl and metrics/evaluate.json."""
     make_deterministic(stage.seed, stage.common.threads)
-    tokenizer = load_tokenizer(stage.root / "models/sft")
-    models = {name: place(load_causal_lm(stage.root / "models" / name)) for name in ("sft", "policy")}
+    tokenizer = load_tokenizer(stage.root / "models/sft", trust_remote_code=trusts(stage))
+    models = {
+        name: place(load_causal_lm(stage.root / "models" / name, trust_remote_code=trusts(stage)))
+        for name in ("sft", "policy")
+    }
     scorer = RewardModelScorer(
-        place(load_scalar_model(stage.root / "models/reward")), int(tokenizer.pad_token_id), stage.params.batch_size
+        place(load_scalar_model(stage.root / "models/reward", trust_remote_code=trusts(stage))),
+        int(tokenizer.pad_token_id),
+        stage.params.batch_size,
     )
     kept, too_long = fitting(
         stage,

@@ -36,6 +36,7 @@ from tasks.params.loader import read_yaml
 from tasks.progress import Progress
 from tasks.stage import Stage, run
 from tasks.tokens import fitting, prompt_encoder
+from tasks.trust import trusts
 
 PROMPTS = "data/ingest/ppo_prompts.jsonl"
 HELDOUT = "data/ingest/heldout.jsonl"
@@ -51,7 +52,7 @@ EDGE = 5
 def execute(stage: Stage[PPOConfig]) -> None:
     """Make models/{policy,critic}, plots/ppo.csv, data/ppo/samples.jsonl and metrics/ppo.json."""
     make_deterministic(stage.seed, stage.common.threads)
-    tokenizer = load_tokenizer(stage.root / SFT)
+    tokenizer = load_tokenizer(stage.root / SFT, trust_remote_code=trusts(stage))
     trainer, watched, too_long = build(stage, tokenizer)
     record = train(stage, trainer, watched)
     if not trainer.processes.is_main:
@@ -71,7 +72,7 @@ def build(stage: Stage[PPOConfig], tokenizer: PreTrainedTokenizerBase) -> tuple[
     watched, _ = fitting_prompts(stage, HELDOUT, tokenizer, models)
     if not kept:
         raise UserError(f"{PROMPTS}: PPO needs prompts; enlarge ingest.split.ppo")
-    scorer_model = place(load_scalar_model(stage.root / REWARD), Processes().device)
+    scorer_model = place(load_scalar_model(stage.root / REWARD, trust_remote_code=trusts(stage)), Processes().device)
     trainer = PPOTrainer(
         config,
         models,
@@ -93,9 +94,13 @@ def load_models(stage: Stage[PPOConfig]) -> ActorCritic:
     critic = None
     if config.needs_critic_model:
         from_reward = config.critic.init == "reward"
-        critic = load_scalar_model(stage.root / REWARD) if from_reward else scalar_model_from(sft, stage.seed)
-    reference = load_causal_lm(sft) if config.lora is None else None
-    return ActorCritic(config, load_causal_lm(sft), reference, critic, stage.seed)
+        critic = (
+            load_scalar_model(stage.root / REWARD, trust_remote_code=trusts(stage))
+            if from_reward
+            else scalar_model_from(sft, stage.seed, trust_remote_code=trusts(stage))
+        )
+    reference = load_causal_lm(sft, trust_remote_code=trusts(stage)) if config.lora is None else None
+    return ActorCritic(config, load_causal_lm(sft, trust_remote_code=trusts(stage)), reference, critic, stage.seed)
 
 
 def fitting_prompts(

@@ -13,6 +13,7 @@ from tasks.jsonl import Row
 from tasks.params.preferences import PreferencesParams
 from tasks.stage import Stage, run
 from tasks.tokens import fitting, prompt_encoder
+from tasks.trust import trusts
 
 PROMPTS = "data/ingest/preference_prompts.jsonl"
 PAIRS = "data/ingest/pairs.jsonl"
@@ -57,9 +58,9 @@ def draw_samples(stage: Stage[PreferencesParams]) -> tuple[list[Row], list[int],
     fit."""
     make_deterministic(stage.seed, stage.common.threads)
     params = stage.params
-    tokenizer = load_tokenizer(stage.root / "models/sft")
+    tokenizer = load_tokenizer(stage.root / "models/sft", trust_remote_code=trusts(stage))
     stops = stop_ids(tokenizer, params.stop_tokens)
-    model = place(load_causal_lm(stage.root / "models/sft"))
+    model = place(load_causal_lm(stage.root / "models/sft", trust_remote_code=trusts(stage)))
     kept, too_long = fitting(
         stage,
         PROMPTS,

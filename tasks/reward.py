@@ -18,6 +18,7 @@ from tasks.judges import judge_of
 from tasks.stage import Stage, run
 from tasks.tokens import fitting
 from tasks.training import log_table, training_run
+from tasks.trust import trusts
 
 PREFERENCES = "data/preferences/preferences.jsonl"
 SAMPLES = "data/preferences/samples.jsonl"
@@ -27,8 +28,8 @@ RESAMPLES = 2000
 def execute(stage: Stage[RewardConfig]) -> None:
     """Make models/reward (its config holds score_mean and score_std), metrics/reward.json and two tables of plots."""
     run_ = training_run(stage, shown=["loss", "accuracy"])
-    tokenizer = load_tokenizer(stage.root / "models/sft")
-    model = scalar_model_from(stage.root / "models/sft", stage.seed)
+    tokenizer = load_tokenizer(stage.root / "models/sft", trust_remote_code=trusts(stage))
+    model = scalar_model_from(stage.root / "models/sft", stage.seed, trust_remote_code=trusts(stage))
     pad_id, limit = int(tokenizer.pad_token_id), min(stage.params.max_tokens, context_length(model))
     training, too_long = comparisons(stage, tokenizer, "train", limit)
     heldout, also_too_long = comparisons(stage, tokenizer, "validation", limit)

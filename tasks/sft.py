@@ -9,6 +9,7 @@ from tasks.jsonl import Row
 from tasks.stage import Stage, run
 from tasks.tokens import fitting
 from tasks.training import log_table, training_run
+from tasks.trust import trusts
 
 DEMONSTRATIONS = "data/ingest/demonstrations.jsonl"
 
@@ -16,8 +17,8 @@ DEMONSTRATIONS = "data/ingest/demonstrations.jsonl"
 def execute(stage: Stage[SFTConfig]) -> None:
     """Make models/sft, metrics/sft.json and plots/sft.csv."""
     run_ = training_run(stage, shown=["loss"])
-    tokenizer = load_tokenizer(stage.root / "models/base")
-    model = load_causal_lm(stage.root / "models/base")
+    tokenizer = load_tokenizer(stage.root / "models/base", trust_remote_code=trusts(stage))
+    model = load_causal_lm(stage.root / "models/base", trust_remote_code=trusts(stage))
 
     def encode(row: Row) -> tuple[Demonstration, int]:
         item = Demonstration(encode_prompt(tokenizer, row["prompt"]), encode_response(tokenizer, row["response"]))

@@ -60,6 +60,7 @@ class Common(Block):
     threads: int = Field(ge=1, le=256)
     seed: int = Field(ge=0, lt=2**32)
     long_rows: Literal["refuse", "drop"]
+    trust_remote_code: bool = False
     runtime: RuntimeParams = RuntimeParams()
 
 

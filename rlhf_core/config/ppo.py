@@ -7,6 +7,7 @@ from pydantic import Field, model_validator
 from rlhf_core.config.block import Block
 from rlhf_core.config.health import HealthConfig
 from rlhf_core.config.lora import LoraSettings
+from rlhf_core.config.paths import BelowRaw
 
 Positive = Annotated[int, Field(ge=1)]
 PositiveNumber = Annotated[float, Field(gt=0)]
@@ -124,7 +125,7 @@ class TextConfig(Block):
 
     coef: NotNegative = 0.0
     """Weight of the loss, in units of the advantage per nat."""
-    file: str = "ptx.txt"
+    file: BelowRaw = "ptx.txt"
     """A UTF-8 text file below data/raw/."""
     batch_size: Positive = 16
     """Pieces of text in each minibatch."""

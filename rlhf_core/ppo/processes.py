@@ -4,16 +4,22 @@ Every process holds the same weights and plans the whole batch; only sampling, s
 shared out. With one process nothing here does anything.
 """
 
+import os
+import socket
 from collections.abc import Callable, Iterable, Sequence
+from datetime import timedelta
 from typing import TypeVar
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType, gather_object
-from torch import Tensor
+from torch import Tensor, distributed
 
 from rlhf_core.errors import UserError
 
+LOOPBACK = "127.0.0.1"
+PATIENCE = timedelta(minutes=30)
+"""How long a process waits for the others before it gives up: one may load its models more slowly."""
 WHOLE_MODELS = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -26,6 +32,7 @@ class Processes:
     """
 
     def __init__(self) -> None:
+        meet_on_loopback()
         self.accelerator = Accelerator(cpu=not torch.cuda.is_available())
         kind = self.accelerator.distributed_type
         if kind not in WHOLE_MODELS:
@@ -74,3 +81,39 @@ class Processes:
         total = self.accelerator.reduce(torch.cat([part.flatten() for part in parts]), reduction="sum")
         for part, piece in zip(parts, total.split([part.numel() for part in parts]), strict=True):
             part.copy_(piece.view_as(part))
+
+
+def meet_on_loopback() -> None:
+    """Connect processes that shall meet at 127.0.0.1 so that no other machine can reach them.
+
+    Torch's own meeting point listens at every address of the machine, and what processes gather is unpickled: whoever
+    reached it could run code here. Does nothing for one process, for another address, and where a launcher has made the
+    meeting point (`accelerate launch`).
+    """
+    rank, count = (int(os.environ.get(name, default)) for name, default in (("RANK", "0"), ("WORLD_SIZE", "1")))
+    launched = "TORCHELASTIC_USE_AGENT_STORE" in os.environ
+    if count < 2 or launched or os.environ.get("MASTER_ADDR") != LOOPBACK or distributed.is_initialized():
+        return
+    for library in ("GLOO", "NCCL"):
+        os.environ.setdefault(f"{library}_SOCKET_IFNAME", _loopback_interface())
+    port = int(os.environ["MASTER_PORT"])
+    listener = _listen(port) if rank == 0 else None
+    store = distributed.TCPStore(  # type: ignore[attr-defined]
+        LOOPBACK, port, count, is_master=rank == 0, wait_for_workers=False, timeout=PATIENCE, master_listen_fd=listener
+    )
+    backend = "nccl" if torch.cuda.is_available() else "gloo"
+    distributed.init_process_group(backend, store=store, rank=rank, world_size=count, timeout=PATIENCE)
+
+
+def _listen(port: int) -> int:
+    """A socket at the loopback address alone, as a file descriptor that the store takes over."""
+    listener = socket.socket()
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener.bind((LOOPBACK, port))
+    listener.listen()
+    return listener.detach()
+
+
+def _loopback_interface() -> str:
+    """`lo` on Linux, `lo0` on a Mac."""
+    return next((name for _, name in socket.if_nameindex() if name.startswith("lo")), "lo")

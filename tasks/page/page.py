@@ -15,6 +15,7 @@ from tasks.page.canvas import DPI, HEIGHT, WIDTH
 from tasks.page.inputs import Row, Run, finite, interval
 from tasks.page.picture import Picture
 from tasks.page.wording import MISSING, count, number, percent, percent_interval, points
+from tasks.params.secrets import HIDDEN, is_secret
 
 TIE = 1e-9
 """Scores this close count as equal, as they do in the win rate."""
@@ -180,7 +181,7 @@ def pick(run: Run, samples: int) -> list[Sample]:
 
 def parameters(params: Row) -> list[tuple[str, list[tuple[str, str]]]]:
     """Dotted keys and values, grouped by block; what belongs to no block comes first, as `common`."""
-    common = [(key, _value(value)) for key, value in params.items() if not isinstance(value, dict)]
+    common = [(key, _value(key, value)) for key, value in params.items() if not isinstance(value, dict)]
     blocks = [(key, list(_flat(value))) for key, value in params.items() if isinstance(value, dict)]
     return [("common", common), *blocks] if common else blocks
 
@@ -255,8 +256,10 @@ def _flat(block: Row, prefix: str = "") -> Iterator[tuple[str, str]]:
         if isinstance(value, dict):
             yield from _flat(value, f"{prefix}{key}.")
         else:
-            yield f"{prefix}{key}", _value(value)
+            yield f"{prefix}{key}", _value(f"{prefix}{key}", value)
 
 
-def _value(value: Any) -> str:
+def _value(name: str, value: Any) -> str:
+    if is_secret(name):
+        return HIDDEN
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)

@@ -27,6 +27,9 @@ class Params(Block):
     """Seed of training and sampling; `ingest.seed` shapes the data."""
     long_rows: Literal["refuse", "drop"]
     """Prompts and rows with more tokens than fit: refuse the run, or drop and count them."""
+    trust_remote_code: bool
+    """Whether Python code that a pretrained model brings may run, with your rights: it can read your files and use your
+    network."""
     runtime: RuntimeParams = RuntimeParams()
     ingest: IngestParams
     base: BaseParams

@@ -7,6 +7,7 @@ from pydantic import model_validator
 
 from rlhf_core.config.base import PretrainConfig, ScratchConfig
 from rlhf_core.config.block import Block
+from rlhf_core.config.paths import BelowRaw
 
 MARKER = re.compile(r"<[^\s<>]+>|\[[^\s\[\]]+\]")
 ROLES = ("<|system|>", "<|user|>", "<|assistant|>")
@@ -16,7 +17,8 @@ ROLES = ("<|system|>", "<|user|>", "<|assistant|>")
 class PretrainedParams(Block):
     """A causal language model of the hub, or a folder below data/raw/."""
 
-    model: str
+    model: BelowRaw
+    """`owner/name` on the hub, or a folder below data/raw/."""
     revision: str | None = None
     """Commit hash; required for a hub id, because a branch name moves."""
 

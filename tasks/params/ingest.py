@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from rlhf_core.config.block import Block
+from rlhf_core.config.paths import BelowRaw
 
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 
@@ -22,29 +23,20 @@ class DemoParams(Block):
     """Answers of mixed quality to each prompt of the demonstrations share."""
 
 
-def _leaves_raw(path: str) -> bool:
-    return path.startswith(("/", "~")) or ".." in path.replace("\\", "/").split("/")
-
-
 class FilesParams(Block):
     """Local files below `data/raw/`, brought there by `leash import PATH`."""
 
-    path: str
+    path: BelowRaw
     """A folder or a file below data/raw/, for example `hh-helpful`."""
     heldout_files: list[str] = Field(default_factory=lambda: ["test*", "heldout*"])
     """Patterns of the file names whose rows are held out; without a match a share of the prompts is."""
-
-    @model_validator(mode="after")
-    def _inside_raw(self) -> "FilesParams":
-        if _leaves_raw(self.path):
-            raise ValueError("path must stay below data/raw/; bring files in with `leash import PATH`")
-        return self
 
 
 class HuggingFaceParams(Block):
     """A dataset of the Hugging Face hub at a pinned revision, or a local dataset folder below data/raw/."""
 
-    dataset: str
+    dataset: BelowRaw
+    """`owner/name` on the hub, or a folder below data/raw/."""
     revision: str | None = None
     """Commit hash, 40 hexadecimal digits; required for a hub id, because a branch name moves."""
     name: str | None = None
@@ -54,9 +46,7 @@ class HuggingFaceParams(Block):
     """Its rows are held out; null: a share of the prompts is."""
 
     @model_validator(mode="after")
-    def _pinned_and_inside(self) -> "HuggingFaceParams":
-        if _leaves_raw(self.dataset):
-            raise ValueError("dataset must be a hub id or a folder below data/raw/")
+    def _pinned(self) -> "HuggingFaceParams":
         if self.revision is not None and not re.fullmatch("[0-9a-f]{40}", self.revision):
             raise ValueError(f"revision must be a commit hash of 40 hexadecimal digits, not {self.revision!r}")
         return self

@@ -11,24 +11,67 @@ from ruamel.yaml.error import YAMLError
 from rlhf_core.errors import UserError
 
 PARAMS_FILE = Path("params.yaml")
-
+LARGEST_BYTES = 2**20
+MOST_VALUES = 10_000
 
 Model = TypeVar("Model", bound=BaseModel)
 
 
 def read_yaml(path: Path = PARAMS_FILE) -> dict[str, Any]:
-    """The file as plain dictionaries. Raises UserError when it is missing, is no YAML, or is no mapping."""
+    """The file as plain dictionaries. Raises UserError when it is missing, is no YAML, is no mapping, or holds more
+    than parameters can be.
+
+    Only plain values are made: a tag such as `!!python/object` is refused, whatever it names.
+    """
     try:
+        if path.stat().st_size > LARGEST_BYTES:
+            raise UserError(f"{path}: larger than {LARGEST_BYTES // 2**10} KiB; that is no parameter file")
         content = YAML(typ="safe", pure=True).load(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise UserError(f"{path}: file not found; copy one of examples/*.yaml there") from None
     except UnicodeDecodeError:
         raise UserError(f"{path}: not UTF-8; save the file as UTF-8") from None
     except YAMLError as error:
-        raise UserError(f"{path}: no valid YAML ({' '.join(str(error).split())})") from None
+        raise UserError(f"{path}: no valid YAML ({_problem(error)})") from None
+    except RecursionError:
+        raise UserError(f"{path}: nested too deeply; parameters have a few levels") from None
+    except ValueError as error:
+        raise UserError(f"{path}: a value cannot be read ({' '.join(str(error).split())})") from None
     if not isinstance(content, dict):
         raise UserError(f"{path}: expected a mapping of blocks (ingest, base, sft, …)")
+    _refuse_bomb(content, path)
     return content
+
+
+def _problem(error: YAMLError) -> str:
+    """What is wrong, and in which line; the line itself is not repeated: it might hold a secret."""
+    mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
+    said = getattr(error, "problem", None) or getattr(error, "context", None) or str(error)
+    where = f", line {mark.line + 1}" if mark is not None else ""
+    return " ".join(str(said).split(" with value ")[0].split()) + where
+
+
+def _refuse_bomb(content: Any, path: Path) -> None:
+    """Raise UserError when the values, every alias (`*name`) written out, are more than `MOST_VALUES`, or endless.
+
+    A few lines of aliases of aliases are billions of values to whoever walks through them.
+    """
+    sizes: dict[int, int] = {}
+    open_: set[int] = set()
+
+    def size(value: Any) -> int:
+        if not isinstance(value, dict | list):
+            return 1
+        if id(value) in open_:
+            raise UserError(f"{path}: an alias (*name) stands within what it names; write the values out")
+        if id(value) not in sizes:
+            open_.add(id(value))
+            sizes[id(value)] = 1 + sum(map(size, value.values() if isinstance(value, dict) else value))
+            open_.discard(id(value))
+        return sizes[id(value)]
+
+    if size(content) > MOST_VALUES:
+        raise UserError(f"{path}: more than {MOST_VALUES} values, aliases (*name) written out; write fewer")
 
 
 def parse(model: type[Model], content: Any, where: str = "", file: Path = PARAMS_FILE) -> Model:

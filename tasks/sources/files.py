@@ -11,6 +11,7 @@ import pyarrow.parquet
 from rlhf_core.errors import UserError
 from tasks.jsonl import Row, iter_jsonl
 from tasks.params.ingest import FilesParams
+from tasks.raw import below_raw
 from tasks.sources.example import RAW, Example
 from tasks.sources.shapes import COLUMNS, normalise
 
@@ -22,9 +23,10 @@ UNREAD = (".json", ".csv", ".tsv", ".gz", ".bz2", ".xz", ".zst", ".zip", ".arrow
 def read(params: FilesParams, raw: Path = RAW) -> list[Example]:
     """All examples of `raw`/`params.path`, file after file in the order of their names.
 
-    Raises UserError for a missing path, a folder without data, an empty file, and as `read_rows` and `normalise` do.
+    Raises UserError for a path that is missing or leads out of `raw`, a folder without data, an empty file, and as
+    `read_rows` and `normalise` do.
     """
-    place = raw / params.path
+    place = below_raw(raw, params.path, "ingest.files.path")
     if not place.exists():
         pull = " (or `dvc pull`, its .dvc file is here)" if Path(f"{place}.dvc").exists() else ""
         raise UserError(f"{place}: not found; bring it in with `leash import PATH`{pull}")

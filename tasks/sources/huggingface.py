@@ -12,8 +12,11 @@ from datasets.exceptions import DatasetsError
 from rlhf_core.errors import UserError
 from tasks.jsonl import Row
 from tasks.params.ingest import HuggingFaceParams
+from tasks.raw import below_raw, require_hub_id, require_inside
 from tasks.sources.example import RAW, Example
 from tasks.sources.shapes import COLUMNS, normalise
+
+KEY = "ingest.huggingface.dataset"
 
 
 def read(params: HuggingFaceParams, raw: Path = RAW, cache: Path | None = None) -> list[Example]:
@@ -40,18 +43,25 @@ def _read_split(
 
 
 def _load(params: HuggingFaceParams, split: str, raw: Path, cache: Path | None) -> Any:
-    folder = raw / params.dataset
     try:
+        folder = below_raw(raw, params.dataset, KEY)
         if (folder / "dataset_dict.json").exists() or (folder / "state.json").exists():
-            return _saved_split(datasets.load_from_disk(str(folder)), params.dataset, split)
+            saved = _saved_split(datasets.load_from_disk(str(folder)), params.dataset, split)
+            _require_inside([file["filename"] for file in saved.cache_files], raw)
+            return saved
         if folder.is_dir():
-            place = str(folder.resolve())
-            return datasets.load_dataset(place, params.name, split=split, cache_dir=cache and str(cache))
+            place, where = str(folder.resolve()), cache and str(cache)
+            builder = datasets.load_dataset_builder(place, params.name, cache_dir=where)
+            _require_inside(_data_files(builder), raw)
+            return datasets.load_dataset(place, params.name, split=split, cache_dir=where)
+        require_hub_id(params.dataset, KEY)
         if params.revision is None:
             raise UserError(
                 f"ingest.huggingface.dataset {params.dataset}: no folder below {raw}, and a dataset of the hub needs "
                 "ingest.huggingface.revision, its commit hash of 40 digits"
             )
+        builder = datasets.load_dataset_builder(params.dataset, params.name, revision=params.revision)
+        _require_on_hub(_data_files(builder), params.dataset)
         return datasets.load_dataset(params.dataset, params.name, split=split, revision=params.revision)
     except ConnectionError as error:
         raise UserError(
@@ -63,6 +73,25 @@ def _load(params: HuggingFaceParams, split: str, raw: Path, cache: Path | None) 
             f"ingest.huggingface.dataset {params.dataset}, split {split}: {_line(error)} "
             "(splits: ingest.huggingface.train_split, heldout_split or null)"
         ) from None
+
+
+def _data_files(builder: Any) -> list[str]:
+    """What a builder would read. A dataset's README may name any file of the machine, and any address."""
+    files = builder.config.data_files or {}
+    return [str(file) for split in files.values() for file in split]
+
+
+def _require_inside(files: list[str], raw: Path) -> None:
+    for file in files:
+        require_inside(Path(file), raw, KEY)
+
+
+def _require_on_hub(files: list[str], dataset: str) -> None:
+    for file in files:
+        if not file.startswith(f"hf://datasets/{dataset}@"):
+            raise UserError(
+                f"{KEY} {dataset}: its README names the data file {file} of somewhere else; nothing was read"
+            )
 
 
 def _saved_split(saved: Any, dataset: str, split: str) -> Any:

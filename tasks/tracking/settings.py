@@ -56,7 +56,7 @@ def artifact_location(root: Path, uri: str) -> str | None:
 
 def without_credentials(text: str) -> str:
     """`text` with user names and passwords cut out of every address, and queries with them."""
-    return re.sub(r"://[^/@\s]+@", "://", re.sub(r"(://[^\s?]+)\?\S+", r"\1", text))
+    return re.sub(r"://[^/\s]*@", "://", re.sub(r"(://[^\s?]+)\?\S+", r"\1", text))
 
 
 def uri_mark(uri: str) -> str:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Self
 
+from tasks.params.secrets import HIDDEN, is_secret
 from tasks.tracking import settings
 from tasks.tracking.outbox import Outbox
 from tasks.tracking.sender import SenderProcess, Warn, warn_once
@@ -25,7 +26,6 @@ Status = Literal["FINISHED", "FAILED", "KILLED"]
 CLOSE_SECONDS = 5.0
 SYSTEM_SECONDS = 5.0
 NOT_IN_NAMES = re.compile(r"[^\w/.\- :]")
-SECRET_KEY = re.compile(r"(^|\.)(token|api_?key|access_?key|password|passwd|secret|credentials?)$", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -183,8 +183,8 @@ def flatten(params: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
         name = f"{prefix}{key}"
         if isinstance(value, Mapping) and value:
             flat |= flatten(value, f"{name}.")
-        elif SECRET_KEY.search(name):
-            flat[_name(name)] = "(hidden)"
+        elif is_secret(name):
+            flat[_name(name)] = HIDDEN
         else:
             flat[_name(name)] = value if isinstance(value, str) else json.dumps(value, default=str)
     return flat

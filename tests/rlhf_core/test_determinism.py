@@ -1,5 +1,7 @@
 """`determinism.py`: streams that are a function of their key, and equal global generators."""
 
+import importlib
+import os
 import random
 from collections.abc import Iterator
 
@@ -7,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from rlhf_core import determinism
 from rlhf_core.determinism import make_deterministic, permutation, stream
 
 
@@ -58,3 +61,15 @@ def test_failure_09_equal_seeds_give_equal_numbers() -> None:
     assert numbers() == first
     make_deterministic(4, 1)
     assert all(a != b for a, b in zip(numbers(), first, strict=True))
+
+
+@pytest.mark.parametrize(("own", "expected"), [(None, ":4096:8"), (":16:8", ":16:8")])
+def test_matrix_products_on_a_gpu_are_deterministic_from_the_start(
+    monkeypatch: pytest.MonkeyPatch, own: str | None, expected: str
+) -> None:
+    """cuBLAS reads the variable when CUDA starts: it is set when the module is imported; a user's own value wins."""
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", own or "")
+    if own is None:
+        monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
+    importlib.reload(determinism)
+    assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == expected

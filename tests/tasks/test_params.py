@@ -104,8 +104,8 @@ REFUSED = [
     ("ingest.split.heldout", 0.0, "ingest.split: heldout must be greater than 0"),
     ("ingest.split.validation", 0.0, "ingest.split: validation must be greater than 0"),
     ("ingest.demo", None, "the block ingest.demo is needed"),
-    ("ingest.files", {"path": "../elsewhere"}, "path must stay below data/raw/"),
-    ("ingest.files", {"path": "/etc"}, "path must stay below data/raw/"),
+    ("ingest.files", {"path": "../elsewhere"}, "ingest.files.path: must stay below data/raw/"),
+    ("ingest.files", {"path": "/etc"}, "ingest.files.path: must stay below data/raw/"),
     ("ingest.huggingface", {"dataset": "a/b", "revision": "main"}, "revision must be a commit hash"),
     # across stages
     ("preferences.source", "dataset", "preferences.source is dataset, but the demo data bring no pairs"),

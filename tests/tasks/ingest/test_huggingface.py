@@ -1,5 +1,7 @@
 """Datasets of the hub's formats from local folders, and what is asked of a hub id. Nothing here reaches a network."""
 
+from types import SimpleNamespace
+
 import datasets
 import pytest
 
@@ -94,6 +96,8 @@ def test_unreachable_hub_is_a_users_error(read, monkeypatch):
         asked.update(options, path=path, name=name)
         raise ConnectionError("Couldn't reach 'a/b' on the Hub")
 
+    found = SimpleNamespace(config=SimpleNamespace(data_files={"train": [f"hf://datasets/a/b@{COMMIT}/train.jsonl"]}))
+    monkeypatch.setattr(datasets, "load_dataset_builder", lambda *names, **options: found)
     monkeypatch.setattr(datasets, "load_dataset", offline)
     with pytest.raises(UserError, match="the hub cannot be reached"):
         read(dataset="a/b", revision=COMMIT, name="helpful")

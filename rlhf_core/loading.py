@@ -1,0 +1,76 @@
+"""What a model folder of somebody else may bring: weights in safetensors, settings in JSON, a template for a sandbox.
+Pickles are never read; Python code runs only where the caller says so; both are refused in one line. What a loaded
+model becomes stands in models.py.
+"""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from safetensors import SafetensorError
+from transformers import AutoConfig, PreTrainedConfig
+from transformers.utils.peft_utils import find_adapter_config_file
+
+from rlhf_core.errors import UserError
+
+os.environ.setdefault("DISABLE_SAFETENSORS_CONVERSION", "true")
+"""Weights without safetensors would be fetched from a pull request on the hub: another revision than the pinned one."""
+
+
+@contextmanager
+def loading(path: str | Path) -> Iterator[None]:
+    """Turns what transformers says of a folder that cannot or must not be loaded into a UserError of one line."""
+    try:
+        yield
+    except SafetensorError as error:
+        raise UserError(f"{path}: a safetensors file is damaged ({error}); make it or bring it in again") from None
+    except ImportError as error:
+        raise UserError(f"{path}: needs a package that is not installed ({_line(error)})") from None
+    except (OSError, ValueError) as error:
+        if "trust_remote_code" in str(error):
+            raise UserError(
+                f"{path}: brings Python code of its own, which would run with your rights; read it, then set "
+                "trust_remote_code: true in params.yaml, or choose a model that transformers knows"
+            ) from None
+        if isinstance(error, OSError) and "model.safetensors" in str(error):
+            raise UserError(
+                f"{path}: no model.safetensors; pickled weights (pytorch_model.bin) are never loaded, because a pickle "
+                "can run any program: convert them to safetensors elsewhere, or choose a revision that has them"
+            ) from None
+        raise
+
+
+def load_config(
+    path: str | Path, revision: str | None = None, trust_remote_code: bool = False, **changes: object
+) -> PreTrainedConfig:
+    """The settings of a model folder or hub id, with changes. Raises UserError for an adapter, for code that lives
+    elsewhere, and for a kernel of the hub."""
+    if find_adapter_config_file(str(path), revision=revision) is not None:
+        raise UserError(
+            f"{path}: holds an adapter, not a model; merge it into its base model (peft: merge_and_unload), save that, "
+            "and name it here"
+        )
+    if trust_remote_code:
+        _refuse_code_from_elsewhere(path, revision)
+    config = AutoConfig.from_pretrained(str(path), revision=revision, trust_remote_code=trust_remote_code, **changes)
+    kernel = str(getattr(config, "_attn_implementation", None) or "")
+    if "/" in kernel and not trust_remote_code:
+        raise UserError(
+            f"{path}: config.json asks for the attention kernel {kernel}, which is code of the hub; remove it"
+        )
+    return config
+
+
+def _refuse_code_from_elsewhere(path: str | Path, revision: str | None) -> None:
+    """`owner/name--module.Class` is code of another repository at its newest state: no revision pins it."""
+    content, _ = PreTrainedConfig.get_config_dict(str(path), revision=revision)
+    places = [place for place in dict(content.get("auto_map") or {}).values() if "--" in str(place)]
+    if places:
+        raise UserError(
+            f"{path}: config.json takes code from elsewhere ({places[0]}); put that code beside config.json"
+        )
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split())

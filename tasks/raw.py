@@ -1,0 +1,38 @@
+"""What stands below data/raw/, and what only seems to: links and names that lead out of it are refused here. What the
+value of a parameter alone shows is refused before, by its type (`rlhf_core.config.paths`)."""
+
+import re
+from pathlib import Path
+
+from rlhf_core.errors import UserError
+
+CACHED = re.compile(r"/files/md5/[0-9a-f]{2}/[0-9a-f]{30}(\.dir)?")
+"""The end of a path in DVC's cache: where it links instead of copying (`cache.type symlink`), the links lead there."""
+HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+
+
+def below_raw(raw: Path, value: str, key: str) -> Path:
+    """`raw`/`value`, which need not exist. Raises UserError, naming the parameter `key`, when it or a link below it
+    leads out of `raw`."""
+    place = raw / value
+    require_inside(place, raw, key)
+    for path in place.rglob("*") if place.is_dir() else ():
+        if path.is_symlink():
+            require_inside(path, raw, key)
+    return place
+
+
+def require_inside(path: Path, raw: Path, key: str) -> None:
+    """Raise UserError when `path`, all links followed, lies neither below `raw` nor in DVC's cache."""
+    target = path.resolve()
+    if not target.is_relative_to(raw.resolve()) and not CACHED.search(target.as_posix()):
+        raise UserError(f"{key}: {path} leads out of data/raw/; `leash import PATH` copies data there")
+
+
+def require_hub_id(value: str, key: str) -> None:
+    """Raise UserError unless `value`, which is no folder below data/raw/, can only be the id of something on a hub.
+
+    A library would take a folder of the same name at the root of the repository, or one of its own builders.
+    """
+    if not HUB_ID.fullmatch(value) or Path(value).exists():
+        raise UserError(f"{key}: {value} is neither a folder below data/raw/ nor an id of the hub (owner/name)")

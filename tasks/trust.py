@@ -1,0 +1,24 @@
+"""Whether code that a model brings may run, and the warning that goes with a yes. The loading itself is rlhf_core's."""
+
+import sys
+from functools import cache
+from typing import Any
+
+from tasks.stage import Stage
+
+
+def trusts(stage: Stage[Any]) -> bool:
+    """`trust_remote_code` of params.yaml. A yes is said aloud, once a stage, with the risk."""
+    if stage.common.trust_remote_code:
+        print_once(
+            f"{stage.label} WARNING: trust_remote_code is true: Python code that comes with the model runs with your "
+            "rights (it can read and change your files, see your keys, and use your network); only for code that you "
+            "have read"
+        )
+    return stage.common.trust_remote_code
+
+
+@cache
+def print_once(text: str) -> None:
+    """One line on stderr, however often it is said."""
+    print(text, file=sys.stderr, flush=True)
