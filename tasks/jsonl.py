@@ -56,6 +56,6 @@ def _parse(path: Path, number: int, line: bytes) -> Row | None:
 def write_jsonl(path: Path, rows: Iterable[Row]) -> None:
     """Write rows as UTF-8 JSON lines, keys in the order given. NaN and infinity are no JSON: ValueError."""
     path.parent.mkdir(parents=True, exist_ok=True)
+    encode = json.JSONEncoder(ensure_ascii=False, allow_nan=False).encode
     with path.open("w", encoding="utf-8", newline="\n") as file:
-        for row in rows:
-            file.write(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n")
+        file.writelines(encode(row) + "\n" for row in rows)

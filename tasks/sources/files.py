@@ -38,12 +38,13 @@ def read(params: FilesParams, raw: Path = RAW) -> list[Example]:
     return examples
 
 
-def read_file(path: Path, name: str, *, heldout: bool = False) -> list[Example]:
+def read_file(path: Path, name: str, *, heldout: bool = False) -> Iterator[Example]:
     """The examples of one file, called `name` in messages. Raises UserError when it has no rows."""
-    examples = list(normalise(read_rows(path), name, heldout=heldout))
-    if not examples:
+    example = None
+    for example in normalise(read_rows(path), name, heldout=heldout):
+        yield example
+    if example is None:
         raise UserError(f"{path}: no rows; fill the file or remove it")
-    return examples
 
 
 def data_files(place: Path) -> list[Path]:
