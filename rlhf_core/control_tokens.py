@@ -23,7 +23,7 @@ def text_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     """Token ids of a text, none of them a control token's. Raises UserError where the tokenizer makes one of plain
     text all the same."""
     control = {i: token.content for i, token in tokenizer.added_tokens_decoder.items() if token.special}
-    ids = _encode(tokenizer, _cut(text, _pattern(tuple(control.values()))))
+    ids = _encode(tokenizer, _cut(text, _pattern(tuple((spelling, True) for spelling in control.values()))))
     control.pop(tokenizer.unk_token_id, None)
     if not control.keys().isdisjoint(ids):
         found = next(control[i] for i in ids if i in control)
@@ -40,7 +40,7 @@ def chat_ids(tokenizer: PreTrainedTokenizerBase, prompt: Conversation) -> list[i
     Raises UserError for a template that does not hand on the texts as they are, where one of them spells a control
     token.
     """
-    texts = [_cut(message["content"], _pattern(_spoken_of(tokenizer, message))) for message in prompt]
+    texts = [_cut(message["content"], _not_to_be_said(tokenizer, message)) for message in prompt]
     cuts = sum(map(len, texts)) - len(texts)
     if not cuts:
         ids = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=True, return_dict=False)
@@ -56,21 +56,18 @@ def chat_ids(tokenizer: PreTrainedTokenizerBase, prompt: Conversation) -> list[i
     return _encode(tokenizer, marked.split(mark))
 
 
-def _spoken_of(tokenizer: PreTrainedTokenizerBase, message: Message) -> tuple[str, ...]:
+def _not_to_be_said(tokenizer: PreTrainedTokenizerBase, message: Message) -> re.Pattern[str]:
     """What a message must not say as a control token. A template may also write tokens that are not declared special,
-    such as `<think>`: an assistant says them, a user does not."""
-    template = tokenizer.get_chat_template()
-    return tuple(
-        token.content
-        for token in tokenizer.added_tokens_decoder.values()
-        if token.special
-        or (message["role"] != "assistant" and token.content in template and not token.content.isspace())
-    )
+    such as `<think>`: an assistant says them, nobody else does."""
+    tokens = tuple((token.content, token.special) for token in tokenizer.added_tokens_decoder.values())
+    return _pattern(tokens, "" if message["role"] == "assistant" else tokenizer.get_chat_template())
 
 
 @lru_cache
-def _pattern(tokens: tuple[str, ...]) -> re.Pattern[str]:
-    return re.compile("|".join(map(re.escape, filter(None, tokens))) or "(?!)")
+def _pattern(tokens: tuple[tuple[str, bool], ...], template: str = "") -> re.Pattern[str]:
+    """Matches the special ones among the tokens (text, special), and those that stand in the template."""
+    texts = [text for text, special in tokens if special or (text in template and not text.isspace())]
+    return re.compile("|".join(map(re.escape, filter(None, texts))) or "(?!)")
 
 
 def _cut(text: str, pattern: re.Pattern[str]) -> list[str]:

@@ -1,6 +1,7 @@
 """JSONL and Parquet files below `data/raw/`: which files count, in what order, and their rows. What the columns mean
 stands in `shapes.py`; how files get there in `tasks/importer.py`."""
 
+import re
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -17,6 +18,8 @@ from tasks.sources.shapes import COLUMNS, normalise
 SUFFIXES = (".jsonl", ".parquet")
 UNREAD = (".json", ".csv", ".tsv", ".gz", ".bz2", ".xz", ".zst", ".zip", ".arrow", ".ndjson", ".xlsx")
 """Data that would be left out without a word: refused instead. Other files (licences, readmes) are ignored."""
+HALF_PAIR = re.compile("[\ud800-\udfff]")
+"""What Python puts in the place of bytes that are no text."""
 
 
 def read(params: FilesParams, raw: Path = RAW) -> list[Example]:
@@ -58,6 +61,8 @@ def data_files(place: Path) -> list[Path]:
         hidden = [path for path in place.rglob("*") if path.is_file()]
         found = sorted(p for p in hidden if not any(part.startswith(".") for part in p.relative_to(place).parts))
     for path in found:
+        if HALF_PAIR.search(str(path)):
+            raise UserError(f"{str(path)!r}: the name of this file is not UTF-8; rename it")
         if path.suffix.lower() in UNREAD:
             raise UserError(f"{path}: Leash reads *.jsonl and *.parquet; convert or unpack this file, or move it away")
     data = [path for path in found if path.suffix.lower() in SUFFIXES]
@@ -87,4 +92,5 @@ def _read_parquet(path: Path) -> Iterator[tuple[int, Row]]:
                     number += 1
                     yield number, row
     except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path}: no valid Parquet file ({' '.join(str(error).split())})") from None
+        reason = " ".join(str(error).split())[:200]
+        raise UserError(f"{path}: no valid Parquet file ({reason}); copy it again, or make it again") from None
