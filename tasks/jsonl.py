@@ -5,6 +5,7 @@ The standard parser, line by line, on purpose: table readers guess types, and tu
 into numbers and dates."""
 
 import json
+import re
 import reprlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -15,6 +16,8 @@ from rlhf_core.errors import UserError
 
 Row = dict[str, Any]
 
+HALF_PAIR = re.compile("[\ud800-\udfff]")
+"""Half of a character: JSON can escape it, and in names of files it stands for bytes that are no text."""
 SHORT = 10
 """Characters of texts that are kept once however often they occur: roles, splits."""
 SHOWN = 60
@@ -22,22 +25,28 @@ SHOWN = 60
 
 
 def read_jsonl(path: Path) -> list[Row]:
-    """All rows of a UTF-8 JSONL file; blank lines are skipped.
+    """All rows of a UTF-8 JSONL file that a stage wrote; blank lines are skipped.
 
-    Raises UserError for a missing file, for bytes that are no UTF-8, and for a line that is no JSON object or gives a
-    key twice.
+    Raises UserError for a missing file, for bytes that are no UTF-8, for a line that is no JSON object or gives a key
+    twice, and for half a surrogate pair: no stage writes one, no tokenizer and no table takes one.
     """
-    return [row for _, row in iter_jsonl(path)]
+    return [row for _, row in iter_jsonl(path, halves=False)]
 
 
-def iter_jsonl(path: Path) -> Iterator[tuple[int, Row]]:
-    """The rows one after the other, each with its line number (from 1). Raises what `read_jsonl` raises."""
+def iter_jsonl(path: Path, halves: bool = True) -> Iterator[tuple[int, Row]]:
+    """The rows one after the other, each with its line number (from 1). Raises what `read_jsonl` raises, but for half a
+    surrogate pair where `halves` may stand."""
     try:
         with path.open("rb") as file:
             for number, line in enumerate(file, start=1):
                 row = _parse(path, number, line)
-                if row is not None:
-                    yield number, row
+                if row is None:
+                    continue
+                if not halves and b"\\u" in line and HALF_PAIR.search(json.dumps(row, ensure_ascii=False)):
+                    raise UserError(
+                        f"{path}, row {number}: half a surrogate pair in a text; correct the row or remove it"
+                    )
+                yield number, row
     except FileNotFoundError:
         raise UserError(f"{path}: file not found") from None
     except IsADirectoryError:

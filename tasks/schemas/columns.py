@@ -5,7 +5,6 @@ Values are checked as JSON has them (frames of plain Python objects): a number n
 missing key."""
 
 import math
-import re
 from collections.abc import Callable, Hashable, Iterable
 from typing import Any
 
@@ -16,7 +15,6 @@ from rlhf_core.chat import prompt_id
 
 ROLES = ("system", "user", "assistant")
 SPLITS = ("train", "validation")
-HALF_PAIR = re.compile("[\ud800-\udfff]")
 
 
 def _each(test: Callable[[Any], bool], says: str, *, nullable: bool = False) -> pa.Column:
@@ -32,14 +30,9 @@ def _flags(values: Iterable[bool]) -> pd.Series:
     return pd.Series(list(values), dtype=bool)
 
 
-def is_any_text(value: object) -> bool:
-    """Text of whole characters, maybe empty: half a surrogate pair is none, and no tokenizer takes it."""
-    return isinstance(value, str) and (value.isascii() or HALF_PAIR.search(value) is None)
-
-
 def is_text(value: object) -> bool:
     """Text with something in it."""
-    return is_any_text(value) and value != "" and not str(value).isspace()
+    return isinstance(value, str) and not value.isspace() and value != ""
 
 
 def is_prompt(value: object) -> bool:
@@ -76,12 +69,12 @@ def identity() -> pa.Column:
 
 def text(*, nullable: bool = False) -> pa.Column:
     """Text that is not blank."""
-    return _each(is_text, "must be non-empty text of whole characters", nullable=nullable)
+    return _each(is_text, "must be non-empty text", nullable=nullable)
 
 
 def sampled_text() -> pa.Column:
     """What a model said: any text, also an empty one."""
-    return _each(is_any_text, "must be text of whole characters")
+    return _each(lambda value: isinstance(value, str), "must be text")
 
 
 def token_ids(*, nullable: bool = False) -> pa.Column:

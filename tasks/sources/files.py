@@ -1,7 +1,6 @@
 """JSONL and Parquet files below `data/raw/`: which files count, in what order, and their rows. What the columns mean
 stands in `shapes.py`; how files get there in `tasks/importer.py`."""
 
-import re
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -10,7 +9,7 @@ import pyarrow
 import pyarrow.parquet
 
 from rlhf_core.errors import UserError
-from tasks.jsonl import Row, iter_jsonl
+from tasks.jsonl import HALF_PAIR, Row, iter_jsonl
 from tasks.params.ingest import FilesParams
 from tasks.sources.example import RAW, Example
 from tasks.sources.shapes import COLUMNS, normalise
@@ -18,8 +17,6 @@ from tasks.sources.shapes import COLUMNS, normalise
 SUFFIXES = (".jsonl", ".parquet")
 UNREAD = (".json", ".csv", ".tsv", ".gz", ".bz2", ".xz", ".zst", ".zip", ".arrow", ".ndjson", ".xlsx")
 """Data that would be left out without a word: refused instead. Other files (licences, readmes) are ignored."""
-HALF_PAIR = re.compile("[\ud800-\udfff]")
-"""What Python puts in the place of bytes that are no text."""
 
 
 def read(params: FilesParams, raw: Path = RAW) -> list[Example]:

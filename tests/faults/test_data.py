@@ -189,18 +189,27 @@ def in_front(project: "Project", path: str, rows: list[dict[str, Any]]) -> None:
 
 @pytest.fixture
 def seen(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
-    """The ids of every prompt and answer that a batch is made of, in any stage."""
+    """The ids of every prompt and answer that a stage trains on or measures."""
     import rlhf_core.batch
+    import rlhf_core.sft
 
     noted: list[list[int]] = []
-    pad_batch = rlhf_core.batch.pad_batch
+    pad_batch, fine_tune = rlhf_core.batch.pad_batch, rlhf_core.sft.fine_tune
 
-    def note(prompts: Any, responses: Any, *rest: Any) -> Any:
-        noted.extend([*prompts[i], -1, *responses[i]] for i in range(len(prompts)))
+    def note(prompts: Any, responses: Any) -> None:
+        noted.extend([*prompt, -1, *response] for prompt, response in zip(prompts, responses, strict=True))
+
+    def noting_pad_batch(prompts: Any, responses: Any, *rest: Any) -> Any:
+        note(prompts, responses)
         return pad_batch(prompts, responses, *rest)
 
-    for module in ("rlhf_core.batch", "rlhf_core.sft", "rlhf_core.ppo.rollout"):
-        monkeypatch.setattr(f"{module}.pad_batch", note)
+    def noting_fine_tune(model: Any, training: Any, *rest: Any) -> Any:
+        note([row.prompt for row in training], [row.response for row in training])
+        return fine_tune(model, training, *rest)
+
+    for module in ("rlhf_core.batch", "rlhf_core.ppo.rollout"):
+        monkeypatch.setattr(f"{module}.pad_batch", noting_pad_batch)
+    monkeypatch.setattr(rlhf_core.sft, "fine_tune", noting_fine_tune)
     return noted
 
 
