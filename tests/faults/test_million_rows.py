@@ -1,7 +1,7 @@
-"""A million preference pairs (460 MB): the stage that reads them raw and the reader of every later stage stay lean.
+"""A million preference pairs (440 MB): the stage that reads them raw and the reader of every later stage stay lean.
 
-LEASH_TEST_ROWS=1000000 tries it with a million (about a minute and a half on two idle cores); without it a tenth is
-read, within a bound in proportion to the rows above what the empty process takes."""
+LEASH_TEST_ROWS=1000000 tries it with a million; without it a tenth is read, within a bound in proportion to the rows
+above what the empty process takes."""
 
 import os
 import random
