@@ -15,12 +15,23 @@ class Message(TypedDict):
 Conversation = list[Message]
 
 
+_ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
+
+
+def canonical(prompt: Conversation) -> bytes:
+    """The prompt as JSON without a choice: equal prompts have equal bytes, and `json.loads` gives the prompt back."""
+    text = _ENCODER.encode([{"role": m["role"], "content": m["content"]} for m in prompt])
+    return text.encode("utf-8", "surrogatepass")
+
+
 def prompt_id(prompt: Conversation) -> str:
     """The identity of a prompt: 16 hexadecimal digits of the SHA-256 of its canonical JSON."""
-    canonical = json.dumps(
-        [{"role": m["role"], "content": m["content"]} for m in prompt], ensure_ascii=False, separators=(",", ":")
-    )
-    return hashlib.sha256(canonical.encode("utf-8", "surrogatepass")).hexdigest()[:16]
+    return identity(canonical(prompt))
+
+
+def identity(canonical_prompt: bytes) -> str:
+    """The `prompt_id` of what `canonical` returns."""
+    return hashlib.sha256(canonical_prompt).hexdigest()[:16]
 
 
 def opening(prompt: Conversation) -> str:

@@ -1,7 +1,8 @@
 """Tokenizers: training one from scratch, making sure of pad, eos and chat template, and text ↔ token ids.
 
 Nothing here knows a model. Prompts become ids in one place only (`encode_prompt`), answers in one place only
-(`encode_response`), so that SFT, reward model, PPO and evaluation see the same tokens.
+(`encode_response`), so that SFT, reward model, PPO and evaluation see the same tokens. Texts that spell control tokens
+are the business of `control_tokens.py`.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -13,6 +14,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from rlhf_core.chat import Conversation
+from rlhf_core.control_tokens import chat_ids, text_ids
 from rlhf_core.errors import UserError
 from rlhf_core.loading import loading
 
@@ -120,16 +122,18 @@ def rendering(tokenizer: PreTrainedTokenizerBase) -> Iterator[None]:
 
 
 def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: Conversation) -> list[int]:
-    """Token ids of a conversation up to the place where the assistant's answer begins."""
+    """Token ids of a conversation up to the place where the assistant's answer begins.
+
+    Control tokens are those that the template writes; what a message spells is text. Raises UserError, see `chat_ids`.
+    """
     with rendering(tokenizer):
-        ids = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=True, return_dict=False)
-    return list(ids)
+        return chat_ids(tokenizer, prompt)
 
 
 def encode_response(tokenizer: PreTrainedTokenizerBase, response: str, ended: bool = True) -> list[int]:
-    """Token ids of an answer, closed by the end-of-sequence token when it `ended`."""
-    ids = tokenizer(response, add_special_tokens=False)["input_ids"]
-    return [*ids, tokenizer.eos_token_id] if ended else list(ids)
+    """Token ids of an answer, closed by the end-of-sequence token when it `ended`; what it spells is text."""
+    ids = text_ids(tokenizer, response)
+    return [*ids, tokenizer.eos_token_id] if ended else ids
 
 
 def stop_ids(tokenizer: PreTrainedTokenizerBase, stop_tokens: Sequence[str]) -> frozenset[int]:

@@ -2,11 +2,12 @@
 and splits in `tasks/sources/`, the columns of the results in `tasks/schemas/`."""
 
 from collections import Counter
-from dataclasses import asdict
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from rlhf_core.errors import UserError
+from tasks.jsonl import Row
 from tasks.params.ingest import IngestParams
 from tasks.sources import cleaning, demo, files
 from tasks.sources.cleaning import Dropped
@@ -21,11 +22,10 @@ def execute(stage: Stage[IngestParams]) -> None:
     params = stage.params
     examples = read(params, RAW, stage.state_dir / "datasets")
     kept, dropped = sift(examples, params)
-    made = asdict(assemble(kept, assign(kept, params.split, params.seed), params.seed))
-    for name, rows in made.items():
-        stage.outputs.write_jsonl(f"data/ingest/{name}.jsonl", rows)
-    stage.outputs.write_jsonl("data/ingest/dropped.jsonl", [row._asdict() for row in dropped])
-    sizes = {name: len(rows) for name, rows in made.items()}
+    sizes: Counter[str] = Counter()
+    for name, rows in assemble(kept, assign(kept, params.split, params.seed), params.seed).items():
+        stage.outputs.write_jsonl(f"data/ingest/{name}.jsonl", counted(rows, name, sizes))
+    stage.outputs.write_jsonl("data/ingest/dropped.jsonl", (row._asdict() for row in dropped))
     stage.write_metrics({"source": params.source, **counts(examples, dropped), **sizes})
     stage.say(", ".join(f"{size} {name}" for name, size in sizes.items()))
     if dropped:
@@ -62,6 +62,14 @@ def sift(examples: list[Example], params: IngestParams) -> tuple[list[Example], 
         why = cleaning.summary(dropped) or "the data set is empty"
         raise UserError(f"no training rows left of {len(examples)} read: {why}")
     return kept, dropped
+
+
+def counted(rows: Iterable[Row], name: str, sizes: Counter[str]) -> Iterator[Row]:
+    """The rows, counted as `name` while they pass."""
+    sizes[name] = 0
+    for row in rows:
+        sizes[name] += 1
+        yield row
 
 
 def counts(examples: list[Example], dropped: list[Dropped]) -> dict[str, Any]:

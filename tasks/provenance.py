@@ -10,8 +10,8 @@ from typing import Any
 from rlhf_core.errors import UserError
 from tasks.definition import Definition, is_code
 from tasks.outputs import Outputs
+from tasks.params.secrets import HIDDEN, is_secret
 from tasks.tracking.settings import without_credentials
-from tasks.tracking.tracker import SECRET_KEY
 from tasks.versions import declared
 
 FILE = "provenance.json"
@@ -76,8 +76,8 @@ def without_secrets(value: Any, name: str = "") -> Any:
     become text: they are no JSON, and a finished training must not fail on them."""
     if isinstance(value, Mapping):
         return {str(key): without_secrets(part, f"{name}.{key}" if name else str(key)) for key, part in value.items()}
-    if SECRET_KEY.search(name):
-        return "(hidden)"
+    if is_secret(name):
+        return HIDDEN
     if isinstance(value, list):
         return [without_secrets(part) for part in value]
     if isinstance(value, float) and not math.isfinite(value):

@@ -9,6 +9,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_core.batch import TokenBatch, pad_batch
+from rlhf_core.control_tokens import text_ids
 from rlhf_core.determinism import stream
 from rlhf_core.ppo.actor_critic import ActorCritic
 from rlhf_core.ppo.logprobs import logprobs_and_entropy
@@ -47,7 +48,8 @@ class TextMix:
 
 
 def cut_text(text: str, tokenizer: PreTrainedTokenizerBase, tokens: int) -> list[Piece]:
-    """The text as pieces of `tokens` tokens each; a last piece of at least two tokens counts too."""
-    ids: list[int] = tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
+    """The text as pieces of `tokens` tokens each; a last piece of at least two tokens counts too. None of them is a
+    control token's. Raises UserError, see `text_ids`."""
+    ids = text_ids(tokenizer, text)
     pieces = [ids[start : start + tokens] for start in range(0, len(ids), tokens)]
     return [piece for piece in pieces if len(piece) >= 2]

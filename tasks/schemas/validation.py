@@ -11,9 +11,10 @@ import pandera.pandas as pa
 
 from rlhf_core.chat import as_text, opening
 from rlhf_core.errors import UserError
-from tasks.jsonl import Row, read_jsonl
+from tasks.jsonl import Row, brief_names, read_jsonl
 
 ROWS_NAMED = 5
+PROBLEMS_NAMED = 20
 HELDOUT = "data/ingest/heldout.jsonl"
 TRAINING = frozenset(
     f"data/ingest/{name}.jsonl" for name in ("demonstrations", "pairs", "preference_prompts", "ppo_prompts")
@@ -29,7 +30,7 @@ class Problem(NamedTuple):
     rows: list[int]
 
     def __str__(self) -> str:
-        where = f"{self.column}: " if self.column else ""
+        where = f"{brief_names([self.column])}: " if self.column else ""
         if not self.rows:
             return f"{where}{self.says}"
         named = ", ".join(map(str, self.rows[:ROWS_NAMED]))
@@ -95,7 +96,8 @@ def validate(rows: list[Row], schema: pa.DataFrameSchema, path: str | Path) -> l
     except pa.errors.SchemaErrors as errors:
         problems += _problems(errors.failure_cases, columns)
     if problems:
-        raise UserError(f"{path}: {'; '.join(map(str, problems))}")
+        more = f"; and {len(problems) - PROBLEMS_NAMED} more" if len(problems) > PROBLEMS_NAMED else ""
+        raise UserError(f"{path}: {'; '.join(map(str, problems[:PROBLEMS_NAMED]))}{more}")
     return rows
 
 

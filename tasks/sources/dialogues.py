@@ -5,6 +5,7 @@ import re
 from typing import Any, cast
 
 from rlhf_core.chat import Conversation, Message
+from tasks.jsonl import brief
 
 ROLES = ("system", "user", "assistant")
 _TURN = re.compile(r"\n\n(Human|Assistant):")
@@ -41,7 +42,7 @@ def parse_messages(value: list[Any]) -> Conversation:
             raise ShapeError(f"message {number} must be an object with role and content")
         role, content = item["role"], item["content"]
         if role not in ROLES:
-            raise ShapeError(f"message {number} has role {role!r}, expected one of {', '.join(ROLES)}")
+            raise ShapeError(f"message {number} has role {brief(role)}, expected one of {', '.join(ROLES)}")
         if content is not None and not isinstance(content, str):
             raise ShapeError(f"message {number} has content of type {type(content).__name__}, expected text")
         turns.append(_message(role, content or ""))

@@ -9,7 +9,7 @@ import pyarrow
 import pyarrow.parquet
 
 from rlhf_core.errors import UserError
-from tasks.jsonl import Row, iter_jsonl
+from tasks.jsonl import HALF_PAIR, Row, iter_jsonl
 from tasks.params.ingest import FilesParams
 from tasks.raw import below_raw
 from tasks.sources.example import RAW, Example
@@ -40,12 +40,13 @@ def read(params: FilesParams, raw: Path = RAW) -> list[Example]:
     return examples
 
 
-def read_file(path: Path, name: str, *, heldout: bool = False) -> list[Example]:
+def read_file(path: Path, name: str, *, heldout: bool = False) -> Iterator[Example]:
     """The examples of one file, called `name` in messages. Raises UserError when it has no rows."""
-    examples = list(normalise(read_rows(path), name, heldout=heldout))
-    if not examples:
+    example = None
+    for example in normalise(read_rows(path), name, heldout=heldout):
+        yield example
+    if example is None:
         raise UserError(f"{path}: no rows; fill the file or remove it")
-    return examples
 
 
 def data_files(place: Path) -> list[Path]:
@@ -59,6 +60,8 @@ def data_files(place: Path) -> list[Path]:
         hidden = [path for path in place.rglob("*") if path.is_file()]
         found = sorted(p for p in hidden if not any(part.startswith(".") for part in p.relative_to(place).parts))
     for path in found:
+        if HALF_PAIR.search(str(path)):
+            raise UserError(f"{str(path)!r}: the name of this file is not UTF-8; rename it")
         if path.suffix.lower() in UNREAD:
             raise UserError(f"{path}: Leash reads *.jsonl and *.parquet; convert or unpack this file, or move it away")
     data = [path for path in found if path.suffix.lower() in SUFFIXES]
@@ -88,4 +91,5 @@ def _read_parquet(path: Path) -> Iterator[tuple[int, Row]]:
                     number += 1
                     yield number, row
     except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path}: no valid Parquet file ({' '.join(str(error).split())})") from None
+        reason = " ".join(str(error).split())[:200]
+        raise UserError(f"{path}: no valid Parquet file ({reason}); copy it again, or make it again") from None

@@ -113,4 +113,4 @@ def _rows(dataset: Any) -> Iterator[tuple[int, Row]]:
 
 def _line(error: Exception) -> str:
     cause = f": {error.__cause__}" if error.__cause__ else ""
-    return " ".join(f"{error}{cause}".split())
+    return " ".join(f"{error}{cause}".split())[:300]

@@ -18,7 +18,7 @@ from typing import NoReturn
 
 from rlhf_core.chat import Conversation
 from rlhf_core.errors import UserError
-from tasks.jsonl import Row
+from tasks.jsonl import Row, brief_names
 from tasks.sources import dialogues
 from tasks.sources.dialogues import BrokenConversation, ShapeError
 from tasks.sources.example import Example
@@ -129,4 +129,4 @@ def _reply(row: Row, name: str, prompt: Conversation) -> str:
 
 
 def _names(row: Row) -> str:
-    return ", ".join(map(str, row)) or "nothing"
+    return brief_names(map(str, row)) or "nothing"

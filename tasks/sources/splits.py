@@ -10,9 +10,10 @@ into every share for which the data bring nothing of its own. So a file of pairs
 files for the three purposes are each used whole."""
 
 import hashlib
-from collections import defaultdict
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cache
 from typing import Literal
 
 from rlhf_core.errors import UserError
@@ -38,15 +39,13 @@ class Assignment:
     validation: set[str]
 
 
-@dataclass
-class _Group:
-    kinds: set[Kind] = field(default_factory=set)
-    prompts: set[str] = field(default_factory=set)
+Kinds = frozenset[Kind]
+"""The kinds of rows that one opening has."""
 
 
-def rank(seed: int, text: str) -> str:
+def rank(seed: int, text: str) -> bytes:
     """A place in a random order that only seed and text decide."""
-    return hashlib.sha256(f"{seed}:{text}".encode()).hexdigest()
+    return hashlib.sha256(f"{seed}:{text}".encode()).digest()
 
 
 def assign(examples: list[Example], split: SplitParams, seed: int) -> Assignment:
@@ -57,14 +56,10 @@ def assign(examples: list[Example], split: SplitParams, seed: int) -> Assignment
     """
     share: dict[str, Share] = {example.opening: "heldout" for example in examples if example.heldout}
     heldout = 0.0 if share else split.heldout
-    groups: defaultdict[str, _Group] = defaultdict(_Group)
-    for example in examples:
-        if not example.heldout:
-            groups[example.opening].kinds.add(example.kind)
-            groups[example.opening].prompts.add(example.prompt_id)
-    present = {kind for group in groups.values() for kind in group.kinds}
-    sizes = {opening: len(group.prompts) for opening, group in groups.items()}
-    for kinds, openings in _strata(groups).items():
+    training_rows = [example for example in examples if not example.heldout]
+    strata, sizes = _strata(training_rows), _sizes(training_rows)
+    present = {kind for kinds in strata for kind in kinds}
+    for kinds, openings in strata.items():
         weights = _weights(kinds, present, split)
         training = {name: (1.0 - heldout) * weight for name, weight in weights.items()}
         ordered = sorted(openings, key=lambda opening: rank(seed, opening))
@@ -73,14 +68,30 @@ def assign(examples: list[Example], split: SplitParams, seed: int) -> Assignment
     return Assignment(share, _validation(share, sizes, split.validation, seed))
 
 
-def _strata(groups: Mapping[str, _Group]) -> dict[frozenset[Kind], list[str]]:
-    strata: dict[frozenset[Kind], list[str]] = {}
-    for opening, group in groups.items():
-        strata.setdefault(frozenset(group.kinds), []).append(opening)
+def _strata(examples: Iterable[Example]) -> dict[Kinds, list[str]]:
+    """The openings by the kinds of their rows."""
+    kinds: dict[str, Kinds] = {}
+    for example in examples:
+        kinds[example.opening] = _joined(kinds.get(example.opening), example.kind)
+    strata: dict[Kinds, list[str]] = {}
+    for opening, found in kinds.items():
+        strata.setdefault(found, []).append(opening)
     return strata
 
 
-def _weights(kinds: frozenset[Kind], present: set[Kind], split: SplitParams) -> dict[Share, float]:
+@cache
+def _joined(kinds: Kinds | None, kind: Kind) -> Kinds:
+    """One object for equal sets: a million openings share a few."""
+    return (kinds or frozenset()) | {kind}
+
+
+def _sizes(examples: Iterable[Example]) -> Counter[str]:
+    """Distinct prompts of each opening."""
+    prompts = {example.prompt_id: example.opening for example in examples}
+    return Counter(prompts.values())
+
+
+def _weights(kinds: Kinds, present: set[Kind], split: SplitParams) -> dict[Share, float]:
     """The shares open to a group with these kinds of rows, with fractions that sum to 1."""
     provided = {HOME[kind] for kind in present}
     allowed = {HOME[kind] for kind in kinds}

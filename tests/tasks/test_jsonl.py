@@ -3,7 +3,7 @@
 import pytest
 
 from rlhf_core.errors import UserError
-from tasks.jsonl import iter_jsonl, read_jsonl, write_jsonl
+from tasks.jsonl import brief, brief_names, iter_jsonl, read_jsonl, write_jsonl
 
 
 def test_round_trip_and_bytes(tmp_path):
@@ -33,3 +33,25 @@ def test_mistakes_name_file_and_row(tmp_path):
 def test_nan_is_not_written(tmp_path):
     with pytest.raises(ValueError, match="JSON compliant"):
         write_jsonl(tmp_path / "a.jsonl", [{"a": float("nan")}])
+
+
+def test_half_a_surrogate_pair_is_refused_where_a_stage_wrote_the_file(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"a": "\\ud83d\\ude00"}\n{"a": ["\\ud83d"]}\n')
+    with pytest.raises(UserError, match=r"a\.jsonl, row 2: half a surrogate pair in a text; correct the row"):
+        read_jsonl(path)
+    assert list(iter_jsonl(path)) == [(1, {"a": "😀"}), (2, {"a": ["\ud83d"]})]
+
+
+def test_rows_share_their_keys_and_short_texts(tmp_path):
+    """A million rows: one object for each of `role`, `user`, `train`."""
+    (tmp_path / "a.jsonl").write_text('{"split": "train"}\n' * 2)
+    first, second = read_jsonl(tmp_path / "a.jsonl")
+    assert next(iter(first)) is next(iter(second))
+    assert first["split"] is second["split"]
+
+
+def test_a_value_in_a_message_is_short_and_harmless():
+    assert len(brief("x" * 1000)) < 70
+    assert brief("\x1b[2J\n\ud800") == r"'\x1b[2J\n\ud800'"
+    assert brief_names(f"c{number}" for number in range(1000)).endswith("c59, …")

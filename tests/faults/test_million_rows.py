@@ -1,0 +1,117 @@
+"""A million preference pairs (440 MB): the stage that reads them raw and the reader of every later stage stay lean.
+
+LEASH_TEST_ROWS=1000000 tries it with a million; without it a tenth is read, within a bound in proportion to the rows
+above what the empty process takes."""
+
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from rlhf_core.chat import Conversation, prompt_id
+from tasks.jsonl import write_jsonl
+
+if TYPE_CHECKING:
+    from tests.conftest import Project
+
+pytestmark = [pytest.mark.faults, pytest.mark.timeout(900)]
+
+ROWS = int(os.environ.get("LEASH_TEST_ROWS", "100000"))
+ROOT = Path(__file__).resolve().parents[2]
+LIBRARIES = 0.15
+"""What the process of a stage takes without any rows, in GiB."""
+BOUND = LIBRARIES + (2.5 - LIBRARIES) * ROWS / 1_000_000
+"""GiB of resident memory."""
+
+INGEST = """
+try:
+    runpy.run_module("tasks.ingest", run_name="__main__")
+except SystemExit as left:
+    assert not left.code
+"""
+LOAD = """
+from tasks.schemas.validation import load
+
+path = "data/ingest/pairs.jsonl"
+print(len(load(pathlib.Path(), [path])[path]), "rows")
+"""
+PEAK = """
+status = pathlib.Path("/proc/self/status")
+if status.exists():  # ru_maxrss would begin with what the parent held
+    print(next(line.split()[1] for line in status.read_text().splitlines() if line.startswith("VmHWM")))
+else:
+    print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // (1024 if sys.platform == "darwin" else 1))
+"""
+
+
+def peak_gib(root: Path, work: str) -> float:
+    """The most memory that a process held at one time which did this at the root of a project."""
+    code = f"import pathlib, resource, runpy, sys\n{work}\n{PEAK}"
+    done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return int(done.stdout.splitlines()[-1]) / 2**20
+
+
+def dialogues(rows: int) -> Iterator[tuple[Conversation, str, str]]:
+    """Prompt of three turns, chosen and rejected answer; each prompt another one."""
+    draw = random.Random(7)
+    words = ["".join(draw.choices("abcdefghijklmnopqrstuvwxyz", k=draw.randint(2, 9))) for _ in range(4000)]
+
+    def say(count: int) -> str:
+        return " ".join(draw.choices(words, k=count))
+
+    for row in range(rows):
+        turns = zip(("user", "assistant", "user"), (f"{say(10)} {row}?", say(8), say(5)), strict=True)
+        yield [{"role": role, "content": text} for role, text in turns], say(15), say(15)
+
+
+def transcript(prompt: Conversation) -> str:
+    """The prompt in the form of Anthropic's HH data."""
+    speakers = {"user": "Human", "assistant": "Assistant"}
+    return "".join(f"\n\n{speakers[turn['role']]}: {turn['content']}" for turn in prompt) + "\n\nAssistant:"
+
+
+@pytest.fixture
+def many(project: "Project") -> "Project":
+    """A project with so many pairs of the user's."""
+    file = project.root / "data/raw/set/train.jsonl"
+    file.parent.mkdir(parents=True)
+    pairs = dialogues(ROWS)
+    write_jsonl(
+        file, ({"prompt": transcript(p), "chosen": f" {good}", "rejected": f" {bad}"} for p, good, bad in pairs)
+    )
+    (project.root / "data/check.ok").write_text("params.yaml is valid\n", encoding="utf-8")
+    project.set("ingest.source", "files")
+    project.set("ingest.files", {"path": "set"})
+    project.set("preferences.source", "dataset")
+    project.set("runtime.tracking", False)
+    return project
+
+
+def lines_of(path: Path) -> int:
+    with path.open("rb") as file:
+        return sum(1 for _ in file)
+
+
+def test_ingest_stays_lean(many: "Project") -> None:
+    peak = peak_gib(many.root, INGEST)
+    shares = {"demonstrations": 0.45, "preference_prompts": 0.27, "pairs": 0.27, "ppo_prompts": 0.18, "heldout": 0.1}
+    found = {name: lines_of(many.root / f"data/ingest/{name}.jsonl") for name in (*shares, "dropped")}
+    assert found == {name: round(ROWS * part) for name, part in shares.items()} | {"dropped": 0}
+    assert peak < BOUND, f"{peak:.2f} GiB"
+
+
+def test_the_next_reader_stays_lean(tmp_path: Path) -> None:
+    """What each stage does with each of its datasets, pandera's checks among it."""
+    rows = (
+        {"prompt_id": prompt_id(prompt), "prompt": prompt, "chosen": good, "rejected": bad, "split": "train"}
+        for prompt, good, bad in dialogues(ROWS)
+    )
+    write_jsonl(tmp_path / "data/ingest/pairs.jsonl", rows)
+    peak = peak_gib(tmp_path, f"sys.path.insert(0, {str(ROOT)!r})\n{LOAD}")
+    assert peak < BOUND, f"{peak:.2f} GiB"
