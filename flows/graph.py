@@ -47,7 +47,7 @@ class Graph:
 
 
 def read_graph(root: Path) -> Graph:
-    """The graph of the project at `root`. Raises UserError when DVC cannot read it."""
+    """The graph of the project at `root`. Raises UserError when DVC cannot read it, or `dvc.lock`."""
     from dvc.exceptions import DvcException
     from dvc.repo import Repo
 
@@ -56,6 +56,11 @@ def read_graph(root: Path) -> Graph:
             return _convert(repo, root)
     except DvcException as error:
         reason = " ".join(str(error).split()).replace(f"{root}{os.sep}", "")
+        if "dvc.lock" in reason:
+            raise UserError(
+                f"dvc.lock is broken ({reason}); `git checkout dvc.lock` brings back the committed one, and what DVC's "
+                "cache has is not made again"
+            ) from error
         raise UserError(f"dvc.yaml: DVC cannot read the graph: {reason}") from error
 
 

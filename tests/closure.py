@@ -23,6 +23,7 @@ CANNOT_CHANGE_RESULTS = {
     "tasks.stage": "the contract around every stage; it writes no byte of an out",
     "tasks.companions": "starts the other processes of a stage; how many is a tracked parameter",
     "tasks.definition": "reads dvc.yaml: inputs, outs and keys",
+    "tasks.contents": "hashes files",
     "tasks.progress": "prints",
     "tasks.versions": "refuses to run with other versions",
     "tasks.params.loader": "reads params.yaml; the values are tracked by DVC",
