@@ -174,8 +174,8 @@ def _cache(root: Path) -> Iterator[Check]:
         return  # the line about DVC says it
     started = time.monotonic()
     with Repo(str(root)) as repo:
-        cached = examine_cache(repo)
-        outs = [out for stage in stages for out in spoiled_outs(repo, stage)]
+        cached = examine_cache(repo, root)
+        outs = [out for stage in stages for out in spoiled_outs(repo, root, stage)]
     seconds = time.monotonic() - started
     read = f"{cached.objects} objects, {cached.size / 2**20:.1f} MiB, read in {seconds:.1f} s"
     if cached.spoiled:

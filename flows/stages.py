@@ -97,9 +97,9 @@ def _require_sound(root: Path, stage: str) -> None:
     from tasks.outputs import remove
 
     with _reading, Repo(str(root)) as repo:
-        if not (outs := spoiled_outs(repo, stage)):
+        if not (outs := spoiled_outs(repo, root, stage)):
             return
-        objects = " ".join(relative(path, root) for path in examine_cache(repo, stage).spoiled)
+        objects = " ".join(relative(path, root) for path in examine_cache(repo, root, stage).spoiled)
         for out in outs:
             remove(root / out)
     raise StageUserError(

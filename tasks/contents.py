@@ -28,10 +28,20 @@ def content_hash(output: Any) -> str:
     return str(found.hash_info.value)
 
 
-def spoiled_outs(repo: Repo, stage: str) -> list[str]:
-    """The outputs of a stage (`sft`) that are there, with other bytes than `dvc.lock` names."""
-    outs = [out for one in repo.index.stages if one.addressing == stage for out in one.outs]
-    return [out.def_path for out in outs if out.hash_info and out.exists and content_hash(out) != out.hash_info.value]
+def address(stage: Any, root: Path) -> str:
+    """What `dvc repro` calls a stage when it is started at `root`; DVC's own answer depends on the current folder."""
+    path = os.path.relpath(stage.path, root)
+    name = getattr(stage, "name", None)
+    if name is None:
+        return path
+    return str(name) if path == "dvc.yaml" else f"{path}:{name}"
+
+
+def spoiled_outs(repo: Repo, root: Path, stage: str) -> list[str]:
+    """The outputs of a stage (`sft`, as `address` has it) that are there, with other bytes than `dvc.lock` names."""
+    outs = [out for one in repo.index.stages if address(one, root) == stage for out in one.outs]
+    present = [out for out in outs if out.hash_info and out.exists]
+    return [relative(Path(out.fs_path), root) for out in present if content_hash(out) != out.hash_info.value]
 
 
 @dataclass(frozen=True)
@@ -43,10 +53,11 @@ class Cached:
     spoiled: list[Path]
 
 
-def examine_cache(repo: Repo, stage: str | None = None) -> Cached:
+def examine_cache(repo: Repo, root: Path, stage: str | None = None) -> Cached:
     """Read every object of the cache that the outputs of `stage` (None: of all stages) need, as far as it is there."""
     size, spoiled = 0, []
-    objects = sorted(set(_objects(repo, stage)))
+    stages = [one for one in repo.index.stages if stage is None or address(one, root) == stage]
+    objects = sorted(set(_objects(stages)))
     for path in objects:
         size += path.stat().st_size
         if _md5(path) != path.parent.name + path.name.removesuffix(".dir"):
@@ -54,11 +65,10 @@ def examine_cache(repo: Repo, stage: str | None = None) -> Cached:
     return Cached(len(objects), size, spoiled)
 
 
-def _objects(repo: Repo, stage: str | None) -> Iterator[Path]:
-    for one in repo.index.stages:
-        for out in one.outs if stage in (None, one.addressing) else ():
-            if out.hash_info and out.hash_info.name == "md5":
-                yield from _with_members(repo, str(out.hash_info.value))
+def _objects(stages: list[Any]) -> Iterator[Path]:
+    for out in (out for one in stages for out in one.outs):
+        if out.hash_info and out.hash_info.name == "md5":
+            yield from _with_members(out.repo, str(out.hash_info.value))
 
 
 def _with_members(repo: Repo, name: str) -> Iterator[Path]:
