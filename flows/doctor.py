@@ -1,10 +1,12 @@
 """What this machine lacks, and what to do about it. Looks only; changes nothing, and starts no server."""
 
 import importlib.metadata
+import json
 import os
 import shutil
 import subprocess
 import sys
+import time
 import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,7 +15,8 @@ from typing import Literal
 
 from packaging.requirements import InvalidRequirement, Requirement
 
-from flows import server
+from flows import rwlock, server
+from flows.graph import read_graph
 from flows.terminal import table
 from rlhf_core.errors import UserError
 
@@ -35,7 +38,7 @@ class Check:
 def examine(root: Path) -> list[Check]:
     """Every check, in the order of the table. A check that itself fails is a finding, never an end."""
     checks: list[Check] = []
-    for look in (_python, _versions, _torch, _disk, _git, _dvc, _params, _prefect, _mlflow):
+    for look in (_python, _versions, _torch, _disk, _git, _dvc, _cache, _locks, _params, _prefect, _mlflow):
         try:
             checks.extend(look(root))
         except Exception as error:  # whatever is broken here is what the user asked about
@@ -152,12 +155,59 @@ def _dvc(root: Path) -> Iterator[Check]:
     if not (root / ".dvc" / "config").is_file():
         yield Check("dvc", "BROKEN", "not initialised", "dvc init")
         return
-    from flows.graph import read_graph
-
     try:
         yield Check("dvc", "ok", f"stages {' → '.join(read_graph(root).stages)}")
     except UserError as error:
-        yield Check("dvc", "BROKEN", str(error), "mend dvc.yaml")
+        text, _, way_out = str(error).partition("; ")
+        yield Check("dvc", "BROKEN", text, way_out or "mend dvc.yaml")
+
+
+def _cache(root: Path) -> Iterator[Check]:
+    """Reads all that `dvc.lock` names, in the workspace and in the cache: minutes where models are large."""
+    from dvc.repo import Repo
+
+    from tasks.contents import examine_cache, relative, spoiled_outs
+
+    try:
+        stages = read_graph(root).stages
+    except UserError:
+        return  # the line about DVC says it
+    started = time.monotonic()
+    with Repo(str(root)) as repo:
+        cached = examine_cache(repo, root)
+        outs = [out for stage in stages for out in spoiled_outs(repo, root, stage)]
+    seconds = time.monotonic() - started
+    read = f"{cached.objects} objects, {cached.size / 2**20:.1f} MiB, read in {seconds:.1f} s"
+    if cached.spoiled:
+        objects = " ".join(relative(path, root) for path in cached.spoiled)
+        advice = f"rm -f {objects}; `dvc fetch` where there is a remote; leash run makes anew what is missing"
+        yield Check("cache", "BROKEN", f"{read}; {len(cached.spoiled)} with other bytes than their name says", advice)
+    else:
+        yield Check("cache", "ok", f"{read}; all as their names say")
+    if outs:
+        advice = f"rm -rf {' '.join(outs)}; leash run brings them back (edited by hand, or damaged)"
+        yield Check("outputs", "note", f"other bytes than dvc.lock names: {', '.join(outs)}", advice)
+
+
+def _locks(root: Path) -> Iterator[Check]:
+    """Only what somebody works on, or what stands in the way; a lock file that nobody holds does neither."""
+    try:
+        listed = json.loads((root / ".dvc" / "tmp" / "rwlock").read_text(encoding="utf-8"))
+        entries = [
+            *listed.get("write", {}).values(),
+            *(one for many in listed.get("read", {}).values() for one in many),
+        ]
+        working = {one["pid"]: rwlock.works(one) for one in entries}
+    except FileNotFoundError:
+        return
+    except (OSError, ValueError, TypeError, AttributeError, KeyError):
+        yield Check("locks", "note", ".dvc/tmp/rwlock is half-written", "rm .dvc/tmp/rwlock (leash run does it)")
+        return
+    if dead := [str(pid) for pid, works in working.items() if not works]:
+        found = f".dvc/tmp/rwlock names dead processes: {', '.join(dead)}"
+        yield Check("locks", "note", found, "rm .dvc/tmp/rwlock if dvc repro stumbles over it (leash run does it)")
+    elif working:
+        yield Check("locks", "note", f"DVC is at work here (PID {', '.join(map(str, working))})")
 
 
 def _params(root: Path) -> Iterator[Check]:

@@ -47,7 +47,7 @@ class Graph:
 
 
 def read_graph(root: Path) -> Graph:
-    """The graph of the project at `root`. Raises UserError when DVC cannot read it.
+    """The graph of the project at `root`. Raises UserError when DVC cannot read it, or `dvc.lock`.
 
     DVC writes out every alias of params.yaml as soon as it opens a project, so a bomb is looked for before.
     """
@@ -63,31 +63,29 @@ def read_graph(root: Path) -> Graph:
             return _convert(repo, root)
     except DvcException as error:
         reason = " ".join(str(error).split()).replace(f"{root}{os.sep}", "")
+        if "dvc.lock" in reason:
+            raise UserError(
+                f"dvc.lock is broken ({reason}); `git checkout dvc.lock` brings back the committed one, and what DVC's "
+                "cache has is not made again"
+            ) from error
         raise UserError(f"dvc.yaml: DVC cannot read the graph: {reason}") from error
 
 
 def _convert(repo: Any, root: Path) -> Graph:
     from dvc.repo.reproduce import get_active_graph, plan_repro
 
+    from tasks.contents import address
+
     graph = get_active_graph(repo.index.graph)
-    own = [node for node in graph if _address(node, root) == getattr(node, "name", None)]
+    own = [node for node in graph if address(node, root) == getattr(node, "name", None)]
     plan = list(plan_repro(graph, own)) if own else []
     upstream: dict[str, tuple[str, ...]] = {}
     sources: dict[str, tuple[str, ...]] = {}
     for node in plan:
         if not node.cmd:
             continue
-        name = _address(node, root)
+        name = address(node, root)
         above = list(graph.successors(node))
-        upstream[name] = tuple(_address(other, root) for other in above if other.cmd)
-        sources[name] = tuple(_address(other, root) for other in above if not other.cmd)
+        upstream[name] = tuple(address(other, root) for other in above if other.cmd)
+        sources[name] = tuple(address(other, root) for other in above if not other.cmd)
     return Graph(tuple(upstream), upstream, sources)
-
-
-def _address(node: Any, root: Path) -> str:
-    """What `dvc repro` calls the node when it is started at `root` (DVC's own answer depends on the current folder)."""
-    path = os.path.relpath(node.path, root)
-    name = getattr(node, "name", None)
-    if name is None:
-        return path
-    return str(name) if path == "dvc.yaml" else f"{path}:{name}"

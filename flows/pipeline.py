@@ -13,7 +13,7 @@ from prefect.futures import PrefectFuture, wait
 from prefect.states import Completed
 from prefect.task_runners import TaskRunner, ThreadPoolTaskRunner
 
-from flows import artifacts, lockfile, processes, terminal
+from flows import artifacts, driver, lifeline, lockfile, processes, rwlock, terminal
 from flows.environment import find_root
 from flows.graph import Graph, read_graph
 from flows.stages import FAILED, NOT_RUN, Outcome, StageCrash, StageUserError, refresh_sources, run_stage
@@ -68,26 +68,39 @@ def pipeline(
     """Run `stages` and what they need (all, for none) and return how each ended, in the order of the graph.
 
     `root` is the project (default: found from the current folder upwards); `timeout_seconds` bounds each stage.
-    Raises UserError before anything starts, PipelineFailed when a stage failed; then nothing that needs it has run.
+    Raises UserError before anything starts (an unknown stage, another run at work here), PipelineFailed when a stage
+    failed; then nothing that needs it has run.
     """
     home = find_root(Path(root) if root else None)
-    graph = read_graph(home).select(stages)
     options = {"retries": retries, "retry_delay_seconds": retry_delay_seconds}
-    before = lockfile.entries(home)
-    try:
-        with processes.session():
-            refresh_sources(home, graph.all_sources(), _listener(""))
-            futures = _submit(home, graph, force, timeout_seconds, options)
-            wait(list(futures.values()))
-    finally:
-        lockfile.restore_order(home, graph, before)
-    outcomes = {stage: _outcome(stage, future.state) for stage, future in futures.items()}
-    errors = [error for stage, future in futures.items() if (error := _error(stage, future.state)) is not None]
-    finish_tracking(home, list(outcomes.values()))
-    if errors:
-        raise PipelineFailed(errors, list(outcomes.values()))
+    with driver.sole(home), lifeline.tied() as ended:
+        outcomes, errors = _run(home, read_graph(home).select(stages), force, timeout_seconds, options)
+        ended.extend(outcomes.values())
+        finish_tracking(home, ended)
+        if errors:
+            raise PipelineFailed(errors, ended)
     artifacts.publish(home)
     return outcomes
+
+
+def _run(
+    root: Path, graph: Graph, force: bool, timeout: float | None, options: dict[str, Any]
+) -> tuple[dict[str, Outcome], list[StageUserError | StageCrash]]:
+    """Every stage of the graph, and what `dvc.lock` looks like afterwards."""
+    before = lockfile.entries(root)
+    hear = _listener("")
+    try:
+        with processes.session():
+            for remark in rwlock.sweep(root):
+                hear(remark)
+            refresh_sources(root, graph.all_sources(), hear)
+            futures = _submit(root, graph, force, timeout, options)
+            wait(list(futures.values()))
+    finally:
+        lockfile.restore_order(root, graph, before)
+    outcomes = {stage: _outcome(stage, future.state) for stage, future in futures.items()}
+    errors = [error for stage, future in futures.items() if (error := _error(stage, future.state)) is not None]
+    return outcomes, errors
 
 
 def finish_tracking(root: Path, outcomes: list[Outcome]) -> None:

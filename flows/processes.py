@@ -15,14 +15,19 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import psutil
+
+if TYPE_CHECKING:
+    from flows.guardian import Guardian
 
 Ladder = tuple[tuple[signal.Signals, float], ...]
 """Signals to send one after another, and the seconds that each may take."""
 
 STAGE_LADDER: Ladder = ((signal.SIGINT, 10.0), (signal.SIGTERM, 5.0), (signal.SIGKILL, 5.0))
 SERVER_LADDER: Ladder = ((signal.SIGTERM, 10.0), (signal.SIGKILL, 5.0))
+AT_ONCE: Ladder = ((signal.SIGKILL, 5.0),)
 RUNNER_LADDER: Ladder = ((signal.SIGINT, 40.0), (signal.SIGTERM, 10.0), (signal.SIGKILL, 5.0))
 """For a process that stops stages of its own, each down the stage's ladder."""
 
@@ -42,9 +47,27 @@ class _Registry:
     lock: threading.RLock
     groups: "dict[int, tuple[subprocess.Popen[bytes], Ladder]]"
     closing: bool = False
+    guardian: "Guardian | None" = None
 
 
 _live = _Registry(threading.RLock(), {})
+
+
+def guard(keep: int | None) -> None:
+    """From now on a guardian stops what this process leaves running if it is killed; until then it holds the file
+    `keep`."""
+    from flows.guardian import Guardian
+
+    with _live.lock:
+        _live.guardian = Guardian(keep)
+
+
+def dismiss() -> None:
+    """Let the guardian go."""
+    with _live.lock:
+        guardian, _live.guardian = _live.guardian, None
+    if guardian is not None:
+        guardian.dismiss()
 
 
 @contextmanager
@@ -81,12 +104,16 @@ def run(
             start_new_session=True,
         )  # fmt: skip
         _live.groups[process.pid] = (process, ladder)
+        if _live.guardian is not None:
+            _live.guardian.watch(process.pid, ladder)
     try:
         timed_out = _follow(process, on_line, timeout, ladder)
     finally:
         stop(process.pid, process, ladder)
         with _live.lock:
             _live.groups.pop(process.pid, None)
+            if _live.guardian is not None:
+                _live.guardian.forget(process.pid)
             closing = _live.closing
     if closing and process.returncode != 0:
         raise Stopped(command[0])

@@ -16,11 +16,14 @@ from pathlib import Path
 import psutil
 
 from flows import processes
+from flows.guardian import Guardian
 from rlhf_core.errors import UserError
 from tasks.tracking.settings import without_credentials
 
 START_SECONDS = 90.0
 """How long a server may take to answer: the first start makes its database."""
+
+_lent: "list[tuple[subprocess.Popen[bytes], Guardian]]" = []
 
 
 def answers(url: str, path: str = "/health") -> bool:
@@ -75,11 +78,21 @@ def lend(log: Path) -> str:
 
     Prefect would start one itself, but inside our process group, where Ctrl-C kills it before it hears how the run
     ended, and with its log on the terminal. It must outlive the last log line, which Prefect sends while the
-    interpreter ends; hence `atexit`.
+    interpreter ends; hence `atexit`. A guardian stops it when this process is killed.
     """
-    process, url = _start(_free_port(), log, ["--no-ui", "--no-scheduler", "--no-late-runs"])
-    atexit.register(processes.stop, process.pid, process, processes.SERVER_LADDER)
+    guardian = Guardian(None)
+    process, url = _start(_free_port(), log, ["--no-ui", "--no-scheduler", "--no-late-runs"], guardian)
+    _lent.append((process, guardian))
     return url
+
+
+@atexit.register
+def take_back(ladder: processes.Ladder = processes.SERVER_LADDER) -> None:
+    """Stop what was lent; does nothing the second time."""
+    while _lent:
+        process, guardian = _lent.pop()
+        processes.stop(process.pid, process, ladder)
+        guardian.dismiss()
 
 
 def use(url: str) -> None:
@@ -90,7 +103,9 @@ def use(url: str) -> None:
     refresh_global_settings_context()
 
 
-def _start(port: int, log: Path, options: list[str]) -> "tuple[subprocess.Popen[bytes], str]":
+def _start(
+    port: int, log: Path, options: list[str], guardian: Guardian | None = None
+) -> "tuple[subprocess.Popen[bytes], str]":
     if not is_free(port):
         raise UserError(f"port {port} is taken; stop what listens there, or choose another with --port")
     command = [sys.executable, "-m", "prefect", "server", "start", "--host", "127.0.0.1", "--port", str(port), *options]
@@ -98,6 +113,8 @@ def _start(port: int, log: Path, options: list[str]) -> "tuple[subprocess.Popen[
         process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
         )
+    if guardian is not None:
+        guardian.watch(process.pid, processes.SERVER_LADDER)
     url = f"http://127.0.0.1:{port}/api"
     try:
         _wait_for(process, url, log)

@@ -3,11 +3,13 @@ Prefect; the only cache is DVC's."""
 
 import json
 import os
+import re
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -20,6 +22,9 @@ OnLine = Callable[[str], None]
 Environment = Mapping[str, str | None]
 """Variables to change for a stage; None takes one away."""
 NO_CHANGE: Environment = MappingProxyType({})
+
+_reading = threading.Lock()
+"""DVC's objects are not made for threads."""
 
 EXECUTED, UP_TO_DATE, RESTORED, FAILED, NOT_RUN = "Completed", "UpToDate", "Restored", "Failed", "NotRun"
 """How a stage ended; the first three are also the names of its Prefect state."""
@@ -51,10 +56,13 @@ class _Transcript:
     restored: bool = False
     error: str = ""
     last: str = ""
+    blockers: list[str] = field(default_factory=list)
 
     def read(self, line: str) -> None:
         self.ran = self.ran or line.startswith("Running stage '")
         self.restored = self.restored or line.endswith("is cached - skipping run, checking out outputs")
+        if line.startswith("  (PID "):
+            self.blockers.append(line.strip())
         if line.startswith("ERROR: "):
             self.error = line.removeprefix("ERROR: ")
         elif line.strip():
@@ -86,7 +94,30 @@ def run_stage(
         raise _failure(root, stage, status, transcript, report)
     if report is not None or transcript.ran:
         return Outcome(stage, EXECUTED, seconds, str((report or {}).get("message") or ""))
-    return Outcome(stage, RESTORED if transcript.restored else UP_TO_DATE, seconds)
+    if transcript.restored:
+        _require_sound(root, stage)
+        return Outcome(stage, RESTORED, seconds)
+    return Outcome(stage, UP_TO_DATE, seconds)
+
+
+def _require_sound(root: Path, stage: str) -> None:
+    """Raises StageUserError when DVC's cache, which trusts its files once read, has handed out wrong bytes; they are
+    removed, for DVC would call them up to date from now on."""
+    from dvc.repo import Repo
+
+    from rlhf_core.files import remove
+    from tasks.contents import examine_cache, relative, spoiled_outs
+
+    with _reading, Repo(str(root)) as repo:
+        if not (outs := spoiled_outs(repo, root, stage)):
+            return
+        objects = " ".join(relative(path, root) for path in examine_cache(repo, root, stage).spoiled)
+        for out in outs:
+            remove(root / out)
+    raise StageUserError(
+        f"{stage}: DVC's cache is damaged and gave {', '.join(outs)} wrong bytes; `rm -f {objects}`, then "
+        f"`dvc fetch {stage}` where there is a remote, and run again: what is missing is made anew"
+    )
 
 
 def refresh_sources(root: Path, sources: tuple[str, ...], on_line: OnLine) -> None:
@@ -141,6 +172,10 @@ def _failure(
         return StageUserError(f"{stage}: {report.get('message') or error}")
     if "No space left on device" in error:
         return StageUserError(f"{stage}: no space left on the disk; free some (`dvc gc -w` drops old results)")
+    if transcript.blockers:
+        return StageUserError(f"{stage}: {_busy(error, transcript.blockers)}")
+    if "RWLock-file" in error:
+        return StageUserError(f"{stage}: DVC cannot read .dvc/tmp/rwlock; remove it and run again")
     if transcript.ran or report is not None:
         said = str((report or {}).get("message") or "") or transcript.last
         return StageCrash(f"{stage}: {error or f'dvc ended with {status}'}" + (f" ({said})" if said else ""))
@@ -149,6 +184,13 @@ def _failure(
     return StageUserError(f"{stage}: {error}")
 
 
+def _busy(error: str, blockers: list[str]) -> str:
+    """`'models/sft' is busy, it is being blocked by:` and the lines after it, `(PID 7): /…/dvc repro`, as one."""
+    path = error.partition(" is busy")[0].strip("'")
+    who = "; ".join(re.sub(r"\((PID \d+)\): (?:\S*/dvc(?:/__main__\.py)?(?= ))?", r"\1, dvc", one) for one in blockers)
+    return f"another process works on {path} ({who}); wait for its end or stop it, then run again"
+
+
 def _may_pass(error: str) -> bool:
     """Whether DVC, which had not yet started the command, may succeed the next time: a lock, or a fault of its own."""
-    return any(sign in error for sign in ("lock", "busy", "unexpected error"))
+    return any(sign in error for sign in ("lock", "unexpected error"))

@@ -16,6 +16,7 @@ from dvc.dependency.param import ParamsDependency
 from dvc.repo import Repo
 
 from rlhf_core.errors import UserError
+from tasks.contents import content_hash
 from tasks.params.loader import PARAMS_FILE
 from tasks.tracking.tracker import PipelineIdentity
 
@@ -63,14 +64,23 @@ class Definition:
         return [dep.def_path for dep in self._stage.deps if not isinstance(dep, ParamsDependency)]
 
     def hashes(self) -> dict[str, str]:
-        """The content hash of every input as it is now. Raises UserError for one that is missing."""
+        """The content hash of every input as it is now, from its bytes.
+
+        Raises UserError for one that is missing, and for one that DVC takes for unchanged though its bytes are others:
+        what is made from it would be recorded as made from the right ones.
+        """
         result = {}
         for dep in self._stage.deps:
             if isinstance(dep, ParamsDependency):
                 continue
             if not dep.exists:
                 raise UserError(f"{dep.def_path}: file not found; `dvc repro {self.name}` makes what the stage needs")
-            result[dep.def_path] = str(dep.get_hash().value)
+            result[dep.def_path] = content_hash(dep)
+            if result[dep.def_path] != str(dep.get_hash().value):
+                raise UserError(
+                    f"{dep.def_path}: other bytes than DVC has noted, in files that seem untouched (a disk or a cache "
+                    f"that is damaged); `rm -r {dep.def_path}` and run again; `leash doctor` finds what else is damaged"
+                )
         return result
 
     def tracked(self, params: dict[str, Any]) -> dict[str, Any]:

@@ -27,6 +27,7 @@ CANNOT_CHANGE_RESULTS = {
     "tasks.interrupts": "when a stage stops",
     "tasks.companions": "starts the other processes of a stage; how many is a tracked parameter",
     "tasks.definition": "reads dvc.yaml: inputs, outs and keys",
+    "tasks.contents": "hashes files",
     "tasks.progress": "prints",
     "tasks.trust": "warns; what it answers is a tracked parameter",
     "tasks.versions": "refuses to run with other versions",

@@ -22,6 +22,11 @@ class FileLock:
         self._path = path
         self._fd: int | None = None
 
+    @property
+    def descriptor(self) -> int | None:
+        """The open file that holds the lock; a child process that inherits it holds the lock, too."""
+        return self._fd
+
     def acquire(self, timeout: float = 0.0) -> bool:
         """Take the lock, waiting up to `timeout` seconds; false when another holder kept it."""
         deadline = time.monotonic() + timeout
@@ -44,8 +49,9 @@ class FileLock:
                 return True
 
     def release(self) -> None:
-        """Let the lock go; does nothing when it is not held."""
+        """Let the lock go, for those too that inherited it; does nothing when it is not held."""
         if self._fd is not None:
+            fcntl.flock(self._fd, fcntl.LOCK_UN)
             os.close(self._fd)
             self._fd = None
 

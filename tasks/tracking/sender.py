@@ -115,6 +115,7 @@ class SenderProcess:
 
     def __init__(self, root: Path, folder: Path, uri: str, warn: Warn) -> None:
         self._folder = folder
+        self._warn = warn
         self._process: subprocess.Popen[bytes] | None = None
         project = Path(__file__).resolve().parents[2]
         path = os.pathsep.join([str(project), *filter(None, [os.environ.get("PYTHONPATH")])])
@@ -139,6 +140,7 @@ class SenderProcess:
             except subprocess.TimeoutExpired:
                 self._process.kill()
                 self._process.wait()
+                self._warn("tracking: MLflow has not taken everything in time; `leash sync` sends the rest")
         return not self._folder.exists()
 
 

@@ -1,4 +1,5 @@
-"""Faults between a stage and MLflow: nothing waits, nothing is lost, nothing arrives twice."""
+"""Faults between a stage and MLflow: nothing waits, nothing is lost, nothing arrives twice. What a server in
+trouble does to a whole stage stands in tests/faults/test_tracking.py."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -46,88 +47,11 @@ def start(script: str, *arguments: str) -> subprocess.Popen[str]:
     return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
-class Stopwatch:
-    """Times every call: one may meet the scheduler of a busy machine, none may meet a time-out."""
-
-    def __init__(self) -> None:
-        self.seconds: list[float] = []
-
-    def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        begin = time.perf_counter()
-        result = function(*args, **kwargs)
-        self.seconds.append(time.perf_counter() - begin)
-        return result
-
-    def check(self) -> None:
-        *rest, slowest = sorted(self.seconds)
-        assert rest[-1] < 0.05
-        assert slowest < 0.5
-
-
-def train(stage: Callable[[], Tracker], root: Path, steps: int = 200) -> tuple[Stopwatch, Tracker]:
-    timed = Stopwatch()
-    (root / "plot.csv").write_text("step,loss\n1,2.0\n", encoding="utf-8")
-    tracker = timed(stage)
-    timed(tracker.params, {"learning_rate": 1e-4})
-    timed(tracker.inputs, "preferences", "data/preferences.jsonl", "d" * 32)
-    for step in range(steps):
-        timed(tracker.metrics, {"ppo/kl": step / 10, "ppo/reward": -1.0}, step=step)
-        time.sleep(0.01)
-    timed(tracker.artifact, root / "plot.csv", "plots")
-    timed(tracker.table, "samples", [{"prompt": "p", "response": "r"}])
-    timed(tracker.headline, {"ppo/kl_last": 2.0})
-    return timed, tracker
-
-
 @pytest.fixture
 def closed_port() -> str:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return f"http://somebody:hunter2@127.0.0.1:{probe.getsockname()[1]}"
-
-
-@pytest.fixture
-def hanging_server() -> Iterator[str]:
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        server.listen()  # the kernel accepts, nobody answers
-        yield f"http://127.0.0.1:{server.getsockname()[1]}"
-
-
-@pytest.mark.parametrize("trouble", ["closed_port", "hanging_server"])
-def test_a_server_in_trouble_delays_nothing_and_loses_nothing(
-    trouble: str,
-    request: pytest.FixtureRequest,
-    root: Path,
-    pipeline: PipelineIdentity,
-    look: Look,
-    capfd: pytest.CaptureFixture[str],
-) -> None:
-    uri = request.getfixturevalue(trouble)
-    timed, tracker = train(lambda: Tracker.open(root, "ppo", KEY, pipeline, uri=uri), root)
-    timed.check()
-    begin = time.monotonic()
-    assert not tracker.close("FINISHED")
-    assert time.monotonic() - begin < 5.5
-    printed = capfd.readouterr()
-    assert printed.out == ""
-    assert printed.err.count("\n") == 1
-    assert "does not answer" in printed.err
-    assert "hunter2" not in printed.err
-    kept = [path for path in (root / "work").rglob("*") if path.is_file()]
-    assert all(b"hunter2" not in path.read_bytes() for path in kept)
-
-    result = sender.drain(root, timeout=30)
-
-    assert (result.sent, result.left) == (1, 0)
-    client = look()
-    (run,) = children(client)
-    assert run.info.status == "FINISHED"
-    assert steps(client, run, "ppo/kl") == [(step, step / 10) for step in range(200)]
-    assert [file.path for file in client.list_artifacts(run.info.run_id)] == ["plots", "samples.json"]
-    assert run.inputs.dataset_inputs[0].dataset.digest == "d" * 32
-    assert parents(client)[0].data.metrics == {"ppo/kl_last": 2.0}
-    assert not outbox.pending(root)
 
 
 def test_a_dead_server_is_reported_and_everything_stays(

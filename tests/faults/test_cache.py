@@ -1,0 +1,159 @@
+"""Files of DVC's cache that a disk or a hand has spoiled: what DVC notices, what it does not, and who does then."""
+
+import json
+import os
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+from dvc.repo import Repo
+
+from flows import processes
+from flows.doctor import Check, examine
+from flows.graph import read_graph
+from flows.stages import EXECUTED, RESTORED, UP_TO_DATE, StageUserError, run_stage
+from rlhf_core.errors import UserError
+from tasks.contents import content_hash
+from tasks.definition import Definition
+
+if TYPE_CHECKING:
+    from tests.conftest import Project
+
+pytestmark = pytest.mark.faults
+
+Toy = Callable[..., Path]
+STAGES: dict[str, tuple[str, list[str]]] = {"one": ("work", []), "two": ("work", ["one"])}
+
+
+@pytest.fixture(autouse=True)
+def _session() -> None:
+    with processes._live.lock:
+        processes._live.closing = False
+
+
+@pytest.fixture
+def root(toy: Toy, serial: Callable[[Path], None]) -> Path:
+    """A toy project that is up to date, with a copy of its lock file beside it."""
+    folder = toy(STAGES)
+    serial(folder)
+    shutil.copy(folder / "dvc.lock", folder.parent / "dvc.lock")
+    return folder
+
+
+def object_of(root: Path, out: str) -> Path:
+    """The cached file of an output, or of the file `folder/name` in one that is a folder."""
+    with Repo(str(root)) as repo:
+        (found,) = [one for stage in repo.index.stages for one in stage.outs if out.startswith(one.def_path)]
+        name, place = str(found.hash_info.value), repo.cache.local.oid_to_path
+        if name.endswith(".dir") and out != found.def_path:
+            members = json.loads(Path(place(name)).read_bytes())
+            (name,) = [one["md5"] for one in members if one["relpath"] == out.removeprefix(f"{found.def_path}/")]
+        return Path(place(name))
+
+
+def spoil(path: Path, kind: str) -> None:
+    """`flip` a bit or `cut` the file in two, keeping mode and times as a failing disk does; or `remove` it."""
+    if kind == "remove":
+        path.unlink()
+        return
+    before, content = path.stat(), bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.chmod(0o644)
+    path.write_bytes(content[: len(content) // 2] if kind == "cut" else content)
+    path.chmod(before.st_mode)
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+def state(root: Path, stage: str) -> str:
+    return run_stage(root, stage, False, None, print).state
+
+
+def finding(root: Path, name: str) -> Check:
+    (check,) = [check for check in examine(root) if check.name == name]
+    return check
+
+
+@pytest.mark.parametrize("kind", ["flip", "cut"])
+def test_a_spoiled_object_is_not_handed_on(kind: str, root: Path) -> None:
+    spoiled = object_of(root, "one.out")
+    assert finding(root, "cache").verdict == "ok"
+    spoil(spoiled, kind)
+    (root / "one.out").unlink()
+    place = spoiled.relative_to(root).as_posix()
+    for _ in range(2):  # the second time, too: DVC would call the wrong bytes up to date
+        with pytest.raises(StageUserError, match=r"one: DVC's cache is damaged and gave one.out wrong bytes") as caught:
+            state(root, "one")
+        assert f"`rm -f {place}`" in str(caught.value)
+        assert "\n" not in str(caught.value)
+        assert not (root / "one.out").exists()
+    check = finding(root, "cache")
+    assert check.verdict == "BROKEN"
+    assert f"rm -f {place}" in check.advice
+    spoiled.unlink()
+    assert state(root, "one") == EXECUTED
+    assert state(root, "two") == UP_TO_DATE
+    assert (root / "one.out").read_text() == "one1\n"
+    assert (root / "dvc.lock").read_bytes() == (root.parent / "dvc.lock").read_bytes()
+    assert finding(root, "cache").verdict == "ok"
+
+
+def test_a_removed_object_is_made_anew(root: Path, serial: Callable[[Path], None]) -> None:
+    spoil(object_of(root, "one.out"), "remove")
+    serial(root)
+    assert object_of(root, "one.out").exists()
+    assert (root / "dvc.lock").read_bytes() == (root.parent / "dvc.lock").read_bytes()
+
+
+@pytest.mark.parametrize("text", ["", "a: [", "stages: 3\n"])
+def test_a_broken_entry_of_the_run_cache(text: str, root: Path) -> None:
+    for entry in (root / ".dvc" / "cache" / "runs").rglob("*"):
+        if entry.is_file():
+            entry.write_text(text)
+    (root / "one.out").unlink()
+    assert state(root, "one") == RESTORED
+    assert (root / "dvc.lock").read_bytes() == (root.parent / "dvc.lock").read_bytes()
+
+
+def test_wrong_bytes_in_an_input_stop_the_stage_that_reads_it(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(root)
+    with Repo() as repo:
+        right = Definition("two", repo).hashes()
+        spoil(root / "one.out", "flip")  # DVC trusts size, times and inode
+        (out,) = [one for stage in repo.index.stages for one in stage.outs if one.def_path == "one.out"]
+        assert str(out.get_hash().value) == right["one.out"]
+        assert content_hash(out) != right["one.out"]
+        with pytest.raises(UserError, match=r"^one.out: other bytes than DVC has noted.*`rm -r one.out` and run again"):
+            Definition("two", repo).hashes()
+    assert finding(root, "outputs").found == "other bytes than dvc.lock names: one.out"
+    (root / "one.out").unlink()
+    assert state(root, "one") == RESTORED
+    with Repo() as repo:
+        assert Definition("two", repo).hashes() == right
+
+
+@pytest.mark.pipeline
+def test_a_spoiled_model(finished: "Project") -> None:
+    """Through `dvc repro` alone: wrong bytes come back unnoticed, and the next stage that reads them refuses them."""
+    spoiled = object_of(finished.root, "models/policy/model.safetensors")
+    spoil(spoiled, "flip")
+    shutil.rmtree(finished.root / "models" / "policy")
+    assert finished.repro() == []
+    finished.set("evaluate.bootstrap", 201)
+    done = finished.run(sys.executable, "-m", "dvc", "repro", "evaluate")
+    assert "evaluate: models/policy: other bytes than DVC has noted" in done.stdout + done.stderr
+    assert done.returncode != 0
+    check = finding(finished.root, "cache")
+    assert spoiled.relative_to(finished.root).as_posix() in check.advice
+    assert finding(finished.root, "outputs").found == "other bytes than dvc.lock names: models/policy"
+
+
+@pytest.mark.pipeline
+def test_every_input_hashes_as_dvc_says(finished: "Project", monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files, folders, code: our reading of the bytes and DVC's rules are the same."""
+    monkeypatch.chdir(finished.root)
+    with Repo() as repo:
+        for stage in read_graph(finished.root).stages:
+            assert Definition(stage, repo).hashes()

@@ -1,0 +1,129 @@
+"""Prefect's server dies, hangs, or loses its driver in the middle of `leash run`: what the stages made is kept, nothing
+is left running, and the same command goes on from there."""
+
+import json
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+pytestmark = pytest.mark.faults
+
+Toy = Callable[..., Path]
+Leash = Callable[..., Any]
+STAGES: dict[str, tuple[str, list[str]]] = {"one": ("wait", []), "two": ("crash 1", ["one"])}
+
+
+def until(condition: Callable[[], Any], seconds: float = 120.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.05)
+
+
+def log_of(root: Path) -> list[str]:
+    path = root / "log.txt"
+    return [" ".join(line.split()[:2]) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def family_of(pid: int) -> list[psutil.Process]:
+    return psutil.Process(pid).children(recursive=True)
+
+
+def alive(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def servers(processes: list[psutil.Process]) -> list[psutil.Process]:
+    return [one for one in processes if alive(one) and "prefect" in one.cmdline()]
+
+
+@pytest.fixture
+def running(toy: Toy, leash: Leash) -> Iterator[Callable[[], tuple[Path, Any, list[psutil.Process]]]]:
+    """A run whose first stage has begun and waits for the file `go`, with its lent server; and all its processes."""
+    started: list[psutil.Process] = []
+
+    def begin() -> tuple[Path, Any, list[psutil.Process]]:
+        root = toy(STAGES)
+        process = leash(root, "run", "--retry-delay", "0.1")
+        started.append(psutil.Process(process.pid))
+        until(lambda: "one begin" in log_of(root) or process.poll() is not None)
+        assert process.poll() is None, process.communicate()
+        family = family_of(process.pid)
+        started.extend(family)
+        return root, process, family
+
+    yield begin
+    for one in started:
+        if alive(one):
+            one.kill()
+
+
+def kill(server: psutil.Process) -> None:
+    server.kill()
+    until(lambda: not alive(server))
+
+
+def freeze(server: psutil.Process) -> None:
+    server.suspend()
+
+
+@pytest.mark.parametrize("strike", [kill, freeze])
+def test_a_server_lost_in_mid_flow(strike: Callable[[psutil.Process], None], running: Any, serial: Any) -> None:
+    root, process, family = running()
+    (server,) = servers(family)
+    strike(server)
+    (root / "go").touch()
+    said, errors = process.communicate(timeout=120)
+    assert process.returncode == 1
+    (line,) = errors.splitlines()
+    assert line.startswith("error: the Prefect server (http://127.0.0.1:")
+    assert "what the stages made is kept, the same command goes on from there" in line
+    table = [line.split()[:2] for line in said.splitlines()[-2:]]
+    assert table == [["one", "ran"], ["two", "ran"]], said
+    assert log_of(root).count("two begin") == 2, "a crash is tried again without a server, too"
+    until(lambda: not any(alive(one) for one in family), 15.0)
+    before, lock = log_of(root), (root / "dvc.lock").read_bytes()
+    serial(root)
+    assert (log_of(root), (root / "dvc.lock").read_bytes()) == (before, lock), "nothing was left to do"
+
+
+def test_a_run_cut_off_by_its_server_is_stopped_at_once_by_an_interrupt(running: Any) -> None:
+    root, process, family = running()
+    (server,) = servers(family)
+    kill(server)
+    begun = time.monotonic()
+    os.killpg(process.pid, signal.SIGINT)
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode == 130
+    assert errors == "error: stopped; nothing is left running\n"
+    assert time.monotonic() - begun < 30.0, "Prefect alone asks for its server for minutes"
+    until(lambda: not any(alive(one) for one in family), 15.0)
+    assert log_of(root) == ["one begin"]
+
+
+def test_a_killed_driver_leaves_nothing_running_and_the_next_waits_for_that(
+    running: Any, leash: Leash, prefect_api: str
+) -> None:
+    root, process, family = running()
+    assert len(servers(family)) == 1
+    stage = [one for one in family if alive(one) and "worker.py" in one.cmdline()]
+    assert len(stage) >= 1
+    process.kill()
+    process.wait()
+    again = leash(root, "run", api=prefect_api)
+    until(lambda: not any(alive(one) for one in family), 30.0)
+    (root / "go").touch()
+    said, errors = again.communicate(timeout=120)
+    assert again.returncode == 0, said + errors
+    assert log_of(root)[:3] == ["one begin", "one begin", "one end"], "the killed run's stage went on"
+    assert json.loads((root / "work" / "driver.lock").read_text())["pid"] == again.pid
+    assert (root / ".dvc" / "tmp" / "rwlock").read_text() == "{}"

@@ -1,0 +1,217 @@
+"""Two drivers at once on one workspace, and what dead ones left behind: right outs, the right lock, one clear line."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import psutil
+import pytest
+
+from flows import driver, processes
+from flows.doctor import examine
+from flows.graph import read_graph
+from flows.pipeline import PipelineFailed, pipeline
+from flows.rwlock import sweep
+from rlhf_core.errors import UserError
+from tasks.tracking.locks import FileLock
+
+if TYPE_CHECKING:
+    from tests.conftest import Project
+
+pytestmark = pytest.mark.faults
+
+Toy = Callable[..., Path]
+Leash = Callable[..., Any]
+STAGES: dict[str, tuple[str, list[str]]] = {"one": ("wait", []), "two": ("work", ["one"])}
+RIGHT = ["one begin", "one end", "two begin", "two end"]
+
+
+def until(condition: Callable[[], Any], seconds: float = 120.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.05)
+
+
+def log_of(root: Path) -> list[str]:
+    path = root / "log.txt"
+    return [" ".join(line.split()[:2]) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def dvc(root: Path) -> "subprocess.Popen[str]":
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    return subprocess.Popen(
+        [sys.executable, "-m", "dvc", "repro"], cwd=root, env=os.environ | {"PATH": path}, stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _session() -> None:
+    with processes._live.lock:
+        processes._live.closing = False
+
+
+def test_the_second_leash_run_is_refused_at_once(toy: Toy, leash: Leash, prefect_api: str) -> None:
+    root = toy(STAGES)
+    first = leash(root, "run", api=prefect_api)
+    until(lambda: "one begin" in log_of(root))
+    second = leash(root, "run")  # it would have to lend a server, and does not come so far
+    said, errors = second.communicate(timeout=60)
+    assert (second.returncode, said) == (2, "")
+    assert errors.startswith(f"error: another leash run is at work in this folder (process {first.pid}, since ")
+    assert errors.count("\n") == 1
+    (root / "go").touch()
+    assert first.communicate(timeout=60)[1] == ""
+    assert first.returncode == 0
+    assert log_of(root) == RIGHT
+
+
+def test_leash_run_beside_dvc_repro(toy: Toy, prefect_api: str) -> None:
+    root = toy(STAGES)
+    other = dvc(root)
+    until(lambda: "one begin" in log_of(root))
+    with pytest.raises(PipelineFailed) as caught:
+        pipeline(root=str(root), retries=2, retry_delay_seconds=60.0)
+    assert caught.value.users_fault, "it would be tried again"
+    (message,) = map(str, caught.value.errors)
+    assert message.startswith(f"one: another process works on one.out (PID {other.pid}, dvc repro); wait for its end")
+    (root / "go").touch()
+    other.communicate(timeout=60)
+    assert other.returncode == 0
+    lock = (root / "dvc.lock").read_bytes()
+    assert {stage: outcome.state for stage, outcome in pipeline(root=str(root)).items()} == {
+        "one": "UpToDate",
+        "two": "UpToDate",
+    }
+    assert log_of(root) == RIGHT
+    assert (root / "dvc.lock").read_bytes() == lock
+
+
+def test_two_dvc_repro(toy: Toy) -> None:
+    root = toy(STAGES)
+    first = dvc(root)
+    until(lambda: "one begin" in log_of(root))
+    second = dvc(root)
+    said, _ = second.communicate(timeout=60)
+    assert second.returncode != 0
+    assert "'one': " in said
+    assert "is busy, it is being blocked by:" in said
+    assert f"(PID {first.pid})" in said
+    (root / "go").touch()
+    first.communicate(timeout=60)
+    assert first.returncode == 0
+    assert log_of(root) == RIGHT
+
+
+@pytest.fixture
+def stranger() -> Iterator[int]:
+    """A living process that has nothing to do with DVC."""
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    yield process.pid
+    process.kill()
+    process.wait()
+
+
+@pytest.fixture
+def unburied() -> Iterator[int]:
+    """A process that is dead, and for which nobody has waited."""
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    until(lambda: psutil.Process(process.pid).status() == psutil.STATUS_ZOMBIE)
+    yield process.pid
+    process.wait()
+
+
+@pytest.mark.parametrize("owner", ["stranger", "unburied", "gone"])
+def test_locks_of_dead_processes(owner: str, request: pytest.FixtureRequest, toy: Toy, serial: Any) -> None:
+    root = toy({"one": ("work", []), "two": ("work", ["one"])})
+    serial(root)
+    temporary, pid = root / ".dvc" / "tmp", 2**22 - 3 if owner == "gone" else request.getfixturevalue(owner)
+    for name in ("lock", "rwlock.lock"):
+        (temporary / name).write_text(f" {pid}\n")
+    (root / "work").mkdir()
+    for name in ("mlflow.lock", "driver.lock"):
+        (root / "work" / name).write_text(json.dumps({"pid": pid, "started": 1.0}))
+    entry = {"pid": pid, "cmd": "/somewhere/bin/dvc repro"}
+    listed = {"write": {str(root / "one.out"): entry}, "read": {str(root / "input.txt"): [entry]}}
+    (temporary / "rwlock").write_text(json.dumps(listed))
+    (finding,) = [check for check in examine(root) if check.name == "locks"]
+    assert str(pid) in finding.found
+    assert "rm .dvc/tmp/rwlock" in finding.advice
+    assert sweep(root) == [f"struck a dead DVC process out of .dvc/tmp/rwlock (PID {pid})"]
+    assert json.loads((temporary / "rwlock").read_text()) == {"read": {}, "write": {}}
+    (root / "one.out").unlink()
+    with driver.sole(root):
+        assert FileLock(root / "work" / "mlflow.lock").acquire()
+        serial(root)
+    assert (root / "one.out").exists()
+
+
+def test_a_list_that_was_being_written(toy: Toy, serial: Any) -> None:
+    root = toy({"one": ("work", [])})
+    serial(root)
+    (root / ".dvc" / "tmp" / "rwlock").write_text('{"write": {"/some')
+    (finding,) = [check for check in examine(root) if check.name == "locks"]
+    assert finding.found == ".dvc/tmp/rwlock is half-written"
+    (root / "one.out").unlink()
+    assert len(sweep(root)) == 1
+    serial(root)
+    assert sweep(root) == []
+
+
+def test_a_living_dvc_keeps_its_place_in_the_list(toy: Toy) -> None:
+    root = toy(STAGES)
+    process = dvc(root)
+    until(lambda: "one begin" in log_of(root))
+    before = (root / ".dvc" / "tmp" / "rwlock").read_text()
+    assert str(process.pid) in before
+    assert sweep(root) == []
+    assert (root / ".dvc" / "tmp" / "rwlock").read_text() == before
+    (root / "go").touch()
+    process.communicate(timeout=60)
+
+
+@pytest.mark.parametrize(
+    "damage", ["", "<<<<<<< HEAD\n", "[1, 2]\n", "schema: '2.0'\nstages:\n  one:\n    cm", "\udc80"]
+)
+def test_a_broken_lock_file(damage: str, toy: Toy) -> None:
+    root = toy({"one": ("work", [])})
+    (root / "dvc.lock").write_bytes(damage.encode(errors="surrogateescape"))
+    with pytest.raises(UserError, match=r"^dvc.lock is broken \(.*\); `git checkout dvc.lock` brings back") as caught:
+        read_graph(root)
+    assert "\n" not in str(caught.value)
+    (finding,) = [check for check in examine(root) if check.name == "dvc"]
+    assert finding.verdict == "BROKEN"
+    assert "git checkout dvc.lock" in finding.advice
+
+
+@pytest.mark.pipeline
+@pytest.mark.parametrize("driver_name", ["dvc", "leash"])
+def test_outputs_deleted_or_edited_by_hand(driver_name: str, finished: "Project", prefect_api: str) -> None:
+    """They come back, byte for byte, from the cache: nothing is trained again."""
+    before, root = finished.outputs(), finished.root
+    (root / "models" / "policy" / "extra.txt").write_text("extra")
+    with (root / "models" / "sft" / "model.safetensors").open("r+b") as file:
+        file.seek(-3, os.SEEK_END)
+        file.write(b"\x7f")
+    (root / "metrics" / "ppo.json").write_text("{}")
+    for name in ("report", "models/reward"):
+        shutil.rmtree(root / name)
+    (root / "models" / "reward").write_text("a file in place of a folder")
+    (root / "data" / "ingest" / "heldout.jsonl").unlink()
+    (root / "data" / "ingest" / "heldout.jsonl").mkdir()
+    if driver_name == "dvc":
+        assert finished.repro() == []
+    else:
+        done = finished.run(sys.executable, "-m", "flows.cli", "run", PREFECT_API_URL=prefect_api)
+        assert done.returncode == 0, done.stdout + done.stderr
+        table = [line.split() for line in done.stdout.partition("stage ")[2].splitlines()]
+        assert [row[0] for row in table if row[1:2] == ["Restored"]] == ["ingest", "sft", "reward", "ppo", "report"]
+        assert [row[0] for row in table if row[1:2] == ["ran"]] == []
+    assert finished.outputs() == before
