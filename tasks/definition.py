@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import subprocess
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -64,10 +65,9 @@ class Definition:
         return [dep.def_path for dep in self._stage.deps if not isinstance(dep, ParamsDependency)]
 
     def hashes(self) -> dict[str, str]:
-        """The content hash of every input as it is now, from its bytes.
+        """The content hash of every input, as DVC knows it: it reads what has a new time, size or inode.
 
-        Raises UserError for one that is missing, and for one that DVC takes for unchanged though its bytes are others:
-        what is made from it would be recorded as made from the right ones.
+        Raises UserError for one that is missing.
         """
         result = {}
         for dep in self._stage.deps:
@@ -75,13 +75,18 @@ class Definition:
                 continue
             if not dep.exists:
                 raise UserError(f"{dep.def_path}: file not found; `dvc repro {self.name}` makes what the stage needs")
-            result[dep.def_path] = content_hash(dep)
-            if result[dep.def_path] != str(dep.get_hash().value):
+            result[dep.def_path] = str(dep.get_hash().value)
+        return result
+
+    def require_sound(self, hashes: Mapping[str, str]) -> None:
+        """Read every input. Raises UserError for one whose bytes are not those of its hash, though DVC takes it for
+        unchanged: what is made from it would be recorded as made from the right ones."""
+        for dep in self._stage.deps:
+            if not isinstance(dep, ParamsDependency) and content_hash(dep) != hashes[dep.def_path]:
                 raise UserError(
                     f"{dep.def_path}: other bytes than DVC has noted, in files that seem untouched (a disk or a cache "
                     f"that is damaged); `rm -r {dep.def_path}` and run again; `leash doctor` finds what else is damaged"
                 )
-        return result
 
     def tracked(self, params: dict[str, Any]) -> dict[str, Any]:
         """The parameters that the stage depends on."""

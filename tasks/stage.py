@@ -238,6 +238,7 @@ def _run(name: str, model: type[Model], execute: Execute[Model], tracked: bool, 
         if str(VERSIONS_FILE.relative_to(VERSIONS_FILE.parents[1])) in definition.inputs:
             require_declared_versions()
         hashes = definition.hashes()
+        definition.require_sound(hashes)
         rows = load(root, definition.inputs)
         key = definition.key(content, hashes)
         state_dir = root / "work" / name / key[:16]

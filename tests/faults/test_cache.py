@@ -126,7 +126,7 @@ def test_wrong_bytes_in_an_input_stop_the_stage_that_reads_it(root: Path, monkey
         assert str(out.get_hash().value) == right["one.out"]
         assert content_hash(out) != right["one.out"]
         with pytest.raises(UserError, match=r"^one.out: other bytes than DVC has noted.*`rm -r one.out` and run again"):
-            Definition("two", repo).hashes()
+            Definition("two", repo).require_sound(right)
     assert finding(root, "outputs").found == "other bytes than dvc.lock names: one.out"
     (root / "one.out").unlink()
     assert state(root, "one") == RESTORED
@@ -156,4 +156,6 @@ def test_every_input_hashes_as_dvc_says(finished: "Project", monkeypatch: pytest
     monkeypatch.chdir(finished.root)
     with Repo() as repo:
         for stage in read_graph(finished.root).stages:
-            assert Definition(stage, repo).hashes()
+            definition = Definition(stage, repo)
+            assert (hashes := definition.hashes())
+            definition.require_sound(hashes)
