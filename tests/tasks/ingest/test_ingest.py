@@ -4,6 +4,7 @@ import importlib
 import json
 import os
 import re
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -178,7 +179,7 @@ def test_real_human_preferences(execute, params, tmp_path):
     if source is None:
         pytest.skip("the shared data set hh-helpful is not here; set LEASH_SHARED_DATA to its parent folder")
     (tmp_path / "data/raw").mkdir(parents=True)
-    (tmp_path / "data/raw/set").symlink_to(source)
+    shutil.copytree(source, tmp_path / "data/raw/set")
     made = execute(params())
     assert [len(getattr(made, name)) for name in DATASETS] == [939, 563, 563, 375, 286]
     assert made.metrics["rows_used"] == 2163
