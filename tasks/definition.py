@@ -97,6 +97,19 @@ class Definition:
         """The identity of this execution: hash of command, tracked parameters and contents of the dependencies."""
         return digest({"cmd": self._stage.cmd, "params": self.tracked(params), "deps": hashes})
 
+    def recorded_key(self) -> str | None:
+        """The key of the execution that dvc.lock records; None where it records none."""
+        params: dict[str, Any] = {}
+        hashes: dict[str, str | None] = {}
+        for dep in self._stage.deps:
+            if isinstance(dep, ParamsDependency):
+                params |= dep.hash_info.value or {}
+            else:
+                hashes[dep.def_path] = dep.hash_info.value
+        if self._stage.cmd_changed or None in hashes.values():
+            return None
+        return digest({"cmd": self._stage.cmd, "params": params, "deps": hashes})
+
 
 def is_code(path: str) -> bool:
     """Whether a dependency is code rather than data or a model."""

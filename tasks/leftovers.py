@@ -16,12 +16,14 @@ from rlhf_core.files import beside
 from tasks.definition import Definition, executable
 from tasks.params.loader import PARAMS_FILE, read_yaml
 from tasks.recorded import repository
+from tasks.state import FINISHED
 from tasks.tracking import outbox, settings
 from tasks.tracking.locks import FileLock, holder, is_held
 
 KEY = re.compile(r"[0-9a-f]{16}")
 """The name of a state folder: the beginning of the stage's key."""
 OTHER_KEY = "state of other parameters, code or data"
+RECORDED = "state of a finished stage"
 THIS_KEY = "state from which the stage would continue (--all)"
 
 
@@ -115,9 +117,12 @@ def _states(repo: Repo, root: Path, name: str, exists: bool, everything: bool, f
     if not folders:
         return
     key, doubt = _present_key(repo, root, name) if exists else ("", "")
+    recorded = (Definition(name, repo).recorded_key() or "")[:16] if exists else ""
     for folder in folders:
         if not exists:
             found.add(folder, f"dvc.yaml has no stage {name}", name)
+        elif folder.name == recorded and (folder / FINISHED).exists():
+            found.add(folder, RECORDED, name)
         elif everything or (key and folder.name != key):
             found.add(folder, THIS_KEY if folder.name == key or not key else OTHER_KEY, name)
         else:

@@ -7,7 +7,6 @@ knows one stage from another.
 import errno
 import json
 import os
-import shutil
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,13 +16,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Generic, Literal, NoReturn, TypeVar
 
-import psutil
 from dvc.repo import Repo
 from pydantic import Field
 
 from rlhf_core.config.block import Block
 from rlhf_core.errors import UserError, is_out_of_memory
-from tasks import provenance
+from tasks import provenance, state
 from tasks.companions import follow_quietly, is_companion
 from tasks.definition import Definition, pipeline_identity
 from tasks.interrupts import Interrupts
@@ -35,7 +33,6 @@ from tasks.params.runtime import RuntimeParams
 from tasks.pipeline_run import describe, headline_numbers
 from tasks.progress import Progress
 from tasks.schemas.validation import load
-from tasks.tracking.locks import FileLock, holder
 from tasks.tracking.tracker import Tracker
 from tasks.versions import VERSIONS_FILE, require_declared_versions
 
@@ -227,12 +224,12 @@ def _tell_driver(outcome: dict[str, Any]) -> None:
 
 def _run(name: str, model: type[Model], execute: Execute[Model], tracked: bool, interrupts: Interrupts) -> str:
     """Steps 1 to 5 of the contract. Returns the stage key."""
-    driver = _driver()
+    recorded_later = state.under_dvc()
     _quiet_libraries()
     content = read_yaml()
     params = parse(model, content.get(name, {}), name)
     common = parse(Common, {key: content[key] for key in Common.model_fields if key in content})
-    with Repo() as repo, _alone(Path(repo.root_dir), name):
+    with Repo() as repo, state.alone(Path(repo.root_dir), name):
         definition = Definition(name, repo)
         root = Path(repo.root_dir)
         if str(VERSIONS_FILE.relative_to(VERSIONS_FILE.parents[1])) in definition.inputs:
@@ -241,10 +238,9 @@ def _run(name: str, model: type[Model], execute: Execute[Model], tracked: bool, 
         definition.require_sound(hashes)
         rows = load(root, definition.inputs)
         key = definition.key(content, hashes)
-        state_dir = root / "work" / name / key[:16]
-        state_dir.mkdir(parents=True, exist_ok=True)
+        state_dir, continues = state.begin(definition, key)
         tracked = tracked and common.runtime.tracking and not is_companion()
-        tracker = _open_tracker(definition, content, key, hashes, rows) if tracked else None
+        tracker = _open_tracker(definition, content, key, hashes, rows, continues) if tracked else None
         position, total = definition.place
         stage = Stage(
             name=name,
@@ -261,7 +257,7 @@ def _run(name: str, model: type[Model], execute: Execute[Model], tracked: bool, 
             conclude=partial(_conclude, tracker, repo, content),
             interrupts=interrupts,
         )
-        with _tracked(stage, driver):
+        with _tracked(stage):
             execute(stage)
             if is_companion():
                 return key
@@ -271,31 +267,8 @@ def _run(name: str, model: type[Model], execute: Execute[Model], tracked: bool, 
             stage.outputs.commit()
             for act in stage.afterwards:
                 act()
-        if not _is_gone(driver):
-            shutil.rmtree(state_dir, ignore_errors=True)
+        state.end(state_dir, recorded_later)
     return key
-
-
-def _driver() -> psutil.Process | None:
-    """The dvc that runs this stage and will record its outputs; None where somebody started the stage by hand.
-
-    Where it is killed meanwhile, nobody records them: the next dvc deletes them and starts the stage again, which then
-    continues the state and the MLflow run of this one.
-    """
-    with suppress(psutil.Error):
-        for process in psutil.Process().parents():
-            if "dvc" in (Path(word).name for word in process.cmdline()):
-                return process
-    return None
-
-
-def _is_gone(driver: psutil.Process | None) -> bool:
-    if driver is None:
-        return False
-    try:
-        return not driver.is_running() or bool(driver.status() == psutil.STATUS_ZOMBIE)
-    except psutil.NoSuchProcess:
-        return True
 
 
 def _quiet_libraries() -> None:
@@ -308,36 +281,16 @@ def _quiet_libraries() -> None:
         transformers.utils.logging.disable_progress_bar()
 
 
-@contextmanager
-def _alone(root: Path, name: str) -> Iterator[None]:
-    """One process a stage and workspace, with its companions: they would write the same outputs. Raises UserError when
-    another one is at it, which may be one whose dvc was killed."""
-    if is_companion():
-        yield
-        return
-    path = root / "work" / f"{name}.lock"
-    path.parent.mkdir(exist_ok=True)
-    lock = FileLock(path)
-    if not lock.acquire():
-        raise UserError(
-            f"another process ({holder(path)}) runs this stage here, perhaps left by a dvc that was killed; wait for "
-            f"it, or stop it with `kill {holder(path)}` (it saves what it has done), then run this again"
-        )
-    try:
-        yield
-    finally:
-        lock.release()
-
-
 def _open_tracker(
     definition: Definition,
     content: dict[str, Any],
     key: str,
     hashes: Mapping[str, str],
     rows: Mapping[str, list[Row]],
+    continues: bool,
 ) -> Tracker:
     root = Path(definition.repo.root_dir)
-    tracker = Tracker.open(root, definition.name, key, pipeline_identity(definition.repo, content))
+    tracker = Tracker.open(root, definition.name, key, pipeline_identity(definition.repo, content), continues=continues)
     tracker.params(definition.tracked(content))
     for path in definition.inputs:
         if path in rows or path.startswith("data/raw"):
@@ -352,7 +305,7 @@ def _conclude(tracker: Tracker | None, repo: Repo, content: dict[str, Any]) -> N
 
 
 @contextmanager
-def _tracked(stage: Stage[Any], driver: psutil.Process | None) -> Iterator[None]:
+def _tracked(stage: Stage[Any]) -> Iterator[None]:
     """Close the run with the status that fits, and remove half-written outputs unless the stage is whole."""
     status: Literal["FINISHED", "FAILED", "KILLED"] = "FAILED"
     try:
@@ -369,7 +322,7 @@ def _tracked(stage: Stage[Any], driver: psutil.Process | None) -> Iterator[None]
                 stage.tracker.headline(stage.headline)
             else:
                 stage.tracker.close_parent(status)
-            stage.tracker.close("KILLED" if _is_gone(driver) else status)
+            stage.tracker.close(status)
 
 
 def _require_unchanged(before: Mapping[str, Any], after: Mapping[str, Any]) -> None:

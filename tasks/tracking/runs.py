@@ -148,7 +148,8 @@ class Shipper:
         execution = folder.name
         identity = {"leash.stage_key": event.body["stage_key"], "leash.workspace": self._workspace}
         run = self._find({"leash.execution": execution})  # this very event, sent before
-        run = run or self._find(identity, " and attributes.status != 'FINISHED'")
+        unfinished = " and attributes.status != 'FINISHED'"
+        run = run or self._find(identity, "" if event.body.get("continues") else unfinished)
         tags = event.body["tags"] | {"mlflow.parentRunId": state.parent_id, "leash.execution": execution}
         if run is None:
             tags |= identity | {"leash.stage": event.body["stage"]}

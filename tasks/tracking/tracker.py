@@ -78,7 +78,13 @@ class Tracker(_ParentRun):
     """The run of one executed stage, below its pipeline run."""
 
     def __init__(
-        self, outbox: Outbox, stage: str, stage_key: str, pipeline: PipelineIdentity, sender: SenderProcess | None
+        self,
+        outbox: Outbox,
+        stage: str,
+        stage_key: str,
+        pipeline: PipelineIdentity,
+        sender: SenderProcess | None,
+        continues: bool = False,
     ) -> None:
         super().__init__(outbox, pipeline)
         self._stage = stage
@@ -90,7 +96,7 @@ class Tracker(_ParentRun):
             tags["mlflow.user"] = user
         if pipeline.commit:
             tags["mlflow.source.git.commit"] = pipeline.commit
-        outbox.append("run-open", stage=stage, stage_key=stage_key, tags=tags)
+        outbox.append("run-open", stage=stage, stage_key=stage_key, tags=tags, continues=continues)
 
     @classmethod
     def open(
@@ -104,19 +110,21 @@ class Tracker(_ParentRun):
         send: bool = True,
         system_seconds: float = SYSTEM_SECONDS,
         warn: Warn | None = None,
+        continues: bool = False,
     ) -> Self:
         """Begin, or continue, the run of a stage; `uri` overrides the address of MLflow.
 
         The caller holds the stage's state folder under a lock, so that no living process has the same stage key:
-        a run of this key that is not FINISHED is continued, under the same run id. `send=False` leaves the sending
-        to a later `drain`, `system_seconds=0` leaves system metrics out.
+        a run of this key that is not FINISHED is continued, under the same run id; with `continues` the newest one
+        however it ended. `send=False` leaves the sending to a later `drain`, `system_seconds=0` leaves system metrics
+        out.
         """
         warn = warn or warn_once()
         outbox = Outbox.create(root, f"{stage}-{stage_key[:12]}", warn)
         address = uri or settings.tracking_uri(root)
         send = send and not settings.is_held_back()
         sender = SenderProcess(root, outbox.folder, address, warn) if send else None
-        tracker = cls(outbox, stage, stage_key, pipeline, sender)
+        tracker = cls(outbox, stage, stage_key, pipeline, sender, continues)
         if system_seconds > 0:
             tracker._system = SystemMetrics(tracker.metrics, system_seconds)
             tracker._system.start()

@@ -9,11 +9,13 @@ import sys
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from mlflow.tracking import MlflowClient
+from ruamel.yaml import YAML
 
+from tasks.state import FINISHED
 from tasks.tracking.sender import drain
 
 if TYPE_CHECKING:
@@ -29,7 +31,7 @@ EVENTS = ("rename", "write", "line")
 VARIABLE = "LEASH_TEST_KILL"
 
 KILLER = """
-import json, os, signal, sys, time
+import json, os, signal, sys
 
 words = getattr(sys, "orig_argv", [])
 module = words[words.index("-m") + 1] if "-m" in words[:-1] else ""
@@ -56,8 +58,6 @@ def strike():
     while not is_dvc(pid):
         pid = int(stat(pid)[1])
     os.kill(pid, signal.SIGKILL)
-    while os.path.exists(f"/proc/{pid}") and stat(pid)[0] not in "ZX":
-        time.sleep(0.01)
 
 
 def count(event):
@@ -138,8 +138,20 @@ def moments(number: int, seed: int = 4) -> list[Moment]:
 
 
 def repro(project: "Project", stage: str, **environment: str) -> "subprocess.CompletedProcess[str]":
-    """`dvc repro` of one stage as if it had never run."""
-    return project.run(sys.executable, "-m", "dvc", "repro", "--single-item", "--force", stage, **environment)
+    """`dvc repro` of one stage, which finds its results in no cache."""
+    return project.run(sys.executable, "-m", "dvc", "repro", "--single-item", "--no-run-cache", stage, **environment)
+
+
+def lock(content: bytes) -> dict[str, Any]:
+    """dvc.lock whatever the order of its stages: a new one is appended."""
+    entries: dict[str, Any] = YAML(typ="safe", pure=True).load(content)["stages"]
+    return entries
+
+
+def outputs(project: "Project") -> tuple[dict[str, bytes], dict[str, Any]]:
+    """Every output, and what dvc.lock records."""
+    found = project.outputs()
+    return found, lock(found.pop("dvc.lock"))
 
 
 def repro_until_done(project: "Project", stage: str) -> str:
@@ -152,8 +164,12 @@ def repro_until_done(project: "Project", stage: str) -> str:
     return done.stdout
 
 
-def prepare(project: "Project") -> None:
-    """A checkpoint and a progress line a step."""
+def prepare(project: "Project", stage: str) -> None:
+    """As if the stage had never run; a checkpoint and a progress line a step."""
+    path = project.root / "dvc.lock"
+    content = YAML().load(path)
+    del content["stages"][stage]
+    YAML().dump(content, path)
     project.set("runtime.checkpoint_every", 1)
     project.set("runtime.progress_seconds", 0.0001)
 
@@ -177,10 +193,11 @@ def stage_runs(project: "Project", stage: str) -> list[str]:
 def test_failure_01_killed_and_continued_is_the_same_bytes(
     tiny_run: "TinyRun", finished: "Project", tmp_path: Path, moment: Moment
 ) -> None:
-    prepare(finished)
+    prepare(finished, moment.stage)
     killed = repro(finished, moment.stage, **moment.environment(tmp_path / "hook"))
     assert killed.returncode != 0, "the moment never came"
     repro_until_done(finished, moment.stage)
-    assert finished.outputs() == tiny_run.project.outputs()
-    assert not list((finished.root / "work" / moment.stage).glob("*")), "state of a finished stage"
+    assert outputs(finished) == outputs(tiny_run.project)
+    done = list((finished.root / "work" / moment.stage).glob("*"))
+    assert [path for path in done if not (path / FINISHED).exists()] == [], "half-done state of a finished stage"
     assert stage_runs(finished, moment.stage) == ["FINISHED", "FINISHED"], "the first run, and this one continued"
