@@ -13,7 +13,7 @@ from pathlib import Path
 
 from flows.stages import Environment
 from rlhf_core.errors import UserError
-from tasks.tracking.locks import FileLock, holder, is_held
+from tasks.locks import FileLock, holder, is_held
 from tasks.tracking.settings import HOLD_VARIABLE
 
 PREFIX = "verify-"

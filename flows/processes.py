@@ -25,10 +25,10 @@ if TYPE_CHECKING:
 Ladder = tuple[tuple[signal.Signals, float], ...]
 """Signals to send one after another, and the seconds that each may take."""
 
-STAGE_LADDER: Ladder = ((signal.SIGINT, 10.0), (signal.SIGTERM, 5.0), (signal.SIGKILL, 5.0))
+STAGE_LADDER: Ladder = ((signal.SIGINT, 30.0), (signal.SIGTERM, 5.0), (signal.SIGKILL, 5.0))
 SERVER_LADDER: Ladder = ((signal.SIGTERM, 10.0), (signal.SIGKILL, 5.0))
 AT_ONCE: Ladder = ((signal.SIGKILL, 5.0),)
-RUNNER_LADDER: Ladder = ((signal.SIGINT, 40.0), (signal.SIGTERM, 10.0), (signal.SIGKILL, 5.0))
+RUNNER_LADDER: Ladder = ((signal.SIGINT, 60.0), (signal.SIGTERM, 10.0), (signal.SIGKILL, 5.0))
 """For a process that stops stages of its own, each down the stage's ladder."""
 
 

@@ -14,11 +14,11 @@ from dvc.repo import Repo
 from rlhf_core.errors import UserError
 from rlhf_core.files import beside
 from tasks.definition import Definition, executable
+from tasks.locks import FileLock, holder, is_held
 from tasks.params.loader import PARAMS_FILE, read_yaml
 from tasks.recorded import repository
 from tasks.state import FINISHED
 from tasks.tracking import outbox, settings
-from tasks.tracking.locks import FileLock, holder, is_held
 
 KEY = re.compile(r"[0-9a-f]{16}")
 """The name of a state folder: the beginning of the stage's key."""

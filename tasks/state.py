@@ -16,7 +16,7 @@ import psutil
 from rlhf_core.errors import UserError
 from tasks.companions import is_companion
 from tasks.definition import Definition, executable
-from tasks.tracking.locks import FileLock, holder
+from tasks.locks import FileLock, holder
 
 FINISHED = "finished"
 

@@ -23,6 +23,7 @@ CANNOT_CHANGE_RESULTS = {
     "rlhf_core.checkpoints": "resumable state; a resumed run ends in the same bytes",
     "rlhf_core.config.block": "strictness of parameters: it refuses values, it never changes one",
     "tasks.stage": "the contract around every stage; it writes no byte of an out",
+    "tasks.locks": "who works where",
     "tasks.state": "whose the state folder is, and when it goes",
     "tasks.journal": "resumable state; a resumed run ends in the same bytes",
     "tasks.interrupts": "when a stage stops",

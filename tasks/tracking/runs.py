@@ -20,8 +20,8 @@ from mlflow.entities import Dataset, DatasetInput, InputTag, Metric, Param, Run,
 from mlflow.exceptions import MlflowException
 from mlflow.tracking import MlflowClient
 
+from tasks.locks import FileLock
 from tasks.tracking import settings
-from tasks.tracking.locks import FileLock
 from tasks.tracking.outbox import Event, State, Unreachable, now_ms
 
 LOCK_SECONDS = 20.0

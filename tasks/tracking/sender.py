@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tasks.locks import FileLock
 from tasks.tracking import outbox, settings
-from tasks.tracking.locks import FileLock
 
 if TYPE_CHECKING:
     from tasks.tracking.runs import Shipper

@@ -19,7 +19,7 @@ from flows.graph import read_graph
 from flows.pipeline import PipelineFailed, pipeline
 from flows.rwlock import sweep
 from rlhf_core.errors import UserError
-from tasks.tracking.locks import FileLock
+from tasks.locks import FileLock
 
 if TYPE_CHECKING:
     from tests.conftest import Project

@@ -14,7 +14,8 @@ from flows.clean import look, readable, remove, render
 from tasks.definition import Definition
 from tasks.leftovers import Found, Leftover
 from tasks.leftovers import remove as remove_all
-from tasks.tracking.locks import FileLock
+from tasks.locks import FileLock
+from tasks.state import FINISHED
 from tasks.tracking.outbox import Outbox
 
 PROJECT = Path(__file__).resolve().parents[2]
@@ -27,7 +28,7 @@ STALE = "0123456789abcdef"
 HOLDER = """
 import sys, time
 from pathlib import Path
-from tasks.tracking.locks import FileLock
+from tasks.locks import FileLock
 
 assert FileLock(Path(sys.argv[1])).acquire()
 print("held", flush=True)
@@ -61,6 +62,17 @@ def paths(found: Found, root: Path) -> dict[str, str]:
 
 def clean(root: Path, everything: bool = False) -> str:
     return remove(root, look(root, everything).leftovers, everything)
+
+
+def test_state_of_a_finished_stage_goes_once_it_is_recorded(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(root)
+    (root / "worker.py").write_text("open('one.out', 'w').write('1')", encoding="utf-8")
+    state = root / present(root, "one")
+    (state / FINISHED).touch()
+    assert state.relative_to(root).as_posix() not in paths(look(root, False), root), "nobody has recorded it"
+    with Repo(str(root)) as repo:
+        repo.reproduce("one")
+    assert paths(look(root, False), root)[state.relative_to(root).as_posix()] == "state of a finished stage"
 
 
 def test_state_of_another_key_goes_and_of_the_present_one_stays(root: Path) -> None:

@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 from mlflow.tracking import MlflowClient
 
+from tasks.locks import FileLock
 from tasks.tracking import outbox, runs, sender
-from tasks.tracking.locks import FileLock
 from tasks.tracking.outbox import State
 from tasks.tracking.tracker import PipelineIdentity, Tracker
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tasks.locks import FileLock, is_held
 from tasks.tracking import outbox
-from tasks.tracking.locks import FileLock, is_held
 from tasks.tracking.outbox import Outbox, State
 from tasks.tracking.tracker import PipelineIdentity, PipelineTracker, flatten
 
