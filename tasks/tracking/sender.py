@@ -1,4 +1,5 @@
-"""The sender: carries outboxes to MLflow, in one go (`drain`) or beside a stage while it works (`SenderProcess`).
+"""The sender: carries outboxes to MLflow, in one go (`drain`) or beside a stage while it works (`SenderProcess`), which
+also sends what earlier stages had to leave.
 
 Order and turns only: one sender an outbox at a time, outboxes of one stage key strictly in turn, an outbox is deleted
 when all of it has arrived. What an event becomes in MLflow stands in `runs.py`. Beside a stage it is a process and not
@@ -161,6 +162,7 @@ def accompany(root: Path, folder: Path, uri: str, warn: Warn) -> None:
                 if _precedes(older, folder):
                     deliver(root, older, shipper, _never)
             deliver(root, folder, shipper, _never)
+            _deliver_abandoned(root, folder, shipper)
             failures, pause = 0, GATHER_SECONDS if end == float("inf") else 0.1
         except outbox.Unreachable as error:
             where = settings.without_credentials(uri)
@@ -172,6 +174,17 @@ def accompany(root: Path, folder: Path, uri: str, warn: Warn) -> None:
             pause = min(LONGEST_PAUSE_SECONDS, 2.0**failures) if end == float("inf") else 0.2
             if failures == ATTEMPTS_AT_THE_END and end < float("inf"):
                 return
+
+
+def _deliver_abandoned(root: Path, own: Path, shipper: Shipper) -> None:
+    """What stages left that ended before MLflow had all of it; given up as soon as our owner ends."""
+
+    def owner_ends() -> bool:
+        return bool(select.select([sys.stdin], [], [], 0)[0])
+
+    for other in outbox.pending(root):
+        if other != own and not outbox.is_owned(other) and not owner_ends():
+            deliver(root, other, shipper, owner_ends)
 
 
 def _precedes(other: Path, folder: Path) -> bool:

@@ -86,6 +86,23 @@ def test_the_sender_sends_while_the_stage_works_and_prints_nothing(
     assert not list(outbox.outbox_folder(root).iterdir())
 
 
+def test_the_sender_sends_what_an_earlier_stage_had_to_leave(
+    root: Path, pipeline: PipelineIdentity, look: Look
+) -> None:
+    left = Tracker.open(root, "ingest", "cd" * 32, pipeline, send=False, system_seconds=0)
+    left.metrics({"ingest/rows": 7.0}, step=0)
+    left.close("FINISHED")
+    tracker = Tracker.open(root, "sft", KEY, pipeline, system_seconds=0)
+    deadline = time.monotonic() + 20
+    while len(outbox.pending(root)) > 1:
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+    tracker.close("FINISHED")
+    found = {run.info.run_name: run for run in children(look())}
+    assert found["ingest"].data.metrics == {"ingest/rows": 7.0}
+    assert {run.info.status for run in found.values()} == {"FINISHED"}
+
+
 def test_a_crash_between_sending_and_noting_it_doubles_nothing(
     root: Path, pipeline: PipelineIdentity, look: Look, monkeypatch: pytest.MonkeyPatch
 ) -> None:
