@@ -1,11 +1,10 @@
 """The order of `dvc.lock`. Stages that run side by side enter it as they end; `dvc repro` enters them in the order of
 the graph. Only the order is touched here, never an entry."""
 
-import os
-import tempfile
 from pathlib import Path
 
 from flows.graph import Graph
+from rlhf_core import files
 
 
 def entries(root: Path) -> tuple[str, ...]:
@@ -44,8 +43,6 @@ def _rewrite(path: Path, order: tuple[str, ...]) -> None:
     stages = content["stages"]
     for name in order:
         stages.move_to_end(name)
-    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=".dvc.lock.")
-    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-        file.write(dumps_yaml(content))
-    Path(temporary).chmod(path.stat().st_mode)
-    Path(temporary).replace(path)
+    with files.whole(path) as place:
+        place.write_text(dumps_yaml(content), encoding="utf-8")
+        place.chmod(path.stat().st_mode)

@@ -25,6 +25,7 @@ def seal(folder: Path) -> None:
     noted = json.dumps(_checksums(folder), indent=1)
     with files.whole(folder / SEAL) as place:
         place.write_text(noted, encoding="utf-8")
+    files.flush_entry(folder)
 
 
 def damage(folder: Path) -> str | None:
@@ -60,6 +61,10 @@ class Checkpoints:
             place.mkdir()
             yield place
             seal(place)
+        self.prune()
+
+    def prune(self) -> None:
+        """Keep the last two."""
         for old in self._all()[:-KEPT]:
             files.remove(old)
 
@@ -69,7 +74,7 @@ class Checkpoints:
             problem = damage(folder)
             if problem is None:
                 return folder
-            self._say(f"{folder.name} {problem} and is not used; the one before it is")
+            self._say(f"{folder.name} {problem} and is not used")
             files.remove(folder)
         return None
 

@@ -42,7 +42,12 @@ def replace(source: Path, target: Path) -> None:
     if target.is_dir() or source.is_dir():
         remove(target)
     source.replace(target)
-    _fsync(target.parent)
+    flush_entry(target)
+
+
+def flush_entry(path: Path) -> None:
+    """Wait until the disk knows that there is something of this name."""
+    _fsync(path.parent)
 
 
 def append(path: Path, data: bytes) -> None:
@@ -50,6 +55,7 @@ def append(path: Path, data: bytes) -> None:
     with path.open("ab") as file:
         file.write(data)
     _fsync(path)
+    flush_entry(path)
 
 
 def remove(path: Path) -> None:

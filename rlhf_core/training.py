@@ -99,7 +99,6 @@ def trainer_arguments(run: Run, schedule: Schedule, **extra: Any) -> TrainingArg
         logging_nan_inf_filter=False,
         save_strategy="steps",
         save_steps=run.checkpoint_every,
-        save_total_limit=2,
         report_to=[],
         disable_tqdm=True,
         **extra,
@@ -186,5 +185,6 @@ class SealCheckpoints(TrainerCallback):
             if path.exists():
                 shutil.copyfile(path, folder / path.name)
         seal(folder)
+        Checkpoints(folder.parent).prune()
         if self.run.stopping.is_asked():
             raise KeyboardInterrupt

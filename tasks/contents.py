@@ -19,13 +19,17 @@ CHUNK_BYTES = 2**20
 
 
 def content_hash(output: Any) -> str:
-    """The hash of the bytes of a DVC output or dependency, a file or a folder; every byte is read."""
-    store = copy.copy(output.repo.cache.local)
-    store.state = StateNoop()
-    _, _, found = build(
-        store, output.fs_path, output.fs, output.hash_name, ignore=output.dvcignore, dry_run=True,
-    )  # fmt: skip
+    """The hash of the bytes of a DVC output or dependency, a file or a folder."""
+    found = read(output.repo, output.fs_path, output.dvcignore, output.fs, output.hash_name)
     return str(found.hash_info.value)
+
+
+def read(repo: Repo, path: str, ignore: Any, system: Any = None, kind: str = "md5") -> Any:
+    """What DVC makes of a file or folder, its `hash_info` and members; every byte is read."""
+    store = copy.copy(repo.cache.local)
+    store.state = StateNoop()
+    _, _, found = build(store, path, system or repo.fs, kind, ignore=ignore, dry_run=True)
+    return found
 
 
 def address(stage: Any, root: Path) -> str:

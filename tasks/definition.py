@@ -98,7 +98,8 @@ class Definition:
         return digest({"cmd": self._stage.cmd, "params": self.tracked(params), "deps": hashes})
 
     def recorded_key(self) -> str | None:
-        """The key of the execution that dvc.lock records; None where it records none."""
+        """The key of the execution that dvc.lock records and whose outputs DVC's cache holds; None where there is
+        none."""
         params: dict[str, Any] = {}
         hashes: dict[str, str | None] = {}
         for dep in self._stage.deps:
@@ -106,9 +107,15 @@ class Definition:
                 params |= dep.hash_info.value or {}
             else:
                 hashes[dep.def_path] = dep.hash_info.value
-        if self._stage.cmd_changed or None in hashes.values():
+        if self._stage.cmd_changed or None in hashes.values() or not all(map(_is_cached, self._stage.outs)):
             return None
         return digest({"cmd": self._stage.cmd, "params": params, "deps": hashes})
+
+
+def _is_cached(out: Any) -> bool:
+    if not out.use_cache:
+        return True
+    return bool(out.hash_info) and Path(out.repo.cache.local.oid_to_path(out.hash_info.value)).exists()
 
 
 def is_code(path: str) -> bool:

@@ -17,7 +17,7 @@ from tasks.definition import Definition, executable
 from tasks.locks import FileLock, holder, is_held
 from tasks.params.loader import PARAMS_FILE, read_yaml
 from tasks.recorded import repository
-from tasks.state import FINISHED
+from tasks.state import FINISHED, lock_file
 from tasks.tracking import outbox, settings
 
 KEY = re.compile(r"[0-9a-f]{16}")
@@ -96,7 +96,7 @@ def _of_stage(
     repo: Repo, root: Path, name: str, stage: Any, everything: bool, found: Found, mine: bool = False
 ) -> None:
     """The leftovers of one stage; `stage` is None where dvc.yaml has it no longer, `mine`: we hold its lock."""
-    lock = root / "work" / f"{name}.lock"
+    lock = lock_file(root, name)
     olds = sorted((root / "work" / name).glob("*.lock"))
     if held := next((place for place in [lock, *olds] if not mine and is_held(place)), None):
         found.stays.append(f"{name}: process {holder(held) or '?'} runs this stage; nothing of it is touched")
@@ -142,7 +142,7 @@ def _present_key(repo: Repo, root: Path, name: str) -> tuple[str, str]:
 
 def _remove_of_stage(root: Path, stage: str, agreed: list[Leftover], everything: bool) -> list[Leftover]:
     """While we hold the stage's lock nobody begins it. The lock's own file goes only with a stage that is no more."""
-    place = root / "work" / f"{stage}.lock"
+    place = lock_file(root, stage)
     place.parent.mkdir(exist_ok=True)
     lock = FileLock(place)
     if not lock.acquire():

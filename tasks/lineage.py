@@ -16,8 +16,8 @@ from tasks.definition import RAW, digest, executable
 from tasks.recorded import (
     Record,
     commit_of,
-    content_hash,
     from_cache,
+    hash_at,
     made_by,
     made_once,
     recorded,
@@ -75,7 +75,7 @@ class Lineage:
         out = next((out for out in self.outs if inside == out or inside.startswith(f"{out}/")), None)
         if out is None:
             return self._copied(place)
-        lies = content_hash(self.repo, self.root / out)
+        lies = hash_at(self.repo, self.root / out)
         said = next((record.outs[out] for record in self.records.values() if out in record.outs), None)
         if lies is not None and lies != said and made_once(self.root, out, lies):
             return self.node(out, lies)  # an older version, brought back
@@ -91,7 +91,7 @@ class Lineage:
         if own is None:
             what = "holds no provenance.json" if place.exists() else "file not found"
             raise UserError(f"{place}: {what}, and is no out of dvc.yaml (`dvc dag --outs` shows them)")
-        lies = content_hash(self.repo, place) or ""
+        lies = hash_at(self.repo, place) or ""
         named = [record for record in self.records.values() if lies in record.outs.values()]
         origin = next(iter(named), None) or made_once(self.root, None, lies)
         if origin is None:
@@ -121,7 +121,7 @@ class Lineage:
 
     def state(self, path: str, digest: str) -> State:
         """Whether the workspace holds this content at `path`."""
-        lies = content_hash(self.repo, self.root / path)
+        lies = hash_at(self.repo, self.root / path)
         return "missing" if lies is None else "as recorded" if lies == digest else "changed since"
 
     def _own_record(self, path: str, digest: str, state: State) -> Record | None:

@@ -34,6 +34,7 @@ from tasks.jsonl import Row, write_jsonl
 from tasks.judges import judge_of
 from tasks.params.loader import read_yaml
 from tasks.progress import Progress
+from tasks.raw import below_raw
 from tasks.stage import Stage, run
 from tasks.tokens import fitting, prompt_encoder
 from tasks.trust import trusts
@@ -120,10 +121,7 @@ def read_text(stage: Stage[PPOConfig], tokenizer: PreTrainedTokenizerBase, conte
         return []
     if settings.tokens > context:
         raise UserError(f"ppo.ptx.tokens is {settings.tokens}, longer than the model's context of {context}")
-    raw = (stage.root / "data" / "raw").resolve()
-    path = raw / settings.file
-    if not path.resolve().is_relative_to(raw):
-        raise UserError(f"ppo.ptx.file: {settings.file} lies outside data/raw/; put the text there")
+    path = below_raw(stage.root / "data" / "raw", settings.file, "ppo.ptx.file")
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
@@ -174,7 +172,7 @@ def train(stage: Stage[PPOConfig], trainer: PPOTrainer, watched: list[Row]) -> R
     """All steps, from the last checkpoint if there is one. Raises UserError at an alert, where `runtime.on_alert` says
     stop."""
     checkpoints, record = Checkpoints(stage.state_dir, stage.say), Record(Monitor(stage.params))
-    if (state := checkpoint.load(checkpoints)) is not None:
+    if (state := checkpoint.load(checkpoints, trainer.processes)) is not None:
         trainer.load_state_dict(state["trainer"])
         record.load_state_dict(state["record"])
         stage.say(f"continues after step {trainer.steps_done}")

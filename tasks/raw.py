@@ -6,7 +6,7 @@ from pathlib import Path
 
 from rlhf_core.errors import UserError
 
-CACHED = re.compile(r"/files/md5/[0-9a-f]{2}/[0-9a-f]{30}(\.dir)?")
+CACHED = re.compile(r"/files/md5/[0-9a-f]{2}/[0-9a-f]{30}$")
 """The end of a path in DVC's cache: where it links instead of copying (`cache.type symlink`), the links lead there."""
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 

@@ -14,7 +14,7 @@ from dvc.repo import Repo
 
 from rlhf_core.errors import UserError
 from tasks.definition import executable
-from tasks.recorded import Record, content_hash, files_below, listing, recorded, sizes
+from tasks.recorded import Record, files_below, hash_at, listing, recorded, sizes
 
 HEADROOM = 200 * 2**20
 """Bytes beside inputs and outputs: code, logs, the outbox."""
@@ -76,7 +76,7 @@ def _check(repo: Repo, root: Path, stage: Any, records: dict[str, Record], made:
         if maker is not None:
             changed += [path] if maker.outs[path] != files[path] else []
         elif path not in made and not _partly_missing(repo, root, path):
-            changed += [path] if content_hash(repo, root / path) != files[path] else []
+            changed += [path] if hash_at(repo, root / path) != files[path] else []
     if changed:
         raise UserError(f"dvc.lock is not that of {name} as it is now ({', '.join(changed)}); run `dvc repro` first")
     return {path: value for path, value in files.items() if path not in made}
@@ -118,9 +118,9 @@ def fill(repo: Repo, root: Path, clone: Path, what: Plan) -> None:
         _place(repo, root, clone, path, digest)
     with Repo(str(clone)) as twin:
         for path, digest in what.outside.items():
-            if content_hash(twin, clone / path) != digest:
+            if hash_at(twin, clone / path) != digest:
                 _place(repo, root, clone, path, digest)
-                if content_hash(twin, clone / path) != digest:
+                if hash_at(twin, clone / path) != digest:
                     raise UserError(f"{path}: not what dvc.lock records; run `dvc repro` first")
 
 
@@ -134,7 +134,7 @@ def tracked_files(root: Path) -> list[str]:
 
 def _place(repo: Repo, root: Path, clone: Path, path: str, digest: str) -> None:
     """The content with this hash, from the workspace or else DVC's cache."""
-    if content_hash(repo, root / path) == digest:
+    if hash_at(repo, root / path) == digest:
         files = [(name, root / path / name if name else root / path) for name in files_below(repo, root / path)]
     else:
         files = listing(repo, digest)

@@ -12,11 +12,11 @@ from typing import Any
 
 from dvc.exceptions import DvcException
 from dvc.repo import Repo
-from dvc_data.hashfile.build import build
 from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
 from rlhf_core.errors import UserError
+from tasks.contents import read
 from tasks.definition import is_code
 
 LOCK_FILE = "dvc.lock"
@@ -146,7 +146,7 @@ def _git(root: Path, *words: str) -> str:
     return done.stdout if done.returncode == 0 else ""
 
 
-def content_hash(repo: Repo, path: Path) -> str | None:
+def hash_at(repo: Repo, path: Path) -> str | None:
     """The hash that DVC gives to what lies at `path` (absolute; a file or folder); None where nothing lies."""
     if not path.exists():
         return None
@@ -160,9 +160,7 @@ def files_below(repo: Repo, path: Path) -> list[str]:
 
 def _object(repo: Repo, path: Path) -> Any:
     inside = path.resolve().is_relative_to(Path(repo.root_dir).resolve())
-    ignore = repo.dvcignore if inside else None
-    _, _, found = build(repo.cache.local, str(path), repo.fs, "md5", dry_run=True, ignore=ignore)
-    return found
+    return read(repo, str(path), repo.dvcignore if inside else None)
 
 
 def from_cache(repo: Repo, digest: str, name: str) -> bytes | None:

@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Generic, Literal, NoReturn, TypeVar
 
+import psutil
 from dvc.repo import Repo
 from pydantic import Field
 
@@ -23,7 +24,7 @@ from rlhf_core.config.block import Block
 from rlhf_core.errors import UserError, is_out_of_memory
 from tasks import provenance, state
 from tasks.companions import follow_quietly, is_companion
-from tasks.definition import Definition, pipeline_identity
+from tasks.definition import Definition, is_code, pipeline_identity
 from tasks.interrupts import Interrupts
 from tasks.journal import Journal
 from tasks.jsonl import Row
@@ -46,6 +47,9 @@ FULL = (
     "basic_ios::clear: iostream error",
 )
 """How libraries word that a disk is full."""
+
+CLOCK_SECONDS = 1.0
+"""How exactly the start of a process is known."""
 
 Model = TypeVar("Model", bound=Block)
 Item = TypeVar("Item")
@@ -224,7 +228,7 @@ def _tell_driver(outcome: dict[str, Any]) -> None:
 
 def _run(name: str, model: type[Model], execute: Execute[Model], tracked: bool, interrupts: Interrupts) -> str:
     """Steps 1 to 5 of the contract. Returns the stage key."""
-    recorded_later = state.under_dvc()
+    recorded_later = state.under_dvc(name)
     _quiet_libraries()
     content = read_yaml()
     params = parse(model, content.get(name, {}), name)
@@ -236,6 +240,8 @@ def _run(name: str, model: type[Model], execute: Execute[Model], tracked: bool, 
             require_declared_versions()
         hashes = definition.hashes()
         definition.require_sound(hashes)
+        if recorded_later:
+            require_older_code(definition, psutil.Process().create_time())
         rows = load(root, definition.inputs)
         key = definition.key(content, hashes)
         state_dir, continues = state.begin(definition, key)
@@ -267,6 +273,8 @@ def _run(name: str, model: type[Model], execute: Execute[Model], tracked: bool, 
             stage.outputs.commit()
             for act in stage.afterwards:
                 act()
+        now = Definition(name, repo)
+        _require_unchanged(hashes | definition.tracked(content), now.hashes() | now.tracked(read_yaml()))
         state.end(state_dir, recorded_later)
     return key
 
@@ -325,9 +333,19 @@ def _tracked(stage: Stage[Any]) -> Iterator[None]:
             stage.tracker.close(status)
 
 
+def require_older_code(definition: Definition, started: float) -> None:
+    """Raise UserError when code of the stage was edited since this process `started` (seconds since 1970): what it has
+    loaded by now is not what DVC would record."""
+    root = Path(definition.repo.root_dir)
+    code = [path for path in definition.inputs if is_code(path)]
+    edited = [path for path in code if (root / path).stat().st_mtime > started + CLOCK_SECONDS]
+    if edited:
+        raise UserError(f"{', '.join(edited)} changed while the stage started; run it again")
+
+
 def _require_unchanged(before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
     """Raise UserError when an input file or parameter changed during the run: DVC would record the new one as what
     was used."""
     changed = sorted(name for name in before if before[name] != after.get(name))
     if changed:
-        raise UserError(f"{', '.join(changed)} changed while the stage ran; nothing was written, run it again")
+        raise UserError(f"{', '.join(changed)} changed while the stage ran; nothing was recorded, run it again")

@@ -6,12 +6,11 @@ outputs, and would then start the stage again. So the state of a stage that DVC 
 goes when `dvc.lock` has the record: at the start of the next stage.
 """
 
+import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
-
-import psutil
 
 from rlhf_core.errors import UserError
 from tasks.companions import is_companion
@@ -54,7 +53,7 @@ def folder_of(root: Path, name: str, key: str) -> Path:
 
 def begin(definition: Definition, key: str) -> tuple[Path, bool]:
     """The state folder, and whether an earlier process finished in it and was not recorded. Removes what is recorded,
-    of every stage: a stage that is run again although it is recorded starts from nothing."""
+    of every stage: a stage that is run again although DVC has its results starts from nothing."""
     root = Path(definition.repo.root_dir)
     folder = folder_of(root, definition.name, key)
     if not is_companion():
@@ -86,8 +85,6 @@ def _sweep(present: Definition, root: Path) -> None:
             lock.release()
 
 
-def under_dvc() -> bool:
-    """Whether a dvc has started this process. To be asked at the beginning: it may be killed meanwhile."""
-    with suppress(psutil.Error):
-        return any("dvc" in (Path(word).name for word in process.cmdline()) for process in psutil.Process().parents())
-    return False
+def under_dvc(name: str) -> bool:
+    """Whether a dvc runs this stage, and will record it; it tells its commands so."""
+    return os.environ.get("DVC_STAGE", "").rpartition(":")[2] == name

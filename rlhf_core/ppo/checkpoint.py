@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from rlhf_core.checkpoints import Checkpoints
+from rlhf_core.ppo.processes import Processes
 
 STATE = "state.pt"
 
@@ -16,10 +17,13 @@ def save(checkpoints: Checkpoints, step: int, state: dict[str, Any]) -> None:
         torch.save(state, folder / STATE)
 
 
-def load(checkpoints: Checkpoints) -> dict[str, Any] | None:
-    """The newest whole state, tensors on the CPU; None where there is none."""
-    folder = checkpoints.newest()
-    return None if folder is None else read(folder / STATE)
+def load(checkpoints: Checkpoints, processes: Processes | None = None) -> dict[str, Any] | None:
+    """The newest whole state, tensors on the CPU; None where there is none. Of several processes the first one looks
+    for it, and all read it."""
+    newest = checkpoints.newest() if processes is None or processes.is_main else None
+    if processes is not None:
+        newest = processes.gather([newest])[0]
+    return None if newest is None else read(newest / STATE)
 
 
 def read(path: Path) -> dict[str, Any]:

@@ -37,6 +37,7 @@ def test_full_at_a_write_chosen_by_seed(
     tiny_run: "TinyRun", finished: "Project", stage_main: "Main", monkeypatch: pytest.MonkeyPatch, stage: str
 ) -> None:
     a_checkpoint_a_step(finished)
+    (finished.root / f"metrics/{stage}.json").write_text("{}", encoding="utf-8")
     before, left = finished.outputs(), random.Random(stage).randint(1, WRITES[stage])
     fsync = os.fsync
 

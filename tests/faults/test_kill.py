@@ -4,7 +4,7 @@ the same MLflow run. The killer is a `sitecustomize.py` in the stage's process; 
 import json
 import os
 import random
-import subprocess
+import shutil
 import sys
 import time
 from dataclasses import asdict, dataclass
@@ -15,6 +15,7 @@ import pytest
 from mlflow.tracking import MlflowClient
 from ruamel.yaml import YAML
 
+from rlhf_core import files
 from tasks.state import FINISHED
 from tasks.tracking.sender import drain
 
@@ -137,9 +138,10 @@ def moments(number: int, seed: int = 4) -> list[Moment]:
     return chosen
 
 
-def repro(project: "Project", stage: str, **environment: str) -> "subprocess.CompletedProcess[str]":
-    """`dvc repro` of one stage, which finds its results in no cache."""
-    return project.run(sys.executable, "-m", "dvc", "repro", "--single-item", "--no-run-cache", stage, **environment)
+def repro(project: "Project", stage: str, log: Path, **environment: str) -> int:
+    """`dvc repro` of one stage, which finds its results in no cache. Its exit status."""
+    words = ["-m", "dvc", "repro", "--single-item", "--no-run-cache", stage]
+    return project.run_into(log, sys.executable, *words, **environment)
 
 
 def lock(content: bytes) -> dict[str, Any]:
@@ -154,22 +156,28 @@ def outputs(project: "Project") -> tuple[dict[str, bytes], dict[str, Any]]:
     return found, lock(found.pop("dvc.lock"))
 
 
-def repro_until_done(project: "Project", stage: str) -> str:
-    """Again and again while an orphan is still at it. Returns what the last attempt said."""
+def repro_until_done(project: "Project", stage: str, log: Path) -> None:
+    """Again and again while an orphan is still at it."""
     deadline = time.monotonic() + PATIENCE
-    while (done := repro(project, stage)).returncode != 0:
-        assert "another process" in done.stderr, done.stdout + done.stderr
+    while repro(project, stage, log) != 0:
+        said = log.read_text(encoding="utf-8")
+        assert "another process" in said, said
         assert time.monotonic() < deadline, "an orphan that never ends"
         time.sleep(0.2)
-    return done.stdout
 
 
-def prepare(project: "Project", stage: str) -> None:
-    """As if the stage had never run; a checkpoint and a progress line a step."""
+def prepare(project: "Project", stage: str, fresh: bool) -> None:
+    """As if the stage had never run, or (`fresh`) as in a fresh clone, where it is recorded and no cache has it; a
+    checkpoint and a progress line a step."""
     path = project.root / "dvc.lock"
     content = YAML().load(path)
-    del content["stages"][stage]
-    YAML().dump(content, path)
+    if fresh:
+        for out in content["stages"][stage]["outs"]:
+            files.remove(project.root / out["path"])
+        shutil.rmtree(project.root / ".dvc" / "cache")
+    else:
+        del content["stages"][stage]
+        YAML().dump(content, path)
     project.set("runtime.checkpoint_every", 1)
     project.set("runtime.progress_seconds", 0.0001)
 
@@ -193,11 +201,24 @@ def stage_runs(project: "Project", stage: str) -> list[str]:
 def test_failure_01_killed_and_continued_is_the_same_bytes(
     tiny_run: "TinyRun", finished: "Project", tmp_path: Path, moment: Moment
 ) -> None:
-    prepare(finished, moment.stage)
-    killed = repro(finished, moment.stage, **moment.environment(tmp_path / "hook"))
-    assert killed.returncode != 0, "the moment never came"
-    repro_until_done(finished, moment.stage)
+    prepare(finished, moment.stage, fresh=moment.count % 2 == 0)
+    killed = repro(finished, moment.stage, tmp_path / "killed", **moment.environment(tmp_path / "hook"))
+    assert killed != 0, "the moment never came"
+    repro_until_done(finished, moment.stage, tmp_path / "log")
     assert outputs(finished) == outputs(tiny_run.project)
     done = list((finished.root / "work" / moment.stage).glob("*"))
     assert [path for path in done if not (path / FINISHED).exists()] == [], "half-done state of a finished stage"
     assert stage_runs(finished, moment.stage) == ["FINISHED", "FINISHED"], "the first run, and this one continued"
+
+
+def test_a_prefect_retry_continues_to_the_same_bytes(tiny_run: "TinyRun", finished: "Project", tmp_path: Path) -> None:
+    """Killed before its third progress line, tried again by the flow, where two lines are left."""
+    prepare(finished, "ppo", fresh=False)
+    shutil.rmtree(finished.root / ".dvc" / "cache" / "runs")
+    hook = Moment("ppo", "line", 3, "stage").environment(tmp_path / "hook")
+    words = ["-m", "flows.cli", "run", "ppo", "--retries", "1", "--retry-delay", "0"]
+    done = finished.run(sys.executable, *words, PREFECT_HOME=str(tmp_path / "prefect"), **hook)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "continues after step" in done.stdout
+    assert outputs(finished) == outputs(tiny_run.project)
+    assert stage_runs(finished, "ppo") == ["FINISHED", "FINISHED"]

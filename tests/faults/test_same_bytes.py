@@ -22,7 +22,7 @@ LOOPS = {"base": 4, "sft": 12, "preferences": 4, "reward": 4, "ppo": 4, "evaluat
 """A stage and a progress line near its end."""
 
 
-class PowerCut(BaseException):
+class CutOff(BaseException):
     """Ends the process where it stands."""
 
 
@@ -39,11 +39,11 @@ def cut_off(finished: "Project", stage_main: "Main", monkeypatch: pytest.MonkeyP
             update(progress, step, **values)
             told[0] += 1
             if told[0] == LOOPS[stage]:
-                raise PowerCut
+                raise CutOff
 
         with monkeypatch.context() as patch:
             patch.setattr(Progress, "update", updated)
-            with pytest.raises(PowerCut):
+            with pytest.raises(CutOff):
                 stage_main(finished, stage)
         return finished
 

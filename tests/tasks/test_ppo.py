@@ -126,14 +126,14 @@ def test_a_text_for_ptx_is_read_from_data_raw(
     assert "longer than the model's context" in stage_main(finished, "ppo").stderr
     finished.set("ppo.ptx.tokens", 8)
     finished.set("ppo.ptx.file", "../../params.yaml")
-    assert "outside data/raw/" in stage_main(finished, "ppo").stderr
+    assert "must stay below data/raw/" in stage_main(finished, "ppo").stderr
 
 
 def stage_with(project: "Project", block: str, **changes: Any) -> Any:
     """What the stage's helpers read of it, with other settings of one block."""
     values = YAML(typ="safe").load(project.root / "params.yaml")["ppo"]
     params = PPOConfig.model_validate(values | {block: {**values.get(block, {}), **changes}})
-    return SimpleNamespace(params=params, root=project.root, seed=1)
+    return SimpleNamespace(params=params, root=project.root, seed=1, common=SimpleNamespace(trust_remote_code=False))
 
 
 @pytest.mark.pipeline

@@ -194,7 +194,8 @@ def test_a_policy_is_registered_once_and_current_follows(root: Path, pipeline: P
 def test_a_table_is_one_that_mlflow_itself_loads(
     root: Path, pipeline: PipelineIdentity, look: Look, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # load_table asks the global address as well as the client's
+    # load_table asks the global address as well as the client's; a server that ran in this process has set it
+    monkeypatch.setattr("mlflow.tracking._tracking_service.utils._tracking_uri", None)
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{root}/mlflow.db")
     tracker = stage(root, pipeline)
     tracker.table("samples", [{"prompt": "old", "gold": 0.0}])
