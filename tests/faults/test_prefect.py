@@ -76,7 +76,10 @@ def freeze(server: psutil.Process) -> None:
     server.suspend()
 
 
-@pytest.mark.parametrize("strike", [kill, freeze])
+LONG = pytest.mark.skipif(os.environ.get("LEASH_FAULTS") != "all", reason="half a minute: LEASH_FAULTS=all runs it")
+
+
+@pytest.mark.parametrize("strike", [kill, pytest.param(freeze, marks=LONG)])
 def test_a_server_lost_in_mid_flow(strike: Callable[[psutil.Process], None], running: Any, serial: Any) -> None:
     root, process, family = running()
     (server,) = servers(family)

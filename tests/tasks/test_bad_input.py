@@ -277,7 +277,7 @@ def test_leash_run_says_the_same_and_keeps_every_output(
 ) -> None:
     before = finished.outputs()
     good = (finished.root / "params.yaml").read_bytes()
-    for name, value, _, says in (BAD_PARAMETERS[2], BAD_PARAMETERS[3]):
+    for name, value, _, says in BAD_PARAMETERS[2:3]:
         finished.set(name, value)
         one_line(leash_run(finished), "error", f"check: {says}")
         assert finished.outputs() == before
