@@ -108,3 +108,16 @@ def test_every_option_has_a_use_and_a_test_that_exists() -> None:
         for file, name in tests:
             texts = [path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob(f"{file}.py")]
             assert any(f"def {name}(" in text for text in texts), f"{file}::{name}"
+
+
+def test_every_test_that_reliability_names_exists() -> None:
+    text = (ROOT / "docs" / "reliability.md").read_text(encoding="utf-8")
+    paths = list((ROOT / "tests").rglob("test_*.py"))
+    sources = [path.read_text(encoding="utf-8") for path in paths]
+    files = set(re.findall(r"\b(test_\w+\.py)", text))
+    functions = set(re.findall(r"::(test_\w+)", text))
+    assert len(files) > 20
+    assert len(functions) > 60
+    assert files <= {path.name for path in paths}
+    missing = [name for name in functions if not any(f"def {name}(" in source for source in sources)]
+    assert missing == []
