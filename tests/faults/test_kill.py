@@ -212,13 +212,14 @@ def test_failure_01_killed_and_continued_is_the_same_bytes(
 
 
 def test_a_prefect_retry_continues_to_the_same_bytes(tiny_run: "TinyRun", finished: "Project", tmp_path: Path) -> None:
-    """Killed before its third progress line, tried again by the flow, where two lines are left."""
+    """Killed at its last step and tried again by the flow: two lines are left, so the killer strikes once."""
     prepare(finished, "ppo", fresh=False)
     shutil.rmtree(finished.root / ".dvc" / "cache" / "runs")
-    hook = Moment("ppo", "line", 3, "stage").environment(tmp_path / "hook")
+    hook = Moment("ppo", "line", 4, "stage").environment(tmp_path / "hook")
     words = ["-m", "flows.cli", "run", "ppo", "--retries", "1", "--retry-delay", "0"]
     done = finished.run(sys.executable, *words, PREFECT_HOME=str(tmp_path / "prefect"), **hook)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "continues after step" in done.stdout
-    assert outputs(finished) == outputs(tiny_run.project)
+    (made, record), (right, recorded) = outputs(finished), outputs(tiny_run.project)
+    assert (made, record["ppo"]) == (right, recorded["ppo"]), "the edit of `runtime` is `check`'s alone"
     assert stage_runs(finished, "ppo") == ["FINISHED", "FINISHED"]

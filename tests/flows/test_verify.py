@@ -1,5 +1,6 @@
 """`leash verify`: the recorded hashes against those of a rebuild from nothing, and a workspace that stays as it is."""
 
+import hashlib
 import json
 import os
 import shutil
@@ -92,10 +93,11 @@ def edit(root: Path, file: str, old: str, new: str) -> None:
     (root / file).write_text(text.replace(old, new), encoding="utf-8")
 
 
-def snapshot(root: Path) -> dict[str, bytes]:
-    """Every file of the workspace with its bytes, but those of git and DVC's notes on hashes."""
-    files = (path for path in root.rglob("*") if path.is_file())
-    return {str(path): path.read_bytes() for path in files if not {".git", "tmp"} & set(path.parts[len(root.parts) :])}
+def snapshot(root: Path) -> dict[str, str]:
+    """Every file of the workspace with the hash of its bytes, but git's, DVC's notes and what Python compiles."""
+    leave = {".git", "tmp", "__pycache__"}
+    files = [path for path in root.rglob("*") if path.is_file() and not leave & set(path.parts[len(root.parts) :])]
+    return {str(path): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 
 
 def rebuild(root: Path, *stages: str, keep: bool = False) -> Report:
