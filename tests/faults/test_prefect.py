@@ -99,6 +99,7 @@ def test_a_server_lost_in_mid_flow(strike: Callable[[psutil.Process], None], run
     assert (log_of(root), (root / "dvc.lock").read_bytes()) == (before, lock), "nothing was left to do"
 
 
+@LONG
 def test_a_run_cut_off_by_its_server_is_stopped_at_once_by_an_interrupt(running: Any) -> None:
     root, process, family = running()
     (server,) = servers(family)
@@ -113,6 +114,7 @@ def test_a_run_cut_off_by_its_server_is_stopped_at_once_by_an_interrupt(running:
     assert log_of(root) == ["one begin"]
 
 
+@LONG
 def test_a_killed_driver_leaves_nothing_running_and_the_next_waits_for_that(
     running: Any, leash: Leash, prefect_api: str
 ) -> None:
