@@ -73,8 +73,9 @@ def hear(event, details):
     if event == "open" and isinstance(details[0], str) and details[2] & (os.O_WRONLY | os.O_RDWR):
         if os.path.abspath(details[0]).startswith(os.getcwd() + os.sep):
             count("write")
-    if event == "os.rename" and str(details[0]).endswith(".partial") and "/work/" not in str(details[0]):
-        count("rename")
+    if event == "os.rename" and str(details[0]).endswith(".partial"):
+        if os.path.relpath(details[0]).split(os.sep)[0] in ("data", "metrics", "models", "plots"):
+            count("rename")
 
 
 class Lines:
