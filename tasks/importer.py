@@ -11,6 +11,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from rlhf_core.errors import UserError
+from rlhf_core.files import remove
 from tasks.sources.example import RAW
 from tasks.sources.files import data_files, read_file
 
@@ -101,26 +102,19 @@ def _replaced(target: Path, files: list[Path], source: Path) -> Iterator[None]:
         _restore(target, old, had_target)
         raise
     else:
-        _remove(old)
+        remove(old)
     finally:
-        _remove(fresh)
+        remove(fresh)
         with suppress(OSError):
             beside.rmdir()
 
 
 def _restore(target: Path, old: Path, had_target: bool) -> None:
     if old.exists():
-        _remove(target)
+        remove(target)
         old.replace(target)
     elif not had_target:
-        _remove(target)
-
-
-def _remove(path: Path) -> None:
-    if path.is_dir():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
+        remove(target)
 
 
 def _dvc_add(target: Path, root: Path) -> None:

@@ -2,8 +2,8 @@
 the stage's lock, and never what MLflow has yet to receive. What a person sees of it: `flows/clean.py`."""
 
 import re
-import shutil
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from dvc.repo import Repo
 
 from rlhf_core.errors import UserError
 from rlhf_core.files import beside
+from rlhf_core.files import remove as remove_path
 from tasks.definition import Definition, executable
 from tasks.locks import FileLock, holder, is_held
 from tasks.params.loader import PARAMS_FILE, read_yaml
@@ -164,10 +165,8 @@ def _remove_of_stage(root: Path, stage: str, agreed: list[Leftover], everything:
 
 def _delete(path: Path) -> bool:
     """True when it is gone."""
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path, ignore_errors=True)
-    else:
-        path.unlink(missing_ok=True)
+    with suppress(OSError):
+        remove_path(path)
     return not path.exists()
 
 

@@ -92,11 +92,7 @@ def raw(project: "Project") -> Callable[[bytes], "Project"]:
         for place in [*(f"data/ingest/{name}.jsonl" for name in OUTS), "metrics/ingest.json"]:
             (project.root / place).parent.mkdir(parents=True, exist_ok=True)
             (project.root / place).write_text("of an earlier run\n", encoding="utf-8")
-        (project.root / "data/check.ok").write_text("params.yaml is valid\n", encoding="utf-8")
-        project.set("ingest.source", "files")
-        project.set("ingest.files", {"path": "set"})
-        project.set("preferences.source", "dataset")
-        project.set("runtime.tracking", False)
+        project.use_files()
         return project
 
     return write

@@ -85,11 +85,7 @@ def many(project: "Project") -> "Project":
     write_jsonl(
         file, ({"prompt": transcript(p), "chosen": f" {good}", "rejected": f" {bad}"} for p, good, bad in pairs)
     )
-    (project.root / "data/check.ok").write_text("params.yaml is valid\n", encoding="utf-8")
-    project.set("ingest.source", "files")
-    project.set("ingest.files", {"path": "set"})
-    project.set("preferences.source", "dataset")
-    project.set("runtime.tracking", False)
+    project.use_files()
     return project
 
 

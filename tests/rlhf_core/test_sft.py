@@ -200,11 +200,13 @@ def test_failure_01_a_checkpoint_that_was_cut_short_is_passed_over(
         assert same_weights(resumed, whole)
 
 
-def test_the_checkpoint_interval_changes_no_result(build_lm: Build, make_run: MakeRun) -> None:
+def test_the_checkpoint_interval_changes_no_result(build_lm: Build, make_run: MakeRun, tmp_path: Path) -> None:
     often, seldom = build_lm(), build_lm()
     train(often, CONFIG, make_run("often", checkpoint_every=1))
     train(seldom, CONFIG, make_run("seldom", checkpoint_every=100))
     assert same_weights(often, seldom)
+    kept = [len(list((tmp_path / name / "trainer").glob("checkpoint-*"))) for name in ("often", "seldom")]
+    assert kept == [2, 1], "the last two, and the one at the end"
 
 
 def test_a_loss_that_is_not_finite_stops_the_run(build_lm: Build, make_run: MakeRun, tmp_path: Path) -> None:

@@ -93,11 +93,7 @@ def raw(project: "Project") -> Callable[[str], "Project"]:
     def write(text: str) -> "Project":
         (project.root / "data/raw/set").mkdir(parents=True)
         (project.root / "data/raw/set/train.jsonl").write_text(text, encoding="utf-8")
-        (project.root / "data/check.ok").write_text("params.yaml is valid\n", encoding="utf-8")
-        project.set("ingest.source", "files")
-        project.set("ingest.files", {"path": "set"})
-        project.set("preferences.source", "dataset")
-        project.set("runtime.tracking", False)
+        project.use_files()
         return project
 
     return write

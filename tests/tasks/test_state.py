@@ -1,6 +1,7 @@
 """When the state of a stage goes: not before DVC has recorded what was made from it."""
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -24,7 +25,7 @@ stages:
 """
 PARAMS = "threads: 1\nseed: 1\nlong_rows: refuse\nruntime: {tracking: false}\ntoy: {word: hello}\nnext: {word: bye}\n"
 CODE = """
-import sys
+import os, sys, psutil
 from rlhf_core.config.block import Block
 from tasks.stage import run
 
@@ -33,6 +34,8 @@ class Toy(Block):
 
 def execute(stage):
     checkpoint = stage.state_dir / "checkpoint"
+    if "LEASH_TEST_KILL_DVC" in os.environ:
+        next(process for process in psutil.Process().parents() if "dvc" in process.cmdline()).kill()
     print("continued" if checkpoint.exists() else "trained", flush=True)
     checkpoint.write_text("kept")
     stage.out({"toy": "out.txt", "next": "next.txt"}[stage.name]).write_text(stage.params.word, encoding="utf-8")
@@ -51,10 +54,11 @@ def toy(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def repro(toy: Path, *words: str) -> tuple[int, str]:
+def repro(toy: Path, *words: str, **more: str) -> tuple[int, str]:
+    """(exit status, what the stage said of itself), once every process that prints has ended."""
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     command = [sys.executable, "-m", "dvc", "repro", "--single-item", *words]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "PATH": path}
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "PATH": path} | more
     done = subprocess.run(command, cwd=toy, env=environment, capture_output=True, text=True, check=False)
     said = [word for word in ("continued", "trained") if word in done.stdout.splitlines()]
     return done.returncode, " ".join(said)
@@ -86,6 +90,18 @@ def test_a_stage_whose_outputs_dvc_could_not_store_continues(toy: Path) -> None:
     assert repro(toy, "toy") == (0, "continued")
     assert repro(toy, "next") == (0, "trained")
     assert states(toy) == []
+
+
+def test_what_is_recorded_and_in_no_cache_continues(toy: Path) -> None:
+    """As in a fresh clone, whose dvc.lock is committed."""
+    assert repro(toy, "toy") == (0, "trained")
+    assert repro(toy, "next") == (0, "trained")
+    shutil.rmtree(toy / ".dvc" / "cache")
+    (toy / "out.txt").unlink()
+    assert repro(toy, "toy", LEASH_TEST_KILL_DVC="1") == (-9, "trained")
+    assert states(toy) == [["checkpoint", FINISHED]]
+    (toy / "out.txt").unlink()
+    assert repro(toy, "toy") == (0, "continued")
 
 
 def test_by_hand_it_goes_at_once(toy: Path) -> None:

@@ -2,6 +2,7 @@
 
 import pickle
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -31,6 +32,21 @@ def test_failure_01_the_newest_whole_state_comes_back(tmp_path: Path) -> None:
     file = tmp_path / "checkpoint-100" / checkpoint.STATE
     file.write_bytes(file.read_bytes()[:-1])
     assert (checkpoint.load(checkpoints) or {})["trainer"]["steps_done"] == 9
+
+
+def test_of_several_processes_the_first_looks_and_all_read_what_it_found(tmp_path: Path) -> None:
+    """The others neither judge nor remove: two that did would stumble over each other."""
+    checkpoints = Checkpoints(tmp_path, lambda _: None)
+    for step in (1, 2):
+        checkpoint.save(checkpoints, step, state(step))
+    (tmp_path / "checkpoint-2" / checkpoint.STATE).write_bytes(b"damaged")
+    found = tmp_path / "checkpoint-1"
+    follower: Any = SimpleNamespace(is_main=False, gather=lambda items: [found, *items])
+    assert (checkpoint.load(checkpoints, follower) or {})["trainer"]["steps_done"] == 1
+    assert (tmp_path / "checkpoint-2").exists()
+    leader: Any = SimpleNamespace(is_main=True, gather=lambda items: [*items, None])
+    assert (checkpoint.load(checkpoints, leader) or {})["trainer"]["steps_done"] == 1
+    assert not (tmp_path / "checkpoint-2").exists()
 
 
 class Attack:
