@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from rlhf_core.config.sft import SFTConfig
 from rlhf_core.errors import NonFiniteError
 from rlhf_core.sft import IGNORED, Collator, Demonstration, KeepBest, SFTResult, fine_tune, response_loss
-from rlhf_core.training import Run
+from rlhf_core.training import NeverStops, Run
 
 Build = Callable[..., PreTrainedModel]
 MakeRun = Callable[..., Run]
@@ -198,6 +198,29 @@ def test_failure_01_a_checkpoint_that_was_cut_short_is_passed_over(
         resumed = build_lm(seed=9)
         train(resumed, CONFIG, run)
         assert same_weights(resumed, whole)
+
+
+def test_a_run_that_is_asked_to_stop_saves_its_step_and_continues_there(
+    build_lm: Build, make_run: MakeRun, tmp_path: Path
+) -> None:
+    class Asked(NeverStops):
+        seen = 0
+
+        def is_asked(self) -> bool:
+            return self.seen >= 1
+
+    whole, stopping, seen = build_lm(), Asked(), []
+    train(whole, CONFIG, make_run("whole"))
+    run = make_run("asked", checkpoint_every=100)
+    with pytest.raises(KeyboardInterrupt):
+        train(
+            build_lm(), CONFIG, replace(run, stopping=stopping, report=lambda step, *_: setattr(stopping, "seen", step))
+        )
+    assert [path.name for path in (tmp_path / "asked" / "trainer").glob("checkpoint-*")] == ["checkpoint-2"]
+    resumed = build_lm(seed=9)
+    train(resumed, CONFIG, replace(run, report=lambda step, *_: seen.append(step)))
+    assert min(seen) == 3
+    assert same_weights(resumed, whole)
 
 
 def test_the_checkpoint_interval_changes_no_result(build_lm: Build, make_run: MakeRun, tmp_path: Path) -> None:

@@ -87,6 +87,18 @@ def test_an_unfinished_run_of_the_key_continues_and_a_finished_one_does_not(
     assert [len(look().get_metric_history(run.info.run_id, "kl")) for run in found] == [1, 1]
 
 
+def test_a_finished_run_continues_where_nobody_recorded_what_it_made(
+    root: Path, pipeline: PipelineIdentity, look: Look
+) -> None:
+    for step, continues in ((1, False), (2, True)):
+        tracker = Tracker.open(root, "ppo", "ab" * 32, pipeline, send=False, system_seconds=0, continues=continues)
+        tracker.metrics({"ppo/kl": 1.0}, step=step)
+        tracker.close("FINISHED")
+    drain(root)
+    (run,) = all_runs(look())["children"]
+    assert (run.info.status, run.data.tags["leash.restarts"]) == ("FINISHED", "1")
+
+
 def test_the_run_of_another_checkout_is_left_alone(
     root: Path, pipeline: PipelineIdentity, look: Look, monkeypatch: pytest.MonkeyPatch
 ) -> None:
