@@ -65,12 +65,16 @@ def _type(field: FieldInfo) -> str:
 
 def _name(annotation: Any) -> str:
     origin = typing.get_origin(annotation)
+    if origin is typing.Annotated:
+        return _name(typing.get_args(annotation)[0])
     if origin is typing.Literal:
         return " \\| ".join(f"`{value}`" for value in typing.get_args(annotation))
     if origin in (types.UnionType, typing.Union):
         return " or ".join("null" if part is type(None) else _name(part) for part in typing.get_args(annotation))
     if origin is list:
         return f"list of {_name(typing.get_args(annotation)[0])}"
+    if origin is dict:
+        return "mapping"
     names = {int: "integer", float: "number", str: "text", bool: "true or false"}
     return names.get(annotation, str(annotation))
 

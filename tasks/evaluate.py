@@ -69,7 +69,7 @@ def execute(stage: Stage[EvaluateParams]) -> None:
     kept, too_long = fitting(
         stage,
         HELDOUT,
-        stage.read(HELDOUT)[: stage.params.prompts],
+        stage.read(HELDOUT)[: stage.params.max_prompts],
         prompt_encoder(tokenizer),
         context_length(models["sft"]),
         reserve=stage.params.max_new_tokens,

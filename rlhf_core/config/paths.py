@@ -22,3 +22,14 @@ def stay_below(value: str) -> str:
 
 BelowRaw = Annotated[str, AfterValidator(stay_below)]
 """A path below data/raw/ (or the id of something on a hub)."""
+
+
+def plain_name(value: str) -> str:
+    """`value` itself. Raises ValueError unless it can only be the name of one folder."""
+    if not re.fullmatch(r"[A-Za-z0-9][\w.-]*", value):
+        raise ValueError("must be the name of a folder: letters, digits, `.`, `_`, `-`, and no path")
+    return value
+
+
+FolderName = Annotated[str, AfterValidator(plain_name)]
+"""The name of a folder that stands in a place of its own."""

@@ -193,6 +193,9 @@ class PPOConfig(Block):
     lora: LoraSettings | None = None
     sample_every: Positive
     """Steps between two sets of twenty held-out samples on disk."""
+    snapshot_every: Positive | None = None
+    """Steps between two snapshots of the policy (its trained weights alone), from which `select` chooses; null: only
+    the last step's."""
     check_ratio: bool = True
     health: HealthConfig = HealthConfig()
 

@@ -6,16 +6,22 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from rlhf_core.config.block import Block
+from rlhf_core.config.dpo import DPOConfig
 from rlhf_core.config.ppo import PPOConfig
 from rlhf_core.config.reward import RewardConfig
 from rlhf_core.config.sft import SFTConfig
 from rlhf_core.demo.world import all_prompts
 from tasks.params.base import BaseParams
+from tasks.params.best_of_n import BestOfNParams
 from tasks.params.evaluate import EvaluateParams
 from tasks.params.ingest import IngestParams
+from tasks.params.judge import JudgeParams
 from tasks.params.preferences import PreferencesParams
+from tasks.params.rejection_sft import RejectionParams
 from tasks.params.report import ReportParams
 from tasks.params.runtime import RuntimeParams
+from tasks.params.select import SelectParams
+from tasks.params.variant import CHANGES, VariantParams
 
 
 class Params(Block):
@@ -37,6 +43,19 @@ class Params(Block):
     preferences: PreferencesParams
     reward: RewardConfig
     ppo: PPOConfig
+    select: SelectParams
+    best_of_n: BestOfNParams
+    rejection_sft: RejectionParams
+    dpo: DPOConfig
+    hybrid: VariantParams
+    """PPO from models/rejection_sft, on a leash to the SFT model."""
+    reinforce: VariantParams
+    """PPO's loop with `advantage: reinforce`."""
+    rloo: VariantParams
+    """PPO's loop with `advantage: rloo`."""
+    grpo: VariantParams
+    """PPO's loop with `advantage: grpo`."""
+    judge: JudgeParams
     evaluate: EvaluateParams
     report: ReportParams
 
@@ -51,7 +70,9 @@ class Params(Block):
             raise ValueError(
                 f"preferences.source is {self.preferences.source}, but the demo data bring no pairs; use source: judge"
             )
+        self._check_judge()
         self._check_world()
+        self._check_alternatives()
         self._check_context()
         self._check_reward_length()
         self._check_stop_tokens()
@@ -68,6 +89,21 @@ class Params(Block):
                 f"{available} distinct prompts"
             )
 
+    def _check_judge(self) -> None:
+        if self.select.rule == "best_judge" and self.judge.kind == "data" and self.ingest.source != "demo":
+            raise ValueError(
+                "select.rule is best_judge, but only the demo data bring a judge; name a judge model in `judge`, or use "
+                "best_proxy"
+            )
+
+    def _check_alternatives(self) -> None:
+        for name in CHANGES:
+            variant: VariantParams = getattr(self, name)
+            if variant.enabled:
+                variant.applied_to(self.ppo, name)
+        if self.hybrid.enabled and not self.rejection_sft.enabled:
+            raise ValueError("hybrid starts from models/rejection_sft; set rejection_sft.enabled: true")
+
     def _check_reward_length(self) -> None:
         if self.reward.max_tokens <= self.preferences.max_new_tokens:
             raise ValueError(
@@ -80,6 +116,7 @@ class Params(Block):
         for name, found in {
             "preferences": self.preferences.stop_tokens,
             "evaluate": self.evaluate.stop_tokens,
+            **({"rejection_sft": self.rejection_sft.stop_tokens} if self.rejection_sft.enabled else {}),
         }.items():
             if set(found) != set(wanted):
                 raise ValueError(
@@ -91,14 +128,19 @@ class Params(Block):
         if self.base.source != "scratch" or self.base.scratch is None:
             return
         context = self.base.scratch.context
-        for name, tokens in {"sft": self.sft.max_tokens, "reward": self.reward.max_tokens}.items():
-            if tokens > context:
-                raise ValueError(f"{name}.max_tokens is {tokens} tokens, longer than base.scratch.context {context}")
+        read = {"sft": self.sft.max_tokens, "reward": self.reward.max_tokens}
         sampled = {
             "preferences": self.preferences.max_new_tokens,
             "ppo": self.ppo.max_new_tokens,
             "evaluate": self.evaluate.max_new_tokens,
         }
+        if self.dpo.enabled:
+            read["dpo"] = self.dpo.max_tokens
+        if self.rejection_sft.enabled:
+            sampled["rejection_sft"] = self.rejection_sft.max_new_tokens
+        for name, tokens in read.items():
+            if tokens > context:
+                raise ValueError(f"{name}.max_tokens is {tokens} tokens, longer than base.scratch.context {context}")
         for name, tokens in sampled.items():
             if tokens >= context:
                 raise ValueError(

@@ -2,23 +2,41 @@
 
 from typing import Annotated
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from rlhf_core.config.block import Block
+from rlhf_core.config.paths import BelowRaw, FolderName
 
 Positive = Annotated[int, Field(ge=1)]
+Seed = Annotated[int, Field(ge=0, lt=2**32)]
+
+HELDOUT = "heldout"
 
 
 class EvaluateParams(Block):
-    """SFT against policy on the held-out prompts."""
+    """All models on the same held-out prompts."""
 
-    prompts: Positive
-    """How many held-out prompts at most."""
+    prompts: BelowRaw
+    """`heldout`, the held-out prompts of the data; or a JSONL file of prompts below data/raw/."""
+    max_prompts: Positive
+    """How many of them at most."""
+    seeds: Annotated[list[Seed], Field(min_length=1)]
+    """Seeds of the sampling: each model answers each prompt once a seed."""
     temperature: Annotated[float, Field(gt=0)]
     max_new_tokens: Positive
     batch_size: Positive
     """Responses sampled side by side; changes no sample."""
-    stop_tokens: list[str] = Field(default_factory=list)
+    stop_tokens: list[str]
     """Texts that end a response beside end-of-sequence; the same as `ppo.stop_tokens`."""
     bootstrap: Annotated[int, Field(ge=100)]
     """Resamples of the prompts behind a 95% interval."""
+    extra_models: list[FolderName] = Field(default_factory=list)
+    """Names of Hugging Face folders below models/extra/ that join the comparison."""
+
+    @model_validator(mode="after")
+    def _distinct(self) -> "EvaluateParams":
+        for name in ("seeds", "extra_models"):
+            values = getattr(self, name)
+            if len(set(values)) != len(values):
+                raise ValueError(f"{name} must be distinct, not {values}")
+        return self

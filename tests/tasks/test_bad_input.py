@@ -29,7 +29,12 @@ BAD_PARAMETERS = [
         "preferences",
         "params.yaml: preferences.samples_per_prompt: Input should be",
     ),
-    ("evaluate.prompts", 0, "evaluate", "params.yaml: evaluate.prompts: Input should be greater than or equal to 1"),
+    (
+        "evaluate.max_prompts",
+        0,
+        "evaluate",
+        "params.yaml: evaluate.max_prompts: Input should be greater than or equal to 1",
+    ),
     ("base.pad_token", "<|end|>", "base", "params.yaml: base: pad_token must differ from eos_token"),
 ]
 

@@ -70,7 +70,18 @@ REFUSED = [
     ("ppo.optimizer.betas", [0.9, 1.0], "ppo.optimizer: betas must be two numbers"),
     ("preferences.samples_per_prompt", 1, "preferences.samples_per_prompt: Input should be greater than or equal to 2"),
     ("preferences.annotators.flip_rate", 0.5, "flip_rate: Input should be less than 0.5"),
-    ("evaluate.prompts", 0, "evaluate.prompts: Input should be greater than or equal to 1 (got 0)"),
+    ("evaluate.max_prompts", 0, "evaluate.max_prompts: Input should be greater than or equal to 1 (got 0)"),
+    ("evaluate.prompts", "../mine.jsonl", "evaluate.prompts: must stay below data/raw/"),
+    ("evaluate.seeds", [1, 1], "evaluate: seeds must be distinct"),
+    ("evaluate.extra_models", ["../x"], "evaluate.extra_models.0: must be the name of a folder"),
+    ("best_of_n.n", [4, 2], "best_of_n: n must rise"),
+    ("rejection_sft.training", None, "rejection_sft: enabled needs the block `training`"),
+    ("select", {"rule": "best_proxy", "prompts": 0}, "select: rule best_proxy compares snapshots"),
+    ("judge.kind", "model", "judge: kind: model needs the name of a folder"),
+    ("rloo.settings", {"clip_ration": 0.1}, "rloo.settings.clip_ration: unknown parameter"),
+    ("rloo.settings", {"advantage": "grpo"}, "rloo.settings.advantage is what makes rloo"),
+    ("rloo.settings", {"samples_per_prompt": 3}, "rloo.settings: batch_size 16 counts responses"),
+    ("hybrid", {"enabled": True, "settings": {"lora": {"rank": 2}}}, "hybrid: with lora the reference is"),
     ("sft.learning_rate", 0, "sft.learning_rate: Input should be greater than 0"),
     ("reward.epochs", 0, "reward.epochs: Input should be greater than 0"),
     ("report.samples", 0, "report.samples: Input should be greater than or equal to 1"),
@@ -134,9 +145,14 @@ def test_refused_in_one_line_that_names_the_key(content: Content, name: str, val
     assert str(refusal.value).startswith("params.yaml: ")
 
 
-def test_the_same_stop_tokens_in_all_three_stages_are_valid(content: Content) -> None:
+def test_the_same_stop_tokens_in_all_stages_are_valid(content: Content) -> None:
     """In any order."""
-    for name, value in {"preferences": [".", "!"], "ppo": ["!", "."], "evaluate": [".", "!"]}.items():
+    for name, value in {
+        "preferences": [".", "!"],
+        "ppo": ["!", "."],
+        "evaluate": [".", "!"],
+        "rejection_sft": ["!", "."],
+    }.items():
         put(content, f"{name}.stop_tokens", value)
     assert parse(Params, content).ppo.stop_tokens == ["!", "."]
 

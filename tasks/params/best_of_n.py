@@ -1,0 +1,23 @@
+"""Parameters of the stage `best_of_n`: many answers of the SFT model to each held-out prompt."""
+
+from typing import Annotated
+
+from pydantic import Field, model_validator
+
+from rlhf_core.config.block import Block
+
+Positive = Annotated[int, Field(ge=1)]
+
+
+class BestOfNParams(Block):
+    """The answer that the reward model likes best of n; how they are sampled stands in `evaluate`."""
+
+    enabled: bool
+    n: Annotated[list[Positive], Field(min_length=1)] = Field(default_factory=lambda: [1, 2, 4, 8, 16])
+    """Which n; the largest is the number of answers that are sampled for each prompt."""
+
+    @model_validator(mode="after")
+    def _rises(self) -> "BestOfNParams":
+        if self.n != sorted(set(self.n)):
+            raise ValueError(f"n must rise, without repetition, not {self.n}")
+        return self

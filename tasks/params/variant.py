@@ -1,0 +1,56 @@
+"""Parameters of the stages that run PPO's loop with something changed: `hybrid`, `reinforce`, `rloo`, `grpo`."""
+
+from typing import Any, Literal
+
+from pydantic import Field, ValidationError
+
+from rlhf_core.config.block import Block
+from rlhf_core.config.ppo import PPOConfig
+
+Variant = Literal["hybrid", "reinforce", "rloo", "grpo"]
+CHANGES: dict[Variant, dict[str, Any]] = {
+    "hybrid": {},
+    "reinforce": {"advantage": "reinforce"},
+    "rloo": {"advantage": "rloo"},
+    "grpo": {"advantage": "grpo"},
+}
+"""What makes each variant, whatever else is changed."""
+
+
+class VariantParams(Block):
+    """The settings are those of `ppo`, but for what `settings` says."""
+
+    enabled: bool
+    settings: dict[str, Any] = Field(default_factory=dict)
+    """Keys of `ppo`, nested as there, with other values."""
+
+    def applied_to(self, ppo: PPOConfig, name: Variant) -> PPOConfig:
+        """The settings of PPO's loop for this variant. Raises ValueError, naming the key, for what is no setting of
+        PPO, or does not fit the others."""
+        fixed = CHANGES[name]
+        if clash := sorted(set(fixed) & set(self.settings)):
+            raise ValueError(f"{name}.settings.{clash[0]} is what makes {name}; remove it")
+        try:
+            config = PPOConfig.model_validate(
+                merged(ppo.model_dump() | {"snapshot_every": None}, self.settings | fixed)
+            )
+        except ValidationError as error:
+            problem = error.errors()[0]
+            key = ".".join([name, "settings", *map(str, problem["loc"])])
+            said = "unknown parameter" if problem["type"] == "extra_forbidden" else problem["msg"]
+            raise ValueError(f"{key}: {said.removeprefix('Value error, ')}") from None
+        if name == "hybrid" and config.lora is not None:
+            raise ValueError(
+                "hybrid: with lora the reference is the start with its adapter off, which is models/rejection_sft "
+                "here and not the SFT model; put `lora: null` into hybrid.settings"
+            )
+        return config
+
+
+def merged(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
+    """`below` with the values of `above`, block by block."""
+    result = dict(below)
+    for key, value in above.items():
+        inner = result.get(key)
+        result[key] = merged(inner, value) if isinstance(inner, dict) and isinstance(value, dict) else value
+    return result
