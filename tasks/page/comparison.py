@@ -63,7 +63,7 @@ COLUMNS = (
     Column("overlap", "Overlap", "of a prompt’s answers", digits=3, better="lower"),
     Column("samples_generated", "Samples generated", "answers", "count"),
     Column("tokens_trained", "Tokens trained", "of responses", "count"),
-    Column("alignment_tax", "Alignment tax", "nats per token", digits=3, better="lower"),
+    Column("alignment_tax", "Alignment tax", "nats per token", digits=3),
 )  # fmt: skip
 
 
