@@ -17,6 +17,7 @@ from rlhf_core.batch import pad_batch, response_logits
 from rlhf_core.config.sft import SFTConfig
 from rlhf_core.errors import NonFiniteError
 from rlhf_core.guarded import IGNORED, GuardedTrainer
+from rlhf_core.models import unique_weights
 from rlhf_core.training import Run, Schedule, train, trainer_arguments
 
 
@@ -147,11 +148,6 @@ class KeepBest(TrainerCallback):
     def restore(self, model: PreTrainedModel) -> None:
         """Put the best weights back into the model."""
         model.load_state_dict(load_file(self.path), strict=False)
-
-
-def unique_weights(model: PreTrainedModel) -> dict[str, Tensor]:
-    """The model's parameters and buffers, tied ones once."""
-    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
 
 
 @torch.no_grad()
