@@ -11,7 +11,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_core.batch import pad_batch, response_logits
 from rlhf_core.determinism import make_deterministic
-from rlhf_core.evaluation import bootstrap_interval, distinct_n, wins
+from rlhf_core.evaluation.diversity import distinct_n
+from rlhf_core.evaluation.intervals import bootstrap_interval
+from rlhf_core.evaluation.wins import wins
 from rlhf_core.judges import Judge
 from rlhf_core.models import context_length, load_causal_lm, load_scalar_model, place
 from rlhf_core.ppo.kl import estimate_kl
