@@ -8,7 +8,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from rlhf_core.chat import Conversation
 from rlhf_core.config.reward import RewardConfig
 from rlhf_core.errors import UserError
-from rlhf_core.evaluation import CalibrationBin, bootstrap_interval, calibration, correlation
+from rlhf_core.evaluation.agreement import correlation
+from rlhf_core.evaluation.calibration import CalibrationBin, calibration
+from rlhf_core.evaluation.intervals import bootstrap_interval
 from rlhf_core.models import context_length, place, save_checkpoint, scalar_model_from
 from rlhf_core.reward import Comparison, score_pairs, train_reward_model
 from rlhf_core.scorers import Answers, RewardModelScorer
