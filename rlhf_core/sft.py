@@ -47,8 +47,10 @@ def fine_tune(
     config: SFTConfig,
     pad_id: int,
     run: Run,
+    keys: str = "sft.micro_batch_size or sft.max_tokens",
 ) -> SFTResult:
-    """Train `model` in place and leave it with the weights of the lowest validation loss."""
+    """Train `model` in place and leave it with the weights of the lowest validation loss. `keys` are what a user can
+    lower where memory is short."""
     base_loss = response_loss(model, validation, pad_id, config.micro_batch_size)
     schedule = Schedule(
         learning_rate=config.learning_rate,
@@ -62,7 +64,7 @@ def fine_tune(
     best = KeepBest(run.state_dir / "best.safetensors", config.patience)
     trainer = ResponseTrainer(
         run,
-        "sft.micro_batch_size or sft.max_tokens",
+        keys,
         model=model,
         args=arguments,
         train_dataset=list(training),

@@ -5,9 +5,9 @@ from typing import Any
 
 import numpy as np
 
-from rlhf_core.evaluation.agreement import agreement
-from rlhf_core.evaluation.calibration import correlation
-from rlhf_core.judges import NoisyAnnotators, PairJudge, RubricJudge, SimulatedAnnotators, both_orders
+from rlhf_core.evaluation.agreement import correlation, pair_agreement
+from rlhf_core.judges import NoisyAnnotators, RubricJudge
+from rlhf_core.pair_judges import PairJudge, SimulatedAnnotators, both_orders
 from tasks.exam import Exam
 from tasks.params.loader import parse, read_yaml
 from tasks.params.preferences import PreferencesParams
@@ -27,8 +27,8 @@ def judge_checks(stage: Stage[Any], exam: Exam, results: dict[str, Results]) -> 
         "judge": judge.name,
         "position_bias": float(np.mean([each.position_bias for each in found])),
         "self_agreement": float(np.mean([each.self_agreement for each in found])),
-        "win_rate": float(np.mean([each.preferred for each in found])),
-        "pairs": sum(len(each.preferred) for each in found),
+        "win_rate": float(np.mean([each.preference for each in found])),
+        "pairs": sum(each.pairs for each in found),
     }
 
 
@@ -51,11 +51,11 @@ def scorer_check(results: Results, bootstrap: Bootstrap) -> dict[str, Any] | Non
     rewards, gold, tokens = (results.table(name) for name in ("rewards", "gold", "tokens"))
     if rewards is None or gold is None or tokens is None:
         return None
-    alike = agreement(rewards, gold, bootstrap.resamples, bootstrap.seed) if rewards.shape[1] > 1 else None
+    alike = pair_agreement(rewards.tolist(), gold.tolist(), bootstrap.resamples, bootstrap.seed)
     return {
-        "agreement": None if alike is None else alike.mean,
-        "agreement_ci95": None if alike is None else [alike.low, alike.high],
-        "pairs": None if alike is None else rewards.shape[0] * rewards.shape[1] * (rewards.shape[1] - 1) // 2,
+        "agreement": None if alike is None else alike.share,
+        "agreement_ci95": None if alike is None else alike.interval,
+        "pairs": None if alike is None else alike.pairs,
         "correlation": correlation(rewards.ravel().tolist(), gold.ravel().tolist()),
         "length_correlation": correlation(rewards.ravel().tolist(), tokens.ravel().tolist()),
     }

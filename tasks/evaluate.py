@@ -206,7 +206,7 @@ def versus(
     """Win rate over another model; null where that would be itself."""
     if other is None:
         return no_win_rate(key, controlled)
-    won = np.array([exam.compare(mark, other.column(i)).preferred for i, mark in enumerate(results.marks)]).T
+    won = np.array([exam.compare(mark, other.column(i)) for i, mark in enumerate(results.marks)]).T
     return against(key, results, other, won, bootstrap, controlled)
 
 

@@ -10,8 +10,10 @@ from typing import Any
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_core.divergence import Divergence, measure_divergence
-from rlhf_core.judges import BothOrders, Judge, PairJudge, both_orders, by_scores
+from rlhf_core.evaluation.wins import wins
+from rlhf_core.judges import Judge
 from rlhf_core.models import context_length, load_causal_lm, load_scalar_model, place
+from rlhf_core.pair_judges import PairJudge, both_orders
 from rlhf_core.sampling import sample
 from rlhf_core.scorers import Answers, RewardModelScorer
 from rlhf_core.tokenizer import decode_response, encode_prompt, encode_response, load_tokenizer, stop_ids
@@ -19,7 +21,6 @@ from tasks.jsonl import Row
 from tasks.stage import Stage
 from tasks.tokens import fitting, prompt_encoder
 from tasks.trust import trusts
-
 
 REWARD_MODEL_JUDGE = "reward model"
 
@@ -84,14 +85,14 @@ class Exam:
         gold = self.judge.score(self.prompts, texts) if self.judge else None
         return Marked(responses, ended, texts, rewards, gold, self._diverge(contestant, responses) if shared else None)
 
-    def compare(self, marked: Marked, other: Marked) -> BothOrders:
-        """How far `marked` is preferred to `other`, prompt by prompt: by the judge of pairs where there is one, else by
-        the judge's scores, else by the reward model's."""
+    def compare(self, marked: Marked, other: Marked) -> list[float]:
+        """How far `marked` is preferred to `other`, prompt by prompt, ½ for a tie: by the judge of pairs, asked in both
+        orders, where there is one; else by the judge's scores; else by the reward model's."""
         if self.pair_judge is not None:
-            return both_orders(self.pair_judge, self.prompts, other.texts, marked.texts)
+            return both_orders(self.pair_judge, self.prompts, other.texts, marked.texts).preference
         if marked.gold is not None and other.gold is not None:
-            return by_scores(other.gold, marked.gold)
-        return by_scores(other.rewards, marked.rewards)
+            return wins(other.gold, marked.gold)
+        return wins(other.rewards, marked.rewards)
 
     @property
     def winner_named_by(self) -> str:

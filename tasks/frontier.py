@@ -5,8 +5,9 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+from jaxtyping import Float
 
-from rlhf_core.evaluation.overoptimisation import Fit, fit_best_of_n, fit_rl, position_at
+from rlhf_core.evaluation.overoptimisation import Fit, at_kl, fit_best_of_n, fit_rl
 from tasks.exam import Exam
 from tasks.jsonl import Row
 from tasks.results import Bootstrap, PerPrompt, Results
@@ -63,16 +64,19 @@ def at_equal_kl(
 
 def per_prompt_at(kl: float | None, curve: tuple[list[float], list[Results]], column: str) -> PerPrompt | None:
     """Each prompt's score under PPO at a KL; None outside the run, or where the score is not known."""
-    place = None if kl is None else position_at(curve[0], kl)
-    if place is None:
+    tables = [each.table(column) for each in curve[1]]
+    shares = None if kl is None else shares_at(kl, curve[0])
+    if shares is None or any(table is None for table in tables):
         return None
-    index, share = place
-    ends = [each.table(column) for each in curve[1][index : index + 2]]
-    if any(end is None for end in ends):
-        return None
-    low, high = (each.per_prompt(end) for each, end in zip(curve[1][index : index + 2], ends, strict=True))
-    between: PerPrompt = (1 - share) * low + share * high
-    return between
+    scores = [each.per_prompt(table) for each, table in zip(curve[1], tables, strict=True) if table is not None]
+    total: PerPrompt = np.tensordot(shares, np.array(scores), axes=1)
+    return total
+
+
+def shares_at(kl: float, curve: list[float]) -> Float[np.ndarray, "points"] | None:
+    """How much each snapshot counts for the curve at a KL: the interpolation of the unit vectors."""
+    rows = [at_kl(kl, curve, unit.tolist()) for unit in np.eye(len(curve))]
+    return None if None in rows else np.array(rows, dtype=np.float64)
 
 
 def fits(curve: tuple[list[float], list[Results]], models: Models) -> dict[str, Any]:
@@ -121,7 +125,7 @@ def snapshot_row(exam: Exam, step: int, results: Results, sft: Results, bootstra
     """The policy after a step as a point."""
     found = {score: bootstrap.of(results, results.table(column)) for score, column in SCORES.items()}
     ends = {score: (None, None, None) if e is None else (e.mean, e.low, e.high) for score, e in found.items()}
-    won = exam.compare(results.marks[0], sft.marks[0]).preferred
+    won = exam.compare(results.marks[0], sft.marks[0])
     return _point("ppo", step, kl_of(results), ends, float(np.mean(won)))
 
 

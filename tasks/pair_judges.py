@@ -2,8 +2,9 @@
 
 from typing import Any
 
-from rlhf_core.judges import LanguageModelJudge, PairJudge
+from rlhf_core.judge_model import LanguageModelJudge
 from rlhf_core.models import load_causal_lm, place
+from rlhf_core.pair_judges import PairJudge
 from rlhf_core.tokenizer import load_tokenizer
 from tasks.extra_models import folder_of
 from tasks.params.judge import JudgeParams

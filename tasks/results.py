@@ -14,7 +14,7 @@ from jaxtyping import Float
 
 from rlhf_core.evaluation.diversity import distinct_n, mean_overlap
 from rlhf_core.evaluation.intervals import Estimate, estimate
-from rlhf_core.evaluation.wins import length_controlled
+from rlhf_core.evaluation.wins import length_controlled_win_rate
 from tasks.exam import Marked
 
 Table = Float[np.ndarray, "prompts answers"]
@@ -120,12 +120,14 @@ def against(
         return figures
     lengths, others = results.table("tokens"), np.array([other.column(i).tokens for i in range(won.shape[1])]).T
     assert lengths is not None
-    found = length_controlled(won, lengths - others, results.weights, bootstrap.resamples, bootstrap.seed)
+    found = length_controlled_win_rate(
+        won, lengths - others, bootstrap.resamples, bootstrap.seed, weights=results.weights
+    )
     return {
         **figures,
         "ties": _mean(results, (won == 0.5).astype(np.float64)),
-        f"{name}_controlled": found.mean,
-        f"{name}_controlled_ci95": [found.low, found.high],
+        f"{name}_controlled": found.rate,
+        f"{name}_controlled_ci95": found.interval,
     }
 
 
@@ -149,7 +151,7 @@ def three(name: str, found: Estimate | None, spread: bool = False) -> dict[str, 
     """A figure with its interval, and perhaps its spread over repetitions; null where it is not known."""
     figures: dict[str, Any] = {
         name: None if found is None else found.mean,
-        f"{name}_ci95": None if found is None else [found.low, found.high],
+        f"{name}_ci95": None if found is None else found.interval,
     }
     return figures | ({f"{name}_spread": None if found is None else found.spread} if spread else {})
 

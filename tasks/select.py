@@ -12,7 +12,8 @@ from rlhf_core.ppo import snapshots
 from rlhf_core.tokenizer import stop_ids
 from tasks.exam import Contestant, Exam, Marked, fitting_rows, load_contestant, load_scorer
 from tasks.jsonl import Row
-from tasks.judges import judge_of, pair_judge_of
+from tasks.judges import judge_of
+from tasks.pair_judges import pair_judge_of
 from tasks.params.loader import parse, read_yaml
 from tasks.params.select import SelectParams
 from tasks.stage import Stage, run
@@ -47,7 +48,7 @@ def compare(stage: Stage[SelectParams], config: PPOConfig, sft: Contestant) -> l
         reference=sft,
         scorer=load_scorer(stage, int(sft.tokenizer.pad_token_id), config.batch_size),
         judge=judge_of(stage),
-        pair_judge=pair_judge_of(stage),
+        pair_judge=pair_judge_of(stage, config.batch_size),
         temperature=config.temperature,
         max_new_tokens=config.max_new_tokens,
         batch_size=config.batch_size,
@@ -83,7 +84,7 @@ def summarise(exam: Exam, start: Marked, step: int, marked: Marked) -> Row:
         "kl_k3": _mean(marked.divergence.k3),
         "reward": _mean(marked.rewards),
         "gold": None if marked.gold is None else _mean(marked.gold),
-        "win_rate": _mean(exam.compare(marked, start).preferred),
+        "win_rate": _mean(exam.compare(marked, start)),
         "prompts": len(exam.rows),
     }
 

@@ -7,6 +7,7 @@ from typing import NoReturn
 
 from rlhf_core.config.ppo import PPOConfig
 from rlhf_core.errors import UserError
+from rlhf_core.ppo.health import COLUMNS
 from tasks.companions import processes_asked, start_companions
 from tasks.params.loader import PARAMS_FILE, parse, read_yaml
 from tasks.params.variant import Variant, VariantParams
@@ -27,7 +28,7 @@ def execute(stage: Stage[VariantParams], name: Variant, start: str = SFT) -> Non
     if stage.params.enabled:
         train_variant(stage, settings(stage, name), name, start)
     else:
-        write_switched_off(stage)
+        write_switched_off(stage, {f"plots/{name}.csv": COLUMNS})
 
 
 def train_variant(stage: Stage[VariantParams], config: PPOConfig, name: Variant, start: str) -> None:
