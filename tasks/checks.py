@@ -1,5 +1,5 @@
-"""How far the measuring instruments can be believed: the judge, asked in both orders, and the reward model, held against
-the judge on answers of the SFT model (what it was trained on) and of the policy (what became of them)."""
+"""How far the instruments can be believed: the judge, asked in both orders, and the reward model, held against the
+judge on answers of the SFT model (what it was trained on) and of the policy (what became of them)."""
 
 from typing import Any
 

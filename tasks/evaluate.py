@@ -1,4 +1,4 @@
-"""Stage `evaluate`: every model of the run on the same held-out prompts: the SFT model, the policy, PPO's snapshots, the
+"""Stage `evaluate`: every model of the run on the same held-out prompts: SFT model, policy, PPO's snapshots, the
 alternatives that are switched on, and the user's own. How answers become figures stands in results.py, how snapshots
 become a frontier in frontier.py."""
 
@@ -83,8 +83,7 @@ def set_exam(stage: Stage[EvaluateParams]) -> tuple[Exam, int]:
     """The prompts that fit with everything that is the same for all models, and how many prompts do not fit."""
     params = stage.params
     sft = load_contestant(stage, "sft", stage.root / "models/sft")
-    source, rows = questions(stage, params)
-    kept, too_long = fitting_rows(stage, source, rows, sft, params.max_new_tokens)
+    kept, too_long = fitting_rows(stage, params.prompts, questions(stage, params), sft, params.max_new_tokens)
     exam = Exam(
         stage=stage,
         rows=kept,

@@ -114,7 +114,7 @@ class Exam:
         ours, theirs = self.reference.tokenizer, contestant.tokenizer
         if theirs is ours:
             return True
-        return theirs.get_vocab() == ours.get_vocab() and theirs.chat_template == ours.chat_template
+        return bool(theirs.get_vocab() == ours.get_vocab() and theirs.chat_template == ours.chat_template)
 
     def _draw(
         self, contestant: Contestant, prompt_ids: Sequence[Sequence[int]], stops: frozenset[int], seed: int
