@@ -11,7 +11,7 @@ from rlhf_core.ppo.health import COLUMNS
 from tasks.companions import processes_asked, start_companions
 from tasks.params.loader import PARAMS_FILE, parse, read_yaml
 from tasks.params.variant import Variant, VariantParams
-from tasks.stage import Stage, run
+from tasks.stage import Stage, quiet_libraries, run
 from tasks.switched_off import write_switched_off
 
 SFT = "models/sft"
@@ -39,6 +39,7 @@ def train_variant(stage: Stage[VariantParams], config: PPOConfig, name: Variant,
     from tasks.policy_loop import build, summary, train
     from tasks.trust import trusts
 
+    quiet_libraries()
     make_deterministic(stage.seed, stage.common.threads)
     tokenizer = load_tokenizer(stage.root / SFT, trust_remote_code=trusts(stage))
     trainer, watched, too_long = build(stage, config, tokenizer, start)
