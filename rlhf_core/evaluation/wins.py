@@ -55,7 +55,12 @@ class ControlledWinRate:
 
 
 def length_controlled_win_rate(
-    won: ArrayLike, extra_tokens: ArrayLike, resamples: int, seed: int, level: float = 0.95
+    won: ArrayLike,
+    extra_tokens: ArrayLike,
+    resamples: int,
+    seed: int,
+    level: float = 0.95,
+    weights: ArrayLike | None = None,
 ) -> ControlledWinRate:
     """The win rate that a model would have if its answers were as long as its opponent's.
 
@@ -72,23 +77,28 @@ def length_controlled_win_rate(
         resamples: how many times prompts are resampled.
         seed: decides the resamples, the same as in `bootstrap_interval`.
         level: of the interval.
+        weights: of the answers, of the same shape, such as best-of-n's; None: all weigh the same.
 
     Raises:
-        ValueError: no answers, or two different shapes.
+        ValueError: no answers, or different shapes.
     """
     hits, delta = (np.atleast_2d(np.asarray(v, dtype=np.float64).T).T for v in (won, extra_tokens))
     if hits.shape != delta.shape or hits.size == 0:
         raise ValueError(f"wins and lengths must be of one shape and not empty, not {hits.shape} and {delta.shape}")
-    prompts, answers = hits.shape
+    share = np.ones_like(hits) if weights is None else np.asarray(weights, dtype=np.float64)
+    if share.shape != hits.shape:
+        raise ValueError(f"weights must have the shape of the wins, {hits.shape}, not {share.shape}")
+    answers = hits.shape[1]
+    counted = (share * (share.size / share.sum())).reshape(1, -1)
     x, y = _standardised(delta.reshape(-1)), hits.reshape(-1)
-    start = fit_logistic(np.ones((1, len(y))), x, y, np.zeros((1, 2)))
+    start = fit_logistic(counted, x, y, np.zeros((1, 2)))
     found = []
-    for places in resampled(prompts, resamples, seed):
+    for places in resampled(len(hits), resamples, seed):
         counts = _counts(places)
         rows = max(1, CHUNK // len(y))
         for first in range(0, len(counts), rows):
-            weights = np.repeat(counts[first : first + rows], answers, axis=1)
-            found.append(fit_logistic(weights, x, y, start)[:, 0])
+            resample = np.repeat(counts[first : first + rows], answers, axis=1) * counted
+            found.append(fit_logistic(resample, x, y, start)[:, 0])
     low, high = np.quantile(_sigmoid(np.concatenate(found)), [(1 - level) / 2, (1 + level) / 2])
     return ControlledWinRate(float(_sigmoid(start[0, 0])), float(low), float(high))
 
