@@ -49,6 +49,11 @@ def test_equal_margins_share_a_bucket() -> None:
     assert sum(b.pairs for b in accuracy_by_margin([1.0] * 9, [2.0] * 9, range(9), 100, 1)) == 9
 
 
+def test_margins_that_differ_by_rounding_are_equal() -> None:
+    found = accuracy_by_margin([1, 1, 1, 1, 0], [2.4 - 0.8, 1.6, 2.6 - 1.0, 0.1, 3.0], range(5), 100, 1)
+    assert [(b.low, b.high, b.pairs) for b in found] == [(0.1, 0.1, 1), (1.6, 1.6, 3), (3.0, 3.0, 1)]
+
+
 def test_buckets_are_resampled_by_prompt() -> None:
     generator = np.random.default_rng(0)
     margins, right = generator.exponential(size=1000), generator.integers(0, 2, 1000).astype(float)
