@@ -113,7 +113,7 @@ class LanguageModelJudge:
 
     def _letter_id(self, letter: str) -> int:
         ids = text_ids(self.tokenizer, letter)
-        if len(ids) != 1 or ids[0] == self.tokenizer.unk_token_id:
+        if len(ids) != 1 or str(self.tokenizer.decode(ids)).strip() != letter:
             raise UserError(
                 f"the judge {self.name}: {letter!r} is not a single token of its tokenizer, so that its answer cannot "
                 "be read; judge with another model"

@@ -15,7 +15,7 @@ TIE = 1e-9
 
 RIDGE = 0.01
 """Penalty ½·RIDGE·(a² + b²) on the regression, in nats: what 1/25 of a tied answer adds to the curvature. It keeps the
-coefficients finite where all answers win; 300 wins of 300 are read as 0.9998."""
+coefficients finite where all answers win; 300 wins of 300 are read as 0.9997."""
 LARGEST_STEP = 1e-9
 ITERATIONS = 100
 CHUNK = 2**17
