@@ -124,9 +124,7 @@ def test_training_starts_at_log_2_and_measures_what_it_trains_on(build_lm: Build
 
 
 @pytest.mark.parametrize("config", [CONFIG, LORA], ids=["all weights", "lora"])
-def test_the_implicit_reward_learns_the_order(
-    config: DPOConfig, build_lm: Build, make_run: Callable[..., Run]
-) -> None:
+def test_the_implicit_reward_learns_the_order(config: DPOConfig, build_lm: Build, make_run: Callable[..., Run]) -> None:
     model = build_lm()
     names = set(model.state_dict())
     references = reference_logprobs(model, COMPARISONS, PAD)
