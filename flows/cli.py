@@ -177,6 +177,25 @@ def lineage(
 
 
 @command
+def compare(
+    runs: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="RUN", help="A folder, a git revision, or an MLflow run (id or name). None: this checkout."
+        ),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", "-j", help="Print one JSON object and nothing else.")] = False,
+    models: Annotated[str, typer.Option(help="Names of models, separated by commas. None: all.")] = "",
+) -> None:
+    """Compare all models of one or several runs: the report's table, and what parameters differ."""
+    root = find_root()
+    from flows.compare import compare as look
+
+    content, text = look(root, runs or [], [name.strip() for name in models.split(",") if name.strip()])
+    print(json.dumps(content, ensure_ascii=False) if as_json else text, flush=True)
+
+
+@command
 def verify(
     stages: Annotated[list[str] | None, typer.Argument(help="Stages, without what they need. None: all.")] = None,
     keep: Annotated[bool, typer.Option("--keep", help="Leave the clone and say where it is.")] = False,

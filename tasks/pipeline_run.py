@@ -18,10 +18,16 @@ from tasks.params.runtime import RuntimeParams
 from tasks.tracking.sender import drain
 from tasks.tracking.tracker import PipelineTracker, Status, Tracker
 
+OF_A_MODEL = ("gold", "reward", "win_rate", "kl")
+"""What of each compared model MLflow's compare page shows; all of it would hide the rest."""
+
 
 def headline_numbers(stage: str, metrics: dict[str, Any]) -> dict[str, float | None]:
-    """The numbers of metrics/<stage>.json, named `<stage>/<name>`."""
-    numbers = {k: v for k, v in metrics.items() if isinstance(v, int | float) and not isinstance(v, bool)}
+    """The numbers of metrics/<stage>.json, named `<stage>/<name>`, and `<stage>/<model>.<name>` for compared models."""
+    found = dict(metrics)
+    for model, figures in (metrics.get("models") or {}).items():
+        found |= {f"{model}.{name}": figures.get(name) for name in OF_A_MODEL}
+    numbers = {k: v for k, v in found.items() if isinstance(v, int | float) and not isinstance(v, bool)}
     return {f"{stage}/{name}": float(value) for name, value in numbers.items()}
 
 

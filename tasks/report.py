@@ -8,11 +8,12 @@ from tasks.params.report import ReportParams
 from tasks.stage import Stage, run
 
 SAMPLES = "data/evaluate/samples.jsonl"
+ANSWERS = "data/evaluate/answers.jsonl"
 
 
 def execute(stage: Stage[ReportParams]) -> None:
     """Write report/index.html and report/<picture>.png."""
-    inputs = read_run(stage.read(SAMPLES), stage.root)
+    inputs = read_run(stage.read(SAMPLES), stage.read(ANSWERS), stage.root)
     pictures = draw(inputs)
     folder = stage.out("report")
     folder.mkdir(parents=True, exist_ok=True)

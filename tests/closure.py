@@ -43,7 +43,7 @@ CANNOT_CHANGE_RESULTS = {
 """Patterns of modules that every stage imports and that are no dependency of any: each with the reason."""
 
 EXTRA = {
-    "report": ["tasks/page/template.html.j2", "tasks/page/style.css.j2", "params.yaml"],
+    "report": ["tasks/page/samples.js", "tasks/page/style.css.j2", "tasks/page/template.html.j2", "params.yaml"],
 }
 """Files that a stage opens at run time, beside data: imports do not show them."""
 

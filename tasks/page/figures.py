@@ -1,5 +1,6 @@
 """The pictures of the report, a function a picture: which numbers, which colours, and the words that say what is seen.
-A picture whose numbers are missing is left out. Sizes and style stand in canvas.py, the page itself in page.py."""
+A picture whose numbers are missing is left out. Sizes and style stand in canvas.py, the page itself in page.py; the
+pictures that compare models in comparison_figures.py, those of the reward model's worth in reward_figures.py."""
 
 import math
 from collections.abc import Callable
@@ -23,8 +24,10 @@ from tasks.page.canvas import (
     png,
     styled,
 )
+from tasks.page.comparison_figures import frontier_gold, frontier_reward, logprobs, overoptimisation
 from tasks.page.inputs import Run, finite, interval
 from tasks.page.picture import STEP, Picture, known, line_alt, lines_picture
+from tasks.page.reward_figures import reward_agreement, reward_margins, reward_scores
 from tasks.page.wording import count, number, percent, percent_interval
 
 
@@ -339,6 +342,10 @@ def sft_loss(run: Run) -> Picture | None:
 PICTURES: tuple[Callable[[Run], Picture | None], ...] = (
     win_rate,
     score_distribution,
+    frontier_gold,
+    frontier_reward,
+    overoptimisation,
+    logprobs,
     scores,
     ppo_reward,
     ppo_kl,
@@ -348,5 +355,8 @@ PICTURES: tuple[Callable[[Run], Picture | None], ...] = (
     explained_variance,
     reward_training,
     reward_calibration,
+    reward_margins,
+    reward_scores,
+    reward_agreement,
     sft_loss,
 )

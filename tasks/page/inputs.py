@@ -11,8 +11,9 @@ from typing import Any
 from rlhf_core.errors import UserError
 from tasks.params.loader import read_yaml
 
-METRICS = ("ingest", "base", "sft", "preferences", "reward", "ppo", "evaluate")
-CURVES = ("sft", "reward", "reward_calibration", "ppo")
+METRICS = ("ingest", "base", "sft", "preferences", "reward", "ppo", "select", "evaluate")
+CURVES = ("sft", "reward", "reward_calibration", "reward_scores", "ppo")
+FRONTIER = "plots/frontier.csv"
 
 Row = dict[str, Any]
 Curve = dict[str, list[float]]
@@ -29,6 +30,10 @@ class Run:
     """By name: the content of `plots/<name>.csv`."""
     samples: list[Row]
     """Rows of `data/evaluate/samples.jsonl`: one held-out prompt with both answers and their scores."""
+    answers: list[Row]
+    """Rows of `data/evaluate/answers.jsonl`: one answer of one model."""
+    frontier: list[Row]
+    """Rows of `plots/frontier.csv`: a model, or a point of a family of them, with numbers (None where empty)."""
     params: Row
     """`params.yaml` without its `runtime` block, which changes no result."""
 
@@ -48,13 +53,18 @@ class Run:
         return list(self.metrics["ppo"].get("alerts") or [])
 
     @property
+    def snapshots(self) -> list[Row]:
+        """The rows of the frontier that are PPO's snapshots, in the order of their steps."""
+        return sorted((row for row in self.frontier if row["family"] == "ppo"), key=lambda row: row["point"])
+
+    @property
     def judge(self) -> str:
         """Whose win rate it is, ready to stand in a sentence."""
         return "the " + str(self.evaluation["win_rate_judge"]).removeprefix("the ")
 
 
-def read_run(samples: list[Row], root: Path = Path()) -> Run:
-    """Everything but the samples, from the files under `root`.
+def read_run(samples: list[Row], answers: list[Row], root: Path = Path()) -> Run:
+    """Everything but samples and answers, from the files under `root`.
 
     Raises UserError for a file that is missing or cannot be read, and for a win rate without its judge.
     """
@@ -63,7 +73,7 @@ def read_run(samples: list[Row], root: Path = Path()) -> Run:
     params = {key: value for key, value in read_yaml(root / "params.yaml").items() if key != "runtime"}
     if finite(metrics["evaluate"].get("win_rate")) is None or not metrics["evaluate"].get("win_rate_judge"):
         raise UserError("metrics/evaluate.json: win_rate or win_rate_judge is missing; run the stage evaluate again")
-    return Run(metrics, curves, samples, params)
+    return Run(metrics, curves, samples, answers, _read_frontier(root / FRONTIER), params)
 
 
 def finite(value: Any) -> float | None:
@@ -98,6 +108,21 @@ def _read_json(path: Path) -> Row:
     if not isinstance(content, dict):
         raise UserError(f"{path}: expected a JSON object, got {type(content).__name__}")
     return content
+
+
+def _read_frontier(path: Path) -> list[Row]:
+    """Rows whose point or KL is missing have no place in a picture and are left out."""
+    table = csv.DictReader(_read_text(path).splitlines())
+    missing = [name for name in ("family", "point", "kl") if name not in (table.fieldnames or ())]
+    if missing:
+        raise UserError(f"{path}: no column {missing[0]}; run the stage evaluate again")
+    rows = [{key: value if key == "family" else _number(value) for key, value in row.items()} for row in table]
+    return [row for row in rows if row["point"] is not None and row["kl"] is not None]
+
+
+def _number(cell: str | None) -> float | None:
+    value = _cell([cell or ""], 0)
+    return None if math.isnan(value) else value
 
 
 def _read_csv(path: Path) -> Curve:

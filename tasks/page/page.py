@@ -1,8 +1,9 @@
-"""The page: which numbers stand in which table, the sentence that answers the question, and the HTML. Pictures are
-drawn in figures.py; looks stand in the templates. Every text of a user or model passes through jinja's escaping, none
-around it."""
+"""The page: which numbers stand in which table, and the HTML. Its answer is worded in answer.py, the comparison's
+columns stand in comparison.py, samples in samples.py, pictures in figures.py, looks in the templates. Every text of a
+user or model passes through jinja's escaping, but for the samples' JSON, which samples.py escapes."""
 
 import base64
+import hashlib
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -10,16 +11,19 @@ from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
 
-from tasks.page.canvas import DPI, HEIGHT, WIDTH
+from tasks.page import samples as reading
+from tasks.page.answer import findings, prompts
+from tasks.page.canvas import colour_of
+from tasks.page.comparison import Cell, Column, cells, columns_of, label, models_of
 from tasks.page.inputs import Row, Run, finite, interval
 from tasks.page.picture import Picture
 from tasks.page.wording import MISSING, count, number, percent, percent_interval, points
 from tasks.params.secrets import HIDDEN, is_secret
 
-TIE = 1e-9
-"""Scores this close count as equal, as they do in the win rate."""
-SECTIONS = ("answer", "ppo", "health", "reward", "sft")
+HERE = Path(__file__).parent
+SECTIONS = ("answer", "comparison", "ppo", "health", "reward", "sft")
 
 
 @dataclass(frozen=True)
@@ -35,56 +39,54 @@ class Line:
     """True where the figure compares both models, and so belongs to neither column."""
 
 
-@dataclass(frozen=True)
-class Answer:
-    """One model's answer to a held-out prompt."""
-
-    model: str
-    """`sft` or `policy`."""
-    text: str
-    ended: bool
-    facts: list[tuple[str, str]]
-    preferred: bool
-
-
-@dataclass(frozen=True)
-class Sample:
-    """A prompt with both answers. `row` is its 1-based line in data/evaluate/samples.jsonl."""
-
-    row: int
-    prompt: list[Row]
-    answers: list[Answer]
-
-
 def render(run: Run, pictures: list[Picture], samples: int) -> str:
-    """The page as one HTML document with everything in it. `samples`: pairs to read, at most."""
+    """The page as one HTML document with everything in it. `samples`: how many can be read without JavaScript."""
     environment = Environment(
-        loader=FileSystemLoader(Path(__file__).parent),
+        loader=FileSystemLoader(HERE),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )
+    script = (HERE / "samples.js").read_text(encoding="utf-8")
+    every = reading.all_samples(run)
+    data, left_out = reading.embedded(run, every)
     sections = {name: [picture for picture in pictures if picture.section == name] for name in SECTIONS}
+    columns, rows = comparison(run)
     return (
         environment.get_template("template.html.j2").render(
             run=run,
-            verdict=verdict(run),
+            findings=findings(run),
+            columns=columns,
+            comparison=rows,
+            notes=notes(run),
             headline=headline(run),
             pictures=sections,
             embed=embed,
-            image=(round(WIDTH * DPI), round(HEIGHT * DPI)),
+            colour=colour_of,
+            called=label,
             judge=str(run.evaluation.get("judge") or run.judge),
             reward_facts=reward_facts(run),
             sft_facts=sft_facts(run),
-            samples=pick(run, samples),
-            prompts=_prompts(run),
+            samples=reading.pick(every, samples),
+            filters=reading.filters(run),
+            orders=reading.orders(run),
+            samples_data=data,
+            left_out=left_out,
+            script=Markup(script),
+            script_hash=script_hash(script),
+            prompts=prompts(run),
             rows=count(len(run.samples)),
             parameters=parameters(run.params),
             data=data_counts(run),
         )
         + "\n"
     )
+
+
+def script_hash(script: str) -> str:
+    """What the page's Content-Security-Policy allows to run: this text and no other."""
+    return "sha256-" + base64.b64encode(hashlib.sha256(script.encode("utf-8")).digest()).decode("ascii")
 
 
 def write_page(page: str, path: Path) -> None:
@@ -97,22 +99,54 @@ def embed(picture: Picture) -> str:
     return "data:image/png;base64," + base64.b64encode(picture.png).decode("ascii")
 
 
-def verdict(run: Run) -> tuple[str, str]:
-    """The answer to the page's question: its first words, and the sentence that carries it."""
-    evaluation = run.evaluation
-    ends = interval(evaluation.get("win_rate_ci95"))
-    spread = "no interval" if ends is None else f"95% interval {percent_interval(list(ends))}"
-    sentence = (
-        f"The policy’s win rate against SFT is {percent(evaluation['win_rate'])} on {_prompts(run)} held-out prompts "
-        f"({spread}), judged by {run.judge}."
+def comparison(run: Run) -> tuple[list[Column], list[tuple[str, str, list[Cell]]]]:
+    """The columns, and a row a model: its name in the files, what it is called, and a cell a column."""
+    models = models_of(run.evaluation)
+    columns = columns_of(models)
+    by_column = [cells(models, column) for column in columns]
+    return columns, [(name, label(name), [column[name] for column in by_column]) for name in models]
+
+
+def notes(run: Run) -> list[str]:
+    """What one must know to read the comparison, a line each."""
+    e = run.evaluation
+    seeds = list(e.get("seeds") or [])
+    spread = models_of(e).get("policy", {}).get("gold_spread" if run.has_judge else "reward_spread")
+    told = [f"Judge: {e['win_rate_judge']}."]
+    if "simulated" in str(e["win_rate_judge"]):
+        told.append("Simulated is simulated: this judge is a stand-in for people, and no person has judged an answer.")
+    told.append(
+        f"Small figures are 95% bootstrap intervals over the prompts ({count(e.get('bootstrap'))} resamples), paired "
+        "by prompt where two models are compared. How much another training seed would change is not in them."
     )
-    if ends is None:
-        return "Not shown.", sentence
-    if ends[0] > 0.5:
-        return "Yes.", sentence
-    if ends[1] < 0.5:
-        return "No.", sentence
-    return "Not shown.", sentence + " The interval holds 50%, which is no difference."
+    told += reading_of(e, run.has_judge)
+    if len(seeds) > 1:
+        varies = f"; over them the policy’s mean score varies by {number(spread)} (sd)" if finite(spread) else ""
+        told.append(f"Each model answered each prompt with {len(seeds)} sampling seeds ({_listed(seeds)}){varies}.")
+    return told
+
+
+def reading_of(evaluation: Row, judge: bool) -> list[str]:
+    """How single columns are made, where they are there."""
+    models = models_of(evaluation)
+    shown = {column.key for column in columns_of(models)}
+    told = []
+    if "win_rate_controlled" in shown:
+        told.append(
+            "At equal length: a logistic regression of the wins on the difference in length tells what the win rate "
+            "would be between answers of equal length."
+        )
+    if "kl" in shown and any(name.startswith("best_of_") for name in models):
+        told.append("The KL of best-of-n is its bound log n − (n−1)/n; the others’ is measured on their answers.")
+    if judge:
+        told.append("The proxy is the reward model’s score, which the models were trained or picked by.")
+    checks = evaluation.get("judge_checks") or {}
+    if finite(checks.get("self_agreement")) is not None:
+        told.append(
+            f"The judge was asked in both orders: it said the same for {percent(checks['self_agreement'])} of "
+            f"{count(checks.get('pairs'))} pairs; position bias {points(checks.get('position_bias'))}."
+        )
+    return told
 
 
 def headline(run: Run) -> list[Line]:
@@ -172,13 +206,6 @@ def reward_facts(run: Run) -> list[tuple[str, str]]:
     return _shown(facts)
 
 
-def pick(run: Run, samples: int) -> list[Sample]:
-    """`samples` rows spread evenly over the file, so that nobody chose them; all rows where there are no more."""
-    total = len(run.samples)
-    wanted = min(samples, total)
-    return [_sample(run, index * total // wanted) for index in range(wanted)]
-
-
 def parameters(params: Row) -> list[tuple[str, list[tuple[str, str]]]]:
     """Dotted keys and values, grouped by block; what belongs to no block comes first, as `common`."""
     common = [(key, _value(key, value)) for key, value in params.items() if not isinstance(value, dict)]
@@ -214,10 +241,6 @@ def data_counts(run: Run) -> list[tuple[str, str]]:
     return _shown(facts)
 
 
-def _prompts(run: Run) -> str:
-    return count(run.evaluation.get("prompts", len(run.samples)))
-
-
 def _line(e: Row, name: str, unit: str, sft: str, policy: str, digits: int = 2) -> Line:
     before, after = finite(e.get(sft)), finite(e.get(policy))
     moved = "" if before is None or after is None else number(after - before, digits, sign=True)
@@ -230,21 +253,8 @@ def _shares(e: Row, name: str, unit: str, sft: str, policy: str) -> Line:
     return Line(name, unit, percent(before), percent(after), moved)
 
 
-def _sample(run: Run, index: int) -> Sample:
-    row = run.samples[index]
-    kind = "gold" if run.has_judge else "reward"
-    scored = {model: finite(row.get(f"{kind}_{model}")) for model in ("sft", "policy")}
-    return Sample(index + 1, row["prompt"], [_answer(run, row, model, scored) for model in ("sft", "policy")])
-
-
-def _answer(run: Run, row: Row, model: str, scored: dict[str, float | None]) -> Answer:
-    facts = [("gold", number(row.get(f"gold_{model}")))] if run.has_judge else []
-    facts += [("reward model", number(row.get(f"reward_{model}"))), ("tokens", count(row.get(f"{model}_tokens")))]
-    if model == "policy":
-        facts.append(("KL, nats", number(row.get("kl"))))
-    mine, other = scored[model], scored["policy" if model == "sft" else "sft"]
-    preferred = mine is not None and other is not None and mine - other > TIE
-    return Answer(model, row[model], bool(row.get(f"{model}_ended", True)), facts, preferred)
+def _listed(values: list[Any]) -> str:
+    return ", ".join(map(str, values))
 
 
 def _shown(facts: list[tuple[str, str]]) -> list[tuple[str, str]]:

@@ -1,6 +1,7 @@
 """A drawn picture with its words, and the line chart that most pictures are. What is drawn stands in figures.py, the
 look in canvas.py."""
 
+import struct
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -19,12 +20,18 @@ class Picture:
     name: str
     """File name without `.png`, and the anchor on the page."""
     section: str
-    """Where on the page it stands: answer, ppo, health (of PPO), reward or sft."""
+    """Where on the page it stands: answer, comparison, ppo, health (of PPO), reward or sft."""
     png: bytes
     alt: str
     """What is seen, in a sentence, for who does not see it."""
     caption: str
     """How to read it."""
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Width and height in dots, from the PNG's header."""
+        width, height = struct.unpack(">II", self.png[16:24])
+        return width, height
 
 
 Line = tuple[str, str, str, bool]  # column, label, colour, dashed

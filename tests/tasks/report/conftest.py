@@ -94,6 +94,162 @@ def _samples(judge: bool, rows: int = 40) -> list[dict[str, Any]]:
     return made
 
 
+LEVELS = {
+    # name: gold, proxy, KL, length, samples generated, tokens trained
+    "sft": (1.7123, -0.2013, 0.0, 21.37, 0, 0),
+    "policy": (4.0456, 2.1377, 4.2177, 33.91, 7680, 521472),
+    "best_of_1": (1.7011, -0.2100, 0.0, 21.30, 1, 0),
+    "best_of_4": (3.1009, 1.2071, 0.6363, 27.20, 4, 0),
+    "best_of_16": (3.9876, 2.0102, 1.8351, 31.02, 16, 0),
+    "rejection_sft": (2.8004, 0.9130, 0.9514, 26.44, 6400, 44800),
+    "dpo": (3.6021, 1.7345, 3.3303, 35.80, 0, 155200),
+    "rloo": (4.1102, 2.0718, 4.0159, 32.71, 7680, 501760),
+}
+ALTERNATIVES = [name for name in LEVELS if name not in ("sft", "policy")]
+
+
+def _ends(value: float, half: float) -> list[float]:
+    return [round(value - half, 4), round(value + half, 4)]
+
+
+def _figures(name: str, judge: bool, several: bool) -> dict[str, Any]:
+    gold, reward, kl, tokens, samples, trained = LEVELS[name]
+    rate = round(0.5 + 0.16 * (gold - 1.7123), 4)
+    against = round(0.5 + 0.16 * (gold - 4.0456), 4)
+    sft, policy, best = name == "sft", name == "policy", name.startswith("best_of")
+    return {
+        "answers": 1200 if several else 400,
+        "gold": gold if judge else None,
+        "gold_ci95": _ends(gold, 0.11) if judge else None,
+        "gold_spread": 0.0312 if judge and several else None,
+        "reward": reward,
+        "reward_ci95": _ends(reward, 0.07),
+        "reward_spread": 0.0214 if several else None,
+        "win_rate": None if sft else 0.8825 if policy else rate,
+        "win_rate_ci95": None if sft else [0.85, 0.9125] if policy else _ends(rate, 0.03),
+        "win_rate_spread": None if sft or not several else 0.011,
+        "ties": None if sft else 0.0075,
+        "win_rate_controlled": None if sft else round(rate - 0.03, 4),
+        "win_rate_controlled_ci95": None if sft else _ends(rate - 0.03, 0.04),
+        "win_rate_vs_policy": None if policy else against,
+        "win_rate_vs_policy_ci95": None if policy else _ends(against, 0.028),
+        "gold_minus_policy": None if policy or not judge else round(gold - 4.0456, 4),
+        "gold_minus_policy_ci95": None if policy or not judge else _ends(gold - 4.0456, 0.09),
+        "kl": kl,
+        "kl_ci95": None if sft or best else _ends(kl, 0.2),
+        "kl_k3": None if best else round(kl * 1.02, 4),
+        "response_tokens": tokens,
+        "missing_eos_share": 0.0025,
+        "distinct_1": 0.1234 if sft else 0.1011,
+        "distinct_2": 0.4567 if sft else round(0.45 - 0.012 * kl, 4),
+        "overlap": round(0.2 + 0.05 * kl, 4) if several else None,
+        "entropy": round(1.9 - 0.2 * kl, 4),
+        "heldout_loss": None if best else 1.2341 + 0.05 * kl,
+        "alignment_tax": None if best else round(0.05 * kl, 4),
+        "logprob_chosen": None if best else round(-30 + kl, 4),
+        "logprob_rejected": None if best else round(-31 - kl, 4),
+        "logprob_chosen_change": None if best else round(kl if name != "dpo" else -2.2, 4),
+        "logprob_rejected_change": None if best else round(-kl if name != "rejection_sft" else 0.41, 4),
+        "samples_generated": samples,
+        "tokens_trained": trained,
+    }
+
+
+def _comparison(judge: bool, alternatives: bool, several: bool) -> dict[str, Any]:
+    names = [name for name in LEVELS if alternatives or name in ("sft", "policy")]
+    gaps = {
+        name: {
+            "kl": LEVELS[name][2],
+            "gold": LEVELS[name][0] if judge else None,
+            "reward": LEVELS[name][1],
+            "policy_gold": LEVELS[name][0] - 0.4 if judge else None,
+            "policy_reward": LEVELS[name][1] + 0.2,
+            "gold_gap": (-0.4 if name == "best_of_4" else 0.2) if judge else None,
+            "reward_gap": -0.3 if name == "best_of_4" else 0.2,
+        }
+        for name in names
+        if name not in ("sft", "policy")
+    }
+    fits = {
+        "ppo_gold": {"alpha": 1.5, "beta": 0.4, "r2": 0.97, "points": 12} if judge else None,
+        "ppo_reward": {"alpha": 1.3, "beta": 0.22, "r2": 0.99, "points": 12},
+        "best_of_n_gold": None,
+        "best_of_n_reward": None,
+    }
+    return {
+        "seeds": [1, 2, 3] if several else [1],
+        "bootstrap": 2000,
+        "models": {name: _figures(name, judge, several) for name in names},
+        "frontier": gaps,
+        "fits": fits,
+        "judge_checks": {
+            "judge": "gold rubric (simulated)" if judge else "reward model",
+            "position_bias": 0.0,
+            "self_agreement": 1.0,
+            "pairs": 2800,
+        },
+        "reward_model": {
+            "sft": {"agreement": 0.851, "agreement_ci95": [0.832, 0.869], "correlation": 0.84},
+            "policy": {"agreement": 0.702, "agreement_ci95": [0.673, 0.731], "correlation": 0.55},
+        }
+        if judge
+        else {"sft": None, "policy": None},
+    }
+
+
+def _frontier(judge: bool, alternatives: bool) -> list[dict[str, Any]]:
+    """Snapshots whose gold turns at the end, best-of-n, and the other models."""
+    points: list[tuple[str, int, float, float, float]] = [("sft", 0, 0.0, 1.7123, -0.2013)]
+    for step in range(5, 65, 5):
+        root = 2.05 * step / 60
+        gold = 1.7123 + root * (1.5 - 0.35 * math.log(root)) - 0.004 * max(0, step - 45) ** 1.5
+        points.append(("ppo", step, root * root, gold, -0.2 + root * (1.3 - 0.22 * math.log(root))))
+    for name in ALTERNATIVES if alternatives else []:
+        gold, reward, kl = LEVELS[name][:3]
+        best = name.startswith("best_of")
+        points.append(("best_of_n" if best else name, int(name.split("_")[-1]) if best else 0, kl, gold, reward))
+    return [
+        {
+            "family": family,
+            "point": point,
+            "kl": kl,
+            "sqrt_kl": math.sqrt(kl),
+            "gold": gold if judge else "",
+            "gold_low": gold - 0.1 if judge else "",
+            "gold_high": gold + 0.1 if judge else "",
+            "reward": reward,
+            "reward_low": reward - 0.07,
+            "reward_high": reward + 0.07,
+            "win_rate": 0.5,
+        }
+        for family, point, kl, gold, reward in points
+    ]
+
+
+def write_answers(judge: bool, alternatives: bool = True, several: bool = True) -> list[dict[str, Any]]:
+    """Rows of data/evaluate/answers.jsonl: the other models' answers to the prompts of the samples."""
+    rows = []
+    for seed in (1, 2, 3) if several else (1,):
+        for name in LEVELS if alternatives else ("sft", "policy"):
+            for index, sample in enumerate(_samples(judge)):
+                odd = index % 7 == 0
+                rows.append(
+                    {
+                        "model": name,
+                        "seed": seed,
+                        "prompt_id": sample["prompt_id"],
+                        "prompt": sample["prompt"],
+                        "response": ODD[index % len(ODD)][1] if odd else f"{GOOD[index % 3]} ({name}, {seed})",
+                        "ended": index % 11 != 3,
+                        "tokens": 20 + index % 9,
+                        "reward": 1.25,
+                        "gold": 3.5 if judge else None,
+                        "kl": None if name.startswith("best_of") else 2.5,
+                    }
+                )
+    return rows
+
+
 def _metrics(judge: bool) -> dict[str, dict[str, Any]]:
     return {
         "ingest": {
@@ -138,6 +294,17 @@ def _metrics(judge: bool) -> dict[str, dict[str, Any]]:
             "score_mean": 0.11,
             "score_std": 1.52,
             "gold_correlation": 0.842 if judge else None,
+            "margin_by": "gold" if judge else "reward",
+            "margins": [
+                {
+                    "low": low,
+                    "high": low + 1.5,
+                    "accuracy": 0.6 + 0.09 * low,
+                    "accuracy_ci95": [0.57 + 0.09 * low, 0.63 + 0.09 * low],
+                    "pairs": 200 - 20 * int(low),
+                }
+                for low in (0.0, 1.5, 3.0)
+            ],
         },
         "ppo": {
             "steps": 60,
@@ -151,6 +318,14 @@ def _metrics(judge: bool) -> dict[str, dict[str, Any]]:
             "missing_eos_share_last": 0.0,
             "explained_variance_last": 0.62,
             "optimizer_steps": 360,
+        },
+        "select": {
+            "rule": "last",
+            "step": 60,
+            "last_step": 60,
+            "best_judge_step": 50 if judge else None,
+            "best_proxy_step": 60,
+            "prompts": 120,
         },
         "evaluate": {
             "judge": "simulated annotators (demo rubric)" if judge else None,
@@ -238,16 +413,30 @@ def _curves(judge: bool) -> dict[str, list[dict[str, Any]]]:
         }
         for low in (0.5 + 0.05 * place for place in range(10))
     ]
-    return {"sft": sft, "reward": reward, "reward_calibration": bins, "ppo": _ppo_rows(judge)}
+    scores = [
+        {
+            "low": low,
+            "high": low + 1,
+            "chosen": math.exp(-((low - 1.5) ** 2) / 4) / 3.5,
+            "rejected": math.exp(-((low + 1) ** 2) / 4) / 3.5,
+        }
+        for low in range(-6, 6)
+    ]
+    curves = {"sft": sft, "reward": reward, "reward_calibration": bins, "reward_scores": scores}
+    return curves | {"ppo": _ppo_rows(judge)}
 
 
-def write_inputs(root: Path, judge: bool = True) -> list[dict[str, Any]]:
+def write_inputs(
+    root: Path, judge: bool = True, alternatives: bool = True, several: bool = True
+) -> list[dict[str, Any]]:
     """Write metrics/, plots/ and params.yaml under `root`; return the rows of the samples."""
     for folder in ("metrics", "plots"):
         (root / folder).mkdir(parents=True, exist_ok=True)
-    for stage, content in _metrics(judge).items():
+    metrics = _metrics(judge)
+    metrics["evaluate"] |= _comparison(judge, alternatives, several)
+    for stage, content in metrics.items():
         (root / "metrics" / f"{stage}.json").write_text(json.dumps(content), encoding="utf-8")
-    for name, rows in _curves(judge).items():
+    for name, rows in (_curves(judge) | {"frontier": _frontier(judge, alternatives)}).items():
         with (root / "plots" / f"{name}.csv").open("w", encoding="utf-8", newline="") as file:
             table = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
             table.writeheader()
@@ -262,11 +451,17 @@ def pictures(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, list[Pictur
     drawn = {}
     for judge in (True, False):
         root = tmp_path_factory.mktemp("run")
-        drawn[judge] = draw(read_run(write_inputs(root, judge), root))
+        drawn[judge] = draw(read_run(write_inputs(root, judge), write_answers(judge), root))
     return drawn
 
 
 @pytest.fixture
 def make_run(tmp_path: Path) -> Callable[..., Run]:
-    """`make_run(judge=True)`: the inputs, written and read again. They stay under `tmp_path`."""
-    return lambda judge=True: read_run(write_inputs(tmp_path, judge), tmp_path)
+    """`make_run(judge=True, alternatives=True, several=True)`: the inputs, written and read again. They stay under
+    `tmp_path`. Without `alternatives` they are switched off; without `several` there is one sampling seed."""
+
+    def make(judge: bool = True, alternatives: bool = True, several: bool = True) -> Run:
+        samples = write_inputs(tmp_path, judge, alternatives, several)
+        return read_run(samples, write_answers(judge, alternatives, several), tmp_path)
+
+    return make

@@ -10,13 +10,16 @@ from pathlib import Path
 import pytest
 
 from rlhf_core.errors import UserError
+from tasks.page.answer import findings, verdict
+from tasks.page.comparison import columns_of, models_of
 from tasks.page.inputs import Run, read_run
-from tasks.page.page import headline, pick, render, verdict, write_page
+from tasks.page.page import comparison, headline, render, script_hash, write_page
 from tasks.page.picture import Picture
 
 MakeRun = Callable[..., Run]
 Drawn = dict[bool, list[Picture]]
-VOID = {"meta", "link", "img"}
+VOID = {"meta", "link", "img", "input"}
+MARKS = re.compile(r"</?(?:ins|del)>")
 
 
 class Document(HTMLParser):
@@ -27,6 +30,7 @@ class Document(HTMLParser):
         self.tags: list[tuple[str, dict[str, str]]] = []
         self.open: list[str] = []
         self.words: list[str] = []
+        self.scripts: list[tuple[dict[str, str], str]] = []
         self.feed(page)
         self.close()
 
@@ -39,7 +43,9 @@ class Document(HTMLParser):
         assert self.open.pop() == tag, f"</{tag}> closes nothing"
 
     def handle_data(self, data: str) -> None:
-        if "style" not in self.open:
+        if self.open and self.open[-1] == "script":
+            self.scripts.append((self.tags[-1][1], data))
+        elif "style" not in self.open:
             self.words.append(data)
 
     def all(self, name: str) -> list[str]:
@@ -125,19 +131,20 @@ def test_texts_of_users_and_models_are_escaped(make_run: MakeRun) -> None:
     run = replace(run, samples=[{**row, "prompt": [{"role": "<b>r", "content": "<i>c"}] * 2} for row in run.samples])
     page = build(run, samples=40)
     document = Document(page)
-    assert not {"script", "b"} & {tag for tag, _ in document.tags}
+    assert len(document.scripts) == 2
+    assert "b" not in {tag for tag, _ in document.tags}
     assert document.open == []
     for raw in (
         "</p></article><script>document.title='owned'</script>",
         "{{ 7 * 7 }} and $x_1$",
         "<script>judge()</script>",
     ):
-        assert html.escape(raw, quote=False).replace("'", "&#39;") in page
+        assert html.escape(raw, quote=False).replace("'", "&#39;") in MARKS.sub("", page)
 
 
 def test_all_texts_of_the_samples_are_shown_as_they_are(make_run: MakeRun) -> None:
     run = make_run()
-    page = build(run, samples=len(run.samples))
+    page = MARKS.sub("", build(run, samples=len(run.samples)))
     words = [word for word in Document(page).words if word.strip()]
     for row in run.samples:
         for text in (row["sft"], row["policy"], *(message["content"] for message in row["prompt"])):
@@ -158,7 +165,19 @@ def test_nothing_is_fetched(make_run: MakeRun, pictures: Drawn) -> None:
     assert "url(" not in style
     assert "@import" not in style
     assert "default-src 'none'" in html.unescape(page)
-    assert {tag for tag, _ in document.tags}.isdisjoint({"script", "iframe", "object", "embed"})
+    assert {tag for tag, _ in document.tags}.isdisjoint({"iframe", "object", "embed"})
+
+
+def test_only_the_script_of_the_page_may_run(make_run: MakeRun) -> None:
+    document = Document(build(make_run()))
+    data, script = document.scripts
+    assert data[0] == {"type": "application/json", "id": "samples-data"}
+    assert script[0] == {}
+    policy = next(attributes["content"] for _, attributes in document.tags if "http-equiv" in attributes)
+    assert f"script-src '{script_hash(script[1])}';" in policy
+    assert not [name for _, attributes in document.tags for name in attributes if name.startswith("on")]
+    for reaching_out in ("fetch(", "XMLHttpRequest", "import(", "innerHTML", "eval(", "http"):
+        assert reaching_out not in script[1]
 
 
 def test_page_can_be_read_without_eyes_and_mouse(make_run: MakeRun, pictures: Drawn) -> None:
@@ -170,7 +189,7 @@ def test_page_can_be_read_without_eyes_and_mouse(make_run: MakeRun, pictures: Dr
     ]:
         assert reference[1:] in identities
     images = [attributes for tag, attributes in document.tags if tag == "img"]
-    assert len(images) == 12
+    assert len(images) == 19
     assert all(len(image["alt"]) > 20 for image in images)
     assert document.tags[0] == ("html", {"lang": "en"})
     assert document.open == []
@@ -195,25 +214,81 @@ def test_parameters_stand_there_without_runtime(make_run: MakeRun) -> None:
     assert "Rows dropped duplicate 17, empty 4, too long 2" in text
 
 
-def test_samples_are_spread_evenly_and_keep_their_row(make_run: MakeRun) -> None:
+def test_the_three_answers_follow_the_intervals(make_run: MakeRun) -> None:
     run = make_run()
-    assert [sample.row for sample in pick(run, 4)] == [1, 11, 21, 31]
-    assert len(pick(run, 1000)) == len(run.samples)
-    assert pick(replace(run, samples=[]), 20) == []
+    told = {finding.question: (finding.word, finding.sentence) for finding in findings(run)}
+    assert told["Better than SFT?"] == verdict(run)
+    word, sentence = told["Better than the best alternative?"]
+    assert word == "Not shown."
+    assert "The best alternative is RLOO, gold score 4.11 against the policy’s 4.05: +0.06 (95% interval" in sentence
+    assert "The policy is better than DPO, Best of 4, Rejection SFT and Best of 1." in sentence
+    assert "At equal KL, above PPO’s snapshots: Best of 4 (+0.40); below: Best of 1 (−0.20)," in sentence
+    word, sentence = told["When to stop?"]
+    assert word == "Perhaps at step 50 of 60."
+    assert "the best gold score on 120 validation prompts" in sentence
 
 
-def test_the_judge_marks_the_better_answer(make_run: MakeRun) -> None:
+def alternative(run: Run, name: str, **changed: object) -> Run:
+    models = {**models_of(run.evaluation)}
+    return evaluated(run, models=models | {name: {**models[name], **changed}})
+
+
+def test_where_another_method_wins_the_answer_says_so(make_run: MakeRun) -> None:
+    run = alternative(make_run(), "rloo", gold_minus_policy=0.5, gold_minus_policy_ci95=[0.4, 0.6])
+    run = alternative(run, "best_of_16", gold_minus_policy=0.3, gold_minus_policy_ci95=[0.2, 0.4])
+    found = findings(run)[1]
+    assert found.word == "No."
+    assert "+0.50 (95% interval +0.40 to +0.60). RLOO wins; better than the policy, too: Best of 16 (+0.30)." in (
+        found.sentence
+    )
+    for name in [name for name in models_of(run.evaluation) if name not in ("sft", "policy")]:
+        run = alternative(run, name, gold_minus_policy=-0.5, gold_minus_policy_ci95=[-0.6, -0.4])
+    assert findings(run)[1].word == "Yes."
+
+
+def test_when_to_stop_needs_more_than_overlapping_intervals(make_run: MakeRun) -> None:
     run = make_run()
-    scores = {"gold_sft": 3.0, "gold_policy": 1.0, "reward_sft": 0.0, "reward_policy": 9.0}
-    for changed, marks in (
-        ({}, [True, False]),
-        ({"gold_policy": 3.0}, [False, False]),
-        ({"gold_sft": 0.5}, [False, True]),
-    ):
-        judged = replace(run, samples=[{**run.samples[0], **scores, **changed}])
-        assert [answer.preferred for answer in pick(judged, 1)[0].answers] == marks
-    judged = replace(make_run(judge=False), samples=[{**run.samples[0], **scores}])
-    assert [answer.preferred for answer in pick(judged, 1)[0].answers] == [False, True]
+    fallen = [row | {"gold_high": 2.0} if row["point"] == 60 else row for row in run.frontier]
+    assert findings(replace(run, frontier=fallen))[2].word == "At step 50 of 60."
+    selected = run.metrics["select"] | {"best_judge_step": 60}
+    assert findings(replace(run, metrics=run.metrics | {"select": selected}))[2].word == "Not before the end."
+    skipped = run.metrics["select"] | {"prompts": 0}
+    assert len(findings(replace(run, metrics=run.metrics | {"select": skipped}))) == 2
+
+
+def test_comparison_shows_every_model_with_its_intervals_and_the_best(make_run: MakeRun) -> None:
+    run = make_run()
+    columns, rows = comparison(run)
+    text = Document(build(run)).text
+    assert [name for name, _, _ in rows] == list(models_of(run.evaluation))
+    for _, called, row in rows:
+        told = " ".join(
+            f"{cell.text}{' (best)' if cell.best else ''}{f' {cell.low} to {cell.high}' if cell.low else ''}"
+            for cell in row
+        )
+        assert f"{called} {told}" in text
+    best = {column.key: called for place, column in enumerate(columns) for _, called, row in rows if row[place].best}
+    assert best["gold"] == "RLOO"
+    assert "reward" not in best
+    assert "kl" not in best
+
+
+def test_without_alternatives_the_page_stands(make_run: MakeRun) -> None:
+    run = make_run(alternatives=False, several=False)
+    text = Document(build(run)).text
+    assert [finding.question for finding in findings(run)] == ["Better than SFT?", "When to stop?"]
+    assert "overlap" not in {column.key for column in columns_of(models_of(run.evaluation))}
+    assert "Other models’ answers" not in text
+    assert "sampling seeds" not in text
+
+
+def test_an_evaluation_older_than_the_comparison_has_two_models(make_run: MakeRun) -> None:
+    run = make_run()
+    old = {key: value for key, value in run.evaluation.items() if key not in ("models", "frontier", "fits", "seeds")}
+    run = replace(run, metrics=run.metrics | {"evaluate": old}, frontier=[], answers=[])
+    _, rows = comparison(run)
+    assert [(name, row[0].text) for name, _, row in rows] == [("sft", "1.71"), ("policy", "4.05")]
+    assert "PPO policy 4.05 (best)" in Document(build(run)).text
 
 
 def test_missing_numbers_leave_rows_out(make_run: MakeRun) -> None:
@@ -262,6 +337,9 @@ def test_a_run_that_was_not_watched_is_not_called_healthy(make_run: MakeRun, pic
         ("metrics/ppo.json", "{", "broken JSON"),
         ("metrics/ppo.json", "[]", "expected a JSON object"),
         ("plots/ppo.csv", None, "file not found"),
+        ("plots/frontier.csv", None, "file not found"),
+        ("plots/frontier.csv", "step,kl\n1,2\n", "family"),
+        ("metrics/select.json", None, "file not found"),
         ("metrics/evaluate.json", "{}", "win_rate"),
         ("metrics/evaluate.json", '{"win_rate": NaN, "win_rate_judge": "reward model"}', "win_rate"),
     ],
@@ -272,4 +350,4 @@ def test_broken_inputs_are_named(make_run: MakeRun, tmp_path: Path, name: str, c
     if content is not None:
         (tmp_path / name).write_text(content, encoding="utf-8")
     with pytest.raises(UserError, match=rf"{re.escape(name)}.*{said}"):
-        read_run([], tmp_path)
+        read_run([], [], tmp_path)

@@ -16,7 +16,7 @@ def write(root: Path, run: Run, out: Path, tracker: Any = None) -> dict[str, byt
     stage: Any = SimpleNamespace(
         root=root,
         params=ReportParams(samples=20),
-        read=lambda path: run.samples,
+        read=lambda path: run.answers if path.endswith("answers.jsonl") else run.samples,
         out=lambda path: out,
         tracker=tracker,
         conclude=lambda: None,
@@ -33,7 +33,7 @@ def test_two_runs_write_the_same_bytes(make_run: Callable[..., Run], tmp_path: P
     assert any("\ud83d" in row["policy"] for row in run.samples), "half a surrogate must not stop the page"
     first = write(tmp_path, run, tmp_path / "one")
     assert first == write(tmp_path, run, tmp_path / "two", tracker)
-    assert len([name for name in first if name.endswith(".png")]) == 12
+    assert len([name for name in first if name.endswith(".png")]) == 19
     assert str(tmp_path) not in first["index.html"].decode("utf-8")
     assert sent == [(tmp_path / "two", "report")]
 

@@ -1,0 +1,236 @@
+"""The pictures that compare the models: the reward-KL frontier, over-optimisation along PPO's snapshots, and what
+happened to the chosen and the rejected answers. Training curves stand in figures.py."""
+
+import itertools
+import math
+from collections.abc import Iterable, Sequence
+
+from matplotlib.axes import Axes
+
+from tasks.page.canvas import HEIGHT, INK, JUDGE, MUTED, POLICY, PROXY, canvas, colour_of, label_axes, legend, png
+from tasks.page.comparison import label, models_of
+from tasks.page.inputs import Row, Run, finite, interval
+from tasks.page.labels import name_points
+from tasks.page.picture import Picture
+from tasks.page.wording import number
+
+KINDS = {"gold": "gold score", "reward": "reward-model score (raw)"}
+TICKS = (
+    0.0,
+    0.1,
+    0.25,
+    0.5,
+    1.0,
+    2.0,
+    3.0,
+    4.0,
+    6.0,
+    9.0,
+    12.0,
+    16.0,
+    25.0,
+    36.0,
+    50.0,
+    75.0,
+    100.0,
+    150.0,
+    225.0,
+    400.0,
+)
+MOST_TICKS = 8
+KL_AXIS = "KL to SFT, nats per answer (√ scale)"
+
+
+def frontier_gold(run: Run) -> Picture | None:
+    """Gold score against KL of every model."""
+    return _frontier(run, "gold") if run.has_judge else None
+
+
+def frontier_reward(run: Run) -> Picture | None:
+    """The proxy's score against KL of every model."""
+    return _frontier(run, "reward")
+
+
+def overoptimisation(run: Run) -> Picture | None:
+    """Proxy and gold of PPO's snapshots against √KL, with the fitted curves."""
+    kinds = ["reward", *(["gold"] if run.has_judge else [])]
+    rows = {kind: [row for row in run.snapshots if finite(row.get(kind)) is not None] for kind in kinds}
+    if not rows["reward"]:
+        return None
+    figure, grid = canvas("Over-optimisation: PPO’s snapshots", [1] * len(kinds), height=HEIGHT * 1.3)
+    for axes, kind in zip(grid, kinds, strict=True):
+        colour = PROXY if kind == "reward" else JUDGE
+        _bars(axes, rows[kind], kind, colour)
+        axes.plot([_x(row) for row in rows[kind]], [row[kind] for row in rows[kind]], "o-", color=colour,
+                  markersize=4, linewidth=1.0, label="snapshots")  # fmt: skip
+        _fitted(axes, run, kind, max(_x(row) for row in rows[kind]))
+        _chosen(axes, run, rows[kind], kind)
+        label_axes(axes, KINDS[kind].replace(" score (raw)", "\nscore (raw)"))
+        _name_steps(axes, rows[kind], kind)
+    legend(grid[0])
+    _kl_axis(grid[-1], [row["kl"] for row in run.snapshots])
+    said = "; ".join(_told(kind, rows[kind]) for kind in kinds)
+    return Picture(
+        "overoptimisation", "comparison", png(figure), f"PPO’s snapshots against KL: {said}.", _overoptimised(run)
+    )
+
+
+def logprobs(run: Run) -> Picture | None:
+    """Change of the log-probability of chosen and rejected answers, a line a model."""
+    rows = [
+        (name, chosen, rejected)
+        for name, one in models_of(run.evaluation).items()
+        if name != "sft"
+        and (chosen := finite(one.get("logprob_chosen_change"))) is not None
+        and (rejected := finite(one.get("logprob_rejected_change"))) is not None
+    ]
+    if not rows:
+        return None
+    figure, (axes,) = canvas(
+        "Log-probability of chosen and rejected answers", height=max(HEIGHT, 1.4 + 0.3 * len(rows))
+    )
+    heights = [float(len(rows) - place) for place in range(len(rows))]
+    axes.axvline(0, color=MUTED, linewidth=1)
+    for (name, chosen, rejected), y in zip(rows, heights, strict=True):
+        axes.plot((chosen, rejected), (y, y), color=colour_of(name), linewidth=2, alpha=0.5)
+        axes.plot([chosen], [y], "o", color=colour_of(name), markersize=6.5)
+        axes.plot([rejected], [y], "X", color=colour_of(name), markersize=7.5, markeredgecolor="white")
+    for marker, text in (("o", "chosen"), ("X", "rejected")):
+        axes.plot([], [], marker, color=INK, label=text, linestyle="none")
+    legend(axes)
+    axes.set_yticks(heights, [label(name) for name, _, _ in rows])
+    axes.set_ylim(0.4, len(rows) + 0.6)
+    axes.set_xlabel("change against SFT, nats per answer")
+    said = "; ".join(f"{label(n)} {number(c, 1, sign=True)} and {number(r, 1, sign=True)}" for n, c, r in rows)
+    return Picture(
+        "logprobs",
+        "comparison",
+        png(figure),
+        f"Change of the log-probability of chosen and rejected answers against SFT, in nats: {said}.",
+        "How much more or less probable each method has made the answers of the validation pairs. Training on kept "
+        "answers alone, as rejection sampling does, has no term that pushes a rejected answer down; PPO and DPO have.",
+    )
+
+
+def _frontier(run: Run, kind: str) -> Picture | None:
+    rows = [row for row in run.frontier if finite(row.get(kind)) is not None]
+    if not rows:
+        return None
+    figure, (axes,) = canvas(f"{KINDS[kind].split(' (')[0].capitalize()} against KL", height=HEIGHT * 1.3)
+    named: list[tuple[float, float, str, str]] = []
+    drawn: list[tuple[float, float]] = []
+    for family in dict.fromkeys(row["family"] for row in rows):
+        one = sorted((row for row in rows if row["family"] == family), key=lambda row: row["point"])
+        colour = colour_of("best_of" if family == "best_of_n" else family)
+        _bars(axes, one, kind, colour)
+        joined = family in ("ppo", "best_of_n")
+        axes.plot([_x(row) for row in one], [row[kind] for row in one], "o-" if joined else "D", color=colour,
+                  markersize=4 if joined else 5.5, linewidth=1.4)  # fmt: skip
+        drawn += _along(one, kind) if joined else []
+        named += [(_x(row), row[kind], text, colour) for row in one if (text := _point_name(run, row, one))]
+    _kl_axis(axes, [row["kl"] for row in rows])
+    axes.set_ylabel(KINDS[kind])
+    axes.margins(x=0.08, y=0.1)
+    name_points(axes, named, drawn)
+    told = [f"{text.strip()} {number(y)} at {number(x * x)} nats" for x, y, text, _ in named]
+    proxy = (
+        " The proxy is what best-of-n picks by and PPO climbs: read it beside the gold score." if run.has_judge else ""
+    )
+    return Picture(
+        f"frontier_{kind}",
+        "comparison",
+        png(figure),
+        f"{KINDS[kind].capitalize()} against KL to SFT: {'; '.join(told)}.",
+        "What each method gets for the distance it moves from SFT; higher at the same KL is better. PPO’s snapshots "
+        "are a line with steps, best-of-n a line with n. Bars: 95% intervals over prompts."
+        + (proxy if kind == "reward" else ""),
+    )
+
+
+def _point_name(run: Run, row: Row, family: Sequence[Row]) -> str:
+    """Ends of PPO's line, the chosen snapshot, every n, and the other models by name."""
+    point = int(row["point"])
+    if row["family"] == "best_of_n":
+        return f"n = {point}"
+    if row["family"] != "ppo":
+        return label(row["family"])
+    chosen = run.metrics["select"].get("step")
+    return (
+        f"PPO, step {point}" if point == chosen else f"step {point}" if row in (family[0], family[-1]) and point else ""
+    )
+
+
+def _name_steps(axes: Axes, rows: Sequence[Row], kind: str) -> None:
+    every = max(1, math.ceil(len(rows) / 6))
+    shown = [row for place, row in enumerate(reversed(rows)) if place % every == 0]
+    axes.margins(y=0.16)
+    name_points(axes, [(_x(row), row[kind], f"{int(row['point'])}", MUTED) for row in shown], _along(rows, kind))
+
+
+def _fitted(axes: Axes, run: Run, kind: str, end: float) -> None:
+    """R(d) = d(α − β log d), the gain over SFT at d = √KL (Gao et al. 2022), where the data carry it."""
+    fit = (run.evaluation.get("fits") or {}).get(f"ppo_{kind}") or {}
+    alpha, beta = finite(fit.get("alpha")), finite(fit.get("beta"))
+    start = finite(models_of(run.evaluation)["sft"].get(kind))
+    if alpha is None or beta is None or start is None or end <= 0:
+        return
+    distances = [end * step / 100 for step in range(1, 101)]
+    axes.plot([0.0, *distances], [start, *(start + d * (alpha - beta * math.log(d)) for d in distances)],
+              color=INK, linewidth=1.2, linestyle=(0, (4, 2)), label="fitted d(α − β log d)")  # fmt: skip
+
+
+def _chosen(axes: Axes, run: Run, rows: Sequence[Row], kind: str) -> None:
+    for row in rows:
+        if row["point"] == run.metrics["select"].get("step"):
+            axes.plot([_x(row)], [row[kind]], "o", markersize=11, markerfacecolor="none", markeredgecolor=POLICY,
+                      markeredgewidth=2, label="the policy")  # fmt: skip
+
+
+def _bars(axes: Axes, rows: Iterable[Row], kind: str, colour: str) -> None:
+    for row in rows:
+        ends = interval([row.get(f"{kind}_low"), row.get(f"{kind}_high")])
+        if ends is not None:
+            axes.plot([_x(row)] * 2, ends, color=colour, linewidth=1, alpha=0.55)
+
+
+def _kl_axis(axes: Axes, kls: Sequence[float]) -> None:
+    """Ticks at round numbers of nats, where their roots are."""
+    most = max(kls)
+    fitting = [tick for tick in TICKS if tick <= most * 1.05]
+    wide = math.sqrt(most) / (MOST_TICKS + 1) if most > 0 else 0.0
+    ticks = fitting[:1]
+    for tick in fitting[1:]:
+        if math.sqrt(tick) - math.sqrt(ticks[-1]) > wide:
+            ticks.append(tick)
+    axes.set_xticks([math.sqrt(tick) for tick in ticks], [f"{tick:g}" for tick in ticks])
+    axes.set_xlabel(KL_AXIS)
+
+
+def _x(row: Row) -> float:
+    """√KL; an estimate below zero stands at zero."""
+    return math.sqrt(max(0.0, float(row["kl"])))
+
+
+def _along(rows: Sequence[Row], kind: str) -> list[tuple[float, float]]:
+    """Places on the line through the points, closer than a name is wide."""
+    return [
+        (_x(a) + part / 8 * (_x(b) - _x(a)), a[kind] + part / 8 * (b[kind] - a[kind]))
+        for a, b in itertools.pairwise(rows)
+        for part in range(9)
+    ]
+
+
+def _told(kind: str, rows: Sequence[Row]) -> str:
+    best = max(rows, key=lambda row: float(row[kind]))
+    last = rows[-1]
+    return f"{KINDS[kind]} highest at step {int(best['point'])} ({number(best[kind])}), last {number(last[kind])}"
+
+
+def _overoptimised(run: Run) -> str:
+    rings = "The ring is the snapshot that became the policy; numbers are steps."
+    if not run.has_judge:
+        return f"{rings} Without a judge besides the reward model, over-optimisation cannot be seen."
+    return (
+        "Where the proxy goes on rising and gold falls, the policy exploits the reward model (Gao et al. 2022, "
+        f"d = √KL). {rings} Dashed, where the points carry a fit: its curve from SFT’s score."
+    )

@@ -1,0 +1,229 @@
+"""The samples to read: every held-out prompt with both answers, the words in which they differ, what the page's filter
+and sort need, and the other models' answers. Choosing and wording happen here; samples.js shows what it is told."""
+
+import json
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
+from difflib import SequenceMatcher
+
+from markupsafe import Markup
+
+from tasks.page.canvas import colour_of
+from tasks.page.comparison import label
+from tasks.page.inputs import Row, Run, finite
+from tasks.page.wording import MISSING, count, number
+
+TIE = 1e-9
+"""Scores this close count as equal, as they do in the win rate."""
+LONGEST_MARKED = 800
+"""Words of an answer above which no differences are marked: comparing takes the square of them."""
+EMBEDDED_CHARACTERS = 1_400_000
+"""What the samples may weigh in the page; beyond it the other models' answers stay out, then whole rows."""
+UNSAFE = {ord(sign): f"\\u{ord(sign):04x}" for sign in "<>&\u2028\u2029"}
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One model's answer to a held-out prompt."""
+
+    model: str
+    parts: list[str]
+    """The text, cut where it begins or ends to differ from the other answer: the second, fourth, … part differs."""
+    ended: bool
+    facts: list[tuple[str, str]]
+    preferred: bool = False
+
+    @property
+    def text(self) -> str:
+        """The answer as the model gave it."""
+        return "".join(self.parts)
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A prompt with both answers. `row` is its 1-based line in data/evaluate/samples.jsonl."""
+
+    row: int
+    prompt: list[Row]
+    answers: list[Answer]
+    others: list[Answer]
+    """What the other models answered, with the first seed of the sampling."""
+    tags: list[str]
+    """Which filters let it through."""
+    ranks: list[float | None]
+    """What it is sorted by, a number for each of `orders`; None comes last."""
+
+
+Changes = dict[str, float | None]
+
+
+def all_samples(run: Run) -> list[Sample]:
+    """Every row of the file, in its order."""
+    others = _others(run)
+    changes = [_changes(row) for row in run.samples]
+    disagreements = _disagreements(changes)
+    return [
+        _sample(run, index, row, others.get(row["prompt_id"], []), changes[index], disagreements[index])
+        for index, row in enumerate(run.samples)
+    ]
+
+
+def pick(samples: list[Sample], wanted: int) -> list[Sample]:
+    """`wanted` samples spread evenly over the file, so that nobody chose them; all where there are no more."""
+    total = len(samples)
+    wanted = min(wanted, total)
+    return [samples[index * total // wanted] for index in range(wanted)]
+
+
+def filters(run: Run) -> list[tuple[str, str]]:
+    """Tag and words of each filter."""
+    by = "gold score" if run.has_judge else "reward model"
+    both = [("disagree", "proxy and gold disagree")] if run.has_judge else []
+    return [("", "all prompts"), ("policy", f"policy wins ({by})"), ("sft", f"SFT wins ({by})"), ("tie", "ties"), *both]
+
+
+def orders(run: Run) -> list[str]:
+    """What samples can be sorted by, largest first, beside their order in the file; in the order of `Sample.ranks`."""
+    gold = ["disagreement between proxy and gold", "gold change"] if run.has_judge else []
+    return [*gold, "proxy change", "KL", "length change"]
+
+
+def embedded(run: Run, samples: list[Sample], limit: int = EMBEDDED_CHARACTERS) -> tuple[Markup, str]:
+    """The samples as JSON that may stand in a script element, and what had to stay out of it, in words."""
+    text = _json(run, samples)
+    if len(text) <= limit:
+        return Markup(text), ""
+    lean = [Sample(**{**vars(sample), "others": []}) for sample in samples]
+    left = "The other models’ answers are too long for this page; they stand in data/evaluate/answers.jsonl."
+    text = _json(run, lean)
+    kept = len(lean)
+    while len(text) > limit and kept > 1:
+        kept = max(1, min(kept - 1, kept * limit // len(text)))
+        text = _json(run, pick(lean, kept))
+    if kept < len(lean):
+        left = f"{left} {count(kept)} of {count(len(lean))} prompts are shown, spread evenly."
+    return Markup(text), left
+
+
+def differing(first: str, second: str) -> tuple[list[str], list[str]]:
+    """Both texts, cut where they differ word by word: in each list the second, fourth, … part is what the other text
+    does not have there. Too long texts stay whole."""
+    words = [re.findall(r"^\s+|\S+\s*", text) for text in (first, second)]
+    if max(map(len, words)) > LONGEST_MARKED:
+        return [first], [second]
+    parts: tuple[list[str], list[str]] = ([], [])
+    bare: list[list[str]] = [[word.strip() for word in side] for side in words]
+    for kind, *ends in SequenceMatcher(None, bare[0], bare[1], autojunk=False).get_opcodes():
+        for side, (start, end) in enumerate(zip(ends[::2], ends[1::2], strict=True)):
+            text = "".join(words[side][start:end])
+            marked = "" if kind == "equal" else text.rstrip()
+            _add(parts[side], marked, differs=True)
+            _add(parts[side], text[len(marked) :], differs=False)
+    return parts
+
+
+def _add(parts: list[str], text: str, differs: bool) -> None:
+    """Append so that whether a part differs shows in its place."""
+    if not text:
+        return
+    if len(parts) % 2 == differs:
+        parts.append(text)
+    elif parts:
+        parts[-1] += text
+    else:
+        parts.extend(("", text))
+
+
+def _json(run: Run, samples: list[Sample]) -> str:
+    content = {
+        "models": {name: {"label": label(name), "colour": colour_of(name)} for name in _names(samples)},
+        "mark": "higher gold score" if run.has_judge else "reward model prefers",
+        "samples": [asdict(sample) for sample in samples],
+    }
+    text = json.dumps(content, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    return text.translate(UNSAFE)
+
+
+def _names(samples: list[Sample]) -> list[str]:
+    return list(dict.fromkeys(answer.model for sample in samples for answer in (*sample.answers, *sample.others)))
+
+
+def _sample(
+    run: Run, index: int, row: Row, others: list[Answer], changes: Changes, disagreement: float | None
+) -> Sample:
+    decisive = changes["gold" if run.has_judge else "reward"]
+    tags = [] if decisive is None else ["tie" if abs(decisive) <= TIE else "policy" if decisive > 0 else "sft"]
+    gold, reward = changes["gold"], changes["reward"]
+    if gold is not None and reward is not None and min(abs(gold), abs(reward)) > TIE and (gold > 0) != (reward > 0):
+        tags.append("disagree")
+    judged = [disagreement, gold] if run.has_judge else []
+    ranks = [_rounded(rank) for rank in (*judged, reward, finite(row.get("kl")), changes["tokens"])]
+    prompt = [{"role": message["role"], "content": message["content"]} for message in row["prompt"]]
+    return Sample(index + 1, prompt, _both(run, row, tags), others, tags, ranks)
+
+
+def _both(run: Run, row: Row, tags: list[str]) -> list[Answer]:
+    texts = differing(row["sft"], row["policy"])
+    return [
+        Answer(model, parts, bool(row.get(f"{model}_ended", True)), _facts(run, _of(row, model)), model in tags)
+        for model, parts in zip(("sft", "policy"), texts, strict=True)
+    ]
+
+
+def _of(row: Row, model: str) -> Row:
+    """One model's side of a row, with the keys of data/evaluate/answers.jsonl."""
+    return {
+        "gold": row.get(f"gold_{model}"),
+        "reward": row.get(f"reward_{model}"),
+        "tokens": row.get(f"{model}_tokens"),
+        "kl": row.get("kl") if model == "policy" else None,
+    }
+
+
+def _facts(run: Run, answer: Row) -> list[tuple[str, str]]:
+    facts = [("gold", number(answer.get("gold")))] if run.has_judge else []
+    facts += [("reward model", number(answer.get("reward"))), ("tokens", count(answer.get("tokens")))]
+    facts.append(("KL, nats", number(answer.get("kl"))))
+    return [(name, value) for name, value in facts if value != MISSING or name != "KL, nats"]
+
+
+def _others(run: Run) -> dict[str, list[Answer]]:
+    """By prompt: the answers of every model but SFT and policy, with the first seed of the sampling, as they stand in
+    the file."""
+    seeds = run.evaluation.get("seeds") or [row["seed"] for row in run.answers[:1]]
+    found: dict[str, list[Answer]] = {}
+    for row in run.answers:
+        if row["model"] not in ("sft", "policy") and row["seed"] == seeds[0]:
+            answer = Answer(row["model"], [row["response"]], bool(row.get("ended", True)), _facts(run, row))
+            found.setdefault(row["prompt_id"], []).append(answer)
+    return found
+
+
+def _changes(row: Row) -> Changes:
+    """By how much the policy's answer differs from SFT's: gold score, reward-model score and tokens."""
+    pairs = {kind: (row.get(f"{kind}_sft"), row.get(f"{kind}_policy")) for kind in ("gold", "reward")}
+    pairs["tokens"] = (row.get("sft_tokens"), row.get("policy_tokens"))
+    both = {kind: (finite(sft), finite(policy)) for kind, (sft, policy) in pairs.items()}
+    return {kind: None if a is None or b is None else b - a for kind, (a, b) in both.items()}
+
+
+def _disagreements(changes: list[Changes]) -> list[float | None]:
+    """How far apart the standardised changes of proxy and gold are, in standard deviations."""
+    scale = {kind: _standardiser(change[kind] for change in changes) for kind in ("gold", "reward")}
+    return [
+        None if (gold := change["gold"]) is None or (reward := change["reward"]) is None
+        else abs(scale["reward"](reward) - scale["gold"](gold))
+        for change in changes
+    ]  # fmt: skip
+
+
+def _standardiser(values: Iterable[float | None]) -> Callable[[float], float]:
+    known = [value for value in values if value is not None]
+    mean = sum(known) / len(known) if known else 0.0
+    spread = (sum((value - mean) ** 2 for value in known) / len(known)) ** 0.5 if known else 0.0
+    return lambda value: (value - mean) / spread if spread else 0.0
+
+
+def _rounded(value: float | None) -> float | None:
+    return None if value is None else round(value, 4)
