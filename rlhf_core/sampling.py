@@ -104,6 +104,7 @@ class _Decoder:
         self.ended = [False] * len(prompts)
 
     def run(self, stop_ids: frozenset[int]) -> list[Outcome]:
+        """Every row to its first stop token or the length limit."""
         logprobs = self._read_prompts()
         for place, uniforms in enumerate(self.uniforms.T):
             if place:
