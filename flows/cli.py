@@ -162,6 +162,23 @@ def audit(
 
 
 @command
+def chat(
+    model: Annotated[Path, typer.Argument(metavar="FOLDER", help="A model folder, such as models/policy.")],
+    beside: Annotated[Path | None, typer.Option(help="A second model folder, whose answers stand below.")] = None,
+    temperature: Annotated[float, typer.Option(help="Of sampling; 1 is the model as PPO trains it.")] = 1.0,
+    max_new_tokens: Annotated[int, typer.Option(help="Longest answer, tokens.", min=1)] = 256,
+    seed: Annotated[int, typer.Option(help="Equal seeds and messages give equal answers.", min=0)] = 1,
+    system: Annotated[str | None, typer.Option(help="A system message, which stays.")] = None,
+) -> None:
+    """Talk to a model: at a terminal, or one message a line through a pipe."""
+    _quiet_models()
+    from flows.chat import Rules
+    from flows.chat import chat as talk
+
+    talk(model, beside, Rules(temperature, max_new_tokens, seed), system)
+
+
+@command
 def lineage(
     path: Annotated[
         Path, typer.Argument(metavar="PATH", help="A model folder (a copy, too), dataset or metrics file.")
@@ -305,6 +322,13 @@ def _quiet_prefect() -> None:
     """Prefect's console log off, our live lines instead; its own log of the run keeps everything."""
     os.environ.setdefault("PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL", "CRITICAL")
     os.environ.setdefault("PREFECT_LOGGING_INTERNAL_LEVEL", "CRITICAL")
+
+
+def _quiet_models() -> None:
+    """No bars and notices of libraries between what a model says; TRANSFORMERS_VERBOSITY brings them back."""
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
 def _die_politely() -> None:

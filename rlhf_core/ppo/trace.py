@@ -300,22 +300,30 @@ class _Reader:
         after = self._readings(row, self._now(row))
         choices = self._choices(row)
         values, next_values, deltas = self._values(row)
-        tables = (rollout.old_logprobs, rollout.ref_logprobs, credit.kl, credit.rewards)
-        earned = (credit.advantages, credit.weights, credit.returns)
+        texts = token_texts(self.trainer.tokenizer, ids)
+
+        def at(table: Tensor, t: int) -> float:
+            return table[row, t].item()
+
         return [
             Token(
-                ids[t],
-                text,
-                *(table[row, t].item() for table in tables),
-                values[t],
-                next_values[t],
-                deltas[t],
-                *(table[row, t].item() for table in earned),
+                id=ids[t],
+                text=texts[t],
+                old_logprob=at(rollout.old_logprobs, t),
+                ref_logprob=at(rollout.ref_logprobs, t),
+                kl=at(credit.kl, t),
+                reward=at(credit.rewards, t),
+                value=values[t],
+                next_value=next_values[t],
+                delta=deltas[t],
+                advantage=at(credit.advantages, t),
+                weight=at(credit.weights, t),
+                return_=at(credit.returns, t),
                 choices=choices[t],
                 passes=[found[t] for found in readings],
                 after=after[t],
             )
-            for t, text in enumerate(token_texts(self.trainer.tokenizer, ids))
+            for t in range(len(ids))
         ]
 
     def _values(self, row: int) -> tuple[list[float | None], list[float | None], list[float | None]]:
@@ -396,7 +404,7 @@ def _part(forward: Pass, rows: slice, times: slice) -> Pass:
 
     batch = TokenBatch(forward.batch.input_ids[rows], forward.batch.attention_mask[rows], cut(forward.batch.mask))
     tables = {name: cut(table) for name, table in vars(forward).items() if isinstance(table, Tensor)}
-    return replace(forward, batch=batch, **tables)
+    return replace(forward, batch=batch, **tables)  # type: ignore[arg-type]
 
 
 def _each_token(forward: Pass) -> Iterator[Pass]:
