@@ -10,7 +10,7 @@ from collections.abc import Callable
 from functools import wraps
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn, ParamSpec
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn, ParamSpec
 
 import typer
 
@@ -176,6 +176,33 @@ def chat(
     from flows.chat import chat as talk
 
     talk(model, beside, Rules(temperature, max_new_tokens, seed), system)
+
+
+@command
+def trace(
+    prompt: Annotated[str, typer.Argument(metavar="PROMPT", help="What the user asks.")],
+    at: Annotated[str | None, typer.Option(help="policy or sft: where the step starts. None: policy if made.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Of batch and answers. None: that of params.yaml.", min=0)] = None,
+    page: Annotated[Path | None, typer.Option(help="The page to write. None: work/trace.html.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", "-j", help="Print one JSON object and nothing else.")] = False,
+) -> None:
+    """One answer through one PPO step, token by token: log-probabilities, KL, reward, value, advantage, ratio, loss."""
+    root = find_root()
+    starts: dict[str | None, Literal["policy", "sft"] | None] = {None: None, "policy": "policy", "sft": "sft"}
+    if at not in starts:
+        raise UserError(f"--at {at}: there are policy and sft")
+    _quiet_models()
+    from flows import trace as shown
+    from tasks.page.trace import write_trace
+    from tasks.trace import trace_prompt
+
+    traced = trace_prompt(root, prompt, starts[at], seed)
+    path = (page.expanduser() if page is not None else root / "work" / "trace.html").absolute()
+    write_trace(traced, path)
+    if as_json:
+        print(json.dumps(shown.as_dict(traced), ensure_ascii=False), flush=True)
+    else:
+        print(f"{shown.render(traced)}\n\npage  {path}", flush=True)
 
 
 @command

@@ -2,12 +2,13 @@
 
 import sys
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from tasks.stage import Stage
+if TYPE_CHECKING:  # `leash chat` and `leash trace` have no stage, and do without DVC and MLflow
+    from tasks.stage import Stage
 
 
-def trusts(stage: Stage[Any]) -> bool:
+def trusts(stage: "Stage[Any]") -> bool:
     """`trust_remote_code` of params.yaml. A yes is said aloud, once a stage, with the risk."""
     if stage.common.trust_remote_code:
         warn_of_code(stage.label)
