@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from flows.environment import find_root
-from rlhf_core.dialogue import Speaker, load_speaker
+from rlhf_core.dialogue import Speaker, load_speaker, require_language_model
 from rlhf_core.errors import UserError
 from tasks.params.loader import read_yaml
 from tasks.trust import warn_of_code
@@ -33,6 +33,8 @@ class Rules:
 def chat(folder: Path, beside: Path | None, rules: Rules, system: str | None) -> None:
     """Talk until the input ends. Raises UserError for a folder that holds no language model."""
     folders = [folder] + ([beside] if beside is not None else [])
+    for path in folders:
+        require_language_model(path, trusted(path))
     speakers = [
         load_speaker(path, name, system, trust_remote_code=trusted(path))
         for path, name in zip(folders, names(folders), strict=True)

@@ -352,10 +352,13 @@ def _quiet_prefect() -> None:
 
 
 def _quiet_models() -> None:
-    """No bars and notices of libraries between what a model says; TRANSFORMERS_VERBOSITY brings them back."""
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    """No bars and notices of transformers between what we say; TRANSFORMERS_VERBOSITY brings them back."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    if "TRANSFORMERS_VERBOSITY" not in os.environ:
+        from transformers.utils import logging
+
+        logging.set_verbosity_error()
+        logging.disable_progress_bar()
 
 
 def _die_politely() -> None:

@@ -76,6 +76,8 @@ def trace_prompt(root: Path, text: str, start: Start | None = None, seed: int | 
     prompts, row = _batch(root, params.ppo, prompt, step, seed, tokenizer, context_length(models.policy))
     trainer = _trainer(root, params.ppo, models, tokenizer, prompts, seed, trusted)
     trainer.steps_done = step
+    if start == "policy":
+        _take_over_prices(root, trainer, notes)
     for name, scheduler in trainer.schedulers.items():
         rate = scheduler.base_lrs[0] * scheduler.lr_lambdas[0](step)
         trainer.optimizers[name].param_groups[0]["lr"] = rate
@@ -186,6 +188,21 @@ def _trainer(
         judge=RubricJudge() if demo else None,
         text=_text(root, config, tokenizer),
     )
+
+
+def _take_over_prices(root: Path, trainer: PPOTrainer, notes: list[str]) -> None:
+    """What controllers have learned during the run, as far as it stands on disk."""
+    config = trainer.config
+    if config.kl.controller == "adaptive":
+        coef = _read_json(root / "metrics" / "ppo.json").get("kl_coef_last")
+        if isinstance(coef, float):
+            trainer.controller.coef = coef
+        else:
+            notes.append("metrics/ppo.json does not say where β ended: it starts anew")
+    if config.objective == "kl_penalty":
+        notes.append("the price of a step starts anew")
+    if config.score.scale == "running":
+        notes.append("the running scale of the scores starts anew")
 
 
 def _text(root: Path, config: PPOConfig, tokenizer: PreTrainedTokenizerBase) -> list[Piece]:

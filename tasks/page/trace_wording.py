@@ -145,7 +145,7 @@ PASSES = (
 def passes(traced: Traced) -> list[tuple[str, ...]]:
     """One row for each time that the update read the answer: its own means over tokens, then those of the minibatch."""
     trace = traced.trace
-    rows = []
+    rows: list[tuple[str, ...]] = []
     for turn, place in enumerate(trace.minibatches):
         minibatch, read = trace.step.minibatches[place], [token.passes[turn] for token in trace.tokens]
         clipped = [reading.clipped for reading in read]
