@@ -15,11 +15,13 @@ from ruamel.yaml import YAML
 from typer.testing import CliRunner, Result
 
 from flows.cli import app
+from flows.trace import as_dict, render
 from rlhf_core.config.base import ScratchConfig
 from rlhf_core.models import build_llama, save_checkpoint, scalar_model_from
 from rlhf_core.ppo.plan import prompts_of_step
 from rlhf_core.tokenizer import train_bpe
-from tasks.trace import trace_prompt
+from tasks.page.trace import write_trace
+from tasks.trace import Start, trace_prompt
 
 TINY = Path(__file__).resolve().parents[2] / "examples" / "tiny.yaml"
 PROMPT = "what shall i eat? <b>an egg & tea</b>"
@@ -146,22 +148,19 @@ def test_the_batch_is_the_steps_own_with_the_prompt_in_it(project: Path) -> None
     ids=lambda ppo: ", ".join(ppo),
 )
 @pytest.mark.parametrize("start", ["policy", "sft"])
-def test_every_kind_of_settings_has_table_and_page(
-    ppo: dict[str, Any], start: str, project: Path, trace: Trace
-) -> None:
+def test_every_kind_of_settings_has_table_and_page(ppo: dict[str, Any], start: Start, project: Path) -> None:
     change(project, **ppo)
     if ppo.get("advantage"):
         (project / "models" / "critic" / "config.json").unlink()
-    told, found = trace("--at", start), json.loads(trace("--at", start, "--json").stdout)
-    assert (told.exit_code, told.stderr) == (0, "")
-    tokens = found["tokens"]
-    first = next(line for line in told.stdout.splitlines() if re.match(r" *1 .*[−\d]\.\d{3}", line))
+    traced = trace_prompt(project, PROMPT, start)
+    told, tokens = render(traced), as_dict(traced)["tokens"]
+    first = next(line for line in told.splitlines() if re.match(r" *1 .*[−\d]\.\d{3}", line))
     assert ("–" in first) == bool({"advantage", "objective", "policy_gradient_steps"} & ppo.keys())
     assert (tokens[0]["value"] is None) == bool(ppo.get("advantage"))
     assert (max(abs(token["kl"]) for token in tokens) > 1e-3) == (start == "policy")
-    if "max_new_tokens" in ppo:
-        assert found["ended"] or "cut off" in told.stdout
-    page = Path("work/trace.html").read_text(encoding="utf-8")
+    assert traced.trace.ended or "cut off" in told
+    write_trace(traced, project / "page.html")
+    page = (project / "page.html").read_text(encoding="utf-8")
     assert page.count("data-panel") == len(tokens) + 1  # once in the script
     assert "None" not in page
     assert "nan" not in page
