@@ -10,7 +10,7 @@ from collections.abc import Callable
 from functools import wraps
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn, ParamSpec
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn, ParamSpec
 
 import typer
 
@@ -159,6 +159,50 @@ def audit(
 
     found = audit_file(path)
     print(json.dumps(found, ensure_ascii=False) if as_json else render(found), flush=True)
+
+
+@command
+def chat(
+    model: Annotated[Path, typer.Argument(metavar="FOLDER", help="A model folder, such as models/policy.")],
+    beside: Annotated[Path | None, typer.Option(help="A second model folder, whose answers stand below.")] = None,
+    temperature: Annotated[float, typer.Option(help="Of sampling; 1 is the model as PPO trains it.")] = 1.0,
+    max_new_tokens: Annotated[int, typer.Option(help="Longest answer, tokens.", min=1)] = 256,
+    seed: Annotated[int, typer.Option(help="Equal seeds and messages give equal answers.", min=0)] = 1,
+    system: Annotated[str | None, typer.Option(help="A system message, which stays.")] = None,
+) -> None:
+    """Talk to a model: at a terminal, or one message a line through a pipe."""
+    _quiet_models()
+    from flows.chat import Rules
+    from flows.chat import chat as talk
+
+    talk(model, beside, Rules(temperature, max_new_tokens, seed), system)
+
+
+@command
+def trace(
+    prompt: Annotated[str, typer.Argument(metavar="PROMPT", help="What the user asks.")],
+    at: Annotated[str | None, typer.Option(help="policy or sft: where the step starts. None: policy if made.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Of batch and answers. None: that of params.yaml.", min=0)] = None,
+    page: Annotated[Path | None, typer.Option(help="The page to write. None: work/trace.html.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", "-j", help="Print one JSON object and nothing else.")] = False,
+) -> None:
+    """One answer through one PPO step, token by token: log-probabilities, KL, reward, value, advantage, ratio, loss."""
+    root = find_root()
+    starts: dict[str | None, Literal["policy", "sft"] | None] = {None: None, "policy": "policy", "sft": "sft"}
+    if at not in starts:
+        raise UserError(f"--at {at}: there are policy and sft")
+    _quiet_models()
+    from flows import trace as shown
+    from tasks.page.trace import write_trace
+    from tasks.trace import trace_prompt
+
+    traced = trace_prompt(root, prompt, starts[at], seed)
+    path = (page.expanduser() if page is not None else root / "work" / "trace.html").absolute()
+    write_trace(traced, path)
+    if as_json:
+        print(json.dumps(shown.as_dict(traced), ensure_ascii=False), flush=True)
+    else:
+        print(f"{shown.render(traced)}\n\npage  {path}", flush=True)
 
 
 @command
@@ -324,6 +368,16 @@ def _quiet_prefect() -> None:
     """Prefect's console log off, our live lines instead; its own log of the run keeps everything."""
     os.environ.setdefault("PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL", "CRITICAL")
     os.environ.setdefault("PREFECT_LOGGING_INTERNAL_LEVEL", "CRITICAL")
+
+
+def _quiet_models() -> None:
+    """No bars and notices of transformers between what we say; TRANSFORMERS_VERBOSITY brings them back."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    if "TRANSFORMERS_VERBOSITY" not in os.environ:
+        from transformers.utils import logging
+
+        logging.set_verbosity_error()
+        logging.disable_progress_bar()
 
 
 def _die_politely() -> None:

@@ -1,5 +1,5 @@
-"""The Trainer that base, SFT and reward model share: a micro-batch that does not fit is halved, and nothing that is NaN
-or infinite becomes a step or a checkpoint. Losses stand with those who subclass it, arguments in `training`."""
+"""The Trainer that base, SFT, reward model and DPO share: a micro-batch that does not fit is halved, and nothing that
+is NaN or infinite becomes a step or a checkpoint. Losses stand with those who subclass it, arguments in `training`."""
 
 import math
 from collections.abc import Iterator

@@ -5,7 +5,7 @@ the batch it stands in, the padding, or the other rows. No top-k, top-p or penal
 without changing π. The model folder's generation_config is not read.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -56,6 +56,23 @@ def sample(
     return in_batches(prompts, batch_size, decode)
 
 
+@torch.no_grad()
+def stream_response(
+    model: PreTrainedModel,
+    prompt: Sequence[int],
+    key: tuple[int, ...],
+    *,
+    max_new_tokens: int,
+    temperature: float,
+    stop_ids: frozenset[int],
+) -> Iterator[int]:
+    """The token ids of one response, each as soon as it is drawn: the very ids that `sample` gives for the same key,
+    the stop token included."""
+    decoder = _Decoder(model, [prompt], [key], max_new_tokens, temperature, pad_id=0)
+    for _ in decoder.steps(stop_ids):
+        yield decoder.responses[0][-1]
+
+
 def in_batches(
     prompts: Sequence[Sequence[int]], batch_size: int, decode: Callable[[list[int]], list[Outcome]]
 ) -> Sampled:
@@ -104,16 +121,23 @@ class _Decoder:
         self.ended = [False] * len(prompts)
 
     def run(self, stop_ids: frozenset[int]) -> list[Outcome]:
+        """Every row to its first stop token or the length limit."""
+        for _ in self.steps(stop_ids):
+            pass
+        return list(zip(self.responses, self.logprobs, self.ended, strict=True))
+
+    def steps(self, stop_ids: frozenset[int]) -> Iterator[None]:
+        """At each turn, one token more for every row that still runs."""
         logprobs = self._read_prompts()
         for place, uniforms in enumerate(self.uniforms.T):
             if place:
                 logprobs = self._next_logprobs()
             chosen = self._choose(logprobs, uniforms[self.running])
             keep = self._record(chosen, stop_ids)
+            yield
             if not keep:
                 break
             self._advance(chosen, keep)
-        return list(zip(self.responses, self.logprobs, self.ended, strict=True))
 
     def _read_prompts(self) -> Tensor:
         """Equal prompts are read once; then each response gets a row of its own."""

@@ -1,32 +1,30 @@
 """Stage `reward`: the Bradley-Terry reward model, and what can be said about it on prompts it never saw."""
 
 from collections.abc import Sequence
-from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_core.chat import Conversation
 from rlhf_core.config.reward import RewardConfig
-from rlhf_core.errors import UserError
-from rlhf_core.evaluation import CalibrationBin, bootstrap_interval, calibration, correlation
+from rlhf_core.evaluation.agreement import correlation
 from rlhf_core.models import context_length, place, save_checkpoint, scalar_model_from
 from rlhf_core.reward import Comparison, score_pairs, train_reward_model
 from rlhf_core.scorers import Answers, RewardModelScorer
-from rlhf_core.tokenizer import encode_prompt, encode_response, load_tokenizer
+from rlhf_core.tokenizer import encode_prompt, load_tokenizer
+from tasks.comparisons import PREFERENCES, comparisons
 from tasks.jsonl import Row
 from tasks.judges import judge_of
+from tasks.reward_figures import PairFigures, figures_of, gold_margins
 from tasks.stage import Stage, run
 from tasks.tokens import fitting
 from tasks.training import log_table, training_run
 from tasks.trust import trusts
 
-PREFERENCES = "data/preferences/preferences.jsonl"
 SAMPLES = "data/preferences/samples.jsonl"
-RESAMPLES = 2000
 
 
 def execute(stage: Stage[RewardConfig]) -> None:
-    """Make models/reward (its config holds score_mean and score_std), metrics/reward.json and two tables of plots."""
+    """Make models/reward (its config holds score_mean and score_std), metrics/reward.json and the tables of plots."""
     run_ = training_run(stage, shown=["loss", "accuracy"])
     tokenizer = load_tokenizer(stage.root / "models/sft", trust_remote_code=trusts(stage))
     model = scalar_model_from(stage.root / "models/sft", stage.seed, trust_remote_code=trusts(stage))
@@ -41,83 +39,27 @@ def execute(stage: Stage[RewardConfig]) -> None:
     model.config.score_mean, model.config.score_std = normalisation["score_mean"], normalisation["score_std"]
     save_checkpoint(stage.out("models/reward"), model.cpu(), tokenizer)
     stage.outputs.write_csv("plots/reward.csv", log_table(log, {"loss": "loss", "accuracy": "accuracy"}))
-    measured, bins = measure_pairs(stage, place(model), training, heldout, pad_id)
-    stage.outputs.write_csv("plots/reward_calibration.csv", calibration_rows(bins))
-    stage.write_metrics({**measured, **normalisation, "pairs_too_long": too_long + also_too_long})
-
-
-def comparisons(
-    stage: Stage[RewardConfig], tokenizer: PreTrainedTokenizerBase, split: str, limit: int
-) -> tuple[list[Comparison], int]:
-    """The pairs of a split, all of a prompt together, each distinct response once; and how many pairs did not fit."""
-    Sides = tuple[list[int], list[int], list[int]]
-
-    def encode(row: Row) -> tuple[Sides, int]:
-        prompt = encode_prompt(tokenizer, row["prompt"])
-        chosen, rejected = (response_tokens(tokenizer, row, side) for side in ("chosen", "rejected"))
-        return (prompt, chosen, rejected), len(prompt) + max(len(chosen), len(rejected))
-
-    rows = [row for row in stage.read(PREFERENCES) if row["split"] == split]
-    kept, too_long = fitting(stage, PREFERENCES, rows, encode, limit)
-    if not kept:
-        raise UserError(f"{PREFERENCES}: no {split} pair is left; the reward model needs training and validation pairs")
-    grouped: dict[str, Comparison] = {}
-    for row, (prompt, chosen, rejected) in kept:
-        comparison = grouped.setdefault(row["prompt_id"], Comparison(prompt, [], []))
-        for response in (chosen, rejected):
-            if response not in comparison.responses:
-                comparison.responses.append(response)
-        comparison.pairs.append((comparison.responses.index(chosen), comparison.responses.index(rejected)))
-    return list(grouped.values()), too_long
-
-
-def response_tokens(tokenizer: PreTrainedTokenizerBase, row: Row, side: str) -> list[int]:
-    """The tokens of a pair's side: as they were sampled, as PPO will show them to the reward model, or of its text
-    where the data brought it."""
-    sampled: list[int] | None = row[f"{side}_ids"]
-    return encode_response(tokenizer, row[side], row[f"{side}_ended"]) if sampled is None else sampled
+    figures = measure_pairs(stage, place(model), tokenizer, training, heldout)
+    for out, rows in figures.tables.items():
+        stage.outputs.write_csv(out, rows)
+    stage.write_metrics({**figures.metrics, **normalisation, "pairs_too_long": too_long + also_too_long})
 
 
 def measure_pairs(
     stage: Stage[RewardConfig],
     model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
     training: Sequence[Comparison],
     heldout: Sequence[Comparison],
-    pad_id: int,
-) -> tuple[dict[str, Any], list[CalibrationBin]]:
-    """Accuracy, loss and calibration on pairs of held-out prompts; the interval resamples prompts, not pairs."""
-    scores = score_pairs(model, heldout, pad_id, stage.params.batch_size)
-    seen = score_pairs(model, training, pad_id, stage.params.batch_size)
-    bins, error = calibration((scores.chosen - scores.rejected).tolist())
-    right = scores.right.tolist()
-    low, high = _accuracy_interval(right, [len(c.pairs) for c in heldout], stage.seed)
-    return {
-        "heldout_accuracy": sum(right) / len(right),
-        "heldout_accuracy_ci95": [low, high],
-        "heldout_loss": scores.loss,
-        "heldout_pairs": len(right),
-        "heldout_prompts": len(heldout),
-        "train_accuracy": seen.right.mean().item(),
-        "train_loss": seen.loss,
-        "expected_calibration_error": error,
-    }, bins
-
-
-def _accuracy_interval(right: Sequence[float], pairs: Sequence[int], seed: int) -> tuple[float, float]:
-    """Pairs of one prompt share their responses, so whole prompts are resampled; each counts with its mean."""
-    means, start = [], 0
-    for count in pairs:
-        means.append(sum(right[start : start + count]) / count)
-        start += count
-    return bootstrap_interval(means, RESAMPLES, seed)
-
-
-def calibration_rows(bins: Sequence[CalibrationBin]) -> list[dict[str, float]]:
-    """The calibration curve as a table."""
-    return [
-        {"bin_low": b.low, "bin_high": b.high, "predicted": b.predicted, "observed": b.observed, "pairs": b.pairs}
-        for b in bins
-    ]
+) -> PairFigures:
+    """Figures of the pairs of held-out prompts, with accuracy and loss on the training pairs beside them."""
+    pad_id, judge = int(tokenizer.pad_token_id), judge_of(stage)
+    scores, seen = (score_pairs(model, pairs, pad_id, stage.params.batch_size) for pairs in (heldout, training))
+    rows = [row for row in stage.read(PREFERENCES) if row["split"] == "validation"] if judge else []
+    gold = gold_margins(rows, tokenizer, heldout, judge) if judge else None
+    figures = figures_of(scores, [len(c.pairs) for c in heldout], gold, stage.seed)
+    figures.metrics.update(train_accuracy=seen.right.mean().item(), train_loss=seen.loss)
+    return figures
 
 
 def measure_scores(

@@ -229,7 +229,7 @@ def _tell_driver(outcome: dict[str, Any]) -> None:
 def _run(name: str, model: type[Model], execute: Execute[Model], tracked: bool, interrupts: Interrupts) -> str:
     """Steps 1 to 5 of the contract. Returns the stage key."""
     recorded_later = state.under_dvc(name)
-    _quiet_libraries()
+    quiet_libraries()
     content = read_yaml()
     params = parse(model, content.get(name, {}), name)
     common = parse(Common, {key: content[key] for key in Common.model_fields if key in content})
@@ -279,7 +279,7 @@ def _run(name: str, model: type[Model], execute: Execute[Model], tracked: bool, 
     return key
 
 
-def _quiet_libraries() -> None:
+def quiet_libraries() -> None:
     """The bars and notices of a library would drown our own progress; TRANSFORMERS_VERBOSITY brings them back."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("DO_NOT_TRACK", "1")

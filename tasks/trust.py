@@ -2,20 +2,26 @@
 
 import sys
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from tasks.stage import Stage
+if TYPE_CHECKING:  # `leash chat` and `leash trace` have no stage, and do without DVC and MLflow
+    from tasks.stage import Stage
 
 
-def trusts(stage: Stage[Any]) -> bool:
+def trusts(stage: "Stage[Any]") -> bool:
     """`trust_remote_code` of params.yaml. A yes is said aloud, once a stage, with the risk."""
     if stage.common.trust_remote_code:
-        print_once(
-            f"{stage.label} WARNING: trust_remote_code is true: Python code that comes with the model runs with your "
-            "rights (it can read and change your files, see your keys, and use your network); only for code that you "
-            "have read"
-        )
+        warn_of_code(stage.label)
     return stage.common.trust_remote_code
+
+
+def warn_of_code(label: str) -> None:
+    """Say once, on stderr and behind the label of who asks, what a yes means."""
+    print_once(
+        f"{label} WARNING: trust_remote_code is true: Python code that comes with the model runs with your "
+        "rights (it can read and change your files, see your keys, and use your network); only for code that you "
+        "have read"
+    )
 
 
 @cache

@@ -120,6 +120,7 @@ class _Writer:
         self.domain: Domain = DOMAIN_OF[topic.name]
 
     def right(self, count: int) -> list[str]:
+        """Distinct options of the topic that suit the need."""
         return self.rng.sample(self.topic.right(self.need), count)
 
     def foreign(self, count: int) -> list[str]:
@@ -129,14 +130,17 @@ class _Writer:
         return self.rng.sample(list(dict.fromkeys(pool)), count)
 
     def reason(self) -> str:
+        """A reason that fits the need."""
         return self.rng.choice(NEEDS[self.need].reasons)
 
     def foreign_reason(self) -> str:
+        """A reason of another need of the domain, which does not fit this one."""
         fitting = NEEDS[self.need].reasons
         others = [r for need in self.needs for r in NEEDS[need].reasons if r not in fitting]
         return self.rng.choice(others)
 
     def sentence(self, options: list[str]) -> str:
+        """A sentence that offers the options, without the end that a reason may follow."""
         frame = self.rng.choice(ANY_FRAMES if len(options) == 1 else ANY_FRAMES + LIST_FRAMES)
         text = frame.format(
             options=joined(options, self.rng.choice(("or", "and"))),
@@ -147,18 +151,22 @@ class _Writer:
         return capitalised(text)
 
     def plain(self, options: list[str]) -> str:
+        """The options in a sentence that gives no reason."""
         return PLAIN_END.format(sentence=self.sentence(options))
 
     def reasoned(self, options: list[str], reason: str) -> str:
+        """The options with their reason, in a sentence of its own or after `because`."""
         separate, because = REASON_ENDS
         if self.rng.random() < 0.6:
             return separate.format(sentence=self.sentence(options), reason=capitalised(reason))
         return because.format(sentence=self.sentence(options), reason=reason)
 
     def dismissal(self) -> str:
+        """An answer that waves the question away."""
         return capitalised(self.rng.choice(DISMISSALS).format(verb=self.domain.verb))
 
     def shuffled(self, options: list[str]) -> list[str]:
+        """The same list, its order drawn anew in place."""
         self.rng.shuffle(options)
         return options
 
@@ -169,10 +177,12 @@ def _good(w: _Writer) -> str:
 
 
 def _unexplained(w: _Writer) -> str:
+    """Two or three right options and no reason."""
     return w.plain(w.right(w.rng.choice((2, 2, 3))))
 
 
 def _single(w: _Writer) -> str:
+    """One right option and no reason."""
     return w.plain(w.right(1))
 
 
@@ -189,22 +199,27 @@ def _misplaced(w: _Writer) -> str:
 
 
 def _wrong_reason(w: _Writer) -> str:
+    """Right options with a reason that belongs to another need."""
     return w.reasoned(w.right(2), w.foreign_reason())
 
 
 def _off_topic(w: _Writer) -> str:
+    """Options of other topics, no reason."""
     return w.plain(w.foreign(w.rng.choice((1, 2, 3))))
 
 
 def _dismissive(w: _Writer) -> str:
+    """No option at all."""
     return w.dismissal()
 
 
 def _half_hearted(w: _Writer) -> str:
+    """A dismissal, and one right option after it."""
     return f"{w.dismissal()} {w.plain(w.right(1))}"
 
 
 def _rambling(w: _Writer) -> str:
+    """Filler sentences, sometimes with one right option at the end."""
     fillers = w.rng.sample(FILLERS, w.rng.choice((2, 3)))
     return " ".join([*fillers, w.plain(w.right(1))] if w.rng.random() < 0.6 else fillers)
 

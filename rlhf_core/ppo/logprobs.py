@@ -75,6 +75,7 @@ class _LogProbsAndEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, actions: Tensor, temperature: float, real: Tensor) -> tuple[Tensor, Tensor]:
+        """log p_a and H of each token, in nats, piece by piece; 0 on padding."""
         precision = torch.promote_types(logits.dtype, torch.float32)
         logprobs = torch.empty(actions.numel(), dtype=precision, device=logits.device)
         entropy = torch.empty_like(logprobs)
@@ -94,6 +95,7 @@ class _LogProbsAndEntropy(torch.autograd.Function):
     def backward(
         ctx: Any, to_logprobs: Tensor | None, to_entropy: Tensor | None
     ) -> tuple[Tensor | None, None, None, None]:
+        """The gradient of the logits; log p is computed again instead of kept."""
         flat, chosen, keep, entropy = ctx.saved_tensors
         if to_logprobs is None and to_entropy is None:
             return None, None, None, None

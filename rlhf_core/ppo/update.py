@@ -5,6 +5,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -30,6 +31,14 @@ BFLOAT16_TOLERANCE = 1e-2
 
 Problem = UserError | OutOfMemory
 """What one process meets and all have to know."""
+
+
+class Watcher(Protocol):
+    """Looks on while the update runs, and changes nothing."""
+
+    def __call__(self, number: int, rows: Sequence[int], forward: Pass, losses: dict[str, Tensor]) -> None:
+        """A pass over some rows of minibatch `number` (counted from 0 over all epochs of the step), with its losses
+        summed over real tokens. A minibatch that did not fit into memory comes again, in smaller parts."""
 
 
 class RatioError(UserError):
@@ -90,6 +99,7 @@ class UpdateStatistics:
             "clip_fraction_last_epoch": late.mean("clip_fraction"),
             "ratio_max": self.ratio_max,
             "optimizer_steps": float(self.optimizer_steps),
+            "tokens_trained": self.tokens,
             "skipped_minibatches": float(self.skipped_minibatches),
             "stopped_early": float(self.stopped_early),
         }
@@ -107,6 +117,7 @@ class Updater:
     processes: Processes
     halving: Halving
     text: TextMix | None = None
+    watch: Watcher | None = None
 
     def run(self, rollout: Rollout, credit: Credit, step: int, prices: Prices) -> UpdateStatistics:
         """ppo_epochs × minibatches optimiser steps, no more; fewer only where `stop_kl` or `max_ratio` say so
@@ -194,7 +205,7 @@ class Updater:
             if number == 0 and self.halving.done and not begun:
                 self.read(rollout, step)
             micro = self._micro_batches(rollout, minibatch, step)
-            found = self._accumulate(rollout, credit, micro, phase, prices, check_ratio=number == 0)
+            found = self._accumulate(rollout, credit, micro, phase, prices, number)
             if self.text is not None and phase.policy and not self._too_far(found) and not self._explodes(found):
                 found.text_losses.append(self._mix_text(self.text, step, number))
             return found
@@ -208,7 +219,7 @@ class Updater:
         minibatch: Sequence[Sequence[int]],
         phase: Phase,
         prices: Prices,
-        check_ratio: bool,
+        number: int,
     ) -> UpdateStatistics:
         """Add up the gradient of one minibatch: Σ over its real tokens / number of its real tokens, over its
         micro-batches and all processes (rule 13). The gradients themselves are added up at the optimiser's step."""
@@ -216,11 +227,13 @@ class Updater:
 
         def one_pass(rows: Sequence[int]) -> None:
             forward = Pass.over(rows, rollout, credit, self.models, self.config.temperature, self.pad_id)
-            if check_ratio and self.config.check_ratio:
+            if number == 0 and self.config.check_ratio:
                 self._require_same_policy(forward)
             losses = losses_of(forward, self.config, phase, prices, self.models)
             self._backward(losses["total_loss"] / statistics.tokens)
             self._record(statistics, losses, forward)
+            if self.watch is not None:
+                self.watch(number, rows, forward, losses)
 
         problem: Problem | None = None
         try:

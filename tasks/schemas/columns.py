@@ -88,9 +88,9 @@ def number(*, nullable: bool = False) -> pa.Column:
     return _each(is_number, "must be a finite number", nullable=nullable)
 
 
-def count() -> pa.Column:
+def count(*, nullable: bool = False) -> pa.Column:
     """A whole number from 0."""
-    return _each(is_count, "must be a whole number from 0")
+    return _each(is_count, "must be a whole number from 0", nullable=nullable)
 
 
 def flag() -> pa.Column:

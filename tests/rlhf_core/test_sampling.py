@@ -9,7 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 from rlhf_core.batch import pad_batch, response_logits
-from rlhf_core.sampling import Sampled, draw, sample
+from rlhf_core.sampling import Sampled, draw, sample, stream_response
 
 Build = Callable[..., PreTrainedModel]
 PAD, END = 0, 1
@@ -190,3 +190,30 @@ def test_rule_04_a_response_at_the_length_limit_has_not_ended(build_lm: Build) -
 
 def test_no_prompts_give_no_responses(build_lm: Build) -> None:
     assert run(build_lm(), [], []).responses == []
+
+
+def test_a_stream_is_what_sample_samples(kind: str, build_lm: Build) -> None:
+    """Token by token, the stop token included, for the same key; another key says something else."""
+    model, stops = build_lm(kind), frozenset(range(12))
+    whole = run(model, temperature=0.8, stop_ids=stops)
+    assert {True, False} == set(whole.ended)
+    streams = [
+        list(stream_response(model, prompt, key, max_new_tokens=12, temperature=0.8, stop_ids=stops))
+        for i, prompt in enumerate(PROMPTS)
+        for key in [(1, 0, i)]
+    ]
+    assert streams == whole.responses
+    other = stream_response(model, PROMPTS[0], (2, 0, 0), max_new_tokens=12, temperature=0.8, stop_ids=frozenset())
+    assert list(other) != whole.responses[0]
+
+
+def test_a_stream_computes_no_more_than_was_asked_for(build_lm: Build) -> None:
+    """One pass for each token that was taken, and gradients stay as the caller has them."""
+    model, passes = build_lm(), []
+    model.register_forward_hook(lambda *_: passes.append(torch.is_grad_enabled()))
+    tokens = stream_response(model, PROMPTS[0], (1, 0), max_new_tokens=12, temperature=1.0, stop_ids=frozenset())
+    assert passes == []
+    next(tokens)
+    next(tokens)
+    assert passes == [False, False]
+    assert torch.is_grad_enabled()

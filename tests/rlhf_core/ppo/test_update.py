@@ -59,7 +59,7 @@ def accumulated(trainer: PPOTrainer, rollout: Rollout, credit: Credit, micro: in
     updater = with_config(trainer.updater, micro_batch_size=micro)
     for model in (trainer.models.policy, trainer.models.critic):
         model.zero_grad()
-    updater._accumulate(rollout, credit, updater.plan(rollout, 0, 0)[0], WHOLE, PRICES, check_ratio=False)
+    updater._accumulate(rollout, credit, updater.plan(rollout, 0, 0)[0], WHOLE, PRICES, number=1)
     return {"policy": gradient(trainer.models.policy), "critic": gradient(trainer.models.critic)}
 
 
@@ -175,7 +175,7 @@ def test_rule_16_the_value_clip_has_a_key_of_its_own(make_trainer: MakeTrainer) 
         critic = trainer.config.critic.model_copy(update={"value_clip": clip})
         updater = with_config(trainer.updater, critic=critic)
         rows = updater.plan(rollout, 0, 0)[0]
-        statistics = updater._accumulate(rollout, credit, rows, WHOLE, PRICES, check_ratio=False)
+        statistics = updater._accumulate(rollout, credit, rows, WHOLE, PRICES, number=1)
         shares[clip] = statistics.means()["value_clip_fraction"]
     assert shares == {0.2: 1.0, 0.3: 0.0}
 

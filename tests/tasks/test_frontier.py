@@ -1,0 +1,79 @@
+"""The frontier: PPO's snapshots as a curve, and where another model lies beside it."""
+
+import math
+
+import pytest
+
+from rlhf_core.divergence import Divergence
+from tasks.exam import Marked
+from tasks.frontier import curve_of, frontier_figures, shares_at
+from tasks.results import Bootstrap, Results
+
+PROMPTS = 50
+BOOTSTRAP = Bootstrap(200, 1)
+
+
+def answers(kl: float, gold: float, reward: float) -> Results:
+    """Prompts differ, by as much for every model."""
+    noise = [0.1 * (i % 7) - 0.3 for i in range(PROMPTS)]
+    mean = sum(noise) / PROMPTS
+    scores = [[value + n - mean for n in noise] for value in (reward, gold)]
+    kls = [kl] * PROMPTS
+    mark = Marked([[5]] * PROMPTS, [True] * PROMPTS, ["a"] * PROMPTS, scores[0], scores[1], Divergence(kls, kls, kls))
+    return Results.of([mark])
+
+
+def figures(results: Results, kl: float | None) -> dict[str, object]:
+    gold, rewards = results.table("gold"), results.table("rewards")
+    assert gold is not None
+    assert rewards is not None
+    return {"kl": kl, "gold": gold.mean(), "reward": rewards.mean()}
+
+
+def test_the_gap_at_equal_kl_has_its_sign() -> None:
+    """PPO rises by 1 for every unit of √KL; best-of-4 lies above that line, DPO below, grpo beyond its end."""
+    sft = answers(0.0, 0.0, 0.0)
+    snapshots = {step: answers(d * d, d, 2 * d) for step, d in ((10, 1.0), (20, 2.0))}
+    others = {"best_of_4": answers(0.25, 0.8, 1.0), "dpo": answers(2.25, 1.1, 3.0), "grpo": answers(9.0, 5.0, 5.0)}
+    results = {"sft": sft, "policy": snapshots[20], **others}
+    models = {name: figures(each, None if each is sft else kl_of(each)) for name, each in results.items()}
+    found = frontier_figures(results, snapshots, models, BOOTSTRAP)["frontier"]
+    assert set(found) == set(others)
+    assert found["best_of_4"]["policy_gold"] == pytest.approx(0.5)
+    assert found["best_of_4"]["gold_gap"] == pytest.approx(-0.3)
+    assert found["dpo"]["gold_gap"] == pytest.approx(0.4)
+    assert found["dpo"]["gold_gap_ci95"] == pytest.approx([0.4, 0.4]), "paired: what makes a prompt easy drops out"
+    assert found["best_of_4"]["reward_gap"] == pytest.approx(0.0)
+    assert (found["grpo"]["policy_gold"], found["grpo"]["gold_gap"]) == (None, None)
+
+
+def kl_of(results: Results) -> float:
+    table = results.table("k1")
+    assert table is not None
+    return float(table.mean())
+
+
+def test_a_curve_that_falls_is_fitted_where_points_carry_it() -> None:
+    sft = answers(0.0, 1.0, 1.0)
+    steps = {
+        i: answers(d * d, 1.0 + d * (2.0 - 0.7 * math.log(d)), 1.0 + d) for i, d in enumerate((0.5, 1.0, 2.0, 3.0, 4.0))
+    }
+    results = {"sft": sft, "policy": steps[4]}
+    models = {name: figures(each, 0.0) for name, each in results.items()}
+    fits = frontier_figures(results, steps, models, BOOTSTRAP)["fits"]
+    assert fits["ppo_gold"]["alpha"] == pytest.approx(2.0)
+    assert fits["ppo_gold"]["beta"] == pytest.approx(0.7)
+    assert fits["ppo_gold"]["points"] == 5
+    assert fits["best_of_n_gold"] is None
+    few = {i: steps[i] for i in (0, 1)}
+    assert frontier_figures(results, few, models, BOOTSTRAP)["fits"]["ppo_gold"] is None
+
+
+def test_the_curve_starts_at_sft_and_rises_in_kl_whatever_the_steps() -> None:
+    snapshots = {1: answers(4.0, 0, 0), 2: answers(1.0, 0, 0), 3: answers(-0.01, 0, 0)}
+    kls, _ = curve_of({"sft": answers(0.0, 0, 0)}, snapshots)
+    assert kls == [0.0, 0.0, 1.0, 4.0]
+    shares = shares_at(2.25, kls)
+    assert shares is not None
+    assert shares.tolist() == pytest.approx([0, 0, 0.5, 0.5])
+    assert shares_at(5.0, kls) is None
