@@ -104,11 +104,11 @@ def columns_of(models: Mapping[str, Figures]) -> list[Column]:
 
 
 def cells(models: Mapping[str, Figures], column: Column) -> dict[str, Cell]:
-    """A cell a model. The best of a column is marked where it has a direction and at least two figures; what is printed
+    """A cell a model. The best of a column is marked where it has a direction and figures that differ; what is printed
     alike is equally good."""
     known = {name: value for name, one in models.items() if (value := finite(one.get(column.key))) is not None}
     best = ""
-    if column.better and len(known) > 1:
+    if column.better and len({column.text(value) for value in known.values()}) > 1:
         best = column.text(max(known.values()) if column.better == "higher" else min(known.values()))
     return {name: _cell(one, column, best) for name, one in models.items()}
 

@@ -1,5 +1,6 @@
 """The pictures: which there are, and what is left out where numbers are missing."""
 
+import itertools
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -7,8 +8,11 @@ from dataclasses import replace
 import matplotlib as mpl
 import pytest
 
+from tasks.page.canvas import canvas, colour_of, styled
+from tasks.page.comparison import LABELS
 from tasks.page.figures import PICTURES, draw, ppo_kl
 from tasks.page.inputs import Run
+from tasks.page.labels import name_points
 from tasks.page.picture import Picture
 from tasks.page.wording import number, percent, percent_interval, points
 
@@ -82,6 +86,22 @@ def test_one_step_is_enough(make_run: MakeRun) -> None:
     short = {name: {column: values[-1:] for column, values in curve.items()} for name, curve in run.curves.items()}
     short["reward_calibration"] = {name: values[:1] for name, values in run.curves["reward_calibration"].items()}
     assert len(names(replace(run, curves=short, samples=run.samples[:1]))) == len(PICTURES)
+
+
+def test_every_model_has_a_colour_of_its_own() -> None:
+    names = [*LABELS, "best_of_4", "a model of the user's"]
+    assert len({colour_of(name) for name in names}) == len(names)
+    assert colour_of("best_of_16") == colour_of("best_of_4")
+
+
+def test_names_of_points_hide_neither_points_nor_one_another() -> None:
+    with styled():
+        _, (axes,) = canvas("x")
+        axes.set(xlim=(0, 10), ylim=(0, 10))
+        name_points(axes, [(5 + place / 10, 5.0, f"model {place}", "#000000") for place in range(5)])
+        axes.get_figure().draw_without_rendering()  # type: ignore[union-attr]
+        boxes = [text.get_window_extent() for text in axes.texts]
+    assert not [1 for a, b in itertools.combinations(boxes, 2) if a.overlaps(b)]
 
 
 def test_wording_of_numbers() -> None:

@@ -282,6 +282,15 @@ def test_comparison_shows_every_model_with_its_intervals_and_the_best(make_run: 
     assert "kl" not in best
 
 
+def test_what_is_equal_everywhere_is_nobodys_best(make_run: MakeRun) -> None:
+    run = make_run()
+    for name in models_of(run.evaluation):
+        run = alternative(run, name, gold=2.0)
+    columns, rows = comparison(run)
+    gold = [column.key for column in columns].index("gold")
+    assert not any(row[gold].best for _, _, row in rows)
+
+
 def test_without_alternatives_the_page_stands(make_run: MakeRun) -> None:
     run = make_run(alternatives=False, several=False)
     text = Document(build(run)).text
