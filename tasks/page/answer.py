@@ -103,11 +103,13 @@ def against_alternatives(run: Run) -> Finding | None:
 def when_to_stop(run: Run) -> Finding | None:
     """The best snapshot on the validation prompts against the last one; their scores on the test prompts."""
     selected = run.metrics["select"]
-    last, key = selected.get("last_step"), "best_judge_step" if run.has_judge else "best_proxy_step"
-    best = selected.get(key)
+    last, best, by = selected.get("last_step"), selected.get("best_judge_step"), "gold score"
+    if not run.has_judge:
+        by = f"win rate, judged by {run.judge},"
+    if best is None:
+        best, by = selected.get("best_proxy_step"), "reward-model score, which is what PPO climbs,"
     if not isinstance(last, int) or not isinstance(best, int) or not selected.get("prompts"):
         return None
-    by = "gold score" if run.has_judge else "reward model’s score, which PPO climbs,"
     seen = f"the best {by} on {count(selected['prompts'])} validation prompts"
     chosen = f"The policy is the snapshot of step {selected.get('step')} (rule {selected.get('rule')})."
     if best == last:

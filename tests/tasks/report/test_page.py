@@ -129,6 +129,9 @@ def test_with_a_judge_gold_stands_in_table_pictures_and_samples(make_run: MakeRu
     assert "higher gold score" in text
     assert "Simulated means a stand-in for people" in text
     assert any("gold score from" in picture.alt for picture in pictures[True])
+    assert "Asked in both orders, simulated annotators (gold rubric) said the same for 98.5% of 1,200 pairs" in text
+    assert "How much another training seed would change is not in them." in text
+    assert "a logistic regression of the wins on the difference in length" in text
 
 
 def test_texts_of_users_and_models_are_escaped(make_run: MakeRun) -> None:
@@ -261,6 +264,13 @@ def test_when_to_stop_needs_more_than_overlapping_intervals(make_run: MakeRun) -
     assert findings(replace(run, frontier=fallen))[2].word == "At step 50 of 60."
     selected = run.metrics["select"] | {"best_judge_step": 60}
     assert findings(replace(run, metrics=run.metrics | {"select": selected}))[2].word == "Not before the end."
+    unjudged = make_run(judge=False)
+    assert "has the best reward-model score, which is what PPO climbs, on 120" in findings(unjudged)[2].sentence
+    compared = unjudged.metrics | {"select": run.metrics["select"]}
+    compared |= {"evaluate": unjudged.evaluation | {"win_rate_judge": "judge model critic"}}
+    assert "the best win rate, judged by the judge model critic, on 120" in (
+        findings(replace(unjudged, metrics=compared))[2].sentence
+    )
     skipped = run.metrics["select"] | {"prompts": 0}
     assert len(findings(replace(run, metrics=run.metrics | {"select": skipped}))) == 2
 
