@@ -309,15 +309,24 @@ def tell(stage: Stage[EvaluateParams], metrics: dict[str, Any], samples: list[Ro
     """MLflow: the figures, the answers of the first sampling seed for its evaluation view, and the policy's version."""
     if not stage.tracker:
         return
-    stage.tracker.table("evaluate_samples", samples)
-    first = stage.params.seeds[0]
-    stage.tracker.table("evaluate_answers", [row for row in answers if row["seed"] in (None, first)])
+    stage.tracker.table("evaluate_samples", samples, lead=("prompt", "policy"))
+    stage.tracker.table("evaluate_answers", side_by_side(answers, stage.params.seeds[0]), lead=("prompt", "policy"))
     stage.tracker.artifact(stage.out("metrics/evaluate.json"), "metrics")
     stage.tracker.artifact(stage.out("plots/frontier.csv"), "plots")
     register = partial(
         stage.tracker.register_policy, stage.hashes["models/policy"], headline_numbers("evaluate", metrics)
     )
     stage.afterwards.append(register)
+
+
+def side_by_side(answers: list[Row], seed: int) -> list[Row]:
+    """A row a prompt: the prompt, and every model's answer of one sampling seed under the model's name."""
+    rows: dict[str, Row] = {}
+    for answer in answers:
+        if answer["seed"] in (None, seed):
+            row = rows.setdefault(answer["prompt_id"], {"prompt": answer["prompt"]})
+            row[answer["model"]] = answer["response"]
+    return list(rows.values())
 
 
 def minus(a: float | None, b: float | None) -> float | None:

@@ -8,6 +8,7 @@ from tasks.page.inputs import Row, Run, finite, interval
 from tasks.page.wording import count, number, percent, percent_interval, points
 
 YES, NO, OPEN = "Yes.", "No.", "Not shown."
+KINDS = {"gold": "gold score", "reward": "proxy score"}
 
 
 @dataclass(frozen=True)
@@ -139,13 +140,20 @@ def _best_alternative(run: Run, best: Lead) -> str:
 
 
 def _at_equal_kl(run: Run) -> str:
-    """Who is ahead where PPO's snapshots had moved as far from SFT as the other model."""
-    key = "gold_gap" if run.has_judge else "reward_gap"
-    gaps = {name: finite(one.get(key)) for name, one in (run.evaluation.get("frontier") or {}).items()}
-    behind = [f"{label(name)} ({number(-gap, sign=True)})" for name, gap in gaps.items() if gap is not None and gap < 0]
-    ahead = [f"{label(name)} ({number(-gap, sign=True)})" for name, gap in gaps.items() if gap is not None and gap > 0]
-    told = [f"above PPO’s snapshots: {_listed(behind)}"] if behind else []
-    told += [f"below: {_listed(ahead)}"] if ahead else []
+    """Who is shown to be ahead where PPO's snapshots had moved as far from SFT as the other model."""
+    kind = "gold" if run.has_judge else "reward"
+    above: list[str] = []
+    below: list[str] = []
+    level: list[str] = []
+    for name, figures in (run.evaluation.get("frontier") or {}).items():
+        gap, ends = finite(figures.get(f"{kind}_gap")), interval(figures.get(f"{kind}_gap_ci95"))
+        if gap is not None and finite(figures.get("kl")):
+            shown = ends is not None and (ends[0] > 0 or ends[1] < 0)
+            side = level if not shown else below if gap > 0 else above
+            side.append(f"{label(name)} ({number(-gap, sign=True)})")
+    told = [f"above PPO’s snapshots in {KINDS[kind]}: {_listed(above)}"] if above else []
+    told += [f"{'below' if above else 'below PPO’s snapshots in ' + KINDS[kind]}: {_listed(below)}"] if below else []
+    told += [f"no difference shown: {_listed(level)}"] if level else []
     return f"At equal KL, {'; '.join(told)}." if told else ""
 
 

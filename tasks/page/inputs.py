@@ -58,6 +58,11 @@ class Run:
         return sorted((row for row in self.frontier if row["family"] == "ppo"), key=lambda row: row["point"])
 
     @property
+    def is_judged(self) -> bool:
+        """True when the win rate is not the reward model's own."""
+        return "reward model" not in str(self.evaluation["win_rate_judge"])
+
+    @property
     def judge(self) -> str:
         """Whose win rate it is, ready to stand in a sentence."""
         return "the " + str(self.evaluation["win_rate_judge"]).removeprefix("the ")

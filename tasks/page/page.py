@@ -143,7 +143,7 @@ def reading_of(evaluation: Row, judge: bool) -> list[str]:
     checks = evaluation.get("judge_checks") or {}
     if finite(checks.get("self_agreement")) is not None:
         told.append(
-            f"The judge was asked in both orders: it said the same for {percent(checks['self_agreement'])} of "
+            f"Asked in both orders, {checks.get('judge')} said the same for {percent(checks['self_agreement'])} of "
             f"{count(checks.get('pairs'))} pairs; position bias {points(checks.get('position_bias'))}."
         )
     return told
@@ -156,8 +156,10 @@ def headline(run: Run) -> list[Line]:
     rate = percent(e["win_rate"]) + ("" if ends is None else f" ({percent_interval(list(ends))})")
     lines = [Line("Win rate against SFT", f"judged by {run.judge}; 95% interval", "", rate, wide=True)]
     if e.get("ties") is not None:
-        ties = count(e["ties"]) if isinstance(e["ties"], int) else percent(e["ties"])
-        lines.append(Line("Ties", "prompts on which both answers score the same; half a win each", "", ties, wide=True))
+        ties = (
+            count(e["ties"]) if isinstance(e["ties"], int) else percent(e["ties"])
+        )  # a count, before there were seeds
+        lines.append(Line("Ties", "both answers score the same; half a win each", "", ties, wide=True))
     if run.has_judge:
         lines.append(_line(e, "Gold score", "mean; no model sees it", "gold_sft", "gold_policy"))
     lines += [
@@ -202,7 +204,11 @@ def reward_facts(run: Run) -> list[tuple[str, str]]:
         ("Correlation with length", number(r.get("length_correlation"))),
     ]
     if run.has_judge:
-        facts.append(("Correlation with the gold score", number(r.get("gold_correlation"))))
+        facts += [
+            ("Correlation with the gold score", number(r.get("gold_correlation"))),
+            ("Pairs ordered as the gold score does", percent(r.get("gold_agreement"))),
+            ("Labels that agree with the gold score", percent(r.get("gold_label_agreement"))),
+        ]
     return _shown(facts)
 
 

@@ -189,12 +189,12 @@ def _facts(run: Run, answer: Row) -> list[tuple[str, str]]:
 
 
 def _others(run: Run) -> dict[str, list[Answer]]:
-    """By prompt: the answers of every model but SFT and policy, with the first seed of the sampling, as they stand in
-    the file."""
+    """By prompt: the answers of every model but SFT and policy, with the first seed of the sampling (best-of-n picks
+    from samples of its own, which have none), as they stand in the file."""
     seeds = run.evaluation.get("seeds") or [row["seed"] for row in run.answers[:1]]
     found: dict[str, list[Answer]] = {}
     for row in run.answers:
-        if row["model"] not in ("sft", "policy") and row["seed"] == seeds[0]:
+        if row["model"] not in ("sft", "policy") and row["seed"] in (None, seeds[0]):
             answer = Answer(row["model"], [row["response"]], bool(row.get("ended", True)), _facts(run, row))
             found.setdefault(row["prompt_id"], []).append(answer)
     return found

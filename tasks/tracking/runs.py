@@ -191,12 +191,14 @@ class Shipper:
         self._client.log_artifact(state.run_id, str(file), part[0].body["folder"] or None)
 
     def _on_table(self, part: list[Event], state: State, folder: Path) -> None:
-        """As mlflow.log_table leaves it, but replaced instead of appended to when it is sent again."""
-        self._client.log_artifact(state.run_id, str(folder / part[0].body["file"]))
+        """As mlflow.log_table leaves it, but replaced instead of appended to when it is sent again. On the pipeline run
+        as well: the UI's evaluation view has no eyes for runs that are folded in below another."""
         entry = {"path": part[0].body["name"], "type": "table"}
-        tables = json.loads(self._client.get_run(state.run_id).data.tags.get(TABLES_TAG, "[]"))
-        if entry not in tables:
-            self._client.set_tag(state.run_id, TABLES_TAG, json.dumps([*tables, entry]))
+        for run_id in filter(None, (state.run_id, state.parent_id)):
+            self._client.log_artifact(run_id, str(folder / part[0].body["file"]))
+            tables = json.loads(self._client.get_run(run_id).data.tags.get(TABLES_TAG, "[]"))
+            if entry not in tables:
+                self._client.set_tag(run_id, TABLES_TAG, json.dumps([*tables, entry]))
 
     def _on_inputs(self, part: list[Event], state: State, folder: Path) -> None:
         body = part[0].body

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Self
 
+from rlhf_core.chat import as_text
 from tasks.params.secrets import HIDDEN, is_secret
 from tasks.tracking import settings
 from tasks.tracking.outbox import Outbox
@@ -150,10 +151,12 @@ class Tracker(_ParentRun):
             if place := self._outbox.keep(file):
                 self._outbox.append("artifact", file=place, folder="/".join(filter(_here, (folder, inside))))
 
-    def table(self, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
-        """A table of samples for the evaluation view of MLflow's UI; columns are those of the first row."""
+    def table(self, name: str, rows: Sequence[Mapping[str, Any]], lead: Sequence[str] = ()) -> None:
+        """A table of samples for the evaluation view of MLflow's UI; columns are those of the first row, `lead` first:
+        the view opens with its rows grouped by the first column and the runs compared by the second. Conversations
+        become text."""
         file = NOT_IN_NAMES.sub("_", name).replace("/", "_").removesuffix(".json") + ".json"
-        columns = list(rows[0]) if rows else []
+        columns = list(dict.fromkeys((*lead, *rows[0]))) if rows else []
         data = [[_cell(row.get(column)) for column in columns] for row in rows]
         text = json.dumps({"columns": columns, "data": data}, ensure_ascii=False, default=str)
         if place := self._outbox.keep_text(file, text):
@@ -208,6 +211,9 @@ def _name(text: str) -> str:
 
 
 def _cell(value: Any) -> Any:
+    """What MLflow's view shows well: no NaN, and a conversation as its words."""
+    if isinstance(value, list) and value and all(isinstance(one, dict) and "content" in one for one in value):
+        return as_text(value)
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 

@@ -105,6 +105,7 @@ LEVELS = {
     "dpo": (3.6021, 1.7345, 3.3303, 35.80, 0, 155200),
     "rloo": (4.1102, 2.0718, 4.0159, 32.71, 7680, 501760),
 }
+GAPS = {"best_of_1": 0.0, "best_of_4": -0.4, "best_of_16": -0.03, "rejection_sft": 0.5, "dpo": 0.3, "rloo": -0.05}
 ALTERNATIVES = [name for name in LEVELS if name not in ("sft", "policy")]
 
 
@@ -150,7 +151,8 @@ def _figures(name: str, judge: bool, several: bool) -> dict[str, Any]:
         "logprob_rejected": None if best else round(-31 - kl, 4),
         "logprob_chosen_change": None if best else round(kl if name != "dpo" else -2.2, 4),
         "logprob_rejected_change": None if best else round(-kl if name != "rejection_sft" else 0.41, 4),
-        "samples_generated": samples,
+        "samples_generated": 0 if best else samples,
+        "samples_per_answer": samples if best else 1,
         "tokens_trained": trained,
     }
 
@@ -164,8 +166,10 @@ def _comparison(judge: bool, alternatives: bool, several: bool) -> dict[str, Any
             "reward": LEVELS[name][1],
             "policy_gold": LEVELS[name][0] - 0.4 if judge else None,
             "policy_reward": LEVELS[name][1] + 0.2,
-            "gold_gap": (-0.4 if name == "best_of_4" else 0.2) if judge else None,
-            "reward_gap": -0.3 if name == "best_of_4" else 0.2,
+            "gold_gap": GAPS[name] if judge else None,
+            "gold_gap_ci95": _ends(GAPS[name], 0.1) if judge else None,
+            "reward_gap": GAPS[name],
+            "reward_gap_ci95": _ends(GAPS[name], 0.1),
         }
         for name in names
         if name not in ("sft", "policy")
@@ -230,13 +234,14 @@ def write_answers(judge: bool, alternatives: bool = True, several: bool = True) 
     """Rows of data/evaluate/answers.jsonl: the other models' answers to the prompts of the samples."""
     rows = []
     for seed in (1, 2, 3) if several else (1,):
-        for name in LEVELS if alternatives else ("sft", "policy"):
+        names = LEVELS if alternatives else ("sft", "policy")
+        for name in [name for name in names if seed == 1 or not name.startswith("best_of")]:
             for index, sample in enumerate(_samples(judge)):
                 odd = index % 7 == 0
                 rows.append(
                     {
                         "model": name,
-                        "seed": seed,
+                        "seed": None if name.startswith("best_of") else seed,
                         "prompt_id": sample["prompt_id"],
                         "prompt": sample["prompt"],
                         "response": ODD[index % len(ODD)][1] if odd else f"{GOOD[index % 3]} ({name}, {seed})",

@@ -116,6 +116,12 @@ def test_without_a_judge_nothing_speaks_of_gold(make_run: MakeRun, pictures: Dra
     assert "Judged by the reward model" in win_rate.caption
 
 
+def test_a_judge_that_only_compares_is_not_called_the_reward_model(make_run: MakeRun) -> None:
+    text = Document(build(evaluated(make_run(judge=False), win_rate_judge="judge model critic"))).text
+    assert "Answers are compared in pairs by the judge model critic, asked in both orders" in text
+    assert "The data bring no judge" not in text
+
+
 def test_with_a_judge_gold_stands_in_table_pictures_and_samples(make_run: MakeRun, pictures: Drawn) -> None:
     run = make_run()
     text = Document(build(run, pictures=pictures[True])).text
@@ -222,7 +228,10 @@ def test_the_three_answers_follow_the_intervals(make_run: MakeRun) -> None:
     assert word == "Not shown."
     assert "The best alternative is RLOO, gold score 4.11 against the policy’s 4.05: +0.06 (95% interval" in sentence
     assert "The policy is better than DPO, Best of 4, Rejection SFT and Best of 1." in sentence
-    assert "At equal KL, above PPO’s snapshots: Best of 4 (+0.40); below: Best of 1 (−0.20)," in sentence
+    assert sentence.endswith(
+        "At equal KL, above PPO’s snapshots in gold score: Best of 4 (+0.40); below: Rejection SFT (−0.50) and DPO "
+        "(−0.30); no difference shown: Best of 16 (+0.03) and RLOO (+0.05)."
+    )
     word, sentence = told["When to stop?"]
     assert word == "Perhaps at step 50 of 60."
     assert "the best gold score on 120 validation prompts" in sentence

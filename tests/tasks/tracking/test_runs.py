@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -221,6 +222,27 @@ def test_a_table_is_one_that_mlflow_itself_loads(
     assert list(table.columns) == ["prompt", "gold"]
     assert table["prompt"].tolist() == ["Frühstück 🥣", "<script>"]
     assert table["gold"].isna().tolist() == [False, True]
+
+
+def test_a_table_stands_on_the_pipeline_run_too_with_conversations_as_text(
+    root: Path, pipeline: PipelineIdentity, look: Look
+) -> None:
+    user, system = {"role": "user", "content": "Lunch?"}, {"role": "system", "content": "Be brief."}
+    rows = [{"prompt_id": str(place), "gold": 1.0, "prompt": prompt, "policy": "Soup."} for place, prompt in
+            enumerate(([user], [system, user]))]  # fmt: skip
+    tracker = stage(root, pipeline, "evaluate")
+    for _ in range(2):
+        tracker.table("samples", rows, lead=("prompt", "policy"))
+    tracker.close("FINISHED")
+    drain(root)
+    client = look()
+    found = all_runs(client)
+    for run in (*found["parents"], *found["children"]):
+        assert json.loads(run.data.tags["mlflow.loggedArtifacts"]) == [{"path": "samples.json", "type": "table"}]
+        place = client.download_artifacts(run.info.run_id, "samples.json", str(root))
+        table = json.loads(Path(place).read_text(encoding="utf-8"))
+        assert table["columns"] == ["prompt", "policy", "prompt_id", "gold"]
+        assert [row[0] for row in table["data"]] == ["Lunch?", "system: Be brief.\nuser: Lunch?"]
 
 
 def test_inputs_and_artifacts(root: Path, pipeline: PipelineIdentity, look: Look) -> None:
