@@ -11,6 +11,7 @@ from typing import Any
 from frontier_points import Cost, Runs, first_run, model_costs, points, snapshot_costs, snapshots
 from matplotlib.axes import Axes
 from matplotlib.colors import to_rgb
+from matplotlib.figure import Figure
 
 from tasks.page.canvas import INK, JUDGE, MUTED, POLICY, PROXY, canvas, label_axes, png, styled
 
@@ -31,7 +32,7 @@ HEIGHT = 6.4  # inches; two panels and a legend do not fit into the page's heigh
 
 def draw(runs: Runs, folder: Path) -> list[Path]:
     """Write the three pictures as PNG to `folder`; their paths."""
-    pictures = {
+    pictures: dict[str, Callable[[], Figure]] = {
         "frontier": lambda: frontier(runs),
         "equal-tokens": lambda: equal_cost(runs, "tokens", lambda cost: cost.tokens, "response tokens trained on"),
         "equal-samples": lambda: equal_cost(runs, "samples", lambda cost: cost.samples, "responses sampled to train"),
@@ -46,7 +47,7 @@ def draw(runs: Runs, folder: Path) -> list[Path]:
     return paths
 
 
-def frontier(runs: Runs) -> Any:
+def frontier(runs: Runs) -> Figure:
     """Gold and proxy score over √KL: a line a β, thin for each seed and thick for their mean; the alternatives as
     points, a point a seed."""
     figure, (gold, proxy) = canvas(f"Reward against KL, {counted(runs)}", panels=(3, 2))
@@ -59,7 +60,7 @@ def frontier(runs: Runs) -> Any:
                 if other == beta
             ]
             bundle(axes, lines, f"PPO, β {beta:g}", colour)
-        alternatives(axes, [by_root(points(runs, seed, score)) for seed in seeds_of(runs)])
+        alternatives(axes, [by_root(points(runs, seed, score)) for seed in seeds_of(runs)], numbered=axes is gold)
     label_axes(gold, "gold score")
     label_axes(proxy, "reward-model\nscore (raw)", "√KL from SFT (KL in nats per answer)")
     key_below(figure, gold)
@@ -76,7 +77,7 @@ def by_root(found: dict[str, Point]) -> dict[str, Point]:
     return {name: (root(kl), value) for name, (kl, value) in found.items()}
 
 
-def equal_cost(runs: Runs, name: str, cost_of: Callable[[Cost], float], axis: str) -> Any:
+def equal_cost(runs: Runs, name: str, cost_of: Callable[[Cost], float], axis: str) -> Figure:
     """Gold score over what training has cost. Best-of-n trains nothing: a line across."""
     figure, (axes,) = canvas(f"Gold score at equal {name}, {counted(runs)}")
     figure.set_size_inches(figure.get_figwidth(), HEIGHT * 0.75)
@@ -109,8 +110,8 @@ def bundle(axes: Axes, lines: Sequence[Sequence[Point]], label: str, colour: Any
     axes.plot(*zip(*mean, strict=True), color=colour, label=label, marker="o", markersize=3)
 
 
-def alternatives(axes: Axes, found: Sequence[dict[str, Point]]) -> None:
-    """A point a seed and model, best-of-n with its n at the mean; x is as it is drawn."""
+def alternatives(axes: Axes, found: Sequence[dict[str, Point]], numbered: bool = True) -> None:
+    """A point a seed and model, best-of-n with its n above where it is `numbered`; x is as it is drawn."""
     for name in dict.fromkeys(name for each in found for name in each):
         here = [each[name] for each in found if name in each]
         family = "best-of-n" if name.startswith("best_of_") else name
@@ -119,7 +120,7 @@ def alternatives(axes: Axes, found: Sequence[dict[str, Point]]) -> None:
         x, y = zip(*here, strict=True)
         label = None if family in drawn else family
         axes.plot(x, y, linestyle="", marker=marker, markersize=4.5, color=colour, alpha=0.85, label=label, zorder=3)
-        if family == "best-of-n":
+        if numbered and family == "best-of-n":
             place = (fmean(x), max(y))
             axes.annotate(
                 name.removeprefix("best_of_"), place, (0, 5), textcoords="offset points", ha="center", fontsize=8.5
@@ -140,14 +141,14 @@ def shades(runs: Runs) -> dict[float, tuple[float, float, float]]:
     """A blue for each β, the lighter the smaller."""
     betas = sorted({beta for _, beta in runs}, reverse=True)
     base = to_rgb(POLICY)
-    depth = [0.75 * rank / max(1, len(betas) - 1) for rank in range(len(betas))]
+    depth = [0.55 * rank / max(1, len(betas) - 1) for rank in range(len(betas))]
     return {
-        beta: (base[0] + (1 - base[0]) * d, base[1] + (1 - base[1]) * d, base[2] + (1 - base[2]) * d * 0.7)
+        beta: (base[0] + (1 - base[0]) * d, base[1] + (1 - base[1]) * d, base[2] + (1 - base[2]) * d)
         for beta, d in zip(betas, depth, strict=True)
     }
 
 
-def key_below(figure: Any, axes: Axes) -> None:
+def key_below(figure: Figure, axes: Axes) -> None:
     """One legend below the picture for all panels."""
     handles, labels = axes.get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower left", ncols=3, handlelength=1.6, columnspacing=1.2)

@@ -39,13 +39,18 @@ def gap(runs: Runs, seed: int, beta: float, name: str) -> float | None:
 
 
 def points(runs: Runs, seed: int, score: str = "gold") -> dict[str, tuple[float, float]]:
-    """KL (nats an answer) and score of each alternative, best-of-n by n. Of the first run of the seed: the others
-    left them out."""
+    """KL (nats an answer) and score of each alternative, best-of-n by n from 2 on (best of one is SFT). Of the first
+    run of the seed: the others left them out."""
     first = first_run(runs, seed)
     found = {}
     for row in [] if first is None else first.tables.get("frontier", []):
         family, kl, value = row["family"], row["kl"], row[score]
-        if family not in {"ppo", "sft"} and isinstance(kl, float) and isinstance(value, float):
+        if (
+            family not in {"ppo", "sft"}
+            and (family, row["point"]) != ("best_of_n", 1)
+            and isinstance(kl, float)
+            and isinstance(value, float)
+        ):
             name = f"best_of_{row['point']:g}" if family == "best_of_n" else str(family)
             found[name] = (kl, value)
     return found

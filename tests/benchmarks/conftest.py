@@ -16,6 +16,7 @@ family,point,kl,sqrt_kl,gold,gold_low,gold_high,reward,reward_low,reward_high,wi
 sft,0,0.0,0.0,1.0,,,0.5,,,
 ppo,1,1.0,1.0,2.0,,,1.5,,,
 ppo,2,4.0,2.0,4.0,,,2.5,,,
+best_of_n,1,0.0,0.0,1.0,,,0.5,,,
 best_of_n,2,0.25,0.5,1.25,,,1.0,,,
 best_of_n,4,2.25,1.5,3.5,,,1.6,,,
 dpo,0,9.0,3.0,3.0,,,2.0,,,
