@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 Metrics = dict[str, dict[str, Any]]
 """The content of metrics/*.json by the file's name."""
-Table = list[dict[str, float | str | None]]
+Table = list[dict[str, Any]]
 """The rows of a CSV: numbers where a cell is one, None where it is empty."""
 
 

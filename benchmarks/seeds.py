@@ -3,9 +3,9 @@
     python benchmarks/seeds.py --seeds 1 2 3
     python benchmarks/seeds.py --seeds 1 2 3 --params examples/overoptimise.yaml --keep seeds/
 
-Prints Markdown: a row a seed; the gold score of each model; and PPO against the alternatives, with signs. Says for a
-run with the committed parameters whether it made the committed dvc.lock again. Not part of the tests: three whole runs
-take a while.
+Prints Markdown: a row a seed; the gold score of each model; PPO against the alternatives, with signs; and how far the
+gold score fell from PPO's best snapshot to its last. Says for a run with the committed parameters whether it made the
+committed dvc.lock again. Not part of the tests: three whole runs take a while.
 """
 
 import argparse
@@ -18,6 +18,7 @@ from typing import Any
 
 import clones
 from clones import ROOT, Metrics, Result, markdown, text
+from frontier_points import snapshot_rows
 
 Column = Callable[[Metrics], Any]
 
@@ -71,8 +72,8 @@ def run_seed(seed: int, params: dict[str, Any], keep: Path | None) -> Result:
 
 def report(runs: Runs) -> str:
     """All tables, the ones without a row left out."""
-    verdicts = verdict_table(runs)
-    return "\n\n".join(part for part in (seed_table(runs), model_table(runs), verdicts) if part)
+    tables = (seed_table(runs), model_table(runs), verdict_table(runs), fall_table(runs))
+    return "\n\n".join(table for table in tables if table)
 
 
 def seed_table(runs: Runs) -> str:
@@ -117,6 +118,33 @@ def lead(run: Result, name: str) -> tuple[float | None, list[float] | None]:
         None if difference is None else -float(difference),
         None if ends is None else [-float(ends[1]), -float(ends[0])],
     )
+
+
+def fall_table(runs: Runs) -> str:
+    """Over-optimisation: PPO's snapshot with the highest gold score on held-out prompts beside the last one, a row a
+    seed. Empty where no run has snapshots with a gold score."""
+    rows = []
+    for seed, run in runs.items():
+        scored = [row for row in snapshot_rows(run) if isinstance(row["gold"], float)]
+        if scored:
+            best, last = max(scored, key=lambda row: row["gold"]), scored[-1]
+            cells = [each[name] for name in ("point", "gold", "reward", "kl") for each in (best, last)]
+            steps, scores = [f"{step:g}" for step in cells[:2]], [text(value) for value in cells[2:]]
+            fall = text(best["gold"] - last["gold"], signed=True)
+            rows.append([str(seed), *steps, *scores, fall, alert_step(run), selected_step(run)])
+    head = [f"{name}, {which}" for name in ("step", "gold", "proxy", "KL") for which in ("best", "last")]
+    return markdown(["seed", *head, "fall of gold", "alert at step", "selected step"], rows) if rows else ""
+
+
+def alert_step(run: Result) -> str:
+    """The PPO step at which `reward_hacking` was first seen."""
+    steps = [alert["step"] for alert in run.metrics["ppo"]["alerts"] if alert["name"] == "reward_hacking"]
+    return str(min(steps)) if steps else "none"
+
+
+def selected_step(run: Result) -> str:
+    """The snapshot that `select` made the policy."""
+    return text(run.metrics.get("select", {}).get("step"))
 
 
 def models(run: Result) -> dict[str, dict[str, Any]]:

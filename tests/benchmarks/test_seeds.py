@@ -54,6 +54,17 @@ def test_a_lead_is_positive_where_ppo_is_better(seeds: ModuleType, result: Any) 
     assert "policy − rejection_sft, gold" not in table
 
 
+def test_the_fall_is_from_the_best_snapshot_to_the_last(seeds: ModuleType, result: Any) -> None:
+    assert rows(seeds.fall_table({1: result}))["1"][-3:] == ["+0.000", "31", "–"]
+    result.tables["frontier"][2]["gold"] = 0.25
+    result.metrics["select"] = {"step": 1}
+    row = rows(seeds.fall_table({1: result}))["1"]
+    assert row == ["1", "2", "2.000", "0.250", "1.500", "2.500", "1.000", "4.000", "+1.750", "31", "1"]
+    result.metrics["ppo"]["alerts"] = []
+    assert rows(seeds.fall_table({1: result}))["1"][-2] == "none"
+    assert seeds.fall_table({1: seeds.Result({}, {}, 1.0, {})}) == ""
+
+
 def test_a_seed_without_a_rival_has_a_dash_and_leaves_no_mean(seeds: ModuleType, result: Any, params: Params) -> None:
     alone = seeds.Result({"evaluate": {"models": {}}}, {}, 1.0, params)
     table = rows(seeds.verdict_table({1: result, 2: alone}))
