@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
@@ -140,6 +141,11 @@ def without_dropout(config: PreTrainedConfig) -> PreTrainedConfig:
 def context_length(model: PreTrainedModel) -> int:
     """Longest sequence in tokens that the model's positions cover."""
     return int(getattr(model.config, "max_position_embeddings", None) or 2**31)
+
+
+def unique_weights(model: PreTrainedModel) -> dict[str, Tensor]:
+    """The model's parameters and buffers, tied ones once."""
+    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
 
 
 def save_checkpoint(folder: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:

@@ -90,6 +90,10 @@ class PairCollator:
         }
 
 
+SIDES = ("chosen", "rejected")
+"""What a batch holds for each pair; everything else stands there for each row."""
+
+
 class PairTrainer(GuardedTrainer):
     """A Trainer whose loss is Bradley-Terry over the pairs of the batch."""
 
@@ -97,10 +101,16 @@ class PairTrainer(GuardedTrainer):
         """The mean loss over the batch's pairs; logs the share that the model already orders rightly."""
         scores = sequence_scores(model, TokenBatch(inputs["input_ids"], inputs["attention_mask"], inputs["mask"]))
         chosen, rejected = scores[inputs["chosen"]], scores[inputs["rejected"]]
-        before = 0.0 if inputs["owner"][0] == 0 else self.accuracy
-        self.accuracy: float = before + self.share * (chosen > rejected).float().mean().item()
+        self.note(inputs, accuracy=(chosen > rejected).float().mean().item())
         loss = self.share * bradley_terry_loss(chosen, rejected)
         return (loss, {"scores": scores}) if return_outputs else loss
+
+    def note(self, inputs: Inputs, **means: float) -> None:
+        """Means over the pairs of a pass, for the log: added up over the parts of a halved micro-batch."""
+        before = {} if inputs["owner"][0] == 0 else self.noted
+        self.noted: dict[str, float] = {
+            name: before.get(name, 0.0) + self.share * value for name, value in means.items()
+        }
 
     def rows(self, inputs: Inputs) -> int:
         """Prompts; the responses to one stay together."""
@@ -114,14 +124,14 @@ class PairTrainer(GuardedTrainer):
         for places in torch.arange(prompts).tensor_split(min(2, prompts)):
             rows = (owner >= places[0]) & (owner <= places[-1])
             first, mine = int(rows.nonzero()[0]), rows[inputs["chosen"]]
-            half = {name: inputs[name][rows] for name in ("input_ids", "attention_mask", "mask", "owner")}
-            half |= {name: inputs[name][mine] - first for name in ("chosen", "rejected")}
+            half = {name: tensor[rows] for name, tensor in inputs.items() if name not in SIDES}
+            half |= {name: inputs[name][mine] - first for name in SIDES}
             yield half, int(mine.sum()) / pairs
 
     def log(self, logs: dict[str, float], *arguments: Any, **options: Any) -> None:
-        """Add the batch accuracy to each training log event."""
+        """Add what was noted of the batch to each training log event."""
         if "loss" in logs:
-            logs = {**logs, "accuracy": self.accuracy}
+            logs = {**logs, **self.noted}
         super().log(logs, *arguments, **options)
 
 

@@ -17,6 +17,7 @@ from rlhf_core.batch import pad_batch, response_logits
 from rlhf_core.config.sft import SFTConfig
 from rlhf_core.errors import NonFiniteError
 from rlhf_core.guarded import IGNORED, GuardedTrainer
+from rlhf_core.models import unique_weights
 from rlhf_core.training import Run, Schedule, train, trainer_arguments
 
 
@@ -46,8 +47,10 @@ def fine_tune(
     config: SFTConfig,
     pad_id: int,
     run: Run,
+    keys: str = "sft.micro_batch_size or sft.max_tokens",
 ) -> SFTResult:
-    """Train `model` in place and leave it with the weights of the lowest validation loss."""
+    """Train `model` in place and leave it with the weights of the lowest validation loss. `keys` are what a user can
+    lower where memory is short."""
     base_loss = response_loss(model, validation, pad_id, config.micro_batch_size)
     schedule = Schedule(
         learning_rate=config.learning_rate,
@@ -61,7 +64,7 @@ def fine_tune(
     best = KeepBest(run.state_dir / "best.safetensors", config.patience)
     trainer = ResponseTrainer(
         run,
-        "sft.micro_batch_size or sft.max_tokens",
+        keys,
         model=model,
         args=arguments,
         train_dataset=list(training),
@@ -147,11 +150,6 @@ class KeepBest(TrainerCallback):
     def restore(self, model: PreTrainedModel) -> None:
         """Put the best weights back into the model."""
         model.load_state_dict(load_file(self.path), strict=False)
-
-
-def unique_weights(model: PreTrainedModel) -> dict[str, Tensor]:
-    """The model's parameters and buffers, tied ones once."""
-    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
 
 
 @torch.no_grad()

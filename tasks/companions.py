@@ -11,6 +11,10 @@ import signal
 import socket
 import subprocess
 import sys
+from contextlib import suppress
+
+from rlhf_core.errors import UserError
+from tasks.params.loader import read_yaml
 
 PR_SET_PDEATHSIG = 1
 """Linux: the signal that a process gets when its parent dies."""
@@ -46,6 +50,19 @@ def follow_quietly() -> None:
         signal.signal(number, signal.SIG_IGN)
     if hasattr(ctypes.CDLL(None), "prctl"):
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def processes_asked(name: str) -> int:
+    """How many processes params.yaml asks for; 1 where it cannot be read, which `run` then says in its own words."""
+    with suppress(UserError):
+        content = read_yaml()
+        block = content.get(name) or {}
+        settings = block.get("settings") or {} if name != "ppo" else {}
+        if name != "ppo" and not block.get("enabled"):
+            return 1
+        asked = ((content.get("ppo") or {}) | settings).get("processes", 1)
+        return asked if isinstance(asked, int) else 1
+    return 1
 
 
 def _end(companion: "subprocess.Popen[bytes]") -> None:

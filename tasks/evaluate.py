@@ -1,225 +1,256 @@
-"""Stage `evaluate`: SFT model and policy on the held-out prompts, side by side, with intervals."""
+"""Stage `evaluate`: every model of the run on the same held-out prompts: the SFT model, the policy, PPO's snapshots, the
+alternatives that are switched on, and the user's own. How answers become figures stands in results.py, how snapshots
+become a frontier in frontier.py."""
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+import numpy as np
 
-from rlhf_core.batch import pad_batch, response_logits
 from rlhf_core.determinism import make_deterministic
-from rlhf_core.evaluation import bootstrap_interval, distinct_n, wins
-from rlhf_core.judges import Judge
-from rlhf_core.models import context_length, load_causal_lm, load_scalar_model, place
-from rlhf_core.ppo.kl import estimate_kl
-from rlhf_core.ppo.logprobs import logprobs_and_entropy
-from rlhf_core.sampling import sample
-from rlhf_core.scorers import Answers, RewardModelScorer
+from rlhf_core.evaluation.best_of_n import best_of_n_kl, best_of_n_weights
+from rlhf_core.logprobs import sequence_logprobs
+from rlhf_core.models import context_length
 from rlhf_core.sft import Demonstration, response_loss
-from rlhf_core.tokenizer import decode_response, encode_response, load_tokenizer, stop_ids
+from rlhf_core.tokenizer import encode_prompt, encode_response
+from tasks.checks import judge_checks, scorer_checks
+from tasks.comparisons import response_tokens
+from tasks.exam import Contestant, Exam, Marked, fitting_rows, load_contestant, load_scorer
+from tasks.extra_models import folder_of
+from tasks.frontier import frontier_figures, frontier_rows
 from tasks.jsonl import Row
 from tasks.judges import judge_of
+from tasks.pair_judges import pair_judge_of
+from tasks.params.best_of_n import BestOfNParams
 from tasks.params.evaluate import EvaluateParams
+from tasks.params.loader import parse, read_yaml
 from tasks.pipeline_run import headline_numbers
+from tasks.questions import questions
+from tasks.results import Bootstrap, Results, against, difference, no_win_rate, own_figures, three
+from tasks.select import policies
 from tasks.stage import Stage, run
-from tasks.tokens import fitting, prompt_encoder
-from tasks.trust import trusts
 
-HELDOUT = "data/ingest/heldout.jsonl"
-REWARD_MODEL_JUDGE = "reward model"
-
-Kept = list[tuple[Row, list[int]]]
+ALTERNATIVES = ("rejection_sft", "hybrid", "dpo", "reinforce", "rloo", "grpo")
+"""Stages whose model joins the comparison where it is switched on."""
+PREFERENCES = "data/preferences/preferences.jsonl"
+BEST_OF_N = "data/best_of_n/samples.jsonl"
 
 
-@dataclass(frozen=True)
-class Answered:
-    """One model's answers to the held-out prompts and what they scored."""
+@dataclass
+class Field:
+    """Everybody who took part, and what was found."""
 
-    responses: list[list[int]]
-    """Token ids."""
-    ended: list[bool]
-    texts: list[str]
-    rewards: list[float]
-    gold: list[float] | None
-    heldout_loss: float | None
-    """Nats per token on the held-out demonstrations."""
-
-    @property
-    def tokens(self) -> list[int]:
-        """Length of each answer."""
-        return [len(response) for response in self.responses]
+    results: dict[str, Results] = field(default_factory=dict)
+    """By name, in the order of the table."""
+    texts_read: dict[str, dict[str, float | None]] = field(default_factory=dict)
+    """What each model makes of texts that it did not write: see `read_given_texts`."""
+    snapshots: dict[int, Results] = field(default_factory=dict)
+    """The policy after each step that has a snapshot; the first sampling seed only."""
 
 
 def execute(stage: Stage[EvaluateParams]) -> None:
-    """Make data/evaluate/samples.jsonl and metrics/evaluate.json."""
+    """Make data/evaluate/{samples,answers}.jsonl, metrics/evaluate.json and plots/frontier.csv."""
     make_deterministic(stage.seed, stage.common.threads)
-    tokenizer = load_tokenizer(stage.root / "models/sft", trust_remote_code=trusts(stage))
-    models = {
-        name: place(load_causal_lm(stage.root / "models" / name, trust_remote_code=trusts(stage)))
-        for name in ("sft", "policy")
+    exam, too_long = set_exam(stage)
+    bootstrap = Bootstrap(stage.params.bootstrap, stage.seed)
+    everybody = take_exam(stage, exam)
+    models = {name: row_of(stage, exam, everybody, name, bootstrap) for name in everybody.results}
+    metrics = {
+        **summary(exam, models),
+        "prompts_too_long": too_long,
+        "seeds": stage.params.seeds,
+        "bootstrap": stage.params.bootstrap,
+        "models": models,
+        **frontier_figures(everybody.results, everybody.snapshots, models, bootstrap),
+        "judge_checks": judge_checks(stage, exam, everybody.results),
+        "reward_model": scorer_checks(everybody.results, bootstrap),
     }
-    scorer = RewardModelScorer(
-        place(load_scalar_model(stage.root / "models/reward", trust_remote_code=trusts(stage))),
-        int(tokenizer.pad_token_id),
-        stage.params.batch_size,
+    stage.write_metrics(metrics)
+    stage.outputs.write_csv(
+        "plots/frontier.csv", frontier_rows(exam, everybody.results, everybody.snapshots, models, bootstrap)
     )
-    kept, too_long = fitting(
-        stage,
-        HELDOUT,
-        stage.read(HELDOUT)[: stage.params.max_prompts],
-        prompt_encoder(tokenizer),
-        context_length(models["sft"]),
-        reserve=stage.params.max_new_tokens,
-    )
-    judge = judge_of(stage)
-    answered = {name: answer(stage, name, model, tokenizer, kept, scorer, judge) for name, model in models.items()}
-    sft, policy = answered["sft"], answered["policy"]
-    kl = sequence_kl(stage, models, tokenizer, kept, policy.responses)
-    metrics = summarise(stage, judge, sft, policy, kl)
-    stage.write_metrics({**metrics, "prompts_too_long": too_long})
-    rows = sample_rows(kept, sft, policy, kl["k1"])
-    stage.outputs.write_jsonl("data/evaluate/samples.jsonl", rows)
-    if stage.tracker:
-        stage.tracker.table("evaluate_samples", rows)
-        register = partial(
-            stage.tracker.register_policy, stage.hashes["models/policy"], headline_numbers("evaluate", metrics)
-        )
-        stage.afterwards.append(register)
+    samples = sample_rows(exam, everybody.results)
+    stage.outputs.write_jsonl("data/evaluate/samples.jsonl", samples)
+    answers = list(answer_rows(stage, exam, everybody.results))
+    stage.outputs.write_jsonl("data/evaluate/answers.jsonl", answers)
+    tell(stage, metrics, samples, answers)
 
 
-def answer(
-    stage: Stage[EvaluateParams],
-    name: str,
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    kept: Kept,
-    scorer: RewardModelScorer,
-    judge: Judge | None,
-) -> Answered:
-    """One answer of the model called `name` to each prompt; all models get the same noise."""
-    prompts, prompt_ids = [row["prompt"] for row, _ in kept], [ids for _, ids in kept]
-    stops = stop_ids(tokenizer, stage.params.stop_tokens)
-    responses, ended = draw(stage, name, model, prompt_ids, stops, int(tokenizer.pad_token_id))
-    texts = [decode_response(tokenizer, response, stops) for response in responses]
-    rewards = scorer(Answers(prompts, texts, prompt_ids, responses))
-    gold = judge.score(prompts, texts) if judge else None
-    return Answered(responses, ended, texts, rewards, gold, demonstration_loss(stage, model, tokenizer, kept))
-
-
-def draw(
-    stage: Stage[EvaluateParams],
-    name: str,
-    model: PreTrainedModel,
-    prompt_ids: Sequence[Sequence[int]],
-    stops: frozenset[int],
-    pad_id: int,
-) -> tuple[list[list[int]], list[bool]]:
-    """Responses as token ids, and whether each ended, in the order of the prompts; prompts of similar length are
-    answered together."""
+def set_exam(stage: Stage[EvaluateParams]) -> tuple[Exam, int]:
+    """The prompts that fit with everything that is the same for all models, and how many prompts do not fit."""
     params = stage.params
-
-    def work(places: Sequence[int]) -> list[tuple[list[int], bool]]:
-        sampled = sample(
-            model,
-            [prompt_ids[i] for i in places],
-            [(stage.seed, i) for i in places],
-            max_new_tokens=params.max_new_tokens,
-            temperature=params.temperature,
-            stop_ids=stops,
-            pad_id=pad_id,
-            batch_size=params.batch_size,
-        )
-        return list(zip(sampled.responses, sampled.ended, strict=True))
-
-    order = sorted(range(len(prompt_ids)), key=lambda i: len(prompt_ids[i]))
-    batches = [order[start : start + params.batch_size] for start in range(0, len(order), params.batch_size)]
-    drawn = dict(zip(order, stage.resumed(f"answers-{name}", batches, work, unit="answer"), strict=True))
-    return [drawn[i][0] for i in range(len(order))], [drawn[i][1] for i in range(len(order))]
+    sft = load_contestant(stage, "sft", stage.root / "models/sft")
+    source, rows = questions(stage, params)
+    kept, too_long = fitting_rows(stage, source, rows, sft, params.max_new_tokens)
+    exam = Exam(
+        stage=stage,
+        rows=kept,
+        reference=sft,
+        scorer=load_scorer(stage, int(sft.tokenizer.pad_token_id), params.batch_size),
+        judge=judge_of(stage),
+        pair_judge=pair_judge_of(stage, params.batch_size),
+        temperature=params.temperature,
+        max_new_tokens=params.max_new_tokens,
+        batch_size=params.batch_size,
+        stop_tokens=params.stop_tokens,
+    )
+    return exam, too_long
 
 
-def demonstration_loss(
-    stage: Stage[EvaluateParams], model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, kept: Kept
-) -> float | None:
-    """The loss on the held-out demonstrations that fit the context; None where there are none."""
-    rows = [
-        Demonstration(ids, encode_response(tokenizer, row["response"]))
-        for row, ids in kept
-        if row["response"] is not None
-    ]
-    rows = [row for row in rows if len(row.prompt) + len(row.response) <= context_length(model)]
-    loss = response_loss(model, rows, int(tokenizer.pad_token_id), stage.params.batch_size)
-    return None if math.isnan(loss) else loss
+def take_exam(stage: Stage[EvaluateParams], exam: Exam) -> Field:
+    """All models' answers; one model in memory at a time, beside the SFT model."""
+    everybody = Field()
+    for contestant in contestants(stage, exam):
+        marks = [exam.ask(contestant, seed) for seed in stage.params.seeds]
+        everybody.results[contestant.name] = Results.of(marks)
+        everybody.texts_read[contestant.name] = read_given_texts(stage, exam, contestant)
+        if contestant.name == "policy":
+            everybody.results |= best_of_n(stage, exam)
+    for step, policy in policies(stage, exam.reference):
+        everybody.snapshots[step] = Results.of([exam.ask(policy, stage.params.seeds[0])])
+    return everybody
 
 
-@torch.no_grad()
-def sequence_kl(
-    stage: Stage[EvaluateParams],
-    models: dict[str, PreTrainedModel],
-    tokenizer: PreTrainedTokenizerBase,
-    kept: Kept,
-    responses: list[list[int]],
-) -> dict[str, list[float]]:
-    """KL(policy ‖ SFT) of each of the policy's answers, in nats, as the sums of k1 and of k3 over its tokens."""
-    sums: dict[str, list[float]] = {"k1": [], "k3": []}
-    for start in range(0, len(kept), stage.params.batch_size):
-        rows = range(start, min(start + stage.params.batch_size, len(kept)))
-        batch = pad_batch(
-            [kept[i][1] for i in rows],
-            [responses[i] for i in rows],
-            int(tokenizer.pad_token_id),
-            models["policy"].device,
-        )
-        policy, reference = (
-            logprobs_and_entropy(
-                response_logits(models[name], batch), batch.actions, stage.params.temperature, batch.mask
-            )[0]
-            for name in ("policy", "sft")
-        )
-        sums["k1"] += estimate_kl(policy, reference, "k1", batch.mask).sum(dim=1).tolist()
-        sums["k3"] += estimate_kl(policy, reference, "k3", batch.mask).sum(dim=1).tolist()
-    return sums
+def contestants(stage: Stage[EvaluateParams], exam: Exam) -> Iterator[Contestant]:
+    """SFT model, policy, the alternatives that are switched on, the user's models."""
+    yield exam.reference
+    yield load_contestant(stage, "policy", stage.root / "models/policy")
+    for name in ALTERNATIVES:
+        if (stage.root / "models" / name / "config.json").is_file():
+            yield load_contestant(stage, name, stage.root / "models" / name)
+    for name in stage.params.extra_models:
+        yield load_contestant(stage, name, folder_of(stage, name, "evaluate.extra_models"))
 
 
-def summarise(
-    stage: Stage[EvaluateParams], judge: Judge | None, sft: Answered, policy: Answered, kl: dict[str, list[float]]
+def best_of_n(stage: Stage[EvaluateParams], exam: Exam) -> dict[str, Results]:
+    """The samples of the stage `best_of_n`, once for each n, with the weights of its estimator."""
+    samples: dict[str, list[Row]] = {}
+    for row in stage.read(BEST_OF_N):
+        samples.setdefault(row["prompt_id"], []).append(row)
+    if not samples:
+        return {}
+    columns = zip(*(samples[row["prompt_id"]] for row in exam.rows), strict=True)
+    marks = [marked_samples(exam, list(column)) for column in columns]
+    rewards = np.array([mark.rewards for mark in marks]).T
+    wanted = parse(BestOfNParams, read_yaml().get("best_of_n"), "best_of_n").n
+    return {f"best_of_{n}": Results(marks, best_of_n_weights(rewards, n), equal=n == 1) for n in wanted}
+
+
+def marked_samples(exam: Exam, rows: list[Row]) -> Marked:
+    """One sample a prompt, as if its answers had been given here."""
+    texts = [row["response"] for row in rows]
+    return Marked(
+        responses=[row["response_ids"] for row in rows],
+        ended=[row["ended"] for row in rows],
+        texts=texts,
+        rewards=[row["reward"] for row in rows],
+        gold=exam.judge.score(exam.prompts, texts) if exam.judge else None,
+        divergence=None,
+    )
+
+
+def read_given_texts(stage: Stage[EvaluateParams], exam: Exam, contestant: Contestant) -> dict[str, float | None]:
+    """What a model makes of texts that it did not write: the loss on held-out demonstrations, in nats a token, and the
+    mean log π of the chosen and rejected answers of the validation pairs, in nats an answer."""
+    tokenizer, batch_size = contestant.tokenizer, stage.params.batch_size
+    pad_id, limit = int(tokenizer.pad_token_id), context_length(contestant.model)
+    shown = [(row["prompt"], row["response"]) for row in exam.rows if row["response"] is not None]
+    shown = [(encode_prompt(tokenizer, prompt), encode_response(tokenizer, response)) for prompt, response in shown]
+    rows = [Demonstration(*pair) for pair in shown if sum(map(len, pair)) <= limit]
+    loss = response_loss(contestant.model, rows, pad_id, batch_size)
+    pairs = [row for row in stage.read(PREFERENCES) if row["split"] == "validation"]
+    prompts = [encode_prompt(tokenizer, row["prompt"]) for row in pairs]
+    found: dict[str, float | None] = {"heldout_loss": None if math.isnan(loss) else loss}
+    for side in ("chosen", "rejected"):
+        responses = [response_in(exam, contestant, row, side) for row in pairs]
+        fitting = [i for i, ids in enumerate(responses) if len(prompts[i]) + len(ids) <= limit]
+        chosen = [prompts[i] for i in fitting], [responses[i] for i in fitting]
+        values = sequence_logprobs(contestant.model, *chosen, pad_id, batch_size)
+        found[f"logprob_{side}"] = sum(values) / len(values) if values else None
+    return found
+
+
+def response_in(exam: Exam, contestant: Contestant, row: Row, side: str) -> list[int]:
+    """A side of a pair in the contestant's tokens."""
+    if exam.shares_tokenizer(contestant):
+        return response_tokens(contestant.tokenizer, row, side)
+    return encode_response(contestant.tokenizer, row[side], row[f"{side}_ended"])
+
+
+def row_of(
+    stage: Stage[EvaluateParams], exam: Exam, everybody: Field, name: str, bootstrap: Bootstrap
 ) -> dict[str, Any]:
-    """The metrics of the page: means over prompts, the win rate with its interval, and whose win rate it is."""
-    first, second = (sft.gold, policy.gold) if judge else (sft.rewards, policy.rewards)
-    assert first is not None  # a judge scores every answer
-    assert second is not None
-    won = wins(first, second)
-    low, high = bootstrap_interval(won, stage.params.bootstrap, stage.seed)
-    metrics: dict[str, Any] = {
-        "judge": judge.name if judge else None,
-        "win_rate_judge": judge.name if judge else REWARD_MODEL_JUDGE,
-        "prompts": len(won),
-        "win_rate": _mean(won),
-        "win_rate_ci95": [low, high],
-        "ties": sum(value == 0.5 for value in won),
-        "kl_per_sequence": _mean(kl["k1"]),
-        "kl_k3_per_sequence": _mean(kl["k3"]),
-        "missing_eos_share": _missing(policy),
-        "missing_eos_share_sft": _missing(sft),
+    """All figures of one model; null where one does not apply or is not known. The same keys for every model."""
+    results, sft, policy = (everybody.results[other] for other in (name, "sft", "policy"))
+    figures = own_figures(results, bootstrap)
+    figures |= versus("win_rate", exam, results, None if name == "sft" else sft, bootstrap, controlled=True)
+    figures |= versus("win_rate_vs_policy", exam, results, None if name == "policy" else policy, bootstrap)
+    ahead = None if name == "policy" else difference(results, policy, "gold", bootstrap)
+    figures |= three("gold_minus_policy", ahead)
+    if name.startswith("best_of_"):
+        figures |= {"kl": best_of_n_kl(int(name.removeprefix("best_of_"))), "kl_ci95": None, "kl_k3": None}
+    known = everybody.texts_read.get(name, dict.fromkeys(("heldout_loss", "logprob_chosen", "logprob_rejected")))
+    start = everybody.texts_read["sft"]
+    moved = {key: minus(known[key], start[key]) for key in known}
+    figures |= {**known, "alignment_tax": moved["heldout_loss"]}
+    figures |= {f"{key}_change": moved[key] for key in ("logprob_chosen", "logprob_rejected")}
+    return figures | costs(stage, name)
+
+
+def versus(
+    key: str, exam: Exam, results: Results, other: Results | None, bootstrap: Bootstrap, controlled: bool = False
+) -> dict[str, Any]:
+    """Win rate over another model; null where that would be itself."""
+    if other is None:
+        return no_win_rate(key, controlled)
+    won = np.array([exam.compare(mark, other.column(i)) for i, mark in enumerate(results.marks)]).T
+    return against(key, results, other, won, bootstrap, controlled)
+
+
+def costs(stage: Stage[EvaluateParams], name: str) -> dict[str, int | None]:
+    """What a model took beyond the SFT model and the reward model: answers sampled to train it, response tokens that
+    its training read, and answers sampled for each one that it gives."""
+    each = int(name.removeprefix("best_of_")) if name.startswith("best_of_") else 1
+    stages = {"policy": "ppo"} | {alternative: alternative for alternative in ALTERNATIVES}
+    if name not in stages:
+        known = 0 if name == "sft" or name.startswith("best_of_") else None
+        return {"samples_generated": known, "tokens_trained": known, "samples_per_answer": each}
+    told = stage.read_json(f"metrics/{stages[name]}.json")
+    return {
+        "samples_generated": told["samples_generated"],
+        "tokens_trained": told["tokens_trained"],
+        "samples_per_answer": each,
+    }
+
+
+def summary(exam: Exam, models: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """The figures of SFT model and policy that have always stood at the top, and whose win rate it is."""
+    sft, policy = models["sft"], models["policy"]
+    top: dict[str, Any] = {
+        "judge": exam.judge.name if exam.judge else None,
+        "win_rate_judge": exam.winner_named_by,
+        "prompts": len(exam.rows),
+        "win_rate": policy["win_rate"],
+        "win_rate_ci95": policy["win_rate_ci95"],
+        "ties": policy["ties"],
+        "kl_per_sequence": policy["kl"],
+        "kl_k3_per_sequence": policy["kl_k3"],
+        "missing_eos_share": policy["missing_eos_share"],
+        "missing_eos_share_sft": sft["missing_eos_share"],
     }
     for name, model in (("sft", sft), ("policy", policy)):
-        metrics |= {
-            f"gold_{name}": _mean(model.gold) if model.gold is not None else None,
-            f"reward_{name}": _mean(model.rewards),
-            f"response_tokens_{name}": _mean([float(t) for t in model.tokens]),
-            f"distinct_1_{name}": distinct_n(model.texts, 1),
-            f"distinct_2_{name}": distinct_n(model.texts, 2),
-            f"heldout_loss_{name}": model.heldout_loss,
-        }
-    losses = (sft.heldout_loss, policy.heldout_loss)
-    metrics["alignment_tax"] = losses[1] - losses[0] if losses[0] is not None and losses[1] is not None else None
-    return metrics
+        keys = ("gold", "reward", "response_tokens", "distinct_1", "distinct_2", "heldout_loss")
+        top |= {f"{key}_{name}": model[key] for key in keys}
+    return {**top, "alignment_tax": policy["alignment_tax"]}
 
 
-def sample_rows(kept: Kept, sft: Answered, policy: Answered, kl: list[float]) -> list[Row]:
-    """Every prompt with both answers side by side."""
+def sample_rows(exam: Exam, results: dict[str, Results]) -> list[Row]:
+    """Every prompt with the first answers of SFT model and policy side by side."""
+    sft, policy = results["sft"].marks[0], results["policy"].marks[0]
+    assert policy.divergence is not None  # a snapshot of the SFT model's kind
     return [
         {
             "prompt_id": row["prompt_id"],
@@ -228,24 +259,71 @@ def sample_rows(kept: Kept, sft: Answered, policy: Answered, kl: list[float]) ->
             "policy": policy.texts[i],
             "sft_ended": sft.ended[i],
             "policy_ended": policy.ended[i],
-            "gold_sft": sft.gold[i] if sft.gold is not None else None,
-            "gold_policy": policy.gold[i] if policy.gold is not None else None,
+            "gold_sft": None if sft.gold is None else sft.gold[i],
+            "gold_policy": None if policy.gold is None else policy.gold[i],
             "reward_sft": sft.rewards[i],
             "reward_policy": policy.rewards[i],
-            "kl": kl[i],
+            "kl": policy.divergence.k1[i],
             "sft_tokens": sft.tokens[i],
             "policy_tokens": policy.tokens[i],
         }
-        for i, (row, _) in enumerate(kept)
+        for i, row in enumerate(exam.rows)
     ]
 
 
-def _mean(values: list[float]) -> float:
-    return sum(values) / len(values)
+def answer_rows(stage: Stage[EvaluateParams], exam: Exam, results: dict[str, Results]) -> Iterator[Row]:
+    """Every answer of every model; of best-of-n the pick of the first n samples."""
+    for name, of_model in results.items():
+        picks = name.startswith("best_of_")
+        marks = [pick(of_model.marks[: int(name.removeprefix("best_of_"))])] if picks else of_model.marks
+        for seed, mark in zip(stage.params.seeds, marks, strict=False):
+            for i, row in enumerate(exam.rows):
+                yield {
+                    "model": name,
+                    "seed": None if picks else seed,
+                    "prompt_id": row["prompt_id"],
+                    "prompt": row["prompt"],
+                    "response": mark.texts[i],
+                    "ended": mark.ended[i],
+                    "tokens": mark.tokens[i],
+                    "reward": mark.rewards[i],
+                    "gold": None if mark.gold is None else mark.gold[i],
+                    "kl": None if mark.divergence is None else mark.divergence.k1[i],
+                }
 
 
-def _missing(answered: Answered) -> float:
-    return sum(not ended for ended in answered.ended) / len(answered.ended)
+def pick(marks: list[Marked]) -> Marked:
+    """Of several answers to each prompt the one that the reward model likes best."""
+    best = [max(range(len(marks)), key=lambda k: marks[k].rewards[i]) for i in range(len(marks[0].texts))]
+    gold = [marks[k].gold for k in range(len(marks))]
+    return Marked(
+        responses=[marks[k].responses[i] for i, k in enumerate(best)],
+        ended=[marks[k].ended[i] for i, k in enumerate(best)],
+        texts=[marks[k].texts[i] for i, k in enumerate(best)],
+        rewards=[marks[k].rewards[i] for i, k in enumerate(best)],
+        gold=None if gold[0] is None else [gold[k][i] for i, k in enumerate(best)],  # type: ignore[index]
+        divergence=None,
+    )
+
+
+def tell(stage: Stage[EvaluateParams], metrics: dict[str, Any], samples: list[Row], answers: list[Row]) -> None:
+    """MLflow: the figures, the answers of the first sampling seed for its evaluation view, and the policy's version."""
+    if not stage.tracker:
+        return
+    stage.tracker.table("evaluate_samples", samples)
+    first = stage.params.seeds[0]
+    stage.tracker.table("evaluate_answers", [row for row in answers if row["seed"] in (None, first)])
+    stage.tracker.artifact(stage.out("metrics/evaluate.json"), "metrics")
+    stage.tracker.artifact(stage.out("plots/frontier.csv"), "plots")
+    register = partial(
+        stage.tracker.register_policy, stage.hashes["models/policy"], headline_numbers("evaluate", metrics)
+    )
+    stage.afterwards.append(register)
+
+
+def minus(a: float | None, b: float | None) -> float | None:
+    """a − b where both are known."""
+    return None if a is None or b is None else a - b
 
 
 if __name__ == "__main__":

@@ -1,145 +1,41 @@
-"""Stage `ppo`: trains the policy against the reward model, on a leash to the SFT model."""
+"""Stage `ppo`: trains the policy against the reward model, on a leash to the SFT model. It leaves snapshots along the
+run; which of them becomes the policy is the business of `select`."""
 
-from collections.abc import Sequence
-from contextlib import suppress
-from dataclasses import asdict, dataclass, field
-from typing import Any
+import shutil
+from dataclasses import asdict
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from rlhf_core.checkpoints import Checkpoints
 from rlhf_core.config.ppo import PPOConfig
 from rlhf_core.determinism import make_deterministic
-from rlhf_core.errors import UserError
-from rlhf_core.models import (
-    context_length,
-    load_causal_lm,
-    load_scalar_model,
-    place,
-    save_checkpoint,
-    scalar_model_from,
-    scalar_model_of,
-)
-from rlhf_core.ppo import checkpoint
-from rlhf_core.ppo.actor_critic import ActorCritic
-from rlhf_core.ppo.health import Alert, Monitor
-from rlhf_core.ppo.processes import Processes
-from rlhf_core.ppo.ptx import Piece, cut_text
-from rlhf_core.ppo.scoring import ScoreNormalisation
+from rlhf_core.models import save_checkpoint, scalar_model_of
 from rlhf_core.ppo.trainer import PPOTrainer
-from rlhf_core.scorers import RewardModelScorer
 from rlhf_core.tokenizer import load_tokenizer
-from tasks.companions import is_companion, start_companions
-from tasks.jsonl import Row, write_jsonl
-from tasks.judges import judge_of
-from tasks.params.loader import read_yaml
-from tasks.progress import Progress
-from tasks.raw import below_raw
+from tasks.companions import processes_asked, start_companions
+from tasks.policy_loop import SFT, build, snapshots_of, summary, train
 from tasks.stage import Stage, run
-from tasks.tokens import fitting, prompt_encoder
 from tasks.trust import trusts
-
-PROMPTS = "data/ingest/ppo_prompts.jsonl"
-HELDOUT = "data/ingest/heldout.jsonl"
-SFT, REWARD = "models/sft", "models/reward"
-READ = 20
-"""Held-out prompts whose answers are written down along the run, and at every alert."""
-SCHEDULE = "schedule"
-"""The reason of samples that `sample_every` asked for."""
-EDGE = 5
-"""Steps over which the first and last values of the metrics are averaged."""
 
 
 def execute(stage: Stage[PPOConfig]) -> None:
-    """Make models/{policy,critic}, plots/ppo.csv, data/ppo/samples.jsonl and metrics/ppo.json."""
+    """Make models/{snapshots,critic}, plots/ppo.csv, data/ppo/samples.jsonl and metrics/ppo.json."""
     make_deterministic(stage.seed, stage.common.threads)
     tokenizer = load_tokenizer(stage.root / SFT, trust_remote_code=trusts(stage))
-    trainer, watched, too_long = build(stage, tokenizer)
+    trainer, watched, too_long = build(stage, stage.params, tokenizer)
     record = train(stage, trainer, watched)
     if not trainer.processes.is_main:
         return
-    save(stage, trainer, tokenizer)
+    shutil.copytree(snapshots_of(stage), stage.out("models/snapshots"))
+    save_critic(stage, trainer, tokenizer)
     stage.outputs.write_csv("plots/ppo.csv", record.history)
     stage.outputs.write_jsonl("data/ppo/samples.jsonl", record.samples)
     alerts = [asdict(alert) for alert in record.monitor.alerts]
-    stage.write_metrics({**summary(record.history), "prompts_too_long": too_long, "alerts": alerts})
+    stage.write_metrics({**summary(record.history, stage.params), "prompts_too_long": too_long, "alerts": alerts})
 
 
-def build(stage: Stage[PPOConfig], tokenizer: PreTrainedTokenizerBase) -> tuple[PPOTrainer, list[Row], int]:
-    """The trainer with its models, the held-out rows to watch, and the prompts that did not fit."""
-    config = stage.params
-    models = load_models(stage)
-    kept, too_long = fitting_prompts(stage, PROMPTS, tokenizer, models)
-    watched, _ = fitting_prompts(stage, HELDOUT, tokenizer, models)
-    if not kept:
-        raise UserError(f"{PROMPTS}: PPO needs prompts; enlarge ingest.split.ppo")
-    scorer_model = place(load_scalar_model(stage.root / REWARD, trust_remote_code=trusts(stage)), Processes().device)
-    trainer = PPOTrainer(
-        config,
-        models,
-        tokenizer=tokenizer,
-        scorer=RewardModelScorer(scorer_model, int(tokenizer.pad_token_id), config.micro_batch_size),
-        normalisation=ScoreNormalisation(scorer_model.config.score_mean, scorer_model.config.score_std),
-        prompts=[row["prompt"] for row in kept],
-        seed=stage.seed,
-        judge=judge_of(stage),
-        text=read_text(stage, tokenizer, context_length(models.policy)),
-    )
-    trainer.exempt = stage.exempt
-    return trainer, watched[:READ], too_long
-
-
-def load_models(stage: Stage[PPOConfig]) -> ActorCritic:
-    """Policy and reference from models/sft, the critic as the settings say."""
-    config, sft = stage.params, stage.root / SFT
-    critic = None
-    if config.needs_critic_model:
-        from_reward = config.critic.init == "reward"
-        critic = (
-            load_scalar_model(stage.root / REWARD, trust_remote_code=trusts(stage))
-            if from_reward
-            else scalar_model_from(sft, stage.seed, trust_remote_code=trusts(stage))
-        )
-    reference = load_causal_lm(sft, trust_remote_code=trusts(stage)) if config.lora is None else None
-    return ActorCritic(config, load_causal_lm(sft, trust_remote_code=trusts(stage)), reference, critic, stage.seed)
-
-
-def fitting_prompts(
-    stage: Stage[PPOConfig], path: str, tokenizer: PreTrainedTokenizerBase, models: ActorCritic
-) -> tuple[list[Row], int]:
-    """The rows whose prompt leaves room for an answer, and how many do not."""
-    context = context_length(models.policy)
-    rows, encoder = stage.read(path), prompt_encoder(tokenizer)
-    kept, too_long = fitting(stage, path, rows, encoder, context, reserve=stage.params.max_new_tokens)
-    return [row for row, _ in kept], too_long
-
-
-def read_text(stage: Stage[PPOConfig], tokenizer: PreTrainedTokenizerBase, context: int) -> list[Piece]:
-    """The user's text of PPO-ptx, in pieces; nothing where it is off."""
-    settings = stage.params.ptx
-    if settings.coef == 0:
-        return []
-    if settings.tokens > context:
-        raise UserError(f"ppo.ptx.tokens is {settings.tokens}, longer than the model's context of {context}")
-    path = below_raw(stage.root / "data" / "raw", settings.file, "ppo.ptx.file")
-    try:
-        text = path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"ppo.ptx.file: cannot read data/raw/{settings.file} ({error.strerror})") from None
-    except UnicodeDecodeError as error:
-        raise UserError(f"ppo.ptx.file: data/raw/{settings.file} is not UTF-8 (byte {error.start})") from None
-    pieces = cut_text(text, tokenizer, settings.tokens)
-    if not pieces:
-        raise UserError(f"ppo.ptx.file: data/raw/{settings.file} holds less than two tokens")
-    return pieces
-
-
-def save(stage: Stage[PPOConfig], trainer: PPOTrainer, tokenizer: PreTrainedTokenizerBase) -> None:
-    """models/policy, and models/critic: a scalar model, or a note why there is none."""
+def save_critic(stage: Stage[PPOConfig], trainer: PPOTrainer, tokenizer: PreTrainedTokenizerBase) -> None:
+    """models/critic: a scalar model, or a note why there is none."""
     policy, critic = trainer.models.finished()
-    if stage.params.stop_tokens:
-        policy.generation_config.eos_token_id = sorted(trainer.stop_ids)
-    save_checkpoint(stage.out("models/policy"), policy, tokenizer)
     folder = stage.out("models/critic")
     if critic is None:
         folder.mkdir(parents=True)
@@ -150,161 +46,6 @@ def save(stage: Stage[PPOConfig], trainer: PPOTrainer, tokenizer: PreTrainedToke
     save_checkpoint(folder, model, tokenizer)
 
 
-@dataclass
-class Record:
-    """What a run leaves beside its models; part of every checkpoint."""
-
-    monitor: Monitor
-    history: list[Row] = field(default_factory=list)
-    samples: list[Row] = field(default_factory=list)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Plain types only."""
-        return {"monitor": self.monitor.state_dict(), "history": self.history, "samples": self.samples}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where `state_dict` was taken."""
-        self.monitor.load_state_dict(state["monitor"])
-        self.history, self.samples = state["history"], state["samples"]
-
-
-def train(stage: Stage[PPOConfig], trainer: PPOTrainer, watched: list[Row]) -> Record:
-    """All steps, from the last checkpoint if there is one. Raises UserError at an alert, where `runtime.on_alert` says
-    stop."""
-    checkpoints, record = Checkpoints(stage.state_dir, stage.say), Record(Monitor(stage.params))
-    if (state := checkpoint.load(checkpoints, trainer.processes)) is not None:
-        trainer.load_state_dict(state["trainer"])
-        record.load_state_dict(state["record"])
-        stage.say(f"continues after step {trainer.steps_done}")
-        stop_at_alert(stage, record)
-    else:
-        record.samples += answers(trainer, watched, [SCHEDULE])
-    progress = stage.progress(stage.params.steps)
-    with stage.interrupts.patient():
-        while trainer.steps_done < stage.params.steps:
-            step(stage, trainer, record, watched, progress)
-            leaving = stage.interrupts.is_asked()
-            if trainer.processes.is_main and (leaving or save_is_due(stage, trainer, record)):
-                state = {"trainer": trainer.state_dict(), "record": record.state_dict()}
-                checkpoint.save(checkpoints, trainer.steps_done, state)
-            if leaving:
-                stage.interrupts.leave()
-            stop_at_alert(stage, record)
-    if stage.tracker:
-        stage.tracker.table("ppo_samples", record.samples)
-    return record
-
-
-def step(stage: Stage[PPOConfig], trainer: PPOTrainer, record: Record, watched: list[Row], progress: Progress) -> None:
-    """One step, told to those who watch: its row, new alerts, and samples where they are due."""
-    row = trainer.step()
-    done = trainer.steps_done
-    record.history.append(row)
-    track(stage, trainer, row)
-    progress.update(done, **{name: row[name] for name in ("score", "gold", "kl", "entropy")})
-    alerts = watch(stage, trainer, record, progress)
-    reasons = [SCHEDULE] if done % stage.params.sample_every == 0 or done == stage.params.steps else []
-    if reasons := reasons + [alert.name for alert in alerts]:
-        record.samples += answers(trainer, watched, reasons)
-
-
-def save_is_due(stage: Stage[PPOConfig], trainer: PPOTrainer, record: Record) -> bool:
-    """Every `runtime.checkpoint_every` steps, at the end, and before an alert stops the run."""
-    done = trainer.steps_done
-    alerted = stage.runtime.on_alert == "stop" and any(alert.step == done for alert in record.monitor.alerts)
-    return alerted or done % stage.runtime.checkpoint_every == 0 or done == stage.params.steps
-
-
-def track(stage: Stage[PPOConfig], trainer: PPOTrainer, row: Row) -> None:
-    """Diagnostics and speed of the step that was just done."""
-    step = trainer.steps_done
-    stage.track(row, step)
-    stage.track({f"seconds_{phase}": seconds for phase, seconds in trainer.seconds.items()}, step)
-    stage.track({"tokens_per_second": tokens_per_second(row, trainer)}, step)
-
-
-def watch(stage: Stage[PPOConfig], trainer: PPOTrainer, record: Record, progress: Progress) -> list[Alert]:
-    """Ask the detectors about the step that was just done, tell what is new to the log and MLflow, and return what may
-    stand in an out: all but what depends on time."""
-    step = trainer.steps_done
-    alerts = record.monitor.observe(record.history[-1])
-    slow = record.monitor.observe_seconds(trainer.seconds, step)
-    for alert in [*alerts, *slow]:
-        progress.note(f"ALERT {alert}")
-        if stage.tracker:
-            stage.tracker.tags({f"leash.alert.{alert.name}": str(alert)})
-    stage.track({"alerts": len(record.monitor.active)}, step)
-    return alerts
-
-
-def stop_at_alert(stage: Stage[PPOConfig], record: Record) -> None:
-    """Where `runtime.on_alert` says stop and there was an alert: put history, samples and alerts where they can be
-    read, and raise UserError."""
-    if stage.runtime.on_alert != "stop" or not record.monitor.alerts:
-        return
-    folder = stage.state_dir / "stopped"
-    if not is_companion():
-        folder.mkdir(exist_ok=True)
-        write_jsonl(folder / "history.jsonl", record.history)
-        write_jsonl(folder / "samples.jsonl", record.samples)
-        write_jsonl(folder / "alerts.jsonl", map(asdict, record.monitor.alerts))
-    raise UserError(
-        f"stopped by {record.monitor.alerts[-1]}. History, samples and alerts so far: "
-        f"{folder.relative_to(stage.root)}; runtime.on_alert: warn goes on from here"
-    )
-
-
-def answers(trainer: PPOTrainer, watched: list[Row], reasons: Sequence[str]) -> list[Row]:
-    """What the policy says now to the watched held-out prompts, and why it was asked."""
-    given = trainer.answer([row["prompt"] for row in watched])
-    return [
-        {
-            "step": answer["step"],
-            "reason": ", ".join(reasons),
-            "prompt_id": row["prompt_id"],
-            **{name: value for name, value in answer.items() if name != "step"},
-        }
-        for row, answer in zip(watched, given, strict=True)
-    ]
-
-
-def tokens_per_second(row: Row, trainer: PPOTrainer) -> float:
-    """Sampled tokens per second of the whole step."""
-    tokens: float = row["response_tokens_mean"] * trainer.config.batch_size
-    return tokens / sum(trainer.seconds.values())
-
-
-def summary(history: list[Row]) -> dict[str, Any]:
-    """First and last values of the run, each the mean of a few steps."""
-
-    def mean(name: str, rows: list[Row]) -> float | None:
-        values = [row[name] for row in rows if row[name] is not None]
-        return sum(values) / len(values) if values else None
-
-    first, last = history[:EDGE], history[-EDGE:]
-    return {
-        "steps": len(history),
-        "optimizer_steps": int(sum(row["optimizer_steps"] for row in history)),
-        "reward_first": mean("reward_raw", first),
-        "reward_last": mean("reward_raw", last),
-        "gold_first": mean("gold", first),
-        "gold_last": mean("gold", last),
-        "kl_last": mean("kl", last),
-        "kl_coef_last": history[-1]["kl_coef"],
-        "entropy_last": mean("entropy", last),
-        "missing_eos_share_last": mean("missing_eos_share", last),
-        "explained_variance_last": mean("explained_variance", last),
-    }
-
-
-def processes_asked() -> int:
-    """`ppo.processes` of params.yaml; 1 where it cannot be read, which `run` then says in its own words."""
-    with suppress(UserError):
-        asked = (read_yaml().get("ppo") or {}).get("processes", 1)
-        return asked if isinstance(asked, int) else 1
-    return 1
-
-
 if __name__ == "__main__":
-    start_companions("tasks.ppo", processes_asked())
+    start_companions("tasks.ppo", processes_asked("ppo"))
     run("ppo", PPOConfig, execute)

@@ -7,12 +7,14 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_core.chat import Conversation
 from rlhf_core.config.reward import RewardConfig
-from rlhf_core.errors import UserError
-from rlhf_core.evaluation import CalibrationBin, bootstrap_interval, calibration, correlation
+from rlhf_core.evaluation.agreement import correlation
+from rlhf_core.evaluation.calibration import CalibrationBin, calibration
+from rlhf_core.evaluation.intervals import bootstrap_interval
 from rlhf_core.models import context_length, place, save_checkpoint, scalar_model_from
 from rlhf_core.reward import Comparison, score_pairs, train_reward_model
 from rlhf_core.scorers import Answers, RewardModelScorer
-from rlhf_core.tokenizer import encode_prompt, encode_response, load_tokenizer
+from rlhf_core.tokenizer import encode_prompt, load_tokenizer
+from tasks.comparisons import comparisons
 from tasks.jsonl import Row
 from tasks.judges import judge_of
 from tasks.stage import Stage, run
@@ -20,7 +22,6 @@ from tasks.tokens import fitting
 from tasks.training import log_table, training_run
 from tasks.trust import trusts
 
-PREFERENCES = "data/preferences/preferences.jsonl"
 SAMPLES = "data/preferences/samples.jsonl"
 RESAMPLES = 2000
 
@@ -44,38 +45,6 @@ def execute(stage: Stage[RewardConfig]) -> None:
     measured, bins = measure_pairs(stage, place(model), training, heldout, pad_id)
     stage.outputs.write_csv("plots/reward_calibration.csv", calibration_rows(bins))
     stage.write_metrics({**measured, **normalisation, "pairs_too_long": too_long + also_too_long})
-
-
-def comparisons(
-    stage: Stage[RewardConfig], tokenizer: PreTrainedTokenizerBase, split: str, limit: int
-) -> tuple[list[Comparison], int]:
-    """The pairs of a split, all of a prompt together, each distinct response once; and how many pairs did not fit."""
-    Sides = tuple[list[int], list[int], list[int]]
-
-    def encode(row: Row) -> tuple[Sides, int]:
-        prompt = encode_prompt(tokenizer, row["prompt"])
-        chosen, rejected = (response_tokens(tokenizer, row, side) for side in ("chosen", "rejected"))
-        return (prompt, chosen, rejected), len(prompt) + max(len(chosen), len(rejected))
-
-    rows = [row for row in stage.read(PREFERENCES) if row["split"] == split]
-    kept, too_long = fitting(stage, PREFERENCES, rows, encode, limit)
-    if not kept:
-        raise UserError(f"{PREFERENCES}: no {split} pair is left; the reward model needs training and validation pairs")
-    grouped: dict[str, Comparison] = {}
-    for row, (prompt, chosen, rejected) in kept:
-        comparison = grouped.setdefault(row["prompt_id"], Comparison(prompt, [], []))
-        for response in (chosen, rejected):
-            if response not in comparison.responses:
-                comparison.responses.append(response)
-        comparison.pairs.append((comparison.responses.index(chosen), comparison.responses.index(rejected)))
-    return list(grouped.values()), too_long
-
-
-def response_tokens(tokenizer: PreTrainedTokenizerBase, row: Row, side: str) -> list[int]:
-    """The tokens of a pair's side: as they were sampled, as PPO will show them to the reward model, or of its text
-    where the data brought it."""
-    sampled: list[int] | None = row[f"{side}_ids"]
-    return encode_response(tokenizer, row[side], row[f"{side}_ended"]) if sampled is None else sampled
 
 
 def measure_pairs(

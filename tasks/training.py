@@ -46,3 +46,9 @@ def log_table(log: Sequence[dict[str, float]], columns: dict[str, str]) -> list[
             row = rows.setdefault(int(event["step"]), {"step": int(event["step"])} | dict.fromkeys(columns.values()))
             row |= found
     return [rows[step] for step in sorted(rows)]
+
+
+def tokens_read(log: Sequence[dict[str, float]], per_epoch: int) -> int:
+    """Tokens that the backward passes of a training have read, where one epoch reads `per_epoch` of them: a Trainer's
+    log says how many epochs, with their fraction, it came to."""
+    return round(max(event["epoch"] for event in log if "epoch" in event) * per_epoch)

@@ -90,6 +90,7 @@ class UpdateStatistics:
             "clip_fraction_last_epoch": late.mean("clip_fraction"),
             "ratio_max": self.ratio_max,
             "optimizer_steps": float(self.optimizer_steps),
+            "tokens_trained": self.tokens,
             "skipped_minibatches": float(self.skipped_minibatches),
             "stopped_early": float(self.stopped_early),
         }

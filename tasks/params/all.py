@@ -92,8 +92,8 @@ class Params(Block):
     def _check_judge(self) -> None:
         if self.select.rule == "best_judge" and self.judge.kind == "data" and self.ingest.source != "demo":
             raise ValueError(
-                "select.rule is best_judge, but only the demo data bring a judge; name a judge model in `judge`, or use "
-                "best_proxy"
+                "select.rule is best_judge, but only the demo data bring a judge; name a judge model in `judge`, or "
+                "use best_proxy"
             )
 
     def _check_alternatives(self) -> None:

@@ -11,7 +11,7 @@ Positive = Annotated[int, Field(ge=1)]
 
 
 class RejectionParams(Block):
-    """Answers of the SFT model to PPO's prompts; the reward model keeps the best of each, and SFT goes on with those."""
+    """Answers of the SFT model to PPO's prompts; the reward model keeps the best of each, and SFT goes on."""
 
     enabled: bool
     samples_per_prompt: Annotated[int, Field(ge=2)] = 8

@@ -19,8 +19,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from rlhf_core.config.dpo import DPOConfig
 from rlhf_core.config.reward import RewardConfig
 from rlhf_core.config.sft import SFTConfig
+from rlhf_core.dpo import reference_logprobs, train_dpo
 from rlhf_core.errors import UserError, is_out_of_memory
 from rlhf_core.guarded import GuardedTrainer
 from rlhf_core.memory import Halving, OutOfMemory, attempt
@@ -281,6 +283,7 @@ SFT = SFTConfig(
 )
 ROWS = [Demonstration([3, 5 + i % 4, 4], [*range(10, 11 + i % 7), 1]) for i in range(16)]
 REWARD = RewardConfig(learning_rate=1e-3, epochs=1, batch_size=4, warmup_steps=0, weight_decay=0.0, max_tokens=64)
+DPO = DPOConfig(enabled=True, learning_rate=1e-3, epochs=1, batch_size=4, warmup_steps=0, max_tokens=64)
 COMPARISONS = [
     Comparison(
         [3, 5 + i % 5, 4],
@@ -300,10 +303,19 @@ def reward(model: Any, run: Run) -> list[dict[str, float]]:
     return train_reward_model(model, COMPARISONS, REWARD, 0, run)
 
 
-STAGES: dict[str, tuple[Train, Callable[..., Any]]] = {"sft": (sft, TINY.tiny_lm), "reward": (reward, TINY.tiny_scalar)}
-STAGE_FITS = {"sft": 2, "reward": 8}
-"""Rows. A step of SFT has two micro-batches of 4 rows; one of the reward model 4 prompts with 9 to 15 responses in one,
-at most 8 of them to two prompts."""
+def dpo(model: Any, run: Run) -> list[dict[str, float]]:
+    """Against another model than the one it starts from: margins of 0 would be ordered by rounding."""
+    return train_dpo(model, COMPARISONS, reference_logprobs(TINY.tiny_lm(seed=7), COMPARISONS, 0), DPO, 0, run)
+
+
+STAGES: dict[str, tuple[Train, Callable[..., Any]]] = {
+    "sft": (sft, TINY.tiny_lm),
+    "reward": (reward, TINY.tiny_scalar),
+    "dpo": (dpo, TINY.tiny_lm),
+}
+STAGE_FITS = {"sft": 2, "reward": 8, "dpo": 8}
+"""Rows. A step of SFT has two micro-batches of 4 rows; one of the reward model and of DPO 4 prompts with 9 to 15
+responses in one, at most 8 of them to two prompts."""
 
 
 @dataclass
@@ -358,6 +370,8 @@ def train_stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TrainStage:
         ("sft", 3, 1, "backward"),
         ("reward", 0, 0, "backward"),
         ("reward", 1, 1, "forward"),
+        ("dpo", 0, 0, "backward"),
+        ("dpo", 1, 1, "forward"),
     ],
 )
 def test_a_training_step_halves_a_micro_batch_that_does_not_fit(
@@ -377,11 +391,11 @@ def test_a_training_step_halves_a_micro_batch_that_does_not_fit(
     assert len(short.gradients) == len(whole.gradients)
     assert max(short.shortage.rows[after + 1 :]) <= fits
     for found, expected in zip(short.log, whole.log, strict=True):
-        for name in {"loss", "accuracy", "eval_loss"} & expected.keys():
+        for name in {"loss", "accuracy", "margin", "eval_loss"} & expected.keys():
             assert found[name] == pytest.approx(expected[name], rel=1e-4)
 
 
-@pytest.mark.parametrize("stage", ["sft", "reward"])
+@pytest.mark.parametrize("stage", list(STAGES))
 def test_a_training_that_continues_takes_halves_from_the_start(stage: str, train_stage: TrainStage) -> None:
     fits = STAGE_FITS[stage]
     whole = train_stage(stage, "whole", fits)
@@ -396,7 +410,11 @@ def test_a_training_that_continues_takes_halves_from_the_start(stage: str, train
 
 @pytest.mark.parametrize(
     ("stage", "key", "where"),
-    [("sft", "sft.micro_batch_size", "backward"), ("reward", "reward.max_tokens", "forward")],
+    [
+        ("sft", "sft.micro_batch_size", "backward"),
+        ("reward", "reward.max_tokens", "forward"),
+        ("dpo", "dpo.batch_size", "backward"),
+    ],
 )
 def test_a_training_stops_where_halves_do_not_fit(stage: str, key: str, where: str, train_stage: TrainStage) -> None:
     with pytest.raises(UserError, match=key) as stopped:

@@ -5,7 +5,11 @@ import math
 import numpy as np
 import pytest
 
-from rlhf_core.evaluation import bootstrap_interval, calibration, correlation, distinct_n, wins
+from rlhf_core.evaluation.agreement import correlation
+from rlhf_core.evaluation.calibration import calibration
+from rlhf_core.evaluation.diversity import distinct_n
+from rlhf_core.evaluation.intervals import bootstrap_interval
+from rlhf_core.evaluation.wins import wins
 
 
 def test_the_bootstrap_interval_covers_the_mean_as_often_as_it_says() -> None:

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification
 
-from tasks import reward
+from tasks import comparisons
 
 if TYPE_CHECKING:
     from tests.conftest import Ended, Project
@@ -31,24 +31,24 @@ def row() -> dict[str, Any]:
 def test_failure_05_pairs_are_trained_on_or_measured_on_and_never_both(
     row: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reward, "encode_prompt", lambda tokenizer, prompt: [prompt])
+    monkeypatch.setattr(comparisons, "encode_prompt", lambda tokenizer, prompt: [prompt])
     row |= {"rejected_ids": [99, 0]}
     rows = [
         row | {"prompt_id": str(n), "prompt": n, "split": "validation" if n % 3 == 0 else "train"} for n in range(9)
     ]
     stage: Any = SimpleNamespace(read=lambda path: rows, common=SimpleNamespace(long_rows="refuse"))
     prompts = {
-        split: {c.prompt[0] for c in reward.comparisons(stage, SimpleNamespace(), split, 10)[0]}  # type: ignore[arg-type]
+        split: {c.prompt[0] for c in comparisons.comparisons(stage, SimpleNamespace(), split, 10)[0]}  # type: ignore[arg-type]
         for split in ("train", "validation")
     }
     assert prompts == {"train": {1, 2, 4, 5, 7, 8}, "validation": {0, 3, 6}}
 
 
 def test_a_sampled_answer_keeps_its_tokens(row: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reward, "encode_response", lambda tokenizer, text, ended: [300, 0])
+    monkeypatch.setattr(comparisons, "encode_response", lambda tokenizer, text, ended: [300, 0])
     tokenizer: Any = SimpleNamespace()
-    assert reward.response_tokens(tokenizer, row, "chosen") == [97, 98, 0]
-    assert reward.response_tokens(tokenizer, row, "rejected") == [300, 0]
+    assert comparisons.response_tokens(tokenizer, row, "chosen") == [97, 98, 0]
+    assert comparisons.response_tokens(tokenizer, row, "rejected") == [300, 0]
 
 
 @pytest.mark.pipeline

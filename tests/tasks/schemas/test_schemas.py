@@ -21,6 +21,8 @@ PATHS = [
     "data/preferences/samples.jsonl",
     "data/evaluate/samples.jsonl",
     "data/ppo/samples.jsonl",
+    "data/best_of_n/samples.jsonl",
+    "data/rejection_sft/samples.jsonl",
 ]
 VALUES = {
     "response": "an answer",
@@ -35,6 +37,8 @@ VALUES = {
     "policy": "an answer",
     "sft_tokens": 0,
     "policy_tokens": 7,
+    "tokens": 2,
+    "mean_reward": 0.5,
     **dict.fromkeys(("ended", "chosen_ended", "rejected_ended", "sft_ended", "policy_ended"), True),
     **dict.fromkeys(("gold", "gold_sft", "gold_policy"), None),
     **dict.fromkeys(("reward", "reward_sft", "reward_policy"), -1.5),
@@ -44,7 +48,8 @@ VALUES = {
     "rejected_ids": None,
 }
 NULLABLE = {"chosen_ids", "rejected_ids", "gold", "gold_sft", "gold_policy"}
-NUMBERS = {"kl", "reward", "reward_sft", "reward_policy"} | {"gold", "gold_sft", "gold_policy"}
+NUMBERS = {"kl", "reward", "mean_reward", "reward_sft", "reward_policy"} | {"gold", "gold_sft", "gold_policy"}
+MAY_BE_EMPTY = {"data/ingest/pairs.jsonl", "data/best_of_n/samples.jsonl", "data/rejection_sft/samples.jsonl"}
 MAY_BE_BLANK = {"sft", "policy"}
 
 
@@ -82,7 +87,7 @@ def test_good_rows_pass_unchanged(path):
 
 @pytest.mark.parametrize("path", PATHS)
 def test_empty_data_sets(path):
-    if path == "data/ingest/pairs.jsonl":
+    if path in MAY_BE_EMPTY:
         assert validate([], schema_of(path), path) == []
     else:
         assert "empty data set" in error(path, [])

@@ -1,0 +1,178 @@
+"""Direct preference optimisation (Rafailov et al. 2023): the policy learns from the pairs themselves, without a reward
+model and without sampling. Its leash is β, its reference the model that it starts from.
+
+Batches are those of the reward model: all pairs of a prompt in one, each response read once (`reward.py`).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+from transformers import PreTrainedModel
+
+from rlhf_core.batch import TokenBatch
+from rlhf_core.config.dpo import DPOConfig
+from rlhf_core.guarded import Inputs
+from rlhf_core.logprobs import response_logprobs, sequence_logprobs
+from rlhf_core.lora import add_lora
+from rlhf_core.reward import Comparison, PairCollator, PairTrainer
+from rlhf_core.training import Run, Schedule, train, trainer_arguments
+
+ROWS = 128
+"""Responses read side by side where no gradient is needed."""
+
+References = Sequence[Sequence[float]]
+"""log π_ref of each response of each comparison, in nats."""
+
+
+def implicit_margin(
+    chosen: Float[Tensor, "pairs"],
+    rejected: Float[Tensor, "pairs"],
+    ref_chosen: Float[Tensor, "pairs"],
+    ref_rejected: Float[Tensor, "pairs"],
+    beta: float,
+) -> Float[Tensor, "pairs"]:
+    """r(chosen) − r(rejected) of each pair, where r = β·(log π − log π_ref) is the implicit reward (Rafailov et al.
+    2023, section 5). Log-probabilities [pairs] summed over the response, in nats."""
+    return beta * ((chosen - ref_chosen) - (rejected - ref_rejected))
+
+
+def dpo_loss(
+    chosen: Float[Tensor, "pairs"],
+    rejected: Float[Tensor, "pairs"],
+    ref_chosen: Float[Tensor, "pairs"],
+    ref_rejected: Float[Tensor, "pairs"],
+    beta: float,
+    label_smoothing: float = 0.0,
+) -> Float[Tensor, ""]:
+    """−E[(1−ε)·log σ(m) + ε·log σ(−m)], m the implicit margin: equation 7 of Rafailov et al. 2023 (ε = 0).
+
+    Args:
+        chosen: [pairs], log π of the better response, summed over its tokens, in nats.
+        rejected: [pairs], of the worse one.
+        ref_chosen: [pairs], the same of the reference, without gradient.
+        ref_rejected: [pairs].
+        beta: strength of the leash.
+        label_smoothing: ε, the share of the pairs believed to be the wrong way round (conservative DPO, Mitchell 2023).
+
+    Returns:
+        The mean over the pairs, in nats; log 2 where policy and reference are the same.
+    """
+    margin = implicit_margin(chosen, rejected, ref_chosen, ref_rejected, beta)
+    return -((1 - label_smoothing) * logsigmoid(margin) + label_smoothing * logsigmoid(-margin)).mean()
+
+
+def reference_logprobs(model: PreTrainedModel, comparisons: Sequence[Comparison], pad_id: int) -> list[list[float]]:
+    """log π of every response of every comparison, in nats, under the model as it is now."""
+    prompts = [c.prompt for c in comparisons for _ in c.responses]
+    responses = [response for c in comparisons for response in c.responses]
+    flat = iter(sequence_logprobs(model, prompts, responses, pad_id, ROWS))
+    return [[next(flat) for _ in c.responses] for c in comparisons]
+
+
+def train_dpo(
+    model: PreTrainedModel,
+    comparisons: Sequence[Comparison],
+    references: References,
+    config: DPOConfig,
+    pad_id: int,
+    run: Run,
+) -> list[dict[str, float]]:
+    """Train `model` in place: all its weights, or with `config.lora` adapters that are then folded into them.
+
+    `references` are `reference_logprobs` of the model that `model` starts from. Returns the training log: loss (nats),
+    accuracy (share of the batch's pairs that the implicit reward orders as people did) and margin (nats, times β).
+    """
+    adapter = None if config.lora is None else add_lora(model, config.lora, run.seed)
+    schedule = Schedule(
+        learning_rate=config.learning_rate,
+        batch_size=config.batch_size,
+        micro_batch_size=config.batch_size,
+        warmup_steps=config.warmup_steps,
+        weight_decay=config.weight_decay,
+        epochs=config.epochs,
+    )
+    trainer = DPOTrainer(
+        config,
+        run,
+        "dpo.batch_size, dpo.max_tokens or preferences.samples_per_prompt",
+        model=model,
+        args=trainer_arguments(run, schedule),
+        train_dataset=[Referenced(c, list(r)) for c, r in zip(comparisons, references, strict=True)],
+        data_collator=ReferencedCollator(pad_id),
+    )
+    log = train(trainer, run)
+    if adapter is not None:
+        adapter.merge()
+    return log
+
+
+@dataclass(frozen=True)
+class Referenced:
+    """A comparison with log π_ref of each of its responses, in nats."""
+
+    comparison: Comparison
+    logprobs: list[float]
+
+
+@dataclass(frozen=True)
+class ReferencedCollator:
+    """The batch of a PairCollator, and the reference's log-probabilities of its rows."""
+
+    pad_id: int
+
+    def __call__(self, items: Sequence[Referenced]) -> Inputs:
+        """The tensors of PairCollator and reference [rows], in nats."""
+        batch = PairCollator(self.pad_id)([item.comparison for item in items])
+        return batch | {"reference": torch.tensor([value for item in items for value in item.logprobs])}
+
+
+class DPOTrainer(PairTrainer):
+    """A Trainer whose loss is DPO's over the pairs of the batch."""
+
+    def __init__(self, config: DPOConfig, run: Run, keys: str, **options: Any) -> None:
+        self.config = config
+        super().__init__(run, keys, **options)
+
+    def compute_loss(self, model: PreTrainedModel, inputs: Inputs, return_outputs: bool = False, **unused: Any) -> Any:
+        """The mean loss over the batch's pairs; logs how the implicit reward orders them, and by how much."""
+        logprobs = response_logprobs(model, TokenBatch(inputs["input_ids"], inputs["attention_mask"], inputs["mask"]))
+        better, worse, reference = inputs["chosen"], inputs["rejected"], inputs["reference"]
+        sides = (logprobs[better], logprobs[worse], reference[better], reference[worse])
+        margin = implicit_margin(*sides, self.config.beta).detach()
+        self.note(inputs, accuracy=(margin > 0).float().mean().item(), margin=margin.mean().item())
+        loss = self.share * dpo_loss(*sides, self.config.beta, self.config.label_smoothing)
+        return (loss, {"logprobs": logprobs}) if return_outputs else loss
+
+
+@dataclass(frozen=True)
+class PairMargins:
+    """How a policy's implicit reward orders pairs."""
+
+    loss: float
+    """Mean DPO loss, nats."""
+    accuracy: float
+    """Share of the pairs ordered as people did; equal rewards count half."""
+    margin: float
+    """Mean implicit reward of the chosen response minus that of the rejected one (nats, times β)."""
+
+
+def measure_pairs(
+    model: PreTrainedModel, comparisons: Sequence[Comparison], references: References, config: DPOConfig, pad_id: int
+) -> PairMargins:
+    """Loss, accuracy and margin over all pairs of the comparisons, without training on them."""
+    logprobs = reference_logprobs(model, comparisons, pad_id)
+    sides = [
+        (policy[better], policy[worse], reference[better], reference[worse])
+        for c, policy, reference in zip(comparisons, logprobs, references, strict=True)
+        for better, worse in c.pairs
+    ]
+    chosen, rejected, ref_chosen, ref_rejected = torch.tensor(sides, dtype=torch.float64).T
+    margin = implicit_margin(chosen, rejected, ref_chosen, ref_rejected, config.beta)
+    right = (margin > 0).double() + 0.5 * (margin == 0).double()
+    loss = dpo_loss(chosen, rejected, ref_chosen, ref_rejected, config.beta, config.label_smoothing)
+    return PairMargins(loss.item(), right.mean().item(), margin.mean().item())

@@ -1,0 +1,135 @@
+"""Means with bootstrap intervals, one model's and the difference of two. Pure functions of arrays.
+
+Whatever is resampled here is prompts: a prompt's answers (one a sampling seed) are averaged before, or stay together.
+An interval therefore says how much a figure would move with other prompts of the same kind. It does not say how much it
+would move with another training seed: for that, train again.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from jaxtyping import Float, Int
+from numpy import ndarray
+from numpy.typing import ArrayLike
+
+from rlhf_core.determinism import stream
+
+CHUNK = 2**20
+"""Numbers drawn at a time; no result depends on it."""
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A mean over prompts, its 95% interval, and the spread over sampling seeds."""
+
+    mean: float
+    low: float
+    high: float
+    spread: float | None
+    """Standard deviation (n − 1) of the means of the sampling seeds; None with one seed."""
+
+    @property
+    def interval(self) -> list[float]:
+        """[low, high], as tables have it."""
+        return [self.low, self.high]
+
+
+def estimate(
+    values: ArrayLike,
+    resamples: int,
+    seed: int,
+    level: float = 0.95,
+) -> Estimate:
+    """Mean, percentile-bootstrap interval and spread of `values`, [prompts] or [prompts, seeds].
+
+    Raises ValueError without values, or where one of them is not finite.
+    """
+    table = _table(values)
+    means = table.mean(axis=1)
+    low, high = bootstrap_interval(means, resamples, seed, level)
+    spread = float(table.mean(axis=0).std(ddof=1)) if table.shape[1] > 1 else None
+    return Estimate(float(means.mean()), low, high, spread)
+
+
+def estimate_difference(
+    first: ArrayLike, second: ArrayLike, resamples: int, seed: int, level: float = 0.95
+) -> Estimate:
+    """`second` − `first` of two models on the same prompts, paired by prompt: each [prompts] or [prompts, seeds].
+
+    The difference is taken prompt by prompt, so that what makes a prompt easy for both models is not in the interval.
+    The two may have different numbers of seeds; the spread is then not known (None). Raises ValueError for different
+    prompts.
+    """
+    a, b = _table(first), _table(second)
+    if len(a) != len(b):
+        raise ValueError(f"a paired difference needs the same prompts, not {len(a)} and {len(b)}")
+    if a.shape == b.shape:
+        return estimate(b - a, resamples, seed, level)
+    return estimate(b.mean(axis=1) - a.mean(axis=1), resamples, seed, level)
+
+
+def bootstrap_interval(
+    values: Sequence[float] | Float[ndarray, "prompts"], resamples: int, seed: int, level: float = 0.95
+) -> tuple[float, float]:
+    """The percentile bootstrap interval of the mean of `values`, one value a prompt (Efron and Tibshirani
+    1993, chapter 13).
+
+    One seed resamples the same prompts whatever the values are. Values that are all the same give an interval without
+    width: no resample can show what the sample lacks. Raises ValueError without values, or where one is not finite.
+    """
+    data = _one_a_prompt(values)
+    means = [data[places].mean(axis=1) for places in resampled(len(data), resamples, seed)]
+    return _quantiles(np.concatenate(means), level)
+
+
+def clustered_interval(
+    values: Sequence[float] | Float[ndarray, "values"],
+    prompts: Sequence[int] | Int[ndarray, "values"],
+    resamples: int,
+    seed: int,
+    level: float = 0.95,
+) -> tuple[float, float]:
+    """The interval of the mean of all `values`, where prompts have different numbers of them.
+
+    `prompts` says whose each value is (any numbers). Whole prompts are resampled; each resample is the mean over the
+    values in it, so that a prompt counts as often as it has values. Raises ValueError as `bootstrap_interval` does.
+    """
+    data = _one_a_prompt(values)
+    if len(data) != len(prompts):
+        raise ValueError(f"{len(data)} values need as many prompts, not {len(prompts)}")
+    owner = np.unique(np.asarray(prompts), return_inverse=True)[1]
+    sums, counts = np.bincount(owner, data), np.bincount(owner).astype(np.float64)
+    means = [sums[p].sum(axis=1) / counts[p].sum(axis=1) for p in resampled(len(sums), resamples, seed)]
+    return _quantiles(np.concatenate(means), level)
+
+
+def resampled(prompts: int, resamples: int, seed: int) -> Iterator[Int[ndarray, "some prompts"]]:
+    """Places of prompts drawn with replacement, `resamples` rows in all, some at a time."""
+    generator = stream(seed)
+    rows = max(1, CHUNK // prompts)
+    for start in range(0, resamples, rows):
+        yield generator.integers(0, prompts, (min(rows, resamples - start), prompts))
+
+
+def _quantiles(means: Float[ndarray, "resamples"], level: float) -> tuple[float, float]:
+    low, high = np.quantile(means, [(1 - level) / 2, (1 + level) / 2])
+    return float(low), float(high)
+
+
+def _one_a_prompt(values: ArrayLike) -> Float[ndarray, "prompts"]:
+    if np.ndim(values) > 1:
+        raise ValueError(f"an interval needs one value a prompt, not shape {np.shape(values)}; use `estimate`")
+    return _table(values)[:, 0]
+
+
+def _table(values: ArrayLike) -> Float[ndarray, "prompts seeds"]:
+    """`values` as [prompts, seeds]."""
+    data = np.asarray(values, dtype=np.float64)
+    if data.size == 0:
+        raise ValueError("an interval needs at least one value")
+    if data.ndim not in (1, 2):
+        raise ValueError(f"values must be [prompts] or [prompts, seeds], not of shape {data.shape}")
+    if not np.isfinite(data).all():
+        raise ValueError("an interval needs finite values; leave out what is not known")
+    return data[:, None] if data.ndim == 1 else data

@@ -1,0 +1,92 @@
+"""Reward against KL: the curves of over-optimisation, fitted, and a run's own curve read between its snapshots. Pure
+functions of arrays.
+
+Distances are d = √KL with KL in nats an answer; R is a score relative to the model that training started from (SFT), so
+that R = 0 at d = 0 (Gao et al. 2022).
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from jaxtyping import Float
+from numpy import ndarray
+
+LEAST_POINTS = 4
+"""Points at different distances that a fit of two coefficients needs."""
+
+
+@dataclass(frozen=True)
+class Fit:
+    """R(d) fitted by least squares."""
+
+    alpha: float
+    beta: float
+    r2: float
+    """1 − squared error / squared deviation from the points' mean; below 0 where their mean fits better."""
+    points: int
+
+
+def fit_rl(kl: Sequence[float], gain: Sequence[float]) -> Fit | None:
+    """R(d) = d·(α − β·log d), the form of reinforcement learning.
+
+    `kl` in nats and `gain` relative to SFT, point by point. Points with KL ≤ 0 are left out: they say R(0) = 0, which
+    the form has built in. None where the data carry no fit: fewer than 4 different distances, or gains that do not
+    vary.
+    """
+    return _fit(kl, gain, lambda d: -d * np.log(d))
+
+
+def fit_best_of_n(kl: Sequence[float], gain: Sequence[float]) -> Fit | None:
+    """R(d) = d·(α − β·d), the form of best-of-n. Otherwise as `fit_rl`."""
+    return _fit(kl, gain, lambda d: -d * d)
+
+
+def _fit(
+    kl: Sequence[float],
+    gain: Sequence[float],
+    bend: Callable[[Float[ndarray, "points"]], Float[ndarray, "points"]],
+) -> Fit | None:
+    distance2, r = np.asarray(kl, dtype=np.float64), np.asarray(gain, dtype=np.float64)
+    if len(distance2) != len(r):
+        raise ValueError(f"a fit needs a gain for each KL, not {len(r)} for {len(distance2)}")
+    keep = distance2 > 0
+    d, r = np.sqrt(distance2[keep]), r[keep]
+    if len(np.unique(d)) < LEAST_POINTS or np.ptp(r) == 0.0:
+        return None
+    terms = np.stack([d, bend(d)], axis=1)
+    (alpha, beta), _, rank, _ = np.linalg.lstsq(terms, r, rcond=None)
+    if rank < 2:
+        return None
+    error = float(((r - terms @ np.array([alpha, beta])) ** 2).sum())
+    return Fit(float(alpha), float(beta), 1.0 - error / float(((r - r.mean()) ** 2).sum()), len(r))
+
+
+def rl_curve(fit: Fit, kl: float) -> float:
+    """R at this KL under a fit of `fit_rl`; 0 at KL ≤ 0."""
+    d = math.sqrt(max(0.0, kl))
+    return d * (fit.alpha - fit.beta * math.log(d)) if d > 0 else 0.0
+
+
+def best_of_n_curve(fit: Fit, kl: float) -> float:
+    """R at this KL under a fit of `fit_best_of_n`; 0 at KL ≤ 0."""
+    d = math.sqrt(max(0.0, kl))
+    return d * (fit.alpha - fit.beta * d)
+
+
+def at_kl(target: float, kl: Sequence[float], values: Sequence[float]) -> float | None:
+    """The value of a curve of snapshots at the KL `target` (nats), linear in √KL between its neighbours.
+
+    Snapshots are put in order of KL, whatever their step; those of equal KL count with their mean, and an estimated KL
+    below 0 as 0. None outside the snapshots' KL, or without any: nothing is extrapolated. Give SFT as a point (0, its
+    value) where the curve starts there.
+    """
+    if len(kl) != len(values):
+        raise ValueError(f"a curve needs a value for each KL, not {len(values)} for {len(kl)}")
+    if not len(kl):
+        return None
+    d, place = np.unique(np.sqrt(np.maximum(np.asarray(kl, dtype=np.float64), 0.0)), return_inverse=True)
+    means = np.bincount(place, np.asarray(values, dtype=np.float64)) / np.bincount(place)
+    at = math.sqrt(max(0.0, target))
+    return float(np.interp(at, d, means)) if d[0] <= at <= d[-1] else None

@@ -1,0 +1,151 @@
+"""Win rates: wins between scores, ties, and the win rate that length alone cannot buy. Pure functions of arrays."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from jaxtyping import Float
+from numpy import ndarray
+from numpy.typing import ArrayLike
+
+from rlhf_core.evaluation.intervals import resampled
+
+TIE = 1e-9
+"""Scores nearer than this are equal."""
+
+RIDGE = 0.01
+"""Penalty ½·RIDGE·(a² + b²) on the regression, in nats: what 1/25 of a tied answer adds to the curvature. It keeps the
+coefficients finite where all answers win; 300 wins of 300 are read as 0.9998."""
+LARGEST_STEP = 1e-9
+ITERATIONS = 100
+CHUNK = 2**17
+"""Probabilities worked on at a time (1 MB each array)."""
+
+
+def wins(first: Sequence[float], second: Sequence[float]) -> list[float]:
+    """1 where `second` scores higher than `first`, ½ for a tie, else 0; prompt by prompt."""
+    return [0.5 if abs(b - a) <= TIE else float(b > a) for a, b in zip(first, second, strict=True)]
+
+
+def win_table(first: ArrayLike, second: ArrayLike) -> Float[ndarray, "*shape"]:
+    """`wins` for arrays of any one shape, such as [prompts, seeds]. Raises ValueError for different shapes."""
+    a, b = np.asarray(first, dtype=np.float64), np.asarray(second, dtype=np.float64)
+    if a.shape != b.shape:
+        raise ValueError(f"wins need scores of one shape, not {a.shape} and {b.shape}")
+    return np.where(np.abs(b - a) <= TIE, 0.5, (b > a).astype(np.float64))
+
+
+def tie_share(won: ArrayLike) -> float:
+    """The share of answers that are neither won nor lost: of `wins` those at exactly ½."""
+    return float((np.asarray(won, dtype=np.float64) == 0.5).mean())
+
+
+@dataclass(frozen=True)
+class ControlledWinRate:
+    """The win rate at equal length and its 95% interval."""
+
+    rate: float
+    low: float
+    high: float
+
+    @property
+    def interval(self) -> list[float]:
+        """[low, high], as tables have it."""
+        return [self.low, self.high]
+
+
+def length_controlled_win_rate(
+    won: ArrayLike,
+    extra_tokens: ArrayLike,
+    resamples: int,
+    seed: int,
+    level: float = 0.95,
+    weights: ArrayLike | None = None,
+) -> ControlledWinRate:
+    """The win rate that a model would have if its answers were as long as its opponent's.
+
+    How it is computed (after AlpacaEval 2.0, Dubois et al. 2024): a logistic regression of the win on two terms,
+    P(win) = σ(a + b·tanh(Δ / sd)), where Δ is how many tokens longer the model's answer is and sd the standard
+    deviation of Δ over all answers. The controlled win rate is σ(a), the fit's reading at Δ = 0. A tie is a win of ½.
+    Unlike AlpacaEval we have no term for a prompt's difficulty. The fit is maximum likelihood with a small ridge
+    (`RIDGE`). For the interval, prompts are resampled with all their answers and the regression is fitted anew; sd
+    stays that of the data.
+
+    Args:
+        won: wins in [0, 1], [prompts] or [prompts, seeds].
+        extra_tokens: Δ, the model's tokens minus the opponent's, of the same shape.
+        resamples: how many times prompts are resampled.
+        seed: decides the resamples, the same as in `bootstrap_interval`.
+        level: of the interval.
+        weights: of the answers, of the same shape, such as best-of-n's; None: all weigh the same.
+
+    Raises:
+        ValueError: no answers, or different shapes.
+    """
+    hits, delta = (np.atleast_2d(np.asarray(v, dtype=np.float64).T).T for v in (won, extra_tokens))
+    if hits.shape != delta.shape or hits.size == 0:
+        raise ValueError(f"wins and lengths must be of one shape and not empty, not {hits.shape} and {delta.shape}")
+    share = np.ones_like(hits) if weights is None else np.asarray(weights, dtype=np.float64)
+    if share.shape != hits.shape:
+        raise ValueError(f"weights must have the shape of the wins, {hits.shape}, not {share.shape}")
+    answers = hits.shape[1]
+    counted = (share * (share.size / share.sum())).reshape(1, -1)
+    x, y = _standardised(delta.reshape(-1)), hits.reshape(-1)
+    start = fit_logistic(counted, x, y, np.zeros((1, 2)))
+    found = []
+    for places in resampled(len(hits), resamples, seed):
+        counts = _counts(places)
+        rows = max(1, CHUNK // len(y))
+        for first in range(0, len(counts), rows):
+            resample = np.repeat(counts[first : first + rows], answers, axis=1) * counted
+            found.append(fit_logistic(resample, x, y, start)[:, 0])
+    low, high = np.quantile(_sigmoid(np.concatenate(found)), [(1 - level) / 2, (1 + level) / 2])
+    return ControlledWinRate(float(_sigmoid(start[0, 0])), float(low), float(high))
+
+
+def fit_logistic(
+    weights: Float[ndarray, "fits answers"],
+    x: Float[ndarray, "answers"],
+    y: Float[ndarray, "answers"],
+    start: Float[ndarray, "#fits 2"],
+) -> Float[ndarray, "fits 2"]:
+    """Intercept and slope of many weighted logistic regressions of y in [0, 1] on the same x in [−1, 1].
+
+    Newton's method, each step d shortened by log(1 + r) / r with r = max |d·(1, x)|, with which the penalised loss
+    falls in every step (Sun and Tran-Dinh 2019, for losses like the logistic one). Raises ValueError where it does not
+    settle.
+    """
+    terms = np.stack([np.ones_like(x), x, x * x], axis=1)
+    solution = np.broadcast_to(start, (len(weights), 2)).copy()
+    for _ in range(ITERATIONS):
+        p = _sigmoid(solution[:, :1] + solution[:, 1:] * x)
+        slope = (weights * (y - p)) @ terms[:, :2] - RIDGE * solution
+        curve = (weights * p * (1 - p)) @ terms
+        h00, h01, h11 = curve[:, 0] + RIDGE, curve[:, 1], curve[:, 2] + RIDGE
+        step = np.stack([h11 * slope[:, 0] - h01 * slope[:, 1], h00 * slope[:, 1] - h01 * slope[:, 0]], axis=1)
+        step /= (h00 * h11 - h01 * h01)[:, None]
+        reach = np.abs(step).sum(axis=1, keepdims=True)
+        solution += step * np.divide(np.log1p(reach), reach, out=np.ones_like(reach), where=reach > 0)
+        if reach.max() < LARGEST_STEP:
+            return solution
+    raise ValueError(f"the length-controlled win rate did not settle in {ITERATIONS} steps; are all values finite?")
+
+
+def _standardised(delta: Float[ndarray, "answers"]) -> Float[ndarray, "answers"]:
+    """tanh(Δ / sd); 0 where lengths never differ by different amounts and nothing can be controlled."""
+    spread = float(delta.std())
+    if np.ptp(delta) == 0.0:
+        return np.zeros_like(delta)
+    return np.asarray(np.tanh(delta / spread), dtype=np.float64)
+
+
+def _counts(places: ndarray) -> Float[ndarray, "resamples prompts"]:
+    """How often each prompt stands in each resample."""
+    rows, prompts = places.shape
+    flat = places + np.arange(rows)[:, None] * prompts
+    return np.bincount(flat.reshape(-1), minlength=rows * prompts).reshape(rows, prompts).astype(np.float64)
+
+
+def _sigmoid(x: Float[ndarray, "*shape"]) -> Float[ndarray, "*shape"]:
+    """½·(1 + tanh(x / 2)): the logistic function, without overflow."""
+    return np.asarray(0.5 * (1.0 + np.tanh(0.5 * x)), dtype=np.float64)

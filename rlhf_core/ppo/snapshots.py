@@ -1,0 +1,75 @@
+"""Snapshots of a policy along a PPO run: its trained weights alone, a file a step (with LoRA the adapters only). A
+snapshot is no checkpoint: nothing can be trained on from it, but what the policy said at that step can be sampled
+again."""
+
+import json
+import re
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from rlhf_core import files
+from rlhf_core.config.lora import LoraSettings
+from rlhf_core.errors import UserError
+from rlhf_core.finite import require_finite
+from rlhf_core.lora import add_lora
+from rlhf_core.models import unique_weights
+from rlhf_core.ppo.actor_critic import ActorCritic
+
+SETTINGS = "settings.json"
+NAME = re.compile(r"step-(\d+)\.safetensors")
+
+
+def path_of(folder: Path, step: int) -> Path:
+    """Where the snapshot taken after `step` steps lies."""
+    return folder / f"step-{step:06d}.safetensors"
+
+
+def steps_in(folder: Path) -> list[int]:
+    """After which steps there is a snapshot, in order."""
+    found = (NAME.fullmatch(path.name) for path in folder.iterdir()) if folder.is_dir() else ()
+    return sorted(int(match[1]) for match in found if match)
+
+
+def write(folder: Path, models: ActorCritic, step: int, lora: LoraSettings | None = None, seed: int = 0) -> None:
+    """Write the policy as it is after `step` steps, whole or not at all; `lora` and `seed` are the run's, for `load`.
+    Raises NonFiniteError for NaN or infinity."""
+    weights = trained_weights(models)
+    require_finite(weights, "weights")
+    folder.mkdir(parents=True, exist_ok=True)
+    settings = {"lora": None if lora is None else lora.model_dump(), "seed": seed}
+    with files.whole(folder / SETTINGS) as place:
+        place.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+    with files.whole(path_of(folder, step)) as place:
+        save_file({name: tensor.detach().cpu().clone().contiguous() for name, tensor in weights.items()}, place)
+
+
+def trained_weights(models: ActorCritic) -> dict[str, Tensor]:
+    """What PPO changes of the policy: the adapters, or everything (tied weights once)."""
+    adapter = models.adapters.get("policy")
+    return unique_weights(models.policy) if adapter is None else adapter.state_dict()
+
+
+@torch.no_grad()
+def load(folder: Path, step: int, start: PreTrainedModel) -> PreTrainedModel:
+    """`start`, a fresh copy of the model that the run began with, changed in place into the policy as it was after
+    `step` steps. Raises UserError for a snapshot that is missing, or of another model."""
+    path = path_of(folder, step)
+    try:
+        settings = json.loads((folder / SETTINGS).read_text(encoding="utf-8"))
+        weights = load_file(path)
+    except FileNotFoundError:
+        raise UserError(f"{path}: no such snapshot; `leash run ppo` makes them") from None
+    if settings["lora"] is not None:
+        adapter = add_lora(start, LoraSettings.model_validate(settings["lora"]), settings["seed"])
+        adapter.load_state_dict(weights)
+        return adapter.merge()
+    own = unique_weights(start)
+    if {name: tensor.shape for name, tensor in weights.items()} != {name: t.shape for name, t in own.items()}:
+        raise UserError(f"{path}: a snapshot of another model than {start.name_or_path or type(start).__name__}")
+    for name, tensor in weights.items():
+        own[name].copy_(tensor)
+    return start

@@ -1,0 +1,71 @@
+"""Stage `best_of_n`: many answers of the SFT model to each prompt that `evaluate` asks, scored by the reward model.
+What the best of n of them are worth is `evaluate`'s to estimate."""
+
+from collections.abc import Sequence
+
+from rlhf_core.determinism import make_deterministic
+from rlhf_core.models import context_length, load_causal_lm
+from rlhf_core.tokenizer import load_tokenizer
+from tasks.candidates import Candidate, Kept, draw_candidates, reward_figures
+from tasks.jsonl import Row
+from tasks.params.best_of_n import BestOfNParams
+from tasks.params.evaluate import EvaluateParams
+from tasks.params.loader import parse, read_yaml
+from tasks.questions import questions
+from tasks.stage import Stage, run
+from tasks.switched_off import write_switched_off
+from tasks.tokens import fitting, prompt_encoder
+from tasks.trust import trusts
+
+SFT = "models/sft"
+SAMPLES = "data/best_of_n/samples.jsonl"
+SALT = 2**32
+"""First number of every key: no seed is as large, so that no other stage's draw has the same key."""
+
+
+def execute(stage: Stage[BestOfNParams]) -> None:
+    """Make data/best_of_n/samples.jsonl and metrics/best_of_n.json."""
+    if not stage.params.enabled:
+        write_switched_off(stage)
+        return
+    make_deterministic(stage.seed, stage.common.threads)
+    settings = parse(EvaluateParams, read_yaml().get("evaluate", {}), "evaluate")
+    tokenizer = load_tokenizer(stage.root / SFT, trust_remote_code=trusts(stage))
+    model = load_causal_lm(stage.root / SFT, trust_remote_code=trusts(stage))
+    kept, too_long = fitting(
+        stage,
+        settings.prompts,
+        questions(stage, settings),
+        prompt_encoder(tokenizer),
+        context_length(model),
+        reserve=settings.max_new_tokens,
+    )
+    count = max(stage.params.n)
+    candidates = draw_candidates(
+        stage, model, tokenizer, kept, count, settings, lambda prompt, k: (SALT, stage.seed, prompt, k)
+    )
+    best = [max(group, key=lambda candidate: candidate.reward) for group in candidates]
+    stage.outputs.write_jsonl(SAMPLES, sample_rows(kept, candidates))
+    stage.write_metrics({"enabled": True, **reward_figures(candidates, best), "prompts_too_long": too_long})
+
+
+def sample_rows(kept: Kept, candidates: Sequence[Sequence[Candidate]]) -> list[Row]:
+    """Every answer to every prompt, in the order in which the answers to a prompt were drawn."""
+    return [
+        {
+            "prompt_id": row["prompt_id"],
+            "prompt": row["prompt"],
+            "sample": k,
+            "response": candidate.text,
+            "response_ids": candidate.response,
+            "tokens": len(candidate.response),
+            "ended": candidate.ended,
+            "reward": candidate.reward,
+        }
+        for (row, _), group in zip(kept, candidates, strict=True)
+        for k, candidate in enumerate(group)
+    ]
+
+
+if __name__ == "__main__":
+    run("best_of_n", BestOfNParams, execute)

@@ -1,0 +1,61 @@
+"""How far the measuring instruments can be believed: the judge, asked in both orders, and the reward model, held against
+the judge on answers of the SFT model (what it was trained on) and of the policy (what became of them)."""
+
+from typing import Any
+
+import numpy as np
+
+from rlhf_core.evaluation.agreement import correlation, pair_agreement
+from rlhf_core.judges import NoisyAnnotators, RubricJudge
+from rlhf_core.pair_judges import PairJudge, SimulatedAnnotators, both_orders
+from tasks.exam import Exam
+from tasks.params.loader import parse, read_yaml
+from tasks.params.preferences import PreferencesParams
+from tasks.results import Bootstrap, Results
+from tasks.stage import Stage
+
+
+def judge_checks(stage: Stage[Any], exam: Exam, results: dict[str, Results]) -> dict[str, Any] | None:
+    """Position bias and self-agreement of whoever compares pairs: the judge model, or on demo data the simulated
+    annotators that made the preferences. None where answers are only scored one by one."""
+    judge = exam.pair_judge or annotators(stage, exam)
+    if judge is None:
+        return None
+    policy, sft = results["policy"], results["sft"]
+    found = [both_orders(judge, exam.prompts, sft.column(i).texts, mark.texts) for i, mark in enumerate(policy.marks)]
+    return {
+        "judge": judge.name,
+        "position_bias": float(np.mean([each.position_bias for each in found])),
+        "self_agreement": float(np.mean([each.self_agreement for each in found])),
+        "win_rate": float(np.mean([each.preference for each in found])),
+        "pairs": sum(each.pairs for each in found),
+    }
+
+
+def annotators(stage: Stage[Any], exam: Exam) -> PairJudge | None:
+    """The simulated annotators with the noise that they judged the preferences with; None for data of people."""
+    if not isinstance(exam.judge, RubricJudge):
+        return None
+    noise = parse(PreferencesParams, read_yaml().get("preferences"), "preferences").annotators
+    return SimulatedAnnotators(NoisyAnnotators(exam.judge, noise.temperature, noise.flip_rate, stage.seed))
+
+
+def scorer_checks(results: dict[str, Results], bootstrap: Bootstrap) -> dict[str, dict[str, Any] | None]:
+    """For SFT model and policy: how often reward model and judge order two answers to one prompt alike, and what the
+    scores go along with. None without a judge who scores."""
+    return {name: scorer_check(results[name], bootstrap) for name in ("sft", "policy")}
+
+
+def scorer_check(results: Results, bootstrap: Bootstrap) -> dict[str, Any] | None:
+    """One model's answers; agreement needs two sampling seeds."""
+    rewards, gold, tokens = (results.table(name) for name in ("rewards", "gold", "tokens"))
+    if rewards is None or gold is None or tokens is None:
+        return None
+    alike = pair_agreement(rewards.tolist(), gold.tolist(), bootstrap.resamples, bootstrap.seed)
+    return {
+        "agreement": None if alike is None else alike.share,
+        "agreement_ci95": None if alike is None else alike.interval,
+        "pairs": None if alike is None else alike.pairs,
+        "correlation": correlation(rewards.ravel().tolist(), gold.ravel().tolist()),
+        "length_correlation": correlation(rewards.ravel().tolist(), tokens.ravel().tolist()),
+    }

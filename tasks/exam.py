@@ -1,0 +1,177 @@
+"""An exam: prompts, the way they are asked, and who marks the answers. `select` and `evaluate` put every model through
+one; what is made of the marks is theirs to decide."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from rlhf_core.divergence import Divergence, measure_divergence
+from rlhf_core.evaluation.wins import wins
+from rlhf_core.judges import Judge
+from rlhf_core.models import context_length, load_causal_lm, load_scalar_model, place
+from rlhf_core.pair_judges import PairJudge, both_orders
+from rlhf_core.sampling import sample
+from rlhf_core.scorers import Answers, RewardModelScorer
+from rlhf_core.tokenizer import decode_response, encode_prompt, encode_response, load_tokenizer, stop_ids
+from tasks.jsonl import Row
+from tasks.stage import Stage
+from tasks.tokens import fitting, prompt_encoder
+from tasks.trust import trusts
+
+REWARD_MODEL_JUDGE = "reward model"
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """A model with its tokenizer, and the name it has in tables."""
+
+    name: str
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True)
+class Marked:
+    """One answer to each prompt, and what is known of it; all lists in the order of the prompts."""
+
+    responses: list[list[int]]
+    """Token ids of the contestant's tokenizer."""
+    ended: list[bool]
+    texts: list[str]
+    rewards: list[float]
+    gold: list[float] | None
+    """None where no judge scores."""
+    divergence: Divergence | None
+    """From the SFT model; None for a model with another tokenizer."""
+
+    @property
+    def tokens(self) -> list[int]:
+        """Length of each answer."""
+        return [len(response) for response in self.responses]
+
+
+@dataclass(frozen=True)
+class Exam:
+    """Prompts and settings that are the same for everybody."""
+
+    stage: Stage[Any]
+    rows: list[Row]
+    """Each with its `prompt`."""
+    reference: Contestant
+    """The SFT model."""
+    scorer: RewardModelScorer
+    judge: Judge | None
+    """Scores answers one by one; None where only people could."""
+    pair_judge: PairJudge | None
+    """Says which of two answers is better; None: whoever scores them decides."""
+    temperature: float
+    max_new_tokens: int
+    batch_size: int
+    stop_tokens: Sequence[str]
+
+    def ask(self, contestant: Contestant, seed: int) -> Marked:
+        """One answer to each prompt, with the same noise for every contestant, marked."""
+        prompt_ids = self.prompt_ids(contestant)
+        stops = stop_ids(contestant.tokenizer, self.stop_tokens)
+        responses, ended = self._draw(contestant, prompt_ids, stops, seed)
+        texts = [decode_response(contestant.tokenizer, response, stops) for response in responses]
+        shared = self.shares_tokenizer(contestant)
+        read = responses if shared else self._in_our_tokens(texts, ended)
+        rewards = self.scorer(Answers(self.prompts, texts, self.prompt_ids(self.reference), read))
+        gold = self.judge.score(self.prompts, texts) if self.judge else None
+        return Marked(responses, ended, texts, rewards, gold, self._diverge(contestant, responses) if shared else None)
+
+    def compare(self, marked: Marked, other: Marked) -> list[float]:
+        """How far `marked` is preferred to `other`, prompt by prompt, ½ for a tie: by the judge of pairs, asked in both
+        orders, where there is one; else by the judge's scores; else by the reward model's."""
+        if self.pair_judge is not None:
+            return both_orders(self.pair_judge, self.prompts, other.texts, marked.texts).preference
+        if marked.gold is not None and other.gold is not None:
+            return wins(other.gold, marked.gold)
+        return wins(other.rewards, marked.rewards)
+
+    @property
+    def winner_named_by(self) -> str:
+        """Whose comparisons `compare` makes, as tables and pictures say it."""
+        judge = self.pair_judge or self.judge
+        return REWARD_MODEL_JUDGE if judge is None else judge.name
+
+    @cached_property
+    def prompts(self) -> list[Any]:
+        """The conversations."""
+        return [row["prompt"] for row in self.rows]
+
+    def prompt_ids(self, contestant: Contestant) -> list[list[int]]:
+        """The prompts in the contestant's own tokens."""
+        return [encode_prompt(contestant.tokenizer, prompt) for prompt in self.prompts]
+
+    def shares_tokenizer(self, contestant: Contestant) -> bool:
+        """Whether the contestant's token ids mean what the SFT model's do."""
+        ours, theirs = self.reference.tokenizer, contestant.tokenizer
+        if theirs is ours:
+            return True
+        return theirs.get_vocab() == ours.get_vocab() and theirs.chat_template == ours.chat_template
+
+    def _draw(
+        self, contestant: Contestant, prompt_ids: Sequence[Sequence[int]], stops: frozenset[int], seed: int
+    ) -> tuple[list[list[int]], list[bool]]:
+        """Prompts of similar length are answered together; what an earlier process has drawn is not drawn again."""
+
+        def work(places: Sequence[int]) -> list[tuple[list[int], bool]]:
+            sampled = sample(
+                contestant.model,
+                [prompt_ids[i] for i in places],
+                [(seed, i) for i in places],
+                max_new_tokens=self.max_new_tokens,
+                temperature=self.temperature,
+                stop_ids=stops,
+                pad_id=int(contestant.tokenizer.pad_token_id),
+                batch_size=self.batch_size,
+            )
+            return list(zip(sampled.responses, sampled.ended, strict=True))
+
+        order = sorted(range(len(prompt_ids)), key=lambda i: len(prompt_ids[i]))
+        batches = [order[start : start + self.batch_size] for start in range(0, len(order), self.batch_size)]
+        journal = f"answers-{contestant.name}-{seed}"
+        drawn = dict(zip(order, self.stage.resumed(journal, batches, work, unit="answer"), strict=True))
+        return [drawn[i][0] for i in range(len(order))], [drawn[i][1] for i in range(len(order))]
+
+    def _in_our_tokens(self, texts: Sequence[str], ended: Sequence[bool]) -> list[list[int]]:
+        tokenizer = self.reference.tokenizer
+        return [encode_response(tokenizer, text, end) for text, end in zip(texts, ended, strict=True)]
+
+    def _diverge(self, contestant: Contestant, responses: Sequence[Sequence[int]]) -> Divergence:
+        return measure_divergence(
+            contestant.model,
+            self.reference.model,
+            self.prompt_ids(self.reference),
+            responses,
+            pad_id=int(self.reference.tokenizer.pad_token_id),
+            temperature=self.temperature,
+            batch_size=self.batch_size,
+        )
+
+
+def load_contestant(stage: Stage[Any], name: str, folder: Path) -> Contestant:
+    """The model and tokenizer of a folder, for inference."""
+    model = place(load_causal_lm(folder, trust_remote_code=trusts(stage)))
+    return Contestant(name, model, load_tokenizer(folder, trust_remote_code=trusts(stage)))
+
+
+def load_scorer(stage: Stage[Any], pad_id: int, batch_size: int) -> RewardModelScorer:
+    """models/reward, for inference."""
+    model = place(load_scalar_model(stage.root / "models/reward", trust_remote_code=trusts(stage)))
+    return RewardModelScorer(model, pad_id, batch_size)
+
+
+def fitting_rows(
+    stage: Stage[Any], path: str, rows: list[Row], reference: Contestant, max_new_tokens: int
+) -> tuple[list[Row], int]:
+    """The rows of `path` whose prompt leaves room for an answer, and how many do not."""
+    limit = context_length(reference.model)
+    kept, too_long = fitting(stage, path, rows, prompt_encoder(reference.tokenizer), limit, reserve=max_new_tokens)
+    return [row for row, _ in kept], too_long

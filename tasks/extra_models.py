@@ -1,0 +1,18 @@
+"""Models that a user brings beside the run's own: folders below models/extra/, which DVC hashes as a whole."""
+
+from pathlib import Path
+from typing import Any
+
+from rlhf_core.errors import UserError
+from tasks.stage import Stage
+
+EXTRA = "models/extra"
+
+
+def folder_of(stage: Stage[Any], name: str, key: str) -> Path:
+    """The Hugging Face folder `name` below models/extra/. Raises UserError, naming the parameter `key`, when it is
+    missing."""
+    folder = stage.root / EXTRA / name
+    if not (folder / "config.json").is_file():
+        raise UserError(f"{key}: {EXTRA}/{name} is no Hugging Face folder (no config.json); put one there")
+    return folder

@@ -1,0 +1,7 @@
+"""Stage `hybrid`: PPO that starts from the rejection-sampling model, on a leash to the SFT model (seed 000, section 04:
+the two together are common)."""
+
+from tasks.variants import run_variant
+
+if __name__ == "__main__":
+    run_variant("hybrid", start="models/rejection_sft")

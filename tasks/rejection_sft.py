@@ -1,0 +1,123 @@
+"""Stage `rejection_sft`: rejection sampling. Of many answers of the SFT model to each prompt the reward model keeps the
+best, and supervised fine-tuning goes on with those (best-of-n distilled; Touvron et al. 2023, section 3.2.3)."""
+
+from collections.abc import Sequence
+
+from rlhf_core.determinism import permutation
+from rlhf_core.errors import UserError
+from rlhf_core.models import context_length, load_causal_lm, save_checkpoint
+from rlhf_core.sft import Demonstration, SFTResult, fine_tune
+from rlhf_core.tokenizer import load_tokenizer
+from tasks.candidates import Candidate, Kept, draw_candidates, reward_figures
+from tasks.jsonl import Row
+from tasks.params.rejection_sft import RejectionParams
+from tasks.stage import Stage, run
+from tasks.switched_off import write_switched_off
+from tasks.tokens import fitting, prompt_encoder
+from tasks.training import log_table, tokens_read, training_run
+from tasks.trust import trusts
+
+SFT = "models/sft"
+PROMPTS = "data/ingest/ppo_prompts.jsonl"
+SAMPLES = "data/rejection_sft/samples.jsonl"
+PLOT = "plots/rejection_sft.csv"
+LOGGED = {"loss": "train_loss", "eval_loss": "validation_loss"}
+SHORT_OF_MEMORY = "rejection_sft.training.micro_batch_size or rejection_sft.training.max_tokens"
+
+
+def execute(stage: Stage[RejectionParams]) -> None:
+    """Make data/rejection_sft/samples.jsonl, models/rejection_sft, plots/rejection_sft.csv and
+    metrics/rejection_sft.json."""
+    params = stage.params
+    if not params.enabled:
+        write_switched_off(stage, {PLOT: ("step", *LOGGED.values())})
+        return
+    assert params.training is not None  # the parameters refuse it
+    run_ = training_run(stage, shown=["loss"])
+    tokenizer = load_tokenizer(stage.root / SFT, trust_remote_code=trusts(stage))
+    model = load_causal_lm(stage.root / SFT, trust_remote_code=trusts(stage))
+    limit = min(params.training.max_tokens, context_length(model))
+    kept, too_long = fitting(
+        stage, PROMPTS, stage.read(PROMPTS), prompt_encoder(tokenizer), limit, reserve=params.max_new_tokens
+    )
+    splits = assign_splits(len(kept), params.validation, stage.seed)
+    candidates = draw_candidates(
+        stage, model, tokenizer, kept, params.samples_per_prompt, params, lambda prompt, k: (stage.seed, prompt, k)
+    )
+    best = [best_of(group) for group in candidates]
+    parts = {
+        split: [Demonstration(ids, b.response) for (_, ids), b, s in zip(kept, best, splits, strict=True) if s == split]
+        for split in ("train", "validation")
+    }
+
+    result = fine_tune(
+        model.requires_grad_(True),
+        parts["train"],
+        parts["validation"],
+        params.training,
+        int(tokenizer.pad_token_id),
+        run_,
+        SHORT_OF_MEMORY,
+    )
+
+    save_checkpoint(stage.out("models/rejection_sft"), model.cpu(), tokenizer)
+    stage.outputs.write_csv(PLOT, log_table(result.log, LOGGED))
+    stage.outputs.write_jsonl(SAMPLES, sample_rows(kept, candidates, best, splits))
+    stage.write_metrics(
+        {
+            "enabled": True,
+            **reward_figures(candidates, best),
+            "missing_eos_share": sum(not b.ended for b in best) / len(best),
+            **losses(result),
+            "tokens_trained": tokens_read(result.log, sum(len(d.response) for d in parts["train"])),
+            "prompts_too_long": too_long,
+        }
+    )
+
+
+def assign_splits(count: int, validation: float, seed: int) -> list[str]:
+    """train or validation for each prompt; at least one of each. Raises UserError for fewer than two prompts."""
+    if count < 2:
+        raise UserError(f"{PROMPTS}: rejection sampling needs two prompts at least; enlarge ingest.split.ppo")
+    wanted = min(count - 1, max(1, round(validation * count)))
+    chosen = set(permutation(count, seed)[:wanted])
+    return ["validation" if place in chosen else "train" for place in range(count)]
+
+
+def best_of(group: Sequence[Candidate]) -> Candidate:
+    """The answer with the highest score, the first of equal ones; one that did not end only where none did."""
+    return max(group, key=lambda candidate: (candidate.ended, candidate.reward))
+
+
+def sample_rows(
+    kept: Kept, candidates: Sequence[Sequence[Candidate]], best: Sequence[Candidate], splits: Sequence[str]
+) -> list[Row]:
+    """The kept answer to each prompt, beside the mean score of those it was chosen from."""
+    return [
+        {
+            "prompt_id": row["prompt_id"],
+            "prompt": row["prompt"],
+            "response": chosen.text,
+            "response_ids": chosen.response,
+            "reward": chosen.reward,
+            "mean_reward": sum(candidate.reward for candidate in group) / len(group),
+            "ended": chosen.ended,
+            "split": split,
+        }
+        for (row, _), group, chosen, split in zip(kept, candidates, best, splits, strict=True)
+    ]
+
+
+def losses(result: SFTResult) -> dict[str, float | int]:
+    """Nats per response token: of the last batch, of the SFT model on the validation answers, and after training."""
+    return {
+        "train_loss": [row["loss"] for row in result.log if "loss" in row][-1],
+        "sft_validation_loss": result.base_validation_loss,
+        "validation_loss": result.validation_loss,
+        "best_step": result.best_step,
+        "steps": result.steps,
+    }
+
+
+if __name__ == "__main__":
+    run("rejection_sft", RejectionParams, execute)

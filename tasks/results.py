@@ -1,0 +1,160 @@
+"""From marked answers to figures: one model's row of the comparison. Only numbers live here; who is compared, and what
+is asked of whom, is decided in evaluate.py.
+
+An ordinary model gives one answer a sampling seed to each prompt, all with equal weight. Best-of-n has all samples of
+the SFT model as its answers, with the weights of the unbiased estimator.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from jaxtyping import Float
+
+from rlhf_core.evaluation.diversity import distinct_n, mean_overlap
+from rlhf_core.evaluation.intervals import Estimate, estimate
+from rlhf_core.evaluation.wins import length_controlled_win_rate
+from tasks.exam import Marked
+
+Table = Float[np.ndarray, "prompts answers"]
+PerPrompt = Float[np.ndarray, "prompts"]
+
+
+@dataclass(frozen=True)
+class Results:
+    """One model's answers: a column an answer, a row a prompt."""
+
+    marks: list[Marked]
+    """A column each."""
+    weights: Table
+    """Of each answer; a row sums to 1."""
+    equal: bool = True
+    """Whether all answers of a prompt weigh the same: then columns are whole repetitions."""
+
+    @staticmethod
+    def of(marks: Sequence[Marked]) -> "Results":
+        """Repetitions of equal weight."""
+        return Results(list(marks), np.full((len(marks[0].texts), len(marks)), 1.0 / len(marks)))
+
+    def column(self, answer: int) -> Marked:
+        """The answers that the given column of another model is compared with."""
+        return self.marks[answer % len(self.marks)]
+
+    def table(self, name: str) -> Table | None:
+        """`rewards`, `gold`, `tokens`, or a part of the divergence; None where it is not known."""
+        columns = [getattr(mark, name, None) if hasattr(mark, name) else _part(mark, name) for mark in self.marks]
+        if any(column is None for column in columns):
+            return None
+        return np.array(columns, dtype=np.float64).T
+
+    def per_prompt(self, values: Table) -> PerPrompt:
+        """The weighted mean of each prompt's answers."""
+        means: PerPrompt = (self.weights * values).sum(axis=1)
+        return means
+
+    def texts(self) -> list[list[str]]:
+        """By prompt."""
+        return [list(row) for row in zip(*(mark.texts for mark in self.marks), strict=True)]
+
+
+def _part(mark: Marked, name: str) -> list[float] | None:
+    return None if mark.divergence is None else getattr(mark.divergence, name)
+
+
+@dataclass(frozen=True)
+class Bootstrap:
+    """How intervals are made."""
+
+    resamples: int
+    seed: int
+
+    def of(self, results: Results, values: Table | None) -> Estimate | None:
+        """Mean and interval over prompts, and the spread over repetitions."""
+        if values is None:
+            return None
+        table = values if results.equal else results.per_prompt(values)[:, None]
+        return estimate(table, self.resamples, self.seed)
+
+    def of_prompts(self, values: PerPrompt) -> Estimate:
+        """Mean and interval of one value a prompt."""
+        return estimate(values[:, None], self.resamples, self.seed)
+
+
+def own_figures(results: Results, bootstrap: Bootstrap) -> dict[str, Any]:
+    """What a model's answers show by themselves. KL in nats an answer, entropy in nats a token."""
+    tokens = results.table("tokens")
+    assert tokens is not None  # counted, never unknown
+    ended = np.array([mark.ended for mark in results.marks], dtype=np.float64).T
+    entropy = results.table("entropy")
+    repeated = results.equal and len(results.marks) > 1
+    texts = [text for mark in results.marks for text in mark.texts] if results.equal else _typical(results)
+    return {
+        "answers": len(texts),
+        **three("gold", bootstrap.of(results, results.table("gold")), spread=True),
+        **three("reward", bootstrap.of(results, results.table("rewards")), spread=True),
+        **three("kl", bootstrap.of(results, results.table("k1"))),
+        "kl_k3": _mean(results, results.table("k3")),
+        "response_tokens": _mean(results, tokens),
+        "missing_eos_share": _mean(results, 1.0 - ended),
+        "distinct_1": distinct_n(texts, 1),
+        "distinct_2": distinct_n(texts, 2),
+        "overlap": mean_overlap(results.texts()) if repeated else None,
+        "entropy": None
+        if entropy is None
+        else float((results.weights * entropy).sum() / (results.weights * tokens).sum()),
+    }
+
+
+def _typical(results: Results) -> list[str]:
+    """One text a prompt: of the weighted answers, those that weigh most (the pick of all samples)."""
+    return [mark_texts[int(row.argmax())] for mark_texts, row in zip(results.texts(), results.weights, strict=True)]
+
+
+def against(
+    name: str, results: Results, other: Results, won: Table, bootstrap: Bootstrap, controlled: bool
+) -> dict[str, Any]:
+    """Win rate over another model; `won` is ½ for a tie. With `controlled` also as it would be at equal length."""
+    figures: dict[str, Any] = three(name, bootstrap.of(results, won), spread=controlled)
+    if not controlled:
+        return figures
+    lengths, others = results.table("tokens"), np.array([other.column(i).tokens for i in range(won.shape[1])]).T
+    assert lengths is not None
+    found = length_controlled_win_rate(
+        won, lengths - others, bootstrap.resamples, bootstrap.seed, weights=results.weights
+    )
+    return {
+        **figures,
+        "ties": _mean(results, (won == 0.5).astype(np.float64)),
+        f"{name}_controlled": found.rate,
+        f"{name}_controlled_ci95": found.interval,
+    }
+
+
+def no_win_rate(name: str, controlled: bool) -> dict[str, Any]:
+    """The keys of `against` for a model that would be compared with itself."""
+    keys = [name, f"{name}_ci95"]
+    if controlled:
+        keys += [f"{name}_spread", "ties", f"{name}_controlled", f"{name}_controlled_ci95"]
+    return dict.fromkeys(keys)
+
+
+def difference(results: Results, other: Results, column: str, bootstrap: Bootstrap) -> Estimate | None:
+    """Of the means of a column, paired by prompt."""
+    mine, theirs = results.table(column), other.table(column)
+    if mine is None or theirs is None:
+        return None
+    return bootstrap.of_prompts(results.per_prompt(mine) - other.per_prompt(theirs))
+
+
+def three(name: str, found: Estimate | None, spread: bool = False) -> dict[str, Any]:
+    """A figure with its interval, and perhaps its spread over repetitions; null where it is not known."""
+    figures: dict[str, Any] = {
+        name: None if found is None else found.mean,
+        f"{name}_ci95": None if found is None else found.interval,
+    }
+    return figures | ({f"{name}_spread": None if found is None else found.spread} if spread else {})
+
+
+def _mean(results: Results, values: Table | None) -> float | None:
+    return None if values is None else float(results.per_prompt(values).mean())
