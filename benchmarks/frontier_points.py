@@ -2,13 +2,13 @@
 score, PPO's lead at equal KL, and what each point has cost in samples and tokens. Nothing here runs or draws.
 """
 
-import math
-from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from statistics import fmean
 
 from clones import Result, Table, markdown, text
+
+from rlhf_core.evaluation.overoptimisation import at_kl
 
 Runs = dict[tuple[int, float], Result]
 """Results by seed and β; the first β of a seed has the alternatives."""
@@ -30,11 +30,13 @@ def gap_table(runs: Runs) -> str:
 
 
 def gap(runs: Runs, seed: int, beta: float, name: str) -> float | None:
-    """PPO's gold score at the KL of an alternative, less the alternative's; None where either is not known."""
+    """PPO's gold score at the KL of an alternative, less the alternative's, linear in √KL between
+    snapshots; None where either is not known."""
     point = points(runs, seed).get(name)
     if point is None or (seed, beta) not in runs:
         return None
-    reached = at_kl(snapshots(runs[seed, beta], "gold"), point[0])
+    curve = snapshots(runs[seed, beta], "gold")
+    reached = at_kl(point[0], [kl for kl, _ in curve], [gold for _, gold in curve])
     return None if reached is None else reached - point[1]
 
 
@@ -69,16 +71,6 @@ def snapshot_rows(run: Result) -> Table:
     """The rows of SFT and of PPO's snapshots, in the order of the steps."""
     rows = [row for row in run.tables.get("frontier", []) if row["family"] in {"sft", "ppo"}]
     return sorted(rows, key=lambda row: (row["family"] != "sft", row["point"] or 0))
-
-
-def at_kl(reached: Sequence[tuple[float, float]], kl: float) -> float | None:
-    """A score at this KL, linear in √KL between the snapshots next to it in KL; None outside them."""
-    ends = sorted((math.sqrt(max(at, 0.0)), score) for at, score in reached)
-    wanted = math.sqrt(max(kl, 0.0))
-    for (left, low), (right, high) in pairwise(ends):
-        if left <= wanted <= right:
-            return low if left == right else low + (high - low) * (wanted - left) / (right - left)
-    return None
 
 
 @dataclass(frozen=True)

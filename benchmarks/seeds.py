@@ -101,9 +101,10 @@ def verdict_table(runs: Runs) -> str:
         if any(value is not None for value, _ in leads):
             row = [_with_interval(value, ends) for value, ends in leads]
             rows.append([f"policy − {name}, gold", *row, text(mean([value for value, _ in leads]), signed=True)])
-    gaps = [frontier(run).get(RIVALS[0], {}).get("gold_gap") for run in runs.values()]
+    found = [frontier(run).get(RIVALS[0], {}) for run in runs.values()]
+    gaps = [row.get("gold_gap") for row in found]
     if any(gap is not None for gap in gaps):
-        row = [text(gap, signed=True) for gap in gaps]
+        row = [_with_interval(gap, each.get("gold_gap_ci95")) for gap, each in zip(gaps, found, strict=True)]
         rows.append([f"PPO − {RIVALS[0]}, gold, at its KL", *row, text(mean(gaps), signed=True)])
     head = ["lead of PPO (95% interval over prompts)", *(f"seed {seed}" for seed in runs), "mean"]
     return markdown(head, rows) if rows else ""

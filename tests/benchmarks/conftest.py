@@ -69,5 +69,6 @@ EVALUATION = """\
                  "samples_generated": 160, "tokens_trained": 0},
    "dpo": {"gold": 3.0, "gold_minus_policy": -1.0, "gold_minus_policy_ci95": [-1.5, -0.5],
            "samples_generated": 0, "tokens_trained": 300}},
- "frontier": {"best_of_4": {"kl": 2.25, "gold": 3.5, "gold_gap": -0.5}, "dpo": null}}
+ "frontier": {"best_of_4": {"kl": 2.25, "gold": 3.5, "gold_gap": -0.5,
+                            "gold_gap_ci95": [-0.75, -0.25]}, "dpo": null}}
 """

@@ -94,16 +94,6 @@ def test_the_files_own_beta_comes_first(frontier: ModuleType) -> None:
     assert frontier.ordered([0.05, 0.2], 0.1) == [0.05, 0.2]
 
 
-def test_between_snapshots_a_score_is_linear_in_the_root_of_kl(numbers: ModuleType) -> None:
-    reached = [(0.0, 1.0), (4.0, 4.0), (1.0, 2.0)]
-    assert numbers.at_kl(reached, 0.25) == pytest.approx(1.5)
-    assert numbers.at_kl(reached, 2.25) == pytest.approx(3.0)
-    assert numbers.at_kl(reached, 4.0) == 4.0
-    assert numbers.at_kl(reached, 4.1) is None
-    assert numbers.at_kl(reached, -0.01) == 1.0
-    assert numbers.at_kl([], 1.0) is None
-
-
 def test_gaps_are_positive_where_ppo_is_better(frontier: ModuleType, sweep: Sweep, write_run: WriteRun) -> None:
     runs = sweep(Runner(write_run), seed=1) | sweep(Runner(write_run), seed=2)
     lines = frontier.gap_table(runs).splitlines()

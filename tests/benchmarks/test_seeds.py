@@ -50,7 +50,7 @@ def test_the_gold_score_of_each_model_and_its_mean(seeds: ModuleType, result: An
 def test_a_lead_is_positive_where_ppo_is_better(seeds: ModuleType, result: Any) -> None:
     table = rows(seeds.verdict_table({1: result}))
     assert table["policy − best_of_4, gold"] == ["+0.500 (+0.250 to +0.750)", "+0.500"]
-    assert table["PPO − best_of_4, gold, at its KL"] == ["−0.500", "−0.500"]
+    assert table["PPO − best_of_4, gold, at its KL"] == ["−0.500 (−0.750 to −0.250)", "−0.500"]
     assert "policy − rejection_sft, gold" not in table
 
 
