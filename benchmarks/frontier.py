@@ -1,6 +1,6 @@
 """The reward–KL frontier over several training seeds and a few β: PPO's snapshots against the alternatives.
 
-    python benchmarks/frontier.py --seeds 1 2 3 --betas 0.05 0.1 0.2 --out frontier/
+    python benchmarks/frontier.py --seeds 1 2 3 --betas 0.05 0.1 0.2 --out ../frontier
 
 One clone a seed. Its first run is the whole graph; each further β changes `ppo.kl.coef` alone and leaves the
 alternatives out, so that DVC repeats nothing but PPO and what reads it. A (seed, β) whose results stand in --out is not
@@ -51,7 +51,7 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--betas", type=float, nargs="+", default=[0.05, 0.1, 0.2], help="values of ppo.kl.coef")
     parser.add_argument("--params", type=Path, default=ROOT / "params.yaml", help="another parameter file")
-    parser.add_argument("--out", type=Path, default=Path("frontier"), help="folder of results and pictures")
+    parser.add_argument("--out", type=Path, required=True, help="folder of results and pictures")
     parser.add_argument("--draw", action="store_true", help="run nothing; draw what is in --out")
     return parser
 

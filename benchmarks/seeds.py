@@ -1,7 +1,7 @@
 """The graph for several seeds, each in a fresh clone of what is committed, and tables of the results.
 
     python benchmarks/seeds.py --seeds 1 2 3
-    python benchmarks/seeds.py --seeds 1 2 3 --params examples/overoptimise.yaml --keep seeds/
+    python benchmarks/seeds.py --seeds 1 2 3 --params examples/overoptimise.yaml --keep ../seeds
 
 Prints Markdown: a row a seed; the gold score of each model; PPO against the alternatives, with signs; and how far the
 gold score fell from PPO's best snapshot to its last. Says for a run with the committed parameters whether it made the
