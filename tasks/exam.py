@@ -138,7 +138,7 @@ class Exam:
         batches = [order[start : start + self.batch_size] for start in range(0, len(order), self.batch_size)]
         journal = f"answers-{contestant.name}-{seed}"
         drawn = dict(
-            zip(order, self.stage.resumed(journal, batches, work, unit=f"{contestant.name} answer"), strict=True)
+            zip(order, self.stage.resumed(journal, batches, work, unit="answer", whose=contestant.name), strict=True)
         )
         return [drawn[i][0] for i in range(len(order))], [drawn[i][1] for i in range(len(order))]
 
