@@ -143,7 +143,8 @@ class Stage(Generic[Model]):
         whose: str = "",
     ) -> list[Any]:
         """What `work` makes of all batches, one JSON value an item, in order. Batches that an earlier process finished
-        are taken from its journal in the state folder. `show` names the numbers beside the progress, `whose` they are."""
+        are taken from its journal in the state folder. `show` names the numbers beside the progress, `whose` the
+        items."""
         journal = Journal(self.state_dir / f"{name}.journal", self.say)
         done = [value for piece in journal.pieces for value in piece]
         if done:
