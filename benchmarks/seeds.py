@@ -1,26 +1,30 @@
-"""The demo for several seeds, each in a fresh clone of what is committed, and a table of the results.
+"""The graph for several seeds, each in a fresh clone of what is committed, and tables of the results.
 
     python benchmarks/seeds.py --seeds 1 2 3
+    python benchmarks/seeds.py --seeds 1 2 3 --params examples/overoptimise.yaml --keep ../seeds
 
-Prints Markdown (the README's table), each run's seconds, and whether the run with the committed parameters made the
+Prints Markdown: a row a seed; the gold score of each model; PPO against the alternatives, with signs; and how far the
+gold score fell from PPO's best snapshot to its last. Says for a run with the committed parameters whether it made the
 committed dvc.lock again. Not part of the tests: three whole runs take a while.
 """
 
 import argparse
-import json
-import os
-import subprocess
 import sys
 import tempfile
-import time
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from statistics import fmean
+from typing import Any
 
-from ruamel.yaml import YAML
+import clones
+from clones import ROOT, Metrics, Result, markdown, text
+from frontier_points import snapshot_rows
 
-ROOT = Path(__file__).resolve().parents[1]
+Column = Callable[[Metrics], Any]
 
-COLUMNS = {
+COLUMNS: dict[str, Column] = {
     "reward model accuracy": lambda m: m["reward"]["heldout_accuracy"],
+    "its 95% interval": lambda m: m["reward"].get("heldout_accuracy_ci95"),
     "gold SFT": lambda m: m["evaluate"]["gold_sft"],
     "gold policy": lambda m: m["evaluate"]["gold_policy"],
     "win rate": lambda m: m["evaluate"]["win_rate"],
@@ -28,69 +32,145 @@ COLUMNS = {
     "KL, nats": lambda m: m["evaluate"]["kl_per_sequence"],
     "without eos": lambda m: m["evaluate"]["missing_eos_share"],
     "prompts": lambda m: m["evaluate"]["prompts"],
+    "alerts": lambda m: ", ".join(f"{a['name']} ({a['step']})" for a in m["ppo"]["alerts"]) or "none",
 }
+
+RIVALS = ("best_of_4", "rejection_sft")
+"""What PPO has to beat in gold score, for its training to have been worth it."""
+
+Runs = dict[int, Result]
+"""The result of each seed."""
 
 
 def main() -> None:
-    """Run every seed and print the table."""
+    """Run every seed and print the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
-    seeds = parser.parse_args().seeds
-    rows = []
-    for seed in seeds:
-        with tempfile.TemporaryDirectory(prefix="leash-seed-") as folder:
-            clone = Path(folder) / "clone"
-            metrics, seconds = run_seed(seed, clone)
-            if not _differs(clone, "params.yaml"):
-                same = "differs from" if _differs(clone, "dvc.lock") else "is byte for byte"
-                print(f"seed {seed}: its dvc.lock {same} the committed one", file=sys.stderr)
-        rows.append((seed, metrics, seconds))
+    parser.add_argument("--params", type=Path, default=ROOT / "params.yaml", help="another parameter file")
+    parser.add_argument("--keep", type=Path, help="folder for metrics/*.json and plots/*.csv of each run")
+    options = parser.parse_args()
+    params = clones.read_params(options.params)
+    runs = {seed: run_seed(seed, params, options.keep) for seed in options.seeds}
+    print(report(runs))
+
+
+def run_seed(seed: int, params: dict[str, Any], keep: Path | None) -> Result:
+    """One `dvc repro` from nothing with both seeds set."""
+    with tempfile.TemporaryDirectory(prefix="leash-seed-") as folder:
+        clone = Path(folder) / "clone"
+        clones.clone(clone)
+        wanted = clones.with_seed(params, seed, {})
+        seconds = clones.reproduce(clone, wanted)
+        if not clones.differs(clone, "params.yaml"):
+            same = "differs from" if clones.differs(clone, "dvc.lock") else "is byte for byte"
+            print(f"seed {seed}: its dvc.lock {same} the committed one", file=sys.stderr)
         print(f"seed {seed}: {seconds:.0f} s", file=sys.stderr, flush=True)
-    print(table(rows))
+        if keep:
+            clones.keep(clone, wanted, seconds, keep / f"seed-{seed}")
+        return clones.result(clone, wanted, seconds)
 
 
-def run_seed(seed: int, clone: Path) -> tuple[dict[str, dict[str, object]], float]:
-    """One `dvc repro` from nothing with both seeds set; the metrics of every stage, and wall-clock seconds."""
-    subprocess.run(["git", "clone", "--quiet", str(ROOT), str(clone)], check=True)
-    yaml = YAML()
-    path = clone / "params.yaml"
-    params = yaml.load(path.read_text(encoding="utf-8"))
-    if (params["seed"], params["ingest"]["seed"]) != (seed, seed):
-        params["seed"] = params["ingest"]["seed"] = seed
-        with path.open("w", encoding="utf-8") as file:
-            yaml.dump(params, file)
-    search = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    start = time.monotonic()
-    subprocess.run(
-        [sys.executable, "-m", "dvc", "repro"],
-        cwd=clone,
-        check=True,
-        env=os.environ | {"PATH": search},
-        stdout=sys.stderr,
+def report(runs: Runs) -> str:
+    """All tables, the ones without a row left out."""
+    tables = (seed_table(runs), model_table(runs), verdict_table(runs), fall_table(runs))
+    return "\n\n".join(table for table in tables if table)
+
+
+def seed_table(runs: Runs) -> str:
+    """A row a seed."""
+    rows = [
+        [str(seed), *(text(read(run.metrics)) for read in COLUMNS.values()), f"{run.seconds:.0f}"]
+        for seed, run in runs.items()
+    ]
+    return markdown(["seed", *COLUMNS, "seconds"], rows)
+
+
+def model_table(runs: Runs) -> str:
+    """Gold score of each model, a row a model that any run has, a column a seed, and the mean; empty without any."""
+    names = _in_order(name for run in runs.values() for name in models(run))
+    found = {name: [models(run).get(name, {}).get("gold") for run in runs.values()] for name in names}
+    rows = [[name, *map(text, values), text(mean(values))] for name, values in found.items()]
+    return markdown(["gold score", *(f"seed {seed}" for seed in runs), "mean"], rows) if rows else ""
+
+
+def verdict_table(runs: Runs) -> str:
+    """What PPO's policy is ahead of its rivals by: positive where PPO is better. Empty where no run has a rival."""
+    rows = []
+    for name in RIVALS:
+        leads = [lead(run, name) for run in runs.values()]
+        if any(value is not None for value, _ in leads):
+            row = [_with_interval(value, ends) for value, ends in leads]
+            rows.append([f"policy − {name}, gold", *row, text(mean([value for value, _ in leads]), signed=True)])
+    found = [frontier(run).get(RIVALS[0], {}) for run in runs.values()]
+    gaps = [row.get("gold_gap") for row in found]
+    if any(gap is not None for gap in gaps):
+        row = [_with_interval(gap, each.get("gold_gap_ci95")) for gap, each in zip(gaps, found, strict=True)]
+        rows.append([f"PPO − {RIVALS[0]}, gold, at its KL", *row, text(mean(gaps), signed=True)])
+    head = ["lead of PPO (95% interval over prompts)", *(f"seed {seed}" for seed in runs), "mean"]
+    return markdown(head, rows) if rows else ""
+
+
+def lead(run: Result, name: str) -> tuple[float | None, list[float] | None]:
+    """Gold score of the policy less that of the model, and its interval, paired by prompt: the opposite of evaluate's
+    `gold_minus_policy`."""
+    model = models(run).get(name, {})
+    difference, ends = model.get("gold_minus_policy"), model.get("gold_minus_policy_ci95")
+    return (
+        None if difference is None else -float(difference),
+        None if ends is None else [-float(ends[1]), -float(ends[0])],
     )
-    seconds = time.monotonic() - start
-    return {file.stem: json.loads(file.read_text()) for file in (clone / "metrics").glob("*.json")}, seconds
 
 
-def _differs(clone: Path, name: str) -> bool:
-    """Whether a file of the clone is no longer what was committed."""
-    return subprocess.run(["git", "diff", "--quiet", "--", name], cwd=clone).returncode != 0
+def fall_table(runs: Runs) -> str:
+    """Over-optimisation: PPO's snapshot with the highest gold score on held-out prompts beside the last one, a row a
+    seed. Empty where no run has snapshots with a gold score."""
+    rows = []
+    for seed, run in runs.items():
+        scored = [row for row in snapshot_rows(run) if isinstance(row["gold"], float)]
+        if scored:
+            best, last = max(scored, key=lambda row: row["gold"]), scored[-1]
+            cells = [each[name] for name in ("point", "gold", "reward", "kl") for each in (best, last)]
+            steps, scores = [f"{step:g}" for step in cells[:2]], [text(value) for value in cells[2:]]
+            fall = text(best["gold"] - last["gold"], signed=True)
+            rows.append([str(seed), *steps, *scores, fall, alert_step(run), selected_step(run)])
+    head = [f"{name}, {which}" for name in ("step", "gold", "proxy", "KL") for which in ("best", "last")]
+    return markdown(["seed", *head, "fall of gold", "alert at step", "selected step"], rows) if rows else ""
 
 
-def table(rows: list[tuple[int, dict[str, dict[str, object]], float]]) -> str:
-    """Markdown, a row a seed."""
-    head = ["seed", *COLUMNS, "seconds"]
-    lines = [" | ".join(head), " | ".join("---" for _ in head)]
-    for seed, metrics, seconds in rows:
-        cells = [str(seed), *(_text(read(metrics)) for read in COLUMNS.values()), f"{seconds:.0f}"]
-        lines.append(" | ".join(cells))
-    return "\n".join(f"| {line} |" for line in lines)
+def alert_step(run: Result) -> str:
+    """The PPO step at which `reward_hacking` was first seen."""
+    steps = [alert["step"] for alert in run.metrics["ppo"]["alerts"] if alert["name"] == "reward_hacking"]
+    return str(min(steps)) if steps else "none"
 
 
-def _text(value: object) -> str:
-    if isinstance(value, list):
-        return " – ".join(_text(part) for part in value)
-    return f"{value:.3f}" if isinstance(value, float) else str(value)
+def selected_step(run: Result) -> str:
+    """The snapshot that `select` made the policy."""
+    return text(run.metrics.get("select", {}).get("step"))
+
+
+def models(run: Result) -> dict[str, dict[str, Any]]:
+    """`models` of metrics/evaluate.json."""
+    return dict(run.metrics["evaluate"].get("models") or {})
+
+
+def frontier(run: Result) -> dict[str, dict[str, Any]]:
+    """`frontier` of metrics/evaluate.json; models beyond PPO's KL are null there."""
+    found = run.metrics["evaluate"].get("frontier") or {}
+    return {name: row for name, row in found.items() if row is not None}
+
+
+def mean(values: list[float | None]) -> float | None:
+    """Over the seeds; None when one of them has no value."""
+    known = [float(value) for value in values if value is not None]
+    return fmean(known) if known and len(known) == len(values) else None
+
+
+def _with_interval(value: float | None, ends: list[float] | None) -> str:
+    return text(value, signed=True) + (f" ({text(ends, signed=True)})" if ends else "")
+
+
+def _in_order(names: Iterable[str]) -> list[str]:
+    return list(dict.fromkeys(names))
 
 
 if __name__ == "__main__":

@@ -397,7 +397,7 @@ def _where(root: Path) -> str:
     from tasks.tracking.settings import without_credentials
 
     report, models = root / "report" / "index.html", root / "models"
-    found = sorted(path.name for path in models.iterdir() if path.is_dir()) if models.is_dir() else []
+    found = sorted(path.parent.name for path in models.glob("*/config.json"))
     uri = store(root)
     page = without_credentials(uri) if uri.startswith("http") else "leash ui, then http://127.0.0.1:5000"
     lines = [f"report  {report}"] if report.is_file() else []

@@ -137,7 +137,9 @@ class Exam:
         order = sorted(range(len(prompt_ids)), key=lambda i: len(prompt_ids[i]))
         batches = [order[start : start + self.batch_size] for start in range(0, len(order), self.batch_size)]
         journal = f"answers-{contestant.name}-{seed}"
-        drawn = dict(zip(order, self.stage.resumed(journal, batches, work, unit=f"{contestant.name} answer"), strict=True))
+        drawn = dict(
+            zip(order, self.stage.resumed(journal, batches, work, unit="answer", whose=contestant.name), strict=True)
+        )
         return [drawn[i][0] for i in range(len(order))], [drawn[i][1] for i in range(len(order))]
 
     def _in_our_tokens(self, texts: Sequence[str], ended: Sequence[bool]) -> list[list[int]]:

@@ -140,14 +140,16 @@ class Stage(Generic[Model]):
         work: Callable[[Sequence[Item]], list[Any]],
         show: Callable[[list[Any]], dict[str, float | None]] = lambda _: {},
         unit: str = "sample",
+        whose: str = "",
     ) -> list[Any]:
         """What `work` makes of all batches, one JSON value an item, in order. Batches that an earlier process finished
-        are taken from its journal in the state folder. `show` names the numbers beside the progress."""
+        are taken from its journal in the state folder. `show` names the numbers beside the progress, `whose` the
+        items."""
         journal = Journal(self.state_dir / f"{name}.journal", self.say)
         done = [value for piece in journal.pieces for value in piece]
         if done:
             self.say(f"{name}: continues after {unit} {len(done)}")
-        progress = self.progress(sum(map(len, batches)), unit)
+        progress = self.progress(sum(map(len, batches)), f"{whose} {unit}".strip())
         with self.interrupts.patient():
             for batch in batches[len(journal.pieces) :]:
                 journal.append(work(batch))

@@ -47,10 +47,15 @@ EXTRA = {
 }
 """Files that a stage opens at run time, beside data: imports do not show them."""
 
-TRAINING = ("base", "sft", "preferences", "reward", "ppo", "evaluate")
+VARIANTS = ("hybrid", "reinforce", "rloo", "grpo")
+
+TRAINING = (
+    *("base", "sft", "preferences", "reward", "ppo", "select", "best_of_n", "rejection_sft", "dpo"),
+    *(*VARIANTS, "evaluate"),
+)
 """Stages whose results depend on the versions of torch, transformers and the other libraries of tasks/versions.json."""
 
-MODELS = ("base", "sft", "reward", "ppo")
+MODELS = ("base", "sft", "reward", "ppo", "select", "rejection_sft", "dpo", *VARIANTS)
 """Stages that write a model folder, and with it provenance.json: for the others its module does nothing."""
 
 

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.pipeline
 
-OUTS = ("metrics/ppo.json", "plots/ppo.csv", "data/ppo/samples.jsonl", "models/policy/model.safetensors")
+OUTS = ("metrics/ppo.json", "plots/ppo.csv", "data/ppo/samples.jsonl", "models/snapshots/step-000004.safetensors")
 
 
 @pytest.fixture

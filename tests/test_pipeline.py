@@ -22,7 +22,20 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.pipeline
 
 ROOT = Path(__file__).resolve().parents[1]
-STAGES = ["check", "ingest", "base", "sft", "preferences", "reward", "ppo", "evaluate", "report"]
+STAGES = [
+    "check",
+    "ingest",
+    "base",
+    "sft",
+    "preferences",
+    "reward",
+    "ppo",
+    "select",
+    "best_of_n",
+    "rejection_sft",
+    "dpo",
+]
+STAGES += ["hybrid", "reinforce", "rloo", "grpo", "evaluate", "report"]
 METRICS = {
     "ingest": "source rows_read rows_used dropped demonstrations pairs preference_prompts ppo_prompts heldout",
     "base": "parameters vocabulary context train_loss steps",
@@ -32,16 +45,28 @@ METRICS = {
     "reward": "heldout_accuracy heldout_accuracy_ci95 heldout_loss heldout_pairs train_accuracy "
     "expected_calibration_error length_correlation score_mean score_std gold_correlation",
     "ppo": "steps reward_first reward_last gold_first gold_last kl_last entropy_last kl_coef_last "
-    "missing_eos_share_last explained_variance_last optimizer_steps alerts",
+    "missing_eos_share_last explained_variance_last optimizer_steps samples_generated tokens_trained alerts",
+    "select": "rule step last_step best_judge_step best_proxy_step prompts",
+    "best_of_n": "enabled prompts samples_generated reward_mean reward_best",
+    "rejection_sft": "enabled prompts samples_generated tokens_trained reward_mean reward_best validation_loss",
+    "dpo": "enabled heldout_loss heldout_accuracy samples_generated tokens_trained",
+    "rloo": "enabled steps kl_last gold_last samples_generated tokens_trained alerts",
     "evaluate": "judge win_rate_judge prompts gold_sft gold_policy reward_sft reward_policy win_rate win_rate_ci95 "
     "ties kl_per_sequence kl_k3_per_sequence response_tokens_sft response_tokens_policy missing_eos_share "
     "missing_eos_share_sft distinct_1_sft distinct_2_sft distinct_1_policy distinct_2_policy heldout_loss_sft "
-    "heldout_loss_policy alignment_tax",
+    "heldout_loss_policy alignment_tax seeds bootstrap models frontier fits judge_checks reward_model",
 }
 PLOTS = {
     "sft": "step train_loss validation_loss",
     "reward": "step loss accuracy",
     "reward_calibration": "bin_low bin_high predicted observed pairs",
+    "reward_margins": "low high accuracy accuracy_low accuracy_high pairs",
+    "reward_scores": "low high chosen rejected",
+    "select": "step kl kl_k3 reward gold win_rate prompts",
+    "rejection_sft": "step train_loss validation_loss",
+    "dpo": "step loss accuracy margin",
+    "rloo": "step reward_raw score gold kl entropy tokens_trained",
+    "frontier": "family point kl sqrt_kl gold gold_low gold_high reward reward_low reward_high win_rate",
     "ppo": "step reward_raw score reward_shaped gold kl kl_k2 kl_k3 kl_full entropy clip_fraction value_clip_fraction "
     "advantage_abs policy_loss value_loss explained_variance grad_norm_policy grad_norm_critic response_tokens_mean "
     "response_tokens_max missing_eos_share ratio_max approx_kl kl_coef learning_rate engine_mismatch_max "
@@ -49,6 +74,11 @@ PLOTS = {
 }
 DATA = ["ingest/demonstrations", "ingest/pairs", "ingest/preference_prompts", "ingest/ppo_prompts", "ingest/heldout"]
 DATA += ["ingest/dropped", "preferences/preferences", "preferences/samples", "ppo/samples", "evaluate/samples"]
+DATA += ["best_of_n/samples", "rejection_sft/samples", "evaluate/answers"]
+ALTERNATIVES = ["rejection_sft", "dpo", "rloo"]
+"""Those that the tiny run trains."""
+VARIANTS = ["hybrid", "reinforce", "rloo", "grpo"]
+"""Those that have PPO's settings."""
 
 
 @pytest.fixture
@@ -127,7 +157,7 @@ def test_failure_05_the_reward_model_is_measured_on_prompts_it_was_not_trained_o
     assert metrics["heldout_pairs"] == sum(row["split"] == "validation" for row in rows)
 
 
-@pytest.mark.parametrize("name", ["base", "sft", "policy"])
+@pytest.mark.parametrize("name", ["base", "sft", "policy", *ALTERNATIVES])
 def test_language_models_load(first: "Project", name: str) -> None:
     folder = first.root / "models" / name
     model = AutoModelForCausalLM.from_pretrained(folder)
@@ -188,7 +218,7 @@ def test_what_cannot_change_a_result_runs_nothing_but_check(finished: "Project")
 def test_a_change_of_the_leash_reruns_what_depends_on_it_and_back_runs_nothing(finished: "Project") -> None:
     before, params = finished.outputs(), (finished.root / "params.yaml").read_bytes()
     finished.set("ppo.kl.coef", 2.0)
-    assert finished.repro() == ["check", "ppo", "evaluate", "report"]
+    assert finished.repro() == ["check", "ppo", "select", *VARIANTS, "evaluate", "report"]
     changed = finished.outputs()
     upstream = [name for name in before if name.startswith(("models/sft", "models/reward", "data/preferences"))]
     assert upstream
@@ -207,7 +237,7 @@ def look_at_two_pipeline_runs(project: "Project") -> None:
     parents = pipeline_runs(project)
     assert sorted(run.data.params["ppo.kl.coef"] for run in parents) == ["0.05", "2.0"]
     new = next(run for run in parents if run.data.params["ppo.kl.coef"] == "2.0")
-    assert set(children(project, new)) == {"ppo", "evaluate", "report"}
+    assert set(children(project, new)) == {"ppo", "select", *VARIANTS, "evaluate", "report"}
     assert new.data.metrics["sft/validation_loss"] == project.json("metrics/sft.json")["validation_loss"]
     assert len(new.data.tags["leash.restored.sft"]) == 32
 
@@ -274,8 +304,8 @@ def test_the_policy_is_registered_by_reference(finished: "Project") -> None:
 def test_stop_tokens_reach_every_stage_that_samples(finished: "Project", stage_main: Callable[..., "Ended"]) -> None:
     """Responses close with them, and the policy's own folder tells others so."""
     before = [row["sft"] for row in finished.rows("data/evaluate/samples.jsonl")]
-    stages = ("preferences", "ppo", "evaluate")
-    for stage in stages:
+    stages = ("preferences", "ppo", "select", "best_of_n", "rejection_sft", "evaluate")
+    for stage in ("preferences", "ppo", "rejection_sft", "evaluate"):
         finished.set(f"{stage}.stop_tokens", ["e"])
     finished.set("runtime.tracking", False)
     tokenizer = AutoTokenizer.from_pretrained(finished.root / "models/sft")

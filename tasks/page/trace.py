@@ -28,6 +28,8 @@ from tasks.page.trace_wording import (
 from tasks.trace import Traced
 
 SCRIPT = "trace.js.j2"
+STILL = 0.002
+"""|ρ − 1| below which a token has not moved to speak of."""
 
 
 @dataclass(frozen=True)
@@ -244,5 +246,7 @@ def verdict(traced: Traced, token: Token) -> str:
         return f"{opening} It already moved beyond the clip, so the gradient stops."
     if after.clipped:
         return f"{opening} Its ratio left the clip on the other side: the gradient still pulls it back."
+    if abs(after.ratio - 1) < STILL:
+        return f"{opening} It has hardly moved."
     moved = (after.ratio > 1) == good
     return f"{opening} {'It did move that way' if moved else 'It moved the other way, carried by the other tokens'}."

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 pytestmark = [pytest.mark.faults, pytest.mark.pipeline]
 
-WRITES = {"base": 20, "sft": 60, "preferences": 6, "reward": 30, "ppo": 24, "evaluate": 4}
+WRITES = {"base": 20, "sft": 60, "preferences": 6, "reward": 30, "ppo": 24, "evaluate": 4, "rejection_sft": 12}
 """Flushes to the disk in the tiny run of a stage with a checkpoint a step, or less."""
 FULL = "no space left on the device ("
 

@@ -123,7 +123,12 @@ LEAST = {
     "preferences": {"rename": 3, "write": 8, "line": 4},
     "reward": {"rename": 4, "write": 20, "line": 4},
     "ppo": {"rename": 5, "write": 25, "line": 4},
-    "evaluate": {"rename": 2, "write": 6, "line": 2},
+    "evaluate": {"rename": 4, "write": 20, "line": 8},
+    "select": {"rename": 3, "write": 8, "line": 3},
+    "best_of_n": {"rename": 2, "write": 4, "line": 1},
+    "rejection_sft": {"rename": 4, "write": 20, "line": 4},
+    "dpo": {"rename": 3, "write": 15, "line": 3},
+    "rloo": {"rename": 3, "write": 15, "line": 4},
 }
 """How often each event happens in the tiny run of each stage with a checkpoint a step, or less."""
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 pytestmark = [pytest.mark.faults, pytest.mark.pipeline]
 
-LOOPS = {"base": 4, "sft": 12, "preferences": 4, "reward": 4, "ppo": 4, "evaluate": 2}
+LOOPS = {"base": 4, "sft": 12, "preferences": 4, "reward": 4, "ppo": 4, "evaluate": 2, "dpo": 3}
 """A stage and a progress line near its end."""
 
 

@@ -75,6 +75,8 @@ def test_run_from_a_sub_folder(toy: Callable[..., Path], leash: Leash, prefect_a
     root = toy({"one": ("work", []), "two": ("work", ["one"])})
     (root / "deep" / "er").mkdir(parents=True)
     (root / "models" / "policy").mkdir(parents=True)
+    (root / "models" / "policy" / "config.json").touch()
+    (root / "models" / "switched_off").mkdir()
     code, output, errors = finish(leash(root / "deep" / "er", "run", api=prefect_api))
     assert (code, errors) == (0, "")
     lines = output.splitlines()

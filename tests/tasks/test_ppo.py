@@ -15,14 +15,15 @@ from transformers import AutoModelForCausalLM
 
 from rlhf_core.config.ppo import PPOConfig
 from rlhf_core.models import load_causal_lm, load_scalar_model
+from rlhf_core.ppo.actor_critic import ActorCritic
 from rlhf_core.ppo.trainer import PPOTrainer, Row
-from tasks.ppo import load_models
+from tasks.policy_loop import load_models
 
 if TYPE_CHECKING:
     from tests.conftest import Ended, Project
 
 KILLED = 137
-OUTS = ("models/policy/", "models/critic/", "plots/ppo.csv", "data/ppo/", "metrics/ppo.json")
+OUTS = ("models/snapshots/", "models/critic/", "plots/ppo.csv", "data/ppo/", "metrics/ppo.json")
 
 
 @pytest.mark.pipeline
@@ -32,7 +33,7 @@ def test_failure_01_a_killed_stage_continues_and_ends_byte_identical(
     """Killed in its third step, where the last checkpoint is one step old; policy, critic, history and samples."""
     outputs = finished.outputs()
     expected = {name: content for name, content in outputs.items() if name.startswith(OUTS)}
-    assert {"models/policy/model.safetensors", "models/critic/model.safetensors", "plots/ppo.csv"} <= expected.keys()
+    assert {"models/snapshots/step-000004.safetensors", "models/critic/model.safetensors"} <= expected.keys()
     finished.set("runtime.tracking", False)
     finished.set("runtime.checkpoint_every", 1)
     shutil.rmtree(finished.root / "work" / "ppo", ignore_errors=True)
@@ -74,7 +75,7 @@ def test_every_kind_of_models_goes_from_sft_to_the_report(
     finished.set("runtime.tracking", False)
     for key, value in changes.items():
         finished.set(f"ppo.{key}", value)
-    for stage in ("ppo", "evaluate", "report"):
+    for stage in ("ppo", "select", "evaluate", "report"):
         assert stage_main(finished, stage).code == 0
     AutoModelForCausalLM.from_pretrained(finished.root / "models/policy")
     if "advantage" in changes:
@@ -129,11 +130,12 @@ def test_a_text_for_ptx_is_read_from_data_raw(
     assert "must stay below data/raw/" in stage_main(finished, "ppo").stderr
 
 
-def stage_with(project: "Project", block: str, **changes: Any) -> Any:
-    """What the stage's helpers read of it, with other settings of one block."""
+def models_with(project: "Project", block: str, **changes: Any) -> ActorCritic:
+    """The models of a run with other settings of one block."""
     values = YAML(typ="safe").load(project.root / "params.yaml")["ppo"]
-    params = PPOConfig.model_validate(values | {block: {**values.get(block, {}), **changes}})
-    return SimpleNamespace(params=params, root=project.root, seed=1, common=SimpleNamespace(trust_remote_code=False))
+    config = PPOConfig.model_validate(values | {block: {**values.get(block, {}), **changes}})
+    stage: Any = SimpleNamespace(root=project.root, seed=1, common=SimpleNamespace(trust_remote_code=False))
+    return load_models(stage, config)
 
 
 @pytest.mark.pipeline
@@ -145,8 +147,8 @@ def test_the_critic_starts_where_the_settings_say(finished: "Project") -> None:
     trained.save_pretrained(finished.root / "models" / "reward")
     reward = trained.state_dict()
     body = load_causal_lm(finished.root / "models" / "sft").model.state_dict()
-    from_reward = load_models(stage_with(finished, "critic", init="reward")).critic
-    from_sft = load_models(stage_with(finished, "critic", init="sft")).critic
+    from_reward = models_with(finished, "critic", init="reward").critic
+    from_sft = models_with(finished, "critic", init="sft").critic
     assert from_reward is not None
     assert from_sft is not None
     assert all(torch.equal(weight, reward[name]) for name, weight in from_reward.state_dict().items())

@@ -30,7 +30,7 @@ stages:
     outs: [models/toy, models/other, page, out.txt]
 """
 PARAMS = "threads: 1\nseed: 7\nlong_rows: refuse\nruntime: {tracking: false}\ntoy: {word: hello, api_key: hunter2}\n"
-MODELS = ["base", "sft", "reward", "policy", "critic"]
+MODELS = ["base", "sft", "reward", "policy", "critic", "snapshots", "rejection_sft", "dpo", "rloo"]
 
 
 class Toy(Block):

@@ -1,0 +1,165 @@
+"""The pictures of the frontier: both scores over √KL, and the gold score over what training has cost. Which numbers are
+drawn stands in frontier_points.py; size and style are those of the report page.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from frontier_points import Cost, Runs, first_run, model_costs, points, snapshot_costs, snapshots
+from matplotlib.axes import Axes
+from matplotlib.colors import to_rgb
+from matplotlib.figure import Figure
+
+from tasks.page.canvas import INK, JUDGE, MUTED, POLICY, PROXY, canvas, label_axes, png, styled
+
+Point = tuple[float, float]
+
+MARKS = {
+    "rejection_sft": ("s", "#2a8f5b"),
+    "hybrid": ("P", "#2a8f5b"),
+    "dpo": ("D", PROXY),
+    "reinforce": ("v", INK),
+    "rloo": ("^", INK),
+    "grpo": ("<", INK),
+}
+"""Marker and colour of each alternative; other models get a cross."""
+
+HEIGHT = 6.4  # inches; two panels and a legend do not fit into the page's height
+
+
+def draw(runs: Runs, folder: Path) -> list[Path]:
+    """Write the three pictures as PNG to `folder`; their paths."""
+    pictures: dict[str, Callable[[], Figure]] = {
+        "frontier": lambda: frontier(runs),
+        "equal-tokens": lambda: equal_cost(runs, "tokens", lambda cost: cost.tokens, "response tokens trained on"),
+        "equal-samples": lambda: equal_cost(runs, "samples", lambda cost: cost.samples, "responses sampled to train"),
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    paths = []
+    for name, make in pictures.items():
+        with styled():
+            content = png(make())
+        paths.append(folder / f"{name}.png")
+        paths[-1].write_bytes(content)
+    return paths
+
+
+def frontier(runs: Runs) -> Figure:
+    """Gold and proxy score over √KL: a line a β, thin for each seed and thick for their mean; the alternatives as
+    points, a point a seed."""
+    figure, (gold, proxy) = canvas(f"Reward against KL, {counted(runs)}", panels=(3, 2))
+    figure.set_size_inches(figure.get_figwidth(), HEIGHT)
+    for axes, score in ((gold, "gold"), (proxy, "reward")):
+        for beta, colour in shades(runs).items():
+            lines = [
+                [(root(kl), value) for kl, value in snapshots(run, score)]
+                for (_, other), run in runs.items()
+                if other == beta
+            ]
+            bundle(axes, lines, f"PPO, β {beta:g}", colour)
+        alternatives(axes, [by_root(points(runs, seed, score)) for seed in seeds_of(runs)], numbered=axes is gold)
+    label_axes(gold, "gold score")
+    label_axes(proxy, "reward-model\nscore (raw)", "√KL from SFT (KL in nats per answer)")
+    key_below(figure, gold)
+    return figure
+
+
+def root(kl: float) -> float:
+    """√KL; an estimate below 0 counts as 0."""
+    return math.sqrt(max(kl, 0.0))
+
+
+def by_root(found: dict[str, Point]) -> dict[str, Point]:
+    """The same points over √KL."""
+    return {name: (root(kl), value) for name, (kl, value) in found.items()}
+
+
+def equal_cost(runs: Runs, name: str, cost_of: Callable[[Cost], float], axis: str) -> Figure:
+    """Gold score over what training has cost. Best-of-n trains nothing: a line across."""
+    figure, (axes,) = canvas(f"Gold score at equal {name}, {counted(runs)}")
+    figure.set_size_inches(figure.get_figwidth(), HEIGHT * 0.75)
+    for beta, colour in shades(runs).items():
+        lines = [
+            [(cost_of(cost), cost.gold) for cost in snapshot_costs(run)]
+            for (_, other), run in runs.items()
+            if other == beta
+        ]
+        bundle(axes, lines, f"PPO, β {beta:g}", colour)
+    firsts = [run for seed in seeds_of(runs) if (run := first_run(runs, seed)) is not None]
+    trained = [{model: (cost_of(cost), cost.gold) for model, cost in model_costs(run).items()} for run in firsts]
+    alternatives(axes, trained)
+    across(axes, [points(runs, seed) for seed in seeds_of(runs)])
+    label_axes(axes, "gold score", axis)
+    key_below(figure, axes)
+    return figure
+
+
+def bundle(axes: Axes, lines: Sequence[Sequence[Point]], label: str, colour: Any) -> None:
+    """A thin line each, and a thick one through the means of the points that all have."""
+    lines = [line for line in lines if line]
+    if not lines:
+        return
+    if len(lines) > 1:
+        for line in lines:
+            axes.plot(*zip(*line, strict=True), color=colour, linewidth=0.7, alpha=0.5)
+    shared = zip(*lines, strict=False)
+    mean = [(fmean(x for x, _ in each), fmean(y for _, y in each)) for each in shared]
+    axes.plot(*zip(*mean, strict=True), color=colour, label=label, marker="o", markersize=3)
+
+
+def alternatives(axes: Axes, found: Sequence[dict[str, Point]], numbered: bool = True) -> None:
+    """A point a seed and model, best-of-n with its n above where it is `numbered`; x is as it is drawn."""
+    for name in dict.fromkeys(name for each in found for name in each):
+        here = [each[name] for each in found if name in each]
+        family = "best-of-n" if name.startswith("best_of_") else name
+        marker, colour = ("o", JUDGE) if family == "best-of-n" else MARKS.get(name, ("x", MUTED))
+        drawn = axes.get_legend_handles_labels()[1]
+        x, y = zip(*here, strict=True)
+        label = None if family in drawn else family
+        axes.plot(x, y, linestyle="", marker=marker, markersize=4.5, color=colour, alpha=0.85, label=label, zorder=3)
+        if numbered and family == "best-of-n":
+            place = (fmean(x), max(y))
+            axes.annotate(
+                name.removeprefix("best_of_"), place, (0, 5), textcoords="offset points", ha="center", fontsize=8.5
+            )
+
+
+def across(axes: Axes, found: Sequence[dict[str, Point]]) -> None:
+    """The mean gold score of each best-of-n, as a line with its name at the right edge."""
+    for name in dict.fromkeys(name for each in found for name in each if name.startswith("best_of_")):
+        level = fmean(each[name][1] for each in found if name in each)
+        axes.axhline(level, color=JUDGE, linewidth=0.9, linestyle=(0, (4, 3)), zorder=1)
+        label = name.replace("_", " ")
+        place: dict[str, Any] = {"xycoords": ("axes fraction", "data"), "textcoords": "offset points"}
+        axes.annotate(label, (1, level), (-2, 2), ha="right", fontsize=8, color=JUDGE, **place)
+
+
+def shades(runs: Runs) -> dict[float, tuple[float, float, float]]:
+    """A blue for each β, the lighter the smaller."""
+    betas = sorted({beta for _, beta in runs}, reverse=True)
+    base = to_rgb(POLICY)
+    depth = [0.55 * rank / max(1, len(betas) - 1) for rank in range(len(betas))]
+    return {
+        beta: (base[0] + (1 - base[0]) * d, base[1] + (1 - base[1]) * d, base[2] + (1 - base[2]) * d)
+        for beta, d in zip(betas, depth, strict=True)
+    }
+
+
+def key_below(figure: Figure, axes: Axes) -> None:
+    """One legend below the picture for all panels."""
+    handles, labels = axes.get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower left", ncols=3, handlelength=1.6, columnspacing=1.2)
+
+
+def seeds_of(runs: Runs) -> list[int]:
+    """In the order of the runs."""
+    return list(dict.fromkeys(seed for seed, _ in runs))
+
+
+def counted(runs: Runs) -> str:
+    """How many training seeds, in words for a title."""
+    number = len(seeds_of(runs))
+    return f"{number} training seed{'s' if number != 1 else ''}"

@@ -1,0 +1,112 @@
+"""What the frontier's table and pictures read from the runs: PPO's snapshots and the alternatives as points of KL and
+score, PPO's lead at equal KL, and what each point has cost in samples and tokens. Nothing here runs or draws.
+"""
+
+from dataclasses import dataclass
+from itertools import accumulate
+from statistics import fmean
+
+from clones import Result, Table, markdown, text
+
+from rlhf_core.evaluation.overoptimisation import at_kl
+
+Runs = dict[tuple[int, float], Result]
+"""Results by seed and β; the first β of a seed has the alternatives."""
+
+
+def gap_table(runs: Runs) -> str:
+    """PPO's gold score less that of each alternative at the alternative's KL: a row a β and alternative, a column a
+    seed, and the mean. A dash: the alternative is further from SFT than PPO's snapshots come."""
+    seeds, betas = list(dict.fromkeys(seed for seed, _ in runs)), list(dict.fromkeys(beta for _, beta in runs))
+    names = list(dict.fromkeys(name for seed in seeds for name in points(runs, seed)))
+    rows = []
+    for beta in betas:
+        for name in names:
+            gaps = [gap(runs, seed, beta, name) for seed in seeds]
+            known = [value for value in gaps if value is not None]
+            mean = fmean(known) if known and len(known) == len(gaps) else None
+            rows.append([f"{beta:g}", name, *(text(value, signed=True) for value in [*gaps, mean])])
+    return markdown(["β of PPO", "PPO less, at its KL", *(f"seed {seed}" for seed in seeds), "mean"], rows)
+
+
+def gap(runs: Runs, seed: int, beta: float, name: str) -> float | None:
+    """PPO's gold score at the KL of an alternative, less the alternative's, linear in √KL between
+    snapshots; None where either is not known."""
+    point = points(runs, seed).get(name)
+    if point is None or (seed, beta) not in runs:
+        return None
+    curve = snapshots(runs[seed, beta], "gold")
+    reached = at_kl(point[0], [kl for kl, _ in curve], [gold for _, gold in curve])
+    return None if reached is None else reached - point[1]
+
+
+def points(runs: Runs, seed: int, score: str = "gold") -> dict[str, tuple[float, float]]:
+    """KL (nats an answer) and score of each alternative, best-of-n by n from 2 on (best of one is SFT). Of the first
+    run of the seed: the others left them out."""
+    first = first_run(runs, seed)
+    found = {}
+    for row in [] if first is None else first.tables.get("frontier", []):
+        family, kl, value = row["family"], row["kl"], row[score]
+        if (
+            family not in {"ppo", "sft"}
+            and (family, row["point"]) != ("best_of_n", 1)
+            and isinstance(kl, float)
+            and isinstance(value, float)
+        ):
+            name = f"best_of_{row['point']:g}" if family == "best_of_n" else str(family)
+            found[name] = (kl, value)
+    return found
+
+
+def snapshots(run: Result, score: str) -> list[tuple[float, float]]:
+    """KL (nats an answer) and score of SFT and of PPO's snapshots, in the order of the steps."""
+    return [
+        (kl, value)
+        for row in snapshot_rows(run)
+        if isinstance(kl := row["kl"], float) and isinstance(value := row[score], float)
+    ]
+
+
+def snapshot_rows(run: Result) -> Table:
+    """The rows of SFT and of PPO's snapshots, in the order of the steps."""
+    rows = [row for row in run.tables.get("frontier", []) if row["family"] in {"sft", "ppo"}]
+    return sorted(rows, key=lambda row: (row["family"] != "sft", row["point"] or 0))
+
+
+@dataclass(frozen=True)
+class Cost:
+    """A gold score, and what training to it took: responses sampled, and response tokens read by a backward pass."""
+
+    gold: float
+    samples: float
+    tokens: float
+
+
+def snapshot_costs(run: Result) -> list[Cost]:
+    """Of each of PPO's snapshots, in the order of the steps, SFT first. Every epoch of an update counts; an update that
+    was stopped early counts as whole."""
+    ppo = run.params["ppo"]
+    tokens = accumulate(float(row["response_tokens_mean"] or 0) for row in run.tables.get("ppo", []))
+    spent = [0.0, *(each * ppo["batch_size"] * ppo["ppo_epochs"] for each in tokens)]
+    return [
+        Cost(gold, step * ppo["batch_size"], spent[step])
+        for row in snapshot_rows(run)
+        if isinstance(gold := row["gold"], float) and (step := int(row["point"] or 0)) < len(spent)
+    ]
+
+
+def model_costs(run: Result) -> dict[str, Cost]:
+    """Of each trained alternative. Best-of-n is left out: it trains nothing, and samples anew for every answer."""
+    models = run.metrics["evaluate"].get("models") or {}
+    return {
+        name: Cost(row["gold"], row["samples_generated"], row["tokens_trained"])
+        for name, row in models.items()
+        if name not in {"sft", "policy"}
+        and not name.startswith("best_of_")
+        and None not in (row["gold"], row["samples_generated"], row["tokens_trained"])
+    }
+
+
+def first_run(runs: Runs, seed: int) -> Result | None:
+    """The run of a seed that has the alternatives."""
+    return next((run for (other, _), run in runs.items() if other == seed), None)

@@ -1,0 +1,123 @@
+"""Stage `evaluate`: who takes part, who judges, and that all are asked the same."""
+
+import json
+import shutil
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import pytest
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tasks.evaluate import pick
+from tasks.exam import Marked
+
+if TYPE_CHECKING:
+    from tests.conftest import Ended, Project, TinyRun
+
+Main = Callable[["Project", str], "Ended"]
+FAMILY = ["sft", "policy", "best_of_1", "best_of_2", "best_of_4", "rejection_sft", "dpo", "rloo"]
+
+
+def test_the_pick_is_the_reward_models_and_the_first_of_equals() -> None:
+    def mark(name: str, rewards: list[float]) -> Marked:
+        return Marked([[1]] * 2, [True] * 2, [name] * 2, rewards, [float(len(name))] * 2, None)
+
+    picked = pick([mark("a", [1.0, 2.0]), mark("bb", [3.0, 2.0]), mark("ccc", [2.0, 1.0])])
+    assert (picked.texts, picked.rewards, picked.gold) == (["bb", "a"], [3.0, 2.0], [2.0, 1.0])
+
+
+@pytest.mark.pipeline
+def test_every_model_has_the_same_figures_on_the_same_prompts(tiny_run: "TinyRun") -> None:
+    project = tiny_run.project
+    told = project.json("metrics/evaluate.json")
+    assert list(told["models"]) == FAMILY
+    assert len({tuple(row) for row in told["models"].values()}) == 1, "the same keys in the same order"
+    assert {row["answers"] for name, row in told["models"].items() if not name.startswith("best_of")} == {80}
+    answers = project.rows("data/evaluate/answers.jsonl")
+    asked = {row["prompt_id"] for row in project.rows("data/ingest/heldout.jsonl")}
+    for name in FAMILY:
+        seeds = [None] if name.startswith("best_of") else [1, 2]
+        assert {(r["seed"], r["prompt_id"]) for r in answers if r["model"] == name} == {
+            (seed, prompt) for seed in seeds for prompt in asked
+        }
+
+
+@pytest.mark.pipeline
+def test_the_figures_at_the_top_are_those_of_the_table(tiny_run: "TinyRun") -> None:
+    told = tiny_run.project.json("metrics/evaluate.json")
+    sft, policy = told["models"]["sft"], told["models"]["policy"]
+    assert (told["gold_sft"], told["gold_policy"]) == (sft["gold"], policy["gold"])
+    assert (told["win_rate"], told["kl_per_sequence"]) == (policy["win_rate"], policy["kl"])
+    assert policy["win_rate"] + sft["win_rate_vs_policy"] == pytest.approx(1.0)
+    assert sft["gold_minus_policy"] == pytest.approx(sft["gold"] - policy["gold"])
+    assert (sft["kl"], sft["alignment_tax"], sft["logprob_rejected_change"]) == (0.0, 0.0, 0.0)
+    assert policy["tokens_trained"] == tiny_run.project.json("metrics/ppo.json")["tokens_trained"] > 0
+
+
+@pytest.mark.pipeline
+def test_the_frontier_has_a_point_for_everybody_and_every_snapshot(tiny_run: "TinyRun") -> None:
+    lines = (tiny_run.project.root / "plots/frontier.csv").read_text(encoding="utf-8").splitlines()[1:]
+    points = [tuple(line.split(",")[:2]) for line in lines]
+    assert sorted(points) == sorted(
+        [("sft", "0"), ("rejection_sft", "0"), ("dpo", "0"), ("rloo", "0"), ("ppo", "2"), ("ppo", "4")]
+        + [("best_of_n", n) for n in ("1", "2", "4")]
+    )
+
+
+@pytest.mark.pipeline
+def test_a_users_models_and_prompts_join_and_a_model_may_judge(finished: "Project", stage_main: Main) -> None:
+    """A copy of the SFT model comes out as the SFT model; one with other tokens has no KL; the judge is asked in both
+    orders."""
+    finished.set("runtime.tracking", False)
+    extra = finished.root / "models" / "extra"
+    shutil.copytree(finished.root / "models/sft", extra / "copy")
+    foreign(finished, "foreign")
+    mine = [{"prompt": f"What could I eat on day {day}?"} for day in range(3)]
+    text = "".join(json.dumps(row) + "\n" for row in mine)
+    (finished.root / "data/raw/mine.jsonl").write_text(text, encoding="utf-8")
+    finished.set("evaluate.prompts", "mine.jsonl")
+    finished.set("evaluate.extra_models", ["copy", "foreign"])
+    finished.set("judge", {"kind": "model", "model": "copy"})
+    finished.set("base.scratch.context", 96)
+    assert stage_main(finished, "best_of_n").code == 0
+    done = stage_main(finished, "evaluate")
+    assert done.code == 2
+    assert "is longer than" in done.stderr, "this judge's context is too short for its question"
+    finished.set("judge", {"kind": "data"})
+    assert stage_main(finished, "evaluate").code == 0
+    told = finished.json("metrics/evaluate.json")
+    assert told["prompts"] == 3
+    models = told["models"]
+    assert list(models)[-2:] == ["copy", "foreign"]
+    for key in ("gold", "reward", "kl", "heldout_loss", "logprob_chosen"):
+        assert models["copy"][key] == models["sft"][key], key
+    assert models["copy"]["tokens_trained"] is None
+    assert (models["foreign"]["kl"], models["foreign"]["gold"] is not None) == (None, True)
+    assert stage_main(finished, "report").code == 0
+
+
+def foreign(project: "Project", name: str) -> None:
+    """The SFT model as one whose vocabulary is another: a token more."""
+    folder = project.root / "models" / "extra" / name
+    tokenizer = AutoTokenizer.from_pretrained(project.root / "models/sft")
+    tokenizer.add_tokens(["zebra"])
+    model = AutoModelForCausalLM.from_pretrained(project.root / "models/sft")
+    model.resize_token_embeddings(len(tokenizer))
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+@pytest.mark.pipeline
+@pytest.mark.parametrize(
+    ("name", "value", "says"),
+    [
+        ("evaluate.extra_models", ["nobody"], "evaluate.extra_models: models/extra/nobody is no Hugging Face folder"),
+        ("evaluate.prompts", "nowhere.jsonl", "evaluate.prompts: data/raw/nowhere.jsonl not found"),
+        ("judge", {"kind": "model", "model": "nobody"}, "judge.model: models/extra/nobody is no Hugging Face folder"),
+    ],
+)
+def test_what_is_not_there_is_named(finished: "Project", stage_main: Main, name: str, value: object, says: str) -> None:
+    finished.set("runtime.tracking", False)
+    finished.set(name, value)
+    done = stage_main(finished, "evaluate")
+    assert (done.code, says in done.stderr) == (2, True), done.stderr

@@ -1,0 +1,73 @@
+"""Stage `select`: which snapshot becomes the policy, and by whose word."""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from safetensors.torch import load_file
+
+from tasks.select import choose
+
+if TYPE_CHECKING:
+    from tests.conftest import Ended, Project
+
+
+def row(
+    step: int, reward: float | None = None, gold: float | None = None, win_rate: float | None = None
+) -> dict[str, Any]:
+    return {"step": step, "reward": reward, "gold": gold, "win_rate": win_rate}
+
+
+def test_the_best_snapshot_is_never_the_sft_model_and_the_earlier_of_equals() -> None:
+    table = [row(0, 9.0, 9.0, 0.5), row(5, 1.0, 3.0, 0.8), row(10, 2.0, 3.0, 0.9), row(15, 3.0, 1.0, 0.6)]
+    assert choose(table) == {"last": 15, "best_judge": 5, "best_proxy": 15}
+
+
+def test_without_scores_of_a_judge_its_comparisons_count_and_without_any_nobody_chooses() -> None:
+    judged = [row(0, 0.0, None, 0.5), row(5, 1.0, None, 0.9), row(10, 2.0, None, 0.7)]
+    assert choose(judged)["best_judge"] == 5
+    assert choose([row(5), row(10)]) == {"last": 10, "best_judge": None, "best_proxy": None}
+
+
+def weights(project: "Project", path: str) -> dict[str, list[float]]:
+    return {name: tensor.flatten().tolist() for name, tensor in load_file(project.root / path).items()}
+
+
+@pytest.mark.pipeline
+def test_the_policy_is_the_chosen_snapshot(
+    finished: "Project", stage_main: Callable[["Project", str], "Ended"]
+) -> None:
+    """`last` as it was run; then each rule by the figures of plots/select.csv, which stay the same."""
+    finished.set("runtime.tracking", False)
+    before = (finished.root / "plots/select.csv").read_bytes()
+    told = finished.json("metrics/select.json")
+    assert (told["rule"], told["step"], told["last_step"]) == ("last", 4, 4)
+    assert told["prompts"] == len(
+        {r["prompt_id"] for r in finished.rows("data/preferences/preferences.jsonl") if r["split"] == "validation"}
+    )
+    assert weights(finished, "models/policy/model.safetensors") == weights(
+        finished, "models/snapshots/step-000004.safetensors"
+    )
+    for rule in ("best_judge", "best_proxy"):
+        finished.set("select.rule", rule)
+        assert stage_main(finished, "select").code == 0
+        step = finished.json("metrics/select.json")["step"]
+        assert step == told[f"{rule}_step"]
+        assert weights(finished, "models/policy/model.safetensors") == weights(
+            finished, f"models/snapshots/step-{step:06d}.safetensors"
+        )
+        assert (finished.root / "plots/select.csv").read_bytes() == before
+
+
+@pytest.mark.pipeline
+def test_nothing_is_compared_where_no_prompts_are_asked_for(
+    finished: "Project", stage_main: Callable[["Project", str], "Ended"]
+) -> None:
+    finished.set("runtime.tracking", False)
+    finished.set("select.prompts", 0)
+    assert stage_main(finished, "select").code == 0
+    assert finished.json("metrics/select.json") == {
+        "rule": "last", "step": 4, "last_step": 4, "best_judge_step": None, "best_proxy_step": None, "prompts": 0,
+    }  # fmt: skip
+    for stage in ("evaluate", "report"):
+        assert stage_main(finished, stage).code == 0
