@@ -313,9 +313,8 @@ def tell(stage: Stage[EvaluateParams], metrics: dict[str, Any], samples: list[Ro
     stage.tracker.table("evaluate_answers", side_by_side(answers, stage.params.seeds[0]), lead=("prompt", "policy"))
     stage.tracker.artifact(stage.out("metrics/evaluate.json"), "metrics")
     stage.tracker.artifact(stage.out("plots/frontier.csv"), "plots")
-    register = partial(
-        stage.tracker.register_policy, stage.hashes["models/policy"], headline_numbers("evaluate", metrics)
-    )
+    own = {name: value for name, value in metrics.items() if name != "models"}
+    register = partial(stage.tracker.register_policy, stage.hashes["models/policy"], headline_numbers("evaluate", own))
     stage.afterwards.append(register)
 
 

@@ -85,8 +85,8 @@ def fits(curve: tuple[list[float], list[Results]], models: Models) -> dict[str, 
     found: dict[str, Fit | None] = {}
     for score, column in SCORES.items():
         means = [_mean(each, column) for each in curve[1]]
-        found[f"ppo_{score}"] = _fitted(fit_rl, curve[0], means, means[0])
         start = models["sft"][score]
+        found[f"ppo_{score}"] = _fitted(fit_rl, curve[0], means, start)
         found[f"best_of_n_{score}"] = _fitted(fit_best_of_n, [r["kl"] for r in best], [r[score] for r in best], start)
     return {
         name: None if fit is None else {"alpha": fit.alpha, "beta": fit.beta, "r2": fit.r2, "points": fit.points}
