@@ -29,7 +29,7 @@ from tasks.params.evaluate import EvaluateParams
 from tasks.params.loader import parse, read_yaml
 from tasks.pipeline_run import headline_numbers
 from tasks.questions import questions
-from tasks.results import Bootstrap, Results, against, difference, no_win_rate, own_figures, three
+from tasks.results import Bootstrap, Results, against, difference, no_win_rate, own_figures, pick, three
 from tasks.select import policies
 from tasks.stage import Stage, run
 
@@ -135,7 +135,7 @@ def best_of_n(stage: Stage[EvaluateParams], exam: Exam) -> dict[str, Results]:
     marks = [marked_samples(exam, list(column)) for column in columns]
     rewards = np.array([mark.rewards for mark in marks]).T
     wanted = parse(BestOfNParams, read_yaml().get("best_of_n"), "best_of_n").n
-    return {f"best_of_{n}": Results(marks, best_of_n_weights(rewards, n), equal=n == 1) for n in wanted}
+    return {f"best_of_{n}": Results(marks, best_of_n_weights(rewards, n), best_of=n) for n in wanted}
 
 
 def marked_samples(exam: Exam, rows: list[Row]) -> Marked:
@@ -289,20 +289,6 @@ def answer_rows(stage: Stage[EvaluateParams], exam: Exam, results: dict[str, Res
                     "gold": None if mark.gold is None else mark.gold[i],
                     "kl": None if mark.divergence is None else mark.divergence.k1[i],
                 }
-
-
-def pick(marks: list[Marked]) -> Marked:
-    """Of several answers to each prompt the one that the reward model likes best."""
-    best = [max(range(len(marks)), key=lambda k: marks[k].rewards[i]) for i in range(len(marks[0].texts))]
-    gold = [marks[k].gold for k in range(len(marks))]
-    return Marked(
-        responses=[marks[k].responses[i] for i, k in enumerate(best)],
-        ended=[marks[k].ended[i] for i, k in enumerate(best)],
-        texts=[marks[k].texts[i] for i, k in enumerate(best)],
-        rewards=[marks[k].rewards[i] for i, k in enumerate(best)],
-        gold=None if gold[0] is None else [gold[k][i] for i, k in enumerate(best)],  # type: ignore[index]
-        divergence=None,
-    )
 
 
 def tell(stage: Stage[EvaluateParams], metrics: dict[str, Any], samples: list[Row], answers: list[Row]) -> None:

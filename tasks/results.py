@@ -29,8 +29,8 @@ class Results:
     """A column each."""
     weights: Table
     """Of each answer; a row sums to 1."""
-    equal: bool = True
-    """Whether all answers of a prompt weigh the same: then columns are whole repetitions."""
+    best_of: int = 1
+    """Of how many samples a given answer is the best; 1: all answers weigh the same, and columns are repetitions."""
 
     @staticmethod
     def of(marks: Sequence[Marked]) -> "Results":
@@ -53,13 +53,33 @@ class Results:
         means: PerPrompt = (self.weights * values).sum(axis=1)
         return means
 
-    def texts(self) -> list[list[str]]:
-        """By prompt."""
-        return [list(row) for row in zip(*(mark.texts for mark in self.marks), strict=True)]
+    @property
+    def equal(self) -> bool:
+        """Whether all answers of a prompt weigh the same."""
+        return self.best_of == 1
+
+    def repetitions(self) -> list[list[str]]:
+        """Whole sets of given answers, one a prompt: the columns, or the picks of as many samples as there are."""
+        starts = range(0, len(self.marks) - self.best_of + 1, self.best_of)
+        return [pick(self.marks[start : start + self.best_of]).texts for start in starts]
 
 
 def _part(mark: Marked, name: str) -> list[float] | None:
     return None if mark.divergence is None else getattr(mark.divergence, name)
+
+
+def pick(marks: list[Marked]) -> Marked:
+    """Of several answers to each prompt the one that the reward model likes best."""
+    best = [max(range(len(marks)), key=lambda k: marks[k].rewards[i]) for i in range(len(marks[0].texts))]
+    gold = [marks[k].gold for k in range(len(marks))]
+    return Marked(
+        responses=[marks[k].responses[i] for i, k in enumerate(best)],
+        ended=[marks[k].ended[i] for i, k in enumerate(best)],
+        texts=[marks[k].texts[i] for i, k in enumerate(best)],
+        rewards=[marks[k].rewards[i] for i, k in enumerate(best)],
+        gold=None if gold[0] is None else [gold[k][i] for i, k in enumerate(best)],  # type: ignore[index]
+        divergence=None,
+    )
 
 
 @dataclass(frozen=True)
@@ -87,28 +107,22 @@ def own_figures(results: Results, bootstrap: Bootstrap) -> dict[str, Any]:
     assert tokens is not None  # counted, never unknown
     ended = np.array([mark.ended for mark in results.marks], dtype=np.float64).T
     entropy = results.table("entropy")
-    repeated = results.equal and len(results.marks) > 1
-    texts = [text for mark in results.marks for text in mark.texts] if results.equal else _typical(results)
+    sets = results.repetitions()
     return {
-        "answers": len(texts),
+        "answers": len(sets) * len(ended),
         **three("gold", bootstrap.of(results, results.table("gold")), spread=True),
         **three("reward", bootstrap.of(results, results.table("rewards")), spread=True),
         **three("kl", bootstrap.of(results, results.table("k1"))),
         "kl_k3": _mean(results, results.table("k3")),
         "response_tokens": _mean(results, tokens),
         "missing_eos_share": _mean(results, 1.0 - ended),
-        "distinct_1": distinct_n(texts, 1),
-        "distinct_2": distinct_n(texts, 2),
-        "overlap": mean_overlap(results.texts()) if repeated else None,
+        "distinct_1": float(np.mean([distinct_n(texts, 1) for texts in sets])),
+        "distinct_2": float(np.mean([distinct_n(texts, 2) for texts in sets])),
+        "overlap": mean_overlap(list(zip(*sets, strict=True))) if len(sets) > 1 else None,
         "entropy": None
         if entropy is None
         else float((results.weights * entropy).sum() / (results.weights * tokens).sum()),
     }
-
-
-def _typical(results: Results) -> list[str]:
-    """One text a prompt: of the weighted answers, those that weigh most (the pick of all samples)."""
-    return [mark_texts[int(row.argmax())] for mark_texts, row in zip(results.texts(), results.weights, strict=True)]
 
 
 def against(

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tasks.evaluate import pick
 from tasks.exam import Marked
+from tasks.results import pick
 
 if TYPE_CHECKING:
     from tests.conftest import Ended, Project, TinyRun

@@ -52,14 +52,16 @@ def test_what_is_not_known_is_null() -> None:
 def test_best_of_n_weighs_the_samples_of_every_prompt_by_its_own_rewards() -> None:
     marks = [marked([float(k), -float(k)], [float(k), -float(k)], [k + 1, k + 1]) for k in range(4)]
     rewards = np.array([mark.rewards for mark in marks]).T
-    best = Results(marks, best_of_n_weights(rewards, 4), equal=False)
+    best = Results(marks, best_of_n_weights(rewards, 4), best_of=4)
     figures = own_figures(best, BOOTSTRAP)
     assert figures["gold"] == pytest.approx((3.0 + 0.0) / 2), (
         "sample 3 is the first prompt's best, sample 0 the other's"
     )
     assert figures["response_tokens"] == pytest.approx((4 + 1) / 2)
     assert (figures["answers"], figures["gold_spread"], figures["overlap"]) == (2, None, None)
-    one = Results(marks, best_of_n_weights(rewards, 1), equal=True)
+    two = own_figures(Results(marks, best_of_n_weights(rewards, 2), best_of=2), BOOTSTRAP)
+    assert (two["answers"], two["overlap"]) == (4, 1.0), "two picks a prompt, and all say the same"
+    one = Results(marks, best_of_n_weights(rewards, 1))
     assert own_figures(one, BOOTSTRAP)["gold"] == pytest.approx(0.0)
 
 
