@@ -15,6 +15,8 @@ from numpy import ndarray
 
 LEAST_POINTS = 4
 """Points at different distances that a fit of two coefficients needs."""
+LEAST_REACH = 2.0
+"""How many times the nearest distance the farthest must be: points side by side tell nothing of a curve's bend."""
 
 
 @dataclass(frozen=True)
@@ -32,8 +34,8 @@ def fit_rl(kl: Sequence[float], gain: Sequence[float]) -> Fit | None:
     """R(d) = d·(α − β·log d), the form of reinforcement learning.
 
     `kl` in nats and `gain` relative to SFT, point by point. Points with KL ≤ 0 are left out: they say R(0) = 0, which
-    the form has built in. None where the data carry no fit: fewer than 4 different distances, or gains that do not
-    vary.
+    the form has built in. None where the data carry no fit: fewer than 4 different distances, the farthest less than
+    twice the nearest, or gains that do not vary.
     """
     return _fit(kl, gain, lambda d: -d * np.log(d))
 
@@ -53,7 +55,7 @@ def _fit(
         raise ValueError(f"a fit needs a gain for each KL, not {len(r)} for {len(distance2)}")
     keep = distance2 > 0
     d, r = np.sqrt(distance2[keep]), r[keep]
-    if len(np.unique(d)) < LEAST_POINTS or np.ptp(r) == 0.0:
+    if len(np.unique(d)) < LEAST_POINTS or np.ptp(r) == 0.0 or d.max() < LEAST_REACH * d.min():
         return None
     terms = np.stack([d, bend(d)], axis=1)
     (alpha, beta), _, rank, _ = np.linalg.lstsq(terms, r, rcond=None)

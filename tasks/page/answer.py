@@ -66,7 +66,7 @@ def verdict(run: Run) -> tuple[str, str]:
         return YES, sentence
     if ends[1] < 0.5:
         return NO, sentence
-    return OPEN, sentence + " The interval holds 50%, which is no difference."
+    return OPEN, sentence + " The interval includes 50%, which is no difference."
 
 
 def prompts(run: Run) -> str:
@@ -94,7 +94,7 @@ def against_alternatives(run: Run) -> Finding | None:
         others = [f"{label(lead.model)} ({lead.text})" for lead in winners if lead is not best]
         sentence += f" {label(best.model)} wins; better than the policy, too: {_listed(others)}." if others else ""
     elif word == OPEN:
-        sentence += " The interval holds no difference."
+        sentence += " The interval includes no difference."
     if beaten and word != YES:
         sentence += f" The policy is better than {_listed([label(lead.model) for lead in beaten])}."
     return Finding("Better than the best alternative?", word, f"{sentence} {_at_equal_kl(run)}".strip())

@@ -15,28 +15,7 @@ from tasks.page.picture import Picture
 from tasks.page.wording import number
 
 KINDS = {"gold": "gold score", "reward": "reward-model score (raw)"}
-TICKS = (
-    0.0,
-    0.1,
-    0.25,
-    0.5,
-    1.0,
-    2.0,
-    3.0,
-    4.0,
-    6.0,
-    9.0,
-    12.0,
-    16.0,
-    25.0,
-    36.0,
-    50.0,
-    75.0,
-    100.0,
-    150.0,
-    225.0,
-    400.0,
-)
+TICKS = (0, 0.1, 0.25, 0.5, 1, 2, 3, 4, 6, 9, 12, 16, 25, 36, 50, 75, 100, 150, 225, 400)
 MOST_TICKS = 8
 KL_AXIS = "KL to SFT, nats per answer (√ scale)"
 
@@ -127,6 +106,8 @@ def _frontier(run: Run, kind: str) -> Picture | None:
         axes.plot([_x(row) for row in one], [row[kind] for row in one], "o-" if joined else "D", color=colour,
                   markersize=4 if joined else 5.5, linewidth=1.4)  # fmt: skip
         drawn += _along(one, kind) if joined else []
+        if family == "ppo":
+            _from_sft(axes, rows, one[0], kind, colour)
         named += [(_x(row), row[kind], text, colour) for row in one if (text := _point_name(run, row, one))]
     _kl_axis(axes, [row["kl"] for row in rows])
     axes.set_ylabel(KINDS[kind])
@@ -142,9 +123,15 @@ def _frontier(run: Run, kind: str) -> Picture | None:
         png(figure),
         f"{KINDS[kind].capitalize()} against KL to SFT: {'; '.join(told)}.",
         "What each method gets for the distance it moves from SFT; higher at the same KL is better. PPO’s snapshots "
-        "are a line with steps, best-of-n a line with n. Bars: 95% intervals over prompts."
+        "are a line with steps (dotted up to the first), best-of-n a line with n. Bars: 95% intervals over prompts."
         + (proxy if kind == "reward" else ""),
     )
+
+
+def _from_sft(axes: Axes, rows: Sequence[Row], first: Row, kind: str, colour: str) -> None:
+    """A dotted line from the SFT model to the first snapshot: what `frontier` interpolates on."""
+    for sft in (row for row in rows if row["family"] == "sft"):
+        axes.plot([_x(sft), _x(first)], [sft[kind], first[kind]], ":", color=colour, linewidth=1.2)
 
 
 def _point_name(run: Run, row: Row, family: Sequence[Row]) -> str:
