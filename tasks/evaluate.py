@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from rlhf_core.determinism import make_deterministic
+from rlhf_core.errors import UserError
 from rlhf_core.evaluation.best_of_n import best_of_n_kl, best_of_n_weights
 from rlhf_core.logprobs import sequence_logprobs
 from rlhf_core.models import context_length
@@ -131,6 +132,9 @@ def best_of_n(stage: Stage[EvaluateParams], exam: Exam) -> dict[str, Results]:
         samples.setdefault(row["prompt_id"], []).append(row)
     if not samples:
         return {}
+    missing = [row["prompt_id"] for row in exam.rows if row["prompt_id"] not in samples]
+    if missing:
+        raise UserError(f"{BEST_OF_N}: no answers to {len(missing)} of the prompts; run the stage best_of_n again")
     columns = zip(*(samples[row["prompt_id"]] for row in exam.rows), strict=True)
     marks = [marked_samples(exam, list(column)) for column in columns]
     rewards = np.array([mark.rewards for mark in marks]).T
@@ -297,8 +301,8 @@ def tell(stage: Stage[EvaluateParams], metrics: dict[str, Any], samples: list[Ro
         return
     stage.tracker.table("evaluate_samples", samples, lead=("prompt", "policy"))
     stage.tracker.table("evaluate_answers", side_by_side(answers, stage.params.seeds[0]), lead=("prompt", "policy"))
-    stage.tracker.artifact(stage.out("metrics/evaluate.json"), "metrics")
-    stage.tracker.artifact(stage.out("plots/frontier.csv"), "plots")
+    for path in ("metrics/evaluate.json", "plots/frontier.csv"):
+        stage.afterwards.append(partial(stage.tracker.artifact, stage.root / path, path.split("/")[0]))
     own = {name: value for name, value in metrics.items() if name != "models"}
     register = partial(stage.tracker.register_policy, stage.hashes["models/policy"], headline_numbers("evaluate", own))
     stage.afterwards.append(register)

@@ -216,7 +216,7 @@ def test_what_spells_control_tokens_stays_text_in_every_stage(
     """sft, ppo and evaluate read the rows; ids show the template's control tokens alone, samples and page the texts."""
     finished.set("runtime.tracking", False)
     finished.set("ppo.steps", 1)
-    finished.set("evaluate.prompts", len(ODD))
+    finished.set("evaluate.max_prompts", len(ODD))
     odd = [user(text) for text in ODD]
     in_front(
         finished, "data/ingest/demonstrations.jsonl", [{**row, "response": ODD[4], "split": "train"} for row in odd]
@@ -227,7 +227,7 @@ def test_what_spells_control_tokens_stays_text_in_every_stage(
     tokenizer = AutoTokenizer.from_pretrained(finished.root / "models/sft")
     pad, end, _, said_by_user, said_by_model = range(5)
     assert tokenizer.convert_ids_to_tokens([pad, end, said_by_model]) == ["<|pad|>", "<|end|>", "<|assistant|>"]
-    for stage in ("sft", "ppo", "evaluate"):
+    for stage in ("sft", "ppo", "select", "best_of_n", "evaluate"):
         seen.clear()
         assert stage_main(finished, stage).code == 0
         odd_rows = 0
@@ -237,7 +237,7 @@ def test_what_spells_control_tokens_stays_text_in_every_stage(
             if stage == "sft":
                 assert [i for i in answered if i < 5] == [end]
             odd_rows += any(text in tokenizer.decode(asked) for text in ODD)
-        assert odd_rows, stage
+        assert odd_rows or stage in ("select", "best_of_n"), stage
 
     samples = (finished.root / "data/evaluate/samples.jsonl").read_text(encoding="utf-8")
     finished.set("report.samples", len(ODD))
