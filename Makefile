@@ -10,7 +10,7 @@ TORCH_INDEX ?=
 INSTALL := python -m pip install --disable-pip-version-check --quiet --constraint constraints.txt
 INSTALL_TORCH := $(INSTALL) $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) torch
 
-.PHONY: run test setup setup-dev lint types layers check seeds audit help
+.PHONY: run test setup setup-dev lint types layers check seeds frontier audit help
 
 run: setup  ## Rebuild the demo: data, models, metrics, report
 	dvc repro
@@ -53,8 +53,11 @@ layers: setup-dev  ## Imports go down only; every stage depends on exactly the c
 
 check: lint types layers test  ## What CI runs
 
-seeds: setup  ## The demo for three seeds, and the README's table (a quarter of an hour)
+seeds: setup  ## The demo for three seeds, and the README's tables (half an hour)
 	python benchmarks/seeds.py
+
+frontier: setup  ## Three seeds at three β: OUT=FOLDER keeps results and pictures (an hour; continues where it stopped)
+	python benchmarks/frontier.py --out $(OUT)
 
 audit: setup-dev  ## Known vulnerabilities of the pinned versions; needs a network, and fails without one
 	pip-audit --strict --requirement constraints.txt --no-deps --disable-pip
