@@ -8,7 +8,7 @@ from itertools import combinations
 import numpy as np
 
 from rlhf_core.evaluation.intervals import clustered_interval
-from rlhf_core.evaluation.wins import TIE
+from rlhf_core.judges import TIE
 
 
 @dataclass(frozen=True)

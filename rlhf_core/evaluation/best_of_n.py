@@ -32,11 +32,6 @@ def best_of_n_weights(rewards: ArrayLike, n: int) -> Float[ndarray, "*prompts sa
     return weights
 
 
-def best_of_n_mean(values: ArrayLike, rewards: ArrayLike, n: int) -> Float[ndarray, "prompts"]:
-    """Each prompt's expected value under best-of-n by `rewards`; both [prompts, N]. Errors as `best_of_n_weights`."""
-    return np.asarray((np.asarray(values, dtype=np.float64) * best_of_n_weights(rewards, n)).sum(axis=-1))
-
-
 def best_of_n_kl(n: int) -> float:
     """log n − (n − 1)/n nats: KL(best-of-n ‖ the model it samples from) of one answer (Stiennon et al. 2020, appendix).
 

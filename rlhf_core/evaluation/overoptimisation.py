@@ -71,12 +71,6 @@ def rl_curve(fit: Fit, kl: float) -> float:
     return d * (fit.alpha - fit.beta * math.log(d)) if d > 0 else 0.0
 
 
-def best_of_n_curve(fit: Fit, kl: float) -> float:
-    """R at this KL under a fit of `fit_best_of_n`; 0 at KL ≤ 0."""
-    d = math.sqrt(max(0.0, kl))
-    return d * (fit.alpha - fit.beta * d)
-
-
 def at_kl(target: float, kl: Sequence[float], values: Sequence[float]) -> float | None:
     """The value of a curve of snapshots at the KL `target` (nats), linear in √KL between its neighbours.
 

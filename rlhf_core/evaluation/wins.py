@@ -9,9 +9,7 @@ from numpy import ndarray
 from numpy.typing import ArrayLike
 
 from rlhf_core.evaluation.intervals import resampled
-
-TIE = 1e-9
-"""Scores nearer than this are equal."""
+from rlhf_core.judges import TIE
 
 RIDGE = 0.01
 """Penalty ½·RIDGE·(a² + b²) on the regression, in nats: what 1/25 of a tied answer adds to the curvature. It keeps the
@@ -25,19 +23,6 @@ CHUNK = 2**17
 def wins(first: Sequence[float], second: Sequence[float]) -> list[float]:
     """1 where `second` scores higher than `first`, ½ for a tie, else 0; prompt by prompt."""
     return [0.5 if abs(b - a) <= TIE else float(b > a) for a, b in zip(first, second, strict=True)]
-
-
-def win_table(first: ArrayLike, second: ArrayLike) -> Float[ndarray, "*shape"]:
-    """`wins` for arrays of any one shape, such as [prompts, seeds]. Raises ValueError for different shapes."""
-    a, b = np.asarray(first, dtype=np.float64), np.asarray(second, dtype=np.float64)
-    if a.shape != b.shape:
-        raise ValueError(f"wins need scores of one shape, not {a.shape} and {b.shape}")
-    return np.where(np.abs(b - a) <= TIE, 0.5, (b > a).astype(np.float64))
-
-
-def tie_share(won: ArrayLike) -> float:
-    """The share of answers that are neither won nor lost: of `wins` those at exactly ½."""
-    return float((np.asarray(won, dtype=np.float64) == 0.5).mean())
 
 
 @dataclass(frozen=True)

@@ -9,13 +9,12 @@ from difflib import SequenceMatcher
 
 from markupsafe import Markup
 
+from rlhf_core.judges import TIE
 from tasks.page.canvas import colour_of
 from tasks.page.comparison import label
 from tasks.page.inputs import Row, Run, finite
 from tasks.page.wording import MISSING, count, number
 
-TIE = 1e-9
-"""Scores this close count as equal, as they do in the win rate."""
 LONGEST_MARKED = 800
 """Words of an answer above which no differences are marked: comparing takes the square of them."""
 EMBEDDED_CHARACTERS = 1_400_000

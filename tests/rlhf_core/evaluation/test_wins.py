@@ -12,8 +12,6 @@ from rlhf_core.evaluation.wins import (
     RIDGE,
     fit_logistic,
     length_controlled_win_rate,
-    tie_share,
-    win_table,
     wins,
 )
 
@@ -22,17 +20,6 @@ def test_wins_count_the_second_and_half_a_tie() -> None:
     assert wins([1.0, 2.0, 3.0, 1.0], [2.0, 1.0, 3.0, 1.0 + 1e-12]) == [1.0, 0.0, 0.5, 0.5]
     with pytest.raises(ValueError, match="zip"):
         wins([1.0], [1.0, 2.0])
-
-
-def test_the_table_of_wins_is_that_of_wins() -> None:
-    generator = np.random.default_rng(0)
-    first, second = generator.integers(0, 3, (2, 40, 3)).astype(float)
-    table = win_table(first, second)
-    assert table.tolist() == [wins(a, b) for a, b in zip(first.tolist(), second.tolist(), strict=True)]
-    assert tie_share(table) == (first == second).mean()
-    assert np.array_equal(win_table(second, first), 1 - table)
-    with pytest.raises(ValueError, match="one shape"):
-        win_table(first, second[:1])
 
 
 def simulated(quality: float, length: float, longer: float, prompts: int = 4000) -> tuple[ndarray, ndarray]:

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 
+from rlhf_core.judges import TIE
 from tasks.page.inputs import Run
 from tasks.page.samples import all_samples, differing, embedded, filters, orders, pick
 
@@ -52,6 +53,8 @@ SCORES = {"gold_sft": 3.0, "gold_policy": 1.0, "reward_sft": 0.0, "reward_policy
     [
         ({}, [True, False], ["sft", "disagree"]),
         ({"gold_policy": 3.0}, [False, False], ["tie"]),
+        ({"gold_policy": 3.0 + TIE / 2}, [False, False], ["tie"]),
+        ({"gold_policy": 3.0 + 2 * TIE}, [False, True], ["policy"]),
         ({"gold_sft": 0.5}, [False, True], ["policy"]),
     ],
 )
