@@ -1,14 +1,15 @@
 """The answer to the page's question, in sentences drawn from the figures and their intervals: better than SFT? than the
 best alternative? when should one have stopped? Nothing is called better or worse whose interval holds no difference."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from tasks.page.comparison import Figures, label, models_of
-from tasks.page.inputs import Row, Run, finite, interval
+from tasks.page.inputs import Run, finite, interval
 from tasks.page.wording import count, number, percent, percent_interval, points
 
 YES, NO, OPEN = "Yes.", "No.", "Not shown."
-KINDS = {"gold": "gold score", "reward": "proxy score"}
+KINDS = {"gold": "gold score", "win_rate": "win rate against SFT", "reward": "proxy score"}
 
 
 @dataclass(frozen=True)
@@ -101,11 +102,11 @@ def against_alternatives(run: Run) -> Finding | None:
 
 
 def when_to_stop(run: Run) -> Finding | None:
-    """The best snapshot on the validation prompts against the last one; their scores on the test prompts."""
+    """The snapshot that did best on the validation prompts, and by how much it is ahead of the last on the test prompts.
+    Sure only where the interval of that difference, paired by prompt, excludes 0."""
     selected = run.metrics["select"]
-    last, best, by = selected.get("last_step"), selected.get("best_judge_step"), "gold score"
-    if not run.has_judge:
-        by = f"win rate, judged by {run.judge},"
+    best, last = selected.get("best_judge_step"), selected.get("last_step")
+    by = f"win rate, judged by {run.judge}," if run.score == "win_rate" else "gold score"
     if best is None:
         best, by = selected.get("best_proxy_step"), "reward-model score, which is what PPO climbs,"
     if not isinstance(last, int) or not isinstance(best, int) or not selected.get("prompts"):
@@ -114,10 +115,15 @@ def when_to_stop(run: Run) -> Finding | None:
     chosen = f"The policy is the snapshot of step {selected.get('step')} (rule {selected.get('rule')})."
     if best == last:
         return Finding("When to stop?", "Not before the end.", f"The last snapshot, step {last}, has {seen}. {chosen}")
+    difference, ends = _stopping(run)
     where = "before PPO began" if best == 0 else f"at step {best} of {last}"
-    tested, sure = _on_test(run, best, last)
-    word = f"{where[0].upper()}{where[1:]}." if sure else f"Perhaps {where}."
-    return Finding("When to stop?", word, f"That snapshot has {seen}. {tested}{chosen}")
+    word = f"Perhaps {where}."
+    if ends is not None and ends[0] > 0:
+        word = f"{where[0].upper()}{where[1:]}."
+    elif ends is not None and ends[1] < 0:
+        word = "Not before the end."
+    who = "The SFT model" if best == 0 else f"The snapshot of step {best}"
+    return Finding("When to stop?", word, f"{who} has {seen}. {difference}{chosen}")
 
 
 def _lead(name: str, figures: Figures, judge: bool) -> Lead | None:
@@ -143,38 +149,59 @@ def _best_alternative(run: Run, best: Lead) -> str:
 
 def _at_equal_kl(run: Run) -> str:
     """Who is shown to be ahead where PPO's snapshots had moved as far from SFT as the other model."""
-    kind = "gold" if run.has_judge else "reward"
     above: list[str] = []
     below: list[str] = []
     level: list[str] = []
+    read: dict[str, Figures] = {}
     for name, figures in (run.evaluation.get("frontier") or {}).items():
-        gap, ends = finite(figures.get(f"{kind}_gap")), interval(figures.get(f"{kind}_gap_ci95"))
+        gap, ends = finite(figures.get(f"{run.score}_gap")), interval(figures.get(f"{run.score}_gap_ci95"))
         if gap is not None and finite(figures.get("kl")):
             shown = ends is not None and (ends[0] > 0 or ends[1] < 0)
             side = level if not shown else below if gap > 0 else above
-            side.append(f"{label(name)} ({number(-gap, sign=True)})")
-    told = [f"above PPO’s snapshots in {KINDS[kind]}: {_listed(above)}"] if above else []
-    told += [f"{'below' if above else 'below PPO’s snapshots in ' + KINDS[kind]}: {_listed(below)}"] if below else []
+            side.append(f"{label(name)} ({_signed(run.score, -gap)})")
+            read[name] = figures
+    kind = KINDS[run.score]
+    told = [f"above PPO’s snapshots in {kind}: {_listed(above)}"] if above else []
+    told += [f"{'below' if above else f'below PPO’s snapshots in {kind}'}: {_listed(below)}"] if below else []
     told += [f"no difference shown: {_listed(level)}"] if level else []
-    return f"At equal KL, {'; '.join(told)}." if told else ""
+    return f"At equal KL, {'; '.join(told)}.{_without_snapshot(read)}" if told else ""
 
 
-def _on_test(run: Run, best: int, last: int) -> tuple[str, bool]:
-    """Both snapshots' scores on the test prompts, in words; whether the last one's is shown to be lower."""
-    kind = "gold" if run.has_judge else "reward"
-    rows = [row for step in (best, last) for row in run.snapshots if row["point"] == step]
-    if len(rows) != 2:
-        return "", False
-    first, second = (interval([row.get(f"{kind}_low"), row.get(f"{kind}_high")]) for row in rows)
-    sure = first is not None and second is not None and first[0] > second[1]
-    said = f"On the test prompts it scores {_scored(rows[0], kind)}, the last one {_scored(rows[1], kind)}"
-    return said + (". " if sure else ": no difference shown. "), sure
+def _without_snapshot(read: Mapping[str, Figures]) -> str:
+    """Which models are compared with what is interpolated between SFT and a snapshot."""
+    found: dict[int, list[str]] = {}
+    for name, figures in read.items():
+        between = figures.get("between") or []
+        if 0 in between and any(between):
+            found.setdefault(max(between), []).append(label(name))
+    told = [
+        f" PPO has no snapshot between SFT and step {step}: interpolated there, for {_listed(names)}."
+        for step, names in sorted(found.items())
+    ]
+    return "".join(told)
 
 
-def _scored(row: Row, kind: str) -> str:
-    ends = interval([row.get(f"{kind}_low"), row.get(f"{kind}_high")])
-    spread = "" if ends is None else f" (95% interval {number(ends[0])} to {number(ends[1])})"
-    return number(row.get(kind)) + spread
+def _stopping(run: Run) -> tuple[str, tuple[float, float] | None]:
+    """By how much the best snapshot is ahead of the last on the test prompts: in words, and the interval."""
+    stopping = run.evaluation.get("stopping") or {}
+    kind, value, ends = (
+        stopping.get("score"),
+        finite(stopping.get("difference")),
+        interval(stopping.get("difference_ci95")),
+    )
+    if kind not in KINDS or value is None or ends is None:
+        return "", None
+    low, high = (_signed(kind, end) for end in ends)
+    told = (
+        f"On the test prompts its {KINDS[kind]} less that of the last snapshot is {_signed(kind, value)} (95% interval "
+        f"{low} to {high}, paired by prompt)"
+    )
+    return told + (". " if ends[0] > 0 or ends[1] < 0 else ": no difference shown. "), ends
+
+
+def _signed(kind: str, value: float) -> str:
+    """A difference of scores, or of win rates."""
+    return points(value) if kind == "win_rate" else number(value, sign=True)
 
 
 def _listed(names: list[str]) -> str:

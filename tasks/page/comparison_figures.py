@@ -7,14 +7,29 @@ from collections.abc import Iterable, Sequence
 
 from matplotlib.axes import Axes
 
-from tasks.page.canvas import HEIGHT, INK, JUDGE, MUTED, POLICY, PROXY, canvas, colour_of, label_axes, legend, png
+from rlhf_core.evaluation.overoptimisation import Fit, rl_curve
+from tasks.page.canvas import (
+    HEIGHT,
+    INK,
+    JUDGE,
+    MUTED,
+    POLICY,
+    PROXY,
+    canvas,
+    colour_of,
+    label_axes,
+    legend,
+    percent_tick,
+    png,
+)
 from tasks.page.comparison import label, models_of
 from tasks.page.inputs import Row, Run, finite, interval
 from tasks.page.labels import name_points
 from tasks.page.picture import Picture
-from tasks.page.wording import number
+from tasks.page.wording import number, percent
 
-KINDS = {"gold": "gold score", "reward": "reward-model score (raw)"}
+KINDS = {"gold": "gold score", "win_rate": "win rate against SFT", "reward": "reward-model score (raw)"}
+TITLES = {"gold": "Gold score", "win_rate": "Win rate", "reward": "Reward-model score"}
 TICKS = (0, 0.1, 0.25, 0.5, 1, 2, 3, 4, 6, 9, 12, 16, 25, 36, 50, 75, 100, 150, 225, 400)
 MOST_TICKS = 8
 KL_AXIS = "KL to SFT, nats per answer (√ scale)"
@@ -25,17 +40,26 @@ def frontier_gold(run: Run) -> Picture | None:
     return _frontier(run, "gold") if run.has_judge else None
 
 
+def frontier_win_rate(run: Run) -> Picture | None:
+    """Win rate against KL of every model, where the judge compares and gives no scores."""
+    return _frontier(run, "win_rate") if run.score == "win_rate" else None
+
+
 def frontier_reward(run: Run) -> Picture | None:
     """The proxy's score against KL of every model."""
     return _frontier(run, "reward")
 
 
 def overoptimisation(run: Run) -> Picture | None:
-    """Proxy and gold of PPO's snapshots against √KL, with the fitted curves."""
-    kinds = ["reward", *(["gold"] if run.has_judge else [])]
-    rows = {kind: [row for row in run.snapshots if finite(row.get(kind)) is not None] for kind in kinds}
-    if not rows["reward"]:
+    """Proxy and gold (or win rate) of PPO's snapshots against √KL, with the fitted curves."""
+    rows = {
+        kind: known
+        for kind in dict.fromkeys(("reward", run.score))
+        if (known := [row for row in run.snapshots if finite(row.get(kind)) is not None])
+    }
+    if "reward" not in rows:
         return None
+    kinds = list(rows)
     figure, grid = canvas("Over-optimisation: PPO’s snapshots", [1] * len(kinds), height=HEIGHT * 1.3)
     for axes, kind in zip(grid, kinds, strict=True):
         colour = PROXY if kind == "reward" else JUDGE
@@ -44,13 +68,18 @@ def overoptimisation(run: Run) -> Picture | None:
                   markersize=4, linewidth=1.0, label="snapshots")  # fmt: skip
         _fitted(axes, run, kind, max(_x(row) for row in rows[kind]))
         _chosen(axes, run, rows[kind], kind)
-        label_axes(axes, KINDS[kind].replace(" score (raw)", "\nscore (raw)"))
+        name = KINDS[kind].replace(" score (raw)", "\nscore (raw)").replace(" against", "\nagainst")
+        label_axes(axes, name, share=kind == "win_rate")
         _name_steps(axes, rows[kind], kind)
     legend(grid[0])
     _kl_axis(grid[-1], [row["kl"] for row in run.snapshots])
     said = "; ".join(_told(kind, rows[kind]) for kind in kinds)
     return Picture(
-        "overoptimisation", "comparison", png(figure), f"PPO’s snapshots against KL: {said}.", _overoptimised(run)
+        "overoptimisation",
+        "comparison",
+        png(figure),
+        f"PPO’s snapshots against KL: {said}.",
+        _overoptimised(run, kinds),
     )
 
 
@@ -92,14 +121,14 @@ def logprobs(run: Run) -> Picture | None:
 
 
 def _frontier(run: Run, kind: str) -> Picture | None:
-    rows = [row for row in run.frontier if finite(row.get(kind)) is not None]
+    rows = [row for row in map(_even_start, run.frontier) if finite(row.get(kind)) is not None]
     if not rows:
         return None
-    figure, (axes,) = canvas(f"{KINDS[kind].split(' (')[0].capitalize()} against KL", height=HEIGHT * 1.3)
+    figure, (axes,) = canvas(f"{TITLES[kind]} against KL", height=HEIGHT * 1.3)
     named: list[tuple[float, float, str, str]] = []
     drawn: list[tuple[float, float]] = []
     for family in dict.fromkeys(row["family"] for row in rows):
-        one = sorted((row for row in rows if row["family"] == family), key=lambda row: row["point"])
+        one = sorted((row for row in rows if row["family"] == family), key=_along_kl)
         colour = colour_of("best_of" if family == "best_of_n" else family)
         _bars(axes, one, kind, colour)
         joined = family in ("ppo", "best_of_n")
@@ -111,21 +140,32 @@ def _frontier(run: Run, kind: str) -> Picture | None:
         named += [(_x(row), row[kind], text, colour) for row in one if (text := _point_name(run, row, one))]
     _kl_axis(axes, [row["kl"] for row in rows])
     axes.set_ylabel(KINDS[kind])
+    if kind == "win_rate":
+        axes.yaxis.set_major_formatter(percent_tick)
     axes.margins(x=0.08, y=0.1)
     name_points(axes, named, drawn)
-    told = [f"{text.strip()} {number(y)} at {number(x * x)} nats" for x, y, text, _ in named]
-    proxy = (
-        " The proxy is what best-of-n picks by and PPO climbs: read it beside the gold score." if run.has_judge else ""
-    )
+    told = [f"{text.strip()} {_value(kind, y)} at {number(x * x)} nats" for x, y, text, _ in named]
+    beside = "" if run.score == "reward" else f": read it beside the {KINDS[run.score]}"
     return Picture(
         f"frontier_{kind}",
         "comparison",
         png(figure),
-        f"{KINDS[kind].capitalize()} against KL to SFT: {'; '.join(told)}.",
+        f"{TITLES[kind]} against KL to SFT: {'; '.join(told)}.",
         "What each method gets for the distance it moves from SFT; higher at the same KL is better. PPO’s snapshots "
-        "are a line with steps (dotted up to the first), best-of-n a line with n. Bars: 95% intervals over prompts."
-        + (proxy if kind == "reward" else ""),
+        "are joined in the order of their KL, not of their steps (dotted: no snapshot, interpolated); best-of-n is a "
+        "line with n. Bars: 95% intervals over prompts."
+        + (f" The proxy is what best-of-n picks by and PPO climbs{beside}." if kind == "reward" else ""),
     )
+
+
+def _even_start(row: Row) -> Row:
+    """The SFT model's win rate against itself is one half."""
+    return row | {"win_rate": 0.5} if row["family"] == "sft" and finite(row.get("win_rate")) is None else row
+
+
+def _along_kl(row: Row) -> tuple[float, float]:
+    """As `frontier` reads PPO's snapshots; best-of-n has this order anyway."""
+    return _x(row), row["point"]
 
 
 def _from_sft(axes: Axes, rows: Sequence[Row], first: Row, kind: str, colour: str) -> None:
@@ -135,16 +175,17 @@ def _from_sft(axes: Axes, rows: Sequence[Row], first: Row, kind: str, colour: st
 
 
 def _point_name(run: Run, row: Row, family: Sequence[Row]) -> str:
-    """Ends of PPO's line, the chosen snapshot, every n, and the other models by name."""
+    """PPO's first and last step, the chosen snapshot, every n, and the other models by name."""
     point = int(row["point"])
     if row["family"] == "best_of_n":
         return f"n = {point}"
     if row["family"] != "ppo":
         return label(row["family"])
     chosen = run.metrics["select"].get("step")
-    return (
-        f"PPO, step {point}" if point == chosen else f"step {point}" if row in (family[0], family[-1]) and point else ""
-    )
+    if point == chosen:
+        return f"PPO, step {point}"
+    steps = [int(other["point"]) for other in family]
+    return f"step {point}" if point in (min(steps), max(steps)) else ""
 
 
 def _name_steps(axes: Axes, rows: Sequence[Row], kind: str) -> None:
@@ -155,15 +196,24 @@ def _name_steps(axes: Axes, rows: Sequence[Row], kind: str) -> None:
 
 
 def _fitted(axes: Axes, run: Run, kind: str, end: float) -> None:
-    """R(d) = d(α − β log d), the gain over SFT at d = √KL (Gao et al. 2022), where the data carry it."""
-    fit = (run.evaluation.get("fits") or {}).get(f"ppo_{kind}") or {}
-    alpha, beta = finite(fit.get("alpha")), finite(fit.get("beta"))
-    start = finite(models_of(run.evaluation)["sft"].get(kind))
-    if alpha is None or beta is None or start is None or end <= 0:
+    """R(d) = d(α − β log d), the gain over the start at d = √KL (Gao et al. 2022), where it bends down."""
+    found = _fit(run, kind)
+    if found is None or found[0].beta <= 0 or end <= 0:
         return
-    distances = [end * step / 100 for step in range(1, 101)]
-    axes.plot([0.0, *distances], [start, *(start + d * (alpha - beta * math.log(d)) for d in distances)],
+    fit, start = found
+    distances = [end * step / 100 for step in range(101)]
+    axes.plot(distances, [start + rl_curve(fit, d * d) for d in distances],
               color=INK, linewidth=1.2, linestyle=(0, (4, 2)), label="fitted d(α − β log d)")  # fmt: skip
+
+
+def _fit(run: Run, kind: str) -> tuple[Fit, float] | None:
+    """The curve fitted to PPO's snapshots, and the score at d = 0 that it starts from."""
+    fit = (run.evaluation.get("fits") or {}).get(f"ppo_{kind}") or {}
+    known = [finite(fit.get(key)) for key in ("alpha", "beta", "r2", "points", "start")]
+    if None in known:
+        return None
+    alpha, beta, r2, points, start = (float(value) for value in known if value is not None)
+    return Fit(alpha, beta, r2, int(points)), start
 
 
 def _chosen(axes: Axes, run: Run, rows: Sequence[Row], kind: str) -> None:
@@ -209,15 +259,28 @@ def _along(rows: Sequence[Row], kind: str) -> list[tuple[float, float]]:
 
 def _told(kind: str, rows: Sequence[Row]) -> str:
     best = max(rows, key=lambda row: float(row[kind]))
-    last = rows[-1]
-    return f"{KINDS[kind]} highest at step {int(best['point'])} ({number(best[kind])}), last {number(last[kind])}"
+    last = _value(kind, rows[-1][kind])
+    return f"{KINDS[kind]} highest at step {int(best['point'])} ({_value(kind, best[kind])}), last {last}"
 
 
-def _overoptimised(run: Run) -> str:
-    rings = "The ring is the snapshot that became the policy; numbers are steps."
-    if not run.has_judge:
-        return f"{rings} Without a judge besides the reward model, over-optimisation cannot be seen."
-    return (
-        "Where the proxy goes on rising and gold falls, the policy exploits the reward model (Gao et al. 2022, "
-        f"d = √KL). {rings} Dashed, where the points carry a fit: its curve from SFT’s score."
-    )
+def _value(kind: str, value: float) -> str:
+    return percent(value) if kind == "win_rate" else number(value)
+
+
+def _overoptimised(run: Run, kinds: Sequence[str]) -> str:
+    told = ["Snapshots are joined in the order of their steps, which the numbers are; the ring is the policy."]
+    if run.score == "reward":
+        told.append("Without a judge besides the reward model, over-optimisation cannot be seen.")
+    else:
+        told.insert(
+            0,
+            f"Where the proxy goes on rising and the {KINDS[run.score]} falls, the policy exploits the reward model "
+            "(Gao et al. 2022, d = √KL).",
+        )
+    fits = {kind: found[0] for kind in kinds if (found := _fit(run, kind)) is not None}
+    if any(fit.beta > 0 for fit in fits.values()):
+        told.append("Dashed: the fitted curve from SFT’s score.")
+    straight = [KINDS[kind] for kind, fit in fits.items() if fit.beta <= 0]
+    if straight:
+        told.append(f"The fit of the {' and the '.join(straight)} shows no over-optimisation (β ≤ 0): no curve.")
+    return " ".join(told)

@@ -24,7 +24,13 @@ from tasks.page.canvas import (
     png,
     styled,
 )
-from tasks.page.comparison_figures import frontier_gold, frontier_reward, logprobs, overoptimisation
+from tasks.page.comparison_figures import (
+    frontier_gold,
+    frontier_reward,
+    frontier_win_rate,
+    logprobs,
+    overoptimisation,
+)
 from tasks.page.inputs import Run, finite, interval
 from tasks.page.picture import STEP, Picture, known, line_alt, lines_picture
 from tasks.page.reward_figures import reward_agreement, reward_margins, reward_scores
@@ -118,12 +124,16 @@ def scores(run: Run) -> Picture | None:
     for axes, (name, values, colour) in zip(grid, panels, strict=True):
         curve(axes, ppo["step"], values, name, colour)
         label_axes(axes, name.replace(" score (raw)", "\nscore (raw)"), STEP if axes is grid[-1] else "")
+    unjudged = (
+        f"This shows only what is climbed; {run.judge} gives no scores, see the win rate of the snapshots."
+        if run.is_judged
+        else "Without another judge, nothing here shows whether the policy is exploiting it."
+    )
     caption = (
         "The gold score is what is wanted and no model sees it; the reward model's score is the proxy that PPO climbs. "
         "Where the proxy rises and gold falls, the policy is exploiting the reward model."
         if both
-        else "Mean raw reward-model score of the sampled answers, the proxy that PPO climbs. "
-        "Without another judge, nothing here shows whether the policy is exploiting it."
+        else "Mean raw reward-model score of the sampled answers, the proxy that PPO climbs. " + unjudged
     )
     return Picture(
         "scores", "ppo", png(figure), line_alt([(name, values, 2, "") for name, values, _ in panels]), caption
@@ -343,6 +353,7 @@ PICTURES: tuple[Callable[[Run], Picture | None], ...] = (
     win_rate,
     score_distribution,
     frontier_gold,
+    frontier_win_rate,
     frontier_reward,
     overoptimisation,
     logprobs,

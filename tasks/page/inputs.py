@@ -6,7 +6,7 @@ import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from rlhf_core.errors import UserError
 from tasks.params.loader import read_yaml
@@ -48,6 +48,25 @@ class Run:
         return all(finite(self.evaluation.get(key)) is not None for key in ("gold_sft", "gold_policy"))
 
     @property
+    def judged_by(self) -> str:
+        """What decides the win rate: a judge's `scores`, a judge that compares `pairs`, or the `reward model`."""
+        if known := self.evaluation.get("judged_by"):
+            return str(known)
+        older = "reward model" if "reward model" in str(self.evaluation["win_rate_judge"]) else "pairs"
+        return "scores" if self.has_judge else older
+
+    @property
+    def is_judged(self) -> bool:
+        """True when the win rate is not the reward model's own."""
+        return self.judged_by != "reward model"
+
+    @property
+    def score(self) -> Literal["gold", "win_rate", "reward"]:
+        """What tells best how good an answer is: the judge's score; where the judge only compares, the win rate against
+        SFT; where there is no judge, the proxy."""
+        return "gold" if self.has_judge else "win_rate" if self.is_judged else "reward"
+
+    @property
     def alerts(self) -> list[Row]:
         """What the detectors of PPO said: rows of name, step, message and remedy."""
         return list(self.metrics["ppo"].get("alerts") or [])
@@ -56,11 +75,6 @@ class Run:
     def snapshots(self) -> list[Row]:
         """The rows of the frontier that are PPO's snapshots, in the order of their steps."""
         return sorted((row for row in self.frontier if row["family"] == "ppo"), key=lambda row: row["point"])
-
-    @property
-    def is_judged(self) -> bool:
-        """True when the win rate is not the reward model's own."""
-        return "reward model" not in str(self.evaluation["win_rate_judge"])
 
     @property
     def judge(self) -> str:

@@ -111,7 +111,6 @@ def notes(run: Run) -> list[str]:
     """What one must know to read the comparison, a line each."""
     e = run.evaluation
     seeds = list(e.get("seeds") or [])
-    spread = models_of(e).get("policy", {}).get("gold_spread" if run.has_judge else "reward_spread")
     told = [f"Judge: {e['win_rate_judge']}."]
     if "simulated" in str(e["win_rate_judge"]):
         told.append("Simulated is simulated: this judge is a stand-in for people, and no person has judged an answer.")
@@ -119,11 +118,24 @@ def notes(run: Run) -> list[str]:
         f"Small figures are 95% bootstrap intervals over the prompts ({count(e.get('bootstrap'))} resamples), paired "
         "by prompt where two models are compared. How much another training seed would change is not in them."
     )
-    told += reading_of(e, run.has_judge)
+    if any(one and finite(one.get("kl")) for one in (e.get("frontier") or {}).values()):
+        told.append("In the intervals at equal KL the KLs are held fixed: only the scores vary.")
+    told += reading_of(e, run.is_judged)
     if len(seeds) > 1:
-        varies = f"; over them the policy’s mean score varies by {number(spread)} (sd)" if finite(spread) else ""
-        told.append(f"Each model answered each prompt with {len(seeds)} sampling seeds ({_listed(seeds)}){varies}.")
+        told.append(
+            f"Each model answered each prompt with {len(seeds)} sampling seeds ({_listed(seeds)}){_varies(run)}."
+        )
     return told
+
+
+def _varies(run: Run) -> str:
+    """By how much the policy's figure differs between sampling seeds."""
+    spread = finite(models_of(run.evaluation).get("policy", {}).get(f"{run.score}_spread"))
+    if not spread:
+        return ""
+    if run.score == "win_rate":
+        return f"; over them the policy’s win rate varies by {number(100 * spread, 1)} points (sd)"
+    return f"; over them the policy’s mean score varies by {number(spread)} (sd)"
 
 
 def reading_of(evaluation: Row, judge: bool) -> list[str]:
@@ -159,7 +171,8 @@ def headline(run: Run) -> list[Line]:
         ties = (
             count(e["ties"]) if isinstance(e["ties"], int) else percent(e["ties"])
         )  # a count, before there were seeds
-        lines.append(Line("Ties", "both answers score the same; half a win each", "", ties, wide=True))
+        why = "neither preferred over both orders" if run.judged_by == "pairs" else "both answers score the same"
+        lines.append(Line("Ties", f"{why}; half a win each", "", ties, wide=True))
     if run.has_judge:
         lines.append(_line(e, "Gold score", "mean; no model sees it", "gold_sft", "gold_policy"))
     lines += [
