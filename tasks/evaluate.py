@@ -12,6 +12,7 @@ import numpy as np
 from rlhf_core.determinism import make_deterministic
 from rlhf_core.errors import UserError
 from rlhf_core.evaluation.best_of_n import best_of_n_kl, best_of_n_weights
+from rlhf_core.tokenizer import load_tokenizer, stop_ids
 from tasks.checks import judge_checks, scorer_checks
 from tasks.exam import Contestant, Exam, Marked, fitting_rows, load_contestant, load_scorer
 from tasks.extra_models import EXTRA, folder_of
@@ -28,6 +29,7 @@ from tasks.questions import questions, source_of
 from tasks.results import Bootstrap, Results, against, difference, no_win_rate, own_figures, pick, three
 from tasks.select import policies
 from tasks.stage import Stage, run
+from tasks.trust import trusts
 
 ALTERNATIVES = ("rejection_sft", "hybrid", "dpo", "reinforce", "rloo", "grpo")
 """Stages whose model joins the comparison where it is switched on."""
@@ -81,7 +83,8 @@ def set_exam(stage: Stage[EvaluateParams]) -> tuple[Exam, int]:
     """The prompts that fit with everything that is the same for all models, and how many prompts do not fit."""
     params = stage.params
     for name in params.extra_models:  # before anybody has answered
-        folder_of(stage, EXTRA, name, "evaluate.extra_models")
+        folder = folder_of(stage, EXTRA, name, "evaluate.extra_models")
+        stop_ids(load_tokenizer(folder, trust_remote_code=trusts(stage)), params.stop_tokens)
     sft = load_contestant(stage, "sft", stage.root / "models/sft")
     asked = questions(stage, params)
     kept, too_long = fitting_rows(stage, source_of(params), asked, sft, params.max_new_tokens)

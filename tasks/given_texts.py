@@ -1,4 +1,4 @@
-"""What a model makes of texts that it did not write: held-out demonstrations, and the answers that people chose or turned
+"""What a model makes of texts that it did not write: held-out demonstrations, and answers that were chosen or turned
 down. How `evaluate` shows what a method did to answers that it never sampled."""
 
 from collections.abc import Sequence
