@@ -1,6 +1,6 @@
 """An exam: who sees which random numbers, what counts as a tie, and who does not fit."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -20,10 +20,10 @@ def sft() -> Contestant:
     return contestant("sft", seed=1)
 
 
-def contestant(name: str, seed: int, context: int = 64, vocabulary: int = 300, noise: str = "") -> Contestant:
-    tokenizer = train_bpe(WORDS * 3, vocabulary, "<|pad|>", "<|end|>", context)
-    size = ScratchConfig(vocabulary=vocabulary, context=context, layers=1, hidden=16, intermediate=16, heads=2)
-    return Contestant(name, build_llama(size, tokenizer, seed).eval(), tokenizer, noise)
+def contestant(name: str, seed: int, context: int = 64, words: Sequence[str] = WORDS) -> Contestant:
+    tokenizer = train_bpe(list(words) * 3, 300, "<|pad|>", "<|end|>", context)
+    size = ScratchConfig(vocabulary=300, context=context, layers=1, hidden=16, intermediate=16, heads=2)
+    return Contestant(name, build_llama(size, tokenizer, seed).eval(), tokenizer)
 
 
 class Stage:
@@ -83,7 +83,7 @@ def test_a_context_that_is_too_short_is_named(sft: Contestant) -> None:
 
 
 def test_a_model_with_other_tokens_is_scored_on_its_text_and_has_no_kl(sft: Contestant) -> None:
-    other = contestant("other", 3, vocabulary=280)
+    other = contestant("other", 3, words=["zebras zigzag", "quick quokkas"])
     found = exam(sft).ask(other, 1)
     assert found.divergence is None
     assert all(1 <= tokens <= 8 for tokens in found.tokens)
