@@ -7,7 +7,7 @@ it. Judges that score one answer at a time are in `judges.py`, a language model 
 import hashlib
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from rlhf_core.chat import Conversation, canonical
@@ -83,6 +83,32 @@ class SimulatedAnnotators:
             return float(self.position_bias > 0)
         choice = self.annotators.choose(score_first, score_second, (key,))
         return 0.5 if choice is None else float(choice)
+
+
+@dataclass(frozen=True)
+class Remembering:
+    """A pair judge that is asked about each pair once, however often the pair comes up: a language model's time is
+    dear."""
+
+    judge: PairJudge
+    known: dict[tuple[bytes, str, str], float] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        """The judge's."""
+        return self.judge.name
+
+    def prefer(self, prompts: Sequence[Conversation], firsts: Sequence[str], seconds: Sequence[str]) -> list[float]:
+        """See `PairJudge`."""
+        keys = [(canonical(p), a, b) for p, a, b in zip(prompts, firsts, seconds, strict=True)]
+        new = {key: i for i, key in enumerate(keys) if key not in self.known}
+        if new:
+            places = list(new.values())
+            said = self.judge.prefer(
+                [prompts[i] for i in places], [firsts[i] for i in places], [seconds[i] for i in places]
+            )
+            self.known.update(zip(new, said, strict=True))
+        return [self.known[key] for key in keys]
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from tasks.jsonl import Row
 from tasks.params.best_of_n import BestOfNParams
 from tasks.params.evaluate import EvaluateParams
 from tasks.params.loader import parse, read_yaml
-from tasks.questions import questions
+from tasks.questions import questions, source_of
 from tasks.stage import Stage, run
 from tasks.switched_off import write_switched_off
 from tasks.tokens import fitting, prompt_encoder
@@ -34,7 +34,7 @@ def execute(stage: Stage[BestOfNParams]) -> None:
     model = load_causal_lm(stage.root / SFT, trust_remote_code=trusts(stage))
     kept, too_long = fitting(
         stage,
-        settings.prompts,
+        source_of(settings),
         questions(stage, settings),
         prompt_encoder(tokenizer),
         context_length(model),

@@ -2,7 +2,6 @@
 alternatives that are switched on, and the user's own. How answers become figures stands in results.py, how snapshots
 become a frontier in frontier.py."""
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
@@ -13,31 +12,30 @@ import numpy as np
 from rlhf_core.determinism import make_deterministic
 from rlhf_core.errors import UserError
 from rlhf_core.evaluation.best_of_n import best_of_n_kl, best_of_n_weights
-from rlhf_core.logprobs import sequence_logprobs
-from rlhf_core.models import context_length
-from rlhf_core.sft import Demonstration, response_loss
-from rlhf_core.tokenizer import encode_prompt, encode_response
+from rlhf_core.tokenizer import load_tokenizer, stop_ids
 from tasks.checks import judge_checks, scorer_checks
-from tasks.comparisons import response_tokens
 from tasks.exam import Contestant, Exam, Marked, fitting_rows, load_contestant, load_scorer
-from tasks.extra_models import folder_of
-from tasks.frontier import frontier_figures, frontier_rows
+from tasks.extra_models import EXTRA, folder_of
+from tasks.frontier import frontier_figures, frontier_rows, stopping
+from tasks.given_texts import Read, given_figures, read_given_texts
 from tasks.jsonl import Row
 from tasks.judges import judge_of
 from tasks.pair_judges import pair_judge_of
 from tasks.params.best_of_n import BestOfNParams
-from tasks.params.evaluate import EvaluateParams
+from tasks.params.evaluate import HELDOUT, EvaluateParams
 from tasks.params.loader import parse, read_yaml
 from tasks.pipeline_run import headline_numbers
-from tasks.questions import questions
+from tasks.questions import questions, source_of
 from tasks.results import Bootstrap, Results, against, difference, no_win_rate, own_figures, pick, three
 from tasks.select import policies
 from tasks.stage import Stage, run
+from tasks.trust import trusts
 
 ALTERNATIVES = ("rejection_sft", "hybrid", "dpo", "reinforce", "rloo", "grpo")
 """Stages whose model joins the comparison where it is switched on."""
 PREFERENCES = "data/preferences/preferences.jsonl"
 BEST_OF_N = "data/best_of_n/samples.jsonl"
+SELECT = "metrics/select.json"
 
 
 @dataclass
@@ -46,8 +44,8 @@ class Field:
 
     results: dict[str, Results] = field(default_factory=dict)
     """By name, in the order of the table."""
-    texts_read: dict[str, dict[str, float | None]] = field(default_factory=dict)
-    """What each model makes of texts that it did not write: see `read_given_texts`."""
+    read: dict[str, Read] = field(default_factory=dict)
+    """What each model makes of texts that it did not write; nothing for best-of-n."""
     snapshots: dict[int, Results] = field(default_factory=dict)
     """The policy after each step that has a snapshot; the first sampling seed only."""
 
@@ -65,7 +63,8 @@ def execute(stage: Stage[EvaluateParams]) -> None:
         "seeds": stage.params.seeds,
         "bootstrap": stage.params.bootstrap,
         "models": models,
-        **frontier_figures(everybody.results, everybody.snapshots, models, bootstrap),
+        **frontier_figures(exam, everybody.results, everybody.snapshots, models, bootstrap),
+        "stopping": stopping(exam, everybody.results, everybody.snapshots, stage.read_json(SELECT), bootstrap),
         "judge_checks": judge_checks(stage, exam, everybody.results),
         "reward_model": scorer_checks(everybody.results, bootstrap),
     }
@@ -83,14 +82,18 @@ def execute(stage: Stage[EvaluateParams]) -> None:
 def set_exam(stage: Stage[EvaluateParams]) -> tuple[Exam, int]:
     """The prompts that fit with everything that is the same for all models, and how many prompts do not fit."""
     params = stage.params
+    for name in params.extra_models:  # before anybody has answered
+        folder = folder_of(stage, EXTRA, name, "evaluate.extra_models")
+        stop_ids(load_tokenizer(folder, trust_remote_code=trusts(stage)), params.stop_tokens)
     sft = load_contestant(stage, "sft", stage.root / "models/sft")
-    kept, too_long = fitting_rows(stage, params.prompts, questions(stage, params), sft, params.max_new_tokens)
+    asked = questions(stage, params)
+    kept, too_long = fitting_rows(stage, source_of(params), asked, sft, params.max_new_tokens)
     exam = Exam(
         stage=stage,
         rows=kept,
         reference=sft,
         scorer=load_scorer(stage, int(sft.tokenizer.pad_token_id), params.batch_size),
-        judge=judge_of(stage),
+        judge=judge_of(stage) if params.prompts == HELDOUT else None,  # the rubric knows the demo's own prompts
         pair_judge=pair_judge_of(stage, params.batch_size),
         temperature=params.temperature,
         max_new_tokens=params.max_new_tokens,
@@ -106,7 +109,7 @@ def take_exam(stage: Stage[EvaluateParams], exam: Exam) -> Field:
     for contestant in contestants(stage, exam):
         marks = [exam.ask(contestant, seed) for seed in stage.params.seeds]
         everybody.results[contestant.name] = Results.of(marks)
-        everybody.texts_read[contestant.name] = read_given_texts(stage, exam, contestant)
+        everybody.read[contestant.name] = read_given_texts(exam, contestant, validation_pairs(stage))
         if contestant.name == "policy":
             everybody.results |= best_of_n(stage, exam)
     for step, policy in policies(stage, exam.reference):
@@ -122,7 +125,7 @@ def contestants(stage: Stage[EvaluateParams], exam: Exam) -> Iterator[Contestant
         if (stage.root / "models" / name / "config.json").is_file():
             yield load_contestant(stage, name, stage.root / "models" / name)
     for name in stage.params.extra_models:
-        yield load_contestant(stage, name, folder_of(stage, name, "evaluate.extra_models"))
+        yield load_contestant(stage, name, folder_of(stage, EXTRA, name, "evaluate.extra_models"))
 
 
 def best_of_n(stage: Stage[EvaluateParams], exam: Exam) -> dict[str, Results]:
@@ -151,36 +154,9 @@ def marked_samples(exam: Exam, rows: list[Row]) -> Marked:
         texts=texts,
         rewards=[row["reward"] for row in rows],
         gold=exam.judge.score(exam.prompts, texts) if exam.judge else None,
+        tokens=[row["tokens"] for row in rows],
         divergence=None,
     )
-
-
-def read_given_texts(stage: Stage[EvaluateParams], exam: Exam, contestant: Contestant) -> dict[str, float | None]:
-    """What a model makes of texts that it did not write: the loss on held-out demonstrations, in nats a token, and the
-    mean log π of the chosen and rejected answers of the validation pairs, in nats an answer."""
-    tokenizer, batch_size = contestant.tokenizer, stage.params.batch_size
-    pad_id, limit = int(tokenizer.pad_token_id), context_length(contestant.model)
-    shown = [(row["prompt"], row["response"]) for row in exam.rows if row["response"] is not None]
-    shown = [(encode_prompt(tokenizer, prompt), encode_response(tokenizer, response)) for prompt, response in shown]
-    rows = [Demonstration(*pair) for pair in shown if sum(map(len, pair)) <= limit]
-    loss = response_loss(contestant.model, rows, pad_id, batch_size)
-    pairs = [row for row in stage.read(PREFERENCES) if row["split"] == "validation"]
-    prompts = [encode_prompt(tokenizer, row["prompt"]) for row in pairs]
-    found: dict[str, float | None] = {"heldout_loss": None if math.isnan(loss) else loss}
-    for side in ("chosen", "rejected"):
-        responses = [response_in(exam, contestant, row, side) for row in pairs]
-        fitting = [i for i, ids in enumerate(responses) if len(prompts[i]) + len(ids) <= limit]
-        chosen = [prompts[i] for i in fitting], [responses[i] for i in fitting]
-        values = sequence_logprobs(contestant.model, *chosen, pad_id, batch_size)
-        found[f"logprob_{side}"] = sum(values) / len(values) if values else None
-    return found
-
-
-def response_in(exam: Exam, contestant: Contestant, row: Row, side: str) -> list[int]:
-    """A side of a pair in the contestant's tokens."""
-    if exam.shares_tokenizer(contestant):
-        return response_tokens(contestant.tokenizer, row, side)
-    return encode_response(contestant.tokenizer, row[side], row[f"{side}_ended"])
 
 
 def row_of(
@@ -193,14 +169,10 @@ def row_of(
     figures |= versus("win_rate_vs_policy", exam, results, None if name == "policy" else policy, bootstrap)
     ahead = None if name == "policy" else difference(results, policy, "gold", bootstrap)
     figures |= three("gold_minus_policy", ahead)
-    if name.startswith("best_of_"):
-        figures |= {"kl": best_of_n_kl(int(name.removeprefix("best_of_"))), "kl_ci95": None, "kl_k3": None}
-    known = everybody.texts_read.get(name, dict.fromkeys(("heldout_loss", "logprob_chosen", "logprob_rejected")))
-    start = everybody.texts_read["sft"]
-    moved = {key: minus(known[key], start[key]) for key in known}
-    figures |= {**known, "alignment_tax": moved["heldout_loss"]}
-    figures |= {f"{key}_change": moved[key] for key in ("logprob_chosen", "logprob_rejected")}
-    return figures | costs(stage, name)
+    if results.best_of > 1 or name not in everybody.read:
+        figures |= {"kl": best_of_n_kl(results.best_of), "kl_ci95": None}
+    figures |= given_figures(everybody.read.get(name), everybody.read["sft"], validation_pairs(stage), bootstrap)
+    return figures | costs(stage, name, results)
 
 
 def versus(
@@ -213,20 +185,25 @@ def versus(
     return against(key, results, other, won, bootstrap, controlled)
 
 
-def costs(stage: Stage[EvaluateParams], name: str) -> dict[str, int | None]:
-    """What a model took beyond the SFT model and the reward model: answers sampled to train it, response tokens that
-    its training read, and answers sampled for each one that it gives."""
-    each = int(name.removeprefix("best_of_")) if name.startswith("best_of_") else 1
-    stages = {"policy": "ppo"} | {alternative: alternative for alternative in ALTERNATIVES}
-    if name not in stages:
-        known = 0 if name == "sft" or name.startswith("best_of_") else None
-        return {"samples_generated": known, "tokens_trained": known, "samples_per_answer": each}
-    told = stage.read_json(f"metrics/{stages[name]}.json")
-    return {
-        "samples_generated": told["samples_generated"],
-        "tokens_trained": told["tokens_trained"],
-        "samples_per_answer": each,
-    }
+def costs(stage: Stage[EvaluateParams], name: str, results: Results) -> dict[str, int | None]:
+    """What a model took beyond SFT model, preference data and reward model, which are common to all: answers sampled to
+    train it, response tokens that its training read, and answers sampled for each one that it gives. The policy's are
+    those of the whole run, whichever snapshot it is."""
+    paid = {"policy": ["ppo"], "hybrid": ["rejection_sft", "hybrid"]}.get(name, [name])
+    if name in ALTERNATIVES or name == "policy":
+        told = [stage.read_json(f"metrics/{part}.json") for part in paid]
+        samples = 0 if name == "dpo" else sum(part["samples_generated"] for part in told)
+        trained = {"samples_generated": samples, "tokens_trained": sum(part["tokens_trained"] for part in told)}
+    else:
+        trained = dict.fromkeys(
+            ("samples_generated", "tokens_trained"), None if name in stage.params.extra_models else 0
+        )
+    return {**trained, "samples_per_answer": results.best_of}
+
+
+def validation_pairs(stage: Stage[EvaluateParams]) -> list[Row]:
+    """The preference pairs that nothing is trained on."""
+    return [row for row in stage.read(PREFERENCES) if row["split"] == "validation"]
 
 
 def summary(exam: Exam, models: dict[str, dict[str, Any]]) -> dict[str, Any]:
@@ -235,6 +212,7 @@ def summary(exam: Exam, models: dict[str, dict[str, Any]]) -> dict[str, Any]:
     top: dict[str, Any] = {
         "judge": exam.judge.name if exam.judge else None,
         "win_rate_judge": exam.winner_named_by,
+        "judged_by": exam.judged_by,
         "prompts": len(exam.rows),
         "win_rate": policy["win_rate"],
         "win_rate_ci95": policy["win_rate_ci95"],
@@ -278,7 +256,7 @@ def answer_rows(stage: Stage[EvaluateParams], exam: Exam, results: dict[str, Res
     """Every answer of every model; of best-of-n the pick of the first n samples."""
     for name, of_model in results.items():
         picks = name.startswith("best_of_")
-        marks = [pick(of_model.marks[: int(name.removeprefix("best_of_"))])] if picks else of_model.marks
+        marks = [pick(of_model.marks[: of_model.best_of])] if picks else of_model.marks
         for seed, mark in zip(stage.params.seeds, marks, strict=False):
             for i, row in enumerate(exam.rows):
                 yield {
@@ -316,11 +294,6 @@ def side_by_side(answers: list[Row], seed: int) -> list[Row]:
             row = rows.setdefault(answer["prompt_id"], {"prompt": answer["prompt"]})
             row[answer["model"]] = answer["response"]
     return list(rows.values())
-
-
-def minus(a: float | None, b: float | None) -> float | None:
-    """a − b where both are known."""
-    return None if a is None or b is None else a - b
 
 
 if __name__ == "__main__":

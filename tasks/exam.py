@@ -4,12 +4,14 @@ one; what is made of the marks is theirs to decide."""
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_core.divergence import Divergence, measure_divergence
+from rlhf_core.errors import UserError
 from rlhf_core.evaluation.wins import wins
 from rlhf_core.judges import Judge
 from rlhf_core.models import context_length, load_causal_lm, load_scalar_model, place
@@ -32,6 +34,8 @@ class Contestant:
     name: str
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
+    noise: str = ""
+    """Contestants with equal names of the noise answer from the same random numbers; empty: from their own."""
 
 
 @dataclass(frozen=True)
@@ -45,13 +49,14 @@ class Marked:
     rewards: list[float]
     gold: list[float] | None
     """None where no judge scores."""
+    tokens: list[int]
+    """Length of each answer, in tokens of the SFT model."""
     divergence: Divergence | None
     """From the SFT model; None for a model with another tokenizer."""
 
-    @property
-    def tokens(self) -> list[int]:
-        """Length of each answer."""
-        return [len(response) for response in self.responses]
+    def says(self, prompt: int) -> tuple[str, bool]:
+        """The answer as a judge sees it."""
+        return self.texts[prompt], self.ended[prompt]
 
 
 @dataclass(frozen=True)
@@ -74,7 +79,9 @@ class Exam:
     stop_tokens: Sequence[str]
 
     def ask(self, contestant: Contestant, seed: int) -> Marked:
-        """One answer to each prompt, with the same noise for every contestant, marked."""
+        """One answer to each prompt, independent of the other contestants' answers, marked. Raises UserError where the
+        contestant's context is too short."""
+        self.require_room(contestant)
         prompt_ids = self.prompt_ids(contestant)
         stops = stop_ids(contestant.tokenizer, self.stop_tokens)
         responses, ended = self._draw(contestant, prompt_ids, stops, seed)
@@ -83,7 +90,8 @@ class Exam:
         read = responses if shared else self._in_our_tokens(texts, ended)
         rewards = self.scorer(Answers(self.prompts, texts, self.prompt_ids(self.reference), read))
         gold = self.judge.score(self.prompts, texts) if self.judge else None
-        return Marked(responses, ended, texts, rewards, gold, self._diverge(contestant, responses) if shared else None)
+        divergence = self._diverge(contestant, responses) if shared else None
+        return Marked(responses, ended, texts, rewards, gold, [len(ids) for ids in read], divergence)
 
     def compare(self, marked: Marked, other: Marked) -> list[float]:
         """How far `marked` is preferred to `other`, prompt by prompt, ½ for a tie: by the judge of pairs, asked in both
@@ -92,7 +100,17 @@ class Exam:
             return both_orders(self.pair_judge, self.prompts, other.texts, marked.texts).preference
         if marked.gold is not None and other.gold is not None:
             return wins(other.gold, marked.gold)
-        return wins(other.rewards, marked.rewards)
+        return [
+            0.5 if marked.says(i) == other.says(i) else won  # equal answers, read in other batches, differ by a hair
+            for i, won in enumerate(wins(other.rewards, marked.rewards))
+        ]
+
+    @property
+    def judged_by(self) -> str:
+        """What kind of judge that is: one of `pairs`, one who `scores`, or the `reward model`."""
+        if self.pair_judge is not None:
+            return "pairs"
+        return "reward model" if self.judge is None else "scores"
 
     @property
     def winner_named_by(self) -> str:
@@ -116,6 +134,15 @@ class Exam:
             return True
         return bool(theirs.get_vocab() == ours.get_vocab() and theirs.chat_template == ours.chat_template)
 
+    def require_room(self, contestant: Contestant) -> None:
+        """Raise UserError unless the contestant's context holds every prompt and an answer."""
+        longest = max(len(ids) for ids in self.prompt_ids(contestant)) + self.max_new_tokens
+        if longest > context_length(contestant.model):
+            raise UserError(
+                f"{contestant.name}: a prompt with {self.max_new_tokens} new tokens is {longest} tokens long, and its "
+                f"context holds {context_length(contestant.model)}; lower max_new_tokens, or leave the model out"
+            )
+
     def _draw(
         self, contestant: Contestant, prompt_ids: Sequence[Sequence[int]], stops: frozenset[int], seed: int
     ) -> tuple[list[list[int]], list[bool]]:
@@ -125,7 +152,7 @@ class Exam:
             sampled = sample(
                 contestant.model,
                 [prompt_ids[i] for i in places],
-                [(seed, i) for i in places],
+                [(seed, noise, i) for i in places],
                 max_new_tokens=self.max_new_tokens,
                 temperature=self.temperature,
                 stop_ids=stops,
@@ -134,6 +161,7 @@ class Exam:
             )
             return list(zip(sampled.responses, sampled.ended, strict=True))
 
+        noise = int.from_bytes(sha256((contestant.noise or contestant.name).encode()).digest()[:8], "big")
         order = sorted(range(len(prompt_ids)), key=lambda i: len(prompt_ids[i]))
         batches = [order[start : start + self.batch_size] for start in range(0, len(order), self.batch_size)]
         journal = f"answers-{contestant.name}-{seed}"
@@ -143,8 +171,10 @@ class Exam:
         return [drawn[i][0] for i in range(len(order))], [drawn[i][1] for i in range(len(order))]
 
     def _in_our_tokens(self, texts: Sequence[str], ended: Sequence[bool]) -> list[list[int]]:
+        """What the SFT model's kind reads of a text: as much as its own answers may be long."""
         tokenizer = self.reference.tokenizer
-        return [encode_response(tokenizer, text, end) for text, end in zip(texts, ended, strict=True)]
+        read = [encode_response(tokenizer, text, end) for text, end in zip(texts, ended, strict=True)]
+        return [ids[: self.max_new_tokens] for ids in read]
 
     def _diverge(self, contestant: Contestant, responses: Sequence[Sequence[int]]) -> Divergence:
         return measure_divergence(

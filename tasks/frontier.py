@@ -1,141 +1,190 @@
 """The reward–KL frontier: PPO's snapshots as a curve, and where every other model lies beside it. Gold is the judge's
-score, reward the reward model's; R in the fitted curves is relative to the SFT model."""
+score, reward the reward model's, the win rate is against the SFT model; R in the fitted curves is relative to SFT."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from jaxtyping import Float
 
+from rlhf_core.evaluation.best_of_n import best_of_n_kl
+from rlhf_core.evaluation.intervals import Estimate
 from rlhf_core.evaluation.overoptimisation import Fit, at_kl, fit_best_of_n, fit_rl
 from tasks.exam import Exam
 from tasks.jsonl import Row
 from tasks.results import Bootstrap, PerPrompt, Results
 
 Models = Mapping[str, dict[str, Any]]
-SCORES = {"gold": "gold", "reward": "rewards"}
-"""Figures, and the tables of answers they are means of."""
+SCORES = ("gold", "reward", "win_rate")
+FITTED = ("gold", "reward")
 
 
-def curve_of(results: Mapping[str, Results], snapshots: Mapping[int, Results]) -> tuple[list[float], list[Results]]:
-    """KL (nats an answer) and answers along PPO's run, from the SFT model on, by rising KL."""
-    sft = Results.of(results["sft"].marks[:1])
-    points = [(0.0, sft), *((kl_of(of_step), of_step) for of_step in snapshots.values())]
-    points.sort(key=lambda point: point[0])
-    return [kl for kl, _ in points], [each for _, each in points]
+@dataclass(frozen=True)
+class Point:
+    """A model on the frontier: where it is, and each prompt's scores."""
+
+    step: int
+    kl: float
+    """Nats an answer; a hair below zero, which noise can make of a KL, counts as zero."""
+    scores: dict[str, PerPrompt | None]
+    """By name of the score; None where nobody gives it."""
+
+    def mean(self, score: str) -> float | None:
+        """Over the prompts."""
+        values = self.scores[score]
+        return None if values is None else float(values.mean())
 
 
-def kl_of(results: Results) -> float:
-    """Mean k1 of the answers; a hair below zero, which noise can make of a KL, counts as zero."""
-    table = results.table("k1")
-    assert table is not None  # snapshots have the SFT model's tokenizer
-    return max(0.0, float(results.per_prompt(table).mean()))
+def point_of(exam: Exam, results: Results, sft: Results, step: int = 0) -> Point:
+    """The scores of a model's answers, beside the SFT model's."""
+    gold, rewards, kl = (results.table(name) for name in ("gold", "rewards", "k1"))
+    won = np.array([exam.compare(mark, sft.column(i)) for i, mark in enumerate(results.marks)]).T
+    scores = {
+        "gold": None if gold is None else results.per_prompt(gold),
+        "reward": None if rewards is None else results.per_prompt(rewards),
+        "win_rate": results.per_prompt(won),
+    }
+    known = best_of_n_kl(results.best_of) if kl is None else float(results.per_prompt(kl).mean())
+    return Point(step, max(0.0, known), scores)
+
+
+def curve_of(exam: Exam, sft: Results, snapshots: Mapping[int, Results]) -> list[Point]:
+    """PPO's run from the SFT model on, by rising KL; answers of the first sampling seed."""
+    first = Results.of(sft.marks[:1])
+    points = [point_of(exam, first, first), *(point_of(exam, each, first, step) for step, each in snapshots.items())]
+    return sorted(points, key=lambda point: point.kl)
 
 
 def frontier_figures(
-    results: Mapping[str, Results], snapshots: Mapping[int, Results], models: Models, bootstrap: Bootstrap
+    exam: Exam, results: Mapping[str, Results], snapshots: Mapping[int, Results], models: Models, bootstrap: Bootstrap
 ) -> dict[str, Any]:
     """`frontier`: PPO against every other model at that model's KL. `fits`: the curves of Gao et al. 2022."""
-    curve = curve_of(results, snapshots)
-    others = [name for name in models if name not in ("sft", "policy")]
-    return {
-        "frontier": {name: at_equal_kl(name, results[name], curve, models, bootstrap) for name in others},
-        "fits": fits(curve, models),
+    sft = results["sft"]
+    curve = curve_of(exam, sft, snapshots)
+    others = {
+        name: at_equal_kl(models[name]["kl"], point_of(exam, each, sft), curve, bootstrap)
+        for name, each in results.items()
+        if name not in ("sft", "policy")
     }
+    return {"frontier": others, "fits": fits(curve, models)}
 
 
-def at_equal_kl(
-    name: str, other: Results, curve: tuple[list[float], list[Results]], models: Models, bootstrap: Bootstrap
-) -> dict[str, Any]:
-    """PPO's score at the model's KL, linear in √KL between snapshots, less the model's own; null beyond PPO's KL."""
-    kl = models[name]["kl"]
-    figures: dict[str, Any] = {"kl": kl, "gold": models[name]["gold"], "reward": models[name]["reward"]}
-    for score, column in SCORES.items():
-        ours = per_prompt_at(kl, curve, column)
-        theirs = other.table(column)
-        gap = None if ours is None or theirs is None else bootstrap.of_prompts(ours - other.per_prompt(theirs))
+def at_equal_kl(kl: float | None, other: Point, curve: list[Point], bootstrap: Bootstrap) -> dict[str, Any]:
+    """PPO's scores at a model's KL, linear in √KL between snapshots, less the model's own; null beyond PPO's KL. Both
+    KLs are held fixed in the intervals."""
+    shares = None if kl is None else shares_at(kl, [point.kl for point in curve])
+    counted = [] if shares is None else [p.step for p, share in zip(curve, shares, strict=True) if share > 0]
+    figures: dict[str, Any] = {"kl": kl, "between": [counted[0], counted[-1]] if counted else None}
+    for score in SCORES:
+        ours, theirs = None if shares is None else score_at(shares, curve, score), other.scores[score]
+        gap = None if ours is None or theirs is None else bootstrap.of_prompts(ours - theirs)
         figures |= {
+            score: other.mean(score),
             f"policy_{score}": None if ours is None else float(ours.mean()),
             f"{score}_gap": None if gap is None else gap.mean,
-            f"{score}_gap_ci95": None if gap is None else [gap.low, gap.high],
+            f"{score}_gap_ci95": None if gap is None else gap.interval,
         }
     return figures
 
 
-def per_prompt_at(kl: float | None, curve: tuple[list[float], list[Results]], column: str) -> PerPrompt | None:
-    """Each prompt's score under PPO at a KL; None outside the run, or where the score is not known."""
-    tables = [each.table(column) for each in curve[1]]
-    shares = None if kl is None else shares_at(kl, curve[0])
-    if shares is None or any(table is None for table in tables):
-        return None
-    scores = [each.per_prompt(table) for each, table in zip(curve[1], tables, strict=True) if table is not None]
-    total: PerPrompt = np.tensordot(shares, np.array(scores), axes=1)
-    return total
-
-
 def shares_at(kl: float, curve: list[float]) -> Float[np.ndarray, "points"] | None:
-    """How much each snapshot counts for the curve at a KL: the interpolation of the unit vectors."""
+    """How much each snapshot counts for the curve at a KL: the interpolation of the unit vectors. None outside."""
     rows = [at_kl(kl, curve, unit.tolist()) for unit in np.eye(len(curve))]
     return None if None in rows else np.array(rows, dtype=np.float64)
 
 
-def fits(curve: tuple[list[float], list[Results]], models: Models) -> dict[str, Any]:
-    """By name of the curve: its parameters, or null where the points do not carry it."""
-    best = [row for name, row in models.items() if name.startswith("best_of_")]
-    found: dict[str, Fit | None] = {}
-    for score, column in SCORES.items():
-        means = [_mean(each, column) for each in curve[1]]
-        start = models["sft"][score]
-        found[f"ppo_{score}"] = _fitted(fit_rl, curve[0], means, start)
-        found[f"best_of_n_{score}"] = _fitted(fit_best_of_n, [r["kl"] for r in best], [r[score] for r in best], start)
-    return {
-        name: None if fit is None else {"alpha": fit.alpha, "beta": fit.beta, "r2": fit.r2, "points": fit.points}
-        for name, fit in found.items()
-    }
-
-
-def _fitted(fit: Any, kls: list[float], scores: list[Any], start: float | None) -> Fit | None:
-    if start is None or any(score is None for score in scores):
+def score_at(shares: Float[np.ndarray, "points"], curve: list[Point], score: str) -> PerPrompt | None:
+    """Each prompt's score under PPO; None where nobody gives it."""
+    columns = [point.scores[score] for point in curve]
+    if any(column is None for column in columns):
         return None
-    found: Fit | None = fit(kls, [score - start for score in scores])
+    total: PerPrompt = np.tensordot(shares, np.array(columns), axes=1)
+    return total
+
+
+def fits(curve: list[Point], models: Models) -> dict[str, Any]:
+    """By name of the curve: its parameters and where it starts, or null where the points do not carry it."""
+    best = [row for name, row in models.items() if name.startswith("best_of_")]
+    start = models.get("best_of_1", models["sft"])
+    found: dict[str, Any] = {}
+    for score in FITTED:
+        found[f"ppo_{score}"] = _fitted(
+            fit_rl,
+            [p.kl for p in curve],
+            [p.mean(score) for p in curve],
+            next(p for p in curve if p.step == 0).mean(score),
+        )
+        found[f"best_of_n_{score}"] = _fitted(
+            fit_best_of_n, [row["kl"] for row in best], [row[score] for row in best], start[score]
+        )
     return found
 
 
-def _mean(results: Results, column: str) -> float | None:
-    table = results.table(column)
-    return None if table is None else float(results.per_prompt(table).mean())
+Fitting = Callable[[list[float], list[float]], Fit | None]
+
+
+def _fitted(fit: Fitting, kls: list[float], scores: list[float | None], start: float | None) -> dict[str, Any] | None:
+    known = [score for score in scores if score is not None]
+    if start is None or len(known) < len(scores):
+        return None
+    found = fit(kls, [score - start for score in known])
+    if found is None:
+        return None
+    return {"start": start, "alpha": found.alpha, "beta": found.beta, "r2": found.r2, "points": found.points}
+
+
+def stopping(
+    exam: Exam, results: Mapping[str, Results], snapshots: Mapping[int, Results], selected: Row, bootstrap: Bootstrap
+) -> dict[str, Any] | None:
+    """The snapshot that the judge liked best on the validation prompts (0: the SFT model) against the last one, on the
+    test prompts and paired by prompt. None where no judge has chosen."""
+    best, last = selected["best_judge_step"], selected["last_step"]
+    points = {point.step: point for point in curve_of(exam, results["sft"], snapshots)}
+    if best not in points or last not in points or exam.judged_by == "reward model":
+        return None
+    score = "gold" if exam.judged_by == "scores" else "win_rate"
+    ours, theirs = points[best].scores[score], points[last].scores[score]
+    assert ours is not None  # this judge gives it
+    assert theirs is not None
+    found = bootstrap.of_prompts(ours - theirs)
+    return {
+        "best_step": best,
+        "last_step": last,
+        "score": score,
+        "difference": found.mean,
+        "difference_ci95": found.interval,
+    }
 
 
 def frontier_rows(
     exam: Exam, results: Mapping[str, Results], snapshots: Mapping[int, Results], models: Models, bootstrap: Bootstrap
 ) -> list[Row]:
     """plots/frontier.csv: a row a point; snapshots have the answers of the first sampling seed, models all."""
-    rows = [model_row(name, row) for name, row in models.items() if name != "policy"]
-    return rows + [snapshot_row(exam, step, of_step, results["sft"], bootstrap) for step, of_step in snapshots.items()]
+    rows = [model_row(name, models[name]) for name in results if name != "policy"]
+    first = Results.of(results["sft"].marks[:1])
+    return rows + [snapshot_row(point_of(exam, each, first, step), bootstrap) for step, each in snapshots.items()]
 
 
 def model_row(name: str, figures: dict[str, Any]) -> Row:
     """A model of the table as a point."""
-    n = int(name.removeprefix("best_of_")) if name.startswith("best_of_") else None
-    family, point = (name, 0) if n is None else ("best_of_n", n)
-    return _point(family, point, figures["kl"], {score: _ends(figures, score) for score in SCORES}, figures["win_rate"])
+    n = figures["samples_per_answer"] if name.startswith("best_of_") else None
+    family, place = (name, 0) if n is None else ("best_of_n", n)
+    return _row(family, place, figures["kl"], {score: (figures[score], figures[f"{score}_ci95"]) for score in SCORES})
 
 
-def snapshot_row(exam: Exam, step: int, results: Results, sft: Results, bootstrap: Bootstrap) -> Row:
+def snapshot_row(point: Point, bootstrap: Bootstrap) -> Row:
     """The policy after a step as a point."""
-    found = {score: bootstrap.of(results, results.table(column)) for score, column in SCORES.items()}
-    ends = {score: (None, None, None) if e is None else (e.mean, e.low, e.high) for score, e in found.items()}
-    won = exam.compare(results.marks[0], sft.marks[0])
-    return _point("ppo", step, kl_of(results), ends, float(np.mean(won)))
+    found: dict[str, Estimate | None] = {
+        score: None if values is None else bootstrap.of_prompts(values) for score, values in point.scores.items()
+    }
+    ends = {score: (None, None) if e is None else (e.mean, e.interval) for score, e in found.items()}
+    return _row("ppo", point.step, point.kl, ends)
 
 
-def _ends(figures: dict[str, Any], score: str) -> tuple[float | None, float | None, float | None]:
-    low, high = figures[f"{score}_ci95"] or (None, None)
-    return figures[score], low, high
-
-
-def _point(family: str, point: int, kl: float | None, scores: dict[str, Any], win_rate: float | None) -> Row:
-    row: Row = {"family": family, "point": point, "kl": kl, "sqrt_kl": None if kl is None else max(0.0, kl) ** 0.5}
-    for score, (mean, low, high) in scores.items():
+def _row(family: str, place: int, kl: float | None, scores: dict[str, Any]) -> Row:
+    row: Row = {"family": family, "point": place, "kl": kl, "sqrt_kl": None if kl is None else max(0.0, kl) ** 0.5}
+    for score, (mean, ends) in scores.items():
+        low, high = ends or (None, None)
         row |= {score: mean, f"{score}_low": low, f"{score}_high": high}
-    return row | {"win_rate": win_rate}
+    return row

@@ -4,9 +4,9 @@ from typing import Any
 
 from rlhf_core.judge_model import LanguageModelJudge
 from rlhf_core.models import load_causal_lm, place
-from rlhf_core.pair_judges import PairJudge
+from rlhf_core.pair_judges import PairJudge, Remembering
 from rlhf_core.tokenizer import load_tokenizer
-from tasks.extra_models import folder_of
+from tasks.extra_models import JUDGES, folder_of
 from tasks.params.judge import JudgeParams
 from tasks.params.loader import parse, read_yaml
 from tasks.stage import Stage
@@ -18,7 +18,7 @@ def pair_judge_of(stage: Stage[Any], batch_size: int) -> PairJudge | None:
     settings = parse(JudgeParams, read_yaml().get("judge"), "judge")
     if settings.model is None:
         return None
-    folder = folder_of(stage, settings.model, "judge.model")
+    folder = folder_of(stage, JUDGES, settings.model, "judge.model")
     model = place(load_causal_lm(folder, trust_remote_code=trusts(stage)))
     tokenizer = load_tokenizer(folder, trust_remote_code=trusts(stage))
-    return LanguageModelJudge(model, tokenizer, name=settings.model, batch_size=batch_size)
+    return Remembering(LanguageModelJudge(model, tokenizer, name=settings.model, batch_size=batch_size))

@@ -44,6 +44,11 @@ def questions(stage: Stage[Any], params: EvaluateParams) -> list[Row]:
     return rows[: params.max_prompts]
 
 
+def source_of(params: EvaluateParams) -> str:
+    """Where the prompts come from, as errors say it."""
+    return HELDOUT if params.prompts == FROM_DATA else f"{(RAW / params.prompts).as_posix()}, distinct prompts"
+
+
 def read_questions(raw: Path, name: str) -> list[Row]:
     """The distinct prompts of the JSONL file `name` below `raw`, in the shapes that `ingest` reads; of equal ones the
     first. Raises UserError, see `questions`."""

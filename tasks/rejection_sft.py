@@ -7,7 +7,7 @@ from rlhf_core.determinism import permutation
 from rlhf_core.errors import UserError
 from rlhf_core.models import context_length, load_causal_lm, save_checkpoint
 from rlhf_core.sft import Demonstration, SFTResult, fine_tune
-from rlhf_core.tokenizer import load_tokenizer
+from rlhf_core.tokenizer import load_tokenizer, stop_ids
 from tasks.candidates import Candidate, Kept, draw_candidates, reward_figures
 from tasks.jsonl import Row
 from tasks.params.rejection_sft import RejectionParams
@@ -60,6 +60,8 @@ def execute(stage: Stage[RejectionParams]) -> None:
         SHORT_OF_MEMORY,
     )
 
+    if params.stop_tokens:
+        model.generation_config.eos_token_id = sorted(stop_ids(tokenizer, params.stop_tokens))
     save_checkpoint(stage.out("models/rejection_sft"), model.cpu(), tokenizer)
     stage.outputs.write_csv(PLOT, log_table(result.log, LOGGED))
     stage.outputs.write_jsonl(SAMPLES, sample_rows(kept, candidates, best, splits))

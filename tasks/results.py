@@ -13,7 +13,7 @@ import numpy as np
 from jaxtyping import Float
 
 from rlhf_core.evaluation.diversity import distinct_n, mean_overlap
-from rlhf_core.evaluation.intervals import Estimate, estimate
+from rlhf_core.evaluation.intervals import Estimate, estimate, estimate_difference, estimate_ratio
 from rlhf_core.evaluation.wins import length_controlled_win_rate
 from tasks.exam import Marked
 
@@ -78,6 +78,7 @@ def pick(marks: list[Marked]) -> Marked:
         texts=[marks[k].texts[i] for i, k in enumerate(best)],
         rewards=[marks[k].rewards[i] for i, k in enumerate(best)],
         gold=None if gold[0] is None else [gold[k][i] for i, k in enumerate(best)],  # type: ignore[index]
+        tokens=[marks[k].tokens[i] for i, k in enumerate(best)],
         divergence=None,
     )
 
@@ -96,6 +97,10 @@ class Bootstrap:
         table = values if results.equal else results.per_prompt(values)[:, None]
         return estimate(table, self.resamples, self.seed)
 
+    def of_sums(self, results: Results, above: Table, below: Table) -> Estimate:
+        """A sum over all answers divided by another, such as nats over tokens."""
+        return estimate_ratio(results.per_prompt(above), results.per_prompt(below), self.resamples, self.seed)
+
     def of_prompts(self, values: PerPrompt) -> Estimate:
         """Mean and interval of one value a prompt."""
         return estimate(values[:, None], self.resamples, self.seed)
@@ -113,15 +118,13 @@ def own_figures(results: Results, bootstrap: Bootstrap) -> dict[str, Any]:
         **three("gold", bootstrap.of(results, results.table("gold")), spread=True),
         **three("reward", bootstrap.of(results, results.table("rewards")), spread=True),
         **three("kl", bootstrap.of(results, results.table("k1"))),
-        "kl_k3": _mean(results, results.table("k3")),
-        "response_tokens": _mean(results, tokens),
-        "missing_eos_share": _mean(results, 1.0 - ended),
+        **three("kl_k3", bootstrap.of(results, results.table("k3"))),
+        **three("response_tokens", bootstrap.of(results, tokens)),
+        **three("missing_eos_share", bootstrap.of(results, 1.0 - ended)),
         "distinct_1": float(np.mean([distinct_n(texts, 1) for texts in sets])),
         "distinct_2": float(np.mean([distinct_n(texts, 2) for texts in sets])),
         "overlap": mean_overlap(list(zip(*sets, strict=True))) if len(sets) > 1 else None,
-        "entropy": None
-        if entropy is None
-        else float((results.weights * entropy).sum() / (results.weights * tokens).sum()),
+        **three("entropy", None if entropy is None else bootstrap.of_sums(results, entropy, tokens)),
     }
 
 
@@ -139,7 +142,7 @@ def against(
     )
     return {
         **figures,
-        "ties": _mean(results, (won == 0.5).astype(np.float64)),
+        **three("ties", bootstrap.of(results, (won == 0.5).astype(np.float64))),
         f"{name}_controlled": found.rate,
         f"{name}_controlled_ci95": found.interval,
     }
@@ -149,7 +152,7 @@ def no_win_rate(name: str, controlled: bool) -> dict[str, Any]:
     """The keys of `against` for a model that would be compared with itself."""
     keys = [name, f"{name}_ci95"]
     if controlled:
-        keys += [f"{name}_spread", "ties", f"{name}_controlled", f"{name}_controlled_ci95"]
+        keys += [f"{name}_spread", "ties", "ties_ci95", f"{name}_controlled", f"{name}_controlled_ci95"]
     return dict.fromkeys(keys)
 
 
@@ -158,7 +161,7 @@ def difference(results: Results, other: Results, column: str, bootstrap: Bootstr
     mine, theirs = results.table(column), other.table(column)
     if mine is None or theirs is None:
         return None
-    return bootstrap.of_prompts(results.per_prompt(mine) - other.per_prompt(theirs))
+    return estimate_difference(other.per_prompt(theirs), results.per_prompt(mine), bootstrap.resamples, bootstrap.seed)
 
 
 def three(name: str, found: Estimate | None, spread: bool = False) -> dict[str, Any]:
@@ -168,7 +171,3 @@ def three(name: str, found: Estimate | None, spread: bool = False) -> dict[str, 
         f"{name}_ci95": None if found is None else found.interval,
     }
     return figures | ({f"{name}_spread": None if found is None else found.spread} if spread else {})
-
-
-def _mean(results: Results, values: Table | None) -> float | None:
-    return None if values is None else float(results.per_prompt(values).mean())

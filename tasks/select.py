@@ -14,6 +14,7 @@ from tasks.exam import Contestant, Exam, Marked, fitting_rows, load_contestant, 
 from tasks.jsonl import Row
 from tasks.judges import judge_of
 from tasks.pair_judges import pair_judge_of
+from tasks.params.judge import JudgeParams
 from tasks.params.loader import parse, read_yaml
 from tasks.params.select import SelectParams
 from tasks.stage import Stage, run
@@ -29,22 +30,29 @@ def execute(stage: Stage[SelectParams]) -> None:
     config = parse(PPOConfig, read_yaml().get("ppo"), "ppo")
     sft = load_contestant(stage, "sft", stage.root / SFT)
     table = compare(stage, config, sft) if stage.params.prompts else unknown(stage)
-    chosen = choose(table)
-    step = chosen[stage.params.rule]
-    if step is None:
-        raise UserError(f"select.rule is {stage.params.rule}, but no judge scores the answers; use best_proxy or last")
+    judged = judging_column(stage)
+    step = choose(table, stage.params.rule, judged)
     save_policy(stage, config, sft, step)
     stage.outputs.write_csv("plots/select.csv", table)
-    others = {f"{rule}_step": found for rule, found in chosen.items()}
-    stage.write_metrics({"rule": stage.params.rule, "step": step, **others, "prompts": table[0]["prompts"]})
+    stage.write_metrics(
+        {
+            "rule": stage.params.rule,
+            "step": step,
+            "last_step": table[-1]["step"],
+            "best_judge_step": best_step(table, judged),
+            "best_proxy_step": best_step(table, "reward"),
+            "prompts": table[0]["prompts"],
+        }
+    )
 
 
 def compare(stage: Stage[SelectParams], config: PPOConfig, sft: Contestant) -> list[Row]:
     """A row a snapshot, and one for the SFT model as step 0."""
-    rows, _ = fitting_rows(stage, PREFERENCES, validation_prompts(stage), sft, config.max_new_tokens)
+    asked = validation_prompts(stage)[: stage.params.prompts]
+    rows, _ = fitting_rows(stage, f"{PREFERENCES}, distinct validation prompts", asked, sft, config.max_new_tokens)
     exam = Exam(
         stage=stage,
-        rows=rows[: stage.params.prompts],
+        rows=rows,
         reference=sft,
         scorer=load_scorer(stage, int(sft.tokenizer.pad_token_id), config.batch_size),
         judge=judge_of(stage),
@@ -72,7 +80,7 @@ def policies(stage: Stage[Any], sft: Contestant) -> Iterator[tuple[int, Contesta
     folder = stage.root / SNAPSHOTS
     for step in snapshots.steps_in(folder):
         start = load_causal_lm(stage.root / SFT, trust_remote_code=trusts(stage))
-        yield step, Contestant(f"step-{step}", place(snapshots.load(folder, step, start)), sft.tokenizer)
+        yield step, Contestant(f"step-{step}", place(snapshots.load(folder, step, start)), sft.tokenizer, "policy")
 
 
 def summarise(exam: Exam, start: Marked, step: int, marked: Marked) -> Row:
@@ -96,15 +104,30 @@ def unknown(stage: Stage[SelectParams]) -> list[Row]:
     return [{"step": step, **dict.fromkeys(columns), "prompts": 0} for step in steps]
 
 
-def choose(table: list[Row]) -> dict[str, int | None]:
-    """By rule, the step of the snapshot that it chooses; the earlier one where two are equal."""
+def judging_column(stage: Stage[SelectParams]) -> str | None:
+    """The column that holds the word of the judge whom `judge` names; None where there is none but the reward model."""
+    if parse(JudgeParams, read_yaml().get("judge"), "judge").kind == "model":
+        return "win_rate"
+    return None if judge_of(stage) is None else "gold"
 
-    def best(column: str) -> int | None:
-        known = [row for row in table if row["step"] and row[column] is not None]
-        return max(known, key=lambda row: row[column])["step"] if known else None
 
-    judged = "gold" if any(row["gold"] is not None for row in table) else "win_rate"
-    return {"last": table[-1]["step"], "best_judge": best(judged), "best_proxy": best("reward")}
+def choose(table: list[Row], rule: str, judged: str | None) -> int:
+    """The step of the snapshot that the rule chooses; the earlier one where two are equal. Raises UserError where
+    nobody can judge."""
+    taken = [row for row in table if row["step"] > 0]
+    columns = {"best_judge": judged, "best_proxy": "reward"}
+    if rule == "last":
+        return int(table[-1]["step"])
+    step = best_step(taken, columns[rule])
+    if step is None:
+        raise UserError(f"select.rule is {rule}, but there is no judge besides the reward model; use best_proxy")
+    return step
+
+
+def best_step(table: list[Row], column: str | None) -> int | None:
+    """The step with the highest figure, 0 for the SFT model; None where the figure is not known."""
+    known = [row for row in table if row.get(column or "") is not None]
+    return int(max(known, key=lambda row: float(row[str(column)]))["step"]) if known else None
 
 
 def save_policy(stage: Stage[SelectParams], config: PPOConfig, sft: Contestant, step: int) -> None:

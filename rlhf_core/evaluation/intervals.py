@@ -69,6 +69,22 @@ def estimate_difference(
     return estimate(b.mean(axis=1) - a.mean(axis=1), resamples, seed, level)
 
 
+def estimate_ratio(
+    numerators: Sequence[float] | Float[ndarray, "prompts"],
+    denominators: Sequence[float] | Float[ndarray, "prompts"],
+    resamples: int,
+    seed: int,
+    level: float = 0.95,
+) -> Estimate:
+    """Σ numerators / Σ denominators, such as a loss in nats over tokens, where each prompt brings both; prompts are
+    resampled. Raises ValueError as `bootstrap_interval` does, and where the denominators sum to 0."""
+    above, below = _one_a_prompt(numerators), _one_a_prompt(denominators)
+    if len(above) != len(below) or below.sum() == 0.0:
+        raise ValueError("a ratio needs as many denominators as numerators, and some that are not 0")
+    found = [above[p].sum(axis=1) / below[p].sum(axis=1) for p in resampled(len(above), resamples, seed)]
+    return Estimate(float(above.sum() / below.sum()), *_quantiles(np.concatenate(found), level), None)
+
+
 def bootstrap_interval(
     values: Sequence[float] | Float[ndarray, "prompts"], resamples: int, seed: int, level: float = 0.95
 ) -> tuple[float, float]:

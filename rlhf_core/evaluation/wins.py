@@ -75,7 +75,7 @@ def length_controlled_win_rate(
         raise ValueError(f"weights must have the shape of the wins, {hits.shape}, not {share.shape}")
     answers = hits.shape[1]
     counted = (share * (share.size / share.sum())).reshape(1, -1)
-    x, y = _standardised(delta.reshape(-1)), hits.reshape(-1)
+    x, y = _standardised(delta.reshape(-1), counted[0]), hits.reshape(-1)
     start = fit_logistic(counted, x, y, np.zeros((1, 2)))
     found = []
     for places in resampled(len(hits), resamples, seed):
@@ -116,11 +116,14 @@ def fit_logistic(
     raise ValueError(f"the length-controlled win rate did not settle in {ITERATIONS} steps; are all values finite?")
 
 
-def _standardised(delta: Float[ndarray, "answers"]) -> Float[ndarray, "answers"]:
-    """tanh(Δ / sd); 0 where lengths never differ by different amounts and nothing can be controlled."""
-    spread = float(delta.std())
-    if np.ptp(delta) == 0.0:
+def _standardised(delta: Float[ndarray, "answers"], weights: Float[ndarray, "answers"]) -> Float[ndarray, "answers"]:
+    """tanh(Δ / sd), sd over the weighted answers; 0 where lengths never differ by different amounts and nothing can be
+    controlled."""
+    weighed = delta[weights > 0]
+    if np.ptp(weighed) == 0.0:
         return np.zeros_like(delta)
+    mean = np.average(delta, weights=weights)
+    spread = float(np.sqrt(np.average((delta - mean) ** 2, weights=weights)))
     return np.asarray(np.tanh(delta / spread), dtype=np.float64)
 
 

@@ -101,6 +101,12 @@ class Params(Block):
             variant: VariantParams = getattr(self, name)
             if variant.enabled:
                 variant.applied_to(self.ppo, name)
+        rejection = self.rejection_sft
+        if rejection.enabled and rejection.training and rejection.training.max_tokens <= rejection.max_new_tokens:
+            raise ValueError(
+                f"rejection_sft.training.max_tokens is {rejection.training.max_tokens}: a prompt and the "
+                f"{rejection.max_new_tokens} tokens of rejection_sft.max_new_tokens do not fit; enlarge it"
+            )
         if self.hybrid.enabled and not self.rejection_sft.enabled:
             raise ValueError("hybrid starts from models/rejection_sft; set rejection_sft.enabled: true")
 
@@ -136,8 +142,14 @@ class Params(Block):
         }
         if self.dpo.enabled:
             read["dpo"] = self.dpo.max_tokens
-        if self.rejection_sft.enabled:
+        if self.rejection_sft.enabled and self.rejection_sft.training is not None:
             sampled["rejection_sft"] = self.rejection_sft.max_new_tokens
+            read["rejection_sft.training"] = self.rejection_sft.training.max_tokens
+        sampled |= {
+            f"{name}.settings": getattr(self, name).applied_to(self.ppo, name).max_new_tokens
+            for name in CHANGES
+            if getattr(self, name).enabled
+        }
         for name, tokens in read.items():
             if tokens > context:
                 raise ValueError(f"{name}.max_tokens is {tokens} tokens, longer than base.scratch.context {context}")

@@ -39,6 +39,10 @@ class VariantParams(Block):
             key = ".".join([name, "settings", *map(str, problem["loc"])])
             said = "unknown parameter" if problem["type"] == "extra_forbidden" else problem["msg"]
             raise ValueError(f"{key}: {said.removeprefix('Value error, ')}") from None
+        if "snapshot_every" in self.settings:
+            raise ValueError(f"{name}.settings.snapshot_every: only `ppo` keeps snapshots; remove it")
+        if set(config.stop_tokens) != set(ppo.stop_tokens):
+            raise ValueError(f"{name}.settings.stop_tokens: answers must end as those of `ppo` do; remove it")
         if name == "hybrid" and config.lora is not None:
             raise ValueError(
                 "hybrid: with lora the reference is the start with its adapter off, which is models/rejection_sft "

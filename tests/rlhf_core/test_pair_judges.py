@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from rlhf_core.chat import Conversation
 from rlhf_core.errors import UserError
 from rlhf_core.judges import NoisyAnnotators
-from rlhf_core.pair_judges import PairJudge, ScoreComparison, SimulatedAnnotators, both_orders
+from rlhf_core.pair_judges import PairJudge, Remembering, ScoreComparison, SimulatedAnnotators, both_orders
 
 PROMPT: Conversation = [{"role": "user", "content": "what shall i eat"}]
 PAIRS = 3000
@@ -133,3 +133,22 @@ def test_an_impossible_bias_is_refused(bias: float) -> None:
 def test_no_pairs_are_refused() -> None:
     with pytest.raises(ValueError, match="at least one pair"):
         both_orders(annotators(0.0), [], [], [])
+
+
+def test_a_judge_that_remembers_is_asked_once_about_each_pair_in_each_order() -> None:
+    asked: list[tuple[str, str]] = []
+
+    class Longest:
+        name = "longest"
+
+        def prefer(self, prompts: Sequence[Conversation], firsts: Sequence[str], seconds: Sequence[str]) -> list[float]:
+            asked.extend(zip(firsts, seconds, strict=True))
+            return [float(len(a) > len(b)) for a, b in zip(firsts, seconds, strict=True)]
+
+    judge = Remembering(Longest())
+    prompts: list[Conversation] = [[{"role": "user", "content": text}] for text in ("p", "p", "q")]
+    for _ in range(2):
+        assert judge.prefer(prompts, ["aa", "aa", "aa"], ["b", "b", "b"]) == [1.0, 1.0, 1.0]
+        assert judge.prefer(prompts, ["b"] * 3, ["aa"] * 3) == [0.0, 0.0, 0.0]
+    assert sorted(asked) == [("aa", "b"), ("aa", "b"), ("b", "aa"), ("b", "aa")]
+    assert judge.name == "longest"

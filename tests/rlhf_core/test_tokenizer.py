@@ -102,7 +102,7 @@ def test_stop_ids_are_eos_and_the_tokens_with_the_texts() -> None:
 
 @pytest.mark.parametrize(("text", "count"), [("", "0 tokens"), ("x.", "2 tokens"), ("<|u", "3 tokens")])
 def test_a_stop_token_must_be_exactly_one_token(text: str, count: str) -> None:
-    with pytest.raises(UserError, match=f"{count} of this tokenizer"):
+    with pytest.raises(UserError, match=f"{count} of the tokenizer"):
         stop_ids(TRAINED, [text])
 
 

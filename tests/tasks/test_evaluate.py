@@ -20,7 +20,7 @@ FAMILY = ["sft", "policy", "best_of_1", "best_of_2", "best_of_4", "rejection_sft
 
 def test_the_pick_is_the_reward_models_and_the_first_of_equals() -> None:
     def mark(name: str, rewards: list[float]) -> Marked:
-        return Marked([[1]] * 2, [True] * 2, [name] * 2, rewards, [float(len(name))] * 2, None)
+        return Marked([[1]] * 2, [True] * 2, [name] * 2, rewards, [float(len(name))] * 2, [1] * 2, None)
 
     picked = pick([mark("a", [1.0, 2.0]), mark("bb", [3.0, 2.0]), mark("ccc", [2.0, 1.0])])
     assert (picked.texts, picked.rewards, picked.gold) == (["bb", "a"], [3.0, 2.0], [2.0, 1.0])
@@ -71,13 +71,14 @@ def test_a_users_models_and_prompts_join_and_a_model_may_judge(finished: "Projec
     finished.set("runtime.tracking", False)
     extra = finished.root / "models" / "extra"
     shutil.copytree(finished.root / "models/sft", extra / "copy")
+    shutil.copytree(finished.root / "models/sft", finished.root / "models" / "judges" / "judge")
     foreign(finished, "foreign")
     mine = [{"prompt": f"What could I eat on day {day}?"} for day in range(3)]
     text = "".join(json.dumps(row) + "\n" for row in mine)
     (finished.root / "data/raw/mine.jsonl").write_text(text, encoding="utf-8")
     finished.set("evaluate.prompts", "mine.jsonl")
     finished.set("evaluate.extra_models", ["copy", "foreign"])
-    finished.set("judge", {"kind": "model", "model": "copy"})
+    finished.set("judge", {"kind": "model", "model": "judge"})
     finished.set("base.scratch.context", 96)
     assert stage_main(finished, "best_of_n").code == 0
     done = stage_main(finished, "evaluate")
@@ -89,10 +90,13 @@ def test_a_users_models_and_prompts_join_and_a_model_may_judge(finished: "Projec
     assert told["prompts"] == 3
     models = told["models"]
     assert list(models)[-2:] == ["copy", "foreign"]
-    for key in ("gold", "reward", "kl", "heldout_loss", "logprob_chosen"):
+    for key in ("kl", "heldout_loss", "logprob_chosen", "logprob_rejected"):
         assert models["copy"][key] == models["sft"][key], key
+    assert {row["gold"] for row in models.values()} == {None}, "the rubric knows the demo's own prompts only"
+    assert told["win_rate_judge"] == "reward model"
     assert models["copy"]["tokens_trained"] is None
-    assert (models["foreign"]["kl"], models["foreign"]["gold"] is not None) == (None, True)
+    assert (models["foreign"]["kl"], models["foreign"]["heldout_loss"]) == (None, None)
+    assert models["foreign"]["logprob_chosen"] is not None
     assert stage_main(finished, "report").code == 0
 
 
@@ -113,7 +117,7 @@ def foreign(project: "Project", name: str) -> None:
     [
         ("evaluate.extra_models", ["nobody"], "evaluate.extra_models: models/extra/nobody is no Hugging Face folder"),
         ("evaluate.prompts", "nowhere.jsonl", "evaluate.prompts: data/raw/nowhere.jsonl not found"),
-        ("judge", {"kind": "model", "model": "nobody"}, "judge.model: models/extra/nobody is no Hugging Face folder"),
+        ("judge", {"kind": "model", "model": "nobody"}, "judge.model: models/judges/nobody is no Hugging Face folder"),
     ],
 )
 def test_what_is_not_there_is_named(finished: "Project", stage_main: Main, name: str, value: object, says: str) -> None:

@@ -1,15 +1,31 @@
 """The frontier: PPO's snapshots as a curve, and where another model lies beside it."""
 
 import math
+from typing import cast
 
 import pytest
 
 from rlhf_core.divergence import Divergence
-from tasks.exam import Marked
-from tasks.frontier import curve_of, frontier_figures, shares_at
+from rlhf_core.evaluation.wins import wins
+from tasks.exam import Exam, Marked
+from tasks.frontier import curve_of, frontier_figures, shares_at, stopping
 from tasks.results import Bootstrap, Results
 
 PROMPTS = 50
+
+
+class Judged:
+    """An exam that is over: the answers are there, and gold decides."""
+
+    judged_by = "scores"
+
+    def compare(self, marked: Marked, other: Marked) -> list[float]:
+        assert other.gold is not None
+        assert marked.gold is not None
+        return wins(other.gold, marked.gold)
+
+
+EXAM = cast(Exam, Judged())
 BOOTSTRAP = Bootstrap(200, 1)
 
 
@@ -19,7 +35,15 @@ def answers(kl: float, gold: float, reward: float) -> Results:
     mean = sum(noise) / PROMPTS
     scores = [[value + n - mean for n in noise] for value in (reward, gold)]
     kls = [kl] * PROMPTS
-    mark = Marked([[5]] * PROMPTS, [True] * PROMPTS, ["a"] * PROMPTS, scores[0], scores[1], Divergence(kls, kls, kls))
+    mark = Marked(
+        [[5]] * PROMPTS,
+        [True] * PROMPTS,
+        ["a"] * PROMPTS,
+        scores[0],
+        scores[1],
+        [1] * PROMPTS,
+        Divergence(kls, kls, kls),
+    )
     return Results.of([mark])
 
 
@@ -37,14 +61,16 @@ def test_the_gap_at_equal_kl_has_its_sign() -> None:
     others = {"best_of_4": answers(0.25, 0.8, 1.0), "dpo": answers(2.25, 1.1, 3.0), "grpo": answers(9.0, 5.0, 5.0)}
     results = {"sft": sft, "policy": snapshots[20], **others}
     models = {name: figures(each, None if each is sft else kl_of(each)) for name, each in results.items()}
-    found = frontier_figures(results, snapshots, models, BOOTSTRAP)["frontier"]
+    found = frontier_figures(EXAM, results, snapshots, models, BOOTSTRAP)["frontier"]
     assert set(found) == set(others)
     assert found["best_of_4"]["policy_gold"] == pytest.approx(0.5)
     assert found["best_of_4"]["gold_gap"] == pytest.approx(-0.3)
     assert found["dpo"]["gold_gap"] == pytest.approx(0.4)
     assert found["dpo"]["gold_gap_ci95"] == pytest.approx([0.4, 0.4]), "paired: what makes a prompt easy drops out"
     assert found["best_of_4"]["reward_gap"] == pytest.approx(0.0)
-    assert (found["grpo"]["policy_gold"], found["grpo"]["gold_gap"]) == (None, None)
+    assert (found["grpo"]["policy_gold"], found["grpo"]["gold_gap"], found["grpo"]["between"]) == (None, None, None)
+    assert (found["best_of_4"]["between"], found["dpo"]["between"]) == ([0, 10], [10, 20])
+    assert found["best_of_4"]["win_rate_gap"] == pytest.approx(-0.25), "a win everywhere, less half of one"
 
 
 def kl_of(results: Results) -> float:
@@ -60,20 +86,36 @@ def test_a_curve_that_falls_is_fitted_where_points_carry_it() -> None:
     }
     results = {"sft": sft, "policy": steps[4]}
     models = {name: figures(each, 0.0) for name, each in results.items()}
-    fits = frontier_figures(results, steps, models, BOOTSTRAP)["fits"]
+    fits = frontier_figures(EXAM, results, steps, models, BOOTSTRAP)["fits"]
     assert fits["ppo_gold"]["alpha"] == pytest.approx(2.0)
     assert fits["ppo_gold"]["beta"] == pytest.approx(0.7)
-    assert fits["ppo_gold"]["points"] == 5
+    assert (fits["ppo_gold"]["points"], fits["ppo_gold"]["start"]) == (5, pytest.approx(1.0))
     assert fits["best_of_n_gold"] is None
     few = {i: steps[i] for i in (0, 1)}
-    assert frontier_figures(results, few, models, BOOTSTRAP)["fits"]["ppo_gold"] is None
+    assert frontier_figures(EXAM, results, few, models, BOOTSTRAP)["fits"]["ppo_gold"] is None
 
 
 def test_the_curve_starts_at_sft_and_rises_in_kl_whatever_the_steps() -> None:
     snapshots = {1: answers(4.0, 0, 0), 2: answers(1.0, 0, 0), 3: answers(-0.01, 0, 0)}
-    kls, _ = curve_of({"sft": answers(0.0, 0, 0)}, snapshots)
+    curve = curve_of(EXAM, answers(0.0, 0, 0), snapshots)
+    kls = [point.kl for point in curve]
     assert kls == [0.0, 0.0, 1.0, 4.0]
+    assert [point.step for point in curve] == [0, 3, 2, 1]
     shares = shares_at(2.25, kls)
     assert shares is not None
     assert shares.tolist() == pytest.approx([0, 0, 0.5, 0.5])
     assert shares_at(5.0, kls) is None
+
+
+def test_when_to_stop_is_paired_and_asked_of_a_judge() -> None:
+    results = {"sft": answers(0.0, 1.0, 0.0)}
+    snapshots = {5: answers(1.0, 3.0, 1.0), 10: answers(4.0, 2.0, 5.0)}
+    found = stopping(EXAM, results, snapshots, {"best_judge_step": 5, "last_step": 10}, BOOTSTRAP)
+    assert found is not None
+    assert (found["best_step"], found["last_step"], found["score"]) == (5, 10, "gold")
+    assert found["difference"] == pytest.approx(1.0)
+    assert found["difference_ci95"] == pytest.approx([1.0, 1.0])
+    sft_first = stopping(EXAM, results, snapshots, {"best_judge_step": 0, "last_step": 10}, BOOTSTRAP)
+    assert sft_first is not None
+    assert sft_first["difference"] == pytest.approx(-1.0)
+    assert stopping(EXAM, results, snapshots, {"best_judge_step": None, "last_step": 10}, BOOTSTRAP) is None

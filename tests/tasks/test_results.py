@@ -17,7 +17,7 @@ TEXTS = ["eat some oats", "have an egg", "oats again today"]
 def marked(gold: list[float] | None, rewards: list[float], lengths: list[int], kl: list[float] | None = None) -> Marked:
     divergence = None if kl is None else Divergence(kl, [2 * k for k in kl], [0.5 * n for n in lengths])
     texts = [TEXTS[i % 3] for i in range(len(rewards))]
-    return Marked([[5] * n for n in lengths], [True] * len(rewards), texts, rewards, gold, divergence)
+    return Marked([[5] * n for n in lengths], [True] * len(rewards), texts, rewards, gold, lengths, divergence)
 
 
 @pytest.fixture
@@ -45,7 +45,8 @@ def test_what_is_not_known_is_null() -> None:
     figures = own_figures(Results.of([marked(None, [1.0, 2.0], [1, 1])]), BOOTSTRAP)
     unknown = {name for name, value in figures.items() if value is None}
     assert unknown == {
-        "gold", "gold_ci95", "gold_spread", "reward_spread", "kl", "kl_ci95", "kl_k3", "overlap", "entropy",
+        "gold", "gold_ci95", "gold_spread", "reward_spread", "kl", "kl_ci95", "kl_k3", "kl_k3_ci95", "overlap",
+        "entropy", "entropy_ci95",
     }  # fmt: skip
 
 

@@ -15,6 +15,7 @@ from rlhf_core.evaluation.intervals import (
     clustered_interval,
     estimate,
     estimate_difference,
+    estimate_ratio,
     resampled,
 )
 
@@ -144,3 +145,15 @@ def test_prompts_with_more_values_count_more_and_stay_together() -> None:
 def test_what_has_no_interval_is_refused(call: Callable[[], object], says: str) -> None:
     with pytest.raises(ValueError, match=says):
         call()
+
+
+def test_a_ratio_weighs_prompts_by_what_they_bring() -> None:
+    """A loss in nats over tokens: the long answer counts for its tokens, and is resampled whole."""
+    found = estimate_ratio([10.0, 1.0, 1.0], [20.0, 1.0, 1.0], 2000, 1)
+    assert found.mean == pytest.approx(12 / 22)
+    assert found.low == pytest.approx(0.5), "resamples of the long answer alone"
+    assert found.high == pytest.approx(1.0), "and of the short ones alone"
+    same = estimate_ratio([2.0, 4.0, 6.0], [1.0, 2.0, 3.0], 500, 1)
+    assert (same.mean, same.low, same.high, same.spread) == (2.0, 2.0, 2.0, None)
+    with pytest.raises(ValueError, match="as many denominators"):
+        estimate_ratio([1.0], [1.0, 2.0], 100, 1)
