@@ -102,11 +102,11 @@ def against_alternatives(run: Run) -> Finding | None:
 
 
 def when_to_stop(run: Run) -> Finding | None:
-    """The snapshot that did best on the validation prompts, and by how much it is ahead of the last on the test prompts.
-    Sure only where the interval of that difference, paired by prompt, excludes 0."""
+    """Which snapshot is best on the validation prompts, and how far it is ahead of the last on the test prompts: sure
+    only where the interval of that difference, paired by prompt, excludes 0."""
     selected = run.metrics["select"]
     best, last = selected.get("best_judge_step"), selected.get("last_step")
-    by = f"win rate, judged by {run.judge}," if run.score == "win_rate" else "gold score"
+    by = f"win rate, judged by {run.judge}," if run.judged_by == "pairs" else "gold score"
     if best is None:
         best, by = selected.get("best_proxy_step"), "reward-model score, which is what PPO climbs,"
     if not isinstance(last, int) or not isinstance(best, int) or not selected.get("prompts"):

@@ -106,6 +106,15 @@ LEVELS = {
     "rloo": (4.1102, 2.0718, 4.0159, 32.71, 7680, 501760),
 }
 GAPS = {"best_of_1": 0.0, "best_of_4": -0.4, "best_of_16": -0.03, "rejection_sft": 0.5, "dpo": 0.3, "rloo": -0.05}
+BETWEEN = {
+    "best_of_1": [0, 0],
+    "best_of_4": [20, 25],
+    "best_of_16": [35, 40],
+    "rejection_sft": [25, 30],
+    "dpo": [50, 55],
+    "rloo": [55, 60],
+}
+"""The snapshots on both sides of each model's KL."""
 ALTERNATIVES = [name for name in LEVELS if name not in ("sft", "policy")]
 
 
@@ -113,9 +122,20 @@ def _ends(value: float, half: float) -> list[float]:
     return [round(value - half, 4), round(value + half, 4)]
 
 
+WITH_ENDS = (
+    *("kl_k3", "response_tokens", "missing_eos_share", "ties", "entropy", "heldout_loss", "alignment_tax"),
+    *("logprob_chosen", "logprob_rejected", "logprob_chosen_change", "logprob_rejected_change"),
+)
+
+
 def _figures(name: str, judge: bool, several: bool) -> dict[str, Any]:
+    row = _means(name, judge, several)
+    return row | {f"{key}_ci95": None if row[key] is None else _ends(row[key], 0.002) for key in WITH_ENDS}
+
+
+def _means(name: str, judge: bool, several: bool) -> dict[str, Any]:
     gold, reward, kl, tokens, samples, trained = LEVELS[name]
-    rate = round(0.5 + 0.16 * (gold - 1.7123), 4)
+    rate = _rate(name)
     against = round(0.5 + 0.16 * (gold - 4.0456), 4)
     sft, policy, best = name == "sft", name == "policy", name.startswith("best_of")
     return {
@@ -157,7 +177,11 @@ def _figures(name: str, judge: bool, several: bool) -> dict[str, Any]:
     }
 
 
-def _comparison(judge: bool, alternatives: bool, several: bool) -> dict[str, Any]:
+def _rate(name: str) -> float:
+    return round(0.5 + 0.16 * (LEVELS[name][0] - 1.7123), 4)
+
+
+def _comparison(judge: bool, alternatives: bool, several: bool, pairs: bool) -> dict[str, Any]:
     names = [name for name in LEVELS if alternatives or name in ("sft", "policy")]
     gaps = {
         name: {
@@ -170,13 +194,18 @@ def _comparison(judge: bool, alternatives: bool, several: bool) -> dict[str, Any
             "gold_gap_ci95": _ends(GAPS[name], 0.1) if judge else None,
             "reward_gap": GAPS[name],
             "reward_gap_ci95": _ends(GAPS[name], 0.1),
+            "win_rate": _rate(name),
+            "policy_win_rate": _rate(name) + GAPS[name] / 4,
+            "win_rate_gap": GAPS[name] / 4,
+            "win_rate_gap_ci95": _ends(GAPS[name] / 4, 0.03),
+            "between": BETWEEN[name],
         }
         for name in names
         if name not in ("sft", "policy")
     }
     fits = {
-        "ppo_gold": {"alpha": 1.5, "beta": 0.4, "r2": 0.97, "points": 12} if judge else None,
-        "ppo_reward": {"alpha": 1.3, "beta": 0.22, "r2": 0.99, "points": 12},
+        "ppo_gold": {"start": 1.7301, "alpha": 1.5, "beta": 0.4, "r2": 0.97, "points": 12} if judge else None,
+        "ppo_reward": {"start": -0.1987, "alpha": 1.3, "beta": 0.22, "r2": 0.99, "points": 12},
         "best_of_n_gold": None,
         "best_of_n_reward": None,
     }
@@ -186,6 +215,7 @@ def _comparison(judge: bool, alternatives: bool, several: bool) -> dict[str, Any
         "models": {name: _figures(name, judge, several) for name in names},
         "frontier": gaps,
         "fits": fits,
+        "stopping": _stopping(judge, pairs),
         "judge_checks": {
             "judge": "simulated annotators (gold rubric)",
             "position_bias": 0.0,
@@ -201,6 +231,19 @@ def _comparison(judge: bool, alternatives: bool, several: bool) -> dict[str, Any
         }
         if judge
         else {"sft": None, "policy": None},
+    }
+
+
+def _stopping(judge: bool, pairs: bool) -> dict[str, Any] | None:
+    if not judge and not pairs:
+        return None
+    difference = 0.012 if pairs else 0.05
+    return {
+        "best_step": 50,
+        "last_step": 60,
+        "score": "win_rate" if pairs else "gold",
+        "difference": difference,
+        "difference_ci95": _ends(difference, 0.02 if pairs else 0.06),
     }
 
 
@@ -227,7 +270,9 @@ def _frontier(judge: bool, alternatives: bool) -> list[dict[str, Any]]:
             "reward": reward,
             "reward_low": reward - 0.07,
             "reward_high": reward + 0.07,
-            "win_rate": 0.5,
+            "win_rate": "" if family == "sft" else 0.5 + 0.16 * (gold - 1.7123),
+            "win_rate_low": "" if family == "sft" else 0.47 + 0.16 * (gold - 1.7123),
+            "win_rate_high": "" if family == "sft" else 0.53 + 0.16 * (gold - 1.7123),
         }
         for family, point, kl, gold, reward in points
     ]
@@ -258,7 +303,7 @@ def write_answers(judge: bool, alternatives: bool = True, several: bool = True) 
     return rows
 
 
-def _metrics(judge: bool) -> dict[str, dict[str, Any]]:
+def _metrics(judge: bool, pairs: bool) -> dict[str, dict[str, Any]]:
     return {
         "ingest": {
             "source": "demo" if judge else "files",
@@ -331,13 +376,14 @@ def _metrics(judge: bool) -> dict[str, dict[str, Any]]:
             "rule": "last",
             "step": 60,
             "last_step": 60,
-            "best_judge_step": 50 if judge else None,
+            "best_judge_step": 50 if judge or pairs else None,
             "best_proxy_step": 60,
             "prompts": 120,
         },
         "evaluate": {
             "judge": "simulated annotators (demo rubric)" if judge else None,
-            "win_rate_judge": "gold rubric (simulated)" if judge else "reward model",
+            "win_rate_judge": "judge model critic" if pairs else "gold rubric (simulated)" if judge else "reward model",
+            "judged_by": "pairs" if pairs else "scores" if judge else "reward model",
             "prompts": 400,
             "gold_sft": 1.7123 if judge else None,
             "gold_policy": 4.0456 if judge else None,
@@ -345,7 +391,7 @@ def _metrics(judge: bool) -> dict[str, dict[str, Any]]:
             "reward_policy": 2.1377,
             "win_rate": 0.8825,
             "win_rate_ci95": [0.85, 0.9125],
-            "ties": 3,
+            "ties": 0.0075,
             "kl_per_sequence": 4.2177,
             "kl_k3_per_sequence": 4.3021,
             "response_tokens_sft": 21.37,
@@ -435,13 +481,13 @@ def _curves(judge: bool) -> dict[str, list[dict[str, Any]]]:
 
 
 def write_inputs(
-    root: Path, judge: bool = True, alternatives: bool = True, several: bool = True
+    root: Path, judge: bool = True, alternatives: bool = True, several: bool = True, pairs: bool = False
 ) -> list[dict[str, Any]]:
     """Write metrics/, plots/ and params.yaml under `root`; return the rows of the samples."""
     for folder in ("metrics", "plots"):
         (root / folder).mkdir(parents=True, exist_ok=True)
-    metrics = _metrics(judge)
-    metrics["evaluate"] |= _comparison(judge, alternatives, several)
+    metrics = _metrics(judge, pairs)
+    metrics["evaluate"] |= _comparison(judge, alternatives, several, pairs)
     for stage, content in metrics.items():
         (root / "metrics" / f"{stage}.json").write_text(json.dumps(content), encoding="utf-8")
     for name, rows in (_curves(judge) | {"frontier": _frontier(judge, alternatives)}).items():
@@ -465,11 +511,12 @@ def pictures(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, list[Pictur
 
 @pytest.fixture
 def make_run(tmp_path: Path) -> Callable[..., Run]:
-    """`make_run(judge=True, alternatives=True, several=True)`: the inputs, written and read again. They stay under
-    `tmp_path`. Without `alternatives` they are switched off; without `several` there is one sampling seed."""
+    """`make_run(judge=True, alternatives=True, several=True, pairs=False)`: the inputs, written and read again. They
+    stay under `tmp_path`. Without `alternatives` they are switched off; without `several` there is one sampling seed;
+    with `pairs` (and without `judge`, who scores) a judge only compares."""
 
-    def make(judge: bool = True, alternatives: bool = True, several: bool = True) -> Run:
-        samples = write_inputs(tmp_path, judge, alternatives, several)
+    def make(judge: bool = True, alternatives: bool = True, several: bool = True, pairs: bool = False) -> Run:
+        samples = write_inputs(tmp_path, judge, alternatives, several, pairs)
         return read_run(samples, write_answers(judge, alternatives, several), tmp_path)
 
     return make

@@ -7,8 +7,10 @@ from dataclasses import replace
 
 import matplotlib as mpl
 import pytest
+from matplotlib.figure import Figure
 
-from tasks.page.canvas import canvas, colour_of, styled
+from tasks.page import comparison_figures
+from tasks.page.canvas import canvas, colour_of, png, styled
 from tasks.page.comparison import LABELS
 from tasks.page.figures import PICTURES, draw, ppo_kl
 from tasks.page.inputs import Run
@@ -17,6 +19,7 @@ from tasks.page.picture import Picture
 from tasks.page.wording import number, percent, percent_interval, points
 
 MakeRun = Callable[..., Run]
+Lines = list[list[tuple[str, object, list[float], list[float]]]]
 Drawn = dict[bool, list[Picture]]
 
 
@@ -25,7 +28,7 @@ def names(run: Run) -> list[str]:
 
 
 def test_all_pictures_are_there_in_order(pictures: Drawn) -> None:
-    every = [make.__name__ for make in PICTURES]
+    every = [make.__name__ for make in PICTURES if make.__name__ != "frontier_win_rate"]
     assert [picture.name for picture in pictures[True]] == every
     need_a_judge = {"frontier_gold", "reward_agreement"}
     assert [picture.name for picture in pictures[False]] == [name for name in every if name not in need_a_judge]
@@ -85,7 +88,78 @@ def test_one_step_is_enough(make_run: MakeRun) -> None:
     run = make_run()
     short = {name: {column: values[-1:] for column, values in curve.items()} for name, curve in run.curves.items()}
     short["reward_calibration"] = {name: values[:1] for name, values in run.curves["reward_calibration"].items()}
-    assert len(names(replace(run, curves=short, samples=run.samples[:1]))) == len(PICTURES)
+    assert len(names(replace(run, curves=short, samples=run.samples[:1]))) == len(PICTURES) - 1
+
+
+def lines_of(monkeypatch: pytest.MonkeyPatch, make: Callable[[Run], Picture | None], run: Run) -> tuple[Picture, Lines]:
+    """A picture, and the lines of its panels: (label, line style, x, y)."""
+    figures: list[Figure] = []
+    monkeypatch.setattr(comparison_figures, "png", lambda figure: figures.append(figure) or png(figure))
+    with styled():
+        picture = make(run)
+    assert picture is not None
+    drawn = [
+        [(str(line.get_label()), line.get_linestyle(), list(line.get_xdata()), list(line.get_ydata()))  # type: ignore[arg-type]
+         for line in axes.get_lines()]
+        for axes in figures[0].axes
+    ]  # fmt: skip
+    return picture, drawn
+
+
+def test_where_the_judge_only_compares_the_win_rate_is_the_third_score(
+    make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make_run(judge=False, pairs=True)
+    picture, _ = lines_of(monkeypatch, comparison_figures.frontier_win_rate, run)
+    assert "Win rate against KL to SFT: SFT 50.0% at 0.00 nats; " in picture.alt
+    assert "Best of 4" not in picture.alt
+    assert comparison_figures.frontier_gold(run) is None
+    assert comparison_figures.frontier_win_rate(make_run()) is None
+    assert comparison_figures.frontier_win_rate(make_run(judge=False)) is None
+    run = make_run(judge=False, pairs=True)
+    picture, panels = lines_of(monkeypatch, comparison_figures.overoptimisation, run)
+    snapshots = next(y for label, _, _, y in panels[1] if label == "snapshots")
+    assert snapshots == [row["win_rate"] for row in run.snapshots]
+    assert "goes on rising and the win rate against SFT falls" in picture.caption
+    assert "win rate against SFT highest at step" in picture.alt
+
+
+def test_snapshots_of_the_frontier_are_joined_as_the_gaps_read_them(
+    make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make_run()
+    back = [row | {"kl": 1.0} if row["family"] == "ppo" and row["point"] == 60 else row for row in run.frontier]
+    run = replace(run, frontier=back)
+    picture, (lines,) = lines_of(monkeypatch, comparison_figures.frontier_gold, run)
+    ppo = next(x for _, _, x, _ in lines if len(x) == 12)
+    assert ppo == sorted(ppo)
+    dotted = next((x, y) for _, style, x, y in lines if style == ":")
+    assert dotted == ([0.0, ppo[0]], [1.7123, run.snapshots[0]["gold"]])
+    assert "dotted: no snapshot, interpolated" in picture.caption
+    assert "order of their KL, not of their steps" in picture.caption
+    assert "PPO, step 60" in picture.alt
+    assert "step 5 " in picture.alt
+
+
+def test_fits_start_where_the_file_says_and_have_no_curve_without_a_bend(
+    make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make_run()
+    picture, panels = lines_of(monkeypatch, comparison_figures.overoptimisation, run)
+    curves = [[(x[0], y[0]) for label, _, x, y in panel if label.startswith("fitted")] for panel in panels]
+    assert curves == [[(0.0, -0.1987)], [(0.0, 1.7301)]]
+    gold = next((x, y) for label, _, x, y in panels[1] if label.startswith("fitted"))
+    assert gold[1][-1] == pytest.approx(1.7301 + gold[0][-1] * (1.5 - 0.4 * math.log(gold[0][-1])))
+    assert "Dashed" in picture.caption
+    assert "no over-optimisation" not in picture.caption
+    for beta in (0.0, -0.1):
+        fits = run.evaluation["fits"]
+        straight = fits | {"ppo_gold": fits["ppo_gold"] | {"beta": beta}, "ppo_reward": None}
+        changed = replace(run, metrics=run.metrics | {"evaluate": run.evaluation | {"fits": straight}})
+        picture, panels = lines_of(monkeypatch, comparison_figures.overoptimisation, changed)
+        assert not [label for panel in panels for label, *_ in panel if label.startswith("fitted")]
+        assert "The fit of the gold score shows no over-optimisation (β ≤ 0): no curve." in picture.caption
+        assert "Dashed" not in picture.caption
 
 
 def test_every_model_has_a_colour_of_its_own() -> None:

@@ -12,6 +12,7 @@ import pytest
 from rlhf_core.errors import UserError
 from tasks.page.answer import findings, verdict
 from tasks.page.comparison import columns_of, models_of
+from tasks.page.figures import draw
 from tasks.page.inputs import Run, read_run
 from tasks.page.page import comparison, headline, render, script_hash, write_page
 from tasks.page.picture import Picture
@@ -72,7 +73,7 @@ def table(run: Run) -> dict[str, tuple[str, str, str]]:
 def test_headline_shows_the_numbers_of_the_inputs(make_run: MakeRun) -> None:
     assert table(make_run()) == {
         "Win rate against SFT": ("", "88.2% (85.0% to 91.2%)", ""),
-        "Ties": ("", "3", ""),
+        "Ties": ("", "0.8%", ""),
         "Gold score": ("1.71", "4.05", "+2.33"),
         "Reward-model score": ("−0.20", "2.14", "+2.34"),
         "KL to SFT, k1": ("", "4.22", ""),
@@ -117,9 +118,40 @@ def test_without_a_judge_nothing_speaks_of_gold(make_run: MakeRun, pictures: Dra
 
 
 def test_a_judge_that_only_compares_is_not_called_the_reward_model(make_run: MakeRun) -> None:
-    text = Document(build(evaluated(make_run(judge=False), win_rate_judge="judge model critic"))).text
+    run = make_run(judge=False, pairs=True)
+    page = re.sub(r"data:image/png;base64,[^\"]*", "", build(run, pictures=draw(run)))
+    text = Document(page).text
     assert "Answers are compared in pairs by the judge model critic, asked in both orders" in text
-    assert "The data bring no judge" not in text
+    assert "Ties neither preferred over both orders; half a win each 0.8%" in text
+    assert "the policy’s win rate varies by 1.1 points (sd)" in text
+    for untrue in ("The data bring no judge", "Without a judge", "Without another judge", "judged by the reward model"):
+        assert untrue not in text
+    assert "gold" not in page.casefold()
+
+
+def test_a_judge_that_only_compares_answers_with_win_rates(make_run: MakeRun) -> None:
+    told = {finding.question: finding for finding in findings(make_run(judge=False, pairs=True))}
+    assert (
+        "At equal KL, above PPO’s snapshots in win rate against SFT: Best of 4 (+10.0 points); below: Rejection SFT "
+        "(−12.5 points) and DPO (−7.5 points); no difference shown: Best of 16 (+0.8 points) and RLOO (+1.2 points)."
+    ) in told["Better than the best alternative?"].sentence
+    assert told["When to stop?"].word == "Perhaps at step 50 of 60."
+    assert told["When to stop?"].sentence.startswith(
+        "The snapshot of step 50 has the best win rate, judged by the judge model critic, on 120 validation prompts. "
+        "On the test prompts its win rate against SFT less that of the last snapshot is +1.2 points (95% interval −0.8 "
+        "points to +3.2 points, paired by prompt): no difference shown. "
+    )
+
+
+def test_ties_are_called_what_they_are(make_run: MakeRun) -> None:
+    units = {
+        pairs: next(line.unit for line in headline(make_run(judge=not pairs, pairs=pairs)) if line.name == "Ties")
+        for pairs in (False, True)
+    }
+    assert units == {
+        False: "both answers score the same; half a win each",
+        True: "neither preferred over both orders; half a win each",
+    }
 
 
 def test_with_a_judge_gold_stands_in_table_pictures_and_samples(make_run: MakeRun, pictures: Drawn) -> None:
@@ -237,7 +269,11 @@ def test_the_three_answers_follow_the_intervals(make_run: MakeRun) -> None:
     )
     word, sentence = told["When to stop?"]
     assert word == "Perhaps at step 50 of 60."
-    assert "the best gold score on 120 validation prompts" in sentence
+    assert (
+        "The snapshot of step 50 has the best gold score on 120 validation prompts. On the test prompts its gold"
+        in (sentence)
+    )
+    assert "is +0.05 (95% interval −0.01 to +0.11, paired by prompt): no difference shown." in sentence
 
 
 def alternative(run: Run, name: str, **changed: object) -> Run:
@@ -258,21 +294,61 @@ def test_where_another_method_wins_the_answer_says_so(make_run: MakeRun) -> None
     assert findings(run)[1].word == "Yes."
 
 
-def test_when_to_stop_needs_more_than_overlapping_intervals(make_run: MakeRun) -> None:
+def stopping(run: Run, step: int, ends: list[float]) -> Run:
+    paired = run.evaluation["stopping"] | {"best_step": step, "difference": sum(ends) / 2, "difference_ci95": ends}
+    selected = run.metrics["select"] | {"best_judge_step": step}
+    run = evaluated(run, stopping=paired)
+    return replace(run, metrics=run.metrics | {"select": selected})
+
+
+@pytest.mark.parametrize(
+    ("step", "ends", "word", "who"),
+    [
+        (50, [-0.01, 0.2], "Perhaps at step 50 of 60.", "The snapshot of step 50 has"),
+        (50, [0.01, 0.2], "At step 50 of 60.", "The snapshot of step 50 has"),
+        (50, [-0.2, -0.01], "Not before the end.", "The snapshot of step 50 has"),
+        (0, [0.01, 0.2], "Before PPO began.", "The SFT model has"),
+        (0, [-0.01, 0.2], "Perhaps before PPO began.", "The SFT model has"),
+        (60, [0.0, 0.0], "Not before the end.", "The last snapshot, step 60, has"),
+    ],
+)
+def test_when_to_stop_is_sure_where_the_paired_interval_excludes_0(
+    make_run: MakeRun, step: int, ends: list[float], word: str, who: str
+) -> None:
+    found = findings(stopping(make_run(), step, ends))[2]
+    assert found.word == word
+    assert found.sentence.startswith(who)
+    assert ("no difference shown" in found.sentence) is (ends[0] < 0 < ends[1])
+
+
+def test_intervals_that_do_not_overlap_alone_tell_nothing_of_stopping(make_run: MakeRun) -> None:
     run = make_run()
-    fallen = [row | {"gold_high": 2.0} if row["point"] == 60 else row for row in run.frontier]
-    assert findings(replace(run, frontier=fallen))[2].word == "At step 50 of 60."
-    selected = run.metrics["select"] | {"best_judge_step": 60}
-    assert findings(replace(run, metrics=run.metrics | {"select": selected}))[2].word == "Not before the end."
-    unjudged = make_run(judge=False)
-    assert "has the best reward-model score, which is what PPO climbs, on 120" in findings(unjudged)[2].sentence
-    compared = unjudged.metrics | {"select": run.metrics["select"]}
-    compared |= {"evaluate": unjudged.evaluation | {"win_rate_judge": "judge model critic"}}
-    assert "the best win rate, judged by the judge model critic, on 120" in (
-        findings(replace(unjudged, metrics=compared))[2].sentence
-    )
+    fallen = [row | {"gold_high": 2.0, "gold_low": 1.9} if row["point"] == 60 else row for row in run.frontier]
+    assert findings(replace(run, frontier=fallen))[2].word == "Perhaps at step 50 of 60."
+
+
+def test_where_no_judge_chose_the_answer_says_whose_score_it_is(make_run: MakeRun) -> None:
+    unjudged = findings(make_run(judge=False))[2]
+    assert unjudged.word == "Not before the end."
+    assert "has the best reward-model score, which is what PPO climbs, on 120" in unjudged.sentence
+    run = make_run()
     skipped = run.metrics["select"] | {"prompts": 0}
     assert len(findings(replace(run, metrics=run.metrics | {"select": skipped}))) == 2
+
+
+def test_what_is_interpolated_from_sft_is_said(make_run: MakeRun) -> None:
+    run = make_run()
+    assert "no snapshot between SFT" not in findings(run)[1].sentence
+    gaps = {name: dict(one) for name, one in run.evaluation["frontier"].items()}
+    for name in ("best_of_4", "rejection_sft"):
+        gaps[name]["between"] = [0, 25]
+    told = findings(evaluated(run, frontier=gaps))[1].sentence
+    assert told.endswith(
+        "PPO has no snapshot between SFT and step 25: interpolated there, for Best of 4 and Rejection SFT."
+    )
+    held = "In the intervals at equal KL the KLs are held fixed"
+    assert Document(build(run)).text.count(held) == 1
+    assert held not in Document(build(make_run(alternatives=False))).text
 
 
 def test_comparison_shows_every_model_with_its_intervals_and_the_best(make_run: MakeRun) -> None:
