@@ -30,12 +30,16 @@ def gap_table(runs: Runs) -> str:
 
 
 def gap(runs: Runs, seed: int, beta: float, name: str) -> float | None:
-    """PPO's gold score at the KL of an alternative, less the alternative's, linear in √KL between
-    snapshots; None where either is not known."""
-    point = points(runs, seed).get(name)
-    if point is None or (seed, beta) not in runs:
+    """PPO's gold score at the KL of an alternative, less the alternative's; None where either is not known. The run with
+    the alternatives has it in metrics/evaluate.json (`frontier`); another β's is read the same way, linear in √KL between
+    snapshots."""
+    point, run = points(runs, seed).get(name), runs.get((seed, beta))
+    if point is None or run is None:
         return None
-    curve = snapshots(runs[seed, beta], "gold")
+    if run is first_run(runs, seed):
+        own = (run.metrics["evaluate"].get("frontier") or {}).get(name) or {}
+        return None if own.get("gold_gap") is None else float(own["gold_gap"])
+    curve = snapshots(run, "gold")
     reached = at_kl(point[0], [kl for kl, _ in curve], [gold for _, gold in curve])
     return None if reached is None else reached - point[1]
 
@@ -68,9 +72,18 @@ def snapshots(run: Result, score: str) -> list[tuple[float, float]]:
 
 
 def snapshot_rows(run: Result) -> Table:
-    """The rows of SFT and of PPO's snapshots, in the order of the steps."""
+    """The rows of SFT and of PPO's snapshots, in the order of the steps. SFT has its scores of the first sampling seed
+    where they are known, as the snapshots have: what `evaluate` interpolates and fits from."""
     rows = [row for row in run.tables.get("frontier", []) if row["family"] in {"sft", "ppo"}]
+    rows = [row | starts(run) if row["family"] == "sft" else row for row in rows]
     return sorted(rows, key=lambda row: (row["family"] != "sft", row["point"] or 0))
+
+
+def starts(run: Result) -> dict[str, float]:
+    """By score, where the fitted curve of PPO begins, for those that have one."""
+    fits = run.metrics["evaluate"].get("fits") or {}
+    found = {score: (fits.get(f"ppo_{score}") or {}).get("start") for score in ("gold", "reward")}
+    return {score: float(start) for score, start in found.items() if start is not None}
 
 
 @dataclass(frozen=True)
@@ -83,13 +96,11 @@ class Cost:
 
 
 def snapshot_costs(run: Result) -> list[Cost]:
-    """Of each of PPO's snapshots, in the order of the steps, SFT first. Every epoch of an update counts; an update that
-    was stopped early counts as whole."""
-    ppo = run.params["ppo"]
-    tokens = accumulate(float(row["response_tokens_mean"] or 0) for row in run.tables.get("ppo", []))
-    spent = [0.0, *(each * ppo["batch_size"] * ppo["ppo_epochs"] for each in tokens)]
+    """Of each of PPO's snapshots, in the order of the steps, SFT first."""
+    tokens = accumulate(float(row["tokens_trained"] or 0) for row in run.tables.get("ppo", []))
+    spent = [0.0, *tokens]
     return [
-        Cost(gold, step * ppo["batch_size"], spent[step])
+        Cost(gold, step * run.params["ppo"]["batch_size"], spent[step])
         for row in snapshot_rows(run)
         if isinstance(gold := row["gold"], float) and (step := int(row["point"] or 0)) < len(spent)
     ]

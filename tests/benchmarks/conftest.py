@@ -21,7 +21,7 @@ best_of_n,2,0.25,0.5,1.25,,,1.0,,,
 best_of_n,4,2.25,1.5,3.5,,,1.6,,,
 dpo,0,9.0,3.0,3.0,,,2.0,,,
 """
-CURVE = "step,response_tokens_mean\n1,10\n2,20\n"
+CURVE = "step,response_tokens_mean,tokens_trained\n1,10,150\n2,20,300\n"
 
 
 @pytest.fixture
@@ -69,6 +69,8 @@ EVALUATION = """\
                  "samples_generated": 160, "tokens_trained": 0},
    "dpo": {"gold": 3.0, "gold_minus_policy": -1.0, "gold_minus_policy_ci95": [-1.5, -0.5],
            "samples_generated": 0, "tokens_trained": 300}},
- "frontier": {"best_of_4": {"kl": 2.25, "gold": 3.5, "gold_gap": -0.5,
+ "fits": {"ppo_gold": {"start": 1.5, "alpha": 0.5, "beta": -0.1, "r2": 1.0, "points": 4}, "ppo_reward": null},
+ "frontier": {"best_of_2": {"kl": 0.25, "gold": 1.25, "gold_gap": 0.375, "gold_gap_ci95": [0.25, 0.5]},
+              "best_of_4": {"kl": 2.25, "gold": 3.5, "gold_gap": -0.5,
                             "gold_gap_ci95": [-0.75, -0.25]}, "dpo": null}}
 """

@@ -98,16 +98,27 @@ def test_gaps_are_positive_where_ppo_is_better(frontier: ModuleType, sweep: Swee
     runs = sweep(Runner(write_run), seed=1) | sweep(Runner(write_run), seed=2)
     lines = frontier.gap_table(runs).splitlines()
     assert lines[0] == "| β of PPO | PPO less, at its KL | seed 1 | seed 2 | mean |"
-    assert lines[2] == "| 0.1 | best_of_2 | +0.250 | +0.250 | +0.250 |"
+    assert lines[2] == "| 0.1 | best_of_2 | +0.375 | +0.375 | +0.375 |"
     assert lines[3] == "| 0.1 | best_of_4 | −0.500 | −0.500 | −0.500 |"
     assert lines[4] == "| 0.1 | dpo | – | – | – |"
-    assert lines[5].startswith("| 0.2 | best_of_2 |")
+    assert lines[5] == "| 0.2 | best_of_2 | +0.500 | +0.500 | +0.500 |"
+    assert lines[6] == "| 0.2 | best_of_4 | −0.500 | −0.500 | −0.500 |"
+
+
+def test_without_a_fit_another_betas_curve_begins_at_the_row_of_sft(
+    numbers: ModuleType, sweep: Sweep, write_run: WriteRun
+) -> None:
+    runs = sweep(Runner(write_run))
+    assert numbers.gap(runs, 2, 0.2, "best_of_2") == 0.5
+    runs[2, 0.2].metrics["evaluate"]["fits"] = {"ppo_gold": None}
+    assert numbers.gap(runs, 2, 0.2, "best_of_2") == 0.25
+    assert numbers.gap(runs, 2, 0.1, "best_of_2") == 0.375
 
 
 def test_costs_grow_with_the_steps(numbers: ModuleType, sweep: Sweep, write_run: WriteRun) -> None:
     run = sweep(Runner(write_run))[2, 0.1]
     costs = [(cost.gold, cost.samples, cost.tokens) for cost in numbers.snapshot_costs(run)]
-    assert costs == [(1.0, 0, 0.0), (2.0, 8, 160.0), (4.0, 16, 480.0)]
+    assert costs == [(1.5, 0, 0.0), (2.0, 8, 150.0), (4.0, 16, 450.0)]
     assert numbers.model_costs(run) == {"dpo": numbers.Cost(3.0, 0, 300)}
 
 
