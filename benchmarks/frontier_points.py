@@ -30,9 +30,9 @@ def gap_table(runs: Runs) -> str:
 
 
 def gap(runs: Runs, seed: int, beta: float, name: str) -> float | None:
-    """PPO's gold score at the KL of an alternative, less the alternative's; None where either is not known. The run with
-    the alternatives has it in metrics/evaluate.json (`frontier`); another β's is read the same way, linear in √KL between
-    snapshots."""
+    """PPO's gold score at the KL of an alternative, less the alternative's; None where either is not known. Of the run
+    that has the alternatives it is `frontier` of metrics/evaluate.json; of another β it is read the same way, linear in
+    √KL between snapshots."""
     point, run = points(runs, seed).get(name), runs.get((seed, beta))
     if point is None or run is None:
         return None

@@ -58,13 +58,13 @@ COLUMNS = (
         "win_rate_vs_policy", "Win rate against PPO", "a tie is half", "share", 1, "higher", "win_rate_vs_policy_ci95"
     ),
     Column("kl", "KL to SFT", "nats per answer", interval="kl_ci95"),
-    Column("response_tokens", "Length", "tokens", digits=1),
+    Column("response_tokens", "Length", "tokens", digits=1, interval="response_tokens_ci95"),
     Column("distinct_2", "Distinct-2", "share of word pairs", digits=3, better="higher"),
     Column("overlap", "Overlap", "of a prompt’s answers", digits=3, better="lower"),
     Column("samples_generated", "Samples generated", "to train it", "count"),
     Column("samples_per_answer", "Samples per answer", "when it is asked", "count"),
     Column("tokens_trained", "Tokens trained", "of responses", "count"),
-    Column("alignment_tax", "Alignment tax", "nats per token", digits=3),
+    Column("alignment_tax", "Alignment tax", "nats per token", digits=3, interval="alignment_tax_ci95"),
 )  # fmt: skip
 
 

@@ -143,6 +143,18 @@ def test_a_judge_that_only_compares_answers_with_win_rates(make_run: MakeRun) ->
     )
 
 
+def test_an_evaluation_that_does_not_say_what_kind_of_judge_it_had(make_run: MakeRun) -> None:
+    def older(run: Run) -> Run:
+        known = {key: value for key, value in run.evaluation.items() if key not in ("judged_by", "stopping")}
+        return replace(run, metrics=run.metrics | {"evaluate": known})
+
+    runs = [older(make_run()), older(make_run(judge=False, pairs=True)), older(make_run(judge=False))]
+    assert [(run.judged_by, run.score) for run in runs] == [
+        ("scores", "gold"), ("pairs", "win_rate"), ("reward model", "reward"),
+    ]  # fmt: skip
+    assert [findings(run)[2].word for run in runs[:2]] == ["Perhaps at step 50 of 60."] * 2
+
+
 def test_ties_are_called_what_they_are(make_run: MakeRun) -> None:
     units = {
         pairs: next(line.unit for line in headline(make_run(judge=not pairs, pairs=pairs)) if line.name == "Ties")
@@ -364,6 +376,9 @@ def test_comparison_shows_every_model_with_its_intervals_and_the_best(make_run: 
         assert f"{called} {told}" in text
     best = {column.key: called for place, column in enumerate(columns) for _, called, row in rows if row[place].best}
     assert best["gold"] == "RLOO"
+    policy = {column.key: cell for column, cell in zip(columns, rows[1][2], strict=True)}
+    assert (policy["response_tokens"].low, policy["response_tokens"].high) == ("33.9", "33.9")
+    assert (policy["alignment_tax"].low, policy["alignment_tax"].high) == ("0.209", "0.213")
     assert "reward" not in best
     assert "kl" not in best
 
