@@ -269,7 +269,7 @@ def numbers_of(project: "Project") -> dict[str, Any]:
     found = {}
     for stage in METRICS:
         for name, value in project.json(f"metrics/{stage}.json").items():
-            if isinstance(value, int | float):
+            if isinstance(value, int | float) and not isinstance(value, bool):
                 found[f"{stage}/{name}"] = pytest.approx(float(value))
     return found
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
 
 from rlhf_core.errors import UserError
 from rlhf_core.ppo.trace import Reading, Token
@@ -99,7 +100,7 @@ def render(traced: Traced) -> str:
             pass_columns=PASSES,
             passes=passes(traced),
             number=number,
-            script=script,
+            script=Markup(script),
             script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode("ascii"),
         )
         + "\n"

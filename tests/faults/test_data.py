@@ -203,7 +203,8 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
         note([row.prompt for row in training], [row.response for row in training])
         return fine_tune(model, training, *rest)
 
-    for module in ("rlhf_core.batch", "rlhf_core.ppo.rollout"):
+    readers = ("rlhf_core.divergence", "rlhf_core.logprobs", "rlhf_core.scorers")
+    for module in ("rlhf_core.batch", "rlhf_core.ppo.rollout", *readers):
         monkeypatch.setattr(f"{module}.pad_batch", noting_pad_batch)
     monkeypatch.setattr(rlhf_core.sft, "fine_tune", noting_fine_tune)
     return noted

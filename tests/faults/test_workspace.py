@@ -212,6 +212,13 @@ def test_outputs_deleted_or_edited_by_hand(driver_name: str, finished: "Project"
         done = finished.run(sys.executable, "-m", "flows.cli", "run", PREFECT_API_URL=prefect_api)
         assert done.returncode == 0, done.stdout + done.stderr
         table = [line.split() for line in done.stdout.partition("stage ")[2].splitlines()]
-        assert [row[0] for row in table if row[1:2] == ["Restored"]] == ["ingest", "sft", "reward", "ppo", "report"]
+        assert [row[0] for row in table if row[1:2] == ["Restored"]] == [
+            "ingest",
+            "sft",
+            "reward",
+            "ppo",
+            "select",
+            "report",
+        ]
         assert [row[0] for row in table if row[1:2] == ["ran"]] == []
     assert finished.outputs() == before

@@ -256,7 +256,7 @@ def test_failure_03_a_response_that_closes_with_a_custom_stop_token_has_ended(
 
 @pytest.mark.parametrize("text", ["", "zebra", "then rest"])
 def test_a_stop_token_that_is_not_one_token_is_refused_in_one_line(make_trainer: MakeTrainer, text: str) -> None:
-    with pytest.raises(UserError, match=r"stop_tokens: .* \d tokens of this tokenizer") as refused:
+    with pytest.raises(UserError, match=r"stop_tokens: .* \d tokens of the tokenizer") as refused:
         make_trainer(stop_tokens=["a", text])
     assert "\n" not in str(refused.value)
 

@@ -357,7 +357,8 @@ COLUMNS = {
     "step reward_raw score reward_shaped gold kl kl_k2 kl_k3 kl_full entropy clip_fraction value_clip_fraction",
     "advantage_abs policy_loss value_loss explained_variance grad_norm_policy grad_norm_critic response_tokens_mean",
     "response_tokens_max missing_eos_share ratio_max approx_kl kl_coef learning_rate engine_mismatch_max",
-    "engine_mismatch_k3 min_token_reward repeated_ngram_share optimizer_steps skipped_minibatches stopped_early",
+    "engine_mismatch_k3 min_token_reward repeated_ngram_share optimizer_steps tokens_trained skipped_minibatches "
+    "stopped_early",
     "clip_fraction_last_epoch",
 }
 
