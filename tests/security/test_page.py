@@ -1,5 +1,7 @@
 """Texts of users and models on the pages that we make, opened in a real browser: they are shown, never run."""
 
+import base64
+import hashlib
 import json
 import re
 import shutil
@@ -91,7 +93,8 @@ def test_the_report_shows_attacks_as_text_in_a_real_browser(attacked: Run, tmp_p
     dom = browse(tmp_path / "<script>index.html", tmp_path / "profile")
     assert title(dom) == "Is the policy better than SFT? – Leash report"
     seen = Seen(dom)
-    assert not seen.tags & {"script", "iframe", "svg", "object", "embed", "base", "form"}
+    assert not seen.tags & {"iframe", "svg", "object", "embed", "base", "form"}
+    assert dom.count("<script") == 2, "its own program and its own data"
     assert not [name for name, _ in seen.attributes if name.startswith("on")]
     targets = [value for name, value in seen.attributes if name in {"href", "src", "srcdoc"}]
     assert targets
@@ -116,8 +119,12 @@ def test_the_policy_of_the_page_allows_only_what_it_has(attacked: Run) -> None:
     page = render(attacked, [], samples=1)
     found = re.search(r"Content-Security-Policy\" content=\"([^\"]*)\"", page)
     assert found is not None
-    wanted = "default-src 'none'; img-src data:; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
-    assert found.group(1) == wanted
+    (program,) = re.findall(r"<script>(.*?)</script>", page, re.DOTALL)
+    allowed = base64.b64encode(hashlib.sha256(program.encode()).digest()).decode()
+    assert found.group(1) == (
+        f"default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'sha256-{allowed}'; "
+        "base-uri 'none'; form-action 'none'"
+    )
     assert page.index("Content-Security-Policy") < page.index("<style>")
 
 
