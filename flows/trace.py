@@ -8,13 +8,11 @@ from flows.terminal import table
 from rlhf_core.ppo.trace import Token
 from tasks.page.trace_wording import (
     PASSES,
+    cells,
     change_line,
-    clip_word,
     credit_lines,
-    number,
     passes,
     score_lines,
-    signed,
     update_lines,
     where,
 )
@@ -71,27 +69,14 @@ def _opening(traced: Traced) -> str:
 
 
 def _token(place: int, token: Token) -> tuple[str, ...]:
-    after = token.after
-    return (
-        str(place),
-        repr(token.text)[1:-1],
-        number(token.old_logprob),
-        number(token.ref_logprob),
-        *map(signed, (token.kl, token.reward)),
-        number(token.value),
-        *map(signed, (token.delta, token.advantage, token.weight, token.return_)),
-        number(after.ratio),
-        clip_word(after),
-        signed(after.policy_loss),
-        number(after.value_loss),
-    )
+    return (str(place), repr(token.text)[1:-1], *cells(token))
 
 
 def _table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
     padded = []
-    for name, *cells in zip(head, *rows, strict=True):
-        width = max(map(len, (name, *cells)))
-        padded.append([cell.ljust(width) if name in TEXTS else cell.rjust(width) for cell in (name, *cells)])
+    for name, *column in zip(head, *rows, strict=True):
+        width = max(map(len, (name, *column)))
+        padded.append([cell.ljust(width) if name in TEXTS else cell.rjust(width) for cell in (name, *column)])
     return table(zip(*padded, strict=True))
 
 

@@ -14,8 +14,8 @@ from rlhf_core.ppo.trace import Reading, Token
 from tasks.page.page import write_page
 from tasks.page.trace_wording import (
     PASSES,
+    cells,
     change_line,
-    clip_word,
     credit_lines,
     number,
     operand,
@@ -122,22 +122,6 @@ def shown(traced: Traced) -> list[Shown]:
             cells=cells(token),
         )
         for place, token in enumerate(tokens)
-    ]
-
-
-def cells(token: Token) -> list[str]:
-    """The token's row in the table, without its place and text."""
-    after = token.after
-    return [
-        number(token.old_logprob),
-        number(token.ref_logprob),
-        *map(signed, (token.kl, token.reward)),
-        number(token.value),
-        *map(signed, (token.delta, token.advantage, token.weight, token.return_)),
-        number(after.ratio),
-        clip_word(after),
-        signed(after.policy_loss),
-        number(after.value_loss),
     ]
 
 

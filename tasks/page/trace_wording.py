@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterator
 
-from rlhf_core.ppo.trace import Reading, Trace
+from rlhf_core.ppo.trace import Reading, Token, Trace
 from tasks.trace import Traced
 
 NOTHING = "–"
@@ -171,3 +171,19 @@ def passes(traced: Traced) -> list[tuple[str, ...]]:
 
 def _mean(values: list[float]) -> float:
     return sum(values) / len(values)
+
+
+def cells(token: Token) -> list[str]:
+    """The token's row in the table, without its place and text."""
+    after = token.after
+    return [
+        number(token.old_logprob),
+        number(token.ref_logprob),
+        *map(signed, (token.kl, token.reward)),
+        number(token.value),
+        *map(signed, (token.delta, token.advantage, token.weight, token.return_)),
+        number(after.ratio),
+        clip_word(after),
+        signed(after.policy_loss),
+        number(after.value_loss),
+    ]
