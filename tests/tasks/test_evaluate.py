@@ -3,11 +3,13 @@
 import json
 import shutil
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from tasks.evaluate import costs
 from tasks.exam import Marked
 from tasks.results import pick
 
@@ -125,3 +127,24 @@ def test_what_is_not_there_is_named(finished: "Project", stage_main: Main, name:
     finished.set(name, value)
     done = stage_main(finished, "evaluate")
     assert (done.code, says in done.stderr) == (2, True), done.stderr
+
+
+def test_costs_are_what_a_method_took_beyond_what_all_share() -> None:
+    """The hybrid pays for its rejection sampling, DPO for no samples of its own, best-of-n for each answer."""
+    paid = {
+        "ppo": (100, 10), "rejection_sft": (32, 4), "hybrid": (100, 20), "dpo": (50, 7), "rloo": (90, 9),
+    }  # fmt: skip
+    told = {
+        f"metrics/{name}.json": {"samples_generated": samples, "tokens_trained": tokens}
+        for name, (samples, tokens) in paid.items()
+    }
+    stage: Any = SimpleNamespace(read_json=told.__getitem__, params=SimpleNamespace(extra_models=["mine"]))
+    plain: Any = SimpleNamespace(best_of=1)
+    found = {
+        name: tuple(costs(stage, name, plain).values()) for name in ("sft", "policy", "hybrid", "dpo", "rloo", "mine")
+    }
+    assert found == {
+        "sft": (0, 0, 1), "policy": (100, 10, 1), "hybrid": (132, 24, 1), "dpo": (0, 7, 1), "rloo": (90, 9, 1),
+        "mine": (None, None, 1),
+    }  # fmt: skip
+    assert tuple(costs(stage, "best_of_4", SimpleNamespace(best_of=4)).values()) == (0, 0, 4)  # type: ignore[arg-type]
