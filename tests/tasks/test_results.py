@@ -93,3 +93,16 @@ def test_a_win_rate_has_ties_and_what_length_alone_gives() -> None:
 def test_more_answers_than_the_other_model_has_go_round() -> None:
     sft: Any = Results.of([marked(None, [0.0], [1]), marked(None, [0.0], [2])])
     assert [sft.column(i).tokens for i in range(5)] == [[1], [2], [1], [2], [1]]
+
+
+def test_the_controlled_rate_of_best_of_n_hears_only_the_picks() -> None:
+    """The pick of two always wins and the other always loses, with lengths that tell nothing."""
+    prompts = 60
+    lengths = [[1 + (i + k) % 5 for i in range(prompts)] for k in range(2)]
+    marks = [marked(None, [1.0 - k] * prompts, lengths[k]) for k in range(2)]
+    best = Results(marks, best_of_n_weights(np.array([mark.rewards for mark in marks]).T, 2), best_of=2)
+    sft = Results.of([marked(None, [0.0] * prompts, [3] * prompts)])
+    won = np.tile([1.0, 0.0], (prompts, 1))
+    figures = against("win_rate", best, sft, won, BOOTSTRAP, controlled=True)
+    assert figures["win_rate"] == 1.0
+    assert figures["win_rate_controlled"] > 0.99
