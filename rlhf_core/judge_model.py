@@ -71,6 +71,12 @@ class LanguageModelJudge:
         gaps = self.log_odds(prompts, firsts, seconds)
         return [0.5 if abs(gap) <= TIE_NATS else float(gap > 0) for gap in gaps]
 
+    def require_room(self, prompts: Sequence[Conversation], max_new_tokens: int) -> None:
+        """Raise UserError unless the context holds the question about each prompt with two answers of `max_new_tokens`
+        of the judge's own tokens each."""
+        for prompt in prompts:
+            self._require_fit(len(self._encode(prompt, "", "")) + 2 * max_new_tokens)
+
     @torch.no_grad()
     def log_odds(self, prompts: Sequence[Conversation], firsts: Sequence[str], seconds: Sequence[str]) -> list[float]:
         """log P(first letter) − log P(second letter) as the next token, in nats, [pairs]; above 0 where the answer
@@ -97,13 +103,16 @@ class LanguageModelJudge:
             second_letter=self.letters[1],
         )
         ids = encode_prompt(self.tokenizer, [{"role": "user", "content": text}])
+        self._require_fit(len(ids))
+        return ids
+
+    def _require_fit(self, tokens: int) -> None:
         limit = context_length(self.model)
-        if len(ids) > limit:
+        if tokens > limit:
             raise UserError(
-                f"the judge {self.name}: a question of {len(ids)} tokens is longer than its context of {limit}; lower "
+                f"the judge {self.name}: a question of {tokens} tokens is longer than its context of {limit}; lower "
                 "max_new_tokens, or judge with a model of a longer context"
             )
-        return ids
 
     def _letter_ids(self) -> tuple[int, int]:
         first, second = (self._letter_id(letter) for letter in self.letters)

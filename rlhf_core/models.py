@@ -144,8 +144,10 @@ def context_length(model: PreTrainedModel) -> int:
 
 
 def unique_weights(model: PreTrainedModel) -> dict[str, Tensor]:
-    """The model's parameters and buffers, tied ones once."""
-    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    """The model's parameters and the buffers that are saved with it, tied ones once."""
+    saved = model.state_dict().keys()
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    return {name: tensor for name, tensor in tensors.items() if name in saved}
 
 
 def save_checkpoint(folder: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:

@@ -146,10 +146,8 @@ def stop_ids(tokenizer: PreTrainedTokenizerBase, stop_tokens: Sequence[str]) -> 
         found = tokenizer(text, add_special_tokens=False)["input_ids"]
         if len(found) != 1 or found[0] == tokenizer.unk_token_id:
             count = "no token" if len(found) == 1 else f"{len(found)} tokens"
-            where = tokenizer.name_or_path or "this one"
-            raise UserError(
-                f"stop_tokens: {text!r} is {count} of the tokenizer {where}; name texts of exactly one token"
-            )
+            whose = f"the tokenizer {tokenizer.name_or_path}".rstrip()
+            raise UserError(f"stop_tokens: {text!r} is {count} of {whose}; name texts of exactly one token")
         ids.add(int(found[0]))
     return frozenset(ids)
 

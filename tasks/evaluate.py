@@ -94,7 +94,7 @@ def set_exam(stage: Stage[EvaluateParams]) -> tuple[Exam, int]:
         reference=sft,
         scorer=load_scorer(stage, int(sft.tokenizer.pad_token_id), params.batch_size),
         judge=judge_of(stage) if params.prompts == HELDOUT else None,  # the rubric knows the demo's own prompts
-        pair_judge=pair_judge_of(stage, params.batch_size),
+        pair_judge=pair_judge_of(stage, [row["prompt"] for row in kept], params.max_new_tokens, params.batch_size),
         temperature=params.temperature,
         max_new_tokens=params.max_new_tokens,
         batch_size=params.batch_size,
@@ -112,6 +112,7 @@ def take_exam(stage: Stage[EvaluateParams], exam: Exam) -> Field:
         everybody.read[contestant.name] = read_given_texts(exam, contestant, validation_pairs(stage))
         if contestant.name == "policy":
             everybody.results |= best_of_n(stage, exam)
+        del contestant  # the next one is loaded into its place
     for step, policy in policies(stage, exam.reference):
         everybody.snapshots[step] = Results.of([exam.ask(policy, stage.params.seeds[0])])
     return everybody
@@ -169,7 +170,7 @@ def row_of(
     figures |= versus("win_rate_vs_policy", exam, results, None if name == "policy" else policy, bootstrap)
     ahead = None if name == "policy" else difference(results, policy, "gold", bootstrap)
     figures |= three("gold_minus_policy", ahead)
-    if results.best_of > 1 or name not in everybody.read:
+    if name not in everybody.read:
         figures |= {"kl": best_of_n_kl(results.best_of), "kl_ci95": None}
     figures |= given_figures(everybody.read.get(name), everybody.read["sft"], validation_pairs(stage), bootstrap)
     return figures | costs(stage, name, results)

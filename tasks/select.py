@@ -56,7 +56,7 @@ def compare(stage: Stage[SelectParams], config: PPOConfig, sft: Contestant) -> l
         reference=sft,
         scorer=load_scorer(stage, int(sft.tokenizer.pad_token_id), config.batch_size),
         judge=judge_of(stage),
-        pair_judge=pair_judge_of(stage, config.batch_size),
+        pair_judge=pair_judge_of(stage, [row["prompt"] for row in rows], config.max_new_tokens, config.batch_size),
         temperature=config.temperature,
         max_new_tokens=config.max_new_tokens,
         batch_size=config.batch_size,

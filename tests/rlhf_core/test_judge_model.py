@@ -140,5 +140,14 @@ def test_a_question_longer_than_the_context_is_refused(make: Any) -> None:
         make().prefer(PROMPTS[:1], ["egg " * 70], ["tea"])
 
 
+def test_room_for_two_answers_of_full_length_is_asked_for_beforehand(make: Any) -> None:
+    """The shortest question leaves some tokens of the context of 64: as many as fit twice, and not one more."""
+    judge = make(question="$prompt $first $second")
+    left = 64 - len(judge._encode(PROMPTS[0], "", ""))
+    judge.require_room(PROMPTS[:1], left // 2)
+    with pytest.raises(UserError, match="lower max_new_tokens"):
+        judge.require_room(PROMPTS[:1], left // 2 + 1)
+
+
 def test_the_question_of_ours_holds_what_it_needs() -> None:
     assert set(Template(QUESTION).get_identifiers()) == {"prompt", "first", "second", "first_letter", "second_letter"}

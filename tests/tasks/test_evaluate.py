@@ -86,6 +86,7 @@ def test_a_users_models_and_prompts_join_and_a_model_may_judge(finished: "Projec
     done = stage_main(finished, "evaluate")
     assert done.code == 2
     assert "is longer than" in done.stderr, "this judge's context is too short for its question"
+    assert "answer " not in done.stderr + done.stdout, "which is said before anybody has answered"
     finished.set("judge", {"kind": "data"})
     assert stage_main(finished, "evaluate").code == 0
     told = finished.json("metrics/evaluate.json")

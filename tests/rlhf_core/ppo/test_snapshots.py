@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
 from rlhf_core.errors import NonFiniteError, UserError
@@ -46,6 +47,14 @@ def test_a_snapshot_brings_back_the_very_weights(
         assert equal(snapshots.load(tmp_path, step, build_lm(kind, seed=1)), policy), step
     first, last = (seen[step].policy for step in (1, 2))
     assert not equal(first, last)
+
+
+def test_what_a_model_makes_for_itself_is_not_kept(make_trainer: Make, tmp_path: Path) -> None:
+    """Rotary frequencies are a buffer that no checkpoint holds."""
+    models = make_trainer().models
+    assert any(name.endswith("inv_freq") for name, _ in models.policy.named_buffers())
+    snapshots.write(tmp_path, models, 1)
+    assert load_file(snapshots.path_of(tmp_path, 1)).keys() <= models.policy.state_dict().keys()
 
 
 def test_adapters_make_a_small_snapshot(make_trainer: Make, tmp_path: Path) -> None:
