@@ -72,18 +72,9 @@ def snapshots(run: Result, score: str) -> list[tuple[float, float]]:
 
 
 def snapshot_rows(run: Result) -> Table:
-    """The rows of SFT and of PPO's snapshots, in the order of the steps. SFT has its scores of the first sampling seed
-    where they are known, as the snapshots have: what `evaluate` interpolates and fits from."""
+    """The rows of SFT and of PPO's snapshots, in the order of the steps."""
     rows = [row for row in run.tables.get("frontier", []) if row["family"] in {"sft", "ppo"}]
-    rows = [row | starts(run) if row["family"] == "sft" else row for row in rows]
     return sorted(rows, key=lambda row: (row["family"] != "sft", row["point"] or 0))
-
-
-def starts(run: Result) -> dict[str, float]:
-    """By score, where the fitted curve of PPO begins, for those that have one."""
-    fits = run.metrics["evaluate"].get("fits") or {}
-    found = {score: (fits.get(f"ppo_{score}") or {}).get("start") for score in ("gold", "reward")}
-    return {score: float(start) for score, start in found.items() if start is not None}
 
 
 @dataclass(frozen=True)

@@ -123,7 +123,9 @@ def lead(run: Result, name: str) -> tuple[float | None, list[float] | None]:
 
 def fall_table(runs: Runs) -> str:
     """Over-optimisation: PPO's snapshot with the highest gold score on held-out prompts beside the last one, a row a
-    seed. Empty where no run has snapshots with a gold score."""
+    seed. The highest of many is high by luck, too, so the fall is never below 0; without that luck is the snapshot that
+    the judge liked best on the validation prompts, less the last one. Empty where no run has snapshots with a gold
+    score."""
     rows = []
     for seed, run in runs.items():
         scored = [row for row in snapshot_rows(run) if isinstance(row["gold"], float)]
@@ -132,9 +134,16 @@ def fall_table(runs: Runs) -> str:
             cells = [each[name] for name in ("point", "gold", "reward", "kl") for each in (best, last)]
             steps, scores = [f"{step:g}" for step in cells[:2]], [text(value) for value in cells[2:]]
             fall = text(best["gold"] - last["gold"], signed=True)
-            rows.append([str(seed), *steps, *scores, fall, alert_step(run), selected_step(run)])
+            rows.append([str(seed), *steps, *scores, fall, stopped(run), alert_step(run), selected_step(run)])
     head = [f"{name}, {which}" for name in ("step", "gold", "proxy", "KL") for which in ("best", "last")]
-    return markdown(["seed", *head, "fall of gold", "alert at step", "selected step"], rows) if rows else ""
+    head = ["seed", *head, "fall of gold", "best on validation − last", "alert at step", "selected step"]
+    return markdown(head, rows) if rows else ""
+
+
+def stopped(run: Result) -> str:
+    """What stopping at the snapshot that did best on the validation prompts is worth on the held-out ones."""
+    found = run.metrics["evaluate"].get("stopping") or {}
+    return _with_interval(found.get("difference"), found.get("difference_ci95"))
 
 
 def alert_step(run: Result) -> str:

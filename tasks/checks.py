@@ -6,12 +6,13 @@ from typing import Any
 import numpy as np
 
 from rlhf_core.evaluation.agreement import correlation, pair_agreement
+from rlhf_core.evaluation.matched import agreement_at_margins
 from rlhf_core.judges import NoisyAnnotators, RubricJudge
 from rlhf_core.pair_judges import PairJudge, SimulatedAnnotators, both_orders
 from tasks.exam import Exam
 from tasks.params.loader import parse, read_yaml
 from tasks.params.preferences import PreferencesParams
-from tasks.results import Bootstrap, Results
+from tasks.results import Bootstrap, Results, Table
 from tasks.stage import Stage
 
 
@@ -43,13 +44,16 @@ def annotators(stage: Stage[Any], exam: Exam) -> PairJudge | None:
 def scorer_checks(results: dict[str, Results], bootstrap: Bootstrap) -> dict[str, dict[str, Any] | None]:
     """For SFT model and policy: how often reward model and judge order two answers to one prompt alike, and what the
     scores go along with. None without a judge who scores."""
-    return {name: scorer_check(results[name], bootstrap) for name in ("sft", "policy")}
+    found = {name: scorer_check(results[name], bootstrap) for name in ("sft", "policy")}
+    if found["sft"] is not None:
+        found["sft"]["agreement_at_policy_margins"] = at_margins_of(results["sft"], results["policy"])
+    return found
 
 
 def scorer_check(results: Results, bootstrap: Bootstrap) -> dict[str, Any] | None:
     """One model's answers; agreement needs two sampling seeds."""
-    rewards, gold, tokens = (results.table(name) for name in ("rewards", "gold", "tokens"))
-    if rewards is None or gold is None or tokens is None:
+    rewards, gold, tokens = rewards_of_texts(results), results.table("gold"), results.table("tokens")
+    if gold is None or tokens is None:
         return None
     alike = pair_agreement(rewards.tolist(), gold.tolist(), bootstrap.resamples, bootstrap.seed)
     return {
@@ -59,3 +63,23 @@ def scorer_check(results: Results, bootstrap: Bootstrap) -> dict[str, Any] | Non
         "correlation": correlation(rewards.ravel().tolist(), gold.ravel().tolist()),
         "length_correlation": correlation(rewards.ravel().tolist(), tokens.ravel().tolist()),
     }
+
+
+def at_margins_of(results: Results, like: Results) -> float | None:
+    """The agreement, were the answers as far apart in gold score as those of another model are."""
+    scores = [(rewards_of_texts(each).tolist(), each.table("gold")) for each in (results, like)]
+    (first, gold), (like_first, like_gold) = scores
+    if gold is None or like_gold is None:
+        return None
+    return agreement_at_margins(first, gold.tolist(), like_first, like_gold.tolist())
+
+
+def rewards_of_texts(results: Results) -> Table:
+    """The reward model's scores, one for equal answers to a prompt: read in other batches, they differ by a hair."""
+    rewards = results.table("rewards")
+    assert rewards is not None  # every answer has one
+    for i, row in enumerate(rewards):
+        known: dict[tuple[str, bool], float] = {}
+        for k, mark in enumerate(results.marks):
+            row[k] = known.setdefault(mark.says(i), float(row[k]))
+    return rewards

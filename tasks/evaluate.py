@@ -17,7 +17,7 @@ from tasks.checks import judge_checks, scorer_checks
 from tasks.exam import Contestant, Exam, Marked, fitting_rows, load_contestant, load_scorer
 from tasks.extra_models import EXTRA, folder_of
 from tasks.frontier import frontier_figures, frontier_rows, stopping
-from tasks.given_texts import Read, given_figures, read_given_texts
+from tasks.given_texts import Read, fitting_pairs, given_figures, read_given_texts
 from tasks.jsonl import Row
 from tasks.judges import judge_of
 from tasks.pair_judges import pair_judge_of
@@ -42,6 +42,8 @@ SELECT = "metrics/select.json"
 class Field:
     """Everybody who took part, and what was found."""
 
+    pairs: list[Row]
+    """The validation pairs that everybody reads."""
     results: dict[str, Results] = field(default_factory=dict)
     """By name, in the order of the table."""
     read: dict[str, Read] = field(default_factory=dict)
@@ -60,6 +62,7 @@ def execute(stage: Stage[EvaluateParams]) -> None:
     metrics = {
         **summary(exam, models),
         "prompts_too_long": too_long,
+        "pairs_too_long": len(validation_pairs(stage)) - len(everybody.pairs),
         "seeds": stage.params.seeds,
         "bootstrap": stage.params.bootstrap,
         "models": models,
@@ -105,11 +108,11 @@ def set_exam(stage: Stage[EvaluateParams]) -> tuple[Exam, int]:
 
 def take_exam(stage: Stage[EvaluateParams], exam: Exam) -> Field:
     """All models' answers; one model in memory at a time, beside the SFT model."""
-    everybody = Field()
+    everybody = Field(fitting_pairs(exam, validation_pairs(stage)))
     for contestant in contestants(stage, exam):
         marks = [exam.ask(contestant, seed) for seed in stage.params.seeds]
         everybody.results[contestant.name] = Results.of(marks)
-        everybody.read[contestant.name] = read_given_texts(exam, contestant, validation_pairs(stage))
+        everybody.read[contestant.name] = read_given_texts(exam, contestant, everybody.pairs)
         if contestant.name == "policy":
             everybody.results |= best_of_n(stage, exam)
         del contestant  # the next one is loaded into its place
@@ -172,7 +175,7 @@ def row_of(
     figures |= three("gold_minus_policy", ahead)
     if name not in everybody.read:
         figures |= {"kl": best_of_n_kl(results.best_of), "kl_ci95": None}
-    figures |= given_figures(everybody.read.get(name), everybody.read["sft"], validation_pairs(stage), bootstrap)
+    figures |= given_figures(everybody.read.get(name), everybody.read["sft"], everybody.pairs, bootstrap)
     return figures | costs(stage, name, results)
 
 

@@ -77,6 +77,8 @@ class Exam:
     max_new_tokens: int
     batch_size: int
     stop_tokens: Sequence[str]
+    purpose: str = ""
+    """Exams of different purposes draw from different random numbers."""
 
     def ask(self, contestant: Contestant, seed: int) -> Marked:
         """One answer to each prompt, independent of the other contestants' answers, marked. Raises UserError where the
@@ -96,6 +98,8 @@ class Exam:
     def compare(self, marked: Marked, other: Marked) -> list[float]:
         """How far `marked` is preferred to `other`, prompt by prompt, ½ for a tie: by the judge of pairs, asked in both
         orders, where there is one; else by the judge's scores; else by the reward model's."""
+        if marked is other:
+            return [0.5] * len(self.rows)
         if self.pair_judge is not None:
             return both_orders(self.pair_judge, self.prompts, other.texts, marked.texts).preference
         if marked.gold is not None and other.gold is not None:
@@ -161,7 +165,9 @@ class Exam:
             )
             return list(zip(sampled.responses, sampled.ended, strict=True))
 
-        noise = int.from_bytes(sha256((contestant.noise or contestant.name).encode()).digest()[:8], "big")
+        noise = int.from_bytes(
+            sha256(f"{self.purpose}{contestant.noise or contestant.name}".encode()).digest()[:8], "big"
+        )
         order = sorted(range(len(prompt_ids)), key=lambda i: len(prompt_ids[i]))
         batches = [order[start : start + self.batch_size] for start in range(0, len(order), self.batch_size)]
         journal = f"answers-{contestant.name}-{seed}"

@@ -6,11 +6,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from jaxtyping import Float
 
-from rlhf_core.evaluation.best_of_n import best_of_n_kl
+from rlhf_core.evaluation.frontier import lead_at_equal_kl
 from rlhf_core.evaluation.intervals import Estimate
-from rlhf_core.evaluation.overoptimisation import Fit, at_kl, fit_best_of_n, fit_rl
+from rlhf_core.evaluation.overoptimisation import Fit, fit_best_of_n, fit_rl
 from tasks.exam import Exam
 from tasks.jsonl import Row
 from tasks.results import Bootstrap, PerPrompt, Results
@@ -25,10 +24,16 @@ class Point:
     """A model on the frontier: where it is, and each prompt's scores."""
 
     step: int
-    kl: float
-    """Nats an answer; a hair below zero, which noise can make of a KL, counts as zero."""
+    kls: PerPrompt | None
+    """Nats an answer; None where it is not measured."""
     scores: dict[str, PerPrompt | None]
     """By name of the score; None where nobody gives it."""
+
+    @property
+    def kl(self) -> float:
+        """Over the prompts; a hair below zero, which noise can make of a KL, counts as zero."""
+        assert self.kls is not None  # every snapshot's is measured
+        return max(0.0, float(self.kls.mean()))
 
     def mean(self, score: str) -> float | None:
         """Over the prompts."""
@@ -45,14 +50,13 @@ def point_of(exam: Exam, results: Results, sft: Results, step: int = 0) -> Point
         "reward": None if rewards is None else results.per_prompt(rewards),
         "win_rate": results.per_prompt(won),
     }
-    known = best_of_n_kl(results.best_of) if kl is None else float(results.per_prompt(kl).mean())
-    return Point(step, max(0.0, known), scores)
+    return Point(step, None if kl is None else results.per_prompt(kl), scores)
 
 
 def curve_of(exam: Exam, sft: Results, snapshots: Mapping[int, Results]) -> list[Point]:
-    """PPO's run from the SFT model on, by rising KL; answers of the first sampling seed."""
+    """PPO's run from the SFT model on, by rising KL; snapshots answered with the first sampling seed only."""
     first = Results.of(sft.marks[:1])
-    points = [point_of(exam, first, first), *(point_of(exam, each, first, step) for step, each in snapshots.items())]
+    points = [point_of(exam, sft, sft), *(point_of(exam, each, first, step) for step, each in snapshots.items())]
     return sorted(points, key=lambda point: point.kl)
 
 
@@ -71,36 +75,35 @@ def frontier_figures(
 
 
 def at_equal_kl(kl: float | None, other: Point, curve: list[Point], bootstrap: Bootstrap) -> dict[str, Any]:
-    """PPO's scores at a model's KL, linear in √KL between snapshots, less the model's own; null beyond PPO's KL. Both
-    KLs are held fixed in the intervals."""
-    shares = None if kl is None else shares_at(kl, [point.kl for point in curve])
-    counted = [] if shares is None else [p.step for p, share in zip(curve, shares, strict=True) if share > 0]
-    figures: dict[str, Any] = {"kl": kl, "between": [counted[0], counted[-1]] if counted else None}
+    """PPO's scores at a model's KL, linear in √KL between snapshots, less the model's own; null beyond PPO's KL."""
+    figures: dict[str, Any] = {"kl": kl, "between": None if kl is None else neighbours(kl, curve)}
     for score in SCORES:
-        ours, theirs = None if shares is None else score_at(shares, curve, score), other.scores[score]
-        gap = None if ours is None or theirs is None else bootstrap.of_prompts(ours - theirs)
+        gap = None if kl is None else lead(kl, other, curve, score, bootstrap)
+        mean = other.mean(score)
         figures |= {
-            score: other.mean(score),
-            f"policy_{score}": None if ours is None else float(ours.mean()),
+            score: mean,
+            f"policy_{score}": None if gap is None or mean is None else mean + gap.mean,
             f"{score}_gap": None if gap is None else gap.mean,
             f"{score}_gap_ci95": None if gap is None else gap.interval,
         }
     return figures
 
 
-def shares_at(kl: float, curve: list[float]) -> Float[np.ndarray, "points"] | None:
-    """How much each snapshot counts for the curve at a KL: the interpolation of the unit vectors. None outside."""
-    rows = [at_kl(kl, curve, unit.tolist()) for unit in np.eye(len(curve))]
-    return None if None in rows else np.array(rows, dtype=np.float64)
-
-
-def score_at(shares: Float[np.ndarray, "points"], curve: list[Point], score: str) -> PerPrompt | None:
-    """Each prompt's score under PPO; None where nobody gives it."""
-    columns = [point.scores[score] for point in curve]
-    if any(column is None for column in columns):
+def lead(kl: float, other: Point, curve: list[Point], score: str, bootstrap: Bootstrap) -> Estimate | None:
+    """PPO's score at the model's KL less the model's; None where nobody gives the score, or PPO is not that far."""
+    ours, theirs = [point.scores[score] for point in curve], other.scores[score]
+    if theirs is None or any(scores is None for scores in ours):
         return None
-    total: PerPrompt = np.tensordot(shares, np.array(columns), axes=1)
-    return total
+    kls = np.full(len(theirs), kl) if other.kls is None else other.kls
+    curve_kls = np.array([point.kls for point in curve])
+    return lead_at_equal_kl(curve_kls, np.array(ours), kls, theirs, bootstrap.resamples, bootstrap.seed)
+
+
+def neighbours(kl: float, curve: list[Point]) -> list[int] | None:
+    """The steps of the snapshots nearest to a KL from below and from above; None outside the curve."""
+    below = [point.step for point in curve if point.kl <= max(0.0, kl)]
+    above = [point.step for point in curve if point.kl >= max(0.0, kl)]
+    return [below[-1], above[0]] if below and above else None
 
 
 def fits(curve: list[Point], models: Models) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """What a model makes of texts that it did not write: held-out demonstrations, and answers that were chosen or turned
 down. How `evaluate` shows what a method did to answers that it never sampled."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,9 +30,18 @@ class Read:
     rejected: list[float] = field(default_factory=list)
 
 
+def fitting_pairs(exam: Exam, pairs: Sequence[Row]) -> list[Row]:
+    """The pairs of which the SFT model can read both sides."""
+    return [
+        row
+        for row in pairs
+        if all(_fits(_side(exam, exam.reference, row, side), exam.reference) for side in ("chosen", "rejected"))
+    ]
+
+
 def read_given_texts(exam: Exam, contestant: Contestant, pairs: Sequence[Row]) -> Read:
     """The demonstrations of the exam's prompts, and both sides of the pairs."""
-    encode = _encoder(exam, contestant)
+    encode = _encoder(contestant)
     shown = [encode(row["prompt"], row["response"]) for row in exam.rows if row["response"] is not None]
     shown = [text for text in shown if _fits(text, exam.reference)] if exam.shares_tokenizer(contestant) else []
     sides = {side: [_side(exam, contestant, row, side) for row in pairs] for side in ("chosen", "rejected")}
@@ -62,7 +71,7 @@ def given_figures(read: Read | None, sft: Read, pairs: Sequence[Row], bootstrap:
     return figures
 
 
-def _encoder(exam: Exam, contestant: Contestant) -> Any:
+def _encoder(contestant: Contestant) -> Callable[[Any, str], Text]:
     tokenizer = contestant.tokenizer
     return lambda prompt, response: (encode_prompt(tokenizer, prompt), encode_response(tokenizer, response))
 

@@ -61,6 +61,7 @@ def compare(stage: Stage[SelectParams], config: PPOConfig, sft: Contestant) -> l
         max_new_tokens=config.max_new_tokens,
         batch_size=config.batch_size,
         stop_tokens=config.stop_tokens,
+        purpose="select ",  # whoever is lucky here is not so in `evaluate`, too
     )
     start = exam.ask(sft, stage.seed)
     return [

@@ -107,7 +107,19 @@ def reward_agreement(run: Run) -> Picture | None:
         f"Share of pairs that reward model and judge order alike: {said}.",
         "Before and after PPO: on pairs of answers to one prompt, how often reward model and judge prefer the same. "
         "PPO moves to answers that the reward model was not trained on, so its agreement there is what counts. "
-        "Bars: 95% intervals; dashed: a coin.",
+        + _matched(found.get("sft") or {})
+        + "Bars: 95% intervals; dashed: a coin.",
+    )
+
+
+def _matched(sft: Row) -> str:
+    """How much of a fall is no fault of the reward model's."""
+    rate = finite(sft.get("agreement_at_policy_margins"))
+    if rate is None:
+        return ""
+    return (
+        f"Answers that lie close together are hard to order anywhere: were SFT’s as close as the policy’s, it would be "
+        f"{percent(rate)} for SFT. "
     )
 
 

@@ -55,11 +55,13 @@ def test_a_lead_is_positive_where_ppo_is_better(seeds: ModuleType, result: Any) 
 
 
 def test_the_fall_is_from_the_best_snapshot_to_the_last(seeds: ModuleType, result: Any) -> None:
-    assert rows(seeds.fall_table({1: result}))["1"][-3:] == ["+0.000", "31", "–"]
+    assert rows(seeds.fall_table({1: result}))["1"][-4:] == ["+0.000", "–", "31", "–"]
     result.tables["frontier"][2]["gold"] = 0.25
     result.metrics["select"] = {"step": 1}
+    result.metrics["evaluate"]["stopping"] = {"difference": 1.5, "difference_ci95": [1.25, 1.75]}
     row = rows(seeds.fall_table({1: result}))["1"]
-    assert row == ["1", "2", "2.000", "0.250", "1.500", "2.500", "1.000", "4.000", "+1.750", "31", "1"]
+    scores = ["2.000", "0.250", "1.500", "2.500", "1.000", "4.000"]
+    assert row == ["1", "2", *scores, "+1.750", "+1.500 (+1.250 to +1.750)", "31", "1"]
     result.metrics["ppo"]["alerts"] = []
     assert rows(seeds.fall_table({1: result}))["1"][-2] == "none"
     assert seeds.fall_table({1: seeds.Result({}, {}, 1.0, {})}) == ""

@@ -59,6 +59,18 @@ def test_answers_are_independent_but_for_those_with_one_name_of_the_noise(sft: C
     assert first.tokens == [len(response) for response in first.responses]
 
 
+def test_exams_of_other_purposes_have_other_luck(sft: Contestant) -> None:
+    chosen, final = exam(sft, purpose="select ").ask(sft, 1), exam(sft).ask(sft, 1)
+    assert chosen.responses != final.responses
+
+
+def test_nobody_is_asked_about_a_model_beside_itself(sft: Contestant) -> None:
+    """No judge is there that could be."""
+    asked = exam(sft, pair_judge=object())
+    marked = asked.ask(sft, 1)
+    assert asked.compare(marked, marked) == [0.5] * 6
+
+
 def test_no_batch_size_changes_an_answer(sft: Contestant) -> None:
     assert exam(sft, batch_size=1).ask(sft, 1).texts == exam(sft, batch_size=6).ask(sft, 1).texts
 

@@ -1,6 +1,7 @@
 """The frontier: PPO's snapshots as a curve, and where another model lies beside it."""
 
 import math
+from dataclasses import replace
 from typing import cast
 
 import pytest
@@ -8,7 +9,7 @@ import pytest
 from rlhf_core.divergence import Divergence
 from rlhf_core.evaluation.wins import wins
 from tasks.exam import Exam, Marked
-from tasks.frontier import curve_of, frontier_figures, shares_at, stopping
+from tasks.frontier import curve_of, frontier_figures, neighbours, stopping
 from tasks.results import Bootstrap, Results
 
 PROMPTS = 50
@@ -101,10 +102,26 @@ def test_the_curve_starts_at_sft_and_rises_in_kl_whatever_the_steps() -> None:
     kls = [point.kl for point in curve]
     assert kls == [0.0, 0.0, 1.0, 4.0]
     assert [point.step for point in curve] == [0, 3, 2, 1]
-    shares = shares_at(2.25, kls)
-    assert shares is not None
-    assert shares.tolist() == pytest.approx([0, 0, 0.5, 0.5])
-    assert shares_at(5.0, kls) is None
+    assert (neighbours(2.25, curve), neighbours(1.0, curve), neighbours(5.0, curve)) == ([2, 1], [2, 2], None)
+
+
+def test_the_curve_starts_from_all_answers_of_the_sft_model() -> None:
+    """Snapshots answer with one seed; what they start from is known better than by that seed alone."""
+    sft = Results.of([answers(0.0, gold, 0.0).marks[0] for gold in (1.0, 2.0, 3.0)])
+    start = curve_of(EXAM, sft, {5: answers(1.0, 3.0, 1.0)})[0]
+    assert start.mean("gold") == pytest.approx(2.0)
+    assert start.mean("win_rate") == 0.5
+
+
+def test_a_model_of_other_tokens_has_no_place_on_the_curve() -> None:
+    sft, policy = answers(0.0, 0.0, 0.0), answers(1.0, 1.0, 2.0)
+    foreign = Results.of([replace(answers(0.0, 0.5, 1.0).marks[0], divergence=None)])
+    results = {"sft": sft, "policy": policy, "theirs": foreign}
+    models = {name: figures(each, None if name == "theirs" else 0.0) for name, each in results.items()}
+    found = frontier_figures(EXAM, results, {10: policy}, models, BOOTSTRAP)["frontier"]["theirs"]
+    assert (found["gold"], found["kl"], found["policy_gold"], found["gold_gap"], found["between"]) == (
+        pytest.approx(0.5), None, None, None, None,
+    )  # fmt: skip
 
 
 def test_when_to_stop_is_paired_and_asked_of_a_judge() -> None:

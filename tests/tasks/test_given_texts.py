@@ -1,8 +1,14 @@
 """What became of texts that a model did not write: signs, pairing, and what is left unknown."""
 
+from typing import Any, cast
+
 import pytest
 
-from tasks.given_texts import Read, given_figures
+from rlhf_core.config.base import ScratchConfig
+from rlhf_core.models import build_llama
+from rlhf_core.tokenizer import train_bpe
+from tasks.exam import Contestant, Exam
+from tasks.given_texts import Read, fitting_pairs, given_figures, read_given_texts
 from tasks.results import Bootstrap
 
 BOOTSTRAP = Bootstrap(300, 1)
@@ -34,3 +40,41 @@ def test_who_reads_nothing_has_no_figures() -> None:
     figures = given_figures(None, SFT, PAIRS, BOOTSTRAP)
     assert set(figures.values()) == {None}
     assert figures.keys() == given_figures(SFT, SFT, PAIRS, BOOTSTRAP).keys()
+
+
+class Asked:
+    """Of an exam, what reading texts needs."""
+
+    rows: tuple[dict[str, Any], ...] = ()
+    batch_size = 2
+
+    def __init__(self, reference: Contestant) -> None:
+        self.reference = reference
+
+    def shares_tokenizer(self, contestant: Contestant) -> bool:
+        return contestant is self.reference
+
+
+def test_pairs_too_long_for_the_sft_model_are_left_out_for_everybody() -> None:
+    """A model with a longer context reads no more of them: only then can its figures stand beside SFT's."""
+    pairs = [pair("tea"), pair("oats " * 60), pair("fig")]
+    sft, wide = contestant(32), contestant(512)
+    exam = cast(Exam, Asked(sft))
+    kept = fitting_pairs(exam, pairs)
+    assert [row["chosen"] for row in kept] == ["tea", "fig"]
+    before, now = (read_given_texts(exam, each, kept) for each in (sft, wide))
+    assert len(before.chosen) == len(now.chosen) == 2
+    assert given_figures(now, before, kept, BOOTSTRAP)["logprob_chosen_change"] is not None
+    assert read_given_texts(exam, contestant(8), kept).chosen == [], "one that cannot read them all has no figures"
+
+
+def pair(chosen: str) -> dict[str, Any]:
+    prompt = [{"role": "user", "content": "what shall i eat"}]
+    texts = {"chosen": chosen, "rejected": "egg", "chosen_ended": True, "rejected_ended": True}
+    return {"prompt_id": chosen, "prompt": prompt, "chosen_ids": None, "rejected_ids": None, **texts}
+
+
+def contestant(context: int) -> Contestant:
+    tokenizer = train_bpe(["eat some oats and an egg", "take tea and a fig"] * 3, 300, "<|pad|>", "<|end|>", context)
+    size = ScratchConfig(vocabulary=300, context=context, layers=1, hidden=16, intermediate=16, heads=2)
+    return Contestant(str(context), build_llama(size, tokenizer, 1).eval(), tokenizer)
