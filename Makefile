@@ -51,13 +51,13 @@ layers: setup-dev  ## Imports go down only; every stage depends on exactly the c
 	lint-imports
 	python tests/closure.py
 
-check: lint types layers test  ## What CI runs
+check: lint types layers test  ## Lint, types, layers and tests; CI runs these with LEASH_FAULTS=all
 
 seeds: setup  ## The demo for three seeds, and the README's tables (half an hour)
 	python benchmarks/seeds.py
 
 frontier: setup  ## Three seeds at three β: OUT=FOLDER keeps results and pictures (an hour; continues where it stopped)
-	python benchmarks/frontier.py --out $(OUT)
+	python benchmarks/frontier.py --out $(or $(OUT),$(error name a folder for the results: make frontier OUT=FOLDER))
 
 audit: setup-dev  ## Known vulnerabilities of the pinned versions; needs a network, and fails without one
 	pip-audit --strict --requirement constraints.txt --no-deps --disable-pip

@@ -1,6 +1,6 @@
 """The variance of the policy gradient with and without a baseline, measured on folders of your own.
 
-    python benchmarks/gradient_variance.py --sft models/sft --reward models/reward --prompts prompts.json --seeds 1 2 3
+    python benchmarks/gradient_variance.py --seeds 1 2 3
 
 One rollout a seed; then, at the policy that sampled, the plain policy gradient g = −Σ_t A_t·∇log π(a_t) of each
 response by itself, once for each way to make A of the same rewards. Without a baseline A is the whole return. Nothing
@@ -50,10 +50,16 @@ def main() -> None:
 def arguments() -> argparse.ArgumentParser:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sft", required=True, help="folder of the reference, and of the policy where none is named")
+    parser.add_argument(
+        "--sft", default="models/sft", help="folder of the reference, and of the policy where none is named"
+    )
     parser.add_argument("--policy", help="folder of the policy that samples")
-    parser.add_argument("--reward", required=True, help="folder of the reward model, where the critic starts too")
-    parser.add_argument("--prompts", required=True, help="JSON list of strings")
+    parser.add_argument(
+        "--reward", default="models/reward", help="folder of the reward model, where the critic starts too"
+    )
+    parser.add_argument(
+        "--prompts", default="data/ingest/ppo_prompts.jsonl", help="JSONL rows with a `prompt`, as ingest writes"
+    )
     parser.add_argument("--responses", type=int, default=256)
     parser.add_argument("--samples-per-prompt", type=int, default=4)
     parser.add_argument("--score", choices=["normalised", "raw"], default="normalised")

@@ -1,6 +1,6 @@
 """Seconds per PPO update and samples per second, on folders of your own; beside TRL's last PPO where it is installed.
 
-    python benchmarks/ppo_throughput.py --sft models/sft --reward models/reward --prompts prompts.json --updates 6
+    python benchmarks/ppo_throughput.py --updates 6
     python benchmarks/ppo_throughput.py … --trl PATH/TO/python     # an environment of its own with trl==1.12.0
 
 PROMPTS is a JSON list of strings, each one user turn. The first update of either side is a warm-up and is not counted.
@@ -45,9 +45,13 @@ def main() -> None:
 def arguments() -> argparse.ArgumentParser:
     """The command line; `trl_ppo.py` takes the same work."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sft", required=True, help="folder of the policy and its reference")
-    parser.add_argument("--reward", required=True, help="folder of the reward model, where the critic starts too")
-    parser.add_argument("--prompts", required=True, help="JSON list of strings")
+    parser.add_argument("--sft", default="models/sft", help="folder of the policy and its reference")
+    parser.add_argument(
+        "--reward", default="models/reward", help="folder of the reward model, where the critic starts too"
+    )
+    parser.add_argument(
+        "--prompts", default="data/ingest/ppo_prompts.jsonl", help="JSONL rows with a `prompt`, as ingest writes"
+    )
     parser.add_argument("--updates", type=int, default=6, help="PPO updates, the warm-up included")
     parser.add_argument("--batch", type=int, default=128, help="responses per update")
     parser.add_argument("--micro-batch", type=int, default=64)
@@ -157,7 +161,7 @@ def build(options: argparse.Namespace, seed: int = 1, **changes):  # type: ignor
         normalisation=ScoreNormalisation(
             getattr(scorer.config, "score_mean", 0.0), getattr(scorer.config, "score_std", 1.0)
         ),
-        prompts=[[{"role": "user", "content": text}] for text in json.loads(Path(options.prompts).read_text("utf-8"))],
+        prompts=[json.loads(line)["prompt"] for line in Path(options.prompts).read_text("utf-8").splitlines()],
         seed=seed,
     )
 

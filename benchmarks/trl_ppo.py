@@ -66,7 +66,8 @@ def main() -> None:
 def build(options: argparse.Namespace, clock: Clock) -> PPOTrainer:
     """TRL's trainer with a critic of its own, float32, no gradient checkpointing, the batch of the command line."""
     tokenizer = AutoTokenizer.from_pretrained(options.sft, padding_side="left")
-    texts = json.loads(Path(options.prompts).read_text("utf-8"))
+    rows = [json.loads(line) for line in Path(options.prompts).read_text("utf-8").splitlines()]
+    texts = [row["prompt"][-1]["content"] for row in rows]
     rows = [
         tokenizer.apply_chat_template(
             [{"role": "user", "content": text}], add_generation_prompt=True, tokenize=True, return_dict=False

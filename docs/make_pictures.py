@@ -106,14 +106,14 @@ def mark(axes: Axes, case: Case, advantage: float) -> None:
 
 TOKENS = ("Good", "options", "include", "oatmeal", "with", "berries", "“.”")
 REWARDS = (0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.91)
-"""Of seed 000's running example: the reward model's score at the last token, and no leash."""
+"""The reward model's score at the last token, and no leash."""
 VALUES = (-0.28, -0.24, -0.21, -0.15, -0.07, -0.05, 0.0)
-"""The critic with which these rewards give the δ of figure 5 there."""
+"""Of a critic that foresees part of it."""
 GAMMA, LAM = 1.0, 0.95
 
 
 def credit() -> tuple[Tensor, Tensor]:
-    """δ and A of the running example, [T] each: both are GAE, with λ = 0 and λ = 0.95."""
+    """δ and A of this answer, [T] each: both are GAE, with λ = 0 and λ = 0.95."""
     rewards = torch.tensor([REWARDS], dtype=torch.float64)
     values = torch.tensor([[*VALUES, 0.0]], dtype=torch.float64)
     mask = torch.ones_like(rewards)

@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable
-from functools import wraps
+from functools import partial, wraps
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn, ParamSpec
@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from flows.stages import Outcome
 
 P = ParamSpec("P")
+Seed = partial(typer.Option, min=0, max=2**32 - 1)
+"""As `seed` in params.yaml."""
+
 app = typer.Typer(
     help="Leash: preferences in, an evaluated policy out, every step reproducible.",
     no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None,
@@ -109,7 +112,7 @@ def serve(
 
 @command
 def up(
-    port: Annotated[int, typer.Option(help="Port of the Prefect server.")] = 4200,
+    port: Annotated[int, typer.Option(help="Port of the Prefect server.", min=1, max=65535)] = 4200,
     stop: Annotated[bool, typer.Option("--stop", help="Stop the server that `leash up` started.")] = False,
 ) -> None:
     """Start a Prefect server in the background, on this machine only."""
@@ -127,7 +130,7 @@ def up(
 
 
 @command
-def ui(port: Annotated[int, typer.Option(help="Port of the page.")] = 5000) -> None:
+def ui(port: Annotated[int, typer.Option(help="Port of the page.", min=1, max=65535)] = 5000) -> None:
     """Show the MLflow page of this project's runs."""
     root = find_root()
     from flows.ui import show
@@ -167,7 +170,7 @@ def chat(
     beside: Annotated[Path | None, typer.Option(help="A second model folder, whose answers stand below.")] = None,
     temperature: Annotated[float, typer.Option(help="Of sampling; 1 is the model as PPO trains it.")] = 1.0,
     max_new_tokens: Annotated[int, typer.Option(help="Longest answer, tokens.", min=1)] = 256,
-    seed: Annotated[int, typer.Option(help="Equal seeds and messages give equal answers.", min=0)] = 1,
+    seed: Annotated[int, Seed(help="Equal seeds and messages give equal answers.")] = 1,
     system: Annotated[str | None, typer.Option(help="A system message, which stays.")] = None,
 ) -> None:
     """Talk to a model: at a terminal, or one message a line through a pipe."""
@@ -182,7 +185,7 @@ def chat(
 def trace(
     prompt: Annotated[str, typer.Argument(metavar="PROMPT", help="What the user asks.")],
     at: Annotated[str | None, typer.Option(help="policy or sft: where the step starts. None: policy if made.")] = None,
-    seed: Annotated[int | None, typer.Option(help="Of batch and answers. None: that of params.yaml.", min=0)] = None,
+    seed: Annotated[int | None, Seed(help="Of batch and answers. None: that of params.yaml.")] = None,
     page: Annotated[Path | None, typer.Option(help="The page to write. None: work/trace.html.")] = None,
     as_json: Annotated[bool, typer.Option("--json", "-j", help="Print one JSON object and nothing else.")] = False,
 ) -> None:

@@ -180,4 +180,7 @@ def _parsed(text: str, where: str) -> Mapping[str, Any]:
         raise UserError(f"{where}: broken JSON ({error})") from error
     if not isinstance(content, dict):
         raise UserError(f"{where}: expected a JSON object, got {type(content).__name__}")
+    models = content.get("models")
+    if not isinstance(models, dict) or not models or not all(isinstance(one, dict) for one in models.values()):
+        raise UserError(f"{where}: holds no `models` to compare; run `evaluate` there again")
     return content

@@ -12,7 +12,7 @@ from typing import Protocol
 
 from rlhf_core.chat import Conversation, canonical
 from rlhf_core.errors import UserError
-from rlhf_core.judges import TIE, Judge, NoisyAnnotators
+from rlhf_core.judges import NoisyAnnotators
 
 
 class PairJudge(Protocol):
@@ -29,23 +29,6 @@ class PairJudge(Protocol):
         Raises ValueError where the lengths differ.
         """
         ...
-
-
-@dataclass(frozen=True)
-class ScoreComparison:
-    """A judge of single answers as one of pairs: the higher score wins, scores within 1e-9 tie. It has no order."""
-
-    judge: Judge
-
-    @property
-    def name(self) -> str:
-        """The judge's."""
-        return self.judge.name
-
-    def prefer(self, prompts: Sequence[Conversation], firsts: Sequence[str], seconds: Sequence[str]) -> list[float]:
-        """See `PairJudge`."""
-        scores = (self.judge.score(prompts, answers) for answers in (firsts, seconds))
-        return [0.5 if abs(a - b) <= TIE else float(a > b) for a, b in zip(*scores, strict=True)]
 
 
 @dataclass(frozen=True)

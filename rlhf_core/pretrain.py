@@ -1,11 +1,11 @@
-"""Next-token prediction on plain text: the first of the four stages of a language model's life (seed 000)."""
+"""Next-token prediction on plain text: the first of the four stages of a language model's life."""
 
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 
 from rlhf_core.config.base import PretrainConfig
 from rlhf_core.errors import UserError
@@ -15,7 +15,6 @@ from rlhf_core.training import Run, Schedule, train, trainer_arguments
 
 def pretrain(
     model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
     documents: Sequence[Sequence[int]],
     config: PretrainConfig,
     context: int,

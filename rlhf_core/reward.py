@@ -24,7 +24,8 @@ from rlhf_core.training import Run, Schedule, train, trainer_arguments
 def bradley_terry_loss(
     chosen: Float[Tensor, "batch"], rejected: Float[Tensor, "batch"], margin: Float[Tensor, "batch"] | None = None
 ) -> Float[Tensor, ""]:
-    """−E log σ(R(chosen) − R(rejected) − margin), in nats (seed 000, section 02; margin: Touvron et al. 2023)."""
+    """−E log σ(R(chosen) − R(rejected) − margin), in nats (Ouyang et al. 2022, equation 1; the margin: Touvron et al.
+    2023)."""
     gap = chosen - rejected
     return -logsigmoid(gap if margin is None else gap - margin).mean()
 

@@ -34,7 +34,7 @@ def execute(stage: Stage[BaseParams]) -> None:
     settings = stage.params.pretrain
     if settings is not None and settings.steps > 0:
         ids = [encode_prompt(tokenizer, p) + encode_response(tokenizer, r) for p, r in documents]
-        log = pretrain(model, tokenizer, ids, settings, context_length(model), run_)
+        log = pretrain(model, ids, settings, context_length(model), run_)
     save_checkpoint(stage.out("models/base"), model.cpu(), tokenizer)
     losses = [row["loss"] for row in log if "loss" in row]
     stage.write_metrics(

@@ -46,14 +46,3 @@ def response_tokens(tokenizer: PreTrainedTokenizerBase, row: Row, side: str) -> 
     where the data brought it."""
     sampled: list[int] | None = row[f"{side}_ids"]
     return encode_response(tokenizer, row[side], row[f"{side}_ended"]) if sampled is None else sampled
-
-
-def sampled_responses(stage: Stage[Any], split: str) -> int:
-    """How many distinct responses of a split's pairs a model has sampled; those that the data brought do not count."""
-    found = {
-        (row["prompt_id"], *row[f"{side}_ids"])
-        for row in stage.read(PREFERENCES)
-        for side in SIDES
-        if row["split"] == split and row[f"{side}_ids"] is not None
-    }
-    return len(found)

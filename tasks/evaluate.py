@@ -13,11 +13,11 @@ from rlhf_core.determinism import make_deterministic
 from rlhf_core.errors import UserError
 from rlhf_core.evaluation.best_of_n import best_of_n_kl, best_of_n_weights
 from rlhf_core.tokenizer import load_tokenizer, stop_ids
-from tasks.checks import judge_checks, scorer_checks
 from tasks.exam import Contestant, Exam, Marked, fitting_rows, load_contestant, load_scorer
 from tasks.extra_models import EXTRA, folder_of
 from tasks.frontier import frontier_figures, frontier_rows, stopping
 from tasks.given_texts import Read, fitting_pairs, given_figures, read_given_texts
+from tasks.instruments import judge_checks, scorer_checks
 from tasks.jsonl import Row
 from tasks.judges import judge_of
 from tasks.pair_judges import pair_judge_of
@@ -196,8 +196,7 @@ def costs(stage: Stage[EvaluateParams], name: str, results: Results) -> dict[str
     paid = {"policy": ["ppo"], "hybrid": ["rejection_sft", "hybrid"]}.get(name, [name])
     if name in ALTERNATIVES or name == "policy":
         told = [stage.read_json(f"metrics/{part}.json") for part in paid]
-        samples = 0 if name == "dpo" else sum(part["samples_generated"] for part in told)
-        trained = {"samples_generated": samples, "tokens_trained": sum(part["tokens_trained"] for part in told)}
+        trained = {cost: sum(part[cost] for part in told) for cost in ("samples_generated", "tokens_trained")}
     else:
         trained = dict.fromkeys(
             ("samples_generated", "tokens_trained"), None if name in stage.params.extra_models else 0

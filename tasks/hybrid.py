@@ -1,5 +1,4 @@
-"""Stage `hybrid`: PPO that starts from the rejection-sampling model, on a leash to the SFT model (seed 000, section 04:
-the two together are common)."""
+"""Stage `hybrid`: PPO that starts from the rejection-sampling model, on a leash to the SFT model."""
 
 from tasks.variants import run_variant
 

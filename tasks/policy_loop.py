@@ -12,33 +12,25 @@ from transformers import PreTrainedTokenizerBase
 from rlhf_core.checkpoints import Checkpoints
 from rlhf_core.config.ppo import PPOConfig
 from rlhf_core.errors import UserError
-from rlhf_core.models import (
-    context_length,
-    load_causal_lm,
-    load_scalar_model,
-    place,
-    scalar_model_from,
-)
+from rlhf_core.models import context_length, load_causal_lm, load_scalar_model, place
 from rlhf_core.ppo import checkpoint, snapshots
 from rlhf_core.ppo.actor_critic import ActorCritic
 from rlhf_core.ppo.health import Alert, Monitor
 from rlhf_core.ppo.processes import Processes
-from rlhf_core.ppo.ptx import Piece, cut_text
 from rlhf_core.ppo.scoring import ScoreNormalisation
 from rlhf_core.ppo.trainer import PPOTrainer
 from rlhf_core.scorers import RewardModelScorer
 from tasks.companions import is_companion
 from tasks.jsonl import Row, write_jsonl
 from tasks.judges import judge_of
+from tasks.loop_inputs import REWARD, SFT, read_text, starting_critic
 from tasks.progress import Progress
-from tasks.raw import below_raw
 from tasks.stage import Stage
 from tasks.tokens import fitting, prompt_encoder
 from tasks.trust import trusts
 
 PROMPTS = "data/ingest/ppo_prompts.jsonl"
 HELDOUT = "data/ingest/heldout.jsonl"
-SFT, REWARD = "models/sft", "models/reward"
 READ = 20
 """Held-out prompts whose answers are written down along the run, and at every alert."""
 SCHEDULE = "schedule"
@@ -67,7 +59,7 @@ def build(
         prompts=[row["prompt"] for row in kept],
         seed=stage.seed,
         judge=judge_of(stage),
-        text=read_text(stage, config, tokenizer, context_length(models.policy)),
+        text=read_text(stage.root, config, tokenizer, context_length(models.policy)),
     )
     trainer.exempt = stage.exempt
     return trainer, watched[:READ], too_long
@@ -76,14 +68,7 @@ def build(
 def load_models(stage: Stage[Any], config: PPOConfig, start: str = SFT) -> ActorCritic:
     """The policy from `start`, the reference from models/sft, the critic as the settings say."""
     sft, trusted = stage.root / SFT, trusts(stage)
-    critic = None
-    if config.needs_critic_model:
-        from_reward = config.critic.init == "reward"
-        critic = (
-            load_scalar_model(stage.root / REWARD, trust_remote_code=trusted)
-            if from_reward
-            else scalar_model_from(sft, stage.seed, trust_remote_code=trusted)
-        )
+    critic = starting_critic(stage.root, config, stage.seed, trusted)
     reference = load_causal_lm(sft, trust_remote_code=trusted) if config.lora is None else None
     policy = load_causal_lm(stage.root / start, trust_remote_code=trusted)
     return ActorCritic(config, policy, reference, critic, stage.seed)
@@ -97,26 +82,6 @@ def fitting_prompts(
     rows, encoder = stage.read(path), prompt_encoder(tokenizer)
     kept, too_long = fitting(stage, path, rows, encoder, context, reserve=config.max_new_tokens)
     return [row for row, _ in kept], too_long
-
-
-def read_text(stage: Stage[Any], config: PPOConfig, tokenizer: PreTrainedTokenizerBase, context: int) -> list[Piece]:
-    """The user's text of PPO-ptx, in pieces; nothing where it is off."""
-    settings = config.ptx
-    if settings.coef == 0:
-        return []
-    if settings.tokens > context:
-        raise UserError(f"ppo.ptx.tokens is {settings.tokens}, longer than the model's context of {context}")
-    path = below_raw(stage.root / "data" / "raw", settings.file, "ppo.ptx.file")
-    try:
-        text = path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"ppo.ptx.file: cannot read data/raw/{settings.file} ({error.strerror})") from None
-    except UnicodeDecodeError as error:
-        raise UserError(f"ppo.ptx.file: data/raw/{settings.file} is not UTF-8 (byte {error.start})") from None
-    pieces = cut_text(text, tokenizer, settings.tokens)
-    if not pieces:
-        raise UserError(f"ppo.ptx.file: data/raw/{settings.file} holds less than two tokens")
-    return pieces
 
 
 @dataclass

@@ -12,7 +12,8 @@ from rlhf_core.models import save_checkpoint, scalar_model_of
 from rlhf_core.ppo.trainer import PPOTrainer
 from rlhf_core.tokenizer import load_tokenizer
 from tasks.companions import processes_asked, start_companions
-from tasks.policy_loop import SFT, build, snapshots_of, summary, train
+from tasks.loop_inputs import SFT
+from tasks.policy_loop import build, snapshots_of, summary, train
 from tasks.stage import Stage, run
 from tasks.trust import trusts
 

@@ -6,37 +6,29 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from rlhf_core.chat import Conversation
 from rlhf_core.config.ppo import PPOConfig
 from rlhf_core.determinism import make_deterministic
 from rlhf_core.errors import UserError
 from rlhf_core.judges import RubricJudge
-from rlhf_core.models import (
-    context_length,
-    load_causal_lm,
-    load_scalar_model,
-    place,
-    scalar_head,
-    scalar_model_from,
-)
+from rlhf_core.models import context_length, load_causal_lm, load_scalar_model, place, scalar_head
 from rlhf_core.ppo.actor_critic import ActorCritic
 from rlhf_core.ppo.plan import prompts_of_step
 from rlhf_core.ppo.processes import Processes
-from rlhf_core.ppo.ptx import Piece, cut_text
 from rlhf_core.ppo.scoring import ScoreNormalisation
 from rlhf_core.ppo.trace import Trace, trace_step
 from rlhf_core.ppo.trainer import PPOTrainer
 from rlhf_core.scorers import RewardModelScorer
 from rlhf_core.tokenizer import encode_prompt, load_tokenizer
 from tasks.jsonl import read_jsonl
+from tasks.loop_inputs import REWARD, SFT, read_text, starting_critic
 from tasks.params.all import Params
 from tasks.params.loader import PARAMS_FILE, parse, read_yaml
-from tasks.raw import below_raw
 from tasks.trust import warn_of_code
 
-SFT, REWARD, POLICY, CRITIC = "models/sft", "models/reward", "models/policy", "models/critic"
+POLICY, CRITIC = "models/policy", "models/critic"
 PROMPTS = "data/ingest/ppo_prompts.jsonl"
 Start = Literal["policy", "sft"]
 
@@ -96,7 +88,7 @@ def _require_models(root: Path, config: PPOConfig, start: Start) -> None:
     missing = [path for path in needed if not is_model(root / path)]
     missing += [] if (root / PROMPTS).is_file() else [PROMPTS]
     if missing:
-        raise UserError(f"{', '.join(missing)}: missing; `leash run ppo` makes what a trace needs")
+        raise UserError(f"{', '.join(missing)}: missing; `leash run select` makes what a trace needs")
 
 
 def _load_models(
@@ -105,7 +97,12 @@ def _load_models(
     """The models as PPO has them at its start, or as it left them."""
     policy = load_causal_lm(root / (POLICY if start == "policy" else SFT), trust_remote_code=trusted)
     sft = load_causal_lm(root / SFT, trust_remote_code=trusted)
-    critic = _load_critic(root, config, start, seed, trusted) if config.needs_critic_model else None
+    trained = start == "policy" and config.needs_critic_model
+    critic = (
+        load_scalar_model(root / CRITIC, trust_remote_code=trusted)
+        if trained
+        else starting_critic(root, config, seed, trusted)
+    )
     models = ActorCritic(config, policy, sft if config.lora is None else None, critic, seed)
     if start == "policy" and config.lora is not None:
         models.reference = sft.eval().requires_grad_(False)
@@ -115,14 +112,6 @@ def _load_models(
             scalar_head(load_scalar_model(root / CRITIC, trust_remote_code=trusted)).state_dict()
         )
     return models
-
-
-def _load_critic(root: Path, config: PPOConfig, start: Start, seed: int, trusted: bool) -> PreTrainedModel:
-    if start == "policy":
-        return load_scalar_model(root / CRITIC, trust_remote_code=trusted)
-    if config.critic.init == "reward":
-        return load_scalar_model(root / REWARD, trust_remote_code=trusted)
-    return scalar_model_from(root / SFT, seed, trust_remote_code=trusted)
 
 
 def _step(root: Path, config: PPOConfig, start: Start, notes: list[str]) -> int:
@@ -186,7 +175,7 @@ def _trainer(
         prompts=prompts,
         seed=seed,
         judge=RubricJudge() if demo else None,
-        text=_text(root, config, tokenizer),
+        text=read_text(root, config, tokenizer, context_length(models.policy)),
     )
 
 
@@ -203,17 +192,6 @@ def _take_over_prices(root: Path, trainer: PPOTrainer, notes: list[str]) -> None
         notes.append("the price of a step starts anew")
     if config.score.scale == "running":
         notes.append("the running scale of the scores starts anew")
-
-
-def _text(root: Path, config: PPOConfig, tokenizer: PreTrainedTokenizerBase) -> list[Piece]:
-    """The text of PPO-ptx; nothing where it is off."""
-    if config.ptx.coef == 0:
-        return []
-    path = below_raw(root / "data" / "raw", config.ptx.file, "ppo.ptx.file")
-    try:
-        return cut_text(path.read_text(encoding="utf-8"), tokenizer, config.ptx.tokens)
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"ppo.ptx.file: cannot read data/raw/{config.ptx.file} ({error})") from None
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from pydantic import BaseModel
 
+from flows.cli import app
 from rlhf_core.config.ppo import PPOConfig
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -32,6 +33,12 @@ def test_parameters_page_is_what_the_code_says() -> None:
     assert (ROOT / "docs" / "parameters.md").read_text(encoding="utf-8") == script("make_parameters").page()
 
 
+def test_every_parameter_has_a_meaning() -> None:
+    rows = [line for line in script("make_parameters").page().splitlines() if line.startswith("| `")]
+    assert len(rows) > 150
+    assert [row for row in rows if not row.split("|")[-2].strip()] == []
+
+
 def test_pictures_are_what_the_code_draws(tmp_path: Path) -> None:
     """To the byte. Each stands on a page of docs/."""
     pinned = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
@@ -47,7 +54,7 @@ def test_pictures_are_what_the_code_draws(tmp_path: Path) -> None:
 
 
 def test_the_drawn_cases_are_the_four_of_the_clip() -> None:
-    """Each case is marked where the gradient is what its words say; the tokens of the other picture end in figure 5's
+    """Each case is marked where the gradient is what its words say; the other picture shows these
     errors."""
     pictures = script("make_pictures")
     for advantage, cases in pictures.CASES.items():
@@ -59,12 +66,18 @@ def test_the_drawn_cases_are_the_four_of_the_clip() -> None:
     assert errors.tolist() == pytest.approx([0.04, 0.03, 0.06, 0.08, 0.02, 0.05, 0.91])
 
 
-def test_the_readme_names_only_files_and_make_targets_that_exist() -> None:
+def test_the_readme_names_only_files_commands_and_make_targets_that_exist() -> None:
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    for target in re.findall(r"(?:^    |`)make ([a-z]+)", readme, re.MULTILINE):
-        assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE), target
-    for path in re.findall(r"\]\((docs/[^)#]+)\)", readme):
-        assert (ROOT / path).exists(), path
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    targets = set(re.findall(r"(?:^    |`)make ([a-z]+)", readme, re.MULTILINE))
+    assert targets >= {"run", "test", "seeds", "frontier"}
+    assert targets <= set(re.findall(r"^([a-z-]+):", makefile, re.MULTILINE))
+    pages = re.findall(r"\]\((docs/[^)#]+)\)", readme)
+    assert len(pages) > 5
+    assert [path for path in pages if not (ROOT / path).exists()] == []
+    commands = set(re.findall(r"(?:^    |`|bin/)leash ([a-z]+)", readme, re.MULTILINE))
+    assert len(commands) > 12
+    assert commands <= {command.name or command.callback.__name__ for command in app.registered_commands}  # type: ignore[union-attr]
 
 
 def test_versions_file_agrees_with_the_constraints() -> None:

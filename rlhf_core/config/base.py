@@ -13,11 +13,17 @@ class ScratchConfig(Block):
     """A Llama-type model with a byte-level BPE tokenizer trained on the training text."""
 
     vocabulary: Annotated[int, Field(ge=300)]
+    """Tokens of the tokenizer at most, its two markers and the 256 bytes included."""
     context: Positive
+    """Longest prompt plus answer, in tokens."""
     layers: Positive
+    """Transformer blocks."""
     hidden: Positive
+    """Width between the blocks: `heads` times an even number."""
     intermediate: Positive
+    """Width inside the feed-forward part of a block."""
     heads: Positive
+    """Attention heads of a block."""
 
     @model_validator(mode="after")
     def _heads_divide(self) -> "ScratchConfig":
@@ -30,5 +36,8 @@ class PretrainConfig(Block):
     """Next-token prediction on the training text before SFT; 0 steps switch it off."""
 
     steps: Annotated[int, Field(ge=0)]
+    """0: SFT starts at random weights."""
     batch_size: Positive
+    """Blocks of `scratch.context` tokens a step."""
     learning_rate: Annotated[float, Field(gt=0, le=1)]
+    """The highest: it rises over the warm-up, then falls along a cosine to 0."""

@@ -20,6 +20,7 @@ class KLConfig(Block):
     coef: NotNegative
     """β, the price of one nat."""
     controller: Literal["fixed", "adaptive"]
+    """`adaptive` moves β so that the KL of a response comes to `target` (Ziegler et al. 2019)."""
     target: PositiveNumber
     """Adaptive controller: the KL per sequence it steers to, in nats."""
     horizon: Positive
@@ -68,9 +69,11 @@ class CriticConfig(Block):
     """Where a separate critic starts: at the reward model as it is, in units of the raw score, or at the SFT body with
     a fresh head. A shared head starts at 0."""
     learning_rate: PositiveNumber
+    """Of the critic's own weights; warm-up and decay are those of `optimizer`."""
     value_clip: PositiveNumber
     """Largest change of a value in one update, in units of the normalised score."""
     clip_value: bool
+    """Bound the change of a value in one update (`value_clip`)."""
     warmup_steps: Annotated[int, Field(ge=0)] = 0
     """First PPO steps in which only the critic learns."""
 
@@ -88,11 +91,15 @@ class OptimizerConfig(Block):
     """Adam for policy and critic."""
 
     betas: list[float]
+    """Adam's two decay rates."""
     eps: PositiveNumber
+    """Adam's ε."""
     warmup_steps: Annotated[int, Field(ge=0)]
     """PPO steps over which the learning rate rises."""
     decay: Literal["none", "linear"]
+    """Of the learning rate after its warm-up: none, or in a line to 0 at the last step."""
     max_grad_norm: PositiveNumber
+    """A longer gradient is shortened to this norm."""
 
     @model_validator(mode="after")
     def _two_betas(self) -> "OptimizerConfig":
@@ -112,6 +119,7 @@ class ScoreConfig(Block):
     clip: PositiveNumber
     """After normalisation or scaling, in standard deviations."""
     missing_eos_penalty: NotNegative
+    """Subtracted from the score of a response that was cut off, after normalisation and clip."""
 
     @model_validator(mode="after")
     def _one_scale(self) -> "ScoreConfig":
@@ -137,11 +145,13 @@ class PPOConfig(Block):
     """One block for the whole loop."""
 
     steps: Positive
+    """Rollouts, each followed by `ppo_epochs` passes over it."""
     batch_size: Positive
     """Responses per step."""
     samples_per_prompt: Positive = 1
     """Responses to each prompt of a step; `rloo` and `grpo` compare them and need 2 or more."""
     minibatches: Positive
+    """Parts of the batch, each followed by an optimizer step."""
     micro_batch_size: Positive
     """Responses per forward and backward pass; changes no result beyond rounding."""
     micro_batch_tokens: Positive | None = None
@@ -153,13 +163,16 @@ class PPOConfig(Block):
     precision: Literal["float32", "bfloat16"] = "float32"
     """Of matrix products (autocast); weights, losses and log-probabilities stay float32."""
     ppo_epochs: Positive
+    """Passes over the responses of a step."""
     learning_rate: PositiveNumber
+    """Of the policy."""
     advantage: Literal["gae", "reinforce", "rloo", "grpo"] = "gae"
     """`gae` needs a critic; the others take their baseline from other responses: of the batch, or of the prompt."""
     objective: Literal["clip", "kl_penalty"] = "clip"
     """PPO's first form (the clip), or its second (an adaptive price on the step, `step_price`)."""
     step_price: StepPriceConfig = StepPriceConfig()
     clip_ratio: Annotated[float, Field(gt=0, lt=1)]
+    """ε: π_θ/π_old earns nothing beyond 1 ± ε."""
     dual_clip: Annotated[float, Field(gt=1)] | None = None
     """Bounds the loss of a token with negative advantage at this many times the advantage; 3 is usual."""
     stop_kl: PositiveNumber | None = None
@@ -172,11 +185,17 @@ class PPOConfig(Block):
     """First PPO steps of the policy (after the critic's warm-up) with the plain policy gradient: one epoch, one
     minibatch, no ratio."""
     vf_coef: NotNegative
+    """Weight of the value loss; it matters where policy and critic share a body."""
     entropy_coef: NotNegative
+    """Weight of the entropy bonus, in units of the advantage per nat; 0 switches it off."""
     gamma: Annotated[float, Field(gt=0, le=1)]
+    """Discount of a later reward, per token."""
     lam: Annotated[float, Field(ge=0, le=1)]
+    """λ of generalised advantage estimation: 1 trusts rewards alone, 0 the critic one token ahead."""
     temperature: PositiveNumber
+    """Of the sampling; 1 is the model's own distribution. π_θ and π_ref are read at the same one."""
     max_new_tokens: Positive
+    """Longest answer, in tokens."""
     engine: Literal["leash", "transformers", "transformers_continuous"] = "leash"
     """What samples: our own sampler, `generate` of transformers, or its continuous batching (CUDA only; responses then
     depend on the batch, not on their keys alone)."""
@@ -185,6 +204,7 @@ class PPOConfig(Block):
     sampler_rows: Positive | None = None
     """Responses that are sampled side by side; null: the whole batch. Changes no result beyond rounding."""
     whiten_advantages: bool
+    """Give the advantages of a batch mean 0 and deviation 1."""
     kl: KLConfig
     critic: CriticConfig
     optimizer: OptimizerConfig
@@ -197,6 +217,7 @@ class PPOConfig(Block):
     """Steps between two snapshots of the policy (its trained weights alone), from which `select` chooses; null: only
     the last step's."""
     check_ratio: bool = True
+    """Stop the run where π_θ is not π_old before the first update: sampling and training then disagree."""
     health: HealthConfig = HealthConfig()
 
     @model_validator(mode="before")

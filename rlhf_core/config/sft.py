@@ -13,11 +13,17 @@ class SFTConfig(Block):
     """Loss on the response only; early stopping on the validation loss."""
 
     learning_rate: Annotated[float, Field(gt=0, le=1)]
+    """The highest: it rises over the warm-up, then falls along a cosine to 0."""
     epochs: Annotated[float, Field(gt=0)]
+    """Passes over the training rows."""
     batch_size: Positive
+    """Demonstrations a step; a multiple of `micro_batch_size`."""
     micro_batch_size: Positive
+    """Demonstrations that are read at once: what memory holds."""
     warmup_steps: Annotated[int, Field(ge=0)]
+    """Steps in which the learning rate rises from 0."""
     weight_decay: Annotated[float, Field(ge=0)]
+    """AdamW's; 0 switches it off."""
     max_tokens: Positive
     """Longest prompt plus response, in tokens; longer rows are refused or dropped as `long_rows` says."""
     evaluate_every: Positive

@@ -53,7 +53,7 @@ class DemoWorld:
             raise UserError(f"the demo world has 2 to {NEEDS_PER_DOMAIN} needs a domain, not {self.needs}")
 
     def prompts(self, count: int) -> list[str]:
-        """`count` distinct prompts in seeded order, the running example of the seeds first.
+        """`count` distinct prompts in seeded order, the one of the README first.
 
         A smaller count gives a prefix of a larger one. Raises UserError when `count` is negative or more than exist.
         """

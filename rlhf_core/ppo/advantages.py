@@ -40,7 +40,7 @@ def compute_gae(
     Raises:
         ValueError: `values` is not one longer than `rewards`, or `mask` has another shape than `rewards`.
 
-    Source: Schulman et al. 2016, equations 11 to 16; `gae.py` of seed 000; rules 9 and 10.
+    Source: Schulman et al. 2016, equations 11 to 16; rules 9 and 10.
     """
     time = rewards.shape[-1]
     if values.shape[-1] != time + 1:

@@ -1,6 +1,6 @@
-"""Detectors of sick PPO runs: section 12 of seed 000, automated. Each is a pure function of the diagnostics so far; the
-`Monitor` asks them after every step and remembers which illness it has already told. What becomes of an alert (log,
-tracking, files, the end of the run) is decided elsewhere; nothing here reads a clock or writes a file.
+"""Detectors of sick PPO runs: what people look for by hand, automated. Each is a pure function of the diagnostics so
+far; the `Monitor` asks them after every step and remembers which illness it has already told. What becomes of an alert
+(log, tracking, files, the end of the run) is decided elsewhere; nothing here reads a clock or writes a file.
 """
 
 import math
@@ -202,7 +202,7 @@ REMEDIES = {
     SLOW_GENERATION: "use a fast inference engine for the rollouts, read reference and old log-probabilities once a "
     "rollout, and consider whether DPO would do, with one forward pass a sample",
 }
-"""What the seeds advise (000 section 12; 002 for stale data; 004 for repetition), with the keys of this project."""
+"""What practitioners advise, with the keys of this project."""
 
 
 class Monitor:

@@ -90,7 +90,7 @@ def compute_policy_gradient_loss(
     weights: Float[Tensor, "*shape"] | None = None,
     reduction: Reduction = "mean",
 ) -> Float[Tensor, ""]:
-    """−A·log π_θ, without ratio or clip: right for one step on fresh samples. Source: Williams 1992; seed 000."""
+    """−A·log π_θ, without ratio or clip: right for one step on fresh samples. Source: Williams 1992."""
     gain = zero_padding(logprobs, mask) * zero_padding(advantages, mask)
     return -_reduce(_weighted(gain, weights, mask), mask, reduction)
 
@@ -166,7 +166,7 @@ def compute_value_loss(
     Returns:
         A scalar, in squared units of the score; 0 where no token is real.
 
-    Source: Schulman et al. 2017's code; Huang et al. 2024; seed 004; rule 15.
+    Source: Schulman et al. 2017's code; Huang et al. 2024; rule 15.
     """
     values, returns = zero_padding(values, mask), zero_padding(returns, mask)
     loss = (values - returns) ** 2
@@ -185,7 +185,7 @@ def compute_entropy(
 ) -> Float[Tensor, ""]:
     """Entropy −Σ_v p(v)·log p(v) of `softmax(logits)`, in nats: mean (or `sum`) over the real tokens.
 
-    `logits` are [..., V], already divided by the temperature; `mask` is [...]. Source: seed 004.
+    `logits` are [..., V], already divided by the temperature; `mask` is [...].
     """
     return _reduce(_entropy(masked_log_softmax(logits, mask)), mask, reduction)
 
@@ -210,6 +210,9 @@ def compute_ppo_total_loss(
 ) -> dict[str, Float[Tensor, ""]]:
     """policy loss + `vf_coef`·value loss − `entropy_coef`·entropy, and the three parts.
 
+    The whole loss in one call, for use outside this project's loop; the loop adds up the same parts itself, with its
+    options (`objective.losses_of`).
+
     Args:
         policy_logprobs, old_logprobs, advantages, clip_ratio: as in `compute_ppo_loss`.
         values, returns, old_values, clip_value: as in `compute_value_loss`; `value_clip_ratio` is its own
@@ -225,7 +228,7 @@ def compute_ppo_total_loss(
     Raises:
         ValueError: both of `logits` and `entropy` are given, or neither.
 
-    Source: Schulman et al. 2017, equation 9; seed 004; rule 15.
+    Source: Schulman et al. 2017, equation 9; rule 15.
     """
     policy_loss = compute_ppo_loss(policy_logprobs, old_logprobs, advantages, clip_ratio, mask, reduction=reduction)
     value_loss = compute_value_loss(

@@ -104,8 +104,8 @@ def shape_rewards(
     Raises:
         ValueError: another `placement`, or shapes of `kl` and `mask` that differ.
 
-    Source: Ziegler et al. 2019, equation 2; Stiennon et al. 2020; seed 000's `ppo_loop.py`, but with the
-    score at the last real token where its `[:, -1]` would hit padding; rules 4 and 8.
+    Source: Ziegler et al. 2019, equation 2; Stiennon et al. 2020; rules 4 and 8: the score stands at the last real
+    token, where `[:, -1]` would hit padding.
     """
     penalties = -kl_coef * zero_padding(kl, mask)
     is_last = _last_real(mask)

@@ -215,7 +215,7 @@ def _value_loss(traced: Traced, token: Token, after: Reading) -> str:
 
 
 def verdict(traced: Traced, token: Token) -> str:
-    """What PPO does with the token, in the seeds' words."""
+    """What PPO does with the token, in words."""
     if not traced.trace.step.trains_policy:
         return "The critic warms up: the policy does not learn from this step."
     if token.weight == 0:

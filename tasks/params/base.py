@@ -27,10 +27,12 @@ class BaseParams(Block):
     """From scratch or pretrained."""
 
     source: Literal["scratch", "pretrained"]
+    """A model with random weights, or one that exists."""
     scratch: ScratchConfig | None = None
     pretrained: PretrainedParams | None = None
     pretrain: PretrainConfig | None = None
     pad_token: str = "<|pad|>"
+    """Fills rows of a batch; must not be `eos_token`."""
     eos_token: str = "<|end|>"
     """Tokens of a tokenizer trained from scratch; a pretrained one keeps its own eos and gets this pad token if it
     has none."""

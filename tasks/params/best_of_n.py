@@ -13,6 +13,7 @@ class BestOfNParams(Block):
     """The answer that the reward model likes best of n; how they are sampled stands in `evaluate`."""
 
     enabled: bool
+    """Off: the stage writes empty outputs, and `evaluate` leaves it out."""
     n: Annotated[list[Positive], Field(min_length=1)] = Field(default_factory=lambda: [1, 2, 4, 8, 16])
     """Which n; the largest is the number of answers that are sampled for each prompt."""
 

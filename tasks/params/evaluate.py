@@ -11,7 +11,7 @@ Positive = Annotated[int, Field(ge=1)]
 Seed = Annotated[int, Field(ge=0, lt=2**32)]
 
 HELDOUT = "heldout"
-RESERVED = ("sft", "policy", "prompt", "rejection_sft", "hybrid", "dpo", "reinforce", "rloo", "grpo")
+RESERVED = ("sft", "policy", "ppo", "prompt", "rejection_sft", "hybrid", "dpo", "reinforce", "rloo", "grpo")
 """Names that the comparison has already."""
 RESERVED_BEGINNINGS = ("best_of_", "step-")
 
@@ -26,7 +26,9 @@ class EvaluateParams(Block):
     seeds: Annotated[list[Seed], Field(min_length=1)]
     """Seeds of the sampling: each model answers each prompt once a seed."""
     temperature: Annotated[float, Field(gt=0)]
+    """Of the sampling; 1 is the model's own distribution."""
     max_new_tokens: Positive
+    """Longest answer, in tokens."""
     batch_size: Positive
     """Responses sampled side by side; changes no sample."""
     stop_tokens: list[str]

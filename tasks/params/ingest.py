@@ -15,6 +15,7 @@ class DemoParams(Block):
     """The built-in world: how many distinct prompts."""
 
     prompts: Annotated[int, Field(ge=20)]
+    """Distinct prompts, split as `ingest.split` says."""
     domains: Annotated[int, Field(ge=1, le=9)]
     """Domains of life that the world speaks of; a small model learns a small world better."""
     needs: Annotated[int, Field(ge=2, le=7)]
@@ -42,6 +43,7 @@ class HuggingFaceParams(Block):
     name: str | None = None
     """Configuration of a dataset that has several."""
     train_split: str = "train"
+    """Its rows are trained on."""
     heldout_split: str | None = "test"
     """Its rows are held out; null: a share of the prompts is."""
 
@@ -56,8 +58,11 @@ class SplitParams(Block):
     """Shares of the training prompts (they sum to 1) and what is taken from them."""
 
     demonstrations: Fraction
+    """Share of the training prompts for SFT."""
     preferences: Fraction
+    """Share for the preference pairs."""
     ppo: Fraction
+    """Share for PPO's rollouts."""
     heldout: Fraction
     """Share of all prompts that is held out when the data bring no held-out file."""
     validation: Fraction
@@ -78,7 +83,10 @@ class IngestParams(Block):
     """Everything that shapes the datasets of a run."""
 
     source: Literal["demo", "files", "huggingface"]
+    """The built-in world, local files, or a dataset of the hub."""
     seed: Annotated[int, Field(ge=0, lt=2**32)]
+    """Of the built-in data and of every split; apart from the run's `seed`, so that training can be repeated on the
+    same data."""
     demo: DemoParams | None = None
     files: FilesParams | None = None
     huggingface: HuggingFaceParams | None = None

@@ -29,6 +29,8 @@ def read_yaml(path: Path = PARAMS_FILE) -> dict[str, Any]:
         content = YAML(typ="safe", pure=True).load(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise UserError(f"{path}: file not found; copy one of examples/*.yaml there") from None
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror}); name a parameter file") from None
     except UnicodeDecodeError:
         raise UserError(f"{path}: not UTF-8; save the file as UTF-8") from None
     except YAMLError as error:

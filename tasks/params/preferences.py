@@ -13,16 +13,22 @@ class AnnotatorParams(Block):
     """The simulated annotators: Bradley-Terry choices on the hidden score."""
 
     temperature: Annotated[float, Field(ge=0)]
+    """Of the choice, in units of the hidden score: 0 always takes the better answer."""
     flip_rate: Annotated[float, Field(ge=0, lt=0.5)]
+    """Share of choices turned round by mistake."""
 
 
 class PreferencesParams(Block):
     """Where the pairs come from."""
 
     source: Literal["judge", "dataset", "both"]
+    """Pairs judged among the SFT model's samples, pairs that the data bring, or both."""
     samples_per_prompt: Annotated[int, Field(ge=2)] = 4
+    """Answers of the SFT model to each prompt; every two are a pair."""
     temperature: Annotated[float, Field(gt=0)] = 0.9
+    """Of the sampling; 1 is the model's own distribution."""
     max_new_tokens: Positive
+    """Longest answer, in tokens."""
     batch_size: Positive
     """Responses sampled side by side; changes no sample."""
     stop_tokens: list[str] = Field(default_factory=list)

@@ -14,9 +14,13 @@ class RejectionParams(Block):
     """Answers of the SFT model to PPO's prompts; the reward model keeps the best of each, and SFT goes on."""
 
     enabled: bool
+    """Off: the stage writes empty outputs, and `evaluate` leaves it out."""
     samples_per_prompt: Annotated[int, Field(ge=2)] = 8
+    """Answers to each prompt, of which the best is kept."""
     temperature: Annotated[float, Field(gt=0)] = 1.0
+    """Of the sampling; 1 is the model's own distribution."""
     max_new_tokens: Positive = 256
+    """Longest answer, in tokens."""
     batch_size: Positive = 128
     """Responses sampled side by side; changes no sample."""
     stop_tokens: list[str] = Field(default_factory=list)

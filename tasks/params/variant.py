@@ -21,6 +21,7 @@ class VariantParams(Block):
     """The settings are those of `ppo`, but for what `settings` says."""
 
     enabled: bool
+    """Off: the stage writes empty outputs, and `evaluate` leaves it out."""
     settings: dict[str, Any] = Field(default_factory=dict)
     """Keys of `ppo`, nested as there, with other values."""
 

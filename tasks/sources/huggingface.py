@@ -46,7 +46,7 @@ def _load(params: HuggingFaceParams, split: str, raw: Path, cache: Path | None) 
     try:
         folder = below_raw(raw, params.dataset, KEY)
         if (folder / "dataset_dict.json").exists() or (folder / "state.json").exists():
-            saved = _saved_split(datasets.load_from_disk(str(folder)), params.dataset, split)
+            saved = _saved_split(datasets.load_from_disk(str(folder)), split)
             _require_inside([file["filename"] for file in saved.cache_files], raw)
             return saved
         if folder.is_dir():
@@ -94,7 +94,7 @@ def _require_on_hub(files: list[str], dataset: str) -> None:
             )
 
 
-def _saved_split(saved: Any, dataset: str, split: str) -> Any:
+def _saved_split(saved: Any, split: str) -> Any:
     """A split of a folder written by `save_to_disk`; a single dataset counts as `train`."""
     splits = saved if isinstance(saved, datasets.DatasetDict) else {"train": saved}
     if split not in splits:

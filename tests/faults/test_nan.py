@@ -47,7 +47,7 @@ PRETRAIN = PretrainConfig(steps=4, batch_size=4, learning_rate=1e-3)
 
 STAGES: dict[str, tuple[Callable[[Any, Run], Any], Callable[..., Any]]] = {
     "base": (
-        lambda model, run: pretrain(model, TINY.tiny_tokenizer(), [range(5, 55)] * 20, PRETRAIN, 50, run),
+        lambda model, run: pretrain(model, [range(5, 55)] * 20, PRETRAIN, 50, run),
         TINY.tiny_lm,
     ),
     "sft": (lambda model, run: fine_tune(model, ROWS, ROWS[:2], SFT, 0, run), TINY.tiny_lm),

@@ -37,15 +37,31 @@ def test_help_imports_nothing_heavy() -> None:
         (["run", "two", "zwei"], "unknown stage zwei; dvc.yaml has: one, two"),
         (["serve"], "start one with `leash up`"),
         (["import", "nowhere.jsonl"], "nowhere.jsonl"),
+        (["audit", "--params", "."], "cannot be read (Is a directory)"),
     ],
 )
 def test_users_errors_are_one_line(toy: Callable[..., Path], leash: Leash, arguments: list[str], words: str) -> None:
     root = toy({"one": ("work", []), "two": ("work", ["one"])})
-    if arguments[0] == "import":
-        pytest.importorskip("tasks.importer")
     code, _, errors = finish(leash(root, *arguments))
     assert code == 2
     assert words in one_line(errors)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["up", "--port", "70000"], "less than or equal to 65535"),
+        (["ui", "--port", "0"], "greater than or equal to 1"),
+        (["trace", "hello", "--seed", "4294967296"], "less than or equal to 4294967295"),
+    ],
+)
+def test_numbers_out_of_range_are_refused_before_any_work(
+    toy: Callable[..., Path], leash: Leash, arguments: list[str], words: str
+) -> None:
+    code, out, errors = finish(leash(toy({"one": ("work", [])}), *arguments))
+    assert (code, out) == (2, "")
+    assert "Traceback" not in errors
+    assert words in errors
 
 
 def test_outside_a_project(leash: Leash, tmp_path: Path) -> None:

@@ -203,7 +203,7 @@ def test_without_models_the_command_that_makes_them_is_named(project: Path, trac
     (project / "models" / "critic" / "config.json").unlink()
     found = trace("--at", "policy")
     assert found.exit_code == 2
-    assert found.stderr == "error: models/critic: missing; `leash run ppo` makes what a trace needs\n"
+    assert found.stderr == "error: models/critic: missing; `leash run select` makes what a trace needs\n"
     (project / "models" / "policy" / "config.json").unlink()
     assert json.loads(trace("--json").stdout)["start"] == "sft"
     (project / "models" / "reward" / "config.json").unlink()

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from rlhf_core.chat import Conversation
 from rlhf_core.errors import UserError
 from rlhf_core.judges import NoisyAnnotators
-from rlhf_core.pair_judges import PairJudge, Remembering, ScoreComparison, SimulatedAnnotators, both_orders
+from rlhf_core.pair_judges import Remembering, SimulatedAnnotators, both_orders
 
 PROMPT: Conversation = [{"role": "user", "content": "what shall i eat"}]
 PAIRS = 3000
@@ -46,17 +46,6 @@ def annotators(bias: float, temperature: float = 1.0, seed: int = 1) -> Simulate
 def pairs(a: float, b: float, count: int = PAIRS) -> tuple[list[Conversation], list[str], list[str]]:
     """Pairs of different texts with the scores a and b."""
     return [PROMPT] * count, [f"{a} a{i}" for i in range(count)], [f"{b} b{i}" for i in range(count)]
-
-
-def test_scores_are_compared_without_regard_to_order() -> None:
-    judge: PairJudge = ScoreComparison(FirstNumber())
-    assert judge.name == "numbers"
-    assert judge.prefer([PROMPT] * 3, ["1", "2", "2"], ["2", "1", "2.0000000001"]) == [0.0, 1.0, 0.5]
-    found = both_orders(judge, [PROMPT] * 3, ["1", "2", "2"], ["2", "1", "2"])
-    assert found.preference == [1.0, 0.0, 0.5]
-    assert (found.position_bias, found.self_agreement, found.pairs) == (0.0, 1.0, 3)
-    with pytest.raises(ValueError):
-        judge.prefer([PROMPT], ["1", "2"], ["1", "2"])
 
 
 def test_both_orders_by_hand() -> None:

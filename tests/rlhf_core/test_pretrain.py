@@ -18,7 +18,7 @@ CONFIG = PretrainConfig(steps=5, batch_size=8, learning_rate=0.01)
 
 
 def train(model: PreTrainedModel, run: Run) -> list[dict[str, float]]:
-    log = pretrain(model, None, DOCUMENTS, CONFIG, 16, run)  # type: ignore[arg-type]
+    log = pretrain(model, DOCUMENTS, CONFIG, 16, run)
     return [row for row in log if "loss" in row]
 
 
@@ -43,7 +43,7 @@ def test_pretraining_takes_exactly_its_steps_and_learns(build_lm: Build, make_ru
 
 def test_too_little_text_is_refused(build_lm: Build, make_run: Callable[..., Run]) -> None:
     with pytest.raises(UserError, match="fewer than 64 tokens"):
-        pretrain(build_lm(), None, [[1, 2, 3]], CONFIG, 64, make_run())  # type: ignore[arg-type]
+        pretrain(build_lm(), [[1, 2, 3]], CONFIG, 64, make_run())
 
 
 def test_failure_01_a_finished_run_is_not_trained_further(build_lm: Build, make_run: Callable[..., Run]) -> None:

@@ -1,4 +1,4 @@
-"""`advantages.py` and the masked statistics under it, against the seed's code and slow loops over rows."""
+"""`advantages.py` and the masked statistics under it, against a textbook's code and slow loops over rows."""
 
 import pytest
 import torch
@@ -26,8 +26,8 @@ def batches(draw: st.DrawFn, rows: int = 4, time: int = 7) -> tuple[Tensor, Tens
 rates = st.floats(0, 1)
 
 
-def seed_gae(rewards: Tensor, values: Tensor, gamma: float = 1.0, lam: float = 0.95) -> tuple[Tensor, Tensor]:
-    """`gae.py` of seed 000, as it stands there."""
+def textbook_gae(rewards: Tensor, values: Tensor, gamma: float = 1.0, lam: float = 0.95) -> tuple[Tensor, Tensor]:
+    """As textbooks have it, for rows without padding."""
     T = rewards.shape[1]
     advantages = torch.zeros_like(rewards)
     last_gae: Tensor | float = 0.0
@@ -48,29 +48,29 @@ def gae_by_definition(rewards: list[float], values: list[float], gamma: float, l
 
 @properties
 @given(batches(), rates, rates)
-def test_without_a_mask_gae_is_exactly_the_seeds(
+def test_without_a_mask_gae_is_exactly_the_textbooks(
     batch: tuple[Tensor, Tensor, Tensor], gamma: float, lam: float
 ) -> None:
     rewards, values, _ = batch
-    for mine, seeds in zip(
-        compute_gae(rewards, values, gamma, lam), seed_gae(rewards, values, gamma, lam), strict=True
+    for mine, theirs in zip(
+        compute_gae(rewards, values, gamma, lam), textbook_gae(rewards, values, gamma, lam), strict=True
     ):
-        assert torch.equal(mine, seeds)
+        assert torch.equal(mine, theirs)
 
 
-def test_gae_defaults_are_the_seeds_and_one_row_may_stand_alone() -> None:
+def test_gae_defaults_are_the_textbooks_and_one_row_may_stand_alone() -> None:
     rewards, values = torch.randn(2, 3, 5), torch.randn(2, 3, 6)
-    assert torch.equal(compute_gae(rewards[0], values[0])[0], seed_gae(rewards[0], values[0])[0])
+    assert torch.equal(compute_gae(rewards[0], values[0])[0], textbook_gae(rewards[0], values[0])[0])
     for result, row in zip(compute_gae(rewards[0, 0], values[0, 0]), compute_gae(rewards[0], values[0]), strict=True):
         assert torch.equal(result, row[0])
 
 
 DELTAS = [0.04, 0.03, 0.06, 0.08, 0.02, 0.05, 0.91]
 PRINTED = [0.81, 0.78, 0.75, 0.69, 0.61, 0.59, 0.55]
-"""The rows δ_t and A_t of figure 5 of seed 000, the running example."""
+"""The rows δ_t and A_t of a tutorial's worked example."""
 
 
-def test_rule_10_figure_5_of_seed_000_follows_from_its_recursion_and_not_from_its_printed_row() -> None:
+def test_rule_10_a_worked_example_follows_from_its_recursion_and_not_from_its_printed_row() -> None:
     """A_t = δ_t + 0.95·A_{t+1}: A_7 = 0.91, A_6 = 0.05 + 0.95·0.91 = 0.9145, … The row printed there ends in 0.55,
     where the recursion begins with δ_7 = 0.91; no number of it is right."""
     advantages, _ = compute_gae(torch.tensor([DELTAS], dtype=torch.float64), torch.zeros(1, 8, dtype=torch.float64))

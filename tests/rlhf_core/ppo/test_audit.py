@@ -67,7 +67,7 @@ def in_place_of_k1(kind: str) -> Callable[..., torch.Tensor]:
 
 
 def at_the_last_column(scores: Any, kl: Any, mask: Any, kl_coef: float, placement: str) -> torch.Tensor:
-    """`shape_rewards` with the seed's `[:, -1]`: the score lands on padding (known failure 3)."""
+    """`shape_rewards` with the common `[:, -1]`: the score lands on padding (known failure 3)."""
     rewards = -kl_coef * kl * mask
     rewards[:, -1] += scores
     return rewards

@@ -1,4 +1,4 @@
-"""`losses.py` against the seed's code, against slow float64 loops, and by hand where the numbers are few."""
+"""`losses.py` against a textbook's code, against slow float64 loops, and by hand where the numbers are few."""
 
 import math
 from collections.abc import Callable
@@ -75,10 +75,10 @@ def mean(numbers: list[float]) -> float:
     return sum(numbers) / len(numbers)
 
 
-# The seed's code (004), as it stands there.
+# The losses as textbooks have them, without padding.
 
 
-def seed_ppo_loss(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, clip_ratio: float = 0.2) -> Tensor:
+def textbook_ppo_loss(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, clip_ratio: float = 0.2) -> Tensor:
     log_ratio = logprobs - old_logprobs
     ratio = torch.exp(log_ratio)
     unclipped = ratio * advantages
@@ -87,7 +87,7 @@ def seed_ppo_loss(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, cl
     return -torch.min(unclipped, clipped).mean()
 
 
-def seed_value_loss(
+def textbook_value_loss(
     values: Tensor,
     returns: Tensor,
     old_values: Tensor | None = None,
@@ -102,7 +102,7 @@ def seed_value_loss(
     return F.mse_loss(values, returns)
 
 
-def seed_entropy(logits: Tensor) -> Tensor:
+def textbook_entropy(logits: Tensor) -> Tensor:
     probs = F.softmax(logits, dim=-1)
     log_probs = F.log_softmax(logits, dim=-1)
     entropy = -(probs * log_probs).sum(dim=-1)
@@ -110,27 +110,27 @@ def seed_entropy(logits: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("shape", [(16,), (3, 4)])
-def test_without_a_mask_every_loss_is_the_seeds(shape: tuple[int, ...]) -> None:
+def test_without_a_mask_every_loss_is_the_textbooks(shape: tuple[int, ...]) -> None:
     torch.manual_seed(4)
     logprobs, old, advantages, values, returns = torch.randn(5, *shape).unbind()
     old_values, logits = values + 0.3 * torch.randn(shape), torch.randn(*shape, 50)
-    assert torch.equal(compute_ppo_loss(logprobs, old, advantages), seed_ppo_loss(logprobs, old, advantages))
+    assert torch.equal(compute_ppo_loss(logprobs, old, advantages), textbook_ppo_loss(logprobs, old, advantages))
     assert torch.equal(
-        compute_ppo_loss(logprobs, old, advantages, 0.05), seed_ppo_loss(logprobs, old, advantages, 0.05)
+        compute_ppo_loss(logprobs, old, advantages, 0.05), textbook_ppo_loss(logprobs, old, advantages, 0.05)
     )
     for options in ((), (None, False), (old_values,), (old_values, False), (old_values, True, 0.1)):
         assert torch.allclose(
-            compute_value_loss(values, returns, *options), seed_value_loss(values, returns, *options), rtol=1e-6
+            compute_value_loss(values, returns, *options), textbook_value_loss(values, returns, *options), rtol=1e-6
         )
-    assert torch.allclose(compute_entropy(logits), seed_entropy(logits), rtol=1e-6)
+    assert torch.allclose(compute_entropy(logits), textbook_entropy(logits), rtol=1e-6)
     losses = compute_ppo_total_loss(logprobs, old, advantages, values, returns, logits)
-    policy, value = seed_ppo_loss(logprobs, old, advantages), F.mse_loss(values, returns)
-    entropy = seed_entropy(logits)
+    policy, value = textbook_ppo_loss(logprobs, old, advantages), F.mse_loss(values, returns)
+    entropy = textbook_entropy(logits)
     assert list(losses) == ["total_loss", "policy_loss", "value_loss", "entropy"]
-    for mine, seeds in zip(
+    for mine, theirs in zip(
         losses.values(), (policy + 0.5 * value - 0.01 * entropy, policy, value, entropy), strict=True
     ):
-        assert torch.allclose(mine, seeds, rtol=1e-6)
+        assert torch.allclose(mine, theirs, rtol=1e-6)
 
 
 @properties

@@ -2,8 +2,8 @@
 
 import pytest
 
-from tasks.checks import scorer_check, scorer_checks
 from tasks.exam import Marked
+from tasks.instruments import scorer_check, scorer_checks
 from tasks.results import Bootstrap, Results
 
 BOOTSTRAP = Bootstrap(100, 1)
