@@ -10,7 +10,6 @@ to RLOO's (least squares). PROMPTS is a JSON list of strings. The table is Markd
 """
 
 import argparse
-import importlib.util
 import json
 import sys
 from collections import defaultdict
@@ -22,15 +21,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-HERE = Path(__file__).resolve()
-sys.path.insert(0, str(HERE.parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from rlhf_core.models import load_causal_lm  # noqa: E402
-from rlhf_core.ppo.advantages import compute_gae, compute_group_advantages  # noqa: E402
-from rlhf_core.ppo.credit import token_rewards  # noqa: E402
-from rlhf_core.ppo.logprobs import logprobs_and_entropy  # noqa: E402
-from rlhf_core.ppo.rollout import Rollout  # noqa: E402
-from rlhf_core.ppo.trainer import PPOTrainer  # noqa: E402
+import ppo_throughput
+
+from rlhf_core.models import load_causal_lm
+from rlhf_core.ppo.advantages import compute_gae, compute_group_advantages
+from rlhf_core.ppo.credit import token_rewards
+from rlhf_core.ppo.logprobs import logprobs_and_entropy
+from rlhf_core.ppo.rollout import Rollout
+from rlhf_core.ppo.trainer import PPOTrainer
 
 NONE = "no baseline"
 CRITIC_RATE = 6e-4
@@ -91,15 +91,10 @@ def measure_seed(options: argparse.Namespace, seed: int) -> dict[str, dict[str, 
 
 def build(options: argparse.Namespace, seed: int) -> PPOTrainer:
     """The trainer of `ppo_throughput.py`, with several answers to a prompt."""
-    spec = importlib.util.spec_from_file_location("ppo_throughput", HERE.with_name("ppo_throughput.py"))
-    assert spec is not None
-    assert spec.loader is not None
-    throughput = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(throughput)
     work = argparse.Namespace(**vars(options), critic="separate", updates=options.critic_warmup + 1)
     work.batch, work.micro_batch, work.micro_batch_tokens, work.epochs = options.responses, 64, 1024, 2
     critic = {"init": "reward", "learning_rate": CRITIC_RATE, "value_clip": 0.2, "clip_value": True}
-    trainer: PPOTrainer = throughput.build(
+    trainer: PPOTrainer = ppo_throughput.build(
         work,
         seed,
         samples_per_prompt=options.samples_per_prompt,

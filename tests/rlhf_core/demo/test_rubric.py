@@ -1,7 +1,6 @@
 """The hidden rubric: good answers win, cheap tricks do not, and any text has a score."""
 
 import math
-import time
 
 import pytest
 from hypothesis import given
@@ -185,13 +184,3 @@ def test_any_text_has_a_score_and_none_beats_a_good_answer(response: str) -> Non
     parts = explain(RUNNING_EXAMPLE, response)
     assert score == EMPTY or score == pytest.approx(min(HIGHEST, max(LOWEST, sum(parts.values()))), abs=1e-6)
     assert all(value <= 0 for name, value in parts.items() if name not in ("options", "reason"))
-
-
-def test_a_call_is_cheap() -> None:
-    def seconds() -> float:
-        start = time.process_time()
-        for _ in range(300):
-            gold_score(RUNNING_EXAMPLE, GOOD)
-        return (time.process_time() - start) / 300
-
-    assert min(seconds() for _ in range(5)) < 300e-6
