@@ -7,6 +7,8 @@ export PREFECT_SERVER_ANALYTICS_ENABLED := false
 export MLFLOW_DISABLE_TELEMETRY := true
 # For example TORCH_INDEX=https://download.pytorch.org/whl/cpu, where PyPI's wheel (with CUDA) is not wanted.
 TORCH_INDEX ?=
+# Tests that run side by side.
+WORKERS ?= 2
 INSTALL := python -m pip install --disable-pip-version-check --quiet --constraint constraints.txt
 INSTALL_TORCH := $(INSTALL) $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) torch
 
@@ -17,7 +19,7 @@ run: setup  ## Rebuild the demo: data, models, metrics, report
 	@echo; python -m flows.cli where
 
 test: setup-dev  ## Run the tests
-	python -m pytest
+	python -m pytest --numprocesses $(WORKERS) --dist worksteal
 
 help:  ## This list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 12

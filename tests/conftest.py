@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from filelock import FileLock
 from ruamel.yaml import YAML
 
 import flows
@@ -194,17 +195,30 @@ def project(tmp_path: Path, database: Path) -> Project:
 
 @pytest.fixture(scope="session")
 def tiny_run(tmp_path_factory: pytest.TempPathFactory, database: Path) -> TinyRun:
-    """The one whole tiny run of the session. Look at it, do not change it; `finished` is a copy to work on."""
-    folder = tmp_path_factory.mktemp("tiny")
+    """The one whole tiny run of the session, whichever worker makes it. Look at it, do not change it; `finished` is a
+    copy to work on."""
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "tiny"
+    with FileLock(f"{folder}.lock"):
+        if not (folder / "ran.json").exists():
+            shutil.rmtree(folder, ignore_errors=True)
+            ran = make_tiny_run(folder, database)
+            (folder / "ran.json").write_text(json.dumps(ran), encoding="utf-8")
+    ran = json.loads((folder / "ran.json").read_text(encoding="utf-8"))
+    return TinyRun(Project(folder / "first-place"), ran, folder / "record")
+
+
+def make_tiny_run(folder: Path, database: Path) -> list[str]:
+    """The stages that ran."""
     record, hooks = folder / "record", folder / "hooks"
-    record.mkdir()
+    record.mkdir(parents=True)
     hooks.mkdir()
     (hooks / "sitecustomize.py").write_text(RECORDER, encoding="utf-8")
     project = clone(folder / "first-place", database)
     hooked = {"PYTHONPATH": str(hooks), "LEASH_TEST_RECORD": str(record)}
     ran = project.repro(**hooked, PYTHONHASHSEED="1", TZ="Asia/Kathmandu")
     drain(project.root, uri=f"sqlite:///{project.root / 'mlflow.db'}")  # a copy would send what waits as its own
-    return TinyRun(project, ran, record)
+    return ran
 
 
 @pytest.fixture
