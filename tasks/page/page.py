@@ -119,7 +119,7 @@ def notes(run: Run) -> list[str]:
         "by prompt where two models are compared. How much another training seed would change is not in them."
     )
     if any(one and finite(one.get("kl")) for one in (e.get("frontier") or {}).values()):
-        told.append("In the intervals at equal KL the KLs are held fixed: only the scores vary.")
+        told.append("In the intervals at equal KL both scores and both KLs vary with the prompts.")
     told += reading_of(e, run.is_judged)
     if len(seeds) > 1:
         told.append(

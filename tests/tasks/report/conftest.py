@@ -226,7 +226,12 @@ def _comparison(judge: bool, alternatives: bool, several: bool, pairs: bool) -> 
         if judge
         else None,
         "reward_model": {
-            "sft": {"agreement": 0.851, "agreement_ci95": [0.832, 0.869], "correlation": 0.84},
+            "sft": {
+                "agreement": 0.851,
+                "agreement_ci95": [0.832, 0.869],
+                "correlation": 0.84,
+                "agreement_at_policy_margins": 0.79,
+            },
             "policy": {"agreement": 0.702, "agreement_ci95": [0.673, 0.731], "correlation": 0.55},
         }
         if judge

@@ -9,7 +9,7 @@ import matplotlib as mpl
 import pytest
 from matplotlib.figure import Figure
 
-from tasks.page import comparison_figures
+from tasks.page import comparison_figures, reward_figures
 from tasks.page.canvas import canvas, colour_of, png, styled
 from tasks.page.comparison import LABELS
 from tasks.page.figures import PICTURES, draw, ppo_kl
@@ -186,3 +186,14 @@ def test_wording_of_numbers() -> None:
     assert percent(0.8825) == "88.2%"
     assert percent_interval([0.85, None]) == "–"
     assert points(-0.015) == "−1.5 points"
+
+
+def test_how_much_of_a_fall_of_agreement_is_narrow_margins_is_said_where_known(make_run: MakeRun) -> None:
+    run = make_run()
+    picture = reward_figures.reward_agreement(run)
+    assert picture is not None
+    assert "were SFT’s as close as the policy’s, it would be 79.0% for SFT" in picture.caption
+    del run.evaluation["reward_model"]["sft"]["agreement_at_policy_margins"]
+    without = reward_figures.reward_agreement(run)
+    assert without is not None
+    assert "as close as" not in without.caption

@@ -358,7 +358,7 @@ def test_what_is_interpolated_from_sft_is_said(make_run: MakeRun) -> None:
     assert told.endswith(
         "PPO has no snapshot between SFT and step 25: interpolated there, for Best of 4 and Rejection SFT."
     )
-    held = "In the intervals at equal KL the KLs are held fixed"
+    held = "In the intervals at equal KL both scores and both KLs vary"
     assert Document(build(run)).text.count(held) == 1
     assert held not in Document(build(make_run(alternatives=False))).text
 
