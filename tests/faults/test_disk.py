@@ -77,6 +77,7 @@ sys.addaudithook(refuse)
 def test_no_file_can_be_begun(finished: "Project", tmp_path: Path) -> None:
     (tmp_path / "hooks").mkdir()
     (tmp_path / "hooks/sitecustomize.py").write_text(REFUSAL, encoding="utf-8")
+    finished.set("runtime.tracking", False)
     before = finished.outputs()
     ended = finished.stage("ingest", PYTHONPATH=str(tmp_path / "hooks"))
     assert (ended.returncode, ended.stderr.count("\n")) == (2, 1)

@@ -1,7 +1,6 @@
 """`benchmarks/gradient_variance.py`: its running sums are the covariance, and a baseline does what it is for."""
 
-import importlib.util
-import sys
+import importlib
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -17,13 +16,10 @@ SCRIPT = Path(__file__).resolve().parents[3] / "benchmarks" / "gradient_variance
 
 @pytest.fixture(scope="module")
 def script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("gradient_variance", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["gradient_variance"] = module
-    spec.loader.exec_module(module)
-    return module
+    """As Python finds it and its siblings when it is run."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(SCRIPT.parent))
+        return importlib.import_module(SCRIPT.stem)
 
 
 def test_running_sums_are_mean_and_covariance(script: ModuleType) -> None:
