@@ -36,10 +36,10 @@ def test_where_nobody_but_the_reward_model_judges_there_is_no_best_by_a_judge() 
 
 
 def is_the_snapshot(project: "Project", step: int) -> bool:
-    """Whether models/policy has the weights of a snapshot (which also keeps buffers that are no weights)."""
+    """Whether models/policy holds what a snapshot holds."""
     policy = load_file(project.root / "models/policy/model.safetensors")
     snapshot = load_file(project.root / f"models/snapshots/step-{step:06d}.safetensors")
-    return bool(policy) and all(torch.equal(tensor, snapshot[name]) for name, tensor in policy.items())
+    return policy.keys() == snapshot.keys() and all(torch.equal(policy[name], snapshot[name]) for name in policy)
 
 
 @pytest.mark.pipeline
