@@ -6,7 +6,7 @@ One rollout a seed; then, at the policy that sampled, the plain policy gradient 
 response by itself, once for each way to make A of the same rewards. Without a baseline A is the whole return. Nothing
 is whitened, so all have the same expectation, but for: the batch's own mean (a share of 1/B), the critic's error where
 λ < 1, and GRPO, which weighs prompts by 1/σ; its advantages are multiplied by the one number that brings them nearest
-to RLOO's (least squares). PROMPTS is a JSON list of strings. The table is Markdown; the last line printed is JSON.
+to RLOO's (least squares). The table is Markdown; the last line printed is JSON.
 """
 
 import argparse

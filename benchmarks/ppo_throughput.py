@@ -3,7 +3,7 @@
     python benchmarks/ppo_throughput.py --updates 6
     python benchmarks/ppo_throughput.py … --trl PATH/TO/python     # an environment of its own with trl==1.12.0
 
-PROMPTS is a JSON list of strings, each one user turn. The first update of either side is a warm-up and is not counted.
+The first update of either side is a warm-up and is not counted.
 Each side runs in a process of its own, one after the other; the last line printed is JSON.
 """
 

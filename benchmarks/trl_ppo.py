@@ -66,13 +66,10 @@ def main() -> None:
 def build(options: argparse.Namespace, clock: Clock) -> PPOTrainer:
     """TRL's trainer with a critic of its own, float32, no gradient checkpointing, the batch of the command line."""
     tokenizer = AutoTokenizer.from_pretrained(options.sft, padding_side="left")
-    rows = [json.loads(line) for line in Path(options.prompts).read_text("utf-8").splitlines()]
-    texts = [row["prompt"][-1]["content"] for row in rows]
+    prompts = [json.loads(line)["prompt"] for line in Path(options.prompts).read_text("utf-8").splitlines()]
     rows = [
-        tokenizer.apply_chat_template(
-            [{"role": "user", "content": text}], add_generation_prompt=True, tokenize=True, return_dict=False
-        )
-        for text in texts
+        tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=True, return_dict=False)
+        for prompt in prompts
     ]
     config = PPOConfig(
         output_dir=tempfile.mkdtemp(prefix="trl-ppo-"),

@@ -5,8 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from rlhf_core.evaluation.agreement import correlation, pair_agreement
-from rlhf_core.evaluation.matched import agreement_at_margins
+from rlhf_core.evaluation.agreement import agreement_at_margins, correlation, pair_agreement
 from rlhf_core.judges import NoisyAnnotators, RubricJudge
 from rlhf_core.pair_judges import PairJudge, SimulatedAnnotators, both_orders
 from tasks.exam import Exam

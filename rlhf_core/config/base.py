@@ -36,7 +36,7 @@ class PretrainConfig(Block):
     """Next-token prediction on the training text before SFT; 0 steps switch it off."""
 
     steps: Annotated[int, Field(ge=0)]
-    """0: SFT starts at random weights."""
+    """0: none of it; SFT starts at the base model as it is."""
     batch_size: Positive
     """Blocks of `scratch.context` tokens a step."""
     learning_rate: Annotated[float, Field(gt=0, le=1)]

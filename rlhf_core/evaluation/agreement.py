@@ -1,14 +1,25 @@
-"""Whether two scorers say the same: on pairs of one prompt's answers, and as a correlation. Pure functions of
-arrays."""
+"""Whether two scorers say the same: on pairs of one prompt's answers, also as it would be were these as close together
+as others are, and as a correlation. Pure functions of arrays."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations
+from typing import NamedTuple
 
 import numpy as np
+from jaxtyping import Float, Int
+from numpy import ndarray
 
 from rlhf_core.evaluation.intervals import clustered_interval
 from rlhf_core.judges import TIE
+
+BUCKETS = 10
+"""Into how many equally full buckets margins are put."""
+DIGITS = 9
+"""Of a margin; the last bits of a sum put no pair into another bucket."""
+
+Scores = Sequence[Sequence[float]]
+"""[prompts][answers]."""
 
 
 @dataclass(frozen=True)
@@ -26,9 +37,7 @@ class Agreement:
         return [self.low, self.high]
 
 
-def pair_agreement(
-    first: Sequence[Sequence[float]], second: Sequence[Sequence[float]], resamples: int, seed: int
-) -> Agreement | None:
+def pair_agreement(first: Scores, second: Scores, resamples: int, seed: int) -> Agreement | None:
     """How often two scorers order two answers to one prompt alike; both [prompts][answers].
 
     Every two answers of a prompt are a pair. One that only one of the scorers sees as a tie (within 1e-9) counts half;
@@ -36,19 +45,33 @@ def pair_agreement(
     different numbers of answers, and whole prompts are resampled. None where no pair is left. Raises ValueError where
     the two differ in shape.
     """
-    alike, owners = [], []
-    for prompt, (a, b) in enumerate(zip(first, second, strict=True)):
-        if len(a) != len(b):
-            raise ValueError(f"prompt {prompt}: {len(a)} scores of one scorer and {len(b)} of the other")
-        for i, j in combinations(range(len(a)), 2):
-            orders = _order(a[i], a[j]), _order(b[i], b[j])
-            if orders != (0, 0):
-                alike.append(0.5 * (1 + orders[0] * orders[1]))
-                owners.append(prompt)
-    if not alike:
+    pairs = _pairs(first, second)
+    if not len(pairs.alike):
         return None
-    low, high = clustered_interval(alike, owners, resamples, seed)
-    return Agreement(sum(alike) / len(alike), low, high, len(alike))
+    low, high = clustered_interval(pairs.alike, pairs.owners, resamples, seed)
+    return Agreement(float(pairs.alike.mean()), low, high, len(pairs.alike))
+
+
+def agreement_at_margins(first: Scores, second: Scores, like_first: Scores, like_second: Scores) -> float | None:
+    """How often two scorers order two answers to one prompt alike (`pair_agreement`), were the margins of the second
+    scorer spread as they are in another set of answers, `like`.
+
+    Pairs are put into buckets of the second scorer's margin: ties, and the deciles of like's other margins; pairs that
+    are further apart than any of like's are left out. Each bucket counts as often as like's pairs fall into it. None
+    where one of them has no pair.
+    """
+    pairs, wanted = _pairs(first, second), _pairs(like_first, like_second).margins
+    if not len(wanted):
+        return None
+    apart = wanted[wanted > TIE]
+    ends = np.quantile(apart, np.linspace(0, 1, BUCKETS + 1)[1:], method="inverted_cdf") if len(apart) else apart
+    edges = np.concatenate([[TIE], np.unique(ends)])
+    mine, theirs = np.searchsorted(edges, pairs.margins), np.searchsorted(edges, wanted)
+    shares = np.bincount(theirs, minlength=len(edges)) / len(theirs)
+    groups = [pairs.alike[mine == bucket] for bucket in np.flatnonzero(shares)]
+    if not all(map(len, groups)):
+        return None
+    return float(np.dot([group.mean() for group in groups], shares[shares > 0]))
 
 
 def correlation(x: Sequence[float], y: Sequence[float]) -> float | None:
@@ -59,6 +82,25 @@ def correlation(x: Sequence[float], y: Sequence[float]) -> float | None:
     return float(np.corrcoef(a, b)[0, 1])
 
 
-def _order(left: float, right: float) -> int:
-    """1, 0 (a tie) or −1."""
-    return 0 if abs(left - right) <= TIE else 1 if left > right else -1
+class _Pairs(NamedTuple):
+    """Every two answers to one prompt, but those that both scorers see as a tie."""
+
+    owners: Int[ndarray, "pairs"]
+    """The place of the prompt."""
+    margins: Float[ndarray, "pairs"]
+    """How far apart the second scorer sees them."""
+    alike: Float[ndarray, "pairs"]
+    """1 where both scorers order them alike, ½ where one sees a tie, 0 else."""
+
+
+def _pairs(first: Scores, second: Scores) -> _Pairs:
+    rows = []
+    for prompt, (a, b) in enumerate(zip(first, second, strict=True)):
+        if len(a) != len(b):
+            raise ValueError(f"prompt {prompt}: {len(a)} scores of one scorer and {len(b)} of the other")
+        rows += [(prompt, a[i] - a[j], b[i] - b[j]) for i, j in combinations(range(len(a)), 2)]
+    table = np.array(rows, dtype=np.float64).reshape(-1, 3)
+    orders = np.where(np.abs(table[:, 1:]) <= TIE, 0.0, np.sign(table[:, 1:]))
+    kept = (orders != 0).any(axis=1)
+    margins = np.abs(table[kept, 2]).round(DIGITS)
+    return _Pairs(table[kept, 0].astype(int), margins, 0.5 * (1 + orders[kept].prod(axis=1)))

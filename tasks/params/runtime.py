@@ -13,7 +13,7 @@ class RuntimeParams(Block):
     tracking: bool = True
     """Send parameters, metrics and artifacts to MLflow."""
     dataloader_workers: Annotated[int, Field(ge=0, le=64)] = 0
-    """Processes that prepare batches for SFT, reward model and DPO; 0: none."""
+    """Processes that prepare batches, where a Trainer trains (all but PPO and its variants); 0: none."""
     checkpoint_every: Annotated[int, Field(ge=1)] = 20
     """Steps between two resumable checkpoints in work/."""
     progress_seconds: Annotated[float, Field(gt=0)] = 5.0

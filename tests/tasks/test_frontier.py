@@ -74,6 +74,22 @@ def test_the_gap_at_equal_kl_has_its_sign() -> None:
     assert found["best_of_4"]["win_rate_gap"] == pytest.approx(-0.25), "a win everywhere, less half of one"
 
 
+def test_the_doubt_about_a_measured_kl_is_in_the_interval() -> None:
+    """DPO's KL differs from prompt to prompt, best-of-n's is known; both lie at 2.25 nats."""
+    snapshots = {step: answers(d * d, d, 2 * d) for step, d in ((10, 1.0), (20, 2.0))}
+    mark = answers(2.25, 1.1, 3.0).marks[0]
+    spread = [2.25 + (1.5 if i % 2 else -1.5) for i in range(PROMPTS)]
+    dpo = Results.of([replace(mark, divergence=Divergence(spread, spread, spread))])
+    best = Results.of([replace(mark, divergence=None)])
+    results = {"sft": answers(0.0, 0.0, 0.0), "policy": snapshots[20], "best_of_8": best, "dpo": dpo}
+    models = {name: figures(each, 2.25) for name, each in results.items()}
+    found = frontier_figures(EXAM, results, snapshots, models, BOOTSTRAP)["frontier"]
+    assert found["dpo"]["gold_gap"] == pytest.approx(found["best_of_8"]["gold_gap"])
+    low, high = found["dpo"]["gold_gap_ci95"]
+    assert high - low > 0.1
+    assert found["best_of_8"]["gold_gap_ci95"] == pytest.approx([0.4, 0.4])
+
+
 def kl_of(results: Results) -> float:
     table = results.table("k1")
     assert table is not None
