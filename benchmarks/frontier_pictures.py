@@ -3,12 +3,12 @@ drawn stands in frontier_points.py; size and style are those of the report page.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from frontier_points import Cost, Runs, first_run, model_costs, points, snapshot_costs, snapshots
+from frontier_points import Cost, Runs, first_run, model_costs, points, sft_score, snapshot_costs, snapshots
 from matplotlib.axes import Axes
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
@@ -49,32 +49,27 @@ def draw(runs: Runs, folder: Path) -> list[Path]:
 
 def frontier(runs: Runs) -> Figure:
     """Gold and proxy score over √KL: a line a β, thin for each seed and thick for their mean; the alternatives as
-    points, a point a seed."""
+    points, a point a seed. Every seed trains a reward model of its own, whose scores have a zero of their own: those
+    are drawn from its SFT model's mean."""
     figure, (gold, proxy) = canvas(f"Reward against KL, {counted(runs)}", panels=(3, 2))
     figure.set_size_inches(figure.get_figwidth(), HEIGHT)
-    for axes, score in ((gold, "gold"), (proxy, "reward")):
+    zeros = {seed: sft_score(runs, seed, "reward") for seed in seeds_of(runs)}
+    for axes, score, zero in ((gold, "gold", dict.fromkeys(zeros, 0.0)), (proxy, "reward", zeros)):
         for beta, colour in shades(runs).items():
-            lines = [
-                [(root(kl), value) for kl, value in snapshots(run, score)]
-                for (_, other), run in runs.items()
-                if other == beta
-            ]
+            lines = [by_root(snapshots(run, score), zero[seed]) for (seed, other), run in runs.items() if other == beta]
             bundle(axes, lines, f"PPO, β {beta:g}", colour)
-        alternatives(axes, [by_root(points(runs, seed, score)) for seed in seeds_of(runs)], numbered=axes is gold)
+        found = {seed: points(runs, seed, score) for seed in zero}
+        placed = [dict(zip(found[s], by_root(found[s].values(), zero[s]), strict=True)) for s in zero]
+        alternatives(axes, placed, numbered=axes is gold)
     label_axes(gold, "gold score")
-    label_axes(proxy, "reward-model\nscore (raw)", "√KL from SFT (KL in nats per answer)")
+    label_axes(proxy, "reward-model\nscore above SFT", "√KL from SFT (KL in nats per answer)")
     key_below(figure, gold)
     return figure
 
 
-def root(kl: float) -> float:
-    """√KL; an estimate below 0 counts as 0."""
-    return math.sqrt(max(kl, 0.0))
-
-
-def by_root(found: dict[str, Point]) -> dict[str, Point]:
-    """The same points over √KL."""
-    return {name: (root(kl), value) for name, (kl, value) in found.items()}
+def by_root(found: Iterable[Point], zero: float) -> list[Point]:
+    """The same points over √KL (an estimate below 0 counts as 0), their scores above `zero`."""
+    return [(math.sqrt(max(kl, 0.0)), value - zero) for kl, value in found]
 
 
 def equal_cost(runs: Runs, name: str, cost_of: Callable[[Cost], float], axis: str) -> Figure:

@@ -71,6 +71,13 @@ def snapshots(run: Result, score: str) -> list[tuple[float, float]]:
     ]
 
 
+def sft_score(runs: Runs, seed: int, score: str) -> float:
+    """The mean score of a seed's SFT model, where all of its curves begin; 0 where its results have none."""
+    first = first_run(runs, seed)
+    table = [] if first is None else first.tables.get("frontier", [])
+    return next((value for row in table if row["family"] == "sft" and isinstance(value := row[score], float)), 0.0)
+
+
 def snapshot_rows(run: Result) -> Table:
     """The rows of SFT and of PPO's snapshots, in the order of the steps."""
     rows = [row for row in run.tables.get("frontier", []) if row["family"] in {"sft", "ppo"}]

@@ -118,6 +118,19 @@ def test_costs_grow_with_the_steps(numbers: ModuleType, sweep: Sweep, write_run:
     assert numbers.model_costs(run) == {"dpo": numbers.Cost(3.0, 0, 300)}
 
 
+def test_reward_model_scores_are_drawn_above_sfts(
+    benchmark_module: Modules, numbers: ModuleType, sweep: Sweep, write_run: WriteRun
+) -> None:
+    """The reward models of two seeds have zeros of their own."""
+    runs = sweep(Runner(write_run), seed=1) | sweep(Runner(write_run), seed=2)
+    for row in runs[2, 0.1].tables["frontier"] + runs[2, 0.2].tables["frontier"]:
+        row["reward"] = row["reward"] + 5 if isinstance(row["reward"], float) else row["reward"]
+    assert numbers.sft_score(runs, 2, "reward") == numbers.sft_score(runs, 1, "reward") + 5
+    gold, proxy = benchmark_module("frontier_pictures").frontier(runs).axes
+    assert {line.get_ydata()[0] for line in proxy.lines if len(line.get_ydata()) > 2} == {0.0}
+    assert {line.get_ydata()[0] for line in gold.lines if len(line.get_ydata()) > 2} == {1.0}
+
+
 def test_three_pictures_are_drawn(benchmark_module: Modules, sweep: Sweep, write_run: WriteRun, tmp_path: Path) -> None:
     runs = sweep(Runner(write_run), seed=1) | sweep(Runner(write_run), seed=2)
     pictures = benchmark_module("frontier_pictures").draw(runs, tmp_path / "pictures")
