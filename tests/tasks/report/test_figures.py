@@ -168,11 +168,15 @@ def test_every_model_has_a_colour_of_its_own() -> None:
     assert colour_of("best_of_16") == colour_of("best_of_4")
 
 
-def test_names_of_points_hide_neither_points_nor_one_another() -> None:
+@pytest.mark.parametrize(
+    ("names", "crowd"), [(5, []), (2, [(4 + x / 15, 3.5 + y / 10) for x in range(28) for y in range(20)])]
+)
+def test_names_of_points_hide_no_other(names: int, crowd: list[tuple[float, float]]) -> None:
+    """Nor where a crowd of points leaves no place that is free."""
     with styled():
         _, (axes,) = canvas("x")
         axes.set(xlim=(0, 10), ylim=(0, 10))
-        name_points(axes, [(5 + place / 10, 5.0, f"model {place}", "#000000") for place in range(5)])
+        name_points(axes, [(5 + place / 10, 5.0, f"model {place}", "#000000") for place in range(names)], crowd)
         axes.get_figure().draw_without_rendering()  # type: ignore[union-attr]
         boxes = [text.get_window_extent() for text in axes.texts]
     assert not [1 for a, b in itertools.combinations(boxes, 2) if a.overlaps(b)]
