@@ -118,6 +118,21 @@ def test_what_is_no_run_is_said_with_what_was_tried(
         find(project, name)
 
 
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("{", "broken JSON"),
+        ("[]", "expected a JSON object, got list"),
+        ('{"models": {}}', "holds no `models` to compare"),
+        ('{"models": {"policy": 3}}', "holds no `models` to compare"),
+    ],
+)
+def test_figures_that_nobody_can_compare_are_said_with_their_file(project: Path, content: str, words: str) -> None:
+    (project / "metrics/evaluate.json").write_text(content, encoding="utf-8")
+    with pytest.raises(UserError, match=rf"metrics/evaluate\.json: {words}"):
+        find(project, ".")
+
+
 def test_unknown_models_are_said(project: Path) -> None:
     with pytest.raises(UserError, match="no run has a model called dpo; there are sft, policy, best_of_4"):
         compare(project, [], ["policy", "dpo"])

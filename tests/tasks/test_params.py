@@ -75,6 +75,7 @@ REFUSED = [
     ("evaluate.seeds", [1, 1], "evaluate: seeds must be distinct"),
     ("evaluate.extra_models", ["../x"], "evaluate.extra_models.0: must be the name of a folder"),
     ("evaluate.extra_models", ["dpo"], "evaluate: extra_models: dpo is the name of a model of the run"),
+    ("evaluate.extra_models", ["ppo"], "evaluate: extra_models: ppo is the name of a model of the run"),
     ("evaluate.extra_models", ["best_of_mine"], "best_of_mine is the name of a model of the run"),
     ("best_of_n.n", [4, 2], "best_of_n: n must rise"),
     ("rejection_sft.training", None, "rejection_sft: enabled needs the block `training`"),

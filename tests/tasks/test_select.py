@@ -1,5 +1,7 @@
 """Stage `select`: which snapshot becomes the policy, and by whose word."""
 
+import csv
+import json
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -63,6 +65,32 @@ def test_the_policy_is_the_chosen_snapshot(
         assert told[f"{rule}_step"] in (0, step)
         assert is_the_snapshot(finished, step)
         assert (finished.root / "plots/select.csv").read_bytes() == before
+
+
+@pytest.mark.pipeline
+def test_its_answers_are_not_those_of_evaluate(
+    finished: "Project", stage_main: Callable[["Project", str], "Ended"]
+) -> None:
+    """Asked the same prompts with the same seed, the same models say something else: luck here is none there."""
+    finished.set("runtime.tracking", False)
+    path = finished.root / "data/preferences/preferences.jsonl"
+    original, pairs = path.read_bytes(), finished.rows("data/preferences/preferences.jsonl")
+    held_out = iter(finished.rows("data/ingest/heldout.jsonl"))
+    asked = {
+        row["prompt_id"]: {key: value for key, value in next(held_out).items() if key in row}
+        for row in {row["prompt_id"]: row for row in pairs if row["split"] == "validation"}.values()
+    }
+    rows = [row | asked.get(row["prompt_id"], {}) for row in pairs]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    assert stage_main(finished, "select").code == 0
+    path.write_bytes(original)  # `evaluate` refuses held-out prompts among the pairs
+    finished.set("evaluate.max_prompts", len(asked))
+    finished.set("evaluate.seeds", [finished.params()["seed"]])
+    assert stage_main(finished, "evaluate").code == 0
+    first, *_, last = list(csv.DictReader((finished.root / "plots/select.csv").open(encoding="utf-8")))
+    models = finished.json("metrics/evaluate.json")["models"]
+    assert models["sft"]["reward"] != pytest.approx(float(first["reward"]), abs=1e-6)
+    assert models["policy"]["reward"] != pytest.approx(float(last["reward"]), abs=1e-6)
 
 
 @pytest.mark.pipeline
