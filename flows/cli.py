@@ -10,16 +10,12 @@ from collections.abc import Callable
 from functools import partial, wraps
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn, ParamSpec
+from typing import Annotated, Literal, NoReturn, ParamSpec
 
 import typer
 
 from flows.environment import find_root
 from rlhf_core.errors import UserError
-
-if TYPE_CHECKING:
-    from flows.pipeline import PipelineFailed
-    from flows.stages import Outcome
 
 P = ParamSpec("P")
 Seed = partial(typer.Option, min=0, max=2**32 - 1)
@@ -65,16 +61,16 @@ def run(
     root = find_root()
     _die_politely()
     _quiet_prefect()
-    from flows import driver
+    from flows import driver, runner
     from flows.graph import read_graph
-    from flows.terminal import open_screen, outcome_table
+    from flows.terminal import open_screen
 
     read_graph(root).select(stages)
     open_screen()
     with driver.sole(root):
-        _connect(root)
-        outcomes = _flow(root, stages or None, force, retries, retry_delay, timeout)
-    print("\n" + outcome_table(outcomes))
+        code = runner.run(root, stages or None, force, retries, retry_delay, timeout)
+    if code:
+        raise typer.Exit(code)
     print("\n" + _where(root))
 
 
@@ -298,73 +294,6 @@ def main() -> NoReturn:
     """Entry point of `leash` and of `python -m flows.cli`."""
     app(prog_name="leash")
     sys.exit(0)
-
-
-def _flow(root: Path, stages: list[str] | None, force: bool, retries: int, delay: float, timeout: float | None) -> Any:
-    """Run the flow; how its stages ended. A failure ends the command, and so does the loss of the Prefect server."""
-    from flows import lifeline
-    from flows.pipeline import PipelineFailed, pipeline
-
-    try:
-        return pipeline(stages, force, str(root), retries, delay, timeout).values()
-    except PipelineFailed as failure:
-        raise typer.Exit(_report(failure)) from None
-    except Exception as error:
-        if not isinstance(error, UserError) and lifeline.lost():
-            _leave_without_server(error, [])
-        raise
-
-
-def _report(failure: "PipelineFailed") -> int:
-    """Print how the stages ended, and why those that failed did; the exit code."""
-    from flows.terminal import complain, outcome_table
-
-    print("\n" + outcome_table(failure.outcomes), flush=True)
-    for error in failure.errors:
-        complain(str(error))
-    return 2 if failure.users_fault else 1
-
-
-def _leave_without_server(error: BaseException | None, outcomes: "list[Outcome]") -> NoReturn:
-    """The end of a run whose Prefect server is gone: at once, for Prefect would go on asking for it for minutes."""
-    from flows import processes, server
-    from flows.pipeline import PipelineFailed
-    from flows.terminal import complain, outcome_table
-
-    code = 1
-    if isinstance(error, PipelineFailed):
-        _report(error)
-    elif outcomes:
-        print("\n" + outcome_table(outcomes))
-    if isinstance(error, KeyboardInterrupt | SystemExit):
-        code = 130 if isinstance(error, KeyboardInterrupt) else int(str(error.code))
-        complain("stopped; nothing is left running")
-    else:
-        complain(
-            f"the Prefect server ({os.environ['PREFECT_API_URL']}) died or hangs, and cannot be told how this run "
-            "ended; what the stages made is kept, the same command goes on from there"
-        )
-    server.take_back(processes.AT_ONCE)
-    sys.stdout.flush()
-    os._exit(code)
-
-
-def _connect(root: Path) -> None:
-    """Point Prefect at a server that answers; lend it one for this run where none is named. Raises UserError."""
-    from flows import lifeline, server
-    from tasks.tracking.settings import without_credentials
-
-    url = server.configured_url(root)
-    if url is not None and not server.answers(url):
-        shown = without_credentials(url)
-        raise UserError(f"no Prefect server answers at {shown}; start one with `leash up`, or unset PREFECT_API_URL")
-    if url is None:
-        print("starting a Prefect server for this run (`leash up` keeps one, and saves these seconds)", flush=True)
-        log = root / "work" / "prefect-server-run.log"
-        log.parent.mkdir(exist_ok=True)
-        url = server.lend(log)
-    server.use(url)
-    lifeline.hold(url, _leave_without_server)
 
 
 def _quiet_prefect() -> None:

@@ -16,25 +16,18 @@ from prefect.task_runners import TaskRunner, ThreadPoolTaskRunner
 from flows import artifacts, driver, lifeline, lockfile, processes, rwlock, terminal
 from flows.environment import find_root
 from flows.graph import Graph, read_graph
-from flows.stages import FAILED, NOT_RUN, Outcome, StageCrash, StageUserError, refresh_sources, run_stage
+from flows.stages import (
+    FAILED,
+    NOT_RUN,
+    Outcome,
+    PipelineFailed,
+    StageCrash,
+    StageUserError,
+    refresh_sources,
+    run_stage,
+)
 from rlhf_core.errors import UserError
 from tasks.pipeline_run import finish
-
-
-class PipelineFailed(Exception):
-    """At least one stage failed: `errors` says why, `outcomes` how every stage ended, both in the graph's order."""
-
-    def __init__(self, errors: list[StageUserError | StageCrash], outcomes: list[Outcome]) -> None:
-        super().__init__(errors, outcomes)
-        self.errors, self.outcomes = errors, outcomes
-
-    @property
-    def users_fault(self) -> bool:
-        """Whether every failure is one that the user can mend."""
-        return all(isinstance(error, StageUserError) for error in self.errors)
-
-    def __str__(self) -> str:
-        return "; ".join(map(str, self.errors))
 
 
 def may_pass(task: Any, run: Any, state: State[Any]) -> bool:

@@ -48,6 +48,22 @@ class Outcome:
     message: str = ""
 
 
+class PipelineFailed(Exception):
+    """At least one stage failed: `errors` says why, `outcomes` how every stage ended, both in the graph's order."""
+
+    def __init__(self, errors: list[StageUserError | StageCrash], outcomes: list[Outcome]) -> None:
+        super().__init__(errors, outcomes)
+        self.errors, self.outcomes = errors, outcomes
+
+    @property
+    def users_fault(self) -> bool:
+        """Whether every failure is one that the user can mend."""
+        return all(isinstance(error, StageUserError) for error in self.errors)
+
+    def __str__(self) -> str:
+        return "; ".join(map(str, self.errors))
+
+
 @dataclass
 class _Transcript:
     """What DVC's output said: whether it ran the command or restored the outputs, and its error."""

@@ -16,8 +16,9 @@ import pytest
 from flows import driver, processes
 from flows.doctor import examine
 from flows.graph import read_graph
-from flows.pipeline import PipelineFailed, pipeline
+from flows.pipeline import pipeline
 from flows.rwlock import sweep
+from flows.stages import PipelineFailed
 from rlhf_core.errors import UserError
 from tasks.locks import FileLock
 

@@ -9,7 +9,8 @@ from typing import Any
 import cloudpickle  # type: ignore[import-untyped]
 import pytest
 
-from flows.pipeline import PipelineFailed, pipeline
+from flows.pipeline import pipeline
+from flows.stages import PipelineFailed
 from rlhf_core.errors import UserError
 
 DIAMOND = {
