@@ -24,6 +24,8 @@ class Rules:
     temperature: float
     max_new_tokens: int
     seed: int
+    fresh: bool = False
+    """Every message begins a conversation of its own."""
 
     def __post_init__(self) -> None:
         if not 0 < self.temperature < math.inf:
@@ -59,6 +61,8 @@ def talk(speakers: list[Speaker], rules: Rules, messages: Iterator[str], live: b
         elif message.startswith("/") and message.split()[0][1:].isalpha():
             note(f"{message.split()[0]} is no command. {HELP}")
         elif message:
+            for speaker in speakers if rules.fresh else ():
+                speaker.reset()
             respond(speakers, rules, message, turn, live)
             turn += 1
 

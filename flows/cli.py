@@ -64,8 +64,13 @@ def run(
     from flows import driver, runner
     from flows.graph import read_graph
     from flows.terminal import open_screen
+    from tasks.params.all import Params
+    from tasks.params.loader import PARAMS_FILE, parse, read_yaml
 
-    read_graph(root).select(stages)
+    graph = read_graph(root)
+    graph.select(stages)
+    if "check" in graph.stages:
+        parse(Params, read_yaml(root / PARAMS_FILE), file=PARAMS_FILE)
     open_screen()
     with driver.sole(root):
         code = runner.run(root, stages or None, force, retries, retry_delay, timeout)
@@ -168,13 +173,15 @@ def chat(
     max_new_tokens: Annotated[int, typer.Option(help="Longest answer, tokens.", min=1)] = 256,
     seed: Annotated[int, Seed(help="Equal seeds and messages give equal answers.")] = 1,
     system: Annotated[str | None, typer.Option(help="A system message, which stays.")] = None,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Every message begins a conversation of its own.")] = False,
 ) -> None:
-    """Talk to a model: at a terminal, or one message a line through a pipe."""
+    """Talk to a model: at a terminal, or one message a line through a pipe. It is one conversation, or with --fresh
+    one a message: that is how the models of the demo were trained."""
     _quiet_models()
     from flows.chat import Rules
     from flows.chat import chat as talk
 
-    talk(model, beside, Rules(temperature, max_new_tokens, seed), system)
+    talk(model, beside, Rules(temperature, max_new_tokens, seed, fresh), system)
 
 
 @command
@@ -325,13 +332,12 @@ def _die_politely() -> None:
 
 def _where(root: Path) -> str:
     """Where a person finds the results."""
-    from flows.ui import store
-    from tasks.tracking.settings import without_credentials
+    from tasks.tracking.settings import tracking_uri, without_credentials
 
     report, models = root / "report" / "index.html", root / "models"
     found = sorted(path.parent.name for path in models.glob("*/config.json"))
-    uri = store(root)
-    page = without_credentials(uri) if uri.startswith("http") else "leash ui, then http://127.0.0.1:5000"
+    uri = tracking_uri(root)
+    page = without_credentials(uri) if uri.startswith("http") else "leash ui (it says the address)"
     lines = [f"report  {report}"] if report.is_file() else []
     lines += [f"models  {models}: {', '.join(found)}"] if found else []
     return "\n".join([*lines, f"MLflow  {page}"])

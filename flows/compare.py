@@ -70,6 +70,8 @@ def _lines(runs: Sequence[Compared], chosen: Sequence[Mapping[str, Figures]], wi
     if rows := list(differing(runs)):
         yield ""
         yield table([("parameter", *names), *((key, *map(_brief, values)) for key, values in rows)])
+    elif len(runs) > 1 and all(run.params is not None for run in runs):
+        yield "no parameter differs"
     for name, run in zip(names, runs, strict=True):
         if run.params is None and len(runs) > 1:
             yield f"parameters of {name} are not known"

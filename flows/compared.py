@@ -15,7 +15,7 @@ from tasks.params.loader import PARAMS_FILE, read_yaml
 from tasks.tracking import settings
 from tasks.tracking.tracker import flatten
 
-EVALUATION = "metrics/evaluate.json"
+EVALUATION, LOCK = "metrics/evaluate.json", "dvc.lock"
 SHORTEST_PREFIX = 6
 STAGE = "evaluate"
 UNCOMPARED = "runtime."
@@ -31,7 +31,7 @@ class Compared:
     evaluation: Mapping[str, Any]
     """The content of metrics/evaluate.json."""
     params: Mapping[str, str] | None
-    """By dotted name, as JSON; None where they are not known."""
+    """Those that the figures were made with, by dotted name, as JSON; None where they are not known."""
 
 
 def find(root: Path, name: str) -> Compared:
@@ -60,13 +60,13 @@ def _of_folder(folder: Path, name: str) -> Compared:
     path = folder / EVALUATION
     if not path.is_file():
         raise UserError(f"{path}: file not found; `dvc repro evaluate` in that folder writes it")
-    params = folder / PARAMS_FILE
-    return Compared(
-        name,
-        "this checkout" if name == "." else f"folder {folder}",
-        _parsed(path.read_text(encoding="utf-8"), str(path)),
-        _flat(read_yaml(params)) if params.is_file() else None,
-    )
+    evaluation = _parsed(path.read_text(encoding="utf-8"), str(path))
+    written = _flat(read_yaml(folder / PARAMS_FILE)) if (folder / PARAMS_FILE).is_file() else None
+    recorded = _recorded((folder / LOCK).read_text(encoding="utf-8")) if (folder / LOCK).is_file() else None
+    source = "this checkout" if name == "." else f"folder {folder}"
+    if written and recorded and any(written.get(key) != value for key, value in recorded.items()):
+        source += f", whose {PARAMS_FILE} was edited since"
+    return Compared(name, source, evaluation, recorded or written)
 
 
 def _of_commit(root: Path, name: str, commit: str) -> Compared:
@@ -77,6 +77,9 @@ def _of_commit(root: Path, name: str, commit: str) -> Compared:
 
 
 def _params_at(root: Path, commit: str) -> dict[str, str] | None:
+    lock = _git(root, "show", f"{commit}:./{LOCK}")
+    if lock is not None and (recorded := _recorded(lock)) is not None:
+        return recorded
     text = _git(root, "show", f"{commit}:./{PARAMS_FILE}")
     if text is None:
         return None
@@ -84,6 +87,19 @@ def _params_at(root: Path, commit: str) -> dict[str, str] | None:
         path = Path(place) / PARAMS_FILE
         path.write_text(text, encoding="utf-8")
         return _flat(read_yaml(path))
+
+
+def _recorded(lock: str) -> dict[str, str] | None:
+    """The parameters that results were made with, by the text of dvc.lock; None where it records none."""
+    from dvc.exceptions import DvcException
+    from dvc.utils.serialize import parse_yaml
+
+    try:
+        stages = (parse_yaml(lock, LOCK).get("stages") or {}).values()
+    except DvcException as error:
+        raise UserError(f"{LOCK} is broken; `git checkout {LOCK}` brings back the committed one") from error
+    found = {key: value for stage in stages for key, value in stage.get("params", {}).get(str(PARAMS_FILE), {}).items()}
+    return _flat(found) or None
 
 
 def _commit(root: Path, name: str) -> str | None:

@@ -38,10 +38,10 @@ def open_screen() -> None:
 
 
 def say(stage: str, line: str) -> None:
-    """One live line of a stage: `sft         | step 20/300 …`. Blank lines and DVC's advice are left out."""
+    """One live line of a stage: `sft           | step 20/300 …`. Blank lines and DVC's advice are left out."""
     if _screen.open and worth_saying(line):
         with _screen.lock:
-            print(f"{stage:<12}| {line}" if stage else line, flush=True)
+            print(f"{stage:<13} | {line}" if stage else line, flush=True)
 
 
 def worth_saying(line: str) -> bool:

@@ -49,8 +49,11 @@ def trace_prompt(root: Path, text: str, start: Start | None = None, seed: int | 
     """One PPO step with the settings of params.yaml, in whose batch the prompt stands beside the run's own.
 
     `start`: models/policy with models/critic, at the place of the schedule where the policy is, or `sft`: step 1. None:
-    the policy where there is one. Raises UserError where models or prompts are missing, and for a prompt too long.
+    the policy where there is one. Raises UserError where models or prompts are missing, and for a prompt that is empty
+    or too long.
     """
+    if not text.strip():
+        raise UserError("the prompt is empty; give the question, in quotation marks")
     params = parse(Params, read_yaml(root / PARAMS_FILE), file=PARAMS_FILE)
     start = start or ("policy" if is_model(root / POLICY) else "sft")
     _require_models(root, params.ppo, start)

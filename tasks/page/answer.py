@@ -89,6 +89,7 @@ def against_alternatives(run: Run) -> Finding | None:
     best = ahead[0]
     winners = [lead for lead in ahead if lead.ends[0] > 0]
     beaten = [lead for lead in ahead if lead.ends[1] < 0]
+    level = [lead for lead in ahead if lead not in winners and lead not in beaten and lead is not best]
     word = NO if winners else YES if len(beaten) == len(ahead) else OPEN
     sentence = _best_alternative(run, best)
     if winners:
@@ -98,12 +99,14 @@ def against_alternatives(run: Run) -> Finding | None:
         sentence += " The interval includes no difference."
     if beaten and word != YES:
         sentence += f" The policy is better than {_listed([label(lead.model) for lead in beaten])}."
+    if level:
+        sentence += f" No difference is shown from {_listed([label(lead.model) for lead in level])}."
     return Finding("Better than the best alternative?", word, f"{sentence} {_at_equal_kl(run)}".strip())
 
 
 def when_to_stop(run: Run) -> Finding | None:
-    """Which snapshot is best on the validation prompts, and how far it is ahead of the last on the test prompts: sure
-    only where the interval of that difference, paired by prompt, excludes 0."""
+    """Which snapshot is best on the validation prompts, and how far it is ahead of the last on the test prompts: an
+    answer only where the interval of that difference, paired by prompt, excludes 0."""
     selected = run.metrics["select"]
     best, last = selected.get("best_judge_step"), selected.get("last_step")
     by = f"win rate, judged by {run.judge}," if run.judged_by == "pairs" else "gold score"
@@ -120,8 +123,8 @@ def when_to_stop(run: Run) -> Finding | None:
     word = f"Perhaps {where}."
     if ends is not None and ends[0] > 0:
         word = f"{where[0].upper()}{where[1:]}."
-    elif ends is not None and ends[1] < 0:
-        word = "Not before the end."
+    elif ends is not None:
+        word = "Not before the end." if ends[1] < 0 else OPEN
     who = "The SFT model" if best == 0 else f"The snapshot of step {best}"
     return Finding("When to stop?", word, f"{who} has {seen}. {difference}{chosen}")
 

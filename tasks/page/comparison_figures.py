@@ -115,8 +115,8 @@ def logprobs(run: Run) -> Picture | None:
         "comparison",
         png(figure),
         f"Change of the log-probability of chosen and rejected answers against SFT, in nats: {said}.",
-        "How much more or less probable each method has made the answers of the validation pairs. Training on kept "
-        "answers alone, as rejection sampling does, has no term that pushes a rejected answer down; PPO and DPO have.",
+        "How much more or less probable each method has made the answers of the validation pairs. Rejection sampling "
+        "trains on kept answers alone: a rejected one falls only because others rise. PPO and DPO push it down.",
     )
 
 

@@ -109,7 +109,8 @@ def update_lines(traced: Traced) -> Iterator[str]:
     row = step.diagnostics
     names = ("policy_loss", "value_loss", "entropy", "approx_kl", "clip_fraction")
     means = ", ".join(f"{name} {value:.4f}".replace("-", "−") for name in names if (value := row[name]) is not None)
-    yield f"the step's row in plots/ppo.csv: {means}{'; it stopped early (stop_kl)' if step.stopped_early else ''}"
+    early = "; it stopped early (stop_kl)" if step.stopped_early else ""
+    yield f"over the batch, named as in plots/ppo.csv: {means}{early}"
 
 
 def total_loss(traced: Traced) -> str:

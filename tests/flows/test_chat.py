@@ -88,6 +88,9 @@ def test_a_reset_forgets_and_a_full_context_says_so(leash: Leash, monkeypatch: p
     found = leash("one\ntwo\n/reset\nthree\n", "models/policy", "--max-new-tokens", "2", "--system", "eat")
     assert seen == [["eat", "one"], ["eat", "one", "two"], ["eat", "three"]]
     assert "tokens is full" not in found.stderr
+    seen.clear()
+    leash("one\ntwo\n", "models/policy", "--max-new-tokens", "2", "--system", "eat", "--fresh")
+    assert seen == [["eat", "one"], ["eat", "two"]]
     found = leash("what shall i eat? an egg.\n" * 4, "models/policy", "--max-new-tokens", "30")
     assert "policy: its context of 64 tokens is full; the oldest 2 messages go" in found.stderr
 

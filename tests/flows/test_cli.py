@@ -64,6 +64,15 @@ def test_numbers_out_of_range_are_refused_before_any_work(
     assert words in errors
 
 
+def test_a_wrong_parameter_is_one_line_before_any_server_starts(toy: Callable[..., Path], leash: Leash) -> None:
+    """Where the graph has the stage `check`, params.yaml must be Leash's."""
+    root = toy({"check": ("work", []), "one": ("work", ["check"])})
+    (root / "params.yaml").write_text("seed: -1\n", encoding="utf-8")
+    code, out, errors = finish(leash(root, "run"))
+    assert (code, out) == (2, "")
+    assert one_line(errors).startswith("error: params.yaml: ")
+
+
 def test_outside_a_project(leash: Leash, tmp_path: Path) -> None:
     code, _, errors = finish(leash(tmp_path, "run"))
     assert code == 2
@@ -96,7 +105,7 @@ def test_run_from_a_sub_folder(toy: Callable[..., Path], leash: Leash, prefect_a
     code, output, errors = finish(leash(root / "deep" / "er", "run", api=prefect_api))
     assert (code, errors) == (0, "")
     lines = output.splitlines()
-    assert "one         | one begins" in lines
+    assert "one           | one begins" in lines
     assert [line.split()[:2] for line in lines if line.split()[1:2] == ["ran"]] == [["one", "ran"], ["two", "ran"]]
     assert f"models  {root / 'models'}: policy" in lines
     assert lines[-1].startswith("MLflow  ")
@@ -116,4 +125,4 @@ def test_a_stages_refusal_is_exit_2_and_a_crash_exit_1(
     code, output, errors = finish(leash(root, "run", "--retries", "1", "--retry-delay", "0", api=prefect_api))
     assert code == 1
     assert "RuntimeError: boom" in one_line(errors)
-    assert output.count("wrong       | wrong begins") == 2
+    assert output.count("wrong         | wrong begins") == 2

@@ -81,6 +81,25 @@ def test_a_folder_and_a_revision_side_by_side(project: Path, tmp_path: Path) -> 
     assert lines[-1].split() == ["seed", "1", "1", "2"]
 
 
+def test_parameters_are_those_that_made_the_figures(project: Path) -> None:
+    """An edit of params.yaml that nothing has run with is said, and changes no comparison."""
+    lock = "stages:\n  ppo:\n    params:\n      params.yaml:\n        seed: {}\n        ppo.kl.coef: 0.1\n"
+    (project / "dvc.lock").write_text(lock.format(1), encoding="utf-8")
+    content, text = compare(project, ["old", "."], [])
+    assert content["parameters"] == {}
+    assert content["runs"][1]["source"] == "this checkout, whose params.yaml was edited since"
+    assert text.endswith("no parameter differs")
+    git(project, "add", "dvc.lock")
+    git(project, "commit", "--quiet", "-m", "lock")
+    (project / "dvc.lock").write_text(lock.format(2), encoding="utf-8")
+    content, _ = compare(project, ["HEAD", "."], [])
+    assert content["parameters"] == {"seed": ["1", "2"]}
+    assert content["runs"][1]["source"] == "this checkout"
+    (project / "dvc.lock").write_text("stages: [", encoding="utf-8")
+    with pytest.raises(UserError, match=r"dvc\.lock is broken"):
+        find(project, ".")
+
+
 def test_narrow_terminals_get_all_columns_in_bands(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for width in (60, 80, 200):
         monkeypatch.setenv("COLUMNS", str(width))

@@ -19,7 +19,7 @@ def test_say_is_silent_until_opened_and_leaves_out_dvcs_advice(
     terminal.say("sft", "step 2/3")
     terminal.say("sft", "Use `dvc push` to send your updates to remote storage.")
     terminal.say("sft", "")
-    assert capsys.readouterr().out == "sft         | step 2/3\n"
+    assert capsys.readouterr().out == "sft           | step 2/3\n"
 
 
 def test_table() -> None:

@@ -225,6 +225,12 @@ def test_users_errors_are_one_line(trace: Trace, arguments: list[str], words: st
     assert found.stderr.count("\n") == 1
 
 
+def test_an_empty_prompt_is_refused(trace: Trace) -> None:
+    found = trace(prompt="  ")
+    assert found.exit_code == 2
+    assert found.stderr == "error: the prompt is empty; give the question, in quotation marks\n"
+
+
 def test_a_prompt_that_leaves_no_room(trace: Trace) -> None:
     found = trace(prompt="xyz " * 60)
     assert found.exit_code == 2
