@@ -14,6 +14,7 @@ from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 
 from tasks.page.canvas import INK, JUDGE, MUTED, POLICY, PROXY, canvas, label_axes, png, styled
+from tasks.page.comparison import label
 
 Point = tuple[float, float]
 
@@ -109,12 +110,12 @@ def alternatives(axes: Axes, found: Sequence[dict[str, Point]], numbered: bool =
     """A point a seed and model, best-of-n with its n above where it is `numbered`; x is as it is drawn."""
     for name in dict.fromkeys(name for each in found for name in each):
         here = [each[name] for each in found if name in each]
-        family = "best-of-n" if name.startswith("best_of_") else name
+        family = "best-of-n" if name.startswith("best_of_") else label(name)
         marker, colour = ("o", JUDGE) if family == "best-of-n" else MARKS.get(name, ("x", MUTED))
         drawn = axes.get_legend_handles_labels()[1]
         x, y = zip(*here, strict=True)
-        label = None if family in drawn else family
-        axes.plot(x, y, linestyle="", marker=marker, markersize=4.5, color=colour, alpha=0.85, label=label, zorder=3)
+        axes.plot(x, y, linestyle="", marker=marker, markersize=4.5, color=colour, alpha=0.85, zorder=3,
+                  label=None if family in drawn else family)  # fmt: skip
         if numbered and family == "best-of-n":
             place = (fmean(x), max(y))
             axes.annotate(
@@ -127,9 +128,8 @@ def across(axes: Axes, found: Sequence[dict[str, Point]]) -> None:
     for name in dict.fromkeys(name for each in found for name in each if name.startswith("best_of_")):
         level = fmean(each[name][1] for each in found if name in each)
         axes.axhline(level, color=JUDGE, linewidth=0.9, linestyle=(0, (4, 3)), zorder=1)
-        label = name.replace("_", " ")
         place: dict[str, Any] = {"xycoords": ("axes fraction", "data"), "textcoords": "offset points"}
-        axes.annotate(label, (1, level), (-2, 2), ha="right", fontsize=8, color=JUDGE, **place)
+        axes.annotate(label(name), (1, level), (-2, 2), ha="right", fontsize=8, color=JUDGE, **place)
 
 
 def shades(runs: Runs) -> dict[float, tuple[float, float, float]]:
