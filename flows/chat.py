@@ -19,7 +19,7 @@ HELP = "Ctrl-C stops an answer, /reset forgets the conversation, /quit or Ctrl-D
 
 @dataclass(frozen=True)
 class Rules:
-    """How answers are sampled."""
+    """How a conversation goes, and how its answers are sampled."""
 
     temperature: float
     max_new_tokens: int

@@ -8,18 +8,21 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rlhf_core.errors import UserError
 from tasks.params.loader import PARAMS_FILE, read_yaml
 from tasks.tracking import settings
 from tasks.tracking.tracker import flatten
 
+if TYPE_CHECKING:
+    from tasks.recorded import Record
+
 EVALUATION, LOCK = "metrics/evaluate.json", "dvc.lock"
 SHORTEST_PREFIX = 6
 STAGE = "evaluate"
-UNCOMPARED = "runtime."
-"""Parameters that change no result."""
+UNCOMPARED = ("runtime.", "report.")
+"""Parameters that change no figure."""
 
 
 @dataclass(frozen=True)
@@ -62,24 +65,22 @@ def _of_folder(folder: Path, name: str) -> Compared:
         raise UserError(f"{path}: file not found; `dvc repro evaluate` in that folder writes it")
     evaluation = _parsed(path.read_text(encoding="utf-8"), str(path))
     written = _flat(read_yaml(folder / PARAMS_FILE)) if (folder / PARAMS_FILE).is_file() else None
-    recorded = _recorded((folder / LOCK).read_text(encoding="utf-8")) if (folder / LOCK).is_file() else None
-    source = "this checkout" if name == "." else f"folder {folder}"
-    if written and recorded and any(written.get(key) != value for key, value in recorded.items()):
-        source += f", whose {PARAMS_FILE} was edited since"
-    return Compared(name, source, evaluation, recorded or written)
+    lock = folder / LOCK
+    text = lock.read_text(encoding="utf-8", errors="replace") if lock.is_file() else None
+    params, note = _parameters(text, str(lock), written)
+    return Compared(name, ("this checkout" if name == "." else f"folder {folder}") + note, evaluation, params)
 
 
 def _of_commit(root: Path, name: str, commit: str) -> Compared:
     text = _git(root, "show", f"{commit}:./{EVALUATION}")
     if text is None:
         raise UserError(f"{name}: commit {commit[:8]} has no {EVALUATION}")
-    return Compared(name, f"git {commit[:8]}", _parsed(text, f"{name}:{EVALUATION}"), _params_at(root, commit))
+    evaluation, lock = _parsed(text, f"{name}:{EVALUATION}"), _git(root, "show", f"{commit}:./{LOCK}")
+    params, note = _parameters(lock, f"{name}:{LOCK}", _params_at(root, commit))
+    return Compared(name, f"git {commit[:8]}{note}", evaluation, params)
 
 
 def _params_at(root: Path, commit: str) -> dict[str, str] | None:
-    lock = _git(root, "show", f"{commit}:./{LOCK}")
-    if lock is not None and (recorded := _recorded(lock)) is not None:
-        return recorded
     text = _git(root, "show", f"{commit}:./{PARAMS_FILE}")
     if text is None:
         return None
@@ -89,17 +90,45 @@ def _params_at(root: Path, commit: str) -> dict[str, str] | None:
         return _flat(read_yaml(path))
 
 
-def _recorded(lock: str) -> dict[str, str] | None:
-    """The parameters that results were made with, by the text of dvc.lock; None where it records none."""
-    from dvc.exceptions import DvcException
-    from dvc.utils.serialize import parse_yaml
+def _parameters(
+    lock: str | None, source: str, written: Mapping[str, str] | None
+) -> tuple[Mapping[str, str] | None, str]:
+    """What made the figures, and what there is to say of it. The text of dvc.lock knows that; what is written in
+    params.yaml may have been edited since. Raises UserError for a lock, from `source`, that cannot be read."""
+    from tasks.recorded import parse
 
-    try:
-        stages = (parse_yaml(lock, LOCK).get("stages") or {}).values()
-    except DvcException as error:
-        raise UserError(f"{LOCK} is broken; `git checkout {LOCK}` brings back the committed one") from error
-    found = {key: value for stage in stages for key, value in stage.get("params", {}).get(str(PARAMS_FILE), {}).items()}
-    return _flat(found) or None
+    records = {} if lock is None else parse(lock, source)
+    if STAGE not in records:
+        return written, ""
+    tracked = _made_with(records)
+    if tracked is None:
+        return None, f", whose {LOCK} records newer results than these figures were made from"
+    known = _flat(tracked)
+    now = {
+        key: value
+        for key, value in (written or known).items()
+        if any(key == name or key.startswith(f"{name}.") for name in tracked)
+    }
+    return known, "" if now == known else f", whose {PARAMS_FILE} was edited since"
+
+
+def _made_with(records: "Mapping[str, Record]") -> dict[str, Any] | None:
+    """The parameters of `evaluate` and of all that its inputs were made from; None where one of them was made anew
+    since."""
+    from tasks.recorded import made_by
+
+    outs = {path for record in records.values() for path in record.outs}
+    found: dict[str, Any] = {}
+    waiting, done = [records[STAGE]], set[str]()
+    while waiting:
+        record = waiting.pop()
+        found |= record.params
+        done.add(record.stage)
+        makers = {path: made_by(records, path, digest) for path, digest in record.inputs.items() if path in outs}
+        if None in makers.values():
+            return None
+        waiting += [maker for maker in makers.values() if maker is not None and maker.stage not in done]
+    return found
 
 
 def _commit(root: Path, name: str) -> str | None:

@@ -159,7 +159,7 @@ def _dvc(root: Path) -> Iterator[Check]:
         yield Check("dvc", "ok", f"stages {' → '.join(read_graph(root).stages)}")
     except UserError as error:
         text, _, way_out = str(error).partition("; ")
-        yield Check("dvc", "BROKEN", text, way_out or f"mend {'params.yaml' if 'params.yaml' in text else 'dvc.yaml'}")
+        yield Check("dvc", "BROKEN", text, way_out or "mend that file")
 
 
 def _cache(root: Path) -> Iterator[Check]:

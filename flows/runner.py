@@ -2,7 +2,6 @@
 
 import os
 import sys
-from collections.abc import Iterable
 from pathlib import Path
 from typing import NoReturn
 
@@ -16,22 +15,22 @@ from tasks.tracking.settings import without_credentials
 def run(root: Path, stages: list[str] | None, force: bool, retries: int, delay: float, timeout: float | None) -> int:
     """Run the flow and print how its stages ended; the exit code. Raises UserError where no Prefect server answers.
     The loss of the server in between ends the process."""
-    connect(root)
-    from flows.pipeline import pipeline  # Prefect takes seconds to import; a server that is not there is said before
+    _connect(root)
+    from flows.pipeline import pipeline  # takes seconds; a server that is not there is said before
 
     try:
         outcomes = pipeline(stages, force, str(root), retries, delay, timeout)
     except PipelineFailed as failure:
-        return report(failure)
+        return _report(failure)
     except Exception as error:
         if not isinstance(error, UserError) and lifeline.lost():
-            leave_without_server(error, [])
+            _leave_without_server(error, [])
         raise
     print("\n" + outcome_table(outcomes.values()))
     return 0
 
 
-def connect(root: Path) -> None:
+def _connect(root: Path) -> None:
     """Point Prefect at a server that answers; lend it one for this run where none is named. Raises UserError."""
     url = server.configured_url(root)
     if url is not None and not server.answers(url):
@@ -43,10 +42,10 @@ def connect(root: Path) -> None:
         log.parent.mkdir(exist_ok=True)
         url = server.lend(log)
     server.use(url)
-    lifeline.hold(url, leave_without_server)
+    lifeline.hold(url, _leave_without_server)
 
 
-def report(failure: PipelineFailed) -> int:
+def _report(failure: PipelineFailed) -> int:
     """Print how the stages ended, and why those that failed did; the exit code."""
     print("\n" + outcome_table(failure.outcomes), flush=True)
     for error in failure.errors:
@@ -54,19 +53,20 @@ def report(failure: PipelineFailed) -> int:
     return 2 if failure.users_fault else 1
 
 
-def leave_without_server(error: BaseException | None, outcomes: Iterable[Outcome]) -> NoReturn:
+def _leave_without_server(error: BaseException | None, outcomes: list[Outcome]) -> NoReturn:
     """The end of a run whose Prefect server is gone: at once, for Prefect would go on asking for it for minutes."""
-    code, outcomes = 1, list(outcomes)
+    code = 1
     if isinstance(error, PipelineFailed):
-        report(error)
+        _report(error)
     elif outcomes:
         print("\n" + outcome_table(outcomes))
     if isinstance(error, KeyboardInterrupt | SystemExit):
         code = 130 if isinstance(error, KeyboardInterrupt) else int(str(error.code))
         complain("stopped; nothing is left running")
     else:
+        shown = without_credentials(os.environ["PREFECT_API_URL"])
         complain(
-            f"the Prefect server ({os.environ['PREFECT_API_URL']}) died or hangs, and cannot be told how this run "
+            f"the Prefect server ({shown}) died or hangs, and cannot be told how this run "
             "ended; what the stages made is kept, the same command goes on from there"
         )
     server.take_back(processes.AT_ONCE)

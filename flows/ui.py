@@ -1,7 +1,9 @@
 """The MLflow page of the project's own tracking database. Nothing is written here."""
 
 import os
+import sqlite3
 import sys
+from contextlib import closing
 from pathlib import Path
 
 from flows import server
@@ -30,15 +32,15 @@ def show(root: Path, port: int) -> None:
 
 
 def _experiment(uri: str) -> str | None:
-    """The id of the project's experiment; None where nothing has been tracked yet, or the data base does not answer."""
-    if uri.startswith("sqlite:///") and not Path(uri.removeprefix("sqlite:///")).is_file():
+    """The id of the project's experiment in its own data base; None where nothing has been tracked yet, or it does not
+    open: MLflow says why when it starts. A server's data base is not asked, which could take minutes."""
+    path = Path(uri.removeprefix("sqlite:///"))
+    if not uri.startswith("sqlite:///") or not path.is_file():
         return None
-    settings.prepare_environment()
-    from mlflow.exceptions import MlflowException
-    from mlflow.tracking import MlflowClient
-
+    query = "SELECT experiment_id FROM experiments WHERE name = ?"
     try:
-        found = MlflowClient(uri, registry_uri=uri).get_experiment_by_name(settings.EXPERIMENT)
-    except MlflowException:
+        with closing(sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True)) as base:
+            found = base.execute(query, (settings.EXPERIMENT,)).fetchone()
+    except sqlite3.Error:
         return None
-    return None if found is None else str(found.experiment_id)
+    return None if found is None else str(found[0])

@@ -92,11 +92,10 @@ def against_alternatives(run: Run) -> Finding | None:
     level = [lead for lead in ahead if lead not in winners and lead not in beaten and lead is not best]
     word = NO if winners else YES if len(beaten) == len(ahead) else OPEN
     sentence = _best_alternative(run, best)
-    if winners:
-        others = [f"{label(lead.model)} ({lead.text})" for lead in winners if lead is not best]
-        sentence += f" {label(best.model)} wins; better than the policy, too: {_listed(others)}." if others else ""
-    elif word == OPEN:
+    if best not in winners and best not in beaten:
         sentence += " The interval includes no difference."
+    if others := [f"{label(lead.model)} ({lead.text})" for lead in winners if lead is not best]:
+        sentence += f" Better than the policy{', too' if best in winners else ''}: {_listed(others)}."
     if beaten and word != YES:
         sentence += f" The policy is better than {_listed([label(lead.model) for lead in beaten])}."
     if level:
@@ -106,7 +105,7 @@ def against_alternatives(run: Run) -> Finding | None:
 
 def when_to_stop(run: Run) -> Finding | None:
     """Which snapshot is best on the validation prompts, and how far it is ahead of the last on the test prompts: an
-    answer only where the interval of that difference, paired by prompt, excludes 0."""
+    answer only where the interval of that difference, paired by prompt, excludes 0, and a guess where there is none."""
     selected = run.metrics["select"]
     best, last = selected.get("best_judge_step"), selected.get("last_step")
     by = f"win rate, judged by {run.judge}," if run.judged_by == "pairs" else "gold score"

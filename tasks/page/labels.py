@@ -1,4 +1,5 @@
-"""Names beside the points of a picture, so that none hides another. Only where text stands is decided here."""
+"""Names beside the points of a picture, so that none hides another as far as there is room. Only where text stands is
+decided here."""
 
 from collections.abc import Sequence
 
@@ -10,8 +11,8 @@ SIZE = 8.5
 PLACES = ((7, 0, "left"), (0, 9, "center"), (0, -9, "center"), (-7, 0, "right"), (7, 9, "left"), (7, -9, "left"),
           (-7, 9, "right"), (-7, -9, "right"), (0, 20, "center"), (0, -20, "center"))  # fmt: skip
 """Places of a name about its point, the favourite first: right and up in points, and which end is there."""
-NAME, OUTSIDE = 10.0, 20.0
-"""What hiding a square point of another name costs, and leaving the panel by a point; of a line or point it costs 1."""
+OUTSIDE = 20.0
+"""Square points of lines and points that a name would rather hide than leave the panel by a point."""
 
 Box = tuple[float, float, float, float]  # left, bottom, right, top
 
@@ -34,7 +35,7 @@ def name_points(
     for (x, y, text, colour), spot in zip(points, spots, strict=True):
         boxes = [_box(spot[0] + right, spot[1] + up, text, end) for right, up, end in PLACES]
         costs = [
-            _hidden(box, marks) + NAME * _hidden(box, names) + OUTSIDE * _outside(box, inside) + 0.1 * place
+            (_hidden(box, names), _hidden(box, marks) + OUTSIDE * _outside(box, inside) + 0.1 * place)
             for place, box in enumerate(boxes)
         ]
         best = costs.index(min(costs))

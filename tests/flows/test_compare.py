@@ -81,22 +81,52 @@ def test_a_folder_and_a_revision_side_by_side(project: Path, tmp_path: Path) -> 
     assert lines[-1].split() == ["seed", "1", "1", "2"]
 
 
+def lock(seed: int, made: str = "aa") -> str:
+    """A dvc.lock in which `evaluate` read what `ppo` made if that is aa; `report` ran with other parameters."""
+    return f"""\
+stages:
+  ppo:
+    params: {{params.yaml: {{seed: {seed}, ppo: {{kl: {{coef: 0.1}}}}}}}}
+    outs: [{{path: models/policy, md5: {made}}}]
+  evaluate:
+    deps: [{{path: models/policy, md5: aa}}, {{path: data/raw, md5: bb}}]
+    params: {{params.yaml: {{seed: {seed}}}}}
+  report:
+    params: {{params.yaml: {{seed: 9}}}}
+"""
+
+
 def test_parameters_are_those_that_made_the_figures(project: Path) -> None:
     """An edit of params.yaml that nothing has run with is said, and changes no comparison."""
-    lock = "stages:\n  ppo:\n    params:\n      params.yaml:\n        seed: {}\n        ppo.kl.coef: 0.1\n"
-    (project / "dvc.lock").write_text(lock.format(1), encoding="utf-8")
+    (project / "dvc.lock").write_text(lock(seed=1), encoding="utf-8")
     content, text = compare(project, ["old", "."], [])
     assert content["parameters"] == {}
     assert content["runs"][1]["source"] == "this checkout, whose params.yaml was edited since"
     assert text.endswith("no parameter differs")
     git(project, "add", "dvc.lock")
     git(project, "commit", "--quiet", "-m", "lock")
-    (project / "dvc.lock").write_text(lock.format(2), encoding="utf-8")
+    (project / "dvc.lock").write_text(lock(seed=2), encoding="utf-8")
     content, _ = compare(project, ["HEAD", "."], [])
     assert content["parameters"] == {"seed": ["1", "2"]}
     assert content["runs"][1]["source"] == "this checkout"
-    (project / "dvc.lock").write_text("stages: [", encoding="utf-8")
-    with pytest.raises(UserError, match=r"dvc\.lock is broken"):
+    with (project / "params.yaml").open("a", encoding="utf-8") as file:
+        file.write("report: {samples: 3}\n")
+    assert find(project, ".").source == "this checkout", "what evaluate does not depend on"
+    (project / "params.yaml").write_text("seed: 2\nppo: {kl: {coef: 0.1, target: 6}}\n", encoding="utf-8")
+    assert find(project, ".").source == "this checkout, whose params.yaml was edited since"
+
+
+def test_parameters_are_not_known_where_a_stage_before_has_run_since(project: Path) -> None:
+    (project / "dvc.lock").write_text(lock(seed=2, made="cc"), encoding="utf-8")
+    run = find(project, ".")
+    assert run.params is None
+    assert run.source.endswith("whose dvc.lock records newer results than these figures were made from")
+
+
+@pytest.mark.parametrize("text", ["stages: [", "stages:\n  ppo:\n", "stages: [a]\n", "\0"])
+def test_a_broken_lock_is_said_with_its_place(project: Path, text: str) -> None:
+    (project / "dvc.lock").write_text(text, encoding="utf-8")
+    with pytest.raises(UserError, match=r"/dvc\.lock: cannot be read"):
         find(project, ".")
 
 

@@ -47,3 +47,13 @@ def test_before_the_first_run_it_names_the_server_and_makes_no_data_base(
     assert f"MLflow: http://127.0.0.1:{port}  (" in capsys.readouterr().out
     assert len(started) == 1
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_data_base_that_does_not_open_is_mlflows_to_say(
+    tmp_path: Path, started: list[list[str]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "mlflow.db").write_bytes(b"no data base" * 100)
+    port = free_port()
+    ui.show(tmp_path, port)
+    assert f"MLflow: http://127.0.0.1:{port}  (" in capsys.readouterr().out
+    assert len(started) == 1

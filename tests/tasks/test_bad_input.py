@@ -282,7 +282,7 @@ def test_leash_run_says_the_same_and_keeps_every_output(
     good = (finished.root / "params.yaml").read_bytes()
     for name, value, _, says in BAD_PARAMETERS[2:3]:
         finished.set(name, value)
-        one_line(leash_run(finished), "error", f"check: {says}")
+        one_line(leash_run(finished), "error", says)
         assert finished.outputs() == before
         (finished.root / "params.yaml").write_bytes(good)
 

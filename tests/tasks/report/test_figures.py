@@ -169,7 +169,7 @@ def test_every_model_has_a_colour_of_its_own() -> None:
 
 
 @pytest.mark.parametrize(
-    ("names", "crowd"), [(5, []), (2, [(4 + x / 15, 3.5 + y / 10) for x in range(28) for y in range(20)])]
+    ("names", "crowd"), [(5, []), (4, [(4 + x / 15, 3.5 + y / 10) for x in range(28) for y in range(20)])]
 )
 def test_names_of_points_hide_no_other(names: int, crowd: list[tuple[float, float]]) -> None:
     """Nor where a crowd of points leaves no place that is free."""

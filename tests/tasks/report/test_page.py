@@ -301,12 +301,28 @@ def test_where_another_method_wins_the_answer_says_so(make_run: MakeRun) -> None
     run = alternative(run, "best_of_16", gold_minus_policy=0.3, gold_minus_policy_ci95=[0.2, 0.4])
     found = findings(run)[1]
     assert found.word == "No."
-    assert "+0.50 (95% interval +0.40 to +0.60). RLOO wins; better than the policy, too: Best of 16 (+0.30)." in (
-        found.sentence
-    )
+    assert "+0.50 (95% interval +0.40 to +0.60). Better than the policy, too: Best of 16 (+0.30)." in (found.sentence)
     for name in [name for name in models_of(run.evaluation) if name not in ("sft", "policy")]:
         run = alternative(run, name, gold_minus_policy=-0.5, gold_minus_policy_ci95=[-0.6, -0.4])
     assert findings(run)[1].word == "Yes."
+
+
+def test_what_is_said_of_the_best_alternative_is_its_own_interval(make_run: MakeRun) -> None:
+    """Another model's interval may be clear where that of the best one is not, and the other way round."""
+    run = make_run()
+    for name in [name for name in models_of(run.evaluation) if name not in ("sft", "policy", "rloo", "dpo")]:
+        run = alternative(run, name, gold_minus_policy=-0.5, gold_minus_policy_ci95=[-0.6, -0.4])
+    unclear = alternative(run, "rloo", gold_minus_policy=0.2, gold_minus_policy_ci95=[-0.1, 0.5])
+    unclear = alternative(unclear, "dpo", gold_minus_policy=0.1, gold_minus_policy_ci95=[0.05, 0.15])
+    found = findings(unclear)[1]
+    assert found.word == "No."
+    assert "+0.50). The interval includes no difference. Better than the policy: DPO (+0.10)." in found.sentence
+    beaten = alternative(run, "rloo", gold_minus_policy=-0.1, gold_minus_policy_ci95=[-0.2, -0.01])
+    beaten = alternative(beaten, "dpo", gold_minus_policy=-0.2, gold_minus_policy_ci95=[-0.5, 0.1])
+    found = findings(beaten)[1]
+    assert found.word == "Not shown."
+    assert "includes no difference" not in found.sentence
+    assert "No difference is shown from DPO." in found.sentence
 
 
 def stopping(run: Run, step: int, ends: list[float]) -> Run:
