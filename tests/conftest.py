@@ -48,6 +48,12 @@ if stage.startswith("tasks.") and stage.count(".") == 1:
 """A sitecustomize.py: notes which modules a stage has loaded and which files it opened for reading."""
 
 
+def pytest_configure() -> None:
+    """A shell starts what it puts into the background deaf to Ctrl-C, and all that this starts; many tests send one."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The first test that asks for the tiny run waits for all of it: more patience on a busy machine."""
     for item in items:
