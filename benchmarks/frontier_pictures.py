@@ -54,14 +54,10 @@ def frontier(runs: Runs) -> Figure:
     are drawn from its SFT model's mean."""
     figure, (gold, proxy) = canvas(f"Reward against KL, {counted(runs)}", panels=(3, 2))
     figure.set_size_inches(figure.get_figwidth(), HEIGHT)
-    zeros = {seed: value for seed in seeds_of(runs) if (value := sft_score(runs, seed, "reward")) is not None}
-    for axes, score, zero in ((gold, "gold", dict.fromkeys(seeds_of(runs), 0.0)), (proxy, "reward", zeros)):
+    zeros = {seed: sft_score(runs, seed, "reward") for seed in seeds_of(runs)}
+    for axes, score, zero in ((gold, "gold", dict.fromkeys(zeros, 0.0)), (proxy, "reward", zeros)):
         for beta, colour in shades(runs).items():
-            lines = [
-                by_root(snapshots(run, score), zero[seed])
-                for (seed, other), run in runs.items()
-                if other == beta and seed in zero
-            ]
+            lines = [by_root(snapshots(run, score), zero[seed]) for (seed, other), run in runs.items() if other == beta]
             bundle(axes, lines, f"PPO, β {beta:g}", colour)
         found = {seed: points(runs, seed, score) for seed in zero}
         placed = [dict(zip(found[s], by_root(found[s].values(), zero[s]), strict=True)) for s in zero]

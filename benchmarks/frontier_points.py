@@ -71,11 +71,9 @@ def snapshots(run: Result, score: str) -> list[tuple[float, float]]:
     ]
 
 
-def sft_score(runs: Runs, seed: int, score: str) -> float | None:
-    """The mean score of a seed's SFT model, where all of its curves begin; None where its results have none."""
-    first = first_run(runs, seed)
-    table = [] if first is None else first.tables.get("frontier", [])
-    return next((value for row in table if row["family"] == "sft" and isinstance(value := row[score], float)), None)
+def sft_score(runs: Runs, seed: int, score: str) -> float:
+    """The mean score of a seed's SFT model, where all of its curves begin."""
+    return next(snapshots(run, score)[0][1] for (other, _), run in runs.items() if other == seed)
 
 
 def snapshot_rows(run: Result) -> Table:

@@ -69,7 +69,7 @@ def run(
 
     graph = read_graph(root)
     graph.select(stages)
-    if "check" in graph.stages:
+    if "check" in graph.stages:  # which would refuse the same, after a server has started
         parse(Params, read_yaml(root / PARAMS_FILE), file=PARAMS_FILE)
     open_screen()
     with driver.sole(root):

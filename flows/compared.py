@@ -8,17 +8,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rlhf_core.errors import UserError
 from tasks.params.loader import PARAMS_FILE, read_yaml
+from tasks.recorded import LOCK_FILE, params_behind, parse
 from tasks.tracking import settings
 from tasks.tracking.tracker import flatten
 
-if TYPE_CHECKING:
-    from tasks.recorded import Record
-
-EVALUATION, LOCK = "metrics/evaluate.json", "dvc.lock"
+EVALUATION = "metrics/evaluate.json"
 SHORTEST_PREFIX = 6
 STAGE = "evaluate"
 UNCOMPARED = ("runtime.", "report.")
@@ -65,7 +63,7 @@ def _of_folder(folder: Path, name: str) -> Compared:
         raise UserError(f"{path}: file not found; `dvc repro evaluate` in that folder writes it")
     evaluation = _parsed(path.read_text(encoding="utf-8"), str(path))
     written = _flat(read_yaml(folder / PARAMS_FILE)) if (folder / PARAMS_FILE).is_file() else None
-    lock = folder / LOCK
+    lock = folder / LOCK_FILE
     text = lock.read_text(encoding="utf-8", errors="replace") if lock.is_file() else None
     params, note = _parameters(text, str(lock), written)
     return Compared(name, ("this checkout" if name == "." else f"folder {folder}") + note, evaluation, params)
@@ -75,8 +73,8 @@ def _of_commit(root: Path, name: str, commit: str) -> Compared:
     text = _git(root, "show", f"{commit}:./{EVALUATION}")
     if text is None:
         raise UserError(f"{name}: commit {commit[:8]} has no {EVALUATION}")
-    evaluation, lock = _parsed(text, f"{name}:{EVALUATION}"), _git(root, "show", f"{commit}:./{LOCK}")
-    params, note = _parameters(lock, f"{name}:{LOCK}", _params_at(root, commit))
+    evaluation, lock = _parsed(text, f"{name}:{EVALUATION}"), _git(root, "show", f"{commit}:./{LOCK_FILE}")
+    params, note = _parameters(lock, f"{name}:{LOCK_FILE}", _params_at(root, commit))
     return Compared(name, f"git {commit[:8]}{note}", evaluation, params)
 
 
@@ -95,14 +93,12 @@ def _parameters(
 ) -> tuple[Mapping[str, str] | None, str]:
     """What made the figures, and what there is to say of it. The text of dvc.lock knows that; what is written in
     params.yaml may have been edited since. Raises UserError for a lock, from `source`, that cannot be read."""
-    from tasks.recorded import parse
-
     records = {} if lock is None else parse(lock, source)
     if STAGE not in records:
         return written, ""
-    tracked = _made_with(records)
+    tracked = params_behind(records, STAGE)
     if tracked is None:
-        return None, f", whose {LOCK} records newer results than these figures were made from"
+        return None, f", whose {LOCK_FILE} records newer results than these figures were made from"
     known = _flat(tracked)
     now = {
         key: value
@@ -110,25 +106,6 @@ def _parameters(
         if any(key == name or key.startswith(f"{name}.") for name in tracked)
     }
     return known, "" if now == known else f", whose {PARAMS_FILE} was edited since"
-
-
-def _made_with(records: "Mapping[str, Record]") -> dict[str, Any] | None:
-    """The parameters of `evaluate` and of all that its inputs were made from; None where one of them was made anew
-    since."""
-    from tasks.recorded import made_by
-
-    outs = {path for record in records.values() for path in record.outs}
-    found: dict[str, Any] = {}
-    waiting, done = [records[STAGE]], set[str]()
-    while waiting:
-        record = waiting.pop()
-        found |= record.params
-        done.add(record.stage)
-        makers = {path: made_by(records, path, digest) for path, digest in record.inputs.items() if path in outs}
-        if None in makers.values():
-            return None
-        waiting += [maker for maker in makers.values() if maker is not None and maker.stage not in done]
-    return found
 
 
 def _commit(root: Path, name: str) -> str | None:

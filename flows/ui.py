@@ -10,7 +10,7 @@ from flows import server
 from rlhf_core.errors import UserError
 from tasks.tracking import settings
 
-RUNS = "/#/experiments/{}/runs?workflowType=machine_learning"
+RUNS_PAGE = "/#/experiments/{}/runs?workflowType=machine_learning"
 """The page of an experiment's training runs; without it MLflow opens on one for chat traces."""
 
 
@@ -23,7 +23,7 @@ def show(root: Path, port: int) -> None:
     if not server.is_free(port):
         raise UserError(f"port {port} is taken; stop what listens there, or choose another: leash ui --port {port + 1}")
     experiment = _experiment(uri)
-    page = f"http://127.0.0.1:{port}{RUNS.format(experiment) if experiment else ''}"
+    page = f"http://127.0.0.1:{port}{RUNS_PAGE.format(experiment) if experiment else ''}"
     print(f"MLflow: {page}  (there in half a minute; stop with Ctrl-C)", flush=True)
     arguments = ["-m", "mlflow", "ui", "--host", "127.0.0.1", "--port", str(port)]
     os.chdir(root)

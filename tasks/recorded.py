@@ -106,6 +106,22 @@ def made_by(records: Mapping[str, Record], path: str, digest: str) -> Record | N
     return next((record for record in records.values() if record.outs.get(path) == digest), None)
 
 
+def params_behind(records: Mapping[str, Record], stage: str) -> dict[str, Any] | None:
+    """The parameters of a stage and of all that its inputs were made from; None where one of them was made anew since."""
+    outs = {path for record in records.values() for path in record.outs}
+    found: dict[str, Any] = {}
+    waiting, done = [records[stage]], set[str]()
+    while waiting:
+        record = waiting.pop()
+        found |= record.params
+        done.add(record.stage)
+        makers = [made_by(records, path, digest) for path, digest in record.inputs.items() if path in outs]
+        if None in makers:
+            return None
+        waiting += [maker for maker in makers if maker is not None and maker.stage not in done]
+    return found
+
+
 def made_once(root: Path, path: str | None, digest: str) -> Record | None:
     """The same in git's history of `dvc.lock`, on every branch; its `source` names the commit. None: it is unknown
     there. Without `path`: whatever output had this hash."""

@@ -89,17 +89,17 @@ def against_alternatives(run: Run) -> Finding | None:
     best = ahead[0]
     winners = [lead for lead in ahead if lead.ends[0] > 0]
     beaten = [lead for lead in ahead if lead.ends[1] < 0]
-    level = [lead for lead in ahead if lead not in winners and lead not in beaten and lead is not best]
+    level = [lead for lead in ahead if lead not in winners and lead not in beaten]
     word = NO if winners else YES if len(beaten) == len(ahead) else OPEN
     sentence = _best_alternative(run, best)
-    if best not in winners and best not in beaten:
+    if best in level:
         sentence += " The interval includes no difference."
     if others := [f"{label(lead.model)} ({lead.text})" for lead in winners if lead is not best]:
         sentence += f" Better than the policy{', too' if best in winners else ''}: {_listed(others)}."
     if beaten and word != YES:
         sentence += f" The policy is better than {_listed([label(lead.model) for lead in beaten])}."
-    if level:
-        sentence += f" No difference is shown from {_listed([label(lead.model) for lead in level])}."
+    if others := [label(lead.model) for lead in level if lead is not best]:
+        sentence += f" No difference is shown from {_listed(others)}."
     return Finding("Better than the best alternative?", word, f"{sentence} {_at_equal_kl(run)}".strip())
 
 

@@ -274,10 +274,8 @@ def test_the_three_answers_follow_the_intervals(make_run: MakeRun) -> None:
     word, sentence = told["Better than the best alternative?"]
     assert word == "Not shown."
     assert "The best alternative is RLOO, gold score 4.11 against the policy’s 4.05: +0.06 (95% interval" in sentence
-    assert (
-        "The policy is better than DPO, Best of 4, Rejection SFT and Best of 1. No difference is shown from Best of 16."
-        in (sentence)
-    )
+    assert "The policy is better than DPO, Best of 4, Rejection SFT and Best of 1. No difference is shown" in sentence
+    assert "No difference is shown from Best of 16. " in sentence
     assert sentence.endswith(
         "At equal KL, above PPO’s snapshots in gold score: Best of 4 (+0.40); below: Rejection SFT (−0.50) and DPO "
         "(−0.30); no difference shown: Best of 16 (+0.03) and RLOO (+0.05)."
@@ -301,7 +299,7 @@ def test_where_another_method_wins_the_answer_says_so(make_run: MakeRun) -> None
     run = alternative(run, "best_of_16", gold_minus_policy=0.3, gold_minus_policy_ci95=[0.2, 0.4])
     found = findings(run)[1]
     assert found.word == "No."
-    assert "+0.50 (95% interval +0.40 to +0.60). Better than the policy, too: Best of 16 (+0.30)." in (found.sentence)
+    assert "+0.50 (95% interval +0.40 to +0.60). Better than the policy, too: Best of 16 (+0.30)." in found.sentence
     for name in [name for name in models_of(run.evaluation) if name not in ("sft", "policy")]:
         run = alternative(run, name, gold_minus_policy=-0.5, gold_minus_policy_ci95=[-0.6, -0.4])
     assert findings(run)[1].word == "Yes."
