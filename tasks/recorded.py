@@ -107,7 +107,7 @@ def made_by(records: Mapping[str, Record], path: str, digest: str) -> Record | N
 
 
 def params_behind(records: Mapping[str, Record], stage: str) -> dict[str, Any] | None:
-    """The parameters of a stage and of all that its inputs were made from; None where one of them was made anew since."""
+    """The parameters of a stage and of all that it was made from; None where some of that was made anew since."""
     outs = {path for record in records.values() for path in record.outs}
     found: dict[str, Any] = {}
     waiting, done = [records[stage]], set[str]()

@@ -92,7 +92,7 @@ stages:
     deps: [{{path: models/policy, md5: aa}}, {{path: data/raw, md5: bb}}]
     params: {{params.yaml: {{seed: {seed}}}}}
   report:
-    params: {{params.yaml: {{seed: 9}}}}
+    params: {{params.yaml: {{seed: 9, sft: {{epochs: 6}}}}}}
 """
 
 
@@ -108,6 +108,7 @@ def test_parameters_are_those_that_made_the_figures(project: Path) -> None:
     (project / "dvc.lock").write_text(lock(seed=2), encoding="utf-8")
     content, _ = compare(project, ["HEAD", "."], [])
     assert content["parameters"] == {"seed": ["1", "2"]}
+    assert find(project, ".").params == {"seed": "2", "ppo.kl.coef": "0.1"}, "report is not behind the figures"
     assert content["runs"][1]["source"] == "this checkout"
     with (project / "params.yaml").open("a", encoding="utf-8") as file:
         file.write("report: {samples: 3}\n")
