@@ -13,8 +13,8 @@ from matplotlib.axes import Axes
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 
+from tasks.evaluation.comparison_table import label
 from tasks.page.canvas import INK, JUDGE, MUTED, POLICY, PROXY, canvas, label_axes, png, styled
-from tasks.page.comparison import label
 
 Point = tuple[float, float]
 

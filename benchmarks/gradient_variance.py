@@ -25,10 +25,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import ppo_throughput
 
-from rlhf_core.models import load_causal_lm
+from rlhf_core.models.hf import load_causal_lm
+from rlhf_core.models.token_logprobs import logprobs_and_entropy
 from rlhf_core.ppo.advantages import compute_gae, compute_group_advantages
 from rlhf_core.ppo.credit import token_rewards
-from rlhf_core.ppo.logprobs import logprobs_and_entropy
 from rlhf_core.ppo.rollout import Rollout
 from rlhf_core.ppo.trainer import PPOTrainer
 

@@ -109,13 +109,13 @@ def measure(options: argparse.Namespace) -> dict[str, float]:
 def build(options: argparse.Namespace, seed: int = 1, **changes):  # type: ignore[no-untyped-def]  # slow imports
     """The trainer as the stage `ppo` builds it, with the batch of the command line; `changes` replace settings."""
     from rlhf_core.config.ppo import PPOConfig
+    from rlhf_core.data.tokenizer import load_tokenizer
     from rlhf_core.determinism import make_deterministic
-    from rlhf_core.models import load_causal_lm, load_scalar_model, place
+    from rlhf_core.models.hf import load_causal_lm, load_scalar_model, place
+    from rlhf_core.models.scorers import RewardModelScorer
     from rlhf_core.ppo.actor_critic import ActorCritic
     from rlhf_core.ppo.scoring import ScoreNormalisation
     from rlhf_core.ppo.trainer import PPOTrainer
-    from rlhf_core.scorers import RewardModelScorer
-    from rlhf_core.tokenizer import load_tokenizer
 
     make_deterministic(seed, options.threads)
     tokenizer = load_tokenizer(options.sft)

@@ -59,7 +59,7 @@ def run(
 ) -> None:
     """Run the pipeline: each stage a Prefect task, each result from DVC's cache where DVC has it."""
     root = find_root()
-    _die_politely()
+    install_signal_handlers()
     _quiet_prefect()
     from flows import driver, runner
     from flows.graph import read_graph
@@ -92,7 +92,7 @@ def import_(
 ) -> None:
     """Bring data files into data/raw/ and have DVC track them."""
     root = find_root()
-    from tasks.importer import import_data
+    from tasks.datasets.importer import import_data
 
     import_data(source.expanduser().resolve(), root, force)
 
@@ -104,7 +104,7 @@ def serve(
 ) -> None:
     """Run the pipeline on a schedule, one run at a time, until stopped. Needs a Prefect server (leash up)."""
     root = find_root()
-    _die_politely()
+    install_signal_handlers()
     from flows import serve as nightly
 
     if nightly.serve(root, cron, timezone) != 0:
@@ -134,7 +134,7 @@ def up(
 def ui(port: Annotated[int, typer.Option(help="Port of the page.", min=1, max=65535)] = 5000) -> None:
     """Show the MLflow page of this project's runs."""
     root = find_root()
-    from flows.ui import show
+    from flows.commands.ui import show
 
     show(root, port)
 
@@ -143,7 +143,7 @@ def ui(port: Annotated[int, typer.Option(help="Port of the page.", min=1, max=65
 def doctor() -> None:
     """Check versions, device, disk, git, DVC, parameters and servers, and say what to do."""
     root = find_root()
-    from flows.doctor import examine, render
+    from flows.commands.doctor import examine, render
 
     checks = examine(root)
     print(render(checks))
@@ -158,8 +158,8 @@ def audit(
 ) -> None:
     """Try the PPO settings on problems whose optimum is known: total variation to it, and the gradient's bias."""
     path = params if params is not None else find_root() / "params.yaml"
-    from flows.audit import render
-    from tasks.audit import audit_file
+    from flows.commands.audit.audit import audit_file
+    from flows.commands.audit.terminal import render
 
     found = audit_file(path)
     print(json.dumps(found, ensure_ascii=False) if as_json else render(found), flush=True)
@@ -178,8 +178,8 @@ def chat(
     """Talk to a model: at a terminal, or one message a line through a pipe. It is one conversation, or with --fresh
     one a message: that is how the models of the demo were trained."""
     _quiet_models()
-    from flows.chat import Rules
-    from flows.chat import chat as talk
+    from flows.commands.chat import Rules
+    from flows.commands.chat import chat as talk
 
     talk(model, beside, Rules(temperature, max_new_tokens, seed, fresh), system)
 
@@ -198,9 +198,9 @@ def trace(
     if at not in starts:
         raise UserError(f"--at {at}: there are policy and sft")
     _quiet_models()
-    from flows import trace as shown
-    from tasks.page.trace import write_trace
-    from tasks.trace import trace_prompt
+    from flows.commands.trace import terminal as shown
+    from flows.commands.trace.page import write_trace
+    from flows.commands.trace.trace import trace_prompt
 
     traced = trace_prompt(root, prompt, starts[at], seed)
     path = (page.expanduser() if page is not None else root / "work" / "trace.html").absolute()
@@ -220,7 +220,7 @@ def lineage(
 ) -> None:
     """Walk from a result back to the raw data: hashes, stages, parameters, and whether they still lie here."""
     root = find_root()
-    from flows.lineage import show
+    from flows.commands.lineage import show
 
     content, text = show(root, path.expanduser().absolute())
     print(json.dumps(content, ensure_ascii=False, default=str) if as_json else text, flush=True)
@@ -239,7 +239,7 @@ def compare(
 ) -> None:
     """Compare all models of one or several runs: the report's table, and what parameters differ."""
     root = find_root()
-    from flows.compare import compare as look
+    from flows.commands.compare.compare import compare as look
 
     content, text = look(root, runs or [], [name.strip() for name in models.split(",") if name.strip()])
     print(json.dumps(content, ensure_ascii=False) if as_json else text, flush=True)
@@ -253,10 +253,10 @@ def verify(
 ) -> None:
     """Rebuild the recorded results from nothing, in a temporary clone, and compare every hash with dvc.lock."""
     root = find_root()
-    _die_politely()
+    install_signal_handlers()
+    from flows.commands.verify.verify import render
+    from flows.commands.verify.verify import verify as rebuild
     from flows.terminal import open_screen, say
-    from flows.verify import render
-    from flows.verify import verify as rebuild
 
     if not as_json:
         open_screen()
@@ -273,7 +273,7 @@ def clean(
 ) -> None:
     """List what dead runs have left in work/ and beside outputs, and remove it after a yes."""
     root = find_root()
-    from flows.clean import look, question, remove, render
+    from flows.commands.clean import look, question, remove, render
 
     found = look(root, everything)
     print(render(root, found), flush=True)
@@ -289,7 +289,7 @@ def clean(
 def sync(timeout: Annotated[float, typer.Option(help="Seconds that sending may take.", min=0.0)] = 600.0) -> None:
     """Send to MLflow what it has not received (work/outbox)."""
     root = find_root()
-    from flows.sync import sync as send
+    from flows.commands.sync import sync as send
 
     said, done = send(root, timeout)
     print(said, flush=True)
@@ -319,7 +319,7 @@ def _quiet_models() -> None:
         logging.disable_progress_bar()
 
 
-def _die_politely() -> None:
+def install_signal_handlers() -> None:
     """SIGTERM and a closed terminal unwind the run as Ctrl-C does, so that every stage is stopped on the way."""
 
     def leave(number: int, frame: FrameType | None) -> None:

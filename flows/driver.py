@@ -12,7 +12,7 @@ import psutil
 
 from flows import processes
 from rlhf_core.errors import UserError
-from tasks.locks import FileLock
+from rlhf_core.locks import FileLock
 
 STOPPING_SECONDS = sum(seconds for _, seconds in processes.STAGE_LADDER) + 5.0
 """How long the guardian of a killed driver may take to end its stages."""

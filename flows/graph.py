@@ -74,7 +74,7 @@ def read_graph(root: Path) -> Graph:
 def _convert(repo: Any, root: Path) -> Graph:
     from dvc.repo.reproduce import get_active_graph, plan_repro
 
-    from tasks.contents import address
+    from tasks.stage.contents import address
 
     graph = get_active_graph(repo.index.graph)
     own = [node for node in graph if address(node, root) == getattr(node, "name", None)]

@@ -27,7 +27,7 @@ from flows.stages import (
     run_stage,
 )
 from rlhf_core.errors import UserError
-from tasks.pipeline_run import finish
+from tasks.stage.pipeline_run import finish
 
 
 def may_pass(task: Any, run: Any, state: State[Any]) -> bool:

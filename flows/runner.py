@@ -40,7 +40,7 @@ def _connect(root: Path) -> None:
         print("starting a Prefect server for this run (`leash up` keeps one, and saves these seconds)", flush=True)
         log = root / "work" / "prefect-server-run.log"
         log.parent.mkdir(exist_ok=True)
-        url = server.lend(log)
+        url = server.start_temporary(log)
     server.use(url)
     lifeline.hold(url, _leave_without_server)
 
@@ -69,6 +69,6 @@ def _leave_without_server(error: BaseException | None, outcomes: list[Outcome]) 
             f"the Prefect server ({shown}) died or hangs, and cannot be told how this run "
             "ended; what the stages made is kept, the same command goes on from there"
         )
-    server.take_back(processes.AT_ONCE)
+    server.stop_temporary(processes.AT_ONCE)
     sys.stdout.flush()
     os._exit(code)

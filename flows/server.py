@@ -73,7 +73,7 @@ def down(root: Path) -> bool:
     return record is not None
 
 
-def lend(log: Path) -> str:
+def start_temporary(log: Path) -> str:
     """Start a server for this process alone, without pages or schedules; returns its API's URL.
 
     Prefect would start one itself, but inside our process group, where Ctrl-C kills it before it hears how the run
@@ -87,7 +87,7 @@ def lend(log: Path) -> str:
 
 
 @atexit.register
-def take_back(ladder: processes.Ladder = processes.SERVER_LADDER) -> None:
+def stop_temporary(ladder: processes.Ladder = processes.SERVER_LADDER) -> None:
     """Stop what was lent; does nothing the second time."""
     while _lent:
         process, guardian = _lent.pop()

@@ -122,12 +122,12 @@ def _require_sound(root: Path, stage: str) -> None:
     from dvc.repo import Repo
 
     from rlhf_core.files import remove
-    from tasks.contents import examine_cache, relative, spoiled_outs
+    from tasks.stage.contents import corrupt_outs, examine_cache, relative
 
     with _reading, Repo(str(root)) as repo:
-        if not (outs := spoiled_outs(repo, root, stage)):
+        if not (outs := corrupt_outs(repo, root, stage)):
             return
-        objects = " ".join(relative(path, root) for path in examine_cache(repo, root, stage).spoiled)
+        objects = " ".join(relative(path, root) for path in examine_cache(repo, root, stage).corrupt)
         for out in outs:
             remove(root / out)
     raise StageUserError(

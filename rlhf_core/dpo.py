@@ -14,13 +14,13 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 from transformers import PreTrainedModel
 
-from rlhf_core.batch import TokenBatch
 from rlhf_core.config.dpo import DPOConfig
-from rlhf_core.guarded import Inputs
-from rlhf_core.logprobs import response_logprobs, sequence_logprobs
-from rlhf_core.lora import add_lora
+from rlhf_core.models.batch import TokenBatch
+from rlhf_core.models.lora import add_lora
+from rlhf_core.models.sequence_logprobs import response_logprobs, sequence_logprobs
 from rlhf_core.reward import Comparison, PairCollator, PairTrainer
-from rlhf_core.training import Run, Schedule, train, trainer_arguments
+from rlhf_core.training.run import Run, Schedule, train, trainer_arguments
+from rlhf_core.training.trainer import Inputs
 
 ROWS = 128
 """Responses read side by side where no gradient is needed."""

@@ -9,8 +9,8 @@ from transformers import PreTrainedModel
 
 from rlhf_core.config.base import PretrainConfig
 from rlhf_core.errors import UserError
-from rlhf_core.guarded import GuardedTrainer
-from rlhf_core.training import Run, Schedule, train, trainer_arguments
+from rlhf_core.training.run import Run, Schedule, train, trainer_arguments
+from rlhf_core.training.trainer import GuardedTrainer
 
 
 def pretrain(

@@ -14,11 +14,11 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 from transformers import PreTrainedModel
 
-from rlhf_core.batch import TokenBatch, pad_batch, sequence_scores
 from rlhf_core.config.reward import RewardConfig
-from rlhf_core.guarded import GuardedTrainer, Inputs
-from rlhf_core.lora import add_lora
-from rlhf_core.training import Run, Schedule, train, trainer_arguments
+from rlhf_core.models.batch import TokenBatch, pad_batch, sequence_scores
+from rlhf_core.models.lora import add_lora
+from rlhf_core.training.run import Run, Schedule, train, trainer_arguments
+from rlhf_core.training.trainer import GuardedTrainer, Inputs
 
 
 def bradley_terry_loss(

@@ -13,12 +13,12 @@ from torch import Tensor
 from transformers import PreTrainedModel, TrainerCallback
 
 from rlhf_core import files
-from rlhf_core.batch import pad_batch, response_logits
 from rlhf_core.config.sft import SFTConfig
 from rlhf_core.errors import NonFiniteError
-from rlhf_core.guarded import IGNORED, GuardedTrainer
-from rlhf_core.models import unique_weights
-from rlhf_core.training import Run, Schedule, train, trainer_arguments
+from rlhf_core.models.batch import pad_batch, response_logits
+from rlhf_core.models.hf import unique_weights
+from rlhf_core.training.run import Run, Schedule, train, trainer_arguments
+from rlhf_core.training.trainer import IGNORED, GuardedTrainer
 
 
 @dataclass(frozen=True)

@@ -7,16 +7,17 @@ from pathlib import Path
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from rlhf_core.chat import Conversation
+from rlhf_core.data.chat import Conversation
+from rlhf_core.data.tokenizer import complete, encode_prompt, encode_response, read_tokenizer, train_bpe
 from rlhf_core.errors import UserError
-from rlhf_core.models import build_llama, context_length, load_causal_lm, save_checkpoint
+from rlhf_core.models.hf import build_llama, context_length, load_causal_lm, save_checkpoint
 from rlhf_core.pretrain import pretrain
-from rlhf_core.tokenizer import complete, encode_prompt, encode_response, read_tokenizer, train_bpe
+from tasks.datasets.raw import below_raw, require_hub_id
 from tasks.params.base import BaseParams, PretrainedParams
-from tasks.raw import below_raw, require_hub_id
-from tasks.stage import Stage, run
-from tasks.training import training_run
-from tasks.trust import trusts
+from tasks.stage.run import run
+from tasks.stage.stage import Stage
+from tasks.stage.trust import trusts
+from tasks.training.trainer_setup import training_run
 
 DEMONSTRATIONS = "data/ingest/demonstrations.jsonl"
 PAIRS = "data/ingest/pairs.jsonl"

@@ -3,19 +3,19 @@ What the best of n of them are worth is `evaluate`'s to estimate."""
 
 from collections.abc import Sequence
 
+from rlhf_core.data.tokenizer import load_tokenizer
 from rlhf_core.determinism import make_deterministic
-from rlhf_core.models import context_length, load_causal_lm
-from rlhf_core.tokenizer import load_tokenizer
-from tasks.candidates import Candidate, Kept, draw_candidates, reward_figures
-from tasks.jsonl import Row
+from rlhf_core.models.hf import context_length, load_causal_lm
+from tasks.datasets.jsonl import Row
+from tasks.evaluation.prompts import evaluation_prompts, source_of
 from tasks.params.best_of_n import BestOfNParams
 from tasks.params.evaluate import EvaluateParams
-from tasks.params.loader import parse, read_yaml
-from tasks.questions import questions, source_of
-from tasks.stage import Stage, run
-from tasks.switched_off import write_switched_off
-from tasks.tokens import fitting, prompt_encoder
-from tasks.trust import trusts
+from tasks.stage.long_rows import fitting, prompt_encoder
+from tasks.stage.run import run
+from tasks.stage.stage import Stage
+from tasks.stage.switched_off import write_switched_off
+from tasks.stage.trust import trusts
+from tasks.training.candidates import Candidate, Kept, draw_candidates, reward_figures
 
 SFT = "models/sft"
 SAMPLES = "data/best_of_n/samples.jsonl"
@@ -29,13 +29,13 @@ def execute(stage: Stage[BestOfNParams]) -> None:
         write_switched_off(stage)
         return
     make_deterministic(stage.seed, stage.common.threads)
-    settings = parse(EvaluateParams, read_yaml().get("evaluate", {}), "evaluate")
+    settings = stage.block("evaluate", EvaluateParams)
     tokenizer = load_tokenizer(stage.root / SFT, trust_remote_code=trusts(stage))
     model = load_causal_lm(stage.root / SFT, trust_remote_code=trusts(stage))
     kept, too_long = fitting(
         stage,
         source_of(settings),
-        questions(stage, settings),
+        evaluation_prompts(stage, settings),
         prompt_encoder(tokenizer),
         context_length(model),
         reserve=settings.max_new_tokens,

@@ -4,7 +4,8 @@ depend on."""
 from rlhf_core.config.block import Block
 from tasks.params.all import Params
 from tasks.params.loader import parse, read_yaml
-from tasks.stage import Stage, run
+from tasks.stage.run import run
+from tasks.stage.stage import Stage
 
 CONSTANT = "data/check.ok"
 

@@ -3,15 +3,16 @@
 from collections.abc import Sequence
 
 from rlhf_core.config.dpo import DPOConfig
+from rlhf_core.data.tokenizer import load_tokenizer
 from rlhf_core.dpo import measure_pairs, reference_logprobs, train_dpo
-from rlhf_core.models import context_length, load_causal_lm, place, save_checkpoint
+from rlhf_core.models.hf import context_length, load_causal_lm, place, save_checkpoint
 from rlhf_core.reward import Comparison
-from rlhf_core.tokenizer import load_tokenizer
-from tasks.comparisons import comparisons
-from tasks.stage import Stage, run
-from tasks.switched_off import write_switched_off
-from tasks.training import log_table, tokens_read, training_run
-from tasks.trust import trusts
+from tasks.stage.run import run
+from tasks.stage.stage import Stage
+from tasks.stage.switched_off import write_switched_off
+from tasks.stage.trust import trusts
+from tasks.training.pairs import comparisons
+from tasks.training.trainer_setup import log_table, tokens_read, training_run
 
 SFT = "models/sft"
 PLOT = "plots/dpo.csv"

@@ -9,27 +9,39 @@ from typing import Any
 
 import numpy as np
 
+from rlhf_core.data.tokenizer import load_tokenizer, stop_ids
 from rlhf_core.determinism import make_deterministic
 from rlhf_core.errors import UserError
 from rlhf_core.evaluation.best_of_n import best_of_n_kl, best_of_n_weights
-from rlhf_core.tokenizer import load_tokenizer, stop_ids
-from tasks.exam import Contestant, Exam, Marked, fitting_rows, load_contestant, load_scorer
-from tasks.extra_models import EXTRA, folder_of
-from tasks.frontier import frontier_figures, frontier_rows, stopping
-from tasks.given_texts import Read, fitting_pairs, given_figures, read_given_texts
-from tasks.instruments import judge_checks, scorer_checks
-from tasks.jsonl import Row
-from tasks.judges import judge_of
-from tasks.pair_judges import pair_judge_of
+from tasks.datasets.jsonl import Row
+from tasks.evaluation.evaluator import (
+    CandidateModel,
+    Evaluator,
+    ScoredAnswers,
+    fitting_rows,
+    load_candidate,
+    load_scorer,
+)
+from tasks.evaluation.extra_models import EXTRA, folder_of
+from tasks.evaluation.frontier import frontier_figures, frontier_rows, stopping
+from tasks.evaluation.judge_reliability import judge_checks, scorer_checks
+from tasks.evaluation.pair_judge import pair_judge_of
+from tasks.evaluation.prompts import evaluation_prompts, source_of
+from tasks.evaluation.results import Bootstrap, Results, against, difference, no_win_rate, own_figures, pick, three
+from tasks.evaluation.teacher_forced import (
+    TeacherForced,
+    fitting_pairs,
+    teacher_forced_figures,
+    teacher_forced_logprobs,
+)
 from tasks.params.best_of_n import BestOfNParams
 from tasks.params.evaluate import HELDOUT, EvaluateParams
-from tasks.params.loader import parse, read_yaml
-from tasks.pipeline_run import headline_numbers
-from tasks.questions import questions, source_of
-from tasks.results import Bootstrap, Results, against, difference, no_win_rate, own_figures, pick, three
 from tasks.select import policies
-from tasks.stage import Stage, run
-from tasks.trust import trusts
+from tasks.stage.pipeline_run import headline_numbers
+from tasks.stage.run import run
+from tasks.stage.stage import Stage
+from tasks.stage.trust import trusts
+from tasks.training.gold_judge import judge_of
 
 ALTERNATIVES = ("rejection_sft", "hybrid", "dpo", "reinforce", "rloo", "grpo")
 """Stages whose model joins the comparison where it is switched on."""
@@ -46,7 +58,7 @@ class Field:
     """The validation pairs that everybody reads."""
     results: dict[str, Results] = field(default_factory=dict)
     """By name, in the order of the table."""
-    read: dict[str, Read] = field(default_factory=dict)
+    read: dict[str, TeacherForced] = field(default_factory=dict)
     """What each model makes of texts that it did not write; nothing for best-of-n."""
     snapshots: dict[int, Results] = field(default_factory=dict)
     """The policy after each step that has a snapshot; the first sampling seed only."""
@@ -55,43 +67,43 @@ class Field:
 def execute(stage: Stage[EvaluateParams]) -> None:
     """Make data/evaluate/{samples,answers}.jsonl, metrics/evaluate.json and plots/frontier.csv."""
     make_deterministic(stage.seed, stage.common.threads)
-    exam, too_long = set_exam(stage)
+    evaluator, too_long = make_evaluator(stage)
     bootstrap = Bootstrap(stage.params.bootstrap, stage.seed)
-    everybody = take_exam(stage, exam)
-    models = {name: row_of(stage, exam, everybody, name, bootstrap) for name in everybody.results}
+    everybody = answer_all(stage, evaluator)
+    models = {name: row_of(stage, evaluator, everybody, name, bootstrap) for name in everybody.results}
     metrics = {
-        **summary(exam, models),
+        **summary(evaluator, models),
         "prompts_too_long": too_long,
         "pairs_too_long": len(validation_pairs(stage)) - len(everybody.pairs),
         "seeds": stage.params.seeds,
         "bootstrap": stage.params.bootstrap,
         "models": models,
-        **frontier_figures(exam, everybody.results, everybody.snapshots, models, bootstrap),
-        "stopping": stopping(exam, everybody.results, everybody.snapshots, stage.read_json(SELECT), bootstrap),
-        "judge_checks": judge_checks(stage, exam, everybody.results),
+        **frontier_figures(evaluator, everybody.results, everybody.snapshots, models, bootstrap),
+        "stopping": stopping(evaluator, everybody.results, everybody.snapshots, stage.read_json(SELECT), bootstrap),
+        "judge_checks": judge_checks(stage, evaluator, everybody.results),
         "reward_model": scorer_checks(everybody.results, bootstrap),
     }
     stage.write_metrics(metrics)
     stage.outputs.write_csv(
-        "plots/frontier.csv", frontier_rows(exam, everybody.results, everybody.snapshots, models, bootstrap)
+        "plots/frontier.csv", frontier_rows(evaluator, everybody.results, everybody.snapshots, models, bootstrap)
     )
-    samples = sample_rows(exam, everybody.results)
+    samples = sample_rows(evaluator, everybody.results)
     stage.outputs.write_jsonl("data/evaluate/samples.jsonl", samples)
-    answers = list(answer_rows(stage, exam, everybody.results))
+    answers = list(answer_rows(stage, evaluator, everybody.results))
     stage.outputs.write_jsonl("data/evaluate/answers.jsonl", answers)
-    tell(stage, metrics, samples, answers)
+    track(stage, metrics, samples, answers)
 
 
-def set_exam(stage: Stage[EvaluateParams]) -> tuple[Exam, int]:
+def make_evaluator(stage: Stage[EvaluateParams]) -> tuple[Evaluator, int]:
     """The prompts that fit with everything that is the same for all models, and how many prompts do not fit."""
     params = stage.params
     for name in params.extra_models:  # before anybody has answered
         folder = folder_of(stage, EXTRA, name, "evaluate.extra_models")
         stop_ids(load_tokenizer(folder, trust_remote_code=trusts(stage)), params.stop_tokens)
-    sft = load_contestant(stage, "sft", stage.root / "models/sft")
-    asked = questions(stage, params)
+    sft = load_candidate(stage, "sft", stage.root / "models/sft")
+    asked = evaluation_prompts(stage, params)
     kept, too_long = fitting_rows(stage, source_of(params), asked, sft, params.max_new_tokens)
-    exam = Exam(
+    evaluator = Evaluator(
         stage=stage,
         rows=kept,
         reference=sft,
@@ -103,89 +115,94 @@ def set_exam(stage: Stage[EvaluateParams]) -> tuple[Exam, int]:
         batch_size=params.batch_size,
         stop_tokens=params.stop_tokens,
     )
-    return exam, too_long
+    return evaluator, too_long
 
 
-def take_exam(stage: Stage[EvaluateParams], exam: Exam) -> Field:
+def answer_all(stage: Stage[EvaluateParams], evaluator: Evaluator) -> Field:
     """All models' answers; one model in memory at a time, beside the SFT model."""
-    everybody = Field(fitting_pairs(exam, validation_pairs(stage)))
-    for contestant in contestants(stage, exam):
-        marks = [exam.ask(contestant, seed) for seed in stage.params.seeds]
-        everybody.results[contestant.name] = Results.of(marks)
-        everybody.read[contestant.name] = read_given_texts(exam, contestant, everybody.pairs)
-        if contestant.name == "policy":
-            everybody.results |= best_of_n(stage, exam)
-        del contestant  # the next one is loaded into its place
-    for step, policy in policies(stage, exam.reference):
-        everybody.snapshots[step] = Results.of([exam.ask(policy, stage.params.seeds[0])])
+    everybody = Field(fitting_pairs(evaluator, validation_pairs(stage)))
+    for candidate in candidate_models(stage, evaluator):
+        columns = [evaluator.answer(candidate, seed) for seed in stage.params.seeds]
+        everybody.results[candidate.name] = Results.of(columns)
+        everybody.read[candidate.name] = teacher_forced_logprobs(evaluator, candidate, everybody.pairs)
+        if candidate.name == "policy":
+            everybody.results |= best_of_n(stage, evaluator)
+        del candidate  # the next one is loaded into its place
+    for step, policy in policies(stage, evaluator.reference):
+        everybody.snapshots[step] = Results.of([evaluator.answer(policy, stage.params.seeds[0])])
     return everybody
 
 
-def contestants(stage: Stage[EvaluateParams], exam: Exam) -> Iterator[Contestant]:
+def candidate_models(stage: Stage[EvaluateParams], evaluator: Evaluator) -> Iterator[CandidateModel]:
     """SFT model, policy, the alternatives that are switched on, the user's models."""
-    yield exam.reference
-    yield load_contestant(stage, "policy", stage.root / "models/policy")
+    yield evaluator.reference
+    yield load_candidate(stage, "policy", stage.root / "models/policy")
     for name in ALTERNATIVES:
         if (stage.root / "models" / name / "config.json").is_file():
-            yield load_contestant(stage, name, stage.root / "models" / name)
+            yield load_candidate(stage, name, stage.root / "models" / name)
     for name in stage.params.extra_models:
-        yield load_contestant(stage, name, folder_of(stage, EXTRA, name, "evaluate.extra_models"))
+        yield load_candidate(stage, name, folder_of(stage, EXTRA, name, "evaluate.extra_models"))
 
 
-def best_of_n(stage: Stage[EvaluateParams], exam: Exam) -> dict[str, Results]:
+def best_of_n(stage: Stage[EvaluateParams], evaluator: Evaluator) -> dict[str, Results]:
     """The samples of the stage `best_of_n`, once for each n, with the weights of its estimator."""
     samples: dict[str, list[Row]] = {}
     for row in stage.read(BEST_OF_N):
         samples.setdefault(row["prompt_id"], []).append(row)
     if not samples:
         return {}
-    missing = [row["prompt_id"] for row in exam.rows if row["prompt_id"] not in samples]
+    missing = [row["prompt_id"] for row in evaluator.rows if row["prompt_id"] not in samples]
     if missing:
         raise UserError(f"{BEST_OF_N}: no answers to {len(missing)} of the prompts; run the stage best_of_n again")
-    columns = zip(*(samples[row["prompt_id"]] for row in exam.rows), strict=True)
-    marks = [marked_samples(exam, list(column)) for column in columns]
-    rewards = np.array([mark.rewards for mark in marks]).T
-    wanted = parse(BestOfNParams, read_yaml().get("best_of_n"), "best_of_n").n
-    return {f"best_of_{n}": Results(marks, best_of_n_weights(rewards, n), best_of=n) for n in wanted}
+    per_sample = zip(*(samples[row["prompt_id"]] for row in evaluator.rows), strict=True)
+    columns = [scored_samples(evaluator, list(column)) for column in per_sample]
+    rewards = np.array([mark.rewards for mark in columns]).T
+    wanted = stage.block("best_of_n", BestOfNParams).n
+    return {f"best_of_{n}": Results(columns, best_of_n_weights(rewards, n), best_of=n) for n in wanted}
 
 
-def marked_samples(exam: Exam, rows: list[Row]) -> Marked:
+def scored_samples(evaluator: Evaluator, rows: list[Row]) -> ScoredAnswers:
     """One sample a prompt, as if its answers had been given here."""
     texts = [row["response"] for row in rows]
-    return Marked(
+    return ScoredAnswers(
         responses=[row["response_ids"] for row in rows],
         ended=[row["ended"] for row in rows],
         texts=texts,
         rewards=[row["reward"] for row in rows],
-        gold=exam.judge.score(exam.prompts, texts) if exam.judge else None,
+        gold=evaluator.judge.score(evaluator.prompts, texts) if evaluator.judge else None,
         tokens=[row["tokens"] for row in rows],
         divergence=None,
     )
 
 
 def row_of(
-    stage: Stage[EvaluateParams], exam: Exam, everybody: Field, name: str, bootstrap: Bootstrap
+    stage: Stage[EvaluateParams], evaluator: Evaluator, everybody: Field, name: str, bootstrap: Bootstrap
 ) -> dict[str, Any]:
     """All figures of one model; null where one does not apply or is not known. The same keys for every model."""
     results, sft, policy = (everybody.results[other] for other in (name, "sft", "policy"))
     figures = own_figures(results, bootstrap)
-    figures |= versus("win_rate", exam, results, None if name == "sft" else sft, bootstrap, controlled=True)
-    figures |= versus("win_rate_vs_policy", exam, results, None if name == "policy" else policy, bootstrap)
+    figures |= versus("win_rate", evaluator, results, None if name == "sft" else sft, bootstrap, controlled=True)
+    figures |= versus("win_rate_vs_policy", evaluator, results, None if name == "policy" else policy, bootstrap)
     ahead = None if name == "policy" else difference(results, policy, "gold", bootstrap)
     figures |= three("gold_minus_policy", ahead)
     if name not in everybody.read:
         figures |= {"kl": best_of_n_kl(results.best_of), "kl_ci95": None}
-    figures |= given_figures(everybody.read.get(name), everybody.read["sft"], everybody.pairs, bootstrap)
+    figures |= teacher_forced_figures(everybody.read.get(name), everybody.read["sft"], everybody.pairs, bootstrap)
     return figures | costs(stage, name, results)
 
 
 def versus(
-    key: str, exam: Exam, results: Results, other: Results | None, bootstrap: Bootstrap, controlled: bool = False
+    key: str,
+    evaluator: Evaluator,
+    results: Results,
+    other: Results | None,
+    bootstrap: Bootstrap,
+    controlled: bool = False,
 ) -> dict[str, Any]:
     """Win rate over another model; null where that would be itself."""
     if other is None:
         return no_win_rate(key, controlled)
-    won = np.array([exam.compare(mark, other.column(i)) for i, mark in enumerate(results.marks)]).T
+    won = np.array([evaluator.compare(mark, other.column(i)) for i, mark in enumerate(results.columns)]).T
     return against(key, results, other, won, bootstrap, controlled)
 
 
@@ -209,14 +226,14 @@ def validation_pairs(stage: Stage[EvaluateParams]) -> list[Row]:
     return [row for row in stage.read(PREFERENCES) if row["split"] == "validation"]
 
 
-def summary(exam: Exam, models: dict[str, dict[str, Any]]) -> dict[str, Any]:
+def summary(evaluator: Evaluator, models: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """The figures of SFT model and policy that have always stood at the top, and whose win rate it is."""
     sft, policy = models["sft"], models["policy"]
     top: dict[str, Any] = {
-        "judge": exam.judge.name if exam.judge else None,
-        "win_rate_judge": exam.winner_named_by,
-        "judged_by": exam.judged_by,
-        "prompts": len(exam.rows),
+        "judge": evaluator.judge.name if evaluator.judge else None,
+        "win_rate_judge": evaluator.winner_named_by,
+        "judged_by": evaluator.judged_by,
+        "prompts": len(evaluator.rows),
         "win_rate": policy["win_rate"],
         "win_rate_ci95": policy["win_rate_ci95"],
         "ties": policy["ties"],
@@ -231,9 +248,9 @@ def summary(exam: Exam, models: dict[str, dict[str, Any]]) -> dict[str, Any]:
     return {**top, "alignment_tax": policy["alignment_tax"]}
 
 
-def sample_rows(exam: Exam, results: dict[str, Results]) -> list[Row]:
+def sample_rows(evaluator: Evaluator, results: dict[str, Results]) -> list[Row]:
     """Every prompt with the first answers of SFT model and policy side by side."""
-    sft, policy = results["sft"].marks[0], results["policy"].marks[0]
+    sft, policy = results["sft"].columns[0], results["policy"].columns[0]
     assert policy.divergence is not None  # a snapshot of the SFT model's kind
     return [
         {
@@ -251,17 +268,17 @@ def sample_rows(exam: Exam, results: dict[str, Results]) -> list[Row]:
             "sft_tokens": sft.tokens[i],
             "policy_tokens": policy.tokens[i],
         }
-        for i, row in enumerate(exam.rows)
+        for i, row in enumerate(evaluator.rows)
     ]
 
 
-def answer_rows(stage: Stage[EvaluateParams], exam: Exam, results: dict[str, Results]) -> Iterator[Row]:
+def answer_rows(stage: Stage[EvaluateParams], evaluator: Evaluator, results: dict[str, Results]) -> Iterator[Row]:
     """Every answer of every model; of best-of-n the pick of the first n samples."""
     for name, of_model in results.items():
         picks = name.startswith("best_of_")
-        marks = [pick(of_model.marks[: of_model.best_of])] if picks else of_model.marks
-        for seed, mark in zip(stage.params.seeds, marks, strict=False):
-            for i, row in enumerate(exam.rows):
+        columns = [pick(of_model.columns[: of_model.best_of])] if picks else of_model.columns
+        for seed, mark in zip(stage.params.seeds, columns, strict=False):
+            for i, row in enumerate(evaluator.rows):
                 yield {
                     "model": name,
                     "seed": None if picks else seed,
@@ -276,7 +293,7 @@ def answer_rows(stage: Stage[EvaluateParams], exam: Exam, results: dict[str, Res
                 }
 
 
-def tell(stage: Stage[EvaluateParams], metrics: dict[str, Any], samples: list[Row], answers: list[Row]) -> None:
+def track(stage: Stage[EvaluateParams], metrics: dict[str, Any], samples: list[Row], answers: list[Row]) -> None:
     """MLflow: the figures, the answers of the first sampling seed for its evaluation view, and the policy's version."""
     if not stage.tracker:
         return

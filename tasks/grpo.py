@@ -1,6 +1,6 @@
 """Stage `grpo`: the policy gradient with advantages in deviations of the prompt's group (Shao et al. 2024)."""
 
-from tasks.variants import run_variant
+from tasks.training.variants import run_variant
 
 if __name__ == "__main__":
     run_variant("grpo")

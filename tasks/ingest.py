@@ -1,5 +1,5 @@
 """Stage `ingest`: raw data in, the five datasets of the run out. The order of the work stands here; sources, cleaning
-and splits in `tasks/sources/`, the columns of the results in `tasks/schemas/`."""
+and splits in `tasks/datasets/sources/`, the columns of the results in `tasks/schemas/`."""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -7,14 +7,15 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_core.errors import UserError
-from tasks.jsonl import Row
+from tasks.datasets.jsonl import Row
+from tasks.datasets.sources import cleaning, demo, files
+from tasks.datasets.sources.cleaning import Dropped
+from tasks.datasets.sources.datasets import assemble
+from tasks.datasets.sources.example import RAW, Example
+from tasks.datasets.sources.splits import assign
 from tasks.params.ingest import IngestParams
-from tasks.sources import cleaning, demo, files
-from tasks.sources.cleaning import Dropped
-from tasks.sources.datasets import assemble
-from tasks.sources.example import RAW, Example
-from tasks.sources.splits import assign
-from tasks.stage import Stage, run
+from tasks.stage.run import run
+from tasks.stage.stage import Stage
 
 
 def execute(stage: Stage[IngestParams]) -> None:
@@ -37,7 +38,7 @@ def read(params: IngestParams, raw: Path = RAW, cache: Path | None = None) -> li
     if params.source == "demo" and params.demo is not None:
         return demo.read(params.demo, params.seed)
     if params.source == "huggingface" and params.huggingface is not None:
-        from tasks.sources import huggingface  # a slow import that the other sources do not need
+        from tasks.datasets.sources import huggingface  # a slow import that the other sources do not need
 
         return huggingface.read(params.huggingface, raw, cache)
     assert params.files is not None

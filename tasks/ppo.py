@@ -7,15 +7,16 @@ from dataclasses import asdict
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_core.config.ppo import PPOConfig
+from rlhf_core.data.tokenizer import load_tokenizer
 from rlhf_core.determinism import make_deterministic
-from rlhf_core.models import save_checkpoint, scalar_model_of
+from rlhf_core.models.hf import save_checkpoint, scalar_model_of
 from rlhf_core.ppo.trainer import PPOTrainer
-from rlhf_core.tokenizer import load_tokenizer
-from tasks.companions import processes_asked, start_companions
-from tasks.loop_inputs import SFT
-from tasks.policy_loop import build, snapshots_of, summary, train
-from tasks.stage import Stage, run
-from tasks.trust import trusts
+from tasks.stage.run import run
+from tasks.stage.stage import Stage
+from tasks.stage.trust import trusts
+from tasks.stage.workers import requested_processes, start_workers
+from tasks.training.ppo_inputs import SFT
+from tasks.training.ppo_loop import build, snapshots_of, summary, train
 
 
 def execute(stage: Stage[PPOConfig]) -> None:
@@ -48,5 +49,5 @@ def save_critic(stage: Stage[PPOConfig], trainer: PPOTrainer, tokenizer: PreTrai
 
 
 if __name__ == "__main__":
-    start_companions("tasks.ppo", processes_asked("ppo"))
+    start_workers("tasks.ppo", requested_processes("ppo"))
     run("ppo", PPOConfig, execute)

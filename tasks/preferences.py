@@ -3,17 +3,18 @@
 from collections.abc import Sequence
 from typing import Any
 
+from rlhf_core.data.tokenizer import decode_response, load_tokenizer, stop_ids
 from rlhf_core.determinism import make_deterministic
 from rlhf_core.errors import UserError
-from rlhf_core.judges import NoisyAnnotators, RubricJudge, all_pairs
-from rlhf_core.models import context_length, load_causal_lm, place
-from rlhf_core.sampling import sample
-from rlhf_core.tokenizer import decode_response, load_tokenizer, stop_ids
-from tasks.jsonl import Row
+from rlhf_core.evaluation.judges import NoisyAnnotators, RubricJudge, all_pairs
+from rlhf_core.models.hf import context_length, load_causal_lm, place
+from rlhf_core.models.sampling import sample
+from tasks.datasets.jsonl import Row
 from tasks.params.preferences import PreferencesParams
-from tasks.stage import Stage, run
-from tasks.tokens import fitting, prompt_encoder
-from tasks.trust import trusts
+from tasks.stage.long_rows import fitting, prompt_encoder
+from tasks.stage.run import run
+from tasks.stage.stage import Stage
+from tasks.stage.trust import trusts
 
 PROMPTS = "data/ingest/preference_prompts.jsonl"
 PAIRS = "data/ingest/pairs.jsonl"

@@ -3,19 +3,20 @@ best, and supervised fine-tuning goes on with those (best-of-n distilled; Touvro
 
 from collections.abc import Sequence
 
+from rlhf_core.data.tokenizer import load_tokenizer, stop_ids
 from rlhf_core.determinism import permutation
 from rlhf_core.errors import UserError
-from rlhf_core.models import context_length, load_causal_lm, save_checkpoint
+from rlhf_core.models.hf import context_length, load_causal_lm, save_checkpoint
 from rlhf_core.sft import Demonstration, SFTResult, fine_tune
-from rlhf_core.tokenizer import load_tokenizer, stop_ids
-from tasks.candidates import Candidate, Kept, draw_candidates, reward_figures
-from tasks.jsonl import Row
+from tasks.datasets.jsonl import Row
 from tasks.params.rejection_sft import RejectionParams
-from tasks.stage import Stage, run
-from tasks.switched_off import write_switched_off
-from tasks.tokens import fitting, prompt_encoder
-from tasks.training import log_table, tokens_read, training_run
-from tasks.trust import trusts
+from tasks.stage.long_rows import fitting, prompt_encoder
+from tasks.stage.run import run
+from tasks.stage.stage import Stage
+from tasks.stage.switched_off import write_switched_off
+from tasks.stage.trust import trusts
+from tasks.training.candidates import Candidate, Kept, draw_candidates, reward_figures
+from tasks.training.trainer_setup import log_table, tokens_read, training_run
 
 SFT = "models/sft"
 PROMPTS = "data/ingest/ppo_prompts.jsonl"

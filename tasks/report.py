@@ -5,7 +5,8 @@ from tasks.page.figures import draw
 from tasks.page.inputs import read_run
 from tasks.page.page import render, write_page
 from tasks.params.report import ReportParams
-from tasks.stage import Stage, run
+from tasks.stage.run import run
+from tasks.stage.stage import Stage
 
 SAMPLES = "data/evaluate/samples.jsonl"
 ANSWERS = "data/evaluate/answers.jsonl"

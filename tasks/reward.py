@@ -4,21 +4,22 @@ from collections.abc import Sequence
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from rlhf_core.chat import Conversation
 from rlhf_core.config.reward import RewardConfig
+from rlhf_core.data.chat import Conversation
+from rlhf_core.data.tokenizer import encode_prompt, load_tokenizer
 from rlhf_core.evaluation.agreement import correlation
-from rlhf_core.models import context_length, place, save_checkpoint, scalar_model_from
+from rlhf_core.models.hf import context_length, place, save_checkpoint, scalar_model_from
+from rlhf_core.models.scorers import Answers, RewardModelScorer
 from rlhf_core.reward import Comparison, score_pairs, train_reward_model
-from rlhf_core.scorers import Answers, RewardModelScorer
-from rlhf_core.tokenizer import encode_prompt, load_tokenizer
-from tasks.comparisons import PREFERENCES, comparisons
-from tasks.jsonl import Row
-from tasks.judges import judge_of
-from tasks.reward_figures import PairFigures, figures_of, gold_margins
-from tasks.stage import Stage, run
-from tasks.tokens import fitting
-from tasks.training import log_table, training_run
-from tasks.trust import trusts
+from tasks.datasets.jsonl import Row
+from tasks.evaluation.reward_model import PairFigures, figures_of, gold_margins
+from tasks.stage.long_rows import fitting
+from tasks.stage.run import run
+from tasks.stage.stage import Stage
+from tasks.stage.trust import trusts
+from tasks.training.gold_judge import judge_of
+from tasks.training.pairs import PREFERENCES, comparisons
+from tasks.training.trainer_setup import log_table, training_run
 
 SAMPLES = "data/preferences/samples.jsonl"
 

@@ -5,20 +5,27 @@ from collections.abc import Iterator
 from typing import Any
 
 from rlhf_core.config.ppo import PPOConfig
+from rlhf_core.data.tokenizer import stop_ids
 from rlhf_core.determinism import make_deterministic
 from rlhf_core.errors import UserError
-from rlhf_core.models import load_causal_lm, place, save_checkpoint
+from rlhf_core.models.hf import load_causal_lm, place, save_checkpoint
 from rlhf_core.ppo import snapshots
-from rlhf_core.tokenizer import stop_ids
-from tasks.exam import Contestant, Exam, Marked, fitting_rows, load_contestant, load_scorer
-from tasks.jsonl import Row
-from tasks.judges import judge_of
-from tasks.pair_judges import pair_judge_of
+from tasks.datasets.jsonl import Row
+from tasks.evaluation.evaluator import (
+    CandidateModel,
+    Evaluator,
+    ScoredAnswers,
+    fitting_rows,
+    load_candidate,
+    load_scorer,
+)
+from tasks.evaluation.pair_judge import pair_judge_of
 from tasks.params.judge import JudgeParams
-from tasks.params.loader import parse, read_yaml
 from tasks.params.select import SelectParams
-from tasks.stage import Stage, run
-from tasks.trust import trusts
+from tasks.stage.run import run
+from tasks.stage.stage import Stage
+from tasks.stage.trust import trusts
+from tasks.training.gold_judge import judge_of
 
 PREFERENCES = "data/preferences/preferences.jsonl"
 SFT, SNAPSHOTS = "models/sft", "models/snapshots"
@@ -27,8 +34,8 @@ SFT, SNAPSHOTS = "models/sft", "models/snapshots"
 def execute(stage: Stage[SelectParams]) -> None:
     """Make models/policy, plots/select.csv and metrics/select.json."""
     make_deterministic(stage.seed, stage.common.threads)
-    config = parse(PPOConfig, read_yaml().get("ppo"), "ppo")
-    sft = load_contestant(stage, "sft", stage.root / SFT)
+    config = stage.block("ppo", PPOConfig)
+    sft = load_candidate(stage, "sft", stage.root / SFT)
     table = compare(stage, config, sft) if stage.params.prompts else unknown(stage)
     judged = judging_column(stage)
     step = choose(table, stage.params.rule, judged)
@@ -46,11 +53,11 @@ def execute(stage: Stage[SelectParams]) -> None:
     )
 
 
-def compare(stage: Stage[SelectParams], config: PPOConfig, sft: Contestant) -> list[Row]:
+def compare(stage: Stage[SelectParams], config: PPOConfig, sft: CandidateModel) -> list[Row]:
     """A row a snapshot, and one for the SFT model as step 0."""
     asked = validation_prompts(stage)[: stage.params.prompts]
     rows, _ = fitting_rows(stage, f"{PREFERENCES}, distinct validation prompts", asked, sft, config.max_new_tokens)
-    exam = Exam(
+    evaluator = Evaluator(
         stage=stage,
         rows=rows,
         reference=sft,
@@ -63,10 +70,13 @@ def compare(stage: Stage[SelectParams], config: PPOConfig, sft: Contestant) -> l
         stop_tokens=config.stop_tokens,
         purpose="select ",  # whoever is lucky here is not so in `evaluate`, too
     )
-    start = exam.ask(sft, stage.seed)
+    start = evaluator.answer(sft, stage.seed)
     return [
-        summarise(exam, start, step, marked)
-        for step, marked in [(0, start), *((step, exam.ask(model, stage.seed)) for step, model in policies(stage, sft))]
+        summarise(evaluator, start, step, scored)
+        for step, scored in [
+            (0, start),
+            *((step, evaluator.answer(model, stage.seed)) for step, model in policies(stage, sft)),
+        ]
     ]
 
 
@@ -76,25 +86,25 @@ def validation_prompts(stage: Stage[SelectParams]) -> list[Row]:
     return list({row["prompt_id"]: row for row in rows}.values())
 
 
-def policies(stage: Stage[Any], sft: Contestant) -> Iterator[tuple[int, Contestant]]:
+def policies(stage: Stage[Any], sft: CandidateModel) -> Iterator[tuple[int, CandidateModel]]:
     """The policy after each step that has a snapshot, one at a time."""
     folder = stage.root / SNAPSHOTS
     for step in snapshots.steps_in(folder):
         start = load_causal_lm(stage.root / SFT, trust_remote_code=trusts(stage))
-        yield step, Contestant(f"step-{step}", place(snapshots.load(folder, step, start)), sft.tokenizer, "policy")
+        yield step, CandidateModel(f"step-{step}", place(snapshots.load(folder, step, start)), sft.tokenizer, "policy")
 
 
-def summarise(exam: Exam, start: Marked, step: int, marked: Marked) -> Row:
+def summarise(evaluator: Evaluator, start: ScoredAnswers, step: int, scored: ScoredAnswers) -> Row:
     """Means over the prompts; the win rate is against the SFT model."""
-    assert marked.divergence is not None  # snapshots have the SFT model's tokenizer
+    assert scored.divergence is not None  # snapshots have the SFT model's tokenizer
     return {
         "step": step,
-        "kl": _mean(marked.divergence.k1),
-        "kl_k3": _mean(marked.divergence.k3),
-        "reward": _mean(marked.rewards),
-        "gold": None if marked.gold is None else _mean(marked.gold),
-        "win_rate": _mean(exam.compare(marked, start)),
-        "prompts": len(exam.rows),
+        "kl": _mean(scored.divergence.k1),
+        "kl_k3": _mean(scored.divergence.k3),
+        "reward": _mean(scored.rewards),
+        "gold": None if scored.gold is None else _mean(scored.gold),
+        "win_rate": _mean(evaluator.compare(scored, start)),
+        "prompts": len(evaluator.rows),
     }
 
 
@@ -107,7 +117,7 @@ def unknown(stage: Stage[SelectParams]) -> list[Row]:
 
 def judging_column(stage: Stage[SelectParams]) -> str | None:
     """The column that holds the word of the judge whom `judge` names; None where there is none but the reward model."""
-    if parse(JudgeParams, read_yaml().get("judge"), "judge").kind == "model":
+    if stage.block("judge", JudgeParams).kind == "model":
         return "win_rate"
     return None if judge_of(stage) is None else "gold"
 
@@ -131,7 +141,7 @@ def best_step(table: list[Row], column: str | None) -> int | None:
     return int(max(known, key=lambda row: float(row[str(column)]))["step"]) if known else None
 
 
-def save_policy(stage: Stage[SelectParams], config: PPOConfig, sft: Contestant, step: int) -> None:
+def save_policy(stage: Stage[SelectParams], config: PPOConfig, sft: CandidateModel, step: int) -> None:
     """models/policy: the snapshot of `step` as an ordinary folder, which tells others where answers end."""
     start = load_causal_lm(stage.root / SFT, trust_remote_code=trusts(stage))
     policy = snapshots.load(stage.root / SNAPSHOTS, step, start)

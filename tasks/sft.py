@@ -1,15 +1,16 @@
 """Stage `sft`: supervised fine-tuning of the base model on the demonstrations."""
 
 from rlhf_core.config.sft import SFTConfig
+from rlhf_core.data.tokenizer import encode_prompt, encode_response, load_tokenizer
 from rlhf_core.errors import UserError
-from rlhf_core.models import context_length, load_causal_lm, save_checkpoint
+from rlhf_core.models.hf import context_length, load_causal_lm, save_checkpoint
 from rlhf_core.sft import Demonstration, fine_tune
-from rlhf_core.tokenizer import encode_prompt, encode_response, load_tokenizer
-from tasks.jsonl import Row
-from tasks.stage import Stage, run
-from tasks.tokens import fitting
-from tasks.training import log_table, training_run
-from tasks.trust import trusts
+from tasks.datasets.jsonl import Row
+from tasks.stage.long_rows import fitting
+from tasks.stage.run import run
+from tasks.stage.stage import Stage
+from tasks.stage.trust import trusts
+from tasks.training.trainer_setup import log_table, training_run
 
 DEMONSTRATIONS = "data/ingest/demonstrations.jsonl"
 

@@ -20,24 +20,25 @@ CANNOT_CHANGE_RESULTS = {
     "rlhf_core": "how threads wait for each other",
     "rlhf_core.errors": "the type of a user's error",
     "rlhf_core.files": "how bytes reach the disk, not which",
-    "rlhf_core.checkpoints": "resumable state; a resumed run ends in the same bytes",
+    "rlhf_core.training.checkpoints": "resumable state; a resumed run ends in the same bytes",
     "rlhf_core.config.block": "strictness of parameters: it refuses values, it never changes one",
-    "tasks.stage": "the contract around every stage; it writes no byte of an out",
-    "tasks.locks": "who works where",
-    "tasks.state": "whose the state folder is, and when it goes",
-    "tasks.journal": "resumable state; a resumed run ends in the same bytes",
-    "tasks.interrupts": "when a stage stops",
-    "tasks.companions": "starts the other processes of a stage; how many is a tracked parameter",
-    "tasks.definition": "reads dvc.yaml: inputs, outs and keys",
-    "tasks.contents": "hashes files",
-    "tasks.progress": "prints",
-    "tasks.trust": "warns; what it answers is a tracked parameter",
-    "tasks.versions": "refuses to run with other versions",
+    "tasks.stage.run": "the contract around every stage; it writes no byte of an out",
+    "tasks.stage.stage": "what a stage module is given; it writes no byte of an out",
+    "rlhf_core.locks": "who works where",
+    "tasks.stage.state": "whose the state folder is, and when it goes",
+    "tasks.stage.journal": "resumable state; a resumed run ends in the same bytes",
+    "tasks.stage.interrupts": "when a stage stops",
+    "tasks.stage.workers": "starts the other processes of a stage; how many is a tracked parameter",
+    "tasks.stage.definition": "reads dvc.yaml: inputs, outs and keys",
+    "tasks.stage.contents": "hashes files",
+    "tasks.stage.progress": "prints",
+    "tasks.stage.trust": "warns; what it answers is a tracked parameter",
+    "tasks.stage.versions": "refuses to run with other versions",
     "tasks.params.loader": "reads params.yaml; the values are tracked by DVC",
     "tasks.params.secrets": "hides the values of keys that `check` refuses anyway",
     "tasks.params.runtime": "parameters that no stage tracks",
     "tasks.schemas.validation": "refuses bad rows, never changes one",
-    "tasks.pipeline_run": "tells MLflow about the run as a whole",
+    "tasks.stage.pipeline_run": "tells MLflow about the run as a whole",
     "tasks.tracking*": "tells MLflow",
 }
 """Patterns of modules that every stage imports and that are no dependency of any: each with the reason."""
@@ -53,7 +54,7 @@ TRAINING = (
     *("base", "sft", "preferences", "reward", "ppo", "select", "best_of_n", "rejection_sft", "dpo"),
     *(*VARIANTS, "evaluate"),
 )
-"""Stages whose results depend on the versions of torch, transformers and the other libraries of tasks/versions.json."""
+"""Stages whose results depend on the library versions declared in tasks/stage/versions.json."""
 
 MODELS = ("base", "sft", "reward", "ppo", "select", "rejection_sft", "dpo", *VARIANTS)
 """Stages that write a model folder, and with it provenance.json: for the others its module does nothing."""
@@ -67,7 +68,7 @@ def graph() -> grimp.ImportGraph:
 
 def exempt(module: str, stage: str) -> bool:
     """Whether a module stands on the list of those that cannot change results, or has no part in this stage's."""
-    if module == "tasks.provenance":
+    if module == "tasks.stage.provenance":
         return stage not in MODELS
     return any(fnmatchcase(module, pattern) for pattern in CANNOT_CHANGE_RESULTS)
 
@@ -116,7 +117,7 @@ def expected(stage: str, deps: list[str]) -> list[str]:
     """All dependencies that a stage should have: its data and models as they are, and its code."""
     data = [dep for dep in deps if not is_code(dep)]
     code = closure(stage, deps) + [file for file in EXTRA.get(stage, []) if is_code(file)]
-    versions = ["tasks/versions.json"] if stage in TRAINING else []
+    versions = ["tasks/stage/versions.json"] if stage in TRAINING else []
     return data + sorted(code + versions)
 
 

@@ -81,7 +81,7 @@ def test_the_readme_names_only_files_commands_and_make_targets_that_exist() -> N
 
 
 def test_versions_file_agrees_with_the_constraints() -> None:
-    from tasks.versions import declared
+    from tasks.stage.versions import declared
 
     pinned = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
     for name, version in declared().items():

@@ -1,4 +1,4 @@
-"""Settings of LoRA adapters. What they do: `rlhf_core/lora.py`."""
+"""Settings of LoRA adapters. What they do: `rlhf_core/models/lora.py`."""
 
 from typing import Annotated, Any, Literal
 

@@ -11,7 +11,7 @@ from jaxtyping import Float, Int
 from numpy import ndarray
 
 from rlhf_core.evaluation.intervals import clustered_interval
-from rlhf_core.judges import TIE
+from rlhf_core.evaluation.judges import TIE
 
 BUCKETS = 10
 """Into how many equally full buckets margins are put."""

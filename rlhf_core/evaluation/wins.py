@@ -9,7 +9,7 @@ from numpy import ndarray
 from numpy.typing import ArrayLike
 
 from rlhf_core.evaluation.intervals import resampled
-from rlhf_core.judges import TIE
+from rlhf_core.evaluation.judges import TIE
 
 RIDGE = 0.01
 """Penalty ½·RIDGE·(a² + b²) on the regression, in nats: what 1/25 of a tied answer adds to the curvature. It keeps the

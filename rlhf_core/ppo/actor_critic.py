@@ -12,10 +12,10 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from rlhf_core.batch import TokenBatch, response_logits, response_logits_and_hidden, state_values
 from rlhf_core.config.ppo import PPOConfig
-from rlhf_core.lora import Adapter, add_lora
-from rlhf_core.models import fresh_head
+from rlhf_core.models.batch import TokenBatch, response_logits, response_logits_and_hidden, state_values
+from rlhf_core.models.hf import fresh_head
+from rlhf_core.models.lora import Adapter, add_lora
 
 Logits = Float[Tensor, "rows time vocabulary"]
 Values = Float[Tensor, "rows time"]

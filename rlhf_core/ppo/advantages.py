@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float, Shaped
 from torch import Tensor
 
-from rlhf_core.ppo.masked import masked_mean, masked_var, zero_padding
+from rlhf_core.models.masked import masked_mean, masked_var, zero_padding
 
 GroupBaseline = Literal["reinforce", "rloo", "grpo"]
 VARIANCE_FLOOR = 1e-8

@@ -5,8 +5,8 @@ from typing import Any
 
 import torch
 
-from rlhf_core.checkpoints import Checkpoints
 from rlhf_core.ppo.processes import Processes
+from rlhf_core.training.checkpoints import Checkpoints
 
 STATE = "state.pt"
 

@@ -6,9 +6,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 from rlhf_core.config.ppo import PPOConfig
+from rlhf_core.models.masked import masked_var
 from rlhf_core.ppo.advantages import VARIANCE_FLOOR, compute_gae, compute_group_advantages, deviation, whiten
 from rlhf_core.ppo.kl import estimate_kl
-from rlhf_core.ppo.masked import masked_var
 from rlhf_core.ppo.rewards import shape_rewards
 from rlhf_core.ppo.rollout import Credit, Rollout, Scores
 

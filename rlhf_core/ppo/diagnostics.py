@@ -5,9 +5,9 @@ from collections.abc import Sequence
 
 import torch
 
+from rlhf_core.models.masked import masked_mean
 from rlhf_core.ppo.kl import estimate_kl
 from rlhf_core.ppo.losses import explained_variance
-from rlhf_core.ppo.masked import masked_mean
 from rlhf_core.ppo.rollout import Credit, Rollout, Scores
 from rlhf_core.ppo.update import UpdateStatistics
 

@@ -10,7 +10,7 @@ from jaxtyping import Float, Shaped
 from torch import Tensor
 
 from rlhf_core.errors import UserError
-from rlhf_core.ppo.masked import masked_log_softmax, zero_padding
+from rlhf_core.models.masked import masked_log_softmax, zero_padding
 
 KLKind = Literal["k1", "k2", "k3", "full"]
 MAX_RELATIVE_ERROR = 0.2

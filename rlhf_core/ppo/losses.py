@@ -9,8 +9,8 @@ import torch
 from jaxtyping import Float, Shaped
 from torch import Tensor
 
+from rlhf_core.models.masked import masked_log_softmax, masked_mean, masked_sum, masked_var, zero_padding
 from rlhf_core.ppo.kl import estimate_kl
-from rlhf_core.ppo.masked import masked_log_softmax, masked_mean, masked_sum, masked_var, zero_padding
 
 Reduction = Literal["mean", "sum"]
 KLLossKind = Literal["rho_k1", "rho_k3", "k2"]

@@ -8,11 +8,12 @@ from dataclasses import dataclass
 from jaxtyping import Float
 from torch import Tensor
 
-from rlhf_core.batch import TokenBatch
 from rlhf_core.config.ppo import PPOConfig
+from rlhf_core.models.batch import TokenBatch
+from rlhf_core.models.masked import masked_sum
+from rlhf_core.models.token_logprobs import logprobs_and_entropy
 from rlhf_core.ppo.actor_critic import ActorCritic
 from rlhf_core.ppo.kl import full_kl
-from rlhf_core.ppo.logprobs import logprobs_and_entropy
 from rlhf_core.ppo.losses import (
     combine_losses,
     compute_kl_loss,
@@ -22,7 +23,6 @@ from rlhf_core.ppo.losses import (
     compute_value_loss,
     importance_weights,
 )
-from rlhf_core.ppo.masked import masked_sum
 from rlhf_core.ppo.rollout import Credit, Rollout
 
 

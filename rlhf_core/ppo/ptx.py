@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from rlhf_core.batch import TokenBatch, pad_batch
-from rlhf_core.control_tokens import text_ids
+from rlhf_core.data.control_tokens import text_ids
 from rlhf_core.determinism import stream
+from rlhf_core.models.batch import TokenBatch, pad_batch
+from rlhf_core.models.token_logprobs import logprobs_and_entropy
 from rlhf_core.ppo.actor_critic import ActorCritic
-from rlhf_core.ppo.logprobs import logprobs_and_entropy
 from rlhf_core.ppo.plan import TEXT
 from rlhf_core.ppo.processes import Processes
 

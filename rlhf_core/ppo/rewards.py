@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float, Shaped
 from torch import Tensor
 
-from rlhf_core.ppo.masked import zero_padding
+from rlhf_core.models.masked import zero_padding
 
 Placement = Literal["token", "sequence_end"]
 

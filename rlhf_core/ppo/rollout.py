@@ -7,8 +7,8 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from rlhf_core.batch import TokenBatch, pad_batch
-from rlhf_core.chat import Conversation
+from rlhf_core.data.chat import Conversation
+from rlhf_core.models.batch import TokenBatch, pad_batch
 
 
 @dataclass(frozen=True)

@@ -12,12 +12,12 @@ from torch import Tensor
 
 from rlhf_core.config.ppo import ScoreConfig
 from rlhf_core.errors import NonFiniteError
-from rlhf_core.judges import Judge
-from rlhf_core.memory import Halving
+from rlhf_core.evaluation.judges import Judge
+from rlhf_core.models.scorers import Answers, Scorer
 from rlhf_core.ppo.processes import Processes
 from rlhf_core.ppo.rewards import RunningScale, normalise_scores, penalise_missing_eos
 from rlhf_core.ppo.rollout import Rollout, Scores
-from rlhf_core.scorers import Answers, Scorer
+from rlhf_core.training.memory import Halving
 
 
 @dataclass(frozen=True)

@@ -12,15 +12,16 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from rlhf_core.chat import Conversation
 from rlhf_core.config.ppo import PPOConfig
-from rlhf_core.engines import engine_of
-from rlhf_core.finite import at_step, require_finite
-from rlhf_core.judges import Judge
-from rlhf_core.memory import Halving, Say
+from rlhf_core.data.chat import Conversation
+from rlhf_core.data.tokenizer import decode_response, encode_prompt, stop_ids
+from rlhf_core.evaluation.judges import Judge
+from rlhf_core.models.sampling import Sampled
+from rlhf_core.models.scorers import Answers, Scorer
 from rlhf_core.ppo.actor_critic import ActorCritic
 from rlhf_core.ppo.credit import assign_credit
 from rlhf_core.ppo.diagnostics import step_row
+from rlhf_core.ppo.engines import engine_of
 from rlhf_core.ppo.kl import AdaptiveKLController, FixedKLController, KLController, StepPrice
 from rlhf_core.ppo.objective import Phase, Prices
 from rlhf_core.ppo.optimizers import build_optimizers, schedule
@@ -30,9 +31,8 @@ from rlhf_core.ppo.ptx import Piece, TextMix
 from rlhf_core.ppo.rollout import Credit, Rollout, Scores, to_rows
 from rlhf_core.ppo.scoring import ScoreNormalisation, Scoring
 from rlhf_core.ppo.update import Updater, UpdateStatistics
-from rlhf_core.sampling import Sampled
-from rlhf_core.scorers import Answers, Scorer
-from rlhf_core.tokenizer import decode_response, encode_prompt, stop_ids
+from rlhf_core.training.finite import at_step, require_finite
+from rlhf_core.training.memory import Halving, Say
 
 Row = dict[str, float | None]
 

@@ -4,7 +4,7 @@ best alternative? when should one have stopped? Nothing is called better or wors
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from tasks.page.comparison import Figures, label, models_of
+from tasks.evaluation.comparison_table import Figures, label, models_of
 from tasks.page.inputs import Run, finite, interval
 from tasks.page.wording import count, number, percent, percent_interval, points
 

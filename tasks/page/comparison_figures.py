@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from matplotlib.axes import Axes
 
 from rlhf_core.evaluation.overoptimisation import Fit, rl_curve
+from tasks.evaluation.comparison_table import label, models_of
 from tasks.page.canvas import (
     HEIGHT,
     INK,
@@ -22,7 +23,6 @@ from tasks.page.canvas import (
     percent_tick,
     png,
 )
-from tasks.page.comparison import label, models_of
 from tasks.page.inputs import Row, Run, finite, interval
 from tasks.page.labels import name_points
 from tasks.page.picture import Picture

@@ -13,10 +13,10 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
+from tasks.evaluation.comparison_table import Cell, Column, cells, columns_of, label, models_of
 from tasks.page import samples as reading
 from tasks.page.answer import findings, prompts
 from tasks.page.canvas import colour_of
-from tasks.page.comparison import Cell, Column, cells, columns_of, label, models_of
 from tasks.page.inputs import Row, Run, finite, interval
 from tasks.page.picture import Picture
 from tasks.page.wording import MISSING, count, number, percent, percent_interval, points

@@ -9,9 +9,9 @@ from difflib import SequenceMatcher
 
 from markupsafe import Markup
 
-from rlhf_core.judges import TIE
+from rlhf_core.evaluation.judges import TIE
+from tasks.evaluation.comparison_table import label
 from tasks.page.canvas import colour_of
-from tasks.page.comparison import label
 from tasks.page.inputs import Row, Run, finite
 from tasks.page.wording import MISSING, count, number
 

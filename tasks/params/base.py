@@ -11,7 +11,7 @@ from rlhf_core.config.paths import BelowRaw
 
 MARKER = re.compile(r"<[^\s<>]+>|\[[^\s\[\]]+\]")
 ROLES = ("<|system|>", "<|user|>", "<|assistant|>")
-"""What the chat template writes; the same as `rlhf_core.tokenizer.ROLES`, which is slow to import."""
+"""What the chat template writes; the same as `rlhf_core.data.tokenizer.ROLES`, which is slow to import."""
 
 
 class PretrainedParams(Block):

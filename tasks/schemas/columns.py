@@ -11,7 +11,7 @@ from typing import Any
 import pandas as pd
 import pandera.pandas as pa
 
-from rlhf_core.chat import prompt_id
+from rlhf_core.data.chat import prompt_id
 
 ROLES = ("system", "user", "assistant")
 SPLITS = ("train", "validation")

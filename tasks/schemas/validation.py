@@ -9,9 +9,9 @@ from typing import NamedTuple
 import pandas as pd
 import pandera.pandas as pa
 
-from rlhf_core.chat import as_text, opening
+from rlhf_core.data.chat import as_text, opening
 from rlhf_core.errors import UserError
-from tasks.jsonl import Row, brief_names, read_jsonl
+from tasks.datasets.jsonl import Row, brief_names, read_jsonl
 
 ROWS_NAMED = 5
 PROBLEMS_NAMED = 20

@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tasks.locks import FileLock, is_held
+from rlhf_core.locks import FileLock, is_held
 
 EVENTS = "events.jsonl"
 STATE = "state.json"

@@ -20,7 +20,7 @@ from mlflow.entities import Dataset, DatasetInput, InputTag, Metric, Param, Run,
 from mlflow.exceptions import MlflowException
 from mlflow.tracking import MlflowClient
 
-from tasks.locks import FileLock
+from rlhf_core.locks import FileLock
 from tasks.tracking import settings
 from tasks.tracking.outbox import Event, State, Unreachable, now_ms
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tasks.locks import FileLock
+from rlhf_core.locks import FileLock
 from tasks.tracking import outbox, settings
 
 if TYPE_CHECKING:

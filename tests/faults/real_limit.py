@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from rlhf_core import memory
 from rlhf_core.ppo.objective import Prices
 from rlhf_core.ppo.trainer import PPOTrainer
+from rlhf_core.training import memory
 
 ROWS = 64
 PRICES = Prices(kl=0.1, step=1.0)

@@ -51,10 +51,10 @@ def main(folder: Path) -> None:
     credit = broken.assign_credit(rollout, broken.score(rollout))
     losses = TextMix.losses
 
-    def spoiled(*arguments: Any) -> Iterator[torch.Tensor]:
+    def corrupt(*arguments: Any) -> Iterator[torch.Tensor]:
         yield from (loss * (float("nan") if second else 1.0) for loss in losses(*arguments))
 
-    TextMix.losses = spoiled  # type: ignore[method-assign]
+    TextMix.losses = corrupt  # type: ignore[method-assign]
     try:
         broken.updater.run(rollout, credit, 0, Prices(kl=0.1, step=1.0))
     except NonFiniteError as error:

@@ -12,12 +12,12 @@ import pytest
 from dvc.repo import Repo
 
 from flows import processes
-from flows.doctor import Check, examine
+from flows.commands.doctor import Check, examine
 from flows.graph import read_graph
 from flows.stages import EXECUTED, RESTORED, UP_TO_DATE, StageUserError, run_stage
 from rlhf_core.errors import UserError
-from tasks.contents import content_hash
-from tasks.definition import Definition
+from tasks.stage.contents import content_hash
+from tasks.stage.definition import Definition
 
 if TYPE_CHECKING:
     from tests.conftest import Project
@@ -78,11 +78,11 @@ def finding(root: Path, name: str) -> Check:
 
 @pytest.mark.parametrize("kind", ["flip", "cut"])
 def test_a_spoiled_object_is_not_handed_on(kind: str, root: Path) -> None:
-    spoiled = object_of(root, "one.out")
+    corrupt = object_of(root, "one.out")
     assert finding(root, "cache").verdict == "ok"
-    spoil(spoiled, kind)
+    spoil(corrupt, kind)
     (root / "one.out").unlink()
-    place = spoiled.relative_to(root).as_posix()
+    place = corrupt.relative_to(root).as_posix()
     for _ in range(2):  # the second time, too: DVC would call the wrong bytes up to date
         with pytest.raises(StageUserError, match=r"one: DVC's cache is damaged and gave one.out wrong bytes") as caught:
             state(root, "one")
@@ -92,7 +92,7 @@ def test_a_spoiled_object_is_not_handed_on(kind: str, root: Path) -> None:
     check = finding(root, "cache")
     assert check.verdict == "BROKEN"
     assert f"rm -f {place}" in check.advice
-    spoiled.unlink()
+    corrupt.unlink()
     assert state(root, "one") == EXECUTED
     assert state(root, "two") == UP_TO_DATE
     assert (root / "one.out").read_text() == "one1\n"
@@ -137,8 +137,8 @@ def test_wrong_bytes_in_an_input_stop_the_stage_that_reads_it(root: Path, monkey
 @pytest.mark.pipeline
 def test_a_spoiled_model(finished: "Project") -> None:
     """Through `dvc repro` alone: wrong bytes come back unnoticed, and the next stage that reads them refuses them."""
-    spoiled = object_of(finished.root, "models/policy/model.safetensors")
-    spoil(spoiled, "flip")
+    corrupt = object_of(finished.root, "models/policy/model.safetensors")
+    spoil(corrupt, "flip")
     shutil.rmtree(finished.root / "models" / "policy")
     assert finished.repro() == []
     finished.set("evaluate.bootstrap", 201)
@@ -146,7 +146,7 @@ def test_a_spoiled_model(finished: "Project") -> None:
     assert "evaluate: models/policy: other bytes than DVC has noted" in done.stdout + done.stderr
     assert done.returncode != 0
     check = finding(finished.root, "cache")
-    assert spoiled.relative_to(finished.root).as_posix() in check.advice
+    assert corrupt.relative_to(finished.root).as_posix() in check.advice
     assert finding(finished.root, "outputs").found == "other bytes than dvc.lock names: models/policy"
 
 

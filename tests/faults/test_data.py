@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from transformers import AutoTokenizer
 
-from rlhf_core.chat import prompt_id
+from rlhf_core.data.chat import prompt_id
 
 if TYPE_CHECKING:
     from tests.conftest import Ended, Project
@@ -186,11 +186,11 @@ def in_front(project: "Project", path: str, rows: list[dict[str, Any]]) -> None:
 @pytest.fixture
 def seen(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
     """The ids of every prompt and answer that a stage trains on or measures."""
-    import rlhf_core.batch
+    import rlhf_core.models.batch
     import rlhf_core.sft
 
     noted: list[list[int]] = []
-    pad_batch, fine_tune = rlhf_core.batch.pad_batch, rlhf_core.sft.fine_tune
+    pad_batch, fine_tune = rlhf_core.models.batch.pad_batch, rlhf_core.sft.fine_tune
 
     def note(prompts: Any, responses: Any) -> None:
         noted.extend([*prompt, -1, *response] for prompt, response in zip(prompts, responses, strict=True))
@@ -203,8 +203,8 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
         note([row.prompt for row in training], [row.response for row in training])
         return fine_tune(model, training, *rest)
 
-    readers = ("rlhf_core.divergence", "rlhf_core.logprobs", "rlhf_core.scorers")
-    for module in ("rlhf_core.batch", "rlhf_core.ppo.rollout", *readers):
+    readers = ("rlhf_core.evaluation.divergence", "rlhf_core.models.sequence_logprobs", "rlhf_core.models.scorers")
+    for module in ("rlhf_core.models.batch", "rlhf_core.ppo.rollout", *readers):
         monkeypatch.setattr(f"{module}.pad_batch", noting_pad_batch)
     monkeypatch.setattr(rlhf_core.sft, "fine_tune", noting_fine_tune)
     return noted

@@ -16,7 +16,7 @@ from mlflow.tracking import MlflowClient
 from ruamel.yaml import YAML
 
 from rlhf_core import files
-from tasks.state import FINISHED
+from tasks.stage.state import FINISHED
 from tasks.tracking.sender import drain
 
 if TYPE_CHECKING:

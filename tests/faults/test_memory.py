@@ -24,13 +24,13 @@ from rlhf_core.config.reward import RewardConfig
 from rlhf_core.config.sft import SFTConfig
 from rlhf_core.dpo import reference_logprobs, train_dpo
 from rlhf_core.errors import UserError, is_out_of_memory
-from rlhf_core.guarded import GuardedTrainer
-from rlhf_core.memory import Halving, OutOfMemory, attempt
 from rlhf_core.ppo import update
 from rlhf_core.ppo.trainer import PPOTrainer
 from rlhf_core.reward import Comparison, train_reward_model
 from rlhf_core.sft import Demonstration, fine_tune
-from rlhf_core.training import Run
+from rlhf_core.training.memory import Halving, OutOfMemory, attempt
+from rlhf_core.training.run import Run
+from rlhf_core.training.trainer import GuardedTrainer
 
 pytestmark = pytest.mark.faults
 

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from rlhf_core.chat import Conversation, prompt_id
-from tasks.jsonl import write_jsonl
+from rlhf_core.data.chat import Conversation, prompt_id
+from tasks.datasets.jsonl import write_jsonl
 
 if TYPE_CHECKING:
     from tests.conftest import Project

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tasks.progress import Progress
+from tasks.stage.progress import Progress
 
 if TYPE_CHECKING:
     from tests.conftest import Ended, Project, TinyRun

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from mlflow.tracking import MlflowClient
 
-from tasks.progress import Progress
+from tasks.stage.progress import Progress
 from tasks.tracking.sender import drain
 
 if TYPE_CHECKING:

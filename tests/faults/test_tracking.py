@@ -39,7 +39,7 @@ CODE = """
 import json, time
 from pathlib import Path
 from rlhf_core.config.block import Block
-from tasks.stage import run
+from tasks.stage.run import run
 from tasks.tracking.tracker import Tracker
 
 class Toy(Block):

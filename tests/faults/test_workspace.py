@@ -14,13 +14,13 @@ import psutil
 import pytest
 
 from flows import driver, processes
-from flows.doctor import examine
+from flows.commands.doctor import examine
 from flows.graph import read_graph
 from flows.pipeline import pipeline
 from flows.rwlock import sweep
 from flows.stages import PipelineFailed
 from rlhf_core.errors import UserError
-from tasks.locks import FileLock
+from rlhf_core.locks import FileLock
 
 if TYPE_CHECKING:
     from tests.conftest import Project

@@ -27,14 +27,14 @@ from transformers import (
     Qwen3Config,
 )
 
-from rlhf_core.chat import Conversation
 from rlhf_core.config.ppo import PPOConfig
+from rlhf_core.data.chat import Conversation
+from rlhf_core.data.tokenizer import CHAT_TEMPLATE, ROLES
+from rlhf_core.models.scorers import Answers
 from rlhf_core.ppo.actor_critic import ActorCritic
 from rlhf_core.ppo.scoring import ScoreNormalisation
 from rlhf_core.ppo.trainer import PPOTrainer
-from rlhf_core.scorers import Answers
-from rlhf_core.tokenizer import CHAT_TEMPLATE, ROLES
-from rlhf_core.training import Run
+from rlhf_core.training.run import Run
 
 PAD, END = "<|pad|>", "<|end|>"
 VOCABULARY = 60

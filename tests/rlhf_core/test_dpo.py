@@ -21,9 +21,9 @@ from rlhf_core.dpo import (
     reference_logprobs,
     train_dpo,
 )
-from rlhf_core.logprobs import sequence_logprobs
+from rlhf_core.models.sequence_logprobs import sequence_logprobs
 from rlhf_core.reward import Comparison
-from rlhf_core.training import Run
+from rlhf_core.training.run import Run
 
 Build = Callable[..., PreTrainedModel]
 PAD, END, GOOD = 0, 1, 30

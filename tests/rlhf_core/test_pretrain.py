@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from rlhf_core.config.base import PretrainConfig
 from rlhf_core.errors import UserError
 from rlhf_core.pretrain import collate_blocks, pack, pretrain
-from rlhf_core.training import Run
+from rlhf_core.training.run import Run
 
 Build = Callable[..., PreTrainedModel]
 DOCUMENTS = [[5 + (i * k) % 50 for k in range(7 + i % 5)] for i in range(40)]

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedModel
 
-from rlhf_core.batch import pad_batch, sequence_scores
 from rlhf_core.config.lora import LoraSettings
 from rlhf_core.config.reward import RewardConfig
+from rlhf_core.models.batch import pad_batch, sequence_scores
 from rlhf_core.reward import (
     Comparison,
     PairCollator,
@@ -21,7 +21,7 @@ from rlhf_core.reward import (
     score_pairs,
     train_reward_model,
 )
-from rlhf_core.training import Run
+from rlhf_core.training.run import Run
 
 Build = Callable[..., PreTrainedModel]
 PAD, END, GOOD = 0, 1, 30

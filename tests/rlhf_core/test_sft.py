@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from rlhf_core.config.sft import SFTConfig
 from rlhf_core.errors import NonFiniteError
 from rlhf_core.sft import IGNORED, Collator, Demonstration, KeepBest, SFTResult, fine_tune, response_loss
-from rlhf_core.training import NeverStops, Run
+from rlhf_core.training.run import NeverStops, Run
 
 Build = Callable[..., PreTrainedModel]
 MakeRun = Callable[..., Run]

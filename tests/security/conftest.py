@@ -13,8 +13,8 @@ import torch
 from safetensors.torch import save_file
 
 from rlhf_core.config.base import ScratchConfig
-from rlhf_core.models import build_llama, save_checkpoint
-from rlhf_core.tokenizer import train_bpe
+from rlhf_core.data.tokenizer import train_bpe
+from rlhf_core.models.hf import build_llama, save_checkpoint
 
 TEXTS = ["What shall I eat for breakfast?", "Eat some oats and an egg, because they keep you full."] * 4
 SCRATCH = ScratchConfig(vocabulary=300, context=512, layers=1, hidden=16, intermediate=24, heads=2)

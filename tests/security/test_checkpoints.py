@@ -11,7 +11,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer
 
 from rlhf_core.ppo import checkpoint
-from rlhf_core.training import Run, Schedule, trainer_arguments
+from rlhf_core.training.run import Run, Schedule, trainer_arguments
 
 Arm = Callable[..., Path]
 PARTS: dict[str, Callable[[Trainer, str], object]] = {

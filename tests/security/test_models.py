@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from rlhf_core.data.tokenizer import encode_prompt, load_tokenizer
 from rlhf_core.errors import UserError
-from rlhf_core.models import load_causal_lm, load_scalar_model, scalar_model_from
-from rlhf_core.tokenizer import encode_prompt, load_tokenizer
+from rlhf_core.models.hf import load_causal_lm, load_scalar_model, scalar_model_from
 from tests.security.conftest import edit_json
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ import pytest
 from flows.artifacts import metric_rows, report_page
 from tasks.page.inputs import Run, read_run
 from tasks.page.page import render, write_page
-from tests.tasks.report.conftest import write_inputs
+from tests.tasks.page.conftest import write_inputs
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 ATTACKS = [

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from rlhf_core.errors import UserError
+from tasks.datasets.raw import below_raw
+from tasks.datasets.sources import files, huggingface
 from tasks.params.all import Params
 from tasks.params.ingest import FilesParams, HuggingFaceParams
 from tasks.params.loader import parse, read_yaml
-from tasks.raw import below_raw
-from tasks.sources import files, huggingface
 
 if TYPE_CHECKING:
     from tests.conftest import Ended, Project

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from rlhf_core.models import save_checkpoint
-from tasks.interrupts import Interrupts
-from tasks.outputs import Outputs
+from rlhf_core.models.hf import save_checkpoint
 from tasks.params.runtime import RuntimeParams
-from tasks.stage import Common, Stage
+from tasks.stage.interrupts import Interrupts
+from tasks.stage.outputs import Outputs
+from tasks.stage.stage import Common, Stage
 
 TINY: Any = SimpleNamespace(**runpy.run_path(str(Path(__file__).parents[1] / "rlhf_core" / "conftest.py")))
 
@@ -41,6 +41,7 @@ def make_stage(tmp_path: Path) -> Callable[..., Stage[Any]]:
             root=tmp_path,
             params=params,
             common=Common(threads=1, seed=3, long_rows="refuse", runtime=RuntimeParams(tracking=False)),
+            blocks=more.get("blocks", {}),
             state_dir=state,
             outputs=Outputs(tmp_path, outs),
             tracker=None,
@@ -57,6 +58,6 @@ def make_stage(tmp_path: Path) -> Callable[..., Stage[Any]]:
 @pytest.fixture
 def asked() -> list[dict[str, Any]]:
     """Ten prompts of different lengths, as rows of a dataset of prompts."""
-    from rlhf_core.chat import prompt_id
+    from rlhf_core.data.chat import prompt_id
 
     return [{"prompt_id": prompt_id(prompt), "prompt": prompt} for prompt in TINY.tiny_prompts()]

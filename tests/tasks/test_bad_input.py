@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from rlhf_core.chat import prompt_id
+from rlhf_core.data.chat import prompt_id
 
 if TYPE_CHECKING:
     from tests.conftest import Ended, Project

@@ -14,9 +14,9 @@ from safetensors.torch import load_file
 from rlhf_core.config.dpo import DPOConfig
 from rlhf_core.config.lora import LoraSettings
 from rlhf_core.errors import UserError
-from rlhf_core.models import load_causal_lm
+from rlhf_core.models.hf import load_causal_lm
 from tasks import dpo
-from tasks.comparisons import PREFERENCES
+from tasks.training.pairs import PREFERENCES
 
 Rows = list[dict[str, Any]]
 OUTS = ["models/dpo", "metrics/dpo.json", "plots/dpo.csv"]

@@ -10,8 +10,8 @@ import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tasks.evaluate import costs
-from tasks.exam import Marked
-from tasks.results import pick
+from tasks.evaluation.evaluator import ScoredAnswers
+from tasks.evaluation.results import pick
 
 if TYPE_CHECKING:
     from tests.conftest import Ended, Project, TinyRun
@@ -21,8 +21,8 @@ FAMILY = ["sft", "policy", "best_of_1", "best_of_2", "best_of_4", "rejection_sft
 
 
 def test_the_pick_is_the_reward_models_and_the_first_of_equals() -> None:
-    def mark(name: str, rewards: list[float]) -> Marked:
-        return Marked([[1]] * 2, [True] * 2, [name] * 2, rewards, [float(len(name))] * 2, [1] * 2, None)
+    def mark(name: str, rewards: list[float]) -> ScoredAnswers:
+        return ScoredAnswers([[1]] * 2, [True] * 2, [name] * 2, rewards, [float(len(name))] * 2, [1] * 2, None)
 
     picked = pick([mark("a", [1.0, 2.0]), mark("bb", [3.0, 2.0]), mark("ccc", [2.0, 1.0])])
     assert (picked.texts, picked.rewards, picked.gold) == (["bb", "a"], [3.0, 2.0], [2.0, 1.0])

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from rlhf_core.data.tokenizer import ROLES
 from rlhf_core.errors import UserError
-from rlhf_core.tokenizer import ROLES
 from tasks.params import base
 from tasks.params.all import Params
 from tasks.params.loader import parse, read_yaml

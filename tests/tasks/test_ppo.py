@@ -14,10 +14,10 @@ from ruamel.yaml import YAML
 from transformers import AutoModelForCausalLM
 
 from rlhf_core.config.ppo import PPOConfig
-from rlhf_core.models import load_causal_lm, load_scalar_model
+from rlhf_core.models.hf import load_causal_lm, load_scalar_model
 from rlhf_core.ppo.actor_critic import ActorCritic
 from rlhf_core.ppo.trainer import PPOTrainer, Row
-from tasks.policy_loop import load_models
+from tasks.training.ppo_loop import load_models
 
 if TYPE_CHECKING:
     from tests.conftest import Ended, Project

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification
 
-from tasks import comparisons
+from tasks.training import pairs as comparisons
 
 if TYPE_CHECKING:
     from tests.conftest import Ended, Project

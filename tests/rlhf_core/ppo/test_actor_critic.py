@@ -10,8 +10,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
-from rlhf_core.batch import pad_batch, response_logits, state_values
-from rlhf_core.models import load_scalar_model, save_checkpoint, scalar_model_of
+from rlhf_core.models.batch import pad_batch, response_logits, state_values
+from rlhf_core.models.hf import load_scalar_model, save_checkpoint, scalar_model_of
 from rlhf_core.ppo.actor_critic import ActorCritic
 from rlhf_core.ppo.trainer import PPOTrainer
 

@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from rlhf_core.models.masked import masked_log_softmax, masked_mean, masked_sum, masked_var, zero_padding
 from rlhf_core.ppo.advantages import GroupBaseline, compute_gae, compute_group_advantages, whiten
-from rlhf_core.ppo.masked import masked_log_softmax, masked_mean, masked_sum, masked_var, zero_padding
 
 GARBAGE = (float("nan"), float("inf"), float("-inf"), 1e30)
 properties = settings(max_examples=60, deadline=None, derandomize=True)

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from rlhf_core.checkpoints import Checkpoints
 from rlhf_core.ppo import checkpoint
+from rlhf_core.training.checkpoints import Checkpoints
 
 
 def state(step: int) -> dict[str, Any]:

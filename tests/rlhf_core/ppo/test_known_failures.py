@@ -11,9 +11,9 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from rlhf_core.chat import Conversation
+from rlhf_core.data.chat import Conversation
+from rlhf_core.models.scorers import Answers
 from rlhf_core.ppo.trainer import PPOTrainer
-from rlhf_core.scorers import Answers
 
 MakeTrainer = Callable[..., PPOTrainer]
 PAD = 0

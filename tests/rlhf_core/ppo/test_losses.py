@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rlhf_core.ppo.logprobs import logprobs_and_entropy
+from rlhf_core.models.token_logprobs import logprobs_and_entropy
 from rlhf_core.ppo.losses import (
     approx_kl,
     clip_fraction,
@@ -521,8 +521,8 @@ def test_rule_18_no_objective_sees_padding(garbage: float) -> None:
         ]
         return [*losses, *(torch.autograd.grad(loss, batch.logprobs, retain_graph=True)[0] for loss in losses)]
 
-    for clean, spoiled in zip(results(Batch([3, 5], 7)), results(Batch([3, 5], 7, garbage)), strict=True):
-        assert torch.equal(clean, spoiled)
+    for clean, corrupt in zip(results(Batch([3, 5], 7)), results(Batch([3, 5], 7, garbage)), strict=True):
+        assert torch.equal(clean, corrupt)
 
 
 def categorical_kl(theta: Tensor, reference: Tensor) -> Tensor:

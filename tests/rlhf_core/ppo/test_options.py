@@ -9,8 +9,8 @@ import torch
 from pydantic import ValidationError
 from transformers import PreTrainedModel
 
-from rlhf_core.batch import response_logits
 from rlhf_core.errors import NonFiniteError
+from rlhf_core.models.batch import response_logits
 from rlhf_core.ppo.advantages import compute_group_advantages
 from rlhf_core.ppo.kl import StepPrice, full_kl
 from rlhf_core.ppo.objective import Pass, Phase, Prices, losses_of

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import pytest
 from transformers import PreTrainedTokenizerBase
 
-from rlhf_core.batch import pad_batch, response_logits
+from rlhf_core.models.batch import pad_batch, response_logits
 from rlhf_core.ppo.ptx import cut_text
 from rlhf_core.ppo.trainer import PPOTrainer
 

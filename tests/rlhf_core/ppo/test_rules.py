@@ -15,16 +15,16 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from rlhf_core.batch import pad_batch, response_logits, state_values
-from rlhf_core.checkpoints import Checkpoints
+from rlhf_core.models.batch import pad_batch, response_logits, state_values
+from rlhf_core.models.scorers import Answers
+from rlhf_core.models.token_logprobs import logprobs_and_entropy
 from rlhf_core.ppo import checkpoint
 from rlhf_core.ppo.kl import KLKind, estimate_kl
-from rlhf_core.ppo.logprobs import logprobs_and_entropy
 from rlhf_core.ppo.losses import compute_policy_gradient_loss
 from rlhf_core.ppo.objective import Prices
 from rlhf_core.ppo.rewards import shape_rewards
 from rlhf_core.ppo.trainer import PPOTrainer
-from rlhf_core.scorers import Answers
+from rlhf_core.training.checkpoints import Checkpoints
 
 MakeTrainer = Callable[..., PPOTrainer]
 Build = Callable[..., PreTrainedModel]

@@ -11,19 +11,19 @@ import pytest
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from rlhf_core.batch import pad_batch, response_logits, state_values
-from rlhf_core.chat import Conversation
-from rlhf_core.checkpoints import Checkpoints
-from rlhf_core.engines import engine_of
+from rlhf_core.data.chat import Conversation
+from rlhf_core.data.tokenizer import encode_prompt
+from rlhf_core.models.batch import pad_batch, response_logits, state_values
+from rlhf_core.models.scorers import Answers
 from rlhf_core.ppo import checkpoint
 from rlhf_core.ppo import trainer as trainer_module
 from rlhf_core.ppo.actor_critic import ActorCritic
+from rlhf_core.ppo.engines import engine_of
 from rlhf_core.ppo.kl import estimate_kl, full_kl
 from rlhf_core.ppo.objective import Prices
 from rlhf_core.ppo.plan import prompts_of_step
 from rlhf_core.ppo.trainer import PPOTrainer
-from rlhf_core.scorers import Answers
-from rlhf_core.tokenizer import encode_prompt
+from rlhf_core.training.checkpoints import Checkpoints
 
 MakeTrainer = Callable[..., PPOTrainer]
 
@@ -254,13 +254,13 @@ def test_rule_18_what_stands_in_the_padding_changes_no_credit(make_trainer: Make
     rollout = trainer.rollout()
     assert (rollout.mask == 0).any()
     names = ("old_logprobs", "ref_logprobs", "old_values", "engine_logprobs")
-    spoiled = replace(
+    corrupt = replace(
         rollout, **{name: torch.where(rollout.mask.bool(), getattr(rollout, name), garbage) for name in names}
     )
     scores = trainer.score(rollout)
-    clean, other = trainer.assign_credit(rollout, scores), trainer.assign_credit(spoiled, scores)
+    clean, other = trainer.assign_credit(rollout, scores), trainer.assign_credit(corrupt, scores)
     assert equal(vars(clean), vars(other))
-    means = trainer.updater.run(spoiled, other, 0, Prices(0.1, 1.0)).means()
+    means = trainer.updater.run(corrupt, other, 0, Prices(0.1, 1.0)).means()
     fresh = make_trainer()
     rollout = fresh.rollout()
     assert (

@@ -10,9 +10,9 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from rlhf_core.batch import response_logits, state_values
 from rlhf_core.errors import NonFiniteError
-from rlhf_core.ppo.logprobs import logprobs_and_entropy
+from rlhf_core.models.batch import response_logits, state_values
+from rlhf_core.models.token_logprobs import logprobs_and_entropy
 from rlhf_core.ppo.losses import compute_ppo_total_loss
 from rlhf_core.ppo.objective import Phase, Prices
 from rlhf_core.ppo.rollout import Credit, Rollout
@@ -253,9 +253,9 @@ def test_a_loss_that_is_not_finite_makes_no_step(make_trainer: MakeTrainer) -> N
     trainer = make_trainer()
     rollout, credit = experience(trainer)
     before = weights(trainer.models.policy), weights(trainer.models.critic)
-    spoiled = replace(credit, weights=credit.weights * math.nan)
+    corrupt = replace(credit, weights=credit.weights * math.nan)
     with pytest.raises(NonFiniteError, match="lower the learning rate"):
-        trainer.updater.run(rollout, spoiled, 0, PRICES)
+        trainer.updater.run(rollout, corrupt, 0, PRICES)
     assert torch.equal(weights(trainer.models.policy), before[0])
     assert torch.equal(weights(trainer.models.critic), before[1])
 

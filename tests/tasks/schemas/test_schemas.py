@@ -6,9 +6,9 @@ import re
 
 import pytest
 
-from rlhf_core.chat import prompt_id
+from rlhf_core.data.chat import prompt_id
 from rlhf_core.errors import UserError
-from tasks.jsonl import write_jsonl
+from tasks.datasets.jsonl import write_jsonl
 from tasks.schemas.validation import check_heldout_disjoint, is_dataset, load, schema_module, validate
 
 PATHS = [

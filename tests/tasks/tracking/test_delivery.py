@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from mlflow.tracking import MlflowClient
 
-from tasks.locks import FileLock
+from rlhf_core.locks import FileLock
 from tasks.tracking import outbox, runs, sender
 from tasks.tracking.outbox import State
 from tasks.tracking.tracker import PipelineIdentity, Tracker

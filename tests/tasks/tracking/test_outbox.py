@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tasks.locks import FileLock, is_held
+from rlhf_core.locks import FileLock, is_held
 from tasks.tracking import outbox
 from tasks.tracking.outbox import Outbox, State
 from tasks.tracking.tracker import PipelineIdentity, PipelineTracker, flatten

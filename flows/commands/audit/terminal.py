@@ -1,0 +1,110 @@
+"""Formats the findings of an audit as tables and sentences."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from flows.terminal import table
+
+
+def render(found: Mapping[str, Any]) -> str:
+    """The findings for a person."""
+    parts = [
+        f"total variation to π* = π_ref·exp(R/β)/Z (worst of the problems): {found['total_variation']:.4f}",
+        f"bias of the gradient (worst, relative L2): {found['gradient_bias']:.2g}",
+        _problems(found["problems"]),
+        _biases(found["problems"]),
+        _lines("what the settings do to the optimum:", found["remarks"]),
+        _changed(found["changed_keys"]),
+        _refused(found["refused"]),
+    ]
+    return "\n\n".join(filter(None, parts))
+
+
+def _problems(problems: Mapping[str, Mapping[str, Any]]) -> str:
+    head = (
+        "problem",
+        "responses",
+        "TV to π*",
+        "TV at start",
+        "TV to resting point",
+        "KL (of π*)",
+        "reward (of π*)",
+        "β",
+    )
+    rows = [
+        (
+            name,
+            str(one["responses"]),
+            f"{one['total_variation']:.4f}",
+            f"{one['total_variation_of_reference']:.4f}",
+            _number(one["total_variation_to_resting_point"], ".4f"),
+            f"{one['kl']:.3f} ({one['kl_of_optimum']:.3f})",
+            f"{one['reward']:.3f} ({one['reward_of_optimum']:.3f})",
+            f"{one['kl_coef']:.3g}",
+        )
+        for name, one in problems.items()
+    ]
+    resting = (
+        "The resting point is where the settings, entropy bonus, discount and place of the KL included, lead an ideal "
+        "critic; without these it is π*."
+    )
+    return f"{table([head, *rows])}\n{resting}"
+
+
+def _biases(problems: Mapping[str, Mapping[str, Any]]) -> str:
+    rows = [("gradient bias", "at", "critic as it is", "exact critic", "cosine")]
+    for name, one in problems.items():
+        for place, bias in one["gradient_bias"].items():
+            rows.append(
+                (
+                    name,
+                    place.replace("_", " "),
+                    f"{bias['critic']['relative_l2']:.2g}",
+                    f"{bias['exact_critic']['relative_l2']:.2g}",
+                    f"{bias['critic']['cosine']:.4f}",
+                )
+            )
+    return table(rows)
+
+
+def _changed(changed: Mapping[str, Mapping[str, Any]]) -> str:
+    rows = [("changed for the audit", "yours", "audit")]
+    for key, change in changed.items():
+        values = list(change["audit"].values())
+        shown = str(values[0]) if len(set(values)) == 1 else ", ".join(f"{v} ({k})" for k, v in change["audit"].items())
+        rows.append((key, str(change["yours"]), shown))
+    return table(rows)
+
+
+def _refused(refused: list[Mapping[str, Any]]) -> str:
+    rows = [("refused", "TV to π*", "gradient bias", "KL estimated (true)")]
+    for one in refused:
+        measured = one["measured"] or {}
+        kl = f"{measured['kl_estimate']:.2f} ({measured['kl']:.2f})" if measured else "-"
+        rows.append(
+            (
+                _combination(one["combination"]),
+                _number(measured.get("total_variation"), ".3f"),
+                _number(measured.get("gradient_bias"), ".2f"),
+                kl,
+            )
+        )
+    return f"{table(rows)}\n{_lines('why:', _reasons(refused))}"
+
+
+def _reasons(refused: list[Mapping[str, Any]]) -> Iterator[str]:
+    for one in refused:
+        yield f"{_combination(one['combination'])}: {one['reason']}"
+
+
+def _combination(combination: Mapping[str, Any]) -> str:
+    return ", ".join(f"{key}: {value}" for key, value in combination.items())
+
+
+def _number(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)
+
+
+def _lines(title: str, lines: Any) -> str:
+    shown = [f"  {line}" for line in lines]
+    return "\n".join([title, *shown]) if shown else ""

@@ -1,0 +1,150 @@
+"""`leash chat`: what is read from a person or a pipe, and what is printed. How a model answers stands in
+`rlhf_core.inspect.dialogue`."""
+
+import math
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from flows.environment import find_root
+from rlhf_core.errors import UserError
+from rlhf_core.inspect.dialogue import Speaker, load_speaker, require_language_model
+from tasks.params.loader import read_yaml
+from tasks.stage.trust import warn_of_code
+
+HELP = "Ctrl-C stops an answer, /reset forgets the conversation, /quit or Ctrl-D leaves."
+
+
+@dataclass(frozen=True)
+class Rules:
+    """How a conversation goes, and how its answers are sampled."""
+
+    temperature: float
+    max_new_tokens: int
+    seed: int
+    fresh: bool = False
+    """Every message begins a conversation of its own."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.temperature < math.inf:
+            raise UserError(f"--temperature {self.temperature}: give a number above 0")
+
+
+def chat(folder: Path, beside: Path | None, rules: Rules, system: str | None) -> None:
+    """Talk until the input ends. Raises UserError for a folder that holds no language model."""
+    folders = [folder] + ([beside] if beside is not None else [])
+    for path in folders:
+        require_language_model(path, trusted(path))
+    speakers = [
+        load_speaker(path, name, system, trust_remote_code=trusted(path))
+        for path, name in zip(folders, names(folders), strict=True)
+    ]
+    live = sys.stdin.isatty()
+    if live:
+        print(f"{' beside '.join(map(str, folders))}, temperature {rules.temperature:g}. {HELP}", flush=True)
+    talk(speakers, rules, from_terminal() if live else from_pipe(), live)
+
+
+def talk(speakers: list[Speaker], rules: Rules, messages: Iterator[str], live: bool) -> None:
+    """One answer of every speaker to each message. The randomness of an answer depends on the seed and on how many
+    messages came before it, those before a /reset included."""
+    turn = 0
+    for message in messages:
+        if message == "/quit":
+            return
+        if message == "/reset":
+            for speaker in speakers:
+                speaker.reset()
+            note("the conversation is forgotten")
+        elif message.startswith("/") and message.split()[0][1:].isalpha():
+            note(f"{message.split()[0]} is no command. {HELP}")
+        elif message:
+            for speaker in speakers if rules.fresh else ():
+                speaker.reset()
+            respond(speakers, rules, message, turn, live)
+            turn += 1
+
+
+def respond(speakers: list[Speaker], rules: Rules, message: str, turn: int, live: bool) -> None:
+    """Print what each speaker says to the message, with its name where there are two."""
+    width = max(len(speaker.name) for speaker in speakers)
+    for speaker in speakers:
+        try:
+            forgotten = speaker.hear(message, min(rules.max_new_tokens, speaker.context // 2))
+        except UserError as error:
+            note(str(error))
+            continue
+        if forgotten:
+            note(f"{speaker.name}: its context of {speaker.context} tokens is full; the oldest {forgotten} messages go")
+        label = f"{speaker.name:<{width}} | " if len(speakers) > 1 else ""
+        show(speaker.answer((rules.seed, turn), rules.max_new_tokens, rules.temperature), label, live)
+
+
+def show(pieces: Iterator[str], label: str, live: bool) -> None:
+    """Print an answer while it comes. Its lines stand below each other behind a label; Ctrl-C at a terminal ends the
+    answer, not the conversation."""
+    print(label, end="", flush=True)
+    indent = " " * (len(label) - 2) + "| " if label else ""
+    try:
+        for piece in pieces:
+            print(piece.replace("\n", "\n" + indent), end="", flush=True)
+    except KeyboardInterrupt:
+        if not live:
+            raise
+        print(" …", end="")
+    finally:
+        pieces.close()  # type: ignore[attr-defined]
+        print(flush=True)
+
+
+def from_terminal() -> Iterator[str]:
+    """Messages of a person, with line editing and the history of this conversation."""
+    with suppress(ImportError):
+        import readline  # noqa: F401
+    while True:
+        try:
+            yield input("> ").strip()
+        except (EOFError, KeyboardInterrupt):
+            print()
+            return
+
+
+def from_pipe() -> Iterator[str]:
+    """One message a line. Raises UserError for bytes that are no UTF-8."""
+    for number, line in enumerate(sys.stdin.buffer, start=1):
+        try:
+            yield line.decode("utf-8").strip()
+        except UnicodeDecodeError as error:
+            raise UserError(f"standard input, line {number}: not UTF-8 (byte {error.start})") from None
+
+
+def note(text: str) -> None:
+    """One line that no model said, on stderr."""
+    print(f"({text})", file=sys.stderr, flush=True)
+
+
+def names(folders: list[Path]) -> list[str]:
+    """The last part of each path, or as many as it takes to tell them apart."""
+    paths = [folder.expanduser().absolute() for folder in folders]
+    for parts in range(1, max(len(path.parts) for path in paths) + 1):
+        found = ["/".join(path.parts[-parts:]) for path in paths]
+        if len(set(found)) == len(found):
+            return found
+    return [f"{path.name} ({place})" for place, path in enumerate(paths, start=1)]
+
+
+def trusted(folder: Path, warn: Callable[[str], None] = warn_of_code) -> bool:
+    """Whether Python code that the folder brings may run: `trust_remote_code` of the project that both this command
+    and the folder stand in; no elsewhere."""
+    try:
+        root = find_root()
+    except UserError:
+        return False
+    if not folder.expanduser().resolve().is_relative_to(root) or not (root / "params.yaml").is_file():
+        return False
+    if read_yaml(root / "params.yaml").get("trust_remote_code") is not True:
+        return False
+    warn("chat:")
+    return True

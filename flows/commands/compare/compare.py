@@ -1,0 +1,143 @@
+"""The comparison table in the terminal, for several runs: what is printed, and how wide. Which runs a name can mean
+stands in compared.py; the columns are those of the report page."""
+
+import shutil
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from flows.commands.compare.sources import Compared, find
+from flows.terminal import table
+from rlhf_core.errors import UserError
+from tasks.evaluation.comparison_table import Cell, Column, Figures, cells, columns_of, label, models_of
+
+NARROWEST = 60
+LONGEST_NAME = 20
+LONGEST_VALUE = 40
+GAP = 2
+
+
+def compare(root: Path, names: Sequence[str], models: Sequence[str]) -> tuple[dict[str, Any], str]:
+    """(for `--json`, for a terminal) of the runs called `names` (none: this checkout), and of `models` (none: all).
+
+    Raises UserError for a name that means no run or several, and for models that no run has.
+    """
+    runs = [find(root, name) for name in names or ["."]]
+    _require(models, runs)
+    chosen = [_chosen(run, models) for run in runs]
+    width = max(NARROWEST, shutil.get_terminal_size((120, 24)).columns)
+    return _content(runs, chosen), "\n".join(_lines(runs, chosen, width))
+
+
+def _require(models: Sequence[str], runs: Sequence[Compared]) -> None:
+    known = list(dict.fromkeys(name for run in runs for name in models_of(run.evaluation)))
+    if unknown := [name for name in models if name not in known]:
+        raise UserError(f"no run has a model called {', '.join(unknown)}; there are {', '.join(known)}")
+
+
+def _chosen(run: Compared, models: Sequence[str]) -> dict[str, Figures]:
+    return {name: one for name, one in models_of(run.evaluation).items() if not models or name in models}
+
+
+def _content(runs: Sequence[Compared], chosen: Sequence[Mapping[str, Figures]]) -> dict[str, Any]:
+    told = [
+        {
+            "run": run.name,
+            "source": run.source,
+            **{key: run.evaluation.get(key) for key in ("win_rate_judge", "prompts", "seeds")},
+            "models": dict(models),
+        }
+        for run, models in zip(runs, chosen, strict=True)
+    ]
+    return {"runs": told, "parameters": {key: list(values) for key, values in differing(runs)}}
+
+
+def _lines(runs: Sequence[Compared], chosen: Sequence[Mapping[str, Figures]], width: int) -> Iterator[str]:
+    names = _short_names(runs)
+    for name, run in zip(names, runs, strict=True):
+        yield from _prose(f"{name}: {run.source}; {_circumstances(run)}", width)
+    if len({_circumstances(run) for run in runs}) > 1:
+        yield from _prose(
+            "NOTE: the runs differ in judge, prompts or sampling seeds: do not compare their figures", width
+        )
+    everything = {f"{place}/{name}": one for place, models in enumerate(chosen) for name, one in models.items()}
+    for band in _bands(_columns(names, chosen, columns_of(everything)), width, keys=1 + (len(runs) > 1)):
+        yield ""
+        yield table(zip(*band, strict=True))
+    yield ""
+    yield from _prose("[95% interval over prompts; training seeds are not in it]  * best of its run", width)
+    if rows := list(differing(runs)):
+        yield ""
+        yield table([("parameter", *names), *((key, *map(_brief, values)) for key, values in rows)])
+    elif len(runs) > 1 and all(run.params is not None for run in runs):
+        yield "no parameter differs"
+    for name, run in zip(names, runs, strict=True):
+        if run.params is None and len(runs) > 1:
+            yield f"parameters of {name} are not known"
+
+
+def _prose(text: str, width: int) -> list[str]:
+    return textwrap.wrap(text, width, subsequent_indent="  ")
+
+
+def differing(runs: Sequence[Compared]) -> Iterator[tuple[str, tuple[str | None, ...]]]:
+    """Parameters that are not the same in all runs, with a value a run; nothing where one run's are not known."""
+    known = [run.params for run in runs if run.params is not None]
+    if len(known) != len(runs):
+        return
+    for key in dict.fromkeys(key for params in known for key in params):
+        values = tuple(params.get(key) for params in known)
+        if len(set(values)) > 1:
+            yield key, values
+
+
+def _columns(
+    names: Sequence[str], chosen: Sequence[Mapping[str, Figures]], columns: Sequence[Column]
+) -> list[list[str]]:
+    """Columns of text, heading and unit first: run (where there are several), model, then the figures. The runs of one
+    model stand below each other."""
+    models = list(dict.fromkeys(model for one in chosen for model in one))
+    rows = [(place, model) for model in models for place, one in enumerate(chosen) if model in one]
+    heads = [["model", "", *(label(model) for _, model in rows)]]
+    if len(names) > 1:
+        heads.insert(0, ["run", "", *(names[place] for place, _ in rows)])
+    for column in columns:
+        found = [cells(one, column) for one in chosen]
+        heads.append([column.name, column.unit, *(_written(found[place][model]) for place, model in rows)])
+    return heads
+
+
+def _bands(columns: list[list[str]], width: int, keys: int) -> Iterator[list[list[str]]]:
+    """The columns in groups that fit `width`, the first `keys` columns before each group."""
+    widths = [max(map(len, column)) + GAP for column in columns]
+    fixed = sum(widths[:keys])
+    band: list[int] = []
+    for place in range(keys, len(columns)):
+        if band and fixed + sum(widths[other] for other in band) + widths[place] - GAP > width:
+            yield [*columns[:keys], *(columns[other] for other in band)]
+            band = []
+        band.append(place)
+    yield [*columns[:keys], *(columns[other] for other in band)]
+
+
+def _written(cell: Cell) -> str:
+    spread = f" [{cell.low}, {cell.high}]" if cell.low else ""
+    return f"{cell.text}{spread}{' *' if cell.best else ''}"
+
+
+def _short_names(runs: Sequence[Compared]) -> list[str]:
+    """What a run is called in the table; numbered where two would look alike."""
+    short = [run.name if len(run.name) <= LONGEST_NAME else f"…{run.name[1 - LONGEST_NAME :]}" for run in runs]
+    return [name if short.count(name) == 1 else f"{place}: {name}" for place, name in enumerate(short, start=1)]
+
+
+def _circumstances(run: Compared) -> str:
+    e = run.evaluation
+    seeds = ", ".join(map(str, e.get("seeds") or [])) or "not known"
+    return f"judged by {e.get('win_rate_judge', 'nobody')}, {e.get('prompts', '?')} prompts, sampling seeds {seeds}"
+
+
+def _brief(value: str | None) -> str:
+    text = "–" if value is None else value
+    return text if len(text) <= LONGEST_VALUE else f"{text[: LONGEST_VALUE - 1]}…"

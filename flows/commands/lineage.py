@@ -1,0 +1,73 @@
+"""The tree that `leash lineage` prints: every artefact with its hash, the stage and parameters that made it, and
+whether the workspace still holds it. How the tree is found stands in `tasks/records/lineage.py`."""
+
+import shutil
+import textwrap
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tasks.records.lineage import Node
+
+DIGITS = 8
+LONGEST_VALUE = 40
+NARROWEST = 60
+
+
+def show(root: Path, path: Path) -> tuple[dict[str, Any], str]:
+    """(for `--json`, for a terminal). Raises UserError."""
+    from tasks.records.lineage import lineage
+
+    tree = lineage(root, path)
+    width = max(NARROWEST, shutil.get_terminal_size((120, 24)).columns)
+    return tree.as_dict(), "\n".join(_lines(tree, "", "", width, set()))
+
+
+def _lines(node: "Node", first: str, rest: str, width: int, seen: set[str]) -> Iterator[str]:
+    """`first` stands before the node's own line, `rest` before everything below it. What made several artefacts is
+    shown once."""
+    run = _run(node)
+    told = run in seen
+    maker = f"  made by {node.record.stage}{' (see above)' if told else ''}" if node.record else ""
+    yield f"{first}{node.path}  {node.digest[:DIGITS]}  {node.state}{maker}"
+    bar = f"{rest}│ " if node.inputs and not told else f"{rest}  "
+    for line in (*(() if told else _about(node)), *node.notes):
+        yield from textwrap.wrap(line, width, initial_indent=bar, subsequent_indent=f"{bar}  ", break_on_hyphens=False)
+    if told:
+        return
+    if run:
+        seen.add(run)
+    for position, child in enumerate(node.inputs, start=1):
+        last = position == len(node.inputs)
+        branch, below = ("└─ ", "   ") if last else ("├─ ", "│  ")
+        yield from _lines(child, rest + branch, rest + below, width, seen)
+
+
+def _run(node: "Node") -> str:
+    """What tells one execution of a stage from another; empty for what no stage made."""
+    record = node.record
+    return repr((record.stage, record.inputs, record.code, record.params)) if record else ""
+
+
+def _about(node: "Node") -> Iterator[str]:
+    if node.record:
+        yield f"recorded in {node.record.source}"
+        yield compact(node.record.params)
+    if node.code_changed:
+        count = len(node.code_changed)
+        yield f"its code has changed since: {', '.join(node.code_changed[:3])}{f' and {count - 3} more' * (count > 3)}"
+
+
+def compact(params: Mapping[str, Any]) -> str:
+    """`seed=1 ppo.kl.coef=0.1 …`: what is set, long values cut."""
+    return " ".join(f"{name}={value}" for name, value in sorted(_flat(params)))
+
+
+def _flat(params: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, str]]:
+    for name, value in params.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{above}{name}.")
+        elif value not in (None, [], ""):
+            text = str(value).replace(" ", "")
+            yield f"{above}{name}", text if len(text) <= LONGEST_VALUE else f"{text[: LONGEST_VALUE - 1]}…"

@@ -1,0 +1,204 @@
+"""Loads a project's models and prompts and traces one PPO step for one prompt."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from transformers import PreTrainedTokenizerBase
+
+from rlhf_core.config.ppo import PPOConfig
+from rlhf_core.data.chat import Conversation
+from rlhf_core.data.tokenizer import encode_prompt, load_tokenizer
+from rlhf_core.determinism import make_deterministic
+from rlhf_core.errors import UserError
+from rlhf_core.evaluation.judges import RubricJudge
+from rlhf_core.inspect.trace import Trace, trace_step
+from rlhf_core.models.hf import context_length, load_causal_lm, load_scalar_model, place, scalar_head
+from rlhf_core.models.scorers import RewardModelScorer
+from rlhf_core.ppo.actor_critic import ActorCritic
+from rlhf_core.ppo.plan import prompts_of_step
+from rlhf_core.ppo.processes import Processes
+from rlhf_core.ppo.scoring import ScoreNormalisation
+from rlhf_core.ppo.trainer import PPOTrainer
+from tasks.datasets.jsonl import read_jsonl
+from tasks.params.all import Params
+from tasks.params.loader import PARAMS_FILE, parse, read_yaml
+from tasks.stage.trust import warn_of_code
+from tasks.training.ppo_inputs import REWARD, SFT, read_text, starting_critic
+
+POLICY, CRITIC = "models/policy", "models/critic"
+PROMPTS = "data/ingest/ppo_prompts.jsonl"
+Start = Literal["policy", "sft"]
+
+
+@dataclass(frozen=True)
+class Traced:
+    """A trace, and what it was made with."""
+
+    trace: Trace
+    config: PPOConfig
+    start: Start
+    seed: int
+    notes: list[str]
+    """In what the step differs from one of the run, in words."""
+
+
+def trace_prompt(root: Path, text: str, start: Start | None = None, seed: int | None = None) -> Traced:
+    """One PPO step with the settings of params.yaml, in whose batch the prompt stands beside the run's own.
+
+    `start`: models/policy with models/critic, at the place of the schedule where the policy is, or `sft`: step 1. None:
+    the policy where there is one. Raises UserError where models or prompts are missing, and for a prompt that is empty
+    or too long.
+    """
+    if not text.strip():
+        raise UserError("the prompt is empty; give the question, in quotation marks")
+    params = parse(Params, read_yaml(root / PARAMS_FILE), file=PARAMS_FILE)
+    start = start or ("policy" if is_model(root / POLICY) else "sft")
+    _require_models(root, params.ppo, start)
+    seed = params.seed if seed is None else seed
+    make_deterministic(seed, params.threads)
+    if trusted := params.trust_remote_code:
+        warn_of_code("trace:")
+    notes: list[str] = []
+    if start == "policy":
+        notes.append("Adam starts anew here: its moments of the run are not kept beside the models")
+    tokenizer = load_tokenizer(root / SFT, trust_remote_code=trusted)
+    models = _load_models(root, params.ppo, start, seed, trusted, notes)
+    step = _step(root, params.ppo, start, notes)
+    prompt: Conversation = [{"role": "user", "content": text}]
+    prompts, row = _batch(root, params.ppo, prompt, step, seed, tokenizer, context_length(models.policy))
+    trainer = _trainer(root, params.ppo, models, tokenizer, prompts, seed, trusted)
+    trainer.steps_done = step
+    if start == "policy":
+        _take_over_prices(root, trainer, notes)
+    for name, scheduler in trainer.schedulers.items():
+        rate = scheduler.base_lrs[0] * scheduler.lr_lambdas[0](step)
+        trainer.optimizers[name].param_groups[0]["lr"] = rate
+    return Traced(trace_step(trainer, [row])[0], params.ppo, start, seed, notes)
+
+
+def is_model(folder: Path) -> bool:
+    """Whether a model lies there, and not the note of a stage that made none."""
+    return (folder / "config.json").is_file()
+
+
+def _require_models(root: Path, config: PPOConfig, start: Start) -> None:
+    needed = [SFT, REWARD]
+    if start == "policy":
+        needed += [POLICY] + ([CRITIC] if config.has_critic else [])
+    missing = [path for path in needed if not is_model(root / path)]
+    missing += [] if (root / PROMPTS).is_file() else [PROMPTS]
+    if missing:
+        raise UserError(f"{', '.join(missing)}: missing; `leash run select` makes what a trace needs")
+
+
+def _load_models(
+    root: Path, config: PPOConfig, start: Start, seed: int, trusted: bool, notes: list[str]
+) -> ActorCritic:
+    """The models as PPO has them at its start, or as it left them."""
+    policy = load_causal_lm(root / (POLICY if start == "policy" else SFT), trust_remote_code=trusted)
+    sft = load_causal_lm(root / SFT, trust_remote_code=trusted)
+    trained = start == "policy" and config.needs_critic_model
+    critic = (
+        load_scalar_model(root / CRITIC, trust_remote_code=trusted)
+        if trained
+        else starting_critic(root, config, seed, trusted)
+    )
+    models = ActorCritic(config, policy, sft if config.lora is None else None, critic, seed)
+    if start == "policy" and config.lora is not None:
+        models.reference = sft.eval().requires_grad_(False)
+        notes.append("the adapters of the run are folded into models/policy; new ones are trained here")
+    if start == "policy" and models.head is not None:
+        models.head.load_state_dict(
+            scalar_head(load_scalar_model(root / CRITIC, trust_remote_code=trusted)).state_dict()
+        )
+    return models
+
+
+def _step(root: Path, config: PPOConfig, start: Start, notes: list[str]) -> int:
+    """Steps that are done before the traced one: those of the policy, but the last step at most."""
+    if start == "sft":
+        return 0
+    chosen = _read_json(root / "metrics" / "select.json").get("step")
+    done = chosen if isinstance(chosen, int) else config.steps
+    if 0 <= done < config.steps:
+        notes.append(f"models/policy is the snapshot after step {done}, models/critic that of the last step")
+        return done
+    notes.append(f"the run is over after {config.steps} steps; this is its last one once more, from where it ended")
+    return config.steps - 1
+
+
+def _batch(
+    root: Path,
+    config: PPOConfig,
+    prompt: Conversation,
+    step: int,
+    seed: int,
+    tokenizer: PreTrainedTokenizerBase,
+    context: int,
+) -> tuple[list[Conversation], int]:
+    """The run's prompts with the traced one in the place of the step's first, and the row of its (first) answer; as
+    they are, where the step asks it anyway."""
+
+    def too_long(asked: Conversation) -> int:
+        return len(encode_prompt(tokenizer, asked)) + config.max_new_tokens - context
+
+    if (surplus := too_long(prompt)) > 0:
+        raise UserError(f"the prompt is {surplus} tokens too long: {config.max_new_tokens} of {context} are the answer")
+    kept = [row["prompt"] for row in read_jsonl(root / PROMPTS) if too_long(row["prompt"]) <= 0]
+    if not kept:
+        raise UserError(f"{PROMPTS}: no prompt leaves room for an answer; enlarge the context")
+    asked = prompts_of_step(step, config.batch_size // config.samples_per_prompt, len(kept), seed)
+    found = next((place for place, index in enumerate(asked) if kept[index] == prompt), None)
+    if found is None:
+        found = 0
+        kept[asked[0]] = prompt
+    return kept, found * config.samples_per_prompt
+
+
+def _trainer(
+    root: Path,
+    config: PPOConfig,
+    models: ActorCritic,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: list[Conversation],
+    seed: int,
+    trusted: bool,
+) -> PPOTrainer:
+    reward = place(load_scalar_model(root / REWARD, trust_remote_code=trusted), Processes().device)
+    demo = _read_json(root / "metrics" / "ingest.json").get("source") == "demo"
+    return PPOTrainer(
+        config,
+        models,
+        tokenizer=tokenizer,
+        scorer=RewardModelScorer(reward, int(tokenizer.pad_token_id), config.micro_batch_size),
+        normalisation=ScoreNormalisation(reward.config.score_mean, reward.config.score_std),
+        prompts=prompts,
+        seed=seed,
+        judge=RubricJudge() if demo else None,
+        text=read_text(root, config, tokenizer, context_length(models.policy)),
+    )
+
+
+def _take_over_prices(root: Path, trainer: PPOTrainer, notes: list[str]) -> None:
+    """What controllers have learned during the run, as far as it stands on disk."""
+    config = trainer.config
+    if config.kl.controller == "adaptive":
+        coef = _read_json(root / "metrics" / "ppo.json").get("kl_coef_last")
+        if isinstance(coef, float):
+            trainer.controller.coef = coef
+        else:
+            notes.append("metrics/ppo.json does not say where β ended: it starts anew")
+    if config.objective == "kl_penalty":
+        notes.append("the price of a step starts anew")
+    if config.score.scale == "running":
+        notes.append("the running scale of the scores starts anew")
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}

@@ -1,0 +1,204 @@
+"""`leash verify`: are the recorded results those that this code makes from these data? The stages run again in a clone
+with an empty cache, and every output's hash is compared with `dvc.lock`. Nothing of the workspace is changed."""
+
+import shutil
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+from flows import processes
+from flows.commands.verify.clone import environment, temporary_clone
+from flows.graph import read_graph
+from flows.stages import StageCrash, StageUserError, run_stage
+from flows.terminal import table
+from rlhf_core.errors import UserError
+
+Say = Callable[[str, str], None]
+Verdict = Literal["same", "DIFFERS", "differs", "not rebuilt"]
+DIGITS = 8
+OPTIONS = ("--no-run-cache",)
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One output: its hash in `dvc.lock` and in the clone, and the verdict; `inputs` are those that differ, too."""
+
+    stage: str
+    out: str
+    recorded: str
+    rebuilt: str | None
+    verdict: Verdict
+    inputs: tuple[str, ...] = ()
+    exempt: tuple[str, ...] = ()
+    """Why the recorded run was exempt from byte identity."""
+
+    @property
+    def words(self) -> str:
+        """The verdict for a table."""
+        why = f" because its input {', '.join(self.inputs)} differs" if self.inputs else ""
+        why += f" (the recorded run was exempt: {'; '.join(self.exempt)})" if self.exempt else ""
+        return f"{self.verdict}{why}"
+
+
+@dataclass
+class Report:
+    """What a verification found, and on what it ran."""
+
+    findings: list[Finding] = field(default_factory=list)
+    failure: str = ""
+    """Why a stage could not be rebuilt; empty where all could."""
+    users_fault: bool = False
+    cpu: str = ""
+    threads: int | None = None
+    commit: str | None = None
+    dirty: bool = False
+    kept: str = ""
+
+    @property
+    def origins(self) -> list[str]:
+        """The stages that differ though their inputs do not."""
+        return list(dict.fromkeys(finding.stage for finding in self.findings if finding.verdict == "DIFFERS"))
+
+    @property
+    def exit_code(self) -> int:
+        """0 same, 1 differs or failed, 2 a user's error."""
+        if self.users_fault:
+            return 2
+        return 0 if not self.failure and all(finding.verdict == "same" for finding in self.findings) else 1
+
+    def as_dict(self) -> dict[str, Any]:
+        """For `--json`."""
+        return {**asdict(self), "origins": self.origins, "same": self.exit_code == 0}
+
+
+def verify(root: Path, names: Sequence[str], keep: bool, say: Say) -> Report:
+    """Rebuild these stages (none: all) and compare; `say(stage, line)` hears the live lines.
+
+    Raises UserError when dvc.lock is missing or not that of the present code, an input is lost, or the disk is too
+    full. The clone is gone at the end, however that comes, unless `keep`.
+    """
+    from tasks.records.rebuild import fill, plan
+    from tasks.records.recorded import repository
+    from tasks.stage.definition import git_state
+
+    graph = read_graph(root)
+    graph.select(names)
+    stages = [name for name in graph.stages if not names or name in names]
+    report = Report()
+    report.commit, report.dirty = git_state(root)
+    with processes.session(), repository(root) as repo:
+        what = plan(repo, root, stages)
+        _require_room(root, what.bytes_needed)
+        _say_what(report, what.stages, say)
+        with temporary_clone(root, keep) as project:
+            report.kept = str(project) if keep else ""
+            fill(repo, root, project, what)
+            _rebuild(root, project, what, report, say)
+    report.cpu, report.threads = _machine(root)
+    return report
+
+
+def _require_room(root: Path, needed: int) -> None:
+    free = shutil.disk_usage(root).free
+    if free < needed:
+        raise UserError(
+            f"{root}: {needed / 2**30:.1f} GiB are needed for a clone and {free / 2**30:.1f} GiB are free; "
+            "`leash clean` and `dvc gc -w` free some"
+        )
+
+
+def _say_what(report: Report, stages: Sequence[str], say: Say) -> None:
+    commit = (report.commit or "no commit")[:DIGITS]
+    tree = f"{commit} with the changes that lie here" if report.dirty else commit
+    say("", f"rebuilding {', '.join(stages)} from nothing, in a clone of {tree}")
+
+
+def _rebuild(root: Path, project: Path, what: Any, report: Report, say: Say) -> None:
+    """Run the stages one after another; the first that fails ends it, and the rest is not rebuilt."""
+    variables = environment(project)
+    for name in what.stages:
+        record = what.records[name]
+        if report.failure:
+            report.findings += [Finding(name, out, value, None, "not rebuilt") for out, value in record.outs.items()]
+            continue
+        say(name, "begins")
+        try:
+            outcome = run_stage(project, name, False, None, partial(say, name), OPTIONS, variables)
+        except (StageUserError, StageCrash) as error:
+            report.failure, report.users_fault = str(error), isinstance(error, StageUserError)
+            report.findings += [Finding(name, out, value, None, "not rebuilt") for out, value in record.outs.items()]
+            continue
+        found = _compare(root, project, record)
+        report.findings += found
+        same = all(finding.verdict == "same" for finding in found)
+        say(name, f"rebuilt in {outcome.seconds:.0f} s: {'the same bytes' if same else 'DIFFERS'}")
+
+
+def _compare(root: Path, project: Path, record: Any) -> list[Finding]:
+    """Each output of the stage against its record."""
+    from tasks.records.recorded import recorded
+
+    rebuilt = recorded(project)[record.stage]
+    other = tuple(path for path, value in record.inputs.items() if rebuilt.inputs.get(path) != value)
+    exempt = _exemptions(root, record)
+    findings = []
+    for out, value in record.outs.items():
+        now = rebuilt.outs.get(out)
+        if now == value:
+            findings.append(Finding(record.stage, out, value, now, "same"))
+        else:
+            verdict: Verdict = "differs" if other else "DIFFERS"
+            findings.append(Finding(record.stage, out, value, now, verdict, other, exempt))
+    return findings
+
+
+def _exemptions(root: Path, record: Any) -> tuple[str, ...]:
+    """Why the run behind these models was exempt from byte identity, as their provenance says."""
+    from tasks.stage.provenance import read
+
+    said: dict[str, None] = {}
+    for out in record.outs:
+        own = read(root / out) if (root / out).is_dir() else None
+        said |= dict.fromkeys(own["exemptions"]) if own else {}
+    return tuple(said)
+
+
+def _machine(root: Path) -> tuple[str, int | None]:
+    """(the instruction set that torch uses here, `threads` of params.yaml)."""
+    import torch
+
+    from tasks.params.loader import read_yaml
+
+    threads = None
+    with suppress(UserError):
+        threads = read_yaml(root / "params.yaml").get("threads")
+    return str(torch.backends.cpu.get_cpu_capability()), threads if isinstance(threads, int) else None
+
+
+def render(report: Report) -> str:
+    """The table, and one line that sums it up."""
+    rows = [
+        (one.stage, one.out, one.recorded[:DIGITS], (one.rebuilt or "-")[:DIGITS], one.words) for one in report.findings
+    ]
+    lines = [table([("stage", "out", "recorded", "rebuilt", "verdict"), *rows]), "", _summary(report)]
+    if report.kept:
+        lines.append(f"the clone is kept: {report.kept} (`leash clean` removes it)")
+    return "\n".join(lines)
+
+
+def _summary(report: Report) -> str:
+    threads = f", {report.threads} threads" if report.threads else ""
+    machine = f"CPU capability {report.cpu}{threads}"
+    stages = len({finding.stage for finding in report.findings})
+    if report.failure:
+        return f"not verified: {report.failure} ({machine})"
+    different = [finding for finding in report.findings if finding.verdict != "same"]
+    if not different:
+        return f"same: all {len(report.findings)} outs of {stages} stages have the recorded bytes ({machine})"
+    return (
+        f"DIFFERS: {len(different)} of {len(report.findings)} outs; first in {', '.join(report.origins)} ({machine}; "
+        "another type of CPU may give other last bits)"
+    )

@@ -1,0 +1,161 @@
+"""Tokenizers: training one from scratch, making sure of pad, eos and chat template, and text ↔ token ids.
+
+Nothing here knows a model. Prompts become ids in one place only (`encode_prompt`), answers in one place only
+(`encode_response`), so that SFT, reward model, PPO and evaluation see the same tokens. Texts that spell control tokens
+are the business of `control_tokens.py`.
+"""
+
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from jinja2 import TemplateError
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from rlhf_core.data.chat import Conversation
+from rlhf_core.data.control_tokens import chat_ids, text_ids
+from rlhf_core.errors import UserError
+from rlhf_core.models.loading import loading
+
+ROLES = ("<|system|>", "<|user|>", "<|assistant|>")
+PROBE: Conversation = [{"role": "user", "content": "Good morning."}]
+"""A conversation that every chat template must render."""
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ '<|' + message['role'] + '|>' + message['content'] + eos_token }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+
+
+def train_bpe(
+    texts: Iterable[str], vocabulary: int, pad_token: str, eos_token: str, context: int
+) -> PreTrainedTokenizerFast:
+    """A byte-level BPE tokenizer with pad, eos, role tokens and a chat template. Equal texts give equal bytes.
+
+    `context` is the longest sequence in tokens. Every text can be encoded: bytes are the alphabet.
+    """
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocabulary,
+        special_tokens=[pad_token, eos_token, *ROLES],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token=pad_token,
+        eos_token=eos_token,
+        additional_special_tokens=list(ROLES),
+        chat_template=CHAT_TEMPLATE,
+        model_max_length=context,
+        padding_side="left",
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def load_tokenizer(path: str | Path, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
+    """The tokenizer of a model folder, checked by `require_usable`; `trust_remote_code` lets its own code run."""
+    return require_usable(read_tokenizer(path, trust_remote_code=trust_remote_code))
+
+
+def read_tokenizer(
+    path: str | Path, revision: str | None = None, *, trust_remote_code: bool = False
+) -> PreTrainedTokenizerBase:
+    """The tokenizer of a model folder or hub id as it is, for `complete`. Raises UserError, see `loading`."""
+    with loading(path):
+        return AutoTokenizer.from_pretrained(str(path), revision=revision, trust_remote_code=trust_remote_code)
+
+
+def complete(tokenizer: PreTrainedTokenizerBase, pad_token: str) -> tuple[PreTrainedTokenizerBase, list[str]]:
+    """Add what a pretrained tokenizer lacks: a pad token of its own and a chat template.
+
+    Returns the tokenizer and what was repaired, in words, for the log. Raises UserError without an eos token.
+    """
+    repairs = []
+    if tokenizer.eos_token_id is None:
+        raise UserError(f"{tokenizer.name_or_path}: the tokenizer has no eos token; a response could never end")
+    if tokenizer.pad_token_id is None or tokenizer.pad_token_id == tokenizer.eos_token_id:
+        tokenizer.add_special_tokens({"pad_token": pad_token})
+        repairs.append(f"pad token set to {pad_token}")
+    if not tokenizer.chat_template:
+        tokenizer.add_special_tokens({"additional_special_tokens": list(ROLES)})
+        tokenizer.chat_template = CHAT_TEMPLATE
+        repairs.append("chat template added")
+    tokenizer.padding_side = "left"
+    return require_usable(tokenizer), repairs
+
+
+def require_usable(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
+    """The tokenizer itself. Raises UserError when pad or eos is missing, when they are the same, or without a chat
+    template."""
+    name = tokenizer.name_or_path
+    if tokenizer.eos_token_id is None or tokenizer.pad_token_id is None:
+        raise UserError(f"{name}: the tokenizer needs an eos and a pad token; run the stage `base` to add them")
+    if tokenizer.pad_token_id == tokenizer.eos_token_id:
+        raise UserError(
+            f"{name}: pad token equals eos token ({tokenizer.eos_token!r}): the model could not learn to stop; "
+            "give the tokenizer a pad token of its own"
+        )
+    if not tokenizer.chat_template:
+        raise UserError(f"{name}: the tokenizer has no chat template; run the stage `base` to add one")
+    with rendering(tokenizer):
+        tokenizer.apply_chat_template(PROBE, add_generation_prompt=True, tokenize=False)
+    return tokenizer
+
+
+@contextmanager
+def rendering(tokenizer: PreTrainedTokenizerBase) -> Iterator[None]:
+    """A chat template is a program of whoever made it: transformers runs it in jinja's sandbox. Raises UserError for
+    what the sandbox forbids, and for a template that fails."""
+    try:
+        yield
+    except (TemplateError, ArithmeticError, LookupError, MemoryError, RecursionError, TypeError, ValueError) as error:
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise UserError(
+            f"{tokenizer.name_or_path}: its chat template fails ({reason}); mend chat_template.jinja, or remove it for "
+            "the one that the stage `base` adds"
+        ) from None
+
+
+def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: Conversation) -> list[int]:
+    """Token ids of a conversation up to the place where the assistant's answer begins.
+
+    Control tokens are those that the template writes; what a message spells is text. Raises UserError, see `chat_ids`.
+    """
+    with rendering(tokenizer):
+        return chat_ids(tokenizer, prompt)
+
+
+def encode_response(tokenizer: PreTrainedTokenizerBase, response: str, ended: bool = True) -> list[int]:
+    """Token ids of an answer, closed by the end-of-sequence token when it `ended`; what it spells is text."""
+    ids = text_ids(tokenizer, response)
+    return [*ids, tokenizer.eos_token_id] if ended else ids
+
+
+def stop_ids(tokenizer: PreTrainedTokenizerBase, stop_tokens: Sequence[str]) -> frozenset[int]:
+    """The tokens that end a response: end-of-sequence, and those with these texts.
+
+    Raises UserError for a text that is not exactly one token of the tokenizer.
+    """
+    ids = {int(tokenizer.eos_token_id)}
+    for text in stop_tokens:
+        found = tokenizer(text, add_special_tokens=False)["input_ids"]
+        if len(found) != 1 or found[0] == tokenizer.unk_token_id:
+            count = "no token" if len(found) == 1 else f"{len(found)} tokens"
+            whose = f"the tokenizer {tokenizer.name_or_path}".rstrip()
+            raise UserError(f"stop_tokens: {text!r} is {count} of {whose}; name texts of exactly one token")
+        ids.add(int(found[0]))
+    return frozenset(ids)
+
+
+def decode_response(
+    tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], stop_ids: Collection[int] = frozenset()
+) -> str:
+    """The answer as text, without special tokens, outer white space, and the stop token that closes it."""
+    if ids and ids[-1] in stop_ids:
+        ids = ids[:-1]
+    return str(tokenizer.decode(list(ids), skip_special_tokens=True)).strip()

@@ -1,0 +1,140 @@
+"""Judges, which score answers in place of a person, and simulated annotators, who choose by such scores.
+
+A judge sees text and returns numbers; how it gets them (a rule, a model, a person) is its own affair. No files, no
+tokens, no training here.
+"""
+
+import hashlib
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from typing import Protocol
+
+from rlhf_core.data.chat import Conversation
+from rlhf_core.demo.rubric import gold_score
+from rlhf_core.errors import UserError
+
+TIE = 1e-9
+
+
+class Judge(Protocol):
+    """Scores answers; higher is better, and only differences mean anything."""
+
+    @property
+    def name(self) -> str:
+        """Whose scores these are, as tables and pictures say it."""
+        ...
+
+    def score(self, prompts: Sequence[Conversation], responses: Sequence[str]) -> list[float]:
+        """One score for each prompt and its response. Raises ValueError where the lengths differ."""
+        ...
+
+
+@dataclass(frozen=True)
+class RubricJudge:
+    """The demo world's rubric, on the last user message of the conversation."""
+
+    name: str = "gold rubric (simulated)"
+
+    def score(self, prompts: Sequence[Conversation], responses: Sequence[str]) -> list[float]:
+        """The gold score of each response, from -3 to 6."""
+        return [
+            gold_score(_last_user_message(prompt), response)
+            for prompt, response in zip(prompts, responses, strict=True)
+        ]
+
+
+@dataclass(frozen=True)
+class PairChoice:
+    """Which of two responses (indexes into the list that was judged) was chosen, and whether their scores agree."""
+
+    chosen: int
+    rejected: int
+    agrees: bool
+
+
+@dataclass(frozen=True)
+class RankedPairs:
+    """All pairs of one prompt's responses that yielded a preference, and how many did not, by cause."""
+
+    pairs: list[PairChoice]
+    ties: int
+    identical: int
+
+
+@dataclass(frozen=True)
+class NoisyAnnotators:
+    """Simulated annotators: Bradley-Terry choices by a judge's scores, some of them flipped by mistake.
+
+    P(a over b) = sigmoid((score_a - score_b) / temperature); temperature 0 always takes the higher score. Then the
+    choice is turned round with probability `flip_rate`. It depends on the seed and its key, not on the order of calls.
+    """
+
+    judge: Judge
+    temperature: float
+    flip_rate: float
+    seed: int
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.temperature) and self.temperature >= 0):
+            raise UserError(f"the annotators' temperature must be a finite number >= 0, not {self.temperature}")
+        if not 0 <= self.flip_rate <= 1:
+            raise UserError(f"the annotators' flip rate must be between 0 and 1, not {self.flip_rate}")
+
+    def prefer(self, prompt: Conversation, a: str, b: str, key: tuple[int, ...]) -> bool | None:
+        """True where `a` is chosen, False where `b` is, None for a tie (scores within 1e-9)."""
+        score_a, score_b = self.judge.score([prompt, prompt], [a, b])
+        return self.choose(score_a, score_b, key)
+
+    def choose(self, score_a: float, score_b: float, key: tuple[int, ...]) -> bool | None:
+        """`prefer` on scores that are already known."""
+        if abs(score_a - score_b) <= TIE:
+            return None
+        choice, mistake = _uniforms(self.seed, key)
+        if self.temperature == 0:
+            prefers_a = score_a > score_b
+        else:
+            prefers_a = choice < _sigmoid((score_a - score_b) / self.temperature)
+        return prefers_a != (mistake < self.flip_rate)
+
+
+def all_pairs(
+    prompt: Conversation, responses: Sequence[str], annotators: NoisyAnnotators, key: tuple[int, ...]
+) -> RankedPairs:
+    """The annotators' choice between every two of k responses to one prompt: at most k(k-1)/2 pairs, in index order.
+
+    `key` must differ between prompts; the indexes of a pair are added to it. Equal texts and equal scores give no pair.
+    """
+    scores = annotators.judge.score([prompt] * len(responses), responses)
+    pairs: list[PairChoice] = []
+    ties = identical = 0
+    for i, j in combinations(range(len(responses)), 2):
+        if responses[i] == responses[j]:
+            identical += 1
+            continue
+        first = annotators.choose(scores[i], scores[j], (*key, i, j))
+        if first is None:
+            ties += 1
+            continue
+        chosen, rejected = (i, j) if first else (j, i)
+        pairs.append(PairChoice(chosen, rejected, agrees=scores[chosen] > scores[rejected]))
+    return RankedPairs(pairs, ties, identical)
+
+
+def _last_user_message(prompt: Conversation) -> str:
+    return next((message["content"] for message in reversed(prompt) if message["role"] == "user"), "")
+
+
+def _uniforms(seed: int, key: tuple[int, ...]) -> tuple[float, float]:
+    """Two independent numbers in [0, 1) that are a function of seed and key (53 bits each of a SHA-256)."""
+    digest = hashlib.sha256(",".join(map(str, (seed, *key))).encode()).digest()
+    first, second = (int.from_bytes(digest[at : at + 8], "big") >> 11 for at in (0, 8))
+    return first / 2**53, second / 2**53
+
+
+def _sigmoid(x: float) -> float:
+    """1 / (1 + exp(-x)) without overflow."""
+    if x >= 0:
+        return 1 / (1 + math.exp(-x))
+    return math.exp(x) / (1 + math.exp(x))

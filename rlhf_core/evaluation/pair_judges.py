@@ -1,0 +1,130 @@
+"""Judges that are shown two answers and say which is better, and what asking them in both orders tells.
+
+A pair judge sees which answer stands first, and may be swayed by it: `both_orders` asks twice, averages, and measures
+it. Judges that score one answer at a time are in `judges.py`, a language model as a pair judge in `judge_model.py`.
+"""
+
+import hashlib
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from rlhf_core.data.chat import Conversation, canonical
+from rlhf_core.errors import UserError
+from rlhf_core.evaluation.judges import NoisyAnnotators
+
+
+class PairJudge(Protocol):
+    """Says which of two answers to a prompt is better."""
+
+    @property
+    def name(self) -> str:
+        """Whose preferences these are, as tables and pictures say it."""
+        ...
+
+    def prefer(self, prompts: Sequence[Conversation], firsts: Sequence[str], seconds: Sequence[str]) -> list[float]:
+        """1 where the answer shown first is better, ½ for a tie, 0 where the second is; [pairs].
+
+        Raises ValueError where the lengths differ.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class SimulatedAnnotators:
+    """Simulated annotators as a pair judge: a stand-in for people, made to test what is measured of a judge.
+
+    With probability 2·|position_bias| an annotator does not read and takes the answer shown first (shown second, for a
+    bias below 0); otherwise the choice is that of `annotators`. The share of wins of the first shown is then ½ +
+    position_bias, over both orders. A verdict depends on the annotators' seed, the prompt and the two texts in the
+    order shown, on nothing else: the other order is another reading.
+    """
+
+    annotators: NoisyAnnotators
+    position_bias: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.position_bias) and abs(self.position_bias) <= 0.5):
+            raise UserError(f"the annotators' position bias must be between -0.5 and 0.5, not {self.position_bias}")
+
+    @property
+    def name(self) -> str:
+        """Says that they are simulated."""
+        return f"simulated annotators ({self.annotators.judge.name})"
+
+    def prefer(self, prompts: Sequence[Conversation], firsts: Sequence[str], seconds: Sequence[str]) -> list[float]:
+        """See `PairJudge`."""
+        scores = (self.annotators.judge.score(prompts, answers) for answers in (firsts, seconds))
+        rows = zip(prompts, firsts, seconds, *scores, strict=True)
+        return [self._verdict(a, b, _reading(prompt, first, second)) for prompt, first, second, a, b in rows]
+
+    def _verdict(self, score_first: float, score_second: float, reading: bytes) -> float:
+        key = int.from_bytes(reading[:16], "big")
+        unread = hashlib.sha256(b"%d," % self.annotators.seed + reading).digest()
+        if (int.from_bytes(unread[:8], "big") >> 11) / 2**53 < 2 * abs(self.position_bias):
+            return float(self.position_bias > 0)
+        choice = self.annotators.choose(score_first, score_second, (key,))
+        return 0.5 if choice is None else float(choice)
+
+
+@dataclass(frozen=True)
+class Remembering:
+    """A pair judge that is asked about each pair once, however often the pair comes up: a language model's time is
+    dear."""
+
+    judge: PairJudge
+    known: dict[tuple[bytes, str, str], float] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        """The judge's."""
+        return self.judge.name
+
+    def prefer(self, prompts: Sequence[Conversation], firsts: Sequence[str], seconds: Sequence[str]) -> list[float]:
+        """See `PairJudge`."""
+        keys = [(canonical(p), a, b) for p, a, b in zip(prompts, firsts, seconds, strict=True)]
+        new = {key: i for i, key in enumerate(keys) if key not in self.known}
+        if new:
+            places = list(new.values())
+            said = self.judge.prefer(
+                [prompts[i] for i in places], [firsts[i] for i in places], [seconds[i] for i in places]
+            )
+            self.known.update(zip(new, said, strict=True))
+        return [self.known[key] for key in keys]
+
+
+@dataclass(frozen=True)
+class BothOrders:
+    """What a pair judge says of pairs (a, b), each shown as a–b and as b–a."""
+
+    preference: list[float]
+    """[pairs], how far b is preferred to a, averaged over both orders: 0, ¼, ½, ¾ or 1."""
+    position_bias: float
+    """Share of wins of the answer shown first, over both orders, minus ½: 0 for a judge that order does not sway."""
+    self_agreement: float
+    """Share of pairs with the same verdict in both orders."""
+
+    @property
+    def pairs(self) -> int:
+        """How many pairs were judged, each twice."""
+        return len(self.preference)
+
+
+def both_orders(judge: PairJudge, prompts: Sequence[Conversation], a: Sequence[str], b: Sequence[str]) -> BothOrders:
+    """Ask `judge` about each pair twice, once in each order (Zheng et al. 2023). Raises ValueError without pairs."""
+    if not prompts:
+        raise ValueError("a judge needs at least one pair")
+    a_first, b_first = judge.prefer(prompts, a, b), judge.prefer(prompts, b, a)
+    verdicts = list(zip(a_first, b_first, strict=True))
+    return BothOrders(
+        preference=[(1 - a_won + b_won) / 2 for a_won, b_won in verdicts],
+        position_bias=sum(a_first + b_first) / (2 * len(verdicts)) - 0.5,
+        self_agreement=sum(a_won == 1 - b_won for a_won, b_won in verdicts) / len(verdicts),
+    )
+
+
+def _reading(prompt: Conversation, first: str, second: str) -> bytes:
+    """32 bytes that stand for a prompt and two answers in this order."""
+    parts = (canonical(prompt), *(text.encode("utf-8", "surrogatepass") for text in (first, second)))
+    return hashlib.sha256(b"".join(hashlib.sha256(part).digest() for part in parts)).digest()

@@ -1,0 +1,171 @@
+"""The bias of the gradient: what the product's credit and loss give in expectation over all responses, beside the exact
+gradient of J = E[R] − β·KL(π ‖ π_ref). No optimiser step is made here."""
+
+from collections import defaultdict
+from dataclasses import dataclass, replace
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from rlhf_core.config.ppo import PPOConfig
+from rlhf_core.inspect.audit.exact import batch_of, token_logprobs
+from rlhf_core.inspect.audit.problems import Problem, Response
+from rlhf_core.models.masked import zero_padding
+from rlhf_core.ppo.credit import estimate_advantages, token_rewards
+from rlhf_core.ppo.objective import Pass, Phase, Prices, losses_of
+from rlhf_core.ppo.rollout import Credit, Rollout, Scores
+from rlhf_core.ppo.trainer import PPOTrainer
+
+
+@dataclass(frozen=True)
+class Bias:
+    """How far an expected gradient is from the true one."""
+
+    cosine: float
+    relative_l2: float
+    """‖g − g*‖ / ‖g*‖."""
+
+    @classmethod
+    def of(cls, gradient: Float[Tensor, "parameters"], true: Float[Tensor, "parameters"]) -> "Bias":
+        """Compare two gradients."""
+        cosine = torch.nn.functional.cosine_similarity(gradient, true, dim=0)
+        return cls(cosine.item(), ((gradient - true).norm() / true.norm()).item())
+
+
+def gradient_bias(trainer: PPOTrainer, problem: Problem) -> dict[str, Bias]:
+    """Of the present policy, before any step away from it: with the critic as it is (`critic`), and with one that
+    knows the expected return of every state (`exact_critic`; the same where there is no critic)."""
+    rollout, chances = every_response(trainer, problem)
+    scores = trainer.score(rollout)
+    true = true_gradient(trainer, problem, scores.used[: len(problem.responses)])
+    returns = expected_returns(rollout, trainer.config, scores, trainer.controller.coef, chances)
+    known = replace(rollout, old_values=returns) if trainer.models.has_critic else rollout
+    return {
+        name: Bias.of(expected_gradient(trainer, seen, scores, chances), true)
+        for name, seen in (("critic", rollout), ("exact_critic", known))
+    }
+
+
+@torch.no_grad()
+def every_response(trainer: PPOTrainer, problem: Problem) -> tuple[Rollout, Float[Tensor, "batch"]]:
+    """Each response once, as the trainer would have sampled it, and its probability under the policy."""
+    models, temperature, device = trainer.models, trainer.config.temperature, trainer.models.policy.device
+    batch = batch_of(problem, device)
+    old = token_logprobs(models.policy, problem, temperature)
+    with models.as_reference() as reference:
+        ref_logprobs = token_logprobs(reference, problem, temperature)
+    rows, end = len(problem.responses), problem.tokenizer.eos_token_id
+    rollout = Rollout(
+        prompts=[problem.prompt] * rows,
+        prompt_ids=[problem.prompt_ids] * rows,
+        response_ids=[list(response) for response in problem.responses],
+        texts=[""] * rows,
+        ended=torch.tensor([response[-1] == end for response in problem.responses], device=device),
+        mask=batch.mask,
+        engine_logprobs=old,
+        old_logprobs=old,
+        ref_logprobs=ref_logprobs,
+        ref_kl=torch.zeros_like(old),
+        old_values=zero_padding(models.forward(batch)[1], batch.mask),
+    )
+    return rollout, old.double().sum(dim=1).exp()
+
+
+def true_gradient(
+    trainer: PPOTrainer, problem: Problem, scores: Float[Tensor, "responses"]
+) -> Float[Tensor, "parameters"]:
+    """∇ −(E[R] − β·KL(π ‖ π_ref)) by autograd through the exact probabilities of all responses."""
+    temperature = trainer.config.temperature
+    with torch.no_grad(), trainer.models.as_reference() as model:
+        reference = token_logprobs(model, problem, temperature).double().sum(dim=1)
+    logprobs = token_logprobs(trainer.models.policy, problem, temperature).double().sum(dim=1)
+    objective = (logprobs.exp() * (scores.double() - trainer.controller.coef * (logprobs - reference))).sum()
+    return _flat(torch.autograd.grad(-objective, _parameters(trainer), allow_unused=True), trainer)
+
+
+def expected_gradient(
+    trainer: PPOTrainer, rollout: Rollout, scores: Scores, chances: Float[Tensor, "batch"]
+) -> Float[Tensor, "parameters"]:
+    """Σ π(response)·∇loss(response), each loss from `objective.losses_of`, without the critic's term. Whitening is that
+    of an infinite batch, and its scale is taken out again, as is that of GRPO."""
+    credit, deviation = expected_credit(trainer, rollout, scores, chances)
+    total = torch.zeros(sum(parameter.numel() for parameter in _parameters(trainer)), dtype=torch.float64)
+    for row, chance in enumerate(chances.tolist()):
+        gradient = torch.autograd.grad(
+            policy_part(trainer, rollout, credit, row), _parameters(trainer), allow_unused=True
+        )
+        total += chance * _flat(gradient, trainer)
+    return total * credit.scale * deviation
+
+
+def expected_credit(
+    trainer: PPOTrainer, rollout: Rollout, scores: Scores, chances: Float[Tensor, "batch"]
+) -> tuple[Credit, float]:
+    """The credit of each response in an infinite batch: baselines and whitening count every response as often as it
+    occurs, not once. Beside it what GRPO divided the advantages by (1 for the others), which no KL in the loss is
+    divided by."""
+    config, mask = trainer.config, rollout.mask
+    kl, rewards = token_rewards(rollout, scores, config, trainer.controller.coef)
+    if trainer.models.has_critic:
+        advantages, returns = estimate_advantages(rewards, rollout, config)
+        group = 1.0
+    else:
+        returns = rewards.sum(dim=1, keepdim=True) * mask
+        whole = rewards.sum(dim=1).double()
+        centred = whole - (chances * whole).sum() / chances.sum()
+        group = ((chances * centred**2).sum() / chances.sum()).sqrt().item() if config.advantage == "grpo" else 1.0
+        advantages = ((centred / group)[:, None] * mask.double()).float()
+    if not config.whiten_advantages:
+        return Credit(kl, rewards, advantages, returns, advantages, scale=1.0), group
+    weight = chances[:, None] * mask.double()
+    mean = (weight * advantages).sum() / weight.sum()
+    deviation = ((weight * (advantages - mean) ** 2).sum() / weight.sum()).sqrt().clamp(min=1e-4)
+    white = ((advantages - mean) / deviation * mask).float()
+    return Credit(kl, rewards, advantages, returns, white, deviation.item()), group
+
+
+def expected_returns(
+    rollout: Rollout, config: PPOConfig, scores: Scores, kl_coef: float, chances: Float[Tensor, "batch"]
+) -> Float[Tensor, "batch time"]:
+    """The discounted return that is expected from each state, over all responses that pass through it; 0 on
+    padding."""
+    _, rewards = token_rewards(rollout, scores, config, kl_coef)
+    returns, later = torch.zeros_like(rewards), torch.zeros_like(rewards[:, 0])
+    for t in reversed(range(rewards.shape[1])):
+        later = rewards[:, t] + config.gamma * later
+        returns[:, t] = later
+    sums: dict[Response, float] = defaultdict(float)
+    mass: dict[Response, float] = defaultdict(float)
+    places = [(row, t) for row, ids in enumerate(rollout.response_ids) for t in range(len(ids))]
+    for row, t in places:
+        prefix = tuple(rollout.response_ids[row][:t])
+        sums[prefix] += chances[row].item() * returns[row, t].item()
+        mass[prefix] += chances[row].item()
+    values = torch.zeros_like(returns)
+    for row, t in places:
+        prefix = tuple(rollout.response_ids[row][:t])
+        values[row, t] = sums[prefix] / max(mass[prefix], 1e-300)
+    return values
+
+
+def policy_part(trainer: PPOTrainer, rollout: Rollout, credit: Credit, row: int) -> Float[Tensor, ""]:
+    """What one response adds to the loss, without the critic's term, once every warm-up is over."""
+    config, past_all_warmups = trainer.config, trainer.config.steps
+    forward = Pass.over([row], rollout, credit, trainer.models, config.temperature, trainer.pad_id)
+    prices = Prices(trainer.controller.coef, trainer.step_price.coef)
+    losses = losses_of(forward, config, Phase.of(config, past_all_warmups), prices, trainer.models)
+    return losses["total_loss"] - (config.vf_coef * losses["value_loss"] if config.has_critic else 0.0)
+
+
+def _parameters(trainer: PPOTrainer) -> list[torch.nn.Parameter]:
+    return trainer.models.trained()["policy"]
+
+
+def _flat(gradients: tuple[Tensor | None, ...], trainer: PPOTrainer) -> Float[Tensor, "parameters"]:
+    """One vector in float64; parameters that took no part count as 0."""
+    parts = [
+        torch.zeros(parameter.numel()) if gradient is None else gradient.flatten().cpu()
+        for gradient, parameter in zip(gradients, _parameters(trainer), strict=True)
+    ]
+    return torch.cat(parts).double()

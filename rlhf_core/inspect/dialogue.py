@@ -1,0 +1,165 @@
+"""Talking to a model: a conversation that grows turn by turn within the model's context, and answers as pieces of text
+while they are sampled. Sampling is `sampling.py`'s; nothing is printed here."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from rlhf_core.data.chat import Conversation
+from rlhf_core.data.tokenizer import PROBE, decode_response, encode_prompt, read_tokenizer
+from rlhf_core.errors import UserError
+from rlhf_core.models.hf import context_length, load_causal_lm, place
+from rlhf_core.models.loading import load_config, loading
+from rlhf_core.models.sampling import stream_response
+
+UNFINISHED = "�"
+"""What a decoder writes for bytes that are no whole character."""
+SCALAR = "ForSequenceClassification"
+
+
+@dataclass
+class Speaker:
+    """A language model with its side of a conversation."""
+
+    name: str
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    stop_ids: frozenset[int]
+    system: str | None = None
+    conversation: Conversation = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget everything but the system message."""
+        self.conversation = [{"role": "system", "content": self.system}] if self.system else []
+
+    @property
+    def context(self) -> int:
+        """Longest sequence of the model, tokens."""
+        return context_length(self.model)
+
+    def hear(self, message: str, max_new_tokens: int) -> int:
+        """Take in a message of the user's; the number of older messages that were forgotten, oldest turns first, to
+        leave room for an answer of `max_new_tokens`.
+
+        Raises UserError, and forgets the message alone, where it leaves no room for a single token.
+        """
+        before = list(self.conversation)
+        self.conversation.append({"role": "user", "content": message})
+        try:
+            while self._room() < max_new_tokens and (oldest := self._oldest_turn()):
+                del self.conversation[oldest[0] : oldest[1]]
+            self._require_room()
+        except UserError:
+            self.conversation = before
+            raise
+        return len(before) + 1 - len(self.conversation)
+
+    def answer(self, key: tuple[int, ...], max_new_tokens: int, temperature: float) -> Iterator[str]:
+        """The answer to what was heard, piece by piece; it joins the conversation as far as it was read. `key` alone
+        decides its randomness; it ends at a stop token, at `max_new_tokens`, or where the context is full."""
+        prompt, ids = encode_prompt(self.tokenizer, self.conversation), []
+
+        def noted(tokens: Iterable[int]) -> Iterator[int]:
+            for token in tokens:
+                ids.append(token)
+                yield token
+
+        tokens = stream_response(
+            self.model,
+            prompt,
+            key,
+            max_new_tokens=min(max_new_tokens, self._room()),
+            temperature=temperature,
+            stop_ids=self.stop_ids,
+        )
+        try:
+            yield from pieces(self.tokenizer, noted(tokens), self.stop_ids)
+        finally:
+            text = decode_response(self.tokenizer, ids, self.stop_ids)
+            self.conversation.append({"role": "assistant", "content": text})
+
+    def _room(self) -> int:
+        return self.context - len(encode_prompt(self.tokenizer, self.conversation))
+
+    def _require_room(self) -> None:
+        if (room := self._room()) < 1:
+            raise UserError(
+                f"{self.name}: the message makes {self.context - room} tokens, and the model reads {self.context}; "
+                "shorten it"
+            )
+
+    def _oldest_turn(self) -> tuple[int, int] | None:
+        """Where the oldest user message stands and where the next one does; None where there is only one."""
+        users = [place for place, message in enumerate(self.conversation) if message["role"] == "user"]
+        return (users[0], users[1]) if len(users) > 1 else None
+
+
+def load_speaker(folder: Path, name: str, system: str | None = None, *, trust_remote_code: bool = False) -> Speaker:
+    """The language model in a folder. Raises UserError for a folder that is missing, that holds no model or one without
+    words, whose tokenizer has no end or chat template, or that cannot be read (see `loading`)."""
+    require_language_model(folder, trust_remote_code)
+    try:
+        tokenizer = read_tokenizer(folder, trust_remote_code=trust_remote_code)
+        model = place(load_causal_lm(folder, trust_remote_code=trust_remote_code))
+    except (OSError, ValueError) as error:
+        raise UserError(f"{folder}: cannot be loaded ({' '.join(str(error).split())})") from None
+    if tokenizer.eos_token_id is None or not tokenizer.chat_template:
+        raise UserError(f"{folder}: the tokenizer needs an eos token and a chat template; the stage `base` adds them")
+    encode_prompt(tokenizer, PROBE)
+    return Speaker(name, model, tokenizer, ends(model, tokenizer), system)
+
+
+def require_language_model(folder: Path, trust_remote_code: bool = False) -> None:
+    """Raise UserError unless the folder says that it holds a model, and not one that gives scores."""
+    if not folder.is_dir():
+        raise UserError(f"{folder}: no such folder; name a model folder, such as models/policy (`leash run` makes it)")
+    if not (folder / "config.json").is_file():
+        raise UserError(f"{folder}: holds no model (no config.json){_note(folder)}")
+    try:
+        with loading(folder):
+            config = load_config(folder, None, trust_remote_code)
+    except (OSError, ValueError) as error:
+        raise UserError(f"{folder}: config.json cannot be read ({' '.join(str(error).split())})") from None
+    if any(str(name).endswith(SCALAR) for name in config.architectures or ()):
+        raise UserError(
+            f"{folder}: a model that gives scores, not words (reward model or critic); name one that talks, such as "
+            "models/policy"
+        )
+
+
+def ends(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    """The tokens that end an answer: the tokenizer's end, and those that the folder's generation_config names."""
+    settings: GenerationConfig | None = model.generation_config
+    named = settings.eos_token_id if settings is not None else None
+    more = named if isinstance(named, list) else [named] if named is not None else []
+    return frozenset(map(int, (tokenizer.eos_token_id, *more)))
+
+
+def pieces(
+    tokenizer: PreTrainedTokenizerBase, tokens: Iterable[int], stop_ids: frozenset[int] = frozenset()
+) -> Iterator[str]:
+    """The text of a response while it comes. What later tokens may still change is held back: bytes of half a
+    character, and white space that may turn out to be the end. Together they are what `decode_response` gives."""
+    ids: list[int] = []
+    said = ""
+    for token in tokens:
+        ids.append(token)
+        ready = decode_response(tokenizer, ids, stop_ids).rstrip(UNFINISHED).rstrip()
+        if ready.startswith(said) and len(ready) > len(said):
+            yield ready[len(said) :]
+            said = ready
+    whole = decode_response(tokenizer, ids, stop_ids)
+    if whole.startswith(said) and len(whole) > len(said):
+        yield whole[len(said) :]
+
+
+def _note(folder: Path) -> str:
+    """What a folder without a model says of itself: a stage that is switched off leaves a line."""
+    readme = folder / "README.md"
+    line = readme.read_text(encoding="utf-8", errors="replace").strip().split("\n")[0] if readme.is_file() else ""
+    return f"; its README.md says: {line}" if line else ""

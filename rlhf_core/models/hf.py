@@ -1,0 +1,180 @@
+"""Models: building, loading, turning a language model into a scalar one, and saving folders that are the same
+bytes each time.
+
+A causal language model gives logits; a scalar model (reward model, critic) gives one number a token. Both are ordinary
+Hugging Face models: their folders load with `AutoModelForCausalLM` and `AutoModelForSequenceClassification`.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from rlhf_core.config.base import ScratchConfig
+from rlhf_core.errors import UserError
+from rlhf_core.models.loading import load_config, loading
+from rlhf_core.training.finite import require_finite
+
+UNSTABLE_FILES = ("training_args.bin",)
+UNSTABLE_KEYS = {"tokenizer_config.json": ("local_files_only", "name_or_path"), "config.json": ("_name_or_path",)}
+
+
+def build_llama(config: ScratchConfig, tokenizer: PreTrainedTokenizerBase, seed: int) -> PreTrainedModel:
+    """A randomly initialised Llama-type model that fits the tokenizer. Equal seeds give equal weights."""
+    torch.manual_seed(seed)
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=len(tokenizer),
+            hidden_size=config.hidden,
+            intermediate_size=config.intermediate,
+            num_hidden_layers=config.layers,
+            num_attention_heads=config.heads,
+            num_key_value_heads=config.heads,
+            max_position_embeddings=config.context,
+            tie_word_embeddings=True,
+            pad_token_id=tokenizer.pad_token_id,
+            eos_token_id=tokenizer.eos_token_id,
+            bos_token_id=None,
+        )
+    )
+
+
+def load_causal_lm(
+    path: str | Path, revision: str | None = None, *, trust_remote_code: bool = False
+) -> PreTrainedModel:
+    """A causal language model in float32, dropout off, from a folder (safetensors only) or a hub id at a revision.
+
+    `trust_remote_code` lets the folder's own Python code run. Raises UserError, see `loading`.
+    """
+    with loading(path):
+        config = without_dropout(load_config(path, revision, trust_remote_code))
+        return _weights(AutoModelForCausalLM, path, config, revision, trust_remote_code)
+
+
+def load_scalar_model(path: str | Path, *, trust_remote_code: bool = False) -> PreTrainedModel:
+    """A reward model or critic in float32, dropout off. Raises UserError when the folder has no scalar head, and as
+    `load_causal_lm`."""
+    with loading(path):
+        config = without_dropout(load_config(path, None, trust_remote_code))
+        if config.num_labels != 1:
+            raise UserError(f"{path}: expected one output a token, the model has {config.num_labels}")
+        return _weights(AutoModelForSequenceClassification, path, config, None, trust_remote_code)
+
+
+def _weights(
+    kind: Any, path: str | Path, config: PreTrainedConfig, revision: str | None, trust_remote_code: bool
+) -> PreTrainedModel:
+    return kind.from_pretrained(
+        str(path),
+        revision=revision,
+        config=config,
+        dtype=torch.float32,
+        use_safetensors=True,
+        trust_remote_code=trust_remote_code,
+    )
+
+
+def scalar_model_from(path: str | Path, seed: int, *, trust_remote_code: bool = False) -> PreTrainedModel:
+    """The body of the model at `path` under a fresh scalar head, weights N(0, 1/(d+1)) (Stiennon et al. 2020). Raises
+    UserError as `load_causal_lm`."""
+    with loading(path):
+        config = without_dropout(load_config(path, None, trust_remote_code, num_labels=1))
+        model = _weights(AutoModelForSequenceClassification, path, config, None, trust_remote_code)
+    generator = torch.Generator().manual_seed(seed)
+    head = scalar_head(model)
+    with torch.no_grad():
+        noise = torch.randn(head.weight.shape, generator=generator)
+        head.weight.copy_(noise / (head.weight.shape[1] + 1) ** 0.5)
+        if head.bias is not None:
+            head.bias.zero_()
+    return model
+
+
+def scalar_model_of(policy: PreTrainedModel, head: torch.nn.Linear) -> PreTrainedModel:
+    """A scalar model with the policy's body (a copy) under the given head: what a shared critic is, as a folder's
+    content."""
+    content = {key: value for key, value in policy.config.to_dict().items() if key != "model_type"}
+    config = type(policy.config)(**{**content, "num_labels": 1})
+    model = AutoModelForSequenceClassification.from_config(config).eval()
+    body = getattr(policy, policy.base_model_prefix)
+    getattr(model, model.base_model_prefix).load_state_dict(body.state_dict())
+    scalar_head(model).load_state_dict(head.state_dict())
+    return model
+
+
+def fresh_head(model: PreTrainedModel) -> torch.nn.Linear:
+    """A scalar head for hidden states of the model, weights 0: every value is 0 until it has learned."""
+    head = torch.nn.Linear(model.config.get_text_config().hidden_size, 1, bias=False)
+    torch.nn.init.zeros_(head.weight)
+    return head.to(model.device)
+
+
+def scalar_head(model: PreTrainedModel) -> torch.nn.Linear:
+    """The linear layer that turns a hidden state into one number. Raises UserError for an architecture that hides
+    it."""
+    head = getattr(model, "score", None)
+    if not isinstance(head, torch.nn.Linear):
+        raise UserError(f"{type(model).__name__}: no linear head named `score`; choose an architecture that has one")
+    return head
+
+
+def without_dropout(config: PreTrainedConfig) -> PreTrainedConfig:
+    """The configuration with every dropout rate at 0: with dropout the ratio of PPO would not be 1 at the first
+    update."""
+    for key, value in config.to_dict().items():
+        if isinstance(value, float) and (key.endswith("pdrop") or "dropout" in key):
+            setattr(config, key, 0.0)
+    return config
+
+
+def context_length(model: PreTrainedModel) -> int:
+    """Longest sequence in tokens that the model's positions cover."""
+    return int(getattr(model.config, "max_position_embeddings", None) or 2**31)
+
+
+def unique_weights(model: PreTrainedModel) -> dict[str, Tensor]:
+    """The model's parameters and the buffers that are saved with it, tied ones once."""
+    saved = model.state_dict().keys()
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    return {name: tensor for name, tensor in tensors.items() if name in saved}
+
+
+def save_checkpoint(folder: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Write a Hugging Face folder and remove from it whatever would differ between equal runs. Raises NonFiniteError
+    for weights that hold NaN or infinity."""
+    require_finite(dict(model.named_parameters()), "weights")
+    folder.mkdir(parents=True, exist_ok=True)
+    model.save_pretrained(folder, safe_serialization=True)
+    tokenizer.save_pretrained(folder)
+    for name in UNSTABLE_FILES:
+        (folder / name).unlink(missing_ok=True)
+    for name, keys in UNSTABLE_KEYS.items():
+        path = folder / name
+        if path.exists():
+            content = json.loads(path.read_text(encoding="utf-8"))
+            kept = {key: value for key, value in content.items() if key not in keys}
+            if "auto_map" in kept:
+                kept["auto_map"] = {kind: _beside(folder, place) for kind, place in kept["auto_map"].items()}
+            path.write_text(json.dumps(kept, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def _beside(folder: Path, place: Any) -> Any:
+    """The name of a model's own class without the repository that it came from, where its code was saved, too."""
+    name = place.rpartition("--")[2] if isinstance(place, str) else ""
+    return name if name and (folder / f"{name.split('.')[0]}.py").exists() else place
+
+
+def place(model: PreTrainedModel, device: torch.device | None = None) -> PreTrainedModel:
+    """The model for inference, without gradients: on the given device, else on the GPU if there is one."""
+    return model.to(device or ("cuda" if torch.cuda.is_available() else "cpu")).eval().requires_grad_(False)

@@ -1,0 +1,44 @@
+"""log π of whole responses under a language model, with a gradient (DPO) and without one (references, evaluation).
+
+One number a response. Numbers a token, as PPO needs them, stand in `ppo/logprobs.py`.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from rlhf_core.models.batch import TokenBatch, pad_batch, response_logits
+from rlhf_core.models.token_logprobs import logprobs_and_entropy
+
+
+def response_logprobs(model: PreTrainedModel, batch: TokenBatch) -> Float[Tensor, "batch"]:
+    """Σ_t log π(y_t | x, y_<t) of each row [B], in nats, float32, at temperature 1; 0 for an empty response."""
+    logprobs, _ = logprobs_and_entropy(response_logits(model, batch), batch.actions, mask=batch.mask)
+    return logprobs.sum(dim=1)
+
+
+@torch.no_grad()
+def sequence_logprobs(
+    model: PreTrainedModel,
+    prompts: Sequence[Sequence[int]],
+    responses: Sequence[Sequence[int]],
+    pad_id: int,
+    batch_size: int,
+) -> list[float]:
+    """log π(response | prompt) of each response in nats, in the order given, without gradient.
+
+    Prompts and responses are token ids; a response counts with all its tokens, end-of-sequence included. `batch_size`
+    rows are read side by side, those of similar length together; beyond the last digits it changes nothing.
+    """
+    lengths = [len(prompt) + len(response) for prompt, response in zip(prompts, responses, strict=True)]
+    order = sorted(range(len(lengths)), key=lambda i: lengths[i])
+    found = [0.0] * len(order)
+    for start in range(0, len(order), batch_size):
+        rows = order[start : start + batch_size]
+        batch = pad_batch([prompts[i] for i in rows], [responses[i] for i in rows], pad_id, model.device)
+        for i, logprob in zip(rows, response_logprobs(model, batch).tolist(), strict=True):
+            found[i] = logprob
+    return found

@@ -1,0 +1,127 @@
+"""From logits to log-probabilities of actions and entropies, without a second [B, T, V] tensor: the forward pass works
+through the rows in pieces that fit the cache and keeps nothing, and the backward pass fills one tensor, the gradient of
+the logits."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int, Shaped
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from rlhf_core.models.masked import zero_padding
+
+PIECE_ON_CPU = 2**18
+"""Logits worked on at a time; no result depends on it."""
+PIECE_ON_ACCELERATOR = 2**26
+
+
+def logprobs_and_entropy(
+    logits: Float[Tensor, "*shape vocab"],
+    actions: Int[Tensor, "*shape"],
+    temperature: float = 1.0,
+    mask: Shaped[Tensor, "*shape"] | None = None,
+) -> tuple[Float[Tensor, "*shape"], Float[Tensor, "*shape"]]:
+    """Log-probability of each action and entropy of each distribution, under `softmax(logits / temperature)`.
+
+    Args:
+        logits: [B, T, V], at the positions whose next token is the action.
+        actions: [B, T] sampled token ids; on padding any number.
+        temperature: of the sampling, the same for π_old, π_ref and π_θ (rule 5).
+        mask: [B, T], 1 on real tokens.
+
+    Returns:
+        logprobs [B, T] and entropy [B, T], in nats, float32 (float64 for float64 logits); both 0 on padding, where no
+        logit gets a gradient.
+
+    Raises:
+        ValueError: a temperature that is not above 0, or a mask of another shape than the actions.
+    """
+    if not temperature > 0:
+        raise ValueError(f"temperature must be above 0, not {temperature}")
+    real = torch.ones_like(actions, dtype=torch.bool) if mask is None else mask.bool()
+    apply = _LogProbsAndEntropy.apply
+    logprobs, entropy = apply(logits, zero_padding(actions, real), temperature, real)  # type: ignore[no-untyped-call]
+    return logprobs, entropy
+
+
+@torch.no_grad()
+def compare_logprobs(
+    logits: Float[Tensor, "*shape vocab"],
+    ref_logits: Float[Tensor, "*shape vocab"],
+    actions: Int[Tensor, "*shape"],
+    temperature: float,
+    mask: Shaped[Tensor, "*shape"],
+) -> tuple[Float[Tensor, "*shape"], Float[Tensor, "*shape"], Float[Tensor, "*shape"]]:
+    """Of two models on the same tokens: log π, log π_ref, and the exact KL(π ‖ π_ref) of each token's distribution.
+
+    Arguments as in `logprobs_and_entropy`. Three [B, T] in nats, 0 on padding, without gradient.
+    """
+    keep, chosen = mask.bool().reshape(-1), zero_padding(actions, mask).reshape(-1)
+    ours, theirs = logits.reshape(-1, logits.shape[-1]), ref_logits.reshape(-1, logits.shape[-1])
+    found = torch.zeros(3, len(chosen), dtype=torch.promote_types(logits.dtype, torch.float32), device=logits.device)
+    for rows in _pieces(ours):
+        log_p, log_q = (_log_softmax(flat[rows], keep[rows], temperature, found.dtype) for flat in (ours, theirs))
+        found[0, rows] = log_p.gather(1, chosen[rows, None])[:, 0]
+        found[1, rows] = log_q.gather(1, chosen[rows, None])[:, 0]
+        found[2, rows] = log_p.exp().mul_(log_p.sub_(log_q)).sum(dim=1)
+    logprobs, ref_logprobs, kl = torch.where(keep, found, 0).view(3, *actions.shape)
+    return logprobs, ref_logprobs, kl
+
+
+class _LogProbsAndEntropy(torch.autograd.Function):
+    """∂ log p_a / ∂z_j = 1[j = a] − p_j;  ∂H / ∂z_j = −p_j·(log p_j + H);  z = logits / temperature."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, actions: Tensor, temperature: float, real: Tensor) -> tuple[Tensor, Tensor]:
+        """log p_a and H of each token, in nats, piece by piece; 0 on padding."""
+        precision = torch.promote_types(logits.dtype, torch.float32)
+        logprobs = torch.empty(actions.numel(), dtype=precision, device=logits.device)
+        entropy = torch.empty_like(logprobs)
+        flat, chosen, keep = logits.reshape(-1, logits.shape[-1]), actions.reshape(-1), real.reshape(-1)
+        for rows in _pieces(flat):
+            log_p = _log_softmax(flat[rows], keep[rows], temperature, precision)
+            logprobs[rows] = log_p.gather(1, chosen[rows, None])[:, 0]
+            entropy[rows] = -(log_p.exp().mul_(log_p)).sum(dim=1)
+        ctx.save_for_backward(flat, chosen, keep, entropy)
+        ctx.temperature, ctx.shape = temperature, logits.shape
+        ctx.set_materialize_grads(False)
+        logprobs, given = torch.where(keep, logprobs, 0), torch.where(keep, entropy, 0)
+        return logprobs.view(actions.shape), given.view(actions.shape)
+
+    @staticmethod
+    @once_differentiable
+    def backward(
+        ctx: Any, to_logprobs: Tensor | None, to_entropy: Tensor | None
+    ) -> tuple[Tensor | None, None, None, None]:
+        """The gradient of the logits; log p is computed again instead of kept."""
+        flat, chosen, keep, entropy = ctx.saved_tensors
+        if to_logprobs is None and to_entropy is None:
+            return None, None, None, None
+        gradient = torch.empty_like(flat)
+        towards = torch.zeros_like(entropy) if to_logprobs is None else to_logprobs.reshape(-1)
+        for rows in _pieces(flat):
+            log_p = _log_softmax(flat[rows], keep[rows], ctx.temperature, entropy.dtype)
+            weight = towards[rows, None]
+            piece = log_p.exp()
+            if to_entropy is None:
+                piece.mul_(-weight)
+            else:
+                spread = log_p.add_(entropy[rows, None]).mul_(to_entropy.reshape(-1)[rows, None])
+                piece.mul_(spread.add_(weight).neg_())
+            piece.scatter_add_(1, chosen[rows, None], weight)
+            gradient[rows] = piece.div_(ctx.temperature).masked_fill_(~keep[rows, None], 0)
+        return gradient.view(ctx.shape), None, None, None
+
+
+def _log_softmax(logits: Tensor, keep: Tensor, temperature: float, precision: torch.dtype) -> Tensor:
+    """Of some rows; uniform on padding, whatever stands there."""
+    scaled = logits.to(precision) / temperature if temperature != 1 else logits.to(precision)
+    return torch.where(keep[:, None], scaled, 0).log_softmax(dim=-1)
+
+
+def _pieces(flat: Tensor) -> Iterator[slice]:
+    size = max(1, (PIECE_ON_CPU if flat.device.type == "cpu" else PIECE_ON_ACCELERATOR) // flat.shape[1])
+    for start in range(0, flat.shape[0], size):
+        yield slice(start, start + size)

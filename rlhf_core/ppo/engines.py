@@ -1,0 +1,238 @@
+"""Rollout engines: prompts in, sampled responses out, behind one protocol.
+
+There are three: our own sampler (`rlhf_core.models.sampling`), `generate` of transformers, and its continuous batching.
+All sample from exactly softmax(logits / temperature) and ignore the model folder's generation_config.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from transformers import (
+    ContinuousBatchingConfig,
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from rlhf_core.config.ppo import PPOConfig
+from rlhf_core.data.tokenizer import stop_ids
+from rlhf_core.determinism import stream
+from rlhf_core.errors import UserError
+from rlhf_core.models.sampling import Sampled, draw, in_batches, left_padded, sample
+
+Key = tuple[int, ...]
+Prompts = Sequence[Sequence[int]]
+
+
+class Engine(Protocol):
+    """Samples one response for each prompt from exactly the policy's softmax(logits / temperature)."""
+
+    def __call__(self, policy: PreTrainedModel, prompts: Prompts, keys: Sequence[Key]) -> Sampled:
+        """Responses in the order of the prompts (token ids), each with the log-probability of every token (nats).
+
+        `policy` carries the weights of this moment: an engine with a copy of its own has to take them over here.
+        `keys[i]` is all that may decide the randomness of response i (rule 3). A response closes with the first stop
+        token, which it contains, or is cut at the length limit and has not `ended`.
+        """
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What every engine keeps to."""
+
+    max_new_tokens: int
+    temperature: float
+    stop_ids: frozenset[int]
+    pad_id: int
+    rows: int
+    """Most responses side by side."""
+
+    def cut(self, tokens: Sequence[int], logprobs: Sequence[float]) -> tuple[list[int], list[float], bool]:
+        """A response as far as its first stop token, and whether there is one."""
+        for place, token in enumerate(tokens):
+            if token in self.stop_ids:
+                return list(tokens[: place + 1]), list(logprobs[: place + 1]), True
+        return list(tokens), list(logprobs), False
+
+
+def engine_of(config: PPOConfig, tokenizer: PreTrainedTokenizerBase) -> Engine:
+    """The engine that the settings name. Raises UserError for a stop token that is not one token, and for continuous
+    batching without a GPU."""
+    rules = Rules(
+        max_new_tokens=config.max_new_tokens,
+        temperature=config.temperature,
+        stop_ids=stop_ids(tokenizer, config.stop_tokens),
+        pad_id=int(tokenizer.pad_token_id),
+        rows=config.sampler_rows or config.batch_size,
+    )
+    if config.engine == "leash":
+        return LeashEngine(rules)
+    if config.engine == "transformers":
+        return TransformersEngine(rules)
+    if not torch.cuda.is_available():
+        raise UserError("ppo.engine: transformers_continuous needs a CUDA device; use leash or transformers here")
+    return ContinuousEngine(rules)
+
+
+@dataclass(frozen=True)
+class LeashEngine:
+    """Our own sampler: a key-value cache, and rows that leave the batch when they have ended."""
+
+    rules: Rules
+
+    def __call__(self, policy: PreTrainedModel, prompts: Prompts, keys: Sequence[Key]) -> Sampled:
+        """See `Engine`."""
+        rules = self.rules
+        return sample(
+            policy,
+            prompts,
+            keys,
+            max_new_tokens=rules.max_new_tokens,
+            temperature=rules.temperature,
+            stop_ids=rules.stop_ids,
+            pad_id=rules.pad_id,
+            batch_size=rules.rows,
+        )
+
+
+@dataclass(frozen=True)
+class TransformersEngine:
+    """`generate` of transformers, token by token told by the keys what to take; ended rows run on as padding."""
+
+    rules: Rules
+
+    @torch.no_grad()
+    def __call__(self, policy: PreTrainedModel, prompts: Prompts, keys: Sequence[Key]) -> Sampled:
+        """See `Engine`. The same keys give the same responses as `LeashEngine` does, float near-ties aside."""
+        return in_batches(
+            prompts,
+            self.rules.rows,
+            lambda rows: self._generate(policy, [prompts[i] for i in rows], [keys[i] for i in rows]),
+        )
+
+    def _generate(
+        self, policy: PreTrainedModel, prompts: Prompts, keys: Sequence[Key]
+    ) -> list[tuple[list[int], list[float], bool]]:
+        rules = self.rules
+        ids, attention = left_padded(prompts, rules.pad_id, policy.device)
+        choice = KeyedChoice(keys, rules.max_new_tokens, rules.temperature)
+        with blank_generation_config(policy):
+            policy.generate(
+                input_ids=ids,
+                attention_mask=attention,
+                logits_processor=LogitsProcessorList([choice]),
+                generation_config=GenerationConfig(
+                    do_sample=False,
+                    num_beams=1,
+                    max_new_tokens=rules.max_new_tokens,
+                    eos_token_id=sorted(rules.stop_ids) or None,
+                    pad_token_id=rules.pad_id,
+                    use_cache=True,
+                ),
+            )
+        return [rules.cut(tokens, logprobs) for tokens, logprobs in zip(*choice.recorded(), strict=True)]
+
+
+class KeyedChoice(LogitsProcessor):
+    """Draws each row's next token by the row's own key, and leaves it as the only one that `generate` can take.
+
+    It reads the logits as the model gave them, which holds as long as no other processor stands before it.
+    """
+
+    def __init__(self, keys: Sequence[Key], max_new_tokens: int, temperature: float) -> None:
+        self.uniforms = np.stack([stream(*key).random(max_new_tokens) for key in keys])
+        self.temperature = temperature
+        self.tokens: list[Tensor] = []
+        self.logprobs: list[Tensor] = []
+
+    def __call__(
+        self, input_ids: Int[Tensor, "rows time"], scores: Float[Tensor, "rows vocabulary"]
+    ) -> Float[Tensor, "rows vocabulary"]:
+        """0 for the drawn token of each row, −∞ for the others."""
+        logprobs = (scores.float() / self.temperature).log_softmax(dim=-1)
+        uniforms = torch.from_numpy(self.uniforms[:, len(self.tokens)]).to(logprobs.device)
+        chosen = draw(logprobs, uniforms)
+        self.tokens.append(chosen)
+        self.logprobs.append(logprobs.gather(1, chosen[:, None])[:, 0])
+        return torch.full_like(scores, float("-inf")).scatter(1, chosen[:, None], 0.0)
+
+    def recorded(self) -> tuple[list[list[int]], list[list[float]]]:
+        """The tokens and log-probabilities (nats) of each row, ended or not."""
+        return torch.stack(self.tokens, dim=1).tolist(), torch.stack(self.logprobs, dim=1).tolist()
+
+
+@contextmanager
+def blank_generation_config(model: PreTrainedModel) -> Iterator[None]:
+    """Without the folder's generation_config: `generate` fills every setting that the caller left open from it."""
+    of_the_folder = model.generation_config
+    model.generation_config = GenerationConfig()
+    try:
+        yield
+    finally:
+        model.generation_config = of_the_folder
+
+
+@dataclass(frozen=True)
+class ContinuousEngine:
+    """Continuous batching of transformers: a paged cache, and waiting prompts take the place of ended rows at once.
+
+    It cannot keep rule 3: one generator, seeded by all keys together, serves every row in the order in which the
+    scheduler runs them, so a response depends on the whole batch.
+    """
+
+    rules: Rules
+    page: int = 64
+    """Tokens of a page of the cache."""
+
+    def __call__(self, policy: PreTrainedModel, prompts: Prompts, keys: Sequence[Key]) -> Sampled:
+        """See `Engine`. Raises RuntimeError when transformers leaves a request unanswered."""
+        if not prompts:
+            return Sampled([], [], [])
+        devices = [policy.device] if policy.device.type == "cuda" else []
+        with torch.random.fork_rng(devices=devices), blank_generation_config(policy):
+            answers = policy.generate_batch(
+                [list(prompt) for prompt in prompts],
+                generation_config=self._generation(),
+                continuous_batching_config=self._batching(prompts, keys),
+            )
+        results = list(answers.values())
+        if len(results) != len(prompts) or any(result.error for result in results):
+            errors = {result.error for result in results if result.error}
+            raise RuntimeError(f"continuous batching answered {len(results)} of {len(prompts)} prompts: {errors}")
+        rows = [self.rules.cut(result.generated_tokens, result.logprobs) for result in results]
+        return Sampled([r for r, _, _ in rows], [p for _, p, _ in rows], [e for _, _, e in rows])
+
+    def _generation(self) -> GenerationConfig:
+        rules = self.rules
+        return GenerationConfig(
+            do_sample=True,
+            temperature=rules.temperature,
+            top_k=0,
+            top_p=1.0,
+            max_new_tokens=rules.max_new_tokens,
+            eos_token_id=sorted(rules.stop_ids) or -1,
+            pad_token_id=rules.pad_id,
+        )
+
+    def _batching(self, prompts: Prompts, keys: Sequence[Key]) -> Any:
+        """A cache for `rows` of the longest sequences, and no attention kernel from the hub."""
+        rows = min(self.rules.rows, len(prompts))
+        longest = max(len(prompt) for prompt in prompts) + self.rules.max_new_tokens
+        seed = stream(*(number for key in keys for number in key)).integers(2**31)
+        return ContinuousBatchingConfig(
+            return_logprobs=True,
+            seed=int(seed),
+            auto_switch_to_flash=False,
+            allow_block_sharing=False,
+            page_size=self.page,
+            num_blocks=rows * -(-longest // self.page) + 1,
+            max_requests_per_batch=rows,
+        )

@@ -1,0 +1,190 @@
+"""What every `transformers.Trainer` of the project shares: arguments, progress, resume, and stopping at a NaN.
+
+PPO does not stand here: it has a loop of its own in `rlhf_core/ppo/`.
+"""
+
+import math
+import shutil
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from transformers import Trainer, TrainerCallback, TrainerState, TrainingArguments
+from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_callback import PrinterCallback
+
+from rlhf_core import files
+from rlhf_core.errors import NonFiniteError
+from rlhf_core.training.checkpoints import PREFIX, Checkpoints, Say, seal
+
+Report = Callable[[int, int, dict[str, float]], None]
+"""Called after each step with (steps done, steps in all, values)."""
+
+
+class Stopping(Protocol):
+    """Whether somebody asked this process to stop."""
+
+    def patient(self) -> AbstractContextManager[None]:
+        """While it lasts, being asked only changes `is_asked`."""
+
+    def is_asked(self) -> bool:
+        """True once it was asked."""
+
+
+class NeverStops:
+    """For a run that a signal ends wherever it is."""
+
+    def patient(self) -> AbstractContextManager[None]:
+        """Changes nothing."""
+        return nullcontext()
+
+    def is_asked(self) -> bool:
+        """Never."""
+        return False
+
+
+@dataclass(frozen=True)
+class Run:
+    """Where a training keeps its resumable state, and what of it cannot change the result."""
+
+    state_dir: Path
+    seed: int
+    report: Report
+    workers: int = 0
+    checkpoint_every: int = 100
+    stopping: Stopping = NeverStops()  # noqa: RUF009 - it has no state
+    """Asked after each step; once it says yes, a checkpoint is written and KeyboardInterrupt raised."""
+    say: Say = print
+    exempt: Say = print
+    """Hears why the run cannot promise the bytes of another one."""
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """How long and how fast to train."""
+
+    learning_rate: float
+    batch_size: int
+    micro_batch_size: int
+    warmup_steps: int
+    weight_decay: float
+    epochs: float = 1.0
+    max_steps: int = -1
+
+
+def trainer_arguments(run: Run, schedule: Schedule, **extra: Any) -> TrainingArguments:
+    """Arguments for a Trainer that reports to nobody and keeps its last two checkpoints in the run's state folder."""
+    return TrainingArguments(
+        output_dir=str(run.state_dir / "trainer"),
+        per_device_train_batch_size=schedule.micro_batch_size,
+        gradient_accumulation_steps=max(1, schedule.batch_size // schedule.micro_batch_size),
+        num_train_epochs=schedule.epochs,
+        max_steps=schedule.max_steps,
+        learning_rate=schedule.learning_rate,
+        lr_scheduler_type="cosine",
+        warmup_steps=schedule.warmup_steps,
+        weight_decay=schedule.weight_decay,
+        max_grad_norm=1.0,
+        seed=run.seed,
+        data_seed=run.seed,
+        use_cpu=not torch.cuda.is_available(),
+        dataloader_num_workers=run.workers,
+        dataloader_pin_memory=torch.cuda.is_available(),
+        remove_unused_columns=False,
+        logging_strategy="steps",
+        logging_steps=1,
+        logging_nan_inf_filter=False,
+        save_strategy="steps",
+        save_steps=run.checkpoint_every,
+        report_to=[],
+        disable_tqdm=True,
+        **extra,
+    )
+
+
+def train(trainer: Trainer, run: Run, keep: Sequence[Path] = ()) -> list[dict[str, float]]:
+    """Train to the end, from the last whole checkpoint of the state folder if there is one. Returns the log, a row a
+    log event.
+
+    `keep` are files of the caller in the state folder: each checkpoint holds a copy of them as they were, and a resumed
+    run finds them so. Raises NonFiniteError at a loss that is not finite, KeyboardInterrupt when `run.stopping` says
+    so.
+    """
+    trainer.remove_callback(PrinterCallback)
+    trainer.add_callback(ReportProgress(run.report))
+    trainer.add_callback(StopAtNaN())
+    trainer.add_callback(SealCheckpoints(run, keep))
+    last = Checkpoints(run.state_dir / "trainer", run.say).newest()
+    _bring_back(keep, last)
+    if last is not None:
+        run.say(f"continues after step {last.name.removeprefix(PREFIX)}")
+    if last is not None and _ended(state := TrainerState.load_from_json(str(last / TRAINER_STATE_NAME))):
+        trainer._load_from_checkpoint(str(last))  # Trainer.train would take one more step before it sees the end
+        trainer.state = state
+    else:
+        with run.stopping.patient():
+            trainer.train(resume_from_checkpoint=None if last is None else str(last))
+    return list(trainer.state.log_history)
+
+
+def _bring_back(keep: Sequence[Path], checkpoint: Path | None) -> None:
+    """The kept files as they were at the checkpoint; none where there is no checkpoint."""
+    for path in keep:
+        files.remove(path)
+        if checkpoint is not None and (checkpoint / path.name).exists():
+            shutil.copyfile(checkpoint / path.name, path)
+
+
+def _ended(state: TrainerState) -> bool:
+    """Whether training had stopped, early or at its last step, when the checkpoint was written."""
+    return bool(state.stateful_callbacks["TrainerControl"]["args"]["should_training_stop"])
+
+
+class ReportProgress(TrainerCallback):
+    """Hands each logged value to the caller's report."""
+
+    def __init__(self, report: Report) -> None:
+        self.report = report
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **kwargs: Any) -> None:
+        """Forward the numbers of one log event."""
+        values = {k: float(v) for k, v in (logs or {}).items() if isinstance(v, int | float)}
+        if "loss" in values or any(key.startswith("validation") for key in values):
+            self.report(state.global_step, state.max_steps, values)
+
+
+class StopAtNaN(TrainerCallback):
+    """A loss that is not finite ends the run at once, before a checkpoint with it is written."""
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **kwargs: Any) -> None:
+        """Raise NonFiniteError at the first loss that is NaN or infinite."""
+        loss = (logs or {}).get("loss", 0.0)
+        if not math.isfinite(loss):
+            raise NonFiniteError(f"step {state.global_step}: the loss is {loss}; lower the learning rate")
+
+
+class SealCheckpoints(TrainerCallback):
+    """Seals each checkpoint that the Trainer has written, with the caller's files in it, and writes one before a run
+    stops because it was asked to."""
+
+    def __init__(self, run: Run, keep: Sequence[Path]) -> None:
+        self.run, self.keep = run, keep
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Ask for a checkpoint when the run is to stop."""
+        if self.run.stopping.is_asked():
+            control.should_save = True
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Complete and seal the checkpoint. Raises KeyboardInterrupt when the run is to stop."""
+        folder = Path(args.output_dir) / f"{PREFIX}{state.global_step}"
+        for path in self.keep:
+            if path.exists():
+                shutil.copyfile(path, folder / path.name)
+        seal(folder)
+        Checkpoints(folder.parent).prune()
+        if self.run.stopping.is_asked():
+            raise KeyboardInterrupt

@@ -1,0 +1,123 @@
+"""JSON lines, read with errors that name file and row, written with the same bytes for the same rows. What the rows
+mean does not belong here (see `tasks/schemas/` and `tasks/datasets/sources/`).
+
+The standard parser, line by line, on purpose: table readers guess types, and turn answers such as "42" or "2024-01-01"
+into numbers and dates."""
+
+import json
+import re
+import reprlib
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from sys import intern
+from typing import Any
+
+from rlhf_core.errors import UserError
+
+Row = dict[str, Any]
+
+HALF_PAIR = re.compile("[\ud800-\udfff]")
+"""Half of a character: JSON can escape it, and in names of files it stands for bytes that are no text."""
+SHORT = 10
+"""Characters of texts that are kept once however often they occur: roles, splits."""
+SHOWN = 60
+"""Characters of a value, and names of columns, that a message shows at most."""
+
+
+def read_jsonl(path: Path) -> list[Row]:
+    """All rows of a UTF-8 JSONL file that a stage wrote; blank lines are skipped.
+
+    Raises UserError for a missing file, for bytes that are no UTF-8, for a line that is no JSON object or gives a key
+    twice, and for half a surrogate pair: no stage writes one, no tokenizer and no table takes one.
+    """
+    return [row for _, row in iter_jsonl(path, halves=False)]
+
+
+def iter_jsonl(path: Path, halves: bool = True) -> Iterator[tuple[int, Row]]:
+    """The rows one after the other, each with its line number (from 1). Raises what `read_jsonl` raises, but for half a
+    surrogate pair where `halves` may stand."""
+    try:
+        with path.open("rb") as file:
+            for number, line in enumerate(file, start=1):
+                row = _parse(path, number, line)
+                if row is None:
+                    continue
+                if not halves and b"\\u" in line and HALF_PAIR.search(json.dumps(row, ensure_ascii=False)):
+                    raise UserError(
+                        f"{path}, row {number}: half a surrogate pair in a text; correct the row or remove it"
+                    )
+                yield number, row
+    except FileNotFoundError:
+        raise UserError(f"{path}: file not found") from None
+    except IsADirectoryError:
+        raise UserError(f"{path}: is a folder, expected a JSONL file") from None
+
+
+class _DuplicateKey(ValueError):
+    """An object gives this key twice; which of the values counts would be a guess."""
+
+
+def _object(pairs: list[tuple[str, Any]]) -> Row:
+    """An object whose keys and short texts are shared with all others: a million rows have the same few."""
+    row = {intern(key): intern(value) if type(value) is str and len(value) <= SHORT else value for key, value in pairs}
+    if len(row) < len(pairs):
+        keys = [key for key, _ in pairs]
+        raise _DuplicateKey(next(key for key in keys if keys.count(key) > 1))
+    return row
+
+
+_DECODER = json.JSONDecoder(object_pairs_hook=_object)
+
+
+def _parse(path: Path, number: int, line: bytes) -> Row | None:
+    where, repair = f"{path}, row {number}", "correct the row or remove it"
+    if not line.endswith(b"\n"):
+        repair = "the file ends here, in mid-row? Copy it again, or remove the row"
+    try:
+        text = line.decode("utf-8-sig" if number == 1 else "utf-8")
+        if not text.strip():
+            return None
+        value = _DECODER.decode(text.rstrip())
+    except UnicodeDecodeError as error:
+        form = ", perhaps UTF-16" if line.startswith((b"\xff\xfe", b"\xfe\xff")) else ""
+        raise UserError(f"{where}: not UTF-8 ({error.reason}{form}); save the file as UTF-8") from None
+    except json.JSONDecodeError as error:
+        raise UserError(f"{where}: broken JSON ({error.msg}, column {error.pos + 1}); {repair}") from None
+    except _DuplicateKey as error:
+        raise UserError(
+            f"{where}: the key {brief(error.args[0])} occurs twice in one object; keep one of them"
+        ) from None
+    except RecursionError:
+        raise UserError(
+            f"{where}: broken JSON (lists or objects nested too deeply); correct the row or remove it"
+        ) from None
+    except ValueError:
+        raise UserError(
+            f"{where}: broken JSON (a number of thousands of digits); correct the row or remove it"
+        ) from None
+    if not isinstance(value, dict):
+        raise UserError(f"{where}: expected a JSON object, got {type(value).__name__}; each line must be one {{...}}")
+    return value
+
+
+_BRIEF = reprlib.Repr()
+_BRIEF.maxstring = _BRIEF.maxother = SHOWN
+
+
+def brief(value: object) -> str:
+    """A value of the user's for a message: one line, however long the value is, and nothing that a terminal obeys."""
+    return _BRIEF.repr(value)
+
+
+def brief_names(names: Iterable[str]) -> str:
+    """Names of columns for a message, the first ones of very many."""
+    listed = [brief(name)[1:-1] for name in names]
+    return ", ".join(listed[:SHOWN]) + (", …" if len(listed) > SHOWN else "")
+
+
+def write_jsonl(path: Path, rows: Iterable[Row]) -> None:
+    """Write rows as UTF-8 JSON lines, keys in the order given. NaN and infinity are no JSON: ValueError."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    encode = json.JSONEncoder(ensure_ascii=False, allow_nan=False).encode
+    with path.open("w", encoding="utf-8", newline="\n") as file:
+        file.writelines(encode(row) + "\n" for row in rows)

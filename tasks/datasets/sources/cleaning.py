@@ -1,0 +1,118 @@
+"""Rows that must not reach training: found here, each with its reason. Where they go (dropped and listed, or the run is
+refused) is the user's choice; how the rest is divided stands in `splits.py`."""
+
+from collections import Counter
+from typing import NamedTuple
+
+from rlhf_core.errors import UserError
+from tasks.datasets.sources.example import Example
+
+REASONS = ("duplicate", "empty", "same_chosen_rejected", "too_long", "bad_text", "bad_conversation", "leaked")
+"""bad_text: NUL or half a surrogate pair. bad_conversation: turns that do not make a prompt and its answer."""
+SHOWN = 3
+"""Rows named in a message for each reason."""
+
+
+class Dropped(NamedTuple):
+    """A row that was left out."""
+
+    file: str
+    row: int
+    reason: str
+
+
+class Leak(NamedTuple):
+    """A training row and the first held-out row with the same first user message."""
+
+    training: Example
+    heldout: Example
+
+
+def clean(examples: list[Example], max_characters: int) -> tuple[list[Example], list[Dropped]]:
+    """The good rows, in order, and the others. Of equal rows the first is kept; a row counts under its first reason.
+
+    A held-out row that equals a training row is a leak, not a duplicate.
+    """
+    kept: list[Example] = []
+    dropped: list[Dropped] = []
+    seen: set[tuple[object, ...]] = set()
+    for example in examples:
+        reason = _problem(example, max_characters)
+        key = (example.heldout, example.prompt_id, *example.answers)
+        if reason is None and key in seen:
+            reason = "duplicate"
+        if reason is None:
+            seen.add(key)
+            kept.append(example)
+        else:
+            dropped.append(Dropped(example.file, example.row, reason))
+    return kept, dropped
+
+
+def _problem(example: Example, max_characters: int) -> str | None:
+    turns = [message["content"] for message in example.prompt]
+    answers = example.answers
+    if example.broken:
+        return "bad_conversation"
+    if not turns or not all(text.strip() for text in (*turns, *answers)):
+        return "empty"
+    if sum(map(len, turns)) > max_characters or any(len(text) > max_characters for text in answers):
+        return "too_long"
+    if not all(map(_is_clean_text, (*turns, *answers))):
+        return "bad_text"
+    if example.chosen is not None and example.rejected is not None:
+        return "same_chosen_rejected" if example.chosen.strip() == example.rejected.strip() else None
+    return None
+
+
+def _is_clean_text(text: str) -> bool:
+    if "\0" in text:
+        return False
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def find_leaks(examples: list[Example]) -> list[Leak]:
+    """Training rows whose first user message (case and white space folded) opens a held-out row too."""
+    heldout: dict[str, Example] = {}
+    for example in examples:
+        if example.heldout:
+            heldout.setdefault(example.opening, example)
+    return [
+        Leak(example, heldout[example.opening])
+        for example in examples
+        if not example.heldout and example.opening in heldout
+    ]
+
+
+def refuse_bad_rows(dropped: list[Dropped]) -> None:
+    """Raises UserError with the count and the first rows of every reason, when there are any."""
+    if dropped:
+        raise UserError(
+            f"{len(dropped)} bad rows and ingest.on_bad_row is refuse: {summary(dropped)}; "
+            "correct them, or set on_bad_row: drop"
+        )
+
+
+def refuse_leaks(leaks: list[Leak]) -> None:
+    """Raises UserError naming the first leak, when there is one."""
+    if leaks:
+        training, heldout = leaks[0]
+        raise UserError(
+            f"leaked held-out prompts: {len(leaks)} training rows open like a held-out row, first {training.file} row "
+            f"{training.row} = {heldout.file} row {heldout.row} ({training.opening[:60]!r}); remove them, or set "
+            "ingest.on_leak: drop to leave the training rows out"
+        )
+
+
+def summary(dropped: list[Dropped]) -> str:
+    """Counts and first rows per reason, in one line."""
+    parts = []
+    for reason, count in sorted(Counter(row.reason for row in dropped).items()):
+        rows = [f"{row.file} row {row.row}" for row in dropped if row.reason == reason]
+        more = ", …" if count > SHOWN else ""
+        parts.append(f"{reason} {count} ({', '.join(rows[:SHOWN])}{more})")
+    return ", ".join(parts)

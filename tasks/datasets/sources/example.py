@@ -1,0 +1,66 @@
+"""What every source hands on: one normalised row, and where it came from. How a file's columns become one stands in
+`shapes.py`, what is thrown away in `cleaning.py`."""
+
+import json
+from pathlib import Path
+from typing import Literal
+
+from rlhf_core.data.chat import Conversation, canonical, identity, opening
+
+Kind = Literal["demonstration", "pair", "prompt"]
+
+RAW = Path("data/raw")
+"""Where raw data lie, relative to the root of the repository: also their name in messages and in dropped.jsonl."""
+
+
+class Example:
+    """One row of raw data: a prompt, and a response, a pair, or nothing more.
+
+    The prompt is kept as its canonical JSON, and made of it whenever it is asked for: a million conversations of
+    lists and dictionaries would take a gigabyte more.
+    """
+
+    __slots__ = (
+        "_prompt", "broken", "chosen", "file", "heldout", "opening", "prompt_id", "rejected", "response", "row"
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        file: str,
+        row: int,
+        heldout: bool,
+        prompt: Conversation,
+        response: str | None = None,
+        chosen: str | None = None,
+        rejected: str | None = None,
+        broken: bool = False,
+    ) -> None:
+        self.file = file
+        """Name for messages: the path from the root of the repository, or dataset and split."""
+        self.row = row
+        """Line or record number, from 1."""
+        self.heldout = heldout
+        self.response, self.chosen, self.rejected = response, chosen, rejected
+        self.broken = broken
+        """The turns do not make a prompt and its answers; `cleaning` drops or refuses such rows."""
+        self._prompt = canonical(prompt)
+        self.prompt_id = identity(self._prompt)
+        self.opening = opening(prompt)
+
+    @property
+    def prompt(self) -> Conversation:
+        """The conversation that is answered: a new list each time."""
+        turns: Conversation = json.loads(self._prompt)
+        return turns
+
+    @property
+    def kind(self) -> Kind:
+        """What the row brings besides its prompt."""
+        if self.chosen is not None:
+            return "pair"
+        return "prompt" if self.response is None else "demonstration"
+
+    @property
+    def answers(self) -> list[str]:
+        """The texts that answer the prompt: none, the response, or chosen and rejected."""
+        return [text for text in (self.response, self.chosen, self.rejected) if text is not None]

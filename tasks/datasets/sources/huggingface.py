@@ -1,0 +1,116 @@
+"""A dataset of the Hugging Face hub at a pinned revision, or a dataset folder below `data/raw/`. No code of a dataset
+is ever run. The meaning of the columns stands in `shapes.py`."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pyarrow
+from datasets.exceptions import DatasetsError
+
+from rlhf_core.errors import UserError
+from tasks.datasets.jsonl import Row
+from tasks.datasets.raw import below_raw, require_hub_id, require_inside
+from tasks.datasets.sources.example import RAW, Example
+from tasks.datasets.sources.shapes import COLUMNS, normalise
+from tasks.params.ingest import HuggingFaceParams
+
+KEY = "ingest.huggingface.dataset"
+
+
+def read(params: HuggingFaceParams, raw: Path = RAW, cache: Path | None = None) -> list[Example]:
+    """The examples of the training split and, where one is named, of the held-out split.
+
+    `cache` holds what is converted from a local folder of files. Raises UserError for a hub id without a revision, a
+    dataset, configuration or split that is not there, a hub that does not answer, and what `normalise` raises.
+    """
+    datasets.disable_progress_bars()
+    examples = _read_split(params, params.train_split, raw, cache, heldout=False)
+    if params.heldout_split is not None:
+        examples += _read_split(params, params.heldout_split, raw, cache, heldout=True)
+    return examples
+
+
+def _read_split(
+    params: HuggingFaceParams, split: str, raw: Path, cache: Path | None, *, heldout: bool
+) -> list[Example]:
+    name = f"{params.dataset}[{split}]"
+    examples = list(normalise(_rows(_load(params, split, raw, cache)), name, heldout=heldout))
+    if not examples:
+        raise UserError(f"{name}: no rows")
+    return examples
+
+
+def _load(params: HuggingFaceParams, split: str, raw: Path, cache: Path | None) -> Any:
+    try:
+        folder = below_raw(raw, params.dataset, KEY)
+        if (folder / "dataset_dict.json").exists() or (folder / "state.json").exists():
+            saved = _saved_split(datasets.load_from_disk(str(folder)), split)
+            _require_inside([file["filename"] for file in saved.cache_files], raw)
+            return saved
+        if folder.is_dir():
+            place, where = str(folder.resolve()), cache and str(cache)
+            builder = datasets.load_dataset_builder(place, params.name, cache_dir=where)
+            _require_inside(_data_files(builder), raw)
+            return datasets.load_dataset(place, params.name, split=split, cache_dir=where)
+        require_hub_id(params.dataset, KEY)
+        if params.revision is None:
+            raise UserError(
+                f"ingest.huggingface.dataset {params.dataset}: no folder below {raw}, and a dataset of the hub needs "
+                "ingest.huggingface.revision, its commit hash of 40 digits"
+            )
+        builder = datasets.load_dataset_builder(params.dataset, params.name, revision=params.revision)
+        _require_on_hub(_data_files(builder), params.dataset)
+        return datasets.load_dataset(params.dataset, params.name, split=split, revision=params.revision)
+    except ConnectionError as error:
+        raise UserError(
+            f"ingest.huggingface.dataset {params.dataset}: the hub cannot be reached ({_line(error)}); try again "
+            "with a network, or `leash import` a folder and name that"
+        ) from None
+    except (DatasetsError, OSError, ValueError, RuntimeError, pyarrow.ArrowException) as error:
+        raise UserError(
+            f"ingest.huggingface.dataset {params.dataset}, split {split}: {_line(error)} "
+            "(splits: ingest.huggingface.train_split, heldout_split or null)"
+        ) from None
+
+
+def _data_files(builder: Any) -> list[str]:
+    """What a builder would read. A dataset's README may name any file of the machine, and any address."""
+    files = builder.config.data_files or {}
+    return [str(file) for split in files.values() for file in split]
+
+
+def _require_inside(files: list[str], raw: Path) -> None:
+    for file in files:
+        require_inside(Path(file), raw, KEY)
+
+
+def _require_on_hub(files: list[str], dataset: str) -> None:
+    for file in files:
+        if not file.startswith(f"hf://datasets/{dataset}@"):
+            raise UserError(
+                f"{KEY} {dataset}: its README names the data file {file} of somewhere else; nothing was read"
+            )
+
+
+def _saved_split(saved: Any, split: str) -> Any:
+    """A split of a folder written by `save_to_disk`; a single dataset counts as `train`."""
+    splits = saved if isinstance(saved, datasets.DatasetDict) else {"train": saved}
+    if split not in splits:
+        raise ValueError(f'Unknown split "{split}". Should be one of {list(splits)}.')
+    return splits[split]
+
+
+def _rows(dataset: Any) -> Iterator[tuple[int, Row]]:
+    wanted = [name for name in dataset.column_names if name in COLUMNS] or dataset.column_names
+    number = 0
+    for table in dataset.select_columns(wanted).with_format("arrow").iter(batch_size=10_000):
+        for row in table.to_pylist():
+            number += 1
+            yield number, row
+
+
+def _line(error: Exception) -> str:
+    cause = f": {error.__cause__}" if error.__cause__ else ""
+    return " ".join(f"{error}{cause}".split())[:300]

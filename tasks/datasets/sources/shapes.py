@@ -1,0 +1,132 @@
+"""The usual row shapes of preference data, read from their columns and normalised to `Example`. Reading files stands in
+`files.py` and `huggingface.py`; judging the text in `cleaning.py`.
+
+A file has one shape, fixed by its first row:
+
+| columns | becomes |
+|---|---|
+| prompt, response (or completion) | demonstration |
+| messages | demonstration; the last assistant turn is the response |
+| prompt, chosen, rejected | pair |
+| chosen, rejected as whole conversations | pair; what they share is the prompt |
+| prompt | prompt |
+
+A prompt is text, a list of {role, content}, or a raw "Human: … Assistant:" transcript."""
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import NoReturn
+
+from rlhf_core.data.chat import Conversation
+from rlhf_core.errors import UserError
+from tasks.datasets.jsonl import Row, brief_names
+from tasks.datasets.sources import dialogues
+from tasks.datasets.sources.dialogues import BrokenConversation, ShapeError
+from tasks.datasets.sources.example import Example
+
+COLUMNS = ("prompt", "response", "completion", "chosen", "rejected", "messages")
+"""Columns that mean something; all others are left aside."""
+EXPECTED = "prompt + response, prompt + chosen + rejected, prompt, messages, or chosen + rejected as conversations"
+
+Answers = tuple[Conversation, str | None, str | None, str | None]
+"""Prompt, response, chosen, rejected."""
+
+
+def normalise(rows: Iterable[tuple[int, Row]], file: str, *, heldout: bool) -> Iterator[Example]:
+    """Numbered rows of one file as examples.
+
+    Raises UserError naming file, row and column: no known shape, a row of another shape, a value of the wrong type.
+    """
+    first: tuple[int, tuple[str, ...]] | None = None
+    read: Callable[[Row], Answers] | None = None
+    for number, row in rows:
+        columns = tuple(name for name in COLUMNS if name in row)
+        if first is None or read is None:
+            first, read = (number, columns), _reader(columns, row, f"{file}, row {number}")
+        elif columns != first[1]:
+            _refuse_mixed(f"{file}, row {number}", columns, *first)
+        yield _example(row, read, file, number, heldout)
+
+
+def _example(row: Row, read: Callable[[Row], Answers], file: str, number: int, heldout: bool) -> Example:
+    try:
+        prompt, response, chosen, rejected = read(row)
+    except BrokenConversation:
+        return Example(file, number, heldout, [], broken=True)
+    except ShapeError as error:
+        raise UserError(f"{file}, row {number}: {error}") from None
+    broken = bool(prompt) and not dialogues.is_prompt(prompt)
+    return Example(file, number, heldout, prompt, response, chosen, rejected, broken)
+
+
+def _reader(columns: tuple[str, ...], row: Row, where: str) -> Callable[[Row], Answers]:
+    found = set(columns)
+    if found & {"chosen", "rejected"}:
+        for name in ("chosen", "rejected"):
+            if name not in found:
+                raise UserError(f"{where}: missing column {name} (found: {_names(row)})")
+        if found & {"response", "completion"}:
+            raise UserError(f"{where}: response beside chosen and rejected; keep them in files of their own")
+        return _pair if "prompt" in found else _whole_pair
+    if "messages" in found:
+        return _messages
+    if "prompt" not in found:
+        raise UserError(f"{where}: missing column prompt (found: {_names(row)}); expected {EXPECTED}")
+    if {"response", "completion"} <= found:
+        raise UserError(f"{where}: both response and completion; keep one of them")
+    return _demonstration if found & {"response", "completion"} else _prompt
+
+
+def _refuse_mixed(where: str, columns: tuple[str, ...], first_row: int, first: tuple[str, ...]) -> NoReturn:
+    missing = [name for name in first if name not in columns]
+    extra = [name for name in columns if name not in first]
+    problem = f"missing column {missing[0]}" if missing else f"column {extra[0]} is missing in row {first_row}"
+    raise UserError(
+        f"{where}: {problem} (row {first_row} has {', '.join(first)}); rows of another shape need a file of their own"
+    )
+
+
+def _prompt(row: Row) -> Answers:
+    return _column(row, "prompt"), None, None, None
+
+
+def _demonstration(row: Row) -> Answers:
+    prompt = _column(row, "prompt")
+    name = "response" if "response" in row else "completion"
+    return prompt, _reply(row, name, prompt), None, None
+
+
+def _messages(row: Row) -> Answers:
+    if not isinstance(row["messages"], list):
+        raise ShapeError(f"messages: expected a list of messages, got {type(row['messages']).__name__}")
+    return (*dialogues.split_reply(_column(row, "messages")), None, None)
+
+
+def _pair(row: Row) -> Answers:
+    prompt = _column(row, "prompt")
+    return prompt, None, _reply(row, "chosen", prompt), _reply(row, "rejected", prompt)
+
+
+def _whole_pair(row: Row) -> Answers:
+    for name in ("chosen", "rejected"):
+        if isinstance(row[name], str) and not dialogues.is_transcript(row[name]):
+            raise ShapeError(f"missing column prompt ({name} is no whole conversation that would contain it)")
+    prompt, chosen, rejected = dialogues.split_pair(_column(row, "chosen"), _column(row, "rejected"))
+    return prompt, None, chosen, rejected
+
+
+def _column(row: Row, name: str) -> Conversation:
+    try:
+        return dialogues.parse_conversation(row[name])
+    except ShapeError as error:
+        raise ShapeError(f"{name}: {error}") from None
+
+
+def _reply(row: Row, name: str, prompt: Conversation) -> str:
+    try:
+        return dialogues.parse_reply(row[name], prompt, strip=dialogues.is_transcript(row["prompt"]))
+    except ShapeError as error:
+        raise ShapeError(f"{name}: {error}") from None
+
+
+def _names(row: Row) -> str:
+    return brief_names(map(str, row)) or "nothing"

@@ -1,0 +1,153 @@
+"""Who sees which prompt: held-out, demonstrations, preferences, PPO, and the validation rows inside two of them. Only
+the assignment lives here; the rows themselves are made in `datasets.py`.
+
+The unit is the *opening*, the first user message with case and white space folded, so that two wordings of one question
+never stand on two sides. Openings are ordered by a hash of seed and text: the assignment does not depend on the order
+of the rows, and another seed gives another one.
+
+Each kind of row has a share it is made for: demonstrations, pairs → preferences, bare prompts → PPO. It goes there, and
+into every share for which the data bring nothing of its own. So a file of pairs alone fills all three shares, and three
+files for the three purposes are each used whole."""
+
+import hashlib
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Literal
+
+from rlhf_core.errors import UserError
+from tasks.datasets.sources.example import Example, Kind
+from tasks.params.ingest import SplitParams
+
+Share = Literal["heldout", "demonstrations", "preferences", "ppo"]
+
+HOME: dict[Kind, Share] = {"demonstration": "demonstrations", "pair": "preferences", "prompt": "ppo"}
+SERVES: dict[Kind, tuple[Share, ...]] = {
+    "demonstration": ("demonstrations", "preferences", "ppo"),
+    "pair": ("demonstrations", "preferences", "ppo"),
+    "prompt": ("preferences", "ppo"),
+}
+"""What a kind of row can do at all: a bare prompt demonstrates nothing."""
+
+
+@dataclass
+class Assignment:
+    """Openings → share, and which openings of demonstrations and preferences are validation."""
+
+    share: dict[str, Share]
+    validation: set[str]
+
+
+Kinds = frozenset[Kind]
+"""The kinds of rows that one opening has."""
+
+
+def rank(seed: int, text: str) -> bytes:
+    """A place in a random order that only seed and text decide."""
+    return hashlib.sha256(f"{seed}:{text}".encode()).digest()
+
+
+def assign(examples: list[Example], split: SplitParams, seed: int) -> Assignment:
+    """A share for every opening. Held-out rows of the data are the held-out share; without any, a fraction is drawn.
+
+    Fractions count distinct prompts and are exact up to the size of one group. Raises UserError for a share without
+    prompts.
+    """
+    share: dict[str, Share] = {example.opening: "heldout" for example in examples if example.heldout}
+    heldout = 0.0 if share else split.heldout
+    training_rows = [example for example in examples if not example.heldout]
+    strata, sizes = _strata(training_rows), _sizes(training_rows)
+    present = {kind for kinds in strata for kind in kinds}
+    for kinds, openings in strata.items():
+        weights = _weights(kinds, present, split)
+        training = {name: (1.0 - heldout) * weight for name, weight in weights.items()}
+        ordered = sorted(openings, key=lambda opening: rank(seed, opening))
+        share.update(_cut(ordered, sizes, {"heldout": heldout, **training}))
+    _check_shares(share, present)
+    return Assignment(share, _validation(share, sizes, split.validation, seed))
+
+
+def _strata(examples: Iterable[Example]) -> dict[Kinds, list[str]]:
+    """The openings by the kinds of their rows."""
+    kinds: dict[str, Kinds] = {}
+    for example in examples:
+        kinds[example.opening] = _joined(kinds.get(example.opening), example.kind)
+    strata: dict[Kinds, list[str]] = {}
+    for opening, found in kinds.items():
+        strata.setdefault(found, []).append(opening)
+    return strata
+
+
+@cache
+def _joined(kinds: Kinds | None, kind: Kind) -> Kinds:
+    """One object for equal sets: a million openings share a few."""
+    return (kinds or frozenset()) | {kind}
+
+
+def _sizes(examples: Iterable[Example]) -> Counter[str]:
+    """Distinct prompts of each opening."""
+    prompts = {example.prompt_id: example.opening for example in examples}
+    return Counter(prompts.values())
+
+
+def _weights(kinds: Kinds, present: set[Kind], split: SplitParams) -> dict[Share, float]:
+    """The shares open to a group with these kinds of rows, with fractions that sum to 1."""
+    provided = {HOME[kind] for kind in present}
+    allowed = {HOME[kind] for kind in kinds}
+    allowed |= {name for kind in kinds for name in SERVES[kind] if name not in provided}
+    fractions: dict[Share, float] = {
+        "demonstrations": split.demonstrations,
+        "preferences": split.preferences,
+        "ppo": split.ppo,
+    }
+    total = sum(fractions[name] for name in allowed)
+    return {name: fraction / total for name, fraction in fractions.items() if name in allowed}
+
+
+def _cut(ordered: list[str], sizes: Mapping[str, int], weights: Mapping[Share, float]) -> dict[str, Share]:
+    """Consecutive pieces of `ordered` in proportion to `weights`, in prompts; a group goes where its middle lies."""
+    total = sum(sizes[opening] for opening in ordered)
+    names = [name for name in weights if weights[name] > 0]
+    result: dict[str, Share] = {}
+    piece, boundary, position = 0, weights[names[0]] * total, 0.0
+    for opening in ordered:
+        middle = position + sizes[opening] / 2
+        while middle > boundary and piece + 1 < len(names):
+            piece += 1
+            boundary += weights[names[piece]] * total
+        result[opening] = names[piece]
+        position += sizes[opening]
+    return result
+
+
+def _validation(share: Mapping[str, Share], sizes: Mapping[str, int], fraction: float, seed: int) -> set[str]:
+    """The fraction of both shares' prompts; at least one group each, and never all."""
+    chosen: set[str] = set()
+    for name in ("demonstrations", "preferences"):
+        members = [opening for opening, where in share.items() if where == name]
+        ordered = sorted(members, key=lambda opening: rank(seed, f"validation:{opening}"))
+        wanted = fraction * sum(sizes[opening] for opening in ordered)
+        position = 0.0
+        for number, opening in enumerate(ordered[:-1]):
+            if number and position + sizes[opening] / 2 > wanted:
+                break
+            chosen.add(opening)
+            position += sizes[opening]
+    return chosen
+
+
+def _check_shares(share: Mapping[str, Share], present: set[Kind]) -> None:
+    if present == {"prompt"}:
+        raise UserError(
+            "the training data bring prompts only, and SFT needs demonstrations: add a file with prompt + response, "
+            "messages, or prompt + chosen + rejected"
+        )
+    least: dict[Share, int] = {"heldout": 1, "demonstrations": 2, "preferences": 2, "ppo": 1}
+    for name, number in least.items():
+        found = sum(where == name for where in share.values())
+        if found < number:
+            raise UserError(
+                f"too little data for ingest.split: the share {name} gets {found} of {len(share)} distinct openings "
+                f"and needs {number}; add data, or raise its fraction"
+            )

@@ -1,0 +1,85 @@
+"""How far the instruments can be believed: the judge, asked in both orders, and the reward model, held against the
+judge on answers of the SFT model (what it was trained on) and of the policy (what became of them)."""
+
+from typing import Any
+
+import numpy as np
+
+from rlhf_core.evaluation.agreement import agreement_at_margins, correlation, pair_agreement
+from rlhf_core.evaluation.judges import NoisyAnnotators, RubricJudge
+from rlhf_core.evaluation.pair_judges import PairJudge, SimulatedAnnotators, both_orders
+from tasks.evaluation.evaluator import Evaluator
+from tasks.evaluation.results import Bootstrap, Results, Table
+from tasks.params.preferences import PreferencesParams
+from tasks.stage.stage import Stage
+
+
+def judge_checks(stage: Stage[Any], evaluator: Evaluator, results: dict[str, Results]) -> dict[str, Any] | None:
+    """Position bias and self-agreement of whoever compares pairs: the judge model, or on demo data the simulated
+    annotators that made the preferences. None where answers are only scored one by one."""
+    judge = evaluator.pair_judge or annotators(stage, evaluator)
+    if judge is None:
+        return None
+    policy, sft = results["policy"], results["sft"]
+    found = [
+        both_orders(judge, evaluator.prompts, sft.column(i).texts, mark.texts) for i, mark in enumerate(policy.columns)
+    ]
+    return {
+        "judge": judge.name,
+        "position_bias": float(np.mean([each.position_bias for each in found])),
+        "self_agreement": float(np.mean([each.self_agreement for each in found])),
+        "win_rate": float(np.mean([each.preference for each in found])),
+        "pairs": sum(each.pairs for each in found),
+    }
+
+
+def annotators(stage: Stage[Any], evaluator: Evaluator) -> PairJudge | None:
+    """The simulated annotators with the noise that they judged the preferences with; None for data of people."""
+    if not isinstance(evaluator.judge, RubricJudge):
+        return None
+    noise = stage.block("preferences", PreferencesParams).annotators
+    return SimulatedAnnotators(NoisyAnnotators(evaluator.judge, noise.temperature, noise.flip_rate, stage.seed))
+
+
+def scorer_checks(results: dict[str, Results], bootstrap: Bootstrap) -> dict[str, dict[str, Any] | None]:
+    """For SFT model and policy: how often reward model and judge order two answers to one prompt alike, and what the
+    scores go along with. None without a judge who scores."""
+    found = {name: scorer_check(results[name], bootstrap) for name in ("sft", "policy")}
+    if found["sft"] is not None:
+        found["sft"]["agreement_at_policy_margins"] = at_margins_of(results["sft"], results["policy"])
+    return found
+
+
+def scorer_check(results: Results, bootstrap: Bootstrap) -> dict[str, Any] | None:
+    """One model's answers; agreement needs two sampling seeds."""
+    rewards, gold, tokens = rewards_of_texts(results), results.table("gold"), results.table("tokens")
+    if gold is None or tokens is None:
+        return None
+    alike = pair_agreement(rewards.tolist(), gold.tolist(), bootstrap.resamples, bootstrap.seed)
+    return {
+        "agreement": None if alike is None else alike.share,
+        "agreement_ci95": None if alike is None else alike.interval,
+        "pairs": None if alike is None else alike.pairs,
+        "correlation": correlation(rewards.ravel().tolist(), gold.ravel().tolist()),
+        "length_correlation": correlation(rewards.ravel().tolist(), tokens.ravel().tolist()),
+    }
+
+
+def at_margins_of(results: Results, like: Results) -> float | None:
+    """The agreement, were the answers as far apart in gold score as those of another model are."""
+    scores = [(rewards_of_texts(each).tolist(), each.table("gold")) for each in (results, like)]
+    (first, gold), (like_first, like_gold) = scores
+    if gold is None or like_gold is None:
+        return None
+    return agreement_at_margins(first, gold.tolist(), like_first, like_gold.tolist())
+
+
+def rewards_of_texts(results: Results) -> Table:
+    """The reward model's scores, one for equal answers to a prompt: read in other batches, they differ by a hair."""
+    rewards = results.table("rewards")
+    assert rewards is not None  # every answer has one
+    for i, row in enumerate(rewards):
+        known: dict[tuple[str, bool], float] = {}
+        for k, mark in enumerate(results.columns):
+            row[k] = known.setdefault(mark.says(i), float(row[k]))
+    return rewards

@@ -1,0 +1,87 @@
+"""The prompts that the models are judged on: the held-out ones of the data, or a file of the user's. `evaluate` and
+`best_of_n` ask here, so that they ask the same."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rlhf_core.data.chat import as_text, opening
+from rlhf_core.errors import UserError
+from tasks.datasets.jsonl import Row, brief, iter_jsonl
+from tasks.datasets.raw import below_raw
+from tasks.datasets.sources import cleaning
+from tasks.datasets.sources.example import RAW, Example
+from tasks.datasets.sources.shapes import normalise
+from tasks.params.evaluate import HELDOUT as FROM_DATA
+from tasks.params.evaluate import EvaluateParams
+from tasks.stage.stage import Stage
+
+HELDOUT = "data/ingest/heldout.jsonl"
+TRAINING = (
+    "data/ingest/demonstrations.jsonl",
+    "data/ingest/ppo_prompts.jsonl",
+    "data/ingest/preference_prompts.jsonl",
+    "data/preferences/preferences.jsonl",
+)
+"""Datasets whose prompts a model has been trained on, or was chosen by."""
+LONGEST = 2**31
+"""Characters: what is too long for a model is told in tokens, later."""
+
+
+def evaluation_prompts(stage: Stage[Any], params: EvaluateParams) -> list[Row]:
+    """The rows {prompt_id, prompt, response} to ask, `params.max_prompts` at most, in their order; response is a
+    demonstration, or None.
+
+    The stage must depend on HELDOUT, TRAINING and data/raw. Raises UserError for a file that cannot be read, has a bad
+    row (named with its number) or no row, and for prompts that are training prompts.
+    """
+    if params.prompts == FROM_DATA:
+        return stage.read(HELDOUT)[: params.max_prompts]
+    rows = read_questions(stage.root / RAW, params.prompts)
+    refuse_training_prompts(params.prompts, rows, {path: stage.read(path) for path in TRAINING})
+    if len(rows) > params.max_prompts:
+        stage.say(f"evaluate.prompts: the first {params.max_prompts} of {len(rows)} prompts (evaluate.max_prompts)")
+    return rows[: params.max_prompts]
+
+
+def source_of(params: EvaluateParams) -> str:
+    """Where the prompts come from, as errors say it."""
+    return HELDOUT if params.prompts == FROM_DATA else f"{(RAW / params.prompts).as_posix()}, distinct prompts"
+
+
+def read_questions(raw: Path, name: str) -> list[Row]:
+    """The distinct prompts of the JSONL file `name` below `raw`, in the shapes that `ingest` reads; of equal ones the
+    first. Raises UserError, see `questions`."""
+    path, shown = below_raw(raw, name, "evaluate.prompts"), (RAW / name).as_posix()
+    if path.suffix.lower() != ".jsonl":
+        raise UserError(f'evaluate.prompts: {shown} is no *.jsonl file; each line must be one {{"prompt": …}}')
+    if not path.exists():
+        raise UserError(f"evaluate.prompts: {shown} not found; bring it in with `leash import PATH`")
+    kept, dropped = cleaning.clean(list(normalise(iter_jsonl(path), shown, heldout=True)), LONGEST)
+    bad = [row for row in dropped if row.reason != "duplicate"]
+    if bad:
+        raise UserError(f"evaluate.prompts: bad rows: {cleaning.summary(bad)}; correct or remove them")
+    if not kept:
+        raise UserError(f"evaluate.prompts: {shown} has no rows")
+    distinct: dict[str, Row] = {}
+    for example in kept:
+        distinct.setdefault(example.prompt_id, _row(example))
+    return list(distinct.values())
+
+
+def refuse_training_prompts(name: str, rows: Sequence[Row], training: dict[str, list[Row]]) -> None:
+    """Raise UserError, with their number and the first of them, where prompts open like training prompts (case and
+    white space folded, as in the split of the data): whoever was trained on a question is no witness."""
+    seen = {opening(row["prompt"]): path for path, known in reversed(training.items()) for row in known}
+    leaks = [row for row in rows if opening(row["prompt"]) in seen]
+    if leaks:
+        first = leaks[0]["prompt"]
+        raise UserError(
+            f"evaluate.prompts: {len(leaks)} of {len(rows)} prompts of {(RAW / name).as_posix()} are training prompts, "
+            f"first {brief(' '.join(as_text(first).split()))} (in {seen[opening(first)]}); remove them"
+        )
+
+
+def _row(example: Example) -> Row:
+    response = example.chosen if example.response is None else example.response
+    return {"prompt_id": example.prompt_id, "prompt": example.prompt, "response": response}

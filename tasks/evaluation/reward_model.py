@@ -1,0 +1,104 @@
+"""What the stage `reward` says of its model on held-out pairs: accuracy as a whole and by margin, calibration, the
+spread of scores, and agreement with the judge. Training, and what PPO normalises with, are in `reward.py`."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from jaxtyping import Float
+from numpy import ndarray
+from transformers import PreTrainedTokenizerBase
+
+from rlhf_core.data.chat import Conversation
+from rlhf_core.data.tokenizer import encode_prompt
+from rlhf_core.evaluation.calibration import accuracy_by_margin, calibration, score_histogram
+from rlhf_core.evaluation.intervals import clustered_interval
+from rlhf_core.evaluation.judges import Judge
+from rlhf_core.reward import Comparison, PairScores
+from tasks.datasets.jsonl import Row
+from tasks.training.pairs import SIDES, response_tokens
+
+RESAMPLES = 2000
+Table = list[dict[str, float]]
+
+
+@dataclass(frozen=True)
+class PairFigures:
+    """Metrics of held-out pairs and the rows of the tables in plots/, by the table's path."""
+
+    metrics: dict[str, Any]
+    tables: dict[str, Table]
+
+
+def figures_of(
+    scores: PairScores, pairs_of_prompts: Sequence[int], gold: Float[ndarray, "pairs"] | None, seed: int
+) -> PairFigures:
+    """The figures of held-out pairs that stand in order of their prompts.
+
+    `pairs_of_prompts` is how many pairs each prompt has: intervals resample prompts, since pairs of one prompt share
+    their responses. `gold` is the judge's margin of each pair, chosen minus rejected; None where nobody judges.
+    """
+    gaps, right = (scores.chosen - scores.rejected).double().numpy(), scores.right.double().numpy()
+    owners = np.repeat(np.arange(len(pairs_of_prompts)), pairs_of_prompts)
+    bins, error = calibration(gaps.tolist())
+    margins = accuracy_by_margin(right, np.abs(gaps if gold is None else gold), owners, RESAMPLES, seed)
+    metrics = {
+        "heldout_accuracy": float(right.mean()),
+        "heldout_accuracy_ci95": list(clustered_interval(right, owners, RESAMPLES, seed)),
+        "heldout_loss": scores.loss,
+        "heldout_pairs": len(right),
+        "heldout_prompts": len(pairs_of_prompts),
+        "expected_calibration_error": error,
+        "margin_by": "reward" if gold is None else "gold",
+        "margins": [
+            {
+                "low": b.low,
+                "high": b.high,
+                "accuracy": b.accuracy,
+                "accuracy_ci95": [b.accuracy_low, b.accuracy_high],
+                "pairs": b.pairs,
+            }
+            for b in margins
+        ],
+        **agreement_with_gold(gaps, gold, owners, seed),
+    }
+    tables: dict[str, Table] = {
+        "plots/reward_calibration.csv": [
+            {"bin_low": b.low, "bin_high": b.high, "predicted": b.predicted, "observed": b.observed, "pairs": b.pairs}
+            for b in bins
+        ],
+        "plots/reward_margins.csv": [vars(b) for b in margins],
+        "plots/reward_scores.csv": [vars(b) for b in score_histogram(scores.chosen.numpy(), scores.rejected.numpy())],
+    }
+    return PairFigures(metrics, tables)
+
+
+def agreement_with_gold(
+    gaps: Float[ndarray, "pairs"], gold: Float[ndarray, "pairs"] | None, owners: ndarray, seed: int
+) -> dict[str, Any]:
+    """How often the model orders a pair as the judge does, ties half, and how often the pair's own label does: what
+    noise in the labels leaves to be learnt. All None without a judge."""
+    names = ("gold_agreement", "gold_agreement_ci95", "gold_label_agreement")
+    if gold is None:
+        return dict.fromkeys(names)
+    alike = 0.5 * (1 + np.sign(gaps) * np.sign(gold))
+    interval = list(clustered_interval(alike, owners, RESAMPLES, seed))
+    return dict(zip(names, (float(alike.mean()), interval, float((0.5 * (1 + np.sign(gold))).mean())), strict=True))
+
+
+def gold_margins(
+    rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, pairs: Sequence[Comparison], judge: Judge
+) -> Float[ndarray, "pairs"]:
+    """The judge's score of the chosen minus that of the rejected response, in the order in which `score_pairs` reads
+    the pairs. `rows` are those of preferences.jsonl that the pairs were made of: the judge reads their texts."""
+    texts: dict[tuple[tuple[int, ...], tuple[int, ...]], tuple[Conversation, str]] = {}
+    for row in rows:
+        prompt = tuple(encode_prompt(tokenizer, row["prompt"]))
+        for side in SIDES:
+            texts[prompt, tuple(response_tokens(tokenizer, row, side))] = row["prompt"], row[side]
+    sides = [
+        [texts[tuple(c.prompt), tuple(c.responses[pair[side]])] for c in pairs for pair in c.pairs] for side in (0, 1)
+    ]
+    chosen, rejected = (judge.score([p for p, _ in side], [text for _, text in side]) for side in sides)
+    return np.subtract(chosen, rejected, dtype=np.float64)

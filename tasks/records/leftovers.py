@@ -1,0 +1,175 @@
+"""What dead runs have left in `work/` and beside outputs, told from what a run still needs. Nothing is removed without
+the stage's lock, and never what MLflow has yet to receive. What a person sees of it: `flows/commands/clean.py`."""
+
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from dvc.exceptions import DvcException
+from dvc.repo import Repo
+
+from rlhf_core.errors import UserError
+from rlhf_core.files import beside
+from rlhf_core.files import remove as remove_path
+from rlhf_core.locks import FileLock, holder, is_held
+from tasks.params.loader import PARAMS_FILE, read_yaml
+from tasks.records.recorded import repository
+from tasks.stage.definition import Definition, executable
+from tasks.stage.state import FINISHED, lock_file
+from tasks.tracking import outbox, settings
+
+KEY = re.compile(r"[0-9a-f]{16}")
+"""The name of a state folder: the beginning of the stage's key."""
+OTHER_KEY = "state of other parameters, code or data"
+RECORDED = "state of a finished stage"
+THIS_KEY = "state from which the stage would continue (--all)"
+
+
+@dataclass(frozen=True)
+class Leftover:
+    """Something that nobody needs: where, how many bytes, why; `stage` is empty where none is concerned."""
+
+    path: Path
+    size: int
+    why: str
+    stage: str = ""
+
+
+@dataclass
+class Found:
+    """What may go, and what stays although it looks like it, in words."""
+
+    leftovers: list[Leftover] = field(default_factory=list)
+    stays: list[str] = field(default_factory=list)
+
+    def add(self, path: Path, why: str, stage: str = "") -> None:
+        """One more thing that may go."""
+        self.leftovers.append(Leftover(path, size_of(path), why, stage))
+
+
+def find(root: Path, everything: bool = False) -> Found:
+    """All leftovers of the project at `root`; with `everything` also state from which a stage would continue."""
+    found = Found()
+    with repository(root) as repo:
+        known = {stage.name: stage for stage in executable(repo)}
+        for name in dict.fromkeys([*known, *_folders(root)]):
+            _of_stage(repo, root, name, known.get(name), everything, found)
+    for folder in sorted(outbox.outbox_folder(root).glob(".new-*")):
+        if not is_held(folder / outbox.OWNER_LOCK):
+            found.add(folder, "an outbox that was never begun")
+    for folder in sorted(outbox.outbox_folder(root).glob(".gone-*")):
+        found.add(folder, "an outbox that has been sent")
+    return found
+
+
+def remove(root: Path, agreed: list[Leftover], everything: bool = False) -> list[Leftover]:
+    """Remove these, each stage's under its lock and only if it is still a leftover then; returns what was removed."""
+    gone: list[Leftover] = []
+    for stage in dict.fromkeys(leftover.stage for leftover in agreed):
+        mine = [leftover for leftover in agreed if leftover.stage == stage]
+        gone += _remove_of_stage(root, stage, mine, everything) if stage else [one for one in mine if _delete(one.path)]
+    return gone
+
+
+def unsent(root: Path) -> list[tuple[Path, int]]:
+    """Every outbox that waits for MLflow, with the number of its events that have not arrived."""
+    mark = settings.uri_mark(settings.tracking_uri(root))
+    return [(folder, outbox.waiting(folder, mark)) for folder in outbox.pending(root)]
+
+
+def size_of(path: Path) -> int:
+    """Bytes of a file, or of all files below a folder."""
+    files = [path] if not path.is_dir() or path.is_symlink() else [file for file in path.rglob("*") if file.is_file()]
+    return sum(file.lstat().st_size for file in files)
+
+
+def _folders(root: Path) -> Iterator[str]:
+    """Names of folders that look like a stage's: they hold state folders or their locks."""
+    for folder in sorted((root / "work").glob("*")):
+        if folder.is_dir() and any(KEY.fullmatch(child.name.split(".")[0]) for child in folder.iterdir()):
+            yield folder.name
+
+
+def _of_stage(
+    repo: Repo, root: Path, name: str, stage: Any, everything: bool, found: Found, mine: bool = False
+) -> None:
+    """The leftovers of one stage; `stage` is None where dvc.yaml has it no longer, `mine`: we hold its lock."""
+    lock = lock_file(root, name)
+    olds = sorted((root / "work" / name).glob("*.lock"))
+    if held := next((place for place in [lock, *olds] if not mine and is_held(place)), None):
+        found.stays.append(f"{name}: process {holder(held) or '?'} runs this stage; nothing of it is touched")
+        return
+    for old in olds:
+        found.add(old, "a lock that nobody holds", name)
+    _states(repo, root, name, stage is not None, everything, found)
+    for out in stage.outs if stage is not None else []:
+        partial = beside(root / out.def_path)
+        if partial.exists():
+            found.add(partial, "half-written by a run that was stopped", name)
+    if stage is None and lock.is_file():
+        found.add(lock, "a lock that nobody holds", name)
+
+
+def _states(repo: Repo, root: Path, name: str, exists: bool, everything: bool, found: Found) -> None:
+    folders = [path for path in sorted((root / "work" / name).glob("*")) if path.is_dir() and KEY.fullmatch(path.name)]
+    if not folders:
+        return
+    key, doubt = _present_key(repo, root, name) if exists else ("", "")
+    recorded = (Definition(name, repo).recorded_key() or "")[:16] if exists else ""
+    for folder in folders:
+        if not exists:
+            found.add(folder, f"dvc.yaml has no stage {name}", name)
+        elif folder.name == recorded and (folder / FINISHED).exists():
+            found.add(folder, RECORDED, name)
+        elif everything or (key and folder.name != key):
+            found.add(folder, THIS_KEY if folder.name == key or not key else OTHER_KEY, name)
+        else:
+            why = f"whether it is needed is not known ({doubt})" if doubt else "the stage would continue from it"
+            found.stays.append(f"{folder.relative_to(root)}: {why}; --all removes it")
+
+
+def _present_key(repo: Repo, root: Path, name: str) -> tuple[str, str]:
+    """(name of the present state folder, "") or ("", why it cannot be known)."""
+    try:
+        definition = Definition(name, repo)
+        params: Mapping[str, Any] = read_yaml(root / PARAMS_FILE)
+        return definition.key(dict(params), definition.hashes())[:16], ""
+    except (UserError, DvcException) as error:
+        return "", " ".join(str(error).split())
+
+
+def _remove_of_stage(root: Path, stage: str, agreed: list[Leftover], everything: bool) -> list[Leftover]:
+    """While we hold the stage's lock nobody begins it. The lock's own file goes only with a stage that is no more."""
+    place = lock_file(root, stage)
+    place.parent.mkdir(exist_ok=True)
+    lock = FileLock(place)
+    if not lock.acquire():
+        return []
+    try:
+        now = Found()
+        with repository(root) as repo:
+            known = {one.name: one for one in executable(repo)}
+            _of_stage(repo, root, stage, known.get(stage), everything, now, mine=True)
+        still = {leftover.path for leftover in now.leftovers}
+        gone = [leftover for leftover in agreed if leftover.path in still and _delete(leftover.path)]
+        _delete_if_empty(root / "work" / stage)
+        if stage not in known:
+            place.unlink(missing_ok=True)
+        return gone
+    finally:
+        lock.release()
+
+
+def _delete(path: Path) -> bool:
+    """True when it is gone."""
+    with suppress(OSError):
+        remove_path(path)
+    return not path.exists()
+
+
+def _delete_if_empty(folder: Path) -> None:
+    if folder.is_dir() and not any(folder.iterdir()):
+        folder.rmdir()

@@ -1,0 +1,195 @@
+"""Where a result comes from: from a model, dataset or metrics file back to the raw data, by hash and never by name
+alone. The tree is made here and printed in `flows/commands/lineage.py`."""
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+from dvc.repo import Repo
+
+from rlhf_core.errors import UserError
+from tasks.records.recorded import (
+    Record,
+    commit_of,
+    from_cache,
+    hash_at,
+    made_by,
+    made_once,
+    recorded,
+    repository,
+    tracked_in,
+)
+from tasks.stage import provenance
+from tasks.stage.definition import RAW, digest, executable
+
+State = Literal["as recorded", "changed since", "missing", "unknown here"]
+GATE = "data/check.ok"
+"""A constant that every stage reads; it says nothing about where a result comes from."""
+WORLD = "rlhf_core/demo/"
+
+
+@dataclass(frozen=True)
+class Node:
+    """One artefact: its recorded hash, whether the workspace holds that very content, and what it was made from."""
+
+    path: str
+    digest: str
+    state: State
+    record: Record | None = None
+    code_changed: tuple[str, ...] = ()
+    """Code of the stage that reads otherwise today."""
+    inputs: tuple["Node", ...] = ()
+    notes: tuple[str, ...] = ()
+
+    def as_dict(self) -> dict[str, Any]:
+        """For `--json`."""
+        return asdict(self)
+
+
+@dataclass
+class Lineage:
+    """The walk from one artefact to the raw data, in one repository."""
+
+    repo: Repo
+    root: Path
+    known: dict[tuple[str, str], Node] = field(default_factory=dict)
+
+    @cached_property
+    def records(self) -> dict[str, Record]:
+        """What dvc.lock says now; nothing where there is none."""
+        return recorded(self.root) if (self.root / "dvc.lock").is_file() else {}
+
+    @cached_property
+    def outs(self) -> list[str]:
+        """Every output that dvc.yaml declares or dvc.lock names."""
+        declared = [out.def_path for stage in executable(self.repo) for out in stage.outs]
+        return list(dict.fromkeys([*declared, *(out for record in self.records.values() for out in record.outs)]))
+
+    def of(self, path: Path) -> Node:
+        """The tree of what lies at `path` (absolute). Raises UserError for what no stage makes, or nothing recorded."""
+        place = path.resolve()
+        inside = place.relative_to(self.root.resolve()).as_posix() if place.is_relative_to(self.root.resolve()) else ""
+        out = next((out for out in self.outs if inside == out or inside.startswith(f"{out}/")), None)
+        if out is None:
+            return self._copied(place)
+        lies = hash_at(self.repo, self.root / out)
+        said = next((record.outs[out] for record in self.records.values() if out in record.outs), None)
+        if lies is not None and lies != said and made_once(self.root, out, lies):
+            return self.node(out, lies)  # an older version, brought back
+        if said is not None:
+            return self.node(out, said)
+        own = provenance.read(self.root / out)
+        if lies is None or own is None:
+            raise UserError(f"{out}: dvc.lock does not name it; `dvc repro` makes it")
+        return self._made(out, lies, "unknown here", _from_provenance(own), ["dvc.lock does not name it"])
+
+    def _copied(self, place: Path) -> Node:
+        own = provenance.read(place) if place.is_dir() else None
+        if own is None:
+            what = "holds no provenance.json" if place.exists() else "file not found"
+            raise UserError(f"{place}: {what}, and is no out of dvc.yaml (`dvc dag --outs` shows them)")
+        lies = hash_at(self.repo, place) or ""
+        named = [record for record in self.records.values() if lies in record.outs.values()]
+        origin = next(iter(named), None) or made_once(self.root, None, lies)
+        if origin is None:
+            note = "neither dvc.lock nor its history names this content: changed since it was made, or made elsewhere"
+            return self._made(str(place), lies, "unknown here", _from_provenance(own), [note])
+        name = next(path for path, value in origin.outs.items() if value == lies)
+        return self._made(str(place), lies, "as recorded", _from_provenance(own), [f"is {name} of {origin.source}"])
+
+    def node(self, path: str, digest: str) -> Node:
+        """The artefact that had this hash at `path`, with everything below it."""
+        if (path, digest) not in self.known:
+            self.known[path, digest] = self._find(path, digest)
+        return self.known[path, digest]
+
+    def _find(self, path: str, digest: str) -> Node:
+        state = self.state(path, digest)
+        if path not in self.outs:
+            here = state == "as recorded"
+            data = self._tracked_data() if here else self._tracked_then(digest)
+            return Node(path, digest, state, inputs=tuple(data) if path == RAW else ())
+        record = self._own_record(path, digest, state) or made_by(self.records, path, digest)
+        record = record or made_once(self.root, path, digest)
+        if record is None:
+            note = "unknown: neither dvc.lock, its history in git nor DVC's cache says how this was made"
+            return Node(path, digest, state, notes=(note,))
+        return self._made(path, digest, state, record, [])
+
+    def state(self, path: str, digest: str) -> State:
+        """Whether the workspace holds this content at `path`."""
+        lies = hash_at(self.repo, self.root / path)
+        return "missing" if lies is None else "as recorded" if lies == digest else "changed since"
+
+    def _own_record(self, path: str, digest: str, state: State) -> Record | None:
+        """The model's own provenance, from the workspace, or from DVC's cache where the workspace has another model."""
+        if not path.startswith(provenance.MODELS):
+            return None
+        if state == "as recorded":
+            own = provenance.read(self.root / path)
+            return _from_provenance(own) if own else None
+        kept = from_cache(self.repo, digest, provenance.FILE)
+        return _from_provenance(json.loads(kept)) if kept else None
+
+    def _made(self, path: str, digest: str, state: State, record: Record, notes: list[str]) -> Node:
+        inputs = [self.node(name, value) for name, value in sorted(record.inputs.items()) if name != GATE]
+        changed = [name for name, value in sorted(record.code.items()) if self.state(name, value) != "as recorded"]
+        exempt = [f"exempt from byte identity: {text}" for text in record.exemptions]
+        everything = (*self._origins(record), *inputs)
+        return Node(path, digest, state, record, tuple(changed), everything, (*notes, *exempt))
+
+    def _tracked_data(self) -> Iterator[Node]:
+        """The data files that DVC tracks below data/raw/."""
+        for stage in self.repo.index.stages:
+            for out in [] if stage.cmd else stage.outs:
+                name = Path(out.fs_path).resolve().relative_to(self.root.resolve()).as_posix()
+                if name.startswith(f"{RAW}/") and out.hash_info.value:
+                    value = str(out.hash_info.value)
+                    yield Node(name, value, self.state(name, value), notes=(f"tracked by {name}.dvc",))
+
+    def _tracked_then(self, raw: str) -> Iterator[Node]:
+        """The same for data/raw/ as it was when it had this hash, from the commit whose dvc.lock recorded it."""
+        commit = commit_of(self.root, raw)
+        for name, value in tracked_in(self.root, commit, RAW).items() if commit else ():
+            yield Node(name, value, self.state(name, value), notes=(f"tracked by {name}.dvc in commit {commit}",))
+
+    def _origins(self, record: Record) -> Iterator[Node]:
+        """What a stage takes from outside the repository's data: the built-in world, a hub."""
+        block = record.params.get(record.stage)
+        if not isinstance(block, Mapping):
+            return
+        if record.stage == "ingest" and block.get("source") == "demo":
+            world = {name: value for name, value in record.code.items() if name.startswith(WORLD)}
+            same = all(self.state(name, value) == "as recorded" for name, value in world.items())
+            note = f"{WORLD}*.py, seed {block.get('seed')}; the hash is of the code"
+            yield Node(
+                "the built-in demo world", digest(world), "as recorded" if same else "changed since", notes=(note,)
+            )
+        for name, key in (("huggingface", "dataset"), ("pretrained", "model")):
+            source = block.get(name) if block.get("source") == name else None
+            if isinstance(source, Mapping) and source.get("revision"):
+                note = "from the Hugging Face hub, at this revision"
+                yield Node(str(source.get(key)), str(source["revision"]), "unknown here", notes=(note,))
+
+
+def _from_provenance(own: Mapping[str, Any]) -> Record:
+    return Record(
+        stage=own["stage"],
+        command=own["command"],
+        params=own["params"],
+        inputs=own["inputs"],
+        code=own["code"],
+        outs={},
+        source=provenance.FILE,
+        versions=own["versions"],
+        exemptions=tuple(own["exemptions"]),
+    )
+
+
+def lineage(root: Path, path: Path) -> Node:
+    """Where the artefact at `path` comes from. Raises UserError (see `Lineage.of`)."""
+    with repository(root) as repo:
+        return Lineage(repo, root).of(path)

@@ -1,0 +1,156 @@
+"""Checks that `dvc.lock` matches the present code and parameters, lists the inputs that come from outside, and copies
+those by hash into another workspace."""
+
+import os
+import shutil
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dvc.dependency.param import ParamsDependency
+from dvc.repo import Repo
+
+from rlhf_core.errors import UserError
+from tasks.records.recorded import Record, files_below, hash_at, listing, recorded, sizes
+from tasks.stage.definition import executable
+
+HEADROOM = 200 * 2**20
+"""Bytes beside inputs and outputs: code, logs, the outbox."""
+COPIES = 3
+"""Of each output: in its place, in the cache, and half-written or as a checkpoint."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Stages to run again, in the order of the graph, and what they read that none of them makes."""
+
+    stages: tuple[str, ...]
+    records: dict[str, Record]
+    outside: dict[str, str]
+    """Path → recorded hash: code, data of other stages, raw data."""
+    sources: dict[str, str]
+    """Path → hash in its .dvc file: raw data that DVC tracks."""
+    outs: frozenset[str]
+    """Every output of every stage: what a clone starts without."""
+    bytes_needed: int
+
+
+def plan(repo: Repo, root: Path, stages: Sequence[str]) -> Plan:
+    """Raises UserError when `dvc.lock` is not that of the present code, parameters and data, or an input is lost."""
+    records = recorded(root)
+    known = executable(repo)
+    wanted = [stage for stage in known if stage.name in stages]
+    made = {out.def_path for stage in wanted for out in stage.outs}
+    outside: dict[str, str] = {}
+    for stage in wanted:
+        outside |= _check(repo, root, stage, records, made)
+    volume = sizes(root)
+    return Plan(
+        stages=tuple(stages),
+        records=records,
+        outside=outside,
+        sources=_sources(repo, root, outside),
+        outs=frozenset(out.def_path for stage in known for out in stage.outs),
+        bytes_needed=HEADROOM
+        + sum(volume.get(path, 0) for path in outside)
+        + COPIES * sum(volume.get(out, 0) for out in made),
+    )
+
+
+def _check(repo: Repo, root: Path, stage: Any, records: dict[str, Record], made: set[str]) -> dict[str, str]:
+    """The stage's inputs from outside. Raises UserError, naming the stage and what is not as recorded."""
+    name = stage.name
+    record = records.get(name)
+    if record is None:
+        raise UserError(f"dvc.lock: {name} is not in it; run `dvc repro` first")
+    files = {**record.inputs, **record.code}
+    deps = [dep.def_path for dep in stage.deps if not isinstance(dep, ParamsDependency)]
+    changed = sorted(set(deps) ^ set(files))
+    changed += ["its command"] if stage.cmd != record.command else []
+    changed += _changed_params(stage)
+    changed += sorted({out.def_path for out in stage.outs} ^ set(record.outs))
+    for path in set(deps) & set(files):
+        maker = next((other for other in records.values() if path in other.outs), None)
+        if maker is not None:
+            changed += [path] if maker.outs[path] != files[path] else []
+        elif path not in made and not _partly_missing(repo, root, path):
+            changed += [path] if hash_at(repo, root / path) != files[path] else []
+    if changed:
+        raise UserError(f"dvc.lock is not that of {name} as it is now ({', '.join(changed)}); run `dvc repro` first")
+    return {path: value for path, value in files.items() if path not in made}
+
+
+def _changed_params(stage: Any) -> list[str]:
+    changed: list[str] = []
+    for dep in stage.deps:
+        for file, keys in dep.status().items() if isinstance(dep, ParamsDependency) else ():
+            changed += [str(file)] if isinstance(keys, str) else [f"{file}: {key}" for key in keys]
+    return changed
+
+
+def _sources(repo: Repo, root: Path, outside: dict[str, str]) -> dict[str, str]:
+    """Data that DVC tracks by a .dvc file and that lie in, or are, one of these inputs."""
+    found: dict[str, str] = {}
+    for stage in repo.index.stages:
+        for out in [] if stage.cmd else stage.outs:
+            path = Path(out.fs_path).relative_to(root).as_posix()
+            if any(path == name or path.startswith(f"{name}/") for name in outside) and out.hash_info.value:
+                found[path] = str(out.hash_info.value)
+    return found
+
+
+def _partly_missing(repo: Repo, root: Path, path: str) -> bool:
+    """Whether tracked raw data below `path` are not in the workspace; DVC's cache may hold them."""
+    return any(not (root / source).exists() for source in _sources(repo, root, {path: ""}))
+
+
+def fill(repo: Repo, root: Path, clone: Path, what: Plan) -> None:
+    """Copy what git tracks (as it lies here) and every input from outside to `clone`.
+
+    Raises UserError when an input is neither in the workspace nor in DVC's cache, or the copy is not what was recorded.
+    """
+    for name in tracked_files(root):
+        if not any(name == out or name.startswith(f"{out}/") for out in what.outs):
+            _copy(root / name, clone / name)
+    for path, digest in what.sources.items():
+        _place(repo, root, clone, path, digest)
+    with Repo(str(clone)) as twin:
+        for path, digest in what.outside.items():
+            if hash_at(twin, clone / path) != digest:
+                _place(repo, root, clone, path, digest)
+                if hash_at(twin, clone / path) != digest:
+                    raise UserError(f"{path}: not what dvc.lock records; run `dvc repro` first")
+
+
+def tracked_files(root: Path) -> list[str]:
+    """What git tracks below `root` and the working tree has. Raises UserError outside a git repository."""
+    done = subprocess.run(["git", "ls-files", "-z"], cwd=root, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise UserError(f"{root}: no git repository; `git init` and commit the project, so that it is known what it is")
+    return [name for name in dict.fromkeys(done.stdout.split("\0")) if name and os.path.lexists(root / name)]
+
+
+def _place(repo: Repo, root: Path, clone: Path, path: str, digest: str) -> None:
+    """The content with this hash, from the workspace or else DVC's cache."""
+    if hash_at(repo, root / path) == digest:
+        files = [(name, root / path / name if name else root / path) for name in files_below(repo, root / path)]
+    else:
+        files = listing(repo, digest)
+        if not files or not all(blob.is_file() for _, blob in files):
+            raise UserError(
+                f"{path}: what dvc.lock records ({digest[:8]}) is neither in the workspace nor in DVC's cache; "
+                "`dvc pull` or `dvc repro` brings it back"
+            )
+    for name, source in files:
+        _copy(source, clone / path / name if name else clone / path)
+
+
+def _copy(source: Path, target: Path) -> None:
+    if source.is_dir() and not source.is_symlink():
+        return  # a submodule
+    target.parent.mkdir(parents=True, exist_ok=True)
+    shutil.copyfile(source, target, follow_symlinks=source.is_file() and not source.is_symlink())
+    if not target.is_symlink() and os.access(source, os.X_OK):
+        target.chmod(0o755)

@@ -1,0 +1,70 @@
+"""Outputs of a stage: written beside their place, with the same bytes for the same content, renamed in when all
+are whole."""
+
+import csv
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rlhf_core import files
+from tasks.datasets.jsonl import write_jsonl
+
+
+class Outputs:
+    """The outs of one stage. `path` hands out the place to write to; `commit` puts everything in its final place."""
+
+    def __init__(self, root: Path, declared: Sequence[str]) -> None:
+        self.root = root
+        self.declared = list(declared)
+        self.begun: list[str] = []
+
+    def path(self, out: str) -> Path:
+        """Where to write `out` until the stage is whole. Raises ValueError for a path that dvc.yaml does not
+        declare."""
+        if out not in self.declared:
+            raise ValueError(f"{out} is no out of this stage in dvc.yaml ({', '.join(self.declared)})")
+        place = self._beside(out)
+        if out not in self.begun:
+            files.remove(place)
+            place.parent.mkdir(parents=True, exist_ok=True)
+            self.begun.append(out)
+        return place
+
+    def write_json(self, out: str, content: Mapping[str, Any]) -> None:
+        """Indented JSON in the order given; NaN is refused."""
+        text = json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False)
+        self.path(out).write_text(text + "\n", encoding="utf-8")
+
+    def write_jsonl(self, out: str, rows: Iterable[dict[str, Any]]) -> None:
+        """JSON lines."""
+        write_jsonl(self.path(out), rows)
+
+    def write_csv(self, out: str, rows: Sequence[Mapping[str, Any]]) -> None:
+        """A table with the columns of the first row; None becomes an empty cell. Raises ValueError without rows."""
+        if not rows:
+            raise ValueError(f"{out}: a table needs at least one row")
+        with self.path(out).open("w", encoding="utf-8", newline="") as file:
+            table = csv.DictWriter(file, fieldnames=list(rows[0]), lineterminator="\n")
+            table.writeheader()
+            table.writerows(rows)
+
+    def commit(self) -> None:
+        """Rename every out into place. Raises ValueError when one that dvc.yaml declares was not written."""
+        missing = [out for out in self.declared if out not in self.begun or not self._beside(out).exists()]
+        if missing:
+            raise ValueError(f"the stage ended without writing {', '.join(missing)}")
+        for out in self.declared:  # a full disk shows here, while the old outs still stand
+            files.flush(self._beside(out))
+        for out in self.declared:
+            files.replace(self._beside(out), self.root / out)
+        self.begun.clear()
+
+    def discard(self) -> None:
+        """Remove what is half-written."""
+        for out in self.begun:
+            files.remove(self._beside(out))
+        self.begun.clear()
+
+    def _beside(self, out: str) -> Path:
+        return files.beside(self.root / out)

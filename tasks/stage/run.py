@@ -1,0 +1,232 @@
+"""The contract every stage keeps: typed parameters, checked inputs, a state folder of its own, tracking, whole outputs.
+
+`run` is the main function of every `python -m tasks.<stage>`. What a stage does stands in its module; nothing here
+knows one stage from another.
+"""
+
+import errno
+import json
+import os
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, NoReturn
+
+import psutil
+from dvc.repo import Repo
+
+from rlhf_core.errors import UserError, is_out_of_memory
+from tasks.datasets.jsonl import Row
+from tasks.params.loader import parse, read_yaml
+from tasks.schemas.validation import load
+from tasks.stage import provenance, state
+from tasks.stage.definition import Definition, is_code, pipeline_identity
+from tasks.stage.interrupts import Interrupts
+from tasks.stage.outputs import Outputs
+from tasks.stage.pipeline_run import describe
+from tasks.stage.stage import Common, Model, Stage
+from tasks.stage.versions import VERSIONS_FILE, require_declared_versions
+from tasks.stage.workers import is_worker, run_as_worker
+from tasks.tracking.tracker import Tracker
+
+OUTCOME_VARIABLE = "LEASH_OUTCOME"
+"""Environment variable: a file to which a stage appends one JSON line about how it ended."""
+
+FULL = (
+    "No space left on device",
+    "Disk quota exceeded",
+    "database or disk is full",
+    "basic_ios::clear: iostream error",
+)
+"""How libraries word that a disk is full."""
+
+CLOCK_SECONDS = 1.0
+"""How exactly the start of a process is known."""
+
+Execute = Callable[[Stage[Model]], None]
+
+
+def run(name: str, model: type[Model], execute: Execute[Model], tracked: bool = True) -> NoReturn:
+    """Run a stage and leave the process: 0 done, 2 a user's error (one line), 130 interrupted, 1 a crash
+    (traceback)."""
+    interrupts = Interrupts()
+    run_as_worker() if is_worker() else interrupts.install()
+    code, message, key = 0, "", ""
+    try:
+        key = _run(name, model, execute, tracked, interrupts)
+    except UserError as error:
+        code, message = 2, " ".join(str(error).split("\n"))
+    except KeyboardInterrupt:
+        code, message = 130, "interrupted; the same command continues"
+    except Exception as error:
+        code, message = _lack(error) or (1, f"{type(error).__name__}: {error}")
+        if code == 1:
+            traceback.print_exc()
+    if code and code != 1 and not is_worker():
+        print(f"{name}: {message}", file=sys.stderr, flush=True)
+    if not is_worker():
+        _report_outcome({"stage": name, "exit": code, "message": message, "key": key})
+    sys.exit(code)
+
+
+def _lack(error: Exception) -> tuple[int, str] | None:
+    """Exit code and words for what the machine is short of; None where that is not why the stage failed."""
+    if (where := _full_disk(error)) is not None:
+        return 2, f"no space left on the device ({where}); free some, then run it again: nothing is lost"
+    if is_out_of_memory(error):
+        return 2, f"out of memory ({error}); lower batch_size or micro_batch_size of this stage, or stop other programs"
+    return None
+
+
+def _full_disk(error: BaseException) -> str | None:
+    """What is full, when a lack of space is behind `error`; None otherwise.
+
+    Libraries wrap it: safetensors and tokenizers raise errors of their own with the system's text, SQLite says that the
+    disk is full, and torch's writer reports a broken stream.
+    """
+    chain: list[BaseException] = []
+    link: BaseException | None = error
+    while link is not None and link not in chain:
+        chain.append(link)
+        link = link.__cause__ or link.__context__
+    for link in chain:
+        if isinstance(link, OSError) and link.errno in (errno.ENOSPC, errno.EDQUOT):
+            return str(link.filename or "the disk")
+        if any(sign in str(link) for sign in FULL):
+            return "the disk"
+    return None
+
+
+def _report_outcome(outcome: dict[str, Any]) -> None:
+    if path := os.environ.get(OUTCOME_VARIABLE):
+        with suppress(OSError), Path(path).open("a", encoding="utf-8") as file:
+            file.write(json.dumps(outcome, ensure_ascii=False) + "\n")
+
+
+def _run(name: str, model: type[Model], execute: Execute[Model], tracked: bool, interrupts: Interrupts) -> str:
+    """Steps 1 to 5 of the contract. Returns the stage key."""
+    recorded_later = state.under_dvc(name)
+    quiet_libraries()
+    content = read_yaml()
+    params = parse(model, content.get(name, {}), name)
+    common = parse(Common, {key: content[key] for key in Common.model_fields if key in content})
+    with Repo() as repo, state.alone(Path(repo.root_dir), name):
+        definition = Definition(name, repo)
+        root = Path(repo.root_dir)
+        if str(VERSIONS_FILE.relative_to(VERSIONS_FILE.parents[2])) in definition.inputs:
+            require_declared_versions()
+        hashes = definition.hashes()
+        definition.require_sound(hashes)
+        if recorded_later:
+            require_older_code(definition, psutil.Process().create_time())
+        rows = load(root, definition.inputs)
+        key = definition.key(content, hashes)
+        state_dir, continues = state.begin(definition, key)
+        tracked = tracked and common.runtime.tracking and not is_worker()
+        tracker = _open_tracker(definition, content, key, hashes, rows, continues) if tracked else None
+        position, total = definition.place
+        stage = Stage(
+            name=name,
+            key=key,
+            root=root,
+            params=params,
+            common=common,
+            blocks=definition.blocks(content),
+            state_dir=state_dir,
+            outputs=Outputs(root, definition.outs),
+            tracker=tracker,
+            label=f"[{position}/{total} {name}]",
+            rows=rows,
+            hashes=hashes,
+            conclude=partial(_conclude, tracker, repo, content),
+            interrupts=interrupts,
+        )
+        with _tracked(stage):
+            execute(stage)
+            if is_worker():
+                return key
+            now = Definition(name, repo)
+            _require_unchanged(hashes | definition.tracked(content), now.hashes() | now.tracked(read_yaml()))
+            provenance.write(definition, content, hashes, stage.outputs, stage.exemptions)
+            stage.outputs.commit()
+            for act in stage.afterwards:
+                act()
+        now = Definition(name, repo)
+        _require_unchanged(hashes | definition.tracked(content), now.hashes() | now.tracked(read_yaml()))
+        state.end(state_dir, recorded_later)
+    return key
+
+
+def quiet_libraries() -> None:
+    """The bars and notices of a library would drown our own progress; TRANSFORMERS_VERBOSITY brings them back."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    os.environ.setdefault("DO_NOT_TRACK", "1")
+    transformers = sys.modules.get("transformers")
+    if transformers is not None and "TRANSFORMERS_VERBOSITY" not in os.environ:
+        transformers.utils.logging.set_verbosity_error()
+        transformers.utils.logging.disable_progress_bar()
+
+
+def _open_tracker(
+    definition: Definition,
+    content: dict[str, Any],
+    key: str,
+    hashes: Mapping[str, str],
+    rows: Mapping[str, list[Row]],
+    continues: bool,
+) -> Tracker:
+    root = Path(definition.repo.root_dir)
+    tracker = Tracker.open(root, definition.name, key, pipeline_identity(definition.repo, content), continues=continues)
+    tracker.params(definition.tracked(content))
+    for path in definition.inputs:
+        if path in rows or path.startswith("data/raw"):
+            tracker.inputs(Path(path).stem, path, hashes[path])
+    return tracker
+
+
+def _conclude(tracker: Tracker | None, repo: Repo, content: dict[str, Any]) -> None:
+    if tracker:
+        describe(tracker, repo, content)
+        tracker.close_parent("FINISHED")
+
+
+@contextmanager
+def _tracked(stage: Stage[Any]) -> Iterator[None]:
+    """Close the run with the status that fits, and remove half-written outputs unless the stage is whole."""
+    status: Literal["FINISHED", "FAILED", "KILLED"] = "FAILED"
+    try:
+        yield
+        status = "FINISHED"
+    except KeyboardInterrupt:
+        status = "KILLED"
+        raise
+    finally:
+        if status != "FINISHED":
+            stage.outputs.discard()
+        if stage.tracker:
+            if status == "FINISHED":
+                stage.tracker.headline(stage.headline)
+            else:
+                stage.tracker.close_parent(status)
+            stage.tracker.close(status)
+
+
+def require_older_code(definition: Definition, started: float) -> None:
+    """Raise UserError when code of the stage was edited since this process `started` (seconds since 1970): what it has
+    loaded by now is not what DVC would record."""
+    root = Path(definition.repo.root_dir)
+    code = [path for path in definition.inputs if is_code(path)]
+    edited = [path for path in code if (root / path).stat().st_mtime > started + CLOCK_SECONDS]
+    if edited:
+        raise UserError(f"{', '.join(edited)} changed while the stage started; run it again")
+
+
+def _require_unchanged(before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
+    """Raise UserError when an input file or parameter changed during the run: DVC would record the new one as what
+    was used."""
+    changed = sorted(name for name in before if before[name] != after.get(name))
+    if changed:
+        raise UserError(f"{', '.join(changed)} changed while the stage ran; nothing was recorded, run it again")

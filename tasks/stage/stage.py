@@ -1,0 +1,148 @@
+"""One execution of a stage: its parameters, checked inputs, state folder, outputs, progress and tracking."""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Generic, Literal, TypeVar
+
+from pydantic import Field
+
+from rlhf_core.config.block import Block
+from tasks.datasets.jsonl import Row
+from tasks.params.loader import parse
+from tasks.params.runtime import RuntimeParams
+from tasks.stage.interrupts import Interrupts
+from tasks.stage.journal import Journal
+from tasks.stage.outputs import Outputs
+from tasks.stage.pipeline_run import headline_numbers
+from tasks.stage.progress import Progress
+from tasks.tracking.tracker import Tracker
+
+Model = TypeVar("Model", bound=Block)
+Settings = TypeVar("Settings", bound=Block)
+Item = TypeVar("Item")
+
+
+class Common(Block):
+    """What all stages share."""
+
+    threads: int = Field(ge=1, le=256)
+    seed: int = Field(ge=0, lt=2**32)
+    long_rows: Literal["refuse", "drop"]
+    trust_remote_code: bool = False
+    runtime: RuntimeParams = RuntimeParams()
+
+
+@dataclass
+class Stage(Generic[Model]):
+    """One execution of a stage, as its module sees it."""
+
+    name: str
+    key: str
+    root: Path
+    params: Model
+    common: Common
+    blocks: Mapping[str, Any]
+    """The blocks of params.yaml that dvc.yaml names for this stage, as plain values."""
+    state_dir: Path
+    outputs: Outputs
+    tracker: Tracker | None
+    label: str
+    rows: Mapping[str, list[Row]]
+    hashes: Mapping[str, str]
+    """Content hash of every input, as DVC computes it."""
+    conclude: Callable[[], None]
+    """Describes and closes the pipeline run; for the last stage to do `afterwards`."""
+    interrupts: Interrupts
+    exemptions: list[str] = field(default_factory=list)
+    """Why this execution's outputs may differ from another one's with equal inputs; empty, but for `exempt`."""
+    headline: dict[str, float | None] = field(default_factory=dict)
+    afterwards: list[Callable[[], None]] = field(default_factory=list)
+    """What to do once the outputs stand in their places, in order."""
+
+    @property
+    def seed(self) -> int:
+        """Seed of training and sampling."""
+        return self.common.seed
+
+    @property
+    def runtime(self) -> RuntimeParams:
+        """What cannot change a result."""
+        return self.common.runtime
+
+    def block(self, name: str, model: type[Settings]) -> Settings:
+        """The block `name` of params.yaml as `model`, read when the stage started.
+
+        Raises UserError for a wrong value, ValueError when dvc.yaml does not declare the block for this stage.
+        """
+        if name not in self.blocks:
+            raise ValueError(f"{name} is not among the params of {self.name} in dvc.yaml")
+        return parse(model, self.blocks[name], name)
+
+    def read(self, path: str) -> list[Row]:
+        """The validated rows of an input dataset. Raises ValueError when dvc.yaml does not declare it."""
+        if path not in self.rows:
+            raise ValueError(f"{path} is no dataset among the dependencies of {self.name} in dvc.yaml")
+        return self.rows[path]
+
+    def read_json(self, path: str) -> dict[str, Any]:
+        """A JSON file of an earlier stage."""
+        content: dict[str, Any] = json.loads((self.root / path).read_text(encoding="utf-8"))
+        return content
+
+    def out(self, path: str) -> Path:
+        """Where to write an output until the stage is whole."""
+        return self.outputs.path(path)
+
+    def write_metrics(self, content: Mapping[str, Any]) -> None:
+        """Write metrics/<stage>.json, and show its numbers as headline metrics of the pipeline run."""
+        self.outputs.write_json(f"metrics/{self.name}.json", content)
+        self.headline |= headline_numbers(self.name, dict(content))
+
+    def progress(self, total: int, unit: str = "step") -> Progress:
+        """A reporter for a loop of `total` rounds."""
+        return Progress(self.label, total, unit, self.runtime.progress_seconds)
+
+    def exempt(self, why: str) -> None:
+        """The outputs of this execution are exempt from byte identity, as `why` tells: say so where one would look."""
+        if why in self.exemptions:
+            return
+        self.exemptions.append(why)
+        self.say(f"WARNING {why}")
+        if self.tracker:
+            self.tracker.tags({"leash.exempt": "; ".join(self.exemptions)})
+
+    def resumed(
+        self,
+        name: str,
+        batches: Sequence[Sequence[Item]],
+        work: Callable[[Sequence[Item]], list[Any]],
+        show: Callable[[list[Any]], dict[str, float | None]] = lambda _: {},
+        unit: str = "sample",
+        whose: str = "",
+    ) -> list[Any]:
+        """What `work` makes of all batches, one JSON value an item, in order. Batches that an earlier process finished
+        are taken from its journal in the state folder. `show` names the numbers beside the progress, `whose` the
+        items."""
+        journal = Journal(self.state_dir / f"{name}.journal", self.say)
+        done = [value for piece in journal.pieces for value in piece]
+        if done:
+            self.say(f"{name}: continues after {unit} {len(done)}")
+        progress = self.progress(sum(map(len, batches)), f"{whose} {unit}".strip())
+        with self.interrupts.patient():
+            for batch in batches[len(journal.pieces) :]:
+                journal.append(work(batch))
+                done += journal.pieces[-1]
+                progress.update(len(done), **show(done))
+                self.interrupts.leave()
+        return done
+
+    def say(self, text: str) -> None:
+        """One line for the person who watches."""
+        print(f"{self.label} {text}", flush=True)
+
+    def track(self, values: Mapping[str, float | None], step: int) -> None:
+        """Metrics of a step, named `<stage>/<name>`, to MLflow."""
+        if self.tracker:
+            self.tracker.metrics({f"{self.name}/{name}": value for name, value in values.items()}, step=step)

@@ -1,0 +1,90 @@
+"""The state folder of a stage, `work/<stage>/<key>/`: who has it, and when it goes. What stands in it is the business
+of whoever resumes from it.
+
+A finished stage is not safe before DVC has recorded it: DVC may be killed, or fill the disk, while it stores the
+outputs, and would then start the stage again. So the state of a stage that DVC runs is only marked as finished, and
+goes when `dvc.lock` has the record: at the start of the next stage.
+"""
+
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from rlhf_core.errors import UserError
+from rlhf_core.locks import FileLock, holder
+from tasks.stage.definition import Definition, executable
+from tasks.stage.workers import is_worker
+
+FINISHED = "finished"
+
+
+@contextmanager
+def alone(root: Path, name: str) -> Iterator[None]:
+    """One process a stage and workspace, with its companions: they would write the same outputs. Raises UserError when
+    another one is at it, which may be one whose dvc was killed."""
+    if is_worker():
+        yield
+        return
+    path = lock_file(root, name)
+    path.parent.mkdir(exist_ok=True)
+    lock = FileLock(path)
+    if not lock.acquire(timeout=1.0):
+        raise UserError(
+            f"another process ({holder(path)}) runs this stage here, perhaps left by a dvc that was killed; wait for "
+            f"it, or stop it with `kill {holder(path)}` (it saves what it has done), then run this again"
+        )
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def lock_file(root: Path, name: str) -> Path:
+    """What the process of a stage holds."""
+    return root / "work" / f"{name}.lock"
+
+
+def folder_of(root: Path, name: str, key: str) -> Path:
+    """Where the state of one execution lies."""
+    return root / "work" / name / key[:16]
+
+
+def begin(definition: Definition, key: str) -> tuple[Path, bool]:
+    """The state folder, and whether an earlier process finished in it and was not recorded. Removes what is recorded,
+    of every stage: a stage that is run again although DVC has its results starts from nothing."""
+    root = Path(definition.repo.root_dir)
+    folder = folder_of(root, definition.name, key)
+    if not is_worker():
+        _sweep(definition, root)
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder, (folder / FINISHED).exists()
+
+
+def end(folder: Path, recorded_later: bool) -> None:
+    """The outputs stand in their places: mark the state where a dvc is still to record them, else remove it."""
+    if recorded_later and any(folder.iterdir()):
+        (folder / FINISHED).touch()
+    else:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _sweep(present: Definition, root: Path) -> None:
+    for stage in executable(present.repo):
+        if not list((root / "work" / stage.name).glob(f"*/{FINISHED}")):
+            continue
+        key = Definition(stage.name, present.repo).recorded_key()
+        if key is None or not (done := folder_of(root, stage.name, key) / FINISHED).exists():
+            continue
+        lock = FileLock(lock_file(root, stage.name))
+        if stage.name == present.name:
+            shutil.rmtree(done.parent, ignore_errors=True)
+        elif lock.acquire():
+            shutil.rmtree(done.parent, ignore_errors=True)
+            lock.release()
+
+
+def under_dvc(name: str) -> bool:
+    """Whether a dvc runs this stage, and will record it; it tells its commands so."""
+    return os.environ.get("DVC_STAGE", "").rpartition(":")[2] == name

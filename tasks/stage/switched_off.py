@@ -1,0 +1,35 @@
+"""What a stage leaves whose `enabled` is false: every out that dvc.yaml declares, with nothing in it, so that the graph
+stands whether an alternative runs or not. No model is loaded for it."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from tasks.stage.stage import Stage
+
+NOTE = "README.md"
+
+
+def write_switched_off(stage: Stage[Any], columns: Mapping[str, Sequence[str]] | None = None) -> None:
+    """Write all declared outs, and say so in one line.
+
+    A folder gets a README.md of one line, metrics `{"enabled": false}`, a JSONL file no row, a CSV file its header:
+    `columns` names those of each table, by its path. Raises ValueError for a table without columns, and for an out of
+    another kind.
+    """
+    said = f"{stage.name} is switched off ({stage.name}.enabled is false in params.yaml)"
+    for out in stage.outputs.declared:
+        name = out.rpartition("/")[2]
+        if out == f"metrics/{stage.name}.json":
+            stage.write_metrics({"enabled": False})
+        elif name.endswith(".jsonl"):
+            stage.outputs.write_jsonl(out, [])
+        elif name.endswith(".csv"):
+            if out not in (columns or {}):
+                raise ValueError(f"{out}: which columns has it?")
+            stage.out(out).write_text(",".join((columns or {})[out]) + "\n", encoding="utf-8")
+        elif "." not in name:
+            stage.out(out).mkdir(parents=True)
+            (stage.out(out) / NOTE).write_text(f"There is no model here: {said}.\n", encoding="utf-8")
+        else:
+            raise ValueError(f"{out}: nobody knows what it holds where {stage.name} is switched off")
+    stage.say(said)

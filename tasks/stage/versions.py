@@ -1,0 +1,36 @@
+"""The libraries whose versions shape a result: what `tasks/stage/versions.json` declares must be what is installed.
+
+The file is a dependency of every training stage, so that an upgrade makes them stale.
+"""
+
+import importlib.metadata
+import json
+from pathlib import Path
+
+from rlhf_core.errors import UserError
+
+VERSIONS_FILE = Path(__file__).with_name("versions.json")
+
+
+def declared() -> dict[str, str]:
+    """Library → version."""
+    versions: dict[str, str] = json.loads(VERSIONS_FILE.read_text(encoding="utf-8"))
+    return versions
+
+
+def require_declared_versions() -> None:
+    """Raise UserError when an installed version differs from the declared one (a local part as `+cpu` is ignored)."""
+    wrong = [
+        f"{name} {found} is installed, {version} is declared"
+        for name, version in declared().items()
+        if (found := _installed(name)) != version
+    ]
+    if wrong:
+        raise UserError(f"tasks/stage/versions.json: {'; '.join(wrong)}; run `make setup`, or declare the new version")
+
+
+def _installed(name: str) -> str:
+    try:
+        return importlib.metadata.version(name).split("+")[0]
+    except importlib.metadata.PackageNotFoundError:
+        return "(none)"

@@ -1,0 +1,110 @@
+"""Many answers of the SFT model to each prompt, with the reward model's score of each: what rejection sampling and
+best-of-n choose from. What is done with the choice stands in their stages."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from rlhf_core.data.tokenizer import decode_response, stop_ids
+from rlhf_core.models.hf import load_scalar_model, place
+from rlhf_core.models.sampling import sample
+from rlhf_core.models.scorers import Answers, RewardModelScorer
+from tasks.datasets.jsonl import Row
+from tasks.stage.stage import Stage
+from tasks.stage.trust import trusts
+
+REWARD = "models/reward"
+
+Kept = Sequence[tuple[Row, list[int]]]
+"""Rows, each with the token ids of its prompt."""
+Key = Callable[[int, int], tuple[int, ...]]
+"""What decides the randomness of an answer: (place of the prompt, which of its answers) → key of `sample`."""
+
+
+class Settings(Protocol):
+    """How answers are sampled; the names are those of the parameters."""
+
+    @property
+    def temperature(self) -> float: ...
+    @property
+    def max_new_tokens(self) -> int: ...
+    @property
+    def batch_size(self) -> int: ...
+    @property
+    def stop_tokens(self) -> list[str]: ...
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One answer."""
+
+    response: list[int]
+    """Token ids as they were sampled, the stop token included."""
+    ended: bool
+    text: str
+    reward: float
+    """Raw score of the reward model."""
+
+
+def draw_candidates(
+    stage: Stage[Any],
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    kept: Kept,
+    count: int,
+    settings: Settings,
+    key: Key,
+) -> list[list[Candidate]]:
+    """`count` answers of `model` to each prompt with their scores, in the order of the prompts. Batches that an earlier
+    process has sampled are not sampled again; `model` is left without gradients."""
+    stops, pad_id = stop_ids(tokenizer, settings.stop_tokens), int(tokenizer.pad_token_id)
+    place(model)
+    jobs = [(prompt, k) for prompt in range(len(kept)) for k in range(count)]
+
+    def work(part: Sequence[tuple[int, int]]) -> list[tuple[list[int], bool]]:
+        sampled = sample(
+            model,
+            [kept[prompt][1] for prompt, _ in part],
+            [key(prompt, k) for prompt, k in part],
+            max_new_tokens=settings.max_new_tokens,
+            temperature=settings.temperature,
+            stop_ids=stops,
+            pad_id=pad_id,
+            batch_size=settings.batch_size,
+        )
+        return list(zip(sampled.responses, sampled.ended, strict=True))
+
+    batches = [jobs[start : start + settings.batch_size] for start in range(0, len(jobs), settings.batch_size)]
+    drawn = stage.resumed("samples", batches, work)
+    texts = [decode_response(tokenizer, response, stops) for response, _ in drawn]
+    answers = Answers(
+        [kept[prompt][0]["prompt"] for prompt, _ in jobs],
+        texts,
+        [kept[prompt][1] for prompt, _ in jobs],
+        [response for response, _ in drawn],
+    )
+    rewards = reward_scorer(stage, pad_id, settings.batch_size)(answers)
+    found = [
+        Candidate(response, ended, text, reward)
+        for (response, ended), text, reward in zip(drawn, texts, rewards, strict=True)
+    ]
+    return [found[start : start + count] for start in range(0, len(found), count)]
+
+
+def reward_scorer(stage: Stage[Any], pad_id: int, batch_size: int) -> RewardModelScorer:
+    """The reward model of the run, which reads the very tokens that were sampled."""
+    model = place(load_scalar_model(stage.root / REWARD, trust_remote_code=trusts(stage)))
+    return RewardModelScorer(model, pad_id, batch_size)
+
+
+def reward_figures(candidates: Sequence[Sequence[Candidate]], best: Sequence[Candidate]) -> dict[str, float | int]:
+    """How many answers were sampled, their mean score, and the mean score of the best of each prompt."""
+    rewards = [candidate.reward for group in candidates for candidate in group]
+    return {
+        "prompts": len(best),
+        "samples_generated": len(rewards),
+        "reward_mean": sum(rewards) / len(rewards),
+        "reward_best": sum(candidate.reward for candidate in best) / len(best),
+    }

@@ -1,0 +1,11 @@
+"""Which judge the data of a run bring. The demo world has its rubric; human pairs have none."""
+
+from typing import Any
+
+from rlhf_core.evaluation.judges import Judge, RubricJudge
+from tasks.stage.stage import Stage
+
+
+def judge_of(stage: Stage[Any]) -> Judge | None:
+    """The hidden judge of the run's data, or None where only people could judge."""
+    return RubricJudge() if stage.read_json("metrics/ingest.json")["source"] == "demo" else None

@@ -1,0 +1,48 @@
+"""The pairs of data/preferences/preferences.jsonl as token ids: what the reward model and DPO learn from. Both read
+them here, so that they see the same tokens."""
+
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from rlhf_core.data.tokenizer import encode_prompt, encode_response
+from rlhf_core.errors import UserError
+from rlhf_core.reward import Comparison
+from tasks.datasets.jsonl import Row
+from tasks.stage.long_rows import fitting
+from tasks.stage.stage import Stage
+
+PREFERENCES = "data/preferences/preferences.jsonl"
+SIDES = ("chosen", "rejected")
+
+
+def comparisons(
+    stage: Stage[Any], tokenizer: PreTrainedTokenizerBase, split: str, limit: int
+) -> tuple[list[Comparison], int]:
+    """The pairs of a split, all of a prompt together, each distinct response once; and how many pairs did not fit."""
+    Sides = tuple[list[int], list[int], list[int]]
+
+    def encode(row: Row) -> tuple[Sides, int]:
+        prompt = encode_prompt(tokenizer, row["prompt"])
+        chosen, rejected = (response_tokens(tokenizer, row, side) for side in SIDES)
+        return (prompt, chosen, rejected), len(prompt) + max(len(chosen), len(rejected))
+
+    rows = [row for row in stage.read(PREFERENCES) if row["split"] == split]
+    kept, too_long = fitting(stage, f"{PREFERENCES}, split {split}", rows, encode, limit)
+    if not kept:
+        raise UserError(f"{PREFERENCES}: no {split} pair is left; training and validation pairs are needed")
+    grouped: dict[str, Comparison] = {}
+    for row, (prompt, chosen, rejected) in kept:
+        comparison = grouped.setdefault(row["prompt_id"], Comparison(prompt, [], []))
+        for response in (chosen, rejected):
+            if response not in comparison.responses:
+                comparison.responses.append(response)
+        comparison.pairs.append((comparison.responses.index(chosen), comparison.responses.index(rejected)))
+    return list(grouped.values()), too_long
+
+
+def response_tokens(tokenizer: PreTrainedTokenizerBase, row: Row, side: str) -> list[int]:
+    """The tokens of a pair's side: as they were sampled, as PPO will show them to the reward model, or of its text
+    where the data brought it."""
+    sampled: list[int] | None = row[f"{side}_ids"]
+    return encode_response(tokenizer, row[side], row[f"{side}_ended"]) if sampled is None else sampled

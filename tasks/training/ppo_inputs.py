@@ -1,0 +1,44 @@
+"""What PPO's loop reads from the project beside policy and prompts: the critic that it starts with, and the text of
+PPO-ptx. For the stages that run the loop, and for `leash trace`, which runs one step of it."""
+
+from pathlib import Path
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from rlhf_core.config.ppo import PPOConfig
+from rlhf_core.errors import UserError
+from rlhf_core.models.hf import load_scalar_model, scalar_model_from
+from rlhf_core.ppo.ptx import Piece, cut_text
+from tasks.datasets.raw import below_raw
+
+SFT, REWARD = "models/sft", "models/reward"
+
+
+def starting_critic(root: Path, config: PPOConfig, seed: int, trusted: bool) -> PreTrainedModel | None:
+    """A critic of its own as the settings say; None where the loop needs no such model."""
+    if not config.needs_critic_model:
+        return None
+    if config.critic.init == "reward":
+        return load_scalar_model(root / REWARD, trust_remote_code=trusted)
+    return scalar_model_from(root / SFT, seed, trust_remote_code=trusted)
+
+
+def read_text(root: Path, config: PPOConfig, tokenizer: PreTrainedTokenizerBase, context: int) -> list[Piece]:
+    """The user's text of PPO-ptx, in pieces; nothing where it is off. Raises UserError for a file that cannot be read
+    or holds no piece, and for pieces longer than the model's context."""
+    settings = config.ptx
+    if settings.coef == 0:
+        return []
+    if settings.tokens > context:
+        raise UserError(f"ppo.ptx.tokens is {settings.tokens}, longer than the model's context of {context}")
+    path = below_raw(root / "data" / "raw", settings.file, "ppo.ptx.file")
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"ppo.ptx.file: cannot read data/raw/{settings.file} ({error.strerror})") from None
+    except UnicodeDecodeError as error:
+        raise UserError(f"ppo.ptx.file: data/raw/{settings.file} is not UTF-8 (byte {error.start})") from None
+    pieces = cut_text(text, tokenizer, settings.tokens)
+    if not pieces:
+        raise UserError(f"ppo.ptx.file: data/raw/{settings.file} holds less than two tokens")
+    return pieces

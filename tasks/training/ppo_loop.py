@@ -1,0 +1,255 @@
+"""PPO's loop inside a stage: models and prompts in, a trained policy and the record of the run out; resumable, watched
+by the detectors, told to MLflow. `ppo`, `hybrid`, `reinforce`, `rloo` and `grpo` differ in their settings, their start
+and what they keep; nothing here knows which of them runs."""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from rlhf_core.config.ppo import PPOConfig
+from rlhf_core.errors import UserError
+from rlhf_core.models.hf import context_length, load_causal_lm, load_scalar_model, place
+from rlhf_core.models.scorers import RewardModelScorer
+from rlhf_core.ppo import checkpoint, snapshots
+from rlhf_core.ppo.actor_critic import ActorCritic
+from rlhf_core.ppo.health import Alert, Monitor
+from rlhf_core.ppo.processes import Processes
+from rlhf_core.ppo.scoring import ScoreNormalisation
+from rlhf_core.ppo.trainer import PPOTrainer
+from rlhf_core.training.checkpoints import Checkpoints
+from tasks.datasets.jsonl import Row, write_jsonl
+from tasks.stage.long_rows import fitting, prompt_encoder
+from tasks.stage.progress import Progress
+from tasks.stage.stage import Stage
+from tasks.stage.trust import trusts
+from tasks.stage.workers import is_worker
+from tasks.training.gold_judge import judge_of
+from tasks.training.ppo_inputs import REWARD, SFT, read_text, starting_critic
+
+PROMPTS = "data/ingest/ppo_prompts.jsonl"
+HELDOUT = "data/ingest/heldout.jsonl"
+READ = 20
+"""Held-out prompts whose answers are written down along the run, and at every alert."""
+SCHEDULE = "schedule"
+"""The reason of samples that `sample_every` asked for."""
+EDGE = 5
+"""Steps over which the first and last values of the metrics are averaged."""
+
+
+def build(
+    stage: Stage[Any], config: PPOConfig, tokenizer: PreTrainedTokenizerBase, start: str = SFT
+) -> tuple[PPOTrainer, list[Row], int]:
+    """The trainer with its models, the held-out rows to watch, and the prompts that did not fit. `start` is the folder
+    that the policy begins with; the reference is models/sft."""
+    models = load_models(stage, config, start)
+    kept, too_long = fitting_prompts(stage, config, PROMPTS, tokenizer, models)
+    watched, _ = fitting_prompts(stage, config, HELDOUT, tokenizer, models)
+    if not kept:
+        raise UserError(f"{PROMPTS}: PPO needs prompts; enlarge ingest.split.ppo")
+    scorer_model = place(load_scalar_model(stage.root / REWARD, trust_remote_code=trusts(stage)), Processes().device)
+    trainer = PPOTrainer(
+        config,
+        models,
+        tokenizer=tokenizer,
+        scorer=RewardModelScorer(scorer_model, int(tokenizer.pad_token_id), config.micro_batch_size),
+        normalisation=ScoreNormalisation(scorer_model.config.score_mean, scorer_model.config.score_std),
+        prompts=[row["prompt"] for row in kept],
+        seed=stage.seed,
+        judge=judge_of(stage),
+        text=read_text(stage.root, config, tokenizer, context_length(models.policy)),
+    )
+    trainer.exempt = stage.exempt
+    return trainer, watched[:READ], too_long
+
+
+def load_models(stage: Stage[Any], config: PPOConfig, start: str = SFT) -> ActorCritic:
+    """The policy from `start`, the reference from models/sft, the critic as the settings say."""
+    sft, trusted = stage.root / SFT, trusts(stage)
+    critic = starting_critic(stage.root, config, stage.seed, trusted)
+    reference = load_causal_lm(sft, trust_remote_code=trusted) if config.lora is None else None
+    policy = load_causal_lm(stage.root / start, trust_remote_code=trusted)
+    return ActorCritic(config, policy, reference, critic, stage.seed)
+
+
+def fitting_prompts(
+    stage: Stage[Any], config: PPOConfig, path: str, tokenizer: PreTrainedTokenizerBase, models: ActorCritic
+) -> tuple[list[Row], int]:
+    """The rows whose prompt leaves room for an answer, and how many do not."""
+    context = context_length(models.policy)
+    rows, encoder = stage.read(path), prompt_encoder(tokenizer)
+    kept, too_long = fitting(stage, path, rows, encoder, context, reserve=config.max_new_tokens)
+    return [row for row, _ in kept], too_long
+
+
+@dataclass
+class Record:
+    """What a run leaves beside its models; part of every checkpoint."""
+
+    monitor: Monitor
+    history: list[Row] = field(default_factory=list)
+    samples: list[Row] = field(default_factory=list)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain types only."""
+        return {"monitor": self.monitor.state_dict(), "history": self.history, "samples": self.samples}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue where `state_dict` was taken."""
+        self.monitor.load_state_dict(state["monitor"])
+        self.history, self.samples = state["history"], state["samples"]
+
+
+def train(stage: Stage[Any], trainer: PPOTrainer, watched: list[Row]) -> Record:
+    """All steps, from the last checkpoint if there is one; snapshots go into the stage's state. Raises UserError at an
+    alert, where `runtime.on_alert` says stop."""
+    checkpoints, record = Checkpoints(stage.state_dir, stage.say), Record(Monitor(trainer.config))
+    state = checkpoint.load(checkpoints, trainer.processes)
+    if state is not None and snapshots_are_whole(stage, trainer, state["trainer"]["steps_done"]):
+        trainer.load_state_dict(state["trainer"])
+        record.load_state_dict(state["record"])
+        stage.say(f"continues after step {trainer.steps_done}")
+        stop_at_alert(stage, record)
+    else:
+        record.samples += answers(trainer, watched, [SCHEDULE])
+    progress = stage.progress(trainer.config.steps)
+    with stage.interrupts.patient():
+        while trainer.steps_done < trainer.config.steps:
+            step(stage, trainer, record, watched, progress)
+            leaving = stage.interrupts.is_asked()
+            if trainer.processes.is_main and (leaving or save_is_due(stage, trainer, record)):
+                state = {"trainer": trainer.state_dict(), "record": record.state_dict()}
+                checkpoint.save(checkpoints, trainer.steps_done, state)
+            if leaving:
+                stage.interrupts.leave()
+            stop_at_alert(stage, record)
+    if stage.tracker:
+        stage.tracker.table(f"{stage.name}_samples", record.samples)
+    return record
+
+
+def snapshots_of(stage: Stage[Any]) -> Path:
+    """The folder of the run's snapshots, in its state."""
+    return stage.state_dir / "snapshots"
+
+
+def snapshot_is_due(config: PPOConfig, step: int) -> bool:
+    """Every `snapshot_every` steps, and at the end."""
+    return step == config.steps or (config.snapshot_every is not None and step % config.snapshot_every == 0)
+
+
+def snapshots_are_whole(stage: Stage[Any], trainer: PPOTrainer, steps: int) -> bool:
+    """Whether every snapshot of the first `steps` steps lies in the state; a run without one of them starts anew."""
+    wanted = {step for step in range(1, steps + 1) if snapshot_is_due(trainer.config, step)}
+    missing = wanted - set(snapshots.steps_in(snapshots_of(stage)))
+    if missing:
+        stage.say(f"the snapshot of step {min(missing)} is gone from {snapshots_of(stage)}; starting anew")
+    return not missing
+
+
+def step(stage: Stage[Any], trainer: PPOTrainer, record: Record, watched: list[Row], progress: Progress) -> None:
+    """One step, told to those who watch: its row, new alerts, and samples where they are due."""
+    row = trainer.step()
+    done = trainer.steps_done
+    record.history.append(row)
+    if trainer.processes.is_main and snapshot_is_due(trainer.config, done):
+        snapshots.write(snapshots_of(stage), trainer.models, done, trainer.config.lora, stage.seed)
+    track(stage, trainer, row)
+    progress.update(done, **{name: row[name] for name in ("score", "gold", "kl", "entropy")})
+    alerts = watch(stage, trainer, record, progress)
+    reasons = [SCHEDULE] if done % trainer.config.sample_every == 0 or done == trainer.config.steps else []
+    if reasons := reasons + [alert.name for alert in alerts]:
+        record.samples += answers(trainer, watched, reasons)
+
+
+def save_is_due(stage: Stage[Any], trainer: PPOTrainer, record: Record) -> bool:
+    """Every `runtime.checkpoint_every` steps, at the end, and before an alert stops the run."""
+    done = trainer.steps_done
+    alerted = stage.runtime.on_alert == "stop" and any(alert.step == done for alert in record.monitor.alerts)
+    return alerted or done % stage.runtime.checkpoint_every == 0 or done == trainer.config.steps
+
+
+def track(stage: Stage[Any], trainer: PPOTrainer, row: Row) -> None:
+    """Diagnostics and speed of the step that was just done."""
+    step = trainer.steps_done
+    stage.track(row, step)
+    stage.track({f"seconds_{phase}": seconds for phase, seconds in trainer.seconds.items()}, step)
+    stage.track({"tokens_per_second": tokens_per_second(row, trainer)}, step)
+
+
+def watch(stage: Stage[Any], trainer: PPOTrainer, record: Record, progress: Progress) -> list[Alert]:
+    """Ask the detectors about the step that was just done, tell what is new to the log and MLflow, and return what may
+    stand in an out: all but what depends on time."""
+    step = trainer.steps_done
+    alerts = record.monitor.observe(record.history[-1])
+    slow = record.monitor.observe_seconds(trainer.seconds, step)
+    for alert in [*alerts, *slow]:
+        progress.note(f"ALERT {alert}")
+        if stage.tracker:
+            stage.tracker.tags({f"leash.alert.{alert.name}": str(alert)})
+    stage.track({"alerts": len(record.monitor.active)}, step)
+    return alerts
+
+
+def stop_at_alert(stage: Stage[Any], record: Record) -> None:
+    """Where `runtime.on_alert` says stop and there was an alert: put history, samples and alerts where they can be
+    read, and raise UserError."""
+    if stage.runtime.on_alert != "stop" or not record.monitor.alerts:
+        return
+    folder = stage.state_dir / "stopped"
+    if not is_worker():
+        folder.mkdir(exist_ok=True)
+        write_jsonl(folder / "history.jsonl", record.history)
+        write_jsonl(folder / "samples.jsonl", record.samples)
+        write_jsonl(folder / "alerts.jsonl", map(asdict, record.monitor.alerts))
+    raise UserError(
+        f"stopped by {record.monitor.alerts[-1]}. History, samples and alerts so far: "
+        f"{folder.relative_to(stage.root)}; runtime.on_alert: warn goes on from here"
+    )
+
+
+def answers(trainer: PPOTrainer, watched: list[Row], reasons: Sequence[str]) -> list[Row]:
+    """What the policy says now to the watched held-out prompts, and why it was asked."""
+    given = trainer.answer([row["prompt"] for row in watched])
+    return [
+        {
+            "step": answer["step"],
+            "reason": ", ".join(reasons),
+            "prompt_id": row["prompt_id"],
+            **{name: value for name, value in answer.items() if name != "step"},
+        }
+        for row, answer in zip(watched, given, strict=True)
+    ]
+
+
+def tokens_per_second(row: Row, trainer: PPOTrainer) -> float:
+    """Sampled tokens per second of the whole step."""
+    tokens: float = row["response_tokens_mean"] * trainer.config.batch_size
+    return tokens / sum(trainer.seconds.values())
+
+
+def summary(history: list[Row], config: PPOConfig) -> dict[str, Any]:
+    """First and last values of the run, each the mean of a few steps, and what it cost."""
+
+    def mean(name: str, rows: list[Row]) -> float | None:
+        values = [row[name] for row in rows if row[name] is not None]
+        return sum(values) / len(values) if values else None
+
+    first, last = history[:EDGE], history[-EDGE:]
+    return {
+        "steps": len(history),
+        "samples_generated": len(history) * config.batch_size,
+        "tokens_trained": int(sum(row["tokens_trained"] for row in history)),
+        "optimizer_steps": int(sum(row["optimizer_steps"] for row in history)),
+        "reward_first": mean("reward_raw", first),
+        "reward_last": mean("reward_raw", last),
+        "gold_first": mean("gold", first),
+        "gold_last": mean("gold", last),
+        "kl_last": mean("kl", last),
+        "kl_coef_last": history[-1]["kl_coef"],
+        "entropy_last": mean("entropy", last),
+        "missing_eos_share_last": mean("missing_eos_share", last),
+        "explained_variance_last": mean("explained_variance", last),
+    }

@@ -1,0 +1,54 @@
+"""How a training stage hands its state folder, its seed and its eyes to `rlhf_core.training.run`."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from rlhf_core.determinism import make_deterministic
+from rlhf_core.training.run import Report, Run
+from tasks.stage.stage import Stage
+
+
+def training_run(stage: Stage[Any], shown: Sequence[str]) -> Run:
+    """Seed everything, and make a Run that shows `shown` and tracks every number under the stage's name."""
+    make_deterministic(stage.seed, stage.common.threads)
+    return Run(
+        state_dir=stage.state_dir,
+        seed=stage.seed,
+        report=_reporter(stage, shown),
+        workers=stage.runtime.dataloader_workers,
+        checkpoint_every=stage.runtime.checkpoint_every,
+        stopping=stage.interrupts,
+        say=stage.say,
+        exempt=stage.exempt,
+    )
+
+
+def _reporter(stage: Stage[Any], shown: Sequence[str]) -> Report:
+    progress = None
+
+    def report(step: int, total: int, values: dict[str, float]) -> None:
+        nonlocal progress
+        progress = progress or stage.progress(total)
+        numbers = {name: value for name, value in values.items() if name not in {"epoch", "eval_loss"}}
+        stage.track(numbers, step)
+        if "loss" in values:
+            progress.update(step, **{name: values.get(name) for name in shown})
+
+    return report
+
+
+def log_table(log: Sequence[dict[str, float]], columns: dict[str, str]) -> list[dict[str, float | None]]:
+    """The Trainer's log as rows of step and renamed columns, one a step; what was not measured stays empty."""
+    rows: dict[int, dict[str, float | None]] = {}
+    for event in log:
+        found = {new: event[old] for old, new in columns.items() if old in event}
+        if found:
+            row = rows.setdefault(int(event["step"]), {"step": int(event["step"])} | dict.fromkeys(columns.values()))
+            row |= found
+    return [rows[step] for step in sorted(rows)]
+
+
+def tokens_read(log: Sequence[dict[str, float]], per_epoch: int) -> int:
+    """Tokens that the backward passes of a training have read, where one epoch reads `per_epoch` of them: a Trainer's
+    log says how many epochs, with their fraction, it came to."""
+    return round(max(event["epoch"] for event in log if "epoch" in event) * per_epoch)

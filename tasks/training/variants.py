@@ -1,0 +1,66 @@
+"""What `hybrid`, `reinforce`, `rloo` and `grpo` share: PPO's loop with the settings of `ppo`, something changed, and a
+model at the end. Which change makes which variant stands in tasks/params/variant.py."""
+
+from dataclasses import asdict
+from functools import partial
+from typing import NoReturn
+
+from rlhf_core.config.ppo import PPOConfig
+from rlhf_core.errors import UserError
+from rlhf_core.ppo.health import COLUMNS
+from tasks.params.loader import PARAMS_FILE
+from tasks.params.variant import Variant, VariantParams
+from tasks.stage.run import quiet_libraries, run
+from tasks.stage.stage import Stage
+from tasks.stage.switched_off import write_switched_off
+from tasks.stage.workers import requested_processes, start_workers
+
+SFT = "models/sft"
+
+
+def run_variant(name: Variant, start: str = SFT) -> NoReturn:
+    """The stage `name` as a process: PPO's loop from the folder `start` to models/<name>."""
+    start_workers(f"tasks.{name}", requested_processes(name))
+    run(name, VariantParams, partial(execute, name=name, start=start))
+
+
+def execute(stage: Stage[VariantParams], name: Variant, start: str = SFT) -> None:
+    """Make models/<name>, plots/<name>.csv and metrics/<name>.json."""
+    if stage.params.enabled:
+        train_variant(stage, settings(stage, name), name, start)
+    else:
+        write_switched_off(stage, {f"plots/{name}.csv": COLUMNS})
+
+
+def train_variant(stage: Stage[VariantParams], config: PPOConfig, name: Variant, start: str) -> None:
+    """Train and save. What takes seconds to import is imported here: a stage that is switched off does without."""
+    from rlhf_core.data.tokenizer import load_tokenizer
+    from rlhf_core.determinism import make_deterministic
+    from rlhf_core.models.hf import save_checkpoint
+    from tasks.stage.trust import trusts
+    from tasks.training.ppo_loop import build, summary, train
+
+    quiet_libraries()
+    make_deterministic(stage.seed, stage.common.threads)
+    tokenizer = load_tokenizer(stage.root / SFT, trust_remote_code=trusts(stage))
+    trainer, watched, too_long = build(stage, config, tokenizer, start)
+    record = train(stage, trainer, watched)
+    if not trainer.processes.is_main:
+        return
+    policy, _ = trainer.models.finished()
+    if config.stop_tokens:
+        policy.generation_config.eos_token_id = sorted(trainer.stop_ids)
+    save_checkpoint(stage.out(f"models/{name}"), policy, tokenizer)
+    stage.outputs.write_csv(f"plots/{name}.csv", record.history)
+    alerts = [asdict(alert) for alert in record.monitor.alerts]
+    told = {**summary(record.history, config), "prompts_too_long": too_long, "alerts": alerts}
+    stage.write_metrics({"enabled": True, **told})
+
+
+def settings(stage: Stage[VariantParams], name: Variant) -> PPOConfig:
+    """PPO's settings with this variant's changes. Raises UserError for changes that do not fit."""
+    ppo = stage.block("ppo", PPOConfig)
+    try:
+        return stage.params.applied_to(ppo, name)
+    except ValueError as error:
+        raise UserError(f"{PARAMS_FILE}: {error}") from None

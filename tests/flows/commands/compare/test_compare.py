@@ -1,0 +1,265 @@
+"""`leash compare`: which run a name means, and the table of several."""
+
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flows.commands.compare.compare import compare
+from flows.commands.compare.sources import find
+from rlhf_core.errors import UserError
+from tasks.evaluation.comparison_table import COLUMNS, label
+from tasks.stage.pipeline_run import headline_numbers
+from tasks.tracking import settings
+from tasks.tracking.sender import drain
+from tasks.tracking.tracker import PipelineIdentity, Tracker
+
+PARAMS = "seed: {seed}\nruntime: {{progress_seconds: {seed}}}\nppo: {{kl: {{coef: 0.1}}}}\n"
+
+
+def evaluation(gold: float) -> dict[str, Any]:
+    models = {
+        "sft": {"gold": 1.0, "gold_ci95": [0.9, 1.1], "win_rate": None, "kl": 0.0},
+        "policy": {"gold": gold, "gold_ci95": [gold - 0.1, gold + 0.1], "win_rate": 0.8, "kl": 2.5},
+        "best_of_4": {"gold": 2.0, "gold_ci95": None, "win_rate": 0.7, "kl": 0.64},
+    }
+    return {
+        "win_rate_judge": "gold rubric (simulated)",
+        "prompts": 400,
+        "seeds": [1, 2],
+        "win_rate": 0.8,
+        "models": models,
+    }
+
+
+def write(folder: Path, gold: float, seed: int = 1) -> Path:
+    (folder / "metrics").mkdir(parents=True, exist_ok=True)
+    (folder / "metrics" / "evaluate.json").write_text(json.dumps(evaluation(gold)), encoding="utf-8")
+    (folder / "params.yaml").write_text(PARAMS.format(seed=seed), encoding="utf-8")
+    return folder
+
+
+def git(root: Path, *words: str) -> str:
+    who = ("-c", "user.name=t", "-c", "user.email=t@example.org", "-c", "commit.gpgsign=false")
+    return subprocess.run(["git", *who, *words], cwd=root, check=True, capture_output=True, text=True).stdout.strip()
+
+
+@pytest.fixture
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A project whose tag `old` says gold 3, and whose files say 4."""
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    monkeypatch.setenv("COLUMNS", "80")
+    root = write(tmp_path / "project", 3.0)
+    git(root, "init", "--quiet")
+    git(root, "add", ".")
+    git(root, "commit", "--quiet", "-m", "old")
+    git(root, "tag", "old")
+    return write(root, 4.0, seed=2)
+
+
+def test_no_name_is_this_checkout(project: Path) -> None:
+    content, text = compare(project, [], [])
+    assert content["runs"][0]["models"]["policy"]["gold"] == 4.0
+    assert content["parameters"] == {}
+    said = ".: this checkout; judged by gold rubric (simulated), 400 prompts, sampling seeds 1, 2 model"
+    assert " ".join(text.split()).startswith(said)
+    rows = [line.split() for line in text.splitlines() if line.startswith(label("policy"))]
+    assert rows[0][:6] == ["PPO", "policy", "4.00", "[3.90,", "4.10]", "*"]
+
+
+def test_a_folder_and_a_revision_side_by_side(project: Path, tmp_path: Path) -> None:
+    other = write(tmp_path / "elsewhere", 5.0, seed=1)
+    content, text = compare(project, ["old", str(other), "."], ["policy", "best_of_4"])
+    assert [run["models"]["policy"]["gold"] for run in content["runs"]] == [3.0, 5.0, 4.0]
+    assert [list(run["models"]) for run in content["runs"]] == [["policy", "best_of_4"]] * 3
+    assert content["runs"][0]["source"] == f"git {git(project, 'rev-parse', 'old')[:8]}"
+    assert content["parameters"] == {"seed": ["1", "1", "2"]}
+    lines = text.splitlines()
+    assert [line.split()[0] for line in lines if "PPO policy" in line][:3] == ["old", f"…{str(other)[-19:]}", "."]
+    assert lines[-1].split() == ["seed", "1", "1", "2"]
+
+
+def lock(seed: int, made: str = "aa") -> str:
+    """A dvc.lock in which `evaluate` read what `ppo` made if that is aa; `report` ran with other parameters."""
+    return f"""\
+stages:
+  ppo:
+    params: {{params.yaml: {{seed: {seed}, ppo: {{kl: {{coef: 0.1}}}}}}}}
+    outs: [{{path: models/policy, md5: {made}}}]
+  evaluate:
+    deps: [{{path: models/policy, md5: aa}}, {{path: data/raw, md5: bb}}]
+    params: {{params.yaml: {{seed: {seed}}}}}
+  report:
+    params: {{params.yaml: {{seed: 9, sft: {{epochs: 6}}}}}}
+"""
+
+
+def test_parameters_are_those_that_made_the_figures(project: Path) -> None:
+    """An edit of params.yaml that nothing has run with is said, and changes no comparison."""
+    (project / "dvc.lock").write_text(lock(seed=1), encoding="utf-8")
+    content, text = compare(project, ["old", "."], [])
+    assert content["parameters"] == {}
+    assert content["runs"][1]["source"] == "this checkout, whose params.yaml was edited since"
+    assert text.endswith("no parameter differs")
+    git(project, "add", "dvc.lock")
+    git(project, "commit", "--quiet", "-m", "lock")
+    (project / "dvc.lock").write_text(lock(seed=2), encoding="utf-8")
+    content, _ = compare(project, ["HEAD", "."], [])
+    assert content["parameters"] == {"seed": ["1", "2"]}
+    assert find(project, ".").params == {"seed": "2", "ppo.kl.coef": "0.1"}, "report is not behind the figures"
+    assert content["runs"][1]["source"] == "this checkout"
+    with (project / "params.yaml").open("a", encoding="utf-8") as file:
+        file.write("report: {samples: 3}\n")
+    assert find(project, ".").source == "this checkout", "what evaluate does not depend on"
+    (project / "params.yaml").write_text("seed: 2\nppo: {kl: {coef: 0.1, target: 6}}\n", encoding="utf-8")
+    assert find(project, ".").source == "this checkout, whose params.yaml was edited since"
+
+
+def test_parameters_are_not_known_where_a_stage_before_has_run_since(project: Path) -> None:
+    (project / "dvc.lock").write_text(lock(seed=2, made="cc"), encoding="utf-8")
+    run = find(project, ".")
+    assert run.params is None
+    assert run.source.endswith("whose dvc.lock records newer results than these figures were made from")
+
+
+@pytest.mark.parametrize("text", ["stages: [", "stages:\n  ppo:\n", "stages: [a]\n", "\0"])
+def test_a_broken_lock_is_said_with_its_place(project: Path, text: str) -> None:
+    (project / "dvc.lock").write_text(text, encoding="utf-8")
+    with pytest.raises(UserError, match=r"/dvc\.lock: cannot be read"):
+        find(project, ".")
+
+
+def test_narrow_terminals_get_all_columns_in_bands(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for width in (60, 80, 200):
+        monkeypatch.setenv("COLUMNS", str(width))
+        _, text = compare(project, ["old", "."], [])
+        assert max(map(len, text.splitlines())) <= width
+        heads = " ".join(line for line in text.splitlines() if line.startswith("run "))
+        for column in COLUMNS:
+            assert (column.name in heads) == (column.key in ("gold", "win_rate", "kl"))
+
+
+def test_runs_under_other_circumstances_are_said_not_to_compare(project: Path, tmp_path: Path) -> None:
+    assert "NOTE" not in compare(project, ["old", "."], [])[1]
+    other = write(tmp_path / "elsewhere", 5.0)
+    changed = evaluation(5.0) | {"win_rate_judge": "reward model"}
+    (other / "metrics" / "evaluate.json").write_text(json.dumps(changed), encoding="utf-8")
+    (other / "params.yaml").unlink()
+    _, text = compare(project, [".", str(other)], [])
+    assert "NOTE: the runs differ in judge, prompts or sampling seeds" in text
+    assert text.endswith("are not known")
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("nothing", "nothing: no run; tried a folder, a revision of git, and MLflow at .*not there yet"),
+        ("metrics", r"metrics/evaluate.json: file not found"),
+        ("--all", "--all: no run"),
+    ],
+)
+def test_what_is_no_run_is_said_with_what_was_tried(
+    project: Path, monkeypatch: pytest.MonkeyPatch, name: str, words: str
+) -> None:
+    monkeypatch.chdir(project)
+    with pytest.raises(UserError, match=words):
+        find(project, name)
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("{", "broken JSON"),
+        ("[]", "expected a JSON object, got list"),
+        ('{"models": {}}', "holds no `models` to compare"),
+        ('{"models": {"policy": 3}}', "holds no `models` to compare"),
+    ],
+)
+def test_figures_that_nobody_can_compare_are_said_with_their_file(project: Path, content: str, words: str) -> None:
+    (project / "metrics/evaluate.json").write_text(content, encoding="utf-8")
+    with pytest.raises(UserError, match=rf"metrics/evaluate\.json: {words}"):
+        find(project, ".")
+
+
+def test_unknown_models_are_said(project: Path) -> None:
+    with pytest.raises(UserError, match="no run has a model called dpo; there are sft, policy, best_of_4"):
+        compare(project, [], ["policy", "dpo"])
+
+
+def test_a_revision_without_figures_is_said(project: Path) -> None:
+    git(project, "rm", "--quiet", "--cached", "metrics/evaluate.json")
+    git(project, "commit", "--quiet", "-m", "none")
+    with pytest.raises(UserError, match=r"HEAD: commit [0-9a-f]{8} has no metrics/evaluate.json"):
+        find(project, "HEAD")
+
+
+def track(root: Path, key: str, stage: str, artifact: bool = True) -> None:
+    pipeline = PipelineIdentity(key * 64, {"seed": 7, "runtime": {"progress_seconds": 1}})
+    tracker = Tracker.open(root, stage, key * 64, pipeline, send=False, system_seconds=0)
+    if artifact:
+        tracker.artifact(root / "metrics" / "evaluate.json", "metrics")
+    tracker.close("FINISHED")
+
+
+def ids(root: Path) -> dict[str, str]:
+    from mlflow.tracking import MlflowClient
+
+    client = MlflowClient(settings.tracking_uri(root))
+    found = client.search_runs([client.get_experiment_by_name("leash").experiment_id])
+    return {str(run.info.run_name): run.info.run_id for run in found}
+
+
+def test_runs_of_mlflow_by_id_beginning_and_name(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in settings.CLIENT_ENVIRONMENT.items():
+        monkeypatch.setenv(name, value)
+    track(project, "a", "evaluate")
+    track(project, "a", "sft")
+    track(project, "b", "sft")
+    drain(project)
+    known = ids(project)
+    write(project, 9.0)
+    for name in (known["evaluate"], known["evaluate"][:8], "evaluate", "pipeline aaaaaaaa", known["pipeline aaaaaaaa"]):
+        run = find(project, name)
+        assert run.source == f"MLflow run {known['evaluate']}"
+        assert run.evaluation["models"]["policy"]["gold"] == 4.0
+        assert run.params == {"seed": "7"}
+    with pytest.raises(UserError, match=r"pipeline run .* has no finished run of evaluate"):
+        find(project, "pipeline bbbbbbbb")
+    for unknown in ("sft", known["evaluate"][:5], "evaluat"):
+        with pytest.raises(UserError, match=r"no run; .*MLflow at .*\(id, beginning of an id, or name\)"):
+            find(project, unknown)
+    git(project, "tag", "evaluate")
+    with pytest.raises(UserError, match=r"evaluate: a revision of git .* and a run in MLflow"):
+        find(project, "evaluate")
+    track(project, "c", "evaluate", artifact=False)
+    drain(project)
+    git(project, "tag", "-d", "evaluate")
+    with pytest.raises(UserError, match=r"evaluate: 2 runs in MLflow have this name; use an id"):
+        find(project, "evaluate")
+    with pytest.raises(UserError, match=r"has no artifact metrics/evaluate.json"):
+        find(project, "pipeline cccccccc")
+
+
+def test_a_server_that_does_not_answer_is_said(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://user:secret@127.0.0.1:9")
+    with pytest.raises(UserError, match=r"MLflow at http://127.0.0.1:9 \(which does not answer") as error:
+        find(project, "nothing")
+    assert "secret" not in str(error.value)
+
+
+def test_the_pipeline_run_shows_four_figures_a_model() -> None:
+    numbers = headline_numbers("evaluate", evaluation(4.0))
+    assert numbers == {
+        "evaluate/prompts": 400.0,
+        "evaluate/win_rate": 0.8,
+        "evaluate/sft.gold": 1.0,
+        "evaluate/sft.kl": 0.0,
+        "evaluate/policy.gold": 4.0,
+        "evaluate/policy.win_rate": 0.8,
+        "evaluate/policy.kl": 2.5,
+        "evaluate/best_of_4.gold": 2.0,
+        "evaluate/best_of_4.win_rate": 0.7,
+        "evaluate/best_of_4.kl": 0.64,
+    }

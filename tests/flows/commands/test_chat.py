@@ -1,0 +1,173 @@
+"""`leash chat`: what a pipe and a terminal get, and what is refused in one line."""
+
+import os
+import pty
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+import flows
+from flows.cli import app
+from flows.commands import chat
+from rlhf_core.config.base import ScratchConfig
+from rlhf_core.data.tokenizer import train_bpe
+from rlhf_core.models.hf import build_llama, save_checkpoint
+
+Leash = Callable[..., Result]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """models/{sft,policy}, which say letters at random."""
+    folder = tmp_path_factory.mktemp("project") / "models"
+    tokenizer = train_bpe(["what shall i eat? an egg."], 300, "<|pad|>", "<|end|>", 64)
+    config = ScratchConfig(vocabulary=300, context=64, layers=1, hidden=16, intermediate=16, heads=2)
+    for seed, name in enumerate(("sft", "policy")):
+        save_checkpoint(folder / name, build_llama(config, tokenizer, seed), tokenizer)
+    return folder
+
+
+@pytest.fixture
+def leash(models: Path, monkeypatch: pytest.MonkeyPatch) -> Leash:
+    """leash("hello", "models/policy", …) -> what `leash chat` makes of one message a line."""
+    monkeypatch.chdir(models.parent)
+
+    def run(said: str | bytes, *arguments: str) -> Result:
+        return CliRunner().invoke(app, ["chat", *arguments], input=said)
+
+    return run
+
+
+def test_a_pipe_gets_answers_and_nothing_else(leash: Leash) -> None:
+    """The same ones each time, others for another seed, and one that ends in time."""
+    said = "what shall i eat?\n\nan egg?\n"
+    found = leash(said, "models/policy", "--max-new-tokens", "5")
+    assert (found.exit_code, found.stderr) == (0, "")
+    assert leash(said, "models/policy", "--max-new-tokens", "5").stdout == found.stdout
+    assert leash(said, "models/policy", "--max-new-tokens", "5", "--seed", "2").stdout != found.stdout
+    assert len(leash(said, "models/policy", "--max-new-tokens", "40").stdout) > len(found.stdout)
+
+
+def test_a_cold_model_says_the_same_whatever_the_seed(leash: Leash) -> None:
+    """The temperature reaches the sampler: near 0 the likeliest token is certain."""
+    options = ("models/policy", "--temperature", "1e-4", "--max-new-tokens", "8")
+    assert leash("egg\n", *options, "--seed", "1").stdout == leash("egg\n", *options, "--seed", "2").stdout
+
+
+def test_two_models_stand_below_each_other_with_their_names(leash: Leash) -> None:
+    found = leash("eat?\n", "models/policy", "--beside", "models/sft", "--max-new-tokens", "4")
+    heads = [line.split("|")[0] for line in found.stdout.splitlines() if not line.startswith("  ")]
+    assert heads == ["policy ", "sft    "]
+    alone = [leash("eat?\n", f"models/{name}", "--max-new-tokens", "4").stdout for name in ("policy", "sft")]
+    for line, answer in zip(found.stdout.split("sft    | "), alone, strict=True):
+        assert line.removeprefix("policy | ").replace("\n       | ", "\n") == answer
+
+
+def test_commands_and_what_is_none(leash: Leash) -> None:
+    """A reset forgets: the next answer is that of a conversation that begins. Nothing is read after /quit."""
+    found = leash("/help\n/reset\n/quit\neat?\n", "models/policy")
+    assert (found.exit_code, found.stdout) == (0, "")
+    assert "/help is no command" in found.stderr
+    assert "the conversation is forgotten" in found.stderr
+
+
+def test_a_reset_forgets_and_a_full_context_says_so(leash: Leash, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[list[str]] = []
+    real = chat.Speaker.answer
+
+    def watched(speaker: chat.Speaker, *arguments: object) -> object:
+        seen.append([message["content"] for message in speaker.conversation if message["role"] != "assistant"])
+        return real(speaker, *arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(chat.Speaker, "answer", watched)
+    found = leash("one\ntwo\n/reset\nthree\n", "models/policy", "--max-new-tokens", "2", "--system", "eat")
+    assert seen == [["eat", "one"], ["eat", "one", "two"], ["eat", "three"]]
+    assert "tokens is full" not in found.stderr
+    seen.clear()
+    leash("one\ntwo\n", "models/policy", "--max-new-tokens", "2", "--system", "eat", "--fresh")
+    assert seen == [["eat", "one"], ["eat", "two"]]
+    found = leash("what shall i eat? an egg.\n" * 4, "models/policy", "--max-new-tokens", "30")
+    assert "policy: its context of 64 tokens is full; the oldest 2 messages go" in found.stderr
+
+
+def test_a_message_that_does_not_fit_is_answered_by_a_note(leash: Leash) -> None:
+    found = leash(f"{'xyz' * 60}\neat?\n", "models/policy", "--max-new-tokens", "3")
+    assert found.exit_code == 0
+    assert "the model reads 64; shorten it" in found.stderr
+    assert found.stdout.strip()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["models/nowhere"], "models/nowhere: no such folder"),
+        (["models"], "models: holds no model"),
+        (["models/policy", "--beside", "models/rloo"], "models/rloo: no such folder"),
+        (["models/policy", "--temperature", "0"], "--temperature 0.0: give a number above 0"),
+    ],
+)
+def test_users_errors_are_one_line(leash: Leash, arguments: list[str], words: str) -> None:
+    found = leash("", *arguments)
+    assert found.exit_code == 2
+    assert found.stderr.startswith(f"error: {words}")
+    assert found.stderr.count("\n") == 1
+
+
+def test_bytes_that_are_no_text(leash: Leash) -> None:
+    found = leash(b"eat?\n\xff\n", "models/policy", "--max-new-tokens", "1")
+    assert found.exit_code == 2
+    assert "standard input, line 2: not UTF-8" in found.stderr
+
+
+def test_names_tell_folders_apart() -> None:
+    assert chat.names([Path("a/policy")]) == ["policy"]
+    assert chat.names([Path("a/policy"), Path("b/policy")]) == ["a/policy", "b/policy"]
+    assert chat.names([Path("a"), Path("a")]) == ["a (1)", "a (2)"]
+
+
+def test_code_of_a_model_runs_only_within_a_project_that_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither for a folder elsewhere, nor because a project that somebody made stands around the folder."""
+    for name, text in (("mine", "trust_remote_code: true\n"), ("theirs", "trust_remote_code: true\n")):
+        (tmp_path / name / "models").mkdir(parents=True)
+        (tmp_path / name / "dvc.yaml").write_text("stages: {}\n")
+        (tmp_path / name / "params.yaml").write_text(text)
+    said: list[str] = []
+    monkeypatch.chdir(tmp_path)
+    assert not chat.trusted(tmp_path / "mine" / "models", said.append)
+    monkeypatch.chdir(tmp_path / "mine")
+    assert chat.trusted(Path("models"), said.append)
+    assert not chat.trusted(tmp_path / "theirs" / "models", said.append)
+    assert said == ["chat:"]
+    Path("params.yaml").write_text("trust_remote_code: false\n")
+    assert not chat.trusted(Path("models"), said.append)
+
+
+def test_a_terminal_has_a_prompt_and_ctrl_d_leaves(models: Path) -> None:
+    ours, theirs = pty.openpty()
+    environment = {**os.environ, "PYTHONPATH": str(Path(flows.__file__).parent.parent), "TERM": "dumb"}
+    command = [sys.executable, "-m", "flows.cli", "chat", "models/policy", "--max-new-tokens", "3"]
+    process = subprocess.Popen(command, cwd=models.parent, env=environment, stdin=theirs, stdout=theirs, stderr=theirs)
+    os.close(theirs)
+    seen = b""
+
+    def until(words: bytes) -> None:
+        nonlocal seen
+        end = time.monotonic() + 100
+        while words not in seen and time.monotonic() < end:
+            seen += os.read(ours, 4096)
+
+    until(b"\n> ")
+    assert b"Ctrl-D leaves" in seen
+    seen = b""
+    os.write(ours, b"eat?\n")
+    until(b"\n> ")
+    os.write(ours, b"\x04")
+    assert process.wait(timeout=60) == 0
+    os.close(ours)

@@ -1,0 +1,53 @@
+"""`leash doctor`: each finding says what to do, and only what is broken makes it fail."""
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from flows.commands.doctor import Check, examine, render
+
+
+@pytest.fixture
+def checks(toy: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> Callable[[], dict[str, Check]]:
+    root = toy({"one": ("work", [])})
+    monkeypatch.setenv("PREFECT_API_URL", "http://127.0.0.1:1/api")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:1")
+    (root / "constraints.txt").write_text("# exact\npsutil==0.1\nnumpy>=2\nnot-installed-here==1.0\n--no-binary x\n")
+    (root / "params.yaml").write_text("threads: 999\nppoo: {}\n")
+    return lambda: {check.name: check for check in examine(root)}
+
+
+def test_findings(checks: Callable[[], dict[str, Check]]) -> None:
+    found = checks()
+    assert found["packages"].verdict == "BROKEN"
+    assert "psutil" in found["packages"].found
+    assert "numpy" not in found["packages"].found
+    assert "not-installed-here" not in found["packages"].found
+    assert found["threads"].verdict == "note"
+    assert found["git"].verdict == "note"
+    assert (found["dvc"].verdict, found["dvc"].found) == ("ok", "stages one")
+    assert found["params.yaml"].verdict == "BROKEN"
+    assert "ppoo" in found["params.yaml"].found
+    assert found["prefect"].verdict == "BROKEN"
+    assert found["mlflow"].verdict == "note", "runs go on without MLflow"
+    assert all(check.advice for check in found.values() if check.verdict != "ok")
+
+
+def test_a_check_that_fails_is_a_finding(
+    checks: Callable[[], dict[str, Check]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: 1 / 0)
+    assert checks()["disk"].verdict == "BROKEN"
+
+
+def test_the_table_has_a_line_a_check_and_the_advice_after_it() -> None:
+    text = render([Check("one", "ok", "good"), Check("two", "BROKEN", "bad", "mend it")])
+    assert text.splitlines() == [
+        "check          found",
+        "one    ok      good",
+        "two    BROKEN  bad",
+        "",
+        "two: mend it",
+    ]

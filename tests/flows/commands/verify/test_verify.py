@@ -1,0 +1,327 @@
+"""`leash verify`: the recorded hashes against those of a rebuild from nothing, and a workspace that stays as it is."""
+
+import hashlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections import namedtuple
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import psutil
+import pytest
+
+from flows.commands.verify import clone
+from flows.commands.verify.verify import Report, _compare, render, verify
+from rlhf_core.errors import UserError
+from tasks.records.recorded import Record
+from tasks.stage.provenance import FILE, KEYS
+
+if TYPE_CHECKING:
+    from tests.conftest import Project
+
+Make = Callable[..., Path]
+GRAPH = """
+stages:
+  one:
+    cmd: python worker.py one.out input.txt
+    deps: [input.txt]
+    outs: [one.out]
+  two:
+    cmd: python worker.py two.out input.txt one.out
+    deps: [input.txt, one.out]
+    params: [a]
+    outs: [two.out]
+  three:
+    cmd: python worker.py three.out data/raw/set.txt
+    deps: [data/raw]
+    outs: [three.out]
+"""
+WORKER = """
+import pathlib, sys, time
+
+out, *deps = sys.argv[1:]
+text = out + "".join(pathlib.Path(dep).read_text() for dep in deps)
+with pathlib.Path("log.txt").open("a") as log:
+    log.write(out + "\\n")
+pathlib.Path(out).write_text(text)
+"""
+
+
+@pytest.fixture(scope="module")
+def finished_toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A project that has run and is committed: `two` reads what `one` makes; `three` stands alone, on raw data."""
+    root = tmp_path_factory.mktemp("toy")
+    files = {"dvc.yaml": GRAPH, "worker.py": WORKER, "input.txt": "1\n", "params.yaml": "a: {b: 1}\nc: 1\n"}
+    for name, text in (files | {"data/raw/set.txt": "raw\n", ".gitignore": "/work\n/log.txt\n"}).items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text, encoding="utf-8")
+    call(root, "git", "init", "--quiet")
+    for words in (("init", "--quiet"), ("add", "--quiet", "data/raw/set.txt"), ("repro",)):
+        call(root, sys.executable, "-m", "dvc", *words)
+    call(root, "git", "add", "--all")
+    call(root, "git", "-c", "user.name=a", "-c", "user.email=a@b", "commit", "--quiet", "--message", "a run")
+    return root
+
+
+@pytest.fixture
+def recorded(finished_toy: Path, tmp_path: Path) -> Path:
+    """A copy of it to work on."""
+    root = Path(shutil.copytree(finished_toy, tmp_path / "toy", symlinks=True))
+    (root / "log.txt").unlink()
+    return root
+
+
+def call(root: Path, *command: str) -> str:
+    """A command that must end well; its output."""
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    environment = {**os.environ, "PATH": path}
+    done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def edit(root: Path, file: str, old: str, new: str) -> None:
+    text = (root / file).read_text(encoding="utf-8")
+    assert old in text
+    (root / file).write_text(text.replace(old, new), encoding="utf-8")
+
+
+def snapshot(root: Path) -> dict[str, str]:
+    """Every file of the workspace with the hash of its bytes, but git's, DVC's notes and what Python compiles."""
+    leave = {".git", "tmp", "__pycache__"}
+    files = [path for path in root.rglob("*") if path.is_file() and not leave & set(path.parts[len(root.parts) :])]
+    return {str(path): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+
+
+def rebuild(root: Path, *stages: str, keep: bool = False) -> Report:
+    return verify(root, stages, keep, lambda stage, line: None)
+
+
+def verdicts(report: Report) -> dict[str, str]:
+    return {finding.out: finding.words for finding in report.findings}
+
+
+def leftovers(root: Path) -> list[str]:
+    return [path.name for path in (root / "work").glob("*")]
+
+
+NOISE = "text += str(time.time_ns()) if out == 'one.out' else ''\nwith pathlib"
+
+
+def test_the_same(recorded: Path) -> None:
+    before = snapshot(recorded)
+    report = rebuild(recorded)
+    assert report.exit_code == 0
+    assert verdicts(report) == {"one.out": "same", "two.out": "same", "three.out": "same"}
+    assert all(finding.rebuilt == finding.recorded and len(finding.recorded) == 32 for finding in report.findings)
+    assert report.dirty is False
+    assert report.cpu in render(report).splitlines()[-1]
+    assert leftovers(recorded) == []
+    assert snapshot(recorded) == before
+
+
+def test_the_first_stage_that_differs_is_named_and_what_follows_from_it(recorded: Path) -> None:
+    edit(recorded, "worker.py", "with pathlib", NOISE)
+    report = rebuild(recorded)
+    assert report.exit_code == 1
+    assert verdicts(report) == {
+        "one.out": "DIFFERS",
+        "two.out": "differs because its input one.out differs",
+        "three.out": "same",
+    }
+    assert report.origins == ["one"]
+    assert report.dirty is True
+    assert "2 of 3 outs; first in one (" in render(report).splitlines()[-1]
+
+
+def test_a_named_stage_takes_its_inputs_from_the_record_and_runs_alone(recorded: Path) -> None:
+    edit(recorded, "worker.py", "with pathlib", NOISE)
+    (recorded / "one.out").write_text("edited by hand", encoding="utf-8")  # the cache has what dvc.lock records
+    report = rebuild(recorded, "two", keep=True)
+    assert verdicts(report) == {"two.out": "same"}
+    kept = Path(report.kept)
+    assert (kept / "log.txt").read_text(encoding="utf-8") == "two.out\n"
+    assert (kept / "one.out").read_text(encoding="utf-8") == "one.out1\n"
+    assert f"the clone is kept: {kept}" in render(report)
+    assert list(clone.clones(recorded)) == [(kept.parent, None)], "its maker does not hold it any longer"
+
+
+def test_raw_data_come_from_the_cache_where_the_workspace_has_lost_them(recorded: Path) -> None:
+    (recorded / "data/raw/set.txt").unlink()
+    assert rebuild(recorded, "three").exit_code == 0
+    assert not (recorded / "data/raw/set.txt").exists()
+
+
+def test_an_input_that_is_nowhere(recorded: Path) -> None:
+    (recorded / "one.out").unlink()
+    shutil.rmtree(recorded / ".dvc" / "cache" / "files")
+    with pytest.raises(UserError, match=r"^one\.out: what dvc\.lock records \(\w{8}\) is neither in the workspace nor"):
+        rebuild(recorded, "two")
+    assert leftovers(recorded) == []
+
+
+@pytest.mark.parametrize(
+    ("file", "old", "new", "says"),
+    [
+        ("input.txt", "1", "2", "not that of one as it is now (input.txt)"),
+        ("data/raw/set.txt", "raw", "row", "not that of three as it is now (data/raw)"),
+        ("params.yaml", "b: 1", "b: 2", "not that of two as it is now (params.yaml: a"),
+        ("dvc.yaml", "worker.py three", "-O worker.py three", "not that of three as it is now (its command)"),
+        ("dvc.yaml", "[input.txt, one.out]", "[input.txt, one.out, worker.py]", "two as it is now (worker.py)"),
+        ("dvc.lock", "  three:", "  four:", "dvc.lock: three is not in it"),
+        ("dvc.lock", "stages:", "stages: [", "dvc.lock"),
+    ],
+)
+def test_a_stale_record_is_the_users_to_renew(recorded: Path, file: str, old: str, new: str, says: str) -> None:
+    edit(recorded, file, old, new)
+    with pytest.raises(UserError) as refusal:
+        rebuild(recorded)
+    assert says in str(refusal.value)
+    assert leftovers(recorded) == []
+
+
+def test_what_no_stage_reads_may_change(recorded: Path) -> None:
+    edit(recorded, "params.yaml", "c: 1", "c: 2")
+    assert rebuild(recorded, "two").exit_code == 0
+
+
+def test_an_exempt_run_says_so(recorded: Path, tmp_path: Path) -> None:
+    """It may differ without anything being wrong; its model says why."""
+    rebuilt = tmp_path / "clone"
+    rebuilt.mkdir()
+    shutil.copy2(recorded / "dvc.lock", rebuilt)
+    own = dict.fromkeys(KEYS, "") | {"exemptions": ["the micro-batch was halved"]}
+    (recorded / "models/m").mkdir(parents=True)
+    (recorded / "models/m" / FILE).write_text(json.dumps(own), encoding="utf-8")
+    record = Record("one", "", {}, {}, {}, {"models/m": "0" * 32}, "dvc.lock")
+    [finding] = _compare(recorded, rebuilt, record)
+    assert finding.words == "DIFFERS (the recorded run was exempt: the micro-batch was halved)"
+
+
+def test_a_rebuild_that_fails_is_no_agreement(recorded: Path) -> None:
+    edit(recorded, "worker.py", "with pathlib", "1 / (out != 'one.out')\nwith pathlib")
+    report = rebuild(recorded, "one", "two")
+    assert report.exit_code == 1
+    assert set(verdicts(report).values()) == {"not rebuilt"}
+    assert "ZeroDivisionError" in render(report).splitlines()[-1]
+
+
+def test_no_record_and_no_room(recorded: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = namedtuple("usage", "total used free")
+    with monkeypatch.context() as patch:
+        patch.setattr("shutil.disk_usage", lambda path: usage(10**9, 10**9, 10**6))
+        with pytest.raises(UserError, match=r"0\.2 GiB are needed for a clone and 0\.0 GiB are free"):
+            rebuild(recorded)
+    (recorded / "dvc.lock").unlink()
+    with pytest.raises(UserError, match=r"dvc\.lock: file not found; `dvc repro`"):
+        rebuild(recorded)
+
+
+def test_the_clones_own_code_runs_and_tells_nobody(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PYTHONPATH", "/another/checkout")
+    monkeypatch.setenv("GIT_DIR", "/another/.git")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:1")
+    changed = clone.environment(tmp_path)
+    assert changed["PYTHONPATH"] == f"{tmp_path}{os.pathsep}/another/checkout"
+    assert changed["GIT_DIR"] is None
+    assert changed["PYTHONSAFEPATH"] is None
+    assert changed["MLFLOW_TRACKING_URI"] == f"sqlite:///{tmp_path}/mlflow.db"
+
+
+def interrupt(process: "subprocess.Popen[str]") -> None:
+    os.killpg(process.pid, signal.SIGINT)
+
+
+def terminate(process: "subprocess.Popen[str]") -> None:
+    process.terminate()
+
+
+def kill(process: "subprocess.Popen[str]") -> None:
+    process.kill()
+
+
+@pytest.mark.parametrize(("end", "code"), [(interrupt, 130), (terminate, 143), (kill, -9)])
+def test_a_stopped_verification_leaves_nothing(
+    recorded: Path,
+    leash: Callable[..., "subprocess.Popen[str]"],
+    end: Callable[["subprocess.Popen[str]"], None],
+    code: int,
+) -> None:
+    """Nothing runs on and no clone lies about; after SIGKILL, which nobody hears, `leash clean` finds the clone."""
+    root = recorded
+    edit(root, "worker.py", "with pathlib", "time.sleep(100 if pathlib.Path('log.txt').exists() else 0)\nwith pathlib")
+    process = leash(root, "verify")
+    wait(lambda: any((root / "work").glob("verify-*/project/one.out")))
+    family = psutil.Process(process.pid).children(recursive=True)
+    end(process)
+    process.communicate(timeout=60) if end is not kill else process.wait(60)
+    assert process.returncode == code
+    if end is kill:
+        for child in family:
+            with suppress(psutil.NoSuchProcess):  # the driver's guardian may have been faster
+                child.kill()
+        [name] = leftovers(root)
+        assert call(root, *cli(), "clean").splitlines()[1].startswith(f"work/{name} ")
+        assert "removed 1 things" in call(root, *cli(), "clean", "--yes")
+    assert [child for child in family if child.is_running() and child.status() != psutil.STATUS_ZOMBIE] == []
+    assert leftovers(root) == []
+
+
+def cli() -> list[str]:
+    """`leash` with the code under test, wherever it is started."""
+    project = str(Path(clone.__file__).parents[3])
+    return [sys.executable, "-c", f"import sys; sys.path.insert(0, {project!r}); from flows.cli import main; main()"]
+
+
+def wait(condition: Callable[[], bool], seconds: float = 60.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "not within its time"
+        time.sleep(0.05)
+
+
+def test_a_clone_at_work_is_not_abandoned(recorded: Path) -> None:
+    with clone.temporary_clone(recorded, keep=False):
+        assert leftovers(recorded) != []
+        assert [pid for _, pid in clone.clones(recorded)] == [os.getpid()]
+    assert leftovers(recorded) == []
+
+
+def test_what_the_command_prints(recorded: Path, leash: Callable[..., "subprocess.Popen[str]"]) -> None:
+    process = leash(recorded / "data", "verify", "one", "--json")
+    output, errors = process.communicate(timeout=100)
+    assert (process.returncode, errors) == (0, "")
+    said = json.loads(output)
+    assert said["same"] is True
+    assert [finding["verdict"] for finding in said["findings"]] == ["same"]
+    edit(recorded, "input.txt", "1", "2")
+    process = leash(recorded, "verify", "one")
+    output, errors = process.communicate(timeout=100)
+    assert (process.returncode, output) == (2, "")
+    assert errors.startswith("error: dvc.lock is not that of one")
+
+
+@pytest.mark.pipeline
+def test_a_stage_of_the_pipeline(finished: "Project") -> None:
+    """A wrong hash in dvc.lock is found, the right ones beside it are confirmed; MLflow hears nothing of it."""
+    lock = finished.root / "dvc.lock"
+    text = lock.read_text(encoding="utf-8")
+    right = text[text.index("    - path: plots/sft.csv") :].split("md5: ")[1][:32]
+    lock.write_text(text.replace(right, "a" * 32), encoding="utf-8")
+    for words in (("add", "--all"), ("-c", "user.name=a", "-c", "user.email=a@b", "commit", "--quiet", "-m", "a run")):
+        assert finished.run("git", *words).returncode == 0
+    before = snapshot(finished.root)
+    done = finished.run(sys.executable, "-m", "flows.cli", "verify", "sft")
+    assert done.returncode == 1, done.stderr
+    rows = {line.split()[1]: line.split()[2:] for line in done.stdout.splitlines() if line.startswith("sft    ")}
+    assert rows["plots/sft.csv"] == ["a" * 8, right[:8], "DIFFERS"]
+    assert [rows[out][-1] for out in ("models/sft", "metrics/sft.json")] == ["same", "same"]
+    assert "DIFFERS: 1 of 3 outs; first in sft (CPU capability " in done.stdout.splitlines()[-1]
+    assert snapshot(finished.root) == before

@@ -1,0 +1,90 @@
+"""KL and entropy of whole answers."""
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from rlhf_core.evaluation.divergence import Divergence, measure_divergence
+from rlhf_core.models.sampling import sample
+
+PROMPTS = [[5, 6], [7, 8, 9, 10], [11], [12, 13, 14]]
+
+
+def answers(model: PreTrainedModel, temperature: float = 1.0) -> list[list[int]]:
+    keys = [(7, i) for i in range(len(PROMPTS))]
+    return sample(
+        model, PROMPTS, keys, max_new_tokens=9, temperature=temperature, stop_ids=frozenset({1}), pad_id=0, batch_size=4
+    ).responses
+
+
+def measured(
+    model: PreTrainedModel,
+    reference: PreTrainedModel,
+    said: list[list[int]],
+    batch_size: int = 4,
+    temperature: float = 1,
+) -> Divergence:
+    return measure_divergence(model, reference, PROMPTS, said, pad_id=0, temperature=temperature, batch_size=batch_size)
+
+
+@torch.no_grad()
+def by_hand(
+    model: PreTrainedModel, reference: PreTrainedModel, place: int, said: list[int], temperature: float
+) -> list[float]:
+    """k1, k3 and entropy of one answer, alone and without padding."""
+    ids = torch.tensor([PROMPTS[place] + said])
+    start = len(PROMPTS[place]) - 1
+    ours, theirs = ((m(ids).logits[0, start:-1] / temperature).log_softmax(-1) for m in (model, reference))
+    picked = torch.tensor(said)[:, None]
+    gap = (ours.gather(1, picked) - theirs.gather(1, picked))[:, 0]
+    return [gap.sum().item(), ((-gap).exp() - 1 + gap).sum().item(), -(ours.exp() * ours).sum().item()]
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_it_is_what_each_answer_alone_gives(build_lm: Callable[..., PreTrainedModel], temperature: float) -> None:
+    model, reference = build_lm(seed=1), build_lm(seed=2)
+    said = answers(model, temperature)
+    found = measured(model, reference, said, temperature=temperature)
+    for place, response in enumerate(said):
+        expected = by_hand(model, reference, place, response, temperature)
+        assert [found.k1[place], found.k3[place], found.entropy[place]] == pytest.approx(expected, rel=1e-3, abs=1e-3)
+
+
+def test_the_batch_changes_nothing_and_nobody_is_far_from_himself(build_lm: Callable[..., PreTrainedModel]) -> None:
+    model = build_lm(seed=1)
+    said = answers(model)
+    one, all_ = measured(model, build_lm(seed=2), said, 1), measured(model, build_lm(seed=2), said, 4)
+    for name in ("k1", "k3", "entropy"):
+        assert getattr(one, name) == pytest.approx(getattr(all_, name), rel=1e-4, abs=1e-4)
+    assert measured(model, model, said).k1 == [0.0] * len(said)
+    assert min(measured(model, build_lm(seed=2), said).k3) > 0
+
+
+def test_the_mean_over_answers_estimates_the_kl(build_lm: Callable[..., PreTrainedModel]) -> None:
+    """One token an answer: there the KL can be added up over the vocabulary."""
+    model, reference = build_lm(seed=1), build_lm(seed=2)
+    prompts = [[5, 6]] * 4000
+    said = sample(
+        model,
+        prompts,
+        [(1, i) for i in range(len(prompts))],
+        max_new_tokens=1,
+        temperature=1.0,
+        stop_ids=frozenset({1}),
+        pad_id=0,
+        batch_size=4000,
+    ).responses
+    found = measure_divergence(model, reference, prompts, said, pad_id=0, temperature=1.0, batch_size=1000)
+    with torch.no_grad():
+        ours, theirs = (m(torch.tensor([[5, 6]])).logits[0, -1].log_softmax(-1) for m in (model, reference))
+    exact = (ours.exp() * (ours - theirs)).sum().item()
+    spread = torch.tensor(found.k1).std().item() / math.sqrt(len(prompts))
+    assert abs(sum(found.k1) / len(found.k1) - exact) < 4 * spread
+
+
+def test_no_answers() -> None:
+    nobody: PreTrainedModel = torch.nn.Identity()
+    assert measure_divergence(nobody, nobody, [], [], pad_id=0, temperature=1.0, batch_size=4) == Divergence()

@@ -1,0 +1,158 @@
+"""`models.py`: equal seeds give equal weights, dropout is off, and a saved folder is equal bytes that load anywhere."""
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    BertConfig,
+    BertForSequenceClassification,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from rlhf_core.config.base import ScratchConfig
+from rlhf_core.errors import UserError
+from rlhf_core.models.batch import pad_batch, sequence_scores
+from rlhf_core.models.hf import (
+    build_llama,
+    context_length,
+    load_causal_lm,
+    load_scalar_model,
+    place,
+    save_checkpoint,
+    scalar_head,
+    scalar_model_from,
+)
+
+Build = Callable[..., PreTrainedModel]
+SCRATCH = ScratchConfig(vocabulary=300, context=48, layers=2, hidden=32, intermediate=40, heads=4)
+IDS = torch.tensor([[3, 9, 4, 20, 21]])
+
+
+def weights_equal(one: PreTrainedModel, two: PreTrainedModel) -> bool:
+    a, b = one.state_dict(), two.state_dict()
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def test_failure_09_equal_seeds_give_equal_weights(tokenizer: PreTrainedTokenizerBase) -> None:
+    one = build_llama(SCRATCH, tokenizer, 1)
+    torch.rand(3)
+    assert weights_equal(one, build_llama(SCRATCH, tokenizer, 1))
+    assert not weights_equal(one, build_llama(SCRATCH, tokenizer, 2))
+
+
+def test_a_model_from_scratch_fits_its_tokenizer(tokenizer: PreTrainedTokenizerBase) -> None:
+    model = build_llama(SCRATCH, tokenizer, 1)
+    assert model.get_output_embeddings().weight.shape[0] == len(tokenizer)
+    assert (model.config.pad_token_id, model.config.eos_token_id) == (0, 1)
+    assert context_length(model) == 48
+
+
+def test_rule_07_dropout_is_off_in_every_loaded_model(tmp_path: Path, build_lm: Build, build_scalar: Build) -> None:
+    """GPT-2 with dropout 0.1 as its folder says, and in training mode as the Trainer sets it."""
+    build_lm("gpt2", dropout=0.1).save_pretrained(tmp_path / "lm")
+    build_scalar("gpt2", dropout=0.1).save_pretrained(tmp_path / "scalar")
+    loaded = (
+        load_causal_lm(tmp_path / "lm"),
+        load_scalar_model(tmp_path / "scalar"),
+        scalar_model_from(tmp_path / "lm", 1),
+    )
+    for model in loaded:
+        model.train()
+        assert {m.p for m in model.modules() if isinstance(m, torch.nn.Dropout)} == {0.0}
+        body = getattr(model, model.base_model_prefix)
+        assert torch.equal(body(IDS).last_hidden_state, body(IDS).last_hidden_state)
+
+
+def test_loaded_models_are_float32(tmp_path: Path, build_lm: Build) -> None:
+    build_lm().bfloat16().save_pretrained(tmp_path)
+    assert load_causal_lm(tmp_path).dtype == torch.float32
+    assert scalar_model_from(tmp_path, 1).dtype == torch.float32
+
+
+def test_a_scalar_model_keeps_the_body_and_gets_a_fresh_head(tmp_path: Path, kind: str, build_lm: Build) -> None:
+    """Weights N(0, 1/(d+1)), a function of the seed."""
+    lm = build_lm(kind)
+    lm.save_pretrained(tmp_path)
+    model = scalar_model_from(tmp_path, 1)
+    body, expected = getattr(model, model.base_model_prefix), getattr(lm, lm.base_model_prefix)
+    assert weights_equal(body, expected)
+    weight = scalar_head(model).weight.detach()
+    assert weight.shape == (1, 32)
+    assert 0.6 < weight.std() * 33**0.5 < 1.4
+    torch.rand(5)
+    assert torch.equal(scalar_head(scalar_model_from(tmp_path, 1)).weight, weight)
+    assert not torch.equal(scalar_head(scalar_model_from(tmp_path, 2)).weight, weight)
+
+
+def test_a_folder_without_a_scalar_head_is_refused(tmp_path: Path, build_lm: Build) -> None:
+    build_lm().save_pretrained(tmp_path)
+    with pytest.raises(UserError, match="expected one output a token"):
+        load_scalar_model(tmp_path)
+
+
+def test_an_architecture_that_hides_its_head_is_refused() -> None:
+    config = BertConfig(vocab_size=10, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8)
+    with pytest.raises(UserError, match="no linear head named `score`"):
+        scalar_head(BertForSequenceClassification(config))
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
+
+
+def test_a_checkpoint_is_equal_bytes_each_time(
+    tmp_path: Path, kind: str, build_lm: Build, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    """Also after a way through another folder: no path or name of it stays behind."""
+    save_checkpoint(tmp_path / "one", build_lm(kind), tokenizer)
+    save_checkpoint(tmp_path / "two", build_lm(kind), tokenizer)
+    first = files_of(tmp_path / "one")
+    assert first == files_of(tmp_path / "two")
+    assert not any(str(tmp_path).encode() in content for content in first.values())
+    for start in ("one", "two"):
+        model = load_causal_lm(tmp_path / start)
+        save_checkpoint(tmp_path / f"from-{start}", model, AutoTokenizer.from_pretrained(tmp_path / start))
+    assert files_of(tmp_path / "from-one") == files_of(tmp_path / "from-two")
+    assert not any(str(tmp_path).encode() in content for content in files_of(tmp_path / "from-one").values())
+
+
+def test_a_checkpoint_holds_no_pickle(tmp_path: Path, build_lm: Build, tokenizer: PreTrainedTokenizerBase) -> None:
+    tmp_path.joinpath("training_args.bin").write_bytes(b"left by a Trainer")
+    save_checkpoint(tmp_path, build_lm(), tokenizer)
+    assert {path.suffix for path in tmp_path.iterdir()} <= {".json", ".jinja", ".safetensors"}
+
+
+def test_a_policy_loads_with_the_auto_classes(
+    tmp_path: Path, kind: str, build_lm: Build, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    model = build_lm(kind)
+    save_checkpoint(tmp_path, model, tokenizer)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert torch.equal(loaded(IDS).logits, model(IDS).logits)
+    assert AutoTokenizer.from_pretrained(tmp_path).chat_template == tokenizer.chat_template
+
+
+def test_a_reward_model_loads_with_the_auto_classes(
+    tmp_path: Path, kind: str, build_scalar: Build, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    """A padded batch through the plain Hugging Face model gives our scores."""
+    model = build_scalar(kind)
+    save_checkpoint(tmp_path, model, tokenizer)
+    loaded = AutoModelForSequenceClassification.from_pretrained(tmp_path).eval()
+    ours = sequence_scores(load_scalar_model(tmp_path).eval(), pad_batch([[3, 9, 4], [3, 4]], [[20, 21], [30]], 0))
+    ids = torch.tensor([[3, 9, 4, 20, 21], [3, 4, 30, 0, 0]])
+    theirs = loaded(input_ids=ids, attention_mask=(ids != 0).long()).logits[:, 0]
+    torch.testing.assert_close(theirs, ours, rtol=0, atol=1e-5)
+
+
+def test_a_placed_model_is_for_reading_only(build_lm: Build) -> None:
+    model = place(copy.deepcopy(build_lm("gpt2", dropout=0.1)).train())
+    assert not model.training
+    assert not any(parameter.requires_grad for parameter in model.parameters())

@@ -1,0 +1,219 @@
+"""`sampling.py`: samples come from exactly softmax(logits / T), and depend on weights and key only."""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from rlhf_core.models.batch import pad_batch, response_logits
+from rlhf_core.models.sampling import Sampled, draw, sample, stream_response
+
+Build = Callable[..., PreTrainedModel]
+PAD, END = 0, 1
+PROMPTS = [[3, 7 + i, *range(20, 20 + 2 * (i % 5)), 4] for i in range(12)]
+
+
+def run(
+    model: PreTrainedModel,
+    prompts: Sequence[Sequence[int]] = PROMPTS,
+    keys: Sequence[tuple[int, ...]] | None = None,
+    **changes: Any,
+) -> Sampled:
+    options: dict[str, Any] = {
+        "max_new_tokens": 12,
+        "temperature": 1.0,
+        "stop_ids": frozenset({END}),
+        "pad_id": PAD,
+        "batch_size": 5,
+    }
+    return sample(model, prompts, keys or [(1, 0, i) for i in range(len(prompts))], **(options | changes))
+
+
+def test_rule_01_draw_hits_every_token_as_often_as_its_probability() -> None:
+    """An even grid of u maps to p·n points of each token, give or take the two at its ends."""
+    torch.manual_seed(0)
+    logprobs = (3 * torch.randn(9)).log_softmax(-1)
+    count = 20_000
+    uniforms = (torch.arange(count, dtype=torch.float64) + 0.5) / count
+    found = draw(logprobs.expand(count, -1), uniforms).bincount(minlength=9)
+    assert (found - logprobs.double().exp() * count).abs().max() <= 1.01
+
+
+def test_rule_01_draw_never_takes_a_token_of_probability_0() -> None:
+    logprobs = torch.tensor([[float("-inf"), 0.5, float("-inf"), 0.5, float("-inf")]]).log_softmax(-1)
+    edges = torch.tensor([0.0, 0.5 - 1e-12, 0.5, np.nextafter(1.0, 0.0)], dtype=torch.float64)
+    assert draw(logprobs.expand(4, -1), edges).tolist() == [1, 1, 3, 3]
+
+
+def test_rule_01_draw_reads_rare_tokens_in_float64() -> None:
+    """A token of probability 1e-9 has its place in the distribution; a float32 sum would swallow it."""
+    logprobs = torch.tensor([[1 - 1e-9, 1e-9]], dtype=torch.float64).log()
+    assert draw(logprobs, torch.tensor([1 - 5e-10], dtype=torch.float64)).tolist() == [1]
+    assert draw(logprobs, torch.tensor([1 - 2e-9], dtype=torch.float64)).tolist() == [0]
+
+
+def test_rule_01_samples_follow_softmax_at_the_temperature(build_lm: Build) -> None:
+    """Chi-square of 3,000 first tokens of one prompt against softmax(logits / 0.7)."""
+    model, count, temperature = build_lm(), 3000, 0.7
+    sampled = run(
+        model,
+        [PROMPTS[3]] * count,
+        [(9, i) for i in range(count)],
+        max_new_tokens=1,
+        temperature=temperature,
+        batch_size=1000,
+    )
+    with torch.no_grad():
+        expected = (model(torch.tensor([PROMPTS[3]])).logits[0, -1] / temperature).softmax(-1) * count
+    found = Counter(response[0] for response in sampled.responses)
+    frequent = [token for token in range(len(expected)) if expected[token] >= 5]
+    rest = count - sum(found[token] for token in frequent), count - float(expected[frequent].sum())
+    pairs = [(found[token], float(expected[token])) for token in frequent] + [rest]
+    chi_square = sum((o - e) ** 2 / e for o, e in pairs if e > 0)
+    degrees = len(pairs) - 1
+    assert degrees >= 5
+    assert chi_square < degrees + 4 * (2 * degrees) ** 0.5
+
+
+def test_rule_07_the_engine_agrees_with_the_training_forward_pass(kind: str, build_lm: Build) -> None:
+    """The key-value cache, dropped rows and padding included."""
+    model = build_lm(kind)
+    sampled = run(model, temperature=0.8, stop_ids=frozenset(range(12)))
+    assert len({len(response) for response in sampled.responses}) > 2
+    batch = pad_batch(PROMPTS, sampled.responses, PAD)
+    with torch.no_grad():
+        logprobs = (response_logits(model, batch) / 0.8).log_softmax(-1).gather(-1, batch.actions[..., None])[..., 0]
+    for row, theirs in zip(logprobs, sampled.logprobs, strict=True):
+        assert (row[: len(theirs)] - torch.tensor(theirs)).abs().max() <= 2e-5
+
+
+def test_rule_03_samples_depend_on_neither_batch_nor_order_nor_padding(kind: str, build_lm: Build) -> None:
+    model = build_lm(kind)
+    whole = run(model, batch_size=len(PROMPTS)).responses
+    assert run(model, batch_size=1).responses == whole
+    assert run(model, batch_size=5).responses == whole
+    keys = [(1, 0, i) for i in range(len(PROMPTS))]
+    assert run(model, PROMPTS[::-1], keys[::-1]).responses == whole[::-1]
+    long = [3, *[30] * 30, 4]
+    assert run(model, [long, *PROMPTS], [(8, 8), *keys], batch_size=64).responses[1:] == whole
+
+
+def test_rule_03_prompts_that_repeat_are_read_once_and_answered_as_if_alone(kind: str, build_lm: Build) -> None:
+    """Three samples a prompt, mixed with others in one batch."""
+    model, prompts = build_lm(kind), [PROMPTS[i % 5] for i in range(15)]
+    keys = [(7, i) for i in range(15)]
+    alone = run(model, prompts, keys, batch_size=1)
+    forward, widths = model.forward, []
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        widths.append(tuple(kwargs["input_ids"].shape))
+        return forward(*args, **kwargs)
+
+    model.forward = counted
+    together = run(model, prompts, keys, batch_size=15)
+    assert widths[:2] == [(5, 11), (15, 1)]
+    assert together.responses == alone.responses
+    for ours, theirs in zip(together.logprobs, alone.logprobs, strict=True):
+        assert np.abs(np.array(ours) - np.array(theirs)).max() <= 2e-5
+
+
+def test_rule_03_other_keys_give_other_samples(build_lm: Build) -> None:
+    model = build_lm()
+    base = run(model).responses
+    for change in ((2, 0), (1, 1)):
+        other = run(model, keys=[(*change, i) for i in range(len(PROMPTS))]).responses
+        assert sum(a != b for a, b in zip(base, other, strict=True)) >= len(PROMPTS) - 2
+    twice = run(model, [PROMPTS[0]] * 6, [(1, 0, i) for i in range(6)]).responses
+    assert len({tuple(response) for response in twice}) >= 5
+
+
+def test_rule_03_global_generators_are_neither_read_nor_moved(build_lm: Build) -> None:
+    model = build_lm()
+    torch.manual_seed(1)
+    np.random.seed(1)
+    before = torch.get_rng_state(), np.random.get_state()[1].copy()
+    first = run(model).responses
+    assert torch.equal(before[0], torch.get_rng_state())
+    assert (before[1] == np.random.get_state()[1]).all()
+    torch.manual_seed(2)
+    assert run(model).responses == first
+
+
+def test_rule_00_the_generation_config_is_not_read(build_lm: Build) -> None:
+    model = build_lm()
+    before = run(model).responses
+    frequent = Counter(token for response in before for token in response).most_common(1)[0][0]
+    settings = {"eos_token_id": frequent, "top_k": 1, "temperature": 0.1, "min_new_tokens": 12, "max_new_tokens": 1}
+    for name, value in settings.items():
+        setattr(model.generation_config, name, value)
+    assert run(model).responses == before
+
+
+def test_rule_00_stop_tokens_are_a_set(build_lm: Build) -> None:
+    """A response ends with the first of them, contains it, and has nothing after it."""
+    stops = frozenset({END, 17, 30})
+    sampled = run(build_lm(), PROMPTS * 4, [(4, i) for i in range(4 * len(PROMPTS))], stop_ids=stops)
+    last = {response[-1] for response, ended in zip(sampled.responses, sampled.ended, strict=True) if ended}
+    assert len(last & stops) >= 2
+    for response, ended in zip(sampled.responses, sampled.ended, strict=True):
+        assert not stops & set(response[:-1])
+        assert (response[-1] in stops) == ended
+
+
+def test_rule_00_the_pad_token_may_be_sampled(build_lm: Build) -> None:
+    """It ends nothing and is kept."""
+    model = build_lm()
+    with torch.no_grad():
+        model.get_output_embeddings().weight[PAD] *= 2
+    sampled = run(model, PROMPTS * 4, [(4, i) for i in range(4 * len(PROMPTS))])
+    inside = [response for response in sampled.responses if PAD in response[:-1]]
+    assert inside
+    assert all(len(r) == len(p) for r, p in zip(sampled.responses, sampled.logprobs, strict=True))
+
+
+def test_rule_04_a_response_at_the_length_limit_has_not_ended(build_lm: Build) -> None:
+    model = build_lm()
+    full = run(model, stop_ids=frozenset())
+    assert [len(response) for response in full.responses] == [12] * len(PROMPTS)
+    assert not any(full.ended)
+    first = full.responses[0]
+    closes = next(token for token in first[1:] if token != first[0])
+    length = first.index(closes) + 1
+    for limit, ended in ((length, True), (length - 1, False)):
+        cut = run(model, PROMPTS[:1], stop_ids=frozenset({closes}), max_new_tokens=limit)
+        assert cut.responses == [first[:limit]]
+        assert cut.ended == [ended]
+
+
+def test_no_prompts_give_no_responses(build_lm: Build) -> None:
+    assert run(build_lm(), [], []).responses == []
+
+
+def test_a_stream_is_what_sample_samples(kind: str, build_lm: Build) -> None:
+    """Token by token, the stop token included, for the same key; another key says something else."""
+    model, stops = build_lm(kind), frozenset(range(12))
+    whole = run(model, temperature=0.8, stop_ids=stops)
+    assert {True, False} == set(whole.ended)
+    streams = [
+        list(stream_response(model, prompt, key, max_new_tokens=12, temperature=0.8, stop_ids=stops))
+        for i, prompt in enumerate(PROMPTS)
+        for key in [(1, 0, i)]
+    ]
+    assert streams == whole.responses
+    other = stream_response(model, PROMPTS[0], (2, 0, 0), max_new_tokens=12, temperature=0.8, stop_ids=frozenset())
+    assert list(other) != whole.responses[0]
+
+
+def test_a_stream_computes_no_more_than_was_asked_for(build_lm: Build) -> None:
+    """One pass for each token that was taken, and gradients stay as the caller has them."""
+    model, passes = build_lm(), []
+    model.register_forward_hook(lambda *_: passes.append(torch.is_grad_enabled()))
+    tokens = stream_response(model, PROMPTS[0], (1, 0), max_new_tokens=12, temperature=1.0, stop_ids=frozenset())
+    assert passes == []
+    next(tokens)
+    next(tokens)
+    assert passes == [False, False]
+    assert torch.is_grad_enabled()

@@ -1,0 +1,135 @@
+"""Runs of tiny models that really have an illness, each provoked as people provoke it, and a healthy one: every
+detector of `health.py` sees its own, and none sees anything in the healthy one."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from rlhf_core.data.chat import Conversation
+from rlhf_core.ppo.health import DETECTORS, SLOW_GENERATION, Alert, Monitor
+from rlhf_core.ppo.trainer import PPOTrainer
+
+MakeTrainer = Callable[..., PPOTrainer]
+
+
+@dataclass(frozen=True)
+class VarietyJudge:
+    """Counts the different letters of an answer: one token said again and again is what it dislikes."""
+
+    name: str = "variety"
+
+    def score(self, prompts: Sequence[Conversation], responses: Sequence[str]) -> list[float]:
+        return [float(len(set(text))) for text in responses]
+
+
+HEALTHY: dict[str, Any] = {
+    "steps": 1000,
+    "batch_size": 100,
+    "micro_batch_size": 50,
+    "max_new_tokens": 8,
+    "learning_rate": 1e-3,
+    "entropy_coef": 0.0,
+    "kl": {"coef": 1.0, "horizon": 1000},
+    "critic": {"learning_rate": 3e-3},
+    "optimizer": {"decay": "none"},
+    "score": {"missing_eos_penalty": 0.0},
+    "normalisation": (0.02, 0.1),
+    "judge": VarietyJudge(),
+    "same_reference": True,
+}
+"""The scorer of the tests pays for token 10; β = 1 keeps the policy near its reference all the same."""
+
+NO_LEASH = {"kl": {"coef": 0.0}, "learning_rate": 1e-2, "score": {"normalise": False, "clip": 100.0}}
+"""β = 0 and a learning rate ten times too high: token 10 and nothing else, step after step."""
+
+SICK: dict[str, tuple[str, int, dict[str, Any]]] = {
+    "reward_hacking": ("no leash, a judge who dislikes it", 22, NO_LEASH),
+    "entropy_collapse": ("no leash, a judge who dislikes it", 22, NO_LEASH),
+    "repetition": ("no leash, a judge who dislikes it", 22, NO_LEASH),
+    "kl_spike": ("the learning rate times 100", 2, {"learning_rate": 0.1}),
+    "diverging_critic": (
+        "the critic's learning rate times 1000, rising",
+        18,
+        {"critic": {"learning_rate": 3.0}, "optimizer": {"warmup_steps": 12}},
+    ),
+    "frozen_reward": ("a clip of a hundredth of a percent", 11, {"clip_ratio": 1e-4, "learning_rate": 1e-4}),
+    "stale_data": ("eight epochs on a rollout, lr times 5", 5, {"ppo_epochs": 8, "learning_rate": 5e-3}),
+    SLOW_GENERATION: (
+        "long answers, few at a time, used once",
+        8,
+        {"max_new_tokens": 44, "batch_size": 8, "micro_batch_size": 8, "ppo_epochs": 1, "minibatches": 1},
+    ),
+}  # fmt: skip
+"""By detector: how it is provoked, steps, and what differs from the healthy run."""
+
+
+@dataclass
+class Watched:
+    """A run with its monitor, and the alerts of the clock, which the monitor does not keep."""
+
+    trainer: PPOTrainer
+    monitor: Monitor
+    slow: list[Alert] = field(default_factory=list)
+
+    def go(self, steps: int) -> "Watched":
+        for _ in range(steps):
+            self.monitor.observe(self.trainer.step())
+            self.slow += self.monitor.observe_seconds(self.trainer.seconds, self.trainer.steps_done)
+        return self
+
+    @property
+    def names(self) -> set[str]:
+        return {alert.name for alert in [*self.monitor.alerts, *self.slow]}
+
+
+def watched(make_trainer: MakeTrainer, **changes: Any) -> Watched:
+    """The one place that builds these runs."""
+    merged = dict(HEALTHY)
+    for key, value in changes.items():
+        merged[key] = {**merged.get(key, {}), **value} if isinstance(value, dict) else value
+    trainer = make_trainer(**merged)
+    return Watched(trainer, Monitor(trainer.config))
+
+
+def test_every_detector_has_its_illness() -> None:
+    assert SICK.keys() == {*DETECTORS, SLOW_GENERATION}
+
+
+def test_the_healthy_run_has_none(make_trainer: MakeTrainer) -> None:
+    run = watched(make_trainer).go(20)
+    assert run.names == set()
+
+
+@pytest.fixture(scope="module")
+def runs() -> dict[str, Watched]:
+    """Sick runs by what provoked them: some illnesses come together."""
+    return {}
+
+
+@pytest.mark.parametrize("name", SICK)
+def test_the_sick_run_is_found_out(name: str, make_trainer: MakeTrainer, runs: dict[str, Watched]) -> None:
+    how, steps, changes = SICK[name]
+    if how not in runs:
+        runs[how] = watched(make_trainer, **changes).go(steps)
+    assert name in runs[how].names, f"{how}: {sorted(runs[how].names)}"
+
+
+def test_reward_hacking_is_found_without_a_judge(make_trainer: MakeTrainer) -> None:
+    run = watched(make_trainer, **NO_LEASH, judge=None).go(15)
+    (alert,) = [alert for alert in run.monitor.alerts if alert.name == "reward_hacking"]
+    assert "no judge looks on" in alert.message
+
+
+def test_rule_19_a_resumed_run_gives_the_same_alerts(make_trainer: MakeTrainer) -> None:
+    """A sick run, cut between its first alert and its second."""
+    whole, first, second = (watched(make_trainer, **SICK["kl_spike"][2]) for _ in range(3))
+    whole.go(6)
+    first.go(3)
+    second.trainer.load_state_dict(first.trainer.state_dict())
+    second.monitor.load_state_dict(first.monitor.state_dict())
+    second.go(3)
+    assert [alert.step for alert in whole.monitor.alerts] == [1, 5]
+    assert second.monitor.alerts == whole.monitor.alerts
+    assert second.monitor.state_dict() == whole.monitor.state_dict()

@@ -1,0 +1,117 @@
+"""Files below data/raw/: which count, in which order, and what is said about broken ones."""
+
+import gzip
+import re
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from rlhf_core.errors import UserError
+from tasks.datasets.sources import files
+from tasks.params.ingest import FilesParams
+
+ROWS = [{"prompt": f"question {i}", "response": f"answer {i}"} for i in range(3)]
+
+
+def read(raw, path="set", **changes):
+    return files.read(FilesParams(path=path, **changes), raw)
+
+
+def test_folder_in_order_with_heldout_files_and_papers_ignored(raw):
+    place = raw(train=ROWS, Test_1=[{"prompt": "held out"}])
+    (place / "set/LICENSES").mkdir()
+    (place / "set/LICENSES/MIT.txt").write_text("free")
+    (place / "set/README.md").write_text("about")
+    (place / "set/.hidden.jsonl").write_text("not JSON")
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(ROWS), place / "set/more.parquet")
+    found = [(example.file, example.row, example.heldout) for example in read(place)]
+    assert found == [
+        ("data/raw/set/Test_1.jsonl", 1, True),
+        *[("data/raw/set/more.parquet", row, False) for row in (1, 2, 3)],
+        *[("data/raw/set/train.jsonl", row, False) for row in (1, 2, 3)],
+    ]
+
+
+def test_one_file_and_own_patterns(raw):
+    place = raw(train=ROWS, dev=ROWS)
+    assert {example.file for example in read(place, "set/train.jsonl")} == {"data/raw/set/train.jsonl"}
+    assert {e.file for e in read(place, heldout_files=["dev*"]) if e.heldout} == {"data/raw/set/dev.jsonl"}
+
+
+def test_parquet_with_conversations_matches_jsonl(raw):
+    rows = [{"prompt": [{"role": "user", "content": "é\n\u2028x"}], "chosen": "a", "rejected": "b", "id": 7}]
+    place = raw(train=rows)
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), place / "set/also.parquet")
+    from_parquet, from_jsonl = read(place)
+    assert (from_parquet.prompt, from_parquet.answers) == (from_jsonl.prompt, from_jsonl.answers)
+    assert from_jsonl.prompt == rows[0]["prompt"]
+
+
+def test_texts_that_look_like_numbers_and_dates_stay_text(raw):
+    place = raw(train=[{"prompt": "2024-01-01", "response": "042"}, {"prompt": "2024-01-02", "response": "1e3"}])
+    assert [example.answers for example in read(place)] == [["042"], ["1e3"]]
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (b'{"prompt": "a"}\n' * 16 + b'{"prompt": \n', "train.jsonl, row 17: broken JSON"),
+        (b'{"prompt": "a"}\n\n{"prompt": "\xff"}\n', "train.jsonl, row 3: not UTF-8"),
+        (b'{"prompt": "a"}\n["b"]\n', "train.jsonl, row 2: expected a JSON object, got list"),
+        (b"\n\n", "train.jsonl: no rows"),
+        (b"[" * 100_000, "train.jsonl, row 1: broken JSON"),
+    ],
+)
+def test_broken_jsonl(raw, content, says):
+    place = raw(train=ROWS)
+    (place / "set/train.jsonl").write_bytes(content)
+    with pytest.raises(UserError, match=re.escape(says)):
+        read(place)
+
+
+def test_byte_order_mark_and_windows_line_ends(raw):
+    place = raw(train=ROWS)
+    (place / "set/train.jsonl").write_bytes(b'\xef\xbb\xbf{"prompt": "a"}\r\n{"prompt": "b"}\r\n')
+    assert [example.opening for example in read(place)] == ["a", "b"]
+
+
+def test_broken_parquet_and_wrong_types(raw):
+    place = raw(train=ROWS)
+    (place / "set/bad.parquet").write_bytes(b"version https://git-lfs.example/spec/v1")
+    with pytest.raises(UserError, match=r"bad\.parquet: no valid Parquet file"):
+        read(place)
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([{"prompt": b"a"}]), place / "set/bad.parquet")
+    with pytest.raises(UserError, match=r"bad\.parquet, row 1: prompt: expected text or a list of messages, got bytes"):
+        read(place)
+
+
+def test_missing_and_empty_places(raw):
+    place = raw(train=ROWS)
+    with pytest.raises(UserError, match=r"other: not found; bring it in with `leash import PATH`$"):
+        read(place, "other")
+    (place / "other.dvc").touch()
+    with pytest.raises(UserError, match="or `dvc pull`"):
+        read(place, "other")
+    (place / "empty").mkdir()
+    with pytest.raises(UserError, match=r"no \*\.jsonl or \*\.parquet file"):
+        read(place, "empty")
+
+
+def test_formats_that_would_be_left_out_are_refused(raw):
+    place = raw(train=ROWS)
+    with gzip.open(place / "set/test.jsonl.gz", "wt") as file:
+        file.write('{"prompt": "a"}\n')
+    with pytest.raises(UserError, match=r"test\.jsonl\.gz: Leash reads \*\.jsonl and \*\.parquet"):
+        read(place)
+
+
+def test_everything_held_out(raw):
+    with pytest.raises(UserError, match="holds out every file"):
+        read(raw(test=ROWS))
+
+
+@pytest.mark.parametrize("path", ["../other", "/etc", "a/../../b", "~/x"])
+def test_paths_stay_below_raw(params, path):
+    with pytest.raises(ValueError, match="below data/raw"):
+        params(files={"path": path})

@@ -1,0 +1,152 @@
+"""`leash import`: whole or not at all, tracked by DVC, and never over other data unasked."""
+
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from rlhf_core.errors import UserError
+from tasks.datasets import importer
+from tasks.datasets.importer import import_data
+from tasks.datasets.jsonl import write_jsonl
+
+ROWS = [{"prompt": f"question {i}", "response": "a"} for i in range(20)]
+
+
+@pytest.fixture(scope="module")
+def template(tmp_path_factory):
+    root = tmp_path_factory.mktemp("template")
+    subprocess.run([sys.executable, "-m", "dvc", "init", "--no-scm", "-q"], cwd=root, check=True)
+    return root
+
+
+@pytest.fixture
+def root(template, tmp_path):
+    return shutil.copytree(template, tmp_path / "repo")
+
+
+@pytest.fixture
+def source(tmp_path):
+    folder = tmp_path / "chats"
+    write_jsonl(folder / "train.jsonl", ROWS)
+    (folder / "LICENSES").mkdir()
+    (folder / "LICENSES/mit.txt").write_text("free")
+    (folder / "README.md").write_text("about")
+    (folder / "notes.py").write_text("print()")
+    return folder
+
+
+@pytest.fixture
+def added(monkeypatch):
+    """Replaces `dvc add` where the test is not about it."""
+    calls = []
+    monkeypatch.setattr(importer, "_dvc_add", lambda target, root: calls.append(target.name))
+    return calls
+
+
+def tree(root):
+    return sorted(p.relative_to(root).as_posix() for p in (root / "data").rglob("*") if p.is_file())
+
+
+IMPORTED = ["data/raw/chats/LICENSES/mit.txt", "data/raw/chats/README.md", "data/raw/chats/train.jsonl"]
+
+
+def test_folder_is_copied_and_tracked(source, root):
+    assert import_data(source, root) == root / "data/raw/chats"
+    assert tree(root) == ["data/raw/chats.dvc", *IMPORTED]
+    assert (root / "data/raw/chats/train.jsonl").read_bytes() == (source / "train.jsonl").read_bytes()
+    assert "nfiles: 3" in (root / "data/raw/chats.dvc").read_text()
+    assert sorted(p.name for p in (root / "data").iterdir()) == ["raw"]
+
+
+def test_a_file_alone(source, root, added):
+    assert import_data(source / "train.jsonl", root) == root / "data/raw/train.jsonl"
+    assert tree(root) == ["data/raw/train.jsonl"]
+    import_data(source / "train.jsonl", root)
+    assert added == ["train.jsonl", "train.jsonl"]
+
+
+def test_read_only_sources_give_writable_copies(source, root, added):
+    for path in [*source.rglob("*"), source]:
+        path.chmod(0o555 if path.is_dir() else 0o444)
+    import_data(source, root)
+    assert (root / "data/raw/chats/train.jsonl").stat().st_mode & 0o200
+    for path in [source, *source.rglob("*")]:
+        path.chmod(0o755)
+
+
+def test_broken_rows_leave_nothing(source, root):
+    with (source / "train.jsonl").open("a") as file:
+        file.write('{"prompt": "x"}\n')
+    with pytest.raises(UserError, match=r"train\.jsonl, row 21: missing column response"):
+        import_data(source, root)
+    assert not (root / "data").exists()
+
+
+def test_other_data_of_the_same_name_need_force(source, root, added):
+    import_data(source, root)
+    import_data(source, root)
+    write_jsonl(source / "train.jsonl", ROWS[:-1])
+    (source / "README.md").unlink()
+    with pytest.raises(UserError, match="holds other data; use --force"):
+        import_data(source, root)
+    assert tree(root) == IMPORTED
+    import_data(source, root, force=True)
+    assert tree(root) == [IMPORTED[0], IMPORTED[2]]
+    assert (root / "data/raw/chats/train.jsonl").read_text().count("\n") == 19
+
+
+def test_failing_dvc_add_restores_what_was_there(source, root, monkeypatch, added):
+    import_data(source, root)
+    before = (source / "train.jsonl").read_bytes()
+    write_jsonl(source / "train.jsonl", ROWS[:-1])
+
+    def fail(target, root):
+        raise UserError("dvc add failed")
+
+    monkeypatch.setattr(importer, "_dvc_add", fail)
+    with pytest.raises(UserError, match="dvc add failed"):
+        import_data(source, root, force=True)
+    assert tree(root) == IMPORTED
+    assert (root / "data/raw/chats/train.jsonl").read_bytes() == before
+    shutil.rmtree(root / "data")
+    with pytest.raises(UserError, match="dvc add failed"):
+        import_data(source, root)
+    assert tree(root) == []
+
+
+def test_no_room_leaves_nothing(source, root, monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(importer.shutil, "copyfile", full)
+    with pytest.raises(UserError, match="No space left on device"):
+        import_data(source, root)
+    assert tree(root) == []
+
+
+def test_dvc_add_speaks(source, root):
+    (root / "data/raw").mkdir(parents=True)
+    (root / "dvc.yaml").write_text("stages:\n  a:\n    cmd: x\n    outs: [data/raw/chats]\n")
+    with pytest.raises(UserError, match="dvc add failed"):
+        import_data(source, root)
+    assert tree(root) == []
+
+
+def test_what_cannot_be_imported(source, root, tmp_path):
+    with pytest.raises(UserError, match="nowhere: file not found"):
+        import_data(tmp_path / "nowhere", root)
+    with pytest.raises(UserError, match="not a DVC repository"):
+        import_data(source, tmp_path)
+    with pytest.raises(UserError, match=r"no \*\.jsonl or \*\.parquet"):
+        import_data(source / "LICENSES", root)
+    with pytest.raises(UserError, match=r"cannot become|no \*\.jsonl"):
+        import_data(source.rename(tmp_path / ".chats"), root)
+
+
+def test_data_that_already_lie_in_raw_are_tracked_in_place(source, root, added):
+    (root / "data/raw").mkdir(parents=True)
+    target = source.rename(root / "data/raw/chats")
+    assert import_data(target, root) == target
+    assert added == ["chats"]

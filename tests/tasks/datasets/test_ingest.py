@@ -1,0 +1,188 @@
+"""The stage as a whole: raw data in, five datasets out that fit their schemas and share no prompt."""
+
+import importlib
+import json
+import os
+import re
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from rlhf_core.errors import UserError
+from tasks import ingest
+from tasks.datasets.jsonl import read_jsonl, write_jsonl
+from tasks.params.ingest import IngestParams
+from tasks.schemas.validation import load
+
+DATASETS = ("demonstrations", "pairs", "preference_prompts", "ppo_prompts", "heldout")
+PAIRS = [{"prompt": f"question {i}", "chosen": f"good {i}", "rejected": f"bad {i}"} for i in range(100)]
+
+
+@pytest.fixture
+def execute(tmp_path, monkeypatch):
+    """Run the stage's own work in an empty repository; returns the rows of each dataset and the metrics."""
+    monkeypatch.chdir(tmp_path)
+
+    def call(params: IngestParams):
+        metrics = {}
+        outputs = SimpleNamespace(write_jsonl=lambda path, rows: write_jsonl(tmp_path / path, rows))
+        stage = SimpleNamespace(
+            params=params,
+            state_dir=tmp_path / "work",
+            outputs=outputs,
+            write_metrics=metrics.update,
+            say=print,
+        )
+        ingest.execute(stage)
+        rows = load(tmp_path, [f"data/ingest/{name}.jsonl" for name in DATASETS])
+        return SimpleNamespace(
+            **{Path(path).stem: found for path, found in rows.items()},
+            dropped=read_jsonl(tmp_path / "data/ingest/dropped.jsonl"),
+            metrics=metrics,
+        )
+
+    return call
+
+
+def prompts_of(rows):
+    return {row["prompt_id"] for row in rows}
+
+
+def test_pairs_alone_feed_every_share(execute, params, raw):
+    raw(train=PAIRS)
+    made = execute(params())
+    assert [len(getattr(made, name)) for name in DATASETS] == [45, 27, 27, 18, 10]
+    sides = [
+        prompts_of(getattr(made, name)) for name in ("demonstrations", "preference_prompts", "ppo_prompts", "heldout")
+    ]
+    assert sum(map(len, sides)) == len(set.union(*sides)) == 100
+    assert prompts_of(made.pairs) == prompts_of(made.preference_prompts)
+    assert all(row["response"].startswith("good") for row in made.demonstrations + made.heldout)
+    parts = {row["prompt_id"]: row["split"] for row in made.preference_prompts}
+    assert all(row["split"] == parts[row["prompt_id"]] for row in made.pairs)
+    assert set(parts.values()) == {"train", "validation"}
+
+
+def test_metrics_and_dropped_rows(execute, params, raw):
+    raw(train=[*PAIRS, PAIRS[0], {"prompt": "q", "chosen": "same", "rejected": "same"}], test=PAIRS[:2])
+    made = execute(params(on_leak="drop"))
+    assert made.metrics == {
+        "source": "files",
+        "rows_read": 104,
+        "rows_used": 100,
+        "dropped": {
+            "duplicate": 1,
+            "empty": 0,
+            "same_chosen_rejected": 1,
+            "too_long": 0,
+            "bad_text": 0,
+            "bad_conversation": 0,
+            "leaked": 2,
+        },
+        **{name: len(getattr(made, name)) for name in DATASETS},
+    }
+    file = "data/raw/set/train.jsonl"
+    assert made.dropped == [
+        {"file": file, "row": 101, "reason": "duplicate"},
+        {"file": file, "row": 102, "reason": "same_chosen_rejected"},
+        {"file": file, "row": 1, "reason": "leaked"},
+        {"file": file, "row": 2, "reason": "leaked"},
+    ]
+    assert prompts_of(made.heldout) == {row["prompt_id"] for row in made.heldout}
+    assert [row["response"] for row in sorted(made.heldout, key=lambda row: row["response"])] == ["good 0", "good 1"]
+
+
+def test_refusals(execute, params, raw):
+    raw(train=[*PAIRS, PAIRS[0]], test=PAIRS[:1])
+    with pytest.raises(UserError, match=r"on_bad_row is refuse: duplicate 1 \(.* row 101\)"):
+        execute(params(on_bad_row="refuse"))
+    with pytest.raises(UserError, match="leaked held-out prompts: 1 training rows"):
+        execute(params())
+
+
+def test_nothing_left(execute, params, raw):
+    raw(train=[{"prompt": "", "response": "a"}], test=[{"prompt": "q"}])
+    with pytest.raises(UserError, match=r"no training rows left of 2 read: empty 1 \(.*train\.jsonl row 1\)"):
+        execute(params())
+
+
+def test_the_order_of_rows_changes_no_byte(execute, params, raw, tmp_path):
+    def outputs():
+        return {name: (tmp_path / f"data/ingest/{name}.jsonl").read_bytes() for name in DATASETS}
+
+    raw(train=PAIRS)
+    execute(params())
+    first = outputs()
+    raw(train=PAIRS[::-1])
+    execute(params())
+    assert outputs() == first
+    execute(params(seed=2))
+    assert outputs() != first
+
+
+def test_three_files_of_three_shapes(execute, params, raw):
+    raw(
+        demos=[
+            {"messages": [{"role": "user", "content": f"d{i}"}, {"role": "assistant", "content": "a"}]}
+            for i in range(10)
+        ],
+        pairs=PAIRS[:20],
+        prompts=[{"prompt": f"x{i}"} for i in range(30)],
+        heldout=[{"prompt": "h"}, {"prompt": "h2"}],
+    )
+    made = execute(params())
+    assert [len(getattr(made, name)) for name in DATASETS] == [10, 20, 20, 30, 2]
+    assert {row["response"] for row in made.heldout} == {None}
+
+
+def test_demonstrations_alone_bring_no_pairs(execute, params, raw):
+    raw(train=[{"prompt": f"q{i}", "response": f"a{i}"} for i in range(50)])
+    made = execute(params())
+    assert made.pairs == []
+    assert len(made.preference_prompts) > 1
+
+
+def test_equal_prompts_stand_once_where_they_are_only_prompts(execute, params, raw):
+    raw(train=[{"prompt": f"q{i}", "response": f"a{k}"} for i in range(50) for k in range(3)])
+    made = execute(params())
+    assert len(made.ppo_prompts) == len(prompts_of(made.ppo_prompts)) == 9
+    assert len(made.heldout) == 5
+    assert len(made.demonstrations) == 3 * 23
+
+
+def test_demo_world(execute, params):
+    made = execute(
+        params(source="demo", demo={"prompts": 400, "domains": 4, "needs": 7, "demonstrations_per_prompt": 1})
+    )
+    assert [len(getattr(made, name)) for name in DATASETS] == [180, 0, 108, 72, 40]
+    assert made.metrics["rows_read"] == made.metrics["rows_used"] == 400
+    assert all(row["response"] for row in made.heldout)
+
+
+def test_huggingface_source_reads_below_raw(execute, params, raw):
+    datasets = importlib.import_module("datasets")
+    datasets.DatasetDict({"train": datasets.Dataset.from_list(PAIRS)}).save_to_disk(raw(train=PAIRS) / "hub")
+    made = execute(params(source="huggingface", huggingface={"dataset": "hub", "heldout_split": None}))
+    assert len(made.pairs) == 27
+
+
+def shared_data() -> Path | None:
+    default = Path(__file__).parents[3] / ".." / "shared" / "data"
+    folder = Path(os.environ.get("LEASH_SHARED_DATA", default)) / "hh-helpful"
+    return folder.resolve() if folder.is_dir() else None
+
+
+def test_real_human_preferences(execute, params, tmp_path):
+    source = shared_data()
+    if source is None:
+        pytest.skip("the shared data set hh-helpful is not here; set LEASH_SHARED_DATA to its parent folder")
+    (tmp_path / "data/raw").mkdir(parents=True)
+    shutil.copytree(source, tmp_path / "data/raw/set")
+    made = execute(params())
+    assert [len(getattr(made, name)) for name in DATASETS] == [939, 563, 563, 375, 286]
+    assert made.metrics["rows_used"] == 2163
+    text = json.dumps(made.pairs + made.demonstrations)
+    assert not re.search(r"\\n\\n(Human|Assistant): ", text)
+    assert all(row["response"] == row["response"].strip() for row in made.demonstrations)

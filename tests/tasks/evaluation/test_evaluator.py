@@ -1,0 +1,102 @@
+"""An exam: who sees which random numbers, what counts as a tie, and who does not fit."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+
+from rlhf_core.config.base import ScratchConfig
+from rlhf_core.data.tokenizer import train_bpe
+from rlhf_core.errors import UserError
+from rlhf_core.models.hf import build_llama
+from rlhf_core.models.scorers import Answers
+from tasks.evaluation.evaluator import CandidateModel, Evaluator, ScoredAnswers
+
+WORDS = ["eat some oats and an egg", "what shall i eat for breakfast", "take tea and a fig"]
+
+
+@pytest.fixture(scope="module")
+def sft() -> CandidateModel:
+    return candidate("sft", seed=1)
+
+
+def candidate(name: str, seed: int, context: int = 64, words: Sequence[str] = WORDS) -> CandidateModel:
+    tokenizer = train_bpe(list(words) * 3, 300, "<|pad|>", "<|end|>", context)
+    size = ScratchConfig(vocabulary=300, context=context, layers=1, hidden=16, intermediate=16, heads=2)
+    return CandidateModel(name, build_llama(size, tokenizer, seed).eval(), tokenizer)
+
+
+class Stage:
+    """Draws everything at once and keeps no journal."""
+
+    def resumed(self, name: str, batches: Any, work: Callable[[Any], list[Any]], **_: Any) -> list[Any]:
+        return [value for batch in batches for value in work(batch)]
+
+
+def lengths(answers: Answers) -> list[float]:
+    return [float(len(ids)) for ids in answers.response_ids]
+
+
+def evaluator(sft: CandidateModel, **changes: Any) -> Evaluator:
+    rows = [{"prompt": [{"role": "user", "content": f"what shall i eat {i}"}]} for i in range(6)]
+    settings: dict[str, Any] = {
+        "stage": Stage(), "rows": rows, "reference": sft, "scorer": lengths, "judge": None, "pair_judge": None,
+        "temperature": 1.0, "max_new_tokens": 8, "batch_size": 4, "stop_tokens": [],
+    }  # fmt: skip
+    return Evaluator(**settings | changes)
+
+
+def test_answers_are_independent_but_for_those_with_one_name_of_the_noise(sft: CandidateModel) -> None:
+    """The same weights three times: under another name they say something else."""
+    twin = CandidateModel("twin", sft.model, sft.tokenizer)
+    shared = CandidateModel("step-5", sft.model, sft.tokenizer, "sft")
+    asked = evaluator(sft)
+    first = asked.answer(sft, 1)
+    assert asked.answer(sft, 1).responses == first.responses
+    assert asked.answer(shared, 1).responses == first.responses
+    assert asked.answer(twin, 1).responses != first.responses
+    assert asked.answer(sft, 2).responses != first.responses
+    assert first.tokens == [len(response) for response in first.responses]
+
+
+def test_exams_of_other_purposes_have_other_luck(sft: CandidateModel) -> None:
+    chosen, final = evaluator(sft, purpose="select ").answer(sft, 1), evaluator(sft).answer(sft, 1)
+    assert chosen.responses != final.responses
+
+
+def test_nobody_is_asked_about_a_model_beside_itself(sft: CandidateModel) -> None:
+    """No judge is there that could be."""
+    asked = evaluator(sft, pair_judge=object())
+    scored = asked.answer(sft, 1)
+    assert asked.compare(scored, scored) == [0.5] * 6
+
+
+def test_no_batch_size_changes_an_answer(sft: CandidateModel) -> None:
+    assert evaluator(sft, batch_size=1).answer(sft, 1).texts == evaluator(sft, batch_size=6).answer(sft, 1).texts
+
+
+def test_equal_answers_tie_whatever_a_reward_model_makes_of_them() -> None:
+    """Scores of one text that differ in their last bits, as other batches make them; a cut-off text is another one."""
+
+    def scored(rewards: list[float], ended: bool = True) -> ScoredAnswers:
+        return ScoredAnswers([[5]] * 3, [True, True, ended], ["same", "one", "cut"], rewards, None, [1] * 3, None)
+
+    asked: Any = evaluator(candidate("sft", 1))
+    other = ScoredAnswers([[5]] * 3, [True] * 3, ["same", "two", "cut"], [0.5, 0.5, 0.5], None, [1] * 3, None)
+    assert asked.compare(scored([0.5 + 5e-7, 0.6, 0.6]), other) == [0.5, 1.0, 0.5]
+    assert asked.compare(scored([0.5, 0.4, 0.6], ended=False), other) == [0.5, 0.0, 1.0]
+    assert asked.judged_by == "reward model"
+
+
+def test_a_context_that_is_too_short_is_named(sft: CandidateModel) -> None:
+    small = candidate("small", 2, context=16)
+    with pytest.raises(UserError, match=r"small: a prompt with 8 new tokens is \d+ tokens long, .* holds 16"):
+        evaluator(sft).answer(small, 1)
+
+
+def test_a_model_with_other_tokens_is_scored_on_its_text_and_has_no_kl(sft: CandidateModel) -> None:
+    other = candidate("other", 3, words=["zebras zigzag", "quick quokkas"])
+    found = evaluator(sft).answer(other, 1)
+    assert found.divergence is None
+    assert all(1 <= tokens <= 8 for tokens in found.tokens)
+    assert found.rewards == [float(tokens) for tokens in found.tokens], "read in the SFT model's tokens"

@@ -1,0 +1,110 @@
+"""From marked answers to figures: what weighs how much, and what is paired with what."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rlhf_core.evaluation.best_of_n import best_of_n_weights
+from rlhf_core.evaluation.divergence import Divergence
+from tasks.evaluation.evaluator import ScoredAnswers
+from tasks.evaluation.results import Bootstrap, Results, against, difference, no_win_rate, own_figures
+
+BOOTSTRAP = Bootstrap(500, 1)
+TEXTS = ["eat some oats", "have an egg", "oats again today"]
+
+
+def scored(
+    gold: list[float] | None, rewards: list[float], lengths: list[int], kl: list[float] | None = None
+) -> ScoredAnswers:
+    divergence = None if kl is None else Divergence(kl, [2 * k for k in kl], [0.5 * n for n in lengths])
+    texts = [TEXTS[i % 3] for i in range(len(rewards))]
+    return ScoredAnswers([[5] * n for n in lengths], [True] * len(rewards), texts, rewards, gold, lengths, divergence)
+
+
+@pytest.fixture
+def twice() -> Results:
+    """Three prompts, two repetitions."""
+    first = scored([1.0, 2.0, 3.0], [0.0, 1.0, 2.0], [2, 4, 6], [0.1, 0.2, 0.3])
+    second = scored([3.0, 2.0, 1.0], [1.0, 1.0, 1.0], [4, 4, 4], [0.3, 0.4, 0.5])
+    return Results.of([first, second])
+
+
+def test_means_are_over_all_answers_and_intervals_over_prompts(twice: Results) -> None:
+    figures = own_figures(twice, BOOTSTRAP)
+    assert (figures["answers"], figures["gold"], figures["reward"]) == (6, 2.0, 1.0)
+    assert figures["gold_ci95"] == [2.0, 2.0], "every prompt has the mean 2: nothing varies between prompts"
+    assert figures["reward_ci95"][0] < 1.0 < figures["reward_ci95"][1]
+    assert (figures["gold_spread"], figures["reward_spread"]) == (0.0, 0.0)
+    assert figures["kl"] == pytest.approx(0.3)
+    assert figures["kl_k3"] == pytest.approx(0.6)
+    assert figures["entropy"] == pytest.approx(0.5), "nats a token: half a nat was given to each"
+    assert (figures["response_tokens"], figures["missing_eos_share"]) == (4.0, 0.0)
+    assert 0 <= figures["overlap"] <= 1
+
+
+def test_what_is_not_known_is_null() -> None:
+    figures = own_figures(Results.of([scored(None, [1.0, 2.0], [1, 1])]), BOOTSTRAP)
+    unknown = {name for name, value in figures.items() if value is None}
+    assert unknown == {
+        "gold", "gold_ci95", "gold_spread", "reward_spread", "kl", "kl_ci95", "kl_k3", "kl_k3_ci95", "overlap",
+        "entropy", "entropy_ci95",
+    }  # fmt: skip
+
+
+def test_best_of_n_weighs_the_samples_of_every_prompt_by_its_own_rewards() -> None:
+    columns = [scored([float(k), -float(k)], [float(k), -float(k)], [k + 1, k + 1]) for k in range(4)]
+    rewards = np.array([mark.rewards for mark in columns]).T
+    best = Results(columns, best_of_n_weights(rewards, 4), best_of=4)
+    figures = own_figures(best, BOOTSTRAP)
+    assert figures["gold"] == pytest.approx((3.0 + 0.0) / 2), (
+        "sample 3 is the first prompt's best, sample 0 the other's"
+    )
+    assert figures["response_tokens"] == pytest.approx((4 + 1) / 2)
+    assert (figures["answers"], figures["gold_spread"], figures["overlap"]) == (2, None, None)
+    two = own_figures(Results(columns, best_of_n_weights(rewards, 2), best_of=2), BOOTSTRAP)
+    assert (two["answers"], two["overlap"]) == (4, 1.0), "two picks a prompt, and all say the same"
+    one = Results(columns, best_of_n_weights(rewards, 1))
+    assert own_figures(one, BOOTSTRAP)["gold"] == pytest.approx(0.0)
+
+
+def test_a_difference_is_paired_by_prompt() -> None:
+    easy_and_hard = np.array([0.0, 10.0, 20.0, 30.0])
+    mine = Results.of([scored((easy_and_hard + 1).tolist(), [0.0] * 4, [1] * 4)])
+    theirs = Results.of([scored(easy_and_hard.tolist(), [0.0] * 4, [1] * 4)] * 2)
+    found = difference(mine, theirs, "gold", BOOTSTRAP)
+    assert found is not None
+    assert (found.mean, found.low, found.high) == (1.0, 1.0, 1.0)
+    assert difference(mine, Results.of([scored(None, [0.0] * 4, [1] * 4)]), "gold", BOOTSTRAP) is None
+
+
+def test_a_win_rate_has_ties_and_what_length_alone_gives() -> None:
+    """Longer answers always win: at equal length nothing is left of it."""
+    generator = np.random.default_rng(1)
+    lengths = generator.integers(1, 20, (2, 300))
+    mine, theirs = (Results.of([scored(None, [0.0] * 300, row.tolist())]) for row in lengths)
+    won = np.where(lengths[0] == lengths[1], 0.5, lengths[0] > lengths[1])[:, None].astype(np.float64)
+    figures = against("win_rate", mine, theirs, won, BOOTSTRAP, controlled=True)
+    assert figures["ties"] == pytest.approx((lengths[0] == lengths[1]).mean())
+    assert figures["win_rate"] == pytest.approx(won.mean())
+    low, high = figures["win_rate_controlled_ci95"]
+    assert low < 0.5 < high
+    assert figures.keys() == no_win_rate("win_rate", controlled=True).keys()
+
+
+def test_more_answers_than_the_other_model_has_go_round() -> None:
+    sft: Any = Results.of([scored(None, [0.0], [1]), scored(None, [0.0], [2])])
+    assert [sft.column(i).tokens for i in range(5)] == [[1], [2], [1], [2], [1]]
+
+
+def test_the_controlled_rate_of_best_of_n_hears_only_the_picks() -> None:
+    """The pick of two always wins and the other always loses, with lengths that tell nothing."""
+    prompts = 60
+    lengths = [[1 + (i + k) % 5 for i in range(prompts)] for k in range(2)]
+    columns = [scored(None, [1.0 - k] * prompts, lengths[k]) for k in range(2)]
+    best = Results(columns, best_of_n_weights(np.array([mark.rewards for mark in columns]).T, 2), best_of=2)
+    sft = Results.of([scored(None, [0.0] * prompts, [3] * prompts)])
+    won = np.tile([1.0, 0.0], (prompts, 1))
+    figures = against("win_rate", best, sft, won, BOOTSTRAP, controlled=True)
+    assert figures["win_rate"] == 1.0
+    assert figures["win_rate_controlled"] > 0.99

@@ -1,0 +1,87 @@
+"""What became of texts that a model did not write: signs, pairing, and what is left unknown."""
+
+from typing import Any, cast
+
+import pytest
+
+from rlhf_core.config.base import ScratchConfig
+from rlhf_core.data.tokenizer import train_bpe
+from rlhf_core.models.hf import build_llama
+from tasks.evaluation.evaluator import CandidateModel, Evaluator
+from tasks.evaluation.results import Bootstrap
+from tasks.evaluation.teacher_forced import (
+    TeacherForced,
+    fitting_pairs,
+    teacher_forced_figures,
+    teacher_forced_logprobs,
+)
+
+BOOTSTRAP = Bootstrap(300, 1)
+PAIRS = [{"prompt_id": name} for name in ("a", "a", "b")]
+SFT = TeacherForced([-4.0, -6.0], [2, 3], [-1.0, -2.0, -3.0], [-2.0, -2.0, -2.0])
+
+
+def test_a_model_that_forgets_pays_a_tax_and_pushes_rejected_answers_down() -> None:
+    """A nat a token more on each demonstration; every rejected answer 3 nats less likely, chosen ones 1."""
+    read = TeacherForced([-6.0, -9.0], [2, 3], [-2.0, -3.0, -4.0], [-5.0, -5.0, -5.0])
+    figures = teacher_forced_figures(read, SFT, PAIRS, BOOTSTRAP)
+    assert figures["heldout_loss"] == pytest.approx(15 / 5)
+    assert figures["alignment_tax"] == pytest.approx(1.0)
+    assert figures["alignment_tax_ci95"] == pytest.approx([1.0, 1.0]), "paired: the same for every prompt"
+    assert (figures["logprob_chosen"], figures["logprob_rejected"]) == (-3.0, -5.0)
+    assert (figures["logprob_chosen_change"], figures["logprob_rejected_change"]) == (-1.0, -3.0)
+    assert figures["logprob_rejected_change_ci95"] == [-3.0, -3.0]
+    low, high = figures["logprob_chosen_ci95"]
+    assert (low, high) == (-4.0, -2.5), "prompts are resampled, with all their pairs"
+
+
+def test_the_sft_model_is_where_it_was() -> None:
+    figures = teacher_forced_figures(SFT, SFT, PAIRS, BOOTSTRAP)
+    assert figures["heldout_loss"] == pytest.approx(2.0)
+    assert {figures[name] for name in ("alignment_tax", "logprob_chosen_change", "logprob_rejected_change")} == {0.0}
+
+
+def test_who_reads_nothing_has_no_figures() -> None:
+    figures = teacher_forced_figures(None, SFT, PAIRS, BOOTSTRAP)
+    assert set(figures.values()) == {None}
+    assert figures.keys() == teacher_forced_figures(SFT, SFT, PAIRS, BOOTSTRAP).keys()
+
+
+class Asked:
+    """Of an exam, what reading texts needs."""
+
+    rows: tuple[dict[str, Any], ...] = ()
+    batch_size = 2
+
+    def __init__(self, reference: CandidateModel) -> None:
+        self.reference = reference
+
+    def shares_tokenizer(self, candidate: CandidateModel) -> bool:
+        return candidate is self.reference
+
+
+def test_pairs_too_long_for_the_sft_model_are_left_out_for_everybody() -> None:
+    """A model with a longer context reads no more of them: only then can its figures stand beside SFT's."""
+    pairs = [pair("tea"), pair("oats " * 60), pair("fig")]
+    sft, wide = candidate(32), candidate(512)
+    evaluator = cast(Evaluator, Asked(sft))
+    kept = fitting_pairs(evaluator, pairs)
+    assert [row["chosen"] for row in kept] == ["tea", "fig"]
+    before, now = (teacher_forced_logprobs(evaluator, each, kept) for each in (sft, wide))
+    assert len(before.chosen) == len(now.chosen) == 2
+    assert teacher_forced_figures(now, before, kept, BOOTSTRAP)["logprob_chosen_change"] is not None
+    assert teacher_forced_logprobs(evaluator, candidate(8), kept).chosen == [], (
+        "one that cannot read them all has no figures"
+    )
+
+
+def pair(chosen: str) -> dict[str, Any]:
+    prompt = [{"role": "user", "content": "what shall i eat"}]
+    texts = {"chosen": chosen, "rejected": "egg", "chosen_ended": True, "rejected_ended": True}
+    return {"prompt_id": chosen, "prompt": prompt, "chosen_ids": None, "rejected_ids": None, **texts}
+
+
+def candidate(context: int) -> CandidateModel:
+    tokenizer = train_bpe(["eat some oats and an egg", "take tea and a fig"] * 3, 300, "<|pad|>", "<|end|>", context)
+    size = ScratchConfig(vocabulary=300, context=context, layers=1, hidden=16, intermediate=16, heads=2)
+    return CandidateModel(str(context), build_llama(size, tokenizer, 1).eval(), tokenizer)

@@ -1,0 +1,203 @@
+"""The pictures: which there are, and what is left out where numbers are missing."""
+
+import itertools
+import math
+from collections.abc import Callable
+from dataclasses import replace
+
+import matplotlib as mpl
+import pytest
+from matplotlib.figure import Figure
+
+from tasks.evaluation.comparison_table import LABELS
+from tasks.page import comparison_figures, reward_figures
+from tasks.page.canvas import canvas, colour_of, png, styled
+from tasks.page.figures import PICTURES, draw, ppo_kl
+from tasks.page.inputs import Run
+from tasks.page.labels import name_points
+from tasks.page.picture import Picture
+from tasks.page.wording import number, percent, percent_interval, points
+
+MakeRun = Callable[..., Run]
+Lines = list[list[tuple[str, object, list[float], list[float]]]]
+Drawn = dict[bool, list[Picture]]
+
+
+def names(run: Run) -> list[str]:
+    return [picture.name for picture in draw(run)]
+
+
+def test_all_pictures_are_there_in_order(pictures: Drawn) -> None:
+    every = [make.__name__ for make in PICTURES if make.__name__ != "frontier_win_rate"]
+    assert [picture.name for picture in pictures[True]] == every
+    need_a_judge = {"frontier_gold", "reward_agreement"}
+    assert [picture.name for picture in pictures[False]] == [name for name in every if name not in need_a_judge]
+
+
+def test_pictures_are_png_without_metadata(pictures: Drawn) -> None:
+    for picture in pictures[True]:
+        assert picture.png.startswith(b"\x89PNG")
+        assert not any(chunk in picture.png for chunk in (b"tEXt", b"iTXt", b"tIME"))
+
+
+def test_same_numbers_same_bytes_whatever_the_users_style(make_run: MakeRun, pictures: Drawn) -> None:
+    with mpl.rc_context({"font.size": 20, "axes.facecolor": "black", "savefig.dpi": 30}):
+        assert draw(make_run()) == pictures[True]
+        assert mpl.rcParams["font.size"] == 20
+
+
+def test_other_numbers_other_bytes(make_run: MakeRun, pictures: Drawn) -> None:
+    run = make_run()
+    ppo = run.curves["ppo"]
+    changed = replace(run, curves=run.curves | {"ppo": ppo | {"kl": [value + 1 for value in ppo["kl"]]}})
+    differ = [a.name for a, b in zip(pictures[True], draw(changed), strict=True) if a != b]
+    assert differ == ["ppo_kl"]
+
+
+def test_alternative_text_tells_where_a_curve_starts_and_ends(make_run: MakeRun, pictures: Drawn) -> None:
+    run = make_run()
+    alt = {picture.name: picture.alt for picture in pictures[True]}
+    kl, critic = run.curves["ppo"]["kl"], run.curves["ppo"]["explained_variance"]
+    assert f"KL from {kl[0]:.2f} to {kl[-1]:.2f} nats per answer" in alt["ppo_kl"]
+    assert "β from 0.0502 to 0.0600" in alt["ppo_kl"]
+    assert math.isnan(critic[0])
+    assert f"from {critic[1]:.3f} to {critic[-1]:.3f}".replace("-", "−") in alt["explained_variance"]
+
+
+def test_fixed_coefficient_is_not_drawn(make_run: MakeRun) -> None:
+    run = make_run()
+    ppo = run.curves["ppo"]
+    fixed = replace(run, curves=run.curves | {"ppo": ppo | {"kl_coef": [0.05] * len(ppo["kl"])}})
+    drawn = ppo_kl(fixed)
+    assert drawn is not None
+    assert "β" not in drawn.alt
+
+
+@pytest.mark.parametrize("hole", [[], [math.nan]])
+def test_pictures_without_numbers_are_left_out(make_run: MakeRun, hole: list[float]) -> None:
+    run = make_run()
+    empty = {name: dict.fromkeys(curve, hole) for name, curve in run.curves.items()}
+    bare = {key: value for key, value in run.evaluation.items() if key not in ("models", "reward_model")}
+    metrics = run.metrics | {"evaluate": bare, "reward": {}}
+    run = replace(run, metrics=metrics, samples=[], frontier=[])
+    assert names(replace(run, curves=empty)) == ["win_rate"]
+    assert names(replace(run, curves={name: {} for name in empty})) == ["win_rate"]
+
+
+def test_one_step_is_enough(make_run: MakeRun) -> None:
+    run = make_run()
+    short = {name: {column: values[-1:] for column, values in curve.items()} for name, curve in run.curves.items()}
+    short["reward_calibration"] = {name: values[:1] for name, values in run.curves["reward_calibration"].items()}
+    assert len(names(replace(run, curves=short, samples=run.samples[:1]))) == len(PICTURES) - 1
+
+
+def lines_of(monkeypatch: pytest.MonkeyPatch, make: Callable[[Run], Picture | None], run: Run) -> tuple[Picture, Lines]:
+    """A picture, and the lines of its panels: (label, line style, x, y)."""
+    figures: list[Figure] = []
+    monkeypatch.setattr(comparison_figures, "png", lambda figure: figures.append(figure) or png(figure))
+    with styled():
+        picture = make(run)
+    assert picture is not None
+    drawn = [
+        [(str(line.get_label()), line.get_linestyle(), list(line.get_xdata()), list(line.get_ydata()))  # type: ignore[arg-type]
+         for line in axes.get_lines()]
+        for axes in figures[0].axes
+    ]  # fmt: skip
+    return picture, drawn
+
+
+def test_where_the_judge_only_compares_the_win_rate_is_the_third_score(
+    make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make_run(judge=False, pairs=True)
+    picture, _ = lines_of(monkeypatch, comparison_figures.frontier_win_rate, run)
+    assert "Win rate against KL to SFT: SFT 50.0% at 0.00 nats; " in picture.alt
+    assert "Best of 4" not in picture.alt
+    assert comparison_figures.frontier_gold(run) is None
+    assert comparison_figures.frontier_win_rate(make_run()) is None
+    assert comparison_figures.frontier_win_rate(make_run(judge=False)) is None
+    run = make_run(judge=False, pairs=True)
+    picture, panels = lines_of(monkeypatch, comparison_figures.overoptimisation, run)
+    snapshots = next(y for label, _, _, y in panels[1] if label == "snapshots")
+    assert snapshots == [row["win_rate"] for row in run.snapshots]
+    assert "goes on rising and the win rate against SFT falls" in picture.caption
+    assert "win rate against SFT highest at step" in picture.alt
+
+
+def test_snapshots_of_the_frontier_are_joined_as_the_gaps_read_them(
+    make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make_run()
+    back = [row | {"kl": 1.0} if row["family"] == "ppo" and row["point"] == 60 else row for row in run.frontier]
+    run = replace(run, frontier=back)
+    picture, (lines,) = lines_of(monkeypatch, comparison_figures.frontier_gold, run)
+    ppo = next(x for _, _, x, _ in lines if len(x) == 12)
+    assert ppo == sorted(ppo)
+    dotted = next((x, y) for _, style, x, y in lines if style == ":")
+    assert dotted == ([0.0, ppo[0]], [1.7123, run.snapshots[0]["gold"]])
+    assert "dotted: no snapshot, interpolated" in picture.caption
+    assert "order of their KL, not of their steps" in picture.caption
+    assert "PPO, step 60" in picture.alt
+    assert "step 5 " in picture.alt
+
+
+def test_fits_start_where_the_file_says_and_have_no_curve_without_a_bend(
+    make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make_run()
+    picture, panels = lines_of(monkeypatch, comparison_figures.overoptimisation, run)
+    curves = [[(x[0], y[0]) for label, _, x, y in panel if label.startswith("fitted")] for panel in panels]
+    assert curves == [[(0.0, -0.1987)], [(0.0, 1.7301)]]
+    gold = next((x, y) for label, _, x, y in panels[1] if label.startswith("fitted"))
+    assert gold[1][-1] == pytest.approx(1.7301 + gold[0][-1] * (1.5 - 0.4 * math.log(gold[0][-1])))
+    assert "Dashed" in picture.caption
+    assert "no over-optimisation" not in picture.caption
+    for beta in (0.0, -0.1):
+        fits = run.evaluation["fits"]
+        straight = fits | {"ppo_gold": fits["ppo_gold"] | {"beta": beta}, "ppo_reward": None}
+        changed = replace(run, metrics=run.metrics | {"evaluate": run.evaluation | {"fits": straight}})
+        picture, panels = lines_of(monkeypatch, comparison_figures.overoptimisation, changed)
+        assert not [label for panel in panels for label, *_ in panel if label.startswith("fitted")]
+        assert "The fit of the gold score shows no over-optimisation (β ≤ 0): no curve." in picture.caption
+        assert "Dashed" not in picture.caption
+
+
+def test_every_model_has_a_colour_of_its_own() -> None:
+    names = [*LABELS, "best_of_4", "a model of the user's"]
+    assert len({colour_of(name) for name in names}) == len(names)
+    assert colour_of("best_of_16") == colour_of("best_of_4")
+
+
+@pytest.mark.parametrize(
+    ("names", "crowd"), [(5, []), (4, [(4 + x / 15, 3.5 + y / 10) for x in range(28) for y in range(20)])]
+)
+def test_names_of_points_hide_no_other(names: int, crowd: list[tuple[float, float]]) -> None:
+    """Nor where a crowd of points leaves no place that is free."""
+    with styled():
+        _, (axes,) = canvas("x")
+        axes.set(xlim=(0, 10), ylim=(0, 10))
+        name_points(axes, [(5 + place / 10, 5.0, f"model {place}", "#000000") for place in range(names)], crowd)
+        axes.get_figure().draw_without_rendering()  # type: ignore[union-attr]
+        boxes = [text.get_window_extent() for text in axes.texts]
+    assert not [1 for a, b in itertools.combinations(boxes, 2) if a.overlaps(b)]
+
+
+def test_wording_of_numbers() -> None:
+    assert [number(value) for value in (-0.001, -1.005, 1234.5, None, math.nan, True, "1")] == [
+        "0.00", "−1.00", "1,234.50", "–", "–", "–", "–",
+    ]  # fmt: skip
+    assert number(0.5, 1, sign=True) == "+0.5"
+    assert percent(0.8825) == "88.2%"
+    assert percent_interval([0.85, None]) == "–"
+    assert points(-0.015) == "−1.5 points"
+
+
+def test_how_much_of_a_fall_of_agreement_is_narrow_margins_is_said_where_known(make_run: MakeRun) -> None:
+    run = make_run()
+    picture = reward_figures.reward_agreement(run)
+    assert picture is not None
+    assert "were SFT’s as close as the policy’s, it would be 79.0% for SFT" in picture.caption
+    del run.evaluation["reward_model"]["sft"]["agreement_at_policy_margins"]
+    without = reward_figures.reward_agreement(run)
+    assert without is not None
+    assert "as close as" not in without.caption

@@ -1,0 +1,117 @@
+"""What dvc.yaml says about a stage, and the identity of a pipeline run."""
+
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from dvc.repo import Repo
+
+from rlhf_core.errors import UserError
+from tasks.stage.definition import Definition, digest, git_state, pipeline_identity
+
+GRAPH = """
+stages:
+  first:
+    cmd: python first.py
+    deps: [data/raw]
+    params: [first]
+    outs: [middle.txt]
+  second:
+    cmd: python second.py
+    deps: [middle.txt, code.py]
+    params: [second, seed]
+    outs: [model]
+    metrics: [{metrics/second.json: {cache: false}}]
+    plots: [{plots/second.csv: {cache: false}}]
+"""
+PARAMS: dict[str, Any] = {"seed": 1, "runtime": {"tracking": True}, "first": {"a": {"b": 1}}, "second": {"c": 2}}
+
+
+@pytest.fixture
+def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    files = {".dvc/config": "[core]\n    no_scm = true\n", "dvc.yaml": GRAPH, "code.py": "", "middle.txt": "1"}
+    for name, text in (files | {"data/raw/set/train.jsonl": "{}\n", "params.yaml": "seed: 1\n"}).items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_inputs_outs_place_and_parameters_come_from_dvc_yaml(root: Path) -> None:
+    with Repo(str(root)) as repo:
+        second = Definition("second", repo)
+        assert second.inputs == ["middle.txt", "code.py"]
+        assert sorted(second.outs) == ["metrics/second.json", "model", "plots/second.csv"]
+        assert second.place == (2, 2)
+        assert second.tracked(PARAMS) == {"second": {"c": 2}, "seed": 1}
+        assert second.hashes().keys() == {"middle.txt", "code.py"}
+
+
+def test_errors_that_the_user_can_mend(root: Path) -> None:
+    (root / "middle.txt").unlink()
+    with Repo(str(root)) as repo:
+        with pytest.raises(UserError, match="no stage named third"):
+            _ = Definition("third", repo).inputs
+        with pytest.raises(UserError, match=r"^middle.txt: file not found; `dvc repro second` makes"):
+            Definition("second", repo).hashes()
+        with pytest.raises(UserError, match=r"^params.yaml: second: missing parameter"):
+            Definition("second", repo).tracked({"seed": 1})
+
+
+def change(**blocks: Any) -> Callable[[Path], dict[str, Any]]:
+    return lambda root: PARAMS | blocks
+
+
+def rewrite(name: str, text: str) -> Callable[[Path], dict[str, Any]]:
+    def apply(root: Path) -> dict[str, Any]:
+        (root / name).write_text(text, encoding="utf-8")
+        return PARAMS
+
+    return apply
+
+
+@pytest.mark.parametrize(
+    ("edit", "another_run"),
+    [
+        (change(runtime={"tracking": False}), False),
+        (rewrite("code.py", "pass\n"), False),
+        (change(first={"a": {"b": 2}}), True),
+        (change(seed=2), True),
+        (rewrite("data/raw/set/train.jsonl", '{"more": 1}\n'), True),
+        (rewrite("dvc.yaml", GRAPH.replace("python second.py", "python -O second.py")), True),
+    ],
+)
+def test_the_identity_of_a_pipeline_run(root: Path, edit: Callable[[Path], dict[str, Any]], another_run: bool) -> None:
+    def identity(params: dict[str, Any]) -> str:
+        with Repo(str(root)) as repo:
+            return pipeline_identity(repo, params).key
+
+    before = identity(PARAMS)
+    assert (identity(edit(root)) != before) is another_run
+
+
+def test_equal_content_has_one_digest_whatever_its_order() -> None:
+    assert digest({"a": 1, "b": [1, 2]}) == digest({"b": [1, 2], "a": 1})
+    assert digest({"a": [1, 2]}) != digest({"a": [2, 1]})
+
+
+def test_git_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent.resolve()))
+
+    def git(*words: str) -> None:
+        names = ["-c", "user.name=somebody", "-c", "user.email=somebody@example.org"]
+        subprocess.run(["git", *names, *words], cwd=tmp_path, check=True, capture_output=True)
+
+    assert git_state(tmp_path) == (None, False)
+    git("init")
+    assert git_state(tmp_path) == (None, False)
+    (tmp_path / "a").write_text("1")
+    git("add", "a")
+    git("commit", "--message", "a")
+    (tmp_path / "untracked").write_text("1")
+    commit, dirty = git_state(tmp_path)
+    assert (len(commit or ""), dirty) == (40, False)
+    (tmp_path / "a").write_text("2")
+    assert git_state(tmp_path) == (commit, True)

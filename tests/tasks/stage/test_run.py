@@ -1,0 +1,458 @@
+"""The contract of a stage, on a toy project with one stage: keys, whole outs, changed inputs, locks, signals, exits."""
+
+import errno
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from dvc.repo import Repo
+
+from rlhf_core.config.block import Block
+from rlhf_core.errors import UserError
+from tasks.stage.run import OUTCOME_VARIABLE, require_older_code, run
+from tasks.stage.stage import Stage
+
+ROOT = Path(__file__).resolve().parents[3]
+
+GRAPH = """
+stages:
+  toy:
+    cmd: python code.py
+    deps: [input.txt, code.py, folder]
+    params: [toy, seed]
+    outs: [out.txt, model]
+    metrics: [{metrics/toy.json: {cache: false}}]
+"""
+PARAMS = "threads: 1\nseed: 1\nlong_rows: refuse\nruntime: {tracking: false}\ntoy: {word: hello}\n"
+SLOW = """
+import sys, time
+from rlhf_core.config.block import Block
+from tasks.stage.run import run
+
+class Toy(Block):
+    word: str
+
+def execute(stage):
+    stage.out("out.txt").write_text("half", encoding="utf-8")
+    stage.out("model").mkdir()
+    (stage.state_dir / "checkpoint").write_text("kept")
+    print("begun", flush=True)
+    time.sleep(60)
+
+run("toy", Toy, execute, tracked=False)
+"""
+
+
+class Toy(Block):
+    """The parameters of the toy stage."""
+
+    word: str
+
+
+Ended = Any
+Run = Callable[[Callable[[Stage[Toy]], None]], Ended]
+
+
+@pytest.fixture
+def toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A DVC project outside git, with one stage."""
+    files = {".dvc/config": "[core]\n    no_scm = true\n    analytics = false\n", "dvc.yaml": GRAPH}
+    files |= {"params.yaml": PARAMS, "input.txt": "1\n", "code.py": SLOW, "folder/a": "a\n"}
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    monkeypatch.setenv(OUTCOME_VARIABLE, str(tmp_path / "outcome.jsonl"))
+    return tmp_path
+
+
+@pytest.fixture
+def run_toy(toy: Path, in_process: Callable[[Path, Callable[[], object]], Ended]) -> Run:
+    return lambda execute: in_process(toy, lambda: run("toy", Toy, execute, tracked=False))
+
+
+def write_all(stage: Stage[Toy]) -> None:
+    stage.out("out.txt").write_text(stage.params.word, encoding="utf-8")
+    stage.out("model").mkdir()
+    (stage.out("model") / "weights").write_text(stage.params.word, encoding="utf-8")
+    stage.write_metrics({"length": len(stage.params.word)})
+
+
+def outcome(toy: Path) -> dict[str, Any]:
+    said: dict[str, Any] = json.loads((toy / "outcome.jsonl").read_text(encoding="utf-8").splitlines()[-1])
+    return said
+
+
+def outputs(toy: Path) -> dict[str, str]:
+    """What stands where the outs belong, and anything half-written beside them."""
+    names = ["out.txt", "model/weights", "metrics/toy.json"]
+    found = {name: (toy / name).read_text(encoding="utf-8") for name in names if (toy / name).exists()}
+    return found | {path.name: "" for path in toy.rglob("*.partial")}
+
+
+WHOLE = {"out.txt": "hello", "model/weights": "hello", "metrics/toy.json": '{\n  "length": 5\n}\n'}
+
+
+def test_a_whole_stage(run_toy: Run, toy: Path) -> None:
+    ended = run_toy(write_all)
+    assert (ended.code, ended.stderr) == (0, "")
+    assert outputs(toy) == WHOLE
+    said = outcome(toy)
+    assert said == {"stage": "toy", "exit": 0, "message": "", "key": said["key"]}
+    assert len(said["key"]) == 64
+    assert not (toy / "work/toy" / said["key"][:16]).exists(), "resumable state of a finished stage is of no use"
+
+
+def test_what_comes_afterwards_finds_the_outputs_in_place(run_toy: Run, toy: Path) -> None:
+    found: list[dict[str, str]] = []
+
+    def execute(stage: Stage[Toy]) -> None:
+        stage.afterwards.append(lambda: found.append(outputs(toy)))
+        write_all(stage)
+
+    assert run_toy(execute).code == 0
+    assert found == [WHOLE]
+
+
+def test_a_stage_whose_inputs_changed_does_nothing_afterwards(run_toy: Run, toy: Path) -> None:
+    found: list[str] = []
+
+    def execute(stage: Stage[Toy]) -> None:
+        stage.afterwards.append(lambda: found.append("called"))
+        write_all(stage)
+        (toy / "input.txt").write_text("2\n", encoding="utf-8")
+
+    assert run_toy(execute).code == 2
+    assert found == []
+
+
+def key_after(run_toy: Run, toy: Path) -> str:
+    assert run_toy(write_all).code == 0
+    return str(outcome(toy)["key"])
+
+
+@pytest.mark.parametrize(
+    ("file", "old", "new"),
+    [
+        ("input.txt", "1", "2"),
+        ("code.py", "half", "whole"),
+        ("folder/a", "a", "b"),
+        ("params.yaml", "hello", "bye"),
+        ("params.yaml", "seed: 1", "seed: 2"),
+        ("dvc.yaml", "python code.py", "python -O code.py"),
+    ],
+)
+def test_what_can_change_a_result_changes_the_key(run_toy: Run, toy: Path, file: str, old: str, new: str) -> None:
+    before = key_after(run_toy, toy)
+    text = (toy / file).read_text(encoding="utf-8")
+    (toy / file).write_text(text.replace(old, new), encoding="utf-8")
+    changed = key_after(run_toy, toy)
+    assert changed != before
+    (toy / file).write_text(text, encoding="utf-8")
+    assert key_after(run_toy, toy) == before
+
+
+@pytest.mark.parametrize("addition", ["tracking: false", "tracking: false, checkpoint_every: 3"])
+def test_what_cannot_change_a_result_leaves_the_key(run_toy: Run, toy: Path, addition: str) -> None:
+    before = key_after(run_toy, toy)
+    params = PARAMS.replace("tracking: false", addition).replace("threads: 1", "threads: 2  # not tracked by the toy")
+    (toy / "params.yaml").write_text(params + "other: {block: 1}\n", encoding="utf-8")
+    (toy / "unrelated.py").write_text("1\n", encoding="utf-8")
+    assert key_after(run_toy, toy) == before
+
+
+def test_a_file_added_to_a_folder_changes_the_key_and_a_cache_of_python_does_not(run_toy: Run, toy: Path) -> None:
+    before = key_after(run_toy, toy)
+    (toy / ".dvcignore").write_text((ROOT / ".dvcignore").read_text(encoding="utf-8"), encoding="utf-8")
+    (toy / "folder/__pycache__").mkdir()
+    (toy / "folder/__pycache__/a.pyc").write_text("x", encoding="utf-8")
+    assert key_after(run_toy, toy) == before
+    (toy / "folder/b").write_text("b\n", encoding="utf-8")
+    assert key_after(run_toy, toy) != before
+
+
+def test_a_crash_leaves_the_old_outs_and_a_traceback(run_toy: Run, toy: Path) -> None:
+    run_toy(write_all)
+
+    def crash(stage: Stage[Toy]) -> None:
+        stage.out("out.txt").write_text("half", encoding="utf-8")
+        stage.out("model").mkdir()
+        raise RuntimeError("boom")
+
+    ended = run_toy(crash)
+    assert ended.code == 1
+    assert "Traceback" in ended.stderr
+    assert outputs(toy) == WHOLE
+    said = outcome(toy)
+    assert (said["exit"], said["message"]) == (1, "RuntimeError: boom")
+
+
+def test_a_users_error_is_one_line(run_toy: Run, toy: Path) -> None:
+    run_toy(write_all)
+
+    def refuse(stage: Stage[Toy]) -> None:
+        stage.out("out.txt").write_text("half", encoding="utf-8")
+        raise UserError("the input is wrong;\nmend it")
+
+    ended = run_toy(refuse)
+    assert (ended.code, ended.stderr) == (2, "toy: the input is wrong; mend it\n")
+    assert outputs(toy) == WHOLE
+    assert outcome(toy) == {"stage": "toy", "exit": 2, "message": "the input is wrong; mend it", "key": ""}
+
+
+def test_an_out_that_dvc_yaml_does_not_declare(run_toy: Run, toy: Path) -> None:
+    ended = run_toy(lambda stage: stage.outputs.write_json("metrics/other.json", {}))
+    assert ended.code == 1
+    assert "metrics/other.json is no out of this stage" in ended.stderr
+    assert outputs(toy) == {}
+
+
+def test_an_out_that_was_not_written(run_toy: Run, toy: Path) -> None:
+    run_toy(write_all)
+    ended = run_toy(lambda stage: stage.write_metrics({"length": 9}))
+    assert ended.code == 1
+    assert "ended without writing out.txt, model" in ended.stderr
+    assert outputs(toy) == WHOLE
+
+
+def test_a_dataset_that_dvc_yaml_does_not_declare(run_toy: Run) -> None:
+    ended = run_toy(lambda stage: stage.read("data/ingest/heldout.jsonl") and None)
+    assert ended.code == 1
+    assert "no dataset among the dependencies of toy" in ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "named"),
+    [
+        ("input.txt", "2\n", "input.txt"),
+        ("folder/a", "changed\n", "folder"),
+        ("folder/new", "new\n", "folder"),
+        ("code.py", "pass\n", "code.py"),
+        ("params.yaml", PARAMS.replace("hello", "bye"), "toy"),
+        ("params.yaml", PARAMS.replace("seed: 1", "seed: 2"), "seed"),
+    ],
+)
+def test_an_input_that_changed_meanwhile(run_toy: Run, toy: Path, file: str, text: str, named: str) -> None:
+    run_toy(write_all)
+
+    def meddle(stage: Stage[Toy]) -> None:
+        write_all(stage)
+        (toy / file).write_text(text, encoding="utf-8")
+
+    ended = run_toy(meddle)
+    assert ended.code == 2
+    assert ended.stderr == f"toy: {named} changed while the stage ran; nothing was recorded, run it again\n"
+    assert outputs(toy) == WHOLE
+
+
+def test_an_edit_after_the_outputs_are_in_place(run_toy: Run, toy: Path) -> None:
+    def execute(stage: Stage[Toy]) -> None:
+        write_all(stage)
+        stage.afterwards.append(lambda: (toy / "input.txt").write_text("2\n", encoding="utf-8"))
+
+    ended = run_toy(execute)
+    assert (ended.code, "input.txt changed while the stage ran" in ended.stderr) == (2, True)
+
+
+def test_code_that_was_edited_while_it_was_loaded(tmp_path: Path) -> None:
+    (tmp_path / "tasks").mkdir()
+    (tmp_path / "tasks/toy.py").write_text("1\n", encoding="utf-8")
+    definition: Any = SimpleNamespace(inputs=["tasks/toy.py", "data.jsonl"], repo=SimpleNamespace(root_dir=tmp_path))
+    os.utime(tmp_path / "tasks/toy.py", (100.0, 100.0))
+    require_older_code(definition, 100.0)
+    with pytest.raises(UserError, match=r"tasks/toy\.py changed while the stage started"):
+        require_older_code(definition, 97.0)
+
+
+def test_a_runtime_parameter_may_change_meanwhile(run_toy: Run, toy: Path) -> None:
+    def meddle(stage: Stage[Toy]) -> None:
+        write_all(stage)
+        (toy / "params.yaml").write_text(PARAMS.replace("tracking: false", "tracking: true"), encoding="utf-8")
+
+    assert run_toy(meddle).code == 0
+
+
+def test_an_input_that_is_missing(run_toy: Run, toy: Path) -> None:
+    (toy / "input.txt").unlink()
+    ended = run_toy(write_all)
+    assert ended.code == 2
+    assert ended.stderr.startswith("toy: input.txt: file not found; ")
+    assert outputs(toy) == {}
+
+
+@pytest.mark.parametrize(
+    ("params", "says"),
+    [
+        (PARAMS.replace("word", "wort"), "toy: params.yaml: toy.word: missing parameter"),
+        (PARAMS.replace("seed: 1", "seed: -1"), "toy: params.yaml: seed: Input should be greater than"),
+        (PARAMS.replace("toy:", "tox:"), "toy: params.yaml: toy.word: missing parameter"),
+        ("a: [1\n", "toy: params.yaml: no valid YAML"),
+    ],
+)
+def test_bad_parameters(run_toy: Run, toy: Path, params: str, says: str) -> None:
+    run_toy(write_all)
+    (toy / "params.yaml").write_text(params, encoding="utf-8")
+    ended = run_toy(write_all)
+    assert ended.code == 2
+    assert ended.stderr.startswith(says)
+    assert ended.stderr.count("\n") == 1
+    assert outputs(toy) == WHOLE
+
+
+def native_error(text: str) -> Exception:
+    """As safetensors and tokenizers raise it: no OSError, the system's words in the text."""
+    return Exception(text)
+
+
+def wrapped_error() -> Exception:
+    """As torch.save raises it: the cause stands in the context."""
+    try:
+        try:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        finally:
+            raise RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 704 vs 598")
+    except RuntimeError as error:
+        return error
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "models/sft"),
+        OSError(errno.EDQUOT, os.strerror(errno.EDQUOT)),
+        native_error("Error while serializing: I/O error: No space left on device (os error 28)"),
+        native_error("database or disk is full"),
+        wrapped_error(),
+    ],
+    ids=["write", "quota", "safetensors", "sqlite", "torch"],
+)
+def test_no_space_left(run_toy: Run, toy: Path, error: Exception) -> None:
+    run_toy(write_all)
+
+    def fill(stage: Stage[Toy]) -> None:
+        stage.out("out.txt").write_text("half", encoding="utf-8")
+        raise error
+
+    ended = run_toy(fill)
+    assert ended.code == 2
+    assert ended.stderr.startswith("toy: no space left on the device (")
+    assert ended.stderr.count("\n") == 1
+    assert outputs(toy) == WHOLE
+
+
+def test_no_space_left_when_the_outs_reach_the_disk(run_toy: Run, toy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last file does not fit: the first ones must not have been put in place already."""
+    run_toy(write_all)
+    flushed = 0
+
+    def fsync(descriptor: int) -> None:
+        nonlocal flushed
+        flushed += 1
+        if flushed == 3:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("rlhf_core.files.os.fsync", fsync)
+    (toy / "params.yaml").write_text(PARAMS.replace("hello", "bye"), encoding="utf-8")
+    assert run_toy(write_all).code == 2
+    assert outputs(toy) == WHOLE
+
+
+def test_another_error_of_the_system_is_a_crash(run_toy: Run) -> None:
+    def fail(stage: Stage[Toy]) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    assert run_toy(fail).code == 1
+
+
+def test_other_versions_than_declared(run_toy: Run, toy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (toy / "tasks/stage").mkdir(parents=True)
+    (toy / "tasks/stage/versions.json").write_text("{}\n", encoding="utf-8")
+    (toy / "dvc.yaml").write_text(GRAPH.replace("code.py,", "code.py, tasks/stage/versions.json,"), encoding="utf-8")
+    monkeypatch.setattr("tasks.stage.versions.declared", lambda: {"torch": "0.0.1"})
+    ended = run_toy(write_all)
+    assert ended.code == 2
+    assert "is installed, 0.0.1 is declared; run `make setup`" in ended.stderr
+    assert outputs(toy) == {}
+
+
+def test_a_stage_that_does_not_depend_on_versions_runs_with_any(run_toy: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tasks.stage.versions.declared", lambda: {"torch": "0.0.1"})
+    assert run_toy(write_all).code == 0
+
+
+def test_state_survives_a_failure_and_is_found_again(run_toy: Run) -> None:
+    found: list[bool] = []
+
+    def once(stage: Stage[Toy]) -> None:
+        found.append((stage.state_dir / "checkpoint").exists())
+        (stage.state_dir / "checkpoint").write_text("step 3", encoding="utf-8")
+        if len(found) == 1:
+            raise RuntimeError("boom")
+        write_all(stage)
+
+    assert [run_toy(once).code, run_toy(once).code, run_toy(once).code] == [1, 0, 0]
+    assert found == [False, True, False]
+
+
+def test_an_outcome_file_that_cannot_be_written_fails_no_stage(
+    run_toy: Run, toy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(OUTCOME_VARIABLE, str(toy / "no/such/folder/outcome.jsonl"))
+    assert run_toy(write_all).code == 0
+    assert outputs(toy) == WHOLE
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_second_process_is_refused_and_a_signal_leaves_nothing_half_written(
+    run_toy: Run, toy: Path, number: signal.Signals
+) -> None:
+    (toy / "out.txt").write_text("old", encoding="utf-8")
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    first = subprocess.Popen(
+        [sys.executable, "code.py"], cwd=toy, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    try:
+        assert first.stdout is not None
+        assert first.stdout.readline() == "begun\n"
+        second = run_toy(write_all)
+        assert second.code == 2
+        assert f"another process ({first.pid}) runs this stage here" in second.stderr
+        assert outputs(toy).keys() == {"out.txt", ".out.txt.partial", ".model.partial"}, "the first one's work stands"
+        first.send_signal(number)
+        _, said = first.communicate(timeout=60)
+    finally:
+        first.kill()
+    assert first.returncode == 130
+    assert said == "toy: interrupted; the same command continues\n"
+    assert outputs(toy) == {"out.txt": "old"}
+    assert outcome(toy) == {
+        "stage": "toy",
+        "exit": 130,
+        "message": "interrupted; the same command continues",
+        "key": "",
+    }
+    checkpoints = [path.read_text(encoding="utf-8") for path in (toy / "work/toy").glob("*/checkpoint")]
+    assert checkpoints == ["kept"], "what was trained so far is there for the next attempt"
+    assert run_toy(write_all).code == 0
+
+
+def test_dvc_records_nothing_of_a_run_whose_parameter_changed(
+    run_toy: Run, toy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Why the contract compares parameters, too: DVC reads params.yaml again when the command has ended."""
+    monkeypatch.chdir(toy)
+    (toy / "code.py").write_text(
+        "import pathlib\np = pathlib.Path('params.yaml')\np.write_text(p.read_text().replace('hello', 'bye'))\n"
+        "for out in ('out.txt', 'model', 'metrics/toy.json'):\n"
+        "    pathlib.Path(out).parent.mkdir(exist_ok=True)\n    pathlib.Path(out).write_text('made from hello')\n",
+        encoding="utf-8",
+    )
+    with Repo(str(toy)) as repo:
+        repo.reproduce()
+    assert "word: bye" in (toy / "dvc.lock").read_text(encoding="utf-8"), "DVC has mended this: simplify the contract"

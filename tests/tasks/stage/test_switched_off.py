@@ -1,0 +1,64 @@
+"""Stages whose `enabled` is false: every out in its place, nothing in it, and no model loaded."""
+
+import importlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlhf_core.config.dpo import DPOConfig
+from tasks.params.best_of_n import BestOfNParams
+from tasks.params.rejection_sft import RejectionParams
+from tasks.schemas.validation import load
+from tasks.stage.switched_off import write_switched_off
+
+MakeStage = Callable[..., Any]
+STAGES = {
+    "dpo": (DPOConfig(enabled=False), ["models/dpo", "metrics/dpo.json", "plots/dpo.csv"]),
+    "rejection_sft": (
+        RejectionParams(enabled=False),
+        [
+            "data/rejection_sft/samples.jsonl",
+            "models/rejection_sft",
+            "metrics/rejection_sft.json",
+            "plots/rejection_sft.csv",
+        ],
+    ),
+    "best_of_n": (BestOfNParams(enabled=False), ["data/best_of_n/samples.jsonl", "metrics/best_of_n.json"]),
+}
+HEADERS = {"dpo": "step,loss,accuracy,margin\n", "rejection_sft": "step,train_loss,validation_loss\n"}
+
+
+@pytest.mark.parametrize("name", STAGES)
+def test_a_stage_that_is_switched_off_leaves_every_out_empty(
+    name: str, make_stage: MakeStage, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """There is no models/sft to load, nor any dataset to read."""
+    params, outs = STAGES[name]
+    stage = make_stage(name, params, outs)
+    importlib.import_module(f"tasks.{name}").execute(stage)
+    stage.outputs.commit()
+    assert json.loads((tmp_path / f"metrics/{name}.json").read_text()) == {"enabled": False}
+    if f"models/{name}" in outs:
+        assert [path.name for path in (tmp_path / "models" / name).iterdir()] == ["README.md"]
+        assert "switched off" in (tmp_path / "models" / name / "README.md").read_text()
+        assert (tmp_path / f"plots/{name}.csv").read_text() == HEADERS[name]
+    samples = [out for out in outs if out.endswith(".jsonl")]
+    assert load(tmp_path, samples) == {out: [] for out in samples}
+    assert capsys.readouterr().out.count("\n") == 1
+    assert stage.headline == {}
+
+
+def test_the_headers_are_those_of_the_tables_that_are_written_otherwise() -> None:
+    from tasks import dpo, rejection_sft
+
+    assert HEADERS["dpo"] == ",".join(["step", *dpo.LOGGED]) + "\n"
+    assert HEADERS["rejection_sft"] == ",".join(["step", *rejection_sft.LOGGED.values()]) + "\n"
+
+
+@pytest.mark.parametrize("out", ["plots/toy.csv", "report/page.html", "metrics/other.json"])
+def test_an_out_that_nobody_knows_how_to_leave_empty_is_a_mistake(out: str, make_stage: MakeStage) -> None:
+    with pytest.raises(ValueError, match=out):
+        write_switched_off(make_stage("toy", None, [out]))
