@@ -16,7 +16,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedToken
 from rlhf_core.data.chat import Conversation
 from rlhf_core.data.control_tokens import chat_ids, text_ids
 from rlhf_core.errors import UserError
-from rlhf_core.models.loading import loading
+from rlhf_core.loading import loading
 
 ROLES = ("<|system|>", "<|user|>", "<|assistant|>")
 PROBE: Conversation = [{"role": "user", "content": "Good morning."}]

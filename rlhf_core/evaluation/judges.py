@@ -9,26 +9,13 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations
-from typing import Protocol
 
 from rlhf_core.data.chat import Conversation
+from rlhf_core.data.judge import Judge as Judge
 from rlhf_core.demo.rubric import gold_score
 from rlhf_core.errors import UserError
 
 TIE = 1e-9
-
-
-class Judge(Protocol):
-    """Scores answers; higher is better, and only differences mean anything."""
-
-    @property
-    def name(self) -> str:
-        """Whose scores these are, as tables and pictures say it."""
-        ...
-
-    def score(self, prompts: Sequence[Conversation], responses: Sequence[str]) -> list[float]:
-        """One score for each prompt and its response. Raises ValueError where the lengths differ."""
-        ...
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,8 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 from rlhf_core.data.chat import Conversation
 from rlhf_core.data.tokenizer import PROBE, decode_response, encode_prompt, read_tokenizer
 from rlhf_core.errors import UserError
+from rlhf_core.loading import load_config, loading
 from rlhf_core.models.hf import context_length, load_causal_lm, place
-from rlhf_core.models.loading import load_config, loading
 from rlhf_core.models.sampling import stream_response
 
 UNFINISHED = "�"

@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_core.data.chat import Conversation
+from rlhf_core.finite import at_step
 from rlhf_core.models.batch import TokenBatch
 from rlhf_core.models.masked import masked_mean
 from rlhf_core.ppo.advantages import compute_gae
@@ -22,7 +23,6 @@ from rlhf_core.ppo.objective import Pass, Phase, Prices, kl_loss, policy_loss
 from rlhf_core.ppo.rollout import Credit, Rollout, Scores
 from rlhf_core.ppo.trainer import PPOTrainer
 from rlhf_core.ppo.update import UpdateStatistics
-from rlhf_core.training.finite import at_step
 
 CHOICES = 4
 """Likeliest tokens that are named beside the one that was drawn."""

@@ -23,8 +23,8 @@ from transformers import (
 
 from rlhf_core.config.base import ScratchConfig
 from rlhf_core.errors import UserError
-from rlhf_core.models.loading import load_config, loading
-from rlhf_core.training.finite import require_finite
+from rlhf_core.finite import require_finite
+from rlhf_core.loading import load_config, loading
 
 UNSTABLE_FILES = ("training_args.bin",)
 UNSTABLE_KEYS = {"tokenizer_config.json": ("local_files_only", "name_or_path"), "config.json": ("_name_or_path",)}

@@ -11,8 +11,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from rlhf_core.config.ppo import ScoreConfig
+from rlhf_core.data.judge import Judge
 from rlhf_core.errors import NonFiniteError
-from rlhf_core.evaluation.judges import Judge
 from rlhf_core.models.scorers import Answers, Scorer
 from rlhf_core.ppo.processes import Processes
 from rlhf_core.ppo.rewards import RunningScale, normalise_scores, penalise_missing_eos

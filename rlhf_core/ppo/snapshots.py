@@ -14,10 +14,10 @@ from transformers import PreTrainedModel
 from rlhf_core import files
 from rlhf_core.config.lora import LoraSettings
 from rlhf_core.errors import UserError
+from rlhf_core.finite import require_finite
 from rlhf_core.models.hf import unique_weights
 from rlhf_core.models.lora import add_lora
 from rlhf_core.ppo.actor_critic import ActorCritic
-from rlhf_core.training.finite import require_finite
 
 SETTINGS = "settings.json"
 NAME = re.compile(r"step-(\d+)\.safetensors")

@@ -14,8 +14,9 @@ from transformers import PreTrainedTokenizerBase
 
 from rlhf_core.config.ppo import PPOConfig
 from rlhf_core.data.chat import Conversation
+from rlhf_core.data.judge import Judge
 from rlhf_core.data.tokenizer import decode_response, encode_prompt, stop_ids
-from rlhf_core.evaluation.judges import Judge
+from rlhf_core.finite import at_step, require_finite
 from rlhf_core.models.sampling import Sampled
 from rlhf_core.models.scorers import Answers, Scorer
 from rlhf_core.ppo.actor_critic import ActorCritic
@@ -31,7 +32,6 @@ from rlhf_core.ppo.ptx import Piece, TextMix
 from rlhf_core.ppo.rollout import Credit, Rollout, Scores, to_rows
 from rlhf_core.ppo.scoring import ScoreNormalisation, Scoring
 from rlhf_core.ppo.update import Updater, UpdateStatistics
-from rlhf_core.training.finite import at_step, require_finite
 from rlhf_core.training.memory import Halving, Say
 
 Row = dict[str, float | None]

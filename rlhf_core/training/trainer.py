@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, Trainer
 
 from rlhf_core.errors import NonFiniteError
-from rlhf_core.training.finite import at_step, require_finite
+from rlhf_core.finite import at_step, require_finite
 from rlhf_core.training.memory import Halving, attempt
 from rlhf_core.training.run import Run
 

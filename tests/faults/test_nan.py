@@ -18,6 +18,7 @@ from rlhf_core.config.base import PretrainConfig
 from rlhf_core.config.reward import RewardConfig
 from rlhf_core.config.sft import SFTConfig
 from rlhf_core.errors import NonFiniteError
+from rlhf_core.finite import require_finite
 from rlhf_core.models.hf import save_checkpoint
 from rlhf_core.models.scorers import Answers
 from rlhf_core.ppo import update
@@ -25,7 +26,6 @@ from rlhf_core.ppo.trainer import PPOTrainer
 from rlhf_core.pretrain import pretrain
 from rlhf_core.reward import Comparison, PairTrainer, train_reward_model
 from rlhf_core.sft import Demonstration, fine_tune
-from rlhf_core.training.finite import require_finite
 from rlhf_core.training.run import Run
 from rlhf_core.training.trainer import GuardedTrainer
 
