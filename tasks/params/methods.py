@@ -40,16 +40,16 @@ METHODS = (
            "The best of n answers of the SFT model.", has_model=False),
     Method("rejection_sft", "Rejection SFT", "#c2338a", "tasks.params.rejection_sft:RejectionParams",
            "SFT on the best of many answers."),
+    Method("dpo", "DPO", "#c8382e", "rlhf_core.config.dpo:DPOConfig", "Direct preference optimisation."),
     Method("hybrid", "Hybrid", "#6b7d00", VARIANT,
            "PPO from models/rejection_sft, with the SFT model as its reference.",
            variant_of_ppo=True, built_on=("rejection_sft",)),
-    Method("dpo", "DPO", "#c8382e", "rlhf_core.config.dpo:DPOConfig", "Direct preference optimisation."),
     Method("reinforce", "REINFORCE", "#7d5a3c", VARIANT, "PPO's loop with `advantage: reinforce`.",
            variant_of_ppo=True),
     Method("rloo", "RLOO", "#0a8f9e", VARIANT, "PPO's loop with `advantage: rloo`.", variant_of_ppo=True),
     Method("grpo", "GRPO", "#5a4fcf", VARIANT, "PPO's loop with `advantage: grpo`.", variant_of_ppo=True),
 )  # fmt: skip
-"""In the order of the tables."""
+"""In the order of the graph and of the tables."""
 WITH_MODEL = tuple(method for method in METHODS if method.has_model)
 VARIANTS = tuple(method.name for method in METHODS if method.variant_of_ppo)
 BY_NAME = {method.name: method for method in METHODS}
