@@ -41,6 +41,7 @@ METHODS = (
     Method("rejection_sft", "Rejection SFT", "#c2338a", "tasks.params.rejection_sft:RejectionParams",
            "SFT on the best of many answers."),
     Method("dpo", "DPO", "#c8382e", "rlhf_core.config.dpo:DPOConfig", "Direct preference optimisation."),
+    Method("ipo", "IPO", "#e07b00", "rlhf_core.config.ipo:IPOConfig", "Identity preference optimisation."),
     Method("hybrid", "Hybrid", "#6b7d00", VARIANT,
            "PPO from models/rejection_sft, with the SFT model as its reference.",
            variant_of_ppo=True, built_on=("rejection_sft",)),
