@@ -21,8 +21,7 @@ from clones import ROOT
 from frontier_pictures import draw
 from frontier_points import Runs, gap_table
 
-ALTERNATIVES = ("best_of_n", "rejection_sft", "hybrid", "dpo", "reinforce", "rloo", "grpo")
-"""The stages that a further β leaves out."""
+from tasks.params.methods import BY_NAME
 
 Runner = Callable[[Path, Mapping[str, Any]], float]
 """Runs the graph in a clone with these parameters; seconds."""
@@ -87,7 +86,7 @@ def run_seed(seed: int, betas: Sequence[float], params: Mapping[str, Any], out: 
 
 def settings(params: Mapping[str, Any], seed: int, beta: float, alternatives: bool) -> dict[str, Any]:
     """The parameters of one run."""
-    off = {} if alternatives else {f"{name}.enabled": False for name in ALTERNATIVES if name in params}
+    off = {} if alternatives else {f"{name}.enabled": False for name in BY_NAME if name in params}
     return clones.with_seed(params, seed, {"ppo.kl.coef": beta} | off)
 
 

@@ -14,19 +14,13 @@ from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 
 from tasks.evaluation.comparison_table import label
-from tasks.page.canvas import INK, JUDGE, MUTED, POLICY, PROXY, canvas, label_axes, png, styled
+from tasks.page.canvas import JUDGE, POLICY, canvas, colour_of, label_axes, png, styled
+from tasks.params.methods import WITH_MODEL
 
 Point = tuple[float, float]
 
-MARKS = {
-    "rejection_sft": ("s", "#2a8f5b"),
-    "hybrid": ("P", "#2a8f5b"),
-    "dpo": ("D", PROXY),
-    "reinforce": ("v", INK),
-    "rloo": ("^", INK),
-    "grpo": ("<", INK),
-}
-"""Marker and colour of each alternative; other models get a cross."""
+MARKERS = dict(zip((method.name for method in WITH_MODEL), "sPDv^<>hp*", strict=False))
+"""Marker of each method; other models get a cross."""
 
 HEIGHT = 6.4  # inches; two panels and a legend do not fit into the page's height
 
@@ -111,7 +105,8 @@ def alternatives(axes: Axes, found: Sequence[dict[str, Point]], numbered: bool =
     for name in dict.fromkeys(name for each in found for name in each):
         here = [each[name] for each in found if name in each]
         family = "best-of-n" if name.startswith("best_of_") else label(name)
-        marker, colour = ("o", JUDGE) if family == "best-of-n" else MARKS.get(name, ("x", MUTED))
+        marker = "o" if family == "best-of-n" else MARKERS.get(name, "x")
+        colour = colour_of(name)
         drawn = axes.get_legend_handles_labels()[1]
         x, y = zip(*here, strict=True)
         axes.plot(x, y, linestyle="", marker=marker, markersize=4.5, color=colour, alpha=0.85, zorder=3,

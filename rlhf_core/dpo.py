@@ -1,11 +1,10 @@
-"""Direct preference optimisation (Rafailov et al. 2023): the policy learns from the pairs themselves, without a reward
-model and without sampling. Its leash is β, its reference the model that it starts from.
+"""Training of a policy on preference pairs, without a reward model and without sampling: DPO (Rafailov et al. 2023),
+and the trainer for any other objective over the pairs. The reference is the model that training starts from. All pairs
+of a prompt are in one batch, and each response is read once."""
 
-Batches are those of the reward model: all pairs of a prompt in one, each response read once (`reward.py`).
-"""
-
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 from transformers import PreTrainedModel
 
-from rlhf_core.config.dpo import DPOConfig
+from rlhf_core.config.dpo import DPOConfig, PairConfig
 from rlhf_core.models.batch import TokenBatch
 from rlhf_core.models.lora import add_lora
 from rlhf_core.models.sequence_logprobs import response_logprobs, sequence_logprobs
@@ -34,36 +33,39 @@ def implicit_margin(
     rejected: Float[Tensor, "pairs"],
     ref_chosen: Float[Tensor, "pairs"],
     ref_rejected: Float[Tensor, "pairs"],
-    beta: float,
+    scale: float,
 ) -> Float[Tensor, "pairs"]:
-    """r(chosen) − r(rejected) of each pair, where r = β·(log π − log π_ref) is the implicit reward (Rafailov et al.
-    2023, section 5). Log-probabilities [pairs] summed over the response, in nats."""
-    return beta * ((chosen - ref_chosen) - (rejected - ref_rejected))
+    """r(chosen) − r(rejected) of each pair, where r = scale·(log π − log π_ref) is the implicit reward (Rafailov et al.
+    2023, section 5; scale is β there). Log-probabilities [pairs] summed over the response, in nats."""
+    return scale * ((chosen - ref_chosen) - (rejected - ref_rejected))
 
 
-def dpo_loss(
-    chosen: Float[Tensor, "pairs"],
-    rejected: Float[Tensor, "pairs"],
-    ref_chosen: Float[Tensor, "pairs"],
-    ref_rejected: Float[Tensor, "pairs"],
-    beta: float,
-    label_smoothing: float = 0.0,
-) -> Float[Tensor, ""]:
-    """−E[(1−ε)·log σ(m) + ε·log σ(−m)], m the implicit margin: equation 7 of Rafailov et al. 2023 (ε = 0).
+def dpo_loss(margin: Float[Tensor, "pairs"], label_smoothing: float = 0.0) -> Float[Tensor, ""]:
+    """−E[(1−ε)·log σ(m) + ε·log σ(−m)]: equation 7 of Rafailov et al. 2023 (ε = 0).
 
     Args:
-        chosen: [pairs], log π of the better response, summed over its tokens, in nats.
-        rejected: [pairs], of the worse one.
-        ref_chosen: [pairs], the same of the reference, without gradient.
-        ref_rejected: [pairs].
-        beta: strength of the leash.
-        label_smoothing: ε, the share of the pairs believed to be the wrong way round (conservative DPO, Mitchell 2023).
+        margin: m [pairs], the implicit margin with β.
+        label_smoothing: ε, the assumed share of pairs with the wrong label (conservative DPO, Mitchell 2023).
 
     Returns:
         The mean over the pairs, in nats; log 2 where policy and reference are the same.
     """
-    margin = implicit_margin(chosen, rejected, ref_chosen, ref_rejected, beta)
     return -((1 - label_smoothing) * logsigmoid(margin) + label_smoothing * logsigmoid(-margin)).mean()
+
+
+@dataclass(frozen=True)
+class PairObjective:
+    """What a method minimises on pairs."""
+
+    scale: float
+    """Of the implicit reward, scale·log(π/π_ref)."""
+    loss: Callable[[Float[Tensor, "pairs"]], Float[Tensor, ""]]
+    """Of the implicit margins."""
+
+
+def dpo_objective(config: DPOConfig) -> PairObjective:
+    """DPO's."""
+    return PairObjective(config.beta, partial(dpo_loss, label_smoothing=config.label_smoothing))
 
 
 def reference_logprobs(model: PreTrainedModel, comparisons: Sequence[Comparison], pad_id: int) -> list[list[float]]:
@@ -74,18 +76,21 @@ def reference_logprobs(model: PreTrainedModel, comparisons: Sequence[Comparison]
     return [[next(flat) for _ in c.responses] for c in comparisons]
 
 
-def train_dpo(
+def train_on_pairs(
     model: PreTrainedModel,
     comparisons: Sequence[Comparison],
     references: References,
-    config: DPOConfig,
+    config: PairConfig,
+    objective: PairObjective,
     pad_id: int,
     run: Run,
+    name: str,
 ) -> list[dict[str, float]]:
     """Train `model` in place: all its weights, or with `config.lora` adapters that are then folded into them.
 
-    `references` are `reference_logprobs` of the model that `model` starts from. Returns the training log: loss (nats),
-    accuracy (share of the batch's pairs that the implicit reward orders as people did) and margin (nats, times β).
+    `references` are `reference_logprobs` of the model that `model` starts from; `name` is the block of `config` in
+    params.yaml, for errors. Returns the training log: loss, accuracy (share of the batch's pairs that the implicit
+    reward orders as their labels do) and margin (the mean implicit margin).
     """
     adapter = None if config.lora is None else add_lora(model, config.lora, run.seed)
     schedule = Schedule(
@@ -96,10 +101,10 @@ def train_dpo(
         weight_decay=config.weight_decay,
         epochs=config.epochs,
     )
-    trainer = DPOTrainer(
-        config,
+    trainer = PolicyPairTrainer(
+        objective,
         run,
-        "dpo.batch_size, dpo.max_tokens or preferences.samples_per_prompt",
+        f"{name}.batch_size, {name}.max_tokens or preferences.samples_per_prompt",
         model=model,
         args=trainer_arguments(run, schedule),
         train_dataset=[Referenced(c, list(r)) for c, r in zip(comparisons, references, strict=True)],
@@ -131,11 +136,11 @@ class ReferencedCollator:
         return batch | {"reference": torch.tensor([value for item in items for value in item.logprobs])}
 
 
-class DPOTrainer(PairTrainer):
-    """A Trainer whose loss is DPO's over the pairs of the batch."""
+class PolicyPairTrainer(PairTrainer):
+    """A Trainer that minimises an objective over the pairs of the batch."""
 
-    def __init__(self, config: DPOConfig, run: Run, keys: str, **options: Any) -> None:
-        self.config = config
+    def __init__(self, objective: PairObjective, run: Run, keys: str, **options: Any) -> None:
+        self.objective = objective
         super().__init__(run, keys, **options)
 
     def compute_loss(self, model: PreTrainedModel, inputs: Inputs, return_outputs: bool = False, **unused: Any) -> Any:
@@ -143,9 +148,10 @@ class DPOTrainer(PairTrainer):
         logprobs = response_logprobs(model, TokenBatch(inputs["input_ids"], inputs["attention_mask"], inputs["mask"]))
         better, worse, reference = inputs["chosen"], inputs["rejected"], inputs["reference"]
         sides = (logprobs[better], logprobs[worse], reference[better], reference[worse])
-        margin = implicit_margin(*sides, self.config.beta).detach()
-        self.note(inputs, accuracy=(margin > 0).float().mean().item(), margin=margin.mean().item())
-        loss = self.share * dpo_loss(*sides, self.config.beta, self.config.label_smoothing)
+        margin = implicit_margin(*sides, self.objective.scale)
+        found = margin.detach()
+        self.note(inputs, accuracy=(found > 0).float().mean().item(), margin=found.mean().item())
+        loss = self.share * self.objective.loss(margin)
         return (loss, {"logprobs": logprobs}) if return_outputs else loss
 
 
@@ -154,15 +160,19 @@ class PairMargins:
     """How a policy's implicit reward orders pairs."""
 
     loss: float
-    """Mean DPO loss, nats."""
+    """Mean loss of the objective."""
     accuracy: float
-    """Share of the pairs ordered as people did; equal rewards count half."""
+    """Share of the pairs ordered as their labels do; equal rewards count half."""
     margin: float
-    """Mean implicit reward of the chosen response minus that of the rejected one (nats, times β)."""
+    """Mean implicit reward of the chosen response minus that of the rejected one."""
 
 
 def measure_pairs(
-    model: PreTrainedModel, comparisons: Sequence[Comparison], references: References, config: DPOConfig, pad_id: int
+    model: PreTrainedModel,
+    comparisons: Sequence[Comparison],
+    references: References,
+    objective: PairObjective,
+    pad_id: int,
 ) -> PairMargins:
     """Loss, accuracy and margin over all pairs of the comparisons, without training on them."""
     logprobs = reference_logprobs(model, comparisons, pad_id)
@@ -172,7 +182,6 @@ def measure_pairs(
         for better, worse in c.pairs
     ]
     chosen, rejected, ref_chosen, ref_rejected = torch.tensor(sides, dtype=torch.float64).T
-    margin = implicit_margin(chosen, rejected, ref_chosen, ref_rejected, config.beta)
+    margin = implicit_margin(chosen, rejected, ref_chosen, ref_rejected, objective.scale)
     right = (margin > 0).double() + 0.5 * (margin == 0).double()
-    loss = dpo_loss(chosen, rejected, ref_chosen, ref_rejected, config.beta, config.label_smoothing)
-    return PairMargins(loss.item(), right.mean().item(), margin.mean().item())
+    return PairMargins(objective.loss(margin).item(), right.mean().item(), margin.mean().item())

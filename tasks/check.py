@@ -1,18 +1,22 @@
-"""Stage `check`: validates the whole of params.yaml before DVC touches any output, and writes a constant that all
-depend on."""
+"""Stage `check`: validates the whole of params.yaml before DVC touches any output. It writes a constant, on which all
+stages depend, and the blocks of the methods, where DVC tracks them: a block may be absent from params.yaml."""
 
 from rlhf_core.config.block import Block
 from tasks.params.all import Params
 from tasks.params.loader import parse, read_yaml
+from tasks.params.methods import METHODS
 from tasks.stage.run import run
 from tasks.stage.stage import Stage
 
 CONSTANT = "data/check.ok"
+METHOD_BLOCKS = "data/methods.json"
 
 
 def execute(stage: Stage[Block]) -> None:
     """Raise UserError for the first problem of params.yaml."""
-    parse(Params, read_yaml())
+    content = read_yaml()
+    parse(Params, content)
+    stage.outputs.write_json(METHOD_BLOCKS, {method.name: content[method.name] for method in METHODS})
     stage.out(CONSTANT).write_text("params.yaml is valid\n", encoding="utf-8")
 
 

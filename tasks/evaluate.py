@@ -36,6 +36,7 @@ from tasks.evaluation.teacher_forced import (
 )
 from tasks.params.best_of_n import BestOfNParams
 from tasks.params.evaluate import HELDOUT, EvaluateParams
+from tasks.params.methods import BY_NAME, WITH_MODEL
 from tasks.select import policies
 from tasks.stage.pipeline_run import headline_numbers
 from tasks.stage.run import run
@@ -43,8 +44,6 @@ from tasks.stage.stage import Stage
 from tasks.stage.trust import trusts
 from tasks.training.gold_judge import judge_of
 
-ALTERNATIVES = ("rejection_sft", "hybrid", "dpo", "reinforce", "rloo", "grpo")
-"""Stages whose model joins the comparison where it is switched on."""
 PREFERENCES = "data/preferences/preferences.jsonl"
 BEST_OF_N = "data/best_of_n/samples.jsonl"
 SELECT = "metrics/select.json"
@@ -137,9 +136,9 @@ def candidate_models(stage: Stage[EvaluateParams], evaluator: Evaluator) -> Iter
     """SFT model, policy, the alternatives that are switched on, the user's models."""
     yield evaluator.reference
     yield load_candidate(stage, "policy", stage.root / "models/policy")
-    for name in ALTERNATIVES:
-        if (stage.root / "models" / name / "config.json").is_file():
-            yield load_candidate(stage, name, stage.root / "models" / name)
+    for method in WITH_MODEL:
+        if (stage.root / "models" / method.name / "config.json").is_file():
+            yield load_candidate(stage, method.name, stage.root / "models" / method.name)
     for name in stage.params.extra_models:
         yield load_candidate(stage, name, folder_of(stage, EXTRA, name, "evaluate.extra_models"))
 
@@ -210,8 +209,9 @@ def costs(stage: Stage[EvaluateParams], name: str, results: Results) -> dict[str
     """What a model took beyond SFT model, preference data and reward model, which are common to all: answers sampled to
     train it, response tokens that its training read, and answers sampled for each one that it gives. The policy's are
     those of the whole run, whichever snapshot it is."""
-    paid = {"policy": ["ppo"], "hybrid": ["rejection_sft", "hybrid"]}.get(name, [name])
-    if name in ALTERNATIVES or name == "policy":
+    method = BY_NAME.get(name)
+    if method or name == "policy":
+        paid = [*method.built_on, name] if method else ["ppo"]
         told = [stage.read_json(f"metrics/{part}.json") for part in paid]
         trained = {cost: sum(part[cost] for part in told) for cost in ("samples_generated", "tokens_trained")}
     else:

@@ -14,6 +14,10 @@ import grimp
 from ruamel.yaml import YAML
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from tasks.params.methods import METHODS, WITH_MODEL  # noqa: E402
+
 PACKAGES = ("rlhf_core", "tasks")
 
 CANNOT_CHANGE_RESULTS = {
@@ -48,15 +52,17 @@ EXTRA = {
 }
 """Files that a stage opens at run time, beside data: imports do not show them."""
 
-VARIANTS = ("hybrid", "reinforce", "rloo", "grpo")
+READ_THE_TABLE_OF_METHODS = ("check", "evaluate", "report")
+"""For every other stage the table only says that a block which is absent from params.yaml is off."""
 
 TRAINING = (
-    *("base", "sft", "preferences", "reward", "ppo", "select", "best_of_n", "rejection_sft", "dpo"),
-    *(*VARIANTS, "evaluate"),
+    *("base", "sft", "preferences", "reward", "ppo", "select"),
+    *(method.name for method in METHODS),
+    "evaluate",
 )
 """Stages whose results depend on the library versions declared in tasks/stage/versions.json."""
 
-MODELS = ("base", "sft", "reward", "ppo", "select", "rejection_sft", "dpo", *VARIANTS)
+MODELS = ("base", "sft", "reward", "ppo", "select", *(method.name for method in WITH_MODEL))
 """Stages that write a model folder, and with it provenance.json: for the others its module does nothing."""
 
 
@@ -70,6 +76,8 @@ def exempt(module: str, stage: str) -> bool:
     """Whether a module stands on the list of those that cannot change results, or has no part in this stage's."""
     if module == "tasks.stage.provenance":
         return stage not in MODELS
+    if module == "tasks.params.methods":
+        return stage not in READ_THE_TABLE_OF_METHODS
     return any(fnmatchcase(module, pattern) for pattern in CANNOT_CHANGE_RESULTS)
 
 
@@ -85,6 +93,8 @@ def closure(stage: str, deps: list[str]) -> list[str]:
     """Paths of the code that `tasks.<stage>` imports, directly or through others, without the exempt modules (what
     those import counts)."""
     start = {f"tasks.{stage}", *schemas_of(deps)}
+    if stage == "check":  # the table names these modules, it does not import them
+        start |= {method.params.partition(":")[0] for method in METHODS}
     seen: set[str] = set()
     todo = list(start)
     while todo:
@@ -147,5 +157,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(ROOT))
     sys.exit(main())

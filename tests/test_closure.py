@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from ruamel.yaml import YAML
 
+from tasks.params.methods import VARIANTS
+
 if TYPE_CHECKING:
     from tests.conftest import Project, TinyRun
 
 ROOT = Path(__file__).resolve().parents[1]
 GRAPH: dict[str, Any] = YAML(typ="safe", pure=True).load(ROOT / "dvc.yaml")["stages"]
-VARIANTS = ("hybrid", "reinforce", "rloo", "grpo")
 PACKAGES = ("rlhf_core.", "tasks.", "flows.")
 
 
@@ -143,6 +144,7 @@ def outs_of(stage: str) -> list[str]:
         ("tasks/page/page.py", {"report"}),
         ("tasks/schemas/heldout.py", {"ppo", "best_of_n", *VARIANTS, "evaluate"}),
         ("tasks/params/evaluate.py", {"check", "best_of_n", "evaluate"}),
+        ("tasks/params/methods.py", {"check", "evaluate", "report"}),
         ("tasks/tracking/tracker.py", set()),
         ("tasks/stage/run.py", set()),
         ("flows/pipeline.py", set()),

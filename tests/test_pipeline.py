@@ -14,6 +14,7 @@ from mlflow.entities import Run
 from mlflow.tracking import MlflowClient
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
+from tasks.params.methods import BY_NAME, VARIANTS
 from tasks.tracking.sender import drain
 
 if TYPE_CHECKING:
@@ -22,20 +23,7 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.pipeline
 
 ROOT = Path(__file__).resolve().parents[1]
-STAGES = [
-    "check",
-    "ingest",
-    "base",
-    "sft",
-    "preferences",
-    "reward",
-    "ppo",
-    "select",
-    "best_of_n",
-    "rejection_sft",
-    "dpo",
-]
-STAGES += ["hybrid", "reinforce", "rloo", "grpo", "evaluate", "report"]
+STAGES = ["check", "ingest", "base", "sft", "preferences", "reward", "ppo", "select", *BY_NAME, "evaluate", "report"]
 METRICS = {
     "ingest": "source rows_read rows_used dropped demonstrations pairs preference_prompts ppo_prompts heldout",
     "base": "parameters vocabulary context train_loss steps",
@@ -77,8 +65,6 @@ DATA += ["ingest/dropped", "preferences/preferences", "preferences/samples", "pp
 DATA += ["best_of_n/samples", "rejection_sft/samples", "evaluate/answers"]
 ALTERNATIVES = ["rejection_sft", "dpo", "rloo"]
 """Those that the tiny run trains."""
-VARIANTS = ["hybrid", "reinforce", "rloo", "grpo"]
-"""Those that have PPO's settings."""
 
 
 @pytest.fixture

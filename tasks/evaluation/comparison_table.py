@@ -8,20 +8,12 @@ from typing import Any, Literal
 
 from tasks.page.inputs import finite, interval
 from tasks.page.wording import MISSING, number, percent
+from tasks.params.methods import BY_NAME
 
 Figures = Mapping[str, Any]
 """What is known of one model: an entry of `models` in metrics/evaluate.json."""
 
-LABELS = {
-    "sft": "SFT",
-    "policy": "PPO policy",
-    "rejection_sft": "Rejection SFT",
-    "hybrid": "Hybrid",
-    "dpo": "DPO",
-    "reinforce": "REINFORCE",
-    "rloo": "RLOO",
-    "grpo": "GRPO",
-}
+LABELS = {"sft": "SFT", "policy": "PPO policy"}
 BEST_OF = re.compile(r"best_of_(\d+)")
 
 
@@ -83,7 +75,7 @@ def label(model: str) -> str:
     """What a model is called in front of people."""
     if match := BEST_OF.fullmatch(model):
         return f"Best of {match.group(1)}"
-    return LABELS.get(model, model)
+    return BY_NAME[model].label if model in BY_NAME else LABELS.get(model, model)
 
 
 def models_of(evaluation: Figures) -> dict[str, Figures]:

@@ -12,23 +12,14 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 from PIL import Image
 
+from tasks.params.methods import METHODS
+
 SFT, POLICY, JUDGE, PROXY = "#77828f", "#1668c7", "#b26a00", "#8250a8"
 """One colour a meaning, on the page too: the SFT model, the policy, the judge's score, the reward model's score."""
-MODELS = {
-    "sft": SFT,
-    "policy": POLICY,
-    "ppo": POLICY,
-    "best_of": "#1d7f4c",
-    "rejection_sft": "#c2338a",
-    "hybrid": "#6b7d00",
-    "dpo": "#c8382e",
-    "reinforce": "#7d5a3c",
-    "rloo": "#0a8f9e",
-    "grpo": "#5a4fcf",
-}
+COLOURS = {"sft": SFT, "policy": POLICY, "ppo": POLICY} | {method.name: method.colour for method in METHODS}
 OTHER = "#3f4650"
-"""One colour a model, wherever it is drawn or named; models that a user brings share the last."""
-COLOURS = 96
+"""Of the models that a user adds."""
+PALETTE = 96
 """Colours of a picture's palette: a third of the bytes of true colour, and no difference to the eye."""
 INK, MUTED, RULE = "#1c2430", "#56616f", "#dfe3e8"
 WIDTH, HEIGHT, DPI = 4.8, 3.3, 200  # inches, inches, dots per inch
@@ -62,7 +53,7 @@ STYLE: dict[str, Any] = {
 
 def colour_of(model: str) -> str:
     """The colour of a model or of a family of models."""
-    return MODELS.get("best_of" if model.startswith("best_of_") else model, OTHER)
+    return COLOURS.get("best_of_n" if model.startswith("best_of_") else model, OTHER)
 
 
 def canvas(title: str, panels: Sequence[float] = (1,), height: float = HEIGHT) -> tuple[Figure, list[Axes]]:
@@ -78,7 +69,7 @@ def png(figure: Figure) -> bytes:
     drawn, buffer = io.BytesIO(), io.BytesIO()
     figure.savefig(drawn, format="png", metadata={"Software": None})
     picture = Image.open(drawn).convert("RGB")
-    picture = picture.quantize(COLOURS, method=Image.Quantize.MEDIANCUT, dither=Image.Dither.NONE)
+    picture = picture.quantize(PALETTE, method=Image.Quantize.MEDIANCUT, dither=Image.Dither.NONE)
     picture.save(buffer, format="png", optimize=True)
     return buffer.getvalue()
 

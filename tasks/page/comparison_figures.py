@@ -129,7 +129,7 @@ def _frontier(run: Run, kind: str) -> Picture | None:
     drawn: list[tuple[float, float]] = []
     for family in dict.fromkeys(row["family"] for row in rows):
         one = sorted((row for row in rows if row["family"] == family), key=_along_kl)
-        colour = colour_of("best_of" if family == "best_of_n" else family)
+        colour = colour_of(family)
         _bars(axes, one, kind, colour)
         joined = family in ("ppo", "best_of_n")
         axes.plot([_x(row) for row in one], [row[kind] for row in one], "o-" if joined else "D", color=colour,

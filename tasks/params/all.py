@@ -1,31 +1,34 @@
-"""The whole of `params.yaml`, with the rules that span stages. Only `check` and the command line read it: a stage that
-imported this module would depend on every other stage's parameters."""
+"""The whole of `params.yaml`, with the rules that span stages. For `check` and the command line only: a stage that
+imports it depends on every other stage's parameters."""
 
-from typing import Annotated, Literal
+from collections.abc import Iterator
+from functools import partial
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, create_model, model_validator
 
 from rlhf_core.config.block import Block
-from rlhf_core.config.dpo import DPOConfig
 from rlhf_core.config.ppo import PPOConfig
 from rlhf_core.config.reward import RewardConfig
 from rlhf_core.config.sft import SFTConfig
 from rlhf_core.demo.world import all_prompts
 from tasks.params.base import BaseParams
-from tasks.params.best_of_n import BestOfNParams
 from tasks.params.evaluate import EvaluateParams
 from tasks.params.ingest import IngestParams
 from tasks.params.judge import JudgeParams
+from tasks.params.methods import BY_NAME, METHODS, VARIANTS, Method
 from tasks.params.preferences import PreferencesParams
-from tasks.params.rejection_sft import RejectionParams
 from tasks.params.report import ReportParams
 from tasks.params.runtime import RuntimeParams
 from tasks.params.select import SelectParams
-from tasks.params.variant import CHANGES, VariantParams
+
+RESERVED = ("sft", "policy", "ppo", "prompt", *BY_NAME)
+"""Names that no model of a user may have: the comparison uses them."""
+RESERVED_BEGINNINGS = ("best_of_", "step-")
 
 
-class Params(Block):
-    """One block a stage, named after it, and what all stages share."""
+class _Params(Block):
+    """One block for each stage, with its name, and what all stages share."""
 
     threads: Annotated[int, Field(ge=1, le=256)]
     """CPU threads of torch. Tracked: another number gives other last bits."""
@@ -44,23 +47,12 @@ class Params(Block):
     reward: RewardConfig
     ppo: PPOConfig
     select: SelectParams
-    best_of_n: BestOfNParams
-    rejection_sft: RejectionParams
-    dpo: DPOConfig
-    hybrid: VariantParams
-    """PPO from models/rejection_sft, on a leash to the SFT model."""
-    reinforce: VariantParams
-    """PPO's loop with `advantage: reinforce`."""
-    rloo: VariantParams
-    """PPO's loop with `advantage: rloo`."""
-    grpo: VariantParams
-    """PPO's loop with `advantage: grpo`."""
     judge: JudgeParams
     evaluate: EvaluateParams
     report: ReportParams
 
     @model_validator(mode="after")
-    def _fits_together(self) -> "Params":
+    def _fits_together(self) -> "_Params":
         if self.preferences.source in {"judge", "both"} and self.ingest.source != "demo":
             raise ValueError(
                 f"preferences.source is {self.preferences.source}, but only the demo data bring a judge; "
@@ -72,7 +64,8 @@ class Params(Block):
             )
         self._check_judge()
         self._check_world()
-        self._check_alternatives()
+        self._check_methods()
+        self._check_extra_models()
         self._check_context()
         self._check_reward_length()
         self._check_stop_tokens()
@@ -96,19 +89,31 @@ class Params(Block):
                 "use best_proxy"
             )
 
-    def _check_alternatives(self) -> None:
-        for name in CHANGES:
-            variant: VariantParams = getattr(self, name)
-            if variant.enabled:
-                variant.applied_to(self.ppo, name)
-        rejection = self.rejection_sft
-        if rejection.enabled and rejection.training and rejection.training.max_tokens <= rejection.max_new_tokens:
+    def enabled_methods(self) -> Iterator[tuple[str, Any]]:
+        """Name and parameters of each method that is switched on."""
+        for method in METHODS:
+            params: Any = getattr(self, method.name)
+            if params.enabled:
+                yield method.name, params
+
+    def _check_methods(self) -> None:
+        enabled = dict(self.enabled_methods())
+        for name in VARIANTS:
+            if name in enabled:
+                enabled[name].applied_to(self.ppo, name)
+        rejection = enabled.get("rejection_sft")
+        if rejection and rejection.training.max_tokens <= rejection.max_new_tokens:
             raise ValueError(
                 f"rejection_sft.training.max_tokens is {rejection.training.max_tokens}: a prompt and the "
                 f"{rejection.max_new_tokens} tokens of rejection_sft.max_new_tokens do not fit; enlarge it"
             )
-        if self.hybrid.enabled and not self.rejection_sft.enabled:
+        if "hybrid" in enabled and not rejection:
             raise ValueError("hybrid starts from models/rejection_sft; set rejection_sft.enabled: true")
+
+    def _check_extra_models(self) -> None:
+        for name in self.evaluate.extra_models:
+            if name in RESERVED or name.startswith(RESERVED_BEGINNINGS):
+                raise ValueError(f"evaluate.extra_models: {name} is the name of a model of the run; rename the folder")
 
     def _check_reward_length(self) -> None:
         if self.reward.max_tokens <= self.preferences.max_new_tokens:
@@ -122,7 +127,7 @@ class Params(Block):
         for name, found in {
             "preferences": self.preferences.stop_tokens,
             "evaluate": self.evaluate.stop_tokens,
-            **({"rejection_sft": self.rejection_sft.stop_tokens} if self.rejection_sft.enabled else {}),
+            **{n: method.stop_tokens for n, method in self.enabled_methods() if hasattr(method, "stop_tokens")},
         }.items():
             if set(found) != set(wanted):
                 raise ValueError(
@@ -140,16 +145,15 @@ class Params(Block):
             "ppo": self.ppo.max_new_tokens,
             "evaluate": self.evaluate.max_new_tokens,
         }
-        if self.dpo.enabled:
-            read["dpo"] = self.dpo.max_tokens
-        if self.rejection_sft.enabled and self.rejection_sft.training is not None:
-            sampled["rejection_sft"] = self.rejection_sft.max_new_tokens
-            read["rejection_sft.training"] = self.rejection_sft.training.max_tokens
-        sampled |= {
-            f"{name}.settings": getattr(self, name).applied_to(self.ppo, name).max_new_tokens
-            for name in CHANGES
-            if getattr(self, name).enabled
-        }
+        for name, method in self.enabled_methods():
+            if name in VARIANTS:
+                sampled[f"{name}.settings"] = method.applied_to(self.ppo, name).max_new_tokens
+            if hasattr(method, "max_tokens"):
+                read[name] = method.max_tokens
+            if hasattr(method, "max_new_tokens"):
+                sampled[name] = method.max_new_tokens
+            if hasattr(method, "training"):
+                read[f"{name}.training"] = method.training.max_tokens
         for name, tokens in read.items():
             if tokens > context:
                 raise ValueError(f"{name}.max_tokens is {tokens} tokens, longer than base.scratch.context {context}")
@@ -158,3 +162,17 @@ class Params(Block):
                 raise ValueError(
                     f"{name}.max_new_tokens is {tokens}: it leaves a prompt no room in base.scratch.context {context}"
                 )
+
+
+def _block(method: Method) -> Any:
+    model: Any = method.model()
+    return model, Field(default_factory=partial(model, enabled=False), description=method.meaning)
+
+
+Params: type[_Params] = create_model(
+    "Params",
+    __base__=_Params,
+    __doc__=_Params.__doc__,
+    **{method.name: _block(method) for method in METHODS},
+)
+"""All blocks: those above, and one for each method, which is off where it is absent."""

@@ -11,9 +11,6 @@ Positive = Annotated[int, Field(ge=1)]
 Seed = Annotated[int, Field(ge=0, lt=2**32)]
 
 HELDOUT = "heldout"
-RESERVED = ("sft", "policy", "ppo", "prompt", "rejection_sft", "hybrid", "dpo", "reinforce", "rloo", "grpo")
-"""Names that the comparison has already."""
-RESERVED_BEGINNINGS = ("best_of_", "step-")
 
 
 class EvaluateParams(Block):
@@ -44,7 +41,4 @@ class EvaluateParams(Block):
             values = getattr(self, name)
             if len(set(values)) != len(values):
                 raise ValueError(f"{name} must be distinct, not {values}")
-        for name in self.extra_models:
-            if name in RESERVED or name.startswith(RESERVED_BEGINNINGS):
-                raise ValueError(f"extra_models: {name} is the name of a model of the run; rename the folder")
         return self

@@ -9,6 +9,7 @@ from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
 from rlhf_core.errors import UserError
+from tasks.params.methods import METHODS
 
 PARAMS_FILE = Path("params.yaml")
 LARGEST_BYTES = 2**20
@@ -18,8 +19,8 @@ Model = TypeVar("Model", bound=BaseModel)
 
 
 def read_yaml(path: Path = PARAMS_FILE) -> dict[str, Any]:
-    """The file as plain dictionaries. Raises UserError when it is missing, is no YAML, is no mapping, or holds more
-    than parameters can be.
+    """The file as plain dictionaries; a method without a block of its own is switched off. Raises UserError when the
+    file is missing, is no YAML, is no mapping, or holds more than parameters can be.
 
     Only plain values are made: a tag such as `!!python/object` is refused, whatever it names.
     """
@@ -42,7 +43,7 @@ def read_yaml(path: Path = PARAMS_FILE) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise UserError(f"{path}: expected a mapping of blocks (ingest, base, sft, …)")
     _refuse_bomb(content, path)
-    return content
+    return content | {method.name: {"enabled": False} for method in METHODS if method.name not in content}
 
 
 def _problem(error: YAMLError) -> str:

@@ -1,34 +1,32 @@
 """Parameters of the stages that run PPO's loop with something changed: `hybrid`, `reinforce`, `rloo`, `grpo`."""
 
-from typing import Any, Literal
+from typing import Any, get_args
 
 from pydantic import Field, ValidationError
 
 from rlhf_core.config.block import Block
 from rlhf_core.config.ppo import PPOConfig
 
-Variant = Literal["hybrid", "reinforce", "rloo", "grpo"]
-CHANGES: dict[Variant, dict[str, Any]] = {
-    "hybrid": {},
-    "reinforce": {"advantage": "reinforce"},
-    "rloo": {"advantage": "rloo"},
-    "grpo": {"advantage": "grpo"},
-}
-"""What makes each variant, whatever else is changed."""
+ADVANTAGES: tuple[str, ...] = get_args(PPOConfig.model_fields["advantage"].annotation)
+
+
+def fixed_settings(name: str) -> dict[str, Any]:
+    """The settings that define the variant `name`: the estimator of the advantage that it is named after."""
+    return {"advantage": name} if name in ADVANTAGES else {}
 
 
 class VariantParams(Block):
-    """The settings are those of `ppo`, but for what `settings` says."""
+    """The settings of `ppo`, with the changes in `settings`."""
 
     enabled: bool
     """Off: the stage writes empty outputs, and `evaluate` leaves it out."""
     settings: dict[str, Any] = Field(default_factory=dict)
     """Keys of `ppo`, nested as there, with other values."""
 
-    def applied_to(self, ppo: PPOConfig, name: Variant) -> PPOConfig:
+    def applied_to(self, ppo: PPOConfig, name: str) -> PPOConfig:
         """The settings of PPO's loop for this variant. Raises ValueError, naming the key, for what is no setting of
         PPO, or does not fit the others."""
-        fixed = CHANGES[name]
+        fixed = fixed_settings(name)
         if clash := sorted(set(fixed) & set(self.settings)):
             raise ValueError(f"{name}.settings.{clash[0]} is what makes {name}; remove it")
         try:

@@ -9,7 +9,7 @@ from rlhf_core.config.ppo import PPOConfig
 from rlhf_core.errors import UserError
 from rlhf_core.ppo.health import COLUMNS
 from tasks.params.loader import PARAMS_FILE
-from tasks.params.variant import Variant, VariantParams
+from tasks.params.variant import VariantParams
 from tasks.stage.run import quiet_libraries, run
 from tasks.stage.stage import Stage
 from tasks.stage.switched_off import write_switched_off
@@ -18,13 +18,13 @@ from tasks.stage.workers import requested_processes, start_workers
 SFT = "models/sft"
 
 
-def run_variant(name: Variant, start: str = SFT) -> NoReturn:
+def run_variant(name: str, start: str = SFT) -> NoReturn:
     """The stage `name` as a process: PPO's loop from the folder `start` to models/<name>."""
     start_workers(f"tasks.{name}", requested_processes(name))
     run(name, VariantParams, partial(execute, name=name, start=start))
 
 
-def execute(stage: Stage[VariantParams], name: Variant, start: str = SFT) -> None:
+def execute(stage: Stage[VariantParams], name: str, start: str = SFT) -> None:
     """Make models/<name>, plots/<name>.csv and metrics/<name>.json."""
     if stage.params.enabled:
         train_variant(stage, settings(stage, name), name, start)
@@ -32,7 +32,7 @@ def execute(stage: Stage[VariantParams], name: Variant, start: str = SFT) -> Non
         write_switched_off(stage, {f"plots/{name}.csv": COLUMNS})
 
 
-def train_variant(stage: Stage[VariantParams], config: PPOConfig, name: Variant, start: str) -> None:
+def train_variant(stage: Stage[VariantParams], config: PPOConfig, name: str, start: str) -> None:
     """Train and save. What takes seconds to import is imported here: a stage that is switched off does without."""
     from rlhf_core.data.tokenizer import load_tokenizer
     from rlhf_core.determinism import make_deterministic
@@ -57,7 +57,7 @@ def train_variant(stage: Stage[VariantParams], config: PPOConfig, name: Variant,
     stage.write_metrics({"enabled": True, **told})
 
 
-def settings(stage: Stage[VariantParams], name: Variant) -> PPOConfig:
+def settings(stage: Stage[VariantParams], name: str) -> PPOConfig:
     """PPO's settings with this variant's changes. Raises UserError for changes that do not fit."""
     ppo = stage.block("ppo", PPOConfig)
     try:

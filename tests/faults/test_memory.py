@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from rlhf_core.config.dpo import DPOConfig
 from rlhf_core.config.reward import RewardConfig
 from rlhf_core.config.sft import SFTConfig
-from rlhf_core.dpo import reference_logprobs, train_dpo
+from rlhf_core.dpo import dpo_objective, reference_logprobs, train_on_pairs
 from rlhf_core.errors import UserError, is_out_of_memory
 from rlhf_core.ppo import update
 from rlhf_core.ppo.trainer import PPOTrainer
@@ -305,7 +305,8 @@ def reward(model: Any, run: Run) -> list[dict[str, float]]:
 
 def dpo(model: Any, run: Run) -> list[dict[str, float]]:
     """Against another model than the one it starts from: margins of 0 would be ordered by rounding."""
-    return train_dpo(model, COMPARISONS, reference_logprobs(TINY.tiny_lm(seed=7), COMPARISONS, 0), DPO, 0, run)
+    references = reference_logprobs(TINY.tiny_lm(seed=7), COMPARISONS, 0)
+    return train_on_pairs(model, COMPARISONS, references, DPO, dpo_objective(DPO), 0, run, "dpo")
 
 
 STAGES: dict[str, tuple[Train, Callable[..., Any]]] = {

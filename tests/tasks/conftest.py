@@ -1,9 +1,10 @@
 """A stage as its module sees it, without DVC around it, on tiny models in a folder of the test's own."""
 
+import json
 import runpy
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from tasks.params.runtime import RuntimeParams
 from tasks.stage.interrupts import Interrupts
 from tasks.stage.outputs import Outputs
 from tasks.stage.stage import Common, Stage
+from tasks.training.pairs import PREFERENCES
 
 TINY: Any = SimpleNamespace(**runpy.run_path(str(Path(__file__).parents[1] / "rlhf_core" / "conftest.py")))
 
@@ -61,3 +63,49 @@ def asked() -> list[dict[str, Any]]:
     from rlhf_core.data.chat import prompt_id
 
     return [{"prompt_id": prompt_id(prompt), "prompt": prompt} for prompt in TINY.tiny_prompts()]
+
+
+@pytest.fixture
+def pairs(asked: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Two pairs to each of ten prompts, the last three of them for validation: three sampled answers, of which the one
+    with token 30 wins; the second prompt's were brought by the data."""
+    rows = []
+    for place, row in enumerate(asked):
+        answers = [[30, 10 + place, 1], [11 + place, 12, 13, 1], [40 - place, 1]]
+        for worse in (1, 2):
+            sampled = place != 1
+            rows.append(
+                {
+                    **row,
+                    "chosen": "eat oats",
+                    "rejected": f"rest {worse}",
+                    "chosen_ids": answers[0] if sampled else None,
+                    "rejected_ids": answers[worse] if sampled else None,
+                    "chosen_ended": True,
+                    "rejected_ended": True,
+                    "source": "judge" if sampled else "dataset",
+                    "split": "train" if place < 7 else "validation",
+                }
+            )
+    return rows
+
+
+@pytest.fixture
+def run_pair_stage(
+    workshop: Path, make_stage: Callable[..., Stage[Any]], pairs: list[dict[str, Any]]
+) -> Callable[..., dict[str, Any]]:
+    """run_pair_stage(tasks.dpo, config, rows=…, state=…) -> the metrics that the stage wrote."""
+
+    def call(
+        module: ModuleType, config: Any, rows: list[dict[str, Any]] | None = None, state: str = ""
+    ) -> dict[str, Any]:
+        name = module.__name__.rpartition(".")[2]
+        outs = [f"models/{name}", f"metrics/{name}.json", f"plots/{name}.csv"]
+        chosen = {PREFERENCES: pairs if rows is None else rows}
+        stage = make_stage(name, config, outs, chosen, state=state or name)
+        module.execute(stage)
+        stage.outputs.commit()
+        metrics: dict[str, Any] = json.loads((workshop / f"metrics/{name}.json").read_text())
+        return metrics
+
+    return call

@@ -1,7 +1,6 @@
 """Stage `dpo` on tiny models: what it is trained on, measured on, and counts."""
 
 import csv
-import json
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -16,50 +15,15 @@ from rlhf_core.config.lora import LoraSettings
 from rlhf_core.errors import UserError
 from rlhf_core.models.hf import load_causal_lm
 from tasks import dpo
-from tasks.training.pairs import PREFERENCES
 
 Rows = list[dict[str, Any]]
-OUTS = ["models/dpo", "metrics/dpo.json", "plots/dpo.csv"]
 CONFIG = DPOConfig(enabled=True, learning_rate=1e-3, epochs=4, batch_size=4, warmup_steps=1, max_tokens=64)
 
 
 @pytest.fixture
-def pairs(asked: Rows) -> Rows:
-    """Two pairs to each of ten prompts, the last three of them for validation: three sampled answers, of which the one
-    with token 30 wins; the second prompt's were brought by the data."""
-    rows = []
-    for place, row in enumerate(asked):
-        answers = [[30, 10 + place, 1], [11 + place, 12, 13, 1], [40 - place, 1]]
-        for worse in (1, 2):
-            sampled = place != 1
-            rows.append(
-                {
-                    **row,
-                    "chosen": "eat oats",
-                    "rejected": f"rest {worse}",
-                    "chosen_ids": answers[0] if sampled else None,
-                    "rejected_ids": answers[worse] if sampled else None,
-                    "chosen_ended": True,
-                    "rejected_ended": True,
-                    "source": "judge" if sampled else "dataset",
-                    "split": "train" if place < 7 else "validation",
-                }
-            )
-    return rows
-
-
-@pytest.fixture
-def run_dpo(workshop: Path, make_stage: Callable[..., Any]) -> Callable[..., dict[str, Any]]:
+def run_dpo(run_pair_stage: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
     """run_dpo(rows, config=…) -> the metrics that the stage wrote."""
-
-    def call(rows: Rows, config: DPOConfig = CONFIG, state: str = "dpo") -> dict[str, Any]:
-        stage = make_stage("dpo", config, OUTS, {PREFERENCES: rows}, state=state)
-        dpo.execute(stage)
-        stage.outputs.commit()
-        metrics: dict[str, Any] = json.loads((workshop / "metrics/dpo.json").read_text())
-        return metrics
-
-    return call
+    return lambda rows, config=CONFIG, state="dpo": run_pair_stage(dpo, config, rows, state)
 
 
 @pytest.mark.parametrize(

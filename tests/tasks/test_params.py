@@ -11,6 +11,7 @@ from rlhf_core.errors import UserError
 from tasks.params import base
 from tasks.params.all import Params
 from tasks.params.loader import parse, read_yaml
+from tasks.params.methods import METHODS
 
 ROOT = Path(__file__).resolve().parents[2]
 FILES = [ROOT / "params.yaml", *sorted((ROOT / "examples").glob("*.yaml"))]
@@ -36,6 +37,15 @@ def put(content: Content, name: str, value: Any) -> Content:
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
 def test_every_shipped_file_is_valid(path: Path) -> None:
     parse(Params, read_yaml(path))
+
+
+def test_a_method_without_a_block_is_off(written: Callable[[str], Content], content: Content) -> None:
+    """A parameter file from before the method existed stays valid, and DVC can track the block all the same."""
+    read = written("dpo:\n  enabled: true\n")
+    assert [read[method.name]["enabled"] for method in METHODS] == [method.name == "dpo" for method in METHODS]
+    for method in METHODS:
+        del content[method.name]
+    assert list(parse(Params, content).enabled_methods()) == []
 
 
 REFUSED = [
@@ -74,8 +84,8 @@ REFUSED = [
     ("evaluate.prompts", "../mine.jsonl", "evaluate.prompts: must stay below data/raw/"),
     ("evaluate.seeds", [1, 1], "evaluate: seeds must be distinct"),
     ("evaluate.extra_models", ["../x"], "evaluate.extra_models.0: must be the name of a folder"),
-    ("evaluate.extra_models", ["dpo"], "evaluate: extra_models: dpo is the name of a model of the run"),
-    ("evaluate.extra_models", ["ppo"], "evaluate: extra_models: ppo is the name of a model of the run"),
+    ("evaluate.extra_models", ["dpo"], "evaluate.extra_models: dpo is the name of a model of the run"),
+    ("evaluate.extra_models", ["ppo"], "evaluate.extra_models: ppo is the name of a model of the run"),
     ("evaluate.extra_models", ["best_of_mine"], "best_of_mine is the name of a model of the run"),
     ("best_of_n.n", [4, 2], "best_of_n: n must rise"),
     ("rejection_sft.training", None, "rejection_sft: enabled needs the block `training`"),

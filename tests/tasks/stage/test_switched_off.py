@@ -52,9 +52,10 @@ def test_a_stage_that_is_switched_off_leaves_every_out_empty(
 
 
 def test_the_headers_are_those_of_the_tables_that_are_written_otherwise() -> None:
-    from tasks import dpo, rejection_sft
+    from tasks import rejection_sft
+    from tasks.training.preference_training import LOGGED
 
-    assert HEADERS["dpo"] == ",".join(["step", *dpo.LOGGED]) + "\n"
+    assert HEADERS["dpo"] == ",".join(["step", *LOGGED]) + "\n"
     assert HEADERS["rejection_sft"] == ",".join(["step", *rejection_sft.LOGGED.values()]) + "\n"
 
 
