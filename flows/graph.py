@@ -1,11 +1,9 @@
 """The graph of stages as DVC reads it from `dvc.yaml`, in the order in which `dvc repro` would run it. Knows nothing of
 Prefect; nobody writes the list of stages down a second time."""
 
-import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from rlhf_core.errors import UserError
 
@@ -49,43 +47,14 @@ class Graph:
 def read_graph(root: Path) -> Graph:
     """The graph of the project at `root`. Raises UserError when DVC cannot read it, or `dvc.lock`.
 
-    DVC writes out every alias of params.yaml as soon as it opens a project, so a bomb is looked for before.
+    DVC expands every alias of params.yaml as soon as it opens a project: `read_yaml` refuses endless ones before.
     """
-    from dvc.exceptions import DvcException
-    from dvc.repo import Repo
-
     from tasks.params.loader import PARAMS_FILE, read_yaml
+    from tasks.stage.dvc_adapter import open_project
 
     if (root / PARAMS_FILE).is_file():
         read_yaml(root / PARAMS_FILE)
-    try:
-        with Repo(str(root)) as repo:
-            return _convert(repo, root)
-    except DvcException as error:
-        reason = " ".join(str(error).split()).replace(f"{root}{os.sep}", "")
-        if "dvc.lock" in reason:
-            raise UserError(
-                f"dvc.lock is broken ({reason}); `git checkout dvc.lock` brings back the committed one, and what DVC's "
-                "cache has is not made again"
-            ) from error
-        raise UserError(f"dvc.yaml: DVC cannot read the graph: {reason}") from error
-
-
-def _convert(repo: Any, root: Path) -> Graph:
-    from dvc.repo.reproduce import get_active_graph, plan_repro
-
-    from tasks.stage.contents import address
-
-    graph = get_active_graph(repo.index.graph)
-    own = [node for node in graph if address(node, root) == getattr(node, "name", None)]
-    plan = list(plan_repro(graph, own)) if own else []
-    upstream: dict[str, tuple[str, ...]] = {}
-    sources: dict[str, tuple[str, ...]] = {}
-    for node in plan:
-        if not node.cmd:
-            continue
-        name = address(node, root)
-        above = list(graph.successors(node))
-        upstream[name] = tuple(address(other, root) for other in above if other.cmd)
-        sources[name] = tuple(address(other, root) for other in above if not other.cmd)
-    return Graph(tuple(upstream), upstream, sources)
+    with open_project(root) as project:
+        plan = project.plan()
+    upstream = {name: tuple(stages) for name, stages, _ in plan}
+    return Graph(tuple(upstream), upstream, {name: tuple(sources) for name, _, sources in plan})

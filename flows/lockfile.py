@@ -4,17 +4,13 @@ the graph. Only the order is touched here, never an entry."""
 from pathlib import Path
 
 from flows.graph import Graph
-from rlhf_core import files
 
 
 def entries(root: Path) -> tuple[str, ...]:
     """The stages that `dvc.lock` names, in its order; none where there is no such file."""
-    path = root / "dvc.lock"
-    if not path.is_file():
-        return ()
-    from dvc.utils.serialize import load_yaml
+    from tasks.stage.dvc_adapter import recorded_order
 
-    return tuple(load_yaml(str(path)).get("stages") or {})
+    return recorded_order(root)
 
 
 def restore_order(root: Path, graph: Graph, before: tuple[str, ...]) -> bool:
@@ -29,20 +25,7 @@ def restore_order(root: Path, graph: Graph, before: tuple[str, ...]) -> bool:
     wanted = (*known, *new, *(name for name in now if name not in known and name not in new))
     if wanted == now:
         return False
-    from dvc.repo import Repo
+    from tasks.stage.dvc_adapter import reorder_lock_file
 
-    with Repo(str(root)) as repo, repo.lock:
-        _rewrite(root / "dvc.lock", wanted)
+    reorder_lock_file(root, wanted)
     return True
-
-
-def _rewrite(path: Path, order: tuple[str, ...]) -> None:
-    from dvc.utils.serialize import dumps_yaml, parse_yaml_for_update
-
-    content = parse_yaml_for_update(path.read_text(encoding="utf-8"), str(path))
-    stages = content["stages"]
-    for name in order:
-        stages.move_to_end(name)
-    with files.whole(path) as place:
-        place.write_text(dumps_yaml(content), encoding="utf-8")
-        place.chmod(path.stat().st_mode)

@@ -119,15 +119,13 @@ def run_stage(
 def _require_sound(root: Path, stage: str) -> None:
     """Raises StageUserError when DVC's cache, which trusts its files once read, has handed out wrong bytes; they are
     removed, for DVC would call them up to date from now on."""
-    from dvc.repo import Repo
-
     from rlhf_core.files import remove
-    from tasks.stage.contents import corrupt_outs, examine_cache, relative
+    from tasks.stage.dvc_adapter import open_project
 
-    with _reading, Repo(str(root)) as repo:
-        if not (outs := corrupt_outs(repo, root, stage)):
+    with _reading, open_project(root) as project:
+        if not (outs := project.corrupt_outs(stage)):
             return
-        objects = " ".join(relative(path, root) for path in examine_cache(repo, root, stage).corrupt)
+        objects = " ".join(os.path.relpath(path, root) for path in project.examine_cache(stage).corrupt)
         for out in outs:
             remove(root / out)
     raise StageUserError(

@@ -34,7 +34,7 @@ CANNOT_CHANGE_RESULTS = {
     "tasks.stage.interrupts": "when a stage stops",
     "tasks.stage.workers": "starts the other processes of a stage; how many is a tracked parameter",
     "tasks.stage.definition": "reads dvc.yaml: inputs, outs and keys",
-    "tasks.stage.contents": "hashes files",
+    "tasks.stage.dvc_adapter": "reads the graph and the hashes",
     "tasks.stage.progress": "prints",
     "tasks.stage.trust": "warns; what it answers is a tracked parameter",
     "tasks.stage.versions": "refuses to run with other versions",

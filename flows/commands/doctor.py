@@ -164,22 +164,18 @@ def _dvc(root: Path) -> Iterator[Check]:
 
 def _cache(root: Path) -> Iterator[Check]:
     """Reads all that `dvc.lock` names, in the workspace and in the cache: minutes where models are large."""
-    from dvc.repo import Repo
+    from tasks.stage.dvc_adapter import open_project
 
-    from tasks.stage.contents import corrupt_outs, examine_cache, relative
-
+    started = time.monotonic()
     try:
-        stages = read_graph(root).stages
+        with open_project(root) as project:
+            cached, outs = project.examine_cache(), project.corrupt_outs()
     except UserError:
         return  # the line about DVC says it
-    started = time.monotonic()
-    with Repo(str(root)) as repo:
-        cached = examine_cache(repo, root)
-        outs = [out for stage in stages for out in corrupt_outs(repo, root, stage)]
     seconds = time.monotonic() - started
     read = f"{cached.objects} objects, {cached.size / 2**20:.1f} MiB, read in {seconds:.1f} s"
     if cached.corrupt:
-        objects = " ".join(relative(path, root) for path in cached.corrupt)
+        objects = " ".join(os.path.relpath(path, root) for path in cached.corrupt)
         advice = f"rm -f {objects}; `dvc fetch` where there is a remote; leash run makes anew what is missing"
         yield Check("cache", "BROKEN", f"{read}; {len(cached.corrupt)} with other bytes than their name says", advice)
     else:

@@ -1,23 +1,19 @@
-"""What dead runs have left in `work/` and beside outputs, told from what a run still needs. Nothing is removed without
-the stage's lock, and never what MLflow has yet to receive. What a person sees of it: `flows/commands/clean.py`."""
+"""Finds and removes what dead runs have left in `work/` and beside outputs. Nothing is removed without the stage's
+lock, and never what MLflow has not yet received."""
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
-
-from dvc.exceptions import DvcException
-from dvc.repo import Repo
 
 from rlhf_core.errors import UserError
 from rlhf_core.files import beside
 from rlhf_core.files import remove as remove_path
 from rlhf_core.locks import FileLock, holder, is_held
 from tasks.params.loader import PARAMS_FILE, read_yaml
-from tasks.records.recorded import repository
-from tasks.stage.definition import Definition, executable
+from tasks.stage.definition import Definition
+from tasks.stage.dvc_adapter import GraphStage, Project, open_project
 from tasks.stage.state import FINISHED, lock_file
 from tasks.tracking import outbox, settings
 
@@ -53,10 +49,10 @@ class Found:
 def find(root: Path, everything: bool = False) -> Found:
     """All leftovers of the project at `root`; with `everything` also state from which a stage would continue."""
     found = Found()
-    with repository(root) as repo:
-        known = {stage.name: stage for stage in executable(repo)}
+    with open_project(root) as project:
+        known = {stage.name: stage for stage in project.stages}
         for name in dict.fromkeys([*known, *_folders(root)]):
-            _of_stage(repo, root, name, known.get(name), everything, found)
+            _of_stage(project, name, known.get(name), everything, found)
     for folder in sorted(outbox.outbox_folder(root).glob(".new-*")):
         if not is_held(folder / outbox.OWNER_LOCK):
             found.add(folder, "an outbox that was never begun")
@@ -94,9 +90,10 @@ def _folders(root: Path) -> Iterator[str]:
 
 
 def _of_stage(
-    repo: Repo, root: Path, name: str, stage: Any, everything: bool, found: Found, mine: bool = False
+    project: Project, name: str, stage: GraphStage | None, everything: bool, found: Found, mine: bool = False
 ) -> None:
     """The leftovers of one stage; `stage` is None where dvc.yaml has it no longer, `mine`: we hold its lock."""
+    root = project.root
     lock = lock_file(root, name)
     olds = sorted((root / "work" / name).glob("*.lock"))
     if held := next((place for place in [lock, *olds] if not mine and is_held(place)), None):
@@ -104,21 +101,22 @@ def _of_stage(
         return
     for old in olds:
         found.add(old, "a lock that nobody holds", name)
-    _states(repo, root, name, stage is not None, everything, found)
+    _states(project, name, stage is not None, everything, found)
     for out in stage.outs if stage is not None else []:
-        partial = beside(root / out.def_path)
+        partial = beside(root / out.path)
         if partial.exists():
             found.add(partial, "half-written by a run that was stopped", name)
     if stage is None and lock.is_file():
         found.add(lock, "a lock that nobody holds", name)
 
 
-def _states(repo: Repo, root: Path, name: str, exists: bool, everything: bool, found: Found) -> None:
+def _states(project: Project, name: str, exists: bool, everything: bool, found: Found) -> None:
+    root = project.root
     folders = [path for path in sorted((root / "work" / name).glob("*")) if path.is_dir() and KEY.fullmatch(path.name)]
     if not folders:
         return
-    key, doubt = _present_key(repo, root, name) if exists else ("", "")
-    recorded = (Definition(name, repo).recorded_key() or "")[:16] if exists else ""
+    key, doubt = _present_key(project, name) if exists else ("", "")
+    recorded = (Definition(name, project).recorded_key() or "")[:16] if exists else ""
     for folder in folders:
         if not exists:
             found.add(folder, f"dvc.yaml has no stage {name}", name)
@@ -131,13 +129,12 @@ def _states(repo: Repo, root: Path, name: str, exists: bool, everything: bool, f
             found.stays.append(f"{folder.relative_to(root)}: {why}; --all removes it")
 
 
-def _present_key(repo: Repo, root: Path, name: str) -> tuple[str, str]:
+def _present_key(project: Project, name: str) -> tuple[str, str]:
     """(name of the present state folder, "") or ("", why it cannot be known)."""
     try:
-        definition = Definition(name, repo)
-        params: Mapping[str, Any] = read_yaml(root / PARAMS_FILE)
-        return definition.key(dict(params), definition.hashes())[:16], ""
-    except (UserError, DvcException) as error:
+        definition = Definition(name, project)
+        return definition.key(read_yaml(project.root / PARAMS_FILE), definition.hashes())[:16], ""
+    except UserError as error:
         return "", " ".join(str(error).split())
 
 
@@ -150,9 +147,9 @@ def _remove_of_stage(root: Path, stage: str, agreed: list[Leftover], everything:
         return []
     try:
         now = Found()
-        with repository(root) as repo:
-            known = {one.name: one for one in executable(repo)}
-            _of_stage(repo, root, stage, known.get(stage), everything, now, mine=True)
+        with open_project(root) as project:
+            known = {one.name: one for one in project.stages}
+            _of_stage(project, stage, known.get(stage), everything, now, mine=True)
         still = {leftover.path for leftover in now.leftovers}
         gone = [leftover for leftover in agreed if leftover.path in still and _delete(leftover.path)]
         _delete_if_empty(root / "work" / stage)

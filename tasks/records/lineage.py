@@ -1,5 +1,4 @@
-"""Where a result comes from: from a model, dataset or metrics file back to the raw data, by hash and never by name
-alone. The tree is made here and printed in `flows/commands/lineage.py`."""
+"""The tree from a model, dataset or metrics file back to the raw data, followed by hash and never by name alone."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -8,27 +7,16 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
-from dvc.repo import Repo
-
 from rlhf_core.errors import UserError
-from tasks.records.recorded import (
-    Record,
-    commit_of,
-    from_cache,
-    hash_at,
-    made_by,
-    made_once,
-    recorded,
-    repository,
-    tracked_in,
-)
+from tasks.records.recorded import Record, made_by, recorded
 from tasks.stage import provenance
-from tasks.stage.definition import RAW, digest, executable
+from tasks.stage.definition import RAW, digest
+from tasks.stage.dvc_adapter import LOCK_FILE, Project, open_project
 
 State = Literal["as recorded", "changed since", "missing", "unknown here"]
 GATE = "data/check.ok"
 """A constant that every stage reads; it says nothing about where a result comes from."""
-WORLD = "rlhf_core/demo/"
+WORLD = "rlhf_core/demo"
 
 
 @dataclass(frozen=True)
@@ -51,21 +39,25 @@ class Node:
 
 @dataclass
 class Lineage:
-    """The walk from one artefact to the raw data, in one repository."""
+    """The walk from one artefact to the raw data, in one project."""
 
-    repo: Repo
-    root: Path
+    project: Project
     known: dict[tuple[str, str], Node] = field(default_factory=dict)
+
+    @property
+    def root(self) -> Path:
+        """The folder of the project."""
+        return self.project.root
 
     @cached_property
     def records(self) -> dict[str, Record]:
         """What dvc.lock says now; nothing where there is none."""
-        return recorded(self.root) if (self.root / "dvc.lock").is_file() else {}
+        return recorded(self.root) if (self.root / LOCK_FILE).is_file() else {}
 
     @cached_property
     def outs(self) -> list[str]:
         """Every output that dvc.yaml declares or dvc.lock names."""
-        declared = [out.def_path for stage in executable(self.repo) for out in stage.outs]
+        declared = [out.path for stage in self.project.stages for out in stage.outs]
         return list(dict.fromkeys([*declared, *(out for record in self.records.values() for out in record.outs)]))
 
     def of(self, path: Path) -> Node:
@@ -75,30 +67,25 @@ class Lineage:
         out = next((out for out in self.outs if inside == out or inside.startswith(f"{out}/")), None)
         if out is None:
             return self._copied(place)
-        lies = hash_at(self.repo, self.root / out)
-        said = next((record.outs[out] for record in self.records.values() if out in record.outs), None)
-        if lies is not None and lies != said and made_once(self.root, out, lies):
-            return self.node(out, lies)  # an older version, brought back
-        if said is not None:
-            return self.node(out, said)
-        own = provenance.read(self.root / out)
-        if lies is None or own is None:
+        now = next((record.outs[out] for record in self.records.values() if out in record.outs), None)
+        if now is not None:
+            return self.node(out, now)
+        own, found = provenance.read(self.root / out), self.project.hash_at(self.root / out)
+        if found is None or own is None:
             raise UserError(f"{out}: dvc.lock does not name it; `dvc repro` makes it")
-        return self._made(out, lies, "unknown here", _from_provenance(own), ["dvc.lock does not name it"])
+        return self._made(out, found, "unknown here", _from_provenance(own), ["dvc.lock does not name it"])
 
     def _copied(self, place: Path) -> Node:
         own = provenance.read(place) if place.is_dir() else None
         if own is None:
             what = "holds no provenance.json" if place.exists() else "file not found"
             raise UserError(f"{place}: {what}, and is no out of dvc.yaml (`dvc dag --outs` shows them)")
-        lies = hash_at(self.repo, place) or ""
-        named = [record for record in self.records.values() if lies in record.outs.values()]
-        origin = next(iter(named), None) or made_once(self.root, None, lies)
-        if origin is None:
-            note = "neither dvc.lock nor its history names this content: changed since it was made, or made elsewhere"
-            return self._made(str(place), lies, "unknown here", _from_provenance(own), [note])
-        name = next(path for path, value in origin.outs.items() if value == lies)
-        return self._made(str(place), lies, "as recorded", _from_provenance(own), [f"is {name} of {origin.source}"])
+        found = self.project.hash_at(place) or ""
+        names = [path for record in self.records.values() for path, value in record.outs.items() if value == found]
+        if not names:
+            note = "dvc.lock does not name this content: changed since it was made, or made elsewhere"
+            return self._made(str(place), found, "unknown here", _from_provenance(own), [note])
+        return self._made(str(place), found, "as recorded", _from_provenance(own), [f"is {names[0]} of {LOCK_FILE}"])
 
     def node(self, path: str, digest: str) -> Node:
         """The artefact that had this hash at `path`, with everything below it."""
@@ -109,20 +96,18 @@ class Lineage:
     def _find(self, path: str, digest: str) -> Node:
         state = self.state(path, digest)
         if path not in self.outs:
-            here = state == "as recorded"
-            data = self._tracked_data() if here else self._tracked_then(digest)
-            return Node(path, digest, state, inputs=tuple(data) if path == RAW else ())
+            known = path == RAW and state == "as recorded"
+            return Node(path, digest, state, inputs=tuple(self._tracked_data()) if known else ())
         record = self._own_record(path, digest, state) or made_by(self.records, path, digest)
-        record = record or made_once(self.root, path, digest)
         if record is None:
-            note = "unknown: neither dvc.lock, its history in git nor DVC's cache says how this was made"
+            note = "unknown: neither dvc.lock nor DVC's cache says how this was made; check out the commit that has it"
             return Node(path, digest, state, notes=(note,))
         return self._made(path, digest, state, record, [])
 
     def state(self, path: str, digest: str) -> State:
         """Whether the workspace holds this content at `path`."""
-        lies = hash_at(self.repo, self.root / path)
-        return "missing" if lies is None else "as recorded" if lies == digest else "changed since"
+        found = self.project.hash_at(self.root / path)
+        return "missing" if found is None else "as recorded" if found == digest else "changed since"
 
     def _own_record(self, path: str, digest: str, state: State) -> Record | None:
         """The model's own provenance, from the workspace, or from DVC's cache where the workspace has another model."""
@@ -131,8 +116,8 @@ class Lineage:
         if state == "as recorded":
             own = provenance.read(self.root / path)
             return _from_provenance(own) if own else None
-        kept = from_cache(self.repo, digest, provenance.FILE)
-        return _from_provenance(json.loads(kept)) if kept else None
+        kept = dict(self.project.cached(digest)).get(provenance.FILE)
+        return _from_provenance(json.loads(kept.read_bytes())) if kept and kept.is_file() else None
 
     def _made(self, path: str, digest: str, state: State, record: Record, notes: list[str]) -> Node:
         inputs = [self.node(name, value) for name, value in sorted(record.inputs.items()) if name != GATE]
@@ -143,18 +128,10 @@ class Lineage:
 
     def _tracked_data(self) -> Iterator[Node]:
         """The data files that DVC tracks below data/raw/."""
-        for stage in self.repo.index.stages:
-            for out in [] if stage.cmd else stage.outs:
-                name = Path(out.fs_path).resolve().relative_to(self.root.resolve()).as_posix()
-                if name.startswith(f"{RAW}/") and out.hash_info.value:
-                    value = str(out.hash_info.value)
-                    yield Node(name, value, self.state(name, value), notes=(f"tracked by {name}.dvc",))
-
-    def _tracked_then(self, raw: str) -> Iterator[Node]:
-        """The same for data/raw/ as it was when it had this hash, from the commit whose dvc.lock recorded it."""
-        commit = commit_of(self.root, raw)
-        for name, value in tracked_in(self.root, commit, RAW).items() if commit else ():
-            yield Node(name, value, self.state(name, value), notes=(f"tracked by {name}.dvc in commit {commit}",))
+        for file in self.project.tracked:
+            if file.path.startswith(f"{RAW}/") and file.recorded:
+                note = f"tracked by {file.path}.dvc"
+                yield Node(file.path, file.recorded, self.state(file.path, file.recorded), notes=(note,))
 
     def _origins(self, record: Record) -> Iterator[Node]:
         """What a stage takes from outside the repository's data: the built-in world, a hub."""
@@ -164,7 +141,7 @@ class Lineage:
         if record.stage == "ingest" and block.get("source") == "demo":
             world = {name: value for name, value in record.code.items() if name.startswith(WORLD)}
             same = all(self.state(name, value) == "as recorded" for name, value in world.items())
-            note = f"{WORLD}*.py, seed {block.get('seed')}; the hash is of the code"
+            note = f"{WORLD}, seed {block.get('seed')}; the hash is of the code"
             yield Node(
                 "the built-in demo world", digest(world), "as recorded" if same else "changed since", notes=(note,)
             )
@@ -191,5 +168,5 @@ def _from_provenance(own: Mapping[str, Any]) -> Record:
 
 def lineage(root: Path, path: Path) -> Node:
     """Where the artefact at `path` comes from. Raises UserError (see `Lineage.of`)."""
-    with repository(root) as repo:
-        return Lineage(repo, root).of(path)
+    with open_project(root) as project:
+        return Lineage(project).of(path)

@@ -4,17 +4,13 @@ those by hash into another workspace."""
 import os
 import shutil
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-from dvc.dependency.param import ParamsDependency
-from dvc.repo import Repo
 
 from rlhf_core.errors import UserError
-from tasks.records.recorded import Record, files_below, hash_at, listing, recorded, sizes
-from tasks.stage.definition import executable
+from tasks.records.recorded import Record, recorded, sizes
+from tasks.stage.dvc_adapter import GraphStage, Project, open_project
 
 HEADROOM = 200 * 2**20
 """Bytes beside inputs and outputs: code, logs, the outbox."""
@@ -37,90 +33,80 @@ class Plan:
     bytes_needed: int
 
 
-def plan(repo: Repo, root: Path, stages: Sequence[str]) -> Plan:
+def plan(project: Project, stages: Sequence[str]) -> Plan:
     """Raises UserError when `dvc.lock` is not that of the present code, parameters and data, or an input is lost."""
-    records = recorded(root)
-    known = executable(repo)
-    wanted = [stage for stage in known if stage.name in stages]
-    made = {out.def_path for stage in wanted for out in stage.outs}
+    records = recorded(project.root)
+    wanted = [stage for stage in project.stages if stage.name in stages]
+    made = {out.path for stage in wanted for out in stage.outs}
     outside: dict[str, str] = {}
     for stage in wanted:
-        outside |= _check(repo, root, stage, records, made)
-    volume = sizes(root)
+        outside |= _check(project, stage, records, made)
+    volume = sizes(project.root)
     return Plan(
         stages=tuple(stages),
         records=records,
         outside=outside,
-        sources=_sources(repo, root, outside),
-        outs=frozenset(out.def_path for stage in known for out in stage.outs),
+        sources=_sources(project, outside),
+        outs=frozenset(out.path for stage in project.stages for out in stage.outs),
         bytes_needed=HEADROOM
         + sum(volume.get(path, 0) for path in outside)
         + COPIES * sum(volume.get(out, 0) for out in made),
     )
 
 
-def _check(repo: Repo, root: Path, stage: Any, records: dict[str, Record], made: set[str]) -> dict[str, str]:
+def _check(project: Project, stage: GraphStage, records: dict[str, Record], made: set[str]) -> dict[str, str]:
     """The stage's inputs from outside. Raises UserError, naming the stage and what is not as recorded."""
     name = stage.name
     record = records.get(name)
     if record is None:
         raise UserError(f"dvc.lock: {name} is not in it; run `dvc repro` first")
     files = {**record.inputs, **record.code}
-    deps = [dep.def_path for dep in stage.deps if not isinstance(dep, ParamsDependency)]
+    deps = [file.path for file in stage.inputs]
     changed = sorted(set(deps) ^ set(files))
-    changed += ["its command"] if stage.cmd != record.command else []
-    changed += _changed_params(stage)
-    changed += sorted({out.def_path for out in stage.outs} ^ set(record.outs))
+    changed += ["its command"] if stage.command != record.command else []
+    changed += stage.changed_params()
+    changed += sorted({out.path for out in stage.outs} ^ set(record.outs))
     for path in set(deps) & set(files):
         maker = next((other for other in records.values() if path in other.outs), None)
         if maker is not None:
             changed += [path] if maker.outs[path] != files[path] else []
-        elif path not in made and not _partly_missing(repo, root, path):
-            changed += [path] if hash_at(repo, root / path) != files[path] else []
+        elif path not in made and not _partly_missing(project, path):
+            changed += [path] if project.hash_at(project.root / path) != files[path] else []
     if changed:
         raise UserError(f"dvc.lock is not that of {name} as it is now ({', '.join(changed)}); run `dvc repro` first")
     return {path: value for path, value in files.items() if path not in made}
 
 
-def _changed_params(stage: Any) -> list[str]:
-    changed: list[str] = []
-    for dep in stage.deps:
-        for file, keys in dep.status().items() if isinstance(dep, ParamsDependency) else ():
-            changed += [str(file)] if isinstance(keys, str) else [f"{file}: {key}" for key in keys]
-    return changed
+def _sources(project: Project, outside: Collection[str]) -> dict[str, str]:
+    """Data that DVC tracks by a .dvc file and that are, or are below, one of these inputs."""
+    return {
+        file.path: file.recorded
+        for file in project.tracked
+        if file.recorded and any(file.path == name or file.path.startswith(f"{name}/") for name in outside)
+    }
 
 
-def _sources(repo: Repo, root: Path, outside: dict[str, str]) -> dict[str, str]:
-    """Data that DVC tracks by a .dvc file and that lie in, or are, one of these inputs."""
-    found: dict[str, str] = {}
-    for stage in repo.index.stages:
-        for out in [] if stage.cmd else stage.outs:
-            path = Path(out.fs_path).relative_to(root).as_posix()
-            if any(path == name or path.startswith(f"{name}/") for name in outside) and out.hash_info.value:
-                found[path] = str(out.hash_info.value)
-    return found
-
-
-def _partly_missing(repo: Repo, root: Path, path: str) -> bool:
+def _partly_missing(project: Project, path: str) -> bool:
     """Whether tracked raw data below `path` are not in the workspace; DVC's cache may hold them."""
-    return any(not (root / source).exists() for source in _sources(repo, root, {path: ""}))
+    return any(not (project.root / source).exists() for source in _sources(project, [path]))
 
 
-def fill(repo: Repo, root: Path, clone: Path, what: Plan) -> None:
+def fill(project: Project, clone: Path, what: Plan) -> None:
     """Copy what git tracks (as it lies here) and every input from outside to `clone`.
 
     Raises UserError when an input is neither in the workspace nor in DVC's cache, or the copy is not what was recorded.
     """
+    root = project.root
     for name in tracked_files(root):
         if not any(name == out or name.startswith(f"{out}/") for out in what.outs):
             _copy(root / name, clone / name)
     for path, digest in what.sources.items():
-        _place(repo, root, clone, path, digest)
-    with Repo(str(clone)) as twin:
+        _place(project, clone, path, digest)
+    with open_project(clone) as twin:
         for path, digest in what.outside.items():
-            if hash_at(twin, clone / path) != digest:
-                _place(repo, root, clone, path, digest)
-                if hash_at(twin, clone / path) != digest:
+            if twin.hash_at(clone / path) != digest:
+                _place(project, clone, path, digest)
+                if twin.hash_at(clone / path) != digest:
                     raise UserError(f"{path}: not what dvc.lock records; run `dvc repro` first")
 
 
@@ -132,12 +118,13 @@ def tracked_files(root: Path) -> list[str]:
     return [name for name in dict.fromkeys(done.stdout.split("\0")) if name and os.path.lexists(root / name)]
 
 
-def _place(repo: Repo, root: Path, clone: Path, path: str, digest: str) -> None:
+def _place(project: Project, clone: Path, path: str, digest: str) -> None:
     """The content with this hash, from the workspace or else DVC's cache."""
-    if hash_at(repo, root / path) == digest:
-        files = [(name, root / path / name if name else root / path) for name in files_below(repo, root / path)]
+    place = project.root / path
+    if project.hash_at(place) == digest:
+        files = [(name, place / name if name else place) for name in project.files_below(place)]
     else:
-        files = listing(repo, digest)
+        files = project.cached(digest)
         if not files or not all(blob.is_file() for _, blob in files):
             raise UserError(
                 f"{path}: what dvc.lock records ({digest[:8]}) is neither in the workspace nor in DVC's cache; "

@@ -1,17 +1,18 @@
-"""Datasets against their pandera schemas, with one clear line for all that is wrong, and the check across datasets that
-no held-out prompt stands anywhere else. What the columns must be is said in a file a dataset, beside this one."""
+"""Validates datasets with their pandera schemas, and checks that no held-out prompt is in a training dataset. All that
+is wrong goes into one line."""
 
 import importlib
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path, PurePosixPath
-from typing import NamedTuple
-
-import pandas as pd
-import pandera.pandas as pa
+from typing import TYPE_CHECKING, NamedTuple
 
 from rlhf_core.data.chat import as_text, opening
 from rlhf_core.errors import UserError
 from tasks.datasets.jsonl import Row, brief_names, read_jsonl
+
+if TYPE_CHECKING:  # importing them takes a second: stages without datasets do without
+    import pandas as pd
+    import pandera.pandas as pa
 
 ROWS_NAMED = 5
 PROBLEMS_NAMED = 20
@@ -78,7 +79,7 @@ def schema_module(path: str) -> str:
     return f"tasks.schemas.{folder}_{name}" if name == "samples" else f"tasks.schemas.{name}"
 
 
-def validate(rows: list[Row], schema: pa.DataFrameSchema, path: str | Path) -> list[Row]:
+def validate(rows: list[Row], schema: "pa.DataFrameSchema", path: str | Path) -> list[Row]:
     """`rows`, unchanged, when all of them fit `schema`.
 
     Raises UserError in one line with every broken rule: file, column, what it must be, how many rows, the first ones.
@@ -88,12 +89,15 @@ def validate(rows: list[Row], schema: pa.DataFrameSchema, path: str | Path) -> l
         if (schema.metadata or {}).get("may_be_empty"):
             return rows
         raise UserError(f"{path}: empty data set; at least one row is needed")
+    import pandas as pd
+    from pandera.errors import SchemaErrors
+
     columns = {name: [row.get(name, MISSING) for row in rows] for name in schema.columns}
     problems = [Problem(name, "missing column", numbers) for name, numbers in _missing(columns).items()]
     problems += [Problem(name, "unknown column", numbers) for name, numbers in _unknown(rows, columns).items()]
     try:
         schema.validate(pd.DataFrame(columns, dtype=object), lazy=True)
-    except pa.errors.SchemaErrors as errors:
+    except SchemaErrors as errors:
         problems += _problems(errors.failure_cases, columns)
     if problems:
         more = f"; and {len(problems) - PROBLEMS_NAMED} more" if len(problems) > PROBLEMS_NAMED else ""
@@ -117,8 +121,10 @@ def _unknown(rows: list[Row], columns: Mapping[str, object]) -> dict[str, list[i
     return dict(sorted(found.items()))
 
 
-def _problems(cases: pd.DataFrame, columns: Mapping[str, list[object]]) -> list[Problem]:
+def _problems(cases: "pd.DataFrame", columns: Mapping[str, list[object]]) -> list[Problem]:
     """pandera's table of failures (a row a failed value) as one problem a rule, without what a missing key explains."""
+    import pandas as pd
+
     found: dict[tuple[str, str], set[int]] = {}
     for context, column, check, index in zip(
         cases["schema_context"], cases["column"], cases["check"], cases["index"], strict=True

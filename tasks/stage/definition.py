@@ -1,7 +1,4 @@
-"""What `dvc.yaml` says about a stage, read through DVC: its inputs with their hashes, its outputs, and its key.
-
-`dvc.yaml` is the only definition of the graph; nothing here repeats it.
-"""
+"""A stage as dvc.yaml defines it: its inputs with their hashes, its outputs, its tracked parameters and its key."""
 
 import hashlib
 import json
@@ -13,85 +10,70 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from dvc.dependency.param import ParamsDependency
-from dvc.repo import Repo
-
 from rlhf_core.errors import UserError
 from tasks.params.loader import PARAMS_FILE
-from tasks.stage.contents import content_hash
+from tasks.stage.dvc_adapter import GraphStage, Project
 from tasks.tracking.tracker import PipelineIdentity
 
 RAW = "data/raw"
 CODE = ("tasks/", "rlhf_core/", "flows/")
-"""Where code lies: what dvc.yaml names below these folders is code, everything else data or a model."""
+"""Folders of code: what dvc.yaml names below them is code, everything else data or a model."""
 
 
 @dataclass(frozen=True)
 class Definition:
-    """One stage of the graph, as DVC reads it."""
+    """One stage of the graph."""
 
     name: str
-    repo: Repo
+    project: Project
 
     @cached_property
-    def _stages(self) -> list[Any]:
-        return executable(self.repo)
-
-    @cached_property
-    def _stage(self) -> Any:
-        for stage in self._stages:
+    def _stage(self) -> GraphStage:
+        for stage in self.project.stages:
             if stage.name == self.name:
                 return stage
         raise UserError(f"dvc.yaml: no stage named {self.name}")
 
     @property
-    def place(self) -> tuple[int, int]:
+    def position(self) -> tuple[int, int]:
         """(which stage, of how many), counted from 1."""
-        return self._stages.index(self._stage) + 1, len(self._stages)
+        return self.project.stages.index(self._stage) + 1, len(self.project.stages)
 
     @property
     def command(self) -> str:
         """The stage's command line."""
-        return str(self._stage.cmd)
+        return self._stage.command
 
     @property
     def outs(self) -> list[str]:
         """Paths of the outputs, relative to the repository."""
-        return [out.def_path for out in self._stage.outs]
+        return [out.path for out in self._stage.outs]
 
     @property
     def inputs(self) -> list[str]:
         """Paths of the file and folder dependencies, relative to the repository."""
-        return [dep.def_path for dep in self._stage.deps if not isinstance(dep, ParamsDependency)]
+        return [file.path for file in self._stage.inputs]
 
     def hashes(self) -> dict[str, str]:
-        """The content hash of every input, as DVC knows it: it reads what has a new time, size or inode.
-
-        Raises UserError for one that is missing.
-        """
-        result = {}
-        for dep in self._stage.deps:
-            if isinstance(dep, ParamsDependency):
-                continue
-            if not dep.exists:
-                raise UserError(f"{dep.def_path}: file not found; `dvc repro {self.name}` makes what the stage needs")
-            result[dep.def_path] = str(dep.get_hash().value)
-        return result
+        """The hash of every input as DVC has noted it. Raises UserError for a missing input."""
+        for file in self._stage.inputs:
+            if not file.exists:
+                raise UserError(f"{file.path}: file not found; `dvc repro {self.name}` makes what the stage needs")
+        return {file.path: file.noted_hash() for file in self._stage.inputs}
 
     def require_sound(self, hashes: Mapping[str, str]) -> None:
-        """Read every input. Raises UserError for one whose bytes are not those of its hash, though DVC takes it for
-        unchanged: what is made from it would be recorded as made from the right ones."""
-        for dep in self._stage.deps:
-            if not isinstance(dep, ParamsDependency) and content_hash(dep) != hashes[dep.def_path]:
+        """Read every input. Raises UserError for one whose bytes are not those of its hash although its time and size
+        are unchanged: DVC would record the result as made from the right bytes."""
+        for file in self._stage.inputs:
+            if file.content_hash() != hashes[file.path]:
                 raise UserError(
-                    f"{dep.def_path}: other bytes than DVC has noted, in files that seem untouched (a disk or a cache "
-                    f"that is damaged); `rm -r {dep.def_path}` and run again; `leash doctor` finds what else is damaged"
+                    f"{file.path}: other bytes than DVC has noted, in files that seem untouched (a disk or a cache "
+                    f"that is damaged); `rm -r {file.path}` and run again; `leash doctor` finds what else is damaged"
                 )
 
     def tracked(self, params: dict[str, Any]) -> dict[str, Any]:
         """The parameters that the stage depends on."""
-        names = [name for dep in self._stage.deps if isinstance(dep, ParamsDependency) for name in dep.params]
-        return {name: _lookup(params, name) for name in sorted(names)}
+        return {name: _lookup(params, name) for name in sorted(self._stage.params)}
 
     def blocks(self, params: dict[str, Any]) -> dict[str, Any]:
         """The whole blocks of params.yaml of which the stage depends on at least one key."""
@@ -100,27 +82,16 @@ class Definition:
 
     def key(self, params: dict[str, Any], hashes: dict[str, str]) -> str:
         """The identity of this execution: hash of command, tracked parameters and contents of the dependencies."""
-        return digest({"cmd": self._stage.cmd, "params": self.tracked(params), "deps": hashes})
+        return digest({"cmd": self.command, "params": self.tracked(params), "deps": hashes})
 
     def recorded_key(self) -> str | None:
         """The key of the execution that dvc.lock records and whose outputs DVC's cache holds; None where there is
         none."""
-        params: dict[str, Any] = {}
-        hashes: dict[str, str | None] = {}
-        for dep in self._stage.deps:
-            if isinstance(dep, ParamsDependency):
-                params |= dep.hash_info.value or {}
-            else:
-                hashes[dep.def_path] = dep.hash_info.value
-        if self._stage.cmd_changed or None in hashes.values() or not all(map(_is_cached, self._stage.outs)):
+        hashes = {file.path: file.recorded for file in self._stage.inputs}
+        complete = None not in hashes.values() and all(out.is_cached for out in self._stage.outs)
+        if self._stage.command_changed or not complete:
             return None
-        return digest({"cmd": self._stage.cmd, "params": params, "deps": hashes})
-
-
-def _is_cached(out: Any) -> bool:
-    if not out.use_cache:
-        return True
-    return bool(out.hash_info) and Path(out.repo.cache.local.oid_to_path(out.hash_info.value)).exists()
+        return digest({"cmd": self.command, "params": dict(self._stage.recorded_params), "deps": hashes})
 
 
 def is_code(path: str) -> bool:
@@ -128,27 +99,18 @@ def is_code(path: str) -> bool:
     return path.startswith(CODE)
 
 
-def executable(repo: Repo) -> list[Any]:
-    """The stages of the graph that have a command, in the order of dvc.yaml. Each is known by its `name`: DVC's own
-    address of a stage depends on the current folder."""
-    return [stage for stage in repo.index.stages if stage.cmd]
-
-
-def pipeline_identity(repo: Repo, params: dict[str, Any]) -> PipelineIdentity:
+def pipeline_identity(project: Project, params: dict[str, Any]) -> PipelineIdentity:
     """The identity of the pipeline run: raw data, parameters without `runtime`, and commands."""
     kept = {name: value for name, value in params.items() if name != "runtime"}
-    commands = {stage.name: stage.cmd for stage in executable(repo)}
-    key = digest({"raw": _raw_hash(repo), "params": kept, "commands": commands})
-    commit, dirty = git_state(Path(repo.root_dir))
+    commands = {stage.name: stage.command for stage in project.stages}
+    key = digest({"raw": _raw_hash(project), "params": kept, "commands": commands})
+    commit, dirty = git_state(project.root)
     return PipelineIdentity(key=key, params=kept, commit=commit, dirty=dirty)
 
 
-def _raw_hash(repo: Repo) -> str | None:
-    for stage in executable(repo):
-        for dep in stage.deps:
-            if dep.def_path == RAW and dep.exists:
-                return str(dep.get_hash().value)
-    return None
+def _raw_hash(project: Project) -> str | None:
+    raw = (file for stage in project.stages for file in stage.inputs if file.path == RAW)
+    return next((file.noted_hash() for file in raw if file.exists), None)
 
 
 def digest(content: Any) -> str:

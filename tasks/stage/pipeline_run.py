@@ -9,12 +9,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from dvc.repo import Repo
-
 from rlhf_core.errors import UserError
 from tasks.params.loader import PARAMS_FILE, parse, read_yaml
 from tasks.params.runtime import RuntimeParams
-from tasks.stage.definition import Definition, executable, pipeline_identity
+from tasks.stage.definition import Definition, pipeline_identity
+from tasks.stage.dvc_adapter import Project, open_project
 from tasks.tracking.sender import drain
 from tasks.tracking.tracker import PipelineTracker, Status, Tracker
 
@@ -32,16 +31,16 @@ def headline_numbers(stage: str, metrics: dict[str, Any]) -> dict[str, float | N
 
 
 def describe(
-    tracker: PipelineTracker | Tracker, repo: Repo, params: dict[str, Any], stages: Iterable[str] | None = None
+    tracker: PipelineTracker | Tracker, project: Project, params: dict[str, Any], stages: Iterable[str] | None = None
 ) -> None:
     """Show the figures of `stages` (None: all) on the pipeline run, and link the runs of those that DVC restored."""
-    known = [stage.name for stage in executable(repo)]
+    known = [stage.name for stage in project.stages]
     for name in known if stages is None else [name for name in known if name in set(stages)]:
-        metrics = Path(repo.root_dir) / "metrics" / f"{name}.json"
+        metrics = project.root / "metrics" / f"{name}.json"
         if not metrics.exists():
             continue
         tracker.headline(headline_numbers(name, json.loads(metrics.read_text(encoding="utf-8"))))
-        definition = Definition(name, repo)
+        definition = Definition(name, project)
         with suppress(UserError):  # an input is gone; what it once was is not known here
             tracker.link_restored(name, definition.key(params, definition.hashes()))
 
@@ -60,9 +59,9 @@ def finish(root: Path, status: Status, stages: Sequence[str]) -> str:
     if not tracking:
         return ""
     if stages:
-        with Repo(str(root)) as repo:
-            tracker = PipelineTracker.open(root, pipeline_identity(repo, params))
-            describe(tracker, repo, params, stages)
+        with open_project(root) as project:
+            tracker = PipelineTracker.open(root, pipeline_identity(project, params))
+            describe(tracker, project, params, stages)
             tracker.close_parent(status)
             tracker.close()
     drained = drain(root)

@@ -1,8 +1,5 @@
-"""The contract every stage keeps: typed parameters, checked inputs, a state folder of its own, tracking, whole outputs.
-
-`run` is the main function of every `python -m tasks.<stage>`. What a stage does stands in its module; nothing here
-knows one stage from another.
-"""
+"""The main function of every `python -m tasks.<stage>`, and the contract that it keeps: typed parameters, checked
+inputs, a state folder of its own, tracking, whole outputs."""
 
 import errno
 import json
@@ -16,7 +13,6 @@ from pathlib import Path
 from typing import Any, Literal, NoReturn
 
 import psutil
-from dvc.repo import Repo
 
 from rlhf_core.errors import UserError, is_out_of_memory
 from tasks.datasets.jsonl import Row
@@ -24,17 +20,19 @@ from tasks.params.loader import parse, read_yaml
 from tasks.schemas.validation import load
 from tasks.stage import provenance, state
 from tasks.stage.definition import Definition, is_code, pipeline_identity
+from tasks.stage.dvc_adapter import Project, open_project
 from tasks.stage.interrupts import Interrupts
 from tasks.stage.outputs import Outputs
 from tasks.stage.pipeline_run import describe
 from tasks.stage.stage import Common, Model, Stage
-from tasks.stage.versions import VERSIONS_FILE, require_declared_versions
+from tasks.stage.versions import require_declared_versions
 from tasks.stage.workers import is_worker, run_as_worker
 from tasks.tracking.tracker import Tracker
 
 OUTCOME_VARIABLE = "LEASH_OUTCOME"
 """Environment variable: a file to which a stage appends one JSON line about how it ended."""
 
+VERSIONS = "tasks/stage/versions.json"
 FULL = (
     "No space left on device",
     "Disk quota exceeded",
@@ -107,27 +105,28 @@ def _report_outcome(outcome: dict[str, Any]) -> None:
 
 
 def _run(name: str, model: type[Model], execute: Execute[Model], tracked: bool, interrupts: Interrupts) -> str:
-    """Steps 1 to 5 of the contract. Returns the stage key."""
+    """The contract, step by step. Returns the stage key."""
     recorded_later = state.under_dvc(name)
     quiet_libraries()
     content = read_yaml()
     params = parse(model, content.get(name, {}), name)
     common = parse(Common, {key: content[key] for key in Common.model_fields if key in content})
-    with Repo() as repo, state.alone(Path(repo.root_dir), name):
-        definition = Definition(name, repo)
-        root = Path(repo.root_dir)
-        if str(VERSIONS_FILE.relative_to(VERSIONS_FILE.parents[2])) in definition.inputs:
+    with open_project(Path()) as project, state.alone(project.root, name):
+        definition, root = Definition(name, project), project.root
+        if VERSIONS in definition.inputs:
             require_declared_versions()
         hashes = definition.hashes()
-        definition.require_sound(hashes)
+        reads = getattr(params, "enabled", True)
+        if reads:
+            definition.require_sound(hashes)
         if recorded_later:
             require_older_code(definition, psutil.Process().create_time())
-        rows = load(root, definition.inputs)
+        rows = load(root, definition.inputs) if reads else {}
         key = definition.key(content, hashes)
         state_dir, continues = state.begin(definition, key)
         tracked = tracked and common.runtime.tracking and not is_worker()
         tracker = _open_tracker(definition, content, key, hashes, rows, continues) if tracked else None
-        position, total = definition.place
+        position, total = definition.position
         stage = Stage(
             name=name,
             key=key,
@@ -141,21 +140,19 @@ def _run(name: str, model: type[Model], execute: Execute[Model], tracked: bool, 
             label=f"[{position}/{total} {name}]",
             rows=rows,
             hashes=hashes,
-            conclude=partial(_conclude, tracker, repo, content),
+            conclude=partial(_conclude, tracker, project, content),
             interrupts=interrupts,
         )
         with _tracked(stage):
             execute(stage)
             if is_worker():
                 return key
-            now = Definition(name, repo)
-            _require_unchanged(hashes | definition.tracked(content), now.hashes() | now.tracked(read_yaml()))
+            now = definition.hashes() | definition.tracked(read_yaml())
+            _require_unchanged(hashes | definition.tracked(content), now)
             provenance.write(definition, content, hashes, stage.outputs, stage.exemptions)
             stage.outputs.commit()
             for act in stage.afterwards:
                 act()
-        now = Definition(name, repo)
-        _require_unchanged(hashes | definition.tracked(content), now.hashes() | now.tracked(read_yaml()))
         state.end(state_dir, recorded_later)
     return key
 
@@ -178,8 +175,8 @@ def _open_tracker(
     rows: Mapping[str, list[Row]],
     continues: bool,
 ) -> Tracker:
-    root = Path(definition.repo.root_dir)
-    tracker = Tracker.open(root, definition.name, key, pipeline_identity(definition.repo, content), continues=continues)
+    pipeline = pipeline_identity(definition.project, content)
+    tracker = Tracker.open(definition.project.root, definition.name, key, pipeline, continues=continues)
     tracker.params(definition.tracked(content))
     for path in definition.inputs:
         if path in rows or path.startswith("data/raw"):
@@ -187,9 +184,9 @@ def _open_tracker(
     return tracker
 
 
-def _conclude(tracker: Tracker | None, repo: Repo, content: dict[str, Any]) -> None:
+def _conclude(tracker: Tracker | None, project: Project, content: dict[str, Any]) -> None:
     if tracker:
-        describe(tracker, repo, content)
+        describe(tracker, project, content)
         tracker.close_parent("FINISHED")
 
 
@@ -217,7 +214,7 @@ def _tracked(stage: Stage[Any]) -> Iterator[None]:
 def require_older_code(definition: Definition, started: float) -> None:
     """Raise UserError when code of the stage was edited since this process `started` (seconds since 1970): what it has
     loaded by now is not what DVC would record."""
-    root = Path(definition.repo.root_dir)
+    root = definition.project.root
     code = [path for path in definition.inputs if is_code(path)]
     edited = [path for path in code if (root / path).stat().st_mtime > started + CLOCK_SECONDS]
     if edited:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from rlhf_core.errors import UserError
 from rlhf_core.locks import FileLock, holder
-from tasks.stage.definition import Definition, executable
+from tasks.stage.definition import Definition
 from tasks.stage.workers import is_worker
 
 FINISHED = "finished"
@@ -54,7 +54,7 @@ def folder_of(root: Path, name: str, key: str) -> Path:
 def begin(definition: Definition, key: str) -> tuple[Path, bool]:
     """The state folder, and whether an earlier process finished in it and was not recorded. Removes what is recorded,
     of every stage: a stage that is run again although DVC has its results starts from nothing."""
-    root = Path(definition.repo.root_dir)
+    root = definition.project.root
     folder = folder_of(root, definition.name, key)
     if not is_worker():
         _sweep(definition, root)
@@ -71,10 +71,10 @@ def end(folder: Path, recorded_later: bool) -> None:
 
 
 def _sweep(present: Definition, root: Path) -> None:
-    for stage in executable(present.repo):
+    for stage in present.project.stages:
         if not list((root / "work" / stage.name).glob(f"*/{FINISHED}")):
             continue
-        key = Definition(stage.name, present.repo).recorded_key()
+        key = Definition(stage.name, present.project).recorded_key()
         if key is None or not (done := folder_of(root, stage.name, key) / FINISHED).exists():
             continue
         lock = FileLock(lock_file(root, stage.name))

@@ -1,6 +1,5 @@
 """Files of DVC's cache that a disk or a hand has spoiled: what DVC notices, what it does not, and who does then."""
 
-import json
 import os
 import shutil
 import sys
@@ -9,15 +8,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from dvc.repo import Repo
 
 from flows import processes
 from flows.commands.doctor import Check, examine
 from flows.graph import read_graph
 from flows.stages import EXECUTED, RESTORED, UP_TO_DATE, StageUserError, run_stage
 from rlhf_core.errors import UserError
-from tasks.stage.contents import content_hash
 from tasks.stage.definition import Definition
+from tasks.stage.dvc_adapter import open_project
 
 if TYPE_CHECKING:
     from tests.conftest import Project
@@ -45,13 +43,9 @@ def root(toy: Toy, serial: Callable[[Path], None]) -> Path:
 
 def object_of(root: Path, out: str) -> Path:
     """The cached file of an output, or of the file `folder/name` in one that is a folder."""
-    with Repo(str(root)) as repo:
-        (found,) = [one for stage in repo.index.stages for one in stage.outs if out.startswith(one.def_path)]
-        name, place = str(found.hash_info.value), repo.cache.local.oid_to_path
-        if name.endswith(".dir") and out != found.def_path:
-            members = json.loads(Path(place(name)).read_bytes())
-            (name,) = [one["md5"] for one in members if one["relpath"] == out.removeprefix(f"{found.def_path}/")]
-        return Path(place(name))
+    with open_project(root) as project:
+        (found,) = [one for stage in project.stages for one in stage.outs if out.startswith(one.path)]
+        return dict(project.cached(found.recorded or ""))[out.removeprefix(found.path).removeprefix("/")]
 
 
 def spoil(path: Path, kind: str) -> None:
@@ -119,19 +113,19 @@ def test_a_broken_entry_of_the_run_cache(text: str, root: Path) -> None:
 
 def test_wrong_bytes_in_an_input_stop_the_stage_that_reads_it(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(root)
-    with Repo() as repo:
-        right = Definition("two", repo).hashes()
+    with open_project(root) as project:
+        right = Definition("two", project).hashes()
         spoil(root / "one.out", "flip")  # DVC trusts size, times and inode
-        (out,) = [one for stage in repo.index.stages for one in stage.outs if one.def_path == "one.out"]
-        assert str(out.get_hash().value) == right["one.out"]
-        assert content_hash(out) != right["one.out"]
+        (out,) = [one for stage in project.stages for one in stage.outs if one.path == "one.out"]
+        assert out.noted_hash() == right["one.out"]
+        assert out.content_hash() != right["one.out"]
         with pytest.raises(UserError, match=r"^one.out: other bytes than DVC has noted.*`rm -r one.out` and run again"):
-            Definition("two", repo).require_sound(right)
+            Definition("two", project).require_sound(right)
     assert finding(root, "outputs").found == "other bytes than dvc.lock names: one.out"
     (root / "one.out").unlink()
     assert state(root, "one") == RESTORED
-    with Repo() as repo:
-        assert Definition("two", repo).hashes() == right
+    with open_project(root) as project:
+        assert Definition("two", project).hashes() == right
 
 
 @pytest.mark.pipeline
@@ -154,7 +148,7 @@ def test_a_spoiled_model(finished: "Project") -> None:
 def test_every_input_hashes_as_dvc_says(finished: "Project", monkeypatch: pytest.MonkeyPatch) -> None:
     """Files, folders, code: our reading of the bytes and DVC's rules are the same."""
     monkeypatch.chdir(finished.root)
-    with Repo() as repo:
+    with open_project(finished.root) as project:
         for stage in read_graph(finished.root).stages:
-            definition = Definition(stage, repo)
+            definition = Definition(stage, project)
             definition.require_sound(definition.hashes())

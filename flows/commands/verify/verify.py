@@ -81,21 +81,21 @@ def verify(root: Path, names: Sequence[str], keep: bool, say: Say) -> Report:
     full. The clone is gone at the end, however that comes, unless `keep`.
     """
     from tasks.records.rebuild import fill, plan
-    from tasks.records.recorded import repository
     from tasks.stage.definition import git_state
+    from tasks.stage.dvc_adapter import open_project
 
     graph = read_graph(root)
     graph.select(names)
     stages = [name for name in graph.stages if not names or name in names]
     report = Report()
     report.commit, report.dirty = git_state(root)
-    with processes.session(), repository(root) as repo:
-        what = plan(repo, root, stages)
+    with processes.session(), open_project(root) as recorded_project:
+        what = plan(recorded_project, stages)
         _require_room(root, what.bytes_needed)
         _say_what(report, what.stages, say)
         with temporary_clone(root, keep) as project:
             report.kept = str(project) if keep else ""
-            fill(repo, root, project, what)
+            fill(recorded_project, project, what)
             _rebuild(root, project, what, report, say)
     report.cpu, report.threads = _machine(root)
     return report

@@ -15,6 +15,7 @@ from rlhf_core.locks import FileLock
 from tasks.records.leftovers import Found, Leftover
 from tasks.records.leftovers import remove as remove_all
 from tasks.stage.definition import Definition
+from tasks.stage.dvc_adapter import open_project
 from tasks.stage.state import FINISHED
 from tasks.tracking.outbox import Outbox
 
@@ -51,8 +52,8 @@ def root(tmp_path: Path) -> Path:
 
 
 def present(root: Path, stage: str) -> str:
-    with Repo(str(root)) as repo:
-        definition = Definition(stage, repo)
+    with open_project(root) as project:
+        definition = Definition(stage, project)
         return f"work/{stage}/{definition.key({}, definition.hashes())[:16]}"
 
 

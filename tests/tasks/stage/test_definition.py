@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from dvc.repo import Repo
 
 from rlhf_core.errors import UserError
 from tasks.stage.definition import Definition, digest, git_state, pipeline_identity
+from tasks.stage.dvc_adapter import open_project
 
 GRAPH = """
 stages:
@@ -39,25 +39,25 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_inputs_outs_place_and_parameters_come_from_dvc_yaml(root: Path) -> None:
-    with Repo(str(root)) as repo:
-        second = Definition("second", repo)
+def test_inputs_outs_position_and_parameters_come_from_dvc_yaml(root: Path) -> None:
+    with open_project(root) as project:
+        second = Definition("second", project)
         assert second.inputs == ["middle.txt", "code.py"]
         assert sorted(second.outs) == ["metrics/second.json", "model", "plots/second.csv"]
-        assert second.place == (2, 2)
+        assert second.position == (2, 2)
         assert second.tracked(PARAMS) == {"second": {"c": 2}, "seed": 1}
         assert second.hashes().keys() == {"middle.txt", "code.py"}
 
 
 def test_errors_that_the_user_can_mend(root: Path) -> None:
     (root / "middle.txt").unlink()
-    with Repo(str(root)) as repo:
+    with open_project(root) as project:
         with pytest.raises(UserError, match="no stage named third"):
-            _ = Definition("third", repo).inputs
+            _ = Definition("third", project).inputs
         with pytest.raises(UserError, match=r"^middle.txt: file not found; `dvc repro second` makes"):
-            Definition("second", repo).hashes()
+            Definition("second", project).hashes()
         with pytest.raises(UserError, match=r"^params.yaml: second: missing parameter"):
-            Definition("second", repo).tracked({"seed": 1})
+            Definition("second", project).tracked({"seed": 1})
 
 
 def change(**blocks: Any) -> Callable[[Path], dict[str, Any]]:
@@ -85,8 +85,8 @@ def rewrite(name: str, text: str) -> Callable[[Path], dict[str, Any]]:
 )
 def test_the_identity_of_a_pipeline_run(root: Path, edit: Callable[[Path], dict[str, Any]], another_run: bool) -> None:
     def identity(params: dict[str, Any]) -> str:
-        with Repo(str(root)) as repo:
-            return pipeline_identity(repo, params).key
+        with open_project(root) as project:
+            return pipeline_identity(project, params).key
 
     before = identity(PARAMS)
     assert (identity(edit(root)) != before) is another_run

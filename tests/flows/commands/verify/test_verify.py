@@ -195,7 +195,8 @@ def test_what_no_stage_reads_may_change(recorded: Path) -> None:
 def test_an_exempt_run_says_so(recorded: Path, tmp_path: Path) -> None:
     """It may differ without anything being wrong; its model says why."""
     rebuilt = tmp_path / "clone"
-    rebuilt.mkdir()
+    (rebuilt / ".dvc").mkdir(parents=True)
+    (rebuilt / ".dvc" / "config").write_text("[core]\n    no_scm = true\n", encoding="utf-8")
     shutil.copy2(recorded / "dvc.lock", rebuilt)
     own = dict.fromkeys(KEYS, "") | {"exemptions": ["the micro-batch was halved"]}
     (recorded / "models/m").mkdir(parents=True)

@@ -1,0 +1,367 @@
+"""The one module that imports DVC's Python packages: the graph, the hashes and the cache of a project.
+
+DVC documents its commands, not these names. Those used here are checked at import, so that a DVC that has renamed one
+fails with a line that says so.
+"""
+
+import copy
+import hashlib
+import inspect
+import json
+import logging
+import os
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from dvc.dependency.param import ParamsDependency
+from dvc.exceptions import DvcException
+from dvc.lock import LockError
+from dvc.output import Output
+from dvc.repo import Repo
+from dvc.repo.reproduce import get_active_graph, plan_repro
+from dvc.utils.serialize import dumps_yaml, parse_yaml, parse_yaml_for_update
+from dvc_data.hashfile.build import build
+from dvc_data.hashfile.state import StateNoop
+
+from rlhf_core import files
+from rlhf_core.errors import UserError
+
+LOCK_FILE = "dvc.lock"
+CHUNK_BYTES = 2**20
+PATIENCE_SECONDS = 600.0
+"""How long to wait for another DVC process that holds the lock of the project."""
+
+PARAMETERS = {
+    Repo: ("root_dir",),
+    build: ("odb", "path", "fs", "name", "ignore", "dry_run"),
+    get_active_graph: ("graph",),
+    plan_repro: ("graph", "stages"),
+    parse_yaml: ("text", "path"),
+    parse_yaml_for_update: ("text", "path"),
+    dumps_yaml: ("d",),
+    StateNoop: (),
+}
+ATTRIBUTES = {
+    Repo: ("index", "dvcignore", "fs", "close"),
+    Output: ("get_hash", "exists", "dvcignore"),
+    ParamsDependency: ("status", "get_hash"),
+}
+
+
+def check_dvc() -> None:
+    """Raise ImportError naming what the installed DVC has no longer."""
+    missing = [f"{_name(one)}.{name}" for one, names in ATTRIBUTES.items() for name in names if not hasattr(one, name)]
+    missing += [
+        f"{_name(one)}({name})"
+        for one, names in PARAMETERS.items()
+        for name in names
+        if name not in inspect.signature(one).parameters
+    ]
+    if missing:
+        raise _changed(", ".join(missing))
+
+
+def _changed(what: str) -> ImportError:
+    return ImportError(
+        f"dvc {version('dvc')} or dvc-data {version('dvc-data')} has changed what tasks/stage/dvc_adapter.py uses: "
+        f"{what}; install the versions of constraints.txt"
+    )
+
+
+def _name(one: Any) -> str:
+    return f"{one.__module__}.{one.__qualname__}"
+
+
+check_dvc()
+logging.getLogger("zc.lockfile").setLevel(logging.CRITICAL)  # a busy lock is no error here: it is waited for
+
+
+@dataclass(frozen=True)
+class File:
+    """A file or folder that a stage reads or writes."""
+
+    path: str
+    """As dvc.yaml has it, or relative to the project for data of a .dvc file."""
+    recorded: str | None
+    """The hash in dvc.lock or in the .dvc file."""
+    _item: Any
+
+    @property
+    def exists(self) -> bool:
+        """Whether it is in the workspace."""
+        return bool(self._item.exists)
+
+    @property
+    def is_cached(self) -> bool:
+        """Whether DVC's cache holds the recorded content; true for what DVC does not cache."""
+        if not self._item.use_cache:
+            return True
+        return self.recorded is not None and Path(self._item.repo.cache.local.oid_to_path(self.recorded)).exists()
+
+    def noted_hash(self) -> str:
+        """The hash that DVC has noted: it reads only what has a new time, size or inode. Raises UserError."""
+        try:
+            return str(self._item.get_hash().value)
+        except DvcException as error:
+            raise UserError(f"{self.path}: DVC cannot read it: {_one_line(error)}") from error
+
+    def content_hash(self) -> str:
+        """The hash of the bytes, all of them read."""
+        item = self._item
+        return str(_read(item.repo, item.fs_path, item.dvcignore, item.fs, item.hash_name).hash_info.value)
+
+
+@dataclass(frozen=True)
+class GraphStage:
+    """A stage of dvc.yaml that has a command."""
+
+    name: str
+    address: str
+    """Its name in `dvc repro`, from the folder of the project."""
+    command: str
+    inputs: tuple[File, ...]
+    params: tuple[str, ...]
+    """Names of the tracked parameters."""
+    recorded_params: Mapping[str, Any]
+    command_changed: bool
+    """Whether dvc.lock has another command, or none."""
+    outs: tuple[File, ...]
+    _stage: Any
+
+    def changed_params(self) -> list[str]:
+        """`params.yaml: name` of every parameter whose value is not the recorded one."""
+        changed: list[str] = []
+        for dep in self._stage.deps:
+            for file, keys in dep.status().items() if isinstance(dep, ParamsDependency) else ():
+                changed += [str(file)] if isinstance(keys, str) else [f"{file}: {key}" for key in keys]
+        return changed
+
+
+@dataclass(frozen=True)
+class Cached:
+    """Objects of the cache that outputs in dvc.lock need: how many, their bytes, and those with other bytes than their
+    name says."""
+
+    objects: int
+    size: int
+    corrupt: list[Path]
+
+
+class Project:
+    """A project as DVC reads it; `open_project` makes one."""
+
+    def __init__(self, repo: Repo) -> None:
+        self._repo = repo
+        self.root = Path(repo.root_dir)
+        all_stages = list(repo.index.stages)
+        self.stages = tuple(self._stage(stage) for stage in all_stages if stage.cmd)
+        """In the order of dvc.yaml."""
+        self.tracked = tuple(self._file(out) for stage in all_stages if not stage.cmd for out in stage.outs)
+        """Data of .dvc files."""
+
+    def _stage(self, stage: Any) -> GraphStage:
+        params = [dep for dep in stage.deps if isinstance(dep, ParamsDependency)]
+        return GraphStage(
+            name=stage.name,
+            address=_address(stage, self.root),
+            command=str(stage.cmd),
+            inputs=tuple(File(dep.def_path, _recorded(dep), dep) for dep in stage.deps if dep not in params),
+            params=tuple(name for dep in params for name in dep.params),
+            recorded_params={k: v for dep in params for k, v in (dep.hash_info.value or {}).items()},
+            command_changed=bool(stage.cmd_changed),
+            outs=tuple(File(out.def_path, _recorded(out), out) for out in stage.outs),
+            _stage=stage,
+        )
+
+    def _file(self, out: Any) -> File:
+        return File(Path(out.fs_path).resolve().relative_to(self.root.resolve()).as_posix(), _recorded(out), out)
+
+    def plan(self) -> list[tuple[str, list[str], list[str]]]:
+        """(stage, the stages whose outputs it reads, the .dvc files that it reads) in the order of `dvc repro`."""
+        graph = get_active_graph(self._repo.index.graph)
+        own = [node for node in graph if _address(node, self.root) == getattr(node, "name", None)]
+        nodes = [node for node in plan_repro(graph, own) if node.cmd] if own else []
+        above = {_address(node, self.root): list(graph.successors(node)) for node in nodes}
+        return [
+            (
+                name,
+                [_address(other, self.root) for other in others if other.cmd],
+                [_address(other, self.root) for other in others if not other.cmd],
+            )
+            for name, others in above.items()
+        ]
+
+    def hash_at(self, path: Path) -> str | None:
+        """The hash of what is at `path` (absolute; a file or folder), every byte read; None where nothing is."""
+        return str(self._object(path).hash_info.value) if path.exists() else None
+
+    def files_below(self, path: Path) -> list[str]:
+        """Every file that counts for the hash of the folder at `path`, relative to it; for a file the one text ""."""
+        return [""] if path.is_file() else ["/".join(key) for key, _, _ in self._object(path)]
+
+    def _object(self, path: Path) -> Any:
+        inside = path.resolve().is_relative_to(self.root.resolve())
+        return _read(self._repo, str(path), self._repo.dvcignore if inside else None, self._repo.fs, "md5")
+
+    def cached(self, digest: str) -> list[tuple[str, Path]]:
+        """(path inside, file in DVC's cache) of everything in the folder with this hash; ("", file) for the hash of a
+        file. Empty where the cache does not hold the file, or the listing of the folder."""
+        blob = Path(self._repo.cache.local.oid_to_path(digest))
+        if not blob.is_file():
+            return []
+        if not digest.endswith(".dir"):
+            return [("", blob)]
+        try:
+            entries = json.loads(blob.read_bytes())
+            return [(entry["relpath"], Path(self._repo.cache.local.oid_to_path(entry["md5"]))) for entry in entries]
+        except (ValueError, TypeError, KeyError):
+            return []
+
+    def corrupt_outs(self, address: str | None = None) -> list[str]:
+        """Outputs of a stage (None: of all) that are in the workspace with other bytes than dvc.lock names."""
+        outs = [out for stage in self._selected(address) for out in stage.outs if out.recorded and out.exists]
+        return [os.path.relpath(out._item.fs_path, self.root) for out in outs if out.content_hash() != out.recorded]
+
+    def examine_cache(self, address: str | None = None) -> Cached:
+        """Read every object of the cache that the outputs of a stage (None: of all) need, as far as it is there."""
+        objects: set[Path] = set()
+        for stage in self._selected(address):
+            for digest in filter(None, (out.recorded for out in stage.outs)):
+                members = [blob for _, blob in self.cached(digest)]
+                objects.update(filter(Path.is_file, [Path(self._repo.cache.local.oid_to_path(digest)), *members]))
+        corrupt = [path for path in sorted(objects) if _md5(path) != path.parent.name + path.name.removesuffix(".dir")]
+        return Cached(len(objects), sum(path.stat().st_size for path in objects), corrupt)
+
+    def _selected(self, address: str | None) -> Iterator[GraphStage]:
+        return (stage for stage in self.stages if address in (None, stage.address))
+
+
+@contextmanager
+def open_project(root: Path) -> Iterator[Project]:
+    """The project at `root` as DVC reads it now. Raises UserError where DVC cannot read it.
+
+    DVC rewrites dvc.lock in place, for a second or more: it is read under DVC's own lock.
+    """
+    with _repository(root) as repo:
+        with _locked(repo), _readable(root):
+            project = Project(repo)
+        yield project
+
+
+def read_lock_file(root: Path) -> str | None:
+    """The text of dvc.lock, never in the middle of a rewrite; None where there is none. Raises UserError."""
+    if not (root / LOCK_FILE).is_file():
+        return None
+    with _repository(root) as repo, _locked(repo):
+        return (root / LOCK_FILE).read_text(encoding="utf-8", errors="replace")
+
+
+def recorded_order(root: Path) -> tuple[str, ...]:
+    """The stages that dvc.lock names, in its order; none where there is no such file. Raises UserError."""
+    text = read_lock_file(root)
+    if text is None:
+        return ()
+    with _readable(root):
+        return tuple(parse_yaml(text, str(root / LOCK_FILE)).get("stages") or {})
+
+
+def reorder_lock_file(root: Path, order: tuple[str, ...]) -> None:
+    """Give the entries of dvc.lock this order, in the bytes that DVC itself would write. Raises UserError."""
+    path = root / LOCK_FILE
+    with _repository(root) as repo, _locked(repo):
+        content = parse_yaml_for_update(path.read_text(encoding="utf-8"), str(path))
+        for name in order:
+            content["stages"].move_to_end(name)
+        with files.whole(path) as place:
+            place.write_text(dumps_yaml(content), encoding="utf-8")
+            place.chmod(path.stat().st_mode)
+
+
+@contextmanager
+def _repository(root: Path) -> Iterator[Repo]:
+    with _readable(root):
+        repo = Repo(str(root))
+    try:
+        yield repo
+    finally:
+        repo.close()
+
+
+@contextmanager
+def _readable(root: Path) -> Iterator[None]:
+    """Turns DVC's errors into a line that says which file is wrong."""
+    try:
+        yield
+    except DvcException as error:
+        reason = _one_line(error).replace(f"{root}{os.sep}", "")
+        if LOCK_FILE in reason:
+            raise UserError(
+                f"dvc.lock is broken ({reason}); `git checkout dvc.lock` brings back the committed one, and what DVC's "
+                "cache has is not made again"
+            ) from error
+        raise UserError(f"dvc.yaml: DVC cannot read the graph: {reason}") from error
+    except AttributeError as error:
+        raise _changed(str(error)) from error
+
+
+@contextmanager
+def _locked(repo: Repo) -> Iterator[None]:
+    """DVC's lock of the project, which its writers hold. A `dvc repro` gives it up while its stage runs."""
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    waited = False
+    while True:
+        try:
+            repo.lock.lock()
+            break
+        except LockError:
+            if time.monotonic() > deadline:
+                raise UserError(
+                    f"{repo.lock.lockfile}: another DVC process has held this lock for {PATIENCE_SECONDS:.0f} s; wait "
+                    "for its end or stop it, then run again"
+                ) from None
+        if not waited:
+            print("waiting for another DVC process to finish (.dvc/tmp/lock)", file=sys.stderr, flush=True)
+            waited = True
+    try:
+        yield
+    finally:
+        repo.lock.unlock()
+
+
+def _address(stage: Any, root: Path) -> str:
+    """DVC's own address of a stage depends on the current folder."""
+    path = os.path.relpath(stage.path, root)
+    name = getattr(stage, "name", None)
+    if name is None:
+        return path
+    return str(name) if path == "dvc.yaml" else f"{path}:{name}"
+
+
+def _recorded(item: Any) -> str | None:
+    return str(item.hash_info.value) if item.hash_info else None
+
+
+def _read(repo: Repo, path: str, ignore: Any, system: Any, kind: str) -> Any:
+    """The object that DVC makes of a file or folder. No byte is taken from DVC's data base, and nothing noted there."""
+    store = copy.copy(repo.cache.local)
+    store.state = StateNoop()
+    _, _, found = build(store, path, system, kind, ignore=ignore, dry_run=True)
+    return found
+
+
+def _md5(path: Path) -> str:
+    digest = hashlib.md5(usedforsecurity=False)
+    with path.open("rb") as file:
+        while chunk := file.read(CHUNK_BYTES):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())
