@@ -1,5 +1,5 @@
-"""Stage `check`: validates the whole of params.yaml before DVC touches any output, and writes a constant that all
-depend on."""
+"""Stage `check`: validates the whole of params.yaml before DVC removes any output, and writes a constant that every
+other stage depends on."""
 
 from rlhf_core.config.block import Block
 from tasks.params.all import Params
