@@ -14,6 +14,7 @@ from rlhf_core.models.hf import build_llama, context_length, load_causal_lm, sav
 from rlhf_core.pretrain import pretrain
 from tasks.datasets.raw import below_raw, require_hub_id
 from tasks.params.base import BaseParams, PretrainedParams
+from tasks.stage.long_rows import require_context
 from tasks.stage.run import run
 from tasks.stage.stage import Stage
 from tasks.stage.trust import trusts
@@ -31,6 +32,7 @@ def execute(stage: Stage[BaseParams]) -> None:
     run_ = training_run(stage, shown=["loss"])
     documents = training_documents(stage)
     model, tokenizer = _scratch(stage, documents) if stage.params.source == "scratch" else _pretrained(stage)
+    require_context(stage, tokenizer, context_length(model))
     log: list[dict[str, float]] = []
     settings = stage.params.pretrain
     if settings is not None and settings.steps > 0:

@@ -1,4 +1,4 @@
-"""Stage `preferences`: k samples a prompt from the SFT model, judged into pairs, and the pairs that the data bring."""
+"""Stage `preferences`: samples from the SFT model, judged into pairs, and the pairs that the data bring."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -18,9 +18,12 @@ from tasks.stage.trust import trusts
 
 PROMPTS = "data/ingest/preference_prompts.jsonl"
 PAIRS = "data/ingest/pairs.jsonl"
+SCORED = 512
+"""Prompts that are answered, once each, where the data bring the pairs: the answers only measure the mean and the
+standard deviation of the reward model's scores. The standard error of the mean is 1/√512, 4% of that deviation."""
 
 Job = tuple[Row, list[int], int, int]
-"""A row, its prompt's token ids, the place of the prompt, and which of its samples."""
+"""A row, its prompt's token ids, the index of the prompt, and the index of the sample."""
 Drawn = tuple[list[int], bool]
 """A response's token ids, and whether it ended."""
 
@@ -55,22 +58,25 @@ def execute(stage: Stage[PreferencesParams]) -> None:
 
 
 def draw_samples(stage: Stage[PreferencesParams]) -> tuple[list[Row], list[int], int]:
-    """k responses for each prompt from the SFT model; also their lengths in tokens, and the prompts that did not
-    fit."""
+    """Responses of the SFT model: k for each prompt where they are judged, else one for each of the first `SCORED`
+    prompts. Also their lengths in tokens, and the number of prompts that did not fit."""
     make_deterministic(stage.seed, stage.common.threads)
     params = stage.params
+    rows, each = stage.read(PROMPTS), params.samples_per_prompt
+    if params.source == "dataset":
+        rows, each = rows[:SCORED], 1
     tokenizer = load_tokenizer(stage.root / "models/sft", trust_remote_code=trusts(stage))
     stops = stop_ids(tokenizer, params.stop_tokens)
     model = place(load_causal_lm(stage.root / "models/sft", trust_remote_code=trusts(stage)))
     kept, too_long = fitting(
         stage,
         PROMPTS,
-        stage.read(PROMPTS),
+        rows,
         prompt_encoder(tokenizer),
         context_length(model),
         reserve=params.max_new_tokens,
     )
-    jobs = [(row, ids, i, k) for i, (row, ids) in enumerate(kept) for k in range(params.samples_per_prompt)]
+    jobs = [(row, ids, i, k) for i, (row, ids) in enumerate(kept) for k in range(each)]
 
     def work(part: Sequence[Job]) -> list[Drawn]:
         sampled = sample(
@@ -108,7 +114,7 @@ def mean_length(drawn: Sequence[Drawn]) -> float:
 
 
 def judge_samples(stage: Stage[PreferencesParams], samples: Sequence[Row]) -> tuple[list[Row], dict[str, Any]]:
-    """All pairs of each prompt's samples, as the simulated annotators choose; ties are dropped and counted."""
+    """All pairs of each prompt's samples, ordered by the simulated annotators; ties are dropped and counted."""
     settings = stage.params.annotators
     annotators = NoisyAnnotators(RubricJudge(), settings.temperature, settings.flip_rate, stage.seed)
     by_prompt: dict[str, list[Row]] = {}

@@ -42,6 +42,7 @@ CANNOT_CHANGE_RESULTS = {
     "tasks.params.secrets": "hides the values of keys that `check` refuses anyway",
     "tasks.params.runtime": "parameters that no stage tracks",
     "tasks.schemas.validation": "refuses bad rows, never changes one",
+    "tasks.datasets.problems": "lists problems and refuses, never changes a row",
     "tasks.stage.pipeline_run": "tells MLflow about the run as a whole",
     "tasks.tracking*": "tells MLflow",
 }

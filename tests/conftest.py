@@ -114,8 +114,9 @@ class Project:
         YAML().dump(content, self.root / "params.yaml")
 
     def use_files(self) -> None:
-        """Read data/raw/set instead of the demo's data; no judge, no tracking, and `check` has run."""
-        (self.root / "data/check.ok").write_text("params.yaml is valid\n", encoding="utf-8")
+        """Read data/raw/set instead of the demo's data; no judge, no tracking, and both checks have run."""
+        for name in ("check", "check_data"):
+            (self.root / f"data/{name}.ok").touch()
         self.set("ingest.source", "files")
         self.set("ingest.files", {"path": "set"})
         self.set("preferences.source", "dataset")

@@ -1,30 +1,39 @@
-"""What `leash import PATH` does: check a data set, copy it to data/raw/, and put it under DVC. What its columns mean
-stands in `tasks/datasets/sources/shapes.py`; the command line in `flows/`."""
+"""`leash import PATH`: check a data set, copy it to data/raw/, and put it under DVC."""
 
 import filecmp
+import json
 import os
 import shutil
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from itertools import groupby
+from operator import attrgetter
 from pathlib import Path
 
 from rlhf_core.errors import UserError
 from rlhf_core.files import remove
-from tasks.datasets.sources.example import RAW
-from tasks.datasets.sources.files import data_files, read_file
+from tasks.datasets.jsonl import brief_names
+from tasks.datasets.problems import Say
+from tasks.datasets.sources import cleaning
+from tasks.datasets.sources.example import RAW, Example
+from tasks.datasets.sources.files import data_files, read_files, read_rows
+from tasks.datasets.sources.shapes import COLUMNS
+from tasks.params.ingest import FilesParams, IngestParams
 
 PAPERS = ("licen", "copying", "notice", "readme", "citation")
-"""Beginnings of the names of files and folders that travel with the data."""
+"""Beginnings of the names of files and folders that are copied with the data."""
 
 
-def import_data(source: Path, root: Path, force: bool = False) -> Path:
-    """Bring a JSONL or Parquet file, or a folder of them, to `root`/data/raw/<name> and run `dvc add`.
+def import_data(source: Path, root: Path, force: bool = False, say: Say = print) -> Path:
+    """Bring a JSONL or Parquet file, or a folder of them, to `root`/data/raw/<name> and run `dvc add`. Returns the new
+    path. `say` prints what was found, and the line of params.yaml that names the data.
 
-    Every row is parsed before anything is copied, and the copy appears whole or not at all. Returns the new path; its
-    name is what `ingest.files.path` in params.yaml must say. Raises UserError for a missing source, a row that cannot
-    be read (file and row), other data of the same name without `force`, no room, and a failing `dvc add`.
+    Every row is read before anything is copied, and the copy appears whole or not at all. Raises UserError for a
+    missing source, rows that cannot be read (file and row), other data of the same name without `force`, no room, and
+    a failing `dvc add`.
     """
     source = source.expanduser().resolve()
     if not source.exists():
@@ -32,9 +41,58 @@ def import_data(source: Path, root: Path, force: bool = False) -> Path:
     if not (root / ".dvc").is_dir():
         raise UserError(f"{root}: not a DVC repository; run this in a clone of the project")
     target = (root / RAW).resolve() / source.name
-    for path in data_files(source):
-        for _ in read_file(path, str(path)):
-            pass
+    found = describe(source, say)
+    _place(source, target, root, force)
+    for line in found:
+        say(line)
+    place = (RAW / source.name).as_posix()
+    say(f"{place}: tracked by DVC (for git: {place}.dvc)")
+    say("set in params.yaml (examples/own-data.yaml is a complete file to start from):")
+    say("  ingest.source: files")
+    say(f"  ingest.files.path: {json.dumps(source.name)}")
+    return target
+
+
+def describe(source: Path, say: Say) -> list[str]:
+    """What the files hold, a line for each, and which rows `ingest` would leave out or refuse. Raises UserError for
+    rows that cannot be read; `say` lists them before."""
+    files = FilesParams(path="data")
+    paths = data_files(source)
+    names = {path: path.relative_to(source if source.is_dir() else source.parent).as_posix() for path in paths}
+    examples = read_files({path: str(path) for path in paths}, files, say)
+    by_file = {path: list(found) for path, found in groupby(examples, key=attrgetter("file"))}
+    lines = [_file_line(path, name, by_file[str(path)]) for path, name in names.items()]
+    kept, dropped = cleaning.clean(examples, IngestParams.model_fields["max_characters"].default)
+    if dropped:
+        lines.append(f"rows that ingest leaves out (ingest.on_bad_row: refuse stops instead): {_short(dropped, names)}")
+    if leaks := cleaning.find_leaks(kept):
+        lines.append(
+            f"{len(leaks)} training rows open like a held-out row: ingest refuses them, or leaves them out with "
+            "ingest.on_leak: drop"
+        )
+    if not any(example.kind == "pair" and not example.heldout for example in examples):
+        lines.append("no pairs (prompt, chosen, rejected): the reward model needs some, in this folder")
+    return lines
+
+
+def _file_line(path: Path, name: str, examples: list[Example]) -> str:
+    """Rows by kind, the columns that are read and those that are not, and whether the file is held out."""
+    _, row = next(read_rows(path))
+    read = [column for column in COLUMNS if column in row]
+    unread = [str(column) for column in row if column not in COLUMNS]
+    kinds = Counter(example.kind for example in examples)
+    rows = ", ".join(f"{count:,} {kind}{'s' * (count != 1)}" for kind, count in kinds.items())
+    heldout = ", held out (ingest.files.heldout_files)" if examples[0].heldout else ""
+    extra = f"; not read: {brief_names(unread)}" if unread else ""
+    return f"{name}: {rows}{heldout}; columns: {', '.join(read)}{extra}"
+
+
+def _short(dropped: list[cleaning.Dropped], names: dict[Path, str]) -> str:
+    return cleaning.summary([row._replace(file=names[Path(row.file)]) for row in dropped])
+
+
+def _place(source: Path, target: Path, root: Path, force: bool) -> None:
+    """Copy the data to `target`, unless they are there, and run `dvc add`."""
     if source != target:
         _refuse_overlap(source, target)
         files = _files_to_copy(source)
@@ -43,9 +101,8 @@ def import_data(source: Path, root: Path, force: bool = False) -> Path:
                 raise UserError(f"{target}: holds other data; use --force to replace them, or rename the source")
             with _replaced(target, files, source):
                 _dvc_add(target, root)
-            return target
+            return
     _dvc_add(target, root)
-    return target
 
 
 def _refuse_overlap(source: Path, target: Path) -> None:
@@ -79,9 +136,9 @@ def _equal(files: list[Path], source: Path, target: Path) -> bool:
 
 @contextmanager
 def _replaced(target: Path, files: list[Path], source: Path) -> Iterator[None]:
-    """A copy in the target's place; when the copy or the block fails, what was there before is there again.
+    """A copy in the target's place; when the copy or the block fails, what was there before is put back.
 
-    Until then it stands beside data/raw/, which the stage `ingest` depends on as a whole.
+    Until it is whole it lies beside data/raw/, which stages depend on as a whole.
     """
     beside = target.parent.parent / f".import.{os.getpid()}"
     fresh, old = beside / "new", beside / "old"

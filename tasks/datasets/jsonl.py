@@ -1,8 +1,7 @@
-"""JSON lines, read with errors that name file and row, written with the same bytes for the same rows. What the rows
-mean does not belong here (see `tasks/schemas/` and `tasks/datasets/sources/`).
+"""JSON lines: read with errors that name file and row, written with the same bytes for the same rows.
 
-The standard parser, line by line, on purpose: table readers guess types, and turn answers such as "42" or "2024-01-01"
-into numbers and dates."""
+The standard parser reads line by line: table readers guess types, and turn answers such as "42" or "2024-01-01" into
+numbers and dates."""
 
 import json
 import re
@@ -13,13 +12,14 @@ from sys import intern
 from typing import Any
 
 from rlhf_core.errors import UserError
+from tasks.datasets.problems import Say, refuse
 
 Row = dict[str, Any]
 
 HALF_PAIR = re.compile("[\ud800-\udfff]")
-"""Half of a character: JSON can escape it, and in names of files it stands for bytes that are no text."""
+"""Half of a character: JSON can escape it, and file names hold it in place of bytes that are not UTF-8."""
 SHORT = 10
-"""Characters of texts that are kept once however often they occur: roles, splits."""
+"""Longest text, in characters, that is interned: roles, splits."""
 SHOWN = 60
 """Characters of a value, and names of columns, that a message shows at most."""
 
@@ -33,24 +33,33 @@ def read_jsonl(path: Path) -> list[Row]:
     return [row for _, row in iter_jsonl(path, halves=False)]
 
 
-def iter_jsonl(path: Path, halves: bool = True) -> Iterator[tuple[int, Row]]:
-    """The rows one after the other, each with its line number (from 1). Raises what `read_jsonl` raises, but for half a
-    surrogate pair where `halves` may stand."""
+def iter_jsonl(path: Path, halves: bool = True, on_bad: Say = refuse) -> Iterator[tuple[int, Row]]:
+    """The rows one after the other, each with its line number (from 1). A row that cannot be read goes to `on_bad` as
+    one line of text, and the next row follows. Half a surrogate pair is allowed unless `halves` is false.
+
+    Raises UserError for a missing file, and for the first bad row unless `on_bad` is given.
+    """
     try:
         with path.open("rb") as file:
             for number, line in enumerate(file, start=1):
-                row = _parse(path, number, line)
-                if row is None:
+                try:
+                    row = _parse(path, number, line)
+                    if row is not None and not halves:
+                        _refuse_half_pairs(path, number, line, row)
+                except UserError as error:
+                    on_bad(str(error))
                     continue
-                if not halves and b"\\u" in line and HALF_PAIR.search(json.dumps(row, ensure_ascii=False)):
-                    raise UserError(
-                        f"{path}, row {number}: half a surrogate pair in a text; correct the row or remove it"
-                    )
-                yield number, row
+                if row is not None:
+                    yield number, row
     except FileNotFoundError:
         raise UserError(f"{path}: file not found") from None
     except IsADirectoryError:
         raise UserError(f"{path}: is a folder, expected a JSONL file") from None
+
+
+def _refuse_half_pairs(path: Path, number: int, line: bytes, row: Row) -> None:
+    if b"\\u" in line and HALF_PAIR.search(json.dumps(row, ensure_ascii=False)):
+        raise UserError(f"{path}, row {number}: half a surrogate pair in a text; correct the row or remove it")
 
 
 class _DuplicateKey(ValueError):

@@ -17,7 +17,7 @@ class DemoParams(Block):
     prompts: Annotated[int, Field(ge=20)]
     """Distinct prompts, split as `ingest.split` says."""
     domains: Annotated[int, Field(ge=1, le=9)]
-    """Domains of life that the world speaks of; a small model learns a small world better."""
+    """Domains of life in the prompts; a small model learns a small world better."""
     needs: Annotated[int, Field(ge=2, le=7)]
     """Needs (for someone with diabetes, on a small budget, …) that the prompts of each domain name."""
     demonstrations_per_prompt: Annotated[int, Field(ge=1)]
@@ -25,12 +25,12 @@ class DemoParams(Block):
 
 
 class FilesParams(Block):
-    """Local files below `data/raw/`, brought there by `leash import PATH`."""
+    """Local files below `data/raw/`, copied there by `leash import PATH`."""
 
     path: BelowRaw
-    """A folder or a file below data/raw/, for example `hh-helpful`."""
+    """A folder or a file below data/raw/: the name that `leash import` prints."""
     heldout_files: list[str] = Field(default_factory=lambda: ["test*", "heldout*"])
-    """Patterns of the file names whose rows are held out; without a match a share of the prompts is."""
+    """Patterns of file names whose rows are held out. Where no file matches, `ingest.split.heldout` applies."""
 
 
 class HuggingFaceParams(Block):
@@ -39,13 +39,13 @@ class HuggingFaceParams(Block):
     dataset: BelowRaw
     """`owner/name` on the hub, or a folder below data/raw/."""
     revision: str | None = None
-    """Commit hash, 40 hexadecimal digits; required for a hub id, because a branch name moves."""
+    """Commit hash, 40 hexadecimal digits; required for a hub id, because a branch can change."""
     name: str | None = None
     """Configuration of a dataset that has several."""
     train_split: str = "train"
     """Its rows are trained on."""
     heldout_split: str | None = "test"
-    """Its rows are held out; null: a share of the prompts is."""
+    """Its rows are held out; null: `ingest.split.heldout` applies."""
 
     @model_validator(mode="after")
     def _pinned(self) -> "HuggingFaceParams":
@@ -55,16 +55,17 @@ class HuggingFaceParams(Block):
 
 
 class SplitParams(Block):
-    """Shares of the training prompts (they sum to 1) and what is taken from them."""
+    """Shares of the training prompts (they sum to 1), and what is taken from them. Where the data bring demonstrations,
+    pairs and bare prompts, each kind goes to its own share; a share without a kind of its own takes from the others."""
 
     demonstrations: Fraction
     """Share of the training prompts for SFT."""
     preferences: Fraction
-    """Share for the preference pairs."""
+    """Share for the pairs of the reward model."""
     ppo: Fraction
     """Share for PPO's rollouts."""
     heldout: Fraction
-    """Share of all prompts that is held out when the data bring no held-out file."""
+    """Share of all prompts that is held out, where the data bring no held-out file."""
     validation: Fraction
     """Share of demonstration and preference prompts used for validation inside SFT and reward model."""
 
@@ -80,12 +81,12 @@ class SplitParams(Block):
 
 
 class IngestParams(Block):
-    """Everything that shapes the datasets of a run."""
+    """What decides the datasets of a run."""
 
     source: Literal["demo", "files", "huggingface"]
     """The built-in world, local files, or a dataset of the hub."""
     seed: Annotated[int, Field(ge=0, lt=2**32)]
-    """Of the built-in data and of every split; apart from the run's `seed`, so that training can be repeated on the
+    """Seed of the built-in data and of every split. The run's `seed` is another one: training can be repeated on the
     same data."""
     demo: DemoParams | None = None
     files: FilesParams | None = None

@@ -14,8 +14,8 @@ from tasks.stage.definition import RAW, digest
 from tasks.stage.dvc_adapter import LOCK_FILE, Project, open_project
 
 State = Literal["as recorded", "changed since", "missing", "unknown here"]
-GATE = "data/check.ok"
-"""A constant that every stage reads; it says nothing about where a result comes from."""
+GATES = ("data/check.ok", "data/check_data.ok")
+"""Constants that stages depend on; they say nothing about where a result comes from."""
 WORLD = "rlhf_core/demo"
 
 
@@ -120,7 +120,7 @@ class Lineage:
         return _from_provenance(json.loads(kept.read_bytes())) if kept and kept.is_file() else None
 
     def _made(self, path: str, digest: str, state: State, record: Record, notes: list[str]) -> Node:
-        inputs = [self.node(name, value) for name, value in sorted(record.inputs.items()) if name != GATE]
+        inputs = [self.node(name, value) for name, value in sorted(record.inputs.items()) if name not in GATES]
         changed = [name for name, value in sorted(record.code.items()) if self.state(name, value) != "as recorded"]
         exempt = [f"exempt from byte identity: {text}" for text in record.exemptions]
         everything = (*self._origins(record), *inputs)

@@ -1,17 +1,26 @@
-"""Rows of a dataset as token ids, with one rule for those that do not fit: refused with their row, or dropped and
-counted."""
+"""Rows of a dataset as token ids. Rows that do not fit are refused, all of them at once, or dropped and counted."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
-from rlhf_core.data.tokenizer import encode_prompt
+from rlhf_core.data.tokenizer import encode_prompt, encode_response
 from rlhf_core.errors import UserError
 from tasks.datasets.jsonl import Row
+from tasks.datasets.problems import list_several
 from tasks.stage.stage import Stage
 
 Item = TypeVar("Item")
+
+ANSWERS = {
+    "data/ingest/demonstrations.jsonl": ("response",),
+    "data/ingest/pairs.jsonl": ("chosen", "rejected"),
+    "data/ingest/preference_prompts.jsonl": (),
+    "data/ingest/ppo_prompts.jsonl": (),
+    "data/ingest/heldout.jsonl": (),
+}
+"""The datasets of a run, with the columns of the answers that the models read."""
 
 
 def fitting(
@@ -25,26 +34,41 @@ def fitting(
     """Rows whose tokens plus `reserve` new ones stay within `limit`, each with what `encode` made of it.
 
     `encode` returns the item and its tokens. Returns the rows that fit and the number of those that do not.
-    Raises UserError for the first row that does not fit when `long_rows` is refuse, or when no row fits.
+    Raises UserError when `long_rows` is refuse and rows do not fit (several are listed before), or when no row fits.
     """
-    kept, dropped = [], 0
+    kept, long = [], []
     for number, row in enumerate(rows, start=1):
         item, tokens = encode(row)
         if tokens + reserve <= limit:
             kept.append((row, item))
-        elif stage.common.long_rows == "drop":
-            dropped += 1
         else:
-            extra = f" and {reserve} new ones" if reserve else ""
-            raise UserError(
-                f"{path}, row {number}: {tokens} tokens{extra} are longer than the {limit} that fit; "
-                "shorten the row, enlarge the context or the limit, or set long_rows: drop"
-            )
+            long.append((number, tokens))
+    if long and stage.common.long_rows == "refuse":
+        number, tokens = long[0]
+        extra = f" and {reserve} new ones" if reserve else ""
+        more = f" (first of {len(long)} such rows of {len(rows)})" if len(long) > 1 else ""
+        list_several((f"{path}, row {n}: {t} tokens{extra}" for n, t in long), len(long), stage.say)
+        raise UserError(
+            f"{path}, row {number}: {tokens} tokens{extra} are longer than the {limit} that fit{more}; "
+            "shorten the row, enlarge the context or the limit, or set long_rows: drop"
+        )
     if rows and not kept:
         raise UserError(f"{path}: none of its {len(rows)} rows fits into {limit} tokens; enlarge the context")
-    if dropped:
-        stage.say(f"{path}: {dropped} of {len(rows)} rows are too long and were dropped")
-    return kept, dropped
+    if long:
+        stage.say(f"{path}: {len(long)} of {len(rows)} rows are too long and were dropped")
+    return kept, len(long)
+
+
+def require_context(stage: Stage[Any], tokenizer: PreTrainedTokenizerBase, context: int) -> None:
+    """Raise UserError when `long_rows` is refuse and rows of the run's datasets do not fit into the model's context: a
+    prompt with its longest answer, a bare prompt with the first token of one."""
+    for path, columns in ANSWERS.items() if stage.common.long_rows == "refuse" else ():
+
+        def encode(row: Row, columns: Sequence[str] = columns) -> tuple[None, int]:
+            answers = [len(encode_response(tokenizer, row[name])) for name in columns]
+            return None, len(encode_prompt(tokenizer, row["prompt"])) + max(answers, default=1)
+
+        fitting(stage, path, stage.read(path), encode, context)
 
 
 def prompt_encoder(tokenizer: PreTrainedTokenizerBase) -> Callable[[Row], tuple[list[int], int]]:

@@ -3,6 +3,8 @@ byte; and what spells a control token stays text in every stage."""
 
 import html
 import json
+import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -122,8 +124,9 @@ def test_a_file_that_cannot_be_read_as_it_was_meant(
     project = raw(content)
     before = project.outputs()
     assert all(f"data/ingest/{name}.jsonl" in before for name in OUTS)
-    refused(stage_main(project, "ingest"), f"ingest: {FILE}, row ", says)
-    assert project.outputs() == before
+    for stage in ("check_data", "ingest"):
+        refused(stage_main(project, stage), f"{stage}: {FILE}, row ", says)
+        assert project.outputs() == before
 
     source = project.root.parent / "their.jsonl"
     source.write_bytes(content)
@@ -145,12 +148,85 @@ def test_values_that_are_dropped_or_refused_by_choice(raw: Callable[[bytes], "Pr
     before = project.outputs()
     project.set("ingest.on_bad_row", "refuse")
     says = f"bad_text 2 ({FILE} row 33, {FILE} row 34), too_long 2 ({FILE} row 31, {FILE} row 32); correct them, or set"
-    refused(stage_main(project, "ingest"), "ingest: 4 bad rows and ingest.on_bad_row is refuse: ", says)
-    assert project.outputs() == before
+    for stage in ("check_data", "ingest"):
+        refused(stage_main(project, stage), f"{stage}: 4 bad rows and ingest.on_bad_row is refuse: ", says)
+        assert project.outputs() == before
     project.set("ingest.on_bad_row", "drop")
     assert stage_main(project, "ingest").code == 0
     reasons = [(row["row"], row["reason"]) for row in project.rows("data/ingest/dropped.jsonl")]
     assert reasons == [(31, "too_long"), (32, "too_long"), (33, "bad_text"), (34, "bad_text")]
+
+
+PAIRS = [{"prompt": f"Question {i}?", "chosen": f"good {i}", "rejected": f"bad {i}"} for i in range(60)]
+LEAK = {"prompt": "question  7?", "chosen": "good", "rejected": "bad"}
+UNUSABLE: dict[str, tuple[dict[str, list[dict[str, Any]] | bytes], dict[str, Any], str]] = {
+    "broken JSON": ({"train.jsonl": after_16(b'{"prompt": \n')}, {}, "train.jsonl, row 17: broken JSON"),
+    "a missing column": (
+        {"train.jsonl": [*PAIRS, {"prompt": "q", "chosen": "a"}]},
+        {},
+        "train.jsonl, row 61: missing column rejected",
+    ),
+    "a leaked prompt": (
+        {"train.jsonl": PAIRS, "test.jsonl": [LEAK]},
+        {},
+        "leaked held-out prompts: 1 training rows open like a held-out row, first data/raw/set/train.jsonl row 8",
+    ),
+    "bad rows": (
+        {"train.jsonl": [*PAIRS, PAIRS[0]]},
+        {"ingest.on_bad_row": "refuse"},
+        "1 bad rows and ingest.on_bad_row is refuse: duplicate 1 (data/raw/set/train.jsonl row 61)",
+    ),
+    "no pairs": (
+        {"train.jsonl": WHOLE},
+        {},
+        "preferences.source is dataset, but the data bring no pairs for the reward model's training",
+    ),
+    "too few rows": ({"train.jsonl": PAIRS[:3]}, {}, "too little data for ingest.split: the share "),
+    "a missing folder": (
+        {"train.jsonl": PAIRS},
+        {"ingest.files.path": "sett"},
+        "data/raw/sett: not found; data/raw has",
+    ),
+    "evaluation prompts that are trained on": (
+        {"train.jsonl": PAIRS, "exam.jsonl": [LEAK]},
+        {"evaluate.prompts": "set/exam.jsonl", "ingest.files.path": "set/train.jsonl"},
+        "evaluate.prompts: 1 of 1 prompts of data/raw/set/exam.jsonl are training prompts, first 'question 7?'",
+    ),
+}
+"""Files of the user's, parameters, and how the refusal begins."""
+
+
+@pytest.mark.pipeline
+@pytest.mark.parametrize("driver", ["dvc", "leash"])
+def test_data_that_cannot_be_used_leave_every_earlier_output(
+    finished: "Project", driver: str, request: pytest.FixtureRequest
+) -> None:
+    """DVC removes the outputs of a stage before it starts it, and no output of `ingest` may go for data like these."""
+    before = {path: content for path, content in finished.outputs().items() if path != "dvc.lock"}
+    params = (finished.root / "params.yaml").read_bytes()
+    for name, (files, changes, says) in UNUSABLE.items():
+        (finished.root / "data/raw/set").mkdir()
+        for file, content in files.items():
+            if isinstance(content, bytes):
+                (finished.root / "data/raw/set" / file).write_bytes(content)
+            else:
+                finished.write_rows(f"data/raw/set/{file}", content)
+        finished.use_files()
+        for key, value in changes.items():
+            finished.set(key, value)
+        if driver == "dvc":
+            done = finished.run(sys.executable, "-m", "dvc", "repro")
+            assert f"\ncheck_data: {says}" in "\n" + done.stderr, (name, done.stderr)
+        else:
+            address = request.getfixturevalue("prefect_api")
+            done = finished.run(sys.executable, "-m", "flows.cli", "run", PREFECT_API_URL=address)
+            assert done.stderr.splitlines()[-1].startswith(f"error: check_data: {says}"), (name, done.stderr)
+        assert done.returncode != 0, name
+        after = finished.outputs()
+        assert {path: after.get(path) for path in before} == before, name
+        shutil.rmtree(finished.root / "data/raw/set")
+        (finished.root / "params.yaml").write_bytes(params)
+    assert finished.repro() == ["check"]
 
 
 ODD = (

@@ -38,7 +38,7 @@ def said(done: "subprocess.CompletedProcess[str]") -> str:
 
 
 def test_a_stage_with_a_dead_server_keeps_the_secrets_of_its_environment(project: "Project") -> None:
-    project.dvc("repro", "check")
+    project.dvc("repro", "check_data")
     done = project.stage("ingest", **SECRETS)
     assert done.returncode == 0, done.stderr
     assert "MLflow does not answer (http://127.0.0.1:9/path" in done.stderr

@@ -120,19 +120,21 @@ LINES = [json.dumps({"prompt": f"Question {number}?", "response": "Answer."}) fo
     ids=["broken JSON", "no object", "missing column", "empty"],
 )
 def test_bad_rows_of_the_users(raw: Callable[[str], "Project"], stage_main: Main, lines: list[str], says: str) -> None:
-    one_line(stage_main(raw("".join(line + "\n" for line in lines)), "ingest"), "ingest", says)
+    project = raw("".join(line + "\n" for line in lines))
+    for stage in ("check_data", "ingest"):
+        one_line(stage_main(project, stage), stage, says)
 
 
 def test_a_folder_of_the_users_that_is_missing(raw: Callable[[str], "Project"], stage_main: Main) -> None:
     project = raw("")
     shutil.rmtree(project.root / "data/raw/set")
-    ended = stage_main(project, "ingest")
-    one_line(ended, "ingest", "")
-    assert "data/raw/set" in ended.stderr
+    for stage in ("check_data", "ingest"):
+        one_line(stage_main(project, stage), stage, "data/raw/set: not found; data/raw is empty. Set ingest.files.path")
 
 
 DEMONSTRATIONS = "data/ingest/demonstrations.jsonl"
 PPO_PROMPTS = "data/ingest/ppo_prompts.jsonl"
+HELDOUT = "data/ingest/heldout.jsonl"
 
 
 def break_row_17(text: str) -> str:
@@ -202,6 +204,29 @@ def test_a_prompt_longer_than_the_context(finished: "Project", stage_main: Main)
     one_line(ended, "ppo", f"{PPO_PROMPTS}, row 3: ")
     assert "and 24 new ones are longer than the 96 that fit; " in ended.stderr
     assert finished.outputs() == before
+
+
+@pytest.mark.pipeline
+def test_all_long_rows_are_named_before_anything_is_trained(finished: "Project", stage_main: Main) -> None:
+    """By `base`, for every dataset: a prompt or an answer that the context does not hold."""
+    finished.set("runtime.tracking", False)
+    good = {path: (finished.root / path).read_bytes() for path in (DEMONSTRATIONS, PPO_PROMPTS, HELDOUT)}
+    for path, column in ((DEMONSTRATIONS, "response"), (PPO_PROMPTS, "prompt"), (HELDOUT, "prompt")):
+        rows = finished.rows(path)
+        for number in (3, 7, 8):
+            text = f"What is a good breakfast {number}? " * 40
+            row = rows[number - 1]
+            row[column] = text if column == "response" else [{"role": "user", "content": text}]
+            row["prompt_id"] = prompt_id(row["prompt"])
+        finished.write_rows(path, rows)
+        before = finished.outputs()
+        ended = stage_main(finished, "base")
+        one_line(ended, "base", f"{path}, row 3: ")
+        assert f"are longer than the 96 that fit (first of 3 such rows of {len(rows)}); shorten" in ended.stderr
+        listed = [line.split(f"{path}, ")[1].split(":")[0] for line in ended.stdout.splitlines() if f"{path}, " in line]
+        assert listed == ["row 3", "row 7", "row 8"]
+        assert finished.outputs() == before
+        (finished.root / path).write_bytes(good[path])
 
 
 @pytest.mark.pipeline
@@ -292,4 +317,4 @@ def test_leash_run_says_the_same_and_keeps_every_output(
     finished.set("ingest.source", "files")
     finished.set("ingest.files", {"path": "set"})
     finished.set("preferences.source", "dataset")
-    one_line(leash_run(finished), "error", "ingest: data/raw/set/train.jsonl, row 17: broken JSON")
+    one_line(leash_run(finished), "error", "check_data: data/raw/set/train.jsonl, row 17: broken JSON")

@@ -1,11 +1,11 @@
-"""Rows that must not reach training: found here, each with its reason. Where they go (dropped and listed, or the run is
-refused) is the user's choice; how the rest is divided stands in `splits.py`."""
+"""Rows that must not reach training, each with its reason: bad rows, and training rows that leak a held-out prompt."""
 
 from collections import Counter
 from typing import NamedTuple
 
 from rlhf_core.errors import UserError
-from tasks.datasets.sources.example import Example
+from tasks.datasets.problems import Say, list_several
+from tasks.datasets.sources.example import Example, Kind
 
 REASONS = ("duplicate", "empty", "same_chosen_rejected", "too_long", "bad_text", "bad_conversation", "leaked")
 """bad_text: NUL or half a surrogate pair. bad_conversation: turns that do not make a prompt and its answer."""
@@ -19,6 +19,11 @@ class Dropped(NamedTuple):
     file: str
     row: int
     reason: str
+    kind: Kind
+
+    def as_row(self) -> dict[str, str | int]:
+        """For data/ingest/dropped.jsonl."""
+        return {"file": self.file, "row": self.row, "reason": self.reason}
 
 
 class Leak(NamedTuple):
@@ -45,7 +50,7 @@ def clean(examples: list[Example], max_characters: int) -> tuple[list[Example], 
             seen.add(key)
             kept.append(example)
         else:
-            dropped.append(Dropped(example.file, example.row, reason))
+            dropped.append(Dropped(example.file, example.row, reason, example.kind))
     return kept, dropped
 
 
@@ -88,24 +93,29 @@ def find_leaks(examples: list[Example]) -> list[Leak]:
     ]
 
 
-def refuse_bad_rows(dropped: list[Dropped]) -> None:
-    """Raises UserError with the count and the first rows of every reason, when there are any."""
+def refuse_bad_rows(dropped: list[Dropped], say: Say) -> None:
+    """Raise UserError with the count and the first rows of every reason, if there are bad rows; list them before."""
     if dropped:
+        list_several((f"{row.file}, row {row.row}: {row.reason}" for row in dropped), len(dropped), say)
         raise UserError(
             f"{len(dropped)} bad rows and ingest.on_bad_row is refuse: {summary(dropped)}; "
             "correct them, or set on_bad_row: drop"
         )
 
 
-def refuse_leaks(leaks: list[Leak]) -> None:
-    """Raises UserError naming the first leak, when there is one."""
+def refuse_leaks(leaks: list[Leak], say: Say) -> None:
+    """Raise UserError naming the first leak, if there is one; list them before."""
     if leaks:
-        training, heldout = leaks[0]
+        list_several((f"leaked: {_named(leak)}" for leak in leaks), len(leaks), say)
         raise UserError(
-            f"leaked held-out prompts: {len(leaks)} training rows open like a held-out row, first {training.file} row "
-            f"{training.row} = {heldout.file} row {heldout.row} ({training.opening[:60]!r}); remove them, or set "
-            "ingest.on_leak: drop to leave the training rows out"
+            f"leaked held-out prompts: {len(leaks)} training rows open like a held-out row, first {_named(leaks[0])}; "
+            "remove them, or set ingest.on_leak: drop to leave the training rows out"
         )
+
+
+def _named(leak: Leak) -> str:
+    training, heldout = leak
+    return f"{training.file} row {training.row} = {heldout.file} row {heldout.row} ({training.opening[:60]!r})"
 
 
 def summary(dropped: list[Dropped]) -> str:

@@ -1,30 +1,54 @@
-"""The five datasets of a run, made from clean examples and their shares, row by row. Rows stand in the order of the
-splits' hash: the first n of a dataset are a random sample of it, whatever the order of the raw files."""
+"""The five datasets of a run, made from clean examples and their shares, and which raw row serves what. Rows are in the
+order of the splits' hash: the first n of a dataset are a random sample of it, whatever the order of the raw files."""
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from itertools import groupby
 from operator import attrgetter
 
 from tasks.datasets.jsonl import Row
-from tasks.datasets.sources.example import Example
+from tasks.datasets.sources.example import Example, Kind
 from tasks.datasets.sources.splits import Assignment, Share, rank
 
+USES = ("sft_train", "sft_validation", "reward_train", "reward_validation", "ppo", "heldout")
+"""What a row can serve. reward_*: as a pair; where the data bring no pairs, as a prompt whose sampled answers are
+judged."""
+REPEATED, ELSEWHERE = "repeated", "used_elsewhere"
+"""Why a clean row serves nothing: another row brings the same prompt (for SFT: the same prompt and answer), or its
+prompt was drawn for a use that this kind of row cannot serve."""
 
-def assemble(examples: list[Example], assignment: Assignment, seed: int) -> dict[str, Iterator[Row]]:
-    """Every example in its share: as demonstration (a pair's chosen answer counts), pair and prompt, or prompt.
 
-    The datasets that `ingest` writes to data/ingest/, by name, columns as in `tasks/schemas/`. The rows are made while
-    they are read, once, so that a million of them never stand in memory.
-    """
+@dataclass(frozen=True)
+class Divided:
+    """Clean examples by share, in the order of the splits' hash; equal prompts follow each other."""
+
+    shares: dict[Share, list[Example]]
+    validation: set[str]
+    """Openings of validation rows."""
+
+    def split(self, example: Example) -> str:
+        """train or validation."""
+        return "validation" if example.opening in self.validation else "train"
+
+
+def divide(examples: Iterable[Example], assignment: Assignment, seed: int) -> Divided:
+    """Every example in the share of its opening."""
     shares: dict[Share, list[Example]] = {"heldout": [], "demonstrations": [], "preferences": [], "ppo": []}
     for example in examples:
         shares[assignment.share[example.opening]].append(example)
     for members in shares.values():
         members.sort(key=lambda e: (rank(seed, e.opening), e.prompt_id, e.kind, e.answers))
+    return Divided(shares, assignment.validation)
 
-    def split(example: Example) -> str:
-        return "validation" if example.opening in assignment.validation else "train"
 
+def assemble(divided: Divided) -> dict[str, Iterator[Row]]:
+    """Every example in its share: as demonstration (a pair's chosen answer counts), pair and prompt, or prompt.
+
+    The datasets that `ingest` writes to data/ingest/, by name, columns as in `tasks/schemas/`. The rows are made while
+    they are read, once: a million of them never fill the memory.
+    """
+    shares, split = divided.shares, divided.split
     return {
         "demonstrations": _unique(
             {**_prompt(e), "response": _demonstration(e), "split": split(e)}
@@ -40,6 +64,32 @@ def assemble(examples: list[Example], assignment: Assignment, seed: int) -> dict
         "ppo_prompts": _unique(_prompt(e) for e in shares["ppo"]),
         "heldout": _heldout(shares["heldout"]),
     }
+
+
+def rows_by_use(divided: Divided) -> Counter[tuple[Kind, str]]:
+    """How many rows of each kind serve each of `USES`, or are `REPEATED` or used `ELSEWHERE`; every example counts
+    once."""
+    has_pairs = any(example.kind == "pair" for example in divided.shares["preferences"])
+    found: Counter[tuple[Kind, str]] = Counter()
+    for share, members in divided.shares.items():
+        for _, same_prompt in groupby(members, key=attrgetter("prompt_id")):
+            seen: set[str | None] = set()
+            for example in same_prompt:
+                found[example.kind, _use(share, example, seen, has_pairs, divided.split(example))] += 1
+    return found
+
+
+def _use(share: Share, example: Example, seen: set[str | None], has_pairs: bool, split: str) -> str:
+    """The use of one row; `seen` holds what earlier rows of the same prompt have brought to this share."""
+    if share == "preferences" and example.kind == "pair":
+        return f"reward_{split}"
+    if (share == "demonstrations" and example.kind == "prompt") or (share == "preferences" and has_pairs):
+        return ELSEWHERE
+    brought = _demonstration(example) if share == "demonstrations" else None
+    if brought in seen:
+        return REPEATED
+    seen.add(brought)
+    return {"demonstrations": f"sft_{split}", "preferences": f"reward_{split}"}.get(share, share)
 
 
 def _prompt(example: Example) -> Row:

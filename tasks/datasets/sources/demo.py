@@ -1,5 +1,4 @@
-"""The built-in demo world as a source of demonstrations. The world itself, its topics and its hidden rubric, live in
-`rlhf_core/demo/`."""
+"""The built-in demo world as a source of demonstrations."""
 
 from rlhf_core.demo.world import DemoWorld
 from tasks.datasets.sources.example import Example

@@ -1,5 +1,5 @@
 """Conversations as data sets write them (lists of messages, raw "Human: … Assistant: …" text) in the one form that
-Leash uses. Which column holds what is decided in `shapes.py`."""
+Leash uses."""
 
 import re
 from typing import Any, cast
@@ -13,7 +13,7 @@ _SPEAKER = {"Human": "user", "Assistant": "assistant"}
 
 
 class ShapeError(Exception):
-    """A value of the wrong type; the message says what was expected. `shapes` adds file, row and column."""
+    """A value of the wrong type; the message says what was expected, without file, row and column."""
 
 
 class BrokenConversation(Exception):
@@ -81,7 +81,7 @@ def split_reply(turns: Conversation) -> tuple[Conversation, str]:
 
 
 def split_pair(chosen: Conversation, rejected: Conversation) -> tuple[Conversation, str, str]:
-    """Two whole conversations as shared prompt and two answers. Raises BrokenConversation when they part earlier."""
+    """Two whole conversations as shared prompt and two answers. Raises BrokenConversation when they differ earlier."""
     prompt, good = split_reply(chosen)
     other, bad = split_reply(rejected)
     if prompt != other:
@@ -90,7 +90,7 @@ def split_pair(chosen: Conversation, rejected: Conversation) -> tuple[Conversati
 
 
 def is_prompt(turns: Conversation) -> bool:
-    """Whether somebody who answers would speak next: the last turn is the user's."""
+    """Whether an answer can follow: the last turn is the user's."""
     return bool(turns) and turns[-1]["role"] == "user"
 
 

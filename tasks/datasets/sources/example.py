@@ -1,5 +1,4 @@
-"""What every source hands on: one normalised row, and where it came from. How a file's columns become one stands in
-`shapes.py`, what is thrown away in `cleaning.py`."""
+"""One normalised row of raw data, and where it came from."""
 
 import json
 from pathlib import Path
@@ -10,14 +9,14 @@ from rlhf_core.data.chat import Conversation, canonical, identity, opening
 Kind = Literal["demonstration", "pair", "prompt"]
 
 RAW = Path("data/raw")
-"""Where raw data lie, relative to the root of the repository: also their name in messages and in dropped.jsonl."""
+"""The folder of raw data, relative to the root of the repository; also its name in messages and in dropped.jsonl."""
 
 
 class Example:
     """One row of raw data: a prompt, and a response, a pair, or nothing more.
 
-    The prompt is kept as its canonical JSON, and made of it whenever it is asked for: a million conversations of
-    lists and dictionaries would take a gigabyte more.
+    The prompt is stored as its canonical JSON, and decoded at each access: a million conversations of lists and
+    dictionaries would take a gigabyte more.
     """
 
     __slots__ = (

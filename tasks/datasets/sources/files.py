@@ -1,7 +1,6 @@
-"""JSONL and Parquet files below `data/raw/`: which files count, in what order, and their rows. What the columns mean
-stands in `shapes.py`; how files get there in `tasks/datasets/importer.py`."""
+"""JSONL and Parquet files below `data/raw/`: which files count, in what order, and their rows."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
 
@@ -9,50 +8,62 @@ import pyarrow
 import pyarrow.parquet
 
 from rlhf_core.errors import UserError
-from tasks.datasets.jsonl import HALF_PAIR, Row, iter_jsonl
+from tasks.datasets.jsonl import HALF_PAIR, Row, brief_names, iter_jsonl
+from tasks.datasets.problems import Problems, Say, refuse
 from tasks.datasets.raw import below_raw
 from tasks.datasets.sources.example import RAW, Example
-from tasks.datasets.sources.shapes import COLUMNS, normalise
+from tasks.datasets.sources.shapes import COLUMNS, read_all
 from tasks.params.ingest import FilesParams
 
 SUFFIXES = (".jsonl", ".parquet")
 UNREAD = (".json", ".csv", ".tsv", ".gz", ".bz2", ".xz", ".zst", ".zip", ".arrow", ".ndjson", ".xlsx")
-"""Data that would be left out without a word: refused instead. Other files (licences, readmes) are ignored."""
+"""Formats of data that Leash does not read: refused. Other files (licences, readmes) are ignored."""
 
 
-def read(params: FilesParams, raw: Path = RAW) -> list[Example]:
+def read(params: FilesParams, raw: Path = RAW, say: Say = print) -> list[Example]:
     """All examples of `raw`/`params.path`, file after file in the order of their names.
 
-    Raises UserError for a path that is missing or leads out of `raw`, a folder without data, an empty file, and as
-    `read_rows` and `normalise` do.
+    Raises UserError for a path that is missing or leads out of `raw`, a folder without data, data that are all held
+    out, and for files and rows that cannot be read: several are listed by `say`.
     """
     place = below_raw(raw, params.path, "ingest.files.path")
     if not place.exists():
-        pull = " (or `dvc pull`, its .dvc file is here)" if Path(f"{place}.dvc").exists() else ""
-        raise UserError(f"{place}: not found; bring it in with `leash import PATH`{pull}")
-    examples: list[Example] = []
-    for path in data_files(place):
-        name = (RAW / path.relative_to(raw)).as_posix()
-        examples += read_file(path, name, heldout=is_heldout(path.name, params.heldout_files))
+        raise UserError(_missing(place, raw))
+    examples = read_files({path: (RAW / path.relative_to(raw)).as_posix() for path in data_files(place)}, params, say)
     if all(example.heldout for example in examples):
         patterns = ", ".join(params.heldout_files)
         raise UserError(f"{place}: ingest.files.heldout_files ({patterns}) holds out every file; nothing to train on")
     return examples
 
 
-def read_file(path: Path, name: str, *, heldout: bool = False) -> Iterator[Example]:
-    """The examples of one file, called `name` in messages. Raises UserError when it has no rows."""
-    example = None
-    for example in normalise(read_rows(path), name, heldout=heldout):
-        yield example
-    if example is None:
-        raise UserError(f"{path}: no rows; fill the file or remove it")
+def read_files(names: Mapping[Path, str], params: FilesParams, say: Say) -> list[Example]:
+    """All examples of these files, called by their names in messages. Raises UserError for what cannot be read."""
+    problems = Problems()
+    examples: list[Example] = []
+    for path, name in names.items():
+        heldout = is_heldout(path.name, params.heldout_files)
+        examples += read_all(read_rows(path, problems.add), name, str(path), problems, heldout=heldout)
+    problems.refuse(say)
+    return examples
+
+
+def _missing(place: Path, raw: Path) -> str:
+    """That `place` is missing, and what could be meant."""
+    if Path(f"{place}.dvc").exists():
+        return f"{place}: not found, but its .dvc file is there; get the data by `dvc pull`"
+    names = sorted(path.name for path in raw.iterdir() if not path.name.startswith(".")) if raw.is_dir() else []
+    found = [name for name in names if not name.endswith((".dvc", ".md"))]
+    there = f"has {brief_names(found)}" if found else "is empty"
+    return (
+        f"{place}: not found; {raw} {there}. Set ingest.files.path to a name in it, or bring the data in with "
+        "`leash import PATH`"
+    )
 
 
 def data_files(place: Path) -> list[Path]:
     """The file itself, or the data files of a folder and its folders, sorted; hidden ones do not count.
 
-    Raises UserError when there is none, and for formats that Leash would have to leave out.
+    Raises UserError when there is none, and for data in a format that Leash does not read.
     """
     if place.is_file():
         found = [place]
@@ -75,9 +86,10 @@ def is_heldout(name: str, patterns: list[str]) -> bool:
     return any(fnmatchcase(name.lower(), pattern.lower()) for pattern in patterns)
 
 
-def read_rows(path: Path) -> Iterator[tuple[int, Row]]:
-    """Numbered rows of a JSONL or Parquet file. Raises UserError for a broken file."""
-    return _read_parquet(path) if path.suffix.lower() == ".parquet" else iter_jsonl(path)
+def read_rows(path: Path, on_bad: Say = refuse) -> Iterator[tuple[int, Row]]:
+    """Numbered rows of a JSONL or Parquet file; rows that are no JSON go to `on_bad`. Raises UserError for a broken
+    file."""
+    return _read_parquet(path) if path.suffix.lower() == ".parquet" else iter_jsonl(path, on_bad=on_bad)
 
 
 def _read_parquet(path: Path) -> Iterator[tuple[int, Row]]:

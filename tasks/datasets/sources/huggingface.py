@@ -1,5 +1,5 @@
 """A dataset of the Hugging Face hub at a pinned revision, or a dataset folder below `data/raw/`. No code of a dataset
-is ever run. The meaning of the columns stands in `shapes.py`."""
+is ever run."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,34 +11,30 @@ from datasets.exceptions import DatasetsError
 
 from rlhf_core.errors import UserError
 from tasks.datasets.jsonl import Row
+from tasks.datasets.problems import Problems, Say
 from tasks.datasets.raw import below_raw, require_hub_id, require_inside
 from tasks.datasets.sources.example import RAW, Example
-from tasks.datasets.sources.shapes import COLUMNS, normalise
+from tasks.datasets.sources.shapes import COLUMNS, read_all
 from tasks.params.ingest import HuggingFaceParams
 
 KEY = "ingest.huggingface.dataset"
 
 
-def read(params: HuggingFaceParams, raw: Path = RAW, cache: Path | None = None) -> list[Example]:
+def read(params: HuggingFaceParams, raw: Path = RAW, cache: Path | None = None, say: Say = print) -> list[Example]:
     """The examples of the training split and, where one is named, of the held-out split.
 
-    `cache` holds what is converted from a local folder of files. Raises UserError for a hub id without a revision, a
-    dataset, configuration or split that is not there, a hub that does not answer, and what `normalise` raises.
+    `cache` holds what is converted from a local folder of files; what the hub sends is kept in the library's own cache,
+    and downloaded once. Raises UserError for a hub id without a revision, a dataset, configuration or split that is not
+    there, a hub that does not answer, and rows that cannot be read, which `say` lists.
     """
     datasets.disable_progress_bars()
-    examples = _read_split(params, params.train_split, raw, cache, heldout=False)
-    if params.heldout_split is not None:
-        examples += _read_split(params, params.heldout_split, raw, cache, heldout=True)
-    return examples
-
-
-def _read_split(
-    params: HuggingFaceParams, split: str, raw: Path, cache: Path | None, *, heldout: bool
-) -> list[Example]:
-    name = f"{params.dataset}[{split}]"
-    examples = list(normalise(_rows(_load(params, split, raw, cache)), name, heldout=heldout))
-    if not examples:
-        raise UserError(f"{name}: no rows")
+    problems = Problems()
+    examples: list[Example] = []
+    for split, heldout in ((params.train_split, False), (params.heldout_split, True)):
+        if split is not None:
+            rows, name = _rows(_load(params, split, raw, cache)), f"{params.dataset}[{split}]"
+            examples += read_all(rows, name, name, problems, heldout=heldout)
+    problems.refuse(say)
     return examples
 
 
@@ -57,7 +53,7 @@ def _load(params: HuggingFaceParams, split: str, raw: Path, cache: Path | None) 
         require_hub_id(params.dataset, KEY)
         if params.revision is None:
             raise UserError(
-                f"ingest.huggingface.dataset {params.dataset}: no folder below {raw}, and a dataset of the hub needs "
+                f"{KEY} {params.dataset}: no folder below {raw}, and a dataset of the hub needs "
                 "ingest.huggingface.revision, its commit hash of 40 digits"
             )
         builder = datasets.load_dataset_builder(params.dataset, params.name, revision=params.revision)
@@ -65,18 +61,18 @@ def _load(params: HuggingFaceParams, split: str, raw: Path, cache: Path | None) 
         return datasets.load_dataset(params.dataset, params.name, split=split, revision=params.revision)
     except ConnectionError as error:
         raise UserError(
-            f"ingest.huggingface.dataset {params.dataset}: the hub cannot be reached ({_line(error)}); try again "
+            f"{KEY} {params.dataset}: the hub cannot be reached ({_line(error)}); try again "
             "with a network, or `leash import` a folder and name that"
         ) from None
     except (DatasetsError, OSError, ValueError, RuntimeError, pyarrow.ArrowException) as error:
         raise UserError(
-            f"ingest.huggingface.dataset {params.dataset}, split {split}: {_line(error)} "
+            f"{KEY} {params.dataset}, split {split}: {_line(error)} "
             "(splits: ingest.huggingface.train_split, heldout_split or null)"
         ) from None
 
 
 def _data_files(builder: Any) -> list[str]:
-    """What a builder would read. A dataset's README may name any file of the machine, and any address."""
+    """The files that a builder would read. A dataset's README can name any file of the machine, and any address."""
     files = builder.config.data_files or {}
     return [str(file) for split in files.values() for file in split]
 

@@ -1,5 +1,4 @@
-"""The usual row shapes of preference data, read from their columns and normalised to `Example`. Reading files stands in
-`files.py` and `huggingface.py`; judging the text in `cleaning.py`.
+"""The usual row shapes of preference data, read from their columns and normalised to `Example`.
 
 A file has one shape, fixed by its first row:
 
@@ -19,6 +18,7 @@ from typing import NoReturn
 from rlhf_core.data.chat import Conversation
 from rlhf_core.errors import UserError
 from tasks.datasets.jsonl import Row, brief_names
+from tasks.datasets.problems import Problems, Say, refuse
 from tasks.datasets.sources import dialogues
 from tasks.datasets.sources.dialogues import BrokenConversation, ShapeError
 from tasks.datasets.sources.example import Example
@@ -31,10 +31,12 @@ Answers = tuple[Conversation, str | None, str | None, str | None]
 """Prompt, response, chosen, rejected."""
 
 
-def normalise(rows: Iterable[tuple[int, Row]], file: str, *, heldout: bool) -> Iterator[Example]:
-    """Numbered rows of one file as examples.
+def normalise(rows: Iterable[tuple[int, Row]], file: str, *, heldout: bool, on_bad: Say = refuse) -> Iterator[Example]:
+    """Numbered rows of one file as examples. A row of another shape than the first, or with a value of the wrong type,
+    goes to `on_bad` as one line of text.
 
-    Raises UserError naming file, row and column: no known shape, a row of another shape, a value of the wrong type.
+    Raises UserError, naming file, row and column, for a first row of no known shape, and for the first bad row unless
+    `on_bad` is given.
     """
     first: tuple[int, tuple[str, ...]] | None = None
     read: Callable[[Row], Answers] | None = None
@@ -42,16 +44,38 @@ def normalise(rows: Iterable[tuple[int, Row]], file: str, *, heldout: bool) -> I
         columns = tuple(name for name in COLUMNS if name in row)
         if first is None or read is None:
             first, read = (number, columns), _reader(columns, row, f"{file}, row {number}")
-        elif columns != first[1]:
-            _refuse_mixed(f"{file}, row {number}", columns, *first)
-        yield _example(row, read, file, number, heldout)
+        try:
+            if columns != first[1]:
+                _refuse_mixed(f"{file}, row {number}", columns, *first)
+            example = _example(row, read, file, number, heldout)
+        except UserError as error:
+            on_bad(str(error))
+            continue
+        yield example
+
+
+def read_all(
+    rows: Iterable[tuple[int, Row]], file: str, place: str, problems: Problems, *, heldout: bool
+) -> list[Example]:
+    """The examples of one file, called `file`, which lies at `place`. What is wrong with its rows, or with all of it,
+    goes to `problems`."""
+    before = problems.count
+    examples: list[Example] = []
+    try:
+        for example in normalise(rows, file, heldout=heldout, on_bad=problems.add):
+            examples.append(example)
+    except UserError as error:
+        problems.add(str(error))
+    if not examples and problems.count == before:
+        problems.add(f"{place}: no rows; fill the file or remove it")
+    return examples
 
 
 def _example(row: Row, read: Callable[[Row], Answers], file: str, number: int, heldout: bool) -> Example:
     try:
         prompt, response, chosen, rejected = read(row)
     except BrokenConversation:
-        return Example(file, number, heldout, [], broken=True)
+        return Example(file, number, heldout, [], *NO_ANSWERS[read], broken=True)
     except ShapeError as error:
         raise UserError(f"{file}, row {number}: {error}") from None
     broken = bool(prompt) and not dialogues.is_prompt(prompt)
@@ -126,6 +150,16 @@ def _reply(row: Row, name: str, prompt: Conversation) -> str:
         return dialogues.parse_reply(row[name], prompt, strip=dialogues.is_transcript(row["prompt"]))
     except ShapeError as error:
         raise ShapeError(f"{name}: {error}") from None
+
+
+NO_ANSWERS: dict[Callable[[Row], Answers], tuple[str | None, str | None, str | None]] = {
+    _prompt: (None, None, None),
+    _demonstration: ("", None, None),
+    _messages: ("", None, None),
+    _pair: (None, "", ""),
+    _whole_pair: (None, "", ""),
+}
+"""Empty answers of a row whose turns do not fit: it keeps its kind."""
 
 
 def _names(row: Row) -> str:

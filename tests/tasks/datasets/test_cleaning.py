@@ -67,16 +67,29 @@ def test_leaks_fold_case_and_space_and_look_at_the_first_user_message(examples):
     other = examples([{"prompt": "Why?"}])
     assert cleaning.find_leaks([*train, *heldout, *other]) == [(train[0], heldout[0])]
     with pytest.raises(UserError, match=r"1 training rows.*train\.jsonl row 1 = test\.jsonl row 1.*on_leak: drop"):
-        cleaning.refuse_leaks(cleaning.find_leaks([*train, *heldout]))
+        cleaning.refuse_leaks(cleaning.find_leaks([*train, *heldout]), print)
 
 
-def test_refusal_is_one_line_with_counts_and_first_rows(examples):
+def test_refusal_is_one_line_with_counts_and_first_rows(examples, capsys):
     rows = [{"prompt": "q", "response": "a"}] * 5 + [{"prompt": "q", "response": " "}]
     _, dropped = cleaning.clean(examples(rows), 50)
     with pytest.raises(UserError) as caught:
-        cleaning.refuse_bad_rows(dropped)
+        cleaning.refuse_bad_rows(dropped, print)
     file = "data/raw/set/train.jsonl"
     rows_named = f"{file} row 2, {file} row 3, {file} row 4, …"
     assert f"duplicate 4 ({rows_named}), empty 1 ({file} row 6)" in str(caught.value)
     assert "\n" not in str(caught.value)
-    cleaning.refuse_bad_rows([])
+    listed = capsys.readouterr().out.splitlines()
+    assert listed == [*(f"{file}, row {row}: duplicate" for row in (2, 3, 4, 5)), f"{file}, row 6: empty"]
+    cleaning.refuse_bad_rows([], print)
+
+
+def test_all_leaks_are_listed(examples, capsys):
+    heldout = examples([{"prompt": f"q{i}"} for i in range(25)], "test.jsonl", heldout=True)
+    train = examples([{"prompt": f"Q{i}"} for i in range(25)])
+    with pytest.raises(UserError, match="25 training rows"):
+        cleaning.refuse_leaks(cleaning.find_leaks([*train, *heldout]), print)
+    listed = capsys.readouterr().out.splitlines()
+    assert listed[0] == "leaked: data/raw/set/train.jsonl row 1 = test.jsonl row 1 ('q0')"
+    assert len(listed) == 21
+    assert listed[-1] == "… and 5 more"

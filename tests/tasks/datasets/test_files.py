@@ -70,6 +70,39 @@ def test_broken_jsonl(raw, content, says):
         read(place)
 
 
+def test_every_bad_row_of_every_file_is_named(raw, capsys):
+    place = raw(train=ROWS)
+    with (place / "set/train.jsonl").open("a") as file:
+        file.write('{"prompt": "a"}\n{"prompt": 1, "response": "b"}\n{"prompt": \n{"prompt": "c", "response": "d"}\n')
+    (place / "set/alone.jsonl").write_text('{"text": "a"}\n{"text": "b"}\n')
+    (place / "set/empty.jsonl").touch()
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([*ROWS, {"prompt": "e"}]), place / "set/table.parquet")
+    (place / "set/zip.parquet").write_bytes(b"no table")
+    with pytest.raises(UserError) as error:
+        read(place)
+    listed = capsys.readouterr().out.splitlines()
+    assert [line.removeprefix(f"{place}/").removeprefix("data/raw/").split(":")[0] for line in listed] == [
+        "set/alone.jsonl, row 1",
+        "set/empty.jsonl",
+        "set/train.jsonl, row 4",
+        "set/train.jsonl, row 5",
+        "set/train.jsonl, row 6",
+        "set/zip.parquet",
+    ]
+    assert str(error.value) == f"{listed[0]} (first of 6 problems)"
+
+
+def test_twenty_of_very_many_bad_rows_are_listed(raw, capsys):
+    place = raw(train=ROWS)
+    with (place / "set/train.jsonl").open("a") as file:
+        file.write('{"prompt":\n' * 1000)
+    with pytest.raises(UserError, match=r"train\.jsonl, row 4: broken JSON .* \(first of 1000 problems\)$"):
+        read(place)
+    listed = capsys.readouterr().out.splitlines()
+    assert "train.jsonl, row 23: broken JSON" in listed[19]
+    assert listed[20:] == ["… and 980 more"]
+
+
 def test_byte_order_mark_and_windows_line_ends(raw):
     place = raw(train=ROWS)
     (place / "set/train.jsonl").write_bytes(b'\xef\xbb\xbf{"prompt": "a"}\r\n{"prompt": "b"}\r\n')
@@ -88,10 +121,12 @@ def test_broken_parquet_and_wrong_types(raw):
 
 def test_missing_and_empty_places(raw):
     place = raw(train=ROWS)
-    with pytest.raises(UserError, match=r"other: not found; bring it in with `leash import PATH`$"):
+    (place / "README.md").touch()
+    (place / "chats").mkdir()
+    with pytest.raises(UserError, match=r"other: not found; .*data/raw has chats, set\. Set ingest\.files\.path to"):
         read(place, "other")
     (place / "other.dvc").touch()
-    with pytest.raises(UserError, match="or `dvc pull`"):
+    with pytest.raises(UserError, match="get the data by `dvc pull`"):
         read(place, "other")
     (place / "empty").mkdir()
     with pytest.raises(UserError, match=r"no \*\.jsonl or \*\.parquet file"):

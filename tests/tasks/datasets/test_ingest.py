@@ -82,6 +82,18 @@ def test_metrics_and_dropped_rows(execute, params, raw):
             "leaked": 2,
         },
         **{name: len(getattr(made, name)) for name in DATASETS},
+        "rows_by_use": {
+            "pair": {
+                "read": 104,
+                "sft_train": 44,
+                "sft_validation": 5,
+                "reward_train": 26,
+                "reward_validation": 3,
+                "ppo": 20,
+                "heldout": 2,
+                "left_out": {"duplicate": 1, "leaked": 2, "same_chosen_rejected": 1},
+            }
+        },
     }
     file = "data/raw/set/train.jsonl"
     assert made.dropped == [
@@ -135,6 +147,42 @@ def test_three_files_of_three_shapes(execute, params, raw):
     made = execute(params())
     assert [len(getattr(made, name)) for name in DATASETS] == [10, 20, 20, 30, 2]
     assert {row["response"] for row in made.heldout} == {None}
+
+
+def test_rows_by_use_add_up_and_are_those_of_the_datasets(execute, params, raw, capsys):
+    """Prompts that have demonstrations and pairs, equal answers, bare prompts of the same question, bad rows."""
+    raw(
+        demos=[{"prompt": f"question {i}", "response": f"good {i}"} for i in range(50, 90)]
+        + [{"prompt": f"d{i}", "response": f"a{k}"} for i in range(40) for k in range(2)]
+        + [{"prompt": "", "response": "a"}],
+        pairs=PAIRS,
+        prompts=[{"prompt": f"question {i}"} for i in range(20)] + [{"prompt": f"d{i}"} for i in range(20)],
+        talks=[{"messages": [{"role": "user", "content": "u"}]}],
+    )
+    made = execute(params())
+    table = made.metrics["rows_by_use"]
+    for column in table.values():
+        uses = {name: count for name, count in column.items() if name not in {"read", "left_out"}}
+        assert sum(uses.values()) + sum(column["left_out"].values()) == column["read"]
+    assert {kind: column["read"] for kind, column in table.items()} == {
+        "demonstration": 122,
+        "pair": 100,
+        "prompt": 40,
+    }
+    assert table["demonstration"]["left_out"]["bad_conversation"] == table["demonstration"]["left_out"]["empty"] == 1
+
+    def total(*uses):
+        return sum(column[use] for column in table.values() for use in uses)
+
+    assert total("sft_train", "sft_validation") == len(made.demonstrations)
+    assert total("reward_train", "reward_validation") == len(made.pairs)
+    assert total("ppo") == len(made.ppo_prompts)
+    assert total("heldout") == len(made.heldout)
+    assert all(column["left_out"]["used_elsewhere"] for kind, column in table.items() if kind != "pair")
+    assert table["pair"]["left_out"]["repeated"], "a pair's chosen answer that a demonstration has already"
+    printed = [line.rsplit(maxsplit=3) for line in capsys.readouterr().out.splitlines()]
+    assert ["rows", "demonstrations", "pairs", "prompts"] in printed
+    assert ["all", "122", "100", "40"] in printed
 
 
 def test_demonstrations_alone_bring_no_pairs(execute, params, raw):

@@ -1,0 +1,115 @@
+"""Raw data as the rows of a run: read, cleaned, divided by prompt, and counted by use. What cannot be used is refused
+here."""
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rlhf_core.errors import UserError
+from tasks.datasets.problems import Say
+from tasks.datasets.sources import cleaning, demo, files
+from tasks.datasets.sources.cleaning import Dropped
+from tasks.datasets.sources.datasets import USES, Divided, divide, rows_by_use
+from tasks.datasets.sources.example import RAW, Example, Kind
+from tasks.datasets.sources.splits import assign
+from tasks.params.ingest import IngestParams
+
+KINDS: tuple[Kind, ...] = ("demonstration", "pair", "prompt")
+LABELS = {
+    "sft_train": "SFT, training",
+    "sft_validation": "SFT, validation",
+    "reward_train": "reward model, training",
+    "reward_validation": "reward model, validation",
+    "ppo": "PPO prompts",
+    "heldout": "held out",
+    "repeated": "left out: same prompt as another row",
+    "used_elsewhere": "left out: prompt drawn for another use",
+}
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """The clean rows by share, and what was left out."""
+
+    divided: Divided
+    dropped: list[Dropped]
+    read: Counter[Kind]
+    """Rows read, of each kind."""
+
+
+def prepare(params: IngestParams, raw: Path = RAW, cache: Path | None = None, say: Say = print) -> Prepared:
+    """Read, clean and divide the raw data. Raises UserError for data that cannot be read, that the parameters refuse,
+    or that are too few for a share; `say` lists several problems before."""
+    examples = read(params, raw, cache, say)
+    found = Counter(example.kind for example in examples)
+    kept, dropped = sift(examples, params, say)
+    return Prepared(divide(kept, assign(kept, params.split, params.seed), params.seed), dropped, found)
+
+
+def read(params: IngestParams, raw: Path, cache: Path | None, say: Say) -> list[Example]:
+    """The examples of the configured source. Raises UserError, see the sources."""
+    if params.source == "demo" and params.demo is not None:
+        return demo.read(params.demo, params.seed)
+    if params.source == "huggingface" and params.huggingface is not None:
+        from tasks.datasets.sources import huggingface  # a slow import that the other sources do not need
+
+        return huggingface.read(params.huggingface, raw, cache, say)
+    assert params.files is not None
+    return files.read(params.files, raw, say)
+
+
+def sift(examples: list[Example], params: IngestParams, say: Say) -> tuple[list[Example], list[Dropped]]:
+    """The rows to use and the rows left out, leaked training rows among them.
+
+    Raises UserError where the parameters refuse what is found, and when nothing is left.
+    """
+    kept, dropped = cleaning.clean(examples, params.max_characters)
+    if params.on_bad_row == "refuse":
+        cleaning.refuse_bad_rows(dropped, say)
+    leaks = cleaning.find_leaks(kept)
+    if params.on_leak == "refuse":
+        cleaning.refuse_leaks(leaks, say)
+    leaked = {id(leak.training) for leak in leaks}
+    kept = [example for example in kept if id(example) not in leaked]
+    dropped += [Dropped(leak.training.file, leak.training.row, "leaked", leak.training.kind) for leak in leaks]
+    if all(example.heldout for example in kept):
+        why = cleaning.summary(dropped) or "the data set is empty"
+        raise UserError(f"no training rows left of {len(examples)} read: {why}")
+    return kept, dropped
+
+
+def use_table(prepared: Prepared) -> dict[str, dict[str, Any]]:
+    """For each kind of row that the data bring: rows read, rows of each use, and rows left out by reason. The uses and
+    the reasons sum to the rows read."""
+    uses = rows_by_use(prepared.divided) + Counter((row.kind, row.reason) for row in prepared.dropped)
+    return {
+        kind: {
+            "read": prepared.read[kind],
+            **{use: uses[kind, use] for use in USES},
+            "left_out": {reason: uses[kind, reason] for k, reason in sorted(uses) if k == kind and reason not in USES},
+        }
+        for kind in KINDS
+        if prepared.read[kind]
+    }
+
+
+def render(table: Mapping[str, Mapping[str, Any]]) -> str:
+    """`use_table` as text, a column for each kind of row."""
+    reasons = sorted({reason for column in table.values() for reason in column["left_out"]})
+    lines = [["rows", *(f"{kind}s" for kind in table)]]
+    lines += [[LABELS[use], *(f"{column[use]:,}" for column in table.values())] for use in USES]
+    lines += [
+        [
+            LABELS.get(reason, f"left out: {reason}"),
+            *(f"{column['left_out'].get(reason, 0):,}" for column in table.values()),
+        ]
+        for reason in reasons
+    ]
+    lines.append(["all", *(f"{column['read']:,}" for column in table.values())])
+    widths = [max(map(len, cells)) for cells in zip(*lines, strict=True)]
+    return "\n".join(
+        "  ".join([first.ljust(widths[0]), *(c.rjust(w) for c, w in zip(rest, widths[1:], strict=True))])
+        for first, *rest in lines
+    )
