@@ -1,8 +1,9 @@
-"""Writes docs/parameters.md from the typed parameters: the page cannot disagree with the code (a test compares).
+"""Writes docs/parameters.md from the typed parameters; a test compares the page with the code.
 
 python docs/make_parameters.py
 """
 
+import json
 import sys
 import types
 import typing
@@ -18,28 +19,31 @@ sys.path.insert(0, str(HERE.parent))
 from tasks.params.all import Params  # noqa: E402
 
 HEADER = """# Parameters
-Every key of `params.yaml`, made from the code by `python docs/make_parameters.py`. A key that is not listed is
-refused; so is a wrong type or a value out of range, before any work and before DVC touches an output. Other complete
-files: `examples/`.
+All keys of `params.yaml`, for looking up a key. What the options of PPO are good for is in [ppo.md](ppo.md); complete
+parameter files are in `examples/`.
+
+An unknown key, a wrong type or a value out of range is an error in one line. It comes before any work, and before DVC
+changes an output. This page is generated: `python docs/make_parameters.py`.
 """
 
 
 def page() -> str:
     """The whole page."""
-    lines = [HEADER, *_block("", Params)]
-    return "\n".join(lines) + "\n"
+    blocks = [name for name, field in Params.model_fields.items() if _model_of(field.annotation)]
+    contents = "Blocks: " + ", ".join(f"[{name}](#{name})" for name in blocks) + "."
+    return "\n".join([HEADER, contents, "", *_block("", Params)]) + "\n"
 
 
-def _block(prefix: str, model: type[BaseModel]) -> list[str]:
+def _block(prefix: str, model: type[BaseModel], meaning: str = "") -> list[str]:
     title = prefix or "top level"
-    about = " ".join((model.__doc__ or "").split())
+    about = " ".join(f"{meaning} {model.__doc__ or ''}".split())
     lines = [f"## {title}", about, "", "| key | type | default | meaning |", "|---|---|---|---|"]
     inner: list[str] = []
     for name, field in model.model_fields.items():
         key = f"{prefix}.{name}".strip(".")
         block = _model_of(field.annotation)
         if block is not None:
-            inner += ["", *_block(key, block)]
+            inner += ["", *_block(key, block, field.description or "")]
             continue
         lines.append(
             f"| `{key}` | {_type(field)} | {_default(field)} | {' '.join((field.description or '').split())} |"
@@ -82,7 +86,8 @@ def _name(annotation: Any) -> str:
 def _default(field: FieldInfo) -> str:
     if field.is_required():
         return "required"
-    return f"`{field.get_default(call_default_factory=True)!r}`".replace("|", "\\|")
+    default = field.get_default(call_default_factory=True)
+    return f"`{json.dumps(default, ensure_ascii=False)}`".replace("|", "\\|")
 
 
 if __name__ == "__main__":

@@ -1,5 +1,4 @@
-"""Draws docs/clipped-surrogate.svg and docs/gae.svg from the functions that train: the pictures cannot disagree with
-the code (a test compares the bytes).
+"""Draws docs/clipped-surrogate.svg and docs/gae.svg with the functions that train; a test compares the bytes.
 
 python docs/make_pictures.py
 """
@@ -35,10 +34,10 @@ class Case:
     """One of the four cases: an advantage, and a side of the clip."""
 
     ratio: float
-    """Where it is marked."""
+    """The ratio at which the arrow points."""
     says: str
     place: tuple[float, float]
-    """Of the words, in units of the axes."""
+    """Position of the text, in units of the axes."""
 
 
 CASES = {
@@ -54,7 +53,7 @@ CASES = {
 
 
 def surrogate(ratio: Tensor, advantage: float) -> tuple[Tensor, Tensor]:
-    """What PPO maximises for one token at each ratio, [N], and its gradient by log π_θ, [N]."""
+    """PPO's objective for one token at each ratio, [N], and its gradient with respect to log π_θ, [N]."""
     logprobs = ratio.log().requires_grad_()
     one = torch.tensor(advantage, dtype=ratio.dtype)
     gains = [-compute_ppo_loss(logprob, torch.zeros_like(one), one, CLIP_RATIO) for logprob in logprobs]
@@ -72,7 +71,7 @@ def clipped_surrogate() -> Figure:
 
 
 def draw_surrogate(axes: Axes, advantage: float) -> None:
-    """The surrogate over the ratio, thick where it has a gradient, with its two cases in words."""
+    """The objective over the ratio, in two colours for with and without a gradient, and its two cases."""
     ratio = torch.linspace(0.4, 1.6, 1201, dtype=torch.float64)
     values, gradient = surrogate(ratio, advantage)
     moves = gradient != 0
@@ -82,14 +81,14 @@ def draw_surrogate(axes: Axes, advantage: float) -> None:
         axes.plot(ratio, values.where(part, torch.nan), color=colour, linewidth=3, label=label)
     for case in CASES[advantage]:
         mark(axes, case, advantage)
-    axes.set_title("A > 0: a token that did well" if advantage > 0 else "A < 0: a token that did badly", loc="left")
+    axes.set_title(f"A {'> 0: better' if advantage > 0 else '< 0: worse'} than expected", loc="left")
     axes.set_xticks([0.4, 1 - CLIP_RATIO, 1, 1 + CLIP_RATIO, 1.6], ["0.4", "1 − ε", "1", "1 + ε", "1.6"])
     axes.set_xlabel(r"$\rho\ =\ \pi_\theta\ /\ \pi_{\mathrm{old}}$")
     axes.set_ylabel("min(ρA, clip(ρ, 1−ε, 1+ε)A)")
 
 
 def mark(axes: Axes, case: Case, advantage: float) -> None:
-    """A case in words, with a line to its place on the curve."""
+    """The text of a case, with an arrow to its ratio on the curve."""
     values, _ = surrogate(torch.tensor([case.ratio], dtype=torch.float64), advantage)
     axes.annotate(
         case.says,
@@ -106,14 +105,14 @@ def mark(axes: Axes, case: Case, advantage: float) -> None:
 
 TOKENS = ("Good", "options", "include", "oatmeal", "with", "berries", "“.”")
 REWARDS = (0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.91)
-"""The reward model's score at the last token, and no leash."""
+"""The reward model's score at the last token, without a KL penalty."""
 VALUES = (-0.28, -0.24, -0.21, -0.15, -0.07, -0.05, 0.0)
-"""Of a critic that foresees part of it."""
+"""Values of a critic that predicts part of the score."""
 GAMMA, LAM = 1.0, 0.95
 
 
 def credit() -> tuple[Tensor, Tensor]:
-    """δ and A of this answer, [T] each: both are GAE, with λ = 0 and λ = 0.95."""
+    """δ and A of this answer, [T] each: GAE with λ = 0 and with λ = 0.95."""
     rewards = torch.tensor([REWARDS], dtype=torch.float64)
     values = torch.tensor([[*VALUES, 0.0]], dtype=torch.float64)
     mask = torch.ones_like(rewards)
@@ -122,7 +121,7 @@ def credit() -> tuple[Tensor, Tensor]:
 
 
 def gae() -> Figure:
-    """Three panels over the tokens: what comes in, the one-step errors, and the advantages."""
+    """Three panels over the tokens: rewards and values, one-step errors, advantages."""
     figure = Figure(figsize=(9.0, 5.8))
     margins = {"left": 0.065, "right": 0.99, "bottom": 0.06, "top": 0.95, "hspace": 0.28}
     above, middle, below = figure.subplots(3, 1, sharex=True, height_ratios=[1.3, 1, 1], gridspec_kw=margins)
@@ -140,13 +139,13 @@ def gae() -> Figure:
         r"Advantage  $A_t = \delta_t + \gamma\lambda A_{t+1}$,  from right to left  (γ = 1, λ = 0.95)", loc="left"
     )
     for t in places[1:]:
-        hand_on(below, t, advantages[t].item())
+        draw_arrow_back(below, t, advantages[t].item())
     below.set_xticks(places, TOKENS)
     return figure
 
 
 def draw_bars(axes: Axes, numbers: list[float], colour: str, name: str) -> None:
-    """A bar a token with its number above it."""
+    """One bar per token, with its number above."""
     bars = axes.bar(range(len(numbers)), numbers, width=0.55, color=colour)
     axes.bar_label(bars, [signed(number) for number in numbers], padding=2)
     axes.set_ylabel(name, rotation=0, ha="right", va="center")
@@ -159,8 +158,8 @@ def signed(number: float) -> str:
     return f"{number:+.2f}".replace("-", "−") if number else "0"
 
 
-def hand_on(axes: Axes, t: int, advantage: float) -> None:
-    """The arrow by which token t hands γλ of its advantage to the token before."""
+def draw_arrow_back(axes: Axes, t: int, advantage: float) -> None:
+    """The arrow from token t to the token before, which receives γλ of its advantage."""
     axes.annotate(
         "",
         xy=(t - 0.7, advantage / 2),
@@ -173,8 +172,10 @@ PICTURES: dict[str, Callable[[], Figure]] = {"clipped-surrogate": clipped_surrog
 
 
 def svg(draw: Callable[[], Figure]) -> bytes:
-    """A picture as SVG: equal numbers give equal bytes. No date, no version, ids from a fixed salt; and no layout by a
-    solver, whose last digits differ from call to call and are part of an id."""
+    """A picture as SVG: equal numbers give equal bytes.
+
+    So it has no date and no version, its ids come from a fixed salt, and no solver makes the layout: the last digits of
+    a solver's result differ from call to call and are part of an id."""
     buffer = io.BytesIO()
     with styled(), mpl.rc_context(LOOK):
         draw().savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
@@ -182,7 +183,7 @@ def svg(draw: Callable[[], Figure]) -> bytes:
 
 
 def write(folder: Path) -> None:
-    """Every picture into a folder."""
+    """Write every picture into a folder."""
     for name, draw in PICTURES.items():
         (folder / f"{name}.svg").write_bytes(svg(draw))
 

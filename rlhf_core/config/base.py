@@ -10,20 +10,20 @@ Positive = Annotated[int, Field(ge=1)]
 
 
 class ScratchConfig(Block):
-    """A Llama-type model with a byte-level BPE tokenizer trained on the training text."""
+    """A Llama-type model with random weights, and a byte-level BPE tokenizer trained on the training text."""
 
     vocabulary: Annotated[int, Field(ge=300)]
-    """Tokens of the tokenizer at most, its two markers and the 256 bytes included."""
+    """Largest number of tokens of the tokenizer, with its two special tokens and the 256 bytes."""
     context: Positive
     """Longest prompt plus answer, in tokens."""
     layers: Positive
     """Transformer blocks."""
     hidden: Positive
-    """Width between the blocks: `heads` times an even number."""
+    """Hidden size: `heads` times an even number."""
     intermediate: Positive
-    """Width inside the feed-forward part of a block."""
+    """Hidden size of the feed-forward layers."""
     heads: Positive
-    """Attention heads of a block."""
+    """Attention heads per block."""
 
     @model_validator(mode="after")
     def _heads_divide(self) -> "ScratchConfig":
@@ -33,11 +33,11 @@ class ScratchConfig(Block):
 
 
 class PretrainConfig(Block):
-    """Next-token prediction on the training text before SFT; 0 steps switch it off."""
+    """Next-token prediction on the training text before SFT; `steps: 0` switches it off."""
 
     steps: Annotated[int, Field(ge=0)]
-    """0: none of it; SFT starts at the base model as it is."""
+    """Optimizer steps; 0: SFT starts from the base model as it is."""
     batch_size: Positive
-    """Blocks of `scratch.context` tokens a step."""
+    """Blocks of `scratch.context` tokens per optimizer step."""
     learning_rate: Annotated[float, Field(gt=0, le=1)]
-    """The highest: it rises over the warm-up, then falls along a cosine to 0."""
+    """Peak learning rate: it rises over the warm-up, then falls along a cosine to 0."""

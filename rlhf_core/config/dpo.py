@@ -16,17 +16,17 @@ class PairConfig(Block):
     enabled: bool
     """Off: the stage writes empty outputs, and `evaluate` leaves it out."""
     learning_rate: Annotated[float, Field(gt=0, le=1)] = 5e-7
-    """The highest: it rises over the warm-up, then falls along a cosine to 0."""
+    """Peak learning rate: it rises over the warm-up, then falls along a cosine to 0."""
     epochs: Annotated[float, Field(gt=0)] = 1.0
     """Passes over the pairs."""
     batch_size: Positive = 32
     """Prompts, not pairs: all pairs of a prompt are in one batch."""
     warmup_steps: Annotated[int, Field(ge=0)] = 10
-    """Steps in which the learning rate rises from 0."""
+    """Optimizer steps in which the learning rate rises from 0."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
-    """AdamW's; 0 switches it off."""
+    """Weight decay of AdamW; 0 switches it off."""
     max_tokens: Positive = 1024
-    """Longest prompt plus response, in tokens; longer rows are refused or dropped as `long_rows` says."""
+    """Longest prompt plus response, in tokens; `long_rows` says what happens to longer rows."""
     lora: LoraSettings | None = None
 
 

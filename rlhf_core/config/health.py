@@ -11,33 +11,35 @@ Share = Annotated[float, Field(gt=0, lt=1)]
 
 
 class HealthConfig(Block):
-    """When a detector speaks. A lower threshold speaks sooner, except where it says otherwise."""
+    """Thresholds of the detectors of failure modes. A lower threshold gives an earlier alert, except where noted."""
 
     window: Annotated[int, Field(ge=2)] = 5
-    """PPO steps over which a figure is averaged before it is judged; an illness unseen for as long is over."""
+    """PPO steps over which a figure is averaged. A failure mode that is not seen for this many steps has ended."""
     prompts: Annotated[int, Field(ge=100)] = 100
-    """Prompts that such a window has at least; it grows where `window` steps have fewer."""
+    """Smallest number of prompts in a window; the window grows where `window` steps have fewer."""
     hacking_deviations: PositiveNumber = 5.0
-    """Reward hacking: standard errors by which a mean must differ to have moved; under 5, chance alone speaks in long
-    runs."""
+    """Reward hacking: standard errors by which a mean must move; below 5, long runs give alerts by chance."""
     hacking_kl: PositiveNumber = 0.5
-    """Reward hacking without a judge: KL to the reference, in nats per token, at which a rising reward is no longer
-    believed."""
+    """Reward hacking without a judge: alert when the reward rises and the KL to the reference is above this, in nats
+    per token."""
     kl_jump: PositiveNumber = 0.2
-    """KL spike: rise of KL to the reference in one step over the median of the window before, in nats per token."""
+    """KL spike: rise of the KL to the reference in one step above the median of the window before, in nats per
+    token."""
     update_kl: PositiveNumber = 0.1
     """KL spike: KL between the policy before and during one update (`approx_kl`), in nats per token."""
     entropy_share: Share = 0.2
-    """Entropy collapse: share of the first step's entropy that must be left; a higher one speaks sooner."""
+    """Entropy collapse: share of the first step's entropy that must remain; a higher value gives an earlier alert."""
     critic_growth: Annotated[float, Field(gt=1)] = 4.0
-    """Diverging critic: times its lowest value loss so far, while it predicts worse than a constant."""
+    """Diverging critic: value loss as a multiple of its lowest value so far, while the critic predicts worse than a
+    constant."""
     clip_fraction: Share = 0.3
-    """Frozen reward: share of clipped tokens of an update that counts as saturated."""
+    """Frozen reward: share of clipped tokens in an update above which the reward must still rise."""
     frozen_deviations: PositiveNumber = 2.0
-    """Frozen reward: standard errors by which it must rise from one window to the next; a higher one speaks sooner."""
+    """Frozen reward: standard errors by which the reward must rise from one window to the next; a higher value gives an
+    earlier alert."""
     late_clip_fraction: Share = 0.4
     """Stale data: share of clipped tokens in the last epoch of an update."""
     repetition_rise: Share = 0.2
-    """Repetition: rise of the share of repeated 3-grams over that of the first step."""
+    """Repetition: rise of the share of repeated 3-grams since the first step."""
     rollout_share: Share = 0.7
-    """Generation-dominated wall clock: share of the rollout in the seconds of a step."""
+    """Slow generation: share of a step's seconds that the rollout takes."""

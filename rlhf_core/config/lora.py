@@ -8,16 +8,16 @@ from rlhf_core.config.block import Block
 
 
 class LoraSettings(Block):
-    """Train low-rank adapters instead of all weights; null (no such block) trains all of them. Adapters need a
-    larger learning rate than all weights do."""
+    """Train low-rank adapters instead of all weights; null (no such block) trains all weights. Adapters need a larger
+    learning rate."""
 
     rank: Annotated[int, Field(ge=1)] = 16
-    """r, the rank of the change of each adapted weight."""
+    """r: the rank of each adapter."""
     alpha: Annotated[float, Field(gt=0)] = 32.0
-    """The change is multiplied by alpha / rank."""
+    """The change of a weight is multiplied by alpha / rank."""
     target_modules: Literal["all-linear"] | list[str] = "all-linear"
-    """Linear layers to adapt: all of the model's body (never the output layer or a scalar head), or their names, for
-    example [q_proj, v_proj]."""
+    """Linear layers with an adapter: `all-linear` (all layers of the model's body, never the output layer or a scalar
+    head), or a list of names such as [q_proj, v_proj]."""
 
     @model_validator(mode="before")
     @classmethod

@@ -15,22 +15,24 @@ NotNegative = Annotated[float, Field(ge=0)]
 
 
 class KLConfig(Block):
-    """The leash: how far the policy may go from its reference, in nats."""
+    """The KL penalty, which keeps the policy near the reference (the SFT model)."""
 
     coef: NotNegative
-    """β, the price of one nat."""
+    """β: the cost of one nat of KL, in units of the score that PPO uses."""
     controller: Literal["fixed", "adaptive"]
-    """`adaptive` moves β so that the KL of a response comes to `target` (Ziegler et al. 2019)."""
+    """`fixed`: β stays as it is. `adaptive`: β changes until the KL of a response is near `target` (Ziegler et al.
+    2019)."""
     target: PositiveNumber
-    """Adaptive controller: the KL per sequence it steers to, in nats."""
+    """Adaptive controller: target KL of a response, in nats."""
     horizon: Positive
-    """Adaptive controller: responses over which β follows."""
+    """Adaptive controller: number of responses over which β adapts; at least `batch_size`."""
     penalty: Literal["reward", "loss"] = "reward"
-    """Where the price is paid: in the reward of each token, or as a term of the loss."""
+    """`reward`: the penalty is subtracted from the reward of each token. `loss`: it is a term of the loss."""
     estimator: Literal["k1", "rho_k1", "rho_k3", "k2", "full", "k3"] = "k1"
-    """In the reward: k1. In the loss: rho_k1, rho_k3, k2, or full (exact, from the logits of both models)."""
+    """With `penalty: reward`: k1. With `penalty: loss`: rho_k1, rho_k3, k2, or full (exact, from the logits of both
+    models)."""
     placement: Literal["token", "sequence_end"] = "token"
-    """Of the penalty in the reward: at each token, or its sum at the last one."""
+    """With `penalty: reward`: the KL of each token at that token, or their sum at the last token (`sequence_end`)."""
 
     @model_validator(mode="after")
     def _right_optimum(self) -> "KLConfig":
@@ -61,45 +63,46 @@ class KLConfig(Block):
 
 
 class CriticConfig(Block):
-    """What predicts the return of every state, for `advantage: gae`."""
+    """The value model, which predicts the return from each state; used with `advantage: gae`."""
 
     kind: Literal["separate", "shared"] = "separate"
-    """A model of its own, or a head on the policy's body: one forward pass for both, and less memory."""
+    """`separate`: a model of its own. `shared`: a value head on the policy's body, with one forward pass for both and
+    less memory."""
     init: Literal["reward", "sft"]
-    """Where a separate critic starts: at the reward model as it is, in units of the raw score, or at the SFT body with
-    a fresh head. A shared head starts at 0."""
+    """Initial weights of a separate critic. `reward`: the reward model, whose output is in units of the raw score.
+    `sft`: the SFT model with a new head. The head of a shared critic starts at 0."""
     learning_rate: PositiveNumber
-    """Of the critic's own weights; warm-up and decay are those of `optimizer`."""
+    """Learning rate of the critic; warm-up and decay are those of `optimizer`."""
     value_clip: PositiveNumber
-    """Largest change of a value in one update, in units of the normalised score."""
+    """Largest change of a value in one update, in units of the normalised score; needs `clip_value: true`."""
     clip_value: bool
-    """Bound the change of a value in one update (`value_clip`)."""
+    """Whether the change of a value in one update is limited to `value_clip`."""
     warmup_steps: Annotated[int, Field(ge=0)] = 0
-    """First PPO steps in which only the critic learns."""
+    """First PPO steps, in which only the critic is trained."""
 
 
 class StepPriceConfig(Block):
-    """The price of a step away from the policy that sampled, for `objective: kl_penalty`."""
+    """The penalty on the distance to the policy that sampled, for `objective: kl_penalty`."""
 
     coef: PositiveNumber = 1.0
-    """At the start, in units of the advantage per nat; doubled or halved after each PPO step."""
+    """Initial coefficient, in units of the advantage per nat; it is doubled or halved after each PPO step."""
     target: PositiveNumber = 0.003
-    """KL(π_old ‖ π_θ) of a PPO step that it steers to, in nats per token."""
+    """Target KL(π_old ‖ π_θ) of a PPO step, in nats per token."""
 
 
 class OptimizerConfig(Block):
-    """Adam for policy and critic."""
+    """Adam, for policy and critic."""
 
     betas: list[float]
-    """Adam's two decay rates."""
+    """β₁ and β₂ of Adam."""
     eps: PositiveNumber
-    """Adam's ε."""
+    """ε of Adam."""
     warmup_steps: Annotated[int, Field(ge=0)]
-    """PPO steps over which the learning rate rises."""
+    """PPO steps over which the learning rates rise."""
     decay: Literal["none", "linear"]
-    """Of the learning rate after its warm-up: none, or in a line to 0 at the last step."""
+    """After the warm-up: constant (`none`), or falling in a line to 0 at the end of the run (`linear`)."""
     max_grad_norm: PositiveNumber
-    """A longer gradient is shortened to this norm."""
+    """A gradient with a larger norm is scaled down to this norm, for each model separately."""
 
     @model_validator(mode="after")
     def _two_betas(self) -> "OptimizerConfig":
@@ -109,17 +112,18 @@ class OptimizerConfig(Block):
 
 
 class ScoreConfig(Block):
-    """What happens to the reward model's score before it becomes a reward."""
+    """How the reward model's score is changed before it becomes a reward."""
 
     normalise: bool
-    """Subtract the mean and divide by the standard deviation of the scores of SFT samples."""
+    """Subtract the mean and divide by the standard deviation of the scores of SFT samples, measured before the first
+    step."""
     scale: Literal["none", "running"] = "none"
-    """`running`: divide by the standard deviation of all scores of the run so far, in place of `normalise`. The mean
-    stays, and `clip` is around 0."""
+    """`running`: divide by the standard deviation of all scores so far, instead of `normalise`. The mean is not
+    subtracted, so `clip` is around 0."""
     clip: PositiveNumber
-    """After normalisation or scaling, in standard deviations."""
+    """Limit of the score, after normalisation or scaling, in standard deviations."""
     missing_eos_penalty: NotNegative
-    """Subtracted from the score of a response that was cut off, after normalisation and clip."""
+    """Subtracted from the score of a response that was cut off, after normalisation and clipping."""
 
     @model_validator(mode="after")
     def _one_scale(self) -> "ScoreConfig":
@@ -129,82 +133,86 @@ class ScoreConfig(Block):
 
 
 class TextConfig(Block):
-    """PPO-ptx: a language-modelling loss on a text of yours beside PPO's; off at coefficient 0."""
+    """PPO-ptx: a language-modelling loss on a text file of yours, added to PPO's loss; `coef: 0` switches it off."""
 
     coef: NotNegative = 0.0
-    """Weight of the loss, in units of the advantage per nat."""
+    """Weight of this loss, in units of the advantage per nat."""
     file: BelowRaw = "ptx.txt"
     """A UTF-8 text file below data/raw/."""
     batch_size: Positive = 16
-    """Pieces of text in each minibatch."""
+    """Pieces of text per minibatch."""
     tokens: Annotated[int, Field(ge=2)] = 64
-    """Length of a piece."""
+    """Tokens per piece."""
 
 
 class PPOConfig(Block):
-    """One block for the whole loop."""
+    """Settings of the PPO loop."""
 
     steps: Positive
-    """Rollouts, each followed by `ppo_epochs` passes over it."""
+    """PPO steps: each is one rollout and `ppo_epochs` passes over it."""
     batch_size: Positive
-    """Responses per step."""
+    """Responses per PPO step."""
     samples_per_prompt: Positive = 1
-    """Responses to each prompt of a step; `rloo` and `grpo` compare them and need 2 or more."""
+    """Responses to each prompt of a step; `rloo` and `grpo` need 2 or more."""
     minibatches: Positive
-    """Parts of the batch, each followed by an optimizer step."""
+    """Parts of the batch; one optimizer step for each part."""
     micro_batch_size: Positive
-    """Responses per forward and backward pass; changes no result beyond rounding."""
+    """Responses per forward and backward pass; it changes no result, except for rounding."""
     micro_batch_tokens: Positive | None = None
-    """The same limit in tokens, prompts and padding included; null: rows alone count."""
+    """Also limits a micro-batch to this many tokens, prompts and padding included; null: no such limit."""
     processes: Positive = 1
-    """Processes that share the work, each with all the models: one a GPU, or several on a CPU."""
+    """Processes that share the work, each with all the models: one per GPU, or several on a CPU."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, more time."""
     precision: Literal["float32", "bfloat16"] = "float32"
-    """Of matrix products (autocast); weights, losses and log-probabilities stay float32."""
+    """Precision of matrix products (autocast); weights, losses and log-probabilities stay float32."""
     ppo_epochs: Positive
     """Passes over the responses of a step."""
     learning_rate: PositiveNumber
-    """Of the policy."""
+    """Learning rate of the policy."""
     advantage: Literal["gae", "reinforce", "rloo", "grpo"] = "gae"
-    """`gae` needs a critic; the others take their baseline from other responses: of the batch, or of the prompt."""
+    """`gae` needs a critic. The others take their baseline from other responses: `reinforce` from the batch, `rloo` and
+    `grpo` from the answers to the same prompt."""
     objective: Literal["clip", "kl_penalty"] = "clip"
-    """PPO's first form (the clip), or its second (an adaptive price on the step, `step_price`)."""
+    """`clip`: PPO's clipped objective. `kl_penalty`: PPO's second form, with an adaptive KL coefficient
+    (`step_price`)."""
     step_price: StepPriceConfig = StepPriceConfig()
     clip_ratio: Annotated[float, Field(gt=0, lt=1)]
-    """ε: π_θ/π_old earns nothing beyond 1 ± ε."""
+    """ε: a ratio π_θ/π_old beyond 1 ± ε brings no further gain."""
     dual_clip: Annotated[float, Field(gt=1)] | None = None
-    """Bounds the loss of a token with negative advantage at this many times the advantage; 3 is usual."""
+    """Largest loss of a token with negative advantage, as a multiple of the advantage; 3 is usual, null: no limit."""
     stop_kl: PositiveNumber | None = None
-    """A PPO step ends before the minibatch at which KL(π_old ‖ π_θ) is above this, in nats per token."""
+    """A PPO step ends before the minibatch at which KL(π_old ‖ π_θ) is above this, in nats per token; null: never."""
     max_ratio: Annotated[float, Field(gt=1)] | None = None
-    """A minibatch whose mean π_θ/π_old is above this is skipped."""
+    """A minibatch whose mean ratio π_θ/π_old is above this is skipped; null: none is."""
     importance_cap: PositiveNumber | None = None
-    """Weighs tokens by min(π_old/π_engine, cap), for an engine that does not sample from π itself; 2 is usual."""
+    """Weights tokens by min(π_old/π_engine, cap), for an engine that does not sample exactly from the policy; 2 is
+    usual, null: no weights."""
     policy_gradient_steps: Annotated[int, Field(ge=0)] = 0
-    """First PPO steps of the policy (after the critic's warm-up) with the plain policy gradient: one epoch, one
+    """First PPO steps of the policy, after the critic's warm-up, that use the plain policy gradient: one epoch, one
     minibatch, no ratio."""
     vf_coef: NotNegative
     """Weight of the value loss; it matters where policy and critic share a body."""
     entropy_coef: NotNegative
     """Weight of the entropy bonus, in units of the advantage per nat; 0 switches it off."""
     gamma: Annotated[float, Field(gt=0, le=1)]
-    """Discount of a later reward, per token."""
+    """Discount factor per token."""
     lam: Annotated[float, Field(ge=0, le=1)]
-    """λ of generalised advantage estimation: 1 trusts rewards alone, 0 the critic one token ahead."""
+    """λ of generalised advantage estimation: 1 uses the rewards alone, 0 the critic's value one token ahead."""
     temperature: PositiveNumber
-    """Of the sampling; 1 is the model's own distribution. π_θ and π_ref are read at the same one."""
+    """Sampling temperature; 1 is the model's own distribution. All log-probabilities are computed at the same
+    temperature."""
     max_new_tokens: Positive
-    """Longest answer, in tokens."""
+    """Longest response, in tokens."""
     engine: Literal["leash", "transformers", "transformers_continuous"] = "leash"
-    """What samples: our own sampler, `generate` of transformers, or its continuous batching (CUDA only; responses then
-    depend on the batch, not on their keys alone)."""
+    """What samples the responses: our own sampler, `generate` of transformers, or its continuous batching (CUDA only; a
+    response then depends on its batch)."""
     stop_tokens: list[str] = Field(default_factory=list)
-    """Texts that end a response beside end-of-sequence; each exactly one token of the tokenizer."""
+    """Texts that end a response, besides end-of-sequence; each must be exactly one token of the tokenizer."""
     sampler_rows: Positive | None = None
-    """Responses that are sampled side by side; null: the whole batch. Changes no result beyond rounding."""
+    """Responses sampled side by side; null: the whole batch. It changes no result, except for rounding."""
     whiten_advantages: bool
-    """Give the advantages of a batch mean 0 and deviation 1."""
+    """Normalise the advantages of a batch to mean 0 and variance 1."""
     kl: KLConfig
     critic: CriticConfig
     optimizer: OptimizerConfig
@@ -212,12 +220,12 @@ class PPOConfig(Block):
     ptx: TextConfig = TextConfig()
     lora: LoraSettings | None = None
     sample_every: Positive
-    """Steps between two sets of twenty held-out samples on disk."""
+    """PPO steps between two sets of twenty held-out samples in data/ppo/samples.jsonl."""
     snapshot_every: Positive | None = None
-    """Steps between two snapshots of the policy (its trained weights alone), from which `select` chooses; null: only
+    """PPO steps between two snapshots of the policy (its trained weights only), from which `select` chooses; null: only
     the last step's."""
     check_ratio: bool = True
-    """Stop the run where π_θ is not π_old before the first update: sampling and training then disagree."""
+    """Stop the run where π_θ differs from π_old before the first update: sampling and training then disagree."""
     health: HealthConfig = HealthConfig()
 
     @model_validator(mode="before")

@@ -11,18 +11,18 @@ Positive = Annotated[int, Field(ge=1)]
 
 
 class RewardConfig(Block):
-    """A scalar head on the SFT model's body; all pairs of a prompt stand in one batch."""
+    """The Bradley-Terry reward model: a scalar head on the SFT model's body. All pairs of a prompt are in one batch."""
 
     learning_rate: Annotated[float, Field(gt=0, le=1)]
-    """The highest: it rises over the warm-up, then falls along a cosine to 0."""
+    """Peak learning rate: it rises over the warm-up, then falls along a cosine to 0."""
     epochs: Annotated[float, Field(gt=0)]
     """Passes over the pairs; a reward model overfits after one or a few."""
     batch_size: Positive
-    """Prompts, not pairs."""
+    """Prompts (not pairs) per optimizer step."""
     warmup_steps: Annotated[int, Field(ge=0)]
-    """Steps in which the learning rate rises from 0."""
+    """Optimizer steps in which the learning rate rises from 0."""
     weight_decay: Annotated[float, Field(ge=0)]
-    """AdamW's; 0 switches it off."""
+    """Weight decay of AdamW; 0 switches it off."""
     max_tokens: Positive
-    """Longest prompt plus response, in tokens; longer rows are refused or dropped as `long_rows` says."""
+    """Longest prompt plus response, in tokens; `long_rows` says what happens to longer rows."""
     lora: LoraSettings | None = None

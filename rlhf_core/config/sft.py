@@ -10,26 +10,26 @@ Positive = Annotated[int, Field(ge=1)]
 
 
 class SFTConfig(Block):
-    """Loss on the response only; early stopping on the validation loss."""
+    """Supervised fine-tuning: the loss is on the response only, and training stops early by the validation loss."""
 
     learning_rate: Annotated[float, Field(gt=0, le=1)]
-    """The highest: it rises over the warm-up, then falls along a cosine to 0."""
+    """Peak learning rate: it rises over the warm-up, then falls along a cosine to 0."""
     epochs: Annotated[float, Field(gt=0)]
     """Passes over the training rows."""
     batch_size: Positive
-    """Demonstrations a step; a multiple of `micro_batch_size`."""
+    """Demonstrations per optimizer step; a multiple of `micro_batch_size`."""
     micro_batch_size: Positive
-    """Demonstrations that are read at once: what memory holds."""
+    """Demonstrations per forward and backward pass; lower it when memory runs out."""
     warmup_steps: Annotated[int, Field(ge=0)]
-    """Steps in which the learning rate rises from 0."""
+    """Optimizer steps in which the learning rate rises from 0."""
     weight_decay: Annotated[float, Field(ge=0)]
-    """AdamW's; 0 switches it off."""
+    """Weight decay of AdamW; 0 switches it off."""
     max_tokens: Positive
-    """Longest prompt plus response, in tokens; longer rows are refused or dropped as `long_rows` says."""
+    """Longest prompt plus response, in tokens; `long_rows` says what happens to longer rows."""
     evaluate_every: Positive
-    """Steps between two measurements of the validation loss."""
+    """Optimizer steps between two measurements of the validation loss."""
     patience: Annotated[int, Field(ge=0)]
-    """Measurements without improvement before training stops; 0 trains to the end."""
+    """Measurements without improvement before training stops; 0: train to the end."""
 
     @model_validator(mode="after")
     def _batches_fit(self) -> "SFTConfig":

@@ -31,14 +31,15 @@ class _Params(Block):
     """One block for each stage, with its name, and what all stages share."""
 
     threads: Annotated[int, Field(ge=1, le=256)]
-    """CPU threads of torch. Tracked: another number gives other last bits."""
+    """CPU threads of torch. Another number changes the last bits of results, so an edit reruns the stages."""
     seed: Annotated[int, Field(ge=0, lt=2**32)]
-    """Seed of training and sampling; `ingest.seed` shapes the data."""
+    """Seed of training and sampling. The data have their own: `ingest.seed`."""
     long_rows: Literal["refuse", "drop"]
-    """Prompts and rows with more tokens than fit: refuse the run, or drop and count them."""
+    """Prompts and rows with more tokens than fit: stop with an error (`refuse`), or leave them out and count them
+    (`drop`)."""
     trust_remote_code: bool
-    """Whether Python code that a pretrained model brings may run, with your rights: it can read your files and use your
-    network."""
+    """Whether Python code that comes with a pretrained model may run. It runs with your rights: it can read your files
+    and use your network."""
     runtime: RuntimeParams = RuntimeParams()
     ingest: IngestParams
     base: BaseParams

@@ -15,27 +15,27 @@ ROLES = ("<|system|>", "<|user|>", "<|assistant|>")
 
 
 class PretrainedParams(Block):
-    """A causal language model of the hub, or a folder below data/raw/."""
+    """A causal language model from the Hugging Face hub, or a folder below data/raw/."""
 
     model: BelowRaw
     """`owner/name` on the hub, or a folder below data/raw/."""
     revision: str | None = None
-    """Commit hash; required for a hub id, because a branch name moves."""
+    """Commit hash; required for a hub id, because a branch name can move."""
 
 
 class BaseParams(Block):
-    """From scratch or pretrained."""
+    """The base model: from scratch, or pretrained."""
 
     source: Literal["scratch", "pretrained"]
-    """A model with random weights, or one that exists."""
+    """`scratch`: a model with random weights. `pretrained`: an existing model."""
     scratch: ScratchConfig | None = None
     pretrained: PretrainedParams | None = None
     pretrain: PretrainConfig | None = None
     pad_token: str = "<|pad|>"
-    """Fills rows of a batch; must not be `eos_token`."""
+    """Token that fills the rows of a batch; must differ from `eos_token`."""
     eos_token: str = "<|end|>"
-    """Tokens of a tokenizer trained from scratch; a pretrained one keeps its own eos and gets this pad token if it
-    has none."""
+    """End-of-sequence token of a tokenizer trained from scratch. A pretrained tokenizer keeps its own, and gets
+    `pad_token` if it has no padding token."""
 
     @model_validator(mode="after")
     def _consistent(self) -> "BaseParams":

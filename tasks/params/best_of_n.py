@@ -10,12 +10,13 @@ Positive = Annotated[int, Field(ge=1)]
 
 
 class BestOfNParams(Block):
-    """The answer that the reward model likes best of n; how they are sampled stands in `evaluate`."""
+    """Best-of-n: the answer with the highest reward-model score out of n. Answers are sampled with the settings of
+    `evaluate`."""
 
     enabled: bool
-    """Off: the stage writes empty outputs, and `evaluate` leaves it out."""
+    """`false`: the stage writes empty outputs, and `evaluate` leaves the model out."""
     n: Annotated[list[Positive], Field(min_length=1)] = Field(default_factory=lambda: [1, 2, 4, 8, 16])
-    """Which n; the largest is the number of answers that are sampled for each prompt."""
+    """Values of n, rising; the largest is the number of answers sampled for each prompt."""
 
     @model_validator(mode="after")
     def _rises(self) -> "BestOfNParams":

@@ -14,26 +14,26 @@ HELDOUT = "heldout"
 
 
 class EvaluateParams(Block):
-    """All models on the same held-out prompts."""
+    """All models answer the same held-out prompts."""
 
     prompts: BelowRaw
-    """`heldout`, the held-out prompts of the data; or a JSONL file of prompts below data/raw/."""
+    """`heldout`: the held-out prompts of the data. Otherwise a JSONL file of prompts below data/raw/."""
     max_prompts: Positive
-    """How many of them at most."""
+    """Largest number of prompts."""
     seeds: Annotated[list[Seed], Field(min_length=1)]
-    """Seeds of the sampling: each model answers each prompt once a seed."""
+    """Sampling seeds: each model answers each prompt once per seed."""
     temperature: Annotated[float, Field(gt=0)]
-    """Of the sampling; 1 is the model's own distribution."""
+    """Sampling temperature; 1 is the model's own distribution."""
     max_new_tokens: Positive
     """Longest answer, in tokens."""
     batch_size: Positive
-    """Responses sampled side by side; changes no sample."""
+    """Responses sampled side by side; it changes no sample."""
     stop_tokens: list[str]
-    """Texts that end a response beside end-of-sequence; the same as `ppo.stop_tokens`."""
+    """Texts that end a response, besides end-of-sequence; must equal `ppo.stop_tokens`."""
     bootstrap: Annotated[int, Field(ge=100)]
-    """Resamples of the prompts behind a 95% interval."""
+    """Bootstrap resamples of the prompts for a 95% interval."""
     extra_models: list[FolderName] = Field(default_factory=list)
-    """Names of Hugging Face folders below models/extra/ that join the comparison."""
+    """Names of Hugging Face folders below models/extra/ that are compared, too."""
 
     @model_validator(mode="after")
     def _distinct(self) -> "EvaluateParams":

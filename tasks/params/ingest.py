@@ -12,16 +12,16 @@ Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 
 
 class DemoParams(Block):
-    """The built-in world: how many distinct prompts."""
+    """The built-in demo data."""
 
     prompts: Annotated[int, Field(ge=20)]
-    """Distinct prompts, split as `ingest.split` says."""
+    """Number of distinct prompts, divided as `ingest.split` says."""
     domains: Annotated[int, Field(ge=1, le=9)]
     """Domains of life in the prompts; a small model learns a small world better."""
     needs: Annotated[int, Field(ge=2, le=7)]
-    """Needs (for someone with diabetes, on a small budget, …) that the prompts of each domain name."""
+    """Number of needs that the prompts of each domain name (for someone with diabetes, on a small budget, …)."""
     demonstrations_per_prompt: Annotated[int, Field(ge=1)]
-    """Answers of mixed quality to each prompt of the demonstrations share."""
+    """Answers of mixed quality to each SFT prompt."""
 
 
 class FilesParams(Block):
@@ -34,16 +34,16 @@ class FilesParams(Block):
 
 
 class HuggingFaceParams(Block):
-    """A dataset of the Hugging Face hub at a pinned revision, or a local dataset folder below data/raw/."""
+    """A dataset of the Hugging Face hub at a fixed revision, or a local dataset folder below data/raw/."""
 
     dataset: BelowRaw
     """`owner/name` on the hub, or a folder below data/raw/."""
     revision: str | None = None
     """Commit hash, 40 hexadecimal digits; required for a hub id, because a branch can change."""
     name: str | None = None
-    """Configuration of a dataset that has several."""
+    """Configuration, for a dataset that has several."""
     train_split: str = "train"
-    """Its rows are trained on."""
+    """Split to train on."""
     heldout_split: str | None = "test"
     """Its rows are held out; null: `ingest.split.heldout` applies."""
 
@@ -63,11 +63,11 @@ class SplitParams(Block):
     preferences: Fraction
     """Share for the pairs of the reward model."""
     ppo: Fraction
-    """Share for PPO's rollouts."""
+    """Share of the training prompts for PPO's rollouts."""
     heldout: Fraction
     """Share of all prompts that is held out, where the data bring no held-out file."""
     validation: Fraction
-    """Share of demonstration and preference prompts used for validation inside SFT and reward model."""
+    """Share of the SFT and preference prompts used for validation."""
 
     @model_validator(mode="after")
     def _sums_to_one(self) -> "SplitParams":
@@ -84,7 +84,7 @@ class IngestParams(Block):
     """What decides the datasets of a run."""
 
     source: Literal["demo", "files", "huggingface"]
-    """The built-in world, local files, or a dataset of the hub."""
+    """`demo`: the built-in data. `files`: local files. `huggingface`: a dataset of the hub."""
     seed: Annotated[int, Field(ge=0, lt=2**32)]
     """Seed of the built-in data and of every split. The run's `seed` is another one: training can be repeated on the
     same data."""
@@ -93,12 +93,13 @@ class IngestParams(Block):
     huggingface: HuggingFaceParams | None = None
     split: SplitParams
     max_characters: Annotated[int, Field(ge=1)] = 20_000
-    """A prompt or answer longer than this is an over-long row."""
+    """A row whose prompt or answer is longer than this is a bad row."""
     on_bad_row: Literal["drop", "refuse"] = "drop"
-    """Empty or undecodable text, broken conversations, chosen == rejected, over-long rows and duplicates: dropped and
-    counted, or the run is refused."""
+    """Rows with empty or undecodable text, broken conversations, chosen == rejected, too long rows and duplicates:
+    leave them out and count them (`drop`), or stop with an error (`refuse`)."""
     on_leak: Literal["drop", "refuse"] = "refuse"
-    """A held-out prompt that is also a training prompt: drop the training row, or refuse."""
+    """A held-out prompt that is also a training prompt: leave out the training row (`drop`), or stop with an error
+    (`refuse`)."""
 
     @model_validator(mode="after")
     def _source_has_its_block(self) -> "IngestParams":

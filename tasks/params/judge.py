@@ -9,13 +9,13 @@ from rlhf_core.config.paths import FolderName
 
 
 class JudgeParams(Block):
-    """Who says which of two answers is better."""
+    """The judge that decides which of two answers is better."""
 
     kind: Literal["data", "model"]
-    """`data`: the judge that the data bring, which for the demo is its rubric (simulated); data of people bring none,
-    and the reward model judges, which is said wherever it is shown. `model`: a language model, asked in both orders."""
+    """`data`: the judge of the data. The demo has one (its rubric, simulated); human data have none, so the reward
+    model judges, and every page says so. `model`: a language model, which compares each pair in both orders."""
     model: FolderName | None = None
-    """Its Hugging Face folder below models/judges/."""
+    """With `kind: model`: name of its Hugging Face folder below models/judges/."""
 
     @model_validator(mode="after")
     def _names_its_model(self) -> "JudgeParams":

@@ -10,28 +10,28 @@ Positive = Annotated[int, Field(ge=1)]
 
 
 class AnnotatorParams(Block):
-    """The simulated annotators: Bradley-Terry choices on the hidden score."""
+    """The simulated annotators of the demo: Bradley-Terry choices on the hidden score."""
 
     temperature: Annotated[float, Field(ge=0)]
-    """Of the choice, in units of the hidden score: 0 always takes the better answer."""
+    """Noise of the choice, in units of the hidden score; 0 always takes the better answer."""
     flip_rate: Annotated[float, Field(ge=0, lt=0.5)]
     """Share of choices that are reversed by mistake."""
 
 
 class PreferencesParams(Block):
-    """Where the pairs come from."""
+    """The preference pairs that the reward model learns from."""
 
     source: Literal["judge", "dataset", "both"]
-    """Pairs judged among the SFT model's samples, pairs that the data bring, or both."""
+    """`judge`: judged pairs of the SFT model's samples. `dataset`: the pairs of the data. `both`: all of them."""
     samples_per_prompt: Annotated[int, Field(ge=2)] = 4
     """Answers of the SFT model to each prompt; every two are a pair. With `source: dataset`, one answer to each of 512
     prompts is enough: they only measure the reward model's scores."""
     temperature: Annotated[float, Field(gt=0)] = 0.9
-    """Of the sampling; 1 is the model's own distribution."""
+    """Sampling temperature; 1 is the model's own distribution."""
     max_new_tokens: Positive
     """Longest answer, in tokens."""
     batch_size: Positive
     """Responses sampled together; changes no sample."""
     stop_tokens: list[str] = Field(default_factory=list)
-    """Texts that end a response beside end-of-sequence; the same as `ppo.stop_tokens`."""
+    """Texts that end a response, besides end-of-sequence; must equal `ppo.stop_tokens`."""
     annotators: AnnotatorParams

@@ -11,24 +11,25 @@ Positive = Annotated[int, Field(ge=1)]
 
 
 class RejectionParams(Block):
-    """Answers of the SFT model to PPO's prompts; the reward model keeps the best of each, and SFT goes on."""
+    """Rejection-sampling SFT: sample answers to PPO's prompts, keep the best of each prompt by the reward model, and
+    continue SFT on them."""
 
     enabled: bool
-    """Off: the stage writes empty outputs, and `evaluate` leaves it out."""
+    """`false`: the stage writes empty outputs, and `evaluate` leaves the model out."""
     samples_per_prompt: Annotated[int, Field(ge=2)] = 8
     """Answers to each prompt, of which the best is kept."""
     temperature: Annotated[float, Field(gt=0)] = 1.0
-    """Of the sampling; 1 is the model's own distribution."""
+    """Sampling temperature; 1 is the model's own distribution."""
     max_new_tokens: Positive = 256
     """Longest answer, in tokens."""
     batch_size: Positive = 128
-    """Responses sampled side by side; changes no sample."""
+    """Responses sampled side by side; it changes no sample."""
     stop_tokens: list[str] = Field(default_factory=list)
-    """Texts that end a response beside end-of-sequence; the same as `ppo.stop_tokens`."""
+    """Texts that end a response, besides end-of-sequence; must equal `ppo.stop_tokens`."""
     validation: Annotated[float, Field(gt=0, lt=1)] = 0.1
-    """Share of the prompts whose best answers measure the loss instead of lowering it."""
+    """Share of the prompts used for the validation loss instead of training."""
     training: SFTConfig | None = None
-    """Needed where the stage is enabled."""
+    """Required where the stage is enabled; the keys of `sft`."""
 
     @model_validator(mode="after")
     def _knows_how_to_train(self) -> "RejectionParams":

@@ -8,7 +8,7 @@ from rlhf_core.config.block import Block
 
 
 class ReportParams(Block):
-    """What the page shows."""
+    """Contents of the report page."""
 
     samples: Annotated[int, Field(ge=1)]
-    """Pairs of answers to read."""
+    """Pairs of answers to show."""

@@ -8,16 +8,16 @@ from rlhf_core.config.block import Block
 
 
 class RuntimeParams(Block):
-    """Knobs of comfort and speed."""
+    """Settings that cannot change a result. No stage depends on them, so an edit retrains nothing."""
 
     tracking: bool = True
     """Send parameters, metrics and artifacts to MLflow."""
     dataloader_workers: Annotated[int, Field(ge=0, le=64)] = 0
-    """Processes that prepare batches, where a Trainer trains (all but PPO and its variants); 0: none."""
+    """Processes that prepare batches in the stages that use a Trainer (all but PPO and its variants); 0: none."""
     checkpoint_every: Annotated[int, Field(ge=1)] = 20
-    """Steps between two resumable checkpoints in work/."""
+    """Steps between two checkpoints in work/, from which a stopped stage continues."""
     progress_seconds: Annotated[float, Field(gt=0)] = 5.0
-    """Seconds between two progress lines where there is no terminal."""
+    """Seconds between two progress lines where the output is not a terminal."""
     on_alert: Literal["warn", "stop"] = "warn"
-    """What an alert of `ppo.health` does: nothing more than to be told, or end the run; `warn` then continues it from
-    there."""
+    """On an alert of `ppo.health`: `warn` reports it and goes on; `stop` ends the run. With `warn`, a stopped run
+    continues from there."""

@@ -8,13 +8,14 @@ from rlhf_core.config.block import Block
 
 
 class SelectParams(Block):
-    """Snapshots are compared on validation prompts: those of the preference data that the reward model was not trained
-    on. They are sampled as `ppo` says."""
+    """Which of PPO's snapshots becomes the policy. They are compared on validation prompts: prompts of the preference
+    data that the reward model was not trained on. Answers are sampled with the settings of `ppo`."""
 
     rule: Literal["last", "best_judge", "best_proxy"]
-    """`best_judge`: the highest mean score of the judge; `best_proxy`: of the reward model."""
+    """`last`: the last one. `best_judge`: the highest mean score of the judge. `best_proxy`: the highest mean score of
+    the reward model."""
     prompts: Annotated[int, Field(ge=0)]
-    """Validation prompts at most; 0 compares nothing, and leaves only the rule `last`."""
+    """Largest number of validation prompts; 0: no comparison, and only `rule: last` is possible."""
 
     @model_validator(mode="after")
     def _compares(self) -> "SelectParams":

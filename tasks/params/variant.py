@@ -19,9 +19,9 @@ class VariantParams(Block):
     """The settings of `ppo`, with the changes in `settings`."""
 
     enabled: bool
-    """Off: the stage writes empty outputs, and `evaluate` leaves it out."""
+    """`false`: the stage writes empty outputs, and `evaluate` leaves the model out."""
     settings: dict[str, Any] = Field(default_factory=dict)
-    """Keys of `ppo`, nested as there, with other values."""
+    """Keys of `ppo` with other values, nested as in `ppo`."""
 
     def applied_to(self, ppo: PPOConfig, name: str) -> PPOConfig:
         """The settings of PPO's loop for this variant. Raises ValueError, naming the key, for what is no setting of
