@@ -27,10 +27,8 @@ from tasks.stage.pipeline_run import describe
 from tasks.stage.stage import Common, Model, Stage
 from tasks.stage.versions import require_declared_versions
 from tasks.stage.workers import is_worker, run_as_worker
+from tasks.tracking.settings import OUTCOME_VARIABLE
 from tasks.tracking.tracker import Tracker
-
-OUTCOME_VARIABLE = "LEASH_OUTCOME"
-"""Environment variable: a file to which a stage appends one JSON line about how it ended."""
 
 VERSIONS = "tasks/stage/versions.json"
 FULL = (
