@@ -1,18 +1,16 @@
 """Stage `dpo`: the SFT model trained on the preference pairs themselves, the alternative that needs no reward model."""
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from rlhf_core.config.dpo import DPOConfig
-from rlhf_core.data.tokenizer import load_tokenizer
-from rlhf_core.dpo import measure_pairs, reference_logprobs, train_dpo
-from rlhf_core.models.hf import context_length, load_causal_lm, place, save_checkpoint
-from rlhf_core.reward import Comparison
-from tasks.stage.run import run
+from tasks.stage.run import quiet_libraries, run
 from tasks.stage.stage import Stage
 from tasks.stage.switched_off import write_switched_off
 from tasks.stage.trust import trusts
-from tasks.training.pairs import comparisons
-from tasks.training.trainer_setup import log_table, tokens_read, training_run
+
+if TYPE_CHECKING:
+    from rlhf_core.reward import Comparison
 
 SFT = "models/sft"
 PLOT = "plots/dpo.csv"
@@ -26,6 +24,14 @@ def execute(stage: Stage[DPOConfig]) -> None:
     if not stage.params.enabled:
         write_switched_off(stage, {PLOT: ("step", *LOGGED)})
         return
+    # A stage that is switched off does not load torch.
+    from rlhf_core.data.tokenizer import load_tokenizer
+    from rlhf_core.dpo import measure_pairs, reference_logprobs, train_dpo
+    from rlhf_core.models.hf import context_length, load_causal_lm, place, save_checkpoint
+    from tasks.training.pairs import comparisons
+    from tasks.training.trainer_setup import log_table, tokens_read, training_run
+
+    quiet_libraries()
     run_ = training_run(stage, shown=LOGGED)
     tokenizer = load_tokenizer(stage.root / SFT, trust_remote_code=trusts(stage))
     model = load_causal_lm(stage.root / SFT, trust_remote_code=trusts(stage))
@@ -62,7 +68,7 @@ def last_means(log: Sequence[dict[str, float]]) -> dict[str, float]:
     return {name: sum(row[name] for row in last) / len(last) for name in LOGGED}
 
 
-def response_tokens(training: Sequence[Comparison]) -> int:
+def response_tokens(training: "Sequence[Comparison]") -> int:
     """Response tokens of one epoch: each distinct response is read once, however many pairs it is in."""
     return sum(len(response) for c in training for response in c.responses)
 

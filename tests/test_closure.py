@@ -65,6 +65,12 @@ def test_what_exempt_modules_import_is_not_exempt_with_them() -> None:
         assert "tasks/stage/outputs.py" in GRAPH[stage]["deps"]
 
 
+def test_no_shared_folder_imports_a_stage() -> None:
+    stages = {f"tasks.{stage}" for stage in GRAPH}
+    for module in closure.graph().modules - stages:
+        assert not stages & closure.graph().find_modules_directly_imported_by(module), module
+
+
 def test_stages_that_write_a_model_depend_on_how_its_provenance_is_written() -> None:
     for stage, definition in GRAPH.items():
         writes = any(isinstance(out, str) and out.startswith("models/") for out in definition["outs"])
@@ -152,6 +158,16 @@ def test_files_opened_at_run_time_are_dependencies(tiny_run: "TinyRun", stage: s
     assert "params.yaml" in inside, "the recorder saw nothing"
     foreign = {name for name in inside if not allowed(stage, name) and not covered(GRAPH[stage]["deps"], name)}
     assert not foreign
+
+
+@pytest.mark.pipeline
+@pytest.mark.parametrize("stage", ["check", "ingest", "report", "hybrid", "reinforce", "grpo"])
+def test_a_stage_that_is_switched_off_or_only_reads_files_loads_no_heavy_library(
+    tiny_run: "TinyRun", stage: str
+) -> None:
+    loaded = set(seen(tiny_run, stage)["modules"])
+    assert "tasks.stage.run" in loaded, "the recorder saw nothing"
+    assert not loaded & {"torch", "transformers", "mlflow"}
 
 
 def seen(tiny_run: "TinyRun", stage: str) -> dict[str, list[str]]:
