@@ -2,20 +2,18 @@
 What the best of n of them are worth is `evaluate`'s to estimate."""
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from rlhf_core.data.tokenizer import load_tokenizer
-from rlhf_core.determinism import make_deterministic
-from rlhf_core.models.hf import context_length, load_causal_lm
 from tasks.datasets.jsonl import Row
-from tasks.evaluation.prompts import evaluation_prompts, source_of
 from tasks.params.best_of_n import BestOfNParams
 from tasks.params.evaluate import EvaluateParams
-from tasks.stage.long_rows import fitting, prompt_encoder
-from tasks.stage.run import run
+from tasks.stage.run import quiet_libraries, run
 from tasks.stage.stage import Stage
 from tasks.stage.switched_off import write_switched_off
 from tasks.stage.trust import trusts
-from tasks.training.candidates import Candidate, Kept, draw_candidates, reward_figures
+
+if TYPE_CHECKING:
+    from tasks.training.candidates import Candidate, Kept
 
 SFT = "models/sft"
 SAMPLES = "data/best_of_n/samples.jsonl"
@@ -28,6 +26,15 @@ def execute(stage: Stage[BestOfNParams]) -> None:
     if not stage.params.enabled:
         write_switched_off(stage)
         return
+    # A stage that is switched off does not load torch.
+    from rlhf_core.data.tokenizer import load_tokenizer
+    from rlhf_core.determinism import make_deterministic
+    from rlhf_core.models.hf import context_length, load_causal_lm
+    from tasks.evaluation.prompts import evaluation_prompts, source_of
+    from tasks.stage.long_rows import fitting, prompt_encoder
+    from tasks.training.candidates import draw_candidates, reward_figures
+
+    quiet_libraries()
     make_deterministic(stage.seed, stage.common.threads)
     settings = stage.block("evaluate", EvaluateParams)
     tokenizer = load_tokenizer(stage.root / SFT, trust_remote_code=trusts(stage))
@@ -49,7 +56,7 @@ def execute(stage: Stage[BestOfNParams]) -> None:
     stage.write_metrics({"enabled": True, **reward_figures(candidates, best), "prompts_too_long": too_long})
 
 
-def sample_rows(kept: Kept, candidates: Sequence[Sequence[Candidate]]) -> list[Row]:
+def sample_rows(kept: "Kept", candidates: "Sequence[Sequence[Candidate]]") -> list[Row]:
     """Every answer to every prompt, in the order in which the answers to a prompt were drawn."""
     return [
         {

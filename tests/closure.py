@@ -4,7 +4,6 @@
 """
 
 import argparse
-import importlib.util
 import sys
 from fnmatch import fnmatchcase
 from functools import cache
@@ -24,34 +23,48 @@ CANNOT_CHANGE_RESULTS = {
     "rlhf_core": "how threads wait for each other",
     "rlhf_core.errors": "the type of a user's error",
     "rlhf_core.files": "how bytes reach the disk, not which",
+    "rlhf_core.locks": "keeps processes apart",
     "rlhf_core.training.checkpoints": "resumable state; a resumed run ends in the same bytes",
-    "rlhf_core.config.block": "strictness of parameters: it refuses values, it never changes one",
-    "tasks.stage.run": "the contract around every stage; it writes no byte of an out",
-    "tasks.stage.stage": "what a stage module is given; it writes no byte of an out",
-    "rlhf_core.locks": "who works where",
-    "tasks.stage.state": "whose the state folder is, and when it goes",
-    "tasks.stage.journal": "resumable state; a resumed run ends in the same bytes",
-    "tasks.stage.interrupts": "when a stage stops",
-    "tasks.stage.workers": "starts the other processes of a stage; how many is a tracked parameter",
-    "tasks.stage.definition": "reads dvc.yaml: inputs, outs and keys",
-    "tasks.stage.dvc_adapter": "reads the graph and the hashes",
-    "tasks.stage.progress": "prints",
-    "tasks.stage.trust": "warns; what it answers is a tracked parameter",
-    "tasks.stage.versions": "refuses to run with other versions",
+    "rlhf_core.config.block": "strictness of parameters: it refuses values and never changes one",
+    "rlhf_core.config.paths": "refuses paths, never changes one",
+    "tasks.datasets.raw": "refuses paths that lead out of data/raw/",
     "tasks.params.loader": "reads params.yaml; the values are tracked by DVC",
     "tasks.params.secrets": "hides the values of keys that `check` refuses anyway",
     "tasks.params.runtime": "parameters that no stage tracks",
-    "tasks.schemas.validation": "refuses bad rows, never changes one",
     "tasks.datasets.problems": "lists problems and refuses, never changes a row",
-    "tasks.stage.pipeline_run": "tells MLflow about the run as a whole",
-    "tasks.tracking*": "tells MLflow",
+    "tasks.schemas*": "refuses rows and never changes one",
+    "tasks.stage.definition": "reads dvc.yaml: inputs, outs and keys",
+    "tasks.stage.dvc_adapter": "reads the graph and the hashes",
+    "tasks.stage.interrupts": "when a stage stops",
+    "tasks.stage.journal": "resumable state; a resumed run ends in the same bytes",
+    "tasks.stage.pipeline_run": "tracking of the run as a whole",
+    "tasks.stage.progress": "prints",
+    "tasks.stage.run": "the contract around every stage; it writes no byte of an out",
+    "tasks.stage.stage": "what a stage module is given; it writes no byte of an out",
+    "tasks.stage.state": "keeps and removes the state folder",
+    "tasks.stage.trust": "warns; the answer is a tracked parameter",
+    "tasks.stage.versions": "refuses to run with other versions",
+    "tasks.stage.workers": "starts the other processes of a stage; how many is a tracked parameter",
+    "tasks.tracking*": "sends to MLflow",
 }
-"""Patterns of modules that every stage imports and that are no dependency of any: each with the reason."""
+"""Patterns of modules that are no dependency of any stage that imports them: each with the reason. Inside a folder that
+is a dependency as a whole they count all the same."""
 
-EXTRA = {
-    "report": ["tasks/page/samples.js", "tasks/page/style.css.j2", "tasks/page/template.html.j2", "params.yaml"],
+FOLDERS = (
+    *("rlhf_core/data", "rlhf_core/demo", "rlhf_core/models", "rlhf_core/ppo", "rlhf_core/training"),
+    *("tasks/datasets/sources", "tasks/page"),
+)
+"""Folders that are the unit of change: a stage that imports one of their modules depends on the whole folder."""
+
+FOLDERS_OF = {
+    "rlhf_core/evaluation": ("select", "evaluate"),
+    "tasks/evaluation": ("select", "evaluate"),
+    "rlhf_core/config": ("check",),
+    "tasks/params": ("check",),
+    "tasks/training": ("ppo", "hybrid", "reinforce", "rloo", "grpo"),
 }
-"""Files that a stage opens at run time, beside data: imports do not show them."""
+"""Folders that are the unit for these stages; others depend on the files that they import, so that an edit of the
+evaluation, or a parameter of another stage, does not train a model again."""
 
 READ_THE_TABLE_OF_METHODS = ("check", "evaluate", "report")
 """For every other stage the table only says that a block which is absent from params.yaml is off."""
@@ -74,7 +87,7 @@ def graph() -> grimp.ImportGraph:
 
 
 def exempt(module: str, stage: str) -> bool:
-    """Whether a module stands on the list of those that cannot change results, or has no part in this stage's."""
+    """Whether a module is on the list of those that cannot change results, or has no part in this stage's."""
     if module == "tasks.stage.provenance":
         return stage not in MODELS
     if module == "tasks.params.methods":
@@ -82,22 +95,17 @@ def exempt(module: str, stage: str) -> bool:
     return any(fnmatchcase(module, pattern) for pattern in CANNOT_CHANGE_RESULTS)
 
 
-def schemas_of(deps: list[str]) -> set[str]:
-    """Schema modules of a stage's datasets: the wrapper imports them by name, so imports do not show them."""
-    from tasks.schemas.validation import schema_module
+def closure(stage: str) -> list[str]:
+    """Files and folders of the code that `tasks.<stage>` imports, directly or through others, without exempt modules
+    (what those import counts)."""
+    paths = {path_of(module) for module in modules(f"tasks.{stage}") if not exempt(module, stage)}
+    return sorted({unit_of(path, stage) for path in paths if path})
 
-    modules = (schema_module(dep) for dep in deps if dep.endswith(".jsonl"))
-    return {module for module in modules if importlib.util.find_spec(module)}
 
-
-def closure(stage: str, deps: list[str]) -> list[str]:
-    """Paths of the code that `tasks.<stage>` imports, directly or through others, without the exempt modules (what
-    those import counts)."""
-    start = {f"tasks.{stage}", *schemas_of(deps)}
-    if stage == "check":  # the table names these modules, it does not import them
-        start |= {method.params.partition(":")[0] for method in METHODS}
+def modules(start: str) -> set[str]:
+    """A module, all that it imports, directly or through others, and the packages that hold them."""
     seen: set[str] = set()
-    todo = list(start)
+    todo = [start]
     while todo:
         module = todo.pop()
         if module in seen:
@@ -107,7 +115,7 @@ def closure(stage: str, deps: list[str]) -> list[str]:
         parent = module.rpartition(".")[0]
         if parent:
             todo.append(parent)
-    return sorted(filter(None, (path_of(module) for module in seen if not exempt(module, stage))))
+    return seen
 
 
 def path_of(module: str) -> str | None:
@@ -119,6 +127,12 @@ def path_of(module: str) -> str | None:
     return file.relative_to(ROOT).as_posix()
 
 
+def unit_of(path: str, stage: str) -> str:
+    """The folder that is the unit of change for this file in this stage, else the file."""
+    folders = [*FOLDERS, *(folder for folder, stages in FOLDERS_OF.items() if stage in stages)]
+    return next((folder for folder in folders if path.startswith(f"{folder}/")), path)
+
+
 def is_code(dep: str) -> bool:
     """Whether a dependency of dvc.yaml is code (or a file beside it) rather than data or a model."""
     return dep.startswith(("tasks/", "rlhf_core/", "flows/"))
@@ -127,9 +141,8 @@ def is_code(dep: str) -> bool:
 def expected(stage: str, deps: list[str]) -> list[str]:
     """All dependencies that a stage should have: its data and models as they are, and its code."""
     data = [dep for dep in deps if not is_code(dep)]
-    code = closure(stage, deps) + [file for file in EXTRA.get(stage, []) if is_code(file)]
     versions = ["tasks/stage/versions.json"] if stage in TRAINING else []
-    return data + sorted(code + versions)
+    return data + sorted(closure(stage) + versions)
 
 
 def main() -> int:
@@ -137,24 +150,26 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--write", action="store_true")
     write = parser.parse_args().write
-    yaml = YAML()
-    yaml.width = 120
-    yaml.indent(mapping=2, sequence=4, offset=2)
     path = ROOT / "dvc.yaml"
-    content = yaml.load(path.read_text(encoding="utf-8"))
+    text = path.read_text(encoding="utf-8")
     stale = 0
-    for name, stage in content["stages"].items():
-        right = expected(name, list(stage["deps"]))
-        for sign, files in (("+", set(right) - set(stage["deps"])), ("-", set(stage["deps"]) - set(right))):
+    for name, stage in YAML(typ="safe", pure=True).load(text)["stages"].items():
+        now, right = stage["deps"], expected(name, stage["deps"])
+        for sign, files in (("+", set(right) - set(now)), ("-", set(now) - set(right))):
             for file in sorted(files):
                 stale += 1
                 print(f"{name}: {sign} {file}")
-        stage["deps"] = right
+        before, head, after = text.partition(f"\n  {name}:\n")
+        text = before + head + after.replace(_listed(now), _listed(right), 1)
     if write:
-        with path.open("w", encoding="utf-8") as file:
-            yaml.dump(content, file)
+        path.write_text(text, encoding="utf-8")
         return 0
     return 1 if stale else 0
+
+
+def _listed(deps: list[str]) -> str:
+    """The dependencies as they are written in dvc.yaml."""
+    return "    deps:\n" + "".join(f"      - {dep}\n" for dep in deps)
 
 
 if __name__ == "__main__":

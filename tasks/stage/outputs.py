@@ -1,5 +1,5 @@
-"""Outputs of a stage: written beside their place, with the same bytes for the same content, renamed in when all
-are whole."""
+"""Outputs of a stage: written beside their place, with the same bytes for the same content, and renamed into it when
+all are complete."""
 
 import csv
 import json
@@ -12,7 +12,7 @@ from tasks.datasets.jsonl import write_jsonl
 
 
 class Outputs:
-    """The outs of one stage. `path` hands out the place to write to; `commit` puts everything in its final place."""
+    """The outs of one stage. `path` returns the place to write to; `commit` puts everything in its final place."""
 
     def __init__(self, root: Path, declared: Sequence[str]) -> None:
         self.root = root
@@ -37,8 +37,10 @@ class Outputs:
         self.path(out).write_text(text + "\n", encoding="utf-8")
 
     def write_jsonl(self, out: str, rows: Iterable[dict[str, Any]]) -> None:
-        """JSON lines."""
+        """JSON lines; one blank line where there are no rows, because DVC warns of an empty file."""
         write_jsonl(self.path(out), rows)
+        if self.path(out).stat().st_size == 0:
+            self.path(out).write_bytes(b"\n")
 
     def write_csv(self, out: str, rows: Sequence[Mapping[str, Any]]) -> None:
         """A table with the columns of the first row; None becomes an empty cell. Raises ValueError without rows."""

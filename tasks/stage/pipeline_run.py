@@ -1,7 +1,4 @@
-"""The pipeline run in MLflow as a whole: which results belong to it, whoever made them, and that it has ended.
-
-A stage that DVC restored made no run of its own under this pipeline run; its figures are shown here, its maker linked.
-"""
+"""The pipeline run in MLflow as a whole: the figures of all its stages, links to the runs of restored ones, its end."""
 
 import json
 from collections.abc import Iterable, Sequence
@@ -48,8 +45,8 @@ def describe(
 def finish(root: Path, status: Status, stages: Sequence[str]) -> str:
     """Describe and close the pipeline run, and send to MLflow what it has not received. Returns what is left, in words.
 
-    For the driver of the graph; `stages` are those whose results are those of this run. Nothing is described where
-    none is, where params.yaml is refused (that is the stages' to say), or where `runtime.tracking` is off.
+    For the driver of the graph; `stages` are those whose results are those of this run. Does nothing where params.yaml
+    cannot be read or `runtime.tracking` is off; without stages it only sends.
     """
     try:
         params = read_yaml(root / PARAMS_FILE)
@@ -64,5 +61,4 @@ def finish(root: Path, status: Status, stages: Sequence[str]) -> str:
             describe(tracker, project, params, stages)
             tracker.close_parent(status)
             tracker.close()
-    drained = drain(root)
-    return f"{drained.left} events wait in work/outbox for MLflow ({drained.reason})" if drained.left else ""
+    return str(drain(root))

@@ -27,10 +27,8 @@ from tasks.stage.pipeline_run import describe
 from tasks.stage.stage import Common, Model, Stage
 from tasks.stage.versions import require_declared_versions
 from tasks.stage.workers import is_worker, run_as_worker
+from tasks.tracking.settings import OUTCOME_VARIABLE
 from tasks.tracking.tracker import Tracker
-
-OUTCOME_VARIABLE = "LEASH_OUTCOME"
-"""Environment variable: a file to which a stage appends one JSON line about how it ended."""
 
 VERSIONS = "tasks/stage/versions.json"
 FULL = (
@@ -216,9 +214,15 @@ def require_older_code(definition: Definition, started: float) -> None:
     loaded by now is not what DVC would record."""
     root = definition.project.root
     code = [path for path in definition.inputs if is_code(path)]
-    edited = [path for path in code if (root / path).stat().st_mtime > started + CLOCK_SECONDS]
+    edited = [path for path in code if _newest(root / path) > started + CLOCK_SECONDS]
     if edited:
         raise UserError(f"{', '.join(edited)} changed while the stage started; run it again")
+
+
+def _newest(path: Path) -> float:
+    """When a file, or the newest file below a folder, was last changed; Python's own caches do not count."""
+    files = [file for file in path.rglob("*") if file.is_file() and "__pycache__" not in file.parts]
+    return max((file.stat().st_mtime for file in files or [path]), default=0.0)
 
 
 def _require_unchanged(before: Mapping[str, Any], after: Mapping[str, Any]) -> None:

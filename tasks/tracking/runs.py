@@ -1,8 +1,7 @@
-"""What each event of the outbox becomes in MLflow: runs, metrics, parameters, artifacts, versions.
+"""Writes the events of an outbox to MLflow: runs, metrics, parameters, artifacts, versions.
 
-The only module that imports mlflow, and it takes a second to do so: import it late, in the sender. Every function
-may be repeated with the same event and leaves MLflow as after the first time, since a sender may die between
-sending and noting that it has sent.
+The only module of `tasks` that imports mlflow, which takes seconds: import it late. Every function may be repeated with
+the same event and leaves MLflow as after the first time: a sender may die between sending and noting that it has sent.
 """
 
 from __future__ import annotations
@@ -16,9 +15,11 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from mlflow.entities import Dataset, DatasetInput, InputTag, Metric, Param, Run, RunTag
+import mlflow
+from mlflow.entities import Dataset, DatasetInput, InputTag, Metric, Param, Run, RunData, RunTag
 from mlflow.exceptions import MlflowException
 from mlflow.tracking import MlflowClient
+from mlflow.utils.mlflow_tags import MLFLOW_LOGGED_ARTIFACTS
 
 from rlhf_core.locks import FileLock
 from tasks.tracking import settings
@@ -26,8 +27,10 @@ from tasks.tracking.outbox import Event, State, Unreachable, now_ms
 
 LOCK_SECONDS = 20.0
 PARAM_BATCH = 100
-TABLES_TAG = "mlflow.loggedArtifacts"  # where mlflow.log_table notes its tables and the UI looks for them
 SYSTEM_PREFIX = "system/"
+
+if not hasattr(RunData(), "_metric_objs"):
+    raise ImportError(f"mlflow {mlflow.__version__} has no RunData._metric_objs; install the one of constraints.txt")
 
 for _name in ("urllib3.connectionpool", "alembic"):
     logging.getLogger(_name).setLevel(logging.ERROR)
@@ -155,13 +158,13 @@ class Shipper:
             tags |= identity | {"leash.stage": event.body["stage"]}
             run = self._client.create_run(self._experiment, event.at, tags, event.body["stage"])
         elif run.data.tags.get("leash.execution") != execution:
-            if run.info.status == "RUNNING":  # nobody is alive to say so
+            if run.info.status == "RUNNING":  # its process has died
                 self._client.set_terminated(run.info.run_id, "KILLED", end_time=event.at)
             self._client.update_run(run.info.run_id, status="RUNNING")
             tags |= {"leash.restarts": str(int(run.data.tags.get("leash.restarts", 0)) + 1)}
             self._log_tags(run.info.run_id, tags)
         state.run_id = run.info.run_id
-        # Public accessors leave the step out; MLflow's own system monitor resumes from the same field.
+        # Public accessors leave the step out; MLflow's own system monitor reads the same field.
         state.last_steps = {metric.key: metric.step for metric in run.data._metric_objs}
 
     def _on_params(self, part: list[Event], state: State, folder: Path) -> None:
@@ -192,13 +195,13 @@ class Shipper:
 
     def _on_table(self, part: list[Event], state: State, folder: Path) -> None:
         """As mlflow.log_table leaves it, but replaced instead of appended to when it is sent again. On the pipeline run
-        as well: the UI's evaluation view has no eyes for runs that are folded in below another."""
+        as well: the UI's evaluation view does not show runs below another one."""
         entry = {"path": part[0].body["name"], "type": "table"}
         for run_id in filter(None, (state.run_id, state.parent_id)):
             self._client.log_artifact(run_id, str(folder / part[0].body["file"]))
-            tables = json.loads(self._client.get_run(run_id).data.tags.get(TABLES_TAG, "[]"))
+            tables = json.loads(self._client.get_run(run_id).data.tags.get(MLFLOW_LOGGED_ARTIFACTS, "[]"))
             if entry not in tables:
-                self._client.set_tag(run_id, TABLES_TAG, json.dumps([*tables, entry]))
+                self._client.set_tag(run_id, MLFLOW_LOGGED_ARTIFACTS, json.dumps([*tables, entry]))
 
     def _on_inputs(self, part: list[Event], state: State, folder: Path) -> None:
         body = part[0].body
@@ -214,7 +217,7 @@ class Shipper:
         self._client.log_batch(state.parent_id, metrics=metrics)
 
     def _on_restored(self, part: list[Event], state: State, folder: Path) -> None:
-        """The run that made what DVC restored; `untracked` where MLflow has never heard of it."""
+        """The run that made what DVC restored; `untracked` where MLflow has no such run."""
         body = part[0].body
         identity = {"leash.stage_key": body["stage_key"], "leash.stage": body["stage"]}
         run = self._find(identity, " and attributes.status = 'FINISHED'")

@@ -1,9 +1,8 @@
-"""The sender: carries outboxes to MLflow, in one go (`drain`) or beside a stage while it works (`SenderProcess`), which
-also sends what earlier stages had to leave.
+"""Sends outboxes to MLflow, in one go (`drain`) or beside a stage that runs for long (`SenderProcess`).
 
-Order and turns only: one sender an outbox at a time, outboxes of one stage key strictly in turn, an outbox is deleted
-when all of it has arrived. What an event becomes in MLflow stands in `runs.py`. Beside a stage it is a process and not
-a thread: importing mlflow and writing metrics held the interpreter's lock, and with it the training, for up to 270 ms.
+One sender an outbox at a time, outboxes of one stage key strictly in turn; an outbox is deleted when all of it has
+arrived. Beside a stage the sender is a process and not a thread: importing mlflow and writing metrics held the
+interpreter's lock, and with it the training, for up to 270 ms.
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ import select
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -30,6 +30,7 @@ GATHER_SECONDS = 1.0  # metrics of this long travel together
 LONGEST_PAUSE_SECONDS = 30.0
 ATTEMPTS_AT_THE_END = 2
 SECONDS_AT_THE_END = 5.0  # a sender outlives its stage by no more than this
+SECONDS_FOR_THE_REST = 30.0
 NICENESS = 5
 Warn = Callable[[str], None]
 
@@ -42,9 +43,14 @@ class Drained:
     left: int
     reason: str | None
 
+    def __str__(self) -> str:
+        """What is left, in words; empty where nothing is."""
+        boxes = "1 outbox waits" if self.left == 1 else f"{self.left} outboxes wait"
+        return f"tracking: {boxes} for MLflow ({self.reason}); `leash sync` sends what is missing" * bool(self.left)
+
 
 def warn_once() -> Warn:
-    """A printer to stderr that says each kind of warning (the text before a bracket) only once."""
+    """A printer to stderr that prints each kind of warning (the text before a bracket) only once."""
     said: set[str] = set()
 
     def warn(text: str) -> None:
@@ -96,7 +102,7 @@ def deliver(root: Path, folder: Path, shipper: Shipper, stop: Callable[[], bool]
     try:
         state = outbox.State.load(folder, shipper.uri_mark)
         while not stop() and (folder / outbox.EVENTS).is_file():
-            owned = outbox.is_owned(folder)  # asked before reading: then what a dead owner wrote is all there
+            owned = outbox.is_owned(folder)  # looked up before reading: then all that a dead owner wrote is there
             events = outbox.read_events(folder, state.offset)
             if events:
                 shipper.ship(events, state, folder)
@@ -112,43 +118,73 @@ def deliver(root: Path, folder: Path, shipper: Shipper, stop: Callable[[], bool]
 
 
 class SenderProcess:
-    """Sends one outbox, and older ones of its stage key before it, from a process beside the stage."""
+    """Sends one outbox, and older ones, from a process beside the stage, once the stage has run for `after` seconds:
+    importing mlflow takes longer than a short stage. What is not sent stays for the next sender."""
 
-    def __init__(self, root: Path, folder: Path, uri: str, warn: Warn) -> None:
+    def __init__(self, root: Path, folder: Path, uri: str, warn: Warn, after: float) -> None:
         self._folder = folder
         self._warn = warn
         self._process: subprocess.Popen[bytes] | None = None
-        project = Path(__file__).resolve().parents[2]
-        path = os.pathsep.join([str(project), *filter(None, [os.environ.get("PYTHONPATH")])])
-        # The address may hold a password: in the environment it stays out of the list of processes.
-        environment = os.environ | {"MLFLOW_TRACKING_URI": uri, "PYTHONPATH": path}
-        command = [sys.executable, "-m", "tasks.tracking.sender", str(root.resolve()), folder.name]
-        try:
-            self._process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, env=environment, bufsize=0
-            )
-        except OSError as error:
-            warn(f"tracking: no sender ({error}); the stage goes on, and `leash sync` sends later")
+        self._starting = threading.Lock()
+        self._timer = threading.Timer(after, self._start, (root, uri))
+        self._timer.daemon = True
+        self._timer.start()
+
+    def _start(self, root: Path, uri: str) -> None:
+        with self._starting:
+            self._process = _start_sender(root, uri, self._warn, self._folder.name)
 
     def finish(self, timeout: float) -> bool:
-        """The outbox is closed: wait up to `timeout` seconds until it has arrived; false when it has not."""
-        if self._process is not None and self._process.stdin is not None:
+        """The outbox is closed: wait up to `timeout` seconds until it has arrived; false when it has not. The process
+        goes on for some seconds and then ends by itself."""
+        self._timer.cancel()
+        with self._starting:
+            process = self._process
+        if process is not None and process.stdin is not None:
             with suppress(OSError):
-                self._process.stdin.write(b".")  # a forked data loader may keep the pipe from ending
-            self._process.stdin.close()
-            try:
-                self._process.wait(timeout)
-            except subprocess.TimeoutExpired:
-                self._process.kill()
-                self._process.wait()
-                self._warn("tracking: MLflow has not taken everything in time; `leash sync` sends the rest")
+                process.stdin.write(b".")  # a forked data loader may keep the pipe from ending
+            process.stdin.close()
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(timeout)
         return not self._folder.exists()
 
 
-def accompany(root: Path, folder: Path, uri: str, warn: Warn) -> None:
-    """Send `folder` while its owner writes; ends when it is gone, or given up after the owner's end.
+def send_rest(root: Path, uri: str, warn: Warn, wait: bool) -> None:
+    """The pipeline run has ended: send everything that waits, from a process of its own, which prints one line if
+    something is left. Without `wait` it is silent, and the caller goes on."""
+    process = _start_sender(root, uri, warn, quiet=not wait)
+    if process is not None and wait:
+        process.wait()
 
-    Standard input is the tie to the owner: as soon as it can be read, the owner has closed or died.
+
+def _start_sender(
+    root: Path, uri: str, warn: Warn, *outbox_name: str, quiet: bool = False
+) -> subprocess.Popen[bytes] | None:
+    """A sender in a session of its own: signals for the stage and its group do not reach it."""
+    project = Path(__file__).resolve().parents[2]
+    path = os.pathsep.join([str(project), *filter(None, [os.environ.get("PYTHONPATH")])])
+    # The address may hold a password: in the environment it stays out of the list of processes.
+    environment = os.environ | {"MLFLOW_TRACKING_URI": uri, "PYTHONPATH": path}
+    command = [sys.executable, "-m", "tasks.tracking.sender", str(root.resolve()), *outbox_name]
+    try:
+        return subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE if outbox_name else subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL if quiet else None,
+            env=environment,
+            bufsize=0,
+            start_new_session=True,
+        )
+    except OSError as error:
+        warn(f"tracking: no sender ({error}); the stage goes on, and `leash sync` sends later")
+        return None
+
+
+def accompany(root: Path, folder: Path, uri: str, warn: Warn) -> None:
+    """Send `folder` while its owner writes; ends when it is gone, or some seconds after the owner's end.
+
+    Standard input can be read as soon as the owner has closed its outbox or died.
     """
     shipper = _shipper(root, uri, warn)
     failures, end, pause = 0, float("inf"), 0.0
@@ -177,7 +213,7 @@ def accompany(root: Path, folder: Path, uri: str, warn: Warn) -> None:
 
 
 def _deliver_abandoned(root: Path, own: Path, shipper: Shipper) -> None:
-    """What stages left that ended before MLflow had all of it; given up as soon as our owner ends."""
+    """Send what earlier stages left; stops as soon as the owner of `own` ends."""
 
     def owner_ends() -> bool:
         return bool(select.select([sys.stdin], [], [], 0)[0])
@@ -202,13 +238,16 @@ def _never() -> bool:
 
 
 def main() -> None:
-    """`python -m tasks.tracking.sender ROOT OUTBOX`, started by `SenderProcess`."""
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)  # meant for the stage: it closes its run, and we still send that
-    os.nice(NICENESS)
+    """`python -m tasks.tracking.sender ROOT [OUTBOX]`: beside the stage that writes this outbox, or everything once."""
     settings.prepare_environment()
-    root = Path(sys.argv[1])
-    accompany(root, outbox.outbox_folder(root) / sys.argv[2], os.environ["MLFLOW_TRACKING_URI"], warn_once())
+    root, uri, *names = Path(sys.argv[1]), os.environ["MLFLOW_TRACKING_URI"], *sys.argv[2:]
+    if names:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_IGN)  # the stage closes its run, and that is still sent
+        os.nice(NICENESS)
+        accompany(root, outbox.outbox_folder(root) / names[0], uri, warn_once())
+    elif (drained := drain(root, SECONDS_FOR_THE_REST, uri)).left:
+        print(settings.without_credentials(str(drained)), file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,4 @@
-"""Where MLflow is, and how its client has to behave inside a training process.
-
-Addresses and environment variables only; nothing here imports mlflow, so that a stage starts at once.
-"""
+"""Where MLflow is, and the environment variables that shape its client. Does not import mlflow, which takes seconds."""
 
 from __future__ import annotations
 
@@ -13,6 +10,9 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 EXPERIMENT = "leash"
+OUTCOME_VARIABLE = "LEASH_OUTCOME"
+"""Environment variable: a file to which a stage appends one JSON line about how it ended. Only `leash run` sets it, and
+sends what is left at its end."""
 HOLD_VARIABLE = "LEASH_HOLD_TRACKING"
 """Environment variable: when set, events stay in the outbox and nothing is sent (`leash verify` works so)."""
 POLICY_MODEL = "leash-policy"
@@ -40,6 +40,11 @@ def prepare_environment() -> None:
 def is_held_back() -> bool:
     """Whether nothing may be sent to MLflow."""
     return bool(os.environ.get(HOLD_VARIABLE))
+
+
+def has_driver() -> bool:
+    """Whether `leash run` has started this stage."""
+    return bool(os.environ.get(OUTCOME_VARIABLE))
 
 
 def tracking_uri(root: Path) -> str:

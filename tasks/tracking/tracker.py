@@ -1,7 +1,6 @@
-"""What a stage and the flow say about their work: `Tracker` for a stage, `PipelineTracker` for the pipeline run.
+"""Tracking of a stage (`Tracker`) and of the pipeline run (`PipelineTracker`).
 
-Every call only appends to the outbox: it takes milliseconds, and no tracking server can delay or fail it. How the
-events reach MLflow is the business of `sender.py`.
+Every call only appends to the outbox: it takes milliseconds, and no tracking server can delay or fail it.
 """
 
 from __future__ import annotations
@@ -10,9 +9,9 @@ import json
 import math
 import os
 import re
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -20,11 +19,12 @@ from rlhf_core.data.chat import as_text
 from tasks.params.secrets import HIDDEN, is_secret
 from tasks.tracking import settings
 from tasks.tracking.outbox import Outbox
-from tasks.tracking.sender import SenderProcess, Warn, warn_once
+from tasks.tracking.sender import SenderProcess, Warn, send_rest, warn_once
 from tasks.tracking.system import SystemMetrics
 
 Status = Literal["FINISHED", "FAILED", "KILLED"]
-CLOSE_SECONDS = 5.0
+SENDER_AFTER_SECONDS = 20.0
+"""A stage that runs for longer gets a sender, so that its metrics are in MLflow while it trains."""
 SYSTEM_SECONDS = 5.0
 NOT_IN_NAMES = re.compile(r"[^\w/.\- :]")
 
@@ -40,10 +40,11 @@ class PipelineIdentity:
 
 
 class _ParentRun:
-    """What stage and flow have in common: they speak for a pipeline run."""
+    """What stage and flow have in common: both describe a pipeline run."""
 
     def __init__(self, outbox: Outbox, pipeline: PipelineIdentity) -> None:
         self._outbox = outbox
+        self._has_ended = False
         tags = {"leash.dirty": str(pipeline.dirty).lower(), "mlflow.source.name": "leash"}
         if pipeline.commit:
             tags |= {"leash.commit": pipeline.commit, "mlflow.source.git.commit": pipeline.commit}
@@ -59,11 +60,12 @@ class _ParentRun:
 
     def close_parent(self, status: Status) -> None:
         """The pipeline run has ended; a stage that starts later opens it again."""
+        self._has_ended = True
         self._outbox.append("parent-close", status=status)
 
 
 class PipelineTracker(_ParentRun):
-    """The pipeline run, for the flow that drives it; it has no sender of its own: `drain` sends what it says."""
+    """The pipeline run, for the flow that drives it; it has no sender of its own: `drain` sends its events."""
 
     @classmethod
     def open(cls, root: Path, pipeline: PipelineIdentity, *, warn: Warn | None = None) -> Self:
@@ -71,7 +73,7 @@ class PipelineTracker(_ParentRun):
         return cls(Outbox.create(root, f"pipeline-{pipeline.key[:12]}", warn or warn_once()), pipeline)
 
     def close(self) -> None:
-        """Nothing more to say; without `close_parent` before it, the pipeline run counts as killed."""
+        """The last call; without `close_parent` before it, the pipeline run counts as killed."""
         self._outbox.close()
 
 
@@ -85,11 +87,13 @@ class Tracker(_ParentRun):
         stage_key: str,
         pipeline: PipelineIdentity,
         sender: SenderProcess | None,
+        send_rest: Callable[[bool], None] | None = None,
         continues: bool = False,
     ) -> None:
         super().__init__(outbox, pipeline)
         self._stage = stage
         self._sender = sender
+        self._send_rest = send_rest
         self._system: SystemMetrics | None = None
         self._closed = False
         tags = {"mlflow.source.name": f"tasks.{stage}", "mlflow.source.type": "LOCAL"}
@@ -109,11 +113,13 @@ class Tracker(_ParentRun):
         *,
         uri: str | None = None,
         send: bool = True,
+        sender_after: float | None = None,
         system_seconds: float = SYSTEM_SECONDS,
         warn: Warn | None = None,
         continues: bool = False,
     ) -> Self:
-        """Begin, or continue, the run of a stage; `uri` overrides the address of MLflow.
+        """Begin, or continue, the run of a stage; `uri` overrides the address of MLflow, `sender_after` the seconds
+        after which a sender is started.
 
         The caller holds the stage's state folder under a lock, so that no living process has the same stage key:
         a run of this key that is not FINISHED is continued, under the same run id; with `continues` the newest one
@@ -124,8 +130,10 @@ class Tracker(_ParentRun):
         outbox = Outbox.create(root, f"{stage}-{stage_key[:12]}", warn)
         address = uri or settings.tracking_uri(root)
         send = send and not settings.is_held_back()
-        sender = SenderProcess(root, outbox.folder, address, warn) if send else None
-        tracker = cls(outbox, stage, stage_key, pipeline, sender, continues)
+        wait = SENDER_AFTER_SECONDS if sender_after is None else sender_after
+        sender = SenderProcess(root, outbox.folder, address, warn, wait) if send else None
+        rest = partial(send_rest, root, address, warn) if send and not settings.has_driver() else None
+        tracker = cls(outbox, stage, stage_key, pipeline, sender, rest, continues)
         if system_seconds > 0:
             tracker._system = SystemMetrics(tracker.metrics, system_seconds)
             tracker._system.start()
@@ -171,17 +179,22 @@ class Tracker(_ParentRun):
         source = f"dvc://models/policy?md5={md5}"
         self._outbox.append("register", source=source, metrics=_numbers(metrics))
 
-    def close(self, status: Status = "FINISHED", timeout: float = CLOSE_SECONDS) -> bool:
-        """End the run; waits up to `timeout` seconds for the sender and says whether everything has arrived."""
+    def close(self, status: Status = "FINISHED", timeout: float = 0.0) -> bool:
+        """End the run; waits up to `timeout` seconds for the sender and returns whether everything has arrived.
+
+        Where the pipeline run has ended with this stage, and no driver does it, everything that waits is sent.
+        """
         if self._closed:
             return True
         self._closed = True
-        deadline = time.monotonic() + timeout
         if self._system is not None:
             self._system.stop()
         self._outbox.append("run-close", status=status)
         self._outbox.close()
-        return self._sender is not None and self._sender.finish(max(0.0, deadline - time.monotonic()))
+        arrived = self._sender is not None and self._sender.finish(timeout)
+        if self._has_ended and self._send_rest is not None:
+            self._send_rest(status == "FINISHED")
+        return arrived
 
 
 def flatten(params: Mapping[str, Any], prefix: str = "") -> dict[str, str]:

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from tasks.datasets.jsonl import read_jsonl
 from tasks.stage.outputs import Outputs
 
 
@@ -79,3 +80,12 @@ def test_what_cannot_be_written_is_refused(outputs: Outputs) -> None:
         outputs.write_csv("deep/b.csv", [])
     with pytest.raises(ValueError, match="not in fieldnames"):
         outputs.write_csv("deep/b.csv", [{"a": 1}, {"a": 1, "b": 2}])
+
+
+def test_a_dataset_without_rows_is_not_an_empty_file(tmp_path: Path) -> None:
+    """DVC warns of one, once for each stage that reads it."""
+    outputs = Outputs(tmp_path, ["data/a.jsonl"])
+    outputs.write_jsonl("data/a.jsonl", [])
+    outputs.commit()
+    assert (tmp_path / "data/a.jsonl").stat().st_size > 0
+    assert read_jsonl(tmp_path / "data/a.jsonl") == []

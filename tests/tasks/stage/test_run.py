@@ -447,3 +447,14 @@ def test_dvc_records_nothing_of_a_run_whose_parameter_changed(
     with Repo(str(toy)) as repo:
         repo.reproduce()
     assert "word: bye" in (toy / "dvc.lock").read_text(encoding="utf-8"), "DVC has mended this: simplify the contract"
+
+
+HEAVY = ("torch", "transformers", "mlflow", "pandas", "pandera")
+LIGHT = ("check", "ingest", "report", "hybrid", "reinforce", "rloo", "grpo", "dpo", "best_of_n", "rejection_sft")
+
+
+@pytest.mark.parametrize("stage", LIGHT)
+def test_a_stage_that_trains_nothing_starts_without_heavy_libraries(stage: str) -> None:
+    code = f"import sys, tasks.{stage}; print([name for name in {HEAVY} if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"

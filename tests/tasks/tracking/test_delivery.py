@@ -17,7 +17,7 @@ import pytest
 from mlflow.tracking import MlflowClient
 
 from rlhf_core.locks import FileLock
-from tasks.tracking import outbox, runs, sender
+from tasks.tracking import outbox, runs, sender, settings
 from tasks.tracking.outbox import State
 from tasks.tracking.tracker import PipelineIdentity, Tracker
 
@@ -68,7 +68,7 @@ def test_a_dead_server_is_reported_and_everything_stays(
 def test_the_sender_sends_while_the_stage_works_and_prints_nothing(
     root: Path, pipeline: PipelineIdentity, look: Look, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    tracker = Tracker.open(root, "sft", KEY, pipeline, system_seconds=0.2)
+    tracker = Tracker.open(root, "sft", KEY, pipeline, system_seconds=0.2, sender_after=0)
     tracker.metrics({"sft/loss": 2.0}, step=1)
     client, deadline = look(), time.monotonic() + 20
     while not (found := children(client)) or not found[0].data.metrics.get("sft/loss"):
@@ -76,7 +76,7 @@ def test_the_sender_sends_while_the_stage_works_and_prints_nothing(
         time.sleep(0.2)
     assert found[0].info.status == "RUNNING"
     tracker.metrics({"sft/loss": 1.0}, step=2)
-    assert tracker.close("FINISHED")
+    assert tracker.close("FINISHED", timeout=30)
     (run,) = children(client)
     assert run.info.status == "FINISHED"
     assert steps(client, run, "sft/loss") == [(1, 2.0), (2, 1.0)]
@@ -92,15 +92,62 @@ def test_the_sender_sends_what_an_earlier_stage_had_to_leave(
     left = Tracker.open(root, "ingest", "cd" * 32, pipeline, send=False, system_seconds=0)
     left.metrics({"ingest/rows": 7.0}, step=0)
     left.close("FINISHED")
-    tracker = Tracker.open(root, "sft", KEY, pipeline, system_seconds=0)
+    tracker = Tracker.open(root, "sft", KEY, pipeline, system_seconds=0, sender_after=0)
     deadline = time.monotonic() + 20
     while len(outbox.pending(root)) > 1:
         assert time.monotonic() < deadline
         time.sleep(0.2)
-    tracker.close("FINISHED")
+    tracker.close("FINISHED", timeout=30)
     found = {run.info.run_name: run for run in children(look())}
     assert found["ingest"].data.metrics == {"ingest/rows": 7.0}
     assert {run.info.status for run in found.values()} == {"FINISHED"}
+
+
+def test_a_short_stage_starts_no_sender_and_leaves_its_events(
+    root: Path, pipeline: PipelineIdentity, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(subprocess, "Popen", lambda *_, **__: pytest.fail("a process was started"))
+    tracker = Tracker.open(root, "sft", KEY, pipeline)
+    begin = time.monotonic()
+    assert not tracker.close("FINISHED")
+    assert time.monotonic() - begin < 2
+    assert len(outbox.pending(root)) == 1
+    assert capfd.readouterr() == ("", "")
+
+
+def test_the_stage_that_ends_the_pipeline_run_sends_all_that_waits(
+    root: Path, pipeline: PipelineIdentity, look: Look, capfd: pytest.CaptureFixture[str]
+) -> None:
+    Tracker.open(root, "ingest", "cd" * 32, pipeline, system_seconds=0).close("FINISHED")
+    last = Tracker.open(root, "report", KEY, pipeline, system_seconds=0)
+    last.close_parent("FINISHED")
+    last.close("FINISHED")
+    assert {run.info.status for run in children(look())} == {"FINISHED"}
+    assert [run.info.status for run in parents(look())] == ["FINISHED"]
+    assert not outbox.pending(root)
+    assert capfd.readouterr() == ("", "")
+
+
+def test_what_the_last_stage_cannot_send_is_one_line(
+    root: Path, pipeline: PipelineIdentity, closed_port: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    Tracker.open(root, "ingest", "cd" * 32, pipeline, uri=closed_port, system_seconds=0).close("FINISHED")
+    last = Tracker.open(root, "report", KEY, pipeline, uri=closed_port, system_seconds=0)
+    last.close_parent("FINISHED")
+    last.close("FINISHED")
+    line = "tracking: 2 outboxes wait for MLflow (Connection refused); `leash sync` sends what is missing\n"
+    assert capfd.readouterr() == ("", line)
+
+
+def test_a_driver_sends_what_is_left_itself(
+    root: Path, pipeline: PipelineIdentity, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(settings.OUTCOME_VARIABLE, str(root / "outcome"))
+    last = Tracker.open(root, "report", KEY, pipeline, system_seconds=0)
+    last.close_parent("FINISHED")
+    last.close("FINISHED")
+    assert len(outbox.pending(root)) == 1
+    assert capfd.readouterr() == ("", "")
 
 
 def test_a_crash_between_sending_and_noting_it_doubles_nothing(
@@ -151,7 +198,8 @@ WORKER = """
 import sys
 from pathlib import Path
 from tasks.tracking.tracker import PipelineIdentity, Tracker
-tracker = Tracker.open(Path(sys.argv[1]), sys.argv[2], sys.argv[3], PipelineIdentity("p" * 64, {"seed": 1}))
+pipeline = PipelineIdentity("p" * 64, {"seed": 1})
+tracker = Tracker.open(Path(sys.argv[1]), sys.argv[2], sys.argv[3], pipeline, sender_after=0)
 tracker.metrics({"loss": 1.0}, step=0)
 print(tracker.close("FINISHED", timeout=60))
 """
@@ -171,7 +219,8 @@ KILLED = """
 import os, signal, sys, time
 from pathlib import Path
 from tasks.tracking.tracker import PipelineIdentity, Tracker
-tracker = Tracker.open(Path(sys.argv[1]), "ppo", "ab" * 32, PipelineIdentity("p" * 64, {"seed": 1}), system_seconds=0.1)
+pipeline = PipelineIdentity("p" * 64, {"seed": 1})
+tracker = Tracker.open(Path(sys.argv[1]), "ppo", "ab" * 32, pipeline, system_seconds=0.1, sender_after=0)
 time.sleep(0.5)
 for step in range(6):
     tracker.metrics({"ppo/kl": float(step)}, step=step)
@@ -268,7 +317,7 @@ def test_another_address_and_a_replaced_database_get_everything(
     assert parents(client)[0].data.params["ppo.kl.coef"] == "0.1"
 
 
-def test_a_run_that_is_gone_is_made_anew(root: Path, pipeline: PipelineIdentity, look: Look) -> None:
+def test_a_run_that_is_gone_is_made_again(root: Path, pipeline: PipelineIdentity, look: Look) -> None:
     tracker = Tracker.open(root, "ppo", KEY, pipeline, send=False, system_seconds=0)
     tracker.metrics({"kl": 1.0}, step=1)
     sender.drain(root)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from rlhf_core import sft
 from rlhf_core.config.sft import SFTConfig
 from rlhf_core.data.tokenizer import encode_prompt, encode_response, load_tokenizer
 from rlhf_core.models.hf import load_causal_lm, load_scalar_model
@@ -115,7 +116,7 @@ def test_rejection_keeps_the_best_of_what_was_drawn(
         return groups
 
     draw = candidates.draw_candidates
-    monkeypatch.setattr(rejection_sft, "draw_candidates", watched)
+    monkeypatch.setattr(candidates, "draw_candidates", watched)
     rows, metrics = reject()
     assert [len(group) for group in groups] == [5] * 10
     for row, group, score in zip(rows, groups, scores(workshop, rows), strict=True):
@@ -140,8 +141,8 @@ def test_rejection_trains_on_the_tokens_that_were_sampled(
         seen.update(train=[d.response for d in training], validation=[d.response for d in validation])
         return fine_tune(model, training, validation, *more)
 
-    fine_tune = rejection_sft.fine_tune
-    monkeypatch.setattr(rejection_sft, "fine_tune", watched)
+    fine_tune = sft.fine_tune
+    monkeypatch.setattr(sft, "fine_tune", watched)
     rows, metrics = reject()
     for split, count in (("train", 7), ("validation", 3)):
         assert seen[split] == [row["response_ids"] for row in rows if row["split"] == split]
