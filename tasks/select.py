@@ -1,7 +1,7 @@
-"""Stage `select`: which of PPO's snapshots becomes models/policy. Every snapshot answers validation prompts that no
-training saw; reward model and judge score the answers. The held-out prompts of `evaluate` take no part."""
+"""Stage `select`: chooses the snapshot of PPO that becomes models/policy. Every snapshot answers validation prompts
+that no training used, and reward model and judge score the answers. The held-out prompts are not used."""
 
-from collections.abc import Iterator
+import copy
 from typing import Any
 
 from rlhf_core.config.ppo import PPOConfig
@@ -68,16 +68,14 @@ def compare(stage: Stage[SelectParams], config: PPOConfig, sft: CandidateModel) 
         max_new_tokens=config.max_new_tokens,
         batch_size=config.batch_size,
         stop_tokens=config.stop_tokens,
-        purpose="select ",  # whoever is lucky here is not so in `evaluate`, too
+        purpose="select ",  # other random numbers than `evaluate`
     )
-    start = evaluator.answer(sft, stage.seed)
-    return [
-        summarise(evaluator, start, step, scored)
-        for step, scored in [
-            (0, start),
-            *((step, evaluator.answer(model, stage.seed)) for step, model in policies(stage, sft)),
-        ]
-    ]
+    (start,) = evaluator.answer(sft, [stage.seed])
+    table = [summarise(evaluator, start, 0, start)]
+    for step in snapshots.steps_in(stage.root / SNAPSHOTS):
+        (scored,) = evaluator.answer(policy_at(stage, sft, step), [stage.seed])
+        table.append(summarise(evaluator, start, step, scored))
+    return table
 
 
 def validation_prompts(stage: Stage[SelectParams]) -> list[Row]:
@@ -86,12 +84,10 @@ def validation_prompts(stage: Stage[SelectParams]) -> list[Row]:
     return list({row["prompt_id"]: row for row in rows}.values())
 
 
-def policies(stage: Stage[Any], sft: CandidateModel) -> Iterator[tuple[int, CandidateModel]]:
-    """The policy after each step that has a snapshot, one at a time."""
-    folder = stage.root / SNAPSHOTS
-    for step in snapshots.steps_in(folder):
-        start = load_causal_lm(stage.root / SFT, trust_remote_code=trusts(stage))
-        yield step, CandidateModel(f"step-{step}", place(snapshots.load(folder, step, start)), sft.tokenizer, "policy")
+def policy_at(stage: Stage[Any], sft: CandidateModel, step: int) -> CandidateModel:
+    """The policy after a step that has a snapshot: its weights in a copy of the SFT model."""
+    model = snapshots.load(stage.root / SNAPSHOTS, step, copy.deepcopy(sft.model))
+    return CandidateModel(f"step-{step}", place(model), sft.tokenizer, "policy")
 
 
 def summarise(evaluator: Evaluator, start: ScoredAnswers, step: int, scored: ScoredAnswers) -> Row:
@@ -116,7 +112,7 @@ def unknown(stage: Stage[SelectParams]) -> list[Row]:
 
 
 def judging_column(stage: Stage[SelectParams]) -> str | None:
-    """The column that holds the word of the judge whom `judge` names; None where there is none but the reward model."""
+    """The column with the verdict of the judge that `judge` names; None where only the reward model can judge."""
     if stage.block("judge", JudgeParams).kind == "model":
         return "win_rate"
     return None if judge_of(stage) is None else "gold"
@@ -124,7 +120,7 @@ def judging_column(stage: Stage[SelectParams]) -> str | None:
 
 def choose(table: list[Row], rule: str, judged: str | None) -> int:
     """The step of the snapshot that the rule chooses; the earlier one where two are equal. Raises UserError where
-    nobody can judge."""
+    the rule needs a judge and there is none."""
     taken = [row for row in table if row["step"] > 0]
     columns = {"best_judge": judged, "best_proxy": "reward"}
     if rule == "last":
@@ -142,7 +138,7 @@ def best_step(table: list[Row], column: str | None) -> int | None:
 
 
 def save_policy(stage: Stage[SelectParams], config: PPOConfig, sft: CandidateModel, step: int) -> None:
-    """models/policy: the snapshot of `step` as an ordinary folder, which tells others where answers end."""
+    """models/policy: the snapshot of `step` as an ordinary folder, with its stop tokens in the generation config."""
     start = load_causal_lm(stage.root / SFT, trust_remote_code=trusts(stage))
     policy = snapshots.load(stage.root / SNAPSHOTS, step, start)
     if config.stop_tokens:

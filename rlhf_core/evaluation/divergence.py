@@ -45,7 +45,9 @@ def measure_divergence(
         rows = order[start : start + batch_size]
         batch = pad_batch([prompts[i] for i in rows], [responses[i] for i in rows], pad_id, model.device)
         ours, entropy = logprobs_and_entropy(response_logits(model, batch), batch.actions, temperature, batch.mask)
-        theirs, _ = logprobs_and_entropy(response_logits(reference, batch), batch.actions, temperature, batch.mask)
+        theirs = ours
+        if reference is not model:
+            theirs, _ = logprobs_and_entropy(response_logits(reference, batch), batch.actions, temperature, batch.mask)
         sums = (estimate_kl(ours, theirs, "k1", batch.mask), estimate_kl(ours, theirs, "k3", batch.mask), entropy)
         found |= zip(rows, zip(*(part.sum(dim=1).tolist() for part in sums), strict=True), strict=True)
     k1, k3, entropies = zip(*(found[i] for i in range(len(prompts))), strict=True) if prompts else ((), (), ())

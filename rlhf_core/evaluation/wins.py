@@ -73,16 +73,18 @@ def length_controlled_win_rate(
     share = np.ones_like(hits) if weights is None else np.asarray(weights, dtype=np.float64)
     if share.shape != hits.shape:
         raise ValueError(f"weights must have the shape of the wins, {hits.shape}, not {share.shape}")
-    answers = hits.shape[1]
     counted = (share * (share.size / share.sum())).reshape(1, -1)
     x, y = _standardised(delta.reshape(-1), counted[0]), hits.reshape(-1)
+    answers = hits.shape[1]
+    used = counted[0] > 0  # most answers of best-of-n weigh nothing
+    owners, counted, x, y = np.repeat(np.arange(len(hits)), answers)[used], counted[:, used], x[used], y[used]
     start = fit_logistic(counted, x, y, np.zeros((1, 2)))
     found = []
     for places in resampled(len(hits), resamples, seed):
         counts = _counts(places)
         rows = max(1, CHUNK // len(y))
         for first in range(0, len(counts), rows):
-            resample = np.repeat(counts[first : first + rows], answers, axis=1) * counted
+            resample = counts[first : first + rows, owners] * counted
             found.append(fit_logistic(resample, x, y, start)[:, 0])
     low, high = np.quantile(_sigmoid(np.concatenate(found)), [(1 - level) / 2, (1 + level) / 2])
     return ControlledWinRate(float(_sigmoid(start[0, 0])), float(low), float(high))

@@ -1,12 +1,11 @@
-"""An exam: prompts, the way they are asked, and who marks the answers. `select` and `evaluate` put every model through
-one; what is made of the marks is theirs to decide."""
+"""The evaluator: samples every model's answers to the same prompts and scores them. For `evaluate` and `select`."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -27,23 +26,27 @@ from tasks.stage.trust import trusts
 REWARD_MODEL_JUDGE = "reward model"
 
 
+Item = TypeVar("Item")
+Key = TypeVar("Key", bound=Hashable)
+
+
 @dataclass(frozen=True)
 class CandidateModel:
-    """A model with its tokenizer, and the name it has in tables."""
+    """A model with its tokenizer, and its name in tables."""
 
     name: str
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
     noise: str = ""
-    """Contestants with equal names of the noise answer from the same random numbers; empty: from their own."""
+    """Candidates with the same value sample with the same random numbers; empty: those of its own name."""
 
 
 @dataclass(frozen=True)
 class ScoredAnswers:
-    """One answer to each prompt, and what is known of it; all lists in the order of the prompts."""
+    """One answer to each prompt with its scores; all lists in the order of the prompts."""
 
     responses: list[list[int]]
-    """Token ids of the contestant's tokenizer."""
+    """Token ids of the candidate's tokenizer."""
     ended: list[bool]
     texts: list[str]
     rewards: list[float]
@@ -61,7 +64,7 @@ class ScoredAnswers:
 
 @dataclass(frozen=True)
 class Evaluator:
-    """Prompts and settings that are the same for everybody."""
+    """Samples and scores answers to the same prompts, with the same settings for every model."""
 
     stage: Stage[Any]
     rows: list[Row]
@@ -70,33 +73,45 @@ class Evaluator:
     """The SFT model."""
     scorer: RewardModelScorer
     judge: Judge | None
-    """Scores answers one by one; None where only people could."""
+    """Scores single answers; None where only people could."""
     pair_judge: PairJudge | None
-    """Says which of two answers is better; None: whoever scores them decides."""
+    """Compares two answers; None: their scores are compared."""
     temperature: float
     max_new_tokens: int
     batch_size: int
     stop_tokens: Sequence[str]
     purpose: str = ""
-    """Exams of different purposes draw from different random numbers."""
+    """Evaluators of different purposes use different random numbers."""
+    _rewards: dict[tuple[int, tuple[int, ...]], float] = field(default_factory=dict)
+    """Of each answer (prompt, token ids) scored so far, whichever model gave it."""
+    _gold: dict[tuple[int, str], float] = field(default_factory=dict)
+    _encoded: dict[str, list[list[int]]] = field(default_factory=dict)
+    """The prompts as token ids, by the name of the candidate whose tokenizer they are of."""
 
-    def answer(self, candidate: CandidateModel, seed: int) -> ScoredAnswers:
-        """One answer to each prompt, independent of the other contestants' answers, marked. Raises UserError where the
-        contestant's context is too short."""
+    def answer(self, candidate: CandidateModel, seeds: Sequence[int]) -> list[ScoredAnswers]:
+        """For each seed one answer to each prompt, independent of the other candidates' answers. Raises UserError where
+        the candidate's context is too short."""
         self.require_room(candidate)
-        prompt_ids = self.prompt_ids(candidate)
         stops = stop_ids(candidate.tokenizer, self.stop_tokens)
-        responses, ended = self._draw(candidate, prompt_ids, stops, seed)
+        places = [place for _ in seeds for place in range(len(self.rows))]
+        drawn = self._draw(candidate, [(seed, i) for seed in seeds for i in range(len(self.rows))], stops)
+        responses, ended = [response for response, _ in drawn], [end for _, end in drawn]
         texts = [decode_response(candidate.tokenizer, response, stops) for response in responses]
         shared = self.shares_tokenizer(candidate)
-        read = responses if shared else self._in_our_tokens(texts, ended)
-        rewards = self.scorer(Answers(self.prompts, texts, self.prompt_ids(self.reference), read))
-        gold = self.judge.score(self.prompts, texts) if self.judge else None
-        divergence = self._diverge(candidate, responses) if shared else None
-        return ScoredAnswers(responses, ended, texts, rewards, gold, [len(ids) for ids in read], divergence)
+        read = responses if shared else self._in_reference_tokens(texts, ended)
+        found = ScoredAnswers(
+            responses,
+            ended,
+            texts,
+            self._reward(places, texts, read),
+            self._judge(places, texts) if self.judge else None,
+            [len(ids) for ids in read],
+            self._diverge(candidate, places, responses) if shared else None,
+        )
+        return [_part(found, start, start + len(self.rows)) for start in range(0, len(places), len(self.rows))]
 
     def compare(self, scored: ScoredAnswers, other: ScoredAnswers) -> list[float]:
-        """How far `marked` is preferred to `other`, prompt by prompt, ½ for a tie: by the judge of pairs, asked in both
+        """By how much `scored` is preferred to `other`, prompt by prompt, ½ for a tie: by the judge of pairs, in both
         orders, where there is one; else by the judge's scores; else by the reward model's."""
         if scored is other:
             return [0.5] * len(self.rows)
@@ -105,20 +120,20 @@ class Evaluator:
         if scored.gold is not None and other.gold is not None:
             return wins(other.gold, scored.gold)
         return [
-            0.5 if scored.says(i) == other.says(i) else won  # equal answers, read in other batches, differ by a hair
+            0.5 if scored.says(i) == other.says(i) else won  # best-of-n scores equal answers in other batches
             for i, won in enumerate(wins(other.rewards, scored.rewards))
         ]
 
     @property
     def judged_by(self) -> str:
-        """What kind of judge that is: one of `pairs`, one who `scores`, or the `reward model`."""
+        """What decides a comparison: a judge of `pairs`, a judge's `scores`, or the `reward model`."""
         if self.pair_judge is not None:
             return "pairs"
         return "reward model" if self.judge is None else "scores"
 
     @property
     def winner_named_by(self) -> str:
-        """Whose comparisons `compare` makes, as tables and pictures say it."""
+        """Name of the judge behind `compare`, for tables and pictures."""
         judge = self.pair_judge or self.judge
         return REWARD_MODEL_JUDGE if judge is None else judge.name
 
@@ -128,18 +143,21 @@ class Evaluator:
         return [row["prompt"] for row in self.rows]
 
     def prompt_ids(self, candidate: CandidateModel) -> list[list[int]]:
-        """The prompts in the contestant's own tokens."""
-        return [encode_prompt(candidate.tokenizer, prompt) for prompt in self.prompts]
+        """The prompts in the candidate's tokens; encoded once for each tokenizer."""
+        owner = self.reference if self.shares_tokenizer(candidate) else candidate
+        if owner.name not in self._encoded:
+            self._encoded[owner.name] = [encode_prompt(owner.tokenizer, prompt) for prompt in self.prompts]
+        return self._encoded[owner.name]
 
     def shares_tokenizer(self, candidate: CandidateModel) -> bool:
-        """Whether the contestant's token ids mean what the SFT model's do."""
+        """Whether the candidate's token ids mean what the SFT model's do."""
         ours, theirs = self.reference.tokenizer, candidate.tokenizer
         if theirs is ours:
             return True
         return bool(theirs.get_vocab() == ours.get_vocab() and theirs.chat_template == ours.chat_template)
 
     def require_room(self, candidate: CandidateModel) -> None:
-        """Raise UserError unless the contestant's context holds every prompt and an answer."""
+        """Raise UserError unless the candidate's context holds every prompt and an answer."""
         longest = max(len(ids) for ids in self.prompt_ids(candidate)) + self.max_new_tokens
         if longest > context_length(candidate.model):
             raise UserError(
@@ -148,15 +166,18 @@ class Evaluator:
             )
 
     def _draw(
-        self, candidate: CandidateModel, prompt_ids: Sequence[Sequence[int]], stops: frozenset[int], seed: int
-    ) -> tuple[list[list[int]], list[bool]]:
-        """Prompts of similar length are answered together; what an earlier process has drawn is not drawn again."""
+        self, candidate: CandidateModel, jobs: Sequence[tuple[int, int]], stops: frozenset[int]
+    ) -> list[tuple[list[int], bool]]:
+        """An answer for each (seed, place of the prompt). Prompts of similar length are in one batch; batches that an
+        earlier process has sampled are not sampled again."""
+        prompt_ids, name = self.prompt_ids(candidate), f"{self.purpose}{candidate.noise or candidate.name}"
+        noise = int.from_bytes(sha256(name.encode()).digest()[:8], "big")
 
-        def work(places: Sequence[int]) -> list[tuple[list[int], bool]]:
+        def work(part: Sequence[tuple[int, int]]) -> list[tuple[list[int], bool]]:
             sampled = sample(
                 candidate.model,
-                [prompt_ids[i] for i in places],
-                [(seed, noise, i) for i in places],
+                [prompt_ids[i] for _, i in part],
+                [(seed, noise, i) for seed, i in part],
                 max_new_tokens=self.max_new_tokens,
                 temperature=self.temperature,
                 stop_ids=stops,
@@ -165,33 +186,80 @@ class Evaluator:
             )
             return list(zip(sampled.responses, sampled.ended, strict=True))
 
-        noise = int.from_bytes(
-            sha256(f"{self.purpose}{candidate.noise or candidate.name}".encode()).digest()[:8], "big"
-        )
-        order = sorted(range(len(prompt_ids)), key=lambda i: len(prompt_ids[i]))
+        order = sorted(jobs, key=lambda job: (len(prompt_ids[job[1]]), job[1]))
         batches = [order[start : start + self.batch_size] for start in range(0, len(order), self.batch_size)]
-        journal = f"answers-{candidate.name}-{seed}"
-        drawn = dict(
-            zip(order, self.stage.resumed(journal, batches, work, unit="answer", whose=candidate.name), strict=True)
-        )
-        return [drawn[i][0] for i in range(len(order))], [drawn[i][1] for i in range(len(order))]
+        found = self.stage.resumed(f"answers-{candidate.name}", batches, work, unit="answer", whose=candidate.name)
+        drawn = dict(zip(order, found, strict=True))
+        return [drawn[job] for job in jobs]
 
-    def _in_our_tokens(self, texts: Sequence[str], ended: Sequence[bool]) -> list[list[int]]:
-        """What the SFT model's kind reads of a text: as much as its own answers may be long."""
+    def _reward(self, places: Sequence[int], texts: Sequence[str], ids: Sequence[Sequence[int]]) -> list[float]:
+        prompt_ids = self.prompt_ids(self.reference)
+        answers = Answers([self.prompts[i] for i in places], texts, [prompt_ids[i] for i in places], ids)
+        keys = [(i, tuple(response)) for i, response in zip(places, ids, strict=True)]
+        return _once(self._rewards, keys, lambda rows: self.scorer(answers.at(rows)))
+
+    def _judge(self, places: Sequence[int], texts: Sequence[str]) -> list[float]:
+        judge = self.judge
+        assert judge is not None  # the caller has asked
+        return _once(
+            self._gold,
+            list(zip(places, texts, strict=True)),
+            lambda rows: judge.score([self.prompts[places[r]] for r in rows], [texts[r] for r in rows]),
+        )
+
+    def _in_reference_tokens(self, texts: Sequence[str], ended: Sequence[bool]) -> list[list[int]]:
+        """A text in tokens of the SFT model, at most as many as its own answers may have."""
         tokenizer = self.reference.tokenizer
         read = [encode_response(tokenizer, text, end) for text, end in zip(texts, ended, strict=True)]
         return [ids[: self.max_new_tokens] for ids in read]
 
-    def _diverge(self, candidate: CandidateModel, responses: Sequence[Sequence[int]]) -> Divergence:
-        return measure_divergence(
-            candidate.model,
-            self.reference.model,
-            self.prompt_ids(self.reference),
-            responses,
-            pad_id=int(self.reference.tokenizer.pad_token_id),
-            temperature=self.temperature,
-            batch_size=self.batch_size,
-        )
+    def _diverge(
+        self, candidate: CandidateModel, places: Sequence[int], responses: Sequence[Sequence[int]]
+    ) -> Divergence:
+        """Equal answers to a prompt are read once."""
+        prompt_ids = self.prompt_ids(self.reference)
+        known: dict[tuple[int, tuple[int, ...]], tuple[float, float, float]] = {}
+
+        def read(rows: list[int]) -> list[tuple[float, float, float]]:
+            found = measure_divergence(
+                candidate.model,
+                self.reference.model,
+                [prompt_ids[places[r]] for r in rows],
+                [responses[r] for r in rows],
+                pad_id=int(self.reference.tokenizer.pad_token_id),
+                temperature=self.temperature,
+                batch_size=self.batch_size,
+            )
+            return list(zip(found.k1, found.k3, found.entropy, strict=True))
+
+        keys = [(i, tuple(response)) for i, response in zip(places, responses, strict=True)]
+        k1, k3, entropy = zip(*_once(known, keys, read), strict=True)
+        return Divergence(list(k1), list(k3), list(entropy))
+
+
+def _once(known: dict[Key, Item], keys: Sequence[Key], work: Callable[[list[int]], list[Item]]) -> list[Item]:
+    """The value of each key; `work` computes those that are not known yet, at the places of their first keys."""
+    new: dict[Key, int] = {}
+    for i, key in enumerate(keys):
+        if key not in known:
+            new.setdefault(key, i)
+    if new:
+        known.update(zip(new, work(list(new.values())), strict=True))
+    return [known[key] for key in keys]
+
+
+def _part(scored: ScoredAnswers, start: int, end: int) -> ScoredAnswers:
+    """The answers from `start` to before `end`."""
+    found = scored.divergence
+    return ScoredAnswers(
+        scored.responses[start:end],
+        scored.ended[start:end],
+        scored.texts[start:end],
+        scored.rewards[start:end],
+        None if scored.gold is None else scored.gold[start:end],
+        scored.tokens[start:end],
+        found and Divergence(found.k1[start:end], found.k3[start:end], found.entropy[start:end]),
+    )
 
 
 def load_candidate(stage: Stage[Any], name: str, folder: Path) -> CandidateModel:

@@ -1,8 +1,10 @@
 """The reward–KL frontier: PPO's snapshots as a curve, and where every other model lies beside it. Gold is the judge's
 score, reward the reward model's, the win rate is against the SFT model; R in the fitted curves is relative to SFT."""
 
+import csv
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -61,6 +63,31 @@ def curve_of(evaluator: Evaluator, sft: Results, snapshots: Mapping[int, Results
         *(point_of(evaluator, each, first, step) for step, each in snapshots.items()),
     ]
     return sorted(points, key=lambda point: point.kl)
+
+
+def kl_by_step(table: Path) -> dict[int, float | None]:
+    """From plots/select.csv: the KL (nats an answer) of each snapshot on the validation prompts; None where `select`
+    compared nothing."""
+    with table.open(encoding="utf-8", newline="") as file:
+        rows = [(int(row["step"]), row["kl"]) for row in csv.DictReader(file)]
+    return {step: float(kl) if kl else None for step, kl in rows if step > 0}
+
+
+def chosen_snapshots(kls: Mapping[int, float | None], selected: Row, most: int) -> list[int]:
+    """The steps of at most `most` snapshots for the frontier.
+
+    The policy's, the first, the last, and those that judge and reward model like best; then, as long as there is room,
+    the one that is farthest in √KL from all chosen, since the frontier is linear in √KL between them. Without known KLs
+    the distance is in steps.
+    """
+    known = None not in kls.values()
+    places = {step: max(0.0, kl) ** 0.5 if known and kl is not None else float(step) for step, kl in kls.items()}
+    named = (selected["step"], min(kls), max(kls), selected["best_judge_step"], selected["best_proxy_step"])
+    chosen = [step for step in dict.fromkeys(named) if step in places]
+    while len(chosen) < min(most, len(places)):
+        rest = [step for step in places if step not in chosen]
+        chosen.append(max(rest, key=lambda step: min(abs(places[step] - places[other]) for other in chosen)))
+    return sorted(chosen)
 
 
 def frontier_figures(

@@ -32,6 +32,9 @@ class EvaluateParams(Block):
     """Texts that end a response, besides end-of-sequence; must equal `ppo.stop_tokens`."""
     bootstrap: Annotated[int, Field(ge=100)]
     """Bootstrap resamples of the prompts for a 95% interval."""
+    snapshots: Annotated[int, Field(ge=2)] = 10
+    """PPO's snapshots on the frontier, if there are more: the policy's, the first, the last, the best by judge and
+    reward model, and others that are spread over √KL. Those named stay even where they are more than this."""
     extra_models: list[FolderName] = Field(default_factory=list)
     """Names of Hugging Face folders below models/extra/ that are compared, too."""
 

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tasks.evaluate import costs
 from tasks.evaluation.evaluator import ScoredAnswers
+from tasks.evaluation.outputs import costs
 from tasks.evaluation.results import pick
 
 if TYPE_CHECKING:

@@ -1,6 +1,6 @@
 """The tables that `evaluate` gives to MLflow."""
 
-from tasks.evaluate import side_by_side
+from tasks.evaluation.outputs import side_by_side
 
 
 def test_answers_of_one_seed_stand_side_by_side_by_prompt() -> None:

@@ -1,5 +1,5 @@
-"""The comparison table in the terminal, for several runs: what is printed, and how wide. Which runs a name can mean
-stands in compared.py; the columns are those of the report page."""
+"""The comparison table of several runs in the terminal, with the columns of the report page, the paired differences
+between the runs, and the parameters that differ."""
 
 import shutil
 import textwrap
@@ -7,10 +7,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from flows.commands.compare.paired import Paired, column_of, paired
 from flows.commands.compare.sources import Compared, find
 from flows.terminal import table
 from rlhf_core.errors import UserError
+from rlhf_core.evaluation.intervals import Estimate
 from tasks.evaluation.comparison_table import Cell, Column, Figures, cells, columns_of, label, models_of
+from tasks.page.wording import MISSING, number
 
 NARROWEST = 60
 LONGEST_NAME = 20
@@ -27,7 +30,8 @@ def compare(root: Path, names: Sequence[str], models: Sequence[str]) -> tuple[di
     _require(models, runs)
     chosen = [_chosen(run, models) for run in runs]
     width = max(NARROWEST, shutil.get_terminal_size((120, 24)).columns)
-    return _content(runs, chosen), "\n".join(_lines(runs, chosen, width))
+    differences = [paired(runs[0], run, list(models)) for run, models in zip(runs[1:], chosen[1:], strict=True)]
+    return _content(runs, chosen, differences), "\n".join(_lines(runs, chosen, differences, width))
 
 
 def _require(models: Sequence[str], runs: Sequence[Compared]) -> None:
@@ -40,7 +44,9 @@ def _chosen(run: Compared, models: Sequence[str]) -> dict[str, Figures]:
     return {name: one for name, one in models_of(run.evaluation).items() if not models or name in models}
 
 
-def _content(runs: Sequence[Compared], chosen: Sequence[Mapping[str, Figures]]) -> dict[str, Any]:
+def _content(
+    runs: Sequence[Compared], chosen: Sequence[Mapping[str, Figures]], differences: Sequence[Paired | str]
+) -> dict[str, Any]:
     told = [
         {
             "run": run.name,
@@ -50,10 +56,52 @@ def _content(runs: Sequence[Compared], chosen: Sequence[Mapping[str, Figures]]) 
         }
         for run, models in zip(runs, chosen, strict=True)
     ]
-    return {"runs": told, "parameters": {key: list(values) for key, values in differing(runs)}}
+    parameters = {key: list(values) for key, values in differing(runs)}
+    less = [_difference(run, found) for run, found in zip(runs[1:], differences, strict=True)]
+    return {"runs": told, "differences": less, "parameters": parameters}
 
 
-def _lines(runs: Sequence[Compared], chosen: Sequence[Mapping[str, Figures]], width: int) -> Iterator[str]:
+def _difference(run: Compared, found: Paired | str) -> dict[str, Any]:
+    """A run less the first one."""
+    if isinstance(found, str):
+        return {"run": run.name, "missing": found}
+    models = {
+        name: {figure: {"difference": e.mean, "ci95": e.interval} for figure, e in one.items()}
+        for name, one in found.models.items()
+    }
+    return {"run": run.name, "prompts": found.prompts, "models": models}
+
+
+def _difference_lines(names: Sequence[str], differences: Sequence[Paired | str], width: int) -> Iterator[str]:
+    for name, found in zip(names[1:], differences, strict=True):
+        yield ""
+        if isinstance(found, str):
+            yield from _prose(found, width)
+            continue
+        yield from _prose(f"{name} less {names[0]}, paired by prompt ({found.prompts} prompts), 95% interval", width)
+        figures = list(dict.fromkeys(figure for one in found.models.values() for figure in one))
+        heads = [(column_of(figure).name, column_of(figure).unit) for figure in figures]
+        rows = [
+            (label(model), *(_signed(figure, one.get(figure)) for figure in figures))
+            for model, one in found.models.items()
+        ]
+        yield table([("model", *(head for head, _ in heads)), ("", *(unit for _, unit in heads)), *rows])
+
+
+def _signed(figure: str, found: Estimate | None) -> str:
+    if found is None:
+        return MISSING
+    digits = column_of(figure).digits
+    value, low, high = (number(each, digits, sign=True) for each in (found.mean, *found.interval))
+    return f"{value} [{low}, {high}]"
+
+
+def _lines(
+    runs: Sequence[Compared],
+    chosen: Sequence[Mapping[str, Figures]],
+    differences: Sequence[Paired | str],
+    width: int,
+) -> Iterator[str]:
     names = _short_names(runs)
     for name, run in zip(names, runs, strict=True):
         yield from _prose(f"{name}: {run.source}; {_circumstances(run)}", width)
@@ -67,6 +115,7 @@ def _lines(runs: Sequence[Compared], chosen: Sequence[Mapping[str, Figures]], wi
         yield table(zip(*band, strict=True))
     yield ""
     yield from _prose("[95% interval over prompts; training seeds are not in it]  * best of its run", width)
+    yield from _difference_lines(names, differences, width)
     if rows := list(differing(runs)):
         yield ""
         yield table([("parameter", *names), *((key, *map(_brief, values)) for key, values in rows)])
@@ -135,7 +184,7 @@ def _short_names(runs: Sequence[Compared]) -> list[str]:
 def _circumstances(run: Compared) -> str:
     e = run.evaluation
     seeds = ", ".join(map(str, e.get("seeds") or [])) or "not known"
-    return f"judged by {e.get('win_rate_judge', 'nobody')}, {e.get('prompts', '?')} prompts, sampling seeds {seeds}"
+    return f"judged by {e.get('win_rate_judge', 'no judge')}, {e.get('prompts', '?')} prompts, sampling seeds {seeds}"
 
 
 def _brief(value: str | None) -> str:

@@ -4,6 +4,7 @@ import json
 import os
 import re
 import subprocess
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,12 +12,14 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from rlhf_core.errors import UserError
+from tasks.datasets.jsonl import Row, read_jsonl
 from tasks.params.loader import PARAMS_FILE, read_yaml
-from tasks.records.recorded import LOCK_FILE, params_behind, parse
+from tasks.records.recorded import LOCK_FILE, params_behind, parse, repository
 from tasks.tracking import settings
 from tasks.tracking.tracker import flatten
 
 EVALUATION = "metrics/evaluate.json"
+ANSWERS = "data/evaluate/answers.jsonl"
 SHORTEST_PREFIX = 6
 STAGE = "evaluate"
 UNCOMPARED = ("runtime.", "report.")
@@ -33,6 +36,8 @@ class Compared:
     """The content of metrics/evaluate.json."""
     params: Mapping[str, str] | None
     """Those that the figures were made with, by dotted name, as JSON; None where they are not known."""
+    answers: list[Row] | str
+    """The rows of data/evaluate/answers.jsonl, or why they cannot be had."""
 
 
 def find(root: Path, name: str) -> Compared:
@@ -66,7 +71,8 @@ def _of_folder(folder: Path, name: str) -> Compared:
     lock = folder / LOCK_FILE
     text = lock.read_text(encoding="utf-8", errors="replace") if lock.is_file() else None
     params, note = _parameters(text, str(lock), written)
-    return Compared(name, ("this checkout" if name == "." else f"folder {folder}") + note, evaluation, params)
+    source = ("this checkout" if name == "." else f"folder {folder}") + note
+    return Compared(name, source, evaluation, params, _answers(folder / ANSWERS, f"{ANSWERS} is not there"))
 
 
 def _of_commit(root: Path, name: str, commit: str) -> Compared:
@@ -75,7 +81,22 @@ def _of_commit(root: Path, name: str, commit: str) -> Compared:
         raise UserError(f"{name}: commit {commit[:8]} has no {EVALUATION}")
     evaluation, lock = _parsed(text, f"{name}:{EVALUATION}"), _git(root, "show", f"{commit}:./{LOCK_FILE}")
     params, note = _parameters(lock, f"{name}:{LOCK_FILE}", _params_at(root, commit))
-    return Compared(name, f"git {commit[:8]}{note}", evaluation, params)
+    return Compared(name, f"git {commit[:8]}{note}", evaluation, params, _answers_at(root, lock, f"{name}:{LOCK_FILE}"))
+
+
+def _answers(path: Path, otherwise: str) -> list[Row] | str:
+    return read_jsonl(path) if path.is_file() else otherwise
+
+
+def _answers_at(root: Path, lock: str | None, source: str) -> list[Row] | str:
+    """Those that a commit's dvc.lock names, from DVC's cache."""
+    record = parse(lock, source).get(STAGE) if lock else None
+    digest = record.outs.get(ANSWERS) if record else None
+    if not digest:
+        return f"its {LOCK_FILE} does not name {ANSWERS}"
+    with repository(root) as repo:
+        path = Path(repo.cache.local.oid_to_path(digest))
+    return _answers(path, f"{ANSWERS} is not in DVC's cache; `dvc fetch -a evaluate` may have it")
 
 
 def _params_at(root: Path, commit: str) -> dict[str, str] | None:
@@ -172,8 +193,9 @@ def _of_run(root: Path, name: str, run: Any) -> Compared:
             text = path.read_text(encoding="utf-8")
         except Exception as error:
             raise UserError(f"{name}: run {identity} has no artifact {EVALUATION}; it may be an older one") from error
-    told = {key: value for key, value in params.items() if not key.startswith(UNCOMPARED)}
-    return Compared(name, f"MLflow run {identity}", _parsed(text, f"{identity}:{EVALUATION}"), told or None)
+    told = _compared(params)
+    evaluation = _parsed(text, f"{identity}:{EVALUATION}")
+    return Compared(name, f"MLflow run {identity}", evaluation, told or None, "MLflow does not hold the scored answers")
 
 
 def _evaluate_of(client: Any, name: str, pipeline: Any) -> Any:
@@ -192,7 +214,14 @@ def _evaluate_of(client: Any, name: str, pipeline: Any) -> Any:
 
 
 def _flat(params: Mapping[str, Any]) -> dict[str, str]:
-    return {key: value for key, value in flatten(params).items() if not key.startswith(UNCOMPARED)}
+    return _compared(flatten(params))
+
+
+def _compared(params: Mapping[str, str]) -> dict[str, str]:
+    """Those that can change a figure. A block that only says `enabled: false` is the same as none."""
+    blocks = Counter(key.partition(".")[0] for key in params)
+    off = {f"{name}.enabled" for name, keys in blocks.items() if keys == 1 and params.get(f"{name}.enabled") == "false"}
+    return {key: value for key, value in params.items() if not key.startswith(UNCOMPARED) and key not in off}
 
 
 def _parsed(text: str, where: str) -> Mapping[str, Any]:

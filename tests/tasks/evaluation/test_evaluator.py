@@ -1,4 +1,4 @@
-"""An exam: who sees which random numbers, what counts as a tie, and who does not fit."""
+"""The evaluator: random numbers, ties, scores, and models that do not fit."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -51,28 +51,56 @@ def test_answers_are_independent_but_for_those_with_one_name_of_the_noise(sft: C
     twin = CandidateModel("twin", sft.model, sft.tokenizer)
     shared = CandidateModel("step-5", sft.model, sft.tokenizer, "sft")
     asked = evaluator(sft)
-    first = asked.answer(sft, 1)
-    assert asked.answer(sft, 1).responses == first.responses
-    assert asked.answer(shared, 1).responses == first.responses
-    assert asked.answer(twin, 1).responses != first.responses
-    assert asked.answer(sft, 2).responses != first.responses
+    first = asked.answer(sft, [1])[0]
+    assert asked.answer(sft, [1])[0].responses == first.responses
+    assert asked.answer(shared, [1])[0].responses == first.responses
+    assert asked.answer(twin, [1])[0].responses != first.responses
+    assert asked.answer(sft, [2])[0].responses != first.responses
     assert first.tokens == [len(response) for response in first.responses]
 
 
-def test_exams_of_other_purposes_have_other_luck(sft: CandidateModel) -> None:
-    chosen, final = evaluator(sft, purpose="select ").answer(sft, 1), evaluator(sft).answer(sft, 1)
+def test_seeds_answered_together_are_those_answered_alone(sft: CandidateModel) -> None:
+    both = evaluator(sft, batch_size=5).answer(sft, [1, 2])
+    alone = [evaluator(sft).answer(sft, [seed])[0] for seed in (1, 2)]
+    assert [each.texts for each in both] == [each.texts for each in alone]
+    assert [each.rewards for each in both] == [each.rewards for each in alone]
+    for one, other in zip(both, alone, strict=True):
+        assert one.divergence is not None
+        assert other.divergence is not None
+        assert one.divergence.entropy == pytest.approx(other.divergence.entropy, abs=1e-4)
+        assert set(one.divergence.k1) == {0.0}, "the SFT model is its own reference"
+
+
+def test_an_answer_is_scored_once_whichever_model_gives_it(sft: CandidateModel) -> None:
+    seen: list[tuple[str, tuple[int, ...]]] = []
+
+    def scorer(answers: Answers) -> list[float]:
+        seen.extend((str(p), tuple(ids)) for p, ids in zip(answers.prompt_ids, answers.response_ids, strict=True))
+        return lengths(answers)
+
+    asked = evaluator(sft, scorer=scorer)
+    first = asked.answer(sft, [1, 2])
+    again = asked.answer(CandidateModel("copy", sft.model, sft.tokenizer, "sft"), [1, 2])
+    assert [each.rewards for each in again] == [each.rewards for each in first]
+    assert len(seen) == len(set(seen))
+
+
+def test_evaluators_of_other_purposes_use_other_random_numbers(sft: CandidateModel) -> None:
+    chosen, final = evaluator(sft, purpose="select ").answer(sft, [1])[0], evaluator(sft).answer(sft, [1])[0]
     assert chosen.responses != final.responses
 
 
-def test_nobody_is_asked_about_a_model_beside_itself(sft: CandidateModel) -> None:
-    """No judge is there that could be."""
+def test_a_model_is_not_judged_against_itself(sft: CandidateModel) -> None:
+    """The judge here could not."""
     asked = evaluator(sft, pair_judge=object())
-    scored = asked.answer(sft, 1)
+    scored = asked.answer(sft, [1])[0]
     assert asked.compare(scored, scored) == [0.5] * 6
 
 
 def test_no_batch_size_changes_an_answer(sft: CandidateModel) -> None:
-    assert evaluator(sft, batch_size=1).answer(sft, 1).texts == evaluator(sft, batch_size=6).answer(sft, 1).texts
+    assert (
+        evaluator(sft, batch_size=1).answer(sft, [1])[0].texts == evaluator(sft, batch_size=6).answer(sft, [1])[0].texts
+    )
 
 
 def test_equal_answers_tie_whatever_a_reward_model_makes_of_them() -> None:
@@ -91,12 +119,12 @@ def test_equal_answers_tie_whatever_a_reward_model_makes_of_them() -> None:
 def test_a_context_that_is_too_short_is_named(sft: CandidateModel) -> None:
     small = candidate("small", 2, context=16)
     with pytest.raises(UserError, match=r"small: a prompt with 8 new tokens is \d+ tokens long, .* holds 16"):
-        evaluator(sft).answer(small, 1)
+        evaluator(sft).answer(small, [1])[0]
 
 
 def test_a_model_with_other_tokens_is_scored_on_its_text_and_has_no_kl(sft: CandidateModel) -> None:
     other = candidate("other", 3, words=["zebras zigzag", "quick quokkas"])
-    found = evaluator(sft).answer(other, 1)
+    found = evaluator(sft).answer(other, [1])[0]
     assert found.divergence is None
     assert all(1 <= tokens <= 8 for tokens in found.tokens)
     assert found.rewards == [float(tokens) for tokens in found.tokens], "read in the SFT model's tokens"

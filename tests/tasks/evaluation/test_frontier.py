@@ -9,7 +9,7 @@ import pytest
 from rlhf_core.evaluation.divergence import Divergence
 from rlhf_core.evaluation.wins import wins
 from tasks.evaluation.evaluator import Evaluator, ScoredAnswers
-from tasks.evaluation.frontier import curve_of, frontier_figures, neighbours, stopping
+from tasks.evaluation.frontier import chosen_snapshots, curve_of, frontier_figures, neighbours, stopping
 from tasks.evaluation.results import Bootstrap, Results
 
 PROMPTS = 50
@@ -152,3 +152,14 @@ def test_when_to_stop_is_paired_and_asked_of_a_judge() -> None:
     assert sft_first is not None
     assert sft_first["difference"] == pytest.approx(-1.0)
     assert stopping(EXAM, results, snapshots, {"best_judge_step": None, "last_step": 10}, BOOTSTRAP) is None
+
+
+def test_the_snapshots_of_the_frontier_are_spread_over_the_root_of_kl() -> None:
+    """First, last, the policy's and both best ones; then the widest gap in √KL."""
+    kls: dict[int, float | None] = dict(zip(range(2, 18, 2), (0, 1, 4, 4.1, 4.2, 9, 9.1, 16), strict=True))
+    selected = {"step": 16, "best_judge_step": 14, "best_proxy_step": 0}
+    assert chosen_snapshots(kls, selected, 5) == [2, 4, 6, 14, 16]
+    assert chosen_snapshots(kls, selected, 2) == [2, 14, 16], "those with a name stay"
+    assert chosen_snapshots(kls, selected, 100) == list(kls)
+    unknown = {"step": 16, "best_judge_step": None, "best_proxy_step": None}
+    assert chosen_snapshots(dict.fromkeys(kls), unknown, 3) == [2, 8, 16], "without KLs, over the steps"

@@ -1,11 +1,13 @@
 """`leash compare`: which run a name means, and the table of several."""
 
+import hashlib
 import json
 import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
+from dvc.repo import Repo
 
 from flows.commands.compare.compare import compare
 from flows.commands.compare.sources import find
@@ -79,6 +81,68 @@ def test_a_folder_and_a_revision_side_by_side(project: Path, tmp_path: Path) -> 
     lines = text.splitlines()
     assert [line.split()[0] for line in lines if "PPO policy" in line][:3] == ["old", f"…{str(other)[-19:]}", "."]
     assert lines[-1].split() == ["seed", "1", "1", "2"]
+
+
+def answers(folder: Path, golds: dict[str, list[float]]) -> Path:
+    """Two seeds that answer each prompt with the same gold score."""
+    rows = [
+        {"model": model, "seed": seed, "prompt_id": f"p{i}", "gold": gold, "kl": 0.5, "reward": 1.0, "tokens": 10 + i}
+        for model, values in golds.items()
+        for seed in (1, 2)
+        for i, gold in enumerate(values)
+    ]
+    path = folder / "data" / "evaluate" / "answers.jsonl"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+def test_the_difference_of_two_runs_is_paired_by_prompt(project: Path, tmp_path: Path) -> None:
+    """Prompts differ by far more than the runs: only paired has the difference no width. One prompt is not shared."""
+    other = write(tmp_path / "elsewhere", 5.0)
+    answers(project, {"sft": [0.0, 9.0, 4.0], "policy": [1.0, 10.0, 5.0]})
+    answers(other, {"sft": [0.0, 9.0, 4.0, 7.0], "policy": [1.5, 10.5, 5.5, 9.0]})
+    content, text = compare(project, [".", str(other)], [])
+    (found,) = content["differences"]
+    assert (found["prompts"], list(found["models"])) == (3, ["sft", "policy"])
+    assert found["models"]["policy"]["gold"] == {"difference": 0.5, "ci95": [0.5, 0.5]}
+    assert "reward" not in found["models"]["policy"], "the runs have no reward model in common"
+    assert "paired by prompt (3 prompts)" in " ".join(text.split())
+    assert any("PPO policy" in line and "+0.50 [+0.50, +0.50]" in line for line in text.splitlines())
+
+
+def test_without_answers_one_line_says_why_there_is_no_difference(project: Path, tmp_path: Path) -> None:
+    answers(project, {"sft": [0.0, 9.0]})
+    content, text = compare(project, [".", str(write(tmp_path / "elsewhere", 5.0))], [])
+    assert "data/evaluate/answers.jsonl is not there" in content["differences"][0]["missing"]
+    assert "no paired difference" in " ".join(text.split())
+    answers(tmp_path / "elsewhere", {"sft": [0.0]})
+    content, _ = compare(project, [".", str(tmp_path / "elsewhere")], [])
+    assert "no model and prompts in common" in content["differences"][0]["missing"]
+
+
+def test_answers_of_a_revision_come_from_the_cache_of_dvc(project: Path) -> None:
+    """What dvc.lock of the commit names; without it in the cache, how to get it."""
+    path = answers(project, {"sft": [0.0, 9.0]})
+    old = path.read_bytes()
+    digest = hashlib.md5(old, usedforsecurity=False).hexdigest()
+    (project / "dvc.lock").write_text(lock_of(digest), encoding="utf-8")
+    Repo.init(str(project)).close()
+    git(project, "add", "dvc.lock")
+    git(project, "commit", "--quiet", "-m", "with a lock")
+    git(project, "tag", "locked")
+    answers(project, {"sft": [1.0, 10.0]})
+    assert "not in DVC's cache" in compare(project, ["locked", "."], [])[0]["differences"][0]["missing"]
+    cached = project / ".dvc/cache/files/md5" / digest[:2] / digest[2:]
+    cached.parent.mkdir(parents=True)
+    cached.write_bytes(old)
+    found = compare(project, ["locked", "."], [])[0]["differences"][0]
+    assert found["models"]["sft"]["gold"]["difference"] == 1.0
+
+
+def lock_of(digest: str) -> str:
+    out = {"path": "data/evaluate/answers.jsonl", "hash": "md5", "md5": digest, "size": 1}
+    return json.dumps({"schema": "2.0", "stages": {"evaluate": {"cmd": "evaluate", "outs": [out]}}})
 
 
 def lock(seed: int, made: str = "aa") -> str:

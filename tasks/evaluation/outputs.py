@@ -1,0 +1,156 @@
+"""The outputs of `evaluate`: each model's figures in metrics/evaluate.json, and the rows of data/evaluate/."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from rlhf_core.evaluation.best_of_n import best_of_n_kl
+from tasks.datasets.jsonl import Row
+from tasks.evaluation.evaluator import Evaluator
+from tasks.evaluation.results import Bootstrap, Results, against, difference, no_win_rate, own_figures, pick, three
+from tasks.evaluation.teacher_forced import TeacherForced, teacher_forced_figures
+from tasks.params.evaluate import EvaluateParams
+from tasks.params.methods import BY_NAME
+from tasks.stage.stage import Stage
+
+
+@dataclass
+class Answered:
+    """All models' answers, and their log-probabilities of given texts."""
+
+    pairs: list[Row]
+    """The validation pairs that the models read."""
+    results: dict[str, Results] = field(default_factory=dict)
+    """By name, in the order of the table."""
+    teacher_forced: dict[str, TeacherForced] = field(default_factory=dict)
+    """By name; none for best-of-n."""
+    snapshots: dict[int, Results] = field(default_factory=dict)
+    """The policy after each step on the frontier; the first sampling seed only."""
+
+
+def model_figures(
+    stage: Stage[EvaluateParams], evaluator: Evaluator, answered: Answered, name: str, bootstrap: Bootstrap
+) -> dict[str, Any]:
+    """All figures of one model; null where one does not apply or is not known. The same keys for every model."""
+    results, sft, policy = (answered.results[other] for other in (name, "sft", "policy"))
+    figures = own_figures(results, bootstrap)
+    figures |= versus("win_rate", evaluator, results, None if name == "sft" else sft, bootstrap, controlled=True)
+    figures |= versus("win_rate_vs_policy", evaluator, results, None if name == "policy" else policy, bootstrap)
+    ahead = None if name == "policy" else difference(results, policy, "gold", bootstrap)
+    figures |= three("gold_minus_policy", ahead)
+    if name not in answered.teacher_forced:
+        figures |= {"kl": best_of_n_kl(results.best_of), "kl_ci95": None}
+    figures |= teacher_forced_figures(
+        answered.teacher_forced.get(name), answered.teacher_forced["sft"], answered.pairs, bootstrap
+    )
+    return figures | costs(stage, name, results)
+
+
+def versus(
+    key: str,
+    evaluator: Evaluator,
+    results: Results,
+    other: Results | None,
+    bootstrap: Bootstrap,
+    controlled: bool = False,
+) -> dict[str, Any]:
+    """Win rate over another model; null for the model itself."""
+    if other is None:
+        return no_win_rate(key, controlled)
+    won = np.array([evaluator.compare(column, other.column(i)) for i, column in enumerate(results.columns)]).T
+    return against(key, results, other, won, bootstrap, controlled)
+
+
+def costs(stage: Stage[EvaluateParams], name: str, results: Results) -> dict[str, int | None]:
+    """The cost of a model beyond SFT model, preference data and reward model, which are common to all: answers sampled
+    to train it, response tokens that its training read, and answers sampled for each one that it gives. The policy's
+    cost is that of the whole run, whichever snapshot it is."""
+    method = BY_NAME.get(name)
+    if method or name == "policy":
+        paid = [*method.built_on, name] if method else ["ppo"]
+        parts = [stage.read_json(f"metrics/{part}.json") for part in paid]
+        trained = {cost: sum(part[cost] for part in parts) for cost in ("samples_generated", "tokens_trained")}
+    else:
+        trained = dict.fromkeys(
+            ("samples_generated", "tokens_trained"), None if name in stage.params.extra_models else 0
+        )
+    return {**trained, "samples_per_answer": results.best_of}
+
+
+def summary(evaluator: Evaluator, models: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """The figures of SFT model and policy at the top of the file, and the judge of the win rate."""
+    sft, policy = models["sft"], models["policy"]
+    top: dict[str, Any] = {
+        "judge": evaluator.judge.name if evaluator.judge else None,
+        "win_rate_judge": evaluator.winner_named_by,
+        "judged_by": evaluator.judged_by,
+        "prompts": len(evaluator.rows),
+        "win_rate": policy["win_rate"],
+        "win_rate_ci95": policy["win_rate_ci95"],
+        "ties": policy["ties"],
+        "kl_per_sequence": policy["kl"],
+        "kl_k3_per_sequence": policy["kl_k3"],
+        "missing_eos_share": policy["missing_eos_share"],
+        "missing_eos_share_sft": sft["missing_eos_share"],
+    }
+    for name, model in (("sft", sft), ("policy", policy)):
+        keys = ("gold", "reward", "response_tokens", "distinct_1", "distinct_2", "heldout_loss")
+        top |= {f"{key}_{name}": model[key] for key in keys}
+    return {**top, "alignment_tax": policy["alignment_tax"]}
+
+
+def sample_rows(evaluator: Evaluator, results: dict[str, Results]) -> list[Row]:
+    """Every prompt with the first answers of SFT model and policy side by side."""
+    sft, policy = results["sft"].columns[0], results["policy"].columns[0]
+    assert policy.divergence is not None  # a snapshot of the SFT model's kind
+    return [
+        {
+            "prompt_id": row["prompt_id"],
+            "prompt": row["prompt"],
+            "sft": sft.texts[i],
+            "policy": policy.texts[i],
+            "sft_ended": sft.ended[i],
+            "policy_ended": policy.ended[i],
+            "gold_sft": None if sft.gold is None else sft.gold[i],
+            "gold_policy": None if policy.gold is None else policy.gold[i],
+            "reward_sft": sft.rewards[i],
+            "reward_policy": policy.rewards[i],
+            "kl": policy.divergence.k1[i],
+            "sft_tokens": sft.tokens[i],
+            "policy_tokens": policy.tokens[i],
+        }
+        for i, row in enumerate(evaluator.rows)
+    ]
+
+
+def answer_rows(stage: Stage[EvaluateParams], evaluator: Evaluator, results: dict[str, Results]) -> Iterator[Row]:
+    """Every answer of every model; of best-of-n the pick of the first n samples."""
+    for name, of_model in results.items():
+        picks = name.startswith("best_of_")
+        columns = [pick(of_model.columns[: of_model.best_of])] if picks else of_model.columns
+        for seed, scored in zip(stage.params.seeds, columns, strict=False):
+            for i, row in enumerate(evaluator.rows):
+                yield {
+                    "model": name,
+                    "seed": None if picks else seed,
+                    "prompt_id": row["prompt_id"],
+                    "prompt": row["prompt"],
+                    "response": scored.texts[i],
+                    "ended": scored.ended[i],
+                    "tokens": scored.tokens[i],
+                    "reward": scored.rewards[i],
+                    "gold": None if scored.gold is None else scored.gold[i],
+                    "kl": None if scored.divergence is None else scored.divergence.k1[i],
+                }
+
+
+def side_by_side(answers: list[Row], seed: int) -> list[Row]:
+    """A row a prompt: the prompt, and every model's answer of one sampling seed under the model's name."""
+    rows: dict[str, Row] = {}
+    for answer in answers:
+        if answer["seed"] in (None, seed):
+            row = rows.setdefault(answer["prompt_id"], {"prompt": answer["prompt"]})
+            row[answer["model"]] = answer["response"]
+    return list(rows.values())
