@@ -6,6 +6,7 @@ Batches are those of the reward model: all pairs of a prompt in one, each respon
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,15 +16,13 @@ from torch.nn.functional import logsigmoid
 from transformers import PreTrainedModel
 
 from rlhf_core.config.dpo import DPOConfig
-from rlhf_core.models.batch import TokenBatch
-from rlhf_core.models.lora import add_lora
-from rlhf_core.models.sequence_logprobs import response_logprobs, sequence_logprobs
-from rlhf_core.reward import Comparison, PairCollator, PairTrainer
-from rlhf_core.training.run import Run, Schedule, train, trainer_arguments
+from rlhf_core.models.shared_prompts import SharedPrompts, shared_prompt_logprobs
+from rlhf_core.reward import Comparison, PairCollator, PairTrainer, fit_pairs, shared_prompts
+from rlhf_core.training.run import Run
 from rlhf_core.training.trainer import Inputs
 
-ROWS = 128
-"""Responses read side by side where no gradient is needed."""
+PROMPTS = 32
+"""Prompts read together where no gradient is needed."""
 
 References = Sequence[Sequence[float]]
 """log π_ref of each response of each comparison, in nats."""
@@ -66,12 +65,16 @@ def dpo_loss(
     return -((1 - label_smoothing) * logsigmoid(margin) + label_smoothing * logsigmoid(-margin)).mean()
 
 
+@torch.no_grad()
 def reference_logprobs(model: PreTrainedModel, comparisons: Sequence[Comparison], pad_id: int) -> list[list[float]]:
     """log π of every response of every comparison, in nats, under the model as it is now."""
-    prompts = [c.prompt for c in comparisons for _ in c.responses]
-    responses = [response for c in comparisons for response in c.responses]
-    flat = iter(sequence_logprobs(model, prompts, responses, pad_id, ROWS))
-    return [[next(flat) for _ in c.responses] for c in comparisons]
+    found = []
+    for start in range(0, len(comparisons), PROMPTS):
+        part = comparisons[start : start + PROMPTS]
+        batch = SharedPrompts.of([c.prompt for c in part], [c.responses for c in part], pad_id).to(model.device)
+        flat = iter(shared_prompt_logprobs(model, batch).tolist())
+        found += [[next(flat) for _ in c.responses] for c in part]
+    return found
 
 
 def train_dpo(
@@ -87,28 +90,8 @@ def train_dpo(
     `references` are `reference_logprobs` of the model that `model` starts from. Returns the training log: loss (nats),
     accuracy (share of the batch's pairs that the implicit reward orders as people did) and margin (nats, times β).
     """
-    adapter = None if config.lora is None else add_lora(model, config.lora, run.seed)
-    schedule = Schedule(
-        learning_rate=config.learning_rate,
-        batch_size=config.batch_size,
-        micro_batch_size=config.batch_size,
-        warmup_steps=config.warmup_steps,
-        weight_decay=config.weight_decay,
-        epochs=config.epochs,
-    )
-    trainer = DPOTrainer(
-        config,
-        run,
-        "dpo.batch_size, dpo.max_tokens or preferences.samples_per_prompt",
-        model=model,
-        args=trainer_arguments(run, schedule),
-        train_dataset=[Referenced(c, list(r)) for c, r in zip(comparisons, references, strict=True)],
-        data_collator=ReferencedCollator(pad_id),
-    )
-    log = train(trainer, run)
-    if adapter is not None:
-        adapter.merge()
-    return log
+    rows = [Referenced(c, list(r)) for c, r in zip(comparisons, references, strict=True)]
+    return fit_pairs(partial(DPOTrainer, config), model, rows, ReferencedCollator(pad_id), config, "dpo", run)
 
 
 @dataclass(frozen=True)
@@ -140,11 +123,11 @@ class DPOTrainer(PairTrainer):
 
     def compute_loss(self, model: PreTrainedModel, inputs: Inputs, return_outputs: bool = False, **unused: Any) -> Any:
         """The mean loss over the batch's pairs; logs how the implicit reward orders them, and by how much."""
-        logprobs = response_logprobs(model, TokenBatch(inputs["input_ids"], inputs["attention_mask"], inputs["mask"]))
+        logprobs = shared_prompt_logprobs(model, shared_prompts(inputs))
         better, worse, reference = inputs["chosen"], inputs["rejected"], inputs["reference"]
         sides = (logprobs[better], logprobs[worse], reference[better], reference[worse])
         margin = implicit_margin(*sides, self.config.beta).detach()
-        self.note(inputs, accuracy=(margin > 0).float().mean().item(), margin=margin.mean().item())
+        self.note(accuracy=(margin > 0).float().mean().item(), margin=margin.mean().item())
         loss = self.share * dpo_loss(*sides, self.config.beta, self.config.label_smoothing)
         return (loss, {"logprobs": logprobs}) if return_outputs else loss
 
