@@ -1,6 +1,9 @@
 """Which prompts a step samples from, and which responses are in which minibatch: functions of seed, step and epoch, so
 that a resumed run makes the same plan as an uninterrupted one."""
 
+from dataclasses import dataclass
+
+from rlhf_core.config.ppo import PPOConfig
 from rlhf_core.determinism import permutation
 
 PROMPTS, MINIBATCHES, ROLLOUT, SAMPLES, TEXT = range(5)
@@ -21,3 +24,37 @@ def minibatches_of_epoch(rows: int, minibatches: int, seed: int, step: int, epoc
     order = permutation(rows, seed, MINIBATCHES, step, epoch)
     size = rows // minibatches
     return [order[start : start + size] for start in range(0, size * minibatches, size)]
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """What one PPO step trains, how often, and with which coefficients."""
+
+    step: int
+    """Steps done before it."""
+    trains_policy: bool
+    """False while only the critic warms up."""
+    uses_ratio: bool
+    """False in the warm-up with the plain policy gradient."""
+    epochs: int
+    minibatches: int
+    """Of each epoch; an optimiser step each."""
+    kl_coef: float
+    """β, of KL(π_θ ‖ π_ref), in units of the score per nat."""
+    step_price: float
+    """Of KL(π_old ‖ π_θ), in units of the advantage per nat; `objective: kl_penalty` only."""
+
+    @classmethod
+    def of(cls, config: PPOConfig, step: int, kl_coef: float, step_price: float) -> "StepPlan":
+        """The plan of a step, counted from 0."""
+        of_the_policy = step - config.critic.warmup_steps
+        uses_ratio = not 0 <= of_the_policy < config.policy_gradient_steps
+        return cls(
+            step=step,
+            trains_policy=of_the_policy >= 0,
+            uses_ratio=uses_ratio,
+            epochs=config.ppo_epochs if uses_ratio else 1,
+            minibatches=config.minibatches if uses_ratio else 1,
+            kl_coef=kl_coef,
+            step_price=step_price,
+        )

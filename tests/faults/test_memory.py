@@ -5,7 +5,6 @@ import contextlib
 import copy
 import os
 import runpy
-import socket
 import subprocess
 import sys
 import weakref
@@ -201,8 +200,8 @@ def test_passes_without_gradients_are_halved_too(moment: str, monkeypatch: pytes
         engine = trainer.engine
         trainer.engine = lambda policy, prompts, keys: guard(len(prompts)) or engine(policy, prompts, keys)  # type: ignore[func-returns-value]
     elif moment == "scoring":
-        scorer = trainer.scoring.scorer
-        trainer.scoring.scorer = lambda answers: guard(min(4, len(answers.texts))) or scorer(answers)  # type: ignore[func-returns-value]
+        scorer = trainer.scoring.source.scorer
+        trainer.scoring.source.scorer = lambda answers: guard(min(4, len(answers.texts))) or scorer(answers)  # type: ignore[func-returns-value]
     else:
         reference = trainer.models.reference_logits
         monkeypatch.setattr(trainer.models, "reference_logits", lambda b: guard(len(b.mask)) or reference(b))  # type: ignore[func-returns-value]
@@ -229,10 +228,7 @@ def test_one_of_two_processes_runs_short_and_both_halve(tmp_path: Path) -> None:
 
 def run_pair(script: Path, folder: Path) -> "list[subprocess.CompletedProcess[str]]":
     """The script as the two processes of a run."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    common = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    common = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "LEASH_RENDEZVOUS": str(folder / "store")}
     started = []
     for rank in "01":
         environment = os.environ | common | {"RANK": rank, "LOCAL_RANK": rank, "PYTHONPATH": ROOT}
