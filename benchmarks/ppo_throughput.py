@@ -114,7 +114,7 @@ def build(options: argparse.Namespace, seed: int = 1, **changes):  # type: ignor
     from rlhf_core.models.hf import load_causal_lm, load_scalar_model, place
     from rlhf_core.models.scorers import RewardModelScorer
     from rlhf_core.ppo.actor_critic import ActorCritic
-    from rlhf_core.ppo.scoring import ScoreNormalisation
+    from rlhf_core.ppo.scoring import RewardSource, ScoreNormalisation
     from rlhf_core.ppo.trainer import PPOTrainer
 
     make_deterministic(seed, options.threads)
@@ -157,9 +157,9 @@ def build(options: argparse.Namespace, seed: int = 1, **changes):  # type: ignor
         config,
         models,
         tokenizer=tokenizer,
-        scorer=RewardModelScorer(scorer, int(tokenizer.pad_token_id), options.micro_batch),
-        normalisation=ScoreNormalisation(
-            getattr(scorer.config, "score_mean", 0.0), getattr(scorer.config, "score_std", 1.0)
+        source=RewardSource(
+            RewardModelScorer(scorer, int(tokenizer.pad_token_id), options.micro_batch),
+            ScoreNormalisation(getattr(scorer.config, "score_mean", 0.0), getattr(scorer.config, "score_std", 1.0)),
         ),
         prompts=[json.loads(line)["prompt"] for line in Path(options.prompts).read_text("utf-8").splitlines()],
         seed=seed,

@@ -14,15 +14,13 @@ from torch.nn.functional import logsigmoid
 from transformers import PreTrainedModel
 
 from rlhf_core.config.dpo import DPOConfig, PairConfig
-from rlhf_core.models.batch import TokenBatch
-from rlhf_core.models.lora import add_lora
-from rlhf_core.models.sequence_logprobs import response_logprobs, sequence_logprobs
-from rlhf_core.reward import Comparison, PairCollator, PairTrainer
-from rlhf_core.training.run import Run, Schedule, train, trainer_arguments
+from rlhf_core.models.shared_prompts import SharedPrompts, shared_prompt_logprobs
+from rlhf_core.reward import Comparison, PairCollator, PairTrainer, fit_pairs, shared_prompts
+from rlhf_core.training.run import Run
 from rlhf_core.training.trainer import Inputs
 
-ROWS = 128
-"""Responses read side by side where no gradient is needed."""
+PROMPTS = 32
+"""Prompts read together where no gradient is needed."""
 
 References = Sequence[Sequence[float]]
 """log π_ref of each response of each comparison, in nats."""
@@ -68,12 +66,16 @@ def dpo_objective(config: DPOConfig) -> PairObjective:
     return PairObjective(config.beta, partial(dpo_loss, label_smoothing=config.label_smoothing))
 
 
+@torch.no_grad()
 def reference_logprobs(model: PreTrainedModel, comparisons: Sequence[Comparison], pad_id: int) -> list[list[float]]:
     """log π of every response of every comparison, in nats, under the model as it is now."""
-    prompts = [c.prompt for c in comparisons for _ in c.responses]
-    responses = [response for c in comparisons for response in c.responses]
-    flat = iter(sequence_logprobs(model, prompts, responses, pad_id, ROWS))
-    return [[next(flat) for _ in c.responses] for c in comparisons]
+    found = []
+    for start in range(0, len(comparisons), PROMPTS):
+        part = comparisons[start : start + PROMPTS]
+        batch = SharedPrompts.of([c.prompt for c in part], [c.responses for c in part], pad_id).to(model.device)
+        flat = iter(shared_prompt_logprobs(model, batch).tolist())
+        found += [[next(flat) for _ in c.responses] for c in part]
+    return found
 
 
 def train_on_pairs(
@@ -92,28 +94,9 @@ def train_on_pairs(
     params.yaml, for errors. Returns the training log: loss, accuracy (share of the batch's pairs that the implicit
     reward orders as their labels do) and margin (the mean implicit margin).
     """
-    adapter = None if config.lora is None else add_lora(model, config.lora, run.seed)
-    schedule = Schedule(
-        learning_rate=config.learning_rate,
-        batch_size=config.batch_size,
-        micro_batch_size=config.batch_size,
-        warmup_steps=config.warmup_steps,
-        weight_decay=config.weight_decay,
-        epochs=config.epochs,
-    )
-    trainer = PolicyPairTrainer(
-        objective,
-        run,
-        f"{name}.batch_size, {name}.max_tokens or preferences.samples_per_prompt",
-        model=model,
-        args=trainer_arguments(run, schedule),
-        train_dataset=[Referenced(c, list(r)) for c, r in zip(comparisons, references, strict=True)],
-        data_collator=ReferencedCollator(pad_id),
-    )
-    log = train(trainer, run)
-    if adapter is not None:
-        adapter.merge()
-    return log
+    rows = [Referenced(c, list(r)) for c, r in zip(comparisons, references, strict=True)]
+    trainer_class = partial(PolicyPairTrainer, objective)
+    return fit_pairs(trainer_class, model, rows, ReferencedCollator(pad_id), config, name, run)
 
 
 @dataclass(frozen=True)
@@ -145,12 +128,12 @@ class PolicyPairTrainer(PairTrainer):
 
     def compute_loss(self, model: PreTrainedModel, inputs: Inputs, return_outputs: bool = False, **unused: Any) -> Any:
         """The mean loss over the batch's pairs; logs how the implicit reward orders them, and by how much."""
-        logprobs = response_logprobs(model, TokenBatch(inputs["input_ids"], inputs["attention_mask"], inputs["mask"]))
+        logprobs = shared_prompt_logprobs(model, shared_prompts(inputs))
         better, worse, reference = inputs["chosen"], inputs["rejected"], inputs["reference"]
         sides = (logprobs[better], logprobs[worse], reference[better], reference[worse])
         margin = implicit_margin(*sides, self.objective.scale)
         found = margin.detach()
-        self.note(inputs, accuracy=(found > 0).float().mean().item(), margin=found.mean().item())
+        self.note(accuracy=(found > 0).float().mean().item(), margin=found.mean().item())
         loss = self.share * self.objective.loss(margin)
         return (loss, {"logprobs": logprobs}) if return_outputs else loss
 

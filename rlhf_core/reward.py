@@ -1,12 +1,10 @@
-"""The reward model: a scalar head on the SFT model's body, trained with the Bradley-Terry loss on pairs.
+"""The reward model: a scalar head on the SFT model's body, trained with the Bradley-Terry loss on pairs. All pairs of a
+prompt are in one batch, where the prompt and each response are read once: pairs spread over batches would show one
+response several times and overfit (Ouyang et al. 2022)."""
 
-All pairs of a prompt stand in one batch, and each response is read once, however many pairs it is in
-(Ouyang et al. 2022): pairs spread over batches would show one response several times and overfit.
-"""
-
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from jaxtyping import Float
@@ -14,9 +12,10 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 from transformers import PreTrainedModel
 
+from rlhf_core.config.lora import LoraSettings
 from rlhf_core.config.reward import RewardConfig
-from rlhf_core.models.batch import TokenBatch, pad_batch, sequence_scores
 from rlhf_core.models.lora import add_lora
+from rlhf_core.models.shared_prompts import SharedPrompts, shared_prompt_scores
 from rlhf_core.training.run import Run, Schedule, train, trainer_arguments
 from rlhf_core.training.trainer import GuardedTrainer, Inputs
 
@@ -42,24 +41,55 @@ class Comparison:
 def train_reward_model(
     model: PreTrainedModel, comparisons: Sequence[Comparison], config: RewardConfig, pad_id: int, run: Run
 ) -> list[dict[str, float]]:
-    """Train `model` in place: all its weights, or with `config.lora` adapters that are then folded into them. Returns
-    the training log."""
-    adapter = None if config.lora is None else add_lora(model, config.lora, run.seed)
+    """Train `model` in place, see `fit_pairs`. Returns the training log: loss (nats) and accuracy (share of the batch's
+    pairs whose chosen response scores higher)."""
+    return fit_pairs(PairTrainer, model, comparisons, PairCollator(pad_id), config, "reward", run)
+
+
+class PairSettings(Protocol):
+    """How a model is trained on pairs; the names are those of the parameters."""
+
+    @property
+    def learning_rate(self) -> float: ...
+    @property
+    def batch_size(self) -> int: ...
+    @property
+    def warmup_steps(self) -> int: ...
+    @property
+    def weight_decay(self) -> float: ...
+    @property
+    def epochs(self) -> float: ...
+    @property
+    def lora(self) -> LoraSettings | None: ...
+
+
+def fit_pairs(
+    trainer_class: "Callable[..., PairTrainer]",
+    model: PreTrainedModel,
+    rows: Sequence[Any],
+    collate: Callable[[Sequence[Any]], Inputs],
+    settings: PairSettings,
+    block: str,
+    run: Run,
+) -> list[dict[str, float]]:
+    """Train `model` in place on rows of pairs: all its weights, or with `settings.lora` adapters that are then merged
+    into them. `block` is the settings' block of params.yaml, for errors. Returns the training log."""
+    adapter = None if settings.lora is None else add_lora(model, settings.lora, run.seed)
     schedule = Schedule(
-        learning_rate=config.learning_rate,
-        batch_size=config.batch_size,
-        micro_batch_size=config.batch_size,
-        warmup_steps=config.warmup_steps,
-        weight_decay=config.weight_decay,
-        epochs=config.epochs,
+        learning_rate=settings.learning_rate,
+        batch_size=settings.batch_size,
+        micro_batch_size=settings.batch_size,
+        warmup_steps=settings.warmup_steps,
+        weight_decay=settings.weight_decay,
+        epochs=settings.epochs,
     )
-    trainer = PairTrainer(
+    trainer = trainer_class(
         run,
-        "reward.batch_size, reward.max_tokens or preferences.samples_per_prompt",
+        f"{block}.batch_size, {block}.max_tokens or preferences.samples_per_prompt",
         model=model,
         args=trainer_arguments(run, schedule),
-        train_dataset=list(comparisons),
-        data_collator=PairCollator(pad_id),
+        train_dataset=list(rows),
+        data_collator=collate,
     )
     log = train(trainer, run)
     if adapter is not None:
@@ -69,65 +99,66 @@ def train_reward_model(
 
 @dataclass(frozen=True)
 class PairCollator:
-    """All responses of some prompts as one batch, and the pairs as rows of it."""
+    """Some prompts with all their responses as one batch, and the pairs as rows of it."""
 
     pad_id: int
 
-    def __call__(self, comparisons: Sequence[Comparison]) -> dict[str, Tensor]:
-        """The batch's tensors, chosen [pairs] and rejected [pairs] as row indices, and owner [rows], which prompt a
-        row answers."""
-        prompts = [c.prompt for c in comparisons for _ in c.responses]
-        responses = [r for c in comparisons for r in c.responses]
+    def __call__(self, comparisons: Sequence[Comparison]) -> Inputs:
+        """input_ids and attention_mask of the prompts; response_ids, mask and owner of the responses (`SharedPrompts`);
+        chosen [pairs] and rejected [pairs], the rows of the two responses of a pair."""
         starts = [sum(len(c.responses) for c in comparisons[:i]) for i in range(len(comparisons))]
         pairs = [(s + better, s + worse) for s, c in zip(starts, comparisons, strict=True) for better, worse in c.pairs]
-        batch = pad_batch(prompts, responses, self.pad_id)
+        batch = SharedPrompts.of([c.prompt for c in comparisons], [c.responses for c in comparisons], self.pad_id)
         return {
-            "input_ids": batch.input_ids,
-            "attention_mask": batch.attention_mask,
+            "input_ids": batch.prompt_ids,
+            "attention_mask": batch.prompt_mask,
+            "response_ids": batch.response_ids,
             "mask": batch.mask,
+            "owner": batch.owner,
             "chosen": torch.tensor([better for better, _ in pairs]),
             "rejected": torch.tensor([worse for _, worse in pairs]),
-            "owner": torch.tensor([i for i, c in enumerate(comparisons) for _ in c.responses]),
         }
 
 
-SIDES = ("chosen", "rejected")
-"""What a batch holds for each pair; everything else stands there for each row."""
+def shared_prompts(inputs: Inputs) -> SharedPrompts:
+    """The prompts and responses of a `PairCollator`'s batch."""
+    names = ("input_ids", "attention_mask", "response_ids", "mask", "owner")
+    return SharedPrompts(*(inputs[name] for name in names))
+
+
+PROMPTS, PAIRS = ("input_ids", "attention_mask"), ("chosen", "rejected")
+"""What a batch holds for each prompt, and for each pair; everything else it holds for each response."""
 
 
 class PairTrainer(GuardedTrainer):
     """A Trainer whose loss is Bradley-Terry over the pairs of the batch."""
 
     def compute_loss(self, model: PreTrainedModel, inputs: Inputs, return_outputs: bool = False, **unused: Any) -> Any:
-        """The mean loss over the batch's pairs; logs the share that the model already orders rightly."""
-        scores = sequence_scores(model, TokenBatch(inputs["input_ids"], inputs["attention_mask"], inputs["mask"]))
+        """The mean loss over the batch's pairs; logs the share of pairs whose chosen response scores higher."""
+        scores = shared_prompt_scores(model, shared_prompts(inputs))
         chosen, rejected = scores[inputs["chosen"]], scores[inputs["rejected"]]
-        self.note(inputs, accuracy=(chosen > rejected).float().mean().item())
+        self.note(accuracy=(chosen > rejected).float().mean().item())
         loss = self.share * bradley_terry_loss(chosen, rejected)
         return (loss, {"scores": scores}) if return_outputs else loss
 
-    def note(self, inputs: Inputs, **means: float) -> None:
-        """Means over the pairs of a pass, for the log: added up over the parts of a halved micro-batch."""
-        before = {} if inputs["owner"][0] == 0 else self.noted
+    def note(self, **means: float) -> None:
+        """Means over the pairs of a pass, for the log: summed over the parts of a batch."""
+        before = {} if self.first else self.noted
         self.noted: dict[str, float] = {
             name: before.get(name, 0.0) + self.share * value for name, value in means.items()
         }
 
-    def rows(self, inputs: Inputs) -> int:
-        """Prompts; the responses to one stay together."""
-        owner = inputs["owner"]
-        return int(owner[-1] - owner[0]) + 1
-
-    def halves(self, inputs: Inputs, num_items: Any) -> Iterator[tuple[Inputs, float]]:
-        """The pairs of the first prompts and those of the others, each with its share of all pairs."""
+    def parts(self, inputs: Inputs, num_items: Any) -> Iterator[tuple[Inputs, float]]:
+        """The whole batch; once halved, the first prompts and the others, each with its share of all pairs."""
+        prompts = len(inputs["input_ids"])
         owner, pairs = inputs["owner"], len(inputs["chosen"])
-        prompts = self.rows(inputs)
-        for places in torch.arange(prompts).tensor_split(min(2, prompts)):
+        for places in torch.arange(prompts).tensor_split(min(2, prompts) if self.halving.done else 1):
             rows = (owner >= places[0]) & (owner <= places[-1])
             first, mine = int(rows.nonzero()[0]), rows[inputs["chosen"]]
-            half = {name: tensor[rows] for name, tensor in inputs.items() if name not in SIDES}
-            half |= {name: inputs[name][mine] - first for name in SIDES}
-            yield half, int(mine.sum()) / pairs
+            part = {name: tensor[rows] for name, tensor in inputs.items() if name not in (*PROMPTS, *PAIRS)}
+            part |= {name: inputs[name][places[0] : places[-1] + 1] for name in PROMPTS}
+            part |= {name: inputs[name][mine] - first for name in PAIRS}
+            yield part | {"owner": part["owner"] - places[0].to(owner.device)}, int(mine.sum()) / pairs
 
     def log(self, logs: dict[str, float], *arguments: Any, **options: Any) -> None:
         """Add what was noted of the batch to each training log event."""
@@ -156,12 +187,12 @@ class PairScores:
 
 @torch.no_grad()
 def score_pairs(model: PreTrainedModel, comparisons: Sequence[Comparison], pad_id: int, batch_size: int) -> PairScores:
-    """The model's scores on all pairs, `batch_size` prompts at a time."""
+    """The model's scores of all pairs, in the order of the comparisons; `batch_size` prompts are read at a time."""
     chosen, rejected = [], []
     collate = PairCollator(pad_id)
     for start in range(0, len(comparisons), batch_size):
         inputs = {k: v.to(model.device) for k, v in collate(comparisons[start : start + batch_size]).items()}
-        scores = sequence_scores(model, TokenBatch(inputs["input_ids"], inputs["attention_mask"], inputs["mask"]))
+        scores = shared_prompt_scores(model, shared_prompts(inputs))
         chosen.append(scores[inputs["chosen"]].cpu())
         rejected.append(scores[inputs["rejected"]].cpu())
     return PairScores(torch.cat(chosen), torch.cat(rejected))

@@ -1,4 +1,4 @@
-"""Supervised fine-tuning: the loss falls on the response only, every example is a row of its own (no packing, so no
+"""Supervised fine-tuning: the loss is over response tokens only, every example is a row of its own (no packing, so no
 attention across examples), and training stops when the validation loss stops falling."""
 
 import math
@@ -15,15 +15,17 @@ from transformers import PreTrainedModel, TrainerCallback
 from rlhf_core import files
 from rlhf_core.config.sft import SFTConfig
 from rlhf_core.errors import NonFiniteError
-from rlhf_core.models.batch import pad_batch, response_logits
+from rlhf_core.models.batch import pad_batch
+from rlhf_core.models.batching import in_length_order
 from rlhf_core.models.hf import unique_weights
+from rlhf_core.models.sequence_logprobs import response_logprobs
 from rlhf_core.training.run import Run, Schedule, train, trainer_arguments
 from rlhf_core.training.trainer import IGNORED, GuardedTrainer
 
 
 @dataclass(frozen=True)
 class Demonstration:
-    """A prompt and the answer to imitate, as token ids; the answer closes with the end-of-sequence token."""
+    """A prompt and the response to imitate, as token ids; the response ends with the end-of-sequence token."""
 
     prompt: list[int]
     response: list[int]
@@ -31,7 +33,7 @@ class Demonstration:
 
 @dataclass(frozen=True)
 class SFTResult:
-    """What training found: losses in nats per response token."""
+    """The log and the losses of a training, in nats per response token."""
 
     log: list[dict[str, float]]
     base_validation_loss: float
@@ -106,7 +108,7 @@ class ResponseTrainer(GuardedTrainer):
     """A Trainer whose evaluation is the exact mean over response tokens, not a mean of batch means."""
 
     def evaluate(self, *arguments: Any, **options: Any) -> dict[str, float]:
-        """Measure the validation loss, log it and tell the callbacks. Raises NonFiniteError where it is not finite."""
+        """Measure the validation loss, log it and call the callbacks. Raises NonFiniteError where it is not finite."""
         pad_id, rows = self.data_collator.pad_id, self.halving.of(self.args.per_device_train_batch_size)
         loss = response_loss(self.model, self.eval_dataset, pad_id, rows)
         if not math.isfinite(loss):
@@ -122,7 +124,7 @@ class ResponseTrainer(GuardedTrainer):
 class KeepBest(TrainerCallback):
     """Keeps the weights of the lowest validation loss in `path`, and stops after `patience` without a new one.
 
-    What is best is read from the Trainer's log, which its checkpoints carry: a resumed run decides as an
+    The best step is read from the Trainer's log, which is part of its checkpoints: a resumed run decides as an
     uninterrupted one.
     """
 
@@ -130,7 +132,7 @@ class KeepBest(TrainerCallback):
         self.path, self.patience = path, patience
 
     def on_evaluate(self, args: Any, state: Any, control: Any, model: PreTrainedModel, **kwargs: Any) -> None:
-        """Save the weights if they are the best so far; ask for the end when patience is used up."""
+        """Save the weights if they are the best so far; stop the training when patience is used up."""
         step, _ = self.best_of(state.log_history)
         if step == state.global_step:
             weights = {name: tensor.detach().clone().contiguous() for name, tensor in unique_weights(model).items()}
@@ -155,13 +157,11 @@ class KeepBest(TrainerCallback):
 @torch.no_grad()
 def response_loss(model: PreTrainedModel, rows: Sequence[Demonstration], pad_id: int, batch_size: int) -> float:
     """Mean negative log-likelihood of the response tokens, in nats per token over all rows. NaN without rows."""
-    total = tokens = 0.0
-    order = sorted(range(len(rows)), key=lambda i: len(rows[i].prompt) + len(rows[i].response))
-    for start in range(0, len(order), batch_size):
-        chosen = [rows[i] for i in order[start : start + batch_size]]
-        batch = pad_batch([r.prompt for r in chosen], [r.response for r in chosen], pad_id, model.device)
-        logprobs = response_logits(model, batch).log_softmax(dim=-1)
-        picked = logprobs.gather(-1, batch.actions[..., None])[..., 0]
-        total -= torch.where(batch.mask.bool(), picked, 0.0).sum().item()
-        tokens += batch.mask.sum().item()
-    return total / tokens if tokens else math.nan
+
+    def losses(places: list[int]) -> list[float]:
+        batch = pad_batch([rows[i].prompt for i in places], [rows[i].response for i in places], pad_id, model.device)
+        return (-response_logprobs(model, batch)).tolist()
+
+    tokens = sum(len(row.response) for row in rows)
+    lengths = [len(row.prompt) + len(row.response) for row in rows]
+    return math.fsum(in_length_order(lengths, batch_size, losses)) / tokens if tokens else math.nan

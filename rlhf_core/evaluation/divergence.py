@@ -1,13 +1,13 @@
-"""How far a model's answers are from a reference: KL and entropy of whole answers, read after sampling. PPO measures
-its own rollouts elsewhere (`rlhf_core/ppo/`); this is for models that are only looked at."""
+"""KL of a model to a reference, and its entropy, summed over whole answers; for evaluation, not for training."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from transformers import PreTrainedModel
 
 from rlhf_core.models.batch import pad_batch, response_logits
+from rlhf_core.models.batching import in_length_order
 from rlhf_core.models.token_logprobs import logprobs_and_entropy
 from rlhf_core.ppo.kl import estimate_kl
 
@@ -39,16 +39,16 @@ def measure_divergence(
 
     Answers of similar length are read together.
     """
-    order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]) + len(responses[i]))
-    found: dict[int, tuple[float, float, float]] = {}
-    for start in range(0, len(order), batch_size):
-        rows = order[start : start + batch_size]
+
+    def read(rows: list[int]) -> Iterable[tuple[float, ...]]:
         batch = pad_batch([prompts[i] for i in rows], [responses[i] for i in rows], pad_id, model.device)
         ours, entropy = logprobs_and_entropy(response_logits(model, batch), batch.actions, temperature, batch.mask)
         theirs = ours
         if reference is not model:
             theirs, _ = logprobs_and_entropy(response_logits(reference, batch), batch.actions, temperature, batch.mask)
         sums = (estimate_kl(ours, theirs, "k1", batch.mask), estimate_kl(ours, theirs, "k3", batch.mask), entropy)
-        found |= zip(rows, zip(*(part.sum(dim=1).tolist() for part in sums), strict=True), strict=True)
-    k1, k3, entropies = zip(*(found[i] for i in range(len(prompts))), strict=True) if prompts else ((), (), ())
+        return zip(*(part.sum(dim=1).tolist() for part in sums), strict=True)
+
+    lengths = [len(prompt) + len(response) for prompt, response in zip(prompts, responses, strict=True)]
+    k1, k3, entropies = zip(*in_length_order(lengths, batch_size, read), strict=True) if prompts else ((), (), ())
     return Divergence(list(k1), list(k3), list(entropies))

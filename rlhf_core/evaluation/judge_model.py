@@ -16,6 +16,7 @@ from rlhf_core.data.control_tokens import text_ids
 from rlhf_core.data.tokenizer import encode_prompt
 from rlhf_core.errors import UserError
 from rlhf_core.models.batch import pad_batch, response_logits
+from rlhf_core.models.batching import in_length_order
 from rlhf_core.models.hf import context_length
 
 QUESTION = """\
@@ -84,15 +85,13 @@ class LanguageModelJudge:
         rows = zip(prompts, firsts, seconds, strict=True)
         evaluation_prompts = [self._encode(prompt, first, second) for prompt, first, second in rows]
         letters, pad_id = list(self._letter_ids()), int(self.tokenizer.pad_token_id)
-        order = sorted(range(len(evaluation_prompts)), key=lambda i: len(evaluation_prompts[i]))
-        gaps = [0.0] * len(order)
-        for start in range(0, len(order), self.batch_size):
-            places = order[start : start + self.batch_size]
+
+        def read(places: list[int]) -> list[float]:
             batch = pad_batch([evaluation_prompts[i] for i in places], [[] for _ in places], pad_id, self.model.device)
             logprobs = response_logits(self.model, batch)[:, 0].float().log_softmax(dim=-1)[:, letters]
-            for i, gap in zip(places, (logprobs[:, 0] - logprobs[:, 1]).tolist(), strict=True):
-                gaps[i] = gap
-        return gaps
+            return (logprobs[:, 0] - logprobs[:, 1]).tolist()
+
+        return in_length_order([len(prompt) for prompt in evaluation_prompts], self.batch_size, read)
 
     def _encode(self, prompt: Conversation, first: str, second: str) -> list[int]:
         text = Template(self.question).substitute(

@@ -16,13 +16,12 @@ from rlhf_core.finite import at_step
 from rlhf_core.models.batch import TokenBatch
 from rlhf_core.models.masked import masked_mean
 from rlhf_core.ppo.advantages import compute_gae
-from rlhf_core.ppo.diagnostics import step_row
 from rlhf_core.ppo.kl import full_kl
 from rlhf_core.ppo.losses import clip_fraction, compute_value_loss, value_clip_fraction
-from rlhf_core.ppo.objective import Pass, Phase, Prices, kl_loss, policy_loss
+from rlhf_core.ppo.objective import Pass, kl_loss, policy_loss
 from rlhf_core.ppo.rollout import Credit, Rollout, Scores
+from rlhf_core.ppo.statistics import UpdateStatistics
 from rlhf_core.ppo.trainer import PPOTrainer
-from rlhf_core.ppo.update import UpdateStatistics
 
 CHOICES = 4
 """Likeliest tokens that are named beside the one that was drawn."""
@@ -221,8 +220,7 @@ class _Reader:
     ) -> None:
         self.trainer, self.rollout, self.scores, self.credit = trainer, rollout, scores, credit
         self.config, self.models = trainer.config, trainer.models
-        self.phase = Phase.of(trainer.config, trainer.steps_done)
-        self.prices = Prices(trainer.controller.coef, trainer.step_price.coef)
+        self.plan = trainer.plan()
         self.recorder = _Recorder(rows, rollout.lengths)
         self.before = {row: self._distribution(row) for row in rows}
 
@@ -231,7 +229,7 @@ class _Reader:
         updater = self.trainer.updater
         updater.watch = self.recorder
         try:
-            return updater.run(self.rollout, self.credit, self.trainer.steps_done, self.prices)
+            return updater.run(self.rollout, self.credit, self.plan)
         finally:
             updater.watch = None
 
@@ -239,21 +237,18 @@ class _Reader:
         """What the answers of the batch share."""
         trainer, credit, mask = self.trainer, self.credit, self.rollout.mask
         rates = {name: optimizer.param_groups[0]["lr"] for name, optimizer in trainer.optimizers.items()}
-        number, has_critic = trainer.steps_done + 1, self.models.has_critic
         return Step(
-            number=number,
-            trains_policy=self.phase.policy,
-            uses_ratio=self.phase.ratio,
-            kl_coef=self.prices.kl,
+            number=self.plan.step + 1,
+            trains_policy=self.plan.trains_policy,
+            uses_ratio=self.plan.uses_ratio,
+            kl_coef=self.plan.kl_coef,
             advantage_mean=masked_mean(credit.advantages, mask).item(),
             advantage_scale=credit.scale,
             learning_rates=rates,
             grad_norms=dict(statistics.grad_norms),
             minibatches=[self._minibatch(place) for place in sorted(self.recorder.seen)],
             stopped_early=statistics.stopped_early,
-            diagnostics=step_row(
-                number, self.rollout, self.scores, credit, statistics, self.prices.kl, rates["policy"], has_critic
-            ),
+            diagnostics=trainer.diagnose(self.plan, self.rollout, self.scores, credit, statistics),
         )
 
     def trace(self, step: Step, row: int) -> Trace:
@@ -279,7 +274,7 @@ class _Reader:
         rows, sums = self.recorder.seen[number], self.recorder.sums[number]
         tokens = sum(self.rollout.lengths[row] for row in rows)
         means = {name: total / tokens for name, total in sums.items()}
-        epoch = 1 + number // self.phase.minibatches(self.config)
+        epoch = 1 + number // self.plan.minibatches
         return Minibatch(epoch, sorted(rows), tokens, **({"kl_loss": None} | means))  # type: ignore[arg-type]
 
     def _rivals(self, row: int) -> list[float]:
@@ -365,9 +360,9 @@ class _Reader:
         config, mask = self.config, token.batch.mask
         with torch.enable_grad():
             token = replace(token, logprobs=token.logprobs.detach().requires_grad_())
-            loss = policy_loss(token, config, self.phase, self.prices)
+            loss = policy_loss(token, config, self.plan)
             (slope,) = torch.autograd.grad(loss, token.logprobs)
-        new, old, ratios = token.logprobs, token.old_logprobs, self.phase.ratio and config.objective == "clip"
+        new, old, ratios = token.logprobs, token.old_logprobs, self.plan.uses_ratio and config.objective == "clip"
         critic, limit = self.models.has_critic, config.critic
         value_loss = compute_value_loss(
             token.values, token.returns, token.old_values, limit.clip_value, limit.value_clip, mask, reduction="sum"

@@ -1,8 +1,5 @@
-"""LoRA adapters (Hu et al. 2021) inside a Hugging Face model: put in, switched off, folded into the weights.
-
-The model object stays what it was, a plain transformers model to call; `peft` supplies the adapted layers and nothing
-else of it is used. No training here, and no files: an adapted model is merged before it is saved.
-"""
+"""LoRA adapters (Hu et al. 2021) inside a Hugging Face model, by `peft`: added, switched off, merged into the weights.
+The model object stays a plain transformers model."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -17,20 +14,21 @@ from rlhf_core.config.lora import LoraSettings
 from rlhf_core.errors import UserError
 
 if TYPE_CHECKING:  # peft takes seconds to import; runs without adapters do without it
-    from peft.tuners.lora import LoraLayer
+    from peft.tuners.lora import LoraLayer, LoraModel
 
 NAME = "default"
-"""What peft calls the one adapter of a model."""
+"""peft's name of a model's only adapter."""
 
 
 def add_lora(model: PreTrainedModel, settings: LoraSettings, seed: int) -> "Adapter":
-    """Put adapters into `model`, in place, and freeze everything else but a scalar model's `score` head.
+    """Add adapters to `model`, in place, and freeze everything else but a scalar model's `score` head.
 
-    The model computes, to the bit, what it did frozen (B = 0). Equal seeds give equal adapters; the global random
-    state is left as it was. Raises UserError for target modules that the model's body does not have, ValueError for a
-    model that has adapters already.
+    The outputs are those of the model without adapters, to the bit (B = 0). Equal seeds give equal adapters; the global
+    random state does not change. Raises UserError for target modules that the model's body does not have, ValueError
+    for a model that has adapters already.
     """
-    from peft import LoraConfig, inject_adapter_in_model
+    from peft import LoraConfig
+    from peft.tuners.lora import LoraModel
 
     if _layers(model):
         raise ValueError("the model has LoRA adapters already; merge them first")
@@ -45,57 +43,44 @@ def add_lora(model: PreTrainedModel, settings: LoraSettings, seed: int) -> "Adap
         fan_in_fan_out=all(isinstance(layer, Conv1D) for layer in targets.values()),
     )
     with torch.random.fork_rng():
-        inject_adapter_in_model(config, model, adapter_name=NAME)
+        tuner = LoraModel(model, config, NAME)
     del model.peft_config
     model.train(model.training)
     _initialise(model, seed)
     if (head := getattr(model, "score", None)) is not None:
         head.requires_grad_(True)
-    return Adapter(model, flags)
+    return Adapter(tuner, flags)
 
 
 class Adapter:
-    """The adapters of one model, and that model's other trainable parameters (the scalar head's).
+    """The adapters of one model, and that model's other trainable parameters (the scalar head's). After `merge` every
+    method raises ValueError."""
 
-    After `merge` the model is plain and the adapter used up: every method then raises ValueError.
-    """
-
-    def __init__(self, model: PreTrainedModel, flags: Mapping[torch.nn.Parameter, bool]) -> None:
-        self.model = model
-        self._flags = flags
-        self._trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    def __init__(self, tuner: "LoraModel", flags: Mapping[torch.nn.Parameter, bool]) -> None:
+        self._tuner, self._flags = tuner, flags
+        self.model: PreTrainedModel = tuner.model
+        self._trainable = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
 
     @contextmanager
     def off(self) -> Iterator[PreTrainedModel]:
-        """The model without its adapters: bit for bit the frozen model that it was before them. May be nested."""
-        layers = self._present()
-        before = [(layer, layer.disable_adapters) for layer in layers]
+        """The model without its adapters: bit for bit the frozen model before `add_lora`. May be nested."""
+        on = not self._present()[0].disable_adapters
         flags = [(parameter, parameter.requires_grad) for parameter in self._trainable.values()]
         try:
-            self._switch(dict.fromkeys(layers, True))
+            self._tuner.disable_adapter_layers()
             yield self.model
         finally:
-            self._switch(dict(before))
+            if on:
+                self._tuner.enable_adapter_layers()
             for parameter, flag in flags:  # peft's switch freezes and unfreezes
                 parameter.requires_grad_(flag)
 
-    @staticmethod
-    def _switch(off: Mapping["LoraLayer", bool]) -> None:
-        for layer, disabled in off.items():
-            layer.enable_adapters(not disabled)
-
-    @torch.no_grad()
     def merge(self) -> PreTrainedModel:
-        """Fold the adapters into the weights, W + (alpha / rank)·B·A, and return the model: the same object, plain
-        again, its parameters trainable as before `add_lora`.
-
-        In place, so that no second model stands in memory. What the base was and what the adapter learned can then no
-        longer be told apart; take `state_dict` before if either is still needed.
-        """
-        for name, layer in _layers(self.model).items() if self._present() else ():
-            base = layer.get_base_layer()
-            base.weight.add_(layer.get_delta_weight(NAME))
-            self.model.set_submodule(name, base)
+        """Merge the adapters into the weights, W + (alpha / rank)·B·A, in place, and return the model: the same object,
+        plain again, its parameters trainable as before `add_lora`. Adapters and base cannot be separated afterwards;
+        take `state_dict` before if either is still needed."""
+        self._present()
+        self._tuner.merge_and_unload()
         for parameter, flag in self._flags.items():
             parameter.requires_grad_(flag)
         return self.model
@@ -107,7 +92,7 @@ class Adapter:
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Take over what `state_dict` gave. Raises UserError when it comes from other settings or another model."""
+        """Load a `state_dict`. Raises UserError when it comes from other settings or another model."""
         self._present()
         shapes = {name: parameter.shape for name, parameter in self._trainable.items()}
         if {name: tensor.shape for name, tensor in state.items()} != shapes:
@@ -129,7 +114,7 @@ def _layers(model: PreTrainedModel) -> dict[str, "LoraLayer"]:
 
 
 def _targets(model: PreTrainedModel, wanted: str | list[str]) -> dict[str, torch.nn.Module]:
-    """The linear layers of the model's body by name; output layer and scalar head stand outside the body."""
+    """The linear layers of the model's body by name; output layer and scalar head stand not part of the body."""
     prefix = f"{model.base_model_prefix}."
     linear = {
         name: module

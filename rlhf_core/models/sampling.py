@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from rlhf_core.determinism import stream
+from rlhf_core.models.batching import in_length_order
 
 Outcome = tuple[list[int], list[float], bool]
 """One response: token ids, their log-probabilities (nats), and whether it ended."""
@@ -77,13 +78,8 @@ def in_batches(
     prompts: Sequence[Sequence[int]], batch_size: int, decode: Callable[[list[int]], list[Outcome]]
 ) -> Sampled:
     """What `decode` makes of the prompts at the given places, `batch_size` at a time, similar lengths together."""
-    order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
-    result: dict[int, Outcome] = {}
-    for start in range(0, len(order), batch_size):
-        rows = order[start : start + batch_size]
-        result |= zip(rows, decode(rows), strict=True)
-    in_order = [result[i] for i in range(len(prompts))]
-    return Sampled([r for r, _, _ in in_order], [p for _, p, _ in in_order], [e for _, _, e in in_order])
+    outcomes = in_length_order([len(prompt) for prompt in prompts], batch_size, decode)
+    return Sampled([r for r, _, _ in outcomes], [p for _, p, _ in outcomes], [e for _, _, e in outcomes])
 
 
 def left_padded(

@@ -1,8 +1,5 @@
-"""Scorers: what gives a whole answer one number during PPO and evaluation.
-
-A scorer sees text and token ids and picks what it needs, so that a reward model with the policy's tokenizer, one with a
-tokenizer of its own, a rule, or a service fit the same place.
-"""
+"""Scorers give a whole answer one number, in PPO and in evaluation. A scorer receives text and token ids, so that
+it can be a reward model with the policy's tokenizer, one with its own tokenizer, a rule, or a service."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,6 +10,7 @@ from transformers import PreTrainedModel
 
 from rlhf_core.data.chat import Conversation
 from rlhf_core.models.batch import pad_batch, sequence_scores
+from rlhf_core.models.batching import in_length_order
 
 
 @dataclass(frozen=True)
@@ -49,16 +47,9 @@ class RewardModelScorer:
     def __call__(self, answers: Answers) -> list[float]:
         """The scalar at each answer's last real token."""
         lengths = [len(p) + len(r) for p, r in zip(answers.prompt_ids, answers.response_ids, strict=True)]
-        order = sorted(range(len(lengths)), key=lambda i: lengths[i])
-        scores = [0.0] * len(order)
-        for start in range(0, len(order), self.batch_size):
-            rows = order[start : start + self.batch_size]
-            batch = pad_batch(
-                [answers.prompt_ids[i] for i in rows],
-                [answers.response_ids[i] for i in rows],
-                self.pad_id,
-                self.model.device,
-            )
-            for i, score in zip(rows, sequence_scores(self.model, batch).tolist(), strict=True):
-                scores[i] = score
-        return scores
+
+        def score(rows: list[int]) -> list[float]:
+            prompts, responses = ([ids[i] for i in rows] for ids in (answers.prompt_ids, answers.response_ids))
+            return sequence_scores(self.model, pad_batch(prompts, responses, self.pad_id, self.model.device)).tolist()
+
+        return in_length_order(lengths, self.batch_size, score)

@@ -1,7 +1,4 @@
-"""log π of whole responses under a language model, with a gradient (DPO) and without one (references, evaluation).
-
-One number a response. Numbers a token, as PPO needs them, stand in `ppo/logprobs.py`.
-"""
+"""log π of whole responses under a language model, with a gradient (DPO) and without one (references, evaluation)."""
 
 from collections.abc import Sequence
 
@@ -11,6 +8,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from rlhf_core.models.batch import TokenBatch, pad_batch, response_logits
+from rlhf_core.models.batching import in_length_order
 from rlhf_core.models.token_logprobs import logprobs_and_entropy
 
 
@@ -34,11 +32,9 @@ def sequence_logprobs(
     rows are read side by side, those of similar length together; beyond the last digits it changes nothing.
     """
     lengths = [len(prompt) + len(response) for prompt, response in zip(prompts, responses, strict=True)]
-    order = sorted(range(len(lengths)), key=lambda i: lengths[i])
-    found = [0.0] * len(order)
-    for start in range(0, len(order), batch_size):
-        rows = order[start : start + batch_size]
+
+    def read(rows: list[int]) -> list[float]:
         batch = pad_batch([prompts[i] for i in rows], [responses[i] for i in rows], pad_id, model.device)
-        for i, logprob in zip(rows, response_logprobs(model, batch).tolist(), strict=True):
-            found[i] = logprob
-    return found
+        return response_logprobs(model, batch).tolist()
+
+    return in_length_order(lengths, batch_size, read)

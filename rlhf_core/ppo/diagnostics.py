@@ -1,5 +1,4 @@
-"""One row of numbers a PPO step: what people look at before they trust a run. No statistic includes padding (rule
-18)."""
+"""The diagnostics of a PPO step, one row of numbers. No statistic includes padding (rule 18)."""
 
 from collections.abc import Sequence
 
@@ -8,28 +7,29 @@ import torch
 from rlhf_core.models.masked import masked_mean
 from rlhf_core.ppo.kl import estimate_kl
 from rlhf_core.ppo.losses import explained_variance
+from rlhf_core.ppo.plan import StepPlan
 from rlhf_core.ppo.rollout import Credit, Rollout, Scores
-from rlhf_core.ppo.update import UpdateStatistics
+from rlhf_core.ppo.statistics import UpdateStatistics
 
 NGRAM = 3
+CRITIC_COLUMNS = ("explained_variance", "value_loss", "value_clip_fraction")
+"""Empty in a run without a critic."""
 
 
 def step_row(
-    step: int,
+    plan: StepPlan,
     rollout: Rollout,
     scores: Scores,
     credit: Credit,
     statistics: UpdateStatistics,
-    kl_coef: float,
     learning_rate: float,
-    valued: bool = True,
 ) -> dict[str, float | None]:
     """The diagnostics of one step (counted from 1). KL in nats per sequence, entropy in nats per token, lengths in
-    tokens. `valued`: there is a critic; without one its columns are empty."""
+    tokens."""
     real = rollout.mask.bool()
     lengths = rollout.lengths
     row: dict[str, float | None] = {
-        "step": step,
+        "step": plan.step + 1,
         "reward_raw": scores.raw.mean().item(),
         "score": scores.used.mean().item(),
         "reward_shaped": credit.rewards.sum(dim=1).mean().item(),
@@ -39,11 +39,11 @@ def step_row(
         "kl_k3": _per_sequence(rollout, "k3"),
         "kl_full": rollout.ref_kl.sum(dim=1).mean().item(),
         "advantage_abs": masked_mean(credit.advantages.abs(), rollout.mask).item(),
-        "explained_variance": _explained_variance(rollout, credit) if valued else None,
+        "explained_variance": explained_variance(rollout.old_values, credit.returns, rollout.mask).item(),
         "response_tokens_mean": sum(lengths) / len(lengths),
         "response_tokens_max": max(lengths),
         "missing_eos_share": 1.0 - rollout.ended.float().mean().item(),
-        "kl_coef": kl_coef,
+        "kl_coef": plan.kl_coef,
         "learning_rate": learning_rate,
         "engine_mismatch_max": (rollout.engine_logprobs - rollout.old_logprobs)[real].abs().max().item(),
         "engine_mismatch_k3": masked_mean(
@@ -52,12 +52,7 @@ def step_row(
         "min_token_reward": credit.rewards[real].min().item(),
         "repeated_ngram_share": repeated_ngram_share(rollout.response_ids),
     }
-    of_the_critic = {} if valued else dict.fromkeys(("value_loss", "value_clip_fraction"))
-    return row | statistics.means() | of_the_critic
-
-
-def _explained_variance(rollout: Rollout, credit: Credit) -> float:
-    return explained_variance(rollout.old_values, credit.returns, rollout.mask).item()
+    return row | statistics.means()
 
 
 def _per_sequence(rollout: Rollout, kind: str) -> float:

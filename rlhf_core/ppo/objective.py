@@ -1,6 +1,5 @@
-"""What one micro-batch adds to the loss of its minibatch: the policy term that the settings name, the value loss, the
-entropy bonus, and the KL to the reference where it stands in the loss. Formulas are in `losses` and `kl`, optimiser
-steps in `update`."""
+"""The loss of one micro-batch: the policy term of the settings, the value loss, the entropy bonus, and the KL to the
+reference where it is part of the loss."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,46 +22,13 @@ from rlhf_core.ppo.losses import (
     compute_value_loss,
     importance_weights,
 )
+from rlhf_core.ppo.plan import StepPlan
 from rlhf_core.ppo.rollout import Credit, Rollout
 
 
 @dataclass(frozen=True)
-class Prices:
-    """What the controllers set for a PPO step."""
-
-    kl: float
-    """β, of KL(π_θ ‖ π_ref), in units of the score per nat."""
-    step: float
-    """Of KL(π_old ‖ π_θ), in units of the advantage per nat; `objective: kl_penalty` only."""
-
-
-@dataclass(frozen=True)
-class Phase:
-    """Which terms a PPO step trains."""
-
-    policy: bool
-    """False while only the critic warms up."""
-    ratio: bool
-    """False in the warm-up with the plain policy gradient."""
-
-    def epochs(self, config: PPOConfig) -> int:
-        """How often the phase goes through a rollout."""
-        return config.ppo_epochs if self.ratio else 1
-
-    def minibatches(self, config: PPOConfig) -> int:
-        """Optimiser steps of an epoch."""
-        return config.minibatches if self.ratio else 1
-
-    @classmethod
-    def of(cls, config: PPOConfig, step: int) -> "Phase":
-        """The phase of a step (counted from 0)."""
-        of_the_policy = step - config.critic.warmup_steps
-        return cls(policy=of_the_policy >= 0, ratio=not 0 <= of_the_policy < config.policy_gradient_steps)
-
-
-@dataclass(frozen=True)
 class Pass:
-    """One forward pass of policy and critic over some rows, beside what the rollout knew about them: [b, t], 0 on
+    """One forward pass of policy and critic over some rows of a rollout, and the rollout's values of them: [b, t], 0 on
     padding."""
 
     batch: TokenBatch
@@ -112,7 +78,7 @@ class Pass:
         )
 
 
-def losses_of(forward: Pass, config: PPOConfig, phase: Phase, prices: Prices, models: ActorCritic) -> dict[str, Tensor]:
+def losses_of(forward: Pass, config: PPOConfig, plan: StepPlan, models: ActorCritic) -> dict[str, Tensor]:
     """`total_loss` and its parts, each summed over the real tokens of the rows."""
     mask = forward.batch.mask
     value_loss = compute_value_loss(
@@ -125,7 +91,7 @@ def losses_of(forward: Pass, config: PPOConfig, phase: Phase, prices: Prices, mo
         reduction="sum",
     )
     losses = combine_losses(
-        policy_loss(forward, config, phase, prices),
+        policy_loss(forward, config, plan),
         value_loss,
         masked_sum(forward.entropy, mask),
         config.vf_coef if config.has_critic else 0.0,
@@ -133,18 +99,18 @@ def losses_of(forward: Pass, config: PPOConfig, phase: Phase, prices: Prices, mo
     )
     if config.kl.penalty == "loss":
         losses["kl_loss"] = kl_loss(forward, config, models)
-        losses["total_loss"] = losses["total_loss"] + prices.kl / forward.scale * losses["kl_loss"]
-    if not phase.policy:
+        losses["total_loss"] = losses["total_loss"] + plan.kl_coef / forward.scale * losses["kl_loss"]
+    if not plan.trains_policy:
         losses["total_loss"] = config.vf_coef * losses["value_loss"]
     return losses
 
 
-def policy_loss(forward: Pass, config: PPOConfig, phase: Phase, prices: Prices) -> Tensor:
+def policy_loss(forward: Pass, config: PPOConfig, plan: StepPlan) -> Tensor:
     """The policy term of the settings, summed over real tokens."""
     mask, weights = forward.batch.mask, None
     if config.importance_cap is not None:
         weights = importance_weights(forward.old_logprobs, forward.engine_logprobs, config.importance_cap, mask)
-    if not phase.ratio:
+    if not plan.uses_ratio:
         return compute_policy_gradient_loss(
             forward.logprobs, forward.advantages, mask, weights=weights, reduction="sum"
         )
@@ -153,7 +119,7 @@ def policy_loss(forward: Pass, config: PPOConfig, phase: Phase, prices: Prices) 
             forward.logprobs,
             forward.old_logprobs,
             forward.advantages,
-            prices.step,
+            plan.step_price,
             mask,
             weights=weights,
             reduction="sum",

@@ -1,10 +1,9 @@
-"""Which prompts a step asks, and which responses stand in which minibatch: pure functions of seed, step and epoch.
+"""Which prompts a step samples from, and which responses are in which minibatch: functions of seed, step and epoch, so
+that a resumed run makes the same plan as an uninterrupted one."""
 
-Nothing here is state: a resumed run makes the same plan as one that was never interrupted.
-"""
+from dataclasses import dataclass
 
-from collections.abc import Sequence
-
+from rlhf_core.config.ppo import PPOConfig
 from rlhf_core.determinism import permutation
 
 PROMPTS, MINIBATCHES, ROLLOUT, SAMPLES, TEXT = range(5)
@@ -21,28 +20,41 @@ def prompts_of_step(step: int, batch_size: int, prompts: int, seed: int) -> list
 
 
 def minibatches_of_epoch(rows: int, minibatches: int, seed: int, step: int, epoch: int) -> list[list[int]]:
-    """The rows of each minibatch of an epoch (counted from 0), drawn anew in each."""
+    """The rows of each minibatch of an epoch (counted from 0), in a new order in each."""
     order = permutation(rows, seed, MINIBATCHES, step, epoch)
     size = rows // minibatches
     return [order[start : start + size] for start in range(0, size * minibatches, size)]
 
 
-def micro_batches(
-    minibatch: Sequence[int], lengths: Sequence[tuple[int, int]], rows: int, tokens: int | None = None
-) -> list[list[int]]:
-    """The rows of a minibatch in groups of at most `rows` rows and, with `tokens`, of at most so many tokens, padding
-    included; a row that is longer stands alone.
+@dataclass(frozen=True)
+class StepPlan:
+    """What one PPO step trains, how often, and with which coefficients."""
 
-    `lengths` are (prompt, response) lengths of all rows, in tokens. Responses of similar length stand together: less
-    padding. The loss of a minibatch does not depend on how its rows are grouped (rule 13).
-    """
-    groups: list[list[int]] = []
-    prompt = response = 0
-    for row in sorted(minibatch, key=lambda i: (lengths[i][1], i)):
-        prompt, response = max(prompt, lengths[row][0]), max(response, lengths[row][1])
-        full = not groups or len(groups[-1]) == rows
-        if full or (tokens is not None and (len(groups[-1]) + 1) * (prompt + response) > tokens):
-            groups.append([])
-            prompt, response = lengths[row]
-        groups[-1].append(row)
-    return groups
+    step: int
+    """Steps done before it."""
+    trains_policy: bool
+    """False while only the critic warms up."""
+    uses_ratio: bool
+    """False in the warm-up with the plain policy gradient."""
+    epochs: int
+    minibatches: int
+    """Of each epoch; an optimiser step each."""
+    kl_coef: float
+    """β, of KL(π_θ ‖ π_ref), in units of the score per nat."""
+    step_price: float
+    """Of KL(π_old ‖ π_θ), in units of the advantage per nat; `objective: kl_penalty` only."""
+
+    @classmethod
+    def of(cls, config: PPOConfig, step: int, kl_coef: float, step_price: float) -> "StepPlan":
+        """The plan of a step, counted from 0."""
+        of_the_policy = step - config.critic.warmup_steps
+        uses_ratio = not 0 <= of_the_policy < config.policy_gradient_steps
+        return cls(
+            step=step,
+            trains_policy=of_the_policy >= 0,
+            uses_ratio=uses_ratio,
+            epochs=config.ppo_epochs if uses_ratio else 1,
+            minibatches=config.minibatches if uses_ratio else 1,
+            kl_coef=kl_coef,
+            step_price=step_price,
+        )

@@ -1,8 +1,5 @@
-"""Several processes that train as one: who does which share of the work, and how everybody gets the whole result.
-
-Every process holds the same weights and plans the whole batch; only sampling, scoring and passes through the models are
-shared out. With one process nothing here does anything.
-"""
+"""Several processes that train as one. Each holds the same weights and plans the whole batch; sampling, scoring and
+passes through the models are divided among them, and each receives all results."""
 
 import os
 import socket
@@ -17,7 +14,8 @@ from torch import Tensor, distributed
 
 from rlhf_core.errors import UserError
 
-LOOPBACK = "127.0.0.1"
+RENDEZVOUS = "LEASH_RENDEZVOUS"
+"""The environment variable with the file through which the processes of a stage find each other."""
 PATIENCE = timedelta(minutes=30)
 """How long a process waits for the others before it gives up: one may load its models more slowly."""
 WHOLE_MODELS = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
@@ -26,13 +24,13 @@ Result = TypeVar("Result")
 
 
 class Processes:
-    """The processes of this run, as `accelerate launch` (or whatever sets RANK and WORLD_SIZE) started them.
+    """The processes of this run, started by the stage, by torchrun or by `accelerate launch`.
 
     Raises UserError where accelerate is configured to split the models themselves.
     """
 
     def __init__(self) -> None:
-        meet_on_loopback()
+        join_group()
         self.accelerator = Accelerator(cpu=not torch.cuda.is_available())
         kind = self.accelerator.distributed_type
         if kind not in WHOLE_MODELS:
@@ -83,35 +81,24 @@ class Processes:
             part.copy_(piece.view_as(part))
 
 
-def meet_on_loopback() -> None:
-    """Connect processes that shall meet at 127.0.0.1 so that no other machine can reach them.
+def join_group() -> None:
+    """Connect the processes that a stage has started, through a file that only this user can open.
 
-    Torch's own meeting point listens at every address of the machine, and what processes gather is unpickled: whoever
-    reached it could run code here. Does nothing for one process, for another address, and where a launcher has made the
-    meeting point (`accelerate launch`).
+    What processes gather is unpickled, so that a connection from another machine could run code here: the processes
+    exchange tensors over the loopback interface alone. Does nothing where a launcher such as `accelerate launch` or
+    torchrun connects them.
     """
-    rank, count = (int(os.environ.get(name, default)) for name, default in (("RANK", "0"), ("WORLD_SIZE", "1")))
-    launched = "TORCHELASTIC_USE_AGENT_STORE" in os.environ
-    if count < 2 or launched or os.environ.get("MASTER_ADDR") != LOOPBACK or distributed.is_initialized():
+    if RENDEZVOUS not in os.environ or distributed.is_initialized():
         return
     for library in ("GLOO", "NCCL"):
         os.environ.setdefault(f"{library}_SOCKET_IFNAME", _loopback_interface())
-    port = int(os.environ["MASTER_PORT"])
-    listener = _listen(port) if rank == 0 else None
-    store = distributed.TCPStore(  # type: ignore[attr-defined]
-        LOOPBACK, port, count, is_master=rank == 0, wait_for_workers=False, timeout=PATIENCE, master_listen_fd=listener
+    distributed.init_process_group(
+        "nccl" if torch.cuda.is_available() else "gloo",
+        init_method=f"file://{os.environ[RENDEZVOUS]}",
+        rank=int(os.environ["RANK"]),
+        world_size=int(os.environ["WORLD_SIZE"]),
+        timeout=PATIENCE,
     )
-    backend = "nccl" if torch.cuda.is_available() else "gloo"
-    distributed.init_process_group(backend, store=store, rank=rank, world_size=count, timeout=PATIENCE)
-
-
-def _listen(port: int) -> int:
-    """A socket at the loopback address alone, as a file descriptor that the store takes over."""
-    listener = socket.socket()
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    listener.bind((LOOPBACK, port))
-    listener.listen()
-    return listener.detach()
 
 
 def _loopback_interface() -> str:

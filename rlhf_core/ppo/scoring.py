@@ -1,5 +1,5 @@
-"""From answers to one number each: the scorer's, as PPO uses it (rule 12), and the hidden judge's, which is watched and
-never trained on."""
+"""From responses to one number each: the scorer's, as PPO uses it (rule 12), and the judge's, which is logged and never
+trained on."""
 
 import math
 from collections.abc import Sequence
@@ -29,13 +29,21 @@ class ScoreNormalisation:
 
 
 @dataclass
+class RewardSource:
+    """What scores the responses of a run."""
+
+    scorer: Scorer
+    normalisation: ScoreNormalisation
+    judge: Judge | None = None
+    """Logged, never trained on; None where the data have none."""
+
+
+@dataclass
 class Scoring:
     """The scorer with the rules for its scores."""
 
     config: ScoreConfig
-    scorer: Scorer
-    normalisation: ScoreNormalisation
-    judge: Judge | None
+    source: RewardSource
     halving: Halving
     batch_size: int
     """Answers that the scorer reads at once."""
@@ -53,13 +61,13 @@ class Scoring:
         raw = torch.tensor([score for score, _ in scored], dtype=torch.float32, device=rollout.mask.device)
         gold = [g for _, g in scored if g is not None]
         used = penalise_missing_eos(self._use(raw), rollout.ended, self.config.missing_eos_penalty)
-        return Scores(raw, used, gold if self.judge else None)
+        return Scores(raw, used, gold if self.source.judge else None)
 
     def raw(self, answers: Answers, processes: Processes) -> list[float]:
         """The scorer's numbers for all answers, in every process. Raises NonFiniteError for one that is none."""
 
         def work(rows: list[int]) -> list[float]:
-            return self.scorer(answers.at(rows)) if rows else []
+            return self.source.scorer(answers.at(rows)) if rows else []
 
         found = self.halving.in_pieces(range(len(answers.texts)), self.batch_size, work, processes.gather)
         require_numbers(found)
@@ -68,14 +76,16 @@ class Scoring:
     def _score(self, rollout: Rollout, rows: list[int]) -> list[tuple[float, float | None]]:
         prompts, texts = [rollout.prompts[i] for i in rows], [rollout.texts[i] for i in rows]
         ids = [rollout.prompt_ids[i] for i in rows], [rollout.response_ids[i] for i in rows]
-        scores = self.scorer(Answers(prompts, texts, *ids)) if rows else []
-        gold = self.judge.score(prompts, texts) if self.judge and rows else [None] * len(rows)
+        scores = self.source.scorer(Answers(prompts, texts, *ids)) if rows else []
+        gold = self.source.judge.score(prompts, texts) if self.source.judge and rows else [None] * len(rows)
         return list(zip(scores, gold, strict=True))
 
     def _use(self, raw: Float[Tensor, "batch"]) -> Float[Tensor, "batch"]:
         """Normalised or scaled, then clipped."""
         if self.config.normalise:
-            return normalise_scores(raw, self.normalisation.mean, self.normalisation.std, self.config.clip)
+            return normalise_scores(
+                raw, self.source.normalisation.mean, self.source.normalisation.std, self.config.clip
+            )
         used = self.scale(raw) if self.config.scale == "running" else raw
         return used.clamp(-self.config.clip, self.config.clip)
 
@@ -85,5 +95,5 @@ def require_numbers(scores: Sequence[float]) -> None:
     if bad := [score for score in scores if not math.isfinite(score)]:
         raise NonFiniteError(
             f"the reward model scores {len(bad)} of {len(scores)} answers with {bad[0]}; "
-            "train it anew with a lower reward.learning_rate"
+            "train it again with a lower reward.learning_rate"
         )

@@ -1,8 +1,5 @@
-"""PPO for language models: one step is rollout → score → credit → update, and a run is many steps.
-
-The mathematics stands in `advantages`, `losses`, `kl` and `rewards`; this module only connects it. It writes no files
-except through `state_dict`, which its caller saves.
-"""
+"""PPO for language models: one step is rollout → score → advantages → update, and a run is many steps. It writes no
+files: the caller saves its `state_dict`."""
 
 import time
 import warnings
@@ -14,24 +11,23 @@ from transformers import PreTrainedTokenizerBase
 
 from rlhf_core.config.ppo import PPOConfig
 from rlhf_core.data.chat import Conversation
-from rlhf_core.data.judge import Judge
 from rlhf_core.data.tokenizer import decode_response, encode_prompt, stop_ids
 from rlhf_core.finite import at_step, require_finite
 from rlhf_core.models.sampling import Sampled
-from rlhf_core.models.scorers import Answers, Scorer
+from rlhf_core.models.scorers import Answers
 from rlhf_core.ppo.actor_critic import ActorCritic
 from rlhf_core.ppo.credit import assign_credit
-from rlhf_core.ppo.diagnostics import step_row
+from rlhf_core.ppo.diagnostics import CRITIC_COLUMNS, step_row
 from rlhf_core.ppo.engines import engine_of
 from rlhf_core.ppo.kl import AdaptiveKLController, FixedKLController, KLController, StepPrice
-from rlhf_core.ppo.objective import Phase, Prices
 from rlhf_core.ppo.optimizers import build_optimizers, schedule
-from rlhf_core.ppo.plan import ROLLOUT, SAMPLES, prompts_of_step
+from rlhf_core.ppo.plan import ROLLOUT, SAMPLES, StepPlan, prompts_of_step
 from rlhf_core.ppo.processes import Processes
 from rlhf_core.ppo.ptx import Piece, TextMix
 from rlhf_core.ppo.rollout import Credit, Rollout, Scores, to_rows
-from rlhf_core.ppo.scoring import ScoreNormalisation, Scoring
-from rlhf_core.ppo.update import Updater, UpdateStatistics
+from rlhf_core.ppo.scoring import RewardSource, Scoring
+from rlhf_core.ppo.statistics import UpdateStatistics
+from rlhf_core.ppo.update import Updater
 from rlhf_core.training.memory import Halving, Say
 
 Row = dict[str, float | None]
@@ -46,18 +42,26 @@ KEYS = {
 
 
 class PPOTrainer:
-    """The models, the scorer, and the loop over them. `step()` is one trip around it."""
+    """The models and the scorer of a run. Each call of `step()` is one PPO step.
+
+    Args:
+        config: the block `ppo` of params.yaml.
+        models: policy, critic and reference.
+        tokenizer: of the policy.
+        source: scores the responses.
+        prompts: conversations that end with a user's message.
+        seed: of sampling, and of the order of prompts and minibatches.
+        text: pieces of text for PPO-ptx; needed where `ptx.coef` is above 0.
+    """
 
     def __init__(
         self,
         config: PPOConfig,
         models: ActorCritic,
         tokenizer: PreTrainedTokenizerBase,
-        scorer: Scorer,
-        normalisation: ScoreNormalisation,
+        source: RewardSource,
         prompts: Sequence[Conversation],
         seed: int,
-        judge: Judge | None = None,
         text: Sequence[Piece] = (),
     ) -> None:
         self.config, self.seed, self.tokenizer = config, seed, tokenizer
@@ -65,15 +69,13 @@ class PPOTrainer:
         self.models = models.to(self.processes.device)
         self.stop_ids = stop_ids(tokenizer, config.stop_tokens)
         self.engine = engine_of(config, tokenizer)
-        """What samples; another engine may be put in its place before the first step."""
+        """Samples the responses; can be replaced before the first step."""
         self.prompts = list(prompts)
         self.prompt_ids = [encode_prompt(tokenizer, prompt) for prompt in prompts]
         self.exempt: Say = print
-        """Hears why the run cannot promise the bytes of another one; set before `load_state_dict`."""
+        """Called with the reason why the run is exempt from byte identity; set before `load_state_dict`."""
         self.halvings = {phase: Halving(phase, keys, lambda text: self.exempt(text)) for phase, keys in KEYS.items()}
-        self.scoring = Scoring(
-            config.score, scorer, normalisation, judge, self.halvings["scoring"], config.micro_batch_size
-        )
+        self.scoring = Scoring(config.score, source, self.halvings["scoring"], config.micro_batch_size)
         self.controller = _controller(config)
         self.step_price = StepPrice(config.step_price.coef, config.step_price.target)
         self.optimizers = build_optimizers(models.trained(), config)
@@ -90,7 +92,7 @@ class PPOTrainer:
         )
         self.steps_done = 0
         self.seconds: dict[str, float] = {}
-        """Seconds of each phase of the last step; for people, never for results."""
+        """Seconds of each phase of the last step; never part of a result."""
 
     @property
     def pad_id(self) -> int:
@@ -105,33 +107,41 @@ class PPOTrainer:
 
     @property
     def halved(self) -> bool:
-        """Whether memory made batches smaller than planned: such a run is exempt from byte identity."""
+        """Whether batches were halved for lack of memory: such a run is exempt from byte identity."""
         return any(halving.done for halving in self.halvings.values())
 
     def _step(self) -> Row:
+        plan = self.plan()
         rollout = self._timed("rollout", self.rollout)
         scores = self._timed("scoring", self.score, rollout)
         credit = self.assign_credit(rollout, scores)
-        phase, prices = Phase.of(self.config, self.steps_done), Prices(self.controller.coef, self.step_price.coef)
-        statistics = self._timed("update", self.updater.run, rollout, credit, self.steps_done, prices)
-        row = self._diagnose(rollout, scores, credit, statistics)
-        if phase.policy:
+        statistics = self._timed("update", self.updater.run, rollout, credit, plan)
+        row = self.diagnose(plan, rollout, scores, credit, statistics)
+        self._finish_step(plan, row)
+        return row
+
+    def plan(self) -> StepPlan:
+        """What the next step trains, with the coefficients of this moment."""
+        return StepPlan.of(self.config, self.steps_done, self.controller.coef, self.step_price.coef)
+
+    def _finish_step(self, plan: StepPlan, row: Row) -> None:
+        """Move the coefficients and the learning rates."""
+        if plan.trains_policy:
             self.controller.update(float(row["kl"] or 0.0), self.config.batch_size)
-        if phase.policy and phase.ratio and self.config.objective == "kl_penalty":
-            self.step_price.update(statistics.mean("approx_kl"))
-        with warnings.catch_warnings():  # in a warm-up the policy's optimiser stands still, and its schedule goes on
+        if plan.trains_policy and plan.uses_ratio and self.config.objective == "kl_penalty":
+            self.step_price.update(float(row["approx_kl"] or 0.0))
+        with warnings.catch_warnings():  # in a warm-up the policy's schedule goes on without its optimiser
             warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")
             for scheduler in self.schedulers.values():
                 scheduler.step()
         self.steps_done += 1
-        return row
 
     @torch.no_grad()
     def rollout(self) -> Rollout:
-        """Sample the responses to the prompts of the step, and read π_old, π_ref and V on them."""
+        """Sample the responses to the prompts of the step, and compute log π_old, log π_ref and V of them."""
         each = self.config.samples_per_prompt
-        asked = prompts_of_step(self.steps_done, self.config.batch_size // each, len(self.prompts), self.seed)
-        chosen = [i for i in asked for _ in range(each)]
+        places = prompts_of_step(self.steps_done, self.config.batch_size // each, len(self.prompts), self.seed)
+        chosen = [i for i in places for _ in range(each)]
         keys = [(self.seed, ROLLOUT, self.steps_done, *divmod(row, each)) for row in range(len(chosen))]
         prompt_ids = [self.prompt_ids[i] for i in chosen]
         sampled = self._sample(prompt_ids, keys)
@@ -151,7 +161,7 @@ class PPOTrainer:
             ref_kl=torch.zeros_like(mask),
             old_values=torch.zeros_like(mask),
         )
-        self.updater.read(rollout, self.steps_done)
+        self.updater.read(rollout, self.plan())
         return rollout
 
     def score(self, rollout: Rollout) -> Scores:
@@ -159,11 +169,11 @@ class PPOTrainer:
         return self.scoring(rollout, self.processes)
 
     def assign_credit(self, rollout: Rollout, scores: Scores) -> Credit:
-        """What each token earned, at the present price of the leash."""
+        """Token rewards, advantages and returns, at the present β."""
         return assign_credit(rollout, scores, self.config, self.controller.coef)
 
     def answer(self, prompts: Sequence[Conversation]) -> list[dict[str, Any]]:
-        """The policy's answers to held-out prompts, scored, for people to read."""
+        """The policy's answers to held-out prompts, with their scores: rows of step, prompt, response, reward, gold."""
         if not prompts:
             return []
         prompt_ids = [encode_prompt(self.tokenizer, prompt) for prompt in prompts]
@@ -172,7 +182,7 @@ class PPOTrainer:
         texts = self._texts(sampled)
         with at_step(self.steps_done):
             rewards = self.scoring.raw(Answers(prompts, texts, prompt_ids, sampled.responses), self.processes)
-        judge = self.scoring.judge
+        judge = self.scoring.source.judge
         gold = judge.score(prompts, texts) if judge else [None] * len(texts)
         return [
             {"step": self.steps_done, "prompt": prompt, "response": text, "reward": reward, "gold": g}
@@ -194,11 +204,14 @@ class PPOTrainer:
         responses, logprobs, ended = zip(*self.processes.spread(range(len(keys)), fitting), strict=True)
         return Sampled(list(responses), list(logprobs), list(ended))
 
-    def _diagnose(self, rollout: Rollout, scores: Scores, credit: Credit, statistics: UpdateStatistics) -> Row:
-        learning_rate = self.optimizers["policy"].param_groups[0]["lr"]
-        valued, coef = self.models.has_critic, self.controller.coef
-        row = step_row(self.steps_done + 1, rollout, scores, credit, statistics, coef, learning_rate, valued)
-        return row | ({"step_price": self.step_price.coef} if self.config.objective == "kl_penalty" else {})
+    def diagnose(
+        self, plan: StepPlan, rollout: Rollout, scores: Scores, credit: Credit, statistics: UpdateStatistics
+    ) -> Row:
+        """The row of diagnostics of a step whose update is done."""
+        row = step_row(plan, rollout, scores, credit, statistics, self.optimizers["policy"].param_groups[0]["lr"])
+        if not self.models.has_critic:
+            row |= dict.fromkeys(CRITIC_COLUMNS)
+        return row | ({"step_price": plan.step_price} if self.config.objective == "kl_penalty" else {})
 
     def _text_mix(self, text: Sequence[Piece]) -> TextMix | None:
         settings = self.config.ptx
@@ -221,7 +234,7 @@ class PPOTrainer:
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that the next step depends on; prompt order, minibatch order and noise are functions of the
-        step. Raises NonFiniteError when NaN or infinity stands in it: nothing to go on from."""
+        step. Raises NonFiniteError when a number in it is NaN or infinite."""
         parts = self._stateful()
         state = {"steps_done": self.steps_done} | {name: part.state_dict() for name, part in parts.items()}
         with at_step(self.steps_done):

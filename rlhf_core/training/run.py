@@ -1,9 +1,5 @@
-"""What every `transformers.Trainer` of the project shares: arguments, progress, resume, and stopping at a NaN.
+"""What every `transformers.Trainer` of the project shares: arguments, progress, and resuming."""
 
-PPO does not stand here: it has a loop of its own in `rlhf_core/ppo/`.
-"""
-
-import math
 import shutil
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -18,6 +14,7 @@ from transformers.trainer_callback import PrinterCallback
 
 from rlhf_core import files
 from rlhf_core.errors import NonFiniteError
+from rlhf_core.finite import at_step, require_finite
 from rlhf_core.training.checkpoints import PREFIX, Checkpoints, Say, seal
 
 Report = Callable[[int, int, dict[str, float]], None]
@@ -25,17 +22,17 @@ Report = Callable[[int, int, dict[str, float]], None]
 
 
 class Stopping(Protocol):
-    """Whether somebody asked this process to stop."""
+    """Whether this process was requested to stop."""
 
     def patient(self) -> AbstractContextManager[None]:
-        """While it lasts, being asked only changes `is_asked`."""
+        """In this context a request to stop changes only `is_asked`."""
 
     def is_asked(self) -> bool:
-        """True once it was asked."""
+        """True after a request to stop."""
 
 
 class NeverStops:
-    """For a run that a signal ends wherever it is."""
+    """For a run that a signal ends at any point."""
 
     def patient(self) -> AbstractContextManager[None]:
         """Changes nothing."""
@@ -48,7 +45,7 @@ class NeverStops:
 
 @dataclass(frozen=True)
 class Run:
-    """Where a training keeps its resumable state, and what of it cannot change the result."""
+    """Where a training keeps its resumable state, and settings that cannot change its result."""
 
     state_dir: Path
     seed: int
@@ -56,10 +53,10 @@ class Run:
     workers: int = 0
     checkpoint_every: int = 100
     stopping: Stopping = NeverStops()  # noqa: RUF009 - it has no state
-    """Asked after each step; once it says yes, a checkpoint is written and KeyboardInterrupt raised."""
+    """Read after each step; after a request to stop, a checkpoint is written and KeyboardInterrupt raised."""
     say: Say = print
     exempt: Say = print
-    """Hears why the run cannot promise the bytes of another one."""
+    """Called with the reason why the run is exempt from byte identity."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +73,7 @@ class Schedule:
 
 
 def trainer_arguments(run: Run, schedule: Schedule, **extra: Any) -> TrainingArguments:
-    """Arguments for a Trainer that reports to nobody and keeps its last two checkpoints in the run's state folder."""
+    """Arguments for a Trainer that reports to no service and writes its checkpoints to the run's state folder."""
     return TrainingArguments(
         output_dir=str(run.state_dir / "trainer"),
         per_device_train_batch_size=schedule.micro_batch_size,
@@ -110,19 +107,18 @@ def train(trainer: Trainer, run: Run, keep: Sequence[Path] = ()) -> list[dict[st
     log event.
 
     `keep` are files of the caller in the state folder: each checkpoint holds a copy of them as they were, and a resumed
-    run finds them so. Raises NonFiniteError at a loss that is not finite, KeyboardInterrupt when `run.stopping` says
-    so.
+    run finds them so. Raises NonFiniteError before a checkpoint that is not finite would count, KeyboardInterrupt after
+    a request to stop.
     """
     trainer.remove_callback(PrinterCallback)
     trainer.add_callback(ReportProgress(run.report))
-    trainer.add_callback(StopAtNaN())
     trainer.add_callback(SealCheckpoints(run, keep))
     last = Checkpoints(run.state_dir / "trainer", run.say).newest()
-    _bring_back(keep, last)
+    _restore(keep, last)
     if last is not None:
         run.say(f"continues after step {last.name.removeprefix(PREFIX)}")
     if last is not None and _ended(state := TrainerState.load_from_json(str(last / TRAINER_STATE_NAME))):
-        trainer._load_from_checkpoint(str(last))  # Trainer.train would take one more step before it sees the end
+        trainer._load_from_checkpoint(str(last))  # Trainer.train would take one more step first
         trainer.state = state
     else:
         with run.stopping.patient():
@@ -130,7 +126,7 @@ def train(trainer: Trainer, run: Run, keep: Sequence[Path] = ()) -> list[dict[st
     return list(trainer.state.log_history)
 
 
-def _bring_back(keep: Sequence[Path], checkpoint: Path | None) -> None:
+def _restore(keep: Sequence[Path], checkpoint: Path | None) -> None:
     """The kept files as they were at the checkpoint; none where there is no checkpoint."""
     for path in keep:
         files.remove(path)
@@ -144,7 +140,7 @@ def _ended(state: TrainerState) -> bool:
 
 
 class ReportProgress(TrainerCallback):
-    """Hands each logged value to the caller's report."""
+    """Passes each logged value to the run's report."""
 
     def __init__(self, report: Report) -> None:
         self.report = report
@@ -156,31 +152,29 @@ class ReportProgress(TrainerCallback):
             self.report(state.global_step, state.max_steps, values)
 
 
-class StopAtNaN(TrainerCallback):
-    """A loss that is not finite ends the run at once, before a checkpoint with it is written."""
-
-    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **kwargs: Any) -> None:
-        """Raise NonFiniteError at the first loss that is NaN or infinite."""
-        loss = (logs or {}).get("loss", 0.0)
-        if not math.isfinite(loss):
-            raise NonFiniteError(f"step {state.global_step}: the loss is {loss}; lower the learning rate")
-
-
 class SealCheckpoints(TrainerCallback):
-    """Seals each checkpoint that the Trainer has written, with the caller's files in it, and writes one before a run
-    stops because it was asked to."""
+    """Seals each checkpoint that the Trainer has written, with the caller's files in it, and lets the Trainer write one
+    after a request to stop."""
 
     def __init__(self, run: Run, keep: Sequence[Path]) -> None:
         self.run, self.keep = run, keep
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Ask for a checkpoint when the run is to stop."""
+        """Let the Trainer write a checkpoint when the run is to stop."""
         if self.run.stopping.is_asked():
             control.should_save = True
 
-    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Complete and seal the checkpoint. Raises KeyboardInterrupt when the run is to stop."""
+    def on_save(self, args: Any, state: Any, control: Any, model: Any, optimizer: Any, **kwargs: Any) -> None:
+        """Complete and seal the checkpoint. Raises NonFiniteError, and removes the checkpoint, when weights or
+        optimiser hold NaN or infinity; KeyboardInterrupt when the run is to stop."""
         folder = Path(args.output_dir) / f"{PREFIX}{state.global_step}"
+        try:
+            with at_step(state.global_step):
+                require_finite(dict(model.named_parameters()), "weights")
+                require_finite(optimizer.state_dict(), "optimizer")
+        except NonFiniteError:
+            files.remove(folder)
+            raise
         for path in self.keep:
             if path.exists():
                 shutil.copyfile(path, folder / path.name)

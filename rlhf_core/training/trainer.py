@@ -1,17 +1,18 @@
-"""The Trainer that base, SFT, reward model and DPO share: a micro-batch that does not fit is halved, and nothing that
-is NaN or infinite becomes a step or a checkpoint. Losses stand with those who subclass it, arguments in `training`."""
+"""The Trainer of base, SFT, reward model and DPO: a micro-batch that does not fit into memory is halved, and a loss or
+gradient that is NaN or infinite stops the run before the optimiser's step."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor
-from transformers import PreTrainedModel, Trainer
+from transformers import PreTrainedModel, Trainer, TrainerCallback
 
 from rlhf_core.errors import NonFiniteError
-from rlhf_core.finite import at_step, require_finite
+from rlhf_core.models.batching import micro_batches, tokens_per_pass
 from rlhf_core.training.memory import Halving, attempt
 from rlhf_core.training.run import Run
 
@@ -20,72 +21,95 @@ IGNORED = -100
 """The label of a token that is not learnt."""
 
 
+def require_hooks(kind: type, names: Sequence[str]) -> None:
+    """Raise ImportError unless `kind` has every method of `names`: one that transformers has renamed would otherwise
+    never be called, and a guard would be off without notice."""
+    if missing := [name for name in names if not hasattr(kind, name)]:
+        raise ImportError(
+            f"transformers {transformers.__version__}: {kind.__name__} has no {', '.join(missing)}, which guards "
+            "training against NaN and lost checkpoints here; install a version that pyproject.toml allows"
+        )
+
+
+require_hooks(Trainer, ("training_step", "compute_loss", "evaluate", "log"))
+require_hooks(TrainerCallback, ("on_log", "on_step_end", "on_evaluate", "on_save"))
+
+
 class GuardedTrainer(Trainer):
-    """A Trainer that is told by `keys` what a user can lower where memory is short."""
+    """A Trainer whose passes fit memory and whose steps are finite. `keys` are what a user can lower where memory is
+    short."""
 
     def __init__(self, run: Run, keys: str, **options: Any) -> None:
         self.halving = Halving("a training step", keys, run.exempt, run.state_dir / "halved")
         self.share = 1.0
-        """What the mean loss of the present pass counts in its micro-batch."""
+        """The weight of the present pass's mean loss in its micro-batch."""
+        self.first = True
+        """Whether the present pass is the first of its micro-batch."""
         self._accumulated: list[Inputs] = []
         super().__init__(**options)
 
     def training_step(self, model: PreTrainedModel, inputs: Inputs, num_items_in_batch: Any = None) -> Tensor:
-        """Add the gradient of a micro-batch, and return its loss. Raises UserError when half of it does not fit.
+        """Add the gradient of a micro-batch, and return its loss. Raises UserError when half of it does not fit, and
+        NonFiniteError for a loss or, at the end of an optimiser step's micro-batches, a gradient that is not finite.
 
-        What a pass leaves in the gradients when it fails cannot be told from what the micro-batches before it have
-        left: all of the optimiser step so far is undone and computed again, which costs no memory until then.
+        After a failed pass its part of the gradients cannot be told from that of the micro-batches before it: all of
+        the optimiser step so far is undone and computed again, which costs no memory until then.
         """
         begun = self.halving.done
 
         def work() -> Tensor:
             for earlier in self._accumulated if self.halving.done and not begun else []:
-                self._pass(model, earlier, num_items_in_batch)
-            return self._pass(model, inputs, num_items_in_batch)
+                self._passes(model, earlier, num_items_in_batch)
+            return self._passes(model, inputs, num_items_in_batch)
 
         loss = self.halving.until_it_fits(work, undo=model.zero_grad)
         self._accumulated = [] if self.accelerator.sync_gradients else [*self._accumulated, inputs]
+        self._require_finite(f"the loss is {loss.item()}", loss)
+        if self.accelerator.sync_gradients:
+            self.check_gradients(model)
         return loss
 
-    def _pass(self, model: PreTrainedModel, inputs: Inputs, num_items: Any) -> Tensor:
-        """Forward and backward over a micro-batch, in as many parts as memory asks for."""
-        parts = list(self.halves(inputs, num_items)) if self.halving.done else [(inputs, 1.0)]
-        step, losses = super().training_step, []
-        for part, self.share in parts:
+    def check_gradients(self, model: PreTrainedModel) -> None:
+        """Raise NonFiniteError when the norm of all gradients is not finite."""
+        norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+        self._require_finite(f"the gradient norm is {norm.item()}", norm)
+
+    def _require_finite(self, problem: str, value: Tensor) -> None:
+        if not math.isfinite(value):
+            raise NonFiniteError(f"step {self.state.global_step + 1}: {problem}; lower the learning rate")
+
+    def _passes(self, model: PreTrainedModel, inputs: Inputs, num_items: Any) -> Tensor:
+        """Forward and backward over a micro-batch, part by part; its loss."""
+        step = super().training_step
+        losses: list[Tensor] = []
+        for part, share in self.parts(inputs, num_items):
+            self.first, self.share = not losses, share
             losses.append(attempt(partial(step, model, part, num_items), partial(self.rows, part)))
-        return losses[0] if len(losses) == 1 else torch.stack(losses).sum()
+        return torch.stack(losses).sum()
 
     def rows(self, inputs: Inputs) -> int:
         """How many rows there are to halve."""
         return len(inputs["input_ids"])
 
-    def halves(self, inputs: Inputs, num_items: Any) -> Iterator[tuple[Inputs, float]]:
-        """The two halves of a micro-batch, each with the share of its mean loss; one row stays one. With `num_items`
-        the loss is a sum over all tokens of the optimiser step already, and the shares are 1."""
-        tokens = (inputs["labels"][:, 1:] != IGNORED).sum(dim=1)
-        for rows in torch.arange(len(tokens), device=tokens.device).tensor_split(min(2, len(tokens))):
-            share = 1.0 if num_items is not None else (tokens[rows].sum() / tokens.sum()).item()
-            yield {name: tensor[rows] for name, tensor in inputs.items()}, share
+    def parts(self, inputs: Inputs, num_items: Any) -> Iterator[tuple[Inputs, float]]:
+        """Rows of similar length, without the padding that only longer rows need, each part with the weight of its mean
+        loss; once halved, each part in two.
+
+        With `num_items` the loss is a sum over all tokens of the optimiser step already, and the weights are 1.
+        """
+        ids, labels = inputs["input_ids"], inputs["labels"]
+        widths = inputs.get("attention_mask", torch.ones_like(ids)).sum(dim=1).tolist()
+        tokens = (labels[:, 1:] != IGNORED).sum(dim=1)
+        groups = micro_batches(range(len(ids)), [(0, width) for width in widths], len(ids), tokens_per_pass(ids.device))
+        for group in groups:
+            halves = min(2, len(group)) if self.halving.done else 1
+            for rows in torch.tensor(group, device=ids.device).tensor_split(halves):
+                share = 1.0 if num_items is not None else (tokens[rows].sum() / tokens.sum()).item()
+                yield {name: tensor[rows, : widths[group[-1]]] for name, tensor in inputs.items()}, share
 
     def compute_loss(self, model: PreTrainedModel, inputs: Inputs, return_outputs: bool = False, **options: Any) -> Any:
-        """The Trainer's loss, as far as it counts."""
+        """The Trainer's loss, times the part's weight."""
         found = super().compute_loss(model, inputs, return_outputs=return_outputs, **options)
         if self.share == 1.0:
             return found
         return (found[0] * self.share, found[1]) if return_outputs else found * self.share
-
-    def _clip_grad_norm(self, model: PreTrainedModel) -> Any:
-        """Clip. Raises NonFiniteError, before the optimiser moves, when loss or gradient is NaN or infinite."""
-        norm = super()._clip_grad_norm(model)
-        if not math.isfinite(norm):
-            loss = self._tr_loss.item()
-            met = f"the gradient norm is {float(norm)}" if math.isfinite(loss) else f"the loss is {loss}"
-            raise NonFiniteError(f"step {self.state.global_step + 1}: {met}; lower the learning rate")
-        return norm
-
-    def _save_checkpoint(self, model: PreTrainedModel, trial: Any) -> None:
-        """Write a checkpoint. Raises NonFiniteError instead when weights or optimiser hold NaN or infinity."""
-        with at_step(self.state.global_step):
-            require_finite(dict(model.named_parameters()), "weights")
-            require_finite(self.optimizer.state_dict(), "optimizer")
-        super()._save_checkpoint(model, trial)

@@ -17,7 +17,7 @@ from rlhf_core.ppo import checkpoint, snapshots
 from rlhf_core.ppo.actor_critic import ActorCritic
 from rlhf_core.ppo.health import Alert, Monitor
 from rlhf_core.ppo.processes import Processes
-from rlhf_core.ppo.scoring import ScoreNormalisation
+from rlhf_core.ppo.scoring import RewardSource, ScoreNormalisation
 from rlhf_core.ppo.trainer import PPOTrainer
 from rlhf_core.training.checkpoints import Checkpoints
 from tasks.datasets.jsonl import Row, write_jsonl
@@ -54,11 +54,13 @@ def build(
         config,
         models,
         tokenizer=tokenizer,
-        scorer=RewardModelScorer(scorer_model, int(tokenizer.pad_token_id), config.micro_batch_size),
-        normalisation=ScoreNormalisation(scorer_model.config.score_mean, scorer_model.config.score_std),
+        source=RewardSource(
+            RewardModelScorer(scorer_model, int(tokenizer.pad_token_id), config.micro_batch_size),
+            ScoreNormalisation(scorer_model.config.score_mean, scorer_model.config.score_std),
+            judge_of(stage),
+        ),
         prompts=[row["prompt"] for row in kept],
         seed=stage.seed,
-        judge=judge_of(stage),
         text=read_text(stage.root, config, tokenizer, context_length(models.policy)),
     )
     trainer.exempt = stage.exempt

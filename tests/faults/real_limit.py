@@ -10,12 +10,10 @@ from typing import Any
 
 import torch
 
-from rlhf_core.ppo.objective import Prices
 from rlhf_core.ppo.trainer import PPOTrainer
 from rlhf_core.training import memory
 
 ROWS = 64
-PRICES = Prices(kl=0.1, step=1.0)
 
 
 def peak() -> int:
@@ -38,7 +36,7 @@ def gradient(trainer: PPOTrainer, experience: Any, micro: int) -> torch.Tensor:
     rollout, credit = experience
     updater = replace(trainer.updater, config=trainer.config.model_copy(update={"micro_batch_size": micro}))
     updater._drop_gradients()
-    updater._gradient(rollout, credit, range(ROWS), 0, 1, PRICES)
+    updater._gradient(rollout, credit, range(ROWS), trainer.plan(), 1)
     return torch.cat([p.grad.flatten() for p in trainer.models.policy.parameters() if p.grad is not None])
 
 

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 from rlhf_core.errors import NonFiniteError
-from rlhf_core.ppo.objective import Prices
 from rlhf_core.ppo.ptx import TextMix
 from rlhf_core.ppo.trainer import PPOTrainer
 
@@ -22,8 +21,8 @@ def gradient(trainer: PPOTrainer) -> dict[str, torch.Tensor]:
     """Of the first minibatch, the processes' parts added up."""
     rollout = trainer.rollout()
     credit = trainer.assign_credit(rollout, trainer.score(rollout))
-    updater, prices = trainer.updater, Prices(kl=0.1, step=1.0)
-    updater._gradient(rollout, credit, updater._epoch(rollout, 0, 0)[0], 0, 0, prices)
+    updater, plan = trainer.updater, trainer.plan()
+    updater._gradient(rollout, credit, updater._minibatches(rollout, plan, 0)[0], plan, 0)
     for parameters in trainer.models.trained().values():
         updater._add_up_gradients(parameters)
     modules: dict[str, Any] = {"policy": trainer.models.policy, "critic": trainer.models.critic}
@@ -56,7 +55,7 @@ def main(folder: Path) -> None:
 
     TextMix.losses = corrupt  # type: ignore[method-assign]
     try:
-        broken.updater.run(rollout, credit, 0, Prices(kl=0.1, step=1.0))
+        broken.updater.run(rollout, credit, broken.plan())
     except NonFiniteError as error:
         print(error, flush=True)
 

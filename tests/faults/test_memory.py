@@ -5,7 +5,6 @@ import contextlib
 import copy
 import os
 import runpy
-import socket
 import subprocess
 import sys
 import weakref
@@ -48,6 +47,8 @@ class Shortage:
         self.fits, self.after, self.where = fits, after, where
         self.rows: list[int] = []
         self.refused = 0
+        self.since: list[int] = []
+        """The rows of the passes after the last refusal."""
         body: nn.Module = getattr(model, model.base_model_prefix)
         body.register_forward_pre_hook(self._forward, with_kwargs=True)
         early = next(p for name, p in model.named_parameters() if "layers.0." in name)
@@ -56,6 +57,7 @@ class Shortage:
     def _forward(self, _: nn.Module, __: Any, inputs: dict[str, Any]) -> None:
         if torch.is_grad_enabled():
             self.rows.append(len(inputs["input_ids"]))
+            self.since.append(self.rows[-1])
             if self.where == "forward":
                 self._allocate()
 
@@ -68,6 +70,7 @@ class Shortage:
             self.after -= 1
             if self.after < 0:
                 self.refused += 1
+                self.since = []
                 raise torch.OutOfMemoryError(REFUSED)
 
 
@@ -135,7 +138,7 @@ def test_ppo_halves_a_micro_batch_that_does_not_fit(after: int, minibatch: int, 
         assert all(torch.equal(before[name], same[name]) for name in same)
     require_equal(found[minibatch], expected[minibatch])
     assert len(found) == len(expected) == row["optimizer_steps"] == 4
-    assert max(shortage.rows[after + 1 :]) <= 2
+    assert max(shortage.since) <= 2
 
 
 def test_the_first_ratio_stays_1_when_the_first_minibatch_is_halved(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -197,8 +200,8 @@ def test_passes_without_gradients_are_halved_too(moment: str, monkeypatch: pytes
         engine = trainer.engine
         trainer.engine = lambda policy, prompts, keys: guard(len(prompts)) or engine(policy, prompts, keys)  # type: ignore[func-returns-value]
     elif moment == "scoring":
-        scorer = trainer.scoring.scorer
-        trainer.scoring.scorer = lambda answers: guard(min(4, len(answers.texts))) or scorer(answers)  # type: ignore[func-returns-value]
+        scorer = trainer.scoring.source.scorer
+        trainer.scoring.source.scorer = lambda answers: guard(min(4, len(answers.texts))) or scorer(answers)  # type: ignore[func-returns-value]
     else:
         reference = trainer.models.reference_logits
         monkeypatch.setattr(trainer.models, "reference_logits", lambda b: guard(len(b.mask)) or reference(b))  # type: ignore[func-returns-value]
@@ -225,10 +228,7 @@ def test_one_of_two_processes_runs_short_and_both_halve(tmp_path: Path) -> None:
 
 def run_pair(script: Path, folder: Path) -> "list[subprocess.CompletedProcess[str]]":
     """The script as the two processes of a run."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    common = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    common = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "LEASH_RENDEZVOUS": str(folder / "store")}
     started = []
     for rank in "01":
         environment = os.environ | common | {"RANK": rank, "LOCAL_RANK": rank, "PYTHONPATH": ROOT}
@@ -337,7 +337,7 @@ TrainStage = Callable[..., Outcome]
 def train_stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TrainStage:
     """train_stage("sft", "folder", fits=2, after=0, where="forward", kill=0, save=99) -> the training of a stage, short
     of memory where `fits` is given, interrupted after step `kill`, with a checkpoint every `save` steps."""
-    clip = GuardedTrainer._clip_grad_norm
+    check = GuardedTrainer.check_gradients
 
     def train(
         stage: str, folder: str, fits: int | None = None, kill: int = 0, save: int = 99, **shortage: Any
@@ -346,15 +346,15 @@ def train_stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TrainStage:
         model = build()
         outcome = Outcome([], [], [], list(model.parameters()), Shortage(model, fits, **shortage) if fits else None)
 
-        def noted(trainer: Any, model: nn.Module) -> Any:
+        def noted(trainer: Any, model: Any) -> None:
             outcome.gradients.append(snapshot({"model": model}))
-            return clip(trainer, model)
+            check(trainer, model)
 
         def report(step: int, total: int, values: dict[str, float]) -> None:
             if step == kill and "loss" in values:
                 raise KeyboardInterrupt
 
-        monkeypatch.setattr(GuardedTrainer, "_clip_grad_norm", noted)
+        monkeypatch.setattr(GuardedTrainer, "check_gradients", noted)
         run = Run(tmp_path / folder, seed=3, report=report, checkpoint_every=save, exempt=outcome.said.append)
         with contextlib.suppress(KeyboardInterrupt):
             outcome.log = work(model, run)
@@ -390,7 +390,7 @@ def test_a_training_step_halves_a_micro_batch_that_does_not_fit(
         assert all(torch.equal(before[name], same[name]) for name in same)
     require_equal(short.gradients[step], whole.gradients[step])
     assert len(short.gradients) == len(whole.gradients)
-    assert max(short.shortage.rows[after + 1 :]) <= fits
+    assert max(short.shortage.since) <= fits
     for found, expected in zip(short.log, whole.log, strict=True):
         for name in {"loss", "accuracy", "margin", "eval_loss"} & expected.keys():
             assert found[name] == pytest.approx(expected[name], rel=1e-4)

@@ -139,7 +139,7 @@ PPO_WORDS = {
     "infinite loss": "the loss is inf; lower the learning rate",
     "critic's gradient": "the gradient norm of the critic is inf; lower the learning rate",
     "policy's gradient": "the gradient norm of the policy is nan; lower the learning rate",
-    "score": "the reward model scores 1 of 8 answers with nan; train it anew with a lower reward.learning_rate",
+    "score": "the reward model scores 1 of 8 answers with nan; train it again with a lower reward.learning_rate",
     "KL": "the loss is nan; lower the learning rate",
     "text": "the loss is nan; lower the learning rate",
     "weights": "the policy's log-probabilities are not finite; lower the learning rate",

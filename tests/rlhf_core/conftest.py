@@ -32,7 +32,7 @@ from rlhf_core.data.chat import Conversation
 from rlhf_core.data.tokenizer import CHAT_TEMPLATE, ROLES
 from rlhf_core.models.scorers import Answers
 from rlhf_core.ppo.actor_critic import ActorCritic
-from rlhf_core.ppo.scoring import ScoreNormalisation
+from rlhf_core.ppo.scoring import RewardSource, ScoreNormalisation
 from rlhf_core.ppo.trainer import PPOTrainer
 from rlhf_core.training.run import Run
 
@@ -228,11 +228,9 @@ def tiny_trainer(
         settings,
         models,
         tokenizer=tiny_tokenizer(),
-        scorer=scorer,
-        normalisation=ScoreNormalisation(*normalisation),
+        source=RewardSource(scorer, ScoreNormalisation(*normalisation), judge),
         prompts=tiny_prompts(),
         seed=seed,
-        judge=judge,
         text=text,
     )
 

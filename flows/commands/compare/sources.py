@@ -14,7 +14,8 @@ from typing import Any
 from rlhf_core.errors import UserError
 from tasks.datasets.jsonl import Row, read_jsonl
 from tasks.params.loader import PARAMS_FILE, read_yaml
-from tasks.records.recorded import LOCK_FILE, params_behind, parse, repository
+from tasks.records.recorded import params_behind, parse
+from tasks.stage.dvc_adapter import LOCK_FILE, open_project
 from tasks.tracking import settings
 from tasks.tracking.tracker import flatten
 
@@ -94,9 +95,9 @@ def _answers_at(root: Path, lock: str | None, source: str) -> list[Row] | str:
     digest = record.outs.get(ANSWERS) if record else None
     if not digest:
         return f"its {LOCK_FILE} does not name {ANSWERS}"
-    with repository(root) as repo:
-        path = Path(repo.cache.local.oid_to_path(digest))
-    return _answers(path, f"{ANSWERS} is not in DVC's cache; `dvc fetch -a evaluate` may have it")
+    with open_project(root) as project:
+        files = [path for _, path in project.cached(digest)]
+    return read_jsonl(files[0]) if files else f"{ANSWERS} is not in DVC's cache; `dvc fetch -a evaluate` may have it"
 
 
 def _params_at(root: Path, commit: str) -> dict[str, str] | None:

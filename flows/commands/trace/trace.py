@@ -19,7 +19,7 @@ from rlhf_core.models.scorers import RewardModelScorer
 from rlhf_core.ppo.actor_critic import ActorCritic
 from rlhf_core.ppo.plan import prompts_of_step
 from rlhf_core.ppo.processes import Processes
-from rlhf_core.ppo.scoring import ScoreNormalisation
+from rlhf_core.ppo.scoring import RewardSource, ScoreNormalisation
 from rlhf_core.ppo.trainer import PPOTrainer
 from tasks.datasets.jsonl import read_jsonl
 from tasks.params.all import Params
@@ -172,11 +172,13 @@ def _trainer(
         config,
         models,
         tokenizer=tokenizer,
-        scorer=RewardModelScorer(reward, int(tokenizer.pad_token_id), config.micro_batch_size),
-        normalisation=ScoreNormalisation(reward.config.score_mean, reward.config.score_std),
+        source=RewardSource(
+            RewardModelScorer(reward, int(tokenizer.pad_token_id), config.micro_batch_size),
+            ScoreNormalisation(reward.config.score_mean, reward.config.score_std),
+            RubricJudge() if demo else None,
+        ),
         prompts=prompts,
         seed=seed,
-        judge=RubricJudge() if demo else None,
         text=read_text(root, config, tokenizer, context_length(models.policy)),
     )
 

@@ -13,7 +13,8 @@ from rlhf_core.inspect.audit.exact import batch_of, token_logprobs
 from rlhf_core.inspect.audit.problems import Problem, Response
 from rlhf_core.models.masked import zero_padding
 from rlhf_core.ppo.credit import estimate_advantages, token_rewards
-from rlhf_core.ppo.objective import Pass, Phase, Prices, losses_of
+from rlhf_core.ppo.objective import Pass, losses_of
+from rlhf_core.ppo.plan import StepPlan
 from rlhf_core.ppo.rollout import Credit, Rollout, Scores
 from rlhf_core.ppo.trainer import PPOTrainer
 
@@ -153,8 +154,8 @@ def policy_part(trainer: PPOTrainer, rollout: Rollout, credit: Credit, row: int)
     """What one response adds to the loss, without the critic's term, once every warm-up is over."""
     config, past_all_warmups = trainer.config, trainer.config.steps
     forward = Pass.over([row], rollout, credit, trainer.models, config.temperature, trainer.pad_id)
-    prices = Prices(trainer.controller.coef, trainer.step_price.coef)
-    losses = losses_of(forward, config, Phase.of(config, past_all_warmups), prices, trainer.models)
+    plan = StepPlan.of(config, past_all_warmups, trainer.controller.coef, trainer.step_price.coef)
+    losses = losses_of(forward, config, plan, trainer.models)
     return losses["total_loss"] - (config.vf_coef * losses["value_loss"] if config.has_critic else 0.0)
 
 

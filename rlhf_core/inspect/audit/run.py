@@ -25,6 +25,7 @@ from rlhf_core.inspect.audit.problems import Problem, build_models, changed_keys
 from rlhf_core.inspect.audit.refused import refused_combinations
 from rlhf_core.inspect.audit.words import remarks
 from rlhf_core.ppo.actor_critic import ActorCritic
+from rlhf_core.ppo.scoring import RewardSource
 from rlhf_core.ppo.trainer import PPOTrainer
 
 Say = Callable[[Problem, int, int], None]
@@ -86,8 +87,7 @@ def build_trainer(config: PPOConfig, problem: Problem, seed: int) -> PPOTrainer:
         config,
         models,
         tokenizer=problem.tokenizer,
-        scorer=problem,
-        normalisation=reference_statistics(problem, reference),
+        source=RewardSource(problem, reference_statistics(problem, reference)),
         prompts=[problem.prompt] * config.batch_size,
         seed=seed,
     )

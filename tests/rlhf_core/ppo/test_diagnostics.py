@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from rlhf_core.ppo.diagnostics import repeated_ngram_share, step_row
+from rlhf_core.ppo.plan import StepPlan
 from rlhf_core.ppo.rollout import Credit, Rollout, Scores, to_rows
-from rlhf_core.ppo.update import UpdateStatistics
+from rlhf_core.ppo.statistics import UpdateStatistics
 
 CPU = torch.device("cpu")
 RESPONSES = [[11, 12, 1], [13]]
@@ -48,7 +49,8 @@ def row(padding: float = 0.0, gold: list[float] | None = None) -> dict[str, Any]
         sums={"entropy": 6.0, "clip_fraction": 2.0}, tokens=4.0, ratio_max=1.5, optimizer_steps=3
     )
     statistics.grad_norms["policy"] += [1.0, 2.0]
-    return step_row(7, rollout, scores, credit, statistics, 0.1, 1e-4)
+    plan = StepPlan(step=6, trains_policy=True, uses_ratio=True, epochs=1, minibatches=1, kl_coef=0.1, step_price=1.0)
+    return step_row(plan, rollout, scores, credit, statistics, 1e-4)
 
 
 def test_rewards_and_scores_by_hand() -> None:

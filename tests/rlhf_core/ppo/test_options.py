@@ -13,7 +13,7 @@ from rlhf_core.errors import NonFiniteError
 from rlhf_core.models.batch import response_logits
 from rlhf_core.ppo.advantages import compute_group_advantages
 from rlhf_core.ppo.kl import StepPrice, full_kl
-from rlhf_core.ppo.objective import Pass, Phase, Prices, losses_of
+from rlhf_core.ppo.objective import Pass, losses_of
 from rlhf_core.ppo.trainer import PPOTrainer
 from rlhf_core.ppo.update import RatioError
 
@@ -130,17 +130,19 @@ def test_rule_14_a_minibatch_without_a_finite_loss_is_skipped_where_max_ratio_sa
     rollout = trainer.rollout()
     credit = trainer.assign_credit(rollout, trainer.score(rollout))
     credit.weights[0] = float("nan")
-    found = trainer.updater.run(rollout, credit, 0, Prices(0.1, 1.0))
+    found = trainer.updater.run(rollout, credit, trainer.plan())
     assert (found.skipped_minibatches, found.optimizer_steps) == (2, 2)
-    skipped, kept = ([i for rows in minibatch for i in rows] for minibatch in trainer.updater.plan(rollout, 0, 1))
+    skipped, kept = (
+        [i for rows in minibatch for i in rows] for minibatch in trainer.updater.passes(rollout, trainer.plan(), 1)
+    )
     trainer, credit = make_trainer(max_ratio=2.0), trainer.assign_credit(rollout, trainer.score(rollout))
     credit.weights[skipped[0]] = float("nan")
-    last = trainer.updater.run(trainer.rollout(), credit, 0, Prices(0.1, 1.0)).last_epoch
+    last = trainer.updater.run(trainer.rollout(), credit, trainer.plan()).last_epoch
     assert last.tokens == sum(rollout.lengths[i] for i in kept)
     trainer = make_trainer(max_ratio=2.0)
     credit.weights[:] = float("nan")
     with pytest.raises(NonFiniteError, match="no minibatch"):
-        trainer.updater.run(trainer.rollout(), credit, 0, Prices(0.1, 1.0))
+        trainer.updater.run(trainer.rollout(), credit, trainer.plan())
 
 
 def test_rule_14_a_step_that_went_too_far_ends_early_and_says_so(make_trainer: MakeTrainer) -> None:
@@ -159,12 +161,12 @@ def test_rule_14_a_minibatch_whose_ratio_explodes_is_skipped_and_counted(make_tr
     credit = trainer.assign_credit(rollout, trainer.score(rollout))
     exploded = replace(rollout, old_logprobs=(rollout.old_logprobs - 1.0) * rollout.mask)
     before = weights(trainer.models.policy), weights(trainer.models.critic)
-    statistics = trainer.updater.run(exploded, credit, 0, Prices(0.1, 1.0))
+    statistics = trainer.updater.run(exploded, credit, trainer.plan())
     assert (statistics.skipped_minibatches, statistics.optimizer_steps) == (4, 0)
     assert torch.equal(weights(trainer.models.policy), before[0])
     assert torch.equal(weights(trainer.models.critic), before[1])
     assert all(p.grad is None for p in trainer.models.policy.parameters())
-    statistics = trainer.updater.run(rollout, credit, 0, Prices(0.1, 1.0))
+    statistics = trainer.updater.run(rollout, credit, trainer.plan())
     assert (statistics.skipped_minibatches, statistics.optimizer_steps) == (0, 4)
 
 
@@ -194,9 +196,10 @@ def test_rule_15_kl_in_the_loss_is_divided_by_the_deviation_of_the_advantages(ma
         trainer = make_trainer(kl={"penalty": "loss", "estimator": "full"}, whiten_advantages=whitened)
         forward = forward_of(trainer, [0, 3, 5])
         assert (forward.scale == 1.0) != whitened
-        phase = Phase(policy=True, ratio=True)
-        losses = losses_of(forward, trainer.config, phase, Prices(0.7, 1.0), trainer.models)
-        without = losses_of(forward, trainer.config, phase, Prices(0.0, 1.0), trainer.models)
+        losses, without = (
+            losses_of(forward, trainer.config, replace(trainer.plan(), kl_coef=coef), trainer.models)
+            for coef in (0.7, 0.0)
+        )
         added = losses["total_loss"] - without["total_loss"]
         exact = full_kl(
             forward.logits, response_logits(trainer.models.reference, forward.batch), forward.batch.mask
@@ -239,10 +242,7 @@ def test_rule_07_the_cap_weighs_tokens_of_an_engine_that_differs(make_trainer: M
     trainer = make_trainer(importance_cap=2.0)
     forward = forward_of(trainer, [0, 1, 2])
     mismatch = replace(forward, engine_logprobs=(forward.old_logprobs - 5.0) * forward.batch.mask)
-    usual, doubled = (
-        losses_of(f, trainer.config, Phase(policy=True, ratio=True), Prices(0.1, 1.0), trainer.models)
-        for f in (forward, mismatch)
-    )
+    usual, doubled = (losses_of(f, trainer.config, trainer.plan(), trainer.models) for f in (forward, mismatch))
     assert doubled["policy_loss"].item() == pytest.approx(2 * usual["policy_loss"].item(), rel=1e-4)
     assert doubled["value_loss"].item() == usual["value_loss"].item()
 
@@ -252,11 +252,8 @@ def test_rule_15_the_dual_clip_reaches_the_loss(make_trainer: MakeTrainer) -> No
     forward = forward_of(trainer, [0, 1])
     moved = replace(forward, old_logprobs=(forward.old_logprobs - 2.0) * forward.batch.mask)
     moved = replace(moved, advantages=-torch.ones_like(moved.advantages) * forward.batch.mask)
-    losses = losses_of(moved, trainer.config, Phase(policy=True, ratio=True), Prices(0.1, 1.0), trainer.models)
+    losses = losses_of(moved, trainer.config, trainer.plan(), trainer.models)
     assert losses["policy_loss"].item() == pytest.approx(1.5 * forward.batch.mask.sum().item())
-
-
-PPO = Phase(policy=True, ratio=True)
 
 
 def test_rule_15_the_clip_ratio_reaches_the_loss(make_trainer: MakeTrainer) -> None:
@@ -265,13 +262,13 @@ def test_rule_15_the_clip_ratio_reaches_the_loss(make_trainer: MakeTrainer) -> N
     forward = forward_of(trainer, [0, 1])
     moved = replace(forward, old_logprobs=(forward.old_logprobs - 2.0) * forward.batch.mask)
     moved = replace(moved, advantages=forward.batch.mask)
-    losses = losses_of(moved, trainer.config, PPO, Prices(0.1, 1.0), trainer.models)
+    losses = losses_of(moved, trainer.config, trainer.plan(), trainer.models)
     assert losses["policy_loss"].item() == pytest.approx(-1.3 * forward.batch.mask.sum().item())
 
 
 def test_rule_15_the_coefficients_weigh_the_parts_of_the_loss(make_trainer: MakeTrainer) -> None:
     trainer = make_trainer(vf_coef=0.7, entropy_coef=0.3)
-    losses = losses_of(forward_of(trainer, [0, 3]), trainer.config, PPO, Prices(0.1, 1.0), trainer.models)
+    losses = losses_of(forward_of(trainer, [0, 3]), trainer.config, trainer.plan(), trainer.models)
     parts = losses["policy_loss"] + 0.7 * losses["value_loss"] - 0.3 * losses["entropy"]
     assert losses["total_loss"].item() == pytest.approx(parts.item(), rel=1e-5)
 
@@ -283,7 +280,7 @@ def test_rule_16_the_value_clip_can_be_switched_off(make_trainer: MakeTrainer) -
         trainer = make_trainer(critic={"clip_value": clipped})
         forward = forward_of(trainer, [0, 1])
         moved = replace(forward, values=forward.old_values + 9.0, returns=forward.old_values + 9.0)
-        losses = losses_of(moved, trainer.config, PPO, Prices(0.1, 1.0), trainer.models)
+        losses = losses_of(moved, trainer.config, trainer.plan(), trainer.models)
         found[clipped] = losses["value_loss"].item() / forward.batch.mask.sum().item()
     assert found == {True: pytest.approx((9.0 - 0.3) ** 2, rel=1e-4), False: 0.0}
 
@@ -296,9 +293,9 @@ def test_rule_07_the_ratio_check_can_be_switched_off(make_trainer: MakeTrainer) 
         other = replace(rollout, old_logprobs=(rollout.old_logprobs - 0.1) * rollout.mask)
         if checked:
             with pytest.raises(RatioError):
-                trainer.updater.run(other, credit, 0, Prices(0.1, 1.0))
+                trainer.updater.run(other, credit, trainer.plan())
         else:
-            assert trainer.updater.run(other, credit, 0, Prices(0.1, 1.0)).optimizer_steps == 4
+            assert trainer.updater.run(other, credit, trainer.plan()).optimizer_steps == 4
 
 
 def test_rule_03_samples_per_prompt_are_different_answers_side_by_side(make_trainer: MakeTrainer) -> None:

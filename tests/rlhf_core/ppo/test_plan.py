@@ -2,13 +2,13 @@
 
 import pytest
 
+from rlhf_core.models.batching import micro_batches
 from rlhf_core.ppo.plan import (
     MINIBATCHES,
     PROMPTS,
     ROLLOUT,
     SAMPLES,
     TEXT,
-    micro_batches,
     minibatches_of_epoch,
     prompts_of_step,
 )
@@ -58,7 +58,7 @@ def test_rule_13_micro_batches_only_group_a_minibatch(rows: int, tokens: int | N
 
 
 def test_micro_batches_of_tokens_are_filled_as_far_as_they_go() -> None:
-    assert micro_batches([0, 1, 2, 3], [(2, 3)] * 4, rows=9, tokens=15) == [[0, 1, 2], [3]]
+    assert micro_batches([0, 1, 2, 3], [(2, 3)] * 4, most_rows=9, tokens=15) == [[0, 1, 2], [3]]
 
 
 def test_minibatches_are_drawn_anew_in_every_epoch_step_and_seed() -> None:

@@ -21,7 +21,6 @@ from rlhf_core.models.token_logprobs import logprobs_and_entropy
 from rlhf_core.ppo import checkpoint
 from rlhf_core.ppo.kl import KLKind, estimate_kl
 from rlhf_core.ppo.losses import compute_policy_gradient_loss
-from rlhf_core.ppo.objective import Prices
 from rlhf_core.ppo.rewards import shape_rewards
 from rlhf_core.ppo.trainer import PPOTrainer
 from rlhf_core.training.checkpoints import Checkpoints
@@ -58,7 +57,7 @@ def test_rule_00_batch_size_counts_responses_whatever_the_minibatches(make_train
     for minibatches, micro in ((1, 8), (2, 3), (4, 1)):
         trainer = make_trainer(minibatches=minibatches, micro_batch_size=micro)
         rollout = trainer.rollout()
-        plan = trainer.updater.plan(rollout, 0, 0)
+        plan = trainer.updater.passes(rollout, trainer.plan(), 0)
         assert len(rollout.response_ids) == 8
         assert sorted(row for minibatch in plan for rows in minibatch for row in rows) == list(range(8))
 
@@ -106,7 +105,7 @@ def test_rule_07_the_old_logprobs_stay_while_the_policy_moves(make_trainer: Make
     trainer = make_trainer(learning_rate=1e-2)
     rollout = trainer.rollout()
     before = rollout.old_logprobs.clone()
-    trainer.updater.run(rollout, trainer.assign_credit(rollout, trainer.score(rollout)), 0, Prices(0.1, 1.0))
+    trainer.updater.run(rollout, trainer.assign_credit(rollout, trainer.score(rollout)), trainer.plan())
     assert torch.equal(rollout.old_logprobs, before)
     batch = rollout.batch(range(8), trainer.pad_id)
     now = logprobs_and_entropy(response_logits(trainer.models.policy, batch), batch.actions, 1.0, batch.mask)[0]
@@ -174,7 +173,7 @@ def test_rule_12_the_normalisation_is_frozen_and_raw_scores_are_shown(make_train
     rows = [trainer.step() for _ in range(3)]
     assert [row["reward_raw"] for row in rows] == [13.0] * 3
     assert [row["score"] for row in rows] == [1.5] * 3
-    assert (trainer.scoring.normalisation.mean, trainer.scoring.normalisation.std) == (10.0, 2.0)
+    assert (trainer.scoring.source.normalisation.mean, trainer.scoring.source.normalisation.std) == (10.0, 2.0)
 
 
 # update

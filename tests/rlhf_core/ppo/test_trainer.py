@@ -20,7 +20,6 @@ from rlhf_core.ppo import trainer as trainer_module
 from rlhf_core.ppo.actor_critic import ActorCritic
 from rlhf_core.ppo.engines import engine_of
 from rlhf_core.ppo.kl import estimate_kl, full_kl
-from rlhf_core.ppo.objective import Prices
 from rlhf_core.ppo.plan import prompts_of_step
 from rlhf_core.ppo.trainer import PPOTrainer
 from rlhf_core.training.checkpoints import Checkpoints
@@ -68,7 +67,7 @@ def test_rule_02_sampled_ids_are_trained_on_as_they_are(
     trainer = make_trainer(batch_size=16)
     tokenizer = trainer.tokenizer
     seen: list[Answers] = []
-    trainer.scoring.scorer = lambda answers: seen.append(answers) or [0.0] * len(answers.texts)
+    trainer.scoring.source.scorer = lambda answers: seen.append(answers) or [0.0] * len(answers.texts)
     monkeypatch.setattr(trainer_module, "encode_prompt", None)
     rollout = trainer.rollout()
     trainer.score(rollout)
@@ -260,13 +259,10 @@ def test_rule_18_what_stands_in_the_padding_changes_no_credit(make_trainer: Make
     scores = trainer.score(rollout)
     clean, other = trainer.assign_credit(rollout, scores), trainer.assign_credit(corrupt, scores)
     assert equal(vars(clean), vars(other))
-    means = trainer.updater.run(corrupt, other, 0, Prices(0.1, 1.0)).means()
+    means = trainer.updater.run(corrupt, other, trainer.plan()).means()
     fresh = make_trainer()
     rollout = fresh.rollout()
-    assert (
-        means
-        == fresh.updater.run(rollout, fresh.assign_credit(rollout, fresh.score(rollout)), 0, Prices(0.1, 1.0)).means()
-    )
+    assert means == fresh.updater.run(rollout, fresh.assign_credit(rollout, fresh.score(rollout)), fresh.plan()).means()
 
 
 def test_failure_11_a_scorer_of_text_is_enough(make_trainer: MakeTrainer) -> None:

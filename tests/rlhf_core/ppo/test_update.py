@@ -14,7 +14,6 @@ from rlhf_core.errors import NonFiniteError
 from rlhf_core.models.batch import response_logits, state_values
 from rlhf_core.models.token_logprobs import logprobs_and_entropy
 from rlhf_core.ppo.losses import compute_ppo_total_loss
-from rlhf_core.ppo.objective import Phase, Prices
 from rlhf_core.ppo.rollout import Credit, Rollout
 from rlhf_core.ppo.trainer import PPOTrainer
 from rlhf_core.ppo.update import (
@@ -25,8 +24,6 @@ from rlhf_core.ppo.update import (
 )
 
 MakeTrainer = Callable[..., PPOTrainer]
-PRICES = Prices(kl=0.1, step=1.0)
-WHOLE = Phase(policy=True, ratio=True)
 
 
 def experience(trainer: PPOTrainer) -> tuple[Rollout, Credit]:
@@ -59,14 +56,15 @@ def accumulated(trainer: PPOTrainer, rollout: Rollout, credit: Credit, micro: in
     updater = with_config(trainer.updater, micro_batch_size=micro)
     for model in (trainer.models.policy, trainer.models.critic):
         model.zero_grad()
-    updater._accumulate(rollout, credit, updater.plan(rollout, 0, 0)[0], WHOLE, PRICES, number=1)
+    plan = trainer.plan()
+    updater._accumulate(rollout, credit, updater.passes(rollout, plan, 0)[0], plan, number=1)
     return {"policy": gradient(trainer.models.policy), "critic": gradient(trainer.models.critic)}
 
 
 def of_the_big_batch(trainer: PPOTrainer, rollout: Rollout, credit: Credit) -> dict[str, torch.Tensor]:
     """The same, from one forward pass over the rows in another order and a mean over all real tokens."""
     config = trainer.config
-    rows = [i for part in trainer.updater.plan(rollout, 0, 0)[0] for i in part][::-1]
+    rows = [i for part in trainer.updater.passes(rollout, trainer.plan(), 0)[0] for i in part][::-1]
     for model in (trainer.models.policy, trainer.models.critic):
         model.zero_grad()
     batch = rollout.batch(rows, trainer.pad_id)
@@ -174,8 +172,8 @@ def test_rule_16_the_value_clip_has_a_key_of_its_own(make_trainer: MakeTrainer) 
     for clip in (0.2, 0.3):
         critic = trainer.config.critic.model_copy(update={"value_clip": clip})
         updater = with_config(trainer.updater, critic=critic)
-        rows = updater.plan(rollout, 0, 0)[0]
-        statistics = updater._accumulate(rollout, credit, rows, WHOLE, PRICES, number=1)
+        rows = updater.passes(rollout, trainer.plan(), 0)[0]
+        statistics = updater._accumulate(rollout, credit, rows, trainer.plan(), number=1)
         shares[clip] = statistics.means()["value_clip_fraction"]
     assert shares == {0.2: 1.0, 0.3: 0.0}
 
@@ -190,7 +188,7 @@ def test_rule_18_statistics_are_means_over_real_tokens(make_trainer: MakeTrainer
     with torch.no_grad():
         entropy = logprobs_and_entropy(response_logits(trainer.models.policy, batch), batch.actions, 1.0, batch.mask)[1]
     moved = replace(rollout, old_logprobs=(rollout.old_logprobs - 0.3) * rollout.mask)
-    means = with_config(trainer.updater, check_ratio=False).run(moved, credit, 0, PRICES).means()
+    means = with_config(trainer.updater, check_ratio=False).run(moved, credit, trainer.plan()).means()
     assert means["clip_fraction"] == 1.0
     assert means["approx_kl"] == pytest.approx(math.exp(0.3) - 1.3, abs=1e-4)
     assert means["ratio_max"] == pytest.approx(math.exp(0.3), abs=1e-4)
@@ -203,7 +201,7 @@ def test_rule_07_failure_07_the_first_ratio_is_1(kind: str, make_trainer: MakeTr
     """To the bit: log π_old was read in the micro-batches of the first epoch."""
     trainer = make_trainer(kind, temperature=0.7)
     rollout, _ = experience(trainer)
-    for rows in (rows for minibatch in trainer.updater.plan(rollout, 0, 0) for rows in minibatch):
+    for rows in (rows for minibatch in trainer.updater.passes(rollout, trainer.plan(), 0) for rows in minibatch):
         batch = rollout.batch(rows, trainer.pad_id)
         logits = response_logits(trainer.models.policy, batch)
         now = logprobs_and_entropy(logits, batch.actions, 0.7, batch.mask)[0]
@@ -217,16 +215,16 @@ def test_rule_07_other_weights_stop_the_run(make_trainer: MakeTrainer) -> None:
     with torch.no_grad():
         trainer.models.policy.get_input_embeddings().weight.mul_(1.01)
     with pytest.raises(RatioError, match="before the first update"):
-        trainer.updater.run(rollout, credit, 0, PRICES)
+        trainer.updater.run(rollout, credit, trainer.plan())
     assert torch.equal(weights(trainer.models.critic), before)
-    with_config(trainer.updater, check_ratio=False).run(rollout, credit, 0, PRICES)
+    with_config(trainer.updater, check_ratio=False).run(rollout, credit, trainer.plan())
 
 
 def test_rule_07_another_temperature_stops_the_run(make_trainer: MakeTrainer) -> None:
     trainer = make_trainer()
     rollout, credit = experience(trainer)
     with pytest.raises(RatioError):
-        with_config(trainer.updater, temperature=1.01).run(rollout, credit, 0, PRICES)
+        with_config(trainer.updater, temperature=1.01).run(rollout, credit, trainer.plan())
 
 
 def test_rule_07_dropout_stops_the_run(make_trainer: MakeTrainer) -> None:
@@ -255,7 +253,7 @@ def test_a_loss_that_is_not_finite_makes_no_step(make_trainer: MakeTrainer) -> N
     before = weights(trainer.models.policy), weights(trainer.models.critic)
     corrupt = replace(credit, weights=credit.weights * math.nan)
     with pytest.raises(NonFiniteError, match="lower the learning rate"):
-        trainer.updater.run(rollout, corrupt, 0, PRICES)
+        trainer.updater.run(rollout, corrupt, trainer.plan())
     assert torch.equal(weights(trainer.models.policy), before[0])
     assert torch.equal(weights(trainer.models.critic), before[1])
 

@@ -1,0 +1,61 @@
+"""Rows of similar length in one batch: less padding, and passes that fit the processor's cache."""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypeVar
+
+import torch
+
+Result = TypeVar("Result")
+
+TOKENS_ON_CPU = 1024
+"""Tokens of a training pass, padding included; larger passes leave the cache. No result depends on it beyond
+rounding."""
+TOKENS_ON_ACCELERATOR = 2**17
+
+
+def tokens_per_pass(device: torch.device) -> int:
+    """Tokens that a training pass reads at once on this device, padding included."""
+    return TOKENS_ON_CPU if device.type == "cpu" else TOKENS_ON_ACCELERATOR
+
+
+def in_length_order(
+    lengths: Sequence[int], batch_size: int, work: Callable[[list[int]], Iterable[Result]]
+) -> list[Result]:
+    """`work` on all rows, `batch_size` at a time, rows of similar length together.
+
+    Args:
+        lengths: of each row, in tokens.
+        batch_size: rows of a batch.
+        work: receives the places of some rows and returns one result for each, in their order.
+
+    Returns:
+        The results in the order of `lengths`.
+    """
+    order = sorted(range(len(lengths)), key=lambda i: lengths[i])
+    results: dict[int, Result] = {}
+    for start in range(0, len(order), batch_size):
+        rows = order[start : start + batch_size]
+        results |= zip(rows, work(rows), strict=True)
+    return [results[i] for i in range(len(lengths))]
+
+
+def micro_batches(
+    rows: Iterable[int], lengths: Sequence[tuple[int, int]], most_rows: int, tokens: int | None = None
+) -> list[list[int]]:
+    """Rows in groups of at most `most_rows` rows and, with `tokens`, of at most so many tokens, padding included; a
+    longer row is a group of its own.
+
+    `lengths` are the (prompt, response) lengths of all rows in tokens; prompts are padded to the longest prompt of the
+    group, responses to the longest response. Rows of similar response length come together. The loss of a minibatch
+    does not depend on how its rows are grouped (rule 13).
+    """
+    groups: list[list[int]] = []
+    prompt = response = 0
+    for row in sorted(rows, key=lambda i: (lengths[i][1], i)):
+        prompt, response = max(prompt, lengths[row][0]), max(response, lengths[row][1])
+        full = not groups or len(groups[-1]) == most_rows
+        if full or (tokens is not None and (len(groups[-1]) + 1) * (prompt + response) > tokens):
+            groups.append([])
+            prompt, response = lengths[row]
+        groups[-1].append(row)
+    return groups
