@@ -1,5 +1,4 @@
-"""The graph of stages as DVC reads it from `dvc.yaml`, in the order in which `dvc repro` would run it. Knows nothing of
-Prefect; nobody writes the list of stages down a second time."""
+"""The graph of stages as DVC reads it from `dvc.yaml`, its only definition, in the order of `dvc repro`."""
 
 import os
 from collections.abc import Iterable
@@ -47,9 +46,16 @@ class Graph:
 
 
 def read_graph(root: Path) -> Graph:
-    """The graph of the project at `root`. Raises UserError when DVC cannot read it, or `dvc.lock`.
+    """The graph of the project at `root`. Raises UserError when DVC cannot read `dvc.yaml` or `dvc.lock`."""
+    repo, graph = open_repo(root)
+    repo.close()
+    return graph
 
-    DVC writes out every alias of params.yaml as soon as it opens a project, so a bomb is looked for before.
+
+def open_repo(root: Path) -> tuple[Any, Graph]:
+    """DVC's repository at `root`, for the caller to close, and its graph. Raises UserError as `read_graph`.
+
+    params.yaml is read first: DVC expands every YAML alias in it when it opens a project, and would hang on a bomb.
     """
     from dvc.exceptions import DvcException
     from dvc.repo import Repo
@@ -59,14 +65,14 @@ def read_graph(root: Path) -> Graph:
     if (root / PARAMS_FILE).is_file():
         read_yaml(root / PARAMS_FILE)
     try:
-        with Repo(str(root)) as repo:
-            return _convert(repo, root)
+        repo = Repo(str(root))
+        return repo, _convert(repo, root)
     except DvcException as error:
         reason = " ".join(str(error).split()).replace(f"{root}{os.sep}", "")
         if "dvc.lock" in reason:
             raise UserError(
-                f"dvc.lock is broken ({reason}); `git checkout dvc.lock` brings back the committed one, and what DVC's "
-                "cache has is not made again"
+                f"dvc.lock is broken ({reason}); `git checkout dvc.lock` brings back the committed one; results in "
+                "DVC's cache are not computed again"
             ) from error
         raise UserError(f"dvc.yaml: DVC cannot read the graph: {reason}") from error
 

@@ -4,7 +4,7 @@ A stage that DVC restored made no run of its own under this pipeline run; its fi
 """
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -46,10 +46,11 @@ def describe(
             tracker.link_restored(name, definition.key(params, definition.hashes()))
 
 
-def finish(root: Path, status: Status, stages: Sequence[str]) -> str:
+def finish(root: Path, status: Status, stages: Sequence[str], seconds: Mapping[str, float]) -> str:
     """Describe and close the pipeline run, and send to MLflow what it has not received. Returns what is left, in words.
 
-    For the driver of the graph; `stages` are those whose results are those of this run. Nothing is described where
+    For the driver of the graph; `stages` are those whose results are those of this run, `seconds` how long each took.
+    The run also gets a tag with the places of report and models. Nothing is described where
     none is, where params.yaml is refused (that is the stages' to say), or where `runtime.tracking` is off.
     """
     try:
@@ -61,8 +62,10 @@ def finish(root: Path, status: Status, stages: Sequence[str]) -> str:
         return ""
     if stages:
         with Repo(str(root)) as repo:
-            tracker = PipelineTracker.open(root, pipeline_identity(repo, params))
+            places = {"leash.report": str(root / "report" / "index.html"), "leash.models": str(root / "models")}
+            tracker = PipelineTracker.open(root, pipeline_identity(repo, params), tags=places)
             describe(tracker, repo, params, stages)
+            tracker.headline({f"seconds/{stage}": round(took, 1) for stage, took in seconds.items()})
             tracker.close_parent(status)
             tracker.close()
     drained = drain(root)
