@@ -1,4 +1,4 @@
-"""When and where the pipeline runs. Importing the package sets the environment's defaults before Prefect reads them."""
+"""When and where the pipeline runs. The import sets environment defaults, before Prefect reads them."""
 
 from flows.environment import apply_defaults
 

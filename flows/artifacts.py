@@ -1,5 +1,4 @@
-"""What Prefect shows of a finished run: a table with the final metrics, a page that points to the report. Reads
-`metrics/*.json` and nothing else; the report itself is a stage."""
+"""The Prefect artifacts of a finished run: a table with the final metrics, and a page with the place of the report."""
 
 import html
 import json
@@ -16,10 +15,10 @@ HEADLINES = {
     "reward_sft": "reward model's score of SFT",
     "reward_policy": "reward model's score of the policy",
     "kl_per_sequence": "KL to the reference (nats per sequence)",
-    "missing_eos_share": "share of answers without an end",
+    "missing_eos_share": "share of answers without an end token",
     "alignment_tax": "alignment tax (nats per token)",
 }
-"""The figures of `metrics/evaluate.json` that stand on the page, and what they are."""
+"""The figures of `metrics/evaluate.json` on the page, and their labels."""
 
 
 def metric_rows(root: Path) -> list[dict[str, str]]:
@@ -32,7 +31,7 @@ def metric_rows(root: Path) -> list[dict[str, str]]:
 
 
 def report_page(root: Path) -> str:
-    """Markdown: where report and models lie, and the headline figures when there is an evaluation."""
+    """Markdown: the places of report and models, and the headline figures when there is an evaluation."""
     lines = ["# Leash run", "", f"Report: `{root / 'report' / 'index.html'}`", "", f"Models: `{root / 'models'}`", ""]
     path = root / "metrics" / "evaluate.json"
     if path.is_file():
@@ -44,7 +43,7 @@ def report_page(root: Path) -> str:
 
 
 def publish(root: Path) -> None:
-    """Both artifacts, under the keys `leash-metrics` and `leash-report`. To be called inside a flow run."""
+    """Create both artifacts, `leash-metrics` and `leash-report`. Call it inside a flow run."""
     from prefect.artifacts import create_markdown_artifact, create_table_artifact
 
     rows = metric_rows(root)
@@ -54,7 +53,7 @@ def publish(root: Path) -> None:
 
 
 def _as_markdown(text: str) -> str:
-    """A text that Prefect's page shows as it is: no HTML, no link, no second cell."""
+    """The text escaped: Prefect's page shows it as it is, without HTML, links or further cells."""
     return re.sub(r"([\\`*_{}\[\]()#+!|~])", r"\\\1", html.escape(" ".join(text.split()), quote=False))
 
 

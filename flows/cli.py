@@ -1,16 +1,16 @@
-"""The command line `leash`: arguments, exit codes and what is printed at the end. Everything heavy is imported by the
-command that needs it. Exit codes: 0; 2 for what the user can mend, with one line on stderr; 1 for a crash; 130 and 143
-when it was stopped."""
+"""The command line `leash`: arguments, exit codes and what is printed at the end; each command imports what it needs.
+Exit codes: 0; 2 for what the user can fix, with one line on stderr; 1 for a crash; 130 and 143 when it was stopped."""
 
 import json
 import os
 import signal
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial, wraps
 from pathlib import Path
 from types import FrameType
-from typing import Annotated, Literal, NoReturn, ParamSpec
+from typing import Annotated, Any, Literal, NoReturn, ParamSpec
 
 import typer
 
@@ -20,9 +20,11 @@ from rlhf_core.errors import UserError
 P = ParamSpec("P")
 Seed = partial(typer.Option, min=0, max=2**32 - 1)
 """As `seed` in params.yaml."""
+AsJson = Annotated[bool, typer.Option("--json", "-j", help="Print one JSON object and nothing else.")]
+Port = partial(typer.Option, min=1, max=65535)
 
 app = typer.Typer(
-    help="Leash: preferences in, an evaluated policy out, every step reproducible.",
+    help="Leash: from preferences to an evaluated policy, every step reproducible.",
     no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None,
 )  # fmt: skip
 
@@ -53,35 +55,38 @@ def command(function: Callable[P, None]) -> Callable[P, None]:
 def run(
     stages: Annotated[list[str] | None, typer.Argument(help="Stages, each with what it needs. None: all.")] = None,
     force: Annotated[bool, typer.Option("--force", "-f", help="Run even what is up to date.")] = False,
+    jobs: Annotated[
+        int, typer.Option(help="Independent stages side by side; with GPUs, one GPU each (untested on GPUs).", min=1)
+    ] = 1,
     timeout: Annotated[float | None, typer.Option(help="Seconds that one stage may take.")] = None,
-    retries: Annotated[int, typer.Option(help="How often to try again after a failure that may pass.", min=0)] = 2,
-    retry_delay: Annotated[float, typer.Option(help="Seconds before trying again.", min=0.0)] = 10.0,
+    retries: Annotated[int, typer.Option(help="How often to repeat a stage after a crash.", min=0)] = 2,
+    retry_delay: Annotated[float, typer.Option(help="Seconds before a stage is repeated.", min=0.0)] = 10.0,
 ) -> None:
-    """Run the pipeline: each stage a Prefect task, each result from DVC's cache where DVC has it."""
+    """Run the stages that are not up to date.
+
+    One at a time, in the order of the graph, each as a Prefect task with retries and live progress.
+    """
     root = find_root()
     install_signal_handlers()
-    _quiet_prefect()
-    from flows import driver, runner
-    from flows.graph import read_graph
-    from flows.terminal import open_screen
-    from tasks.params.all import Params
-    from tasks.params.loader import PARAMS_FILE, parse, read_yaml
+    from flows import runner
 
-    graph = read_graph(root)
-    graph.select(stages)
-    if "check" in graph.stages:  # which would refuse the same, after a server has started
-        parse(Params, read_yaml(root / PARAMS_FILE), file=PARAMS_FILE)
-    open_screen()
-    with driver.sole(root):
-        code = runner.run(root, stages or None, force, retries, retry_delay, timeout)
-    if code:
-        raise typer.Exit(code)
+    runner.quiet_prefect()
+    code = runner.run(
+        root,
+        stages or None,
+        force,
+        jobs=jobs,
+        retries=retries,
+        retry_delay_seconds=retry_delay,
+        timeout_seconds=timeout,
+    )
+    _exit(code)
     print("\n" + _where(root))
 
 
 @command
 def where() -> None:
-    """Say where report, models and the MLflow page are."""
+    """Print the commit, and where report, models and MLflow page are."""
     print(_where(find_root()))
 
 
@@ -90,7 +95,7 @@ def import_(
     source: Annotated[Path, typer.Argument(metavar="PATH", help="A JSONL or Parquet file, or a folder of them.")],
     force: Annotated[bool, typer.Option("--force", help="Replace data imported before.")] = False,
 ) -> None:
-    """Bring data files into data/raw/ and have DVC track them."""
+    """Copy data files into data/raw/ and track them with DVC."""
     root = find_root()
     from tasks.datasets.importer import import_data
 
@@ -102,18 +107,20 @@ def serve(
     cron: Annotated[str, typer.Option(help="Five fields: minute hour day month weekday.")] = "0 3 * * *",
     timezone: Annotated[str, typer.Option(help="Time zone of the fields, such as Europe/Berlin.")] = "UTC",
 ) -> None:
-    """Run the pipeline on a schedule, one run at a time, until stopped. Needs a Prefect server (leash up)."""
+    """Run the pipeline on a schedule, until stopped.
+
+    One run at a time. Needs a Prefect server: `leash up`.
+    """
     root = find_root()
     install_signal_handlers()
     from flows import serve as nightly
 
-    if nightly.serve(root, cron, timezone) != 0:
-        raise typer.Exit(1)
+    _exit(int(nightly.serve(root, cron, timezone) != 0))
 
 
 @command
 def up(
-    port: Annotated[int, typer.Option(help="Port of the Prefect server.", min=1, max=65535)] = 4200,
+    port: Annotated[int, Port(help="Port of the Prefect server.")] = 4200,
     stop: Annotated[bool, typer.Option("--stop", help="Stop the server that `leash up` started.")] = False,
 ) -> None:
     """Start a Prefect server in the background, on this machine only."""
@@ -125,13 +132,13 @@ def up(
         return
     url = server.up(root, port)
     print(f"Prefect server: {url.removesuffix('/api')}  (log: work/prefect-server.log; stop: leash up --stop)")
-    print("`leash run` and `leash serve` in this project find it by themselves. For other shells and tools:")
+    print("`leash run` and `leash serve` in this project use it. For other shells and tools:")
     print(f"  export PREFECT_API_URL={url}")
     print(f"  prefect config set PREFECT_API_URL={url}")
 
 
 @command
-def ui(port: Annotated[int, typer.Option(help="Port of the page.", min=1, max=65535)] = 5000) -> None:
+def ui(port: Annotated[int, Port(help="Port of the page.")] = 5000) -> None:
     """Show the MLflow page of this project's runs."""
     root = find_root()
     from flows.commands.ui import show
@@ -141,42 +148,46 @@ def ui(port: Annotated[int, typer.Option(help="Port of the page.", min=1, max=65
 
 @command
 def doctor() -> None:
-    """Check versions, device, disk, git, DVC, parameters and servers, and say what to do."""
+    """Check the machine and the project; print what to do."""
     root = find_root()
     from flows.commands.doctor import examine, render
 
     checks = examine(root)
     print(render(checks))
-    if any(check.verdict == "BROKEN" for check in checks):
-        raise typer.Exit(1)
+    _exit(int(any(check.verdict == "BROKEN" for check in checks)))
 
 
 @command
 def audit(
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
+    as_json: AsJson = False,
     params: Annotated[Path | None, typer.Option(help="Parameter file. None: params.yaml of the project.")] = None,
 ) -> None:
-    """Try the PPO settings on problems whose optimum is known: total variation to it, and the gradient's bias."""
+    """Try the PPO settings on problems with a known optimum.
+
+    Prints the total variation to the optimum, and the bias of the gradient.
+    """
     path = params if params is not None else find_root() / "params.yaml"
     from flows.commands.audit.audit import audit_file
     from flows.commands.audit.terminal import render
 
     found = audit_file(path)
-    print(json.dumps(found, ensure_ascii=False) if as_json else render(found), flush=True)
+    _print(found, render, as_json)
 
 
 @command
 def chat(
     model: Annotated[Path, typer.Argument(metavar="FOLDER", help="A model folder, such as models/policy.")],
-    beside: Annotated[Path | None, typer.Option(help="A second model folder, whose answers stand below.")] = None,
+    beside: Annotated[Path | None, typer.Option(help="A second model folder, to answer below the first.")] = None,
     temperature: Annotated[float, typer.Option(help="Of sampling; 1 is the model as PPO trains it.")] = 1.0,
     max_new_tokens: Annotated[int, typer.Option(help="Longest answer, tokens.", min=1)] = 256,
     seed: Annotated[int, Seed(help="Equal seeds and messages give equal answers.")] = 1,
-    system: Annotated[str | None, typer.Option(help="A system message, which stays.")] = None,
-    fresh: Annotated[bool, typer.Option("--fresh", help="Every message begins a conversation of its own.")] = False,
+    system: Annotated[str | None, typer.Option(help="A system message for the whole conversation.")] = None,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Every message begins a new conversation.")] = False,
 ) -> None:
-    """Talk to a model: at a terminal, or one message a line through a pipe. It is one conversation, or with --fresh
-    one a message: that is how the models of the demo were trained."""
+    """Talk to a model, at a terminal or through a pipe.
+
+    One message a line. With --fresh every message is a conversation of its own, as the demo's models were trained.
+    """
     _quiet_models()
     from flows.commands.chat import Rules
     from flows.commands.chat import chat as talk
@@ -186,17 +197,20 @@ def chat(
 
 @command
 def trace(
-    prompt: Annotated[str, typer.Argument(metavar="PROMPT", help="What the user asks.")],
+    prompt: Annotated[str, typer.Argument(metavar="PROMPT", help="The user's message.")],
     at: Annotated[str | None, typer.Option(help="policy or sft: where the step starts. None: policy if made.")] = None,
     seed: Annotated[int | None, Seed(help="Of batch and answers. None: that of params.yaml.")] = None,
     page: Annotated[Path | None, typer.Option(help="The page to write. None: work/trace.html.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", "-j", help="Print one JSON object and nothing else.")] = False,
+    as_json: AsJson = False,
 ) -> None:
-    """One answer through one PPO step, token by token: log-probabilities, KL, reward, value, advantage, ratio, loss."""
+    """Show one PPO step on one answer, token by token.
+
+    Log-probabilities, KL, reward, value, advantage, ratio and loss of every token.
+    """
     root = find_root()
     starts: dict[str | None, Literal["policy", "sft"] | None] = {None: None, "policy": "policy", "sft": "sft"}
     if at not in starts:
-        raise UserError(f"--at {at}: there are policy and sft")
+        raise UserError(f"--at {at}: choose policy or sft")
     _quiet_models()
     from flows.commands.trace import terminal as shown
     from flows.commands.trace.page import write_trace
@@ -213,17 +227,18 @@ def trace(
 
 @command
 def lineage(
-    path: Annotated[
-        Path, typer.Argument(metavar="PATH", help="A model folder (a copy, too), dataset or metrics file.")
-    ],
-    as_json: Annotated[bool, typer.Option("--json", "-j", help="Print one JSON object and nothing else.")] = False,
+    path: Annotated[Path, typer.Argument(metavar="PATH", help="A model folder (or a copy), dataset or metrics file.")],
+    as_json: AsJson = False,
 ) -> None:
-    """Walk from a result back to the raw data: hashes, stages, parameters, and whether they still lie here."""
+    """Trace a result back to the raw data.
+
+    Hashes, stages and parameters, and which of the files are still here.
+    """
     root = find_root()
     from flows.commands.lineage import show
 
     content, text = show(root, path.expanduser().absolute())
-    print(json.dumps(content, ensure_ascii=False, default=str) if as_json else text, flush=True)
+    _print(content, lambda _: text, as_json)
 
 
 @command
@@ -234,55 +249,52 @@ def compare(
             metavar="RUN", help="A folder, a git revision, or an MLflow run (id or name). None: this checkout."
         ),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", "-j", help="Print one JSON object and nothing else.")] = False,
+    as_json: AsJson = False,
     models: Annotated[str, typer.Option(help="Names of models, separated by commas. None: all.")] = "",
 ) -> None:
-    """Compare all models of one or several runs: the report's table, and what parameters differ."""
-    root = find_root()
-    from flows.commands.compare.compare import compare as look
+    """Compare the models of one or several runs.
 
-    content, text = look(root, runs or [], [name.strip() for name in models.split(",") if name.strip()])
-    print(json.dumps(content, ensure_ascii=False) if as_json else text, flush=True)
+    The report's table, and which parameters differ.
+    """
+    root = find_root()
+    from flows.commands.compare.compare import compare as compare_runs
+
+    content, text = compare_runs(root, runs or [], [name.strip() for name in models.split(",") if name.strip()])
+    _print(content, lambda _: text, as_json)
 
 
 @command
 def verify(
     stages: Annotated[list[str] | None, typer.Argument(help="Stages, without what they need. None: all.")] = None,
-    keep: Annotated[bool, typer.Option("--keep", help="Leave the clone and say where it is.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", "-j", help="Print one JSON object and nothing else.")] = False,
+    keep: Annotated[bool, typer.Option("--keep", help="Keep the clone and print where it is.")] = False,
+    as_json: AsJson = False,
 ) -> None:
-    """Rebuild the recorded results from nothing, in a temporary clone, and compare every hash with dvc.lock."""
+    """Rebuild the results in a clone and compare every hash.
+
+    The clone starts with an empty cache; the hashes are compared with dvc.lock.
+    """
     root = find_root()
     install_signal_handlers()
     from flows.commands.verify.verify import render
     from flows.commands.verify.verify import verify as rebuild
-    from flows.terminal import open_screen, say
+    from flows.terminal import say, screen
 
-    if not as_json:
-        open_screen()
-    report = rebuild(root, stages or [], keep, say)
+    with nullcontext() if as_json else screen():
+        report = rebuild(root, stages or [], keep, say)
     print(json.dumps(report.as_dict(), ensure_ascii=False) if as_json else "\n" + render(report), flush=True)
-    if report.exit_code:
-        raise typer.Exit(report.exit_code)
+    _exit(report.exit_code)
 
 
 @command
 def clean(
     everything: Annotated[bool, typer.Option("--all", help="Also state from which a stopped stage continues.")] = False,
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Remove without asking.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Remove without a question.")] = False,
 ) -> None:
-    """List what dead runs have left in work/ and beside outputs, and remove it after a yes."""
+    """Remove what dead runs have left behind."""
     root = find_root()
-    from flows.commands.clean import look, question, remove, render
+    from flows.commands.clean import clean as remove
 
-    found = look(root, everything)
-    print(render(root, found), flush=True)
-    if not found.leftovers:
-        return
-    if yes or (sys.stdin.isatty() and typer.confirm(question(found.leftovers))):
-        print(remove(root, found.leftovers, everything))
-    else:
-        print("nothing was removed; `leash clean --yes` removes what the table lists")
+    remove(root, everything, yes)
 
 
 @command
@@ -291,32 +303,15 @@ def sync(timeout: Annotated[float, typer.Option(help="Seconds that sending may t
     root = find_root()
     from flows.commands.sync import sync as send
 
-    said, done = send(root, timeout)
-    print(said, flush=True)
-    if not done:
-        raise typer.Exit(1)
+    text, done = send(root, timeout)
+    print(text, flush=True)
+    _exit(int(not done))
 
 
 def main() -> NoReturn:
     """Entry point of `leash` and of `python -m flows.cli`."""
     app(prog_name="leash")
     sys.exit(0)
-
-
-def _quiet_prefect() -> None:
-    """Prefect's console log off, our live lines instead; its own log of the run keeps everything."""
-    os.environ.setdefault("PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL", "CRITICAL")
-    os.environ.setdefault("PREFECT_LOGGING_INTERNAL_LEVEL", "CRITICAL")
-
-
-def _quiet_models() -> None:
-    """No bars and notices of transformers between what we say; TRANSFORMERS_VERBOSITY brings them back."""
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    if "TRANSFORMERS_VERBOSITY" not in os.environ:
-        from transformers.utils import logging
-
-        logging.set_verbosity_error()
-        logging.disable_progress_bar()
 
 
 def install_signal_handlers() -> None:
@@ -330,15 +325,38 @@ def install_signal_handlers() -> None:
         signal.signal(signal.SIGHUP, leave)
 
 
+def _exit(code: int) -> None:
+    """Leave with `code`, unless it is 0."""
+    if code:
+        raise typer.Exit(code)
+
+
+def _print(content: Any, render: Callable[[Any], str], as_json: bool) -> None:
+    print(json.dumps(content, ensure_ascii=False, default=str) if as_json else render(content), flush=True)
+
+
+def _quiet_models() -> None:
+    """Switch off bars and notices of transformers between our lines; TRANSFORMERS_VERBOSITY brings them back."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    if "TRANSFORMERS_VERBOSITY" not in os.environ:
+        from transformers.utils import logging
+
+        logging.set_verbosity_error()
+        logging.disable_progress_bar()
+
+
 def _where(root: Path) -> str:
-    """Where a person finds the results."""
+    """The commit, and where the results are."""
+    from tasks.stage.definition import git_state
     from tasks.tracking.settings import tracking_uri, without_credentials
 
     report, models = root / "report" / "index.html", root / "models"
     found = sorted(path.parent.name for path in models.glob("*/config.json"))
     uri = tracking_uri(root)
-    page = without_credentials(uri) if uri.startswith("http") else "leash ui (it says the address)"
-    lines = [f"report  {report}"] if report.is_file() else []
+    page = without_credentials(uri) if uri.startswith("http") else "`leash ui` shows its page"
+    commit, dirty = git_state(root)
+    lines = [f"commit  {commit[:12]}{', with uncommitted changes' if dirty else ''}"] if commit else []
+    lines += [f"report  {report}"] if report.is_file() else []
     lines += [f"models  {models}: {', '.join(found)}"] if found else []
     return "\n".join([*lines, f"MLflow  {page}"])
 

@@ -1,5 +1,5 @@
-"""One driver a workspace: the lock that a run of the pipeline holds from its start to its end, its guardian's included.
-The kernel lets it go with its last holder, so that a lock file of a dead process never stands in anybody's way."""
+"""One driver a workspace: the lock that a run of the pipeline and its guardian hold from start to end. The kernel
+releases it with its last holder, so a lock file of a dead process blocks nothing."""
 
 import json
 import os
@@ -11,46 +11,47 @@ from pathlib import Path
 import psutil
 
 from flows import processes
+from flows.guardian import Guardian
+from flows.status import Project, opened
 from rlhf_core.errors import UserError
 from rlhf_core.locks import FileLock
 
 STOPPING_SECONDS = sum(seconds for _, seconds in processes.STAGE_LADDER) + 5.0
 """How long the guardian of a killed driver may take to end its stages."""
 
-_held: set[Path] = set()
+_held: dict[Path, Project] = {}
 
 
 @contextmanager
-def sole(root: Path) -> Iterator[None]:
-    """This process alone drives the pipeline at `root` while the block lasts; within one process it may be entered
-    again.
+def sole(root: Path) -> Iterator[Project]:
+    """Make this process the only driver of the pipeline at `root` within the block; it can be entered again.
 
-    Raises UserError when another one does: two would run the same stages, or fail on DVC's locks one after another.
+    Raises UserError when there is another one (two would run the same stages, or fail on DVC's locks), or when DVC
+    cannot read the project.
     """
     if root in _held:
-        yield
+        yield _held[root]
         return
     path = root / "work" / "driver.lock"
     path.parent.mkdir(exist_ok=True)
     lock = FileLock(path)
-    if not lock.acquire() and not _outlast(path, lock):
+    if not lock.acquire() and not _wait_for_guardian(path, lock):
         raise UserError(_refusal(path))
-    _note(path)
-    _held.add(root)
-    processes.guard(lock.descriptor)
+    _write_owner(path)
     try:
-        yield
+        with opened(root) as project, processes.watched(Guardian(lock.descriptor)):
+            _held[root] = project
+            yield project
     finally:
-        processes.dismiss()
-        _held.discard(root)
+        _held.pop(root, None)
         lock.release()
 
 
-def _outlast(path: Path, lock: FileLock) -> bool:
-    """Whether the lock came free: it does when its driver is dead and the guardian has stopped what that left."""
+def _wait_for_guardian(path: Path, lock: FileLock) -> bool:
+    """Whether the lock was released: it is when its driver is dead and the guardian has stopped what that left."""
     if _driver(path) is not None:
         return False
-    print("a run that was killed here is being stopped; waiting for the end of its stages", flush=True)
+    print("the stages of a killed run are still stopping here; waiting for them", flush=True)
     return lock.acquire(STOPPING_SECONDS)
 
 
@@ -58,10 +59,10 @@ def _refusal(path: Path) -> str:
     driver = _driver(path)
     who = f"process {driver.pid}" if driver else f"a process that holds {path}"
     since = f", since {time.strftime('%H:%M:%S', time.localtime(driver.create_time()))}" if driver else ""
-    return f"another leash run is at work in this folder ({who}{since}); wait for its end or stop it"
+    return f"another leash run works in this folder ({who}{since}); wait for its end or stop it"
 
 
-def _note(path: Path) -> None:
+def _write_owner(path: Path) -> None:
     entry = {"pid": os.getpid(), "started": psutil.Process().create_time()}
     path.write_text(json.dumps(entry) + "\n", encoding="utf-8")
 

@@ -1,5 +1,4 @@
-"""Where the project is and which environment variables its processes get. The only place that sets defaults for
-Prefect, DVC and MLflow; imports nothing heavy, so that `leash --help` is quick."""
+"""Where the project is, and the environment variables of its processes: defaults for Prefect, DVC and MLflow."""
 
 import os
 import sys
@@ -13,7 +12,7 @@ QUIET = {
     "DVC_NO_ANALYTICS": "1",
     "MLFLOW_DISABLE_TELEMETRY": "true",
 }
-"""No tool of ours reports its users to anybody, unless they asked for it themselves."""
+"""Telemetry is off, unless the user has switched it on."""
 
 
 def apply_defaults() -> None:
@@ -32,9 +31,9 @@ def find_root(start: Path | None = None) -> Path:
 
 
 def stage_environment(outcome: Path) -> dict[str, str]:
-    """The environment of one `dvc repro`: the stage's `python` is the driver's, whichever one the shell would find.
+    """The environment of one `dvc repro`: the stage's `python` is the driver's.
 
-    `outcome` is the file in which the stage's wrapper leaves how it ended (`LEASH_OUTCOME`).
+    `outcome` is the file to which the stage writes how it ended (`LEASH_OUTCOME`).
     """
     interpreter = str(Path(sys.executable).parent)
     path = os.pathsep.join([interpreter, *filter(None, [os.environ.get("PATH")])])

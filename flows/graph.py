@@ -1,11 +1,15 @@
-"""The graph of stages as DVC reads it from `dvc.yaml`, in the order in which `dvc repro` would run it. Knows nothing of
-Prefect; nobody writes the list of stages down a second time."""
+"""The graph of stages as DVC reads it from `dvc.yaml`, its only definition, in the order of `dvc repro`."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rlhf_core.errors import UserError
+
+if TYPE_CHECKING:
+    from tasks.stage.dvc_adapter import Project
 
 
 @dataclass(frozen=True)
@@ -45,9 +49,16 @@ class Graph:
 
 
 def read_graph(root: Path) -> Graph:
-    """The graph of the project at `root`. Raises UserError when DVC cannot read it, or `dvc.lock`.
+    """The graph of the project at `root`. Raises UserError when DVC cannot read `dvc.yaml` or `dvc.lock`."""
+    with open_graph(root) as (_, graph):
+        return graph
 
-    DVC expands every alias of params.yaml as soon as it opens a project: `read_yaml` refuses endless ones before.
+
+@contextmanager
+def open_graph(root: Path) -> Iterator[tuple["Project", Graph]]:
+    """The project at `root`, open while the block lasts, and its graph. Raises UserError as `read_graph`.
+
+    params.yaml is read first: DVC expands every YAML alias in it when it opens a project, and would hang on a bomb.
     """
     from tasks.params.loader import PARAMS_FILE, read_yaml
     from tasks.stage.dvc_adapter import open_project
@@ -56,5 +67,5 @@ def read_graph(root: Path) -> Graph:
         read_yaml(root / PARAMS_FILE)
     with open_project(root) as project:
         plan = project.plan()
-    upstream = {name: tuple(stages) for name, stages, _ in plan}
-    return Graph(tuple(upstream), upstream, {name: tuple(sources) for name, _, sources in plan})
+        upstream = {name: tuple(stages) for name, stages, _ in plan}
+        yield project, Graph(tuple(upstream), upstream, {name: tuple(sources) for name, _, sources in plan})

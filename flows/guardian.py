@@ -1,8 +1,8 @@
-"""The guardian: a small process beside a driver that stops what the driver leaves running when it is killed.
+"""The guardian: a small process that stops what a driver leaves running when the driver is killed.
 
-It reads on its standard input which process groups are alive. The end of that pipe is the end of the driver, however
-it came. Until the last group is gone it keeps the driver's lock of the workspace (`driver.py`), which it has inherited,
-and the reading ends of the groups' output (on Linux), so that a stage may print while it closes its files.
+It reads on its standard input which process groups are alive; the end of that pipe is the end of the driver. Until the
+last group is gone it holds the driver's lock of the workspace, which it inherits, and the reading ends of the groups'
+output (on Linux), so that a stage can print while it closes its files.
 """
 
 import json
@@ -20,10 +20,10 @@ from flows import processes
 
 
 class Guardian:
-    """The driver's end. Nothing here fails the driver: without a guardian it is as it was before there was one."""
+    """The driver's end of the pipe. A guardian that has died never fails the driver."""
 
     def __init__(self, keep: int | None) -> None:
-        """Start the process; `keep` is a file descriptor that it shall hold until the last group is gone."""
+        """Start the process; it holds the file descriptor `keep` until the last group is gone."""
         self._lock = threading.Lock()
         self._process = subprocess.Popen(
             [sys.executable, "-m", "flows.guardian"], cwd=Path(__file__).resolve().parents[1], stdin=subprocess.PIPE,
@@ -32,22 +32,22 @@ class Guardian:
         )  # fmt: skip
 
     def watch(self, group: int, ladder: processes.Ladder) -> None:
-        """From now on, stop this group down this ladder when the driver is gone."""
-        self._tell({"group": group, "ladder": [[int(number), seconds] for number, seconds in ladder]})
+        """Stop this group with the signals of `ladder` when the driver is gone."""
+        self._send({"group": group, "ladder": [[int(number), seconds] for number, seconds in ladder]})
 
     def forget(self, group: int) -> None:
         """The group has ended."""
-        self._tell({"group": group})
+        self._send({"group": group})
 
     def dismiss(self) -> None:
-        """The driver needs it no more; what it still watches is stopped."""
+        """End the guardian; it stops the groups that it still watches."""
         assert self._process.stdin is not None
         with suppress(OSError):
             self._process.stdin.close()
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(10.0)
 
-    def _tell(self, message: dict[str, Any]) -> None:
+    def _send(self, message: dict[str, Any]) -> None:
         assert self._process.stdin is not None
         with self._lock, suppress(OSError):
             self._process.stdin.write((json.dumps(message) + "\n").encode())
@@ -83,10 +83,10 @@ def _stop(ladders: dict[int, processes.Ladder], outputs: list[int]) -> None:
 
 
 def _output_of(group: int) -> int:
-    """A reading end of the pipe that the group's leader prints to; -1 where there is none to be had."""
+    """A reading end of the pipe that the group's leader prints to; -1 where there is none."""
     path = f"/proc/{group}/fd/1"
     with suppress(OSError):
-        if stat.S_ISFIFO(os.stat(path).st_mode):  # noqa: PTH116 - a link of the kernel's, no path
+        if stat.S_ISFIFO(os.stat(path).st_mode):  # noqa: PTH116 - a link of the kernel, not a path
             return os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     return -1
 

@@ -1,5 +1,5 @@
-"""The order of `dvc.lock`. Stages that run side by side enter it as they end; `dvc repro` enters them in the order of
-the graph. Only the order is touched here, never an entry."""
+"""The order of `dvc.lock`: stages that run side by side are entered as they end, but `dvc repro` enters them in the
+order of the graph. Entries are moved and never changed."""
 
 from pathlib import Path
 
@@ -14,10 +14,10 @@ def entries(root: Path) -> tuple[str, ...]:
 
 
 def restore_order(root: Path, graph: Graph, before: tuple[str, ...]) -> bool:
-    """Write `dvc.lock` as one `dvc repro` would have left it; returns whether that changed it.
+    """Write `dvc.lock` in the order that one `dvc repro` gives it; returns whether that changed it.
 
-    DVC keeps the place of an entry that it finds (`before`: the order when the run began) and appends new ones in the
-    order of the graph. The bytes are DVC's own: its loader and dumper do the work, under its lock of the repository.
+    DVC keeps the place of an existing entry (`before`: the order when the run began) and appends new ones in the order
+    of the graph. DVC's own loader and dumper are used, under its lock of the repository, so the bytes are the same.
     """
     now = entries(root)
     known = [name for name in before if name in now]

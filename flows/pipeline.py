@@ -1,55 +1,45 @@
-"""The Prefect flow: the graph of `dvc.yaml`, a task a stage, independent stages side by side. Prefect decides when;
-what runs and what is cached is DVC's affair (`stages.py`). No locks, events or registries here: `serve` pickles this
-module."""
+"""The Prefect flow: the graph of `dvc.yaml`, a Prefect task for each stage. `serve` pickles this module, so locks,
+events and registries are kept in other modules."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
 from prefect import flow, get_run_logger, task
 from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas.objects import State
-from prefect.futures import PrefectFuture, wait
+from prefect.futures import PrefectFuture, as_completed
 from prefect.states import Completed
 from prefect.task_runners import TaskRunner, ThreadPoolTaskRunner
 
-from flows import artifacts, driver, lifeline, lockfile, processes, rwlock, terminal
+from flows import artifacts, driver, lockfile, processes, terminal
 from flows.environment import find_root
-from flows.graph import Graph, read_graph
-from flows.stages import (
-    FAILED,
-    NOT_RUN,
-    Outcome,
-    PipelineFailed,
-    StageCrash,
-    StageUserError,
-    refresh_sources,
-    run_stage,
-)
+from flows.execution import Execution, Print, gpus_for
+from flows.graph import Graph
+from flows.stages import FAILED, NOT_RUN, Outcome, PipelineFailed, StageCrash, StageUserError
 from rlhf_core.errors import UserError
 from tasks.stage.pipeline_run import finish
 
 
 def may_pass(task: Any, run: Any, state: State[Any]) -> bool:
-    """Whether to try a failed stage again: not after a user's error, nor when somebody stopped the run."""
+    """Whether to try a failed stage again: not after a user's error, nor when the run was stopped."""
     error = state.result(raise_on_failure=False)
     return not isinstance(error, UserError | processes.Stopped)
 
 
 @task(cache_policy=NO_CACHE, persist_result=False, retry_condition_fn=may_pass)
-def stage_task(root: str, stage: str, force: bool, timeout: float | None) -> State[Outcome]:
+def stage_task(execution: Execution, stage: str, gpu: str | None) -> State[Outcome]:
     """One stage, in a Prefect state named after what DVC did: Completed, UpToDate or Restored."""
-    outcome = run_stage(Path(root), stage, force, timeout, _listener(stage))
-    return Completed(name=outcome.state, message=outcome.message or None, data=outcome)
+    outcome = execution.run(stage, gpu)
+    return Completed(name=outcome.state, message=outcome.message or outcome.why or None, data=outcome)
 
 
-def _side_by_side() -> TaskRunner[PrefectFuture[Any]]:
-    """A thread for each stage: the work is done in processes, the threads only listen."""
+def _threads() -> TaskRunner[PrefectFuture[Any]]:
+    """A thread for each stage that runs: it reads the output of the stage's process."""
     runner: ThreadPoolTaskRunner[Any] = ThreadPoolTaskRunner()
     return cast(TaskRunner[PrefectFuture[Any]], runner)
 
 
-@flow(name="leash", task_runner=_side_by_side(), persist_result=False)
+@flow(name="leash", task_runner=_threads(), persist_result=False)
 def pipeline(
     stages: list[str] | None = None,
     force: bool = False,
@@ -57,18 +47,22 @@ def pipeline(
     retries: int = 2,
     retry_delay_seconds: float = 10.0,
     timeout_seconds: float | None = None,
+    jobs: int = 1,
 ) -> dict[str, Outcome]:
-    """Run `stages` and what they need (all, for none) and return how each ended, in the order of the graph.
+    """Run `stages` and what they need (None: all) and return how each ended, in the order of the graph.
 
-    `root` is the project (default: found from the current folder upwards); `timeout_seconds` bounds each stage.
-    Raises UserError before anything starts (an unknown stage, another run at work here), PipelineFailed when a stage
-    failed; then nothing that needs it has run.
+    `root` is the project (default: found from the current folder upwards); `timeout_seconds` limits each stage; `jobs`
+    is how many independent stages run side by side, on a GPU each where there are GPUs.
+    Raises UserError before anything starts (an unknown stage, another run in this workspace), PipelineFailed when a
+    stage failed; then no stage that needs it has run.
     """
     home = find_root(Path(root) if root else None)
     options = {"retries": retries, "retry_delay_seconds": retry_delay_seconds}
-    with driver.sole(home), lifeline.tied() as ended:
-        outcomes, errors = _run(home, read_graph(home).select(stages), force, timeout_seconds, options)
-        ended.extend(outcomes.values())
+    with driver.sole(home) as project:
+        graph = project.graph.select(stages)
+        execution = Execution(project, force, timeout_seconds, retries + 1, _printer())
+        outcomes, errors = _run(execution, graph, jobs, options)
+        ended = list(outcomes.values())
         finish_tracking(home, ended)
         if errors:
             raise PipelineFailed(errors, ended)
@@ -77,43 +71,55 @@ def pipeline(
 
 
 def _run(
-    root: Path, graph: Graph, force: bool, timeout: float | None, options: dict[str, Any]
+    execution: Execution, graph: Graph, jobs: int, options: dict[str, Any]
 ) -> tuple[dict[str, Outcome], list[StageUserError | StageCrash]]:
-    """Every stage of the graph, and what `dvc.lock` looks like afterwards."""
+    """Every stage of the graph; afterwards `dvc.lock` has the order of the graph."""
+    root = execution.project.root
     before = lockfile.entries(root)
-    hear = _listener("")
     try:
         with processes.session():
-            for remark in rwlock.sweep(root):
-                hear(remark)
-            refresh_sources(root, graph.all_sources(), hear)
-            futures = _submit(root, graph, force, timeout, options)
-            wait(list(futures.values()))
+            execution.refresh_sources(graph)
+            futures = _run_stages(execution, graph, gpus_for(jobs), options)
     finally:
         lockfile.restore_order(root, graph, before)
-    outcomes = {stage: _outcome(stage, future.state) for stage, future in futures.items()}
-    errors = [error for stage, future in futures.items() if (error := _error(stage, future.state)) is not None]
+    outcomes = {stage: _outcome(execution, stage, futures[stage].state) for stage in graph.stages}
+    errors = [error for stage in graph.stages if (error := _error(stage, futures[stage].state)) is not None]
     return outcomes, errors
 
 
-def finish_tracking(root: Path, outcomes: list[Outcome]) -> None:
-    """Close the parent run of this pipeline run, and send to MLflow what it has not received."""
-    done = [outcome.stage for outcome in outcomes if outcome.state not in {FAILED, NOT_RUN}]
-    if waiting := finish(root, "FINISHED" if len(done) == len(outcomes) else "FAILED", done):
-        get_run_logger().warning(waiting)
-
-
-def _submit(
-    root: Path, graph: Graph, force: bool, timeout: float | None, options: dict[str, Any]
+def _run_stages(
+    execution: Execution, graph: Graph, free: list[str | None], options: dict[str, Any]
 ) -> dict[str, PrefectFuture[Outcome]]:
-    """Every stage at once; each waits for those whose outputs it reads."""
+    """Run each stage when those that it needs have ended and a place of `free` is, in the order of the graph."""
     futures: dict[str, PrefectFuture[Outcome]] = {}
-    for stage in graph.stages:
-        named = stage_task.with_options(name=stage, task_run_name=stage, **options)
-        above = [futures[name] for name in graph.upstream[stage]]
-        future = named.submit(str(root), stage, force, timeout, wait_for=above, return_state=False)
-        futures[stage] = cast(PrefectFuture[Outcome], future)
+    running: dict[PrefectFuture[Outcome], tuple[str, str | None]] = {}
+    waiting, ended = list(graph.stages), set[str]()
+    while waiting or running:
+        ready = [stage for stage in waiting if ended.issuperset(graph.upstream[stage])]
+        for stage in ready[: len(free)]:
+            gpu = free.pop(0)
+            named = stage_task.with_options(name=stage, task_run_name=stage, **options)
+            above = [futures[name] for name in graph.upstream[stage]]
+            futures[stage] = cast(
+                PrefectFuture[Outcome], named.submit(execution, stage, gpu, wait_for=above, return_state=False)
+            )
+            running[futures[stage]] = stage, gpu
+            waiting.remove(stage)
+        done = next(as_completed(list(running)))
+        done.wait()  # else its state comes from Prefect's API, without the result
+        stage, gpu = running.pop(done)
+        free.append(gpu)
+        ended.add(stage)
+        terminal.end(_outcome(execution, stage, done.state))
     return futures
+
+
+def finish_tracking(root: Path, outcomes: list[Outcome]) -> None:
+    """Close the parent run of this pipeline run in MLflow, with the seconds of each stage, and send what is left."""
+    done = [outcome.stage for outcome in outcomes if outcome.state not in {FAILED, NOT_RUN}]
+    seconds = {outcome.stage: outcome.seconds for outcome in outcomes if outcome.seconds}
+    if waiting := finish(root, "FINISHED" if len(done) == len(outcomes) else "FAILED", done, seconds):
+        get_run_logger().warning(waiting)
 
 
 def _error(stage: str, state: State[Outcome]) -> StageUserError | StageCrash | None:
@@ -126,22 +132,24 @@ def _error(stage: str, state: State[Outcome]) -> StageUserError | StageCrash | N
     return StageCrash(f"{stage}: {state.name}: {error if isinstance(error, BaseException) else state.message}")
 
 
-def _outcome(stage: str, state: State[Outcome]) -> Outcome:
+def _outcome(execution: Execution, stage: str, state: State[Outcome]) -> Outcome:
     error = _error(stage, state)
     if error is not None:
-        return Outcome(stage, FAILED, 0.0, str(error))
+        return Outcome(
+            stage, FAILED, 0.0, str(error), execution.why.get(stage, ""), len(execution.failures[stage]) or 1
+        )
     if not state.is_completed():
         return Outcome(stage, NOT_RUN, 0.0)
     return state.result()
 
 
-def _listener(stage: str) -> Callable[[str], None]:
-    """Each live line goes to Prefect's log of the run, and to the terminal when a person sits there."""
+def _printer() -> Print:
+    """Sends each line to Prefect's log of the run, and to the terminal where it is open."""
     logger = get_run_logger()
 
-    def hear(line: str) -> None:
-        if terminal.worth_saying(line):
-            logger.info(line)
+    def send(stage: str, line: str) -> None:
+        if terminal.is_news(line):
+            logger.info(f"{stage}: {line}" if stage and not line.startswith("[") else line)
             terminal.say(stage, line)
 
-    return hear
+    return send

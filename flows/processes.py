@@ -1,8 +1,8 @@
 """Commands in process groups of their own: live output, time limits, and a stop that returns when the group is empty.
-The registry of live groups stands here because Prefect pickles the module of a flow. Knows neither DVC nor Prefect.
 
-Why groups, and why SIGINT: SIGTERM ends `dvc` but leaves the stage that it started running; SIGINT ends both, the stage
-through `KeyboardInterrupt`, so that it can close its files.
+SIGTERM ends `dvc` but leaves the stage that it started running; SIGINT ends both, the stage through
+`KeyboardInterrupt`, so that it can save and close its files. The registry of live groups is a global of this module,
+because Prefect pickles the module of a flow.
 """
 
 import os
@@ -15,12 +15,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import psutil
-
-if TYPE_CHECKING:
-    from flows.guardian import Guardian
 
 Ladder = tuple[tuple[signal.Signals, float], ...]
 """Signals to send one after another, and the seconds that each may take."""
@@ -29,15 +26,23 @@ STAGE_LADDER: Ladder = ((signal.SIGINT, 30.0), (signal.SIGTERM, 5.0), (signal.SI
 SERVER_LADDER: Ladder = ((signal.SIGTERM, 10.0), (signal.SIGKILL, 5.0))
 AT_ONCE: Ladder = ((signal.SIGKILL, 5.0),)
 RUNNER_LADDER: Ladder = ((signal.SIGINT, 60.0), (signal.SIGTERM, 10.0), (signal.SIGKILL, 5.0))
-"""For a process that stops stages of its own, each down the stage's ladder."""
+"""For a process that itself stops stages with the stage's ladder."""
 
 
 class Stopped(Exception):
-    """The command ended because somebody stopped the run."""
+    """The command ended because the run was stopped."""
 
 
 class TimedOut(Exception):
     """The command ran longer than it may, and was stopped."""
+
+
+class Watcher(Protocol):
+    """Stops the groups that it watches when this process is killed."""
+
+    def watch(self, group: int, ladder: Ladder) -> None: ...
+    def forget(self, group: int) -> None: ...
+    def dismiss(self) -> None: ...
 
 
 @dataclass
@@ -47,33 +52,29 @@ class _Registry:
     lock: threading.RLock
     groups: "dict[int, tuple[subprocess.Popen[bytes], Ladder]]"
     closing: bool = False
-    guardian: "Guardian | None" = None
+    watcher: Watcher | None = None
 
 
 _live = _Registry(threading.RLock(), {})
 
 
-def guard(keep: int | None) -> None:
-    """From now on a guardian stops what this process leaves running if it is killed; until then it holds the file
-    `keep`."""
-    from flows.guardian import Guardian
-
+@contextmanager
+def watched(watcher: Watcher) -> Iterator[None]:
+    """Within the block, `watcher` stops what this process leaves running if it is killed."""
     with _live.lock:
-        _live.guardian = Guardian(keep)
-
-
-def dismiss() -> None:
-    """Let the guardian go."""
-    with _live.lock:
-        guardian, _live.guardian = _live.guardian, None
-    if guardian is not None:
-        guardian.dismiss()
+        _live.watcher = watcher
+    try:
+        yield
+    finally:
+        with _live.lock:
+            _live.watcher = None
+        watcher.dismiss()
 
 
 @contextmanager
 def session() -> Iterator[None]:
-    """However the block ends, nothing that it started through `run` is left running, and nothing starts any more."""
-    _let_children_hear_sigint()
+    """However the block ends, what it started through `run` is stopped, and nothing starts until the next session."""
+    _restore_sigint_in_children()
     with _live.lock:
         _live.closing = False
     try:
@@ -104,16 +105,16 @@ def run(
             start_new_session=True,
         )  # fmt: skip
         _live.groups[process.pid] = (process, ladder)
-        if _live.guardian is not None:
-            _live.guardian.watch(process.pid, ladder)
+        if _live.watcher is not None:
+            _live.watcher.watch(process.pid, ladder)
     try:
         timed_out = _follow(process, on_line, timeout, ladder)
     finally:
         stop(process.pid, process, ladder)
         with _live.lock:
             _live.groups.pop(process.pid, None)
-            if _live.guardian is not None:
-                _live.guardian.forget(process.pid)
+            if _live.watcher is not None:
+                _live.watcher.forget(process.pid)
             closing = _live.closing
     if closing and process.returncode != 0:
         raise Stopped(command[0])
@@ -123,7 +124,7 @@ def run(
 
 
 def stop(group: int, leader: "subprocess.Popen[bytes] | None" = None, ladder: Ladder = STAGE_LADDER) -> None:
-    """End the process group, harder at each step of `ladder`. Returns when it is empty, at once if it is already."""
+    """Send the signals of `ladder` to the process group, one after another, until it is empty."""
     for number, grace in ladder:
         if _empty(group, leader):
             return
@@ -135,7 +136,7 @@ def stop(group: int, leader: "subprocess.Popen[bytes] | None" = None, ladder: La
 
 
 def stop_all() -> None:
-    """Stop every live group, all at the same time, and let none start until the next `session`.
+    """Stop every live group, all at the same time; none starts until the next `session`.
 
     A second interrupt while this waits kills them at once.
     """
@@ -155,9 +156,9 @@ def stop_all() -> None:
         raise
 
 
-def _let_children_hear_sigint() -> None:
-    """A shell starts background jobs deaf to SIGINT, and children would inherit that; a handler that does nothing is
-    as deaf for us, and is not inherited."""
+def _restore_sigint_in_children() -> None:
+    """A shell starts background jobs with SIGINT ignored, and children inherit that. A handler that does nothing also
+    ignores it here, and is not inherited."""
     if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, lambda number, frame: None)
 
@@ -165,7 +166,7 @@ def _let_children_hear_sigint() -> None:
 def _follow(
     process: "subprocess.Popen[bytes]", on_line: Callable[[str], None], timeout: float | None, ladder: Ladder
 ) -> bool:
-    """Read until the leader has ended and its pipe is dry; returns whether its time was up.
+    """Read until the leader has ended and its pipe is empty; returns whether its time was up.
 
     A carriage return ends a line as a line feed does. Reading goes on while the group is being stopped.
     """
@@ -189,7 +190,7 @@ def _follow(
 
 
 def _read(descriptor: int, wait: float) -> bytes:
-    """What the pipe holds, or nothing after `wait` seconds; slow at a pipe's end, so that nobody spins on it."""
+    """What the pipe holds, or nothing after `wait` seconds; sleeps at a pipe's end, where `select` returns at once."""
     ready, _, _ = select.select([descriptor], [], [], wait)
     chunk = os.read(descriptor, 65536) if ready else b""
     if ready and not chunk:
@@ -210,7 +211,7 @@ def _empty(group: int, leader: "subprocess.Popen[bytes] | None") -> bool:
 
 
 def _belongs(pid: int, group: int) -> bool:
-    """Whether `pid` is a living member. The dead that nobody has buried still count for the kernel, not for us."""
+    """Whether `pid` is a living member. The kernel still counts zombies; this does not."""
     try:
         return os.getpgid(pid) == group and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except (ProcessLookupError, PermissionError, psutil.Error):

@@ -1,74 +1,126 @@
-"""One run of the flow, as `leash run` makes it: a Prefect server that answers, the stages, and how they ended."""
+"""`leash run`: one run of the flow with a Prefect server that answers, and how its stages ended."""
 
+import logging
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, Any
 
-from flows import lifeline, processes, server
-from flows.stages import Outcome, PipelineFailed
-from flows.terminal import complain, outcome_table
+from flows import driver, processes, server, terminal
+from flows.stages import UP_TO_DATE, Outcome, PipelineFailed
 from rlhf_core.errors import UserError
+from tasks.params.loader import PARAMS_FILE, parse, read_yaml
 from tasks.tracking.settings import without_credentials
 
+if TYPE_CHECKING:
+    from flows.graph import Graph
 
-def run(root: Path, stages: list[str] | None, force: bool, retries: int, delay: float, timeout: float | None) -> int:
-    """Run the flow and print how its stages ended; the exit code. Raises UserError where no Prefect server answers.
-    The loss of the server in between ends the process."""
-    _connect(root)
-    from flows.pipeline import pipeline  # takes seconds; a server that is not there is said before
+
+def run(root: Path, stages: list[str] | None, force: bool, **options: Any) -> int:
+    """Run the flow (`options` as its parameters) and print how its stages ended; the exit code. Where all is up to date
+    there is no flow.
+
+    Raises UserError for an unknown stage, a refused params.yaml, another run in this workspace, or a Prefect server
+    that does not answer. Ends the process where the server is lost in between.
+    """
+    failure = None
+    with driver.sole(root) as project:
+        graph = project.graph.select(stages)
+        if "check" in graph.stages:  # the stage refuses the same, after a server has started
+            from tasks.params.all import Params
+
+            parse(Params, read_yaml(root / PARAMS_FILE), file=PARAMS_FILE)
+        with terminal.screen(graph.stages):
+            plan = list(graph.stages) if force else list(project.plan(graph))
+            terminal.say("", first_line(graph, plan))
+            if plan or project.changed_sources(graph):
+                _connect(root)
+                failure = _run_flow(stages=stages, force=force, root=str(root), **options)
+            else:
+                for stage in graph.stages:
+                    terminal.end(Outcome(stage, UP_TO_DATE, 0.0))
+    print("\n" + terminal.closing_table(), flush=True)
+    for error in failure.errors if failure else []:
+        terminal.complain(str(error))
+    return 0 if failure is None else 2 if failure.users_fault else 1
+
+
+def first_line(graph: "Graph", plan: list[str]) -> str:
+    """How many stages will run, and which: at most those that are not up to date and those below them."""
+    if not plan:
+        return f"{len(graph.stages)} stages, all up to date"
+    return f"up to {len(plan)} of {len(graph.stages)} stages to run: {', '.join(plan)}"
+
+
+def _run_flow(**parameters: Any) -> PipelineFailed | None:
+    from flows.pipeline import pipeline
 
     try:
-        outcomes = pipeline(stages, force, str(root), retries, delay, timeout)
+        pipeline(**parameters)
     except PipelineFailed as failure:
-        return _report(failure)
-    except Exception as error:
-        if not isinstance(error, UserError) and lifeline.lost():
-            _leave_without_server(error, [])
+        return failure
+    except BaseException as error:
+        if not isinstance(error, UserError) and not server.answers(os.environ["PREFECT_API_URL"]):
+            _exit_without_server(error)
         raise
-    print("\n" + outcome_table(outcomes.values()))
-    return 0
+    return None
 
 
 def _connect(root: Path) -> None:
-    """Point Prefect at a server that answers; lend it one for this run where none is named. Raises UserError."""
+    """Use the configured server, or start one for this run. Raises UserError where it does not answer."""
     url = server.configured_url(root)
     if url is not None and not server.answers(url):
         shown = without_credentials(url)
         raise UserError(f"no Prefect server answers at {shown}; start one with `leash up`, or unset PREFECT_API_URL")
-    if url is None:
-        print("starting a Prefect server for this run (`leash up` keeps one, and saves these seconds)", flush=True)
-        log = root / "work" / "prefect-server-run.log"
-        log.parent.mkdir(exist_ok=True)
-        url = server.start_temporary(log)
+    if url is not None:
+        server.use(url)
+        return
+    terminal.say("", "starting a Prefect server for this run (`leash up` keeps one running and saves this time)")
+    url = server.start_temporary(root)
     server.use(url)
-    lifeline.hold(url, _leave_without_server)
+    import flows.pipeline  # noqa: F401 - takes seconds, while the server starts
+
+    server.wait_for_temporary(url)
 
 
-def _report(failure: PipelineFailed) -> int:
-    """Print how the stages ended, and why those that failed did; the exit code."""
-    print("\n" + outcome_table(failure.outcomes), flush=True)
-    for error in failure.errors:
-        complain(str(error))
-    return 2 if failure.users_fault else 1
-
-
-def _leave_without_server(error: BaseException | None, outcomes: list[Outcome]) -> NoReturn:
-    """The end of a run whose Prefect server is gone: at once, for Prefect would go on asking for it for minutes."""
+def _exit_without_server(error: BaseException) -> None:
+    """End a run whose Prefect server is gone, at once: Prefect's own threads would try to reach it for minutes."""
+    causes = list(_chain(error))
+    failure = next((one for one in causes if isinstance(one, PipelineFailed)), None)
+    interrupt = next((one for one in causes if isinstance(one, KeyboardInterrupt | SystemExit)), None)
     code = 1
-    if isinstance(error, PipelineFailed):
-        _report(error)
-    elif outcomes:
-        print("\n" + outcome_table(outcomes))
-    if isinstance(error, KeyboardInterrupt | SystemExit):
-        code = 130 if isinstance(error, KeyboardInterrupt) else int(str(error.code))
-        complain("stopped; nothing is left running")
+    print("\n" + terminal.closing_table(), flush=True)
+    if interrupt is not None:
+        code = 130 if isinstance(interrupt, KeyboardInterrupt) else int(str(interrupt.code))
+        terminal.complain("stopped; nothing is left running")
+    elif failure is not None:
+        code = 2 if failure.users_fault else 1
+        for one in failure.errors:
+            terminal.complain(str(one))
     else:
         shown = without_credentials(os.environ["PREFECT_API_URL"])
-        complain(
-            f"the Prefect server ({shown}) died or hangs, and cannot be told how this run "
-            "ended; what the stages made is kept, the same command goes on from there"
+        terminal.complain(
+            f"the Prefect server ({shown}) died or hangs, so it has no record of how this run ended; the results of "
+            "the stages are kept, and the same command continues"
         )
     server.stop_temporary(processes.AT_ONCE)
     sys.stdout.flush()
     os._exit(code)
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    """An error and those that it followed."""
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def quiet_prefect() -> None:
+    """Switch Prefect's console log off in favour of our live lines (its log of the run keeps everything), and limit
+    how long it tries to reach a lost server."""
+    os.environ.setdefault("PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL", "CRITICAL")
+    os.environ.setdefault("PREFECT_LOGGING_INTERNAL_LEVEL", "CRITICAL")
+    os.environ.setdefault("PREFECT_CLIENT_MAX_RETRIES", "2")
+    os.environ.setdefault("PREFECT_API_REQUEST_TIMEOUT", "15")
+    logging.raiseExceptions = False  # else Prefect's sender of logs prints each of its failures

@@ -1,13 +1,14 @@
-"""The nightly run: the flow on a schedule, until stopped. Needs a Prefect server that keeps the schedule; Prefect's own
-temporary one has no scheduler, so such a schedule would never fire.
+"""`leash serve`: the flow on a schedule, until stopped. It needs a running Prefect server: the temporary one of a run
+has no scheduler, so a schedule would never fire.
 
-Prefect's runner stands in a process group of its own (`python -m flows.serve`): on SIGTERM it was seen to hang and to
-leave the flow running, on SIGINT to the group both end. So the process in front turns every end into that one.
+Prefect's runner is a process of its own (`python -m flows.serve`) in its own group: SIGTERM made it hang and left the
+flow running, SIGINT to the group ends both. The process in front turns every signal into that one.
 """
 
 import os
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 from flows import processes, server
@@ -18,21 +19,26 @@ from tasks.tracking.settings import without_credentials
 def serve(root: Path, cron: str, timezone: str) -> int:
     """Serve deployment `leash/nightly` at `cron` (five fields, in `timezone`), one run at a time.
 
-    Blocks; returns the runner's exit status. Raises UserError when no server answers or `cron` is none.
+    Blocks; returns the runner's exit status. Raises UserError when no server answers or `cron` is not valid.
     """
     url = server.configured_url(root)
     if url is None:
-        raise UserError("a schedule needs a running Prefect server, and none is named; start one with `leash up`")
+        raise UserError("a schedule needs a running Prefect server, and none is configured; start one with `leash up`")
     shown = without_credentials(url)
     if not server.answers(url):
         raise UserError(f"no Prefect server answers at {shown}; start one with `leash up`, or correct PREFECT_API_URL")
     _check(cron, timezone)
-    print(f"leash/nightly at {cron!r} ({timezone}), kept by {shown}; stop with Ctrl-C", flush=True)
+    print(f"leash/nightly at {cron!r} ({timezone}), scheduled by {shown}; stop with Ctrl-C", flush=True)
     command = [sys.executable, "-m", "flows.serve", str(root), cron, timezone]
     env = {**os.environ, "PREFECT_API_URL": url, "PYTHONUNBUFFERED": "1"}
     with ThreadPoolExecutor(1) as listener, processes.session():
         runner = listener.submit(
-            processes.run, command, cwd=root, env=env, on_line=_pass_on, ladder=processes.RUNNER_LADDER
+            processes.run,
+            command,
+            cwd=root,
+            env=env,
+            on_line=partial(print, flush=True),
+            ladder=processes.RUNNER_LADDER,
         )
         return runner.result()
 
@@ -48,11 +54,7 @@ def _check(cron: str, timezone: str) -> None:
         raise UserError(f"--cron {cron!r} --timezone {timezone!r}: {reason}") from None
 
 
-def _pass_on(line: str) -> None:
-    print(line, flush=True)
-
-
-def _hold(root: str, cron: str, timezone: str) -> None:
+def _serve_flow(root: str, cron: str, timezone: str) -> None:
     from prefect.schedules import Cron
 
     from flows.pipeline import pipeline
@@ -64,4 +66,4 @@ def _hold(root: str, cron: str, timezone: str) -> None:
 
 
 if __name__ == "__main__":
-    _hold(*sys.argv[1:])
+    _serve_flow(*sys.argv[1:])

@@ -1,5 +1,7 @@
-"""The Prefect server: is one answering, start one in the background (`leash up`), stop it, or lend one for a single
-run. No flows here."""
+"""The Prefect server: whether one answers, one in the background (`leash up`), and one for a single run.
+
+`prefect server start --background` is not used: it notes one process id per user and not per project, `stop` signals
+that number without checking whose it is, and the server's log is lost."""
 
 import atexit
 import http.client
@@ -23,11 +25,11 @@ from tasks.tracking.settings import without_credentials
 START_SECONDS = 90.0
 """How long a server may take to answer: the first start makes its database."""
 
-_lent: "list[tuple[subprocess.Popen[bytes], Guardian]]" = []
+_temporary: "list[tuple[subprocess.Popen[bytes], Guardian, Path]]" = []
 
 
 def answers(url: str, path: str = "/health") -> bool:
-    """Whether anything speaks HTTP at `url` (Prefect: `http://127.0.0.1:4200/api`); its refusals count as answers."""
+    """Whether a server speaks HTTP at `url` (Prefect: `http://127.0.0.1:4200/api`); a refusal counts as an answer."""
     try:
         with urllib.request.urlopen(without_credentials(url).rstrip("/") + path, timeout=3.0):
             return True
@@ -38,7 +40,7 @@ def answers(url: str, path: str = "/health") -> bool:
 
 
 def configured_url(root: Path) -> str | None:
-    """The server that Prefect is told to use, by its settings; else the one that `leash up` started and that lives."""
+    """The server that Prefect's settings name; else the one that `leash up` started, if it still runs."""
     if url := os.environ.get("PREFECT_API_URL"):
         return url
     from prefect.settings import PREFECT_API_URL
@@ -56,9 +58,13 @@ def up(root: Path, port: int) -> str:
     """
     if record := _record(root):
         return str(record["url"])
-    folder = root / "work"
-    folder.mkdir(exist_ok=True)
-    process, url = _start(port, folder / "prefect-server.log", [])
+    log = root / "work" / "prefect-server.log"
+    process, url = _start(port, log, [])
+    try:
+        _wait_for(process, url, log)
+    except BaseException:
+        processes.stop(process.pid, process, processes.SERVER_LADDER)
+        raise
     entry = {"pid": process.pid, "started": psutil.Process(process.pid).create_time(), "url": url}
     _record_path(root).write_text(json.dumps(entry) + "\n", encoding="utf-8")
     return url
@@ -73,24 +79,32 @@ def down(root: Path) -> bool:
     return record is not None
 
 
-def start_temporary(log: Path) -> str:
-    """Start a server for this process alone, without pages or schedules; returns its API's URL.
+def start_temporary(root: Path) -> str:
+    """Start a server for this process alone, without pages or schedules; returns its API's URL at once.
 
-    Prefect would start one itself, but inside our process group, where Ctrl-C kills it before it hears how the run
-    ended, and with its log on the terminal. It must outlive the last log line, which Prefect sends while the
-    interpreter ends; hence `atexit`. A guardian stops it when this process is killed.
+    Prefect would start one itself, but in our process group, where Ctrl-C kills it before the end of the run is
+    recorded, and with its log on the terminal. Prefect sends the last log lines while the interpreter ends, so the
+    server stops in `atexit`. A guardian stops it when this process is killed.
     """
     guardian = Guardian(None)
-    process, url = _start(_free_port(), log, ["--no-ui", "--no-scheduler", "--no-late-runs"], guardian)
-    _lent.append((process, guardian))
+    log = root / "work" / "prefect-server-run.log"
+    process, url = _start(_free_port(), log, ["--no-ui", "--no-scheduler", "--no-late-runs"])
+    guardian.watch(process.pid, processes.SERVER_LADDER)
+    _temporary.append((process, guardian, log))
     return url
+
+
+def wait_for_temporary(url: str) -> None:
+    """Return when the temporary server answers. Raises UserError when it does not come up."""
+    process, _, log = _temporary[0]
+    _wait_for(process, url, log)
 
 
 @atexit.register
 def stop_temporary(ladder: processes.Ladder = processes.SERVER_LADDER) -> None:
-    """Stop what was lent; does nothing the second time."""
-    while _lent:
-        process, guardian = _lent.pop()
+    """Stop the temporary server; does nothing the second time."""
+    while _temporary:
+        process, guardian, _ = _temporary.pop()
         processes.stop(process.pid, process, ladder)
         guardian.dismiss()
 
@@ -103,25 +117,16 @@ def use(url: str) -> None:
     refresh_global_settings_context()
 
 
-def _start(
-    port: int, log: Path, options: list[str], guardian: Guardian | None = None
-) -> "tuple[subprocess.Popen[bytes], str]":
+def _start(port: int, log: Path, options: list[str]) -> "tuple[subprocess.Popen[bytes], str]":
     if not is_free(port):
-        raise UserError(f"port {port} is taken; stop what listens there, or choose another with --port")
+        raise UserError(f"port {port} is in use; stop what listens there, or choose another with --port")
     command = [sys.executable, "-m", "prefect", "server", "start", "--host", "127.0.0.1", "--port", str(port), *options]
+    log.parent.mkdir(exist_ok=True)
     with log.open("wb") as output:
         process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
         )
-    if guardian is not None:
-        guardian.watch(process.pid, processes.SERVER_LADDER)
-    url = f"http://127.0.0.1:{port}/api"
-    try:
-        _wait_for(process, url, log)
-    except BaseException:
-        processes.stop(process.pid, process, processes.SERVER_LADDER)
-        raise
-    return process, url
+    return process, f"http://127.0.0.1:{port}/api"
 
 
 def _wait_for(process: "subprocess.Popen[bytes]", url: str, log: Path) -> None:
@@ -129,8 +134,8 @@ def _wait_for(process: "subprocess.Popen[bytes]", url: str, log: Path) -> None:
     while not answers(url):
         if process.poll() is not None or time.monotonic() > deadline:
             lines = log.read_text(encoding="utf-8", errors="replace").split("\n")
-            said = next((line.strip() for line in reversed(lines) if line.strip()), "no word")
-            raise UserError(f"the Prefect server did not start: {said} (all of it: {log})")
+            last = next((line.strip() for line in reversed(lines) if line.strip()), "it printed nothing")
+            raise UserError(f"the Prefect server did not start: {last} (log: {log})")
         time.sleep(0.1)
 
 
@@ -139,7 +144,7 @@ def _record_path(root: Path) -> Path:
 
 
 def _record(root: Path) -> dict[str, str | float] | None:
-    """What `up` wrote, as long as that very process lives."""
+    """What `up` wrote, if that process still runs."""
     try:
         record = json.loads(_record_path(root).read_text(encoding="utf-8"))
         alive = abs(psutil.Process(int(record["pid"])).create_time() - float(record["started"])) < 2.0

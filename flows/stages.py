@@ -1,5 +1,5 @@
-"""One stage through DVC: the command, what its output and its outcome file say, and whose fault a failure is. Knows no
-Prefect; the only cache is DVC's."""
+"""One stage through DVC: the command, how it ended by its output and its outcome file, and whether a failure is the
+user's to fix. DVC's cache is the only cache."""
 
 import json
 import os
@@ -20,36 +20,39 @@ from rlhf_core.errors import UserError
 
 OnLine = Callable[[str], None]
 Environment = Mapping[str, str | None]
-"""Variables to change for a stage; None takes one away."""
+"""Variables to change for a stage; None removes one."""
 NO_CHANGE: Environment = MappingProxyType({})
 
 _reading = threading.Lock()
-"""DVC's objects are not made for threads."""
+"""DVC's objects are not safe between threads."""
 
 EXECUTED, UP_TO_DATE, RESTORED, FAILED, NOT_RUN = "Completed", "UpToDate", "Restored", "Failed", "NotRun"
 """How a stage ended; the first three are also the names of its Prefect state."""
 
 
 class StageUserError(UserError):
-    """A stage refused its input. The user must mend something; running it again changes nothing."""
+    """A stage refused its input. The user must fix something; running it again changes nothing."""
 
 
 class StageCrash(Exception):
-    """A stage failed for a reason that may pass."""
+    """A stage failed, and may succeed when it is run again."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How one stage ended: one of the five words above, its wall-clock seconds, and what there is to say."""
+    """How one stage ended: one of the five words above, its wall-clock seconds, and its message."""
 
     stage: str
     state: str
     seconds: float
     message: str = ""
+    why: str = ""
+    """Why it was not up to date."""
+    attempts: int = 1
 
 
 class PipelineFailed(Exception):
-    """At least one stage failed: `errors` says why, `outcomes` how every stage ended, both in the graph's order."""
+    """At least one stage failed: `errors` holds why, `outcomes` how every stage ended, both in the graph's order."""
 
     def __init__(self, errors: list[StageUserError | StageCrash], outcomes: list[Outcome]) -> None:
         super().__init__(errors, outcomes)
@@ -57,7 +60,7 @@ class PipelineFailed(Exception):
 
     @property
     def users_fault(self) -> bool:
-        """Whether every failure is one that the user can mend."""
+        """Whether every failure is one that the user can fix."""
         return all(isinstance(error, StageUserError) for error in self.errors)
 
     def __str__(self) -> str:
@@ -66,7 +69,7 @@ class PipelineFailed(Exception):
 
 @dataclass
 class _Transcript:
-    """What DVC's output said: whether it ran the command or restored the outputs, and its error."""
+    """What DVC printed: whether it ran the command or restored the outputs, and its error."""
 
     ran: bool = False
     restored: bool = False
@@ -96,7 +99,7 @@ def run_stage(
 ) -> Outcome:
     """`dvc repro --single-item STAGE` at `root`, live; `timeout` in seconds, `options` more words for DVC.
 
-    Raises StageUserError (exit 2 of the stage, or DVC found something that the user must mend), StageCrash (anything
+    Raises StageUserError (exit 2 of the stage, or DVC found something that the user must fix), StageCrash (anything
     else, the time-out included), processes.Stopped.
     """
     arguments = [*(["--force"] if force else []), *options, stage]
@@ -117,8 +120,8 @@ def run_stage(
 
 
 def _require_sound(root: Path, stage: str) -> None:
-    """Raises StageUserError when DVC's cache, which trusts its files once read, has handed out wrong bytes; they are
-    removed, for DVC would call them up to date from now on."""
+    """Raises StageUserError when DVC has restored wrong bytes from a damaged cache, which it does not check; they are
+    removed, because DVC would take them for up to date from now on."""
     from rlhf_core.files import remove
     from tasks.stage.dvc_adapter import open_project
 
@@ -130,12 +133,12 @@ def _require_sound(root: Path, stage: str) -> None:
             remove(root / out)
     raise StageUserError(
         f"{stage}: DVC's cache is damaged and gave {', '.join(outs)} wrong bytes; `rm -f {objects}`, then "
-        f"`dvc fetch {stage}` where there is a remote, and run again: what is missing is made anew"
+        f"`dvc fetch {stage}` where there is a remote, and run again: what is missing is computed again"
     )
 
 
 def refresh_sources(root: Path, sources: tuple[str, ...], on_line: OnLine) -> None:
-    """What `dvc repro` does first with tracked data files that were edited in place: take their new contents in.
+    """Record the new contents of tracked data files that were edited in place, as `dvc repro` does first.
 
     Raises StageUserError when one is missing.
     """
@@ -156,7 +159,7 @@ def _repro(
 ) -> tuple[int, _Transcript, dict[str, Any] | None]:
     transcript = _Transcript()
 
-    def hear(line: str) -> None:
+    def receive(line: str) -> None:
         transcript.read(line)
         on_line(line)
 
@@ -165,7 +168,7 @@ def _repro(
         outcome = Path(folder) / "outcome.json"
         changed = {**stage_environment(outcome), **environment}
         env = {name: value for name, value in changed.items() if value is not None}
-        status = processes.run(command, cwd=root, env=env, on_line=hear, timeout=timeout)
+        status = processes.run(command, cwd=root, env=env, on_line=receive, timeout=timeout)
         return status, transcript, _read_report(outcome)
 
 
@@ -191,9 +194,9 @@ def _failure(
     if "RWLock-file" in error:
         return StageUserError(f"{stage}: DVC cannot read .dvc/tmp/rwlock; remove it and run again")
     if transcript.ran or report is not None:
-        said = str((report or {}).get("message") or "") or transcript.last
-        return StageCrash(f"{stage}: {error or f'dvc ended with {status}'}" + (f" ({said})" if said else ""))
-    if not error or _may_pass(error):
+        reason = str((report or {}).get("message") or "") or transcript.last
+        return StageCrash(f"{stage}: {error or f'dvc ended with {status}'}" + (f" ({reason})" if reason else ""))
+    if not error or _is_transient(error):
         return StageCrash(f"{stage}: {error or f'dvc ended with {status}'}")
     return StageUserError(f"{stage}: {error}")
 
@@ -202,9 +205,12 @@ def _busy(error: str, blockers: list[str]) -> str:
     """`'models/sft' is busy, it is being blocked by:` and the lines after it, `(PID 7): /…/dvc repro`, as one."""
     path = error.partition(" is busy")[0].strip("'")
     who = "; ".join(re.sub(r"\((PID \d+)\): (?:\S*/dvc(?:/__main__\.py)?(?= ))?", r"\1, dvc", one) for one in blockers)
-    return f"another process works on {path} ({who}); wait for its end or stop it, then run again"
+    return (
+        f"another process works on {path} ({who}); wait for its end or stop it, then run again; if it is dead (a "
+        "zombie, or its number belongs to another program by now): rm .dvc/tmp/rwlock"
+    )
 
 
-def _may_pass(error: str) -> bool:
-    """Whether DVC, which had not yet started the command, may succeed the next time: a lock, or a fault of its own."""
+def _is_transient(error: str) -> bool:
+    """Whether DVC, which had not started the command, may succeed the next time: a lock, or an internal error."""
     return any(sign in error for sign in ("lock", "unexpected error"))

@@ -1,12 +1,21 @@
-"""What a person at a terminal reads: live lines with the stage's name, and the closing table. The flow calls `say`; it
-is silent until the command line has opened it, because a served flow has Prefect's own console log."""
+"""What the command line prints of a run: a live line per stage on a terminal, plain lines elsewhere, and the closing
+table. A served flow leaves the screen closed: Prefect's console log prints there."""
 
+import re
 import sys
 import threading
-from collections.abc import Iterable
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 from flows.stages import EXECUTED, FAILED, NOT_RUN, RESTORED, UP_TO_DATE, Outcome
+from tasks.stage.progress import duration, is_progress
+
+if TYPE_CHECKING:
+    from rich.console import Group
+    from rich.live import Live
 
 WORDS = {
     EXECUTED: "ran",
@@ -18,39 +27,83 @@ WORDS = {
 _CHATTER = (
     "To track the changes with git", "\tgit add", "To enable auto staging", "\tdvc config core.autostage",
     "Use `dvc push`", "Data and pipelines are up to date", "Generating lock file", "Updating lock file",
-    "Running stage '", "Verifying data sources",
+    "Running stage '", "Verifying data sources", "Stage '", "> ",
 )  # fmt: skip
-"""Advice that DVC gives after every stage, and what the table says at the end anyhow."""
+"""What DVC prints around every stage: advice, the command, and what our own lines and the closing table show."""
+_LABEL = re.compile(r"^\[\d+/\d+ [^\]]+\] ")
+"""A stage's own label; its numbers are places in dvc.yaml, not in the run."""
 
 
 @dataclass
 class _Screen:
-    lock: threading.Lock = field(default_factory=threading.Lock)
+    lock: Any = field(default_factory=threading.RLock)
     open: bool = False
+    began: float = field(default_factory=time.monotonic)
+    live: "Live | None" = None
+    places: dict[str, str] = field(default_factory=dict)
+    running: dict[str, tuple[float, str]] = field(default_factory=dict)
+    """Stage -> when it began, and its last progress line."""
+    ended: dict[str, Outcome] = field(default_factory=dict)
 
 
 _screen = _Screen()
 
 
-def open_screen() -> None:
-    """From now on `say` writes to stdout."""
-    _screen.open = True
+@contextmanager
+def screen(stages: Sequence[str] = ()) -> Iterator[None]:
+    """Within the block, `say` prints to stdout; `stages` are those of the run, in their order."""
+    global _screen
+    places = {stage: f"{place}/{len(stages)} " for place, stage in enumerate(stages, start=1)}
+    _screen = _Screen(open=True, places=places)
+    try:
+        if sys.stdout.isatty():
+            from rich.live import Live
+
+            with Live(get_renderable=_live_lines, refresh_per_second=2, transient=True) as _screen.live:
+                yield
+        else:
+            yield
+    finally:
+        _screen.open, _screen.live = False, None
 
 
 def say(stage: str, line: str) -> None:
-    """One live line of a stage: `sft           | step 20/300 …`. Blank lines and DVC's advice are left out."""
-    if _screen.open and worth_saying(line):
-        with _screen.lock:
-            print(f"{stage:<13} | {line}" if stage else line, flush=True)
+    """One line of a stage, or of the run. On a terminal a progress line replaces the one before; blank lines and DVC's
+    advice are left out."""
+    if not _screen.open or not is_news(line):
+        return
+    with _screen.lock:
+        text = _LABEL.sub("", line)
+        if stage and stage not in _screen.ended:
+            began, last = _screen.running.get(stage, (time.monotonic(), ""))
+            _screen.running[stage] = began, text if is_progress(line) else last
+        if not (_screen.live and is_progress(line)):
+            _print(f"{_label(stage)}{text}")
 
 
-def worth_saying(line: str) -> bool:
-    """Whether a line tells a person anything."""
+def end(outcome: Outcome) -> None:
+    """A stage has ended: its live line goes, and it enters the closing table."""
+    with _screen.lock:
+        _screen.running.pop(outcome.stage, None)
+        _screen.ended[outcome.stage] = outcome
+        if _screen.open and outcome.state in {EXECUTED, RESTORED, FAILED}:
+            took = f" in {duration(outcome.seconds)}" if outcome.seconds else ""
+            _print(f"{_label(outcome.stage)}{WORDS[outcome.state]}{took}")
+
+
+def closing_table() -> str:
+    """How the stages ended that have ended in this screen."""
+    order = list(_screen.places)
+    return outcome_table(sorted(_screen.ended.values(), key=lambda one: order.index(one.stage)))
+
+
+def is_news(line: str) -> bool:
+    """Whether a line is worth showing."""
     return bool(line.strip()) and not line.startswith(_CHATTER)
 
 
 def table(rows: Iterable[Iterable[str]]) -> str:
-    """Left-aligned columns, the first row being the heading."""
+    """Left-aligned columns; the first row is the heading."""
     cells = [[str(cell) for cell in row] for row in rows]
     widths = [max(len(cell) for cell in column) for column in zip(*cells, strict=True)]
     return "\n".join(
@@ -59,11 +112,39 @@ def table(rows: Iterable[Iterable[str]]) -> str:
 
 
 def outcome_table(outcomes: Iterable[Outcome]) -> str:
-    """Stage, outcome and seconds of a run."""
-    rows = [(one.stage, WORDS[one.state], f"{one.seconds:.1f}" if one.seconds else "") for one in outcomes]
-    return table([("stage", "outcome", "seconds"), *rows])
+    """Stage, outcome, seconds, and why it was not up to date."""
+    rows = []
+    for one in outcomes:
+        attempts = f" (attempt {one.attempts})" if one.attempts > 1 else ""
+        rows.append((one.stage, f"{WORDS[one.state]}{attempts}", f"{one.seconds:.1f}" if one.seconds else "", one.why))
+    return table([("stage", "outcome", "seconds", "why"), *rows])
 
 
 def complain(message: str) -> None:
     """One line on stderr."""
     print(f"error: {' '.join(message.split())}", file=sys.stderr, flush=True)
+
+
+def _label(stage: str) -> str:
+    return f"[{_screen.places.get(stage, '')}{stage}] " if stage else ""
+
+
+def _print(line: str) -> None:
+    if _screen.live:
+        _screen.live.console.print(line, markup=False, highlight=False, emoji=False, soft_wrap=True)
+    else:
+        print(line, flush=True)
+
+
+def _live_lines() -> "Group":
+    """A line for each running stage (its name, its last progress line, the time since it began), and one for all."""
+    from rich.console import Group
+    from rich.text import Text
+
+    now = time.monotonic()
+    lines = [  # without the screen's lock: rich holds one of its own here
+        f"{_label(stage)}{f'{last}  ' if last else ''}({duration(now - began)})"
+        for stage, (began, last) in list(_screen.running.items())
+    ]
+    lines.append(f"{len(_screen.ended)} of {len(_screen.places)} stages done ({duration(now - _screen.began)})")
+    return Group(*(Text(line, no_wrap=True, overflow="ellipsis") for line in lines))

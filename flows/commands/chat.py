@@ -1,5 +1,4 @@
-"""`leash chat`: what is read from a person or a pipe, and what is printed. How a model answers stands in
-`rlhf_core.inspect.dialogue`."""
+"""`leash chat`: reads messages from a terminal or a pipe, and prints the models' answers."""
 
 import math
 import sys
@@ -19,13 +18,13 @@ HELP = "Ctrl-C stops an answer, /reset forgets the conversation, /quit or Ctrl-D
 
 @dataclass(frozen=True)
 class Rules:
-    """How a conversation goes, and how its answers are sampled."""
+    """The settings of a conversation and of sampling."""
 
     temperature: float
     max_new_tokens: int
     seed: int
     fresh: bool = False
-    """Every message begins a conversation of its own."""
+    """Every message begins a new conversation."""
 
     def __post_init__(self) -> None:
         if not 0 < self.temperature < math.inf:
@@ -33,7 +32,7 @@ class Rules:
 
 
 def chat(folder: Path, beside: Path | None, rules: Rules, system: str | None) -> None:
-    """Talk until the input ends. Raises UserError for a folder that holds no language model."""
+    """Answer until the input ends. Raises UserError for a folder that holds no language model."""
     folders = [folder] + ([beside] if beside is not None else [])
     for path in folders:
         require_language_model(path, trusted(path))
@@ -59,7 +58,7 @@ def talk(speakers: list[Speaker], rules: Rules, messages: Iterator[str], live: b
                 speaker.reset()
             note("the conversation is forgotten")
         elif message.startswith("/") and message.split()[0][1:].isalpha():
-            note(f"{message.split()[0]} is no command. {HELP}")
+            note(f"{message.split()[0]} is not a command. {HELP}")
         elif message:
             for speaker in speakers if rules.fresh else ():
                 speaker.reset()
@@ -68,7 +67,7 @@ def talk(speakers: list[Speaker], rules: Rules, messages: Iterator[str], live: b
 
 
 def respond(speakers: list[Speaker], rules: Rules, message: str, turn: int, live: bool) -> None:
-    """Print what each speaker says to the message, with its name where there are two."""
+    """Print each speaker's answer to the message, with its name where there are two."""
     width = max(len(speaker.name) for speaker in speakers)
     for speaker in speakers:
         try:
@@ -83,8 +82,8 @@ def respond(speakers: list[Speaker], rules: Rules, message: str, turn: int, live
 
 
 def show(pieces: Iterator[str], label: str, live: bool) -> None:
-    """Print an answer while it comes. Its lines stand below each other behind a label; Ctrl-C at a terminal ends the
-    answer, not the conversation."""
+    """Print an answer as it is generated, each line after the label; Ctrl-C at a terminal ends the answer, not the
+    conversation."""
     print(label, end="", flush=True)
     indent = " " * (len(label) - 2) + "| " if label else ""
     try:
@@ -100,7 +99,7 @@ def show(pieces: Iterator[str], label: str, live: bool) -> None:
 
 
 def from_terminal() -> Iterator[str]:
-    """Messages of a person, with line editing and the history of this conversation."""
+    """Messages typed at the terminal, with line editing and the history of this conversation."""
     with suppress(ImportError):
         import readline  # noqa: F401
     while True:
@@ -112,7 +111,7 @@ def from_terminal() -> Iterator[str]:
 
 
 def from_pipe() -> Iterator[str]:
-    """One message a line. Raises UserError for bytes that are no UTF-8."""
+    """One message a line. Raises UserError for bytes that are not UTF-8."""
     for number, line in enumerate(sys.stdin.buffer, start=1):
         try:
             yield line.decode("utf-8").strip()
@@ -121,12 +120,12 @@ def from_pipe() -> Iterator[str]:
 
 
 def note(text: str) -> None:
-    """One line that no model said, on stderr."""
+    """One line on stderr that is not from a model."""
     print(f"({text})", file=sys.stderr, flush=True)
 
 
 def names(folders: list[Path]) -> list[str]:
-    """The last part of each path, or as many as it takes to tell them apart."""
+    """The last parts of each path, as many as make them different."""
     paths = [folder.expanduser().absolute() for folder in folders]
     for parts in range(1, max(len(path.parts) for path in paths) + 1):
         found = ["/".join(path.parts[-parts:]) for path in paths]
@@ -136,8 +135,8 @@ def names(folders: list[Path]) -> list[str]:
 
 
 def trusted(folder: Path, warn: Callable[[str], None] = warn_of_code) -> bool:
-    """Whether Python code that the folder brings may run: `trust_remote_code` of the project that both this command
-    and the folder stand in; no elsewhere."""
+    """Whether Python code in the folder may run: `trust_remote_code` of the project that contains both the current
+    folder and this one; False elsewhere."""
     try:
         root = find_root()
     except UserError:

@@ -1,8 +1,10 @@
-"""`leash clean`: shows what dead runs have left behind, and removes it when told to. What is a leftover:
-`tasks/records/leftovers.py`; clones of `leash verify`: `flows/commands/verify/clone.py`."""
+"""`leash clean`: lists what dead runs have left behind, clones of `leash verify` included, and removes it."""
 
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+import typer
 
 from flows.commands.verify.clone import KEPT, clones
 from flows.terminal import table
@@ -13,8 +15,20 @@ if TYPE_CHECKING:
 UNITS = ("B", "kB", "MB", "GB")
 
 
+def clean(root: Path, everything: bool, yes: bool) -> None:
+    """Print what may go, and remove it with `yes` or after a yes at the terminal."""
+    found = look(root, everything)
+    print(render(root, found), flush=True)
+    if not found.leftovers:
+        return
+    if yes or (sys.stdin.isatty() and typer.confirm(f"Remove {_count(found.leftovers)}?")):
+        print(remove(root, found.leftovers, everything))
+    else:
+        print("nothing was removed; `leash clean --yes` removes what the table lists")
+
+
 def look(root: Path, everything: bool) -> "Found":
-    """All that may go, and what stays, in words."""
+    """What may go, and what stays and why."""
     from tasks.records.leftovers import find
 
     found = find(root, everything)
@@ -30,7 +44,7 @@ def look(root: Path, everything: bool) -> "Found":
 
 
 def remove(root: Path, agreed: "list[Leftover]", everything: bool) -> str:
-    """Remove what was agreed on and is still nobody's; says what was done."""
+    """Remove what was agreed on and is still unused; returns what was done."""
     from tasks.records.leftovers import remove as remove_all
 
     present = {leftover.path for leftover in look(root, everything).leftovers}
@@ -46,11 +60,6 @@ def render(root: Path, found: "Found") -> str:
     lines = [table([("path", "size", "why"), *rows])] if rows else ["nothing is left behind"]
     lines += [f"stays: {text}" for text in [*found.stays, *_unsent(root)]]
     return "\n".join(lines)
-
-
-def question(agreed: "list[Leftover]") -> str:
-    """What to ask before removing."""
-    return f"Remove {_count(agreed)}?"
 
 
 def _unsent(root: Path) -> list[str]:

@@ -1,28 +1,26 @@
-"""What this machine lacks, and what to do about it. Looks only; changes nothing, and starts no server."""
+"""`leash doctor`: checks of the machine and the project, each with what to do. Changes nothing and starts no server."""
 
-import importlib.metadata
 import json
 import os
 import shutil
 import subprocess
 import sys
 import time
-import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
-from packaging.requirements import InvalidRequirement, Requirement
+import psutil
 
-from flows import rwlock, server
+from flows import server
 from flows.graph import read_graph
 from flows.terminal import table
 from rlhf_core.errors import UserError
 
 Verdict = Literal["ok", "note", "BROKEN"]
 DISK_GIB = 5.0
-"""Free disk below which a run may not end: checkpoints, DVC's cache, MLflow."""
+"""Free disk below which a run may fail: checkpoints, DVC's cache, MLflow."""
 
 
 @dataclass(frozen=True)
@@ -36,12 +34,12 @@ class Check:
 
 
 def examine(root: Path) -> list[Check]:
-    """Every check, in the order of the table. A check that itself fails is a finding, never an end."""
+    """Every check, in the order of the table. A check that raises is itself a finding."""
     checks: list[Check] = []
-    for look in (_python, _versions, _torch, _disk, _git, _dvc, _cache, _locks, _params, _prefect, _mlflow):
+    for look in (_python, _torch, _disk, _git, _dvc, _cache, _locks, _params, _prefect, _mlflow):
         try:
             checks.extend(look(root))
-        except Exception as error:  # whatever is broken here is what the user asked about
+        except Exception as error:  # a broken installation is what this command is for
             checks.append(Check(look.__name__.strip("_"), "BROKEN", f"{type(error).__name__}: {error}", "make setup"))
     return checks
 
@@ -55,49 +53,6 @@ def render(checks: list[Check]) -> str:
 
 def _python(root: Path) -> Iterator[Check]:
     yield Check("python", "ok", f"{sys.version.split()[0]} at {sys.executable}")
-
-
-def _versions(root: Path) -> Iterator[Check]:
-    wanted = list(_requirements(root))
-    wrong = [text for requirement in wanted if (text := _mismatch(requirement))]
-    if wrong:
-        yield Check("packages", "BROKEN", "; ".join(wrong), "pip install -e . -c constraints.txt (or: make setup)")
-    elif wanted:
-        yield Check("packages", "ok", f"{len(wanted)} requirements met")
-    else:
-        yield Check("packages", "note", "no constraints.txt, no pyproject.toml", "change into a clone of Leash")
-
-
-def _requirements(root: Path) -> Iterator[Requirement]:
-    """What `pyproject.toml` asks for, and the exact versions of `constraints.txt` for what is installed."""
-    project = root / "pyproject.toml"
-    if project.is_file():
-        content = tomllib.loads(project.read_text(encoding="utf-8"))
-        yield from map(Requirement, content.get("project", {}).get("dependencies", []))
-    constraints = root / "constraints.txt"
-    for line in constraints.read_text(encoding="utf-8").splitlines() if constraints.is_file() else []:
-        try:
-            requirement = Requirement(line.split("#")[0].strip())
-        except InvalidRequirement:
-            continue
-        if _installed(requirement.name) is not None:
-            yield requirement
-
-
-def _mismatch(requirement: Requirement) -> str:
-    if requirement.marker is not None and not requirement.marker.evaluate():
-        return ""
-    found = _installed(requirement.name)
-    if found is not None and requirement.specifier.contains(found, prereleases=True):
-        return ""
-    return f"{requirement.name} {found or 'missing'} (wanted {requirement.specifier or 'any'})"
-
-
-def _installed(name: str) -> str | None:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def _torch(root: Path) -> Iterator[Check]:
@@ -159,7 +114,7 @@ def _dvc(root: Path) -> Iterator[Check]:
         yield Check("dvc", "ok", f"stages {' → '.join(read_graph(root).stages)}")
     except UserError as error:
         text, _, way_out = str(error).partition("; ")
-        yield Check("dvc", "BROKEN", text, way_out or "mend that file")
+        yield Check("dvc", "BROKEN", text, way_out or "fix that file")
 
 
 def _cache(root: Path) -> Iterator[Check]:
@@ -171,39 +126,51 @@ def _cache(root: Path) -> Iterator[Check]:
         with open_project(root) as project:
             cached, outs = project.examine_cache(), project.corrupt_outs()
     except UserError:
-        return  # the line about DVC says it
+        return  # reported in the line about DVC
     seconds = time.monotonic() - started
     read = f"{cached.objects} objects, {cached.size / 2**20:.1f} MiB, read in {seconds:.1f} s"
     if cached.corrupt:
         objects = " ".join(os.path.relpath(path, root) for path in cached.corrupt)
-        advice = f"rm -f {objects}; `dvc fetch` where there is a remote; leash run makes anew what is missing"
-        yield Check("cache", "BROKEN", f"{read}; {len(cached.corrupt)} with other bytes than their name says", advice)
+        advice = f"rm -f {objects}; `dvc fetch` where there is a remote; leash run computes what is missing"
+        yield Check("cache", "BROKEN", f"{read}; {len(cached.corrupt)} whose bytes are not those of their name", advice)
     else:
-        yield Check("cache", "ok", f"{read}; all as their names say")
+        yield Check("cache", "ok", f"{read}; all intact")
     if outs:
-        advice = f"rm -rf {' '.join(outs)}; leash run brings them back (edited by hand, or damaged)"
+        advice = f"rm -rf {' '.join(outs)}; leash run restores them (edited by hand, or damaged)"
         yield Check("outputs", "note", f"other bytes than dvc.lock names: {', '.join(outs)}", advice)
 
 
 def _locks(root: Path) -> Iterator[Check]:
-    """Only what somebody works on, or what stands in the way; a lock file that nobody holds does neither."""
+    """DVC's list of files in use: the processes at work, and entries of dead ones."""
     try:
         listed = json.loads((root / ".dvc" / "tmp" / "rwlock").read_text(encoding="utf-8"))
         entries = [
             *listed.get("write", {}).values(),
             *(one for many in listed.get("read", {}).values() for one in many),
         ]
-        working = {one["pid"]: rwlock.works(one) for one in entries}
+        working = {one["pid"]: _works(one) for one in entries}
     except FileNotFoundError:
         return
     except (OSError, ValueError, TypeError, AttributeError, KeyError):
-        yield Check("locks", "note", ".dvc/tmp/rwlock is half-written", "rm .dvc/tmp/rwlock (leash run does it)")
+        yield Check("locks", "note", ".dvc/tmp/rwlock is half-written: DVC stops at it", "rm .dvc/tmp/rwlock")
         return
     if dead := [str(pid) for pid, works in working.items() if not works]:
         found = f".dvc/tmp/rwlock names dead processes: {', '.join(dead)}"
-        yield Check("locks", "note", found, "rm .dvc/tmp/rwlock if dvc repro stumbles over it (leash run does it)")
+        yield Check("locks", "note", found, "rm .dvc/tmp/rwlock if DVC says that a file is busy")
     elif working:
         yield Check("locks", "note", f"DVC is at work here (PID {', '.join(map(str, working))})")
+
+
+def _works(entry: dict[str, Any]) -> bool:
+    """Whether the process in an entry of the list still runs and is the one that wrote it, by its arguments."""
+    try:
+        process = psutil.Process(int(entry["pid"]))
+        arguments = str(entry["cmd"]).split(" ")[1:]
+        return process.status() != psutil.STATUS_ZOMBIE and " ".join(process.cmdline()).endswith(" ".join(arguments))
+    except psutil.NoSuchProcess:
+        return False
+    except psutil.Error:
+        return True
 
 
 def _params(root: Path) -> Iterator[Check]:
@@ -224,7 +191,7 @@ def _prefect(root: Path) -> Iterator[Check]:
     url = server.configured_url(root)
     shown = without_credentials(url or "")
     if url is None:
-        found = "none named: leash run starts one for each run, leash serve needs one"
+        found = "none configured: leash run starts one for each run, leash serve needs one"
         yield Check("prefect", "note", found, "leash up")
     elif server.answers(url):
         yield Check("prefect", "ok", shown)
@@ -245,4 +212,4 @@ def _mlflow(root: Path) -> Iterator[Check]:
             yield Check("mlflow", "note", f"no answer at {shown}", advice)
         return
     database = root / "mlflow.db"
-    yield Check("mlflow", "ok", shown or f"{database}{'' if database.is_file() else ' (the first run makes it)'}")
+    yield Check("mlflow", "ok", shown or f"{database}{'' if database.is_file() else ' (created by the first run)'}")

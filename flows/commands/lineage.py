@@ -1,5 +1,5 @@
-"""The tree that `leash lineage` prints: every artefact with its hash, the stage and parameters that made it, and
-whether the workspace still holds it. How the tree is found stands in `tasks/records/lineage.py`."""
+"""`leash lineage`: prints a tree of artefacts, each with its hash, the stage and parameters that made it, and whether
+the workspace still holds it."""
 
 import shutil
 import textwrap
@@ -25,16 +25,16 @@ def show(root: Path, path: Path) -> tuple[dict[str, Any], str]:
 
 
 def _lines(node: "Node", first: str, rest: str, width: int, seen: set[str]) -> Iterator[str]:
-    """`first` stands before the node's own line, `rest` before everything below it. What made several artefacts is
-    shown once."""
+    """`first` is the prefix of the node's own line, `rest` that of every line below it. An execution that made several
+    artefacts is shown once."""
     run = _run(node)
-    told = run in seen
-    maker = f"  made by {node.record.stage}{' (see above)' if told else ''}" if node.record else ""
+    shown = run in seen
+    maker = f"  made by {node.record.stage}{' (see above)' if shown else ''}" if node.record else ""
     yield f"{first}{node.path}  {node.digest[:DIGITS]}  {node.state}{maker}"
-    bar = f"{rest}│ " if node.inputs and not told else f"{rest}  "
-    for line in (*(() if told else _about(node)), *node.notes):
+    bar = f"{rest}│ " if node.inputs and not shown else f"{rest}  "
+    for line in (*(() if shown else _about(node)), *node.notes):
         yield from textwrap.wrap(line, width, initial_indent=bar, subsequent_indent=f"{bar}  ", break_on_hyphens=False)
-    if told:
+    if shown:
         return
     if run:
         seen.add(run)
@@ -45,7 +45,7 @@ def _lines(node: "Node", first: str, rest: str, width: int, seen: set[str]) -> I
 
 
 def _run(node: "Node") -> str:
-    """What tells one execution of a stage from another; empty for what no stage made."""
+    """The identity of the execution that made the node; empty where no stage made it."""
     record = node.record
     return repr((record.stage, record.inputs, record.code, record.params)) if record else ""
 

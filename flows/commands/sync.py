@@ -1,10 +1,10 @@
-"""`leash sync`: sends to MLflow what waits in `work/outbox`. How it is sent: `tasks/tracking/sender.py`."""
+"""`leash sync`: sends to MLflow what waits in `work/outbox`."""
 
 from pathlib import Path
 
 
 def sync(root: Path, timeout: float) -> tuple[str, bool]:
-    """(what was sent and what is left, whether nothing is left). `timeout` in seconds."""
+    """(what was sent and what is left, whether all was sent). `timeout` in seconds."""
     from tasks.records.leftovers import unsent
     from tasks.tracking import outbox
     from tasks.tracking.sender import drain
@@ -19,9 +19,9 @@ def sync(root: Path, timeout: float) -> tuple[str, bool]:
     lines = [f"to {where}"]
     for folder, events in waiting:
         now = left.get(folder, 0)
-        alive = "a living process writes it" if outbox.is_owned(folder) else ""
-        reason = f"; {now} left ({alive or without_credentials(drained.reason or 'its turn has not come')})"
+        alive = "a running process writes it" if outbox.is_owned(folder) else ""
+        reason = f"; {now} left ({alive or without_credentials(drained.reason or 'an earlier one comes first')})"
         lines.append(f"{outbox.series(folder)}: {max(0, events - now)} events sent{reason if folder in left else ''}")
     if drained.left:
-        lines.append(f"{drained.left} of {len(waiting)} outboxes wait on; `leash sync` tries again")
+        lines.append(f"{drained.left} of {len(waiting)} outboxes still wait; `leash sync` tries again")
     return "\n".join(lines), not drained.left

@@ -25,6 +25,7 @@ from dvc.lock import LockError
 from dvc.output import Output
 from dvc.repo import Repo
 from dvc.repo.reproduce import get_active_graph, plan_repro
+from dvc.stage import Stage
 from dvc.utils.serialize import dumps_yaml, parse_yaml, parse_yaml_for_update
 from dvc_data.hashfile.build import build
 from dvc_data.hashfile.state import StateNoop
@@ -49,8 +50,9 @@ PARAMETERS = {
 }
 ATTRIBUTES = {
     Repo: ("index", "dvcignore", "fs", "close"),
-    Output: ("get_hash", "exists", "dvcignore"),
-    ParamsDependency: ("status", "get_hash"),
+    Output: ("get_hash", "exists", "dvcignore", "status"),
+    Stage: ("changed_stage", "is_callback"),
+    ParamsDependency: ("status", "get_hash", "read_params"),
 }
 
 
@@ -144,6 +146,22 @@ class GraphStage:
 
 
 @dataclass(frozen=True)
+class Changes:
+    """What differs now from the record of a stage, or of a .dvc file, in dvc.lock."""
+
+    recorded: bool
+    """Whether there is a record at all."""
+    command: bool
+    always_runs: bool
+    params: Mapping[str, tuple[Any, Any]]
+    """The changed tracked parameters: (recorded, now), None where unset."""
+    inputs: Mapping[str, str]
+    """Path of a changed input -> DVC's word for it: modified, deleted or new."""
+    outs: Mapping[str, str]
+    """Path of a changed output -> modified, deleted, new or not in cache."""
+
+
+@dataclass(frozen=True)
 class Cached:
     """Objects of the cache that outputs in dvc.lock need: how many, their bytes, and those with other bytes than their
     name says."""
@@ -181,6 +199,29 @@ class Project:
 
     def _file(self, out: Any) -> File:
         return File(Path(out.fs_path).resolve().relative_to(self.root.resolve()).as_posix(), _recorded(out), out)
+
+    def changes(self, address: str) -> Changes:
+        """What differs from the record. Files and params.yaml are read now; dvc.lock was read when this was opened."""
+        (stage,) = [one for one in self._repo.index.stages if _address(one, self.root) == address]
+        deps = [] if stage.frozen else stage.deps
+        params: dict[str, tuple[Any, Any]] = {}
+        inputs: dict[str, str] = {}
+        for dep in deps:
+            states = dep.status()
+            state = next(iter(states.values()), None)
+            if isinstance(dep, ParamsDependency) and isinstance(state, Mapping):
+                before, now = dep.hash_info.value or {}, dep.read_params()
+                params |= {name: (before.get(name), now.get(name)) for name in state}
+            elif state is not None:
+                inputs[dep.def_path] = str(state)
+        return Changes(
+            recorded=not stage.cmd or any(one.hash_info for one in (*stage.deps, *stage.outs)),
+            command=bool(stage.changed_stage()),
+            always_runs=not stage.frozen and bool(stage.is_callback or stage.always_changed),
+            params=params,
+            inputs=inputs,
+            outs={out.def_path: str(next(iter(states.values()))) for out in stage.outs if (states := out.status())},
+        )
 
     def plan(self) -> list[tuple[str, list[str], list[str]]]:
         """(stage, the stages whose outputs it reads, the .dvc files that it reads) in the order of `dvc repro`."""

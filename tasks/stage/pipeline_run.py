@@ -1,7 +1,7 @@
 """The pipeline run in MLflow as a whole: the figures of all its stages, links to the runs of restored ones, its end."""
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -42,11 +42,12 @@ def describe(
             tracker.link_restored(name, definition.key(params, definition.hashes()))
 
 
-def finish(root: Path, status: Status, stages: Sequence[str]) -> str:
+def finish(root: Path, status: Status, stages: Sequence[str], seconds: Mapping[str, float]) -> str:
     """Describe and close the pipeline run, and send to MLflow what it has not received. Returns what is left, in words.
 
-    For the driver of the graph; `stages` are those whose results are those of this run. Does nothing where params.yaml
-    cannot be read or `runtime.tracking` is off; without stages it only sends.
+    For the driver of the graph; `stages` are those whose results are those of this run, `seconds` how long each took.
+    The run also gets a tag with the places of report and models. Does nothing where params.yaml cannot be read or
+    `runtime.tracking` is off; without stages it only sends.
     """
     try:
         params = read_yaml(root / PARAMS_FILE)
@@ -56,9 +57,11 @@ def finish(root: Path, status: Status, stages: Sequence[str]) -> str:
     if not tracking:
         return ""
     if stages:
+        places = {"leash.report": str(root / "report" / "index.html"), "leash.models": str(root / "models")}
         with open_project(root) as project:
-            tracker = PipelineTracker.open(root, pipeline_identity(project, params))
+            tracker = PipelineTracker.open(root, pipeline_identity(project, params), tags=places)
             describe(tracker, project, params, stages)
+            tracker.headline({f"seconds/{stage}": round(took, 1) for stage, took in seconds.items()})
             tracker.close_parent(status)
             tracker.close()
     return str(drain(root))

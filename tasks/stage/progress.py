@@ -1,11 +1,15 @@
-"""Progress a person can follow: which stage, which step of how many, the numbers that matter, the time left.
+"""The progress of a loop: which stage, which step of how many, the numbers that matter, the time left. On a terminal
+one line is rewritten; elsewhere a line is printed every few seconds."""
 
-On a terminal one line is rewritten; elsewhere a line is printed every few seconds.
-"""
-
+import re
 import sys
 import time
 from collections.abc import Mapping
+
+_LINE = re.compile(r"^\[[^\]]+\] (?:[^\d\s]\S* )+\d+/\d+(?:  |$)")
+BASIS_UPDATES = 3
+BASIS_SECONDS = 5.0
+"""There is no estimate before this many updates or seconds."""
 
 
 class Progress:
@@ -14,14 +18,15 @@ class Progress:
     def __init__(self, label: str, total: int, unit: str, seconds: float) -> None:
         self.label, self.total, self.unit, self.seconds = label, total, unit, seconds
         self.started = self.last_print = time.monotonic()
-        self.first_step: int | None = None
+        self.first: tuple[int, float] | None = None
+        self.updates = 0
         self.terminal = sys.stdout.isatty()
 
     def update(self, step: int, **values: float | None) -> None:
-        """Say that `step` of the loop is done; `values` are shown beside it."""
+        """`step` of the loop is done; `values` are shown beside it."""
         now = time.monotonic()
-        if self.first_step is None:
-            self.first_step = step - 1
+        self.first = self.first or (step, now)
+        self.updates += 1
         due = now - self.last_print >= (0.1 if self.terminal else self.seconds)
         if due or step >= self.total:
             self.last_print = now
@@ -32,11 +37,16 @@ class Progress:
         self._print(f"{self.label} {text}", final=True)
 
     def _line(self, step: int, values: Mapping[str, float | None], now: float) -> str:
-        shown = "  ".join(f"{name} {value:.4g}" for name, value in values.items() if value is not None)
-        done = step - (self.first_step or 0)
-        left = (now - self.started) / max(1, done) * (self.total - step)
-        rest = f"{_duration(left)} left" if step < self.total else f"done in {_duration(now - self.started)}"
-        return f"{self.label} {self.unit} {step}/{self.total}  {shown}  {rest}"
+        numbers = [f"{name} {value:.4g}" for name, value in values.items() if value is not None]
+        rest = self._left(step, now) if step < self.total else f"done in {duration(now - self.started)}"
+        return "  ".join(filter(None, [f"{self.label} {self.unit} {step}/{self.total}", *numbers, rest]))
+
+    def _left(self, step: int, now: float) -> str:
+        """The time left at the speed since the first update, which is left out: it may be a resumed or a slow one."""
+        first_step, first_time = self.first or (step, now)
+        if step <= first_step or (self.updates <= BASIS_UPDATES and now - first_time < BASIS_SECONDS):
+            return ""
+        return f"{duration((now - first_time) / (step - first_step) * (self.total - step))} left"
 
     def _print(self, line: str, final: bool) -> None:
         if self.terminal:
@@ -46,6 +56,14 @@ class Progress:
         sys.stdout.flush()
 
 
-def _duration(seconds: float) -> str:
+def is_progress(line: str) -> bool:
+    """Whether a stage's line is one of `Progress` that the next one replaces."""
+    return bool(_LINE.match(line)) and "  done in " not in line
+
+
+def duration(seconds: float) -> str:
+    """`4 s`, `2 min 05 s`, `1 h 20 min`."""
     minutes, rest = divmod(round(seconds), 60)
+    if minutes >= 60:
+        return f"{minutes // 60} h {minutes % 60:02d} min"
     return f"{minutes} min {rest:02d} s" if minutes else f"{rest} s"

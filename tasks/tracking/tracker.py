@@ -42,10 +42,10 @@ class PipelineIdentity:
 class _ParentRun:
     """What stage and flow have in common: both describe a pipeline run."""
 
-    def __init__(self, outbox: Outbox, pipeline: PipelineIdentity) -> None:
+    def __init__(self, outbox: Outbox, pipeline: PipelineIdentity, tags: Mapping[str, str] | None = None) -> None:
         self._outbox = outbox
         self._has_ended = False
-        tags = {"leash.dirty": str(pipeline.dirty).lower(), "mlflow.source.name": "leash"}
+        tags = {**(tags or {}), "leash.dirty": str(pipeline.dirty).lower(), "mlflow.source.name": "leash"}
         if pipeline.commit:
             tags |= {"leash.commit": pipeline.commit, "mlflow.source.git.commit": pipeline.commit}
         outbox.append("parent-open", key=pipeline.key, params=flatten(pipeline.params), tags=tags)
@@ -68,9 +68,11 @@ class PipelineTracker(_ParentRun):
     """The pipeline run, for the flow that drives it; it has no sender of its own: `drain` sends its events."""
 
     @classmethod
-    def open(cls, root: Path, pipeline: PipelineIdentity, *, warn: Warn | None = None) -> Self:
-        """Begin, or open again, the parent run of `pipeline`."""
-        return cls(Outbox.create(root, f"pipeline-{pipeline.key[:12]}", warn or warn_once()), pipeline)
+    def open(
+        cls, root: Path, pipeline: PipelineIdentity, *, tags: Mapping[str, str] | None = None, warn: Warn | None = None
+    ) -> Self:
+        """Begin, or open again, the parent run of `pipeline`; `tags` are added to its own."""
+        return cls(Outbox.create(root, f"pipeline-{pipeline.key[:12]}", warn or warn_once()), pipeline, tags or {})
 
     def close(self) -> None:
         """The last call; without `close_parent` before it, the pipeline run counts as killed."""

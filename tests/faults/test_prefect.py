@@ -89,7 +89,7 @@ def test_a_server_lost_in_mid_flow(strike: Callable[[psutil.Process], None], run
     assert process.returncode == 1
     (line,) = errors.splitlines()
     assert line.startswith("error: the Prefect server (http://127.0.0.1:")
-    assert "what the stages made is kept, the same command goes on from there" in line
+    assert "the results of the stages are kept, and the same command continues" in line
     table = [line.split()[:2] for line in said.splitlines()[-2:]]
     assert table == [["one", "ran"], ["two", "ran"]], said
     assert log_of(root).count("two begin") == 2, "a crash is tried again without a server, too"

@@ -13,11 +13,10 @@ from typing import TYPE_CHECKING, Any
 import psutil
 import pytest
 
-from flows import driver, processes
+from flows import processes
 from flows.commands.doctor import examine
 from flows.graph import read_graph
 from flows.pipeline import pipeline
-from flows.rwlock import sweep
 from flows.stages import PipelineFailed
 from rlhf_core.errors import UserError
 from rlhf_core.locks import FileLock
@@ -63,10 +62,10 @@ def test_the_second_leash_run_is_refused_at_once(toy: Toy, leash: Leash, prefect
     root = toy(STAGES)
     first = leash(root, "run", api=prefect_api)
     until(lambda: "one begin" in log_of(root))
-    second = leash(root, "run")  # it would have to lend a server, and does not come so far
+    second = leash(root, "run")
     said, errors = second.communicate(timeout=60)
     assert (second.returncode, said) == (2, "")
-    assert errors.startswith(f"error: another leash run is at work in this folder (process {first.pid}, since ")
+    assert errors.startswith(f"error: another leash run works in this folder (process {first.pid}, since ")
     assert errors.count("\n") == 1
     (root / "go").touch()
     assert first.communicate(timeout=60)[1] == ""
@@ -129,53 +128,60 @@ def unburied() -> Iterator[int]:
     process.wait()
 
 
-@pytest.mark.parametrize("owner", ["stranger", "unburied", "gone"])
-def test_locks_of_dead_processes(owner: str, request: pytest.FixtureRequest, toy: Toy, serial: Any) -> None:
-    root = toy({"one": ("work", []), "two": ("work", ["one"])})
-    serial(root)
-    temporary, pid = root / ".dvc" / "tmp", 2**22 - 3 if owner == "gone" else request.getfixturevalue(owner)
-    for name in ("lock", "rwlock.lock"):
-        (temporary / name).write_text(f" {pid}\n")
-    (root / "work").mkdir()
-    for name in ("mlflow.lock", "driver.lock"):
-        (root / "work" / name).write_text(json.dumps({"pid": pid, "started": 1.0}))
-    entry = {"pid": pid, "cmd": "/somewhere/bin/dvc repro"}
-    listed = {"write": {str(root / "one.out"): entry}, "read": {str(root / "input.txt"): [entry]}}
-    (temporary / "rwlock").write_text(json.dumps(listed))
-    (finding,) = [check for check in examine(root) if check.name == "locks"]
-    assert str(pid) in finding.found
-    assert "rm .dvc/tmp/rwlock" in finding.advice
-    assert sweep(root) == [f"struck a dead DVC process out of .dvc/tmp/rwlock (PID {pid})"]
-    assert json.loads((temporary / "rwlock").read_text()) == {"read": {}, "write": {}}
-    (root / "one.out").unlink()
-    with driver.sole(root):
-        assert FileLock(root / "work" / "mlflow.lock").acquire()
+@pytest.fixture
+def blocked(toy: Toy, serial: Any) -> Callable[[int], Path]:
+    """Makes a finished project with a missing output, and locks of the process with this number."""
+
+    def make(pid: int) -> Path:
+        root = toy({"one": ("work", []), "two": ("work", ["one"])})
         serial(root)
-    assert (root / "one.out").exists()
+        temporary = root / ".dvc" / "tmp"
+        for name in ("lock", "rwlock.lock"):
+            (temporary / name).write_text(f" {pid}\n")
+        (root / "work").mkdir()
+        for name in ("mlflow.lock", "driver.lock"):
+            (root / "work" / name).write_text(json.dumps({"pid": pid, "started": 1.0}))
+        entry = {"pid": pid, "cmd": "/somewhere/bin/dvc repro"}
+        listed = {"write": {str(root / "one.out"): entry}, "read": {str(root / "input.txt"): [entry]}}
+        (temporary / "rwlock").write_text(json.dumps(listed))
+        (finding,) = [check for check in examine(root) if check.name == "locks"]
+        assert str(pid) in finding.found
+        assert "rm .dvc/tmp/rwlock" in finding.advice
+        (root / "one.out").unlink()
+        return root
+
+    return make
 
 
-def test_a_list_that_was_being_written(toy: Toy, serial: Any) -> None:
+def test_dvc_itself_removes_the_locks_of_a_killed_process(blocked: Callable[[int], Path], prefect_api: str) -> None:
+    root = blocked(2**22 - 3)
+    assert pipeline(root=str(root))["one"].state == "Restored"
+    assert FileLock(root / "work" / "mlflow.lock").acquire()
+
+
+@pytest.mark.parametrize("owner", ["stranger", "unburied"])
+def test_a_zombie_or_a_reused_number_is_one_line_with_the_command_that_helps(
+    owner: str, request: pytest.FixtureRequest, blocked: Callable[[int], Path], prefect_api: str
+) -> None:
+    root = blocked(request.getfixturevalue(owner))
+    with pytest.raises(PipelineFailed) as caught:
+        pipeline(root=str(root), retry_delay_seconds=60.0)
+    assert caught.value.users_fault
+    assert str(caught.value).endswith("rm .dvc/tmp/rwlock")
+    (root / ".dvc" / "tmp" / "rwlock").unlink()
+    assert pipeline(root=str(root))["one"].state == "Restored"
+
+
+def test_a_list_that_was_being_written(toy: Toy, serial: Any, prefect_api: str) -> None:
     root = toy({"one": ("work", [])})
     serial(root)
     (root / ".dvc" / "tmp" / "rwlock").write_text('{"write": {"/some')
     (finding,) = [check for check in examine(root) if check.name == "locks"]
-    assert finding.found == ".dvc/tmp/rwlock is half-written"
+    assert finding.found == ".dvc/tmp/rwlock is half-written: DVC stops at it"
     (root / "one.out").unlink()
-    assert len(sweep(root)) == 1
-    serial(root)
-    assert sweep(root) == []
-
-
-def test_a_living_dvc_keeps_its_place_in_the_list(toy: Toy) -> None:
-    root = toy(STAGES)
-    process = dvc(root)
-    until(lambda: "one begin" in log_of(root))
-    before = (root / ".dvc" / "tmp" / "rwlock").read_text()
-    assert str(process.pid) in before
-    assert sweep(root) == []
-    assert (root / ".dvc" / "tmp" / "rwlock").read_text() == before
-    (root / "go").touch()
-    process.communicate(timeout=60)
+    with pytest.raises(PipelineFailed, match=r"DVC cannot read \.dvc/tmp/rwlock; remove it and run again") as caught:
+        pipeline(root=str(root))
+    assert caught.value.users_fault
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,7 @@ def test_nothing_is_left_running(
     code: int,
 ) -> None:
     root = toy(STAGES)
-    process = leash(root, "run", api=prefect_api)
+    process = leash(root, "run", "--jobs", "2", api=prefect_api)
     deadline = time.monotonic() + 60.0
     while len(begun(root)) < 2 and time.monotonic() < deadline:
         time.sleep(0.1)

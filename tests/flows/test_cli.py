@@ -105,7 +105,9 @@ def test_run_from_a_sub_folder(toy: Callable[..., Path], leash: Leash, prefect_a
     code, output, errors = finish(leash(root / "deep" / "er", "run", api=prefect_api))
     assert (code, errors) == (0, "")
     lines = output.splitlines()
-    assert "one           | one begins" in lines
+    assert lines[0] == "up to 2 of 2 stages to run: one, two"
+    assert "[1/2 one] starts (no earlier run)" in lines
+    assert "[1/2 one] one begins" in lines
     assert [line.split()[:2] for line in lines if line.split()[1:2] == ["ran"]] == [["one", "ran"], ["two", "ran"]]
     assert f"models  {root / 'models'}: policy" in lines
     assert lines[-1].startswith("MLflow  ")
@@ -125,4 +127,5 @@ def test_a_stages_refusal_is_exit_2_and_a_crash_exit_1(
     code, output, errors = finish(leash(root, "run", "--retries", "1", "--retry-delay", "0", api=prefect_api))
     assert code == 1
     assert "RuntimeError: boom" in one_line(errors)
-    assert output.count("wrong         | wrong begins") == 2
+    assert output.count("[2/3 wrong] wrong begins") == 2
+    assert "[2/3 wrong] attempt 2 of 2 after: failed to run: " in output

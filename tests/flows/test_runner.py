@@ -1,41 +1,54 @@
-"""The end of a run whose Prefect server is gone. Whole runs are in test_cli.py and tests/faults/test_prefect.py."""
+"""The first line of a run, and its end when the Prefect server is gone. Whole runs are in test_cli.py and
+tests/faults/test_prefect.py."""
 
 import os
 
 import pytest
 
-from flows import runner, server
-from flows.stages import FAILED, Outcome, PipelineFailed, StageCrash
+from flows import runner, server, terminal
+from flows.graph import Graph
+from flows.stages import FAILED, Outcome, PipelineFailed, StageCrash, StageUserError
 
 
 class Left(Exception):
     """Instead of the end of the process."""
 
 
-@pytest.fixture(autouse=True)
-def gone(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def lost(monkeypatch: pytest.MonkeyPatch) -> None:
     def leave(code: int) -> None:
         raise Left(code)
 
     monkeypatch.setattr(os, "_exit", leave)
-    monkeypatch.setattr(server, "take_back", lambda seconds: None)
+    monkeypatch.setattr(server, "stop_temporary", lambda ladder: None)
     monkeypatch.setenv("PREFECT_API_URL", "http://me:secret@127.0.0.1:1/api")
 
 
+def test_the_first_line_names_what_may_run() -> None:
+    graph = Graph(("a", "b", "c"), {}, {})
+    assert runner.first_line(graph, ["b", "c"]) == "up to 2 of 3 stages to run: b, c"
+    assert runner.first_line(graph, []) == "3 stages, all up to date"
+
+
 @pytest.mark.parametrize(
-    ("error", "code", "says"),
+    ("cause", "code", "says"),
     [
         (None, 1, "the Prefect server (http://127.0.0.1:1/api) died or hangs"),
-        (PipelineFailed([StageCrash("ppo: boom")], [Outcome("ppo", FAILED, 1.0)]), 1, "ppo: boom"),
+        (PipelineFailed([StageCrash("ppo: boom")], []), 1, "ppo: boom"),
+        (PipelineFailed([StageUserError("ppo: no")], []), 2, "ppo: no"),
         (KeyboardInterrupt(), 130, "stopped; nothing is left running"),
         (SystemExit(143), 143, "stopped; nothing is left running"),
     ],
 )
 def test_a_lost_server_ends_the_run_with_its_code_and_no_password(
-    capsys: pytest.CaptureFixture[str], error: BaseException | None, code: int, says: str
+    lost: None, capsys: pytest.CaptureFixture[str], cause: BaseException | None, code: int, says: str
 ) -> None:
-    with pytest.raises(Left) as left:
-        runner._leave_without_server(error, [Outcome("ppo", FAILED, 1.0)])
+    error: BaseException = OSError("connection refused")
+    error.__context__ = cause
+    with terminal.screen(["ppo"]):
+        terminal.end(Outcome("ppo", FAILED, 1.0))
+        with pytest.raises(Left) as left:
+            runner._exit_without_server(error)
     assert left.value.args == (code,)
     printed = capsys.readouterr()
     assert says in printed.err

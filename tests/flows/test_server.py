@@ -32,11 +32,11 @@ def test_up_found_again_and_down(alone: None, tmp_path: Path) -> None:
     assert server.down(tmp_path) is False
 
 
-def test_a_taken_port_is_the_users_to_mend(alone: None, tmp_path: Path) -> None:
+def test_a_taken_port_is_an_error_of_the_user(alone: None, tmp_path: Path) -> None:
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         other.listen()
-        with pytest.raises(UserError, match=r"port .* is taken"):
+        with pytest.raises(UserError, match=r"port .* is in use"):
             server.up(tmp_path, other.getsockname()[1])
 
 

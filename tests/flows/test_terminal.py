@@ -1,30 +1,67 @@
 """Live lines and the closing table."""
 
+import re
 from pathlib import Path
 
 import pytest
 
 from flows import terminal
 from flows.artifacts import metric_rows, report_page
-from flows.stages import EXECUTED, FAILED, NOT_RUN, Outcome
+from flows.stages import EXECUTED, FAILED, NOT_RUN, UP_TO_DATE, Outcome
 
 
-def test_say_is_silent_until_opened_and_leaves_out_dvcs_advice(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(terminal._screen, "open", False)
+def test_say_is_silent_until_the_screen_opens_and_leaves_out_dvcs_advice(capsys: pytest.CaptureFixture[str]) -> None:
     terminal.say("sft", "step 1/3")
     assert capsys.readouterr().out == ""
-    terminal.open_screen()
-    terminal.say("sft", "step 2/3")
-    terminal.say("sft", "Use `dvc push` to send your updates to remote storage.")
-    terminal.say("sft", "")
-    assert capsys.readouterr().out == "sft           | step 2/3\n"
+    with terminal.screen(["base", "sft"]):
+        terminal.say("", "up to 1 of 2 stages to run: sft")
+        terminal.say("sft", "[4/17 sft] step 2/3  loss 1.2")
+        terminal.say("sft", "Use `dvc push` to send your updates to remote storage.")
+        terminal.say("sft", "> python -m tasks.sft")
+        terminal.say("sft", "")
+        terminal.end(Outcome("sft", EXECUTED, 61.27))
+        terminal.end(Outcome("base", UP_TO_DATE, 0.0))
+    assert capsys.readouterr().out.splitlines() == [
+        "up to 1 of 2 stages to run: sft",
+        "[2/2 sft] step 2/3  loss 1.2",
+        "[2/2 sft] ran in 1 min 01 s",
+    ]
+    assert [line.split()[0] for line in terminal.closing_table().splitlines()] == ["stage", "base", "sft"]
+
+
+def test_a_terminal_has_one_live_line_a_stage(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    with terminal.screen(["ppo"]):
+        terminal.say("ppo", "starts (ppo.kl.coef 0.05 → 0.2)")
+        for step in (1, 2):
+            terminal.say("ppo", f"[7/9 ppo] step {step}/3  score 0.{step}  9 s left")
+            assert terminal._screen.live is not None
+            terminal._screen.live.refresh()
+        terminal.say("ppo", "[7/9 ppo] step 3/3  score 0.3  done in 9 s")
+        terminal.end(Outcome("ppo", EXECUTED, 9.0))
+    printed = re.sub(r"\x1b\[[^a-zA-Z]*[a-zA-Z]|\r", "", capsys.readouterr().out).splitlines()
+    lines = [line for text in printed for line in re.split(r"(?=\[1/1 ppo\])", text)]
+    permanent = ["starts (ppo.kl.coef 0.05 → 0.2)", "step 3/3  score 0.3  done in 9 s", "ran in 9 s"]
+    assert {f"[1/1 ppo] {text}" for text in permanent} <= set(lines)
+    assert "[1/1 ppo] step 2/3  score 0.2  9 s left  (0 s)" in lines
 
 
 def test_table() -> None:
-    text = terminal.outcome_table([Outcome("a", EXECUTED, 61.27), Outcome("long", FAILED, 0), Outcome("c", NOT_RUN, 0)])
-    assert text.splitlines() == ["stage  outcome  seconds", "a      ran      61.3", "long   FAILED", "c      not run"]
+    outcomes = [
+        Outcome("a", EXECUTED, 61.27, why="a.x 1 → 2", attempts=2),
+        Outcome("long", FAILED, 0),
+        Outcome("c", NOT_RUN, 0),
+    ]
+    assert terminal.outcome_table(outcomes).splitlines() == [
+        "stage  outcome          seconds  why",
+        "a      ran (attempt 2)  61.3     a.x 1 → 2",
+        "long   FAILED",
+        "c      not run",
+    ]
 
 
 def test_complaints_are_one_line(capsys: pytest.CaptureFixture[str]) -> None:

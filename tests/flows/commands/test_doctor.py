@@ -14,17 +14,12 @@ def checks(toy: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> Callabl
     root = toy({"one": ("work", [])})
     monkeypatch.setenv("PREFECT_API_URL", "http://127.0.0.1:1/api")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:1")
-    (root / "constraints.txt").write_text("# exact\npsutil==0.1\nnumpy>=2\nnot-installed-here==1.0\n--no-binary x\n")
     (root / "params.yaml").write_text("threads: 999\nppoo: {}\n")
     return lambda: {check.name: check for check in examine(root)}
 
 
 def test_findings(checks: Callable[[], dict[str, Check]]) -> None:
     found = checks()
-    assert found["packages"].verdict == "BROKEN"
-    assert "psutil" in found["packages"].found
-    assert "numpy" not in found["packages"].found
-    assert "not-installed-here" not in found["packages"].found
     assert found["threads"].verdict == "note"
     assert found["git"].verdict == "note"
     assert (found["dvc"].verdict, found["dvc"].found) == ("ok", "stages one")
@@ -43,11 +38,11 @@ def test_a_check_that_fails_is_a_finding(
 
 
 def test_the_table_has_a_line_a_check_and_the_advice_after_it() -> None:
-    text = render([Check("one", "ok", "good"), Check("two", "BROKEN", "bad", "mend it")])
+    text = render([Check("one", "ok", "good"), Check("two", "BROKEN", "bad", "fix it")])
     assert text.splitlines() == [
         "check          found",
         "one    ok      good",
         "two    BROKEN  bad",
         "",
-        "two: mend it",
+        "two: fix it",
     ]

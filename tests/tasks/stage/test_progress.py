@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
-from tasks.stage.progress import Progress
+from tasks.stage.progress import Progress, is_progress
 
 
 class Clock:
@@ -39,18 +39,49 @@ def test_a_line_every_few_seconds(
 ) -> None:
     go(progress(), range(1, 11), 2.0)
     assert capsys.readouterr().out.splitlines() == [
-        "[7/9 ppo] step 3/10  reward 0.3  14 s left",
+        "[7/9 ppo] step 3/10  reward 0.3",
         "[7/9 ppo] step 6/10  reward 0.6  8 s left",
         "[7/9 ppo] step 9/10  reward 0.9  2 s left",
         "[7/9 ppo] step 10/10  reward 1  done in 20 s",
     ]
 
 
-def test_a_resumed_loop_judges_by_the_steps_of_its_own(
+def test_a_resumed_loop_estimates_from_its_own_steps(
     progress: Callable[..., tuple[Progress, Clock]], capsys: pytest.CaptureFixture[str]
 ) -> None:
     go(progress(), range(6, 9), 60.0)
     assert capsys.readouterr().out.splitlines()[-1] == "[7/9 ppo] step 8/10  reward 0.8  2 min 00 s left"
+
+
+def test_there_is_no_estimate_without_a_basis(
+    progress: Callable[..., tuple[Progress, Clock]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The first update of a loop over samples is its first batch, after a slow start."""
+    reporter, clock = progress()
+    reporter.total, reporter.seconds = 12000, 0.0
+    for step, seconds in ((64, 30.0), (128, 1.0), (192, 1.0), (256, 1.0)):
+        clock.now += seconds
+        reporter.update(step)
+    assert capsys.readouterr().out.splitlines() == [
+        "[7/9 ppo] step 64/12000",
+        "[7/9 ppo] step 128/12000",
+        "[7/9 ppo] step 192/12000",
+        "[7/9 ppo] step 256/12000  3 min 04 s left",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("[7/9 ppo] step 3/10  reward 0.3  14 s left", True),
+        ("[7/9 evaluate] policy sample 64/12000", True),
+        ("[7/9 ppo] step 10/10  reward 1  done in 20 s", False),
+        ("[7/9 ppo] ALERT kl 3", False),
+        ("[7/9 ppo] 3 of 10 rows are empty", False),
+    ],
+)
+def test_progress_lines_are_told_from_others(line: str, expected: bool) -> None:
+    assert is_progress(line) is expected
 
 
 def test_a_terminal_sees_one_line_rewritten(

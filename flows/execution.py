@@ -1,0 +1,69 @@
+"""One run of the pipeline beside Prefect: whether a stage needs a process, why it runs, on which GPU, and which attempt
+it is."""
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+from flows.graph import Graph
+from flows.stages import NO_CHANGE, UP_TO_DATE, Outcome, StageCrash, refresh_sources, run_stage
+from flows.status import Project
+
+Print = Callable[[str, str], None]
+"""Receives a stage and one line about it."""
+
+
+@dataclass
+class Execution:
+    """What all stages of one run share."""
+
+    project: Project
+    force: bool
+    timeout: float | None
+    attempts: int
+    """How often a stage may be tried."""
+    print: Print
+    why: dict[str, str] = field(default_factory=dict)
+    failures: dict[str, list[str]] = field(default_factory=dict)
+
+    def run(self, stage: str, gpu: str | None) -> Outcome:
+        """Run the stage, unless DVC's status says that it is up to date. Raises as `run_stage`."""
+        failures = self.failures.setdefault(stage, [])
+        if failures:
+            self.print(stage, f"attempt {len(failures) + 1} of {self.attempts} after: {failures[-1]}")
+        elif why := ["--force"] if self.force else self.project.reasons(stage):
+            self.why[stage] = "; ".join(why)
+            self.print(stage, f"starts ({self.why[stage]})" + (f" on GPU {gpu}" if gpu else ""))
+        else:
+            return Outcome(stage, UP_TO_DATE, 0.0)
+        environment = {"CUDA_VISIBLE_DEVICES": gpu} if gpu else NO_CHANGE
+        try:
+            outcome = run_stage(
+                self.project.root, stage, self.force, self.timeout, lambda line: self.print(stage, line),
+                environment=environment,
+            )  # fmt: skip
+        except StageCrash as error:
+            failures.append(str(error).removeprefix(f"{stage}: "))
+            raise
+        return replace(outcome, why=self.why[stage], attempts=len(failures) + 1)
+
+    def refresh_sources(self, graph: Graph) -> None:
+        """Record the new contents of tracked data files that were edited. Raises StageUserError when one is missing."""
+        changed = self.project.changed_sources(graph)
+        refresh_sources(self.project.root, changed, lambda line: self.print("", line))
+
+
+def gpus_for(jobs: int) -> list[str | None]:
+    """One entry for each stage that may run at the same time: the GPU that it gets, or None for no choice.
+
+    One stage at a time sees every GPU. Stages side by side get one each, and are never more than the GPUs; without a
+    GPU they share the CPU.
+    """
+    if jobs == 1:
+        return [None]
+    import torch
+
+    count = torch.cuda.device_count()
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    gpus = named.split(",")[:count] if named else [str(index) for index in range(count)]
+    return [*gpus[:jobs]] or [None] * jobs

@@ -1,0 +1,114 @@
+"""Why a stage is not up to date: DVC's status of its command, parameters, inputs and outputs, in words."""
+
+import json
+import threading
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from flows.graph import Graph, open_graph
+
+if TYPE_CHECKING:
+    from tasks.stage.dvc_adapter import Changes
+    from tasks.stage.dvc_adapter import Project as OpenProject
+
+LONGEST_VALUE = 40
+MOST_NAMES = 3
+FIRST_RUN = "no earlier run"
+OUTPUT_WORDS = {"deleted": "missing", "modified": "edited", "not in cache": "not in DVC's cache"}
+
+
+class Project:
+    """The graph of a project and the status of its stages, read from one open DVC repository."""
+
+    def __init__(self, root: Path, project: "OpenProject", graph: Graph) -> None:
+        self.root, self.graph = root, graph
+        self._project = project
+        self._lock = threading.Lock()
+
+    def reasons(self, name: str) -> list[str]:
+        """Why `dvc repro --single-item NAME` would not skip the stage now; empty when it is up to date.
+
+        Files and params.yaml are read at each call; dvc.lock was read when the project was opened, and a stage's entry
+        in it changes only when the stage runs.
+        """
+        with self._lock:
+            changes = self._project.changes(name)
+        return list(_input_reasons(name, changes)) or list(_output_reasons(changes))
+
+    def plan(self, graph: Graph) -> dict[str, list[str]]:
+        """The stages of `graph` that may run: those not up to date now, with the reasons, and those below them."""
+        plan: dict[str, list[str]] = {}
+        for stage in graph.stages:
+            if (why := self.reasons(stage)) or any(need in plan for need in graph.upstream[stage]):
+                plan[stage] = why
+        return plan
+
+    def changed_sources(self, graph: Graph) -> tuple[str, ...]:
+        """The tracked data files of `graph` that were edited since DVC recorded them, or are missing."""
+        return tuple(source for source in graph.all_sources() if self.reasons(source))
+
+
+@contextmanager
+def opened(root: Path) -> Iterator[Project]:
+    """The project at `root`, closed at the end. Raises UserError when DVC cannot read it."""
+    with open_graph(root) as (project, graph):
+        yield Project(root, project, graph)
+
+
+def _input_reasons(name: str, changes: "Changes") -> Iterator[str]:
+    from tasks.stage.definition import is_code
+
+    if not changes.recorded:
+        yield FIRST_RUN
+        return
+    yield from _changed_params(changes.params)
+    if changes.command:
+        yield "its .dvc file changed" if name.endswith(".dvc") else "the command changed"
+    if changes.always_runs:
+        yield "runs every time"
+    if code := [path for path, state in changes.inputs.items() if state != "deleted" and is_code(path)]:
+        yield f"code changed: {_first(code)}"
+    if gone := [path for path, state in changes.inputs.items() if state == "deleted"]:
+        yield f"{_first(gone)} missing"
+    if data := [path for path, state in changes.inputs.items() if state != "deleted" and not is_code(path)]:
+        yield f"{_first(data)} changed"
+
+
+def _output_reasons(changes: "Changes") -> Iterator[str]:
+    for state in dict.fromkeys(changes.outs.values()):
+        paths = [path for path, found in changes.outs.items() if found == state]
+        yield f"{_first(paths)} {OUTPUT_WORDS.get(state, state)}"
+
+
+def _changed_params(params: Mapping[str, tuple[Any, Any]]) -> Iterator[str]:
+    """`ppo.kl.coef 0.05 → 0.2` for every value that is not the recorded one."""
+    from tasks.params.secrets import HIDDEN, is_secret
+
+    old = _flat({name: before for name, (before, _) in params.items() if before is not None})
+    new = _flat({name: now for name, (_, now) in params.items() if now is not None})
+    for name in dict.fromkeys((*old, *new)):
+        if old.get(name) != new.get(name):
+            shown = [HIDDEN if is_secret(name) else _value(values.get(name)) for values in (old, new)]
+            yield f"{name} {' → '.join(shown)}"
+
+
+def _flat(values: Mapping[str, Any], above: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        name = f"{above}{key}"
+        flat |= _flat(value, f"{name}.") if isinstance(value, Mapping) else {name: value}
+    return flat
+
+
+def _value(value: Any) -> str:
+    text = "unset" if value is None else value if isinstance(value, str) else json.dumps(value, default=str)
+    return text if len(text) <= LONGEST_VALUE else f"{text[: LONGEST_VALUE - 1]}…"
+
+
+def _first(names: Iterable[str]) -> str:
+    """The first few, and how many more."""
+    listed = list(names)
+    more = f" and {len(listed) - MOST_NAMES} more" if len(listed) > MOST_NAMES else ""
+    return f"{', '.join(listed[:MOST_NAMES])}{more}"
