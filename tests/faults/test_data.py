@@ -160,11 +160,11 @@ def test_values_that_are_dropped_or_refused_by_choice(raw: Callable[[bytes], "Pr
 PAIRS = [{"prompt": f"Question {i}?", "chosen": f"good {i}", "rejected": f"bad {i}"} for i in range(60)]
 LEAK = {"prompt": "question  7?", "chosen": "good", "rejected": "bad"}
 UNUSABLE: dict[str, tuple[dict[str, list[dict[str, Any]] | bytes], dict[str, Any], str]] = {
-    "broken JSON": ({"train.jsonl": after_16(b'{"prompt": \n')}, {}, "train.jsonl, row 17: broken JSON"),
+    "broken JSON": ({"train.jsonl": after_16(b'{"prompt": \n')}, {}, f"{FILE}, row 17: broken JSON"),
     "a missing column": (
         {"train.jsonl": [*PAIRS, {"prompt": "q", "chosen": "a"}]},
         {},
-        "train.jsonl, row 61: missing column rejected",
+        f"{FILE}, row 61: missing column rejected",
     ),
     "a leaked prompt": (
         {"train.jsonl": PAIRS, "test.jsonl": [LEAK]},
