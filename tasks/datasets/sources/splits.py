@@ -36,6 +36,10 @@ class Assignment:
     share: dict[str, Share]
     validation: set[str]
 
+    def split(self, example: Example) -> str:
+        """train or validation."""
+        return "validation" if example.opening in self.validation else "train"
+
 
 Kinds = frozenset[Kind]
 """The kinds of rows that one opening has."""
