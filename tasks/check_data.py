@@ -1,12 +1,14 @@
 """Stage `check_data`: reads and checks the raw data before DVC removes any output, and writes a constant that `ingest`
 depends on."""
 
+from collections.abc import Iterator
+
 from rlhf_core.config.block import Block
 from rlhf_core.data.chat import opening
 from rlhf_core.errors import UserError
 from tasks.datasets.prepare import Prepared, prepare
-from tasks.datasets.sources.datasets import rows_by_use
-from tasks.datasets.sources.example import RAW
+from tasks.datasets.sources.example import RAW, Example
+from tasks.datasets.sources.splits import Share
 from tasks.evaluation.prompts import read_questions, refuse_training_prompts
 from tasks.params.evaluate import HELDOUT, EvaluateParams
 from tasks.params.ingest import IngestParams
@@ -39,26 +41,27 @@ def require_pairs(prepared: Prepared, source: str) -> None:
     """Raise UserError when the reward model's pairs are to come from the data, and the data bring too few."""
     if source == "judge":
         return
-    uses = rows_by_use(prepared.divided)
-    for use, split in (("reward_train", "training"), ("reward_validation", "validation")):
-        if not uses["pair", use]:
+    pairs = (example for example in in_share(prepared, "preferences") if example.kind == "pair")
+    found = {prepared.assignment.split(example) for example in pairs}
+    for split in ("train", "validation"):
+        if split not in found:
             raise UserError(
-                f"preferences.source is {source}, but the data bring no pairs for the reward model's {split}: add rows "
-                "with prompt, chosen and rejected, or raise ingest.split.preferences"
+                f"preferences.source is {source}, but the data bring no pairs for the reward model ({split} split): "
+                "add rows with prompt, chosen and rejected, or raise ingest.split.preferences"
             )
+
+
+def in_share(prepared: Prepared, *shares: Share) -> Iterator[Example]:
+    """The clean rows whose prompt is in one of these shares."""
+    return (example for example in prepared.kept if prepared.assignment.share[example.opening] in shares)
 
 
 def check_prompts(name: str, prepared: Prepared) -> None:
     """Raise UserError for a file of evaluation prompts that cannot be read or holds training prompts."""
     rows = read_questions(RAW, name)
     asked = {opening(row["prompt"]) for row in rows}
-    training = [
-        {"prompt": example.prompt}
-        for share, members in prepared.divided.shares.items()
-        if share != "heldout"
-        for example in members
-        if example.opening in asked
-    ]
+    trained = in_share(prepared, "demonstrations", "preferences", "ppo")
+    training = [{"prompt": example.prompt} for example in trained if example.opening in asked]
     refuse_training_prompts(name, rows, {"the training data": training})
 
 

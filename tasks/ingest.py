@@ -7,7 +7,7 @@ from typing import Any
 from tasks.datasets.jsonl import Row
 from tasks.datasets.prepare import Prepared, prepare, render, use_table
 from tasks.datasets.sources import cleaning
-from tasks.datasets.sources.datasets import assemble
+from tasks.datasets.sources.datasets import assemble, divide
 from tasks.datasets.sources.example import RAW
 from tasks.params.ingest import IngestParams
 from tasks.stage.run import run
@@ -17,11 +17,12 @@ from tasks.stage.stage import Stage
 def execute(stage: Stage[IngestParams]) -> None:
     """Make data/ingest/*.jsonl and metrics/ingest.json. Raises UserError for data that cannot be used."""
     prepared = prepare(stage.params, RAW, stage.state_dir / "datasets", stage.say)
+    divided = divide(prepared.kept, prepared.assignment, stage.params.seed)
     sizes: Counter[str] = Counter()
-    for name, rows in assemble(prepared.divided).items():
+    for name, rows in assemble(divided).items():
         stage.outputs.write_jsonl(f"data/ingest/{name}.jsonl", counted(rows, name, sizes))
     stage.outputs.write_jsonl("data/ingest/dropped.jsonl", (row.as_row() for row in prepared.dropped))
-    table = use_table(prepared)
+    table = use_table(prepared, divided)
     stage.write_metrics({"source": stage.params.source, **counts(prepared), **sizes, "rows_by_use": table})
     stage.say(", ".join(f"{size} {name}" for name, size in sizes.items()))
     for line in render(table).splitlines():

@@ -152,10 +152,7 @@ def _pair(chosen: Row, rejected: Row) -> Row:
 
 
 def dataset_pairs(stage: Stage[PreferencesParams]) -> list[Row]:
-    """The pairs that the data bring. Raises UserError when there are none."""
-    rows = stage.read(PAIRS)
-    if not rows:
-        raise UserError(f"{PAIRS}: the data bring no pairs, but preferences.source is {stage.params.source}")
+    """The pairs that the data bring."""
     return [
         {
             **{name: row[name] for name in ("prompt_id", "prompt", "chosen", "rejected")},
@@ -166,7 +163,7 @@ def dataset_pairs(stage: Stage[PreferencesParams]) -> list[Row]:
             "source": "dataset",
             "split": row["split"],
         }
-        for row in rows
+        for row in stage.read(PAIRS)
     ]
 
 

@@ -1,5 +1,5 @@
-"""Raw data as the rows of a run: read, cleaned, divided by prompt, and counted by use. What cannot be used is refused
-here."""
+"""Raw data as the rows of a run: read, cleaned, given a share by prompt, and counted by use. What cannot be used is
+refused here."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -11,9 +11,9 @@ from rlhf_core.errors import UserError
 from tasks.datasets.problems import Say
 from tasks.datasets.sources import cleaning, demo, files
 from tasks.datasets.sources.cleaning import Dropped
-from tasks.datasets.sources.datasets import USES, Divided, divide, rows_by_use
+from tasks.datasets.sources.datasets import USES, Divided, rows_by_use
 from tasks.datasets.sources.example import RAW, Example, Kind
-from tasks.datasets.sources.splits import assign
+from tasks.datasets.sources.splits import Assignment, assign
 from tasks.params.ingest import IngestParams
 
 KINDS: tuple[Kind, ...] = ("demonstration", "pair", "prompt")
@@ -31,21 +31,22 @@ LABELS = {
 
 @dataclass(frozen=True)
 class Prepared:
-    """The clean rows by share, and what was left out."""
+    """The clean rows with the shares of their prompts, and what was left out."""
 
-    divided: Divided
+    kept: list[Example]
+    assignment: Assignment
     dropped: list[Dropped]
     read: Counter[Kind]
     """Rows read, of each kind."""
 
 
 def prepare(params: IngestParams, raw: Path = RAW, cache: Path | None = None, say: Say = print) -> Prepared:
-    """Read, clean and divide the raw data. Raises UserError for data that cannot be read, that the parameters refuse,
-    or that are too few for a share; `say` lists several problems before."""
+    """Read and clean the raw data, and assign the shares. Raises UserError for data that cannot be read, that the
+    parameters refuse, or that are too few for a share; `say` lists several problems before."""
     examples = read(params, raw, cache, say)
     found = Counter(example.kind for example in examples)
     kept, dropped = sift(examples, params, say)
-    return Prepared(divide(kept, assign(kept, params.split, params.seed), params.seed), dropped, found)
+    return Prepared(kept, assign(kept, params.split, params.seed), dropped, found)
 
 
 def read(params: IngestParams, raw: Path, cache: Path | None, say: Say) -> list[Example]:
@@ -80,10 +81,10 @@ def sift(examples: list[Example], params: IngestParams, say: Say) -> tuple[list[
     return kept, dropped
 
 
-def use_table(prepared: Prepared) -> dict[str, dict[str, Any]]:
+def use_table(prepared: Prepared, divided: Divided) -> dict[str, dict[str, Any]]:
     """For each kind of row that the data bring: rows read, rows of each use, and rows left out by reason. The uses and
     the reasons sum to the rows read."""
-    uses = rows_by_use(prepared.divided) + Counter((row.kind, row.reason) for row in prepared.dropped)
+    uses = rows_by_use(divided) + Counter((row.kind, row.reason) for row in prepared.dropped)
     return {
         kind: {
             "read": prepared.read[kind],

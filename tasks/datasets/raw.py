@@ -1,5 +1,5 @@
-"""What stands below data/raw/, and what only seems to: links and names that lead out of it are refused here. What the
-value of a parameter alone shows is refused before, by its type (`rlhf_core.config.paths`)."""
+"""Paths below data/raw/. Links and names that lead out of it are refused; what the value of a parameter alone shows is
+refused before, by its type."""
 
 import re
 from pathlib import Path
@@ -7,7 +7,7 @@ from pathlib import Path
 from rlhf_core.errors import UserError
 
 CACHED = re.compile(r"/files/md5/[0-9a-f]{2}/[0-9a-f]{30}$")
-"""The end of a path in DVC's cache: where it links instead of copying (`cache.type symlink`), the links lead there."""
+"""The end of a path in DVC's cache, to which links lead with `cache.type symlink`."""
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
@@ -30,9 +30,9 @@ def require_inside(path: Path, raw: Path, key: str) -> None:
 
 
 def require_hub_id(value: str, key: str) -> None:
-    """Raise UserError unless `value`, which is no folder below data/raw/, can only be the id of something on a hub.
+    """Raise UserError unless `value`, which is no folder below data/raw/, can only be an id of the hub.
 
-    A library would take a folder of the same name at the root of the repository, or one of its own builders.
+    A library would also take a folder of this name at the root of the repository, or one of its own builders.
     """
     if not HUB_ID.fullmatch(value) or Path(value).exists():
         raise UserError(f"{key}: {value} is neither a folder below data/raw/ nor an id of the hub (owner/name)")

@@ -1,8 +1,8 @@
-"""Column checks that several schemas share. A schema itself stands in a file of its own, so that an edit reruns only
-the stages that read that dataset; an edit here concerns them all.
+"""Column checks that several schemas share. Each schema has a file of its own: an edit reruns only the stages that read
+that dataset.
 
-Values are checked as JSON has them (frames of plain Python objects): a number never passes for text, nor null for a
-missing key."""
+Values are checked as JSON has them (frames of plain Python objects): a number is no text, and null is no missing
+key."""
 
 import math
 from collections.abc import Callable, Hashable, Iterable
@@ -48,7 +48,7 @@ def is_prompt(value: object) -> bool:
 
 
 def is_number(value: object) -> bool:
-    """A finite number; true and false are none."""
+    """A finite number; true and false are not numbers."""
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
@@ -73,7 +73,7 @@ def text(*, nullable: bool = False) -> pa.Column:
 
 
 def sampled_text() -> pa.Column:
-    """What a model said: any text, also an empty one."""
+    """A sampled answer: any text, also an empty one."""
     return _each(lambda value: isinstance(value, str), "must be text")
 
 
@@ -119,7 +119,7 @@ def matching_id() -> pa.Check:
 
 def _belongs(name: object, conversation: Any) -> bool:
     if not isinstance(name, str) or not isinstance(conversation, list):
-        return True  # the columns' own checks say so
+        return True  # the columns' own checks report it
     try:
         return prompt_id(conversation) == name
     except (TypeError, KeyError):
@@ -136,13 +136,13 @@ def different_answers() -> pa.Check:
 
 
 def one_split_per_prompt() -> pa.Check:
-    """No prompt stands in train and validation."""
+    """No prompt is in train and in validation."""
 
     def passes(frame: pd.DataFrame) -> pd.Series:
         first: dict[Hashable, Hashable] = {}
         return _flags(first.setdefault(name, part) == part for name, part in _keys(frame, "prompt_id", "split"))
 
-    return pa.Check(passes, error="prompt stands in train and in validation")
+    return pa.Check(passes, error="prompt is in train and in validation")
 
 
 def unique(*names: str) -> pa.Check:
@@ -160,7 +160,7 @@ def unique(*names: str) -> pa.Check:
 
 
 def _keys(frame: pd.DataFrame, *names: str) -> Iterable[tuple[Hashable, ...]]:
-    """The columns side by side; values without a hash (a mistake that their columns report) as text."""
+    """The columns zipped; values without a hash (a mistake that their columns report) as text."""
     columns = [[v if isinstance(v, Hashable) else repr(v) for v in frame[name]] for name in names]
     return zip(*columns, strict=True)
 

@@ -24,7 +24,7 @@ TRAINING = frozenset(
 
 
 class Problem(NamedTuple):
-    """One broken rule and the rows (from 1) that break it; `column` is empty for a rule about whole rows."""
+    """A rule and the rows (from 1) that break it; `column` is empty for a rule about whole rows."""
 
     column: str
     says: str
@@ -41,15 +41,15 @@ class Problem(NamedTuple):
 
 
 class _Missing:
-    """A key that a row lacks: unlike null it passes no check."""
+    """The value of a key that a row lacks: unlike null it passes no check."""
 
 
 MISSING = _Missing()
 
 
 def load(root: Path, paths: Iterable[str]) -> dict[str, list[Row]]:
-    """The datasets among `paths` (relative to `root`), validated, raw data left aside; held-out prompts checked if both
-    sides are there. Raises UserError, see `validate` and `check_heldout_disjoint`."""
+    """The validated datasets among `paths` (relative to `root`), without raw data. With held-out and training prompts
+    among them, they must be disjoint. Raises UserError, see `validate` and `check_heldout_disjoint`."""
     datasets: dict[str, list[Row]] = {}
     for path in paths:
         if is_dataset(path):
@@ -67,7 +67,7 @@ def is_dataset(path: str) -> bool:
 
 
 def schema_module(path: str) -> str:
-    """The module that holds the schema of a dataset, by convention, so that nobody imports the others to find it.
+    """The module that holds the schema of a dataset, by its name.
 
     data/<folder>/<name>.jsonl → tasks.schemas.<name>; the datasets called samples → tasks.schemas.<folder>_samples.
     Raises ValueError for a path of another form.
@@ -142,10 +142,8 @@ def _problems(cases: "pd.DataFrame", columns: Mapping[str, list[object]]) -> lis
 
 
 def check_heldout_disjoint(heldout_rows: Sequence[Row], datasets: Mapping[str, Sequence[Row]]) -> None:
-    """No first user message of a held-out row (case and white space folded) opens a row of another dataset.
-
-    Raises UserError naming the first such prompt, where it leaked, and how many rows are concerned.
-    """
+    """Raise UserError when a row of another dataset begins with the first user message of a held-out row (case and
+    white space folded). It names the first such prompt and row, and how many rows there are."""
     heldout = {opening(row["prompt"]) for row in heldout_rows}
     leaks = [
         (name, number, row)
@@ -157,6 +155,6 @@ def check_heldout_disjoint(heldout_rows: Sequence[Row], datasets: Mapping[str, S
         name, number, row = leaks[0]
         shown = " ".join(as_text(row["prompt"]).split())[:80]
         raise UserError(
-            f"leaked held-out prompt: {shown!r} stands in {name}, row {number}, too ({len(leaks)} such rows); "
+            f"leaked held-out prompt: {shown!r} is also in {name}, row {number} ({len(leaks)} such rows); "
             "run the stage ingest again, and do not edit data/ingest/ by hand"
         )

@@ -160,11 +160,11 @@ def test_values_that_are_dropped_or_refused_by_choice(raw: Callable[[bytes], "Pr
 PAIRS = [{"prompt": f"Question {i}?", "chosen": f"good {i}", "rejected": f"bad {i}"} for i in range(60)]
 LEAK = {"prompt": "question  7?", "chosen": "good", "rejected": "bad"}
 UNUSABLE: dict[str, tuple[dict[str, list[dict[str, Any]] | bytes], dict[str, Any], str]] = {
-    "broken JSON": ({"train.jsonl": after_16(b'{"prompt": \n')}, {}, "train.jsonl, row 17: broken JSON"),
+    "broken JSON": ({"train.jsonl": after_16(b'{"prompt": \n')}, {}, f"{FILE}, row 17: broken JSON"),
     "a missing column": (
         {"train.jsonl": [*PAIRS, {"prompt": "q", "chosen": "a"}]},
         {},
-        "train.jsonl, row 61: missing column rejected",
+        f"{FILE}, row 61: missing column rejected",
     ),
     "a leaked prompt": (
         {"train.jsonl": PAIRS, "test.jsonl": [LEAK]},
@@ -179,7 +179,7 @@ UNUSABLE: dict[str, tuple[dict[str, list[dict[str, Any]] | bytes], dict[str, Any
     "no pairs": (
         {"train.jsonl": WHOLE},
         {},
-        "preferences.source is dataset, but the data bring no pairs for the reward model's training",
+        "preferences.source is dataset, but the data bring no pairs for the reward model (train split): ",
     ),
     "too few rows": ({"train.jsonl": PAIRS[:3]}, {}, "too little data for ingest.split: the share "),
     "a missing folder": (
@@ -203,15 +203,17 @@ def test_data_that_cannot_be_used_leave_every_earlier_output(
 ) -> None:
     """DVC removes the outputs of a stage before it starts it, and no output of `ingest` may go for data like these."""
     before = {path: content for path, content in finished.outputs().items() if path != "dvc.lock"}
+    earlier = (finished.root / "params.yaml").read_bytes()
+    finished.use_files()
     params = (finished.root / "params.yaml").read_bytes()
-    for name, (files, changes, says) in UNUSABLE.items():
+    for name, (files, changes, says) in sorted(UNUSABLE.items(), key=lambda item: bool(item[1][1])):
         (finished.root / "data/raw/set").mkdir()
         for file, content in files.items():
             if isinstance(content, bytes):
                 (finished.root / "data/raw/set" / file).write_bytes(content)
             else:
                 finished.write_rows(f"data/raw/set/{file}", content)
-        finished.use_files()
+        (finished.root / "params.yaml").write_bytes(params)
         for key, value in changes.items():
             finished.set(key, value)
         if driver == "dvc":
@@ -225,7 +227,7 @@ def test_data_that_cannot_be_used_leave_every_earlier_output(
         after = finished.outputs()
         assert {path: after.get(path) for path in before} == before, name
         shutil.rmtree(finished.root / "data/raw/set")
-        (finished.root / "params.yaml").write_bytes(params)
+    (finished.root / "params.yaml").write_bytes(earlier)
     assert finished.repro() == ["check"]
 
 

@@ -24,12 +24,7 @@ class Divided:
     """Clean examples by share, in the order of the splits' hash; equal prompts follow each other."""
 
     shares: dict[Share, list[Example]]
-    validation: set[str]
-    """Openings of validation rows."""
-
-    def split(self, example: Example) -> str:
-        """train or validation."""
-        return "validation" if example.opening in self.validation else "train"
+    assignment: Assignment
 
 
 def divide(examples: Iterable[Example], assignment: Assignment, seed: int) -> Divided:
@@ -39,7 +34,7 @@ def divide(examples: Iterable[Example], assignment: Assignment, seed: int) -> Di
         shares[assignment.share[example.opening]].append(example)
     for members in shares.values():
         members.sort(key=lambda e: (rank(seed, e.opening), e.prompt_id, e.kind, e.answers))
-    return Divided(shares, assignment.validation)
+    return Divided(shares, assignment)
 
 
 def assemble(divided: Divided) -> dict[str, Iterator[Row]]:
@@ -48,7 +43,7 @@ def assemble(divided: Divided) -> dict[str, Iterator[Row]]:
     The datasets that `ingest` writes to data/ingest/, by name, columns as in `tasks/schemas/`. The rows are made while
     they are read, once: a million of them never fill the memory.
     """
-    shares, split = divided.shares, divided.split
+    shares, split = divided.shares, divided.assignment.split
     return {
         "demonstrations": _unique(
             {**_prompt(e), "response": _demonstration(e), "split": split(e)}
@@ -75,7 +70,7 @@ def rows_by_use(divided: Divided) -> Counter[tuple[Kind, str]]:
         for _, same_prompt in groupby(members, key=attrgetter("prompt_id")):
             seen: set[str | None] = set()
             for example in same_prompt:
-                found[example.kind, _use(share, example, seen, has_pairs, divided.split(example))] += 1
+                found[example.kind, _use(share, example, seen, has_pairs, divided.assignment.split(example))] += 1
     return found
 
 

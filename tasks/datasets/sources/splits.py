@@ -1,12 +1,10 @@
-"""Who sees which prompt: held-out, demonstrations, preferences, PPO, and the validation rows inside two of them. Only
-the assignment lives here; the rows themselves are made in `datasets.py`.
+"""The share of every prompt: held out, demonstrations, preferences or PPO, and the validation rows of two of them.
 
-The unit is the *opening*, the first user message with case and white space folded, so that two wordings of one question
-never stand on two sides. Openings are ordered by a hash of seed and text: the assignment does not depend on the order
-of the rows, and another seed gives another one.
+The unit is the *opening*, the first user message with case and white space folded: two wordings of one question are in
+one share. Openings are ordered by a hash of seed and text: the assignment does not depend on the order of the rows.
 
-Each kind of row has a share it is made for: demonstrations, pairs → preferences, bare prompts → PPO. It goes there, and
-into every share for which the data bring nothing of its own. So a file of pairs alone fills all three shares, and three
+Each kind of row has a share of its own: demonstrations, pairs → preferences, bare prompts → PPO. It goes there, and
+into every share for which the data bring no rows of its own. So a file of pairs alone fills all three shares, and three
 files for the three purposes are each used whole."""
 
 import hashlib
@@ -28,7 +26,7 @@ SERVES: dict[Kind, tuple[Share, ...]] = {
     "pair": ("demonstrations", "preferences", "ppo"),
     "prompt": ("preferences", "ppo"),
 }
-"""What a kind of row can do at all: a bare prompt demonstrates nothing."""
+"""Shares that a kind of row can serve: a bare prompt has no answer to imitate."""
 
 
 @dataclass
@@ -37,6 +35,10 @@ class Assignment:
 
     share: dict[str, Share]
     validation: set[str]
+
+    def split(self, example: Example) -> str:
+        """train or validation."""
+        return "validation" if example.opening in self.validation else "train"
 
 
 Kinds = frozenset[Kind]
@@ -51,7 +53,7 @@ def rank(seed: int, text: str) -> bytes:
 def assign(examples: list[Example], split: SplitParams, seed: int) -> Assignment:
     """A share for every opening. Held-out rows of the data are the held-out share; without any, a fraction is drawn.
 
-    Fractions count distinct prompts and are exact up to the size of one group. Raises UserError for a share without
+    Fractions are of distinct prompts, exact up to the prompts of one opening. Raises UserError for a share with too few
     prompts.
     """
     share: dict[str, Share] = {example.opening: "heldout" for example in examples if example.heldout}
@@ -81,7 +83,7 @@ def _strata(examples: Iterable[Example]) -> dict[Kinds, list[str]]:
 
 @cache
 def _joined(kinds: Kinds | None, kind: Kind) -> Kinds:
-    """One object for equal sets: a million openings share a few."""
+    """The union as a cached object: a million openings have few distinct sets."""
     return (kinds or frozenset()) | {kind}
 
 
@@ -92,7 +94,7 @@ def _sizes(examples: Iterable[Example]) -> Counter[str]:
 
 
 def _weights(kinds: Kinds, present: set[Kind], split: SplitParams) -> dict[Share, float]:
-    """The shares open to a group with these kinds of rows, with fractions that sum to 1."""
+    """The shares that openings with these kinds of rows can serve, with fractions that sum to 1."""
     provided = {HOME[kind] for kind in present}
     allowed = {HOME[kind] for kind in kinds}
     allowed |= {name for kind in kinds for name in SERVES[kind] if name not in provided}
@@ -106,7 +108,7 @@ def _weights(kinds: Kinds, present: set[Kind], split: SplitParams) -> dict[Share
 
 
 def _cut(ordered: list[str], sizes: Mapping[str, int], weights: Mapping[Share, float]) -> dict[str, Share]:
-    """Consecutive pieces of `ordered` in proportion to `weights`, in prompts; a group goes where its middle lies."""
+    """Consecutive pieces of `ordered` in proportion to `weights`, in prompts; an opening goes where its middle lies."""
     total = sum(sizes[opening] for opening in ordered)
     names = [name for name in weights if weights[name] > 0]
     result: dict[str, Share] = {}
@@ -122,7 +124,7 @@ def _cut(ordered: list[str], sizes: Mapping[str, int], weights: Mapping[Share, f
 
 
 def _validation(share: Mapping[str, Share], sizes: Mapping[str, int], fraction: float, seed: int) -> set[str]:
-    """The fraction of both shares' prompts; at least one group each, and never all."""
+    """The openings of this fraction of both shares' prompts: at least one of each share, and never all."""
     chosen: set[str] = set()
     for name in ("demonstrations", "preferences"):
         members = [opening for opening, where in share.items() if where == name]

@@ -150,3 +150,34 @@ def test_data_that_already_lie_in_raw_are_tracked_in_place(source, root, added):
     target = source.rename(root / "data/raw/chats")
     assert import_data(target, root) == target
     assert added == ["chats"]
+
+
+def test_it_prints_what_was_found_and_the_lines_of_params_yaml(source, root, added, capsys):
+    write_jsonl(source / "train.jsonl", [*ROWS, ROWS[0], {**ROWS[1], "score": 1}])
+    write_jsonl(source / "test/test.jsonl", [{"prompt": "Question  3", "chosen": "a", "rejected": "b", "id": 1}])
+    import_data(source, root)
+    assert capsys.readouterr().out.splitlines() == [
+        "test/test.jsonl: 1 pair, held out (ingest.files.heldout_files); columns: prompt, chosen, rejected; "
+        "not read: id",
+        "train.jsonl: 22 demonstrations; columns: prompt, response",
+        "rows that ingest leaves out (ingest.on_bad_row: refuse stops instead): duplicate 2 (train.jsonl row 21, "
+        "train.jsonl row 22)",
+        "1 training rows open like a held-out row: ingest refuses them, or leaves them out with ingest.on_leak: drop",
+        "no pairs (prompt, chosen, rejected): the reward model needs some, in this folder",
+        "data/raw/chats: tracked by DVC (for git: data/raw/chats.dvc)",
+        "set in params.yaml (examples/own-data.yaml is a complete file to start from):",
+        "  ingest.source: files",
+        '  ingest.files.path: "chats"',
+    ]
+
+
+def test_every_broken_row_is_named(source, root, capsys):
+    with (source / "train.jsonl").open("a") as file:
+        file.write('{"prompt": "x"}\n{"prompt":\n')
+    with pytest.raises(UserError, match=r"train\.jsonl, row 21: missing column response .*first of 2 problems"):
+        import_data(source, root)
+    assert [line.split(":")[0] for line in capsys.readouterr().out.splitlines()] == [
+        f"{source}/train.jsonl, row 21",
+        f"{source}/train.jsonl, row 22",
+    ]
+    assert not (root / "data").exists()
