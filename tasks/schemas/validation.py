@@ -67,7 +67,7 @@ def is_dataset(path: str) -> bool:
 
 
 def schema_module(path: str) -> str:
-    """The module that holds the schema of a dataset, by convention, so that nobody imports the others to find it.
+    """The module that holds the schema of a dataset, by convention, so that the others need not be imported.
 
     data/<folder>/<name>.jsonl → tasks.schemas.<name>; the datasets called samples → tasks.schemas.<folder>_samples.
     Raises ValueError for a path of another form.
@@ -157,6 +157,6 @@ def check_heldout_disjoint(heldout_rows: Sequence[Row], datasets: Mapping[str, S
         name, number, row = leaks[0]
         shown = " ".join(as_text(row["prompt"]).split())[:80]
         raise UserError(
-            f"leaked held-out prompt: {shown!r} stands in {name}, row {number}, too ({len(leaks)} such rows); "
+            f"leaked held-out prompt: {shown!r} is also in {name}, row {number} ({len(leaks)} such rows); "
             "run the stage ingest again, and do not edit data/ingest/ by hand"
         )

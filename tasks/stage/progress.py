@@ -1,4 +1,4 @@
-"""Progress a person can follow: which stage, which step of how many, the numbers that matter, the time left.
+"""Progress of a loop: the stage, the step of how many, the numbers that matter, the time left.
 
 On a terminal one line is rewritten; elsewhere a line is printed every few seconds.
 """
@@ -18,7 +18,7 @@ class Progress:
         self.terminal = sys.stdout.isatty()
 
     def update(self, step: int, **values: float | None) -> None:
-        """Say that `step` of the loop is done; `values` are shown beside it."""
+        """`step` of the loop is done; `values` are shown beside it."""
         now = time.monotonic()
         if self.first_step is None:
             self.first_step = step - 1

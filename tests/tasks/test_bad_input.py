@@ -183,7 +183,7 @@ def test_failure_04_a_leaked_heldout_prompt(finished: "Project", stage_main: Mai
     before = finished.outputs()
     ended = stage_main(finished, stage)
     one_line(ended, stage, "leaked held-out prompt: ")
-    assert f"stands in {PPO_PROMPTS}, row 5, too (1 such rows)" in ended.stderr
+    assert f"is also in {PPO_PROMPTS}, row 5 (1 such rows)" in ended.stderr
     assert finished.outputs() == before
 
 

@@ -255,5 +255,5 @@ def test_evaluation_samples_of_heldout_prompts_are_no_leak(tmp_path):
 def test_failure_04_disjoint_counts_every_leak():
     rows = rows_for("data/ingest/ppo_prompts.jsonl")
     check_heldout_disjoint(rows[:1], {"other": rows[1:]})
-    with pytest.raises(UserError, match=r"stands in other, row 1, too \(3 such rows\)"):
+    with pytest.raises(UserError, match=r"is also in other, row 1 \(3 such rows\)"):
         check_heldout_disjoint(rows, {"other": rows})
