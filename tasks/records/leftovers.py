@@ -83,9 +83,9 @@ def size_of(path: Path) -> int:
 
 
 def _folders(root: Path) -> Iterator[str]:
-    """Names of folders that look like a stage's: they hold state folders or their locks."""
+    """Names of folders that look like a stage's: they hold state folders."""
     for folder in sorted((root / "work").glob("*")):
-        if folder.is_dir() and any(KEY.fullmatch(child.name.split(".")[0]) for child in folder.iterdir()):
+        if folder.is_dir() and any(KEY.fullmatch(child.name) for child in folder.iterdir()):
             yield folder.name
 
 
@@ -95,12 +95,9 @@ def _of_stage(
     """The leftovers of one stage; `stage` is None where dvc.yaml has it no longer, `mine`: we hold its lock."""
     root = project.root
     lock = lock_file(root, name)
-    olds = sorted((root / "work" / name).glob("*.lock"))
-    if held := next((place for place in [lock, *olds] if not mine and is_held(place)), None):
-        found.stays.append(f"{name}: process {holder(held) or '?'} runs this stage; nothing of it is touched")
+    if not mine and is_held(lock):
+        found.stays.append(f"{name}: process {holder(lock) or '?'} runs this stage; nothing of it is touched")
         return
-    for old in olds:
-        found.add(old, "a lock that no process holds", name)
     _states(project, name, stage is not None, everything, found)
     for out in stage.outs if stage is not None else []:
         partial = beside(root / out.path)
