@@ -1,5 +1,5 @@
-"""Reading `params.yaml` into strict models, with one clear line for the first mistake. What the keys mean stands in the
-stage's own module. YAML 1.2, read as DVC reads it: PyYAML would take `1e-4` for text and `off` for false."""
+"""Reads `params.yaml` into strict models, with one line that names every wrong key. YAML 1.2, read as DVC reads it:
+PyYAML would take `1e-4` for text and `off` for false."""
 
 from pathlib import Path
 from typing import Any, TypeVar
@@ -57,7 +57,7 @@ def _problem(error: YAMLError) -> str:
 def _refuse_bomb(content: Any, path: Path) -> None:
     """Raise UserError when the values, every alias (`*name`) written out, are more than `MOST_VALUES`, or endless.
 
-    A few lines of aliases of aliases are billions of values to whoever walks through them.
+    A few lines of aliases of aliases are billions of values when they are expanded.
     """
     sizes: dict[int, int] = {}
     open_: set[int] = set()
@@ -66,7 +66,7 @@ def _refuse_bomb(content: Any, path: Path) -> None:
         if not isinstance(value, dict | list):
             return 1
         if id(value) in open_:
-            raise UserError(f"{path}: an alias (*name) stands within what it names; write the values out")
+            raise UserError(f"{path}: an alias (*name) is inside what it names; write the values out")
         if id(value) not in sizes:
             open_.add(id(value))
             sizes[id(value)] = 1 + sum(map(size, value.values() if isinstance(value, dict) else value))

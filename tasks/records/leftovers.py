@@ -26,7 +26,7 @@ THIS_KEY = "state from which the stage would continue (--all)"
 
 @dataclass(frozen=True)
 class Leftover:
-    """Something that nobody needs: where, how many bytes, why; `stage` is empty where none is concerned."""
+    """Something that no run needs: where, how many bytes, why; `stage` is empty where none is concerned."""
 
     path: Path
     size: int
@@ -83,9 +83,9 @@ def size_of(path: Path) -> int:
 
 
 def _folders(root: Path) -> Iterator[str]:
-    """Names of folders that look like a stage's: they hold state folders or their locks."""
+    """Names of folders that look like a stage's: they hold state folders."""
     for folder in sorted((root / "work").glob("*")):
-        if folder.is_dir() and any(KEY.fullmatch(child.name.split(".")[0]) for child in folder.iterdir()):
+        if folder.is_dir() and any(KEY.fullmatch(child.name) for child in folder.iterdir()):
             yield folder.name
 
 
@@ -95,19 +95,16 @@ def _of_stage(
     """The leftovers of one stage; `stage` is None where dvc.yaml has it no longer, `mine`: we hold its lock."""
     root = project.root
     lock = lock_file(root, name)
-    olds = sorted((root / "work" / name).glob("*.lock"))
-    if held := next((place for place in [lock, *olds] if not mine and is_held(place)), None):
-        found.stays.append(f"{name}: process {holder(held) or '?'} runs this stage; nothing of it is touched")
+    if not mine and is_held(lock):
+        found.stays.append(f"{name}: process {holder(lock) or '?'} runs this stage; nothing of it is touched")
         return
-    for old in olds:
-        found.add(old, "a lock that nobody holds", name)
     _states(project, name, stage is not None, everything, found)
     for out in stage.outs if stage is not None else []:
         partial = beside(root / out.path)
         if partial.exists():
             found.add(partial, "half-written by a run that was stopped", name)
     if stage is None and lock.is_file():
-        found.add(lock, "a lock that nobody holds", name)
+        found.add(lock, "a lock that no process holds", name)
 
 
 def _states(project: Project, name: str, exists: bool, everything: bool, found: Found) -> None:
@@ -139,7 +136,8 @@ def _present_key(project: Project, name: str) -> tuple[str, str]:
 
 
 def _remove_of_stage(root: Path, stage: str, agreed: list[Leftover], everything: bool) -> list[Leftover]:
-    """While we hold the stage's lock nobody begins it. The lock's own file goes only with a stage that is no more."""
+    """Done under the stage's lock: nothing can start the stage meanwhile. The file of the lock is removed only with a
+    stage that dvc.yaml no longer has."""
     place = lock_file(root, stage)
     place.parent.mkdir(exist_ok=True)
     lock = FileLock(place)

@@ -15,7 +15,7 @@ from tasks.stage.dvc_adapter import LOCK_FILE, Project, open_project
 
 State = Literal["as recorded", "changed since", "missing", "unknown here"]
 GATES = ("data/check.ok", "data/check_data.ok")
-"""Constants that stages depend on; they say nothing about where a result comes from."""
+"""Constants that stages depend on; they are no origin of a result."""
 WORLD = "rlhf_core/demo"
 
 
@@ -51,7 +51,7 @@ class Lineage:
 
     @cached_property
     def records(self) -> dict[str, Record]:
-        """What dvc.lock says now; nothing where there is none."""
+        """The entries of dvc.lock; none where there is no such file."""
         return recorded(self.root) if (self.root / LOCK_FILE).is_file() else {}
 
     @cached_property
@@ -61,7 +61,7 @@ class Lineage:
         return list(dict.fromkeys([*declared, *(out for record in self.records.values() for out in record.outs)]))
 
     def of(self, path: Path) -> Node:
-        """The tree of what lies at `path` (absolute). Raises UserError for what no stage makes, or nothing recorded."""
+        """The tree of what is at `path` (absolute). Raises UserError for what no stage makes, or nothing recorded."""
         place = path.resolve()
         inside = place.relative_to(self.root.resolve()).as_posix() if place.is_relative_to(self.root.resolve()) else ""
         out = next((out for out in self.outs if inside == out or inside.startswith(f"{out}/")), None)

@@ -92,7 +92,7 @@ def _partly_missing(project: Project, path: str) -> bool:
 
 
 def fill(project: Project, clone: Path, what: Plan) -> None:
-    """Copy what git tracks (as it lies here) and every input from outside to `clone`.
+    """Copy what git tracks (as it is in the workspace) and every input from outside to `clone`.
 
     Raises UserError when an input is neither in the workspace nor in DVC's cache, or the copy is not what was recorded.
     """

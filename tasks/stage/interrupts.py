@@ -1,6 +1,5 @@
-"""SIGTERM and Ctrl-C: they end a stage at once, but in a loop that can save what it has done after the present step.
-There the first signal asks, and the second insists.
-"""
+"""SIGTERM and Ctrl-C: they end a stage at once, but in a loop that can save its progress only after the present step; a
+second signal ends it at once there, too."""
 
 import os
 import signal
@@ -11,17 +10,17 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 class Interrupts:
-    """What this process does when it is told to stop."""
+    """The handler of both signals."""
 
     def __init__(self) -> None:
         self.asked = False
         self._patient = False
 
     def install(self) -> None:
-        """Listen from now on; a signal that whoever started us made this process deaf to stays unheard."""
+        """Handle the signals from now on, but for those that were ignored when this process started."""
         for number in SIGNALS:
             if signal.getsignal(number) is not signal.SIG_IGN:
-                signal.signal(number, self._hear)
+                signal.signal(number, self._handle)
 
     @contextmanager
     def patient(self) -> Iterator[None]:
@@ -42,7 +41,7 @@ class Interrupts:
         """Whether a signal has come."""
         return self.asked
 
-    def _hear(self, *_: object) -> None:
+    def _handle(self, *_: object) -> None:
         if self.asked or not self._patient:
             self.asked = True
             raise KeyboardInterrupt

@@ -1,5 +1,5 @@
-"""What a long loop has finished, piece by piece, in a file that only grows: resumable state of loops that sample rather
-than train. Each line carries a checksum of itself, and the first one that does not fit ends what is believed."""
+"""Resumable state of loops that sample: finished pieces, one a line, in a file that only grows. Each line has a
+checksum; reading ends at the first line that does not match its own."""
 
 import hashlib
 import json

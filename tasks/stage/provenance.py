@@ -1,5 +1,5 @@
-"""`provenance.json`: what a model was made from, inside its folder. Everything in it is a function of the stage's
-inputs, as every byte of an out: no commit, time, host or absolute path stands here, and no secret."""
+"""`provenance.json` in a model's folder: what the model was made from. It is a function of the stage's inputs, as every
+out: no commit, time, host, absolute path or secret."""
 
 import json
 import math
@@ -53,7 +53,7 @@ def describe(
 
 
 def render(record: Mapping[str, Any]) -> str:
-    """The file's text: sorted keys, indent 2; what JSON has no word for (a date, an infinity) as text."""
+    """The file's text: sorted keys, indent 2; what JSON cannot hold (a date, an infinity) as text."""
     return json.dumps(record, indent=2, sort_keys=True, ensure_ascii=False, allow_nan=False, default=str) + "\n"
 
 

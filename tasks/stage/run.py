@@ -80,8 +80,8 @@ def _lack(error: Exception) -> tuple[int, str] | None:
 def _full_disk(error: BaseException) -> str | None:
     """What is full, when a lack of space is behind `error`; None otherwise.
 
-    Libraries wrap it: safetensors and tokenizers raise errors of their own with the system's text, SQLite says that the
-    disk is full, and torch's writer reports a broken stream.
+    Libraries wrap it: safetensors and tokenizers raise errors of their own with the system's text, SQLite reports that
+    the disk is full, and torch's writer reports a broken stream.
     """
     chain: list[BaseException] = []
     link: BaseException | None = error

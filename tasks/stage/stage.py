@@ -36,7 +36,7 @@ class Common(Block):
 
 @dataclass
 class Stage(Generic[Model]):
-    """One execution of a stage, as its module sees it."""
+    """One execution of a stage, as its module receives it."""
 
     name: str
     key: str
@@ -59,7 +59,7 @@ class Stage(Generic[Model]):
     """Why this execution's outputs may differ from another one's with equal inputs; empty, but for `exempt`."""
     headline: dict[str, float | None] = field(default_factory=dict)
     afterwards: list[Callable[[], None]] = field(default_factory=list)
-    """What to do once the outputs stand in their places, in order."""
+    """What to do once the outputs are in place, in order."""
 
     @property
     def seed(self) -> int:
@@ -105,7 +105,7 @@ class Stage(Generic[Model]):
         return Progress(self.label, total, unit, self.runtime.progress_seconds)
 
     def exempt(self, why: str) -> None:
-        """The outputs of this execution are exempt from byte identity, as `why` tells: say so where one would look."""
+        """The outputs of this execution are exempt from byte identity because of `why`: print that, tag the run."""
         if why in self.exemptions:
             return
         self.exemptions.append(why)
@@ -139,7 +139,7 @@ class Stage(Generic[Model]):
         return done
 
     def say(self, text: str) -> None:
-        """One line for the person who watches."""
+        """Print one line."""
         print(f"{self.label} {text}", flush=True)
 
     def track(self, values: Mapping[str, float | None], step: int) -> None:

@@ -1,9 +1,8 @@
-"""The state folder of a stage, `work/<stage>/<key>/`: who has it, and when it goes. What stands in it is the business
-of whoever resumes from it.
+"""The state folder of a stage, `work/<stage>/<key>/`: its lock, and when it is removed.
 
 A finished stage is not safe before DVC has recorded it: DVC may be killed, or fill the disk, while it stores the
-outputs, and would then start the stage again. So the state of a stage that DVC runs is only marked as finished, and
-goes when `dvc.lock` has the record: at the start of the next stage.
+outputs, and would then start the stage again. So the state of a stage that DVC runs is only marked as finished. The
+next stage removes it when `dvc.lock` has the record.
 """
 
 import os
@@ -22,8 +21,8 @@ FINISHED = "finished"
 
 @contextmanager
 def alone(root: Path, name: str) -> Iterator[None]:
-    """One process a stage and workspace, with its companions: they would write the same outputs. Raises UserError when
-    another one is at it, which may be one whose dvc was killed."""
+    """One process a stage and workspace, worker ranks aside: two would write the same outputs. Raises UserError when
+    another one runs, which may be one whose dvc was killed."""
     if is_worker():
         yield
         return
@@ -42,12 +41,12 @@ def alone(root: Path, name: str) -> Iterator[None]:
 
 
 def lock_file(root: Path, name: str) -> Path:
-    """What the process of a stage holds."""
+    """The lock of the process of a stage."""
     return root / "work" / f"{name}.lock"
 
 
 def folder_of(root: Path, name: str, key: str) -> Path:
-    """Where the state of one execution lies."""
+    """The state folder of one execution."""
     return root / "work" / name / key[:16]
 
 
@@ -63,7 +62,7 @@ def begin(definition: Definition, key: str) -> tuple[Path, bool]:
 
 
 def end(folder: Path, recorded_later: bool) -> None:
-    """The outputs stand in their places: mark the state where a dvc is still to record them, else remove it."""
+    """The outputs are in place: mark the state where a dvc is still to record them, else remove it."""
     if recorded_later and any(folder.iterdir()):
         (folder / FINISHED).touch()
     else:
@@ -86,5 +85,5 @@ def _sweep(present: Definition, root: Path) -> None:
 
 
 def under_dvc(name: str) -> bool:
-    """Whether a dvc runs this stage, and will record it; it tells its commands so."""
+    """Whether a dvc runs this stage and will record it: DVC sets DVC_STAGE for its commands."""
     return os.environ.get("DVC_STAGE", "").rpartition(":")[2] == name

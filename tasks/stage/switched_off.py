@@ -1,5 +1,5 @@
-"""What a stage leaves whose `enabled` is false: every out that dvc.yaml declares, with nothing in it, so that the graph
-stands whether an alternative runs or not. No model is loaded for it."""
+"""The empty outputs of a stage whose `enabled` is false, so that the graph is the same whether an alternative runs or
+not."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -10,7 +10,7 @@ NOTE = "README.md"
 
 
 def write_switched_off(stage: Stage[Any], columns: Mapping[str, Sequence[str]] | None = None) -> None:
-    """Write all declared outs, and say so in one line.
+    """Write all declared outs, and print one line.
 
     A folder gets a README.md of one line, metrics `{"enabled": false}`, a JSONL file no row, a CSV file its header:
     `columns` names those of each table, by its path. Raises ValueError for a table without columns, and for an out of
@@ -25,11 +25,11 @@ def write_switched_off(stage: Stage[Any], columns: Mapping[str, Sequence[str]] |
             stage.outputs.write_jsonl(out, [])
         elif name.endswith(".csv"):
             if out not in (columns or {}):
-                raise ValueError(f"{out}: which columns has it?")
+                raise ValueError(f"{out}: its columns are missing")
             stage.out(out).write_text(",".join((columns or {})[out]) + "\n", encoding="utf-8")
         elif "." not in name:
             stage.out(out).mkdir(parents=True)
             (stage.out(out) / NOTE).write_text(f"There is no model here: {said}.\n", encoding="utf-8")
         else:
-            raise ValueError(f"{out}: nobody knows what it holds where {stage.name} is switched off")
+            raise ValueError(f"{out}: no rule for what it holds where {stage.name} is switched off")
     stage.say(said)

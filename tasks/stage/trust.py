@@ -1,4 +1,4 @@
-"""Whether code that a model brings may run, and the warning that goes with a yes. The loading itself is rlhf_core's."""
+"""Whether code that comes with a model may run, and the warning where it may."""
 
 import sys
 from functools import cache
@@ -9,14 +9,14 @@ if TYPE_CHECKING:  # `leash chat` and `leash trace` have no stage, and do withou
 
 
 def trusts(stage: "Stage[Any]") -> bool:
-    """`trust_remote_code` of params.yaml. A yes is said aloud, once a stage, with the risk."""
+    """`trust_remote_code` of params.yaml. True prints a warning once a stage."""
     if stage.common.trust_remote_code:
         warn_of_code(stage.label)
     return stage.common.trust_remote_code
 
 
 def warn_of_code(label: str) -> None:
-    """Say once, on stderr and behind the label of who asks, what a yes means."""
+    """Print the risk once, on stderr, after `label`."""
     print_once(
         f"{label} WARNING: trust_remote_code is true: Python code that comes with the model runs with your "
         "rights (it can read and change your files, see your keys, and use your network); only for code that you "
@@ -26,5 +26,5 @@ def warn_of_code(label: str) -> None:
 
 @cache
 def print_once(text: str) -> None:
-    """One line on stderr, however often it is said."""
+    """One line on stderr, only the first time."""
     print(text, file=sys.stderr, flush=True)

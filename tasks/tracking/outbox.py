@@ -1,8 +1,8 @@
-"""The outbox: what tracking has to say, on the local disk until it has arrived.
+"""The outbox: events of tracking, on the local disk until MLflow has them.
 
 One folder per stage process, `work/outbox/<stage>-<key>-<time>-<pid>/`: `events.jsonl` (one JSON object a line, only
 ever appended), `files/` (copies of artifacts), `state.json` (how far the sender came) and two lock files. Writing
-is a single append and never fails the caller. Nothing here knows MLflow.
+is a single append and never fails the caller. Does not import mlflow.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ class Outbox:
         return None
 
     def close(self) -> None:
-        """Nothing more comes from this process."""
+        """The last call of this process."""
         with self._mutex:
             if self._fd is not None:
                 os.close(self._fd)

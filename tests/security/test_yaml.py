@@ -51,7 +51,7 @@ def test_a_tag_makes_no_object(read: Callable[[str], object], tmp_path: Path, va
     ("text", "says"),
     [
         (LAUGHS, f"more than {MOST_VALUES} values"),
-        ("a: &a {b: [*a]}\n", "an alias .* stands within what it names"),
+        ("a: &a {b: [*a]}\n", "an alias .* is inside what it names"),
         ("a: " + "[" * 2000 + "]" * 2000, "nested too deeply"),
         ("seed: " + "9" * 100_000, "a value cannot be read"),
         ("a: " + "x" * 2**21, "that is no parameter file"),
