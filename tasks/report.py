@@ -1,5 +1,5 @@
 """Stage `report`: one self-contained page with the pictures, tables and samples of the run, and the pictures as PNG
-files. Which files it reads and where its own go stands here; what they show is decided in tasks/page/."""
+files."""
 
 from tasks.page.figures import draw
 from tasks.page.inputs import read_run
@@ -20,7 +20,7 @@ def execute(stage: Stage[ReportParams]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for picture in pictures:
         (folder / f"{picture.name}.png").write_bytes(picture.png)
-    write_page(render(inputs, pictures, stage.params.samples), folder / "index.html")
+    write_page(render(inputs, pictures, stage.params.samples, stage.hashes), folder / "index.html")
     if stage.tracker:
         stage.tracker.artifact(folder, "report")
     stage.afterwards.append(stage.conclude)

@@ -4,10 +4,12 @@
 """
 
 import argparse
+import re
 import sys
 from fnmatch import fnmatchcase
 from functools import cache
 from pathlib import Path
+from textwrap import fill, indent
 
 import grimp
 from ruamel.yaml import YAML
@@ -18,11 +20,14 @@ sys.path.insert(0, str(ROOT))
 from tasks.params.methods import METHODS, WITH_MODEL  # noqa: E402
 
 PACKAGES = ("rlhf_core", "tasks")
+DEPS = re.compile(r"    deps:.*?\n(?=    \w|  \w|\w|\Z)", re.S)
+"""The dependencies of a stage in dvc.yaml."""
 
 CANNOT_CHANGE_RESULTS = {
     "rlhf_core": "how threads wait for each other",
     "rlhf_core.errors": "the type of a user's error",
     "rlhf_core.files": "how bytes reach the disk, not which",
+    "rlhf_core.finite": "stops at NaN and infinity, never changes a number",
     "rlhf_core.locks": "keeps processes apart",
     "rlhf_core.training.checkpoints": "resumable state; a resumed run ends in the same bytes",
     "rlhf_core.config.block": "strictness of parameters: it refuses values and never changes one",
@@ -160,7 +165,7 @@ def main() -> int:
                 stale += 1
                 print(f"{name}: {sign} {file}")
         before, head, after = text.partition(f"\n  {name}:\n")
-        text = before + head + after.replace(_listed(now), _listed(right), 1)
+        text = before + head + DEPS.sub(lambda _, deps=right: _listed(deps), after, count=1)
     if write:
         path.write_text(text, encoding="utf-8")
         return 0
@@ -168,8 +173,10 @@ def main() -> int:
 
 
 def _listed(deps: list[str]) -> str:
-    """The dependencies as they are written in dvc.yaml."""
-    return "    deps:\n" + "".join(f"      - {dep}\n" for dep in deps)
+    """The dependencies as they are written in dvc.yaml: data, then code, each wrapped."""
+    parts = [[dep for dep in deps if not is_code(dep)], [dep for dep in deps if is_code(dep)]]
+    lines = [fill(", ".join(part), 112, break_on_hyphens=False, break_long_words=False) for part in parts if part]
+    return indent("deps: [\n" + indent(",\n".join(lines), "  ") + "]\n", "    ")
 
 
 if __name__ == "__main__":

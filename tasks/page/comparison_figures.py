@@ -1,5 +1,5 @@
-"""The pictures that compare the models: the reward-KL frontier, over-optimisation along PPO's snapshots, and what
-happened to the chosen and the rejected answers. Training curves stand in figures.py."""
+"""The pictures that compare the models: score against KL, over-optimisation along PPO's snapshots, and the change of
+the log-probability of chosen and rejected answers."""
 
 import itertools
 import math
@@ -35,19 +35,9 @@ MOST_TICKS = 8
 KL_AXIS = "KL to SFT, nats per answer (√ scale)"
 
 
-def frontier_gold(run: Run) -> Picture | None:
-    """Gold score against KL of every model."""
-    return _frontier(run, "gold") if run.has_judge else None
-
-
-def frontier_win_rate(run: Run) -> Picture | None:
-    """Win rate against KL of every model, where the judge compares and gives no scores."""
-    return _frontier(run, "win_rate") if run.score == "win_rate" else None
-
-
-def frontier_reward(run: Run) -> Picture | None:
-    """The proxy's score against KL of every model."""
-    return _frontier(run, "reward")
+def frontier(run: Run) -> Picture | None:
+    """The score that decides (`run.score`) against KL, for every model."""
+    return _frontier(run, run.score)
 
 
 def overoptimisation(run: Run) -> Picture | None:
@@ -79,7 +69,7 @@ def overoptimisation(run: Run) -> Picture | None:
         "comparison",
         png(figure),
         f"PPO’s snapshots against KL: {said}.",
-        _overoptimised(run, kinds),
+        _overoptimised(run),
     )
 
 
@@ -145,16 +135,13 @@ def _frontier(run: Run, kind: str) -> Picture | None:
     axes.margins(x=0.08, y=0.1)
     name_points(axes, named, drawn)
     told = [f"{text.strip()} {_value(kind, y)} at {number(x * x)} nats" for x, y, text, _ in named]
-    beside = "" if run.score == "reward" else f": read it beside the {KINDS[run.score]}"
     return Picture(
-        f"frontier_{kind}",
+        "frontier",
         "comparison",
         png(figure),
         f"{TITLES[kind]} against KL to SFT: {'; '.join(told)}.",
-        "What each method gets for the distance it moves from SFT; higher at the same KL is better. PPO’s snapshots "
-        "are joined in the order of their KL, not of their steps (dotted: no snapshot, interpolated); best-of-n is a "
-        "line with n. Bars: 95% intervals over prompts."
-        + (f" The proxy is what best-of-n picks by and PPO climbs{beside}." if kind == "reward" else ""),
+        "Higher at the same KL is better. PPO’s snapshots are joined in the order of their KL, not of their steps "
+        "(dotted: no snapshot, interpolated); best-of-n is a line with n. Bars: 95% intervals over prompts.",
     )
 
 
@@ -267,20 +254,12 @@ def _value(kind: str, value: float) -> str:
     return percent(value) if kind == "win_rate" else number(value)
 
 
-def _overoptimised(run: Run, kinds: Sequence[str]) -> str:
-    told = ["Snapshots are joined in the order of their steps, which the numbers are; the ring is the policy."]
+def _overoptimised(run: Run) -> str:
     if run.score == "reward":
-        told.append("Without a judge besides the reward model, over-optimisation cannot be seen.")
+        first = "Without a judge besides the reward model, over-optimisation cannot be seen."
     else:
-        told.insert(
-            0,
-            f"Where the proxy goes on rising and the {KINDS[run.score]} falls, the policy exploits the reward model "
-            "(Gao et al. 2022, d = √KL).",
-        )
-    fits = {kind: found[0] for kind in kinds if (found := _fit(run, kind)) is not None}
-    if any(fit.beta > 0 for fit in fits.values()):
-        told.append("Dashed: the fitted curve from SFT’s score.")
-    straight = [KINDS[kind] for kind, fit in fits.items() if fit.beta <= 0]
-    if straight:
-        told.append(f"The fit of the {' and the '.join(straight)} shows no over-optimisation (β ≤ 0): no curve.")
-    return " ".join(told)
+        first = f"Where the proxy rises and the {KINDS[run.score]} falls, the policy exploits the reward model."
+    return (
+        f"{first} Points are joined in the order of their steps (the numbers); the ring is the policy. Dashed: the "
+        "curve of Gao et al. 2022 with d = √KL, fitted from SFT’s score, where it bends down (β > 0)."
+    )

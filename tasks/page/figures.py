@@ -1,10 +1,8 @@
-"""The pictures of the report, a function a picture: which numbers, which colours, and the words that say what is seen.
-A picture whose numbers are missing is left out. Sizes and style stand in canvas.py, the page itself in page.py; the
-pictures that compare models in comparison_figures.py, those of the reward model's worth in reward_figures.py."""
+"""The pictures of the report, one function for each, in the order of the page. A picture without numbers is left
+out."""
 
 import math
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 from matplotlib.ticker import MultipleLocator
@@ -24,17 +22,11 @@ from tasks.page.canvas import (
     png,
     styled,
 )
-from tasks.page.comparison_figures import (
-    frontier_gold,
-    frontier_reward,
-    frontier_win_rate,
-    logprobs,
-    overoptimisation,
-)
+from tasks.page.comparison_figures import frontier, logprobs, overoptimisation
 from tasks.page.inputs import Run, finite, interval
 from tasks.page.picture import STEP, Picture, known, line_alt, lines_picture
-from tasks.page.reward_figures import reward_agreement, reward_margins, reward_scores
-from tasks.page.wording import count, number, percent, percent_interval
+from tasks.page.reward_figures import reward_margins
+from tasks.page.wording import count, number, percent
 
 
 def draw(run: Run) -> list[Picture]:
@@ -42,45 +34,6 @@ def draw(run: Run) -> list[Picture]:
     with styled():
         drawn = [make(run) for make in PICTURES]
     return [picture for picture in drawn if picture is not None]
-
-
-def win_rate(run: Run) -> Picture | None:
-    """The win rate with its interval, on a line from 0 to 100%."""
-    rate, ends = float(run.evaluation["win_rate"]), interval(run.evaluation.get("win_rate_ci95"))
-    spread = "" if ends is None else f"95% interval {percent_interval(list(ends))}"
-    figure, (axes,) = canvas("Win rate of the policy against SFT")
-    axes.set_title(f"judged by {run.judge}", loc="left", fontsize=10, color=MUTED)
-    axes.axvline(0.5, color=MUTED, linewidth=1, linestyle=(0, (3, 3)))
-    if ends is not None:
-        axes.plot(ends, (0, 0), color=POLICY, linewidth=11, alpha=0.35, solid_capstyle="butt")
-    axes.plot([rate], [0], "o", color=POLICY, markersize=10)
-    at: dict[str, Any] = {
-        "textcoords": "offset points",
-        "ha": "center",
-        "bbox": {"fc": "white", "ec": "none", "pad": 2},
-    }
-    axes.annotate(spread, (_inside(rate, 0.23), 0), (0, -23), fontsize=9.5, color=MUTED, **at)
-    axes.annotate(percent(rate), (_inside(rate, 0.12), 0), (0, 14), fontsize=19, weight="bold", color=POLICY, **at)
-    axes.set(xlim=(-0.02, 1.02), ylim=(-1, 1), yticks=[])
-    ticks = ["0%\nSFT always wins", "25%\n ", "50%\nno difference", "75%\n ", "100%\npolicy always wins"]
-    axes.set_xticks([0, 0.25, 0.5, 0.75, 1], ticks)
-    for text, side in zip(axes.get_xticklabels(), ("left", "center", "center", "center", "right"), strict=True):
-        text.set(horizontalalignment=side)
-    axes.spines["left"].set_visible(False)
-    axes.grid(visible=False)
-    return Picture(
-        "win_rate",
-        "answer",
-        png(figure),
-        f"Win rate of the policy against SFT: {percent(rate)}, {spread or 'no interval'}; judged by {run.judge}.",
-        f"Judged by {run.judge}; a tie is half a win. The bar is the 95% bootstrap interval over prompts; how much "
-        "another training seed would change is not in it.",
-    )
-
-
-def _inside(rate: float, margin: float) -> float:
-    """Where a label about `rate` is centred so that it stays within the picture."""
-    return min(max(rate, margin), 1 - margin)
 
 
 def score_distribution(run: Run) -> Picture | None:
@@ -130,29 +83,13 @@ def scores(run: Run) -> Picture | None:
         else "Without another judge, nothing here shows whether the policy is exploiting it."
     )
     caption = (
-        "The gold score is what is wanted and no model sees it; the reward model's score is the proxy that PPO climbs. "
-        "Where the proxy rises and gold falls, the policy is exploiting the reward model."
+        "The gold score is the aim, and no model sees it; the reward model's score is the proxy that PPO climbs. "
+        "Where the proxy rises and gold falls, the policy exploits the reward model."
         if both
         else "Mean raw reward-model score of the sampled answers, the proxy that PPO climbs. " + unjudged
     )
     return Picture(
         "scores", "ppo", png(figure), line_alt([(name, values, 2, "") for name, values, _ in panels]), caption
-    )
-
-
-def ppo_reward(run: Run) -> Picture | None:
-    """The score PPO trains on, before and after the price of the KL divergence."""
-    ppo = run.curves["ppo"]
-    lines = [("score", "score", POLICY, False), ("reward_shaped", "after KL penalty", INK, True)]
-    return lines_picture(
-        "ppo_reward",
-        "ppo",
-        "Reward during PPO",
-        ppo,
-        lines,
-        "standard deviations of SFT",
-        "Normalised score, in standard deviations of the reward model on SFT answers, clipped and after the "
-        "penalty for a missing end. The gap to the dashed line is what the KL leash costs.",
     )
 
 
@@ -217,46 +154,28 @@ def response_length(run: Run) -> Picture | None:
     )
 
 
-def entropy(run: Run) -> Picture | None:
-    """Entropy of the policy."""
-    return lines_picture(
-        "entropy",
+def health(run: Run) -> Picture | None:
+    """Entropy, clip fraction and explained variance, one panel each."""
+    ppo = run.curves["ppo"]
+    panels = [
+        ("entropy", "entropy,\nnats per token", False),
+        ("clip_fraction", "clip fraction", True),
+        ("explained_variance", "explained\nvariance", False),
+    ]
+    panels = [panel for panel in panels if known(ppo.get(panel[0], []))]
+    if not panels:
+        return None
+    figure, grid = canvas("Health of PPO", panels=[1.0] * len(panels))
+    for axes, (name, unit, share) in zip(grid, panels, strict=True):
+        curve(axes, ppo["step"], ppo[name], name.replace("_", " "), POLICY)
+        label_axes(axes, unit, STEP if axes is grid[-1] else "", share=share)
+    return Picture(
         "health",
-        "Entropy of the policy",
-        run.curves["ppo"],
-        [("entropy", "entropy", POLICY, False)],
-        "nats per token",
-        "How undecided the policy is about the next token. A collapse towards zero means that it repeats itself.",
-    )
-
-
-def clip_fraction(run: Run) -> Picture | None:
-    """Share of tokens on which the clips act."""
-    lines = [("clip_fraction", "policy", POLICY, False), ("value_clip_fraction", "critic", MUTED, True)]
-    return lines_picture(
-        "clip_fraction",
-        "health",
-        "Clip fraction",
-        run.curves["ppo"],
-        lines,
-        "share of tokens",
-        "Share of tokens on which the clip of PPO stops the update. Zero: steps are timid. "
-        "Above a third: steps are too large.",
-        share=True,
-    )
-
-
-def explained_variance(run: Run) -> Picture | None:
-    """How much of the returns the critic foresees."""
-    return lines_picture(
-        "explained_variance",
-        "health",
-        "Explained variance of the critic",
-        run.curves["ppo"],
-        [("explained_variance", "explained variance", INK, False)],
-        "share of variance",
-        "1: the critic foresees the return. 0: it does no better than the mean. Below 0: worse than that.",
-        zero=True,
+        "ppo",
+        png(figure),
+        line_alt([(name.replace("_", " "), ppo[name], 3, "") for name, _, _ in panels]),
+        "Entropy that collapses to zero: the policy repeats itself. Clip fraction near zero: steps are too small; "
+        "above a third: too large. Explained variance of 1: the critic predicts the return; 0: only its mean.",
     )
 
 
@@ -350,24 +269,16 @@ def sft_loss(run: Run) -> Picture | None:
 
 
 PICTURES: tuple[Callable[[Run], Picture | None], ...] = (
-    win_rate,
-    score_distribution,
-    frontier_gold,
-    frontier_win_rate,
-    frontier_reward,
+    frontier,
     overoptimisation,
     logprobs,
+    score_distribution,
     scores,
-    ppo_reward,
     ppo_kl,
     response_length,
-    entropy,
-    clip_fraction,
-    explained_variance,
+    health,
     reward_training,
     reward_calibration,
     reward_margins,
-    reward_scores,
-    reward_agreement,
     sft_loss,
 )

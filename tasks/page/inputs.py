@@ -12,7 +12,7 @@ from rlhf_core.errors import UserError
 from tasks.params.loader import read_yaml
 
 METRICS = ("ingest", "base", "sft", "preferences", "reward", "ppo", "select", "evaluate")
-CURVES = ("sft", "reward", "reward_calibration", "reward_scores", "ppo")
+CURVES = ("sft", "reward", "reward_calibration", "ppo")
 FRONTIER = "plots/frontier.csv"
 
 Row = dict[str, Any]

@@ -1,11 +1,10 @@
-"""The page: which numbers stand in which table, and the HTML. Its answer is worded in answer.py, the comparison's
-columns stand in comparison.py, samples in samples.py, pictures in figures.py, looks in the templates. Every text of a
-user or model passes through jinja's escaping, but for the samples' JSON, which samples.py escapes."""
+"""The page: the numbers of its tables, and the HTML. Every text of a user or model is escaped by jinja, or by
+samples.py for the samples' JSON."""
 
 import base64
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,7 @@ from tasks.page.wording import MISSING, count, number, percent, percent_interval
 from tasks.params.secrets import HIDDEN, is_secret
 
 HERE = Path(__file__).parent
-SECTIONS = ("answer", "comparison", "ppo", "health", "reward", "sft")
+SECTIONS = ("answer", "comparison", "ppo", "reward", "sft")
 
 
 @dataclass(frozen=True)
@@ -39,8 +38,9 @@ class Line:
     """True where the figure compares both models, and so belongs to neither column."""
 
 
-def render(run: Run, pictures: list[Picture], samples: int) -> str:
-    """The page as one HTML document with everything in it. `samples`: how many can be read without JavaScript."""
+def render(run: Run, pictures: list[Picture], samples: int, inputs: Mapping[str, str]) -> str:
+    """The page as one HTML document with everything in it. `samples`: how many can be read without JavaScript;
+    `inputs`: path and content hash of what the page is made from."""
     environment = Environment(
         loader=FileSystemLoader(HERE),
         autoescape=True,
@@ -79,6 +79,7 @@ def render(run: Run, pictures: list[Picture], samples: int) -> str:
             rows=count(len(run.samples)),
             parameters=parameters(run.params),
             data=data_counts(run),
+            made_from=made_from(run, inputs),
         )
         + "\n"
     )
@@ -113,7 +114,7 @@ def notes(run: Run) -> list[str]:
     seeds = list(e.get("seeds") or [])
     told = [f"Judge: {e['win_rate_judge']}."]
     if "simulated" in str(e["win_rate_judge"]):
-        told.append("Simulated is simulated: this judge is a stand-in for people, and no person has judged an answer.")
+        told.append("The judge is simulated: no person has judged an answer.")
     told.append(
         f"Small figures are 95% bootstrap intervals over the prompts ({count(e.get('bootstrap'))} resamples), paired "
         "by prompt where two models are compared. How much another training seed would change is not in them."
@@ -145,8 +146,8 @@ def reading_of(evaluation: Row, judge: bool) -> list[str]:
     told = []
     if "win_rate_controlled" in shown:
         told.append(
-            "At equal length: a logistic regression of the wins on the difference in length tells what the win rate "
-            "would be between answers of equal length."
+            "At equal length: the win rate for answers of equal length, by a logistic regression of the wins on the "
+            "difference in length."
         )
     if "kl" in shown and any(name.startswith("best_of_") for name in models):
         told.append("The KL of best-of-n is its bound log n − (n−1)/n; the others’ is measured on their answers.")
@@ -155,7 +156,7 @@ def reading_of(evaluation: Row, judge: bool) -> list[str]:
     checks = evaluation.get("judge_checks") or {}
     if finite(checks.get("self_agreement")) is not None:
         told.append(
-            f"Asked in both orders, {checks.get('judge')} said the same for {percent(checks['self_agreement'])} of "
+            f"In both orders {checks.get('judge')} gave the same verdict for {percent(checks['self_agreement'])} of "
             f"{count(checks.get('pairs'))} pairs; position bias {points(checks.get('position_bias'))}."
         )
     return told
@@ -221,8 +222,29 @@ def reward_facts(run: Run) -> list[tuple[str, str]]:
             ("Correlation with the gold score", number(r.get("gold_correlation"))),
             ("Pairs ordered as the gold score does", percent(r.get("gold_agreement"))),
             ("Labels that agree with the gold score", percent(r.get("gold_label_agreement"))),
+            *agreement_facts(run.evaluation.get("reward_model") or {}),
         ]
     return _shown(facts)
+
+
+def agreement_facts(checks: Row) -> list[tuple[str, str]]:
+    """How often reward model and judge order two answers to a prompt alike, before and after PPO."""
+    found = []
+    for key, name in (("sft", "SFT’s answers"), ("policy", "the policy’s answers")):
+        one = checks.get(key) or {}
+        share = f"{percent(one.get('agreement'))} ({percent_interval(one.get('agreement_ci95'))})"
+        found.append((f"Agreement with the judge on {name}", share if finite(one.get("agreement")) else MISSING))
+    matched = percent((checks.get("sft") or {}).get("agreement_at_policy_margins"))
+    return [*found, ("SFT’s, at the margins of the policy’s answers", matched)]
+
+
+def made_from(run: Run, inputs: Mapping[str, str]) -> list[tuple[str, str]]:
+    """The hash of the parameters that can change a result, and those of the files behind the figures, as dvc.lock has
+    them: equal hashes are equal runs."""
+    text = json.dumps(run.params, sort_keys=True, ensure_ascii=False, default=str)
+    parameters = hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
+    files = [(path, digest) for path, digest in sorted(inputs.items()) if path.startswith(("data/", "metrics/"))]
+    return [("params.yaml without runtime, SHA-256", parameters[:16]), *files]
 
 
 def parameters(params: Row) -> list[tuple[str, list[tuple[str, str]]]]:

@@ -20,7 +20,7 @@ class Picture:
     name: str
     """File name without `.png`, and the anchor on the page."""
     section: str
-    """Where on the page it stands: answer, comparison, ppo, health (of PPO), reward or sft."""
+    """Where on the page it stands: answer, comparison, ppo, reward or sft."""
     png: bytes
     alt: str
     """What is seen, in a sentence, for who does not see it."""

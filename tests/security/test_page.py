@@ -88,7 +88,7 @@ def title(dom: str) -> str:
 
 
 def test_the_report_shows_attacks_as_text_in_a_real_browser(attacked: Run, tmp_path: Path) -> None:
-    page = render(attacked, [], samples=len(attacked.samples))
+    page = render(attacked, [], samples=len(attacked.samples), inputs={})
     write_page(page, tmp_path / "<script>index.html")
     dom = browse(tmp_path / "<script>index.html", tmp_path / "profile")
     assert title(dom) == "Is the policy better than SFT? – Leash report"
@@ -107,7 +107,7 @@ def test_the_report_shows_attacks_as_text_in_a_real_browser(attacked: Run, tmp_p
 def test_the_browser_would_have_run_them(attacked: Run, tmp_path: Path) -> None:
     """The same page without escaping and without its policy is owned: the test above can fail. With the policy alone
     it is not: there are two walls."""
-    page = render(attacked, [], samples=len(attacked.samples))
+    page = render(attacked, [], samples=len(attacked.samples), inputs={})
     policy = re.compile(r"<meta http-equiv=\"Content-Security-Policy\"[^>]*>")
     assert policy.search(page)
     write_page(policy.sub("", unescape(page)), tmp_path / "open.html")
@@ -117,7 +117,7 @@ def test_the_browser_would_have_run_them(attacked: Run, tmp_path: Path) -> None:
 
 
 def test_the_policy_of_the_page_allows_only_what_it_has(attacked: Run) -> None:
-    page = render(attacked, [], samples=1)
+    page = render(attacked, [], samples=1, inputs={})
     found = re.search(r"Content-Security-Policy\" content=\"([^\"]*)\"", page)
     assert found is not None
     (program,) = re.findall(r"<script>(.*?)</script>", page, re.DOTALL)
@@ -131,7 +131,7 @@ def test_the_policy_of_the_page_allows_only_what_it_has(attacked: Run) -> None:
 
 def test_secrets_in_parameters_are_not_on_the_page(attacked: Run) -> None:
     own = {"judge": {"api_key": "s3cret-1", "hf_token": "s3cret-2"}, "password": "s3cret-3"}
-    page = render(replace(attacked, params=own), [], samples=1)
+    page = render(replace(attacked, params=own), [], samples=1, inputs={})
     assert "s3cret" not in page
     assert page.count("(hidden)") == 3
 

@@ -10,13 +10,14 @@ import pytest
 from matplotlib.figure import Figure
 
 from tasks.evaluation.comparison_table import LABELS
-from tasks.page import comparison_figures, reward_figures
+from tasks.page import comparison_figures
 from tasks.page.canvas import canvas, colour_of, png, styled
 from tasks.page.figures import PICTURES, draw, ppo_kl
 from tasks.page.inputs import Run
 from tasks.page.labels import name_points
 from tasks.page.picture import Picture
 from tasks.page.wording import number, percent, percent_interval, points
+from tasks.params.methods import BY_NAME
 
 MakeRun = Callable[..., Run]
 Lines = list[list[tuple[str, object, list[float], list[float]]]]
@@ -28,10 +29,10 @@ def names(run: Run) -> list[str]:
 
 
 def test_all_pictures_are_there_in_order(pictures: Drawn) -> None:
-    every = [make.__name__ for make in PICTURES if make.__name__ != "frontier_win_rate"]
-    assert [picture.name for picture in pictures[True]] == every
-    need_a_judge = {"frontier_gold", "reward_agreement"}
-    assert [picture.name for picture in pictures[False]] == [name for name in every if name not in need_a_judge]
+    every = [make.__name__ for make in PICTURES]
+    assert len(every) == 12
+    for drawn in pictures.values():
+        assert [picture.name for picture in drawn] == every
 
 
 def test_pictures_are_png_without_metadata(pictures: Drawn) -> None:
@@ -61,7 +62,7 @@ def test_alternative_text_tells_where_a_curve_starts_and_ends(make_run: MakeRun,
     assert f"KL from {kl[0]:.2f} to {kl[-1]:.2f} nats per answer" in alt["ppo_kl"]
     assert "β from 0.0502 to 0.0600" in alt["ppo_kl"]
     assert math.isnan(critic[0])
-    assert f"from {critic[1]:.3f} to {critic[-1]:.3f}".replace("-", "−") in alt["explained_variance"]
+    assert f"from {critic[1]:.3f} to {critic[-1]:.3f}".replace("-", "−") in alt["health"]
 
 
 def test_fixed_coefficient_is_not_drawn(make_run: MakeRun) -> None:
@@ -80,15 +81,15 @@ def test_pictures_without_numbers_are_left_out(make_run: MakeRun, hole: list[flo
     bare = {key: value for key, value in run.evaluation.items() if key not in ("models", "reward_model")}
     metrics = run.metrics | {"evaluate": bare, "reward": {}}
     run = replace(run, metrics=metrics, samples=[], frontier=[])
-    assert names(replace(run, curves=empty)) == ["win_rate"]
-    assert names(replace(run, curves={name: {} for name in empty})) == ["win_rate"]
+    assert names(replace(run, curves=empty)) == []
+    assert names(replace(run, curves={name: {} for name in empty})) == []
 
 
 def test_one_step_is_enough(make_run: MakeRun) -> None:
     run = make_run()
     short = {name: {column: values[-1:] for column, values in curve.items()} for name, curve in run.curves.items()}
     short["reward_calibration"] = {name: values[:1] for name, values in run.curves["reward_calibration"].items()}
-    assert len(names(replace(run, curves=short, samples=run.samples[:1]))) == len(PICTURES) - 1
+    assert len(names(replace(run, curves=short, samples=run.samples[:1]))) == len(PICTURES)
 
 
 def lines_of(monkeypatch: pytest.MonkeyPatch, make: Callable[[Run], Picture | None], run: Run) -> tuple[Picture, Lines]:
@@ -110,17 +111,14 @@ def test_where_the_judge_only_compares_the_win_rate_is_the_third_score(
     make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = make_run(judge=False, pairs=True)
-    picture, _ = lines_of(monkeypatch, comparison_figures.frontier_win_rate, run)
+    picture, _ = lines_of(monkeypatch, comparison_figures.frontier, run)
     assert "Win rate against KL to SFT: SFT 50.0% at 0.00 nats; " in picture.alt
     assert "Best of 4" not in picture.alt
-    assert comparison_figures.frontier_gold(run) is None
-    assert comparison_figures.frontier_win_rate(make_run()) is None
-    assert comparison_figures.frontier_win_rate(make_run(judge=False)) is None
     run = make_run(judge=False, pairs=True)
     picture, panels = lines_of(monkeypatch, comparison_figures.overoptimisation, run)
     snapshots = next(y for label, _, _, y in panels[1] if label == "snapshots")
     assert snapshots == [row["win_rate"] for row in run.snapshots]
-    assert "goes on rising and the win rate against SFT falls" in picture.caption
+    assert "proxy rises and the win rate against SFT falls" in picture.caption
     assert "win rate against SFT highest at step" in picture.alt
 
 
@@ -130,7 +128,7 @@ def test_snapshots_of_the_frontier_are_joined_as_the_gaps_read_them(
     run = make_run()
     back = [row | {"kl": 1.0} if row["family"] == "ppo" and row["point"] == 60 else row for row in run.frontier]
     run = replace(run, frontier=back)
-    picture, (lines,) = lines_of(monkeypatch, comparison_figures.frontier_gold, run)
+    picture, (lines,) = lines_of(monkeypatch, comparison_figures.frontier, run)
     ppo = next(x for _, _, x, _ in lines if len(x) == 12)
     assert ppo == sorted(ppo)
     dotted = next((x, y) for _, style, x, y in lines if style == ":")
@@ -145,25 +143,21 @@ def test_fits_start_where_the_file_says_and_have_no_curve_without_a_bend(
     make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = make_run()
-    picture, panels = lines_of(monkeypatch, comparison_figures.overoptimisation, run)
+    _, panels = lines_of(monkeypatch, comparison_figures.overoptimisation, run)
     curves = [[(x[0], y[0]) for label, _, x, y in panel if label.startswith("fitted")] for panel in panels]
     assert curves == [[(0.0, -0.1987)], [(0.0, 1.7301)]]
     gold = next((x, y) for label, _, x, y in panels[1] if label.startswith("fitted"))
     assert gold[1][-1] == pytest.approx(1.7301 + gold[0][-1] * (1.5 - 0.4 * math.log(gold[0][-1])))
-    assert "Dashed" in picture.caption
-    assert "no over-optimisation" not in picture.caption
     for beta in (0.0, -0.1):
         fits = run.evaluation["fits"]
         straight = fits | {"ppo_gold": fits["ppo_gold"] | {"beta": beta}, "ppo_reward": None}
         changed = replace(run, metrics=run.metrics | {"evaluate": run.evaluation | {"fits": straight}})
-        picture, panels = lines_of(monkeypatch, comparison_figures.overoptimisation, changed)
+        _picture, panels = lines_of(monkeypatch, comparison_figures.overoptimisation, changed)
         assert not [label for panel in panels for label, *_ in panel if label.startswith("fitted")]
-        assert "The fit of the gold score shows no over-optimisation (β ≤ 0): no curve." in picture.caption
-        assert "Dashed" not in picture.caption
 
 
 def test_every_model_has_a_colour_of_its_own() -> None:
-    names = [*LABELS, "best_of_4", "a model of the user's"]
+    names = [*LABELS, *(name for name in BY_NAME if name != "best_of_n"), "best_of_4", "a model of the user's"]
     assert len({colour_of(name) for name in names}) == len(names)
     assert colour_of("best_of_16") == colour_of("best_of_4")
 
@@ -190,14 +184,3 @@ def test_wording_of_numbers() -> None:
     assert percent(0.8825) == "88.2%"
     assert percent_interval([0.85, None]) == "–"
     assert points(-0.015) == "−1.5 points"
-
-
-def test_how_much_of_a_fall_of_agreement_is_narrow_margins_is_said_where_known(make_run: MakeRun) -> None:
-    run = make_run()
-    picture = reward_figures.reward_agreement(run)
-    assert picture is not None
-    assert "were SFT’s as close as the policy’s, it would be 79.0% for SFT" in picture.caption
-    del run.evaluation["reward_model"]["sft"]["agreement_at_policy_margins"]
-    without = reward_figures.reward_agreement(run)
-    assert without is not None
-    assert "as close as" not in without.caption

@@ -11,10 +11,10 @@ import pytest
 
 from rlhf_core.errors import UserError
 from tasks.evaluation.comparison_table import columns_of, models_of
-from tasks.page.answer import findings, verdict
+from tasks.page.answer import NO, OPEN, YES, findings
 from tasks.page.figures import draw
 from tasks.page.inputs import Run, read_run
-from tasks.page.page import comparison, headline, render, script_hash, write_page
+from tasks.page.page import comparison, headline, made_from, render, script_hash, write_page
 from tasks.page.picture import Picture
 
 MakeRun = Callable[..., Run]
@@ -59,7 +59,7 @@ class Document(HTMLParser):
 
 
 def build(run: Run, samples: int = 20, pictures: list[Picture] | None = None) -> str:
-    return render(run, pictures or [], samples)
+    return render(run, pictures or [], samples, {"data/evaluate/answers.jsonl": "0123abcd"})
 
 
 def evaluated(run: Run, **changed: object) -> Run:
@@ -93,14 +93,21 @@ def test_page_prints_every_headline_number_once_in_its_row(make_run: MakeRun) ->
         assert " ".join(f"{line.name} {line.unit} {line.sft} {line.policy} {line.change}".split()) in text
 
 
+def verdicts(run: Run) -> dict[str, tuple[str, str]]:
+    return {finding.question: (finding.verdict, finding.figure) for finding in findings(run)}
+
+
 def test_verdict_follows_the_interval(make_run: MakeRun) -> None:
     run = make_run()
-    for ends, word in (([0.85, 0.91], "Yes."), ([0.49, 0.6], "Not shown."), ([0.2, 0.4], "No."), (None, "Not shown.")):
-        assert verdict(evaluated(run, win_rate_ci95=ends))[0] == word
-    assert verdict(run)[1] == (
-        "The policy’s win rate against SFT is 88.2% on 400 held-out prompts (95% interval 85.0% to 91.2%), "
-        "judged by the gold rubric (simulated)."
-    )
+    for ends, word in (([0.85, 0.91], YES), ([0.49, 0.6], OPEN), ([0.2, 0.4], NO), (None, OPEN)):
+        assert findings(evaluated(run, win_rate_ci95=ends))[0].verdict == word
+    first = findings(run)[0]
+    assert (first.figure, first.measured) == (
+        "88.2% (85.0% to 91.2%)", "win rate of the policy, judged by the gold rubric (simulated)",
+    )  # fmt: skip
+    text = Document(build(run)).text
+    assert f"Yes. {first.figure}: {first.measured}, on 400 held-out prompts." in text
+    assert "Not shown" not in text
 
 
 def test_without_a_judge_nothing_speaks_of_gold(make_run: MakeRun, pictures: Drawn) -> None:
@@ -109,37 +116,32 @@ def test_without_a_judge_nothing_speaks_of_gold(make_run: MakeRun, pictures: Dra
     assert pictures[False][0].caption in html.unescape(page)
     assert "gold" not in page.casefold()
     text = Document(page).text
-    assert "judged by the reward model" in verdict(run)[1]
+    assert "judged by the reward model" in findings(run)[0].measured
     assert "The win rate is judged by the reward model." in text
     assert "The answer that the reward model puts higher is marked." in text
-    win_rate = pictures[False][0]
-    assert "judged by the reward model" in win_rate.alt
-    assert "Judged by the reward model" in win_rate.caption
 
 
 def test_a_judge_that_only_compares_is_not_called_the_reward_model(make_run: MakeRun) -> None:
     run = make_run(judge=False, pairs=True)
     page = re.sub(r"data:image/png;base64,[^\"]*", "", build(run, pictures=draw(run)))
     text = Document(page).text
-    assert "Answers are compared in pairs by the judge model critic, asked in both orders" in text
+    assert "Answers are compared in pairs by the judge model critic, in both orders" in text
     assert "Ties neither preferred over both orders; half a win each 0.8%" in text
     assert "the policy’s win rate varies by 1.1 points (sd)" in text
-    for untrue in ("The data bring no judge", "Without a judge", "Without another judge", "judged by the reward model"):
+    for untrue in ("The data have no judge", "Without a judge", "Without another judge", "judged by the reward model"):
         assert untrue not in text
     assert "gold" not in page.casefold()
 
 
 def test_a_judge_that_only_compares_answers_with_win_rates(make_run: MakeRun) -> None:
     told = {finding.question: finding for finding in findings(make_run(judge=False, pairs=True))}
-    assert (
-        "At equal KL, above PPO’s snapshots in win rate against SFT: Best of 4 (+10.0 points); below: Rejection SFT "
-        "(−12.5 points) and DPO (−7.5 points); no difference shown: Best of 16 (+0.8 points) and RLOO (+1.2 points)."
-    ) in told["Better than the best alternative?"].sentence
-    assert told["When to stop?"].word == "Not shown."
-    assert told["When to stop?"].sentence.startswith(
-        "The snapshot of step 50 has the best win rate, judged by the judge model critic, on 120 validation prompts. "
-        "On the test prompts its win rate against SFT less that of the last snapshot is +1.2 points (95% interval −0.8 "
-        "points to +3.2 points, paired by prompt): no difference shown. "
+    assert told["Better than Best of 4?"].equal_kl.startswith("−10.0 points (")
+    assert told["Better than Rejection SFT?"].equal_kl.startswith("+12.5 points (")
+    stop = told["Better to stop earlier?"]
+    assert (stop.verdict, stop.figure) == (OPEN, "+1.2 points (−0.8 points to +3.2 points)")
+    assert stop.measured == (
+        "win rate against SFT on the test prompts: step 50 (best by the judge model critic on 120 validation prompts) "
+        "less step 60, the last one"
     )
 
 
@@ -152,7 +154,7 @@ def test_an_evaluation_that_does_not_say_what_kind_of_judge_it_had(make_run: Mak
     assert [(run.judged_by, run.score) for run in runs] == [
         ("scores", "gold"), ("pairs", "win_rate"), ("reward model", "reward"),
     ]  # fmt: skip
-    assert [findings(run)[2].word for run in runs[:2]] == ["Perhaps at step 50 of 60."] * 2
+    assert [findings(run)[-1].verdict for run in runs[:2]] == [OPEN] * 2
 
 
 def test_ties_are_called_what_they_are(make_run: MakeRun) -> None:
@@ -171,9 +173,9 @@ def test_with_a_judge_gold_stands_in_table_pictures_and_samples(make_run: MakeRu
     text = Document(build(run, pictures=pictures[True])).text
     assert "Gold score mean; no model sees it" in text
     assert "higher gold score" in text
-    assert "Simulated means a stand-in for people" in text
+    assert "Simulated: no person has judged." in text
     assert any("gold score from" in picture.alt for picture in pictures[True])
-    assert "Asked in both orders, simulated annotators (gold rubric) said the same for 98.5% of 1,200 pairs" in text
+    assert "In both orders simulated annotators (gold rubric) gave the same verdict for 98.5% of 1,200 pairs" in text
     assert "How much another training seed would change is not in them." in text
     assert "a logistic regression of the wins on the difference in length" in text
 
@@ -242,7 +244,7 @@ def test_page_can_be_read_without_eyes_and_mouse(make_run: MakeRun, pictures: Dr
     ]:
         assert reference[1:] in identities
     images = [attributes for tag, attributes in document.tags if tag == "img"]
-    assert len(images) == 19
+    assert len(images) == 12
     assert all(len(image["alt"]) > 20 for image in images)
     assert document.tags[0] == ("html", {"lang": "en"})
     assert document.open == []
@@ -267,26 +269,30 @@ def test_parameters_stand_there_without_runtime(make_run: MakeRun) -> None:
     assert "Rows dropped duplicate 17, empty 4, too long 2" in text
 
 
-def test_the_three_answers_follow_the_intervals(make_run: MakeRun) -> None:
+def test_every_verdict_has_its_figure_and_interval(make_run: MakeRun) -> None:
+    """The policy less the other model; the one that is furthest ahead comes first."""
     run = make_run()
-    told = {finding.question: (finding.word, finding.sentence) for finding in findings(run)}
-    assert told["Better than SFT?"] == verdict(run)
-    word, sentence = told["Better than the best alternative?"]
-    assert word == "Not shown."
-    assert "The best alternative is RLOO, gold score 4.11 against the policy’s 4.05: +0.06 (95% interval" in sentence
-    assert "The policy is better than DPO, Best of 4, Rejection SFT and Best of 1. No difference is shown" in sentence
-    assert "No difference is shown from Best of 16. " in sentence
-    assert sentence.endswith(
-        "At equal KL, above PPO’s snapshots in gold score: Best of 4 (+0.40); below: Rejection SFT (−0.50) and DPO "
-        "(−0.30); no difference shown: Best of 16 (+0.03) and RLOO (+0.05)."
-    )
-    word, sentence = told["When to stop?"]
-    assert word == "Not shown."
-    assert (
-        "The snapshot of step 50 has the best gold score on 120 validation prompts. On the test prompts its gold"
-        in (sentence)
-    )
-    assert "is +0.05 (95% interval −0.01 to +0.11, paired by prompt): no difference shown." in sentence
+    told = verdicts(run)
+    assert list(told)[:2] == ["Better than SFT?", "Better than RLOO?"]
+    verdict, figure = told["Better than RLOO?"]
+    assert (verdict, figure.startswith("−0.06 (")) == (OPEN, True)
+    better = {question for question, (word, _) in told.items() if word == YES}
+    assert better >= {f"Better than {name}?" for name in ("DPO", "Best of 4", "Rejection SFT", "Best of 1")}
+    assert told["Better than Best of 16?"][0] == OPEN
+    assert told["Better to stop earlier?"] == (OPEN, "+0.05 (−0.01 to +0.11)")
+    text = Document(build(run)).text
+    for finding in findings(run):
+        assert f"{finding.question} {finding.measured} {finding.verdict} {finding.figure}" in text
+
+
+def test_the_page_says_what_made_it(make_run: MakeRun) -> None:
+    """The hashes of files and parameters; other parameters have another hash."""
+    run = make_run()
+    text = Document(build(run)).text
+    assert "data/evaluate/answers.jsonl 0123abcd" in text
+    first, other = (made_from(each, {})[0][1] for each in (run, replace(run, params=run.params | {"seed": 99})))
+    assert first in text
+    assert first != other
 
 
 def alternative(run: Run, name: str, **changed: object) -> Run:
@@ -296,31 +302,9 @@ def alternative(run: Run, name: str, **changed: object) -> Run:
 
 def test_where_another_method_wins_the_answer_says_so(make_run: MakeRun) -> None:
     run = alternative(make_run(), "rloo", gold_minus_policy=0.5, gold_minus_policy_ci95=[0.4, 0.6])
-    run = alternative(run, "best_of_16", gold_minus_policy=0.3, gold_minus_policy_ci95=[0.2, 0.4])
-    found = findings(run)[1]
-    assert found.word == "No."
-    assert "+0.50 (95% interval +0.40 to +0.60). Better than the policy, too: Best of 16 (+0.30)." in found.sentence
-    for name in [name for name in models_of(run.evaluation) if name not in ("sft", "policy")]:
-        run = alternative(run, name, gold_minus_policy=-0.5, gold_minus_policy_ci95=[-0.6, -0.4])
-    assert findings(run)[1].word == "Yes."
-
-
-def test_what_is_said_of_the_best_alternative_is_its_own_interval(make_run: MakeRun) -> None:
-    """Another model's interval may be clear where that of the best one is not, and the other way round."""
-    run = make_run()
-    for name in [name for name in models_of(run.evaluation) if name not in ("sft", "policy", "rloo", "dpo")]:
-        run = alternative(run, name, gold_minus_policy=-0.5, gold_minus_policy_ci95=[-0.6, -0.4])
-    unclear = alternative(run, "rloo", gold_minus_policy=0.2, gold_minus_policy_ci95=[-0.1, 0.5])
-    unclear = alternative(unclear, "dpo", gold_minus_policy=0.1, gold_minus_policy_ci95=[0.05, 0.15])
-    found = findings(unclear)[1]
-    assert found.word == "No."
-    assert "+0.50). The interval includes no difference. Better than the policy: DPO (+0.10)." in found.sentence
-    beaten = alternative(run, "rloo", gold_minus_policy=-0.1, gold_minus_policy_ci95=[-0.2, -0.01])
-    beaten = alternative(beaten, "dpo", gold_minus_policy=-0.2, gold_minus_policy_ci95=[-0.5, 0.1])
-    found = findings(beaten)[1]
-    assert found.word == "Not shown."
-    assert "includes no difference" not in found.sentence
-    assert "No difference is shown from DPO." in found.sentence
+    assert verdicts(run)["Better than RLOO?"] == (NO, "−0.50 (−0.60 to −0.40)")
+    run = alternative(run, "rloo", gold_minus_policy=-0.5, gold_minus_policy_ci95=[-0.6, -0.4])
+    assert verdicts(run)["Better than RLOO?"] == (YES, "+0.50 (+0.40 to +0.60)")
 
 
 def stopping(run: Run, step: int, ends: list[float]) -> Run:
@@ -331,50 +315,45 @@ def stopping(run: Run, step: int, ends: list[float]) -> Run:
 
 
 @pytest.mark.parametrize(
-    ("step", "ends", "word", "who"),
+    ("step", "ends", "word"),
     [
-        (50, [-0.01, 0.2], "Not shown.", "The snapshot of step 50 has"),
-        (50, [0.01, 0.2], "At step 50 of 60.", "The snapshot of step 50 has"),
-        (50, [-0.2, -0.01], "Not before the end.", "The snapshot of step 50 has"),
-        (0, [0.01, 0.2], "Before PPO began.", "The SFT model has"),
-        (0, [-0.01, 0.2], "Not shown.", "The SFT model has"),
-        (60, [0.0, 0.0], "Not before the end.", "The last snapshot, step 60, has"),
+        (50, [-0.01, 0.2], OPEN),
+        (50, [0.01, 0.2], YES),
+        (50, [-0.2, -0.01], NO),
+        (0, [0.01, 0.2], YES),
+        (60, [0.0, 0.0], NO),
     ],
 )
-def test_when_to_stop_is_sure_where_the_paired_interval_excludes_0(
-    make_run: MakeRun, step: int, ends: list[float], word: str, who: str
+def test_stopping_earlier_is_better_where_the_paired_interval_excludes_0(
+    make_run: MakeRun, step: int, ends: list[float], word: str
 ) -> None:
-    found = findings(stopping(make_run(), step, ends))[2]
-    assert found.word == word
-    assert found.sentence.startswith(who)
-    assert ("no difference shown" in found.sentence) is (ends[0] < 0 < ends[1])
+    found = findings(stopping(make_run(), step, ends))[-1]
+    assert found.verdict == word
+    assert ("the SFT model" if step == 0 else f"step {step}") in found.measured
 
 
-def test_intervals_that_do_not_overlap_alone_tell_nothing_of_stopping(make_run: MakeRun) -> None:
+def test_intervals_that_do_not_overlap_alone_are_no_evidence_on_stopping(make_run: MakeRun) -> None:
     run = make_run()
     fallen = [row | {"gold_high": 2.0, "gold_low": 1.9} if row["point"] == 60 else row for row in run.frontier]
-    assert findings(replace(run, frontier=fallen))[2].word == "Not shown."
+    assert findings(replace(run, frontier=fallen))[-1].verdict == OPEN
 
 
-def test_where_no_judge_chose_the_answer_says_whose_score_it_is(make_run: MakeRun) -> None:
-    unjudged = findings(make_run(judge=False))[2]
-    assert unjudged.word == "Not before the end."
-    assert "has the best reward-model score, which is what PPO climbs, on 120" in unjudged.sentence
+def test_where_no_judge_chose_the_row_says_whose_score_it_is(make_run: MakeRun) -> None:
+    unjudged = findings(make_run(judge=False))[-1]
+    assert unjudged.verdict == NO
+    assert unjudged.measured.endswith("best by the reward model, which PPO optimises on 120 validation prompts")
     run = make_run()
     skipped = run.metrics["select"] | {"prompts": 0}
-    assert len(findings(replace(run, metrics=run.metrics | {"select": skipped}))) == 2
+    assert "Better to stop earlier?" not in verdicts(replace(run, metrics=run.metrics | {"select": skipped}))
 
 
 def test_what_is_interpolated_from_sft_is_said(make_run: MakeRun) -> None:
     run = make_run()
-    assert "no snapshot between SFT" not in findings(run)[1].sentence
+    assert not any("interpolated" in finding.equal_kl for finding in findings(run))
     gaps = {name: dict(one) for name, one in run.evaluation["frontier"].items()}
-    for name in ("best_of_4", "rejection_sft"):
-        gaps[name]["between"] = [0, 25]
-    told = findings(evaluated(run, frontier=gaps))[1].sentence
-    assert told.endswith(
-        "PPO has no snapshot between SFT and step 25: interpolated there, for Best of 4 and Rejection SFT."
-    )
+    gaps["best_of_4"]["between"] = [0, 25]
+    told = [finding.equal_kl for finding in findings(evaluated(run, frontier=gaps))]
+    assert [each.endswith(", interpolated between SFT and step 25") for each in told].count(True) == 1
     held = "In the intervals at equal KL both scores and both KLs vary"
     assert Document(build(run)).text.count(held) == 1
     assert held not in Document(build(make_run(alternatives=False))).text
@@ -412,7 +391,7 @@ def test_what_is_equal_everywhere_is_nobodys_best(make_run: MakeRun) -> None:
 def test_without_alternatives_the_page_stands(make_run: MakeRun) -> None:
     run = make_run(alternatives=False, several=False)
     text = Document(build(run)).text
-    assert [finding.question for finding in findings(run)] == ["Better than SFT?", "When to stop?"]
+    assert [finding.question for finding in findings(run)] == ["Better than SFT?", "Better to stop earlier?"]
     assert "overlap" not in {column.key for column in columns_of(models_of(run.evaluation))}
     assert "Other models’ answers" not in text
     assert "sampling seeds" not in text

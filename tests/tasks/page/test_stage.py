@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from tasks.page.figures import PICTURES
 from tasks.page.inputs import Run
 from tasks.params.report import ReportParams
 from tasks.report import execute
@@ -15,6 +16,7 @@ from tasks.report import execute
 def write(root: Path, run: Run, out: Path, tracker: Any = None) -> dict[str, bytes]:
     stage: Any = SimpleNamespace(
         root=root,
+        hashes={"data/evaluate/answers.jsonl": "0123abcd", "tasks/report.py": "f"},
         params=ReportParams(samples=20),
         read=lambda path: run.answers if path.endswith("answers.jsonl") else run.samples,
         out=lambda path: out,
@@ -33,7 +35,8 @@ def test_two_runs_write_the_same_bytes(make_run: Callable[..., Run], tmp_path: P
     assert any("\ud83d" in row["policy"] for row in run.samples), "half a surrogate must not stop the page"
     first = write(tmp_path, run, tmp_path / "one")
     assert first == write(tmp_path, run, tmp_path / "two", tracker)
-    assert len([name for name in first if name.endswith(".png")]) == 19
+    assert len([name for name in first if name.endswith(".png")]) == len(PICTURES)
+    assert "0123abcd" in first["index.html"].decode("utf-8"), "the page says which answers it was made from"
     assert str(tmp_path) not in first["index.html"].decode("utf-8")
     assert sent == [(tmp_path / "two", "report")]
 
