@@ -94,7 +94,7 @@ def _output_reasons(stage: Any) -> Iterator[str]:
 
 
 def _changed_params(dep: Any) -> Iterator[str]:
-    """`ppo.kl.coef 0.05 → 0.2` for every value that is not the recorded one."""
+    """`ppo.kl.coef 0.05 → 0.2` for the first few values that are not the recorded ones."""
     from tasks.params.secrets import HIDDEN, is_secret
 
     names: Any = next(iter(dep.status().values()), {})
@@ -104,10 +104,10 @@ def _changed_params(dep: Any) -> Iterator[str]:
     before, now = dep.hash_info.value or {}, dep.read_params()
     old = _flat({name: before[name] for name in names if name in before})
     new = _flat({name: now[name] for name in names if name in now})
-    for name in dict.fromkeys((*old, *new)):
-        if old.get(name) != new.get(name):
-            shown = [HIDDEN if is_secret(name) else _value(values.get(name)) for values in (old, new)]
-            yield f"{name} {' → '.join(shown)}"
+    changed = [name for name in dict.fromkeys((*old, *new)) if old.get(name) != new.get(name)]
+    shown = {name: (HIDDEN, HIDDEN) if is_secret(name) else (_value(old, name), _value(new, name)) for name in changed}
+    if shown:
+        yield _first((f"{name} {' → '.join(values)}" for name, values in shown.items()), between="; ")
 
 
 def _flat(values: Mapping[str, Any], above: str = "") -> dict[str, Any]:
@@ -118,13 +118,14 @@ def _flat(values: Mapping[str, Any], above: str = "") -> dict[str, Any]:
     return flat
 
 
-def _value(value: Any) -> str:
-    text = "unset" if value is None else value if isinstance(value, str) else json.dumps(value, default=str)
+def _value(values: Mapping[str, Any], name: str) -> str:
+    value = values.get(name, "(unset)")
+    text = value if isinstance(value, str) else json.dumps(value, default=str)
     return text if len(text) <= LONGEST_VALUE else f"{text[: LONGEST_VALUE - 1]}…"
 
 
-def _first(names: Iterable[str]) -> str:
+def _first(names: Iterable[str], between: str = ", ") -> str:
     """The first few, and how many more."""
     listed = list(names)
     more = f" and {len(listed) - MOST_NAMES} more" if len(listed) > MOST_NAMES else ""
-    return f"{', '.join(listed[:MOST_NAMES])}{more}"
+    return f"{between.join(listed[:MOST_NAMES])}{more}"
