@@ -63,6 +63,7 @@ def pipeline(
         execution = Execution(project, force, timeout_seconds, retries + 1, _printer())
         outcomes, errors = _run(execution, graph, jobs, options)
         ended = list(outcomes.values())
+        execution.print("", "sending what is left to MLflow")
         finish_tracking(home, ended)
         if errors:
             raise PipelineFailed(errors, ended)

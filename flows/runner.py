@@ -32,7 +32,7 @@ def run(root: Path, stages: list[str] | None, force: bool, **options: Any) -> in
 
             parse(Params, read_yaml(root / PARAMS_FILE), file=PARAMS_FILE)
         with terminal.screen(graph.stages):
-            plan = list(graph.stages) if force else list(project.plan(graph))
+            plan = {stage: ["--force"] for stage in graph.stages} if force else project.plan(graph)
             terminal.say("", first_line(graph, plan))
             if plan or project.changed_sources(graph):
                 _connect(root)
@@ -46,11 +46,14 @@ def run(root: Path, stages: list[str] | None, force: bool, **options: Any) -> in
     return 0 if failure is None else 2 if failure.users_fault else 1
 
 
-def first_line(graph: "Graph", plan: list[str]) -> str:
-    """How many stages will run, and which: at most those that are not up to date and those below them."""
+def first_line(graph: "Graph", plan: dict[str, list[str]]) -> str:
+    """How many stages will run, and which: those that are not up to date, and perhaps those below them."""
     if not plan:
         return f"{len(graph.stages)} stages, all up to date"
-    return f"up to {len(plan)} of {len(graph.stages)} stages to run: {', '.join(plan)}"
+    stale = [stage for stage, why in plan.items() if why]
+    below = len(plan) - len(stale)
+    more = f"; and up to {below} below them, where their inputs change" if below else ""
+    return f"{len(stale)} of {len(graph.stages)} stages to run: {', '.join(stale)}{more}"
 
 
 def _run_flow(**parameters: Any) -> PipelineFailed | None:
@@ -121,6 +124,6 @@ def quiet_prefect() -> None:
     how long it tries to reach a lost server."""
     os.environ.setdefault("PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL", "CRITICAL")
     os.environ.setdefault("PREFECT_LOGGING_INTERNAL_LEVEL", "CRITICAL")
-    os.environ.setdefault("PREFECT_CLIENT_MAX_RETRIES", "2")
-    os.environ.setdefault("PREFECT_API_REQUEST_TIMEOUT", "15")
+    os.environ.setdefault("PREFECT_CLIENT_MAX_RETRIES", "1")
+    os.environ.setdefault("PREFECT_API_REQUEST_TIMEOUT", "10")
     logging.raiseExceptions = False  # else Prefect's sender of logs prints each of its failures

@@ -82,6 +82,7 @@ def _output_reasons(changes: "Changes") -> Iterator[str]:
         yield f"{_first(paths)} {OUTPUT_WORDS.get(state, state)}"
 
 
+<<<<<<< HEAD
 def _changed_params(params: Mapping[str, tuple[Any, Any]]) -> Iterator[str]:
     """`ppo.kl.coef 0.05 → 0.2` for every value that is not the recorded one."""
     from tasks.params.secrets import HIDDEN, is_secret
@@ -92,6 +93,23 @@ def _changed_params(params: Mapping[str, tuple[Any, Any]]) -> Iterator[str]:
         if old.get(name) != new.get(name):
             shown = [HIDDEN if is_secret(name) else _value(values.get(name)) for values in (old, new)]
             yield f"{name} {' → '.join(shown)}"
+=======
+def _changed_params(dep: Any) -> Iterator[str]:
+    """`ppo.kl.coef 0.05 → 0.2` for the first few values that are not the recorded ones."""
+    from tasks.params.secrets import HIDDEN, is_secret
+
+    names: Any = next(iter(dep.status().values()), {})
+    if not isinstance(names, Mapping):
+        yield f"{dep.def_path} {'is missing' if names == 'deleted' else 'changed'}"
+        return
+    before, now = dep.hash_info.value or {}, dep.read_params()
+    old = _flat({name: before[name] for name in names if name in before})
+    new = _flat({name: now[name] for name in names if name in now})
+    changed = [name for name in dict.fromkeys((*old, *new)) if old.get(name) != new.get(name)]
+    shown = {name: (HIDDEN, HIDDEN) if is_secret(name) else (_value(old, name), _value(new, name)) for name in changed}
+    if shown:
+        yield _first((f"{name} {' → '.join(values)}" for name, values in shown.items()), between="; ")
+>>>>>>> flows
 
 
 def _flat(values: Mapping[str, Any], above: str = "") -> dict[str, Any]:
@@ -102,13 +120,14 @@ def _flat(values: Mapping[str, Any], above: str = "") -> dict[str, Any]:
     return flat
 
 
-def _value(value: Any) -> str:
-    text = "unset" if value is None else value if isinstance(value, str) else json.dumps(value, default=str)
+def _value(values: Mapping[str, Any], name: str) -> str:
+    value = values.get(name, "(unset)")
+    text = value if isinstance(value, str) else json.dumps(value, default=str)
     return text if len(text) <= LONGEST_VALUE else f"{text[: LONGEST_VALUE - 1]}…"
 
 
-def _first(names: Iterable[str]) -> str:
+def _first(names: Iterable[str], between: str = ", ") -> str:
     """The first few, and how many more."""
     listed = list(names)
     more = f" and {len(listed) - MOST_NAMES} more" if len(listed) > MOST_NAMES else ""
-    return f"{', '.join(listed[:MOST_NAMES])}{more}"
+    return f"{between.join(listed[:MOST_NAMES])}{more}"

@@ -51,12 +51,13 @@ _screen = _Screen()
 
 @contextmanager
 def screen(stages: Sequence[str] = ()) -> Iterator[None]:
-    """Within the block, `say` prints to stdout; `stages` are those of the run, in their order."""
+    """Within the block, `say` prints to stdout; `stages` are those of the run, in their order. On a terminal they have
+    live lines."""
     global _screen
     places = {stage: f"{place}/{len(stages)} " for place, stage in enumerate(stages, start=1)}
     _screen = _Screen(open=True, places=places)
     try:
-        if sys.stdout.isatty():
+        if stages and sys.stdout.isatty():
             from rich.live import Live
 
             with Live(get_renderable=_live_lines, refresh_per_second=2, transient=True) as _screen.live:

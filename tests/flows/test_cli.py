@@ -105,7 +105,7 @@ def test_run_from_a_sub_folder(toy: Callable[..., Path], leash: Leash, prefect_a
     code, output, errors = finish(leash(root / "deep" / "er", "run", api=prefect_api))
     assert (code, errors) == (0, "")
     lines = output.splitlines()
-    assert lines[0] == "up to 2 of 2 stages to run: one, two"
+    assert lines[0] == "2 of 2 stages to run: one, two"
     assert "[1/2 one] starts (no earlier run)" in lines
     assert "[1/2 one] one begins" in lines
     assert [line.split()[:2] for line in lines if line.split()[1:2] == ["ran"]] == [["one", "ran"], ["two", "ran"]]

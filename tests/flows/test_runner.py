@@ -26,8 +26,10 @@ def lost(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_first_line_names_what_may_run() -> None:
     graph = Graph(("a", "b", "c"), {}, {})
-    assert runner.first_line(graph, ["b", "c"]) == "up to 2 of 3 stages to run: b, c"
-    assert runner.first_line(graph, []) == "3 stages, all up to date"
+    below = "; and up to 1 below them, where their inputs change"
+    assert runner.first_line(graph, {"b": ["input.txt changed"], "c": []}) == f"1 of 3 stages to run: b{below}"
+    assert runner.first_line(graph, {"b": ["--force"]}) == "1 of 3 stages to run: b"
+    assert runner.first_line(graph, {}) == "3 stages, all up to date"
 
 
 @pytest.mark.parametrize(

@@ -72,7 +72,7 @@ def test_commands_and_what_is_none(leash: Leash) -> None:
     """A reset forgets: the next answer is that of a conversation that begins. Nothing is read after /quit."""
     found = leash("/help\n/reset\n/quit\neat?\n", "models/policy")
     assert (found.exit_code, found.stdout) == (0, "")
-    assert "/help is no command" in found.stderr
+    assert "/help is not a command" in found.stderr
     assert "the conversation is forgotten" in found.stderr
 
 

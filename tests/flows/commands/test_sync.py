@@ -56,7 +56,7 @@ def test_what_cannot_arrive_stays(root: Path, monkeypatch: pytest.MonkeyPatch) -
     lines = said.splitlines()
     assert lines[0] == f"to http://{address}"
     assert lines[1].startswith("ppo-abababababab: 0 events sent; 5 left (")
-    assert lines[2] == "1 of 1 outboxes wait on; `leash sync` tries again"
+    assert lines[2] == "1 of 1 outboxes still wait; `leash sync` tries again"
     assert "hunter2" not in said
     assert outbox.pending(root)
 
@@ -65,5 +65,5 @@ def test_an_outbox_that_is_being_written_is_no_failure(root: Path) -> None:
     box = outbox.Outbox.create(root, "sft-0123456789ab", print)
     said, done = sync(root, 60.0)
     assert done
-    assert "sft-0123456789ab: 0 events sent; 0 left (a living process writes it)" in said.splitlines()
+    assert "sft-0123456789ab: 0 events sent; 0 left (a running process writes it)" in said.splitlines()
     box.close()
