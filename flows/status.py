@@ -63,7 +63,7 @@ def _input_reasons(name: str, changes: "Changes") -> Iterator[str]:
     if not changes.recorded:
         yield FIRST_RUN
         return
-    yield from _changed_params(changes.params)
+    yield from _changed_params(changes.recorded_params, changes.present_params)
     if changes.command:
         yield "its .dvc file changed" if name.endswith(".dvc") else "the command changed"
     if changes.always_runs:
@@ -82,34 +82,15 @@ def _output_reasons(changes: "Changes") -> Iterator[str]:
         yield f"{_first(paths)} {OUTPUT_WORDS.get(state, state)}"
 
 
-<<<<<<< HEAD
-def _changed_params(params: Mapping[str, tuple[Any, Any]]) -> Iterator[str]:
-    """`ppo.kl.coef 0.05 → 0.2` for every value that is not the recorded one."""
-    from tasks.params.secrets import HIDDEN, is_secret
-
-    old = _flat({name: before for name, (before, _) in params.items() if before is not None})
-    new = _flat({name: now for name, (_, now) in params.items() if now is not None})
-    for name in dict.fromkeys((*old, *new)):
-        if old.get(name) != new.get(name):
-            shown = [HIDDEN if is_secret(name) else _value(values.get(name)) for values in (old, new)]
-            yield f"{name} {' → '.join(shown)}"
-=======
-def _changed_params(dep: Any) -> Iterator[str]:
+def _changed_params(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
     """`ppo.kl.coef 0.05 → 0.2` for the first few values that are not the recorded ones."""
     from tasks.params.secrets import HIDDEN, is_secret
 
-    names: Any = next(iter(dep.status().values()), {})
-    if not isinstance(names, Mapping):
-        yield f"{dep.def_path} {'is missing' if names == 'deleted' else 'changed'}"
-        return
-    before, now = dep.hash_info.value or {}, dep.read_params()
-    old = _flat({name: before[name] for name in names if name in before})
-    new = _flat({name: now[name] for name in names if name in now})
+    old, new = _flat(before), _flat(now)
     changed = [name for name in dict.fromkeys((*old, *new)) if old.get(name) != new.get(name)]
     shown = {name: (HIDDEN, HIDDEN) if is_secret(name) else (_value(old, name), _value(new, name)) for name in changed}
     if shown:
         yield _first((f"{name} {' → '.join(values)}" for name, values in shown.items()), between="; ")
->>>>>>> flows
 
 
 def _flat(values: Mapping[str, Any], above: str = "") -> dict[str, Any]:

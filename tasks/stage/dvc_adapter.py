@@ -153,8 +153,10 @@ class Changes:
     """Whether there is a record at all."""
     command: bool
     always_runs: bool
-    params: Mapping[str, tuple[Any, Any]]
-    """The changed tracked parameters: (recorded, now), None where unset."""
+    recorded_params: Mapping[str, Any]
+    """The recorded values of the tracked parameters that changed; without those that were unset."""
+    present_params: Mapping[str, Any]
+    """The same, now."""
     inputs: Mapping[str, str]
     """Path of a changed input -> DVC's word for it: modified, deleted or new."""
     outs: Mapping[str, str]
@@ -204,21 +206,24 @@ class Project:
         """What differs from the record. Files and params.yaml are read now; dvc.lock was read when this was opened."""
         (stage,) = [one for one in self._repo.index.stages if _address(one, self.root) == address]
         deps = [] if stage.frozen else stage.deps
-        params: dict[str, tuple[Any, Any]] = {}
+        before: dict[str, Any] = {}
+        now: dict[str, Any] = {}
         inputs: dict[str, str] = {}
         for dep in deps:
             states = dep.status()
             state = next(iter(states.values()), None)
             if isinstance(dep, ParamsDependency) and isinstance(state, Mapping):
-                before, now = dep.hash_info.value or {}, dep.read_params()
-                params |= {name: (before.get(name), now.get(name)) for name in state}
+                recorded, present = dep.hash_info.value or {}, dep.read_params()
+                before |= {name: recorded[name] for name in state if name in recorded}
+                now |= {name: present[name] for name in state if name in present}
             elif state is not None:
                 inputs[dep.def_path] = str(state)
         return Changes(
             recorded=not stage.cmd or any(one.hash_info for one in (*stage.deps, *stage.outs)),
             command=bool(stage.changed_stage()),
             always_runs=not stage.frozen and bool(stage.is_callback or stage.always_changed),
-            params=params,
+            recorded_params=before,
+            present_params=now,
             inputs=inputs,
             outs={out.def_path: str(next(iter(states.values()))) for out in stage.outs if (states := out.status())},
         )
