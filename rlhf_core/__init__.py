@@ -1,12 +1,11 @@
-"""Nothing lives here but two settings of the process that must precede the first import of torch. Neither changes a
-result; docs/performance.md says what each gave.
+"""Two settings of the process, made before the first import of torch. Neither changes a result.
 
-OpenMP's threads spin while they wait for each other: where other processes want the cores, that made a training step
-twelve times slower; not to spin at all made it half as slow again on idle cores. So they spin for some microseconds
-and then sleep. A user's own OMP_WAIT_POLICY or GOMP_SPINCOUNT wins.
+OpenMP's threads spin while they wait for each other: beside other busy processes that made a training step twelve
+times slower; without any spinning it took half as long again on idle cores. So they spin for some microseconds and
+then sleep. A user's own OMP_WAIT_POLICY or GOMP_SPINCOUNT has priority.
 
-The C library gives the memory of large tensors back to the system when they are freed, and each new one then costs a
-page fault per 4 KiB. Here it is kept for the next tensor. A user's own MALLOC_ settings win.
+The C library returns the memory of freed large tensors to the system, and each new tensor then costs a page fault per
+4 KiB. Here the memory is kept for the next tensor. A user's own MALLOC_ settings have priority.
 """
 
 import ctypes

@@ -1,7 +1,5 @@
-"""What makes two runs equal: seeds, thread counts, deterministic kernels, and keys for counter-based randomness.
-
-No sampling code draws from a global generator: it asks here for a stream that depends on names and indices only.
-"""
+"""Equal runs: seeds, thread counts, deterministic kernels, and counter-based random streams that depend on names and
+indices only. No sampling code draws from a global generator."""
 
 import os
 import random
@@ -10,16 +8,14 @@ import numpy as np
 import torch
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-"""Without it, matrix products on a GPU are not deterministic; read when CUDA starts, so set when this is imported. A
-user's own value wins."""
+"""Without it, matrix products on a GPU are not deterministic; read when CUDA starts, so set at import. A user's own
+value has priority."""
 
 
 def make_deterministic(seed: int, threads: int) -> None:
-    """Seed every global generator, fix torch's CPU threads, and ask torch for deterministic kernels.
-
-    Torch would then also fill every new tensor before it is written, for programs that read what nobody wrote; ours do
-    not, and it is switched off: it cost time and changed nothing.
-    """
+    """Seed every global generator, fix torch's CPU threads, and select deterministic kernels. Torch would then also
+    fill every new tensor before it is written, for programs that read uninitialised memory; that costs time and is
+    switched off."""
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)
@@ -31,7 +27,7 @@ def make_deterministic(seed: int, threads: int) -> None:
 def stream(*key: int) -> np.random.Generator:
     """A Philox stream that depends on `key` alone, for example (seed, PPO step, prompt index, sample index).
 
-    The key's length is part of it: SeedSequence would take (1, 2) and (1, 2, 0) for the same.
+    The key's length is part of it: SeedSequence gives the same stream for (1, 2) and (1, 2, 0).
     """
     return np.random.Generator(np.random.Philox(np.random.SeedSequence((len(key), *key))))
 

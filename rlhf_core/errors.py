@@ -1,8 +1,8 @@
-"""Exceptions for what a user can mend. Programming errors keep their own types and their traceback."""
+"""Exceptions for what a user can fix. Programming errors keep their own types and their traceback."""
 
 
 class UserError(Exception):
-    """Something the user can mend. The message is one line: what is wrong, where, and what to do. Exit code 2."""
+    """Something the user can fix. The message is one line: what is wrong, where, and what to do. Exit code 2."""
 
 
 class NonFiniteError(UserError):
@@ -17,11 +17,11 @@ SHORT_OF_MEMORY = (
     "CUDNN_STATUS_ALLOC_FAILED",
     "std::bad_alloc",
 )
-"""How allocators word it in a RuntimeError: the CPU's on Linux and on Windows, the driver's, cuBLAS, cuDNN, C++."""
+"""Words of allocators in a RuntimeError: the CPU's on Linux and on Windows, the driver's, cuBLAS, cuDNN, C++."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether a device's or the CPU's allocator refused. Told by name and text, since torch need not be loaded."""
+    """Whether a device's or the CPU's allocator failed, by name and text, since torch need not be loaded."""
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         return True
     return isinstance(error, RuntimeError) and any(sign in str(error) for sign in SHORT_OF_MEMORY)

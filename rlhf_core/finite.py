@@ -1,4 +1,4 @@
-"""NaN and infinity stop a run before they are written: what looks for them in a state, and which step met them."""
+"""NaN and infinity stop a run before they are written: a check of any state, and the step in the message."""
 
 import math
 from collections.abc import Iterator, Mapping

@@ -1,7 +1,5 @@
-"""What a model folder of somebody else may bring: weights in safetensors, settings in JSON, a template for a sandbox.
-Pickles are never read; Python code runs only where the caller says so; both are refused in one line. What a loaded
-model becomes stands in models.py.
-"""
+"""Loading of foreign model folders: weights in safetensors, settings in JSON, a sandboxed template. Pickles are never
+read, and Python code runs only where the caller allows it; both are refused in one line."""
 
 import os
 from collections.abc import Iterator
@@ -20,7 +18,7 @@ os.environ.setdefault("DISABLE_SAFETENSORS_CONVERSION", "true")
 
 @contextmanager
 def loading(path: str | Path) -> Iterator[None]:
-    """Turns what transformers says of a folder that cannot or must not be loaded into a UserError of one line."""
+    """Turns transformers' errors about a folder that cannot or must not be loaded into a UserError of one line."""
     try:
         yield
     except SafetensorError as error:

@@ -1,4 +1,4 @@
-"""Next-token prediction on plain text: the first of the four stages of a language model's life."""
+"""Pretraining: next-token prediction on plain text."""
 
 from collections.abc import Sequence
 from typing import Any

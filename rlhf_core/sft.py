@@ -8,16 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers import PreTrainedModel, TrainerCallback
 
-from rlhf_core import files
 from rlhf_core.config.sft import SFTConfig
 from rlhf_core.errors import NonFiniteError
 from rlhf_core.models.batch import pad_batch
 from rlhf_core.models.batching import in_length_order
-from rlhf_core.models.hf import unique_weights
+from rlhf_core.models.hf import save_weights, unique_weights
 from rlhf_core.models.sequence_logprobs import response_logprobs
 from rlhf_core.training.run import Run, Schedule, train, trainer_arguments
 from rlhf_core.training.trainer import IGNORED, GuardedTrainer
@@ -135,9 +134,7 @@ class KeepBest(TrainerCallback):
         """Save the weights if they are the best so far; stop the training when patience is used up."""
         step, _ = self.best_of(state.log_history)
         if step == state.global_step:
-            weights = {name: tensor.detach().clone().contiguous() for name, tensor in unique_weights(model).items()}
-            with files.whole(self.path) as place:
-                save_file(weights, place)
+            save_weights(self.path, unique_weights(model))
         later = sum(1 for row in state.log_history if "eval_loss" in row and row["step"] > step)
         if self.patience and later >= self.patience:
             control.should_training_stop = True

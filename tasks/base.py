@@ -52,7 +52,7 @@ def execute(stage: Stage[BaseParams]) -> None:
 
 
 def training_documents(stage: Stage[BaseParams]) -> list[Document]:
-    """Prompts and answers of the training split: demonstrations, and both sides of the pairs that the data bring."""
+    """Prompts and answers of the training split: demonstrations, and both responses of the pairs in the data."""
     documents: list[Document] = [
         (row["prompt"], row["response"]) for row in stage.read(DEMONSTRATIONS) if row["split"] == "train"
     ]

@@ -1,5 +1,5 @@
-"""Stage `ppo`: trains the policy against the reward model, on a leash to the SFT model. It leaves snapshots along the
-run; which of them becomes the policy is the business of `select`."""
+"""Stage `ppo`: trains the policy against the reward model, with a KL penalty to the SFT model, and writes snapshots
+along the run, from which `select` chooses the policy."""
 
 import shutil
 from dataclasses import asdict
@@ -36,7 +36,7 @@ def execute(stage: Stage[PPOConfig]) -> None:
 
 
 def save_critic(stage: Stage[PPOConfig], trainer: PPOTrainer, tokenizer: PreTrainedTokenizerBase) -> None:
-    """models/critic: a scalar model, or a note why there is none."""
+    """models/critic: a scalar model, or a note that there is none."""
     policy, critic = trainer.models.finished()
     folder = stage.out("models/critic")
     if critic is None:

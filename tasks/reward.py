@@ -1,4 +1,4 @@
-"""Stage `reward`: the Bradley-Terry reward model, and what can be said about it on prompts it never saw."""
+"""Stage `reward`: the Bradley-Terry reward model, and its figures on held-out prompts."""
 
 from collections.abc import Sequence
 
@@ -66,8 +66,8 @@ def measure_pairs(
 def measure_scores(
     stage: Stage[RewardConfig], model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, limit: int
 ) -> dict[str, float | None]:
-    """Mean and standard deviation of the scores of SFT samples (what PPO normalises with), and what scores go
-    along with."""
+    """Mean and standard deviation of the scores of SFT samples (what PPO normalises with), and what scores
+    correlate with."""
 
     def encode(row: Row) -> tuple[tuple[list[int], list[int]], int]:
         prompt = encode_prompt(tokenizer, row["prompt"])

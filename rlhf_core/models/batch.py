@@ -1,8 +1,6 @@
-"""Prompts and responses as one padded tensor, and the forward passes over it: logits, hidden states and values.
-
-Layout: prompts padded on the left, responses on the right, so that every response begins in column P. Masks come from
-lengths, never from token ids: a policy may sample the pad token.
-"""
+"""Prompts and responses as one padded tensor, and forward passes over it: logits, hidden states and values. Prompts are
+padded on the left, responses on the right. Masks come from lengths, never from token ids: a policy may sample the pad
+token."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,15 +1,13 @@
-"""Models: building, loading, turning a language model into a scalar one, and saving folders that are the same
-bytes each time.
-
-A causal language model gives logits; a scalar model (reward model, critic) gives one number a token. Both are ordinary
-Hugging Face models: their folders load with `AutoModelForCausalLM` and `AutoModelForSequenceClassification`.
-"""
+"""Hugging Face models: building, loading, saving to the same bytes each time, and scalar models (reward model, critic),
+which give one number a token in place of logits."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
@@ -21,6 +19,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from rlhf_core import files
 from rlhf_core.config.base import ScratchConfig
 from rlhf_core.errors import UserError
 from rlhf_core.finite import require_finite
@@ -102,8 +101,7 @@ def scalar_model_from(path: str | Path, seed: int, *, trust_remote_code: bool = 
 
 
 def scalar_model_of(policy: PreTrainedModel, head: torch.nn.Linear) -> PreTrainedModel:
-    """A scalar model with the policy's body (a copy) under the given head: what a shared critic is, as a folder's
-    content."""
+    """A scalar model with the policy's body (a copy) under the given head: a shared critic as a model of its own."""
     content = {key: value for key, value in policy.config.to_dict().items() if key != "model_type"}
     config = type(policy.config)(**{**content, "num_labels": 1})
     model = AutoModelForSequenceClassification.from_config(config).eval()
@@ -114,15 +112,15 @@ def scalar_model_of(policy: PreTrainedModel, head: torch.nn.Linear) -> PreTraine
 
 
 def fresh_head(model: PreTrainedModel) -> torch.nn.Linear:
-    """A scalar head for hidden states of the model, weights 0: every value is 0 until it has learned."""
+    """A scalar head for hidden states of the model, weights 0: every value is 0 before training."""
     head = torch.nn.Linear(model.config.get_text_config().hidden_size, 1, bias=False)
     torch.nn.init.zeros_(head.weight)
     return head.to(model.device)
 
 
 def scalar_head(model: PreTrainedModel) -> torch.nn.Linear:
-    """The linear layer that turns a hidden state into one number. Raises UserError for an architecture that hides
-    it."""
+    """The linear layer that turns a hidden state into one number. Raises UserError for an architecture without
+    one."""
     head = getattr(model, "score", None)
     if not isinstance(head, torch.nn.Linear):
         raise UserError(f"{type(model).__name__}: no linear head named `score`; choose an architecture that has one")
@@ -148,6 +146,12 @@ def unique_weights(model: PreTrainedModel) -> dict[str, Tensor]:
     saved = model.state_dict().keys()
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     return {name: tensor for name, tensor in tensors.items() if name in saved}
+
+
+def save_weights(path: Path, weights: Mapping[str, Tensor]) -> None:
+    """Write tensors to a safetensors file, whole or not at all."""
+    with files.whole(path) as place:
+        save_file({name: tensor.detach().cpu().clone().contiguous() for name, tensor in weights.items()}, place)
 
 
 def save_checkpoint(folder: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:

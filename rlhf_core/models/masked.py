@@ -1,7 +1,6 @@
-"""Sums, means and variances over the real tokens of a padded batch, and the one way padding is removed:
-selected away (`torch.where`), never multiplied away, and before anything that could turn it into a gradient, so
-that whatever stands there, NaN and infinity included, reaches neither a value nor a gradient. Everywhere
-`mask=None` means that every element is real. No formula of PPO lives here."""
+"""Sums, means and variances over the real tokens of a padded batch. Padding is removed by `torch.where`, never by
+multiplication, and before any computation, so that NaN or infinity on padding reaches neither a value nor a gradient.
+Everywhere `mask=None` means that every element is real."""
 
 import torch
 from jaxtyping import Float, Num, Shaped
@@ -55,4 +54,4 @@ def masked_log_softmax(
     if mask is not None:
         logits = zero_padding(logits, mask.unsqueeze(-1).expand(*mask.shape, logits.shape[-1]))
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    return torch.log_softmax(logits / temperature, dim=-1)
+    return torch.log_softmax(logits if temperature == 1 else logits / temperature, dim=-1)

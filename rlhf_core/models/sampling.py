@@ -16,6 +16,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from rlhf_core.determinism import stream
 from rlhf_core.models.batching import in_length_order
+from rlhf_core.models.masked import masked_log_softmax
 
 Outcome = tuple[list[int], list[float], bool]
 """One response: token ids, their log-probabilities (nats), and whether it ended."""
@@ -153,8 +154,7 @@ class _Decoder:
             use_cache=True,
             logits_to_keep=1,
         )
-        logprobs: Tensor = (output.logits[:, -1].float() / self.temperature).log_softmax(dim=-1)
-        return logprobs
+        return masked_log_softmax(output.logits[:, -1], temperature=self.temperature)
 
     def _choose(self, logprobs: Tensor, uniforms: np.ndarray) -> Tensor:
         chosen = draw(logprobs, torch.from_numpy(uniforms).to(logprobs.device))

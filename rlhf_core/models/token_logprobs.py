@@ -10,7 +10,7 @@ from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from rlhf_core.models.masked import zero_padding
+from rlhf_core.models.masked import masked_log_softmax, zero_padding
 
 PIECE_ON_CPU = 2**18
 """Logits worked on at a time; no result depends on it."""
@@ -62,7 +62,7 @@ def compare_logprobs(
     ours, theirs = logits.reshape(-1, logits.shape[-1]), ref_logits.reshape(-1, logits.shape[-1])
     found = torch.zeros(3, len(chosen), dtype=torch.promote_types(logits.dtype, torch.float32), device=logits.device)
     for rows in _pieces(ours):
-        log_p, log_q = (_log_softmax(flat[rows], keep[rows], temperature, found.dtype) for flat in (ours, theirs))
+        log_p, log_q = (masked_log_softmax(flat[rows], keep[rows], temperature) for flat in (ours, theirs))
         found[0, rows] = log_p.gather(1, chosen[rows, None])[:, 0]
         found[1, rows] = log_q.gather(1, chosen[rows, None])[:, 0]
         found[2, rows] = log_p.exp().mul_(log_p.sub_(log_q)).sum(dim=1)
@@ -81,7 +81,7 @@ class _LogProbsAndEntropy(torch.autograd.Function):
         entropy = torch.empty_like(logprobs)
         flat, chosen, keep = logits.reshape(-1, logits.shape[-1]), actions.reshape(-1), real.reshape(-1)
         for rows in _pieces(flat):
-            log_p = _log_softmax(flat[rows], keep[rows], temperature, precision)
+            log_p = masked_log_softmax(flat[rows], keep[rows], temperature)
             logprobs[rows] = log_p.gather(1, chosen[rows, None])[:, 0]
             entropy[rows] = -(log_p.exp().mul_(log_p)).sum(dim=1)
         ctx.save_for_backward(flat, chosen, keep, entropy)
@@ -102,7 +102,7 @@ class _LogProbsAndEntropy(torch.autograd.Function):
         gradient = torch.empty_like(flat)
         towards = torch.zeros_like(entropy) if to_logprobs is None else to_logprobs.reshape(-1)
         for rows in _pieces(flat):
-            log_p = _log_softmax(flat[rows], keep[rows], ctx.temperature, entropy.dtype)
+            log_p = masked_log_softmax(flat[rows], keep[rows], ctx.temperature)
             weight = towards[rows, None]
             piece = log_p.exp()
             if to_entropy is None:
@@ -113,12 +113,6 @@ class _LogProbsAndEntropy(torch.autograd.Function):
             piece.scatter_add_(1, chosen[rows, None], weight)
             gradient[rows] = piece.div_(ctx.temperature).masked_fill_(~keep[rows, None], 0)
         return gradient.view(ctx.shape), None, None, None
-
-
-def _log_softmax(logits: Tensor, keep: Tensor, temperature: float, precision: torch.dtype) -> Tensor:
-    """Of some rows; uniform on padding, whatever stands there."""
-    scaled = logits.to(precision) / temperature if temperature != 1 else logits.to(precision)
-    return torch.where(keep[:, None], scaled, 0).log_softmax(dim=-1)
 
 
 def _pieces(flat: Tensor) -> Iterator[slice]:

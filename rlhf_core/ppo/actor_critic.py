@@ -1,8 +1,5 @@
-"""The models of a PPO run: the policy that acts, the critic that values states, the reference that holds the leash.
-
-The critic is a model of its own, a head on the policy's body (one pass for both), or absent; the reference is a frozen
-copy, or the policy with its adapter switched off. No other module knows which. Losses and optimisers do not live here.
-"""
+"""The models of a PPO run: policy, critic and reference. The critic is a model of its own, a head on the policy's
+body (one pass for both), or absent; the reference is a frozen copy, or the policy with its adapter switched off."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,7 +19,7 @@ Values = Float[Tensor, "rows time"]
 
 
 class ActorCritic:
-    """Policy, critic and reference behind the three questions that PPO asks them.
+    """Policy, critic and reference of a PPO run.
 
     Args:
         config: says which critic there is, whether adapters are trained, the precision, and gradient checkpointing.
@@ -84,7 +81,7 @@ class ActorCritic:
 
     @torch.no_grad()
     def reference_logits(self, batch: TokenBatch) -> Logits:
-        """The logits that the leash is tied to."""
+        """The logits of the reference."""
         with self.autocast(), self.as_reference() as model:
             return response_logits(model, batch)
 
@@ -121,7 +118,7 @@ class ActorCritic:
                 model.eval()
 
     def trained(self) -> dict[str, list[nn.Parameter]]:
-        """What each optimiser moves: `policy`, and `critic` where there is one."""
+        """The trained parameters: `policy`, and `critic` where there is one."""
         modules: dict[str, nn.Module] = {"policy": self.policy}
         if (critic := self.critic or self.head) is not None:
             modules["critic"] = critic
@@ -132,12 +129,12 @@ class ActorCritic:
         return {name: part.state_dict() for name, part in self._stateful().items()}
 
     def load_state_dict(self, state: dict[str, dict[str, Tensor]]) -> None:
-        """Go on from a `state_dict`."""
+        """Continue from a `state_dict`."""
         for name, part in self._stateful().items():
             part.load_state_dict(state[name])
 
     def finished(self) -> tuple[PreTrainedModel, PreTrainedModel | nn.Linear | None]:
-        """Policy and critic on the CPU, adapters folded into the weights; a shared critic is its head alone. Nothing
+        """Policy and critic on the CPU, adapters merged into the weights; a shared critic is its head alone. Nothing
         can be trained afterwards."""
         for adapter in self.adapters.values():
             adapter.merge()

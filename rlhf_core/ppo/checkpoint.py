@@ -12,14 +12,14 @@ STATE = "state.pt"
 
 
 def save(checkpoints: Checkpoints, step: int, state: dict[str, Any]) -> None:
-    """Write the state after `step` steps: a kill at any moment leaves a whole checkpoint or none."""
+    """Write the state after `step` steps: a kill at any moment leaves a complete checkpoint or none."""
     with checkpoints.write(step) as folder:
         torch.save(state, folder / STATE)
 
 
 def load(checkpoints: Checkpoints, processes: Processes | None = None) -> dict[str, Any] | None:
-    """The newest whole state, tensors on the CPU; None where there is none. Of several processes the first one looks
-    for it, and all read it."""
+    """The newest complete state, tensors on the CPU; None where there is none. Of several processes the first one finds
+    it, and all read it."""
     newest = checkpoints.newest() if processes is None or processes.is_main else None
     if processes is not None:
         newest = processes.gather([newest])[0]

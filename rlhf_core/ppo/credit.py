@@ -1,5 +1,5 @@
-"""From one score an answer to what each of its tokens earned: the leash in the reward, then the advantage estimator of
-the settings, then whitening. The formulas are in `rewards`, `advantages` and `kl`."""
+"""From one score a response to the advantage of each token: the KL penalty in the reward, the advantage estimator of
+the settings, then whitening."""
 
 import torch
 from jaxtyping import Float
@@ -14,7 +14,8 @@ from rlhf_core.ppo.rollout import Credit, Rollout, Scores
 
 
 def assign_credit(rollout: Rollout, scores: Scores, config: PPOConfig, kl_coef: float) -> Credit:
-    """Token rewards, advantages and returns of a rollout; `kl_coef` is β, used where the leash is in the reward."""
+    """Token rewards, advantages and returns of a rollout; `kl_coef` is β, used where the KL penalty is in the
+    reward."""
     mask = rollout.mask
     kl, rewards = token_rewards(rollout, scores, config, kl_coef)
     advantages, returns = estimate_advantages(rewards, rollout, config)
@@ -28,7 +29,7 @@ def assign_credit(rollout: Rollout, scores: Scores, config: PPOConfig, kl_coef: 
 def token_rewards(
     rollout: Rollout, scores: Scores, config: PPOConfig, kl_coef: float
 ) -> tuple[Float[Tensor, "batch time"], Float[Tensor, "batch time"]]:
-    """k1 in nats, and the rewards it is paid from where the leash is in the reward."""
+    """k1 in nats, and the rewards, less the KL penalty where it is in the reward."""
     kl = estimate_kl(rollout.old_logprobs, rollout.ref_logprobs, "k1", rollout.mask)
     price = kl_coef if config.kl.penalty == "reward" else 0.0
     return kl, shape_rewards(scores.used, kl, rollout.mask, price, config.kl.placement)
@@ -37,7 +38,7 @@ def token_rewards(
 def estimate_advantages(
     rewards: Float[Tensor, "batch time"], rollout: Rollout, config: PPOConfig
 ) -> tuple[Float[Tensor, "batch time"], Float[Tensor, "batch time"]]:
-    """Advantages before whitening, and what a critic should have predicted."""
+    """Advantages before whitening, and returns, the critic's targets."""
     if config.advantage == "gae":
         values = torch.nn.functional.pad(rollout.old_values, (0, 1))
         return compute_gae(rewards, values, config.gamma, config.lam, rollout.mask)

@@ -6,10 +6,9 @@ import torch
 
 from rlhf_core.models.masked import masked_mean
 from rlhf_core.ppo.kl import estimate_kl
-from rlhf_core.ppo.losses import explained_variance
 from rlhf_core.ppo.plan import StepPlan
 from rlhf_core.ppo.rollout import Credit, Rollout, Scores
-from rlhf_core.ppo.statistics import UpdateStatistics
+from rlhf_core.ppo.statistics import UpdateStatistics, explained_variance
 
 NGRAM = 3
 CRITIC_COLUMNS = ("explained_variance", "value_loss", "value_clip_fraction")

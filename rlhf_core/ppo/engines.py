@@ -26,6 +26,7 @@ from rlhf_core.config.ppo import PPOConfig
 from rlhf_core.data.tokenizer import stop_ids
 from rlhf_core.determinism import stream
 from rlhf_core.errors import UserError
+from rlhf_core.models.masked import masked_log_softmax
 from rlhf_core.models.sampling import Sampled, draw, in_batches, left_padded, sample
 
 Key = tuple[int, ...]
@@ -38,15 +39,15 @@ class Engine(Protocol):
     def __call__(self, policy: PreTrainedModel, prompts: Prompts, keys: Sequence[Key]) -> Sampled:
         """Responses in the order of the prompts (token ids), each with the log-probability of every token (nats).
 
-        `policy` carries the weights of this moment: an engine with a copy of its own has to take them over here.
-        `keys[i]` is all that may decide the randomness of response i (rule 3). A response closes with the first stop
+        `policy` carries the weights of this moment: an engine with a copy of its own copies them here.
+        `keys[i]` alone decides the randomness of response i (rule 3). A response closes with the first stop
         token, which it contains, or is cut at the length limit and has not `ended`.
         """
 
 
 @dataclass(frozen=True)
 class Rules:
-    """What every engine keeps to."""
+    """The limits of every engine."""
 
     max_new_tokens: int
     temperature: float
@@ -105,7 +106,7 @@ class LeashEngine:
 
 @dataclass(frozen=True)
 class TransformersEngine:
-    """`generate` of transformers, token by token told by the keys what to take; ended rows run on as padding."""
+    """`generate` of transformers, with each token chosen by the row's key; ended rows continue as padding."""
 
     rules: Rules
 
@@ -157,7 +158,7 @@ class KeyedChoice(LogitsProcessor):
         self, input_ids: Int[Tensor, "rows time"], scores: Float[Tensor, "rows vocabulary"]
     ) -> Float[Tensor, "rows vocabulary"]:
         """0 for the drawn token of each row, −∞ for the others."""
-        logprobs = (scores.float() / self.temperature).log_softmax(dim=-1)
+        logprobs = masked_log_softmax(scores, temperature=self.temperature)
         uniforms = torch.from_numpy(self.uniforms[:, len(self.tokens)]).to(logprobs.device)
         chosen = draw(logprobs, uniforms)
         self.tokens.append(chosen)

@@ -1,6 +1,5 @@
-"""How far the policy is from its reference, token by token, and who sets the price β of that distance; also the price
-of a step away from the policy that sampled. Which estimate may stand in a reward or in a loss is the configuration's to
-refuse (rules 8 and 15), not this module's; the reward it enters is built in `rewards.py`."""
+"""KL of the policy to its reference, token by token, and the controllers of its coefficient β; also the price of a step
+away from the policy that sampled."""
 
 import math
 from typing import Literal, Protocol
@@ -72,13 +71,13 @@ class KLController(Protocol):
     coef: float
 
     def update(self, kl: float, batch_size: int) -> None:
-        """Tell it the KL of a batch: the mean over its `batch_size` sequences of the summed k1, in nats."""
+        """Adapt to the KL of a batch: the mean over its `batch_size` sequences of the summed k1, in nats."""
 
     def state_dict(self) -> dict[str, float]:
-        """What a checkpoint must keep for the run to go on as if it had not stopped (rule 19)."""
+        """The state of the controller (rule 19)."""
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Go on from a `state_dict`."""
+        """Continue from a `state_dict`."""
 
 
 class _Coefficient:
@@ -92,7 +91,7 @@ class _Coefficient:
         return {"coef": self.coef}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Go on from a `state_dict`."""
+        """Continue from a `state_dict`."""
         self.coef = float(state["coef"])
 
 
@@ -105,7 +104,7 @@ class FixedKLController(_Coefficient):
         super().__init__(coef)
 
     def update(self, kl: float, batch_size: int) -> None:
-        """Nothing to learn from the measured KL."""
+        """Nothing changes."""
 
 
 class AdaptiveKLController(_Coefficient):
@@ -117,7 +116,7 @@ class AdaptiveKLController(_Coefficient):
         coef: β at the start, above 0 (the rule multiplies: 0 would stay 0).
         target: wanted KL per sequence, in nats, above 0.
         horizon: sequences over which β moves by up to a factor e^0.2.
-        batch_size: n, where it is known already: an impossible one is then refused before any work.
+        batch_size: n, if known: an impossible one is then refused before any work.
 
     Raises:
         UserError: a number outside its range, or n above the horizon (one step would move β by more than 20%,
@@ -168,7 +167,7 @@ class StepPrice(_Coefficient):
         self.target = target
 
     def update(self, kl: float) -> None:
-        """Learn from a PPO step: `kl` is its mean KL(π_old ‖ π_θ), nats per token."""
+        """Adapt after a PPO step: `kl` is its mean KL(π_old ‖ π_θ), nats per token."""
         if kl < self.target / STEP_TOLERANCE:
             self.coef /= STEP_FACTOR
         elif kl > self.target * STEP_TOLERANCE:

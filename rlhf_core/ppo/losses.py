@@ -1,7 +1,5 @@
-"""What an update minimises (clipped policy loss, clipped value loss, entropy bonus) and what is read off
-beside it (clip fractions, ratios, KL to the old policy, explained variance), as pure functions of tensors.
-Every statistic is over real tokens only. No optimiser, no model and no division of a batch into micro-batches
-lives here."""
+"""The losses of PPO as pure functions of tensors: policy, value and KL losses, and the entropy bonus. All are over real
+tokens only."""
 
 from typing import Literal
 
@@ -9,7 +7,8 @@ import torch
 from jaxtyping import Float, Shaped
 from torch import Tensor
 
-from rlhf_core.models.masked import masked_log_softmax, masked_mean, masked_sum, masked_var, zero_padding
+from rlhf_core.models.masked import masked_mean, masked_sum, zero_padding
+from rlhf_core.models.token_logprobs import logprobs_and_entropy
 from rlhf_core.ppo.kl import estimate_kl
 
 Reduction = Literal["mean", "sum"]
@@ -187,7 +186,8 @@ def compute_entropy(
 
     `logits` are [..., V], already divided by the temperature; `mask` is [...].
     """
-    return _reduce(_entropy(masked_log_softmax(logits, mask)), mask, reduction)
+    actions = torch.zeros(logits.shape[:-1], dtype=torch.long, device=logits.device)
+    return _reduce(logprobs_and_entropy(logits, actions, mask=mask)[1], mask, reduction)
 
 
 def compute_ppo_total_loss(
@@ -210,8 +210,7 @@ def compute_ppo_total_loss(
 ) -> dict[str, Float[Tensor, ""]]:
     """policy loss + `vf_coef`·value loss − `entropy_coef`·entropy, and the three parts.
 
-    The whole loss in one call, for use outside this project's loop; the loop adds up the same parts itself, with its
-    options (`objective.losses_of`).
+    The whole loss in one call, for use outside this project's loop, which sums the same parts with more options.
 
     Args:
         policy_logprobs, old_logprobs, advantages, clip_ratio: as in `compute_ppo_loss`.
@@ -259,73 +258,10 @@ def combine_losses(
     }
 
 
-@torch.no_grad()
-def clip_fraction(
-    logprobs: Float[Tensor, "*shape"],
-    old_logprobs: Float[Tensor, "*shape"],
-    clip_ratio: float,
-    mask: Shaped[Tensor, "*shape"] | None = None,
-) -> Float[Tensor, ""]:
-    """Share of the real tokens whose ratio lies outside [1−ε, 1+ε], whatever the sign of the advantage."""
-    outside = (torch.exp(logprobs - old_logprobs) - 1).abs() > clip_ratio
-    return masked_mean(outside.to(logprobs.dtype), mask)
-
-
-@torch.no_grad()
-def value_clip_fraction(
-    values: Float[Tensor, "*shape"],
-    old_values: Float[Tensor, "*shape"],
-    clip_ratio: float,
-    mask: Shaped[Tensor, "*shape"] | None = None,
-) -> Float[Tensor, ""]:
-    """Share of the real tokens whose value has moved by more than `clip_ratio` (units of the score)."""
-    return masked_mean(((values - old_values).abs() > clip_ratio).to(values.dtype), mask)
-
-
-@torch.no_grad()
-def approx_kl(
-    logprobs: Float[Tensor, "*shape"],
-    old_logprobs: Float[Tensor, "*shape"],
-    mask: Shaped[Tensor, "*shape"] | None = None,
-) -> Float[Tensor, ""]:
-    """KL(π_old ‖ π_θ) in nats per token, as mean(ρ − 1 − log ρ) over real tokens (rule 14's early stop)."""
-    return masked_mean(estimate_kl(old_logprobs, logprobs, "k3", mask), mask)
-
-
-@torch.no_grad()
-def ratio_max(
-    logprobs: Float[Tensor, "*shape"],
-    old_logprobs: Float[Tensor, "*shape"],
-    mask: Shaped[Tensor, "*shape"] | None = None,
-) -> Float[Tensor, ""]:
-    """Largest ρ = π_θ/π_old of the real tokens; 0, which no real ratio is below, where there is none."""
-    return zero_padding(torch.exp(logprobs - old_logprobs), mask).max()
-
-
-@torch.no_grad()
-def explained_variance(
-    values: Float[Tensor, "*shape"],
-    returns: Float[Tensor, "*shape"],
-    mask: Shaped[Tensor, "*shape"] | None = None,
-) -> Float[Tensor, ""]:
-    """1 − Var(returns − values)/Var(returns) over the real tokens.
-
-    1 is perfect, 0 as good as a constant, below 0 worse. Returns that do not vary have nothing to explain: 1
-    if the error does not vary either, else 0 (scikit-learn's convention), never NaN.
-    """
-    variance, unexplained = masked_var(returns, mask), masked_var(returns - values, mask)
-    constant = (unexplained == 0).to(variance.dtype)
-    return torch.where(variance > 0, 1 - unexplained / variance, constant)
-
-
 def _weighted(
     gain: Float[Tensor, "*shape"], weights: Float[Tensor, "*shape"] | None, mask: Shaped[Tensor, "*shape"] | None
 ) -> Float[Tensor, "*shape"]:
     return gain if weights is None else gain * zero_padding(weights, mask)
-
-
-def _entropy(logprobs: Float[Tensor, "*shape vocab"]) -> Float[Tensor, "*shape"]:
-    return -(logprobs.exp() * logprobs).sum(dim=-1)
 
 
 def _reduce(

@@ -1,5 +1,5 @@
-"""PPO-ptx: next-token prediction on a text of the user's, mixed into every minibatch so that the policy does not forget
-how to write it (Ouyang et al. 2022, equation 2)."""
+"""PPO-ptx: next-token prediction on a text of the user, mixed into every minibatch to preserve the policy's
+language-modelling ability (Ouyang et al. 2022, equation 2)."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""The one thing that travels between the phases of a PPO step: a batch of experience, filled in phase by phase."""
+"""The experience of one PPO step: responses, their scores, and the credit of each token."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from rlhf_core.models.batch import TokenBatch, pad_batch
 class Rollout:
     """B responses of at most T tokens. Tensors of [B, T] are 0 on padding."""
 
-    # what was asked, what was answered
+    # prompts and responses
     prompts: list[Conversation]
     prompt_ids: list[list[int]]
     response_ids: list[list[int]]
@@ -50,18 +50,18 @@ class Rollout:
 
 @dataclass(frozen=True)
 class Scores:
-    """One number for each response: as the scorer gave it, as PPO uses it, and as the hidden judge sees it."""
+    """One number for each response: by the scorer, as PPO uses it, and by the judge."""
 
     raw: Float[Tensor, "batch"]
     used: Float[Tensor, "batch"]
     """Normalised, clipped, lowered where the end-of-sequence token is missing (rule 12)."""
     gold: list[float] | None
-    """Only watched, never trained on; None where the data bring no judge."""
+    """Logged, never trained on; None where the data have no judge."""
 
 
 @dataclass(frozen=True)
 class Credit:
-    """What each token earned."""
+    """Rewards and advantages of each token."""
 
     kl: Float[Tensor, "batch time"]
     """k1 = log π_old − log π_ref, nats."""

@@ -1,13 +1,12 @@
-"""Snapshots of a policy along a PPO run: its trained weights alone, a file a step (with LoRA the adapters only). A
-snapshot is no checkpoint: nothing can be trained on from it, but what the policy said at that step can be sampled
-again."""
+"""Snapshots of a policy along a PPO run: its trained weights alone (with LoRA the adapters), one file a step. From a
+snapshot the policy of that step can be sampled; training cannot continue from it."""
 
 import json
 import re
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -15,7 +14,7 @@ from rlhf_core import files
 from rlhf_core.config.lora import LoraSettings
 from rlhf_core.errors import UserError
 from rlhf_core.finite import require_finite
-from rlhf_core.models.hf import unique_weights
+from rlhf_core.models.hf import save_weights, unique_weights
 from rlhf_core.models.lora import add_lora
 from rlhf_core.ppo.actor_critic import ActorCritic
 
@@ -43,8 +42,7 @@ def write(folder: Path, models: ActorCritic, step: int, lora: LoraSettings | Non
     settings = {"lora": None if lora is None else lora.model_dump(), "seed": seed}
     with files.whole(folder / SETTINGS) as place:
         place.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
-    with files.whole(path_of(folder, step)) as place:
-        save_file({name: tensor.detach().cpu().clone().contiguous() for name, tensor in weights.items()}, place)
+    save_weights(path_of(folder, step), weights)
 
 
 def trained_weights(models: ActorCritic) -> dict[str, Tensor]:

@@ -1,10 +1,14 @@
-"""Statistics of one update: sums over real tokens, over all its minibatches and processes."""
+"""Statistics of an update (clip fractions, ratios, KL to the old policy, explained variance), over real tokens only."""
 
 from collections import defaultdict
 from dataclasses import dataclass, field
 
 import torch
+from jaxtyping import Float, Shaped
+from torch import Tensor
 
+from rlhf_core.models.masked import masked_mean, masked_var, zero_padding
+from rlhf_core.ppo.kl import estimate_kl
 from rlhf_core.ppo.processes import Processes
 
 
@@ -66,3 +70,62 @@ class UpdateStatistics:
             "skipped_minibatches": float(self.skipped_minibatches),
             "stopped_early": float(self.stopped_early),
         }
+
+
+@torch.no_grad()
+def clip_fraction(
+    logprobs: Float[Tensor, "*shape"],
+    old_logprobs: Float[Tensor, "*shape"],
+    clip_ratio: float,
+    mask: Shaped[Tensor, "*shape"] | None = None,
+) -> Float[Tensor, ""]:
+    """Share of the real tokens whose ratio lies outside [1−ε, 1+ε], whatever the sign of the advantage."""
+    outside = (torch.exp(logprobs - old_logprobs) - 1).abs() > clip_ratio
+    return masked_mean(outside.to(logprobs.dtype), mask)
+
+
+@torch.no_grad()
+def value_clip_fraction(
+    values: Float[Tensor, "*shape"],
+    old_values: Float[Tensor, "*shape"],
+    clip_ratio: float,
+    mask: Shaped[Tensor, "*shape"] | None = None,
+) -> Float[Tensor, ""]:
+    """Share of the real tokens whose value has moved by more than `clip_ratio` (units of the score)."""
+    return masked_mean(((values - old_values).abs() > clip_ratio).to(values.dtype), mask)
+
+
+@torch.no_grad()
+def approx_kl(
+    logprobs: Float[Tensor, "*shape"],
+    old_logprobs: Float[Tensor, "*shape"],
+    mask: Shaped[Tensor, "*shape"] | None = None,
+) -> Float[Tensor, ""]:
+    """KL(π_old ‖ π_θ) in nats per token, as mean(ρ − 1 − log ρ) over real tokens (rule 14's early stop)."""
+    return masked_mean(estimate_kl(old_logprobs, logprobs, "k3", mask), mask)
+
+
+@torch.no_grad()
+def ratio_max(
+    logprobs: Float[Tensor, "*shape"],
+    old_logprobs: Float[Tensor, "*shape"],
+    mask: Shaped[Tensor, "*shape"] | None = None,
+) -> Float[Tensor, ""]:
+    """Largest ρ = π_θ/π_old of the real tokens; 0, which no real ratio is below, where there is none."""
+    return zero_padding(torch.exp(logprobs - old_logprobs), mask).max()
+
+
+@torch.no_grad()
+def explained_variance(
+    values: Float[Tensor, "*shape"],
+    returns: Float[Tensor, "*shape"],
+    mask: Shaped[Tensor, "*shape"] | None = None,
+) -> Float[Tensor, ""]:
+    """1 − Var(returns − values)/Var(returns) over the real tokens.
+
+    1 is perfect, 0 as good as a constant, below 0 worse. Returns that do not vary have nothing to explain: 1
+    if the error does not vary either, else 0 (scikit-learn's convention), never NaN.
+    """
+    variance, unexplained = masked_var(returns, mask), masked_var(returns - values, mask)
+    constant = (unexplained == 0).to(variance.dtype)
+    return torch.where(variance > 0, 1 - unexplained / variance, constant)

@@ -15,14 +15,13 @@ from rlhf_core.models.batching import micro_batches
 from rlhf_core.models.masked import masked_mean, zero_padding
 from rlhf_core.models.token_logprobs import compare_logprobs
 from rlhf_core.ppo.actor_critic import ActorCritic
-from rlhf_core.ppo.losses import approx_kl, clip_fraction, ratio_max, value_clip_fraction
 from rlhf_core.ppo.objective import Pass, losses_of
 from rlhf_core.ppo.optimizers import Optimizers
 from rlhf_core.ppo.plan import StepPlan, minibatches_of_epoch
 from rlhf_core.ppo.processes import Processes
 from rlhf_core.ppo.ptx import TextMix
 from rlhf_core.ppo.rollout import Credit, Rollout
-from rlhf_core.ppo.statistics import UpdateStatistics
+from rlhf_core.ppo.statistics import UpdateStatistics, approx_kl, clip_fraction, ratio_max, value_clip_fraction
 from rlhf_core.training.memory import Halving, OutOfMemory, attempt
 
 FIRST_RATIO_TOLERANCE = 1e-4

@@ -1,8 +1,5 @@
-"""Resumable state on disk: folders `checkpoint-<step>`, each sealed with the checksums of its files when it is whole. A
-folder without a seal was cut short, one whose files no longer fit it was damaged: neither is ever used.
-
-What stands in a checkpoint is the business of who writes it (`ppo/checkpoint.py`, `training.py`).
-"""
+"""Resumable state on disk: folders `checkpoint-<step>`, each sealed with the checksums of its files when it is
+complete. A folder without a seal, or with other checksums, is never used."""
 
 import hashlib
 import json
@@ -20,7 +17,7 @@ Say = Callable[[str], None]
 
 
 def seal(folder: Path) -> None:
-    """Flush the folder to the disk and note the checksum of every file in it; from now on it counts as whole."""
+    """Flush the folder to the disk and write the checksums of its files; from then on it counts as complete."""
     files.flush(folder)
     noted = json.dumps(_checksums(folder), indent=1)
     with files.whole(folder / SEAL) as place:
@@ -29,7 +26,7 @@ def seal(folder: Path) -> None:
 
 
 def damage(folder: Path) -> str | None:
-    """What is wrong with a checkpoint, in words; None for a whole one."""
+    """What is wrong with a checkpoint; None for a complete one."""
     try:
         noted = json.loads((folder / SEAL).read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -48,7 +45,7 @@ def _checksums(folder: Path) -> dict[str, str]:
 
 
 class Checkpoints:
-    """The checkpoints in one folder. `say` hears what is found damaged."""
+    """The checkpoints in one folder. `say` is called with each damaged one."""
 
     def __init__(self, folder: Path, say: Say = print) -> None:
         self.folder, self._say = folder, say
@@ -69,7 +66,7 @@ class Checkpoints:
             files.remove(old)
 
     def newest(self) -> Path | None:
-        """The newest whole checkpoint, None where there is none. Damaged ones are named and removed."""
+        """The newest complete checkpoint, None where there is none. Damaged ones are reported and removed."""
         for folder in reversed(self._all()):
             problem = damage(folder)
             if problem is None:

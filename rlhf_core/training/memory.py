@@ -1,8 +1,4 @@
-"""Out of memory: how what a failed pass held is freed, and the one halving that a run is allowed.
-
-Who computes (PPO, the Trainers) calls its passes through `attempt` and plans its rows with a `Halving`; nothing here
-knows a model or a loss.
-"""
+"""Out of memory: a failed pass is freed, and the batches of its phase are halved once for the rest of the run."""
 
 import gc
 from collections.abc import Callable, Sequence
@@ -33,7 +29,7 @@ class OutOfMemory(Exception):
 
 
 def attempt(work: Callable[[], Result], rows: Callable[[], int]) -> Result:
-    """`work()`, a pass over `rows()` rows. Raises OutOfMemory in place of whatever the allocator raised.
+    """`work()`, a pass over `rows()` rows. Raises OutOfMemory in place of the allocator's error.
 
     The new error is raised outside the handler: a chained one would hold the frames of the failed pass, and with them
     its activations.
@@ -47,7 +43,7 @@ def attempt(work: Callable[[], Result], rows: Callable[[], int]) -> Result:
 
 
 def free() -> None:
-    """Give back what a failed pass held."""
+    """Free the memory of a failed pass."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
@@ -56,13 +52,13 @@ def free() -> None:
 @dataclass
 class Halving:
     """Whether the batches of a phase are halved: not at first; from the first pass that does not fit to the end of the
-    run. The gradient is the same up to rounding, so such a run is exempt from byte identity, which `tell` hears.
+    run. The gradient is the same up to rounding, so such a run is exempt from byte identity, which `tell` reports.
 
     Args:
         phase: its name, for people.
         keys: what a user can lower where even halves do not fit.
-        tell: hears of the halving once, and again in the process that continues the run.
-        marker: a file that remembers it where no checkpoint does.
+        tell: called with a message at the halving, and again in a process that continues the run.
+        marker: a file that records the halving where no checkpoint does.
     """
 
     phase: str
@@ -99,8 +95,8 @@ class Halving:
         undo: Callable[[], None] = lambda: None,
         gather: Gather = list,
     ) -> Result:
-        """`work()`; where it raises OutOfMemory in any of the processes that `gather` joins, all halve, `undo()` what
-        it has left, and do it again. Raises UserError at the second time."""
+        """`work()`; where it raises OutOfMemory in any of the processes that `gather` joins, all halve, `undo()` its
+        effects, and repeat it. Raises UserError at the second time."""
         while True:
             failed = []
             try:
@@ -120,8 +116,8 @@ class Halving:
         work: Callable[[list[int]], Sequence[Result]],
         gather: Gather = list,
     ) -> list[Result]:
-        """`work` on all items, which takes `rows` of them at a time by itself: one result each. Once halved, it is
-        given half as many as it takes."""
+        """`work` on all items, which reads `rows` of them at a time: one result each. Once halved, it receives
+        half as many."""
 
         def pieces() -> list[Result]:
             size = self.of(min(rows, len(items))) if self.done else max(1, len(items))
@@ -138,7 +134,7 @@ class Halving:
         return {"done": self.done}
 
     def load_state_dict(self, state: dict[str, bool]) -> None:
-        """Go on as the run that wrote it, and tell what holds for all of it."""
+        """Continue the run that wrote it, and report a halving of it."""
         self.done = state["done"]
         if self.done:
             self.tell(f"out of memory in {self.phase} earlier in this run: half the rows at once{EXEMPT}")

@@ -1,5 +1,4 @@
-"""The pairs of data/preferences/preferences.jsonl as token ids: what the reward model and DPO learn from. Both read
-them here, so that they see the same tokens."""
+"""The pairs of data/preferences/preferences.jsonl as token ids, for reward model and DPO."""
 
 from typing import Any
 
@@ -42,7 +41,7 @@ def comparisons(
 
 
 def response_tokens(tokenizer: PreTrainedTokenizerBase, row: Row, side: str) -> list[int]:
-    """The tokens of a pair's side: as they were sampled, as PPO will show them to the reward model, or of its text
-    where the data brought it."""
+    """The tokens of a pair's side: as they were sampled, as PPO passes them to the reward model, or of its text
+    where the data contain the pair."""
     sampled: list[int] | None = row[f"{side}_ids"]
     return encode_response(tokenizer, row[side], row[f"{side}_ended"]) if sampled is None else sampled

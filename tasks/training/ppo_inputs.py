@@ -1,5 +1,4 @@
-"""What PPO's loop reads from the project beside policy and prompts: the critic that it starts with, and the text of
-PPO-ptx. For the stages that run the loop, and for `leash trace`, which runs one step of it."""
+"""Inputs of PPO's loop beside policy and prompts: the critic that it starts with, and the text of PPO-ptx."""
 
 from pathlib import Path
 

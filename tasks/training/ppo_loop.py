@@ -1,6 +1,5 @@
-"""PPO's loop inside a stage: models and prompts in, a trained policy and the record of the run out; resumable, watched
-by the detectors, told to MLflow. `ppo`, `hybrid`, `reinforce`, `rloo` and `grpo` differ in their settings, their start
-and what they keep; nothing here knows which of them runs."""
+"""PPO's loop inside a stage, for `ppo` and its variants: models and prompts in, a trained policy and the record of
+the run out; resumable, checked by the detectors, logged to MLflow."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
@@ -32,9 +31,9 @@ from tasks.training.ppo_inputs import REWARD, SFT, read_text, starting_critic
 PROMPTS = "data/ingest/ppo_prompts.jsonl"
 HELDOUT = "data/ingest/heldout.jsonl"
 READ = 20
-"""Held-out prompts whose answers are written down along the run, and at every alert."""
+"""Held-out prompts that are answered along the run, and at every alert."""
 SCHEDULE = "schedule"
-"""The reason of samples that `sample_every` asked for."""
+"""The reason of samples by `sample_every`."""
 EDGE = 5
 """Steps over which the first and last values of the metrics are averaged."""
 
@@ -42,8 +41,8 @@ EDGE = 5
 def build(
     stage: Stage[Any], config: PPOConfig, tokenizer: PreTrainedTokenizerBase, start: str = SFT
 ) -> tuple[PPOTrainer, list[Row], int]:
-    """The trainer with its models, the held-out rows to watch, and the prompts that did not fit. `start` is the folder
-    that the policy begins with; the reference is models/sft."""
+    """The trainer with its models, the held-out rows to watch, and the number of prompts that did not fit. `start` is
+    the folder that the policy begins with; the reference is models/sft."""
     models = load_models(stage, config, start)
     kept, too_long = fitting_prompts(stage, config, PROMPTS, tokenizer, models)
     watched, _ = fitting_prompts(stage, config, HELDOUT, tokenizer, models)
@@ -88,7 +87,7 @@ def fitting_prompts(
 
 @dataclass
 class Record:
-    """What a run leaves beside its models; part of every checkpoint."""
+    """The record of a run beside its models; part of every checkpoint."""
 
     monitor: Monitor
     history: list[Row] = field(default_factory=list)
@@ -143,16 +142,16 @@ def snapshot_is_due(config: PPOConfig, step: int) -> bool:
 
 
 def snapshots_are_whole(stage: Stage[Any], trainer: PPOTrainer, steps: int) -> bool:
-    """Whether every snapshot of the first `steps` steps lies in the state; a run without one of them starts anew."""
+    """Whether every snapshot of the first `steps` steps lies in the state; a run without one of them starts again."""
     wanted = {step for step in range(1, steps + 1) if snapshot_is_due(trainer.config, step)}
     missing = wanted - set(snapshots.steps_in(snapshots_of(stage)))
     if missing:
-        stage.say(f"the snapshot of step {min(missing)} is gone from {snapshots_of(stage)}; starting anew")
+        stage.say(f"the snapshot of step {min(missing)} is gone from {snapshots_of(stage)}; starting again")
     return not missing
 
 
 def step(stage: Stage[Any], trainer: PPOTrainer, record: Record, watched: list[Row], progress: Progress) -> None:
-    """One step, told to those who watch: its row, new alerts, and samples where they are due."""
+    """One step, logged: its row, new alerts, and samples where they are due."""
     row = trainer.step()
     done = trainer.steps_done
     record.history.append(row)
@@ -182,8 +181,8 @@ def track(stage: Stage[Any], trainer: PPOTrainer, row: Row) -> None:
 
 
 def watch(stage: Stage[Any], trainer: PPOTrainer, record: Record, progress: Progress) -> list[Alert]:
-    """Ask the detectors about the step that was just done, tell what is new to the log and MLflow, and return what may
-    stand in an out: all but what depends on time."""
+    """Run the detectors on the last step and log new alerts. Returns those that an output may contain: all but the ones
+    that depend on time."""
     step = trainer.steps_done
     alerts = record.monitor.observe(record.history[-1])
     slow = record.monitor.observe_seconds(trainer.seconds, step)
@@ -213,7 +212,7 @@ def stop_at_alert(stage: Stage[Any], record: Record) -> None:
 
 
 def answers(trainer: PPOTrainer, watched: list[Row], reasons: Sequence[str]) -> list[Row]:
-    """What the policy says now to the watched held-out prompts, and why it was asked."""
+    """The policy's present answers to the watched held-out prompts, and the reasons for them."""
     given = trainer.answer([row["prompt"] for row in watched])
     return [
         {

@@ -1,4 +1,4 @@
-"""How a training stage hands its state folder, its seed and its eyes to `rlhf_core.training.run`."""
+"""The `Run` of a training stage, and tables of its log."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -50,5 +50,5 @@ def log_table(log: Sequence[dict[str, float]], columns: dict[str, str]) -> list[
 
 def tokens_read(log: Sequence[dict[str, float]], per_epoch: int) -> int:
     """Tokens that the backward passes of a training have read, where one epoch reads `per_epoch` of them: a Trainer's
-    log says how many epochs, with their fraction, it came to."""
+    log has the number of epochs, with their fraction."""
     return round(max(event["epoch"] for event in log if "epoch" in event) * per_epoch)

@@ -7,7 +7,7 @@ from typing import NoReturn
 
 from rlhf_core.config.ppo import PPOConfig
 from rlhf_core.errors import UserError
-from rlhf_core.ppo.health import COLUMNS
+from rlhf_core.ppo.detectors import COLUMNS
 from tasks.params.loader import PARAMS_FILE
 from tasks.params.variant import VariantParams
 from tasks.stage.run import quiet_libraries, run

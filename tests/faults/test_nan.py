@@ -1,6 +1,7 @@
 """NaN and infinity: the stage stops with one line that names the step, makes no step with them, never writes them down,
 and leaves the last good checkpoint and the outs of an earlier run as they are."""
 
+import importlib
 import math
 import re
 import runpy
@@ -13,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
+from transformers import Trainer
 
 from rlhf_core.config.base import PretrainConfig
 from rlhf_core.config.reward import RewardConfig
@@ -25,7 +27,7 @@ from rlhf_core.ppo import update
 from rlhf_core.ppo.trainer import PPOTrainer
 from rlhf_core.pretrain import pretrain
 from rlhf_core.reward import Comparison, PairTrainer, train_reward_model
-from rlhf_core.sft import Demonstration, fine_tune
+from rlhf_core.sft import Demonstration, ResponseTrainer, fine_tune
 from rlhf_core.training.run import Run
 from rlhf_core.training.trainer import GuardedTrainer
 
@@ -124,6 +126,19 @@ def test_a_validation_loss_that_is_not_finite_is_not_the_best(tmp_path: Path, mo
     with pytest.raises(NonFiniteError, match="step 2: the validation loss is nan"):
         fine_tune(model, ROWS, ROWS[:2], config, 0, Run(tmp_path, seed=3, report=report))
     assert not list(tmp_path.rglob("best*"))
+
+
+def test_a_hook_that_transformers_has_renamed_stops_the_import(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A method that is never called any more would switch the guard off without notice."""
+    monkeypatch.delattr(Trainer, "training_step")
+    with pytest.raises(ImportError, match=r"^transformers \S+: Trainer has no training_step, .*; install a version"):
+        importlib.reload(importlib.import_module("rlhf_core.training.trainer"))
+
+
+@pytest.mark.parametrize("private", ["_clip_grad_norm", "_save_checkpoint"])
+def test_the_guards_override_no_private_method(private: str) -> None:
+    for kind in (GuardedTrainer, PairTrainer, ResponseTrainer):
+        assert getattr(kind, private) is getattr(Trainer, private)
 
 
 def scorer_with_nan(trainer: list[PPOTrainer]) -> Callable[[Answers], list[float]]:

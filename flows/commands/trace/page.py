@@ -25,7 +25,7 @@ from flows.commands.trace.wording import (
     where,
 )
 from rlhf_core.errors import UserError
-from rlhf_core.inspect.trace import Reading, Token
+from rlhf_core.inspect.trace.records import Reading, Token
 from tasks.page import page as report_page
 from tasks.page.page import write_page
 

@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator
 
 from flows.commands.trace.trace import Traced
-from rlhf_core.inspect.trace import Reading, Token, Trace
+from rlhf_core.inspect.trace.records import Reading, Token, Trace
 
 NOTHING = "–"
 FEW = 8

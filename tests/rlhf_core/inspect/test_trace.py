@@ -8,7 +8,9 @@ import pytest
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from rlhf_core.inspect.trace import Trace, token_texts, trace_step
+from rlhf_core.inspect.trace.records import Trace
+from rlhf_core.inspect.trace.step import trace_step
+from rlhf_core.inspect.trace.tokens import token_texts
 from rlhf_core.ppo.advantages import whiten
 from rlhf_core.ppo.rewards import normalise_scores
 from rlhf_core.ppo.trainer import PPOTrainer

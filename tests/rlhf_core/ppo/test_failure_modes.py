@@ -119,7 +119,7 @@ def test_the_sick_run_is_found_out(name: str, make_trainer: MakeTrainer, runs: d
 def test_reward_hacking_is_found_without_a_judge(make_trainer: MakeTrainer) -> None:
     run = watched(make_trainer, **NO_LEASH, judge=None).go(15)
     (alert,) = [alert for alert in run.monitor.alerts if alert.name == "reward_hacking"]
-    assert "no judge looks on" in alert.message
+    assert "there is no judge" in alert.message
 
 
 def test_rule_19_a_resumed_run_gives_the_same_alerts(make_trainer: MakeTrainer) -> None:

@@ -12,8 +12,6 @@ from torch import Tensor
 
 from rlhf_core.models.token_logprobs import logprobs_and_entropy
 from rlhf_core.ppo.losses import (
-    approx_kl,
-    clip_fraction,
     compute_entropy,
     compute_kl_loss,
     compute_kl_penalty_loss,
@@ -21,11 +19,9 @@ from rlhf_core.ppo.losses import (
     compute_ppo_loss,
     compute_ppo_total_loss,
     compute_value_loss,
-    explained_variance,
     importance_weights,
-    ratio_max,
-    value_clip_fraction,
 )
+from rlhf_core.ppo.statistics import approx_kl, clip_fraction, explained_variance, ratio_max, value_clip_fraction
 
 GARBAGE = (float("nan"), float("inf"), float("-inf"), 1e30)
 VOCABULARY = 5
