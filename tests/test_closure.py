@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from ruamel.yaml import YAML
 
-from tasks.params.methods import VARIANTS
+from rlhf_core.config.dpo import PairConfig
+from tasks.params.methods import METHODS, VARIANTS
 
 if TYPE_CHECKING:
     from tests.conftest import Project, TinyRun
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parents[1]
 GRAPH: dict[str, Any] = YAML(typ="safe", pure=True).load(ROOT / "dvc.yaml")["stages"]
 PACKAGES = ("rlhf_core.", "tasks.", "flows.")
+ON_PAIRS = [method.name for method in METHODS if issubclass(method.model(), PairConfig)]
 
 
 def load_closure() -> ModuleType:
