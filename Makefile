@@ -12,7 +12,7 @@ WORKERS ?= 2
 INSTALL := python -m pip install --disable-pip-version-check --quiet --constraint constraints.txt
 INSTALL_TORCH := $(INSTALL) $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) torch
 
-.PHONY: run test setup setup-dev lint types layers check seeds frontier audit help
+.PHONY: run test test-all setup setup-dev lint types layers check seeds frontier audit help
 
 run: setup  ## Rebuild the demo: data, models, metrics, report
 	dvc repro
@@ -20,6 +20,9 @@ run: setup  ## Rebuild the demo: data, models, metrics, report
 
 test: setup-dev  ## Run the tests
 	python -m pytest --numprocesses $(WORKERS) --dist worksteal
+
+test-all: export LEASH_FAULTS := all
+test-all: test  ## The same with every kill, a million rows, and a frozen server
 
 help:  ## This list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 12
@@ -53,7 +56,7 @@ layers: setup-dev  ## Imports go down only; every stage depends on exactly the c
 	lint-imports
 	python tests/closure.py
 
-check: lint types layers test  ## Lint, types, layers and tests; CI runs these with LEASH_FAULTS=all
+check: lint types layers test  ## Lint, types, layers and tests; CI runs test-all
 
 seeds: setup  ## The demo for three seeds, and the README's tables (half an hour)
 	python benchmarks/seeds.py
