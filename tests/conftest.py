@@ -128,7 +128,8 @@ class Project:
 
     def rows(self, path: str) -> list[dict[str, Any]]:
         """A JSONL file of the project."""
-        return [json.loads(line) for line in (self.root / path).read_text(encoding="utf-8").splitlines()]
+        text = (self.root / path).read_text(encoding="utf-8")
+        return [json.loads(line) for line in text.splitlines() if line]
 
     def write_rows(self, path: str, rows: list[dict[str, Any]]) -> None:
         """Replace a JSONL file of the project."""

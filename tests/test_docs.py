@@ -70,10 +70,10 @@ def test_the_readme_names_only_files_commands_and_make_targets_that_exist() -> N
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     targets = set(re.findall(r"(?:^    |`)make ([a-z]+)", readme, re.MULTILINE))
-    assert targets >= {"run", "test", "seeds", "frontier"}
+    assert targets >= {"run", "test"}
     assert targets <= set(re.findall(r"^([a-z-]+):", makefile, re.MULTILINE))
     pages = re.findall(r"\]\((docs/[^)#]+)\)", readme)
-    assert len(pages) > 5
+    assert len(pages) >= 5
     assert [path for path in pages if not (ROOT / path).exists()] == []
     commands = set(re.findall(r"(?:^    |`|bin/)leash ([a-z]+)", readme, re.MULTILINE))
     assert len(commands) > 12

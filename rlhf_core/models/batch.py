@@ -82,6 +82,8 @@ def _read(model: PreTrainedModel, batch: TokenBatch, **options: bool) -> CausalL
         use_cache=False,
         **options,
     )
+    if output.logits.shape[1] == width:  # models with code of their own may ignore logits_to_keep
+        output.logits = output.logits[:, -(batch.time + 1) : -1]
     return output
 
 

@@ -91,7 +91,7 @@ def many(project: "Project") -> "Project":
 
 def lines_of(path: Path) -> int:
     with path.open("rb") as file:
-        return sum(1 for _ in file)
+        return sum(1 for line in file if line.strip())
 
 
 def test_the_stages_that_read_raw_data_stay_lean(many: "Project") -> None:

@@ -41,7 +41,6 @@ def test_a_stage_with_a_dead_server_keeps_the_secrets_of_its_environment(project
     project.dvc("repro", "check_data")
     done = project.stage("ingest", **SECRETS)
     assert done.returncode == 0, done.stderr
-    assert "MLflow does not answer (http://127.0.0.1:9/path" in done.stderr
     assert "s3cret" not in said(done)
     assert list((project.root / "work" / "outbox").iterdir())
     assert leaks(project.root) == []

@@ -97,7 +97,7 @@ def test_the_search_finds_what_it_looks_for(line: str) -> None:
 
 
 def test_every_model_is_loaded_from_safetensors_and_every_seed_of_weights_says_so() -> None:
-    text = (ROOT / "rlhf_core" / "models.py").read_text(encoding="utf-8")
+    text = (ROOT / "rlhf_core" / "models" / "hf.py").read_text(encoding="utf-8")
     calls = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Call)]
     loads = [call for call in calls if dotted(call.func).endswith("from_pretrained")]
     assert loads
