@@ -38,7 +38,7 @@ SLOW_GENERATION = "slow_generation"
 
 REMEDIES = {
     "reward_hacking": "raise β (kl.coef), retrain the reward model on the new failure cases, or both",
-    "kl_spike": "narrow ε (clip_ratio: 0.1 instead of 0.2), lower learning_rate by an order of magnitude, raise β "
+    "kl_spike": "narrow ε (clip_ratio: 0.1 instead of 0.2), drop learning_rate by an order of magnitude, raise β "
     "(kl.coef), or let it adapt (kl.controller: adaptive), which raises it when KL is high",
     "entropy_collapse": "raise entropy_coef, widen ε (clip_ratio) so that fewer tokens are clipped, or "
     "sample rollouts at a higher temperature",
