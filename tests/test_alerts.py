@@ -64,7 +64,7 @@ def test_stop_ends_the_stage_and_warn_goes_on_from_there(sick: "Project") -> Non
     assert stopped.returncode == 2, stopped.stdout + stopped.stderr
     (line,) = [line for line in stopped.stderr.splitlines() if line.startswith("ppo: ")]
     assert line.startswith("ppo: stopped by kl_spike at step ")
-    assert "lower learning_rate by an order of magnitude" in line
+    assert "drop learning_rate by an order of magnitude" in line
     (folder,) = (sick.root / "work" / "ppo").glob("*/stopped")
     assert str(folder.relative_to(sick.root)) in line
     place = folder.relative_to(sick.root).as_posix()

@@ -51,7 +51,7 @@ def forget(project: "Project", stage: str) -> None:
     shutil.rmtree(project.root / "work" / stage, ignore_errors=True)
 
 
-LOOPS = [("base", 2, 3), ("sft", 7, 8), ("preferences", 2, 256), ("reward", 3, 4), ("ppo", 2, 2), ("evaluate", 1, 40)]
+LOOPS = [("base", 2, 3), ("sft", 7, 8), ("preferences", 2, 256), ("reward", 3, 4), ("ppo", 2, 2), ("evaluate", 1, 80)]
 LOOPS += [("dpo", 2, 3), ("best_of_n", 1, 128)]
 """A stage, the progress line at which the signal comes, and behind which step (or sample) it then continues."""
 

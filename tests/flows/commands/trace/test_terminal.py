@@ -214,7 +214,7 @@ def test_without_models_the_command_that_makes_them_is_named(project: Path, trac
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--at", "reward"], "--at reward: there are policy and sft"),
+        (["--at", "reward"], "--at reward: choose policy or sft"),
         (["--page", "models"], "models: cannot be written"),
     ],
 )
