@@ -14,10 +14,8 @@ from transformers import PreTrainedModel, TrainerCallback
 
 from rlhf_core.config.sft import SFTConfig
 from rlhf_core.errors import NonFiniteError
-from rlhf_core.models.batch import pad_batch
-from rlhf_core.models.batching import in_length_order
 from rlhf_core.models.hf import save_weights, unique_weights
-from rlhf_core.models.sequence_logprobs import response_logprobs
+from rlhf_core.models.sequence_logprobs import sequence_logprobs
 from rlhf_core.training.run import Run, Schedule, train, trainer_arguments
 from rlhf_core.training.trainer import IGNORED, GuardedTrainer
 
@@ -151,14 +149,10 @@ class KeepBest(TrainerCallback):
         model.load_state_dict(load_file(self.path), strict=False)
 
 
-@torch.no_grad()
 def response_loss(model: PreTrainedModel, rows: Sequence[Demonstration], pad_id: int, batch_size: int) -> float:
     """Mean negative log-likelihood of the response tokens, in nats per token over all rows. NaN without rows."""
-
-    def losses(places: list[int]) -> list[float]:
-        batch = pad_batch([rows[i].prompt for i in places], [rows[i].response for i in places], pad_id, model.device)
-        return (-response_logprobs(model, batch)).tolist()
-
     tokens = sum(len(row.response) for row in rows)
-    lengths = [len(row.prompt) + len(row.response) for row in rows]
-    return math.fsum(in_length_order(lengths, batch_size, losses)) / tokens if tokens else math.nan
+    logprobs = sequence_logprobs(
+        model, [row.prompt for row in rows], [row.response for row in rows], pad_id, batch_size
+    )
+    return -math.fsum(logprobs) / tokens if tokens else math.nan

@@ -1,13 +1,12 @@
 """KL of a model to a reference, and its entropy, summed over whole answers; for evaluation, not for training."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
 from transformers import PreTrainedModel
 
-from rlhf_core.models.batch import pad_batch, response_logits
-from rlhf_core.models.batching import in_length_order
+from rlhf_core.models.batch import TokenBatch, map_batches, response_logits
 from rlhf_core.models.token_logprobs import logprobs_and_entropy
 from rlhf_core.ppo.kl import estimate_kl
 
@@ -35,20 +34,17 @@ def measure_divergence(
     temperature: float,
     batch_size: int,
 ) -> Divergence:
-    """`responses` (token ids) are samples of `model` at `temperature`; both models share the tokenizer.
+    """`responses` (token ids) are samples of `model` at `temperature`; both models share the tokenizer."""
 
-    Answers of similar length are read together.
-    """
-
-    def read(rows: list[int]) -> Iterable[tuple[float, ...]]:
-        batch = pad_batch([prompts[i] for i in rows], [responses[i] for i in rows], pad_id, model.device)
+    def read(batch: TokenBatch) -> list[tuple[float, ...]]:
         ours, entropy = logprobs_and_entropy(response_logits(model, batch), batch.actions, temperature, batch.mask)
         theirs = ours
         if reference is not model:
             theirs, _ = logprobs_and_entropy(response_logits(reference, batch), batch.actions, temperature, batch.mask)
         sums = (estimate_kl(ours, theirs, "k1", batch.mask), estimate_kl(ours, theirs, "k3", batch.mask), entropy)
-        return zip(*(part.sum(dim=1).tolist() for part in sums), strict=True)
+        return list(zip(*(part.sum(dim=1).tolist() for part in sums), strict=True))
 
-    lengths = [len(prompt) + len(response) for prompt, response in zip(prompts, responses, strict=True)]
-    k1, k3, entropies = zip(*in_length_order(lengths, batch_size, read), strict=True) if prompts else ((), (), ())
-    return Divergence(list(k1), list(k3), list(entropies))
+    if not prompts:
+        return Divergence()
+    found = map_batches(read, prompts, responses, pad_id=pad_id, batch_size=batch_size, device=model.device)
+    return Divergence(*map(list, zip(*found, strict=True)))

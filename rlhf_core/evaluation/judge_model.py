@@ -1,8 +1,5 @@
-"""A language model as a judge of pairs: what it is asked, and how its answer is read off its logits.
-
-It samples nothing. It is asked through its own chat template which of two answers is better, and the log-probabilities
-of the two letters as its first token are compared.
-"""
+"""A language model as a judge of pairs. The question, which of two answers is better, goes through its chat template;
+the verdict is the letter with the higher log-probability as the first token. Nothing is sampled."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,8 +12,7 @@ from rlhf_core.data.chat import Conversation, as_text
 from rlhf_core.data.control_tokens import text_ids
 from rlhf_core.data.tokenizer import encode_prompt
 from rlhf_core.errors import UserError
-from rlhf_core.models.batch import pad_batch, response_logits
-from rlhf_core.models.batching import in_length_order
+from rlhf_core.models.batch import TokenBatch, map_batches, response_logits
 from rlhf_core.models.hf import context_length
 
 QUESTION = """\
@@ -33,18 +29,18 @@ Answer $second_letter:
 $second
 
 Reply with one letter, $first_letter or $second_letter, and nothing else."""
-"""What the model is asked, as the user's message. `$prompt`, `$first`, `$second` are the texts."""
+"""The user's message. `$prompt`, `$first`, `$second` are the texts."""
 
 NEEDED = frozenset({"prompt", "first", "second"})
 LETTER_NAMES = frozenset({"first_letter", "second_letter"})
 LETTERS = ("A", "B")
 TIE_NATS = 1e-4
-"""Log-probabilities nearer than this tie: float32 logits move by about 1e-6 with the batch they stand in."""
+"""Log-probabilities nearer than this tie: float32 logits change by about 1e-6 with the other rows of the batch."""
 
 
 @dataclass(frozen=True)
 class LanguageModelJudge:
-    """A causal language model, asked which of two answers is better (Zheng et al. 2023).
+    """A causal language model that chooses the better of two answers (Zheng et al. 2023).
 
     A verdict depends on the weights, the template and the texts, not on the batch. Raises UserError, when made, for a
     question that does not show all three texts, and where a letter is not exactly one token of the tokenizer.
@@ -53,7 +49,7 @@ class LanguageModelJudge:
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
     name: str
-    """As tables and pictures say it, for example the folder's."""
+    """In tables and pictures; for example the folder's."""
     batch_size: int = 16
     question: str = QUESTION
     letters: tuple[str, str] = LETTERS
@@ -83,15 +79,15 @@ class LanguageModelJudge:
         """log P(first letter) − log P(second letter) as the next token, in nats, [pairs]; above 0 where the answer
         shown first is preferred. Raises UserError as `prefer` does."""
         rows = zip(prompts, firsts, seconds, strict=True)
-        evaluation_prompts = [self._encode(prompt, first, second) for prompt, first, second in rows]
+        questions = [self._encode(prompt, first, second) for prompt, first, second in rows]
         letters, pad_id = list(self._letter_ids()), int(self.tokenizer.pad_token_id)
 
-        def read(places: list[int]) -> list[float]:
-            batch = pad_batch([evaluation_prompts[i] for i in places], [[] for _ in places], pad_id, self.model.device)
+        def read(batch: TokenBatch) -> list[float]:
             logprobs = response_logits(self.model, batch)[:, 0].float().log_softmax(dim=-1)[:, letters]
             return (logprobs[:, 0] - logprobs[:, 1]).tolist()
 
-        return in_length_order([len(prompt) for prompt in evaluation_prompts], self.batch_size, read)
+        empty: list[list[int]] = [[] for _ in questions]
+        return map_batches(read, questions, empty, pad_id=pad_id, batch_size=self.batch_size, device=self.model.device)
 
     def _encode(self, prompt: Conversation, first: str, second: str) -> list[int]:
         text = Template(self.question).substitute(

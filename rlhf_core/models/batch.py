@@ -2,8 +2,9 @@
 padded on the left, responses on the right. Masks come from lengths, never from token ids: a policy may sample the pad
 token."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from jaxtyping import Float, Int
@@ -11,7 +12,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from rlhf_core.models.batching import in_length_order
 from rlhf_core.models.hf import scalar_head
+
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -35,8 +39,13 @@ class TokenBatch:
 
     @property
     def position_ids(self) -> Int[Tensor, "batch sequence"]:
-        """Positions counted over real tokens, so that left padding changes nothing."""
-        return (self.attention_mask.cumsum(dim=1) - 1).clamp(min=0)
+        """Positions counted over real tokens."""
+        return positions_of(self.attention_mask)
+
+
+def positions_of(attention_mask: Int[Tensor, "batch sequence"]) -> Int[Tensor, "batch sequence"]:
+    """Positions counted over real tokens, so that left padding changes nothing."""
+    return (attention_mask.cumsum(dim=1) - 1).clamp(min=0)
 
 
 def pad_batch(
@@ -55,6 +64,25 @@ def pad_batch(
         ids[row, start:end] = torch.tensor([*prompt, *response], dtype=torch.long)
         attention[row, start:end] = 1
     return TokenBatch(ids.to(device), attention.to(device), attention[:, width:].float().to(device))
+
+
+def map_batches(
+    read: Callable[[TokenBatch], Iterable[Result]],
+    prompts: Sequence[Sequence[int]],
+    responses: Sequence[Sequence[int]],
+    *,
+    pad_id: int,
+    batch_size: int,
+    device: torch.device,
+) -> list[Result]:
+    """`read` on padded batches of at most `batch_size` rows of similar length; it returns one result a row. The results
+    are in the order of the rows. Raises ValueError where there are not as many responses as prompts."""
+    lengths = [len(prompt) + len(response) for prompt, response in zip(prompts, responses, strict=True)]
+
+    def work(rows: list[int]) -> Iterable[Result]:
+        return read(pad_batch([prompts[i] for i in rows], [responses[i] for i in rows], pad_id, device))
+
+    return in_length_order(lengths, batch_size, work)
 
 
 def response_logits(model: PreTrainedModel, batch: TokenBatch) -> Float[Tensor, "batch time vocabulary"]:

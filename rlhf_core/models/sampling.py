@@ -1,8 +1,8 @@
 """Our own sampler: batches with a key-value cache, from exactly softmax(logits / temperature).
 
-What is sampled for a prompt depends on the weights and its key (seed, step, prompt, sample) and on nothing else: not on
-the batch it stands in, the padding, or the other rows. No top-k, top-p or penalties: they would change what is sampled
-without changing π. The model folder's generation_config is not read.
+A sample depends only on the weights, the prompt and its key (seed, step, prompt, sample): not on the batch, the padding
+or the other rows. No top-k, top-p or penalties: they would change what is sampled without changing π. The model
+folder's generation_config is not read.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from rlhf_core.determinism import stream
+from rlhf_core.models.batch import positions_of
 from rlhf_core.models.batching import in_length_order
 from rlhf_core.models.masked import masked_log_softmax
 
@@ -68,8 +69,8 @@ def stream_response(
     temperature: float,
     stop_ids: frozenset[int],
 ) -> Iterator[int]:
-    """The token ids of one response, each as soon as it is drawn: the very ids that `sample` gives for the same key,
-    the stop token included."""
+    """The token ids of one response, each as soon as it is drawn: those of `sample` for the same key, stop token
+    included."""
     decoder = _Decoder(model, [prompt], [key], max_new_tokens, temperature, pad_id=0)
     for _ in decoder.steps(stop_ids):
         yield decoder.responses[0][-1]
@@ -94,7 +95,7 @@ def left_padded(
 
 
 class _Decoder:
-    """One batch on its way: the rows that still run, their cache, and what every row has said so far."""
+    """The state of one batch: the rows that still run, their cache, and the tokens of every row so far."""
 
     def __init__(
         self,
@@ -109,7 +110,7 @@ class _Decoder:
         distinct = {prompt: place for place, prompt in enumerate(dict.fromkeys(map(tuple, prompts)))}
         self.copied_from = [distinct[tuple(prompt)] for prompt in prompts]
         self.tokens, self.attention = left_padded(list(distinct), pad_id, model.device)
-        self.positions = (self.attention.cumsum(dim=1) - 1).clamp(min=0)
+        self.positions = positions_of(self.attention)
         self.cache = DynamicCache(config=model.config)
         self.uniforms = np.stack([stream(*key).random(max_new_tokens) for key in keys])
         self.running = list(range(len(prompts)))
@@ -164,7 +165,7 @@ class _Decoder:
         return chosen
 
     def _record(self, chosen: Tensor, stop_ids: frozenset[int]) -> list[int]:
-        """Append the tokens; return the places (in the running batch) of the rows that go on."""
+        """Append the tokens; return the places (in the running batch) of the rows that continue."""
         keep = []
         for place, (row, token) in enumerate(zip(self.running, chosen.tolist(), strict=True)):
             self.responses[row].append(token)
@@ -186,7 +187,7 @@ class _Decoder:
         self.positions = self.positions[:, -1:] + 1
 
     def _select(self, index: Tensor) -> None:
-        """Make these rows the batch, in this order; a row may stand in it more than once."""
+        """Make these rows the batch, in this order; a row may occur more than once."""
         self.cache.batch_select_indices(index)
         self.attention, self.positions = self.attention[index], self.positions[index]
 
@@ -194,8 +195,7 @@ class _Decoder:
 def draw(logprobs: Tensor, uniforms: Tensor) -> Tensor:
     """Inverse-CDF sampling in float64: the first token whose cumulative probability passes u · total.
 
-    logprobs [rows, V] in nats, uniforms [rows] in [0, 1); returns token ids [rows]. Why not Gumbel noise:
-    docs/decisions/0002-inverse-cdf.md.
+    logprobs [rows, V] in nats, uniforms [rows] in [0, 1); returns token ids [rows].
     """
     cumulative = logprobs.double().exp().cumsum(dim=-1)
     threshold = uniforms[:, None].double() * cumulative[:, -1:]

@@ -1,5 +1,5 @@
-"""Scorers give a whole answer one number, in PPO and in evaluation. A scorer receives text and token ids, so that
-it can be a reward model with the policy's tokenizer, one with its own tokenizer, a rule, or a service."""
+"""Scorers give a whole answer one number. A scorer receives text and token ids, so that it can be a reward model with
+the policy's tokenizer, one with its own tokenizer, a rule, or a service."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,13 +9,12 @@ import torch
 from transformers import PreTrainedModel
 
 from rlhf_core.data.chat import Conversation
-from rlhf_core.models.batch import pad_batch, sequence_scores
-from rlhf_core.models.batching import in_length_order
+from rlhf_core.models.batch import TokenBatch, map_batches, sequence_scores
 
 
 @dataclass(frozen=True)
 class Answers:
-    """Responses to be scored: as text, and as the very token ids that were sampled."""
+    """Responses to be scored, as text and as the sampled token ids."""
 
     prompts: Sequence[Conversation]
     texts: Sequence[str]
@@ -37,7 +36,7 @@ class Scorer(Protocol):
 
 @dataclass(frozen=True)
 class RewardModelScorer:
-    """A reward model that shares the policy's tokenizer: it reads the sampled ids, nothing is decoded on the way."""
+    """A reward model that shares the policy's tokenizer: it reads the sampled ids without decoding them."""
 
     model: PreTrainedModel
     pad_id: int
@@ -46,10 +45,15 @@ class RewardModelScorer:
     @torch.no_grad()
     def __call__(self, answers: Answers) -> list[float]:
         """The scalar at each answer's last real token."""
-        lengths = [len(p) + len(r) for p, r in zip(answers.prompt_ids, answers.response_ids, strict=True)]
 
-        def score(rows: list[int]) -> list[float]:
-            prompts, responses = ([ids[i] for i in rows] for ids in (answers.prompt_ids, answers.response_ids))
-            return sequence_scores(self.model, pad_batch(prompts, responses, self.pad_id, self.model.device)).tolist()
+        def score(batch: TokenBatch) -> list[float]:
+            return sequence_scores(self.model, batch).tolist()
 
-        return in_length_order(lengths, self.batch_size, score)
+        return map_batches(
+            score,
+            answers.prompt_ids,
+            answers.response_ids,
+            pad_id=self.pad_id,
+            batch_size=self.batch_size,
+            device=self.model.device,
+        )

@@ -7,8 +7,7 @@ from jaxtyping import Float
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from rlhf_core.models.batch import TokenBatch, pad_batch, response_logits
-from rlhf_core.models.batching import in_length_order
+from rlhf_core.models.batch import TokenBatch, map_batches, response_logits
 from rlhf_core.models.token_logprobs import logprobs_and_entropy
 
 
@@ -29,12 +28,10 @@ def sequence_logprobs(
     """log π(response | prompt) of each response in nats, in the order given, without gradient.
 
     Prompts and responses are token ids; a response counts with all its tokens, end-of-sequence included. `batch_size`
-    rows are read side by side, those of similar length together; beyond the last digits it changes nothing.
+    changes the result by rounding only.
     """
-    lengths = [len(prompt) + len(response) for prompt, response in zip(prompts, responses, strict=True)]
 
-    def read(rows: list[int]) -> list[float]:
-        batch = pad_batch([prompts[i] for i in rows], [responses[i] for i in rows], pad_id, model.device)
+    def read(batch: TokenBatch) -> list[float]:
         return response_logprobs(model, batch).tolist()
 
-    return in_length_order(lengths, batch_size, read)
+    return map_batches(read, prompts, responses, pad_id=pad_id, batch_size=batch_size, device=model.device)

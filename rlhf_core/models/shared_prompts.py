@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
+from rlhf_core.models.batch import positions_of
 from rlhf_core.models.batching import micro_batches, tokens_per_pass
 from rlhf_core.models.hf import scalar_head
 from rlhf_core.models.sampling import left_padded
@@ -92,7 +93,7 @@ def _read_rows(
     cache = DynamicCache(config=model.config)
     if not all(isinstance(layer, DynamicLayer) for layer in cache.layers):  # a recurrent state that passes no gradient
         return reduce(torch.arange(len(batch.owner), device=batch.owner.device), _whole_rows(batch, read))
-    positions = _positions(batch.prompt_mask)
+    positions = positions_of(batch.prompt_mask)
     prompts = read(
         keep=1,
         input_ids=batch.prompt_ids,
@@ -127,14 +128,9 @@ def _whole_rows(batch: SharedPrompts, read: Read) -> Float[Tensor, "rows positio
         keep=batch.mask.shape[1] + 1,
         input_ids=torch.cat([batch.prompt_ids[batch.owner], batch.response_ids], dim=1),
         attention_mask=attention,
-        position_ids=_positions(attention),
+        position_ids=positions_of(attention),
         use_cache=False,
     )
-
-
-def _positions(attention: Int[Tensor, "rows sequence"]) -> Int[Tensor, "rows sequence"]:
-    """Positions counted over real tokens, so that left padding changes nothing."""
-    return (attention.cumsum(dim=1) - 1).clamp(min=0)
 
 
 def _selected(cache: DynamicCache, rows: Tensor) -> DynamicCache:
