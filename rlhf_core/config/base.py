@@ -4,9 +4,7 @@ from typing import Annotated
 
 from pydantic import Field, model_validator
 
-from rlhf_core.config.block import Block
-
-Positive = Annotated[int, Field(ge=1)]
+from rlhf_core.config.block import Block, Count, LearningRate, Positive
 
 
 class ScratchConfig(Block):
@@ -35,9 +33,9 @@ class ScratchConfig(Block):
 class PretrainConfig(Block):
     """Next-token prediction on the training text before SFT; `steps: 0` switches it off."""
 
-    steps: Annotated[int, Field(ge=0)]
+    steps: Count
     """Optimizer steps; 0: SFT starts from the base model as it is."""
     batch_size: Positive
     """Blocks of `scratch.context` tokens per optimizer step."""
-    learning_rate: Annotated[float, Field(gt=0, le=1)]
+    learning_rate: LearningRate
     """Peak learning rate: it rises over the warm-up, then falls along a cosine to 0."""

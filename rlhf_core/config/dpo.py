@@ -4,10 +4,8 @@ from typing import Annotated
 
 from pydantic import Field
 
-from rlhf_core.config.block import Block
+from rlhf_core.config.block import Block, Count, LearningRate, NotNegative, Positive, PositiveNumber
 from rlhf_core.config.lora import LoraSettings
-
-Positive = Annotated[int, Field(ge=1)]
 
 
 class PairConfig(Block):
@@ -15,15 +13,15 @@ class PairConfig(Block):
 
     enabled: bool
     """Off: the stage writes empty outputs, and `evaluate` leaves it out."""
-    learning_rate: Annotated[float, Field(gt=0, le=1)] = 5e-7
+    learning_rate: LearningRate = 5e-7
     """Peak learning rate: it rises over the warm-up, then falls along a cosine to 0."""
-    epochs: Annotated[float, Field(gt=0)] = 1.0
+    epochs: PositiveNumber = 1.0
     """Passes over the pairs."""
     batch_size: Positive = 32
     """Prompts, not pairs: all pairs of a prompt are in one batch."""
-    warmup_steps: Annotated[int, Field(ge=0)] = 10
+    warmup_steps: Count = 10
     """Optimizer steps in which the learning rate rises from 0."""
-    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    weight_decay: NotNegative = 0.0
     """Weight decay of AdamW; 0 switches it off."""
     max_tokens: Positive = 1024
     """Longest prompt plus response, in tokens; `long_rows` says what happens to longer rows."""
@@ -33,7 +31,7 @@ class PairConfig(Block):
 class DPOConfig(PairConfig):
     """Direct preference optimisation (Rafailov et al. 2023) from the SFT model, which is the reference."""
 
-    beta: Annotated[float, Field(gt=0)] = 0.1
+    beta: PositiveNumber = 0.1
     """Strength of the KL regularisation: the reward that DPO fits is β·log(π/π_ref)."""
     label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
     """Assumed share of pairs with the wrong label (conservative DPO)."""

@@ -1,12 +1,11 @@
-"""Settings of the detectors that watch a PPO run: `ppo.health`. What they see, and what helps: docs/ppo.md."""
+"""Thresholds of the alerts of a PPO run: `ppo.health`."""
 
 from typing import Annotated
 
 from pydantic import Field
 
-from rlhf_core.config.block import Block
+from rlhf_core.config.block import Block, PositiveNumber
 
-PositiveNumber = Annotated[float, Field(gt=0)]
 Share = Annotated[float, Field(gt=0, lt=1)]
 
 

@@ -1,19 +1,19 @@
-"""Settings of LoRA adapters. What they do: `rlhf_core/models/lora.py`."""
+"""Settings of LoRA adapters."""
 
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import model_validator
 
-from rlhf_core.config.block import Block
+from rlhf_core.config.block import Block, Positive, PositiveNumber
 
 
 class LoraSettings(Block):
     """Train low-rank adapters instead of all weights; null (no such block) trains all weights. Adapters need a larger
     learning rate."""
 
-    rank: Annotated[int, Field(ge=1)] = 16
+    rank: Positive = 16
     """r: the rank of each adapter."""
-    alpha: Annotated[float, Field(gt=0)] = 32.0
+    alpha: PositiveNumber = 32.0
     """The change of a weight is multiplied by alpha / rank."""
     target_modules: Literal["all-linear"] | list[str] = "all-linear"
     """Linear layers with an adapter: `all-linear` (all layers of the model's body, never the output layer or a scalar

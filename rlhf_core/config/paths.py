@@ -1,4 +1,4 @@
-"""Names of files and folders in settings: what a value alone can tell. Links on the disk are the stages' business."""
+"""Types of settings that name files and folders. They check the text alone; stages check links on the disk."""
 
 import re
 from typing import Annotated
@@ -32,4 +32,4 @@ def plain_name(value: str) -> str:
 
 
 FolderName = Annotated[str, AfterValidator(plain_name)]
-"""The name of a folder that stands in a place of its own."""
+"""The name of a single folder."""

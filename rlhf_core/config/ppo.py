@@ -1,17 +1,13 @@
-"""Settings of the stage `ppo`. What PPO does with them: `rlhf_core/ppo/`, docs/ppo.md."""
+"""Settings of the stage `ppo`."""
 
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from rlhf_core.config.block import Block
+from rlhf_core.config.block import Block, Count, NotNegative, Positive, PositiveNumber
 from rlhf_core.config.health import HealthConfig
 from rlhf_core.config.lora import LoraSettings
 from rlhf_core.config.paths import BelowRaw
-
-Positive = Annotated[int, Field(ge=1)]
-PositiveNumber = Annotated[float, Field(gt=0)]
-NotNegative = Annotated[float, Field(ge=0)]
 
 
 class KLConfig(Block):
@@ -77,7 +73,7 @@ class CriticConfig(Block):
     """Largest change of a value in one update, in units of the normalised score; needs `clip_value: true`."""
     clip_value: bool
     """Whether the change of a value in one update is limited to `value_clip`."""
-    warmup_steps: Annotated[int, Field(ge=0)] = 0
+    warmup_steps: Count = 0
     """First PPO steps, in which only the critic is trained."""
 
 
@@ -97,7 +93,7 @@ class OptimizerConfig(Block):
     """β₁ and β₂ of Adam."""
     eps: PositiveNumber
     """ε of Adam."""
-    warmup_steps: Annotated[int, Field(ge=0)]
+    warmup_steps: Count
     """PPO steps over which the learning rates rise."""
     decay: Literal["none", "linear"]
     """After the warm-up: constant (`none`), or falling in a line to 0 at the end of the run (`linear`)."""
@@ -188,7 +184,7 @@ class PPOConfig(Block):
     importance_cap: PositiveNumber | None = None
     """Weights tokens by min(π_old/π_engine, cap), for an engine that does not sample exactly from the policy; 2 is
     usual, null: no weights."""
-    policy_gradient_steps: Annotated[int, Field(ge=0)] = 0
+    policy_gradient_steps: Count = 0
     """First PPO steps of the policy, after the critic's warm-up, that use the plain policy gradient: one epoch, one
     minibatch, no ratio."""
     vf_coef: NotNegative
