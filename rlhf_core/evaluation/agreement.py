@@ -1,5 +1,5 @@
-"""Whether two scorers say the same: on pairs of one prompt's answers, also as it would be were these as close together
-as others are, and as a correlation. Pure functions of arrays."""
+"""Agreement of two scorers on pairs of answers to one prompt, at given margins, and as a correlation. Pure functions of
+arrays."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from rlhf_core.evaluation.intervals import clustered_interval
 from rlhf_core.evaluation.judges import TIE
 
 BUCKETS = 10
-"""Into how many equally full buckets margins are put."""
+"""Number of equally full buckets of margins."""
 DIGITS = 9
 """Of a margin; the last bits of a sum put no pair into another bucket."""
 
@@ -40,10 +40,9 @@ class Agreement:
 def pair_agreement(first: Scores, second: Scores, resamples: int, seed: int) -> Agreement | None:
     """How often two scorers order two answers to one prompt alike; both [prompts][answers].
 
-    Every two answers of a prompt are a pair. One that only one of the scorers sees as a tie (within 1e-9) counts half;
-    one that both do, such as two identical answers, is left out: there is no order to agree on. Prompts may have
-    different numbers of answers, and whole prompts are resampled. None where no pair is left. Raises ValueError where
-    the two differ in shape.
+    Every two answers of a prompt are a pair. A tie (within 1e-9) of one scorer counts half; a tie of both, such as two
+    identical answers, is left out. Prompts may have different numbers of answers, and whole prompts are resampled. None
+    where no pair is left. Raises ValueError where the two differ in shape.
     """
     pairs = _pairs(first, second)
     if not len(pairs.alike):
@@ -53,12 +52,11 @@ def pair_agreement(first: Scores, second: Scores, resamples: int, seed: int) -> 
 
 
 def agreement_at_margins(first: Scores, second: Scores, like_first: Scores, like_second: Scores) -> float | None:
-    """How often two scorers order two answers to one prompt alike (`pair_agreement`), were the margins of the second
-    scorer spread as they are in another set of answers, `like`.
+    """`pair_agreement`, reweighted to the margins of another set of answers, `like`.
 
-    Pairs are put into buckets of the second scorer's margin: ties, and the deciles of like's other margins; pairs that
-    are further apart than any of like's are left out. Each bucket counts as often as like's pairs fall into it. None
-    where one of them has no pair.
+    Pairs are put into buckets of the second scorer's margin: ties, and the deciles of like's other margins; pairs with
+    larger margins than any of like's are left out. Each bucket has the weight of like's pairs in it. None where a
+    bucket with weight has no pair.
     """
     pairs, wanted = _pairs(first, second), _pairs(like_first, like_second).margins
     if not len(wanted):
@@ -83,14 +81,14 @@ def correlation(x: Sequence[float], y: Sequence[float]) -> float | None:
 
 
 class _Pairs(NamedTuple):
-    """Every two answers to one prompt, but those that both scorers see as a tie."""
+    """Every two answers to one prompt, without the ties of both scorers."""
 
     owners: Int[ndarray, "pairs"]
     """The place of the prompt."""
     margins: Float[ndarray, "pairs"]
-    """How far apart the second scorer sees them."""
+    """The absolute difference of the second scorer's scores."""
     alike: Float[ndarray, "pairs"]
-    """1 where both scorers order them alike, ½ where one sees a tie, 0 else."""
+    """1 where both scorers order them alike, ½ for a tie of one scorer, 0 else."""
 
 
 def _pairs(first: Scores, second: Scores) -> _Pairs:

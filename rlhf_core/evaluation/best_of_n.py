@@ -1,5 +1,4 @@
-"""Best-of-n from N samples without throwing any away: weights of the unbiased estimator, and the KL of best-of-n.
-Pure functions of arrays; sampling and scoring are the stage's."""
+"""Best-of-n from N samples: weights of the unbiased estimator, and the KL of best-of-n. Pure functions of arrays."""
 
 import math
 
@@ -15,8 +14,7 @@ def best_of_n_weights(rewards: ArrayLike, n: int) -> Float[ndarray, "*prompts sa
     `rewards` is [N] or [prompts, N]; so are the weights, in the order of the samples. The i-th worst has weight
     C(i − 1, n − 1) / C(N, n). Averaging any value of a sample (gold, reward, win, length) with these weights gives an
     unbiased estimate of its mean under best-of-n, with less variance than the best of the first n (the estimator of
-    Nakano et al. 2021, appendix I, used by Gao et al. 2022). Of equal rewards the earlier sample counts as the better,
-    as it would for a sampler that keeps the first best.
+    Nakano et al. 2021, appendix I, used by Gao et al. 2022). Of equal rewards the earlier sample counts as the better.
 
     Raises ValueError unless 1 ≤ n ≤ N.
     """

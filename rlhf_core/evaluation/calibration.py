@@ -1,5 +1,5 @@
-"""Figures of a reward model on pairs: how often it is right by how sure it is and by margin, and how its scores of
-both sides are spread. Pure functions of arrays; how pairs are scored stands in `reward.py`."""
+"""A reward model's calibration on pairs, its accuracy by margin, and histograms of its scores. Pure functions of
+arrays."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ DIGITS = 9
 
 @dataclass(frozen=True)
 class CalibrationBin:
-    """Pairs whose predicted probability of the model's own favourite lies in [low, high)."""
+    """Pairs whose confidence (the predicted probability of the preferred response) is in [low, high)."""
 
     low: float
     high: float
@@ -26,7 +26,7 @@ class CalibrationBin:
 
 
 def calibration(gaps: Sequence[float], bins: int = 10) -> tuple[list[CalibrationBin], float]:
-    """How often the model's favourite of a pair is the chosen one, by how sure the model is.
+    """How often the response that the model prefers is the chosen one, by confidence.
 
     `gaps` are R(chosen) − R(rejected). Confidence is σ(|gap|) in [½, 1); the second value is the expected calibration
     error, the mean |predicted − observed| weighted by pairs (Guo et al. 2017). Empty bins are left out.
@@ -48,7 +48,7 @@ def calibration(gaps: Sequence[float], bins: int = 10) -> tuple[list[Calibration
 
 @dataclass(frozen=True)
 class MarginBucket:
-    """Pairs whose margin lies in [low, high], how many of them are ordered rightly, and the 95% interval of that."""
+    """Pairs whose margin is in [low, high], the share of them that is ordered rightly, and its 95% interval."""
 
     low: float
     high: float
@@ -68,8 +68,8 @@ def accuracy_by_margin(
 ) -> list[MarginBucket]:
     """Accuracy in buckets of about equally many pairs, in order of the margin.
 
-    `right` is 1, ½ or 0 a pair, `margins` how far apart its two sides are (≥ 0), `prompts` whose pair it is: intervals
-    resample prompts. Margins equal to nine digits stay in one bucket, so that there may be fewer buckets. `low` and
+    `right` is 1, ½ or 0 a pair, `margins` the distance between its sides (≥ 0), `prompts` the prompt of the pair, which
+    intervals resample. Margins equal to nine digits stay in one bucket, so that there may be fewer buckets. `low` and
     `high` are the smallest and the largest margin in it.
     """
     hits, owners = np.asarray(right, dtype=np.float64), np.asarray(prompts)

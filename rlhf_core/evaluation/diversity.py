@@ -1,5 +1,4 @@
-"""How different a model's answers are: over all prompts, and among the answers to one prompt. Pure functions of
-texts."""
+"""Diversity of answers: over all prompts, and among the answers to one prompt. Pure functions of texts."""
 
 from collections.abc import Sequence
 from itertools import combinations, pairwise
@@ -23,8 +22,8 @@ def distinct_n(texts: Sequence[str], n: int) -> float:
 def overlap(answers: Sequence[str]) -> float | None:
     """Mean pairwise overlap of one prompt's answers: the Jaccard index of their sets of word bigrams.
 
-    1 where all say the same, 0 where no two share a pair of neighbouring words; None for fewer than two answers. An
-    answer of one word counts as that word alone, an empty one as an empty word: equal short answers overlap by 1.
+    1 for equal answers, 0 where no two share a bigram; None for fewer than two answers. An answer of one word counts as
+    that word, an empty one as an empty word: equal short answers overlap by 1.
     """
     sets = [_bigrams(answer) for answer in answers]
     shares = [len(a & b) / len(a | b) for a, b in combinations(sets, 2)]

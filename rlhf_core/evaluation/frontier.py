@@ -1,10 +1,10 @@
-"""PPO's lead over another model at that model's distance from SFT, with its interval. Pure functions of arrays."""
+"""PPO's lead over another model at that model's KL to SFT, with its interval. Pure functions of arrays."""
 
 import numpy as np
 from jaxtyping import Float
 from numpy import ndarray
 
-from rlhf_core.evaluation.intervals import Estimate, resampled
+from rlhf_core.evaluation.intervals import Estimate, resample_counts, resampled
 from rlhf_core.evaluation.overoptimisation import at_kl
 
 
@@ -16,11 +16,11 @@ def lead_at_equal_kl(
     resamples: int,
     seed: int,
 ) -> Estimate | None:
-    """What a run's snapshots are ahead of another model by at that model's KL (`at_kl`), with its 95% interval.
+    """Score of a run's snapshots at another model's KL (`at_kl`) minus that model's score, with its 95% interval.
 
-    KL (nats an answer) and score of each snapshot and of the model, prompt by prompt; prompts are resampled, and both
-    KLs and both scores with them. A KL that is known is the same for all prompts. Resamples in which the snapshots do
-    not reach the model's KL are left out. None where they do not with all prompts.
+    KL (nats an answer) and score of each snapshot and of the model, prompt by prompt; prompts are resampled for all of
+    them together. An exact KL is the same for all prompts. Resamples in which the snapshots do not reach the model's KL
+    are left out. None where they do not reach it with all prompts.
     """
     columns = np.vstack([curve_kl, curve, kl, scores])
 
@@ -42,9 +42,6 @@ def _resampled_means(
 ) -> Float[ndarray, "resamples columns"]:
     """The mean of each column in each resample of the prompts, the same prompts for all columns."""
     prompts = columns.shape[1]
-    found = []
-    for places in resampled(prompts, resamples, seed):
-        counts = np.zeros((len(places), prompts))
-        np.add.at(counts, (np.arange(len(places))[:, None], places), 1.0)
-        found.append(counts @ columns.T / prompts)
-    return np.concatenate(found)
+    return np.concatenate(
+        [resample_counts(places) @ columns.T / prompts for places in resampled(prompts, resamples, seed)]
+    )

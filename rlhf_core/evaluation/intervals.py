@@ -1,8 +1,7 @@
-"""Means with bootstrap intervals, one model's and the difference of two. Pure functions of arrays.
+"""Means with bootstrap intervals, and differences of two models. Pure functions of arrays.
 
-Whatever is resampled here is prompts: a prompt's answers (one a sampling seed) are averaged before, or stay together.
-An interval therefore says how much a figure would move with other prompts of the same kind. It does not say how much it
-would move with another training seed: for that, train again.
+Prompts are resampled; the answers to a prompt are averaged before, or stay together. An interval is the variation with
+other prompts of the same kind. The variation between training seeds is not in it.
 """
 
 from collections.abc import Iterator, Sequence
@@ -57,9 +56,8 @@ def estimate_difference(
 ) -> Estimate:
     """`second` − `first` of two models on the same prompts, paired by prompt: each [prompts] or [prompts, seeds].
 
-    The difference is taken prompt by prompt, so that what makes a prompt easy for both models is not in the interval.
-    The two may have different numbers of seeds; the spread is then not known (None). Raises ValueError for different
-    prompts.
+    The difference is taken prompt by prompt, so that a prompt's difficulty for both models is not in the interval. With
+    different numbers of seeds the spread is None. Raises ValueError for different prompts.
     """
     a, b = _table(first), _table(second)
     if len(a) != len(b):
@@ -76,8 +74,8 @@ def estimate_ratio(
     seed: int,
     level: float = 0.95,
 ) -> Estimate:
-    """Σ numerators / Σ denominators, such as a loss in nats over tokens, where each prompt brings both; prompts are
-    resampled. Raises ValueError as `bootstrap_interval` does, and where the denominators sum to 0."""
+    """Σ numerators / Σ denominators over prompts, such as a loss in nats over tokens; prompts are resampled. Raises
+    ValueError as `bootstrap_interval` does, and where the denominators sum to 0."""
     above, below = _one_a_prompt(numerators), _one_a_prompt(denominators)
     if len(above) != len(below) or below.sum() == 0.0:
         raise ValueError("a ratio needs as many denominators as numerators, and some that are not 0")
@@ -91,8 +89,8 @@ def bootstrap_interval(
     """The percentile bootstrap interval of the mean of `values`, one value a prompt (Efron and Tibshirani
     1993, chapter 13).
 
-    One seed resamples the same prompts whatever the values are. Values that are all the same give an interval without
-    width: no resample can show what the sample lacks. Raises ValueError without values, or where one is not finite.
+    Equal seeds resample the same prompts. Equal values give an interval of width 0. Raises ValueError without values,
+    or where one is not finite.
     """
     data = _one_a_prompt(values)
     means = [data[places].mean(axis=1) for places in resampled(len(data), resamples, seed)]
@@ -108,8 +106,8 @@ def clustered_interval(
 ) -> tuple[float, float]:
     """The interval of the mean of all `values`, where prompts have different numbers of them.
 
-    `prompts` says whose each value is (any numbers). Whole prompts are resampled; each resample is the mean over the
-    values in it, so that a prompt counts as often as it has values. Raises ValueError as `bootstrap_interval` does.
+    `prompts` is the prompt of each value (any numbers). Whole prompts are resampled, each with all its values. Raises
+    ValueError as `bootstrap_interval` does.
     """
     data = _one_a_prompt(values)
     if len(data) != len(prompts):
@@ -126,6 +124,13 @@ def resampled(prompts: int, resamples: int, seed: int) -> Iterator[Int[ndarray, 
     rows = max(1, CHUNK // prompts)
     for start in range(0, resamples, rows):
         yield generator.integers(0, prompts, (min(rows, resamples - start), prompts))
+
+
+def resample_counts(places: Int[ndarray, "resamples prompts"]) -> Float[ndarray, "resamples prompts"]:
+    """How often each prompt occurs in each resample."""
+    rows, prompts = places.shape
+    flat = places + np.arange(rows)[:, None] * prompts
+    return np.bincount(flat.reshape(-1), minlength=rows * prompts).reshape(rows, prompts).astype(np.float64)
 
 
 def _quantiles(means: Float[ndarray, "resamples"], level: float) -> tuple[float, float]:

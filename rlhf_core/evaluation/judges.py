@@ -1,8 +1,4 @@
-"""Judges, which score answers in place of a person, and simulated annotators, who choose by such scores.
-
-A judge sees text and returns numbers; how it gets them (a rule, a model, a person) is its own affair. No files, no
-tokens, no training here.
-"""
+"""Judges, which score the text of answers, and simulated annotators, who choose by such scores."""
 
 import hashlib
 import math
@@ -34,7 +30,7 @@ class RubricJudge:
 
 @dataclass(frozen=True)
 class PairChoice:
-    """Which of two responses (indexes into the list that was judged) was chosen, and whether their scores agree."""
+    """The chosen and the rejected one of two responses (indexes), and whether the scores order them alike."""
 
     chosen: int
     rejected: int
@@ -43,7 +39,7 @@ class PairChoice:
 
 @dataclass(frozen=True)
 class RankedPairs:
-    """All pairs of one prompt's responses that yielded a preference, and how many did not, by cause."""
+    """The pairs of one prompt's responses with a preference, and the numbers of those without, by cause."""
 
     pairs: list[PairChoice]
     ties: int
@@ -55,7 +51,7 @@ class NoisyAnnotators:
     """Simulated annotators: Bradley-Terry choices by a judge's scores, some of them flipped by mistake.
 
     P(a over b) = sigmoid((score_a - score_b) / temperature); temperature 0 always takes the higher score. Then the
-    choice is turned round with probability `flip_rate`. It depends on the seed and its key, not on the order of calls.
+    choice is reversed with probability `flip_rate`. It depends on the seed and its key, not on the order of calls.
     """
 
     judge: Judge

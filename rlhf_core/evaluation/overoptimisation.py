@@ -1,5 +1,4 @@
-"""Reward against KL: the curves of over-optimisation, fitted, and a run's own curve read between its snapshots. Pure
-functions of arrays.
+"""Reward against KL: fitted curves of over-optimisation, and interpolation between snapshots. Pure functions of arrays.
 
 Distances are d = √KL with KL in nats an answer; R is a score relative to the model that training started from (SFT), so
 that R = 0 at d = 0 (Gao et al. 2022).
@@ -16,7 +15,7 @@ from numpy import ndarray
 LEAST_POINTS = 4
 """Points at different distances that a fit of two coefficients needs."""
 LEAST_REACH = 2.0
-"""How many times the nearest distance the farthest must be: points side by side tell nothing of a curve's bend."""
+"""Smallest ratio of the farthest to the nearest distance; points that are close together do not show the curvature."""
 
 
 @dataclass(frozen=True)
@@ -33,8 +32,8 @@ class Fit:
 def fit_rl(kl: Sequence[float], gain: Sequence[float]) -> Fit | None:
     """R(d) = d·(α − β·log d), the form of reinforcement learning.
 
-    `kl` in nats and `gain` relative to SFT, point by point. Points with KL ≤ 0 are left out: they say R(0) = 0, which
-    the form has built in. None where the data carry no fit: fewer than 4 different distances, the farthest less than
+    `kl` in nats and `gain` relative to SFT, point by point. Points with KL ≤ 0 are left out, since R(0) = 0
+    in this form. None where the data do not determine a fit: fewer than 4 different distances, the farthest less than
     twice the nearest, or gains that do not vary.
     """
     return _fit(kl, gain, lambda d: -d * np.log(d))
@@ -74,9 +73,9 @@ def rl_curve(fit: Fit, kl: float) -> float:
 def at_kl(target: float, kl: Sequence[float], values: Sequence[float]) -> float | None:
     """The value of a curve of snapshots at the KL `target` (nats), linear in √KL between its neighbours.
 
-    Snapshots are put in order of KL, whatever their step; those of equal KL count with their mean, and an estimated KL
-    below 0 as 0. None outside the snapshots' KL, or without any: nothing is extrapolated. Give SFT as a point (0, its
-    value) where the curve starts there.
+    Snapshots are sorted by KL; those of equal KL count with their mean, and an estimated KL below 0 as 0. None outside
+    the snapshots' KL, or without any: nothing is extrapolated. Include SFT as a point (0, its value) where the curve
+    starts there.
     """
     if len(kl) != len(values):
         raise ValueError(f"a curve needs a value for each KL, not {len(values)} for {len(kl)}")

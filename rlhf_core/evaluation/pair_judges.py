@@ -1,8 +1,5 @@
-"""Judges that are shown two answers and say which is better, and what asking them in both orders tells.
-
-A pair judge sees which answer stands first, and may be swayed by it: `both_orders` asks twice, averages, and measures
-it. Judges that score one answer at a time are in `judges.py`, a language model as a pair judge in `judge_model.py`.
-"""
+"""Judges that compare two answers. A judge may prefer the answer shown first: `both_orders` calls it with both orders,
+averages the verdicts, and measures this position bias."""
 
 import hashlib
 import math
@@ -20,7 +17,7 @@ class PairJudge(Protocol):
 
     @property
     def name(self) -> str:
-        """Whose preferences these are, as tables and pictures say it."""
+        """The name in tables and pictures."""
         ...
 
     def prefer(self, prompts: Sequence[Conversation], firsts: Sequence[str], seconds: Sequence[str]) -> list[float]:
@@ -33,12 +30,11 @@ class PairJudge(Protocol):
 
 @dataclass(frozen=True)
 class SimulatedAnnotators:
-    """Simulated annotators as a pair judge: a stand-in for people, made to test what is measured of a judge.
+    """Simulated annotators as a pair judge with a known position bias.
 
-    With probability 2·|position_bias| an annotator does not read and takes the answer shown first (shown second, for a
-    bias below 0); otherwise the choice is that of `annotators`. The share of wins of the first shown is then ½ +
-    position_bias, over both orders. A verdict depends on the annotators' seed, the prompt and the two texts in the
-    order shown, on nothing else: the other order is another reading.
+    With probability 2·|position_bias| the verdict is the answer shown first (second, for a bias below 0); otherwise it
+    is that of `annotators`. The share of wins of the first shown is then ½ + position_bias, over both orders. A verdict
+    depends only on the annotators' seed, the prompt and the two texts in the order shown.
     """
 
     annotators: NoisyAnnotators
@@ -50,35 +46,34 @@ class SimulatedAnnotators:
 
     @property
     def name(self) -> str:
-        """Says that they are simulated."""
+        """The name in tables and pictures."""
         return f"simulated annotators ({self.annotators.judge.name})"
 
     def prefer(self, prompts: Sequence[Conversation], firsts: Sequence[str], seconds: Sequence[str]) -> list[float]:
         """See `PairJudge`."""
         scores = (self.annotators.judge.score(prompts, answers) for answers in (firsts, seconds))
         rows = zip(prompts, firsts, seconds, *scores, strict=True)
-        return [self._verdict(a, b, _reading(prompt, first, second)) for prompt, first, second, a, b in rows]
+        return [self._verdict(a, b, _digest(prompt, first, second)) for prompt, first, second, a, b in rows]
 
-    def _verdict(self, score_first: float, score_second: float, reading: bytes) -> float:
-        key = int.from_bytes(reading[:16], "big")
-        unread = hashlib.sha256(b"%d," % self.annotators.seed + reading).digest()
-        if (int.from_bytes(unread[:8], "big") >> 11) / 2**53 < 2 * abs(self.position_bias):
+    def _verdict(self, score_first: float, score_second: float, digest: bytes) -> float:
+        key = int.from_bytes(digest[:16], "big")
+        noise = hashlib.sha256(b"%d," % self.annotators.seed + digest).digest()
+        if (int.from_bytes(noise[:8], "big") >> 11) / 2**53 < 2 * abs(self.position_bias):
             return float(self.position_bias > 0)
         choice = self.annotators.choose(score_first, score_second, (key,))
         return 0.5 if choice is None else float(choice)
 
 
 @dataclass(frozen=True)
-class Remembering:
-    """A pair judge that is asked about each pair once, however often the pair comes up: a language model's time is
-    dear."""
+class CachedPairJudge:
+    """A pair judge that computes the verdict on each pair, in each order, once."""
 
     judge: PairJudge
     known: dict[tuple[bytes, str, str], float] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
-        """The judge's."""
+        """The name in tables and pictures."""
         return self.judge.name
 
     def prefer(self, prompts: Sequence[Conversation], firsts: Sequence[str], seconds: Sequence[str]) -> list[float]:
@@ -87,21 +82,21 @@ class Remembering:
         new = {key: i for i, key in enumerate(keys) if key not in self.known}
         if new:
             places = list(new.values())
-            said = self.judge.prefer(
+            verdicts = self.judge.prefer(
                 [prompts[i] for i in places], [firsts[i] for i in places], [seconds[i] for i in places]
             )
-            self.known.update(zip(new, said, strict=True))
+            self.known.update(zip(new, verdicts, strict=True))
         return [self.known[key] for key in keys]
 
 
 @dataclass(frozen=True)
 class BothOrders:
-    """What a pair judge says of pairs (a, b), each shown as a–b and as b–a."""
+    """Verdicts on pairs (a, b), each shown as a–b and as b–a."""
 
     preference: list[float]
     """[pairs], how far b is preferred to a, averaged over both orders: 0, ¼, ½, ¾ or 1."""
     position_bias: float
-    """Share of wins of the answer shown first, over both orders, minus ½: 0 for a judge that order does not sway."""
+    """Share of wins of the answer shown first, over both orders, minus ½."""
     self_agreement: float
     """Share of pairs with the same verdict in both orders."""
 
@@ -112,7 +107,7 @@ class BothOrders:
 
 
 def both_orders(judge: PairJudge, prompts: Sequence[Conversation], a: Sequence[str], b: Sequence[str]) -> BothOrders:
-    """Ask `judge` about each pair twice, once in each order (Zheng et al. 2023). Raises ValueError without pairs."""
+    """Judge each pair twice, once in each order (Zheng et al. 2023). Raises ValueError without pairs."""
     if not prompts:
         raise ValueError("a judge needs at least one pair")
     a_first, b_first = judge.prefer(prompts, a, b), judge.prefer(prompts, b, a)
@@ -124,7 +119,7 @@ def both_orders(judge: PairJudge, prompts: Sequence[Conversation], a: Sequence[s
     )
 
 
-def _reading(prompt: Conversation, first: str, second: str) -> bytes:
-    """32 bytes that stand for a prompt and two answers in this order."""
+def _digest(prompt: Conversation, first: str, second: str) -> bytes:
+    """The SHA-256 of a prompt and two answers in this order."""
     parts = (canonical(prompt), *(text.encode("utf-8", "surrogatepass") for text in (first, second)))
     return hashlib.sha256(b"".join(hashlib.sha256(part).digest() for part in parts)).digest()

@@ -1,14 +1,13 @@
-"""Win rates: wins between scores, ties, and the win rate that length alone cannot buy. Pure functions of arrays."""
+"""Win rates: wins and ties between scores, and the length-controlled win rate. Pure functions of arrays."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 from jaxtyping import Float
 from numpy import ndarray
 from numpy.typing import ArrayLike
 
-from rlhf_core.evaluation.intervals import resampled
+from rlhf_core.evaluation.intervals import Estimate, resample_counts, resampled
 from rlhf_core.evaluation.judges import TIE
 
 RIDGE = 0.01
@@ -25,20 +24,6 @@ def wins(first: Sequence[float], second: Sequence[float]) -> list[float]:
     return [0.5 if abs(b - a) <= TIE else float(b > a) for a, b in zip(first, second, strict=True)]
 
 
-@dataclass(frozen=True)
-class ControlledWinRate:
-    """The win rate at equal length and its 95% interval."""
-
-    rate: float
-    low: float
-    high: float
-
-    @property
-    def interval(self) -> list[float]:
-        """[low, high], as tables have it."""
-        return [self.low, self.high]
-
-
 def length_controlled_win_rate(
     won: ArrayLike,
     extra_tokens: ArrayLike,
@@ -46,15 +31,14 @@ def length_controlled_win_rate(
     seed: int,
     level: float = 0.95,
     weights: ArrayLike | None = None,
-) -> ControlledWinRate:
-    """The win rate that a model would have if its answers were as long as its opponent's.
+) -> Estimate:
+    """The win rate at equal length, with the interval over prompts (spread: None).
 
-    How it is computed (after AlpacaEval 2.0, Dubois et al. 2024): a logistic regression of the win on two terms,
+    After AlpacaEval 2.0 (Dubois et al. 2024), without its term for a prompt's difficulty: the logistic regression
     P(win) = σ(a + b·tanh(Δ / sd)), where Δ is how many tokens longer the model's answer is and sd the standard
-    deviation of Δ over all answers. The controlled win rate is σ(a), the fit's reading at Δ = 0. A tie is a win of ½.
-    Unlike AlpacaEval we have no term for a prompt's difficulty. The fit is maximum likelihood with a small ridge
-    (`RIDGE`). For the interval, prompts are resampled with all their answers and the regression is fitted anew; sd
-    stays that of the data.
+    deviation of Δ over all answers, is fitted by maximum likelihood with a small ridge (`RIDGE`); the result is σ(a). A
+    tie is a win of ½. For the interval, prompts are resampled with all their answers and the regression is fitted
+    again; sd stays that of the data.
 
     Args:
         won: wins in [0, 1], [prompts] or [prompts, seeds].
@@ -81,13 +65,13 @@ def length_controlled_win_rate(
     start = fit_logistic(counted, x, y, np.zeros((1, 2)))
     found = []
     for places in resampled(len(hits), resamples, seed):
-        counts = _counts(places)
+        counts = resample_counts(places)
         rows = max(1, CHUNK // len(y))
         for first in range(0, len(counts), rows):
             resample = counts[first : first + rows, owners] * counted
             found.append(fit_logistic(resample, x, y, start)[:, 0])
     low, high = np.quantile(_sigmoid(np.concatenate(found)), [(1 - level) / 2, (1 + level) / 2])
-    return ControlledWinRate(float(_sigmoid(start[0, 0])), float(low), float(high))
+    return Estimate(float(_sigmoid(start[0, 0])), float(low), float(high), None)
 
 
 def fit_logistic(
@@ -100,7 +84,7 @@ def fit_logistic(
 
     Newton's method, each step d shortened by log(1 + r) / r with r = max |d·(1, x)|, with which the penalised loss
     falls in every step (Sun and Tran-Dinh 2019, for losses like the logistic one). Raises ValueError where it does not
-    settle.
+    converge.
     """
     terms = np.stack([np.ones_like(x), x, x * x], axis=1)
     solution = np.broadcast_to(start, (len(weights), 2)).copy()
@@ -127,13 +111,6 @@ def _standardised(delta: Float[ndarray, "answers"], weights: Float[ndarray, "ans
     mean = np.average(delta, weights=weights)
     spread = float(np.sqrt(np.average((delta - mean) ** 2, weights=weights)))
     return np.asarray(np.tanh(delta / spread), dtype=np.float64)
-
-
-def _counts(places: ndarray) -> Float[ndarray, "resamples prompts"]:
-    """How often each prompt stands in each resample."""
-    rows, prompts = places.shape
-    flat = places + np.arange(rows)[:, None] * prompts
-    return np.bincount(flat.reshape(-1), minlength=rows * prompts).reshape(rows, prompts).astype(np.float64)
 
 
 def _sigmoid(x: Float[ndarray, "*shape"]) -> Float[ndarray, "*shape"]:

@@ -6,7 +6,7 @@ from typing import Any
 from rlhf_core.data.chat import Conversation
 from rlhf_core.data.tokenizer import load_tokenizer
 from rlhf_core.evaluation.judge_model import LanguageModelJudge
-from rlhf_core.evaluation.pair_judges import PairJudge, Remembering
+from rlhf_core.evaluation.pair_judges import CachedPairJudge, PairJudge
 from rlhf_core.models.hf import load_causal_lm, place
 from tasks.evaluation.extra_models import JUDGES, folder_of
 from tasks.params.judge import JudgeParams
@@ -27,4 +27,4 @@ def pair_judge_of(
     tokenizer = load_tokenizer(folder, trust_remote_code=trusts(stage))
     judge = LanguageModelJudge(model, tokenizer, name=settings.model, batch_size=batch_size)
     judge.require_room(prompts, max_new_tokens)
-    return Remembering(judge)
+    return CachedPairJudge(judge)

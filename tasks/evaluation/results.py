@@ -143,7 +143,7 @@ def against(
     return {
         **figures,
         **three("ties", bootstrap.of(results, (won == 0.5).astype(np.float64))),
-        f"{name}_controlled": found.rate,
+        f"{name}_controlled": found.mean,
         f"{name}_controlled_ci95": found.interval,
     }
 

@@ -1,4 +1,4 @@
-"""Judges of pairs: what is measured by asking in both orders, and annotators whose bias is known."""
+"""Judges of pairs: both orders by hand, and annotators with a known bias."""
 
 import math
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from rlhf_core.data.chat import Conversation
 from rlhf_core.errors import UserError
 from rlhf_core.evaluation.judges import NoisyAnnotators
-from rlhf_core.evaluation.pair_judges import Remembering, SimulatedAnnotators, both_orders
+from rlhf_core.evaluation.pair_judges import CachedPairJudge, SimulatedAnnotators, both_orders
 
 PROMPT: Conversation = [{"role": "user", "content": "what shall i eat"}]
 PAIRS = 3000
@@ -102,7 +102,7 @@ def test_a_tie_is_a_tie_unless_it_is_not_read() -> None:
     assert annotators(-0.5).prefer(*pairs(1.0, 1.0, 5)) == [0.0] * 5
 
 
-def test_verdicts_depend_on_seed_and_texts_not_on_company() -> None:
+def test_verdicts_depend_on_seed_and_texts_not_on_the_batch() -> None:
     prompts, a, b = pairs(0.0, 0.3, 200)
     judge = annotators(0.1)
     together = judge.prefer(prompts, a, b)
@@ -124,7 +124,7 @@ def test_no_pairs_are_refused() -> None:
         both_orders(annotators(0.0), [], [], [])
 
 
-def test_a_judge_that_remembers_is_asked_once_about_each_pair_in_each_order() -> None:
+def test_a_cached_judge_computes_each_pair_once_in_each_order() -> None:
     asked: list[tuple[str, str]] = []
 
     class Longest:
@@ -134,7 +134,7 @@ def test_a_judge_that_remembers_is_asked_once_about_each_pair_in_each_order() ->
             asked.extend(zip(firsts, seconds, strict=True))
             return [float(len(a) > len(b)) for a, b in zip(firsts, seconds, strict=True)]
 
-    judge = Remembering(Longest())
+    judge = CachedPairJudge(Longest())
     prompts: list[Conversation] = [[{"role": "user", "content": text}] for text in ("p", "p", "q")]
     for _ in range(2):
         assert judge.prefer(prompts, ["aa", "aa", "aa"], ["b", "b", "b"]) == [1.0, 1.0, 1.0]

@@ -34,21 +34,21 @@ def test_a_preference_for_length_alone_is_worth_nothing() -> None:
     won, extra = simulated(quality=0.0, length=2.0, longer=15.0)
     found = length_controlled_win_rate(won, extra, 500, 1)
     assert won.mean() > 0.65
-    assert found.rate == pytest.approx(0.5, abs=0.025)
+    assert found.mean == pytest.approx(0.5, abs=0.025)
     assert found.low < 0.5 < found.high
 
 
 def test_a_preference_for_quality_alone_stays() -> None:
     won, extra = simulated(quality=0.8, length=0.0, longer=15.0)
     found = length_controlled_win_rate(won, extra, 500, 1)
-    assert found.rate == pytest.approx(1 / (1 + math.exp(-0.8)), abs=0.025)
-    assert found.rate == pytest.approx(won.mean(), abs=0.02)
+    assert found.mean == pytest.approx(1 / (1 + math.exp(-0.8)), abs=0.025)
+    assert found.mean == pytest.approx(won.mean(), abs=0.02)
 
 
 def test_quality_hidden_by_short_answers_shows() -> None:
     won, extra = simulated(quality=0.8, length=2.0, longer=-15.0)
     assert won.mean() < 0.52
-    assert length_controlled_win_rate(won, extra, 100, 1).rate == pytest.approx(0.69, abs=0.03)
+    assert length_controlled_win_rate(won, extra, 100, 1).mean == pytest.approx(0.69, abs=0.03)
 
 
 def test_the_controlled_interval_covers_the_truth() -> None:
@@ -66,7 +66,7 @@ def test_the_controlled_interval_covers_the_truth() -> None:
 def test_equal_lengths_control_nothing() -> None:
     won = [1.0] * 60 + [0.5] * 10 + [0.0] * 30
     found = length_controlled_win_rate(won, [3] * 100, 300, 1)
-    assert found.rate == pytest.approx(0.65, abs=1e-3)
+    assert found.mean == pytest.approx(0.65, abs=1e-3)
     assert found.low < 0.65 < found.high
 
 
@@ -75,16 +75,16 @@ def test_answers_of_a_prompt_are_resampled_together() -> None:
     won, extra = simulated(0.3, 1.0, 5.0, prompts=200)
     once = length_controlled_win_rate(won, extra, 300, 1)
     thrice = length_controlled_win_rate(np.repeat(won[:, None], 3, 1), np.repeat(extra[:, None], 3, 1), 300, 1)
-    assert [thrice.rate, *thrice.interval] == pytest.approx([once.rate, *once.interval], abs=1e-3)
+    assert [thrice.mean, *thrice.interval] == pytest.approx([once.mean, *once.interval], abs=1e-3)
 
 
 def test_separation_does_not_blow_up() -> None:
     extra = np.linspace(-50, 50, 300)
-    assert length_controlled_win_rate(np.ones(300), extra, 100, 1).rate == pytest.approx(0.9997, abs=2e-4)
+    assert length_controlled_win_rate(np.ones(300), extra, 100, 1).mean == pytest.approx(0.9997, abs=2e-4)
     by_length = length_controlled_win_rate((extra > 0).astype(float), extra, 100, 1)
-    assert by_length.rate == pytest.approx(0.5, abs=0.01)
+    assert by_length.mean == pytest.approx(0.5, abs=0.01)
     assert 0.0 < by_length.low <= by_length.high < 1.0
-    assert length_controlled_win_rate([1.0], [7], 100, 1).rate > 0.9
+    assert length_controlled_win_rate([1.0], [7], 100, 1).mean > 0.9
 
 
 def test_weights_are_answers_counted_as_often() -> None:
@@ -94,7 +94,7 @@ def test_weights_are_answers_counted_as_often() -> None:
     first = np.tile([1.0, 0.0], (200, 1))
     alone = length_controlled_win_rate(won, extra, 100, 1)
     weighted = length_controlled_win_rate(wins_, lengths, 100, 1, weights=first / 2)
-    assert weighted.rate == pytest.approx(alone.rate, abs=1e-3), "the ridge is all that differs"
+    assert weighted.mean == pytest.approx(alone.mean, abs=1e-3), "the ridge is all that differs"
     assert weighted.interval == pytest.approx(alone.interval, abs=2e-3)
     assert weighted == length_controlled_win_rate(wins_, lengths, 100, 1, weights=7 * first)
     even = length_controlled_win_rate(wins_, lengths, 100, 1, weights=np.ones((200, 2)))
