@@ -1,11 +1,8 @@
-"""Two settings of the process, made before the first import of torch. Neither changes a result.
+"""Two settings of the process, made before torch is imported. They change speed only; a user's own environment
+variables (OMP_WAIT_POLICY, GOMP_SPINCOUNT, MALLOC_*) have priority.
 
-OpenMP's threads spin while they wait for each other: beside other busy processes that made a training step twelve
-times slower; without any spinning it took half as long again on idle cores. So they spin for some microseconds and
-then sleep. A user's own OMP_WAIT_POLICY or GOMP_SPINCOUNT has priority.
-
-The C library returns the memory of freed large tensors to the system, and each new tensor then costs a page fault per
-4 KiB. Here the memory is kept for the next tensor. A user's own MALLOC_ settings have priority.
+Waiting OpenMP threads spin briefly and then sleep: endless spinning slows down other processes, no spinning slows down
+torch. Memory of freed tensors is kept for new ones, which saves a page fault per 4 KiB.
 """
 
 import ctypes
@@ -17,5 +14,5 @@ if "OMP_WAIT_POLICY" not in os.environ:
 
 if not any(name.startswith("MALLOC_") for name in os.environ) and hasattr(ctypes.CDLL(None), "mallopt"):
     M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
-    ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 2**25)  # the largest that glibc takes
+    ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 2**25)  # glibc's maximum
     ctypes.CDLL(None).mallopt(M_TRIM_THRESHOLD, 2**31 - 1)

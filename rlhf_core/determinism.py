@@ -1,5 +1,5 @@
-"""Equal runs: seeds, thread counts, deterministic kernels, and counter-based random streams that depend on names and
-indices only. No sampling code draws from a global generator."""
+"""Seeds, threads, deterministic kernels, and random streams that depend on their key only. No sampling code uses a
+global generator."""
 
 import os
 import random
@@ -13,9 +13,8 @@ value has priority."""
 
 
 def make_deterministic(seed: int, threads: int) -> None:
-    """Seed every global generator, fix torch's CPU threads, and select deterministic kernels. Torch would then also
-    fill every new tensor before it is written, for programs that read uninitialised memory; that costs time and is
-    switched off."""
+    """Seed every global generator, fix torch's CPU threads, and select deterministic kernels. Filling of uninitialised
+    memory, which torch adds to deterministic kernels, is switched off: it costs time."""
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)

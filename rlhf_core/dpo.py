@@ -1,6 +1,5 @@
-"""Training of a policy on preference pairs, without a reward model and without sampling: DPO (Rafailov et al. 2023),
-and the trainer for any other objective over the pairs. The reference is the model that training starts from. All pairs
-of a prompt are in one batch, and each response is read once."""
+"""Training of a policy on preference pairs: DPO (Rafailov et al. 2023), and the trainer for any other objective over
+pairs. The reference is the model that training starts from. All pairs of a prompt are in one batch."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -20,7 +19,7 @@ from rlhf_core.training.run import Run
 from rlhf_core.training.trainer import Inputs
 
 PROMPTS = 32
-"""Prompts read together where no gradient is needed."""
+"""Prompts in a forward pass without gradient."""
 
 References = Sequence[Sequence[float]]
 """log π_ref of each response of each comparison, in nats."""
@@ -53,16 +52,16 @@ def dpo_loss(margin: Float[Tensor, "pairs"], label_smoothing: float = 0.0) -> Fl
 
 @dataclass(frozen=True)
 class PairObjective:
-    """What a method minimises on pairs."""
+    """The loss of a method on pairs."""
 
     scale: float
-    """Of the implicit reward, scale·log(π/π_ref)."""
+    """The implicit reward is scale·log(π/π_ref)."""
     loss: Callable[[Float[Tensor, "pairs"]], Float[Tensor, ""]]
-    """Of the implicit margins."""
+    """A function of the implicit margins."""
 
 
 def dpo_objective(config: DPOConfig) -> PairObjective:
-    """DPO's."""
+    """The objective of DPO."""
     return PairObjective(config.beta, partial(dpo_loss, label_smoothing=config.label_smoothing))
 
 
@@ -88,7 +87,7 @@ def train_on_pairs(
     run: Run,
     name: str,
 ) -> list[dict[str, float]]:
-    """Train `model` in place: all its weights, or with `config.lora` adapters that are then folded into them.
+    """Train `model` in place, see `fit_pairs`.
 
     `references` are `reference_logprobs` of the model that `model` starts from; `name` is the block of `config` in
     params.yaml, for errors. Returns the training log: loss, accuracy (share of the batch's pairs that the implicit
@@ -127,7 +126,7 @@ class PolicyPairTrainer(PairTrainer):
         super().__init__(run, keys, **options)
 
     def compute_loss(self, model: PreTrainedModel, inputs: Inputs, return_outputs: bool = False, **unused: Any) -> Any:
-        """The mean loss over the batch's pairs; logs how the implicit reward orders them, and by how much."""
+        """The mean loss over the batch's pairs; logs accuracy and margin of the implicit reward."""
         logprobs = shared_prompt_logprobs(model, shared_prompts(inputs))
         better, worse, reference = inputs["chosen"], inputs["rejected"], inputs["reference"]
         sides = (logprobs[better], logprobs[worse], reference[better], reference[worse])
@@ -140,7 +139,7 @@ class PolicyPairTrainer(PairTrainer):
 
 @dataclass(frozen=True)
 class PairMargins:
-    """How a policy's implicit reward orders pairs."""
+    """Loss, accuracy and margin of a policy's implicit reward on pairs."""
 
     loss: float
     """Mean loss of the objective."""

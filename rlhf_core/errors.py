@@ -6,7 +6,7 @@ class UserError(Exception):
 
 
 class NonFiniteError(UserError):
-    """A loss or gradient is NaN or infinite; no optimiser step was made with it. The same parameters end here again."""
+    """A loss or gradient is NaN or infinite; no optimiser step was made with it. A retry would end in the same way."""
 
 
 SHORT_OF_MEMORY = (
@@ -17,11 +17,11 @@ SHORT_OF_MEMORY = (
     "CUDNN_STATUS_ALLOC_FAILED",
     "std::bad_alloc",
 )
-"""Words of allocators in a RuntimeError: the CPU's on Linux and on Windows, the driver's, cuBLAS, cuDNN, C++."""
+"""Parts of the messages of RuntimeErrors: CPU allocators (Linux, Windows), CUDA driver, cuBLAS, cuDNN, C++."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether a device's or the CPU's allocator failed, by name and text, since torch need not be loaded."""
+    """Whether an allocator of CPU or GPU failed; by name and message, because torch may not be imported."""
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         return True
     return isinstance(error, RuntimeError) and any(sign in str(error) for sign in SHORT_OF_MEMORY)

@@ -1,5 +1,4 @@
-"""The one place through which whatever must survive a power cut reaches the disk: flushed first, renamed into place
-afterwards. What the files hold does not belong here."""
+"""Files and folders that survive a power cut: written to a temporary path, flushed to the disk, then renamed."""
 
 import os
 import shutil
@@ -9,10 +8,10 @@ from pathlib import Path
 
 
 @contextmanager
-def whole(path: Path) -> Iterator[Path]:
-    """The place to write the file or folder `path` to; when the block ends well, it stands at `path`, flushed to the
-    disk. When it does not, `path` is as before and nothing is left beside it; after a kill, `.<name>.partial` is."""
-    partial = beside(path)
+def atomic(path: Path) -> Iterator[Path]:
+    """A temporary path for the file or folder `path`, which is renamed to `path` when the block ends. When the block
+    raises, `path` is unchanged and the temporary file is removed; a kill leaves `.<name>.partial`."""
+    partial = partial_path(path)
     remove(partial)
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
@@ -24,8 +23,8 @@ def whole(path: Path) -> Iterator[Path]:
         raise
 
 
-def beside(path: Path) -> Path:
-    """Where `path` is written until it is whole: in the same folder, so that renaming is all there is left to do."""
+def partial_path(path: Path) -> Path:
+    """The temporary path of `path`: in the same folder, because a rename is atomic only within a file system."""
     return path.with_name(f".{path.name}.partial")
 
 
@@ -37,8 +36,8 @@ def flush(path: Path) -> None:
 
 
 def replace(source: Path, target: Path) -> None:
-    """Rename `source` to `target`, whatever stood there, and wait until the disk knows. A folder in the way is removed
-    first: nobody can rename onto it."""
+    """Rename `source` to `target`, and flush the rename to the disk. A folder at `target` is removed first, because a
+    rename cannot replace it."""
     if target.is_dir() or source.is_dir():
         remove(target)
     source.replace(target)
@@ -46,12 +45,12 @@ def replace(source: Path, target: Path) -> None:
 
 
 def flush_entry(path: Path) -> None:
-    """Wait until the disk knows that there is something of this name."""
+    """Flush the folder that contains `path`, so that a new name survives a power cut."""
     _fsync(path.parent)
 
 
 def append(path: Path, data: bytes) -> None:
-    """Add to the end of a file and wait until it is on the disk; a kill may leave the beginning of `data`."""
+    """Append to a file and flush it to the disk; a kill may leave the beginning of `data`."""
     with path.open("ab") as file:
         file.write(data)
     _fsync(path)

@@ -1,4 +1,4 @@
-"""NaN and infinity stop a run before they are written: a check of any state, and the step in the message."""
+"""A check that refuses NaN and infinity in any state before it is written."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -35,7 +35,7 @@ def _numbers(state: Any, place: str) -> Iterator[tuple[str, Tensor | float]]:
 
 @contextmanager
 def at_step(step: int) -> Iterator[None]:
-    """Name the step (counted from 1) in a NonFiniteError that leaves the block."""
+    """Add the step (counted from 1) to the message of a NonFiniteError that the block raises."""
     try:
         yield
     except NonFiniteError as error:

@@ -1,5 +1,5 @@
-"""Loading of foreign model folders: weights in safetensors, settings in JSON, a sandboxed template. Pickles are never
-read, and Python code runs only where the caller allows it; both are refused in one line."""
+"""Loading of model folders from other sources. Pickles are never read, and Python code runs only where the caller
+allows it; both are refused in one line."""
 
 import os
 from collections.abc import Iterator
@@ -13,12 +13,12 @@ from transformers.utils.peft_utils import find_adapter_config_file
 from rlhf_core.errors import UserError
 
 os.environ.setdefault("DISABLE_SAFETENSORS_CONVERSION", "true")
-"""Weights without safetensors would be fetched from a pull request on the hub: another revision than the pinned one."""
+"""transformers would load weights without safetensors from a pull request on the hub, which is another revision."""
 
 
 @contextmanager
 def loading(path: str | Path) -> Iterator[None]:
-    """Turns transformers' errors about a folder that cannot or must not be loaded into a UserError of one line."""
+    """Turns errors of transformers about a folder into a UserError of one line."""
     try:
         yield
     except SafetensorError as error:
@@ -42,8 +42,8 @@ def loading(path: str | Path) -> Iterator[None]:
 def load_config(
     path: str | Path, revision: str | None = None, trust_remote_code: bool = False, **changes: object
 ) -> PreTrainedConfig:
-    """The settings of a model folder or hub id, with changes. Raises UserError for an adapter, for code that lives
-    elsewhere, and for a kernel of the hub."""
+    """The settings of a model folder or hub id, with changes. Raises UserError for an adapter, for code of another
+    repository, and for a kernel of the hub."""
     if find_adapter_config_file(str(path), revision=revision) is not None:
         raise UserError(
             f"{path}: holds an adapter, not a model; merge it into its base model (peft: merge_and_unload), save that, "
@@ -61,7 +61,7 @@ def load_config(
 
 
 def _refuse_code_from_elsewhere(path: str | Path, revision: str | None) -> None:
-    """`owner/name--module.Class` is code of another repository at its newest state: no revision pins it."""
+    """`owner/name--module.Class` is code of another repository; no revision pins it."""
     content, _ = PreTrainedConfig.get_config_dict(str(path), revision=revision)
     places = [place for place in dict(content.get("auto_map") or {}).values() if "--" in str(place)]
     if places:

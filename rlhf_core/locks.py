@@ -1,8 +1,5 @@
-"""File locks between processes.
-
-Only advisory locks live here, nothing about what they guard. The kernel lets a lock go when its holder dies,
-which is how a dead owner is told from a living one; a lock file therefore never has to be removed.
-"""
+"""Advisory file locks between processes. The kernel releases a lock when its process ends, so that a lock file never
+has to be removed."""
 
 from __future__ import annotations
 
@@ -15,8 +12,8 @@ POLL_SECONDS = 0.02
 
 
 class FileLock:
-    """An exclusive lock on the file `path`; its folder must exist (else `acquire` is refused). The holder's process id
-    stands in the file."""
+    """An exclusive lock on the file `path`, which contains the holder's process id. `acquire` returns False where the
+    folder does not exist."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -24,11 +21,11 @@ class FileLock:
 
     @property
     def descriptor(self) -> int | None:
-        """The open file that holds the lock; a child process that inherits it holds the lock, too."""
+        """The file descriptor that holds the lock; a child process that inherits it holds the lock, too."""
         return self._fd
 
     def acquire(self, timeout: float = 0.0) -> bool:
-        """Take the lock, waiting up to `timeout` seconds; false when another holder kept it."""
+        """Take the lock, waiting up to `timeout` seconds; False when another process still holds it."""
         deadline = time.monotonic() + timeout
         try:
             fd = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o644)
@@ -49,7 +46,7 @@ class FileLock:
                 return True
 
     def release(self) -> None:
-        """Let the lock go, for those too that inherited it; does nothing when it is not held."""
+        """Release the lock, also for child processes that inherited it; does nothing when it is not held."""
         if self._fd is not None:
             fcntl.flock(self._fd, fcntl.LOCK_UN)
             os.close(self._fd)
@@ -57,7 +54,7 @@ class FileLock:
 
 
 def is_held(path: Path) -> bool:
-    """Whether a living process holds the lock on `path`."""
+    """Whether a process holds the lock on `path`."""
     try:
         fd = os.open(path, os.O_RDONLY)
     except FileNotFoundError:

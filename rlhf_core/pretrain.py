@@ -47,7 +47,7 @@ def pretrain(
 
 
 def pack(documents: Sequence[Sequence[int]], context: int) -> list[list[int]]:
-    """Documents one after the other, cut into full blocks; what is left over at the end is dropped."""
+    """The concatenated documents, cut into full blocks; the remainder is dropped."""
     stream = [token for document in documents for token in document]
     return [stream[i : i + context] for i in range(0, len(stream) - context + 1, context)]
 

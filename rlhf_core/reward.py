@@ -1,6 +1,6 @@
-"""The reward model: a scalar head on the SFT model's body, trained with the Bradley-Terry loss on pairs. All pairs of a
-prompt are in one batch, where the prompt and each response are read once: pairs spread over batches would show one
-response several times and overfit (Ouyang et al. 2022)."""
+"""The reward model: a scalar head on the SFT model's body, trained with the Bradley-Terry loss. All pairs of a prompt
+are in one batch: spread over batches, each response would be trained on several times and overfit (Ouyang et al.
+2022)."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -41,13 +41,13 @@ class Comparison:
 def train_reward_model(
     model: PreTrainedModel, comparisons: Sequence[Comparison], config: RewardConfig, pad_id: int, run: Run
 ) -> list[dict[str, float]]:
-    """Train `model` in place, see `fit_pairs`. Returns the training log: loss (nats) and accuracy (share of the batch's
-    pairs whose chosen response scores higher)."""
+    """Train `model` in place, see `fit_pairs`. Returns the log: loss (nats) and accuracy (share of the batch's pairs
+    whose chosen response scores higher)."""
     return fit_pairs(PairTrainer, model, comparisons, PairCollator(pad_id), config, "reward", run)
 
 
 class PairSettings(Protocol):
-    """How a model is trained on pairs; the names are those of the parameters."""
+    """Parameters of training on pairs."""
 
     @property
     def learning_rate(self) -> float: ...
@@ -127,7 +127,7 @@ def shared_prompts(inputs: Inputs) -> SharedPrompts:
 
 
 PROMPTS, PAIRS = ("input_ids", "attention_mask"), ("chosen", "rejected")
-"""What a batch holds for each prompt, and for each pair; everything else it holds for each response."""
+"""Tensors of a batch with a row for each prompt, and for each pair; the others have a row for each response."""
 
 
 class PairTrainer(GuardedTrainer):
@@ -142,7 +142,7 @@ class PairTrainer(GuardedTrainer):
         return (loss, {"scores": scores}) if return_outputs else loss
 
     def note(self, **means: float) -> None:
-        """Means over the pairs of a pass, for the log: summed over the parts of a batch."""
+        """Add means over the pairs of a pass to the batch's log."""
         before = {} if self.first else self.noted
         self.noted: dict[str, float] = {
             name: before.get(name, 0.0) + self.share * value for name, value in means.items()
@@ -161,7 +161,7 @@ class PairTrainer(GuardedTrainer):
             yield part | {"owner": part["owner"] - places[0].to(owner.device)}, int(mine.sum()) / pairs
 
     def log(self, logs: dict[str, float], *arguments: Any, **options: Any) -> None:
-        """Add what was noted of the batch to each training log event."""
+        """Add the noted means to each training log event."""
         if "loss" in logs:
             logs = {**logs, **self.noted}
         super().log(logs, *arguments, **options)

@@ -1,5 +1,5 @@
-"""Supervised fine-tuning: the loss is over response tokens only, every example is a row of its own (no packing, so no
-attention across examples), and training stops when the validation loss stops falling."""
+"""Supervised fine-tuning: loss on response tokens only, one row per example (no packing), early stopping by the
+validation loss."""
 
 import math
 from collections.abc import Sequence
@@ -119,17 +119,15 @@ class ResponseTrainer(GuardedTrainer):
 
 
 class KeepBest(TrainerCallback):
-    """Keeps the weights of the lowest validation loss in `path`, and stops after `patience` without a new one.
-
-    The best step is read from the Trainer's log, which is part of its checkpoints: a resumed run decides as an
-    uninterrupted one.
-    """
+    """Saves the weights of the lowest validation loss to `path`, and stops after `patience` measurements without a
+    lower one. The best step is read from the Trainer's log, which is in its checkpoints, so that a resumed run stops at
+    the same step."""
 
     def __init__(self, path: Path, patience: int) -> None:
         self.path, self.patience = path, patience
 
     def on_evaluate(self, args: Any, state: Any, control: Any, model: PreTrainedModel, **kwargs: Any) -> None:
-        """Save the weights if they are the best so far; stop the training when patience is used up."""
+        """Save the weights if they are the best so far; stop training when `patience` is reached."""
         step, _ = self.best_of(state.log_history)
         if step == state.global_step:
             save_weights(self.path, unique_weights(model))
@@ -145,7 +143,7 @@ class KeepBest(TrainerCallback):
         return step, loss
 
     def restore(self, model: PreTrainedModel) -> None:
-        """Put the best weights back into the model."""
+        """Load the best weights into the model."""
         model.load_state_dict(load_file(self.path), strict=False)
 
 

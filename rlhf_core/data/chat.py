@@ -1,4 +1,4 @@
-"""Conversations: their shape, their identity, and how two of them are compared. No tokens here (see `tokenizer.py`)."""
+"""Conversations: their type, identity, and text."""
 
 import hashlib
 import json
@@ -19,30 +19,29 @@ _ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
 
 
 def canonical(prompt: Conversation) -> bytes:
-    """The prompt as JSON without a choice: equal prompts have equal bytes, and `json.loads` gives the prompt back."""
+    """Canonical JSON of a prompt: equal prompts have equal bytes, and `json.loads` returns the prompt."""
     text = _ENCODER.encode([{"role": m["role"], "content": m["content"]} for m in prompt])
     return text.encode("utf-8", "surrogatepass")
 
 
 def prompt_id(prompt: Conversation) -> str:
-    """The identity of a prompt: 16 hexadecimal digits of the SHA-256 of its canonical JSON."""
+    """The id of a prompt: 16 hexadecimal digits of the SHA-256 of its canonical JSON."""
     return identity(canonical(prompt))
 
 
 def identity(canonical_prompt: bytes) -> str:
-    """The `prompt_id` of what `canonical` returns."""
+    """`prompt_id` from the bytes of `canonical`."""
     return hashlib.sha256(canonical_prompt).hexdigest()[:16]
 
 
 def opening(prompt: Conversation) -> str:
-    """The first user message with case and white space folded: prompts that share it never stand on two sides of a
-    split."""
+    """The first user message with case and white space folded; prompts with the same one are never split apart."""
     first = next((m["content"] for m in prompt if m["role"] == "user"), "")
     return " ".join(first.casefold().split())
 
 
 def as_text(prompt: Conversation) -> str:
-    """The prompt for human eyes: a single user turn as it is, anything longer with the speakers' names."""
+    """The prompt as text: a single message as it is, several with their roles."""
     if len(prompt) == 1:
         return prompt[0]["content"]
     return "\n".join(f"{m['role']}: {m['content']}" for m in prompt)

@@ -1,9 +1,8 @@
-"""Texts that spell control tokens (`</s>`, `<|assistant|>`): what people type and models say is text, and only a chat
-template writes control tokens. How conversations and answers become ids otherwise stands in `tokenizer.py`.
+"""Encoding of texts that contain the spelling of control tokens (`</s>`, `<|assistant|>`): only a chat template writes
+control tokens, everything else is text.
 
-A spelling is cut after its first character, and the parts are encoded one by one: neither of them is a control token.
-No setting of the tokenizer is touched (`split_special_tokens` would set one that all threads share), and a text that
-spells none is encoded as it always was."""
+A spelling is cut after its first character, and the parts are encoded one by one. The tokenizer's settings are not
+changed (`split_special_tokens` is shared by all threads)."""
 
 import re
 from collections.abc import Sequence
@@ -16,12 +15,11 @@ from rlhf_core.data.chat import Conversation, Message
 from rlhf_core.errors import UserError
 
 PRIVATE_USE = range(0xF0000, 0xFFFFE)
-"""Characters without a meaning: one that a chat does not contain marks the cuts in it."""
+"""Characters of no meaning; one that the chat does not contain marks the cuts."""
 
 
 def text_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """Token ids of a text, none of them a control token's. Raises UserError where the tokenizer makes one of plain
-    text all the same."""
+    """Token ids of a text, without control tokens. Raises UserError where the tokenizer makes one from plain text."""
     control = {i: token.content for i, token in tokenizer.added_tokens_decoder.items() if token.special}
     ids = _encode(tokenizer, _cut(text, _pattern(tuple((spelling, True) for spelling in control.values()))))
     control.pop(tokenizer.unk_token_id, None)
@@ -35,12 +33,11 @@ def text_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
 
 
 def chat_ids(tokenizer: PreTrainedTokenizerBase, prompt: Conversation) -> list[int]:
-    """Token ids of a conversation up to the place where the answer begins; its control tokens are the template's own.
+    """Token ids of a conversation up to the start of the answer; all control tokens are the template's.
 
-    Raises UserError for a template that does not hand on the texts as they are, where one of them spells a control
-    token.
+    Raises UserError where a message spells a control token and the template changes the message.
     """
-    texts = [_cut(message["content"], _not_to_be_said(tokenizer, message)) for message in prompt]
+    texts = [_cut(message["content"], _control_spellings(tokenizer, message)) for message in prompt]
     cuts = sum(map(len, texts)) - len(texts)
     if not cuts:
         ids = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=True, return_dict=False)
@@ -56,22 +53,22 @@ def chat_ids(tokenizer: PreTrainedTokenizerBase, prompt: Conversation) -> list[i
     return _encode(tokenizer, marked.split(mark))
 
 
-def _not_to_be_said(tokenizer: PreTrainedTokenizerBase, message: Message) -> re.Pattern[str]:
-    """What a message must not say as a control token. A template may also write tokens that are not declared special,
-    such as `<think>`: an assistant says them, nobody else does."""
+def _control_spellings(tokenizer: PreTrainedTokenizerBase, message: Message) -> re.Pattern[str]:
+    """Spellings that are text in this message. A template may also write tokens that are not declared special, such as
+    `<think>`: they are control tokens in an assistant's message only."""
     tokens = tuple((token.content, token.special) for token in tokenizer.added_tokens_decoder.values())
     return _pattern(tokens, "" if message["role"] == "assistant" else tokenizer.get_chat_template())
 
 
 @lru_cache
 def _pattern(tokens: tuple[tuple[str, bool], ...], template: str = "") -> re.Pattern[str]:
-    """Matches the special ones among the tokens (text, special), and those that stand in the template."""
+    """Matches the special ones among the tokens (text, special), and those that the template contains."""
     texts = [text for text, special in tokens if special or (text in template and not text.isspace())]
     return re.compile("|".join(map(re.escape, filter(None, texts))) or "(?!)")
 
 
 def _cut(text: str, pattern: re.Pattern[str]) -> list[str]:
-    """The parts of a text: a new one begins after the first character of each match, those that overlap included."""
+    """The text, cut after the first character of each match, overlapping ones included."""
     places, found = [0], pattern.search(text)
     while found:
         places.append(found.start() + 1)
@@ -88,7 +85,7 @@ def _with_texts(prompt: Conversation, texts: Sequence[str]) -> Conversation:
 
 
 def _encode(tokenizer: PreTrainedTokenizerBase, parts: Sequence[str]) -> list[int]:
-    """The parts of one text, one after the other."""
+    """Token ids of the parts of one text."""
     ids = _ids(tokenizer, parts[0])
     for part in parts[1:]:
         ids += _ids_inside(tokenizer, part)
@@ -100,8 +97,7 @@ def _ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
 
 
 def _ids_inside(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """Ids of what does not stand at the beginning: tokenizers such as Llama 2's put a space there, which nobody
-    wrote."""
+    """Token ids of a part that is not the first: tokenizers such as Llama 2's add a space before a text."""
     lead = _ids(tokenizer, "\n")
     ids = _ids(tokenizer, "\n" + text)
     return ids[len(lead) :] if ids[: len(lead)] == lead else _ids(tokenizer, text)

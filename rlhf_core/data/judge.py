@@ -7,7 +7,7 @@ from rlhf_core.data.chat import Conversation
 
 
 class Judge(Protocol):
-    """Scores answers; higher is better, and only differences mean anything."""
+    """Scores answers; higher is better, and only differences have a meaning."""
 
     @property
     def name(self) -> str:

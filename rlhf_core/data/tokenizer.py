@@ -1,9 +1,5 @@
-"""Tokenizers: training one from scratch, making sure of pad, eos and chat template, and text ↔ token ids.
-
-Nothing here knows a model. Prompts become ids in one place only (`encode_prompt`), answers in one place only
-(`encode_response`), so that SFT, reward model, PPO and evaluation see the same tokens. Texts that spell control tokens
-are the business of `control_tokens.py`.
-"""
+"""Tokenizers: training, checks of pad, eos and chat template, and text ↔ token ids. All stages encode with
+`encode_prompt` and `encode_response`, so that they get the same tokens."""
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -58,22 +54,22 @@ def train_bpe(
 
 
 def load_tokenizer(path: str | Path, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
-    """The tokenizer of a model folder, checked by `require_usable`; `trust_remote_code` lets its own code run."""
+    """The tokenizer of a model folder, checked by `require_usable`; `trust_remote_code` runs the folder's own code."""
     return require_usable(read_tokenizer(path, trust_remote_code=trust_remote_code))
 
 
 def read_tokenizer(
     path: str | Path, revision: str | None = None, *, trust_remote_code: bool = False
 ) -> PreTrainedTokenizerBase:
-    """The tokenizer of a model folder or hub id as it is, for `complete`. Raises UserError, see `loading`."""
+    """The tokenizer of a model folder or hub id, unchecked. Raises UserError, see `loading`."""
     with loading(path):
         return AutoTokenizer.from_pretrained(str(path), revision=revision, trust_remote_code=trust_remote_code)
 
 
 def complete(tokenizer: PreTrainedTokenizerBase, pad_token: str) -> tuple[PreTrainedTokenizerBase, list[str]]:
-    """Add what a pretrained tokenizer lacks: a pad token of its own and a chat template.
+    """Add a pad token and a chat template to a pretrained tokenizer that has none.
 
-    Returns the tokenizer and what was repaired, in words, for the log. Raises UserError without an eos token.
+    Returns the tokenizer, and the changes as text for the log. Raises UserError without an eos token.
     """
     repairs = []
     if tokenizer.eos_token_id is None:
@@ -109,29 +105,27 @@ def require_usable(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBas
 
 @contextmanager
 def rendering(tokenizer: PreTrainedTokenizerBase) -> Iterator[None]:
-    """A chat template is a program of whoever made it: transformers runs it in jinja's sandbox. Raises UserError for
-    what the sandbox forbids, and for a template that fails."""
+    """A chat template is a program; transformers runs it in jinja's sandbox. Raises UserError for what the sandbox
+    forbids, and for a template that fails."""
     try:
         yield
     except (TemplateError, ArithmeticError, LookupError, MemoryError, RecursionError, TypeError, ValueError) as error:
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise UserError(
-            f"{tokenizer.name_or_path}: its chat template fails ({reason}); mend chat_template.jinja, or remove it for "
-            "the one that the stage `base` adds"
+            f"{tokenizer.name_or_path}: its chat template fails ({reason}); correct chat_template.jinja, or remove it "
+            "for the one that the stage `base` adds"
         ) from None
 
 
 def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: Conversation) -> list[int]:
-    """Token ids of a conversation up to the place where the assistant's answer begins.
-
-    Control tokens are those that the template writes; what a message spells is text. Raises UserError, see `chat_ids`.
-    """
+    """Token ids of a conversation up to the start of the assistant's answer; only the template writes control tokens.
+    Raises UserError, see `chat_ids`."""
     with rendering(tokenizer):
         return chat_ids(tokenizer, prompt)
 
 
 def encode_response(tokenizer: PreTrainedTokenizerBase, response: str, ended: bool = True) -> list[int]:
-    """Token ids of an answer, closed by the end-of-sequence token when it `ended`; what it spells is text."""
+    """Token ids of an answer, with the end-of-sequence token when it `ended`; see `text_ids`."""
     ids = text_ids(tokenizer, response)
     return [*ids, tokenizer.eos_token_id] if ended else ids
 

@@ -1,6 +1,5 @@
-"""Prompts and responses as one padded tensor, and forward passes over it: logits, hidden states and values. Prompts are
-padded on the left, responses on the right. Masks come from lengths, never from token ids: a policy may sample the pad
-token."""
+"""Prompts and responses as one padded tensor (prompts on the left, responses on the right), and forward passes over it.
+Masks come from lengths, never from token ids: a policy may sample the pad token."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -86,8 +85,7 @@ def map_batches(
 
 
 def response_logits(model: PreTrainedModel, batch: TokenBatch) -> Float[Tensor, "batch time vocabulary"]:
-    """Logits that predict each response token, in the precision that the model computes in. Computed for response
-    positions only."""
+    """Logits that predict each response token, in the model's precision; computed for response positions only."""
     logits: Tensor = _read(model, batch).logits
     return logits
 
@@ -110,7 +108,7 @@ def _read(model: PreTrainedModel, batch: TokenBatch, **options: bool) -> CausalL
         use_cache=False,
         **options,
     )
-    if output.logits.shape[1] == width:  # models with code of their own may ignore logits_to_keep
+    if output.logits.shape[1] == width:  # custom models may ignore logits_to_keep
         output.logits = output.logits[:, -(batch.time + 1) : -1]
     return output
 

@@ -1,4 +1,4 @@
-"""Rows of similar length in one batch: less padding, and passes that fit the processor's cache."""
+"""Batches of rows of similar length, which need less padding."""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
@@ -8,13 +8,13 @@ import torch
 Result = TypeVar("Result")
 
 TOKENS_ON_CPU = 1024
-"""Tokens of a training pass, padding included; larger passes leave the cache. No result depends on it beyond
-rounding."""
+"""Tokens of a training pass, padding included; larger passes do not fit into the cache. It changes results by rounding
+only."""
 TOKENS_ON_ACCELERATOR = 2**17
 
 
 def tokens_per_pass(device: torch.device) -> int:
-    """Tokens that a training pass reads at once on this device, padding included."""
+    """Tokens of a training pass on this device, padding included."""
     return TOKENS_ON_CPU if device.type == "cpu" else TOKENS_ON_ACCELERATOR
 
 

@@ -1,5 +1,5 @@
-"""Hugging Face models: building, loading, saving to the same bytes each time, and scalar models (reward model, critic),
-which give one number a token in place of logits."""
+"""Hugging Face models: building, loading, saving to equal bytes, and scalar models (reward model, critic), which output
+one number a token instead of logits."""
 
 import json
 from collections.abc import Mapping
@@ -128,8 +128,7 @@ def scalar_head(model: PreTrainedModel) -> torch.nn.Linear:
 
 
 def without_dropout(config: PreTrainedConfig) -> PreTrainedConfig:
-    """The configuration with every dropout rate at 0: with dropout the ratio of PPO would not be 1 at the first
-    update."""
+    """The configuration with every dropout rate set to 0: with dropout the first ratio of PPO would not be 1."""
     for key, value in config.to_dict().items():
         if isinstance(value, float) and (key.endswith("pdrop") or "dropout" in key):
             setattr(config, key, 0.0)
@@ -149,14 +148,14 @@ def unique_weights(model: PreTrainedModel) -> dict[str, Tensor]:
 
 
 def save_weights(path: Path, weights: Mapping[str, Tensor]) -> None:
-    """Write tensors to a safetensors file, whole or not at all."""
-    with files.whole(path) as place:
+    """Write tensors to a safetensors file, atomically."""
+    with files.atomic(path) as place:
         save_file({name: tensor.detach().cpu().clone().contiguous() for name, tensor in weights.items()}, place)
 
 
 def save_checkpoint(folder: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Write a Hugging Face folder and remove from it whatever would differ between equal runs. Raises NonFiniteError
-    for weights that hold NaN or infinity."""
+    """Write a Hugging Face folder without the files and keys that differ between equal runs. Raises NonFiniteError for
+    weights with NaN or infinity."""
     require_finite(dict(model.named_parameters()), "weights")
     folder.mkdir(parents=True, exist_ok=True)
     model.save_pretrained(folder, safe_serialization=True)
@@ -174,11 +173,11 @@ def save_checkpoint(folder: Path, model: PreTrainedModel, tokenizer: PreTrainedT
 
 
 def _beside(folder: Path, place: Any) -> Any:
-    """The name of a model's own class without the repository that it came from, where its code was saved, too."""
+    """The name of a custom class without its repository, if its code was saved in the folder."""
     name = place.rpartition("--")[2] if isinstance(place, str) else ""
     return name if name and (folder / f"{name.split('.')[0]}.py").exists() else place
 
 
 def place(model: PreTrainedModel, device: torch.device | None = None) -> PreTrainedModel:
-    """The model for inference, without gradients: on the given device, else on the GPU if there is one."""
+    """The model for inference, without gradients, on the given device; default: the GPU if there is one."""
     return model.to(device or ("cuda" if torch.cuda.is_available() else "cpu")).eval().requires_grad_(False)

@@ -1,5 +1,4 @@
-"""LoRA adapters (Hu et al. 2021) inside a Hugging Face model, by `peft`: added, switched off, merged into the weights.
-The model object stays a plain transformers model."""
+"""LoRA adapters (Hu et al. 2021) of `peft` in a Hugging Face model, which stays a plain transformers model."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -13,7 +12,7 @@ from transformers.pytorch_utils import Conv1D
 from rlhf_core.config.lora import LoraSettings
 from rlhf_core.errors import UserError
 
-if TYPE_CHECKING:  # peft takes seconds to import; runs without adapters do without it
+if TYPE_CHECKING:  # importing peft takes seconds
     from peft.tuners.lora import LoraLayer, LoraModel
 
 NAME = "default"
@@ -114,7 +113,7 @@ def _layers(model: PreTrainedModel) -> dict[str, "LoraLayer"]:
 
 
 def _targets(model: PreTrainedModel, wanted: str | list[str]) -> dict[str, torch.nn.Module]:
-    """The linear layers of the model's body by name; output layer and scalar head stand not part of the body."""
+    """The linear layers of the model's body by name, without output layer and scalar head."""
     prefix = f"{model.base_model_prefix}."
     linear = {
         name: module
@@ -135,8 +134,8 @@ def _targets(model: PreTrainedModel, wanted: str | list[str]) -> dict[str, torch
 
 @torch.no_grad()
 def _initialise(model: PreTrainedModel, seed: int) -> None:
-    """A uniform in ±1/√d_in (He et al. 2015 with a = √5, as in the paper's code), B zero. Drawn on the CPU, so that
-    every device gets the same."""
+    """A uniform in ±1/√d_in (He et al. 2015 with a = √5, as in the paper's code), B zero; drawn on the CPU, so that all
+    devices get equal values."""
     generator = torch.Generator().manual_seed(seed)
     for layer in _layers(model).values():
         a, b = layer.lora_A[NAME].weight, layer.lora_B[NAME].weight

@@ -1,6 +1,5 @@
-"""Sums, means and variances over the real tokens of a padded batch. Padding is removed by `torch.where`, never by
-multiplication, and before any computation, so that NaN or infinity on padding reaches neither a value nor a gradient.
-Everywhere `mask=None` means that every element is real."""
+"""Sums, means and variances over the real tokens of a padded batch. Padding is removed by `torch.where` before any
+computation, so that NaN or infinity on padding changes no value and no gradient. `mask=None`: every element is real."""
 
 import torch
 from jaxtyping import Float, Num, Shaped
@@ -10,8 +9,7 @@ from torch import Tensor
 def zero_padding(x: Num[Tensor, "*shape"], mask: Shaped[Tensor, "*shape"] | None) -> Num[Tensor, "*shape"]:
     """`x` with 0 on padding; its gradient there is 0 too.
 
-    `mask` is bool or 0/1 of the same shape as `x`: broadcasting is refused (`ValueError`), because it would
-    count the tokens wrongly.
+    `mask` is bool or 0/1 of the shape of `x`; broadcasting would count tokens wrongly and raises ValueError.
     """
     if mask is None:
         return x
@@ -45,9 +43,8 @@ def masked_log_softmax(
 ) -> Float[Tensor, "*shape vocab"]:
     """Log-probabilities of `softmax(logits / temperature)`, in nats.
 
-    In float32, or float64 for float64 logits, whatever precision the logits came in. On padding the
-    distribution is uniform and passes no gradient on, so that what is computed from it stays finite until the
-    caller's own mask removes it. Raises `ValueError` for a temperature that is not above 0.
+    In float32, or float64 for float64 logits. On padding the distribution is uniform, without gradient, so that values
+    computed from it are finite until the caller masks them. Raises `ValueError` for a temperature that is not above 0.
     """
     if not temperature > 0:
         raise ValueError(f"temperature must be above 0, not {temperature}")

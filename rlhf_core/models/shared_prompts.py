@@ -1,4 +1,4 @@
-"""Several responses to each prompt: the prompt is read once, and its keys and values serve all its responses."""
+"""Forward passes over several responses to each prompt: keys and values of a prompt are computed once."""
 
 import copy
 from collections.abc import Callable, Sequence
@@ -33,7 +33,7 @@ class SharedPrompts:
     mask: Float[Tensor, "rows time"]
     """1 on the tokens of a response."""
     owner: Int[Tensor, "rows"]
-    """The place of the prompt that a row answers."""
+    """The index of a row's prompt."""
 
     @classmethod
     def of(

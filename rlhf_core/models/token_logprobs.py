@@ -1,6 +1,5 @@
-"""From logits to log-probabilities of actions and entropies, without a second [B, T, V] tensor: the forward pass works
-through the rows in pieces that fit the cache and keeps nothing, and the backward pass fills one tensor, the gradient of
-the logits."""
+"""Log-probabilities of actions and entropies from logits. The rows are processed in pieces that fit the cache, so that
+the only other [B, T, V] tensor is the gradient of the logits."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -13,7 +12,7 @@ from torch.autograd.function import once_differentiable
 from rlhf_core.models.masked import masked_log_softmax, zero_padding
 
 PIECE_ON_CPU = 2**18
-"""Logits worked on at a time; no result depends on it."""
+"""Logits of a piece; no result depends on it."""
 PIECE_ON_ACCELERATOR = 2**26
 
 

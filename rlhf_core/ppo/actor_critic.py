@@ -1,5 +1,5 @@
-"""The models of a PPO run: policy, critic and reference. The critic is a model of its own, a head on the policy's
-body (one pass for both), or absent; the reference is a frozen copy, or the policy with its adapter switched off."""
+"""The models of a PPO run. The critic is a separate model, a head on the policy's body (one pass for both), or absent;
+the reference is a frozen copy, or the policy with its adapter switched off."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,11 +22,11 @@ class ActorCritic:
     """Policy, critic and reference of a PPO run.
 
     Args:
-        config: says which critic there is, whether adapters are trained, the precision, and gradient checkpointing.
+        config: kind of critic, adapters, precision, and gradient checkpointing.
         policy: a causal language model, dropout off; trained.
-        reference: its frozen start; `None` only with `lora`, where the adapter switched off is the reference.
+        reference: the policy's initial weights, frozen; `None` only with `lora`.
         critic: a scalar model, for `advantage: gae` with `critic.kind: separate`; else `None`.
-        seed: of the adapters' start.
+        seed: of the adapters' initial weights.
 
     Raises:
         ValueError: a model that the settings need is missing, one that they do not use is given, or policy and
@@ -61,12 +61,12 @@ class ActorCritic:
 
     @property
     def has_critic(self) -> bool:
-        """Whether states are valued at all."""
+        """Whether there is a critic."""
         return self.critic is not None or self.head is not None
 
     def forward(self, batch: TokenBatch) -> tuple[Logits, Values]:
-        """Logits that predict each response token, and V(s_t) where the next token is action t, float32; V = 0 without
-        a critic."""
+        """Logits that predict each response token, and V(s_t) at the position whose next token is action t, float32; 0
+        without a critic."""
         with self.autocast():
             if self.head is not None:
                 logits, hidden = response_logits_and_hidden(self.policy, batch)
@@ -81,13 +81,13 @@ class ActorCritic:
 
     @torch.no_grad()
     def reference_logits(self, batch: TokenBatch) -> Logits:
-        """The logits of the reference."""
+        """The reference's logits."""
         with self.autocast(), self.as_reference() as model:
             return response_logits(model, batch)
 
     @contextmanager
     def as_reference(self) -> Iterator[PreTrainedModel]:
-        """The reference: the frozen model, or the policy for as long as its adapter is switched off."""
+        """The reference: the frozen model, or the policy with its adapter switched off in this context."""
         if self.reference is not None:
             yield self.reference
             return
@@ -96,15 +96,15 @@ class ActorCritic:
 
     @contextmanager
     def autocast(self) -> Iterator[None]:
-        """Matrix products in bfloat16 where the settings say so; weights and losses stay float32."""
+        """Matrix products in bfloat16 with `precision: bfloat16`; weights and losses stay float32."""
         with torch.autocast(self.policy.device.type, dtype=torch.bfloat16, enabled=self.bfloat16):
             yield
 
     @contextmanager
     def training(self) -> Iterator[None]:
-        """While the update runs: activations are recomputed instead of kept, where the settings say so.
+        """In this context activations are recomputed instead of kept, with `gradient_checkpointing`.
 
-        Dropout stays off: its rates are 0. Transformers checkpoints in training mode only.
+        Transformers does so in training mode only; dropout stays off, since its rates are 0.
         """
         bodies = list(self._bodies().values()) if self.checkpointing else []
         for model in bodies:
@@ -134,8 +134,8 @@ class ActorCritic:
             part.load_state_dict(state[name])
 
     def finished(self) -> tuple[PreTrainedModel, PreTrainedModel | nn.Linear | None]:
-        """Policy and critic on the CPU, adapters merged into the weights; a shared critic is its head alone. Nothing
-        can be trained afterwards."""
+        """Policy and critic (the head alone of a shared one) on the CPU, adapters merged into the weights. Training
+        cannot continue."""
         for adapter in self.adapters.values():
             adapter.merge()
         critic = self.critic or self.head

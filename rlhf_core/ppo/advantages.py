@@ -1,6 +1,5 @@
-"""From token rewards and values to advantages: generalised advantage estimation and whitening, as pure
-functions. Where the rewards come from is `rewards.py`, what the advantages are used for is `losses.py`;
-gathering a batch over micro-batches or processes before it is whitened is the trainer's."""
+"""Advantages from token rewards and values: generalised advantage estimation, group baselines, and whitening. Pure
+functions of tensors."""
 
 from typing import Literal
 
@@ -64,7 +63,7 @@ def compute_gae(
 def compute_group_advantages(
     returns: Float[Tensor, "batch"], kind: GroupBaseline, samples_per_prompt: int = 1
 ) -> Float[Tensor, "batch"]:
-    """Advantages of whole answers without a critic, from a baseline that other answers give.
+    """Advantages of whole answers without a critic; the baseline comes from other answers.
 
     With G the return of an answer (its score less β times its KL):
     `reinforce`: G minus the mean of the batch;  `rloo`: G minus the mean of the *other* answers to the same prompt,
@@ -72,7 +71,7 @@ def compute_group_advantages(
     the same prompt.
 
     Args:
-        returns: [B] in units of the score; the answers to one prompt stand side by side.
+        returns: [B] in units of the score; the answers to one prompt are next to each other.
         kind: `reinforce`, `rloo` or `grpo`.
         samples_per_prompt: k, answers to each prompt.
 

@@ -1,4 +1,4 @@
-"""A PPO run on disk: one state in one file of a sealed checkpoint, loaded without running any pickle."""
+"""The state of a PPO run in a sealed checkpoint. Loading executes no pickled code."""
 
 from pathlib import Path
 from typing import Any
@@ -12,14 +12,14 @@ STATE = "state.pt"
 
 
 def save(checkpoints: Checkpoints, step: int, state: dict[str, Any]) -> None:
-    """Write the state after `step` steps: a kill at any moment leaves a complete checkpoint or none."""
+    """Write the state after `step` steps, atomically."""
     with checkpoints.write(step) as folder:
         torch.save(state, folder / STATE)
 
 
 def load(checkpoints: Checkpoints, processes: Processes | None = None) -> dict[str, Any] | None:
-    """The newest complete state, tensors on the CPU; None where there is none. Of several processes the first one finds
-    it, and all read it."""
+    """The newest complete state, tensors on the CPU; None where there is none. With several processes the main one
+    chooses the checkpoint, and all load it."""
     newest = checkpoints.newest() if processes is None or processes.is_main else None
     if processes is not None:
         newest = processes.gather([newest])[0]
@@ -27,6 +27,6 @@ def load(checkpoints: Checkpoints, processes: Processes | None = None) -> dict[s
 
 
 def read(path: Path) -> dict[str, Any]:
-    """Tensors and plain types; anything else in the file is refused, not run."""
+    """Tensors and plain types; a file with anything else is refused."""
     state: dict[str, Any] = torch.load(path, weights_only=True, map_location="cpu")
     return state

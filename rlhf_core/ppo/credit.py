@@ -1,5 +1,5 @@
-"""From one score a response to the advantage of each token: the KL penalty in the reward, the advantage estimator of
-the settings, then whitening."""
+"""The advantage of each token from the score of each response: KL penalty in the reward, advantage estimator, and
+whitening."""
 
 import torch
 from jaxtyping import Float

@@ -1,4 +1,4 @@
-"""Detectors of failing PPO runs, functions of the diagnostics so far that return what they have found, or None."""
+"""Detectors of failure modes of PPO: functions of the diagnostics so far that return a message, or None."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -9,7 +9,7 @@ from statistics import fmean, median
 from rlhf_core.config.health import HealthConfig
 
 Row = Mapping[str, float | None]
-"""Diagnostics of one step, as `diagnostics.step_row` makes them."""
+"""Diagnostics of one step (`diagnostics.step_row`)."""
 
 COLUMNS = (
     "step",
@@ -30,7 +30,7 @@ COLUMNS = (
 
 @dataclass(frozen=True)
 class Limits:
-    """Thresholds, and the settings of the run that they depend on."""
+    """Thresholds, and the settings of the run that the detectors need."""
 
     health: HealthConfig
     prompts_per_step: int
@@ -39,18 +39,18 @@ class Limits:
     """Whether the objective has a clip."""
 
     @property
-    def burst(self) -> int:
-        """The fewest steps that together have `prompts` prompts."""
+    def shortest_window(self) -> int:
+        """Steps that together have `prompts` prompts."""
         return math.ceil(self.health.prompts / self.prompts_per_step)
 
     @property
     def window(self) -> int:
-        """Steps that a mean is taken over."""
+        """Steps of a mean."""
         return max(self.health.window, self.burst)
 
 
 Detector = Callable[[Sequence[Row], Limits], str | None]
-"""Rows of all steps so far → what was found, with figures, or None."""
+"""Rows of all steps so far → a message with figures, or None."""
 
 
 def reward_hacking(rows: Sequence[Row], limits: Limits) -> str | None:
@@ -89,8 +89,8 @@ def kl_spike(rows: Sequence[Row], limits: Limits) -> str | None:
     moved = value(rows[-1], "approx_kl")
     if moved > limits.health.update_kl:
         return f"one update moved the policy by {moved:.3g} nats per token"
-    means = _kl_per_token(rows[-limits.window - 2 * limits.burst + 1 :], limits.burst)
-    before, now = means[: -limits.burst], means[-1]
+    means = _kl_per_token(rows[-limits.window - 2 * limits.shortest_window + 1 :], limits.shortest_window)
+    before, now = means[: -limits.shortest_window], means[-1]
     if before and now - median(before) > limits.health.kl_jump:
         return f"KL to the reference went from {median(before):.3g} to {now:.3g} nats per token"
     return None
@@ -156,7 +156,7 @@ def slow_generation(seconds: Sequence[Mapping[str, float]], limits: Limits) -> s
 
 @dataclass(frozen=True)
 class Move:
-    """From the mean of one window to that of another, and the standard errors between them."""
+    """The means of two windows, and their distance in standard errors."""
 
     before: float
     after: float
@@ -164,8 +164,8 @@ class Move:
 
     @classmethod
     def between(cls, values: Sequence[float], width: int) -> "Move":
-        """From the first `width` values to the last; the noise of one value is read from successive differences, which
-        a slow trend hardly touches (von Neumann 1941)."""
+        """From the first `width` values to the last. The noise is estimated from successive differences, which hardly
+        depend on a slow trend (von Neumann 1941)."""
         before, after = fmean(values[:width]), fmean(values[-width:])
         differences = [(b - a) ** 2 for a, b in pairwise(values)]
         error = math.sqrt(fmean(differences) / width)  # of a difference of two means: 2σ²/width

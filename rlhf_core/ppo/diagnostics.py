@@ -1,4 +1,4 @@
-"""The diagnostics of a PPO step, one row of numbers. No statistic includes padding (rule 18)."""
+"""The diagnostics of a PPO step as one row of numbers. No statistic includes padding (rule 18)."""
 
 from collections.abc import Sequence
 

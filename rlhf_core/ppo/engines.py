@@ -1,8 +1,5 @@
-"""Rollout engines: prompts in, sampled responses out, behind one protocol.
-
-There are three: our own sampler (`rlhf_core.models.sampling`), `generate` of transformers, and its continuous batching.
-All sample from exactly softmax(logits / temperature) and ignore the model folder's generation_config.
-"""
+"""Rollout engines: our own sampler, `generate` of transformers, and its continuous batching. All sample from exactly
+softmax(logits / temperature) and ignore the model folder's generation_config."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -39,25 +36,25 @@ class Engine(Protocol):
     def __call__(self, policy: PreTrainedModel, prompts: Prompts, keys: Sequence[Key]) -> Sampled:
         """Responses in the order of the prompts (token ids), each with the log-probability of every token (nats).
 
-        `policy` carries the weights of this moment: an engine with a copy of its own copies them here.
-        `keys[i]` alone decides the randomness of response i (rule 3). A response closes with the first stop
-        token, which it contains, or is cut at the length limit and has not `ended`.
+        `policy` has the current weights: an engine with its own copy updates it in each call. `keys[i]` alone decides
+        the randomness of response i (rule 3). A response ends with the first stop token, which it contains, or is cut
+        at the length limit and has not `ended`.
         """
 
 
 @dataclass(frozen=True)
 class Rules:
-    """The limits of every engine."""
+    """The settings of an engine."""
 
     max_new_tokens: int
     temperature: float
     stop_ids: frozenset[int]
     pad_id: int
     rows: int
-    """Most responses side by side."""
+    """Largest number of responses in a batch."""
 
     def cut(self, tokens: Sequence[int], logprobs: Sequence[float]) -> tuple[list[int], list[float], bool]:
-        """A response as far as its first stop token, and whether there is one."""
+        """A response up to its first stop token, and whether there is one."""
         for place, token in enumerate(tokens):
             if token in self.stop_ids:
                 return list(tokens[: place + 1]), list(logprobs[: place + 1]), True
@@ -85,7 +82,7 @@ def engine_of(config: PPOConfig, tokenizer: PreTrainedTokenizerBase) -> Engine:
 
 @dataclass(frozen=True)
 class LeashEngine:
-    """Our own sampler: a key-value cache, and rows that leave the batch when they have ended."""
+    """Our own sampler, with a key-value cache; rows leave the batch when they have ended."""
 
     rules: Rules
 
@@ -143,10 +140,8 @@ class TransformersEngine:
 
 
 class KeyedChoice(LogitsProcessor):
-    """Draws each row's next token by the row's own key, and leaves it as the only one that `generate` can take.
-
-    It reads the logits as the model gave them, which holds as long as no other processor stands before it.
-    """
+    """Draws each row's next token with the row's key, and makes it the only possible one for `generate`. No other
+    logits processor may come before it."""
 
     def __init__(self, keys: Sequence[Key], max_new_tokens: int, temperature: float) -> None:
         self.uniforms = np.stack([stream(*key).random(max_new_tokens) for key in keys])
@@ -172,7 +167,7 @@ class KeyedChoice(LogitsProcessor):
 
 @contextmanager
 def blank_generation_config(model: PreTrainedModel) -> Iterator[None]:
-    """Without the folder's generation_config: `generate` fills every setting that the caller left open from it."""
+    """Without the folder's generation_config, from which `generate` takes settings that the caller does not give."""
     of_the_folder = model.generation_config
     model.generation_config = GenerationConfig()
     try:
@@ -183,15 +178,15 @@ def blank_generation_config(model: PreTrainedModel) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class ContinuousEngine:
-    """Continuous batching of transformers: a paged cache, and waiting prompts take the place of ended rows at once.
+    """Continuous batching of transformers: a paged cache; waiting prompts replace ended rows.
 
-    It cannot keep rule 3: one generator, seeded by all keys together, serves every row in the order in which the
-    scheduler runs them, so a response depends on the whole batch.
+    It does not follow rule 3: one generator, seeded by all keys together, draws for all rows in the scheduler's order,
+    so a response depends on the whole batch.
     """
 
     rules: Rules
     page: int = 64
-    """Tokens of a page of the cache."""
+    """Tokens per page of the cache."""
 
     def __call__(self, policy: PreTrainedModel, prompts: Prompts, keys: Sequence[Key]) -> Sampled:
         """See `Engine`. Raises RuntimeError when transformers leaves a request unanswered."""

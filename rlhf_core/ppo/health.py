@@ -1,4 +1,4 @@
-"""Alerts of a PPO run: the `Monitor` runs every detector after each step and reports a failure mode once."""
+"""Alerts of a PPO run: `Monitor` runs the detectors after each step and reports a failure mode once."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -11,7 +11,7 @@ from rlhf_core.ppo.detectors import COLUMNS, Detector, Limits, Row
 
 @dataclass(frozen=True)
 class Alert:
-    """A failure mode, when it was first found (PPO step, from 1), its figures, and what helps."""
+    """A failure mode, the PPO step (from 1) at which it was found, its figures, and the remedy."""
 
     name: str
     step: int
@@ -31,10 +31,10 @@ DETECTORS: dict[str, Detector] = {
     "stale_data": detectors.stale_data,
     "repetition": detectors.repetition,
 }
-"""The detectors whose input is equal in equal runs."""
+"""The detectors whose results are equal in equal runs."""
 
 SLOW_GENERATION = "slow_generation"
-"""The detector of seconds; it stops no run and is in no output."""
+"""The detector that depends on the machine; it stops no run and is in no output."""
 
 REMEDIES = {
     "reward_hacking": "raise β (kl.coef), retrain the reward model on the new failure cases, or both",
@@ -52,18 +52,18 @@ REMEDIES = {
     SLOW_GENERATION: "use a fast inference engine for the rollouts, compute reference and old log-probabilities once a "
     "rollout, and consider whether DPO would do, with one forward pass a sample",
 }
-"""What practitioners advise, with the keys of this project."""
+"""The advice of each alert, with keys of params.yaml."""
 
 
 class Monitor:
-    """The alerts of one run. `observe` after every step; a failure mode gives one alert, and another only after it was
-    over."""
+    """The alerts of one run. Call `observe` after every step. A failure mode gives another alert only after a window
+    without it."""
 
     def __init__(self, config: PPOConfig) -> None:
         prompts = config.batch_size // config.samples_per_prompt
         self.limits = Limits(config.health, prompts, config.ppo_epochs, clips=config.objective == "clip")
         self.alerts: list[Alert] = []
-        """All so far, in their order."""
+        """All alerts so far."""
         self._rows: list[dict[str, float | None]] = []
         self._unseen: dict[str, int] = {}
         self._seconds: list[dict[str, float]] = []
@@ -71,7 +71,7 @@ class Monitor:
 
     @property
     def active(self) -> list[str]:
-        """Failure modes found within the last window, slow generation included."""
+        """Failure modes of the last window, slow generation included."""
         return sorted({*self._unseen, *self._slow})
 
     def observe(self, row: Row) -> list[Alert]:
@@ -83,8 +83,8 @@ class Monitor:
         return new
 
     def observe_seconds(self, seconds: Mapping[str, float], step: int) -> list[Alert]:
-        """Add the seconds of each phase of a step; returns the new alerts, which are not kept: they differ from machine
-        to machine. The window starts again after a resume."""
+        """Add the seconds of each phase of a step; returns new alerts, which are not stored, since they depend on the
+        machine. The window starts again after a resume."""
         self._seconds = [*self._seconds, dict(seconds)][-self.limits.health.window :]
         return self._new({SLOW_GENERATION: detectors.slow_generation(self._seconds, self.limits)}, self._slow, step)
 

@@ -1,5 +1,5 @@
-"""KL of the policy to its reference, token by token, and the controllers of its coefficient β; also the price of a step
-away from the policy that sampled."""
+"""Estimators of the KL to the reference, the controllers of its coefficient β, and the coefficient of the KL penalty on
+a step (`objective: kl_penalty`)."""
 
 import math
 from typing import Literal, Protocol
@@ -66,7 +66,7 @@ def full_kl(
 
 
 class KLController(Protocol):
-    """Sets β, the price of one nat of KL in units of the (normalised) score."""
+    """Sets β, the cost of one nat of KL in units of the (normalised) score."""
 
     coef: float
 
@@ -81,13 +81,13 @@ class KLController(Protocol):
 
 
 class _Coefficient:
-    """β and its place in a checkpoint. Target and horizon are parameters of the run, not state."""
+    """A coefficient and its state in a checkpoint."""
 
     def __init__(self, coef: float) -> None:
         self.coef = coef
 
     def state_dict(self) -> dict[str, float]:
-        """β, the only thing that changes during a run."""
+        """The coefficient."""
         return {"coef": self.coef}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
@@ -116,7 +116,7 @@ class AdaptiveKLController(_Coefficient):
         coef: β at the start, above 0 (the rule multiplies: 0 would stay 0).
         target: wanted KL per sequence, in nats, above 0.
         horizon: sequences over which β moves by up to a factor e^0.2.
-        batch_size: n, if known: an impossible one is then refused before any work.
+        batch_size: n, if known; it is then checked at once.
 
     Raises:
         UserError: a number outside its range, or n above the horizon (one step would move β by more than 20%,
@@ -156,8 +156,8 @@ class AdaptiveKLController(_Coefficient):
 
 
 class StepPrice(_Coefficient):
-    """The price of KL(π_old ‖ π_θ) in PPO's second form: halved after a step that went less than two thirds of
-    `target` nats per token, doubled after one that went more than one and a half times as far.
+    """The coefficient of KL(π_old ‖ π_θ) in PPO's second form: halved after a step with less than two thirds of
+    `target` nats per token, doubled after one with more than one and a half times `target`.
 
     Source: Schulman et al. 2017, section 4.
     """

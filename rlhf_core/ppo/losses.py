@@ -26,7 +26,7 @@ def compute_ppo_loss(
     weights: Float[Tensor, "*shape"] | None = None,
     reduction: Reduction = "mean",
 ) -> Float[Tensor, ""]:
-    """Clipped surrogate −min(ρA, clip(ρ, 1−ε, 1+ε)A) with ρ = exp(log π_θ − log π_old), to be minimised.
+    """Clipped surrogate −min(ρA, clip(ρ, 1−ε, 1+ε)A) with ρ = exp(log π_θ − log π_old).
 
     Args:
         logprobs: [B, T] log π_θ of the sampled tokens, nats; carries the gradient.
@@ -34,11 +34,10 @@ def compute_ppo_loss(
         advantages: [B, T], usually whitened.
         clip_ratio: ε.
         mask: [B, T], 1 on real tokens.
-        dual_clip: c above 1: where A < 0 the gain is at least c·A, so that a token which became far more
-            likely cannot outweigh a batch. `None` bounds nothing.
-        weights: [B, T] detached weights of the tokens (`importance_weights`); `None` weighs all alike.
-        reduction: `mean` over the real tokens, or their `sum`, which the trainer divides by the real tokens
-            of the whole minibatch: micro-batches then add up to the gradient of the one big batch (rule 13).
+        dual_clip: c above 1: where A < 0 the gain is at least c·A. `None`: no bound.
+        weights: [B, T] detached weights of the tokens (`importance_weights`); `None`: all 1.
+        reduction: `mean` over the real tokens, or their `sum`, which the trainer divides by the real tokens of the
+            whole minibatch, so that micro-batches sum to its gradient (rule 13).
 
     Returns:
         A scalar; 0 where no token is real.
@@ -68,7 +67,7 @@ def compute_kl_penalty_loss(
     weights: Float[Tensor, "*shape"] | None = None,
     reduction: Reduction = "mean",
 ) -> Float[Tensor, ""]:
-    """PPO's second form, −(ρA − c·KL(π_old ‖ π_θ)), to be minimised: a price on the step in place of a clip.
+    """PPO's second form, −(ρA − c·KL(π_old ‖ π_θ)): a KL penalty on the step instead of the clip.
 
     The KL is estimated by ρ − 1 − log ρ on the tokens that π_old sampled: unbiased, at least 0, and its gradient
     is that of the KL. `coef` is c, in units of the advantage per nat; the rest as in `compute_ppo_loss`.
@@ -89,7 +88,7 @@ def compute_policy_gradient_loss(
     weights: Float[Tensor, "*shape"] | None = None,
     reduction: Reduction = "mean",
 ) -> Float[Tensor, ""]:
-    """−A·log π_θ, without ratio or clip: right for one step on fresh samples. Source: Williams 1992."""
+    """−A·log π_θ, without ratio or clip: correct for one step on new samples. Source: Williams 1992."""
     gain = zero_padding(logprobs, mask) * zero_padding(advantages, mask)
     return -_reduce(_weighted(gain, weights, mask), mask, reduction)
 
@@ -151,13 +150,13 @@ def compute_value_loss(
     *,
     reduction: Reduction = "mean",
 ) -> Float[Tensor, ""]:
-    """Squared error of the critic, the larger of clipped and unclipped; no ½, the weight is `vf_coef`.
+    """Squared error of the critic, the larger of clipped and unclipped, without ½.
 
     Args:
         values: [B, T] V_θ(s_t); carries the gradient.
         returns: [B, T] from `compute_gae`, before whitening.
-        old_values: [B, T] the critic's values at the rollout; without them nothing is clipped.
-        clip_value: `False` clips nothing either.
+        old_values: [B, T] the critic's values at the rollout; `None`: no clip.
+        clip_value: `False`: no clip.
         clip_ratio: how far a value may move from its old one, in units of the score (rule 16).
         mask: [B, T], 1 on real tokens.
         reduction: `mean` over the real tokens, or their `sum` (see `compute_ppo_loss`).
@@ -210,15 +209,14 @@ def compute_ppo_total_loss(
 ) -> dict[str, Float[Tensor, ""]]:
     """policy loss + `vf_coef`·value loss − `entropy_coef`·entropy, and the three parts.
 
-    The whole loss in one call, for use outside this project's loop, which sums the same parts with more options.
+    The whole loss in one call, for use outside this project's loop.
 
     Args:
         policy_logprobs, old_logprobs, advantages, clip_ratio: as in `compute_ppo_loss`.
         values, returns, old_values, clip_value: as in `compute_value_loss`; `value_clip_ratio` is its own
             clip.
         logits: [B, T, V] of the policy; `None` where `entropy` is given.
-        entropy: [B, T] entropies in nats that are known already (`logprobs_and_entropy`), in place of
-            `logits`.
+        entropy: [B, T] entropies in nats, instead of `logits`.
         mask, reduction: for all three parts.
 
     Returns:
@@ -249,7 +247,7 @@ def combine_losses(
     vf_coef: float,
     entropy_coef: float,
 ) -> dict[str, Float[Tensor, ""]]:
-    """`total_loss` beside the three parts that it is made of; an entropy of weight 0 gets no gradient."""
+    """`total_loss` and its three parts; an entropy of weight 0 gets no gradient."""
     return {
         "total_loss": policy_loss + vf_coef * value_loss - (entropy_coef * entropy if entropy_coef else 0.0),
         "policy_loss": policy_loss,

@@ -1,5 +1,5 @@
-"""The loss of one micro-batch: the policy term of the settings, the value loss, the entropy bonus, and the KL to the
-reference where it is part of the loss."""
+"""The loss of one micro-batch: policy loss, value loss, entropy bonus, and the KL to the reference with `kl.penalty:
+loss`."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -54,7 +54,7 @@ class Pass:
         temperature: float,
         pad_id: int,
     ) -> "Pass":
-        """Both models on the given rows of a rollout."""
+        """A forward pass over the given rows."""
         batch = rollout.batch(rows, pad_id)
         logits, values = models.forward(batch)
         logprobs, entropy = logprobs_and_entropy(logits, batch.actions, temperature, batch.mask)
@@ -106,7 +106,7 @@ def losses_of(forward: Pass, config: PPOConfig, plan: StepPlan, models: ActorCri
 
 
 def policy_loss(forward: Pass, config: PPOConfig, plan: StepPlan) -> Tensor:
-    """The policy term of the settings, summed over real tokens."""
+    """The policy loss of the settings, summed over real tokens."""
     mask, weights = forward.batch.mask, None
     if config.importance_cap is not None:
         weights = importance_weights(forward.old_logprobs, forward.engine_logprobs, config.importance_cap, mask)

@@ -1,4 +1,4 @@
-"""Adam and its learning-rate schedule, one each for policy and critic (rule 16)."""
+"""Adam and its learning-rate schedule, separate for policy and critic (rule 16)."""
 
 from collections.abc import Sequence
 
@@ -10,13 +10,13 @@ Optimizers = dict[str, torch.optim.Optimizer]
 
 
 def build_optimizers(parameters: dict[str, list[torch.nn.Parameter]], config: PPOConfig) -> Optimizers:
-    """Adam over the parameters of each name; the critic's learning rate is its own."""
+    """Adam for the parameters of each name; the critic has its own learning rate."""
     rates = {"policy": config.learning_rate, "critic": config.critic.learning_rate}
     return {name: _adam(trained, rates[name], config) for name, trained in parameters.items()}
 
 
 def schedule(optimizer: torch.optim.Optimizer, config: PPOConfig) -> torch.optim.lr_scheduler.LambdaLR:
-    """The learning rate rises over the warm-up steps, then stays or falls in a line to 0 after the last step."""
+    """The learning rate rises over the warm-up steps, then is constant or falls linearly to 0 after the last step."""
     warmup, steps, decay = config.optimizer.warmup_steps, config.steps, config.optimizer.decay
 
     def factor(step: int) -> float:

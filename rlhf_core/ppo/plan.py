@@ -1,5 +1,5 @@
-"""Which prompts a step samples from, and which responses are in which minibatch: functions of seed, step and epoch, so
-that a resumed run makes the same plan as an uninterrupted one."""
+"""Prompts of a step, rows of each minibatch, and coefficients: functions of seed, step and epoch, so that a resumed run
+makes the same plan as an uninterrupted one."""
 
 from dataclasses import dataclass
 
@@ -7,12 +7,12 @@ from rlhf_core.config.ppo import PPOConfig
 from rlhf_core.determinism import permutation
 
 PROMPTS, MINIBATCHES, ROLLOUT, SAMPLES, TEXT = range(5)
-"""First number of each key after the seed, so that the streams never meet."""
+"""First number of each key after the seed, so that all streams are different."""
 
 
 def prompts_of_step(step: int, batch_size: int, prompts: int, seed: int) -> list[int]:
-    """Indices of the prompts of a step (counted from 0): every prompt once before any comes again, reshuffled each
-    round."""
+    """Indices of the prompts of a step (counted from 0). Every prompt is used once before any is used again; the order
+    is new in each round."""
     first = step * batch_size
     positions = [divmod(first + place, prompts) for place in range(batch_size)]
     orders = {turn: permutation(prompts, seed, PROMPTS, turn) for turn in {turn for turn, _ in positions}}

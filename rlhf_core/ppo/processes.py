@@ -1,5 +1,5 @@
-"""Several processes that train as one. Each holds the same weights and plans the whole batch; sampling, scoring and
-passes through the models are divided among them, and each receives all results."""
+"""Data parallelism without wrappers. Every process has the whole models and plans the whole batch; sampling, scoring
+and passes through the models are divided, and every process receives all results."""
 
 import os
 import socket
@@ -15,9 +15,9 @@ from torch import Tensor, distributed
 from rlhf_core.errors import UserError
 
 RENDEZVOUS = "LEASH_RENDEZVOUS"
-"""The environment variable with the file through which the processes of a stage find each other."""
-PATIENCE = timedelta(minutes=30)
-"""How long a process waits for the others before it gives up: one may load its models more slowly."""
+"""The environment variable with the path of the rendezvous file of a stage's processes."""
+TIMEOUT = timedelta(minutes=30)
+"""How long a process waits for the others, which may load their models more slowly."""
 WHOLE_MODELS = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -26,7 +26,7 @@ Result = TypeVar("Result")
 class Processes:
     """The processes of this run, started by the stage, by torchrun or by `accelerate launch`.
 
-    Raises UserError where accelerate is configured to split the models themselves.
+    Raises UserError where accelerate is configured to split the models.
     """
 
     def __init__(self) -> None:
@@ -47,20 +47,21 @@ class Processes:
 
     @property
     def count(self) -> int:
-        """How many there are."""
+        """The number of processes."""
         return int(self.accelerator.num_processes)
 
     @property
     def is_main(self) -> bool:
-        """Whether this is the one that talks and writes."""
+        """Whether this process logs and writes files."""
         return bool(self.accelerator.is_main_process)
 
     def share(self, items: Iterable[Item]) -> list[Item]:
-        """Every count-th of the items, from this process' place on."""
+        """This process' share: every count-th item."""
         return list(items)[self.accelerator.process_index :: self.count]
 
-    def spread(self, items: Sequence[Item], work: Callable[[list[Item]], Sequence[Result]]) -> list[Result]:
-        """`work` on all items, one result each in their order: each process does its share, all get all results."""
+    def map(self, items: Sequence[Item], work: Callable[[list[Item]], Sequence[Result]]) -> list[Result]:
+        """`work` on this process' share of the items; every process receives the results of all items, in their
+        order."""
         done = list(work(self.share(items)))
         if self.count == 1:
             return done
@@ -68,11 +69,11 @@ class Processes:
         return [shares[row % self.count][row // self.count] for row in range(len(items))]
 
     def gather(self, items: list[Item]) -> list[Item]:
-        """The lists of all processes, one after the other."""
+        """The concatenated lists of all processes."""
         return items if self.count == 1 else list(gather_object(items))
 
-    def add_up(self, tensors: Iterable[Tensor]) -> None:
-        """Replace each tensor, in place, by its sum over the processes: one exchange for all of them."""
+    def all_reduce(self, tensors: Iterable[Tensor]) -> None:
+        """Replace each tensor, in place, by its sum over the processes, with one exchange for all tensors."""
         parts = list(tensors)
         if self.count == 1 or not parts:
             return
@@ -84,9 +85,8 @@ class Processes:
 def join_group() -> None:
     """Connect the processes that a stage has started, through a file that only this user can open.
 
-    What processes gather is unpickled, so that a connection from another machine could run code here: the processes
-    exchange tensors over the loopback interface alone. Does nothing where a launcher such as `accelerate launch` or
-    torchrun connects them.
+    Gathered objects are unpickled, so that a connection from another machine could run code: the processes use the
+    loopback interface only. Does nothing where a launcher such as `accelerate launch` or torchrun connects them.
     """
     if RENDEZVOUS not in os.environ or distributed.is_initialized():
         return
@@ -97,7 +97,7 @@ def join_group() -> None:
         init_method=f"file://{os.environ[RENDEZVOUS]}",
         rank=int(os.environ["RANK"]),
         world_size=int(os.environ["WORLD_SIZE"]),
-        timeout=PATIENCE,
+        timeout=TIMEOUT,
     )
 
 

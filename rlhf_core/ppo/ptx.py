@@ -1,5 +1,4 @@
-"""PPO-ptx: next-token prediction on a text of the user, mixed into every minibatch to preserve the policy's
-language-modelling ability (Ouyang et al. 2022, equation 2)."""
+"""PPO-ptx: next-token prediction on a text of the user in every minibatch (Ouyang et al. 2022, equation 2)."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ Piece = list[int]
 
 @dataclass(frozen=True)
 class TextMix:
-    """Pieces of text, some of them for each minibatch."""
+    """Pieces of text, from which each minibatch draws some."""
 
     pieces: Sequence[Piece]
     coef: float

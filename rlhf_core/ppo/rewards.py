@@ -1,6 +1,5 @@
-"""From the score of a response to the reward of each of its tokens: normalisation, the penalty for a response
-that does not end, and the KL leash. Where scores come from (a reward model, a rule, a person) and how the KL
-is estimated (`kl.py`) is not decided here."""
+"""Token rewards from the score of a response: normalisation, the penalty for a response without an end, and the KL
+penalty."""
 
 import math
 from typing import Literal
@@ -22,8 +21,8 @@ def normalise_scores(
     Args:
         scores: [B] raw scores.
         mean: of the reward model on reference responses, frozen before the first step.
-        std: of the same scores. 0 (all of them equal) centres the scores and leaves their scale alone.
-        clip: in standard deviations; `None` clips nothing.
+        std: of the same scores; 0 (all equal): the scores are only centred.
+        clip: in standard deviations; `None`: no clip.
 
     Raises:
         ValueError: `std` negative or not finite, `mean` not finite, or `clip` not above 0.
@@ -39,17 +38,17 @@ def normalise_scores(
 
 
 class RunningScale:
-    """Divides scores by the standard deviation of all scores so far, this batch's included; their mean is kept.
+    """Divides scores by the standard deviation of all scores so far, this batch's included; their mean is kept. The
+    unit of the reward, and with it the cost of a nat, changes during the run.
 
     Source: reward scaling, Engstrom et al. 2020, "Implementation Matters in Deep RL", with an answer as one step.
-    The unit of the reward then drifts during the run, and the price of a nat with it.
     """
 
     def __init__(self) -> None:
         self.count, self.mean, self.squares = 0.0, 0.0, 0.0
 
     def __call__(self, scores: Float[Tensor, "batch"]) -> Float[Tensor, "batch"]:
-        """Count the scores [B] in, and return them in units of the deviation so far (as they are, while it is 0)."""
+        """Add the scores [B], and return them in units of the deviation so far (unchanged while it is 0)."""
         count, mean = float(len(scores)), scores.double().mean().item()
         squares = ((scores.double() - mean) ** 2).sum().item()
         total, away = self.count + count, mean - self.mean
@@ -64,7 +63,7 @@ class RunningScale:
         return {"count": self.count, "mean": self.mean, "squares": self.squares}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Go on from a `state_dict`."""
+        """Continue from a `state_dict`."""
         self.count, self.mean, self.squares = state["count"], state["mean"], state["squares"]
 
 
@@ -73,8 +72,7 @@ def penalise_missing_eos(
 ) -> Float[Tensor, "batch"]:
     """The scores [B], lowered by `penalty` (in units of the normalised score) where `ended` [B] is false.
 
-    `ended`: the response holds one of the run's stop tokens, whichever these are. The penalty comes last,
-    after normalising and clipping (rules 4 and 12).
+    `ended`: the response contains a stop token. The penalty comes after normalising and clipping (rules 4 and 12).
     """
     return torch.where(ended.bool(), scores, scores - penalty)
 
@@ -95,8 +93,7 @@ def shape_rewards(
         kl: [B, T] k1 estimates, nats. In a reward only k1 leaves the optimum where it is (rule 8).
         mask: [B, T], 1 on real tokens. The last of them is the end-of-sequence token where there is one.
         kl_coef: β, units of the score per nat.
-        placement: `token` charges each token for its own KL; `sequence_end` charges the sum at the last real
-            token.
+        placement: `token`: the KL of each token at that token; `sequence_end`: the sum at the last real token.
 
     Returns:
         [B, T] in units of the score; 0 on padding. A row without a real token gets no score.
@@ -104,8 +101,7 @@ def shape_rewards(
     Raises:
         ValueError: another `placement`, or shapes of `kl` and `mask` that differ.
 
-    Source: Ziegler et al. 2019, equation 2; Stiennon et al. 2020; rules 4 and 8: the score stands at the last real
-    token, where `[:, -1]` would hit padding.
+    Source: Ziegler et al. 2019, equation 2; Stiennon et al. 2020; rules 4 and 8.
     """
     penalties = -kl_coef * zero_padding(kl, mask)
     is_last = _last_real(mask)

@@ -32,7 +32,7 @@ class Rollout:
     old_values: Float[Tensor, "batch time"]
 
     def batch(self, rows: Sequence[int], pad_id: int) -> TokenBatch:
-        """The given rows as one padded batch on the rollout's device, as narrow as they allow."""
+        """The given rows as one padded batch on the rollout's device."""
         return pad_batch(
             [self.prompt_ids[i] for i in rows], [self.response_ids[i] for i in rows], pad_id, self.mask.device
         )
@@ -72,8 +72,8 @@ class Credit:
     weights: Float[Tensor, "batch time"]
     """The advantages that the policy loss uses: whitened over all real tokens, or as they are."""
     scale: float
-    """What whitening divided the advantages by; a KL term in the loss is divided by it too. 1 without whitening, and
-    where all advantages are equal."""
+    """The deviation by which whitening divided the advantages; a KL term in the loss is divided by it too. 1 without
+    whitening, and where all advantages are equal."""
 
 
 def to_rows(values: Sequence[Sequence[float]], time: int, device: torch.device) -> Float[Tensor, "batch time"]:

@@ -1,5 +1,4 @@
-"""From responses to one number each: the scorer's, as PPO uses it (rule 12), and the judge's, which is logged and never
-trained on."""
+"""Scores of responses: the scorer's, as PPO uses them (rule 12), and the judge's, which are only logged."""
 
 import math
 from collections.abc import Sequence
@@ -30,7 +29,7 @@ class ScoreNormalisation:
 
 @dataclass
 class RewardSource:
-    """What scores the responses of a run."""
+    """Scorer, its normalisation, and judge of a run."""
 
     scorer: Scorer
     normalisation: ScoreNormalisation
@@ -40,23 +39,23 @@ class RewardSource:
 
 @dataclass
 class Scoring:
-    """The scorer with the rules for its scores."""
+    """The scorer with normalisation, clip and penalty."""
 
     config: ScoreConfig
     source: RewardSource
     halving: Halving
     batch_size: int
-    """Answers that the scorer reads at once."""
+    """Answers in a call of the scorer."""
     scale: RunningScale = field(default_factory=RunningScale)
 
     def __call__(self, rollout: Rollout, processes: Processes) -> Scores:
-        """Score whole answers; each process scores its share. Raises NonFiniteError for a score that is no number."""
+        """Score whole answers; each process scores its share. Raises NonFiniteError for NaN or infinity."""
 
         def work(rows: list[int]) -> list[tuple[float, float | None]]:
             fitting = partial(self._score, rollout)
             return self.halving.in_pieces(rows, self.batch_size, fitting, processes.gather)
 
-        scored = processes.spread(range(len(rollout.response_ids)), work)
+        scored = processes.map(range(len(rollout.response_ids)), work)
         require_numbers([score for score, _ in scored])
         raw = torch.tensor([score for score, _ in scored], dtype=torch.float32, device=rollout.mask.device)
         gold = [g for _, g in scored if g is not None]
@@ -64,7 +63,7 @@ class Scoring:
         return Scores(raw, used, gold if self.source.judge else None)
 
     def raw(self, answers: Answers, processes: Processes) -> list[float]:
-        """The scorer's numbers for all answers, in every process. Raises NonFiniteError for one that is none."""
+        """The scorer's raw scores of all answers, in every process. Raises NonFiniteError for NaN or infinity."""
 
         def work(rows: list[int]) -> list[float]:
             return self.source.scorer(answers.at(rows)) if rows else []

@@ -1,5 +1,5 @@
-"""Snapshots of a policy along a PPO run: its trained weights alone (with LoRA the adapters), one file a step. From a
-snapshot the policy of that step can be sampled; training cannot continue from it."""
+"""Snapshots of the policy during a PPO run: its trained weights (with LoRA the adapters), one file a step. They are for
+evaluation; training cannot continue from them."""
 
 import json
 import re
@@ -23,30 +23,30 @@ NAME = re.compile(r"step-(\d+)\.safetensors")
 
 
 def path_of(folder: Path, step: int) -> Path:
-    """Where the snapshot taken after `step` steps lies."""
+    """The file of the snapshot after `step` steps."""
     return folder / f"step-{step:06d}.safetensors"
 
 
 def steps_in(folder: Path) -> list[int]:
-    """After which steps there is a snapshot, in order."""
+    """The steps after which there is a snapshot, in order."""
     found = (NAME.fullmatch(path.name) for path in folder.iterdir()) if folder.is_dir() else ()
     return sorted(int(match[1]) for match in found if match)
 
 
 def write(folder: Path, models: ActorCritic, step: int, lora: LoraSettings | None = None, seed: int = 0) -> None:
-    """Write the policy as it is after `step` steps, whole or not at all; `lora` and `seed` are the run's, for `load`.
-    Raises NonFiniteError for NaN or infinity."""
+    """Write the policy after `step` steps, atomically; `lora` and `seed` are the run's, for `load`. Raises
+    NonFiniteError for NaN or infinity."""
     weights = trained_weights(models)
     require_finite(weights, "weights")
     folder.mkdir(parents=True, exist_ok=True)
     settings = {"lora": None if lora is None else lora.model_dump(), "seed": seed}
-    with files.whole(folder / SETTINGS) as place:
+    with files.atomic(folder / SETTINGS) as place:
         place.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
     save_weights(path_of(folder, step), weights)
 
 
 def trained_weights(models: ActorCritic) -> dict[str, Tensor]:
-    """What PPO changes of the policy: the adapters, or everything (tied weights once)."""
+    """The policy's trained weights: the adapters, or all (tied weights once)."""
     adapter = models.adapters.get("policy")
     return unique_weights(models.policy) if adapter is None else adapter.state_dict()
 

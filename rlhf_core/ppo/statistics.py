@@ -23,24 +23,24 @@ class UpdateStatistics:
     skipped_minibatches: int = 0
     stopped_early: bool = False
     exploded: bool = False
-    """A minibatch whose loss is not finite, and that `max_ratio` skips."""
+    """Whether the loss of a minibatch is not finite, where `max_ratio` skips it."""
     last_epoch: "UpdateStatistics | None" = None
-    """The same of the last epoch that was begun, alone."""
+    """Statistics of the last epoch alone."""
     grad_norms: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
     text_losses: list[float] = field(default_factory=list)
 
-    def add_up(self, processes: Processes) -> None:
-        """Sum over the processes; `tokens` is the minibatch's already."""
+    def all_reduce(self, processes: Processes) -> None:
+        """Sum over the processes; `tokens` is already that of the whole minibatch."""
         if processes.count == 1:
             return
         names = sorted(set().union(*processes.gather([list(self.sums)])))
         sums = torch.tensor([self.sums[name] for name in names], dtype=torch.float64, device=processes.device)
-        processes.add_up([sums])
+        processes.all_reduce([sums])
         self.sums.update(zip(names, sums.tolist(), strict=True))
         self.ratio_max = max(processes.gather([self.ratio_max]))
 
     def add(self, minibatch: "UpdateStatistics") -> None:
-        """Count another minibatch in."""
+        """Add another minibatch."""
         self.text_losses += minibatch.text_losses
         if self.last_epoch is not None:
             self.last_epoch.add(minibatch)
@@ -79,7 +79,7 @@ def clip_fraction(
     clip_ratio: float,
     mask: Shaped[Tensor, "*shape"] | None = None,
 ) -> Float[Tensor, ""]:
-    """Share of the real tokens whose ratio lies outside [1−ε, 1+ε], whatever the sign of the advantage."""
+    """Share of the real tokens whose ratio is outside [1−ε, 1+ε], for any sign of the advantage."""
     outside = (torch.exp(logprobs - old_logprobs) - 1).abs() > clip_ratio
     return masked_mean(outside.to(logprobs.dtype), mask)
 
@@ -111,7 +111,7 @@ def ratio_max(
     old_logprobs: Float[Tensor, "*shape"],
     mask: Shaped[Tensor, "*shape"] | None = None,
 ) -> Float[Tensor, ""]:
-    """Largest ρ = π_θ/π_old of the real tokens; 0, which no real ratio is below, where there is none."""
+    """Largest ρ = π_θ/π_old of the real tokens; 0 where there is none."""
     return zero_padding(torch.exp(logprobs - old_logprobs), mask).max()
 
 
@@ -123,8 +123,8 @@ def explained_variance(
 ) -> Float[Tensor, ""]:
     """1 − Var(returns − values)/Var(returns) over the real tokens.
 
-    1 is perfect, 0 as good as a constant, below 0 worse. Returns that do not vary have nothing to explain: 1
-    if the error does not vary either, else 0 (scikit-learn's convention), never NaN.
+    1 is perfect, 0 as good as a constant, below 0 worse. For constant returns: 1 if the error is constant, too, else 0
+    (scikit-learn's convention).
     """
     variance, unexplained = masked_var(returns, mask), masked_var(returns - values, mask)
     constant = (unexplained == 0).to(variance.dtype)

@@ -1,5 +1,4 @@
-"""PPO for language models: one step is rollout → score → advantages → update, and a run is many steps. It writes no
-files: the caller saves its `state_dict`."""
+"""PPO for language models: one step is rollout → score → advantages → update. The caller saves its `state_dict`."""
 
 import time
 import warnings
@@ -38,7 +37,7 @@ KEYS = {
     "the update": "ppo.micro_batch_size, ppo.micro_batch_tokens or ppo.max_new_tokens, "
     "or switch ppo.gradient_checkpointing on",
 }
-"""Phases of a step, and what a user can lower where one does not fit into memory."""
+"""Phases of a step, and the parameters to lower where one does not fit into memory."""
 
 
 class PPOTrainer:
@@ -121,16 +120,16 @@ class PPOTrainer:
         return row
 
     def plan(self) -> StepPlan:
-        """What the next step trains, with the coefficients of this moment."""
+        """The plan of the next step, with the current coefficients."""
         return StepPlan.of(self.config, self.steps_done, self.controller.coef, self.step_price.coef)
 
     def _finish_step(self, plan: StepPlan, row: Row) -> None:
-        """Move the coefficients and the learning rates."""
+        """Update the coefficients and the learning rates."""
         if plan.trains_policy:
             self.controller.update(float(row["kl"] or 0.0), self.config.batch_size)
         if plan.trains_policy and plan.uses_ratio and self.config.objective == "kl_penalty":
             self.step_price.update(float(row["approx_kl"] or 0.0))
-        with warnings.catch_warnings():  # in a warm-up the policy's schedule goes on without its optimiser
+        with warnings.catch_warnings():  # in a warm-up the policy's schedule advances without its optimiser
             warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")
             for scheduler in self.schedulers.values():
                 scheduler.step()
@@ -138,7 +137,7 @@ class PPOTrainer:
 
     @torch.no_grad()
     def rollout(self) -> Rollout:
-        """Sample the responses to the prompts of the step, and compute log π_old, log π_ref and V of them."""
+        """Sample responses to the prompts of the step, and compute their log π_old, log π_ref and V."""
         each = self.config.samples_per_prompt
         places = prompts_of_step(self.steps_done, self.config.batch_size // each, len(self.prompts), self.seed)
         chosen = [i for i in places for _ in range(each)]
@@ -169,7 +168,7 @@ class PPOTrainer:
         return self.scoring(rollout, self.processes)
 
     def assign_credit(self, rollout: Rollout, scores: Scores) -> Credit:
-        """Token rewards, advantages and returns, at the present β."""
+        """Token rewards, advantages and returns, at the current β."""
         return assign_credit(rollout, scores, self.config, self.controller.coef)
 
     def answer(self, prompts: Sequence[Conversation]) -> list[dict[str, Any]]:
@@ -201,7 +200,7 @@ class PPOTrainer:
             at_once = self.config.sampler_rows or self.config.batch_size
             return self.halvings["sampling"].in_pieces(rows, at_once, work, self.processes.gather)
 
-        responses, logprobs, ended = zip(*self.processes.spread(range(len(keys)), fitting), strict=True)
+        responses, logprobs, ended = zip(*self.processes.map(range(len(keys)), fitting), strict=True)
         return Sampled(list(responses), list(logprobs), list(ended))
 
     def diagnose(
@@ -234,7 +233,7 @@ class PPOTrainer:
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that the next step depends on; prompt order, minibatch order and noise are functions of the
-        step. Raises NonFiniteError when a number in it is NaN or infinite."""
+        step. Raises NonFiniteError for NaN or infinity."""
         parts = self._stateful()
         state = {"steps_done": self.steps_done} | {name: part.state_dict() for name, part in parts.items()}
         with at_step(self.steps_done):

@@ -1,4 +1,4 @@
-"""The update phase: K epochs of minibatches over one rollout, with gradients that do not depend on micro-batches."""
+"""The update phase: epochs of minibatches over one rollout; gradients do not depend on the micro-batches."""
 
 import math
 from collections.abc import Sequence
@@ -30,7 +30,7 @@ BFLOAT16_TOLERANCE = 1e-2
 """The same in the mean, for bfloat16."""
 
 Problem = UserError | OutOfMemory
-"""Raised in every process when one of them meets it."""
+"""Errors that are raised in every process when one of them has one."""
 
 
 class Watcher(Protocol):
@@ -38,11 +38,11 @@ class Watcher(Protocol):
 
     def __call__(self, number: int, rows: Sequence[int], forward: Pass, losses: dict[str, Tensor]) -> None:
         """A pass over some rows of minibatch `number` (counted from 0 over all epochs of the step), with its losses
-        summed over real tokens. A minibatch that did not fit into memory is passed again, in smaller parts."""
+        summed over real tokens. A minibatch that did not fit into memory is repeated in smaller parts."""
 
 
 class RatioError(UserError):
-    """π_θ differs from π_old before any update: sampling and training do not see the same model."""
+    """π_θ differs from π_old before any update: sampling and training do not use the same model."""
 
 
 @dataclass
@@ -100,7 +100,7 @@ class Updater:
                     attempt(partial(self._read_rows, rollout, rows, tables), partial(len, rows))
 
         self.halving.until_it_fits(work, gather=self.processes.gather)
-        self.processes.add_up(tables)
+        self.processes.all_reduce(tables)
 
     def _read_rows(self, rollout: Rollout, rows: list[int], tables: Sequence[Tensor]) -> None:
         batch = rollout.batch(rows, self.pad_id)
@@ -115,7 +115,7 @@ class Updater:
         return minibatches_of_epoch(len(rollout.response_ids), plan.minibatches, self.seed, plan.step, epoch)
 
     def _micro_batches(self, rollout: Rollout, minibatch: Sequence[int], plan: StepPlan) -> list[list[int]]:
-        """As large as the settings and the memory allow."""
+        """Micro-batches of a minibatch, halved after a lack of memory."""
         config, responses = self.config, len(rollout.response_ids)
         share = -(-responses // plan.minibatches // self.processes.count)
         rows = self.halving.of(min(config.micro_batch_size, max(1, share)))
@@ -125,11 +125,11 @@ class Updater:
     def _gradient(
         self, rollout: Rollout, credit: Credit, minibatch: Sequence[int], plan: StepPlan, number: int
     ) -> UpdateStatistics:
-        """Add up the gradient of a minibatch, the text in it unless it is to be skipped. Raises UserError when half a
-        micro-batch does not fit.
+        """Add up the gradient of a minibatch, with that of the text unless the minibatch is skipped. Raises UserError
+        when half a micro-batch does not fit.
 
-        When a micro-batch fails, some of its gradient may have been added already: the whole minibatch is dropped and
-        computed again in halves, and what the first one is compared with (rule 7) is read again like that, too.
+        A failed micro-batch may have added a part of its gradient: the whole minibatch is repeated in halves. For the
+        first minibatch log π_old is computed in halves again, too, so that its ratio stays 1 (rule 7).
         """
         begun = self.halving.done
 
@@ -173,7 +173,7 @@ class Updater:
         except (NonFiniteError, RatioError, OutOfMemory) as error:
             problem = error
         statistics.exploded = self._agree(problem)
-        statistics.add_up(self.processes)
+        statistics.all_reduce(self.processes)
         return statistics
 
     def _require_same_policy(self, forward: Pass) -> None:
@@ -185,7 +185,7 @@ class Updater:
             raise NonFiniteError("the policy's log-probabilities are not finite; lower the learning rate") from None
 
     def _agree(self, problem: Problem | None) -> bool:
-        """Raise in every process what one of them met; returns True instead for a loss that is not finite where
+        """Raise the error of any process in all of them; return True instead for a loss that is not finite, where
         `max_ratio` skips such minibatches."""
         problems = [met for met in self.processes.gather([problem]) if met is not None]
         for met in problems:
@@ -199,7 +199,7 @@ class Updater:
         loss.backward()  # type: ignore[no-untyped-call]
 
     def _mix_text(self, text: TextMix, step: int, minibatch: int) -> float:
-        """Add the gradient of the text; returns its loss, nats per token. Raises in every process what one met."""
+        """Add the gradient of the text; returns its loss, nats per token. Raises the error of any process in all."""
         total = torch.zeros((), device=self.processes.device)
         rows = self.halving.of(min(text.micro_batch_size, text.batch_size))
 
@@ -251,13 +251,13 @@ class Updater:
             optimizer.zero_grad(set_to_none=True)
 
     def _step_optimizers(self, statistics: UpdateStatistics, plan: StepPlan) -> None:
-        """Add up the processes' gradients, clip each model's by its global norm (rule 16), and step each optimiser; the
-        policy's makes no step while only the critic learns."""
+        """Sum the gradients over the processes, clip each model's by its global norm (rule 16), and step the optimisers
+        (not the policy's while only the critic is trained)."""
         for name, parameters in self.models.trained().items():
             if name == "policy" and not plan.trains_policy:
                 statistics.grad_norms[name].append(0.0)
                 continue
-            self._add_up_gradients(parameters)
+            self._all_reduce_gradients(parameters)
             norm = torch.nn.utils.clip_grad_norm_(parameters, self.config.optimizer.max_grad_norm).item()
             if not math.isfinite(norm):
                 raise NonFiniteError(f"the gradient norm of the {name} is {norm}; lower the learning rate")
@@ -268,13 +268,13 @@ class Updater:
         self._drop_gradients()
         statistics.optimizer_steps += 1
 
-    def _add_up_gradients(self, parameters: Sequence[torch.nn.Parameter]) -> None:
+    def _all_reduce_gradients(self, parameters: Sequence[torch.nn.Parameter]) -> None:
         if self.processes.count == 1:
             return
         for parameter in parameters:
             if parameter.grad is None:  # this process had no micro-batch of this minibatch
                 parameter.grad = torch.zeros_like(parameter)
-        self.processes.add_up([parameter.grad for parameter in parameters if parameter.grad is not None])
+        self.processes.all_reduce([parameter.grad for parameter in parameters if parameter.grad is not None])
 
 
 def require_same_policy(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor, precision: str = "float32") -> None:

@@ -20,13 +20,13 @@ def seal(folder: Path) -> None:
     """Flush the folder to the disk and write the checksums of its files; from then on it counts as complete."""
     files.flush(folder)
     noted = json.dumps(_checksums(folder), indent=1)
-    with files.whole(folder / SEAL) as place:
+    with files.atomic(folder / SEAL) as place:
         place.write_text(noted, encoding="utf-8")
     files.flush_entry(folder)
 
 
 def damage(folder: Path) -> str | None:
-    """What is wrong with a checkpoint; None for a complete one."""
+    """The problem of a damaged checkpoint; None for a complete one."""
     try:
         noted = json.loads((folder / SEAL).read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -45,16 +45,16 @@ def _checksums(folder: Path) -> dict[str, str]:
 
 
 class Checkpoints:
-    """The checkpoints in one folder. `say` is called with each damaged one."""
+    """The checkpoints in one folder. `say` is called with a message for each damaged one."""
 
     def __init__(self, folder: Path, say: Say = print) -> None:
         self.folder, self._say = folder, say
 
     @contextmanager
     def write(self, step: int) -> Iterator[Path]:
-        """A folder to fill; sealed and in its place when the block ends. The last two are kept."""
+        """A temporary folder, which is sealed and renamed when the block ends. The last two are kept."""
         final = self.folder / f"{PREFIX}{step}"
-        with files.whole(final) as place:
+        with files.atomic(final) as place:
             place.mkdir()
             yield place
             seal(place)

@@ -1,4 +1,4 @@
-"""Out of memory: a failed pass is freed, and the batches of its phase are halved once for the rest of the run."""
+"""Out of memory: a failed pass is freed, and the batches of its phase are halved for the rest of the run."""
 
 import gc
 from collections.abc import Callable, Sequence
@@ -15,13 +15,13 @@ from rlhf_core.errors import UserError, is_out_of_memory
 Result = TypeVar("Result")
 Say = Callable[[str], None]
 Gather = Callable[[list[int]], list[int]]
-"""The lists of all processes, one after the other."""
+"""Concatenates the lists of all processes."""
 
 EXEMPT = "; the result is the same up to rounding, and this run is exempt from byte identity"
 
 
 class OutOfMemory(Exception):
-    """A pass over `rows` rows did not fit. Holds nothing of the failed pass."""
+    """A pass over `rows` rows did not fit."""
 
     def __init__(self, rows: int) -> None:
         super().__init__(rows)
@@ -31,8 +31,7 @@ class OutOfMemory(Exception):
 def attempt(work: Callable[[], Result], rows: Callable[[], int]) -> Result:
     """`work()`, a pass over `rows()` rows. Raises OutOfMemory in place of the allocator's error.
 
-    The new error is raised outside the handler: a chained one would hold the frames of the failed pass, and with them
-    its activations.
+    The new error is raised outside the handler: a chained one would keep the activations of the failed pass alive.
     """
     try:
         return work()
@@ -51,19 +50,19 @@ def free() -> None:
 
 @dataclass
 class Halving:
-    """Whether the batches of a phase are halved: not at first; from the first pass that does not fit to the end of the
-    run. The gradient is the same up to rounding, so such a run is exempt from byte identity, which `tell` reports.
+    """Whether the batches of a phase are halved: from the first pass that does not fit to the end of the run. The
+    gradient is equal up to rounding, so such a run is exempt from byte identity.
 
     Args:
-        phase: its name, for people.
-        keys: what a user can lower where even halves do not fit.
-        tell: called with a message at the halving, and again in a process that continues the run.
+        phase: its name in messages.
+        keys: the parameters to lower where even halves do not fit.
+        warn: called with a message at the halving, and again in a process that continues the run.
         marker: a file that records the halving where no checkpoint does.
     """
 
     phase: str
     keys: str
-    tell: Say
+    warn: Say
     marker: Path | None = None
     done: bool = field(default=False, init=False)
 
@@ -85,9 +84,9 @@ class Halving:
         free()
         self.done = True
         if self.marker is not None:
-            with files.whole(self.marker) as place:
+            with files.atomic(self.marker) as place:
                 place.touch()
-        self.tell(f"out of memory in {self.phase} with {rows} rows at once: half as many from here on{EXEMPT}")
+        self.warn(f"out of memory in {self.phase} with {rows} rows at once: half as many from here on{EXEMPT}")
 
     def until_it_fits(
         self,
@@ -95,8 +94,8 @@ class Halving:
         undo: Callable[[], None] = lambda: None,
         gather: Gather = list,
     ) -> Result:
-        """`work()`; where it raises OutOfMemory in any of the processes that `gather` joins, all halve, `undo()` its
-        effects, and repeat it. Raises UserError at the second time."""
+        """`work()`; where it raises OutOfMemory in any process, all processes call `undo()`, halve and repeat it.
+        Raises UserError the second time."""
         while True:
             failed = []
             try:
@@ -116,8 +115,8 @@ class Halving:
         work: Callable[[list[int]], Sequence[Result]],
         gather: Gather = list,
     ) -> list[Result]:
-        """`work` on all items, which reads `rows` of them at a time: one result each. Once halved, it receives
-        half as many."""
+        """`work` on all items, one result each; it splits them into batches of `rows` itself. Once halved, it receives
+        half of `rows` at a time."""
 
         def pieces() -> list[Result]:
             size = self.of(min(rows, len(items))) if self.done else max(1, len(items))
@@ -134,7 +133,7 @@ class Halving:
         return {"done": self.done}
 
     def load_state_dict(self, state: dict[str, bool]) -> None:
-        """Continue the run that wrote it, and report a halving of it."""
+        """Continue the run that wrote it, and repeat the message of its halving."""
         self.done = state["done"]
         if self.done:
-            self.tell(f"out of memory in {self.phase} earlier in this run: half the rows at once{EXEMPT}")
+            self.warn(f"out of memory in {self.phase} earlier in this run: half the rows at once{EXEMPT}")

@@ -1,4 +1,4 @@
-"""What every `transformers.Trainer` of the project shares: arguments, progress, and resuming."""
+"""Arguments, progress, and resuming of every `transformers.Trainer`."""
 
 import shutil
 from collections.abc import Callable, Sequence
@@ -103,12 +103,11 @@ def trainer_arguments(run: Run, schedule: Schedule, **extra: Any) -> TrainingArg
 
 
 def train(trainer: Trainer, run: Run, keep: Sequence[Path] = ()) -> list[dict[str, float]]:
-    """Train to the end, from the last whole checkpoint of the state folder if there is one. Returns the log, a row a
-    log event.
+    """Train to the end, from the last complete checkpoint of the state folder if there is one. Returns the log, a row
+    for each log event.
 
-    `keep` are files of the caller in the state folder: each checkpoint holds a copy of them as they were, and a resumed
-    run finds them so. Raises NonFiniteError before a checkpoint that is not finite would count, KeyboardInterrupt after
-    a request to stop.
+    `keep` are files of the caller in the state folder; they are saved in each checkpoint and restored from it. Raises
+    NonFiniteError instead of completing a checkpoint that is not finite, KeyboardInterrupt after a request to stop.
     """
     trainer.remove_callback(PrinterCallback)
     trainer.add_callback(ReportProgress(run.report))
@@ -127,7 +126,7 @@ def train(trainer: Trainer, run: Run, keep: Sequence[Path] = ()) -> list[dict[st
 
 
 def _restore(keep: Sequence[Path], checkpoint: Path | None) -> None:
-    """The kept files as they were at the checkpoint; none where there is no checkpoint."""
+    """Restore the kept files from the checkpoint; remove them where there is no checkpoint."""
     for path in keep:
         files.remove(path)
         if checkpoint is not None and (checkpoint / path.name).exists():
@@ -153,14 +152,14 @@ class ReportProgress(TrainerCallback):
 
 
 class SealCheckpoints(TrainerCallback):
-    """Seals each checkpoint that the Trainer has written, with the caller's files in it, and lets the Trainer write one
-    after a request to stop."""
+    """Adds the caller's files to each checkpoint of the Trainer and seals it; requests a checkpoint after a request to
+    stop."""
 
     def __init__(self, run: Run, keep: Sequence[Path]) -> None:
         self.run, self.keep = run, keep
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Let the Trainer write a checkpoint when the run is to stop."""
+        """Request a checkpoint when the run is to stop."""
         if self.run.stopping.is_asked():
             control.should_save = True
 

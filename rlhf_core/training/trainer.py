@@ -22,8 +22,8 @@ IGNORED = -100
 
 
 def require_hooks(kind: type, names: Sequence[str]) -> None:
-    """Raise ImportError unless `kind` has every method of `names`: one that transformers has renamed would otherwise
-    never be called, and a guard would be off without notice."""
+    """Raise ImportError unless `kind` has every method of `names`: a guard in a renamed method would never be
+    called."""
     if missing := [name for name in names if not hasattr(kind, name)]:
         raise ImportError(
             f"transformers {transformers.__version__}: {kind.__name__} has no {', '.join(missing)}, which guards "
@@ -36,15 +36,15 @@ require_hooks(TrainerCallback, ("on_log", "on_step_end", "on_evaluate", "on_save
 
 
 class GuardedTrainer(Trainer):
-    """A Trainer whose passes fit memory and whose steps are finite. `keys` are what a user can lower where memory is
+    """A Trainer whose passes fit memory and whose steps are finite. `keys` are the parameters to lower where memory is
     short."""
 
     def __init__(self, run: Run, keys: str, **options: Any) -> None:
         self.halving = Halving("a training step", keys, run.exempt, run.state_dir / "halved")
         self.share = 1.0
-        """The weight of the present pass's mean loss in its micro-batch."""
+        """The weight of the current pass's mean loss in its micro-batch."""
         self.first = True
-        """Whether the present pass is the first of its micro-batch."""
+        """Whether the current pass is the first of its micro-batch."""
         self._accumulated: list[Inputs] = []
         super().__init__(**options)
 
@@ -52,8 +52,7 @@ class GuardedTrainer(Trainer):
         """Add the gradient of a micro-batch, and return its loss. Raises UserError when half of it does not fit, and
         NonFiniteError for a loss or, at the end of an optimiser step's micro-batches, a gradient that is not finite.
 
-        After a failed pass its part of the gradients cannot be told from that of the micro-batches before it: all of
-        the optimiser step so far is undone and computed again, which costs no memory until then.
+        A failed pass may have added a part of its gradient: the whole optimiser step so far is undone and repeated.
         """
         begun = self.halving.done
 
@@ -88,12 +87,12 @@ class GuardedTrainer(Trainer):
         return torch.stack(losses).sum()
 
     def rows(self, inputs: Inputs) -> int:
-        """How many rows there are to halve."""
+        """The number of rows."""
         return len(inputs["input_ids"])
 
     def parts(self, inputs: Inputs, num_items: Any) -> Iterator[tuple[Inputs, float]]:
-        """Rows of similar length, without the padding that only longer rows need, each part with the weight of its mean
-        loss; once halved, each part in two.
+        """Parts of rows of similar length, without superfluous padding, with the weights of their mean losses; once
+        halved, each part in two.
 
         With `num_items` the loss is a sum over all tokens of the optimiser step already, and the weights are 1.
         """

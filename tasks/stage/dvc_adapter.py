@@ -324,7 +324,7 @@ def reorder_lock_file(root: Path, order: tuple[str, ...]) -> None:
         content = parse_yaml_for_update(path.read_text(encoding="utf-8"), str(path))
         for name in order:
             content["stages"].move_to_end(name)
-        with files.whole(path) as place:
+        with files.atomic(path) as place:
             place.write_text(dumps_yaml(content), encoding="utf-8")
             place.chmod(path.stat().st_mode)
 

@@ -69,4 +69,4 @@ class Outputs:
         self.begun.clear()
 
     def _beside(self, out: str) -> Path:
-        return files.beside(self.root / out)
+        return files.partial_path(self.root / out)

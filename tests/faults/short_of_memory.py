@@ -24,7 +24,7 @@ def gradient(trainer: PPOTrainer) -> dict[str, torch.Tensor]:
     updater, plan = trainer.updater, trainer.plan()
     updater._gradient(rollout, credit, updater._minibatches(rollout, plan, 0)[0], plan, 0)
     for parameters in trainer.models.trained().values():
-        updater._add_up_gradients(parameters)
+        updater._all_reduce_gradients(parameters)
     modules: dict[str, Any] = {"policy": trainer.models.policy, "critic": trainer.models.critic}
     return {f"{part}.{n}": p.grad for part, m in modules.items() for n, p in m.named_parameters() if p.grad is not None}
 

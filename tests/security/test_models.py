@@ -115,7 +115,7 @@ TEMPLATES = {
 def test_a_chat_template_stays_in_its_sandbox(offered: Offered, tmp_path: Path, template: str) -> None:
     folder, mark = offered(), tmp_path / "owned"
     (folder / "chat_template.jinja").write_text(template.replace("MARK", str(mark)), encoding="utf-8")
-    refused(lambda: load_tokenizer(folder), "its chat template fails .*; mend chat_template.jinja, or remove it")
+    refused(lambda: load_tokenizer(folder), "its chat template fails .*; correct chat_template.jinja, or remove it")
     assert not mark.exists()
 
 

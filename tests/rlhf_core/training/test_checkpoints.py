@@ -120,13 +120,13 @@ def test_a_kill_at_any_call_leaves_a_whole_checkpoint(
 
 def test_whole_writes_folders_over_files_and_back(tmp_path: Path) -> None:
     place = tmp_path / "deep" / "place"
-    with files.whole(place) as partial:
+    with files.atomic(place) as partial:
         partial.write_text("a file", encoding="utf-8")
-    with files.whole(place) as partial:
+    with files.atomic(place) as partial:
         partial.mkdir()
         (partial / "inside").touch()
     assert names(place) == ["inside"]
-    with files.whole(place) as partial:
+    with files.atomic(place) as partial:
         partial.write_text("again", encoding="utf-8")
     assert place.read_text(encoding="utf-8") == "again"
     assert names(place.parent) == ["place"]
@@ -137,7 +137,7 @@ def test_a_failure_leaves_what_was_there(tmp_path: Path) -> None:
     place.write_text("old", encoding="utf-8")
 
     def fail() -> None:
-        with files.whole(place) as partial:
+        with files.atomic(place) as partial:
             partial.write_text("half", encoding="utf-8")
             raise RuntimeError
 
