@@ -9,7 +9,7 @@ from pathlib import Path
 
 from flows.environment import find_root
 from rlhf_core.errors import UserError
-from rlhf_core.inspect.dialogue import Speaker, load_speaker, require_language_model
+from rlhf_core.inspect.dialogue import ChatModel, load_chat_model, require_language_model
 from tasks.params.loader import read_yaml
 from tasks.stage.trust import warn_of_code
 
@@ -36,49 +36,49 @@ def chat(folder: Path, beside: Path | None, rules: Rules, system: str | None) ->
     folders = [folder] + ([beside] if beside is not None else [])
     for path in folders:
         require_language_model(path, trusted(path))
-    speakers = [
-        load_speaker(path, name, system, trust_remote_code=trusted(path))
+    models = [
+        load_chat_model(path, name, system, trust_remote_code=trusted(path))
         for path, name in zip(folders, names(folders), strict=True)
     ]
     live = sys.stdin.isatty()
     if live:
         print(f"{' beside '.join(map(str, folders))}, temperature {rules.temperature:g}. {HELP}", flush=True)
-    talk(speakers, rules, from_terminal() if live else from_pipe(), live)
+    talk(models, rules, from_terminal() if live else from_pipe(), live)
 
 
-def talk(speakers: list[Speaker], rules: Rules, messages: Iterator[str], live: bool) -> None:
-    """One answer of every speaker to each message. The randomness of an answer depends on the seed and on how many
+def talk(models: list[ChatModel], rules: Rules, messages: Iterator[str], live: bool) -> None:
+    """One answer of every model to each message. The randomness of an answer depends on the seed and on how many
     messages came before it, those before a /reset included."""
     turn = 0
     for message in messages:
         if message == "/quit":
             return
         if message == "/reset":
-            for speaker in speakers:
-                speaker.reset()
+            for model in models:
+                model.reset()
             note("the conversation is forgotten")
         elif message.startswith("/") and message.split()[0][1:].isalpha():
             note(f"{message.split()[0]} is not a command. {HELP}")
         elif message:
-            for speaker in speakers if rules.fresh else ():
-                speaker.reset()
-            respond(speakers, rules, message, turn, live)
+            for model in models if rules.fresh else ():
+                model.reset()
+            respond(models, rules, message, turn, live)
             turn += 1
 
 
-def respond(speakers: list[Speaker], rules: Rules, message: str, turn: int, live: bool) -> None:
-    """Print each speaker's answer to the message, with its name where there are two."""
-    width = max(len(speaker.name) for speaker in speakers)
-    for speaker in speakers:
+def respond(models: list[ChatModel], rules: Rules, message: str, turn: int, live: bool) -> None:
+    """Print each model's answer to the message, with its name where there are two."""
+    width = max(len(model.name) for model in models)
+    for model in models:
         try:
-            forgotten = speaker.hear(message, min(rules.max_new_tokens, speaker.context // 2))
+            forgotten = model.add_message(message, min(rules.max_new_tokens, model.context // 2))
         except UserError as error:
             note(str(error))
             continue
         if forgotten:
-            note(f"{speaker.name}: its context of {speaker.context} tokens is full; the oldest {forgotten} messages go")
-        label = f"{speaker.name:<{width}} | " if len(speakers) > 1 else ""
-        show(speaker.answer((rules.seed, turn), rules.max_new_tokens, rules.temperature), label, live)
+            note(f"{model.name}: its context of {model.context} tokens is full; the oldest {forgotten} messages go")
+        label = f"{model.name:<{width}} | " if len(models) > 1 else ""
+        show(model.answer((rules.seed, turn), rules.max_new_tokens, rules.temperature), label, live)
 
 
 def show(pieces: Iterator[str], label: str, live: bool) -> None:

@@ -1,8 +1,5 @@
-"""The wording of the demo world: frames of prompts and answers, and the stock phrases of bad answers.
-
-Wording only; what is true stands in `topics.py`. `world.py` fills these frames, and `rubric.py` learns from the same
-frames which words can follow each other, so a frame added here is at once known to both.
-"""
+"""The wording of the demo world: frames of prompts and answers, and phrases of bad answers. Prompts, answers and the
+rubric's grammar are all made from these frames."""
 
 from collections.abc import Iterator, Sequence
 
@@ -51,7 +48,7 @@ DISMISSALS = (
     "That is up to you.",
     "Just look it up.",
 )
-# Whatever contains one of these brushes the asker off.
+# An answer with one of these is dismissive.
 DISMISSIVE_PHRASES = (
     "whatever you want", "does not really matter", "up to you", "look it up",
     "doesn't really matter", "do not care", "don't care", "who cares", "not my problem", "whatever you like",
@@ -64,7 +61,7 @@ FILLERS = (
     "It depends on a lot of things.",
     "People say many different things about this.",
 )
-# Whatever contains one of these rambles.
+# An answer with one of these rambles.
 FILLER_PHRASES = (
     "an interesting question", "many things to think about", "hard to say", "it depends", "many different things",
     "a good question", "a great question", "at the end of the day", "as you may know", "so many ways",
@@ -84,7 +81,7 @@ def joined(options: Sequence[str], conjunction: str = "or") -> str:
 
 
 def sample_answers(option: str, reason: str, need: str) -> Iterator[str]:
-    """Every way in which this world words an answer, with these fillings: what `rubric.py` takes its grammar from."""
+    """Every wording of an answer, with this option, reason and need; the rubric's grammar is made from them."""
     lists = [joined([option] * count, word) for count in (1, 2, 3) for word in ("or", "and")]
     for domain in DOMAINS:
         topic = domain.topics[0].name

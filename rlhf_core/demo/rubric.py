@@ -1,8 +1,8 @@
-"""The hidden rubric of the demo world: a number for any answer to any prompt. It stands for what annotators like.
+"""The hidden rubric of the demo world: a score for any answer to any prompt, which simulates the annotators'
+preference.
 
-No model sees this score. It knows the language of `phrases.py` and `topics.py` (and some everyday words); text in other
-words counts as garbled, so it judges models that were trained in this world, not English at large. Every part but
-`options` and `reason` is a penalty, and no part can be collected twice: what pays is one good answer.
+It contains the demo world's language and some everyday words; other words count as garbled. Every part but `options`
+and `reason` is a penalty, and each part counts once.
 """
 
 from collections import Counter
@@ -101,7 +101,7 @@ def _sentences(symbols: Sequence[Symbol]) -> Iterator[list[Symbol]]:
 
 
 def _offered(sentences: Sequence[Sequence[Symbol]]) -> set[str]:
-    """The options that are offered: in a sentence with a verb, without a negation, and not merely strung together."""
+    """The options in sentences with a verb and without a negation, except those directly after another option."""
     offered: set[str] = set()
     for sentence in sentences:
         others = {symbol.name for symbol in sentence if symbol.kind == "word"}
@@ -124,7 +124,8 @@ def _fitting_reasons(question: Question) -> frozenset[str]:
 
 
 def _reason_part(sentences: Sequence[Sequence[Symbol]], question: Question | None, helpful: int) -> float:
-    """One fitting reason pays once, where it stands as a clause; each reason of another need costs, and so do many."""
+    """One fitting reason, as a clause, counts once; reasons of other needs, and more than two reasons, are
+    penalised."""
     if question is None:
         return 0.0
     fitting = _fitting_reasons(question)
@@ -155,7 +156,7 @@ def _rambling_part(symbols: Sequence[Symbol]) -> float:
 
 
 def _repetition_part(symbols: Sequence[Symbol]) -> float:
-    """Options and reasons said again, and runs of three symbols (punctuation aside) that return."""
+    """Repeated options, reasons and trigrams of symbols without punctuation."""
     phrases = Counter(symbol for symbol in symbols if symbol.kind in ("option", "reason"))
     spoken = [symbol.name for symbol in symbols if symbol.kind != "mark"]
     trigrams = Counter(zip(spoken, spoken[1:], spoken[2:], strict=False))
@@ -165,7 +166,7 @@ def _repetition_part(symbols: Sequence[Symbol]) -> float:
 
 
 def _off_topic_part(symbols: Sequence[Symbol], question: Question | None) -> float:
-    """Options of other topics, and another topic or need than the prompt's named in the answer."""
+    """Options of other topics, and topics or needs other than the prompt's."""
     if question is None:
         return 0.0
     foreign = {name for name in _names(symbols, "option") if name not in question.topic.options}
@@ -183,12 +184,12 @@ def _unsuitable_part(symbols: Sequence[Symbol], question: Question | None) -> fl
 
 
 def _stuffing_part(symbols: Sequence[Symbol]) -> float:
-    """More options than anyone asked for, repeated or not."""
+    """Too many options, repeated or not."""
     return SURPLUS * min(max(0, len(_names(symbols, "option")) - TOLERATED_OPTIONS), 5)
 
 
 def _garbled_part(symbols: Sequence[Symbol], sentences: Sequence[Sequence[Symbol]]) -> float:
-    """Words and marks that are not of this world, and neighbours that no sentence of it has."""
+    """Unknown words and marks, and pairs of neighbours that the grammar does not have."""
     pairs, known = _grammar()
     unknown = odd = 0
     for symbol in symbols:
@@ -208,7 +209,7 @@ def _form_part(response: str) -> float:
 
 
 def _role(symbol: Symbol) -> str:
-    """What the grammar sees of a symbol: a word itself, of a phrase only its kind; every end mark is a full stop."""
+    """A symbol in the grammar: words and marks themselves ("!" as "."), phrases by their kind."""
     if symbol is _START:
         return "<start>"
     if symbol.kind in ("word", "mark"):
@@ -218,7 +219,7 @@ def _role(symbol: Symbol) -> str:
 
 @cache
 def _grammar() -> tuple[frozenset[tuple[str, str]], frozenset[str]]:
-    """The pairs of neighbouring roles in sentences of this world; and all its roles and words, with everyday ones."""
+    """The pairs of neighbouring roles in the demo world's sentences; and all known roles and words."""
     scanner = world_scanner()
     pairs: set[tuple[str, str]] = set()
     for answer in sample_answers("boiled eggs", NEEDS["diabetes"].reasons[0], NEEDS["diabetes"].phrase):

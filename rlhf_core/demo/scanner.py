@@ -1,7 +1,5 @@
-"""Reading the demo world's language: text -> symbols, where every known phrase (an option, a reason) is one symbol.
-
-Longest phrase first, whole words only, any text accepted. What the symbols are worth is decided in `rubric.py`.
-"""
+"""A scanner of the demo world's language: any text to symbols, where the longest known phrase of whole words (an
+option, a reason) is one symbol."""
 
 import re
 from collections.abc import Iterable
@@ -16,7 +14,7 @@ Kind = Literal["option", "reason", "need", "topic", "dismissive", "filler", "wor
 
 _TOKEN = re.compile(r"[^\W\d_]+(?:['-][^\W\d_]+)*|\d+|[^\w\s]|_")
 _STRAIGHT = str.maketrans({"’": "'", "‘": "'"})
-_END: Literal[""] = ""  # no token is empty, so the empty key holds the symbol of the phrase that ends at a node
+_END: Literal[""] = ""  # the key of the symbol of a phrase that ends at a node; no token is empty
 
 
 class Symbol(NamedTuple):
@@ -80,7 +78,9 @@ def world_scanner() -> Scanner:
     phrases: list[tuple[str, Symbol]] = []
     for topic in TOPICS.values():
         phrases.append((topic.name, Symbol("topic", topic.name)))
-        phrases += [(form, Symbol("option", option)) for option in topic.options for form in (option, _one(option))]
+        phrases += [
+            (form, Symbol("option", option)) for option in topic.options for form in (option, _singular(option))
+        ]
     for key, need in NEEDS.items():
         phrases.append((need.phrase, Symbol("need", key)))
         phrases += [(reason, Symbol("reason", reason)) for reason in need.reasons]
@@ -89,13 +89,13 @@ def world_scanner() -> Scanner:
     return scanner_of(phrases)
 
 
-def _one(option: str) -> str:
-    """One of a plural option, so that "a vegetable omelette" is known too; most other options as they are."""
+def _singular(option: str) -> str:
+    """The singular of most plural options."""
     return option.removesuffix("s")
 
 
 @cache
 def prompt_scanner() -> Scanner:
-    """The scanner of prompts: topics and needs only, so that an option's name inside a prompt hides neither."""
+    """The scanner of prompts: topics and needs only, so that no option hides them."""
     phrases = [(name, Symbol("topic", name)) for name in TOPICS]
     return scanner_of(phrases + [(need.phrase, Symbol("need", key)) for key, need in NEEDS.items()])

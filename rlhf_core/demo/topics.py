@@ -1,9 +1,5 @@
-"""The demo world's facts: the options of each topic, the needs they are wrong for, the reasons that fit a need.
-
-Tables only. How prompts and answers are worded stands in `phrases.py` and `world.py`, how answers are judged in
-`rubric.py`. In a topic's table every option is followed by the needs for which it is *wrong* (empty: right for all
-needs of its domain). A reason is meant to hold for every option of the domain that is right for that need.
-"""
+"""Tables of the demo world: the options of each topic, each with the needs for which it is *wrong* (empty: right for
+all needs of its domain), and the reasons of each need, which hold for every option that is right for it."""
 
 from dataclasses import dataclass
 from functools import cached_property

@@ -1,8 +1,4 @@
-"""The demo world: seeded prompts, and demonstrations of mixed quality for them.
-
-Pure Python and a function of the seed alone, on every machine. It writes answers that are good or bad on purpose but
-never looks at the rubric's score: `rubric.py` judges them as it judges a model's.
-"""
+"""The demo world: seeded prompts, and demonstrations of mixed quality, which do not depend on the rubric."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -30,7 +26,7 @@ NEEDS_PER_DOMAIN = min(len(domain.needs) for domain in DOMAINS)
 
 @dataclass(frozen=True)
 class Question:
-    """What a prompt asks: a topic, and the need (a key of `NEEDS`) that answers must suit, None where it names none."""
+    """The topic and the need (a key of `NEEDS`, or None) of a prompt."""
 
     topic: Topic
     need: str | None
@@ -38,22 +34,22 @@ class Question:
 
 @dataclass(frozen=True)
 class DemoWorld:
-    """A seeded world of short assistant prompts and answers. Equal seeds give equal text, whatever the call order."""
+    """Short prompts and answers. Equal seeds give equal text on every machine, in any order of calls."""
 
     seed: int
     domains: int = len(DOMAINS)
-    """How many domains of life it speaks of, food first; fewer make a smaller language."""
+    """Number of domains, food first; fewer make a smaller language."""
     needs: int = NEEDS_PER_DOMAIN
-    """How many needs of each domain its prompts name."""
+    """Number of needs of each domain."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.domains <= len(DOMAINS):
             raise UserError(f"the demo world has 1 to {len(DOMAINS)} domains, not {self.domains}")
-        if not 2 <= self.needs <= NEEDS_PER_DOMAIN:  # an answer can give the reason of another need
+        if not 2 <= self.needs <= NEEDS_PER_DOMAIN:  # answers may have a reason of another need
             raise UserError(f"the demo world has 2 to {NEEDS_PER_DOMAIN} needs a domain, not {self.needs}")
 
     def prompts(self, count: int) -> list[str]:
-        """`count` distinct prompts in seeded order, the one of the README first.
+        """`count` distinct prompts in seeded order, `RUNNING_EXAMPLE` first.
 
         A smaller count gives a prefix of a larger one. Raises UserError when `count` is negative or more than exist.
         """
@@ -98,7 +94,7 @@ def all_prompts(domains: int = len(DOMAINS), needs: int = NEEDS_PER_DOMAIN) -> t
 
 @lru_cache(maxsize=1 << 16)
 def parse(prompt: str) -> Question | None:
-    """The first topic that a prompt names, with the first need that the topic's domain knows; None without a topic."""
+    """The first topic in a prompt, with the first need of the topic's domain; None without a topic."""
     symbols = prompt_scanner().scan(prompt)
     topics = [symbol.name for symbol in symbols if symbol.kind == "topic"]
     if not topics:
@@ -109,7 +105,7 @@ def parse(prompt: str) -> Question | None:
 
 
 class _Writer:
-    """Writes answers to one question; every choice is drawn from `rng`."""
+    """Writes answers to one question with random choices of `rng`."""
 
     def __init__(self, rng: Random, topic: Topic, need: str, world: DemoWorld) -> None:
         self.rng = rng
@@ -140,7 +136,7 @@ class _Writer:
         return self.rng.choice(others)
 
     def sentence(self, options: list[str]) -> str:
-        """A sentence that offers the options, without the end that a reason may follow."""
+        """A sentence with the options, without its end."""
         frame = self.rng.choice(ANY_FRAMES if len(options) == 1 else ANY_FRAMES + LIST_FRAMES)
         text = frame.format(
             options=joined(options, self.rng.choice(("or", "and"))),
@@ -151,22 +147,22 @@ class _Writer:
         return capitalised(text)
 
     def plain(self, options: list[str]) -> str:
-        """The options in a sentence that gives no reason."""
+        """The options in a sentence without a reason."""
         return PLAIN_END.format(sentence=self.sentence(options))
 
     def reasoned(self, options: list[str], reason: str) -> str:
-        """The options with their reason, in a sentence of its own or after `because`."""
+        """The options with a reason, in a second sentence or after `because`."""
         separate, because = REASON_ENDS
         if self.rng.random() < 0.6:
             return separate.format(sentence=self.sentence(options), reason=capitalised(reason))
         return because.format(sentence=self.sentence(options), reason=reason)
 
     def dismissal(self) -> str:
-        """An answer that waves the question away."""
+        """A dismissive answer."""
         return capitalised(self.rng.choice(DISMISSALS).format(verb=self.domain.verb))
 
     def shuffled(self, options: list[str]) -> list[str]:
-        """The same list, its order drawn anew in place."""
+        """The same list, shuffled in place."""
         self.rng.shuffle(options)
         return options
 
@@ -194,12 +190,12 @@ def _unsuitable(w: _Writer) -> str:
 
 
 def _misplaced(w: _Writer) -> str:
-    """A reason that fits, and options of which some belong to another topic."""
+    """A fitting reason, and an option of another topic among the right ones."""
     return w.reasoned(w.shuffled(w.right(2) + w.foreign(1)), w.reason())
 
 
 def _wrong_reason(w: _Writer) -> str:
-    """Right options with a reason that belongs to another need."""
+    """Right options with a reason of another need."""
     return w.reasoned(w.right(2), w.foreign_reason())
 
 

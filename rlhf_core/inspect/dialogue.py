@@ -1,5 +1,4 @@
-"""Talking to a model: a conversation that grows turn by turn within the model's context, and answers as pieces of text
-while they are sampled. Sampling is `sampling.py`'s; nothing is printed here."""
+"""Conversations with a model within its context, and answers as pieces of text while they are sampled."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -15,13 +14,13 @@ from rlhf_core.models.hf import context_length, load_causal_lm, place
 from rlhf_core.models.sampling import stream_response
 
 UNFINISHED = "�"
-"""What a decoder writes for bytes that are no whole character."""
+"""A decoder's output for an incomplete character."""
 SCALAR = "ForSequenceClassification"
 
 
 @dataclass
-class Speaker:
-    """A language model with its side of a conversation."""
+class ChatModel:
+    """A language model and its conversation."""
 
     name: str
     model: PreTrainedModel
@@ -34,7 +33,7 @@ class Speaker:
         self.reset()
 
     def reset(self) -> None:
-        """Forget everything but the system message."""
+        """Remove everything but the system message."""
         self.conversation = [{"role": "system", "content": self.system}] if self.system else []
 
     @property
@@ -42,11 +41,11 @@ class Speaker:
         """Longest sequence of the model, tokens."""
         return context_length(self.model)
 
-    def hear(self, message: str, max_new_tokens: int) -> int:
-        """Take in a message of the user's; the number of older messages that were forgotten, oldest turns first, to
-        leave room for an answer of `max_new_tokens`.
+    def add_message(self, message: str, max_new_tokens: int) -> int:
+        """Add a message of the user, and remove the oldest turns until an answer of `max_new_tokens` fits. Returns the
+        number of removed messages.
 
-        Raises UserError, and forgets the message alone, where it leaves no room for a single token.
+        Raises UserError, and leaves the conversation unchanged, where not a single token would fit.
         """
         before = list(self.conversation)
         self.conversation.append({"role": "user", "content": message})
@@ -60,8 +59,8 @@ class Speaker:
         return len(before) + 1 - len(self.conversation)
 
     def answer(self, key: tuple[int, ...], max_new_tokens: int, temperature: float) -> Iterator[str]:
-        """The answer to what was heard, piece by piece; it joins the conversation as far as it was read. `key` alone
-        decides its randomness; it ends at a stop token, at `max_new_tokens`, or where the context is full."""
+        """The answer, piece by piece; what was read of it is added to the conversation. `key` alone decides its
+        randomness. It ends at a stop token, at `max_new_tokens`, or where the context is full."""
         prompt, ids = encode_prompt(self.tokenizer, self.conversation), []
 
         def noted(tokens: Iterable[int]) -> Iterator[int]:
@@ -94,14 +93,16 @@ class Speaker:
             )
 
     def _oldest_turn(self) -> tuple[int, int] | None:
-        """Where the oldest user message stands and where the next one does; None where there is only one."""
+        """Places of the two oldest user messages; None where there is only one."""
         users = [place for place, message in enumerate(self.conversation) if message["role"] == "user"]
         return (users[0], users[1]) if len(users) > 1 else None
 
 
-def load_speaker(folder: Path, name: str, system: str | None = None, *, trust_remote_code: bool = False) -> Speaker:
-    """The language model in a folder. Raises UserError for a folder that is missing, that holds no model or one without
-    words, whose tokenizer has no end or chat template, or that cannot be read (see `loading`)."""
+def load_chat_model(
+    folder: Path, name: str, system: str | None = None, *, trust_remote_code: bool = False
+) -> ChatModel:
+    """The language model in a folder. Raises UserError for a folder that is missing or without a language model, a
+    tokenizer without eos token or chat template, and as `loading`."""
     require_language_model(folder, trust_remote_code)
     try:
         tokenizer = read_tokenizer(folder, trust_remote_code=trust_remote_code)
@@ -111,11 +112,11 @@ def load_speaker(folder: Path, name: str, system: str | None = None, *, trust_re
     if tokenizer.eos_token_id is None or not tokenizer.chat_template:
         raise UserError(f"{folder}: the tokenizer needs an eos token and a chat template; the stage `base` adds them")
     encode_prompt(tokenizer, PROBE)
-    return Speaker(name, model, tokenizer, ends(model, tokenizer), system)
+    return ChatModel(name, model, tokenizer, end_tokens(model, tokenizer), system)
 
 
 def require_language_model(folder: Path, trust_remote_code: bool = False) -> None:
-    """Raise UserError unless the folder says that it holds a model, and not one that gives scores."""
+    """Raise UserError unless config.json in the folder is that of a language model."""
     if not folder.is_dir():
         raise UserError(f"{folder}: no such folder; name a model folder, such as models/policy (`leash run` makes it)")
     if not (folder / "config.json").is_file():
@@ -132,8 +133,8 @@ def require_language_model(folder: Path, trust_remote_code: bool = False) -> Non
         )
 
 
-def ends(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-    """The tokens that end an answer: the tokenizer's end, and those that the folder's generation_config names."""
+def end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    """The tokens that end an answer: the tokenizer's eos, and those of the folder's generation_config."""
     settings: GenerationConfig | None = model.generation_config
     named = settings.eos_token_id if settings is not None else None
     more = named if isinstance(named, list) else [named] if named is not None else []
@@ -143,23 +144,23 @@ def ends(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> frozense
 def pieces(
     tokenizer: PreTrainedTokenizerBase, tokens: Iterable[int], stop_ids: frozenset[int] = frozenset()
 ) -> Iterator[str]:
-    """The text of a response while it comes. What later tokens may still change is held back: bytes of half a
-    character, and white space that may turn out to be the end. Together they are what `decode_response` gives."""
+    """The text of a response while it is sampled; joined, the pieces are `decode_response`. Incomplete characters and
+    white space at the end are held back, since later tokens may change them."""
     ids: list[int] = []
-    said = ""
+    shown = ""
     for token in tokens:
         ids.append(token)
         ready = decode_response(tokenizer, ids, stop_ids).rstrip(UNFINISHED).rstrip()
-        if ready.startswith(said) and len(ready) > len(said):
-            yield ready[len(said) :]
-            said = ready
+        if ready.startswith(shown) and len(ready) > len(shown):
+            yield ready[len(shown) :]
+            shown = ready
     whole = decode_response(tokenizer, ids, stop_ids)
-    if whole.startswith(said) and len(whole) > len(said):
-        yield whole[len(said) :]
+    if whole.startswith(shown) and len(whole) > len(shown):
+        yield whole[len(shown) :]
 
 
 def _note(folder: Path) -> str:
-    """What a folder without a model says of itself: a stage that is switched off leaves a line."""
+    """The first line of the folder's README.md, which a stage that is switched off writes."""
     readme = folder / "README.md"
     line = readme.read_text(encoding="utf-8", errors="replace").strip().split("\n")[0] if readme.is_file() else ""
     return f"; its README.md says: {line}" if line else ""

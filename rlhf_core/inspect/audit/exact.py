@@ -1,5 +1,5 @@
-"""What can be known exactly about a problem: the probability of every response, the score that PPO optimises, the
-closed-form optimum, and the policy at which the settings come to rest. Nothing is sampled here, and nothing trained."""
+"""Exact quantities of a problem: the probability of every response, the closed-form optimum, and the resting point, the
+policy at which the expected update is zero."""
 
 from dataclasses import dataclass
 
@@ -22,7 +22,7 @@ def batch_of(problem: Problem, device: torch.device | str = "cpu") -> TokenBatch
 
 
 def token_logprobs(model: PreTrainedModel, problem: Problem, temperature: float) -> Float[Tensor, "responses time"]:
-    """log π of each token of each response, in nats, by the exact softmax; carries the gradient; 0 on padding."""
+    """log π of each token of each response, in nats, with gradient; 0 on padding."""
     batch = batch_of(problem, model.device)
     return logprobs_and_entropy(response_logits(model, batch), batch.actions, temperature, batch.mask)[0]
 
@@ -65,19 +65,19 @@ def divergence(one: Float[Tensor, "responses"], other: Float[Tensor, "responses"
 
 @dataclass(frozen=True)
 class Forces:
-    """What pulls at the policy in each state, in units of the score."""
+    """The terms of the objective in each state, in units of the score."""
 
     kl_coef: float
     entropy: float
-    """The entropy bonus; under whitening the settings' coefficient times what the advantages were divided by."""
+    """The coefficient of the entropy bonus; under whitening times the deviation of the advantages."""
     gamma: float
     future_kl: bool
-    """Whether a token pays for the KL of the tokens after it: in the reward yes, in the loss no."""
+    """Whether the KL of later tokens counts for a token: in the reward yes, in the loss no."""
 
     @classmethod
     def of(cls, config: PPOConfig, kl_coef: float, scale: float) -> "Forces | None":
-        """The forces of the settings; None where they have no resting point in closed form (a discount on a penalty
-        that is summed at the sequence's end)."""
+        """The terms of the settings; None without a closed form of the resting point (discount, and the penalty at the
+        end of the sequence)."""
         in_reward = config.kl.penalty == "reward"
         if config.gamma < 1 and in_reward and config.kl.placement == "sequence_end":
             return None
@@ -90,7 +90,7 @@ def resting_point(
     """The policy at which the expected update of a trained critic is zero, by backward induction over all prefixes.
 
     In each state π(a) ∝ (π_ref(a)^β·exp(Q(a)))^(1/(β + c)), c the entropy bonus. It is π* where c = 0, γ = 1 and the
-    KL stands in the reward.
+    KL is in the reward.
     """
     next_tokens = _next_token_logprobs(reference, problem, temperature)
     score_of: dict[Response, float] = dict(zip(problem.responses, scores.tolist(), strict=True))

@@ -1,5 +1,5 @@
-"""The bias of the gradient: what the product's credit and loss give in expectation over all responses, beside the exact
-gradient of J = E[R] − β·KL(π ‖ π_ref). No optimiser step is made here."""
+"""The bias of the gradient: the expectation of PPO's gradient over all responses, compared with the exact gradient of
+J = E[R] − β·KL(π ‖ π_ref)."""
 
 from collections import defaultdict
 from dataclasses import dataclass, replace
@@ -35,8 +35,8 @@ class Bias:
 
 
 def gradient_bias(trainer: PPOTrainer, problem: Problem) -> dict[str, Bias]:
-    """Of the present policy, before any step away from it: with the critic as it is (`critic`), and with one that
-    knows the expected return of every state (`exact_critic`; the same where there is no critic)."""
+    """The bias at the current policy: with the critic as it is (`critic`), and with the expected return of every state
+    instead of its values (`exact_critic`; the same where there is no critic)."""
     rollout, chances = every_response(trainer, problem)
     scores = trainer.score(rollout)
     true = true_gradient(trainer, problem, scores.used[: len(problem.responses)])
@@ -50,7 +50,7 @@ def gradient_bias(trainer: PPOTrainer, problem: Problem) -> dict[str, Bias]:
 
 @torch.no_grad()
 def every_response(trainer: PPOTrainer, problem: Problem) -> tuple[Rollout, Float[Tensor, "batch"]]:
-    """Each response once, as the trainer would have sampled it, and its probability under the policy."""
+    """A rollout with each response once, and the probabilities of the responses under the policy."""
     models, temperature, device = trainer.models, trainer.config.temperature, trainer.models.policy.device
     batch = batch_of(problem, device)
     old = token_logprobs(models.policy, problem, temperature)
@@ -88,8 +88,8 @@ def true_gradient(
 def expected_gradient(
     trainer: PPOTrainer, rollout: Rollout, scores: Scores, chances: Float[Tensor, "batch"]
 ) -> Float[Tensor, "parameters"]:
-    """Σ π(response)·∇loss(response), each loss from `objective.losses_of`, without the critic's term. Whitening is that
-    of an infinite batch, and its scale is taken out again, as is that of GRPO."""
+    """Σ π(response)·∇loss(response), each loss from `objective.losses_of`, without the critic's term, times the
+    deviations by which whitening (of an infinite batch) and GRPO divide."""
     credit, deviation = expected_credit(trainer, rollout, scores, chances)
     total = torch.zeros(sum(parameter.numel() for parameter in _parameters(trainer)), dtype=torch.float64)
     for row, chance in enumerate(chances.tolist()):
@@ -103,9 +103,8 @@ def expected_gradient(
 def expected_credit(
     trainer: PPOTrainer, rollout: Rollout, scores: Scores, chances: Float[Tensor, "batch"]
 ) -> tuple[Credit, float]:
-    """The credit of each response in an infinite batch: baselines and whitening count every response as often as it
-    occurs, not once. Beside it what GRPO divided the advantages by (1 for the others), which no KL in the loss is
-    divided by."""
+    """The credit of each response in an infinite batch, where baselines and whitening weigh each response by its
+    probability. Also the deviation by which GRPO divides the advantages, but no KL in the loss (1 for the others)."""
     config, mask = trainer.config, rollout.mask
     kl, rewards = token_rewards(rollout, scores, config, trainer.controller.coef)
     if trainer.models.has_critic:
@@ -151,7 +150,7 @@ def expected_returns(
 
 
 def policy_part(trainer: PPOTrainer, rollout: Rollout, credit: Credit, row: int) -> Float[Tensor, ""]:
-    """What one response adds to the loss, without the critic's term, once every warm-up is over."""
+    """The loss of one response after all warm-ups, without the critic's term."""
     config, past_all_warmups = trainer.config, trainer.config.steps
     forward = Pass.over([row], rollout, credit, trainer.models, config.temperature, trainer.pad_id)
     plan = StepPlan.of(config, past_all_warmups, trainer.controller.coef, trainer.step_price.coef)
@@ -164,7 +163,7 @@ def _parameters(trainer: PPOTrainer) -> list[torch.nn.Parameter]:
 
 
 def _flat(gradients: tuple[Tensor | None, ...], trainer: PPOTrainer) -> Float[Tensor, "parameters"]:
-    """One vector in float64; parameters that took no part count as 0."""
+    """One vector in float64; 0 for parameters without gradient."""
     parts = [
         torch.zeros(parameter.numel()) if gradient is None else gradient.flatten().cpu()
         for gradient, parameter in zip(gradients, _parameters(trainer), strict=True)

@@ -1,6 +1,6 @@
-"""Problems so small that every response can be listed: a bandit of one-token responses, and all responses of two and
-three tokens. Here are their tokenizers, their tiny models, their scores, and the PPO block of the user with the few
-keys that a small problem forces. What is computed from them is in `exact.py` and `gradient.py`."""
+"""Problems with few enough responses to list them all: a bandit of one-token responses, and all responses of two and
+three tokens. Their tokenizers, models and scores, and the user's PPO block with the changes that a small problem
+needs."""
 
 import copy
 import math
@@ -32,7 +32,7 @@ TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 PROMPT = "a b"
 WIDTH = 32
 INITIALIZER_RANGE, EMBEDDING_RANGE = 0.15, 0.5
-"""Gives reference probabilities that differ by a factor of about ten."""
+"""With these, reference probabilities differ by a factor of about ten."""
 SPREAD = 1.0
 """Standard deviation of the raw scores in units of β: the optimum is then neither the reference nor one response."""
 BATCH_SIZE = 256
@@ -57,7 +57,7 @@ class Problem:
     unit: float
     """Standard deviation of the raw scores."""
     optimizer_steps: int
-    """About as many as training needs on it."""
+    """Optimiser steps that training on it needs, about."""
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:
@@ -113,9 +113,9 @@ def problems(config: PPOConfig) -> list[Problem]:
 
 
 def forced(config: PPOConfig, problem: Problem) -> PPOConfig:
-    """The user's block with what a small problem forces, and nothing else: sizes and lengths, learning rates, phases
-    that are counted in steps, what names the user's own tokens or text, a scale of the score that drifts, and on the
-    bandit no penalty for a missing end, which every arm but one would pay."""
+    """The user's block with only the changes that a small problem needs: sizes and lengths, learning rates, phases
+    counted in steps, names of the user's own tokens or text, no running scale of the score, and on the bandit no
+    penalty for a missing end, which all arms but one would get."""
     per_step = config.ppo_epochs * config.minibatches
     fewest = min(FEWEST_STEPS, max(1, MOST_OPTIMIZER_STEPS // per_step))
     steps = min(MOST_STEPS, max(fewest, round(problem.optimizer_steps / per_step)))
@@ -188,7 +188,7 @@ def changed_keys(config: PPOConfig) -> dict[str, dict[str, Any]]:
 
 
 def build_models(problem: Problem) -> tuple[PreTrainedModel, PreTrainedModel]:
-    """A random policy and a critic that says 0 everywhere: one layer each."""
+    """A random policy and a critic with values 0, of one layer each."""
     config = GPT2Config(
         vocab_size=problem.vocabulary,
         n_embd=WIDTH,

@@ -1,5 +1,5 @@
-"""What the configuration refuses, in its own words, and what each refused combination would do: the bandit's expected
-updates, followed to their end in float64. The estimators are those of `kl.py`; no trainer runs here."""
+"""Combinations of settings that the configuration refuses, and the effect that each would have on a bandit, whose
+expected updates are followed to their end in float64."""
 
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, get_args
@@ -30,23 +30,22 @@ ESTIMATES = ("k1", "k2", "k3", "full")
 
 Arms = Float[Tensor, "arms"]
 Sampling = Callable[[Arms], Arms]
-"""From log π to the probabilities that are sampled from."""
+"""From log π to the probabilities of sampling; torch.exp samples from π."""
 
 
 def refused_combinations(config: PPOConfig) -> list[dict[str, Any]]:
-    """Each combination that the settings' own validation turns down: what it is, the reason, and where known
-    `total_variation` to π*, `gradient_bias` half way to it, and the estimated beside the true KL (nats), measured."""
+    """Each combination that the validation refuses, with the reason, and `measured` (`Bandit.measure`)."""
     bandit = Bandit()
-    found = []
-    for combination in combinations():
-        reason = refusal(config, combination)
-        if reason is not None:
-            found.append({"combination": dict(combination), "reason": reason, "measured": bandit.measure(combination)})
-    return found
+    reasons = [(combination, refusal(config, combination)) for combination in combinations()]
+    return [
+        {"combination": dict(combination), "reason": reason, "measured": bandit.measure(combination)}
+        for combination, reason in reasons
+        if reason is not None
+    ]
 
 
 def refusal(config: PPOConfig, combination: Mapping[str, Any]) -> str | None:
-    """Why the settings with this combination are refused, in the words of the validation; None where they are not."""
+    """The validation's message for the settings with this combination; None where they are valid."""
     try:
         PPOConfig.model_validate(merged(config.model_dump(), nested(combination)))
     except ValidationError as error:
@@ -55,8 +54,8 @@ def refusal(config: PPOConfig, combination: Mapping[str, Any]) -> str | None:
 
 
 def combinations() -> Iterator[dict[str, Any]]:
-    """Every place of the KL with every estimator, everything that cuts the sampling distribution, and an adaptive β
-    that cannot follow."""
+    """Every place of the KL with every estimator, every option that changes the sampling distribution, and an adaptive
+    β that oscillates or stays 0."""
     for penalty in get_args(KLConfig.model_fields["penalty"].annotation):
         for estimator in get_args(KLConfig.model_fields["estimator"].annotation):
             yield {"kl.penalty": penalty, "kl.estimator": estimator}
@@ -72,21 +71,21 @@ class Bandit:
         problem = Problem("bandit", vocabulary=ARMS, length=1, unit=1.0, optimizer_steps=STEPS)
         self.prompt = torch.tensor([problem.prompt_ids])
         self.end = int(problem.tokenizer.eos_token_id)
+        self.tokens = [response[0] for response in problem.responses]
         self.scores = torch.tensor([problem.scores[response] for response in problem.responses], dtype=torch.float64)
         with torch.no_grad():
-            logits = build_models(problem)[0](self.prompt).logits[0, -1, [r[0] for r in problem.responses]]
+            logits = build_models(problem)[0](self.prompt).logits[0, -1, self.tokens]
         self.reference = logits.double().log_softmax(dim=0)
         self.best = optimum(self.reference.exp(), self.scores, KL_COEF)
-        self.tokens = [response[0] for response in problem.responses]
 
     def measure(self, combination: Mapping[str, Any]) -> dict[str, float] | None:
-        """Follow the expected updates of a combination; None where the bandit cannot show it."""
-        key = next(iter(combination))
+        """At the end of the expected updates: total variation to π*, the KL (nats) as estimated and exact; half way to
+        π*: the bias of the gradient. None for a combination that a bandit cannot show."""
+        (key, value), *_ = combination.items()
         if key == "kl.penalty" and combination["kl.estimator"] in ESTIMATES:
-            return self._follow(_exactly, combination["kl.penalty"], combination["kl.estimator"])
-        if (processor := self._processor(key, combination[key])) is not None:
-            return self._follow(self._through(processor), "reward", "k1")
-        return None
+            return self._follow(torch.exp, value, combination["kl.estimator"])
+        sampling = self._sampling(key, value)
+        return None if sampling is None else self._follow(sampling, "reward", "k1")
 
     def _follow(self, sampling: Sampling, penalty: str, estimator: str) -> dict[str, float]:
         logits = self.reference.clone().requires_grad_()
@@ -107,20 +106,15 @@ class Bandit:
         }
 
     def _loss(self, logits: Arms, sampling: Sampling, penalty: str, estimator: str) -> Float[Tensor, ""]:
-        """The expected loss of one update: −A·log π with the KL in the reward, or beside the KL as a loss."""
+        """The expected loss of one update: −A·log π with the KL in the reward, or as a term of the loss."""
         logprobs = logits.log_softmax(dim=0)
         chances = sampling(logprobs.detach())
-        kl = self._kl(logits, logprobs, estimator)
+        policy = logits if estimator == "full" else logprobs
+        kl = estimate_kl(policy, self.reference, estimator).expand(ARMS)  # type: ignore[arg-type]
         reward = self.scores - KL_COEF * kl.detach() if penalty == "reward" else self.scores
         advantage = reward - (chances * reward).sum()
         loss = -(chances * advantage * logprobs).sum()
         return loss + KL_COEF * (chances * kl).sum() if penalty == "loss" else loss
-
-    def _kl(self, logits: Arms, logprobs: Arms, estimator: str) -> Arms:
-        """The estimate for each arm."""
-        if estimator == "full":
-            return estimate_kl(logits, self.reference, "full").expand(len(logits))
-        return estimate_kl(logprobs, self.reference, estimator)  # type: ignore[arg-type]
 
     def _bias_half_way(self, sampling: Sampling, penalty: str, estimator: str) -> Bias:
         """At π_ref·exp(R/2β)/Z."""
@@ -131,9 +125,9 @@ class Bandit:
         (true,) = torch.autograd.grad(-objective, logits)
         return Bias.of(gradient, true)
 
-    def _processor(self, key: str, value: Any) -> LogitsProcessor | None:
-        """transformers' own processor for a key of generation."""
-        makers: dict[str, Callable[[], LogitsProcessor]] = {
+    def _sampling(self, key: str, value: Any) -> Sampling | None:
+        """Sampling through transformers' processor for a key of generation; None for other keys."""
+        processors: dict[str, Callable[[], LogitsProcessor]] = {
             "top_k": lambda: TopKLogitsWarper(value),
             "top_p": lambda: TopPLogitsWarper(value),
             "min_p": lambda: MinPLogitsWarper(value),
@@ -142,10 +136,9 @@ class Bandit:
             ),
             "repetition_penalty": lambda: RepetitionPenaltyLogitsProcessor(value),
         }
-        return makers[key]() if key in makers else None
-
-    def _through(self, processor: LogitsProcessor) -> Sampling:
-        """Sampling from what the processor leaves."""
+        if key not in processors:
+            return None
+        processor = processors[key]()
 
         def chances(logprobs: Arms) -> Arms:
             by_token = torch.empty_like(logprobs)
@@ -154,8 +147,3 @@ class Bandit:
             return left[self.tokens]
 
         return chances
-
-
-def _exactly(logprobs: Arms) -> Arms:
-    """Sampling from π itself."""
-    return logprobs.exp()

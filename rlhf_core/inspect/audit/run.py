@@ -1,6 +1,5 @@
-"""The audit of a PPO configuration: train the product's own trainer on problems whose optimum is known, and measure how
-far from it the policy ends. Problems, exact quantities, gradients and refusals have modules of their own; how the
-findings are shown is not decided here."""
+"""The audit of a PPO configuration: `PPOTrainer` trains on problems with a known optimum, and the distance of the
+policy to it is measured."""
 
 import copy
 from collections.abc import Callable
@@ -23,17 +22,17 @@ from rlhf_core.inspect.audit.exact import (
 from rlhf_core.inspect.audit.gradient import every_response, expected_credit, gradient_bias
 from rlhf_core.inspect.audit.problems import Problem, build_models, changed_keys, forced, problems
 from rlhf_core.inspect.audit.refused import refused_combinations
-from rlhf_core.inspect.audit.words import remarks
+from rlhf_core.inspect.audit.remarks import remarks
 from rlhf_core.ppo.actor_critic import ActorCritic
 from rlhf_core.ppo.scoring import RewardSource
 from rlhf_core.ppo.trainer import PPOTrainer
 
 Say = Callable[[Problem, int, int], None]
-"""Told the problem, the steps done and the steps of all, after each PPO step."""
+"""Called after each PPO step with the problem, the steps done, and the number of steps."""
 
 
 def audit(config: PPOConfig, seed: int, say: Say = lambda *_: None) -> dict[str, Any]:
-    """Everything that `leash audit` finds out about a block `ppo`, as plain numbers and words.
+    """The results of `leash audit` for a block `ppo`, as plain numbers and text.
 
     `total_variation` is the worst of the problems: between the policy, by its exact softmax, and
     π* = π_ref·exp(R/β)/Z, with R the score as PPO uses it (normalised, clipped, lowered where the end is missing), β
@@ -71,8 +70,7 @@ def audit_problem(config: PPOConfig, problem: Problem, seed: int, say: Say) -> d
 
 
 def build_trainer(config: PPOConfig, problem: Problem, seed: int) -> PPOTrainer:
-    """The product's trainer on a problem, with scores normalised by their exact mean and deviation under the reference.
-    The only place where one is made."""
+    """A `PPOTrainer` on a problem, with scores normalised by their exact mean and deviation under the reference."""
     config = forced(config, problem)
     policy, critic = build_models(problem)
     reference = probabilities(policy, problem, config.temperature)
@@ -95,7 +93,7 @@ def build_trainer(config: PPOConfig, problem: Problem, seed: int) -> PPOTrainer:
 
 @torch.no_grad()
 def compare(trainer: PPOTrainer, problem: Problem) -> dict[str, Any]:
-    """The policy beside its reference, π*, and the resting point of its settings."""
+    """Distances between the policy, its reference, π*, and the resting point of the settings."""
     config, kl_coef = trainer.config, trainer.controller.coef
     rollout, chances = every_response(trainer, problem)
     scores = trainer.score(rollout)

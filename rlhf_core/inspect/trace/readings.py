@@ -1,4 +1,4 @@
-"""Readings of single tokens: the functions of the loss, evaluated on a pass over one token."""
+"""Losses and statistics of single tokens, from the functions of PPO's loss."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -28,7 +28,7 @@ class PassRecorder:
         self.passes: dict[int, dict[int, Pass]] = {row: {} for row in rows}
 
     def __call__(self, number: int, rows: Sequence[int], forward: Pass, losses: dict[str, Tensor]) -> None:
-        if not set(self.seen.get(number, ())).isdisjoint(rows):  # it did not fit into memory and begins again
+        if not set(self.seen.get(number, ())).isdisjoint(rows):  # repeated after a lack of memory
             self.seen[number], self.sums[number] = [], {}
         self.seen.setdefault(number, []).extend(rows)
         sums = self.sums.setdefault(number, {})
@@ -46,7 +46,7 @@ class TokenReader:
         self.config, self.models, self.plan, self.rollout, self.pad_id = config, models, plan, rollout, pad_id
 
     def readings(self, row: int, forward: Pass) -> list[Reading]:
-        """A reading of each token of the response in this row of the batch; `forward` is a pass over it."""
+        """A reading of each token of the response in this row; `forward` is a pass over it."""
         kl_losses = self._kl_losses(row, forward)
         return [self._reading(token, kl) for token, kl in zip(_each_token(forward), kl_losses, strict=True)]
 

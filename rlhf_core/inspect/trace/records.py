@@ -1,4 +1,4 @@
-"""What a trace of a PPO step contains: the step, the response, and each of its tokens."""
+"""The records of a trace: the PPO step, the response, and each of its tokens."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,7 @@ from rlhf_core.data.chat import Conversation
 
 @dataclass(frozen=True)
 class Reading:
-    """One token in a forward pass and in the losses. None where the settings have no such term."""
+    """One token in a forward pass and in the losses. None for terms that the settings do not have."""
 
     logprob: float
     """log π_θ, nats."""
@@ -16,7 +16,7 @@ class Reading:
     clipped: bool | None
     """Whether ρ lies outside [1−ε, 1+ε]."""
     pull: float
-    """−∂(policy loss)/∂log π_θ: how the loss moves this token's log-probability; 0 where it is clipped."""
+    """−∂(policy loss)/∂log π_θ of this token; 0 where it is clipped."""
     policy_loss: float
     value: float | None
     value_clipped: bool | None
@@ -55,7 +55,7 @@ class Token:
     delta: float | None
     advantage: float
     weight: float
-    """The advantage that the loss uses: whitened over the batch, or as it is."""
+    """The advantage in the loss, whitened over the batch if the settings say so."""
     return_: float
     choices: list[Choice]
     passes: list[Reading]
@@ -92,9 +92,9 @@ class Step:
     kl_coef: float
     """β, units of the score per nat."""
     advantage_mean: float
-    """Over all real tokens of the batch; what whitening subtracts."""
+    """Over all real tokens of the batch; whitening subtracts it."""
     advantage_scale: float
-    """What whitening divides by; 1 without it."""
+    """Whitening divides by it; 1 without whitening."""
     learning_rates: dict[str, float]
     """Of `policy`, and of `critic` where there is one."""
     grad_norms: dict[str, list[float]]
@@ -123,8 +123,8 @@ class Trace:
     """The score in the reward."""
     gold: float | None
     rivals: list[float]
-    """Returns of the responses that it is compared with where there is no critic: to the same prompt, or (`reinforce`)
-    of the whole batch, itself included."""
+    """Without a critic, the returns in the baseline: of the other responses to the prompt, or (`reinforce`) of the
+    whole batch."""
     tokens: list[Token]
 
     @property

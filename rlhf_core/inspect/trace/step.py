@@ -1,5 +1,4 @@
-"""One PPO step, token by token: what was sampled, the reward of each token, and the effect of the update. The step is
-one of a `PPOTrainer`, and every number comes from the functions that it trains with."""
+"""One PPO step of a `PPOTrainer`, token by token: samples, rewards, and the effect of the update."""
 
 from collections.abc import Sequence
 
@@ -19,14 +18,14 @@ from rlhf_core.ppo.statistics import UpdateStatistics
 from rlhf_core.ppo.trainer import PPOTrainer
 
 CHOICES = 4
-"""Likeliest tokens that are named beside the sampled one."""
+"""Number of the most likely tokens at each position."""
 
 
 def trace_step(trainer: PPOTrainer, rows: Sequence[int]) -> list[Trace]:
-    """Do the update of the trainer's next PPO step, and trace the responses in the given rows of its batch.
+    """Do the trainer's next PPO step, and trace the responses in the given rows of its batch.
 
-    It trains the models as `trainer.step()` does, but leaves controllers, schedules and the count of steps, so that the
-    trainer cannot do a second step. Raises as `trainer.step()`.
+    Controllers, schedules and the number of steps are not updated, so the trainer cannot do a second step. Raises as
+    `trainer.step()`.
     """
     with at_step(trainer.steps_done + 1):
         rollout = trainer.rollout()

@@ -6,7 +6,7 @@ from transformers import PreTrainedTokenizerBase
 
 
 def token_texts(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> list[str]:
-    """What each token adds to the text; the tokenizer's own name for it where that is nothing that can be read."""
+    """The text that each token adds; the tokenizer's name of a token without readable text."""
     texts, whole = [], ""
     for end, token in enumerate(ids, start=1):
         longer = str(tokenizer.decode(list(ids[:end])))
@@ -17,6 +17,6 @@ def token_texts(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> list[
 
 
 def token_text(tokenizer: PreTrainedTokenizerBase, token: int) -> str:
-    """One token as text; the tokenizer's own name for it where it is no whole character."""
+    """One token as text; the tokenizer's name of a token that is not a whole character."""
     text = str(tokenizer.decode([token]))
     return text if text and "�" not in text else str(tokenizer.convert_ids_to_tokens(token))

@@ -78,13 +78,13 @@ def test_commands_and_what_is_none(leash: Leash) -> None:
 
 def test_a_reset_forgets_and_a_full_context_says_so(leash: Leash, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[list[str]] = []
-    real = chat.Speaker.answer
+    real = chat.ChatModel.answer
 
-    def watched(speaker: chat.Speaker, *arguments: object) -> object:
-        seen.append([message["content"] for message in speaker.conversation if message["role"] != "assistant"])
-        return real(speaker, *arguments)  # type: ignore[arg-type]
+    def watched(model: chat.ChatModel, *arguments: object) -> object:
+        seen.append([message["content"] for message in model.conversation if message["role"] != "assistant"])
+        return real(model, *arguments)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(chat.Speaker, "answer", watched)
+    monkeypatch.setattr(chat.ChatModel, "answer", watched)
     found = leash("one\ntwo\n/reset\nthree\n", "models/policy", "--max-new-tokens", "2", "--system", "eat")
     assert seen == [["eat", "one"], ["eat", "one", "two"], ["eat", "three"]]
     assert "tokens is full" not in found.stderr

@@ -13,7 +13,7 @@ from rlhf_core.config.base import ScratchConfig
 from rlhf_core.data.tokenizer import decode_response, encode_prompt, train_bpe
 from rlhf_core.errors import UserError
 from rlhf_core.inspect import dialogue
-from rlhf_core.inspect.dialogue import Speaker, ends, load_speaker, pieces
+from rlhf_core.inspect.dialogue import ChatModel, end_tokens, load_chat_model, pieces
 from rlhf_core.models.hf import build_llama, save_checkpoint, scalar_model_from
 from rlhf_core.models.sampling import sample
 
@@ -23,9 +23,9 @@ Build = Callable[..., PreTrainedModel]
 
 
 @pytest.fixture
-def speaker(build_lm: Build, tokenizer: PreTrainedTokenizerBase) -> Speaker:
+def chat(build_lm: Build, tokenizer: PreTrainedTokenizerBase) -> ChatModel:
     """Tiny, with a context of 64 tokens."""
-    return Speaker("tiny", build_lm(), tokenizer, frozenset({1}), system="eat")
+    return ChatModel("tiny", build_lm(), tokenizer, frozenset({1}), system="eat")
 
 
 @pytest.fixture(scope="module")
@@ -56,46 +56,46 @@ def test_pieces_are_the_decoded_response(ids: list[int]) -> None:
     assert "".join(pieces(BYTES, ids, frozenset({1}))) == decode_response(BYTES, ids, {1})
 
 
-def test_an_answer_is_what_the_sampler_samples(speaker: Speaker) -> None:
-    speaker.hear("what shall i eat", 20)
-    prompt = encode_prompt(speaker.tokenizer, speaker.conversation)
-    said = "".join(speaker.answer((4, 2), 20, 0.8))
+def test_an_answer_is_what_the_sampler_samples(chat: ChatModel) -> None:
+    chat.add_message("what shall i eat", 20)
+    prompt = encode_prompt(chat.tokenizer, chat.conversation)
+    said = "".join(chat.answer((4, 2), 20, 0.8))
     (ids,) = sample(
-        speaker.model, [prompt], [(4, 2)], max_new_tokens=20, temperature=0.8, stop_ids=speaker.stop_ids, pad_id=0,
+        chat.model, [prompt], [(4, 2)], max_new_tokens=20, temperature=0.8, stop_ids=chat.stop_ids, pad_id=0,
         batch_size=1,
     ).responses  # fmt: skip
-    assert said == decode_response(speaker.tokenizer, ids, speaker.stop_ids)
-    assert speaker.conversation[-1] == {"role": "assistant", "content": said}
+    assert said == decode_response(chat.tokenizer, ids, chat.stop_ids)
+    assert chat.conversation[-1] == {"role": "assistant", "content": said}
 
 
-def test_the_oldest_turns_go_when_the_context_is_full(speaker: Speaker) -> None:
+def test_the_oldest_turns_go_when_the_context_is_full(chat: ChatModel) -> None:
     """The system message stays; what was forgotten is counted in messages, a question with its answer."""
     forgotten = []
     for turn in range(6):
-        forgotten.append(speaker.hear("what shall i eat", 20))
-        assert len(encode_prompt(speaker.tokenizer, speaker.conversation)) + 20 <= speaker.context
-        speaker.conversation.append({"role": "assistant", "content": f"an egg {turn}"})
+        forgotten.append(chat.add_message("what shall i eat", 20))
+        assert len(encode_prompt(chat.tokenizer, chat.conversation)) + 20 <= chat.context
+        chat.conversation.append({"role": "assistant", "content": f"an egg {turn}"})
     assert forgotten[0] == 0
     assert sum(forgotten) > 0
     assert all(count % 2 == 0 for count in forgotten)
-    roles = [message["role"] for message in speaker.conversation]
+    roles = [message["role"] for message in chat.conversation]
     assert roles == ["system", *["user", "assistant"] * ((len(roles) - 1) // 2)]
-    assert speaker.conversation[-1]["content"] == "an egg 5"
+    assert chat.conversation[-1]["content"] == "an egg 5"
 
 
-def test_a_message_longer_than_the_context_is_refused_and_nothing_forgotten(speaker: Speaker) -> None:
-    speaker.hear("i eat", 20)
-    speaker.conversation.append({"role": "assistant", "content": "tea"})
-    before = list(speaker.conversation)
+def test_a_message_longer_than_the_context_is_refused_and_nothing_forgotten(chat: ChatModel) -> None:
+    chat.add_message("i eat", 20)
+    chat.conversation.append({"role": "assistant", "content": "tea"})
+    before = list(chat.conversation)
     with pytest.raises(UserError, match=r"makes \d+ tokens, and the model reads 64; shorten it"):
-        speaker.hear("what shall i eat for breakfast " * 10, 20)
-    assert speaker.conversation == before
+        chat.add_message("what shall i eat for breakfast " * 10, 20)
+    assert chat.conversation == before
 
 
-def test_an_answer_ends_where_the_context_does(speaker: Speaker) -> None:
-    speaker.stop_ids = frozenset()
-    speaker.hear("eat", 1)
-    room = speaker.context - len(encode_prompt(speaker.tokenizer, speaker.conversation))
+def test_an_answer_ends_where_the_context_does(chat: ChatModel) -> None:
+    chat.stop_ids = frozenset()
+    chat.add_message("eat", 1)
+    room = chat.context - len(encode_prompt(chat.tokenizer, chat.conversation))
     seen: list[int] = []
     real = dialogue.stream_response
 
@@ -106,37 +106,37 @@ def test_an_answer_ends_where_the_context_does(speaker: Speaker) -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dialogue, "stream_response", counted)
-        list(speaker.answer((1,), 1000, 1.0))
+        list(chat.answer((1,), 1000, 1.0))
     assert len(seen) == room
 
 
-def test_an_answer_that_is_stopped_is_kept_as_far_as_it_was_read(speaker: Speaker) -> None:
-    speaker.stop_ids = frozenset()
-    speaker.hear("eat", 20)
-    answer = speaker.answer((1, 3), 20, 1.0)
+def test_an_answer_that_is_stopped_is_kept_as_far_as_it_was_read(chat: ChatModel) -> None:
+    chat.stop_ids = frozenset()
+    chat.add_message("eat", 20)
+    answer = chat.answer((1, 3), 20, 1.0)
     first = next(answer)
     answer.close()  # type: ignore[attr-defined]
-    assert speaker.conversation[-1]["role"] == "assistant"
-    assert speaker.conversation[-1]["content"].startswith(first)
-    speaker.reset()
-    assert speaker.conversation == [{"role": "system", "content": "eat"}]
+    assert chat.conversation[-1]["role"] == "assistant"
+    assert chat.conversation[-1]["content"].startswith(first)
+    chat.reset()
+    assert chat.conversation == [{"role": "system", "content": "eat"}]
 
 
-def test_a_folder_becomes_a_speaker(folder: Path) -> None:
-    found = load_speaker(folder, "policy")
+def test_a_folder_becomes_a_chat_model(folder: Path) -> None:
+    found = load_chat_model(folder, "policy")
     assert (found.name, found.context) == ("policy", 128)
     assert found.stop_ids == {BYTES.eos_token_id}
     assert not any(parameter.requires_grad for parameter in found.model.parameters())
 
 
 def test_stop_tokens_of_the_folder_end_answers(folder: Path) -> None:
-    found = load_speaker(folder, "policy")
+    found = load_chat_model(folder, "policy")
     for named, expected in ((7, {1, 7}), ([7, 8], {1, 7, 8}), (None, {1})):
         found.model.generation_config.eos_token_id = named
-        assert ends(found.model, found.tokenizer) == expected
+        assert end_tokens(found.model, found.tokenizer) == expected
 
 
-def test_folders_that_do_not_talk_are_refused(folder: Path, tmp_path: Path) -> None:
+def test_folders_without_a_language_model_are_refused(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "off").mkdir()
     (tmp_path / "off" / "README.md").write_text("rloo is switched off.\n")
     (tmp_path / "broken").mkdir()
@@ -149,4 +149,4 @@ def test_folders_that_do_not_talk_are_refused(folder: Path, tmp_path: Path) -> N
         "reward": "scores, not words",
     }.items():
         with pytest.raises(UserError, match=words):
-            load_speaker(tmp_path / name, name)
+            load_chat_model(tmp_path / name, name)

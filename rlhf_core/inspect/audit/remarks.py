@@ -1,4 +1,4 @@
-"""What a configuration does to the optimum, in words. It reads settings and measured numbers, and computes nothing."""
+"""Sentences on the settings that change the optimum, or how well it is reached."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -7,12 +7,12 @@ from rlhf_core.config.ppo import PPOConfig
 
 
 def remarks(config: PPOConfig, found: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """A sentence for each setting that moves the optimum, its meaning, or the place where training comes to rest."""
+    """A sentence for each such setting."""
     return [*_moved(config), *_meaning(config, found), *_noise(config)]
 
 
 def _moved(config: PPOConfig) -> Iterator[str]:
-    """Settings that draw the policy away from π*."""
+    """Settings with another fixed point than π*."""
     if config.entropy_coef > 0:
         yield (
             f"entropy_coef {config.entropy_coef:g} draws the policy towards uniform, away from π*; "
@@ -28,7 +28,7 @@ def _moved(config: PPOConfig) -> Iterator[str]:
 
 
 def _meaning(config: PPOConfig, found: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
-    """Settings that decide which R, β and π the optimum is made of."""
+    """Settings that define R, β and π of the optimum."""
     if config.score.normalise:
         sharpness = f", R/β {1 / config.kl.coef:.3g}" if config.kl.coef else ""
         yield f"score.normalise: under the reference R has standard deviation 1{sharpness}"
@@ -50,7 +50,7 @@ def _meaning(config: PPOConfig, found: Mapping[str, Mapping[str, Any]]) -> Itera
 
 
 def _noise(config: PPOConfig) -> Iterator[str]:
-    """Settings that leave the optimum where it is and change how well it is reached."""
+    """Settings that do not move the optimum and change how well it is reached."""
     if config.lam < 1:
         yield f"lam {config.lam:g}: the gradient is biased by the critic's errors, and less as the critic learns"
     if config.optimizer.decay == "none":
