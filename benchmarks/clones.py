@@ -1,8 +1,4 @@
-"""Runs of the graph in a fresh clone of what is committed, for the benchmarks that repeat it with other parameters.
-
-Only making the clone, its parameters, `dvc repro`, and what is kept of a run; what is asked of the runs stands in
-seeds.py and frontier.py.
-"""
+"""Runs of the graph in a fresh clone of the commit, for the benchmarks that repeat it with other parameters."""
 
 import csv
 import json
@@ -28,8 +24,7 @@ Table = list[dict[str, Any]]
 
 @dataclass(frozen=True)
 class Result:
-    """What one run left: its metrics, its tables (plots/*.csv by name), wall-clock seconds, the parameters, and the
-    commit that made it."""
+    """Metrics, tables (plots/*.csv by name), wall-clock seconds, parameters and commit of one run."""
 
     metrics: Metrics
     tables: dict[str, Table]
@@ -67,8 +62,8 @@ def clone(folder: Path) -> None:
 
 
 def reproduce(folder: Path, params: Mapping[str, Any]) -> float:
-    """`dvc repro` in a clone with these parameters; wall-clock seconds. A file that says the same is left as it is, so
-    that its comments are no difference. Raises CalledProcessError when a stage fails."""
+    """`dvc repro` in a clone with these parameters; wall-clock seconds. A parameter file with equal values is not
+    rewritten, which would remove its comments. Raises CalledProcessError when a stage fails."""
     path = folder / "params.yaml"
     if read_params(path) != params:
         with path.open("w", encoding="utf-8") as file:
@@ -86,13 +81,13 @@ def reproduce(folder: Path, params: Mapping[str, Any]) -> float:
 
 
 def differs(folder: Path, name: str) -> bool:
-    """Whether a file of the clone is no longer what was committed."""
+    """Whether a file of the clone differs from the commit."""
     return subprocess.run(["git", "diff", "--quiet", "--", name], cwd=folder).returncode != 0
 
 
 def keep(run: Path, params: Mapping[str, Any], seconds: float, kept: Path) -> None:
-    """Copy metrics/*.json and plots/*.csv of a run to the folder `kept`, with what made them (run.json). The folder
-    appears all at once or not at all."""
+    """Copy metrics/*.json and plots/*.csv of a run to the folder `kept`, with commit, seconds and parameters
+    (run.json). The folder is renamed into place when it is complete."""
     partial = kept.with_name(f"{kept.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     for folder, pattern in (("metrics", "*.json"), ("plots", "*.csv")):
@@ -106,13 +101,13 @@ def keep(run: Path, params: Mapping[str, Any], seconds: float, kept: Path) -> No
 
 
 def commit_of(folder: Path) -> str:
-    """The commit that a clone stands at; empty outside a repository."""
-    said = subprocess.run(["git", "rev-parse", "HEAD"], cwd=folder, capture_output=True, text=True)
-    return said.stdout.strip() if said.returncode == 0 else ""
+    """The commit of a clone; empty outside a repository."""
+    done = subprocess.run(["git", "rev-parse", "HEAD"], cwd=folder, capture_output=True, text=True)
+    return done.stdout.strip() if done.returncode == 0 else ""
 
 
 def kept_run(kept: Path, params: Mapping[str, Any]) -> Result | None:
-    """What `keep` left there; None where nothing is, or where other parameters made it."""
+    """The run that `keep` copied there; None where there is none, or one with other parameters."""
     if not (kept / "run.json").exists():
         return None
     made = json.loads((kept / "run.json").read_text(encoding="utf-8"))
@@ -146,7 +141,7 @@ def markdown(head: list[str], rows: list[list[str]]) -> str:
 
 
 def text(value: object, signed: bool = False) -> str:
-    """A cell: numbers with three decimals, an interval as "low to high", and a dash for what is not known."""
+    """A cell: numbers with three decimals, an interval as "low to high", a dash for None."""
     if value is None:
         return "–"
     if isinstance(value, list):

@@ -2,11 +2,10 @@
 
     python benchmarks/frontier.py --seeds 1 2 3 --betas 0.05 0.1 0.2 --out ../frontier
 
-One clone a seed. Its first run is the whole graph; each further β changes `ppo.kl.coef` alone and leaves the
-alternatives out, so that DVC repeats nothing but PPO and what reads it. A (seed, β) whose results stand in --out is not
-run again; --draw runs nothing and draws what is there. Prints Markdown (PPO's lead at equal KL, with its sign, for each
-β) and writes three pictures to --out: both scores over √KL, and the gold score over the tokens trained on and over the
-samples generated.
+One clone per seed. Its first run is the whole graph; each further β changes `ppo.kl.coef` only and switches the
+alternatives off, so that DVC repeats only PPO and the stages after it. A (seed, β) with results in --out is not run
+again; --draw only draws. Prints Markdown (PPO's lead at equal KL for each β) and writes three pictures to --out: both
+scores over √KL, and the gold score over the tokens trained on and over the samples generated.
 """
 
 import argparse
@@ -56,14 +55,14 @@ def arguments() -> argparse.ArgumentParser:
 
 
 def ordered(betas: Sequence[float], own: float) -> list[float]:
-    """Without repetition, the parameter file's own β first: the alternatives that share PPO's settings run with it."""
+    """Distinct values, the parameter file's own β first: the alternatives are trained with it."""
     distinct = list(dict.fromkeys(betas))
     return sorted(distinct, key=lambda beta: beta != own)
 
 
 def run_seed(seed: int, betas: Sequence[float], params: Mapping[str, Any], out: Path, reproduce: Runner | None) -> Runs:
-    """The results of every β, in this order; what is in `out` already is read, and without `reproduce` only that. The
-    clone stays in `out` until all are there, so that an interrupted sweep continues in it."""
+    """The results of every β, in this order. Results in `out` are read; without `reproduce` nothing is run. The clone
+    stays in `out` until all results are there, so that an interrupted sweep continues in it."""
     runs: Runs = {}
     clone = out / "clones" / f"seed-{seed}"
     for number, beta in enumerate(betas):

@@ -1,6 +1,5 @@
-"""What the frontier's table and pictures read from the runs: PPO's snapshots and the alternatives as points of KL and
-score, PPO's lead at equal KL, and what each point has cost in samples and tokens. Nothing here runs or draws.
-"""
+"""PPO's snapshots and the alternatives as points of KL and score, PPO's lead at equal KL, and the samples and tokens
+that each point took."""
 
 from dataclasses import dataclass
 from itertools import accumulate
@@ -15,8 +14,8 @@ Runs = dict[tuple[int, float], Result]
 
 
 def gap_table(runs: Runs) -> str:
-    """PPO's gold score less that of each alternative at the alternative's KL: a row a β and alternative, a column a
-    seed, and the mean. A dash: the alternative is further from SFT than PPO's snapshots come."""
+    """PPO's gold score minus that of each alternative at the alternative's KL: a row for each β and alternative, a
+    column for each seed, and the mean. A dash: the alternative's KL is outside that of PPO's snapshots."""
     seeds, betas = list(dict.fromkeys(seed for seed, _ in runs)), list(dict.fromkeys(beta for _, beta in runs))
     names = list(dict.fromkeys(name for seed in seeds for name in points(runs, seed)))
     rows = []
@@ -30,9 +29,9 @@ def gap_table(runs: Runs) -> str:
 
 
 def gap(runs: Runs, seed: int, beta: float, name: str) -> float | None:
-    """PPO's gold score at the KL of an alternative, less the alternative's; None where either is not known. Of the run
-    that has the alternatives it is `frontier` of metrics/evaluate.json; of another β it is read the same way, linear in
-    √KL between snapshots."""
+    """PPO's gold score at the KL of an alternative, minus the alternative's; None where either is not known. For the
+    run with the alternatives it is in `frontier` of metrics/evaluate.json; for another β it is computed in the same
+    way."""
     point, run = points(runs, seed).get(name), runs.get((seed, beta))
     if point is None or run is None:
         return None
@@ -45,8 +44,7 @@ def gap(runs: Runs, seed: int, beta: float, name: str) -> float | None:
 
 
 def points(runs: Runs, seed: int, score: str = "gold") -> dict[str, tuple[float, float]]:
-    """KL (nats an answer) and score of each alternative, best-of-n by n from 2 on (best of one is SFT). Of the first
-    run of the seed: the others left them out."""
+    """KL (nats an answer) and score of each alternative, best-of-n with n ≥ 2, from the first run of the seed."""
     first = first_run(runs, seed)
     found = {}
     for row in [] if first is None else first.tables.get("frontier", []):
@@ -72,7 +70,7 @@ def snapshots(run: Result, score: str) -> list[tuple[float, float]]:
 
 
 def sft_score(runs: Runs, seed: int, score: str) -> float:
-    """The mean score of a seed's SFT model, where all of its curves begin."""
+    """The mean score of a seed's SFT model."""
     return next(snapshots(run, score)[0][1] for (other, _), run in runs.items() if other == seed)
 
 
@@ -84,7 +82,7 @@ def snapshot_rows(run: Result) -> Table:
 
 @dataclass(frozen=True)
 class Cost:
-    """A gold score, and what training to it took: responses sampled, and response tokens read by a backward pass."""
+    """A gold score, and the cost of training: responses sampled, and response tokens in backward passes."""
 
     gold: float
     samples: float
@@ -92,7 +90,7 @@ class Cost:
 
 
 def snapshot_costs(run: Result) -> list[Cost]:
-    """Of each of PPO's snapshots, in the order of the steps, SFT first."""
+    """The cost of SFT and of each of PPO's snapshots, in the order of the steps."""
     tokens = accumulate(float(row["tokens_trained"] or 0) for row in run.tables.get("ppo", []))
     spent = [0.0, *tokens]
     return [
@@ -103,7 +101,7 @@ def snapshot_costs(run: Result) -> list[Cost]:
 
 
 def model_costs(run: Result) -> dict[str, Cost]:
-    """Of each trained alternative. Best-of-n is left out: it trains nothing, and samples anew for every answer."""
+    """The cost of each trained alternative; best-of-n trains nothing."""
     models = run.metrics["evaluate"].get("models") or {}
     return {
         name: Cost(row["gold"], row["samples_generated"], row["tokens_trained"])
@@ -115,5 +113,5 @@ def model_costs(run: Result) -> dict[str, Cost]:
 
 
 def first_run(runs: Runs, seed: int) -> Result | None:
-    """The run of a seed that has the alternatives."""
+    """The run of a seed with the alternatives."""
     return next((run for (other, _), run in runs.items() if other == seed), None)

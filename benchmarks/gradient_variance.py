@@ -2,11 +2,11 @@
 
     python benchmarks/gradient_variance.py --seeds 1 2 3
 
-One rollout a seed; then, at the policy that sampled, the plain policy gradient g = −Σ_t A_t·∇log π(a_t) of each
-response by itself, once for each way to make A of the same rewards. Without a baseline A is the whole return. Nothing
-is whitened, so all have the same expectation, but for: the batch's own mean (a share of 1/B), the critic's error where
-λ < 1, and GRPO, which weighs prompts by 1/σ; its advantages are multiplied by the one number that brings them nearest
-to RLOO's (least squares). The table is Markdown; the last line printed is JSON.
+One rollout per seed; then, at the policy that sampled, the plain policy gradient g = −Σ_t A_t·∇log π(a_t) of each
+response, with each kind of advantage A from the same rewards. Without a baseline A is the whole return. Nothing is
+whitened, so all have the same expectation, except for: the batch's own mean (a share of 1/B), the critic's error where
+λ < 1, and GRPO, which weights prompts by 1/σ; its advantages are scaled to RLOO's by least squares. The table is
+Markdown; the last line is JSON.
 """
 
 import argparse
@@ -72,7 +72,7 @@ def arguments() -> argparse.ArgumentParser:
 
 
 def measure_seed(options: argparse.Namespace, seed: int) -> dict[str, dict[str, float]]:
-    """All kinds of advantages on one rollout; with a warm-up, GAE a second time with the critic that it leaves."""
+    """All kinds of advantages on one rollout; with a warm-up, GAE also with the critic after it."""
     trainer = build(options, seed)
     trainer.steps_done = options.critic_warmup
     rollout = trainer.rollout()
@@ -108,7 +108,7 @@ def build(options: argparse.Namespace, seed: int) -> PPOTrainer:
 
 
 def advantages_of(trainer: PPOTrainer, rollout: Rollout) -> dict[str, Tensor]:
-    """[B, T] each: what every token is weighed with, not whitened."""
+    """The advantages of every token by each kind, [B, T] each, not whitened."""
     config, mask = trainer.config, rollout.mask
     _, rewards = token_rewards(rollout, trainer.score(rollout), config, trainer.controller.coef)
     returns, each = rewards.sum(dim=1), config.samples_per_prompt
@@ -136,7 +136,7 @@ class Moments:
     squares: float = 0.0
 
     def add(self, vector: Tensor) -> None:
-        """Count one vector in."""
+        """Add one vector."""
         exact = vector.double()
         self.count, self.total = self.count + 1, self.total + exact
         self.squares += exact.square().sum().item()
@@ -154,9 +154,8 @@ class Moments:
 
 def compare(trainer: PPOTrainer, rollout: Rollout, weights: Mapping[str, Tensor]) -> dict[str, dict[str, float]]:
     """For each kind of advantages: `variance`, the trace of the covariance of one response's gradient, divided by that
-    without a baseline; `variance_of_mean`, the same of the batch's mean, from its prompts, whose answers hang together;
-    `signal_to_noise`, ‖E g‖ over the deviation of that mean, with what noise adds to the length taken out of ‖E g‖²
-    (0 where nothing is left)."""
+    without a baseline; `variance_of_mean`, the same for the batch's mean, with prompts as the independent units;
+    `signal_to_noise`, ‖E g‖ over the deviation of that mean, where ‖E g‖² is corrected for noise (at least 0)."""
     each = trainer.config.samples_per_prompt
     responses, prompts = defaultdict[str, Moments](Moments), defaultdict[str, Moments](Moments)
     for first in range(0, len(rollout.response_ids), each):

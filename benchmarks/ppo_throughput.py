@@ -1,4 +1,4 @@
-"""Seconds per PPO update and samples per second, on folders of your own; beside TRL's last PPO where it is installed.
+"""Seconds per PPO step and samples per second, on folders of your own, compared with TRL's last PPO.
 
     python benchmarks/ppo_throughput.py --updates 6
     python benchmarks/ppo_throughput.py … --trl PATH/TO/python     # an environment of its own with trl==1.12.0
@@ -21,7 +21,7 @@ LEARNING_RATE = 1e-6  # small: the lengths of the responses, and with them the w
 
 
 def main() -> None:
-    """Measure Leash, then TRL if asked, and print one table and one line of JSON."""
+    """Measure Leash, then TRL with --trl, and print one line each and one of JSON."""
     options = arguments().parse_args()
     if options.side == "leash":
         print(json.dumps(measure(options)))
@@ -66,7 +66,7 @@ def arguments() -> argparse.ArgumentParser:
 
 
 def work_of(options: argparse.Namespace) -> list[str]:
-    """The options that say what is to be done, as a command line."""
+    """The options that both sides share, as a command line."""
     names = ("sft", "reward", "prompts", "updates", "batch", "micro_batch", "epochs", "max_new_tokens", "threads")
     return [part for name in names for part in (f"--{name.replace('_', '-')}", str(getattr(options, name)))]
 
@@ -79,7 +79,7 @@ def run_side(command: list[str]) -> dict[str, float]:
 
 
 def show(name: str, result: dict[str, float]) -> None:
-    """One line for people."""
+    """Print one line to stderr."""
     numbers = "  ".join(f"{key} {value:.3g}" for key, value in result.items())
     print(f"{name}: {numbers}", file=sys.stderr)
 

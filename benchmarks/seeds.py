@@ -1,11 +1,11 @@
-"""The graph for several seeds, each in a fresh clone of what is committed, and tables of the results.
+"""The graph for several seeds, each in a fresh clone of the commit, and tables of the results.
 
     python benchmarks/seeds.py --seeds 1 2 3
     python benchmarks/seeds.py --seeds 1 2 3 --params examples/overoptimise.yaml --keep ../seeds
 
-Prints Markdown: a row a seed; the gold score of each model; PPO against the alternatives, with signs; and how far the
-gold score fell from PPO's best snapshot to its last. Says for a run with the committed parameters whether it made the
-committed dvc.lock again. Not part of the tests: three whole runs take a while.
+Prints Markdown: a row for each seed; the gold score of each model; PPO's lead over the alternatives; and the fall of
+the gold score from PPO's best snapshot to its last. For a run with the committed parameters it also prints whether
+dvc.lock is the committed one.
 """
 
 import argparse
@@ -35,8 +35,8 @@ COLUMNS: dict[str, Column] = {
     "alerts": lambda m: ", ".join(f"{a['name']} ({a['step']})" for a in m["ppo"]["alerts"]) or "none",
 }
 
-RIVALS = ("best_of_4", "rejection_sft")
-"""What PPO has to beat in gold score, for its training to have been worth it."""
+BASELINES = ("best_of_4", "rejection_sft")
+"""The cheaper methods that PPO is compared with."""
 
 Runs = dict[int, Result]
 """The result of each seed."""
@@ -94,24 +94,24 @@ def model_table(runs: Runs) -> str:
 
 
 def verdict_table(runs: Runs) -> str:
-    """What PPO's policy is ahead of its rivals by: positive where PPO is better. Empty where no run has a rival."""
+    """The lead of PPO's policy over the baselines: positive where PPO is better. Empty without baselines."""
     rows = []
-    for name in RIVALS:
+    for name in BASELINES:
         leads = [lead(run, name) for run in runs.values()]
         if any(value is not None for value, _ in leads):
             row = [_with_interval(value, ends) for value, ends in leads]
             rows.append([f"policy − {name}, gold", *row, text(mean([value for value, _ in leads]), signed=True)])
-    found = [frontier(run).get(RIVALS[0], {}) for run in runs.values()]
+    found = [frontier(run).get(BASELINES[0], {}) for run in runs.values()]
     gaps = [row.get("gold_gap") for row in found]
     if any(gap is not None for gap in gaps):
         row = [_with_interval(gap, each.get("gold_gap_ci95")) for gap, each in zip(gaps, found, strict=True)]
-        rows.append([f"PPO − {RIVALS[0]}, gold, at its KL", *row, text(mean(gaps), signed=True)])
+        rows.append([f"PPO − {BASELINES[0]}, gold, at its KL", *row, text(mean(gaps), signed=True)])
     head = ["lead of PPO (95% interval over prompts)", *(f"seed {seed}" for seed in runs), "mean"]
     return markdown(head, rows) if rows else ""
 
 
 def lead(run: Result, name: str) -> tuple[float | None, list[float] | None]:
-    """Gold score of the policy less that of the model, and its interval, paired by prompt: the opposite of evaluate's
+    """Gold score of the policy minus that of the model, and its interval, paired by prompt: −1 times evaluate's
     `gold_minus_policy`."""
     model = models(run).get(name, {})
     difference, ends = model.get("gold_minus_policy"), model.get("gold_minus_policy_ci95")
@@ -122,10 +122,9 @@ def lead(run: Result, name: str) -> tuple[float | None, list[float] | None]:
 
 
 def fall_table(runs: Runs) -> str:
-    """Over-optimisation: PPO's snapshot with the highest gold score on held-out prompts beside the last one, a row a
-    seed. The highest of many is high by luck, too, so the fall is never below 0; without that luck is the snapshot that
-    the judge liked best on the validation prompts, less the last one. Empty where no run has snapshots with a gold
-    score."""
+    """Over-optimisation: PPO's snapshot with the highest gold score on held-out prompts and the last one, a row for
+    each seed. The maximum is biased upwards, so the fall is never below 0; the difference for the snapshot with the
+    judge's best score on the validation prompts is unbiased. Empty where no run has snapshots with a gold score."""
     rows = []
     for seed, run in runs.items():
         scored = [row for row in snapshot_rows(run) if isinstance(row["gold"], float)]
@@ -141,19 +140,19 @@ def fall_table(runs: Runs) -> str:
 
 
 def stopped(run: Result) -> str:
-    """What stopping at the snapshot that did best on the validation prompts is worth on the held-out ones."""
+    """The difference on held-out prompts between the best snapshot on validation prompts and the last one."""
     found = run.metrics["evaluate"].get("stopping") or {}
     return _with_interval(found.get("difference"), found.get("difference_ci95"))
 
 
 def alert_step(run: Result) -> str:
-    """The PPO step at which `reward_hacking` was first seen."""
+    """The PPO step of the first alert `reward_hacking`."""
     steps = [alert["step"] for alert in run.metrics["ppo"]["alerts"] if alert["name"] == "reward_hacking"]
     return str(min(steps)) if steps else "none"
 
 
 def selected_step(run: Result) -> str:
-    """The snapshot that `select` made the policy."""
+    """The step of the snapshot that `select` chose."""
     return text(run.metrics.get("select", {}).get("step"))
 
 
@@ -163,7 +162,7 @@ def models(run: Result) -> dict[str, dict[str, Any]]:
 
 
 def frontier(run: Result) -> dict[str, dict[str, Any]]:
-    """`frontier` of metrics/evaluate.json; models beyond PPO's KL are null there."""
+    """`frontier` of metrics/evaluate.json, without models outside PPO's KL."""
     found = run.metrics["evaluate"].get("frontier") or {}
     return {name: row for name, row in found.items() if row is not None}
 
