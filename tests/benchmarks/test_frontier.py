@@ -14,15 +14,15 @@ Sweep = Callable[..., Any]
 
 
 class Runner:
-    """Stands in for `dvc repro`: notes what it was asked for, and fails once where it is told to."""
+    """Replaces `dvc repro`: records the parameters, and fails in one call if requested."""
 
     def __init__(self, write: WriteRun, fails_at: int = -1) -> None:
         self.write, self.fails_at = write, fails_at
-        self.asked: list[dict[str, Any]] = []
+        self.calls: list[dict[str, Any]] = []
 
     def __call__(self, clone: Path, params: Mapping[str, Any]) -> float:
-        self.asked.append(json.loads(json.dumps(params)))
-        if len(self.asked) - 1 == self.fails_at:
+        self.calls.append(json.loads(json.dumps(params)))
+        if len(self.calls) - 1 == self.fails_at:
             raise InterruptedError
         self.write(clone)
         return 1.0
@@ -55,7 +55,7 @@ def test_the_first_beta_runs_all_and_the_others_leave_the_alternatives_out(
 ) -> None:
     runner = Runner(write_run)
     assert list(sweep(runner)) == [(2, 0.1), (2, 0.2)]
-    first, second = runner.asked
+    first, second = runner.calls
     assert first["seed"] == first["ingest"]["seed"] == second["seed"] == second["ingest"]["seed"] == 2
     assert (first["ppo"]["kl"]["coef"], second["ppo"]["kl"]["coef"]) == (0.1, 0.2)
     assert [first[name]["enabled"] for name in ("dpo", "rloo")] == [True, True]
@@ -72,14 +72,14 @@ def test_an_interrupted_sweep_keeps_its_clone_and_repeats_no_finished_run(
     assert (tmp_path / "out/clones/seed-2").exists()
     again = Runner(write_run)
     assert len(sweep(again)) == 2
-    assert [asked["ppo"]["kl"]["coef"] for asked in again.asked] == [0.2]
+    assert [call["ppo"]["kl"]["coef"] for call in again.calls] == [0.2]
 
 
 def test_results_of_other_parameters_are_run_again(sweep: Sweep, write_run: WriteRun) -> None:
     sweep(Runner(write_run))
     other = Runner(write_run)
     sweep(other, betas=[0.1], dpo={"enabled": False})
-    assert len(other.asked) == 1
+    assert len(other.calls) == 1
 
 
 def test_drawing_runs_nothing(sweep: Sweep, write_run: WriteRun, tmp_path: Path) -> None:

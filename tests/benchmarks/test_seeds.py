@@ -67,7 +67,9 @@ def test_the_fall_is_from_the_best_snapshot_to_the_last(seeds: ModuleType, resul
     assert seeds.fall_table({1: seeds.Result({}, {}, 1.0, {})}) == ""
 
 
-def test_a_seed_without_a_rival_has_a_dash_and_leaves_no_mean(seeds: ModuleType, result: Any, params: Params) -> None:
+def test_a_seed_without_a_baseline_has_a_dash_and_leaves_no_mean(
+    seeds: ModuleType, result: Any, params: Params
+) -> None:
     alone = seeds.Result({"evaluate": {"models": {}}}, {}, 1.0, params)
     table = rows(seeds.verdict_table({1: result, 2: alone}))
     assert table["policy − best_of_4, gold"] == ["+0.500 (+0.250 to +0.750)", "–", "–"]

@@ -53,7 +53,7 @@ def _one_thread() -> Iterator[None]:
 
 @cache
 def tiny_tokenizer() -> PreTrainedTokenizerBase:
-    """A byte-level BPE tokenizer of 60 tokens that knows small letters only: pad 0, end 1, roles 2 to 4."""
+    """A byte-level BPE tokenizer of 60 tokens of small letters: pad 0, end 1, roles 2 to 4."""
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
@@ -74,7 +74,7 @@ def tiny_tokenizer() -> PreTrainedTokenizerBase:
 
 @pytest.fixture(scope="session")
 def tokenizer() -> PreTrainedTokenizerBase:
-    """A byte-level BPE tokenizer of 60 tokens that knows small letters only: pad 0, end 1, roles 2 to 4."""
+    """A byte-level BPE tokenizer of 60 tokens of small letters: pad 0, end 1, roles 2 to 4."""
     return tiny_tokenizer()
 
 

@@ -1,4 +1,4 @@
-"""`config/`: what the settings refuse, and that the reason is said."""
+"""`config/`: settings that are refused, and the reasons."""
 
 from collections.abc import Callable
 from typing import Any
@@ -32,7 +32,7 @@ def test_rule_01_what_changes_the_sampling_is_refused_with_the_reason(
 
 
 @pytest.mark.parametrize("estimator", ["k2", "k3", "full", "rho_k1", "rho_k3"])
-def test_rule_08_only_k1_may_stand_in_the_reward(ppo_values: Values, estimator: str) -> None:
+def test_rule_08_only_k1_is_allowed_in_the_reward(ppo_values: Values, estimator: str) -> None:
     reason = "is refused: .* ρ is 1" if estimator.startswith("rho") else "moves the optimum"
     with pytest.raises(ValidationError, match=rf"estimator {estimator} in the reward {reason}"):
         PPOConfig(**ppo_values(kl={"estimator": estimator}))
@@ -44,7 +44,7 @@ def test_rule_15_diagnostics_are_refused_as_losses(ppo_values: Values, estimator
         PPOConfig(**ppo_values(kl={"penalty": "loss", "estimator": estimator}))
 
 
-def test_rule_15_what_may_stand_in_the_loss(ppo_values: Values) -> None:
+def test_rule_15_kl_losses_that_are_allowed(ppo_values: Values) -> None:
     for estimator in ("rho_k1", "rho_k3", "k2", "full"):
         PPOConfig(**ppo_values(kl={"penalty": "loss", "estimator": estimator}))
 
@@ -58,7 +58,7 @@ def test_rule_17_an_adaptive_batch_beyond_the_horizon_is_refused(ppo_values: Val
 
 
 def test_rule_17_an_adaptive_coefficient_of_0_is_refused(ppo_values: Values) -> None:
-    """β is multiplied: it would stay 0. A fixed 0 switches the leash off."""
+    """β is multiplied: it would stay 0. A fixed 0 switches the penalty off."""
     with pytest.raises(ValidationError, match="coef"):
         PPOConfig(**ppo_values(kl={"controller": "adaptive", "coef": 0.0}))
     PPOConfig(**ppo_values(kl={"coef": 0.0}))

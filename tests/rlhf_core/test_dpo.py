@@ -69,7 +69,7 @@ def test_dpo_loss_by_hand() -> None:
 
 @settings(max_examples=50, deadline=None, derandomize=True)
 @given(PAIRS, st.floats(0.01, 2), st.sampled_from([0.0, 0.1, 0.4]))
-def test_dpo_loss_is_what_a_slow_loop_says(pairs: list[Four], beta: float, smoothing: float) -> None:
+def test_dpo_loss_equals_a_slow_loop(pairs: list[Four], beta: float, smoothing: float) -> None:
     slow = 0.0
     for chosen, rejected, ref_chosen, ref_rejected in pairs:
         margin = beta * (chosen - ref_chosen) - beta * (rejected - ref_rejected)
@@ -105,7 +105,7 @@ def test_dpo_loss_survives_large_margins() -> None:
     assert chosen.grad.tolist() == [-0.5, 0.0]
 
 
-def test_each_row_stands_beside_its_own_reference(build_lm: Build) -> None:
+def test_each_row_has_its_own_reference(build_lm: Build) -> None:
     model = build_lm()
     references = reference_logprobs(model, COMPARISONS, PAD)
     items = [Referenced(c, r) for c, r in zip(COMPARISONS, references, strict=True)][3:6]
@@ -151,7 +151,7 @@ def test_equal_rewards_are_half_right(build_lm: Build) -> None:
     assert (measured.accuracy, measured.margin, measured.loss) == (0.5, 0.0, pytest.approx(math.log(2)))
 
 
-def test_a_wider_leash_moves_less(build_lm: Build, make_run: Callable[..., Run]) -> None:
+def test_a_larger_beta_moves_less(build_lm: Build, make_run: Callable[..., Run]) -> None:
     """β weighs the distance from the reference: log π moves less with a large one."""
     moved = []
     for beta in (0.1, 5.0):
@@ -164,7 +164,7 @@ def test_a_wider_leash_moves_less(build_lm: Build, make_run: Callable[..., Run])
 
 
 class Killed(Exception):
-    """Stands for a kill in the middle of training."""
+    """Simulates a kill during training."""
 
 
 @pytest.mark.parametrize("config", [CONFIG, LORA], ids=["all weights", "lora"])

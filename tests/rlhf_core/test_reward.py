@@ -49,9 +49,7 @@ def test_bradley_terry_loss_by_hand() -> None:
 
 @settings(max_examples=50, deadline=None, derandomize=True)
 @given(st.lists(st.tuples(*[st.floats(-20, 20)] * 3), min_size=1, max_size=6), st.booleans())
-def test_bradley_terry_loss_is_what_a_slow_loop_says(
-    pairs: list[tuple[float, float, float]], with_margin: bool
-) -> None:
+def test_bradley_terry_loss_equals_a_slow_loop(pairs: list[tuple[float, float, float]], with_margin: bool) -> None:
     chosen, rejected, margin = (tensor(*column) for column in zip(*pairs, strict=True))
     slow = [math.log1p(math.exp(-(c - r - (m if with_margin else 0.0)))) for c, r, m in pairs]
     loss = bradley_terry_loss(chosen, rejected, margin if with_margin else None)
@@ -78,7 +76,7 @@ def test_bradley_terry_gradient() -> None:
     assert torch.autograd.gradcheck(bradley_terry_loss, inputs)
 
 
-def test_all_pairs_of_a_prompt_stand_in_one_batch_and_each_response_once() -> None:
+def test_all_pairs_of_a_prompt_are_in_one_batch_and_each_response_once() -> None:
     batch = PairCollator(PAD)(COMPARISONS[1:3])
     assert batch["input_ids"].tolist() == [c.prompt for c in COMPARISONS[1:3]]
     assert batch["response_ids"].shape[0] == sum(len(c.responses) for c in COMPARISONS[1:3]) == 7
@@ -157,7 +155,7 @@ def test_lora_trains_adapters_and_head_alone_and_leaves_a_plain_model(
 
 
 class Killed(Exception):
-    """Stands for a kill in the middle of training."""
+    """Simulates a kill during training."""
 
 
 @pytest.mark.parametrize("config", [CONFIG, LORA], ids=["all weights", "lora"])

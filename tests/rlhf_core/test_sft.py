@@ -38,7 +38,7 @@ CONFIG = SFTConfig(
 
 
 class Killed(Exception):
-    """Stands for a kill in the middle of training."""
+    """Simulates a kill during training."""
 
 
 def kill_at(step: int) -> Callable[..., None]:
@@ -71,7 +71,7 @@ def weights(model: PreTrainedModel) -> torch.Tensor:
     return torch.cat([p.detach().flatten() for p in model.parameters()])
 
 
-def test_labels_stand_on_response_tokens_only() -> None:
+def test_only_response_tokens_have_labels() -> None:
     batch = Collator(PAD)([Demonstration([3, PAD, 4], [PAD, END]), Demonstration([3], [END])])
     assert batch["input_ids"].tolist() == [[3, PAD, 4, PAD, END], [3, END, PAD, PAD, PAD]]
     assert batch["attention_mask"].tolist() == [[1] * 5, [1, 1, 0, 0, 0]]
@@ -200,23 +200,23 @@ def test_failure_01_a_checkpoint_that_was_cut_short_is_passed_over(
         assert same_weights(resumed, whole)
 
 
-def test_a_run_that_is_asked_to_stop_saves_its_step_and_continues_there(
+def test_a_request_to_stop_saves_the_step_and_the_run_continues_there(
     build_lm: Build, make_run: MakeRun, tmp_path: Path
 ) -> None:
-    class Asked(NeverStops):
+    class Requested(NeverStops):
         seen = 0
 
         def is_asked(self) -> bool:
             return self.seen >= 1
 
-    whole, stopping, seen = build_lm(), Asked(), []
+    whole, stopping, seen = build_lm(), Requested(), []
     train(whole, CONFIG, make_run("whole"))
-    run = make_run("asked", checkpoint_every=100)
+    run = make_run("requested", checkpoint_every=100)
     with pytest.raises(KeyboardInterrupt):
         train(
             build_lm(), CONFIG, replace(run, stopping=stopping, report=lambda step, *_: setattr(stopping, "seen", step))
         )
-    assert [path.name for path in (tmp_path / "asked" / "trainer").glob("checkpoint-*")] == ["checkpoint-2"]
+    assert [path.name for path in (tmp_path / "requested" / "trainer").glob("checkpoint-*")] == ["checkpoint-2"]
     resumed = build_lm(seed=9)
     train(resumed, CONFIG, replace(run, report=lambda step, *_: seen.append(step)))
     assert min(seen) == 3

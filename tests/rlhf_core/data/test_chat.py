@@ -23,7 +23,7 @@ def test_prompt_id_ignores_the_order_of_keys_and_other_keys() -> None:
     assert prompt_id(other) == prompt_id(TURN)  # type: ignore[arg-type]
 
 
-def test_prompt_id_tells_role_text_and_turns_apart() -> None:
+def test_prompt_id_differs_by_role_text_and_turns() -> None:
     prompts: list[Conversation] = [
         TURN,
         [{"role": "system", "content": "Grüße"}],
@@ -43,7 +43,7 @@ def test_opening_folds_case_and_white_space_of_the_first_user_message() -> None:
     assert opening([{"role": "system", "content": "x"}]) == ""
 
 
-def test_as_text_names_the_speakers_of_a_longer_prompt() -> None:
+def test_as_text_names_the_roles_of_a_longer_prompt() -> None:
     assert as_text(TURN) == "Grüße"
     assert as_text(LONG).splitlines()[0] == "system: Be brief."
     assert as_text(LONG).endswith("user: And then?")

@@ -122,7 +122,7 @@ def test_the_stop_token_that_closes_a_response_is_not_shown() -> None:
     assert decode_response(TRAINED, [], stops) == ""
 
 
-def test_failure_11_pad_equal_to_eos_is_repaired_aloud(plain: Callable[..., PreTrainedTokenizerFast]) -> None:
+def test_failure_11_pad_equal_to_eos_is_repaired_and_reported(plain: Callable[..., PreTrainedTokenizerFast]) -> None:
     tokenizer, repairs = complete(plain(eos_token="<eos>", pad_token="<eos>"), "<|pad|>")
     assert tokenizer.pad_token_id not in (None, tokenizer.eos_token_id)
     assert repairs == ["pad token set to <|pad|>", "chat template added"]
@@ -130,7 +130,7 @@ def test_failure_11_pad_equal_to_eos_is_repaired_aloud(plain: Callable[..., PreT
     assert encode_prompt(tokenizer, PROMPT)[0] == tokenizer.convert_tokens_to_ids("<|system|>")
 
 
-def test_what_a_tokenizer_has_is_left_alone(plain: Callable[..., PreTrainedTokenizerFast]) -> None:
+def test_a_complete_tokenizer_is_unchanged(plain: Callable[..., PreTrainedTokenizerFast]) -> None:
     given_template = plain(eos_token="<eos>", pad_token="<unk>")
     given_template.chat_template = "{{ messages[0]['content'] }}"
     tokenizer, repairs = complete(given_template, "<|pad|>")

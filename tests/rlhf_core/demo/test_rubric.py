@@ -66,7 +66,7 @@ def test_cheap_tricks_do_not_pay(hack: str) -> None:
 
 
 @pytest.mark.parametrize("hack", ["bare list", "bare list and reason", "word soup", "negated"])
-def test_options_outside_a_recommendation_earn_nothing(hack: str) -> None:
+def test_options_outside_a_recommendation_do_not_count(hack: str) -> None:
     assert explain(RUNNING_EXAMPLE, HACKS[hack])["options"] == 0
 
 
@@ -129,7 +129,7 @@ def test_more_than_two_reasons_cost_even_where_they_fit() -> None:
     assert explain(RUNNING_EXAMPLE, f"{both} They release sugar slowly.")["reason"] == pytest.approx(1.2)
 
 
-def test_a_sentence_said_again_costs_more_than_its_option_said_again() -> None:
+def test_a_repeated_sentence_costs_more_than_a_repeated_option() -> None:
     assert explain(RUNNING_EXAMPLE, "I would try boiled eggs or boiled eggs.")["repetition"] == -0.7
     twice = "I would try boiled eggs. I would try boiled eggs."
     assert explain(RUNNING_EXAMPLE, twice)["repetition"] == pytest.approx(-1.1)
@@ -155,14 +155,14 @@ def test_an_unknown_prompt_still_gives_a_score() -> None:
     assert gold_score("", GOOD) == 0.0
 
 
-def test_a_prompt_without_a_need_takes_any_option_of_the_topic() -> None:
+def test_a_prompt_without_a_need_accepts_any_option_of_the_topic() -> None:
     assert (
         gold_score("What should I have for breakfast?", "Try banana pancakes or boiled eggs. They save money.") == 3.9
     )
 
 
 @pytest.mark.parametrize("response", ["", "   ", "\n\t", "...", "!?", "\x00"])
-def test_saying_nothing_is_worst(response: str) -> None:
+def test_an_empty_answer_has_the_lowest_score(response: str) -> None:
     assert gold_score(RUNNING_EXAMPLE, response) <= LOWEST
     assert gold_score(RUNNING_EXAMPLE, "") == EMPTY
 

@@ -27,7 +27,7 @@ def test_options_are_wrong_only_for_needs_of_their_domain_and_never_for_all(topi
         assert wrong < needs, option
 
 
-def test_every_need_is_asked_for_and_has_reasons() -> None:
+def test_every_need_occurs_in_prompts_and_has_reasons() -> None:
     assert {need for domain in DOMAINS for need in domain.needs} == set(NEEDS)
     assert all(len(set(need.reasons)) == 2 for need in NEEDS.values())
 

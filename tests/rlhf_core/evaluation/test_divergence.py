@@ -23,22 +23,24 @@ def answers(model: PreTrainedModel, temperature: float = 1.0) -> list[list[int]]
 def measured(
     model: PreTrainedModel,
     reference: PreTrainedModel,
-    said: list[list[int]],
+    responses: list[list[int]],
     batch_size: int = 4,
     temperature: float = 1,
 ) -> Divergence:
-    return measure_divergence(model, reference, PROMPTS, said, pad_id=0, temperature=temperature, batch_size=batch_size)
+    return measure_divergence(
+        model, reference, PROMPTS, responses, pad_id=0, temperature=temperature, batch_size=batch_size
+    )
 
 
 @torch.no_grad()
 def by_hand(
-    model: PreTrainedModel, reference: PreTrainedModel, place: int, said: list[int], temperature: float
+    model: PreTrainedModel, reference: PreTrainedModel, place: int, responses: list[int], temperature: float
 ) -> list[float]:
     """k1, k3 and entropy of one answer, alone and without padding."""
-    ids = torch.tensor([PROMPTS[place] + said])
+    ids = torch.tensor([PROMPTS[place] + responses])
     start = len(PROMPTS[place]) - 1
     ours, theirs = ((m(ids).logits[0, start:-1] / temperature).log_softmax(-1) for m in (model, reference))
-    picked = torch.tensor(said)[:, None]
+    picked = torch.tensor(responses)[:, None]
     gap = (ours.gather(1, picked) - theirs.gather(1, picked))[:, 0]
     return [gap.sum().item(), ((-gap).exp() - 1 + gap).sum().item(), -(ours.exp() * ours).sum().item()]
 
@@ -46,28 +48,28 @@ def by_hand(
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_it_is_what_each_answer_alone_gives(build_lm: Callable[..., PreTrainedModel], temperature: float) -> None:
     model, reference = build_lm(seed=1), build_lm(seed=2)
-    said = answers(model, temperature)
-    found = measured(model, reference, said, temperature=temperature)
-    for place, response in enumerate(said):
+    responses = answers(model, temperature)
+    found = measured(model, reference, responses, temperature=temperature)
+    for place, response in enumerate(responses):
         expected = by_hand(model, reference, place, response, temperature)
         assert [found.k1[place], found.k3[place], found.entropy[place]] == pytest.approx(expected, rel=1e-3, abs=1e-3)
 
 
-def test_the_batch_changes_nothing_and_nobody_is_far_from_himself(build_lm: Callable[..., PreTrainedModel]) -> None:
+def test_the_batch_changes_nothing_and_a_model_has_no_kl_to_itself(build_lm: Callable[..., PreTrainedModel]) -> None:
     model = build_lm(seed=1)
-    said = answers(model)
-    one, all_ = measured(model, build_lm(seed=2), said, 1), measured(model, build_lm(seed=2), said, 4)
+    responses = answers(model)
+    one, all_ = measured(model, build_lm(seed=2), responses, 1), measured(model, build_lm(seed=2), responses, 4)
     for name in ("k1", "k3", "entropy"):
         assert getattr(one, name) == pytest.approx(getattr(all_, name), rel=1e-4, abs=1e-4)
-    assert measured(model, model, said).k1 == [0.0] * len(said)
-    assert min(measured(model, build_lm(seed=2), said).k3) > 0
+    assert measured(model, model, responses).k1 == [0.0] * len(responses)
+    assert min(measured(model, build_lm(seed=2), responses).k3) > 0
 
 
 def test_the_mean_over_answers_estimates_the_kl(build_lm: Callable[..., PreTrainedModel]) -> None:
     """One token an answer: there the KL can be added up over the vocabulary."""
     model, reference = build_lm(seed=1), build_lm(seed=2)
     prompts = [[5, 6]] * 4000
-    said = sample(
+    responses = sample(
         model,
         prompts,
         [(1, i) for i in range(len(prompts))],
@@ -77,7 +79,7 @@ def test_the_mean_over_answers_estimates_the_kl(build_lm: Callable[..., PreTrain
         pad_id=0,
         batch_size=4000,
     ).responses
-    found = measure_divergence(model, reference, prompts, said, pad_id=0, temperature=1.0, batch_size=1000)
+    found = measure_divergence(model, reference, prompts, responses, pad_id=0, temperature=1.0, batch_size=1000)
     with torch.no_grad():
         ours, theirs = (m(torch.tensor([[5, 6]])).logits[0, -1].log_softmax(-1) for m in (model, reference))
     exact = (ours.exp() * (ours - theirs)).sum().item()
@@ -86,5 +88,5 @@ def test_the_mean_over_answers_estimates_the_kl(build_lm: Callable[..., PreTrain
 
 
 def test_no_answers() -> None:
-    nobody: PreTrainedModel = torch.nn.Identity()
-    assert measure_divergence(nobody, nobody, [], [], pad_id=0, temperature=1.0, batch_size=4) == Divergence()
+    no_model: PreTrainedModel = torch.nn.Identity()
+    assert measure_divergence(no_model, no_model, [], [], pad_id=0, temperature=1.0, batch_size=4) == Divergence()

@@ -38,7 +38,7 @@ def test_the_mean_is_over_prompts_with_two_answers() -> None:
 
 
 @given(st.lists(st.text(alphabet="ab ", max_size=8), min_size=2, max_size=5))
-def test_overlap_lies_between_0_and_1_and_knows_no_order(answers: list[str]) -> None:
+def test_overlap_is_between_0_and_1_and_ignores_order(answers: list[str]) -> None:
     value = overlap(answers)
     assert value is not None
     assert 0.0 <= value <= 1.0

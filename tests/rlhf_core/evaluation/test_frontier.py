@@ -20,7 +20,7 @@ def test_by_hand_where_prompts_do_not_differ() -> None:
     assert (found.mean, found.low, found.high) == pytest.approx((0.5, 0.5, 0.5))
 
 
-def test_beyond_the_snapshots_nothing_is_said() -> None:
+def test_beyond_the_snapshots_there_is_no_lead() -> None:
     assert lead_at_equal_kl(flat(0, 1, 4), flat(0, 2, 4), flat(4.1)[0], flat(2.5)[0], 100, 1) is None
 
 
@@ -31,7 +31,7 @@ def test_what_makes_a_prompt_easy_for_both_drops_out() -> None:
     assert (found.low, found.high) == pytest.approx((0.5, 0.5))
 
 
-def test_an_interval_holds_the_doubt_about_either_kl() -> None:
+def test_an_interval_contains_the_uncertainty_of_both_kls() -> None:
     """Scores without noise: all doubt is about where on the curve the model lies, or where the snapshots do."""
     noise = np.random.default_rng(0).normal(0, 3, (3, PROMPTS))
     noise -= noise.mean(axis=1, keepdims=True)

@@ -132,7 +132,7 @@ def test_prompts_with_more_values_count_more_and_stay_together() -> None:
 
 
 @pytest.mark.parametrize(
-    ("call", "says"),
+    ("call", "message"),
     [
         (lambda: estimate([], 10, 1), "at least one"),
         (lambda: estimate([1.0, math.nan], 10, 1), "finite"),
@@ -142,8 +142,8 @@ def test_prompts_with_more_values_count_more_and_stay_together() -> None:
         (lambda: clustered_interval([1.0, 2.0], [1], 10, 1), "as many prompts"),
     ],
 )
-def test_what_has_no_interval_is_refused(call: Callable[[], object], says: str) -> None:
-    with pytest.raises(ValueError, match=says):
+def test_what_has_no_interval_is_refused(call: Callable[[], object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         call()
 
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from tests.rlhf_core.conftest import Build
 
 SHORT = "$prompt $first_letter $first $second_letter $second"
-"""The tiny models read 64 tokens, and their tokenizer knows small letters only."""
+"""The tiny models read 64 tokens, and their tokenizer has small letters only."""
 PROMPTS: list[Conversation] = [
     [{"role": "user", "content": text}]
     for text in ("eat", "what shall i eat", "tea", "rest then", "oats for breakfast")
@@ -122,7 +122,7 @@ def test_the_question_shows_the_texts_as_they_are(make: Any, monkeypatch: pytest
 
 
 @pytest.mark.parametrize("question", ["$prompt $first", "$prompt $first $second $third", "$prompt $first $second $"])
-def test_a_question_that_cannot_be_asked_is_refused(make: Any, question: str) -> None:
+def test_an_incomplete_question_is_refused(make: Any, question: str) -> None:
     with pytest.raises(UserError, match="must hold"):
         make(question=question)
 
@@ -140,7 +140,7 @@ def test_a_question_longer_than_the_context_is_refused(make: Any) -> None:
         make().prefer(PROMPTS[:1], ["egg " * 70], ["tea"])
 
 
-def test_room_for_two_answers_of_full_length_is_asked_for_beforehand(make: Any) -> None:
+def test_room_for_two_answers_of_full_length_is_required_beforehand(make: Any) -> None:
     """The shortest question leaves some tokens of the context of 64: as many as fit twice, and not one more."""
     judge = make(question="$prompt $first $second")
     left = 64 - len(judge._encode(PROMPTS[0], "", ""))

@@ -65,7 +65,7 @@ def test_temperature_zero_takes_the_better() -> None:
 
 
 @pytest.mark.parametrize("flip_rate", [0.1, 0.3])
-def test_flips_turn_choices_round_at_their_rate(flip_rate: float) -> None:
+def test_flips_reverse_choices_at_their_rate(flip_rate: float) -> None:
     assert share(annotators(0.0, flip_rate), "1", "0") == pytest.approx(1 - flip_rate, abs=0.025)
 
 
@@ -75,7 +75,7 @@ def test_flips_are_independent_of_the_choice() -> None:
     assert share(annotators(1.0, 0.2), "1", "0") == pytest.approx(expected, abs=0.025)
 
 
-def test_flip_rate_one_always_turns_round() -> None:
+def test_flip_rate_one_always_reverses() -> None:
     assert share(annotators(0.0, 1.0), "1", "0", 200) == 0.0
 
 
@@ -128,7 +128,7 @@ def test_ties_and_identical_texts_are_dropped_and_counted() -> None:
     assert (ranked.ties, ranked.identical) == (2, 1)
 
 
-def test_pairs_say_whether_the_annotator_agrees_with_the_judge() -> None:
+def test_pairs_record_whether_the_annotator_agrees_with_the_judge() -> None:
     noisy = annotators(0.0, 0.25)
     pairs = [pair for prompt in range(700) for pair in all_pairs(PROMPT, ["3", "1", "2", "4"], noisy, (prompt,)).pairs]
     assert fmean(pair.agrees for pair in pairs) == pytest.approx(0.75, abs=0.025)

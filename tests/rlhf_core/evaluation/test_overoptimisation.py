@@ -56,7 +56,7 @@ def test_no_fit_where_the_data_carry_none(fit: object, kl: list[float], gain: li
     assert fit(kl, gain) is None  # type: ignore[operator]
 
 
-def test_a_form_that_fits_worse_than_the_mean_says_so() -> None:
+def test_a_form_that_fits_worse_than_the_mean_has_a_negative_r2() -> None:
     fit = fit_best_of_n([1.0, 1.1, 1.2, 1.3, 400.0], [5.0, 4.0, 5.0, 4.0, 4.5])
     assert fit is not None
     assert fit.r2 < 0

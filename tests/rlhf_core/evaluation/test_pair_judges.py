@@ -61,7 +61,7 @@ def test_both_orders_by_hand() -> None:
 
 
 @given(st.lists(st.tuples(*[st.sampled_from([0.0, 0.5, 1.0])] * 2), min_size=1, max_size=12))
-def test_swapping_the_models_turns_the_preference_round_and_nothing_else(rows: list[tuple[float, float]]) -> None:
+def test_swapping_the_models_reverses_the_preference_only(rows: list[tuple[float, float]]) -> None:
     firsts, seconds = [f"a{i}" for i in range(len(rows))], [f"b{i}" for i in range(len(rows))]
     verdicts = {(f"a{i}", f"b{i}"): row[0] for i, row in enumerate(rows)}
     judge = Table(verdicts | {(f"b{i}", f"a{i}"): row[1] for i, row in enumerate(rows)})
@@ -125,13 +125,13 @@ def test_no_pairs_are_refused() -> None:
 
 
 def test_a_cached_judge_computes_each_pair_once_in_each_order() -> None:
-    asked: list[tuple[str, str]] = []
+    judged: list[tuple[str, str]] = []
 
     class Longest:
         name = "longest"
 
         def prefer(self, prompts: Sequence[Conversation], firsts: Sequence[str], seconds: Sequence[str]) -> list[float]:
-            asked.extend(zip(firsts, seconds, strict=True))
+            judged.extend(zip(firsts, seconds, strict=True))
             return [float(len(a) > len(b)) for a, b in zip(firsts, seconds, strict=True)]
 
     judge = CachedPairJudge(Longest())
@@ -139,5 +139,5 @@ def test_a_cached_judge_computes_each_pair_once_in_each_order() -> None:
     for _ in range(2):
         assert judge.prefer(prompts, ["aa", "aa", "aa"], ["b", "b", "b"]) == [1.0, 1.0, 1.0]
         assert judge.prefer(prompts, ["b"] * 3, ["aa"] * 3) == [0.0, 0.0, 0.0]
-    assert sorted(asked) == [("aa", "b"), ("aa", "b"), ("b", "aa"), ("b", "aa")]
+    assert sorted(judged) == [("aa", "b"), ("aa", "b"), ("b", "aa"), ("b", "aa")]
     assert judge.name == "longest"

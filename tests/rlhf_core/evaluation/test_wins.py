@@ -45,7 +45,7 @@ def test_a_preference_for_quality_alone_stays() -> None:
     assert found.mean == pytest.approx(won.mean(), abs=0.02)
 
 
-def test_quality_hidden_by_short_answers_shows() -> None:
+def test_quality_of_shorter_answers_is_corrected_upwards() -> None:
     won, extra = simulated(quality=0.8, length=2.0, longer=-15.0)
     assert won.mean() < 0.52
     assert length_controlled_win_rate(won, extra, 100, 1).mean == pytest.approx(0.69, abs=0.03)

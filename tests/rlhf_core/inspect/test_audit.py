@@ -318,7 +318,7 @@ def test_the_command_prints_one_json_object() -> None:
 
 
 @pytest.mark.usefixtures("short")
-def test_the_command_shows_people_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_prints_the_same_as_text(monkeypatch: pytest.MonkeyPatch) -> None:
     done = CliRunner().invoke(app, ["audit", "--params", str(ROOT / "params.yaml")])
     assert done.exit_code == 0, done.stderr
     for words in ("total variation to π*", "gradient bias", "kl.penalty: reward, kl.estimator: k2", "max_new_tokens"):

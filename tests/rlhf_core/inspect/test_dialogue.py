@@ -59,13 +59,13 @@ def test_pieces_are_the_decoded_response(ids: list[int]) -> None:
 def test_an_answer_is_what_the_sampler_samples(chat: ChatModel) -> None:
     chat.add_message("what shall i eat", 20)
     prompt = encode_prompt(chat.tokenizer, chat.conversation)
-    said = "".join(chat.answer((4, 2), 20, 0.8))
+    text = "".join(chat.answer((4, 2), 20, 0.8))
     (ids,) = sample(
         chat.model, [prompt], [(4, 2)], max_new_tokens=20, temperature=0.8, stop_ids=chat.stop_ids, pad_id=0,
         batch_size=1,
     ).responses  # fmt: skip
-    assert said == decode_response(chat.tokenizer, ids, chat.stop_ids)
-    assert chat.conversation[-1] == {"role": "assistant", "content": said}
+    assert text == decode_response(chat.tokenizer, ids, chat.stop_ids)
+    assert chat.conversation[-1] == {"role": "assistant", "content": text}
 
 
 def test_the_oldest_turns_go_when_the_context_is_full(chat: ChatModel) -> None:

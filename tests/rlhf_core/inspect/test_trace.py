@@ -84,7 +84,7 @@ def test_the_tokens_add_up_to_the_diagnostics(make_trainer: MakeTrainer, setting
 
 
 def test_the_minibatches_add_up_to_the_diagnostics(make_trainer: MakeTrainer, settings: dict[str, Any]) -> None:
-    """And each answer stands in one minibatch of every epoch."""
+    """And each answer is in one minibatch of every epoch."""
     trainer = make_trainer(**settings)
     trace = trace_step(trainer, [2])[0]
     step, epochs = trace.step, len(trace.tokens[0].passes)
@@ -122,7 +122,7 @@ def test_the_table_follows_its_own_formulas(make_trainer: MakeTrainer) -> None:
     assert ((advantages - step.advantage_mean) / step.advantage_scale - weights).abs().max() <= 1e-5
 
 
-def test_the_clip_holds_where_the_seeds_say(make_trainer: MakeTrainer) -> None:
+def test_the_clip_acts_in_its_four_cases(make_trainer: MakeTrainer) -> None:
     """A > 0 and ρ ≥ 1 + ε, or A < 0 and ρ ≤ 1 − ε: no pull; everywhere else the pull is ρA. All four cases occur."""
     traces = trace_step(make_trainer(**SETTINGS["large steps"]), ALL)
     cases = set()
@@ -175,14 +175,14 @@ def test_answers_without_a_critic_name_those_they_are_compared_with(make_trainer
     assert trace_step(make_trainer(), [1])[0].rivals == []
 
 
-def test_an_early_stop_is_told(make_trainer: MakeTrainer) -> None:
+def test_an_early_stop_is_recorded(make_trainer: MakeTrainer) -> None:
     """The minibatch that was too far has been read and not stepped on; an answer of the second has no third pass."""
     step = trace_step(make_trainer(learning_rate=0.05, stop_kl=1e-4), [0])[0].step
     assert step.stopped_early
     assert len(step.minibatches) == len(step.grad_norms["policy"]) + 1
 
 
-def test_nobody_watches_afterwards(make_trainer: MakeTrainer) -> None:
+def test_the_recorder_is_removed_after_a_trace(make_trainer: MakeTrainer) -> None:
     trainer = make_trainer()
     assert isinstance(trace_step(trainer, [0])[0], Trace)
     assert trainer.updater.watch is None

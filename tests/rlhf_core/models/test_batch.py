@@ -74,7 +74,7 @@ def test_rule_06_padding_changes_no_value(kind: str, build_scalar: Build) -> Non
         assert (scores[row] - sequence_scores(model, alone)[0]).abs() <= 1e-5
 
 
-def test_rule_06_what_stands_in_the_padding_changes_nothing(kind: str, build_lm: Build, build_scalar: Build) -> None:
+def test_rule_06_token_ids_on_padding_change_nothing(kind: str, build_lm: Build, build_scalar: Build) -> None:
     batch, other = pad_batch(PROMPTS, RESPONSES, PAD), pad_batch(PROMPTS, RESPONSES, 17)
     real = batch.mask.bool()
     lm, scalar = build_lm(kind), build_scalar(kind)
@@ -82,7 +82,7 @@ def test_rule_06_what_stands_in_the_padding_changes_nothing(kind: str, build_lm:
     torch.testing.assert_close(state_values(scalar, batch)[real], state_values(scalar, other)[real], rtol=0, atol=1e-5)
 
 
-def test_rule_09_a_value_is_read_where_the_next_token_is_the_action(kind: str, build_scalar: Build) -> None:
+def test_rule_09_a_value_is_that_of_the_position_before_the_action(kind: str, build_scalar: Build) -> None:
     """V(s_t) sees the prompt and the actions before t, and not action t."""
     model = build_scalar(kind)
     values = state_values(model, pad_batch(PROMPTS, RESPONSES, PAD))
@@ -104,7 +104,7 @@ def test_failure_03_a_score_is_read_at_the_last_real_token(kind: str, build_scal
 
 
 def test_scores_are_those_of_the_hugging_face_head(kind: str, build_scalar: Build) -> None:
-    """What `AutoModelForSequenceClassification` says about an unpadded sequence."""
+    """The output of `AutoModelForSequenceClassification` for an unpadded sequence."""
     model = build_scalar(kind)
     scores = sequence_scores(model, pad_batch(PROMPTS, RESPONSES, PAD))
     for row, (prompt, response) in enumerate(zip(PROMPTS, RESPONSES, strict=True)):

@@ -55,7 +55,7 @@ def test_a_model_from_scratch_fits_its_tokenizer(tokenizer: PreTrainedTokenizerB
 
 
 def test_rule_07_dropout_is_off_in_every_loaded_model(tmp_path: Path, build_lm: Build, build_scalar: Build) -> None:
-    """GPT-2 with dropout 0.1 as its folder says, and in training mode as the Trainer sets it."""
+    """GPT-2 with dropout 0.1 in its folder, and in training mode as the Trainer sets it."""
     build_lm("gpt2", dropout=0.1).save_pretrained(tmp_path / "lm")
     build_scalar("gpt2", dropout=0.1).save_pretrained(tmp_path / "scalar")
     loaded = (

@@ -64,8 +64,8 @@ def equal(one: dict[str, torch.Tensor], two: dict[str, torch.Tensor]) -> bool:
 
 
 def frozen(model: PreTrainedModel) -> PreTrainedModel:
-    """The base as it is compared with: torch rounds a product with one row otherwise where the weight asks for a
-    gradient, even under no_grad."""
+    """The base for comparisons: torch rounds a product with one row differently where the weight requires a gradient,
+    even under no_grad."""
     return model.requires_grad_(False)
 
 

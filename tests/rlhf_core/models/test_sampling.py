@@ -130,7 +130,7 @@ def test_rule_03_other_keys_give_other_samples(build_lm: Build) -> None:
     assert len({tuple(response) for response in twice}) >= 5
 
 
-def test_rule_03_global_generators_are_neither_read_nor_moved(build_lm: Build) -> None:
+def test_rule_03_global_generators_are_not_used(build_lm: Build) -> None:
     model = build_lm()
     torch.manual_seed(1)
     np.random.seed(1)
@@ -193,7 +193,7 @@ def test_no_prompts_give_no_responses(build_lm: Build) -> None:
 
 
 def test_a_stream_is_what_sample_samples(kind: str, build_lm: Build) -> None:
-    """Token by token, the stop token included, for the same key; another key says something else."""
+    """Token by token, the stop token included, for the same key; another key gives another response."""
     model, stops = build_lm(kind), frozenset(range(12))
     whole = run(model, temperature=0.8, stop_ids=stops)
     assert {True, False} == set(whole.ended)
@@ -207,7 +207,7 @@ def test_a_stream_is_what_sample_samples(kind: str, build_lm: Build) -> None:
     assert list(other) != whole.responses[0]
 
 
-def test_a_stream_computes_no_more_than_was_asked_for(build_lm: Build) -> None:
+def test_a_stream_computes_only_the_tokens_that_are_read(build_lm: Build) -> None:
     """One pass for each token that was taken, and gradients stay as the caller has them."""
     model, passes = build_lm(), []
     model.register_forward_hook(lambda *_: passes.append(torch.is_grad_enabled()))

@@ -132,7 +132,7 @@ def test_rule_10_a_row_with_gaps_is_the_row_of_its_real_tokens_alone(
 
 @pytest.mark.filterwarnings("ignore:Anomaly Detection")
 @pytest.mark.parametrize("garbage", GARBAGE)
-def test_rule_10_what_stands_on_padding_reaches_neither_advantages_nor_gradients(garbage: float) -> None:
+def test_rule_10_garbage_on_padding_reaches_neither_advantages_nor_gradients(garbage: float) -> None:
     mask = torch.tensor([[1, 1, 0, 0], [1, 1, 1, 1], [0, 0, 0, 0]])
     after = torch.cat([mask, torch.zeros(3, 1, dtype=mask.dtype)], dim=1).bool()
     clean: list[Tensor] = []

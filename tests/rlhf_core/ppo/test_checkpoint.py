@@ -34,7 +34,7 @@ def test_failure_01_the_newest_whole_state_comes_back(tmp_path: Path) -> None:
     assert (checkpoint.load(checkpoints) or {})["trainer"]["steps_done"] == 9
 
 
-def test_of_several_processes_the_first_looks_and_all_read_what_it_found(tmp_path: Path) -> None:
+def test_the_main_process_chooses_the_checkpoint_for_all(tmp_path: Path) -> None:
     """The others neither judge nor remove: two that did would stumble over each other."""
     checkpoints = Checkpoints(tmp_path, lambda _: None)
     for step in (1, 2):

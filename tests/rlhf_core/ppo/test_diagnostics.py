@@ -22,7 +22,7 @@ def table(first: list[float], second: list[float], padding: float) -> torch.Tens
 
 
 def row(padding: float = 0.0, gold: list[float] | None = None) -> dict[str, Any]:
-    """A step on known numbers. What the models said at padding is `padding`; what the credit says there is 0."""
+    """A step on known numbers. On padding the models' outputs are `padding`, and the credit is 0."""
     rollout = Rollout(
         prompts=[[], []],
         prompt_ids=[[3], [3]],
@@ -64,7 +64,7 @@ def test_rewards_and_scores_by_hand() -> None:
     assert row(gold=None)["gold"] is None
 
 
-def test_rule_08_failure_06_kl_is_per_sequence_and_by_every_estimator() -> None:
+def test_rule_08_failure_06_kl_is_per_sequence_with_every_estimator() -> None:
     """k1, k2, k3 and the exact one side by side."""
     found = row()
     assert found["kl"] == pytest.approx((0.3 + 1.0) / 2)
@@ -99,7 +99,7 @@ def test_credit_and_update_by_hand() -> None:
 
 
 @pytest.mark.parametrize("padding", [1.0, 1e30, math.nan, math.inf])
-def test_rule_18_failure_13_no_statistic_sees_padding(padding: float) -> None:
+def test_rule_18_failure_13_no_statistic_includes_padding(padding: float) -> None:
     assert row(padding) == row(0.0)
 
 

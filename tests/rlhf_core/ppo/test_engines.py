@@ -95,7 +95,7 @@ def test_rule_07_the_log_probabilities_are_those_of_the_training_forward_pass(
         assert (row[: len(theirs)] - torch.tensor(theirs)).abs().max() <= 1e-4
 
 
-def test_rule_03_both_keyed_engines_say_the_same(kind: str, build_lm: Build) -> None:
+def test_rule_03_both_keyed_engines_give_the_same_responses(kind: str, build_lm: Build) -> None:
     """The same keys, the same responses, token by token."""
     model, prompts = build_lm(kind), PROMPTS * 4
     keys = [(4, i) for i in range(len(prompts))]
@@ -105,7 +105,9 @@ def test_rule_03_both_keyed_engines_say_the_same(kind: str, build_lm: Build) -> 
     assert len({len(response) for response in ours.responses}) > 4
 
 
-def test_rule_03_a_key_says_the_same_in_every_batch(keyed: Callable[[Rules], Engine], build_lm: Build) -> None:
+def test_rule_03_a_key_gives_the_same_response_in_every_batch(
+    keyed: Callable[[Rules], Engine], build_lm: Build
+) -> None:
     model = build_lm("gpt2")
     whole = keyed(replace(RULES, rows=len(PROMPTS)))(model, PROMPTS, KEYS).responses
     for rows in (1, 5):
@@ -237,7 +239,7 @@ def test_sampler_rows_changes_no_response(make_trainer: MakeTrainer) -> None:
 def test_failure_03_a_response_that_closes_with_a_custom_stop_token_has_ended(
     make_trainer: MakeTrainer, name: str
 ) -> None:
-    """No penalty, and its text stands without the stop token; other responses pay."""
+    """No penalty, and no stop token in its text; other responses are penalised."""
     trainer = make_trainer(
         engine=name, stop_tokens=["a", "t"], batch_size=32, scorer=lambda answers: [0.0] * len(answers.texts)
     )
@@ -249,9 +251,9 @@ def test_failure_03_a_response_that_closes_with_a_custom_stop_token_has_ended(
     assert {True, False} == set(ended)
     assert trainer.score(rollout).used.tolist() == [0.0 if e else -1.0 for e in ended]
     for ids, text, at_stop in zip(rollout.response_ids, rollout.texts, closed, strict=True):
-        said = ids[:-1] if at_stop else ids
-        assert not stops & set(said)
-        assert text == trainer.tokenizer.decode(said, skip_special_tokens=True).strip()
+        text_ids = ids[:-1] if at_stop else ids
+        assert not stops & set(text_ids)
+        assert text == trainer.tokenizer.decode(text_ids, skip_special_tokens=True).strip()
 
 
 @pytest.mark.parametrize("text", ["", "zebra", "then rest"])

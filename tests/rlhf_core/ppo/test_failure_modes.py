@@ -1,5 +1,5 @@
-"""Runs of tiny models that really have an illness, each provoked as people provoke it, and a healthy one: every
-detector of `health.py` sees its own, and none sees anything in the healthy one."""
+"""Runs of tiny models with a failure mode each, and a healthy one: every detector finds its own failure mode, and none
+finds one in the healthy run."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -16,7 +16,7 @@ MakeTrainer = Callable[..., PPOTrainer]
 
 @dataclass(frozen=True)
 class VarietyJudge:
-    """Counts the different letters of an answer: one token said again and again is what it dislikes."""
+    """Counts the different letters of an answer: repeated tokens lower the score."""
 
     name: str = "variety"
 
@@ -39,15 +39,15 @@ HEALTHY: dict[str, Any] = {
     "judge": VarietyJudge(),
     "same_reference": True,
 }
-"""The scorer of the tests pays for token 10; β = 1 keeps the policy near its reference all the same."""
+"""The scorer of the tests rewards token 10; β = 1 keeps the policy near its reference."""
 
-NO_LEASH = {"kl": {"coef": 0.0}, "learning_rate": 1e-2, "score": {"normalise": False, "clip": 100.0}}
+NO_KL_PENALTY = {"kl": {"coef": 0.0}, "learning_rate": 1e-2, "score": {"normalise": False, "clip": 100.0}}
 """β = 0 and a learning rate ten times too high: token 10 and nothing else, step after step."""
 
-SICK: dict[str, tuple[str, int, dict[str, Any]]] = {
-    "reward_hacking": ("no leash, a judge who dislikes it", 22, NO_LEASH),
-    "entropy_collapse": ("no leash, a judge who dislikes it", 22, NO_LEASH),
-    "repetition": ("no leash, a judge who dislikes it", 22, NO_LEASH),
+FAILING: dict[str, tuple[str, int, dict[str, Any]]] = {
+    "reward_hacking": ("no KL penalty, a judge with other preferences", 22, NO_KL_PENALTY),
+    "entropy_collapse": ("no KL penalty, a judge with other preferences", 22, NO_KL_PENALTY),
+    "repetition": ("no KL penalty, a judge with other preferences", 22, NO_KL_PENALTY),
     "kl_spike": ("the learning rate times 100", 2, {"learning_rate": 0.1}),
     "diverging_critic": (
         "the critic's learning rate times 1000, rising",
@@ -62,7 +62,7 @@ SICK: dict[str, tuple[str, int, dict[str, Any]]] = {
         {"max_new_tokens": 44, "batch_size": 8, "micro_batch_size": 8, "ppo_epochs": 1, "minibatches": 1},
     ),
 }  # fmt: skip
-"""By detector: how it is provoked, steps, and what differs from the healthy run."""
+"""By detector: cause, steps, and the settings that differ from the healthy run."""
 
 
 @dataclass
@@ -93,38 +93,38 @@ def watched(make_trainer: MakeTrainer, **changes: Any) -> Watched:
     return Watched(trainer, Monitor(trainer.config))
 
 
-def test_every_detector_has_its_illness() -> None:
-    assert SICK.keys() == {*DETECTORS, SLOW_GENERATION}
+def test_every_detector_has_a_failing_run() -> None:
+    assert FAILING.keys() == {*DETECTORS, SLOW_GENERATION}
 
 
-def test_the_healthy_run_has_none(make_trainer: MakeTrainer) -> None:
+def test_the_healthy_run_gives_no_alert(make_trainer: MakeTrainer) -> None:
     run = watched(make_trainer).go(20)
     assert run.names == set()
 
 
 @pytest.fixture(scope="module")
 def runs() -> dict[str, Watched]:
-    """Sick runs by what provoked them: some illnesses come together."""
+    """Failing runs by their cause; some have several failure modes."""
     return {}
 
 
-@pytest.mark.parametrize("name", SICK)
-def test_the_sick_run_is_found_out(name: str, make_trainer: MakeTrainer, runs: dict[str, Watched]) -> None:
-    how, steps, changes = SICK[name]
+@pytest.mark.parametrize("name", FAILING)
+def test_the_failing_run_gives_the_alert(name: str, make_trainer: MakeTrainer, runs: dict[str, Watched]) -> None:
+    how, steps, changes = FAILING[name]
     if how not in runs:
         runs[how] = watched(make_trainer, **changes).go(steps)
     assert name in runs[how].names, f"{how}: {sorted(runs[how].names)}"
 
 
 def test_reward_hacking_is_found_without_a_judge(make_trainer: MakeTrainer) -> None:
-    run = watched(make_trainer, **NO_LEASH, judge=None).go(15)
+    run = watched(make_trainer, **NO_KL_PENALTY, judge=None).go(15)
     (alert,) = [alert for alert in run.monitor.alerts if alert.name == "reward_hacking"]
     assert "there is no judge" in alert.message
 
 
 def test_rule_19_a_resumed_run_gives_the_same_alerts(make_trainer: MakeTrainer) -> None:
-    """A sick run, cut between its first alert and its second."""
-    whole, first, second = (watched(make_trainer, **SICK["kl_spike"][2]) for _ in range(3))
+    """A failing run, interrupted between its first and its second alert."""
+    whole, first, second = (watched(make_trainer, **FAILING["kl_spike"][2]) for _ in range(3))
     whole.go(6)
     first.go(3)
     second.trainer.load_state_dict(first.trainer.state_dict())

@@ -34,7 +34,7 @@ def test_running_sums_are_mean_and_covariance(script: ModuleType) -> None:
 def test_baselines_lower_the_variance_of_rewards_that_are_far_from_0(
     script: ModuleType, make_trainer: MakeTrainer
 ) -> None:
-    """All answers get about 5; what tells them apart is small. Where rewards have mean 0 there is nothing to gain."""
+    """All answers get about 5; the differences are small. With mean 0 a baseline gains nothing."""
     settings = {"samples_per_prompt": 4, "batch_size": 32, "kl": {"coef": 0.0}}
     settings |= {"score": {"normalise": False, "missing_eos_penalty": 0.0}}
     for offset, helps in ((5.0, True), (0.0, False)):

@@ -1,5 +1,5 @@
 """`health.py`: each detector on both sides of its threshold, on rows made for it; what the monitor remembers; and that
-the history of the healthy demo, which is committed, gives no alert. Real sick runs: test_illness.py."""
+the committed history of the healthy demo gives no alert."""
 
 import csv
 import io
@@ -68,11 +68,11 @@ def watch(ppo_values: Callable[..., dict[str, Any]]) -> Watch:
     return build
 
 
-def told(monitor: Monitor) -> list[str]:
+def reported(monitor: Monitor) -> list[str]:
     return [f"{alert.name}@{alert.step}" for alert in monitor.alerts]
 
 
-def test_a_healthy_run_is_left_alone(watch: Watch) -> None:
+def test_a_healthy_run_gives_no_alert(watch: Watch) -> None:
     assert watch(rows(40)).alerts == []
 
 
@@ -107,10 +107,10 @@ def test_nothing_else_is_reward_hacking(
 
 
 def test_a_fall_of_gold_within_its_noise_is_not_reward_hacking(watch: Watch) -> None:
-    """The same fall, under noise of 1: it may be none. Fewer standard errors asked for, it is told."""
+    """The same fall, under noise of 1: no alert; one with a lower threshold."""
     history = rows(30, **UP, gold=noisy(lambda step: 2.0 - 0.03 * step, noise=1.0))
     assert watch(history).alerts == []
-    assert told(watch(history, hacking_deviations=0.3)) != []
+    assert reported(watch(history, hacking_deviations=0.3)) != []
 
 
 def test_reward_hacking_looks_at_a_hundred_prompts_or_more(watch: Watch) -> None:
@@ -118,8 +118,8 @@ def test_reward_hacking_looks_at_a_hundred_prompts_or_more(watch: Watch) -> None
     refused."""
     case = {"reward_raw": lambda step: float(step), "gold": lambda step: -float(step)}
     assert watch(rows(19, **case), batch_size=10).alerts == []
-    assert told(watch(rows(20, **case), batch_size=10)) == ["reward_hacking@20"]
-    assert told(watch(rows(40, **case), batch_size=10, prompts=200)) == ["reward_hacking@40"]
+    assert reported(watch(rows(20, **case), batch_size=10)) == ["reward_hacking@20"]
+    assert reported(watch(rows(40, **case), batch_size=10, prompts=200)) == ["reward_hacking@40"]
     with pytest.raises(ValidationError):
         HealthConfig(prompts=99)
 
@@ -170,17 +170,17 @@ def test_a_reward_that_rises_is_not_frozen_however_much_is_clipped(watch: Watch)
     assert watch(rows(40, **UP, gold=UP["reward_raw"], clip_fraction=lambda _: 0.9)).alerts == []
 
 
-@pytest.mark.parametrize(("asked", "seen"), [(1.0, []), (3.0, ["frozen_reward"])])
-def test_a_reward_that_rises_within_its_noise_is_frozen(watch: Watch, asked: float, seen: list[str]) -> None:
+@pytest.mark.parametrize(("deviations", "seen"), [(1.0, []), (3.0, ["frozen_reward"])])
+def test_a_reward_that_rises_within_its_noise_is_frozen(watch: Watch, deviations: float, seen: list[str]) -> None:
     """0.02 from one window to the next, about two standard errors."""
     history = rows(40, reward_raw=noisy(lambda step: 0.004 * step), clip_fraction=lambda _: 0.9)
-    assert [alert.name for alert in watch(history, frozen_deviations=asked).alerts] == seen
+    assert [alert.name for alert in watch(history, frozen_deviations=deviations).alerts] == seen
 
 
 def test_one_epoch_cannot_be_late(watch: Watch) -> None:
     history = rows(20, clip_fraction_last_epoch=lambda _: 0.9)
     assert watch(history, ppo_epochs=1).alerts == []
-    assert told(watch(history, ppo_epochs=2)) == ["stale_data@5"]
+    assert reported(watch(history, ppo_epochs=2)) == ["stale_data@5"]
 
 
 @pytest.mark.parametrize(
@@ -229,25 +229,25 @@ def test_seconds_stay_out_of_what_is_kept(watch: Watch) -> None:
 def test_windows_grow_where_steps_are_small(watch: Watch) -> None:
     """One step of ten prompts says little: its spike of KL is noise, ten such steps are none."""
     jump = {"kl": lambda step: 7.0 if step in (20, 35) else 2.0}
-    assert told(watch(rows(40, **jump), batch_size=100)) == ["kl_spike@20", "kl_spike@35"]
+    assert reported(watch(rows(40, **jump), batch_size=100)) == ["kl_spike@20", "kl_spike@35"]
     assert watch(rows(40, **jump), batch_size=10).alerts == []
     stays = {"kl": lambda step: 7.0 if step > 20 else 2.0}
-    assert [name.split("@")[0] for name in told(watch(rows(40, **stays), batch_size=10))] == ["kl_spike"]
+    assert [name.split("@")[0] for name in reported(watch(rows(40, **stays), batch_size=10))] == ["kl_spike"]
 
 
 # the monitor
 
 
-def test_an_illness_is_told_once_until_it_was_over_for_a_window(watch: Watch) -> None:
-    """Spikes at 10, 12 and 16 are one illness; the one at 30 is another."""
-    sick = (10, 12, 16, 30)
-    monitor = watch(rows(40, approx_kl=lambda step: 0.5 if step in sick else 0.001))
-    assert told(monitor) == ["kl_spike@10", "kl_spike@30"]
-    assert watch(rows(34, approx_kl=lambda step: 0.5 if step in sick else 0.001)).active == ["kl_spike"]
-    assert watch(rows(35, approx_kl=lambda step: 0.5 if step in sick else 0.001)).active == []
+def test_a_failure_mode_is_reported_once_until_a_window_without_it(watch: Watch) -> None:
+    """Spikes at 10, 12 and 16 are one failure mode; the one at 30 is a new one."""
+    spikes = (10, 12, 16, 30)
+    monitor = watch(rows(40, approx_kl=lambda step: 0.5 if step in spikes else 0.001))
+    assert reported(monitor) == ["kl_spike@10", "kl_spike@30"]
+    assert watch(rows(34, approx_kl=lambda step: 0.5 if step in spikes else 0.001)).active == ["kl_spike"]
+    assert watch(rows(35, approx_kl=lambda step: 0.5 if step in spikes else 0.001)).active == []
 
 
-def test_every_alert_says_what_helps(watch: Watch) -> None:
+def test_every_alert_has_a_remedy(watch: Watch) -> None:
     assert REMEDIES.keys() == {*DETECTORS, SLOW_GENERATION}
     (alert,) = watch(rows(10, approx_kl=lambda step: 0.5 if step == 10 else 0.001)).alerts
     assert alert == Alert(
@@ -297,7 +297,7 @@ def test_none_fires_on_the_healthy_demo(watch: Watch) -> None:
 
 
 @pytest.mark.parametrize("objective", ["clip", "kl_penalty"])
-def test_clipping_is_an_illness_of_the_objective_that_clips(objective: str, watch: Watch) -> None:
+def test_clip_alerts_need_the_clipped_objective(objective: str, watch: Watch) -> None:
     history = rows(
         20, clip_fraction=lambda _: 0.9, clip_fraction_last_epoch=lambda _: 0.9, reward_raw=noisy(lambda _: 1.0)
     )

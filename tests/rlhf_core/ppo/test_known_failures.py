@@ -1,6 +1,6 @@
 """What goes wrong in other libraries for PPO (docs/rules.md), on whole phases, each row by its number.
 
-`pytest -k failure_03` runs every test of a row; some stand beside the code that they test, those of stages and data in
+`pytest -k failure_03` runs every test of a row; some are in the tests of a module, those of stages and data in
 tests/tasks and tests/test_pipeline.py. tests/test_numbered.py sees that no row is without one.
 """
 
@@ -43,21 +43,21 @@ def by_row(answers: Answers) -> list[float]:
 def test_failure_03_score_lands_on_the_last_real_token(
     make_trainer: MakeTrainer, says_pad: Callable[[PPOTrainer], PPOTrainer], placement: str
 ) -> None:
-    """Without a leash nothing else is rewarded: not padding, and not the token before a sampled pad token."""
-    leash = {"coef": 0.0, "placement": placement}
-    trainer = says_pad(make_trainer(batch_size=64, scorer=by_row, kl=leash, score={"clip": 1e9}))
+    """Without KL penalty nothing else is rewarded: not padding, and not the token before a sampled pad token."""
+    kl = {"coef": 0.0, "placement": placement}
+    trainer = says_pad(make_trainer(batch_size=64, scorer=by_row, kl=kl, score={"clip": 1e9}))
     rollout = trainer.rollout()
     assert any(ids[-1] == PAD for ids in rollout.response_ids)
     assert len(set(rollout.lengths)) > 2
     scores = trainer.score(rollout)
     rewards = trainer.assign_credit(rollout, scores).rewards
-    paid = torch.zeros_like(rewards)
+    expected = torch.zeros_like(rewards)
     for row, length in enumerate(rollout.lengths):
-        paid[row, length - 1] = scores.used[row]
-    assert torch.equal(rewards, paid)
+        expected[row, length - 1] = scores.used[row]
+    assert torch.equal(rewards, expected)
 
 
-def test_failure_06_k1_and_k3_stand_side_by_side_and_agree_where_sampling_is_from_the_policy(
+def test_failure_06_k1_and_k3_are_both_logged_and_agree_for_samples_of_the_policy(
     make_trainer: MakeTrainer,
 ) -> None:
     """Over 256 responses a step, far from the reference; a negative mean is what other samplers report."""
@@ -69,7 +69,7 @@ def test_failure_06_k1_and_k3_stand_side_by_side_and_agree_where_sampling_is_fro
         assert row["kl_k3"] == pytest.approx(row["kl_full"], rel=0.5)
 
 
-def test_failure_12_the_gold_score_stands_beside_the_proxy_and_is_never_trained_on(
+def test_failure_12_the_gold_score_is_logged_and_never_trained_on(
     make_trainer: MakeTrainer, prompts: Sequence[Conversation]
 ) -> None:
     """At every step and beside every answer to read; the opposite judge leaves every weight as it was."""

@@ -433,7 +433,7 @@ LOSSES: dict[str, Callable[[Batch], tuple[Callable[..., Tensor], tuple[Tensor, .
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_gradients_of_every_loss_are_right(name: str) -> None:
-    """Against differences of 1e-6; no ratio or value stands that near to a kink of its clip."""
+    """Against differences of 1e-6; no ratio or value is that near to a kink of its clip."""
     batch = Batch([3, 1], seed=10, time=3)
     moved = (batch.logprobs - batch.old_logprobs).exp()[batch.mask], (batch.values - batch.old_values)[batch.mask]
     for positions, kinks in ((moved[0], (0.8, 1.2)), (moved[1], (-0.2, 0.2))):
@@ -502,7 +502,7 @@ def test_rule_07_importance_weights_are_truncated(batch: Batch, cap: float) -> N
 
 
 @pytest.mark.parametrize("garbage", GARBAGE)
-def test_rule_18_no_objective_sees_padding(garbage: float) -> None:
+def test_rule_18_no_objective_includes_padding(garbage: float) -> None:
     def results(batch: Batch) -> list[Tensor]:
         weights = importance_weights(batch.old_logprobs, batch.values, 2.0, batch.mask)
         parts = (batch.logprobs, batch.old_logprobs, batch.advantages)

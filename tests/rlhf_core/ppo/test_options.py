@@ -1,4 +1,4 @@
-"""The options of the update on whole PPO steps of tiny models: each does what docs/ppo.md says of it."""
+"""The options of the update on whole PPO steps of tiny models: each has its documented effect."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -33,7 +33,7 @@ def forward_of(trainer: PPOTrainer, rows: list[int]) -> Pass:
 
 @torch.no_grad()
 def exact_kl(trainer: PPOTrainer) -> float:
-    """KL(π ‖ π_ref) in nats per token, over what the policy says now."""
+    """KL(π ‖ π_ref) in nats per token, over samples of the current policy."""
     rollout = trainer.rollout()
     batch = rollout.batch(range(len(rollout.texts)), trainer.pad_id)
     logits = [response_logits(model, batch) for model in (trainer.models.policy, trainer.models.reference)]
@@ -125,7 +125,7 @@ def test_a_batch_without_differences_leaves_the_price_of_the_kl_alone(make_train
 def test_rule_14_a_minibatch_without_a_finite_loss_is_skipped_where_max_ratio_says_so(
     make_trainer: MakeTrainer,
 ) -> None:
-    """One response is spoiled: its minibatch is skipped in both epochs, the other one trains."""
+    """One response is corrupt: its minibatch is skipped in both epochs, the other one trains."""
     trainer = make_trainer(max_ratio=2.0)
     rollout = trainer.rollout()
     credit = trainer.assign_credit(rollout, trainer.score(rollout))
@@ -145,7 +145,7 @@ def test_rule_14_a_minibatch_without_a_finite_loss_is_skipped_where_max_ratio_sa
         trainer.updater.run(trainer.rollout(), credit, trainer.plan())
 
 
-def test_rule_14_a_step_that_went_too_far_ends_early_and_says_so(make_trainer: MakeTrainer) -> None:
+def test_rule_14_a_step_that_went_too_far_ends_early_and_is_marked(make_trainer: MakeTrainer) -> None:
     far = {"ppo_epochs": 4, "learning_rate": 0.03}
     whole = make_trainer(**far).step()
     assert (whole["optimizer_steps"], whole["stopped_early"]) == (8.0, 0.0)
@@ -180,7 +180,7 @@ def test_rule_15_kl_in_the_loss_leaves_the_reward_alone(make_trainer: MakeTraine
 
 @pytest.mark.parametrize("estimator", ["rho_k1", "rho_k3", "k2", "full"])
 def test_rule_15_kl_in_the_loss_pulls_to_the_reference(make_trainer: MakeTrainer, estimator: str) -> None:
-    """Rewards that say nothing: only the leash acts."""
+    """With constant rewards only the KL penalty acts."""
     options: dict[str, Any] = {"scorer": lambda answers: [0.0] * len(answers.texts), "whiten_advantages": False}
     options |= {"entropy_coef": 0.0, "score": {"missing_eos_penalty": 0.0}, "learning_rate": 3e-3, "batch_size": 32}
     options |= {"steps": 100, "micro_batch_size": 32}
@@ -219,11 +219,11 @@ def test_rule_15_the_price_on_the_step_follows_its_target() -> None:
 
 
 def test_rule_15_a_high_price_on_the_step_keeps_the_policy_near_the_old_one(make_trainer: MakeTrainer) -> None:
-    free, dear = (
+    free, costly = (
         make_trainer(objective="kl_penalty", ppo_epochs=6, step_price={"coef": coef, "target": 1e-9}).step()
         for coef in (1e-6, 1e3)
     )
-    assert (dear["approx_kl"] or 0) < 0.2 * (free["approx_kl"] or 0)
+    assert (costly["approx_kl"] or 0) < 0.2 * (free["approx_kl"] or 0)
 
 
 def test_rule_19_the_price_on_the_step_is_part_of_the_state(make_trainer: MakeTrainer) -> None:
@@ -300,9 +300,9 @@ def test_rule_07_the_ratio_check_can_be_switched_off(make_trainer: MakeTrainer) 
 
 def test_rule_03_samples_per_prompt_are_different_answers_side_by_side(make_trainer: MakeTrainer) -> None:
     rollout = make_trainer(samples_per_prompt=4).rollout()
-    asked = [prompt[0]["content"] for prompt in rollout.prompts]
-    assert asked == [asked[0]] * 4 + [asked[4]] * 4
-    assert asked[0] != asked[4]
+    texts = [prompt[0]["content"] for prompt in rollout.prompts]
+    assert texts == [texts[0]] * 4 + [texts[4]] * 4
+    assert texts[0] != texts[4]
     for group in (rollout.response_ids[:4], rollout.response_ids[4:]):
         assert len({tuple(response) for response in group}) >= 3
 

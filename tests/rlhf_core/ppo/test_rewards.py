@@ -1,4 +1,4 @@
-"""`rewards.py`: what each token is paid, against a slow loop over rows, and by hand."""
+"""`rewards.py`: token rewards against a slow loop over rows, and by hand."""
 
 import math
 
@@ -28,17 +28,17 @@ def batches(draw: st.DrawFn, time: int = 6) -> tuple[Tensor, Tensor, Tensor]:
 
 @properties
 @given(batches(), st.floats(0, 2), st.sampled_from(PLACEMENTS))
-def test_rule_08_rewards_are_what_a_slow_loop_pays(
+def test_rule_08_rewards_equal_a_slow_loop(
     batch: tuple[Tensor, Tensor, Tensor], kl_coef: float, placement: Placement
 ) -> None:
     scores, kl, mask = batch
     rewards = shape_rewards(scores, kl, mask, kl_coef, placement)
     for row, length in enumerate(mask.sum(1).tolist()):
-        paid = [-kl_coef * x for x in kl[row, :length].tolist()]
+        expected = [-kl_coef * x for x in kl[row, :length].tolist()]
         if placement == "sequence_end":
-            paid = [0.0] * (length - 1) + [sum(paid)]
-        paid[-1] += scores[row].item()
-        assert rewards[row, :length].tolist() == pytest.approx(paid, abs=1e-12)
+            expected = [0.0] * (length - 1) + [sum(expected)]
+        expected[-1] += scores[row].item()
+        assert rewards[row, :length].tolist() == pytest.approx(expected, abs=1e-12)
         assert rewards[row, length:].eq(0).all()
 
 
@@ -53,7 +53,7 @@ def test_rule_08_the_rewards_of_a_row_sum_to_the_score_minus_beta_times_its_kl(
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS)
-def test_failure_03_the_score_stands_on_the_last_real_token_and_never_on_padding(
+def test_failure_03_the_score_is_on_the_last_real_token_and_never_on_padding(
     placement: Placement,
 ) -> None:
     mask = torch.tensor([[1, 1, 0, 0], [1, 0, 0, 0], [1, 1, 1, 1], [1, 0, 1, 0]])
@@ -69,7 +69,7 @@ def test_rule_08_placements_by_hand() -> None:
 
 @pytest.mark.parametrize("placement", PLACEMENTS)
 @pytest.mark.parametrize("garbage", GARBAGE)
-def test_rule_18_garbage_on_padding_is_paid_to_nobody(placement: Placement, garbage: float) -> None:
+def test_rule_18_garbage_on_padding_changes_no_reward(placement: Placement, garbage: float) -> None:
     mask = torch.tensor([[1, 1, 0], [1, 1, 1], [0, 0, 0]])
     scores = torch.tensor([1.0, 2.0, 3.0], requires_grad=True)
     kl = torch.full((3, 3), 0.5).masked_fill(mask == 0, garbage).requires_grad_()

@@ -80,7 +80,7 @@ def test_rule_02_sampled_ids_are_trained_on_as_they_are(
     assert seen[0].prompt_ids == rollout.prompt_ids
 
 
-def test_failure_14_the_prompts_of_a_step_are_asked_as_conversations_in_their_order(
+def test_failure_14_the_prompts_of_a_step_are_conversations_in_their_order(
     make_trainer: MakeTrainer, prompts: Sequence[Conversation], tokenizer: PreTrainedTokenizerBase
 ) -> None:
     """Through the chat template."""
@@ -96,7 +96,7 @@ def test_rule_03_micro_batches_change_no_sample(make_trainer: MakeTrainer) -> No
 
 
 def test_rule_03_seed_and_step_change_the_samples(make_trainer: MakeTrainer) -> None:
-    """Of the same prompts: one prompt only, asked eight times."""
+    """Of the same prompts: one prompt, eight times."""
 
     def responses(seed: int, step: int) -> list[list[int]]:
         trainer = make_trainer(seed=seed)
@@ -188,7 +188,7 @@ def test_rule_04_a_missing_end_lowers_the_score_of_a_truncated_response(make_tra
     assert trainer.score(rollout).used.tolist() == [0.0 if e else -2.5 for e in ended]
 
 
-def test_failure_03_the_penalty_knows_a_stop_token_of_the_tokenizers_own(make_trainer: MakeTrainer) -> None:
+def test_failure_03_the_penalty_uses_the_tokenizers_own_stop_token(make_trainer: MakeTrainer) -> None:
     trainer = make_trainer(batch_size=32, scorer=fixed(0.0))
     trainer.tokenizer = copy.deepcopy(trainer.tokenizer)
     trainer.tokenizer.eos_token = trainer.tokenizer.convert_ids_to_tokens(12)
@@ -248,7 +248,7 @@ def test_advantages_are_used_as_they_are_where_whitening_is_off(make_trainer: Ma
 
 
 @pytest.mark.parametrize("garbage", [1.0, 1e30, math.nan])
-def test_rule_18_what_stands_in_the_padding_changes_no_credit(make_trainer: MakeTrainer, garbage: float) -> None:
+def test_rule_18_garbage_on_padding_changes_no_credit(make_trainer: MakeTrainer, garbage: float) -> None:
     trainer = make_trainer()
     rollout = trainer.rollout()
     assert (rollout.mask == 0).any()
@@ -277,7 +277,7 @@ def test_failure_11_a_scorer_of_text_is_enough(make_trainer: MakeTrainer) -> Non
 
 
 def test_rule_17_the_adaptive_controller_follows_the_kl_of_a_sequence(make_trainer: MakeTrainer) -> None:
-    """By k1, with a target at which the error is not cut off. The price that a row shows is the one that was paid."""
+    """By k1, with a target at which the error is not cut off. A row shows the β of its step."""
     kl = make_trainer().step()["kl"]
     target = kl / 1.1
     trainer = make_trainer(kl={"controller": "adaptive", "coef": 0.1, "target": target, "horizon": 40})
@@ -334,9 +334,7 @@ def test_no_prompts_get_no_answers(make_trainer: MakeTrainer) -> None:
     assert make_trainer().answer([]) == []
 
 
-def test_rule_18_what_the_critic_says_at_padding_stays_there(
-    make_trainer: MakeTrainer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rule_18_values_on_padding_are_removed(make_trainer: MakeTrainer, monkeypatch: pytest.MonkeyPatch) -> None:
     trainer = make_trainer()
     expected = trainer.rollout().old_values
     forward = ActorCritic.forward
@@ -387,8 +385,8 @@ def test_ppo_learns_a_trivial_reward(make_trainer: MakeTrainer) -> None:
     assert rows[-1]["kl"] > 1.0
 
 
-def test_the_leash_holds(make_trainer: MakeTrainer) -> None:
-    """The price of a nat decides how far the policy goes for the same reward."""
+def test_a_larger_kl_coefficient_keeps_the_policy_nearer(make_trainer: MakeTrainer) -> None:
+    """For the same reward."""
     far = {}
     for coef in (0.0, 5.0):
         sizes = {"batch_size": 32, "micro_batch_size": 32, "steps": 100, "learning_rate": 5e-3}
@@ -397,7 +395,7 @@ def test_the_leash_holds(make_trainer: MakeTrainer) -> None:
     assert far[5.0] < 0.6 * far[0.0]
 
 
-def test_answers_are_for_people_to_read(make_trainer: MakeTrainer, prompts: Sequence[Conversation]) -> None:
+def test_held_out_answers_change_no_state(make_trainer: MakeTrainer, prompts: Sequence[Conversation]) -> None:
     trainer = make_trainer(judge=LetterJudge())
     trainer.step()
     before = copy.deepcopy(trainer.state_dict())

@@ -1,4 +1,4 @@
-"""`checkpoints.py` and `files.py`: whole or not at all, the last two kept, damage found and said."""
+"""`checkpoints.py` and `files.py`: atomic, the last two kept, damage found and reported."""
 
 import os
 from pathlib import Path
@@ -21,20 +21,20 @@ def names(folder: Path) -> list[str]:
 
 
 @pytest.fixture
-def said() -> list[str]:
+def messages() -> list[str]:
     return []
 
 
 @pytest.fixture
-def store(tmp_path: Path, said: list[str]) -> Checkpoints:
-    return Checkpoints(tmp_path / "state", said.append)
+def store(tmp_path: Path, messages: list[str]) -> Checkpoints:
+    return Checkpoints(tmp_path / "state", messages.append)
 
 
 def test_an_empty_folder_holds_nothing(store: Checkpoints) -> None:
     assert store.newest() is None
 
 
-def test_the_last_two_are_kept_and_the_newest_is_found(store: Checkpoints, said: list[str]) -> None:
+def test_the_last_two_are_kept_and_the_newest_is_found(store: Checkpoints, messages: list[str]) -> None:
     """Also where the names would sort otherwise as text."""
     for step in (8, 9, 100):
         write(store, step)
@@ -42,7 +42,7 @@ def test_the_last_two_are_kept_and_the_newest_is_found(store: Checkpoints, said:
     newest = store.newest()
     assert newest is not None
     assert (newest / "state").read_text(encoding="utf-8") == "100"
-    assert said == []
+    assert messages == []
 
 
 def flip(path: Path) -> None:
@@ -57,8 +57,8 @@ def cut(path: Path) -> None:
 
 @pytest.mark.parametrize("damage", [flip, cut, Path.unlink, lambda path: path.with_name("more").touch()])
 @pytest.mark.parametrize("file", ["deep/weights", "state", "seal.json"])
-def test_damage_is_found_said_and_the_one_before_used(
-    store: Checkpoints, said: list[str], damage: object, file: str
+def test_a_damaged_checkpoint_is_reported_and_the_one_before_used(
+    store: Checkpoints, messages: list[str], damage: object, file: str
 ) -> None:
     write(store, 1)
     write(store, 2)
@@ -66,18 +66,18 @@ def test_damage_is_found_said_and_the_one_before_used(
     newest = store.newest()
     assert newest is not None
     assert newest.name == "checkpoint-1"
-    assert len(said) == 1
-    assert "checkpoint-2" in said[0]
-    assert names(store.folder) == ["checkpoint-1"], "nobody stumbles over it again"
+    assert len(messages) == 1
+    assert "checkpoint-2" in messages[0]
+    assert names(store.folder) == ["checkpoint-1"], "the damaged one is removed"
 
 
-def test_both_damaged_is_none(store: Checkpoints, said: list[str]) -> None:
+def test_both_damaged_is_none(store: Checkpoints, messages: list[str]) -> None:
     write(store, 1)
     write(store, 2)
     for step in (1, 2):
         flip(store.folder / f"checkpoint-{step}" / "state")
     assert store.newest() is None
-    assert len(said) == 2
+    assert len(messages) == 2
 
 
 class Killed(BaseException):
@@ -86,7 +86,7 @@ class Killed(BaseException):
 
 @pytest.mark.parametrize("call", range(20))
 def test_a_kill_at_any_call_leaves_a_whole_checkpoint(
-    store: Checkpoints, said: list[str], monkeypatch: pytest.MonkeyPatch, call: int
+    store: Checkpoints, messages: list[str], monkeypatch: pytest.MonkeyPatch, call: int
 ) -> None:
     """At every system call that reaches the disk: the old one or the new one is found, whole."""
     write(store, 1)
@@ -110,7 +110,7 @@ def test_a_kill_at_any_call_leaves_a_whole_checkpoint(
             write(store, 2)
         except Killed:
             assert left[0] < 0
-    newest = Checkpoints(store.folder, said.append).newest()
+    newest = Checkpoints(store.folder, messages.append).newest()
     assert newest is not None
     step = newest.name.removeprefix("checkpoint-")
     assert (newest / "state").read_text(encoding="utf-8") == step
@@ -118,7 +118,7 @@ def test_a_kill_at_any_call_leaves_a_whole_checkpoint(
     assert names(store.folder)[-1] == "checkpoint-3"
 
 
-def test_whole_writes_folders_over_files_and_back(tmp_path: Path) -> None:
+def test_atomic_replaces_files_by_folders_and_back(tmp_path: Path) -> None:
     place = tmp_path / "deep" / "place"
     with files.atomic(place) as partial:
         partial.write_text("a file", encoding="utf-8")
