@@ -34,26 +34,19 @@ class Estimate:
         return [self.low, self.high]
 
 
-def estimate(
-    values: ArrayLike,
-    resamples: int,
-    seed: int,
-    level: float = 0.95,
-) -> Estimate:
+def estimate(values: ArrayLike, resamples: int, seed: int) -> Estimate:
     """Mean, percentile-bootstrap interval and spread of `values`, [prompts] or [prompts, seeds].
 
     Raises ValueError without values, or where one of them is not finite.
     """
     table = _table(values)
     means = table.mean(axis=1)
-    low, high = bootstrap_interval(means, resamples, seed, level)
+    low, high = bootstrap_interval(means, resamples, seed)
     spread = float(table.mean(axis=0).std(ddof=1)) if table.shape[1] > 1 else None
     return Estimate(float(means.mean()), low, high, spread)
 
 
-def estimate_difference(
-    first: ArrayLike, second: ArrayLike, resamples: int, seed: int, level: float = 0.95
-) -> Estimate:
+def estimate_difference(first: ArrayLike, second: ArrayLike, resamples: int, seed: int) -> Estimate:
     """`second` − `first` of two models on the same prompts, paired by prompt: each [prompts] or [prompts, seeds].
 
     The difference is taken prompt by prompt, so that a prompt's difficulty for both models is not in the interval. With
@@ -63,8 +56,8 @@ def estimate_difference(
     if len(a) != len(b):
         raise ValueError(f"a paired difference needs the same prompts, not {len(a)} and {len(b)}")
     if a.shape == b.shape:
-        return estimate(b - a, resamples, seed, level)
-    return estimate(b.mean(axis=1) - a.mean(axis=1), resamples, seed, level)
+        return estimate(b - a, resamples, seed)
+    return estimate(b.mean(axis=1) - a.mean(axis=1), resamples, seed)
 
 
 def estimate_ratio(
@@ -72,7 +65,6 @@ def estimate_ratio(
     denominators: Sequence[float] | Float[ndarray, "prompts"],
     resamples: int,
     seed: int,
-    level: float = 0.95,
 ) -> Estimate:
     """Σ numerators / Σ denominators over prompts, such as a loss in nats over tokens; prompts are resampled. Raises
     ValueError as `bootstrap_interval` does, and where the denominators sum to 0."""
@@ -80,7 +72,7 @@ def estimate_ratio(
     if len(above) != len(below) or below.sum() == 0.0:
         raise ValueError("a ratio needs as many denominators as numerators, and some that are not 0")
     found = [above[p].sum(axis=1) / below[p].sum(axis=1) for p in resampled(len(above), resamples, seed)]
-    return Estimate(float(above.sum() / below.sum()), *_quantiles(np.concatenate(found), level), None)
+    return Estimate(float(above.sum() / below.sum()), *percentile_interval(np.concatenate(found)), None)
 
 
 def bootstrap_interval(
@@ -94,7 +86,7 @@ def bootstrap_interval(
     """
     data = _one_a_prompt(values)
     means = [data[places].mean(axis=1) for places in resampled(len(data), resamples, seed)]
-    return _quantiles(np.concatenate(means), level)
+    return percentile_interval(np.concatenate(means), level)
 
 
 def clustered_interval(
@@ -115,7 +107,7 @@ def clustered_interval(
     owner = np.unique(np.asarray(prompts), return_inverse=True)[1]
     sums, counts = np.bincount(owner, data), np.bincount(owner).astype(np.float64)
     means = [sums[p].sum(axis=1) / counts[p].sum(axis=1) for p in resampled(len(sums), resamples, seed)]
-    return _quantiles(np.concatenate(means), level)
+    return percentile_interval(np.concatenate(means), level)
 
 
 def resampled(prompts: int, resamples: int, seed: int) -> Iterator[Int[ndarray, "some prompts"]]:
@@ -133,7 +125,8 @@ def resample_counts(places: Int[ndarray, "resamples prompts"]) -> Float[ndarray,
     return np.bincount(flat.reshape(-1), minlength=rows * prompts).reshape(rows, prompts).astype(np.float64)
 
 
-def _quantiles(means: Float[ndarray, "resamples"], level: float) -> tuple[float, float]:
+def percentile_interval(means: Float[ndarray, "resamples"], level: float = 0.95) -> tuple[float, float]:
+    """The central interval of the means of resamples."""
     low, high = np.quantile(means, [(1 - level) / 2, (1 + level) / 2])
     return float(low), float(high)
 

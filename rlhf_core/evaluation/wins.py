@@ -7,7 +7,7 @@ from jaxtyping import Float
 from numpy import ndarray
 from numpy.typing import ArrayLike
 
-from rlhf_core.evaluation.intervals import Estimate, resample_counts, resampled
+from rlhf_core.evaluation.intervals import Estimate, percentile_interval, resample_counts, resampled
 from rlhf_core.evaluation.judges import TIE
 
 RIDGE = 0.01
@@ -29,7 +29,6 @@ def length_controlled_win_rate(
     extra_tokens: ArrayLike,
     resamples: int,
     seed: int,
-    level: float = 0.95,
     weights: ArrayLike | None = None,
 ) -> Estimate:
     """The win rate at equal length, with the interval over prompts (spread: None).
@@ -45,7 +44,6 @@ def length_controlled_win_rate(
         extra_tokens: Δ, the model's tokens minus the opponent's, of the same shape.
         resamples: how many times prompts are resampled.
         seed: decides the resamples, the same as in `bootstrap_interval`.
-        level: of the interval.
         weights: of the answers, of the same shape, such as best-of-n's; None: all weigh the same.
 
     Raises:
@@ -70,8 +68,7 @@ def length_controlled_win_rate(
         for first in range(0, len(counts), rows):
             resample = counts[first : first + rows, owners] * counted
             found.append(fit_logistic(resample, x, y, start)[:, 0])
-    low, high = np.quantile(_sigmoid(np.concatenate(found)), [(1 - level) / 2, (1 + level) / 2])
-    return Estimate(float(_sigmoid(start[0, 0])), float(low), float(high), None)
+    return Estimate(float(_sigmoid(start[0, 0])), *percentile_interval(_sigmoid(np.concatenate(found))), None)
 
 
 def fit_logistic(
