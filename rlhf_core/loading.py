@@ -22,14 +22,14 @@ def loading(path: str | Path) -> Iterator[None]:
     try:
         yield
     except SafetensorError as error:
-        raise UserError(f"{path}: a safetensors file is damaged ({error}); make it or bring it in again") from None
+        raise UserError(f"{path}: a safetensors file is damaged ({error}); make it or download it again") from None
     except ImportError as error:
         raise UserError(f"{path}: needs a package that is not installed ({_line(error)})") from None
     except (OSError, ValueError) as error:
         if "trust_remote_code" in str(error):
             raise UserError(
                 f"{path}: brings Python code of its own, which would run with your rights; read it, then set "
-                "trust_remote_code: true in params.yaml, or choose a model that transformers knows"
+                "trust_remote_code: true in params.yaml, or choose a model that transformers supports"
             ) from None
         if isinstance(error, OSError) and "model.safetensors" in str(error):
             raise UserError(
@@ -54,9 +54,7 @@ def load_config(
     config = AutoConfig.from_pretrained(str(path), revision=revision, trust_remote_code=trust_remote_code, **changes)
     kernel = str(getattr(config, "_attn_implementation", None) or "")
     if "/" in kernel and not trust_remote_code:
-        raise UserError(
-            f"{path}: config.json asks for the attention kernel {kernel}, which is code of the hub; remove it"
-        )
+        raise UserError(f"{path}: config.json names the attention kernel {kernel}, which is code of the hub; remove it")
     return config
 
 

@@ -44,7 +44,7 @@ class KLConfig(Block):
             )
         if self.penalty == "loss" and self.placement != "token":
             raise ValueError(
-                "placement says where the penalty in the reward stands; with penalty: loss leave it at token"
+                "placement is the place of the penalty in the reward; with penalty: loss leave it at token"
             )
         if self.penalty == "loss" and self.estimator in ("k1", "k3"):
             gradient = "an expected gradient of zero" if self.estimator == "k1" else "the gradient of the other KL"

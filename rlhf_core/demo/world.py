@@ -57,7 +57,7 @@ class DemoWorld:
         if not 0 <= count <= len(available):
             raise UserError(
                 f"the demo world of {self.domains} domains and {self.needs} needs has {len(available)} distinct "
-                f"prompts and was asked for {count}: ask for 0 to {len(available)}"
+                f"prompts, not {count}; set a number from 0 to {len(available)}"
             )
         others = [prompt for prompt in available if prompt != RUNNING_EXAMPLE]
         Random(f"{self.seed}/prompts").shuffle(others)
@@ -71,7 +71,7 @@ class DemoWorld:
         """
         question = parse(prompt)
         if question is None or question.need is None:
-            raise UserError(f"the demo world does not know the prompt {prompt!r}: use one of DemoWorld.prompts()")
+            raise UserError(f"the demo world has no prompt {prompt!r}; use one of DemoWorld.prompts()")
         rng = Random(f"{self.seed}/demonstration/{index}/{prompt}")
         writer = _Writer(rng, question.topic, question.need, self)
         write = rng.choices(list(_KINDS), weights=list(_KINDS.values()))[0]

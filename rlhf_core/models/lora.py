@@ -95,7 +95,7 @@ class Adapter:
         self._present()
         shapes = {name: parameter.shape for name, parameter in self._trainable.items()}
         if {name: tensor.shape for name, tensor in state.items()} != shapes:
-            raise UserError("the saved adapter has other layers or another rank than `lora` says; use its settings")
+            raise UserError("the saved adapter has other layers or another rank than `lora`; use its settings")
         for name, parameter in self._trainable.items():
             parameter.copy_(state[name])
 
