@@ -46,7 +46,7 @@ class Limits:
     @property
     def window(self) -> int:
         """Steps of a mean."""
-        return max(self.health.window, self.burst)
+        return max(self.health.window, self.shortest_window)
 
 
 Detector = Callable[[Sequence[Row], Limits], str | None]

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from rlhf_core.errors import UserError
-from rlhf_core.files import beside
+from rlhf_core.files import partial_path
 from rlhf_core.files import remove as remove_path
 from rlhf_core.locks import FileLock, holder, is_held
 from tasks.params.loader import PARAMS_FILE, read_yaml
@@ -100,7 +100,7 @@ def _of_stage(
         return
     _states(project, name, stage is not None, everything, found)
     for out in stage.outs if stage is not None else []:
-        partial = beside(root / out.path)
+        partial = partial_path(root / out.path)
         if partial.exists():
             found.add(partial, "half-written by a run that was stopped", name)
     if stage is None and lock.is_file():

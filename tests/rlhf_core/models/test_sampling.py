@@ -1,6 +1,6 @@
-"""`sampling.py`: samples come from exactly softmax(logits / T), and depend on weights and key only."""
+"""The sampler: samples depend on weights and key only. Tests of what all engines have in common:
+ppo/test_engines.py."""
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -8,7 +8,6 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from rlhf_core.models.batch import pad_batch, response_logits
 from rlhf_core.models.sampling import Sampled, draw, sample, stream_response
 
 Build = Callable[..., PreTrainedModel]
@@ -55,41 +54,6 @@ def test_rule_01_draw_reads_rare_tokens_in_float64() -> None:
     assert draw(logprobs, torch.tensor([1 - 2e-9], dtype=torch.float64)).tolist() == [0]
 
 
-def test_rule_01_samples_follow_softmax_at_the_temperature(build_lm: Build) -> None:
-    """Chi-square of 3,000 first tokens of one prompt against softmax(logits / 0.7)."""
-    model, count, temperature = build_lm(), 3000, 0.7
-    sampled = run(
-        model,
-        [PROMPTS[3]] * count,
-        [(9, i) for i in range(count)],
-        max_new_tokens=1,
-        temperature=temperature,
-        batch_size=1000,
-    )
-    with torch.no_grad():
-        expected = (model(torch.tensor([PROMPTS[3]])).logits[0, -1] / temperature).softmax(-1) * count
-    found = Counter(response[0] for response in sampled.responses)
-    frequent = [token for token in range(len(expected)) if expected[token] >= 5]
-    rest = count - sum(found[token] for token in frequent), count - float(expected[frequent].sum())
-    pairs = [(found[token], float(expected[token])) for token in frequent] + [rest]
-    chi_square = sum((o - e) ** 2 / e for o, e in pairs if e > 0)
-    degrees = len(pairs) - 1
-    assert degrees >= 5
-    assert chi_square < degrees + 4 * (2 * degrees) ** 0.5
-
-
-def test_rule_07_the_engine_agrees_with_the_training_forward_pass(kind: str, build_lm: Build) -> None:
-    """The key-value cache, dropped rows and padding included."""
-    model = build_lm(kind)
-    sampled = run(model, temperature=0.8, stop_ids=frozenset(range(12)))
-    assert len({len(response) for response in sampled.responses}) > 2
-    batch = pad_batch(PROMPTS, sampled.responses, PAD)
-    with torch.no_grad():
-        logprobs = (response_logits(model, batch) / 0.8).log_softmax(-1).gather(-1, batch.actions[..., None])[..., 0]
-    for row, theirs in zip(logprobs, sampled.logprobs, strict=True):
-        assert (row[: len(theirs)] - torch.tensor(theirs)).abs().max() <= 2e-5
-
-
 def test_rule_03_samples_depend_on_neither_batch_nor_order_nor_padding(kind: str, build_lm: Build) -> None:
     model = build_lm(kind)
     whole = run(model, batch_size=len(PROMPTS)).responses
@@ -130,39 +94,6 @@ def test_rule_03_other_keys_give_other_samples(build_lm: Build) -> None:
     assert len({tuple(response) for response in twice}) >= 5
 
 
-def test_rule_03_global_generators_are_not_used(build_lm: Build) -> None:
-    model = build_lm()
-    torch.manual_seed(1)
-    np.random.seed(1)
-    before = torch.get_rng_state(), np.random.get_state()[1].copy()
-    first = run(model).responses
-    assert torch.equal(before[0], torch.get_rng_state())
-    assert (before[1] == np.random.get_state()[1]).all()
-    torch.manual_seed(2)
-    assert run(model).responses == first
-
-
-def test_rule_00_the_generation_config_is_not_read(build_lm: Build) -> None:
-    model = build_lm()
-    before = run(model).responses
-    frequent = Counter(token for response in before for token in response).most_common(1)[0][0]
-    settings = {"eos_token_id": frequent, "top_k": 1, "temperature": 0.1, "min_new_tokens": 12, "max_new_tokens": 1}
-    for name, value in settings.items():
-        setattr(model.generation_config, name, value)
-    assert run(model).responses == before
-
-
-def test_rule_00_stop_tokens_are_a_set(build_lm: Build) -> None:
-    """A response ends with the first of them, contains it, and has nothing after it."""
-    stops = frozenset({END, 17, 30})
-    sampled = run(build_lm(), PROMPTS * 4, [(4, i) for i in range(4 * len(PROMPTS))], stop_ids=stops)
-    last = {response[-1] for response, ended in zip(sampled.responses, sampled.ended, strict=True) if ended}
-    assert len(last & stops) >= 2
-    for response, ended in zip(sampled.responses, sampled.ended, strict=True):
-        assert not stops & set(response[:-1])
-        assert (response[-1] in stops) == ended
-
-
 def test_rule_00_the_pad_token_may_be_sampled(build_lm: Build) -> None:
     """It ends nothing and is kept."""
     model = build_lm()
@@ -186,10 +117,6 @@ def test_rule_04_a_response_at_the_length_limit_has_not_ended(build_lm: Build) -
         cut = run(model, PROMPTS[:1], stop_ids=frozenset({closes}), max_new_tokens=limit)
         assert cut.responses == [first[:limit]]
         assert cut.ended == [ended]
-
-
-def test_no_prompts_give_no_responses(build_lm: Build) -> None:
-    assert run(build_lm(), [], []).responses == []
 
 
 def test_a_stream_is_what_sample_samples(kind: str, build_lm: Build) -> None:

@@ -1,7 +1,7 @@
 """What goes wrong in other libraries for PPO (docs/rules.md), on whole phases, each row by its number.
 
 `pytest -k failure_03` runs every test of a row; some are in the tests of a module, those of stages and data in
-tests/tasks and tests/test_pipeline.py. tests/test_numbered.py sees that no row is without one.
+tests/tasks and tests/test_pipeline.py. tests/test_numbered.py checks that every row has one.
 """
 
 import math
