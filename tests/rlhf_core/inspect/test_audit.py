@@ -302,7 +302,8 @@ def test_settings_that_move_the_optimum_are_named() -> None:
 
 @pytest.fixture
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two PPO steps a problem."""
+    """Two PPO steps a problem, and two updates of the bandit."""
+    monkeypatch.setattr(refused_module, "STEPS", 2)
     monkeypatch.setattr(problems_module, "FEWEST_STEPS", 2)
     monkeypatch.setattr(problems_module, "MOST_STEPS", 2)
 
