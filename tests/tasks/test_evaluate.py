@@ -10,7 +10,7 @@ import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tasks.evaluation.evaluator import ScoredAnswers
-from tasks.evaluation.outputs import costs
+from tasks.evaluation.outputs import costs, side_by_side
 from tasks.evaluation.results import pick
 
 if TYPE_CHECKING:
@@ -20,12 +20,26 @@ Main = Callable[["Project", str], "Ended"]
 FAMILY = ["sft", "policy", "best_of_1", "best_of_2", "best_of_4", "rejection_sft", "dpo", "rloo"]
 
 
-def test_the_pick_is_the_reward_models_and_the_first_of_equals() -> None:
-    def mark(name: str, rewards: list[float]) -> ScoredAnswers:
+def test_the_pick_has_the_highest_reward_and_is_the_first_of_equals() -> None:
+    def scored(name: str, rewards: list[float]) -> ScoredAnswers:
         return ScoredAnswers([[1]] * 2, [True] * 2, [name] * 2, rewards, [float(len(name))] * 2, [1] * 2, None)
 
-    picked = pick([mark("a", [1.0, 2.0]), mark("bb", [3.0, 2.0]), mark("ccc", [2.0, 1.0])])
+    picked = pick([scored("a", [1.0, 2.0]), scored("bb", [3.0, 2.0]), scored("ccc", [2.0, 1.0])])
     assert (picked.texts, picked.rewards, picked.gold) == (["bb", "a"], [3.0, 2.0], [2.0, 1.0])
+
+
+def test_the_table_for_mlflow_has_the_answers_of_one_seed_by_prompt() -> None:
+    answers = [
+        {"model": model, "seed": seed, "prompt_id": prompt, "prompt": f"{prompt}?",
+         "response": f"{model} {seed} {prompt}"}
+        for model, seeds in (("sft", (1, 2)), ("policy", (1, 2)), ("best_of_4", (None,)))
+        for seed in seeds
+        for prompt in ("a", "b")
+    ]  # fmt: skip
+    assert side_by_side(answers, 1) == [
+        {"prompt": "a?", "sft": "sft 1 a", "policy": "policy 1 a", "best_of_4": "best_of_4 None a"},
+        {"prompt": "b?", "sft": "sft 1 b", "policy": "policy 1 b", "best_of_4": "best_of_4 None b"},
+    ]
 
 
 @pytest.mark.pipeline
