@@ -13,8 +13,8 @@ from matplotlib.axes import Axes
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 
-from tasks.evaluation.comparison_table import label
 from tasks.page.canvas import JUDGE, POLICY, canvas, colour_of, label_axes, png, styled
+from tasks.page.comparison_table import label
 from tasks.params.methods import WITH_MODEL
 
 Point = tuple[float, float]

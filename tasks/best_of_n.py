@@ -1,5 +1,4 @@
-"""Stage `best_of_n`: many answers of the SFT model to each prompt that `evaluate` asks, scored by the reward model.
-What the best of n of them are worth is `evaluate`'s to estimate."""
+"""Stage `best_of_n`: many answers of the SFT model to each evaluation prompt, scored by the reward model."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -18,7 +17,7 @@ if TYPE_CHECKING:
 SFT = "models/sft"
 SAMPLES = "data/best_of_n/samples.jsonl"
 SALT = 2**32
-"""First number of every key: no seed is as large, so that no other stage's draw has the same key."""
+"""First number of every key; larger than any seed, so that no other stage uses the same random numbers."""
 
 
 def execute(stage: Stage[BestOfNParams]) -> None:
@@ -26,7 +25,7 @@ def execute(stage: Stage[BestOfNParams]) -> None:
     if not stage.params.enabled:
         write_switched_off(stage)
         return
-    # A stage that is switched off does not load torch.
+    # Imported late: a stage that is switched off does not load torch.
     from rlhf_core.data.tokenizer import load_tokenizer
     from rlhf_core.determinism import make_deterministic
     from rlhf_core.models.hf import context_length, load_causal_lm
@@ -57,7 +56,7 @@ def execute(stage: Stage[BestOfNParams]) -> None:
 
 
 def sample_rows(kept: "Kept", candidates: "Sequence[Sequence[Candidate]]") -> list[Row]:
-    """Every answer to every prompt, in the order in which the answers to a prompt were drawn."""
+    """One row for each answer, in the order of prompts and draws."""
     return [
         {
             "prompt_id": row["prompt_id"],

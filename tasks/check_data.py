@@ -9,7 +9,7 @@ from rlhf_core.errors import UserError
 from tasks.datasets.prepare import Prepared, prepare
 from tasks.datasets.sources.example import RAW, Example
 from tasks.datasets.sources.splits import Share
-from tasks.evaluation.prompts import read_questions, refuse_training_prompts
+from tasks.evaluation.prompts import read_prompts, refuse_training_prompts
 from tasks.params.evaluate import HELDOUT, EvaluateParams
 from tasks.params.ingest import IngestParams
 from tasks.params.preferences import PreferencesParams
@@ -58,7 +58,7 @@ def in_share(prepared: Prepared, *shares: Share) -> Iterator[Example]:
 
 def check_prompts(name: str, prepared: Prepared) -> None:
     """Raise UserError for a file of evaluation prompts that cannot be read or holds training prompts."""
-    rows = read_questions(RAW, name)
+    rows = read_prompts(RAW, name)
     asked = {opening(row["prompt"]) for row in rows}
     trained = in_share(prepared, "demonstrations", "preferences", "ppo")
     training = [{"prompt": example.prompt} for example in trained if example.opening in asked]

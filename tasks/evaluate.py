@@ -1,5 +1,4 @@
-"""Stage `evaluate`: all models of the run answer the same held-out prompts: SFT model, policy, PPO's snapshots, the
-methods that are switched on, and the user's models."""
+"""Stage `evaluate`: all models of the run answer the same held-out prompts and are scored."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -12,22 +11,14 @@ from rlhf_core.determinism import make_deterministic
 from rlhf_core.errors import UserError
 from rlhf_core.evaluation.best_of_n import best_of_n_weights
 from tasks.datasets.jsonl import Row
-from tasks.evaluation.evaluator import (
-    CandidateModel,
-    Evaluator,
-    ScoredAnswers,
-    fitting_rows,
-    load_candidate,
-    load_scorer,
-)
-from tasks.evaluation.extra_models import EXTRA, folder_of
-from tasks.evaluation.frontier import chosen_snapshots, frontier_figures, frontier_rows, kl_by_step, stopping
+from tasks.evaluation.evaluator import CandidateModel, Evaluator, ScoredAnswers, build_evaluator, load_candidate
+from tasks.evaluation.frontier import Frontier, chosen_snapshots, kl_by_step
 from tasks.evaluation.judge_reliability import judge_checks, scorer_checks
 from tasks.evaluation.outputs import Answered, answer_rows, model_figures, sample_rows, side_by_side, summary
-from tasks.evaluation.pair_judge import pair_judge_of
 from tasks.evaluation.prompts import evaluation_prompts, source_of
 from tasks.evaluation.results import Bootstrap, Results
 from tasks.evaluation.teacher_forced import fitting_pairs, teacher_forced_logprobs
+from tasks.evaluation.user_models import EXTRA, folder_of
 from tasks.params.best_of_n import BestOfNParams
 from tasks.params.evaluate import HELDOUT, EvaluateParams
 from tasks.params.methods import WITH_MODEL
@@ -47,12 +38,12 @@ SELECT_TABLE = "plots/select.csv"
 def execute(stage: Stage[EvaluateParams]) -> None:
     """Make data/evaluate/{samples,answers}.jsonl, metrics/evaluate.json and plots/frontier.csv."""
     make_deterministic(stage.seed, stage.common.threads)
-    evaluator, too_long = make_evaluator(stage)
+    evaluator, too_long = evaluator_of(stage)
     bootstrap = Bootstrap(stage.params.bootstrap, stage.seed)
     answered = answer_all(stage, evaluator)
     results = answered.results
     models = {name: model_figures(stage, evaluator, answered, name, bootstrap) for name in results}
-    points = (evaluator, results, answered.snapshots)
+    frontier = Frontier(evaluator, results, answered.snapshots, models, bootstrap)
     metrics = {
         **summary(evaluator, models),
         "prompts_too_long": too_long,
@@ -60,13 +51,13 @@ def execute(stage: Stage[EvaluateParams]) -> None:
         "seeds": stage.params.seeds,
         "bootstrap": stage.params.bootstrap,
         "models": models,
-        **frontier_figures(*points, models, bootstrap),
-        "stopping": stopping(*points, stage.read_json(SELECT), bootstrap),
+        **frontier.figures(),
+        "stopping": frontier.stopping(stage.read_json(SELECT)),
         "judge_checks": judge_checks(stage, evaluator, results),
         "reward_model": scorer_checks(results, bootstrap),
     }
     stage.write_metrics(metrics)
-    stage.outputs.write_csv("plots/frontier.csv", frontier_rows(*points, models, bootstrap))
+    stage.outputs.write_csv("plots/frontier.csv", frontier.rows())
     samples = sample_rows(evaluator, results)
     answers = list(answer_rows(stage, evaluator, results))
     stage.outputs.write_jsonl("data/evaluate/samples.jsonl", samples)
@@ -74,32 +65,20 @@ def execute(stage: Stage[EvaluateParams]) -> None:
     track(stage, metrics, samples, answers)
 
 
-def make_evaluator(stage: Stage[EvaluateParams]) -> tuple[Evaluator, int]:
-    """The evaluator of the prompts that fit, and how many prompts do not."""
+def evaluator_of(stage: Stage[EvaluateParams]) -> tuple[Evaluator, int]:
+    """The evaluator of the prompts that fit, and the number of the others. Raises UserError for a bad extra model
+    before any model answers."""
     params = stage.params
-    for name in params.extra_models:  # refuse a bad one before the first answer
+    for name in params.extra_models:
         folder = folder_of(stage, EXTRA, name, "evaluate.extra_models")
         stop_ids(load_tokenizer(folder, trust_remote_code=trusts(stage)), params.stop_tokens)
     sft = load_candidate(stage, "sft", stage.root / "models/sft")
-    prompts = evaluation_prompts(stage, params)
-    kept, too_long = fitting_rows(stage, source_of(params), prompts, sft, params.max_new_tokens)
-    evaluator = Evaluator(
-        stage=stage,
-        rows=kept,
-        reference=sft,
-        scorer=load_scorer(stage, int(sft.tokenizer.pad_token_id), params.batch_size),
-        judge=judge_of(stage) if params.prompts == HELDOUT else None,  # the rubric is for the demo's own prompts
-        pair_judge=pair_judge_of(stage, [row["prompt"] for row in kept], params.max_new_tokens, params.batch_size),
-        temperature=params.temperature,
-        max_new_tokens=params.max_new_tokens,
-        batch_size=params.batch_size,
-        stop_tokens=params.stop_tokens,
-    )
-    return evaluator, too_long
+    judge = judge_of(stage) if params.prompts == HELDOUT else None  # the demo's judge scores the demo's prompts only
+    return build_evaluator(stage, source_of(params), evaluation_prompts(stage, params), sft, params, judge)
 
 
 def answer_all(stage: Stage[EvaluateParams], evaluator: Evaluator) -> Answered:
-    """All models' answers; one model in memory at a time, beside the SFT model."""
+    """All models' answers. In memory are the SFT model and one other model at a time."""
     answered = Answered(fitting_pairs(evaluator, validation_pairs(stage)))
     for candidate in candidate_models(stage, evaluator):
         name = candidate.name
@@ -107,7 +86,7 @@ def answer_all(stage: Stage[EvaluateParams], evaluator: Evaluator) -> Answered:
         answered.teacher_forced[name] = teacher_forced_logprobs(evaluator, candidate, answered.pairs)
         if name == "policy":
             answered.results |= best_of_n(stage, evaluator)
-        del candidate  # before the next one is loaded
+        del candidate  # free memory before the next one is loaded
     kls = kl_by_step(stage.root / SELECT_TABLE)
     for step in chosen_snapshots(kls, stage.read_json(SELECT), stage.params.snapshots):
         policy = policy_at(stage, evaluator.reference, step)
@@ -116,7 +95,7 @@ def answer_all(stage: Stage[EvaluateParams], evaluator: Evaluator) -> Answered:
 
 
 def candidate_models(stage: Stage[EvaluateParams], evaluator: Evaluator) -> Iterator[CandidateModel]:
-    """SFT model, policy, the methods that are switched on, the user's models."""
+    """SFT model, policy, the models of other methods, the user's models."""
     yield evaluator.reference
     yield load_candidate(stage, "policy", stage.root / "models/policy")
     for method in WITH_MODEL:
@@ -127,7 +106,7 @@ def candidate_models(stage: Stage[EvaluateParams], evaluator: Evaluator) -> Iter
 
 
 def best_of_n(stage: Stage[EvaluateParams], evaluator: Evaluator) -> dict[str, Results]:
-    """The samples of the stage `best_of_n`, once for each n, with the weights of its estimator."""
+    """The samples of the stage `best_of_n`, for each n with the weights of its estimator."""
     samples: dict[str, list[Row]] = {}
     for row in stage.read(BEST_OF_N):
         samples.setdefault(row["prompt_id"], []).append(row)
@@ -144,7 +123,7 @@ def best_of_n(stage: Stage[EvaluateParams], evaluator: Evaluator) -> dict[str, R
 
 
 def scored_samples(evaluator: Evaluator, rows: list[Row]) -> ScoredAnswers:
-    """One sample for each prompt, as answers of this stage."""
+    """One sample for each prompt, with the judge's scores."""
     texts = [row["response"] for row in rows]
     return ScoredAnswers(
         responses=[row["response_ids"] for row in rows],
@@ -158,12 +137,12 @@ def scored_samples(evaluator: Evaluator, rows: list[Row]) -> ScoredAnswers:
 
 
 def validation_pairs(stage: Stage[EvaluateParams]) -> list[Row]:
-    """The preference pairs that nothing is trained on."""
+    """The preference pairs of the validation split."""
     return [row for row in stage.read(PREFERENCES) if row["split"] == "validation"]
 
 
 def track(stage: Stage[EvaluateParams], metrics: dict[str, Any], samples: list[Row], answers: list[Row]) -> None:
-    """MLflow: the figures, the answers of the first sampling seed for its evaluation view, and the policy's version."""
+    """Log figures, answers of the first sampling seed and the policy's version to MLflow."""
     if not stage.tracker:
         return
     stage.tracker.table("evaluate_samples", samples, lead=("prompt", "policy"))

@@ -1,5 +1,5 @@
-"""Stage `rejection_sft`: rejection sampling. Of many answers of the SFT model to each prompt the reward model keeps the
-best, and supervised fine-tuning goes on with those (best-of-n distilled; Touvron et al. 2023, section 3.2.3)."""
+"""Stage `rejection_sft`: fine-tunes the SFT model on the best of its own answers by the reward model's score (rejection
+sampling; Touvron et al. 2023, section 3.2.3)."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -31,8 +31,8 @@ def execute(stage: Stage[RejectionParams]) -> None:
     if not params.enabled:
         write_switched_off(stage, {PLOT: ("step", *LOGGED.values())})
         return
-    assert params.training is not None  # the parameters refuse it
-    # A stage that is switched off does not load torch.
+    assert params.training is not None  # required by the parameters if enabled
+    # Imported late: a stage that is switched off does not load torch.
     from rlhf_core.data.tokenizer import load_tokenizer, stop_ids
     from rlhf_core.models.hf import context_length, load_causal_lm, save_checkpoint
     from rlhf_core.sft import Demonstration, fine_tune
@@ -97,14 +97,14 @@ def assign_splits(count: int, validation: float, seed: int) -> list[str]:
 
 
 def best_of(group: "Sequence[Candidate]") -> "Candidate":
-    """The answer with the highest score, the first of equal ones; one that did not end only where none did."""
+    """The answer with the highest score, the first of equal ones; answers that ended come before those cut off."""
     return max(group, key=lambda candidate: (candidate.ended, candidate.reward))
 
 
 def sample_rows(
     kept: "Kept", candidates: "Sequence[Sequence[Candidate]]", best: "Sequence[Candidate]", splits: Sequence[str]
 ) -> list[Row]:
-    """The kept answer to each prompt, beside the mean score of those it was chosen from."""
+    """The kept answer to each prompt, with the mean score of all its answers."""
     return [
         {
             "prompt_id": row["prompt_id"],

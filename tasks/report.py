@@ -1,5 +1,4 @@
-"""Stage `report`: one self-contained page with the pictures, tables and samples of the run, and the pictures as PNG
-files."""
+"""Stage `report`: a self-contained page with the pictures, tables and samples of the run, and the pictures as PNG."""
 
 from tasks.page.figures import draw
 from tasks.page.inputs import read_run

@@ -1,5 +1,4 @@
-"""Stage `select`: chooses the snapshot of PPO that becomes models/policy. Every snapshot answers validation prompts
-that no training used, and reward model and judge score the answers. The held-out prompts are not used."""
+"""Stage `select`: chooses the PPO snapshot that becomes models/policy, by its scores on validation prompts."""
 
 import copy
 from typing import Any
@@ -11,15 +10,7 @@ from rlhf_core.errors import UserError
 from rlhf_core.models.hf import load_causal_lm, place, save_checkpoint
 from rlhf_core.ppo import snapshots
 from tasks.datasets.jsonl import Row
-from tasks.evaluation.evaluator import (
-    CandidateModel,
-    Evaluator,
-    ScoredAnswers,
-    fitting_rows,
-    load_candidate,
-    load_scorer,
-)
-from tasks.evaluation.pair_judge import pair_judge_of
+from tasks.evaluation.evaluator import CandidateModel, Evaluator, ScoredAnswers, build_evaluator, load_candidate
 from tasks.params.judge import JudgeParams
 from tasks.params.select import SelectParams
 from tasks.stage.run import run
@@ -54,22 +45,11 @@ def execute(stage: Stage[SelectParams]) -> None:
 
 
 def compare(stage: Stage[SelectParams], config: PPOConfig, sft: CandidateModel) -> list[Row]:
-    """A row a snapshot, and one for the SFT model as step 0."""
-    asked = validation_prompts(stage)[: stage.params.prompts]
-    rows, _ = fitting_rows(stage, f"{PREFERENCES}, distinct validation prompts", asked, sft, config.max_new_tokens)
-    evaluator = Evaluator(
-        stage=stage,
-        rows=rows,
-        reference=sft,
-        scorer=load_scorer(stage, int(sft.tokenizer.pad_token_id), config.batch_size),
-        judge=judge_of(stage),
-        pair_judge=pair_judge_of(stage, [row["prompt"] for row in rows], config.max_new_tokens, config.batch_size),
-        temperature=config.temperature,
-        max_new_tokens=config.max_new_tokens,
-        batch_size=config.batch_size,
-        stop_tokens=config.stop_tokens,
-        purpose="select ",  # other random numbers than `evaluate`
-    )
+    """One row for each snapshot; the SFT model is step 0."""
+    rows = validation_prompts(stage)[: stage.params.prompts]
+    source = f"{PREFERENCES}, distinct validation prompts"
+    # `purpose`: other random numbers than in `evaluate`
+    evaluator, _ = build_evaluator(stage, source, rows, sft, config, judge_of(stage), purpose="select ")
     (start,) = evaluator.answer(sft, [stage.seed])
     table = [summarise(evaluator, start, 0, start)]
     for step in snapshots.steps_in(stage.root / SNAPSHOTS):
@@ -79,13 +59,13 @@ def compare(stage: Stage[SelectParams], config: PPOConfig, sft: CandidateModel) 
 
 
 def validation_prompts(stage: Stage[SelectParams]) -> list[Row]:
-    """The distinct prompts of the preference pairs that the reward model is not trained on."""
+    """The distinct prompts of the validation pairs."""
     rows = [row for row in stage.read(PREFERENCES) if row["split"] == "validation"]
     return list({row["prompt_id"]: row for row in rows}.values())
 
 
 def policy_at(stage: Stage[Any], sft: CandidateModel, step: int) -> CandidateModel:
-    """The policy after a step that has a snapshot: its weights in a copy of the SFT model."""
+    """The policy after a step: the weights of its snapshot in a copy of the SFT model."""
     model = snapshots.load(stage.root / SNAPSHOTS, step, copy.deepcopy(sft.model))
     return CandidateModel(f"step-{step}", place(model), sft.tokenizer, "policy")
 
@@ -105,22 +85,22 @@ def summarise(evaluator: Evaluator, start: ScoredAnswers, step: int, scored: Sco
 
 
 def unknown(stage: Stage[SelectParams]) -> list[Row]:
-    """The table where nothing is compared: the snapshots, and no figures."""
+    """The table without figures, for `select.prompts: 0`."""
     columns = ("kl", "kl_k3", "reward", "gold", "win_rate")
     steps = snapshots.steps_in(stage.root / SNAPSHOTS)
     return [{"step": step, **dict.fromkeys(columns), "prompts": 0} for step in steps]
 
 
 def judging_column(stage: Stage[SelectParams]) -> str | None:
-    """The column with the verdict of the judge that `judge` names; None where only the reward model can judge."""
+    """The column with the judge's score; None without a judge besides the reward model."""
     if stage.block("judge", JudgeParams).kind == "model":
         return "win_rate"
     return None if judge_of(stage) is None else "gold"
 
 
 def choose(table: list[Row], rule: str, judged: str | None) -> int:
-    """The step of the snapshot that the rule chooses; the earlier one where two are equal. Raises UserError where
-    the rule needs a judge and there is none."""
+    """The step of the snapshot that the rule chooses, the first of equal ones. Raises UserError if the rule needs a
+    judge and there is none."""
     taken = [row for row in table if row["step"] > 0]
     columns = {"best_judge": judged, "best_proxy": "reward"}
     if rule == "last":
@@ -132,13 +112,13 @@ def choose(table: list[Row], rule: str, judged: str | None) -> int:
 
 
 def best_step(table: list[Row], column: str | None) -> int | None:
-    """The step with the highest figure, 0 for the SFT model; None where the figure is not known."""
+    """The step with the highest figure, 0 for the SFT model; None if the figure is unknown."""
     known = [row for row in table if row.get(column or "") is not None]
     return int(max(known, key=lambda row: float(row[str(column)]))["step"]) if known else None
 
 
 def save_policy(stage: Stage[SelectParams], config: PPOConfig, sft: CandidateModel, step: int) -> None:
-    """models/policy: the snapshot of `step` as an ordinary folder, with its stop tokens in the generation config."""
+    """Save the snapshot of `step` as models/policy, with the stop tokens in its generation config."""
     start = load_causal_lm(stage.root / SFT, trust_remote_code=trusts(stage))
     policy = snapshots.load(stage.root / SNAPSHOTS, step, start)
     if config.stop_tokens:

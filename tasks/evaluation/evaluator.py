@@ -1,11 +1,11 @@
-"""The evaluator: samples every model's answers to the same prompts and scores them. For `evaluate` and `select`."""
+"""The evaluator samples every model's answers to the same prompts and scores them."""
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -19,15 +19,28 @@ from rlhf_core.models.hf import context_length, load_causal_lm, load_scalar_mode
 from rlhf_core.models.sampling import sample
 from rlhf_core.models.scorers import Answers, RewardModelScorer
 from tasks.datasets.jsonl import Row
+from tasks.evaluation.user_models import pair_judge_of
 from tasks.stage.long_rows import fitting, prompt_encoder
 from tasks.stage.stage import Stage
 from tasks.stage.trust import trusts
 
 REWARD_MODEL_JUDGE = "reward model"
 
-
 Item = TypeVar("Item")
 Key = TypeVar("Key", bound=Hashable)
+
+
+class SamplingSettings(Protocol):
+    """How answers are sampled: the parameters of `evaluate` and `ppo`."""
+
+    @property
+    def temperature(self) -> float: ...
+    @property
+    def max_new_tokens(self) -> int: ...
+    @property
+    def batch_size(self) -> int: ...
+    @property
+    def stop_tokens(self) -> list[str]: ...
 
 
 @dataclass(frozen=True)
@@ -38,7 +51,7 @@ class CandidateModel:
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
     noise: str = ""
-    """Candidates with the same value sample with the same random numbers; empty: those of its own name."""
+    """Name of the random numbers: candidates with the same value share them. Empty: the candidate's own name."""
 
 
 @dataclass(frozen=True)
@@ -51,14 +64,14 @@ class ScoredAnswers:
     texts: list[str]
     rewards: list[float]
     gold: list[float] | None
-    """None where no judge scores."""
+    """The judge's scores; None without a judge that scores."""
     tokens: list[int]
     """Length of each answer, in tokens of the SFT model."""
     divergence: Divergence | None
     """From the SFT model; None for a model with another tokenizer."""
 
-    def says(self, prompt: int) -> tuple[str, bool]:
-        """The answer as a judge sees it."""
+    def as_judged(self, prompt: int) -> tuple[str, bool]:
+        """Text and end of an answer, which is all that a judge receives."""
         return self.texts[prompt], self.ended[prompt]
 
 
@@ -73,9 +86,9 @@ class Evaluator:
     """The SFT model."""
     scorer: RewardModelScorer
     judge: Judge | None
-    """Scores single answers; None where only people could."""
+    """Scores single answers; None if the data have no judge."""
     pair_judge: PairJudge | None
-    """Compares two answers; None: their scores are compared."""
+    """Compares two answers; None if scores are compared instead."""
     temperature: float
     max_new_tokens: int
     batch_size: int
@@ -83,14 +96,13 @@ class Evaluator:
     purpose: str = ""
     """Evaluators of different purposes use different random numbers."""
     _rewards: dict[tuple[int, tuple[int, ...]], float] = field(default_factory=dict)
-    """Of each answer (prompt, token ids) scored so far, whichever model gave it."""
+    """Cache of scores by prompt and token ids, shared by all models."""
     _gold: dict[tuple[int, str], float] = field(default_factory=dict)
     _encoded: dict[str, list[list[int]]] = field(default_factory=dict)
-    """The prompts as token ids, by the name of the candidate whose tokenizer they are of."""
+    """Cache of the prompts' token ids, by the name of the model that the tokenizer belongs to."""
 
     def answer(self, candidate: CandidateModel, seeds: Sequence[int]) -> list[ScoredAnswers]:
-        """For each seed one answer to each prompt, independent of the other candidates' answers. Raises UserError where
-        the candidate's context is too short."""
+        """For each seed one answer to each prompt. Raises UserError if the candidate's context is too short."""
         self.require_room(candidate)
         stops = stop_ids(candidate.tokenizer, self.stop_tokens)
         places = [place for _ in seeds for place in range(len(self.rows))]
@@ -111,8 +123,10 @@ class Evaluator:
         return [_part(found, start, start + len(self.rows)) for start in range(0, len(places), len(self.rows))]
 
     def compare(self, scored: ScoredAnswers, other: ScoredAnswers) -> list[float]:
-        """By how much `scored` is preferred to `other`, prompt by prompt, ½ for a tie: by the judge of pairs, in both
-        orders, where there is one; else by the judge's scores; else by the reward model's."""
+        """For each prompt how much `scored` is preferred to `other`, in [0, 1]; ½ is a tie.
+
+        Uses the pair judge, in both orders; without one the judge's scores; without a judge the reward model's.
+        """
         if scored is other:
             return [0.5] * len(self.rows)
         if self.pair_judge is not None:
@@ -120,13 +134,13 @@ class Evaluator:
         if scored.gold is not None and other.gold is not None:
             return wins(other.gold, scored.gold)
         return [
-            0.5 if scored.says(i) == other.says(i) else won  # best-of-n scores equal answers in other batches
+            0.5 if scored.as_judged(i) == other.as_judged(i) else won  # best-of-n scores equal answers in other batches
             for i, won in enumerate(wins(other.rewards, scored.rewards))
         ]
 
     @property
     def judged_by(self) -> str:
-        """What decides a comparison: a judge of `pairs`, a judge's `scores`, or the `reward model`."""
+        """The kind of judge behind `compare`: `pairs`, `scores` or `reward model`."""
         if self.pair_judge is not None:
             return "pairs"
         return "reward model" if self.judge is None else "scores"
@@ -143,14 +157,14 @@ class Evaluator:
         return [row["prompt"] for row in self.rows]
 
     def prompt_ids(self, candidate: CandidateModel) -> list[list[int]]:
-        """The prompts in the candidate's tokens; encoded once for each tokenizer."""
+        """The prompts in the candidate's tokens."""
         owner = self.reference if self.shares_tokenizer(candidate) else candidate
         if owner.name not in self._encoded:
             self._encoded[owner.name] = [encode_prompt(owner.tokenizer, prompt) for prompt in self.prompts]
         return self._encoded[owner.name]
 
     def shares_tokenizer(self, candidate: CandidateModel) -> bool:
-        """Whether the candidate's token ids mean what the SFT model's do."""
+        """Whether the candidate has the SFT model's vocabulary and chat template."""
         ours, theirs = self.reference.tokenizer, candidate.tokenizer
         if theirs is ours:
             return True
@@ -168,8 +182,8 @@ class Evaluator:
     def _draw(
         self, candidate: CandidateModel, jobs: Sequence[tuple[int, int]], stops: frozenset[int]
     ) -> list[tuple[list[int], bool]]:
-        """An answer for each (seed, place of the prompt). Prompts of similar length are in one batch; batches that an
-        earlier process has sampled are not sampled again."""
+        """An answer for each (seed, index of the prompt). Prompts of similar length are in one batch; batches in the
+        journal of an earlier process are not sampled again."""
         prompt_ids, name = self.prompt_ids(candidate), f"{self.purpose}{candidate.noise or candidate.name}"
         noise = int.from_bytes(sha256(name.encode()).digest()[:8], "big")
 
@@ -200,7 +214,7 @@ class Evaluator:
 
     def _judge(self, places: Sequence[int], texts: Sequence[str]) -> list[float]:
         judge = self.judge
-        assert judge is not None  # the caller has asked
+        assert judge is not None
         return _once(
             self._gold,
             list(zip(places, texts, strict=True)),
@@ -208,7 +222,7 @@ class Evaluator:
         )
 
     def _in_reference_tokens(self, texts: Sequence[str], ended: Sequence[bool]) -> list[list[int]]:
-        """A text in tokens of the SFT model, at most as many as its own answers may have."""
+        """The texts in tokens of the SFT model, cut at `max_new_tokens`."""
         tokenizer = self.reference.tokenizer
         read = [encode_response(tokenizer, text, end) for text, end in zip(texts, ended, strict=True)]
         return [ids[: self.max_new_tokens] for ids in read]
@@ -216,7 +230,7 @@ class Evaluator:
     def _diverge(
         self, candidate: CandidateModel, places: Sequence[int], responses: Sequence[Sequence[int]]
     ) -> Divergence:
-        """Equal answers to a prompt are read once."""
+        """Equal answers to a prompt are computed once."""
         prompt_ids = self.prompt_ids(self.reference)
         known: dict[tuple[int, tuple[int, ...]], tuple[float, float, float]] = {}
 
@@ -238,7 +252,7 @@ class Evaluator:
 
 
 def _once(known: dict[Key, Item], keys: Sequence[Key], work: Callable[[list[int]], list[Item]]) -> list[Item]:
-    """The value of each key; `work` computes those that are not known yet, at the places of their first keys."""
+    """The value of each key. `work` receives the indices of the keys that are not in `known`, each key once."""
     new: dict[Key, int] = {}
     for i, key in enumerate(keys):
         if key not in known:
@@ -268,16 +282,30 @@ def load_candidate(stage: Stage[Any], name: str, folder: Path) -> CandidateModel
     return CandidateModel(name, model, load_tokenizer(folder, trust_remote_code=trusts(stage)))
 
 
-def load_scorer(stage: Stage[Any], pad_id: int, batch_size: int) -> RewardModelScorer:
-    """models/reward, for inference."""
-    model = place(load_scalar_model(stage.root / "models/reward", trust_remote_code=trusts(stage)))
-    return RewardModelScorer(model, pad_id, batch_size)
-
-
-def fitting_rows(
-    stage: Stage[Any], path: str, rows: list[Row], reference: CandidateModel, max_new_tokens: int
-) -> tuple[list[Row], int]:
-    """The rows of `path` whose prompt leaves room for an answer, and how many do not."""
-    limit = context_length(reference.model)
-    kept, too_long = fitting(stage, path, rows, prompt_encoder(reference.tokenizer), limit, reserve=max_new_tokens)
-    return [row for row, _ in kept], too_long
+def build_evaluator(
+    stage: Stage[Any],
+    path: str,
+    rows: list[Row],
+    sft: CandidateModel,
+    settings: SamplingSettings,
+    judge: Judge | None,
+    purpose: str = "",
+) -> tuple[Evaluator, int]:
+    """The evaluator for the rows of `path` whose prompt leaves room for an answer, and the number of the other rows."""
+    limit, reserve = context_length(sft.model), settings.max_new_tokens
+    kept, too_long = fitting(stage, path, rows, prompt_encoder(sft.tokenizer), limit, reserve=reserve)
+    reward_model = place(load_scalar_model(stage.root / "models/reward", trust_remote_code=trusts(stage)))
+    evaluator = Evaluator(
+        stage=stage,
+        rows=[row for row, _ in kept],
+        reference=sft,
+        scorer=RewardModelScorer(reward_model, int(sft.tokenizer.pad_token_id), settings.batch_size),
+        judge=judge,
+        pair_judge=pair_judge_of(stage, [row["prompt"] for row, _ in kept], reserve, settings.batch_size),
+        temperature=settings.temperature,
+        max_new_tokens=reserve,
+        batch_size=settings.batch_size,
+        stop_tokens=settings.stop_tokens,
+        purpose=purpose,
+    )
+    return evaluator, too_long

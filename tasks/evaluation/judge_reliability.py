@@ -1,5 +1,4 @@
-"""How far the instruments can be believed: the judge, asked in both orders, and the reward model, held against the
-judge on answers of the SFT model (what it was trained on) and of the policy (what became of them)."""
+"""Reliability of the judge (both orders of a pair) and of the reward model (agreement with the judge)."""
 
 from typing import Any
 
@@ -15,14 +14,15 @@ from tasks.stage.stage import Stage
 
 
 def judge_checks(stage: Stage[Any], evaluator: Evaluator, results: dict[str, Results]) -> dict[str, Any] | None:
-    """Position bias and self-agreement of whoever compares pairs: the judge model, or on demo data the simulated
-    annotators that made the preferences. None where answers are only scored one by one."""
+    """Position bias and self-agreement of the judge model, or of the demo's simulated annotators. None without a judge
+    that compares pairs."""
     judge = evaluator.pair_judge or annotators(stage, evaluator)
     if judge is None:
         return None
     policy, sft = results["policy"], results["sft"]
     found = [
-        both_orders(judge, evaluator.prompts, sft.column(i).texts, mark.texts) for i, mark in enumerate(policy.columns)
+        both_orders(judge, evaluator.prompts, sft.column(i).texts, scored.texts)
+        for i, scored in enumerate(policy.columns)
     ]
     return {
         "judge": judge.name,
@@ -34,7 +34,7 @@ def judge_checks(stage: Stage[Any], evaluator: Evaluator, results: dict[str, Res
 
 
 def annotators(stage: Stage[Any], evaluator: Evaluator) -> PairJudge | None:
-    """The simulated annotators with the noise that they judged the preferences with; None for data of people."""
+    """The demo's simulated annotators, with the noise of `preferences`; None for other data."""
     if not isinstance(evaluator.judge, RubricJudge):
         return None
     noise = stage.block("preferences", PreferencesParams).annotators
@@ -42,8 +42,8 @@ def annotators(stage: Stage[Any], evaluator: Evaluator) -> PairJudge | None:
 
 
 def scorer_checks(results: dict[str, Results], bootstrap: Bootstrap) -> dict[str, dict[str, Any] | None]:
-    """For SFT model and policy: how often reward model and judge order two answers to one prompt alike, and what the
-    scores go along with. None without a judge who scores."""
+    """For SFT model and policy: agreement and correlation of reward model and judge. None without a judge that
+    scores."""
     found = {name: scorer_check(results[name], bootstrap) for name in ("sft", "policy")}
     if found["sft"] is not None:
         found["sft"]["agreement_at_policy_margins"] = at_margins_of(results["sft"], results["policy"])
@@ -66,7 +66,7 @@ def scorer_check(results: Results, bootstrap: Bootstrap) -> dict[str, Any] | Non
 
 
 def at_margins_of(results: Results, like: Results) -> float | None:
-    """The agreement, were the answers as far apart in gold score as those of another model are."""
+    """The agreement, reweighted to the distribution of gold margins of another model's answers."""
     scores = [(rewards_of_texts(each).tolist(), each.table("gold")) for each in (results, like)]
     (first, gold), (like_first, like_gold) = scores
     if gold is None or like_gold is None:
@@ -75,11 +75,11 @@ def at_margins_of(results: Results, like: Results) -> float | None:
 
 
 def rewards_of_texts(results: Results) -> Table:
-    """The reward model's scores, one for equal answers to a prompt: read in other batches, they differ by a hair."""
+    """The reward model's scores, made equal for equal answers: other batches give other rounding errors."""
     rewards = results.table("rewards")
-    assert rewards is not None  # every answer has one
+    assert rewards is not None
     for i, row in enumerate(rewards):
         known: dict[tuple[str, bool], float] = {}
-        for k, mark in enumerate(results.columns):
-            row[k] = known.setdefault(mark.says(i), float(row[k]))
+        for k, scored in enumerate(results.columns):
+            row[k] = known.setdefault(scored.as_judged(i), float(row[k]))
     return rewards

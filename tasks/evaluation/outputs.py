@@ -1,15 +1,22 @@
-"""The outputs of `evaluate`: each model's figures in metrics/evaluate.json, and the rows of data/evaluate/."""
+"""The outputs of `evaluate`: metrics/evaluate.json and the rows of data/evaluate/."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-
 from rlhf_core.evaluation.best_of_n import best_of_n_kl
 from tasks.datasets.jsonl import Row
 from tasks.evaluation.evaluator import Evaluator
-from tasks.evaluation.results import Bootstrap, Results, against, difference, no_win_rate, own_figures, pick, three
+from tasks.evaluation.results import (
+    Bootstrap,
+    Results,
+    difference,
+    own_figures,
+    pick,
+    win_rate_figures,
+    wins_over,
+    with_interval,
+)
 from tasks.evaluation.teacher_forced import TeacherForced, teacher_forced_figures
 from tasks.params.evaluate import EvaluateParams
 from tasks.params.methods import BY_NAME
@@ -18,28 +25,29 @@ from tasks.stage.stage import Stage
 
 @dataclass
 class Answered:
-    """All models' answers, and their log-probabilities of given texts."""
+    """All models' answers and teacher-forced log-probabilities."""
 
     pairs: list[Row]
-    """The validation pairs that the models read."""
+    """The validation pairs that fit the SFT model's context."""
     results: dict[str, Results] = field(default_factory=dict)
     """By name, in the order of the table."""
     teacher_forced: dict[str, TeacherForced] = field(default_factory=dict)
     """By name; none for best-of-n."""
     snapshots: dict[int, Results] = field(default_factory=dict)
-    """The policy after each step on the frontier; the first sampling seed only."""
+    """By step; first sampling seed only."""
 
 
 def model_figures(
     stage: Stage[EvaluateParams], evaluator: Evaluator, answered: Answered, name: str, bootstrap: Bootstrap
 ) -> dict[str, Any]:
-    """All figures of one model; null where one does not apply or is not known. The same keys for every model."""
+    """All figures of one model, with the same keys for every model; None where a figure does not apply."""
     results, sft, policy = (answered.results[other] for other in (name, "sft", "policy"))
-    figures = own_figures(results, bootstrap)
-    figures |= versus("win_rate", evaluator, results, None if name == "sft" else sft, bootstrap, controlled=True)
-    figures |= versus("win_rate_vs_policy", evaluator, results, None if name == "policy" else policy, bootstrap)
+    over_sft = None if name == "sft" else wins_over(evaluator, results, sft)
+    over_policy = None if name == "policy" else wins_over(evaluator, results, policy)
+    figures = own_figures(results, bootstrap) | win_rate_figures(results, sft, over_sft, bootstrap)
+    figures |= with_interval("win_rate_vs_policy", bootstrap.of(results, over_policy))
     ahead = None if name == "policy" else difference(results, policy, "gold", bootstrap)
-    figures |= three("gold_minus_policy", ahead)
+    figures |= with_interval("gold_minus_policy", ahead)
     if name not in answered.teacher_forced:
         figures |= {"kl": best_of_n_kl(results.best_of), "kl_ci95": None}
     figures |= teacher_forced_figures(
@@ -48,25 +56,9 @@ def model_figures(
     return figures | costs(stage, name, results)
 
 
-def versus(
-    key: str,
-    evaluator: Evaluator,
-    results: Results,
-    other: Results | None,
-    bootstrap: Bootstrap,
-    controlled: bool = False,
-) -> dict[str, Any]:
-    """Win rate over another model; null for the model itself."""
-    if other is None:
-        return no_win_rate(key, controlled)
-    won = np.array([evaluator.compare(column, other.column(i)) for i, column in enumerate(results.columns)]).T
-    return against(key, results, other, won, bootstrap, controlled)
-
-
 def costs(stage: Stage[EvaluateParams], name: str, results: Results) -> dict[str, int | None]:
-    """The cost of a model beyond SFT model, preference data and reward model, which are common to all: answers sampled
-    to train it, response tokens that its training read, and answers sampled for each one that it gives. The policy's
-    cost is that of the whole run, whichever snapshot it is."""
+    """The cost of a model beyond SFT model, preference data and reward model: answers sampled and response tokens read
+    in its training, and samples for each answer. The policy's cost is that of PPO's whole run."""
     method = BY_NAME.get(name)
     if method or name == "policy":
         paid = [*method.built_on, name] if method else ["ppo"]
@@ -80,7 +72,7 @@ def costs(stage: Stage[EvaluateParams], name: str, results: Results) -> dict[str
 
 
 def summary(evaluator: Evaluator, models: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """The figures of SFT model and policy at the top of the file, and the judge of the win rate."""
+    """The main figures of SFT model and policy, and the judge of the win rate."""
     sft, policy = models["sft"], models["policy"]
     top: dict[str, Any] = {
         "judge": evaluator.judge.name if evaluator.judge else None,
@@ -102,9 +94,9 @@ def summary(evaluator: Evaluator, models: dict[str, dict[str, Any]]) -> dict[str
 
 
 def sample_rows(evaluator: Evaluator, results: dict[str, Results]) -> list[Row]:
-    """Every prompt with the first answers of SFT model and policy side by side."""
+    """One row for each prompt with the first answers of SFT model and policy."""
     sft, policy = results["sft"].columns[0], results["policy"].columns[0]
-    assert policy.divergence is not None  # a snapshot of the SFT model's kind
+    assert policy.divergence is not None  # the policy has the SFT model's tokenizer
     return [
         {
             "prompt_id": row["prompt_id"],
@@ -126,7 +118,7 @@ def sample_rows(evaluator: Evaluator, results: dict[str, Results]) -> list[Row]:
 
 
 def answer_rows(stage: Stage[EvaluateParams], evaluator: Evaluator, results: dict[str, Results]) -> Iterator[Row]:
-    """Every answer of every model; of best-of-n the pick of the first n samples."""
+    """One row for each answer; of best-of-n the best of the first n samples."""
     for name, of_model in results.items():
         picks = name.startswith("best_of_")
         columns = [pick(of_model.columns[: of_model.best_of])] if picks else of_model.columns
@@ -147,7 +139,7 @@ def answer_rows(stage: Stage[EvaluateParams], evaluator: Evaluator, results: dic
 
 
 def side_by_side(answers: list[Row], seed: int) -> list[Row]:
-    """A row a prompt: the prompt, and every model's answer of one sampling seed under the model's name."""
+    """One row for each prompt: the prompt, and by model its answer with one sampling seed."""
     rows: dict[str, Row] = {}
     for answer in answers:
         if answer["seed"] in (None, seed):

@@ -1,5 +1,4 @@
-"""The prompts that the models are judged on: the held-out ones of the data, or a file of the user's. `evaluate` and
-`best_of_n` ask here, so that they ask the same."""
+"""The evaluation prompts: the held-out prompts of the data, or a file of the user's."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,21 +22,20 @@ TRAINING = (
     "data/ingest/preference_prompts.jsonl",
     "data/preferences/preferences.jsonl",
 )
-"""Datasets whose prompts a model has been trained on, or was chosen by."""
+"""Datasets whose prompts are used for training or selection."""
 LONGEST = 2**31
-"""Characters: what is too long for a model is told in tokens, later."""
+"""Characters; long prompts are refused later, in tokens."""
 
 
 def evaluation_prompts(stage: Stage[Any], params: EvaluateParams) -> list[Row]:
-    """The rows {prompt_id, prompt, response} to ask, `params.max_prompts` at most, in their order; response is a
-    demonstration, or None.
+    """The first `params.max_prompts` rows {prompt_id, prompt, response}; response is a demonstration or None.
 
-    The stage must depend on HELDOUT, TRAINING and data/raw. Raises UserError for a file that cannot be read, has a bad
-    row (named with its number) or no row, and for prompts that are training prompts.
+    The stage must depend on HELDOUT, TRAINING and data/raw. Raises UserError for a file without rows, with bad rows or
+    with training prompts.
     """
     if params.prompts == FROM_DATA:
         return stage.read(HELDOUT)[: params.max_prompts]
-    rows = read_questions(stage.root / RAW, params.prompts)
+    rows = read_prompts(stage.root / RAW, params.prompts)
     refuse_training_prompts(params.prompts, rows, {path: stage.read(path) for path in TRAINING})
     if len(rows) > params.max_prompts:
         stage.say(f"evaluate.prompts: the first {params.max_prompts} of {len(rows)} prompts (evaluate.max_prompts)")
@@ -45,13 +43,13 @@ def evaluation_prompts(stage: Stage[Any], params: EvaluateParams) -> list[Row]:
 
 
 def source_of(params: EvaluateParams) -> str:
-    """Where the prompts come from, as errors say it."""
+    """The source of the prompts, for error messages."""
     return HELDOUT if params.prompts == FROM_DATA else f"{(RAW / params.prompts).as_posix()}, distinct prompts"
 
 
-def read_questions(raw: Path, name: str) -> list[Row]:
-    """The distinct prompts of the JSONL file `name` below `raw`, in the shapes that `ingest` reads; of equal ones the
-    first. Raises UserError, see `questions`."""
+def read_prompts(raw: Path, name: str) -> list[Row]:
+    """The distinct prompts of the JSONL file `name` below `raw`, in the shapes that `ingest` reads. Raises UserError
+    for a file without rows or with bad rows."""
     path, shown = below_raw(raw, name, "evaluate.prompts"), (RAW / name).as_posix()
     if path.suffix.lower() != ".jsonl":
         raise UserError(f'evaluate.prompts: {shown} is no *.jsonl file; each line must be one {{"prompt": …}}')
@@ -70,8 +68,7 @@ def read_questions(raw: Path, name: str) -> list[Row]:
 
 
 def refuse_training_prompts(name: str, rows: Sequence[Row], training: dict[str, list[Row]]) -> None:
-    """Raise UserError, with their number and the first of them, where prompts open like training prompts (case and
-    white space folded, as in the split of the data): whoever was trained on a question is no witness."""
+    """Raise UserError if prompts open like training prompts (case and white space folded, as in the data split)."""
     seen = {opening(row["prompt"]): path for path, known in reversed(training.items()) for row in known}
     leaks = [row for row in rows if opening(row["prompt"]) in seen]
     if leaks:

@@ -1,5 +1,4 @@
-"""What the stage `reward` says of its model on held-out pairs: accuracy as a whole and by margin, calibration, the
-spread of scores, and agreement with the judge. Training, and what PPO normalises with, are in `reward.py`."""
+"""Evaluates the reward model on held-out pairs: accuracy, calibration, scores and agreement with the judge."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,7 +24,7 @@ Table = list[dict[str, float]]
 
 @dataclass(frozen=True)
 class PairFigures:
-    """Metrics of held-out pairs and the rows of the tables in plots/, by the table's path."""
+    """Metrics of held-out pairs, and rows of plots/*.csv by path."""
 
     metrics: dict[str, Any]
     tables: dict[str, Table]
@@ -34,10 +33,10 @@ class PairFigures:
 def figures_of(
     scores: PairScores, pairs_of_prompts: Sequence[int], gold: Float[ndarray, "pairs"] | None, seed: int
 ) -> PairFigures:
-    """The figures of held-out pairs that stand in order of their prompts.
+    """The figures of held-out pairs, which are in the order of their prompts.
 
-    `pairs_of_prompts` is how many pairs each prompt has: intervals resample prompts, since pairs of one prompt share
-    their responses. `gold` is the judge's margin of each pair, chosen minus rejected; None where nobody judges.
+    `pairs_of_prompts` is the number of pairs of each prompt: intervals resample prompts, since pairs of one prompt
+    share responses. `gold` is the judge's margin of each pair, chosen minus rejected; None without a judge.
     """
     gaps, right = (scores.chosen - scores.rejected).double().numpy(), scores.right.double().numpy()
     owners = np.repeat(np.arange(len(pairs_of_prompts)), pairs_of_prompts)
@@ -77,8 +76,7 @@ def figures_of(
 def agreement_with_gold(
     gaps: Float[ndarray, "pairs"], gold: Float[ndarray, "pairs"] | None, owners: ndarray, seed: int
 ) -> dict[str, Any]:
-    """How often the model orders a pair as the judge does, ties half, and how often the pair's own label does: what
-    noise in the labels leaves to be learnt. All None without a judge."""
+    """How often the reward model and the labels agree with the judge; ties count half. All None without a judge."""
     names = ("gold_agreement", "gold_agreement_ci95", "gold_label_agreement")
     if gold is None:
         return dict.fromkeys(names)
@@ -90,8 +88,8 @@ def agreement_with_gold(
 def gold_margins(
     rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, pairs: Sequence[Comparison], judge: Judge
 ) -> Float[ndarray, "pairs"]:
-    """The judge's score of the chosen minus that of the rejected response, in the order in which `score_pairs` reads
-    the pairs. `rows` are those of preferences.jsonl that the pairs were made of: the judge reads their texts."""
+    """The judge's score of the chosen minus that of the rejected response, in the order of `score_pairs`. `rows` are
+    the rows of preferences.jsonl that the pairs were made from."""
     texts: dict[tuple[tuple[int, ...], tuple[int, ...]], tuple[Conversation, str]] = {}
     for row in rows:
         prompt = tuple(encode_prompt(tokenizer, row["prompt"]))

@@ -1,7 +1,6 @@
-"""What a model makes of texts that it did not write: held-out demonstrations, and answers that were chosen or turned
-down. How `evaluate` shows what a method did to answers that it never sampled."""
+"""Teacher-forced log-probabilities of held-out demonstrations and preference pairs."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,7 +10,7 @@ from rlhf_core.models.hf import context_length
 from rlhf_core.models.sequence_logprobs import sequence_logprobs
 from tasks.datasets.jsonl import Row
 from tasks.evaluation.evaluator import CandidateModel, Evaluator
-from tasks.evaluation.results import Bootstrap
+from tasks.evaluation.results import Bootstrap, with_interval
 from tasks.training.pairs import response_tokens
 
 Text = tuple[list[int], list[int]]
@@ -20,18 +19,17 @@ Text = tuple[list[int], list[int]]
 
 @dataclass(frozen=True)
 class TeacherForced:
-    """log π in nats of each text, in the order of the texts; a list is empty where there are none, or where a text does
-    not fit the model's context."""
+    """log π of each text, in nats. A list is empty if there are no texts, or if one does not fit the context."""
 
     shown: list[float] = field(default_factory=list)
-    """Of the held-out demonstrations."""
+    """Held-out demonstrations."""
     shown_tokens: list[int] = field(default_factory=list)
     chosen: list[float] = field(default_factory=list)
     rejected: list[float] = field(default_factory=list)
 
 
 def fitting_pairs(evaluator: Evaluator, pairs: Sequence[Row]) -> list[Row]:
-    """The pairs of which the SFT model can read both sides."""
+    """The pairs of which both sides fit the SFT model's context."""
     return [
         row
         for row in pairs
@@ -43,12 +41,12 @@ def fitting_pairs(evaluator: Evaluator, pairs: Sequence[Row]) -> list[Row]:
 
 
 def teacher_forced_logprobs(evaluator: Evaluator, candidate: CandidateModel, pairs: Sequence[Row]) -> TeacherForced:
-    """The demonstrations of the exam's prompts, and both sides of the pairs."""
-    encode = _encoder(candidate)
-    shown = [encode(row["prompt"], row["response"]) for row in evaluator.rows if row["response"] is not None]
-    shown = (
-        [text for text in shown if _fits(text, evaluator.reference)] if evaluator.shares_tokenizer(candidate) else []
-    )
+    """Log-probabilities of the prompts' demonstrations and of both sides of the pairs."""
+    tokenizer, shown = candidate.tokenizer, list[Text]()
+    if evaluator.shares_tokenizer(candidate):
+        rows = [row for row in evaluator.rows if row["response"] is not None]
+        texts = [(encode_prompt(tokenizer, row["prompt"]), encode_response(tokenizer, row["response"])) for row in rows]
+        shown = [text for text in texts if _fits(text, evaluator.reference)]
     sides = {side: [_side(evaluator, candidate, row, side) for row in pairs] for side in ("chosen", "rejected")}
     return TeacherForced(
         _logprobs(evaluator, candidate, shown),
@@ -61,30 +59,25 @@ def teacher_forced_logprobs(evaluator: Evaluator, candidate: CandidateModel, pai
 def teacher_forced_figures(
     read: TeacherForced | None, sft: TeacherForced, pairs: Sequence[Row], bootstrap: Bootstrap
 ) -> dict[str, Any]:
-    """Held-out loss (nats a token) and mean log π of both sides (nats an answer), with what changed since SFT.
-    Intervals over prompts; the changes are paired."""
+    """Held-out loss (nats per token), mean log π of both sides (nats per answer), and their changes since SFT.
+    Intervals are over prompts; changes are paired."""
     read = read or TeacherForced()
     loss = _loss(read.shown, read.shown_tokens, bootstrap)
     tax = [b - a for a, b in zip(read.shown, sft.shown, strict=True)] if read.shown else []
-    figures = _two("heldout_loss", loss) | _two(
+    figures = with_interval("heldout_loss", loss) | with_interval(
         "alignment_tax", _loss([-gap for gap in tax], read.shown_tokens, bootstrap)
     )
     prompts = [row["prompt_id"] for row in pairs]
     for side in ("chosen", "rejected"):
         now, before = getattr(read, side), getattr(sft, side)
         moved = [b - a for a, b in zip(before, now, strict=True)] if now else []
-        figures |= _two(f"logprob_{side}", _mean(now, prompts, bootstrap))
-        figures |= _two(f"logprob_{side}_change", _mean(moved, prompts, bootstrap))
+        figures |= with_interval(f"logprob_{side}", _mean(now, prompts, bootstrap))
+        figures |= with_interval(f"logprob_{side}_change", _mean(moved, prompts, bootstrap))
     return figures
 
 
-def _encoder(candidate: CandidateModel) -> Callable[[Any, str], Text]:
-    tokenizer = candidate.tokenizer
-    return lambda prompt, response: (encode_prompt(tokenizer, prompt), encode_response(tokenizer, response))
-
-
 def _side(evaluator: Evaluator, candidate: CandidateModel, row: Row, side: str) -> Text:
-    """A side of a pair: as it was sampled, where the contestant has the tokens that it was sampled in."""
+    """A side of a pair, with the sampled tokens if the candidate has the SFT model's tokenizer."""
     tokenizer, prompt = candidate.tokenizer, encode_prompt(candidate.tokenizer, row["prompt"])
     if evaluator.shares_tokenizer(candidate):
         return prompt, response_tokens(tokenizer, row, side)
@@ -96,7 +89,7 @@ def _fits(text: Text, candidate: CandidateModel) -> bool:
 
 
 def _logprobs(evaluator: Evaluator, candidate: CandidateModel, texts: Sequence[Text]) -> list[float]:
-    """Equal texts are read once. Nothing where one does not fit: means over other texts could not be compared."""
+    """log π of each text; equal texts are computed once. Empty if one does not fit: means need the same texts."""
     if not all(_fits(text, candidate) for text in texts):
         return []
     distinct = {(tuple(prompt), tuple(response)): None for prompt, response in texts}
@@ -122,7 +115,3 @@ def _mean(values: Sequence[float], prompts: Sequence[str], bootstrap: Bootstrap)
     owners = [places[prompt] for prompt in prompts]
     ends = clustered_interval(values, owners, bootstrap.resamples, bootstrap.seed)
     return Estimate(sum(values) / len(values), *ends, None)
-
-
-def _two(name: str, found: Estimate | None) -> dict[str, Any]:
-    return {name: None if found is None else found.mean, f"{name}_ci95": None if found is None else found.interval}

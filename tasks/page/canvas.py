@@ -1,5 +1,4 @@
-"""The look of every picture: size, colours, axes, and PNG bytes that are the same for the same numbers. What is drawn
-stands in figures.py. Figure objects only: pyplot and its global state stay out."""
+"""Style of the pictures: size, colours, axes, and reproducible PNG bytes. pyplot and its global state are not used."""
 
 import io
 import math
@@ -15,12 +14,12 @@ from PIL import Image
 from tasks.params.methods import METHODS
 
 SFT, POLICY, JUDGE, PROXY = "#77828f", "#1668c7", "#b26a00", "#8250a8"
-"""One colour a meaning, on the page too: the SFT model, the policy, the judge's score, the reward model's score."""
+"""The same colours as in style.css.j2."""
 COLOURS = {"sft": SFT, "policy": POLICY, "ppo": POLICY} | {method.name: method.colour for method in METHODS}
 OTHER = "#3f4650"
-"""Of the models that a user adds."""
+"""Colour of the user's models."""
 PALETTE = 96
-"""Colours of a picture's palette: a third of the bytes of true colour, and no difference to the eye."""
+"""Number of colours in a PNG; a third of the bytes of true colour."""
 INK, MUTED, RULE = "#1c2430", "#56616f", "#dfe3e8"
 WIDTH, HEIGHT, DPI = 4.8, 3.3, 200  # inches, inches, dots per inch
 
@@ -57,7 +56,7 @@ def colour_of(model: str) -> str:
 
 
 def canvas(title: str, panels: Sequence[float] = (1,), height: float = HEIGHT) -> tuple[Figure, list[Axes]]:
-    """A figure with a title and one panel above another; `panels` are their relative heights. All have one width."""
+    """A figure with a title and panels below each other; `panels` are their relative heights."""
     figure = Figure(figsize=(WIDTH, height), layout="constrained")
     figure.suptitle(title, x=0.012, ha="left", fontsize=11.5, fontweight="bold")
     grid = figure.subplots(len(panels), 1, sharex=True, squeeze=False, height_ratios=list(panels))
@@ -65,7 +64,7 @@ def canvas(title: str, panels: Sequence[float] = (1,), height: float = HEIGHT) -
 
 
 def png(figure: Figure) -> bytes:
-    """The picture as PNG, without the metadata (program, version) that would change its bytes."""
+    """The picture as PNG without metadata, so that equal pictures have equal bytes."""
     drawn, buffer = io.BytesIO(), io.BytesIO()
     figure.savefig(drawn, format="png", metadata={"Software": None})
     picture = Image.open(drawn).convert("RGB")
@@ -75,18 +74,18 @@ def png(figure: Figure) -> bytes:
 
 
 def styled() -> Any:
-    """A context in which matplotlib's defaults and this page's style hold, whatever the user's matplotlibrc says."""
+    """A context with matplotlib's defaults and this style; the user's matplotlibrc is ignored."""
     defaults: dict[Any, Any] = {
         key: value for key, value in mpl.rcParamsDefault.items() if not key.startswith("backend")
     }
     return mpl.rc_context(defaults | STYLE)
 
 
-def curve(axes: Axes, x: list[float], y: list[float], label: str, colour: str, dashed: bool = False) -> bool:
-    """A line through the points that are known. A few points get markers. False, and nothing drawn, without any."""
+def curve(axes: Axes, x: list[float], y: list[float], label: str, colour: str, dashed: bool = False) -> None:
+    """A line through the finite points; with markers where they are few."""
     known = [(a, b) for a, b in zip(x, y, strict=True) if math.isfinite(a) and math.isfinite(b)]
     if not known:
-        return False
+        return
     axes.plot(
         [a for a, _ in known],
         [b for _, b in known],
@@ -96,11 +95,10 @@ def curve(axes: Axes, x: list[float], y: list[float], label: str, colour: str, d
         marker="o" if len(known) <= 12 else "",
         markersize=3.5,
     )
-    return True
 
 
 def label_axes(axes: Axes, y: str, x: str = "", share: bool = False) -> None:
-    """Axis names with units, whole numbers below, percentages at the side where it is a share."""
+    """Set axis labels and ticks: integers on x; percentages on y if it is a share."""
     axes.set_ylabel(y)
     if x:
         axes.set_xlabel(x)
@@ -111,12 +109,12 @@ def label_axes(axes: Axes, y: str, x: str = "", share: bool = False) -> None:
 
 
 def percent_tick(value: float, _position: float) -> str:
-    """A share as a percentage with no more decimals than it needs."""
+    """A share as a percentage."""
     return f"{100 * value:.4g}%".replace("-", "−")
 
 
 def legend(axes: Axes) -> None:
-    """The legend above the panel, where it hides no line. Nothing for a panel with a single line."""
+    """A legend above the panel, if it has more than one line."""
     handles, labels = axes.get_legend_handles_labels()
     if len(labels) > 1:
         axes.legend(

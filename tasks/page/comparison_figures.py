@@ -1,5 +1,4 @@
-"""The pictures that compare the models: score against KL, over-optimisation along PPO's snapshots, and the change of
-the log-probability of chosen and rejected answers."""
+"""The pictures that compare models: score against KL, over-optimisation, and log-probabilities of preference pairs."""
 
 import itertools
 import math
@@ -8,7 +7,6 @@ from collections.abc import Iterable, Sequence
 from matplotlib.axes import Axes
 
 from rlhf_core.evaluation.overoptimisation import Fit, rl_curve
-from tasks.evaluation.comparison_table import label, models_of
 from tasks.page.canvas import (
     HEIGHT,
     INK,
@@ -23,6 +21,7 @@ from tasks.page.canvas import (
     percent_tick,
     png,
 )
+from tasks.page.comparison_table import label
 from tasks.page.inputs import Row, Run, finite, interval
 from tasks.page.labels import name_points
 from tasks.page.picture import Picture
@@ -36,81 +35,8 @@ KL_AXIS = "KL to SFT, nats per answer (√ scale)"
 
 
 def frontier(run: Run) -> Picture | None:
-    """The score that decides (`run.score`) against KL, for every model."""
-    return _frontier(run, run.score)
-
-
-def overoptimisation(run: Run) -> Picture | None:
-    """Proxy and gold (or win rate) of PPO's snapshots against √KL, with the fitted curves."""
-    rows = {
-        kind: known
-        for kind in dict.fromkeys(("reward", run.score))
-        if (known := [row for row in run.snapshots if finite(row.get(kind)) is not None])
-    }
-    if "reward" not in rows:
-        return None
-    kinds = list(rows)
-    figure, grid = canvas("Over-optimisation: PPO’s snapshots", [1] * len(kinds), height=HEIGHT * 1.3)
-    for axes, kind in zip(grid, kinds, strict=True):
-        colour = PROXY if kind == "reward" else JUDGE
-        _bars(axes, rows[kind], kind, colour)
-        axes.plot([_x(row) for row in rows[kind]], [row[kind] for row in rows[kind]], "o-", color=colour,
-                  markersize=4, linewidth=1.0, label="snapshots")  # fmt: skip
-        _fitted(axes, run, kind, max(_x(row) for row in rows[kind]))
-        _chosen(axes, run, rows[kind], kind)
-        name = KINDS[kind].replace(" score (raw)", "\nscore (raw)").replace(" against", "\nagainst")
-        label_axes(axes, name, share=kind == "win_rate")
-        _name_steps(axes, rows[kind], kind)
-    legend(grid[0])
-    _kl_axis(grid[-1], [row["kl"] for row in run.snapshots])
-    said = "; ".join(_told(kind, rows[kind]) for kind in kinds)
-    return Picture(
-        "overoptimisation",
-        "comparison",
-        png(figure),
-        f"PPO’s snapshots against KL: {said}.",
-        _overoptimised(run),
-    )
-
-
-def logprobs(run: Run) -> Picture | None:
-    """Change of the log-probability of chosen and rejected answers, a line a model."""
-    rows = [
-        (name, chosen, rejected)
-        for name, one in models_of(run.evaluation).items()
-        if name != "sft"
-        and (chosen := finite(one.get("logprob_chosen_change"))) is not None
-        and (rejected := finite(one.get("logprob_rejected_change"))) is not None
-    ]
-    if not rows:
-        return None
-    figure, (axes,) = canvas(
-        "Log-probability of chosen and rejected answers", height=max(HEIGHT, 1.4 + 0.3 * len(rows))
-    )
-    heights = [float(len(rows) - place) for place in range(len(rows))]
-    axes.axvline(0, color=MUTED, linewidth=1)
-    for (name, chosen, rejected), y in zip(rows, heights, strict=True):
-        axes.plot((chosen, rejected), (y, y), color=colour_of(name), linewidth=2, alpha=0.5)
-        axes.plot([chosen], [y], "o", color=colour_of(name), markersize=6.5)
-        axes.plot([rejected], [y], "X", color=colour_of(name), markersize=7.5, markeredgecolor="white")
-    for marker, text in (("o", "chosen"), ("X", "rejected")):
-        axes.plot([], [], marker, color=INK, label=text, linestyle="none")
-    legend(axes)
-    axes.set_yticks(heights, [label(name) for name, _, _ in rows])
-    axes.set_ylim(0.4, len(rows) + 0.6)
-    axes.set_xlabel("change against SFT, nats per answer")
-    said = "; ".join(f"{label(n)} {number(c, 1, sign=True)} and {number(r, 1, sign=True)}" for n, c, r in rows)
-    return Picture(
-        "logprobs",
-        "comparison",
-        png(figure),
-        f"Change of the log-probability of chosen and rejected answers against SFT, in nats: {said}.",
-        "How much more or less probable each method has made the answers of the validation pairs. Rejection sampling "
-        "trains on kept answers alone: a rejected one falls only because others rise. PPO and DPO push it down.",
-    )
-
-
-def _frontier(run: Run, kind: str) -> Picture | None:
+    """The main score (`run.score`) against KL, for every model."""
+    kind = run.score
     rows = [row for row in map(_even_start, run.frontier) if finite(row.get(kind)) is not None]
     if not rows:
         return None
@@ -134,35 +60,105 @@ def _frontier(run: Run, kind: str) -> Picture | None:
         axes.yaxis.set_major_formatter(percent_tick)
     axes.margins(x=0.08, y=0.1)
     name_points(axes, named, drawn)
-    told = [f"{text.strip()} {_value(kind, y)} at {number(x * x)} nats" for x, y, text, _ in named]
+    texts = [f"{text.strip()} {_value(kind, y)} at {number(x * x)} nats" for x, y, text, _ in named]
     return Picture(
         "frontier",
         "comparison",
         png(figure),
-        f"{TITLES[kind]} against KL to SFT: {'; '.join(told)}.",
+        f"{TITLES[kind]} against KL to SFT: {'; '.join(texts)}.",
         "Higher at the same KL is better. PPO’s snapshots are joined in the order of their KL, not of their steps "
         "(dotted: no snapshot, interpolated); best-of-n is a line with n. Bars: 95% intervals over prompts.",
     )
 
 
+def overoptimisation(run: Run) -> Picture | None:
+    """Proxy and main score of PPO's snapshots against √KL, with the fitted curves."""
+    rows = {
+        kind: known
+        for kind in dict.fromkeys(("reward", run.score))
+        if (known := [row for row in run.snapshots if finite(row.get(kind)) is not None])
+    }
+    if "reward" not in rows:
+        return None
+    kinds = list(rows)
+    figure, grid = canvas("Over-optimisation: PPO’s snapshots", [1] * len(kinds), height=HEIGHT * 1.3)
+    for axes, kind in zip(grid, kinds, strict=True):
+        colour = PROXY if kind == "reward" else JUDGE
+        _bars(axes, rows[kind], kind, colour)
+        axes.plot([_x(row) for row in rows[kind]], [row[kind] for row in rows[kind]], "o-", color=colour,
+                  markersize=4, linewidth=1.0, label="snapshots")  # fmt: skip
+        _fitted(axes, run, kind, max(_x(row) for row in rows[kind]))
+        _chosen(axes, run, rows[kind], kind)
+        name = KINDS[kind].replace(" score (raw)", "\nscore (raw)").replace(" against", "\nagainst")
+        label_axes(axes, name, share=kind == "win_rate")
+        _name_steps(axes, rows[kind], kind)
+    legend(grid[0])
+    _kl_axis(grid[-1], [row["kl"] for row in run.snapshots])
+    alt = "; ".join(_extremes(kind, rows[kind]) for kind in kinds)
+    return Picture(
+        "overoptimisation",
+        "comparison",
+        png(figure),
+        f"PPO’s snapshots against KL: {alt}.",
+        _overoptimisation_caption(run),
+    )
+
+
+def logprobs(run: Run) -> Picture | None:
+    """Change of the log-probability of chosen and rejected answers, one line for each model."""
+    rows = [
+        (name, chosen, rejected)
+        for name, one in run.models.items()
+        if name != "sft"
+        and (chosen := finite(one.get("logprob_chosen_change"))) is not None
+        and (rejected := finite(one.get("logprob_rejected_change"))) is not None
+    ]
+    if not rows:
+        return None
+    figure, (axes,) = canvas(
+        "Log-probability of chosen and rejected answers", height=max(HEIGHT, 1.4 + 0.3 * len(rows))
+    )
+    heights = [float(len(rows) - place) for place in range(len(rows))]
+    axes.axvline(0, color=MUTED, linewidth=1)
+    for (name, chosen, rejected), y in zip(rows, heights, strict=True):
+        axes.plot((chosen, rejected), (y, y), color=colour_of(name), linewidth=2, alpha=0.5)
+        axes.plot([chosen], [y], "o", color=colour_of(name), markersize=6.5)
+        axes.plot([rejected], [y], "X", color=colour_of(name), markersize=7.5, markeredgecolor="white")
+    for marker, text in (("o", "chosen"), ("X", "rejected")):
+        axes.plot([], [], marker, color=INK, label=text, linestyle="none")
+    legend(axes)
+    axes.set_yticks(heights, [label(name) for name, _, _ in rows])
+    axes.set_ylim(0.4, len(rows) + 0.6)
+    axes.set_xlabel("change against SFT, nats per answer")
+    alt = "; ".join(f"{label(n)} {number(c, 1, sign=True)} and {number(r, 1, sign=True)}" for n, c, r in rows)
+    return Picture(
+        "logprobs",
+        "comparison",
+        png(figure),
+        f"Change of the log-probability of chosen and rejected answers against SFT, in nats: {alt}.",
+        "The change of the log-probability of both answers of the validation pairs. Rejection sampling trains on the "
+        "kept answers only; PPO and DPO also lower the probability of the rejected ones.",
+    )
+
+
 def _even_start(row: Row) -> Row:
-    """The SFT model's win rate against itself is one half."""
+    """The row with the SFT model's win rate against itself, one half, filled in."""
     return row | {"win_rate": 0.5} if row["family"] == "sft" and finite(row.get("win_rate")) is None else row
 
 
 def _along_kl(row: Row) -> tuple[float, float]:
-    """As `frontier` reads PPO's snapshots; best-of-n has this order anyway."""
+    """The order in which the frontier interpolates between PPO's snapshots."""
     return _x(row), row["point"]
 
 
 def _from_sft(axes: Axes, rows: Sequence[Row], first: Row, kind: str, colour: str) -> None:
-    """A dotted line from the SFT model to the first snapshot: what `frontier` interpolates on."""
+    """A dotted line from the SFT model to the first snapshot."""
     for sft in (row for row in rows if row["family"] == "sft"):
         axes.plot([_x(sft), _x(first)], [sft[kind], first[kind]], ":", color=colour, linewidth=1.2)
 
 
 def _point_name(run: Run, row: Row, family: Sequence[Row]) -> str:
-    """PPO's first and last step, the chosen snapshot, every n, and the other models by name."""
+    """The label of a point; empty for PPO's steps between the first and the last, except the chosen one."""
     point = int(row["point"])
     if row["family"] == "best_of_n":
         return f"n = {point}"
@@ -183,7 +179,7 @@ def _name_steps(axes: Axes, rows: Sequence[Row], kind: str) -> None:
 
 
 def _fitted(axes: Axes, run: Run, kind: str, end: float) -> None:
-    """R(d) = d(α − β log d), the gain over the start at d = √KL (Gao et al. 2022), where it bends down."""
+    """The gain R(d) = d(α − β log d) at d = √KL (Gao et al. 2022); only where β > 0."""
     found = _fit(run, kind)
     if found is None or found[0].beta <= 0 or end <= 0:
         return
@@ -194,13 +190,9 @@ def _fitted(axes: Axes, run: Run, kind: str, end: float) -> None:
 
 
 def _fit(run: Run, kind: str) -> tuple[Fit, float] | None:
-    """The curve fitted to PPO's snapshots, and the score at d = 0 that it starts from."""
-    fit = (run.evaluation.get("fits") or {}).get(f"ppo_{kind}") or {}
-    known = [finite(fit.get(key)) for key in ("alpha", "beta", "r2", "points", "start")]
-    if None in known:
-        return None
-    alpha, beta, r2, points, start = (float(value) for value in known if value is not None)
-    return Fit(alpha, beta, r2, int(points)), start
+    """The curve fitted to PPO's snapshots, and the score at d = 0."""
+    fit = (run.evaluation.get("fits") or {}).get(f"ppo_{kind}")
+    return (Fit(fit["alpha"], fit["beta"], fit["r2"], fit["points"]), fit["start"]) if fit else None
 
 
 def _chosen(axes: Axes, run: Run, rows: Sequence[Row], kind: str) -> None:
@@ -218,7 +210,7 @@ def _bars(axes: Axes, rows: Iterable[Row], kind: str, colour: str) -> None:
 
 
 def _kl_axis(axes: Axes, kls: Sequence[float]) -> None:
-    """Ticks at round numbers of nats, where their roots are."""
+    """Ticks at round numbers of nats, on a square-root scale."""
     most = max(kls)
     fitting = [tick for tick in TICKS if tick <= most * 1.05]
     wide = math.sqrt(most) / (MOST_TICKS + 1) if most > 0 else 0.0
@@ -231,12 +223,12 @@ def _kl_axis(axes: Axes, kls: Sequence[float]) -> None:
 
 
 def _x(row: Row) -> float:
-    """√KL; an estimate below zero stands at zero."""
+    """√KL; a negative estimate counts as zero."""
     return math.sqrt(max(0.0, float(row["kl"])))
 
 
 def _along(rows: Sequence[Row], kind: str) -> list[tuple[float, float]]:
-    """Places on the line through the points, closer than a name is wide."""
+    """Points along the line, so that labels avoid it."""
     return [
         (_x(a) + part / 8 * (_x(b) - _x(a)), a[kind] + part / 8 * (b[kind] - a[kind]))
         for a, b in itertools.pairwise(rows)
@@ -244,7 +236,7 @@ def _along(rows: Sequence[Row], kind: str) -> list[tuple[float, float]]:
     ]
 
 
-def _told(kind: str, rows: Sequence[Row]) -> str:
+def _extremes(kind: str, rows: Sequence[Row]) -> str:
     best = max(rows, key=lambda row: float(row[kind]))
     last = _value(kind, rows[-1][kind])
     return f"{KINDS[kind]} highest at step {int(best['point'])} ({_value(kind, best[kind])}), last {last}"
@@ -254,7 +246,7 @@ def _value(kind: str, value: float) -> str:
     return percent(value) if kind == "win_rate" else number(value)
 
 
-def _overoptimised(run: Run) -> str:
+def _overoptimisation_caption(run: Run) -> str:
     if run.score == "reward":
         first = "Without a judge besides the reward model, over-optimisation cannot be seen."
     else:

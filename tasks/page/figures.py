@@ -1,32 +1,16 @@
-"""The pictures of the report, one function for each, in the order of the page. A picture without numbers is left
-out."""
+"""The list of the report's pictures, and those of PPO and SFT. A picture without numbers is left out."""
 
 import math
 from collections.abc import Callable
 
 import numpy as np
-from matplotlib.ticker import MultipleLocator
 
-from tasks.page.canvas import (
-    INK,
-    JUDGE,
-    MUTED,
-    POLICY,
-    PROXY,
-    SFT,
-    canvas,
-    curve,
-    label_axes,
-    legend,
-    percent_tick,
-    png,
-    styled,
-)
+from tasks.page.canvas import INK, JUDGE, MUTED, POLICY, PROXY, SFT, canvas, curve, label_axes, legend, png, styled
 from tasks.page.comparison_figures import frontier, logprobs, overoptimisation
-from tasks.page.inputs import Run, finite, interval
-from tasks.page.picture import STEP, Picture, known, line_alt, lines_picture
-from tasks.page.reward_figures import reward_margins
-from tasks.page.wording import count, number, percent
+from tasks.page.inputs import Run, finite
+from tasks.page.picture import STEP, Picture, known, line_alt
+from tasks.page.reward_figures import reward_calibration, reward_margins, reward_training
+from tasks.page.wording import count, number
 
 
 def draw(run: Run) -> list[Picture]:
@@ -57,12 +41,12 @@ def score_distribution(run: Run) -> Picture | None:
         png(figure),
         f"Histogram of the {unit} of {count(len(both['sft']))} held-out answers: mean {number(means['sft'])} for SFT, "
         f"{number(means['policy'])} for the policy.",
-        f"The {unit} of every held-out answer. A better policy moves the whole hill, not only its best answers.",
+        f"The {unit} of every held-out answer. A better policy shifts the whole distribution.",
     )
 
 
 def scores(run: Run) -> Picture | None:
-    """Judge's against reward model's score while PPO runs; the reward model's alone where there is no judge."""
+    """Gold and proxy score during PPO; the proxy alone without a judge."""
     ppo = run.curves["ppo"]
     gold = ppo.get("gold", []) if run.has_judge else []
     panels = [("gold score", gold, JUDGE), ("reward-model score (raw)", ppo.get("reward_raw", []), PROXY)]
@@ -78,15 +62,15 @@ def scores(run: Run) -> Picture | None:
         curve(axes, ppo["step"], values, name, colour)
         label_axes(axes, name.replace(" score (raw)", "\nscore (raw)"), STEP if axes is grid[-1] else "")
     unjudged = (
-        f"This shows only what is climbed; {run.judge} gives no scores, see the win rate of the snapshots."
+        "The judge gives no scores; see the win rate of the snapshots."
         if run.is_judged
-        else "Without another judge, nothing here shows whether the policy is exploiting it."
+        else "Without another judge, this does not show whether the policy exploits it."
     )
     caption = (
-        "The gold score is the aim, and no model sees it; the reward model's score is the proxy that PPO climbs. "
-        "Where the proxy rises and gold falls, the policy exploits the reward model."
+        "No model is trained on the gold score; the reward model's score is the proxy that PPO maximises. Where the "
+        "proxy rises and gold falls, the policy exploits the reward model."
         if both
-        else "Mean raw reward-model score of the sampled answers, the proxy that PPO climbs. " + unjudged
+        else "Mean raw reward-model score of the sampled answers, the proxy that PPO maximises. " + unjudged
     )
     return Picture(
         "scores", "ppo", png(figure), line_alt([(name, values, 2, "") for name, values, _ in panels]), caption
@@ -94,7 +78,7 @@ def scores(run: Run) -> Picture | None:
 
 
 def ppo_kl(run: Run) -> Picture | None:
-    """KL to the reference, and the coefficient where it moves."""
+    """KL to the reference, and the coefficient if it is adaptive."""
     ppo = run.curves["ppo"]
     kl, beta = ppo.get("kl", []), ppo.get("kl_coef", [])
     if not known(kl):
@@ -105,19 +89,19 @@ def ppo_kl(run: Run) -> Picture | None:
     curve(grid[0], ppo["step"], ppo.get("kl_k3", [math.nan] * len(kl)), "k3", MUTED, dashed=True)
     label_axes(grid[0], "nats per answer", "" if adaptive else STEP)
     legend(grid[0])
-    said = [("KL", kl, 2, "nats per answer")]
+    lines = [("KL", kl, 2, "nats per answer")]
     if adaptive:
         curve(grid[1], ppo["step"], beta, "β", INK)
         label_axes(grid[1], "coef. β", STEP)
-        said.append(("β", beta, 4, ""))
+        lines.append(("β", beta, 4, ""))
     return Picture(
         "ppo_kl",
         "ppo",
         png(figure),
-        line_alt(said),
+        line_alt(lines),
         "How far the policy has moved from SFT: two estimators of the same quantity, summed over an answer. "
         + (
-            "Below, the adaptive coefficient β that pulls it back."
+            "Below, the adaptive coefficient β of the KL penalty."
             if adaptive
             else "They should agree; k1 must not stay below zero."
         ),
@@ -125,7 +109,7 @@ def ppo_kl(run: Run) -> Picture | None:
 
 
 def response_length(run: Run) -> Picture | None:
-    """Length of the sampled answers and the share that was cut off."""
+    """Length of the sampled answers and the share without end of sequence."""
     ppo = run.curves["ppo"]
     mean = ppo.get("response_tokens_mean", [])
     if not known(mean):
@@ -143,14 +127,14 @@ def response_length(run: Run) -> Picture | None:
     curve(below, ppo["step"], missing, "without end of sequence", INK)
     below.set_ylim(bottom=0, top=max([0.02, *known(missing)]) * 1.1)
     label_axes(below, "without\neos", STEP, share=True)
-    said = [("mean length", mean, 1, "tokens")]
+    lines = [("mean length", mean, 1, "tokens")]
     return Picture(
         "response_length",
         "ppo",
         png(figure),
-        line_alt(said),
-        "Reward models often like length: an answer that only grows is a warning. Below, the share of answers cut off "
-        "at the limit without an end of sequence.",
+        line_alt(lines),
+        "Reward models often prefer long answers: growing length is a warning. Below, the share of answers cut off at "
+        "the limit without an end of sequence.",
     )
 
 
@@ -174,97 +158,29 @@ def health(run: Run) -> Picture | None:
         "ppo",
         png(figure),
         line_alt([(name.replace("_", " "), ppo[name], 3, "") for name, _, _ in panels]),
-        "Entropy that collapses to zero: the policy repeats itself. Clip fraction near zero: steps are too small; "
-        "above a third: too large. Explained variance of 1: the critic predicts the return; 0: only its mean.",
-    )
-
-
-def reward_training(run: Run) -> Picture | None:
-    """Loss and accuracy of the reward model while it trains, with its held-out accuracy."""
-    table, metrics = run.curves["reward"], run.metrics["reward"]
-    if not known(table.get("loss", [])) or not known(table.get("accuracy", [])):
-        return None
-    figure, (axes, above) = canvas("Reward model: loss and accuracy", panels=(4, 5))
-    curve(axes, table["step"], table["loss"], "training loss", PROXY)
-    label_axes(axes, "loss, nats\nper pair")
-    curve(above, table["step"], table["accuracy"], "training batch", PROXY)
-    held_out, ends = finite(metrics.get("heldout_accuracy")), interval(metrics.get("heldout_accuracy_ci95"))
-    if held_out is not None:
-        above.axhline(held_out, color=INK, linewidth=1.4, label="held-out")
-    if ends is not None:
-        above.axhspan(*ends, color=INK, alpha=0.12, linewidth=0)
-    above.axhline(0.5, color=MUTED, linewidth=1, linestyle=(0, (2, 3)))
-    above.set_ylim(top=1.02)
-    label_axes(above, "pairs ranked\nright", "training step", share=True)
-    legend(above)
-    said = line_alt(
-        [("training loss", table["loss"], 3, "nats per pair"), ("training accuracy", table["accuracy"], 2, "")]
-    )
-    return Picture(
-        "reward_training",
-        "reward",
-        png(figure),
-        f"{said} Held-out accuracy {percent(held_out)}.",
-        f"Held-out accuracy {percent(held_out)}, on pairs of prompts that were not trained on; "
-        "the band is its 95% interval. Dotted: a coin.",
-    )
-
-
-def reward_calibration(run: Run) -> Picture | None:
-    """Predicted against observed preference, and how many pairs stand behind each point."""
-    table = run.curves["reward_calibration"]
-    keys = ("predicted", "observed", "pairs", "bin_low", "bin_high")
-    rows = [
-        row
-        for row in zip(*(table.get(key, []) for key in keys), strict=True)
-        if not any(map(math.isnan, row)) and row[2] > 0
-    ]
-    if not rows:
-        return None
-    figure, (axes, below) = canvas("Reward model: calibration", panels=(5, 2))
-    low = min(row[3] for row in rows)
-    axes.plot((low, 1), (low, 1), color=MUTED, linewidth=1, linestyle=(0, (3, 3)), label="perfect")
-    axes.plot(
-        [row[0] for row in rows], [row[1] for row in rows], "o-", color=PROXY, markersize=4.5, label="held-out pairs"
-    )
-    label_axes(axes, "favourite chosen", share=True)
-    legend(axes)
-    below.bar(
-        [row[3] for row in rows],
-        [row[2] for row in rows],
-        [row[4] - row[3] for row in rows],
-        align="edge",
-        color=PROXY,
-        alpha=0.45,
-        edgecolor="white",
-        linewidth=1,
-    )
-    label_axes(below, "pairs", "predicted probability of its favourite")
-    below.xaxis.set_major_locator(MultipleLocator(0.1))
-    below.xaxis.set_major_formatter(percent_tick)
-    error = number(run.metrics["reward"].get("expected_calibration_error"), 3)
-    return Picture(
-        "reward_calibration",
-        "reward",
-        png(figure),
-        f"Calibration of the reward model in {len(rows)} bins; expected calibration error {error}.",
-        "How often the model's favourite of a pair is the chosen answer, by how sure it is. On the dashed line it is "
-        f"right as often as it says; below, it is too sure. Expected calibration error: {error}.",
+        "Entropy near zero: the policy repeats itself. Clip fraction near zero: updates are too small; above a third: "
+        "too large. Explained variance of 1: the critic predicts the return; 0: only its mean.",
     )
 
 
 def sft_loss(run: Run) -> Picture | None:
     """Training and held-out loss of the supervised stage."""
-    lines = [("train_loss", "training", SFT, False), ("validation_loss", "held-out", INK, True)]
-    return lines_picture(
+    table, unit = run.curves["sft"], "nats per token"
+    columns = (("train_loss", "training", SFT, False), ("validation_loss", "held-out", INK, True))
+    lines = [line for line in columns if known(table.get(line[0], []))]
+    if not lines:
+        return None
+    figure, (axes,) = canvas("SFT loss")
+    for column, label, colour, dashed in lines:
+        curve(axes, table["step"], table[column], label, colour, dashed)
+    label_axes(axes, unit, "training step")
+    legend(axes)
+    return Picture(
         "sft_loss",
         "sft",
-        "SFT loss",
-        run.curves["sft"],
-        lines,
-        "nats per token",
+        png(figure),
+        line_alt([(label, table[column], 3, unit) for column, label, _, _ in lines]),
         "Loss on response tokens only. Training stops early when the held-out loss no longer falls.",
-        x="training step",
     )
 
 

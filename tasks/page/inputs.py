@@ -1,5 +1,4 @@
-"""What the report is made of: the metrics, curves, samples and parameters of one run, read from the repository's files
-into plain values. Nothing is drawn or worded here."""
+"""Reads the inputs of the report: metrics, curves, samples and parameters of one run."""
 
 import csv
 import json
@@ -22,7 +21,7 @@ Curve = dict[str, list[float]]
 
 @dataclass(frozen=True)
 class Run:
-    """One run, as its outputs tell it."""
+    """The outputs of one run."""
 
     metrics: dict[str, Row]
     """By stage: the content of `metrics/<stage>.json`."""
@@ -39,8 +38,13 @@ class Run:
 
     @property
     def evaluation(self) -> Row:
-        """The held-out figures."""
+        """The content of metrics/evaluate.json."""
         return self.metrics["evaluate"]
+
+    @property
+    def models(self) -> dict[str, Row]:
+        """The figures of each model, by name."""
+        return dict(self.evaluation["models"])
 
     @property
     def has_judge(self) -> bool:
@@ -50,25 +54,21 @@ class Run:
     @property
     def judged_by(self) -> str:
         """What decides the win rate: a judge's `scores`, a judge that compares `pairs`, or the `reward model`."""
-        if known := self.evaluation.get("judged_by"):
-            return str(known)
-        older = "reward model" if "reward model" in str(self.evaluation["win_rate_judge"]) else "pairs"
-        return "scores" if self.has_judge else older
+        return str(self.evaluation["judged_by"])
 
     @property
     def is_judged(self) -> bool:
-        """True when the win rate is not the reward model's own."""
+        """True when the win rate is not the reward model's."""
         return self.judged_by != "reward model"
 
     @property
     def score(self) -> Literal["gold", "win_rate", "reward"]:
-        """What tells best how good an answer is: the judge's score; where the judge only compares, the win rate against
-        SFT; where there is no judge, the proxy."""
+        """The main score: the judge's score; the win rate if the judge only compares; the proxy without a judge."""
         return "gold" if self.has_judge else "win_rate" if self.is_judged else "reward"
 
     @property
     def alerts(self) -> list[Row]:
-        """What the detectors of PPO said: rows of name, step, message and remedy."""
+        """PPO's alerts: rows of name, step, message and remedy."""
         return list(self.metrics["ppo"].get("alerts") or [])
 
     @property
@@ -78,20 +78,24 @@ class Run:
 
     @property
     def judge(self) -> str:
-        """Whose win rate it is, ready to stand in a sentence."""
+        """The judge of the win rate, with its article, for use in a sentence."""
         return "the " + str(self.evaluation["win_rate_judge"]).removeprefix("the ")
 
 
 def read_run(samples: list[Row], answers: list[Row], root: Path = Path()) -> Run:
     """Everything but samples and answers, from the files under `root`.
 
-    Raises UserError for a file that is missing or cannot be read, and for a win rate without its judge.
+    Raises UserError for a file that is missing or cannot be read, and for an evaluation without its main keys.
     """
     metrics = {stage: _read_json(root / "metrics" / f"{stage}.json") for stage in METRICS}
-    curves = {name: _read_csv(root / "plots" / f"{name}.csv") for name in CURVES}
+    curves = {name: _read_curve(root / "plots" / f"{name}.csv") for name in CURVES}
     params = {key: value for key, value in read_yaml(root / "params.yaml").items() if key != "runtime"}
-    if finite(metrics["evaluate"].get("win_rate")) is None or not metrics["evaluate"].get("win_rate_judge"):
-        raise UserError("metrics/evaluate.json: win_rate or win_rate_judge is missing; run the stage evaluate again")
+    evaluation = metrics["evaluate"]
+    required = ("win_rate_judge", "judged_by", "models", "seeds")
+    if finite(evaluation.get("win_rate")) is None or not all(evaluation.get(key) for key in required):
+        raise UserError(
+            f"metrics/evaluate.json: one of win_rate, {', '.join(required)} is missing; run the stage evaluate again"
+        )
     return Run(metrics, curves, samples, answers, _read_frontier(root / FRONTIER), params)
 
 
@@ -129,32 +133,32 @@ def _read_json(path: Path) -> Row:
     return content
 
 
-def _read_frontier(path: Path) -> list[Row]:
-    """Rows whose point or KL is missing have no place in a picture and are left out."""
+def _read_table(path: Path) -> tuple[list[str], list[dict[str, str | None]]]:
     table = csv.DictReader(_read_text(path).splitlines())
-    missing = [name for name in ("family", "point", "kl") if name not in (table.fieldnames or ())]
+    return list(table.fieldnames or ()), list(table)
+
+
+def _read_curve(path: Path) -> Curve:
+    names, rows = _read_table(path)
+    return {name: [_number(row[name]) for row in rows] for name in names}
+
+
+def _read_frontier(path: Path) -> list[Row]:
+    """Rows without point or KL cannot be drawn and are left out."""
+    names, table = _read_table(path)
+    missing = [name for name in ("family", "point", "kl") if name not in names]
     if missing:
         raise UserError(f"{path}: no column {missing[0]}; run the stage evaluate again")
-    rows = [{key: value if key == "family" else _number(value) for key, value in row.items()} for row in table]
+    rows: list[Row] = [
+        {name: row[name] if name == "family" else finite(_number(row[name])) for name in names} for row in table
+    ]
     return [row for row in rows if row["point"] is not None and row["kl"] is not None]
 
 
-def _number(cell: str | None) -> float | None:
-    value = _cell([cell or ""], 0)
-    return None if math.isnan(value) else value
-
-
-def _read_csv(path: Path) -> Curve:
-    rows = list(csv.reader(_read_text(path).splitlines()))
-    if not rows:
-        return {}
-    header, body = rows[0], [row for row in rows[1:] if row]
-    return {name: [_cell(row, index) for row in body] for index, name in enumerate(header)}
-
-
-def _cell(row: list[str], index: int) -> float:
+def _number(cell: str | None) -> float:
+    """The cell's finite number, or NaN."""
     try:
-        value = float(row[index])
-    except (IndexError, ValueError):
+        value = float(cell or "")
+    except ValueError:
         return math.nan
     return value if math.isfinite(value) else math.nan

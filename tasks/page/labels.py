@@ -1,18 +1,17 @@
-"""Names beside the points of a picture, so that none hides another as far as there is room. Only where text stands is
-decided here."""
+"""Places labels beside the points of a picture so that they do not overlap."""
 
 from collections.abc import Sequence
 
 from matplotlib.axes import Axes
 
-CHARACTER, LINE = 5.4, 11.0
-"""Points (1/72 inch) that a character is wide and a line is high, at the size below."""
 SIZE = 8.5
+CHARACTER, LINE = 5.4, 11.0
+"""Width of a character and height of a line at this size, in points (1/72 inch)."""
 PLACES = ((7, 0, "left"), (0, 9, "center"), (0, -9, "center"), (-7, 0, "right"), (7, 9, "left"), (7, -9, "left"),
           (-7, 9, "right"), (-7, -9, "right"), (0, 20, "center"), (0, -20, "center"))  # fmt: skip
-"""Places of a name about its point, the favourite first: right and up in points, and which end is there."""
+"""Offsets of a label in points (right, up) with its horizontal alignment, the preferred one first."""
 OUTSIDE = 20.0
-"""Square points of lines and points that a name would rather hide than leave the panel by a point."""
+"""Cost of one point outside the panel, in square points of hidden lines."""
 
 Box = tuple[float, float, float, float]  # left, bottom, right, top
 
@@ -20,8 +19,8 @@ Box = tuple[float, float, float, float]  # left, bottom, right, top
 def name_points(
     axes: Axes, points: list[tuple[float, float, str, str]], drawn: Sequence[tuple[float, float]] = ()
 ) -> None:
-    """Write names beside points (x, y, text, colour), the first point's first; `drawn` are places (x, y) that names
-    should not hide. Call it when the limits are final."""
+    """Label points (x, y, text, colour), in this order. Labels avoid the places (x, y) in `drawn`. Call it after the
+    axis limits are set."""
     figure = axes.get_figure(root=True)
     assert figure is not None
     figure.draw_without_rendering()
@@ -54,7 +53,7 @@ def _box(x: float, y: float, text: str, end: str) -> Box:
 
 
 def _hidden(box: Box, taken: list[Box]) -> float:
-    """How much of what stands there already a name would hide, in square points."""
+    """The area of the box that overlaps others, in square points."""
     return sum(
         max(0.0, min(box[2], other[2]) - max(box[0], other[0]))
         * max(0.0, min(box[3], other[3]) - max(box[1], other[1]))
@@ -63,6 +62,6 @@ def _hidden(box: Box, taken: list[Box]) -> float:
 
 
 def _outside(box: Box, inside: Box) -> float:
-    """How far a name would leave the panel, in points."""
+    """How far the box is outside the panel, in points."""
     across = max(0.0, inside[0] - box[0]) + max(0.0, box[2] - inside[2])
     return across + max(0.0, inside[1] - box[1]) + max(0.0, box[3] - inside[3])

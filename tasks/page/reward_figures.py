@@ -1,15 +1,91 @@
-"""The picture of the reward model's accuracy by margin."""
+"""The pictures of the reward model."""
 
-from matplotlib.ticker import FixedLocator
+import math
 
-from tasks.page.canvas import MUTED, PROXY, canvas, label_axes, png
+from matplotlib.ticker import FixedLocator, MultipleLocator
+
+from tasks.page.canvas import INK, MUTED, PROXY, canvas, curve, label_axes, legend, percent_tick, png
 from tasks.page.inputs import Row, Run, finite, interval
-from tasks.page.picture import Picture
+from tasks.page.picture import Picture, known, line_alt
 from tasks.page.wording import count, number, percent
 
 
+def reward_training(run: Run) -> Picture | None:
+    """Training loss and accuracy, with the held-out accuracy."""
+    table, metrics = run.curves["reward"], run.metrics["reward"]
+    if not known(table.get("loss", [])) or not known(table.get("accuracy", [])):
+        return None
+    figure, (axes, above) = canvas("Reward model: loss and accuracy", panels=(4, 5))
+    curve(axes, table["step"], table["loss"], "training loss", PROXY)
+    label_axes(axes, "loss, nats\nper pair")
+    curve(above, table["step"], table["accuracy"], "training batch", PROXY)
+    held_out, ends = finite(metrics.get("heldout_accuracy")), interval(metrics.get("heldout_accuracy_ci95"))
+    if held_out is not None:
+        above.axhline(held_out, color=INK, linewidth=1.4, label="held-out")
+    if ends is not None:
+        above.axhspan(*ends, color=INK, alpha=0.12, linewidth=0)
+    above.axhline(0.5, color=MUTED, linewidth=1, linestyle=(0, (2, 3)))
+    above.set_ylim(top=1.02)
+    label_axes(above, "pairs ranked\nright", "training step", share=True)
+    legend(above)
+    alt = line_alt(
+        [("training loss", table["loss"], 3, "nats per pair"), ("training accuracy", table["accuracy"], 2, "")]
+    )
+    return Picture(
+        "reward_training",
+        "reward",
+        png(figure),
+        f"{alt} Held-out accuracy {percent(held_out)}.",
+        f"Held-out accuracy {percent(held_out)}, on pairs of prompts that were not trained on; "
+        "the band is its 95% interval. Dotted: chance.",
+    )
+
+
+def reward_calibration(run: Run) -> Picture | None:
+    """Predicted against observed preference, with the number of pairs in each bin."""
+    table = run.curves["reward_calibration"]
+    keys = ("predicted", "observed", "pairs", "bin_low", "bin_high")
+    rows = [
+        row
+        for row in zip(*(table.get(key, []) for key in keys), strict=True)
+        if not any(map(math.isnan, row)) and row[2] > 0
+    ]
+    if not rows:
+        return None
+    figure, (axes, below) = canvas("Reward model: calibration", panels=(5, 2))
+    low = min(row[3] for row in rows)
+    axes.plot((low, 1), (low, 1), color=MUTED, linewidth=1, linestyle=(0, (3, 3)), label="perfect")
+    axes.plot(
+        [row[0] for row in rows], [row[1] for row in rows], "o-", color=PROXY, markersize=4.5, label="held-out pairs"
+    )
+    label_axes(axes, "pairs ranked right", share=True)
+    legend(axes)
+    below.bar(
+        [row[3] for row in rows],
+        [row[2] for row in rows],
+        [row[4] - row[3] for row in rows],
+        align="edge",
+        color=PROXY,
+        alpha=0.45,
+        edgecolor="white",
+        linewidth=1,
+    )
+    label_axes(below, "pairs", "predicted probability")
+    below.xaxis.set_major_locator(MultipleLocator(0.1))
+    below.xaxis.set_major_formatter(percent_tick)
+    error = number(run.metrics["reward"].get("expected_calibration_error"), 3)
+    return Picture(
+        "reward_calibration",
+        "reward",
+        png(figure),
+        f"Calibration of the reward model in {len(rows)} bins; expected calibration error {error}.",
+        "How often the answer that the model prefers is the chosen one, by the predicted probability. Dashed: perfect "
+        f"calibration; below it the model is overconfident. Expected calibration error: {error}.",
+    )
+
+
 def reward_margins(run: Run) -> Picture | None:
-    """Accuracy by how far apart the two answers are."""
+    """Accuracy by the margin between the two answers."""
     metrics = run.metrics["reward"]
     rows = [row for row in metrics.get("margins") or [] if finite(row.get("accuracy")) is not None and row.get("pairs")]
     if not rows:
@@ -28,14 +104,14 @@ def reward_margins(run: Run) -> Picture | None:
     label_axes(below, "pairs", by)
     below.xaxis.set_major_locator(FixedLocator(list(places)))
     below.set_xticklabels([_bucket(row) for row in rows])
-    told = [f"{_bucket(row)}: {percent(row['accuracy'])} of {count(row['pairs'])}" for row in rows]
+    texts = [f"{_bucket(row)}: {percent(row['accuracy'])} of {count(row['pairs'])}" for row in rows]
     return Picture(
         "reward_margins",
         "reward",
         png(figure),
-        f"Accuracy of the reward model by the {by}: {'; '.join(told)}.",
-        f"How often the reward model ranks a held-out pair right, by the {by}: close pairs are hard, and a model that "
-        "fails on wide ones has learned something else. Bars: 95% intervals. Dotted: chance.",
+        f"Accuracy of the reward model by the {by}: {'; '.join(texts)}.",
+        f"How often the reward model ranks a held-out pair right, by the {by}: pairs with a small margin "
+        "are hard; errors at a large margin are a warning. Bars: 95% intervals. Dotted: chance.",
     )
 
 

@@ -1,6 +1,5 @@
 "use strict";
-// The samples to read: filter, search, sort and pages over the rows that stand in the page as JSON. Nothing is fetched,
-// and every text is set as text, never as markup. What a filter or an order means is decided in samples.py.
+// Filters, searches, sorts and pages the samples that are embedded as JSON. Texts are inserted as text, never as markup.
 (() => {
   const PAGE = 20;
   const data = JSON.parse(document.getElementById("samples-data").textContent);
@@ -29,7 +28,7 @@
     return element;
   };
 
-  const written = (parts, differs) => {
+  const paragraph = (parts, differs) => {
     const text = make("p", "text");
     text.dir = "auto";
     text.append(...parts.map((part, place) => (place % 2 ? make(differs, "", part) : part)));
@@ -39,7 +38,7 @@
   const facts = (pairs) => make("dl", "", ...pairs.map(
     ([name, value]) => make("div", "", make("dt", "", name), make("dd", "", value))));
 
-  const answered = (answer) => {
+  const answerBox = (answer) => {
     const model = data.models[answer.model];
     const dot = make("i", "dot");
     dot.style.background = model.colour;
@@ -48,23 +47,23 @@
     const box = make("div", `response${["sft", "policy"].includes(answer.model) ? " " + answer.model : ""}`, heading);
     const empty = !answer.parts.join("").trim();
     box.append(empty ? make("p", "empty", "(empty answer)")
-      : written(answer.parts, answer.model === "sft" ? "del" : "ins"));
+      : paragraph(answer.parts, answer.model === "sft" ? "del" : "ins"));
     if (!answer.ended) box.append(make("p", "cut", "cut off at the limit, without end of sequence"));
     box.append(facts(answer.facts));
     return box;
   };
 
-  const asked = (message, single) => {
+  const promptBox = (message, single) => {
     const box = make("div", "prompt");
     if (!single) box.append(make("p", "role", message.role));
-    box.append(written([message.content], "ins"));
+    box.append(paragraph([message.content], "ins"));
     return box;
   };
 
-  const fold = (sample) => {
+  const otherAnswers = (sample) => {
     const box = make("details", "others", make("summary", "", `Other models’ answers (${sample.others.length})`));
     box.addEventListener("toggle", () => {
-      if (box.open && box.childElementCount === 1) box.append(make("div", "pair", ...sample.others.map(answered)));
+      if (box.open && box.childElementCount === 1) box.append(make("div", "pair", ...sample.others.map(answerBox)));
     });
     return box;
   };
@@ -74,10 +73,10 @@
     title.id = `row-${sample.row}`;
     title.tabIndex = -1;
     const box = make("article", "sample", title, ...sample.prompt.map(
-      (message) => asked(message, sample.prompt.length === 1)));
+      (message) => promptBox(message, sample.prompt.length === 1)));
     box.setAttribute("aria-labelledby", title.id);
-    box.append(make("div", "pair", ...sample.answers.map(answered)));
-    if (sample.others.length) box.append(fold(sample));
+    box.append(make("div", "pair", ...sample.answers.map(answerBox)));
+    if (sample.others.length) box.append(otherAnswers(sample));
     return box;
   };
 
@@ -92,7 +91,7 @@
     pager.hidden = pages === 1;
     status.textContent = found.length
       ? `${found.length} of ${data.samples.length} prompts; ${first + 1} to ${first + shown.length} are shown.`
-      : `No prompt of ${data.samples.length} fits. Search for fewer words, or choose another filter.`;
+      : `No prompt of ${data.samples.length} matches. Search for fewer words, or choose another filter.`;
   };
 
   const rank = (index) => data.samples[index].ranks[Number(order.value)];
@@ -103,7 +102,7 @@
     return b - a || one - other;
   };
 
-  const look = () => {
+  const refresh = () => {
     const words = folded(search.value).split(/\s+/).filter(Boolean);
     found = data.samples.map((_, index) => index).filter((index) =>
       (!filter.value || data.samples[index].tags.includes(filter.value))
@@ -121,9 +120,9 @@
     list.scrollIntoView({block: "start"});
   };
 
-  search.addEventListener("input", look);
-  filter.addEventListener("change", look);
-  order.addEventListener("change", look);
+  search.addEventListener("input", refresh);
+  filter.addEventListener("change", refresh);
+  order.addEventListener("change", refresh);
   marks.addEventListener("change", () => list.classList.toggle("plain", !marks.checked));
   back.addEventListener("click", () => turn(-1));
   forward.addEventListener("click", () => turn(1));
@@ -136,5 +135,5 @@
   });
   document.getElementById("samples-form").hidden = false;
   document.getElementById("samples-still").hidden = true;
-  look();
+  refresh();
 })();

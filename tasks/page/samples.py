@@ -1,24 +1,23 @@
-"""The samples to read: every held-out prompt with both answers, the words in which they differ, what the page's filter
-and sort need, and the other models' answers. Choosing and wording happen here; samples.js shows what it is told."""
+"""The data of the page's samples: prompts with all answers, word differences, filter tags and sort keys."""
 
 import json
 import re
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from difflib import SequenceMatcher
 
 from markupsafe import Markup
 
 from rlhf_core.evaluation.judges import TIE
-from tasks.evaluation.comparison_table import label
 from tasks.page.canvas import colour_of
+from tasks.page.comparison_table import label
 from tasks.page.inputs import Row, Run, finite
 from tasks.page.wording import MISSING, count, number
 
 LONGEST_MARKED = 800
-"""Words of an answer above which no differences are marked: comparing takes the square of them."""
+"""Longer answers, in words, are not compared: the time is quadratic."""
 EMBEDDED_CHARACTERS = 1_400_000
-"""What the samples may weigh in the page; beyond it the other models' answers stay out, then whole rows."""
+"""Limit of the samples' JSON. Above it the other models' answers are left out, then whole rows."""
 UNSAFE = {ord(sign): f"\\u{ord(sign):04x}" for sign in "<>&\u2028\u2029"}
 
 
@@ -28,14 +27,14 @@ class Answer:
 
     model: str
     parts: list[str]
-    """The text, cut where it begins or ends to differ from the other answer: the second, fourth, … part differs."""
+    """The text in parts; the second, fourth, … part differs from the other answer."""
     ended: bool
     facts: list[tuple[str, str]]
     preferred: bool = False
 
     @property
     def text(self) -> str:
-        """The answer as the model gave it."""
+        """The whole answer."""
         return "".join(self.parts)
 
 
@@ -47,18 +46,18 @@ class Sample:
     prompt: list[Row]
     answers: list[Answer]
     others: list[Answer]
-    """What the other models answered, with the first seed of the sampling."""
+    """The other models' answers with the first sampling seed."""
     tags: list[str]
-    """Which filters let it through."""
+    """The filters that it matches."""
     ranks: list[float | None]
-    """What it is sorted by, a number for each of `orders`; None comes last."""
+    """A sort key for each of `orders`; None comes last."""
 
 
 Changes = dict[str, float | None]
 
 
 def all_samples(run: Run) -> list[Sample]:
-    """Every row of the file, in its order."""
+    """All rows of samples.jsonl, in order."""
     others = _others(run)
     changes = [_changes(row) for row in run.samples]
     disagreements = _disagreements(changes)
@@ -69,32 +68,32 @@ def all_samples(run: Run) -> list[Sample]:
 
 
 def pick(samples: list[Sample], wanted: int) -> list[Sample]:
-    """`wanted` samples spread evenly over the file, so that nobody chose them; all where there are no more."""
+    """`wanted` samples spread evenly over the file, or all if there are fewer."""
     total = len(samples)
     wanted = min(wanted, total)
     return [samples[index * total // wanted] for index in range(wanted)]
 
 
 def filters(run: Run) -> list[tuple[str, str]]:
-    """Tag and words of each filter."""
+    """Tag and label of each filter."""
     by = "gold score" if run.has_judge else "reward model"
     both = [("disagree", "proxy and gold disagree")] if run.has_judge else []
     return [("", "all prompts"), ("policy", f"policy wins ({by})"), ("sft", f"SFT wins ({by})"), ("tie", "ties"), *both]
 
 
 def orders(run: Run) -> list[str]:
-    """What samples can be sorted by, largest first, beside their order in the file; in the order of `Sample.ranks`."""
+    """The labels of the sort keys in `Sample.ranks`."""
     gold = ["disagreement between proxy and gold", "gold change"] if run.has_judge else []
     return [*gold, "proxy change", "KL", "length change"]
 
 
 def embedded(run: Run, samples: list[Sample], limit: int = EMBEDDED_CHARACTERS) -> tuple[Markup, str]:
-    """The samples as JSON that may stand in a script element, and what had to stay out of it, in words."""
+    """The samples as JSON for a script element, and a note on what was left out."""
     text = _json(run, samples)
     if len(text) <= limit:
         return Markup(text), ""
-    lean = [Sample(**{**vars(sample), "others": []}) for sample in samples]
-    left = "The other models’ answers are too long for this page; they stand in data/evaluate/answers.jsonl."
+    lean = [replace(sample, others=[]) for sample in samples]
+    left = "The other models’ answers are too long for this page; they are in data/evaluate/answers.jsonl."
     text = _json(run, lean)
     kept = len(lean)
     while len(text) > limit and kept > 1:
@@ -106,8 +105,8 @@ def embedded(run: Run, samples: list[Sample], limit: int = EMBEDDED_CHARACTERS) 
 
 
 def differing(first: str, second: str) -> tuple[list[str], list[str]]:
-    """Both texts, cut where they differ word by word: in each list the second, fourth, … part is what the other text
-    does not have there. Too long texts stay whole."""
+    """Both texts in parts, compared word by word: in each list the second, fourth, … part differs. Texts longer than
+    LONGEST_MARKED stay whole."""
     words = [re.findall(r"^\s+|\S+\s*", text) for text in (first, second)]
     if max(map(len, words)) > LONGEST_MARKED:
         return [first], [second]
@@ -123,7 +122,7 @@ def differing(first: str, second: str) -> tuple[list[str], list[str]]:
 
 
 def _add(parts: list[str], text: str, differs: bool) -> None:
-    """Append so that whether a part differs shows in its place."""
+    """Append the text so that parts at odd indices differ and parts at even indices do not."""
     if not text:
         return
     if len(parts) % 2 == differs:
@@ -171,7 +170,7 @@ def _both(run: Run, row: Row, tags: list[str]) -> list[Answer]:
 
 
 def _of(row: Row, model: str) -> Row:
-    """One model's side of a row, with the keys of data/evaluate/answers.jsonl."""
+    """One model's figures in a row, with the keys of data/evaluate/answers.jsonl."""
     return {
         "gold": row.get(f"gold_{model}"),
         "reward": row.get(f"reward_{model}"),
@@ -188,19 +187,18 @@ def _facts(run: Run, answer: Row) -> list[tuple[str, str]]:
 
 
 def _others(run: Run) -> dict[str, list[Answer]]:
-    """By prompt: the answers of every model but SFT and policy, with the first seed of the sampling (best-of-n picks
-    from samples of its own, which have none), as they stand in the file."""
-    seeds = run.evaluation.get("seeds") or [row["seed"] for row in run.answers[:1]]
+    """By prompt: the other models' answers with the first sampling seed; best-of-n has no seed."""
+    first = run.evaluation["seeds"][0]
     found: dict[str, list[Answer]] = {}
     for row in run.answers:
-        if row["model"] not in ("sft", "policy") and row["seed"] in (None, seeds[0]):
+        if row["model"] not in ("sft", "policy") and row["seed"] in (None, first):
             answer = Answer(row["model"], [row["response"]], bool(row.get("ended", True)), _facts(run, row))
             found.setdefault(row["prompt_id"], []).append(answer)
     return found
 
 
 def _changes(row: Row) -> Changes:
-    """By how much the policy's answer differs from SFT's: gold score, reward-model score and tokens."""
+    """Policy minus SFT: gold score, reward-model score and tokens."""
     pairs = {kind: (row.get(f"{kind}_sft"), row.get(f"{kind}_policy")) for kind in ("gold", "reward")}
     pairs["tokens"] = (row.get("sft_tokens"), row.get("policy_tokens"))
     both = {kind: (finite(sft), finite(policy)) for kind, (sft, policy) in pairs.items()}
@@ -208,7 +206,7 @@ def _changes(row: Row) -> Changes:
 
 
 def _disagreements(changes: list[Changes]) -> list[float | None]:
-    """How far apart the standardised changes of proxy and gold are, in standard deviations."""
+    """The distance between the standardised changes of proxy and gold, in standard deviations."""
     scale = {kind: _standardiser(change[kind] for change in changes) for kind in ("gold", "reward")}
     return [
         None if (gold := change["gold"]) is None or (reward := change["reward"]) is None

@@ -1,7 +1,5 @@
-"""How numbers are written on the page and in its pictures: one place, so that a figure reads the same everywhere.
-Only formatting lives here."""
+"""Formatting of numbers on the page and in its pictures."""
 
-import math
 from typing import Any
 
 from tasks.page.inputs import finite, interval
@@ -10,7 +8,7 @@ MISSING = "–"
 
 
 def number(value: Any, digits: int = 2, sign: bool = False) -> str:
-    """`value` with a fixed number of decimals and a real minus sign; an en dash where there is none."""
+    """`value` with a fixed number of decimals and a minus sign (U+2212); an en dash if it is missing or not finite."""
     known = finite(value)
     if known is None:
         return MISSING
@@ -39,14 +37,3 @@ def percent_interval(value: Any) -> str:
     """`[low, high]` of a share as `85.0% to 91.3%`."""
     ends = interval(value)
     return MISSING if ends is None else f"{percent(ends[0])} to {percent(ends[1])}"
-
-
-def change(label: str, values: list[float], digits: int = 2, unit: str = "") -> str:
-    """Where a curve starts and ends, for the text beside a picture. `values` may hold NaN, but not only NaN."""
-    known = [value for value in values if math.isfinite(value)]
-    ends = (
-        f"{label} {number(known[0], digits)}"
-        if len(known) == 1
-        else (f"{label} from {number(known[0], digits)} to {number(known[-1], digits)}")
-    )
-    return f"{ends} {unit}".strip()

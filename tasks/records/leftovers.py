@@ -1,5 +1,5 @@
-"""Finds and removes what dead runs have left in `work/` and beside outputs. Nothing is removed without the stage's
-lock, and never what MLflow has not yet received."""
+"""Finds and removes leftovers of dead runs in `work/` and beside outputs, under the stage's lock. Unsent events are
+never removed."""
 
 import re
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ from tasks.stage.state import FINISHED, lock_file
 from tasks.tracking import outbox, settings
 
 KEY = re.compile(r"[0-9a-f]{16}")
-"""The name of a state folder: the beginning of the stage's key."""
+"""Name of a state folder: the start of the stage's key."""
 OTHER_KEY = "state of other parameters, code or data"
 RECORDED = "state of a finished stage"
 THIS_KEY = "state from which the stage would continue (--all)"
@@ -26,7 +26,7 @@ THIS_KEY = "state from which the stage would continue (--all)"
 
 @dataclass(frozen=True)
 class Leftover:
-    """Something that no run needs: where, how many bytes, why; `stage` is empty where none is concerned."""
+    """A file or folder that no run needs, with its bytes and the reason; `stage` is empty for outboxes."""
 
     path: Path
     size: int
@@ -36,13 +36,13 @@ class Leftover:
 
 @dataclass
 class Found:
-    """What may go, and what stays although it looks like it, in words."""
+    """Leftovers that can be removed, and messages on those that cannot."""
 
     leftovers: list[Leftover] = field(default_factory=list)
     stays: list[str] = field(default_factory=list)
 
     def add(self, path: Path, why: str, stage: str = "") -> None:
-        """One more thing that may go."""
+        """Add a leftover."""
         self.leftovers.append(Leftover(path, size_of(path), why, stage))
 
 
@@ -62,7 +62,7 @@ def find(root: Path, everything: bool = False) -> Found:
 
 
 def remove(root: Path, agreed: list[Leftover], everything: bool = False) -> list[Leftover]:
-    """Remove these, each stage's under its lock and only if it is still a leftover then; returns what was removed."""
+    """Remove leftovers, each under its stage's lock and only if it still is one; returns those removed."""
     gone: list[Leftover] = []
     for stage in dict.fromkeys(leftover.stage for leftover in agreed):
         mine = [leftover for leftover in agreed if leftover.stage == stage]
@@ -71,7 +71,7 @@ def remove(root: Path, agreed: list[Leftover], everything: bool = False) -> list
 
 
 def unsent(root: Path) -> list[tuple[Path, int]]:
-    """Every outbox that waits for MLflow, with the number of its events that have not arrived."""
+    """Every outbox with the number of its unsent events."""
     mark = settings.uri_mark(settings.tracking_uri(root))
     return [(folder, outbox.waiting(folder, mark)) for folder in outbox.pending(root)]
 
@@ -83,7 +83,7 @@ def size_of(path: Path) -> int:
 
 
 def _folders(root: Path) -> Iterator[str]:
-    """Names of folders that look like a stage's: they hold state folders."""
+    """Names of folders in work/ that contain state folders."""
     for folder in sorted((root / "work").glob("*")):
         if folder.is_dir() and any(KEY.fullmatch(child.name) for child in folder.iterdir()):
             yield folder.name
@@ -92,7 +92,7 @@ def _folders(root: Path) -> Iterator[str]:
 def _of_stage(
     project: Project, name: str, stage: GraphStage | None, everything: bool, found: Found, mine: bool = False
 ) -> None:
-    """The leftovers of one stage; `stage` is None where dvc.yaml has it no longer, `mine`: we hold its lock."""
+    """Find the leftovers of one stage. `stage` is None if not in dvc.yaml; `mine`: this process holds its lock."""
     root = project.root
     lock = lock_file(root, name)
     if not mine and is_held(lock):
@@ -127,7 +127,7 @@ def _states(project: Project, name: str, exists: bool, everything: bool, found: 
 
 
 def _present_key(project: Project, name: str) -> tuple[str, str]:
-    """(name of the present state folder, "") or ("", why it cannot be known)."""
+    """(name of the present state folder, "") or ("", why it is unknown)."""
     try:
         definition = Definition(name, project)
         return definition.key(read_yaml(project.root / PARAMS_FILE), definition.hashes())[:16], ""
@@ -136,8 +136,8 @@ def _present_key(project: Project, name: str) -> tuple[str, str]:
 
 
 def _remove_of_stage(root: Path, stage: str, agreed: list[Leftover], everything: bool) -> list[Leftover]:
-    """Done under the stage's lock: nothing can start the stage meanwhile. The file of the lock is removed only with a
-    stage that dvc.yaml no longer has."""
+    """Remove under the stage's lock, so that the stage cannot start meanwhile. The lock file is removed only if the
+    stage is not in dvc.yaml."""
     place = lock_file(root, stage)
     place.parent.mkdir(exist_ok=True)
     lock = FileLock(place)
@@ -150,7 +150,8 @@ def _remove_of_stage(root: Path, stage: str, agreed: list[Leftover], everything:
             _of_stage(project, stage, known.get(stage), everything, now, mine=True)
         still = {leftover.path for leftover in now.leftovers}
         gone = [leftover for leftover in agreed if leftover.path in still and _delete(leftover.path)]
-        _delete_if_empty(root / "work" / stage)
+        with suppress(OSError):
+            (root / "work" / stage).rmdir()  # if empty
         if stage not in known:
             place.unlink(missing_ok=True)
         return gone
@@ -159,12 +160,7 @@ def _remove_of_stage(root: Path, stage: str, agreed: list[Leftover], everything:
 
 
 def _delete(path: Path) -> bool:
-    """True when it is gone."""
+    """Remove a path; True if it no longer exists."""
     with suppress(OSError):
         remove_path(path)
     return not path.exists()
-
-
-def _delete_if_empty(folder: Path) -> None:
-    if folder.is_dir() and not any(folder.iterdir()):
-        folder.rmdir()

@@ -1,4 +1,4 @@
-"""The tree from a model, dataset or metrics file back to the raw data, followed by hash and never by name alone."""
+"""Builds the tree of hashes from a model, dataset or metrics file back to the raw data."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -15,20 +15,20 @@ from tasks.stage.dvc_adapter import LOCK_FILE, Project, open_project
 
 State = Literal["as recorded", "changed since", "missing", "unknown here"]
 GATES = ("data/check.ok", "data/check_data.ok")
-"""Constants that stages depend on; they are no origin of a result."""
+"""Constants that stages depend on; not shown as inputs."""
 WORLD = "rlhf_core/demo"
 
 
 @dataclass(frozen=True)
 class Node:
-    """One artefact: its recorded hash, whether the workspace holds that very content, and what it was made from."""
+    """An artefact with its recorded hash, the state of the workspace's copy, and its inputs."""
 
     path: str
     digest: str
     state: State
     record: Record | None = None
     code_changed: tuple[str, ...] = ()
-    """Code of the stage that reads otherwise today."""
+    """Code of the stage that has changed since."""
     inputs: tuple["Node", ...] = ()
     notes: tuple[str, ...] = ()
 
@@ -39,7 +39,7 @@ class Node:
 
 @dataclass
 class Lineage:
-    """The walk from one artefact to the raw data, in one project."""
+    """Builds trees in one project."""
 
     project: Project
     known: dict[tuple[str, str], Node] = field(default_factory=dict)
@@ -51,7 +51,7 @@ class Lineage:
 
     @cached_property
     def records(self) -> dict[str, Record]:
-        """The entries of dvc.lock; none where there is no such file."""
+        """The entries of dvc.lock, if the file exists."""
         return recorded(self.root) if (self.root / LOCK_FILE).is_file() else {}
 
     @cached_property
@@ -61,7 +61,8 @@ class Lineage:
         return list(dict.fromkeys([*declared, *(out for record in self.records.values() for out in record.outs)]))
 
     def of(self, path: Path) -> Node:
-        """The tree of what is at `path` (absolute). Raises UserError for what no stage makes, or nothing recorded."""
+        """The tree of the artefact at the absolute `path`. Raises UserError if no stage makes it or no hash is
+        recorded."""
         place = path.resolve()
         inside = place.relative_to(self.root.resolve()).as_posix() if place.is_relative_to(self.root.resolve()) else ""
         out = next((out for out in self.outs if inside == out or inside.startswith(f"{out}/")), None)
@@ -105,12 +106,12 @@ class Lineage:
         return self._made(path, digest, state, record, [])
 
     def state(self, path: str, digest: str) -> State:
-        """Whether the workspace holds this content at `path`."""
+        """How the workspace's content at `path` compares with this hash."""
         found = self.project.hash_at(self.root / path)
         return "missing" if found is None else "as recorded" if found == digest else "changed since"
 
     def _own_record(self, path: str, digest: str, state: State) -> Record | None:
-        """The model's own provenance, from the workspace, or from DVC's cache where the workspace has another model."""
+        """The model's provenance.json, from the workspace or, if that has another model, from DVC's cache."""
         if not path.startswith(provenance.MODELS):
             return None
         if state == "as recorded":
@@ -127,14 +128,14 @@ class Lineage:
         return Node(path, digest, state, record, tuple(changed), everything, (*notes, *exempt))
 
     def _tracked_data(self) -> Iterator[Node]:
-        """The data files that DVC tracks below data/raw/."""
+        """The files below data/raw/ that DVC tracks."""
         for file in self.project.tracked:
             if file.path.startswith(f"{RAW}/") and file.recorded:
                 note = f"tracked by {file.path}.dvc"
                 yield Node(file.path, file.recorded, self.state(file.path, file.recorded), notes=(note,))
 
     def _origins(self, record: Record) -> Iterator[Node]:
-        """What a stage takes from outside the repository's data: the built-in world, a hub."""
+        """A stage's inputs from outside the repository: the demo world, datasets and models of the hub."""
         block = record.params.get(record.stage)
         if not isinstance(block, Mapping):
             return
@@ -167,6 +168,6 @@ def _from_provenance(own: Mapping[str, Any]) -> Record:
 
 
 def lineage(root: Path, path: Path) -> Node:
-    """Where the artefact at `path` comes from. Raises UserError (see `Lineage.of`)."""
+    """The tree of the artefact at `path`. Raises UserError (see `Lineage.of`)."""
     with open_project(root) as project:
         return Lineage(project).of(path)

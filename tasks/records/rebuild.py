@@ -1,5 +1,4 @@
-"""Checks that `dvc.lock` matches the present code and parameters, lists the inputs that come from outside, and copies
-those by hash into another workspace."""
+"""Prepares a rebuild in another workspace: checks `dvc.lock`, and copies the inputs of the stages by hash."""
 
 import os
 import shutil
@@ -13,28 +12,28 @@ from tasks.records.recorded import Record, recorded, sizes
 from tasks.stage.dvc_adapter import GraphStage, Project, open_project
 
 HEADROOM = 200 * 2**20
-"""Bytes beside inputs and outputs: code, logs, the outbox."""
+"""Bytes for code, logs and the outbox."""
 COPIES = 3
-"""Of each output: in its place, in the cache, and half-written or as a checkpoint."""
+"""Copies of each output: in the workspace, in the cache, and partial or as a checkpoint."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Stages to run again, in the order of the graph, and what they read that none of them makes."""
+    """Stages to run again, in the order of the graph, and their inputs that none of them makes."""
 
     stages: tuple[str, ...]
     records: dict[str, Record]
     outside: dict[str, str]
-    """Path → recorded hash: code, data of other stages, raw data."""
+    """Path → recorded hash of code, raw data and outputs of other stages."""
     sources: dict[str, str]
-    """Path → hash in its .dvc file: raw data that DVC tracks."""
+    """Path → hash in its .dvc file, for raw data that DVC tracks."""
     outs: frozenset[str]
-    """Every output of every stage: what a clone starts without."""
+    """All outputs of all stages; not copied to the clone."""
     bytes_needed: int
 
 
 def plan(project: Project, stages: Sequence[str]) -> Plan:
-    """Raises UserError when `dvc.lock` is not that of the present code, parameters and data, or an input is lost."""
+    """Raises UserError if `dvc.lock` does not match the present code, parameters and data, or an input is missing."""
     records = recorded(project.root)
     wanted = [stage for stage in project.stages if stage.name in stages]
     made = {out.path for stage in wanted for out in stage.outs}
@@ -55,7 +54,7 @@ def plan(project: Project, stages: Sequence[str]) -> Plan:
 
 
 def _check(project: Project, stage: GraphStage, records: dict[str, Record], made: set[str]) -> dict[str, str]:
-    """The stage's inputs from outside. Raises UserError, naming the stage and what is not as recorded."""
+    """The stage's outside inputs. Raises UserError with the stage and all that differs from `dvc.lock`."""
     name = stage.name
     record = records.get(name)
     if record is None:
@@ -87,14 +86,14 @@ def _sources(project: Project, outside: Collection[str]) -> dict[str, str]:
 
 
 def _partly_missing(project: Project, path: str) -> bool:
-    """Whether tracked raw data below `path` are not in the workspace; DVC's cache may hold them."""
+    """Whether tracked raw data below `path` are missing in the workspace; DVC's cache may have them."""
     return any(not (project.root / source).exists() for source in _sources(project, [path]))
 
 
 def fill(project: Project, clone: Path, what: Plan) -> None:
-    """Copy what git tracks (as it is in the workspace) and every input from outside to `clone`.
+    """Copy the files that git tracks, in their present state, and all outside inputs to `clone`.
 
-    Raises UserError when an input is neither in the workspace nor in DVC's cache, or the copy is not what was recorded.
+    Raises UserError if an input is neither in the workspace nor in DVC's cache, or a copy has another hash.
     """
     root = project.root
     for name in tracked_files(root):
@@ -111,7 +110,7 @@ def fill(project: Project, clone: Path, what: Plan) -> None:
 
 
 def tracked_files(root: Path) -> list[str]:
-    """What git tracks below `root` and the working tree has. Raises UserError outside a git repository."""
+    """The files below `root` that git tracks and that exist. Raises UserError outside a git repository."""
     done = subprocess.run(["git", "ls-files", "-z"], cwd=root, capture_output=True, text=True, check=False)
     if done.returncode:
         raise UserError(f"{root}: no git repository; `git init` and commit the project, so that it is known what it is")
@@ -119,7 +118,7 @@ def tracked_files(root: Path) -> list[str]:
 
 
 def _place(project: Project, clone: Path, path: str, digest: str) -> None:
-    """The content with this hash, from the workspace or else DVC's cache."""
+    """Copy the content with this hash from the workspace or else DVC's cache."""
     place = project.root / path
     if project.hash_at(place) == digest:
         files = [(name, place / name if name else place) for name in project.files_below(place)]

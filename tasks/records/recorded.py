@@ -1,4 +1,4 @@
-"""What `dvc.lock` records: which stage made what from which inputs."""
+"""Reads the stage executions recorded in `dvc.lock`."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -10,13 +10,12 @@ from ruamel.yaml.error import YAMLError
 
 from rlhf_core.errors import UserError
 from tasks.stage.definition import is_code
-from tasks.stage.dvc_adapter import LOCK_FILE as LOCK_FILE
-from tasks.stage.dvc_adapter import read_lock_file
+from tasks.stage.dvc_adapter import LOCK_FILE, read_lock_file
 
 
 @dataclass(frozen=True)
 class Record:
-    """One execution of a stage: paths with the hashes that DVC gave them."""
+    """One execution of a stage: paths with their DVC hashes."""
 
     stage: str
     command: str
@@ -25,15 +24,15 @@ class Record:
     """Data and models."""
     code: Mapping[str, str]
     outs: Mapping[str, str]
-    """Empty where the record is a model's own, which cannot hold the model's hash."""
+    """Empty in a model's provenance.json, which cannot contain the model's hash."""
     source: str
-    """Where this is written, in words."""
+    """The file that the record is from."""
     versions: Mapping[str, str] = field(default_factory=dict)
     exemptions: tuple[str, ...] = ()
 
 
 def recorded(root: Path) -> dict[str, Record]:
-    """Stage → what `dvc.lock` records of it. Raises UserError where there is none, or it cannot be read."""
+    """The records of `dvc.lock` by stage. Raises UserError if the file is missing or cannot be read."""
     text = read_lock_file(root)
     if text is None:
         raise UserError(f"{LOCK_FILE}: file not found; `dvc repro` runs the pipeline and writes it")
@@ -41,7 +40,7 @@ def recorded(root: Path) -> dict[str, Record]:
 
 
 def parse(text: str, source: str) -> dict[str, Record]:
-    """The entries of a `dvc.lock`. Raises UserError for what is none."""
+    """The records in the text of a `dvc.lock`. Raises UserError if it cannot be read."""
     try:
         content = YAML(typ="safe", pure=True).load(text) or {}
         return {name: _record(name, entry, source) for name, entry in (content.get("stages") or {}).items()}
@@ -85,7 +84,7 @@ def made_by(records: Mapping[str, Record], path: str, digest: str) -> Record | N
 
 
 def params_behind(records: Mapping[str, Record], stage: str) -> dict[str, Any] | None:
-    """The parameters of a stage and of all that it was made from; None where some of that was made again since."""
+    """The parameters of a stage and of all stages before it; None if an input has been made again since."""
     outs = {path for record in records.values() for path in record.outs}
     found: dict[str, Any] = {}
     waiting, done = [records[stage]], set[str]()

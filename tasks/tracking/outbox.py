@@ -1,8 +1,7 @@
-"""The outbox: events of tracking, on the local disk until MLflow has them.
+"""The outbox stores tracking events on the local disk until MLflow has received them.
 
-One folder per stage process, `work/outbox/<stage>-<key>-<time>-<pid>/`: `events.jsonl` (one JSON object a line, only
-ever appended), `files/` (copies of artifacts), `state.json` (how far the sender came) and two lock files. Writing
-is a single append and never fails the caller. Does not import mlflow.
+Each stage process has a folder `work/outbox/<stage>-<key>-<time>-<pid>/`: `events.jsonl` (append-only), `files/`
+(copies of artifacts), `state.json` (the sender's position) and two lock files. Does not import mlflow.
 """
 
 from __future__ import annotations
@@ -27,11 +26,11 @@ STATE = "state.json"
 OWNER_LOCK = "owner.lock"
 SENDER_LOCK = "sender.lock"
 NAME = re.compile(r"[^.].*-\d{20}-\d+")
-LINK_ABOVE_BYTES = 8 * 2**20  # copying more than this could hold the training up for longer than 50 ms
+LINK_ABOVE_BYTES = 8 * 2**20  # copying more could block the training for more than 50 ms
 
 
 class Unreachable(Exception):
-    """Nothing can be sent at present; what was not sent stays in the outbox."""
+    """MLflow cannot be reached now; unsent events stay in the outbox."""
 
 
 def outbox_folder(root: Path) -> Path:
@@ -40,13 +39,13 @@ def outbox_folder(root: Path) -> Path:
 
 
 def now_ms() -> int:
-    """Wall-clock time in milliseconds, as MLflow counts it."""
+    """Wall-clock time in milliseconds."""
     return time.time_ns() // 1_000_000
 
 
 @dataclass(frozen=True)
 class Event:
-    """One line of `events.jsonl`; `end` is the byte offset behind it."""
+    """One line of `events.jsonl`; `end` is the byte offset after it."""
 
     kind: str
     at: int
@@ -56,7 +55,7 @@ class Event:
 
 @dataclass
 class State:
-    """How far the sender came, for one address (a new address starts from the beginning)."""
+    """The sender's position for one address; a new address starts from the beginning."""
 
     uri: str
     offset: int = 0
@@ -68,7 +67,7 @@ class State:
 
     @classmethod
     def load(cls, folder: Path, uri: str) -> State:
-        """The state saved in `folder`, or a fresh one where there is none for this address."""
+        """The state saved in `folder`, or a new one if there is none for this address."""
         try:
             state = cls(**json.loads((folder / STATE).read_text(encoding="utf-8")))
         except (OSError, ValueError, TypeError):
@@ -76,14 +75,14 @@ class State:
         return state if state.uri == uri else cls(uri)
 
     def save(self, folder: Path) -> None:
-        """Write the state so that a reader finds the old or the new one, never half of it."""
+        """Write the state atomically."""
         fresh = folder / f".{STATE}"
         fresh.write_text(json.dumps(asdict(self)), encoding="utf-8")
         fresh.replace(folder / STATE)
 
 
 class Outbox:
-    """The writing end, owned by one process for as long as it lives."""
+    """Writes events; owned by one process until it ends."""
 
     def __init__(self, folder: Path, warn: Callable[[str], None]) -> None:
         self.folder = folder
@@ -96,7 +95,7 @@ class Outbox:
 
     @classmethod
     def create(cls, root: Path, series: str, warn: Callable[[str], None]) -> Outbox:
-        """A new outbox; `series` names the stage and its key: outboxes of a series are sent in turn."""
+        """A new outbox. `series` is the stage and its key; outboxes of a series are sent in order."""
         name = f"{series}-{time.time_ns():020d}-{os.getpid()}"
         outbox = cls(outbox_folder(root) / name, warn)
         with best_effort(warn):
@@ -109,7 +108,7 @@ class Outbox:
         return outbox
 
     def append(self, kind: str, **body: Any) -> None:
-        """Add one event, in one system call; a full disk costs the event and a warning, no more."""
+        """Add one event in one system call. If the disk is full the event is lost with a warning."""
         line = json.dumps({"kind": kind, "at": now_ms(), **body}, ensure_ascii=False, default=_plain)
         with self._mutex, best_effort(self._warn):
             if self._fd is None:
@@ -118,31 +117,32 @@ class Outbox:
             self._torn = os.write(self._fd, data) != len(data)
 
     def keep(self, path: Path) -> str | None:
-        """Copy the file `path` into the outbox (link it where it is big); its place in there, or None."""
+        """Copy the file `path` into the outbox, or link it if it is large; its path in the outbox, or None."""
         with self._mutex, best_effort(self._warn):
-            self._files += 1
-            place = Path("files", str(self._files), path.name)
-            target = self.folder / place
-            target.parent.mkdir(parents=True)
+            target = self._new_file(path.name)
             if path.stat().st_size > LINK_ABOVE_BYTES and path.stat().st_dev == target.parent.stat().st_dev:
                 os.link(path, target)
             else:
                 shutil.copyfile(path, target)
-            return place.as_posix()
+            return target.relative_to(self.folder).as_posix()
         return None
 
     def keep_text(self, name: str, text: str) -> str | None:
-        """Write `text` as a file of the outbox; its place in there, or None."""
+        """Write `text` as a file in the outbox; its path in the outbox, or None."""
         with self._mutex, best_effort(self._warn):
-            self._files += 1
-            place = Path("files", str(self._files), name)
-            (self.folder / place).parent.mkdir(parents=True)
-            (self.folder / place).write_text(text, encoding="utf-8", errors="backslashreplace")
-            return place.as_posix()
+            target = self._new_file(name)
+            target.write_text(text, encoding="utf-8", errors="backslashreplace")
+            return target.relative_to(self.folder).as_posix()
         return None
 
+    def _new_file(self, name: str) -> Path:
+        self._files += 1
+        target = self.folder / "files" / str(self._files) / name
+        target.parent.mkdir(parents=True)
+        return target
+
     def close(self) -> None:
-        """The last call of this process."""
+        """Release the outbox; no event may follow."""
         with self._mutex:
             if self._fd is not None:
                 os.close(self._fd)
@@ -152,7 +152,7 @@ class Outbox:
 
 @contextmanager
 def best_effort(warn: Callable[[str], None]) -> Iterator[None]:
-    """Turns a failing disk into a warning."""
+    """Turn an OSError into a warning."""
     try:
         yield
     except OSError as error:
@@ -160,7 +160,7 @@ def best_effort(warn: Callable[[str], None]) -> Iterator[None]:
 
 
 def pending(root: Path) -> list[Path]:
-    """Every outbox with something to send or to finish, the oldest first; sweeps remains of removed ones."""
+    """All outboxes, the oldest first. Deletes the remains of removed ones."""
     folders = []
     for folder in outbox_folder(root).glob("*"):
         if folder.name.startswith(".gone-"):
@@ -171,12 +171,12 @@ def pending(root: Path) -> list[Path]:
 
 
 def created(folder: Path) -> int:
-    """When the outbox was made, in nanoseconds."""
+    """Creation time in nanoseconds."""
     return int(folder.name.rsplit("-", 2)[1])
 
 
 def series(folder: Path) -> str:
-    """The stage and key that the outbox belongs to."""
+    """The stage and key of the outbox."""
     return folder.name.rsplit("-", 2)[0]
 
 
@@ -186,11 +186,13 @@ def is_owned(folder: Path) -> bool:
 
 
 def read_events(folder: Path, offset: int, limit: int = 500) -> list[Event]:
-    """Up to `limit` whole lines from byte `offset` on; a torn line comes as an event without a kind."""
+    """Up to `limit` complete lines from byte `offset`; a broken line is an event without a kind."""
     events: list[Event] = []
     with (folder / EVENTS).open("rb") as lines:
         lines.seek(offset)
-        for line in _whole(lines):
+        for line in lines:
+            if not line.endswith(b"\n"):  # still being written
+                break
             offset += len(line)
             try:
                 body = json.loads(line)
@@ -203,21 +205,15 @@ def read_events(folder: Path, offset: int, limit: int = 500) -> list[Event]:
 
 
 def waiting(folder: Path, uri: str) -> int:
-    """How many events have not arrived at the address with this mark."""
+    """The number of events that the address with this mark has not received."""
     return len(read_events(folder, State.load(folder, uri).offset, limit=sys.maxsize))
 
 
 def remove(folder: Path) -> None:
-    """Delete an outbox; anyone who looks sees all of it or nothing."""
+    """Delete an outbox; other processes see all of it or nothing."""
     gone = folder.with_name(f".gone-{folder.name}")
     folder.rename(gone)
     shutil.rmtree(gone, ignore_errors=True)
-
-
-def _whole(lines: Iterator[bytes]) -> Iterator[bytes]:
-    for line in lines:
-        if line.endswith(b"\n"):
-            yield line
 
 
 def _plain(value: Any) -> Any:

@@ -1,7 +1,6 @@
-"""Writes the events of an outbox to MLflow: runs, metrics, parameters, artifacts, versions.
+"""Writes the events of an outbox to MLflow. Only this module of `tasks` imports mlflow, which takes seconds.
 
-The only module of `tasks` that imports mlflow, which takes seconds: import it late. Every function may be repeated with
-the same event and leaves MLflow as after the first time: a sender may die between sending and noting that it has sent.
+All handlers are idempotent: a sender may be killed after it has sent an event and before it has saved its position.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ for _name in ("urllib3.connectionpool", "alembic"):
 
 
 class Shipper:
-    """Sends events to one MLflow address on behalf of one repository; not shared between threads."""
+    """Sends a repository's events to one MLflow address. Not thread-safe."""
 
     def __init__(self, root: Path, uri: str, warn: Callable[[str], None]) -> None:
         self.uri_mark = settings.uri_mark(uri)
@@ -49,7 +48,7 @@ class Shipper:
         self._experiment = ""
 
     def ship(self, events: list[Event], state: State, folder: Path) -> None:
-        """Send `events` in order, saving `state` in `folder` after each; raises `Unreachable`."""
+        """Send `events` in order and save `state` in `folder` after each batch. Raises Unreachable."""
         for kind, group in groupby(events, key=lambda event: event.kind):
             batch = list(group)
             parts = [batch] if kind == "metrics" else [[event] for event in batch]
@@ -60,17 +59,17 @@ class Shipper:
                 try:
                     state.save(folder)
                 except OSError as error:
-                    raise Unreachable(f"cannot note what was sent: {error}") from error
+                    raise Unreachable(f"cannot save what was sent: {error}") from error
 
     def killed(self, state: State) -> None:
-        """Close what a dead process left open: its run, or the pipeline's where it had none of its own."""
+        """Close the run of a dead process, or the pipeline's run if it had none of its own."""
         run_id = state.run_id or state.parent_id
         if run_id is not None and not state.closed:
             with suppress(MlflowException), _reached():
                 self._connect().set_terminated(run_id, "KILLED", end_time=now_ms())
 
     def _send(self, kind: str, part: list[Event], state: State, folder: Path) -> bool:
-        """Send events of one kind; false when the outbox has to start again from its beginning."""
+        """Send events of one kind; False if the outbox must be sent again from its beginning."""
         try:
             with _reached():
                 self._connect()
@@ -79,7 +78,7 @@ class Shipper:
             if kind.endswith("-open"):
                 raise Unreachable(settings.without_credentials(str(error))) from error
             if error.error_code == "RESOURCE_DOES_NOT_EXIST" and not state.replayed:
-                fresh = State(state.uri, replayed=True)  # the data base was replaced: send everything again
+                fresh = State(state.uri, replayed=True)  # the database was replaced: send everything again
                 fresh.save(folder)
                 state.__dict__.update(fresh.__dict__)
                 return False
@@ -89,7 +88,7 @@ class Shipper:
         return True
 
     def _connect(self) -> Any:
-        """The client; opening a fresh SQLite file from two processes at once would crash both."""
+        """The client, opened under a lock: two processes must not create the SQLite file at once."""
         if self._client is None:
             with self._exclusive():
                 _make_database(self._uri)
@@ -109,7 +108,7 @@ class Shipper:
     def _exclusive(self) -> Iterator[None]:
         lock = FileLock(self._root / "work" / "mlflow.lock")
         if not lock.acquire(LOCK_SECONDS):
-            raise Unreachable("another process keeps work/mlflow.lock")
+            raise Unreachable("another process holds work/mlflow.lock")
         try:
             yield
         finally:
@@ -123,10 +122,10 @@ class Shipper:
         )
         return found[0] if found else None
 
-    # One function an event kind.
+    # One handler for each kind of event.
 
     def _on_nothing(self, part: list[Event], state: State, folder: Path) -> None:
-        """A torn line: its process died while it wrote."""
+        """Skip a broken line of a process that was killed while writing."""
 
     def _on_parent_open(self, part: list[Event], state: State, folder: Path) -> None:
         event = part[0]
@@ -139,7 +138,7 @@ class Shipper:
                 run_name=f"pipeline {event.body['key'][:8]}",
             )
             run_id = state.parent_id = parent.info.run_id
-            # `runtime` may differ under one key and changes no result: the first value stands
+            # `runtime` may differ under one key and changes no result: the first value is kept
             self._log_params(run_id, event.body["params"], parent.data.params)
             opened = max(event.at, int(parent.data.tags.get("leash.opened", 0)))
             self._log_tags(run_id, event.body["tags"] | {"leash.opened": str(opened)})
@@ -150,7 +149,7 @@ class Shipper:
         event = part[0]
         execution = folder.name
         identity = {"leash.stage_key": event.body["stage_key"], "leash.workspace": self._workspace}
-        run = self._find({"leash.execution": execution})  # this very event, sent before
+        run = self._find({"leash.execution": execution})  # this event was sent before
         unfinished = " and attributes.status != 'FINISHED'"
         run = run or self._find(identity, "" if event.body.get("continues") else unfinished)
         tags = event.body["tags"] | {"mlflow.parentRunId": state.parent_id, "leash.execution": execution}
@@ -164,7 +163,7 @@ class Shipper:
             tags |= {"leash.restarts": str(int(run.data.tags.get("leash.restarts", 0)) + 1)}
             self._log_tags(run.info.run_id, tags)
         state.run_id = run.info.run_id
-        # Public accessors leave the step out; MLflow's own system monitor reads the same field.
+        # The public accessors have no step; MLflow's system monitor reads the same field.
         state.last_steps = {metric.key: metric.step for metric in run.data._metric_objs}
 
     def _on_params(self, part: list[Event], state: State, folder: Path) -> None:
@@ -175,15 +174,15 @@ class Shipper:
         self._log_tags(state.run_id, part[0].body["tags"])
 
     def _on_metrics(self, part: list[Event], state: State, folder: Path) -> None:
-        """Steps that an earlier process of this run has logged are left out: it resumes from a checkpoint.
+        """Log metrics without the steps that an earlier process of this run has logged.
 
-        The SQL store's primary key (key, step, timestamp, value) drops what the same process sends twice.
+        The SQL store's primary key (key, step, timestamp, value) removes duplicates of the same process.
         """
         metrics = []
         for event in part:
             for key, value in event.body["metrics"].items():
                 step, last = int(event.body["step"]), state.last_steps.get(key, -1)
-                if key.startswith(SYSTEM_PREFIX):  # time goes on: these are numbered through
+                if key.startswith(SYSTEM_PREFIX):  # numbered across processes
                     metrics.append(Metric(key, float(value), event.at, step + last + 1))
                 elif step > last:
                     metrics.append(Metric(key, float(value), event.at, step))
@@ -194,8 +193,8 @@ class Shipper:
         self._client.log_artifact(state.run_id, str(file), part[0].body["folder"] or None)
 
     def _on_table(self, part: list[Event], state: State, folder: Path) -> None:
-        """As mlflow.log_table leaves it, but replaced instead of appended to when it is sent again. On the pipeline run
-        as well: the UI's evaluation view does not show runs below another one."""
+        """Log a table as mlflow.log_table does, but replace it if it is sent again. The pipeline run gets it too: the
+        UI's evaluation view does not show nested runs."""
         entry = {"path": part[0].body["name"], "type": "table"}
         for run_id in filter(None, (state.run_id, state.parent_id)):
             self._client.log_artifact(run_id, str(folder / part[0].body["file"]))
@@ -217,7 +216,7 @@ class Shipper:
         self._client.log_batch(state.parent_id, metrics=metrics)
 
     def _on_restored(self, part: list[Event], state: State, folder: Path) -> None:
-        """The run that made what DVC restored; `untracked` where MLflow has no such run."""
+        """Tag the run that made a restored output; `untracked` if MLflow has no such run."""
         body = part[0].body
         identity = {"leash.stage_key": body["stage_key"], "leash.stage": body["stage"]}
         run = self._find(identity, " and attributes.status = 'FINISHED'")
@@ -248,7 +247,7 @@ class Shipper:
         state.closed = True
 
     def _on_parent_close(self, part: list[Event], state: State, folder: Path) -> None:
-        """An older close that arrives late does not end a pipeline run opened again since."""
+        """End the pipeline run, unless it was opened again after this event."""
         parent = self._client.get_run(state.parent_id)
         if part[0].at >= int(parent.data.tags.get("leash.opened", 0)):
             self._client.set_terminated(state.parent_id, part[0].body["status"], end_time=part[0].at)
@@ -264,8 +263,8 @@ class Shipper:
 
 
 def _make_database(uri: str) -> None:
-    """A fresh SQLite file with MLflow's tables, made beside its place and renamed in: MLflow makes them in many steps,
-    and a process killed in between would leave a file that never opens again."""
+    """Create the SQLite file with MLflow's tables beside its path and rename it: a process killed between MLflow's
+    migrations would leave a file that cannot be opened."""
     final = Path(uri.removeprefix("sqlite:///"))
     if not uri.startswith("sqlite:///") or final.exists():
         return
@@ -276,7 +275,7 @@ def _make_database(uri: str) -> None:
 
 @contextmanager
 def _reached() -> Iterator[None]:
-    """Lets through what MLflow refuses for good; anything else means: not now."""
+    """Turn all errors into Unreachable, except those that a retry cannot fix."""
     try:
         yield
     except Unreachable:
@@ -288,7 +287,7 @@ def _reached() -> Iterator[None]:
 
 
 def _short(error: Exception) -> str:
-    """The one telling phrase of the client's long messages."""
+    """The cause in one short line."""
     text = settings.without_credentials(str(error)).strip() or type(error).__name__
     for phrase in ("timed out", "Connection refused", "Name or service not known", "database is locked"):
         if phrase in text:

@@ -1,8 +1,7 @@
-"""Sends outboxes to MLflow, in one go (`drain`) or beside a stage that runs for long (`SenderProcess`).
+"""Sends outboxes to MLflow, all at once (`drain`) or while a stage runs (`SenderProcess`).
 
-One sender an outbox at a time, outboxes of one stage key strictly in turn; an outbox is deleted when all of it has
-arrived. Beside a stage the sender is a process and not a thread: importing mlflow and writing metrics held the
-interpreter's lock, and with it the training, for up to 270 ms.
+An outbox has one sender at a time; outboxes of one stage key are sent in order, and deleted when all has arrived. The
+sender is a process and not a thread: importing mlflow held the interpreter's lock for up to 270 ms.
 """
 
 from __future__ import annotations
@@ -26,10 +25,10 @@ from tasks.tracking import outbox, settings
 if TYPE_CHECKING:
     from tasks.tracking.runs import Shipper
 
-GATHER_SECONDS = 1.0  # metrics of this long travel together
+GATHER_SECONDS = 1.0  # metrics of this time are sent together
 LONGEST_PAUSE_SECONDS = 30.0
 ATTEMPTS_AT_THE_END = 2
-SECONDS_AT_THE_END = 5.0  # a sender outlives its stage by no more than this
+SECONDS_AT_THE_END = 5.0  # a sender ends at most this long after its stage
 SECONDS_FOR_THE_REST = 30.0
 NICENESS = 5
 Warn = Callable[[str], None]
@@ -37,35 +36,35 @@ Warn = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Drained:
-    """What `drain` did: outboxes emptied, outboxes that stay, and why (None where none stays)."""
+    """Result of `drain`: the number of outboxes sent and left, and why some are left."""
 
     sent: int
     left: int
     reason: str | None
 
     def __str__(self) -> str:
-        """What is left, in words; empty where nothing is."""
+        """A message if outboxes are left, else an empty string."""
         boxes = "1 outbox waits" if self.left == 1 else f"{self.left} outboxes wait"
         return f"tracking: {boxes} for MLflow ({self.reason}); `leash sync` sends what is missing" * bool(self.left)
 
 
 def warn_once() -> Warn:
-    """A printer to stderr that prints each kind of warning (the text before a bracket) only once."""
-    said: set[str] = set()
+    """A function that prints each kind of warning (the text before a bracket) to stderr once."""
+    printed: set[str] = set()
 
     def warn(text: str) -> None:
         kind = text.split("(")[0]
-        if kind not in said:
-            said.add(kind)
+        if kind not in printed:
+            printed.add(kind)
             print(text, file=sys.stderr, flush=True)
 
     return warn
 
 
 def drain(root: Path, timeout: float = 60.0, uri: str | None = None, warn: Warn | None = None) -> Drained:
-    """Send everything that waits under `root`; a run whose process died is closed as KILLED.
+    """Send all outboxes under `root`; a run whose process died is closed as KILLED.
 
-    Ends after `timeout` seconds plus at most one request, or when MLflow fails twice in a row. Outboxes of living
+    Ends after `timeout` seconds plus at most one request, or when MLflow fails twice in a row. Outboxes of running
     processes are sent as far as they are written and do not count as left.
     """
     settings.prepare_environment()
@@ -89,10 +88,10 @@ def drain(root: Path, timeout: float = 60.0, uri: str | None = None, warn: Warn 
 
 
 def deliver(root: Path, folder: Path, shipper: Shipper, stop: Callable[[], bool]) -> bool:
-    """Send one outbox as far as it goes; true when all of it has arrived and it is gone.
+    """Send one outbox; True when all of it has arrived and it is deleted.
 
-    False while its owner still writes, another sender has it, or an older outbox of the same stage key waits.
-    Raises `Unreachable`.
+    False if its owner still writes, another sender has it, or an older outbox of the same stage key waits. Raises
+    Unreachable.
     """
     if any(_precedes(other, folder) for other in outbox.pending(root)):
         return False
@@ -102,7 +101,7 @@ def deliver(root: Path, folder: Path, shipper: Shipper, stop: Callable[[], bool]
     try:
         state = outbox.State.load(folder, shipper.uri_mark)
         while not stop() and (folder / outbox.EVENTS).is_file():
-            owned = outbox.is_owned(folder)  # looked up before reading: then all that a dead owner wrote is there
+            owned = outbox.is_owned(folder)  # checked before reading, so that all events of a dead owner are read
             events = outbox.read_events(folder, state.offset)
             if events:
                 shipper.ship(events, state, folder)
@@ -118,8 +117,8 @@ def deliver(root: Path, folder: Path, shipper: Shipper, stop: Callable[[], bool]
 
 
 class SenderProcess:
-    """Sends one outbox, and older ones, from a process beside the stage, once the stage has run for `after` seconds:
-    importing mlflow takes longer than a short stage. What is not sent stays for the next sender."""
+    """A process that sends one outbox, and older ones, while the stage runs. Starts after `after` seconds, because
+    importing mlflow takes longer than a short stage."""
 
     def __init__(self, root: Path, folder: Path, uri: str, warn: Warn, after: float) -> None:
         self._folder = folder
@@ -135,8 +134,8 @@ class SenderProcess:
             self._process = _start_sender(root, uri, self._warn, self._folder.name)
 
     def finish(self, timeout: float) -> bool:
-        """The outbox is closed: wait up to `timeout` seconds until it has arrived; false when it has not. The process
-        goes on for some seconds and then ends by itself."""
+        """Wait up to `timeout` seconds until the closed outbox has arrived; returns whether it has. The process ends by
+        itself some seconds later."""
         self._timer.cancel()
         with self._starting:
             process = self._process
@@ -150,8 +149,8 @@ class SenderProcess:
 
 
 def send_rest(root: Path, uri: str, warn: Warn, wait: bool) -> None:
-    """The pipeline run has ended: send everything that waits, from a process of its own, which prints one line if
-    something is left. Without `wait` it is silent, and the caller goes on."""
+    """Send all outboxes from a new process, which prints one line if some are left. Without `wait` it prints nothing
+    and the caller does not wait."""
     process = _start_sender(root, uri, warn, quiet=not wait)
     if process is not None and wait:
         process.wait()
@@ -160,10 +159,10 @@ def send_rest(root: Path, uri: str, warn: Warn, wait: bool) -> None:
 def _start_sender(
     root: Path, uri: str, warn: Warn, *outbox_name: str, quiet: bool = False
 ) -> subprocess.Popen[bytes] | None:
-    """A sender in a session of its own: signals for the stage and its group do not reach it."""
+    """Start a sender in its own session: signals to the stage's process group do not reach it."""
     project = Path(__file__).resolve().parents[2]
     path = os.pathsep.join([str(project), *filter(None, [os.environ.get("PYTHONPATH")])])
-    # The address may hold a password: in the environment it stays out of the list of processes.
+    # The address may contain a password: the environment is not visible in the process list.
     environment = os.environ | {"MLFLOW_TRACKING_URI": uri, "PYTHONPATH": path}
     command = [sys.executable, "-m", "tasks.tracking.sender", str(root.resolve()), *outbox_name]
     try:
@@ -181,10 +180,10 @@ def _start_sender(
         return None
 
 
-def accompany(root: Path, folder: Path, uri: str, warn: Warn) -> None:
-    """Send `folder` while its owner writes; ends when it is gone, or some seconds after the owner's end.
+def send_beside(root: Path, folder: Path, uri: str, warn: Warn) -> None:
+    """Send `folder` while its owner writes; ends when it is sent, or some seconds after the owner's end.
 
-    Standard input can be read as soon as the owner has closed its outbox or died.
+    Standard input becomes readable when the owner closes its outbox or dies.
     """
     shipper = _shipper(root, uri, warn)
     failures, end, pause = 0, float("inf"), 0.0
@@ -213,7 +212,7 @@ def accompany(root: Path, folder: Path, uri: str, warn: Warn) -> None:
 
 
 def _deliver_abandoned(root: Path, own: Path, shipper: Shipper) -> None:
-    """Send what earlier stages left; stops as soon as the owner of `own` ends."""
+    """Send outboxes of earlier stages; stops when the owner of `own` ends."""
 
     def owner_ends() -> bool:
         return bool(select.select([sys.stdin], [], [], 0)[0])
@@ -238,14 +237,14 @@ def _never() -> bool:
 
 
 def main() -> None:
-    """`python -m tasks.tracking.sender ROOT [OUTBOX]`: beside the stage that writes this outbox, or everything once."""
+    """`python -m tasks.tracking.sender ROOT [OUTBOX]`: send this outbox while its stage runs, or all outboxes once."""
     settings.prepare_environment()
     root, uri, *names = Path(sys.argv[1]), os.environ["MLFLOW_TRACKING_URI"], *sys.argv[2:]
     if names:
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_IGN)  # the stage closes its run, and that is still sent
         os.nice(NICENESS)
-        accompany(root, outbox.outbox_folder(root) / names[0], uri, warn_once())
+        send_beside(root, outbox.outbox_folder(root) / names[0], uri, warn_once())
     elif (drained := drain(root, SECONDS_FOR_THE_REST, uri)).left:
         print(settings.without_credentials(str(drained)), file=sys.stderr, flush=True)
 

@@ -1,4 +1,4 @@
-"""Where MLflow is, and the environment variables that shape its client. Does not import mlflow, which takes seconds."""
+"""MLflow's address and the environment variables of its client. Does not import mlflow, which takes seconds."""
 
 from __future__ import annotations
 
@@ -11,14 +11,13 @@ from urllib.parse import urlsplit
 
 EXPERIMENT = "leash"
 OUTCOME_VARIABLE = "LEASH_OUTCOME"
-"""Environment variable: a file to which a stage appends one JSON line about how it ended. Only `leash run` sets it, and
-sends what is left at its end."""
+"""Environment variable set by `leash run`: a file to which a stage appends one JSON line with its outcome."""
 HOLD_VARIABLE = "LEASH_HOLD_TRACKING"
-"""Environment variable: when set, events stay in the outbox and nothing is sent (`leash verify` works so)."""
+"""Environment variable set by `leash verify`: events stay in the outbox and are not sent."""
 POLICY_MODEL = "leash-policy"
 POLICY_ALIAS = "current"  # `latest` is reserved by MLflow
 
-# The client's own defaults wait 120 s for an answer and try eight times; we try again ourselves, later.
+# The client's defaults wait 120 s and retry seven times; the sender retries itself.
 CLIENT_ENVIRONMENT = {
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "5",
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0",
@@ -32,13 +31,13 @@ CLIENT_ENVIRONMENT = {
 
 
 def prepare_environment() -> None:
-    """Short time-outs and no noise for MLflow's client, where the user has not chosen otherwise."""
+    """Set short time-outs and no output for MLflow's client, unless the user has set these variables."""
     for name, value in CLIENT_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
 
 
 def is_held_back() -> bool:
-    """Whether nothing may be sent to MLflow."""
+    """Whether sending is switched off."""
     return bool(os.environ.get(HOLD_VARIABLE))
 
 
@@ -53,22 +52,22 @@ def tracking_uri(root: Path) -> str:
 
 
 def artifact_location(root: Path, uri: str) -> str | None:
-    """Where the experiment keeps artifacts: beside a data base of ours; a server decides for itself."""
+    """The experiment's artifact folder beside a local database; None for a server, which has its own."""
     if urlsplit(uri).scheme in ("http", "https", "databricks"):
         return None
     return (root.resolve() / "mlartifacts").as_uri()
 
 
 def without_credentials(text: str) -> str:
-    """`text` with user names and passwords cut out of every address, and queries with them."""
+    """`text` without the user names, passwords and queries of addresses."""
     return re.sub(r"://[^/\s]*@", "://", re.sub(r"(://[^\s?]+)\?\S+", r"\1", text))
 
 
 def uri_mark(uri: str) -> str:
-    """A name for an address that tells it from others without giving its credentials away."""
+    """A hash of an address, which does not reveal its credentials."""
     return hashlib.sha256(uri.encode()).hexdigest()[:16]
 
 
 def workspace_id(root: Path) -> str:
-    """A name for this checkout on this machine: locks cannot guard a run against another one's processes."""
+    """A name for this checkout on this machine; locks do not work across checkouts."""
     return hashlib.sha256(f"{socket.gethostname()}:{root.resolve()}".encode()).hexdigest()[:12]

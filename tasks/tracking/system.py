@@ -1,4 +1,4 @@
-"""System metrics of a stage, under the names that MLflow's UI shows in its System metrics tab."""
+"""System metrics of a stage, under the names of the System metrics tab of MLflow's UI."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 
 class SystemMetrics(threading.Thread):
-    """Samples processor and memory every `seconds` and once at the end, and hands each sample to `log`."""
+    """Samples processor and memory every `seconds` and once at the end, and passes each sample to `log`."""
 
     def __init__(self, log: Callable[[dict[str, float], int], None], seconds: float) -> None:
         super().__init__(name="leash-system-metrics", daemon=True)
@@ -25,7 +25,7 @@ class SystemMetrics(threading.Thread):
         import psutil
 
         process = psutil.Process()
-        psutil.cpu_percent()  # the first call has nothing to compare with and answers 0
+        psutil.cpu_percent()  # the first call always returns 0
         step, ended = 0, False
         while not ended:
             ended = self._end.wait(self._seconds)

@@ -1,6 +1,6 @@
 """Tracking of a stage (`Tracker`) and of the pipeline run (`PipelineTracker`).
 
-Every call only appends to the outbox: it takes milliseconds, and no tracking server can delay or fail it.
+Calls append to the outbox and take milliseconds; a tracking server cannot delay them or make them fail.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class PipelineIdentity:
 
 
 class _ParentRun:
-    """What stage and flow have in common: both describe a pipeline run."""
+    """The pipeline run, for stage and flow."""
 
     def __init__(self, outbox: Outbox, pipeline: PipelineIdentity, tags: Mapping[str, str] | None = None) -> None:
         self._outbox = outbox
@@ -51,36 +51,36 @@ class _ParentRun:
         outbox.append("parent-open", key=pipeline.key, params=flatten(pipeline.params), tags=tags)
 
     def headline(self, metrics: Mapping[str, float | None]) -> None:
-        """Metrics that the compare page shows for the pipeline run; None is left out."""
+        """Metrics of the pipeline run; None is left out."""
         self._outbox.append("headline", metrics=_numbers(metrics))
 
     def link_restored(self, stage: str, stage_key: str) -> None:
-        """DVC restored `stage`: tag the pipeline run with the run that made it."""
+        """Tag the pipeline run with the run that made the restored outputs of `stage`."""
         self._outbox.append("restored", stage=stage, stage_key=stage_key)
 
     def close_parent(self, status: Status) -> None:
-        """The pipeline run has ended; a stage that starts later opens it again."""
+        """End the pipeline run; a stage that starts later opens it again."""
         self._has_ended = True
         self._outbox.append("parent-close", status=status)
 
 
 class PipelineTracker(_ParentRun):
-    """The pipeline run, for the flow that drives it; it has no sender of its own: `drain` sends its events."""
+    """The pipeline run, for the flow. It has no sender: `drain` sends its events."""
 
     @classmethod
     def open(
         cls, root: Path, pipeline: PipelineIdentity, *, tags: Mapping[str, str] | None = None, warn: Warn | None = None
     ) -> Self:
-        """Begin, or open again, the parent run of `pipeline`; `tags` are added to its own."""
+        """Start or reopen the parent run of `pipeline` with additional `tags`."""
         return cls(Outbox.create(root, f"pipeline-{pipeline.key[:12]}", warn or warn_once()), pipeline, tags or {})
 
     def close(self) -> None:
-        """The last call; without `close_parent` before it, the pipeline run counts as killed."""
+        """Release the outbox; without `close_parent` before it the pipeline run counts as killed."""
         self._outbox.close()
 
 
 class Tracker(_ParentRun):
-    """The run of one executed stage, below its pipeline run."""
+    """The run of one stage, nested in its pipeline run."""
 
     def __init__(
         self,
@@ -120,13 +120,12 @@ class Tracker(_ParentRun):
         warn: Warn | None = None,
         continues: bool = False,
     ) -> Self:
-        """Begin, or continue, the run of a stage; `uri` overrides the address of MLflow, `sender_after` the seconds
-        after which a sender is started.
+        """Start or continue the run of a stage.
 
-        The caller holds the stage's state folder under a lock, so that no living process has the same stage key:
-        a run of this key that is not FINISHED is continued, under the same run id; with `continues` the newest one
-        however it ended. `send=False` leaves the sending to a later `drain`, `system_seconds=0` leaves system metrics
-        out.
+        The caller must hold the lock of the stage's state folder. A run of this key that is not FINISHED is continued
+        under its run id; with `continues` also a FINISHED one. `uri` overrides MLflow's address, `sender_after` the
+        seconds before a sender starts; with `send=False` only a later `drain` sends; `system_seconds=0` switches system
+        metrics off.
         """
         warn = warn or warn_once()
         outbox = Outbox.create(root, f"{stage}-{stage_key[:12]}", warn)
@@ -142,29 +141,28 @@ class Tracker(_ParentRun):
         return tracker
 
     def metrics(self, values: Mapping[str, float | None], step: int) -> None:
-        """Metrics of a step; None is left out. Steps of a name rise: one below an earlier process's is dropped."""
+        """Metrics of a step; None is left out. Steps that an earlier process has logged are dropped."""
         self._outbox.append("metrics", metrics=_numbers(values), step=int(step))
 
     def params(self, params: Mapping[str, Any]) -> None:
-        """Parameters of the stage, nested as they are; the first value of a name stands."""
+        """Nested parameters of the stage; the first value of a name is kept."""
         self._outbox.append("params", params=flatten(params))
 
     def tags(self, tags: Mapping[str, str]) -> None:
-        """Tags of the stage's run; the last value of a name stands."""
+        """Tags of the stage's run; the last value of a name is kept."""
         self._outbox.append("tags", tags={_name(key): str(value) for key, value in tags.items()})
 
     def artifact(self, path: Path, folder: str = "") -> None:
-        """A file, or all files below a folder, as it is now; one that comes again replaces the first."""
+        """A file, or all files below a folder, in their present state; a later call replaces them."""
         files = sorted(file for file in path.rglob("*") if file.is_file()) if path.is_dir() else [path]
         for file in files:
-            inside = file.parent.relative_to(path).as_posix() if path.is_dir() else "."
+            inside = Path(folder, file.parent.relative_to(path) if path.is_dir() else "")
             if place := self._outbox.keep(file):
-                self._outbox.append("artifact", file=place, folder="/".join(filter(_here, (folder, inside))))
+                self._outbox.append("artifact", file=place, folder="" if inside == Path() else inside.as_posix())
 
     def table(self, name: str, rows: Sequence[Mapping[str, Any]], lead: Sequence[str] = ()) -> None:
-        """A table of samples for the evaluation view of MLflow's UI; columns are those of the first row, `lead` first:
-        the view opens with its rows grouped by the first column and the runs compared by the second. Conversations
-        become text."""
+        """A table for the evaluation view of MLflow's UI, with the columns of the first row and `lead` first: the view
+        groups by the first column and compares runs by the second. Conversations become text."""
         file = NOT_IN_NAMES.sub("_", name).replace("/", "_").removesuffix(".json") + ".json"
         columns = list(dict.fromkeys((*lead, *rows[0]))) if rows else []
         data = [[_cell(row.get(column)) for column in columns] for row in rows]
@@ -173,18 +171,18 @@ class Tracker(_ParentRun):
             self._outbox.append("table", file=place, name=file)
 
     def inputs(self, name: str, path: str | Path, digest: str) -> None:
-        """A dataset that the stage reads: its path in the repository and the hash that DVC gave it."""
+        """A dataset that the stage reads, with its path and DVC hash."""
         self._outbox.append("inputs", name=name, path=str(path), digest=digest[:36], context=self._stage)
 
     def register_policy(self, md5: str, metrics: Mapping[str, float | None]) -> None:
-        """The policy with DVC's hash `md5` becomes a version of `leash-policy` and its alias `current`."""
+        """Register the policy with DVC hash `md5` as a version of `leash-policy`, with the alias `current`."""
         source = f"dvc://models/policy?md5={md5}"
         self._outbox.append("register", source=source, metrics=_numbers(metrics))
 
     def close(self, status: Status = "FINISHED", timeout: float = 0.0) -> bool:
-        """End the run; waits up to `timeout` seconds for the sender and returns whether everything has arrived.
+        """End the run; waits up to `timeout` seconds for the sender and returns whether all events have arrived.
 
-        Where the pipeline run has ended with this stage, and no driver does it, everything that waits is sent.
+        Sends all outboxes if the pipeline run has ended with this stage and `leash run` is not the driver.
         """
         if self._closed:
             return True
@@ -202,7 +200,7 @@ class Tracker(_ParentRun):
 def flatten(params: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
     """Nested parameters as dotted names and text: {"ppo": {"kl": {"coef": 0.1}}} gives {"ppo.kl.coef": "0.1"}.
 
-    Values are written as JSON except text, which stands for itself; what looks like a secret by its name is hidden.
+    Values except text are written as JSON; values of secret keys are hidden.
     """
     flat: dict[str, str] = {}
     for key, value in params.items():
@@ -221,16 +219,12 @@ def _numbers(metrics: Mapping[str, float | None]) -> dict[str, float]:
 
 
 def _name(text: str) -> str:
-    """MLflow's alphabet for names, and no more of them than it takes."""
+    """`text` with the characters and the length that MLflow allows in names."""
     return NOT_IN_NAMES.sub("_", text)[:250]
 
 
 def _cell(value: Any) -> Any:
-    """What MLflow's view shows well: no NaN, and a conversation as its words."""
+    """A cell without NaN, and a conversation as text."""
     if isinstance(value, list) and value and all(isinstance(one, dict) and "content" in one for one in value):
         return as_text(value)
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _here(part: str) -> bool:
-    return part not in ("", ".")

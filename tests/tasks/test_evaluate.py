@@ -1,4 +1,4 @@
-"""Stage `evaluate`: who takes part, who judges, and that all are asked the same."""
+"""Stage `evaluate`: models, judges and prompts."""
 
 import json
 import shutil
@@ -10,7 +10,7 @@ import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tasks.evaluation.evaluator import ScoredAnswers
-from tasks.evaluation.outputs import costs
+from tasks.evaluation.outputs import costs, side_by_side
 from tasks.evaluation.results import pick
 
 if TYPE_CHECKING:
@@ -20,36 +20,50 @@ Main = Callable[["Project", str], "Ended"]
 FAMILY = ["sft", "policy", "best_of_1", "best_of_2", "best_of_4", "rejection_sft", "dpo", "rloo"]
 
 
-def test_the_pick_is_the_reward_models_and_the_first_of_equals() -> None:
-    def mark(name: str, rewards: list[float]) -> ScoredAnswers:
+def test_the_pick_has_the_highest_reward_and_is_the_first_of_equals() -> None:
+    def scored(name: str, rewards: list[float]) -> ScoredAnswers:
         return ScoredAnswers([[1]] * 2, [True] * 2, [name] * 2, rewards, [float(len(name))] * 2, [1] * 2, None)
 
-    picked = pick([mark("a", [1.0, 2.0]), mark("bb", [3.0, 2.0]), mark("ccc", [2.0, 1.0])])
+    picked = pick([scored("a", [1.0, 2.0]), scored("bb", [3.0, 2.0]), scored("ccc", [2.0, 1.0])])
     assert (picked.texts, picked.rewards, picked.gold) == (["bb", "a"], [3.0, 2.0], [2.0, 1.0])
+
+
+def test_the_table_for_mlflow_has_the_answers_of_one_seed_by_prompt() -> None:
+    answers = [
+        {"model": model, "seed": seed, "prompt_id": prompt, "prompt": f"{prompt}?",
+         "response": f"{model} {seed} {prompt}"}
+        for model, seeds in (("sft", (1, 2)), ("policy", (1, 2)), ("best_of_4", (None,)))
+        for seed in seeds
+        for prompt in ("a", "b")
+    ]  # fmt: skip
+    assert side_by_side(answers, 1) == [
+        {"prompt": "a?", "sft": "sft 1 a", "policy": "policy 1 a", "best_of_4": "best_of_4 None a"},
+        {"prompt": "b?", "sft": "sft 1 b", "policy": "policy 1 b", "best_of_4": "best_of_4 None b"},
+    ]
 
 
 @pytest.mark.pipeline
 def test_every_model_has_the_same_figures_on_the_same_prompts(tiny_run: "TinyRun") -> None:
     project = tiny_run.project
-    told = project.json("metrics/evaluate.json")
-    assert list(told["models"]) == FAMILY
-    assert len({tuple(row) for row in told["models"].values()}) == 1, "the same keys in the same order"
-    assert {row["answers"] for name, row in told["models"].items() if not name.startswith("best_of")} == {80}
+    metrics = project.json("metrics/evaluate.json")
+    assert list(metrics["models"]) == FAMILY
+    assert len({tuple(row) for row in metrics["models"].values()}) == 1, "the same keys in the same order"
+    assert {row["answers"] for name, row in metrics["models"].items() if not name.startswith("best_of")} == {80}
     answers = project.rows("data/evaluate/answers.jsonl")
-    asked = {row["prompt_id"] for row in project.rows("data/ingest/heldout.jsonl")}
+    prompts = {row["prompt_id"] for row in project.rows("data/ingest/heldout.jsonl")}
     for name in FAMILY:
         seeds = [None] if name.startswith("best_of") else [1, 2]
         assert {(r["seed"], r["prompt_id"]) for r in answers if r["model"] == name} == {
-            (seed, prompt) for seed in seeds for prompt in asked
+            (seed, prompt) for seed in seeds for prompt in prompts
         }
 
 
 @pytest.mark.pipeline
 def test_the_figures_at_the_top_are_those_of_the_table(tiny_run: "TinyRun") -> None:
-    told = tiny_run.project.json("metrics/evaluate.json")
-    sft, policy = told["models"]["sft"], told["models"]["policy"]
-    assert (told["gold_sft"], told["gold_policy"]) == (sft["gold"], policy["gold"])
-    assert (told["win_rate"], told["kl_per_sequence"]) == (policy["win_rate"], policy["kl"])
+    metrics = tiny_run.project.json("metrics/evaluate.json")
+    sft, policy = metrics["models"]["sft"], metrics["models"]["policy"]
+    assert (metrics["gold_sft"], metrics["gold_policy"]) == (sft["gold"], policy["gold"])
+    assert (metrics["win_rate"], metrics["kl_per_sequence"]) == (policy["win_rate"], policy["kl"])
     assert policy["win_rate"] + sft["win_rate_vs_policy"] == pytest.approx(1.0)
     assert sft["gold_minus_policy"] == pytest.approx(sft["gold"] - policy["gold"])
     assert (sft["kl"], sft["alignment_tax"], sft["logprob_rejected_change"]) == (0.0, 0.0, 0.0)
@@ -57,7 +71,7 @@ def test_the_figures_at_the_top_are_those_of_the_table(tiny_run: "TinyRun") -> N
 
 
 @pytest.mark.pipeline
-def test_the_frontier_has_a_point_for_everybody_and_every_snapshot(tiny_run: "TinyRun") -> None:
+def test_the_frontier_has_a_point_for_every_model_and_snapshot(tiny_run: "TinyRun") -> None:
     lines = (tiny_run.project.root / "plots/frontier.csv").read_text(encoding="utf-8").splitlines()[1:]
     points = [tuple(line.split(",")[:2]) for line in lines]
     assert sorted(points) == sorted(
@@ -68,8 +82,7 @@ def test_the_frontier_has_a_point_for_everybody_and_every_snapshot(tiny_run: "Ti
 
 @pytest.mark.pipeline
 def test_a_users_models_and_prompts_join_and_a_model_may_judge(finished: "Project", stage_main: Main) -> None:
-    """A copy of the SFT model comes out as the SFT model; one with other tokens has no KL; the judge is asked in both
-    orders."""
+    """A copy of the SFT model has its figures; a model with other tokens has no KL."""
     finished.set("runtime.tracking", False)
     extra = finished.root / "models" / "extra"
     shutil.copytree(finished.root / "models/sft", extra / "copy")
@@ -86,17 +99,17 @@ def test_a_users_models_and_prompts_join_and_a_model_may_judge(finished: "Projec
     done = stage_main(finished, "evaluate")
     assert done.code == 2
     assert "is longer than" in done.stderr, "this judge's context is too short for its question"
-    assert "answer " not in done.stderr + done.stdout, "which is said before anybody has answered"
+    assert "answer " not in done.stderr + done.stdout, "refused before any model has answered"
     finished.set("judge", {"kind": "data"})
     assert stage_main(finished, "evaluate").code == 0
-    told = finished.json("metrics/evaluate.json")
-    assert told["prompts"] == 3
-    models = told["models"]
+    metrics = finished.json("metrics/evaluate.json")
+    assert metrics["prompts"] == 3
+    models = metrics["models"]
     assert list(models)[-2:] == ["copy", "foreign"]
     for key in ("kl", "heldout_loss", "logprob_chosen", "logprob_rejected"):
         assert models["copy"][key] == models["sft"][key], key
     assert {row["gold"] for row in models.values()} == {None}, "the rubric knows the demo's own prompts only"
-    assert told["win_rate_judge"] == "reward model"
+    assert metrics["win_rate_judge"] == "reward model"
     assert models["copy"]["tokens_trained"] is None
     assert (models["foreign"]["kl"], models["foreign"]["heldout_loss"]) == (None, None)
     assert models["foreign"]["logprob_chosen"] is not None
@@ -123,23 +136,25 @@ def foreign(project: "Project", name: str) -> None:
         ("judge", {"kind": "model", "model": "nobody"}, "judge.model: models/judges/nobody is no Hugging Face folder"),
     ],
 )
-def test_what_is_not_there_is_named(finished: "Project", stage_main: Main, name: str, value: object, says: str) -> None:
+def test_missing_models_and_prompts_are_named(
+    finished: "Project", stage_main: Main, name: str, value: object, says: str
+) -> None:
     finished.set("runtime.tracking", False)
     finished.set(name, value)
     done = stage_main(finished, "evaluate")
     assert (done.code, says in done.stderr) == (2, True), done.stderr
 
 
-def test_costs_are_what_a_method_took_beyond_what_all_share() -> None:
+def test_costs_are_those_beyond_the_common_stages() -> None:
     """The hybrid pays for its rejection sampling, DPO for no samples of its own, best-of-n for each answer."""
     paid = {
         "ppo": (100, 10), "rejection_sft": (32, 4), "hybrid": (100, 20), "dpo": (0, 7), "rloo": (90, 9),
     }  # fmt: skip
-    told = {
+    metrics = {
         f"metrics/{name}.json": {"samples_generated": samples, "tokens_trained": tokens}
         for name, (samples, tokens) in paid.items()
     }
-    stage: Any = SimpleNamespace(read_json=told.__getitem__, params=SimpleNamespace(extra_models=["mine"]))
+    stage: Any = SimpleNamespace(read_json=metrics.__getitem__, params=SimpleNamespace(extra_models=["mine"]))
     plain: Any = SimpleNamespace(best_of=1)
     found = {
         name: tuple(costs(stage, name, plain).values()) for name in ("sft", "policy", "hybrid", "dpo", "rloo", "mine")

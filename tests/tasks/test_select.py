@@ -1,4 +1,4 @@
-"""Stage `select`: which snapshot becomes the policy, and by whose word."""
+"""Stage `select`: which snapshot becomes the policy."""
 
 import csv
 import json
@@ -22,14 +22,14 @@ def row(
     return {"step": step, "reward": reward, "gold": gold, "win_rate": win_rate}
 
 
-def test_the_policy_is_a_snapshot_even_where_sft_is_best_and_the_earlier_of_equals() -> None:
+def test_the_policy_is_the_earlier_of_equal_snapshots_even_if_sft_is_best() -> None:
     table = [row(0, 9.0, 9.0, 0.5), row(5, 1.0, 3.0, 0.8), row(10, 2.0, 3.0, 0.9), row(15, 3.0, 1.0, 0.6)]
     assert [choose(table, rule, "gold") for rule in ("last", "best_judge", "best_proxy")] == [15, 5, 15]
     assert (best_step(table, "gold"), best_step(table, "reward")) == (0, 0)
     assert choose(table, "best_judge", "win_rate") == 10, "the judge that the parameters name decides"
 
 
-def test_where_nobody_but_the_reward_model_judges_there_is_no_best_by_a_judge() -> None:
+def test_without_a_judge_best_judge_is_refused() -> None:
     table = [row(0, 0.0, None, 0.5), row(5, 1.0, None, 0.9), row(10, 2.0, None, 0.7)]
     assert best_step(table, None) is None
     with pytest.raises(UserError, match="no judge besides the reward model"):
@@ -51,9 +51,9 @@ def test_the_policy_is_the_chosen_snapshot(
     """`last` as it was run; then each rule by the figures of plots/select.csv, which stay the same."""
     finished.set("runtime.tracking", False)
     before = (finished.root / "plots/select.csv").read_bytes()
-    told = finished.json("metrics/select.json")
-    assert (told["rule"], told["step"], told["last_step"]) == ("last", 4, 4)
-    assert told["prompts"] == len(
+    metrics = finished.json("metrics/select.json")
+    assert (metrics["rule"], metrics["step"], metrics["last_step"]) == ("last", 4, 4)
+    assert metrics["prompts"] == len(
         {r["prompt_id"] for r in finished.rows("data/preferences/preferences.jsonl") if r["split"] == "validation"}
     )
     assert is_the_snapshot(finished, 4)
@@ -62,29 +62,29 @@ def test_the_policy_is_the_chosen_snapshot(
         finished.set("select.rule", rule)
         assert stage_main(finished, "select").code == 0
         step = finished.json("metrics/select.json")["step"]
-        assert told[f"{rule}_step"] in (0, step)
+        assert metrics[f"{rule}_step"] in (0, step)
         assert is_the_snapshot(finished, step)
         assert (finished.root / "plots/select.csv").read_bytes() == before
 
 
 @pytest.mark.pipeline
-def test_its_answers_are_not_those_of_evaluate(
+def test_random_numbers_differ_from_those_of_evaluate(
     finished: "Project", stage_main: Callable[["Project", str], "Ended"]
 ) -> None:
-    """Asked the same prompts with the same seed, the same models say something else: luck here is none there."""
+    """With the same prompts and seed the answers differ, so that selection does not bias the evaluation."""
     finished.set("runtime.tracking", False)
     path = finished.root / "data/preferences/preferences.jsonl"
     original, pairs = path.read_bytes(), finished.rows("data/preferences/preferences.jsonl")
     held_out = iter(finished.rows("data/ingest/heldout.jsonl"))
-    asked = {
+    swapped = {
         row["prompt_id"]: {key: value for key, value in next(held_out).items() if key in row}
         for row in {row["prompt_id"]: row for row in pairs if row["split"] == "validation"}.values()
     }
-    rows = [row | asked.get(row["prompt_id"], {}) for row in pairs]
+    rows = [row | swapped.get(row["prompt_id"], {}) for row in pairs]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     assert stage_main(finished, "select").code == 0
     path.write_bytes(original)  # `evaluate` refuses held-out prompts among the pairs
-    finished.set("evaluate.max_prompts", len(asked))
+    finished.set("evaluate.max_prompts", len(swapped))
     finished.set("evaluate.seeds", [finished.params()["seed"]])
     assert stage_main(finished, "evaluate").code == 0
     first, *_, last = list(csv.DictReader((finished.root / "plots/select.csv").open(encoding="utf-8")))
@@ -94,7 +94,7 @@ def test_its_answers_are_not_those_of_evaluate(
 
 
 @pytest.mark.pipeline
-def test_nothing_is_compared_where_no_prompts_are_asked_for(
+def test_without_prompts_nothing_is_compared(
     finished: "Project", stage_main: Callable[["Project", str], "Ended"]
 ) -> None:
     finished.set("runtime.tracking", False)

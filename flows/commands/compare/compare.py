@@ -12,7 +12,7 @@ from flows.commands.compare.sources import Compared, find
 from flows.terminal import table
 from rlhf_core.errors import UserError
 from rlhf_core.evaluation.intervals import Estimate
-from tasks.evaluation.comparison_table import Cell, Column, Figures, cells, columns_of, label, models_of
+from tasks.page.comparison_table import Cell, Column, Figures, cells, columns_of, label
 from tasks.page.wording import MISSING, number
 
 NARROWEST = 60
@@ -35,13 +35,13 @@ def compare(root: Path, names: Sequence[str], models: Sequence[str]) -> tuple[di
 
 
 def _require(models: Sequence[str], runs: Sequence[Compared]) -> None:
-    known = list(dict.fromkeys(name for run in runs for name in models_of(run.evaluation)))
+    known = list(dict.fromkeys(name for run in runs for name in run.evaluation["models"]))
     if unknown := [name for name in models if name not in known]:
         raise UserError(f"no run has a model called {', '.join(unknown)}; there are {', '.join(known)}")
 
 
 def _chosen(run: Compared, models: Sequence[str]) -> dict[str, Figures]:
-    return {name: one for name, one in models_of(run.evaluation).items() if not models or name in models}
+    return {name: one for name, one in run.evaluation["models"].items() if not models or name in models}
 
 
 def _content(

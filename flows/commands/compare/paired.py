@@ -8,7 +8,7 @@ from typing import Any
 from flows.commands.compare.sources import Compared
 from rlhf_core.evaluation.intervals import Estimate, estimate_difference
 from tasks.datasets.jsonl import Row
-from tasks.evaluation.comparison_table import COLUMNS, Column, models_of
+from tasks.page.comparison_table import COLUMNS, Column
 
 FIGURES = ("gold", "reward", "kl", "tokens")
 """Columns of answers.jsonl."""
@@ -78,5 +78,5 @@ def _mean(rows: Sequence[Row], figure: str) -> float:
 
 def _same_reward_model(first: Compared, other: Compared) -> bool:
     """One that gives the SFT models' answers the same mean."""
-    means = [models_of(run.evaluation).get("sft", {}).get("reward") for run in (first, other)]
+    means = [run.evaluation["models"].get("sft", {}).get("reward") for run in (first, other)]
     return means[0] is not None and means[0] == means[1]

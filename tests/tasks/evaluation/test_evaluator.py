@@ -27,7 +27,7 @@ def candidate(name: str, seed: int, context: int = 64, words: Sequence[str] = WO
 
 
 class Stage:
-    """Draws everything at once and keeps no journal."""
+    """Runs all batches at once, without a journal."""
 
     def resumed(self, name: str, batches: Any, work: Callable[[Any], list[Any]], **_: Any) -> list[Any]:
         return [value for batch in batches for value in work(batch)]
@@ -46,16 +46,16 @@ def evaluator(sft: CandidateModel, **changes: Any) -> Evaluator:
     return Evaluator(**settings | changes)
 
 
-def test_answers_are_independent_but_for_those_with_one_name_of_the_noise(sft: CandidateModel) -> None:
-    """The same weights three times: under another name they say something else."""
+def test_candidates_sample_independently_unless_they_share_noise(sft: CandidateModel) -> None:
+    """The same weights three times; under another name the answers differ."""
     twin = CandidateModel("twin", sft.model, sft.tokenizer)
     shared = CandidateModel("step-5", sft.model, sft.tokenizer, "sft")
-    asked = evaluator(sft)
-    first = asked.answer(sft, [1])[0]
-    assert asked.answer(sft, [1])[0].responses == first.responses
-    assert asked.answer(shared, [1])[0].responses == first.responses
-    assert asked.answer(twin, [1])[0].responses != first.responses
-    assert asked.answer(sft, [2])[0].responses != first.responses
+    evaluation = evaluator(sft)
+    first = evaluation.answer(sft, [1])[0]
+    assert evaluation.answer(sft, [1])[0].responses == first.responses
+    assert evaluation.answer(shared, [1])[0].responses == first.responses
+    assert evaluation.answer(twin, [1])[0].responses != first.responses
+    assert evaluation.answer(sft, [2])[0].responses != first.responses
     assert first.tokens == [len(response) for response in first.responses]
 
 
@@ -78,9 +78,9 @@ def test_an_answer_is_scored_once_whichever_model_gives_it(sft: CandidateModel) 
         seen.extend((str(p), tuple(ids)) for p, ids in zip(answers.prompt_ids, answers.response_ids, strict=True))
         return lengths(answers)
 
-    asked = evaluator(sft, scorer=scorer)
-    first = asked.answer(sft, [1, 2])
-    again = asked.answer(CandidateModel("copy", sft.model, sft.tokenizer, "sft"), [1, 2])
+    evaluation = evaluator(sft, scorer=scorer)
+    first = evaluation.answer(sft, [1, 2])
+    again = evaluation.answer(CandidateModel("copy", sft.model, sft.tokenizer, "sft"), [1, 2])
     assert [each.rewards for each in again] == [each.rewards for each in first]
     assert len(seen) == len(set(seen))
 
@@ -91,10 +91,10 @@ def test_evaluators_of_other_purposes_use_other_random_numbers(sft: CandidateMod
 
 
 def test_a_model_is_not_judged_against_itself(sft: CandidateModel) -> None:
-    """The judge here could not."""
-    asked = evaluator(sft, pair_judge=object())
-    scored = asked.answer(sft, [1])[0]
-    assert asked.compare(scored, scored) == [0.5] * 6
+    """A judge without methods is never called."""
+    evaluation = evaluator(sft, pair_judge=object())
+    scored = evaluation.answer(sft, [1])[0]
+    assert evaluation.compare(scored, scored) == [0.5] * 6
 
 
 def test_no_batch_size_changes_an_answer(sft: CandidateModel) -> None:
@@ -103,17 +103,17 @@ def test_no_batch_size_changes_an_answer(sft: CandidateModel) -> None:
     )
 
 
-def test_equal_answers_tie_whatever_a_reward_model_makes_of_them() -> None:
-    """Scores of one text that differ in their last bits, as other batches make them; a cut-off text is another one."""
+def test_equal_answers_tie_despite_rounding_of_their_rewards() -> None:
+    """One text with scores that differ in their last bits; a cut-off text is a different answer."""
 
     def scored(rewards: list[float], ended: bool = True) -> ScoredAnswers:
         return ScoredAnswers([[5]] * 3, [True, True, ended], ["same", "one", "cut"], rewards, None, [1] * 3, None)
 
-    asked: Any = evaluator(candidate("sft", 1))
+    evaluation: Any = evaluator(candidate("sft", 1))
     other = ScoredAnswers([[5]] * 3, [True] * 3, ["same", "two", "cut"], [0.5, 0.5, 0.5], None, [1] * 3, None)
-    assert asked.compare(scored([0.5 + 5e-7, 0.6, 0.6]), other) == [0.5, 1.0, 0.5]
-    assert asked.compare(scored([0.5, 0.4, 0.6], ended=False), other) == [0.5, 0.0, 1.0]
-    assert asked.judged_by == "reward model"
+    assert evaluation.compare(scored([0.5 + 5e-7, 0.6, 0.6]), other) == [0.5, 1.0, 0.5]
+    assert evaluation.compare(scored([0.5, 0.4, 0.6], ended=False), other) == [0.5, 0.0, 1.0]
+    assert evaluation.judged_by == "reward model"
 
 
 def test_a_context_that_is_too_short_is_named(sft: CandidateModel) -> None:

@@ -1,4 +1,4 @@
-"""The frontier: PPO's snapshots as a curve, and where another model lies beside it."""
+"""The frontier: PPO's snapshots as a curve, and other models at equal KL."""
 
 import math
 from dataclasses import replace
@@ -9,14 +9,14 @@ import pytest
 from rlhf_core.evaluation.divergence import Divergence
 from rlhf_core.evaluation.wins import wins
 from tasks.evaluation.evaluator import Evaluator, ScoredAnswers
-from tasks.evaluation.frontier import chosen_snapshots, curve_of, frontier_figures, neighbours, stopping
+from tasks.evaluation.frontier import Frontier, chosen_snapshots, neighbours
 from tasks.evaluation.results import Bootstrap, Results
 
 PROMPTS = 50
 
 
 class Judged:
-    """An exam that is over: the answers are there, and gold decides."""
+    """An evaluator that compares gold scores."""
 
     judged_by = "scores"
 
@@ -26,17 +26,17 @@ class Judged:
         return wins(other.gold, scored.gold)
 
 
-EXAM = cast(Evaluator, Judged())
+EVALUATOR = cast(Evaluator, Judged())
 BOOTSTRAP = Bootstrap(200, 1)
 
 
 def answers(kl: float, gold: float, reward: float) -> Results:
-    """Prompts differ, by as much for every model."""
+    """The same difference between prompts for every model."""
     noise = [0.1 * (i % 7) - 0.3 for i in range(PROMPTS)]
     mean = sum(noise) / PROMPTS
     scores = [[value + n - mean for n in noise] for value in (reward, gold)]
     kls = [kl] * PROMPTS
-    mark = ScoredAnswers(
+    scored = ScoredAnswers(
         [[5]] * PROMPTS,
         [True] * PROMPTS,
         ["a"] * PROMPTS,
@@ -45,7 +45,7 @@ def answers(kl: float, gold: float, reward: float) -> Results:
         [1] * PROMPTS,
         Divergence(kls, kls, kls),
     )
-    return Results.of([mark])
+    return Results.of([scored])
 
 
 def figures(results: Results, kl: float | None) -> dict[str, object]:
@@ -56,34 +56,34 @@ def figures(results: Results, kl: float | None) -> dict[str, object]:
 
 
 def test_the_gap_at_equal_kl_has_its_sign() -> None:
-    """PPO rises by 1 for every unit of √KL; best-of-4 lies above that line, DPO below, grpo beyond its end."""
+    """PPO rises by 1 for every unit of √KL; best-of-4 is above that line, DPO below, GRPO beyond its end."""
     sft = answers(0.0, 0.0, 0.0)
     snapshots = {step: answers(d * d, d, 2 * d) for step, d in ((10, 1.0), (20, 2.0))}
     others = {"best_of_4": answers(0.25, 0.8, 1.0), "dpo": answers(2.25, 1.1, 3.0), "grpo": answers(9.0, 5.0, 5.0)}
     results = {"sft": sft, "policy": snapshots[20], **others}
     models = {name: figures(each, None if each is sft else kl_of(each)) for name, each in results.items()}
-    found = frontier_figures(EXAM, results, snapshots, models, BOOTSTRAP)["frontier"]
+    found = Frontier(EVALUATOR, results, snapshots, models, BOOTSTRAP).figures()["frontier"]
     assert set(found) == set(others)
     assert found["best_of_4"]["policy_gold"] == pytest.approx(0.5)
     assert found["best_of_4"]["gold_gap"] == pytest.approx(-0.3)
     assert found["dpo"]["gold_gap"] == pytest.approx(0.4)
-    assert found["dpo"]["gold_gap_ci95"] == pytest.approx([0.4, 0.4]), "paired: what makes a prompt easy drops out"
+    assert found["dpo"]["gold_gap_ci95"] == pytest.approx([0.4, 0.4]), "paired: differences between prompts cancel"
     assert found["best_of_4"]["reward_gap"] == pytest.approx(0.0)
     assert (found["grpo"]["policy_gold"], found["grpo"]["gold_gap"], found["grpo"]["between"]) == (None, None, None)
     assert (found["best_of_4"]["between"], found["dpo"]["between"]) == ([0, 10], [10, 20])
     assert found["best_of_4"]["win_rate_gap"] == pytest.approx(-0.25), "a win everywhere, less half of one"
 
 
-def test_the_doubt_about_a_measured_kl_is_in_the_interval() -> None:
+def test_the_uncertainty_of_a_measured_kl_is_in_the_interval() -> None:
     """DPO's KL differs from prompt to prompt, best-of-n's is known; both lie at 2.25 nats."""
     snapshots = {step: answers(d * d, d, 2 * d) for step, d in ((10, 1.0), (20, 2.0))}
-    mark = answers(2.25, 1.1, 3.0).columns[0]
+    scored = answers(2.25, 1.1, 3.0).columns[0]
     spread = [2.25 + (1.5 if i % 2 else -1.5) for i in range(PROMPTS)]
-    dpo = Results.of([replace(mark, divergence=Divergence(spread, spread, spread))])
-    best = Results.of([replace(mark, divergence=None)])
+    dpo = Results.of([replace(scored, divergence=Divergence(spread, spread, spread))])
+    best = Results.of([replace(scored, divergence=None)])
     results = {"sft": answers(0.0, 0.0, 0.0), "policy": snapshots[20], "best_of_8": best, "dpo": dpo}
     models = {name: figures(each, 2.25) for name, each in results.items()}
-    found = frontier_figures(EXAM, results, snapshots, models, BOOTSTRAP)["frontier"]
+    found = Frontier(EVALUATOR, results, snapshots, models, BOOTSTRAP).figures()["frontier"]
     assert found["dpo"]["gold_gap"] == pytest.approx(found["best_of_8"]["gold_gap"])
     low, high = found["dpo"]["gold_gap_ci95"]
     assert high - low > 0.1
@@ -103,18 +103,18 @@ def test_a_curve_that_falls_is_fitted_where_points_carry_it() -> None:
     }
     results = {"sft": sft, "policy": steps[4]}
     models = {name: figures(each, 0.0) for name, each in results.items()}
-    fits = frontier_figures(EXAM, results, steps, models, BOOTSTRAP)["fits"]
+    fits = Frontier(EVALUATOR, results, steps, models, BOOTSTRAP).figures()["fits"]
     assert fits["ppo_gold"]["alpha"] == pytest.approx(2.0)
     assert fits["ppo_gold"]["beta"] == pytest.approx(0.7)
     assert (fits["ppo_gold"]["points"], fits["ppo_gold"]["start"]) == (5, pytest.approx(1.0))
     assert fits["best_of_n_gold"] is None
     few = {i: steps[i] for i in (0, 1)}
-    assert frontier_figures(EXAM, results, few, models, BOOTSTRAP)["fits"]["ppo_gold"] is None
+    assert Frontier(EVALUATOR, results, few, models, BOOTSTRAP).figures()["fits"]["ppo_gold"] is None
 
 
 def test_the_curve_starts_at_sft_and_rises_in_kl_whatever_the_steps() -> None:
     snapshots = {1: answers(4.0, 0, 0), 2: answers(1.0, 0, 0), 3: answers(-0.01, 0, 0)}
-    curve = curve_of(EXAM, answers(0.0, 0, 0), snapshots)
+    curve = Frontier(EVALUATOR, {"sft": answers(0.0, 0, 0)}, snapshots, {}, BOOTSTRAP).curve
     kls = [point.kl for point in curve]
     assert kls == [0.0, 0.0, 1.0, 4.0]
     assert [point.step for point in curve] == [0, 3, 2, 1]
@@ -122,9 +122,9 @@ def test_the_curve_starts_at_sft_and_rises_in_kl_whatever_the_steps() -> None:
 
 
 def test_the_curve_starts_from_all_answers_of_the_sft_model() -> None:
-    """Snapshots answer with one seed; what they start from is known better than by that seed alone."""
+    """Snapshots have one seed; the start of the curve has all seeds."""
     sft = Results.of([answers(0.0, gold, 0.0).columns[0] for gold in (1.0, 2.0, 3.0)])
-    start = curve_of(EXAM, sft, {5: answers(1.0, 3.0, 1.0)})[0]
+    start = Frontier(EVALUATOR, {"sft": sft}, {5: answers(1.0, 3.0, 1.0)}, {}, BOOTSTRAP).curve[0]
     assert start.mean("gold") == pytest.approx(2.0)
     assert start.mean("win_rate") == 0.5
 
@@ -134,24 +134,25 @@ def test_a_model_of_other_tokens_has_no_place_on_the_curve() -> None:
     foreign = Results.of([replace(answers(0.0, 0.5, 1.0).columns[0], divergence=None)])
     results = {"sft": sft, "policy": policy, "theirs": foreign}
     models = {name: figures(each, None if name == "theirs" else 0.0) for name, each in results.items()}
-    found = frontier_figures(EXAM, results, {10: policy}, models, BOOTSTRAP)["frontier"]["theirs"]
+    found = Frontier(EVALUATOR, results, {10: policy}, models, BOOTSTRAP).figures()["frontier"]["theirs"]
     assert (found["gold"], found["kl"], found["policy_gold"], found["gold_gap"], found["between"]) == (
         pytest.approx(0.5), None, None, None, None,
     )  # fmt: skip
 
 
-def test_when_to_stop_is_paired_and_asked_of_a_judge() -> None:
+def test_the_stopping_difference_is_paired_and_needs_a_judge() -> None:
     results = {"sft": answers(0.0, 1.0, 0.0)}
     snapshots = {5: answers(1.0, 3.0, 1.0), 10: answers(4.0, 2.0, 5.0)}
-    found = stopping(EXAM, results, snapshots, {"best_judge_step": 5, "last_step": 10}, BOOTSTRAP)
+    frontier = Frontier(EVALUATOR, results, snapshots, {}, BOOTSTRAP)
+    found = frontier.stopping({"best_judge_step": 5, "last_step": 10})
     assert found is not None
     assert (found["best_step"], found["last_step"], found["score"]) == (5, 10, "gold")
     assert found["difference"] == pytest.approx(1.0)
     assert found["difference_ci95"] == pytest.approx([1.0, 1.0])
-    sft_first = stopping(EXAM, results, snapshots, {"best_judge_step": 0, "last_step": 10}, BOOTSTRAP)
+    sft_first = frontier.stopping({"best_judge_step": 0, "last_step": 10})
     assert sft_first is not None
     assert sft_first["difference"] == pytest.approx(-1.0)
-    assert stopping(EXAM, results, snapshots, {"best_judge_step": None, "last_step": 10}, BOOTSTRAP) is None
+    assert frontier.stopping({"best_judge_step": None, "last_step": 10}) is None
 
 
 def test_the_snapshots_of_the_frontier_are_spread_over_the_root_of_kl() -> None:
@@ -159,7 +160,7 @@ def test_the_snapshots_of_the_frontier_are_spread_over_the_root_of_kl() -> None:
     kls: dict[int, float | None] = dict(zip(range(2, 18, 2), (0, 1, 4, 4.1, 4.2, 9, 9.1, 16), strict=True))
     selected = {"step": 16, "best_judge_step": 14, "best_proxy_step": 0}
     assert chosen_snapshots(kls, selected, 5) == [2, 4, 6, 14, 16]
-    assert chosen_snapshots(kls, selected, 2) == [2, 14, 16], "those with a name stay"
+    assert chosen_snapshots(kls, selected, 2) == [2, 14, 16], "named snapshots are always kept"
     assert chosen_snapshots(kls, selected, 100) == list(kls)
     unknown = {"step": 16, "best_judge_step": None, "best_proxy_step": None}
     assert chosen_snapshots(dict.fromkeys(kls), unknown, 3) == [2, 8, 16], "without KLs, over the steps"

@@ -1,4 +1,4 @@
-"""`questions.py`: the held-out prompts, or a user's file, with bad rows and training prompts refused."""
+"""Evaluation prompts: held-out prompts or a user's file; bad rows and training prompts are refused."""
 
 import json
 from collections.abc import Callable
@@ -29,7 +29,7 @@ def settings(prompts: str, most: int = 100) -> EvaluateParams:
 
 @pytest.fixture
 def answer(make_stage: Callable[..., Any], tmp_path: Path) -> Ask:
-    """ask("heldout", most=…) or ask("mine.jsonl", rows, …): the questions; one training prompt, in the last dataset."""
+    """ask("heldout", most=…) or ask("mine.jsonl", rows, …): the prompts; one training prompt, in the last dataset."""
 
     def call(name: str, rows: list[Any] | None = None, most: int = 100) -> list[dict[str, Any]]:
         if rows is not None:
@@ -50,7 +50,7 @@ def test_the_first_held_out_prompts(answer: Ask) -> None:
 
 
 def test_a_file_of_prompts(answer: Ask, capsys: pytest.CaptureFixture[str]) -> None:
-    """Text, conversations, and one prompt twice; other columns are left aside."""
+    """Text, conversations, and one prompt twice; other columns are ignored."""
     rows: list[Any] = [{"prompt": "one?", "topic": "x"}, {"prompt": user("two?")}, {"prompt": "one?"}, {"prompt": "3?"}]
     found = answer("mine.jsonl", rows)
     assert [row["prompt"] for row in found] == [user("one?"), user("two?"), user("3?")]
@@ -83,7 +83,7 @@ def test_bad_rows_are_named(rows: list[Any], says: str, answer: Ask) -> None:
 
 
 def test_training_prompts_are_refused_with_their_number(answer: Ask) -> None:
-    """In other case and white space, too; beyond `max_prompts`, too."""
+    """Also in other case and white space, and beyond `max_prompts`."""
     leaked = [{"prompt": "new?"}, {"prompt": KNOWN.upper() + " "}, {"prompt": f"{TRAINING[0]} 1"}]
     with pytest.raises(UserError, match=r"2 of 3 prompts of data/raw/mine\.jsonl are training prompts") as refused:
         answer("mine.jsonl", leaked, most=1)

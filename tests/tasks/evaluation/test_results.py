@@ -1,4 +1,4 @@
-"""From marked answers to figures: what weighs how much, and what is paired with what."""
+"""A model's figures from its scored answers: weights and pairing."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ import pytest
 from rlhf_core.evaluation.best_of_n import best_of_n_weights
 from rlhf_core.evaluation.divergence import Divergence
 from tasks.evaluation.evaluator import ScoredAnswers
-from tasks.evaluation.results import Bootstrap, Results, against, difference, no_win_rate, own_figures
+from tasks.evaluation.results import Bootstrap, Results, difference, own_figures, win_rate_figures
 
 BOOTSTRAP = Bootstrap(500, 1)
 TEXTS = ["eat some oats", "have an egg", "oats again today"]
@@ -43,7 +43,7 @@ def test_means_are_over_all_answers_and_intervals_over_prompts(twice: Results) -
     assert 0 <= figures["overlap"] <= 1
 
 
-def test_what_is_not_known_is_null() -> None:
+def test_unknown_figures_are_none() -> None:
     figures = own_figures(Results.of([scored(None, [1.0, 2.0], [1, 1])]), BOOTSTRAP)
     unknown = {name for name, value in figures.items() if value is None}
     assert unknown == {
@@ -54,7 +54,7 @@ def test_what_is_not_known_is_null() -> None:
 
 def test_best_of_n_weighs_the_samples_of_every_prompt_by_its_own_rewards() -> None:
     columns = [scored([float(k), -float(k)], [float(k), -float(k)], [k + 1, k + 1]) for k in range(4)]
-    rewards = np.array([mark.rewards for mark in columns]).T
+    rewards = np.array([column.rewards for column in columns]).T
     best = Results(columns, best_of_n_weights(rewards, 4), best_of=4)
     figures = own_figures(best, BOOTSTRAP)
     assert figures["gold"] == pytest.approx((3.0 + 0.0) / 2), (
@@ -63,7 +63,7 @@ def test_best_of_n_weighs_the_samples_of_every_prompt_by_its_own_rewards() -> No
     assert figures["response_tokens"] == pytest.approx((4 + 1) / 2)
     assert (figures["answers"], figures["gold_spread"], figures["overlap"]) == (2, None, None)
     two = own_figures(Results(columns, best_of_n_weights(rewards, 2), best_of=2), BOOTSTRAP)
-    assert (two["answers"], two["overlap"]) == (4, 1.0), "two picks a prompt, and all say the same"
+    assert (two["answers"], two["overlap"]) == (4, 1.0), "two picks for each prompt, all with the same text"
     one = Results(columns, best_of_n_weights(rewards, 1))
     assert own_figures(one, BOOTSTRAP)["gold"] == pytest.approx(0.0)
 
@@ -78,33 +78,33 @@ def test_a_difference_is_paired_by_prompt() -> None:
     assert difference(mine, Results.of([scored(None, [0.0] * 4, [1] * 4)]), "gold", BOOTSTRAP) is None
 
 
-def test_a_win_rate_has_ties_and_what_length_alone_gives() -> None:
-    """Longer answers always win: at equal length nothing is left of it."""
+def test_the_controlled_win_rate_removes_the_effect_of_length() -> None:
+    """Longer answers always win; at equal length the rate is one half."""
     generator = np.random.default_rng(1)
     lengths = generator.integers(1, 20, (2, 300))
     mine, theirs = (Results.of([scored(None, [0.0] * 300, row.tolist())]) for row in lengths)
     won = np.where(lengths[0] == lengths[1], 0.5, lengths[0] > lengths[1])[:, None].astype(np.float64)
-    figures = against("win_rate", mine, theirs, won, BOOTSTRAP, controlled=True)
+    figures = win_rate_figures(mine, theirs, won, BOOTSTRAP)
     assert figures["ties"] == pytest.approx((lengths[0] == lengths[1]).mean())
     assert figures["win_rate"] == pytest.approx(won.mean())
     low, high = figures["win_rate_controlled_ci95"]
     assert low < 0.5 < high
-    assert figures.keys() == no_win_rate("win_rate", controlled=True).keys()
+    assert figures.keys() == win_rate_figures(mine, theirs, None, BOOTSTRAP).keys()
 
 
-def test_more_answers_than_the_other_model_has_go_round() -> None:
+def test_columns_beyond_the_other_models_start_again() -> None:
     sft: Any = Results.of([scored(None, [0.0], [1]), scored(None, [0.0], [2])])
     assert [sft.column(i).tokens for i in range(5)] == [[1], [2], [1], [2], [1]]
 
 
-def test_the_controlled_rate_of_best_of_n_hears_only_the_picks() -> None:
-    """The pick of two always wins and the other always loses, with lengths that tell nothing."""
+def test_the_controlled_rate_of_best_of_n_uses_only_the_picks() -> None:
+    """The pick of two always wins and the other always loses, with uninformative lengths."""
     prompts = 60
     lengths = [[1 + (i + k) % 5 for i in range(prompts)] for k in range(2)]
     columns = [scored(None, [1.0 - k] * prompts, lengths[k]) for k in range(2)]
-    best = Results(columns, best_of_n_weights(np.array([mark.rewards for mark in columns]).T, 2), best_of=2)
+    best = Results(columns, best_of_n_weights(np.array([column.rewards for column in columns]).T, 2), best_of=2)
     sft = Results.of([scored(None, [0.0] * prompts, [3] * prompts)])
     won = np.tile([1.0, 0.0], (prompts, 1))
-    figures = against("win_rate", best, sft, won, BOOTSTRAP, controlled=True)
+    figures = win_rate_figures(best, sft, won, BOOTSTRAP)
     assert figures["win_rate"] == 1.0
     assert figures["win_rate_controlled"] > 0.99

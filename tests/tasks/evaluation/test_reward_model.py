@@ -1,4 +1,4 @@
-"""What the stage `reward` says of held-out pairs, by hand and with a judge whose margins are known."""
+"""Figures of the reward model on held-out pairs, against values computed by hand."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -47,7 +47,7 @@ def test_figures_with_a_judge_go_by_its_margin() -> None:
     assert metrics["gold_label_agreement"] == 0.75
 
 
-def test_the_tables_hold_what_the_metrics_say() -> None:
+def test_the_tables_agree_with_the_metrics() -> None:
     figures = figures_of(SCORES, PAIRS, None, seed=1)
     assert {out: list(rows[0]) for out, rows in figures.tables.items()} == {
         "plots/reward_calibration.csv": ["bin_low", "bin_high", "predicted", "observed", "pairs"],
@@ -72,8 +72,8 @@ class NumberJudge:
         return [float(p[0]["content"]) * float(r) for p, r in zip(prompts, responses, strict=True)]
 
 
-def test_gold_margins_stand_in_the_order_in_which_pairs_are_scored(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows of two prompts mixed; the pairs of a prompt stand together, and a pair that was left out is not missed."""
+def test_gold_margins_are_in_the_order_of_score_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of two prompts are mixed; pairs are grouped by prompt, and one pair was left out."""
     monkeypatch.setattr(reward_figures, "encode_prompt", lambda tokenizer, prompt: [int(prompt[0]["content"])])
     tokenizer: Any = None
 

@@ -1,4 +1,4 @@
-"""What became of texts that a model did not write: signs, pairing, and what is left unknown."""
+"""Teacher-forced log-probabilities: signs, pairing and unknown values."""
 
 from typing import Any, cast
 
@@ -21,7 +21,7 @@ PAIRS = [{"prompt_id": name} for name in ("a", "a", "b")]
 SFT = TeacherForced([-4.0, -6.0], [2, 3], [-1.0, -2.0, -3.0], [-2.0, -2.0, -2.0])
 
 
-def test_a_model_that_forgets_pays_a_tax_and_pushes_rejected_answers_down() -> None:
+def test_signs_of_the_alignment_tax_and_of_log_probability_changes() -> None:
     """A nat a token more on each demonstration; every rejected answer 3 nats less likely, chosen ones 1."""
     read = TeacherForced([-6.0, -9.0], [2, 3], [-2.0, -3.0, -4.0], [-5.0, -5.0, -5.0])
     figures = teacher_forced_figures(read, SFT, PAIRS, BOOTSTRAP)
@@ -35,20 +35,20 @@ def test_a_model_that_forgets_pays_a_tax_and_pushes_rejected_answers_down() -> N
     assert (low, high) == (-4.0, -2.5), "prompts are resampled, with all their pairs"
 
 
-def test_the_sft_model_is_where_it_was() -> None:
+def test_the_sft_model_has_zero_changes() -> None:
     figures = teacher_forced_figures(SFT, SFT, PAIRS, BOOTSTRAP)
     assert figures["heldout_loss"] == pytest.approx(2.0)
     assert {figures[name] for name in ("alignment_tax", "logprob_chosen_change", "logprob_rejected_change")} == {0.0}
 
 
-def test_who_reads_nothing_has_no_figures() -> None:
+def test_a_model_without_log_probabilities_has_no_figures() -> None:
     figures = teacher_forced_figures(None, SFT, PAIRS, BOOTSTRAP)
     assert set(figures.values()) == {None}
     assert figures.keys() == teacher_forced_figures(SFT, SFT, PAIRS, BOOTSTRAP).keys()
 
 
-class Asked:
-    """Of an exam, what reading texts needs."""
+class Tokens:
+    """The part of an evaluator that log-probabilities need."""
 
     rows: tuple[dict[str, Any], ...] = ()
     batch_size = 2
@@ -60,18 +60,18 @@ class Asked:
         return candidate is self.reference
 
 
-def test_pairs_too_long_for_the_sft_model_are_left_out_for_everybody() -> None:
-    """A model with a longer context reads no more of them: only then can its figures stand beside SFT's."""
+def test_pairs_too_long_for_the_sft_model_are_left_out_for_all_models() -> None:
+    """A model with a longer context reads the same pairs, so that figures can be compared."""
     pairs = [pair("tea"), pair("oats " * 60), pair("fig")]
     sft, wide = candidate(32), candidate(512)
-    evaluator = cast(Evaluator, Asked(sft))
+    evaluator = cast(Evaluator, Tokens(sft))
     kept = fitting_pairs(evaluator, pairs)
     assert [row["chosen"] for row in kept] == ["tea", "fig"]
     before, now = (teacher_forced_logprobs(evaluator, each, kept) for each in (sft, wide))
     assert len(before.chosen) == len(now.chosen) == 2
     assert teacher_forced_figures(now, before, kept, BOOTSTRAP)["logprob_chosen_change"] is not None
     assert teacher_forced_logprobs(evaluator, candidate(8), kept).chosen == [], (
-        "one that cannot read them all has no figures"
+        "a model that cannot read all pairs has no figures"
     )
 
 

@@ -1,5 +1,4 @@
-"""Inputs as the stages before `report` write them, small but with everything that breaks pages: right-to-left text,
-emoji, markup, very long words, empty answers, missing cells."""
+"""Small inputs of the report with right-to-left text, emoji, markup, very long words, empty answers, missing cells."""
 
 import csv
 import json
@@ -253,7 +252,7 @@ def _stopping(judge: bool, pairs: bool) -> dict[str, Any] | None:
 
 
 def _frontier(judge: bool, alternatives: bool) -> list[dict[str, Any]]:
-    """Snapshots whose gold turns at the end, best-of-n, and the other models."""
+    """Snapshots whose gold score falls at the end, best-of-n, and the other models."""
     points: list[tuple[str, int, float, float, float]] = [("sft", 0, 0.0, 1.7123, -0.2013)]
     for step in range(5, 65, 5):
         root = 2.05 * step / 60
@@ -392,24 +391,9 @@ def _metrics(judge: bool, pairs: bool) -> dict[str, dict[str, Any]]:
             "prompts": 400,
             "gold_sft": 1.7123 if judge else None,
             "gold_policy": 4.0456 if judge else None,
-            "reward_sft": -0.2013,
-            "reward_policy": 2.1377,
             "win_rate": 0.8825,
             "win_rate_ci95": [0.85, 0.9125],
-            "ties": 0.0075,
-            "kl_per_sequence": 4.2177,
-            "kl_k3_per_sequence": 4.3021,
             "response_tokens_sft": 21.37,
-            "response_tokens_policy": 33.91,
-            "missing_eos_share": 0.0025,
-            "missing_eos_share_sft": 0.0175,
-            "distinct_1_sft": 0.1234,
-            "distinct_2_sft": 0.4567,
-            "distinct_1_policy": 0.1011,
-            "distinct_2_policy": 0.3999,
-            "heldout_loss_sft": 1.2341,
-            "heldout_loss_policy": 1.4562,
-            "alignment_tax": 0.2221,
         },
     }
 
@@ -472,16 +456,7 @@ def _curves(judge: bool) -> dict[str, list[dict[str, Any]]]:
         }
         for low in (0.5 + 0.05 * place for place in range(10))
     ]
-    scores = [
-        {
-            "low": low,
-            "high": low + 1,
-            "chosen": math.exp(-((low - 1.5) ** 2) / 4) / 3.5,
-            "rejected": math.exp(-((low + 1) ** 2) / 4) / 3.5,
-        }
-        for low in range(-6, 6)
-    ]
-    curves = {"sft": sft, "reward": reward, "reward_calibration": bins, "reward_scores": scores}
+    curves = {"sft": sft, "reward": reward, "reward_calibration": bins}
     return curves | {"ppo": _ppo_rows(judge)}
 
 
@@ -517,8 +492,8 @@ def pictures(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, list[Pictur
 @pytest.fixture
 def make_run(tmp_path: Path) -> Callable[..., Run]:
     """`make_run(judge=True, alternatives=True, several=True, pairs=False)`: the inputs, written and read again. They
-    stay under `tmp_path`. Without `alternatives` they are switched off; without `several` there is one sampling seed;
-    with `pairs` (and without `judge`, who scores) a judge only compares."""
+    stay under `tmp_path`. Without `alternatives` there are only SFT and policy; without `several` one sampling seed;
+    with `pairs` (and without `judge`) a judge compares pairs and gives no scores."""
 
     def make(judge: bool = True, alternatives: bool = True, several: bool = True, pairs: bool = False) -> Run:
         samples = write_inputs(tmp_path, judge, alternatives, several, pairs)

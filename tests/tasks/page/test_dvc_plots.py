@@ -1,4 +1,4 @@
-"""`dvc plots`: the frontier's template, filled in as DVC does it."""
+"""`dvc plots`: the frontier's template, rendered as by DVC."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The pictures: which there are, and what is left out where numbers are missing."""
+"""The pictures: their order, bytes and texts; pictures without numbers are left out."""
 
 import itertools
 import math
@@ -9,9 +9,9 @@ import matplotlib as mpl
 import pytest
 from matplotlib.figure import Figure
 
-from tasks.evaluation.comparison_table import LABELS
 from tasks.page import comparison_figures
 from tasks.page.canvas import canvas, colour_of, png, styled
+from tasks.page.comparison_table import LABELS
 from tasks.page.figures import PICTURES, draw, ppo_kl
 from tasks.page.inputs import Run
 from tasks.page.labels import name_points
@@ -55,7 +55,7 @@ def test_other_numbers_other_bytes(make_run: MakeRun, pictures: Drawn) -> None:
     assert differ == ["ppo_kl"]
 
 
-def test_alternative_text_tells_where_a_curve_starts_and_ends(make_run: MakeRun, pictures: Drawn) -> None:
+def test_alternative_text_has_the_ends_of_a_curve(make_run: MakeRun, pictures: Drawn) -> None:
     run = make_run()
     alt = {picture.name: picture.alt for picture in pictures[True]}
     kl, critic = run.curves["ppo"]["kl"], run.curves["ppo"]["explained_variance"]
@@ -78,8 +78,7 @@ def test_fixed_coefficient_is_not_drawn(make_run: MakeRun) -> None:
 def test_pictures_without_numbers_are_left_out(make_run: MakeRun, hole: list[float]) -> None:
     run = make_run()
     empty = {name: dict.fromkeys(curve, hole) for name, curve in run.curves.items()}
-    bare = {key: value for key, value in run.evaluation.items() if key not in ("models", "reward_model")}
-    metrics = run.metrics | {"evaluate": bare, "reward": {}}
+    metrics = run.metrics | {"evaluate": run.evaluation | {"models": {}}, "reward": {}}
     run = replace(run, metrics=metrics, samples=[], frontier=[])
     assert names(replace(run, curves=empty)) == []
     assert names(replace(run, curves={name: {} for name in empty})) == []
@@ -107,7 +106,7 @@ def lines_of(monkeypatch: pytest.MonkeyPatch, make: Callable[[Run], Picture | No
     return picture, drawn
 
 
-def test_where_the_judge_only_compares_the_win_rate_is_the_third_score(
+def test_with_a_judge_that_only_compares_the_win_rate_is_drawn(
     make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = make_run(judge=False, pairs=True)
@@ -122,7 +121,7 @@ def test_where_the_judge_only_compares_the_win_rate_is_the_third_score(
     assert "win rate against SFT highest at step" in picture.alt
 
 
-def test_snapshots_of_the_frontier_are_joined_as_the_gaps_read_them(
+def test_snapshots_of_the_frontier_are_joined_in_the_order_of_kl(
     make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = make_run()
@@ -139,7 +138,7 @@ def test_snapshots_of_the_frontier_are_joined_as_the_gaps_read_them(
     assert "step 5 " in picture.alt
 
 
-def test_fits_start_where_the_file_says_and_have_no_curve_without_a_bend(
+def test_fitted_curves_have_their_start_and_are_drawn_only_with_positive_beta(
     make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = make_run()
@@ -165,8 +164,8 @@ def test_every_model_has_a_colour_of_its_own() -> None:
 @pytest.mark.parametrize(
     ("names", "crowd"), [(5, []), (4, [(4 + x / 15, 3.5 + y / 10) for x in range(28) for y in range(20)])]
 )
-def test_names_of_points_hide_no_other(names: int, crowd: list[tuple[float, float]]) -> None:
-    """Nor where a crowd of points leaves no place that is free."""
+def test_labels_of_points_do_not_overlap(names: int, crowd: list[tuple[float, float]]) -> None:
+    """Also if other points cover the whole panel."""
     with styled():
         _, (axes,) = canvas("x")
         axes.set(xlim=(0, 10), ylim=(0, 10))

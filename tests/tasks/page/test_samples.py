@@ -1,5 +1,4 @@
-"""The samples of the page: what differs is marked, filters and orders follow the scores, and the JSON cannot break out
-of its element."""
+"""The samples of the page: marked differences, filters, sort keys, and JSON that cannot end its script element."""
 
 import json
 import re
@@ -105,7 +104,7 @@ def test_other_models_answers_are_those_of_the_first_sampling_seed(make_run: Mak
 NASTY = "</script><!--\u2028\u2029 & \ud83d"
 
 
-def test_embedded_json_says_the_same_and_cannot_end_its_element(make_run: MakeRun) -> None:
+def test_embedded_json_is_complete_and_cannot_end_its_element(make_run: MakeRun) -> None:
     run = make_run()
     run = replace(run, samples=[{**run.samples[0], "policy": NASTY, "prompt": [{"role": NASTY, "content": NASTY}]}])
     samples = all_samples(run)
@@ -118,13 +117,13 @@ def test_embedded_json_says_the_same_and_cannot_end_its_element(make_run: MakeRu
     assert content["ranks"] == samples[0].ranks
 
 
-def test_what_is_too_much_for_the_page_stays_out_and_is_said(make_run: MakeRun) -> None:
+def test_samples_above_the_limit_are_left_out_with_a_note(make_run: MakeRun) -> None:
     run = make_run()
     samples = all_samples(run)
     whole = len(embedded(run, samples)[0])
     text, said = embedded(run, samples, whole - 1)
     assert not any(sample["others"] for sample in json.loads(text)["samples"])
-    assert said == "The other models’ answers are too long for this page; they stand in data/evaluate/answers.jsonl."
+    assert said == "The other models’ answers are too long for this page; they are in data/evaluate/answers.jsonl."
     text, said = embedded(run, samples, len(text) // 2)
     kept = json.loads(text)["samples"]
     assert 10 < len(kept) < 25

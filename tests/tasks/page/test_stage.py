@@ -1,4 +1,4 @@
-"""The stage: which files it writes, with which bytes, and what it must not load."""
+"""Stage `report`: its files are reproducible, and it does not load torch or pyplot."""
 
 import subprocess
 import sys
@@ -32,7 +32,7 @@ def test_two_runs_write_the_same_bytes(make_run: Callable[..., Run], tmp_path: P
     sent: list[tuple[Path, str]] = []
     tracker = SimpleNamespace(artifact=lambda path, folder: sent.append((path, folder)))
     run = make_run()
-    assert any("\ud83d" in row["policy"] for row in run.samples), "half a surrogate must not stop the page"
+    assert any("\ud83d" in row["policy"] for row in run.samples), "the samples have a lone surrogate"
     first = write(tmp_path, run, tmp_path / "one")
     assert first == write(tmp_path, run, tmp_path / "two", tracker)
     assert len([name for name in first if name.endswith(".png")]) == len(PICTURES)

@@ -1,4 +1,4 @@
-"""A repository with an empty MLflow data base, and a client that looks into it."""
+"""A repository with an empty MLflow database, and a client for it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="session")
 def empty_database(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tables of MLflow, made once: it takes seconds."""
+    """The tables of MLflow, created once, because it takes seconds."""
     with pytest.MonkeyPatch.context() as patch:
         for name, value in settings.CLIENT_ENVIRONMENT.items():
             patch.setenv(name, value)
@@ -47,5 +47,5 @@ def pipeline() -> PipelineIdentity:
 
 @pytest.fixture
 def look(root: Path) -> Callable[[], MlflowClient]:
-    """A client; made late, so that the sender meets the data base first."""
+    """A client; created late, so that the sender opens the database first."""
     return lambda: MlflowClient(f"sqlite:///{root}/mlflow.db")

@@ -1,5 +1,4 @@
-"""Faults between a stage and MLflow: nothing waits, nothing is lost, nothing arrives twice. What a server in
-trouble does to a whole stage stands in tests/faults/test_tracking.py."""
+"""Faults between a stage and MLflow: stages do not wait, no event is lost, no event arrives twice."""
 
 from __future__ import annotations
 
@@ -86,9 +85,7 @@ def test_the_sender_sends_while_the_stage_works_and_prints_nothing(
     assert not list(outbox.outbox_folder(root).iterdir())
 
 
-def test_the_sender_sends_what_an_earlier_stage_had_to_leave(
-    root: Path, pipeline: PipelineIdentity, look: Look
-) -> None:
+def test_the_sender_sends_outboxes_of_earlier_stages(root: Path, pipeline: PipelineIdentity, look: Look) -> None:
     left = Tracker.open(root, "ingest", "cd" * 32, pipeline, send=False, system_seconds=0)
     left.metrics({"ingest/rows": 7.0}, step=0)
     left.close("FINISHED")
@@ -115,7 +112,7 @@ def test_a_short_stage_starts_no_sender_and_leaves_its_events(
     assert capfd.readouterr() == ("", "")
 
 
-def test_the_stage_that_ends_the_pipeline_run_sends_all_that_waits(
+def test_the_stage_that_ends_the_pipeline_run_sends_all_outboxes(
     root: Path, pipeline: PipelineIdentity, look: Look, capfd: pytest.CaptureFixture[str]
 ) -> None:
     Tracker.open(root, "ingest", "cd" * 32, pipeline, system_seconds=0).close("FINISHED")
@@ -128,7 +125,7 @@ def test_the_stage_that_ends_the_pipeline_run_sends_all_that_waits(
     assert capfd.readouterr() == ("", "")
 
 
-def test_what_the_last_stage_cannot_send_is_one_line(
+def test_unsent_outboxes_of_the_last_stage_are_one_line(
     root: Path, pipeline: PipelineIdentity, closed_port: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     Tracker.open(root, "ingest", "cd" * 32, pipeline, uri=closed_port, system_seconds=0).close("FINISHED")
@@ -150,7 +147,7 @@ def test_a_driver_sends_what_is_left_itself(
     assert capfd.readouterr() == ("", "")
 
 
-def test_a_crash_between_sending_and_noting_it_doubles_nothing(
+def test_a_crash_between_sending_and_saving_duplicates_nothing(
     root: Path, pipeline: PipelineIdentity, look: Look, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tracker = Tracker.open(root, "ppo", KEY, pipeline, send=False, system_seconds=0)
@@ -179,7 +176,7 @@ def test_a_crash_between_sending_and_noting_it_doubles_nothing(
         with pytest.raises(Crash):
             sender.drain(root)
         (folder,) = outbox.pending(root)
-        (folder / outbox.STATE).unlink(missing_ok=True)  # what was noted is lost, too
+        (folder / outbox.STATE).unlink(missing_ok=True)  # the saved position is lost, too
     monkeypatch.setattr(State, "save", saved)
     assert sender.drain(root).left == 0
 
@@ -263,7 +260,7 @@ def test_a_killed_stage_is_marked_and_its_run_continues(root: Path, look: Look) 
     assert len(system) > 2
 
 
-def test_one_sender_an_outbox_and_one_outbox_of_a_key_after_the_other(
+def test_an_outbox_has_one_sender_and_outboxes_of_a_key_are_sent_in_order(
     root: Path, pipeline: PipelineIdentity, look: Look
 ) -> None:
     first = Tracker.open(root, "ppo", KEY, pipeline, send=False, system_seconds=0)
@@ -317,7 +314,7 @@ def test_another_address_and_a_replaced_database_get_everything(
     assert parents(client)[0].data.params["ppo.kl.coef"] == "0.1"
 
 
-def test_a_run_that_is_gone_is_made_again(root: Path, pipeline: PipelineIdentity, look: Look) -> None:
+def test_a_deleted_run_is_created_again(root: Path, pipeline: PipelineIdentity, look: Look) -> None:
     tracker = Tracker.open(root, "ppo", KEY, pipeline, send=False, system_seconds=0)
     tracker.metrics({"kl": 1.0}, step=1)
     sender.drain(root)

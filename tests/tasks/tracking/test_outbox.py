@@ -1,4 +1,4 @@
-"""The outbox alone: appending never fails the stage, and what is damaged costs itself only."""
+"""The outbox alone: appending never fails the stage, and damage is limited to the damaged event."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tasks.tracking.outbox import Outbox, State
 from tasks.tracking.tracker import PipelineIdentity, PipelineTracker, flatten
 
 
-def test_a_full_disk_costs_the_event_and_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_a_full_disk_the_event_is_lost_with_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
     box = Outbox.create(tmp_path, "ppo-abc", said.append)
     box.append("tags", tags={"n": "1"})
@@ -41,7 +41,7 @@ def test_a_full_disk_costs_the_event_and_a_warning(tmp_path: Path, monkeypatch: 
     assert "No space left" in said[0]
 
 
-def test_an_outbox_that_cannot_be_made_stops_nothing(tmp_path: Path) -> None:
+def test_without_an_outbox_the_stage_goes_on(tmp_path: Path) -> None:
     (tmp_path / "work").write_text("a file where a folder should be", encoding="utf-8")
     said: list[str] = []
     tracker = PipelineTracker.open(tmp_path, PipelineIdentity("k" * 64, {}), warn=said.append)
@@ -50,7 +50,7 @@ def test_an_outbox_that_cannot_be_made_stops_nothing(tmp_path: Path) -> None:
     assert said
 
 
-def test_half_a_line_is_not_read_before_it_is_whole(tmp_path: Path) -> None:
+def test_an_incomplete_line_is_not_read(tmp_path: Path) -> None:
     box = Outbox.create(tmp_path, "ppo-abc", print)
     box.append("tags", tags={"n": "ü"})
     (first,) = outbox.read_events(box.folder, 0)
@@ -105,7 +105,7 @@ def test_outboxes_are_found_in_the_order_they_were_made(tmp_path: Path) -> None:
     assert outbox.series(boxes[0].folder) == "sft-b"
 
 
-def test_a_state_of_another_address_or_a_broken_one_starts_anew(tmp_path: Path) -> None:
+def test_a_state_of_another_address_or_a_broken_one_starts_from_the_beginning(tmp_path: Path) -> None:
     State("here", offset=7, run_id="r").save(tmp_path)
     assert State.load(tmp_path, "here").offset == 7
     assert State.load(tmp_path, "there") == State("there")

@@ -1,4 +1,4 @@
-"""What stands in MLflow after a stage or a pipeline run has spoken."""
+"""The contents of MLflow after a stage or a pipeline run."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_an_unfinished_run_of_the_key_continues_and_a_finished_one_does_not(
     assert [len(look().get_metric_history(run.info.run_id, "kl")) for run in found] == [1, 1]
 
 
-def test_a_finished_run_continues_where_nobody_recorded_what_it_made(
+def test_a_finished_run_continues_if_its_outputs_were_not_recorded(
     root: Path, pipeline: PipelineIdentity, look: Look
 ) -> None:
     for step, continues in ((1, False), (2, True)):
@@ -124,7 +124,7 @@ def test_a_run_left_running_is_killed_before_it_continues(
     drain(root)
     dead._outbox.close()
     (folder,) = outbox.pending(root)
-    outbox.remove(folder)  # nothing is left that could say how it ended
+    outbox.remove(folder)  # its outcome is lost
     (run,) = all_runs(look())["children"]
     assert run.info.status == "RUNNING"
 
@@ -224,7 +224,7 @@ def test_a_table_is_one_that_mlflow_itself_loads(
     assert table["gold"].isna().tolist() == [False, True]
 
 
-def test_a_table_stands_on_the_pipeline_run_too_with_conversations_as_text(
+def test_a_table_is_also_on_the_pipeline_run_with_conversations_as_text(
     root: Path, pipeline: PipelineIdentity, look: Look
 ) -> None:
     user, system = {"role": "user", "content": "Lunch?"}, {"role": "system", "content": "Be brief."}

@@ -12,7 +12,7 @@ from dvc.repo import Repo
 from flows.commands.compare.compare import compare
 from flows.commands.compare.sources import find
 from rlhf_core.errors import UserError
-from tasks.evaluation.comparison_table import COLUMNS, label
+from tasks.page.comparison_table import COLUMNS, label
 from tasks.stage.pipeline_run import headline_numbers
 from tasks.tracking import settings
 from tasks.tracking.sender import drain

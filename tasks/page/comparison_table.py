@@ -1,5 +1,4 @@
-"""The comparison table: which figures of a model stand in it, in which order, with which unit, digits and direction,
-and how a model is called. The report page and `leash compare` print it; neither knows a column of its own."""
+"""The columns of the table of models, with units, digits and direction, for the report page and `leash compare`."""
 
 import re
 from collections.abc import Mapping
@@ -11,7 +10,7 @@ from tasks.page.wording import MISSING, number, percent
 from tasks.params.methods import BY_NAME
 
 Figures = Mapping[str, Any]
-"""What is known of one model: an entry of `models` in metrics/evaluate.json."""
+"""An entry of `models` in metrics/evaluate.json."""
 
 LABELS = {"sft": "SFT", "policy": "PPO policy"}
 BEST_OF = re.compile(r"best_of_(\d+)")
@@ -19,7 +18,7 @@ BEST_OF = re.compile(r"best_of_(\d+)")
 
 @dataclass(frozen=True)
 class Column:
-    """A figure that all models have, or could have."""
+    """A column: one figure of every model."""
 
     key: str
     name: str
@@ -27,12 +26,12 @@ class Column:
     kind: Literal["number", "share", "count"] = "number"
     digits: int = 2
     better: Literal["higher", "lower"] | None = None
-    """None where more is neither better nor worse: the proxy is what is climbed, and length or KL is a price."""
+    """None for figures that no model is ranked by: proxy score, KL, length, cost."""
     interval: str = ""
     """Key of its 95% interval."""
 
     def text(self, value: Any) -> str:
-        """`value` as it is printed everywhere; an en dash where it is not known."""
+        """`value` as text; an en dash if unknown."""
         if self.kind == "share":
             return percent(value, self.digits)
         return number(value, 0 if self.kind == "count" else self.digits)
@@ -72,22 +71,10 @@ class Cell:
 
 
 def label(model: str) -> str:
-    """What a model is called in front of people."""
+    """The display name of a model."""
     if match := BEST_OF.fullmatch(model):
         return f"Best of {match.group(1)}"
     return BY_NAME[model].label if model in BY_NAME else LABELS.get(model, model)
-
-
-def models_of(evaluation: Figures) -> dict[str, Figures]:
-    """The models of metrics/evaluate.json, in its order; SFT and policy alone, from its flat keys, where it is older
-    than the comparison."""
-    models = evaluation.get("models")
-    if isinstance(models, Mapping):
-        return {str(name): figures for name, figures in models.items() if isinstance(figures, Mapping)}
-    both = {name: _flat(evaluation, name) for name in ("sft", "policy")}
-    both["policy"] |= {key: evaluation.get(key) for key in ("win_rate", "win_rate_ci95", "alignment_tax")}
-    both["policy"] |= {"kl": evaluation.get("kl_per_sequence"), "kl_k3": evaluation.get("kl_k3_per_sequence")}
-    return dict(both)
 
 
 def columns_of(models: Mapping[str, Figures]) -> list[Column]:
@@ -96,8 +83,8 @@ def columns_of(models: Mapping[str, Figures]) -> list[Column]:
 
 
 def cells(models: Mapping[str, Figures], column: Column) -> dict[str, Cell]:
-    """A cell a model. The best of a column is marked where it has a direction and figures that differ; what is printed
-    alike is equally good."""
+    """One cell for each model. In a column with a direction, all cells with the best printed value are marked as best,
+    unless all are equal."""
     known = {name: value for name, one in models.items() if (value := finite(one.get(column.key))) is not None}
     best = ""
     if column.better and len({column.text(value) for value in known.values()}) > 1:
@@ -110,8 +97,3 @@ def _cell(figures: Figures, column: Column, best: str) -> Cell:
     ends = interval(figures.get(column.interval)) if text != MISSING else None
     low, high = ("", "") if ends is None else map(column.text, ends)
     return Cell(text, low, high, bool(best) and text == best)
-
-
-def _flat(evaluation: Figures, name: str) -> dict[str, Any]:
-    keys = ("gold", "reward", "response_tokens", "distinct_1", "distinct_2", "heldout_loss")
-    return {key: evaluation.get(f"{key}_{name}") for key in keys}

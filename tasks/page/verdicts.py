@@ -1,0 +1,108 @@
+"""The table of verdicts at the top of the page. An interval that includes zero difference is no evidence."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from tasks.page.comparison_table import label
+from tasks.page.inputs import Run, finite, interval
+from tasks.page.wording import MISSING, count, number, percent, percent_interval, points
+
+YES, NO, OPEN = "Yes", "No", "No evidence either way"
+KINDS = {"gold": "gold score", "win_rate": "win rate against SFT"}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A row of the table."""
+
+    question: str
+    verdict: str
+    figure: str
+    """With its 95% interval."""
+    measured: str
+    """What the figure measures."""
+    equal_kl: str = ""
+    """The difference at the other model's KL; empty if unknown."""
+
+
+def findings(run: Run) -> list[Finding]:
+    """Policy against SFT, policy against each other model, and whether an earlier snapshot is better."""
+    earlier = stop_earlier(run)
+    return [against_sft(run), *against_others(run), *([earlier] if earlier else [])]
+
+
+def against_sft(run: Run) -> Finding:
+    """The win rate of the policy against SFT."""
+    ends = interval(run.evaluation.get("win_rate_ci95"))
+    shown = "no interval" if ends is None else percent_interval(list(ends))
+    return Finding(
+        "Better than SFT?",
+        _verdict(ends, 0.5),
+        f"{percent(run.evaluation['win_rate'])} ({shown})",
+        f"win rate of the policy, judged by {run.judge}",
+    )
+
+
+def against_others(run: Run) -> list[Finding]:
+    """The policy minus each other model, paired by prompt; the strongest model first. Best-of-1 is SFT and left out."""
+    if run.has_judge:
+        kind, key, even, measured = "gold", "gold_minus_policy", 0.0, "gold score of the policy less the other’s"
+    else:
+        kind, key, even = "win_rate", "win_rate_vs_policy", 0.5
+        measured = "win rate of the policy against it, less 50%"
+    rows = []
+    for name, figures in run.models.items():
+        value, ends = finite(figures.get(key)), interval(figures.get(f"{key}_ci95"))
+        if name not in ("sft", "policy", "best_of_1") and value is not None and ends is not None:
+            rows.append((name, even - value, (even - ends[1], even - ends[0])))
+    return [
+        Finding(
+            f"Better than {label(name)}?", _verdict(ends), _figure(kind, value, ends), measured, _equal_kl(run, name)
+        )
+        for name, value, ends in sorted(rows, key=lambda row: row[1])
+    ]
+
+
+def stop_earlier(run: Run) -> Finding | None:
+    """The snapshot that is best on the validation prompts minus the last one, on the test prompts. Without a judge the
+    reward model's choice is shown, and not tested."""
+    selected, stopping = run.metrics["select"], run.evaluation.get("stopping") or {}
+    if not selected.get("prompts"):
+        return None
+    last, best, by = selected["last_step"], selected["best_judge_step"], run.judge
+    if best is None:
+        best, by = selected["best_proxy_step"], "the reward model, which PPO optimises"
+    question, on = "Better to stop earlier?", f"best by {by} on {count(selected['prompts'])} validation prompts"
+    if best == last:
+        return Finding(question, NO, MISSING, f"the last snapshot, step {last}, is {on}")
+    earlier = "the SFT model" if best == 0 else f"step {best}"
+    measured = f"{earlier} ({on}) less step {last}, the last one"
+    ends = interval(stopping.get("difference_ci95"))
+    if ends is None:
+        return Finding(question, OPEN, MISSING, measured)
+    kind = stopping["score"]
+    figure = _figure(kind, stopping["difference"], ends)
+    return Finding(question, _verdict(ends), figure, f"{KINDS[kind]} on the test prompts: {measured}")
+
+
+def _equal_kl(run: Run, name: str) -> str:
+    """PPO minus the other model at that model's KL; with a note where PPO is interpolated from SFT."""
+    figures: Mapping[str, Any] = (run.evaluation.get("frontier") or {}).get(name) or {}
+    gap, ends = finite(figures.get(f"{run.score}_gap")), interval(figures.get(f"{run.score}_gap_ci95"))
+    if gap is None or ends is None:
+        return ""
+    between = figures.get("between") or []
+    note = f", interpolated between SFT and step {max(between)}" if 0 in between and any(between) else ""
+    return _figure(run.score, gap, ends) + note
+
+
+def _verdict(ends: tuple[float, float] | None, even: float = 0.0) -> str:
+    if ends is None or ends[0] <= even <= ends[1]:
+        return OPEN
+    return YES if ends[0] > even else NO
+
+
+def _figure(kind: str, value: float, ends: tuple[float, float]) -> str:
+    shown = [points(each) if kind == "win_rate" else number(each, sign=True) for each in (value, *ends)]
+    return f"{shown[0]} ({shown[1]} to {shown[2]})"
