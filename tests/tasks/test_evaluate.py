@@ -28,7 +28,6 @@ def test_the_pick_is_the_reward_models_and_the_first_of_equals() -> None:
     assert (picked.texts, picked.rewards, picked.gold) == (["bb", "a"], [3.0, 2.0], [2.0, 1.0])
 
 
-@pytest.mark.pipeline
 def test_every_model_has_the_same_figures_on_the_same_prompts(tiny_run: "TinyRun") -> None:
     project = tiny_run.project
     told = project.json("metrics/evaluate.json")
@@ -44,7 +43,6 @@ def test_every_model_has_the_same_figures_on_the_same_prompts(tiny_run: "TinyRun
         }
 
 
-@pytest.mark.pipeline
 def test_the_figures_at_the_top_are_those_of_the_table(tiny_run: "TinyRun") -> None:
     told = tiny_run.project.json("metrics/evaluate.json")
     sft, policy = told["models"]["sft"], told["models"]["policy"]
@@ -56,7 +54,6 @@ def test_the_figures_at_the_top_are_those_of_the_table(tiny_run: "TinyRun") -> N
     assert policy["tokens_trained"] == tiny_run.project.json("metrics/ppo.json")["tokens_trained"] > 0
 
 
-@pytest.mark.pipeline
 def test_the_frontier_has_a_point_for_everybody_and_every_snapshot(tiny_run: "TinyRun") -> None:
     lines = (tiny_run.project.root / "plots/frontier.csv").read_text(encoding="utf-8").splitlines()[1:]
     points = [tuple(line.split(",")[:2]) for line in lines]
@@ -66,7 +63,6 @@ def test_the_frontier_has_a_point_for_everybody_and_every_snapshot(tiny_run: "Ti
     )
 
 
-@pytest.mark.pipeline
 def test_a_users_models_and_prompts_join_and_a_model_may_judge(finished: "Project", stage_main: Main) -> None:
     """A copy of the SFT model comes out as the SFT model; one with other tokens has no KL; the judge is asked in both
     orders."""
@@ -114,7 +110,6 @@ def foreign(project: "Project", name: str) -> None:
     tokenizer.save_pretrained(folder)
 
 
-@pytest.mark.pipeline
 @pytest.mark.parametrize(
     ("name", "value", "says"),
     [

@@ -44,7 +44,6 @@ def is_the_snapshot(project: "Project", step: int) -> bool:
     return policy.keys() == snapshot.keys() and all(torch.equal(policy[name], snapshot[name]) for name in policy)
 
 
-@pytest.mark.pipeline
 def test_the_policy_is_the_chosen_snapshot(
     finished: "Project", stage_main: Callable[["Project", str], "Ended"]
 ) -> None:
@@ -67,7 +66,7 @@ def test_the_policy_is_the_chosen_snapshot(
         assert (finished.root / "plots/select.csv").read_bytes() == before
 
 
-@pytest.mark.pipeline
+@pytest.mark.slow
 def test_its_answers_are_not_those_of_evaluate(
     finished: "Project", stage_main: Callable[["Project", str], "Ended"]
 ) -> None:
@@ -93,7 +92,7 @@ def test_its_answers_are_not_those_of_evaluate(
     assert models["policy"]["reward"] != pytest.approx(float(last["reward"]), abs=1e-6)
 
 
-@pytest.mark.pipeline
+@pytest.mark.slow
 def test_nothing_is_compared_where_no_prompts_are_asked_for(
     finished: "Project", stage_main: Callable[["Project", str], "Ended"]
 ) -> None:

@@ -76,6 +76,7 @@ def at_the_last_column(scores: Any, kl: Any, mask: Any, kl_coef: float, placemen
 # what the audit finds
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("problem", ["bandit", "two_tokens", "three_tokens"])
 def test_ppo_ends_at_the_closed_form_optimum(canonical: dict[str, Any], problem: str) -> None:
     found = canonical["problems"][problem]
@@ -108,6 +109,7 @@ def test_the_audit_is_plain_json(canonical: dict[str, Any]) -> None:
 # the audit can fail
 
 
+@pytest.mark.slow
 def test_k2_in_the_reward_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(credit_module, "estimate_kl", in_place_of_k1("k2"))
     config = block()
@@ -116,6 +118,7 @@ def test_k2_in_the_reward_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found["gradient_bias"]["half_way"]["exact_critic"]["relative_l2"] > 0.1
 
 
+@pytest.mark.slow
 def test_a_score_on_padding_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(credit_module, "shape_rewards", at_the_last_column)
     config = block()
@@ -132,6 +135,7 @@ def test_the_bias_of_other_estimates_is_seen_before_training(kind: str, monkeypa
     assert gradient_bias(trainer, problems(config)[TWO])["critic"].relative_l2 > 0.05
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",
     [
@@ -239,6 +243,7 @@ def test_what_the_tiny_models_do_not_have_is_replaced() -> None:
     assert {"lora.target_modules", "engine"} <= set(changed)
 
 
+@pytest.mark.slow
 def test_grpo_with_the_kl_in_the_loss_rests_where_the_audit_says() -> None:
     """β is then a price per unit of the normalised advantage: σ·β in units of the score."""
     config = block(
@@ -308,6 +313,7 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(problems_module, "MOST_STEPS", 2)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("short")
 def test_the_command_prints_one_json_object() -> None:
     done = CliRunner().invoke(app, ["audit", "--json", "--params", str(ROOT / "params.yaml")])
@@ -318,6 +324,7 @@ def test_the_command_prints_one_json_object() -> None:
     assert "three_tokens step 2/2" in done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("short")
 def test_the_command_shows_people_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     done = CliRunner().invoke(app, ["audit", "--params", str(ROOT / "params.yaml")])

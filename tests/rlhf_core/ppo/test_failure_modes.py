@@ -97,6 +97,7 @@ def test_every_detector_has_its_illness() -> None:
     assert SICK.keys() == {*DETECTORS, SLOW_GENERATION}
 
 
+@pytest.mark.slow
 def test_the_healthy_run_has_none(make_trainer: MakeTrainer) -> None:
     run = watched(make_trainer).go(20)
     assert run.names == set()
@@ -108,6 +109,7 @@ def runs() -> dict[str, Watched]:
     return {}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SICK)
 def test_the_sick_run_is_found_out(name: str, make_trainer: MakeTrainer, runs: dict[str, Watched]) -> None:
     how, steps, changes = SICK[name]
