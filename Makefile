@@ -12,17 +12,21 @@ WORKERS ?= 2
 INSTALL := python -m pip install --disable-pip-version-check --quiet --constraint constraints.txt
 INSTALL_TORCH := $(INSTALL) $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) torch
 
-.PHONY: run test test-all setup setup-dev lint types layers check seeds frontier audit help
+.PHONY: run test test-slow test-all setup setup-dev lint types layers check seeds frontier audit help
 
 run: setup  ## Rebuild the demo: data, models, metrics, report
 	dvc repro
 	@echo; python -m flows.cli where
 
-test: setup-dev  ## Run the tests
-	python -m pytest --numprocesses $(WORKERS) --dist worksteal
+test: setup-dev  ## Run the fast tests: the mathematics, the contract, a tiny whole pipeline
+	python -m pytest --numprocesses $(WORKERS) --dist worksteal -m "not slow"
 
-test-all: export LEASH_FAULTS := all
-test-all: test  ## The same with every kill, a million rows, and a frozen server
+test-slow: setup-dev  ## Run the slow tests: every kill, a million rows, dead servers, full disks
+	python -m pytest --numprocesses $(WORKERS) --dist worksteal -m slow
+
+test-all:  ## Run the fast tests, then the slow ones
+	$(MAKE) test
+	$(MAKE) test-slow
 
 help:  ## This list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 12
@@ -56,7 +60,7 @@ layers: setup-dev  ## Imports go down only; every stage depends on exactly the c
 	lint-imports
 	python tests/closure.py
 
-check: lint types layers test  ## Lint, types, layers and tests; CI runs test-all
+check: lint types layers test  ## Lint, types, layers and the fast tests; CI runs the slow ones, too
 
 seeds: setup  ## The demo for three seeds, and the README's tables (half an hour)
 	python benchmarks/seeds.py

@@ -6,14 +6,14 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_core.config.reward import RewardConfig
 from rlhf_core.data.chat import Conversation
-from rlhf_core.data.tokenizer import encode_prompt, load_tokenizer
+from rlhf_core.data.tokenizer import load_tokenizer
 from rlhf_core.evaluation.agreement import correlation
 from rlhf_core.models.hf import context_length, place, save_checkpoint, scalar_model_from
 from rlhf_core.models.scorers import Answers, RewardModelScorer
 from rlhf_core.reward import Comparison, score_pairs, train_reward_model
 from tasks.datasets.jsonl import Row
 from tasks.evaluation.reward_model import PairFigures, figures_of, gold_margins
-from tasks.stage.long_rows import fitting
+from tasks.stage.long_rows import fitting, prompts_once
 from tasks.stage.run import run
 from tasks.stage.stage import Stage
 from tasks.stage.trust import trusts
@@ -53,9 +53,11 @@ def measure_pairs(
     training: Sequence[Comparison],
     heldout: Sequence[Comparison],
 ) -> PairFigures:
-    """Figures of the pairs of held-out prompts, with accuracy and loss on the training pairs beside them."""
+    """Figures of the pairs of held-out prompts. Beside them accuracy and loss on the pairs of as many training prompts
+    as are held out."""
     pad_id, judge = int(tokenizer.pad_token_id), judge_of(stage)
-    scores, seen = (score_pairs(model, pairs, pad_id, stage.params.batch_size) for pairs in (heldout, training))
+    some = training[: len(heldout)]
+    scores, seen = (score_pairs(model, pairs, pad_id, stage.params.batch_size) for pairs in (heldout, some))
     rows = [row for row in stage.read(PREFERENCES) if row["split"] == "validation"] if judge else []
     gold = gold_margins(rows, tokenizer, heldout, judge) if judge else None
     figures = figures_of(scores, [len(c.pairs) for c in heldout], gold, stage.seed)
@@ -68,9 +70,10 @@ def measure_scores(
 ) -> dict[str, float | None]:
     """Mean and standard deviation of the scores of SFT samples (what PPO normalises with), and what scores
     correlate with."""
+    prompt_ids = prompts_once(tokenizer)
 
     def encode(row: Row) -> tuple[tuple[list[int], list[int]], int]:
-        prompt = encode_prompt(tokenizer, row["prompt"])
+        prompt = prompt_ids(row)
         response: list[int] = row["response_ids"]
         return (prompt, response), len(prompt) + len(response)
 

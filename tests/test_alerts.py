@@ -10,8 +10,6 @@ from tasks.tracking.sender import drain
 if TYPE_CHECKING:
     from tests.conftest import Project
 
-pytestmark = pytest.mark.pipeline
-
 OUTS = ("metrics/ppo.json", "plots/ppo.csv", "data/ppo/samples.jsonl", "models/snapshots/step-000004.safetensors")
 
 
@@ -36,6 +34,7 @@ def test_the_healthy_tiny_run_has_none(finished: "Project") -> None:
     assert {row["reason"] for row in finished.rows("data/ppo/samples.jsonl")} == {"schedule"}
 
 
+@pytest.mark.slow
 def test_warn_tells_log_metrics_samples_and_mlflow(sick: "Project") -> None:
     done = sick.stage("ppo")
     assert done.returncode == 0, done.stderr
@@ -56,6 +55,7 @@ def test_warn_tells_log_metrics_samples_and_mlflow(sick: "Project") -> None:
     assert history[alert["step"]] >= 1
 
 
+@pytest.mark.slow
 def test_stop_ends_the_stage_and_warn_goes_on_from_there(sick: "Project") -> None:
     """Exit 2, one line with alert, remedy and where to look; again the same; in the end what an undisturbed run
     makes, byte for byte."""

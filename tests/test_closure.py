@@ -137,7 +137,6 @@ def test_a_cache_of_python_does_not_make_a_folder_dirty() -> None:
     assert "__pycache__" in (ROOT / ".dvcignore").read_text(encoding="utf-8").splitlines()
 
 
-@pytest.mark.pipeline
 @pytest.mark.parametrize("stage", GRAPH)
 def test_modules_loaded_at_run_time_are_dependencies(tiny_run: "TinyRun", stage: str) -> None:
     """Lazy imports and imports by name, too."""
@@ -152,7 +151,6 @@ def test_modules_loaded_at_run_time_are_dependencies(tiny_run: "TinyRun", stage:
     assert not missing
 
 
-@pytest.mark.pipeline
 @pytest.mark.parametrize("stage", GRAPH)
 def test_files_opened_at_run_time_are_dependencies(tiny_run: "TinyRun", stage: str) -> None:
     root = tiny_run.project.root
@@ -163,7 +161,6 @@ def test_files_opened_at_run_time_are_dependencies(tiny_run: "TinyRun", stage: s
     assert not foreign
 
 
-@pytest.mark.pipeline
 @pytest.mark.parametrize("stage", ["check", "ingest", "report", "hybrid", "reinforce", "grpo"])
 def test_a_stage_that_is_switched_off_or_only_reads_files_loads_no_heavy_library(
     tiny_run: "TinyRun", stage: str
@@ -200,7 +197,7 @@ def outs_of(stage: str) -> list[str]:
     return [out if isinstance(out, str) else next(iter(out)) for out in listed]
 
 
-@pytest.mark.pipeline
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("file", "stale"),
     [

@@ -20,8 +20,6 @@ from tasks.tracking.sender import drain
 if TYPE_CHECKING:
     from tests.conftest import Ended, Project, TinyRun
 
-pytestmark = pytest.mark.pipeline
-
 ROOT = Path(__file__).resolve().parents[1]
 STAGES = ["check", "check_data", "ingest", "base", "sft", "preferences", "reward", "ppo", "select", *BY_NAME]
 STAGES += ["evaluate", "report"]
@@ -203,6 +201,7 @@ def test_what_cannot_change_a_result_runs_nothing_but_check(finished: "Project")
     assert {name for name in before if before[name] != after[name]} == {"dvc.lock"}
 
 
+@pytest.mark.slow
 def test_a_change_of_the_leash_reruns_what_depends_on_it_and_back_runs_nothing(finished: "Project") -> None:
     before, params = finished.outputs(), (finished.root / "params.yaml").read_bytes()
     finished.set("ppo.kl.coef", 2.0)
@@ -289,6 +288,7 @@ def test_the_policy_is_registered_by_reference(finished: "Project") -> None:
     assert version.source == f"dvc://models/policy?md5={digest[1]}"
 
 
+@pytest.mark.slow
 def test_stop_tokens_reach_every_stage_that_samples(finished: "Project", stage_main: Callable[..., "Ended"]) -> None:
     """Responses close with them, and the policy's own folder tells others so."""
     before = [row["sft"] for row in finished.rows("data/evaluate/samples.jsonl")]
@@ -309,6 +309,7 @@ def test_stop_tokens_reach_every_stage_that_samples(finished: "Project", stage_m
     assert sum(len(text) for text in after) < sum(len(text) for text in before)
 
 
+@pytest.mark.slow
 def test_failure_09_two_clones_in_other_places_give_the_same_lock(project: "Project", first: "Project") -> None:
     """Another folder, hash seed, time zone, locale and user: the same bytes."""
     ran = project.repro(PYTHONHASHSEED="42", TZ="America/Lima", LC_ALL="C", USER="nobody")

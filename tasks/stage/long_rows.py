@@ -62,20 +62,36 @@ def fitting(
 def require_context(stage: Stage[Any], tokenizer: PreTrainedTokenizerBase, context: int) -> None:
     """Raise UserError when `long_rows` is refuse and rows of the run's datasets do not fit into the model's context: a
     prompt with its longest answer, a bare prompt with the first token of one."""
+    prompt_ids = prompts_once(tokenizer)
     for path, columns in ANSWERS.items() if stage.common.long_rows == "refuse" else ():
 
         def encode(row: Row, columns: Sequence[str] = columns) -> tuple[None, int]:
             answers = [len(encode_response(tokenizer, row[name])) for name in columns]
-            return None, len(encode_prompt(tokenizer, row["prompt"])) + max(answers, default=1)
+            return None, len(prompt_ids(row)) + max(answers, default=1)
 
         fitting(stage, path, stage.read(path), encode, context)
 
 
+def prompts_once(tokenizer: PreTrainedTokenizerBase) -> Callable[[Row], list[int]]:
+    """The token ids of a row's prompt. A prompt (`prompt_id`) that many rows share is encoded once: chat templates are
+    slow."""
+    known: dict[str, list[int]] = {}
+
+    def ids(row: Row) -> list[int]:
+        name: str = row["prompt_id"]
+        if name not in known:
+            known[name] = encode_prompt(tokenizer, row["prompt"])
+        return known[name]
+
+    return ids
+
+
 def prompt_encoder(tokenizer: PreTrainedTokenizerBase) -> Callable[[Row], tuple[list[int], int]]:
     """An `encode` for rows of which only the prompt counts."""
+    prompt_ids = prompts_once(tokenizer)
 
     def encode(row: Row) -> tuple[list[int], int]:
-        ids = encode_prompt(tokenizer, row["prompt"])
+        ids = prompt_ids(row)
         return ids, len(ids)
 
     return encode

@@ -4,11 +4,11 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from rlhf_core.data.tokenizer import encode_prompt, encode_response
+from rlhf_core.data.tokenizer import encode_response
 from rlhf_core.errors import UserError
 from rlhf_core.reward import Comparison
 from tasks.datasets.jsonl import Row
-from tasks.stage.long_rows import fitting
+from tasks.stage.long_rows import fitting, prompts_once
 from tasks.stage.stage import Stage
 
 PREFERENCES = "data/preferences/preferences.jsonl"
@@ -20,9 +20,10 @@ def comparisons(
 ) -> tuple[list[Comparison], int]:
     """The pairs of a split, all of a prompt together, each distinct response once; and how many pairs did not fit."""
     Sides = tuple[list[int], list[int], list[int]]
+    prompt_ids = prompts_once(tokenizer)
 
     def encode(row: Row) -> tuple[Sides, int]:
-        prompt = encode_prompt(tokenizer, row["prompt"])
+        prompt = prompt_ids(row)
         chosen, rejected = (response_tokens(tokenizer, row, side) for side in SIDES)
         return (prompt, chosen, rejected), len(prompt) + max(len(chosen), len(rejected))
 

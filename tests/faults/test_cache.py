@@ -20,8 +20,6 @@ from tasks.stage.dvc_adapter import open_project
 if TYPE_CHECKING:
     from tests.conftest import Project
 
-pytestmark = pytest.mark.faults
-
 Toy = Callable[..., Path]
 STAGES: dict[str, tuple[str, list[str]]] = {"one": ("work", []), "two": ("work", ["one"])}
 
@@ -70,6 +68,7 @@ def finding(root: Path, name: str) -> Check:
     return check
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["flip", "cut"])
 def test_a_spoiled_object_is_not_handed_on(kind: str, root: Path) -> None:
     corrupt = object_of(root, "one.out")
@@ -101,6 +100,7 @@ def test_a_removed_object_is_made_anew(root: Path, serial: Callable[[Path], None
     assert (root / "dvc.lock").read_bytes() == (root.parent / "dvc.lock").read_bytes()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text", ["", "a: [", "stages: 3\n"])
 def test_a_broken_entry_of_the_run_cache(text: str, root: Path) -> None:
     for entry in (root / ".dvc" / "cache" / "runs").rglob("*"):
@@ -128,7 +128,7 @@ def test_wrong_bytes_in_an_input_stop_the_stage_that_reads_it(root: Path, monkey
         assert Definition("two", project).hashes() == right
 
 
-@pytest.mark.pipeline
+@pytest.mark.slow
 def test_a_spoiled_model(finished: "Project") -> None:
     """Through `dvc repro` alone: wrong bytes come back unnoticed, and the next stage that reads them refuses them."""
     corrupt = object_of(finished.root, "models/policy/model.safetensors")
@@ -144,7 +144,6 @@ def test_a_spoiled_model(finished: "Project") -> None:
     assert finding(finished.root, "outputs").found == "other bytes than dvc.lock names: models/policy"
 
 
-@pytest.mark.pipeline
 def test_every_input_hashes_as_dvc_says(finished: "Project", monkeypatch: pytest.MonkeyPatch) -> None:
     """Files, folders, code: our reading of the bytes and DVC's rules are the same."""
     monkeypatch.chdir(finished.root)

@@ -17,8 +17,6 @@ from rlhf_core.data.chat import prompt_id
 if TYPE_CHECKING:
     from tests.conftest import Ended, Project
 
-pytestmark = pytest.mark.faults
-
 Main = Callable[["Project", str], "Ended"]
 FILE = "data/raw/set/train.jsonl"
 OUTS = ("demonstrations", "pairs", "preference_prompts", "ppo_prompts", "heldout", "dropped")
@@ -109,6 +107,7 @@ def refused(ended: "Ended", begins: str, says: str) -> None:
     assert len(ended.stderr) < 2 * LONGEST_MESSAGE
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("content", "says"), REFUSED.values(), ids=REFUSED)
 def test_a_file_that_cannot_be_read_as_it_was_meant(
     raw: Callable[[bytes], "Project"],
@@ -196,7 +195,7 @@ UNUSABLE: dict[str, tuple[dict[str, list[dict[str, Any]] | bytes], dict[str, Any
 """Files of the user's, parameters, and how the refusal begins."""
 
 
-@pytest.mark.pipeline
+@pytest.mark.slow
 @pytest.mark.parametrize("driver", ["dvc", "leash"])
 def test_data_that_cannot_be_used_leave_every_earlier_output(
     finished: "Project", driver: str, request: pytest.FixtureRequest
@@ -288,7 +287,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
     return noted
 
 
-@pytest.mark.pipeline
+@pytest.mark.slow
 def test_what_spells_control_tokens_stays_text_in_every_stage(
     finished: "Project", stage_main: Main, seen: list[list[int]]
 ) -> None:

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 
     Main = Callable[[Project, str], Ended]
 
-pytestmark = [pytest.mark.faults, pytest.mark.pipeline]
-
 WRITES = {"base": 20, "sft": 60, "preferences": 6, "reward": 30, "ppo": 24, "evaluate": 4, "rejection_sft": 12}
 """Flushes to the disk in the tiny run of a stage with a checkpoint a step, or less."""
 FULL = "no space left on the device ("
@@ -32,6 +30,7 @@ def a_checkpoint_a_step(project: "Project") -> None:
     project.set("runtime.checkpoint_every", 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", WRITES)
 def test_full_at_a_write_chosen_by_seed(
     tiny_run: "TinyRun", finished: "Project", stage_main: "Main", monkeypatch: pytest.MonkeyPatch, stage: str
@@ -102,6 +101,7 @@ def may_mount(folder: Path) -> bool:
     return subprocess.run([*ALLOWED, *words], check=False, capture_output=True).returncode == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("stage", "folder"), [("base", "models"), ("ingest", "data/ingest"), ("ppo", "work")])
 def test_a_disk_that_is_really_full(
     tiny_run: "TinyRun", finished: "Project", stage_main: "Main", tmp_path: Path, stage: str, folder: str

@@ -2,7 +2,6 @@
 the same MLflow run. The killer is a `sitecustomize.py` in the stage's process; nothing of the product knows of it."""
 
 import json
-import os
 import random
 import shutil
 import sys
@@ -22,11 +21,7 @@ from tasks.tracking.sender import drain
 if TYPE_CHECKING:
     from tests.conftest import Project, TinyRun
 
-pytestmark = [pytest.mark.faults, pytest.mark.pipeline]
-
-ALL = os.environ.get("LEASH_FAULTS") == "all"
-KILLS = 20 if ALL else 6
-"""`.ci/run` asks for all."""
+KILLS = 20
 PATIENCE = 120.0
 VICTIMS = ("stage", "dvc", "group")
 EVENTS = ("rename", "write", "line")
@@ -204,7 +199,9 @@ def stage_runs(project: "Project", stage: str) -> list[str]:
     return [run.info.status for run in runs]
 
 
-@pytest.mark.parametrize("moment", moments(KILLS), ids=str)
+@pytest.mark.parametrize(
+    "moment", [pytest.param(m, marks=[pytest.mark.slow] * (i > 0)) for i, m in enumerate(moments(KILLS))], ids=str
+)
 def test_failure_01_killed_and_continued_is_the_same_bytes(
     tiny_run: "TinyRun", finished: "Project", tmp_path: Path, moment: Moment
 ) -> None:
@@ -218,7 +215,7 @@ def test_failure_01_killed_and_continued_is_the_same_bytes(
     assert stage_runs(finished, moment.stage) == ["FINISHED", "FINISHED"], "the first run, and this one continued"
 
 
-@pytest.mark.skipif(not ALL, reason="half a minute: LEASH_FAULTS=all runs it")
+@pytest.mark.slow
 def test_a_prefect_retry_continues_to_the_same_bytes(tiny_run: "TinyRun", finished: "Project", tmp_path: Path) -> None:
     """Killed at its last step and tried again by the flow: two lines are left, so the killer strikes once."""
     prepare(finished, "ppo", fresh=False)

@@ -31,8 +31,6 @@ from rlhf_core.training.memory import Halving, OutOfMemory, attempt
 from rlhf_core.training.run import Run
 from rlhf_core.training.trainer import GuardedTrainer
 
-pytestmark = pytest.mark.faults
-
 TINY: Any = SimpleNamespace(**runpy.run_path(str(Path(__file__).parents[1] / "rlhf_core" / "conftest.py")))
 ROOT = str(Path(__file__).parents[2])
 REFUSED = "CUDA out of memory. Tried to allocate 2.00 GiB."
@@ -184,6 +182,7 @@ def test_ppo_stops_where_halves_do_not_fit(fits: int, micro: int, where: str) ->
     assert all(torch.equal(p, old) for p, old in zip(trainer.models.policy.parameters(), before, strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("moment", ["sampling", "reading", "scoring"])
 def test_passes_without_gradients_are_halved_too(moment: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same samples and scores from smaller batches; only the phase that does not fit is halved."""
@@ -215,6 +214,7 @@ def test_passes_without_gradients_are_halved_too(moment: str, monkeypatch: pytes
     assert len(said) == 1
 
 
+@pytest.mark.slow
 def test_one_of_two_processes_runs_short_and_both_halve(tmp_path: Path) -> None:
     """And a loss of the text that is NaN in one of them stops both."""
     script = Path(__file__).with_name("short_of_memory.py")
@@ -251,6 +251,7 @@ def run_pair(script: Path, folder: Path) -> "list[subprocess.CompletedProcess[st
     return done
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="RLIMIT_AS and /proc/self/status are Linux")
 def test_a_real_limit_of_memory_is_survived() -> None:
     """The address space ends between what half a micro-batch needs and what a whole one needs."""
@@ -363,6 +364,7 @@ def train_stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TrainStage:
     return train
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("stage", "after", "step", "where"),
     [
@@ -396,6 +398,7 @@ def test_a_training_step_halves_a_micro_batch_that_does_not_fit(
             assert found[name] == pytest.approx(expected[name], rel=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", list(STAGES))
 def test_a_training_that_continues_takes_halves_from_the_start(stage: str, train_stage: TrainStage) -> None:
     fits = STAGE_FITS[stage]
@@ -409,6 +412,7 @@ def test_a_training_that_continues_takes_halves_from_the_start(stage: str, train
     assert all(torch.equal(one, two) for one, two in zip(rest.weights, whole.weights, strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("stage", "key", "where"),
     [

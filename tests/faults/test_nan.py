@@ -34,8 +34,6 @@ from rlhf_core.training.trainer import GuardedTrainer
 if TYPE_CHECKING:
     from tests.conftest import Ended, Project
 
-pytestmark = pytest.mark.faults
-
 TINY: Any = SimpleNamespace(**runpy.run_path(str(Path(__file__).parents[1] / "rlhf_core" / "conftest.py")))
 STEP = 3
 """The step that meets NaN, counted from 1."""
@@ -246,7 +244,7 @@ def spoil_stage(stage: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kind, "compute_loss", loss)
 
 
-@pytest.mark.pipeline
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("stage", "rate"),
     [

@@ -12,8 +12,6 @@ from typing import Any
 import psutil
 import pytest
 
-pytestmark = pytest.mark.faults
-
 Toy = Callable[..., Path]
 Leash = Callable[..., Any]
 STAGES: dict[str, tuple[str, list[str]]] = {"one": ("wait", []), "two": ("crash 1", ["one"])}
@@ -76,10 +74,8 @@ def freeze(server: psutil.Process) -> None:
     server.suspend()
 
 
-LONG = pytest.mark.skipif(os.environ.get("LEASH_FAULTS") != "all", reason="half a minute: LEASH_FAULTS=all runs it")
-
-
-@pytest.mark.parametrize("strike", [kill, pytest.param(freeze, marks=LONG)])
+@pytest.mark.slow
+@pytest.mark.parametrize("strike", [kill, pytest.param(freeze, marks=pytest.mark.slow)])
 def test_a_server_lost_in_mid_flow(strike: Callable[[psutil.Process], None], running: Any, serial: Any) -> None:
     root, process, family = running()
     (server,) = servers(family)
@@ -99,7 +95,7 @@ def test_a_server_lost_in_mid_flow(strike: Callable[[psutil.Process], None], run
     assert (log_of(root), (root / "dvc.lock").read_bytes()) == (before, lock), "nothing was left to do"
 
 
-@LONG
+@pytest.mark.slow
 def test_a_run_cut_off_by_its_server_is_stopped_at_once_by_an_interrupt(running: Any) -> None:
     root, process, family = running()
     (server,) = servers(family)
@@ -114,7 +110,7 @@ def test_a_run_cut_off_by_its_server_is_stopped_at_once_by_an_interrupt(running:
     assert log_of(root) == ["one begin"]
 
 
-@LONG
+@pytest.mark.slow
 def test_a_killed_driver_leaves_nothing_running_and_the_next_waits_for_that(
     running: Any, leash: Leash, prefect_api: str
 ) -> None:

@@ -16,8 +16,6 @@ if TYPE_CHECKING:
 
     Main = Callable[[Project, str], Ended]
 
-pytestmark = [pytest.mark.faults, pytest.mark.pipeline]
-
 LOOPS = {"base": 4, "sft": 12, "preferences": 4, "reward": 4, "ppo": 4, "evaluate": 2, "dpo": 3}
 """A stage and a progress line near its end."""
 
@@ -70,6 +68,7 @@ def tear(path: Path, draw: random.Random) -> None:
     path.write_bytes(content[: draw.randrange(len(content))])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", LOOPS)
 @pytest.mark.parametrize("damage", [flip, tear])
 def test_failure_01_damaged_state_is_said_and_not_used(

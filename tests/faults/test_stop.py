@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 
     Main = Callable[[Project, str], Ended]
 
-pytestmark = [pytest.mark.faults, pytest.mark.pipeline]
-
 
 @pytest.fixture
 def tell(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
@@ -56,6 +54,7 @@ LOOPS += [("dpo", 2, 3), ("best_of_n", 1, 128)]
 """A stage, the progress line at which the signal comes, and behind which step (or sample) it then continues."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("stage", "line", "step"), LOOPS)
 def test_a_signal_is_answered_with_a_checkpoint(
     tiny_run: "TinyRun",

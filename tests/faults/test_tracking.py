@@ -19,8 +19,6 @@ from mlflow.tracking import MlflowClient
 from tasks.tracking import outbox, settings
 from tasks.tracking.sender import drain
 
-pytestmark = pytest.mark.faults
-
 ROOT = Path(__file__).resolve().parents[2]
 STEPS = 150
 LONGEST_CALL_SECONDS = 0.05
@@ -207,6 +205,7 @@ def steps_of(run: Any, address: str, name: str) -> list[tuple[int, float]]:
 TROUBLES = {"down at start": None, "dies": Server.die, "hangs": Server.hang, "fails": Server.fail}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("trouble", TROUBLES)
 def test_a_server_in_trouble(trouble: str, server: Server, root: Path) -> None:
     strike, before = TROUBLES[trouble], None

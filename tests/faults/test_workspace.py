@@ -24,8 +24,6 @@ from rlhf_core.locks import FileLock
 if TYPE_CHECKING:
     from tests.conftest import Project
 
-pytestmark = pytest.mark.faults
-
 Toy = Callable[..., Path]
 Leash = Callable[..., Any]
 STAGES: dict[str, tuple[str, list[str]]] = {"one": ("wait", []), "two": ("work", ["one"])}
@@ -58,6 +56,7 @@ def _session() -> None:
         processes._live.closing = False
 
 
+@pytest.mark.slow
 def test_the_second_leash_run_is_refused_at_once(toy: Toy, leash: Leash, prefect_api: str) -> None:
     root = toy(STAGES)
     first = leash(root, "run", api=prefect_api)
@@ -159,6 +158,7 @@ def test_dvc_itself_removes_the_locks_of_a_killed_process(blocked: Callable[[int
     assert FileLock(root / "work" / "mlflow.lock").acquire()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("owner", ["stranger", "unburied"])
 def test_a_zombie_or_a_reused_number_is_one_line_with_the_command_that_helps(
     owner: str, request: pytest.FixtureRequest, blocked: Callable[[int], Path], prefect_api: str
@@ -184,6 +184,7 @@ def test_a_list_that_was_being_written(toy: Toy, serial: Any, prefect_api: str) 
     assert caught.value.users_fault
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "damage", ["", "<<<<<<< HEAD\n", "[1, 2]\n", "schema: '2.0'\nstages:\n  one:\n    cm", "\udc80"]
 )
@@ -198,7 +199,7 @@ def test_a_broken_lock_file(damage: str, toy: Toy) -> None:
     assert "git checkout dvc.lock" in finding.advice
 
 
-@pytest.mark.pipeline
+@pytest.mark.slow
 @pytest.mark.parametrize("driver_name", ["dvc", "leash"])
 def test_outputs_deleted_or_edited_by_hand(driver_name: str, finished: "Project", prefect_api: str) -> None:
     """They come back, byte for byte, from the cache: nothing is trained again."""

@@ -27,6 +27,7 @@ def terminate(process: "subprocess.Popen[str]") -> None:
     process.terminate()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("end", "code"), [(interrupt, 130), (terminate, 143)])
 def test_nothing_is_left_running(
     toy: Callable[..., Path],

@@ -31,6 +31,7 @@ def test_help_imports_nothing_heavy() -> None:
     assert done.stdout.strip() == "[]"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -96,6 +97,7 @@ def test_usage_errors_of_typer(leash: Leash, tmp_path: Path) -> None:
     assert finish(leash(tmp_path, "run", "--fast"))[0] == 2
 
 
+@pytest.mark.slow
 def test_run_from_a_sub_folder(toy: Callable[..., Path], leash: Leash, prefect_api: str) -> None:
     root = toy({"one": ("work", []), "two": ("work", ["one"])})
     (root / "deep" / "er").mkdir(parents=True)
@@ -113,6 +115,7 @@ def test_run_from_a_sub_folder(toy: Callable[..., Path], leash: Leash, prefect_a
     assert lines[-1].startswith("MLflow  ")
 
 
+@pytest.mark.slow
 def test_a_stages_refusal_is_exit_2_and_a_crash_exit_1(
     toy: Callable[..., Path], leash: Leash, prefect_api: str
 ) -> None:

@@ -61,6 +61,7 @@ def test_stages_run_one_at_a_time_by_default(toy: Toy, prefect_api: str) -> None
     assert list(moments(root)) == ["first", *"abcd", "last"], "not in the order of the graph"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("gpus", [2, 3])
 def test_no_gpu_has_two_stages_at_a_time(
     gpus: int, toy: Toy, prefect_api: str, monkeypatch: pytest.MonkeyPatch
@@ -85,6 +86,7 @@ def test_no_gpu_has_two_stages_at_a_time(
         assert all(end <= begin for (_, end), (begin, _) in itertools.pairwise(times))
 
 
+@pytest.mark.slow
 def test_two_jobs_give_the_bytes_of_one_ten_times_under_load(
     toy: Toy, busy: None, serial: Callable[[Path], None], prefect_api: str
 ) -> None:

@@ -43,6 +43,7 @@ def write(name: str, text: str) -> Callable[[Path], Any]:
     return lambda root: (root / name).write_text(text)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("change", "reasons"),
     [

@@ -140,7 +140,6 @@ def pretrained(finished: "Project") -> "Project":
     return finished
 
 
-@pytest.mark.pipeline
 def test_the_stage_base_refuses_pickled_weights(pretrained: "Project", stage_main: Main, offered: Offered) -> None:
     shutil.copytree(offered(), pretrained.root / "data/raw/own")
     (pretrained.root / "data/raw/own/model.safetensors").rename(pretrained.root / "data/raw/own/pytorch_model.bin")
@@ -151,7 +150,6 @@ def test_the_stage_base_refuses_pickled_weights(pretrained: "Project", stage_mai
     assert ended.stderr.count("\n") == 1
 
 
-@pytest.mark.pipeline
 @pytest.mark.parametrize("stage", ["preferences", "ppo", "evaluate"])
 def test_pickled_weights_put_among_our_models_are_refused(
     finished: "Project", stage_main: Main, arm: Arm, stage: str
@@ -166,7 +164,7 @@ def test_pickled_weights_put_among_our_models_are_refused(
     assert not mark.exists()
 
 
-@pytest.mark.pipeline
+@pytest.mark.slow
 def test_trusted_code_runs_with_a_warning_at_every_stage(
     pretrained: "Project", stage_main: Main, own_code: Callable[[Path], Path]
 ) -> None:

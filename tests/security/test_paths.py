@@ -168,7 +168,6 @@ def test_no_code_of_a_dataset_runs(raw: Path, tmp_path: Path) -> None:
     assert not mark.exists()
 
 
-@pytest.mark.pipeline
 @pytest.mark.parametrize("name", ["models/sft", "tests"])
 def test_base_takes_no_model_from_elsewhere_in_the_project(finished: "Project", stage_main: Main, name: str) -> None:
     """DVC would not know of it: transformers takes any folder of that name."""
@@ -180,7 +179,6 @@ def test_base_takes_no_model_from_elsewhere_in_the_project(finished: "Project", 
     assert f"{name} is neither a folder below data/raw/ nor an id of the hub" in ended.stderr
 
 
-@pytest.mark.pipeline
 def test_a_link_to_a_model_elsewhere_is_refused(finished: "Project", stage_main: Main) -> None:
     (finished.root / "data/raw/own").symlink_to(finished.root / "models/sft")
     finished.set("runtime.tracking", False)
@@ -192,7 +190,6 @@ def test_a_link_to_a_model_elsewhere_is_refused(finished: "Project", stage_main:
     assert "leads out of data/raw/" in ended.stderr
 
 
-@pytest.mark.pipeline
 def test_a_link_to_a_text_elsewhere_is_refused(finished: "Project", stage_main: Main, tmp_path: Path) -> None:
     (tmp_path / "secret.txt").write_text("words " * 200, encoding="utf-8")
     (finished.root / "data/raw/text.txt").symlink_to(tmp_path / "secret.txt")

@@ -37,6 +37,7 @@ def said(done: "subprocess.CompletedProcess[str]") -> str:
     return done.stdout + done.stderr
 
 
+@pytest.mark.slow
 def test_a_stage_with_a_dead_server_keeps_the_secrets_of_its_environment(project: "Project") -> None:
     project.dvc("repro", "check_data")
     done = project.stage("ingest", **SECRETS)
@@ -46,6 +47,7 @@ def test_a_stage_with_a_dead_server_keeps_the_secrets_of_its_environment(project
     assert leaks(project.root) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", [["where"], ["doctor"], ["ui"], ["run"], ["serve"]])
 def test_commands_show_addresses_without_their_secrets(project: "Project", command: list[str]) -> None:
     servers = {"PREFECT_API_URL": "http://somebody:s3cret-prefect@127.0.0.1:9/api"}

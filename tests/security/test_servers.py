@@ -60,6 +60,7 @@ def mlflow_ui(tmp_path: Path, database: Path) -> Iterator[tuple[psutil.Process, 
         processes.stop(process.pid, process, processes.SERVER_LADDER)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_the_servers_of_leash_up_and_leash_ui(
     mlflow_ui: tuple[psutil.Process, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -59,6 +59,7 @@ def test_a_bad_parameter_stops_its_stage_and_check(
     one_line(stage_main(project, "check"), "check", says)
 
 
+@pytest.mark.slow
 def test_the_command_itself_says_so(project: "Project") -> None:
     """The other tests run a stage's main function within this process, to import torch once."""
     project.set("ppo.clip_ratio", -1)
@@ -67,7 +68,7 @@ def test_the_command_itself_says_so(project: "Project") -> None:
     assert ended.stdout == ""
 
 
-@pytest.mark.pipeline
+@pytest.mark.slow
 def test_dvc_repro_with_a_bad_parameter_keeps_every_output(finished: "Project") -> None:
     before = finished.outputs()
     assert len(before) > 50
@@ -82,7 +83,6 @@ def test_dvc_repro_with_a_bad_parameter_keeps_every_output(finished: "Project") 
     assert finished.repro() == []
 
 
-@pytest.mark.pipeline
 def test_dvc_repro_without_a_block_keeps_every_output(finished: "Project") -> None:
     before = finished.outputs()
     content = (finished.root / "params.yaml").read_text(encoding="utf-8")
@@ -142,7 +142,6 @@ def break_row_17(text: str) -> str:
     return "".join([*lines[:16], lines[16][:-3] + "\n", *lines[17:]])
 
 
-@pytest.mark.pipeline
 @pytest.mark.parametrize(
     ("edit", "says"),
     [
@@ -167,7 +166,6 @@ def test_a_bad_dataset_between_stages(
     assert after | {DEMONSTRATIONS: before[DEMONSTRATIONS]} == before
 
 
-@pytest.mark.pipeline
 @pytest.mark.parametrize("path", [DEMONSTRATIONS, "models/base", "data/check.ok", "tasks/sft.py"])
 def test_a_missing_file(finished: "Project", stage_main: Main, path: str) -> None:
     before = finished.outputs()
@@ -176,7 +174,6 @@ def test_a_missing_file(finished: "Project", stage_main: Main, path: str) -> Non
     assert finished.outputs().keys() <= before.keys()
 
 
-@pytest.mark.pipeline
 @pytest.mark.parametrize("stage", ["ppo", "evaluate"])
 def test_failure_04_a_leaked_heldout_prompt(finished: "Project", stage_main: Main, stage: str) -> None:
     leaked = finished.rows("data/ingest/heldout.jsonl")[3]
@@ -197,7 +194,6 @@ def with_long_prompt(project: "Project") -> "Project":
     return project
 
 
-@pytest.mark.pipeline
 def test_a_prompt_longer_than_the_context(finished: "Project", stage_main: Main) -> None:
     before = with_long_prompt(finished).outputs()
     ended = stage_main(finished, "ppo")
@@ -206,7 +202,6 @@ def test_a_prompt_longer_than_the_context(finished: "Project", stage_main: Main)
     assert finished.outputs() == before
 
 
-@pytest.mark.pipeline
 def test_all_long_rows_are_named_before_anything_is_trained(finished: "Project", stage_main: Main) -> None:
     """By `base`, for every dataset: a prompt or an answer that the context does not hold."""
     finished.set("runtime.tracking", False)
@@ -229,7 +224,6 @@ def test_all_long_rows_are_named_before_anything_is_trained(finished: "Project",
         (finished.root / path).write_bytes(good[path])
 
 
-@pytest.mark.pipeline
 def test_a_prompt_longer_than_the_context_is_dropped_on_demand(finished: "Project", stage_main: Main) -> None:
     finished.set("runtime.tracking", False)
     with_long_prompt(finished)
@@ -239,7 +233,6 @@ def test_a_prompt_longer_than_the_context_is_dropped_on_demand(finished: "Projec
     assert finished.json("metrics/ppo.json")["prompts_too_long"] == 1
 
 
-@pytest.mark.pipeline
 def test_a_diverging_run_is_no_crash_to_try_again(finished: "Project", stage_main: Main) -> None:
     finished.set("runtime.tracking", False)
     finished.set("ppo.learning_rate", 1e30)
@@ -250,7 +243,6 @@ def test_a_diverging_run_is_no_crash_to_try_again(finished: "Project", stage_mai
     assert finished.outputs() == before
 
 
-@pytest.mark.pipeline
 def test_prompts_that_all_are_too_long(finished: "Project", stage_main: Main) -> None:
     finished.set("runtime.tracking", False)
     finished.set("long_rows", "drop")
@@ -258,7 +250,6 @@ def test_prompts_that_all_are_too_long(finished: "Project", stage_main: Main) ->
     one_line(stage_main(finished, "ppo"), "ppo", f"{PPO_PROMPTS}: none of its 72 rows fits into 96 tokens")
 
 
-@pytest.mark.pipeline
 def test_failure_11_a_tokenizer_whose_pad_is_its_eos(finished: "Project", stage_main: Main) -> None:
     path = finished.root / "models/sft/tokenizer_config.json"
     text = path.read_text(encoding="utf-8")
@@ -299,7 +290,7 @@ def leash_run(prefect_home: Path) -> Iterator[Callable[["Project"], "subprocess.
         leash(project, "up", "--stop")
 
 
-@pytest.mark.pipeline
+@pytest.mark.slow
 def test_leash_run_says_the_same_and_keeps_every_output(
     finished: "Project", leash_run: Callable[["Project"], "subprocess.CompletedProcess[str]"]
 ) -> None:

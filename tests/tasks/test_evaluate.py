@@ -58,7 +58,6 @@ def test_every_model_has_the_same_figures_on_the_same_prompts(tiny_run: "TinyRun
         }
 
 
-@pytest.mark.pipeline
 def test_the_figures_at_the_top_are_those_of_the_table(tiny_run: "TinyRun") -> None:
     metrics = tiny_run.project.json("metrics/evaluate.json")
     sft, policy = metrics["models"]["sft"], metrics["models"]["policy"]
@@ -80,7 +79,6 @@ def test_the_frontier_has_a_point_for_every_model_and_snapshot(tiny_run: "TinyRu
     )
 
 
-@pytest.mark.pipeline
 def test_a_users_models_and_prompts_join_and_a_model_may_judge(finished: "Project", stage_main: Main) -> None:
     """A copy of the SFT model has its figures; a model with other tokens has no KL."""
     finished.set("runtime.tracking", False)
@@ -127,7 +125,6 @@ def foreign(project: "Project", name: str) -> None:
     tokenizer.save_pretrained(folder)
 
 
-@pytest.mark.pipeline
 @pytest.mark.parametrize(
     ("name", "value", "says"),
     [

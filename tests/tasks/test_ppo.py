@@ -26,7 +26,6 @@ KILLED = 137
 OUTS = ("models/snapshots/", "models/critic/", "plots/ppo.csv", "data/ppo/", "metrics/ppo.json")
 
 
-@pytest.mark.pipeline
 def test_failure_01_a_killed_stage_continues_and_ends_byte_identical(
     finished: "Project", stage_main: Callable[["Project", str], "Ended"], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -58,7 +57,7 @@ def test_failure_01_a_killed_stage_continues_and_ends_byte_identical(
     assert {name: after[name] for name in expected} == expected
 
 
-@pytest.mark.pipeline
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",
     [
@@ -85,7 +84,7 @@ def test_every_kind_of_models_goes_from_sft_to_the_report(
     assert finished.json("metrics/ppo.json")["optimizer_steps"] == 16
 
 
-@pytest.mark.pipeline
+@pytest.mark.slow
 def test_failure_10_a_stage_of_two_processes_makes_what_one_makes(finished: "Project") -> None:
     """Run as DVC runs it; the same answers, and numbers that differ in their last digits."""
     before = finished.json("metrics/ppo.json")
@@ -109,7 +108,7 @@ def test_failure_10_a_stage_of_two_processes_makes_what_one_makes(finished: "Pro
     assert not list((finished.root / "work" / "ppo").glob("*/"))
 
 
-@pytest.mark.pipeline
+@pytest.mark.slow
 def test_a_text_for_ptx_is_read_from_data_raw(
     finished: "Project", stage_main: Callable[["Project", str], "Ended"]
 ) -> None:
@@ -138,7 +137,6 @@ def models_with(project: "Project", block: str, **changes: Any) -> ActorCritic:
     return load_models(stage, config)
 
 
-@pytest.mark.pipeline
 def test_the_critic_starts_where_the_settings_say(finished: "Project") -> None:
     trained = load_scalar_model(finished.root / "models" / "reward")
     with torch.no_grad():

@@ -3,15 +3,11 @@
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-import pytest
-
 from rlhf_core.data.chat import prompt_id
 from tasks.preferences import SCORED
 
 if TYPE_CHECKING:
     from tests.conftest import Ended, Project
-
-pytestmark = pytest.mark.pipeline
 
 
 def test_with_pairs_of_the_data_each_of_512_prompts_is_answered_once(

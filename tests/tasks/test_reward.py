@@ -51,7 +51,6 @@ def test_a_sampled_answer_keeps_its_tokens(row: dict[str, Any], monkeypatch: pyt
     assert comparisons.response_tokens(tokenizer, row, "rejected") == [300, 0]
 
 
-@pytest.mark.pipeline
 def test_lora_leaves_a_plain_merged_folder(
     finished: "Project", stage_main: Callable[["Project", str], "Ended"]
 ) -> None:

@@ -44,7 +44,6 @@ def is_the_snapshot(project: "Project", step: int) -> bool:
     return policy.keys() == snapshot.keys() and all(torch.equal(policy[name], snapshot[name]) for name in policy)
 
 
-@pytest.mark.pipeline
 def test_the_policy_is_the_chosen_snapshot(
     finished: "Project", stage_main: Callable[["Project", str], "Ended"]
 ) -> None:

@@ -149,6 +149,7 @@ def test_code_of_a_model_runs_only_within_a_project_that_says_so(
     assert not chat.trusted(Path("models"), said.append)
 
 
+@pytest.mark.slow
 def test_a_terminal_has_a_prompt_and_ctrl_d_leaves(models: Path) -> None:
     ours, theirs = pty.openpty()
     environment = {**os.environ, "PYTHONPATH": str(Path(flows.__file__).parent.parent), "TERM": "dumb"}

@@ -166,7 +166,6 @@ def test_the_command(root: Path, leash: Callable[..., "subprocess.Popen[str]"]) 
     assert (process.returncode, output, errors.count("\n")) == (2, "", 1)
 
 
-@pytest.mark.pipeline
 def test_a_policy_and_its_copy_elsewhere(finished: "Project", tmp_path: Path) -> None:
     """The copy is known by its bytes, also when the workspace and dvc.lock have forgotten it."""
     policy = lineage(finished.root, finished.root / "models/policy")

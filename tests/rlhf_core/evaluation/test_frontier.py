@@ -45,6 +45,7 @@ def test_an_interval_contains_the_uncertainty_of_both_kls() -> None:
         assert found.high - found.low > 0.1
 
 
+@pytest.mark.slow
 def test_of_200_intervals_about_95_in_100_cover_the_lead() -> None:
     """Snapshots and model with noise in KL and score that they share in part, as answers to one prompt do."""
     rng, covered = np.random.default_rng(1), 0

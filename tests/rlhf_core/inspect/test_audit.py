@@ -76,6 +76,7 @@ def at_the_last_column(scores: Any, kl: Any, mask: Any, kl_coef: float, placemen
 # results of the audit
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("problem", ["bandit", "two_tokens", "three_tokens"])
 def test_ppo_ends_at_the_closed_form_optimum(canonical: dict[str, Any], problem: str) -> None:
     found = canonical["problems"][problem]
@@ -127,6 +128,7 @@ def test_a_wrong_reward_biases_the_gradient(
     assert gradient_bias(trainer, problems(config)[TWO])["critic"].relative_l2 > 0.05
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",
     [
@@ -308,6 +310,7 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(problems_module, "MOST_STEPS", 2)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("short")
 def test_the_command_prints_one_json_object() -> None:
     done = CliRunner().invoke(app, ["audit", "--json", "--params", str(ROOT / "params.yaml")])
@@ -318,6 +321,7 @@ def test_the_command_prints_one_json_object() -> None:
     assert "three_tokens step 2/2" in done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("short")
 def test_the_command_prints_the_same_as_text(monkeypatch: pytest.MonkeyPatch) -> None:
     done = CliRunner().invoke(app, ["audit", "--params", str(ROOT / "params.yaml")])

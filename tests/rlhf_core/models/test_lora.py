@@ -251,6 +251,7 @@ def test_a_merged_critic_loads_with_its_head(
         torch.testing.assert_close(values, adapted, rtol=0, atol=1e-5 * adapted.abs().max().item())
 
 
+@pytest.mark.slow
 def test_a_merged_folder_loads_where_peft_is_not_installed(
     tmp_path: Path, build_lm: Build, tokenizer: Tokenizer
 ) -> None:

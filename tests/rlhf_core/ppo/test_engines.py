@@ -35,7 +35,7 @@ ENGINES: dict[str, Callable[[Rules], Engine]] = {
 KEYED = ("leash", "transformers")
 
 
-@pytest.fixture(params=list(ENGINES))
+@pytest.fixture(params=[*KEYED, pytest.param("transformers_continuous", marks=pytest.mark.slow)])
 def engine(request: pytest.FixtureRequest) -> Callable[[Rules], Engine]:
     return ENGINES[request.param]
 
@@ -116,6 +116,7 @@ def test_rule_03_a_key_gives_the_same_response_in_every_batch(
     assert keyed(RULES)(model, PROMPTS, [(2, 0, i) for i in range(len(PROMPTS))]).responses != whole
 
 
+@pytest.mark.slow
 def test_continuous_batching_repeats_itself_on_a_cpu_and_follows_the_keys(build_lm: Build) -> None:
     """What it keeps of rule 3: the same batch with the same keys."""
     model, engine = build_lm(), ContinuousEngine(RULES)

@@ -178,6 +178,7 @@ def test_rule_15_kl_in_the_loss_leaves_the_reward_alone(make_trainer: MakeTraine
     assert (row["kl_loss"] or 0) > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("estimator", ["rho_k1", "rho_k3", "k2", "full"])
 def test_rule_15_kl_in_the_loss_pulls_to_the_reference(make_trainer: MakeTrainer, estimator: str) -> None:
     """With constant rewards only the KL penalty acts."""

@@ -48,6 +48,7 @@ def relative(one: torch.Tensor, two: torch.Tensor) -> float:
     return ((one - two).norm() / one.norm()).item()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", list(OPTIONS))
 def test_rule_13_rule_03_failure_10_two_processes_train_as_one(name: str, tmp_path: Path) -> None:
     """The same samples, the same gradient at the first step (1e-5), the same weights after three (1e-4)."""

@@ -7,6 +7,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 from tasks.page.figures import PICTURES
 from tasks.page.inputs import Run
 from tasks.params.report import ReportParams
@@ -28,6 +30,7 @@ def write(root: Path, run: Run, out: Path, tracker: Any = None) -> dict[str, byt
     return {path.name: path.read_bytes() for path in out.iterdir()}
 
 
+@pytest.mark.slow
 def test_two_runs_write_the_same_bytes(make_run: Callable[..., Run], tmp_path: Path) -> None:
     sent: list[tuple[Path, str]] = []
     tracker = SimpleNamespace(artifact=lambda path, folder: sent.append((path, folder)))

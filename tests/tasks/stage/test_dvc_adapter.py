@@ -70,6 +70,7 @@ def rewriting(root: Path) -> subprocess.Popen[str]:
     return process
 
 
+@pytest.mark.slow
 def test_a_project_is_never_read_in_the_middle_of_a_rewrite(root: Path) -> None:
     whole = (root / "dvc.lock").read_text(encoding="utf-8")
     writer = rewriting(root)
@@ -107,6 +108,7 @@ def test_a_stage_that_starts_in_the_middle_of_a_rewrite(root: Path) -> None:
         writer.wait(timeout=30)
 
 
+@pytest.mark.slow
 def test_the_text_and_the_order_of_the_lock_file_wait_for_the_writer_too(root: Path) -> None:
     whole = (root / "dvc.lock").read_text(encoding="utf-8")
     for read, expected in ((read_lock_file, whole), (recorded_order, ("first", "second"))):
@@ -117,6 +119,7 @@ def test_the_text_and_the_order_of_the_lock_file_wait_for_the_writer_too(root: P
             writer.wait(timeout=30)
 
 
+@pytest.mark.slow
 def test_a_lock_that_is_never_given_back(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dvc_adapter, "PATIENCE_SECONDS", 0.0)
     writer = rewriting(root)

@@ -141,7 +141,6 @@ def test_none_is_none(tmp_path: Path) -> None:
     assert read(tmp_path / "nowhere") is None
 
 
-@pytest.mark.pipeline
 @pytest.mark.parametrize("model", MODELS)
 def test_every_model_of_the_pipeline_agrees_with_the_lock_file(tiny_run: "TinyRun", model: str) -> None:
     own: dict[str, Any] | None = read(tiny_run.project.root / "models" / model)

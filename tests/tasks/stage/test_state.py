@@ -81,6 +81,7 @@ def test_a_recorded_stage_that_is_forced_starts_from_nothing(toy: Path) -> None:
     assert repro(toy, "--force", "toy") == (0, "trained")
 
 
+@pytest.mark.slow
 def test_a_stage_whose_outputs_dvc_could_not_store_continues(toy: Path) -> None:
     """A full disk, a kill: here a file where the cache must be."""
     (toy / ".dvc" / "cache").write_text("in the way", encoding="utf-8")
@@ -92,6 +93,7 @@ def test_a_stage_whose_outputs_dvc_could_not_store_continues(toy: Path) -> None:
     assert states(toy) == []
 
 
+@pytest.mark.slow
 def test_what_is_recorded_and_in_no_cache_continues(toy: Path) -> None:
     """As in a fresh clone, whose dvc.lock is committed."""
     assert repro(toy, "toy") == (0, "trained")

@@ -64,6 +64,7 @@ def test_a_dead_server_is_reported_and_everything_stays(
     assert time.monotonic() - begin < 5
 
 
+@pytest.mark.slow
 def test_the_sender_sends_while_the_stage_works_and_prints_nothing(
     root: Path, pipeline: PipelineIdentity, look: Look, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -202,6 +203,7 @@ print(tracker.close("FINISHED", timeout=60))
 """
 
 
+@pytest.mark.slow
 def test_two_stages_open_a_fresh_database_at_once(tmp_path: Path) -> None:
     workers = [start(WORKER, str(tmp_path), stage, key * 32) for stage, key in (("sft", "a1"), ("ingest", "b2"))]
     assert [worker.communicate(timeout=90) for worker in workers] == [("True\n", "")] * 2

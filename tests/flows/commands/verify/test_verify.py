@@ -248,6 +248,7 @@ def kill(process: "subprocess.Popen[str]") -> None:
     process.kill()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("end", "code"), [(interrupt, 130), (terminate, 143), (kill, -9)])
 def test_a_stopped_verification_leaves_nothing(
     recorded: Path,
@@ -295,6 +296,7 @@ def test_a_clone_at_work_is_not_abandoned(recorded: Path) -> None:
     assert leftovers(recorded) == []
 
 
+@pytest.mark.slow
 def test_what_the_command_prints(recorded: Path, leash: Callable[..., "subprocess.Popen[str]"]) -> None:
     process = leash(recorded / "data", "verify", "one", "--json")
     output, errors = process.communicate(timeout=100)
@@ -309,7 +311,7 @@ def test_what_the_command_prints(recorded: Path, leash: Callable[..., "subproces
     assert errors.startswith("error: dvc.lock is not that of one")
 
 
-@pytest.mark.pipeline
+@pytest.mark.slow
 def test_a_stage_of_the_pipeline(finished: "Project") -> None:
     """A wrong hash in dvc.lock is found, the right ones beside it are confirmed; MLflow hears nothing of it."""
     lock = finished.root / "dvc.lock"
