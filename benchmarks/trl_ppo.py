@@ -66,7 +66,7 @@ def main() -> None:
 def build(options: argparse.Namespace, clock: Clock) -> PPOTrainer:
     """TRL's trainer with a critic of its own, float32, no gradient checkpointing, the batch of the command line."""
     tokenizer = AutoTokenizer.from_pretrained(options.sft, padding_side="left")
-    prompts = [json.loads(line)["prompt"] for line in Path(options.prompts).read_text("utf-8").splitlines()]
+    prompts = [json.loads(line)["prompt"] for line in Path(options.prompts).read_text("utf-8").strip().split("\n")]
     rows = [
         tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=True, return_dict=False)
         for prompt in prompts

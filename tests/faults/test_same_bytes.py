@@ -89,6 +89,7 @@ def test_failure_01_damaged_state_is_said_and_not_used(
     assert project.outputs() == tiny_run.project.outputs()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", ["sft", "reward"])
 def test_loader_workers_and_the_checkpoint_interval_change_nothing(
     tiny_run: "TinyRun", finished: "Project", stage_main: "Main", stage: str

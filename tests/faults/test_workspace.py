@@ -172,6 +172,7 @@ def test_a_zombie_or_a_reused_number_is_one_line_with_the_command_that_helps(
     assert pipeline(root=str(root))["one"].state == "Restored"
 
 
+@pytest.mark.slow
 def test_a_list_that_was_being_written(toy: Toy, serial: Any, prefect_api: str) -> None:
     root = toy({"one": ("work", [])})
     serial(root)

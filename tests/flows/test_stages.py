@@ -20,6 +20,7 @@ def state(root: Path, stage: str, force: bool = False) -> str:
     return run_stage(root, stage, force, None, lambda line: None).state
 
 
+@pytest.mark.slow
 def test_ran_up_to_date_restored_forced(toy: Callable[..., Path]) -> None:
     root = toy({"one": ("work", [])})
     assert state(root, "one") == EXECUTED

@@ -47,6 +47,7 @@ def trained(tmp_path: Path) -> tuple[Trainer, Path]:
     return trainer, tmp_path / "trainer" / "checkpoint-1"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wrapped", [True, False], ids=["torch", "plain pickle"])
 @pytest.mark.parametrize("name", PARTS)
 def test_an_armed_part_of_a_trainers_checkpoint_never_fires(

@@ -215,6 +215,7 @@ def test_odd_file_names_are_names(raw: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert not (raw.parents[1] / "owned").exists()
 
 
+@pytest.mark.slow
 def test_leash_import_takes_an_odd_name_as_a_name(project: "Project", tmp_path: Path) -> None:
     source = tmp_path / "-x $(touch owned) `touch owned` 'q';touch owned"
     source.mkdir()

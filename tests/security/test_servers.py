@@ -87,6 +87,7 @@ def test_the_servers_of_leash_up_and_leash_ui(
     assert {ip for ip, _ in places} <= LOOPBACK
 
 
+@pytest.mark.slow
 def test_the_meeting_point_of_a_stages_processes(tmp_path: Path) -> None:
     """What they exchange is unpickled, so that no other machine may join."""
     world = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "LEASH_RENDEZVOUS": str(tmp_path / "store")}

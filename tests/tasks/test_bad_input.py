@@ -142,6 +142,7 @@ def break_row_17(text: str) -> str:
     return "".join([*lines[:16], lines[16][:-3] + "\n", *lines[17:]])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("edit", "says"),
     [
@@ -202,6 +203,7 @@ def test_a_prompt_longer_than_the_context(finished: "Project", stage_main: Main)
     assert finished.outputs() == before
 
 
+@pytest.mark.slow
 def test_all_long_rows_are_named_before_anything_is_trained(finished: "Project", stage_main: Main) -> None:
     """By `base`, for every dataset: a prompt or an answer that the context does not hold."""
     finished.set("runtime.tracking", False)

@@ -42,7 +42,6 @@ def test_the_table_for_mlflow_has_the_answers_of_one_seed_by_prompt() -> None:
     ]
 
 
-@pytest.mark.pipeline
 def test_every_model_has_the_same_figures_on_the_same_prompts(tiny_run: "TinyRun") -> None:
     project = tiny_run.project
     metrics = project.json("metrics/evaluate.json")
@@ -69,7 +68,6 @@ def test_the_figures_at_the_top_are_those_of_the_table(tiny_run: "TinyRun") -> N
     assert policy["tokens_trained"] == tiny_run.project.json("metrics/ppo.json")["tokens_trained"] > 0
 
 
-@pytest.mark.pipeline
 def test_the_frontier_has_a_point_for_every_model_and_snapshot(tiny_run: "TinyRun") -> None:
     lines = (tiny_run.project.root / "plots/frontier.csv").read_text(encoding="utf-8").splitlines()[1:]
     points = [tuple(line.split(",")[:2]) for line in lines]

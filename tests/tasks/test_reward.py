@@ -31,7 +31,7 @@ def row() -> dict[str, Any]:
 def test_failure_05_pairs_are_trained_on_or_measured_on_and_never_both(
     row: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(comparisons, "encode_prompt", lambda tokenizer, prompt: [prompt])
+    monkeypatch.setattr(comparisons, "prompts_once", lambda tokenizer: lambda row: [row["prompt"]])
     row |= {"rejected_ids": [99, 0]}
     rows = [
         row | {"prompt_id": str(n), "prompt": n, "split": "validation" if n % 3 == 0 else "train"} for n in range(9)

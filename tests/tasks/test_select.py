@@ -66,7 +66,7 @@ def test_the_policy_is_the_chosen_snapshot(
         assert (finished.root / "plots/select.csv").read_bytes() == before
 
 
-@pytest.mark.pipeline
+@pytest.mark.slow
 def test_random_numbers_differ_from_those_of_evaluate(
     finished: "Project", stage_main: Callable[["Project", str], "Ended"]
 ) -> None:
@@ -92,7 +92,7 @@ def test_random_numbers_differ_from_those_of_evaluate(
     assert models["policy"]["reward"] != pytest.approx(float(last["reward"]), abs=1e-6)
 
 
-@pytest.mark.pipeline
+@pytest.mark.slow
 def test_without_prompts_nothing_is_compared(
     finished: "Project", stage_main: Callable[["Project", str], "Ended"]
 ) -> None:

@@ -86,10 +86,12 @@ def test_ppo_ends_at_the_closed_form_optimum(canonical: dict[str, Any], problem:
     assert found["kl"] == pytest.approx(found["kl_of_optimum"], abs=0.05)
 
 
+@pytest.mark.slow
 def test_the_headline_is_the_worst_problem(canonical: dict[str, Any]) -> None:
     assert canonical["total_variation"] == max(one["total_variation"] for one in canonical["problems"].values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("problem", ["bandit", "two_tokens", "three_tokens"])
 def test_rule_08_k1_in_the_reward_has_an_unbiased_gradient(canonical: dict[str, Any], problem: str) -> None:
     for place in ("reference", "half_way"):
@@ -97,11 +99,13 @@ def test_rule_08_k1_in_the_reward_has_an_unbiased_gradient(canonical: dict[str, 
             assert canonical["problems"][problem]["gradient_bias"][place][critic]["relative_l2"] <= 1e-4
 
 
+@pytest.mark.slow
 def test_without_entropy_or_discount_the_resting_point_is_the_optimum(canonical: dict[str, Any]) -> None:
     for found in canonical["problems"].values():
         assert found["total_variation_between"] == pytest.approx(0, abs=1e-6)
 
 
+@pytest.mark.slow
 def test_the_audit_is_plain_json(canonical: dict[str, Any]) -> None:
     assert json.loads(json.dumps(canonical)) == canonical
 
@@ -240,6 +244,7 @@ def test_what_the_tiny_models_do_not_have_is_replaced() -> None:
     assert {"lora.target_modules", "engine"} <= set(changed)
 
 
+@pytest.mark.slow
 def test_grpo_with_the_kl_in_the_loss_ends_at_its_resting_point() -> None:
     """β is then per unit of the normalised advantage: σ·β in units of the score."""
     config = block(
@@ -259,6 +264,7 @@ def test_any_division_of_the_batch_fits(minibatches: int, epochs: int) -> None:
         assert forced(config, problem).minibatches == minibatches
 
 
+@pytest.mark.slow
 def test_rule_08_refused_combinations_are_the_configurations_own(canonical: dict[str, Any]) -> None:
     refused = canonical["refused"]
     for one in refused:
@@ -278,6 +284,7 @@ def test_a_combination_that_is_allowed_is_not_listed(monkeypatch: pytest.MonkeyP
     assert [one["combination"] for one in refused_combinations(block())] == [{"kl.estimator": "k2"}]
 
 
+@pytest.mark.slow
 def test_refused_combinations_miss_the_optimum_and_k1_does_not(canonical: dict[str, Any]) -> None:
     measured = {tuple(one["combination"].values()): one["measured"] for one in canonical["refused"]}
     allowed = Bandit().measure({"kl.penalty": "reward", "kl.estimator": "k1"})

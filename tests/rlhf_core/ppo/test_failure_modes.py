@@ -108,6 +108,7 @@ def runs() -> dict[str, Watched]:
     return {}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FAILING)
 def test_the_failing_run_gives_the_alert(name: str, make_trainer: MakeTrainer, runs: dict[str, Watched]) -> None:
     how, steps, changes = FAILING[name]
@@ -116,6 +117,7 @@ def test_the_failing_run_gives_the_alert(name: str, make_trainer: MakeTrainer, r
     assert name in runs[how].names, f"{how}: {sorted(runs[how].names)}"
 
 
+@pytest.mark.slow
 def test_reward_hacking_is_found_without_a_judge(make_trainer: MakeTrainer) -> None:
     run = watched(make_trainer, **NO_KL_PENALTY, judge=None).go(15)
     (alert,) = [alert for alert in run.monitor.alerts if alert.name == "reward_hacking"]

@@ -47,6 +47,7 @@ def test_same_numbers_same_bytes_whatever_the_users_style(make_run: MakeRun, pic
         assert mpl.rcParams["font.size"] == 20
 
 
+@pytest.mark.slow
 def test_other_numbers_other_bytes(make_run: MakeRun, pictures: Drawn) -> None:
     run = make_run()
     ppo = run.curves["ppo"]

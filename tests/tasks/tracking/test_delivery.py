@@ -86,6 +86,7 @@ def test_the_sender_sends_while_the_stage_works_and_prints_nothing(
     assert not list(outbox.outbox_folder(root).iterdir())
 
 
+@pytest.mark.slow
 def test_the_sender_sends_outboxes_of_earlier_stages(root: Path, pipeline: PipelineIdentity, look: Look) -> None:
     left = Tracker.open(root, "ingest", "cd" * 32, pipeline, send=False, system_seconds=0)
     left.metrics({"ingest/rows": 7.0}, step=0)

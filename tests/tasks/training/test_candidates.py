@@ -157,6 +157,7 @@ def test_rejection_trains_on_the_tokens_that_were_sampled(
     load_causal_lm(workshop / "models/rejection_sft")
 
 
+@pytest.mark.slow
 def test_a_stage_that_was_killed_while_it_sampled_goes_on_to_the_same_bytes(
     reject: Callable[..., tuple[Rows, dict[str, Any]]], workshop: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
