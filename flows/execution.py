@@ -56,8 +56,8 @@ class Execution:
 def gpus_for(jobs: int) -> list[str | None]:
     """One entry for each stage that may run at the same time: the GPU that it gets, or None for no choice.
 
-    One stage at a time sees every GPU. Stages side by side get one each, and are never more than the GPUs; without a
-    GPU they share the CPU.
+    One stage at a time chooses from all visible GPUs. Stages side by side get one each, and are never more than the
+    GPUs; without a GPU they share the CPU.
     """
     if jobs == 1:
         return [None]

@@ -11,18 +11,20 @@ from flows import driver, processes, server, terminal
 from flows.stages import UP_TO_DATE, Outcome, PipelineFailed
 from rlhf_core.errors import UserError
 from tasks.params.loader import PARAMS_FILE, parse, read_yaml
+from tasks.stage.workers import requested_processes
 from tasks.tracking.settings import without_credentials
 
 if TYPE_CHECKING:
     from flows.graph import Graph
 
 
-def run(root: Path, stages: list[str] | None, force: bool, **options: Any) -> int:
-    """Run the flow (`options` as its parameters) and print how its stages ended; the exit code. Where all is up to date
-    there is no flow.
+def run(root: Path, stages: list[str] | None, force: bool, jobs: int = 1, **options: Any) -> int:
+    """Run the flow (`options` as its parameters) and print how its stages ended; returns the exit code. Where all is up
+    to date there is no flow.
 
-    Raises UserError for an unknown stage, a refused params.yaml, another run in this workspace, or a Prefect server
-    that does not answer. Ends the process where the server is lost in between.
+    Raises UserError for an unknown stage, a refused params.yaml, several jobs with a stage of several processes,
+    another run in this workspace, or a Prefect server that does not answer. Ends the process where the server is lost
+    in between.
     """
     failure = None
     with driver.sole(root) as project:
@@ -31,12 +33,14 @@ def run(root: Path, stages: list[str] | None, force: bool, **options: Any) -> in
             from tasks.params.all import Params
 
             parse(Params, read_yaml(root / PARAMS_FILE), file=PARAMS_FILE)
+        if jobs > 1:
+            _require_one_process_each(graph.stages, root / PARAMS_FILE)
         with terminal.screen(graph.stages):
             plan = {stage: ["--force"] for stage in graph.stages} if force else project.plan(graph)
             terminal.say("", first_line(graph, plan))
             if plan or project.changed_sources(graph):
                 _connect(root)
-                failure = _run_flow(stages=stages, force=force, root=str(root), **options)
+                failure = _run_flow(stages=stages, force=force, root=str(root), jobs=jobs, **options)
             else:
                 for stage in graph.stages:
                     terminal.end(Outcome(stage, UP_TO_DATE, 0.0))
@@ -44,6 +48,15 @@ def run(root: Path, stages: list[str] | None, force: bool, **options: Any) -> in
     for error in failure.errors if failure else []:
         terminal.complain(str(error))
     return 0 if failure is None else 2 if failure.users_fault else 1
+
+
+def _require_one_process_each(stages: tuple[str, ...], params: Path) -> None:
+    """Raise UserError for a stage of several processes, which needs as many GPUs: with several jobs it gets one."""
+    for stage in stages:
+        if (count := requested_processes(stage, params)) > 1:
+            raise UserError(
+                f"{PARAMS_FILE}: {stage} runs in {count} processes (ppo.processes); use --jobs 1, or processes: 1"
+            )
 
 
 def first_line(graph: "Graph", plan: dict[str, list[str]]) -> str:
