@@ -11,12 +11,13 @@ from prefect.futures import PrefectFuture, as_completed
 from prefect.states import Completed
 from prefect.task_runners import TaskRunner, ThreadPoolTaskRunner
 
-from flows import artifacts, driver, lockfile, processes, terminal
+from flows import artifacts, driver, processes, terminal
 from flows.environment import find_root
 from flows.execution import Execution, Print, gpus_for
 from flows.graph import Graph
 from flows.stages import FAILED, NOT_RUN, Outcome, PipelineFailed, StageCrash, StageUserError
 from rlhf_core.errors import UserError
+from tasks.stage.dvc_adapter import recorded_order, restore_order
 from tasks.stage.pipeline_run import finish
 
 
@@ -76,13 +77,13 @@ def _run(
 ) -> tuple[dict[str, Outcome], list[StageUserError | StageCrash]]:
     """Every stage of the graph; afterwards `dvc.lock` has the order of the graph."""
     root = execution.project.root
-    before = lockfile.entries(root)
+    before = recorded_order(root)
     try:
         with processes.session():
             execution.refresh_sources(graph)
             futures = _run_stages(execution, graph, gpus_for(jobs), options)
     finally:
-        lockfile.restore_order(root, graph, before)
+        restore_order(root, graph.stages, before)
     outcomes = {stage: _outcome(execution, stage, futures[stage].state) for stage in graph.stages}
     errors = [error for stage in graph.stages if (error := _error(stage, futures[stage].state)) is not None]
     return outcomes, errors

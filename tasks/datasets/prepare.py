@@ -1,5 +1,4 @@
-"""Raw data as the rows of a run: read, cleaned, given a share by prompt, and counted by use. What cannot be used is
-refused here."""
+"""Raw data as the rows of a run: read, cleaned, given a share by prompt, and counted by use."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -7,14 +6,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rlhf_core.demo.world import DemoWorld
 from rlhf_core.errors import UserError
 from tasks.datasets.problems import Say
-from tasks.datasets.sources import cleaning, demo, files
+from tasks.datasets.sources import cleaning, files
 from tasks.datasets.sources.cleaning import Dropped
 from tasks.datasets.sources.datasets import USES, Divided, rows_by_use
 from tasks.datasets.sources.example import RAW, Example, Kind
 from tasks.datasets.sources.splits import Assignment, assign
-from tasks.params.ingest import IngestParams
+from tasks.params.ingest import DemoParams, IngestParams
 
 KINDS: tuple[Kind, ...] = ("demonstration", "pair", "prompt")
 LABELS = {
@@ -52,13 +52,23 @@ def prepare(params: IngestParams, raw: Path = RAW, cache: Path | None = None, sa
 def read(params: IngestParams, raw: Path, cache: Path | None, say: Say) -> list[Example]:
     """The examples of the configured source. Raises UserError, see the sources."""
     if params.source == "demo" and params.demo is not None:
-        return demo.read(params.demo, params.seed)
+        return demo_examples(params.demo, params.seed)
     if params.source == "huggingface" and params.huggingface is not None:
         from tasks.datasets.sources import huggingface  # a slow import that the other sources do not need
 
         return huggingface.read(params.huggingface, raw, cache, say)
     assert params.files is not None
     return files.read(params.files, raw, say)
+
+
+def demo_examples(params: DemoParams, seed: int) -> list[Example]:
+    """Every prompt of the demo world with its demonstrations."""
+    world = DemoWorld(seed, params.domains, params.needs)
+    return [
+        Example("demo", number, False, [{"role": "user", "content": text}], world.demonstration(text, index))
+        for number, text in enumerate(world.prompts(params.prompts), start=1)
+        for index in range(params.demonstrations_per_prompt)
+    ]
 
 
 def sift(examples: list[Example], params: IngestParams, say: Say) -> tuple[list[Example], list[Dropped]]:

@@ -12,7 +12,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -317,12 +317,22 @@ def recorded_order(root: Path) -> tuple[str, ...]:
         return tuple(parse_yaml(text, str(root / LOCK_FILE)).get("stages") or {})
 
 
-def reorder_lock_file(root: Path, order: tuple[str, ...]) -> None:
-    """Give the entries of dvc.lock this order, in the bytes that DVC itself would write. Raises UserError."""
+def restore_order(root: Path, stages: Sequence[str], before: Sequence[str]) -> None:
+    """Write the entries of dvc.lock in the order of one `dvc repro`, in DVC's own bytes. Raises UserError.
+
+    DVC keeps the place of an existing entry (`before`: the order when the run began), and appends new entries in the
+    order of the graph (`stages`). Stages that run side by side are entered as they end.
+    """
+    now = recorded_order(root)
+    known = [name for name in before if name in now]
+    new = [name for name in stages if name in now and name not in before]
+    wanted = (*known, *new, *(name for name in now if name not in known and name not in new))
+    if wanted == now:
+        return
     path = root / LOCK_FILE
     with _repository(root) as repo, _locked(repo):
         content = parse_yaml_for_update(path.read_text(encoding="utf-8"), str(path))
-        for name in order:
+        for name in wanted:
             content["stages"].move_to_end(name)
         with files.whole(path) as place:
             place.write_text(dumps_yaml(content), encoding="utf-8")
