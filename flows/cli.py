@@ -167,8 +167,7 @@ def audit(
     Prints the total variation to the optimum, and the bias of the gradient.
     """
     path = params if params is not None else find_root() / "params.yaml"
-    from flows.commands.audit.audit import audit_file
-    from flows.commands.audit.terminal import render
+    from flows.commands.audit import audit_file, render
 
     found = audit_file(path)
     _print(found, render, as_json)

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 WORDS = {
     EXECUTED: "ran",
-    UP_TO_DATE: "UpToDate",
-    RESTORED: "Restored",
+    UP_TO_DATE: "up to date",
+    RESTORED: "restored",
     FAILED: "FAILED",
     NOT_RUN: "not run",
 }

@@ -36,10 +36,7 @@ def chat(folder: Path, beside: Path | None, rules: Rules, system: str | None) ->
     folders = [folder] + ([beside] if beside is not None else [])
     for path in folders:
         require_language_model(path, trusted(path))
-    speakers = [
-        load_speaker(path, name, system, trust_remote_code=trusted(path))
-        for path, name in zip(folders, names(folders), strict=True)
-    ]
+    speakers = [load_speaker(path, str(path), system, trust_remote_code=trusted(path)) for path in folders]
     live = sys.stdin.isatty()
     if live:
         print(f"{' beside '.join(map(str, folders))}, temperature {rules.temperature:g}. {HELP}", flush=True)
@@ -122,16 +119,6 @@ def from_pipe() -> Iterator[str]:
 def note(text: str) -> None:
     """One line on stderr that is not from a model."""
     print(f"({text})", file=sys.stderr, flush=True)
-
-
-def names(folders: list[Path]) -> list[str]:
-    """The last parts of each path, as many as make them different."""
-    paths = [folder.expanduser().absolute() for folder in folders]
-    for parts in range(1, max(len(path.parts) for path in paths) + 1):
-        found = ["/".join(path.parts[-parts:]) for path in paths]
-        if len(set(found)) == len(found):
-            return found
-    return [f"{path.name} ({place})" for place, path in enumerate(paths, start=1)]
 
 
 def trusted(folder: Path, warn: Callable[[str], None] = warn_of_code) -> bool:

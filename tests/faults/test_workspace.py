@@ -219,7 +219,7 @@ def test_outputs_deleted_or_edited_by_hand(driver_name: str, finished: "Project"
         done = finished.run(sys.executable, "-m", "flows.cli", "run", PREFECT_API_URL=prefect_api)
         assert done.returncode == 0, done.stdout + done.stderr
         table = [line.split() for line in done.stdout.partition("stage ")[2].splitlines()]
-        assert [row[0] for row in table if row[1:2] == ["Restored"]] == [
+        assert [row[0] for row in table if row[1:2] == ["restored"]] == [
             "ingest",
             "sft",
             "reward",

@@ -62,10 +62,10 @@ def test_a_cold_model_says_the_same_whatever_the_seed(leash: Leash) -> None:
 def test_two_models_stand_below_each_other_with_their_names(leash: Leash) -> None:
     found = leash("eat?\n", "models/policy", "--beside", "models/sft", "--max-new-tokens", "4")
     heads = [line.split("|")[0] for line in found.stdout.splitlines() if not line.startswith("  ")]
-    assert heads == ["policy ", "sft    "]
+    assert heads == ["models/policy ", "models/sft    "]
     alone = [leash("eat?\n", f"models/{name}", "--max-new-tokens", "4").stdout for name in ("policy", "sft")]
-    for line, answer in zip(found.stdout.split("sft    | "), alone, strict=True):
-        assert line.removeprefix("policy | ").replace("\n       | ", "\n") == answer
+    for line, answer in zip(found.stdout.split("models/sft    | "), alone, strict=True):
+        assert line.removeprefix("models/policy | ").replace("\n              | ", "\n") == answer
 
 
 def test_commands_and_what_is_none(leash: Leash) -> None:
@@ -92,7 +92,7 @@ def test_a_reset_forgets_and_a_full_context_says_so(leash: Leash, monkeypatch: p
     leash("one\ntwo\n", "models/policy", "--max-new-tokens", "2", "--system", "eat", "--fresh")
     assert seen == [["eat", "one"], ["eat", "two"]]
     found = leash("what shall i eat? an egg.\n" * 4, "models/policy", "--max-new-tokens", "30")
-    assert "policy: its context of 64 tokens is full; the oldest 2 messages go" in found.stderr
+    assert "models/policy: its context of 64 tokens is full; the oldest 2 messages go" in found.stderr
 
 
 def test_a_message_that_does_not_fit_is_answered_by_a_note(leash: Leash) -> None:
@@ -122,12 +122,6 @@ def test_bytes_that_are_no_text(leash: Leash) -> None:
     found = leash(b"eat?\n\xff\n", "models/policy", "--max-new-tokens", "1")
     assert found.exit_code == 2
     assert "standard input, line 2: not UTF-8" in found.stderr
-
-
-def test_names_tell_folders_apart() -> None:
-    assert chat.names([Path("a/policy")]) == ["policy"]
-    assert chat.names([Path("a/policy"), Path("b/policy")]) == ["a/policy", "b/policy"]
-    assert chat.names([Path("a"), Path("a")]) == ["a (1)", "a (2)"]
 
 
 def test_code_of_a_model_runs_only_within_a_project_that_says_so(
