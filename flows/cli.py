@@ -34,18 +34,18 @@ def command(function: Callable[P, None]) -> Callable[P, None]:
 
     @wraps(function)
     def guarded(*args: P.args, **kwargs: P.kwargs) -> None:
-        from flows.terminal import complain
+        from flows.terminal import print_error
 
         try:
             function(*args, **kwargs)
         except UserError as error:
-            complain(str(error))
+            print_error(str(error))
             raise typer.Exit(2) from None
         except KeyboardInterrupt:
-            complain("stopped; nothing is left running")
+            print_error("stopped; nothing is left running")
             raise typer.Exit(130) from None
         except SystemExit:
-            complain("stopped by a signal; nothing is left running")
+            print_error("stopped by a signal; nothing is left running")
             raise
 
     return app.command(function.__name__.strip("_"))(guarded)

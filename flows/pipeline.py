@@ -21,13 +21,13 @@ from tasks.stage.dvc_adapter import recorded_order, restore_order
 from tasks.stage.pipeline_run import finish
 
 
-def may_pass(task: Any, run: Any, state: State[Any]) -> bool:
-    """Whether to try a failed stage again: not after a user's error, nor when the run was stopped."""
+def is_retriable(task: Any, run: Any, state: State[Any]) -> bool:
+    """Whether a failed stage is tried again: not after a user's error, nor when the run was stopped."""
     error = state.result(raise_on_failure=False)
     return not isinstance(error, UserError | processes.Stopped)
 
 
-@task(cache_policy=NO_CACHE, persist_result=False, retry_condition_fn=may_pass)
+@task(cache_policy=NO_CACHE, persist_result=False, retry_condition_fn=is_retriable)
 def stage_task(execution: Execution, stage: str, gpu: str | None) -> State[Outcome]:
     """One stage, in a Prefect state named after what DVC did: Completed, UpToDate or Restored."""
     outcome = execution.run(stage, gpu)
@@ -35,7 +35,7 @@ def stage_task(execution: Execution, stage: str, gpu: str | None) -> State[Outco
 
 
 def _threads() -> TaskRunner[PrefectFuture[Any]]:
-    """A thread for each stage that runs: it reads the output of the stage's process."""
+    """A thread for each running stage reads the output of its process."""
     runner: ThreadPoolTaskRunner[Any] = ThreadPoolTaskRunner()
     return cast(TaskRunner[PrefectFuture[Any]], runner)
 
@@ -59,7 +59,7 @@ def pipeline(
     """
     home = find_root(Path(root) if root else None)
     options = {"retries": retries, "retry_delay_seconds": retry_delay_seconds}
-    with driver.sole(home) as project:
+    with driver.exclusive(home) as project:
         graph = project.graph.select(stages)
         execution = Execution(project, force, timeout_seconds, retries + 1, _printer())
         outcomes, errors = _run(execution, graph, jobs, options)
@@ -92,7 +92,7 @@ def _run(
 def _run_stages(
     execution: Execution, graph: Graph, free: list[str | None], options: dict[str, Any]
 ) -> dict[str, PrefectFuture[Outcome]]:
-    """Run each stage when those that it needs have ended and a place of `free` is, in the order of the graph."""
+    """Run each stage when those that it needs have ended and `free` has a place, in the order of the graph."""
     futures: dict[str, PrefectFuture[Outcome]] = {}
     running: dict[PrefectFuture[Outcome], tuple[str, str | None]] = {}
     waiting, ended = list(graph.stages), set[str]()
@@ -150,7 +150,7 @@ def _printer() -> Print:
     logger = get_run_logger()
 
     def send(stage: str, line: str) -> None:
-        if terminal.is_news(line):
+        if terminal.is_shown(line):
             logger.info(f"{stage}: {line}" if stage and not line.startswith("[") else line)
             terminal.say(stage, line)
 

@@ -27,7 +27,7 @@ def run(root: Path, stages: list[str] | None, force: bool, jobs: int = 1, **opti
     in between.
     """
     failure = None
-    with driver.sole(root) as project:
+    with driver.exclusive(root) as project:
         graph = project.graph.select(stages)
         if "check" in graph.stages:  # the stage refuses the same, after a server has started
             from tasks.params.all import Params
@@ -46,8 +46,8 @@ def run(root: Path, stages: list[str] | None, force: bool, jobs: int = 1, **opti
                     terminal.end(Outcome(stage, UP_TO_DATE, 0.0))
     print("\n" + terminal.closing_table(), flush=True)
     for error in failure.errors if failure else []:
-        terminal.complain(str(error))
-    return 0 if failure is None else 2 if failure.users_fault else 1
+        terminal.print_error(str(error))
+    return 0 if failure is None else 2 if failure.is_user_error else 1
 
 
 def _require_one_process_each(stages: tuple[str, ...], params: Path) -> None:
@@ -84,7 +84,7 @@ def _run_flow(**parameters: Any) -> PipelineFailed | None:
 
 
 def _connect(root: Path) -> None:
-    """Use the configured server, or start one for this run. Raises UserError where it does not answer."""
+    """Use the configured server, or start one for this run. Raises UserError when it does not answer."""
     url = server.configured_url(root)
     if url is not None and not server.answers(url):
         shown = without_credentials(url)
@@ -101,7 +101,7 @@ def _connect(root: Path) -> None:
 
 
 def _exit_without_server(error: BaseException) -> None:
-    """End a run whose Prefect server is gone, at once: Prefect's own threads would try to reach it for minutes."""
+    """End at once a run whose Prefect server is lost: Prefect's own threads would try to reach it for minutes."""
     causes = list(_chain(error))
     failure = next((one for one in causes if isinstance(one, PipelineFailed)), None)
     interrupt = next((one for one in causes if isinstance(one, KeyboardInterrupt | SystemExit)), None)
@@ -109,18 +109,18 @@ def _exit_without_server(error: BaseException) -> None:
     print("\n" + terminal.closing_table(), flush=True)
     if interrupt is not None:
         code = 130 if isinstance(interrupt, KeyboardInterrupt) else int(str(interrupt.code))
-        terminal.complain("stopped; nothing is left running")
+        terminal.print_error("stopped; nothing is left running")
     elif failure is not None:
-        code = 2 if failure.users_fault else 1
+        code = 2 if failure.is_user_error else 1
         for one in failure.errors:
-            terminal.complain(str(one))
+            terminal.print_error(str(one))
     else:
         shown = without_credentials(os.environ["PREFECT_API_URL"])
-        terminal.complain(
+        terminal.print_error(
             f"the Prefect server ({shown}) died or hangs, so it has no record of how this run ended; the results of "
             "the stages are kept, and the same command continues"
         )
-    server.stop_temporary(processes.AT_ONCE)
+    server.stop_temporary(processes.KILL_SIGNALS)
     sys.stdout.flush()
     os._exit(code)
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from flows.terminal import table
+from flows.text import table
 from rlhf_core.inspect.audit.problems import Problem
 from rlhf_core.inspect.audit.run import audit
 from tasks.params.all import Params

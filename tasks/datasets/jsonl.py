@@ -16,7 +16,7 @@ from tasks.datasets.problems import Say, refuse
 
 Row = dict[str, Any]
 
-HALF_PAIR = re.compile("[\ud800-\udfff]")
+LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 """Half of a character: JSON can escape it, and file names hold it in place of bytes that are not UTF-8."""
 SHORT = 10
 """Longest text, in characters, that is interned: roles, splits."""
@@ -58,7 +58,7 @@ def iter_jsonl(path: Path, halves: bool = True, on_bad: Say = refuse) -> Iterato
 
 
 def _refuse_half_pairs(path: Path, number: int, line: bytes, row: Row) -> None:
-    if b"\\u" in line and HALF_PAIR.search(json.dumps(row, ensure_ascii=False)):
+    if b"\\u" in line and LONE_SURROGATE.search(json.dumps(row, ensure_ascii=False)):
         raise UserError(f"{path}, row {number}: half a surrogate pair in a text; correct the row or remove it")
 
 

@@ -45,7 +45,7 @@ def prepare(params: IngestParams, raw: Path = RAW, cache: Path | None = None, sa
     parameters refuse, or that are too few for a share; `say` lists several problems before."""
     examples = read(params, raw, cache, say)
     found = Counter(example.kind for example in examples)
-    kept, dropped = sift(examples, params, say)
+    kept, dropped = filter_rows(examples, params, say)
     return Prepared(kept, assign(kept, params.split, params.seed), dropped, found)
 
 
@@ -71,7 +71,7 @@ def demo_examples(params: DemoParams, seed: int) -> list[Example]:
     ]
 
 
-def sift(examples: list[Example], params: IngestParams, say: Say) -> tuple[list[Example], list[Dropped]]:
+def filter_rows(examples: list[Example], params: IngestParams, say: Say) -> tuple[list[Example], list[Dropped]]:
     """The rows to use and the rows left out, leaked training rows among them.
 
     Raises UserError where the parameters refuse what is found, and when nothing is left.

@@ -18,7 +18,7 @@ def refuse(problem: str) -> NoReturn:
     raise UserError(problem)
 
 
-def list_several(problems: Iterable[str], count: int, say: Say) -> None:
+def print_problems(problems: Iterable[str], count: int, say: Say) -> None:
     """Print the first of `count` problems; a single one is left to the error that follows."""
     if count > 1:
         for problem in islice(problems, LISTED):
@@ -43,5 +43,5 @@ class Problems:
     def refuse(self, say: Say) -> None:
         """Raise UserError if there is a problem; several are printed first."""
         if self.count:
-            list_several(self.first, self.count, say)
+            print_problems(self.first, self.count, say)
             raise UserError(self.first[0] + (f" (first of {self.count} problems)" if self.count > 1 else ""))

@@ -59,9 +59,9 @@ class Definition:
         for file in self._stage.inputs:
             if not file.exists:
                 raise UserError(f"{file.path}: file not found; `dvc repro {self.name}` makes what the stage needs")
-        return {file.path: file.noted_hash() for file in self._stage.inputs}
+        return {file.path: file.known_hash() for file in self._stage.inputs}
 
-    def require_sound(self, hashes: Mapping[str, str]) -> None:
+    def require_intact(self, hashes: Mapping[str, str]) -> None:
         """Read every input. Raises UserError for one whose bytes are not those of its hash although its time and size
         are unchanged: DVC would record the result as made from the right bytes."""
         for file in self._stage.inputs:
@@ -110,7 +110,7 @@ def pipeline_identity(project: Project, params: dict[str, Any]) -> PipelineIdent
 
 def _raw_hash(project: Project) -> str | None:
     raw = (file for stage in project.stages for file in stage.inputs if file.path == RAW)
-    return next((file.noted_hash() for file in raw if file.exists), None)
+    return next((file.known_hash() for file in raw if file.exists), None)
 
 
 def digest(content: Any) -> str:

@@ -106,7 +106,7 @@ class File:
             return True
         return self.recorded is not None and Path(self._item.repo.cache.local.oid_to_path(self.recorded)).exists()
 
-    def noted_hash(self) -> str:
+    def known_hash(self) -> str:
         """The hash that DVC has noted: it reads only what has a new time, size or inode. Raises UserError."""
         try:
             return str(self._item.get_hash().value)

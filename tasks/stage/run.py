@@ -58,7 +58,7 @@ def run(name: str, model: type[Model], execute: Execute[Model], tracked: bool = 
     except KeyboardInterrupt:
         code, message = 130, "interrupted; the same command continues"
     except Exception as error:
-        code, message = _lack(error) or (1, f"{type(error).__name__}: {error}")
+        code, message = _missing_resource(error) or (1, f"{type(error).__name__}: {error}")
         if code == 1:
             traceback.print_exc()
     if code and code != 1 and not is_worker():
@@ -68,7 +68,7 @@ def run(name: str, model: type[Model], execute: Execute[Model], tracked: bool = 
     sys.exit(code)
 
 
-def _lack(error: Exception) -> tuple[int, str] | None:
+def _missing_resource(error: Exception) -> tuple[int, str] | None:
     """Exit code and words for what the machine is short of; None where that is not why the stage failed."""
     if (where := _full_disk(error)) is not None:
         return 2, f"no space left on the device ({where}); free some, then run it again: nothing is lost"
@@ -109,14 +109,14 @@ def _run(name: str, model: type[Model], execute: Execute[Model], tracked: bool, 
     content = read_yaml()
     params = parse(model, content.get(name, {}), name)
     common = parse(Common, {key: content[key] for key in Common.model_fields if key in content})
-    with open_project(Path()) as project, state.alone(project.root, name):
+    with open_project(Path()) as project, state.locked(project.root, name):
         definition, root = Definition(name, project), project.root
         if VERSIONS in definition.inputs:
             require_declared_versions()
         hashes = definition.hashes()
         reads = getattr(params, "enabled", True)
         if reads:
-            definition.require_sound(hashes)
+            definition.require_intact(hashes)
         if recorded_later:
             require_older_code(definition, psutil.Process().create_time())
         rows = load(root, definition.inputs) if reads else {}

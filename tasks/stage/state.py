@@ -20,7 +20,7 @@ FINISHED = "finished"
 
 
 @contextmanager
-def alone(root: Path, name: str) -> Iterator[None]:
+def locked(root: Path, name: str) -> Iterator[None]:
     """One process a stage and workspace, worker ranks aside: two would write the same outputs. Raises UserError when
     another one runs, which may be one whose dvc was killed."""
     if is_worker():

@@ -117,10 +117,10 @@ def test_wrong_bytes_in_an_input_stop_the_stage_that_reads_it(root: Path, monkey
         right = Definition("two", project).hashes()
         spoil(root / "one.out", "flip")  # DVC trusts size, times and inode
         (out,) = [one for stage in project.stages for one in stage.outs if one.path == "one.out"]
-        assert out.noted_hash() == right["one.out"]
+        assert out.known_hash() == right["one.out"]
         assert out.content_hash() != right["one.out"]
         with pytest.raises(UserError, match=r"^one.out: other bytes than DVC has noted.*`rm -r one.out` and run again"):
-            Definition("two", project).require_sound(right)
+            Definition("two", project).require_intact(right)
     assert finding(root, "outputs").found == "other bytes than dvc.lock names: one.out"
     (root / "one.out").unlink()
     assert state(root, "one") == RESTORED
@@ -151,4 +151,4 @@ def test_every_input_hashes_as_dvc_says(finished: "Project", monkeypatch: pytest
     with open_project(finished.root) as project:
         for stage in read_graph(finished.root).stages:
             definition = Definition(stage, project)
-            definition.require_sound(definition.hashes())
+            definition.require_intact(definition.hashes())

@@ -79,7 +79,7 @@ def test_leash_run_beside_dvc_repro(toy: Toy, prefect_api: str) -> None:
     until(lambda: "one begin" in log_of(root))
     with pytest.raises(PipelineFailed) as caught:
         pipeline(root=str(root), retries=2, retry_delay_seconds=60.0)
-    assert caught.value.users_fault, "it would be tried again"
+    assert caught.value.is_user_error, "it would be tried again"
     (message,) = map(str, caught.value.errors)
     assert message.startswith(f"one: another process works on one.out (PID {other.pid}, dvc repro); wait for its end")
     (root / "go").touch()
@@ -166,7 +166,7 @@ def test_a_zombie_or_a_reused_number_is_one_line_with_the_command_that_helps(
     root = blocked(request.getfixturevalue(owner))
     with pytest.raises(PipelineFailed) as caught:
         pipeline(root=str(root), retry_delay_seconds=60.0)
-    assert caught.value.users_fault
+    assert caught.value.is_user_error
     assert str(caught.value).endswith("rm .dvc/tmp/rwlock")
     (root / ".dvc" / "tmp" / "rwlock").unlink()
     assert pipeline(root=str(root))["one"].state == "Restored"
@@ -181,7 +181,7 @@ def test_a_list_that_was_being_written(toy: Toy, serial: Any, prefect_api: str) 
     (root / "one.out").unlink()
     with pytest.raises(PipelineFailed, match=r"DVC cannot read \.dvc/tmp/rwlock; remove it and run again") as caught:
         pipeline(root=str(root))
-    assert caught.value.users_fault
+    assert caught.value.is_user_error
 
 
 @pytest.mark.parametrize(

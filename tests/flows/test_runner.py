@@ -20,7 +20,7 @@ def lost(monkeypatch: pytest.MonkeyPatch) -> None:
         raise Left(code)
 
     monkeypatch.setattr(os, "_exit", leave)
-    monkeypatch.setattr(server, "stop_temporary", lambda ladder: None)
+    monkeypatch.setattr(server, "stop_temporary", lambda signals: None)
     monkeypatch.setenv("PREFECT_API_URL", "http://me:secret@127.0.0.1:1/api")
 
 

@@ -12,7 +12,7 @@ from rlhf_core.errors import UserError
 
 
 @pytest.fixture
-def alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def locked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PREFECT_HOME", str(tmp_path / "prefect"))
     monkeypatch.delenv("PREFECT_API_URL", raising=False)
 

@@ -65,7 +65,7 @@ def test_table() -> None:
 
 
 def test_complaints_are_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    terminal.complain("two\n  lines")
+    terminal.print_error("two\n  lines")
     assert capsys.readouterr().err == "error: two lines\n"
 
 

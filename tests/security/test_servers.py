@@ -57,7 +57,7 @@ def mlflow_ui(tmp_path: Path, database: Path) -> Iterator[tuple[psutil.Process, 
     try:
         yield psutil.Process(process.pid), port
     finally:
-        processes.stop(process.pid, process, processes.SERVER_LADDER)
+        processes.stop(process.pid, process, processes.SERVER_SIGNALS)
 
 
 @pytest.mark.timeout(240)

@@ -9,7 +9,7 @@ from typing import Any
 
 from flows.commands.compare.paired import Paired, column_of, paired
 from flows.commands.compare.sources import Compared, find
-from flows.terminal import table
+from flows.text import shorten, table
 from rlhf_core.errors import UserError
 from rlhf_core.evaluation.intervals import Estimate
 from tasks.evaluation.comparison_table import Cell, Column, Figures, cells, columns_of, label, models_of
@@ -17,7 +17,6 @@ from tasks.page.wording import MISSING, number
 
 NARROWEST = 60
 LONGEST_NAME = 20
-LONGEST_VALUE = 40
 GAP = 2
 
 
@@ -118,7 +117,12 @@ def _lines(
     yield from _difference_lines(names, differences, width)
     if rows := list(differing(runs)):
         yield ""
-        yield table([("parameter", *names), *((key, *map(_brief, values)) for key, values in rows)])
+        yield table(
+            [
+                ("parameter", *names),
+                *((key, *(MISSING if value is None else shorten(value) for value in values)) for key, values in rows),
+            ]
+        )
     elif len(runs) > 1 and all(run.params is not None for run in runs):
         yield "no parameter differs"
     for name, run in zip(names, runs, strict=True):
@@ -185,8 +189,3 @@ def _circumstances(run: Compared) -> str:
     e = run.evaluation
     seeds = ", ".join(map(str, e.get("seeds") or [])) or "not known"
     return f"judged by {e.get('win_rate_judge', 'no judge')}, {e.get('prompts', '?')} prompts, sampling seeds {seeds}"
-
-
-def _brief(value: str | None) -> str:
-    text = "–" if value is None else value
-    return text if len(text) <= LONGEST_VALUE else f"{text[: LONGEST_VALUE - 1]}…"

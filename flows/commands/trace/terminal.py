@@ -15,7 +15,7 @@ from flows.commands.trace.wording import (
     update_lines,
     where,
 )
-from flows.terminal import table
+from flows.text import table
 from rlhf_core.inspect.trace.records import Token
 
 TOKENS = ("t", "token", "log π_old", "log π_ref", "KL", "r", "V", "δ", "A", "Â", "return", "ρ", "clip", "L_π", "L_V")

@@ -13,7 +13,7 @@ from flows import processes
 from flows.commands.verify.clone import environment, temporary_clone
 from flows.graph import read_graph
 from flows.stages import StageCrash, StageUserError, run_stage
-from flows.terminal import table
+from flows.text import table
 from rlhf_core.errors import UserError
 
 Say = Callable[[str, str], None]

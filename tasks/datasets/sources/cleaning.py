@@ -4,7 +4,7 @@ from collections import Counter
 from typing import NamedTuple
 
 from rlhf_core.errors import UserError
-from tasks.datasets.problems import Say, list_several
+from tasks.datasets.problems import Say, print_problems
 from tasks.datasets.sources.example import Example, Kind
 
 REASONS = ("duplicate", "empty", "same_chosen_rejected", "too_long", "bad_text", "bad_conversation", "leaked")
@@ -96,7 +96,7 @@ def find_leaks(examples: list[Example]) -> list[Leak]:
 def refuse_bad_rows(dropped: list[Dropped], say: Say) -> None:
     """Raise UserError with the count and the first rows of every reason, if there are bad rows; list them before."""
     if dropped:
-        list_several((f"{row.file}, row {row.row}: {row.reason}" for row in dropped), len(dropped), say)
+        print_problems((f"{row.file}, row {row.row}: {row.reason}" for row in dropped), len(dropped), say)
         raise UserError(
             f"{len(dropped)} bad rows and ingest.on_bad_row is refuse: {summary(dropped)}; "
             "correct them, or set on_bad_row: drop"
@@ -106,7 +106,7 @@ def refuse_bad_rows(dropped: list[Dropped], say: Say) -> None:
 def refuse_leaks(leaks: list[Leak], say: Say) -> None:
     """Raise UserError naming the first leak, if there is one; list them before."""
     if leaks:
-        list_several((f"leaked: {_named(leak)}" for leak in leaks), len(leaks), say)
+        print_problems((f"leaked: {_named(leak)}" for leak in leaks), len(leaks), say)
         raise UserError(
             f"leaked held-out prompts: {len(leaks)} training rows open like a held-out row, first {_named(leaks[0])}; "
             "remove them, or set ingest.on_leak: drop to leave the training rows out"

@@ -8,7 +8,7 @@ import pyarrow
 import pyarrow.parquet
 
 from rlhf_core.errors import UserError
-from tasks.datasets.jsonl import HALF_PAIR, Row, brief_names, iter_jsonl
+from tasks.datasets.jsonl import LONE_SURROGATE, Row, brief_names, iter_jsonl
 from tasks.datasets.problems import Problems, Say, refuse
 from tasks.datasets.raw import below_raw
 from tasks.datasets.sources.example import RAW, Example
@@ -71,7 +71,7 @@ def data_files(place: Path) -> list[Path]:
         hidden = [path for path in place.rglob("*") if path.is_file()]
         found = sorted(p for p in hidden if not any(part.startswith(".") for part in p.relative_to(place).parts))
     for path in found:
-        if HALF_PAIR.search(str(path)):
+        if LONE_SURROGATE.search(str(path)):
             raise UserError(f"{str(path)!r}: the name of this file is not UTF-8; rename it")
         if path.suffix.lower() in UNREAD:
             raise UserError(f"{path}: Leash reads *.jsonl and *.parquet; convert or unpack this file, or move it away")
