@@ -188,10 +188,9 @@ def chat(
     One message a line. With --fresh every message is a conversation of its own, as the demo's models were trained.
     """
     _quiet_models()
-    from flows.commands.chat import Rules
-    from flows.commands.chat import chat as talk
+    from flows.commands.chat import Settings, run_chat
 
-    talk(model, beside, Rules(temperature, max_new_tokens, seed, fresh), system)
+    run_chat(model, beside, Settings(temperature, max_new_tokens, seed, fresh), system)
 
 
 @command
@@ -314,7 +313,7 @@ def main() -> NoReturn:
 
 
 def install_signal_handlers() -> None:
-    """SIGTERM and a closed terminal unwind the run as Ctrl-C does, so that every stage is stopped on the way."""
+    """Make SIGTERM and a closed terminal end the run as Ctrl-C does, so that every stage is stopped."""
 
     def leave(number: int, frame: FrameType | None) -> None:
         raise SystemExit(128 + number)
@@ -335,7 +334,7 @@ def _print(content: Any, render: Callable[[Any], str], as_json: bool) -> None:
 
 
 def _quiet_models() -> None:
-    """Switch off bars and notices of transformers between our lines; TRANSFORMERS_VERBOSITY brings them back."""
+    """Switch off progress bars and notices of transformers, unless TRANSFORMERS_VERBOSITY is set."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     if "TRANSFORMERS_VERBOSITY" not in os.environ:
         from transformers.utils import logging

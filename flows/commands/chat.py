@@ -17,8 +17,8 @@ HELP = "Ctrl-C stops an answer, /reset forgets the conversation, /quit or Ctrl-D
 
 
 @dataclass(frozen=True)
-class Rules:
-    """The settings of a conversation and of sampling."""
+class Settings:
+    """Settings of a conversation and of sampling."""
 
     temperature: float
     max_new_tokens: int
@@ -31,21 +31,21 @@ class Rules:
             raise UserError(f"--temperature {self.temperature}: give a number above 0")
 
 
-def chat(folder: Path, beside: Path | None, rules: Rules, system: str | None) -> None:
+def run_chat(folder: Path, beside: Path | None, settings: Settings, system: str | None) -> None:
     """Answer until the input ends. Raises UserError for a folder that holds no language model."""
     folders = [folder] + ([beside] if beside is not None else [])
     for path in folders:
         require_language_model(path, trusted(path))
     speakers = [load_speaker(path, str(path), system, trust_remote_code=trusted(path)) for path in folders]
-    live = sys.stdin.isatty()
-    if live:
-        print(f"{' beside '.join(map(str, folders))}, temperature {rules.temperature:g}. {HELP}", flush=True)
-    talk(speakers, rules, from_terminal() if live else from_pipe(), live)
+    interactive = sys.stdin.isatty()
+    if interactive:
+        print(f"{' beside '.join(map(str, folders))}, temperature {settings.temperature:g}. {HELP}", flush=True)
+    converse(speakers, settings, from_terminal() if interactive else from_pipe(), interactive)
 
 
-def talk(speakers: list[Speaker], rules: Rules, messages: Iterator[str], live: bool) -> None:
-    """One answer of every speaker to each message. The randomness of an answer depends on the seed and on how many
-    messages came before it, those before a /reset included."""
+def converse(speakers: list[Speaker], settings: Settings, messages: Iterator[str], interactive: bool) -> None:
+    """One answer of every speaker to each message. Its randomness depends on the seed and on the number of messages
+    before it, those before a /reset included."""
     turn = 0
     for message in messages:
         if message == "/quit":
@@ -57,28 +57,28 @@ def talk(speakers: list[Speaker], rules: Rules, messages: Iterator[str], live: b
         elif message.startswith("/") and message.split()[0][1:].isalpha():
             note(f"{message.split()[0]} is not a command. {HELP}")
         elif message:
-            for speaker in speakers if rules.fresh else ():
+            for speaker in speakers if settings.fresh else ():
                 speaker.reset()
-            respond(speakers, rules, message, turn, live)
+            respond(speakers, settings, message, turn, interactive)
             turn += 1
 
 
-def respond(speakers: list[Speaker], rules: Rules, message: str, turn: int, live: bool) -> None:
+def respond(speakers: list[Speaker], settings: Settings, message: str, turn: int, interactive: bool) -> None:
     """Print each speaker's answer to the message, with its name where there are two."""
     width = max(len(speaker.name) for speaker in speakers)
     for speaker in speakers:
         try:
-            forgotten = speaker.hear(message, min(rules.max_new_tokens, speaker.context // 2))
+            forgotten = speaker.hear(message, min(settings.max_new_tokens, speaker.context // 2))
         except UserError as error:
             note(str(error))
             continue
         if forgotten:
             note(f"{speaker.name}: its context of {speaker.context} tokens is full; the oldest {forgotten} messages go")
         label = f"{speaker.name:<{width}} | " if len(speakers) > 1 else ""
-        show(speaker.answer((rules.seed, turn), rules.max_new_tokens, rules.temperature), label, live)
+        show(speaker.answer((settings.seed, turn), settings.max_new_tokens, settings.temperature), label, interactive)
 
 
-def show(pieces: Iterator[str], label: str, live: bool) -> None:
+def show(pieces: Iterator[str], label: str, interactive: bool) -> None:
     """Print an answer as it is generated, each line after the label; Ctrl-C at a terminal ends the answer, not the
     conversation."""
     print(label, end="", flush=True)
@@ -87,7 +87,7 @@ def show(pieces: Iterator[str], label: str, live: bool) -> None:
         for piece in pieces:
             print(piece.replace("\n", "\n" + indent), end="", flush=True)
     except KeyboardInterrupt:
-        if not live:
+        if not interactive:
             raise
         print(" …", end="")
     finally:
