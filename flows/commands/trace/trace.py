@@ -48,8 +48,8 @@ class Traced:
 def trace_prompt(root: Path, text: str, start: Start | None = None, seed: int | None = None) -> Traced:
     """One PPO step with the settings of params.yaml on a batch of the prompt and prompts of the run.
 
-    `start` is `policy` (models/policy with models/critic, at the policy's step of the schedule), `sft` (step 1), or None
-    (the policy where there is one). Raises UserError where models or prompts are missing, and for a prompt that is
+    `start` is `policy` (models/policy with models/critic, at the policy's step of the schedule), `sft` (step 1), or
+    None (the policy where there is one). Raises UserError where models or prompts are missing, and for a prompt that is
     empty or too long.
     """
     if not text.strip():
