@@ -94,7 +94,7 @@ def test_a_spoiled_object_is_not_handed_on(kind: str, root: Path) -> None:
     assert finding(root, "cache").verdict == "ok"
 
 
-def test_a_removed_object_is_made_anew(root: Path, serial: Callable[[Path], None]) -> None:
+def test_a_removed_object_is_made_again(root: Path, serial: Callable[[Path], None]) -> None:
     spoil(object_of(root, "one.out"), "remove")
     serial(root)
     assert object_of(root, "one.out").exists()
@@ -145,7 +145,7 @@ def test_a_spoiled_model(finished: "Project") -> None:
 
 
 @pytest.mark.pipeline
-def test_every_input_hashes_as_dvc_says(finished: "Project", monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_input_has_the_hash_of_dvc(finished: "Project", monkeypatch: pytest.MonkeyPatch) -> None:
     """Files, folders, code: our reading of the bytes and DVC's rules are the same."""
     monkeypatch.chdir(finished.root)
     with open_project(finished.root) as project:

@@ -256,7 +256,7 @@ def spoil_stage(stage: str, monkeypatch: pytest.MonkeyPatch) -> None:
         ("ppo", "ppo.learning_rate"),
     ],
 )
-def test_a_stage_stops_with_one_line_and_a_lower_learning_rate_starts_anew(
+def test_a_stage_stops_with_one_line_and_a_lower_learning_rate_starts_again(
     stage: str,
     rate: str,
     finished: "Project",

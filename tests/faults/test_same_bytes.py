@@ -72,7 +72,7 @@ def tear(path: Path, draw: random.Random) -> None:
 
 @pytest.mark.parametrize("stage", LOOPS)
 @pytest.mark.parametrize("damage", [flip, tear])
-def test_failure_01_damaged_state_is_said_and_not_used(
+def test_failure_01_damaged_state_is_reported_and_not_used(
     tiny_run: "TinyRun",
     cut_off: "Callable[[str], Project]",
     stage_main: "Main",

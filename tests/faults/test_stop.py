@@ -79,7 +79,7 @@ def test_a_signal_is_answered_with_a_checkpoint(
     assert finished.outputs() == tiny_run.project.outputs()
 
 
-def test_a_second_signal_insists(
+def test_a_second_signal_ends_at_once(
     tiny_run: "TinyRun", finished: "Project", stage_main: "Main", tell: Callable[..., Any]
 ) -> None:
     finished.set("runtime.tracking", False)
@@ -91,7 +91,7 @@ def test_a_second_signal_insists(
     assert finished.outputs() == tiny_run.project.outputs()
 
 
-def test_mlflow_says_killed_and_then_continues_the_run(
+def test_mlflow_shows_killed_and_then_continues_the_run(
     finished: "Project", stage_main: "Main", tell: Callable[..., Any]
 ) -> None:
     forget(finished, "ppo")

@@ -208,7 +208,7 @@ TROUBLES = {"down at start": None, "dies": Server.die, "hangs": Server.hang, "fa
 
 
 @pytest.mark.parametrize("trouble", TROUBLES)
-def test_a_server_in_trouble(trouble: str, server: Server, root: Path) -> None:
+def test_a_server_that_fails(trouble: str, server: Server, root: Path) -> None:
     strike, before = TROUBLES[trouble], None
     if strike is not None:
         server.start()

@@ -94,7 +94,7 @@ def test_a_dead_server_is_named(toy: Callable[..., Path], leash: Leash, command:
     assert "no Prefect server answers at http://127.0.0.1:1/api" in one_line(errors)
 
 
-def test_a_schedule_that_is_none(toy: Callable[..., Path], leash: Leash, prefect_api: str) -> None:
+def test_a_schedule_that_is_not_valid(toy: Callable[..., Path], leash: Leash, prefect_api: str) -> None:
     code, _, errors = finish(leash(toy({}), "serve", "--cron", "every night", api=prefect_api))
     assert code == 2
     assert "--cron 'every night'" in one_line(errors)

@@ -96,7 +96,7 @@ def test_stop_all_ends_the_deaf_too_and_lets_nothing_start(monkeypatch: pytest.M
     assert not processes._live.groups
 
 
-def test_a_driver_deaf_to_sigint_has_children_that_hear_it() -> None:
+def test_a_driver_that_ignores_sigint_has_children_that_receive_it() -> None:
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     lines: list[str] = []
     try:

@@ -33,13 +33,13 @@ def test_ran_up_to_date_restored_forced(toy: Callable[..., Path]) -> None:
     assert {Path(event[4]).parent for event in log} == {Path(sys.executable).parent}
 
 
-def test_exit_2_is_the_users_fault_with_the_stages_own_words(toy: Callable[..., Path]) -> None:
+def test_exit_2_is_a_users_error_with_the_message_of_the_stage(toy: Callable[..., Path]) -> None:
     root = toy({"one": ("refuse 'clip_ratio: must be > 0'", [])})
     with pytest.raises(StageUserError, match=r"^one: clip_ratio: must be > 0$"):
         state(root, "one")
 
 
-def test_a_missing_input_is_the_users_fault(toy: Callable[..., Path]) -> None:
+def test_a_missing_input_is_a_users_error(toy: Callable[..., Path]) -> None:
     root = toy({"one": ("work", [])})
     (root / "input.txt").unlink()
     with pytest.raises(StageUserError, match=r"^one: .*input.txt") as caught:
@@ -47,7 +47,7 @@ def test_a_missing_input_is_the_users_fault(toy: Callable[..., Path]) -> None:
     assert str(root) not in str(caught.value)
 
 
-def test_a_crash_is_not(toy: Callable[..., Path]) -> None:
+def test_a_crash_is_no_users_error(toy: Callable[..., Path]) -> None:
     root = toy({"one": ("crash 1", []), "two": ("sleep 60", [])})
     with pytest.raises(StageCrash, match=r"^one: .*exited with 1 \(RuntimeError: boom\)$"):
         state(root, "one")

@@ -93,7 +93,7 @@ def test_a_kernel_of_the_hub_is_code_too(offered: Offered, key: str) -> None:
     refused(lambda: load_causal_lm(offered(**{key: "evil/kernel"})), "the attention kernel evil/kernel, which is code")
 
 
-def test_a_folder_that_needs_a_missing_package_says_so(offered: Offered) -> None:
+def test_a_folder_that_needs_a_missing_package_is_named(offered: Offered) -> None:
     folder = offered(quantization_config={"quant_method": "bitsandbytes", "load_in_8bit": True})
     refused(lambda: load_causal_lm(folder), "needs a package that is not installed .*bitsandbytes")
 

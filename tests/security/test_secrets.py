@@ -86,7 +86,7 @@ NAMES = (
 
 
 @pytest.mark.parametrize("name", NAMES.split())
-def test_names_of_secrets_are_known(name: str) -> None:
+def test_names_of_secrets(name: str) -> None:
     assert is_secret(name)
     assert list(flatten({name: "s3cret"}).values()) == ["(hidden)"]
 

@@ -53,13 +53,13 @@ def test_a_pipe_gets_answers_and_nothing_else(leash: Leash) -> None:
     assert len(leash(said, "models/policy", "--max-new-tokens", "40").stdout) > len(found.stdout)
 
 
-def test_a_cold_model_says_the_same_whatever_the_seed(leash: Leash) -> None:
+def test_near_temperature_0_the_seed_changes_nothing(leash: Leash) -> None:
     """The temperature reaches the sampler: near 0 the likeliest token is certain."""
     options = ("models/policy", "--temperature", "1e-4", "--max-new-tokens", "8")
     assert leash("egg\n", *options, "--seed", "1").stdout == leash("egg\n", *options, "--seed", "2").stdout
 
 
-def test_two_models_stand_below_each_other_with_their_names(leash: Leash) -> None:
+def test_two_models_are_printed_below_each_other_with_their_names(leash: Leash) -> None:
     found = leash("eat?\n", "models/policy", "--beside", "models/sft", "--max-new-tokens", "4")
     heads = [line.split("|")[0] for line in found.stdout.splitlines() if not line.startswith("  ")]
     assert heads == ["models/policy ", "models/sft    "]
@@ -68,7 +68,7 @@ def test_two_models_stand_below_each_other_with_their_names(leash: Leash) -> Non
         assert line.removeprefix("models/policy | ").replace("\n              | ", "\n") == answer
 
 
-def test_commands_and_what_is_none(leash: Leash) -> None:
+def test_known_and_unknown_commands(leash: Leash) -> None:
     """A reset forgets: the next answer is that of a conversation that begins. Nothing is read after /quit."""
     found = leash("/help\n/reset\n/quit\neat?\n", "models/policy")
     assert (found.exit_code, found.stdout) == (0, "")
@@ -76,7 +76,9 @@ def test_commands_and_what_is_none(leash: Leash) -> None:
     assert "the conversation is forgotten" in found.stderr
 
 
-def test_a_reset_forgets_and_a_full_context_says_so(leash: Leash, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reset_clears_the_conversation_and_a_full_context_is_reported(
+    leash: Leash, monkeypatch: pytest.MonkeyPatch
+) -> None:
     seen: list[list[str]] = []
     real = chat.Speaker.answer
 
@@ -118,15 +120,13 @@ def test_users_errors_are_one_line(leash: Leash, arguments: list[str], words: st
     assert found.stderr.count("\n") == 1
 
 
-def test_bytes_that_are_no_text(leash: Leash) -> None:
+def test_bytes_that_are_not_text(leash: Leash) -> None:
     found = leash(b"eat?\n\xff\n", "models/policy", "--max-new-tokens", "1")
     assert found.exit_code == 2
     assert "standard input, line 2: not UTF-8" in found.stderr
 
 
-def test_code_of_a_model_runs_only_within_a_project_that_says_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_code_of_a_model_runs_only_in_a_project_that_trusts_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither for a folder elsewhere, nor because a project that somebody made stands around the folder."""
     for name, text in (("mine", "trust_remote_code: true\n"), ("theirs", "trust_remote_code: true\n")):
         (tmp_path / name / "models").mkdir(parents=True)

@@ -65,7 +65,7 @@ def clean(root: Path, everything: bool = False) -> str:
     return remove(root, find_leftovers(root, everything).leftovers, everything)
 
 
-def test_state_of_a_finished_stage_goes_once_it_is_recorded(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_state_of_a_finished_stage_is_removed_once_it_is_recorded(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(root)
     (root / "worker.py").write_text("open('one.out', 'w').write('1')", encoding="utf-8")
     state = root / present(root, "one")
@@ -76,7 +76,7 @@ def test_state_of_a_finished_stage_goes_once_it_is_recorded(root: Path, monkeypa
     assert paths(find_leftovers(root, False), root)[state.relative_to(root).as_posix()] == "state of a finished stage"
 
 
-def test_state_of_another_key_goes_and_of_the_present_one_stays(root: Path) -> None:
+def test_state_of_another_key_is_removed_and_of_the_current_one_stays(root: Path) -> None:
     found = find_leftovers(root, False)
     assert paths(found, root) == {f"work/one/{STALE}": "state of other parameters, code or data"}
     assert found.leftovers[0].size == 1000
@@ -91,7 +91,7 @@ def test_everything_means_the_present_key_too(root: Path) -> None:
     assert not (root / "work/one").exists()
 
 
-def test_state_whose_need_cannot_be_known_stays(root: Path) -> None:
+def test_state_that_may_be_needed_stays(root: Path) -> None:
     (root / "work/two" / STALE).mkdir(parents=True)  # its input one.out was never made
     found = find_leftovers(root, False)
     assert f"work/two/{STALE}" not in paths(found, root)
@@ -99,7 +99,7 @@ def test_state_whose_need_cannot_be_known_stays(root: Path) -> None:
     assert f"work/two/{STALE}" in paths(find_leftovers(root, True), root)
 
 
-def test_a_stage_that_dvc_yaml_has_no_longer(root: Path) -> None:
+def test_a_stage_that_was_removed_from_dvc_yaml(root: Path) -> None:
     (root / "work/gone" / STALE).mkdir(parents=True)
     for name in ("gone.lock", "one.lock", "mlflow.lock", "prefect-server.log"):
         (root / "work" / name).touch()
@@ -201,7 +201,7 @@ def leash_clean(root: Path, *words: str, stdin: int = subprocess.DEVNULL) -> lis
     return done.stdout.splitlines()
 
 
-def test_nothing_goes_without_a_yes(root: Path) -> None:
+def test_nothing_is_removed_without_a_yes(root: Path) -> None:
     assert leash_clean(root)[-1] == "nothing was removed; `leash clean --yes` removes what the table lists"
     assert (root / "work/one" / STALE).exists()
     assert leash_clean(root, "--yes")[-1] == "removed 1 things, 1.0 kB"

@@ -114,7 +114,7 @@ def test_what_is_printed(root: Path) -> None:
         (lambda root: (root / "data/raw/more.txt").write_text("more"), "data/raw", "changed since"),
     ],
 )
-def test_what_lies_here_now(root: Path, damage: Callable[[Path], object], path: str, state: str) -> None:
+def test_the_state_of_each_file(root: Path, damage: Callable[[Path], object], path: str, state: str) -> None:
     damage(root)
     states = below(lineage(root, root / "data/two.txt"))
     assert states[path] == state

@@ -49,7 +49,7 @@ def test_before_the_first_run_it_names_the_server_and_makes_no_data_base(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_data_base_that_does_not_open_is_mlflows_to_say(
+def test_a_database_that_does_not_open_is_left_to_mlflow(
     tmp_path: Path, started: list[list[str]], capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "mlflow.db").write_bytes(b"no data base" * 100)

@@ -159,7 +159,7 @@ def test_repeated_rows(path):
 @pytest.mark.parametrize(
     "path", [path for path in PATHS if "preferences/" in path or "demo" in path or "pairs" in path]
 )
-def test_failure_05_a_prompt_stands_in_one_split(path):
+def test_failure_05_a_prompt_is_in_one_split(path):
     rows = rows_for(path)
     again = {name: "another" for name in ("response", "chosen") if name in rows[0]}
     rows.append({**rows[0], **again, "split": "validation", **({"sample": 1} if "sample" in rows[0] else {})})

@@ -49,7 +49,7 @@ def test_cut_anywhere_it_keeps_the_whole_pieces_before(path: Path, said: list[st
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_a_flipped_bit_ends_what_is_believed(path: Path, said: list[str], seed: int) -> None:
+def test_a_flipped_bit_ends_what_is_read(path: Path, said: list[str], seed: int) -> None:
     content = bytearray(path.read_bytes())
     draw = random.Random(seed)
     place = draw.randrange(len(content))

@@ -80,7 +80,7 @@ def test_there_is_no_estimate_without_a_basis(
         ("[7/9 ppo] 3 of 10 rows are empty", False),
     ],
 )
-def test_progress_lines_are_told_from_others(line: str, expected: bool) -> None:
+def test_progress_lines_and_others(line: str, expected: bool) -> None:
     assert is_progress(line) is expected
 
 

@@ -68,7 +68,7 @@ def states(toy: Path, stage: str = "toy") -> list[list[str]]:
     return [sorted(path.name for path in folder.iterdir()) for folder in (toy / "work" / stage).glob("*")]
 
 
-def test_it_goes_when_the_next_stage_begins(toy: Path) -> None:
+def test_the_state_is_removed_when_the_next_stage_begins(toy: Path) -> None:
     assert repro(toy, "toy") == (0, "trained")
     assert states(toy) == [["checkpoint", FINISHED]]
     assert repro(toy, "next") == (0, "trained")
@@ -104,7 +104,7 @@ def test_what_is_recorded_and_in_no_cache_continues(toy: Path) -> None:
     assert repro(toy, "toy") == (0, "continued")
 
 
-def test_by_hand_it_goes_at_once(toy: Path) -> None:
+def test_without_dvc_the_state_is_removed_at_once(toy: Path) -> None:
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     subprocess.run([sys.executable, "code.py", "toy"], cwd=toy, env=environment, check=True)
     assert states(toy) == []

@@ -68,7 +68,7 @@ def files(root: Path) -> dict[str, bytes]:
     return {str(path.relative_to(root)): path.read_bytes() for path in root.rglob("*") if path.is_file()}
 
 
-def test_the_table_says_what_the_json_says(trace: Trace) -> None:
+def test_the_table_has_what_the_json_has(trace: Trace) -> None:
     """And the page is the only file that changes."""
     before = files(Path())
     told = trace("--at", "sft")

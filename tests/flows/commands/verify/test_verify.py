@@ -141,7 +141,7 @@ def test_the_first_stage_that_differs_is_named_and_what_follows_from_it(recorded
     assert "2 of 3 outs; first in one (" in render(report).splitlines()[-1]
 
 
-def test_a_named_stage_takes_its_inputs_from_the_record_and_runs_alone(recorded: Path) -> None:
+def test_a_named_stage_reads_recorded_inputs_and_runs_alone(recorded: Path) -> None:
     edit(recorded, "worker.py", "with pathlib", NOISE)
     (recorded / "one.out").write_text("edited by hand", encoding="utf-8")  # the cache has what dvc.lock records
     report = rebuild(recorded, "two", keep=True)
@@ -179,7 +179,7 @@ def test_an_input_that_is_nowhere(recorded: Path) -> None:
         ("dvc.lock", "stages:", "stages: [", "dvc.lock"),
     ],
 )
-def test_a_stale_record_is_the_users_to_renew(recorded: Path, file: str, old: str, new: str, says: str) -> None:
+def test_a_stale_record_is_refused(recorded: Path, file: str, old: str, new: str, says: str) -> None:
     edit(recorded, file, old, new)
     with pytest.raises(UserError) as refusal:
         rebuild(recorded)
@@ -192,7 +192,7 @@ def test_what_no_stage_reads_may_change(recorded: Path) -> None:
     assert rebuild(recorded, "two").exit_code == 0
 
 
-def test_an_exempt_run_says_so(recorded: Path, tmp_path: Path) -> None:
+def test_an_exempt_run_is_reported(recorded: Path, tmp_path: Path) -> None:
     """It may differ without anything being wrong; its model says why."""
     rebuilt = tmp_path / "clone"
     (rebuilt / ".dvc").mkdir(parents=True)
@@ -206,7 +206,7 @@ def test_an_exempt_run_says_so(recorded: Path, tmp_path: Path) -> None:
     assert finding.words == "DIFFERS (the recorded run was exempt: the micro-batch was halved)"
 
 
-def test_a_rebuild_that_fails_is_no_agreement(recorded: Path) -> None:
+def test_a_rebuild_that_fails_is_reported(recorded: Path) -> None:
     edit(recorded, "worker.py", "with pathlib", "1 / (out != 'one.out')\nwith pathlib")
     report = rebuild(recorded, "one", "two")
     assert report.exit_code == 1
@@ -214,7 +214,7 @@ def test_a_rebuild_that_fails_is_no_agreement(recorded: Path) -> None:
     assert "ZeroDivisionError" in render(report).splitlines()[-1]
 
 
-def test_no_record_and_no_room(recorded: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_record_and_no_disk_space(recorded: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = namedtuple("usage", "total used free")
     with monkeypatch.context() as patch:
         patch.setattr("shutil.disk_usage", lambda path: usage(10**9, 10**9, 10**6))
@@ -225,7 +225,7 @@ def test_no_record_and_no_room(recorded: Path, monkeypatch: pytest.MonkeyPatch) 
         rebuild(recorded)
 
 
-def test_the_clones_own_code_runs_and_tells_nobody(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_clones_own_code_runs_and_sends_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PYTHONPATH", "/another/checkout")
     monkeypatch.setenv("GIT_DIR", "/another/.git")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:1")
