@@ -1,4 +1,4 @@
-"""Files of DVC's cache that a disk or a hand has spoiled: what DVC notices, what it does not, and who does then."""
+"""Damaged files in DVC's cache: what DVC notices, and what Leash notices."""
 
 import os
 import shutil

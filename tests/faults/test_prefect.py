@@ -1,5 +1,5 @@
 """Prefect's server dies, hangs, or loses its driver in the middle of `leash run`: what the stages made is kept, nothing
-is left running, and the same command goes on from there."""
+is left running, and the same command continues."""
 
 import json
 import os
@@ -48,7 +48,7 @@ def servers(processes: list[psutil.Process]) -> list[psutil.Process]:
 
 @pytest.fixture
 def running(toy: Toy, leash: Leash) -> Iterator[Callable[[], tuple[Path, Any, list[psutil.Process]]]]:
-    """A run whose first stage has begun and waits for the file `go`, with its lent server; and all its processes."""
+    """A run whose first stage waits for the file `go`, with its temporary server; and all its processes."""
     started: list[psutil.Process] = []
 
     def begin() -> tuple[Path, Any, list[psutil.Process]]:
@@ -85,13 +85,13 @@ def test_a_server_lost_in_mid_flow(strike: Callable[[psutil.Process], None], run
     (server,) = servers(family)
     strike(server)
     (root / "go").touch()
-    said, errors = process.communicate(timeout=120)
+    printed, errors = process.communicate(timeout=120)
     assert process.returncode == 1
     (line,) = errors.splitlines()
     assert line.startswith("error: the Prefect server (http://127.0.0.1:")
     assert "the results of the stages are kept, and the same command continues" in line
-    table = [line.split()[:2] for line in said.splitlines()[-2:]]
-    assert table == [["one", "ran"], ["two", "ran"]], said
+    table = [line.split()[:2] for line in printed.splitlines()[-2:]]
+    assert table == [["one", "ran"], ["two", "ran"]], printed
     assert log_of(root).count("two begin") == 2, "a crash is tried again without a server, too"
     until(lambda: not any(alive(one) for one in family), 15.0)
     before, lock = log_of(root), (root / "dvc.lock").read_bytes()
@@ -109,7 +109,7 @@ def test_a_run_cut_off_by_its_server_is_stopped_at_once_by_an_interrupt(running:
     _, errors = process.communicate(timeout=120)
     assert process.returncode == 130
     assert errors == "error: stopped; nothing is left running\n"
-    assert time.monotonic() - begun < 30.0, "Prefect alone asks for its server for minutes"
+    assert time.monotonic() - begun < 30.0, "Prefect alone tries to reach its server for minutes"
     until(lambda: not any(alive(one) for one in family), 15.0)
     assert log_of(root) == ["one begin"]
 
@@ -127,8 +127,8 @@ def test_a_killed_driver_leaves_nothing_running_and_the_next_waits_for_that(
     again = leash(root, "run", api=prefect_api)
     until(lambda: not any(alive(one) for one in family), 30.0)
     (root / "go").touch()
-    said, errors = again.communicate(timeout=120)
-    assert again.returncode == 0, said + errors
+    printed, errors = again.communicate(timeout=120)
+    assert again.returncode == 0, printed + errors
     assert log_of(root)[:3] == ["one begin", "one begin", "one end"], "the killed run's stage went on"
     assert json.loads((root / "work" / "driver.lock").read_text())["pid"] == again.pid
     assert (root / ".dvc" / "tmp" / "rwlock").read_text() == "{}"

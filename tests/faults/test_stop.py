@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.faults, pytest.mark.pipeline]
 
 @pytest.fixture
 def tell(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
-    """Within a block, sends this process signals when its progress is told for the `count`-th time."""
+    """Within a block, sends this process signals at the `count`-th progress line."""
 
     @contextmanager
     def plan(count: int, *signals: signal.Signals) -> Iterator[None]:
@@ -46,7 +46,7 @@ def tell(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
 
 
 def forget(project: "Project", stage: str) -> None:
-    """No state of the stage, and no checkpoint but the one that a signal asks for."""
+    """No state of the stage, and no checkpoint but the one after a signal."""
     project.set("runtime.checkpoint_every", 1000)
     shutil.rmtree(project.root / "work" / stage, ignore_errors=True)
 

@@ -1,5 +1,5 @@
 """An MLflow server in trouble, and a real stage process that tracks to it: training is not held up, leaving is quick,
-and in the end everything stands in MLflow."""
+and in the end everything is in MLflow."""
 
 import json
 import os
@@ -218,12 +218,12 @@ def test_a_server_that_fails(trouble: str, server: Server, root: Path) -> None:
         before = run_of(root, server.address)
         strike(server)
     (root / "go").touch()
-    said, _ = process.communicate(timeout=60)
-    assert process.returncode == 0, said
-    assert said.count("MLflow does not answer") <= 1
-    assert "`leash sync` sends" in said
-    assert "Traceback" not in said
-    assert "hunter2" not in said
+    printed, _ = process.communicate(timeout=60)
+    assert process.returncode == 0, printed
+    assert printed.count("MLflow does not answer") <= 1
+    assert "`leash sync` sends" in printed
+    assert "Traceback" not in printed
+    assert "hunter2" not in printed
     assert all(b"hunter2" not in path.read_bytes() for path in (root / "work").rglob("*") if path.is_file())
     calls = json.loads((root / "calls.json").read_text())
     assert next(seconds for name, seconds in calls if name == "close") < LONGEST_LEAVE_SECONDS + 0.3

@@ -63,8 +63,8 @@ def test_the_second_leash_run_is_refused_at_once(toy: Toy, leash: Leash, prefect
     first = leash(root, "run", api=prefect_api)
     until(lambda: "one begin" in log_of(root))
     second = leash(root, "run")
-    said, errors = second.communicate(timeout=60)
-    assert (second.returncode, said) == (2, "")
+    printed, errors = second.communicate(timeout=60)
+    assert (second.returncode, printed) == (2, "")
     assert errors.startswith(f"error: another leash run works in this folder (process {first.pid}, since ")
     assert errors.count("\n") == 1
     (root / "go").touch()
@@ -99,11 +99,11 @@ def test_two_dvc_repro(toy: Toy) -> None:
     first = dvc(root)
     until(lambda: "one begin" in log_of(root))
     second = dvc(root)
-    said, _ = second.communicate(timeout=60)
+    printed, _ = second.communicate(timeout=60)
     assert second.returncode != 0
-    assert "'one': " in said
-    assert "is busy, it is being blocked by:" in said
-    assert f"(PID {first.pid})" in said
+    assert "'one': " in printed
+    assert "is busy, it is being blocked by:" in printed
+    assert f"(PID {first.pid})" in printed
     (root / "go").touch()
     first.communicate(timeout=60)
     assert first.returncode == 0
@@ -121,7 +121,7 @@ def stranger() -> Iterator[int]:
 
 @pytest.fixture
 def unburied() -> Iterator[int]:
-    """A process that is dead, and for which nobody has waited."""
+    """A zombie: a dead process that was not waited for."""
     process = subprocess.Popen([sys.executable, "-c", ""])
     until(lambda: psutil.Process(process.pid).status() == psutil.STATUS_ZOMBIE)
     yield process.pid

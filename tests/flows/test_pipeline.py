@@ -55,7 +55,7 @@ def test_two_drivers_one_graph(
 
 
 def assert_prefect_knows() -> None:
-    """The states carry their names in Prefect, too, and the artifacts stand there."""
+    """The states have their names in Prefect, too, and the artifacts are there."""
     from prefect.client.orchestration import get_client
 
     with get_client(sync_client=True) as client:

@@ -1,4 +1,4 @@
-"""The first line of a run, and its end when the Prefect server is gone. Whole runs are in test_cli.py and
+"""The first line of a run, and its end when the Prefect server is lost. Whole runs are in test_cli.py and
 tests/faults/test_prefect.py."""
 
 import os

@@ -1,4 +1,4 @@
-"""One stage through DVC: what happened, and whose fault a failure is."""
+"""One stage through DVC: how it ended, and whether a failure is a user's error."""
 
 import sys
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Whatever we start that listens is reached from this machine only. Asked of the processes themselves."""
+"""Whatever we start that listens is reached from this machine only. Checked on the running processes."""
 
 import socket
 import subprocess

@@ -23,7 +23,7 @@ Leash = Callable[..., Result]
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """models/{sft,policy}, which say letters at random."""
+    """models/{sft,policy}, with random weights."""
     folder = tmp_path_factory.mktemp("project") / "models"
     tokenizer = train_bpe(["what shall i eat? an egg."], 300, "<|pad|>", "<|end|>", 64)
     config = ScratchConfig(vocabulary=300, context=64, layers=1, hidden=16, intermediate=16, heads=2)
@@ -37,20 +37,20 @@ def leash(models: Path, monkeypatch: pytest.MonkeyPatch) -> Leash:
     """leash("hello", "models/policy", …) -> what `leash chat` makes of one message a line."""
     monkeypatch.chdir(models.parent)
 
-    def run(said: str | bytes, *arguments: str) -> Result:
-        return CliRunner().invoke(app, ["chat", *arguments], input=said)
+    def run(messages: str | bytes, *arguments: str) -> Result:
+        return CliRunner().invoke(app, ["chat", *arguments], input=messages)
 
     return run
 
 
 def test_a_pipe_gets_answers_and_nothing_else(leash: Leash) -> None:
     """The same ones each time, others for another seed, and one that ends in time."""
-    said = "what shall i eat?\n\nan egg?\n"
-    found = leash(said, "models/policy", "--max-new-tokens", "5")
+    messages = "what shall i eat?\n\nan egg?\n"
+    found = leash(messages, "models/policy", "--max-new-tokens", "5")
     assert (found.exit_code, found.stderr) == (0, "")
-    assert leash(said, "models/policy", "--max-new-tokens", "5").stdout == found.stdout
-    assert leash(said, "models/policy", "--max-new-tokens", "5", "--seed", "2").stdout != found.stdout
-    assert len(leash(said, "models/policy", "--max-new-tokens", "40").stdout) > len(found.stdout)
+    assert leash(messages, "models/policy", "--max-new-tokens", "5").stdout == found.stdout
+    assert leash(messages, "models/policy", "--max-new-tokens", "5", "--seed", "2").stdout != found.stdout
+    assert len(leash(messages, "models/policy", "--max-new-tokens", "40").stdout) > len(found.stdout)
 
 
 def test_near_temperature_0_the_seed_changes_nothing(leash: Leash) -> None:
@@ -69,7 +69,7 @@ def test_two_models_are_printed_below_each_other_with_their_names(leash: Leash) 
 
 
 def test_known_and_unknown_commands(leash: Leash) -> None:
-    """A reset forgets: the next answer is that of a conversation that begins. Nothing is read after /quit."""
+    """After a reset the conversation is empty. Nothing is read after /quit."""
     found = leash("/help\n/reset\n/quit\neat?\n", "models/policy")
     assert (found.exit_code, found.stdout) == (0, "")
     assert "/help is not a command" in found.stderr
@@ -127,20 +127,20 @@ def test_bytes_that_are_not_text(leash: Leash) -> None:
 
 
 def test_code_of_a_model_runs_only_in_a_project_that_trusts_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither for a folder elsewhere, nor because a project that somebody made stands around the folder."""
+    """Neither for a folder elsewhere, nor for a folder inside another project."""
     for name, text in (("mine", "trust_remote_code: true\n"), ("theirs", "trust_remote_code: true\n")):
         (tmp_path / name / "models").mkdir(parents=True)
         (tmp_path / name / "dvc.yaml").write_text("stages: {}\n")
         (tmp_path / name / "params.yaml").write_text(text)
-    said: list[str] = []
+    warnings: list[str] = []
     monkeypatch.chdir(tmp_path)
-    assert not chat.trusted(tmp_path / "mine" / "models", said.append)
+    assert not chat.trusted(tmp_path / "mine" / "models", warnings.append)
     monkeypatch.chdir(tmp_path / "mine")
-    assert chat.trusted(Path("models"), said.append)
-    assert not chat.trusted(tmp_path / "theirs" / "models", said.append)
-    assert said == ["chat:"]
+    assert chat.trusted(Path("models"), warnings.append)
+    assert not chat.trusted(tmp_path / "theirs" / "models", warnings.append)
+    assert warnings == ["chat:"]
     Path("params.yaml").write_text("trust_remote_code: false\n")
-    assert not chat.trusted(Path("models"), said.append)
+    assert not chat.trusted(Path("models"), warnings.append)
 
 
 def test_a_terminal_has_a_prompt_and_ctrl_d_leaves(models: Path) -> None:

@@ -1,4 +1,4 @@
-"""`leash clean`: what dead runs left goes, what a run needs or a living process holds stays."""
+"""`leash clean`: removes what dead runs have left, and keeps what a run needs or a living process holds."""
 
 import os
 import shutil
@@ -70,7 +70,7 @@ def test_state_of_a_finished_stage_is_removed_once_it_is_recorded(root: Path, mo
     (root / "worker.py").write_text("open('one.out', 'w').write('1')", encoding="utf-8")
     state = root / present(root, "one")
     (state / FINISHED).touch()
-    assert state.relative_to(root).as_posix() not in paths(find_leftovers(root, False), root), "nobody has recorded it"
+    assert state.relative_to(root).as_posix() not in paths(find_leftovers(root, False), root), "it is not recorded"
     with Repo(str(root)) as repo:
         repo.reproduce("one")
     assert paths(find_leftovers(root, False), root)[state.relative_to(root).as_posix()] == "state of a finished stage"
@@ -212,8 +212,8 @@ def test_nothing_is_removed_without_a_yes(root: Path) -> None:
 def test_a_person_confirms(root: Path, answer: str, stays: bool) -> None:
     terminal, person = os.openpty()
     os.write(terminal, f"{answer}\n".encode())
-    said = leash_clean(root, stdin=person)
+    printed = leash_clean(root, stdin=person)
     os.close(person)
     os.close(terminal)
-    assert "Remove 1 things, 1.0 kB? [y/N]: " in "\n".join(said)
+    assert "Remove 1 things, 1.0 kB? [y/N]: " in "\n".join(printed)
     assert (root / "work/one" / STALE).exists() is stays

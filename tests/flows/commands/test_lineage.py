@@ -168,7 +168,7 @@ def test_the_command(root: Path, leash: Callable[..., "subprocess.Popen[str]"]) 
 
 @pytest.mark.pipeline
 def test_a_policy_and_its_copy_elsewhere(finished: "Project", tmp_path: Path) -> None:
-    """The copy is known by its bytes, also when the workspace and dvc.lock have forgotten it."""
+    """The copy is known by its bytes, also when neither the workspace nor dvc.lock has it."""
     policy = lineage(finished.root, finished.root / "models/policy")
     assert policy.record is not None
     assert policy.record.source == "provenance.json"

@@ -1,4 +1,4 @@
-"""Datasets of the hub's formats from local folders, and what is asked of a hub id. Nothing here reaches a network."""
+"""Datasets of the hub's formats from local folders, and checks of a hub id. Nothing here uses a network."""
 
 from types import SimpleNamespace
 

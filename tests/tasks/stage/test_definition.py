@@ -1,4 +1,4 @@
-"""What dvc.yaml says about a stage, and the identity of a pipeline run."""
+"""A stage as dvc.yaml defines it, and the identity of a pipeline run."""
 
 import subprocess
 from collections.abc import Callable

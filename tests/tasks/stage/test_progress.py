@@ -88,10 +88,10 @@ def test_a_terminal_sees_one_line_rewritten(
     progress: Callable[..., tuple[Progress, Clock]], capsys: pytest.CaptureFixture[str]
 ) -> None:
     go(progress(terminal=True), range(1, 11), 1.0)
-    said = capsys.readouterr().out
-    assert said.count("\n") == 1
-    assert said.count("\r\033[K") == 10
-    assert said.endswith("done in 10 s\n")
+    printed = capsys.readouterr().out
+    assert printed.count("\n") == 1
+    assert printed.count("\r\033[K") == 10
+    assert printed.endswith("done in 10 s\n")
 
 
 @pytest.mark.parametrize("terminal", [True, False])
@@ -105,5 +105,5 @@ def test_a_note_stays(
     reporter.note("ALERT")
     clock.now += 5
     reporter.update(2)
-    said = capsys.readouterr().out
-    assert "\r\033[K[7/9 ppo] ALERT\n\r" in said if terminal else "\n[7/9 ppo] ALERT\n[7/9 ppo] step 2" in said
+    printed = capsys.readouterr().out
+    assert "\r\033[K[7/9 ppo] ALERT\n\r" in printed if terminal else "\n[7/9 ppo] ALERT\n[7/9 ppo] step 2" in printed

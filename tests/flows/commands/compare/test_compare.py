@@ -50,7 +50,7 @@ def git(root: Path, *words: str) -> str:
 
 @pytest.fixture
 def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A project whose tag `old` says gold 3, and whose files say 4."""
+    """A project with gold 3 at its tag `old`, and 4 in its files."""
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     monkeypatch.setenv("COLUMNS", "80")
     root = write(tmp_path / "project", 3.0)
@@ -65,8 +65,8 @@ def test_no_name_is_this_checkout(project: Path) -> None:
     content, text = compare(project, [], [])
     assert content["runs"][0]["models"]["policy"]["gold"] == 4.0
     assert content["parameters"] == {}
-    said = ".: this checkout; judged by gold rubric (simulated), 400 prompts, sampling seeds 1, 2 model"
-    assert " ".join(text.split()).startswith(said)
+    expected = ".: this checkout; judged by gold rubric (simulated), 400 prompts, sampling seeds 1, 2 model"
+    assert " ".join(text.split()).startswith(expected)
     rows = [line.split() for line in text.splitlines() if line.startswith(label("policy"))]
     assert rows[0][:6] == ["PPO", "policy", "4.00", "[3.90,", "4.10]", "*"]
 
@@ -161,7 +161,7 @@ stages:
 
 
 def test_parameters_are_those_that_made_the_figures(project: Path) -> None:
-    """An edit of params.yaml that nothing has run with is said, and changes no comparison."""
+    """An edit of params.yaml after the run is reported, and changes no comparison."""
     (project / "dvc.lock").write_text(lock(seed=1), encoding="utf-8")
     content, text = compare(project, ["old", "."], [])
     assert content["parameters"] == {}

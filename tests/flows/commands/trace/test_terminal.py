@@ -50,7 +50,7 @@ def project(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def trace(project: Path, monkeypatch: pytest.MonkeyPatch) -> Trace:
-    """trace("--json", prompt=…) -> what `leash trace` says."""
+    """trace("--json", prompt=…) -> what `leash trace` prints."""
     monkeypatch.chdir(project)
     return lambda *arguments, prompt=PROMPT: CliRunner().invoke(app, ["trace", prompt, *arguments])
 
@@ -123,7 +123,7 @@ def test_a_chosen_snapshot_says_where_it_stands(project: Path) -> None:
 
 
 def test_the_batch_is_the_steps_own_with_the_prompt_in_it(project: Path) -> None:
-    """A prompt that the step asks anyway stays where it is."""
+    """A prompt that the step has anyway keeps its place."""
     traced = trace_prompt(project, PROMPT, "sft")
     assert traced.trace.row == 0
     assert sum(len(minibatch.rows) for minibatch in traced.trace.step.minibatches) == 16 * 2

@@ -56,7 +56,7 @@ pathlib.Path(out).write_text(text)
 
 @pytest.fixture(scope="module")
 def finished_toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A project that has run and is committed: `two` reads what `one` makes; `three` stands alone, on raw data."""
+    """A project that has run and is committed: `two` reads what `one` makes; `three` reads raw data only."""
     root = tmp_path_factory.mktemp("toy")
     files = {"dvc.yaml": GRAPH, "worker.py": WORKER, "input.txt": "1\n", "params.yaml": "a: {b: 1}\nc: 1\n"}
     for name, text in (files | {"data/raw/set.txt": "raw\n", ".gitignore": "/work\n/log.txt\n"}).items():
@@ -193,7 +193,7 @@ def test_what_no_stage_reads_may_change(recorded: Path) -> None:
 
 
 def test_an_exempt_run_is_reported(recorded: Path, tmp_path: Path) -> None:
-    """It may differ without anything being wrong; its model says why."""
+    """It may differ; the provenance of its model has the reason."""
     rebuilt = tmp_path / "clone"
     (rebuilt / ".dvc").mkdir(parents=True)
     (rebuilt / ".dvc" / "config").write_text("[core]\n    no_scm = true\n", encoding="utf-8")
@@ -255,7 +255,7 @@ def test_a_stopped_verification_leaves_nothing(
     end: Callable[["subprocess.Popen[str]"], None],
     code: int,
 ) -> None:
-    """Nothing runs on and no clone lies about; after SIGKILL, which nobody hears, `leash clean` finds the clone."""
+    """No process and no clone is left; after SIGKILL, which cannot be handled, `leash clean` finds the clone."""
     root = recorded
     edit(root, "worker.py", "with pathlib", "time.sleep(100 if pathlib.Path('log.txt').exists() else 0)\nwith pathlib")
     process = leash(root, "verify")
@@ -299,9 +299,9 @@ def test_what_the_command_prints(recorded: Path, leash: Callable[..., "subproces
     process = leash(recorded / "data", "verify", "one", "--json")
     output, errors = process.communicate(timeout=100)
     assert (process.returncode, errors) == (0, "")
-    said = json.loads(output)
-    assert said["same"] is True
-    assert [finding["verdict"] for finding in said["findings"]] == ["same"]
+    printed = json.loads(output)
+    assert printed["same"] is True
+    assert [finding["verdict"] for finding in printed["findings"]] == ["same"]
     edit(recorded, "input.txt", "1", "2")
     process = leash(recorded, "verify", "one")
     output, errors = process.communicate(timeout=100)
@@ -311,7 +311,7 @@ def test_what_the_command_prints(recorded: Path, leash: Callable[..., "subproces
 
 @pytest.mark.pipeline
 def test_a_stage_of_the_pipeline(finished: "Project") -> None:
-    """A wrong hash in dvc.lock is found, the right ones beside it are confirmed; MLflow hears nothing of it."""
+    """A wrong hash in dvc.lock is found, the right ones beside it are confirmed; nothing is sent to MLflow."""
     lock = finished.root / "dvc.lock"
     text = lock.read_text(encoding="utf-8")
     right = text[text.index("    - path: plots/sft.csv") :].split("md5: ")[1][:32]
