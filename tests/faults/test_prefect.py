@@ -12,23 +12,13 @@ from typing import Any
 import psutil
 import pytest
 
+from tests.faults.conftest import log_of, until
+
 pytestmark = pytest.mark.faults
 
 Toy = Callable[..., Path]
 Leash = Callable[..., Any]
 STAGES: dict[str, tuple[str, list[str]]] = {"one": ("wait", []), "two": ("crash 1", ["one"])}
-
-
-def until(condition: Callable[[], Any], seconds: float = 120.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.05)
-
-
-def log_of(root: Path) -> list[str]:
-    path = root / "log.txt"
-    return [" ".join(line.split()[:2]) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 def family_of(pid: int) -> list[psutil.Process]:

@@ -18,6 +18,7 @@ from mlflow.tracking import MlflowClient
 
 from tasks.tracking import outbox, settings
 from tasks.tracking.sender import drain
+from tests.faults.conftest import until
 
 pytestmark = pytest.mark.faults
 
@@ -179,13 +180,6 @@ def start(root: Path, address: str) -> "subprocess.Popen[str]":
     env = os.environ | {"PATH": path, "PYTHONPATH": str(ROOT), "MLFLOW_TRACKING_URI": address}
     command = [sys.executable, "-m", "dvc", "repro"]
     return subprocess.Popen(command, cwd=root, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-
-
-def until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.1)
 
 
 def run_of(root: Path, address: str) -> Any:

@@ -5,7 +5,6 @@ import os
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,6 +19,7 @@ from flows.pipeline import pipeline
 from flows.stages import PipelineFailed
 from rlhf_core.errors import UserError
 from rlhf_core.locks import FileLock
+from tests.faults.conftest import log_of, until
 
 if TYPE_CHECKING:
     from tests.conftest import Project
@@ -30,18 +30,6 @@ Toy = Callable[..., Path]
 Leash = Callable[..., Any]
 STAGES: dict[str, tuple[str, list[str]]] = {"one": ("wait", []), "two": ("work", ["one"])}
 RIGHT = ["one begin", "one end", "two begin", "two end"]
-
-
-def until(condition: Callable[[], Any], seconds: float = 120.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.05)
-
-
-def log_of(root: Path) -> list[str]:
-    path = root / "log.txt"
-    return [" ".join(line.split()[:2]) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 def dvc(root: Path) -> "subprocess.Popen[str]":

@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -17,6 +16,7 @@ from rlhf_core.errors import UserError
 from tasks.records.lineage import Lineage, Node, lineage
 from tasks.records.recorded import Record
 from tasks.stage.dvc_adapter import open_project
+from tests.conftest import call
 
 if TYPE_CHECKING:
     from tests.conftest import Project
@@ -59,15 +59,6 @@ def finished_toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def root(finished_toy: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(finished_toy, tmp_path / "toy", symlinks=True))
-
-
-def call(root: Path, *command: str) -> str:
-    """A command that must end well; its output."""
-    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    environment = {**os.environ, "PATH": path}
-    done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
 
 
 def md5(text: str) -> str:

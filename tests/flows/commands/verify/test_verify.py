@@ -7,7 +7,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections import namedtuple
 from collections.abc import Callable
 from contextlib import suppress
@@ -22,6 +21,8 @@ from flows.commands.verify.verify import Report, _compare, render, verify
 from rlhf_core.errors import UserError
 from tasks.records.recorded import Record
 from tasks.stage.provenance import FILE, KEYS
+from tests.conftest import call
+from tests.faults.conftest import until
 
 if TYPE_CHECKING:
     from tests.conftest import Project
@@ -76,15 +77,6 @@ def recorded(finished_toy: Path, tmp_path: Path) -> Path:
     root = Path(shutil.copytree(finished_toy, tmp_path / "toy", symlinks=True))
     (root / "log.txt").unlink()
     return root
-
-
-def call(root: Path, *command: str) -> str:
-    """A command that must end well; its output."""
-    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    environment = {**os.environ, "PATH": path}
-    done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
 
 
 def edit(root: Path, file: str, old: str, new: str) -> None:
@@ -259,7 +251,7 @@ def test_a_stopped_verification_leaves_nothing(
     root = recorded
     edit(root, "worker.py", "with pathlib", "time.sleep(100 if pathlib.Path('log.txt').exists() else 0)\nwith pathlib")
     process = leash(root, "verify")
-    wait(lambda: any((root / "work").glob("verify-*/project/one.out")))
+    until(lambda: any((root / "work").glob("verify-*/project/one.out")))
     family = psutil.Process(process.pid).children(recursive=True)
     end(process)
     process.communicate(timeout=60) if end is not kill else process.wait(60)
@@ -279,13 +271,6 @@ def cli() -> list[str]:
     """`leash` with the code under test, wherever it is started."""
     project = str(Path(clone.__file__).parents[3])
     return [sys.executable, "-c", f"import sys; sys.path.insert(0, {project!r}); from flows.cli import main; main()"]
-
-
-def wait(condition: Callable[[], bool], seconds: float = 60.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "not within its time"
-        time.sleep(0.05)
 
 
 def test_a_clone_at_work_is_not_abandoned(recorded: Path) -> None:
