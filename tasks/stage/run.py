@@ -145,14 +145,22 @@ def _run(name: str, model: type[Model], execute: Execute[Model], tracked: bool, 
             execute(stage)
             if is_worker():
                 return key
-            now = definition.hashes() | definition.tracked(read_yaml())
-            _require_unchanged(hashes | definition.tracked(content), now)
-            provenance.write(definition, content, hashes, stage.outputs, stage.exemptions)
-            stage.outputs.commit()
-            for act in stage.afterwards:
-                act()
+            _commit(stage, definition, content)
         state.end(state_dir, recorded_later)
     return key
+
+
+def _commit(stage: Stage[Any], definition: Definition, content: dict[str, Any]) -> None:
+    """Put the outputs in place. Raises UserError when an input or parameter changed during the run: DVC would record
+    the new one."""
+    before = {**stage.hashes, **definition.tracked(content)}
+    now = definition.hashes() | definition.tracked(read_yaml())
+    if changed := sorted(name for name in before if before[name] != now.get(name)):
+        raise UserError(f"{', '.join(changed)} changed while the stage ran; nothing was recorded, run it again")
+    provenance.write(definition, content, stage.hashes, stage.outputs, stage.exemptions)
+    stage.outputs.commit()
+    for act in stage.afterwards:
+        act()
 
 
 def quiet_libraries() -> None:
@@ -223,10 +231,3 @@ def _newest(path: Path) -> float:
     """When a file, or the newest file below a folder, was last changed, without Python's caches."""
     files = [file for file in path.rglob("*") if file.is_file() and "__pycache__" not in file.parts]
     return max((file.stat().st_mtime for file in files or [path]), default=0.0)
-
-
-def _require_unchanged(before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
-    """Raise UserError when an input file or parameter changed during the run: DVC would record the new one."""
-    changed = sorted(name for name in before if before[name] != after.get(name))
-    if changed:
-        raise UserError(f"{', '.join(changed)} changed while the stage ran; nothing was recorded, run it again")
