@@ -14,13 +14,13 @@ ROLES = ("system", "user", "assistant")
 SPLITS = ("train", "validation")
 
 
-def _each(test: Callable[[Any], bool], says: str, *, nullable: bool = False) -> pa.Column:
+def _each(test: Callable[[Any], bool], rule: str, *, nullable: bool = False) -> pa.Column:
     """A column whose every value passes a test, in one Python pass. null passes only a nullable one."""
 
     def passes(column: pd.Series) -> pd.Series:
         return _flags((value is None and nullable) or test(value) for value in column)
 
-    return pa.Column(object, pa.Check(passes, error=says, ignore_na=False), nullable=True)
+    return pa.Column(object, pa.Check(passes, error=rule, ignore_na=False), nullable=True)
 
 
 def _flags(values: Iterable[bool]) -> pd.Series:

@@ -24,17 +24,17 @@ class Problem(NamedTuple):
     """A rule and the rows (from 1) that break it; `column` is empty for a rule about whole rows."""
 
     column: str
-    says: str
+    rule: str
     rows: list[int]
 
     def __str__(self) -> str:
         where = f"{brief_names([self.column])}: " if self.column else ""
         if not self.rows:
-            return f"{where}{self.says}"
+            return f"{where}{self.rule}"
         named = ", ".join(map(str, self.rows[:ROWS_NAMED]))
         more = ", …" if len(self.rows) > ROWS_NAMED else ""
         count = "1 row" if len(self.rows) == 1 else f"{len(self.rows)} rows"
-        return f"{where}{self.says} ({count}: {named}{more})"
+        return f"{where}{self.rule} ({count}: {named}{more})"
 
 
 class _Missing:
@@ -117,10 +117,10 @@ def _problems(cases: "pd.DataFrame", columns: Mapping[str, list[object]]) -> lis
         if not pd.isna(index):
             numbers.add(int(index) + 1)
     problems = []
-    for (name, says), numbers in found.items():
+    for (name, rule), numbers in found.items():
         explained = {number for number in numbers if name and columns[name][number - 1] is MISSING}
         if not numbers or numbers != explained:
-            problems.append(Problem(name, says, sorted(numbers - explained)))
+            problems.append(Problem(name, rule, sorted(numbers - explained)))
     return problems
 
 
