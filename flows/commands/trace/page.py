@@ -220,7 +220,7 @@ def verdict(traced: Traced, token: Token) -> str:
     if not traced.trace.step.trains_policy:
         return "The critic warms up: the policy does not learn from this step."
     if token.weight == 0:
-        return "Exactly as expected: nothing pulls at this token."
+        return "Exactly as expected: the gradient of this token is 0."
     good = token.weight > 0
     opening = (
         "Better than expected (Â > 0): make it more likely."
@@ -229,10 +229,10 @@ def verdict(traced: Traced, token: Token) -> str:
     )
     after = token.after
     if after.clipped and after.pull == 0:
-        return f"{opening} It already moved beyond the clip, so the gradient stops."
+        return f"{opening} Its ratio is already beyond the clip, so the gradient is 0."
     if after.clipped:
-        return f"{opening} Its ratio left the clip on the other side: the gradient still pulls it back."
+        return f"{opening} Its ratio is beyond the clip on the other side: the gradient leads it back."
     if abs(after.ratio - 1) < STILL:
-        return f"{opening} It has hardly moved."
+        return f"{opening} It has hardly changed."
     moved = (after.ratio > 1) == good
-    return f"{opening} {'It did move that way' if moved else 'It moved the other way, carried by the other tokens'}."
+    return f"{opening} {'It did' if moved else 'It changed the other way, because of the other tokens'}."

@@ -50,8 +50,8 @@ def render(traced: Traced) -> str:
     ]
     parts = [
         _opening(traced),
-        f"{_table(TOKENS, rows)}\nρ, clip, L_π, L_V: after the update. clip yes: ρ is outside [1−ε, 1+ε] and the gradient "
-        "is 0; out: outside, with a gradient.",
+        f"{_table(TOKENS, rows)}\nρ, clip, L_π, L_V: after the update. clip yes: ρ is outside [1−ε, 1+ε] and the "
+        "gradient is 0; out: outside, with a gradient.",
         _listed("score", score_lines(traced)),
         _listed("credit", credit_lines(traced)),
         "the answer's passes through the update (losses: means over tokens; from the second L_π on: of the minibatch)\n"
