@@ -58,24 +58,16 @@ def _python(root: Path) -> Iterator[Check]:
 def _torch(root: Path) -> Iterator[Check]:
     import torch
 
+    from tasks.params.loader import PARAMS_FILE, read_threads
+
     devices = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     yield Check("device", "ok", ", ".join(devices) or "CPU")
-    threads = _threads(root)
+    threads = read_threads(root / PARAMS_FILE)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1  # of this process
     found = f"params.yaml says {threads or '?'}, this machine may use {cores}"
     too_many = threads is not None and threads > cores
     advice = f"set threads: {cores} in params.yaml (it changes the last digits of results)" if too_many else ""
     yield Check("threads", "note" if too_many else "ok", found, advice)
-
-
-def _threads(root: Path) -> int | None:
-    from tasks.params.loader import read_yaml
-
-    try:
-        threads = read_yaml(root / "params.yaml").get("threads")
-    except UserError:
-        return None
-    return threads if isinstance(threads, int) else None
 
 
 def _disk(root: Path) -> Iterator[Check]:

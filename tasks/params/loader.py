@@ -1,6 +1,7 @@
 """Reads `params.yaml` into strict models; one line names every wrong key. YAML 1.2, as DVC reads it: PyYAML would read
 `1e-4` as text and `off` as false."""
 
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -42,6 +43,14 @@ def read_yaml(path: Path = PARAMS_FILE) -> dict[str, Any]:
         raise UserError(f"{path}: expected a mapping of blocks (ingest, base, sft, …)")
     _refuse_bomb(content, path)
     return content | {method.name: {"enabled": False} for method in METHODS if method.name not in content}
+
+
+def read_threads(path: Path) -> int | None:
+    """`threads` of the file; None where it cannot be read."""
+    with suppress(UserError):
+        threads = read_yaml(path).get("threads")
+        return threads if isinstance(threads, int) else None
+    return None
 
 
 def _problem(error: YAMLError) -> str:

@@ -3,7 +3,6 @@
 
 import shutil
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -165,12 +164,9 @@ def _machine(root: Path) -> tuple[str, int | None]:
     """(the instruction set that torch uses here, `threads` of params.yaml)."""
     import torch
 
-    from tasks.params.loader import read_yaml
+    from tasks.params.loader import PARAMS_FILE, read_threads
 
-    threads = None
-    with suppress(UserError):
-        threads = read_yaml(root / "params.yaml").get("threads")
-    return str(torch.backends.cpu.get_cpu_capability()), threads if isinstance(threads, int) else None
+    return str(torch.backends.cpu.get_cpu_capability()), read_threads(root / PARAMS_FILE)
 
 
 def render(report: Report) -> str:
