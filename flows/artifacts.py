@@ -6,6 +6,8 @@ import re
 from pathlib import Path
 from typing import Any
 
+from flows.text import dotted
+
 HEADLINES = {
     "win_rate": "win rate of the policy against SFT",
     "win_rate_ci95": "95% interval of the win rate",
@@ -25,7 +27,7 @@ def metric_rows(root: Path) -> list[dict[str, str]]:
     """Every number of `metrics/*.json`, one row each: stage, metric (nested names joined by dots), value."""
     rows = []
     for path in sorted((root / "metrics").glob("*.json")):
-        for name, value in _flatten(json.loads(path.read_text(encoding="utf-8"))):
+        for name, value in dotted(json.loads(path.read_text(encoding="utf-8"))).items():
             rows.append({"stage": path.stem, "metric": name, "value": _text(value)})
     return rows
 
@@ -55,12 +57,6 @@ def publish(root: Path) -> None:
 def _as_markdown(text: str) -> str:
     """The text escaped: Prefect's page shows it as it is, without HTML, links or further cells."""
     return re.sub(r"([\\`*_{}\[\]()#+!|~])", r"\\\1", html.escape(" ".join(text.split()), quote=False))
-
-
-def _flatten(content: Any, prefix: str = "") -> list[tuple[str, Any]]:
-    if not isinstance(content, dict):
-        return [(prefix, content)]
-    return [pair for key, value in content.items() for pair in _flatten(value, f"{prefix}.{key}".strip("."))]
 
 
 def _text(value: Any) -> str:

@@ -34,18 +34,18 @@ def command(function: Callable[P, None]) -> Callable[P, None]:
 
     @wraps(function)
     def guarded(*args: P.args, **kwargs: P.kwargs) -> None:
-        from flows.terminal import complain
+        from flows.terminal import print_error
 
         try:
             function(*args, **kwargs)
         except UserError as error:
-            complain(str(error))
+            print_error(str(error))
             raise typer.Exit(2) from None
         except KeyboardInterrupt:
-            complain("stopped; nothing is left running")
+            print_error("stopped; nothing is left running")
             raise typer.Exit(130) from None
         except SystemExit:
-            complain("stopped by a signal; nothing is left running")
+            print_error("stopped by a signal; nothing is left running")
             raise
 
     return app.command(function.__name__.strip("_"))(guarded)
@@ -167,8 +167,7 @@ def audit(
     Prints the total variation to the optimum, and the bias of the gradient.
     """
     path = params if params is not None else find_root() / "params.yaml"
-    from flows.commands.audit.audit import audit_file
-    from flows.commands.audit.terminal import render
+    from flows.commands.audit import audit_file, render
 
     found = audit_file(path)
     _print(found, render, as_json)
@@ -189,10 +188,9 @@ def chat(
     One message a line. With --fresh every message is a conversation of its own, as the demo's models were trained.
     """
     _quiet_models()
-    from flows.commands.chat import Rules
-    from flows.commands.chat import chat as talk
+    from flows.commands.chat import Settings, run_chat
 
-    talk(model, beside, Rules(temperature, max_new_tokens, seed, fresh), system)
+    run_chat(model, beside, Settings(temperature, max_new_tokens, seed, fresh), system)
 
 
 @command
@@ -315,7 +313,7 @@ def main() -> NoReturn:
 
 
 def install_signal_handlers() -> None:
-    """SIGTERM and a closed terminal unwind the run as Ctrl-C does, so that every stage is stopped on the way."""
+    """Make SIGTERM and a closed terminal end the run as Ctrl-C does, so that every stage is stopped."""
 
     def leave(number: int, frame: FrameType | None) -> None:
         raise SystemExit(128 + number)
@@ -336,7 +334,7 @@ def _print(content: Any, render: Callable[[Any], str], as_json: bool) -> None:
 
 
 def _quiet_models() -> None:
-    """Switch off bars and notices of transformers between our lines; TRANSFORMERS_VERBOSITY brings them back."""
+    """Switch off progress bars and notices of transformers, unless TRANSFORMERS_VERBOSITY is set."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     if "TRANSFORMERS_VERBOSITY" not in os.environ:
         from transformers.utils import logging

@@ -1,5 +1,5 @@
-"""One driver a workspace: the lock that a run of the pipeline and its guardian hold from start to end. The kernel
-releases it with its last holder, so a lock file of a dead process blocks nothing."""
+"""The lock of a workspace, which a run of the pipeline and its guardian hold from start to end. The kernel releases it
+with its last holder, so the lock file of a dead process blocks nothing."""
 
 import json
 import os
@@ -16,17 +16,17 @@ from flows.status import Project, opened
 from rlhf_core.errors import UserError
 from rlhf_core.locks import FileLock
 
-STOPPING_SECONDS = sum(seconds for _, seconds in processes.STAGE_LADDER) + 5.0
+STOPPING_SECONDS = sum(seconds for _, seconds in processes.STAGE_SIGNALS) + 5.0
 """How long the guardian of a killed driver may take to end its stages."""
 
 _held: dict[Path, Project] = {}
 
 
 @contextmanager
-def sole(root: Path) -> Iterator[Project]:
-    """Make this process the only driver of the pipeline at `root` within the block; it can be entered again.
+def exclusive(root: Path) -> Iterator[Project]:
+    """Hold the lock of the workspace at `root` within the block; the block can be nested.
 
-    Raises UserError when there is another one (two would run the same stages, or fail on DVC's locks), or when DVC
+    Raises UserError when another process holds it (two would run the same stages, or fail on DVC's locks), or when DVC
     cannot read the project.
     """
     if root in _held:
@@ -48,7 +48,7 @@ def sole(root: Path) -> Iterator[Project]:
 
 
 def _wait_for_guardian(path: Path, lock: FileLock) -> bool:
-    """Whether the lock was released: it is when its driver is dead and the guardian has stopped what that left."""
+    """Whether the lock was acquired after all: its driver is dead, and the guardian has stopped the stages."""
     if _driver(path) is not None:
         return False
     print("the stages of a killed run are still stopping here; waiting for them", flush=True)

@@ -1,4 +1,4 @@
-"""Where the project is, and the environment variables of its processes: defaults for Prefect, DVC and MLflow."""
+"""The root of the project, and the environment variables of its processes."""
 
 import os
 import sys
@@ -12,7 +12,7 @@ QUIET = {
     "DVC_NO_ANALYTICS": "1",
     "MLFLOW_DISABLE_TELEMETRY": "true",
 }
-"""Telemetry is off, unless the user has switched it on."""
+"""Switches telemetry off."""
 
 
 def apply_defaults() -> None:
@@ -37,8 +37,4 @@ def stage_environment(outcome: Path) -> dict[str, str]:
     """
     interpreter = str(Path(sys.executable).parent)
     path = os.pathsep.join([interpreter, *filter(None, [os.environ.get("PATH")])])
-    return {**os.environ, **_missing_quiet(), "PATH": path, "LEASH_OUTCOME": str(outcome), "PYTHONUNBUFFERED": "1"}
-
-
-def _missing_quiet() -> dict[str, str]:
-    return {name: value for name, value in QUIET.items() if name not in os.environ}
+    return {**os.environ, "PATH": path, "LEASH_OUTCOME": str(outcome), "PYTHONUNBUFFERED": "1"}

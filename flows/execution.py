@@ -1,12 +1,11 @@
-"""One run of the pipeline beside Prefect: whether a stage needs a process, why it runs, on which GPU, and which attempt
-it is."""
+"""Runs one stage without Prefect: whether it needs a process, why, on which GPU, and which attempt it is."""
 
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from flows.graph import Graph
-from flows.stages import NO_CHANGE, UP_TO_DATE, Outcome, StageCrash, refresh_sources, run_stage
+from flows.stages import UNCHANGED, UP_TO_DATE, Outcome, StageCrash, refresh_sources, run_stage
 from flows.status import Project
 
 Print = Callable[[str, str], None]
@@ -36,7 +35,7 @@ class Execution:
             self.print(stage, f"starts ({self.why[stage]})" + (f" on GPU {gpu}" if gpu else ""))
         else:
             return Outcome(stage, UP_TO_DATE, 0.0)
-        environment = {"CUDA_VISIBLE_DEVICES": gpu} if gpu else NO_CHANGE
+        environment = {"CUDA_VISIBLE_DEVICES": gpu} if gpu else UNCHANGED
         try:
             outcome = run_stage(
                 self.project.root, stage, self.force, self.timeout, lambda line: self.print(stage, line),
@@ -56,8 +55,8 @@ class Execution:
 def gpus_for(jobs: int) -> list[str | None]:
     """One entry for each stage that may run at the same time: the GPU that it gets, or None for no choice.
 
-    One stage at a time sees every GPU. Stages side by side get one each, and are never more than the GPUs; without a
-    GPU they share the CPU.
+    One stage at a time chooses from all visible GPUs. Stages side by side get one each, and are never more than the
+    GPUs; without a GPU they share the CPU.
     """
     if jobs == 1:
         return [None]

@@ -1,7 +1,7 @@
 """The guardian: a small process that stops what a driver leaves running when the driver is killed.
 
-It reads on its standard input which process groups are alive; the end of that pipe is the end of the driver. Until the
-last group is gone it holds the driver's lock of the workspace, which it inherits, and the reading ends of the groups'
+It reads from standard input which process groups are alive; that pipe is closed when the driver ends. Until the last
+group has ended it holds the driver's lock of the workspace, which it inherits, and the reading ends of the groups'
 output (on Linux), so that a stage can print while it closes its files.
 """
 
@@ -31,15 +31,15 @@ class Guardian:
             pass_fds=() if keep is None else (keep,), bufsize=0,
         )  # fmt: skip
 
-    def watch(self, group: int, ladder: processes.Ladder) -> None:
-        """Stop this group with the signals of `ladder` when the driver is gone."""
-        self._send({"group": group, "ladder": [[int(number), seconds] for number, seconds in ladder]})
+    def watch(self, group: int, signals: processes.StopSignals) -> None:
+        """Send these signals to the group when the driver is gone."""
+        self._send({"group": group, "signals": [[int(number), seconds] for number, seconds in signals]})
 
-    def forget(self, group: int) -> None:
+    def unwatch(self, group: int) -> None:
         """The group has ended."""
         self._send({"group": group})
 
-    def dismiss(self) -> None:
+    def close(self) -> None:
         """End the guardian; it stops the groups that it still watches."""
         assert self._process.stdin is not None
         with suppress(OSError):
@@ -57,22 +57,22 @@ def main() -> None:
     """`python -m flows.guardian`: follow standard input to its end, then stop every group that is left."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    ladders: dict[int, processes.Ladder] = {}
+    signals: dict[int, processes.StopSignals] = {}
     outputs: dict[int, int] = {}
     for line in sys.stdin:
         message = json.loads(line)
         group = message["group"]
-        if "ladder" in message:
-            ladders[group] = tuple((signal.Signals(number), seconds) for number, seconds in message["ladder"])
+        if "signals" in message:
+            signals[group] = tuple((signal.Signals(number), seconds) for number, seconds in message["signals"])
             outputs[group] = _output_of(group)
         else:
-            ladders.pop(group, None)
+            signals.pop(group, None)
             _close(outputs.pop(group, -1))
-    _stop(ladders, list(outputs.values()))
+    _stop(signals, list(outputs.values()))
 
 
-def _stop(ladders: dict[int, processes.Ladder], outputs: list[int]) -> None:
-    stoppers = [threading.Thread(target=processes.stop, args=(group, None, how)) for group, how in ladders.items()]
+def _stop(signals: dict[int, processes.StopSignals], outputs: list[int]) -> None:
+    stoppers = [threading.Thread(target=processes.stop, args=(group, None, how)) for group, how in signals.items()]
     for stopper in stoppers:
         stopper.start()
     for stopper in stoppers:

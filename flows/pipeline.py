@@ -11,22 +11,23 @@ from prefect.futures import PrefectFuture, as_completed
 from prefect.states import Completed
 from prefect.task_runners import TaskRunner, ThreadPoolTaskRunner
 
-from flows import artifacts, driver, lockfile, processes, terminal
+from flows import artifacts, driver, processes, terminal
 from flows.environment import find_root
 from flows.execution import Execution, Print, gpus_for
 from flows.graph import Graph
 from flows.stages import FAILED, NOT_RUN, Outcome, PipelineFailed, StageCrash, StageUserError
 from rlhf_core.errors import UserError
+from tasks.stage.dvc_adapter import recorded_order, restore_order
 from tasks.stage.pipeline_run import finish
 
 
-def may_pass(task: Any, run: Any, state: State[Any]) -> bool:
-    """Whether to try a failed stage again: not after a user's error, nor when the run was stopped."""
+def is_retriable(task: Any, run: Any, state: State[Any]) -> bool:
+    """Whether a failed stage is tried again: not after a user's error, nor when the run was stopped."""
     error = state.result(raise_on_failure=False)
     return not isinstance(error, UserError | processes.Stopped)
 
 
-@task(cache_policy=NO_CACHE, persist_result=False, retry_condition_fn=may_pass)
+@task(cache_policy=NO_CACHE, persist_result=False, retry_condition_fn=is_retriable)
 def stage_task(execution: Execution, stage: str, gpu: str | None) -> State[Outcome]:
     """One stage, in a Prefect state named after what DVC did: Completed, UpToDate or Restored."""
     outcome = execution.run(stage, gpu)
@@ -34,7 +35,7 @@ def stage_task(execution: Execution, stage: str, gpu: str | None) -> State[Outco
 
 
 def _threads() -> TaskRunner[PrefectFuture[Any]]:
-    """A thread for each stage that runs: it reads the output of the stage's process."""
+    """A thread for each running stage reads the output of its process."""
     runner: ThreadPoolTaskRunner[Any] = ThreadPoolTaskRunner()
     return cast(TaskRunner[PrefectFuture[Any]], runner)
 
@@ -58,7 +59,7 @@ def pipeline(
     """
     home = find_root(Path(root) if root else None)
     options = {"retries": retries, "retry_delay_seconds": retry_delay_seconds}
-    with driver.sole(home) as project:
+    with driver.exclusive(home) as project:
         graph = project.graph.select(stages)
         execution = Execution(project, force, timeout_seconds, retries + 1, _printer())
         outcomes, errors = _run(execution, graph, jobs, options)
@@ -76,13 +77,13 @@ def _run(
 ) -> tuple[dict[str, Outcome], list[StageUserError | StageCrash]]:
     """Every stage of the graph; afterwards `dvc.lock` has the order of the graph."""
     root = execution.project.root
-    before = lockfile.entries(root)
+    before = recorded_order(root)
     try:
         with processes.session():
             execution.refresh_sources(graph)
             futures = _run_stages(execution, graph, gpus_for(jobs), options)
     finally:
-        lockfile.restore_order(root, graph, before)
+        restore_order(root, graph.stages, before)
     outcomes = {stage: _outcome(execution, stage, futures[stage].state) for stage in graph.stages}
     errors = [error for stage in graph.stages if (error := _error(stage, futures[stage].state)) is not None]
     return outcomes, errors
@@ -91,7 +92,7 @@ def _run(
 def _run_stages(
     execution: Execution, graph: Graph, free: list[str | None], options: dict[str, Any]
 ) -> dict[str, PrefectFuture[Outcome]]:
-    """Run each stage when those that it needs have ended and a place of `free` is, in the order of the graph."""
+    """Run each stage when those that it needs have ended and `free` has a place, in the order of the graph."""
     futures: dict[str, PrefectFuture[Outcome]] = {}
     running: dict[PrefectFuture[Outcome], tuple[str, str | None]] = {}
     waiting, ended = list(graph.stages), set[str]()
@@ -149,7 +150,7 @@ def _printer() -> Print:
     logger = get_run_logger()
 
     def send(stage: str, line: str) -> None:
-        if terminal.is_news(line):
+        if terminal.is_shown(line):
             logger.info(f"{stage}: {line}" if stage and not line.startswith("[") else line)
             terminal.say(stage, line)
 

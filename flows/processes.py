@@ -19,30 +19,30 @@ from typing import Protocol
 
 import psutil
 
-Ladder = tuple[tuple[signal.Signals, float], ...]
-"""Signals to send one after another, and the seconds that each may take."""
+StopSignals = tuple[tuple[signal.Signals, float], ...]
+"""Signals to send one after another, each with the seconds to wait for its effect."""
 
-STAGE_LADDER: Ladder = ((signal.SIGINT, 30.0), (signal.SIGTERM, 5.0), (signal.SIGKILL, 5.0))
-SERVER_LADDER: Ladder = ((signal.SIGTERM, 10.0), (signal.SIGKILL, 5.0))
-AT_ONCE: Ladder = ((signal.SIGKILL, 5.0),)
-RUNNER_LADDER: Ladder = ((signal.SIGINT, 60.0), (signal.SIGTERM, 10.0), (signal.SIGKILL, 5.0))
-"""For a process that itself stops stages with the stage's ladder."""
+STAGE_SIGNALS: StopSignals = ((signal.SIGINT, 30.0), (signal.SIGTERM, 5.0), (signal.SIGKILL, 5.0))
+SERVER_SIGNALS: StopSignals = ((signal.SIGTERM, 10.0), (signal.SIGKILL, 5.0))
+KILL_SIGNALS: StopSignals = ((signal.SIGKILL, 5.0),)
+RUNNER_SIGNALS: StopSignals = ((signal.SIGINT, 60.0), (signal.SIGTERM, 10.0), (signal.SIGKILL, 5.0))
+"""For a process that itself stops stages with `STAGE_SIGNALS`."""
 
 
 class Stopped(Exception):
-    """The command ended because the run was stopped."""
+    """The run was stopped, and the command with it."""
 
 
 class TimedOut(Exception):
-    """The command ran longer than it may, and was stopped."""
+    """The command was stopped because it took too long."""
 
 
 class Watcher(Protocol):
     """Stops the groups that it watches when this process is killed."""
 
-    def watch(self, group: int, ladder: Ladder) -> None: ...
-    def forget(self, group: int) -> None: ...
-    def dismiss(self) -> None: ...
+    def watch(self, group: int, signals: StopSignals) -> None: ...
+    def unwatch(self, group: int) -> None: ...
+    def close(self) -> None: ...
 
 
 @dataclass
@@ -50,7 +50,7 @@ class _Registry:
     """The groups alive, and whether new ones may start."""
 
     lock: threading.RLock
-    groups: "dict[int, tuple[subprocess.Popen[bytes], Ladder]]"
+    groups: "dict[int, tuple[subprocess.Popen[bytes], StopSignals]]"
     closing: bool = False
     watcher: Watcher | None = None
 
@@ -68,7 +68,7 @@ def watched(watcher: Watcher) -> Iterator[None]:
     finally:
         with _live.lock:
             _live.watcher = None
-        watcher.dismiss()
+        watcher.close()
 
 
 @contextmanager
@@ -90,7 +90,7 @@ def run(
     env: Mapping[str, str],
     on_line: Callable[[str], None],
     timeout: float | None = None,
-    ladder: Ladder = STAGE_LADDER,
+    signals: StopSignals = STAGE_SIGNALS,
 ) -> int:
     """Run `command` in a group of its own; hand each line of its stdout and stderr to `on_line` as it comes.
 
@@ -104,17 +104,17 @@ def run(
             command, cwd=cwd, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
             start_new_session=True,
         )  # fmt: skip
-        _live.groups[process.pid] = (process, ladder)
+        _live.groups[process.pid] = (process, signals)
         if _live.watcher is not None:
-            _live.watcher.watch(process.pid, ladder)
+            _live.watcher.watch(process.pid, signals)
     try:
-        timed_out = _follow(process, on_line, timeout, ladder)
+        timed_out = _follow(process, on_line, timeout, signals)
     finally:
-        stop(process.pid, process, ladder)
+        stop(process.pid, process, signals)
         with _live.lock:
             _live.groups.pop(process.pid, None)
             if _live.watcher is not None:
-                _live.watcher.forget(process.pid)
+                _live.watcher.unwatch(process.pid)
             closing = _live.closing
     if closing and process.returncode != 0:
         raise Stopped(command[0])
@@ -123,9 +123,9 @@ def run(
     return process.returncode
 
 
-def stop(group: int, leader: "subprocess.Popen[bytes] | None" = None, ladder: Ladder = STAGE_LADDER) -> None:
-    """Send the signals of `ladder` to the process group, one after another, until it is empty."""
-    for number, grace in ladder:
+def stop(group: int, leader: "subprocess.Popen[bytes] | None" = None, signals: StopSignals = STAGE_SIGNALS) -> None:
+    """Send these signals to the process group, one after another, until it is empty."""
+    for number, grace in signals:
         if _empty(group, leader):
             return
         with suppress(ProcessLookupError, PermissionError):
@@ -164,9 +164,9 @@ def _restore_sigint_in_children() -> None:
 
 
 def _follow(
-    process: "subprocess.Popen[bytes]", on_line: Callable[[str], None], timeout: float | None, ladder: Ladder
+    process: "subprocess.Popen[bytes]", on_line: Callable[[str], None], timeout: float | None, signals: StopSignals
 ) -> bool:
-    """Read until the leader has ended and its pipe is empty; returns whether its time was up.
+    """Read until the leader has ended and its pipe is empty; returns whether the time limit was reached.
 
     A carriage return ends a line as a line feed does. Reading goes on while the group is being stopped.
     """
@@ -182,7 +182,7 @@ def _follow(
             if ended and not chunk:
                 break
             if stopper is None and timeout is not None and time.monotonic() - started > timeout:
-                stopper = threading.Thread(target=stop, args=(process.pid, process, ladder), daemon=True)
+                stopper = threading.Thread(target=stop, args=(process.pid, process, signals), daemon=True)
                 stopper.start()
     if rest:
         on_line(rest.decode("utf-8", "replace").rstrip())

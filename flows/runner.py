@@ -11,39 +11,52 @@ from flows import driver, processes, server, terminal
 from flows.stages import UP_TO_DATE, Outcome, PipelineFailed
 from rlhf_core.errors import UserError
 from tasks.params.loader import PARAMS_FILE, parse, read_yaml
+from tasks.stage.workers import requested_processes
 from tasks.tracking.settings import without_credentials
 
 if TYPE_CHECKING:
     from flows.graph import Graph
 
 
-def run(root: Path, stages: list[str] | None, force: bool, **options: Any) -> int:
-    """Run the flow (`options` as its parameters) and print how its stages ended; the exit code. Where all is up to date
-    there is no flow.
+def run(root: Path, stages: list[str] | None, force: bool, jobs: int = 1, **options: Any) -> int:
+    """Run the flow (`options` as its parameters) and print how its stages ended; returns the exit code. Where all is up
+    to date there is no flow.
 
-    Raises UserError for an unknown stage, a refused params.yaml, another run in this workspace, or a Prefect server
-    that does not answer. Ends the process where the server is lost in between.
+    Raises UserError for an unknown stage, a refused params.yaml, several jobs with a stage of several processes,
+    another run in this workspace, or a Prefect server that does not answer. Ends the process where the server is lost
+    in between.
     """
     failure = None
-    with driver.sole(root) as project:
+    with driver.exclusive(root) as project:
         graph = project.graph.select(stages)
         if "check" in graph.stages:  # the stage refuses the same, after a server has started
             from tasks.params.all import Params
 
             parse(Params, read_yaml(root / PARAMS_FILE), file=PARAMS_FILE)
+        if jobs > 1:
+            _require_one_process_each(graph.stages, root / PARAMS_FILE)
         with terminal.screen(graph.stages):
             plan = {stage: ["--force"] for stage in graph.stages} if force else project.plan(graph)
             terminal.say("", first_line(graph, plan))
             if plan or project.changed_sources(graph):
                 _connect(root)
-                failure = _run_flow(stages=stages, force=force, root=str(root), **options)
+                failure = _run_flow(stages=stages, force=force, root=str(root), jobs=jobs, **options)
             else:
                 for stage in graph.stages:
                     terminal.end(Outcome(stage, UP_TO_DATE, 0.0))
     print("\n" + terminal.closing_table(), flush=True)
     for error in failure.errors if failure else []:
-        terminal.complain(str(error))
-    return 0 if failure is None else 2 if failure.users_fault else 1
+        terminal.print_error(str(error))
+    return 0 if failure is None else 2 if failure.is_user_error else 1
+
+
+def _require_one_process_each(stages: tuple[str, ...], params: Path) -> None:
+    """Raise UserError for a stage of several processes, which needs as many GPUs: with several jobs it gets one."""
+    for stage in stages:
+        if (count := requested_processes(stage, params)) > 1:
+            raise UserError(
+                f"{PARAMS_FILE}: {stage} runs in {count} processes (ppo.processes); use --jobs 1, or processes: 1"
+            )
 
 
 def first_line(graph: "Graph", plan: dict[str, list[str]]) -> str:
@@ -71,7 +84,7 @@ def _run_flow(**parameters: Any) -> PipelineFailed | None:
 
 
 def _connect(root: Path) -> None:
-    """Use the configured server, or start one for this run. Raises UserError where it does not answer."""
+    """Use the configured server, or start one for this run. Raises UserError when it does not answer."""
     url = server.configured_url(root)
     if url is not None and not server.answers(url):
         shown = without_credentials(url)
@@ -88,7 +101,7 @@ def _connect(root: Path) -> None:
 
 
 def _exit_without_server(error: BaseException) -> None:
-    """End a run whose Prefect server is gone, at once: Prefect's own threads would try to reach it for minutes."""
+    """End at once a run whose Prefect server is lost: Prefect's own threads would try to reach it for minutes."""
     causes = list(_chain(error))
     failure = next((one for one in causes if isinstance(one, PipelineFailed)), None)
     interrupt = next((one for one in causes if isinstance(one, KeyboardInterrupt | SystemExit)), None)
@@ -96,18 +109,18 @@ def _exit_without_server(error: BaseException) -> None:
     print("\n" + terminal.closing_table(), flush=True)
     if interrupt is not None:
         code = 130 if isinstance(interrupt, KeyboardInterrupt) else int(str(interrupt.code))
-        terminal.complain("stopped; nothing is left running")
+        terminal.print_error("stopped; nothing is left running")
     elif failure is not None:
-        code = 2 if failure.users_fault else 1
+        code = 2 if failure.is_user_error else 1
         for one in failure.errors:
-            terminal.complain(str(one))
+            terminal.print_error(str(one))
     else:
         shown = without_credentials(os.environ["PREFECT_API_URL"])
-        terminal.complain(
+        terminal.print_error(
             f"the Prefect server ({shown}) died or hangs, so it has no record of how this run ended; the results of "
             "the stages are kept, and the same command continues"
         )
-    server.stop_temporary(processes.AT_ONCE)
+    server.stop_temporary(processes.KILL_SIGNALS)
     sys.stdout.flush()
     os._exit(code)
 

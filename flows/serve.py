@@ -38,7 +38,7 @@ def serve(root: Path, cron: str, timezone: str) -> int:
             cwd=root,
             env=env,
             on_line=partial(print, flush=True),
-            ladder=processes.RUNNER_LADDER,
+            signals=processes.RUNNER_SIGNALS,
         )
         return runner.result()
 

@@ -1,7 +1,7 @@
 """The Prefect server: whether one answers, one in the background (`leash up`), and one for a single run.
 
-`prefect server start --background` is not used: it notes one process id per user and not per project, `stop` signals
-that number without checking whose it is, and the server's log is lost."""
+`prefect server start --background` is not used: it stores one process id per user and not per project, `stop` signals
+that number without checking the process, and the server's log is lost."""
 
 import atexit
 import http.client
@@ -28,10 +28,10 @@ START_SECONDS = 90.0
 _temporary: "list[tuple[subprocess.Popen[bytes], Guardian, Path]]" = []
 
 
-def answers(url: str, path: str = "/health") -> bool:
-    """Whether a server speaks HTTP at `url` (Prefect: `http://127.0.0.1:4200/api`); a refusal counts as an answer."""
+def answers(url: str) -> bool:
+    """Whether an HTTP server answers at `url` (Prefect: `http://127.0.0.1:4200/api`), also with a status below 500."""
     try:
-        with urllib.request.urlopen(without_credentials(url).rstrip("/") + path, timeout=3.0):
+        with urllib.request.urlopen(without_credentials(url).rstrip("/") + "/health", timeout=3.0):
             return True
     except urllib.error.HTTPError as error:
         return error.code < 500
@@ -54,7 +54,7 @@ def configured_url(root: Path) -> str | None:
 def up(root: Path, port: int) -> str:
     """Start the server in the background, on this machine only; returns its API's URL once it answers.
 
-    Raises UserError when the port is taken or the server does not come up.
+    Raises UserError when the port is in use or the server does not start.
     """
     if record := _record(root):
         return str(record["url"])
@@ -63,7 +63,7 @@ def up(root: Path, port: int) -> str:
     try:
         _wait_for(process, url, log)
     except BaseException:
-        processes.stop(process.pid, process, processes.SERVER_LADDER)
+        processes.stop(process.pid, process, processes.SERVER_SIGNALS)
         raise
     entry = {"pid": process.pid, "started": psutil.Process(process.pid).create_time(), "url": url}
     _record_path(root).write_text(json.dumps(entry) + "\n", encoding="utf-8")
@@ -75,12 +75,12 @@ def down(root: Path) -> bool:
     record = _record(root)
     _record_path(root).unlink(missing_ok=True)
     if record:
-        processes.stop(int(record["pid"]), ladder=processes.SERVER_LADDER)
+        processes.stop(int(record["pid"]), signals=processes.SERVER_SIGNALS)
     return record is not None
 
 
 def start_temporary(root: Path) -> str:
-    """Start a server for this process alone, without pages or schedules; returns its API's URL at once.
+    """Start a server for this process only, without pages or schedules; returns its API's URL at once.
 
     Prefect would start one itself, but in our process group, where Ctrl-C kills it before the end of the run is
     recorded, and with its log on the terminal. Prefect sends the last log lines while the interpreter ends, so the
@@ -89,24 +89,24 @@ def start_temporary(root: Path) -> str:
     guardian = Guardian(None)
     log = root / "work" / "prefect-server-run.log"
     process, url = _start(_free_port(), log, ["--no-ui", "--no-scheduler", "--no-late-runs"])
-    guardian.watch(process.pid, processes.SERVER_LADDER)
+    guardian.watch(process.pid, processes.SERVER_SIGNALS)
     _temporary.append((process, guardian, log))
     return url
 
 
 def wait_for_temporary(url: str) -> None:
-    """Return when the temporary server answers. Raises UserError when it does not come up."""
+    """Return when the temporary server answers. Raises UserError when it does not start."""
     process, _, log = _temporary[0]
     _wait_for(process, url, log)
 
 
 @atexit.register
-def stop_temporary(ladder: processes.Ladder = processes.SERVER_LADDER) -> None:
+def stop_temporary(signals: processes.StopSignals = processes.SERVER_SIGNALS) -> None:
     """Stop the temporary server; does nothing the second time."""
     while _temporary:
         process, guardian, _ = _temporary.pop()
-        processes.stop(process.pid, process, ladder)
-        guardian.dismiss()
+        processes.stop(process.pid, process, signals)
+        guardian.close()
 
 
 def use(url: str) -> None:

@@ -1,5 +1,4 @@
-"""One stage through DVC: the command, how it ended by its output and its outcome file, and whether a failure is the
-user's to fix. DVC's cache is the only cache."""
+"""Runs one stage through `dvc repro`, and reads from its output and its outcome file how it ended."""
 
 import json
 import os
@@ -21,7 +20,7 @@ from rlhf_core.errors import UserError
 OnLine = Callable[[str], None]
 Environment = Mapping[str, str | None]
 """Variables to change for a stage; None removes one."""
-NO_CHANGE: Environment = MappingProxyType({})
+UNCHANGED: Environment = MappingProxyType({})
 
 _reading = threading.Lock()
 """DVC's objects are not safe between threads."""
@@ -31,7 +30,7 @@ EXECUTED, UP_TO_DATE, RESTORED, FAILED, NOT_RUN = "Completed", "UpToDate", "Rest
 
 
 class StageUserError(UserError):
-    """A stage refused its input. The user must fix something; running it again changes nothing."""
+    """A stage refused its input, or DVC found something that the user must fix; another attempt would fail, too."""
 
 
 class StageCrash(Exception):
@@ -40,7 +39,7 @@ class StageCrash(Exception):
 
 @dataclass(frozen=True)
 class Outcome:
-    """How one stage ended: one of the five words above, its wall-clock seconds, and its message."""
+    """How one stage ended: one of the five states above, its wall-clock seconds, and its message."""
 
     stage: str
     state: str
@@ -59,7 +58,7 @@ class PipelineFailed(Exception):
         self.errors, self.outcomes = errors, outcomes
 
     @property
-    def users_fault(self) -> bool:
+    def is_user_error(self) -> bool:
         """Whether every failure is one that the user can fix."""
         return all(isinstance(error, StageUserError) for error in self.errors)
 
@@ -95,7 +94,7 @@ def run_stage(
     timeout: float | None,
     on_line: OnLine,
     options: Sequence[str] = (),
-    environment: Environment = NO_CHANGE,
+    environment: Environment = UNCHANGED,
 ) -> Outcome:
     """`dvc repro --single-item STAGE` at `root`, live; `timeout` in seconds, `options` more words for DVC.
 
@@ -114,14 +113,14 @@ def run_stage(
     if report is not None or transcript.ran:
         return Outcome(stage, EXECUTED, seconds, str((report or {}).get("message") or ""))
     if transcript.restored:
-        _require_sound(root, stage)
+        _require_intact(root, stage)
         return Outcome(stage, RESTORED, seconds)
     return Outcome(stage, UP_TO_DATE, seconds)
 
 
-def _require_sound(root: Path, stage: str) -> None:
-    """Raises StageUserError when DVC has restored wrong bytes from a damaged cache, which it does not check; they are
-    removed, because DVC would take them for up to date from now on."""
+def _require_intact(root: Path, stage: str) -> None:
+    """Raise StageUserError when DVC has restored wrong bytes from a damaged cache, which it does not check. They are
+    removed, because DVC would take them for up to date."""
     from rlhf_core.files import remove
     from tasks.stage.dvc_adapter import open_project
 
@@ -155,7 +154,7 @@ def _repro(
     arguments: list[str],
     timeout: float | None,
     on_line: OnLine,
-    environment: Environment = NO_CHANGE,
+    environment: Environment = UNCHANGED,
 ) -> tuple[int, _Transcript, dict[str, Any] | None]:
     transcript = _Transcript()
 
@@ -169,14 +168,14 @@ def _repro(
         changed = {**stage_environment(outcome), **environment}
         env = {name: value for name, value in changed.items() if value is not None}
         status = processes.run(command, cwd=root, env=env, on_line=receive, timeout=timeout)
-        return status, transcript, _read_report(outcome)
+        return status, transcript, read_report(outcome)
 
 
-def _read_report(path: Path) -> dict[str, Any] | None:
+def read_report(path: Path) -> dict[str, Any] | None:
     """The last line that the stage's wrapper wrote; None when DVC did not run the command (or it died before)."""
     try:
-        report = json.loads(path.read_text(encoding="utf-8").splitlines()[-1])
-    except (OSError, ValueError, IndexError):
+        report = json.loads(path.read_text(encoding="utf-8").strip().split("\n")[-1])
+    except (OSError, ValueError):
         return None
     return report if isinstance(report, dict) else None
 

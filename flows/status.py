@@ -1,4 +1,4 @@
-"""Why a stage is not up to date: DVC's status of its command, parameters, inputs and outputs, in words."""
+"""Why a stage is not up to date, from DVC's status of its command, parameters, inputs and outputs."""
 
 import json
 import threading
@@ -8,15 +8,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flows.graph import Graph, open_graph
+from flows.text import dotted, shorten
 
 if TYPE_CHECKING:
     from tasks.stage.dvc_adapter import Changes
     from tasks.stage.dvc_adapter import Project as OpenProject
 
-LONGEST_VALUE = 40
 MOST_NAMES = 3
 FIRST_RUN = "no earlier run"
-OUTPUT_WORDS = {"deleted": "missing", "modified": "edited", "not in cache": "not in DVC's cache"}
+OUTPUT_STATES = {"deleted": "missing", "modified": "edited", "not in cache": "not in DVC's cache"}
 
 
 class Project:
@@ -79,32 +79,23 @@ def _input_reasons(name: str, changes: "Changes") -> Iterator[str]:
 def _output_reasons(changes: "Changes") -> Iterator[str]:
     for state in dict.fromkeys(changes.outs.values()):
         paths = [path for path, found in changes.outs.items() if found == state]
-        yield f"{_first(paths)} {OUTPUT_WORDS.get(state, state)}"
+        yield f"{_first(paths)} {OUTPUT_STATES.get(state, state)}"
 
 
 def _changed_params(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
     """`ppo.kl.coef 0.05 → 0.2` for the first few values that are not the recorded ones."""
     from tasks.params.secrets import HIDDEN, is_secret
 
-    old, new = _flat(before), _flat(now)
+    old, new = dotted(before), dotted(now)
     changed = [name for name in dict.fromkeys((*old, *new)) if old.get(name) != new.get(name)]
     shown = {name: (HIDDEN, HIDDEN) if is_secret(name) else (_value(old, name), _value(new, name)) for name in changed}
     if shown:
         yield _first((f"{name} {' → '.join(values)}" for name, values in shown.items()), between="; ")
 
 
-def _flat(values: Mapping[str, Any], above: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in values.items():
-        name = f"{above}{key}"
-        flat |= _flat(value, f"{name}.") if isinstance(value, Mapping) else {name: value}
-    return flat
-
-
 def _value(values: Mapping[str, Any], name: str) -> str:
     value = values.get(name, "(unset)")
-    text = value if isinstance(value, str) else json.dumps(value, default=str)
-    return text if len(text) <= LONGEST_VALUE else f"{text[: LONGEST_VALUE - 1]}…"
+    return shorten(value if isinstance(value, str) else json.dumps(value, default=str))
 
 
 def _first(names: Iterable[str], between: str = ", ") -> str:

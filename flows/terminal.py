@@ -1,5 +1,5 @@
 """What the command line prints of a run: a live line per stage on a terminal, plain lines elsewhere, and the closing
-table. A served flow leaves the screen closed: Prefect's console log prints there."""
+table. A served flow does not open the screen, because Prefect's console log prints there."""
 
 import re
 import sys
@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from flows.stages import EXECUTED, FAILED, NOT_RUN, RESTORED, UP_TO_DATE, Outcome
+from flows.text import table
 from tasks.stage.progress import duration, is_progress
 
 if TYPE_CHECKING:
@@ -19,17 +20,17 @@ if TYPE_CHECKING:
 
 WORDS = {
     EXECUTED: "ran",
-    UP_TO_DATE: "UpToDate",
-    RESTORED: "Restored",
+    UP_TO_DATE: "up to date",
+    RESTORED: "restored",
     FAILED: "FAILED",
     NOT_RUN: "not run",
 }
-_CHATTER = (
+_HIDDEN = (
     "To track the changes with git", "\tgit add", "To enable auto staging", "\tdvc config core.autostage",
     "Use `dvc push`", "Data and pipelines are up to date", "Generating lock file", "Updating lock file",
     "Running stage '", "Verifying data sources", "Stage '", "> ",
 )  # fmt: skip
-"""What DVC prints around every stage: advice, the command, and what our own lines and the closing table show."""
+"""Beginnings of lines that DVC prints around every stage: advice, and what our own lines and the table show."""
 _LABEL = re.compile(r"^\[\d+/\d+ [^\]]+\] ")
 """A stage's own label; its numbers are places in dvc.yaml, not in the run."""
 
@@ -69,9 +70,8 @@ def screen(stages: Sequence[str] = ()) -> Iterator[None]:
 
 
 def say(stage: str, line: str) -> None:
-    """One line of a stage, or of the run. On a terminal a progress line replaces the one before; blank lines and DVC's
-    advice are left out."""
-    if not _screen.open or not is_news(line):
+    """Print one line of a stage, or of the run. On a terminal a progress line replaces the one before."""
+    if not _screen.open or not is_shown(line):
         return
     with _screen.lock:
         text = _LABEL.sub("", line)
@@ -83,7 +83,7 @@ def say(stage: str, line: str) -> None:
 
 
 def end(outcome: Outcome) -> None:
-    """A stage has ended: its live line goes, and it enters the closing table."""
+    """Remove the live line of a stage that has ended, and add it to the closing table."""
     with _screen.lock:
         _screen.running.pop(outcome.stage, None)
         _screen.ended[outcome.stage] = outcome
@@ -93,23 +93,14 @@ def end(outcome: Outcome) -> None:
 
 
 def closing_table() -> str:
-    """How the stages ended that have ended in this screen."""
+    """The outcomes of the stages that have ended since the screen was opened."""
     order = list(_screen.places)
     return outcome_table(sorted(_screen.ended.values(), key=lambda one: order.index(one.stage)))
 
 
-def is_news(line: str) -> bool:
-    """Whether a line is worth showing."""
-    return bool(line.strip()) and not line.startswith(_CHATTER)
-
-
-def table(rows: Iterable[Iterable[str]]) -> str:
-    """Left-aligned columns; the first row is the heading."""
-    cells = [[str(cell) for cell in row] for row in rows]
-    widths = [max(len(cell) for cell in column) for column in zip(*cells, strict=True)]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells
-    )
+def is_shown(line: str) -> bool:
+    """Whether a line is printed: it is neither blank nor one of DVC's `_HIDDEN`."""
+    return bool(line.strip()) and not line.startswith(_HIDDEN)
 
 
 def outcome_table(outcomes: Iterable[Outcome]) -> str:
@@ -121,7 +112,7 @@ def outcome_table(outcomes: Iterable[Outcome]) -> str:
     return table([("stage", "outcome", "seconds", "why"), *rows])
 
 
-def complain(message: str) -> None:
+def print_error(message: str) -> None:
     """One line on stderr."""
     print(f"error: {' '.join(message.split())}", file=sys.stderr, flush=True)
 

@@ -1,5 +1,5 @@
-"""Stage `check`: validates the whole of params.yaml before DVC removes any output. It writes a constant, on which all
-other stages depend, and the blocks of the methods, where DVC tracks them: a block may be absent from params.yaml."""
+"""Stage `check`: validates params.yaml before DVC removes any output. It writes a constant, on which all other stages
+depend, and the blocks of the methods: DVC tracks them there, because params.yaml may lack one."""
 
 from rlhf_core.config.block import Block
 from tasks.params.all import Params

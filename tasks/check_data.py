@@ -30,15 +30,15 @@ def execute(stage: Stage[Block]) -> None:
 
 
 def cheapest(params: IngestParams) -> IngestParams:
-    """Parameters that are refused for the same reasons: of the demo's answers, one for each prompt is enough, unless
-    repeated ones are refused."""
+    """Parameters with which data are refused for the same reasons. With the demo's data, one answer for each prompt is
+    enough, unless repeated rows are refused."""
     if params.source != "demo" or params.demo is None or params.on_bad_row == "refuse":
         return params
     return params.model_copy(update={"demo": params.demo.model_copy(update={"demonstrations_per_prompt": 1})})
 
 
 def require_pairs(prepared: Prepared, source: str) -> None:
-    """Raise UserError when the reward model's pairs are to come from the data, and the data bring too few."""
+    """Raise UserError when the reward model's pairs come from the data, and the data have too few."""
     if source == "judge":
         return
     pairs = (example for example in in_share(prepared, "preferences") if example.kind == "pair")
@@ -59,9 +59,9 @@ def in_share(prepared: Prepared, *shares: Share) -> Iterator[Example]:
 def check_prompts(name: str, prepared: Prepared) -> None:
     """Raise UserError for a file of evaluation prompts that cannot be read or holds training prompts."""
     rows = read_prompts(RAW, name)
-    asked = {opening(row["prompt"]) for row in rows}
+    prompts = {opening(row["prompt"]) for row in rows}
     trained = in_share(prepared, "demonstrations", "preferences", "ppo")
-    training = [{"prompt": example.prompt} for example in trained if example.opening in asked]
+    training = [{"prompt": example.prompt} for example in trained if example.opening in prompts]
     refuse_training_prompts(name, rows, {"the training data": training})
 
 

@@ -1,4 +1,4 @@
-"""Stage `ingest`: raw data in, the five datasets of the run out."""
+"""Stage `ingest`: makes the five datasets of the run from the raw data."""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -21,7 +21,8 @@ def execute(stage: Stage[IngestParams]) -> None:
     sizes: Counter[str] = Counter()
     for name, rows in assemble(divided).items():
         stage.outputs.write_jsonl(f"data/ingest/{name}.jsonl", counted(rows, name, sizes))
-    stage.outputs.write_jsonl("data/ingest/dropped.jsonl", (row.as_row() for row in prepared.dropped))
+    dropped = ({"file": row.file, "row": row.row, "reason": row.reason} for row in prepared.dropped)
+    stage.outputs.write_jsonl("data/ingest/dropped.jsonl", dropped)
     table = use_table(prepared, divided)
     stage.write_metrics({"source": stage.params.source, **counts(prepared), **sizes, "rows_by_use": table})
     stage.say(", ".join(f"{size} {name}" for name, size in sizes.items()))

@@ -32,6 +32,7 @@ CANNOT_CHANGE_RESULTS = {
     "rlhf_core.training.checkpoints": "resumable state; a resumed run ends in the same bytes",
     "rlhf_core.config.block": "strictness of parameters: it refuses values and never changes one",
     "rlhf_core.config.paths": "refuses paths, never changes one",
+    "tasks": "limits the GPUs of a stage to the number of its processes",
     "tasks.datasets.raw": "refuses paths that lead out of data/raw/",
     "tasks.params.loader": "reads params.yaml; the values are tracked by DVC",
     "tasks.params.secrets": "hides the values of keys that `check` refuses anyway",
@@ -49,7 +50,7 @@ CANNOT_CHANGE_RESULTS = {
     "tasks.stage.state": "keeps and removes the state folder",
     "tasks.stage.trust": "warns; the answer is a tracked parameter",
     "tasks.stage.versions": "refuses to run with other versions",
-    "tasks.stage.workers": "starts the other processes of a stage; how many is a tracked parameter",
+    "tasks.stage.workers": "starts the processes of a stage and limits its GPUs; how many is a tracked parameter",
     "tasks.tracking*": "sends to MLflow",
 }
 """Patterns of modules that are no dependency of any stage that imports them: each with the reason. Inside a folder that

@@ -17,8 +17,8 @@ HELP = "Ctrl-C stops an answer, /reset forgets the conversation, /quit or Ctrl-D
 
 
 @dataclass(frozen=True)
-class Rules:
-    """The settings of a conversation and of sampling."""
+class Settings:
+    """Settings of a conversation and of sampling."""
 
     temperature: float
     max_new_tokens: int
@@ -31,24 +31,21 @@ class Rules:
             raise UserError(f"--temperature {self.temperature}: give a number above 0")
 
 
-def chat(folder: Path, beside: Path | None, rules: Rules, system: str | None) -> None:
+def run_chat(folder: Path, beside: Path | None, settings: Settings, system: str | None) -> None:
     """Answer until the input ends. Raises UserError for a folder that holds no language model."""
     folders = [folder] + ([beside] if beside is not None else [])
     for path in folders:
         require_language_model(path, trusted(path))
-    models = [
-        load_chat_model(path, name, system, trust_remote_code=trusted(path))
-        for path, name in zip(folders, names(folders), strict=True)
-    ]
-    live = sys.stdin.isatty()
-    if live:
-        print(f"{' beside '.join(map(str, folders))}, temperature {rules.temperature:g}. {HELP}", flush=True)
-    talk(models, rules, from_terminal() if live else from_pipe(), live)
+    models = [load_chat_model(path, str(path), system, trust_remote_code=trusted(path)) for path in folders]
+    interactive = sys.stdin.isatty()
+    if interactive:
+        print(f"{' beside '.join(map(str, folders))}, temperature {settings.temperature:g}. {HELP}", flush=True)
+    converse(models, settings, from_terminal() if interactive else from_pipe(), interactive)
 
 
-def talk(models: list[ChatModel], rules: Rules, messages: Iterator[str], live: bool) -> None:
-    """One answer of every model to each message. The randomness of an answer depends on the seed and on how many
-    messages came before it, those before a /reset included."""
+def converse(models: list[ChatModel], settings: Settings, messages: Iterator[str], interactive: bool) -> None:
+    """One answer of every model to each message. Its randomness depends on the seed and on the number of messages
+    before it, those before a /reset included."""
     turn = 0
     for message in messages:
         if message == "/quit":
@@ -60,28 +57,28 @@ def talk(models: list[ChatModel], rules: Rules, messages: Iterator[str], live: b
         elif message.startswith("/") and message.split()[0][1:].isalpha():
             note(f"{message.split()[0]} is not a command. {HELP}")
         elif message:
-            for model in models if rules.fresh else ():
+            for model in models if settings.fresh else ():
                 model.reset()
-            respond(models, rules, message, turn, live)
+            respond(models, settings, message, turn, interactive)
             turn += 1
 
 
-def respond(models: list[ChatModel], rules: Rules, message: str, turn: int, live: bool) -> None:
+def respond(models: list[ChatModel], settings: Settings, message: str, turn: int, interactive: bool) -> None:
     """Print each model's answer to the message, with its name where there are two."""
     width = max(len(model.name) for model in models)
     for model in models:
         try:
-            forgotten = model.add_message(message, min(rules.max_new_tokens, model.context // 2))
+            forgotten = model.add_message(message, min(settings.max_new_tokens, model.context // 2))
         except UserError as error:
             note(str(error))
             continue
         if forgotten:
             note(f"{model.name}: its context of {model.context} tokens is full; the oldest {forgotten} messages go")
         label = f"{model.name:<{width}} | " if len(models) > 1 else ""
-        show(model.answer((rules.seed, turn), rules.max_new_tokens, rules.temperature), label, live)
+        show(model.answer((settings.seed, turn), settings.max_new_tokens, settings.temperature), label, interactive)
 
 
-def show(pieces: Iterator[str], label: str, live: bool) -> None:
+def show(pieces: Iterator[str], label: str, interactive: bool) -> None:
     """Print an answer as it is generated, each line after the label; Ctrl-C at a terminal ends the answer, not the
     conversation."""
     print(label, end="", flush=True)
@@ -90,7 +87,7 @@ def show(pieces: Iterator[str], label: str, live: bool) -> None:
         for piece in pieces:
             print(piece.replace("\n", "\n" + indent), end="", flush=True)
     except KeyboardInterrupt:
-        if not live:
+        if not interactive:
             raise
         print(" …", end="")
     finally:
@@ -122,16 +119,6 @@ def from_pipe() -> Iterator[str]:
 def note(text: str) -> None:
     """One line on stderr that is not from a model."""
     print(f"({text})", file=sys.stderr, flush=True)
-
-
-def names(folders: list[Path]) -> list[str]:
-    """The last parts of each path, as many as make them different."""
-    paths = [folder.expanduser().absolute() for folder in folders]
-    for parts in range(1, max(len(path.parts) for path in paths) + 1):
-        found = ["/".join(path.parts[-parts:]) for path in paths]
-        if len(set(found)) == len(found):
-            return found
-    return [f"{path.name} ({place})" for place, path in enumerate(paths, start=1)]
 
 
 def trusted(folder: Path, warn: Callable[[str], None] = warn_of_code) -> bool:

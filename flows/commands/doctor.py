@@ -15,7 +15,7 @@ import psutil
 
 from flows import server
 from flows.graph import read_graph
-from flows.terminal import table
+from flows.text import table
 from rlhf_core.errors import UserError
 
 Verdict = Literal["ok", "note", "BROKEN"]
@@ -58,28 +58,16 @@ def _python(root: Path) -> Iterator[Check]:
 def _torch(root: Path) -> Iterator[Check]:
     import torch
 
+    from tasks.params.loader import PARAMS_FILE, read_threads
+
     devices = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     yield Check("device", "ok", ", ".join(devices) or "CPU")
-    threads, cores = _threads(root), _cores()
+    threads = read_threads(root / PARAMS_FILE)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1  # of this process
     found = f"params.yaml says {threads or '?'}, this machine may use {cores}"
     too_many = threads is not None and threads > cores
     advice = f"set threads: {cores} in params.yaml (it changes the last digits of results)" if too_many else ""
     yield Check("threads", "note" if too_many else "ok", found, advice)
-
-
-def _cores() -> int:
-    """The processors that this process may use, fewer than the machine's in a container or under taskset."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def _threads(root: Path) -> int | None:
-    from tasks.params.loader import read_yaml
-
-    try:
-        threads = read_yaml(root / "params.yaml").get("threads")
-    except UserError:
-        return None
-    return threads if isinstance(threads, int) else None
 
 
 def _disk(root: Path) -> Iterator[Check]:
@@ -92,18 +80,13 @@ def _git(root: Path) -> Iterator[Check]:
     if shutil.which("git") is None:
         yield Check("git", "BROKEN", "not found", "install git; DVC needs it")
         return
-    status = _output(root, "git", "status", "--porcelain")
-    if status is None:
+    status = subprocess.run(["git", "status", "--porcelain"], cwd=root, capture_output=True, text=True, check=False)
+    if status.returncode:
         yield Check("git", "BROKEN", "no repository", "git init")
         return
-    changed = len(status.splitlines())
+    changed = len(status.stdout.splitlines())
     advice = "git commit, so that a result can be traced to its code" if changed else ""
     yield Check("git", "note" if changed else "ok", f"{changed} changed files" if changed else "clean", advice)
-
-
-def _output(root: Path, *command: str) -> str | None:
-    done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
-    return done.stdout if done.returncode == 0 else None
 
 
 def _dvc(root: Path) -> Iterator[Check]:
@@ -113,8 +96,8 @@ def _dvc(root: Path) -> Iterator[Check]:
     try:
         yield Check("dvc", "ok", f"stages {' → '.join(read_graph(root).stages)}")
     except UserError as error:
-        text, _, way_out = str(error).partition("; ")
-        yield Check("dvc", "BROKEN", text, way_out or "fix that file")
+        text, _, advice = str(error).partition("; ")
+        yield Check("dvc", "BROKEN", text, advice or "fix that file")
 
 
 def _cache(root: Path) -> Iterator[Check]:
@@ -148,21 +131,21 @@ def _locks(root: Path) -> Iterator[Check]:
             *listed.get("write", {}).values(),
             *(one for many in listed.get("read", {}).values() for one in many),
         ]
-        working = {one["pid"]: _works(one) for one in entries}
+        running = {one["pid"]: _is_running(one) for one in entries}
     except FileNotFoundError:
         return
     except (OSError, ValueError, TypeError, AttributeError, KeyError):
         yield Check("locks", "note", ".dvc/tmp/rwlock is half-written: DVC stops at it", "rm .dvc/tmp/rwlock")
         return
-    if dead := [str(pid) for pid, works in working.items() if not works]:
+    if dead := [str(pid) for pid, is_running in running.items() if not is_running]:
         found = f".dvc/tmp/rwlock names dead processes: {', '.join(dead)}"
         yield Check("locks", "note", found, "rm .dvc/tmp/rwlock if DVC says that a file is busy")
-    elif working:
-        yield Check("locks", "note", f"DVC is at work here (PID {', '.join(map(str, working))})")
+    elif running:
+        yield Check("locks", "note", f"DVC is at work here (PID {', '.join(map(str, running))})")
 
 
-def _works(entry: dict[str, Any]) -> bool:
-    """Whether the process in an entry of the list still runs and is the one that wrote it, by its arguments."""
+def _is_running(entry: dict[str, Any]) -> bool:
+    """Whether the process in an entry of the list still runs, with the arguments in the entry."""
     try:
         process = psutil.Process(int(entry["pid"]))
         arguments = str(entry["cmd"]).split(" ")[1:]

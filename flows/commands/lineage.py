@@ -1,17 +1,18 @@
-"""`leash lineage`: prints a tree of artefacts, each with its hash, the stage and parameters that made it, and whether
-the workspace still holds it."""
+"""`leash lineage`: a tree of artifacts, each with its hash, the stage and parameters that made it, and whether the
+workspace still has it."""
 
 import shutil
 import textwrap
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from flows.text import dotted, shorten
 
 if TYPE_CHECKING:
     from tasks.records.lineage import Node
 
 DIGITS = 8
-LONGEST_VALUE = 40
 NARROWEST = 60
 
 
@@ -26,7 +27,7 @@ def show(root: Path, path: Path) -> tuple[dict[str, Any], str]:
 
 def _lines(node: "Node", first: str, rest: str, width: int, seen: set[str]) -> Iterator[str]:
     """`first` is the prefix of the node's own line, `rest` that of every line below it. An execution that made several
-    artefacts is shown once."""
+    artifacts is shown once."""
     run = _run(node)
     shown = run in seen
     maker = f"  made by {node.record.stage}{' (see above)' if shown else ''}" if node.record else ""
@@ -53,21 +54,8 @@ def _run(node: "Node") -> str:
 def _about(node: "Node") -> Iterator[str]:
     if node.record:
         yield f"recorded in {node.record.source}"
-        yield compact(node.record.params)
+        params = {name: value for name, value in dotted(node.record.params).items() if value not in (None, [], "")}
+        yield " ".join(f"{name}={shorten(str(value).replace(' ', ''))}" for name, value in sorted(params.items()))
     if node.code_changed:
         count = len(node.code_changed)
         yield f"its code has changed since: {', '.join(node.code_changed[:3])}{f' and {count - 3} more' * (count > 3)}"
-
-
-def compact(params: Mapping[str, Any]) -> str:
-    """`seed=1 ppo.kl.coef=0.1 …`: what is set, long values cut."""
-    return " ".join(f"{name}={value}" for name, value in sorted(_flat(params)))
-
-
-def _flat(params: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, str]]:
-    for name, value in params.items():
-        if isinstance(value, Mapping):
-            yield from _flat(value, f"{above}{name}.")
-        elif value not in (None, [], ""):
-            text = str(value).replace(" ", "")
-            yield f"{above}{name}", text if len(text) <= LONGEST_VALUE else f"{text[: LONGEST_VALUE - 1]}…"

@@ -16,24 +16,24 @@ from pathlib import Path
 from rlhf_core.errors import UserError
 from rlhf_core.files import remove
 from tasks.datasets.jsonl import brief_names
-from tasks.datasets.problems import Say
+from tasks.datasets.problems import Log
 from tasks.datasets.sources import cleaning
 from tasks.datasets.sources.example import RAW, Example
 from tasks.datasets.sources.files import data_files, read_files, read_rows
 from tasks.datasets.sources.shapes import COLUMNS
 from tasks.params.ingest import FilesParams, IngestParams
 
-PAPERS = ("licen", "copying", "notice", "readme", "citation")
+DOCUMENTS = ("licen", "copying", "notice", "readme", "citation")
 """Beginnings of the names of files and folders that are copied with the data."""
 
 
-def import_data(source: Path, root: Path, force: bool = False, say: Say = print) -> Path:
-    """Bring a JSONL or Parquet file, or a folder of them, to `root`/data/raw/<name> and run `dvc add`. Returns the new
-    path. `say` prints what was found, and the line of params.yaml that names the data.
+def import_data(source: Path, root: Path, force: bool = False, log: Log = print) -> Path:
+    """Copy a JSONL or Parquet file, or a folder of them, to `root`/data/raw/<name> and run `dvc add`. Returns the new
+    path. `log` prints what was found, and the parameters to set.
 
-    Every row is read before anything is copied, and the copy appears whole or not at all. Raises UserError for a
-    missing source, rows that cannot be read (file and row), other data of the same name without `force`, no room, and
-    a failing `dvc add`.
+    Every row is read before anything is copied, and the copy is complete or absent. Raises UserError for a missing
+    source, rows that cannot be read (file and row), other data of the same name without `force`, a full disk, and a
+    failing `dvc add`.
     """
     source = source.expanduser().resolve()
     if not source.exists():
@@ -41,30 +41,31 @@ def import_data(source: Path, root: Path, force: bool = False, say: Say = print)
     if not (root / ".dvc").is_dir():
         raise UserError(f"{root}: not a DVC repository; run this in a clone of the project")
     target = (root / RAW).resolve() / source.name
-    found = describe(source, say)
+    found = describe(source, log)
     _place(source, target, root, force)
     for line in found:
-        say(line)
+        log(line)
     place = (RAW / source.name).as_posix()
-    say(f"{place}: tracked by DVC (for git: {place}.dvc)")
-    say("set in params.yaml (examples/own-data.yaml is a complete file to start from):")
-    say("  ingest.source: files")
-    say(f"  ingest.files.path: {json.dumps(source.name)}")
+    log(f"{place}: tracked by DVC (for git: {place}.dvc)")
+    log("set in params.yaml (examples/own-data.yaml is a complete file to start from):")
+    log("  ingest.source: files")
+    log(f"  ingest.files.path: {json.dumps(source.name)}")
     return target
 
 
-def describe(source: Path, say: Say) -> list[str]:
+def describe(source: Path, log: Log) -> list[str]:
     """What the files hold, a line for each, and which rows `ingest` would leave out or refuse. Raises UserError for
-    rows that cannot be read; `say` lists them before."""
+    rows that cannot be read; `log` lists them before."""
     files = FilesParams(path="data")
     paths = data_files(source)
     names = {path: path.relative_to(source if source.is_dir() else source.parent).as_posix() for path in paths}
-    examples = read_files({path: str(path) for path in paths}, files, say)
+    examples = read_files({path: str(path) for path in paths}, files, log)
     by_file = {path: list(found) for path, found in groupby(examples, key=attrgetter("file"))}
     lines = [_file_line(path, name, by_file[str(path)]) for path, name in names.items()]
     kept, dropped = cleaning.clean(examples, IngestParams.model_fields["max_characters"].default)
     if dropped:
-        lines.append(f"rows that ingest leaves out (ingest.on_bad_row: refuse stops instead): {_short(dropped, names)}")
+        summary = cleaning.summary([row._replace(file=names[Path(row.file)]) for row in dropped])
+        lines.append(f"rows that ingest leaves out (ingest.on_bad_row: refuse stops instead): {summary}")
     if leaks := cleaning.find_leaks(kept):
         lines.append(
             f"{len(leaks)} training rows open like a held-out row: ingest refuses them, or leaves them out with "
@@ -85,10 +86,6 @@ def _file_line(path: Path, name: str, examples: list[Example]) -> str:
     heldout = ", held out (ingest.files.heldout_files)" if examples[0].heldout else ""
     extra = f"; not read: {brief_names(unread)}" if unread else ""
     return f"{name}: {rows}{heldout}; columns: {', '.join(read)}{extra}"
-
-
-def _short(dropped: list[cleaning.Dropped], names: dict[Path, str]) -> str:
-    return cleaning.summary([row._replace(file=names[Path(row.file)]) for row in dropped])
 
 
 def _place(source: Path, target: Path, root: Path, force: bool) -> None:
@@ -115,13 +112,9 @@ def _files_to_copy(source: Path) -> list[Path]:
     """Data files, licences and readmes, relative to `source`; a source that is a file is the path "."."""
     if source.is_file():
         return [Path()]
-    data = set(data_files(source))
-    papers = {path for path in source.rglob("*") if path.is_file() and _is_paper(path.relative_to(source))}
-    return sorted(path.relative_to(source) for path in data | papers)
-
-
-def _is_paper(path: Path) -> bool:
-    return any(part.lower().startswith(PAPERS) for part in path.parts)
+    below = (path.relative_to(source) for path in source.rglob("*") if path.is_file())
+    documents = {path for path in below if any(part.lower().startswith(DOCUMENTS) for part in path.parts)}
+    return sorted(documents | {path.relative_to(source) for path in data_files(source)})
 
 
 def _equal(files: list[Path], source: Path, target: Path) -> bool:
@@ -136,9 +129,9 @@ def _equal(files: list[Path], source: Path, target: Path) -> bool:
 
 @contextmanager
 def _replaced(target: Path, files: list[Path], source: Path) -> Iterator[None]:
-    """A copy in the target's place; when the copy or the block fails, what was there before is put back.
+    """Replace the target by a copy; when the copy or the block fails, the old target is put back.
 
-    Until it is whole it lies beside data/raw/, which stages depend on as a whole.
+    The copy is made outside data/raw/, because stages depend on all of that folder.
     """
     beside = target.parent.parent / f".import.{os.getpid()}"
     fresh, old = beside / "new", beside / "old"

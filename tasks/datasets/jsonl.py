@@ -1,7 +1,6 @@
 """JSON lines: read with errors that name file and row, written with the same bytes for the same rows.
 
-The standard parser reads line by line: table readers guess types, and turn answers such as "42" or "2024-01-01" into
-numbers and dates."""
+The standard parser is used because table readers guess types: "42" or "2024-01-01" would become a number or a date."""
 
 import json
 import re
@@ -12,12 +11,12 @@ from sys import intern
 from typing import Any
 
 from rlhf_core.errors import UserError
-from tasks.datasets.problems import Say, refuse
+from tasks.datasets.problems import Log, refuse
 
 Row = dict[str, Any]
 
-HALF_PAIR = re.compile("[\ud800-\udfff]")
-"""Half of a character: JSON can escape it, and file names hold it in place of bytes that are not UTF-8."""
+LONE_SURROGATE = re.compile("[\ud800-\udfff]")
+"""Half of a surrogate pair: JSON can escape it, and file names contain it in place of bytes that are not UTF-8."""
 SHORT = 10
 """Longest text, in characters, that is interned: roles, splits."""
 SHOWN = 60
@@ -27,15 +26,15 @@ SHOWN = 60
 def read_jsonl(path: Path) -> list[Row]:
     """All rows of a UTF-8 JSONL file that a stage wrote; blank lines are skipped.
 
-    Raises UserError for a missing file, for bytes that are no UTF-8, for a line that is no JSON object or gives a key
-    twice, and for half a surrogate pair: no stage writes one, no tokenizer and no table takes one.
+    Raises UserError for a missing file, for bytes that are not UTF-8, for a line that is not a JSON object or has a key
+    twice, and for half a surrogate pair, which no tokenizer can read.
     """
-    return [row for _, row in iter_jsonl(path, halves=False)]
+    return [row for _, row in iter_jsonl(path, allow_halves=False)]
 
 
-def iter_jsonl(path: Path, halves: bool = True, on_bad: Say = refuse) -> Iterator[tuple[int, Row]]:
-    """The rows one after the other, each with its line number (from 1). A row that cannot be read goes to `on_bad` as
-    one line of text, and the next row follows. Half a surrogate pair is allowed unless `halves` is false.
+def iter_jsonl(path: Path, allow_halves: bool = True, on_bad: Log = refuse) -> Iterator[tuple[int, Row]]:
+    """The rows with their line numbers (from 1). For a row that cannot be read, `on_bad` is called with one line of
+    text, and the next row follows.
 
     Raises UserError for a missing file, and for the first bad row unless `on_bad` is given.
     """
@@ -44,7 +43,7 @@ def iter_jsonl(path: Path, halves: bool = True, on_bad: Say = refuse) -> Iterato
             for number, line in enumerate(file, start=1):
                 try:
                     row = _parse(path, number, line)
-                    if row is not None and not halves:
+                    if row is not None and not allow_halves:
                         _refuse_half_pairs(path, number, line, row)
                 except UserError as error:
                     on_bad(str(error))
@@ -58,16 +57,16 @@ def iter_jsonl(path: Path, halves: bool = True, on_bad: Say = refuse) -> Iterato
 
 
 def _refuse_half_pairs(path: Path, number: int, line: bytes, row: Row) -> None:
-    if b"\\u" in line and HALF_PAIR.search(json.dumps(row, ensure_ascii=False)):
+    if b"\\u" in line and LONE_SURROGATE.search(json.dumps(row, ensure_ascii=False)):
         raise UserError(f"{path}, row {number}: half a surrogate pair in a text; correct the row or remove it")
 
 
 class _DuplicateKey(ValueError):
-    """An object gives this key twice; which of the values counts would be a guess."""
+    """An object has this key twice."""
 
 
 def _object(pairs: list[tuple[str, Any]]) -> Row:
-    """An object whose keys and short texts are shared with all others: a million rows have the same few."""
+    """An object with interned keys and short texts: a million rows share a few of them."""
     row = {intern(key): intern(value) if type(value) is str and len(value) <= SHORT else value for key, value in pairs}
     if len(row) < len(pairs):
         keys = [key for key, _ in pairs]
@@ -114,7 +113,7 @@ _BRIEF.maxstring = _BRIEF.maxother = SHOWN
 
 
 def brief(value: object) -> str:
-    """A value of the user's for a message: one line, however long the value is, and nothing that a terminal obeys."""
+    """A value of the user's for a message: one short line without control characters."""
     return _BRIEF.repr(value)
 
 

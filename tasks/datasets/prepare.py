@@ -1,5 +1,4 @@
-"""Raw data as the rows of a run: read, cleaned, given a share by prompt, and counted by use. What cannot be used is
-refused here."""
+"""Raw data as the rows of a run: read, cleaned, given a share by prompt, and counted by use."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -7,14 +6,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rlhf_core.demo.world import DemoWorld
 from rlhf_core.errors import UserError
-from tasks.datasets.problems import Say
-from tasks.datasets.sources import cleaning, demo, files
+from tasks.datasets.problems import Log
+from tasks.datasets.sources import cleaning, files
 from tasks.datasets.sources.cleaning import Dropped
 from tasks.datasets.sources.datasets import USES, Divided, rows_by_use
 from tasks.datasets.sources.example import RAW, Example, Kind
 from tasks.datasets.sources.splits import Assignment, assign
-from tasks.params.ingest import IngestParams
+from tasks.params.ingest import DemoParams, IngestParams
 
 KINDS: tuple[Kind, ...] = ("demonstration", "pair", "prompt")
 LABELS = {
@@ -40,38 +40,48 @@ class Prepared:
     """Rows read, of each kind."""
 
 
-def prepare(params: IngestParams, raw: Path = RAW, cache: Path | None = None, say: Say = print) -> Prepared:
+def prepare(params: IngestParams, raw: Path = RAW, cache: Path | None = None, log: Log = print) -> Prepared:
     """Read and clean the raw data, and assign the shares. Raises UserError for data that cannot be read, that the
-    parameters refuse, or that are too few for a share; `say` lists several problems before."""
-    examples = read(params, raw, cache, say)
+    parameters refuse, or that are too few for a share; several problems are printed by `log`."""
+    examples = read(params, raw, cache, log)
     found = Counter(example.kind for example in examples)
-    kept, dropped = sift(examples, params, say)
+    kept, dropped = filter_rows(examples, params, log)
     return Prepared(kept, assign(kept, params.split, params.seed), dropped, found)
 
 
-def read(params: IngestParams, raw: Path, cache: Path | None, say: Say) -> list[Example]:
+def read(params: IngestParams, raw: Path, cache: Path | None, log: Log) -> list[Example]:
     """The examples of the configured source. Raises UserError, see the sources."""
     if params.source == "demo" and params.demo is not None:
-        return demo.read(params.demo, params.seed)
+        return demo_examples(params.demo, params.seed)
     if params.source == "huggingface" and params.huggingface is not None:
         from tasks.datasets.sources import huggingface  # a slow import that the other sources do not need
 
-        return huggingface.read(params.huggingface, raw, cache, say)
+        return huggingface.read(params.huggingface, raw, cache, log)
     assert params.files is not None
-    return files.read(params.files, raw, say)
+    return files.read(params.files, raw, log)
 
 
-def sift(examples: list[Example], params: IngestParams, say: Say) -> tuple[list[Example], list[Dropped]]:
+def demo_examples(params: DemoParams, seed: int) -> list[Example]:
+    """Every prompt of the demo world with its demonstrations."""
+    world = DemoWorld(seed, params.domains, params.needs)
+    return [
+        Example("demo", number, False, [{"role": "user", "content": text}], world.demonstration(text, index))
+        for number, text in enumerate(world.prompts(params.prompts), start=1)
+        for index in range(params.demonstrations_per_prompt)
+    ]
+
+
+def filter_rows(examples: list[Example], params: IngestParams, log: Log) -> tuple[list[Example], list[Dropped]]:
     """The rows to use and the rows left out, leaked training rows among them.
 
     Raises UserError where the parameters refuse what is found, and when nothing is left.
     """
     kept, dropped = cleaning.clean(examples, params.max_characters)
     if params.on_bad_row == "refuse":
-        cleaning.refuse_bad_rows(dropped, say)
+        cleaning.refuse_bad_rows(dropped, log)
     leaks = cleaning.find_leaks(kept)
     if params.on_leak == "refuse":
-        cleaning.refuse_leaks(leaks, say)
+        cleaning.refuse_leaks(leaks, log)
     leaked = {id(leak.training) for leak in leaks}
     kept = [example for example in kept if id(example) not in leaked]
     dropped += [Dropped(leak.training.file, leak.training.row, "leaked", leak.training.kind) for leak in leaks]
@@ -82,8 +92,8 @@ def sift(examples: list[Example], params: IngestParams, say: Say) -> tuple[list[
 
 
 def use_table(prepared: Prepared, divided: Divided) -> dict[str, dict[str, Any]]:
-    """For each kind of row that the data bring: rows read, rows of each use, and rows left out by reason. The uses and
-    the reasons sum to the rows read."""
+    """For each kind of row in the data: rows read, rows of each use, and rows left out by reason. Uses and reasons sum
+    to the rows read."""
     uses = rows_by_use(divided) + Counter((row.kind, row.reason) for row in prepared.dropped)
     return {
         kind: {

@@ -1,4 +1,4 @@
-"""Problems of raw data: all are counted, the first ones listed, and the run is refused in one line."""
+"""Problems of raw data: all are counted, the first ones printed, and the run is refused with one line."""
 
 from collections.abc import Callable, Iterable
 from itertools import islice
@@ -6,10 +6,8 @@ from typing import NoReturn
 
 from rlhf_core.errors import UserError
 
-LISTED = 20
-"""Problems that are listed at most."""
-
-Say = Callable[[str], None]
+MOST_PRINTED = 20
+Log = Callable[[str], None]
 """Prints one line."""
 
 
@@ -18,13 +16,13 @@ def refuse(problem: str) -> NoReturn:
     raise UserError(problem)
 
 
-def list_several(problems: Iterable[str], count: int, say: Say) -> None:
-    """Print the first of `count` problems; a single one is left to the error that follows."""
+def print_problems(problems: Iterable[str], count: int, log: Log) -> None:
+    """Print the first of `count` problems; a single one is in the error that follows."""
     if count > 1:
-        for problem in islice(problems, LISTED):
-            say(problem)
-        if count > LISTED:
-            say(f"… and {count - LISTED} more")
+        for problem in islice(problems, MOST_PRINTED):
+            log(problem)
+        if count > MOST_PRINTED:
+            log(f"… and {count - MOST_PRINTED} more")
 
 
 class Problems:
@@ -35,13 +33,13 @@ class Problems:
         self.first: list[str] = []
 
     def add(self, problem: str) -> None:
-        """Note one problem: where, what, and what to do."""
+        """Add one problem: where, what, and what to do."""
         self.count += 1
-        if len(self.first) < LISTED:
+        if len(self.first) < MOST_PRINTED:
             self.first.append(problem)
 
-    def refuse(self, say: Say) -> None:
+    def refuse(self, log: Log) -> None:
         """Raise UserError if there is a problem; several are printed first."""
         if self.count:
-            list_several(self.first, self.count, say)
+            print_problems(self.first, self.count, log)
             raise UserError(self.first[0] + (f" (first of {self.count} problems)" if self.count > 1 else ""))

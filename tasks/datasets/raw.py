@@ -1,5 +1,5 @@
-"""Paths below data/raw/. Links and names that lead out of it are refused; what the value of a parameter alone shows is
-refused before, by its type."""
+"""Paths below data/raw/. Links and names that lead out of it are refused; `rlhf_core.config.paths` refuses what can be
+seen in the parameter alone."""
 
 import re
 from pathlib import Path
@@ -7,7 +7,7 @@ from pathlib import Path
 from rlhf_core.errors import UserError
 
 CACHED = re.compile(r"/files/md5/[0-9a-f]{2}/[0-9a-f]{30}$")
-"""The end of a path in DVC's cache, to which links lead with `cache.type symlink`."""
+"""The end of a path in DVC's cache, the target of links with `cache.type symlink`."""
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 

@@ -15,7 +15,7 @@ class DemoParams(Block):
     """The built-in demo data."""
 
     prompts: Annotated[int, Field(ge=20)]
-    """Number of distinct prompts, divided as `ingest.split` says."""
+    """Number of distinct prompts, divided by `ingest.split`."""
     domains: Annotated[int, Field(ge=1, le=9)]
     """Domains of life in the prompts; a small model learns a small world better."""
     needs: Annotated[int, Field(ge=2, le=7)]
@@ -55,8 +55,8 @@ class HuggingFaceParams(Block):
 
 
 class SplitParams(Block):
-    """Shares of the training prompts (they sum to 1), and what is taken from them. Where the data bring demonstrations,
-    pairs and bare prompts, each kind goes to its own share; a share without a kind of its own takes from the others."""
+    """Shares of the training prompts (they sum to 1), and what is taken from them. In data with demonstrations, pairs
+    and bare prompts, each kind goes to its own share; a share without rows of its own kind takes from the others."""
 
     demonstrations: Fraction
     """Share of the training prompts for SFT."""
@@ -65,7 +65,7 @@ class SplitParams(Block):
     ppo: Fraction
     """Share of the training prompts for PPO's rollouts."""
     heldout: Fraction
-    """Share of all prompts that is held out, where the data bring no held-out file."""
+    """Share of all prompts that is held out, where the data have no held-out file."""
     validation: Fraction
     """Share of the SFT and preference prompts used for validation."""
 
@@ -81,7 +81,7 @@ class SplitParams(Block):
 
 
 class IngestParams(Block):
-    """What decides the datasets of a run."""
+    """Source and preparation of the data."""
 
     source: Literal["demo", "files", "huggingface"]
     """`demo`: the built-in data. `files`: local files. `huggingface`: a dataset of the hub."""

@@ -13,7 +13,7 @@ class JudgeParams(Block):
 
     kind: Literal["data", "model"]
     """`data`: the judge of the data. The demo has one (its rubric, simulated); human data have none, so the reward
-    model judges, and every page says so. `model`: a language model, which compares each pair in both orders."""
+    model judges, and every page shows that. `model`: a language model, which compares each pair in both orders."""
     model: FolderName | None = None
     """With `kind: model`: name of its Hugging Face folder below models/judges/."""
 

@@ -1,6 +1,7 @@
-"""Reads `params.yaml` into strict models, with one line that names every wrong key. YAML 1.2, read as DVC reads it:
-PyYAML would take `1e-4` for text and `off` for false."""
+"""Reads `params.yaml` into strict models; one line names every wrong key. YAML 1.2, as DVC reads it: PyYAML would read
+`1e-4` as text and `off` as false."""
 
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,10 +20,8 @@ Model = TypeVar("Model", bound=BaseModel)
 
 
 def read_yaml(path: Path = PARAMS_FILE) -> dict[str, Any]:
-    """The file as plain dictionaries; a method without a block of its own is switched off. Raises UserError when the
-    file is missing, is no YAML, is no mapping, or holds more than parameters can be.
-
-    Only plain values are made: a tag such as `!!python/object` is refused, whatever it names.
+    """The file as plain dictionaries; a method without a block is switched off. Raises UserError when the file is
+    missing, is not YAML, is not a mapping, is too large, or has a tag such as `!!python/object`.
     """
     try:
         if path.stat().st_size > LARGEST_BYTES:
@@ -46,12 +45,20 @@ def read_yaml(path: Path = PARAMS_FILE) -> dict[str, Any]:
     return content | {method.name: {"enabled": False} for method in METHODS if method.name not in content}
 
 
+def read_threads(path: Path) -> int | None:
+    """`threads` of the file; None where it cannot be read."""
+    with suppress(UserError):
+        threads = read_yaml(path).get("threads")
+        return threads if isinstance(threads, int) else None
+    return None
+
+
 def _problem(error: YAMLError) -> str:
-    """What is wrong, and in which line; the line itself is not repeated: it might hold a secret."""
+    """What is wrong, and in which line; the line is not quoted, because it may hold a secret."""
     mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
-    said = getattr(error, "problem", None) or getattr(error, "context", None) or str(error)
+    problem = getattr(error, "problem", None) or getattr(error, "context", None) or str(error)
     where = f", line {mark.line + 1}" if mark is not None else ""
-    return " ".join(str(said).split(" with value ")[0].split()) + where
+    return " ".join(str(problem).split(" with value ")[0].split()) + where
 
 
 def _refuse_bomb(content: Any, path: Path) -> None:

@@ -1,5 +1,5 @@
-"""The table of methods that are compared beside the SFT model and PPO. `check`, `evaluate`, the report page,
-`leash compare` and the benchmarks read it; docs/how-to/add-a-method.md explains how to add one."""
+"""The table of methods that are compared with the SFT model and PPO; docs/how-to/add-a-method.md explains how to add
+one."""
 
 from dataclasses import dataclass
 from importlib import import_module

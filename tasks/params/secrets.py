@@ -1,5 +1,5 @@
-"""Which names hold secrets: their values are shown nowhere. Secrets belong into the environment, and no parameter of
-ours is one; this is for what somebody writes into params.yaml all the same."""
+"""Names of secrets, whose values are never printed. No parameter of Leash is a secret, but a user may add one to
+params.yaml."""
 
 import re
 
@@ -9,7 +9,7 @@ _SECRET = re.compile(
     r"|(api|access|private|secret|signing)[_-]?key|password|passwd|passphrase|secret|credentials?)$|(^|\.)token$",
     re.IGNORECASE,
 )
-"""At the end of a dotted name. `pad_token` and `stop_tokens` are no secrets."""
+"""At the end of a dotted name. `pad_token` and `stop_tokens` are not secrets."""
 
 
 def is_secret(name: str) -> bool:

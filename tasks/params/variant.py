@@ -36,8 +36,8 @@ class VariantParams(Block):
         except ValidationError as error:
             problem = error.errors()[0]
             key = ".".join([name, "settings", *map(str, problem["loc"])])
-            said = "unknown parameter" if problem["type"] == "extra_forbidden" else problem["msg"]
-            raise ValueError(f"{key}: {said.removeprefix('Value error, ')}") from None
+            message = "unknown parameter" if problem["type"] == "extra_forbidden" else problem["msg"]
+            raise ValueError(f"{key}: {message.removeprefix('Value error, ')}") from None
         if "snapshot_every" in self.settings:
             raise ValueError(f"{name}.settings.snapshot_every: only `ppo` keeps snapshots; remove it")
         if set(config.stop_tokens) != set(ppo.stop_tokens):

@@ -1,8 +1,5 @@
-"""Column checks that several schemas share. Each schema has a file of its own: an edit reruns only the stages that read
-that dataset.
-
-Values are checked as JSON has them (frames of plain Python objects): a number is no text, and null is no missing
-key."""
+"""Columns and checks of the schemas. Frames hold plain Python objects, so that values are checked as JSON has them: a
+number is not text, and null is not a missing key."""
 
 import math
 from collections.abc import Callable, Hashable, Iterable
@@ -17,13 +14,13 @@ ROLES = ("system", "user", "assistant")
 SPLITS = ("train", "validation")
 
 
-def _each(test: Callable[[Any], bool], says: str, *, nullable: bool = False) -> pa.Column:
+def _each(test: Callable[[Any], bool], rule: str, *, nullable: bool = False) -> pa.Column:
     """A column whose every value passes a test, in one Python pass. null passes only a nullable one."""
 
     def passes(column: pd.Series) -> pd.Series:
         return _flags((value is None and nullable) or test(value) for value in column)
 
-    return pa.Column(object, pa.Check(passes, error=says, ignore_na=False), nullable=True)
+    return pa.Column(object, pa.Check(passes, error=rule, ignore_na=False), nullable=True)
 
 
 def _flags(values: Iterable[bool]) -> pd.Series:
@@ -166,5 +163,7 @@ def _keys(frame: pd.DataFrame, *names: str) -> Iterable[tuple[Hashable, ...]]:
 
 
 def schema(columns: dict[str, pa.Column], *checks: pa.Check, may_be_empty: bool = False) -> pa.DataFrameSchema:
-    """A schema with these columns and no others."""
-    return pa.DataFrameSchema(columns, checks=list(checks), strict=True, metadata={"may_be_empty": may_be_empty})
+    """A schema with the prompt, its id, these columns and no others."""
+    every = {"prompt_id": identity(), "prompt": prompt(), **columns}
+    checks = (matching_id(), *checks)
+    return pa.DataFrameSchema(every, checks=list(checks), strict=True, metadata={"may_be_empty": may_be_empty})

@@ -1,7 +1,5 @@
-"""Validates datasets with their pandera schemas, and checks that no held-out prompt is in a training dataset. All that
-is wrong goes into one line."""
+"""Validates datasets with their pandera schemas, and checks that no held-out prompt is in a training dataset."""
 
-import importlib
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, NamedTuple
@@ -10,9 +8,8 @@ from rlhf_core.data.chat import as_text, opening
 from rlhf_core.errors import UserError
 from tasks.datasets.jsonl import Row, brief_names, read_jsonl
 
-if TYPE_CHECKING:  # importing them takes a second: stages without datasets do without
+if TYPE_CHECKING:  # the import takes a second, also that of the schemas: stages without datasets do without
     import pandas as pd
-    import pandera.pandas as pa
 
 ROWS_NAMED = 5
 PROBLEMS_NAMED = 20
@@ -27,17 +24,17 @@ class Problem(NamedTuple):
     """A rule and the rows (from 1) that break it; `column` is empty for a rule about whole rows."""
 
     column: str
-    says: str
+    rule: str
     rows: list[int]
 
     def __str__(self) -> str:
         where = f"{brief_names([self.column])}: " if self.column else ""
         if not self.rows:
-            return f"{where}{self.says}"
+            return f"{where}{self.rule}"
         named = ", ".join(map(str, self.rows[:ROWS_NAMED]))
         more = ", …" if len(self.rows) > ROWS_NAMED else ""
         count = "1 row" if len(self.rows) == 1 else f"{len(self.rows)} rows"
-        return f"{where}{self.says} ({count}: {named}{more})"
+        return f"{where}{self.rule} ({count}: {named}{more})"
 
 
 class _Missing:
@@ -48,13 +45,9 @@ MISSING = _Missing()
 
 
 def load(root: Path, paths: Iterable[str]) -> dict[str, list[Row]]:
-    """The validated datasets among `paths` (relative to `root`), without raw data. With held-out and training prompts
-    among them, they must be disjoint. Raises UserError, see `validate` and `check_heldout_disjoint`."""
-    datasets: dict[str, list[Row]] = {}
-    for path in paths:
-        if is_dataset(path):
-            schema = importlib.import_module(schema_module(path)).SCHEMA
-            datasets[path] = validate(read_jsonl(root / path), schema, path)
+    """The validated datasets among `paths` (relative to `root`), without raw data. Held-out and training prompts among
+    them must be disjoint. Raises UserError, see `validate` and `check_heldout_disjoint`."""
+    datasets = {path: validate(read_jsonl(root / path), path) for path in paths if is_dataset(path)}
     if HELDOUT in datasets:
         check_heldout_disjoint(datasets[HELDOUT], {path: datasets[path] for path in datasets if path in TRAINING})
     return datasets
@@ -66,25 +59,15 @@ def is_dataset(path: str) -> bool:
     return len(parts) == 3 and parts[0] == "data" and parts[1] != "raw" and parts[2].endswith(".jsonl")
 
 
-def schema_module(path: str) -> str:
-    """The module that holds the schema of a dataset, by its name.
-
-    data/<folder>/<name>.jsonl → tasks.schemas.<name>; the datasets called samples → tasks.schemas.<folder>_samples.
-    Raises ValueError for a path of another form.
-    """
-    if not is_dataset(path):
-        raise ValueError(f"{path}: not data/<folder>/<name>.jsonl")
-    _, folder, file = PurePosixPath(path).parts
-    name = file.removesuffix(".jsonl")
-    return f"tasks.schemas.{folder}_{name}" if name == "samples" else f"tasks.schemas.{name}"
-
-
-def validate(rows: list[Row], schema: "pa.DataFrameSchema", path: str | Path) -> list[Row]:
-    """`rows`, unchanged, when all of them fit `schema`.
+def validate(rows: list[Row], path: str) -> list[Row]:
+    """`rows`, unchanged, when all of them fit the schema of the dataset at `path`.
 
     Raises UserError in one line with every broken rule: file, column, what it must be, how many rows, the first ones.
     Rows count from 1; in a file without blank lines that is the line.
     """
+    from tasks.schemas.datasets import SCHEMAS
+
+    schema = SCHEMAS[path]
     if not rows:
         if (schema.metadata or {}).get("may_be_empty"):
             return rows
@@ -134,10 +117,10 @@ def _problems(cases: "pd.DataFrame", columns: Mapping[str, list[object]]) -> lis
         if not pd.isna(index):
             numbers.add(int(index) + 1)
     problems = []
-    for (name, says), numbers in found.items():
+    for (name, rule), numbers in found.items():
         explained = {number for number in numbers if name and columns[name][number - 1] is MISSING}
         if not numbers or numbers != explained:
-            problems.append(Problem(name, says, sorted(numbers - explained)))
+            problems.append(Problem(name, rule, sorted(numbers - explained)))
     return problems
 
 

@@ -17,7 +17,7 @@ from tasks.tracking.tracker import PipelineIdentity
 
 RAW = "data/raw"
 CODE = ("tasks/", "rlhf_core/", "flows/")
-"""Folders of code: what dvc.yaml names below them is code, everything else data or a model."""
+"""Dependencies in these folders are code, all others data or models."""
 
 
 @dataclass(frozen=True)
@@ -55,15 +55,15 @@ class Definition:
         return [file.path for file in self._stage.inputs]
 
     def hashes(self) -> dict[str, str]:
-        """The hash of every input as DVC has noted it. Raises UserError for a missing input."""
+        """DVC's hash of every input. Raises UserError for a missing input."""
         for file in self._stage.inputs:
             if not file.exists:
                 raise UserError(f"{file.path}: file not found; `dvc repro {self.name}` makes what the stage needs")
-        return {file.path: file.noted_hash() for file in self._stage.inputs}
+        return {file.path: file.known_hash() for file in self._stage.inputs}
 
-    def require_sound(self, hashes: Mapping[str, str]) -> None:
-        """Read every input. Raises UserError for one whose bytes are not those of its hash although its time and size
-        are unchanged: DVC would record the result as made from the right bytes."""
+    def require_intact(self, hashes: Mapping[str, str]) -> None:
+        """Read every input. Raises UserError for one with other bytes than its hash although its time and size are
+        unchanged: DVC would record the result as made from the right bytes."""
         for file in self._stage.inputs:
             if file.content_hash() != hashes[file.path]:
                 raise UserError(
@@ -85,8 +85,7 @@ class Definition:
         return digest({"cmd": self.command, "params": self.tracked(params), "deps": hashes})
 
     def recorded_key(self) -> str | None:
-        """The key of the execution that dvc.lock records and whose outputs DVC's cache holds; None where there is
-        none."""
+        """The key of the execution in dvc.lock, if DVC's cache holds its outputs; else None."""
         hashes = {file.path: file.recorded for file in self._stage.inputs}
         complete = None not in hashes.values() and all(out.is_cached for out in self._stage.outs)
         if self._stage.command_changed or not complete:
@@ -103,14 +102,11 @@ def pipeline_identity(project: Project, params: dict[str, Any]) -> PipelineIdent
     """The identity of the pipeline run: raw data, parameters without `runtime`, and commands."""
     kept = {name: value for name, value in params.items() if name != "runtime"}
     commands = {stage.name: stage.command for stage in project.stages}
-    key = digest({"raw": _raw_hash(project), "params": kept, "commands": commands})
+    raw = (file for stage in project.stages for file in stage.inputs if file.path == RAW and file.exists)
+    raw_hash = next((file.known_hash() for file in raw), None)
+    key = digest({"raw": raw_hash, "params": kept, "commands": commands})
     commit, dirty = git_state(project.root)
     return PipelineIdentity(key=key, params=kept, commit=commit, dirty=dirty)
-
-
-def _raw_hash(project: Project) -> str | None:
-    raw = (file for stage in project.stages for file in stage.inputs if file.path == RAW)
-    return next((file.noted_hash() for file in raw if file.exists), None)
 
 
 def digest(content: Any) -> str:

@@ -1,7 +1,7 @@
-"""The one module that imports DVC's Python packages: the graph, the hashes and the cache of a project.
+"""The graph, the hashes and the cache of a project, from DVC's Python packages; no other module imports them.
 
-DVC documents its commands, not these names. Those used here are checked at import, so that a DVC that has renamed one
-fails with a line that says so.
+DVC documents its commands, not these names. They are checked at import, so that a DVC that has renamed one fails with
+one line.
 """
 
 import copy
@@ -12,7 +12,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -57,7 +57,7 @@ ATTRIBUTES = {
 
 
 def check_dvc() -> None:
-    """Raise ImportError naming what the installed DVC has no longer."""
+    """Raise ImportError naming what the installed DVC lacks."""
     missing = [f"{_name(one)}.{name}" for one, names in ATTRIBUTES.items() for name in names if not hasattr(one, name)]
     missing += [
         f"{_name(one)}({name})"
@@ -81,7 +81,7 @@ def _name(one: Any) -> str:
 
 
 check_dvc()
-logging.getLogger("zc.lockfile").setLevel(logging.CRITICAL)  # a busy lock is no error here: it is waited for
+logging.getLogger("zc.lockfile").setLevel(logging.CRITICAL)  # a busy lock is not an error: `_locked` waits
 
 
 @dataclass(frozen=True)
@@ -106,15 +106,15 @@ class File:
             return True
         return self.recorded is not None and Path(self._item.repo.cache.local.oid_to_path(self.recorded)).exists()
 
-    def noted_hash(self) -> str:
-        """The hash that DVC has noted: it reads only what has a new time, size or inode. Raises UserError."""
+    def known_hash(self) -> str:
+        """DVC's hash. DVC reads the bytes only when time, size or inode are new. Raises UserError."""
         try:
             return str(self._item.get_hash().value)
         except DvcException as error:
             raise UserError(f"{self.path}: DVC cannot read it: {_one_line(error)}") from error
 
     def content_hash(self) -> str:
-        """The hash of the bytes, all of them read."""
+        """The hash from all bytes, read now."""
         item = self._item
         return str(_read(item.repo, item.fs_path, item.dvcignore, item.fs, item.hash_name).hash_info.value)
 
@@ -165,8 +165,8 @@ class Changes:
 
 @dataclass(frozen=True)
 class Cached:
-    """Objects of the cache that outputs in dvc.lock need: how many, their bytes, and those with other bytes than their
-    name says."""
+    """Objects of the cache that outputs in dvc.lock need: how many, their bytes, and those with other bytes than those
+    of their name."""
 
     objects: int
     size: int
@@ -248,7 +248,7 @@ class Project:
         return str(self._object(path).hash_info.value) if path.exists() else None
 
     def files_below(self, path: Path) -> list[str]:
-        """Every file that counts for the hash of the folder at `path`, relative to it; for a file the one text ""."""
+        """The files in the hash of the folder at `path`, relative to it; [""] for a file."""
         return [""] if path.is_file() else ["/".join(key) for key, _, _ in self._object(path)]
 
     def _object(self, path: Path) -> Any:
@@ -317,12 +317,22 @@ def recorded_order(root: Path) -> tuple[str, ...]:
         return tuple(parse_yaml(text, str(root / LOCK_FILE)).get("stages") or {})
 
 
-def reorder_lock_file(root: Path, order: tuple[str, ...]) -> None:
-    """Give the entries of dvc.lock this order, in the bytes that DVC itself would write. Raises UserError."""
+def restore_order(root: Path, stages: Sequence[str], before: Sequence[str]) -> None:
+    """Write the entries of dvc.lock in the order of one `dvc repro`, in DVC's own bytes. Raises UserError.
+
+    DVC keeps the place of an existing entry (`before`: the order when the run began), and appends new entries in the
+    order of the graph (`stages`). Stages that run side by side are entered as they end.
+    """
+    now = recorded_order(root)
+    known = [name for name in before if name in now]
+    new = [name for name in stages if name in now and name not in before]
+    wanted = (*known, *new, *(name for name in now if name not in known and name not in new))
+    if wanted == now:
+        return
     path = root / LOCK_FILE
     with _repository(root) as repo, _locked(repo):
         content = parse_yaml_for_update(path.read_text(encoding="utf-8"), str(path))
-        for name in order:
+        for name in wanted:
             content["stages"].move_to_end(name)
         with files.atomic(path) as place:
             place.write_text(dumps_yaml(content), encoding="utf-8")
@@ -341,7 +351,7 @@ def _repository(root: Path) -> Iterator[Repo]:
 
 @contextmanager
 def _readable(root: Path) -> Iterator[None]:
-    """Turns DVC's errors into a line that says which file is wrong."""
+    """Turn DVC's errors into one line that names the file."""
     try:
         yield
     except DvcException as error:
@@ -358,7 +368,7 @@ def _readable(root: Path) -> Iterator[None]:
 
 @contextmanager
 def _locked(repo: Repo) -> Iterator[None]:
-    """DVC's lock of the project, which its writers hold. A `dvc repro` gives it up while its stage runs."""
+    """Hold DVC's lock of the project, as its writers do. A `dvc repro` releases it while its stage runs."""
     deadline = time.monotonic() + PATIENCE_SECONDS
     waited = False
     while True:
@@ -394,7 +404,7 @@ def _recorded(item: Any) -> str | None:
 
 
 def _read(repo: Repo, path: str, ignore: Any, system: Any, kind: str) -> Any:
-    """The object that DVC makes of a file or folder. No byte is taken from DVC's data base, and nothing noted there."""
+    """DVC's object of a file or folder, from its bytes: DVC's database of hashes is neither read nor written."""
     store = copy.copy(repo.cache.local)
     store.state = StateNoop()
     _, _, found = build(store, path, system, kind, ignore=ignore, dry_run=True)

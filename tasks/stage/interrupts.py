@@ -1,5 +1,5 @@
-"""SIGTERM and Ctrl-C: they end a stage at once, but in a loop that can save its progress only after the present step; a
-second signal ends it at once there, too."""
+"""SIGTERM and Ctrl-C end a stage at once, but a loop that can save its progress only after the current step. A second
+signal ends that at once, too."""
 
 import os
 import signal
@@ -10,21 +10,21 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 class Interrupts:
-    """The handler of both signals."""
+    """Handles both signals."""
 
     def __init__(self) -> None:
-        self.asked = False
+        self.stopping = False
         self._patient = False
 
     def install(self) -> None:
-        """Handle the signals from now on, but for those that were ignored when this process started."""
+        """Handle the signals from now on, except those that were ignored when this process started."""
         for number in SIGNALS:
             if signal.getsignal(number) is not signal.SIG_IGN:
                 signal.signal(number, self._handle)
 
     @contextmanager
     def patient(self) -> Iterator[None]:
-        """Within this block the first signal only sets `asked`; the loop inside saves, and calls `leave`."""
+        """Within this block the first signal only sets `stopping`; the loop inside saves, and calls `leave`."""
         self._patient = True
         try:
             yield
@@ -34,17 +34,17 @@ class Interrupts:
 
     def leave(self) -> None:
         """Raise KeyboardInterrupt when a signal has come."""
-        if self.asked:
+        if self.stopping:
             raise KeyboardInterrupt
 
     def is_asked(self) -> bool:
         """Whether a signal has come."""
-        return self.asked
+        return self.stopping
 
     def _handle(self, *_: object) -> None:
-        if self.asked or not self._patient:
-            self.asked = True
+        if self.stopping or not self._patient:
+            self.stopping = True
             raise KeyboardInterrupt
-        self.asked = True
+        self.stopping = True
         with suppress(OSError):  # print may be in the middle of a line
             os.write(2, b"stopping when this step is done and saved; the same signal again stops at once\n")

@@ -1,5 +1,5 @@
-"""Resumable state of loops that sample: finished pieces, one a line, in a file that only grows. Each line has a
-checksum; reading ends at the first line that does not match its own."""
+"""Resumable state of loops that sample: an append-only file with a finished piece on each line. Each line has a
+checksum; reading ends at the first line that does not match."""
 
 import hashlib
 import json
@@ -20,7 +20,7 @@ class Journal:
         content = path.read_bytes() if path.exists() else b""
         end = 0
         for line in content.splitlines(keepends=True):
-            if not _fits(line):
+            if not _is_intact(line):
                 break
             self.pieces.append(json.loads(line[65:]))
             end += len(line)
@@ -39,5 +39,5 @@ def _checksum(text: bytes) -> bytes:
     return hashlib.sha256(text).hexdigest().encode()
 
 
-def _fits(line: bytes) -> bool:
+def _is_intact(line: bytes) -> bool:
     return line.endswith(b"\n") and line[64:65] == b" " and line[:64] == _checksum(line[65:-1])

@@ -8,7 +8,7 @@ from transformers import PreTrainedTokenizerBase
 from rlhf_core.data.tokenizer import encode_prompt, encode_response
 from rlhf_core.errors import UserError
 from tasks.datasets.jsonl import Row
-from tasks.datasets.problems import list_several
+from tasks.datasets.problems import print_problems
 from tasks.stage.stage import Stage
 
 Item = TypeVar("Item")
@@ -47,7 +47,7 @@ def fitting(
         number, tokens = long[0]
         extra = f" and {reserve} new ones" if reserve else ""
         more = f" (first of {len(long)} such rows of {len(rows)})" if len(long) > 1 else ""
-        list_several((f"{path}, row {n}: {t} tokens{extra}" for n, t in long), len(long), stage.say)
+        print_problems((f"{path}, row {n}: {t} tokens{extra}" for n, t in long), len(long), stage.say)
         raise UserError(
             f"{path}, row {number}: {tokens} tokens{extra} are longer than the {limit} that fit{more}; "
             "shorten the row, enlarge the context or the limit, or set long_rows: drop"

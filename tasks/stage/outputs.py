@@ -1,5 +1,5 @@
-"""Outputs of a stage: written beside their place, with the same bytes for the same content, and renamed into it when
-all are complete."""
+"""Outputs of a stage: equal content gives equal bytes. They are written to temporary paths, and renamed when all are
+complete."""
 
 import csv
 import json
@@ -12,7 +12,7 @@ from tasks.datasets.jsonl import write_jsonl
 
 
 class Outputs:
-    """The outs of one stage. `path` returns the place to write to; `commit` puts everything in its final place."""
+    """The outs of one stage. `path` returns where to write an out; `commit` renames all of them into place."""
 
     def __init__(self, root: Path, declared: Sequence[str]) -> None:
         self.root = root
@@ -20,8 +20,7 @@ class Outputs:
         self.begun: list[str] = []
 
     def path(self, out: str) -> Path:
-        """Where to write `out` until the stage is whole. Raises ValueError for a path that dvc.yaml does not
-        declare."""
+        """Where to write `out` until `commit`. Raises ValueError for a path that dvc.yaml does not declare."""
         if out not in self.declared:
             raise ValueError(f"{out} is no out of this stage in dvc.yaml ({', '.join(self.declared)})")
         place = self._beside(out)
@@ -56,14 +55,14 @@ class Outputs:
         missing = [out for out in self.declared if out not in self.begun or not self._beside(out).exists()]
         if missing:
             raise ValueError(f"the stage ended without writing {', '.join(missing)}")
-        for out in self.declared:  # a full disk shows here, while the old outs still stand
+        for out in self.declared:  # a full disk fails here, while the old outs are in place
             files.flush(self._beside(out))
         for out in self.declared:
             files.replace(self._beside(out), self.root / out)
         self.begun.clear()
 
     def discard(self) -> None:
-        """Remove what is half-written."""
+        """Remove what was written and not committed."""
         for out in self.begun:
             files.remove(self._beside(out))
         self.begun.clear()

@@ -1,4 +1,4 @@
-"""The pipeline run in MLflow as a whole: the figures of all its stages, links to the runs of restored ones, its end."""
+"""The pipeline run in MLflow: the figures of all stages, links to the runs of restored ones, and its end."""
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
@@ -15,7 +15,7 @@ from tasks.tracking.sender import drain
 from tasks.tracking.tracker import PipelineTracker, Status, Tracker
 
 OF_A_MODEL = ("gold", "reward", "win_rate", "kl")
-"""What of each compared model MLflow's compare page shows; all of it would hide the rest."""
+"""The figures of each compared model on MLflow's page; with all figures, nothing would be found."""
 
 
 def headline_numbers(stage: str, metrics: dict[str, Any]) -> dict[str, float | None]:
@@ -38,16 +38,16 @@ def describe(
             continue
         tracker.headline(headline_numbers(name, json.loads(metrics.read_text(encoding="utf-8"))))
         definition = Definition(name, project)
-        with suppress(UserError):  # an input is gone; what it once was is not known here
+        with suppress(UserError):  # an input is missing, and its hash with it
             tracker.link_restored(name, definition.key(params, definition.hashes()))
 
 
 def finish(root: Path, status: Status, stages: Sequence[str], seconds: Mapping[str, float]) -> str:
-    """Describe and close the pipeline run, and send to MLflow what it has not received. Returns what is left, in words.
+    """Describe and close the pipeline run, and send to MLflow what it has not received. Returns a line about what is
+    left; empty where nothing is.
 
-    For the driver of the graph; `stages` are those whose results are those of this run, `seconds` how long each took.
-    The run also gets a tag with the places of report and models. Does nothing where params.yaml cannot be read or
-    `runtime.tracking` is off; without stages it only sends.
+    `stages` are those with results of this run, `seconds` their times. The run gets tags with the paths of report and
+    models. Does nothing where params.yaml cannot be read or `runtime.tracking` is off; without stages it only sends.
     """
     try:
         params = read_yaml(root / PARAMS_FILE)

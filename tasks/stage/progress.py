@@ -1,5 +1,5 @@
-"""The progress of a loop: which stage, which step of how many, the numbers that matter, the time left. On a terminal
-one line is rewritten; elsewhere a line is printed every few seconds."""
+"""The progress of a loop: stage, step, metrics, time left. On a terminal one line is rewritten; elsewhere a line is
+printed every few seconds."""
 
 import re
 import sys
@@ -23,7 +23,7 @@ class Progress:
         self.terminal = sys.stdout.isatty()
 
     def update(self, step: int, **values: float | None) -> None:
-        """`step` of the loop is done; `values` are shown beside it."""
+        """Report that `step` of the loop is done, with `values`."""
         now = time.monotonic()
         self.first = self.first or (step, now)
         self.updates += 1
@@ -33,7 +33,7 @@ class Progress:
             self._print(self._line(step, values, now), final=step >= self.total)
 
     def note(self, text: str) -> None:
-        """One line that stays, in the middle of the loop."""
+        """Print a line that the next progress line does not replace."""
         self._print(f"{self.label} {text}", final=True)
 
     def _line(self, step: int, values: Mapping[str, float | None], now: float) -> str:
@@ -42,7 +42,7 @@ class Progress:
         return "  ".join(filter(None, [f"{self.label} {self.unit} {step}/{self.total}", *numbers, rest]))
 
     def _left(self, step: int, now: float) -> str:
-        """The time left at the speed since the first update, which is left out: it may be a resumed or a slow one."""
+        """The time left at the speed since the first update; its own time may include a slow start."""
         first_step, first_time = self.first or (step, now)
         if step <= first_step or (self.updates <= BASIS_UPDATES and now - first_time < BASIS_SECONDS):
             return ""

@@ -1,5 +1,5 @@
-"""`provenance.json` in a model's folder: what the model was made from. It is a function of the stage's inputs, as every
-out: no commit, time, host, absolute path or secret."""
+"""`provenance.json` in a model's folder: what the model was made from. As every out it is a function of the stage's
+inputs, without commit, time, host, absolute path or secret."""
 
 import json
 import math
@@ -72,8 +72,8 @@ def read(folder: Path) -> dict[str, Any] | None:
 
 
 def without_secrets(value: Any, name: str = "") -> Any:
-    """Parameters as they are, but for values whose names are those of secrets, and credentials in addresses. Infinities
-    become text: they are no JSON, and a finished training must not fail on them."""
+    """The parameters without the values of secrets and the credentials in addresses. Infinities become text: JSON has
+    none, and a finished training must not fail on them."""
     if isinstance(value, Mapping):
         return {str(key): without_secrets(part, f"{name}.{key}" if name else str(key)) for key, part in value.items()}
     if is_secret(name):

@@ -1,5 +1,5 @@
-"""The main function of every `python -m tasks.<stage>`, and the contract that it keeps: typed parameters, checked
-inputs, a state folder of its own, tracking, whole outputs."""
+"""The main function of every stage: typed parameters, checked inputs, a state folder, tracking, and outputs that appear
+all together."""
 
 import errno
 import json
@@ -37,10 +37,10 @@ FULL = (
     "database or disk is full",
     "basic_ios::clear: iostream error",
 )
-"""How libraries word that a disk is full."""
+"""Messages of libraries about a full disk."""
 
 CLOCK_SECONDS = 1.0
-"""How exactly the start of a process is known."""
+"""Resolution of the start time of a process."""
 
 Execute = Callable[[Stage[Model]], None]
 
@@ -58,7 +58,7 @@ def run(name: str, model: type[Model], execute: Execute[Model], tracked: bool = 
     except KeyboardInterrupt:
         code, message = 130, "interrupted; the same command continues"
     except Exception as error:
-        code, message = _lack(error) or (1, f"{type(error).__name__}: {error}")
+        code, message = _missing_resource(error) or (1, f"{type(error).__name__}: {error}")
         if code == 1:
             traceback.print_exc()
     if code and code != 1 and not is_worker():
@@ -68,8 +68,8 @@ def run(name: str, model: type[Model], execute: Execute[Model], tracked: bool = 
     sys.exit(code)
 
 
-def _lack(error: Exception) -> tuple[int, str] | None:
-    """Exit code and words for what the machine is short of; None where that is not why the stage failed."""
+def _missing_resource(error: Exception) -> tuple[int, str] | None:
+    """Exit code and message for a full disk or memory; None where the stage failed for another reason."""
     if (where := _full_disk(error)) is not None:
         return 2, f"no space left on the device ({where}); free some, then run it again: nothing is lost"
     if is_out_of_memory(error):
@@ -78,10 +78,10 @@ def _lack(error: Exception) -> tuple[int, str] | None:
 
 
 def _full_disk(error: BaseException) -> str | None:
-    """What is full, when a lack of space is behind `error`; None otherwise.
+    """What is full, when a full disk caused `error`; None otherwise.
 
-    Libraries wrap it: safetensors and tokenizers raise errors of their own with the system's text, SQLite reports that
-    the disk is full, and torch's writer reports a broken stream.
+    Libraries wrap it: safetensors and tokenizers raise their own errors with the system's text, SQLite reports that the
+    disk is full, and torch's writer reports a broken stream.
     """
     chain: list[BaseException] = []
     link: BaseException | None = error
@@ -109,14 +109,14 @@ def _run(name: str, model: type[Model], execute: Execute[Model], tracked: bool, 
     content = read_yaml()
     params = parse(model, content.get(name, {}), name)
     common = parse(Common, {key: content[key] for key in Common.model_fields if key in content})
-    with open_project(Path()) as project, state.alone(project.root, name):
+    with open_project(Path()) as project, state.locked(project.root, name):
         definition, root = Definition(name, project), project.root
         if VERSIONS in definition.inputs:
             require_declared_versions()
         hashes = definition.hashes()
         reads = getattr(params, "enabled", True)
         if reads:
-            definition.require_sound(hashes)
+            definition.require_intact(hashes)
         if recorded_later:
             require_older_code(definition, psutil.Process().create_time())
         rows = load(root, definition.inputs) if reads else {}
@@ -145,18 +145,26 @@ def _run(name: str, model: type[Model], execute: Execute[Model], tracked: bool, 
             execute(stage)
             if is_worker():
                 return key
-            now = definition.hashes() | definition.tracked(read_yaml())
-            _require_unchanged(hashes | definition.tracked(content), now)
-            provenance.write(definition, content, hashes, stage.outputs, stage.exemptions)
-            stage.outputs.commit()
-            for act in stage.afterwards:
-                act()
+            _commit(stage, definition, content)
         state.end(state_dir, recorded_later)
     return key
 
 
+def _commit(stage: Stage[Any], definition: Definition, content: dict[str, Any]) -> None:
+    """Put the outputs in place. Raises UserError when an input or parameter changed during the run: DVC would record
+    the new one."""
+    before = {**stage.hashes, **definition.tracked(content)}
+    now = definition.hashes() | definition.tracked(read_yaml())
+    if changed := sorted(name for name in before if before[name] != now.get(name)):
+        raise UserError(f"{', '.join(changed)} changed while the stage ran; nothing was recorded, run it again")
+    provenance.write(definition, content, stage.hashes, stage.outputs, stage.exemptions)
+    stage.outputs.commit()
+    for act in stage.afterwards:
+        act()
+
+
 def quiet_libraries() -> None:
-    """The bars and notices of a library would drown our own progress; TRANSFORMERS_VERBOSITY brings them back."""
+    """Switch off progress bars and notices of transformers, unless TRANSFORMERS_VERBOSITY is set."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("DO_NOT_TRACK", "1")
     transformers = sys.modules.get("transformers")
@@ -190,7 +198,7 @@ def _conclude(tracker: Tracker | None, project: Project, content: dict[str, Any]
 
 @contextmanager
 def _tracked(stage: Stage[Any]) -> Iterator[None]:
-    """Close the run with the status that fits, and remove half-written outputs unless the stage is whole."""
+    """Close the run with its status, and remove uncommitted outputs when the stage fails."""
     status: Literal["FINISHED", "FAILED", "KILLED"] = "FAILED"
     try:
         yield
@@ -210,8 +218,8 @@ def _tracked(stage: Stage[Any]) -> Iterator[None]:
 
 
 def require_older_code(definition: Definition, started: float) -> None:
-    """Raise UserError when code of the stage was edited since this process `started` (seconds since 1970): what it has
-    loaded by now is not what DVC would record."""
+    """Raise UserError when code of the stage was edited after this process `started` (seconds since 1970): DVC would
+    record other code than it has loaded."""
     root = definition.project.root
     code = [path for path in definition.inputs if is_code(path)]
     edited = [path for path in code if _newest(root / path) > started + CLOCK_SECONDS]
@@ -220,14 +228,6 @@ def require_older_code(definition: Definition, started: float) -> None:
 
 
 def _newest(path: Path) -> float:
-    """When a file, or the newest file below a folder, was last changed; Python's own caches do not count."""
+    """When a file, or the newest file below a folder, was last changed, without Python's caches."""
     files = [file for file in path.rglob("*") if file.is_file() and "__pycache__" not in file.parts]
     return max((file.stat().st_mtime for file in files or [path]), default=0.0)
-
-
-def _require_unchanged(before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
-    """Raise UserError when an input file or parameter changed during the run: DVC would record the new one as what
-    was used."""
-    changed = sorted(name for name in before if before[name] != after.get(name))
-    if changed:
-        raise UserError(f"{', '.join(changed)} changed while the stage ran; nothing was recorded, run it again")

@@ -53,13 +53,13 @@ class Stage(Generic[Model]):
     hashes: Mapping[str, str]
     """Content hash of every input, as DVC computes it."""
     conclude: Callable[[], None]
-    """Describes and closes the pipeline run; for the last stage to do `afterwards`."""
+    """Describes and closes the pipeline run; the last stage calls it `afterwards`."""
     interrupts: Interrupts
     exemptions: list[str] = field(default_factory=list)
-    """Why this execution's outputs may differ from another one's with equal inputs; empty, but for `exempt`."""
+    """Why the outputs may differ from those of another execution with equal inputs; filled by `exempt`."""
     headline: dict[str, float | None] = field(default_factory=dict)
     afterwards: list[Callable[[], None]] = field(default_factory=list)
-    """What to do once the outputs are in place, in order."""
+    """Calls to make when the outputs are in place, in order."""
 
     @property
     def seed(self) -> int:
@@ -68,7 +68,7 @@ class Stage(Generic[Model]):
 
     @property
     def runtime(self) -> RuntimeParams:
-        """What cannot change a result."""
+        """The parameters that cannot change a result."""
         return self.common.runtime
 
     def block(self, name: str, model: type[Settings]) -> Settings:
@@ -92,7 +92,7 @@ class Stage(Generic[Model]):
         return content
 
     def out(self, path: str) -> Path:
-        """Where to write an output until the stage is whole."""
+        """Where to write an output; it is renamed when the stage has ended."""
         return self.outputs.path(path)
 
     def write_metrics(self, content: Mapping[str, Any]) -> None:
@@ -105,7 +105,7 @@ class Stage(Generic[Model]):
         return Progress(self.label, total, unit, self.runtime.progress_seconds)
 
     def exempt(self, why: str) -> None:
-        """The outputs of this execution are exempt from byte identity because of `why`: print that, tag the run."""
+        """Record, print and tag why the outputs of this execution are exempt from byte identity."""
         if why in self.exemptions:
             return
         self.exemptions.append(why)
@@ -122,9 +122,9 @@ class Stage(Generic[Model]):
         unit: str = "sample",
         whose: str = "",
     ) -> list[Any]:
-        """What `work` makes of all batches, one JSON value an item, in order. Batches that an earlier process finished
-        are taken from its journal in the state folder. `show` names the numbers beside the progress, `whose` the
-        items."""
+        """The results of `work` for all batches, one JSON value an item, in order. Batches that an earlier process
+        finished are read from its journal in the state folder. `show` gives the metrics in the progress line, `whose`
+        the name before the unit."""
         journal = Journal(self.state_dir / f"{name}.journal", self.say)
         done = [value for piece in journal.pieces for value in piece]
         if done:

@@ -1,8 +1,8 @@
 """The state folder of a stage, `work/<stage>/<key>/`: its lock, and when it is removed.
 
-A finished stage is not safe before DVC has recorded it: DVC may be killed, or fill the disk, while it stores the
-outputs, and would then start the stage again. So the state of a stage that DVC runs is only marked as finished. The
-next stage removes it when `dvc.lock` has the record.
+DVC may be killed, or fill the disk, while it stores the outputs of a finished stage, and would then start the stage
+again. So the state of a stage that DVC runs is only marked as finished. The next stage removes it when `dvc.lock` has
+the record.
 """
 
 import os
@@ -20,9 +20,9 @@ FINISHED = "finished"
 
 
 @contextmanager
-def alone(root: Path, name: str) -> Iterator[None]:
-    """One process a stage and workspace, worker ranks aside: two would write the same outputs. Raises UserError when
-    another one runs, which may be one whose dvc was killed."""
+def locked(root: Path, name: str) -> Iterator[None]:
+    """Hold the lock of a stage: two processes would write the same outputs. Worker ranks need none. Raises UserError
+    when another process holds it, perhaps one that a killed dvc has left."""
     if is_worker():
         yield
         return
@@ -51,8 +51,8 @@ def folder_of(root: Path, name: str, key: str) -> Path:
 
 
 def begin(definition: Definition, key: str) -> tuple[Path, bool]:
-    """The state folder, and whether an earlier process finished in it and was not recorded. Removes what is recorded,
-    of every stage: a stage that is run again although DVC has its results starts from nothing."""
+    """The state folder, and whether an earlier process finished in it and was not recorded. Removes the recorded state
+    of every stage: a stage that runs again although DVC has its results starts from the beginning."""
     root = definition.project.root
     folder = folder_of(root, definition.name, key)
     if not is_worker():
@@ -62,22 +62,22 @@ def begin(definition: Definition, key: str) -> tuple[Path, bool]:
 
 
 def end(folder: Path, recorded_later: bool) -> None:
-    """The outputs are in place: mark the state where a dvc is still to record them, else remove it."""
+    """When the outputs are in place: mark the state if DVC has to record them, else remove it."""
     if recorded_later and any(folder.iterdir()):
         (folder / FINISHED).touch()
     else:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _sweep(present: Definition, root: Path) -> None:
-    for stage in present.project.stages:
+def _sweep(current: Definition, root: Path) -> None:
+    for stage in current.project.stages:
         if not list((root / "work" / stage.name).glob(f"*/{FINISHED}")):
             continue
-        key = Definition(stage.name, present.project).recorded_key()
+        key = Definition(stage.name, current.project).recorded_key()
         if key is None or not (done := folder_of(root, stage.name, key) / FINISHED).exists():
             continue
         lock = FileLock(lock_file(root, stage.name))
-        if stage.name == present.name:
+        if stage.name == current.name:
             shutil.rmtree(done.parent, ignore_errors=True)
         elif lock.acquire():
             shutil.rmtree(done.parent, ignore_errors=True)
@@ -85,5 +85,5 @@ def _sweep(present: Definition, root: Path) -> None:
 
 
 def under_dvc(name: str) -> bool:
-    """Whether a dvc runs this stage and will record it: DVC sets DVC_STAGE for its commands."""
+    """Whether DVC runs this stage and will record it: it sets DVC_STAGE for its commands."""
     return os.environ.get("DVC_STAGE", "").rpartition(":")[2] == name

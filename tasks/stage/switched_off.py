@@ -1,5 +1,4 @@
-"""The empty outputs of a stage whose `enabled` is false, so that the graph is the same whether an alternative runs or
-not."""
+"""The empty outputs of a stage with `enabled: false`: the graph is the same whether an alternative runs or not."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -16,7 +15,7 @@ def write_switched_off(stage: Stage[Any], columns: Mapping[str, Sequence[str]] |
     `columns` names those of each table, by its path. Raises ValueError for a table without columns, and for an out of
     another kind.
     """
-    said = f"{stage.name} is switched off ({stage.name}.enabled is false in params.yaml)"
+    message = f"{stage.name} is switched off ({stage.name}.enabled is false in params.yaml)"
     for out in stage.outputs.declared:
         name = out.rpartition("/")[2]
         if out == f"metrics/{stage.name}.json":
@@ -29,7 +28,7 @@ def write_switched_off(stage: Stage[Any], columns: Mapping[str, Sequence[str]] |
             stage.out(out).write_text(",".join((columns or {})[out]) + "\n", encoding="utf-8")
         elif "." not in name:
             stage.out(out).mkdir(parents=True)
-            (stage.out(out) / NOTE).write_text(f"There is no model here: {said}.\n", encoding="utf-8")
+            (stage.out(out) / NOTE).write_text(f"There is no model here: {message}.\n", encoding="utf-8")
         else:
             raise ValueError(f"{out}: no rule for what it holds where {stage.name} is switched off")
-    stage.say(said)
+    stage.say(message)

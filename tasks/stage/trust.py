@@ -1,10 +1,10 @@
-"""Whether code that comes with a model may run, and the warning where it may."""
+"""Whether code that comes with a model may run, and a warning where it may."""
 
 import sys
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:  # `leash chat` and `leash trace` have no stage, and do without DVC and MLflow
+if TYPE_CHECKING:  # `leash chat` and `leash trace` have no stage, and need neither DVC nor MLflow
     from tasks.stage.stage import Stage
 
 

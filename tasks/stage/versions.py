@@ -1,7 +1,5 @@
-"""The libraries whose versions shape a result: what `tasks/stage/versions.json` declares must be what is installed.
-
-The file is a dependency of every training stage, so that an upgrade makes them stale.
-"""
+"""Checks that the libraries that can change a result have the versions in `tasks/stage/versions.json`. The file is a
+dependency of every training stage, so that an upgrade makes them stale."""
 
 import importlib.metadata
 import json

@@ -1,6 +1,6 @@
-"""Several processes for one stage: the stage itself is rank 0, and it starts worker ranks that run the same module. A
-worker computes its share only: it holds no lock, tracks nothing and writes no output. Where torchrun or `accelerate
-launch` has started the ranks, nothing is started here."""
+"""The processes and GPUs of one stage. The stage is rank 0 and starts worker ranks that run the same module and compute
+their share: they hold no lock, track nothing and write no output. Ranks that torchrun or `accelerate launch` has
+started are left as they are."""
 
 import atexit
 import ctypes
@@ -11,10 +11,12 @@ import subprocess
 import sys
 import tempfile
 from contextlib import suppress
+from itertools import takewhile
 from pathlib import Path
 
 from rlhf_core.errors import UserError
-from tasks.params.loader import read_yaml
+from tasks.params.loader import PARAMS_FILE, read_yaml
+from tasks.params.methods import VARIANTS
 
 PR_SET_PDEATHSIG = 1
 """Linux: the signal that a process receives when its parent dies."""
@@ -47,20 +49,42 @@ def run_as_worker() -> None:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def requested_processes(name: str) -> int:
-    """`processes` of a stage in params.yaml; 1 where the file cannot be read, which `run` then reports."""
-    with suppress(UserError):
-        content = read_yaml()
-        block = content.get(name) or {}
-        settings = block.get("settings") or {} if name != "ppo" else {}
-        if name != "ppo" and not block.get("enabled"):
-            return 1
-        count = ((content.get("ppo") or {}) | settings).get("processes", 1)
+def requested_processes(stage: str, path: Path = PARAMS_FILE) -> int:
+    """`processes` of the stage `ppo`, or of a variant of it that is switched on, in the file at `path`. 1 for other
+    stages, and where the file is not valid, which the stage itself reports."""
+    with suppress(UserError, AttributeError, KeyError, TypeError):
+        content = read_yaml(path)
+        settings = content["ppo"]
+        if stage != "ppo":
+            if stage not in VARIANTS or not content[stage].get("enabled"):
+                return 1
+            settings = settings | (content[stage].get("settings") or {})
+        count = settings.get("processes", 1)
         return count if isinstance(count, int) else 1
     return 1
 
 
+def limit_gpus(stage: str) -> None:
+    """Set CUDA_VISIBLE_DEVICES to the first N visible GPUs, where N is the number of processes of the stage.
+
+    With more GPUs than processes, transformers' Trainer would use DataParallel, which multiplies the batch size. Call
+    it before torch is imported. It changes nothing without a GPU, and in ranks that a launcher or the stage started.
+    """
+    gpus = visible_gpus()
+    if len(gpus) > 1 and "RANK" not in os.environ:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus[: max(1, requested_processes(stage))])
+
+
+def visible_gpus(devices: Path = Path("/dev")) -> list[str]:
+    """The names of the GPUs that CUDA would use: those in CUDA_VISIBLE_DEVICES up to the first that is not valid, or
+    where it is not set the numbers of NVIDIA's device files in `devices`, counted from 0 as CUDA does."""
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if named is None:
+        return [str(number) for number, _ in enumerate(devices.glob("nvidia[0-9]*"))]
+    return list(takewhile(lambda name: name and not name.startswith("-"), map(str.strip, named.split(","))))
+
+
 def _end(worker: "subprocess.Popen[bytes]") -> None:
-    """End a worker that still waits for a stage which has failed."""
+    """Kill a worker that still waits for a stage which has failed."""
     worker.kill()
     worker.wait()

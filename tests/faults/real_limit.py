@@ -62,13 +62,13 @@ def main() -> None:
         return recognise(error)
 
     memory.is_out_of_memory = noted
-    said: list[str] = []
-    trainer.exempt = said.append
+    printed: list[str] = []
+    trainer.exempt = printed.append
     resource.setrlimit(resource.RLIMIT_AS, (sum(peaks) // 2,) * 2)
     found = gradient(trainer, experience, ROWS)
     print("refused:", *("can't allocate memory" if "can't allocate memory" in text else text for text in met))
     assert trainer.halved
-    assert len(said) == 1, said
+    assert len(printed) == 1, printed
     gap = ((found - whole).norm() / whole.norm()).item()
     print("gap", gap)
     assert gap <= 1e-5, gap

@@ -30,7 +30,7 @@ def gradient(trainer: PPOTrainer) -> dict[str, torch.Tensor]:
 
 
 def main(folder: Path) -> None:
-    """Write whole.pt and short.pt; say what each process knows."""
+    """Write whole.pt and short.pt; print what each process has."""
     torch.set_num_threads(1)
     options: dict[str, Any] = {"batch_size": 16, "micro_batch_size": 2, **TEXT}
     whole, short, broken = (TINY["tiny_trainer"](**options) for _ in range(3))

@@ -1,4 +1,4 @@
-"""Files of DVC's cache that a disk or a hand has spoiled: what DVC notices, what it does not, and who does then."""
+"""Damaged files in DVC's cache: what DVC notices, and what Leash notices."""
 
 import os
 import shutil
@@ -93,7 +93,7 @@ def test_a_spoiled_object_is_not_handed_on(kind: str, root: Path) -> None:
     assert finding(root, "cache").verdict == "ok"
 
 
-def test_a_removed_object_is_made_anew(root: Path, serial: Callable[[Path], None]) -> None:
+def test_a_removed_object_is_made_again(root: Path, serial: Callable[[Path], None]) -> None:
     spoil(object_of(root, "one.out"), "remove")
     serial(root)
     assert object_of(root, "one.out").exists()
@@ -117,10 +117,10 @@ def test_wrong_bytes_in_an_input_stop_the_stage_that_reads_it(root: Path, monkey
         right = Definition("two", project).hashes()
         spoil(root / "one.out", "flip")  # DVC trusts size, times and inode
         (out,) = [one for stage in project.stages for one in stage.outs if one.path == "one.out"]
-        assert out.noted_hash() == right["one.out"]
+        assert out.known_hash() == right["one.out"]
         assert out.content_hash() != right["one.out"]
         with pytest.raises(UserError, match=r"^one.out: other bytes than DVC has noted.*`rm -r one.out` and run again"):
-            Definition("two", project).require_sound(right)
+            Definition("two", project).require_intact(right)
     assert finding(root, "outputs").found == "other bytes than dvc.lock names: one.out"
     (root / "one.out").unlink()
     assert state(root, "one") == RESTORED
@@ -144,10 +144,10 @@ def test_a_spoiled_model(finished: "Project") -> None:
     assert finding(finished.root, "outputs").found == "other bytes than dvc.lock names: models/policy"
 
 
-def test_every_input_hashes_as_dvc_says(finished: "Project", monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_input_has_the_hash_of_dvc(finished: "Project", monkeypatch: pytest.MonkeyPatch) -> None:
     """Files, folders, code: our reading of the bytes and DVC's rules are the same."""
     monkeypatch.chdir(finished.root)
     with open_project(finished.root) as project:
         for stage in read_graph(finished.root).stages:
             definition = Definition(stage, project)
-            definition.require_sound(definition.hashes())
+            definition.require_intact(definition.hashes())

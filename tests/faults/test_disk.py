@@ -89,7 +89,7 @@ ALLOWED = ["unshare", "--user", "--map-root-user", "--mount"]
 
 
 def on_a_small_disk(project: "Project", folder: str, stage: str) -> "subprocess.CompletedProcess[str]":
-    """The stage, with a file system of 64 KiB in the place of a folder, which nobody else sees."""
+    """The stage, with a file system of 64 KiB mounted over a folder, in a namespace of its own."""
     words = ["sh", "-c", ON_A_SMALL_DISK, "sh", str(project.root / folder), sys.executable, stage]
     return project.run(*ALLOWED, *words)
 

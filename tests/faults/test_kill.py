@@ -1,5 +1,5 @@
 """SIGKILL at moments chosen by seed, of the stage, of dvc, or of both: the same command continues to the same bytes, in
-the same MLflow run. The killer is a `sitecustomize.py` in the stage's process; nothing of the product knows of it."""
+the same MLflow run. The killer is a `sitecustomize.py` in the stage's process; the product does not contain it."""
 
 import json
 import random
@@ -162,8 +162,8 @@ def repro_until_done(project: "Project", stage: str, log: Path) -> None:
     """Again and again while an orphan is still at it."""
     deadline = time.monotonic() + PATIENCE
     while repro(project, stage, log) != 0:
-        said = log.read_text(encoding="utf-8")
-        assert "another process" in said, said
+        printed = log.read_text(encoding="utf-8")
+        assert "another process" in printed, printed
         assert time.monotonic() < deadline, "an orphan that never ends"
         time.sleep(0.2)
 

@@ -1,5 +1,5 @@
 """Out of memory: a batch that does not fit is halved once for the rest of the run, with the same gradient, or the run
-stops with one line. Most of it with an allocator that refuses where the test says, one with a real limit."""
+stops with one line. Most tests use an allocator that fails at a given place, one a real limit."""
 
 import contextlib
 import copy
@@ -99,14 +99,14 @@ PPO: dict[str, Any] = {
 
 
 def ppo(**changes: Any) -> tuple[PPOTrainer, list[str], Gradients]:
-    """A trainer, what it says about memory, and the gradients that its optimiser will see."""
+    """A trainer, its messages about memory, and the gradients that its optimiser receives."""
     trainer: PPOTrainer = TINY.tiny_trainer(**(PPO | changes))
-    said: list[str] = []
+    printed: list[str] = []
     gradients: Gradients = []
-    trainer.exempt = said.append
+    trainer.exempt = printed.append
     modules = {"policy": trainer.models.policy, "critic": trainer.models.critic}
     trainer.optimizers["policy"].register_step_pre_hook(lambda *_: gradients.append(snapshot(modules)))
-    return trainer, said, gradients
+    return trainer, printed, gradients
 
 
 @pytest.mark.parametrize(
@@ -125,13 +125,13 @@ def test_ppo_halves_a_micro_batch_that_does_not_fit(after: int, minibatch: int, 
     own to 1e-5, and from then on no pass is larger than half."""
     whole, _, expected = ppo()
     whole.step()
-    trainer, said, found = ppo()
+    trainer, printed, found = ppo()
     shortage = Shortage(trainer.models.policy, fits=2, after=after, where=where)
     row = trainer.step()
     assert shortage.refused == 1
-    assert [len(said), trainer.halved] == [1, True]
-    assert "4 rows" in said[0]
-    assert "exempt from byte identity" in said[0]
+    assert [len(printed), trainer.halved] == [1, True]
+    assert "4 rows" in printed[0]
+    assert "exempt from byte identity" in printed[0]
     for before, same in zip(found[:minibatch], expected[:minibatch], strict=True):
         assert all(torch.equal(before[name], same[name]) for name in same)
     require_equal(found[minibatch], expected[minibatch])
@@ -154,7 +154,7 @@ def test_the_first_ratio_stays_1_when_the_first_minibatch_is_halved(monkeypatch:
 
 
 def test_ppo_that_continues_from_a_checkpoint_plans_halves_from_the_start() -> None:
-    trainer, said, _ = ppo()
+    trainer, printed, _ = ppo()
     Shortage(trainer.models.policy, fits=2)
     trainer.step()
     state = copy.deepcopy(trainer.state_dict())
@@ -164,20 +164,20 @@ def test_ppo_that_continues_from_a_checkpoint_plans_halves_from_the_start() -> N
     assert (again.halved, len(told)) == (True, 1)
     assert "exempt from byte identity" in told[0]
     assert again.step() == trainer.step()
-    assert (shortage.refused, max(shortage.rows), len(said)) == (0, 2, 1)
+    assert (shortage.refused, max(shortage.rows), len(printed)) == (0, 2, 1)
 
 
 @pytest.mark.parametrize("where", ["forward", "backward"])
 @pytest.mark.parametrize(("fits", "micro"), [(1, 4), (0, 1)], ids=["halves", "a single row"])
 def test_ppo_stops_where_halves_do_not_fit(fits: int, micro: int, where: str) -> None:
-    """One line that says what to lower; the models have made no step."""
-    trainer, said, gradients = ppo(micro_batch_size=micro)
+    """One line names the parameters to lower; the models are unchanged."""
+    trainer, printed, gradients = ppo(micro_batch_size=micro)
     before = [p.detach().clone() for p in trainer.models.policy.parameters()]
     Shortage(trainer.models.policy, fits=fits, where=where)
     with pytest.raises(UserError, match=r"micro_batch_size.*micro_batch_tokens.*gradient_checkpointing") as stopped:
         trainer.step()
     assert "\n" not in str(stopped.value)
-    assert len(said) == (1 if micro > 1 else 0)
+    assert len(printed) == (1 if micro > 1 else 0)
     assert not gradients
     assert all(torch.equal(p, old) for p, old in zip(trainer.models.policy.parameters(), before, strict=True))
 
@@ -187,7 +187,7 @@ def test_ppo_stops_where_halves_do_not_fit(fits: int, micro: int, where: str) ->
 def test_passes_without_gradients_are_halved_too(moment: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same samples and scores from smaller batches; only the phase that does not fit is halved."""
     whole, _, _ = ppo()
-    trainer, said, _ = ppo()
+    trainer, printed, _ = ppo()
     limit, seen = {"sampling": 8, "reading": 2, "scoring": 2}[moment], []
 
     def guard(rows: int) -> None:
@@ -211,7 +211,7 @@ def test_passes_without_gradients_are_halved_too(moment: str, monkeypatch: pytes
     phase = "the update" if moment == "reading" else moment
     assert {name for name, halving in trainer.halvings.items() if halving.done} == {phase}
     assert sum(rows > limit for rows in seen) == 1
-    assert len(said) == 1
+    assert len(printed) == 1
 
 
 @pytest.mark.slow
@@ -325,7 +325,7 @@ class Outcome:
     """What a training left, and the gradients of each of its steps before they were clipped."""
 
     log: list[dict[str, float]]
-    said: list[str]
+    printed: list[str]
     gradients: Gradients
     weights: list[Tensor]
     shortage: Shortage | None
@@ -356,7 +356,7 @@ def train_stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TrainStage:
                 raise KeyboardInterrupt
 
         monkeypatch.setattr(GuardedTrainer, "check_gradients", noted)
-        run = Run(tmp_path / folder, seed=3, report=report, checkpoint_every=save, exempt=outcome.said.append)
+        run = Run(tmp_path / folder, seed=3, report=report, checkpoint_every=save, exempt=outcome.printed.append)
         with contextlib.suppress(KeyboardInterrupt):
             outcome.log = work(model, run)
         return outcome
@@ -385,9 +385,9 @@ def test_a_training_step_halves_a_micro_batch_that_does_not_fit(
     whole, short = train_stage(stage, "whole"), train_stage(stage, "short", fits, after=after, where=where)
     assert short.shortage is not None
     assert short.shortage.refused == 1
-    assert len(short.said) == 1
-    assert "exempt from byte identity" in short.said[0]
-    assert whole.said == []
+    assert len(short.printed) == 1
+    assert "exempt from byte identity" in short.printed[0]
+    assert whole.printed == []
     for before, same in zip(short.gradients[:step], whole.gradients[:step], strict=True):
         assert all(torch.equal(before[name], same[name]) for name in same)
     require_equal(short.gradients[step], whole.gradients[step])
@@ -407,8 +407,8 @@ def test_a_training_that_continues_takes_halves_from_the_start(stage: str, train
     rest = train_stage(stage, "cut", fits)
     assert rest.shortage is not None
     assert rest.shortage.refused == 0
-    assert len(rest.said) == 1
-    assert "exempt from byte identity" in rest.said[0]
+    assert len(rest.printed) == 1
+    assert "exempt from byte identity" in rest.printed[0]
     assert all(torch.equal(one, two) for one, two in zip(rest.weights, whole.weights, strict=True))
 
 

@@ -254,14 +254,14 @@ def spoil_stage(stage: str, monkeypatch: pytest.MonkeyPatch) -> None:
         ("ppo", "ppo.learning_rate"),
     ],
 )
-def test_a_stage_stops_with_one_line_and_a_lower_learning_rate_starts_anew(
+def test_a_stage_stops_with_one_line_and_a_lower_learning_rate_starts_again(
     stage: str,
     rate: str,
     finished: "Project",
     stage_main: "Callable[[Project, str], Ended]",
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Exit 2, the outs of the earlier run and the checkpoint of step 2 untouched; the mended run has a key of its own
+    """Exit 2, the outs of the earlier run and the checkpoint of step 2 untouched; the corrected run has its own key
     and leaves the old state alone."""
     finished.set("runtime.tracking", False)
     finished.set("runtime.checkpoint_every", 1)

@@ -1,5 +1,5 @@
 """Prefect's server dies, hangs, or loses its driver in the middle of `leash run`: what the stages made is kept, nothing
-is left running, and the same command goes on from there."""
+is left running, and the same command continues."""
 
 import json
 import os
@@ -12,21 +12,11 @@ from typing import Any
 import psutil
 import pytest
 
+from tests.faults.conftest import log_of, until
+
 Toy = Callable[..., Path]
 Leash = Callable[..., Any]
 STAGES: dict[str, tuple[str, list[str]]] = {"one": ("wait", []), "two": ("crash 1", ["one"])}
-
-
-def until(condition: Callable[[], Any], seconds: float = 120.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.05)
-
-
-def log_of(root: Path) -> list[str]:
-    path = root / "log.txt"
-    return [" ".join(line.split()[:2]) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 def family_of(pid: int) -> list[psutil.Process]:
@@ -46,7 +36,7 @@ def servers(processes: list[psutil.Process]) -> list[psutil.Process]:
 
 @pytest.fixture
 def running(toy: Toy, leash: Leash) -> Iterator[Callable[[], tuple[Path, Any, list[psutil.Process]]]]:
-    """A run whose first stage has begun and waits for the file `go`, with its lent server; and all its processes."""
+    """A run whose first stage waits for the file `go`, with its temporary server; and all its processes."""
     started: list[psutil.Process] = []
 
     def begin() -> tuple[Path, Any, list[psutil.Process]]:
@@ -81,13 +71,13 @@ def test_a_server_lost_in_mid_flow(strike: Callable[[psutil.Process], None], run
     (server,) = servers(family)
     strike(server)
     (root / "go").touch()
-    said, errors = process.communicate(timeout=120)
+    printed, errors = process.communicate(timeout=120)
     assert process.returncode == 1
     (line,) = errors.splitlines()
     assert line.startswith("error: the Prefect server (http://127.0.0.1:")
     assert "the results of the stages are kept, and the same command continues" in line
-    table = [line.split()[:2] for line in said.splitlines()[-2:]]
-    assert table == [["one", "ran"], ["two", "ran"]], said
+    table = [line.split()[:2] for line in printed.splitlines()[-2:]]
+    assert table == [["one", "ran"], ["two", "ran"]], printed
     assert log_of(root).count("two begin") == 2, "a crash is tried again without a server, too"
     until(lambda: not any(alive(one) for one in family), 15.0)
     before, lock = log_of(root), (root / "dvc.lock").read_bytes()
@@ -105,7 +95,7 @@ def test_a_run_cut_off_by_its_server_is_stopped_at_once_by_an_interrupt(running:
     _, errors = process.communicate(timeout=120)
     assert process.returncode == 130
     assert errors == "error: stopped; nothing is left running\n"
-    assert time.monotonic() - begun < 30.0, "Prefect alone asks for its server for minutes"
+    assert time.monotonic() - begun < 30.0, "Prefect alone tries to reach its server for minutes"
     until(lambda: not any(alive(one) for one in family), 15.0)
     assert log_of(root) == ["one begin"]
 
@@ -123,8 +113,8 @@ def test_a_killed_driver_leaves_nothing_running_and_the_next_waits_for_that(
     again = leash(root, "run", api=prefect_api)
     until(lambda: not any(alive(one) for one in family), 30.0)
     (root / "go").touch()
-    said, errors = again.communicate(timeout=120)
-    assert again.returncode == 0, said + errors
+    printed, errors = again.communicate(timeout=120)
+    assert again.returncode == 0, printed + errors
     assert log_of(root)[:3] == ["one begin", "one begin", "one end"], "the killed run's stage went on"
     assert json.loads((root / "work" / "driver.lock").read_text())["pid"] == again.pid
     assert (root / ".dvc" / "tmp" / "rwlock").read_text() == "{}"

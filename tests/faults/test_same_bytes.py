@@ -21,7 +21,7 @@ LOOPS = {"base": 4, "sft": 12, "preferences": 4, "reward": 4, "ppo": 4, "evaluat
 
 
 class CutOff(BaseException):
-    """Ends the process where it stands."""
+    """Ends the process at once."""
 
 
 @pytest.fixture
@@ -71,7 +71,7 @@ def tear(path: Path, draw: random.Random) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", LOOPS)
 @pytest.mark.parametrize("damage", [flip, tear])
-def test_failure_01_damaged_state_is_said_and_not_used(
+def test_failure_01_damaged_state_is_reported_and_not_used(
     tiny_run: "TinyRun",
     cut_off: "Callable[[str], Project]",
     stage_main: "Main",
@@ -85,7 +85,7 @@ def test_failure_01_damaged_state_is_said_and_not_used(
     again = stage_main(project, stage)
     assert again.code == 0
     name = file.name if file.suffix == ".journal" else file.relative_to(project.root).parts[-2]
-    assert [line for line in again.stdout.splitlines() if name in line], f"{file} was damaged and nobody said so"
+    assert [line for line in again.stdout.splitlines() if name in line], f"{file} was damaged and was not reported"
     assert project.outputs() == tiny_run.project.outputs()
 
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture
 def tell(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
-    """Within a block, sends this process signals when its progress is told for the `count`-th time."""
+    """Within a block, sends this process signals at the `count`-th progress line."""
 
     @contextmanager
     def plan(count: int, *signals: signal.Signals) -> Iterator[None]:
@@ -44,7 +44,7 @@ def tell(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
 
 
 def forget(project: "Project", stage: str) -> None:
-    """No state of the stage, and no checkpoint but the one that a signal asks for."""
+    """No state of the stage, and no checkpoint but the one after a signal."""
     project.set("runtime.checkpoint_every", 1000)
     shutil.rmtree(project.root / "work" / stage, ignore_errors=True)
 
@@ -78,7 +78,7 @@ def test_a_signal_is_answered_with_a_checkpoint(
     assert finished.outputs() == tiny_run.project.outputs()
 
 
-def test_a_second_signal_insists(
+def test_a_second_signal_ends_at_once(
     tiny_run: "TinyRun", finished: "Project", stage_main: "Main", tell: Callable[..., Any]
 ) -> None:
     finished.set("runtime.tracking", False)
@@ -90,7 +90,7 @@ def test_a_second_signal_insists(
     assert finished.outputs() == tiny_run.project.outputs()
 
 
-def test_mlflow_says_killed_and_then_continues_the_run(
+def test_mlflow_shows_killed_and_then_continues_the_run(
     finished: "Project", stage_main: "Main", tell: Callable[..., Any]
 ) -> None:
     forget(finished, "ppo")

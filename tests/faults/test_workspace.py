@@ -5,7 +5,6 @@ import os
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,6 +19,7 @@ from flows.pipeline import pipeline
 from flows.stages import PipelineFailed
 from rlhf_core.errors import UserError
 from rlhf_core.locks import FileLock
+from tests.faults.conftest import log_of, until
 
 if TYPE_CHECKING:
     from tests.conftest import Project
@@ -28,18 +28,6 @@ Toy = Callable[..., Path]
 Leash = Callable[..., Any]
 STAGES: dict[str, tuple[str, list[str]]] = {"one": ("wait", []), "two": ("work", ["one"])}
 RIGHT = ["one begin", "one end", "two begin", "two end"]
-
-
-def until(condition: Callable[[], Any], seconds: float = 120.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.05)
-
-
-def log_of(root: Path) -> list[str]:
-    path = root / "log.txt"
-    return [" ".join(line.split()[:2]) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 def dvc(root: Path) -> "subprocess.Popen[str]":
@@ -62,8 +50,8 @@ def test_the_second_leash_run_is_refused_at_once(toy: Toy, leash: Leash, prefect
     first = leash(root, "run", api=prefect_api)
     until(lambda: "one begin" in log_of(root))
     second = leash(root, "run")
-    said, errors = second.communicate(timeout=60)
-    assert (second.returncode, said) == (2, "")
+    printed, errors = second.communicate(timeout=60)
+    assert (second.returncode, printed) == (2, "")
     assert errors.startswith(f"error: another leash run works in this folder (process {first.pid}, since ")
     assert errors.count("\n") == 1
     (root / "go").touch()
@@ -78,7 +66,7 @@ def test_leash_run_beside_dvc_repro(toy: Toy, prefect_api: str) -> None:
     until(lambda: "one begin" in log_of(root))
     with pytest.raises(PipelineFailed) as caught:
         pipeline(root=str(root), retries=2, retry_delay_seconds=60.0)
-    assert caught.value.users_fault, "it would be tried again"
+    assert caught.value.is_user_error, "it would be tried again"
     (message,) = map(str, caught.value.errors)
     assert message.startswith(f"one: another process works on one.out (PID {other.pid}, dvc repro); wait for its end")
     (root / "go").touch()
@@ -98,11 +86,11 @@ def test_two_dvc_repro(toy: Toy) -> None:
     first = dvc(root)
     until(lambda: "one begin" in log_of(root))
     second = dvc(root)
-    said, _ = second.communicate(timeout=60)
+    printed, _ = second.communicate(timeout=60)
     assert second.returncode != 0
-    assert "'one': " in said
-    assert "is busy, it is being blocked by:" in said
-    assert f"(PID {first.pid})" in said
+    assert "'one': " in printed
+    assert "is busy, it is being blocked by:" in printed
+    assert f"(PID {first.pid})" in printed
     (root / "go").touch()
     first.communicate(timeout=60)
     assert first.returncode == 0
@@ -120,7 +108,7 @@ def stranger() -> Iterator[int]:
 
 @pytest.fixture
 def unburied() -> Iterator[int]:
-    """A process that is dead, and for which nobody has waited."""
+    """A zombie: a dead process that was not waited for."""
     process = subprocess.Popen([sys.executable, "-c", ""])
     until(lambda: psutil.Process(process.pid).status() == psutil.STATUS_ZOMBIE)
     yield process.pid
@@ -166,7 +154,7 @@ def test_a_zombie_or_a_reused_number_is_one_line_with_the_command_that_helps(
     root = blocked(request.getfixturevalue(owner))
     with pytest.raises(PipelineFailed) as caught:
         pipeline(root=str(root), retry_delay_seconds=60.0)
-    assert caught.value.users_fault
+    assert caught.value.is_user_error
     assert str(caught.value).endswith("rm .dvc/tmp/rwlock")
     (root / ".dvc" / "tmp" / "rwlock").unlink()
     assert pipeline(root=str(root))["one"].state == "Restored"
@@ -182,7 +170,7 @@ def test_a_list_that_was_being_written(toy: Toy, serial: Any, prefect_api: str) 
     (root / "one.out").unlink()
     with pytest.raises(PipelineFailed, match=r"DVC cannot read \.dvc/tmp/rwlock; remove it and run again") as caught:
         pipeline(root=str(root))
-    assert caught.value.users_fault
+    assert caught.value.is_user_error
 
 
 @pytest.mark.slow
@@ -221,7 +209,7 @@ def test_outputs_deleted_or_edited_by_hand(driver_name: str, finished: "Project"
         done = finished.run(sys.executable, "-m", "flows.cli", "run", PREFECT_API_URL=prefect_api)
         assert done.returncode == 0, done.stdout + done.stderr
         table = [line.split() for line in done.stdout.partition("stage ")[2].splitlines()]
-        assert [row[0] for row in table if row[1:2] == ["Restored"]] == [
+        assert [row[0] for row in table if row[1:2] == ["restored"]] == [
             "ingest",
             "sft",
             "reward",

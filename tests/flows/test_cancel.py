@@ -3,12 +3,13 @@
 import os
 import signal
 import subprocess
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import psutil
 import pytest
+
+from tests.faults.conftest import until
 
 STAGES: dict[str, tuple[str, list[str]]] = {"one": ("sleep 120", []), "two": ("sleep 120", [])}
 
@@ -38,9 +39,7 @@ def test_nothing_is_left_running(
 ) -> None:
     root = toy(STAGES)
     process = leash(root, "run", "--jobs", "2", api=prefect_api)
-    deadline = time.monotonic() + 60.0
-    while len(begun(root)) < 2 and time.monotonic() < deadline:
-        time.sleep(0.1)
+    until(lambda: len(begun(root)) == 2)
     family = psutil.Process(process.pid).children(recursive=True)
     assert {child.pid for child in family} >= set(begun(root)), "the stages are not running"
     end(process)

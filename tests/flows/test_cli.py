@@ -74,6 +74,14 @@ def test_a_wrong_parameter_is_one_line_before_any_server_starts(toy: Callable[..
     assert one_line(errors).startswith("error: params.yaml: ")
 
 
+def test_several_jobs_are_refused_where_ppo_has_several_processes(toy: Callable[..., Path], leash: Leash) -> None:
+    root = toy({"one": ("work", []), "ppo": ("work", ["one"])})
+    (root / "params.yaml").write_text("ppo: {processes: 2}\n", encoding="utf-8")
+    code, out, errors = finish(leash(root, "run", "--jobs", "2"))
+    assert (code, out) == (2, "")
+    assert one_line(errors).startswith("error: params.yaml: ppo runs in 2 processes (ppo.processes); use --jobs 1")
+
+
 def test_outside_a_project(leash: Leash, tmp_path: Path) -> None:
     code, _, errors = finish(leash(tmp_path, "run"))
     assert code == 2
@@ -87,7 +95,7 @@ def test_a_dead_server_is_named(toy: Callable[..., Path], leash: Leash, command:
     assert "no Prefect server answers at http://127.0.0.1:1/api" in one_line(errors)
 
 
-def test_a_schedule_that_is_none(toy: Callable[..., Path], leash: Leash, prefect_api: str) -> None:
+def test_a_schedule_that_is_not_valid(toy: Callable[..., Path], leash: Leash, prefect_api: str) -> None:
     code, _, errors = finish(leash(toy({}), "serve", "--cron", "every night", api=prefect_api))
     assert code == 2
     assert "--cron 'every night'" in one_line(errors)

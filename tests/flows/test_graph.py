@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from flows.graph import read_graph
-from flows.lockfile import entries
 from rlhf_core.errors import UserError
+from tasks.stage.dvc_adapter import recorded_order
 
 DIAMOND = {
     "first": ("work", []),
@@ -31,7 +31,7 @@ def test_order_is_that_of_dvc_repro_where_it_is_not(toy: Callable[..., Path], se
         graph.stages.index(need) < graph.stages.index(name) for name in graph.stages for need in graph.upstream[name]
     )
     serial(root)
-    assert graph.stages == entries(root)
+    assert graph.stages == recorded_order(root)
 
 
 def test_tracked_data_is_no_stage_but_a_source(toy: Callable[..., Path], tmp_path: Path) -> None:
@@ -58,7 +58,7 @@ def test_select_takes_what_a_stage_needs_and_no_more(toy: Callable[..., Path]) -
 
 
 @pytest.mark.parametrize("text", ["stages: [", "stages:\n  a:\n    cdm: x\n"])
-def test_an_unreadable_graph_is_the_users_to_mend(toy: Callable[..., Path], text: str) -> None:
+def test_an_unreadable_graph_is_a_users_error(toy: Callable[..., Path], text: str) -> None:
     root = toy({})
     (root / "dvc.yaml").write_text(text)
     with pytest.raises(UserError, match=r"^dvc\.yaml: ") as caught:

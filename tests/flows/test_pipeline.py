@@ -55,7 +55,7 @@ def test_two_drivers_one_graph(
 
 
 def assert_prefect_knows() -> None:
-    """The states carry their names in Prefect, too, and the artifacts stand there."""
+    """The states have their names in Prefect, too, and the artifacts are there."""
     from prefect.client.orchestration import get_client
 
     with get_client(sync_client=True) as client:
@@ -80,7 +80,7 @@ def test_a_users_error_is_tried_once_and_a_crash_again(toy: Callable[..., Path],
     with pytest.raises(PipelineFailed) as caught:
         states(root, retries=2, retry_delay_seconds=0.1)
     assert [str(error) for error in caught.value.errors] == ["wrong: ppo.clip_ratio: must be > 0 (got -1)"]
-    assert caught.value.users_fault
+    assert caught.value.is_user_error
     assert {one.stage: one.state for one in caught.value.outcomes} == {
         "shaky": "Completed",
         "after_shaky": "Completed",

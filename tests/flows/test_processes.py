@@ -72,14 +72,14 @@ def test_what_a_dead_leader_leaves_running_is_stopped() -> None:
 
 
 def test_stop_all_ends_the_deaf_too_and_lets_nothing_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    ladder = ((signal.SIGINT, 0.5), (signal.SIGTERM, 0.5), (signal.SIGKILL, 5.0))
+    signals = ((signal.SIGINT, 0.5), (signal.SIGTERM, 0.5), (signal.SIGKILL, 5.0))
     lines: list[str] = []
     ends: list[BaseException] = []
 
     def work() -> None:
         try:
             command = [sys.executable, "-c", PARENT, DEAF]
-            processes.run(command, cwd=Path.cwd(), env=dict(os.environ), on_line=lines.append, ladder=ladder)
+            processes.run(command, cwd=Path.cwd(), env=dict(os.environ), on_line=lines.append, signals=signals)
         except processes.Stopped as error:
             ends.append(error)
 
@@ -96,7 +96,7 @@ def test_stop_all_ends_the_deaf_too_and_lets_nothing_start(monkeypatch: pytest.M
     assert not processes._live.groups
 
 
-def test_a_driver_deaf_to_sigint_has_children_that_hear_it() -> None:
+def test_a_driver_that_ignores_sigint_has_children_that_receive_it() -> None:
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     lines: list[str] = []
     try:

@@ -1,4 +1,4 @@
-"""The first line of a run, and its end when the Prefect server is gone. Whole runs are in test_cli.py and
+"""The first line of a run, and its end when the Prefect server is lost. Whole runs are in test_cli.py and
 tests/faults/test_prefect.py."""
 
 import os
@@ -20,7 +20,7 @@ def lost(monkeypatch: pytest.MonkeyPatch) -> None:
         raise Left(code)
 
     monkeypatch.setattr(os, "_exit", leave)
-    monkeypatch.setattr(server, "stop_temporary", lambda ladder: None)
+    monkeypatch.setattr(server, "stop_temporary", lambda signals: None)
     monkeypatch.setenv("PREFECT_API_URL", "http://me:secret@127.0.0.1:1/api")
 
 

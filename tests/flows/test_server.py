@@ -12,12 +12,12 @@ from rlhf_core.errors import UserError
 
 
 @pytest.fixture
-def alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def isolated(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PREFECT_HOME", str(tmp_path / "prefect"))
     monkeypatch.delenv("PREFECT_API_URL", raising=False)
 
 
-def test_up_found_again_and_down(alone: None, tmp_path: Path) -> None:
+def test_up_found_again_and_down(isolated: None, tmp_path: Path) -> None:
     port = server._free_port()
     url = server.up(tmp_path, port)
     try:
@@ -32,7 +32,7 @@ def test_up_found_again_and_down(alone: None, tmp_path: Path) -> None:
     assert server.down(tmp_path) is False
 
 
-def test_a_taken_port_is_an_error_of_the_user(alone: None, tmp_path: Path) -> None:
+def test_a_taken_port_is_an_error_of_the_user(isolated: None, tmp_path: Path) -> None:
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         other.listen()
@@ -40,7 +40,7 @@ def test_a_taken_port_is_an_error_of_the_user(alone: None, tmp_path: Path) -> No
             server.up(tmp_path, other.getsockname()[1])
 
 
-def test_a_record_of_another_process_is_no_server(alone: None, tmp_path: Path) -> None:
+def test_a_record_of_another_process_is_no_server(isolated: None, tmp_path: Path) -> None:
     (tmp_path / "work").mkdir()
     entry = f'{{"pid": {os.getpid()}, "started": 1.0, "url": "http://127.0.0.1:9/api"}}'
     (tmp_path / "work" / "prefect-server.json").write_text(entry)
@@ -52,6 +52,6 @@ def test_a_record_of_another_process_is_no_server(alone: None, tmp_path: Path) -
 
 def test_refusals_count_as_answers_and_silence_does_not(prefect_api: str) -> None:
     assert server.answers(prefect_api)
-    assert server.answers(prefect_api, "/no-such-page")
+    assert server.answers(f"{prefect_api}/no-such-page")
     assert not server.answers("http://127.0.0.1:1/api")
     assert not server.answers("no url")

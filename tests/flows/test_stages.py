@@ -1,12 +1,13 @@
-"""One stage through DVC: what happened, and whose fault a failure is."""
+"""One stage through DVC: how it ended, and whether a failure is a user's error."""
 
+import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from flows import processes
+from flows import processes, stages
 from flows.stages import EXECUTED, RESTORED, UP_TO_DATE, StageCrash, StageUserError, refresh_sources, run_stage
 
 
@@ -34,13 +35,13 @@ def test_ran_up_to_date_restored_forced(toy: Callable[..., Path]) -> None:
     assert {Path(event[4]).parent for event in log} == {Path(sys.executable).parent}
 
 
-def test_exit_2_is_the_users_fault_with_the_stages_own_words(toy: Callable[..., Path]) -> None:
+def test_exit_2_is_a_users_error_with_the_message_of_the_stage(toy: Callable[..., Path]) -> None:
     root = toy({"one": ("refuse 'clip_ratio: must be > 0'", [])})
     with pytest.raises(StageUserError, match=r"^one: clip_ratio: must be > 0$"):
         state(root, "one")
 
 
-def test_a_missing_input_is_the_users_fault(toy: Callable[..., Path]) -> None:
+def test_a_missing_input_is_a_users_error(toy: Callable[..., Path]) -> None:
     root = toy({"one": ("work", [])})
     (root / "input.txt").unlink()
     with pytest.raises(StageUserError, match=r"^one: .*input.txt") as caught:
@@ -48,7 +49,7 @@ def test_a_missing_input_is_the_users_fault(toy: Callable[..., Path]) -> None:
     assert str(root) not in str(caught.value)
 
 
-def test_a_crash_is_not(toy: Callable[..., Path]) -> None:
+def test_a_crash_is_no_users_error(toy: Callable[..., Path]) -> None:
     root = toy({"one": ("crash 1", []), "two": ("sleep 60", [])})
     with pytest.raises(StageCrash, match=r"^one: .*exited with 1 \(RuntimeError: boom\)$"):
         state(root, "one")
@@ -65,3 +66,11 @@ def test_edited_data_is_taken_in_and_missing_data_is_named(toy: Callable[..., Pa
     (root / "input.txt").unlink()
     with pytest.raises(StageUserError, match=r"missing data 'source': input.txt; .*dvc checkout"):
         refresh_sources(root, ("input.txt.dvc",), lambda line: None)
+
+
+def test_a_report_may_contain_unicode_line_separators(tmp_path: Path) -> None:
+    """`str.splitlines` would cut the JSON there."""
+    report = {"stage": "ingest", "exit": 2, "message": "row 3: a\u2028b\u0085c"}
+    (tmp_path / "outcome.json").write_text(json.dumps(report, ensure_ascii=False) + "\n", encoding="utf-8")
+    assert stages.read_report(tmp_path / "outcome.json") == report
+    assert stages.read_report(tmp_path / "missing.json") is None

@@ -10,7 +10,7 @@ from flows.artifacts import metric_rows, report_page
 from flows.stages import EXECUTED, FAILED, NOT_RUN, UP_TO_DATE, Outcome
 
 
-def test_say_is_silent_until_the_screen_opens_and_leaves_out_dvcs_advice(capsys: pytest.CaptureFixture[str]) -> None:
+def test_nothing_is_printed_before_the_screen_opens_and_no_advice_of_dvc(capsys: pytest.CaptureFixture[str]) -> None:
     terminal.say("sft", "step 1/3")
     assert capsys.readouterr().out == ""
     with terminal.screen(["base", "sft"]):
@@ -65,7 +65,7 @@ def test_table() -> None:
 
 
 def test_complaints_are_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    terminal.complain("two\n  lines")
+    terminal.print_error("two\n  lines")
     assert capsys.readouterr().err == "error: two lines\n"
 
 

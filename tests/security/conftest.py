@@ -1,4 +1,4 @@
-"""What the attacks share: a pickle that acts when it is read, and a model folder of somebody else."""
+"""What the attacks share: a pickle that acts when it is read, and an untrusted model folder."""
 
 import json
 import os
@@ -121,7 +121,7 @@ class OwnLM(PreTrainedModel):
 
 @pytest.fixture
 def own_code(plain_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], Path]:
-    """Writes a model that brings its own Python code into a folder; returns what that code makes when it runs."""
+    """Writes a model with its own Python code into a folder; returns what that code makes when it runs."""
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
 
     def write(folder: Path) -> Path:

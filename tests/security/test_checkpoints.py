@@ -1,4 +1,4 @@
-"""Resumable state that somebody has armed: the functions that load it refuse it, even where torch's own safety is
+"""Resumable state with a malicious pickle: the functions that load it refuse it, even where torch's own safety is
 switched off from outside. (Seals, which find such a file before, are tested in tests/faults/.)"""
 
 import pickle
@@ -26,7 +26,7 @@ PARTS: dict[str, Callable[[Trainer, str], object]] = {
 
 @pytest.fixture(autouse=True)
 def _unsafe_default(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A user's environment may ask torch to unpickle wherever a caller says nothing."""
+    """A user's environment may make torch unpickle by default."""
     monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
 
 
@@ -60,7 +60,7 @@ def test_an_armed_part_of_a_trainers_checkpoint_never_fires(
         (folder / "model.safetensors").unlink()
     mark = arm(folder / name, wrapped)
     if name == "training_args.bin":
-        PARTS[name](trainer, str(folder))  # nobody reads it
+        PARTS[name](trainer, str(folder))  # it is never read
     else:
         with pytest.raises(Exception, match=r"[Ww]eights.only"):
             PARTS[name](trainer, str(folder))

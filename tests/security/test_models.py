@@ -1,4 +1,4 @@
-"""Model folders of somebody else: no pickle is read, no code runs unasked, and each refusal is one line."""
+"""Untrusted model folders: no pickle is read, no code runs by default, and each refusal is one line."""
 
 import json
 import shutil
@@ -93,7 +93,7 @@ def test_a_kernel_of_the_hub_is_code_too(offered: Offered, key: str) -> None:
     refused(lambda: load_causal_lm(offered(**{key: "evil/kernel"})), "the attention kernel evil/kernel, which is code")
 
 
-def test_a_folder_that_needs_a_missing_package_says_so(offered: Offered) -> None:
+def test_a_folder_that_needs_a_missing_package_is_named(offered: Offered) -> None:
     folder = offered(quantization_config={"quant_method": "bitsandbytes", "load_in_8bit": True})
     refused(lambda: load_causal_lm(folder), "needs a package that is not installed .*bitsandbytes")
 
@@ -131,7 +131,7 @@ def test_a_template_that_waits_for_a_certain_prompt_is_caught_there(offered: Off
 
 @pytest.fixture
 def pretrained(finished: "Project") -> "Project":
-    """The finished tiny run, told to start from the model data/raw/own."""
+    """The finished tiny run with data/raw/own as its base model."""
     for key, value in {
         "runtime.tracking": False, "base.source": "pretrained", "base.pretrained": {"model": "own"},
         "sft.max_tokens": 512, "sft.epochs": 1, "long_rows": "drop",

@@ -1,4 +1,4 @@
-"""Names in params.yaml and links below data/raw/ do not lead out of it; data sets bring data and nothing else."""
+"""Names in params.yaml and links below data/raw/ do not lead out of it; data sets contain data and nothing else."""
 
 import json
 import sys
@@ -170,7 +170,7 @@ def test_no_code_of_a_dataset_runs(raw: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["models/sft", "tests"])
 def test_base_takes_no_model_from_elsewhere_in_the_project(finished: "Project", stage_main: Main, name: str) -> None:
-    """DVC would not know of it: transformers takes any folder of that name."""
+    """DVC would not track it: transformers takes any folder of that name."""
     finished.set("runtime.tracking", False)
     finished.set("base.source", "pretrained")
     finished.set("base.pretrained", {"model": name, "revision": COMMIT})

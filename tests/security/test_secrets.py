@@ -1,4 +1,4 @@
-"""Secrets stand in the environment and nowhere else: every file of the project and every word said is searched."""
+"""Secrets are in the environment and nowhere else: every file of the project and all output is searched."""
 
 import subprocess
 import sys
@@ -28,12 +28,12 @@ SECRETS = {
 
 
 def leaks(root: Path) -> list[str]:
-    """The files below `root`, names included, in which a secret stands; these tests spell them out themselves."""
+    """The files below `root`, names included, that contain a secret, without these tests."""
     found = [path for path in root.rglob("*") if path.is_file() and root / "tests" not in path.parents]
     return [str(path) for path in found if "s3cret" in path.name or b"s3cret" in path.read_bytes()]
 
 
-def said(done: "subprocess.CompletedProcess[str]") -> str:
+def printed(done: "subprocess.CompletedProcess[str]") -> str:
     return done.stdout + done.stderr
 
 
@@ -42,7 +42,7 @@ def test_a_stage_with_a_dead_server_keeps_the_secrets_of_its_environment(project
     project.dvc("repro", "check_data")
     done = project.stage("ingest", **SECRETS)
     assert done.returncode == 0, done.stderr
-    assert "s3cret" not in said(done)
+    assert "s3cret" not in printed(done)
     assert list((project.root / "work" / "outbox").iterdir())
     assert leaks(project.root) == []
 
@@ -52,8 +52,8 @@ def test_a_stage_with_a_dead_server_keeps_the_secrets_of_its_environment(project
 def test_commands_show_addresses_without_their_secrets(project: "Project", command: list[str]) -> None:
     servers = {"PREFECT_API_URL": "http://somebody:s3cret-prefect@127.0.0.1:9/api"}
     done = project.run(sys.executable, "-m", "flows.cli", *command, **SECRETS, **servers)
-    assert "s3cret" not in said(done)
-    assert "127.0.0.1:9" in said(done)
+    assert "s3cret" not in printed(done)
+    assert "127.0.0.1:9" in printed(done)
     assert "Traceback" not in done.stderr
     assert leaks(project.root) == []
 
@@ -88,7 +88,7 @@ NAMES = (
 
 
 @pytest.mark.parametrize("name", NAMES.split())
-def test_names_of_secrets_are_known(name: str) -> None:
+def test_names_of_secrets(name: str) -> None:
     assert is_secret(name)
     assert list(flatten({name: "s3cret"}).values()) == ["(hidden)"]
 

@@ -1,6 +1,5 @@
-"""Whatever we start that listens is reached from this machine only. Asked of the processes themselves."""
+"""Whatever we start that listens is reached from this machine only. Checked on the running processes."""
 
-import socket
 import subprocess
 import sys
 import time
@@ -12,6 +11,7 @@ import psutil
 import pytest
 
 from flows import processes, server
+from flows.server import _free_port
 from tests.conftest import ROOT, clean_environment
 
 LOOPBACK = {"127.0.0.1", "::1"}
@@ -36,19 +36,13 @@ def listening(leader: psutil.Process) -> set[tuple[str, int]]:
     return found
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 @pytest.fixture
 def mlflow_ui(tmp_path: Path, database: Path) -> Iterator[tuple[psutil.Process, int]]:
     """`leash ui`, as it is started; whether it answers is not waited for."""
     root = tmp_path / "ui"
     root.mkdir()
     (root / "dvc.yaml").write_text("stages: {}\n", encoding="utf-8")
-    port = free_port()
+    port = _free_port()
     environment = clean_environment() | {"PYTHONPATH": str(ROOT), "MLFLOW_TRACKING_URI": f"sqlite:///{database}"}
     process = subprocess.Popen(
         [sys.executable, "-m", "flows.cli", "ui", "--port", str(port)],
@@ -57,7 +51,7 @@ def mlflow_ui(tmp_path: Path, database: Path) -> Iterator[tuple[psutil.Process, 
     try:
         yield psutil.Process(process.pid), port
     finally:
-        processes.stop(process.pid, process, processes.SERVER_LADDER)
+        processes.stop(process.pid, process, processes.SERVER_SIGNALS)
 
 
 @pytest.mark.slow
@@ -68,7 +62,7 @@ def test_the_servers_of_leash_up_and_leash_ui(
     """`leash up` and the server lent to one run start in the same way."""
     monkeypatch.setenv("PREFECT_HOME", str(tmp_path / "prefect"))
     monkeypatch.delenv("PREFECT_API_URL", raising=False)
-    port = free_port()
+    port = _free_port()
     try:
         server.up(tmp_path, port)
         record = server._record(tmp_path)

@@ -35,14 +35,14 @@ def dotted(node: ast.expr) -> str:
     return node.id if isinstance(node, ast.Name) else ""
 
 
-def said(call: ast.Call, name: str) -> Any:
+def keyword(call: ast.Call, name: str) -> Any:
     """The literal value of a keyword of a call; None where it is missing or computed."""
     found = next((keyword.value for keyword in call.keywords if keyword.arg == name), None)
     return found.value if isinstance(found, ast.Constant) else None
 
 
 def faults(tree: ast.Module) -> Iterator[str]:
-    """Everything in a module that could run what somebody else wrote."""
+    """Everything in a module that could run untrusted code."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (name.name for name in node.names if name.name.split(".")[0] in FORBIDDEN_MODULES)
@@ -56,16 +56,16 @@ def faults_of_call(call: ast.Call) -> Iterator[str]:
     name = dotted(call.func)
     if name in FORBIDDEN_CALLS:
         yield name
-    if name == "torch.load" and said(call, "weights_only") is not True:
+    if name == "torch.load" and keyword(call, "weights_only") is not True:
         yield "torch.load without weights_only=True"
-    if said(call, "shell") not in (None, False):
+    if keyword(call, "shell") not in (None, False):
         yield "shell=True"
-    if name == "YAML" and (said(call, "typ") != "safe" or said(call, "pure") is not True):
+    if name == "YAML" and (keyword(call, "typ") != "safe" or keyword(call, "pure") is not True):
         yield "YAML that is not safe"
     last = name.rpartition(".")[2]
     if last == "from_pretrained" and "trust_remote_code" not in {keyword.arg for keyword in call.keywords}:
         yield "from_pretrained without trust_remote_code"
-    if said(call, "trust_remote_code") is True:
+    if keyword(call, "trust_remote_code") is True:
         yield "trust_remote_code=True"
 
 
@@ -101,7 +101,7 @@ def test_every_model_is_loaded_from_safetensors_and_every_seed_of_weights_says_s
     calls = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Call)]
     loads = [call for call in calls if dotted(call.func).endswith("from_pretrained")]
     assert loads
-    assert all(said(call, "use_safetensors") is True for call in loads)
+    assert all(keyword(call, "use_safetensors") is True for call in loads)
 
 
 def test_templates_escape_everything() -> None:

@@ -1,4 +1,4 @@
-"""params.yaml of somebody else: it makes plain values, quickly, or ends in one line."""
+"""Untrusted params.yaml: it gives plain values, quickly, or ends in one line."""
 
 import sys
 import time

@@ -60,7 +60,7 @@ def test_a_bad_parameter_stops_its_stage_and_check(
 
 
 @pytest.mark.slow
-def test_the_command_itself_says_so(project: "Project") -> None:
+def test_the_command_prints_it(project: "Project") -> None:
     """The other tests run a stage's main function within this process, to import torch once."""
     project.set("ppo.clip_ratio", -1)
     ended = project.stage("ppo")
@@ -293,7 +293,7 @@ def leash_run(prefect_home: Path) -> Iterator[Callable[["Project"], "subprocess.
 
 
 @pytest.mark.slow
-def test_leash_run_says_the_same_and_keeps_every_output(
+def test_leash_run_reports_the_same_and_keeps_every_output(
     finished: "Project", leash_run: Callable[["Project"], "subprocess.CompletedProcess[str]"]
 ) -> None:
     before = finished.outputs()

@@ -9,7 +9,7 @@ from typing import Any
 
 from flows.commands.compare.paired import Paired, column_of, paired
 from flows.commands.compare.sources import Compared, find
-from flows.terminal import table
+from flows.text import shorten, table
 from rlhf_core.errors import UserError
 from rlhf_core.evaluation.intervals import Estimate
 from tasks.page.comparison_table import Cell, Column, Figures, cells, columns_of, label
@@ -17,7 +17,6 @@ from tasks.page.wording import MISSING, number
 
 NARROWEST = 60
 LONGEST_NAME = 20
-LONGEST_VALUE = 40
 GAP = 2
 
 
@@ -47,7 +46,7 @@ def _chosen(run: Compared, models: Sequence[str]) -> dict[str, Figures]:
 def _content(
     runs: Sequence[Compared], chosen: Sequence[Mapping[str, Figures]], differences: Sequence[Paired | str]
 ) -> dict[str, Any]:
-    told = [
+    described = [
         {
             "run": run.name,
             "source": run.source,
@@ -58,7 +57,7 @@ def _content(
     ]
     parameters = {key: list(values) for key, values in differing(runs)}
     less = [_difference(run, found) for run, found in zip(runs[1:], differences, strict=True)]
-    return {"runs": told, "differences": less, "parameters": parameters}
+    return {"runs": described, "differences": less, "parameters": parameters}
 
 
 def _difference(run: Compared, found: Paired | str) -> dict[str, Any]:
@@ -76,9 +75,9 @@ def _difference_lines(names: Sequence[str], differences: Sequence[Paired | str],
     for name, found in zip(names[1:], differences, strict=True):
         yield ""
         if isinstance(found, str):
-            yield from _prose(found, width)
+            yield from _wrapped(found, width)
             continue
-        yield from _prose(f"{name} less {names[0]}, paired by prompt ({found.prompts} prompts), 95% interval", width)
+        yield from _wrapped(f"{name} less {names[0]}, paired by prompt ({found.prompts} prompts), 95% interval", width)
         figures = list(dict.fromkeys(figure for one in found.models.values() for figure in one))
         heads = [(column_of(figure).name, column_of(figure).unit) for figure in figures]
         rows = [
@@ -104,9 +103,9 @@ def _lines(
 ) -> Iterator[str]:
     names = _short_names(runs)
     for name, run in zip(names, runs, strict=True):
-        yield from _prose(f"{name}: {run.source}; {_circumstances(run)}", width)
-    if len({_circumstances(run) for run in runs}) > 1:
-        yield from _prose(
+        yield from _wrapped(f"{name}: {run.source}; {_conditions(run)}", width)
+    if len({_conditions(run) for run in runs}) > 1:
+        yield from _wrapped(
             "NOTE: the runs differ in judge, prompts or sampling seeds: do not compare their figures", width
         )
     everything = {f"{place}/{name}": one for place, models in enumerate(chosen) for name, one in models.items()}
@@ -114,11 +113,16 @@ def _lines(
         yield ""
         yield table(zip(*band, strict=True))
     yield ""
-    yield from _prose("[95% interval over prompts; training seeds are not in it]  * best of its run", width)
+    yield from _wrapped("[95% interval over prompts; training seeds are not in it]  * best of its run", width)
     yield from _difference_lines(names, differences, width)
     if rows := list(differing(runs)):
         yield ""
-        yield table([("parameter", *names), *((key, *map(_brief, values)) for key, values in rows)])
+        yield table(
+            [
+                ("parameter", *names),
+                *((key, *(MISSING if value is None else shorten(value) for value in values)) for key, values in rows),
+            ]
+        )
     elif len(runs) > 1 and all(run.params is not None for run in runs):
         yield "no parameter differs"
     for name, run in zip(names, runs, strict=True):
@@ -126,12 +130,12 @@ def _lines(
             yield f"parameters of {name} are not known"
 
 
-def _prose(text: str, width: int) -> list[str]:
+def _wrapped(text: str, width: int) -> list[str]:
     return textwrap.wrap(text, width, subsequent_indent="  ")
 
 
 def differing(runs: Sequence[Compared]) -> Iterator[tuple[str, tuple[str | None, ...]]]:
-    """Parameters that are not the same in all runs, with a value a run; nothing where one run's are not known."""
+    """Parameters that differ between runs, with their values; none where those of a run are not known."""
     known = [run.params for run in runs if run.params is not None]
     if len(known) != len(runs):
         return
@@ -145,7 +149,7 @@ def _columns(
     names: Sequence[str], chosen: Sequence[Mapping[str, Figures]], columns: Sequence[Column]
 ) -> list[list[str]]:
     """Columns of text, heading and unit first: run (where there are several), model, then the figures. The runs of one
-    model stand below each other."""
+    model are below each other."""
     models = list(dict.fromkeys(model for one in chosen for model in one))
     rows = [(place, model) for model in models for place, one in enumerate(chosen) if model in one]
     heads = [["model", "", *(label(model) for _, model in rows)]]
@@ -153,7 +157,7 @@ def _columns(
         heads.insert(0, ["run", "", *(names[place] for place, _ in rows)])
     for column in columns:
         found = [cells(one, column) for one in chosen]
-        heads.append([column.name, column.unit, *(_written(found[place][model]) for place, model in rows)])
+        heads.append([column.name, column.unit, *(_cell_text(found[place][model]) for place, model in rows)])
     return heads
 
 
@@ -170,23 +174,18 @@ def _bands(columns: list[list[str]], width: int, keys: int) -> Iterator[list[lis
     yield [*columns[:keys], *(columns[other] for other in band)]
 
 
-def _written(cell: Cell) -> str:
+def _cell_text(cell: Cell) -> str:
     spread = f" [{cell.low}, {cell.high}]" if cell.low else ""
     return f"{cell.text}{spread}{' *' if cell.best else ''}"
 
 
 def _short_names(runs: Sequence[Compared]) -> list[str]:
-    """What a run is called in the table; numbered where two would look alike."""
+    """The names of the runs in the table; numbered where two would be equal."""
     short = [run.name if len(run.name) <= LONGEST_NAME else f"…{run.name[1 - LONGEST_NAME :]}" for run in runs]
     return [name if short.count(name) == 1 else f"{place}: {name}" for place, name in enumerate(short, start=1)]
 
 
-def _circumstances(run: Compared) -> str:
+def _conditions(run: Compared) -> str:
     e = run.evaluation
     seeds = ", ".join(map(str, e.get("seeds") or [])) or "not known"
     return f"judged by {e.get('win_rate_judge', 'no judge')}, {e.get('prompts', '?')} prompts, sampling seeds {seeds}"
-
-
-def _brief(value: str | None) -> str:
-    text = "–" if value is None else value
-    return text if len(text) <= LONGEST_VALUE else f"{text[: LONGEST_VALUE - 1]}…"

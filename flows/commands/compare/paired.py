@@ -19,16 +19,16 @@ Difference = Mapping[str, Estimate]
 
 @dataclass(frozen=True)
 class Paired:
-    """A run less the first run."""
+    """A run minus the first run."""
 
     prompts: int
-    """How many prompts both runs have answers to."""
+    """Number of prompts with answers in both runs."""
     models: Mapping[str, Difference]
     """By model and column of answers.jsonl."""
 
 
 def column_of(figure: str) -> Column:
-    """How a difference of this figure is printed."""
+    """The column that says how a difference of this figure is printed."""
     key = {"tokens": "response_tokens"}.get(figure, figure)
     return next(column for column in COLUMNS if column.key == key)
 
@@ -77,6 +77,6 @@ def _mean(rows: Sequence[Row], figure: str) -> float:
 
 
 def _same_reward_model(first: Compared, other: Compared) -> bool:
-    """One that gives the SFT models' answers the same mean."""
+    """Whether both give the SFT model's answers the same mean."""
     means = [run.evaluation["models"].get("sft", {}).get("reward") for run in (first, other)]
     return means[0] is not None and means[0] == means[1]

@@ -1,4 +1,4 @@
-"""Which run a name means, and what is known of it: a folder, a revision of git, or a run in MLflow. Reads only."""
+"""Finds a run by its name, which is a folder, a revision of git, or a run in MLflow, and reads its results."""
 
 import json
 import os
@@ -29,22 +29,22 @@ UNCOMPARED = ("runtime.", "report.")
 
 @dataclass(frozen=True)
 class Compared:
-    """One run: what it is called, where its figures come from, and the figures."""
+    """One run: its name, the source of its figures, and the figures."""
 
     name: str
     source: str
     evaluation: Mapping[str, Any]
     """The content of metrics/evaluate.json."""
     params: Mapping[str, str] | None
-    """Those that the figures were made with, by dotted name, as JSON; None where they are not known."""
+    """The parameters of the figures by dotted name, as JSON; None where they are not known."""
     answers: list[Row] | str
-    """The rows of data/evaluate/answers.jsonl, or why they cannot be had."""
+    """The rows of data/evaluate/answers.jsonl, or why they are missing."""
 
 
 def find(root: Path, name: str) -> Compared:
-    """The run that `name` means: a folder, else a revision of git or a run in MLflow.
+    """The run called `name`: a folder, else a revision of git or a run in MLflow.
 
-    Raises UserError where it means none of them, or more than one.
+    Raises UserError where there is none, or more than one.
     """
     folder = Path(name).expanduser()
     if folder.is_dir():
@@ -73,7 +73,8 @@ def _of_folder(folder: Path, name: str) -> Compared:
     text = lock.read_text(encoding="utf-8", errors="replace") if lock.is_file() else None
     params, note = _parameters(text, str(lock), written)
     source = ("this checkout" if name == "." else f"folder {folder}") + note
-    return Compared(name, source, evaluation, params, _answers(folder / ANSWERS, f"{ANSWERS} is not there"))
+    answers = read_jsonl(folder / ANSWERS) if (folder / ANSWERS).is_file() else f"{ANSWERS} is not there"
+    return Compared(name, source, evaluation, params, answers)
 
 
 def _of_commit(root: Path, name: str, commit: str) -> Compared:
@@ -83,10 +84,6 @@ def _of_commit(root: Path, name: str, commit: str) -> Compared:
     evaluation, lock = _parsed(text, f"{name}:{EVALUATION}"), _git(root, "show", f"{commit}:./{LOCK_FILE}")
     params, note = _parameters(lock, f"{name}:{LOCK_FILE}", _params_at(root, commit))
     return Compared(name, f"git {commit[:8]}{note}", evaluation, params, _answers_at(root, lock, f"{name}:{LOCK_FILE}"))
-
-
-def _answers(path: Path, otherwise: str) -> list[Row] | str:
-    return read_jsonl(path) if path.is_file() else otherwise
 
 
 def _answers_at(root: Path, lock: str | None, source: str) -> list[Row] | str:
@@ -113,8 +110,8 @@ def _params_at(root: Path, commit: str) -> dict[str, str] | None:
 def _parameters(
     lock: str | None, source: str, written: Mapping[str, str] | None
 ) -> tuple[Mapping[str, str] | None, str]:
-    """What made the figures, and what there is to say of it. The text of dvc.lock knows that; what is written in
-    params.yaml may have been edited since. Raises UserError for a lock, from `source`, that cannot be read."""
+    """The parameters of the figures, and a note about them. They are those of dvc.lock, because params.yaml may have
+    been edited since. Raises UserError for a lock, from `source`, that cannot be read."""
     records = {} if lock is None else parse(lock, source)
     if STAGE not in records:
         return written, ""
@@ -146,7 +143,7 @@ def _git(root: Path, *words: str) -> str | None:
 
 
 def _runs(root: Path, name: str) -> tuple[list[Any], str]:
-    """Runs in MLflow with this id, this beginning of an id, or this name; and where that was looked for, in words."""
+    """Runs in MLflow with this id, beginning of an id, or name; and where was searched."""
     uri = settings.tracking_uri(root)
     where = f"MLflow at {settings.without_credentials(uri)}"
     if uri.startswith("sqlite:///") and not Path(uri.removeprefix("sqlite:///")).is_file():
@@ -155,7 +152,7 @@ def _runs(root: Path, name: str) -> tuple[list[Any], str]:
         client = _client(uri)
         experiment = client.get_experiment_by_name(settings.EXPERIMENT)
         runs = [] if experiment is None else _matching(client, experiment.experiment_id, name)
-    except Exception as error:  # MLflow wraps what a server or a data base says in many types
+    except Exception as error:  # MLflow has many types for errors of a server or database
         reason = settings.without_credentials(str(error)).strip().split("\n")[0][:160]
         return [], f"{where} (which does not answer: {reason})"
     return runs, f"{where} (id, beginning of an id, or name)"
@@ -194,9 +191,11 @@ def _of_run(root: Path, name: str, run: Any) -> Compared:
             text = path.read_text(encoding="utf-8")
         except Exception as error:
             raise UserError(f"{name}: run {identity} has no artifact {EVALUATION}; it may be an older one") from error
-    told = _compared(params)
+    compared = _compared(params)
     evaluation = _parsed(text, f"{identity}:{EVALUATION}")
-    return Compared(name, f"MLflow run {identity}", evaluation, told or None, "MLflow does not hold the scored answers")
+    return Compared(
+        name, f"MLflow run {identity}", evaluation, compared or None, "MLflow does not hold the scored answers"
+    )
 
 
 def _evaluate_of(client: Any, name: str, pipeline: Any) -> Any:
@@ -219,7 +218,7 @@ def _flat(params: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _compared(params: Mapping[str, str]) -> dict[str, str]:
-    """Those that can change a figure. A block that only says `enabled: false` is the same as none."""
+    """The parameters that can change a figure. A block with only `enabled: false` is the same as none."""
     blocks = Counter(key.partition(".")[0] for key in params)
     off = {f"{name}.enabled" for name, keys in blocks.items() if keys == 1 and params.get(f"{name}.enabled") == "false"}
     return {key: value for key, value in params.items() if not key.startswith(UNCOMPARED) and key not in off}

@@ -1,5 +1,4 @@
-"""The page of `leash trace`: one HTML document with everything in it. Its order and words stand in trace.html.j2, the
-formulas in trace_wording.py; here the numbers of each token are put into its formulas."""
+"""The page of `leash trace`, one HTML document: the numbers of each token in its formulas."""
 
 import base64
 import hashlib
@@ -31,12 +30,12 @@ from tasks.page.page import write_page
 
 SCRIPT = "trace.js.j2"
 STILL = 0.002
-"""|ρ − 1| below which a token has not moved to speak of."""
+"""|ρ − 1| below which a token counts as unchanged."""
 
 
 @dataclass(frozen=True)
 class Formula:
-    """One number of a token: its name, how it comes about, what it is."""
+    """One number of a token: name, formula, value."""
 
     name: str
     formula: str
@@ -45,7 +44,7 @@ class Formula:
 
 @dataclass(frozen=True)
 class Shown:
-    """A token as the page shows it."""
+    """A token on the page."""
 
     place: int
     token: Token
@@ -128,7 +127,7 @@ def shown(traced: Traced) -> list[Shown]:
 
 
 def formulas(traced: Traced, place: int) -> list[Formula]:
-    """The way of one token from its probability to its loss, each number from those before it."""
+    """The numbers of one token from its probability to its loss, each computed from those before it."""
     token = traced.trace.tokens[place]
     return [
         Formula("KL", f"log π_old − log π_ref = {number(token.old_logprob)} − {operand(token.ref_logprob)}",
@@ -217,11 +216,11 @@ def _value_loss(traced: Traced, token: Token, after: Reading) -> str:
 
 
 def verdict(traced: Traced, token: Token) -> str:
-    """What PPO does with the token, in words."""
+    """What PPO does with the token, in a sentence."""
     if not traced.trace.step.trains_policy:
         return "The critic warms up: the policy does not learn from this step."
     if token.weight == 0:
-        return "Exactly as expected: nothing pulls at this token."
+        return "Exactly as expected: the gradient of this token is 0."
     good = token.weight > 0
     opening = (
         "Better than expected (Â > 0): make it more likely."
@@ -230,10 +229,10 @@ def verdict(traced: Traced, token: Token) -> str:
     )
     after = token.after
     if after.clipped and after.pull == 0:
-        return f"{opening} It already moved beyond the clip, so the gradient stops."
+        return f"{opening} Its ratio is already beyond the clip, so the gradient is 0."
     if after.clipped:
-        return f"{opening} Its ratio left the clip on the other side: the gradient still pulls it back."
+        return f"{opening} Its ratio is beyond the clip on the other side: the gradient leads it back."
     if abs(after.ratio - 1) < STILL:
-        return f"{opening} It has hardly moved."
+        return f"{opening} It has hardly changed."
     moved = (after.ratio > 1) == good
-    return f"{opening} {'It did move that way' if moved else 'It moved the other way, carried by the other tokens'}."
+    return f"{opening} {'It did' if moved else 'It changed the other way, because of the other tokens'}."

@@ -15,12 +15,11 @@ from flows.commands.trace.wording import (
     update_lines,
     where,
 )
-from flows.terminal import table
-from rlhf_core.inspect.trace.records import Token
+from flows.text import table
 
 TOKENS = ("t", "token", "log π_old", "log π_ref", "KL", "r", "V", "δ", "A", "Â", "return", "ρ", "clip", "L_π", "L_V")
 TEXTS = {"token", "clip"}
-"""Columns of text, which begin below each other; numbers end below each other."""
+"""Columns of text, aligned to the left; numbers are aligned to the right."""
 
 
 def as_dict(traced: Traced) -> dict[str, Any]:
@@ -46,11 +45,13 @@ def as_dict(traced: Traced) -> dict[str, Any]:
 
 def render(traced: Traced) -> str:
     """The trace for a terminal: the rollout, the table of tokens, then how the numbers add up to the loss."""
-    rows = [_token(place, token) for place, token in enumerate(traced.trace.tokens, start=1)]
+    rows = [
+        (str(place), repr(token.text)[1:-1], *cells(token)) for place, token in enumerate(traced.trace.tokens, start=1)
+    ]
     parts = [
         _opening(traced),
-        f"{_table(TOKENS, rows)}\nρ, clip, L_π, L_V: after the update. clip yes: ρ is outside [1−ε, 1+ε] and nothing "
-        "pulls any more; out: outside, and still pulled.",
+        f"{_table(TOKENS, rows)}\nρ, clip, L_π, L_V: after the update. clip yes: ρ is outside [1−ε, 1+ε] and the "
+        "gradient is 0; out: outside, with a gradient.",
         _listed("score", score_lines(traced)),
         _listed("credit", credit_lines(traced)),
         "the answer's passes through the update (losses: means over tokens; from the second L_π on: of the minibatch)\n"
@@ -66,10 +67,6 @@ def _opening(traced: Traced) -> str:
     cut = "" if trace.ended else "   [cut off: no end-of-sequence token]"
     notes = [f"  ({note})" for note in traced.notes]
     return "\n".join([where(traced), *notes, f"prompt  {trace.prompt[-1]['content']}", f"answer  {trace.text}{cut}"])
-
-
-def _token(place: int, token: Token) -> tuple[str, ...]:
-    return (str(place), repr(token.text)[1:-1], *cells(token))
 
 
 def _table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:

@@ -35,22 +35,22 @@ Start = Literal["policy", "sft"]
 
 @dataclass(frozen=True)
 class Traced:
-    """A trace, and what it was made with."""
+    """A trace with its settings."""
 
     trace: Trace
     config: PPOConfig
     start: Start
     seed: int
     notes: list[str]
-    """In what the step differs from one of the run, in words."""
+    """How the step differs from one of the run."""
 
 
 def trace_prompt(root: Path, text: str, start: Start | None = None, seed: int | None = None) -> Traced:
-    """One PPO step with the settings of params.yaml, in whose batch the prompt stands beside the run's own.
+    """One PPO step with the settings of params.yaml on a batch of the prompt and prompts of the run.
 
-    `start`: models/policy with models/critic, at the place of the schedule where the policy is, or `sft`: step 1. None:
-    the policy where there is one. Raises UserError where models or prompts are missing, and for a prompt that is empty
-    or too long.
+    `start` is `policy` (models/policy with models/critic, at the policy's step of the schedule), `sft` (step 1), or
+    None (the policy where there is one). Raises UserError where models or prompts are missing, and for a prompt that is
+    empty or too long.
     """
     if not text.strip():
         raise UserError("the prompt is empty; give the question, in quotation marks")
@@ -63,7 +63,7 @@ def trace_prompt(root: Path, text: str, start: Start | None = None, seed: int | 
         warn_of_code("trace:")
     notes: list[str] = []
     if start == "policy":
-        notes.append("Adam starts anew here: its moments of the run are not kept beside the models")
+        notes.append("Adam starts without moments: those of the run are not saved with the models")
     tokenizer = load_tokenizer(root / SFT, trust_remote_code=trusted)
     models = _load_models(root, params.ppo, start, seed, trusted, notes)
     step = _step(root, params.ppo, start, notes)
@@ -72,7 +72,7 @@ def trace_prompt(root: Path, text: str, start: Start | None = None, seed: int | 
     trainer = _trainer(root, params.ppo, models, tokenizer, prompts, seed, trusted)
     trainer.steps_done = step
     if start == "policy":
-        _take_over_prices(root, trainer, notes)
+        _restore_controllers(root, trainer, notes)
     for name, scheduler in trainer.schedulers.items():
         rate = scheduler.base_lrs[0] * scheduler.lr_lambdas[0](step)
         trainer.optimizers[name].param_groups[0]["lr"] = rate
@@ -80,7 +80,7 @@ def trace_prompt(root: Path, text: str, start: Start | None = None, seed: int | 
 
 
 def is_model(folder: Path) -> bool:
-    """Whether a model lies there, and not the note of a stage that made none."""
+    """Whether the folder holds a model, and not the note of a stage that made none."""
     return (folder / "config.json").is_file()
 
 
@@ -97,7 +97,7 @@ def _require_models(root: Path, config: PPOConfig, start: Start) -> None:
 def _load_models(
     root: Path, config: PPOConfig, start: Start, seed: int, trusted: bool, notes: list[str]
 ) -> ActorCritic:
-    """The models as PPO has them at its start, or as it left them."""
+    """The models as at the start of PPO, or at its end."""
     policy = load_causal_lm(root / (POLICY if start == "policy" else SFT), trust_remote_code=trusted)
     sft = load_causal_lm(root / SFT, trust_remote_code=trusted)
     trained = start == "policy" and config.needs_critic_model
@@ -118,7 +118,7 @@ def _load_models(
 
 
 def _step(root: Path, config: PPOConfig, start: Start, notes: list[str]) -> int:
-    """Steps that are done before the traced one: those of the policy, but the last step at most."""
+    """Steps before the traced one: those of the policy, at most all but the last."""
     if start == "sft":
         return 0
     chosen = _read_json(root / "metrics" / "select.json").get("step")
@@ -139,22 +139,22 @@ def _batch(
     tokenizer: PreTrainedTokenizerBase,
     context: int,
 ) -> tuple[list[Conversation], int]:
-    """The run's prompts with the traced one in the place of the step's first, and the row of its (first) answer; as
-    they are, where the step asks it anyway."""
+    """The run's prompts, with the traced one in place of the step's first unless the step has it anyway, and the row of
+    its (first) answer."""
 
-    def too_long(asked: Conversation) -> int:
-        return len(encode_prompt(tokenizer, asked)) + config.max_new_tokens - context
+    def too_long(conversation: Conversation) -> int:
+        return len(encode_prompt(tokenizer, conversation)) + config.max_new_tokens - context
 
     if (surplus := too_long(prompt)) > 0:
         raise UserError(f"the prompt is {surplus} tokens too long: {config.max_new_tokens} of {context} are the answer")
     kept = [row["prompt"] for row in read_jsonl(root / PROMPTS) if too_long(row["prompt"]) <= 0]
     if not kept:
         raise UserError(f"{PROMPTS}: no prompt leaves room for an answer; enlarge the context")
-    asked = prompts_of_step(step, config.batch_size // config.samples_per_prompt, len(kept), seed)
-    found = next((place for place, index in enumerate(asked) if kept[index] == prompt), None)
+    batch = prompts_of_step(step, config.batch_size // config.samples_per_prompt, len(kept), seed)
+    found = next((place for place, index in enumerate(batch) if kept[index] == prompt), None)
     if found is None:
         found = 0
-        kept[asked[0]] = prompt
+        kept[batch[0]] = prompt
     return kept, found * config.samples_per_prompt
 
 
@@ -184,19 +184,19 @@ def _trainer(
     )
 
 
-def _take_over_prices(root: Path, trainer: PPOTrainer, notes: list[str]) -> None:
-    """What controllers have learned during the run, as far as it stands on disk."""
+def _restore_controllers(root: Path, trainer: PPOTrainer, notes: list[str]) -> None:
+    """Set the controllers' values at the end of the run, as far as they are saved."""
     config = trainer.config
     if config.kl.controller == "adaptive":
         coef = _read_json(root / "metrics" / "ppo.json").get("kl_coef_last")
         if isinstance(coef, float):
             trainer.controller.coef = coef
         else:
-            notes.append("metrics/ppo.json does not say where β ended: it starts anew")
+            notes.append("metrics/ppo.json has no last β: it starts from its initial value")
     if config.objective == "kl_penalty":
-        notes.append("the price of a step starts anew")
+        notes.append("the coefficient of the step penalty starts from its initial value")
     if config.score.scale == "running":
-        notes.append("the running scale of the scores starts anew")
+        notes.append("the running scale of the scores starts from its initial value")
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""A trace in words and formulas with the numbers put in, for the terminal and the page alike. Nothing is laid out."""
+"""Sentences and formulas about a trace, for the terminal and the page."""
 
 import math
 from collections.abc import Iterator
@@ -8,9 +8,9 @@ from rlhf_core.inspect.trace.records import Reading, Token, Trace
 
 NOTHING = "–"
 FEW = 8
-"""Answers whose returns are written out one by one."""
+"""Most answers whose returns are listed one by one."""
 LARGEST_CHANGE = 700.0
-"""Nats beyond which a probability's change is no float."""
+"""Nats; the exponential of more overflows."""
 
 
 def number(value: float | None, sign: bool = False) -> str:
@@ -26,13 +26,13 @@ def signed(value: float | None) -> str:
 
 
 def operand(value: float | None) -> str:
-    """`number` as it stands behind an operator: what is negative, in brackets."""
+    """`number` after an operator: negative ones in brackets."""
     text = number(value)
     return f"({text})" if text.startswith("−") else text
 
 
 def clip_word(reading: Reading) -> str:
-    """Whether the clip holds a token: its ratio is outside [1−ε, 1+ε], and nothing pulls at it any more."""
+    """`yes`: the ratio is outside [1−ε, 1+ε] and the gradient is 0; `out`: outside, with a gradient."""
     if reading.clipped is None:
         return NOTHING
     return ("yes" if reading.pull == 0 else "out") if reading.clipped else ""
@@ -90,18 +90,18 @@ def credit_lines(traced: Traced) -> Iterator[str]:
 
 
 def rivals(trace: Trace) -> str:
-    """The returns that take the place of a critic."""
+    """The returns that replace a critic."""
     if len(trace.rivals) > FEW:
         return f"the mean of the batch, {number(sum(trace.rivals) / len(trace.rivals))}"
     return "those of the other answers to the prompt: " + ", ".join(map(number, trace.rivals))
 
 
 def update_lines(traced: Traced) -> Iterator[str]:
-    """The loss, and the steps that were made down it."""
+    """The loss, the gradient norms and the diagnostics of the update."""
     config, step = traced.config, traced.trace.step
     yield f"total loss = {total_loss(traced)}"
     if not step.trains_policy:
-        yield f"the critic warms up ({config.critic.warmup_steps} steps): the policy stands still"
+        yield f"the critic warms up ({config.critic.warmup_steps} steps): the policy does not change"
     for name, rate in step.learning_rates.items():
         norms = ", ".join(map(number, step.grad_norms[name]))
         limit = f"clipped at {config.optimizer.max_grad_norm:g}"
@@ -144,7 +144,7 @@ PASSES = (
 
 
 def passes(traced: Traced) -> list[tuple[str, ...]]:
-    """One row for each time that the update read the answer: its own means over tokens, then those of the minibatch."""
+    """One row for each pass of the update over the answer: means over its tokens, then those of the minibatch."""
     trace = traced.trace
     rows: list[tuple[str, ...]] = []
     for turn, place in enumerate(trace.minibatches):

@@ -1,5 +1,4 @@
-"""A clone of the project for one purpose, in `work/verify-…`, with a DVC cache of its own; it is gone when the purpose
-is, however that ended. What is copied into it: `tasks/records/rebuild.py`."""
+"""A temporary clone of the project in `work/verify-…`, with its own DVC cache."""
 
 import os
 import shutil
@@ -18,9 +17,9 @@ from tasks.tracking.settings import HOLD_VARIABLE
 
 PREFIX = "verify-"
 OWNER = "owner.lock"
-"""Held by the process that made the clone: an unheld one is abandoned."""
+"""Locked by the process that made the clone; without a lock the clone is abandoned."""
 KEPT = "kept"
-"""A mark for a clone that somebody asked to keep."""
+"""Marks a clone made with `--keep`."""
 PROJECT = "project"
 
 CONFIG = """[core]
@@ -49,14 +48,14 @@ def temporary_clone(root: Path, keep: bool) -> Iterator[Path]:
         yield project
     finally:
         if not keep:
-            with _undisturbed():
+            with _signals_ignored():
                 shutil.rmtree(folder, ignore_errors=True)
         owner.release()
 
 
 def clones(root: Path) -> Iterator[tuple[Path, int | None]]:
-    """(folder, the process that works in it): its maker, or a stage that has outlived a killed maker; None where it is
-    abandoned, or was left by `--keep`."""
+    """(folder, the process that works in it): its maker, or a stage that a killed maker has left; None where the clone
+    is abandoned or was kept by `--keep`."""
     for folder in sorted((root / "work").glob(f"{PREFIX}*")):
         locks = [folder / OWNER, *sorted((folder / PROJECT / "work").glob("*.lock"))]
         held = next((lock for lock in locks if is_held(lock)), None)
@@ -64,8 +63,8 @@ def clones(root: Path) -> Iterator[tuple[Path, int | None]]:
 
 
 def environment(project: Path) -> Environment:
-    """What a stage needs to run the clone's code and to tell nobody about it: nothing is sent to MLflow, and git does
-    not look elsewhere when a hook of git has started us."""
+    """Variables with which a stage runs the clone's code, sends nothing to MLflow, and uses the clone's git repository
+    also when a git hook has started this process."""
     path = os.pathsep.join([str(project), *filter(None, [os.environ.get("PYTHONPATH")])])
     git = {name: None for name in os.environ if name.startswith("GIT_") and name not in {"GIT_SSH", "GIT_SSH_COMMAND"}}
     database = f"sqlite:///{project / 'mlflow.db'}"
@@ -82,8 +81,8 @@ def _git_init(project: Path) -> None:
 
 
 @contextmanager
-def _undisturbed() -> Iterator[None]:
-    """A second Ctrl-C does not stop the tidying-up."""
+def _signals_ignored() -> Iterator[None]:
+    """Ignore signals in the block: a second Ctrl-C must not interrupt the removal."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -1,9 +1,8 @@
-"""`leash verify`: are the recorded results those that this code makes from these data? The stages run again in a clone
-with an empty cache, and every output's hash is compared with `dvc.lock`. Nothing of the workspace is changed."""
+"""`leash verify`: runs the stages again in a clone with an empty cache, and compares the hash of every output with
+`dvc.lock`. Nothing in the workspace is changed."""
 
 import shutil
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -13,10 +12,10 @@ from flows import processes
 from flows.commands.verify.clone import environment, temporary_clone
 from flows.graph import read_graph
 from flows.stages import StageCrash, StageUserError, run_stage
-from flows.terminal import table
+from flows.text import table
 from rlhf_core.errors import UserError
 
-Say = Callable[[str, str], None]
+Log = Callable[[str, str], None]
 Verdict = Literal["same", "DIFFERS", "differs", "not rebuilt"]
 DIGITS = 8
 OPTIONS = ("--no-run-cache",)
@@ -37,7 +36,7 @@ class Finding:
 
     @property
     def words(self) -> str:
-        """The verdict for a table."""
+        """The verdict and its reasons, for the table."""
         why = f" because its input {', '.join(self.inputs)} differs" if self.inputs else ""
         why += f" (the recorded run was exempt: {'; '.join(self.exempt)})" if self.exempt else ""
         return f"{self.verdict}{why}"
@@ -45,7 +44,7 @@ class Finding:
 
 @dataclass
 class Report:
-    """What a verification found, and on what it ran."""
+    """The findings of a verification, and the machine and code it ran with."""
 
     findings: list[Finding] = field(default_factory=list)
     failure: str = ""
@@ -59,7 +58,7 @@ class Report:
 
     @property
     def origins(self) -> list[str]:
-        """The stages that differ though their inputs do not."""
+        """The stages with equal inputs and different outputs."""
         return list(dict.fromkeys(finding.stage for finding in self.findings if finding.verdict == "DIFFERS"))
 
     @property
@@ -74,11 +73,11 @@ class Report:
         return {**asdict(self), "origins": self.origins, "same": self.exit_code == 0}
 
 
-def verify(root: Path, names: Sequence[str], keep: bool, say: Say) -> Report:
-    """Rebuild these stages (none: all) and compare; `say(stage, line)` hears the live lines.
+def verify(root: Path, names: Sequence[str], keep: bool, log: Log) -> Report:
+    """Rebuild these stages (none: all) and compare; `log(stage, line)` receives the live lines.
 
-    Raises UserError when dvc.lock is missing or not that of the present code, an input is lost, or the disk is too
-    full. The clone is gone at the end, however that comes, unless `keep`.
+    Raises UserError when dvc.lock is missing or not that of the current code, an input is lost, or the disk is too
+    full. The clone is removed at the end, also after an error, unless `keep`.
     """
     from tasks.records.rebuild import fill, plan
     from tasks.stage.definition import git_state
@@ -92,11 +91,12 @@ def verify(root: Path, names: Sequence[str], keep: bool, say: Say) -> Report:
     with processes.session(), open_project(root) as recorded_project:
         what = plan(recorded_project, stages)
         _require_room(root, what.bytes_needed)
-        _say_what(report, what.stages, say)
+        tree = (report.commit or "no commit")[:DIGITS] + (" with uncommitted changes" if report.dirty else "")
+        log("", f"rebuilding {', '.join(what.stages)} from nothing, in a clone of {tree}")
         with temporary_clone(root, keep) as project:
             report.kept = str(project) if keep else ""
             fill(recorded_project, project, what)
-            _rebuild(root, project, what, report, say)
+            _rebuild(root, project, what, report, log)
     report.cpu, report.threads = _machine(root)
     return report
 
@@ -110,23 +110,17 @@ def _require_room(root: Path, needed: int) -> None:
         )
 
 
-def _say_what(report: Report, stages: Sequence[str], say: Say) -> None:
-    commit = (report.commit or "no commit")[:DIGITS]
-    tree = f"{commit} with the changes that lie here" if report.dirty else commit
-    say("", f"rebuilding {', '.join(stages)} from nothing, in a clone of {tree}")
-
-
-def _rebuild(root: Path, project: Path, what: Any, report: Report, say: Say) -> None:
-    """Run the stages one after another; the first that fails ends it, and the rest is not rebuilt."""
+def _rebuild(root: Path, project: Path, what: Any, report: Report, log: Log) -> None:
+    """Run the stages one after another; after the first failure the rest is not rebuilt."""
     variables = environment(project)
     for name in what.stages:
         record = what.records[name]
         if report.failure:
             report.findings += [Finding(name, out, value, None, "not rebuilt") for out, value in record.outs.items()]
             continue
-        say(name, "begins")
+        log(name, "begins")
         try:
-            outcome = run_stage(project, name, False, None, partial(say, name), OPTIONS, variables)
+            outcome = run_stage(project, name, False, None, partial(log, name), OPTIONS, variables)
         except (StageUserError, StageCrash) as error:
             report.failure, report.users_fault = str(error), isinstance(error, StageUserError)
             report.findings += [Finding(name, out, value, None, "not rebuilt") for out, value in record.outs.items()]
@@ -134,7 +128,7 @@ def _rebuild(root: Path, project: Path, what: Any, report: Report, say: Say) -> 
         found = _compare(root, project, record)
         report.findings += found
         same = all(finding.verdict == "same" for finding in found)
-        say(name, f"rebuilt in {outcome.seconds:.0f} s: {'the same bytes' if same else 'DIFFERS'}")
+        log(name, f"rebuilt in {outcome.seconds:.0f} s: {'the same bytes' if same else 'DIFFERS'}")
 
 
 def _compare(root: Path, project: Path, record: Any) -> list[Finding]:
@@ -159,23 +153,20 @@ def _exemptions(root: Path, record: Any) -> tuple[str, ...]:
     """Why the run behind these models was exempt from byte identity, as their provenance says."""
     from tasks.stage.provenance import read
 
-    said: dict[str, None] = {}
+    found: dict[str, None] = {}
     for out in record.outs:
         own = read(root / out) if (root / out).is_dir() else None
-        said |= dict.fromkeys(own["exemptions"]) if own else {}
-    return tuple(said)
+        found |= dict.fromkeys(own["exemptions"]) if own else {}
+    return tuple(found)
 
 
 def _machine(root: Path) -> tuple[str, int | None]:
     """(the instruction set that torch uses here, `threads` of params.yaml)."""
     import torch
 
-    from tasks.params.loader import read_yaml
+    from tasks.params.loader import PARAMS_FILE, read_threads
 
-    threads = None
-    with suppress(UserError):
-        threads = read_yaml(root / "params.yaml").get("threads")
-    return str(torch.backends.cpu.get_cpu_capability()), threads if isinstance(threads, int) else None
+    return str(torch.backends.cpu.get_cpu_capability()), read_threads(root / PARAMS_FILE)
 
 
 def render(report: Report) -> str:

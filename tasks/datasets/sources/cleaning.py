@@ -4,7 +4,7 @@ from collections import Counter
 from typing import NamedTuple
 
 from rlhf_core.errors import UserError
-from tasks.datasets.problems import Say, list_several
+from tasks.datasets.problems import Log, print_problems
 from tasks.datasets.sources.example import Example, Kind
 
 REASONS = ("duplicate", "empty", "same_chosen_rejected", "too_long", "bad_text", "bad_conversation", "leaked")
@@ -20,10 +20,6 @@ class Dropped(NamedTuple):
     row: int
     reason: str
     kind: Kind
-
-    def as_row(self) -> dict[str, str | int]:
-        """For data/ingest/dropped.jsonl."""
-        return {"file": self.file, "row": self.row, "reason": self.reason}
 
 
 class Leak(NamedTuple):
@@ -81,7 +77,7 @@ def _is_clean_text(text: str) -> bool:
 
 
 def find_leaks(examples: list[Example]) -> list[Leak]:
-    """Training rows whose first user message (case and white space folded) opens a held-out row too."""
+    """Training rows with the first user message of a held-out row (case and white space folded)."""
     heldout: dict[str, Example] = {}
     for example in examples:
         if example.heldout:
@@ -93,20 +89,20 @@ def find_leaks(examples: list[Example]) -> list[Leak]:
     ]
 
 
-def refuse_bad_rows(dropped: list[Dropped], say: Say) -> None:
+def refuse_bad_rows(dropped: list[Dropped], log: Log) -> None:
     """Raise UserError with the count and the first rows of every reason, if there are bad rows; list them before."""
     if dropped:
-        list_several((f"{row.file}, row {row.row}: {row.reason}" for row in dropped), len(dropped), say)
+        print_problems((f"{row.file}, row {row.row}: {row.reason}" for row in dropped), len(dropped), log)
         raise UserError(
             f"{len(dropped)} bad rows and ingest.on_bad_row is refuse: {summary(dropped)}; "
             "correct them, or set on_bad_row: drop"
         )
 
 
-def refuse_leaks(leaks: list[Leak], say: Say) -> None:
+def refuse_leaks(leaks: list[Leak], log: Log) -> None:
     """Raise UserError naming the first leak, if there is one; list them before."""
     if leaks:
-        list_several((f"leaked: {_named(leak)}" for leak in leaks), len(leaks), say)
+        print_problems((f"leaked: {_named(leak)}" for leak in leaks), len(leaks), log)
         raise UserError(
             f"leaked held-out prompts: {len(leaks)} training rows open like a held-out row, first {_named(leaks[0])}; "
             "remove them, or set ingest.on_leak: drop to leave the training rows out"

@@ -1,5 +1,5 @@
-"""The five datasets of a run, made from clean examples and their shares, and which raw row serves what. Rows are in the
-order of the splits' hash: the first n of a dataset are a random sample of it, whatever the order of the raw files."""
+"""The five datasets of a run, made from clean examples and their shares, and the use of each raw row. Rows are in the
+order of the splits' hash: the first n of a dataset are a random sample of it, in whatever order the raw files are."""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -12,16 +12,15 @@ from tasks.datasets.sources.example import Example, Kind
 from tasks.datasets.sources.splits import Assignment, Share, rank
 
 USES = ("sft_train", "sft_validation", "reward_train", "reward_validation", "ppo", "heldout")
-"""What a row can serve. reward_*: as a pair; where the data bring no pairs, as a prompt whose sampled answers are
-judged."""
+"""Uses of a row. reward_*: as a pair; in data without pairs, as a prompt with sampled answers that are judged."""
 REPEATED, ELSEWHERE = "repeated", "used_elsewhere"
-"""Why a clean row serves nothing: another row brings the same prompt (for SFT: the same prompt and answer), or its
-prompt was drawn for a use that this kind of row cannot serve."""
+"""Why a clean row is not used: another row has the same prompt (for SFT: the same prompt and answer), or its prompt was
+drawn for a use that this kind of row does not fit."""
 
 
 @dataclass(frozen=True)
 class Divided:
-    """Clean examples by share, in the order of the splits' hash; equal prompts follow each other."""
+    """Clean examples by share, in the order of the splits' hash; equal prompts are adjacent."""
 
     shares: dict[Share, list[Example]]
     assignment: Assignment
@@ -38,10 +37,9 @@ def divide(examples: Iterable[Example], assignment: Assignment, seed: int) -> Di
 
 
 def assemble(divided: Divided) -> dict[str, Iterator[Row]]:
-    """Every example in its share: as demonstration (a pair's chosen answer counts), pair and prompt, or prompt.
+    """The datasets that `ingest` writes to data/ingest/, by name. A pair is also a demonstration (its chosen answer).
 
-    The datasets that `ingest` writes to data/ingest/, by name, columns as in `tasks/schemas/`. The rows are made while
-    they are read, once: a million of them never fill the memory.
+    The rows are iterators, to be read once: a million rows do not fit into memory.
     """
     shares, split = divided.shares, divided.assignment.split
     return {
@@ -62,7 +60,7 @@ def assemble(divided: Divided) -> dict[str, Iterator[Row]]:
 
 
 def rows_by_use(divided: Divided) -> Counter[tuple[Kind, str]]:
-    """How many rows of each kind serve each of `USES`, or are `REPEATED` or used `ELSEWHERE`; every example counts
+    """How many rows of each kind have each of `USES`, or are `REPEATED` or used `ELSEWHERE`; every example counts
     once."""
     has_pairs = any(example.kind == "pair" for example in divided.shares["preferences"])
     found: Counter[tuple[Kind, str]] = Counter()
@@ -75,15 +73,15 @@ def rows_by_use(divided: Divided) -> Counter[tuple[Kind, str]]:
 
 
 def _use(share: Share, example: Example, seen: set[str | None], has_pairs: bool, split: str) -> str:
-    """The use of one row; `seen` holds what earlier rows of the same prompt have brought to this share."""
+    """The use of one row; `seen` holds the answers of earlier rows with the same prompt in this share."""
     if share == "preferences" and example.kind == "pair":
         return f"reward_{split}"
     if (share == "demonstrations" and example.kind == "prompt") or (share == "preferences" and has_pairs):
         return ELSEWHERE
-    brought = _demonstration(example) if share == "demonstrations" else None
-    if brought in seen:
+    answer = _demonstration(example) if share == "demonstrations" else None
+    if answer in seen:
         return REPEATED
-    seen.add(brought)
+    seen.add(answer)
     return {"demonstrations": f"sft_{split}", "preferences": f"reward_{split}"}.get(share, share)
 
 
@@ -96,7 +94,7 @@ def _demonstration(example: Example) -> str | None:
 
 
 def _unique(rows: Iterable[Row]) -> Iterator[Row]:
-    """Rows without those whose prompt and response occurred before; equal prompts stand together."""
+    """Rows without those whose prompt and response occurred before; equal prompts are adjacent."""
     for _, same_prompt in groupby(rows, key=lambda row: row["prompt_id"]):
         seen = set()
         for row in same_prompt:
@@ -106,7 +104,7 @@ def _unique(rows: Iterable[Row]) -> Iterator[Row]:
 
 
 def _heldout(examples: Iterable[Example]) -> Iterator[Row]:
-    """One row a prompt, with its first demonstration where it has one; equal prompts stand together."""
+    """One row a prompt, with its first demonstration where it has one; equal prompts are adjacent."""
     for _, same_prompt in groupby(examples, key=attrgetter("prompt_id")):
         group = list(same_prompt)
         answers = (answer for answer in map(_demonstration, group) if answer is not None)

@@ -1,5 +1,4 @@
-"""Conversations as data sets write them (lists of messages, raw "Human: … Assistant: …" text) in the one form that
-Leash uses."""
+"""Converts the conversations of data sets (lists of messages, raw "Human: … Assistant: …" text) to one form."""
 
 import re
 from typing import Any, cast
@@ -25,10 +24,10 @@ def is_transcript(value: object) -> bool:
     return isinstance(value, str) and value.startswith("\n\nHuman:")
 
 
-def parse_transcript(text: str) -> Conversation:
+def parse_transcript(transcript: str) -> Conversation:
     """Turns of an HH transcript, white space around each removed; an empty last "Assistant:" is the cue, not a turn."""
-    parts = _TURN.split(text)[1:]
-    turns = [_message(_SPEAKER[who], said.strip()) for who, said in zip(parts[::2], parts[1::2], strict=True)]
+    parts = _TURN.split(transcript)[1:]
+    turns = [_message(_SPEAKER[who], text.strip()) for who, text in zip(parts[::2], parts[1::2], strict=True)]
     if turns and turns[-1]["role"] == "assistant" and not turns[-1]["content"]:
         turns.pop()
     return turns

@@ -54,7 +54,7 @@ class Example:
 
     @property
     def kind(self) -> Kind:
-        """What the row brings besides its prompt."""
+        """What the row has besides its prompt."""
         if self.chosen is not None:
             return "pair"
         return "prompt" if self.response is None else "demonstration"

@@ -8,8 +8,8 @@ import pyarrow
 import pyarrow.parquet
 
 from rlhf_core.errors import UserError
-from tasks.datasets.jsonl import HALF_PAIR, Row, brief_names, iter_jsonl
-from tasks.datasets.problems import Problems, Say, refuse
+from tasks.datasets.jsonl import LONE_SURROGATE, Row, brief_names, iter_jsonl
+from tasks.datasets.problems import Log, Problems, refuse
 from tasks.datasets.raw import below_raw
 from tasks.datasets.sources.example import RAW, Example
 from tasks.datasets.sources.shapes import COLUMNS, read_all
@@ -20,35 +20,35 @@ UNREAD = (".json", ".csv", ".tsv", ".gz", ".bz2", ".xz", ".zst", ".zip", ".arrow
 """Formats of data that Leash does not read: refused. Other files (licences, readmes) are ignored."""
 
 
-def read(params: FilesParams, raw: Path = RAW, say: Say = print) -> list[Example]:
+def read(params: FilesParams, raw: Path = RAW, log: Log = print) -> list[Example]:
     """All examples of `raw`/`params.path`, file after file in the order of their names.
 
     Raises UserError for a path that is missing or leads out of `raw`, a folder without data, data that are all held
-    out, and for files and rows that cannot be read: several are listed by `say`.
+    out, and for files and rows that cannot be read: several are printed by `log`.
     """
     place = below_raw(raw, params.path, "ingest.files.path")
     if not place.exists():
         raise UserError(_missing(place, raw))
-    examples = read_files({path: (RAW / path.relative_to(raw)).as_posix() for path in data_files(place)}, params, say)
+    examples = read_files({path: (RAW / path.relative_to(raw)).as_posix() for path in data_files(place)}, params, log)
     if all(example.heldout for example in examples):
         patterns = ", ".join(params.heldout_files)
         raise UserError(f"{place}: ingest.files.heldout_files ({patterns}) holds out every file; nothing to train on")
     return examples
 
 
-def read_files(names: Mapping[Path, str], params: FilesParams, say: Say) -> list[Example]:
+def read_files(names: Mapping[Path, str], params: FilesParams, log: Log) -> list[Example]:
     """All examples of these files, called by their names in messages. Raises UserError for what cannot be read."""
     problems = Problems()
     examples: list[Example] = []
     for path, name in names.items():
         heldout = is_heldout(path.name, params.heldout_files)
         examples += read_all(read_rows(path, problems.add), name, str(path), problems, heldout=heldout)
-    problems.refuse(say)
+    problems.refuse(log)
     return examples
 
 
 def _missing(place: Path, raw: Path) -> str:
-    """That `place` is missing, and what could be meant."""
+    """The message for a missing `place`: what `raw` has, and what to do."""
     if Path(f"{place}.dvc").exists():
         return f"{place}: not found, but its .dvc file is there; get the data by `dvc pull`"
     names = sorted(path.name for path in raw.iterdir() if not path.name.startswith(".")) if raw.is_dir() else []
@@ -71,7 +71,7 @@ def data_files(place: Path) -> list[Path]:
         hidden = [path for path in place.rglob("*") if path.is_file()]
         found = sorted(p for p in hidden if not any(part.startswith(".") for part in p.relative_to(place).parts))
     for path in found:
-        if HALF_PAIR.search(str(path)):
+        if LONE_SURROGATE.search(str(path)):
             raise UserError(f"{str(path)!r}: the name of this file is not UTF-8; rename it")
         if path.suffix.lower() in UNREAD:
             raise UserError(f"{path}: Leash reads *.jsonl and *.parquet; convert or unpack this file, or move it away")
@@ -86,9 +86,9 @@ def is_heldout(name: str, patterns: list[str]) -> bool:
     return any(fnmatchcase(name.lower(), pattern.lower()) for pattern in patterns)
 
 
-def read_rows(path: Path, on_bad: Say = refuse) -> Iterator[tuple[int, Row]]:
-    """Numbered rows of a JSONL or Parquet file; rows that are no JSON go to `on_bad`. Raises UserError for a broken
-    file."""
+def read_rows(path: Path, on_bad: Log = refuse) -> Iterator[tuple[int, Row]]:
+    """Numbered rows of a JSONL or Parquet file; `on_bad` is called for rows that are not JSON. Raises UserError for a
+    broken file."""
     return _read_parquet(path) if path.suffix.lower() == ".parquet" else iter_jsonl(path, on_bad=on_bad)
 
 

@@ -11,7 +11,7 @@ from datasets.exceptions import DatasetsError
 
 from rlhf_core.errors import UserError
 from tasks.datasets.jsonl import Row
-from tasks.datasets.problems import Problems, Say
+from tasks.datasets.problems import Log, Problems
 from tasks.datasets.raw import below_raw, require_hub_id, require_inside
 from tasks.datasets.sources.example import RAW, Example
 from tasks.datasets.sources.shapes import COLUMNS, read_all
@@ -20,12 +20,12 @@ from tasks.params.ingest import HuggingFaceParams
 KEY = "ingest.huggingface.dataset"
 
 
-def read(params: HuggingFaceParams, raw: Path = RAW, cache: Path | None = None, say: Say = print) -> list[Example]:
+def read(params: HuggingFaceParams, raw: Path = RAW, cache: Path | None = None, log: Log = print) -> list[Example]:
     """The examples of the training split and, where one is named, of the held-out split.
 
-    `cache` holds what is converted from a local folder of files; what the hub sends is kept in the library's own cache,
-    and downloaded once. Raises UserError for a hub id without a revision, a dataset, configuration or split that is not
-    there, a hub that does not answer, and rows that cannot be read, which `say` lists.
+    `cache` holds the converted files of a local folder; downloads are kept in the library's own cache. Raises UserError
+    for a hub id without a revision, a dataset, configuration or split that does not exist, a hub that does not answer,
+    and rows that cannot be read, which `log` prints.
     """
     datasets.disable_progress_bars()
     problems = Problems()
@@ -34,7 +34,7 @@ def read(params: HuggingFaceParams, raw: Path = RAW, cache: Path | None = None, 
         if split is not None:
             rows, name = _rows(_load(params, split, raw, cache)), f"{params.dataset}[{split}]"
             examples += read_all(rows, name, name, problems, heldout=heldout)
-    problems.refuse(say)
+    problems.refuse(log)
     return examples
 
 

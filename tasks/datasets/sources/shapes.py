@@ -18,22 +18,22 @@ from typing import NoReturn
 from rlhf_core.data.chat import Conversation
 from rlhf_core.errors import UserError
 from tasks.datasets.jsonl import Row, brief_names
-from tasks.datasets.problems import Problems, Say, refuse
+from tasks.datasets.problems import Log, Problems, refuse
 from tasks.datasets.sources import dialogues
 from tasks.datasets.sources.dialogues import BrokenConversation, ShapeError
 from tasks.datasets.sources.example import Example
 
 COLUMNS = ("prompt", "response", "completion", "chosen", "rejected", "messages")
-"""Columns that mean something; all others are left aside."""
+"""Columns that are read; all others are ignored."""
 EXPECTED = "prompt + response, prompt + chosen + rejected, prompt, messages, or chosen + rejected as conversations"
 
 Answers = tuple[Conversation, str | None, str | None, str | None]
 """Prompt, response, chosen, rejected."""
 
 
-def normalise(rows: Iterable[tuple[int, Row]], file: str, *, heldout: bool, on_bad: Say = refuse) -> Iterator[Example]:
-    """Numbered rows of one file as examples. A row of another shape than the first, or with a value of the wrong type,
-    goes to `on_bad` as one line of text.
+def normalise(rows: Iterable[tuple[int, Row]], file: str, *, heldout: bool, on_bad: Log = refuse) -> Iterator[Example]:
+    """Numbered rows of one file as examples. For a row of another shape than the first, or with a value of the wrong
+    type, `on_bad` is called with one line of text.
 
     Raises UserError, naming file, row and column, for a first row of no known shape, and for the first bad row unless
     `on_bad` is given.
@@ -57,8 +57,7 @@ def normalise(rows: Iterable[tuple[int, Row]], file: str, *, heldout: bool, on_b
 def read_all(
     rows: Iterable[tuple[int, Row]], file: str, place: str, problems: Problems, *, heldout: bool
 ) -> list[Example]:
-    """The examples of one file, called `file`, which lies at `place`. What is wrong with its rows, or with all of it,
-    goes to `problems`."""
+    """The examples of the file at `place`, called `file`. What is wrong with it or its rows is added to `problems`."""
     before = problems.count
     examples: list[Example] = []
     try:
@@ -159,7 +158,7 @@ NO_ANSWERS: dict[Callable[[Row], Answers], tuple[str | None, str | None, str | N
     _pair: (None, "", ""),
     _whole_pair: (None, "", ""),
 }
-"""Empty answers of a row whose turns do not fit: it keeps its kind."""
+"""Empty answers of a broken conversation, by the kind of its row."""
 
 
 def _names(row: Row) -> str:

@@ -1,11 +1,11 @@
 """The share of every prompt: held out, demonstrations, preferences or PPO, and the validation rows of two of them.
 
-The unit is the *opening*, the first user message with case and white space folded: two wordings of one question are in
+The unit is the *opening*, the first user message with case and white space folded: two spellings of one question are in
 one share. Openings are ordered by a hash of seed and text: the assignment does not depend on the order of the rows.
 
-Each kind of row has a share of its own: demonstrations, pairs → preferences, bare prompts → PPO. It goes there, and
-into every share for which the data bring no rows of its own. So a file of pairs alone fills all three shares, and three
-files for the three purposes are each used whole."""
+Each kind of row has its own share: demonstrations, pairs → preferences, bare prompts → PPO. It is used there, and in
+every share for which the data have no rows of the own kind: a file of pairs alone fills all three shares, and of three
+files for the three purposes each is used completely."""
 
 import hashlib
 from collections import Counter
@@ -21,12 +21,12 @@ from tasks.params.ingest import SplitParams
 Share = Literal["heldout", "demonstrations", "preferences", "ppo"]
 
 HOME: dict[Kind, Share] = {"demonstration": "demonstrations", "pair": "preferences", "prompt": "ppo"}
-SERVES: dict[Kind, tuple[Share, ...]] = {
+USABLE_IN: dict[Kind, tuple[Share, ...]] = {
     "demonstration": ("demonstrations", "preferences", "ppo"),
     "pair": ("demonstrations", "preferences", "ppo"),
     "prompt": ("preferences", "ppo"),
 }
-"""Shares that a kind of row can serve: a bare prompt has no answer to imitate."""
+"""Shares in which a kind of row can be used: a bare prompt has no answer to imitate."""
 
 
 @dataclass
@@ -46,7 +46,7 @@ Kinds = frozenset[Kind]
 
 
 def rank(seed: int, text: str) -> bytes:
-    """A place in a random order that only seed and text decide."""
+    """The sort key of a text in a random order that depends on the seed only."""
     return hashlib.sha256(f"{seed}:{text}".encode()).digest()
 
 
@@ -94,10 +94,10 @@ def _sizes(examples: Iterable[Example]) -> Counter[str]:
 
 
 def _weights(kinds: Kinds, present: set[Kind], split: SplitParams) -> dict[Share, float]:
-    """The shares that openings with these kinds of rows can serve, with fractions that sum to 1."""
+    """The shares in which openings with these kinds of rows can be used, with fractions that sum to 1."""
     provided = {HOME[kind] for kind in present}
     allowed = {HOME[kind] for kind in kinds}
-    allowed |= {name for kind in kinds for name in SERVES[kind] if name not in provided}
+    allowed |= {name for kind in kinds for name in USABLE_IN[kind] if name not in provided}
     fractions: dict[Share, float] = {
         "demonstrations": split.demonstrations,
         "preferences": split.preferences,
@@ -108,7 +108,7 @@ def _weights(kinds: Kinds, present: set[Kind], split: SplitParams) -> dict[Share
 
 
 def _cut(ordered: list[str], sizes: Mapping[str, int], weights: Mapping[Share, float]) -> dict[str, Share]:
-    """Consecutive pieces of `ordered` in proportion to `weights`, in prompts; an opening goes where its middle lies."""
+    """Consecutive pieces of `ordered` in proportion to `weights`, in prompts; the middle of an opening decides."""
     total = sum(sizes[opening] for opening in ordered)
     names = [name for name in weights if weights[name] > 0]
     result: dict[str, Share] = {}

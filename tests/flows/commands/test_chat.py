@@ -23,7 +23,7 @@ Leash = Callable[..., Result]
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """models/{sft,policy}, which say letters at random."""
+    """models/{sft,policy}, with random weights."""
     folder = tmp_path_factory.mktemp("project") / "models"
     tokenizer = train_bpe(["what shall i eat? an egg."], 300, "<|pad|>", "<|end|>", 64)
     config = ScratchConfig(vocabulary=300, context=64, layers=1, hidden=16, intermediate=16, heads=2)
@@ -37,46 +37,48 @@ def leash(models: Path, monkeypatch: pytest.MonkeyPatch) -> Leash:
     """leash("hello", "models/policy", …) -> what `leash chat` makes of one message a line."""
     monkeypatch.chdir(models.parent)
 
-    def run(said: str | bytes, *arguments: str) -> Result:
-        return CliRunner().invoke(app, ["chat", *arguments], input=said)
+    def run(messages: str | bytes, *arguments: str) -> Result:
+        return CliRunner().invoke(app, ["chat", *arguments], input=messages)
 
     return run
 
 
 def test_a_pipe_gets_answers_and_nothing_else(leash: Leash) -> None:
     """The same ones each time, others for another seed, and one that ends in time."""
-    said = "what shall i eat?\n\nan egg?\n"
-    found = leash(said, "models/policy", "--max-new-tokens", "5")
+    messages = "what shall i eat?\n\nan egg?\n"
+    found = leash(messages, "models/policy", "--max-new-tokens", "5")
     assert (found.exit_code, found.stderr) == (0, "")
-    assert leash(said, "models/policy", "--max-new-tokens", "5").stdout == found.stdout
-    assert leash(said, "models/policy", "--max-new-tokens", "5", "--seed", "2").stdout != found.stdout
-    assert len(leash(said, "models/policy", "--max-new-tokens", "40").stdout) > len(found.stdout)
+    assert leash(messages, "models/policy", "--max-new-tokens", "5").stdout == found.stdout
+    assert leash(messages, "models/policy", "--max-new-tokens", "5", "--seed", "2").stdout != found.stdout
+    assert len(leash(messages, "models/policy", "--max-new-tokens", "40").stdout) > len(found.stdout)
 
 
-def test_a_cold_model_says_the_same_whatever_the_seed(leash: Leash) -> None:
+def test_near_temperature_0_the_seed_changes_nothing(leash: Leash) -> None:
     """The temperature reaches the sampler: near 0 the likeliest token is certain."""
     options = ("models/policy", "--temperature", "1e-4", "--max-new-tokens", "8")
     assert leash("egg\n", *options, "--seed", "1").stdout == leash("egg\n", *options, "--seed", "2").stdout
 
 
-def test_two_models_stand_below_each_other_with_their_names(leash: Leash) -> None:
+def test_two_models_are_printed_below_each_other_with_their_names(leash: Leash) -> None:
     found = leash("eat?\n", "models/policy", "--beside", "models/sft", "--max-new-tokens", "4")
     heads = [line.split("|")[0] for line in found.stdout.splitlines() if not line.startswith("  ")]
-    assert heads == ["policy ", "sft    "]
+    assert heads == ["models/policy ", "models/sft    "]
     alone = [leash("eat?\n", f"models/{name}", "--max-new-tokens", "4").stdout for name in ("policy", "sft")]
-    for line, answer in zip(found.stdout.split("sft    | "), alone, strict=True):
-        assert line.removeprefix("policy | ").replace("\n       | ", "\n") == answer
+    for line, answer in zip(found.stdout.split("models/sft    | "), alone, strict=True):
+        assert line.removeprefix("models/policy | ").replace("\n              | ", "\n") == answer
 
 
-def test_commands_and_what_is_none(leash: Leash) -> None:
-    """A reset forgets: the next answer is that of a conversation that begins. Nothing is read after /quit."""
+def test_known_and_unknown_commands(leash: Leash) -> None:
+    """After a reset the conversation is empty. Nothing is read after /quit."""
     found = leash("/help\n/reset\n/quit\neat?\n", "models/policy")
     assert (found.exit_code, found.stdout) == (0, "")
     assert "/help is not a command" in found.stderr
     assert "the conversation is forgotten" in found.stderr
 
 
-def test_a_reset_forgets_and_a_full_context_says_so(leash: Leash, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reset_clears_the_conversation_and_a_full_context_is_reported(
+    leash: Leash, monkeypatch: pytest.MonkeyPatch
+) -> None:
     seen: list[list[str]] = []
     real = chat.ChatModel.answer
 
@@ -92,7 +94,7 @@ def test_a_reset_forgets_and_a_full_context_says_so(leash: Leash, monkeypatch: p
     leash("one\ntwo\n", "models/policy", "--max-new-tokens", "2", "--system", "eat", "--fresh")
     assert seen == [["eat", "one"], ["eat", "two"]]
     found = leash("what shall i eat? an egg.\n" * 4, "models/policy", "--max-new-tokens", "30")
-    assert "policy: its context of 64 tokens is full; the oldest 2 messages go" in found.stderr
+    assert "models/policy: its context of 64 tokens is full; the oldest 2 messages go" in found.stderr
 
 
 def test_a_message_that_does_not_fit_is_answered_by_a_note(leash: Leash) -> None:
@@ -118,35 +120,27 @@ def test_users_errors_are_one_line(leash: Leash, arguments: list[str], words: st
     assert found.stderr.count("\n") == 1
 
 
-def test_bytes_that_are_no_text(leash: Leash) -> None:
+def test_bytes_that_are_not_text(leash: Leash) -> None:
     found = leash(b"eat?\n\xff\n", "models/policy", "--max-new-tokens", "1")
     assert found.exit_code == 2
     assert "standard input, line 2: not UTF-8" in found.stderr
 
 
-def test_names_tell_folders_apart() -> None:
-    assert chat.names([Path("a/policy")]) == ["policy"]
-    assert chat.names([Path("a/policy"), Path("b/policy")]) == ["a/policy", "b/policy"]
-    assert chat.names([Path("a"), Path("a")]) == ["a (1)", "a (2)"]
-
-
-def test_code_of_a_model_runs_only_within_a_project_that_says_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Neither for a folder elsewhere, nor because a project that somebody made stands around the folder."""
+def test_code_of_a_model_runs_only_in_a_project_that_trusts_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither for a folder elsewhere, nor for a folder inside another project."""
     for name, text in (("mine", "trust_remote_code: true\n"), ("theirs", "trust_remote_code: true\n")):
         (tmp_path / name / "models").mkdir(parents=True)
         (tmp_path / name / "dvc.yaml").write_text("stages: {}\n")
         (tmp_path / name / "params.yaml").write_text(text)
-    said: list[str] = []
+    warnings: list[str] = []
     monkeypatch.chdir(tmp_path)
-    assert not chat.trusted(tmp_path / "mine" / "models", said.append)
+    assert not chat.trusted(tmp_path / "mine" / "models", warnings.append)
     monkeypatch.chdir(tmp_path / "mine")
-    assert chat.trusted(Path("models"), said.append)
-    assert not chat.trusted(tmp_path / "theirs" / "models", said.append)
-    assert said == ["chat:"]
+    assert chat.trusted(Path("models"), warnings.append)
+    assert not chat.trusted(tmp_path / "theirs" / "models", warnings.append)
+    assert warnings == ["chat:"]
     Path("params.yaml").write_text("trust_remote_code: false\n")
-    assert not chat.trusted(Path("models"), said.append)
+    assert not chat.trusted(Path("models"), warnings.append)
 
 
 @pytest.mark.slow

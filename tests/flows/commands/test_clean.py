@@ -1,4 +1,4 @@
-"""`leash clean`: what dead runs left goes, what a run needs or a living process holds stays."""
+"""`leash clean`: removes what dead runs have left, and keeps what a run needs or a living process holds."""
 
 import os
 import shutil
@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from dvc.repo import Repo
 
-from flows.commands.clean import look, readable, remove, render
+from flows.commands.clean import find_leftovers, remove, render
 from rlhf_core.locks import FileLock
 from tasks.records.leftovers import Found, Leftover
 from tasks.records.leftovers import remove as remove_all
@@ -62,22 +62,22 @@ def paths(found: Found, root: Path) -> dict[str, str]:
 
 
 def clean(root: Path, everything: bool = False) -> str:
-    return remove(root, look(root, everything).leftovers, everything)
+    return remove(root, find_leftovers(root, everything).leftovers, everything)
 
 
-def test_state_of_a_finished_stage_goes_once_it_is_recorded(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_state_of_a_finished_stage_is_removed_once_it_is_recorded(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(root)
     (root / "worker.py").write_text("open('one.out', 'w').write('1')", encoding="utf-8")
     state = root / present(root, "one")
     (state / FINISHED).touch()
-    assert state.relative_to(root).as_posix() not in paths(look(root, False), root), "nobody has recorded it"
+    assert state.relative_to(root).as_posix() not in paths(find_leftovers(root, False), root), "it is not recorded"
     with Repo(str(root)) as repo:
         repo.reproduce("one")
-    assert paths(look(root, False), root)[state.relative_to(root).as_posix()] == "state of a finished stage"
+    assert paths(find_leftovers(root, False), root)[state.relative_to(root).as_posix()] == "state of a finished stage"
 
 
-def test_state_of_another_key_goes_and_of_the_present_one_stays(root: Path) -> None:
-    found = look(root, False)
+def test_state_of_another_key_is_removed_and_of_the_current_one_stays(root: Path) -> None:
+    found = find_leftovers(root, False)
     assert paths(found, root) == {f"work/one/{STALE}": "state of other parameters, code or data"}
     assert found.leftovers[0].size == 1000
     assert found.stays == [f"{present(root, 'one')}: the stage would continue from it; --all removes it"]
@@ -91,19 +91,19 @@ def test_everything_means_the_present_key_too(root: Path) -> None:
     assert not (root / "work/one").exists()
 
 
-def test_state_whose_need_cannot_be_known_stays(root: Path) -> None:
+def test_state_that_may_be_needed_stays(root: Path) -> None:
     (root / "work/two" / STALE).mkdir(parents=True)  # its input one.out was never made
-    found = look(root, False)
+    found = find_leftovers(root, False)
     assert f"work/two/{STALE}" not in paths(found, root)
     assert "one.out: file not found" in "".join(found.stays)
-    assert f"work/two/{STALE}" in paths(look(root, True), root)
+    assert f"work/two/{STALE}" in paths(find_leftovers(root, True), root)
 
 
-def test_a_stage_that_dvc_yaml_has_no_longer(root: Path) -> None:
+def test_a_stage_that_was_removed_from_dvc_yaml(root: Path) -> None:
     (root / "work/gone" / STALE).mkdir(parents=True)
     for name in ("gone.lock", "one.lock", "mlflow.lock", "prefect-server.log"):
         (root / "work" / name).touch()
-    found = paths(look(root, False), root)
+    found = paths(find_leftovers(root, False), root)
     assert found[f"work/gone/{STALE}"] == "dvc.yaml has no stage gone"
     assert set(found) == {f"work/one/{STALE}", f"work/gone/{STALE}", "work/gone.lock"}
     clean(root)
@@ -115,7 +115,7 @@ def test_half_written_outputs_go(root: Path) -> None:
     (root / ".two.out.partial").mkdir()
     (root / ".two.out.partial" / "weights").write_text("half", encoding="utf-8")
     (root / ".mine.partial").touch()  # beside no out of dvc.yaml
-    assert paths(look(root, False), root)[".two.out.partial"] == "half-written by a run that was stopped"
+    assert paths(find_leftovers(root, False), root)[".two.out.partial"] == "half-written by a run that was stopped"
     clean(root)
     assert not (root / ".two.out.partial").exists()
     assert (root / ".mine.partial").exists()
@@ -135,12 +135,12 @@ def held(root: Path) -> Iterator["subprocess.Popen[str]"]:
 
 def test_nothing_of_a_stage_at_work_is_touched(root: Path, held: "subprocess.Popen[str]") -> None:
     (root / ".one.out.partial").touch()
-    found = look(root, True)
+    found = find_leftovers(root, True)
     assert paths(found, root) == {}
     assert found.stays == [f"one: process {held.pid} runs this stage; nothing of it is touched"]
     held.kill()
     held.wait()
-    assert set(paths(look(root, False), root)) == {f"work/one/{STALE}", ".one.out.partial"}
+    assert set(paths(find_leftovers(root, False), root)) == {f"work/one/{STALE}", ".one.out.partial"}
 
 
 def test_a_clone_in_which_a_stage_has_outlived_its_maker_stays(root: Path) -> None:
@@ -148,20 +148,20 @@ def test_a_clone_in_which_a_stage_has_outlived_its_maker_stays(root: Path) -> No
     inside.mkdir(parents=True)
     lock = FileLock(inside / "sft.lock")
     assert lock.acquire()
-    found = look(root, True)
+    found = find_leftovers(root, True)
     assert f"work/verify-abc: process {os.getpid()} works in this clone of `leash verify`" in found.stays
     assert "work/verify-abc" not in paths(found, root)
     lock.release()
-    assert paths(look(root, False), root)["work/verify-abc"] == "a clone of `leash verify` whose process died"
+    assert paths(find_leftovers(root, False), root)["work/verify-abc"] == "a clone of `leash verify` whose process died"
     clean(root)
     assert not (root / "work/verify-abc").exists()
 
 
 def test_a_stage_that_begins_between_the_question_and_the_answer(root: Path) -> None:
-    agreed = look(root, False).leftovers
+    agreed = find_leftovers(root, False).leftovers
     lock = FileLock(root / "work/one.lock")
     assert lock.acquire()
-    assert remove(root, agreed, False).startswith("removed 0 things, 0 B; 1 stay: they are in use now")
+    assert remove(root, agreed, False).startswith("removed 0 things, 0 bytes; 1 stay: they are in use now")
     assert remove_all(root, agreed) == [], "not even when it has begun after the last look"
     lock.release()
     edited = present(root, "one")
@@ -184,7 +184,7 @@ def test_what_waits_for_mlflow_stays(root: Path) -> None:
     box.close()
     for name in (".new-one-1", ".gone-one-2"):
         (root / "work/outbox" / name).mkdir()
-    found = look(root, True)
+    found = find_leftovers(root, True)
     assert {path for path in paths(found, root) if "outbox" in path} == {
         "work/outbox/.new-one-1", "work/outbox/.gone-one-2",
     }  # fmt: skip
@@ -201,7 +201,7 @@ def leash_clean(root: Path, *words: str, stdin: int = subprocess.DEVNULL) -> lis
     return done.stdout.splitlines()
 
 
-def test_nothing_goes_without_a_yes(root: Path) -> None:
+def test_nothing_is_removed_without_a_yes(root: Path) -> None:
     assert leash_clean(root)[-1] == "nothing was removed; `leash clean --yes` removes what the table lists"
     assert (root / "work/one" / STALE).exists()
     assert leash_clean(root, "--yes")[-1] == "removed 1 things, 1.0 kB"
@@ -209,21 +209,11 @@ def test_nothing_goes_without_a_yes(root: Path) -> None:
 
 
 @pytest.mark.parametrize(("answer", "stays"), [("n", True), ("", True), ("y", False)])
-def test_a_person_is_asked(root: Path, answer: str, stays: bool) -> None:
+def test_a_person_confirms(root: Path, answer: str, stays: bool) -> None:
     terminal, person = os.openpty()
     os.write(terminal, f"{answer}\n".encode())
-    said = leash_clean(root, stdin=person)
+    printed = leash_clean(root, stdin=person)
     os.close(person)
     os.close(terminal)
-    assert "Remove 1 things, 1.0 kB? [y/N]: " in "\n".join(said)
+    assert "Remove 1 things, 1.0 kB? [y/N]: " in "\n".join(printed)
     assert (root / "work/one" / STALE).exists() is stays
-
-
-def test_units() -> None:
-    assert [readable(size) for size in (0, 999, 1000, 2_500_000, 3e12)] == [
-        "0 B",
-        "999 B",
-        "1.0 kB",
-        "2.5 MB",
-        "3000.0 GB",
-    ]

@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -17,6 +16,7 @@ from rlhf_core.errors import UserError
 from tasks.records.lineage import Lineage, Node, lineage
 from tasks.records.recorded import Record
 from tasks.stage.dvc_adapter import open_project
+from tests.conftest import call
 
 if TYPE_CHECKING:
     from tests.conftest import Project
@@ -59,15 +59,6 @@ def finished_toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def root(finished_toy: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(finished_toy, tmp_path / "toy", symlinks=True))
-
-
-def call(root: Path, *command: str) -> str:
-    """A command that must end well; its output."""
-    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    environment = {**os.environ, "PATH": path}
-    done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
 
 
 def md5(text: str) -> str:
@@ -114,7 +105,7 @@ def test_what_is_printed(root: Path) -> None:
         (lambda root: (root / "data/raw/more.txt").write_text("more"), "data/raw", "changed since"),
     ],
 )
-def test_what_lies_here_now(root: Path, damage: Callable[[Path], object], path: str, state: str) -> None:
+def test_the_state_of_each_file(root: Path, damage: Callable[[Path], object], path: str, state: str) -> None:
     damage(root)
     states = below(lineage(root, root / "data/two.txt"))
     assert states[path] == state
@@ -167,7 +158,7 @@ def test_the_command(root: Path, leash: Callable[..., "subprocess.Popen[str]"]) 
 
 
 def test_a_policy_and_its_copy_elsewhere(finished: "Project", tmp_path: Path) -> None:
-    """The copy is known by its bytes, also when the workspace and dvc.lock have forgotten it."""
+    """The copy is known by its bytes, also when neither the workspace nor dvc.lock has it."""
     policy = lineage(finished.root, finished.root / "models/policy")
     assert policy.record is not None
     assert policy.record.source == "provenance.json"

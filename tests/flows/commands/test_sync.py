@@ -16,7 +16,7 @@ KEY = "ab" * 32
 
 @pytest.fixture
 def root(tmp_path: Path, database: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A project whose stage `ppo` has told two things, and nobody has sent them."""
+    """A project with two metrics of the stage `ppo` that were not sent."""
     shutil.copy2(database, tmp_path / "mlflow.db")
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     for name, value in settings.CLIENT_ENVIRONMENT.items():
@@ -39,9 +39,9 @@ def kl(root: Path) -> list[float]:
 
 def test_a_held_back_stage_waits_until_it_is_sent(root: Path) -> None:
     assert len(outbox.pending(root)) == 1, "nothing was sent by itself"
-    said, done = sync(root, 60.0)
+    printed, done = sync(root, 60.0)
     assert done
-    assert said.splitlines() == [f"to sqlite:///{root}/mlflow.db", "ppo-abababababab: 5 events sent"]
+    assert printed.splitlines() == [f"to sqlite:///{root}/mlflow.db", "ppo-abababababab: 5 events sent"]
     assert kl(root) == [1.5, 2.5]
     assert sync(root, 60.0) == ("nothing waits for MLflow", True)
 
@@ -51,19 +51,19 @@ def test_what_cannot_arrive_stays(root: Path, monkeypatch: pytest.MonkeyPatch) -
         probe.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{probe.getsockname()[1]}"
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://somebody:hunter2@{address}")
-    said, done = sync(root, 20.0)
+    printed, done = sync(root, 20.0)
     assert not done
-    lines = said.splitlines()
+    lines = printed.splitlines()
     assert lines[0] == f"to http://{address}"
     assert lines[1].startswith("ppo-abababababab: 0 events sent; 5 left (")
     assert lines[2] == "1 of 1 outboxes still wait; `leash sync` tries again"
-    assert "hunter2" not in said
+    assert "hunter2" not in printed
     assert outbox.pending(root)
 
 
 def test_an_outbox_that_is_being_written_is_no_failure(root: Path) -> None:
     box = outbox.Outbox.create(root, "sft-0123456789ab", print)
-    said, done = sync(root, 60.0)
+    printed, done = sync(root, 60.0)
     assert done
-    assert "sft-0123456789ab: 0 events sent; 0 left (a running process writes it)" in said.splitlines()
+    assert "sft-0123456789ab: 0 events sent; 0 left (a running process writes it)" in printed.splitlines()
     box.close()

@@ -1,13 +1,13 @@
 """`leash ui`: which page it names. That a server starts is in tests/security/test_servers.py."""
 
 import os
-import socket
 from pathlib import Path
 
 import pytest
 from mlflow.tracking import MlflowClient
 
 from flows.commands import ui
+from flows.server import _free_port
 
 
 @pytest.fixture
@@ -20,19 +20,13 @@ def started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     return found
 
 
-def free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return int(one.getsockname()[1])
-
-
 def test_it_names_the_page_of_the_projects_runs(
     tmp_path: Path, started: list[list[str]], capsys: pytest.CaptureFixture[str]
 ) -> None:
     uri = f"sqlite:///{tmp_path.resolve() / 'mlflow.db'}"
     client = MlflowClient(uri, registry_uri=uri)
     client.create_experiment("another")
-    experiment, port = client.create_experiment("leash"), free_port()
+    experiment, port = client.create_experiment("leash"), _free_port()
     ui.show(tmp_path, port)
     page = f"http://127.0.0.1:{port}/#/experiments/{experiment}/runs?workflowType=machine_learning"
     assert f"MLflow: {page} " in capsys.readouterr().out
@@ -42,18 +36,18 @@ def test_it_names_the_page_of_the_projects_runs(
 def test_before_the_first_run_it_names_the_server_and_makes_no_data_base(
     tmp_path: Path, started: list[list[str]], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    port = free_port()
+    port = _free_port()
     ui.show(tmp_path, port)
     assert f"MLflow: http://127.0.0.1:{port}  (" in capsys.readouterr().out
     assert len(started) == 1
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_data_base_that_does_not_open_is_mlflows_to_say(
+def test_a_database_that_does_not_open_is_left_to_mlflow(
     tmp_path: Path, started: list[list[str]], capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "mlflow.db").write_bytes(b"no data base" * 100)
-    port = free_port()
+    port = _free_port()
     ui.show(tmp_path, port)
     assert f"MLflow: http://127.0.0.1:{port}  (" in capsys.readouterr().out
     assert len(started) == 1

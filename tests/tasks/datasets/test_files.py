@@ -1,4 +1,4 @@
-"""Files below data/raw/: which count, in which order, and what is said about broken ones."""
+"""Files below data/raw/: which count, in which order, and the messages about broken ones."""
 
 import gzip
 import re

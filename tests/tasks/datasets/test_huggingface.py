@@ -1,4 +1,4 @@
-"""Datasets of the hub's formats from local folders, and what is asked of a hub id. Nothing here reaches a network."""
+"""Datasets of the hub's formats from local folders, and checks of a hub id. Nothing here uses a network."""
 
 from types import SimpleNamespace
 
@@ -51,7 +51,7 @@ def test_folder_of_files(tmp_path, read):
     assert seen(read()) == EXPECTED
 
 
-def test_missing_split_says_which_there_are(tmp_path, read):
+def test_a_missing_split_is_refused_with_those_there_are(tmp_path, read):
     saved(tmp_path, train=TRAIN)
     with pytest.raises(UserError, match=r'split test: Unknown split "test".*\[\'train\'\].*heldout_split or null'):
         read()

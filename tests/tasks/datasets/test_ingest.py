@@ -50,7 +50,7 @@ def prompts_of(rows):
     return {row["prompt_id"] for row in rows}
 
 
-def test_pairs_alone_feed_every_share(execute, params, raw):
+def test_pairs_alone_fill_every_share(execute, params, raw):
     raw(train=PAIRS)
     made = execute(params())
     assert [len(getattr(made, name)) for name in DATASETS] == [45, 27, 27, 18, 10]
@@ -185,14 +185,14 @@ def test_rows_by_use_add_up_and_are_those_of_the_datasets(execute, params, raw, 
     assert ["all", "122", "100", "40"] in printed
 
 
-def test_demonstrations_alone_bring_no_pairs(execute, params, raw):
+def test_demonstrations_alone_give_no_pairs(execute, params, raw):
     raw(train=[{"prompt": f"q{i}", "response": f"a{i}"} for i in range(50)])
     made = execute(params())
     assert made.pairs == []
     assert len(made.preference_prompts) > 1
 
 
-def test_equal_prompts_stand_once_where_they_are_only_prompts(execute, params, raw):
+def test_equal_prompts_are_written_once_where_they_are_only_prompts(execute, params, raw):
     raw(train=[{"prompt": f"q{i}", "response": f"a{k}"} for i in range(50) for k in range(3)])
     made = execute(params())
     assert len(made.ppo_prompts) == len(prompts_of(made.ppo_prompts)) == 9

@@ -49,7 +49,7 @@ def test_order_of_rows_does_not_matter_and_the_seed_does():
     assert assign(rows, SPLIT, 1).share != assign(rows, SPLIT, 2).share
 
 
-def test_wordings_of_one_opening_stay_together():
+def test_spellings_of_one_opening_stay_together():
     rows = make("pair", [f"{wording} {i}" for i in range(50) for wording in ("What is", "what  IS", "What\nis")])
     found = assign(rows, SPLIT, 1)
     assert len(found.share) == 50
@@ -132,7 +132,7 @@ def test_prompts_alone_are_not_enough():
         shares(make("prompt", texts("q", 100)))
 
 
-def test_too_little_data_is_said():
+def test_too_little_data_is_refused():
     with pytest.raises(UserError, match=r"too little data for ingest\.split: the share"):
         shares(make("pair", texts("q", 3)))
 

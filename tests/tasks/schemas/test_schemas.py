@@ -1,30 +1,22 @@
 """Every schema lets good rows through and names what is wrong in bad ones, all at once."""
 
 import copy
-import importlib
 import re
+from pathlib import Path
 
 import pytest
+from ruamel.yaml import YAML
 
 from rlhf_core.data.chat import prompt_id
 from rlhf_core.errors import UserError
 from tasks.datasets.jsonl import write_jsonl
-from tasks.schemas.validation import check_heldout_disjoint, is_dataset, load, schema_module, validate
+from tasks.schemas.datasets import SCHEMAS
+from tasks.schemas.validation import check_heldout_disjoint, is_dataset, load, validate
 
-PATHS = [
-    "data/ingest/demonstrations.jsonl",
-    "data/ingest/pairs.jsonl",
-    "data/ingest/preference_prompts.jsonl",
-    "data/ingest/ppo_prompts.jsonl",
-    "data/ingest/heldout.jsonl",
-    "data/preferences/preferences.jsonl",
-    "data/preferences/samples.jsonl",
-    "data/evaluate/samples.jsonl",
-    "data/ppo/samples.jsonl",
-    "data/best_of_n/samples.jsonl",
-    "data/rejection_sft/samples.jsonl",
-]
+PATHS = list(SCHEMAS)
 VALUES = {
+    "model": "sft",
+    "seed": 1,
     "response": "an answer",
     "reason": "schedule",
     "chosen": "good",
@@ -47,16 +39,10 @@ VALUES = {
     "chosen_ids": [5, 0],
     "rejected_ids": None,
 }
-NULLABLE = {"chosen_ids", "rejected_ids", "gold", "gold_sft", "gold_policy"}
+NULLABLE = {"chosen_ids", "rejected_ids", "gold", "gold_sft", "gold_policy", "seed"}
+NULLABLE_HERE = {("response", "data/ingest/heldout.jsonl"), ("kl", "data/evaluate/answers.jsonl")}
 NUMBERS = {"kl", "reward", "mean_reward", "reward_sft", "reward_policy"} | {"gold", "gold_sft", "gold_policy"}
 MAY_BE_EMPTY = {"data/ingest/pairs.jsonl", "data/best_of_n/samples.jsonl", "data/rejection_sft/samples.jsonl"}
-MAY_BE_BLANK = {"sft", "policy"}
-
-
-def schema_of(path):
-    module = importlib.import_module(schema_module(path))
-    assert path == module.PATH
-    return module.SCHEMA
 
 
 def rows_for(path, count=3):
@@ -64,14 +50,14 @@ def rows_for(path, count=3):
     for number in range(count):
         prompt = [{"role": "system", "content": "Be kind"}, {"role": "user", "content": f"question {number}"}]
         row = {"prompt_id": prompt_id(prompt), "prompt": prompt}
-        row |= {name: VALUES[name] for name in schema_of(path).columns if name not in row}
+        row |= {name: VALUES[name] for name in SCHEMAS[path].columns if name not in row}
         rows.append(row)
     return rows
 
 
 def error(path, rows):
     with pytest.raises(UserError) as caught:
-        validate(rows, schema_of(path), path)
+        validate(rows, path)
     message = str(caught.value)
     assert message.startswith(f"{path}: ")
     assert "\n" not in message
@@ -82,20 +68,20 @@ def error(path, rows):
 def test_good_rows_pass_unchanged(path):
     rows = rows_for(path)
     before = copy.deepcopy(rows)
-    assert validate(rows, schema_of(path), path) == before
+    assert validate(rows, path) == before
 
 
 @pytest.mark.parametrize("path", PATHS)
 def test_empty_data_sets(path):
     if path in MAY_BE_EMPTY:
-        assert validate([], schema_of(path), path) == []
+        assert validate([], path) == []
     else:
         assert "empty data set" in error(path, [])
 
 
 @pytest.mark.parametrize("path", PATHS)
 def test_every_column_is_needed_and_no_other_known(path):
-    for name in schema_of(path).columns:
+    for name in SCHEMAS[path].columns:
         rows = rows_for(path)
         del rows[1][name]
         assert error(path, rows) == f"{path}: {name}: missing column (1 row: 2)"
@@ -106,7 +92,7 @@ def test_every_column_is_needed_and_no_other_known(path):
 
 @pytest.mark.parametrize("path", PATHS)
 def test_every_column_refuses_a_value_of_another_type(path):
-    for name in schema_of(path).columns:
+    for name in SCHEMAS[path].columns:
         for wrong in ({"a": 1}, ["x"], *([] if name in NUMBERS else [1.5])):
             rows = rows_for(path)
             rows[1][name] = wrong
@@ -115,18 +101,18 @@ def test_every_column_refuses_a_value_of_another_type(path):
 
 @pytest.mark.parametrize("path", PATHS)
 def test_null_only_where_there_may_be_nothing(path):
-    for name in schema_of(path).columns:
+    for name in SCHEMAS[path].columns:
         rows = rows_for(path)
         rows[1][name] = None
-        if name in NULLABLE or (name, path) == ("response", "data/ingest/heldout.jsonl"):
-            validate(rows, schema_of(path), path)
+        if name in NULLABLE or (name, path) in NULLABLE_HERE:
+            validate(rows, path)
         else:
             assert f"{name}: must be" in error(path, rows)
 
 
 @pytest.mark.parametrize("path", PATHS)
 def test_numbers_are_finite(path):
-    for name in NUMBERS & set(schema_of(path).columns):
+    for name in NUMBERS & set(SCHEMAS[path].columns):
         for wrong in (float("nan"), float("inf"), True):
             rows = rows_for(path)
             rows[2][name] = wrong
@@ -165,7 +151,7 @@ def test_repeated_rows(path):
     rows = rows_for(path)
     rows.append(copy.deepcopy(rows[0]))
     if path == "data/preferences/preferences.jsonl":  # samples of a model may be equal
-        validate(rows, schema_of(path), path)
+        validate(rows, path)
     else:
         assert re.search(r"must occur once \(1 row: 4\)$", error(path, rows))
 
@@ -173,7 +159,7 @@ def test_repeated_rows(path):
 @pytest.mark.parametrize(
     "path", [path for path in PATHS if "preferences/" in path or "demo" in path or "pairs" in path]
 )
-def test_failure_05_a_prompt_stands_in_one_split(path):
+def test_failure_05_a_prompt_is_in_one_split(path):
     rows = rows_for(path)
     again = {name: "another" for name in ("response", "chosen") if name in rows[0]}
     rows.append({**rows[0], **again, "split": "validation", **({"sample": 1} if "sample" in rows[0] else {})})
@@ -216,13 +202,12 @@ def test_all_problems_at_once_with_counts_and_first_rows():
     ]
 
 
-def test_schema_modules_by_convention():
-    assert schema_module("data/preferences/samples.jsonl") == "tasks.schemas.preferences_samples"
-    assert schema_module("data/preferences/preferences.jsonl") == "tasks.schemas.preferences"
+def test_every_dataset_of_the_graph_has_a_schema():
+    graph = YAML(typ="safe", pure=True).load(Path(__file__).parents[3] / "dvc.yaml")
+    inputs = {dep for stage in graph["stages"].values() for dep in stage["deps"] if is_dataset(dep)}
+    assert inputs <= set(PATHS)
     for path in ("data/raw/pairs.jsonl", "metrics/ingest.json", "data/ingest/pairs.csv", "data/a/b/c.jsonl"):
         assert not is_dataset(path)
-        with pytest.raises(ValueError, match="data/<folder>"):
-            schema_module(path)
 
 
 def test_failure_04_load_reads_only_datasets_and_checks_the_heldout_prompts(tmp_path):

@@ -1,4 +1,4 @@
-"""What dvc.yaml says about a stage, and the identity of a pipeline run."""
+"""A stage as dvc.yaml defines it, and the identity of a pipeline run."""
 
 import subprocess
 from collections.abc import Callable
@@ -49,7 +49,7 @@ def test_inputs_outs_position_and_parameters_come_from_dvc_yaml(root: Path) -> N
         assert second.hashes().keys() == {"middle.txt", "code.py"}
 
 
-def test_errors_that_the_user_can_mend(root: Path) -> None:
+def test_users_errors(root: Path) -> None:
     (root / "middle.txt").unlink()
     with open_project(root) as project:
         with pytest.raises(UserError, match="no stage named third"):

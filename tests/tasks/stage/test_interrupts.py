@@ -45,7 +45,7 @@ def test_in_a_loop_the_step_is_finished_first(
     assert "stopping when this step is done and saved" in capfd.readouterr().err
 
 
-def test_the_second_signal_insists(interrupts: Interrupts) -> None:
+def test_the_second_signal_ends_at_once(interrupts: Interrupts) -> None:
     def step() -> None:
         with interrupts.patient():
             os.kill(os.getpid(), signal.SIGTERM)

@@ -52,7 +52,7 @@ def test_one_missing_out_keeps_all_back(outputs: Outputs, tmp_path: Path) -> Non
     write(outputs, "first")
     outputs.commit()
     outputs.write_json("a.json", {"text": "second"})
-    outputs.path("model")  # asked for, never written
+    outputs.path("model")  # begun, never written
     with pytest.raises(ValueError, match=r"without writing deep/b\.csv, model"):
         outputs.commit()
     outputs.discard()

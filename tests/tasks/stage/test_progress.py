@@ -80,7 +80,7 @@ def test_there_is_no_estimate_without_a_basis(
         ("[7/9 ppo] 3 of 10 rows are empty", False),
     ],
 )
-def test_progress_lines_are_told_from_others(line: str, expected: bool) -> None:
+def test_progress_lines_and_others(line: str, expected: bool) -> None:
     assert is_progress(line) is expected
 
 
@@ -88,10 +88,10 @@ def test_a_terminal_sees_one_line_rewritten(
     progress: Callable[..., tuple[Progress, Clock]], capsys: pytest.CaptureFixture[str]
 ) -> None:
     go(progress(terminal=True), range(1, 11), 1.0)
-    said = capsys.readouterr().out
-    assert said.count("\n") == 1
-    assert said.count("\r\033[K") == 10
-    assert said.endswith("done in 10 s\n")
+    printed = capsys.readouterr().out
+    assert printed.count("\n") == 1
+    assert printed.count("\r\033[K") == 10
+    assert printed.endswith("done in 10 s\n")
 
 
 @pytest.mark.parametrize("terminal", [True, False])
@@ -105,5 +105,5 @@ def test_a_note_stays(
     reporter.note("ALERT")
     clock.now += 5
     reporter.update(2)
-    said = capsys.readouterr().out
-    assert "\r\033[K[7/9 ppo] ALERT\n\r" in said if terminal else "\n[7/9 ppo] ALERT\n[7/9 ppo] step 2" in said
+    printed = capsys.readouterr().out
+    assert "\r\033[K[7/9 ppo] ALERT\n\r" in printed if terminal else "\n[7/9 ppo] ALERT\n[7/9 ppo] step 2" in printed

@@ -68,7 +68,7 @@ def run_toy(
     return call
 
 
-def test_what_it_says(run_toy: Callable[..., "tuple[Path, Ended]"]) -> None:
+def test_its_content(run_toy: Callable[..., "tuple[Path, Ended]"]) -> None:
     root, ended = run_toy()
     assert (ended.code, ended.stderr) == (0, "")
     listing = json.dumps([{"md5": md5("a\n"), "relpath": "a"}])
@@ -99,7 +99,7 @@ def test_the_same_bytes_elsewhere_and_at_another_time(
     assert text == json.dumps(json.loads(text), indent=2, sort_keys=True) + "\n"
 
 
-def test_it_says_why_a_run_is_exempt_from_byte_identity(run_toy: Callable[..., "tuple[Path, Ended]"]) -> None:
+def test_it_has_the_reason_why_a_run_is_exempt_from_byte_identity(run_toy: Callable[..., "tuple[Path, Ended]"]) -> None:
     def execute(stage: Stage[Toy]) -> None:
         stage.exemptions.append("the micro-batch was halved")
         write_all(stage)

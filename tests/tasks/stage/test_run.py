@@ -85,12 +85,12 @@ def write_all(stage: Stage[Toy]) -> None:
 
 
 def outcome(toy: Path) -> dict[str, Any]:
-    said: dict[str, Any] = json.loads((toy / "outcome.jsonl").read_text(encoding="utf-8").splitlines()[-1])
-    return said
+    printed: dict[str, Any] = json.loads((toy / "outcome.jsonl").read_text(encoding="utf-8").splitlines()[-1])
+    return printed
 
 
 def outputs(toy: Path) -> dict[str, str]:
-    """What stands where the outs belong, and anything half-written beside them."""
+    """The outs, and anything half-written beside them."""
     names = ["out.txt", "model/weights", "metrics/toy.json"]
     found = {name: (toy / name).read_text(encoding="utf-8") for name in names if (toy / name).exists()}
     return found | {path.name: "" for path in toy.rglob("*.partial")}
@@ -103,10 +103,10 @@ def test_a_whole_stage(run_toy: Run, toy: Path) -> None:
     ended = run_toy(write_all)
     assert (ended.code, ended.stderr) == (0, "")
     assert outputs(toy) == WHOLE
-    said = outcome(toy)
-    assert said == {"stage": "toy", "exit": 0, "message": "", "key": said["key"]}
-    assert len(said["key"]) == 64
-    assert not (toy / "work/toy" / said["key"][:16]).exists(), "resumable state of a finished stage is of no use"
+    printed = outcome(toy)
+    assert printed == {"stage": "toy", "exit": 0, "message": "", "key": printed["key"]}
+    assert len(printed["key"]) == 64
+    assert not (toy / "work/toy" / printed["key"][:16]).exists(), "resumable state of a finished stage is of no use"
 
 
 def test_what_comes_afterwards_finds_the_outputs_in_place(run_toy: Run, toy: Path) -> None:
@@ -189,8 +189,8 @@ def test_a_crash_leaves_the_old_outs_and_a_traceback(run_toy: Run, toy: Path) ->
     assert ended.code == 1
     assert "Traceback" in ended.stderr
     assert outputs(toy) == WHOLE
-    said = outcome(toy)
-    assert (said["exit"], said["message"]) == (1, "RuntimeError: boom")
+    printed = outcome(toy)
+    assert (printed["exit"], printed["message"]) == (1, "RuntimeError: boom")
 
 
 def test_a_users_error_is_one_line(run_toy: Run, toy: Path) -> None:
@@ -198,12 +198,12 @@ def test_a_users_error_is_one_line(run_toy: Run, toy: Path) -> None:
 
     def refuse(stage: Stage[Toy]) -> None:
         stage.out("out.txt").write_text("half", encoding="utf-8")
-        raise UserError("the input is wrong;\nmend it")
+        raise UserError("the input is wrong;\nfix it")
 
     ended = run_toy(refuse)
-    assert (ended.code, ended.stderr) == (2, "toy: the input is wrong; mend it\n")
+    assert (ended.code, ended.stderr) == (2, "toy: the input is wrong; fix it\n")
     assert outputs(toy) == WHOLE
-    assert outcome(toy) == {"stage": "toy", "exit": 2, "message": "the input is wrong; mend it", "key": ""}
+    assert outcome(toy) == {"stage": "toy", "exit": 2, "message": "the input is wrong; fix it", "key": ""}
 
 
 def test_an_out_that_dvc_yaml_does_not_declare(run_toy: Run, toy: Path) -> None:
@@ -302,7 +302,7 @@ def native_error(text: str) -> Exception:
 
 
 def wrapped_error() -> Exception:
-    """As torch.save raises it: the cause stands in the context."""
+    """As torch.save raises it: the cause is in the context."""
     try:
         try:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -414,13 +414,13 @@ def test_a_second_process_is_refused_and_a_signal_leaves_nothing_half_written(
         second = run_toy(write_all)
         assert second.code == 2
         assert f"another process ({first.pid}) runs this stage here" in second.stderr
-        assert outputs(toy).keys() == {"out.txt", ".out.txt.partial", ".model.partial"}, "the first one's work stands"
+        assert outputs(toy).keys() == {"out.txt", ".out.txt.partial", ".model.partial"}, "the first one's work is kept"
         first.send_signal(number)
-        _, said = first.communicate(timeout=60)
+        _, printed = first.communicate(timeout=60)
     finally:
         first.kill()
     assert first.returncode == 130
-    assert said == "toy: interrupted; the same command continues\n"
+    assert printed == "toy: interrupted; the same command continues\n"
     assert outputs(toy) == {"out.txt": "old"}
     assert outcome(toy) == {
         "stage": "toy",
@@ -446,7 +446,7 @@ def test_dvc_records_nothing_of_a_run_whose_parameter_changed(
     )
     with Repo(str(toy)) as repo:
         repo.reproduce()
-    assert "word: bye" in (toy / "dvc.lock").read_text(encoding="utf-8"), "DVC has mended this: simplify the contract"
+    assert "word: bye" in (toy / "dvc.lock").read_text(encoding="utf-8"), "DVC has fixed this: simplify the contract"
 
 
 HEAVY = ("torch", "transformers", "mlflow", "pandas", "pandera")

@@ -1,4 +1,4 @@
-"""When the state of a stage goes: not before DVC has recorded what was made from it."""
+"""The state of a stage is removed when DVC has recorded its outputs, not before."""
 
 import os
 import shutil
@@ -55,20 +55,20 @@ def toy(tmp_path: Path) -> Path:
 
 
 def repro(toy: Path, *words: str, **more: str) -> tuple[int, str]:
-    """(exit status, what the stage said of itself), once every process that prints has ended."""
+    """(exit status, what the stage printed), once every process that prints has ended."""
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     command = [sys.executable, "-m", "dvc", "repro", "--single-item", *words]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "PATH": path} | more
     done = subprocess.run(command, cwd=toy, env=environment, capture_output=True, text=True, check=False)
-    said = [word for word in ("continued", "trained") if word in done.stdout.splitlines()]
-    return done.returncode, " ".join(said)
+    printed = [word for word in ("continued", "trained") if word in done.stdout.splitlines()]
+    return done.returncode, " ".join(printed)
 
 
 def states(toy: Path, stage: str = "toy") -> list[list[str]]:
     return [sorted(path.name for path in folder.iterdir()) for folder in (toy / "work" / stage).glob("*")]
 
 
-def test_it_goes_when_the_next_stage_begins(toy: Path) -> None:
+def test_the_state_is_removed_when_the_next_stage_begins(toy: Path) -> None:
     assert repro(toy, "toy") == (0, "trained")
     assert states(toy) == [["checkpoint", FINISHED]]
     assert repro(toy, "next") == (0, "trained")
@@ -85,8 +85,8 @@ def test_a_recorded_stage_that_is_forced_starts_from_nothing(toy: Path) -> None:
 def test_a_stage_whose_outputs_dvc_could_not_store_continues(toy: Path) -> None:
     """A full disk, a kill: here a file where the cache must be."""
     (toy / ".dvc" / "cache").write_text("in the way", encoding="utf-8")
-    code, said = repro(toy, "toy")
-    assert (code != 0, said) == (True, "trained")
+    code, printed = repro(toy, "toy")
+    assert (code != 0, printed) == (True, "trained")
     (toy / ".dvc" / "cache").unlink()
     assert repro(toy, "toy") == (0, "continued")
     assert repro(toy, "next") == (0, "trained")
@@ -106,7 +106,7 @@ def test_what_is_recorded_and_in_no_cache_continues(toy: Path) -> None:
     assert repro(toy, "toy") == (0, "continued")
 
 
-def test_by_hand_it_goes_at_once(toy: Path) -> None:
+def test_without_dvc_the_state_is_removed_at_once(toy: Path) -> None:
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     subprocess.run([sys.executable, "code.py", "toy"], cwd=toy, env=environment, check=True)
     assert states(toy) == []

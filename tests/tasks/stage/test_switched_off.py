@@ -60,6 +60,6 @@ def test_the_headers_are_those_of_the_tables_that_are_written_otherwise() -> Non
 
 
 @pytest.mark.parametrize("out", ["plots/toy.csv", "report/page.html", "metrics/other.json"])
-def test_an_out_that_nobody_knows_how_to_leave_empty_is_a_mistake(out: str, make_stage: MakeStage) -> None:
+def test_an_out_without_an_empty_form_is_refused(out: str, make_stage: MakeStage) -> None:
     with pytest.raises(ValueError, match=out):
         write_switched_off(make_stage("toy", None, [out]))

@@ -50,7 +50,7 @@ def git(root: Path, *words: str) -> str:
 
 @pytest.fixture
 def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A project whose tag `old` says gold 3, and whose files say 4."""
+    """A project with gold 3 at its tag `old`, and 4 in its files."""
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     monkeypatch.setenv("COLUMNS", "80")
     root = write(tmp_path / "project", 3.0)
@@ -65,8 +65,8 @@ def test_no_name_is_this_checkout(project: Path) -> None:
     content, text = compare(project, [], [])
     assert content["runs"][0]["models"]["policy"]["gold"] == 4.0
     assert content["parameters"] == {}
-    said = ".: this checkout; judged by gold rubric (simulated), 400 prompts, sampling seeds 1, 2 model"
-    assert " ".join(text.split()).startswith(said)
+    expected = ".: this checkout; judged by gold rubric (simulated), 400 prompts, sampling seeds 1, 2 model"
+    assert " ".join(text.split()).startswith(expected)
     rows = [line.split() for line in text.splitlines() if line.startswith(label("policy"))]
     assert rows[0][:6] == ["PPO", "policy", "4.00", "[3.90,", "4.10]", "*"]
 
@@ -111,7 +111,7 @@ def test_the_difference_of_two_runs_is_paired_by_prompt(project: Path, tmp_path:
     assert any("PPO policy" in line and "+0.50 [+0.50, +0.50]" in line for line in text.splitlines())
 
 
-def test_without_answers_one_line_says_why_there_is_no_difference(project: Path, tmp_path: Path) -> None:
+def test_without_answers_one_line_explains_why_there_is_no_difference(project: Path, tmp_path: Path) -> None:
     answers(project, {"sft": [0.0, 9.0]})
     content, text = compare(project, [".", str(write(tmp_path / "elsewhere", 5.0))], [])
     assert "data/evaluate/answers.jsonl is not there" in content["differences"][0]["missing"]
@@ -161,7 +161,7 @@ stages:
 
 
 def test_parameters_are_those_that_made_the_figures(project: Path) -> None:
-    """An edit of params.yaml that nothing has run with is said, and changes no comparison."""
+    """An edit of params.yaml after the run is reported, and changes no comparison."""
     (project / "dvc.lock").write_text(lock(seed=1), encoding="utf-8")
     content, text = compare(project, ["old", "."], [])
     assert content["parameters"] == {}
@@ -189,7 +189,7 @@ def test_parameters_are_not_known_where_a_stage_before_has_run_since(project: Pa
 
 
 @pytest.mark.parametrize("text", ["stages: [", "stages:\n  ppo:\n", "stages: [a]\n", "\0"])
-def test_a_broken_lock_is_said_with_its_place(project: Path, text: str) -> None:
+def test_a_broken_lock_is_refused_with_its_path(project: Path, text: str) -> None:
     (project / "dvc.lock").write_text(text, encoding="utf-8")
     with pytest.raises(UserError, match=r"/dvc\.lock: cannot be read"):
         find(project, ".")
@@ -205,7 +205,7 @@ def test_narrow_terminals_get_all_columns_in_bands(project: Path, monkeypatch: p
             assert (column.name in heads) == (column.key in ("gold", "win_rate", "kl"))
 
 
-def test_runs_under_other_circumstances_are_said_not_to_compare(project: Path, tmp_path: Path) -> None:
+def test_runs_with_other_judges_are_marked(project: Path, tmp_path: Path) -> None:
     assert "NOTE" not in compare(project, ["old", "."], [])[1]
     other = write(tmp_path / "elsewhere", 5.0)
     changed = evaluation(5.0) | {"win_rate_judge": "reward model"}
@@ -224,7 +224,7 @@ def test_runs_under_other_circumstances_are_said_not_to_compare(project: Path, t
         ("--all", "--all: no run"),
     ],
 )
-def test_what_is_no_run_is_said_with_what_was_tried(
+def test_what_is_not_a_run_is_refused_with_what_was_tried(
     project: Path, monkeypatch: pytest.MonkeyPatch, name: str, words: str
 ) -> None:
     monkeypatch.chdir(project)
@@ -241,18 +241,18 @@ def test_what_is_no_run_is_said_with_what_was_tried(
         ('{"models": {"policy": 3}}', "holds no `models` to compare"),
     ],
 )
-def test_figures_that_nobody_can_compare_are_said_with_their_file(project: Path, content: str, words: str) -> None:
+def test_figures_that_cannot_be_compared_are_refused_with_their_file(project: Path, content: str, words: str) -> None:
     (project / "metrics/evaluate.json").write_text(content, encoding="utf-8")
     with pytest.raises(UserError, match=rf"metrics/evaluate\.json: {words}"):
         find(project, ".")
 
 
-def test_unknown_models_are_said(project: Path) -> None:
+def test_unknown_models_are_refused(project: Path) -> None:
     with pytest.raises(UserError, match="no run has a model called dpo; there are sft, policy, best_of_4"):
         compare(project, [], ["policy", "dpo"])
 
 
-def test_a_revision_without_figures_is_said(project: Path) -> None:
+def test_a_revision_without_figures_is_refused(project: Path) -> None:
     git(project, "rm", "--quiet", "--cached", "metrics/evaluate.json")
     git(project, "commit", "--quiet", "-m", "none")
     with pytest.raises(UserError, match=r"HEAD: commit [0-9a-f]{8} has no metrics/evaluate.json"):
@@ -306,7 +306,7 @@ def test_runs_of_mlflow_by_id_beginning_and_name(project: Path, monkeypatch: pyt
         find(project, "pipeline cccccccc")
 
 
-def test_a_server_that_does_not_answer_is_said(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_that_does_not_answer_is_named(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://user:secret@127.0.0.1:9")
     with pytest.raises(UserError, match=r"MLflow at http://127.0.0.1:9 \(which does not answer") as error:
         find(project, "nothing")

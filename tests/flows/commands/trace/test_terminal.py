@@ -50,7 +50,7 @@ def project(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def trace(project: Path, monkeypatch: pytest.MonkeyPatch) -> Trace:
-    """trace("--json", prompt=…) -> what `leash trace` says."""
+    """trace("--json", prompt=…) -> what `leash trace` prints."""
     monkeypatch.chdir(project)
     return lambda *arguments, prompt=PROMPT: CliRunner().invoke(app, ["trace", prompt, *arguments])
 
@@ -68,7 +68,7 @@ def files(root: Path) -> dict[str, bytes]:
     return {str(path.relative_to(root)): path.read_bytes() for path in root.rglob("*") if path.is_file()}
 
 
-def test_the_table_says_what_the_json_says(trace: Trace) -> None:
+def test_the_table_has_what_the_json_has(trace: Trace) -> None:
     """And the page is the only file that changes."""
     before = files(Path())
     told = trace("--at", "sft")
@@ -123,7 +123,7 @@ def test_a_chosen_snapshot_says_where_it_stands(project: Path) -> None:
 
 
 def test_the_batch_is_the_steps_own_with_the_prompt_in_it(project: Path) -> None:
-    """A prompt that the step asks anyway stays where it is."""
+    """A prompt that the step has anyway keeps its place."""
     traced = trace_prompt(project, PROMPT, "sft")
     assert traced.trace.row == 0
     assert sum(len(minibatch.rows) for minibatch in traced.trace.step.minibatches) == 16 * 2

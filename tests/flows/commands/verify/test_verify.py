@@ -7,7 +7,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections import namedtuple
 from collections.abc import Callable
 from contextlib import suppress
@@ -22,6 +21,8 @@ from flows.commands.verify.verify import Report, _compare, render, verify
 from rlhf_core.errors import UserError
 from tasks.records.recorded import Record
 from tasks.stage.provenance import FILE, KEYS
+from tests.conftest import call
+from tests.faults.conftest import until
 
 if TYPE_CHECKING:
     from tests.conftest import Project
@@ -56,7 +57,7 @@ pathlib.Path(out).write_text(text)
 
 @pytest.fixture(scope="module")
 def finished_toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A project that has run and is committed: `two` reads what `one` makes; `three` stands alone, on raw data."""
+    """A project that has run and is committed: `two` reads what `one` makes; `three` reads raw data only."""
     root = tmp_path_factory.mktemp("toy")
     files = {"dvc.yaml": GRAPH, "worker.py": WORKER, "input.txt": "1\n", "params.yaml": "a: {b: 1}\nc: 1\n"}
     for name, text in (files | {"data/raw/set.txt": "raw\n", ".gitignore": "/work\n/log.txt\n"}).items():
@@ -76,15 +77,6 @@ def recorded(finished_toy: Path, tmp_path: Path) -> Path:
     root = Path(shutil.copytree(finished_toy, tmp_path / "toy", symlinks=True))
     (root / "log.txt").unlink()
     return root
-
-
-def call(root: Path, *command: str) -> str:
-    """A command that must end well; its output."""
-    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    environment = {**os.environ, "PATH": path}
-    done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
 
 
 def edit(root: Path, file: str, old: str, new: str) -> None:
@@ -141,7 +133,7 @@ def test_the_first_stage_that_differs_is_named_and_what_follows_from_it(recorded
     assert "2 of 3 outs; first in one (" in render(report).splitlines()[-1]
 
 
-def test_a_named_stage_takes_its_inputs_from_the_record_and_runs_alone(recorded: Path) -> None:
+def test_a_named_stage_reads_recorded_inputs_and_runs_alone(recorded: Path) -> None:
     edit(recorded, "worker.py", "with pathlib", NOISE)
     (recorded / "one.out").write_text("edited by hand", encoding="utf-8")  # the cache has what dvc.lock records
     report = rebuild(recorded, "two", keep=True)
@@ -179,7 +171,7 @@ def test_an_input_that_is_nowhere(recorded: Path) -> None:
         ("dvc.lock", "stages:", "stages: [", "dvc.lock"),
     ],
 )
-def test_a_stale_record_is_the_users_to_renew(recorded: Path, file: str, old: str, new: str, says: str) -> None:
+def test_a_stale_record_is_refused(recorded: Path, file: str, old: str, new: str, says: str) -> None:
     edit(recorded, file, old, new)
     with pytest.raises(UserError) as refusal:
         rebuild(recorded)
@@ -192,8 +184,8 @@ def test_what_no_stage_reads_may_change(recorded: Path) -> None:
     assert rebuild(recorded, "two").exit_code == 0
 
 
-def test_an_exempt_run_says_so(recorded: Path, tmp_path: Path) -> None:
-    """It may differ without anything being wrong; its model says why."""
+def test_an_exempt_run_is_reported(recorded: Path, tmp_path: Path) -> None:
+    """It may differ; the provenance of its model has the reason."""
     rebuilt = tmp_path / "clone"
     (rebuilt / ".dvc").mkdir(parents=True)
     (rebuilt / ".dvc" / "config").write_text("[core]\n    no_scm = true\n", encoding="utf-8")
@@ -206,7 +198,7 @@ def test_an_exempt_run_says_so(recorded: Path, tmp_path: Path) -> None:
     assert finding.words == "DIFFERS (the recorded run was exempt: the micro-batch was halved)"
 
 
-def test_a_rebuild_that_fails_is_no_agreement(recorded: Path) -> None:
+def test_a_rebuild_that_fails_is_reported(recorded: Path) -> None:
     edit(recorded, "worker.py", "with pathlib", "1 / (out != 'one.out')\nwith pathlib")
     report = rebuild(recorded, "one", "two")
     assert report.exit_code == 1
@@ -214,7 +206,7 @@ def test_a_rebuild_that_fails_is_no_agreement(recorded: Path) -> None:
     assert "ZeroDivisionError" in render(report).splitlines()[-1]
 
 
-def test_no_record_and_no_room(recorded: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_record_and_no_disk_space(recorded: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = namedtuple("usage", "total used free")
     with monkeypatch.context() as patch:
         patch.setattr("shutil.disk_usage", lambda path: usage(10**9, 10**9, 10**6))
@@ -225,7 +217,7 @@ def test_no_record_and_no_room(recorded: Path, monkeypatch: pytest.MonkeyPatch) 
         rebuild(recorded)
 
 
-def test_the_clones_own_code_runs_and_tells_nobody(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_clones_own_code_runs_and_sends_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PYTHONPATH", "/another/checkout")
     monkeypatch.setenv("GIT_DIR", "/another/.git")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:1")
@@ -256,11 +248,11 @@ def test_a_stopped_verification_leaves_nothing(
     end: Callable[["subprocess.Popen[str]"], None],
     code: int,
 ) -> None:
-    """Nothing runs on and no clone lies about; after SIGKILL, which nobody hears, `leash clean` finds the clone."""
+    """No process and no clone is left; after SIGKILL, which cannot be handled, `leash clean` finds the clone."""
     root = recorded
     edit(root, "worker.py", "with pathlib", "time.sleep(100 if pathlib.Path('log.txt').exists() else 0)\nwith pathlib")
     process = leash(root, "verify")
-    wait(lambda: any((root / "work").glob("verify-*/project/one.out")))
+    until(lambda: any((root / "work").glob("verify-*/project/one.out")))
     family = psutil.Process(process.pid).children(recursive=True)
     end(process)
     process.communicate(timeout=60) if end is not kill else process.wait(60)
@@ -282,13 +274,6 @@ def cli() -> list[str]:
     return [sys.executable, "-c", f"import sys; sys.path.insert(0, {project!r}); from flows.cli import main; main()"]
 
 
-def wait(condition: Callable[[], bool], seconds: float = 60.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "not within its time"
-        time.sleep(0.05)
-
-
 def test_a_clone_at_work_is_not_abandoned(recorded: Path) -> None:
     with clone.temporary_clone(recorded, keep=False):
         assert leftovers(recorded) != []
@@ -301,9 +286,9 @@ def test_what_the_command_prints(recorded: Path, leash: Callable[..., "subproces
     process = leash(recorded / "data", "verify", "one", "--json")
     output, errors = process.communicate(timeout=100)
     assert (process.returncode, errors) == (0, "")
-    said = json.loads(output)
-    assert said["same"] is True
-    assert [finding["verdict"] for finding in said["findings"]] == ["same"]
+    printed = json.loads(output)
+    assert printed["same"] is True
+    assert [finding["verdict"] for finding in printed["findings"]] == ["same"]
     edit(recorded, "input.txt", "1", "2")
     process = leash(recorded, "verify", "one")
     output, errors = process.communicate(timeout=100)
@@ -313,7 +298,7 @@ def test_what_the_command_prints(recorded: Path, leash: Callable[..., "subproces
 
 @pytest.mark.slow
 def test_a_stage_of_the_pipeline(finished: "Project") -> None:
-    """A wrong hash in dvc.lock is found, the right ones beside it are confirmed; MLflow hears nothing of it."""
+    """A wrong hash in dvc.lock is found, the right ones beside it are confirmed; nothing is sent to MLflow."""
     lock = finished.root / "dvc.lock"
     text = lock.read_text(encoding="utf-8")
     right = text[text.index("    - path: plots/sft.csv") :].split("md5: ")[1][:32]

@@ -3,8 +3,7 @@
 from collections.abc import Callable
 from pathlib import Path
 
-from flows.graph import read_graph
-from flows.lockfile import entries, restore_order
+from tasks.stage.dvc_adapter import recorded_order, restore_order
 
 LONG = "work " + " ".join(["a-command-line-that-yaml-must-fold"] * 5)
 STAGES = {"one": ("work", []), "two": (LONG, ["one"]), "three": ("work", ["one"]), "four": ("work", ["two", "three"])}
@@ -25,22 +24,18 @@ def test_order_and_bytes(toy: Callable[..., Path], serial: Callable[[Path], None
     root = toy(STAGES)
     serial(root)
     wanted = (root / "dvc.lock").read_bytes()
-    graph = read_graph(root)
-    assert restore_order(root, graph, ()) is False
-    shuffle(root, ["three", "one", "four", "two"])
-    assert entries(root) == ("three", "one", "four", "two")
-    assert restore_order(root, graph, ()) is True
+    restore_order(root, list(STAGES), ())
     assert (root / "dvc.lock").read_bytes() == wanted
-
-
-def test_entries_found_keep_their_place_as_with_dvc(toy: Callable[..., Path], serial: Callable[[Path], None]) -> None:
-    root = toy(STAGES)
-    serial(root)
+    shuffle(root, ["three", "one", "four", "two"])
+    assert recorded_order(root) == ("three", "one", "four", "two")
+    restore_order(root, list(STAGES), ())
+    assert (root / "dvc.lock").read_bytes() == wanted
     shuffle(root, ["two", "one", "four", "three"])
-    assert restore_order(root, read_graph(root), ("two", "one")) is True
-    assert entries(root) == ("two", "one", "three", "four")
+    restore_order(root, list(STAGES), ("two", "one"))
+    assert recorded_order(root) == ("two", "one", "three", "four"), "an existing entry keeps its place"
 
 
-def test_no_lock_file_is_no_trouble(toy: Callable[..., Path]) -> None:
+def test_without_a_lock_file_there_is_no_order(toy: Callable[..., Path]) -> None:
     root = toy(STAGES)
-    assert restore_order(root, read_graph(root), ()) is False
+    restore_order(root, list(STAGES), ())
+    assert recorded_order(root) == ()

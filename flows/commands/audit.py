@@ -1,13 +1,38 @@
-"""Formats the findings of an audit as tables and sentences."""
+"""`leash audit`: measures the `ppo` block of a parameter file on problems whose optimum is known."""
 
-from collections.abc import Iterator, Mapping
+import sys
+import time
+from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
-from flows.terminal import table
+from flows.text import table
+from rlhf_core.inspect.audit.problems import Problem
+from rlhf_core.inspect.audit.run import audit
+from tasks.params.all import Params
+from tasks.params.loader import PARAMS_FILE, parse, read_yaml
+
+PROGRESS_SECONDS = 3.0
+
+
+def audit_file(path: Path = PARAMS_FILE) -> dict[str, Any]:
+    """The audit of the file's block `ppo` and seed; progress goes to stderr. Raises UserError for a file that is no
+    valid parameter file."""
+    params = parse(Params, read_yaml(path), file=path)
+    printed = 0.0
+
+    def show(problem: Problem, step: int, steps: int) -> None:
+        nonlocal printed
+        now = time.monotonic()
+        if now - printed >= PROGRESS_SECONDS or step == steps:
+            printed = now
+            print(f"audit {problem.name} step {step}/{steps}", file=sys.stderr, flush=True)
+
+    return audit(params.ppo, params.seed, show)
 
 
 def render(found: Mapping[str, Any]) -> str:
-    """The findings for a person."""
+    """The findings as tables and sentences."""
     parts = [
         f"total variation to π* = π_ref·exp(R/β)/Z (worst of the problems): {found['total_variation']:.4f}",
         f"bias of the gradient (worst, relative L2): {found['gradient_bias']:.2g}",
@@ -89,12 +114,8 @@ def _refused(refused: list[Mapping[str, Any]]) -> str:
                 kl,
             )
         )
-    return f"{table(rows)}\n{_lines('why:', _reasons(refused))}"
-
-
-def _reasons(refused: list[Mapping[str, Any]]) -> Iterator[str]:
-    for one in refused:
-        yield f"{_combination(one['combination'])}: {one['reason']}"
+    reasons = (f"{_combination(one['combination'])}: {one['reason']}" for one in refused)
+    return f"{table(rows)}\n{_lines('why:', reasons)}"
 
 
 def _combination(combination: Mapping[str, Any]) -> str:
@@ -105,6 +126,6 @@ def _number(value: float | None, form: str) -> str:
     return "-" if value is None else format(value, form)
 
 
-def _lines(title: str, lines: Any) -> str:
+def _lines(title: str, lines: Iterable[str]) -> str:
     shown = [f"  {line}" for line in lines]
     return "\n".join([title, *shown]) if shown else ""
