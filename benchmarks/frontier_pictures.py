@@ -1,5 +1,5 @@
 """The pictures of the frontier: both scores over √KL, and the gold score over what training has cost. Which numbers are
-drawn stands in frontier_points.py; size and style are those of the report page.
+drawn is computed in frontier_points.py; size and style are those of the report page.
 """
 
 import math

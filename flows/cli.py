@@ -275,10 +275,10 @@ def verify(
     install_signal_handlers()
     from flows.commands.verify.verify import render
     from flows.commands.verify.verify import verify as rebuild
-    from flows.terminal import say, screen
+    from flows.terminal import print_line, screen
 
     with nullcontext() if as_json else screen():
-        report = rebuild(root, stages or [], keep, say)
+        report = rebuild(root, stages or [], keep, print_line)
     print(json.dumps(report.as_dict(), ensure_ascii=False) if as_json else "\n" + render(report), flush=True)
     _exit(report.exit_code)
 

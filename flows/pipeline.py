@@ -152,6 +152,6 @@ def _printer() -> Print:
     def send(stage: str, line: str) -> None:
         if terminal.is_shown(line):
             logger.info(f"{stage}: {line}" if stage and not line.startswith("[") else line)
-            terminal.say(stage, line)
+            terminal.print_line(stage, line)
 
     return send

@@ -37,7 +37,7 @@ def run(root: Path, stages: list[str] | None, force: bool, jobs: int = 1, **opti
             _require_one_process_each(graph.stages, root / PARAMS_FILE)
         with terminal.screen(graph.stages):
             plan = {stage: ["--force"] for stage in graph.stages} if force else project.plan(graph)
-            terminal.say("", first_line(graph, plan))
+            terminal.print_line("", first_line(graph, plan))
             if plan or project.changed_sources(graph):
                 _connect(root)
                 failure = _run_flow(stages=stages, force=force, root=str(root), jobs=jobs, **options)
@@ -92,7 +92,7 @@ def _connect(root: Path) -> None:
     if url is not None:
         server.use(url)
         return
-    terminal.say("", "starting a Prefect server for this run (`leash up` keeps one running and saves this time)")
+    terminal.print_line("", "starting a Prefect server for this run (`leash up` keeps one running and saves this time)")
     url = server.start_temporary(root)
     server.use(url)
     import flows.pipeline  # noqa: F401 - takes seconds, while the server starts

@@ -146,7 +146,7 @@ def refresh_sources(root: Path, sources: tuple[str, ...], on_line: OnLine) -> No
     status, transcript, _ = _repro(root, list(sources), None, on_line)
     if status != 0:
         reason = (transcript.error or transcript.last).replace(f"{root}{os.sep}", "")
-        raise StageUserError(f"{reason}; bring it back with `dvc checkout` or `leash import`")
+        raise StageUserError(f"{reason}; restore it with `dvc checkout` or `leash import`")
 
 
 def _repro(

@@ -52,8 +52,8 @@ _screen = _Screen()
 
 @contextmanager
 def screen(stages: Sequence[str] = ()) -> Iterator[None]:
-    """Within the block, `say` prints to stdout; `stages` are those of the run, in their order. On a terminal they have
-    live lines."""
+    """Within the block, `print_line` prints to stdout; `stages` are those of the run, in their order. On a terminal
+    they have live lines."""
     global _screen
     places = {stage: f"{place}/{len(stages)} " for place, stage in enumerate(stages, start=1)}
     _screen = _Screen(open=True, places=places)
@@ -69,7 +69,7 @@ def screen(stages: Sequence[str] = ()) -> Iterator[None]:
         _screen.open, _screen.live = False, None
 
 
-def say(stage: str, line: str) -> None:
+def print_line(stage: str, line: str) -> None:
     """Print one line of a stage, or of the run. On a terminal a progress line replaces the one before."""
     if not _screen.open or not is_shown(line):
         return

@@ -70,7 +70,7 @@ def _scratch(
     texts = [text for prompt, answer in documents for text in [*(m["content"] for m in prompt), answer]]
     tokenizer = train_bpe(texts, scratch.vocabulary, stage.params.pad_token, stage.params.eos_token, scratch.context)
     model = build_llama(scratch, tokenizer, stage.seed)
-    stage.say(f"{sum(p.numel() for p in model.parameters()):,} parameters, vocabulary {len(tokenizer):,}, from scratch")
+    stage.log(f"{sum(p.numel() for p in model.parameters()):,} parameters, vocabulary {len(tokenizer):,}, from scratch")
     return model, tokenizer
 
 
@@ -86,7 +86,7 @@ def _pretrained(stage: Stage[BaseParams]) -> tuple[PreTrainedModel, PreTrainedTo
         raise UserError(f"base.pretrained.model: cannot load {settings.model}: {reason}") from None
     tokenizer, repairs = complete(tokenizer, stage.params.pad_token)
     for repair in repairs:
-        stage.say(f"tokenizer repaired: {repair}")
+        stage.log(f"tokenizer repaired: {repair}")
     if len(tokenizer) > model.get_input_embeddings().num_embeddings:
         model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
     model.config.pad_token_id = tokenizer.pad_token_id

@@ -21,7 +21,7 @@ CONSTANT = "data/check_data.ok"
 
 def execute(stage: Stage[Block]) -> None:
     """Raise UserError for raw data that `ingest` or a later stage would refuse."""
-    prepared = prepare(cheapest(stage.block("ingest", IngestParams)), RAW, stage.state_dir / "datasets", stage.say)
+    prepared = prepare(cheapest(stage.block("ingest", IngestParams)), RAW, stage.state_dir / "datasets", stage.log)
     require_pairs(prepared, stage.block("preferences", PreferencesParams).source)
     prompts = stage.block("evaluate", EvaluateParams).prompts
     if prompts != HELDOUT:
@@ -46,7 +46,7 @@ def require_pairs(prepared: Prepared, source: str) -> None:
     for split in ("train", "validation"):
         if split not in found:
             raise UserError(
-                f"preferences.source is {source}, but the data bring no pairs for the reward model ({split} split): "
+                f"preferences.source is {source}, but the data have no pairs for the reward model ({split} split): "
                 "add rows with prompt, chosen and rejected, or raise ingest.split.preferences"
             )
 

@@ -16,7 +16,7 @@ from tasks.stage.stage import Stage
 
 def execute(stage: Stage[IngestParams]) -> None:
     """Make data/ingest/*.jsonl and metrics/ingest.json. Raises UserError for data that cannot be used."""
-    prepared = prepare(stage.params, RAW, stage.state_dir / "datasets", stage.say)
+    prepared = prepare(stage.params, RAW, stage.state_dir / "datasets", stage.log)
     divided = divide(prepared.kept, prepared.assignment, stage.params.seed)
     sizes: Counter[str] = Counter()
     for name, rows in assemble(divided).items():
@@ -25,11 +25,11 @@ def execute(stage: Stage[IngestParams]) -> None:
     stage.outputs.write_jsonl("data/ingest/dropped.jsonl", dropped)
     table = use_table(prepared, divided)
     stage.write_metrics({"source": stage.params.source, **counts(prepared), **sizes, "rows_by_use": table})
-    stage.say(", ".join(f"{size} {name}" for name, size in sizes.items()))
+    stage.log(", ".join(f"{size} {name}" for name, size in sizes.items()))
     for line in render(table).splitlines():
-        stage.say(line)
+        stage.log(line)
     if prepared.dropped:
-        stage.say(f"left out {cleaning.summary(prepared.dropped)}; all rows: data/ingest/dropped.jsonl")
+        stage.log(f"left out {cleaning.summary(prepared.dropped)}; all rows: data/ingest/dropped.jsonl")
 
 
 def counted(rows: Iterable[Row], name: str, sizes: Counter[str]) -> Iterator[Row]:

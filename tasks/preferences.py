@@ -1,4 +1,4 @@
-"""Stage `preferences`: samples from the SFT model, judged into pairs, and the pairs that the data bring."""
+"""Stage `preferences`: samples from the SFT model, judged into pairs, and the pairs of the data."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -19,7 +19,7 @@ from tasks.stage.trust import trusts
 PROMPTS = "data/ingest/preference_prompts.jsonl"
 PAIRS = "data/ingest/pairs.jsonl"
 SCORED = 512
-"""Prompts that are answered, once each, where the data bring the pairs: the answers only measure the mean and the
+"""Prompts that are answered, once each, where the data have the pairs: the answers only measure the mean and the
 standard deviation of the reward model's scores. The standard error of the mean is 1/√512, 4% of that deviation."""
 
 Job = tuple[Row, list[int], int, int]
@@ -152,7 +152,7 @@ def _pair(chosen: Row, rejected: Row) -> Row:
 
 
 def dataset_pairs(stage: Stage[PreferencesParams]) -> list[Row]:
-    """The pairs that the data bring."""
+    """The pairs of the data."""
     return [
         {
             **{name: row[name] for name in ("prompt_id", "prompt", "chosen", "rejected")},

@@ -30,7 +30,7 @@ stage = words[words.index("-m") + 1] if "-m" in words[:-1] else ""
 if stage.startswith("tasks.") and stage.count(".") == 1:
     opened = set()
 
-    def hear(event, details):
+    def on_event(event, details):
         if event == "open" and isinstance(details[0], (str, bytes)):
             path = os.path.abspath(os.fsdecode(details[0]))
             if not details[2] & (os.O_WRONLY | os.O_RDWR) and os.path.isfile(path):
@@ -42,7 +42,7 @@ if stage.startswith("tasks.") and stage.count(".") == 1:
         with open(path, "w") as file:
             json.dump(content, file)
 
-    sys.addaudithook(hear)
+    sys.addaudithook(on_event)
     atexit.register(write)
 """
 """A sitecustomize.py: notes which modules a stage has loaded and which files it opened for reading."""

@@ -14,7 +14,7 @@ OUTS = ("metrics/ppo.json", "plots/ppo.csv", "data/ppo/samples.jsonl", "models/s
 
 
 @pytest.fixture
-def sick(finished: "Project") -> "Project":
+def failing(finished: "Project") -> "Project":
     """The tiny run with a learning rate a thousand times too high for its PPO."""
     finished.set("ppo.learning_rate", 0.1)
     return finished
@@ -35,17 +35,17 @@ def test_the_healthy_tiny_run_has_none(finished: "Project") -> None:
 
 
 @pytest.mark.slow
-def test_warn_tells_log_metrics_samples_and_mlflow(sick: "Project") -> None:
-    done = sick.stage("ppo")
+def test_warn_tells_log_metrics_samples_and_mlflow(failing: "Project") -> None:
+    done = failing.stage("ppo")
     assert done.returncode == 0, done.stderr
-    (alert,) = alerts(sick)
+    (alert,) = alerts(failing)
     assert alert["name"] == "kl_spike"
     assert f"ALERT kl_spike at step {alert['step']}: {alert['message']}. What helps: {alert['remedy']}" in done.stdout
-    moment = [row for row in sick.rows("data/ppo/samples.jsonl") if "kl_spike" in row["reason"].split(", ")]
+    moment = [row for row in failing.rows("data/ppo/samples.jsonl") if "kl_spike" in row["reason"].split(", ")]
     assert len(moment) == 20
     assert {row["step"] for row in moment} == {alert["step"]}
-    address = f"sqlite:///{sick.root / 'mlflow.db'}"
-    drain(sick.root, uri=address)
+    address = f"sqlite:///{failing.root / 'mlflow.db'}"
+    drain(failing.root, uri=address)
     client = MlflowClient(address)
     (experiment,) = [found for found in client.search_experiments() if found.name == "leash"]
     tagged = [run for run in client.search_runs([experiment.experiment_id]) if "leash.alert.kl_spike" in run.data.tags]
@@ -56,27 +56,27 @@ def test_warn_tells_log_metrics_samples_and_mlflow(sick: "Project") -> None:
 
 
 @pytest.mark.slow
-def test_stop_ends_the_stage_and_warn_goes_on_from_there(sick: "Project") -> None:
+def test_stop_ends_the_stage_and_warn_goes_on_from_there(failing: "Project") -> None:
     """Exit 2, one line with alert, remedy and where to look; again the same; in the end what an undisturbed run
     makes, byte for byte."""
-    sick.set("runtime.on_alert", "stop")
-    stopped = sick.stage("ppo")
+    failing.set("runtime.on_alert", "stop")
+    stopped = failing.stage("ppo")
     assert stopped.returncode == 2, stopped.stdout + stopped.stderr
     (line,) = [line for line in stopped.stderr.splitlines() if line.startswith("ppo: ")]
     assert line.startswith("ppo: stopped by kl_spike at step ")
     assert "drop learning_rate by an order of magnitude" in line
-    (folder,) = (sick.root / "work" / "ppo").glob("*/stopped")
-    assert str(folder.relative_to(sick.root)) in line
-    place = folder.relative_to(sick.root).as_posix()
-    (alert,) = sick.rows(f"{place}/alerts.jsonl")
-    assert len(sick.rows(f"{place}/history.jsonl")) == alert["step"]
-    assert sum("kl_spike" in row["reason"] for row in sick.rows(f"{place}/samples.jsonl")) == 20
-    assert sick.stage("ppo").returncode == 2
+    (folder,) = (failing.root / "work" / "ppo").glob("*/stopped")
+    assert str(folder.relative_to(failing.root)) in line
+    place = folder.relative_to(failing.root).as_posix()
+    (alert,) = failing.rows(f"{place}/alerts.jsonl")
+    assert len(failing.rows(f"{place}/history.jsonl")) == alert["step"]
+    assert sum("kl_spike" in row["reason"] for row in failing.rows(f"{place}/samples.jsonl")) == 20
+    assert failing.stage("ppo").returncode == 2
 
-    sick.set("runtime.on_alert", "warn")
-    resumed = sick.stage("ppo")
+    failing.set("runtime.on_alert", "warn")
+    resumed = failing.stage("ppo")
     assert resumed.returncode == 0, resumed.stderr
     assert f"continues after step {alert['step']}" in resumed.stdout
-    interrupted = outs(sick)
-    assert sick.stage("ppo").returncode == 0
-    assert outs(sick) == interrupted
+    interrupted = outs(failing)
+    assert failing.stage("ppo").returncode == 0
+    assert outs(failing) == interrupted

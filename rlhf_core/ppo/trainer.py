@@ -27,7 +27,7 @@ from rlhf_core.ppo.rollout import Credit, Rollout, Scores, to_rows
 from rlhf_core.ppo.scoring import RewardSource, Scoring
 from rlhf_core.ppo.statistics import UpdateStatistics
 from rlhf_core.ppo.update import Updater
-from rlhf_core.training.memory import Halving, Say
+from rlhf_core.training.memory import Halving, Log
 
 Row = dict[str, float | None]
 
@@ -71,7 +71,7 @@ class PPOTrainer:
         """Samples the responses; can be replaced before the first step."""
         self.prompts = list(prompts)
         self.prompt_ids = [encode_prompt(tokenizer, prompt) for prompt in prompts]
-        self.exempt: Say = print
+        self.exempt: Log = print
         """Called with the reason why the run is exempt from byte identity; set before `load_state_dict`."""
         self.halvings = {phase: Halving(phase, keys, lambda text: self.exempt(text)) for phase, keys in KEYS.items()}
         self.scoring = Scoring(config.score, source, self.halvings["scoring"], config.micro_batch_size)

@@ -13,7 +13,7 @@ SEAL = "seal.json"
 KEPT = 2
 PREFIX = "checkpoint-"
 
-Say = Callable[[str], None]
+Log = Callable[[str], None]
 
 
 def seal(folder: Path) -> None:
@@ -45,10 +45,10 @@ def _checksums(folder: Path) -> dict[str, str]:
 
 
 class Checkpoints:
-    """The checkpoints in one folder. `say` is called with a message for each damaged one."""
+    """The checkpoints in one folder. `log` is called with a message for each damaged one."""
 
-    def __init__(self, folder: Path, say: Say = print) -> None:
-        self.folder, self._say = folder, say
+    def __init__(self, folder: Path, log: Log = print) -> None:
+        self.folder, self._log = folder, log
 
     @contextmanager
     def write(self, step: int) -> Iterator[Path]:
@@ -71,7 +71,7 @@ class Checkpoints:
             problem = damage(folder)
             if problem is None:
                 return folder
-            self._say(f"{folder.name} {problem} and is not used")
+            self._log(f"{folder.name} {problem} and is not used")
             files.remove(folder)
         return None
 

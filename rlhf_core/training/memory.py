@@ -13,7 +13,7 @@ from rlhf_core import files
 from rlhf_core.errors import UserError, is_out_of_memory
 
 Result = TypeVar("Result")
-Say = Callable[[str], None]
+Log = Callable[[str], None]
 Gather = Callable[[list[int]], list[int]]
 """Concatenates the lists of all processes."""
 
@@ -62,7 +62,7 @@ class Halving:
 
     phase: str
     keys: str
-    warn: Say
+    warn: Log
     marker: Path | None = None
     done: bool = field(default=False, init=False)
 

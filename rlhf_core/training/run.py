@@ -15,7 +15,7 @@ from transformers.trainer_callback import PrinterCallback
 from rlhf_core import files
 from rlhf_core.errors import NonFiniteError
 from rlhf_core.finite import at_step, require_finite
-from rlhf_core.training.checkpoints import PREFIX, Checkpoints, Say, seal
+from rlhf_core.training.checkpoints import PREFIX, Checkpoints, Log, seal
 
 Report = Callable[[int, int, dict[str, float]], None]
 """Called after each step with (steps done, steps in all, values)."""
@@ -24,21 +24,21 @@ Report = Callable[[int, int, dict[str, float]], None]
 class Stopping(Protocol):
     """Whether this process was requested to stop."""
 
-    def patient(self) -> AbstractContextManager[None]:
-        """In this context a request to stop changes only `is_asked`."""
+    def deferred(self) -> AbstractContextManager[None]:
+        """In this context a request to stop changes only `is_requested`."""
 
-    def is_asked(self) -> bool:
+    def is_requested(self) -> bool:
         """True after a request to stop."""
 
 
 class NeverStops:
     """For a run that a signal ends at any point."""
 
-    def patient(self) -> AbstractContextManager[None]:
+    def deferred(self) -> AbstractContextManager[None]:
         """Changes nothing."""
         return nullcontext()
 
-    def is_asked(self) -> bool:
+    def is_requested(self) -> bool:
         """Never."""
         return False
 
@@ -54,8 +54,8 @@ class Run:
     checkpoint_every: int = 100
     stopping: Stopping = NeverStops()  # noqa: RUF009 - it has no state
     """Read after each step; after a request to stop, a checkpoint is written and KeyboardInterrupt raised."""
-    say: Say = print
-    exempt: Say = print
+    log: Log = print
+    exempt: Log = print
     """Called with the reason why the run is exempt from byte identity."""
 
 
@@ -112,15 +112,15 @@ def train(trainer: Trainer, run: Run, keep: Sequence[Path] = ()) -> list[dict[st
     trainer.remove_callback(PrinterCallback)
     trainer.add_callback(ReportProgress(run.report))
     trainer.add_callback(SealCheckpoints(run, keep))
-    last = Checkpoints(run.state_dir / "trainer", run.say).newest()
+    last = Checkpoints(run.state_dir / "trainer", run.log).newest()
     _restore(keep, last)
     if last is not None:
-        run.say(f"continues after step {last.name.removeprefix(PREFIX)}")
+        run.log(f"continues after step {last.name.removeprefix(PREFIX)}")
     if last is not None and _ended(state := TrainerState.load_from_json(str(last / TRAINER_STATE_NAME))):
         trainer._load_from_checkpoint(str(last))  # Trainer.train would take one more step first
         trainer.state = state
     else:
-        with run.stopping.patient():
+        with run.stopping.deferred():
             trainer.train(resume_from_checkpoint=None if last is None else str(last))
     return list(trainer.state.log_history)
 
@@ -160,7 +160,7 @@ class SealCheckpoints(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Request a checkpoint when the run is to stop."""
-        if self.run.stopping.is_asked():
+        if self.run.stopping.is_requested():
             control.should_save = True
 
     def on_save(self, args: Any, state: Any, control: Any, model: Any, optimizer: Any, **kwargs: Any) -> None:
@@ -179,5 +179,5 @@ class SealCheckpoints(TrainerCallback):
                 shutil.copyfile(path, folder / path.name)
         seal(folder)
         Checkpoints(folder.parent).prune()
-        if self.run.stopping.is_asked():
+        if self.run.stopping.is_requested():
             raise KeyboardInterrupt

@@ -202,7 +202,7 @@ class Evaluator:
 
         order = sorted(jobs, key=lambda job: (len(prompt_ids[job[1]]), job[1]))
         batches = [order[start : start + self.batch_size] for start in range(0, len(order), self.batch_size)]
-        found = self.stage.resumed(f"answers-{candidate.name}", batches, work, unit="answer", whose=candidate.name)
+        found = self.stage.resumed(f"answers-{candidate.name}", batches, work, unit=f"{candidate.name} answer")
         drawn = dict(zip(order, found, strict=True))
         return [drawn[job] for job in jobs]
 

@@ -38,7 +38,7 @@ def evaluation_prompts(stage: Stage[Any], params: EvaluateParams) -> list[Row]:
     rows = read_prompts(stage.root / RAW, params.prompts)
     refuse_training_prompts(params.prompts, rows, {path: stage.read(path) for path in TRAINING})
     if len(rows) > params.max_prompts:
-        stage.say(f"evaluate.prompts: the first {params.max_prompts} of {len(rows)} prompts (evaluate.max_prompts)")
+        stage.log(f"evaluate.prompts: the first {params.max_prompts} of {len(rows)} prompts (evaluate.max_prompts)")
     return rows[: params.max_prompts]
 
 
@@ -54,7 +54,7 @@ def read_prompts(raw: Path, name: str) -> list[Row]:
     if path.suffix.lower() != ".jsonl":
         raise UserError(f'evaluate.prompts: {shown} is no *.jsonl file; each line must be one {{"prompt": …}}')
     if not path.exists():
-        raise UserError(f"evaluate.prompts: {shown} not found; bring it in with `leash import PATH`")
+        raise UserError(f"evaluate.prompts: {shown} not found; import it with `leash import PATH`")
     kept, dropped = cleaning.clean(list(normalise(iter_jsonl(path), shown, heldout=True)), LONGEST)
     bad = [row for row in dropped if row.reason != "duplicate"]
     if bad:

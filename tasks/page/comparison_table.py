@@ -53,7 +53,7 @@ COLUMNS = (
     Column("distinct_2", "Distinct-2", "share of word pairs", digits=3, better="higher"),
     Column("overlap", "Overlap", "of a prompt’s answers", digits=3, better="lower"),
     Column("samples_generated", "Samples generated", "to train it", "count"),
-    Column("samples_per_answer", "Samples per answer", "when it is asked", "count"),
+    Column("samples_per_answer", "Samples per answer", "at inference", "count"),
     Column("tokens_trained", "Tokens trained", "of responses", "count"),
     Column("alignment_tax", "Alignment tax", "nats per token", digits=3, interval="alignment_tax_ci95"),
 )  # fmt: skip

@@ -56,12 +56,12 @@ class _Params(Block):
     def _fits_together(self) -> "_Params":
         if self.preferences.source in {"judge", "both"} and self.ingest.source != "demo":
             raise ValueError(
-                f"preferences.source is {self.preferences.source}, but only the demo data bring a judge; "
+                f"preferences.source is {self.preferences.source}, but only the demo data have a judge; "
                 "use source: dataset"
             )
         if self.preferences.source in {"dataset", "both"} and self.ingest.source == "demo":
             raise ValueError(
-                f"preferences.source is {self.preferences.source}, but the demo data bring no pairs; use source: judge"
+                f"preferences.source is {self.preferences.source}, but the demo data have no pairs; use source: judge"
             )
         self._check_judge()
         self._check_world()
@@ -86,7 +86,7 @@ class _Params(Block):
     def _check_judge(self) -> None:
         if self.select.rule == "best_judge" and self.judge.kind == "data" and self.ingest.source != "demo":
             raise ValueError(
-                "select.rule is best_judge, but only the demo data bring a judge; name a judge model in `judge`, or "
+                "select.rule is best_judge, but only the demo data have a judge; name a judge model in `judge`, or "
                 "use best_proxy"
             )
 

@@ -14,7 +14,7 @@ class Interrupts:
 
     def __init__(self) -> None:
         self.stopping = False
-        self._patient = False
+        self._deferred = False
 
     def install(self) -> None:
         """Handle the signals from now on, except those that were ignored when this process started."""
@@ -23,13 +23,13 @@ class Interrupts:
                 signal.signal(number, self._handle)
 
     @contextmanager
-    def patient(self) -> Iterator[None]:
+    def deferred(self) -> Iterator[None]:
         """Within this block the first signal only sets `stopping`; the loop inside saves, and calls `leave`."""
-        self._patient = True
+        self._deferred = True
         try:
             yield
         finally:
-            self._patient = False
+            self._deferred = False
         self.leave()
 
     def leave(self) -> None:
@@ -37,12 +37,12 @@ class Interrupts:
         if self.stopping:
             raise KeyboardInterrupt
 
-    def is_asked(self) -> bool:
+    def is_requested(self) -> bool:
         """Whether a signal has come."""
         return self.stopping
 
     def _handle(self, *_: object) -> None:
-        if self.stopping or not self._patient:
+        if self.stopping or not self._deferred:
             self.stopping = True
             raise KeyboardInterrupt
         self.stopping = True

@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_core import files
-from rlhf_core.training.checkpoints import Say
+from rlhf_core.training.checkpoints import Log
 
 
 class Journal:
     """The pieces of one loop, in order, as JSON values."""
 
-    def __init__(self, path: Path, say: Say) -> None:
+    def __init__(self, path: Path, log: Log) -> None:
         self.path = path
         self.pieces: list[Any] = []
         content = path.read_bytes() if path.exists() else b""
@@ -25,7 +25,7 @@ class Journal:
             self.pieces.append(json.loads(line[65:]))
             end += len(line)
         if end < len(content):
-            say(f"{path.name} is damaged after piece {len(self.pieces)}; what comes later is done again")
+            log(f"{path.name} is damaged after piece {len(self.pieces)}; what comes later is done again")
             os.truncate(path, end)
 
     def append(self, piece: Any) -> None:

@@ -47,7 +47,7 @@ def fitting(
         number, tokens = long[0]
         extra = f" and {reserve} new ones" if reserve else ""
         more = f" (first of {len(long)} such rows of {len(rows)})" if len(long) > 1 else ""
-        print_problems((f"{path}, row {n}: {t} tokens{extra}" for n, t in long), len(long), stage.say)
+        print_problems((f"{path}, row {n}: {t} tokens{extra}" for n, t in long), len(long), stage.log)
         raise UserError(
             f"{path}, row {number}: {tokens} tokens{extra} are longer than the {limit} that fit{more}; "
             "shorten the row, enlarge the context or the limit, or set long_rows: drop"
@@ -55,7 +55,7 @@ def fitting(
     if rows and not kept:
         raise UserError(f"{path}: none of its {len(rows)} rows fits into {limit} tokens; enlarge the context")
     if long:
-        stage.say(f"{path}: {len(long)} of {len(rows)} rows are too long and were dropped")
+        stage.log(f"{path}: {len(long)} of {len(rows)} rows are too long and were dropped")
     return kept, len(long)
 
 

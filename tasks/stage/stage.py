@@ -109,7 +109,7 @@ class Stage(Generic[Model]):
         if why in self.exemptions:
             return
         self.exemptions.append(why)
-        self.say(f"WARNING {why}")
+        self.log(f"WARNING {why}")
         if self.tracker:
             self.tracker.tags({"leash.exempt": "; ".join(self.exemptions)})
 
@@ -120,17 +120,15 @@ class Stage(Generic[Model]):
         work: Callable[[Sequence[Item]], list[Any]],
         show: Callable[[list[Any]], dict[str, float | None]] = lambda _: {},
         unit: str = "sample",
-        whose: str = "",
     ) -> list[Any]:
         """The results of `work` for all batches, one JSON value an item, in order. Batches that an earlier process
-        finished are read from its journal in the state folder. `show` gives the metrics in the progress line, `whose`
-        the name before the unit."""
-        journal = Journal(self.state_dir / f"{name}.journal", self.say)
+        finished are read from its journal in the state folder. `show` gives the metrics in the progress line."""
+        journal = Journal(self.state_dir / f"{name}.journal", self.log)
         done = [value for piece in journal.pieces for value in piece]
         if done:
-            self.say(f"{name}: continues after {unit} {len(done)}")
-        progress = self.progress(sum(map(len, batches)), f"{whose} {unit}".strip())
-        with self.interrupts.patient():
+            self.log(f"{name}: continues after {unit} {len(done)}")
+        progress = self.progress(sum(map(len, batches)), unit)
+        with self.interrupts.deferred():
             for batch in batches[len(journal.pieces) :]:
                 journal.append(work(batch))
                 done += journal.pieces[-1]
@@ -138,7 +136,7 @@ class Stage(Generic[Model]):
                 self.interrupts.leave()
         return done
 
-    def say(self, text: str) -> None:
+    def log(self, text: str) -> None:
         """Print one line."""
         print(f"{self.label} {text}", flush=True)
 

@@ -31,4 +31,4 @@ def write_switched_off(stage: Stage[Any], columns: Mapping[str, Sequence[str]] |
             (stage.out(out) / NOTE).write_text(f"There is no model here: {message}.\n", encoding="utf-8")
         else:
             raise ValueError(f"{out}: no rule for what it holds where {stage.name} is switched off")
-    stage.say(message)
+    stage.log(message)

@@ -35,7 +35,7 @@ for _name in ("urllib3.connectionpool", "alembic"):
     logging.getLogger(_name).setLevel(logging.ERROR)
 
 
-class Shipper:
+class MlflowWriter:
     """Sends a repository's events to one MLflow address. Not thread-safe."""
 
     def __init__(self, root: Path, uri: str, warn: Callable[[str], None]) -> None:
@@ -47,7 +47,7 @@ class Shipper:
         self._client: Any = None
         self._experiment = ""
 
-    def ship(self, events: list[Event], state: State, folder: Path) -> None:
+    def write(self, events: list[Event], state: State, folder: Path) -> None:
         """Send `events` in order and save `state` in `folder` after each batch. Raises Unreachable."""
         for kind, group in groupby(events, key=lambda event: event.kind):
             batch = list(group)

@@ -23,14 +23,14 @@ from rlhf_core.locks import FileLock
 from tasks.tracking import outbox, settings
 
 if TYPE_CHECKING:
-    from tasks.tracking.runs import Shipper
+    from tasks.tracking.runs import MlflowWriter
 
-GATHER_SECONDS = 1.0  # metrics of this time are sent together
+GATHER_SECONDS = 5.0  # metrics of this time are sent together
 LONGEST_PAUSE_SECONDS = 30.0
 ATTEMPTS_AT_THE_END = 2
 SECONDS_AT_THE_END = 5.0  # a sender ends at most this long after its stage
 SECONDS_FOR_THE_REST = 30.0
-NICENESS = 5
+NICENESS = 19  # a training on all cores stops when one of them is busy
 Warn = Callable[[str], None]
 
 
@@ -73,11 +73,11 @@ def drain(root: Path, timeout: float = 60.0, uri: str | None = None, warn: Warn 
     reason: str | None = None
     if not outbox.pending(root):
         return Drained(0, 0, None)
-    shipper = _shipper(root, uri or settings.tracking_uri(root), warn or warn_once())
+    writer = _writer(root, uri or settings.tracking_uri(root), warn or warn_once())
     while True:
         try:
             for folder in outbox.pending(root):
-                sent += deliver(root, folder, shipper, lambda: time.monotonic() > deadline)
+                sent += deliver(root, folder, writer, lambda: time.monotonic() > deadline)
             failures, reason = 0, None
         except outbox.Unreachable as error:
             failures, reason = failures + 1, str(error)
@@ -87,7 +87,7 @@ def drain(root: Path, timeout: float = 60.0, uri: str | None = None, warn: Warn 
         time.sleep(0.2)
 
 
-def deliver(root: Path, folder: Path, shipper: Shipper, stop: Callable[[], bool]) -> bool:
+def deliver(root: Path, folder: Path, writer: MlflowWriter, stop: Callable[[], bool]) -> bool:
     """Send one outbox; True when all of it has arrived and it is deleted.
 
     False if its owner still writes, another sender has it, or an older outbox of the same stage key waits. Raises
@@ -99,16 +99,16 @@ def deliver(root: Path, folder: Path, shipper: Shipper, stop: Callable[[], bool]
     if not lock.acquire():
         return False
     try:
-        state = outbox.State.load(folder, shipper.uri_mark)
+        state = outbox.State.load(folder, writer.uri_mark)
         while not stop() and (folder / outbox.EVENTS).is_file():
             owned = outbox.is_owned(folder)  # checked before reading, so that all events of a dead owner are read
             events = outbox.read_events(folder, state.offset)
             if events:
-                shipper.ship(events, state, folder)
+                writer.write(events, state, folder)
             elif owned:
                 return False
             else:
-                shipper.killed(state)
+                writer.killed(state)
                 outbox.remove(folder)
                 return True
         return False
@@ -185,7 +185,7 @@ def send_beside(root: Path, folder: Path, uri: str, warn: Warn) -> None:
 
     Standard input becomes readable when the owner closes its outbox or dies.
     """
-    shipper = _shipper(root, uri, warn)
+    writer = _writer(root, uri, warn)
     failures, end, pause = 0, float("inf"), 0.0
     while folder.exists() and time.monotonic() < end:
         if end == float("inf") and select.select([sys.stdin], [], [], pause)[0]:
@@ -195,9 +195,9 @@ def send_beside(root: Path, folder: Path, uri: str, warn: Warn) -> None:
         try:
             for older in outbox.pending(root):
                 if _precedes(older, folder):
-                    deliver(root, older, shipper, _never)
-            deliver(root, folder, shipper, _never)
-            _deliver_abandoned(root, folder, shipper)
+                    deliver(root, older, writer, _never)
+            deliver(root, folder, writer, _never)
+            _deliver_abandoned(root, folder, writer)
             failures, pause = 0, GATHER_SECONDS if end == float("inf") else 0.1
         except outbox.Unreachable as error:
             where = settings.without_credentials(uri)
@@ -211,7 +211,7 @@ def send_beside(root: Path, folder: Path, uri: str, warn: Warn) -> None:
                 return
 
 
-def _deliver_abandoned(root: Path, own: Path, shipper: Shipper) -> None:
+def _deliver_abandoned(root: Path, own: Path, writer: MlflowWriter) -> None:
     """Send outboxes of earlier stages; stops when the owner of `own` ends."""
 
     def owner_ends() -> bool:
@@ -219,17 +219,17 @@ def _deliver_abandoned(root: Path, own: Path, shipper: Shipper) -> None:
 
     for other in outbox.pending(root):
         if other != own and not outbox.is_owned(other) and not owner_ends():
-            deliver(root, other, shipper, owner_ends)
+            deliver(root, other, writer, owner_ends)
 
 
 def _precedes(other: Path, folder: Path) -> bool:
     return outbox.series(other) == outbox.series(folder) and outbox.created(other) < outbox.created(folder)
 
 
-def _shipper(root: Path, uri: str, warn: Warn) -> Shipper:
-    from tasks.tracking.runs import Shipper  # imports mlflow: a second
+def _writer(root: Path, uri: str, warn: Warn) -> MlflowWriter:
+    from tasks.tracking.runs import MlflowWriter  # imports mlflow: a second
 
-    return Shipper(root, uri, warn)
+    return MlflowWriter(root, uri, warn)
 
 
 def _never() -> bool:

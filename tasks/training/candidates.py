@@ -1,5 +1,5 @@
 """Many answers of the SFT model to each prompt, with the reward model's score of each: what rejection sampling and
-best-of-n choose from. What is done with the choice stands in their stages."""
+best-of-n choose from. What is done with the choice is defined in their stages."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

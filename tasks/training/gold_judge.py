@@ -1,4 +1,4 @@
-"""Which judge the data of a run bring. The demo world has its rubric; human pairs have none."""
+"""Which judge the data of a run have. The demo world has its rubric; human pairs have none."""
 
 from typing import Any
 

@@ -106,20 +106,20 @@ class Record:
 def train(stage: Stage[Any], trainer: PPOTrainer, watched: list[Row]) -> Record:
     """All steps, from the last checkpoint if there is one; snapshots go into the stage's state. Raises UserError at an
     alert, where `runtime.on_alert` says stop."""
-    checkpoints, record = Checkpoints(stage.state_dir, stage.say), Record(Monitor(trainer.config))
+    checkpoints, record = Checkpoints(stage.state_dir, stage.log), Record(Monitor(trainer.config))
     state = checkpoint.load(checkpoints, trainer.processes)
     if state is not None and snapshots_are_whole(stage, trainer, state["trainer"]["steps_done"]):
         trainer.load_state_dict(state["trainer"])
         record.load_state_dict(state["record"])
-        stage.say(f"continues after step {trainer.steps_done}")
+        stage.log(f"continues after step {trainer.steps_done}")
         stop_at_alert(stage, record)
     else:
         record.samples += answers(trainer, watched, [SCHEDULE])
     progress = stage.progress(trainer.config.steps)
-    with stage.interrupts.patient():
+    with stage.interrupts.deferred():
         while trainer.steps_done < trainer.config.steps:
             step(stage, trainer, record, watched, progress)
-            leaving = stage.interrupts.is_asked()
+            leaving = stage.interrupts.is_requested()
             if trainer.processes.is_main and (leaving or save_is_due(stage, trainer, record)):
                 state = {"trainer": trainer.state_dict(), "record": record.state_dict()}
                 checkpoint.save(checkpoints, trainer.steps_done, state)
@@ -146,7 +146,7 @@ def snapshots_are_whole(stage: Stage[Any], trainer: PPOTrainer, steps: int) -> b
     wanted = {step for step in range(1, steps + 1) if snapshot_is_due(trainer.config, step)}
     missing = wanted - set(snapshots.steps_in(snapshots_of(stage)))
     if missing:
-        stage.say(f"the snapshot of step {min(missing)} is gone from {snapshots_of(stage)}; starting again")
+        stage.log(f"the snapshot of step {min(missing)} is gone from {snapshots_of(stage)}; starting again")
     return not missing
 
 

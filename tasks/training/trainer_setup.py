@@ -18,7 +18,7 @@ def training_run(stage: Stage[Any], shown: Sequence[str]) -> Run:
         workers=stage.runtime.dataloader_workers,
         checkpoint_every=stage.runtime.checkpoint_every,
         stopping=stage.interrupts,
-        say=stage.say,
+        log=stage.log,
         exempt=stage.exempt,
     )
 

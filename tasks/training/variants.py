@@ -1,5 +1,5 @@
 """What `hybrid`, `reinforce`, `rloo` and `grpo` share: PPO's loop with the settings of `ppo`, something changed, and a
-model at the end. Which change makes which variant stands in tasks/params/variant.py."""
+model at the end. The changes of each variant are defined in tasks/params/variant.py."""
 
 from dataclasses import asdict
 from functools import partial

@@ -46,7 +46,7 @@ def object_of(root: Path, out: str) -> Path:
         return dict(project.cached(found.recorded or ""))[out.removeprefix(found.path).removeprefix("/")]
 
 
-def spoil(path: Path, kind: str) -> None:
+def damage(path: Path, kind: str) -> None:
     """`flip` a bit or `cut` the file in two, keeping mode and times as a failing disk does; or `remove` it."""
     if kind == "remove":
         path.unlink()
@@ -70,10 +70,10 @@ def finding(root: Path, name: str) -> Check:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["flip", "cut"])
-def test_a_spoiled_object_is_not_handed_on(kind: str, root: Path) -> None:
+def test_a_damaged_object_is_not_restored(kind: str, root: Path) -> None:
     corrupt = object_of(root, "one.out")
     assert finding(root, "cache").verdict == "ok"
-    spoil(corrupt, kind)
+    damage(corrupt, kind)
     (root / "one.out").unlink()
     place = corrupt.relative_to(root).as_posix()
     for _ in range(2):  # the second time, too: DVC would call the wrong bytes up to date
@@ -94,7 +94,7 @@ def test_a_spoiled_object_is_not_handed_on(kind: str, root: Path) -> None:
 
 
 def test_a_removed_object_is_made_again(root: Path, serial: Callable[[Path], None]) -> None:
-    spoil(object_of(root, "one.out"), "remove")
+    damage(object_of(root, "one.out"), "remove")
     serial(root)
     assert object_of(root, "one.out").exists()
     assert (root / "dvc.lock").read_bytes() == (root.parent / "dvc.lock").read_bytes()
@@ -115,7 +115,7 @@ def test_wrong_bytes_in_an_input_stop_the_stage_that_reads_it(root: Path, monkey
     monkeypatch.chdir(root)
     with open_project(root) as project:
         right = Definition("two", project).hashes()
-        spoil(root / "one.out", "flip")  # DVC trusts size, times and inode
+        damage(root / "one.out", "flip")  # DVC trusts size, times and inode
         (out,) = [one for stage in project.stages for one in stage.outs if one.path == "one.out"]
         assert out.known_hash() == right["one.out"]
         assert out.content_hash() != right["one.out"]
@@ -129,10 +129,10 @@ def test_wrong_bytes_in_an_input_stop_the_stage_that_reads_it(root: Path, monkey
 
 
 @pytest.mark.slow
-def test_a_spoiled_model(finished: "Project") -> None:
+def test_a_damaged_model(finished: "Project") -> None:
     """Through `dvc repro` alone: wrong bytes come back unnoticed, and the next stage that reads them refuses them."""
     corrupt = object_of(finished.root, "models/policy/model.safetensors")
-    spoil(corrupt, "flip")
+    damage(corrupt, "flip")
     shutil.rmtree(finished.root / "models" / "policy")
     assert finished.repro() == []
     finished.set("evaluate.bootstrap", 201)

@@ -178,7 +178,7 @@ UNUSABLE: dict[str, tuple[dict[str, list[dict[str, Any]] | bytes], dict[str, Any
     "no pairs": (
         {"train.jsonl": WHOLE},
         {},
-        "preferences.source is dataset, but the data bring no pairs for the reward model (train split): ",
+        "preferences.source is dataset, but the data have no pairs for the reward model (train split): ",
     ),
     "too few rows": ({"train.jsonl": PAIRS[:3]}, {}, "too little data for ingest.split: the share "),
     "a missing folder": (

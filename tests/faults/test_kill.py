@@ -64,7 +64,7 @@ def count(event):
             strike()
 
 
-def hear(event, details):
+def on_event(event, details):
     if event == "open" and isinstance(details[0], str) and details[2] & (os.O_WRONLY | os.O_RDWR):
         if os.path.abspath(details[0]).startswith(os.getcwd() + os.sep):
             count("write")
@@ -88,7 +88,7 @@ class Lines:
 
 
 if plan and module == f"tasks.{plan['stage']}":
-    sys.addaudithook(hear)
+    sys.addaudithook(on_event)
     sys.stdout = Lines(sys.stdout)
 """
 

@@ -159,7 +159,7 @@ PPO_WORDS = {
 }
 
 
-def spoil(kind: str, trainer: PPOTrainer, monkeypatch: pytest.MonkeyPatch) -> None:
+def damage(kind: str, trainer: PPOTrainer, monkeypatch: pytest.MonkeyPatch) -> None:
     """Put NaN or infinity into the trainer's present step."""
     models, losses_of = trainer.models, update.losses_of
     if kind in ("loss", "infinite loss"):
@@ -191,7 +191,7 @@ def test_ppo_stops_at_the_step_and_makes_none_with_it(kind: str, monkeypatch: py
         trainer.step()
     good = trainer.state_dict()
     require_finite(good)
-    spoil(kind, trainer, monkeypatch)
+    damage(kind, trainer, monkeypatch)
     models = (trainer.models.policy, trainer.models.critic)
     before = [p.detach().clone() for model in models for p in model.parameters()]
     with pytest.raises(NonFiniteError, match=f"^step {STEP}: {re.escape(PPO_WORDS[kind])}"):
@@ -223,7 +223,7 @@ def test_no_model_folder_holds_nan(tmp_path: Path) -> None:
     assert not (tmp_path / "bad").exists()
 
 
-def spoil_stage(stage: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def damage_stage(stage: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The loss of step 3 is NaN; in PPO that of its second minibatch, of four."""
     if stage == "ppo":
         losses_of, calls = update.losses_of, []

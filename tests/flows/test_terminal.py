@@ -11,14 +11,14 @@ from flows.stages import EXECUTED, FAILED, NOT_RUN, UP_TO_DATE, Outcome
 
 
 def test_nothing_is_printed_before_the_screen_opens_and_no_advice_of_dvc(capsys: pytest.CaptureFixture[str]) -> None:
-    terminal.say("sft", "step 1/3")
+    terminal.print_line("sft", "step 1/3")
     assert capsys.readouterr().out == ""
     with terminal.screen(["base", "sft"]):
-        terminal.say("", "up to 1 of 2 stages to run: sft")
-        terminal.say("sft", "[4/17 sft] step 2/3  loss 1.2")
-        terminal.say("sft", "Use `dvc push` to send your updates to remote storage.")
-        terminal.say("sft", "> python -m tasks.sft")
-        terminal.say("sft", "")
+        terminal.print_line("", "up to 1 of 2 stages to run: sft")
+        terminal.print_line("sft", "[4/17 sft] step 2/3  loss 1.2")
+        terminal.print_line("sft", "Use `dvc push` to send your updates to remote storage.")
+        terminal.print_line("sft", "> python -m tasks.sft")
+        terminal.print_line("sft", "")
         terminal.end(Outcome("sft", EXECUTED, 61.27))
         terminal.end(Outcome("base", UP_TO_DATE, 0.0))
     assert capsys.readouterr().out.splitlines() == [
@@ -36,12 +36,12 @@ def test_a_terminal_has_one_live_line_a_stage(
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("FORCE_COLOR", "1")
     with terminal.screen(["ppo"]):
-        terminal.say("ppo", "starts (ppo.kl.coef 0.05 → 0.2)")
+        terminal.print_line("ppo", "starts (ppo.kl.coef 0.05 → 0.2)")
         for step in (1, 2):
-            terminal.say("ppo", f"[7/9 ppo] step {step}/3  score 0.{step}  9 s left")
+            terminal.print_line("ppo", f"[7/9 ppo] step {step}/3  score 0.{step}  9 s left")
             assert terminal._screen.live is not None
             terminal._screen.live.refresh()
-        terminal.say("ppo", "[7/9 ppo] step 3/3  score 0.3  done in 9 s")
+        terminal.print_line("ppo", "[7/9 ppo] step 3/3  score 0.3  done in 9 s")
         terminal.end(Outcome("ppo", EXECUTED, 9.0))
     printed = re.sub(r"\x1b\[[^a-zA-Z]*[a-zA-Z]|\r", "", capsys.readouterr().out).splitlines()
     lines = [line for text in printed for line in re.split(r"(?=\[1/1 ppo\])", text)]

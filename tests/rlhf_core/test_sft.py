@@ -206,7 +206,7 @@ def test_a_request_to_stop_saves_the_step_and_the_run_continues_there(
     class Requested(NeverStops):
         seen = 0
 
-        def is_asked(self) -> bool:
+        def is_requested(self) -> bool:
             return self.seen >= 1
 
     whole, stopping, seen = build_lm(), Requested(), []

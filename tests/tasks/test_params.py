@@ -136,9 +136,9 @@ REFUSED = [
     ("ingest.files", {"path": "/etc"}, "ingest.files.path: must stay below data/raw/"),
     ("ingest.huggingface", {"dataset": "a/b", "revision": "main"}, "revision must be a commit hash"),
     # across stages
-    ("preferences.source", "dataset", "preferences.source is dataset, but the demo data bring no pairs"),
-    ("preferences.source", "both", "preferences.source is both, but the demo data bring no pairs"),
-    ("ingest", FILES_SOURCE, "preferences.source is judge, but only the demo data bring a judge"),
+    ("preferences.source", "dataset", "preferences.source is dataset, but the demo data have no pairs"),
+    ("preferences.source", "both", "preferences.source is both, but the demo data have no pairs"),
+    ("ingest", FILES_SOURCE, "preferences.source is judge, but only the demo data have a judge"),
     ("ingest.demo.prompts", 5761, "ingest.demo.prompts is 5761, but 2 domains and 4 needs have 5760 distinct prompts"),
     ("sft.max_tokens", 97, "sft.max_tokens is 97 tokens, longer than base.scratch.context 96"),
     ("reward.max_tokens", 97, "reward.max_tokens is 97 tokens, longer than base.scratch.context 96"),

@@ -27,11 +27,11 @@ from rlhf_core.ppo.actor_critic import ActorCritic
 from rlhf_core.ppo.scoring import RewardSource
 from rlhf_core.ppo.trainer import PPOTrainer
 
-Say = Callable[[Problem, int, int], None]
+OnStep = Callable[[Problem, int, int], None]
 """Called after each PPO step with the problem, the steps done, and the number of steps."""
 
 
-def audit(config: PPOConfig, seed: int, say: Say = lambda *_: None) -> dict[str, Any]:
+def audit(config: PPOConfig, seed: int, on_step: OnStep = lambda *_: None) -> dict[str, Any]:
     """The results of `leash audit` for a block `ppo`, as plain numbers and text.
 
     `total_variation` is the worst of the problems: between the policy, by its exact softmax, and
@@ -40,7 +40,7 @@ def audit(config: PPOConfig, seed: int, say: Say = lambda *_: None) -> dict[str,
     give equal numbers. Raises UserError where the configuration itself makes training diverge.
     """
     make_deterministic(seed, threads=1)
-    found = {problem.name: audit_problem(config, problem, seed, say) for problem in problems(config)}
+    found = {problem.name: audit_problem(config, problem, seed, on_step) for problem in problems(config)}
     half_way = [one["gradient_bias"]["half_way"]["critic"] for one in found.values()]
     return {
         "total_variation": max(one["total_variation"] for one in found.values()),
@@ -52,14 +52,14 @@ def audit(config: PPOConfig, seed: int, say: Say = lambda *_: None) -> dict[str,
     }
 
 
-def audit_problem(config: PPOConfig, problem: Problem, seed: int, say: Say) -> dict[str, Any]:
+def audit_problem(config: PPOConfig, problem: Problem, seed: int, on_step: OnStep) -> dict[str, Any]:
     """Train on one problem to the end, and compare."""
     trainer = build_trainer(config, problem, seed)
     at_reference = gradient_bias(trainer, problem)
     before = [parameter.detach().clone() for parameter in trainer.models.policy.parameters()]
     while trainer.steps_done < trainer.config.steps:
         trainer.step()
-        say(problem, trainer.steps_done, trainer.config.steps)
+        on_step(problem, trainer.steps_done, trainer.config.steps)
     result = compare(trainer, problem)
     go_half_way_back(trainer, before)
     biases = {"reference": at_reference, "half_way": gradient_bias(trainer, problem)}

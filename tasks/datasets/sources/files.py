@@ -55,7 +55,7 @@ def _missing(place: Path, raw: Path) -> str:
     found = [name for name in names if not name.endswith((".dvc", ".md"))]
     there = f"has {brief_names(found)}" if found else "is empty"
     return (
-        f"{place}: not found; {raw} {there}. Set ingest.files.path to a name in it, or bring the data in with "
+        f"{place}: not found; {raw} {there}. Set ingest.files.path to a name in it, or import the data with "
         "`leash import PATH`"
     )
 

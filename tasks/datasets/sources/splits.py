@@ -142,7 +142,7 @@ def _validation(share: Mapping[str, Share], sizes: Mapping[str, int], fraction: 
 def _check_shares(share: Mapping[str, Share], present: set[Kind]) -> None:
     if present == {"prompt"}:
         raise UserError(
-            "the training data bring prompts only, and SFT needs demonstrations: add a file with prompt + response, "
+            "the training data have prompts only, and SFT needs demonstrations: add a file with prompt + response, "
             "messages, or prompt + chosen + rejected"
         )
     least: dict[Share, int] = {"heldout": 1, "demonstrations": 2, "preferences": 2, "ppo": 1}

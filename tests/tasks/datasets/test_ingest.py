@@ -33,7 +33,7 @@ def execute(tmp_path, monkeypatch):
             state_dir=tmp_path / "work",
             outputs=outputs,
             write_metrics=metrics.update,
-            say=print,
+            log=print,
         )
         ingest.execute(stage)
         rows = load(tmp_path, [f"data/ingest/{name}.jsonl" for name in DATASETS])

@@ -32,7 +32,7 @@ def test_in_a_loop_the_step_is_finished_first(
     steps = []
 
     def loop() -> None:
-        with interrupts.patient():
+        with interrupts.deferred():
             for step in range(3):
                 if step == 1:
                     os.kill(os.getpid(), number)
@@ -47,9 +47,9 @@ def test_in_a_loop_the_step_is_finished_first(
 
 def test_the_second_signal_ends_at_once(interrupts: Interrupts) -> None:
     def step() -> None:
-        with interrupts.patient():
+        with interrupts.deferred():
             os.kill(os.getpid(), signal.SIGTERM)
-            assert interrupts.is_asked()
+            assert interrupts.is_requested()
             os.kill(os.getpid(), signal.SIGINT)
             raise AssertionError("went on")
 
@@ -59,7 +59,7 @@ def test_the_second_signal_ends_at_once(interrupts: Interrupts) -> None:
 
 def test_a_loop_that_ends_by_itself_leaves_then(interrupts: Interrupts) -> None:
     def last_step() -> None:
-        with interrupts.patient():
+        with interrupts.deferred():
             os.kill(os.getpid(), signal.SIGTERM)
 
     with pytest.raises(KeyboardInterrupt):

@@ -275,9 +275,9 @@ def test_an_outbox_has_one_sender_and_outboxes_of_a_key_are_sent_in_order(
     older, newer = outbox.pending(root)
     held = FileLock(older / outbox.SENDER_LOCK)
     assert held.acquire()
-    shipper = runs.Shipper(root, f"sqlite:///{root}/mlflow.db", print)
-    assert not sender.deliver(root, older, shipper, lambda: False)
-    assert not sender.deliver(root, newer, shipper, lambda: False)
+    writer = runs.MlflowWriter(root, f"sqlite:///{root}/mlflow.db", print)
+    assert not sender.deliver(root, older, writer, lambda: False)
+    assert not sender.deliver(root, newer, writer, lambda: False)
     assert look().get_experiment_by_name("leash") is None
     held.release()
     assert sender.drain(root).sent == 2
@@ -322,8 +322,8 @@ def test_a_deleted_run_is_created_again(root: Path, pipeline: PipelineIdentity, 
     tracker.metrics({"kl": 1.0}, step=1)
     sender.drain(root)
     (folder,) = outbox.pending(root)
-    shipper = runs.Shipper(root, f"sqlite:///{root}/mlflow.db", print)
-    state = State.load(folder, shipper.uri_mark)
+    writer = runs.MlflowWriter(root, f"sqlite:///{root}/mlflow.db", print)
+    state = State.load(folder, writer.uri_mark)
     state.run_id = "0" * 32
     state.save(folder)
     tracker.metrics({"kl": 2.0}, step=2)
