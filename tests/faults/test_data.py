@@ -280,8 +280,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
         note([row.prompt for row in training], [row.response for row in training])
         return fine_tune(model, training, *rest)
 
-    readers = ("rlhf_core.evaluation.divergence", "rlhf_core.models.sequence_logprobs", "rlhf_core.models.scorers")
-    for module in ("rlhf_core.models.batch", "rlhf_core.ppo.rollout", *readers):
+    for module in ("rlhf_core.models.batch", "rlhf_core.ppo.rollout"):
         monkeypatch.setattr(f"{module}.pad_batch", noting_pad_batch)
     monkeypatch.setattr(rlhf_core.sft, "fine_tune", noting_fine_tune)
     return noted

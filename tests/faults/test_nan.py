@@ -268,7 +268,7 @@ def test_a_stage_stops_with_one_line_and_a_lower_learning_rate_starts_again(
     finished.set("reward.epochs", 3)
     outs = finished.outputs()
     with monkeypatch.context() as patched:
-        spoil_stage(stage, patched)
+        damage_stage(stage, patched)
         ended = stage_main(finished, stage)
     assert ended.code == 2
     assert re.search(rf"^{stage}: step {STEP}: the loss is nan; lower the learning rate", ended.stderr, re.MULTILINE)
