@@ -7,6 +7,7 @@ folder's generation_config is not read.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -21,6 +22,19 @@ from rlhf_core.models.masked import masked_log_softmax
 
 Outcome = tuple[list[int], list[float], bool]
 """One response: token ids, their log-probabilities (nats), and whether it ended."""
+
+
+class SamplingSettings(Protocol):
+    """How answers are sampled; the names are those of the parameters."""
+
+    @property
+    def temperature(self) -> float: ...
+    @property
+    def max_new_tokens(self) -> int: ...
+    @property
+    def batch_size(self) -> int: ...
+    @property
+    def stop_tokens(self) -> list[str]: ...
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -16,7 +16,7 @@ from rlhf_core.evaluation.judges import Judge
 from rlhf_core.evaluation.pair_judges import PairJudge, both_orders
 from rlhf_core.evaluation.wins import wins
 from rlhf_core.models.hf import context_length, load_causal_lm, load_scalar_model, place
-from rlhf_core.models.sampling import sample
+from rlhf_core.models.sampling import SamplingSettings, sample
 from rlhf_core.models.scorers import Answers, RewardModelScorer
 from tasks.datasets.jsonl import Row
 from tasks.evaluation.user_models import pair_judge_of
@@ -28,19 +28,6 @@ REWARD_MODEL_JUDGE = "reward model"
 
 Item = TypeVar("Item")
 Key = TypeVar("Key", bound=Hashable)
-
-
-class SamplingSettings(Protocol):
-    """How answers are sampled: the parameters of `evaluate` and `ppo`."""
-
-    @property
-    def temperature(self) -> float: ...
-    @property
-    def max_new_tokens(self) -> int: ...
-    @property
-    def batch_size(self) -> int: ...
-    @property
-    def stop_tokens(self) -> list[str]: ...
 
 
 @dataclass(frozen=True)

@@ -3,13 +3,13 @@ best-of-n choose from. What is done with the choice is defined in their stages."
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_core.data.tokenizer import decode_response, stop_ids
 from rlhf_core.models.hf import load_scalar_model, place
-from rlhf_core.models.sampling import sample
+from rlhf_core.models.sampling import SamplingSettings, sample
 from rlhf_core.models.scorers import Answers, RewardModelScorer
 from tasks.datasets.jsonl import Row
 from tasks.stage.stage import Stage
@@ -21,19 +21,6 @@ Kept = Sequence[tuple[Row, list[int]]]
 """Rows, each with the token ids of its prompt."""
 Key = Callable[[int, int], tuple[int, ...]]
 """What decides the randomness of an answer: (place of the prompt, which of its answers) → key of `sample`."""
-
-
-class Settings(Protocol):
-    """How answers are sampled; the names are those of the parameters."""
-
-    @property
-    def temperature(self) -> float: ...
-    @property
-    def max_new_tokens(self) -> int: ...
-    @property
-    def batch_size(self) -> int: ...
-    @property
-    def stop_tokens(self) -> list[str]: ...
 
 
 @dataclass(frozen=True)
@@ -54,7 +41,7 @@ def draw_candidates(
     tokenizer: PreTrainedTokenizerBase,
     kept: Kept,
     count: int,
-    settings: Settings,
+    settings: SamplingSettings,
     key: Key,
 ) -> list[list[Candidate]]:
     """`count` answers of `model` to each prompt with their scores, in the order of the prompts. Batches that an earlier
