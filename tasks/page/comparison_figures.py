@@ -37,7 +37,8 @@ KL_AXIS = "KL to SFT, nats per answer (√ scale)"
 def frontier(run: Run) -> Picture | None:
     """The main score (`run.score`) against KL, for every model."""
     kind = run.score
-    rows = [row for row in map(_even_start, run.frontier) if finite(row.get(kind)) is not None]
+    all_rows = (_as_in_the_table(run, _even_start(row), kind) for row in run.frontier)
+    rows = [row for row in all_rows if finite(row.get(kind)) is not None]
     if not rows:
         return None
     figure, (axes,) = canvas(f"{TITLES[kind]} against KL", height=HEIGHT * 1.3)
@@ -67,7 +68,8 @@ def frontier(run: Run) -> Picture | None:
         png(figure),
         f"{TITLES[kind]} against KL to SFT: {'; '.join(texts)}.",
         "Higher at the same KL is better. PPO’s snapshots are joined in the order of their KL, not of their steps "
-        "(dotted: no snapshot, interpolated); best-of-n is a line with n. Bars: 95% intervals over prompts.",
+        "(dotted: no snapshot, interpolated); best-of-n is a line with n. Bars: 95% intervals over prompts."
+        + _first_seed(run, "PPO’s snapshots other than the policy"),
     )
 
 
@@ -144,6 +146,21 @@ def logprobs(run: Run) -> Picture | None:
 def _even_start(row: Row) -> Row:
     """The row with the SFT model's win rate against itself, one half, filled in."""
     return row | {"win_rate": 0.5} if row["family"] == "sft" and finite(row.get("win_rate")) is None else row
+
+
+def _as_in_the_table(run: Run, row: Row, kind: str) -> Row:
+    """The row; for the snapshot that is the policy, with the table's figures, which are over all sampling seeds."""
+    if row["family"] != "ppo" or row["point"] != run.metrics["select"].get("step"):
+        return row
+    policy = run.models["policy"]
+    low, high = interval(policy.get(f"{kind}_ci95")) or (None, None)
+    return row | {"kl": policy["kl"], kind: policy.get(kind), f"{kind}_low": low, f"{kind}_high": high}
+
+
+def _first_seed(run: Run, points: str) -> str:
+    """A sentence of a caption: which points have the answers of one sampling seed, if there are several."""
+    seeds = len(run.evaluation["seeds"])
+    return f" {points} have the answers of only the first of the table’s {seeds} sampling seeds." if seeds > 1 else ""
 
 
 def _along_kl(row: Row) -> tuple[float, float]:
@@ -254,4 +271,5 @@ def _overoptimisation_caption(run: Run) -> str:
     return (
         f"{first} Points are joined in the order of their steps (the numbers); the ring is the policy. Dashed: the "
         "curve of Gao et al. 2022 with d = √KL, fitted from SFT’s score, where it bends down (β > 0)."
+        + _first_seed(run, "All snapshots, the policy too,")
     )

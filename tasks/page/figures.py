@@ -23,7 +23,7 @@ def draw(run: Run) -> list[Picture]:
 def score_distribution(run: Run) -> Picture | None:
     """How the held-out answers of both models are scored."""
     kind, unit = ("gold", "gold score") if run.has_judge else ("reward", "reward-model score (raw)")
-    both = {name: known([row.get(f"{kind}_{name}") for row in run.samples]) for name in ("sft", "policy")}
+    both = {name: known(row.get(kind) for row in run.answers if row["model"] == name) for name in ("sft", "policy")}
     if not both["sft"] or not both["policy"]:
         return None
     figure, (axes,) = canvas(f"Held-out answers by {unit}")
@@ -41,7 +41,8 @@ def score_distribution(run: Run) -> Picture | None:
         png(figure),
         f"Histogram of the {unit} of {count(len(both['sft']))} held-out answers: mean {number(means['sft'])} for SFT, "
         f"{number(means['policy'])} for the policy.",
-        f"The {unit} of every held-out answer. A better policy shifts the whole distribution.",
+        f"The {unit} of all {count(len(both['policy']))} held-out answers of each model, with every sampling seed: the "
+        "means are those of the table. A better policy shifts the whole distribution.",
     )
 
 

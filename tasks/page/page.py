@@ -15,7 +15,7 @@ from tasks.page.comparison_table import Cell, Column, cells, columns_of, label
 from tasks.page.inputs import Row, Run, finite
 from tasks.page.picture import Picture
 from tasks.page.samples import all_samples, embedded, filters, orders, pick
-from tasks.page.verdicts import findings
+from tasks.page.verdicts import alternatives, doubts, findings
 from tasks.page.wording import MISSING, count, number, percent, percent_interval, points
 from tasks.params.secrets import HIDDEN, is_secret
 
@@ -42,6 +42,8 @@ def render(run: Run, pictures: list[Picture], samples: int, inputs: Mapping[str,
         environment.get_template("template.html.j2").render(
             run=run,
             findings=findings(run),
+            alternatives=alternatives(run),
+            doubts=doubts(run),
             columns=columns,
             comparison=rows,
             notes=notes(run),

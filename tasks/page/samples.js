@@ -1,4 +1,9 @@
 "use strict";
+// A hint above a table is shown only while the table is wider than its frame.
+for (const hint of document.querySelectorAll(".hint")) {
+  const frame = hint.nextElementSibling;
+  new ResizeObserver(() => { hint.hidden = frame.scrollWidth <= frame.clientWidth; }).observe(frame);
+}
 // Filters, searches, sorts and pages the samples that are embedded as JSON. Texts are inserted as text, never as markup.
 (() => {
   const PAGE = 20;

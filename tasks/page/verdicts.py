@@ -10,6 +10,8 @@ from tasks.page.wording import MISSING, count, number, percent, percent_interval
 
 YES, NO, OPEN = "Yes", "No", "No evidence either way"
 KINDS = {"gold": "gold score", "win_rate": "win rate against SFT"}
+FEW_PROMPTS = 100
+"""With fewer, and one answer to each, the 95% interval of a win rate near one half is wider than ±10 points."""
 
 
 @dataclass(frozen=True)
@@ -24,12 +26,37 @@ class Finding:
     """What the figure measures."""
     equal_kl: str = ""
     """The difference at the other model's KL; empty if unknown."""
+    other: str = ""
+    """The other model's name in the files; empty if it is SFT or a snapshot."""
 
 
 def findings(run: Run) -> list[Finding]:
     """Policy against SFT, policy against each other model, and whether an earlier snapshot is better."""
     earlier = stop_earlier(run)
     return [against_sft(run), *against_others(run), *([earlier] if earlier else [])]
+
+
+def alternatives(run: Run) -> str:
+    """The verdicts on the other models, each with the models it holds for; empty without other models. What a model
+    that is not beaten costs at inference is in brackets."""
+    named: dict[str, list[str]] = {YES: [], OPEN: [], NO: []}
+    for finding in against_others(run):
+        samples = finite(run.models[finding.other].get("samples_per_answer")) or 1
+        cost = f" ({count(samples)} samples per answer)" if samples > 1 and finding.verdict != YES else ""
+        named[finding.verdict].append(label(finding.other) + cost)
+    return "; ".join(f"{verdict.lower()} for {', '.join(names)}" for verdict, names in named.items() if names)
+
+
+def doubts(run: Run) -> list[str]:
+    """Why the figures of this run mean little; empty if nothing is known against them."""
+    reward, prompts = run.metrics["reward"], run.evaluation["prompts"]
+    ends = interval(reward.get("heldout_accuracy_ci95"))
+    right = f"{percent(reward.get('heldout_accuracy'))} ({percent_interval(reward.get('heldout_accuracy_ci95'))})"
+    pairs = f"{right} of {count(reward.get('heldout_pairs'))} held-out pairs ranked right"
+    return [
+        *([f"the reward model is not shown to be better than chance, {pairs}"] if ends and ends[0] <= 0.5 else []),
+        *([f"only {count(prompts)} held-out prompts, fewer than {FEW_PROMPTS}"] if prompts < FEW_PROMPTS else []),
+    ]
 
 
 def against_sft(run: Run) -> Finding:
@@ -58,10 +85,11 @@ def against_others(run: Run) -> list[Finding]:
             rows.append((name, even - value, (even - ends[1], even - ends[0])))
     return [
         Finding(
-            f"Better than {label(name)}?", _verdict(ends), _figure(kind, value, ends), measured, _equal_kl(run, name)
+            f"Better than {label(name)}?", _verdict(ends), _figure(kind, value, ends), measured, _equal_kl(run, name),
+            name,
         )
         for name, value, ends in sorted(rows, key=lambda row: row[1])
-    ]
+    ]  # fmt: skip
 
 
 def stop_earlier(run: Run) -> Finding | None:

@@ -71,12 +71,12 @@ class Seen(HTMLParser):
         self.text += data
 
 
-def browse(page: Path, profile: Path) -> str:
+def browse(page: Path, profile: Path, width: int = 1280) -> str:
     """The document as the browser has it after all scripts that run have run."""
     if BROWSER is None:
         pytest.skip("no chromium, chromium-browser or google-chrome on this machine")
     command = [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={profile}"]
-    command += ["--virtual-time-budget=3000", "--dump-dom", page.as_uri()]
+    command += [f"--window-size={width},900", "--virtual-time-budget=3000", "--dump-dom", page.as_uri()]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=90)
     return done.stdout
 

@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from tasks.page import comparison_figures
 from tasks.page.canvas import canvas, colour_of, png, styled
 from tasks.page.comparison_table import LABELS
-from tasks.page.figures import PICTURES, draw, ppo_kl
+from tasks.page.figures import PICTURES, draw, ppo_kl, score_distribution
 from tasks.page.inputs import Run
 from tasks.page.labels import name_points
 from tasks.page.picture import Picture
@@ -75,12 +75,21 @@ def test_fixed_coefficient_is_not_drawn(make_run: MakeRun) -> None:
     assert "β" not in drawn.alt
 
 
+def test_scores_are_of_all_sampling_seeds_as_in_the_table(make_run: MakeRun) -> None:
+    run = make_run()
+    run = replace(run, answers=[row | {"gold": float(row["seed"] or 9)} for row in run.answers])
+    drawn = score_distribution(run)
+    assert drawn is not None
+    assert "of 120 held-out answers: mean 2.00 for SFT, 2.00 for the policy" in drawn.alt
+    assert "The gold score of all 120 held-out answers of each model, with every sampling seed" in drawn.caption
+
+
 @pytest.mark.parametrize("hole", [[], [math.nan]])
 def test_pictures_without_numbers_are_left_out(make_run: MakeRun, hole: list[float]) -> None:
     run = make_run()
     empty = {name: dict.fromkeys(curve, hole) for name, curve in run.curves.items()}
     metrics = run.metrics | {"evaluate": run.evaluation | {"models": {}}, "reward": {}}
-    run = replace(run, metrics=metrics, samples=[], frontier=[])
+    run = replace(run, metrics=metrics, answers=[], frontier=[])
     assert names(replace(run, curves=empty)) == []
     assert names(replace(run, curves={name: {} for name in empty})) == []
 
@@ -126,7 +135,7 @@ def test_snapshots_of_the_frontier_are_joined_in_the_order_of_kl(
     make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = make_run()
-    back = [row | {"kl": 1.0} if row["family"] == "ppo" and row["point"] == 60 else row for row in run.frontier]
+    back = [row | {"kl": 1.0} if row["family"] == "ppo" and row["point"] == 55 else row for row in run.frontier]
     run = replace(run, frontier=back)
     picture, (lines,) = lines_of(monkeypatch, comparison_figures.frontier, run)
     ppo = next(x for _, _, x, _ in lines if len(x) == 12)
@@ -137,6 +146,19 @@ def test_snapshots_of_the_frontier_are_joined_in_the_order_of_kl(
     assert "order of their KL, not of their steps" in picture.caption
     assert "PPO, step 60" in picture.alt
     assert "step 5 " in picture.alt
+
+
+def test_the_policy_has_the_tables_figures_on_the_frontier(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Snapshots have the answers of one sampling seed, and the captions say so."""
+    run = make_run()
+    policy, last = run.models["policy"], run.snapshots[-1]
+    assert (last["kl"], last["gold"]) != (policy["kl"], policy["gold"])
+    picture, (lines,) = lines_of(monkeypatch, comparison_figures.frontier, run)
+    assert "PPO, step 60 4.05 at 4.22 nats" in picture.alt
+    drawn = [(tuple(x), tuple(y)) for _, _, x, y in lines]
+    assert ((math.sqrt(policy["kl"]),) * 2, tuple(policy["gold_ci95"])) in drawn
+    for make in (comparison_figures.frontier, comparison_figures.overoptimisation):
+        assert "only the first of the table’s 3 sampling seeds." in lines_of(monkeypatch, make, run)[0].caption
 
 
 def test_fitted_curves_have_their_start_and_are_drawn_only_with_positive_beta(

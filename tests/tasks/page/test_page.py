@@ -16,6 +16,7 @@ from tasks.page.inputs import Run, read_run
 from tasks.page.page import comparison, made_from, render, script_hash, write_page
 from tasks.page.picture import Picture
 from tasks.page.verdicts import NO, OPEN, YES, findings
+from tests.security.test_page import browse
 
 MakeRun = Callable[..., Run]
 Drawn = dict[bool, list[Picture]]
@@ -79,8 +80,38 @@ def test_verdict_follows_the_interval(make_run: MakeRun) -> None:
         "88.2% (85.0% to 91.2%)", "win rate of the policy, judged by the gold rubric (simulated)",
     )  # fmt: skip
     text = Document(build(run)).text
-    assert f"Yes. {first.figure}: {first.measured}, on 400 held-out prompts." in text
+    assert f"Better than SFT: yes. {first.figure}: {first.measured}, on 400 held-out prompts." in text
     assert "Not shown" not in text
+
+
+def test_the_verdict_answers_the_whole_question(make_run: MakeRun) -> None:
+    run = alternative(make_run(), "dpo", gold_minus_policy=0.5, gold_minus_policy_ci95=[0.4, 0.6])
+    text = Document(build(run)).text
+    assert "Is the policy better than SFT – and than the alternatives?" in text
+    assert (
+        "Better than the alternatives: yes for Best of 4, Rejection SFT; no evidence either way for RLOO, "
+        "Best of 16 (16 samples per answer); no for DPO."
+    ) in text
+    text = Document(build(make_run(alternatives=False))).text
+    assert "Is the policy better than SFT?" in text
+    assert "alternatives" not in text
+
+
+CHANCE, FEW = "the reward model is not shown to be better than chance", "only 40 held-out prompts, fewer than 100"
+
+
+@pytest.mark.parametrize(
+    ("ends", "prompts", "said"),
+    [([0.51, 0.9], 100, []), (None, 100, []), ([0.0, 0.25], 40, [CHANCE, FEW]), ([0.4, 0.7], 100, [CHANCE])],
+)
+def test_a_note_says_when_the_figures_mean_little(
+    make_run: MakeRun, ends: list[float] | None, prompts: int, said: list[str]
+) -> None:
+    run = evaluated(make_run(), prompts=prompts)
+    run = replace(run, metrics=run.metrics | {"reward": run.metrics["reward"] | {"heldout_accuracy_ci95": ends}})
+    text = Document(build(run)).text
+    assert [words for words in (CHANCE, FEW) if words in text] == said
+    assert ("The figures of this run mean little: " in text) == bool(said)
 
 
 def test_without_a_judge_gold_is_not_mentioned(make_run: MakeRun, pictures: Drawn) -> None:
@@ -202,6 +233,16 @@ def test_page_is_accessible(make_run: MakeRun, pictures: Drawn) -> None:
 def test_size_is_modest(make_run: MakeRun, pictures: Drawn, tmp_path: Path) -> None:
     write_page(build(make_run(), pictures=pictures[True]), tmp_path / "index.html")
     assert (tmp_path / "index.html").stat().st_size < 1_500_000
+
+
+@pytest.mark.parametrize(("width", "hidden"), [(1280, True), (400, False)])
+def test_tables_have_a_hint_to_scroll_only_where_they_overflow(
+    make_run: MakeRun, tmp_path: Path, width: int, hidden: bool
+) -> None:
+    """The table of two models is whole at 1280 pixels."""
+    write_page(build(make_run(judge=False, alternatives=False)), tmp_path / "index.html")
+    hints = re.findall(r'<p class="hint[^>]*>', browse(tmp_path / "index.html", tmp_path / "profile", width))
+    assert ["hidden" in hint.replace("aria-hidden", "") for hint in hints] == [hidden, hidden]
 
 
 def test_parameters_are_shown_without_runtime(make_run: MakeRun) -> None:
