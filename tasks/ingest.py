@@ -25,7 +25,6 @@ def execute(stage: Stage[IngestParams]) -> None:
     stage.outputs.write_jsonl("data/ingest/dropped.jsonl", dropped)
     table = use_table(prepared, divided)
     stage.write_metrics({"source": stage.params.source, **counts(prepared), **sizes, "rows_by_use": table})
-    stage.log(", ".join(f"{size} {name}" for name, size in sizes.items()))
     for line in render(table).splitlines():
         stage.log(line)
     if prepared.dropped:

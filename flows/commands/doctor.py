@@ -19,6 +19,8 @@ from flows.text import table
 from rlhf_core.errors import UserError
 
 Verdict = Literal["ok", "note", "BROKEN"]
+RESULTS = ("dvc.lock", "metrics", "plots")
+"""What a run itself changes; models and data are ignored by git."""
 DISK_GIB = 5.0
 """Free disk below which a run may fail: checkpoints, DVC's cache, MLflow."""
 
@@ -80,13 +82,15 @@ def _git(root: Path) -> Iterator[Check]:
     if shutil.which("git") is None:
         yield Check("git", "BROKEN", "not found", "install git; DVC needs it")
         return
-    status = subprocess.run(["git", "status", "--porcelain"], cwd=root, capture_output=True, text=True, check=False)
+    command = ["git", "status", "--porcelain", "--", ":/", *(f":(exclude){name}" for name in RESULTS)]
+    status = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
     if status.returncode:
         yield Check("git", "BROKEN", "no repository", "git init")
         return
     changed = len(status.stdout.splitlines())
     advice = "git commit, so that a result can be traced to its code" if changed else ""
-    yield Check("git", "note" if changed else "ok", f"{changed} changed files" if changed else "clean", advice)
+    found = f"changed files: {changed}, results of runs not counted" if changed else "clean, apart from results of runs"
+    yield Check("git", "note" if changed else "ok", found, advice)
 
 
 def _dvc(root: Path) -> Iterator[Check]:
@@ -94,7 +98,8 @@ def _dvc(root: Path) -> Iterator[Check]:
         yield Check("dvc", "BROKEN", "not initialised", "dvc init")
         return
     try:
-        yield Check("dvc", "ok", f"stages {' → '.join(read_graph(root).stages)}")
+        stages = read_graph(root).stages
+        yield Check("dvc", "ok", f"{len(stages)} stages: {', '.join(stages)}")
     except UserError as error:
         text, _, advice = str(error).partition("; ")
         yield Check("dvc", "BROKEN", text, advice or "fix that file")

@@ -62,15 +62,14 @@ def describe(source: Path, log: Log) -> list[str]:
     examples = read_files({path: str(path) for path in paths}, files, log)
     by_file = {path: list(found) for path, found in groupby(examples, key=attrgetter("file"))}
     lines = [_file_line(path, name, by_file[str(path)]) for path, name in names.items()]
+    for example in examples:
+        example.file = names[Path(example.file)]
     kept, dropped = cleaning.clean(examples, IngestParams.model_fields["max_characters"].default)
     if dropped:
-        summary = cleaning.summary([row._replace(file=names[Path(row.file)]) for row in dropped])
-        lines.append(f"rows that ingest leaves out (ingest.on_bad_row: refuse stops instead): {summary}")
+        summary = cleaning.list_bad_rows(dropped, lines.append)
+        lines.append(f"{len(dropped)} rows that ingest leaves out (ingest.on_bad_row: refuse stops instead): {summary}")
     if leaks := cleaning.find_leaks(kept):
-        lines.append(
-            f"{len(leaks)} training rows open like a held-out row: ingest refuses them, or leaves them out with "
-            "ingest.on_leak: drop"
-        )
+        lines.append(cleaning.list_leaks(leaks, lines.append))
     if not any(example.kind == "pair" and not example.heldout for example in examples):
         lines.append("no pairs (prompt, chosen, rejected): the reward model needs some, in this folder")
     return lines

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
+from difflib import get_close_matches
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
@@ -79,8 +80,11 @@ class Lineage:
     def _copied(self, place: Path) -> Node:
         own = provenance.read(place) if place.is_dir() else None
         if own is None:
-            what = "holds no provenance.json" if place.exists() else "file not found"
-            raise UserError(f"{place}: {what}, and is no out of dvc.yaml (`dvc dag --outs` shows them)")
+            what = "neither made by a stage nor a copy of a model" if place.exists() else "file not found"
+            name, folders = place.name, sorted({out.partition("/")[0] for out in self.outs})
+            near = [out for out in self.outs if name in out] or get_close_matches(name, self.outs, cutoff=0.5)
+            hint = f"did you mean {', '.join(near)}?" if near else f"results are in {', '.join(folders)}"
+            raise UserError(f"{place}: {what}; {hint}")
         found = self.project.hash_at(place) or ""
         names = [path for record in self.records.values() for path, value in record.outs.items() if value == found]
         if not names:

@@ -146,7 +146,7 @@ def test_values_that_are_dropped_or_refused_by_choice(raw: Callable[[bytes], "Pr
     project = raw(b"\xef\xbb\xbf" + WHOLE + b"".join(bad))
     before = project.outputs()
     project.set("ingest.on_bad_row", "refuse")
-    says = f"bad_text 2 ({FILE} row 33, {FILE} row 34), too_long 2 ({FILE} row 31, {FILE} row 32); correct them, or set"
+    says = f"bad_text 2, too_long 2 (first: {FILE}, row 31); correct them, or set"
     for stage in ("check_data", "ingest"):
         refused(stage_main(project, stage), f"{stage}: 4 bad rows and ingest.on_bad_row is refuse: ", says)
         assert project.outputs() == before
@@ -173,7 +173,7 @@ UNUSABLE: dict[str, tuple[dict[str, list[dict[str, Any]] | bytes], dict[str, Any
     "bad rows": (
         {"train.jsonl": [*PAIRS, PAIRS[0]]},
         {"ingest.on_bad_row": "refuse"},
-        "1 bad rows and ingest.on_bad_row is refuse: duplicate 1 (data/raw/set/train.jsonl row 61)",
+        "1 bad rows and ingest.on_bad_row is refuse: duplicate 1 (first: data/raw/set/train.jsonl, row 61)",
     ),
     "no pairs": (
         {"train.jsonl": WHOLE},

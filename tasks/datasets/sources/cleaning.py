@@ -9,8 +9,6 @@ from tasks.datasets.sources.example import Example, Kind
 
 REASONS = ("duplicate", "empty", "same_chosen_rejected", "too_long", "bad_text", "bad_conversation", "leaked")
 """bad_text: NUL or half a surrogate pair. bad_conversation: turns that do not make a prompt and its answer."""
-SHOWN = 3
-"""Rows named in a message for each reason."""
 
 
 class Dropped(NamedTuple):
@@ -90,35 +88,42 @@ def find_leaks(examples: list[Example]) -> list[Leak]:
 
 
 def refuse_bad_rows(dropped: list[Dropped], log: Log) -> None:
-    """Raise UserError with the count and the first rows of every reason, if there are bad rows; list them before."""
+    """Raise UserError with the count of every reason and the first row, if there are bad rows; list them before."""
     if dropped:
-        print_problems((f"{row.file}, row {row.row}: {row.reason}" for row in dropped), len(dropped), log)
         raise UserError(
-            f"{len(dropped)} bad rows and ingest.on_bad_row is refuse: {summary(dropped)}; "
+            f"{len(dropped)} bad rows and ingest.on_bad_row is refuse: {list_bad_rows(dropped, log)}; "
             "correct them, or set on_bad_row: drop"
         )
+
+
+def list_bad_rows(dropped: list[Dropped], log: Log) -> str:
+    """Their summary, after a line for each of the first rows."""
+    print_problems((f"{row.file}, row {row.row}: {row.reason}" for row in dropped), len(dropped), log)
+    return summary(dropped)
+
+
+def summary(dropped: list[Dropped]) -> str:
+    """The count of every reason and the first row, in one line; empty for no rows."""
+    counts = sorted(Counter(row.reason for row in dropped).items())
+    first = f" (first: {dropped[0].file}, row {dropped[0].row})" if dropped else ""
+    return ", ".join(f"{reason} {count}" for reason, count in counts) + first
 
 
 def refuse_leaks(leaks: list[Leak], log: Log) -> None:
     """Raise UserError naming the first leak, if there is one; list them before."""
     if leaks:
-        print_problems((f"leaked: {_named(leak)}" for leak in leaks), len(leaks), log)
-        raise UserError(
-            f"leaked held-out prompts: {len(leaks)} training rows open like a held-out row, first {_named(leaks[0])}; "
-            "remove them, or set ingest.on_leak: drop to leave the training rows out"
-        )
+        raise UserError(list_leaks(leaks, log))
+
+
+def list_leaks(leaks: list[Leak], log: Log) -> str:
+    """How many there are, the first one and what to do, after a line for each of the first leaks."""
+    print_problems((f"leaked: {_named(leak)}" for leak in leaks), len(leaks), log)
+    return (
+        f"leaked held-out prompts: {len(leaks)} training rows open like a held-out row, first {_named(leaks[0])}; "
+        "remove them, or set ingest.on_leak: drop to leave the training rows out"
+    )
 
 
 def _named(leak: Leak) -> str:
     training, heldout = leak
     return f"{training.file} row {training.row} = {heldout.file} row {heldout.row} ({training.opening[:60]!r})"
-
-
-def summary(dropped: list[Dropped]) -> str:
-    """Counts and first rows per reason, in one line."""
-    parts = []
-    for reason, count in sorted(Counter(row.reason for row in dropped).items()):
-        rows = [f"{row.file} row {row.row}" for row in dropped if row.reason == reason]
-        more = ", …" if count > SHOWN else ""
-        parts.append(f"{reason} {count} ({', '.join(rows[:SHOWN])}{more})")
-    return ", ".join(parts)

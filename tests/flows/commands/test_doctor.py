@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from flows.commands.doctor import Check, examine, render
+from tests.conftest import call
 
 
 @pytest.fixture
@@ -22,12 +23,27 @@ def test_findings(checks: Callable[[], dict[str, Check]]) -> None:
     found = checks()
     assert found["threads"].verdict == "note"
     assert found["git"].verdict == "note"
-    assert (found["dvc"].verdict, found["dvc"].found) == ("ok", "stages one")
+    assert (found["dvc"].verdict, found["dvc"].found) == ("ok", "1 stages: one")
     assert found["params.yaml"].verdict == "BROKEN"
     assert "ppoo" in found["params.yaml"].found
     assert found["prefect"].verdict == "BROKEN"
     assert found["mlflow"].verdict == "note", "runs go on without MLflow"
     assert all(check.advice for check in found.values() if check.verdict != "ok")
+
+
+def test_the_stages_are_a_list_and_results_are_no_changed_files(toy: Callable[..., Path]) -> None:
+    root = toy({"one": ("work", []), "two": ("work", [])})
+    call(root, "git", "add", ".")
+    call(root, "git", "-c", "user.name=a", "-c", "user.email=a@b", "commit", "--quiet", "-m", "all")
+    for name in ("dvc.lock", "metrics/one.json", "plots/one.csv"):
+        (root / name).parent.mkdir(exist_ok=True)
+        (root / name).write_text("schema: '2.0'\n")
+    found = {check.name: check for check in examine(root)}
+    assert found["dvc"].found == "2 stages: one, two"
+    assert (found["git"].verdict, found["git"].found) == ("ok", "clean, apart from results of runs")
+    (root / "worker.py").write_text("edited\n")
+    [git] = [check for check in examine(root) if check.name == "git"]
+    assert git.found == "changed files: 1, results of runs not counted"
 
 
 def test_a_check_that_fails_is_a_finding(

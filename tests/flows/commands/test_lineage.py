@@ -125,7 +125,17 @@ def test_what_is_recorded_nowhere_is_unknown(root: Path) -> None:
     assert node.notes[0].startswith("unknown: ")
 
 
-@pytest.mark.parametrize(("path", "says"), [("worker.py", "holds no provenance"), ("data/nothing", "file not found")])
+@pytest.mark.parametrize(
+    ("path", "says"),
+    [
+        (
+            "worker.py",
+            r"worker\.py: neither made by a stage nor a copy of a model; results are in data$",
+        ),
+        ("data/tow.txt", r"tow\.txt: file not found; did you mean data/two\.txt, data/one\.txt\?$"),
+        ("one", r"one: file not found; did you mean data/one\.txt\?$"),
+    ],
+)
 def test_what_no_stage_makes_is_refused(root: Path, path: str, says: str) -> None:
     with pytest.raises(UserError, match=says):
         lineage(root, root / path)

@@ -70,14 +70,13 @@ def test_leaks_fold_case_and_space_and_look_at_the_first_user_message(examples):
         cleaning.refuse_leaks(cleaning.find_leaks([*train, *heldout]), print)
 
 
-def test_refusal_is_one_line_with_counts_and_first_rows(examples, capsys):
+def test_refusal_is_one_line_with_counts_and_first_row(examples, capsys):
     rows = [{"prompt": "q", "response": "a"}] * 5 + [{"prompt": "q", "response": " "}]
     _, dropped = cleaning.clean(examples(rows), 50)
     with pytest.raises(UserError) as caught:
         cleaning.refuse_bad_rows(dropped, print)
     file = "data/raw/set/train.jsonl"
-    rows_named = f"{file} row 2, {file} row 3, {file} row 4, …"
-    assert f"duplicate 4 ({rows_named}), empty 1 ({file} row 6)" in str(caught.value)
+    assert f"duplicate 4, empty 1 (first: {file}, row 2)" in str(caught.value)
     assert "\n" not in str(caught.value)
     listed = capsys.readouterr().out.splitlines()
     assert listed == [*(f"{file}, row {row}: duplicate" for row in (2, 3, 4, 5)), f"{file}, row 6: empty"]

@@ -160,9 +160,12 @@ def test_it_prints_what_was_found_and_the_lines_of_params_yaml(source, root, add
         "test/test.jsonl: 1 pair, held out (ingest.files.heldout_files); columns: prompt, chosen, rejected; "
         "not read: id",
         "train.jsonl: 22 demonstrations; columns: prompt, response",
-        "rows that ingest leaves out (ingest.on_bad_row: refuse stops instead): duplicate 2 (train.jsonl row 21, "
-        "train.jsonl row 22)",
-        "1 training rows open like a held-out row: ingest refuses them, or leaves them out with ingest.on_leak: drop",
+        "train.jsonl, row 21: duplicate",
+        "train.jsonl, row 22: duplicate",
+        "2 rows that ingest leaves out (ingest.on_bad_row: refuse stops instead): duplicate 2 (first: train.jsonl, "
+        "row 21)",
+        "leaked held-out prompts: 1 training rows open like a held-out row, first train.jsonl row 4 = test/test.jsonl "
+        "row 1 ('question 3'); remove them, or set ingest.on_leak: drop to leave the training rows out",
         "no pairs (prompt, chosen, rejected): the reward model needs some, in this folder",
         "data/raw/chats: tracked by DVC (for git: data/raw/chats.dvc)",
         "set in params.yaml (examples/own-data.yaml is a complete file to start from):",

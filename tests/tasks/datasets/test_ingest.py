@@ -65,7 +65,7 @@ def test_pairs_alone_fill_every_share(execute, params, raw):
     assert set(parts.values()) == {"train", "validation"}
 
 
-def test_metrics_and_dropped_rows(execute, params, raw):
+def test_metrics_and_dropped_rows(execute, params, raw, capsys):
     raw(train=[*PAIRS, PAIRS[0], {"prompt": "q", "chosen": "same", "rejected": "same"}], test=PAIRS[:2])
     made = execute(params(on_leak="drop"))
     assert made.metrics == {
@@ -96,6 +96,12 @@ def test_metrics_and_dropped_rows(execute, params, raw):
         },
     }
     file = "data/raw/set/train.jsonl"
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[0].split() == ["rows", "pairs"]
+    assert printed[-1] == (
+        f"left out duplicate 1, leaked 2, same_chosen_rejected 1 (first: {file}, row 101); "
+        "all rows: data/ingest/dropped.jsonl"
+    )
     assert made.dropped == [
         {"file": file, "row": 101, "reason": "duplicate"},
         {"file": file, "row": 102, "reason": "same_chosen_rejected"},
@@ -108,7 +114,7 @@ def test_metrics_and_dropped_rows(execute, params, raw):
 
 def test_refusals(execute, params, raw):
     raw(train=[*PAIRS, PAIRS[0]], test=PAIRS[:1])
-    with pytest.raises(UserError, match=r"on_bad_row is refuse: duplicate 1 \(.* row 101\)"):
+    with pytest.raises(UserError, match=r"on_bad_row is refuse: duplicate 1 \(first: .*, row 101\)"):
         execute(params(on_bad_row="refuse"))
     with pytest.raises(UserError, match="leaked held-out prompts: 1 training rows"):
         execute(params())
@@ -116,7 +122,7 @@ def test_refusals(execute, params, raw):
 
 def test_nothing_left(execute, params, raw):
     raw(train=[{"prompt": "", "response": "a"}], test=[{"prompt": "q"}])
-    with pytest.raises(UserError, match=r"no training rows left of 2 read: empty 1 \(.*train\.jsonl row 1\)"):
+    with pytest.raises(UserError, match=r"no training rows left of 2 read: empty 1 \(first: .*train\.jsonl, row 1\)"):
         execute(params())
 
 

@@ -69,8 +69,8 @@ def test_a_file_of_messages_brings_demonstrations(answer: Ask) -> None:
     [
         ([{"prompt": "one?"}, {"prompt": 7}], "mine.jsonl, row 2: prompt: expected text"),
         ([{"prompt": "one?"}, {"question": "two?"}], "mine.jsonl, row 2: missing column prompt"),
-        ([{"prompt": "one?"}, {"prompt": "  "}], "empty 1 (data/raw/mine.jsonl row 2)"),
-        ([{"messages": user("one?")}], "bad_conversation 1 (data/raw/mine.jsonl row 1)"),
+        ([{"prompt": "one?"}, {"prompt": "  "}], "empty 1 (first: data/raw/mine.jsonl, row 2)"),
+        ([{"messages": user("one?")}], "bad_conversation 1 (first: data/raw/mine.jsonl, row 1)"),
         ([{"prompt": "one?"}, "{"], "mine.jsonl, row 2: broken JSON"),
         ([], "data/raw/mine.jsonl has no rows"),
     ],
