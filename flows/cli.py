@@ -1,5 +1,6 @@
 """The command line `leash`: arguments, exit codes and what is printed at the end; each command imports what it needs.
-Exit codes: 0; 2 for what the user can fix, with one line on stderr; 1 for a crash; 130 and 143 when it was stopped."""
+Exit codes: 0; 2 for what the user can fix, with a line for each problem on stderr; 1 for a crash; 130 and 143 when it
+was stopped."""
 
 import json
 import os
@@ -34,7 +35,7 @@ def command(function: Callable[P, None]) -> Callable[P, None]:
 
     @wraps(function)
     def guarded(*args: P.args, **kwargs: P.kwargs) -> None:
-        from flows.terminal import print_error
+        from flows.terminal import print_error, stopped
 
         try:
             function(*args, **kwargs)
@@ -42,10 +43,10 @@ def command(function: Callable[P, None]) -> Callable[P, None]:
             print_error(str(error))
             raise typer.Exit(2) from None
         except KeyboardInterrupt:
-            print_error("stopped; nothing is left running")
+            print_error(stopped())
             raise typer.Exit(130) from None
         except SystemExit:
-            print_error("stopped by a signal; nothing is left running")
+            print_error(stopped())
             raise
 
     return app.command(function.__name__.strip("_"))(guarded)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rlhf_core.errors import UserError
+from rlhf_core.errors import UserError, did_you_mean
 
 if TYPE_CHECKING:
     from tasks.stage.dvc_adapter import Project
@@ -30,7 +30,8 @@ class Graph:
         wanted = list(names or self.stages)
         unknown = [name for name in wanted if name not in self.upstream]
         if unknown:
-            raise UserError(f"unknown stage {', '.join(unknown)}; dvc.yaml has: {', '.join(self.stages)}")
+            listed = ", ".join(f"{name}{did_you_mean(name, self.stages)}" for name in unknown)
+            raise UserError(f"unknown stage {listed}; dvc.yaml has: {', '.join(self.stages)}")
         needed: set[str] = set()
         while wanted:
             name = wanted.pop()

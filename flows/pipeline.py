@@ -8,7 +8,7 @@ from prefect import flow, get_run_logger, task
 from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas.objects import State
 from prefect.futures import PrefectFuture, as_completed
-from prefect.states import Completed
+from prefect.states import Cancelled, Completed
 from prefect.task_runners import TaskRunner, ThreadPoolTaskRunner
 
 from flows import artifacts, driver, processes, terminal
@@ -17,20 +17,23 @@ from flows.execution import Execution, Print, gpus_for
 from flows.graph import Graph
 from flows.stages import FAILED, NOT_RUN, Outcome, PipelineFailed, StageCrash, StageUserError
 from rlhf_core.errors import UserError
+from tasks.records.leftovers import unsent
 from tasks.stage.dvc_adapter import recorded_order, restore_order
 from tasks.stage.pipeline_run import finish
 
 
 def is_retriable(task: Any, run: Any, state: State[Any]) -> bool:
-    """Whether a failed stage is tried again: not after a user's error, nor when the run was stopped."""
-    error = state.result(raise_on_failure=False)
-    return not isinstance(error, UserError | processes.Stopped)
+    """Whether a failed stage is tried again: not after a user's error."""
+    return not isinstance(state.result(raise_on_failure=False), UserError)
 
 
 @task(cache_policy=NO_CACHE, persist_result=False, retry_condition_fn=is_retriable)
 def stage_task(execution: Execution, stage: str, gpu: str | None) -> State[Outcome]:
-    """One stage, in a Prefect state named after what DVC did: Completed, UpToDate or Restored."""
-    outcome = execution.run(stage, gpu)
+    """One stage, in a Prefect state named after what DVC did: Completed, UpToDate or Restored; or Cancelled."""
+    try:
+        outcome = execution.run(stage, gpu)
+    except processes.Stopped:
+        return Cancelled(message="stopped with the run")
     return Completed(name=outcome.state, message=outcome.message or outcome.why or None, data=outcome)
 
 
@@ -49,22 +52,26 @@ def pipeline(
     retry_delay_seconds: float = 10.0,
     timeout_seconds: float | None = None,
     jobs: int = 1,
-) -> dict[str, Outcome]:
+) -> dict[str, Outcome] | State[Any]:
     """Run `stages` and what they need (None: all) and return how each ended, in the order of the graph.
 
     `root` is the project (default: found from the current folder upwards); `timeout_seconds` limits each stage; `jobs`
     is how many independent stages run side by side, on a GPU each where there are GPUs.
     Raises UserError before anything starts (an unknown stage, another run in this workspace), PipelineFailed when a
-    stage failed; then no stage that needs it has run.
+    stage failed; then no stage that needs it has run. After an interrupt it is Cancelled.
     """
     home = find_root(Path(root) if root else None)
     options = {"retries": retries, "retry_delay_seconds": retry_delay_seconds}
     with driver.exclusive(home) as project:
         graph = project.graph.select(stages)
         execution = Execution(project, force, timeout_seconds, retries + 1, _printer())
-        outcomes, errors = _run(execution, graph, jobs, options)
+        try:
+            outcomes, errors = _run(execution, graph, jobs, options)
+        except (KeyboardInterrupt, SystemExit):
+            return Cancelled(message="stopped")
         ended = list(outcomes.values())
-        execution.print("", "sending what is left to MLflow")
+        if waiting := waiting_events(home):
+            execution.print("", waiting)
         finish_tracking(home, ended)
         if errors:
             raise PipelineFailed(errors, ended)
@@ -82,6 +89,9 @@ def _run(
         with processes.session():
             execution.refresh_sources(graph)
             futures = _run_stages(execution, graph, gpus_for(jobs), options)
+    except BaseException:
+        execution.restore_stopped()
+        raise
     finally:
         restore_order(root, graph.stages, before)
     outcomes = {stage: _outcome(execution, stage, futures[stage].state) for stage in graph.stages}
@@ -112,8 +122,16 @@ def _run_stages(
         stage, gpu = running.pop(done)
         free.append(gpu)
         ended.add(stage)
+        execution.running.pop(stage, None)
         terminal.end(_outcome(execution, stage, done.state))
     return futures
+
+
+def waiting_events(root: Path) -> str:
+    """A line about what MLflow has not received; empty where that is nothing."""
+    waiting = unsent(root)
+    events = sum(count for _, count in waiting)
+    return f"sending {events} events of {len(waiting)} stage runs to MLflow" if events else ""
 
 
 def finish_tracking(root: Path, outcomes: list[Outcome]) -> None:

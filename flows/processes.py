@@ -53,6 +53,7 @@ class _Registry:
     groups: "dict[int, tuple[subprocess.Popen[bytes], StopSignals]]"
     closing: bool = False
     watcher: Watcher | None = None
+    interrupt: BaseException | None = None
 
 
 _live = _Registry(threading.RLock(), {})
@@ -76,9 +77,12 @@ def session() -> Iterator[None]:
     """However the block ends, what it started through `run` is stopped, and nothing starts until the next session."""
     _restore_sigint_in_children()
     with _live.lock:
-        _live.closing = False
+        _live.closing, _live.interrupt = False, None
     try:
         yield
+    except (KeyboardInterrupt, SystemExit) as interrupt:
+        _live.interrupt = interrupt
+        raise
     finally:
         stop_all()
 
@@ -154,6 +158,16 @@ def stop_all() -> None:
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(group, signal.SIGKILL)
         raise
+
+
+def is_closing() -> bool:
+    """Whether `stop_all` was called, and no session has begun since."""
+    return _live.closing
+
+
+def interrupt() -> BaseException | None:
+    """What ended the last session early."""
+    return _live.interrupt
 
 
 def _restore_sigint_in_children() -> None:

@@ -3,14 +3,16 @@
 import logging
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flows import driver, processes, server, terminal
-from flows.stages import UP_TO_DATE, Outcome, PipelineFailed
+from flows.stages import FAILED, UP_TO_DATE, Outcome, PipelineFailed
 from rlhf_core.errors import UserError
 from tasks.params.loader import PARAMS_FILE, parse, read_yaml
+from tasks.params.methods import BY_NAME
 from tasks.stage.workers import requested_processes
 from tasks.tracking.settings import without_credentials
 
@@ -35,9 +37,10 @@ def run(root: Path, stages: list[str] | None, force: bool, jobs: int = 1, **opti
             parse(Params, read_yaml(root / PARAMS_FILE), file=PARAMS_FILE)
         if jobs > 1:
             _require_one_process_each(graph.stages, root / PARAMS_FILE)
-        with terminal.screen(graph.stages):
+        off = switched_off(root / PARAMS_FILE)
+        with terminal.screen(graph.stages, off):
             plan = {stage: ["--force"] for stage in graph.stages} if force else project.plan(graph)
-            terminal.print_line("", first_line(graph, plan))
+            terminal.print_line("", first_line(graph, plan, off))
             if plan or project.changed_sources(graph):
                 _connect(root)
                 failure = _run_flow(stages=stages, force=force, root=str(root), jobs=jobs, **options)
@@ -45,8 +48,8 @@ def run(root: Path, stages: list[str] | None, force: bool, jobs: int = 1, **opti
                 for stage in graph.stages:
                     terminal.end(Outcome(stage, UP_TO_DATE, 0.0))
     print("\n" + terminal.closing_table(), flush=True)
-    for error in failure.errors if failure else []:
-        terminal.print_error(str(error))
+    if failure:
+        _print_failure(failure)
     return 0 if failure is None else 2 if failure.is_user_error else 1
 
 
@@ -59,14 +62,34 @@ def _require_one_process_each(stages: tuple[str, ...], params: Path) -> None:
             )
 
 
-def first_line(graph: "Graph", plan: dict[str, list[str]]) -> str:
-    """How many stages will run, and which: those that are not up to date, and perhaps those below them."""
-    if not plan:
-        return f"{len(graph.stages)} stages, all up to date"
-    stale = [stage for stage, why in plan.items() if why]
-    below = len(plan) - len(stale)
+def switched_off(params: Path) -> set[str]:
+    """The methods that have `enabled: false` in the file; none where it cannot be read."""
+    with suppress(UserError, AttributeError):
+        content = read_yaml(params)
+        return {name for name in BY_NAME if content[name].get("enabled") is False}
+    return set()
+
+
+def first_line(graph: "Graph", plan: dict[str, list[str]], off: Collection[str] = ()) -> str:
+    """How many stages will run, and which: those that are not up to date, and perhaps those below them. Those that are
+    switched off write empty outputs, and are not counted."""
+    total = sum(stage not in off for stage in graph.stages)
+    unused = [stage for stage in graph.stages if stage in off]
+    end = f" (switched off: {', '.join(unused)})" if unused else ""
+    counted = {stage: why for stage, why in plan.items() if stage not in off}
+    if not counted:
+        return f"{total} stages, all up to date{end}"
+    stale = [stage for stage, why in counted.items() if why]
+    below = len(counted) - len(stale)
     more = f"; and up to {below} below them, where their inputs change" if below else ""
-    return f"{len(stale)} of {len(graph.stages)} stages to run: {', '.join(stale)}{more}"
+    return f"{len(stale)} of {total} stages to run: {', '.join(stale)}{more}{end}"
+
+
+def _print_failure(failure: PipelineFailed) -> None:
+    for error in failure.errors:
+        terminal.print_error(str(error))
+    failed = ", ".join(one.stage for one in failure.outcomes if one.state == FAILED)
+    print(f"what has ended is kept; the same command continues with {failed}", flush=True)
 
 
 def _run_flow(**parameters: Any) -> PipelineFailed | None:
@@ -79,6 +102,8 @@ def _run_flow(**parameters: Any) -> PipelineFailed | None:
     except BaseException as error:
         if not isinstance(error, UserError) and not server.answers(os.environ["PREFECT_API_URL"]):
             _exit_without_server(error)
+        if interrupt := processes.interrupt():  # the flow has ended as Cancelled
+            raise interrupt from None
         raise
     return None
 
@@ -102,18 +127,17 @@ def _connect(root: Path) -> None:
 
 def _exit_without_server(error: BaseException) -> None:
     """End at once a run whose Prefect server is lost: Prefect's own threads would try to reach it for minutes."""
-    causes = list(_chain(error))
+    causes = [*_chain(error), processes.interrupt()]
     failure = next((one for one in causes if isinstance(one, PipelineFailed)), None)
     interrupt = next((one for one in causes if isinstance(one, KeyboardInterrupt | SystemExit)), None)
     code = 1
     print("\n" + terminal.closing_table(), flush=True)
     if interrupt is not None:
         code = 130 if isinstance(interrupt, KeyboardInterrupt) else int(str(interrupt.code))
-        terminal.print_error("stopped; nothing is left running")
+        terminal.print_error(terminal.stopped())
     elif failure is not None:
         code = 2 if failure.is_user_error else 1
-        for one in failure.errors:
-            terminal.print_error(str(one))
+        _print_failure(failure)
     else:
         shown = without_credentials(os.environ["PREFECT_API_URL"])
         terminal.print_error(

@@ -22,6 +22,9 @@ Environment = Mapping[str, str | None]
 """Variables to change for a stage; None removes one."""
 UNCHANGED: Environment = MappingProxyType({})
 
+_OF_A_STOP = re.compile(r"Traceback \(|\s|KeyboardInterrupt")
+"""Lines of the traceback that Python prints when a signal ends DVC or a stage while it still imports."""
+
 _reading = threading.Lock()
 """DVC's objects are not safe between threads."""
 
@@ -160,7 +163,8 @@ def _repro(
 
     def receive(line: str) -> None:
         transcript.read(line)
-        on_line(line)
+        if not (processes.is_closing() and _OF_A_STOP.match(line)):
+            on_line(line)
 
     command = [sys.executable, "-m", "dvc", "--wait-for-lock", "repro", "--single-item", *arguments]
     with tempfile.TemporaryDirectory(prefix="leash-") as folder:

@@ -2,7 +2,7 @@
 
 import json
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,8 +14,9 @@ if TYPE_CHECKING:
     from tasks.stage.dvc_adapter import Changes
     from tasks.stage.dvc_adapter import Project as OpenProject
 
-MOST_NAMES = 3
-FIRST_RUN = "no earlier run"
+MOST_NAMES = 2
+LONGEST_WHY = 100
+FIRST_RUN = "not run here yet"
 OUTPUT_STATES = {"deleted": "missing", "modified": "edited", "not in cache": "not in DVC's cache"}
 
 
@@ -35,7 +36,19 @@ class Project:
         """
         with self._lock:
             changes = self._project.changes(name)
+        if not name.endswith(".dvc") and not (changes.recorded and changes.made_here):
+            return [FIRST_RUN]
         return list(_input_reasons(name, changes)) or list(_output_reasons(changes))
+
+    def uncached(self, name: str) -> dict[Path, bytes]:
+        """The outputs of the stage that only the workspace has, such as metrics."""
+        with self._lock:
+            return self._project.uncached(name)
+
+    def restore(self, name: str, uncached: Mapping[Path, bytes]) -> None:
+        """Put back the outputs that DVC removed before it ran the stage."""
+        with self._lock:
+            self._project.restore(name, uncached)
 
     def plan(self, graph: Graph) -> dict[str, list[str]]:
         """The stages of `graph` that may run: those not up to date now, with the reasons, and those below them."""
@@ -60,9 +73,6 @@ def opened(root: Path) -> Iterator[Project]:
 def _input_reasons(name: str, changes: "Changes") -> Iterator[str]:
     from tasks.stage.definition import is_code
 
-    if not changes.recorded:
-        yield FIRST_RUN
-        return
     yield from _changed_params(changes.recorded_params, changes.present_params)
     if changes.command:
         yield "its .dvc file changed" if name.endswith(".dvc") else "the command changed"
@@ -88,9 +98,9 @@ def _changed_params(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterat
 
     old, new = dotted(before), dotted(now)
     changed = [name for name in dict.fromkeys((*old, *new)) if old.get(name) != new.get(name)]
-    shown = {name: (HIDDEN, HIDDEN) if is_secret(name) else (_value(old, name), _value(new, name)) for name in changed}
-    if shown:
-        yield _first((f"{name} {' → '.join(values)}" for name, values in shown.items()), between="; ")
+    for name in changed:
+        before_now = (HIDDEN, HIDDEN) if is_secret(name) else (_value(old, name), _value(new, name))
+        yield f"{name} {' → '.join(before_now)}"
 
 
 def _value(values: Mapping[str, Any], name: str) -> str:
@@ -98,8 +108,13 @@ def _value(values: Mapping[str, Any], name: str) -> str:
     return shorten(value if isinstance(value, str) else json.dumps(value, default=str))
 
 
-def _first(names: Iterable[str], between: str = ", ") -> str:
+def brief(reasons: Sequence[str]) -> str:
+    """The first reasons and how many more there are, in one line of at most `LONGEST_WHY` characters."""
+    more = f" and {len(reasons) - MOST_NAMES} more" if len(reasons) > MOST_NAMES else ""
+    return shorten("; ".join(reasons[:MOST_NAMES]), LONGEST_WHY - len(more)) + more
+
+
+def _first(names: Sequence[str]) -> str:
     """The first few, and how many more."""
-    listed = list(names)
-    more = f" and {len(listed) - MOST_NAMES} more" if len(listed) > MOST_NAMES else ""
-    return f"{between.join(listed[:MOST_NAMES])}{more}"
+    more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
+    return f"{', '.join(names[:MOST_NAMES])}{more}"

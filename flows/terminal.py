@@ -5,7 +5,7 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -28,9 +28,9 @@ WORDS = {
 _HIDDEN = (
     "To track the changes with git", "\tgit add", "To enable auto staging", "\tdvc config core.autostage",
     "Use `dvc push`", "Data and pipelines are up to date", "Generating lock file", "Updating lock file",
-    "Running stage '", "Verifying data sources", "Stage '", "> ",
+    "Running stage '", "Verifying data sources", "Stage '", "> ", "ERROR: failed to reproduce '", "ERROR: interrupted",
 )  # fmt: skip
-"""Beginnings of lines that DVC prints around every stage: advice, and what our own lines and the table show."""
+"""Beginnings of lines that DVC prints around every stage: advice, and what our own lines, errors and the table show."""
 _LABEL = re.compile(r"^\[\d+/\d+ [^\]]+\] ")
 """A stage's own label; its numbers are places in dvc.yaml, not in the run."""
 
@@ -51,11 +51,13 @@ _screen = _Screen()
 
 
 @contextmanager
-def screen(stages: Sequence[str] = ()) -> Iterator[None]:
+def screen(stages: Sequence[str] = (), off: Collection[str] = ()) -> Iterator[None]:
     """Within the block, `print_line` prints to stdout; `stages` are those of the run, in their order. On a terminal
-    they have live lines."""
+    they have live lines. Those in `off` are not counted."""
     global _screen
-    places = {stage: f"{place}/{len(stages)} " for place, stage in enumerate(stages, start=1)}
+    counted = [stage for stage in stages if stage not in off]
+    places = {stage: f"{place}/{len(counted)} " for place, stage in enumerate(counted, start=1)}
+    places = {stage: places.get(stage, "") for stage in stages}
     _screen = _Screen(open=True, places=places)
     try:
         if stages and sys.stdout.isatty():
@@ -104,17 +106,25 @@ def is_shown(line: str) -> bool:
 
 
 def outcome_table(outcomes: Iterable[Outcome]) -> str:
-    """Stage, outcome, seconds, and why it was not up to date."""
+    """Stage, outcome and seconds."""
     rows = []
     for one in outcomes:
         attempts = f" (attempt {one.attempts})" if one.attempts > 1 else ""
-        rows.append((one.stage, f"{WORDS[one.state]}{attempts}", f"{one.seconds:.1f}" if one.seconds else "", one.why))
-    return table([("stage", "outcome", "seconds", "why"), *rows])
+        rows.append((one.stage, f"{WORDS[one.state]}{attempts}", f"{one.seconds:.1f}" if one.seconds else ""))
+    return table([("stage", "outcome", "seconds"), *rows])
 
 
 def print_error(message: str) -> None:
-    """One line on stderr."""
-    print(f"error: {' '.join(message.split())}", file=sys.stderr, flush=True)
+    """One line on stderr, or several where the message has a list of problems."""
+    lines = [" ".join(part.split()) for part in message.split(";\n")]
+    print("error: " + "\n  ".join(lines), file=sys.stderr, flush=True)
+
+
+def stopped() -> str:
+    """What an interrupted command prints at its end."""
+    running = [stage for stage in _screen.places if stage in _screen.running]
+    rest = f"; the same command continues with {', '.join(running)}" if running else ""
+    return f"stopped; nothing is left running{rest}"
 
 
 def _label(stage: str) -> str:
@@ -138,5 +148,7 @@ def _live_lines() -> "Group":
         f"{_label(stage)}{f'{last}  ' if last else ''}({duration(now - began)})"
         for stage, (began, last) in list(_screen.running.items())
     ]
-    lines.append(f"{len(_screen.ended)} of {len(_screen.places)} stages done ({duration(now - _screen.began)})")
+    counted = [stage for stage, place in _screen.places.items() if place]
+    done = sum(stage in _screen.ended for stage in counted)
+    lines.append(f"{done} of {len(counted)} stages done ({duration(now - _screen.began)})")
     return Group(*(Text(line, no_wrap=True, overflow="ellipsis") for line in lines))

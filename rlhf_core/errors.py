@@ -1,5 +1,7 @@
 """Exceptions for what a user can fix. Programming errors keep their own types and their traceback."""
 
+from collections.abc import Iterable
+
 
 class UserError(Exception):
     """Something the user can fix. The message is one line: what is wrong, where, and what to do. Exit code 2."""
@@ -7,6 +9,13 @@ class UserError(Exception):
 
 class NonFiniteError(UserError):
     """A loss or gradient is NaN or infinite; no optimiser step was made with it. A retry would end in the same way."""
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """A question with the nearest of the known names, to append to an error; empty where none is near."""
+    import difflib
+
+    return "".join(f"; did you mean {nearest}?" for nearest in difflib.get_close_matches(name, list(known), n=1))
 
 
 SHORT_OF_MEMORY = (

@@ -1,15 +1,15 @@
-"""Reads `params.yaml` into strict models; one line names every wrong key. YAML 1.2, as DVC reads it: PyYAML would read
-`1e-4` as text and `off` as false."""
+"""Reads `params.yaml` into strict models; every wrong key has a line of its own. YAML 1.2, as DVC reads it: PyYAML
+would read `1e-4` as text and `off` as false."""
 
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 from pydantic import BaseModel, ValidationError
 from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
-from rlhf_core.errors import UserError
+from rlhf_core.errors import UserError, did_you_mean
 from tasks.params.methods import METHODS
 
 PARAMS_FILE = Path("params.yaml")
@@ -85,20 +85,34 @@ def _refuse_bomb(content: Any, path: Path) -> None:
 
 
 def parse(model: type[Model], content: Any, where: str = "", file: Path = PARAMS_FILE) -> Model:
-    """`content` of `file` as `model`. Raises UserError naming every wrong key, its value and what is allowed."""
+    """`content` of `file` as `model`. Raises UserError naming every wrong key, its value and what is allowed, in a line
+    each."""
     try:
         return model.model_validate(content)
     except ValidationError as error:
-        problems = "; ".join(_describe(problem, where) for problem in error.errors())
+        problems = ";\n".join(_describe(problem, where, model) for problem in error.errors())
         raise UserError(f"{file}: {problems}") from None
 
 
-def _describe(problem: Any, where: str) -> str:
+def _describe(problem: Any, where: str, model: type[BaseModel]) -> str:
     key = ".".join([where, *(str(part) for part in problem["loc"])]).strip(".")
     if problem["type"] == "extra_forbidden":
-        return f"{key}: unknown parameter; remove it or correct its name"
+        *above, name = problem["loc"]
+        return f"{key}: unknown parameter{did_you_mean(str(name), _names(model, above)) or '; remove it'}"
     if problem["type"] == "missing":
         return f"{key}: missing parameter; see docs/parameters.md"
     message = problem["msg"].removeprefix("Value error, ")
     shown = "" if isinstance(problem["input"], dict) else f" (got {problem['input']!r})"
     return f"{key}: {message}{shown}" if key else message
+
+
+def _names(model: type[BaseModel], path: list[Any]) -> list[str]:
+    """The parameters of the block at `path` below `model`; none where the path leads through something else."""
+    for part in path:
+        annotation = model.model_fields[part].annotation if part in model.model_fields else None
+        found = [one for one in (annotation, *get_args(annotation)) if isinstance(one, type)]
+        blocks = [one for one in found if issubclass(one, BaseModel)]
+        if not blocks:
+            return []
+        model = blocks[0]
+    return list(model.model_fields)

@@ -50,7 +50,7 @@ PARAMETERS = {
 }
 ATTRIBUTES = {
     Repo: ("index", "dvcignore", "fs", "close"),
-    Output: ("get_hash", "exists", "dvcignore", "status"),
+    Output: ("get_hash", "exists", "dvcignore", "status", "changed_cache", "checkout"),
     Stage: ("changed_stage", "is_callback"),
     ParamsDependency: ("status", "get_hash", "read_params"),
 }
@@ -151,6 +151,9 @@ class Changes:
 
     recorded: bool
     """Whether there is a record at all."""
+    made_here: bool
+    """Whether one of its outputs is in the workspace or in DVC's cache; of those that DVC caches, where there are
+    any. dvc.lock and metrics come with a clone."""
     command: bool
     always_runs: bool
     recorded_params: Mapping[str, Any]
@@ -220,6 +223,11 @@ class Project:
                 inputs[dep.def_path] = str(state)
         return Changes(
             recorded=not stage.cmd or any(one.hash_info for one in (*stage.deps, *stage.outs)),
+            made_here=not stage.outs
+            or any(
+                out.exists or not out.changed_cache()
+                for out in [one for one in stage.outs if one.use_cache] or stage.outs
+            ),
             command=bool(stage.changed_stage()),
             always_runs=not stage.frozen and bool(stage.is_callback or stage.always_changed),
             recorded_params=before,
@@ -227,6 +235,22 @@ class Project:
             inputs=inputs,
             outs={out.def_path: str(next(iter(states.values()))) for out in stage.outs if (states := out.status())},
         )
+
+    def uncached(self, address: str) -> dict[Path, bytes]:
+        """The files that a stage has written and DVC does not cache, such as metrics, with their bytes."""
+        (stage,) = self._selected(address)
+        outs = [out._item for out in stage.outs if not out._item.use_cache]
+        return {path: path.read_bytes() for out in outs if (path := Path(out.fs_path)).is_file()}
+
+    def restore(self, address: str, uncached: Mapping[Path, bytes]) -> None:
+        """Put back the outputs of a stage that are missing: those in dvc.lock from the cache, and `uncached`."""
+        (stage,) = self._selected(address)
+        for item in [out._item for out in stage.outs if out.recorded]:
+            if not item.exists and not item.changed_cache():
+                item.checkout()
+        for path, content in uncached.items():
+            if not path.exists():
+                path.write_bytes(content)
 
     def plan(self) -> list[tuple[str, list[str], list[str]]]:
         """(stage, the stages whose outputs it reads, the .dvc files that it reads) in the order of `dvc repro`."""

@@ -94,7 +94,7 @@ def test_a_run_cut_off_by_its_server_is_stopped_at_once_by_an_interrupt(running:
     os.killpg(process.pid, signal.SIGINT)
     _, errors = process.communicate(timeout=120)
     assert process.returncode == 130
-    assert errors == "error: stopped; nothing is left running\n"
+    assert errors == "error: stopped; nothing is left running; the same command continues with one\n"
     assert time.monotonic() - begun < 30.0, "Prefect alone tries to reach its server for minutes"
     until(lambda: not any(alive(one) for one in family), 15.0)
     assert log_of(root) == ["one begin"]

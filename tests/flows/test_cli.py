@@ -35,7 +35,7 @@ def test_help_imports_nothing_heavy() -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["run", "two", "zwei"], "unknown stage zwei; dvc.yaml has: one, two"),
+        (["run", "two", "twoo"], "unknown stage twoo; did you mean two?; dvc.yaml has: one, two"),
         (["serve"], "start one with `leash up`"),
         (["import", "nowhere.jsonl"], "nowhere.jsonl"),
         (["audit", "--params", "."], "cannot be read (Is a directory)"),
@@ -65,13 +65,16 @@ def test_numbers_out_of_range_are_refused_before_any_work(
     assert words in errors
 
 
-def test_a_wrong_parameter_is_one_line_before_any_server_starts(toy: Callable[..., Path], leash: Leash) -> None:
+def test_wrong_parameters_have_a_line_each_before_any_server_starts(toy: Callable[..., Path], leash: Leash) -> None:
     """Where the graph has the stage `check`, params.yaml must be Leash's."""
     root = toy({"check": ("work", []), "one": ("work", ["check"])})
     (root / "params.yaml").write_text("seed: -1\n", encoding="utf-8")
     code, out, errors = finish(leash(root, "run"))
     assert (code, out) == (2, "")
-    assert one_line(errors).startswith("error: params.yaml: ")
+    lines = errors.splitlines()
+    assert lines[0] == "error: params.yaml: threads: missing parameter; see docs/parameters.md"
+    assert [line for line in lines if line.startswith("  seed: ")]
+    assert all(line.startswith("  ") for line in lines[1:])
 
 
 def test_several_jobs_are_refused_where_ppo_has_several_processes(toy: Callable[..., Path], leash: Leash) -> None:
@@ -116,7 +119,7 @@ def test_run_from_a_sub_folder(toy: Callable[..., Path], leash: Leash, prefect_a
     assert (code, errors) == (0, "")
     lines = output.splitlines()
     assert lines[0] == "2 of 2 stages to run: one, two"
-    assert "[1/2 one] starts (no earlier run)" in lines
+    assert "[1/2 one] starts (not run here yet)" in lines
     assert "[1/2 one] one begins" in lines
     assert [line.split()[:2] for line in lines if line.split()[1:2] == ["ran"]] == [["one", "ran"], ["two", "ran"]]
     assert f"models  {root / 'models'}: policy" in lines
@@ -131,7 +134,9 @@ def test_a_stages_refusal_is_exit_2_and_a_crash_exit_1(
     code, output, errors = finish(leash(root, "run", api=prefect_api))
     assert code == 2
     assert one_line(errors) == "error: wrong: params.yaml: no\n"
-    words = [line.split() for line in output.splitlines()[-3:]]
+    assert "failed to reproduce" not in output
+    assert output.splitlines()[-1] == "what has ended is kept; the same command continues with wrong"
+    words = [line.split() for line in output.splitlines()[-4:-1]]
     assert [row[:2] for row in words] == [["fine", "ran"], ["wrong", "FAILED"], ["after", "not"]]
     text = (root / "dvc.yaml").read_text()
     (root / "dvc.yaml").write_text(text.replace("refuse 'params.yaml: no'", "crash 9"))

@@ -53,7 +53,9 @@ def test_select_takes_what_a_stage_needs_and_no_more(toy: Callable[..., Path]) -
     graph = read_graph(toy(DIAMOND))
     assert graph.select(["left"]).stages == ("first", "left")
     assert graph.select(None) == graph
-    with pytest.raises(UserError, match=r"unknown stage lfet; dvc.yaml has: first, right, left, last"):
+    with pytest.raises(
+        UserError, match=r"unknown stage lfet; did you mean left\?; dvc.yaml has: first, right, left, last"
+    ):
         graph.select(["lfet"])
 
 

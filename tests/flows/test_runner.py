@@ -2,12 +2,14 @@
 tests/faults/test_prefect.py."""
 
 import os
+from pathlib import Path
 
 import pytest
 
 from flows import runner, server, terminal
 from flows.graph import Graph
 from flows.stages import FAILED, Outcome, PipelineFailed, StageCrash, StageUserError
+from tasks.params.methods import BY_NAME
 
 
 class Left(Exception):
@@ -30,6 +32,14 @@ def test_the_first_line_names_what_may_run() -> None:
     assert runner.first_line(graph, {"b": ["input.txt changed"], "c": []}) == f"1 of 3 stages to run: b{below}"
     assert runner.first_line(graph, {"b": ["--force"]}) == "1 of 3 stages to run: b"
     assert runner.first_line(graph, {}) == "3 stages, all up to date"
+    switched_off = runner.first_line(graph, {"a": ["new"], "b": ["new"]}, off={"b"})
+    assert switched_off == "1 of 2 stages to run: a (switched off: b)"
+
+
+def test_methods_that_are_switched_off(tmp_path: Path) -> None:
+    (tmp_path / "params.yaml").write_text("dpo: {enabled: true}\nrloo: {enabled: false}\n")
+    assert runner.switched_off(tmp_path / "params.yaml") == set(BY_NAME) - {"dpo"}
+    assert runner.switched_off(tmp_path / "missing.yaml") == set()
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Why a stage is not up to date, by DVC's own status."""
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -7,7 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
-from flows.status import opened
+from flows.status import brief, opened
 
 Toy = Callable[..., Path]
 STAGES = {"one": ("work", []), "two": ("work", ["one"]), "three": ("work", ["two"]), "other": ("work", [])}
@@ -36,7 +37,7 @@ def test_all_is_up_to_date(finished: Path) -> None:
 
 
 def test_the_first_run(toy: Toy) -> None:
-    assert why(toy(STAGES)) == {stage: ["no earlier run"] for stage in STAGES}
+    assert why(toy(STAGES)) == {stage: ["not run here yet"] for stage in STAGES}
 
 
 def write(name: str, text: str) -> Callable[[Path], Any]:
@@ -49,7 +50,7 @@ def write(name: str, text: str) -> Callable[[Path], Any]:
     [
         (
             write("params.yaml", "one: {kl: {coef: 0.2}, api_key: b}\n"),
-            ["one.kl.coef 0.05 → 0.2; one.api_key (hidden) → (hidden)"],
+            ["one.kl.coef 0.05 → 0.2", "one.api_key (hidden) → (hidden)"],
         ),
         (write("tasks/one.py", "2\n"), ["code changed: tasks/one.py"]),
         (lambda root: (root / "tasks/one.py").unlink(), ["tasks/one.py missing"]),
@@ -75,6 +76,22 @@ def test_a_changed_command_and_a_changed_input_of_several_stages(finished: Path)
         "three": ["input.txt changed"],
         "other": ["the command changed", "input.txt changed"],
     }
+
+
+def test_a_clone_has_not_run_although_its_lock_names_other_values(finished: Path) -> None:
+    """dvc.lock is in git; outputs and cache are not."""
+    for path in finished.glob("*.out"):
+        path.unlink()
+    shutil.rmtree(finished / ".dvc" / "cache")
+    (finished / "params.yaml").write_text("one: {kl: {coef: 0.2}}\n")
+    assert why(finished) == {stage: ["not run here yet"] for stage in STAGES}
+
+
+def test_why_is_one_short_line() -> None:
+    assert brief(["a.b 1 → 2"]) == "a.b 1 → 2"
+    assert brief(["a.b 1 → 2", "x changed", "y changed", "z changed"]) == "a.b 1 → 2; x changed and 2 more"
+    long = brief(["a" * 80, "b" * 80, "c"])
+    assert (len(long), long[-12:]) == (100, "b… and 1 more"[-12:])
 
 
 def test_edited_and_missing_data_files(finished: Path) -> None:

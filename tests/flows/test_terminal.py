@@ -57,8 +57,8 @@ def test_table() -> None:
         Outcome("c", NOT_RUN, 0),
     ]
     assert terminal.outcome_table(outcomes).splitlines() == [
-        "stage  outcome          seconds  why",
-        "a      ran (attempt 2)  61.3     a.x 1 → 2",
+        "stage  outcome          seconds",
+        "a      ran (attempt 2)  61.3",
         "long   FAILED",
         "c      not run",
     ]
@@ -67,6 +67,17 @@ def test_table() -> None:
 def test_complaints_are_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     terminal.print_error("two\n  lines")
     assert capsys.readouterr().err == "error: two lines\n"
+    terminal.print_error("params.yaml: a: no;\nb: no; remove it")
+    assert capsys.readouterr().err == "error: params.yaml: a: no\n  b: no; remove it\n"
+
+
+def test_stages_that_are_switched_off_are_not_counted(capsys: pytest.CaptureFixture[str]) -> None:
+    with terminal.screen(["sft", "dpo", "ppo"], off={"dpo"}):
+        for stage in ("sft", "dpo", "ppo"):
+            terminal.print_line(stage, "starts")
+            terminal.end(Outcome(stage, UP_TO_DATE, 0.0))
+    assert capsys.readouterr().out.splitlines() == ["[1/2 sft] starts", "[dpo] starts", "[2/2 ppo] starts"]
+    assert [line.split()[0] for line in terminal.closing_table().splitlines()] == ["stage", "sft", "dpo", "ppo"]
 
 
 def test_metrics_are_flattened_and_null_figures_left_out(tmp_path: Path) -> None:

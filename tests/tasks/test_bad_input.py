@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 Main = Callable[["Project", str], "Ended"]
 
 BAD_PARAMETERS = [
-    ("ppo.clip_ration", 0.2, "ppo", "params.yaml: ppo.clip_ration: unknown parameter; remove it or correct its name"),
+    ("ppo.clip_ration", 0.2, "ppo", "params.yaml: ppo.clip_ration: unknown parameter; did you mean clip_ratio?"),
     ("ppo.steps", "four", "ppo", "params.yaml: ppo.steps: Input should be a valid integer (got 'four')"),
     ("ppo.clip_ratio", -1, "ppo", "params.yaml: ppo.clip_ratio: Input should be greater than 0 (got -1)"),
     ("ppo.top_p", 0.9, "ppo", "params.yaml: ppo: top_p is refused in rollouts: "),

@@ -50,9 +50,11 @@ def test_a_method_without_a_block_is_off(written: Callable[[str], Content], cont
 
 REFUSED = [
     # unknown, missing, of a wrong type
-    ("ppo.clip_ration", 0.2, "ppo.clip_ration: unknown parameter"),
+    ("ppo.clip_ration", 0.2, "ppo.clip_ration: unknown parameter; did you mean clip_ratio?"),
     ("pppo", {}, "pppo: unknown parameter"),
-    ("ppo.kl.cof", 0.1, "ppo.kl.cof: unknown parameter"),
+    ("ppo.kl.cof", 0.1, "ppo.kl.cof: unknown parameter; did you mean coef?"),
+    ("reward.lora", {"rnk": 4}, "reward.lora.rnk: unknown parameter; did you mean rank?"),
+    ("evaluate.qqq", 4, "evaluate.qqq: unknown parameter; remove it"),
     ("runtime.traking", True, "runtime.traking: unknown parameter"),
     ("ppo", None, "ppo: Input should be a valid dictionary"),
     ("ppo.kl", 3, "ppo.kl: Input should be a valid dictionary"),
@@ -188,8 +190,10 @@ def test_all_mistakes_are_named_at_once(content: Content) -> None:
     put(content, "sft.epochz", 1)
     with pytest.raises(UserError) as refusal:
         parse(Params, content)
-    for part in ("report: missing parameter", "ppo.steps: ", "sft.epochz: unknown parameter"):
-        assert part in str(refusal.value)
+    lines = str(refusal.value).splitlines()
+    for part in ("report: missing parameter", "ppo.steps: ", "sft.epochz: unknown parameter; did you mean epochs?"):
+        assert len([line for line in lines if part in line]) == 1
+    assert len(lines) == 3
 
 
 @pytest.fixture
