@@ -168,7 +168,7 @@ def _params(root: Path) -> Iterator[Check]:
     try:
         parse(Params, read_yaml(root / "params.yaml"))
     except UserError as error:
-        yield Check("params.yaml", "BROKEN", str(error), "see docs/parameters.md and examples/")
+        yield Check("params.yaml", "BROKEN", " ".join(str(error).split()), "see docs/parameters.md and examples/")
     else:
         yield Check("params.yaml", "ok", "valid")
 

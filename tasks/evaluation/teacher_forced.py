@@ -4,14 +4,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rlhf_core.data.tokenizer import encode_prompt, encode_response
+from rlhf_core.data.tokenizer import encode_response
 from rlhf_core.evaluation.intervals import Estimate, clustered_interval, estimate_ratio
 from rlhf_core.models.hf import context_length
 from rlhf_core.models.sequence_logprobs import sequence_logprobs
 from tasks.datasets.jsonl import Row
 from tasks.evaluation.evaluator import CandidateModel, Evaluator
 from tasks.evaluation.results import Bootstrap, with_interval
+from tasks.stage.long_rows import prompts_once
 from tasks.training.pairs import response_tokens
+
+SIDES = ("chosen", "rejected")
 
 Text = tuple[list[int], list[int]]
 """A prompt and an answer to it, as token ids."""
@@ -30,29 +33,28 @@ class TeacherForced:
 
 def fitting_pairs(evaluator: Evaluator, pairs: Sequence[Row]) -> list[Row]:
     """The pairs of which both sides fit the SFT model's context."""
-    return [
-        row
-        for row in pairs
-        if all(
-            _fits(_side(evaluator, evaluator.reference, row, side), evaluator.reference)
-            for side in ("chosen", "rejected")
-        )
-    ]
+    reference = evaluator.reference
+    texts = zip(*(_texts(evaluator, reference, pairs, side) for side in SIDES), strict=True)
+    return [row for row, both in zip(pairs, texts, strict=True) if all(_fits(text, reference) for text in both)]
 
 
 def teacher_forced_logprobs(evaluator: Evaluator, candidate: CandidateModel, pairs: Sequence[Row]) -> TeacherForced:
     """Log-probabilities of the prompts' demonstrations and of both sides of the pairs."""
-    tokenizer, shown = candidate.tokenizer, list[Text]()
+    shown = list[Text]()
     if evaluator.shares_tokenizer(candidate):
-        rows = [row for row in evaluator.rows if row["response"] is not None]
-        texts = [(encode_prompt(tokenizer, row["prompt"]), encode_response(tokenizer, row["response"])) for row in rows]
+        prompts = evaluator.prompt_ids(candidate)
+        texts = [
+            (prompt, encode_response(candidate.tokenizer, row["response"]))
+            for prompt, row in zip(prompts, evaluator.rows, strict=True)
+            if row["response"] is not None
+        ]
         shown = [text for text in texts if _fits(text, evaluator.reference)]
-    sides = {side: [_side(evaluator, candidate, row, side) for row in pairs] for side in ("chosen", "rejected")}
+    chosen, rejected = (_texts(evaluator, candidate, pairs, side) for side in SIDES)
     return TeacherForced(
         _logprobs(evaluator, candidate, shown),
         [len(response) for _, response in shown],
-        _logprobs(evaluator, candidate, sides["chosen"]),
-        _logprobs(evaluator, candidate, sides["rejected"]),
+        _logprobs(evaluator, candidate, chosen),
+        _logprobs(evaluator, candidate, rejected),
     )
 
 
@@ -68,7 +70,7 @@ def teacher_forced_figures(
         "alignment_tax", _loss([-gap for gap in tax], read.shown_tokens, bootstrap)
     )
     prompts = [row["prompt_id"] for row in pairs]
-    for side in ("chosen", "rejected"):
+    for side in SIDES:
         now, before = getattr(read, side), getattr(sft, side)
         moved = [b - a for a, b in zip(before, now, strict=True)] if now else []
         figures |= with_interval(f"logprob_{side}", _mean(now, prompts, bootstrap))
@@ -76,12 +78,12 @@ def teacher_forced_figures(
     return figures
 
 
-def _side(evaluator: Evaluator, candidate: CandidateModel, row: Row, side: str) -> Text:
-    """A side of a pair, with the sampled tokens if the candidate has the SFT model's tokenizer."""
-    tokenizer, prompt = candidate.tokenizer, encode_prompt(candidate.tokenizer, row["prompt"])
+def _texts(evaluator: Evaluator, candidate: CandidateModel, pairs: Sequence[Row], side: str) -> list[Text]:
+    """A side of every pair, with the sampled tokens if the candidate has the SFT model's tokenizer."""
+    tokenizer, prompt_ids = candidate.tokenizer, prompts_once(candidate.tokenizer)
     if evaluator.shares_tokenizer(candidate):
-        return prompt, response_tokens(tokenizer, row, side)
-    return prompt, encode_response(tokenizer, row[side], row[f"{side}_ended"])
+        return [(prompt_ids(row), response_tokens(tokenizer, row, side)) for row in pairs]
+    return [(prompt_ids(row), encode_response(tokenizer, row[side], row[f"{side}_ended"])) for row in pairs]
 
 
 def _fits(text: Text, candidate: CandidateModel) -> bool:
