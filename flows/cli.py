@@ -4,17 +4,16 @@ was stopped."""
 
 import json
 import os
-import signal
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial, wraps
 from pathlib import Path
-from types import FrameType
 from typing import Annotated, Any, Literal, NoReturn, ParamSpec
 
 import typer
 
+from flows import processes
 from flows.environment import find_root
 from rlhf_core.errors import UserError
 
@@ -31,7 +30,7 @@ app = typer.Typer(
 
 
 def command(function: Callable[P, None]) -> Callable[P, None]:
-    """Register a command; a UserError ends it with its one line and exit code 2, an interrupt with 130."""
+    """Register a command; a UserError ends it with its message and exit code 2, an interrupt with 130."""
 
     @wraps(function)
     def guarded(*args: P.args, **kwargs: P.kwargs) -> None:
@@ -68,7 +67,7 @@ def run(
     One at a time, in the order of the graph, each as a Prefect task with retries and live progress.
     """
     root = find_root()
-    install_signal_handlers()
+    processes.install_signal_handlers()
     from flows import runner
 
     runner.quiet_prefect()
@@ -113,7 +112,7 @@ def serve(
     One run at a time. Needs a Prefect server: `leash up`.
     """
     root = find_root()
-    install_signal_handlers()
+    processes.install_signal_handlers()
     from flows import serve as nightly
 
     _exit(int(nightly.serve(root, cron, timezone) != 0))
@@ -273,7 +272,7 @@ def verify(
     The clone starts with an empty cache; the hashes are compared with dvc.lock.
     """
     root = find_root()
-    install_signal_handlers()
+    processes.install_signal_handlers()
     from flows.commands.verify.verify import render
     from flows.commands.verify.verify import verify as rebuild
     from flows.terminal import print_line, screen
@@ -311,17 +310,6 @@ def main() -> NoReturn:
     """Entry point of `leash` and of `python -m flows.cli`."""
     app(prog_name="leash")
     sys.exit(0)
-
-
-def install_signal_handlers() -> None:
-    """Make SIGTERM and a closed terminal end the run as Ctrl-C does, so that every stage is stopped."""
-
-    def leave(number: int, frame: FrameType | None) -> None:
-        raise SystemExit(128 + number)
-
-    signal.signal(signal.SIGTERM, leave)
-    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
-        signal.signal(signal.SIGHUP, leave)
 
 
 def _exit(code: int) -> None:

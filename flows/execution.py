@@ -3,7 +3,6 @@
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
 from flows.graph import Graph
 from flows.stages import UNCHANGED, UP_TO_DATE, Outcome, StageCrash, refresh_sources, run_stage
@@ -25,8 +24,6 @@ class Execution:
     print: Print
     why: dict[str, str] = field(default_factory=dict)
     failures: dict[str, list[str]] = field(default_factory=dict)
-    running: dict[str, dict[Path, bytes]] = field(default_factory=dict)
-    """Stages that have begun and not ended, each with the outputs that only the workspace had."""
 
     def run(self, stage: str, gpu: str | None) -> Outcome:
         """Run the stage, unless DVC's status says that it is up to date. Raises as `run_stage`."""
@@ -39,7 +36,6 @@ class Execution:
         else:
             return Outcome(stage, UP_TO_DATE, 0.0)
         environment = {"CUDA_VISIBLE_DEVICES": gpu} if gpu else UNCHANGED
-        self.running.setdefault(stage, self.project.uncached(stage))
         try:
             outcome = run_stage(
                 self.project.root, stage, self.force, self.timeout, lambda line: self.print(stage, line),
@@ -49,16 +45,6 @@ class Execution:
             failures.append(str(error).removeprefix(f"{stage}: "))
             raise
         return replace(outcome, why=self.why[stage], attempts=len(failures) + 1)
-
-    def restore_stopped(self) -> None:
-        """Put back the outputs of the stages that were stopped: DVC removes them before it runs a stage."""
-        for stage, uncached in self.running.items():
-            try:
-                self.project.restore(stage, uncached)
-            except Exception as error:  # of DVC or of the disk; the run ends anyway
-                self.print(stage, f"stopped; the next run writes its outputs again ({error})")
-            else:
-                self.print(stage, "stopped; its outputs are those of before the run")
 
     def refresh_sources(self, graph: Graph) -> None:
         """Record the new contents of tracked data files that were edited. Raises StageUserError when one is missing."""

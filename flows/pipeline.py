@@ -17,9 +17,9 @@ from flows.execution import Execution, Print, gpus_for
 from flows.graph import Graph
 from flows.stages import FAILED, NOT_RUN, Outcome, PipelineFailed, StageCrash, StageUserError
 from rlhf_core.errors import UserError
-from tasks.records.leftovers import unsent
 from tasks.stage.dvc_adapter import recorded_order, restore_order
 from tasks.stage.pipeline_run import finish
+from tasks.tracking import outbox
 
 
 def is_retriable(task: Any, run: Any, state: State[Any]) -> bool:
@@ -58,7 +58,7 @@ def pipeline(
     `root` is the project (default: found from the current folder upwards); `timeout_seconds` limits each stage; `jobs`
     is how many independent stages run side by side, on a GPU each where there are GPUs.
     Raises UserError before anything starts (an unknown stage, another run in this workspace), PipelineFailed when a
-    stage failed; then no stage that needs it has run. After an interrupt it is Cancelled.
+    stage failed; then no stage that needs it has run. A flow whose stages were interrupted is Cancelled.
     """
     home = find_root(Path(root) if root else None)
     options = {"retries": retries, "retry_delay_seconds": retry_delay_seconds}
@@ -70,8 +70,8 @@ def pipeline(
         except (KeyboardInterrupt, SystemExit):
             return Cancelled(message="stopped")
         ended = list(outcomes.values())
-        if waiting := waiting_events(home):
-            execution.print("", waiting)
+        if waiting := len(outbox.pending(home)):
+            execution.print("", f"sending what {waiting} stage{'s' * (waiting > 1)} logged to MLflow")
         finish_tracking(home, ended)
         if errors:
             raise PipelineFailed(errors, ended)
@@ -89,9 +89,6 @@ def _run(
         with processes.session():
             execution.refresh_sources(graph)
             futures = _run_stages(execution, graph, gpus_for(jobs), options)
-    except BaseException:
-        execution.restore_stopped()
-        raise
     finally:
         restore_order(root, graph.stages, before)
     outcomes = {stage: _outcome(execution, stage, futures[stage].state) for stage in graph.stages}
@@ -122,16 +119,8 @@ def _run_stages(
         stage, gpu = running.pop(done)
         free.append(gpu)
         ended.add(stage)
-        execution.running.pop(stage, None)
         terminal.end(_outcome(execution, stage, done.state))
     return futures
-
-
-def waiting_events(root: Path) -> str:
-    """A line about what MLflow has not received; empty where that is nothing."""
-    waiting = unsent(root)
-    events = sum(count for _, count in waiting)
-    return f"sending {events} events of {len(waiting)} stage runs to MLflow" if events else ""
 
 
 def finish_tracking(root: Path, outcomes: list[Outcome]) -> None:

@@ -15,9 +15,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 from typing import Protocol
 
 import psutil
+
+SignalHandler = Callable[[int, FrameType | None], None]
 
 StopSignals = tuple[tuple[signal.Signals, float], ...]
 """Signals to send one after another, each with the seconds to wait for its effect."""
@@ -54,6 +57,7 @@ class _Registry:
     closing: bool = False
     watcher: Watcher | None = None
     interrupt: BaseException | None = None
+    leave: SignalHandler | None = None
 
 
 _live = _Registry(threading.RLock(), {})
@@ -72,10 +76,24 @@ def watched(watcher: Watcher) -> Iterator[None]:
         watcher.close()
 
 
+def install_signal_handlers() -> None:
+    """Make SIGTERM and a closed terminal end the run as Ctrl-C does, so that every stage is stopped."""
+
+    def leave(number: int, frame: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    _live.leave = leave
+    signal.signal(signal.SIGTERM, leave)
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        signal.signal(signal.SIGHUP, leave)
+
+
 @contextmanager
 def session() -> Iterator[None]:
     """However the block ends, what it started through `run` is stopped, and nothing starts until the next session."""
     _restore_sigint_in_children()
+    if _live.leave is not None:  # Prefect replaces the handler within a flow, and gives back what it found
+        signal.signal(signal.SIGTERM, _live.leave)
     with _live.lock:
         _live.closing, _live.interrupt = False, None
     try:
@@ -158,11 +176,6 @@ def stop_all() -> None:
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(group, signal.SIGKILL)
         raise
-
-
-def is_closing() -> bool:
-    """Whether `stop_all` was called, and no session has begun since."""
-    return _live.closing
 
 
 def interrupt() -> BaseException | None:

@@ -77,19 +77,21 @@ def first_line(graph: "Graph", plan: dict[str, list[str]], off: Collection[str] 
     unused = [stage for stage in graph.stages if stage in off]
     end = f" (switched off: {', '.join(unused)})" if unused else ""
     counted = {stage: why for stage, why in plan.items() if stage not in off}
-    if not counted:
+    if not plan:
         return f"{total} stages, all up to date{end}"
     stale = [stage for stage, why in counted.items() if why]
     below = len(counted) - len(stale)
-    more = f"; and up to {below} below them, where their inputs change" if below else ""
-    return f"{len(stale)} of {total} stages to run: {', '.join(stale)}{more}{end}"
+    named, above = (f": {', '.join(stale)}", "them") if stale else ("", "a changed one")
+    more = f"; and up to {below} below {above}, where their inputs change" if below else ""
+    return f"{len(stale)} of {total} stages to run{named}{more}{end}"
 
 
 def _print_failure(failure: PipelineFailed) -> None:
     for error in failure.errors:
         terminal.print_error(str(error))
     failed = ", ".join(one.stage for one in failure.outcomes if one.state == FAILED)
-    print(f"what has ended is kept; the same command continues with {failed}", flush=True)
+    when = "after the correction the" if failure.is_user_error else "the"
+    print(f"{when} same command continues with {failed}", flush=True)
 
 
 def _run_flow(**parameters: Any) -> PipelineFailed | None:

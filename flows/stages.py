@@ -22,9 +22,6 @@ Environment = Mapping[str, str | None]
 """Variables to change for a stage; None removes one."""
 UNCHANGED: Environment = MappingProxyType({})
 
-_OF_A_STOP = re.compile(r"Traceback \(|\s|KeyboardInterrupt")
-"""Lines of the traceback that Python prints when a signal ends DVC or a stage while it still imports."""
-
 _reading = threading.Lock()
 """DVC's objects are not safe between threads."""
 
@@ -88,6 +85,31 @@ class _Transcript:
             self.error = line.removeprefix("ERROR: ")
         elif line.strip():
             self.last = line.strip()
+
+
+@dataclass
+class _WithoutInterrupts:
+    """Hands lines on, without the traceback that Python prints where a signal ends a program that still imports."""
+
+    on_line: OnLine
+    held: list[str] = field(default_factory=list)
+    """Of a traceback that has not ended."""
+
+    def receive(self, line: str) -> None:
+        if not self.held and not line.startswith("Traceback ("):
+            self.on_line(line)
+            return
+        self.held.append(line)
+        if len(self.held) > 1 and not line.startswith(" "):
+            if line.startswith("KeyboardInterrupt"):
+                self.held.clear()
+            self.flush()
+
+    def flush(self) -> None:
+        """Hand on what is held."""
+        for line in self.held:
+            self.on_line(line)
+        self.held.clear()
 
 
 def run_stage(
@@ -159,19 +181,21 @@ def _repro(
     on_line: OnLine,
     environment: Environment = UNCHANGED,
 ) -> tuple[int, _Transcript, dict[str, Any] | None]:
-    transcript = _Transcript()
+    transcript, printed = _Transcript(), _WithoutInterrupts(on_line)
 
     def receive(line: str) -> None:
         transcript.read(line)
-        if not (processes.is_closing() and _OF_A_STOP.match(line)):
-            on_line(line)
+        printed.receive(line)
 
     command = [sys.executable, "-m", "dvc", "--wait-for-lock", "repro", "--single-item", *arguments]
     with tempfile.TemporaryDirectory(prefix="leash-") as folder:
         outcome = Path(folder) / "outcome.json"
         changed = {**stage_environment(outcome), **environment}
         env = {name: value for name, value in changed.items() if value is not None}
-        status = processes.run(command, cwd=root, env=env, on_line=receive, timeout=timeout)
+        try:
+            status = processes.run(command, cwd=root, env=env, on_line=receive, timeout=timeout)
+        finally:
+            printed.flush()
         return status, transcript, read_report(outcome)
 
 

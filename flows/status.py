@@ -40,16 +40,6 @@ class Project:
             return [FIRST_RUN]
         return list(_input_reasons(name, changes)) or list(_output_reasons(changes))
 
-    def uncached(self, name: str) -> dict[Path, bytes]:
-        """The outputs of the stage that only the workspace has, such as metrics."""
-        with self._lock:
-            return self._project.uncached(name)
-
-    def restore(self, name: str, uncached: Mapping[Path, bytes]) -> None:
-        """Put back the outputs that DVC removed before it ran the stage."""
-        with self._lock:
-            self._project.restore(name, uncached)
-
     def plan(self, graph: Graph) -> dict[str, list[str]]:
         """The stages of `graph` that may run: those not up to date now, with the reasons, and those below them."""
         plan: dict[str, list[str]] = {}

@@ -4,7 +4,8 @@ from collections.abc import Iterable
 
 
 class UserError(Exception):
-    """Something the user can fix. The message is one line: what is wrong, where, and what to do. Exit code 2."""
+    """Something the user can fix. The message: what is wrong, where, and what to do, in one line or a line for each
+    problem. Exit code 2."""
 
 
 class NonFiniteError(UserError):

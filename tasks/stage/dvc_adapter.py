@@ -50,7 +50,7 @@ PARAMETERS = {
 }
 ATTRIBUTES = {
     Repo: ("index", "dvcignore", "fs", "close"),
-    Output: ("get_hash", "exists", "dvcignore", "status", "changed_cache", "checkout"),
+    Output: ("get_hash", "exists", "dvcignore", "status", "changed_cache"),
     Stage: ("changed_stage", "is_callback"),
     ParamsDependency: ("status", "get_hash", "read_params"),
 }
@@ -235,22 +235,6 @@ class Project:
             inputs=inputs,
             outs={out.def_path: str(next(iter(states.values()))) for out in stage.outs if (states := out.status())},
         )
-
-    def uncached(self, address: str) -> dict[Path, bytes]:
-        """The files that a stage has written and DVC does not cache, such as metrics, with their bytes."""
-        (stage,) = self._selected(address)
-        outs = [out._item for out in stage.outs if not out._item.use_cache]
-        return {path: path.read_bytes() for out in outs if (path := Path(out.fs_path)).is_file()}
-
-    def restore(self, address: str, uncached: Mapping[Path, bytes]) -> None:
-        """Put back the outputs of a stage that are missing: those in dvc.lock from the cache, and `uncached`."""
-        (stage,) = self._selected(address)
-        for item in [out._item for out in stage.outs if out.recorded]:
-            if not item.exists and not item.changed_cache():
-                item.checkout()
-        for path, content in uncached.items():
-            if not path.exists():
-                path.write_bytes(content)
 
     def plan(self) -> list[tuple[str, list[str], list[str]]]:
         """(stage, the stages whose outputs it reads, the .dvc files that it reads) in the order of `dvc repro`."""

@@ -135,7 +135,7 @@ def test_a_stages_refusal_is_exit_2_and_a_crash_exit_1(
     assert code == 2
     assert one_line(errors) == "error: wrong: params.yaml: no\n"
     assert "failed to reproduce" not in output
-    assert output.splitlines()[-1] == "what has ended is kept; the same command continues with wrong"
+    assert output.splitlines()[-1] == "after the correction the same command continues with wrong"
     words = [line.split() for line in output.splitlines()[-4:-1]]
     assert [row[:2] for row in words] == [["fine", "ran"], ["wrong", "FAILED"], ["after", "not"]]
     text = (root / "dvc.yaml").read_text()

@@ -9,7 +9,7 @@ from typing import Any
 import cloudpickle  # type: ignore[import-untyped]
 import pytest
 
-from flows.pipeline import pipeline, waiting_events
+from flows.pipeline import pipeline
 from flows.stages import PipelineFailed
 from rlhf_core.errors import UserError
 
@@ -98,17 +98,6 @@ def test_an_unknown_stage_starts_nothing(toy: Callable[..., Path], prefect_api: 
     with pytest.raises(UserError, match=r"unknown stage eno; dvc.yaml has: one"):
         states(root, stages=["eno"])
     assert not (root / "log.txt").exists()
-
-
-@pytest.mark.parametrize(
-    ("waiting", "line"),
-    [([], ""), ([(Path("sft"), 3), (Path("ppo"), 4)], "sending 7 events of 2 stage runs to MLflow")],
-)
-def test_what_mlflow_has_not_received_is_counted(
-    monkeypatch: pytest.MonkeyPatch, waiting: list[tuple[Path, int]], line: str
-) -> None:
-    monkeypatch.setattr("flows.pipeline.unsent", lambda root: waiting)
-    assert waiting_events(Path()) == line
 
 
 def test_the_flow_can_be_pickled_as_serve_does() -> None:

@@ -34,6 +34,9 @@ def test_the_first_line_names_what_may_run() -> None:
     assert runner.first_line(graph, {}) == "3 stages, all up to date"
     switched_off = runner.first_line(graph, {"a": ["new"], "b": ["new"]}, off={"b"})
     assert switched_off == "1 of 2 stages to run: a (switched off: b)"
+    assert runner.first_line(graph, {"b": ["new"]}, off={"b"}) == "0 of 2 stages to run (switched off: b)"
+    above = runner.first_line(graph, {"b": ["new"], "c": []}, off={"b"})
+    assert above.startswith("0 of 2 stages to run; and up to 1 below a changed one")
 
 
 def test_methods_that_are_switched_off(tmp_path: Path) -> None:
