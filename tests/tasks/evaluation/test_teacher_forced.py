@@ -55,9 +55,23 @@ class Tokens:
 
     def __init__(self, reference: CandidateModel) -> None:
         self.reference = reference
+        self.compared = 0
 
     def shares_tokenizer(self, candidate: CandidateModel) -> bool:
+        self.compared += 1
         return candidate is self.reference
+
+    def prompt_ids(self, candidate: CandidateModel) -> list[list[int]]:
+        return []
+
+
+def test_tokenizers_are_not_compared_for_each_pair() -> None:
+    """With a large vocabulary one comparison takes a tenth of a second."""
+    sft, pairs = candidate(64), [pair(text) for text in ("tea", "fig", "oats")]
+    for count in (1, 3):
+        tokens = Tokens(sft)
+        teacher_forced_logprobs(cast(Evaluator, tokens), candidate(64), pairs[:count])
+        assert tokens.compared == 3, "once for the demonstrations, once for each side"
 
 
 def test_pairs_too_long_for_the_sft_model_are_left_out_for_all_models() -> None:
