@@ -159,7 +159,7 @@ def build(options: argparse.Namespace, seed: int = 1, **changes):  # type: ignor
         tokenizer=tokenizer,
         source=RewardSource(
             RewardModelScorer(scorer, int(tokenizer.pad_token_id), options.micro_batch),
-            ScoreNormalisation(getattr(scorer.config, "score_mean", 0.0), getattr(scorer.config, "score_std", 1.0)),
+            ScoreNormalisation(0.0, 1.0),  # not used: score.normalise is off
         ),
         prompts=[json.loads(line)["prompt"] for line in Path(options.prompts).read_text("utf-8").strip().split("\n")],
         seed=seed,

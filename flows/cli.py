@@ -161,6 +161,7 @@ def doctor() -> None:
 def audit(
     as_json: AsJson = False,
     params: Annotated[Path | None, typer.Option(help="Parameter file. None: params.yaml of the project.")] = None,
+    method: Annotated[str, typer.Option(help="ppo, or a method that runs its loop: rloo, grpo, reinforce.")] = "ppo",
 ) -> None:
     """Try the PPO settings on problems with a known optimum.
 
@@ -169,7 +170,7 @@ def audit(
     path = params if params is not None else find_root() / "params.yaml"
     from flows.commands.audit import audit_file, render
 
-    found = audit_file(path)
+    found = audit_file(path, method)
     _print(found, render, as_json)
 
 

@@ -23,7 +23,7 @@ def execute(stage: Stage[PPOConfig]) -> None:
     """Make models/{snapshots,critic}, plots/ppo.csv, data/ppo/samples.jsonl and metrics/ppo.json."""
     make_deterministic(stage.seed, stage.common.threads)
     tokenizer = load_tokenizer(stage.root / SFT, trust_remote_code=trusts(stage))
-    trainer, watched, too_long = build(stage, stage.params, tokenizer)
+    trainer, watched, inputs = build(stage, stage.params, tokenizer)
     record = train(stage, trainer, watched)
     if not trainer.processes.is_main:
         return
@@ -32,7 +32,7 @@ def execute(stage: Stage[PPOConfig]) -> None:
     stage.outputs.write_csv("plots/ppo.csv", record.history)
     stage.outputs.write_jsonl("data/ppo/samples.jsonl", record.samples)
     alerts = [asdict(alert) for alert in record.monitor.alerts]
-    stage.write_metrics({**summary(record.history, stage.params), "prompts_too_long": too_long, "alerts": alerts})
+    stage.write_metrics({**summary(record.history, stage.params), **inputs, "alerts": alerts})
 
 
 def save_critic(stage: Stage[PPOConfig], trainer: PPOTrainer, tokenizer: PreTrainedTokenizerBase) -> None:

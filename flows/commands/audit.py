@@ -7,18 +7,22 @@ from pathlib import Path
 from typing import Any
 
 from flows.text import table
+from rlhf_core.config.ppo import PPOConfig
+from rlhf_core.errors import UserError
 from rlhf_core.inspect.audit.problems import Problem
 from rlhf_core.inspect.audit.run import audit
 from tasks.params.all import Params
 from tasks.params.loader import PARAMS_FILE, parse, read_yaml
+from tasks.params.methods import VARIANTS
 
 PROGRESS_SECONDS = 3.0
 
 
-def audit_file(path: Path = PARAMS_FILE) -> dict[str, Any]:
-    """The audit of the file's block `ppo` and seed; progress goes to stderr. Raises UserError for a file that is no
-    valid parameter file."""
+def audit_file(path: Path = PARAMS_FILE, method: str = "ppo") -> dict[str, Any]:
+    """The audit of the file's block `ppo`, or of a method that runs PPO's loop with other settings; progress goes to
+    stderr. Raises UserError for a file that is no valid parameter file, and for another method."""
     params = parse(Params, read_yaml(path), file=path)
+    config = settings_of(params, method)
     printed = 0.0
 
     def show(problem: Problem, step: int, steps: int) -> None:
@@ -28,7 +32,19 @@ def audit_file(path: Path = PARAMS_FILE) -> dict[str, Any]:
             printed = now
             print(f"audit {problem.name} step {step}/{steps}", file=sys.stderr, flush=True)
 
-    return audit(params.ppo, params.seed, show)
+    return audit(config, params.seed, show)
+
+
+def settings_of(params: Any, method: str) -> PPOConfig:
+    """The settings of PPO's loop for `ppo` or a variant of it."""
+    if method == "ppo":
+        return params.ppo  # type: ignore[no-any-return]
+    if method not in VARIANTS:
+        raise UserError(f"--method {method}: the audit is for ppo, {', '.join(VARIANTS)}")
+    try:
+        return getattr(params, method).applied_to(params.ppo, method)  # type: ignore[no-any-return]
+    except ValueError as error:
+        raise UserError(f"{PARAMS_FILE}: {error}") from None
 
 
 def render(found: Mapping[str, Any]) -> str:

@@ -25,7 +25,7 @@ class HealthConfig(Block):
     """KL spike: rise of the KL to the reference in one step above the median of the window before, in nats per
     token."""
     update_kl: PositiveNumber = 0.1
-    """KL spike: KL between the policy before and during one update (`approx_kl`), in nats per token."""
+    """KL spike: KL between the policy before and after one update (`update_kl`), in nats per token."""
     entropy_share: Share = 0.2
     """Entropy collapse: share of the first step's entropy that must remain; a higher value gives an earlier alert."""
     critic_growth: Annotated[float, Field(gt=1)] = 4.0
@@ -39,6 +39,17 @@ class HealthConfig(Block):
     late_clip_fraction: Share = 0.4
     """Stale data: share of clipped tokens in the last epoch of an update."""
     repetition_rise: Share = 0.2
-    """Repetition: rise of the share of repeated 3-grams since the first step."""
+    """Repetition: rise since the first step of the share of repeated 3-grams, or of the share of answers that repeat
+    two tokens in a row."""
+    length_factor: Annotated[float, Field(gt=1)] = 2.0
+    """Length drift: answers are this many times longer or shorter than in the first step."""
+    missing_eos_rise: Share = 0.2
+    """Missing ends: rise of the share of answers that were cut off since the first step."""
+    gradient_factor: Annotated[float, Field(gt=1)] = 20.0
+    """Exploding gradient: norm of a gradient as a multiple of its median so far."""
+    lowest_token_reward: PositiveNumber = 10.0
+    """Huge penalty: the most negative reward of a token is below minus this, in units of the score."""
+    engine_kl: PositiveNumber = 0.01
+    """Engine mismatch: KL between the sampler and the trained model (`engine_mismatch_k3`), in nats per token."""
     rollout_share: Share = 0.7
     """Slow generation: share of a step's seconds that the rollout takes."""

@@ -25,8 +25,8 @@ class KLConfig(Block):
     penalty: Literal["reward", "loss"] = "reward"
     """`reward`: the penalty is subtracted from the reward of each token. `loss`: it is a term of the loss."""
     estimator: Literal["k1", "rho_k1", "rho_k3", "k2", "full", "k3"] = "k1"
-    """With `penalty: reward`: k1. With `penalty: loss`: rho_k1, rho_k3, k2, or full (exact, from the logits of both
-    models)."""
+    """With `penalty: reward`: k1. With `penalty: loss`: rho_k1, rho_k3, k2, full (exact, from the logits of both
+    models), or k3 for `advantage: grpo` and `dr_grpo`, as published."""
     placement: Literal["token", "sequence_end"] = "token"
     """With `penalty: reward`: the KL of each token at that token, or their sum at the last token (`sequence_end`)."""
 
@@ -46,9 +46,10 @@ class KLConfig(Block):
             raise ValueError(
                 "placement is the place of the penalty in the reward; with penalty: loss leave it at token"
             )
-        if self.penalty == "loss" and self.estimator in ("k1", "k3"):
-            gradient = "an expected gradient of zero" if self.estimator == "k1" else "the gradient of the other KL"
-            raise ValueError(f"estimator {self.estimator} in the loss has {gradient}; use rho_k1, rho_k3, k2 or full")
+        if self.penalty == "loss" and self.estimator == "k1":
+            raise ValueError(
+                "estimator k1 in the loss has an expected gradient of zero; use rho_k1, rho_k3, k2 or full"
+            )
         return self
 
     @model_validator(mode="after")
@@ -65,16 +66,16 @@ class CriticConfig(Block):
     """`separate`: a model of its own. `shared`: a value head on the policy's body, with one forward pass for both and
     less memory."""
     init: Literal["reward", "sft"]
-    """Initial weights of a separate critic. `reward`: the reward model, whose output is in units of the raw score.
-    `sft`: the SFT model with a new head. The head of a shared critic starts at 0."""
+    """Initial weights of a separate critic. `reward`: the reward model, its output in the unit of the score that PPO
+    uses. `sft`: the SFT model with a new head. The head of a shared critic starts at 0."""
     learning_rate: PositiveNumber
     """Learning rate of the critic; warm-up and decay are those of `optimizer`."""
     value_clip: PositiveNumber
     """Largest change of a value in one update, in units of the normalised score; needs `clip_value: true`."""
     clip_value: bool
-    """Whether the change of a value in one update is limited to `value_clip`."""
+    """Whether the change of a value in one update is limited to `value_clip`; not while the critic warms up."""
     warmup_steps: Count = 0
-    """First PPO steps, in which only the critic is trained."""
+    """First PPO steps, in which only the critic is trained. The policy's own warm-up comes after them."""
 
 
 class StepPriceConfig(Block):
@@ -111,8 +112,8 @@ class ScoreConfig(Block):
     """How the reward model's score is changed before it becomes a reward."""
 
     normalise: bool
-    """Subtract the mean and divide by the standard deviation of the scores of SFT samples, measured before the first
-    step."""
+    """Subtract the mean and divide by the standard deviation of the scores of 512 SFT samples, measured before the
+    first step on the prompts of PPO."""
     scale: Literal["none", "running"] = "none"
     """`running`: divide by the standard deviation of all scores so far, instead of `normalise`. The mean is not
     subtracted, so `clip` is around 0."""
@@ -149,7 +150,7 @@ class PPOConfig(Block):
     batch_size: Positive
     """Responses per PPO step."""
     samples_per_prompt: Positive = 1
-    """Responses to each prompt of a step; `rloo` and `grpo` need 2 or more."""
+    """Responses to each prompt of a step; `rloo`, `grpo` and `dr_grpo` need 2 or more."""
     minibatches: Positive
     """Parts of the batch; one optimizer step for each part."""
     micro_batch_size: Positive
@@ -166,9 +167,12 @@ class PPOConfig(Block):
     """Passes over the responses of a step."""
     learning_rate: PositiveNumber
     """Learning rate of the policy."""
-    advantage: Literal["gae", "reinforce", "rloo", "grpo"] = "gae"
-    """`gae` needs a critic. The others take their baseline from other responses: `reinforce` from the batch, `rloo` and
-    `grpo` from the answers to the same prompt."""
+    advantage: Literal["gae", "reinforce", "rloo", "grpo", "dr_grpo"] = "gae"
+    """`gae` needs a critic. The others take their baseline from other responses: `reinforce` from the batch, `rloo`,
+    `grpo` and `dr_grpo` from the answers to the same prompt. `grpo` also divides by their standard deviation."""
+    loss_average: Literal["tokens", "answer_means", "answer_sums"] = "tokens"
+    """The policy loss of a minibatch. `tokens`: the mean over all tokens. `answer_means`: the mean over responses of
+    each one's mean over tokens. `answer_sums`: the mean over responses of each one's sum."""
     objective: Literal["clip", "kl_penalty"] = "clip"
     """`clip`: PPO's clipped objective. `kl_penalty`: PPO's second form, with an adaptive KL coefficient
     (`step_price`)."""
@@ -209,6 +213,9 @@ class PPOConfig(Block):
     """Responses sampled side by side; null: the whole batch. It changes no result, except for rounding."""
     whiten_advantages: bool
     """Normalise the advantages of a batch to mean 0 and variance 1."""
+    whiten_rewards: bool = False
+    """Divide the token rewards of a batch by their standard deviation, before GAE; the mean stays. The unit of the
+    reward, and with it the cost of a nat, then changes from step to step."""
     kl: KLConfig
     critic: CriticConfig
     optimizer: OptimizerConfig
@@ -252,7 +259,7 @@ class PPOConfig(Block):
                 f"batch_size {self.batch_size} counts responses and must be a multiple of samples_per_prompt "
                 f"{self.samples_per_prompt}"
             )
-        if self.advantage in ("rloo", "grpo") and self.samples_per_prompt < 2:
+        if self.advantage in ("rloo", "grpo", "dr_grpo") and self.samples_per_prompt < 2:
             raise ValueError(
                 f"advantage {self.advantage} compares answers to one prompt; set samples_per_prompt to 2 or more"
             )
@@ -260,6 +267,18 @@ class PPOConfig(Block):
             raise ValueError(f"advantage {self.advantage} has one return for a whole answer; set gamma to 1")
         if self.advantage != "gae" and self.critic.warmup_steps:
             raise ValueError(f"advantage {self.advantage} has no critic; set critic.warmup_steps to 0")
+        if self.advantage != "gae" and self.whiten_rewards:
+            raise ValueError(f"whiten_rewards is for the rewards of tokens, which {self.advantage} adds up; remove it")
+        return self
+
+    @model_validator(mode="after")
+    def _k3_is_that_of_grpo(self) -> "PPOConfig":
+        in_loss = self.kl.penalty == "loss" and self.kl.estimator == "k3"
+        if in_loss and self.advantage not in ("grpo", "dr_grpo"):
+            raise ValueError(
+                "kl.estimator k3 in the loss has the gradient of the other KL; use rho_k1, rho_k3, k2 or full "
+                "(only advantage grpo and dr_grpo take it, as published)"
+            )
         return self
 
     @model_validator(mode="after")

@@ -25,6 +25,9 @@ from rlhf_core.errors import UserError
 from rlhf_core.finite import require_finite
 from rlhf_core.loading import load_config, loading
 
+BIAS = "score_bias"
+"""The key of config.json with the bias of a head that has none in its architecture; only `load_scalar_model` reads
+it."""
 UNSTABLE_FILES = ("training_args.bin",)
 UNSTABLE_KEYS = {"tokenizer_config.json": ("local_files_only", "name_or_path"), "config.json": ("_name_or_path",)}
 
@@ -68,7 +71,21 @@ def load_scalar_model(path: str | Path, *, trust_remote_code: bool = False) -> P
         config = without_dropout(load_config(path, None, trust_remote_code))
         if config.num_labels != 1:
             raise UserError(f"{path}: expected one output a token, the model has {config.num_labels}")
-        return _weights(AutoModelForSequenceClassification, path, config, None, trust_remote_code)
+        model = _weights(AutoModelForSequenceClassification, path, config, None, trust_remote_code)
+    if (bias := getattr(config, BIAS, None)) is not None:
+        map_scalar(model, 1.0, bias)
+    return model
+
+
+@torch.no_grad()
+def map_scalar(model: PreTrainedModel, scale: float, shift: float) -> None:
+    """Make a scalar model's output `scale`·output + `shift`, by its head, which gets a bias."""
+    head = scalar_head(model)
+    head.weight.mul_(scale)
+    if head.bias is None:
+        head.bias = torch.nn.Parameter(head.weight.new_zeros(1))
+        setattr(model.config, BIAS, 0.0)
+    head.bias.mul_(scale).add_(shift)
 
 
 def _weights(
@@ -127,6 +144,18 @@ def scalar_head(model: PreTrainedModel) -> torch.nn.Linear:
     return head
 
 
+def keep_float32(head: torch.nn.Module) -> None:
+    """Make a head compute in float32 under autocast: eight significant bits are too few for logits and values."""
+    inexact = head.forward
+
+    def exact(hidden: Tensor) -> Tensor:
+        with torch.autocast(hidden.device.type, enabled=False):
+            found: Tensor = inexact(hidden.float())
+            return found
+
+    head.forward = exact
+
+
 def without_dropout(config: PreTrainedConfig) -> PreTrainedConfig:
     """The configuration with every dropout rate set to 0: with dropout the first ratio of PPO would not be 1."""
     for key, value in config.to_dict().items():
@@ -158,7 +187,11 @@ def save_checkpoint(folder: Path, model: PreTrainedModel, tokenizer: PreTrainedT
     weights with NaN or infinity."""
     require_finite(dict(model.named_parameters()), "weights")
     folder.mkdir(parents=True, exist_ok=True)
-    model.save_pretrained(folder, safe_serialization=True)
+    weights = None
+    if hasattr(model.config, BIAS):
+        weights = model.state_dict()
+        setattr(model.config, BIAS, weights.pop("score.bias").item())
+    model.save_pretrained(folder, state_dict=weights, safe_serialization=True)
     tokenizer.save_pretrained(folder)
     for name in UNSTABLE_FILES:
         (folder / name).unlink(missing_ok=True)

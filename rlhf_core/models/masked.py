@@ -5,6 +5,9 @@ import torch
 from jaxtyping import Float, Num, Shaped
 from torch import Tensor
 
+LOWEST = -1e4
+"""Lowest log-probability; its exponential is 0 in float64, too."""
+
 
 def zero_padding(x: Num[Tensor, "*shape"], mask: Shaped[Tensor, "*shape"] | None) -> Num[Tensor, "*shape"]:
     """`x` with 0 on padding; its gradient there is 0 too.
@@ -44,11 +47,13 @@ def masked_log_softmax(
     """Log-probabilities of `softmax(logits / temperature)`, in nats.
 
     In float32, or float64 for float64 logits. On padding the distribution is uniform, without gradient, so that values
-    computed from it are finite until the caller masks them. Raises `ValueError` for a temperature that is not above 0.
+    computed from it are finite until the caller masks them. A logit of −∞ has the log-probability −1e4 and no gradient,
+    so that p·log p is 0 there. Raises `ValueError` for a temperature that is not above 0.
     """
     if not temperature > 0:
         raise ValueError(f"temperature must be above 0, not {temperature}")
     if mask is not None:
         logits = zero_padding(logits, mask.unsqueeze(-1).expand(*mask.shape, logits.shape[-1]))
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    return torch.log_softmax(logits if temperature == 1 else logits / temperature, dim=-1)
+    logprobs = torch.log_softmax(logits if temperature == 1 else logits / temperature, dim=-1)
+    return logprobs.clamp(min=LOWEST) if logprobs.requires_grad else logprobs.clamp_(min=LOWEST)

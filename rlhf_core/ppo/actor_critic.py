@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from rlhf_core.config.ppo import PPOConfig
 from rlhf_core.models.batch import TokenBatch, response_logits, response_logits_and_hidden, state_values
-from rlhf_core.models.hf import fresh_head
+from rlhf_core.models.hf import fresh_head, keep_float32, scalar_head
 from rlhf_core.models.lora import Adapter, add_lora
 
 Logits = Float[Tensor, "rows time vocabulary"]
@@ -51,6 +51,9 @@ class ActorCritic:
             self.adapters = {name: add_lora(model, config.lora, seed) for name, model in self._bodies().items()}
         if reference is not None:
             reference.eval().requires_grad_(False)
+        if self.bfloat16:
+            for head in self._heads():
+                keep_float32(head)
 
     def to(self, device: torch.device) -> "ActorCritic":
         """All models on one device."""
@@ -64,15 +67,18 @@ class ActorCritic:
         """Whether there is a critic."""
         return self.critic is not None or self.head is not None
 
-    def forward(self, batch: TokenBatch) -> tuple[Logits, Values]:
+    def forward(self, batch: TokenBatch, trains_policy: bool = True) -> tuple[Logits, Values]:
         """Logits that predict each response token, and V(s_t) at the position whose next token is action t, float32; 0
-        without a critic."""
-        with self.autocast():
-            if self.head is not None:
+        without a critic. Without `trains_policy` the policy gets no graph."""
+        builds_graph = torch.is_grad_enabled() and trains_policy
+        if self.head is not None:
+            with self.autocast(), torch.set_grad_enabled(builds_graph):
                 logits, hidden = response_logits_and_hidden(self.policy, batch)
-                return logits, self.head(hidden)[..., 0].float()
+            return logits, self.head(hidden.float())[..., 0]
+        with self.autocast():
             values = state_values(self.critic, batch) if self.critic is not None else torch.zeros_like(batch.mask)
-        return self.policy_logits(batch), values
+        with torch.set_grad_enabled(builds_graph):
+            return self.policy_logits(batch), values
 
     def policy_logits(self, batch: TokenBatch) -> Logits:
         """The policy's logits alone."""
@@ -96,7 +102,7 @@ class ActorCritic:
 
     @contextmanager
     def autocast(self) -> Iterator[None]:
-        """Matrix products in bfloat16 with `precision: bfloat16`; weights and losses stay float32."""
+        """Matrix products in bfloat16 with `precision: bfloat16`; weights, heads and losses stay float32 (rule 24)."""
         with torch.autocast(self.policy.device.type, dtype=torch.bfloat16, enabled=self.bfloat16):
             yield
 
@@ -140,6 +146,12 @@ class ActorCritic:
             adapter.merge()
         critic = self.critic or self.head
         return self.policy.cpu(), critic.cpu() if critic is not None else None
+
+    def _heads(self) -> list[nn.Module]:
+        """The output layers of the models."""
+        models = [model for model in (self.policy, self.reference) if model is not None]
+        heads = [model.get_output_embeddings() for model in models]
+        return heads + ([scalar_head(self.critic)] if self.critic is not None else [])
 
     def _bodies(self) -> dict[str, PreTrainedModel]:
         return {"policy": self.policy} | ({"critic": self.critic} if self.critic is not None else {})

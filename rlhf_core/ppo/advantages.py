@@ -9,7 +9,7 @@ from torch import Tensor
 
 from rlhf_core.models.masked import masked_mean, masked_var, zero_padding
 
-GroupBaseline = Literal["reinforce", "rloo", "grpo"]
+GroupBaseline = Literal["reinforce", "rloo", "grpo", "dr_grpo"]
 VARIANCE_FLOOR = 1e-8
 
 
@@ -68,11 +68,11 @@ def compute_group_advantages(
     With G the return of an answer (its score less β times its KL):
     `reinforce`: G minus the mean of the batch;  `rloo`: G minus the mean of the *other* answers to the same prompt,
     which leaves the gradient unbiased;  `grpo`: (G − μ)/√(σ² + 1e-8), mean and population variance of the answers to
-    the same prompt.
+    the same prompt;  `dr_grpo`: G − μ.
 
     Args:
         returns: [B] in units of the score; the answers to one prompt are next to each other.
-        kind: `reinforce`, `rloo` or `grpo`.
+        kind: `reinforce`, `rloo`, `grpo` or `dr_grpo`.
         samples_per_prompt: k, answers to each prompt.
 
     Returns:
@@ -82,12 +82,13 @@ def compute_group_advantages(
         ValueError: another `kind`, a batch that is no multiple of k, or k below 2 where a prompt's answers are
             compared.
 
-    Source: Williams 1992; Ahmadian et al. 2024, equation 8 (RLOO); Shao et al. 2024, section 4.1.2 (GRPO); rule 12.
+    Source: Williams 1992; Ahmadian et al. 2024, equation 8 (RLOO); Shao et al. 2024, section 4.1.2 (GRPO); Liu et al.
+    2025, "Understanding R1-Zero-Like Training" (Dr. GRPO); rule 12.
     """
     if kind == "reinforce":
         return returns - returns.mean()
-    if kind not in ("rloo", "grpo"):
-        raise ValueError(f"unknown baseline: {kind!r} (there are reinforce, rloo and grpo)")
+    if kind not in ("rloo", "grpo", "dr_grpo"):
+        raise ValueError(f"unknown baseline: {kind!r} (there are reinforce, rloo, grpo and dr_grpo)")
     if samples_per_prompt < 2 or len(returns) % samples_per_prompt:
         raise ValueError(
             f"{kind} compares k ≥ 2 answers to each prompt; {len(returns)} answers, k {samples_per_prompt}"
@@ -96,6 +97,8 @@ def compute_group_advantages(
     centred = groups - groups.mean(dim=1, keepdim=True)
     if kind == "rloo":
         return (centred * samples_per_prompt / (samples_per_prompt - 1)).flatten()
+    if kind == "dr_grpo":
+        return centred.flatten()
     variance = (centred**2).mean(dim=1, keepdim=True)
     return (centred / torch.sqrt(variance + VARIANCE_FLOOR)).flatten()
 

@@ -29,10 +29,12 @@ def assign_credit(rollout: Rollout, scores: Scores, config: PPOConfig, kl_coef: 
 def token_rewards(
     rollout: Rollout, scores: Scores, config: PPOConfig, kl_coef: float
 ) -> tuple[Float[Tensor, "batch time"], Float[Tensor, "batch time"]]:
-    """k1 in nats, and the rewards, less the KL penalty where it is in the reward."""
+    """k1 in nats, and the rewards, less the KL penalty where it is in the reward; `whiten_rewards` divides them by
+    their deviation and keeps the mean (Huang et al. 2024)."""
     kl = estimate_kl(rollout.old_logprobs, rollout.ref_logprobs, "k1", rollout.mask)
     price = kl_coef if config.kl.penalty == "reward" else 0.0
-    return kl, shape_rewards(scores.used, kl, rollout.mask, price, config.kl.placement)
+    rewards = shape_rewards(scores.used, kl, rollout.mask, price, config.kl.placement)
+    return kl, whiten(rewards, rollout.mask, shift_mean=False) if config.whiten_rewards else rewards
 
 
 def estimate_advantages(

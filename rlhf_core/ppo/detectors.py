@@ -17,15 +17,29 @@ COLUMNS = (
     "gold",
     "kl",
     "response_tokens_mean",
-    "approx_kl",
+    "update_kl",
     "entropy",
     "value_loss",
     "explained_variance",
     "clip_fraction",
     "clip_fraction_last_epoch",
     "repeated_ngram_share",
+    "repeating_answer_share",
+    "missing_eos_share",
+    "min_token_reward",
+    "engine_mismatch_k3",
+    "grad_norm_policy",
+    "grad_norm_critic",
 )
 """The columns that the detectors read."""
+OPTIONAL = ("grad_norm_critic",)
+"""Absent where there is no critic."""
+
+REPEATS = {
+    "repeated_ngram_share": "repeated 3-grams in an answer",
+    "repeating_answer_share": "answers that repeat two tokens in a row",
+}
+"""Columns of repetition, and what they count."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +100,7 @@ def _against_kl(rows: Sequence[Row], limits: Limits) -> str | None:
 
 def kl_spike(rows: Sequence[Row], limits: Limits) -> str | None:
     """One update moved the policy too far, or its distance to the reference jumped."""
-    moved = value(rows[-1], "approx_kl")
+    moved = value(rows[-1], "update_kl")
     if moved > limits.health.update_kl:
         return f"one update moved the policy by {moved:.3g} nats per token"
     means = _kl_per_token(rows[-limits.window - 2 * limits.shortest_window + 1 :], limits.shortest_window)
@@ -138,10 +152,53 @@ def stale_data(rows: Sequence[Row], limits: Limits) -> str | None:
 
 def repetition(rows: Sequence[Row], limits: Limits) -> str | None:
     """Answers repeat themselves more than they did at the start."""
-    now, first = _recent(rows, "repeated_ngram_share", limits), value(rows[0], "repeated_ngram_share")
-    if now is None or now - first <= limits.health.repetition_rise:
+    for name, meaning in REPEATS.items():
+        now, first = _recent(rows, name, limits), value(rows[0], name)
+        if now is not None and now - first > limits.health.repetition_rise:
+            return f"the share of {meaning} went from {first:.0%} to {now:.0%}"
+    return None
+
+
+def length_drift(rows: Sequence[Row], limits: Limits) -> str | None:
+    """Answers are much longer or shorter than at the start."""
+    now, first = _recent(rows, "response_tokens_mean", limits), value(rows[0], "response_tokens_mean")
+    if now is None or max(now / first, first / now) <= limits.health.length_factor:
         return None
-    return f"the share of repeated 3-grams in an answer went from {first:.0%} to {now:.0%}"
+    return f"the mean length of an answer went from {first:.3g} to {now:.3g} tokens"
+
+
+def missing_ends(rows: Sequence[Row], limits: Limits) -> str | None:
+    """More answers are cut off than at the start."""
+    now, first = _recent(rows, "missing_eos_share", limits), value(rows[0], "missing_eos_share")
+    if now is None or now - first <= limits.health.missing_eos_rise:
+        return None
+    return f"the share of answers without an end went from {first:.0%} to {now:.0%}"
+
+
+def exploding_gradient(rows: Sequence[Row], limits: Limits) -> str | None:
+    """A model's gradient is many times larger than its median so far."""
+    for name in ("policy", "critic"):
+        norms = [float(norm) for row in rows if (norm := row[f"grad_norm_{name}"])]
+        if len(norms) <= limits.health.window or not rows[-1][f"grad_norm_{name}"]:
+            continue
+        usual = median(norms[:-1])
+        if norms[-1] > limits.health.gradient_factor * usual:
+            return f"the gradient norm of the {name} is {norms[-1]:.3g}, its median {usual:.3g}"
+    return None
+
+
+def huge_penalty(rows: Sequence[Row], limits: Limits) -> str | None:
+    """A token has a very negative reward, usually from the KL penalty."""
+    lowest = value(rows[-1], "min_token_reward")
+    return f"the lowest reward of a token is {lowest:.3g}" if lowest < -limits.health.lowest_token_reward else None
+
+
+def engine_mismatch(rows: Sequence[Row], limits: Limits) -> str | None:
+    """The sampler's probabilities differ from those of the trained model."""
+    found = value(rows[-1], "engine_mismatch_k3")
+    if found <= limits.health.engine_kl:
+        return None
+    return f"the KL between sampler and trained model is {found:.3g} nats per token"
 
 
 def slow_generation(seconds: Sequence[Mapping[str, float]], limits: Limits) -> str | None:

@@ -1,6 +1,7 @@
 """The diagnostics of a PPO step as one row of numbers. No statistic includes padding (rule 18)."""
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import torch
 
@@ -50,6 +51,7 @@ def step_row(
         ).item(),
         "min_token_reward": credit.rewards[real].min().item(),
         "repeated_ngram_share": repeated_ngram_share(rollout.response_ids),
+        "repeating_answer_share": repeating_answer_share(rollout.response_ids),
     }
     return row | statistics.means()
 
@@ -67,3 +69,9 @@ def repeated_ngram_share(responses: Sequence[Sequence[int]], n: int = NGRAM) -> 
         total += len(ngrams)
         repeated += len(ngrams) - len(set(ngrams))
     return repeated / total if total else 0.0
+
+
+def repeating_answer_share(responses: Sequence[Sequence[int]]) -> float:
+    """Share of responses in which two tokens in a row occur again."""
+    repeats = [len(set(pairs)) < len(pairs) for pairs in (list(pairwise(response)) for response in responses)]
+    return sum(repeats) / len(repeats)

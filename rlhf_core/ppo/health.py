@@ -6,7 +6,7 @@ from typing import Any
 
 from rlhf_core.config.ppo import PPOConfig
 from rlhf_core.ppo import detectors
-from rlhf_core.ppo.detectors import COLUMNS, Detector, Limits, Row
+from rlhf_core.ppo.detectors import COLUMNS, OPTIONAL, Detector, Limits, Row
 
 
 @dataclass(frozen=True)
@@ -30,6 +30,11 @@ DETECTORS: dict[str, Detector] = {
     "frozen_reward": detectors.frozen_reward,
     "stale_data": detectors.stale_data,
     "repetition": detectors.repetition,
+    "length_drift": detectors.length_drift,
+    "missing_ends": detectors.missing_ends,
+    "exploding_gradient": detectors.exploding_gradient,
+    "huge_penalty": detectors.huge_penalty,
+    "engine_mismatch": detectors.engine_mismatch,
 }
 """The detectors whose results are equal in equal runs."""
 
@@ -49,6 +54,15 @@ REMEDIES = {
     "stale_data": "fewer ppo_epochs (1 to 4 are usual: more of them overfit to stale data), or a lower learning_rate",
     "repetition": "raise entropy_coef; if the reward model likes repetition, raise β (kl.coef) or retrain it on such "
     "answers",
+    "length_drift": "compare the reward model's correlation with length (metrics/evaluate.json), train it on pairs of "
+    "equal length, or raise β (kl.coef)",
+    "missing_ends": "raise score.missing_eos_penalty, or max_new_tokens where good answers need more room",
+    "exploding_gradient": "lower learning_rate (of the critic: critic.learning_rate), clip the score (score.clip), and "
+    "read the samples of this step",
+    "huge_penalty": "lower the learning rate so that no token becomes that unlikely under the reference, check the "
+    "tokenizer and stop tokens, or lower β (kl.coef)",
+    "engine_mismatch": "use engine: leash and precision: float32 to find the cause, or weigh tokens with "
+    "importance_cap: 2",
     SLOW_GENERATION: "use a fast inference engine for the rollouts, compute reference and old log-probabilities once a "
     "rollout, and consider whether DPO would do, with one forward pass a sample",
 }
@@ -76,7 +90,7 @@ class Monitor:
 
     def observe(self, row: Row) -> list[Alert]:
         """Add the diagnostics of a step; returns new alerts. Raises KeyError where a column of COLUMNS is missing."""
-        self._rows.append({name: row[name] for name in COLUMNS})
+        self._rows.append({name: row.get(name) if name in OPTIONAL else row[name] for name in COLUMNS})
         seen = {name: detect(self._rows, self.limits) for name, detect in DETECTORS.items()}
         new = self._new(seen, self._unseen, int(detectors.value(row, "step")))
         self.alerts += new

@@ -11,7 +11,7 @@ from rlhf_core.models.masked import masked_mean, masked_sum, zero_padding
 from rlhf_core.models.token_logprobs import logprobs_and_entropy
 from rlhf_core.ppo.kl import estimate_kl
 
-Reduction = Literal["mean", "sum"]
+Reduction = Literal["mean", "sum", "none"]
 KLLossKind = Literal["rho_k1", "rho_k3", "k2"]
 
 
@@ -25,7 +25,7 @@ def compute_ppo_loss(
     dual_clip: float | None = None,
     weights: Float[Tensor, "*shape"] | None = None,
     reduction: Reduction = "mean",
-) -> Float[Tensor, ""]:
+) -> Float[Tensor, "..."]:
     """Clipped surrogate −min(ρA, clip(ρ, 1−ε, 1+ε)A) with ρ = exp(log π_θ − log π_old).
 
     Args:
@@ -36,11 +36,12 @@ def compute_ppo_loss(
         mask: [B, T], 1 on real tokens.
         dual_clip: c above 1: where A < 0 the gain is at least c·A. `None`: no bound.
         weights: [B, T] detached weights of the tokens (`importance_weights`); `None`: all 1.
-        reduction: `mean` over the real tokens, or their `sum`, which the trainer divides by the real tokens of the
-            whole minibatch, so that micro-batches sum to its gradient (rule 13).
+        reduction: `mean` over the real tokens, their `sum`, or `none`: the loss of each token, which the trainer
+            adds up and divides by the real tokens of the whole minibatch, so that micro-batches sum to its gradient
+            (rule 13).
 
     Returns:
-        A scalar; 0 where no token is real.
+        A scalar, 0 where no token is real; with `none` [B, T], 0 on padding.
 
     Raises:
         ValueError: `dual_clip` not above 1.
@@ -66,7 +67,7 @@ def compute_kl_penalty_loss(
     *,
     weights: Float[Tensor, "*shape"] | None = None,
     reduction: Reduction = "mean",
-) -> Float[Tensor, ""]:
+) -> Float[Tensor, "..."]:
     """PPO's second form, −(ρA − c·KL(π_old ‖ π_θ)): a KL penalty on the step instead of the clip.
 
     The KL is estimated by ρ − 1 − log ρ on the tokens that π_old sampled: unbiased, at least 0, and its gradient
@@ -87,7 +88,7 @@ def compute_policy_gradient_loss(
     *,
     weights: Float[Tensor, "*shape"] | None = None,
     reduction: Reduction = "mean",
-) -> Float[Tensor, ""]:
+) -> Float[Tensor, "..."]:
     """−A·log π_θ, without ratio or clip: correct for one step on new samples. Source: Williams 1992."""
     gain = zero_padding(logprobs, mask) * zero_padding(advantages, mask)
     return -_reduce(_weighted(gain, weights, mask), mask, reduction)
@@ -101,7 +102,7 @@ def compute_kl_loss(
     mask: Shaped[Tensor, "*shape"] | None = None,
     *,
     reduction: Reduction = "mean",
-) -> Float[Tensor, ""]:
+) -> Float[Tensor, "..."]:
     """KL(π_θ ‖ π_ref) per token as a loss, in nats, on tokens that π_old sampled.
 
     Args:
@@ -149,7 +150,7 @@ def compute_value_loss(
     mask: Shaped[Tensor, "*shape"] | None = None,
     *,
     reduction: Reduction = "mean",
-) -> Float[Tensor, ""]:
+) -> Float[Tensor, "..."]:
     """Squared error of the critic, the larger of clipped and unclipped, without ½.
 
     Args:
@@ -180,7 +181,7 @@ def compute_entropy(
     mask: Shaped[Tensor, "*shape"] | None = None,
     *,
     reduction: Reduction = "mean",
-) -> Float[Tensor, ""]:
+) -> Float[Tensor, "..."]:
     """Entropy −Σ_v p(v)·log p(v) of `softmax(logits)`, in nats: mean (or `sum`) over the real tokens.
 
     `logits` are [..., V], already divided by the temperature; `mask` is [...].
@@ -264,9 +265,11 @@ def _weighted(
 
 def _reduce(
     x: Float[Tensor, "*shape"], mask: Shaped[Tensor, "*shape"] | None, reduction: Reduction
-) -> Float[Tensor, ""]:
+) -> Float[Tensor, "..."]:
     if reduction == "mean":
         return masked_mean(x, mask)
     if reduction == "sum":
         return masked_sum(x, mask)
-    raise ValueError(f"unknown reduction: {reduction!r} (there are mean and sum)")
+    if reduction == "none":
+        return zero_padding(x, mask)
+    raise ValueError(f"unknown reduction: {reduction!r} (there are mean, sum and none)")

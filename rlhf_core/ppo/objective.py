@@ -3,16 +3,17 @@ loss`."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
+import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from rlhf_core.config.ppo import PPOConfig
 from rlhf_core.models.batch import TokenBatch
-from rlhf_core.models.masked import masked_sum
 from rlhf_core.models.token_logprobs import logprobs_and_entropy
 from rlhf_core.ppo.actor_critic import ActorCritic
-from rlhf_core.ppo.kl import full_kl
+from rlhf_core.ppo.kl import estimate_kl, full_kl
 from rlhf_core.ppo.losses import (
     combine_losses,
     compute_kl_loss,
@@ -24,6 +25,8 @@ from rlhf_core.ppo.losses import (
 )
 from rlhf_core.ppo.plan import StepPlan
 from rlhf_core.ppo.rollout import Credit, Rollout
+
+LossAverage = Literal["tokens", "answer_means", "answer_sums"]
 
 
 @dataclass(frozen=True)
@@ -43,6 +46,8 @@ class Pass:
     advantages: Float[Tensor, "rows time"]
     returns: Float[Tensor, "rows time"]
     scale: float
+    weights: Float[Tensor, "rows"]
+    """Of each answer in the losses (`answer_weights`)."""
 
     @classmethod
     def over(
@@ -51,12 +56,14 @@ class Pass:
         rollout: Rollout,
         credit: Credit,
         models: ActorCritic,
-        temperature: float,
+        config: PPOConfig,
         pad_id: int,
+        trains_policy: bool = True,
     ) -> "Pass":
-        """A forward pass over the given rows."""
+        """A forward pass over the given rows, with a graph of the policy only where it is trained."""
         batch = rollout.batch(rows, pad_id)
-        logits, values = models.forward(batch)
+        logits, values = models.forward(batch, trains_policy)
+        temperature = config.temperature
         logprobs, entropy = logprobs_and_entropy(logits, batch.actions, temperature, batch.mask)
 
         def part(table: Tensor) -> Tensor:
@@ -75,44 +82,59 @@ class Pass:
             advantages=part(credit.weights),
             returns=part(credit.returns),
             scale=credit.scale,
+            weights=answer_weights(config.loss_average, batch.mask.sum(dim=1)),
         )
 
 
+def answer_weights(average: LossAverage, lengths: Float[Tensor, "rows"]) -> Float[Tensor, "rows"]:
+    """What the tokens of each answer weigh in a sum that `loss_divisor` then divides."""
+    return 1 / lengths.clamp(min=1) if average == "answer_means" else torch.ones_like(lengths)
+
+
+def loss_divisor(average: LossAverage, lengths: Sequence[int]) -> int:
+    """What the weighted sum over a minibatch is divided by: its tokens or its answers. `lengths` are its answers' in
+    tokens."""
+    return sum(lengths) if average == "tokens" else len(lengths)
+
+
 def losses_of(forward: Pass, config: PPOConfig, plan: StepPlan, models: ActorCritic) -> dict[str, Tensor]:
-    """`total_loss` and its parts, each summed over the real tokens of the rows."""
-    mask = forward.batch.mask
+    """`total_loss` and its parts, each summed over the real tokens of the rows with the weights of their answers."""
     value_loss = compute_value_loss(
         forward.values,
         forward.returns,
         forward.old_values,
-        config.critic.clip_value,
+        config.critic.clip_value and plan.trains_policy,
         config.critic.value_clip,
-        mask,
-        reduction="sum",
+        forward.batch.mask,
+        reduction="none",
     )
+
+    def weighted(loss: Float[Tensor, "rows time"]) -> Float[Tensor, ""]:
+        return (loss.sum(dim=1) * forward.weights).sum()
+
     losses = combine_losses(
-        policy_loss(forward, config, plan),
-        value_loss,
-        masked_sum(forward.entropy, mask),
+        weighted(policy_loss(forward, config, plan)),
+        weighted(value_loss),
+        weighted(forward.entropy),
         config.vf_coef if config.has_critic else 0.0,
         config.entropy_coef,
     )
     if config.kl.penalty == "loss":
-        losses["kl_loss"] = kl_loss(forward, config, models)
+        losses["kl_loss"] = weighted(kl_loss(forward, config, models))
         losses["total_loss"] = losses["total_loss"] + plan.kl_coef / forward.scale * losses["kl_loss"]
     if not plan.trains_policy:
         losses["total_loss"] = config.vf_coef * losses["value_loss"]
     return losses
 
 
-def policy_loss(forward: Pass, config: PPOConfig, plan: StepPlan) -> Tensor:
-    """The policy loss of the settings, summed over real tokens."""
+def policy_loss(forward: Pass, config: PPOConfig, plan: StepPlan) -> Float[Tensor, "rows time"]:
+    """The policy loss of each token; 0 on padding."""
     mask, weights = forward.batch.mask, None
     if config.importance_cap is not None:
         weights = importance_weights(forward.old_logprobs, forward.engine_logprobs, config.importance_cap, mask)
     if not plan.uses_ratio:
         return compute_policy_gradient_loss(
-            forward.logprobs, forward.advantages, mask, weights=weights, reduction="sum"
+            forward.logprobs, forward.advantages, mask, weights=weights, reduction="none"
         )
     if config.objective == "kl_penalty":
         return compute_kl_penalty_loss(
@@ -122,7 +144,7 @@ def policy_loss(forward: Pass, config: PPOConfig, plan: StepPlan) -> Tensor:
             plan.step_price,
             mask,
             weights=weights,
-            reduction="sum",
+            reduction="none",
         )
     return compute_ppo_loss(
         forward.logprobs,
@@ -132,16 +154,19 @@ def policy_loss(forward: Pass, config: PPOConfig, plan: StepPlan) -> Tensor:
         mask,
         dual_clip=config.dual_clip,
         weights=weights,
-        reduction="sum",
+        reduction="none",
     )
 
 
-def kl_loss(forward: Pass, config: PPOConfig, models: ActorCritic) -> Tensor:
-    """KL(π_θ ‖ π_ref) in nats, summed over real tokens, with the gradient of the settings' estimator."""
+def kl_loss(forward: Pass, config: PPOConfig, models: ActorCritic) -> Float[Tensor, "rows time"]:
+    """KL(π_θ ‖ π_ref) of each token in nats, with the gradient of the settings' estimator; 0 on padding. `k3` is GRPO's
+    (Shao et al. 2024, equation 4), without the ratio."""
     mask, kind = forward.batch.mask, config.kl.estimator
+    if kind == "k3":
+        return estimate_kl(forward.logprobs, forward.ref_logprobs, "k3", mask)
     if kind in ("rho_k1", "rho_k3", "k2"):
         return compute_kl_loss(
-            forward.logprobs, forward.old_logprobs, forward.ref_logprobs, kind, mask, reduction="sum"
+            forward.logprobs, forward.old_logprobs, forward.ref_logprobs, kind, mask, reduction="none"
         )
     ref_logits = models.reference_logits(forward.batch)
-    return masked_sum(full_kl(forward.logits / config.temperature, ref_logits / config.temperature, mask), mask)
+    return full_kl(forward.logits / config.temperature, ref_logits / config.temperature, mask)

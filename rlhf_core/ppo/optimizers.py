@@ -15,9 +15,11 @@ def build_optimizers(parameters: dict[str, list[torch.nn.Parameter]], config: PP
     return {name: _adam(trained, rates[name], config) for name, trained in parameters.items()}
 
 
-def schedule(optimizer: torch.optim.Optimizer, config: PPOConfig) -> torch.optim.lr_scheduler.LambdaLR:
-    """The learning rate rises over the warm-up steps, then is constant or falls linearly to 0 after the last step."""
-    warmup, steps, decay = config.optimizer.warmup_steps, config.steps, config.optimizer.decay
+def schedule(name: str, optimizer: torch.optim.Optimizer, config: PPOConfig) -> torch.optim.lr_scheduler.LambdaLR:
+    """The learning rate rises over the warm-up steps, then is constant or falls linearly to 0 after the last step. The
+    policy's begins when the critic's warm-up is over (rule 21)."""
+    alone = config.critic.warmup_steps if config.has_critic and name == "policy" else 0
+    warmup, steps, decay = config.optimizer.warmup_steps, config.steps - alone, config.optimizer.decay
 
     def factor(step: int) -> float:
         rising = (step + 1) / (warmup + 1) if step < warmup else 1.0

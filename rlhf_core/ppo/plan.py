@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from rlhf_core.config.ppo import PPOConfig
 from rlhf_core.determinism import permutation
 
-PROMPTS, MINIBATCHES, ROLLOUT, SAMPLES, TEXT = range(5)
+PROMPTS, MINIBATCHES, ROLLOUT, SAMPLES, TEXT, REFERENCE, WATCHED = range(7)
 """First number of each key after the seed, so that all streams are different."""
 
 

@@ -2,21 +2,32 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
+from statistics import StatisticsError, correlation, fmean, pstdev
+from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from rlhf_core.config.ppo import ScoreConfig
+from rlhf_core.config.ppo import PPOConfig, ScoreConfig
+from rlhf_core.data.chat import Conversation
 from rlhf_core.data.judge import Judge
+from rlhf_core.data.tokenizer import decode_response, encode_prompt, stop_ids
+from rlhf_core.determinism import permutation
 from rlhf_core.errors import NonFiniteError
+from rlhf_core.models.sampling import sample
 from rlhf_core.models.scorers import Answers, Scorer
+from rlhf_core.ppo.plan import REFERENCE
 from rlhf_core.ppo.processes import Processes
 from rlhf_core.ppo.rewards import RunningScale, normalise_scores, penalise_missing_eos
 from rlhf_core.ppo.rollout import Rollout, Scores
 from rlhf_core.training.memory import Halving
+
+REFERENCE_ANSWERS = 512
+"""Answers of the reference that the scores are normalised with."""
 
 
 @dataclass(frozen=True)
@@ -25,6 +36,72 @@ class ScoreNormalisation:
 
     mean: float
     std: float
+
+    def unit(self, config: ScoreConfig) -> tuple[float, float]:
+        """Scale and shift from the raw score to the score that PPO uses, before any clip: what a critic that starts as
+        the reward model needs (rule 20). A running scale starts near the deviation."""
+        scale = 1.0 / self.std if self.std > 0 else 1.0
+        if config.normalise:
+            return scale, -self.mean * scale
+        return (scale, 0.0) if config.scale == "running" else (1.0, 0.0)
+
+
+@dataclass(frozen=True)
+class ReferenceScores:
+    """Answers of the reference, and their raw scores."""
+
+    answers: Answers
+    scores: list[float]
+
+    @property
+    def normalisation(self) -> ScoreNormalisation:
+        """Mean and standard deviation."""
+        return ScoreNormalisation(fmean(self.scores), pstdev(self.scores))
+
+    def figures(self, judge: Judge | None) -> dict[str, float | None]:
+        """Mean and standard deviation of the scores, and their correlation with length and with the judge's scores;
+        None where one side does not vary, or without a judge."""
+        gold = judge.score(self.answers.prompts, self.answers.texts) if judge else None
+        return {
+            "score_mean": self.normalisation.mean,
+            "score_std": self.normalisation.std,
+            "length_correlation": _correlation(self.scores, [len(ids) for ids in self.answers.response_ids]),
+            "gold_correlation": None if gold is None else _correlation(self.scores, gold),
+        }
+
+
+def reference_scores(
+    config: PPOConfig,
+    reference: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    scorer: Scorer,
+    prompts: Sequence[Conversation],
+    seed: int,
+) -> ReferenceScores:
+    """The reference's answers to the prompts of PPO, which the reward model was not trained on, sampled as PPO samples
+    (rule 12), with their raw scores: 512 answers, to each prompt as many as to any other, or one more. Raises
+    NonFiniteError for a score that is NaN or infinite."""
+    order = permutation(len(prompts), seed, REFERENCE)
+    rows = [divmod(number, len(prompts)) for number in range(REFERENCE_ANSWERS)]
+    chosen, stops = [order[place] for _, place in rows], stop_ids(tokenizer, config.stop_tokens)
+    prompt_ids = [encode_prompt(tokenizer, prompts[i]) for i in chosen]
+    sampled = sample(
+        reference,
+        prompt_ids,
+        [(seed, REFERENCE, i, turn) for i, (turn, _) in zip(chosen, rows, strict=True)],
+        max_new_tokens=config.max_new_tokens,
+        temperature=config.temperature,
+        stop_ids=stops,
+        pad_id=int(tokenizer.pad_token_id),
+        batch_size=config.sampler_rows or config.batch_size,
+    )
+    texts = [decode_response(tokenizer, response, stops) for response in sampled.responses]
+    answers = Answers([prompts[i] for i in chosen], texts, prompt_ids, sampled.responses)
+    size = config.micro_batch_size
+    parts = (range(start, min(start + size, len(rows))) for start in range(0, len(rows), size))
+    scores = [score for part in parts for score in scorer(answers.at(part))]
+    require_numbers(scores)
+    return ReferenceScores(answers, scores)
 
 
 @dataclass
@@ -72,6 +149,15 @@ class Scoring:
         require_numbers(found)
         return found
 
+    def state_dict(self) -> dict[str, Any]:
+        """What the next score depends on."""
+        return {"scale": self.scale.state_dict(), "normalisation": asdict(self.source.normalisation)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from a `state_dict`."""
+        self.scale.load_state_dict(state["scale"])
+        self.source.normalisation = ScoreNormalisation(**state["normalisation"])
+
     def _score(self, rollout: Rollout, rows: list[int]) -> list[tuple[float, float | None]]:
         prompts, texts = [rollout.prompts[i] for i in rows], [rollout.texts[i] for i in rows]
         ids = [rollout.prompt_ids[i] for i in rows], [rollout.response_ids[i] for i in rows]
@@ -96,3 +182,10 @@ def require_numbers(scores: Sequence[float]) -> None:
             f"the reward model scores {len(bad)} of {len(scores)} answers with {bad[0]}; "
             "train it again with a lower reward.learning_rate"
         )
+
+
+def _correlation(scores: Sequence[float], others: Sequence[float]) -> float | None:
+    try:
+        return correlation(scores, others)
+    except StatisticsError:
+        return None

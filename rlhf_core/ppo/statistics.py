@@ -22,6 +22,8 @@ class UpdateStatistics:
     optimizer_steps: int = 0
     skipped_minibatches: int = 0
     stopped_early: bool = False
+    update_kl: float = 0.0
+    """KL(π_old ‖ π_θ) after the update, nats per token."""
     exploded: bool = False
     """Whether the loss of a minibatch is not finite, where `max_ratio` skips it."""
     last_epoch: "UpdateStatistics | None" = None
@@ -64,6 +66,7 @@ class UpdateStatistics:
         late = self.last_epoch if self.last_epoch and self.last_epoch.tokens else self
         return result | {
             "clip_fraction_last_epoch": late.mean("clip_fraction"),
+            "update_kl": self.update_kl,
             "ratio_max": self.ratio_max,
             "optimizer_steps": float(self.optimizer_steps),
             "tokens_trained": self.tokens,
@@ -76,12 +79,15 @@ class UpdateStatistics:
 def clip_fraction(
     logprobs: Float[Tensor, "*shape"],
     old_logprobs: Float[Tensor, "*shape"],
+    advantages: Float[Tensor, "*shape"],
     clip_ratio: float,
     mask: Shaped[Tensor, "*shape"] | None = None,
 ) -> Float[Tensor, ""]:
-    """Share of the real tokens whose ratio is outside [1−ε, 1+ε], for any sign of the advantage."""
-    outside = (torch.exp(logprobs - old_logprobs) - 1).abs() > clip_ratio
-    return masked_mean(outside.to(logprobs.dtype), mask)
+    """Share of the real tokens that the clip leaves without a gradient: ρ above 1+ε where the advantage is positive,
+    below 1−ε where it is negative."""
+    change = torch.exp(logprobs - old_logprobs) - 1
+    clipped = (change * advantages.sign()) > clip_ratio
+    return masked_mean(clipped.to(logprobs.dtype), mask)
 
 
 @torch.no_grad()

@@ -78,7 +78,7 @@ class PPOTrainer:
         self.controller = _controller(config)
         self.step_price = StepPrice(config.step_price.coef, config.step_price.target)
         self.optimizers = build_optimizers(models.trained(), config)
-        self.schedulers = {name: schedule(optimizer, config) for name, optimizer in self.optimizers.items()}
+        self.schedulers = {name: schedule(name, optimizer, config) for name, optimizer in self.optimizers.items()}
         self.updater = Updater(
             models,
             self.optimizers,
@@ -126,13 +126,14 @@ class PPOTrainer:
     def _finish_step(self, plan: StepPlan, row: Row) -> None:
         """Update the coefficients and the learning rates."""
         if plan.trains_policy:
-            self.controller.update(float(row["kl"] or 0.0), self.config.batch_size)
+            self.controller.update(float(row["kl_full"] or 0.0), self.config.batch_size)
         if plan.trains_policy and plan.uses_ratio and self.config.objective == "kl_penalty":
-            self.step_price.update(float(row["approx_kl"] or 0.0))
-        with warnings.catch_warnings():  # in a warm-up the policy's schedule advances without its optimiser
+            self.step_price.update(float(row["update_kl"] or 0.0))
+        with warnings.catch_warnings():  # a step whose minibatches were all skipped counts, too
             warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")
-            for scheduler in self.schedulers.values():
-                scheduler.step()
+            for name, scheduler in self.schedulers.items():
+                if name != "policy" or plan.trains_policy:
+                    scheduler.step()
         self.steps_done += 1
 
     @torch.no_grad()
@@ -207,7 +208,8 @@ class PPOTrainer:
         self, plan: StepPlan, rollout: Rollout, scores: Scores, credit: Credit, statistics: UpdateStatistics
     ) -> Row:
         """The row of diagnostics of a step whose update is done."""
-        row = step_row(plan, rollout, scores, credit, statistics, self.optimizers["policy"].param_groups[0]["lr"])
+        rate = self.optimizers["policy"].param_groups[0]["lr"] if plan.trains_policy else 0.0
+        row = step_row(plan, rollout, scores, credit, statistics, rate)
         if not self.models.has_critic:
             row |= dict.fromkeys(CRITIC_COLUMNS)
         return row | ({"step_price": plan.step_price} if self.config.objective == "kl_penalty" else {})
@@ -249,7 +251,7 @@ class PPOTrainer:
     def _stateful(self) -> dict[str, Any]:
         named: dict[str, Any] = {f"optimizer_{name}": part for name, part in self.optimizers.items()}
         named |= {f"scheduler_{name}": part for name, part in self.schedulers.items()}
-        named |= {"controller": self.controller, "step_price": self.step_price, "score_scale": self.scoring.scale}
+        named |= {"controller": self.controller, "step_price": self.step_price, "scoring": self.scoring}
         named |= {f"halving {phase}": part for phase, part in self.halvings.items()}
         return {"models": self.models} | named
 

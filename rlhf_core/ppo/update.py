@@ -12,10 +12,11 @@ from torch import Tensor
 from rlhf_core.config.ppo import PPOConfig
 from rlhf_core.errors import NonFiniteError, UserError
 from rlhf_core.models.batching import micro_batches
-from rlhf_core.models.masked import masked_mean, zero_padding
-from rlhf_core.models.token_logprobs import compare_logprobs
+from rlhf_core.models.masked import masked_mean, masked_sum, zero_padding
+from rlhf_core.models.token_logprobs import compare_logprobs, logprobs_and_entropy
 from rlhf_core.ppo.actor_critic import ActorCritic
-from rlhf_core.ppo.objective import Pass, losses_of
+from rlhf_core.ppo.kl import estimate_kl
+from rlhf_core.ppo.objective import Pass, loss_divisor, losses_of
 from rlhf_core.ppo.optimizers import Optimizers
 from rlhf_core.ppo.plan import StepPlan, minibatches_of_epoch
 from rlhf_core.ppo.processes import Processes
@@ -81,6 +82,8 @@ class Updater:
                 self._step_optimizers(statistics, plan)
         if statistics.tokens == 0:
             raise NonFiniteError("no minibatch has a finite loss; lower the learning rate")
+        if plan.trains_policy:
+            statistics.update_kl = self.measure_kl(rollout, plan)
         return statistics
 
     def passes(self, rollout: Rollout, plan: StepPlan, epoch: int) -> list[list[list[int]]]:
@@ -101,6 +104,29 @@ class Updater:
 
         self.halving.until_it_fits(work, gather=self.processes.gather)
         self.processes.all_reduce(tables)
+
+    @torch.no_grad()
+    def measure_kl(self, rollout: Rollout, plan: StepPlan) -> float:
+        """KL(π_old ‖ π_θ) of the policy as it is now, in nats per token of the rollout (rule 22)."""
+        total = torch.zeros((), dtype=torch.float64, device=self.processes.device)
+
+        def work(rows: list[int]) -> None:
+            batch = rollout.batch(rows, self.pad_id)
+            logits = self.models.policy_logits(batch)
+            logprobs, _ = logprobs_and_entropy(logits, batch.actions, self.config.temperature, batch.mask)
+            old = rollout.old_logprobs[rows, : batch.time]
+            total.add_(masked_sum(estimate_kl(old, logprobs, "k3", batch.mask), batch.mask))
+
+        def passes() -> None:
+            total.zero_()
+            for rows in self.processes.share(
+                [rows for minibatch in self.passes(rollout, plan, 0) for rows in minibatch]
+            ):
+                attempt(partial(work, rows), partial(len, rows))
+
+        self.halving.until_it_fits(passes, lambda: None)
+        self.processes.all_reduce([total])
+        return total.item() / sum(rollout.lengths)
 
     def _read_rows(self, rollout: Rollout, rows: list[int], tables: Sequence[Tensor]) -> None:
         batch = rollout.batch(rows, self.pad_id)
@@ -152,17 +178,19 @@ class Updater:
         plan: StepPlan,
         number: int,
     ) -> UpdateStatistics:
-        """Add up the gradient of one minibatch: Σ over its real tokens / number of its real tokens, over its
-        micro-batches and all processes (rule 13). The gradients themselves are added up at the optimiser's step."""
-        statistics = UpdateStatistics(tokens=sum(len(rollout.response_ids[i]) for rows in minibatch for i in rows))
+        """Add up the gradient of one minibatch: Σ over its real tokens / number of its real tokens (or as
+        `loss_average` says), over its micro-batches and all processes (rule 13). The gradients themselves are added up
+        at the optimiser's step."""
+        lengths = [len(rollout.response_ids[i]) for rows in minibatch for i in rows]
+        statistics, divisor = UpdateStatistics(tokens=sum(lengths)), loss_divisor(self.config.loss_average, lengths)
 
         def one_pass(rows: Sequence[int]) -> None:
-            forward = Pass.over(rows, rollout, credit, self.models, self.config.temperature, self.pad_id)
+            forward = Pass.over(rows, rollout, credit, self.models, self.config, self.pad_id, plan.trains_policy)
             if number == 0 and self.config.check_ratio:
                 self._require_same_policy(forward)
             losses = losses_of(forward, self.config, plan, self.models)
-            self._backward(losses["total_loss"] / statistics.tokens)
-            self._record(statistics, losses, forward)
+            self._backward(losses["total_loss"] / divisor)
+            self._record(statistics, losses, forward, divisor)
             if self.watch is not None:
                 self.watch(number, rows, forward, losses)
 
@@ -220,10 +248,10 @@ class Updater:
         return torch.tensor([loss for _, loss in met]).sum().item()
 
     @torch.no_grad()
-    def _record(self, statistics: UpdateStatistics, losses: dict[str, Tensor], forward: Pass) -> None:
+    def _record(self, statistics: UpdateStatistics, losses: dict[str, Tensor], forward: Pass, divisor: int) -> None:
         mask, new, old = forward.batch.mask, forward.logprobs, forward.old_logprobs
         means = {
-            "clip_fraction": clip_fraction(new, old, self.config.clip_ratio, mask),
+            "clip_fraction": clip_fraction(new, old, forward.advantages, self.config.clip_ratio, mask),
             "value_clip_fraction": value_clip_fraction(
                 forward.values, forward.old_values, self.config.critic.value_clip, mask
             ),
@@ -233,7 +261,7 @@ class Updater:
         real = mask.sum().item()
         for name, loss in losses.items():
             if name != "total_loss":
-                statistics.sums[name] += loss.item()
+                statistics.sums[name] += loss.item() * statistics.tokens / divisor
         for name, mean in means.items():
             statistics.sums[name] += mean.item() * real
         statistics.ratio_max = max(statistics.ratio_max, ratio_max(new, old, mask).item())

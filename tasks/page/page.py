@@ -171,11 +171,11 @@ def reward_facts(run: Run) -> list[tuple[str, str]]:
         ("Training accuracy", percent(r.get("train_accuracy"))),
         ("Held-out loss, nats per pair", number(r.get("heldout_loss"), 3)),
         ("Expected calibration error", number(r.get("expected_calibration_error"), 3)),
-        ("Correlation with length", number(r.get("length_correlation"))),
+        ("Correlation with length", number(run.metrics["ppo"].get("length_correlation"))),
     ]
     if run.has_judge:
         facts += [
-            ("Correlation with the gold score", number(r.get("gold_correlation"))),
+            ("Correlation with the gold score", number(run.metrics["ppo"].get("gold_correlation"))),
             ("Pairs ordered as the gold score does", percent(r.get("gold_agreement"))),
             ("Labels that agree with the gold score", percent(r.get("gold_label_agreement"))),
             *agreement_facts(run.evaluation.get("reward_model") or {}),

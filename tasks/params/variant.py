@@ -1,18 +1,55 @@
 """Parameters of the stages that run PPO's loop with something changed: `hybrid`, `reinforce`, `rloo`, `grpo`."""
 
-from typing import Any, get_args
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal
 
 from pydantic import Field, ValidationError
 
 from rlhf_core.config.block import Block
 from rlhf_core.config.ppo import PPOConfig
 
-ADVANTAGES: tuple[str, ...] = get_args(PPOConfig.model_fields["advantage"].annotation)
+Recipe = Literal["published", "dr_grpo", "ppo_style"]
+
+NO_CRITIC: dict[str, Any] = {"critic": {"warmup_steps": 0}, "whiten_rewards": False}
+ON_POLICY: dict[str, Any] = NO_CRITIC | {
+    "objective": "clip",  # with one step on each rollout the ratio is 1, and the clip does nothing
+    "ppo_epochs": 1,
+    "minibatches": 1,
+    "policy_gradient_steps": 0,
+    "whiten_advantages": False,
+    "entropy_coef": 0.0,
+}
+KL_IN_REWARD: dict[str, Any] = {"kl": {"penalty": "reward", "estimator": "k1"}}
+KL_IN_LOSS: dict[str, Any] = {"kl": {"penalty": "loss", "estimator": "k3", "placement": "token"}}
+PUBLISHED: dict[str, dict[str, Any]] = {
+    "reinforce": ON_POLICY | KL_IN_REWARD | {"advantage": "reinforce", "loss_average": "answer_sums"},
+    "rloo": ON_POLICY | KL_IN_REWARD | {"advantage": "rloo", "loss_average": "answer_sums"},
+    "grpo": ON_POLICY | KL_IN_LOSS | {"advantage": "grpo", "loss_average": "answer_means"},
+}
+"""The settings that define each method: Williams 1992; Ahmadian et al. 2024 (RLOO); Shao et al. 2024 (GRPO)."""
 
 
-def fixed_settings(name: str) -> dict[str, Any]:
-    """The settings that define the variant `name`: the estimator of the advantage that it is named after."""
-    return {"advantage": name} if name in ADVANTAGES else {}
+def fixed_settings(name: str, recipe: Recipe) -> dict[str, Any]:
+    """The settings that define the stage `name` under a recipe. Raises ValueError for a recipe that it does not
+    have."""
+    if name not in PUBLISHED:
+        if recipe != "published":
+            raise ValueError(f"{name}.recipe is {recipe}: {name} has no recipes; remove it")
+        return {}
+    if recipe == "ppo_style":
+        return NO_CRITIC | {"advantage": name}
+    if recipe == "published":
+        return PUBLISHED[name]
+    if name != "grpo":
+        raise ValueError(f"{name}.recipe is dr_grpo, which is a recipe of grpo; use published or ppo_style")
+    return PUBLISHED[name] | {"advantage": "dr_grpo", "loss_average": "answer_sums"}
+
+
+def keys_of(settings: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    """The dotted names of all values."""
+    for key, value in settings.items():
+        name = f"{prefix}{key}"
+        yield from keys_of(value, f"{name}.") if isinstance(value, Mapping) else (name,)
 
 
 class VariantParams(Block):
@@ -20,18 +57,23 @@ class VariantParams(Block):
 
     enabled: bool
     """`false`: the stage writes empty outputs, and `evaluate` leaves the model out."""
+    recipe: Recipe = "published"
+    """`reinforce`, `rloo` and `grpo`. `published`: the method of its paper, with one optimizer step on each rollout and
+    no whitening. `dr_grpo` (of `grpo`): without its length and deviation bias (Liu et al. 2025). `ppo_style`: only the
+    baseline is the method's; epochs, minibatches, clip and whitening are those of `ppo`."""
     settings: dict[str, Any] = Field(default_factory=dict)
     """Keys of `ppo` with other values, nested as in `ppo`."""
 
     def applied_to(self, ppo: PPOConfig, name: str) -> PPOConfig:
         """The settings of PPO's loop for this variant. Raises ValueError, naming the key, for what is no setting of
         PPO, or does not fit the others."""
-        fixed = fixed_settings(name)
-        if clash := sorted(set(fixed) & set(self.settings)):
-            raise ValueError(f"{name}.settings.{clash[0]} is what makes {name}; remove it")
+        fixed = fixed_settings(name, self.recipe)
+        if clash := sorted(set(keys_of(fixed)) & set(keys_of(self.settings))):
+            other = "" if self.recipe == "ppo_style" or clash[0] == "advantage" else ", or set recipe: ppo_style"
+            raise ValueError(f"{name}.settings.{clash[0]} is what makes {name}; remove it{other}")
         try:
             config = PPOConfig.model_validate(
-                merged(ppo.model_dump() | {"snapshot_every": None}, self.settings | fixed)
+                merged(merged(ppo.model_dump() | {"snapshot_every": None}, self.settings), fixed)
             )
         except ValidationError as error:
             problem = error.errors()[0]

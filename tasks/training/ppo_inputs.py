@@ -6,19 +6,25 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_core.config.ppo import PPOConfig
 from rlhf_core.errors import UserError
-from rlhf_core.models.hf import load_scalar_model, scalar_model_from
+from rlhf_core.models.hf import load_scalar_model, map_scalar, scalar_model_from
 from rlhf_core.ppo.ptx import Piece, cut_text
+from rlhf_core.ppo.scoring import ScoreNormalisation
 from tasks.datasets.raw import below_raw
 
 SFT, REWARD = "models/sft", "models/reward"
 
 
-def starting_critic(root: Path, config: PPOConfig, seed: int, trusted: bool) -> PreTrainedModel | None:
-    """A critic of its own as the settings say; None where the loop needs no such model."""
+def starting_critic(
+    root: Path, config: PPOConfig, normalisation: ScoreNormalisation, seed: int, trusted: bool
+) -> PreTrainedModel | None:
+    """A critic of its own as the settings say; None where the loop needs no such model. A critic that starts as the
+    reward model predicts scores in PPO's unit (rule 20)."""
     if not config.needs_critic_model:
         return None
     if config.critic.init == "reward":
-        return load_scalar_model(root / REWARD, trust_remote_code=trusted)
+        critic = load_scalar_model(root / REWARD, trust_remote_code=trusted)
+        map_scalar(critic, *normalisation.unit(config.score))
+        return critic
     return scalar_model_from(root / SFT, seed, trust_remote_code=trusted)
 
 

@@ -6,17 +6,19 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_core.config.ppo import PPOConfig
+from rlhf_core.determinism import permutation
 from rlhf_core.errors import UserError
 from rlhf_core.models.hf import context_length, load_causal_lm, load_scalar_model, place
 from rlhf_core.models.scorers import RewardModelScorer
 from rlhf_core.ppo import checkpoint, snapshots
 from rlhf_core.ppo.actor_critic import ActorCritic
 from rlhf_core.ppo.health import Alert, Monitor
+from rlhf_core.ppo.plan import WATCHED
 from rlhf_core.ppo.processes import Processes
-from rlhf_core.ppo.scoring import RewardSource, ScoreNormalisation
+from rlhf_core.ppo.scoring import RewardSource, reference_scores
 from rlhf_core.ppo.trainer import PPOTrainer
 from rlhf_core.training.checkpoints import Checkpoints
 from tasks.datasets.jsonl import Row, write_jsonl
@@ -40,46 +42,44 @@ EDGE = 5
 
 def build(
     stage: Stage[Any], config: PPOConfig, tokenizer: PreTrainedTokenizerBase, start: str = SFT
-) -> tuple[PPOTrainer, list[Row], int]:
-    """The trainer with its models, the held-out rows to watch, and the number of prompts that did not fit. `start` is
-    the folder that the policy begins with; the reference is models/sft."""
-    models = load_models(stage, config, start)
-    kept, too_long = fitting_prompts(stage, config, PROMPTS, tokenizer, models)
-    watched, _ = fitting_prompts(stage, config, HELDOUT, tokenizer, models)
+) -> tuple[PPOTrainer, list[Row], dict[str, float | None]]:
+    """The trainer with its models, the held-out rows to watch, and figures of its inputs: the number of prompts that
+    did not fit, and the scores of the SFT model. `start` is the folder that the policy begins with; the reference is
+    models/sft."""
+    device, trusted = Processes().device, trusts(stage)
+    sft = place(load_causal_lm(stage.root / SFT, trust_remote_code=trusted), device)
+    kept, too_long = fitting_prompts(stage, config, PROMPTS, tokenizer, sft)
+    heldout, _ = fitting_prompts(stage, config, HELDOUT, tokenizer, sft)
     if not kept:
         raise UserError(f"{PROMPTS}: PPO needs prompts; enlarge ingest.split.ppo")
-    scorer_model = place(load_scalar_model(stage.root / REWARD, trust_remote_code=trusts(stage)), Processes().device)
-    trainer = PPOTrainer(
+    prompts = [row["prompt"] for row in kept]
+    reward = place(load_scalar_model(stage.root / REWARD, trust_remote_code=trusted), device)
+    scorer = RewardModelScorer(reward, int(tokenizer.pad_token_id), config.micro_batch_size)
+    of_sft, judge = reference_scores(config, sft, tokenizer, scorer, prompts, stage.seed), judge_of(stage)
+    models = ActorCritic(
         config,
-        models,
-        tokenizer=tokenizer,
-        source=RewardSource(
-            RewardModelScorer(scorer_model, int(tokenizer.pad_token_id), config.micro_batch_size),
-            ScoreNormalisation(scorer_model.config.score_mean, scorer_model.config.score_std),
-            judge_of(stage),
-        ),
-        prompts=[row["prompt"] for row in kept],
-        seed=stage.seed,
-        text=read_text(stage.root, config, tokenizer, context_length(models.policy)),
+        load_causal_lm(stage.root / start, trust_remote_code=trusted),
+        sft if config.lora is None else None,
+        starting_critic(stage.root, config, of_sft.normalisation, stage.seed, trusted),
+        stage.seed,
     )
+    text = read_text(stage.root, config, tokenizer, context_length(models.policy))
+    source = RewardSource(scorer, of_sft.normalisation, judge)
+    trainer = PPOTrainer(config, models, tokenizer, source, prompts, stage.seed, text)
     trainer.exempt = stage.exempt
-    return trainer, watched[:READ], too_long
+    return trainer, drawn(heldout, stage.seed), {**of_sft.figures(judge), "prompts_too_long": too_long}
 
 
-def load_models(stage: Stage[Any], config: PPOConfig, start: str = SFT) -> ActorCritic:
-    """The policy from `start`, the reference from models/sft, the critic as the settings say."""
-    sft, trusted = stage.root / SFT, trusts(stage)
-    critic = starting_critic(stage.root, config, stage.seed, trusted)
-    reference = load_causal_lm(sft, trust_remote_code=trusted) if config.lora is None else None
-    policy = load_causal_lm(stage.root / start, trust_remote_code=trusted)
-    return ActorCritic(config, policy, reference, critic, stage.seed)
+def drawn(rows: list[Row], seed: int) -> list[Row]:
+    """The held-out rows that are answered along the run: drawn by seed, in the order of the data."""
+    return [rows[i] for i in sorted(permutation(len(rows), seed, WATCHED)[:READ])]
 
 
 def fitting_prompts(
-    stage: Stage[Any], config: PPOConfig, path: str, tokenizer: PreTrainedTokenizerBase, models: ActorCritic
+    stage: Stage[Any], config: PPOConfig, path: str, tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel
 ) -> tuple[list[Row], int]:
     """The rows whose prompt leaves room for an answer, and how many do not."""
-    context = context_length(models.policy)
+    context = context_length(model)
     rows, encoder = stage.read(path), prompt_encoder(tokenizer)
     kept, too_long = fitting(stage, path, rows, encoder, context, reserve=config.max_new_tokens)
     return [row for row, _ in kept], too_long

@@ -43,7 +43,7 @@ def train_variant(stage: Stage[VariantParams], config: PPOConfig, name: str, sta
     quiet_libraries()
     make_deterministic(stage.seed, stage.common.threads)
     tokenizer = load_tokenizer(stage.root / SFT, trust_remote_code=trusts(stage))
-    trainer, watched, too_long = build(stage, config, tokenizer, start)
+    trainer, watched, inputs = build(stage, config, tokenizer, start)
     record = train(stage, trainer, watched)
     if not trainer.processes.is_main:
         return
@@ -53,7 +53,7 @@ def train_variant(stage: Stage[VariantParams], config: PPOConfig, name: str, sta
     save_checkpoint(stage.out(f"models/{name}"), policy, tokenizer)
     stage.outputs.write_csv(f"plots/{name}.csv", record.history)
     alerts = [asdict(alert) for alert in record.monitor.alerts]
-    told = {**summary(record.history, config), "prompts_too_long": too_long, "alerts": alerts}
+    told = {**summary(record.history, config), **inputs, "alerts": alerts}
     stage.write_metrics({"enabled": True, **told})
 
 

@@ -6,12 +6,14 @@ from typing import Any
 
 import pytest
 
+from rlhf_core.config.ppo import PPOConfig
 from rlhf_core.data.tokenizer import ROLES
 from rlhf_core.errors import UserError
 from tasks.params import base
 from tasks.params.all import Params
 from tasks.params.loader import parse, read_yaml
 from tasks.params.methods import METHODS
+from tasks.params.variant import Recipe, VariantParams
 
 ROOT = Path(__file__).resolve().parents[2]
 FILES = [ROOT / "params.yaml", *sorted((ROOT / "examples").glob("*.yaml"))]
@@ -93,6 +95,14 @@ REFUSED = [
     ("rejection_sft.training", None, "rejection_sft: enabled needs the block `training`"),
     ("select", {"rule": "best_proxy", "prompts": 0}, "select: rule best_proxy compares snapshots"),
     ("judge.kind", "model", "judge: kind: model needs the name of a folder"),
+    (
+        "rloo.settings",
+        {"samples_per_prompt": 4, "ppo_epochs": 2},
+        "rloo.settings.ppo_epochs is what makes rloo; remove",
+    ),
+    ("rloo.settings", {"samples_per_prompt": 4, "kl": {"penalty": "loss"}}, "rloo.settings.kl.penalty is what makes"),
+    ("rloo.recipe", "dr_grpo", "rloo.recipe is dr_grpo, which is a recipe of grpo"),
+    ("hybrid", {"enabled": True, "recipe": "ppo_style"}, "hybrid.recipe is ppo_style: hybrid has no recipes"),
     ("rloo.settings", {"clip_ration": 0.1}, "rloo.settings.clip_ration: unknown parameter"),
     ("rloo.settings", {"advantage": "grpo"}, "rloo.settings.advantage is what makes rloo"),
     ("rloo.settings", {"samples_per_prompt": 3}, "rloo.settings: batch_size 16 counts responses"),
@@ -240,3 +250,30 @@ def test_a_missing_file_and_foreign_bytes(tmp_path: Path) -> None:
 
 def test_the_roles_that_no_token_may_be_are_those_of_the_chat_template() -> None:
     assert base.ROLES == ROLES
+
+
+@pytest.mark.parametrize(
+    ("name", "recipe", "expected"),
+    [
+        ("rloo", "published", ("rloo", 1, 1, False, "answer_sums", "reward", "k1")),
+        ("reinforce", "published", ("reinforce", 1, 1, False, "answer_sums", "reward", "k1")),
+        ("grpo", "published", ("grpo", 1, 1, False, "answer_means", "loss", "k3")),
+        ("grpo", "dr_grpo", ("dr_grpo", 1, 1, False, "answer_sums", "loss", "k3")),
+        ("rloo", "ppo_style", ("rloo", 2, 2, True, "tokens", "reward", "k1")),
+    ],
+)
+def test_rule_12_a_method_is_the_published_one_unless_its_recipe_says_otherwise(
+    name: str, recipe: Recipe, expected: tuple[object, ...]
+) -> None:
+    ppo = PPOConfig.model_validate(read_yaml(ROOT / "params.yaml")["ppo"])
+    found = VariantParams(enabled=True, recipe=recipe, settings={"samples_per_prompt": 4}).applied_to(ppo, name)
+    shown = (found.advantage, found.ppo_epochs, found.minibatches, found.whiten_advantages, found.loss_average)
+    assert (*shown, found.kl.penalty, found.kl.estimator) == expected
+
+
+def test_a_method_without_a_critic_takes_nothing_of_ppos_critic() -> None:
+    values = read_yaml(ROOT / "params.yaml")["ppo"]
+    ppo = PPOConfig.model_validate(values | {"critic": values["critic"] | {"warmup_steps": 3}, "whiten_rewards": True})
+    for recipe in ("published", "ppo_style"):
+        found = VariantParams(enabled=True, recipe=recipe, settings={"samples_per_prompt": 4}).applied_to(ppo, "rloo")
+        assert (found.critic.warmup_steps, found.whiten_rewards) == (0, False)

@@ -20,7 +20,7 @@ from rlhf_core.models.scorers import RewardModelScorer
 from rlhf_core.ppo.actor_critic import ActorCritic
 from rlhf_core.ppo.plan import prompts_of_step
 from rlhf_core.ppo.processes import Processes
-from rlhf_core.ppo.scoring import RewardSource, ScoreNormalisation
+from rlhf_core.ppo.scoring import RewardSource, ScoreNormalisation, reference_scores
 from rlhf_core.ppo.trainer import PPOTrainer
 from tasks.datasets.jsonl import read_jsonl
 from tasks.params.all import Params
@@ -65,16 +65,19 @@ def trace_prompt(root: Path, text: str, start: Start | None = None, seed: int | 
     if start == "policy":
         notes.append("Adam starts without moments: those of the run are not saved with the models")
     tokenizer = load_tokenizer(root / SFT, trust_remote_code=trusted)
-    models = _load_models(root, params.ppo, start, seed, trusted, notes)
+    source = _reward_source(root, params.ppo, tokenizer, params.seed, trusted)
+    models = _load_models(root, params.ppo, start, source.normalisation, seed, trusted, notes)
     step = _step(root, params.ppo, start, notes)
     prompt: Conversation = [{"role": "user", "content": text}]
     prompts, row = _batch(root, params.ppo, prompt, step, seed, tokenizer, context_length(models.policy))
-    trainer = _trainer(root, params.ppo, models, tokenizer, prompts, seed, trusted)
+    pieces = read_text(root, params.ppo, tokenizer, context_length(models.policy))
+    trainer = PPOTrainer(params.ppo, models, tokenizer, source, prompts, seed, pieces)
     trainer.steps_done = step
     if start == "policy":
         _restore_controllers(root, trainer, notes)
     for name, scheduler in trainer.schedulers.items():
-        rate = scheduler.base_lrs[0] * scheduler.lr_lambdas[0](step)
+        done = step - (params.ppo.critic.warmup_steps if name == "policy" else 0)
+        rate = scheduler.base_lrs[0] * scheduler.lr_lambdas[0](max(0, done))
         trainer.optimizers[name].param_groups[0]["lr"] = rate
     return Traced(trace_step(trainer, [row])[0], params.ppo, start, seed, notes)
 
@@ -95,7 +98,13 @@ def _require_models(root: Path, config: PPOConfig, start: Start) -> None:
 
 
 def _load_models(
-    root: Path, config: PPOConfig, start: Start, seed: int, trusted: bool, notes: list[str]
+    root: Path,
+    config: PPOConfig,
+    start: Start,
+    normalisation: ScoreNormalisation,
+    seed: int,
+    trusted: bool,
+    notes: list[str],
 ) -> ActorCritic:
     """The models as at the start of PPO, or at its end."""
     policy = load_causal_lm(root / (POLICY if start == "policy" else SFT), trust_remote_code=trusted)
@@ -104,7 +113,7 @@ def _load_models(
     critic = (
         load_scalar_model(root / CRITIC, trust_remote_code=trusted)
         if trained
-        else starting_critic(root, config, seed, trusted)
+        else starting_critic(root, config, normalisation, seed, trusted)
     )
     models = ActorCritic(config, policy, sft if config.lora is None else None, critic, seed)
     if start == "policy" and config.lora is not None:
@@ -141,15 +150,9 @@ def _batch(
 ) -> tuple[list[Conversation], int]:
     """The run's prompts, with the traced one in place of the step's first unless the step has it anyway, and the row of
     its (first) answer."""
-
-    def too_long(conversation: Conversation) -> int:
-        return len(encode_prompt(tokenizer, conversation)) + config.max_new_tokens - context
-
-    if (surplus := too_long(prompt)) > 0:
+    if (surplus := _surplus(config, tokenizer, context, prompt)) > 0:
         raise UserError(f"the prompt is {surplus} tokens too long: {config.max_new_tokens} of {context} are the answer")
-    kept = [row["prompt"] for row in read_jsonl(root / PROMPTS) if too_long(row["prompt"]) <= 0]
-    if not kept:
-        raise UserError(f"{PROMPTS}: no prompt leaves room for an answer; enlarge the context")
+    kept = _fitting_prompts(root, config, tokenizer, context)
     batch = prompts_of_step(step, config.batch_size // config.samples_per_prompt, len(kept), seed)
     found = next((place for place, index in enumerate(batch) if kept[index] == prompt), None)
     if found is None:
@@ -158,30 +161,38 @@ def _batch(
     return kept, found * config.samples_per_prompt
 
 
-def _trainer(
-    root: Path,
-    config: PPOConfig,
-    models: ActorCritic,
-    tokenizer: PreTrainedTokenizerBase,
-    prompts: list[Conversation],
-    seed: int,
-    trusted: bool,
-) -> PPOTrainer:
+def _surplus(config: PPOConfig, tokenizer: PreTrainedTokenizerBase, context: int, prompt: Conversation) -> int:
+    """Tokens by which a prompt with an answer is longer than the context."""
+    return len(encode_prompt(tokenizer, prompt)) + config.max_new_tokens - context
+
+
+def _fitting_prompts(
+    root: Path, config: PPOConfig, tokenizer: PreTrainedTokenizerBase, context: int
+) -> list[Conversation]:
+    """The run's prompts that leave room for an answer. Raises UserError where there is none."""
+    rows = read_jsonl(root / PROMPTS)
+    kept = [row["prompt"] for row in rows if _surplus(config, tokenizer, context, row["prompt"]) <= 0]
+    if not kept:
+        raise UserError(f"{PROMPTS}: no prompt leaves room for an answer; enlarge the context")
+    return kept
+
+
+def _reward_source(
+    root: Path, config: PPOConfig, tokenizer: PreTrainedTokenizerBase, seed: int, trusted: bool
+) -> RewardSource:
+    """The reward model, normalised as in the run: with the figures of metrics/ppo.json, or measured again where PPO has
+    not run."""
     reward = place(load_scalar_model(root / REWARD, trust_remote_code=trusted), Processes().device)
+    scorer = RewardModelScorer(reward, int(tokenizer.pad_token_id), config.micro_batch_size)
     demo = _read_json(root / "metrics" / "ingest.json").get("source") == "demo"
-    return PPOTrainer(
-        config,
-        models,
-        tokenizer=tokenizer,
-        source=RewardSource(
-            RewardModelScorer(reward, int(tokenizer.pad_token_id), config.micro_batch_size),
-            ScoreNormalisation(reward.config.score_mean, reward.config.score_std),
-            RubricJudge() if demo else None,
-        ),
-        prompts=prompts,
-        seed=seed,
-        text=read_text(root, config, tokenizer, context_length(models.policy)),
-    )
+    mean, std = (_read_json(root / "metrics" / "ppo.json").get(name) for name in ("score_mean", "score_std"))
+    if isinstance(mean, float) and isinstance(std, float):
+        normalisation = ScoreNormalisation(mean, std)
+    else:
+        sft = place(load_causal_lm(root / SFT, trust_remote_code=trusted), Processes().device)
+        prompts = _fitting_prompts(root, config, tokenizer, context_length(sft))
+        normalisation = reference_scores(config, sft, tokenizer, scorer, prompts, seed).normalisation
+    return RewardSource(scorer, normalisation, RubricJudge() if demo else None)
 
 
 def _restore_controllers(root: Path, trainer: PPOTrainer, notes: list[str]) -> None:

@@ -149,7 +149,7 @@ def passes(traced: Traced) -> list[tuple[str, ...]]:
     rows: list[tuple[str, ...]] = []
     for turn, place in enumerate(trace.minibatches):
         minibatch, read = trace.step.minibatches[place], [token.passes[turn] for token in trace.tokens]
-        clipped = [reading.clipped for reading in read]
+        clipped = [None if reading.clipped is None else reading.clipped and reading.pull == 0 for reading in read]
         valued = traced.config.has_critic
         rows.append(
             (

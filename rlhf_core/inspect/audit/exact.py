@@ -76,10 +76,12 @@ class Forces:
 
     @classmethod
     def of(cls, config: PPOConfig, kl_coef: float, scale: float) -> "Forces | None":
-        """The terms of the settings; None without a closed form of the resting point (discount, and the penalty at the
-        end of the sequence)."""
+        """The terms of the settings; None without a closed form of the resting point: discount with the penalty at the
+        end of the sequence, k3 in the loss, and answers that weigh by their length."""
         in_reward = config.kl.penalty == "reward"
         if config.gamma < 1 and in_reward and config.kl.placement == "sequence_end":
+            return None
+        if config.kl.estimator == "k3" or config.loss_average == "answer_means":
             return None
         return cls(kl_coef, config.entropy_coef * scale, config.gamma, in_reward)
 

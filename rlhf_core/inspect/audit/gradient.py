@@ -152,7 +152,7 @@ def expected_returns(
 def policy_part(trainer: PPOTrainer, rollout: Rollout, credit: Credit, row: int) -> Float[Tensor, ""]:
     """The loss of one response after all warm-ups, without the critic's term."""
     config, past_all_warmups = trainer.config, trainer.config.steps
-    forward = Pass.over([row], rollout, credit, trainer.models, config.temperature, trainer.pad_id)
+    forward = Pass.over([row], rollout, credit, trainer.models, config, trainer.pad_id)
     plan = StepPlan.of(config, past_all_warmups, trainer.controller.coef, trainer.step_price.coef)
     losses = losses_of(forward, config, plan, trainer.models)
     return losses["total_loss"] - (config.vf_coef * losses["value_loss"] if config.has_critic else 0.0)

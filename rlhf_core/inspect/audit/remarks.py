@@ -18,11 +18,20 @@ def _moved(config: PPOConfig) -> Iterator[str]:
             f"entropy_coef {config.entropy_coef:g} draws the policy towards uniform, away from π*; "
             "the resting point takes it into account"
         )
-    if config.kl.penalty == "loss":
+    if config.kl.penalty == "loss" and config.kl.estimator == "k3":
+        yield (
+            "kl.estimator k3 in the loss, as GRPO is published, follows the gradient of KL(π_ref ‖ π): responses come "
+            "to rest beside π*"
+        )
+    elif config.kl.penalty == "loss":
         yield (
             "kl.penalty loss: a token does not pay for the KL of the tokens after it, so that responses of several "
             "tokens come to rest beside π*; on one token it is exact"
         )
+    if config.advantage == "grpo":
+        yield "advantage grpo: the deviation of each prompt's answers scales its score, and so the meaning of β"
+    if config.loss_average == "answer_means":
+        yield "loss_average answer_means: the tokens of long responses weigh less than those of short ones"
     if config.gamma < 1:
         yield f"gamma {config.gamma:g} discounts the score of longer responses; 1 leaves π* where it is"
 

@@ -15,7 +15,7 @@ from rlhf_core.ppo.losses import compute_value_loss
 from rlhf_core.ppo.objective import Pass, kl_loss, policy_loss
 from rlhf_core.ppo.plan import StepPlan
 from rlhf_core.ppo.rollout import Rollout
-from rlhf_core.ppo.statistics import clip_fraction, value_clip_fraction
+from rlhf_core.ppo.statistics import value_clip_fraction
 
 
 class PassRecorder:
@@ -55,22 +55,23 @@ class TokenReader:
         config, mask = self.config, token.batch.mask
         with torch.enable_grad():
             token = replace(token, logprobs=token.logprobs.detach().requires_grad_())
-            loss = policy_loss(token, config, self.plan)
+            loss = policy_loss(token, config, self.plan).sum()
             (slope,) = torch.autograd.grad(loss, token.logprobs)
         new, old, ratios = token.logprobs, token.old_logprobs, self.plan.uses_ratio and config.objective == "clip"
         critic, limit = self.models.has_critic, config.critic
+        clips = limit.clip_value and self.plan.trains_policy
         value_loss = compute_value_loss(
-            token.values, token.returns, token.old_values, limit.clip_value, limit.value_clip, mask, reduction="sum"
+            token.values, token.returns, token.old_values, clips, limit.value_clip, mask, reduction="sum"
         )
         moved = value_clip_fraction(token.values, token.old_values, limit.value_clip, mask).item() > 0
         return Reading(
             logprob=new.item(),
             ratio=torch.exp(new - old).item(),
-            clipped=clip_fraction(new, old, config.clip_ratio, mask).item() > 0 if ratios else None,
+            clipped=abs(torch.exp(new - old).item() - 1) > config.clip_ratio if ratios else None,
             pull=-slope.item(),
             policy_loss=loss.item(),
             value=token.values.item() if critic else None,
-            value_clipped=moved if critic and limit.clip_value else None,
+            value_clipped=moved if critic and clips else None,
             value_loss=value_loss.item() if critic else None,
             entropy=token.entropy.item(),
             kl_loss=kl,
@@ -80,7 +81,7 @@ class TokenReader:
         if self.config.kl.penalty != "loss":
             return [None] * forward.logprobs.shape[1]
         if self.config.kl.estimator != "full":
-            return [kl_loss(token, self.config, self.models).item() for token in _each_token(forward)]
+            return [kl_loss(token, self.config, self.models).sum().item() for token in _each_token(forward)]
         temperature = self.config.temperature
         reference = self.models.reference_logits(self.rollout.batch([row], self.pad_id))
         return full_kl(forward.logits / temperature, reference / temperature)[0].tolist()
@@ -93,8 +94,10 @@ def part_of(forward: Pass, rows: slice, times: slice) -> Pass:
         return table[rows, times].detach().clone()
 
     batch = TokenBatch(forward.batch.input_ids[rows], forward.batch.attention_mask[rows], cut(forward.batch.mask))
-    tables = {name: cut(table) for name, table in vars(forward).items() if isinstance(table, Tensor)}
-    return replace(forward, batch=batch, **tables)  # type: ignore[arg-type]
+    tables = {
+        name: cut(table) for name, table in vars(forward).items() if isinstance(table, Tensor) and name != "weights"
+    }
+    return replace(forward, batch=batch, weights=forward.weights[rows], **tables)  # type: ignore[arg-type]
 
 
 def _each_token(forward: Pass) -> Iterator[Pass]:

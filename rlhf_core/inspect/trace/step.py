@@ -12,7 +12,7 @@ from rlhf_core.inspect.trace.records import Choice, Minibatch, Step, Token, Trac
 from rlhf_core.inspect.trace.tokens import token_text, token_texts
 from rlhf_core.models.masked import masked_mean
 from rlhf_core.ppo.advantages import compute_gae
-from rlhf_core.ppo.objective import Pass
+from rlhf_core.ppo.objective import Pass, loss_divisor
 from rlhf_core.ppo.rollout import Credit, Rollout, Scores
 from rlhf_core.ppo.statistics import UpdateStatistics
 from rlhf_core.ppo.trainer import PPOTrainer
@@ -98,8 +98,9 @@ class _Tracer:
 
     def _minibatch(self, number: int) -> Minibatch:
         rows, sums = self.recorder.seen[number], self.recorder.sums[number]
-        tokens = sum(self.rollout.lengths[row] for row in rows)
-        means = {name: total / tokens for name, total in sums.items()}
+        lengths = [self.rollout.lengths[row] for row in rows]
+        tokens, divisor = sum(lengths), loss_divisor(self.config.loss_average, lengths)
+        means = {name: total / divisor for name, total in sums.items()}
         epoch = 1 + number // self.plan.minibatches
         return Minibatch(epoch, sorted(rows), tokens, **({"kl_loss": None} | means))  # type: ignore[arg-type]
 
@@ -174,5 +175,4 @@ class _Tracer:
         ]
 
     def _now(self, row: int) -> Pass:
-        config, pad_id = self.config, self.trainer.pad_id
-        return Pass.over([row], self.rollout, self.credit, self.models, config.temperature, pad_id)
+        return Pass.over([row], self.rollout, self.credit, self.models, self.config, self.trainer.pad_id)

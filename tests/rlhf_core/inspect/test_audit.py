@@ -24,6 +24,7 @@ from rlhf_core.inspect.audit.refused import Bandit, refused_combinations
 from rlhf_core.inspect.audit.run import audit, audit_problem, build_trainer
 from rlhf_core.ppo import credit as credit_module
 from rlhf_core.ppo.kl import estimate_kl
+from tasks.params.variant import VariantParams
 
 ROOT = Path(__file__).resolve().parents[3]
 PARAMS: dict[str, Any] = YAML(typ="safe", pure=True).load(ROOT / "params.yaml")
@@ -153,6 +154,34 @@ def test_a_baseline_from_other_answers_reaches_the_same_optimum() -> None:
     """With sampled groups, which the expected gradient does not contain."""
     config = block(advantage="rloo", samples_per_prompt=4, whiten_advantages=False)
     assert audit_problem(config, problems(config)[BANDIT], SEED, lambda *_: None)["total_variation"] <= 0.02
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["rloo", "reinforce"])
+@pytest.mark.parametrize("place", [BANDIT, TWO, THREE])
+def test_published_methods_reach_their_optimum(name: str, place: int) -> None:
+    """One optimizer step on each rollout, no whitening, sums over answers."""
+    samples = 4 if name == "rloo" else 1
+    variant = VariantParams(enabled=True, settings={"samples_per_prompt": samples})
+    config = variant.applied_to(block(), name)
+    assert audit_problem(config, problems(config)[place], SEED, lambda *_: None)["total_variation"] <= 0.02
+
+
+@pytest.mark.slow
+def test_published_grpo_rests_beside_the_optimum_and_says_why() -> None:
+    """Its k3 follows the other KL, and the deviation of a group scales the score: no resting point is known."""
+    config = VariantParams(enabled=True, settings={"samples_per_prompt": 4}).applied_to(block(), "grpo")
+    found = audit_problem(config, problems(config)[BANDIT], SEED, lambda *_: None)
+    assert found["total_variation_to_resting_point"] is None
+    assert found["total_variation"] > 0.02
+    words = " ".join(run_module.remarks(config, {}))
+    assert all(key in words for key in ("kl.estimator k3", "advantage grpo", "loss_average answer_means"))
+
+
+def test_the_command_audits_methods_of_ppos_loop_only() -> None:
+    done = CliRunner().invoke(app, ["audit", "--params", str(ROOT / "params.yaml"), "--method", "dpo"])
+    assert done.exit_code == 2
+    assert "--method dpo: the audit is for ppo, hybrid, reinforce, rloo, grpo" in done.stderr
 
 
 def test_lambda_below_1_is_biased_by_the_critic_alone() -> None:

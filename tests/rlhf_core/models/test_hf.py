@@ -24,6 +24,7 @@ from rlhf_core.models.hf import (
     context_length,
     load_causal_lm,
     load_scalar_model,
+    map_scalar,
     place,
     save_checkpoint,
     scalar_head,
@@ -156,3 +157,18 @@ def test_a_placed_model_is_for_reading_only(build_lm: Build) -> None:
     model = place(copy.deepcopy(build_lm("gpt2", dropout=0.1)).train())
     assert not model.training
     assert not any(parameter.requires_grad for parameter in model.parameters())
+
+
+def test_rule_20_a_mapped_scalar_model_is_scale_times_output_plus_shift(
+    tmp_path: Path, kind: str, build_scalar: Build, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    """Before and after a round trip through a folder, which `from_pretrained` reads too, without the shift."""
+    model, mapped = build_scalar(kind), build_scalar(kind)
+    map_scalar(mapped, 2.0, -3.0)
+    batch = pad_batch([[5, 6, 7], [8]], [[9, 10], [11]], pad_id=0)
+    expected = 2.0 * sequence_scores(model, batch) - 3.0
+    assert torch.allclose(sequence_scores(mapped, batch), expected, atol=1e-5)
+    save_checkpoint(tmp_path / "critic", mapped, tokenizer)
+    assert torch.allclose(sequence_scores(load_scalar_model(tmp_path / "critic"), batch), expected, atol=1e-5)
+    plain = AutoModelForSequenceClassification.from_pretrained(tmp_path / "critic").eval()
+    assert torch.allclose(sequence_scores(plain, batch), expected + 3.0, atol=1e-5)

@@ -56,3 +56,20 @@ def test_rule_18_two_models_are_compared_on_real_tokens_only() -> None:
         strict=True,
     ):
         assert torch.equal(table, clean)
+
+
+def test_a_logit_of_minus_infinity_gives_finite_numbers_and_gradients() -> None:
+    """As for a model that masks tokens of its vocabulary: the values are those without these tokens."""
+    logits, other = numbers(1), numbers(2)
+    logits[..., 7:] = other[..., 7:] = -torch.inf
+    actions = ACTIONS % 7
+    found = []
+    for width in (11, 7):
+        free = logits[..., :width].clone().requires_grad_()
+        logprobs, entropy = logprobs_and_entropy(free, actions, 0.7, MASK)
+        (logprobs.sum() + 0.3 * entropy.sum()).backward()
+        kl = compare_logprobs(logits[..., :width], other[..., :width], actions, 0.7, MASK)[2]
+        exact = full_kl(logits[..., :width], other[..., :width], MASK)
+        found.append(torch.cat([t.detach().flatten() for t in (logprobs, entropy, kl, exact, free.grad[..., :7])]))
+    assert torch.isfinite(found[0]).all()
+    assert torch.allclose(*found, atol=1e-6)

@@ -154,9 +154,32 @@ def test_rule_07_bfloat16_stays_within_its_tolerance_and_weights_stay_float32(ma
     rollout = trainer.rollout()
     logits = trainer.models.forward(BATCH)[0]
     assert not torch.equal(logits, exact.models.forward(BATCH)[0])
-    assert (logits.dtype, rollout.old_logprobs.dtype) == (torch.bfloat16, torch.float32)
+    assert (logits.dtype, rollout.old_logprobs.dtype) == (torch.float32, torch.float32)
     assert trainer.step()["engine_mismatch_max"] > 0
     assert {p.dtype for p in trainer.models.policy.parameters()} == {torch.float32}
+
+
+@pytest.mark.parametrize("kind", ["separate", "shared"])
+def test_rule_24_heads_are_float32_under_autocast(make_trainer: MakeTrainer, kind: str) -> None:
+    """The logits and values are those of a float32 product of the body's bfloat16 output, with more than the eight
+    significant bits of a bfloat16."""
+    models = make_trainer(precision="bfloat16", critic={"kind": kind}).models
+    logits, values = models.forward(BATCH)
+    reference = models.reference_logits(BATCH)
+    for found in (logits, reference, *([values] if kind == "separate" else [])):
+        assert found.dtype == torch.float32
+        assert not torch.equal(found, found.bfloat16().float())
+
+
+@pytest.mark.parametrize("kind", ["separate", "shared"])
+def test_rule_21_the_critic_warms_up_without_a_graph_of_the_policy(make_trainer: MakeTrainer, kind: str) -> None:
+    models = make_trainer(critic={"kind": kind}).models
+    for trains_policy in (True, False):
+        logits, values = models.forward(BATCH, trains_policy)
+        assert logits.requires_grad == trains_policy
+        assert values.requires_grad
+    values.sum().backward()
+    assert all(parameter.grad is None for parameter in models.trained()["policy"])
 
 
 @pytest.mark.parametrize(

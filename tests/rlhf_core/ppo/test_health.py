@@ -23,13 +23,19 @@ HEALTHY: dict[str, float | None] = {
     "gold": 2.0,
     "kl": 2.0,
     "response_tokens_mean": 20.0,
-    "approx_kl": 0.001,
+    "update_kl": 0.001,
     "entropy": 1.0,
     "value_loss": 0.1,
     "explained_variance": 0.5,
     "clip_fraction": 0.05,
     "clip_fraction_last_epoch": 0.1,
     "repeated_ngram_share": 0.02,
+    "repeating_answer_share": 0.1,
+    "missing_eos_share": 0.01,
+    "min_token_reward": -0.5,
+    "engine_mismatch_k3": 1e-9,
+    "grad_norm_policy": 0.2,
+    "grad_norm_critic": 0.5,
 }
 
 
@@ -151,10 +157,18 @@ def test_without_a_judge_the_kl_decides(watch: Watch, per_token: float, seen: li
 
 CASES = [
     ("kl_spike", "kl", 2.0 + 20 * 0.19, 2.0 + 20 * 0.21),
-    ("kl_spike", "approx_kl", 0.09, 0.11),
+    ("kl_spike", "update_kl", 0.09, 0.11),
     ("entropy_collapse", "entropy", 0.21, 0.19),
     ("stale_data", "clip_fraction_last_epoch", 0.39, 0.41),
     ("repetition", "repeated_ngram_share", 0.21, 0.23),
+    ("repetition", "repeating_answer_share", 0.29, 0.31),
+    ("length_drift", "response_tokens_mean", 39.0, 41.0),
+    ("length_drift", "response_tokens_mean", 11.0, 9.0),
+    ("missing_ends", "missing_eos_share", 0.20, 0.22),
+    ("exploding_gradient", "grad_norm_policy", 3.9, 4.1),
+    ("exploding_gradient", "grad_norm_critic", 9.9, 10.1),
+    ("huge_penalty", "min_token_reward", -9.9, -10.1),
+    ("engine_mismatch", "engine_mismatch_k3", 0.009, 0.011),
     ("frozen_reward", "clip_fraction", 0.29, 0.31),
 ]
 
@@ -241,15 +255,15 @@ def test_windows_grow_where_steps_are_small(watch: Watch) -> None:
 def test_a_failure_mode_is_reported_once_until_a_window_without_it(watch: Watch) -> None:
     """Spikes at 10, 12 and 16 are one failure mode; the one at 30 is a new one."""
     spikes = (10, 12, 16, 30)
-    monitor = watch(rows(40, approx_kl=lambda step: 0.5 if step in spikes else 0.001))
+    monitor = watch(rows(40, update_kl=lambda step: 0.5 if step in spikes else 0.001))
     assert reported(monitor) == ["kl_spike@10", "kl_spike@30"]
-    assert watch(rows(34, approx_kl=lambda step: 0.5 if step in spikes else 0.001)).active == ["kl_spike"]
-    assert watch(rows(35, approx_kl=lambda step: 0.5 if step in spikes else 0.001)).active == []
+    assert watch(rows(34, update_kl=lambda step: 0.5 if step in spikes else 0.001)).active == ["kl_spike"]
+    assert watch(rows(35, update_kl=lambda step: 0.5 if step in spikes else 0.001)).active == []
 
 
 def test_every_alert_has_a_remedy(watch: Watch) -> None:
     assert REMEDIES.keys() == {*DETECTORS, SLOW_GENERATION}
-    (alert,) = watch(rows(10, approx_kl=lambda step: 0.5 if step == 10 else 0.001)).alerts
+    (alert,) = watch(rows(10, update_kl=lambda step: 0.5 if step == 10 else 0.001)).alerts
     assert alert == Alert(
         "kl_spike", 10, "one update moved the policy by 0.5 nats per token", remedy=REMEDIES["kl_spike"]
     )
@@ -272,7 +286,7 @@ def test_rule_19_detector_windows_belong_to_the_checkpoint(watch: Watch, cut: in
         **UP,
         gold=noisy(lambda step: 2.0 - 0.1 * max(0, step - 10)),
         entropy=lambda step: max(0.05, 1.0 - 0.06 * step),
-        approx_kl=lambda step: 0.5 if step in (6, 9, 25) else 0.001,
+        update_kl=lambda step: 0.5 if step in (6, 9, 25) else 0.001,
     )
     whole, first, second = watch(history), watch(history[:cut]), watch([])
     file = io.BytesIO()
@@ -290,8 +304,9 @@ def test_none_fires_on_the_healthy_demo(watch: Watch) -> None:
     """The committed history of `make run`."""
     with (ROOT / "plots" / "ppo.csv").open(encoding="utf-8", newline="") as file:
         found = [{k: float(v) if v else None for k, v in row.items()} for row in csv.DictReader(file)]
-    for row in found:  # a history from before the column: the worst case is that all was clipped in the last epoch
-        row.setdefault("clip_fraction_last_epoch", 2 * (row["clip_fraction"] or 0.0))
+    for row in found:  # a history from before these columns
+        row.setdefault("update_kl", 4 * (row["approx_kl"] or 0.0))
+        row.setdefault("repeating_answer_share", 0.0)
     assert len(found) >= 40
     assert watch(found).alerts == []
 

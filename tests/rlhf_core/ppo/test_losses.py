@@ -262,8 +262,27 @@ def test_rule_13_sums_of_micro_batches_over_all_tokens_give_the_gradient_of_the_
 
 
 def test_an_unknown_reduction_is_refused() -> None:
-    with pytest.raises(ValueError, match="unknown reduction: 'none'"):
-        compute_ppo_loss(torch.zeros(1), torch.zeros(1), torch.zeros(1), reduction="none")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="unknown reduction: 'median'"):
+        compute_ppo_loss(torch.zeros(1), torch.zeros(1), torch.zeros(1), reduction="median")  # type: ignore[arg-type]
+
+
+def test_the_loss_of_each_token_adds_up_to_the_sum() -> None:
+    batch = Batch([5, 2, 0], seed=3)
+    pair = (batch.logprobs, batch.old_logprobs, batch.advantages)
+    each, total = (compute_ppo_loss(*pair, 0.2, batch.mask, reduction=kind) for kind in ("none", "sum"))
+    assert each.shape == batch.mask.shape
+    assert each[~batch.mask].eq(0).all()
+    assert torch.allclose(each.sum(), total)
+
+
+def test_a_token_is_clipped_only_where_the_clip_takes_its_gradient() -> None:
+    """ρ above 1 + ε with a positive advantage, or below 1 − ε with a negative one; the other two keep theirs."""
+    new = torch.tensor([0.5, 0.5, -0.5, -0.5], requires_grad=True)
+    advantages = torch.tensor([1.0, -1.0, 1.0, -1.0])
+    compute_ppo_loss(new, torch.zeros(4), advantages, 0.2, reduction="sum").backward()
+    assert new.grad is not None
+    without_gradient = new.grad.eq(0).float().mean().item()
+    assert clip_fraction(new, torch.zeros(4), advantages, 0.2).item() == without_gradient == 0.5
 
 
 @pytest.mark.filterwarnings("ignore:Anomaly Detection")
@@ -292,7 +311,7 @@ def test_failure_13_garbage_on_padding_changes_no_diagnostic(garbage: float) -> 
 def diagnostics(batch: Batch) -> list[float]:
     pair = (batch.logprobs, batch.old_logprobs)
     return [
-        clip_fraction(*pair, 0.2, batch.mask).item(),
+        clip_fraction(*pair, batch.advantages, 0.2, batch.mask).item(),
         value_clip_fraction(batch.values, batch.old_values, 0.2, batch.mask).item(),
         approx_kl(*pair, batch.mask).item(),
         ratio_max(*pair, batch.mask).item(),
@@ -307,7 +326,10 @@ def test_rule_18_diagnostics_are_masked_means_over_real_tokens(batch: Batch) -> 
     differences = [n - o for n, o in zip(batch.real(batch.logprobs), batch.real(batch.old_logprobs), strict=True)]
     moves = [abs(v - o) for v, o in zip(batch.real(batch.values), batch.real(batch.old_values), strict=True)]
     clipped, value_clipped, kl, largest, _, _ = diagnostics(batch)
-    assert clipped == pytest.approx(mean([float(abs(math.exp(d) - 1) > 0.2) for d in differences]))
+    signs = [math.copysign(1.0, a) for a in batch.real(batch.advantages)]
+    assert clipped == pytest.approx(
+        mean([float(sign * (math.exp(d) - 1) > 0.2) for sign, d in zip(signs, differences, strict=True)])
+    )
     assert value_clipped == pytest.approx(mean([float(move > 0.2) for move in moves]))
     assert kl == pytest.approx(mean([math.exp(d) - 1 - d for d in differences]), abs=1e-12)
     assert largest == pytest.approx(math.exp(max(differences)))
@@ -350,7 +372,7 @@ def test_explained_variance_of_known_critics() -> None:
 
 def test_diagnostics_carry_no_gradient() -> None:
     batch = Batch([3], seed=7)
-    assert not clip_fraction(batch.logprobs, batch.old_logprobs, 0.2, batch.mask).requires_grad
+    assert not clip_fraction(batch.logprobs, batch.old_logprobs, batch.advantages, 0.2, batch.mask).requires_grad
     assert not approx_kl(batch.logprobs, batch.old_logprobs, batch.mask).requires_grad
     assert not ratio_max(batch.logprobs, batch.old_logprobs, batch.mask).requires_grad
     assert not explained_variance(batch.values, batch.returns, batch.mask).requires_grad

@@ -10,10 +10,15 @@ from pydantic import ValidationError
 from transformers import PreTrainedModel
 
 from rlhf_core.errors import NonFiniteError
-from rlhf_core.models.batch import response_logits
+from rlhf_core.models.batch import pad_batch, response_logits, state_values
+from rlhf_core.models.hf import map_scalar
+from rlhf_core.models.scorers import Answers
 from rlhf_core.ppo.advantages import compute_group_advantages
-from rlhf_core.ppo.kl import StepPrice, full_kl
+from rlhf_core.ppo.credit import assign_credit
+from rlhf_core.ppo.kl import StepPrice, estimate_kl, full_kl
 from rlhf_core.ppo.objective import Pass, losses_of
+from rlhf_core.ppo.scoring import ScoreNormalisation
+from rlhf_core.ppo.statistics import approx_kl, explained_variance
 from rlhf_core.ppo.trainer import PPOTrainer
 from rlhf_core.ppo.update import RatioError
 
@@ -28,7 +33,7 @@ def weights(model: PreTrainedModel) -> torch.Tensor:
 def forward_of(trainer: PPOTrainer, rows: list[int]) -> Pass:
     rollout = trainer.rollout()
     credit = trainer.assign_credit(rollout, trainer.score(rollout))
-    return Pass.over(rows, rollout, credit, trainer.models, 1.0, trainer.pad_id)
+    return Pass.over(rows, rollout, credit, trainer.models, trainer.config, trainer.pad_id)
 
 
 @torch.no_grad()
@@ -81,6 +86,123 @@ def test_the_warm_up_of_the_critic_takes_nothing_from_that_of_the_policy(make_tr
     rows = [trainer.step() for _ in range(3)]
     assert [row["optimizer_steps"] for row in rows] == [4.0, 1.0, 4.0]
     assert [(row["grad_norm_policy"] or 0) > 0 for row in rows] == [False, True, True]
+
+
+def test_rule_21_the_warm_up_of_the_critic_uses_none_of_the_policys_schedule(make_trainer: MakeTrainer) -> None:
+    """The policy's learning rates after two steps of the critic alone are those of a shorter run without them."""
+    optimizer = {"warmup_steps": 2}
+    alone = make_trainer(steps=4, optimizer=optimizer)
+    after = make_trainer(steps=6, optimizer=optimizer, critic={"warmup_steps": 2})
+    expected = [alone.step()["learning_rate"] for _ in range(4)]
+    assert [after.step()["learning_rate"] for _ in range(6)] == [0.0, 0.0, *expected]
+
+
+def test_rule_20_values_are_not_clipped_while_the_critic_warms_up(make_trainer: MakeTrainer) -> None:
+    trainer = make_trainer(critic={"warmup_steps": 2})
+    forward = forward_of(trainer, [0, 1])
+    moved = replace(forward, values=forward.old_values + 9.0, returns=forward.old_values + 9.0)
+    losses = [
+        losses_of(moved, trainer.config, replace(trainer.plan(), trains_policy=trains), trainer.models)["value_loss"]
+        for trains in (False, True)
+    ]
+    assert losses[0].item() == 0
+    assert losses[1].item() > 0
+
+
+def test_rule_22_the_kl_of_a_step_is_that_after_its_update(make_trainer: MakeTrainer) -> None:
+    """With one optimizer step the KL before it is 0; the one after it is that of the new weights."""
+    trainer = make_trainer(**ONE)
+    rollout = trainer.rollout()
+    statistics = trainer.updater.run(rollout, trainer.assign_credit(rollout, trainer.score(rollout)), trainer.plan())
+    batch = rollout.batch(range(len(rollout.texts)), trainer.pad_id)
+    with torch.no_grad():
+        new = trainer.models.policy_logits(batch).log_softmax(-1).gather(2, batch.actions[..., None])[..., 0]
+    expected = approx_kl(new, rollout.old_logprobs, rollout.mask).item()
+    means = statistics.means()
+    assert means["approx_kl"] == pytest.approx(0.0, abs=1e-9)
+    assert means["update_kl"] == pytest.approx(expected, rel=1e-3)
+    assert expected > 1e-6
+
+
+def test_rule_20_a_perfect_critic_in_the_unit_of_the_score_explains_the_returns(
+    make_trainer: MakeTrainer, build_scalar: Callable[..., PreTrainedModel]
+) -> None:
+    """β = 0, γ = λ = 1, and a reward model that sees the score one token early: as it is, it is worse than a constant;
+    in PPO's unit its explained variance is 1 at the last token."""
+    critic = build_scalar(seed=3)
+
+    def scorer(answers: Answers) -> list[float]:
+        batch = pad_batch(answers.prompt_ids, answers.response_ids, pad_id=0)
+        last = batch.mask.sum(dim=1).long() - 1
+        return (5.0 + 3.0 * state_values(critic, batch)).gather(1, last[:, None])[:, 0].tolist()
+
+    found = {}
+    for unit in ("raw", "score"):
+        trainer = make_trainer(
+            scorer=scorer,
+            normalisation=(7.0, 0.5),
+            kl={"coef": 0.0},
+            lam=1.0,
+            score={"missing_eos_penalty": 0.0, "clip": 1e9},
+        )
+        map_scalar(trainer.models.critic, 3.0, 5.0)
+        if unit == "score":
+            map_scalar(trainer.models.critic, *ScoreNormalisation(7.0, 0.5).unit(trainer.config.score))
+        rollout = trainer.rollout()
+        credit = trainer.assign_credit(rollout, trainer.score(rollout))
+        ends = torch.nn.functional.pad(rollout.mask, (0, 1))[:, 1:] < rollout.mask
+        found[unit] = explained_variance(rollout.old_values, credit.returns, ends).item()
+    assert found["score"] == pytest.approx(1.0, abs=1e-4)
+    assert found["raw"] < 0.8
+
+
+def test_whitened_rewards_keep_their_mean(make_trainer: MakeTrainer) -> None:
+    """Huang et al. 2024: divided by their deviation over real tokens, not shifted."""
+    trainer = make_trainer()
+    rollout = trainer.rollout()
+    scores = trainer.score(rollout)
+    real = rollout.mask.bool()
+    config = trainer.config.model_copy(update={"whiten_rewards": True})
+    plain, white = (assign_credit(rollout, scores, c, 0.1).rewards[real] for c in (trainer.config, config))
+    assert white.std(correction=0).item() == pytest.approx(1.0, rel=1e-3)
+    deviation = plain.std(correction=0)
+    assert torch.allclose(white, (plain - plain.mean()) / deviation + plain.mean(), atol=1e-4)
+
+
+@pytest.mark.parametrize("average", ["tokens", "answer_means", "answer_sums"])
+def test_the_average_of_the_loss_is_that_of_its_formula(make_trainer: MakeTrainer, average: str) -> None:
+    """The gradient of one minibatch, for two sizes of micro-batches, against the formula on single answers."""
+    found = []
+    for micro in (3, 8):
+        trainer = make_trainer(**ONE, loss_average=average, micro_batch_size=micro, entropy_coef=0.0, vf_coef=0.0)
+        rollout = trainer.rollout()
+        credit = trainer.assign_credit(rollout, trainer.score(rollout))
+        passes = trainer.updater.passes(rollout, trainer.plan(), 0)[0]
+        trainer.updater._accumulate(rollout, credit, passes, trainer.plan(), number=1)
+        found.append(torch.cat([p.grad.flatten() for p in trainer.models.policy.parameters() if p.grad is not None]))
+    assert len(set(rollout.lengths)) > 1
+    trainer.models.policy.zero_grad()
+    answers = []
+    for row, length in enumerate(rollout.lengths):
+        batch = rollout.batch([row], trainer.pad_id)
+        logprobs = trainer.models.policy_logits(batch).log_softmax(-1).gather(2, batch.actions[..., None])[0, :, 0]
+        answers.append(-(logprobs * credit.weights[row, :length]).sum() / (length if average == "answer_means" else 1))
+    total = torch.stack(answers).sum() / (sum(rollout.lengths) if average == "tokens" else len(answers))
+    total.backward()
+    expected = torch.cat([p.grad.flatten() for p in trainer.models.policy.parameters() if p.grad is not None])
+    for gradient in found:
+        assert torch.linalg.norm(gradient - expected) <= 1e-5 * torch.linalg.norm(expected)
+
+
+def test_grpo_takes_k3_in_the_loss_and_the_others_do_not(make_trainer: MakeTrainer) -> None:
+    kl = {"penalty": "loss", "estimator": "k3"}
+    trainer = make_trainer(advantage="grpo", samples_per_prompt=4, whiten_advantages=False, kl=kl)
+    forward = forward_of(trainer, [0, 3])
+    losses = losses_of(forward, trainer.config, trainer.plan(), trainer.models)
+    expected = estimate_kl(forward.logprobs, forward.ref_logprobs, "k3", forward.batch.mask).sum()
+    assert losses["kl_loss"].item() == pytest.approx(expected.item(), rel=1e-6)
+    with pytest.raises(ValidationError, match="only advantage grpo"):
+        make_trainer(kl=kl)
 
 
 def test_rule_17_no_price_moves_while_the_policy_stands_still(make_trainer: MakeTrainer) -> None:
@@ -224,7 +346,7 @@ def test_rule_15_a_high_price_on_the_step_keeps_the_policy_near_the_old_one(make
         make_trainer(objective="kl_penalty", ppo_epochs=6, step_price={"coef": coef, "target": 1e-9}).step()
         for coef in (1e-6, 1e3)
     )
-    assert (costly["approx_kl"] or 0) < 0.2 * (free["approx_kl"] or 0)
+    assert (costly["update_kl"] or 0) < 0.2 * (free["update_kl"] or 0)
 
 
 def test_rule_19_the_price_on_the_step_is_part_of_the_state(make_trainer: MakeTrainer) -> None:

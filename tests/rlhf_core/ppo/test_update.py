@@ -188,6 +188,7 @@ def test_rule_18_statistics_are_means_over_real_tokens(make_trainer: MakeTrainer
     with torch.no_grad():
         entropy = logprobs_and_entropy(response_logits(trainer.models.policy, batch), batch.actions, 1.0, batch.mask)[1]
     moved = replace(rollout, old_logprobs=(rollout.old_logprobs - 0.3) * rollout.mask)
+    credit = replace(credit, weights=rollout.mask)
     means = with_config(trainer.updater, check_ratio=False).run(moved, credit, trainer.plan()).means()
     assert means["clip_fraction"] == 1.0
     assert means["approx_kl"] == pytest.approx(math.exp(0.3) - 1.3, abs=1e-4)

@@ -1,0 +1,106 @@
+"""The normalisation of scores: what it is measured on, and where it is kept."""
+
+import math
+from collections.abc import Callable
+from statistics import fmean, pstdev
+
+import pytest
+import torch
+
+from rlhf_core.config.ppo import ScoreConfig
+from rlhf_core.data.chat import Conversation
+from rlhf_core.errors import NonFiniteError
+from rlhf_core.models.batch import pad_batch, response_logits
+from rlhf_core.models.scorers import Answers
+from rlhf_core.ppo.scoring import REFERENCE_ANSWERS, ReferenceScores, ScoreNormalisation, reference_scores
+from rlhf_core.ppo.trainer import PPOTrainer
+
+MakeTrainer = Callable[..., PPOTrainer]
+
+
+def measured(trainer: PPOTrainer, seed: int = 5) -> ReferenceScores:
+    reference = trainer.models.reference
+    assert reference is not None
+    source = trainer.scoring.source
+    return reference_scores(trainer.config, reference, trainer.tokenizer, source.scorer, trainer.prompts, seed)
+
+
+def test_rule_12_scores_are_normalised_on_answers_of_the_reference(make_trainer: MakeTrainer) -> None:
+    """Five hundred answers to the prompts of PPO, each prompt as often as any other or once more; a function of the
+    seed."""
+    trainer = make_trainer()
+    found = measured(trainer)
+    assert len(found.scores) == REFERENCE_ANSWERS
+    counts = [found.answers.prompts.count(prompt) for prompt in trainer.prompts]
+    assert sum(counts) == REFERENCE_ANSWERS
+    assert max(counts) - min(counts) <= 1
+    assert found.normalisation == ScoreNormalisation(fmean(found.scores), pstdev(found.scores))
+    assert measured(trainer).scores == found.scores
+    assert measured(trainer, seed=6).scores != found.scores
+
+
+@pytest.mark.parametrize("temperature", [0.3, 1.0])
+def test_rule_12_the_answers_are_sampled_at_the_temperature_of_ppo(
+    make_trainer: MakeTrainer, temperature: float
+) -> None:
+    """The mean log-probability of a sampled token is minus the entropy of softmax(logits / temperature)."""
+    trainer = make_trainer(temperature=temperature)
+    found = measured(trainer)
+    batch = pad_batch(found.answers.prompt_ids, found.answers.response_ids, trainer.pad_id)
+    with torch.no_grad():
+        logprobs = (response_logits(trainer.models.reference, batch) / temperature).log_softmax(dim=-1)
+    sampled = logprobs.gather(2, batch.actions[..., None])[..., 0][batch.mask.bool()]
+    entropy = -(logprobs.exp() * logprobs).sum(dim=-1)[batch.mask.bool()]
+    error = (sampled + entropy).std() / math.sqrt(len(sampled))
+    assert abs((sampled + entropy).mean()) < 4 * error
+
+
+def test_a_score_that_is_no_number_is_refused(make_trainer: MakeTrainer) -> None:
+    with pytest.raises(NonFiniteError, match="512 of 512 answers with nan"):
+        measured(make_trainer(scorer=lambda answers: [math.nan] * len(answers.texts)))
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ({"normalise": True}, (0.5, -3.0)),
+        ({"normalise": False, "scale": "running"}, (0.5, 0.0)),
+        ({"normalise": False}, (1.0, 0.0)),
+    ],
+    ids=["normalised", "running", "raw"],
+)
+def test_rule_20_the_unit_of_the_score(config: dict[str, bool], expected: tuple[float, float]) -> None:
+    score = ScoreConfig(**{"clip": 5.0, "missing_eos_penalty": 1.0, **config})
+    assert ScoreNormalisation(6.0, 2.0).unit(score) == expected
+
+
+def test_a_constant_score_is_only_centred() -> None:
+    score = ScoreConfig(normalise=True, clip=5.0, missing_eos_penalty=1.0)
+    assert ScoreNormalisation(6.0, 0.0).unit(score) == (1.0, -6.0)
+
+
+def test_figures_of_the_reference(prompts: list[Conversation]) -> None:
+    """Correlations with length and judge; None where one side does not vary."""
+    answers = Answers(prompts[:3], ["a", "bb", "ccc"], [[1]] * 3, [[5], [5, 6], [5, 6, 7]])
+
+    class Judge:
+        name = "constant"
+
+        def score(self, prompts: list[Conversation], responses: list[str]) -> list[float]:
+            return [-float(len(text)) for text in responses]
+
+    found = ReferenceScores(answers, [1.0, 2.0, 3.0]).figures(Judge())
+    assert found == {
+        "score_mean": 2.0,
+        "score_std": pytest.approx(math.sqrt(2 / 3)),
+        "length_correlation": pytest.approx(1.0),
+        "gold_correlation": pytest.approx(-1.0),
+    }
+    constant = ReferenceScores(answers, [1.0, 1.0, 1.0]).figures(None)
+    assert (constant["length_correlation"], constant["gold_correlation"]) == (None, None)
+
+
+def test_rule_19_the_normalisation_is_part_of_the_checkpoint(make_trainer: MakeTrainer) -> None:
+    first, second = make_trainer(normalisation=(2.0, 0.25)), make_trainer()
+    second.load_state_dict(first.state_dict())
+    assert second.scoring.source.normalisation == ScoreNormalisation(2.0, 0.25)
