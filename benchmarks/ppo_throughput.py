@@ -111,10 +111,10 @@ def build(options: argparse.Namespace, seed: int = 1, **changes):  # type: ignor
     from rlhf_core.config.ppo import PPOConfig
     from rlhf_core.data.tokenizer import load_tokenizer
     from rlhf_core.determinism import make_deterministic
-    from rlhf_core.models.hf import load_causal_lm, load_scalar_model, place
+    from rlhf_core.models.hf import load_causal_lm, load_scalar_model, map_scalar, place
     from rlhf_core.models.scorers import RewardModelScorer
     from rlhf_core.ppo.actor_critic import ActorCritic
-    from rlhf_core.ppo.scoring import RewardSource, ScoreNormalisation
+    from rlhf_core.ppo.scoring import RewardSource, ScoreNormalisation, reference_scores
     from rlhf_core.ppo.trainer import PPOTrainer
 
     make_deterministic(seed, options.threads)
@@ -151,19 +151,17 @@ def build(options: argparse.Namespace, seed: int = 1, **changes):  # type: ignor
         }
         | changes
     )
+    prompts = [json.loads(line)["prompt"] for line in Path(options.prompts).read_text("utf-8").strip().split("\n")]
+    reference = place(load_causal_lm(options.sft))
+    rewards = RewardModelScorer(scorer, int(tokenizer.pad_token_id), options.micro_batch)
+    normalisation = ScoreNormalisation(0.0, 1.0)
+    if config.score.normalise:
+        normalisation = reference_scores(config, reference, tokenizer, rewards, prompts, seed).normalisation
     critic = load_scalar_model(options.reward) if config.needs_critic_model else None
-    models = ActorCritic(config, load_causal_lm(options.sft), load_causal_lm(options.sft), critic)
-    return PPOTrainer(
-        config,
-        models,
-        tokenizer=tokenizer,
-        source=RewardSource(
-            RewardModelScorer(scorer, int(tokenizer.pad_token_id), options.micro_batch),
-            ScoreNormalisation(0.0, 1.0),  # not used: score.normalise is off
-        ),
-        prompts=[json.loads(line)["prompt"] for line in Path(options.prompts).read_text("utf-8").strip().split("\n")],
-        seed=seed,
-    )
+    if critic is not None:
+        map_scalar(critic, *normalisation.unit(config.score))
+    models = ActorCritic(config, load_causal_lm(options.sft), reference, critic)
+    return PPOTrainer(config, models, tokenizer, RewardSource(rewards, normalisation), prompts, seed)
 
 
 if __name__ == "__main__":
