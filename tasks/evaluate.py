@@ -44,6 +44,7 @@ def execute(stage: Stage[EvaluateParams]) -> None:
     answered = answer_all(stage, evaluator)
     results = answered.results
     models = {name: model_figures(stage, evaluator, answered, name, bootstrap) for name in results}
+    assert answered.ceiling is not None  # `answer_all` makes it
     optimum = add_shares(answered.ceiling, models)
     frontier = Frontier(evaluator, results, answered.snapshots, models, bootstrap, answered.interpolated)
     metrics = {
@@ -103,7 +104,7 @@ def answer_interpolated(
     for eta in stage.params.interpolation:
         mixed = interpolated(evaluator.reference, policy, eta)
         answered.interpolated[eta] = Results.of(evaluator.answer(mixed, stage.params.seeds[:1]))
-    answered.ceiling = draw_ceiling(evaluator, policy, answered)
+    answered.ceiling = draw_ceiling(evaluator, policy, answered.results)
 
 
 def answer_snapshots(stage: Stage[EvaluateParams], evaluator: Evaluator, answered: Answered) -> None:

@@ -1,4 +1,4 @@
-"""KL of a model to a reference, entropy and log-probabilities of whole answers; for evaluation, not for training."""
+"""KL of a model to a reference, and its entropy, summed over whole answers; for evaluation, not for training."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 
 from rlhf_core.models.batch import TokenBatch, pad_batch, response_logits
 from rlhf_core.models.batching import micro_batches, tokens_per_pass
-from rlhf_core.models.token_logprobs import compare_distributions, logprobs_and_entropy
+from rlhf_core.models.token_logprobs import compare_distributions
 from rlhf_core.ppo.kl import estimate_kl
 
 MOST_LOGITS = 2**27
@@ -47,7 +47,8 @@ def measure_divergence(
     temperature: float,
     batch_size: int,
 ) -> Divergence:
-    """`responses` (token ids) are samples of `model` at `temperature`; both models share the tokenizer."""
+    """`responses` (token ids) are samples of `model` at `temperature`; both models share the tokenizer. Of samples of
+    another model k1 is still log π − log π_ref; the others are then no estimates of a KL."""
 
     def read(batch: TokenBatch) -> list[tuple[float, ...]]:
         logits = response_logits(model, batch)
@@ -60,25 +61,6 @@ def measure_divergence(
         return Divergence()
     found = _map_passes(read, model, prompts, responses, pad_id, batch_size)
     return Divergence(*map(list, zip(*found, strict=True)))
-
-
-@torch.no_grad()
-def answer_logprobs(
-    model: PreTrainedModel,
-    prompts: TokenIds,
-    responses: TokenIds,
-    *,
-    pad_id: int,
-    temperature: float,
-    batch_size: int,
-) -> list[float]:
-    """log π of each response in nats, end-of-sequence included, under `softmax(logits / temperature)`."""
-
-    def read(batch: TokenBatch) -> list[tuple[float, ...]]:
-        logprobs, _ = logprobs_and_entropy(response_logits(model, batch), batch.actions, temperature, batch.mask)
-        return [(value,) for value in logprobs.sum(dim=1).tolist()]
-
-    return [value for (value,) in _map_passes(read, model, prompts, responses, pad_id, batch_size)]
 
 
 def _map_passes(

@@ -166,6 +166,12 @@ class Evaluator:
                 f"context holds {context_length(candidate.model)}; lower max_new_tokens, or leave the model out"
             )
 
+    def log_ratios(self, candidate: CandidateModel, columns: Sequence[ScoredAnswers]) -> list[list[float]]:
+        """log π − log π_SFT of answers of any model with the SFT model's tokens, in nats; [columns][prompts]."""
+        prompts, places = len(self.rows), list(range(len(self.rows))) * len(columns)
+        found = self._diverge(candidate, places, [ids for column in columns for ids in column.responses]).k1
+        return [found[start : start + prompts] for start in range(0, len(found), prompts)]
+
     def _draw(
         self, candidate: CandidateModel, jobs: Sequence[tuple[int, int]], stops: frozenset[int]
     ) -> list[tuple[list[int], bool]]:

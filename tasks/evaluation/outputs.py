@@ -6,6 +6,7 @@ from typing import Any
 
 from rlhf_core.evaluation.best_of_n import best_of_n_kl
 from tasks.datasets.jsonl import Row
+from tasks.evaluation.ceiling import Ceiling
 from tasks.evaluation.evaluator import Evaluator
 from tasks.evaluation.results import (
     Bootstrap,
@@ -37,6 +38,8 @@ class Answered:
     """By step; first sampling seed only, except for the snapshot that is the policy."""
     interpolated: dict[float, Results] = field(default_factory=dict)
     """Between SFT model and policy, by η; first sampling seed only."""
+    ceiling: Ceiling | None = None
+    """The optimum against the reward model."""
 
 
 def model_figures(

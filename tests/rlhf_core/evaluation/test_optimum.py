@@ -76,7 +76,7 @@ def test_the_ceiling_rises_and_ends_where_the_samples_end() -> None:
     assert [point.kl for point in points] == sorted(point.kl for point in points)
     assert min(point.effective_samples for point in points) >= LEAST_EFFECTIVE
     assert 0 < len(points) < len(ceiling(World().draws((2000, 2000))))
-    assert ceiling(World().draws((4, 3))) == []
+    assert ceiling(World().draws((2, 1))) == []
 
 
 def test_the_share_by_hand() -> None:
