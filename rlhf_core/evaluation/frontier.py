@@ -64,7 +64,8 @@ def _leads(
         chosen = vertices(choosing[:, :points], choosing[:, points:-2])
         height = read_line(reading[:, -2], reading[:, :points], reading[:, points:-2], chosen)
         lead += 0.5 * (height - reading[:, -1])
-    return np.where(beyond, np.nan, lead)
+    lead[beyond] = np.nan
+    return lead
 
 
 def _means(
@@ -73,4 +74,5 @@ def _means(
     """The mean of each column over the prompts as often as each is counted; NaN where none is."""
     totals = counts.sum(axis=1, keepdims=True)
     sums = counts @ columns.T
-    return np.divide(sums, totals, out=np.full_like(sums, np.nan), where=totals > 0)
+    means: Float[ndarray, "rows columns"] = np.divide(sums, totals, out=np.full_like(sums, np.nan), where=totals > 0)
+    return means

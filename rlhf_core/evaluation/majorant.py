@@ -42,7 +42,7 @@ def read_line(
     x, y, used = (np.take_along_axis(values, order, axis=1) for values in (kl, score, chosen))
     height = np.where(used[:, 0], y[:, 0], np.nan)
     for place in range(1, x.shape[1]):
-        a, b, width = x[:, place - 1], x[:, place], x[:, place] - x[:, place - 1]
+        a, width = x[:, place - 1], x[:, place] - x[:, place - 1]
         share = np.clip(np.divide(target - a, width, out=np.ones_like(a), where=width > 0), 0.0, 1.0)
         inside = used[:, place] & (target >= a)
         height = np.where(inside, y[:, place - 1] + share * (y[:, place] - y[:, place - 1]), height)

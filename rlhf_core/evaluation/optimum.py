@@ -13,8 +13,8 @@ from jaxtyping import Float
 from numpy import ndarray
 
 LEAST_EFFECTIVE = 4.0
-"""Effective samples a prompt, below which an estimate is left out. KL and score are then both too low, so that the point
-stays near the true curve."""
+"""Effective samples a prompt, below which an estimate is left out. With few of them KL and score are both too low, and
+the point stays near the true curve."""
 BETAS = tuple(np.geomspace(8.0, 0.04, 24).tolist())
 """Costs of one nat of KL, in units of R."""
 

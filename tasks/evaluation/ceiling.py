@@ -57,8 +57,8 @@ def add_shares(found: Ceiling, models: dict[str, dict[str, Any]]) -> list[dict[s
 
 
 def draw_ceiling(evaluator: Evaluator, policy: CandidateModel, results: dict[str, Results]) -> Ceiling:
-    """The ceiling, from answers of the SFT model (those of best-of-n, too) and of the policy, which is sampled some more:
-    answers of the SFT model alone hardly contain any of the optimum's at a few nats.
+    """The ceiling, from answers of the SFT model (those of best-of-n, too) and of the policy, which is sampled some
+    more: answers of the SFT model alone hardly contain any of the optimum's at a few nats.
 
     R is the reward model's score in standard deviations of the SFT model's answers, as PPO has it.
     """

@@ -183,18 +183,16 @@ def _ceiling(axes: Axes, run: Run, kind: str) -> list[tuple[float, float]]:
 
 
 def _frontier_caption(run: Run, kind: str) -> str:
-    shown = any(finite(row.get(kind)) is not None for row in run.optimum)
     ceiling = (
-        " Dashed: the optimum π_SFT·exp(R/β)/Z for the reward model’s score R, as far as it can be estimated; its proxy "
-        "score is the highest that any model can have at this KL."
-        if shown
-        else ""
+        " Dashed: the optimum π_SFT·exp(R/β)/Z for the reward model’s score R, as far as it can be estimated; no model "
+        "has a higher proxy score at its KL."
     )
+    shown = any(finite(row.get(kind)) is not None for row in run.optimum)
     return (
-        "Higher at the same KL is better. The line is PPO’s frontier, the concave majorant (straight in KL) of SFT, its "
-        "snapshots and, as diamonds, the policies interpolated between SFT and PPO: answering with one of two models at "
-        "random reaches the line between them. Best-of-n is a line with n. Bars: 95% intervals over prompts."
-        + ceiling
+        "Higher at the same KL is better. The line is PPO’s frontier, the concave majorant (straight in KL) of SFT, "
+        "the snapshots and, as diamonds, the policies interpolated between SFT and PPO: answering with one of two "
+        "models at random reaches the line between them. Best-of-n is a line with n. Bars: 95% intervals over prompts."
+        + (ceiling if shown else "")
         + _first_seed(run, "PPO’s snapshots other than the policy, and the interpolated policies,")
     )
 

@@ -136,8 +136,8 @@ def column_notes(run: Run) -> list[str]:
         texts.append("The KL of best-of-n is its bound log n − (n−1)/n; the others’ is measured on their answers.")
     if "optimum_share" in shown:
         texts.append(
-            "Share of the optimum: a model’s proxy gain over SFT, as a share of what the optimum π_SFT·exp(R/β)/Z gains "
-            "at the same KL; no model can have more."
+            "Share of the optimum: a model’s proxy gain over SFT, as a share of what the optimum π_SFT·exp(R/β)/Z "
+            "gains at the same KL; none can have more than 100%, up to the error of both."
         )
     if run.is_judged:
         texts.append("The proxy is the reward model’s score, which the models were trained or picked by.")

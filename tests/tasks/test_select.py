@@ -103,12 +103,8 @@ def test_a_budget_is_kept_on_the_held_out_prompts(
     assert (metrics["step"], metrics["last_step"], metrics["kl_budget"]) == (4, 4, budget)
     assert metrics["eta"] in etas
     assert metrics["kl"] < budget
-    sft, last, policy = (
-        load_file(finished.root / path)
-        for path in (
-            "models/sft/model.safetensors", "models/snapshots/step-000004.safetensors", "models/policy/model.safetensors"
-        )
-    )  # fmt: skip
+    places = ("sft/model", "snapshots/step-000004", "policy/model")
+    sft, last, policy = (load_file(finished.root / f"models/{place}.safetensors") for place in places)
     for name, tensor in policy.items():
         assert torch.allclose(tensor, torch.lerp(sft[name], last[name], metrics["eta"]), atol=1e-6)
     assert stage_main(finished, "evaluate").code == 0

@@ -27,7 +27,7 @@ def test_the_ends_are_the_models_and_the_middle_is_their_mean(build_lm: Build) -
 
 @pytest.mark.parametrize("eta", [-0.1, 1.1, float("nan")])
 def test_an_eta_outside_0_and_1_is_refused(build_lm: Build, eta: float) -> None:
-    with pytest.raises(UserError, match="from 0 .* to 1"):
+    with pytest.raises(UserError, match=r"from 0 .* to 1"):
         interpolate(build_lm(seed=1), build_lm(seed=2), eta)
 
 

@@ -57,7 +57,7 @@ def figures(results: Results, kl: float | None) -> dict[str, object]:
 
 
 def test_the_gap_at_equal_kl_has_its_sign() -> None:
-    """PPO rises straight to 1 at 1 nat and 2 at 4 nats; best-of-4 is above that line, DPO below, GRPO beyond its end."""
+    """PPO rises straight to 1 at 1 nat and 2 at 4 nats; best-of-4 is above, DPO below, GRPO beyond its end."""
     sft = answers(0.0, 0.0, 0.0)
     snapshots = {step: answers(d * d, d, 2 * d) for step, d in ((10, 1.0), (20, 2.0))}
     others = {"best_of_4": answers(0.5, 0.8, 1.0), "dpo": answers(2.5, 1.1, 3.0), "grpo": answers(9.0, 5.0, 5.0)}
