@@ -41,8 +41,9 @@ METRICS = {
     "rloo": "enabled steps kl_last gold_last samples_generated tokens_trained alerts",
     "evaluate": "judge win_rate_judge prompts gold_sft gold_policy reward_sft reward_policy win_rate win_rate_ci95 "
     "ties kl_per_sequence kl_k3_per_sequence kl_exact_per_sequence response_tokens_sft response_tokens_policy "
-    "missing_eos_share missing_eos_share_sft distinct_1_sft distinct_2_sft distinct_1_policy distinct_2_policy heldout_loss_sft "
-    "heldout_loss_policy alignment_tax seeds bootstrap models frontier fits optimum judge_checks reward_model",
+    "missing_eos_share missing_eos_share_sft distinct_1_sft distinct_2_sft distinct_1_policy distinct_2_policy "
+    "heldout_loss_sft heldout_loss_policy alignment_tax seeds bootstrap models frontier fits optimum judge_checks "
+    "reward_model",
 }
 PLOTS = {
     "sft": "step train_loss validation_loss",

@@ -36,7 +36,7 @@ class EvaluateParams(Block):
     snapshots: Annotated[int, Field(ge=2)] = 5
     """PPO's snapshots on the frontier, if there are more: the policy's, the first, the last, the best by judge and
     reward model, and others that are spread over √KL. Those named stay even where they are more than this."""
-    interpolation: list[Eta] = Field(default_factory=lambda: [0.3, 0.5, 0.65, 0.8, 0.9])
+    interpolation: list[Eta] = Field(default_factory=lambda: [0.15, 0.3, 0.5, 0.65, 0.8])
     """Interpolated policies on the frontier: for each η the weights SFT + η·(policy − SFT)."""
     extra_models: list[FolderName] = Field(default_factory=list)
     """Names of Hugging Face folders below models/extra/ that are compared, too."""

@@ -76,7 +76,7 @@ def test_the_frontier_has_a_point_for_every_model_and_snapshot(tiny_run: "TinyRu
     assert sorted(points) == sorted(
         [("sft", "0"), ("rejection_sft", "0"), ("dpo", "0"), ("rloo", "0"), ("ppo", "2"), ("ppo", "4")]
         + [("best_of_n", n) for n in ("1", "2", "4")]
-        + [("interpolated", eta) for eta in ("0.3", "0.5", "0.65", "0.8", "0.9")]
+        + [("interpolated", eta) for eta in ("0.15", "0.3", "0.5", "0.65", "0.8")]
     )
 
 
