@@ -8,12 +8,23 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from frontier_points import Cost, Runs, first_run, model_costs, points, sft_score, snapshot_costs, snapshots
+from frontier_points import (
+    Cost,
+    Runs,
+    first_run,
+    frontier_points,
+    model_costs,
+    optimum,
+    points,
+    sft_score,
+    snapshot_costs,
+)
 from matplotlib.axes import Axes
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 
-from tasks.page.canvas import JUDGE, POLICY, canvas, colour_of, label_axes, png, styled
+from rlhf_core.evaluation.majorant import majorant_at
+from tasks.page.canvas import JUDGE, MUTED, POLICY, canvas, colour_of, label_axes, png, styled
 from tasks.page.comparison_table import label
 from tasks.params.methods import WITH_MODEL
 
@@ -22,6 +33,8 @@ Point = tuple[float, float]
 MARKERS = dict(zip((method.name for method in WITH_MODEL), "sPDv^<>hp*", strict=False))
 """Marker of each method; other models get a cross."""
 
+PLACES = 60
+"""Places at which a majorant is drawn."""
 HEIGHT = 6.4  # inches; two panels and a legend do not fit into the page's height
 
 
@@ -43,16 +56,22 @@ def draw(runs: Runs, folder: Path) -> list[Path]:
 
 
 def frontier(runs: Runs) -> Figure:
-    """Gold and proxy score over √KL: a line a β, thin for each seed and thick for their mean; the alternatives as
-    points, a point a seed. Every seed trains a reward model of its own, whose scores have a zero of their own: those
-    are drawn from its SFT model's mean."""
+    """Gold and proxy score over √KL: PPO's frontier for each β, thin for each seed and thick for their mean; the
+    optimum, dashed, the mean of the seeds; the alternatives as points, a point a seed. Every seed trains a reward model
+    of its own, whose scores have a zero of their own: those are drawn from its SFT model's mean."""
     figure, (gold, proxy) = canvas(f"Reward against KL, {counted(runs)}", panels=(3, 2))
     figure.set_size_inches(figure.get_figwidth(), HEIGHT)
     zeros = {seed: sft_score(runs, seed, "reward") for seed in seeds_of(runs)}
     for axes, score, zero in ((gold, "gold", dict.fromkeys(zeros, 0.0)), (proxy, "reward", zeros)):
         for beta, colour in shades(runs).items():
-            lines = [by_root(snapshots(run, score), zero[seed]) for (seed, other), run in runs.items() if other == beta]
-            bundle(axes, lines, f"PPO, β {beta:g}", colour)
+            lines = [
+                majorant(frontier_points(run, score), zero[seed])
+                for (seed, other), run in runs.items()
+                if other == beta
+            ]
+            bundle(axes, lines, f"PPO, β {beta:g}", colour, marker="")
+        firsts = {seed: run for seed in zero if (run := first_run(runs, seed)) is not None}
+        ceiling(axes, [by_root(optimum(run, score), zero[seed]) for seed, run in firsts.items()])
         found = {seed: points(runs, seed, score) for seed in zero}
         placed = [dict(zip(found[s], by_root(found[s].values(), zero[s]), strict=True)) for s in zero]
         alternatives(axes, placed, numbered=axes is gold)
@@ -60,6 +79,20 @@ def frontier(runs: Runs) -> Figure:
     label_axes(proxy, "reward-model\nscore above SFT", "√KL from SFT (KL in nats per answer)")
     key_below(figure, gold)
     return figure
+
+
+def majorant(found: Sequence[Point], zero: float) -> list[Point]:
+    """The concave majorant of points of KL and score, over √KL, its heights above `zero`."""
+    kls, scores = [kl for kl, _ in found], [score for _, score in found]
+    places = [max(kls) * (part / PLACES) ** 2 for part in range(PLACES + 1)] if found else []
+    line = [(kl, height) for kl in places if (height := majorant_at(kl, kls, scores)) is not None]
+    return by_root(line, zero)
+
+
+def ceiling(axes: Axes, lines: Sequence[Sequence[Point]]) -> None:
+    """A dashed line through the means of the optima."""
+    if any(lines):
+        bundle(axes, lines, "the optimum", MUTED, marker="", each=False, linestyle=(0, (5, 3)))
 
 
 def by_root(found: Iterable[Point], zero: float) -> list[Point]:
@@ -87,17 +120,25 @@ def equal_cost(runs: Runs, name: str, cost_of: Callable[[Cost], float], axis: st
     return figure
 
 
-def bundle(axes: Axes, lines: Sequence[Sequence[Point]], label: str, colour: Any) -> None:
-    """A thin line each, and a thick one through the means of the points that all have."""
+def bundle(
+    axes: Axes,
+    lines: Sequence[Sequence[Point]],
+    label: str,
+    colour: Any,
+    marker: str = "o",
+    each: bool = True,
+    linestyle: Any = "-",
+) -> None:
+    """A thin line each, where wanted, and a thick one through the means of the points that all have."""
     lines = [line for line in lines if line]
     if not lines:
         return
-    if len(lines) > 1:
+    if each and len(lines) > 1:
         for line in lines:
             axes.plot(*zip(*line, strict=True), color=colour, linewidth=0.7, alpha=0.5)
     shared = zip(*lines, strict=False)
-    mean = [(fmean(x for x, _ in each), fmean(y for _, y in each)) for each in shared]
-    axes.plot(*zip(*mean, strict=True), color=colour, label=label, marker="o", markersize=3)
+    mean = [(fmean(x for x, _ in here), fmean(y for _, y in here)) for here in shared]
+    axes.plot(*zip(*mean, strict=True), color=colour, label=label, marker=marker, markersize=3, linestyle=linestyle)
 
 
 def alternatives(axes: Axes, found: Sequence[dict[str, Point]], numbered: bool = True) -> None:

@@ -7,8 +7,10 @@ from statistics import fmean
 
 from clones import Result, Table, markdown, text
 
-from rlhf_core.evaluation.overoptimisation import at_kl
+from rlhf_core.evaluation.majorant import majorant_at
 
+PPO_FAMILIES = {"sft", "ppo", "interpolated", "policy"}
+"""Families of plots/frontier.csv that PPO's frontier is read from."""
 Runs = dict[tuple[int, float], Result]
 """Results by seed and β; the first β of a seed has the alternatives."""
 
@@ -30,16 +32,16 @@ def gap_table(runs: Runs) -> str:
 
 def gap(runs: Runs, seed: int, beta: float, name: str) -> float | None:
     """PPO's gold score at the KL of an alternative, minus the alternative's; None where either is not known. For the
-    run with the alternatives it is in `frontier` of metrics/evaluate.json; for another β it is computed in the same
-    way."""
+    run with the alternatives it is in `frontier` of metrics/evaluate.json, cross-fitted; for another β only means over
+    prompts are kept, and it is read from the majorant of the means, which is above the truth by a little."""
     point, run = points(runs, seed).get(name), runs.get((seed, beta))
     if point is None or run is None:
         return None
     if run is first_run(runs, seed):
         own = (run.metrics["evaluate"].get("frontier") or {}).get(name) or {}
         return None if own.get("gold_gap") is None else float(own["gold_gap"])
-    curve = snapshots(run, "gold")
-    reached = at_kl(point[0], [kl for kl, _ in curve], [gold for _, gold in curve])
+    own = frontier_points(run, "gold")
+    reached = majorant_at(point[0], [kl for kl, _ in own], [gold for _, gold in own])
     return None if reached is None else reached - point[1]
 
 
@@ -50,7 +52,7 @@ def points(runs: Runs, seed: int, score: str = "gold") -> dict[str, tuple[float,
     for row in [] if first is None else first.tables.get("frontier", []):
         family, kl, value = row["family"], row["kl"], row[score]
         if (
-            family not in {"ppo", "sft"}
+            family not in PPO_FAMILIES
             and (family, row["point"]) != ("best_of_n", 1)
             and isinstance(kl, float)
             and isinstance(value, float)
@@ -67,6 +69,18 @@ def snapshots(run: Result, score: str) -> list[tuple[float, float]]:
         for row in snapshot_rows(run)
         if isinstance(kl := row["kl"], float) and isinstance(value := row[score], float)
     ]
+
+
+def frontier_points(run: Result, score: str) -> list[tuple[float, float]]:
+    """KL (nats an answer) and score of the points that PPO's frontier is the majorant of."""
+    rows = [row for row in run.tables.get("frontier", []) if row["family"] in PPO_FAMILIES]
+    return [(kl, v) for row in rows if isinstance(kl := row["kl"], float) and isinstance(v := row[score], float)]
+
+
+def optimum(run: Result, score: str) -> list[tuple[float, float]]:
+    """KL (nats an answer) and score of the optimum against the run's reward model; empty where it is not known."""
+    rows = run.metrics["evaluate"].get("optimum") or []
+    return [(row["kl"], row[score]) for row in rows if row.get(score) is not None]
 
 
 def sft_score(runs: Runs, seed: int, score: str) -> float:

@@ -29,7 +29,7 @@ COLUMNS: dict[str, Column] = {
     "gold policy": lambda m: m["evaluate"]["gold_policy"],
     "win rate": lambda m: m["evaluate"]["win_rate"],
     "95% interval": lambda m: m["evaluate"]["win_rate_ci95"],
-    "KL, nats": lambda m: m["evaluate"]["kl_per_sequence"],
+    "KL, nats": lambda m: m["evaluate"]["kl_exact_per_sequence"],
     "without eos": lambda m: m["evaluate"]["missing_eos_share"],
     "prompts": lambda m: m["evaluate"]["prompts"],
     "alerts": lambda m: ", ".join(f"{a['name']} ({a['step']})" for a in m["ppo"]["alerts"]) or "none",

@@ -183,6 +183,10 @@ def chat(
     seed: Annotated[int, Seed(help="Equal seeds and messages give equal answers.")] = 1,
     system: Annotated[str | None, typer.Option(help="A system message for the whole conversation.")] = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="Every message begins a new conversation.")] = False,
+    eta: Annotated[
+        float | None, typer.Option(help="Use the weights START + eta·(FOLDER − START), from 0 to 1.")
+    ] = None,
+    start: Annotated[Path, typer.Option(help="With --eta: the model folder to start from.")] = Path("models/sft"),
 ) -> None:
     """Talk to a model, at a terminal or through a pipe.
 
@@ -191,7 +195,8 @@ def chat(
     _quiet_models()
     from flows.commands.chat import Settings, run_chat
 
-    run_chat(model, beside, Settings(temperature, max_new_tokens, seed, fresh), system)
+    interpolation = None if eta is None else (start, eta)
+    run_chat(model, beside, Settings(temperature, max_new_tokens, seed, fresh), system, interpolation)
 
 
 @command

@@ -11,6 +11,7 @@ from rlhf_core.determinism import make_deterministic
 from rlhf_core.errors import UserError
 from rlhf_core.evaluation.best_of_n import best_of_n_weights
 from tasks.datasets.jsonl import Row
+from tasks.evaluation.ceiling import add_shares, draw_ceiling
 from tasks.evaluation.evaluator import CandidateModel, Evaluator, ScoredAnswers, build_evaluator, load_candidate
 from tasks.evaluation.frontier import Frontier, chosen_snapshots, kl_by_step
 from tasks.evaluation.judge_reliability import judge_checks, scorer_checks
@@ -22,7 +23,7 @@ from tasks.evaluation.user_models import EXTRA, folder_of
 from tasks.params.best_of_n import BestOfNParams
 from tasks.params.evaluate import HELDOUT, EvaluateParams
 from tasks.params.methods import WITH_MODEL
-from tasks.select import policy_at
+from tasks.select import interpolated, policy_at
 from tasks.stage.pipeline_run import headline_numbers
 from tasks.stage.run import run
 from tasks.stage.stage import Stage
@@ -43,7 +44,9 @@ def execute(stage: Stage[EvaluateParams]) -> None:
     answered = answer_all(stage, evaluator)
     results = answered.results
     models = {name: model_figures(stage, evaluator, answered, name, bootstrap) for name in results}
-    frontier = Frontier(evaluator, results, answered.snapshots, models, bootstrap)
+    assert answered.ceiling is not None  # `answer_all` makes it
+    optimum = add_shares(answered.ceiling, models)
+    frontier = Frontier(evaluator, results, answered.snapshots, models, bootstrap, answered.interpolated)
     metrics = {
         **summary(evaluator, models),
         "prompts_too_long": too_long,
@@ -52,6 +55,7 @@ def execute(stage: Stage[EvaluateParams]) -> None:
         "bootstrap": stage.params.bootstrap,
         "models": models,
         **frontier.figures(),
+        "optimum": optimum,
         "stopping": frontier.stopping(stage.read_json(SELECT)),
         "judge_checks": judge_checks(stage, evaluator, results),
         "reward_model": scorer_checks(results, bootstrap),
@@ -78,7 +82,7 @@ def evaluator_of(stage: Stage[EvaluateParams]) -> tuple[Evaluator, int]:
 
 
 def answer_all(stage: Stage[EvaluateParams], evaluator: Evaluator) -> Answered:
-    """All models' answers. In memory are the SFT model and one other model at a time."""
+    """All models' answers. In memory are the SFT model and one other model at a time, beside the policy two."""
     answered = Answered(fitting_pairs(evaluator, validation_pairs(stage)))
     for candidate in candidate_models(stage, evaluator):
         name = candidate.name
@@ -86,12 +90,32 @@ def answer_all(stage: Stage[EvaluateParams], evaluator: Evaluator) -> Answered:
         answered.teacher_forced[name] = teacher_forced_logprobs(evaluator, candidate, answered.pairs)
         if name == "policy":
             answered.results |= best_of_n(stage, evaluator)
+            answer_interpolated(stage, evaluator, candidate, answered)
         del candidate  # free memory before the next one is loaded
-    kls = kl_by_step(stage.root / SELECT_TABLE)
-    for step in chosen_snapshots(kls, stage.read_json(SELECT), stage.params.snapshots):
-        policy = policy_at(stage, evaluator.reference, step)
-        answered.snapshots[step] = Results.of(evaluator.answer(policy, stage.params.seeds[:1]))
+    answer_snapshots(stage, evaluator, answered)
     return answered
+
+
+def answer_interpolated(
+    stage: Stage[EvaluateParams], evaluator: Evaluator, policy: CandidateModel, answered: Answered
+) -> None:
+    """Add the answers of the policies between SFT model and policy, and the samples that the ceiling is estimated from.
+    In memory are both models and one between them."""
+    for eta in stage.params.interpolation:
+        mixed = interpolated(evaluator.reference, policy, eta)
+        answered.interpolated[eta] = Results.of(evaluator.answer(mixed, stage.params.seeds[:1]))
+    answered.ceiling = draw_ceiling(evaluator, policy, answered.results)
+
+
+def answer_snapshots(stage: Stage[EvaluateParams], evaluator: Evaluator, answered: Answered) -> None:
+    """Add the answers of PPO's snapshots. The one that is the policy is not sampled again."""
+    selected, kls = stage.read_json(SELECT), kl_by_step(stage.root / SELECT_TABLE)
+    for step in chosen_snapshots(kls, selected, stage.params.snapshots):
+        if step == selected["step"] and selected["eta"] == 1:
+            answered.snapshots[step] = answered.results["policy"]
+        else:
+            policy = policy_at(stage, evaluator.reference, step)
+            answered.snapshots[step] = Results.of(evaluator.answer(policy, stage.params.seeds[:1]))
 
 
 def candidate_models(stage: Stage[EvaluateParams], evaluator: Evaluator) -> Iterator[CandidateModel]:

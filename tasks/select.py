@@ -1,6 +1,8 @@
-"""Stage `select`: chooses the PPO snapshot that becomes models/policy, by its scores on validation prompts."""
+"""Stage `select`: chooses what becomes models/policy, one of PPO's snapshots or an interpolation of the last one, by
+scores and KL on validation prompts."""
 
 import copy
+from statistics import stdev
 from typing import Any
 
 from rlhf_core.config.ppo import PPOConfig
@@ -8,6 +10,7 @@ from rlhf_core.data.tokenizer import stop_ids
 from rlhf_core.determinism import make_deterministic
 from rlhf_core.errors import UserError
 from rlhf_core.models.hf import load_causal_lm, place, save_checkpoint
+from rlhf_core.models.interpolation import interpolate
 from rlhf_core.ppo import snapshots
 from tasks.datasets.jsonl import Row
 from tasks.evaluation.evaluator import CandidateModel, Evaluator, ScoredAnswers, build_evaluator, load_candidate
@@ -19,43 +22,53 @@ from tasks.stage.trust import trusts
 from tasks.training.gold_judge import judge_of
 
 PREFERENCES = "data/preferences/preferences.jsonl"
-SFT, SNAPSHOTS = "models/sft", "models/snapshots"
+SFT, SNAPSHOTS = "sft", "models/snapshots"
+ONE_SIDED = 1.645
+"""Standard errors of a one-sided 95% margin."""
 
 
 def execute(stage: Stage[SelectParams]) -> None:
     """Make models/policy, plots/select.csv and metrics/select.json."""
     make_deterministic(stage.seed, stage.common.threads)
-    config = stage.block("ppo", PPOConfig)
-    sft = load_candidate(stage, "sft", stage.root / SFT)
-    table = compare(stage, config, sft) if stage.params.prompts else unknown(stage)
+    config, params = stage.block("ppo", PPOConfig), stage.params
+    sft = load_candidate(stage, SFT, stage.root / "models" / SFT)
+    table = compare(stage, config, sft) if params.prompts else unknown(stage)
     judged = judging_column(stage)
-    step = choose(table, stage.params.rule, judged)
-    save_policy(stage, config, sft, step)
+    chosen = choose(table, params.rule, judged, params.kl_budget)
+    save_policy(stage, config, sft, chosen)
     stage.outputs.write_csv("plots/select.csv", table)
+    own = [row for row in table if row["eta"] in (0.0, 1.0)]
     stage.write_metrics(
         {
-            "rule": stage.params.rule,
-            "step": step,
-            "last_step": table[-1]["step"],
-            "best_judge_step": best_step(table, judged),
-            "best_proxy_step": best_step(table, "reward"),
+            "rule": params.rule,
+            "step": chosen["step"],
+            "eta": chosen["eta"],
+            "kl": chosen["kl"],
+            "kl_budget": params.kl_budget,
+            "last_step": own[-1]["step"],
+            "best_judge_step": best_step(own, judged),
+            "best_proxy_step": best_step(own, "reward"),
             "prompts": table[0]["prompts"],
         }
     )
 
 
 def compare(stage: Stage[SelectParams], config: PPOConfig, sft: CandidateModel) -> list[Row]:
-    """One row for each snapshot; the SFT model is step 0."""
+    """One row for each snapshot and for each interpolation of the last one; the SFT model is step 0 with η = 0."""
     rows = validation_prompts(stage)[: stage.params.prompts]
     source = f"{PREFERENCES}, distinct validation prompts"
     # `purpose`: other random numbers than in `evaluate`
     evaluator, _ = build_evaluator(stage, source, rows, sft, config, judge_of(stage), purpose="select ")
     (start,) = evaluator.answer(sft, [stage.seed])
-    table = [summarise(evaluator, start, 0, start)]
+    table = [summarise(evaluator, start, 0, 0.0, start)]
     for step in snapshots.steps_in(stage.root / SNAPSHOTS):
-        (scored,) = evaluator.answer(policy_at(stage, sft, step), [stage.seed])
-        table.append(summarise(evaluator, start, step, scored))
-    return table
+        policy = policy_at(stage, sft, step)
+        (scored,) = evaluator.answer(policy, [stage.seed])
+        table.append(summarise(evaluator, start, step, 1.0, scored))
+    for eta in stage.params.interpolation:  # of the last snapshot
+        (scored,) = evaluator.answer(interpolated(sft, policy, eta), [stage.seed])
+        table.append(summarise(evaluator, start, step, eta, scored))
+    return sorted(table, key=lambda row: (row["step"], row["eta"]))
 
 
 def validation_prompts(stage: Stage[SelectParams]) -> list[Row]:
@@ -70,12 +83,20 @@ def policy_at(stage: Stage[Any], sft: CandidateModel, step: int) -> CandidateMod
     return CandidateModel(f"step-{step}", place(model), sft.tokenizer, "policy")
 
 
-def summarise(evaluator: Evaluator, start: ScoredAnswers, step: int, scored: ScoredAnswers) -> Row:
-    """Means over the prompts; the win rate is against the SFT model."""
+def interpolated(sft: CandidateModel, policy: CandidateModel, eta: float) -> CandidateModel:
+    """The weights SFT + η·(policy − SFT); it shares its random numbers with the snapshots."""
+    model = place(interpolate(sft.model, policy.model, eta))
+    return CandidateModel(f"{policy.name}-eta-{eta:g}", model, sft.tokenizer, "policy")
+
+
+def summarise(evaluator: Evaluator, start: ScoredAnswers, step: int, eta: float, scored: ScoredAnswers) -> Row:
+    """Means over the prompts; the KL is exact, in nats per answer, and the win rate is against the SFT model."""
     assert scored.divergence is not None  # snapshots have the SFT model's tokenizer
     return {
         "step": step,
-        "kl": _mean(scored.divergence.k1),
+        "eta": eta,
+        "kl": _mean(scored.divergence.exact),
+        "kl_standard_error": standard_error(scored.divergence.exact),
         "kl_k3": _mean(scored.divergence.k3),
         "reward": _mean(scored.rewards),
         "gold": None if scored.gold is None else _mean(scored.gold),
@@ -86,9 +107,9 @@ def summarise(evaluator: Evaluator, start: ScoredAnswers, step: int, scored: Sco
 
 def unknown(stage: Stage[SelectParams]) -> list[Row]:
     """The table without figures, for `select.prompts: 0`."""
-    columns = ("kl", "kl_k3", "reward", "gold", "win_rate")
+    columns = ("kl", "kl_standard_error", "kl_k3", "reward", "gold", "win_rate")
     steps = snapshots.steps_in(stage.root / SNAPSHOTS)
-    return [{"step": step, **dict.fromkeys(columns), "prompts": 0} for step in steps]
+    return [{"step": step, "eta": 1.0, **dict.fromkeys(columns), "prompts": 0} for step in steps]
 
 
 def judging_column(stage: Stage[SelectParams]) -> str | None:
@@ -98,17 +119,46 @@ def judging_column(stage: Stage[SelectParams]) -> str | None:
     return None if judge_of(stage) is None else "gold"
 
 
-def choose(table: list[Row], rule: str, judged: str | None) -> int:
-    """The step of the snapshot that the rule chooses, the first of equal ones. Raises UserError if the rule needs a
-    judge and there is none."""
+def choose(table: list[Row], rule: str, judged: str | None, budget: float | None = None) -> Row:
+    """The row of the candidate that the rule chooses among those within the KL budget, the first of equal ones.
+
+    `last`: the last snapshot; with a budget the latest step within it, and of this step the largest η. Raises UserError
+    if the rule needs a judge and there is none, and if no candidate is within the budget.
+    """
     taken = [row for row in table if row["step"] > 0]
-    columns = {"best_judge": judged, "best_proxy": "reward"}
+    if budget is not None:
+        taken = within(taken, budget)
+    elif rule == "last":
+        taken = [row for row in taken if row["eta"] == 1.0]
     if rule == "last":
-        return int(table[-1]["step"])
-    step = best_step(taken, columns[rule])
-    if step is None:
+        return max(taken, key=lambda row: (row["step"], row["eta"]))
+    column = {"best_judge": judged, "best_proxy": "reward"}[rule]
+    if column is None or any(row.get(column) is None for row in taken):
         raise UserError(f"select.rule is {rule}, but there is no judge besides the reward model; use best_proxy")
-    return step
+    return max(taken, key=lambda row: float(row[column]))
+
+
+def within(table: list[Row], budget: float) -> list[Row]:
+    """The candidates whose KL plus its margin is at most the budget (nats per answer). Raises UserError if none is."""
+    found = [row for row in table if upper_kl(row) <= budget]
+    if found:
+        return found
+    least = min(table, key=upper_kl)
+    below = f" at step {least['step']}" + (f" with eta {least['eta']:g}" if least["eta"] < 1 else "")
+    raise UserError(
+        f"select.kl_budget is {budget:g} nats, and no candidate is within it: the smallest KL is {least['kl']:.3g} "
+        f"({upper_kl(least):.3g} with its margin){below}; raise kl_budget, or add a smaller eta to select.interpolation"
+    )
+
+
+def upper_kl(row: Row) -> float:
+    """The KL plus a one-sided 95% margin for its error over prompts, so that other prompts keep a budget, too."""
+    return float(row["kl"] + ONE_SIDED * row["kl_standard_error"])
+
+
+def standard_error(values: list[float]) -> float:
+    """Of the mean over prompts; 0 for one prompt, which shows no variation."""
+    return stdev(values) / len(values) ** 0.5 if len(values) > 1 else 0.0
 
 
 def best_step(table: list[Row], column: str | None) -> int | None:
@@ -117,10 +167,12 @@ def best_step(table: list[Row], column: str | None) -> int | None:
     return int(max(known, key=lambda row: float(row[str(column)]))["step"]) if known else None
 
 
-def save_policy(stage: Stage[SelectParams], config: PPOConfig, sft: CandidateModel, step: int) -> None:
-    """Save the snapshot of `step` as models/policy, with the stop tokens in its generation config."""
-    start = load_causal_lm(stage.root / SFT, trust_remote_code=trusts(stage))
-    policy = snapshots.load(stage.root / SNAPSHOTS, step, start)
+def save_policy(stage: Stage[SelectParams], config: PPOConfig, sft: CandidateModel, chosen: Row) -> None:
+    """Save the chosen candidate as models/policy, with the stop tokens in its generation config."""
+    start = load_causal_lm(stage.root / "models" / SFT, trust_remote_code=trusts(stage))
+    policy = snapshots.load(stage.root / SNAPSHOTS, chosen["step"], start)
+    if chosen["eta"] < 1:
+        policy = interpolate(sft.model, place(policy, sft.model.device), chosen["eta"])
     if config.stop_tokens:
         policy.generation_config.eos_token_id = sorted(stop_ids(sft.tokenizer, config.stop_tokens))
     save_checkpoint(stage.out("models/policy"), policy, sft.tokenizer)

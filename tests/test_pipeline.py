@@ -34,15 +34,16 @@ METRICS = {
     "expected_calibration_error length_correlation score_mean score_std gold_correlation",
     "ppo": "steps reward_first reward_last gold_first gold_last kl_last entropy_last kl_coef_last "
     "missing_eos_share_last explained_variance_last optimizer_steps samples_generated tokens_trained alerts",
-    "select": "rule step last_step best_judge_step best_proxy_step prompts",
+    "select": "rule step eta kl kl_budget last_step best_judge_step best_proxy_step prompts",
     "best_of_n": "enabled prompts samples_generated reward_mean reward_best",
     "rejection_sft": "enabled prompts samples_generated tokens_trained reward_mean reward_best validation_loss",
     "dpo": "enabled heldout_loss heldout_accuracy samples_generated tokens_trained",
     "rloo": "enabled steps kl_last gold_last samples_generated tokens_trained alerts",
     "evaluate": "judge win_rate_judge prompts gold_sft gold_policy reward_sft reward_policy win_rate win_rate_ci95 "
-    "ties kl_per_sequence kl_k3_per_sequence response_tokens_sft response_tokens_policy missing_eos_share "
-    "missing_eos_share_sft distinct_1_sft distinct_2_sft distinct_1_policy distinct_2_policy heldout_loss_sft "
-    "heldout_loss_policy alignment_tax seeds bootstrap models frontier fits judge_checks reward_model",
+    "ties kl_per_sequence kl_k3_per_sequence kl_exact_per_sequence response_tokens_sft response_tokens_policy "
+    "missing_eos_share missing_eos_share_sft distinct_1_sft distinct_2_sft distinct_1_policy distinct_2_policy "
+    "heldout_loss_sft heldout_loss_policy alignment_tax seeds bootstrap models frontier fits optimum judge_checks "
+    "reward_model",
 }
 PLOTS = {
     "sft": "step train_loss validation_loss",
@@ -50,7 +51,7 @@ PLOTS = {
     "reward_calibration": "bin_low bin_high predicted observed pairs",
     "reward_margins": "low high accuracy accuracy_low accuracy_high pairs",
     "reward_scores": "low high chosen rejected",
-    "select": "step kl kl_k3 reward gold win_rate prompts",
+    "select": "step eta kl kl_standard_error kl_k3 reward gold win_rate prompts",
     "rejection_sft": "step train_loss validation_loss",
     "dpo": "step loss accuracy margin",
     "rloo": "step reward_raw score gold kl entropy tokens_trained",

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from flows.environment import find_root
 from rlhf_core.errors import UserError
-from rlhf_core.inspect.dialogue import ChatModel, load_chat_model, require_language_model
+from rlhf_core.inspect.dialogue import ChatModel, Start, load_chat_model, require_language_model
 from tasks.params.loader import read_yaml
 from tasks.stage.trust import warn_of_code
 
@@ -31,15 +31,25 @@ class Settings:
             raise UserError(f"--temperature {self.temperature}: give a number above 0")
 
 
-def run_chat(folder: Path, beside: Path | None, settings: Settings, system: str | None) -> None:
-    """Answer until the input ends. Raises UserError for a folder that holds no language model."""
+def run_chat(
+    folder: Path, beside: Path | None, settings: Settings, system: str | None, interpolation: tuple[Path, float] | None
+) -> None:
+    """Answer until the input ends. `interpolation`: the start model's folder and eta, for the first model. Raises
+    UserError for a folder that holds no language model, and for models that cannot be interpolated."""
     folders = [folder] + ([beside] if beside is not None else [])
     for path in folders:
         require_language_model(path, trusted(path))
-    models = [load_chat_model(path, str(path), system, trust_remote_code=trusted(path)) for path in folders]
+    start, names = None, [str(path) for path in folders]
+    if interpolation is not None:
+        start = Start(*interpolation, trusted(interpolation[0]))
+        names[0] = f"{folder} at eta {start.eta:g}"
+    models = [
+        load_chat_model(path, name, system, trust_remote_code=trusted(path), start=start if place == 0 else None)
+        for place, (path, name) in enumerate(zip(folders, names, strict=True))
+    ]
     interactive = sys.stdin.isatty()
     if interactive:
-        print(f"{' beside '.join(map(str, folders))}, temperature {settings.temperature:g}. {HELP}", flush=True)
+        print(f"{' beside '.join(names)}, temperature {settings.temperature:g}. {HELP}", flush=True)
     converse(models, settings, from_terminal() if interactive else from_pipe(), interactive)
 
 

@@ -1,4 +1,4 @@
-"""Reward against KL: fitted curves of over-optimisation, and interpolation between snapshots. Pure functions of arrays.
+"""Reward against KL: fitted curves of over-optimisation. Pure functions of arrays.
 
 Distances are d = √KL with KL in nats an answer; R is a score relative to the model that training started from (SFT), so
 that R = 0 at d = 0 (Gao et al. 2022).
@@ -68,20 +68,3 @@ def rl_curve(fit: Fit, kl: float) -> float:
     """R at this KL under a fit of `fit_rl`; 0 at KL ≤ 0."""
     d = math.sqrt(max(0.0, kl))
     return d * (fit.alpha - fit.beta * math.log(d)) if d > 0 else 0.0
-
-
-def at_kl(target: float, kl: Sequence[float], values: Sequence[float]) -> float | None:
-    """The value of a curve of snapshots at the KL `target` (nats), linear in √KL between its neighbours.
-
-    Snapshots are sorted by KL; those of equal KL count with their mean, and an estimated KL below 0 as 0. None outside
-    the snapshots' KL, or without any: nothing is extrapolated. Include SFT as a point (0, its value) where the curve
-    starts there.
-    """
-    if len(kl) != len(values):
-        raise ValueError(f"a curve needs a value for each KL, not {len(values)} for {len(kl)}")
-    if not len(kl):
-        return None
-    d, place = np.unique(np.sqrt(np.maximum(np.asarray(kl, dtype=np.float64), 0.0)), return_inverse=True)
-    means = np.bincount(place, np.asarray(values, dtype=np.float64)) / np.bincount(place)
-    at = math.sqrt(max(0.0, target))
-    return float(np.interp(at, d, means)) if d[0] <= at <= d[-1] else None

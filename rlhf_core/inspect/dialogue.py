@@ -11,6 +11,7 @@ from rlhf_core.data.tokenizer import PROBE, decode_response, encode_prompt, read
 from rlhf_core.errors import UserError
 from rlhf_core.loading import load_config, loading
 from rlhf_core.models.hf import context_length, load_causal_lm, place
+from rlhf_core.models.interpolation import interpolate, require_eta
 from rlhf_core.models.sampling import stream_response
 
 UNFINISHED = "�"
@@ -98,15 +99,35 @@ class ChatModel:
         return (users[0], users[1]) if len(users) > 1 else None
 
 
+@dataclass(frozen=True)
+class Start:
+    """The model that an interpolation starts from: the weights are start + eta·(model − start)."""
+
+    folder: Path
+    eta: float
+    trust_remote_code: bool = False
+
+
 def load_chat_model(
-    folder: Path, name: str, system: str | None = None, *, trust_remote_code: bool = False
+    folder: Path,
+    name: str,
+    system: str | None = None,
+    *,
+    trust_remote_code: bool = False,
+    start: Start | None = None,
 ) -> ChatModel:
-    """The language model in a folder. Raises UserError for a folder that is missing or without a language model, a
-    tokenizer without eos token or chat template, and as `loading`."""
+    """The language model in a folder, with `start` interpolated. Raises UserError for a folder that is missing or
+    without a language model, a tokenizer without eos token or chat template, as `loading`, and as `interpolate`."""
     require_language_model(folder, trust_remote_code)
+    if start is not None:
+        require_eta(start.eta, "--eta")
+        require_language_model(start.folder, start.trust_remote_code)
     try:
         tokenizer = read_tokenizer(folder, trust_remote_code=trust_remote_code)
         model = place(load_causal_lm(folder, trust_remote_code=trust_remote_code))
+        if start is not None:
+            other = place(load_causal_lm(start.folder, trust_remote_code=start.trust_remote_code))
+            model = interpolate(other, model, start.eta)
     except (OSError, ValueError) as error:
         raise UserError(f"{folder}: cannot be loaded ({' '.join(str(error).split())})") from None
     if tokenizer.eos_token_id is None or not tokenizer.chat_template:

@@ -2,7 +2,7 @@
 the only other [B, T, V] tensor is the gradient of the logits."""
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float, Int, Shaped
@@ -45,7 +45,41 @@ def logprobs_and_entropy(
     return logprobs, entropy
 
 
+class Compared(NamedTuple):
+    """Two models on the same tokens: [B, T] each, in nats, 0 on padding, without gradient."""
+
+    logprobs: Float[Tensor, "*shape"]
+    """log π of the actions."""
+    ref_logprobs: Float[Tensor, "*shape"]
+    """log π_ref of the actions."""
+    kl: Float[Tensor, "*shape"]
+    """The exact KL(π ‖ π_ref) = Σ_v π(v)·(log π(v) − log π_ref(v)) of each position's distribution."""
+    entropy: Float[Tensor, "*shape"]
+    """Of π."""
+
+
 @torch.no_grad()
+def compare_distributions(
+    logits: Float[Tensor, "*shape vocab"],
+    ref_logits: Float[Tensor, "*shape vocab"],
+    actions: Int[Tensor, "*shape"],
+    temperature: float,
+    mask: Shaped[Tensor, "*shape"],
+) -> Compared:
+    """Log-probabilities, exact KL and entropy; arguments as in `logprobs_and_entropy`."""
+    keep, chosen = mask.bool().reshape(-1), zero_padding(actions, mask).reshape(-1)
+    ours, theirs = logits.reshape(-1, logits.shape[-1]), ref_logits.reshape(-1, logits.shape[-1])
+    found = torch.zeros(4, len(chosen), dtype=torch.promote_types(logits.dtype, torch.float32), device=logits.device)
+    for rows in _pieces(ours):
+        log_p, log_q = (masked_log_softmax(flat[rows], keep[rows], temperature) for flat in (ours, theirs))
+        p = log_p.exp()
+        found[0, rows] = log_p.gather(1, chosen[rows, None])[:, 0]
+        found[1, rows] = log_q.gather(1, chosen[rows, None])[:, 0]
+        found[2, rows] = (p * (log_p - log_q)).sum(dim=1)
+        found[3, rows] = -(p.mul_(log_p)).sum(dim=1)
+    return Compared(*torch.where(keep, found, 0).view(4, *actions.shape))
+
+
 def compare_logprobs(
     logits: Float[Tensor, "*shape vocab"],
     ref_logits: Float[Tensor, "*shape vocab"],
@@ -57,16 +91,7 @@ def compare_logprobs(
 
     Arguments as in `logprobs_and_entropy`. Three [B, T] in nats, 0 on padding, without gradient.
     """
-    keep, chosen = mask.bool().reshape(-1), zero_padding(actions, mask).reshape(-1)
-    ours, theirs = logits.reshape(-1, logits.shape[-1]), ref_logits.reshape(-1, logits.shape[-1])
-    found = torch.zeros(3, len(chosen), dtype=torch.promote_types(logits.dtype, torch.float32), device=logits.device)
-    for rows in _pieces(ours):
-        log_p, log_q = (masked_log_softmax(flat[rows], keep[rows], temperature) for flat in (ours, theirs))
-        found[0, rows] = log_p.gather(1, chosen[rows, None])[:, 0]
-        found[1, rows] = log_q.gather(1, chosen[rows, None])[:, 0]
-        found[2, rows] = log_p.exp().mul_(log_p.sub_(log_q)).sum(dim=1)
-    logprobs, ref_logprobs, kl = torch.where(keep, found, 0).view(3, *actions.shape)
-    return logprobs, ref_logprobs, kl
+    return compare_distributions(logits, ref_logits, actions, temperature, mask)[:3]
 
 
 class _LogProbsAndEntropy(torch.autograd.Function):

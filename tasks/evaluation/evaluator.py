@@ -166,6 +166,12 @@ class Evaluator:
                 f"context holds {context_length(candidate.model)}; lower max_new_tokens, or leave the model out"
             )
 
+    def log_ratios(self, candidate: CandidateModel, columns: Sequence[ScoredAnswers]) -> list[list[float]]:
+        """log π − log π_SFT of answers of any model with the SFT model's tokens, in nats; [columns][prompts]."""
+        prompts, places = len(self.rows), list(range(len(self.rows))) * len(columns)
+        found = self._diverge(candidate, places, [ids for column in columns for ids in column.responses]).k1
+        return [found[start : start + prompts] for start in range(0, len(found), prompts)]
+
     def _draw(
         self, candidate: CandidateModel, jobs: Sequence[tuple[int, int]], stops: frozenset[int]
     ) -> list[tuple[list[int], bool]]:
@@ -219,9 +225,9 @@ class Evaluator:
     ) -> Divergence:
         """Equal answers to a prompt are computed once."""
         prompt_ids = self.prompt_ids(self.reference)
-        known: dict[tuple[int, tuple[int, ...]], tuple[float, float, float]] = {}
+        known: dict[tuple[int, tuple[int, ...]], tuple[float, ...]] = {}
 
-        def read(rows: list[int]) -> list[tuple[float, float, float]]:
+        def read(rows: list[int]) -> list[tuple[float, ...]]:
             found = measure_divergence(
                 candidate.model,
                 self.reference.model,
@@ -231,11 +237,10 @@ class Evaluator:
                 temperature=self.temperature,
                 batch_size=self.batch_size,
             )
-            return list(zip(found.k1, found.k3, found.entropy, strict=True))
+            return list(zip(found.k1, found.k3, found.entropy, found.exact, strict=True))
 
         keys = [(i, tuple(response)) for i, response in zip(places, responses, strict=True)]
-        k1, k3, entropy = zip(*_once(known, keys, read), strict=True)
-        return Divergence(list(k1), list(k3), list(entropy))
+        return Divergence(*map(list, zip(*_once(known, keys, read), strict=True)))
 
 
 def _once(known: dict[Key, Item], keys: Sequence[Key], work: Callable[[list[int]], list[Item]]) -> list[Item]:
@@ -259,7 +264,7 @@ def _part(scored: ScoredAnswers, start: int, end: int) -> ScoredAnswers:
         scored.rewards[start:end],
         None if scored.gold is None else scored.gold[start:end],
         scored.tokens[start:end],
-        found and Divergence(found.k1[start:end], found.k3[start:end], found.entropy[start:end]),
+        found and found.part(start, end),
     )
 
 

@@ -1,14 +1,16 @@
-"""The reward–KL frontier: PPO's snapshots as a curve, and the other models at their KL."""
+"""The reward–KL frontier: the concave majorant of PPO's points, and the other models at their KL."""
 
 import csv
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from rlhf_core.evaluation import majorant
 from rlhf_core.evaluation.frontier import lead_at_equal_kl
 from rlhf_core.evaluation.intervals import Estimate
 from rlhf_core.evaluation.overoptimisation import Fit, fit_best_of_n, fit_rl
@@ -19,23 +21,27 @@ from tasks.evaluation.results import Bootstrap, PerPrompt, Results, wins_over
 Models = Mapping[str, dict[str, Any]]
 SCORES = ("gold", "reward", "win_rate")
 FITTED = ("gold", "reward")
+MAIN = {"scores": "gold", "pairs": "win_rate", "reward model": "reward"}
+"""The score that decides between models, by the kind of judge."""
+POLICY, SFT = "policy", "sft"
 
 
 @dataclass(frozen=True)
 class Point:
     """A model on the frontier, with each prompt's KL and scores."""
 
-    step: int
+    name: str
+    """`sft`, `policy`, `step 12` or `eta 0.65`; for another model its own name."""
     kls: PerPrompt | None
-    """Nats per answer; None if not measured."""
+    """Exact KL, nats per answer; None if not measured."""
     scores: dict[str, PerPrompt | None]
     """By name of the score; None if unknown."""
 
     @property
     def kl(self) -> float:
-        """The mean over prompts; a negative estimate counts as zero."""
+        """The mean over prompts."""
         assert self.kls is not None
-        return max(0.0, float(self.kls.mean()))
+        return float(self.kls.mean())
 
     def mean(self, score: str) -> float | None:
         """The mean over prompts."""
@@ -43,29 +49,29 @@ class Point:
         return None if values is None else float(values.mean())
 
 
-def point_of(evaluator: Evaluator, results: Results, sft: Results, step: int = 0) -> Point:
+def point_of(evaluator: Evaluator, results: Results, sft: Results, name: str) -> Point:
     """The scores of a model's answers; the win rate is against `sft`."""
-    gold, rewards, kl = (results.table(name) for name in ("gold", "rewards", "k1"))
+    gold, rewards, kl = (results.table(column) for column in ("gold", "rewards", "exact"))
     scores = {
         "gold": None if gold is None else results.per_prompt(gold),
         "reward": None if rewards is None else results.per_prompt(rewards),
         "win_rate": results.per_prompt(wins_over(evaluator, results, sft)),
     }
-    return Point(step, None if kl is None else results.per_prompt(kl), scores)
+    return Point(name, None if kl is None else results.per_prompt(kl), scores)
 
 
 def kl_by_step(table: Path) -> dict[int, float | None]:
     """The KL (nats per answer) of each snapshot, from plots/select.csv; None if not measured."""
     with table.open(encoding="utf-8", newline="") as file:
-        rows = [(int(row["step"]), row["kl"]) for row in csv.DictReader(file)]
-    return {step: float(kl) if kl else None for step, kl in rows if step > 0}
+        rows = [row for row in csv.DictReader(file) if float(row["eta"]) == 1.0]
+    return {int(row["step"]): float(row["kl"]) if row["kl"] else None for row in rows}
 
 
 def chosen_snapshots(kls: Mapping[int, float | None], selected: Row, most: int) -> list[int]:
     """The steps of at most `most` snapshots for the frontier.
 
     The policy's, the first, the last, and those with the best scores of judge and reward model; then repeatedly the one
-    farthest in √KL from those chosen, since the frontier is linear in √KL. Without known KLs the distance is in steps.
+    farthest in √KL from those chosen. Without known KLs the distance is in steps.
     """
     known = None not in kls.values()
     places = {step: max(0.0, kl) ** 0.5 if known and kl is not None else float(step) for step, kl in kls.items()}
@@ -79,41 +85,63 @@ def chosen_snapshots(kls: Mapping[int, float | None], selected: Row, most: int) 
 
 @dataclass(frozen=True)
 class Frontier:
-    """PPO's curve and the other models of a run."""
+    """PPO's points and the other models of a run."""
 
     evaluator: Evaluator
     results: Mapping[str, Results]
     snapshots: Mapping[int, Results]
-    """By step; answers of the first sampling seed."""
+    """By step; the policy's own has all sampling seeds, the others the first."""
     models: Models
     """Each model's figures."""
     bootstrap: Bootstrap
+    interpolated: Mapping[float, Results] = field(default_factory=dict)
+    """Between SFT model and policy, by η."""
+
+    @cached_property
+    def start(self) -> Point:
+        """The SFT model with all its answers."""
+        return self._point(self.results[SFT], SFT)
+
+    @cached_property
+    def steps(self) -> dict[int, Point]:
+        """PPO's snapshots by step."""
+        policy = self.results.get(POLICY)
+        return {
+            step: self._point(each, POLICY if each is policy else f"step {step}")
+            for step, each in sorted(self.snapshots.items())
+        }
+
+    @cached_property
+    def etas(self) -> dict[float, Point]:
+        """The interpolated policies by η."""
+        return {eta: self._point(each, f"eta {eta:g}") for eta, each in sorted(self.interpolated.items())}
 
     @cached_property
     def curve(self) -> list[Point]:
-        """The SFT model with all its answers (step 0) and PPO's snapshots, by rising KL."""
-        sft = self.results["sft"]
-        first = Results.of(sft.columns[:1])
-        points = [point_of(self.evaluator, each, first, step) for step, each in self.snapshots.items()]
-        return sorted([point_of(self.evaluator, sft, sft), *points], key=lambda point: point.kl)
+        """All points that PPO's frontier is read from: SFT, snapshots, interpolated policies and the policy."""
+        points = [self.start, *self.steps.values(), *self.etas.values()]
+        policy = self.results.get(POLICY)
+        if policy is not None and not any(each is policy for each in self.snapshots.values()):
+            points.append(self._point(policy, POLICY))
+        return points
 
     def figures(self) -> dict[str, Any]:
         """`frontier`: PPO against every other model at that model's KL. `fits`: the curves of Gao et al. 2022."""
         others = {
-            name: self._at_equal_kl(self.models[name]["kl"], point_of(self.evaluator, each, self.results["sft"]))
+            name: self._at_equal_kl(self.models[name]["kl_exact"], self._point(each, name))
             for name, each in self.results.items()
-            if name not in ("sft", "policy")
+            if name not in (SFT, POLICY)
         }
-        return {"frontier": others, "fits": fits(self.curve, self.models)}
+        return {"frontier": others, "fits": fits([self.start, *self.steps.values()], self.models)}
 
     def stopping(self, selected: Row) -> dict[str, Any] | None:
         """The snapshot with the judge's best score on the validation prompts (0: the SFT model) minus the last one, on
         the test prompts and paired by prompt. None without a judge."""
         best, last = selected["best_judge_step"], selected["last_step"]
-        points = {point.step: point for point in self.curve}
+        points = {0: self.start, **self.steps}
         if best not in points or last not in points or self.evaluator.judged_by == "reward model":
             return None
-        score = "gold" if self.evaluator.judged_by == "scores" else "win_rate"
+        score = MAIN[self.evaluator.judged_by]
         ours, theirs = points[best].scores[score], points[last].scores[score]
         assert ours is not None
         assert theirs is not None
@@ -127,14 +155,19 @@ class Frontier:
         }
 
     def rows(self) -> list[Row]:
-        """The rows of plots/frontier.csv; snapshots have the answers of the first sampling seed only."""
-        points = {point.step: point for point in self.curve}
-        rows = [model_row(name, self.models[name]) for name in self.results if name != "policy"]
-        return rows + [snapshot_row(points[step], self.bootstrap) for step in self.snapshots]
+        """The rows of plots/frontier.csv. The policy is a point of `ppo` where it is a snapshot."""
+        own = any(point.name == POLICY for point in self.steps.values())
+        rows = [model_row(name, self.models[name]) for name in self.results if name != POLICY or not own]
+        rows += [point_row("ppo", step, point, self.bootstrap) for step, point in self.steps.items()]
+        return rows + [point_row("interpolated", eta, point, self.bootstrap) for eta, point in self.etas.items()]
+
+    def _point(self, results: Results, name: str) -> Point:
+        return point_of(self.evaluator, results, self.results[SFT], name)
 
     def _at_equal_kl(self, kl: float | None, other: Point) -> dict[str, Any]:
-        """PPO's scores at a model's KL, linear in √KL between snapshots, and the gaps; None beyond PPO's KL."""
-        figures: dict[str, Any] = {"kl": kl, "between": None if kl is None else neighbours(kl, self.curve)}
+        """PPO's frontier at a model's KL (`lead_at_equal_kl`), and the gaps; None beyond PPO's KL."""
+        main = MAIN[self.evaluator.judged_by] if other.scores["gold"] is None else "gold"
+        figures: dict[str, Any] = {"kl": kl, "between": None if kl is None else between(kl, self.curve, main)}
         for score in SCORES:
             gap = None if kl is None else lead(kl, other, self.curve, score, self.bootstrap)
             mean = other.mean(score)
@@ -148,7 +181,7 @@ class Frontier:
 
 
 def lead(kl: float, other: Point, curve: list[Point], score: str, bootstrap: Bootstrap) -> Estimate | None:
-    """PPO's score at the model's KL minus the model's; None if the score is unknown or the KL is beyond PPO's."""
+    """PPO's frontier at the model's KL minus the model's score; None if the score is unknown or the KL beyond PPO's."""
     ours, theirs = [point.scores[score] for point in curve], other.scores[score]
     if theirs is None or any(scores is None for scores in ours):
         return None
@@ -157,27 +190,34 @@ def lead(kl: float, other: Point, curve: list[Point], score: str, bootstrap: Boo
     return lead_at_equal_kl(curve_kls, np.array(ours), kls, theirs, bootstrap.resamples, bootstrap.seed)
 
 
-def neighbours(kl: float, curve: list[Point]) -> list[int] | None:
-    """The steps of the snapshots next below and above a KL; None outside the curve."""
-    below = [point.step for point in curve if point.kl <= max(0.0, kl)]
-    above = [point.step for point in curve if point.kl >= max(0.0, kl)]
-    return [below[-1], above[0]] if below and above else None
+def between(kl: float, curve: list[Point], score: str) -> list[str] | None:
+    """The names of the vertices of the majorant next below and above a KL, with all prompts; the last vertex twice
+    where the majorant is flat. None beyond the points' KL, or where a score is unknown."""
+    values = [point.mean(score) for point in curve]
+    known = [value for value in values if value is not None]
+    found = majorant.neighbours(kl, [point.kl for point in curve], known) if len(known) == len(values) else None
+    return None if found is None else [curve[place].name for place in found]
 
 
-def fits(curve: list[Point], models: Models) -> dict[str, Any]:
-    """By name of the curve: its parameters and its start; None if it cannot be fitted. Scores are relative to SFT."""
+def fits(steps: list[Point], models: Models) -> dict[str, Any]:
+    """By name of the curve: its parameters and its start; None if it cannot be fitted. Scores are relative to SFT.
+
+    The form for reinforcement learning describes score as a function of KL. `steps` are the SFT model and the snapshots
+    in the order of their steps; where their KL does not rise with every step they are no such function, and PPO's fits
+    are None. The fits are shown and never used to read the frontier.
+    """
     best = [row for name, row in models.items() if name.startswith("best_of_")]
     start = models.get("best_of_1", models["sft"])
+    rises = all(a.kl < b.kl for a, b in pairwise(steps))
     found: dict[str, Any] = {}
     for score in FITTED:
-        found[f"ppo_{score}"] = _fitted(
-            fit_rl,
-            [p.kl for p in curve],
-            [p.mean(score) for p in curve],
-            next(p for p in curve if p.step == 0).mean(score),
+        found[f"ppo_{score}"] = (
+            _fitted(fit_rl, [p.kl for p in steps], [p.mean(score) for p in steps], steps[0].mean(score))
+            if rises
+            else None
         )
         found[f"best_of_n_{score}"] = _fitted(
-            fit_best_of_n, [row["kl"] for row in best], [row[score] for row in best], start[score]
+            fit_best_of_n, [row["kl_exact"] for row in best], [row[score] for row in best], start[score]
         )
     return found
 
@@ -199,19 +239,20 @@ def model_row(name: str, figures: dict[str, Any]) -> Row:
     """The row of a model."""
     n = figures["samples_per_answer"] if name.startswith("best_of_") else None
     family, place = (name, 0) if n is None else ("best_of_n", n)
-    return _row(family, place, figures["kl"], {score: (figures[score], figures[f"{score}_ci95"]) for score in SCORES})
+    scores = {score: (figures[score], figures[f"{score}_ci95"]) for score in SCORES}
+    return _row(family, place, figures["kl_exact"], scores)
 
 
-def snapshot_row(point: Point, bootstrap: Bootstrap) -> Row:
-    """The row of a snapshot."""
+def point_row(family: str, place: float, point: Point, bootstrap: Bootstrap) -> Row:
+    """The row of a snapshot or of an interpolated policy; `place` is its step or its η."""
     found: dict[str, Estimate | None] = {
         score: None if values is None else bootstrap.of_prompts(values) for score, values in point.scores.items()
     }
     ends = {score: (None, None) if e is None else (e.mean, e.interval) for score, e in found.items()}
-    return _row("ppo", point.step, point.kl, ends)
+    return _row(family, place, point.kl, ends)
 
 
-def _row(family: str, place: int, kl: float | None, scores: dict[str, Any]) -> Row:
+def _row(family: str, place: float, kl: float | None, scores: dict[str, Any]) -> Row:
     row: Row = {"family": family, "point": place, "kl": kl, "sqrt_kl": None if kl is None else max(0.0, kl) ** 0.5}
     for score, (mean, ends) in scores.items():
         low, high = ends or (None, None)

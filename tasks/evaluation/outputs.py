@@ -6,6 +6,7 @@ from typing import Any
 
 from rlhf_core.evaluation.best_of_n import best_of_n_kl
 from tasks.datasets.jsonl import Row
+from tasks.evaluation.ceiling import Ceiling
 from tasks.evaluation.evaluator import Evaluator
 from tasks.evaluation.results import (
     Bootstrap,
@@ -34,7 +35,11 @@ class Answered:
     teacher_forced: dict[str, TeacherForced] = field(default_factory=dict)
     """By name; none for best-of-n."""
     snapshots: dict[int, Results] = field(default_factory=dict)
-    """By step; first sampling seed only."""
+    """By step; first sampling seed only, except for the snapshot that is the policy."""
+    interpolated: dict[float, Results] = field(default_factory=dict)
+    """Between SFT model and policy, by η; first sampling seed only."""
+    ceiling: Ceiling | None = None
+    """The optimum against the reward model."""
 
 
 def model_figures(
@@ -49,7 +54,8 @@ def model_figures(
     ahead = None if name == "policy" else difference(results, policy, "gold", bootstrap)
     figures |= with_interval("gold_minus_policy", ahead)
     if name not in answered.teacher_forced:
-        figures |= {"kl": best_of_n_kl(results.best_of), "kl_ci95": None}
+        bound = best_of_n_kl(results.best_of)
+        figures |= {"kl": bound, "kl_ci95": None, "kl_exact": bound, "kl_exact_ci95": None}
     figures |= teacher_forced_figures(
         answered.teacher_forced.get(name), answered.teacher_forced["sft"], answered.pairs, bootstrap
     )
@@ -84,6 +90,7 @@ def summary(evaluator: Evaluator, models: dict[str, dict[str, Any]]) -> dict[str
         "ties": policy["ties"],
         "kl_per_sequence": policy["kl"],
         "kl_k3_per_sequence": policy["kl_k3"],
+        "kl_exact_per_sequence": policy["kl_exact"],
         "missing_eos_share": policy["missing_eos_share"],
         "missing_eos_share_sft": sft["missing_eos_share"],
     }

@@ -110,6 +110,7 @@ def own_figures(results: Results, bootstrap: Bootstrap) -> dict[str, Any]:
         **with_interval("reward", bootstrap.of(results, results.table("rewards")), spread=True),
         **with_interval("kl", bootstrap.of(results, results.table("k1"))),
         **with_interval("kl_k3", bootstrap.of(results, results.table("k3"))),
+        **with_interval("kl_exact", bootstrap.of(results, results.table("exact"))),
         **with_interval("response_tokens", bootstrap.of(results, tokens)),
         **with_interval("missing_eos_share", bootstrap.of(results, 1.0 - ended)),
         "distinct_1": float(np.mean([distinct_n(texts, 1) for texts in sets])),

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from matplotlib.axes import Axes
 
+from rlhf_core.evaluation.majorant import majorant_at
 from rlhf_core.evaluation.overoptimisation import Fit, rl_curve
 from tasks.page.canvas import (
     HEIGHT,
@@ -31,29 +32,28 @@ KINDS = {"gold": "gold score", "win_rate": "win rate against SFT", "reward": "re
 TITLES = {"gold": "Gold score", "win_rate": "Win rate", "reward": "Reward-model score"}
 TICKS = (0, 0.1, 0.25, 0.5, 1, 2, 3, 4, 6, 9, 12, 16, 25, 36, 50, 75, 100, 150, 225, 400)
 MOST_TICKS = 8
+PPO_POINTS = ("sft", "ppo", "interpolated", "policy")
+"""Families of plots/frontier.csv that PPO's frontier is made of."""
 KL_AXIS = "KL to SFT, nats per answer (√ scale)"
 
 
 def frontier(run: Run) -> Picture | None:
     """The main score (`run.score`) against KL, for every model."""
     kind = run.score
-    all_rows = (_as_in_the_table(run, _even_start(row), kind) for row in run.frontier)
-    rows = [row for row in all_rows if finite(row.get(kind)) is not None]
+    rows = [row for each in run.frontier if finite((row := _even_start(each)).get(kind)) is not None]
     if not rows:
         return None
     figure, (axes,) = canvas(f"{TITLES[kind]} against KL", height=HEIGHT * 1.3)
     named: list[tuple[float, float, str, str]] = []
-    drawn: list[tuple[float, float]] = []
+    drawn = _ceiling(axes, run, kind) + _majorant(axes, rows, kind)
     for family in dict.fromkeys(row["family"] for row in rows):
         one = sorted((row for row in rows if row["family"] == family), key=_along_kl)
-        colour = colour_of(family)
+        colour = colour_of("ppo" if family == "interpolated" else family)
         _bars(axes, one, kind, colour)
-        joined = family in ("ppo", "best_of_n")
-        axes.plot([_x(row) for row in one], [row[kind] for row in one], "o-" if joined else "D", color=colour,
-                  markersize=4 if joined else 5.5, linewidth=1.4)  # fmt: skip
-        drawn += _along(one, kind) if joined else []
-        if family == "ppo":
-            _from_sft(axes, rows, one[0], kind, colour)
+        marker, size = {"ppo": ("o", 4), "best_of_n": ("o-", 4), "interpolated": ("d", 4)}.get(family, ("D", 5.5))
+        axes.plot([_x(row) for row in one], [row[kind] for row in one], marker, color=colour, markersize=size,
+                  linewidth=1.4, markerfacecolor="white" if family == "interpolated" else None)  # fmt: skip
+        drawn += _along(one, kind) if family == "best_of_n" else []
         named += [(_x(row), row[kind], text, colour) for row in one if (text := _point_name(run, row, one))]
     _kl_axis(axes, [row["kl"] for row in rows])
     axes.set_ylabel(KINDS[kind])
@@ -67,9 +67,7 @@ def frontier(run: Run) -> Picture | None:
         "comparison",
         png(figure),
         f"{TITLES[kind]} against KL to SFT: {'; '.join(texts)}.",
-        "Higher at the same KL is better. PPO’s snapshots are joined in the order of their KL, not of their steps "
-        "(dotted: no snapshot, interpolated); best-of-n is a line with n. Bars: 95% intervals over prompts."
-        + _first_seed(run, "PPO’s snapshots other than the policy"),
+        _frontier_caption(run, kind),
     )
 
 
@@ -90,6 +88,7 @@ def overoptimisation(run: Run) -> Picture | None:
         axes.plot([_x(row) for row in rows[kind]], [row[kind] for row in rows[kind]], "o-", color=colour,
                   markersize=4, linewidth=1.0, label="snapshots")  # fmt: skip
         _fitted(axes, run, kind, max(_x(row) for row in rows[kind]))
+        _ceiling(axes, run, kind)
         _chosen(axes, run, rows[kind], kind)
         name = KINDS[kind].replace(" score (raw)", "\nscore (raw)").replace(" against", "\nagainst")
         label_axes(axes, name, share=kind == "win_rate")
@@ -148,15 +147,6 @@ def _even_start(row: Row) -> Row:
     return row | {"win_rate": 0.5} if row["family"] == "sft" and finite(row.get("win_rate")) is None else row
 
 
-def _as_in_the_table(run: Run, row: Row, kind: str) -> Row:
-    """The row; for the snapshot that is the policy, with the table's figures, which are over all sampling seeds."""
-    if row["family"] != "ppo" or row["point"] != run.metrics["select"].get("step"):
-        return row
-    policy = run.models["policy"]
-    low, high = interval(policy.get(f"{kind}_ci95")) or (None, None)
-    return row | {"kl": policy["kl"], kind: policy.get(kind), f"{kind}_low": low, f"{kind}_high": high}
-
-
 def _first_seed(run: Run, points: str) -> str:
     """A sentence of a caption: which points have the answers of one sampling seed, if there are several."""
     seeds = len(run.evaluation["seeds"])
@@ -164,14 +154,47 @@ def _first_seed(run: Run, points: str) -> str:
 
 
 def _along_kl(row: Row) -> tuple[float, float]:
-    """The order in which the frontier interpolates between PPO's snapshots."""
     return _x(row), row["point"]
 
 
-def _from_sft(axes: Axes, rows: Sequence[Row], first: Row, kind: str, colour: str) -> None:
-    """A dotted line from the SFT model to the first snapshot."""
-    for sft in (row for row in rows if row["family"] == "sft"):
-        axes.plot([_x(sft), _x(first)], [sft[kind], first[kind]], ":", color=colour, linewidth=1.2)
+def _majorant(axes: Axes, rows: Sequence[Row], kind: str) -> list[tuple[float, float]]:
+    """PPO's frontier: the concave majorant of SFT, snapshots, interpolated policies and policy. Points along it."""
+    own = [row for row in rows if row["family"] in PPO_POINTS]
+    kls, scores = [row["kl"] for row in own], [row[kind] for row in own]
+    points = [
+        (math.sqrt(kl), height)
+        for part in range(101)
+        if kls and (height := majorant_at(kl := max(kls) * (part / 100) ** 2, kls, scores)) is not None
+    ]
+    if points:
+        axes.plot(*zip(*points, strict=True), color=colour_of("ppo"), linewidth=1.4)
+    return points[::4]
+
+
+def _ceiling(axes: Axes, run: Run, kind: str) -> list[tuple[float, float]]:
+    """The optimum's score at each KL, from SFT's, dashed; nothing for a score that it does not have."""
+    points = [(_x(row), row[kind]) for row in run.optimum if finite(row.get(kind)) is not None]
+    start = finite(run.models.get("sft", {}).get(kind))
+    if not points or start is None:
+        return []
+    points = [(0.0, start), *points]
+    axes.plot(*zip(*points, strict=True), color=MUTED, linewidth=1.3, linestyle=(0, (5, 3)), label="the optimum")
+    return points
+
+
+def _frontier_caption(run: Run, kind: str) -> str:
+    ceiling = (
+        " Dashed: the optimum π_SFT·exp(R/β)/Z for the reward model’s score R, as far as it can be estimated; no model "
+        "has a higher proxy score at its KL."
+    )
+    shown = any(finite(row.get(kind)) is not None for row in run.optimum)
+    return (
+        "Higher at the same KL is better. The line is PPO’s frontier, the concave majorant (straight in KL) of SFT, "
+        "the snapshots and, as diamonds, the policies interpolated between SFT and PPO: answering with one of two "
+        "models at random reaches the line between them. Best-of-n is a line with n. Bars: 95% intervals over prompts."
+        + (ceiling if shown else "")
+        + _first_seed(run, "PPO’s snapshots other than the policy, and the interpolated policies,")
+    )
 
 
 def _point_name(run: Run, row: Row, family: Sequence[Row]) -> str:
@@ -179,6 +202,8 @@ def _point_name(run: Run, row: Row, family: Sequence[Row]) -> str:
     point = int(row["point"])
     if row["family"] == "best_of_n":
         return f"n = {point}"
+    if row["family"] == "interpolated":
+        return ""
     if row["family"] != "ppo":
         return label(row["family"])
     chosen = run.metrics["select"].get("step")
@@ -270,6 +295,7 @@ def _overoptimisation_caption(run: Run) -> str:
         first = f"Where the proxy rises and the {KINDS[run.score]} falls, the policy exploits the reward model."
     return (
         f"{first} Points are joined in the order of their steps (the numbers); the ring is the policy. Dashed: the "
-        "curve of Gao et al. 2022 with d = √KL, fitted from SFT’s score, where it bends down (β > 0)."
-        + _first_seed(run, "All snapshots, the policy too,")
+        "curve of Gao et al. 2022 with d = √KL, fitted from SFT’s score, where KL rises with every step and the curve "
+        "bends down (β > 0); in grey the optimum, as in the picture above."
+        + _first_seed(run, "Snapshots other than the policy")
     )

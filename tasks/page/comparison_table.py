@@ -48,7 +48,8 @@ COLUMNS = (
     Column(
         "win_rate_vs_policy", "Win rate against PPO", "a tie is half", "share", 1, "higher", "win_rate_vs_policy_ci95"
     ),
-    Column("kl", "KL to SFT", "nats per answer", interval="kl_ci95"),
+    Column("kl_exact", "KL to SFT", "nats per answer", interval="kl_exact_ci95"),
+    Column("optimum_share", "Share of the optimum", "its proxy gain at this KL", "share", 0),
     Column("response_tokens", "Length", "tokens", digits=1, interval="response_tokens_ci95"),
     Column("distinct_2", "Distinct-2", "share of word pairs", digits=3, better="higher"),
     Column("overlap", "Overlap", "of a prompt’s answers", digits=3, better="lower"),

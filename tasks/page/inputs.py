@@ -77,6 +77,11 @@ class Run:
         return sorted((row for row in self.frontier if row["family"] == "ppo"), key=lambda row: row["point"])
 
     @property
+    def optimum(self) -> list[Row]:
+        """The ceiling of the frontier, by rising KL: rows of kl, reward, gold and effective_samples."""
+        return [row for row in self.evaluation.get("optimum") or [] if finite(row.get("kl")) is not None]
+
+    @property
     def judge(self) -> str:
         """The judge of the win rate, with its article, for use in a sentence."""
         return "the " + str(self.evaluation["win_rate_judge"]).removeprefix("the ")

@@ -132,8 +132,13 @@ def column_notes(run: Run) -> list[str]:
             "At equal length: the win rate for answers of equal length, by a logistic regression of the wins on the "
             "difference in length."
         )
-    if "kl" in shown and any(name.startswith("best_of_") for name in run.models):
+    if "kl_exact" in shown and any(name.startswith("best_of_") for name in run.models):
         texts.append("The KL of best-of-n is its bound log n − (n−1)/n; the others’ is measured on their answers.")
+    if "optimum_share" in shown:
+        texts.append(
+            "Share of the optimum: a model’s proxy gain over SFT, as a share of what the optimum π_SFT·exp(R/β)/Z "
+            "gains at the same KL; none can have more than 100%, up to the error of both."
+        )
     if run.is_judged:
         texts.append("The proxy is the reward model’s score, which the models were trained or picked by.")
     checks = run.evaluation.get("judge_checks") or {}

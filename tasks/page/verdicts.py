@@ -115,13 +115,13 @@ def stop_earlier(run: Run) -> Finding | None:
 
 
 def _equal_kl(run: Run, name: str) -> str:
-    """PPO minus the other model at that model's KL; with a note where PPO is interpolated from SFT."""
+    """PPO's frontier minus the other model at that model's KL; with a note where the line starts at SFT."""
     figures: Mapping[str, Any] = (run.evaluation.get("frontier") or {}).get(name) or {}
     gap, ends = finite(figures.get(f"{run.score}_gap")), interval(figures.get(f"{run.score}_gap_ci95"))
     if gap is None or ends is None:
         return ""
-    between = figures.get("between") or []
-    note = f", interpolated between SFT and step {max(between)}" if 0 in between and any(between) else ""
+    below, above = figures.get("between") or ("", "")
+    note = f", between SFT and {above.replace('eta ', 'η = ')}" if below == "sft" != above else ""
     return _figure(run.score, gap, ends) + note
 
 

@@ -9,6 +9,7 @@ from rlhf_core.config.paths import BelowRaw, FolderName
 
 Positive = Annotated[int, Field(ge=1)]
 Seed = Annotated[int, Field(ge=0, lt=2**32)]
+Eta = Annotated[float, Field(gt=0, lt=1)]
 
 HELDOUT = "heldout"
 
@@ -32,15 +33,17 @@ class EvaluateParams(Block):
     """Texts that end a response, besides end-of-sequence; must equal `ppo.stop_tokens`."""
     bootstrap: Annotated[int, Field(ge=100)]
     """Bootstrap resamples of the prompts for a 95% interval."""
-    snapshots: Annotated[int, Field(ge=2)] = 10
+    snapshots: Annotated[int, Field(ge=2)] = 5
     """PPO's snapshots on the frontier, if there are more: the policy's, the first, the last, the best by judge and
     reward model, and others that are spread over √KL. Those named stay even where they are more than this."""
+    interpolation: list[Eta] = Field(default_factory=lambda: [0.15, 0.3, 0.5, 0.65, 0.8])
+    """Interpolated policies on the frontier: for each η the weights SFT + η·(policy − SFT)."""
     extra_models: list[FolderName] = Field(default_factory=list)
     """Names of Hugging Face folders below models/extra/ that are compared, too."""
 
     @model_validator(mode="after")
     def _distinct(self) -> "EvaluateParams":
-        for name in ("seeds", "extra_models"):
+        for name in ("seeds", "extra_models", "interpolation"):
             values = getattr(self, name)
             if len(set(values)) != len(values):
                 raise ValueError(f"{name} must be distinct, not {values}")

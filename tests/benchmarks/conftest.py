@@ -59,6 +59,8 @@ def write_run() -> Callable[[Path], None]:
 
 EVALUATION = """\
 {"gold_sft": 1.0, "gold_policy": 4.0, "win_rate": 0.8, "win_rate_ci95": [0.7, 0.9], "kl_per_sequence": 4.0,
+ "kl_exact_per_sequence": 4.0, "optimum": [{"kl": 1.0, "reward": 3.0, "gold": 4.0},
+                                           {"kl": 4.0, "reward": 4.0, "gold": 5.0}],
  "missing_eos_share": 0.0, "prompts": 40,
  "models": {
    "sft": {"gold": 1.0, "gold_minus_policy": -3.0, "gold_minus_policy_ci95": [-3.5, -2.5],

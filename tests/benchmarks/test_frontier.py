@@ -101,13 +101,13 @@ def test_gaps_are_positive_where_ppo_is_better(frontier: ModuleType, sweep: Swee
     assert lines[2] == "| 0.1 | best_of_2 | +0.375 | +0.375 | +0.375 |"
     assert lines[3] == "| 0.1 | best_of_4 | −0.500 | −0.500 | −0.500 |"
     assert lines[4] == "| 0.1 | dpo | – | – | – |"
-    assert lines[5] == "| 0.2 | best_of_2 | +0.250 | +0.250 | +0.250 |"
-    assert lines[6] == "| 0.2 | best_of_4 | −0.500 | −0.500 | −0.500 |"
+    assert lines[5] == "| 0.2 | best_of_2 | +0.000 | +0.000 | +0.000 |"
+    assert lines[6] == "| 0.2 | best_of_4 | −0.667 | −0.667 | −0.667 |", "straight in KL"
 
 
 def test_another_betas_curve_begins_at_sft_too(numbers: ModuleType, sweep: Sweep, write_run: WriteRun) -> None:
     runs = sweep(Runner(write_run))
-    assert numbers.gap(runs, 2, 0.2, "best_of_2") == 0.25
+    assert numbers.gap(runs, 2, 0.2, "best_of_2") == 0.0, "the line from SFT is straight in KL"
     assert numbers.gap(runs, 2, 0.1, "best_of_2") == 0.375, "as metrics/evaluate.json has it"
 
 

@@ -1,5 +1,6 @@
 """Stage `evaluate`: models, judges and prompts."""
 
+import csv
 import json
 import shutil
 from collections.abc import Callable
@@ -62,6 +63,7 @@ def test_the_figures_at_the_top_are_those_of_the_table(tiny_run: "TinyRun") -> N
     sft, policy = metrics["models"]["sft"], metrics["models"]["policy"]
     assert (metrics["gold_sft"], metrics["gold_policy"]) == (sft["gold"], policy["gold"])
     assert (metrics["win_rate"], metrics["kl_per_sequence"]) == (policy["win_rate"], policy["kl"])
+    assert metrics["kl_exact_per_sequence"] == policy["kl_exact"] > 0
     assert policy["win_rate"] + sft["win_rate_vs_policy"] == pytest.approx(1.0)
     assert sft["gold_minus_policy"] == pytest.approx(sft["gold"] - policy["gold"])
     assert (sft["kl"], sft["alignment_tax"], sft["logprob_rejected_change"]) == (0.0, 0.0, 0.0)
@@ -74,7 +76,30 @@ def test_the_frontier_has_a_point_for_every_model_and_snapshot(tiny_run: "TinyRu
     assert sorted(points) == sorted(
         [("sft", "0"), ("rejection_sft", "0"), ("dpo", "0"), ("rloo", "0"), ("ppo", "2"), ("ppo", "4")]
         + [("best_of_n", n) for n in ("1", "2", "4")]
+        + [("interpolated", eta) for eta in ("0.15", "0.3", "0.5", "0.65", "0.8")]
     )
+
+
+def test_the_snapshot_that_is_the_policy_has_the_policys_figures(tiny_run: "TinyRun") -> None:
+    """All sampling seeds: it is not sampled again."""
+    project = tiny_run.project
+    policy = project.json("metrics/evaluate.json")["models"]["policy"]
+    with (project.root / "plots/frontier.csv").open(encoding="utf-8", newline="") as file:
+        rows = {(row["family"], row["point"]): row for row in csv.DictReader(file)}
+    for column, key in (("kl", "kl_exact"), ("gold", "gold"), ("reward", "reward"), ("win_rate", "win_rate")):
+        assert float(rows["ppo", "4"][column]) == pytest.approx(policy[key])
+    assert rows["sft", "0"]["kl"] == "0.0"
+
+
+def test_the_ceiling_is_above_sft_and_every_model_has_its_share(tiny_run: "TinyRun") -> None:
+    metrics = tiny_run.project.json("metrics/evaluate.json")
+    models, points = metrics["models"], metrics["optimum"]
+    assert [set(row) for row in points] == [{"beta", "kl", "reward", "gold", "effective_samples"}] * len(points)
+    assert points[0]["reward"] > models["sft"]["reward"]
+    assert [row["kl"] for row in points] == sorted(row["kl"] for row in points)
+    assert points[-1]["reward"] > points[0]["reward"]
+    assert (models["sft"]["optimum_share"], models["best_of_1"]["optimum_share"]) == (None, None)
+    assert models["best_of_2"]["optimum_share"] == pytest.approx(1.0, abs=0.5)
 
 
 def test_a_users_models_and_prompts_join_and_a_model_may_judge(finished: "Project", stage_main: Main) -> None:
@@ -108,6 +133,7 @@ def test_a_users_models_and_prompts_join_and_a_model_may_judge(finished: "Projec
     assert metrics["win_rate_judge"] == "reward model"
     assert models["copy"]["tokens_trained"] is None
     assert (models["foreign"]["kl"], models["foreign"]["heldout_loss"]) == (None, None)
+    assert (models["foreign"]["kl_exact"], models["foreign"]["optimum_share"]) == (None, None)
     assert models["foreign"]["logprob_chosen"] is not None
     assert stage_main(finished, "report").code == 0
 

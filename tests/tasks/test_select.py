@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from rlhf_core.errors import UserError
+from tasks.params.select import SelectParams
 from tasks.select import best_step, choose
 
 if TYPE_CHECKING:
@@ -17,16 +18,22 @@ if TYPE_CHECKING:
 
 
 def row(
-    step: int, reward: float | None = None, gold: float | None = None, win_rate: float | None = None
+    step: int,
+    reward: float | None = None,
+    gold: float | None = None,
+    win_rate: float | None = None,
+    eta: float = 1.0,
+    kl: float | None = None,
 ) -> dict[str, Any]:
-    return {"step": step, "reward": reward, "gold": gold, "win_rate": win_rate}
+    scores = {"reward": reward, "gold": gold, "win_rate": win_rate}
+    return {"step": step, "eta": eta, "kl": kl, "kl_standard_error": 0.1, **scores}
 
 
 def test_the_policy_is_the_earlier_of_equal_snapshots_even_if_sft_is_best() -> None:
     table = [row(0, 9.0, 9.0, 0.5), row(5, 1.0, 3.0, 0.8), row(10, 2.0, 3.0, 0.9), row(15, 3.0, 1.0, 0.6)]
-    assert [choose(table, rule, "gold") for rule in ("last", "best_judge", "best_proxy")] == [15, 5, 15]
+    assert [choose(table, rule, "gold")["step"] for rule in ("last", "best_judge", "best_proxy")] == [15, 5, 15]
     assert (best_step(table, "gold"), best_step(table, "reward")) == (0, 0)
-    assert choose(table, "best_judge", "win_rate") == 10, "the judge that the parameters name decides"
+    assert choose(table, "best_judge", "win_rate")["step"] == 10, "the judge that the parameters name decides"
 
 
 def test_without_a_judge_best_judge_is_refused() -> None:
@@ -34,7 +41,81 @@ def test_without_a_judge_best_judge_is_refused() -> None:
     assert best_step(table, None) is None
     with pytest.raises(UserError, match="no judge besides the reward model"):
         choose(table, "best_judge", None)
-    assert choose([row(5), row(10)], "last", None) == 10
+    assert choose([row(5), row(10)], "last", None)["step"] == 10
+
+
+TABLE = [
+    row(0, 0.0, 0.0, eta=0.0, kl=0.0),
+    row(5, 2.0, 2.5, kl=1.0),
+    row(10, 1.0, 1.0, eta=0.3, kl=0.4),
+    row(10, 2.2, 2.0, eta=0.6, kl=1.9),
+    row(10, 3.0, 2.2, kl=4.0),
+]
+"""Two snapshots and two interpolations of the last; the standard error of every KL is 0.1."""
+
+
+@pytest.mark.parametrize(
+    ("rule", "budget", "step", "eta"),
+    [
+        ("last", None, 10, 1.0), ("last", 4.2, 10, 1.0), ("last", 4.1, 10, 0.6), ("last", 2.0, 10, 0.3),
+        ("best_judge", None, 5, 1.0), ("best_judge", 1.0, 10, 0.3), ("best_proxy", None, 10, 1.0),
+        ("best_proxy", 4.1, 10, 0.6), ("best_proxy", 2.0, 5, 1.0),
+    ],
+)  # fmt: skip
+def test_the_choice_is_the_best_within_the_budget(rule: str, budget: float | None, step: int, eta: float) -> None:
+    """A KL counts with 1.645 standard errors: 4.0 is not within 4.1."""
+    chosen = choose(TABLE, rule, "gold", budget)
+    assert (chosen["step"], chosen["eta"]) == (step, eta)
+
+
+def test_a_budget_that_nothing_keeps_names_the_smallest_kl() -> None:
+    with pytest.raises(UserError, match=r"the smallest KL is 0.4 \(0.56\d with its margin\) at step 10 with eta 0.3"):
+        choose(TABLE, "last", "gold", 0.5)
+
+
+@pytest.mark.parametrize(
+    ("params", "said"),
+    [
+        ({"rule": "last", "prompts": 0, "kl_budget": 2.0}, "set prompts above 0"),
+        ({"rule": "last", "prompts": 9, "interpolation": [0.5, 0.5]}, "distinct"),
+        ({"rule": "last", "prompts": 9, "interpolation": [1.0]}, "less than 1"),
+        ({"rule": "last", "prompts": 9, "kl_budget": 0}, "greater than 0"),
+    ],
+)
+def test_parameters_that_make_no_sense_are_refused(params: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        SelectParams(**params)
+
+
+def test_a_budget_is_kept_on_the_held_out_prompts(
+    finished: "Project", stage_main: Callable[["Project", str], "Ended"]
+) -> None:
+    """Half of the last snapshot's KL as budget: the policy is an interpolation of it, and `evaluate` measures less than
+    the budget on prompts that `select` has not seen."""
+    finished.set("runtime.tracking", False)
+    rows = list(csv.DictReader((finished.root / "plots/select.csv").open(encoding="utf-8")))
+    budget = 0.5 * float(rows[-1]["kl"])
+    etas = [0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9]
+    finished.set("select.interpolation", etas)
+    finished.set("select.kl_budget", budget)
+    assert stage_main(finished, "select").code == 0
+    metrics = finished.json("metrics/select.json")
+    assert (metrics["step"], metrics["last_step"], metrics["kl_budget"]) == (4, 4, budget)
+    assert metrics["eta"] in etas
+    assert metrics["kl"] < budget
+    places = ("sft/model", "snapshots/step-000004", "policy/model")
+    sft, last, policy = (load_file(finished.root / f"models/{place}.safetensors") for place in places)
+    for name, tensor in policy.items():
+        assert torch.allclose(tensor, torch.lerp(sft[name], last[name], metrics["eta"]), atol=1e-6)
+    assert stage_main(finished, "evaluate").code == 0
+    evaluated = finished.json("metrics/evaluate.json")
+    assert 0 < evaluated["kl_exact_per_sequence"] <= budget
+    points = list(csv.DictReader((finished.root / "plots/frontier.csv").open(encoding="utf-8")))
+    assert [row["family"] for row in points].count("policy") == 1, "it is no snapshot"
+    assert stage_main(finished, "report").code == 0
+    finished.set("select.kl_budget", 1e-6)
+    done = stage_main(finished, "select")
+    assert (done.code, "no candidate is within it" in done.stderr) == (2, True)
 
 
 def is_the_snapshot(project: "Project", step: int) -> bool:
@@ -100,7 +181,8 @@ def test_without_prompts_nothing_is_compared(
     finished.set("select.prompts", 0)
     assert stage_main(finished, "select").code == 0
     assert finished.json("metrics/select.json") == {
-        "rule": "last", "step": 4, "last_step": 4, "best_judge_step": None, "best_proxy_step": None, "prompts": 0,
+        "rule": "last", "step": 4, "eta": 1.0, "kl": None, "kl_budget": None, "last_step": 4, "best_judge_step": None,
+        "best_proxy_step": None, "prompts": 0,
     }  # fmt: skip
     for stage in ("evaluate", "report"):
         assert stage_main(finished, stage).code == 0

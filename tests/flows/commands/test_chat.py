@@ -166,3 +166,28 @@ def test_a_terminal_has_a_prompt_and_ctrl_d_leaves(models: Path) -> None:
     os.write(ours, b"\x04")
     assert process.wait(timeout=60) == 0
     os.close(ours)
+
+
+def test_an_interpolation_answers_as_its_ends_and_otherwise_in_between(leash: Leash) -> None:
+    def answer(*options: str) -> str:
+        return leash("eat?\n", *options, "--max-new-tokens", "6").stdout
+
+    assert answer("models/policy", "--eta", "1") == answer("models/policy")
+    assert answer("models/policy", "--eta", "0") == answer("models/sft")
+    assert answer("models/sft", "--eta", "0", "--start", "models/policy") == answer("models/policy")
+    found = leash("eat?\n", "models/policy", "--eta", "0.5", "--beside", "models/sft", "--max-new-tokens", "4")
+    assert found.stdout.startswith("models/policy at eta 0.5 | ")
+
+
+def test_interpolations_that_cannot_be_made_are_refused_in_one_line(leash: Leash, models: Path) -> None:
+    tokenizer = train_bpe(["what shall i eat? an egg."], 300, "<|pad|>", "<|end|>", 64)
+    config = ScratchConfig(vocabulary=300, context=64, layers=1, hidden=16, intermediate=32, heads=2)
+    save_checkpoint(models / "wider", build_llama(config, tokenizer, 1), tokenizer)
+    for options, said in (
+        (("--eta", "1.5"), "--eta 1.5: give a number from 0"),
+        (("--eta", "0.5", "--start", "models/nobody"), "models/nobody: no such folder"),
+        (("--eta", "0.5", "--start", "models/wider"), "both must be of one architecture"),
+    ):
+        found = leash("eat?\n", "models/policy", *options)
+        assert (found.exit_code, said in found.stderr) == (2, True), found.stderr
+        assert len(found.stderr.strip().splitlines()) == 1

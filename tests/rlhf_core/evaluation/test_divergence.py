@@ -7,6 +7,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from rlhf_core.evaluation import divergence
 from rlhf_core.evaluation.divergence import Divergence, measure_divergence
 from rlhf_core.models.sampling import sample
 
@@ -36,13 +37,16 @@ def measured(
 def by_hand(
     model: PreTrainedModel, reference: PreTrainedModel, place: int, responses: list[int], temperature: float
 ) -> list[float]:
-    """k1, k3 and entropy of one answer, alone and without padding."""
+    """k1, k3, entropy and exact KL of one answer, alone and without padding."""
     ids = torch.tensor([PROMPTS[place] + responses])
     start = len(PROMPTS[place]) - 1
     ours, theirs = ((m(ids).logits[0, start:-1] / temperature).log_softmax(-1) for m in (model, reference))
     picked = torch.tensor(responses)[:, None]
     gap = (ours.gather(1, picked) - theirs.gather(1, picked))[:, 0]
-    return [gap.sum().item(), ((-gap).exp() - 1 + gap).sum().item(), -(ours.exp() * ours).sum().item()]
+    return [
+        gap.sum().item(), ((-gap).exp() - 1 + gap).sum().item(), -(ours.exp() * ours).sum().item(),
+        (ours.exp() * (ours - theirs)).sum().item(),
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
@@ -52,16 +56,18 @@ def test_it_is_what_each_answer_alone_gives(build_lm: Callable[..., PreTrainedMo
     found = measured(model, reference, responses, temperature=temperature)
     for place, response in enumerate(responses):
         expected = by_hand(model, reference, place, response, temperature)
-        assert [found.k1[place], found.k3[place], found.entropy[place]] == pytest.approx(expected, rel=1e-3, abs=1e-3)
+        each = [found.k1[place], found.k3[place], found.entropy[place], found.exact[place]]
+        assert each == pytest.approx(expected, rel=1e-3, abs=1e-3)
 
 
 def test_the_batch_changes_nothing_and_a_model_has_no_kl_to_itself(build_lm: Callable[..., PreTrainedModel]) -> None:
     model = build_lm(seed=1)
     responses = answers(model)
     one, all_ = measured(model, build_lm(seed=2), responses, 1), measured(model, build_lm(seed=2), responses, 4)
-    for name in ("k1", "k3", "entropy"):
+    for name in ("k1", "k3", "entropy", "exact"):
         assert getattr(one, name) == pytest.approx(getattr(all_, name), rel=1e-4, abs=1e-4)
     assert measured(model, model, responses).k1 == [0.0] * len(responses)
+    assert measured(model, model, responses).exact == [0.0] * len(responses)
     assert min(measured(model, build_lm(seed=2), responses).k3) > 0
 
 
@@ -85,6 +91,23 @@ def test_the_mean_over_answers_estimates_the_kl(build_lm: Callable[..., PreTrain
     exact = (ours.exp() * (ours - theirs)).sum().item()
     spread = torch.tensor(found.k1).std().item() / math.sqrt(len(prompts))
     assert abs(sum(found.k1) / len(found.k1) - exact) < 4 * spread
+    assert found.exact == pytest.approx([exact] * len(prompts), rel=1e-4)
+
+
+def test_no_pass_has_more_logits_than_allowed(
+    build_lm: Callable[..., PreTrainedModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pass holds the logits of two models; before, it held those of a whole batch."""
+    model, reference = build_lm(seed=1), build_lm(seed=2)
+    responses = answers(model)
+    whole, sizes = measured(model, reference, responses), list[int]()
+    vocabulary = model.config.vocab_size
+    monkeypatch.setattr(divergence, "MOST_LOGITS", 26 * vocabulary)
+    model.register_forward_hook(lambda _model, _inputs, output: sizes.append(output.logits.numel()))
+    small = measured(model, reference, responses)
+    assert len(sizes) > 1
+    assert max(sizes) <= 26 * vocabulary
+    assert small.exact == pytest.approx(whole.exact, rel=1e-4, abs=1e-4)
 
 
 def test_no_answers() -> None:

@@ -1,4 +1,4 @@
-"""`overoptimisation.py`: fits recover what made the points and say when they cannot; curves are read between points."""
+"""`overoptimisation.py`: fits recover what made the points and say when they cannot."""
 
 import math
 
@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlhf_core.evaluation.overoptimisation import Fit, at_kl, fit_best_of_n, fit_rl, rl_curve
+from rlhf_core.evaluation.overoptimisation import Fit, fit_best_of_n, fit_rl, rl_curve
 
 KL = [0.0, 0.25, 1.0, 4.0, 9.0, 20.0]
 COEFFICIENT = st.floats(-5, 5).filter(lambda value: abs(value) > 0.01)
@@ -62,28 +62,6 @@ def test_a_form_that_fits_worse_than_the_mean_has_a_negative_r2() -> None:
     assert fit.r2 < 0
 
 
-def test_a_curve_is_read_linearly_in_the_root_of_kl() -> None:
-    kl, gold = [4.0, 0.0, 1.0], [5.0, 0.0, 3.0]
-    assert at_kl(1.0, kl, gold) == 3.0
-    assert at_kl(0.25, kl, gold) == pytest.approx(1.5)
-    assert at_kl(2.25, kl, gold) == pytest.approx(4.0)
-    assert at_kl(4.0, kl, gold) == 5.0
-
-
-def test_nothing_is_extrapolated() -> None:
-    assert at_kl(4.01, [1.0, 4.0], [0.0, 1.0]) is None
-    assert at_kl(0.99, [1.0, 4.0], [0.0, 1.0]) is None
-    assert at_kl(1.0, [], []) is None
-    assert at_kl(2.0, [2.0], [7.0]) == 7.0
-
-
-def test_equal_distances_are_averaged_and_a_negative_estimate_is_zero() -> None:
-    assert at_kl(1.0, [0.0, 1.0, 1.0], [0.0, 2.0, 4.0]) == 3.0
-    assert at_kl(-0.01, [-0.002, 1.0], [0.5, 2.0]) == 0.5
-
-
 def test_lists_of_different_lengths_are_refused() -> None:
-    with pytest.raises(ValueError, match="a value for each KL"):
-        at_kl(1.0, [1.0], [])
     with pytest.raises(ValueError, match="a gain for each KL"):
         fit_rl([1.0], [])

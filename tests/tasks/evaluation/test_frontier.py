@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from pathlib import Path
 from typing import cast
 
 import pytest
@@ -9,7 +10,7 @@ import pytest
 from rlhf_core.evaluation.divergence import Divergence
 from rlhf_core.evaluation.wins import wins
 from tasks.evaluation.evaluator import Evaluator, ScoredAnswers
-from tasks.evaluation.frontier import Frontier, chosen_snapshots, neighbours
+from tasks.evaluation.frontier import Frontier, between, chosen_snapshots, kl_by_step
 from tasks.evaluation.results import Bootstrap, Results
 
 PROMPTS = 50
@@ -43,7 +44,7 @@ def answers(kl: float, gold: float, reward: float) -> Results:
         scores[0],
         scores[1],
         [1] * PROMPTS,
-        Divergence(kls, kls, kls),
+        Divergence([9.0] * PROMPTS, kls, kls, kls),
     )
     return Results.of([scored])
 
@@ -52,14 +53,14 @@ def figures(results: Results, kl: float | None) -> dict[str, object]:
     gold, rewards = results.table("gold"), results.table("rewards")
     assert gold is not None
     assert rewards is not None
-    return {"kl": kl, "gold": gold.mean(), "reward": rewards.mean()}
+    return {"kl_exact": kl, "gold": gold.mean(), "reward": rewards.mean()}
 
 
 def test_the_gap_at_equal_kl_has_its_sign() -> None:
-    """PPO rises by 1 for every unit of √KL; best-of-4 is above that line, DPO below, GRPO beyond its end."""
+    """PPO rises straight to 1 at 1 nat and 2 at 4 nats; best-of-4 is above, DPO below, GRPO beyond its end."""
     sft = answers(0.0, 0.0, 0.0)
     snapshots = {step: answers(d * d, d, 2 * d) for step, d in ((10, 1.0), (20, 2.0))}
-    others = {"best_of_4": answers(0.25, 0.8, 1.0), "dpo": answers(2.25, 1.1, 3.0), "grpo": answers(9.0, 5.0, 5.0)}
+    others = {"best_of_4": answers(0.5, 0.8, 1.0), "dpo": answers(2.5, 1.1, 3.0), "grpo": answers(9.0, 5.0, 5.0)}
     results = {"sft": sft, "policy": snapshots[20], **others}
     models = {name: figures(each, None if each is sft else kl_of(each)) for name, each in results.items()}
     found = Frontier(EVALUATOR, results, snapshots, models, BOOTSTRAP).figures()["frontier"]
@@ -70,19 +71,20 @@ def test_the_gap_at_equal_kl_has_its_sign() -> None:
     assert found["dpo"]["gold_gap_ci95"] == pytest.approx([0.4, 0.4]), "paired: differences between prompts cancel"
     assert found["best_of_4"]["reward_gap"] == pytest.approx(0.0)
     assert (found["grpo"]["policy_gold"], found["grpo"]["gold_gap"], found["grpo"]["between"]) == (None, None, None)
-    assert (found["best_of_4"]["between"], found["dpo"]["between"]) == ([0, 10], [10, 20])
+    assert found["best_of_4"]["between"] == ["sft", "step 10"]
+    assert found["dpo"]["between"] == ["step 10", "policy"]
     assert found["best_of_4"]["win_rate_gap"] == pytest.approx(-0.25), "a win everywhere, less half of one"
 
 
 def test_the_uncertainty_of_a_measured_kl_is_in_the_interval() -> None:
-    """DPO's KL differs from prompt to prompt, best-of-n's is known; both lie at 2.25 nats."""
+    """DPO's KL differs from prompt to prompt, best-of-n's is known; both lie at 2.5 nats."""
     snapshots = {step: answers(d * d, d, 2 * d) for step, d in ((10, 1.0), (20, 2.0))}
-    scored = answers(2.25, 1.1, 3.0).columns[0]
-    spread = [2.25 + (1.5 if i % 2 else -1.5) for i in range(PROMPTS)]
-    dpo = Results.of([replace(scored, divergence=Divergence(spread, spread, spread))])
+    scored = answers(2.5, 1.1, 3.0).columns[0]
+    spread = [2.5 + (1.5 if i % 2 else -1.5) for i in range(PROMPTS)]
+    dpo = Results.of([replace(scored, divergence=Divergence(spread, spread, spread, spread))])
     best = Results.of([replace(scored, divergence=None)])
     results = {"sft": answers(0.0, 0.0, 0.0), "policy": snapshots[20], "best_of_8": best, "dpo": dpo}
-    models = {name: figures(each, 2.25) for name, each in results.items()}
+    models = {name: figures(each, 2.5) for name, each in results.items()}
     found = Frontier(EVALUATOR, results, snapshots, models, BOOTSTRAP).figures()["frontier"]
     assert found["dpo"]["gold_gap"] == pytest.approx(found["best_of_8"]["gold_gap"])
     low, high = found["dpo"]["gold_gap_ci95"]
@@ -91,7 +93,7 @@ def test_the_uncertainty_of_a_measured_kl_is_in_the_interval() -> None:
 
 
 def kl_of(results: Results) -> float:
-    table = results.table("k1")
+    table = results.table("exact")
     assert table is not None
     return float(table.mean())
 
@@ -112,13 +114,57 @@ def test_a_curve_that_falls_is_fitted_where_points_carry_it() -> None:
     assert Frontier(EVALUATOR, results, few, models, BOOTSTRAP).figures()["fits"]["ppo_gold"] is None
 
 
-def test_the_curve_starts_at_sft_and_rises_in_kl_whatever_the_steps() -> None:
-    snapshots = {1: answers(4.0, 0, 0), 2: answers(1.0, 0, 0), 3: answers(-0.01, 0, 0)}
-    curve = Frontier(EVALUATOR, {"sft": answers(0.0, 0, 0)}, snapshots, {}, BOOTSTRAP).curve
-    kls = [point.kl for point in curve]
-    assert kls == [0.0, 0.0, 1.0, 4.0]
-    assert [point.step for point in curve] == [0, 3, 2, 1]
-    assert (neighbours(2.25, curve), neighbours(1.0, curve), neighbours(5.0, curve)) == ([2, 1], [2, 2], None)
+def test_without_a_rising_kl_nothing_is_fitted() -> None:
+    """Score is then no function of KL; best-of-n, whose KL rises with n, still is one."""
+    sft = answers(0.0, 1.0, 1.0)
+    kls = (0.25, 1.0, 4.0, 3.9, 16.0)
+    steps = {i: answers(kl, 1.0 + i, 1.0 + i) for i, kl in enumerate(kls)}
+    best = {f"best_of_{2**i}": answers(0.3 * i, math.sqrt(i), math.sqrt(i)) for i in range(1, 6)}
+    models = {"sft": figures(sft, 0.0)} | {name: figures(each, kl_of(each)) for name, each in best.items()}
+    fits = Frontier(EVALUATOR, {"sft": sft, **best}, steps, models, BOOTSTRAP).figures()["fits"]
+    assert (fits["ppo_gold"], fits["ppo_reward"]) == (None, None)
+    assert fits["best_of_n_gold"] is not None
+
+
+def test_the_frontier_is_a_majorant_and_no_curve_over_training_time() -> None:
+    """Step 1 has a lower score than step 2 at more KL. At 2.5 nats a curve through the snapshots would be below 1."""
+    sft, snapshots = answers(0.0, 0.0, 0.0), {1: answers(3.0, 0.5, 0.5), 2: answers(2.0, 2.0, 2.0)}
+    snapshots[3] = answers(4.0, 3.0, 3.0)
+    dpo = answers(2.5, 1.0, 1.0)
+    results = {"sft": sft, "policy": snapshots[3], "dpo": dpo}
+    models = {name: figures(each, kl_of(each)) for name, each in results.items()}
+    frontier = Frontier(EVALUATOR, results, snapshots, models, BOOTSTRAP)
+    found = frontier.figures()["frontier"]["dpo"]
+    assert (found["policy_gold"], found["between"]) == (pytest.approx(2.25), ["step 2", "policy"])
+    assert [point.name for point in frontier.curve] == ["sft", "step 1", "step 2", "policy"]
+    assert between(5.0, frontier.curve, "gold") is None
+
+
+def test_interpolated_policies_are_points_of_the_frontier() -> None:
+    sft, policy = answers(0.0, 0.0, 0.0), answers(4.0, 2.0, 2.0)
+    mixed = {0.65: answers(1.0, 1.5, 1.5), 0.3: answers(0.5, 0.1, 0.1)}
+    results = {"sft": sft, "policy": policy, "dpo": answers(2.5, 1.0, 1.0)}
+    models = {
+        name: figures(each, kl_of(each)) | {f"{s}_ci95": None for s in ("gold", "reward", "win_rate")}
+        | {"win_rate": 0.5, "samples_per_answer": 1}
+        for name, each in results.items()
+    }  # fmt: skip
+    frontier = Frontier(EVALUATOR, results, {8: answers(3.0, 1.0, 1.0)}, models, BOOTSTRAP, mixed)
+    found = frontier.figures()["frontier"]["dpo"]
+    assert (found["policy_gold"], found["between"]) == (pytest.approx(1.75), ["eta 0.65", "policy"])
+    rows = [(row["family"], row["point"], row["kl"]) for row in frontier.rows()]
+    assert rows == [
+        ("sft", 0, 0.0), ("policy", 0, 4.0), ("dpo", 0, 2.5), ("ppo", 8, 3.0), ("interpolated", 0.3, 0.5),
+        ("interpolated", 0.65, 1.0),
+    ], "the policy has a row of its own, because it is no snapshot"  # fmt: skip
+    own = Frontier(EVALUATOR, results, {8: policy}, models, BOOTSTRAP, mixed).rows()
+    assert [row["family"] for row in own] == ["sft", "dpo", "ppo", "interpolated", "interpolated"]
+
+
+def test_snapshots_are_read_from_selects_table_without_its_interpolations(tmp_path: Path) -> None:
+    path = tmp_path / "select.csv"
+    path.write_text("step,eta,kl\n0,0.0,0.0\n4,1.0,1.5\n8,0.5,1.0\n8,1.0,\n")
+    assert kl_by_step(path) == {4: 1.5, 8: None}
 
 
 def test_the_curve_starts_from_all_answers_of_the_sft_model() -> None:

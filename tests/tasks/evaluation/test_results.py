@@ -17,7 +17,9 @@ TEXTS = ["eat some oats", "have an egg", "oats again today"]
 def scored(
     gold: list[float] | None, rewards: list[float], lengths: list[int], kl: list[float] | None = None
 ) -> ScoredAnswers:
-    divergence = None if kl is None else Divergence(kl, [2 * k for k in kl], [0.5 * n for n in lengths])
+    divergence = (
+        None if kl is None else Divergence(kl, [2 * k for k in kl], [0.5 * n for n in lengths], [3 * k for k in kl])
+    )
     texts = [TEXTS[i % 3] for i in range(len(rewards))]
     return ScoredAnswers([[5] * n for n in lengths], [True] * len(rewards), texts, rewards, gold, lengths, divergence)
 
@@ -38,6 +40,7 @@ def test_means_are_over_all_answers_and_intervals_over_prompts(twice: Results) -
     assert (figures["gold_spread"], figures["reward_spread"]) == (0.0, 0.0)
     assert figures["kl"] == pytest.approx(0.3)
     assert figures["kl_k3"] == pytest.approx(0.6)
+    assert figures["kl_exact"] == pytest.approx(0.9)
     assert figures["entropy"] == pytest.approx(0.5), "nats a token: half a nat was given to each"
     assert (figures["response_tokens"], figures["missing_eos_share"]) == (4.0, 0.0)
     assert 0 <= figures["overlap"] <= 1
@@ -47,8 +50,8 @@ def test_unknown_figures_are_none() -> None:
     figures = own_figures(Results.of([scored(None, [1.0, 2.0], [1, 1])]), BOOTSTRAP)
     unknown = {name for name, value in figures.items() if value is None}
     assert unknown == {
-        "gold", "gold_ci95", "gold_spread", "reward_spread", "kl", "kl_ci95", "kl_k3", "kl_k3_ci95", "overlap",
-        "entropy", "entropy_ci95",
+        "gold", "gold_ci95", "gold_spread", "reward_spread", "kl", "kl_ci95", "kl_k3", "kl_k3_ci95", "kl_exact",
+        "kl_exact_ci95", "overlap", "entropy", "entropy_ci95",
     }  # fmt: skip
 
 

@@ -106,14 +106,14 @@ LEVELS = {
 }
 GAPS = {"best_of_1": 0.0, "best_of_4": -0.4, "best_of_16": -0.03, "rejection_sft": 0.5, "dpo": 0.3, "rloo": -0.05}
 BETWEEN = {
-    "best_of_1": [0, 0],
-    "best_of_4": [20, 25],
-    "best_of_16": [35, 40],
-    "rejection_sft": [25, 30],
-    "dpo": [50, 55],
-    "rloo": [55, 60],
+    "best_of_1": ["sft", "sft"],
+    "best_of_4": ["step 20", "step 25"],
+    "best_of_16": ["step 35", "eta 0.65"],
+    "rejection_sft": ["step 25", "step 35"],
+    "dpo": ["eta 0.65", "policy"],
+    "rloo": ["policy", "policy"],
 }
-"""The snapshots on both sides of each model's KL."""
+"""The vertices on both sides of each model's KL."""
 ALTERNATIVES = [name for name in LEVELS if name not in ("sft", "policy")]
 
 
@@ -158,6 +158,9 @@ def _means(name: str, judge: bool, several: bool) -> dict[str, Any]:
         "kl": kl,
         "kl_ci95": None if sft or best else _ends(kl, 0.2),
         "kl_k3": None if best else round(kl * 1.02, 4),
+        "kl_exact": kl,
+        "kl_exact_ci95": None if sft or best else _ends(kl, 0.1),
+        "optimum_share": None if kl == 0 else round((reward + 0.2013) / (1.9 * kl**0.5), 4),
         "response_tokens": tokens,
         "missing_eos_share": 0.0025,
         "distinct_1": 0.1234 if sft else 0.1011,
@@ -213,6 +216,16 @@ def _comparison(judge: bool, alternatives: bool, several: bool, pairs: bool) -> 
         "bootstrap": 2000,
         "models": {name: _figures(name, judge, several) for name in names},
         "frontier": gaps,
+        "optimum": [
+            {
+                "beta": 1 / root,
+                "kl": root * root,
+                "reward": -0.2013 + 1.9 * root,
+                "gold": 1.7 + root if judge else None,
+                "effective_samples": 12.0 - root,
+            }
+            for root in (0.5, 1.0, 1.5, 2.0)
+        ],
         "fits": fits,
         "stopping": _stopping(judge, pairs),
         "judge_checks": {
@@ -253,11 +266,12 @@ def _stopping(judge: bool, pairs: bool) -> dict[str, Any] | None:
 
 def _frontier(judge: bool, alternatives: bool) -> list[dict[str, Any]]:
     """Snapshots whose gold score falls at the end, best-of-n, and the other models."""
-    points: list[tuple[str, int, float, float, float]] = [("sft", 0, 0.0, 1.7123, -0.2013)]
+    points: list[tuple[str, float, float, float, float]] = [("sft", 0, 0.0, 1.7123, -0.2013)]
     for step in range(5, 65, 5):
         root = 2.05 * step / 60
         gold = 1.7123 + root * (1.5 - 0.35 * math.log(root)) - 0.004 * max(0, step - 45) ** 1.5
         points.append(("ppo", step, root * root, gold, -0.2 + root * (1.3 - 0.22 * math.log(root))))
+    points.append(("interpolated", 0.65, 2.5, 3.9, 1.9))
     for name in ALTERNATIVES if alternatives else []:
         gold, reward, kl = LEVELS[name][:3]
         best = name.startswith("best_of")

@@ -9,6 +9,7 @@ import matplotlib as mpl
 import pytest
 from matplotlib.figure import Figure
 
+from rlhf_core.evaluation.majorant import majorant_at
 from tasks.page import comparison_figures
 from tasks.page.canvas import canvas, colour_of, png, styled
 from tasks.page.comparison_table import LABELS
@@ -131,32 +132,37 @@ def test_with_a_judge_that_only_compares_the_win_rate_is_drawn(
     assert "win rate against SFT highest at step" in picture.alt
 
 
-def test_snapshots_of_the_frontier_are_joined_in_the_order_of_kl(
-    make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_frontier_is_the_majorant_of_all_of_ppos_points(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Straight in KL, through the interpolated policy, flat from the best point to the largest KL."""
     run = make_run()
-    back = [row | {"kl": 1.0} if row["family"] == "ppo" and row["point"] == 55 else row for row in run.frontier]
-    run = replace(run, frontier=back)
+    own = [row for row in run.frontier if row["family"] in ("sft", "ppo", "interpolated")]
+    kls, scores = [row["kl"] for row in own], [row["gold"] for row in own]
     picture, (lines,) = lines_of(monkeypatch, comparison_figures.frontier, run)
-    ppo = next(x for _, _, x, _ in lines if len(x) == 12)
-    assert ppo == sorted(ppo)
-    dotted = next((x, y) for _, style, x, y in lines if style == ":")
-    assert dotted == ([0.0, ppo[0]], [1.7123, run.snapshots[0]["gold"]])
-    assert "dotted: no snapshot, interpolated" in picture.caption
-    assert "order of their KL, not of their steps" in picture.caption
+    x, y = next((x, y) for _, style, x, y in lines if len(x) == 101 and style == "-")
+    assert (x[0], x[-1]) == (0.0, pytest.approx(math.sqrt(max(kls))))
+    assert y == pytest.approx([majorant_at(min(each * each, max(kls)), kls, scores) for each in x])
+    assert max(y) == pytest.approx(max(scores)) == pytest.approx(y[-1])
+    assert "concave majorant (straight in KL)" in picture.caption
     assert "PPO, step 60" in picture.alt
     assert "step 5 " in picture.alt
 
 
-def test_the_policy_has_the_tables_figures_on_the_frontier(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Snapshots have the answers of one sampling seed, and the captions say so."""
+def test_the_ceiling_is_dashed_from_sfts_score(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
     run = make_run()
-    policy, last = run.models["policy"], run.snapshots[-1]
-    assert (last["kl"], last["gold"]) != (policy["kl"], policy["gold"])
-    picture, (lines,) = lines_of(monkeypatch, comparison_figures.frontier, run)
-    assert "PPO, step 60 4.05 at 4.22 nats" in picture.alt
-    drawn = [(tuple(x), tuple(y)) for _, _, x, y in lines]
-    assert ((math.sqrt(policy["kl"]),) * 2, tuple(policy["gold_ci95"])) in drawn
+    for make, panels in ((comparison_figures.frontier, 1), (comparison_figures.overoptimisation, 2)):
+        _, found = lines_of(monkeypatch, make, run)
+        dashed = [(x, y) for panel in found for label, _, x, y in panel if label == "the optimum"]
+        assert len(dashed) == panels
+        starts = {y[0] for _, y in dashed}
+        assert starts == ({1.7123} if panels == 1 else {1.7123, -0.2013})
+        assert all(list(x) == [0.0, 0.5, 1.0, 1.5, 2.0] for x, _ in dashed)
+    assert "Dashed: the optimum" in lines_of(monkeypatch, comparison_figures.frontier, run)[0].caption
+    without = replace(run, metrics=run.metrics | {"evaluate": run.evaluation | {"optimum": []}})
+    assert "optimum" not in lines_of(monkeypatch, comparison_figures.frontier, without)[0].caption
+
+
+def test_the_captions_name_the_answers_of_one_sampling_seed(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = make_run()
     for make in (comparison_figures.frontier, comparison_figures.overoptimisation):
         assert "only the first of the table’s 3 sampling seeds." in lines_of(monkeypatch, make, run)[0].caption
 

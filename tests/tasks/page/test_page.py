@@ -339,11 +339,11 @@ def test_without_a_judge_the_best_snapshot_is_by_the_reward_model(make_run: Make
 
 def test_interpolation_from_sft_is_noted(make_run: MakeRun) -> None:
     run = make_run()
-    assert not any("interpolated" in finding.equal_kl for finding in findings(run))
+    assert not any("between SFT" in finding.equal_kl for finding in findings(run))
     gaps = {name: dict(one) for name, one in run.evaluation["frontier"].items()}
-    gaps["best_of_4"]["between"] = [0, 25]
+    gaps["best_of_4"]["between"] = ["sft", "eta 0.3"]
     told = [finding.equal_kl for finding in findings(evaluated(run, frontier=gaps))]
-    assert [each.endswith(", interpolated between SFT and step 25") for each in told].count(True) == 1
+    assert [each.endswith(", between SFT and η = 0.3") for each in told].count(True) == 1
     held = "In the intervals at equal KL both scores and both KLs vary"
     assert Document(build(run)).text.count(held) == 1
     assert held not in Document(build(make_run(alternatives=False))).text
