@@ -62,10 +62,12 @@ def model_figures(
     return figures | costs(stage, name, results)
 
 
-def costs(stage: Stage[EvaluateParams], name: str, results: Results) -> dict[str, int | None]:
+def costs(stage: Stage[EvaluateParams], name: str, results: Results) -> dict[str, Any]:
     """The cost of a model beyond SFT model, preference data and reward model: answers sampled and response tokens read
-    in its training, and samples for each answer. The policy's cost is that of PPO's whole run."""
+    in its training, and samples for each answer. The policy's cost is that of PPO's whole run. Also the recipe of a
+    method that has several."""
     method = BY_NAME.get(name)
+    parts: list[dict[str, Any]] = [{}]
     if method or name == "policy":
         paid = [*method.built_on, name] if method else ["ppo"]
         parts = [stage.read_json(f"metrics/{part}.json") for part in paid]
@@ -74,7 +76,7 @@ def costs(stage: Stage[EvaluateParams], name: str, results: Results) -> dict[str
         trained = dict.fromkeys(
             ("samples_generated", "tokens_trained"), None if name in stage.params.extra_models else 0
         )
-    return {**trained, "samples_per_answer": results.best_of}
+    return {**trained, "samples_per_answer": results.best_of, "recipe": parts[-1].get("recipe")}
 
 
 def summary(evaluator: Evaluator, models: dict[str, dict[str, Any]]) -> dict[str, Any]:

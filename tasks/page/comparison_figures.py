@@ -128,10 +128,12 @@ def logprobs(run: Run) -> Picture | None:
     for marker, text in (("o", "chosen"), ("X", "rejected")):
         axes.plot([], [], marker, color=INK, label=text, linestyle="none")
     legend(axes)
-    axes.set_yticks(heights, [label(name) for name, _, _ in rows])
+    axes.set_yticks(heights, [label(name, run.models) for name, _, _ in rows])
     axes.set_ylim(0.4, len(rows) + 0.6)
     axes.set_xlabel("change against SFT, nats per answer")
-    alt = "; ".join(f"{label(n)} {number(c, 1, sign=True)} and {number(r, 1, sign=True)}" for n, c, r in rows)
+    alt = "; ".join(
+        f"{label(n, run.models)} {number(c, 1, sign=True)} and {number(r, 1, sign=True)}" for n, c, r in rows
+    )
     return Picture(
         "logprobs",
         "comparison",
@@ -205,7 +207,7 @@ def _point_name(run: Run, row: Row, family: Sequence[Row]) -> str:
     if row["family"] == "interpolated":
         return ""
     if row["family"] != "ppo":
-        return label(row["family"])
+        return label(row["family"], run.models)
     chosen = run.metrics["select"].get("step")
     if point == chosen:
         return f"PPO, step {point}"

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, Literal
 
 from tasks.page.inputs import finite, interval
@@ -71,8 +72,15 @@ class Cell:
     best: bool = False
 
 
-def label(model: str) -> str:
-    """The display name of a model."""
+RECIPES = {"ppo_style": "{} (PPO style)", "dr_grpo": "Dr. {}"}
+"""Display names of methods that are not the published ones."""
+
+
+def label(model: str, models: Mapping[str, Figures] = MappingProxyType({})) -> str:
+    """The display name of a model; `models` are the figures of all, which say by which recipe a method was trained."""
+    recipe = models.get(model, {}).get("recipe")
+    if recipe in RECIPES:
+        return RECIPES[recipe].format(BY_NAME[model].label)
     if match := BEST_OF.fullmatch(model):
         return f"Best of {match.group(1)}"
     return BY_NAME[model].label if model in BY_NAME else LABELS.get(model, model)

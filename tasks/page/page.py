@@ -90,7 +90,7 @@ def comparison(run: Run) -> tuple[list[Column], list[tuple[str, str, list[Cell]]
     """The columns, and for each model its name in the files, its label, and its cells."""
     columns = columns_of(run.models)
     by_column = [cells(run.models, column) for column in columns]
-    return columns, [(name, label(name), [column[name] for column in by_column]) for name in run.models]
+    return columns, [(name, label(name, run.models), [column[name] for column in by_column]) for name in run.models]
 
 
 def notes(run: Run) -> list[str]:

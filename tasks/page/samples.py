@@ -135,7 +135,7 @@ def _add(parts: list[str], text: str, differs: bool) -> None:
 
 def _json(run: Run, samples: list[Sample]) -> str:
     content = {
-        "models": {name: {"label": label(name), "colour": colour_of(name)} for name in _names(samples)},
+        "models": {name: {"label": label(name, run.models), "colour": colour_of(name)} for name in _names(samples)},
         "mark": "higher gold score" if run.has_judge else "reward model prefers",
         "samples": [asdict(sample) for sample in samples],
     }

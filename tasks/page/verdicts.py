@@ -43,7 +43,7 @@ def alternatives(run: Run) -> str:
     for finding in against_others(run):
         samples = finite(run.models[finding.other].get("samples_per_answer")) or 1
         cost = f" ({count(samples)} samples per answer)" if samples > 1 and finding.verdict != YES else ""
-        named[finding.verdict].append(label(finding.other) + cost)
+        named[finding.verdict].append(label(finding.other, run.models) + cost)
     return "; ".join(f"{verdict.lower()} for {', '.join(names)}" for verdict, names in named.items() if names)
 
 
@@ -85,8 +85,8 @@ def against_others(run: Run) -> list[Finding]:
             rows.append((name, even - value, (even - ends[1], even - ends[0])))
     return [
         Finding(
-            f"Better than {label(name)}?", _verdict(ends), _figure(kind, value, ends), measured, _equal_kl(run, name),
-            name,
+            f"Better than {label(name, run.models)}?", _verdict(ends), _figure(kind, value, ends), measured,
+            _equal_kl(run, name), name,
         )
         for name, value, ends in sorted(rows, key=lambda row: row[1])
     ]  # fmt: skip

@@ -9,7 +9,7 @@ from rlhf_core.config.ppo import PPOConfig
 from rlhf_core.errors import UserError
 from rlhf_core.ppo.detectors import COLUMNS
 from tasks.params.loader import PARAMS_FILE
-from tasks.params.variant import VariantParams
+from tasks.params.variant import PUBLISHED, VariantParams
 from tasks.stage.run import quiet_libraries, run
 from tasks.stage.stage import Stage
 from tasks.stage.switched_off import write_switched_off
@@ -54,7 +54,8 @@ def train_variant(stage: Stage[VariantParams], config: PPOConfig, name: str, sta
     stage.outputs.write_csv(f"plots/{name}.csv", record.history)
     alerts = [asdict(alert) for alert in record.monitor.alerts]
     told = {**summary(record.history, config), **inputs, "alerts": alerts}
-    stage.write_metrics({"enabled": True, **told})
+    recipe = {"recipe": stage.params.recipe} if name in PUBLISHED else {}
+    stage.write_metrics({"enabled": True, **recipe, **told})
 
 
 def settings(stage: Stage[VariantParams], name: str) -> PPOConfig:

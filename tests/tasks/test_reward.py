@@ -54,7 +54,7 @@ def test_a_sampled_answer_keeps_its_tokens(row: dict[str, Any], monkeypatch: pyt
 def test_lora_leaves_a_plain_merged_folder(
     finished: "Project", stage_main: Callable[["Project", str], "Ended"]
 ) -> None:
-    """The same files and weights' names as without LoRA, the scale of the scores in the config, and a body that
+    """The same files and weights' names as without LoRA, and a body that
     differs from SFT's in its linear layers alone."""
     folder = finished.root / "models/reward"
     before = {path.name for path in folder.iterdir()}
@@ -73,6 +73,4 @@ def test_lora_leaves_a_plain_merged_folder(
     model, loading = AutoModelForSequenceClassification.from_pretrained(folder, output_loading_info=True)
     assert not loading["missing_keys"]
     assert not loading["unexpected_keys"]
-    metrics = finished.json("metrics/reward.json")
-    assert model.config.score_mean == metrics["score_mean"]
-    assert model.config.score_std == metrics["score_std"]
+    assert model.config.num_labels == 1

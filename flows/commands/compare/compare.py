@@ -152,7 +152,7 @@ def _columns(
     model are below each other."""
     models = list(dict.fromkeys(model for one in chosen for model in one))
     rows = [(place, model) for model in models for place, one in enumerate(chosen) if model in one]
-    heads = [["model", "", *(label(model) for _, model in rows)]]
+    heads = [["model", "", *(label(model, chosen[place]) for place, model in rows)]]
     if len(names) > 1:
         heads.insert(0, ["run", "", *(names[place] for place, _ in rows)])
     for column in columns:

@@ -361,10 +361,6 @@ def _metrics(judge: bool, pairs: bool) -> dict[str, dict[str, Any]]:
             "heldout_pairs": 678,
             "train_accuracy": 0.8811,
             "expected_calibration_error": 0.0213,
-            "length_correlation": 0.31,
-            "score_mean": 0.11,
-            "score_std": 1.52,
-            "gold_correlation": 0.842 if judge else None,
             "margin_by": "gold" if judge else "reward",
             "margins": [
                 {
@@ -378,6 +374,10 @@ def _metrics(judge: bool, pairs: bool) -> dict[str, dict[str, Any]]:
             ],
         },
         "ppo": {
+            "length_correlation": 0.31,
+            "score_mean": 0.11,
+            "score_std": 1.52,
+            "gold_correlation": 0.842 if judge else None,
             "steps": 60,
             "reward_first": 0.1,
             "reward_last": 2.2,

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from rlhf_core.errors import UserError
-from tasks.page.comparison_table import columns_of
+from tasks.page.comparison_table import columns_of, label
 from tasks.page.figures import draw
 from tasks.page.inputs import Run, read_run
 from tasks.page.page import comparison, made_from, render, script_hash, write_page
@@ -440,3 +440,9 @@ def test_broken_inputs_are_named(make_run: MakeRun, tmp_path: Path, name: str, c
         (tmp_path / name).write_text(content, encoding="utf-8")
     with pytest.raises(UserError, match=rf"{re.escape(name)}.*{said}"):
         read_run([], [], tmp_path)
+
+
+def test_a_method_that_is_not_the_published_one_has_another_name() -> None:
+    models = {"rloo": {"recipe": "ppo_style"}, "grpo": {"recipe": "dr_grpo"}, "reinforce": {"recipe": "published"}}
+    assert [label(name, models) for name in models] == ["RLOO (PPO style)", "Dr. GRPO", "REINFORCE"]
+    assert label("rloo") == "RLOO"

@@ -38,7 +38,6 @@ def project(tmp_path: Path) -> Path:
         save_checkpoint(tmp_path / "models" / name, build_llama(config, tokenizer, seed), tokenizer)
     for seed, name in enumerate(("reward", "critic")):
         model = scalar_model_from(tmp_path / "models" / "sft", seed)
-        model.config.score_mean, model.config.score_std = 0.1, 0.5
         save_checkpoint(tmp_path / "models" / name, model, tokenizer)
     (tmp_path / "data" / "ingest").mkdir(parents=True)
     rows = [json.dumps({"prompt": [{"role": "user", "content": text}]}) + "\n" for text in OTHERS]
