@@ -37,12 +37,12 @@ def measure_divergence(
     """`responses` (token ids) are samples of `model` at `temperature`; both models share the tokenizer."""
 
     def read(batch: TokenBatch) -> list[tuple[float, ...]]:
-        ours, entropy = logprobs_and_entropy(response_logits(model, batch), batch.actions, temperature, batch.mask)
+        ours, entropy = logprobs_and_entropy(response_logits(model, batch), batch.response_tokens, temperature)
         theirs = ours
         if reference is not model:
-            theirs, _ = logprobs_and_entropy(response_logits(reference, batch), batch.actions, temperature, batch.mask)
-        sums = (estimate_kl(ours, theirs, "k1", batch.mask), estimate_kl(ours, theirs, "k3", batch.mask), entropy)
-        return list(zip(*(part.sum(dim=1).tolist() for part in sums), strict=True))
+            theirs, _ = logprobs_and_entropy(response_logits(reference, batch), batch.response_tokens, temperature)
+        parts = (estimate_kl(ours, theirs, "k1"), estimate_kl(ours, theirs, "k3"), entropy)
+        return list(zip(*(batch.spread(part).sum(dim=1).tolist() for part in parts), strict=True))
 
     if not prompts:
         return Divergence()

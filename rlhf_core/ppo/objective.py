@@ -29,10 +29,10 @@ from rlhf_core.ppo.rollout import Credit, Rollout
 @dataclass(frozen=True)
 class Pass:
     """One forward pass of policy and critic over some rows of a rollout, and the rollout's values of them: [b, t], 0 on
-    padding."""
+    padding; the logits are those of the real tokens only."""
 
     batch: TokenBatch
-    logits: Float[Tensor, "rows time vocabulary"]
+    logits: Float[Tensor, "tokens vocabulary"]
     logprobs: Float[Tensor, "rows time"]
     entropy: Float[Tensor, "rows time"]
     values: Float[Tensor, "rows time"]
@@ -57,7 +57,7 @@ class Pass:
         """A forward pass over the given rows."""
         batch = rollout.batch(rows, pad_id)
         logits, values = models.forward(batch)
-        logprobs, entropy = logprobs_and_entropy(logits, batch.actions, temperature, batch.mask)
+        logprobs, entropy = map(batch.spread, logprobs_and_entropy(logits, batch.response_tokens, temperature))
 
         def part(table: Tensor) -> Tensor:
             return table[rows, : batch.time]
@@ -144,4 +144,4 @@ def kl_loss(forward: Pass, config: PPOConfig, models: ActorCritic) -> Tensor:
             forward.logprobs, forward.old_logprobs, forward.ref_logprobs, kind, mask, reduction="sum"
         )
     ref_logits = models.reference_logits(forward.batch)
-    return masked_sum(full_kl(forward.logits / config.temperature, ref_logits / config.temperature, mask), mask)
+    return full_kl(forward.logits / config.temperature, ref_logits / config.temperature).sum()
