@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from rlhf_core.models.batching import in_length_order
 from rlhf_core.models.hf import scalar_head
+from rlhf_core.models.masked import zero_padding
 from rlhf_core.models.packed import Packed, can_pack
 
 Result = TypeVar("Result")
@@ -130,7 +131,8 @@ def map_batches(
 
 
 def response_logits(model: PreTrainedModel, batch: TokenBatch) -> Float[Tensor, "tokens vocabulary"]:
-    """Logits that predict each response token, in the model's precision; computed for response positions only."""
+    """Logits that predict each response token, in the model's precision; no others are returned, and none computed for
+    prompts."""
     return _read(model, batch)[0]
 
 
@@ -139,19 +141,18 @@ def response_logits_and_hidden(
 ) -> tuple[Float[Tensor, "tokens vocabulary"], Float[Tensor, "tokens hidden"]]:
     """One forward pass for both: logits as `response_logits`, and the last hidden states they are read from."""
     logits, hidden = _read(model, batch, output_hidden_states=True)
-    return logits, hidden[-1]
+    return logits, hidden
 
 
-def _read(model: PreTrainedModel, batch: TokenBatch, **options: bool) -> tuple[Tensor, list[Tensor]]:
-    """The logits and, with `output_hidden_states`, the hidden states of every layer, at `batch.real`."""
+def _read(model: PreTrainedModel, batch: TokenBatch, **options: bool) -> list[Tensor]:
+    """The logits that predict the response tokens and, with `output_hidden_states`, the last hidden states there."""
     packs, width = can_pack(model), batch.input_ids.shape[1]
     inputs = batch.states.inputs if packs else _padded(batch)
     keep = batch.predictors if packs else torch.arange(width - batch.time - 1, width - 1, device=batch.mask.device)
     output = model(**inputs, logits_to_keep=keep, use_cache=False, **options)
     logits = output.logits if output.logits.shape[1] == len(keep) else output.logits[:, keep]  # custom models ignore it
     found = [logits, *(state[:, keep] for state in (output.hidden_states or ())[-1:])]
-    logits, *hidden = (x[0] if packs else x[batch.real] for x in found)
-    return logits, hidden
+    return [x[0] if packs else x[batch.real] for x in found]
 
 
 def _padded(batch: TokenBatch) -> dict[str, Any]:
@@ -168,11 +169,11 @@ def _token_values(model: PreTrainedModel, inputs: dict[str, Any]) -> Float[Tenso
     return values
 
 
-def state_values(model: PreTrainedModel, batch: TokenBatch) -> Float[Tensor, "tokens"]:
-    """V(s_t) in float32, read at the position whose next token is action t."""
+def state_values(model: PreTrainedModel, batch: TokenBatch) -> Float[Tensor, "batch time"]:
+    """V(s_t) in float32, read at the position whose next token is action t; 0 on padding."""
     if can_pack(model):
-        return _token_values(model, batch.states.inputs)[0, batch.predictors]
-    return _token_values(model, _padded(batch))[:, -(batch.time + 1) : -1][batch.real]
+        return batch.spread(_token_values(model, batch.states.inputs)[0, batch.predictors])
+    return zero_padding(_token_values(model, _padded(batch))[:, -(batch.time + 1) : -1], batch.mask)
 
 
 def sequence_scores(model: PreTrainedModel, batch: TokenBatch) -> Float[Tensor, "batch"]:

@@ -65,15 +65,13 @@ class ActorCritic:
         return self.critic is not None or self.head is not None
 
     def forward(self, batch: TokenBatch) -> tuple[Logits, Values]:
-        """Logits that predict each response token, without padding; and V(s_t) at the position whose next token is action
-        t, float32; 0 on padding and without a critic."""
+        """Logits that predict each response token, without padding; and V(s_t) at the position whose next token is
+        action t, float32; 0 on padding and without a critic."""
         with self.autocast():
             if self.head is not None:
                 logits, hidden = response_logits_and_hidden(self.policy, batch)
                 return logits, batch.spread(self.head(hidden)[..., 0].float())
-            values = torch.zeros_like(batch.mask)
-            if self.critic is not None:
-                values = batch.spread(state_values(self.critic, batch))
+            values = state_values(self.critic, batch) if self.critic is not None else torch.zeros_like(batch.mask)
         return self.policy_logits(batch), values
 
     def policy_logits(self, batch: TokenBatch) -> Logits:

@@ -13,6 +13,7 @@ from rlhf_core.config.ppo import PPOConfig
 from rlhf_core.errors import NonFiniteError, UserError
 from rlhf_core.models.batching import micro_batches
 from rlhf_core.models.masked import masked_mean
+from rlhf_core.models.packed import can_pack
 from rlhf_core.models.token_logprobs import compare_logprobs
 from rlhf_core.ppo.actor_critic import ActorCritic
 from rlhf_core.ppo.objective import Pass, losses_of
@@ -120,7 +121,8 @@ class Updater:
         share = -(-responses // plan.minibatches // self.processes.count)
         rows = self.halving.of(min(config.micro_batch_size, max(1, share)))
         tokens = config.micro_batch_tokens and self.halving.of(config.micro_batch_tokens)
-        return micro_batches(minibatch, rollout.widths, rows, tokens)
+        prompts = rollout.prompt_ids if can_pack(self.models.policy) else None  # nodes of equal prompts are shared
+        return micro_batches(minibatch, rollout.widths, rows, tokens, prompts)
 
     def _gradient(
         self, rollout: Rollout, credit: Credit, minibatch: Sequence[int], plan: StepPlan, number: int

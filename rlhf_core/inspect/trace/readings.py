@@ -93,7 +93,9 @@ def part_of(forward: Pass, rows: slice, times: slice) -> Pass:
         return table[rows, times].detach().clone()
 
     batch = TokenBatch(forward.batch.input_ids[rows], forward.batch.attention_mask[rows], cut(forward.batch.mask))
-    tables = {name: cut(table) for name, table in vars(forward).items() if isinstance(table, Tensor) and name != "logits"}
+    tables = {
+        name: cut(table) for name, table in vars(forward).items() if isinstance(table, Tensor) and name != "logits"
+    }
     tables["logits"] = cut(forward.batch.spread(forward.logits))[batch.real]
     return replace(forward, batch=batch, **tables)  # type: ignore[arg-type]
 
