@@ -12,7 +12,7 @@ from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from rlhf_core.models.batching import in_length_order
+from rlhf_core.models.batching import in_length_order, micro_batches, tokens_per_pass
 from rlhf_core.models.hf import scalar_head
 from rlhf_core.models.masked import zero_padding
 from rlhf_core.models.packed import Packed, can_pack
@@ -83,6 +83,15 @@ class TokenBatch:
         rows, times = self.real
         return self.states.nodes[rows, self.position_ids[rows, times + self.input_ids.shape[1] - self.time - 1]]
 
+    def rows(self, rows: Sequence[int]) -> "TokenBatch":
+        """Some rows, without columns that are padding in all of them."""
+        place = torch.tensor(rows, device=self.mask.device)
+        ids, attention, mask = self.input_ids[place], self.attention_mask[place], self.mask[place]
+        used = attention.any(dim=0).nonzero()[:, 0]
+        first, time = int(used[0]), max(1, int(mask.sum(dim=1).max()))
+        end = ids.shape[1] - self.time + time
+        return TokenBatch(ids[:, first:end], attention[:, first:end], mask[:, :time])
+
     def _packed(self, keep: Bool[Tensor, "batch sequence"]) -> Packed:
         rows = zip(self.input_ids.cpu(), keep.cpu(), strict=True)
         return Packed.of([ids[real].tolist() for ids, real in rows], self.input_ids.device)
@@ -128,6 +137,17 @@ def map_batches(
         return read(pad_batch([prompts[i] for i in rows], [responses[i] for i in rows], pad_id, device))
 
     return in_length_order(lengths, batch_size, work)
+
+
+def in_passes(read: Callable[[TokenBatch], Float[Tensor, "rows"]], batch: TokenBatch) -> Float[Tensor, "batch"]:
+    """`read` on parts of the batch that fit into a training pass, rows of equal prompts together; it returns one number
+    a row. With gradient."""
+    prompts = batch.input_ids[:, : -batch.time].tolist()
+    responses = batch.mask.sum(dim=1).int().tolist()
+    lengths = [(int(n) - r, r) for n, r in zip(batch.attention_mask.sum(dim=1).tolist(), responses, strict=True)]
+    groups = micro_batches(range(len(prompts)), lengths, len(prompts), tokens_per_pass(batch.mask.device), prompts)
+    found = torch.cat([read(batch.rows(group)) for group in groups])
+    return found[torch.tensor([row for group in groups for row in group], device=found.device).argsort()]
 
 
 def response_logits(model: PreTrainedModel, batch: TokenBatch) -> Float[Tensor, "tokens vocabulary"]:

@@ -7,7 +7,7 @@ import torch
 
 Result = TypeVar("Result")
 
-TOKENS_ON_CPU = 1024
+TOKENS_ON_CPU = 2048
 """Tokens of a training pass, padding included; larger passes do not fit into the cache. It changes results by rounding
 only."""
 TOKENS_ON_ACCELERATOR = 2**17

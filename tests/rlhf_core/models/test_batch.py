@@ -1,12 +1,15 @@
 """`batch.py`: masks come from lengths, and padding changes no number, for absolute and rotary positions alike."""
 
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
 from transformers import PreTrainedModel
 
+from rlhf_core.models import batching
 from rlhf_core.models.batch import (
+    in_passes,
     pad_batch,
     response_logits,
     sequence_scores,
@@ -118,3 +121,18 @@ def test_rule_05_half_precision_models_give_float32(build_lm: Build, build_scala
     assert logits.dtype == torch.bfloat16
     assert logprobs_and_entropy(logits, batch.response_tokens)[0].dtype == torch.float32
     assert state_values(build_scalar().bfloat16(), batch).dtype == torch.float32
+
+
+@pytest.mark.parametrize("tokens", [4, 2048])
+def test_passes_of_some_rows_give_the_numbers_and_the_gradient_of_the_whole_batch(
+    tokens: int, kind: str, build_scalar: Build, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the order of the rows; equal prompts and an empty response among them."""
+    monkeypatch.setattr(batching, "TOKENS_ON_CPU", tokens)
+    model = build_scalar(kind)
+    batch = pad_batch([*PROMPTS, PROMPTS[0]], [*RESPONSES, []], PAD)
+    whole, parts = sequence_scores(model, batch), in_passes(partial(sequence_scores, model), batch)
+    torch.testing.assert_close(parts, whole, rtol=0, atol=1e-5)
+    slopes = [torch.autograd.grad(found.square().sum(), list(model.parameters())) for found in (whole, parts)]
+    for one, other in zip(*slopes, strict=True):
+        assert (one - other).norm() <= 1e-5 * one.norm()
