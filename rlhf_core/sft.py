@@ -113,6 +113,7 @@ class ResponseTrainer(GuardedTrainer):
         inputs: Inputs,
         return_outputs: bool = False,
         num_items_in_batch: Tensor | int | None = None,
+        **unused: Any,
     ) -> Any:
         """The mean loss over the response tokens of the optimiser step, or of the part times its weight, in nats."""
         learnt = inputs["labels"][:, 1:] != IGNORED

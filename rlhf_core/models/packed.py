@@ -38,7 +38,7 @@ class Packed:
     @classmethod
     def of(cls, sequences: Sequence[Sequence[int]], device: torch.device | str = "cpu") -> "Packed":
         """The tree of sequences of token ids, of which at least one is not empty."""
-        order = sorted(range(len(sequences)), key=sequences.__getitem__)
+        order = sorted(range(len(sequences)), key=lambda row: list(sequences[row]))
         longest = max(map(len, sequences))
         ids = torch.tensor([[*sequences[row], *[-1] * (longest - len(sequences[row]))] for row in order])
         real = ids >= 0
@@ -94,7 +94,8 @@ def attention(
     """An attention function of transformers: causal attention within each sequence of `packed`; without it, that of
     `sdpa`. Raises ValueError for attention of another kind."""
     if packed is None:
-        return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
+        plain: tuple[Tensor, None] = sdpa_attention_forward(module, query, key, value, attention_mask, **options)
+        return plain
     if met := [name for name in UNSUPPORTED if options.get(name) is not None]:
         raise ValueError(f"{type(module).__name__}: packed attention has no {', '.join(met)}")
     if not getattr(module, "is_causal", True):
@@ -103,11 +104,11 @@ def attention(
     outputs = []
     for nodes in packed.calls:
         parts = [
-            embedding(nodes, rows).unflatten(-1, (x.shape[1], -1)).transpose(1, 2)
+            embedding(nodes, rows).view(*nodes.shape, x.shape[1], -1).transpose(1, 2)
             for rows, x in zip(flat, (query, key, value), strict=True)
         ]
         outputs.append(sdpa_attention_forward(module, *parts, None, **options)[0].flatten(2).flatten(0, 1))
-    return embedding(packed.slots, torch.cat(outputs)).unflatten(-1, (query.shape[1], -1))[None], None
+    return embedding(packed.slots, torch.cat(outputs)).view(1, query.shape[2], query.shape[1], -1), None
 
 
 AttentionInterface.register(ATTENTION, attention)
@@ -128,6 +129,8 @@ def can_pack(model: PreTrainedModel) -> bool:
 def _replace_attention(model: PreTrainedModel) -> bool:
     before, kinds = model.config._attn_implementation, getattr(model.config, "layer_types", None) or ()
     if before not in ("sdpa", ATTENTION) or any(kind != "full_attention" for kind in kinds):
+        return False
+    if not model._can_set_attn_implementation():
         return False
     body = getattr(model, model.base_model_prefix)
     vocabulary = body.get_input_embeddings().num_embeddings

@@ -12,7 +12,7 @@ from torch import Tensor
 from rlhf_core.config.ppo import PPOConfig
 from rlhf_core.errors import NonFiniteError, UserError
 from rlhf_core.models.batching import micro_batches
-from rlhf_core.models.masked import masked_mean
+from rlhf_core.models.masked import masked_mean, zero_padding
 from rlhf_core.models.packed import can_pack
 from rlhf_core.models.token_logprobs import compare_logprobs
 from rlhf_core.ppo.actor_critic import ActorCritic
@@ -109,7 +109,7 @@ class Updater:
         found = compare_logprobs(
             logits, self.models.reference_logits(batch), batch.response_tokens, self.config.temperature
         )
-        for table, part in zip(tables, (*map(batch.spread, found), values), strict=True):
+        for table, part in zip(tables, (*map(batch.spread, found), zero_padding(values, batch.mask)), strict=True):
             table[rows, : batch.time] = part
 
     def _minibatches(self, rollout: Rollout, plan: StepPlan, epoch: int) -> list[list[int]]:
