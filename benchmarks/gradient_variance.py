@@ -186,7 +186,7 @@ def gradients(trainer: PPOTrainer, rollout: Rollout, row: int, weights: Mapping[
     parameters = trainer.models.trained()["policy"]
     batch = rollout.batch([row], trainer.pad_id)
     logits, _ = trainer.models.forward(batch)
-    logprobs, _ = logprobs_and_entropy(logits, batch.actions, trainer.config.temperature, batch.mask)
+    logprobs = batch.spread(logprobs_and_entropy(logits, batch.response_tokens, trainer.config.temperature)[0])
     found = {}
     for name, table_ in weights.items():
         loss = -(table_[[row], : batch.time] * logprobs).sum()

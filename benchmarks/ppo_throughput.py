@@ -55,7 +55,7 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--updates", type=int, default=6, help="PPO updates, the warm-up included")
     parser.add_argument("--batch", type=int, default=128, help="responses per update")
     parser.add_argument("--micro-batch", type=int, default=64)
-    parser.add_argument("--micro-batch-tokens", type=int, default=1024, help="Leash's limit in tokens besides; 0: none")
+    parser.add_argument("--micro-batch-tokens", type=int, default=2048, help="Leash's limit in tokens besides; 0: none")
     parser.add_argument("--critic", choices=["separate", "shared"], default="separate")
     parser.add_argument("--epochs", type=int, default=4)
     parser.add_argument("--max-new-tokens", type=int, default=48)

@@ -13,8 +13,9 @@ from torch.nn.functional import logsigmoid
 from transformers import PreTrainedModel
 
 from rlhf_core.config.dpo import DPOConfig, PairConfig
-from rlhf_core.models.shared_prompts import SharedPrompts, shared_prompt_logprobs
-from rlhf_core.reward import Comparison, PairCollator, PairTrainer, fit_pairs, shared_prompts
+from rlhf_core.models.batch import in_passes
+from rlhf_core.models.sequence_logprobs import response_logprobs
+from rlhf_core.reward import Comparison, PairCollator, PairTrainer, all_responses, fit_pairs, token_batch
 from rlhf_core.training.run import Run
 from rlhf_core.training.trainer import Inputs
 
@@ -71,8 +72,8 @@ def reference_logprobs(model: PreTrainedModel, comparisons: Sequence[Comparison]
     found = []
     for start in range(0, len(comparisons), PROMPTS):
         part = comparisons[start : start + PROMPTS]
-        batch = SharedPrompts.of([c.prompt for c in part], [c.responses for c in part], pad_id).to(model.device)
-        flat = iter(shared_prompt_logprobs(model, batch).tolist())
+        batch = all_responses(part, pad_id, model.device)
+        flat = iter(in_passes(partial(response_logprobs, model), batch).tolist())
         found += [[next(flat) for _ in c.responses] for c in part]
     return found
 
@@ -127,7 +128,7 @@ class PolicyPairTrainer(PairTrainer):
 
     def compute_loss(self, model: PreTrainedModel, inputs: Inputs, return_outputs: bool = False, **unused: Any) -> Any:
         """The mean loss over the batch's pairs; logs accuracy and margin of the implicit reward."""
-        logprobs = shared_prompt_logprobs(model, shared_prompts(inputs))
+        logprobs = in_passes(partial(response_logprobs, model), token_batch(inputs))
         better, worse, reference = inputs["chosen"], inputs["rejected"], inputs["reference"]
         sides = (logprobs[better], logprobs[worse], reference[better], reference[worse])
         margin = implicit_margin(*sides, self.objective.scale)

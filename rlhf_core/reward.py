@@ -4,6 +4,7 @@ are in one batch: spread over batches, each response would be trained on several
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -14,8 +15,8 @@ from transformers import PreTrainedModel
 
 from rlhf_core.config.lora import LoraSettings
 from rlhf_core.config.reward import RewardConfig
+from rlhf_core.models.batch import TokenBatch, in_passes, pad_batch, sequence_scores
 from rlhf_core.models.lora import add_lora
-from rlhf_core.models.shared_prompts import SharedPrompts, shared_prompt_scores
 from rlhf_core.training.run import Run, Schedule, train, trainer_arguments
 from rlhf_core.training.trainer import GuardedTrainer, Inputs
 
@@ -104,30 +105,34 @@ class PairCollator:
     pad_id: int
 
     def __call__(self, comparisons: Sequence[Comparison]) -> Inputs:
-        """input_ids and attention_mask of the prompts; response_ids, mask and owner of the responses (`SharedPrompts`);
-        chosen [pairs] and rejected [pairs], the rows of the two responses of a pair."""
+        """input_ids, attention_mask and mask of a `TokenBatch` with a row for each response; owner [rows], the place of
+        its comparison; chosen [pairs] and rejected [pairs], the rows of the two responses of a pair."""
         starts = [sum(len(c.responses) for c in comparisons[:i]) for i in range(len(comparisons))]
         pairs = [(s + better, s + worse) for s, c in zip(starts, comparisons, strict=True) for better, worse in c.pairs]
-        batch = SharedPrompts.of([c.prompt for c in comparisons], [c.responses for c in comparisons], self.pad_id)
+        batch = all_responses(comparisons, self.pad_id)
         return {
-            "input_ids": batch.prompt_ids,
-            "attention_mask": batch.prompt_mask,
-            "response_ids": batch.response_ids,
+            "input_ids": batch.input_ids,
+            "attention_mask": batch.attention_mask,
             "mask": batch.mask,
-            "owner": batch.owner,
+            "owner": torch.tensor([place for place, c in enumerate(comparisons) for _ in c.responses]),
             "chosen": torch.tensor([better for better, _ in pairs]),
             "rejected": torch.tensor([worse for _, worse in pairs]),
         }
 
 
-def shared_prompts(inputs: Inputs) -> SharedPrompts:
-    """The prompts and responses of a `PairCollator`'s batch."""
-    names = ("input_ids", "attention_mask", "response_ids", "mask", "owner")
-    return SharedPrompts(*(inputs[name] for name in names))
+def all_responses(comparisons: Sequence[Comparison], pad_id: int, device: torch.device | str = "cpu") -> TokenBatch:
+    """All responses of the comparisons, each behind its prompt."""
+    rows = [(c.prompt, response) for c in comparisons for response in c.responses]
+    return pad_batch([prompt for prompt, _ in rows], [response for _, response in rows], pad_id, device)
 
 
-PROMPTS, PAIRS = ("input_ids", "attention_mask"), ("chosen", "rejected")
-"""Tensors of a batch with a row for each prompt, and for each pair; the others have a row for each response."""
+def token_batch(inputs: Inputs) -> TokenBatch:
+    """The rows of a `PairCollator`'s batch."""
+    return TokenBatch(inputs["input_ids"], inputs["attention_mask"], inputs["mask"])
+
+
+PAIRS = ("chosen", "rejected")
+"""Tensors of a batch with a row for each pair; the others have a row for each response."""
 
 
 class PairTrainer(GuardedTrainer):
@@ -135,7 +140,7 @@ class PairTrainer(GuardedTrainer):
 
     def compute_loss(self, model: PreTrainedModel, inputs: Inputs, return_outputs: bool = False, **unused: Any) -> Any:
         """The mean loss over the batch's pairs; logs the share of pairs whose chosen response scores higher."""
-        scores = shared_prompt_scores(model, shared_prompts(inputs))
+        scores = in_passes(partial(sequence_scores, model), token_batch(inputs))
         chosen, rejected = scores[inputs["chosen"]], scores[inputs["rejected"]]
         self.note(accuracy=(chosen > rejected).float().mean().item())
         loss = self.share * bradley_terry_loss(chosen, rejected)
@@ -148,15 +153,17 @@ class PairTrainer(GuardedTrainer):
             name: before.get(name, 0.0) + self.share * value for name, value in means.items()
         }
 
+    def rows(self, inputs: Inputs) -> int:
+        """The number of comparisons."""
+        return int(inputs["owner"][-1]) + 1
+
     def parts(self, inputs: Inputs, num_items: Any) -> Iterator[tuple[Inputs, float]]:
         """The whole batch; once halved, the first prompts and the others, each with its share of all pairs."""
-        prompts = len(inputs["input_ids"])
-        owner, pairs = inputs["owner"], len(inputs["chosen"])
+        prompts, owner, pairs = self.rows(inputs), inputs["owner"], len(inputs["chosen"])
         for places in torch.arange(prompts).tensor_split(min(2, prompts) if self.halving.done else 1):
             rows = (owner >= places[0]) & (owner <= places[-1])
             first, mine = int(rows.nonzero()[0]), rows[inputs["chosen"]]
-            part = {name: tensor[rows] for name, tensor in inputs.items() if name not in (*PROMPTS, *PAIRS)}
-            part |= {name: inputs[name][places[0] : places[-1] + 1] for name in PROMPTS}
+            part = {name: tensor[rows] for name, tensor in inputs.items() if name not in PAIRS}
             part |= {name: inputs[name][mine] - first for name in PAIRS}
             yield part | {"owner": part["owner"] - places[0].to(owner.device)}, int(mine.sum()) / pairs
 
@@ -192,7 +199,7 @@ def score_pairs(model: PreTrainedModel, comparisons: Sequence[Comparison], pad_i
     collate = PairCollator(pad_id)
     for start in range(0, len(comparisons), batch_size):
         inputs = {k: v.to(model.device) for k, v in collate(comparisons[start : start + batch_size]).items()}
-        scores = shared_prompt_scores(model, shared_prompts(inputs))
+        scores = in_passes(partial(sequence_scores, model), token_batch(inputs))
         chosen.append(scores[inputs["chosen"]].cpu())
         rejected.append(scores[inputs["rejected"]].cpu())
     return PairScores(torch.cat(chosen), torch.cat(rejected))

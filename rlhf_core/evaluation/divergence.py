@@ -53,9 +53,10 @@ def measure_divergence(
     def read(batch: TokenBatch) -> list[tuple[float, ...]]:
         logits = response_logits(model, batch)
         ref_logits = logits if reference is model else response_logits(reference, batch)
-        found = compare_distributions(logits, ref_logits, batch.actions, temperature, batch.mask)
-        k1, k3 = (estimate_kl(found.logprobs, found.ref_logprobs, kind, batch.mask) for kind in ("k1", "k3"))
-        return list(zip(*(part.sum(dim=1).tolist() for part in (k1, k3, found.entropy, found.kl)), strict=True))
+        found = compare_distributions(logits, ref_logits, batch.response_tokens, temperature)
+        k1, k3 = (estimate_kl(found.logprobs, found.ref_logprobs, kind) for kind in ("k1", "k3"))
+        sums = (batch.spread(part).sum(dim=1).tolist() for part in (k1, k3, found.entropy, found.kl))
+        return list(zip(*sums, strict=True))
 
     if not prompts:
         return Divergence()

@@ -83,11 +83,12 @@ class LanguageModelJudge:
         letters, pad_id = list(self._letter_ids()), int(self.tokenizer.pad_token_id)
 
         def read(batch: TokenBatch) -> list[float]:
-            logprobs = response_logits(self.model, batch)[:, 0].float().log_softmax(dim=-1)[:, letters]
+            logprobs = response_logits(self.model, batch).float().log_softmax(dim=-1)[:, letters]
             return (logprobs[:, 0] - logprobs[:, 1]).tolist()
 
-        empty: list[list[int]] = [[] for _ in questions]
-        return map_batches(read, questions, empty, pad_id=pad_id, batch_size=self.batch_size, device=self.model.device)
+        answers = [[letters[0]] for _ in questions]  # only the distribution of this token is read
+        device, size = self.model.device, self.batch_size
+        return map_batches(read, questions, answers, pad_id=pad_id, batch_size=size, device=device)
 
     def _encode(self, prompt: Conversation, first: str, second: str) -> list[int]:
         text = Template(self.question).substitute(

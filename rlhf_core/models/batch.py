@@ -1,18 +1,21 @@
-"""Prompts and responses as one padded tensor (prompts on the left, responses on the right), and forward passes over it.
-Masks come from lengths, never from token ids: a policy may sample the pad token."""
+"""Prompts and responses as one padded tensor (prompts on the left, responses on the right), and forward passes over it,
+in which no padding is computed where the model allows it. Masks come from lengths, never from token ids: a policy may
+sample the pad token."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from functools import cached_property
+from typing import Any, TypeVar
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from rlhf_core.models.batching import in_length_order
+from rlhf_core.models.batching import in_length_order, micro_batches, tokens_per_pass
 from rlhf_core.models.hf import scalar_head
+from rlhf_core.models.masked import zero_padding
+from rlhf_core.models.packed import Packed, can_pack
 
 Result = TypeVar("Result")
 
@@ -36,10 +39,62 @@ class TokenBatch:
         """The response's token ids."""
         return self.input_ids[:, -self.time :]
 
+    @cached_property
+    def real(self) -> tuple[Int[Tensor, "tokens"], Int[Tensor, "tokens"]]:
+        """Row and time of every response token, row by row."""
+        rows, times = self.mask.nonzero(as_tuple=True)
+        return rows, times
+
+    @property
+    def response_tokens(self) -> Int[Tensor, "tokens"]:
+        """The ids of the response tokens, row by row, without padding."""
+        return self.actions[self.real]
+
+    def spread(self, values: Shaped[Tensor, "tokens *shape"]) -> Shaped[Tensor, "batch time *shape"]:
+        """One value for each response token as a padded tensor, 0 on padding."""
+        return values.new_zeros(*self.mask.shape, *values.shape[1:]).index_put(self.real, values)
+
     @property
     def position_ids(self) -> Int[Tensor, "batch sequence"]:
         """Positions counted over real tokens."""
         return positions_of(self.attention_mask)
+
+    @cached_property
+    def ends(self) -> Int[Tensor, "batch"]:
+        """The column of each row's last real token."""
+        columns = torch.arange(self.input_ids.shape[1], device=self.input_ids.device)
+        return (columns * self.attention_mask).argmax(dim=1)
+
+    @cached_property
+    def whole(self) -> Packed:
+        """The rows without padding."""
+        return self._packed(self.attention_mask.bool())
+
+    @cached_property
+    def states(self) -> Packed:
+        """As `whole`, without the last token of each response, which predicts nothing."""
+        keep = self.attention_mask.bool()
+        columns = torch.arange(keep.shape[1], device=keep.device)
+        return self._packed(keep & ~((columns == self.ends[:, None]) & self.mask.any(dim=1, keepdim=True)))
+
+    @cached_property
+    def predictors(self) -> Int[Tensor, "tokens"]:
+        """The node of `states` that predicts each response token."""
+        rows, times = self.real
+        return self.states.nodes[rows, self.position_ids[rows, times + self.input_ids.shape[1] - self.time - 1]]
+
+    def rows(self, rows: Sequence[int]) -> "TokenBatch":
+        """Some rows, without columns that are padding in all of them."""
+        place = torch.tensor(rows, device=self.mask.device)
+        ids, attention, mask = self.input_ids[place], self.attention_mask[place], self.mask[place]
+        used = attention.any(dim=0).nonzero()[:, 0]
+        first, time = int(used[0]), max(1, int(mask.sum(dim=1).max()))
+        end = ids.shape[1] - self.time + time
+        return TokenBatch(ids[:, first:end], attention[:, first:end], mask[:, :time])
+
+    def _packed(self, keep: Bool[Tensor, "batch sequence"]) -> Packed:
+        rows = zip(self.input_ids.cpu(), keep.cpu(), strict=True)
+        return Packed.of([ids[real].tolist() for ids, real in rows], self.input_ids.device)
 
 
 def positions_of(attention_mask: Int[Tensor, "batch sequence"]) -> Int[Tensor, "batch sequence"]:
@@ -84,54 +139,67 @@ def map_batches(
     return in_length_order(lengths, batch_size, work)
 
 
-def response_logits(model: PreTrainedModel, batch: TokenBatch) -> Float[Tensor, "batch time vocabulary"]:
-    """Logits that predict each response token, in the model's precision; computed for response positions only."""
-    logits: Tensor = _read(model, batch).logits
-    return logits
+def in_passes(read: Callable[[TokenBatch], Float[Tensor, "rows"]], batch: TokenBatch) -> Float[Tensor, "batch"]:
+    """`read` on parts of the batch that fit into a training pass, rows of equal prompts together; it returns one number
+    a row. With gradient."""
+    prompts = batch.input_ids[:, : -batch.time].tolist()
+    responses = batch.mask.sum(dim=1).int().tolist()
+    lengths = [(int(n) - r, r) for n, r in zip(batch.attention_mask.sum(dim=1).tolist(), responses, strict=True)]
+    groups = micro_batches(range(len(prompts)), lengths, len(prompts), tokens_per_pass(batch.mask.device), prompts)
+    found = torch.cat([read(batch.rows(group)) for group in groups])
+    return found[torch.tensor([row for group in groups for row in group], device=found.device).argsort()]
+
+
+def response_logits(model: PreTrainedModel, batch: TokenBatch) -> Float[Tensor, "tokens vocabulary"]:
+    """Logits that predict each response token, in the model's precision; no others are returned, and none computed for
+    prompts."""
+    return _read(model, batch)[0]
 
 
 def response_logits_and_hidden(
     model: PreTrainedModel, batch: TokenBatch
-) -> tuple[Float[Tensor, "batch time vocabulary"], Float[Tensor, "batch time hidden"]]:
+) -> tuple[Float[Tensor, "tokens vocabulary"], Float[Tensor, "tokens hidden"]]:
     """One forward pass for both: logits as `response_logits`, and the last hidden states they are read from."""
-    output = _read(model, batch, output_hidden_states=True)
-    return output.logits, output.hidden_states[-1][:, -(batch.time + 1) : -1]
+    logits, hidden = _read(model, batch, output_hidden_states=True)
+    return logits, hidden
 
 
-def _read(model: PreTrainedModel, batch: TokenBatch, **options: bool) -> CausalLMOutputWithPast:
-    width = batch.input_ids.shape[1]
-    output: CausalLMOutputWithPast = model(
-        input_ids=batch.input_ids,
-        attention_mask=batch.attention_mask,
-        position_ids=batch.position_ids,
-        logits_to_keep=torch.arange(width - batch.time - 1, width - 1, device=batch.input_ids.device),
-        use_cache=False,
-        **options,
-    )
-    if output.logits.shape[1] == width:  # custom models may ignore logits_to_keep
-        output.logits = output.logits[:, -(batch.time + 1) : -1]
-    return output
+def _read(model: PreTrainedModel, batch: TokenBatch, **options: bool) -> list[Tensor]:
+    """The logits that predict the response tokens and, with `output_hidden_states`, the last hidden states there."""
+    packs, width = can_pack(model), batch.input_ids.shape[1]
+    inputs = batch.states.inputs if packs else _padded(batch)
+    keep = batch.predictors if packs else torch.arange(width - batch.time - 1, width - 1, device=batch.mask.device)
+    output = model(**inputs, logits_to_keep=keep, use_cache=False, **options)
+    logits = output.logits if output.logits.shape[1] == len(keep) else output.logits[:, keep]  # custom models ignore it
+    found = [logits, *(state[:, keep] for state in (output.hidden_states or ())[-1:])]
+    return [x[0] if packs else x[batch.real] for x in found]
 
 
-def token_values(model: PreTrainedModel, batch: TokenBatch) -> Float[Tensor, "batch sequence"]:
-    """The scalar head's output at every position, float32."""
+def _padded(batch: TokenBatch) -> dict[str, Any]:
+    return {
+        "input_ids": batch.input_ids,
+        "attention_mask": batch.attention_mask,
+        "position_ids": batch.position_ids,
+    }
+
+
+def _token_values(model: PreTrainedModel, inputs: dict[str, Any]) -> Float[Tensor, "rows positions"]:
     body = getattr(model, model.base_model_prefix)
-    hidden = body(
-        input_ids=batch.input_ids,
-        attention_mask=batch.attention_mask,
-        position_ids=batch.position_ids,
-        use_cache=False,
-    ).last_hidden_state
-    values: Tensor = scalar_head(model)(hidden)[..., 0].float()
+    values: Tensor = scalar_head(model)(body(**inputs, use_cache=False).last_hidden_state)[..., 0].float()
     return values
 
 
 def state_values(model: PreTrainedModel, batch: TokenBatch) -> Float[Tensor, "batch time"]:
-    """V(s_t), read at the position whose next token is action t."""
-    return token_values(model, batch)[:, -(batch.time + 1) : -1]
+    """V(s_t) in float32, read at the position whose next token is action t; 0 on padding."""
+    if can_pack(model):
+        return batch.spread(_token_values(model, batch.states.inputs)[0, batch.predictors])
+    return zero_padding(_token_values(model, _padded(batch))[:, -(batch.time + 1) : -1], batch.mask)
 
 
 def sequence_scores(model: PreTrainedModel, batch: TokenBatch) -> Float[Tensor, "batch"]:
-    """The scalar at each sequence's last real token (the last prompt token when the response is empty)."""
-    last = batch.input_ids.shape[1] - batch.time - 1 + batch.mask.sum(dim=1).long()
-    return token_values(model, batch).gather(1, last[:, None])[:, 0]
+    """The scalar at each sequence's last real token (the last prompt token when the response is empty), float32."""
+    rows = torch.arange(len(batch.ends), device=batch.ends.device)
+    if can_pack(model):
+        last = batch.attention_mask.sum(dim=1) - 1
+        return _token_values(model, batch.whole.inputs)[0, batch.whole.nodes[rows, last]]
+    return _token_values(model, _padded(batch))[rows, batch.ends]

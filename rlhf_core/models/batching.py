@@ -7,7 +7,7 @@ import torch
 
 Result = TypeVar("Result")
 
-TOKENS_ON_CPU = 1024
+TOKENS_ON_CPU = 2048
 """Tokens of a training pass, padding included; larger passes do not fit into the cache. It changes results by rounding
 only."""
 TOKENS_ON_ACCELERATOR = 2**17
@@ -40,18 +40,23 @@ def in_length_order(
 
 
 def micro_batches(
-    rows: Iterable[int], lengths: Sequence[tuple[int, int]], most_rows: int, tokens: int | None = None
+    rows: Iterable[int],
+    lengths: Sequence[tuple[int, int]],
+    most_rows: int,
+    tokens: int | None = None,
+    prompts: Sequence[Sequence[int]] | None = None,
 ) -> list[list[int]]:
     """Rows in groups of at most `most_rows` rows and, with `tokens`, of at most so many tokens, padding included; a
     longer row is a group of its own.
 
     `lengths` are the (prompt, response) lengths of all rows in tokens; prompts are padded to the longest prompt of the
-    group, responses to the longest response. Rows of similar response length come together. The loss of a minibatch
-    does not depend on how its rows are grouped (rule 13).
+    group, responses to the longest response. Rows of similar response length come together; with `prompts` (those of
+    all rows, as token ids) rows of equal prompts. The loss of a minibatch does not depend on how its rows are grouped
+    (rule 13).
     """
     groups: list[list[int]] = []
     prompt = response = 0
-    for row in sorted(rows, key=lambda i: (lengths[i][1], i)):
+    for row in sorted(rows, key=lambda i: (prompts[i] if prompts else (), lengths[i][1], i)):
         prompt, response = max(prompt, lengths[row][0]), max(response, lengths[row][1])
         full = not groups or len(groups[-1]) == most_rows
         if full or (tokens is not None and (len(groups[-1]) + 1) * (prompt + response) > tokens):

@@ -13,8 +13,8 @@ from rlhf_core.models.token_logprobs import logprobs_and_entropy
 
 def response_logprobs(model: PreTrainedModel, batch: TokenBatch) -> Float[Tensor, "batch"]:
     """Σ_t log π(y_t | x, y_<t) of each row [B], in nats, float32, at temperature 1; 0 for an empty response."""
-    logprobs, _ = logprobs_and_entropy(response_logits(model, batch), batch.actions, mask=batch.mask)
-    return logprobs.sum(dim=1)
+    logprobs, _ = logprobs_and_entropy(response_logits(model, batch), batch.response_tokens)
+    return batch.spread(logprobs).sum(dim=1)
 
 
 @torch.no_grad()

@@ -39,7 +39,7 @@ def logprobs_and_entropy(
     """
     if not temperature > 0:
         raise ValueError(f"temperature must be above 0, not {temperature}")
-    real = torch.ones_like(actions, dtype=torch.bool) if mask is None else mask.bool()
+    real = None if mask is None else mask.bool()
     apply = _LogProbsAndEntropy.apply
     logprobs, entropy = apply(logits, zero_padding(actions, real), temperature, real)  # type: ignore[no-untyped-call]
     return logprobs, entropy
@@ -64,20 +64,21 @@ def compare_distributions(
     ref_logits: Float[Tensor, "*shape vocab"],
     actions: Int[Tensor, "*shape"],
     temperature: float,
-    mask: Shaped[Tensor, "*shape"],
+    mask: Shaped[Tensor, "*shape"] | None = None,
 ) -> Compared:
     """Log-probabilities, exact KL and entropy; arguments as in `logprobs_and_entropy`."""
-    keep, chosen = mask.bool().reshape(-1), zero_padding(actions, mask).reshape(-1)
+    keep, chosen = None if mask is None else mask.bool().reshape(-1), zero_padding(actions, mask).reshape(-1)
     ours, theirs = logits.reshape(-1, logits.shape[-1]), ref_logits.reshape(-1, logits.shape[-1])
     found = torch.zeros(4, len(chosen), dtype=torch.promote_types(logits.dtype, torch.float32), device=logits.device)
     for rows in _pieces(ours):
-        log_p, log_q = (masked_log_softmax(flat[rows], keep[rows], temperature) for flat in (ours, theirs))
+        real = None if keep is None else keep[rows]
+        log_p, log_q = (masked_log_softmax(flat[rows], real, temperature) for flat in (ours, theirs))
         p = log_p.exp()
         found[0, rows] = log_p.gather(1, chosen[rows, None])[:, 0]
         found[1, rows] = log_q.gather(1, chosen[rows, None])[:, 0]
         found[2, rows] = (p * (log_p - log_q)).sum(dim=1)
         found[3, rows] = -(p.mul_(log_p)).sum(dim=1)
-    return Compared(*torch.where(keep, found, 0).view(4, *actions.shape))
+    return Compared(*(found if keep is None else torch.where(keep, found, 0)).view(4, *actions.shape))
 
 
 def compare_logprobs(
@@ -85,7 +86,7 @@ def compare_logprobs(
     ref_logits: Float[Tensor, "*shape vocab"],
     actions: Int[Tensor, "*shape"],
     temperature: float,
-    mask: Shaped[Tensor, "*shape"],
+    mask: Shaped[Tensor, "*shape"] | None = None,
 ) -> tuple[Float[Tensor, "*shape"], Float[Tensor, "*shape"], Float[Tensor, "*shape"]]:
     """Of two models on the same tokens: log π, log π_ref, and the exact KL(π ‖ π_ref) of each token's distribution.
 
@@ -98,20 +99,23 @@ class _LogProbsAndEntropy(torch.autograd.Function):
     """∂ log p_a / ∂z_j = 1[j = a] − p_j;  ∂H / ∂z_j = −p_j·(log p_j + H);  z = logits / temperature."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, actions: Tensor, temperature: float, real: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: Any, logits: Tensor, actions: Tensor, temperature: float, real: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
         """log p_a and H of each token, in nats, piece by piece; 0 on padding."""
         precision = torch.promote_types(logits.dtype, torch.float32)
         logprobs = torch.empty(actions.numel(), dtype=precision, device=logits.device)
         entropy = torch.empty_like(logprobs)
-        flat, chosen, keep = logits.reshape(-1, logits.shape[-1]), actions.reshape(-1), real.reshape(-1)
+        flat, chosen = logits.reshape(-1, logits.shape[-1]), actions.reshape(-1)
+        keep = None if real is None else real.reshape(-1)
         for rows in _pieces(flat):
-            log_p = masked_log_softmax(flat[rows], keep[rows], temperature)
+            log_p = masked_log_softmax(flat[rows], None if keep is None else keep[rows], temperature)
             logprobs[rows] = log_p.gather(1, chosen[rows, None])[:, 0]
             entropy[rows] = -(log_p.exp().mul_(log_p)).sum(dim=1)
         ctx.save_for_backward(flat, chosen, keep, entropy)
         ctx.temperature, ctx.shape = temperature, logits.shape
         ctx.set_materialize_grads(False)
-        logprobs, given = torch.where(keep, logprobs, 0), torch.where(keep, entropy, 0)
+        logprobs, given = zero_padding(logprobs, keep), zero_padding(entropy, keep)
         return logprobs.view(actions.shape), given.view(actions.shape)
 
     @staticmethod
@@ -126,16 +130,21 @@ class _LogProbsAndEntropy(torch.autograd.Function):
         gradient = torch.empty_like(flat)
         towards = torch.zeros_like(entropy) if to_logprobs is None else to_logprobs.reshape(-1)
         for rows in _pieces(flat):
-            log_p = masked_log_softmax(flat[rows], keep[rows], ctx.temperature)
-            weight = towards[rows, None]
-            piece = log_p.exp()
+            log_p = masked_log_softmax(flat[rows], None if keep is None else keep[rows], ctx.temperature)
+            weight, place = towards[rows, None], gradient[rows]
+            piece = torch.exp(log_p, out=place if place.dtype == log_p.dtype else None)
             if to_entropy is None:
                 piece.mul_(-weight)
             else:
                 spread = log_p.add_(entropy[rows, None]).mul_(to_entropy.reshape(-1)[rows, None])
                 piece.mul_(spread.add_(weight).neg_())
             piece.scatter_add_(1, chosen[rows, None], weight)
-            gradient[rows] = piece.div_(ctx.temperature).masked_fill_(~keep[rows, None], 0)
+            if ctx.temperature != 1:
+                piece.div_(ctx.temperature)
+            if keep is not None:
+                piece.masked_fill_(~keep[rows, None], 0)
+            if piece is not place:
+                place.copy_(piece)
         return gradient.view(ctx.shape), None, None, None
 
 

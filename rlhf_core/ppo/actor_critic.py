@@ -14,7 +14,7 @@ from rlhf_core.models.batch import TokenBatch, response_logits, response_logits_
 from rlhf_core.models.hf import fresh_head, keep_float32, scalar_head
 from rlhf_core.models.lora import Adapter, add_lora
 
-Logits = Float[Tensor, "rows time vocabulary"]
+Logits = Float[Tensor, "tokens vocabulary"]
 Values = Float[Tensor, "rows time"]
 
 
@@ -68,13 +68,13 @@ class ActorCritic:
         return self.critic is not None or self.head is not None
 
     def forward(self, batch: TokenBatch, trains_policy: bool = True) -> tuple[Logits, Values]:
-        """Logits that predict each response token, and V(s_t) at the position whose next token is action t, float32; 0
-        without a critic. Without `trains_policy` the policy gets no graph."""
+        """Logits that predict each response token, without padding; and V(s_t) at the position whose next token is
+        action t, float32; 0 on padding and without a critic. Without `trains_policy` the policy gets no graph."""
         builds_graph = torch.is_grad_enabled() and trains_policy
         if self.head is not None:
             with self.autocast(), torch.set_grad_enabled(builds_graph):
                 logits, hidden = response_logits_and_hidden(self.policy, batch)
-            return logits, self.head(hidden.float())[..., 0]
+            return logits, batch.spread(self.head(hidden.float())[..., 0])
         with self.autocast():
             values = state_values(self.critic, batch) if self.critic is not None else torch.zeros_like(batch.mask)
         with torch.set_grad_enabled(builds_graph):

@@ -32,10 +32,10 @@ LossAverage = Literal["tokens", "answer_means", "answer_sums"]
 @dataclass(frozen=True)
 class Pass:
     """One forward pass of policy and critic over some rows of a rollout, and the rollout's values of them: [b, t], 0 on
-    padding."""
+    padding; the logits are those of the real tokens only."""
 
     batch: TokenBatch
-    logits: Float[Tensor, "rows time vocabulary"]
+    logits: Float[Tensor, "tokens vocabulary"]
     logprobs: Float[Tensor, "rows time"]
     entropy: Float[Tensor, "rows time"]
     values: Float[Tensor, "rows time"]
@@ -63,8 +63,8 @@ class Pass:
         """A forward pass over the given rows, with a graph of the policy only where it is trained."""
         batch = rollout.batch(rows, pad_id)
         logits, values = models.forward(batch, trains_policy)
-        temperature = config.temperature
-        logprobs, entropy = logprobs_and_entropy(logits, batch.actions, temperature, batch.mask)
+        read = logprobs_and_entropy(logits, batch.response_tokens, config.temperature)
+        logprobs, entropy = map(batch.spread, read)
 
         def part(table: Tensor) -> Tensor:
             return table[rows, : batch.time]
@@ -169,4 +169,5 @@ def kl_loss(forward: Pass, config: PPOConfig, models: ActorCritic) -> Float[Tens
             forward.logprobs, forward.old_logprobs, forward.ref_logprobs, kind, mask, reduction="none"
         )
     ref_logits = models.reference_logits(forward.batch)
-    return full_kl(forward.logits / config.temperature, ref_logits / config.temperature, mask)
+    kl = full_kl(forward.logits / config.temperature, ref_logits / config.temperature)
+    return forward.batch.spread(kl)

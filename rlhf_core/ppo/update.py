@@ -12,7 +12,8 @@ from torch import Tensor
 from rlhf_core.config.ppo import PPOConfig
 from rlhf_core.errors import NonFiniteError, UserError
 from rlhf_core.models.batching import micro_batches
-from rlhf_core.models.masked import masked_mean, masked_sum, zero_padding
+from rlhf_core.models.masked import masked_mean, zero_padding
+from rlhf_core.models.packed import can_pack
 from rlhf_core.models.token_logprobs import compare_logprobs, logprobs_and_entropy
 from rlhf_core.ppo.actor_critic import ActorCritic
 from rlhf_core.ppo.kl import estimate_kl
@@ -113,18 +114,17 @@ class Updater:
         def work(rows: list[int]) -> None:
             batch = rollout.batch(rows, self.pad_id)
             logits = self.models.policy_logits(batch)
-            logprobs, _ = logprobs_and_entropy(logits, batch.actions, self.config.temperature, batch.mask)
-            old = rollout.old_logprobs[rows, : batch.time]
-            total.add_(masked_sum(estimate_kl(old, logprobs, "k3", batch.mask), batch.mask))
+            logprobs, _ = logprobs_and_entropy(logits, batch.response_tokens, self.config.temperature)
+            old = rollout.old_logprobs[rows, : batch.time][batch.real]
+            total.add_(estimate_kl(old, logprobs, "k3").sum())
 
         def passes() -> None:
             total.zero_()
-            for rows in self.processes.share(
-                [rows for minibatch in self.passes(rollout, plan, 0) for rows in minibatch]
-            ):
-                attempt(partial(work, rows), partial(len, rows))
+            for minibatch in self.passes(rollout, plan, 0):
+                for rows in self.processes.share(minibatch):
+                    attempt(partial(work, rows), partial(len, rows))
 
-        self.halving.until_it_fits(passes, lambda: None)
+        self.halving.until_it_fits(passes, gather=self.processes.gather)
         self.processes.all_reduce([total])
         return total.item() / sum(rollout.lengths)
 
@@ -132,9 +132,9 @@ class Updater:
         batch = rollout.batch(rows, self.pad_id)
         logits, values = self.models.forward(batch)
         found = compare_logprobs(
-            logits, self.models.reference_logits(batch), batch.actions, self.config.temperature, batch.mask
+            logits, self.models.reference_logits(batch), batch.response_tokens, self.config.temperature
         )
-        for table, part in zip(tables, (*found, zero_padding(values, batch.mask)), strict=True):
+        for table, part in zip(tables, (*map(batch.spread, found), zero_padding(values, batch.mask)), strict=True):
             table[rows, : batch.time] = part
 
     def _minibatches(self, rollout: Rollout, plan: StepPlan, epoch: int) -> list[list[int]]:
@@ -146,7 +146,8 @@ class Updater:
         share = -(-responses // plan.minibatches // self.processes.count)
         rows = self.halving.of(min(config.micro_batch_size, max(1, share)))
         tokens = config.micro_batch_tokens and self.halving.of(config.micro_batch_tokens)
-        return micro_batches(minibatch, rollout.widths, rows, tokens)
+        prompts = rollout.prompt_ids if can_pack(self.models.policy) else None  # nodes of equal prompts are shared
+        return micro_batches(minibatch, rollout.widths, rows, tokens, prompts)
 
     def _gradient(
         self, rollout: Rollout, credit: Credit, minibatch: Sequence[int], plan: StepPlan, number: int

@@ -24,7 +24,7 @@ def batch_of(problem: Problem, device: torch.device | str = "cpu") -> TokenBatch
 def token_logprobs(model: PreTrainedModel, problem: Problem, temperature: float) -> Float[Tensor, "responses time"]:
     """log π of each token of each response, in nats, with gradient; 0 on padding."""
     batch = batch_of(problem, model.device)
-    return logprobs_and_entropy(response_logits(model, batch), batch.actions, temperature, batch.mask)[0]
+    return batch.spread(logprobs_and_entropy(response_logits(model, batch), batch.response_tokens, temperature)[0])
 
 
 @torch.no_grad()
@@ -124,6 +124,7 @@ def _state(reference: Float[Tensor, "vocab"], q: Float[Tensor, "vocab"], forces:
 @torch.no_grad()
 def _next_token_logprobs(model: PreTrainedModel, problem: Problem, temperature: float) -> dict[Response, Tensor]:
     """log π(·|prefix) for every prefix that is no whole response."""
-    logits = response_logits(model, batch_of(problem, model.device)).double().cpu()
+    batch = batch_of(problem, model.device)
+    logits = batch.spread(response_logits(model, batch)).double().cpu()
     logprobs = (logits / temperature).log_softmax(dim=-1)
     return {r[:t]: logprobs[row, t] for row, r in enumerate(problem.responses) for t in range(len(r))}

@@ -84,7 +84,7 @@ class TokenReader:
             return [kl_loss(token, self.config, self.models).sum().item() for token in _each_token(forward)]
         temperature = self.config.temperature
         reference = self.models.reference_logits(self.rollout.batch([row], self.pad_id))
-        return full_kl(forward.logits / temperature, reference / temperature)[0].tolist()
+        return full_kl(forward.logits / temperature, reference / temperature).tolist()
 
 
 def part_of(forward: Pass, rows: slice, times: slice) -> Pass:
@@ -95,8 +95,11 @@ def part_of(forward: Pass, rows: slice, times: slice) -> Pass:
 
     batch = TokenBatch(forward.batch.input_ids[rows], forward.batch.attention_mask[rows], cut(forward.batch.mask))
     tables = {
-        name: cut(table) for name, table in vars(forward).items() if isinstance(table, Tensor) and name != "weights"
+        name: cut(table)
+        for name, table in vars(forward).items()
+        if isinstance(table, Tensor) and name not in ("logits", "weights")
     }
+    tables["logits"] = cut(forward.batch.spread(forward.logits))[batch.real]
     return replace(forward, batch=batch, weights=forward.weights[rows], **tables)  # type: ignore[arg-type]
 
 

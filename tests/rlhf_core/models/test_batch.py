@@ -1,18 +1,19 @@
 """`batch.py`: masks come from lengths, and padding changes no number, for absolute and rotary positions alike."""
 
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
 from transformers import PreTrainedModel
 
+from rlhf_core.models import batching
 from rlhf_core.models.batch import (
-    TokenBatch,
+    in_passes,
     pad_batch,
     response_logits,
     sequence_scores,
     state_values,
-    token_values,
 )
 from rlhf_core.models.token_logprobs import logprobs_and_entropy
 
@@ -47,7 +48,8 @@ def test_an_empty_response_keeps_its_row() -> None:
 
 def test_response_logits_predict_each_response_token(kind: str, build_lm: Build) -> None:
     model = build_lm(kind)
-    logits = response_logits(model, pad_batch(PROMPTS, RESPONSES, PAD))
+    batch = pad_batch(PROMPTS, RESPONSES, PAD)
+    logits = batch.spread(response_logits(model, batch))
     for row, (prompt, response) in enumerate(zip(PROMPTS, RESPONSES, strict=True)):
         ids, predicted = whole(prompt, response)
         torch.testing.assert_close(logits[row, : len(response)], model(ids).logits[0, predicted], rtol=0, atol=1e-4)
@@ -56,11 +58,12 @@ def test_response_logits_predict_each_response_token(kind: str, build_lm: Build)
 def test_rule_06_failure_08_padding_changes_no_logprob(kind: str, build_lm: Build) -> None:
     """The same prompt alone and in a batch."""
     model = build_lm(kind)
-    together = response_logits(model, pad_batch(PROMPTS, RESPONSES, PAD)).log_softmax(-1)
+    batch = pad_batch(PROMPTS, RESPONSES, PAD)
+    together = batch.spread(response_logits(model, batch).log_softmax(-1))
     for row, (prompt, response) in enumerate(zip(PROMPTS, RESPONSES, strict=True)):
         alone = response_logits(model, pad_batch([prompt], [response], PAD)).log_softmax(-1)
         picked = torch.tensor(response)[:, None]
-        difference = together[row, : len(response)].gather(1, picked) - alone[0].gather(1, picked)
+        difference = together[row, : len(response)].gather(1, picked) - alone.gather(1, picked)
         assert difference.abs().max() <= 1e-5
 
 
@@ -78,7 +81,7 @@ def test_rule_06_token_ids_on_padding_change_nothing(kind: str, build_lm: Build,
     batch, other = pad_batch(PROMPTS, RESPONSES, PAD), pad_batch(PROMPTS, RESPONSES, 17)
     real = batch.mask.bool()
     lm, scalar = build_lm(kind), build_scalar(kind)
-    torch.testing.assert_close(response_logits(lm, batch)[real], response_logits(lm, other)[real], rtol=0, atol=1e-5)
+    torch.testing.assert_close(response_logits(lm, batch), response_logits(lm, other), rtol=0, atol=1e-5)
     torch.testing.assert_close(state_values(scalar, batch)[real], state_values(scalar, other)[real], rtol=0, atol=1e-5)
 
 
@@ -88,8 +91,8 @@ def test_rule_09_a_value_is_that_of_the_position_before_the_action(kind: str, bu
     values = state_values(model, pad_batch(PROMPTS, RESPONSES, PAD))
     for row, (prompt, response) in enumerate(zip(PROMPTS, RESPONSES, strict=True)):
         for t in range(len(response)):
-            prefix = TokenBatch(ids := torch.tensor([prompt + response[:t]]), torch.ones_like(ids), torch.zeros(1, 1))
-            assert values[row, t].item() == pytest.approx(token_values(model, prefix)[0, -1].item(), abs=1e-5)
+            prefix = sequence_scores(model, pad_batch([prompt + response[:t]], [[]], PAD))
+            assert values[row, t].item() == pytest.approx(prefix.item(), abs=1e-5)
 
 
 def test_failure_03_a_score_is_read_at_the_last_real_token(kind: str, build_scalar: Build) -> None:
@@ -98,9 +101,8 @@ def test_failure_03_a_score_is_read_at_the_last_real_token(kind: str, build_scal
     responses = [[20, PAD], [], [30, 31, 32]]
     scores = sequence_scores(model, pad_batch(PROMPTS, responses, PAD))
     for row, (prompt, response) in enumerate(zip(PROMPTS, responses, strict=True)):
-        ids = torch.tensor([prompt + response])
-        every = token_values(model, TokenBatch(ids, torch.ones_like(ids), torch.zeros(1, 1)))
-        assert scores[row].item() == pytest.approx(every[0, -1].item(), abs=1e-5)
+        states = getattr(model, model.base_model_prefix)(torch.tensor([prompt + response])).last_hidden_state
+        assert scores[row].item() == pytest.approx(model.score(states[0, -1]).item(), abs=1e-5)
 
 
 def test_scores_are_those_of_the_hugging_face_head(kind: str, build_scalar: Build) -> None:
@@ -117,5 +119,20 @@ def test_rule_05_half_precision_models_give_float32(build_lm: Build, build_scala
     batch = pad_batch(PROMPTS, RESPONSES, PAD)
     logits = response_logits(build_lm().bfloat16(), batch)
     assert logits.dtype == torch.bfloat16
-    assert logprobs_and_entropy(logits, batch.actions, 1.0, batch.mask)[0].dtype == torch.float32
-    assert token_values(build_scalar().bfloat16(), batch).dtype == torch.float32
+    assert logprobs_and_entropy(logits, batch.response_tokens)[0].dtype == torch.float32
+    assert state_values(build_scalar().bfloat16(), batch).dtype == torch.float32
+
+
+@pytest.mark.parametrize("tokens", [4, 2048])
+def test_passes_of_some_rows_give_the_numbers_and_the_gradient_of_the_whole_batch(
+    tokens: int, kind: str, build_scalar: Build, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the order of the rows; equal prompts and an empty response among them."""
+    monkeypatch.setattr(batching, "TOKENS_ON_CPU", tokens)
+    model = build_scalar(kind)
+    batch = pad_batch([*PROMPTS, PROMPTS[0]], [*RESPONSES, []], PAD)
+    whole, parts = sequence_scores(model, batch), in_passes(partial(sequence_scores, model), batch)
+    torch.testing.assert_close(parts, whole, rtol=0, atol=1e-5)
+    slopes = [torch.autograd.grad(found.square().sum(), list(model.parameters())) for found in (whole, parts)]
+    for one, other in zip(*slopes, strict=True):
+        assert (one - other).norm() <= 1e-5 * one.norm()

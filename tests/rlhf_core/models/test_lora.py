@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from rlhf_core.config.lora import LoraSettings
 from rlhf_core.errors import UserError
-from rlhf_core.models.batch import TokenBatch, pad_batch, response_logits, sequence_scores, token_values
+from rlhf_core.models.batch import TokenBatch, pad_batch, response_logits, sequence_scores, state_values
 from rlhf_core.models.hf import load_scalar_model, save_checkpoint, scalar_head
 from rlhf_core.models.lora import Adapter, add_lora
 from rlhf_core.models.sampling import Sampled, sample
@@ -84,7 +84,7 @@ def test_a_scalar_model_keeps_its_head_and_its_values(kind: str, build_scalar: B
     add_lora(model, SETTINGS, seed=1)
     assert type(scalar_head(model)) is torch.nn.Linear
     assert scalar_head(model).weight.requires_grad
-    assert torch.equal(token_values(model, batch()), token_values(base, batch()))
+    assert torch.equal(state_values(model, batch()), state_values(base, batch()))
 
 
 def test_only_adapters_train_and_neither_output_layer_nor_head_is_adapted(
@@ -244,10 +244,10 @@ def test_a_merged_critic_loads_with_its_head(
 ) -> None:
     model = build_scalar(kind)
     adapter = stir(add_lora(model, SETTINGS, seed=1))
-    adapted = token_values(model, batch()).detach()
+    adapted = state_values(model, batch()).detach()
     save_checkpoint(tmp_path, adapter.merge(), tokenizer)
     for loaded in (load_scalar_model(tmp_path), AutoModelForSequenceClassification.from_pretrained(tmp_path)):
-        values = token_values(loaded.eval(), batch())
+        values = state_values(loaded.eval(), batch())
         torch.testing.assert_close(values, adapted, rtol=0, atol=1e-5 * adapted.abs().max().item())
 
 
@@ -291,7 +291,7 @@ def test_a_saved_adapter_continues_in_another_model(tmp_path: Path, build_scalar
     state = torch.load(tmp_path / "adapter.pt", weights_only=True)
     assert set(state) == {name for name, p in one.named_parameters() if p.requires_grad}
     add_lora(two, SETTINGS, seed=9).load_state_dict(state)
-    assert torch.equal(token_values(two, batch()), token_values(one, batch()))
+    assert torch.equal(state_values(two, batch()), state_values(one, batch()))
 
 
 def test_an_adapter_of_other_settings_is_refused(build_lm: Build) -> None:

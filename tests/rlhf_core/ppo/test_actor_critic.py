@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 
 from rlhf_core.models.batch import pad_batch, response_logits, state_values
 from rlhf_core.models.hf import load_scalar_model, save_checkpoint, scalar_model_of
+from rlhf_core.models.packed import can_pack
 from rlhf_core.ppo.actor_critic import ActorCritic
 from rlhf_core.ppo.trainer import PPOTrainer
 
@@ -31,6 +32,7 @@ def test_failure_12_a_shared_critic_reads_policy_and_values_in_one_pass(kind: st
     """The body runs once a forward, no second model is in memory, and the values are those of the last hidden state."""
     models = make_trainer(kind, **SHARED).models
     torch.nn.init.normal_(models.head.weight)
+    assert can_pack(models.policy)
     body, passes = getattr(models.policy, models.policy.base_model_prefix), []
     body.register_forward_hook(lambda *_: passes.append(1))
     logits, values = models.forward(BATCH)

@@ -90,8 +90,8 @@ def test_rule_07_the_log_probabilities_are_those_of_the_training_forward_pass(
     assert len({len(response) for response in sampled.responses}) > 2
     batch = pad_batch(PROMPTS, sampled.responses, PAD)
     with torch.no_grad():
-        logprobs = (response_logits(model, batch) / 0.8).log_softmax(-1).gather(-1, batch.actions[..., None])[..., 0]
-    for row, theirs in zip(logprobs, sampled.logprobs, strict=True):
+        logprobs = (response_logits(model, batch) / 0.8).log_softmax(-1).gather(-1, batch.response_tokens[:, None])
+    for row, theirs in zip(batch.spread(logprobs[:, 0]), sampled.logprobs, strict=True):
         assert (row[: len(theirs)] - torch.tensor(theirs)).abs().max() <= 1e-4
 
 

@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from transformers import PreTrainedModel
 
 from rlhf_core.errors import NonFiniteError
-from rlhf_core.models.batch import pad_batch, response_logits, state_values
+from rlhf_core.models.batch import TokenBatch, pad_batch, response_logits, state_values
 from rlhf_core.models.hf import map_scalar
 from rlhf_core.models.scorers import Answers
 from rlhf_core.ppo.advantages import compute_group_advantages
@@ -36,13 +36,19 @@ def forward_of(trainer: PPOTrainer, rows: list[int]) -> Pass:
     return Pass.over(rows, rollout, credit, trainer.models, trainer.config, trainer.pad_id)
 
 
+def chosen_logprobs(trainer: PPOTrainer, batch: TokenBatch) -> torch.Tensor:
+    """log π of the sampled tokens [B, T], at temperature 1."""
+    logprobs = trainer.models.policy_logits(batch).log_softmax(dim=-1)
+    return batch.spread(logprobs.gather(1, batch.response_tokens[:, None])[:, 0])
+
+
 @torch.no_grad()
 def exact_kl(trainer: PPOTrainer) -> float:
     """KL(π ‖ π_ref) in nats per token, over samples of the current policy."""
     rollout = trainer.rollout()
     batch = rollout.batch(range(len(rollout.texts)), trainer.pad_id)
     logits = [response_logits(model, batch) for model in (trainer.models.policy, trainer.models.reference)]
-    return (full_kl(*logits, batch.mask).sum() / batch.mask.sum()).item()
+    return (full_kl(*logits).sum() / batch.mask.sum()).item()
 
 
 def policy_after(trainer: PPOTrainer, steps: int = 1) -> torch.Tensor:
@@ -116,7 +122,7 @@ def test_rule_22_the_kl_of_a_step_is_that_after_its_update(make_trainer: MakeTra
     statistics = trainer.updater.run(rollout, trainer.assign_credit(rollout, trainer.score(rollout)), trainer.plan())
     batch = rollout.batch(range(len(rollout.texts)), trainer.pad_id)
     with torch.no_grad():
-        new = trainer.models.policy_logits(batch).log_softmax(-1).gather(2, batch.actions[..., None])[..., 0]
+        new = chosen_logprobs(trainer, batch)
     expected = approx_kl(new, rollout.old_logprobs, rollout.mask).item()
     means = statistics.means()
     assert means["approx_kl"] == pytest.approx(0.0, abs=1e-9)
@@ -185,7 +191,7 @@ def test_the_average_of_the_loss_is_that_of_its_formula(make_trainer: MakeTraine
     answers = []
     for row, length in enumerate(rollout.lengths):
         batch = rollout.batch([row], trainer.pad_id)
-        logprobs = trainer.models.policy_logits(batch).log_softmax(-1).gather(2, batch.actions[..., None])[0, :, 0]
+        logprobs = chosen_logprobs(trainer, batch)[0]
         answers.append(-(logprobs * credit.weights[row, :length]).sum() / (length if average == "answer_means" else 1))
     total = torch.stack(answers).sum() / (sum(rollout.lengths) if average == "tokens" else len(answers))
     total.backward()
@@ -324,9 +330,7 @@ def test_rule_15_kl_in_the_loss_is_divided_by_the_deviation_of_the_advantages(ma
             for coef in (0.7, 0.0)
         )
         added = losses["total_loss"] - without["total_loss"]
-        exact = full_kl(
-            forward.logits, response_logits(trainer.models.reference, forward.batch), forward.batch.mask
-        ).sum()
+        exact = full_kl(forward.logits, response_logits(trainer.models.reference, forward.batch)).sum()
         assert losses["kl_loss"].item() == pytest.approx(exact.item(), rel=1e-5)
         assert added.item() == pytest.approx(0.7 * exact.item() / forward.scale, rel=1e-3)
 

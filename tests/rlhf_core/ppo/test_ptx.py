@@ -19,7 +19,7 @@ def nats_per_token(trainer: PPOTrainer, pieces: list[list[int]]) -> float:
     """Next-token loss, one piece and one token at a time."""
     total = 0.0
     for piece in pieces:
-        logits = response_logits(trainer.models.policy, pad_batch([piece[:1]], [piece[1:]], 0))[0]
+        logits = response_logits(trainer.models.policy, pad_batch([piece[:1]], [piece[1:]], 0))
         total -= sum(logits.log_softmax(-1)[t, token].item() for t, token in enumerate(piece[1:]))
     return total / sum(len(piece) - 1 for piece in pieces)
 

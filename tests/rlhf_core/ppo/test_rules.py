@@ -67,8 +67,8 @@ def test_rule_05_logits_are_made_for_response_positions_only(kind: str, build_lm
     seen: list[int] = []
     model.get_output_embeddings().register_forward_hook(lambda _, inputs, __: seen.append(inputs[0].shape[1]))
     batch = pad_batch([[3, 9, 4], [3, 8, 7, 6, 5, 11, 12, 13, 4]], [[20, 21, 1], [30]], PAD)
-    assert response_logits(model, batch).shape == (2, 3, model.config.vocab_size)
-    assert seen == [3]
+    assert response_logits(model, batch).shape == (4, model.config.vocab_size)
+    assert seen == [4]
 
 
 def gradient(model: PreTrainedModel, value: Tensor) -> Tensor:
@@ -88,7 +88,7 @@ def test_rule_06_the_amount_of_left_padding_changes_no_logprob_no_value_and_no_g
     outcomes = []
     for prompts, responses in (([prompt], [response]), ([prompt, long], [response, [30]])):
         batch = pad_batch(prompts, responses, PAD)
-        logprobs = logprobs_and_entropy(response_logits(policy, batch), batch.actions, 1.0, batch.mask)[0][0]
+        logprobs = logprobs_and_entropy(response_logits(policy, batch), batch.response_tokens)[0][: len(response)]
         values = state_values(critic, batch)[0]
         gradients = gradient(policy, logprobs.sum()), gradient(critic, values[: len(response)].sum())
         outcomes.append((logprobs, values, gradients))
@@ -107,8 +107,8 @@ def test_rule_07_the_old_logprobs_stay_while_the_policy_moves(make_trainer: Make
     trainer.updater.run(rollout, trainer.assign_credit(rollout, trainer.score(rollout)), trainer.plan())
     assert torch.equal(rollout.old_logprobs, before)
     batch = rollout.batch(range(8), trainer.pad_id)
-    now = logprobs_and_entropy(response_logits(trainer.models.policy, batch), batch.actions, 1.0, batch.mask)[0]
-    assert (now - before).abs().max() > 1e-2
+    now = logprobs_and_entropy(response_logits(trainer.models.policy, batch), batch.response_tokens)[0]
+    assert (batch.spread(now) - before).abs().max() > 1e-2
 
 
 # reward and advantage

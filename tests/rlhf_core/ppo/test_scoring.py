@@ -49,8 +49,8 @@ def test_rule_12_the_answers_are_sampled_at_the_temperature_of_ppo(
     batch = pad_batch(found.answers.prompt_ids, found.answers.response_ids, trainer.pad_id)
     with torch.no_grad():
         logprobs = (response_logits(trainer.models.reference, batch) / temperature).log_softmax(dim=-1)
-    sampled = logprobs.gather(2, batch.actions[..., None])[..., 0][batch.mask.bool()]
-    entropy = -(logprobs.exp() * logprobs).sum(dim=-1)[batch.mask.bool()]
+    sampled = logprobs.gather(1, batch.response_tokens[:, None])[:, 0]
+    entropy = -(logprobs.exp() * logprobs).sum(dim=-1)
     error = (sampled + entropy).std() / math.sqrt(len(sampled))
     assert abs((sampled + entropy).mean()) < 4 * error
 

@@ -1,0 +1,152 @@
+"""Forward passes without padding: the tokens of all sequences as one row, in which every distinct prefix occurs once.
+Only attention runs per sequence. No other module depends on how transformers calls attention functions and masks."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from torch.nn.functional import embedding
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+ATTENTION = "leash_packed"
+"""The name of `attention` among the attention functions of transformers."""
+LONGEST_TO_SHORTEST = 1.5
+"""Sequences that attend in one call differ at most by this factor in length."""
+UNSUPPORTED = ("sliding_window", "softcap", "s_aux", "position_bias")
+"""Arguments of an attention function that change its result, other than masks."""
+
+
+@dataclass(frozen=True, eq=False)
+class Packed:
+    """The prefix tree of some sequences. A node is a token behind the tokens before it; equal prefixes share nodes."""
+
+    input_ids: Int[Tensor, "nodes"]
+    position_ids: Int[Tensor, "nodes"]
+    nodes: Int[Tensor, "rows longest"]
+    """The node of each token of each sequence; behind the end of a sequence any node."""
+    calls: list[Int[Tensor, "sequences width"]]
+    """The nodes of sequences of similar length, for one call of attention each."""
+    slots: Int[Tensor, "nodes"]
+    """The place of each node among the outputs of all calls."""
+
+    @classmethod
+    def of(cls, sequences: Sequence[Sequence[int]], device: torch.device | str = "cpu") -> "Packed":
+        """The tree of sequences of token ids, of which at least one is not empty."""
+        order = sorted(range(len(sequences)), key=lambda row: list(sequences[row]))
+        longest = max(map(len, sequences))
+        ids = torch.tensor([[*sequences[row], *[-1] * (longest - len(sequences[row]))] for row in order])
+        real = ids >= 0
+        new = real.clone()  # a sequence shares a prefix with another one exactly if it shares it with its neighbour
+        new[1:] &= (ids[1:] != ids[:-1]).cumsum(dim=1) > 0
+        numbers = new.view(-1).cumsum(dim=0).view(new.shape) - 1
+        nodes = torch.where(new, numbers, 0).cummax(dim=0).values
+        calls, slots = _calls(nodes, new, real.sum(dim=1).tolist())
+        places = torch.empty(len(order), dtype=torch.long).scatter_(0, torch.tensor(order), torch.arange(len(order)))
+        columns = torch.arange(longest).expand_as(ids)
+        tensors = (ids[new], columns[new], nodes[places], slots, *calls)
+        input_ids, position_ids, nodes, slots, *calls = (tensor.to(device) for tensor in tensors)
+        return cls(input_ids, position_ids, nodes, calls, slots)
+
+    @property
+    def inputs(self) -> dict[str, Any]:
+        """Arguments of a model for which `can_pack`; its outputs are [1, nodes, …]. Transformers returns a mask of four
+        dimensions as it is, and this one is not used."""
+        return {
+            "input_ids": self.input_ids[None],
+            "position_ids": self.position_ids[None],
+            "attention_mask": self.input_ids.new_zeros(1, 1, 1, 1),
+            "packed": self,
+        }
+
+
+def _calls(
+    nodes: Int[Tensor, "rows longest"], new: Int[Tensor, "rows longest"], lengths: list[int]
+) -> tuple[list[Tensor], Int[Tensor, "nodes"]]:
+    """`Packed.calls` and `Packed.slots`. Sequences without a node of their own are left out."""
+    rows = sorted(torch.nonzero(new.any(dim=1))[:, 0].tolist(), key=lengths.__getitem__)
+    groups: list[list[int]] = []
+    for row in rows:
+        if not groups or lengths[row] > LONGEST_TO_SHORTEST * lengths[groups[-1][0]]:
+            groups.append([])
+        groups[-1].append(row)
+    tables = [nodes[group, : lengths[group[-1]]] for group in groups]
+    owners = torch.cat([new[group, : lengths[group[-1]]].reshape(-1) for group in groups]).nonzero()[:, 0]
+    slots = torch.empty_like(owners)
+    slots[torch.cat([table.reshape(-1) for table in tables])[owners]] = owners
+    return tables, slots
+
+
+def attention(
+    module: torch.nn.Module,
+    query: Float[Tensor, "1 heads nodes size"],
+    key: Float[Tensor, "1 groups nodes size"],
+    value: Float[Tensor, "1 groups nodes size"],
+    attention_mask: Tensor | None,
+    packed: Packed | None = None,
+    **options: Any,
+) -> tuple[Float[Tensor, "1 nodes heads size"], None]:
+    """An attention function of transformers: causal attention within each sequence of `packed`; without it, that of
+    `sdpa`. Raises ValueError for attention of another kind."""
+    if packed is None:
+        plain: tuple[Tensor, None] = sdpa_attention_forward(module, query, key, value, attention_mask, **options)
+        return plain
+    if met := [name for name in UNSUPPORTED if options.get(name) is not None]:
+        raise ValueError(f"{type(module).__name__}: packed attention has no {', '.join(met)}")
+    if not getattr(module, "is_causal", True):
+        raise ValueError(f"{type(module).__name__}: packed attention is causal")
+    flat = [x[0].transpose(0, 1).reshape(x.shape[2], -1) for x in (query, key, value)]
+    outputs = []
+    for nodes in packed.calls:
+        parts = [
+            embedding(nodes, rows).view(*nodes.shape, x.shape[1], -1).transpose(1, 2)
+            for rows, x in zip(flat, (query, key, value), strict=True)
+        ]
+        outputs.append(sdpa_attention_forward(module, *parts, None, **options)[0].flatten(2).flatten(0, 1))
+    return embedding(packed.slots, torch.cat(outputs)).view(1, query.shape[2], query.shape[1], -1), None
+
+
+AttentionInterface.register(ATTENTION, attention)
+AttentionMaskInterface.register(ATTENTION, sdpa_mask)
+
+_decided: WeakKeyDictionary[PreTrainedModel, bool] = WeakKeyDictionary()
+
+
+def can_pack(model: PreTrainedModel) -> bool:
+    """Whether the model can read `Packed.inputs`. Decided once per model, whose attention function this replaces by
+    `attention`, by reading two short sequences with it and without."""
+    if model not in _decided:
+        _decided[model] = _replace_attention(model)
+    return _decided[model]
+
+
+@torch.no_grad()
+def _replace_attention(model: PreTrainedModel) -> bool:
+    before, kinds = model.config._attn_implementation, getattr(model.config, "layer_types", None) or ()
+    if before not in ("sdpa", ATTENTION) or any(kind != "full_attention" for kind in kinds):
+        return False
+    if not model._can_set_attn_implementation():
+        return False
+    body = getattr(model, model.base_model_prefix)
+    vocabulary = body.get_input_embeddings().num_embeddings
+    sequences = [[token % vocabulary for token in row] for row in ((2, 3, 4, 5), (2, 3, 6))]
+    device = body.get_input_embeddings().weight.device
+    try:
+        with torch.autocast(device.type, enabled=False):
+            alone = [body(input_ids=torch.tensor([row], device=device)).last_hidden_state[0] for row in sequences]
+            model.set_attn_implementation(ATTENTION)
+            packed = Packed.of(sequences, device)
+            states = body(**packed.inputs, use_cache=False).last_hidden_state[0]
+        gaps = [(states[nodes[: len(row)]] - row).abs().max() for nodes, row in zip(packed.nodes, alone, strict=True)]
+        tolerance = 1e-4 if states.dtype == torch.float32 else 0.05
+        if torch.stack(gaps).max() <= tolerance * torch.cat(alone).abs().max():
+            return True
+    except (AttributeError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError):
+        pass  # an architecture that passes no arguments on, or has attention of another kind
+    model.set_attn_implementation(before)
+    return False
