@@ -1,7 +1,8 @@
 """Forward passes without padding: the tokens of all sequences as one row, in which every distinct prefix occurs once.
 Only attention runs per sequence. No other module depends on how transformers calls attention functions and masks."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -123,6 +124,20 @@ def can_pack(model: PreTrainedModel) -> bool:
     if model not in _decided:
         _decided[model] = _replace_attention(model)
     return _decided[model]
+
+
+@contextmanager
+def plain_attention(model: PreTrainedModel) -> Iterator[None]:
+    """In this context the model has transformers' own attention function, for code of transformers that depends on the
+    function's name: continuous batching builds a mask for `sdpa` and none for functions that it does not know."""
+    replaced = model.config._attn_implementation == ATTENTION
+    if replaced:
+        model.set_attn_implementation("sdpa")
+    try:
+        yield
+    finally:
+        if replaced:
+            model.set_attn_implementation(ATTENTION)
 
 
 @torch.no_grad()

@@ -24,6 +24,7 @@ from rlhf_core.data.tokenizer import stop_ids
 from rlhf_core.determinism import stream
 from rlhf_core.errors import UserError
 from rlhf_core.models.masked import masked_log_softmax
+from rlhf_core.models.packed import plain_attention
 from rlhf_core.models.sampling import Sampled, draw, in_batches, left_padded, sample
 
 Key = tuple[int, ...]
@@ -193,7 +194,7 @@ class ContinuousEngine:
         if not prompts:
             return Sampled([], [], [])
         devices = [policy.device] if policy.device.type == "cuda" else []
-        with torch.random.fork_rng(devices=devices), blank_generation_config(policy):
+        with torch.random.fork_rng(devices=devices), blank_generation_config(policy), plain_attention(policy):
             answers = policy.generate_batch(
                 [list(prompt) for prompt in prompts],
                 generation_config=self._generation(),

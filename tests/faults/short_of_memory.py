@@ -37,7 +37,8 @@ def main(folder: Path) -> None:
     second = whole.processes.accelerator.process_index == 1
 
     def refuse(_: Any, __: Any, inputs: dict[str, Any]) -> None:
-        if second and torch.is_grad_enabled() and len(inputs["input_ids"]) > 1:
+        rows = len(inputs["packed"].nodes if "packed" in inputs else inputs["input_ids"])
+        if second and torch.is_grad_enabled() and rows > 1:
             raise torch.OutOfMemoryError("CUDA out of memory.")
 
     short.models.policy.register_forward_pre_hook(refuse, with_kwargs=True)

@@ -54,7 +54,7 @@ class Shortage:
 
     def _forward(self, _: nn.Module, __: Any, inputs: dict[str, Any]) -> None:
         if torch.is_grad_enabled():
-            self.rows.append(len(inputs["input_ids"]))
+            self.rows.append(len(inputs["packed"].nodes if "packed" in inputs else inputs["input_ids"]))
             self.since.append(self.rows[-1])
             if self.where == "forward":
                 self._allocate()
