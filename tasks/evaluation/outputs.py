@@ -118,7 +118,7 @@ def sample_rows(evaluator: Evaluator, results: dict[str, Results]) -> list[Row]:
             "gold_policy": None if policy.gold is None else policy.gold[i],
             "reward_sft": sft.rewards[i],
             "reward_policy": policy.rewards[i],
-            "kl": policy.divergence.k1[i],
+            "kl": policy.divergence.exact[i],
             "sft_tokens": sft.tokens[i],
             "policy_tokens": policy.tokens[i],
         }
@@ -143,7 +143,7 @@ def answer_rows(stage: Stage[EvaluateParams], evaluator: Evaluator, results: dic
                     "tokens": scored.tokens[i],
                     "reward": scored.rewards[i],
                     "gold": None if scored.gold is None else scored.gold[i],
-                    "kl": None if scored.divergence is None else scored.divergence.k1[i],
+                    "kl": None if scored.divergence is None else scored.divergence.exact[i],
                 }
 
 

@@ -171,17 +171,19 @@ def test_costs_are_those_beyond_the_common_stages() -> None:
     paid = {
         "ppo": (100, 10), "rejection_sft": (32, 4), "hybrid": (100, 20), "dpo": (0, 7), "rloo": (90, 9),
     }  # fmt: skip
-    metrics = {
+    metrics: dict[str, dict[str, Any]] = {
         f"metrics/{name}.json": {"samples_generated": samples, "tokens_trained": tokens}
         for name, (samples, tokens) in paid.items()
     }
+    metrics["metrics/rloo.json"]["recipe"] = "ppo_style"
     stage: Any = SimpleNamespace(read_json=metrics.__getitem__, params=SimpleNamespace(extra_models=["mine"]))
     plain: Any = SimpleNamespace(best_of=1)
     found = {
         name: tuple(costs(stage, name, plain).values()) for name in ("sft", "policy", "hybrid", "dpo", "rloo", "mine")
     }
     assert found == {
-        "sft": (0, 0, 1), "policy": (100, 10, 1), "hybrid": (132, 24, 1), "dpo": (0, 7, 1), "rloo": (90, 9, 1),
-        "mine": (None, None, 1),
+        "sft": (0, 0, 1, None), "policy": (100, 10, 1, None), "hybrid": (132, 24, 1, None), "dpo": (0, 7, 1, None),
+        "rloo": (90, 9, 1, "ppo_style"), "mine": (None, None, 1, None),
     }  # fmt: skip
-    assert tuple(costs(stage, "best_of_4", SimpleNamespace(best_of=4)).values()) == (0, 0, 4)  # type: ignore[arg-type]
+    best: Any = SimpleNamespace(best_of=4)
+    assert tuple(costs(stage, "best_of_4", best).values()) == (0, 0, 4, None)

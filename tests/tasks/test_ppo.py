@@ -5,19 +5,18 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from ruamel.yaml import YAML
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from rlhf_core.config.ppo import PPOConfig
 from rlhf_core.models.hf import load_causal_lm, load_scalar_model
-from rlhf_core.ppo.actor_critic import ActorCritic
+from rlhf_core.ppo.scoring import ScoreNormalisation
 from rlhf_core.ppo.trainer import PPOTrainer, Row
-from tasks.training.ppo_loop import load_models
+from tasks.training.ppo_inputs import starting_critic
 
 if TYPE_CHECKING:
     from tests.conftest import Ended, Project
@@ -129,15 +128,17 @@ def test_a_text_for_ptx_is_read_from_data_raw(
     assert "must stay below data/raw/" in stage_main(finished, "ppo").stderr
 
 
-def models_with(project: "Project", block: str, **changes: Any) -> ActorCritic:
-    """The models of a run with other settings of one block."""
+def critic_with(project: "Project", init: str) -> PreTrainedModel:
+    """The critic that a run starts with, for scores of mean 2 and deviation 0.5."""
     values = YAML(typ="safe").load(project.root / "params.yaml")["ppo"]
-    config = PPOConfig.model_validate(values | {block: {**values.get(block, {}), **changes}})
-    stage: Any = SimpleNamespace(root=project.root, seed=1, common=SimpleNamespace(trust_remote_code=False))
-    return load_models(stage, config)
+    config = PPOConfig.model_validate(values | {"critic": {**values["critic"], "init": init}})
+    critic = starting_critic(project.root, config, ScoreNormalisation(2.0, 0.5), seed=1, trusted=False)
+    assert critic is not None
+    return critic
 
 
 def test_the_critic_starts_where_the_settings_say(finished: "Project") -> None:
+    """From the reward model in the unit of the score, or from the SFT model with a new head."""
     trained = load_scalar_model(finished.root / "models" / "reward")
     with torch.no_grad():
         for parameter in trained.parameters():
@@ -145,10 +146,8 @@ def test_the_critic_starts_where_the_settings_say(finished: "Project") -> None:
     trained.save_pretrained(finished.root / "models" / "reward")
     reward = trained.state_dict()
     body = load_causal_lm(finished.root / "models" / "sft").model.state_dict()
-    from_reward = models_with(finished, "critic", init="reward").critic
-    from_sft = models_with(finished, "critic", init="sft").critic
-    assert from_reward is not None
-    assert from_sft is not None
-    assert all(torch.equal(weight, reward[name]) for name, weight in from_reward.state_dict().items())
+    from_reward, from_sft = critic_with(finished, "reward"), critic_with(finished, "sft")
+    expected = reward | {"score.weight": 2.0 * reward["score.weight"], "score.bias": torch.tensor([-4.0])}
+    assert all(torch.equal(weight, expected[name]) for name, weight in from_reward.state_dict().items())
     assert all(torch.equal(weight, body[name]) for name, weight in from_sft.model.state_dict().items())
     assert not torch.equal(from_sft.score.weight, reward["score.weight"])

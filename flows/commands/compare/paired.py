@@ -29,7 +29,7 @@ class Paired:
 
 def column_of(figure: str) -> Column:
     """The column that says how a difference of this figure is printed."""
-    key = {"tokens": "response_tokens"}.get(figure, figure)
+    key = {"tokens": "response_tokens", "kl": "kl_exact"}.get(figure, figure)
     return next(column for column in COLUMNS if column.key == key)
 
 

@@ -57,7 +57,7 @@ def test_an_interval_contains_the_uncertainty_of_both_kls() -> None:
         assert found.high - found.low > 0.1
 
 
-def test_the_best_of_many_equal_points_looks_no_better_than_it_is() -> None:
+def test_rule_25_the_best_of_many_equal_points_looks_no_better_than_it_is() -> None:
     """Ten points of one true score: the majorant of the same prompts takes the luckiest, the cross-fitted does not."""
     rng, fitted, naive = np.random.default_rng(2), [], []
     curve_kl = flat(0, *([2.0] * 10))

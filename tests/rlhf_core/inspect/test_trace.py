@@ -76,7 +76,8 @@ def test_the_tokens_add_up_to_the_diagnostics(make_trainer: MakeTrainer, setting
     if trainer.config.kl.penalty == "loss":
         assert close(mean([reading.kl_loss for reading in passes]), row["kl_loss"])
     if passes[0].clipped is not None:
-        held = [float(reading.clipped and reading.pull == 0) for reading in passes]
+        signs = [1 if token.weight > 0 else -1 for trace in traces for token in trace.tokens for _ in token.passes]
+        held = [float(sign * (reading.ratio - 1) > 0.2) for sign, reading in zip(signs, passes, strict=True)]
         assert close(mean(held), row["clip_fraction"])
     assert close(sum(trace.kl for trace in traces) / 8, row["kl"])
     assert close(sum(trace.return_ for trace in traces) / 8, row["reward_shaped"])

@@ -270,7 +270,7 @@ def test_failure_11_a_scorer_of_text_is_enough(make_trainer: MakeTrainer) -> Non
 # controller and schedule
 
 
-def test_rule_17_the_adaptive_controller_follows_the_kl_of_a_sequence(make_trainer: MakeTrainer) -> None:
+def test_rule_17_rule_23_the_adaptive_controller_follows_the_exact_kl_of_a_sequence(make_trainer: MakeTrainer) -> None:
     """By the exact KL (rule 23), with a target at which the error is not cut off. A row shows the β of its step."""
     kl = make_trainer().step()["kl_full"]
     target = kl / 1.1
