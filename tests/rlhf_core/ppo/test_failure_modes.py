@@ -2,12 +2,14 @@
 finds one in the healthy run."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
 
 from rlhf_core.data.chat import Conversation
+from rlhf_core.models.scorers import Answers
+from rlhf_core.ppo.engines import LeashEngine
 from rlhf_core.ppo.health import DETECTORS, SLOW_GENERATION, Alert, Monitor
 from rlhf_core.ppo.trainer import PPOTrainer
 
@@ -44,6 +46,33 @@ HEALTHY: dict[str, Any] = {
 NO_KL_PENALTY = {"kl": {"coef": 0.0}, "learning_rate": 1e-2, "score": {"normalise": False, "clip": 100.0}}
 """β = 0 and a learning rate ten times too high: token 10 and nothing else, step after step."""
 
+TOO_LONG = {
+    "scorer": lambda answers: [float(len(ids)) for ids in answers.response_ids],
+    "normalisation": (4.0, 1.0),
+    "kl": {"coef": 0.0},
+    "learning_rate": 1e-2,
+    "max_new_tokens": 40,
+}
+"""Every token is paid for, and the end of an answer is not."""
+
+TOO_SHORT = TOO_LONG | {
+    "scorer": lambda answers: [-float(len(ids)) for ids in answers.response_ids],
+    "normalisation": (-8.0, 4.0),
+}
+
+
+@dataclass
+class WithOutlier:
+    """The share of token 10; from the tenth call on, the first answer of a call has a million more."""
+
+    calls: int = 0
+
+    def __call__(self, answers: Answers) -> list[float]:
+        self.calls += 1
+        shares = [ids.count(10) / len(ids) for ids in answers.response_ids]
+        return [shares[0] + 1e6 * (self.calls >= 10), *shares[1:]]
+
+
 FAILING: dict[str, tuple[str, int, dict[str, Any]]] = {
     "reward_hacking": ("no KL penalty, a judge with other preferences", 22, NO_KL_PENALTY),
     "entropy_collapse": ("no KL penalty, a judge with other preferences", 22, NO_KL_PENALTY),
@@ -56,6 +85,15 @@ FAILING: dict[str, tuple[str, int, dict[str, Any]]] = {
     ),
     "frozen_reward": ("a clip of a hundredth of a percent", 11, {"clip_ratio": 1e-4, "learning_rate": 1e-4}),
     "stale_data": ("eight epochs on a rollout, lr times 5", 5, {"ppo_epochs": 8, "learning_rate": 5e-3}),
+    "length_drift": ("no KL penalty, a score against length", 20, TOO_SHORT),
+    "missing_ends": ("no KL penalty, a score for length", 20, TOO_LONG),
+    "exploding_gradient": (
+        "single answers have a huge score, and none is clipped",
+        14,
+        {"scorer": WithOutlier(), "score": {"normalise": False, "clip": 1e9}, "learning_rate": 1e-4},
+    ),
+    "huge_penalty": ("a KL coefficient times 100", 6, {"kl": {"coef": 100.0}, "learning_rate": 1e-2}),
+    "engine_mismatch": ("an engine that samples at another temperature", 2, {"engine_temperature": 1.5}),
     SLOW_GENERATION: (
         "long answers, few at a time, used once",
         8,
@@ -89,7 +127,11 @@ def watched(make_trainer: MakeTrainer, **changes: Any) -> Watched:
     merged = dict(HEALTHY)
     for key, value in changes.items():
         merged[key] = {**merged.get(key, {}), **value} if isinstance(value, dict) else value
+    temperature = merged.pop("engine_temperature", None)
     trainer = make_trainer(**merged)
+    if temperature is not None:
+        assert isinstance(trainer.engine, LeashEngine)
+        trainer.engine = LeashEngine(replace(trainer.engine.rules, temperature=temperature))
     return Watched(trainer, Monitor(trainer.config))
 
 

@@ -89,6 +89,6 @@ def test_gold_margins_are_in_the_order_of_score_pairs(monkeypatch: pytest.Monkey
     rows = [row(10, 3, 1), row(1, 5, 9), row(10, 2, 3), row(7, 1, 2)]
     pairs = [Comparison([10], [[3], [1], [2]], [(0, 1), (2, 0)]), Comparison([1], [[5], [9]], [(0, 1)])]
     collated = PairCollator(pad_id=0)(pairs)
-    ids = collated["response_ids"][:, -1]
+    ids = collated["input_ids"][:, -1]
     assert ids[collated["chosen"]].tolist() == [3, 2, 5]
     assert gold_margins(rows, tokenizer, pairs, NumberJudge()).tolist() == [20.0, -10.0, -4.0]
