@@ -258,10 +258,11 @@ class Updater:
             ),
             "approx_kl": approx_kl(new, old, mask),
             "ratio": masked_mean(torch.exp(new - old), mask),
+            "entropy": masked_mean(forward.entropy, mask),
         }
         real = mask.sum().item()
         for name, loss in losses.items():
-            if name != "total_loss":
+            if name not in ("total_loss", "entropy"):
                 statistics.sums[name] += loss.item() * statistics.tokens / divisor
         for name, mean in means.items():
             statistics.sums[name] += mean.item() * real

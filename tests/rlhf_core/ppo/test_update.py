@@ -177,6 +177,13 @@ def test_rule_16_the_value_clip_has_a_key_of_its_own(make_trainer: MakeTrainer) 
     assert shares == {0.2: 1.0, 0.3: 0.0}
 
 
+@pytest.mark.parametrize("average", ["answer_means", "answer_sums"])
+def test_rule_18_the_entropy_is_per_token_however_the_loss_is_averaged(make_trainer: MakeTrainer, average: str) -> None:
+    rows = [make_trainer(ppo_epochs=1, minibatches=1, loss_average=kind).step() for kind in ("tokens", average)]
+    assert rows[1]["entropy"] == pytest.approx(rows[0]["entropy"], rel=1e-5)
+    assert rows[1]["policy_loss"] != pytest.approx(rows[0]["policy_loss"], rel=1e-2)
+
+
 @pytest.mark.parametrize("micro", [1, 3, 8])
 def test_rule_18_statistics_are_means_over_real_tokens(make_trainer: MakeTrainer, micro: int) -> None:
     """Every ratio is e^0.3, whatever the padding: so are all statistics of it. The entropy is that of the logits."""
