@@ -1,5 +1,4 @@
-"""Supervised fine-tuning: loss on response tokens only, one row per example (no packing), early stopping by the
-validation loss."""
+"""Supervised fine-tuning: loss on response tokens only, early stopping by the validation loss."""
 
 import math
 from collections.abc import Sequence

@@ -22,7 +22,7 @@ def audit_file(path: Path = PARAMS_FILE, method: str = "ppo") -> dict[str, Any]:
     """The audit of the file's block `ppo`, or of a method that runs PPO's loop with other settings; progress goes to
     stderr. Raises UserError for a file that is no valid parameter file, and for another method."""
     params = parse(Params, read_yaml(path), file=path)
-    config = settings_of(params, method)
+    config = settings_of(params, method, path)
     printed = 0.0
 
     def show(problem: Problem, step: int, steps: int) -> None:
@@ -35,7 +35,7 @@ def audit_file(path: Path = PARAMS_FILE, method: str = "ppo") -> dict[str, Any]:
     return audit(config, params.seed, show)
 
 
-def settings_of(params: Any, method: str) -> PPOConfig:
+def settings_of(params: Any, method: str, path: Path) -> PPOConfig:
     """The settings of PPO's loop for `ppo` or a variant of it."""
     if method == "ppo":
         return params.ppo  # type: ignore[no-any-return]
@@ -44,7 +44,7 @@ def settings_of(params: Any, method: str) -> PPOConfig:
     try:
         return getattr(params, method).applied_to(params.ppo, method)  # type: ignore[no-any-return]
     except ValueError as error:
-        raise UserError(f"{PARAMS_FILE}: {error}") from None
+        raise UserError(f"{path}: {error}") from None
 
 
 def render(found: Mapping[str, Any]) -> str:

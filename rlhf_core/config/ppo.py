@@ -214,8 +214,8 @@ class PPOConfig(Block):
     whiten_advantages: bool
     """Normalise the advantages of a batch to mean 0 and variance 1."""
     whiten_rewards: bool = False
-    """Divide the token rewards of a batch by their standard deviation, before GAE; the mean stays. The unit of the
-    reward, and with it the cost of a nat, then changes from step to step."""
+    """Token rewards of a batch as (r − mean)/deviation + mean, before GAE. Their unit changes from step to step, and
+    every token gets the same constant; needs `critic.init: sft` or a shared critic."""
     kl: KLConfig
     critic: CriticConfig
     optimizer: OptimizerConfig
@@ -269,6 +269,8 @@ class PPOConfig(Block):
             raise ValueError(f"advantage {self.advantage} has no critic; set critic.warmup_steps to 0")
         if self.advantage != "gae" and self.whiten_rewards:
             raise ValueError(f"whiten_rewards is for the rewards of tokens, which {self.advantage} adds up; remove it")
+        if self.whiten_rewards and self.needs_critic_model and self.critic.init == "reward":
+            raise ValueError("whiten_rewards changes the unit of the returns in every step; set critic.init to sft")
         return self
 
     @model_validator(mode="after")

@@ -52,7 +52,7 @@ class Optimum:
 
 def log_importance(draws: Draws) -> PerSample:
     """log of π_ref(y) / Σ_k share_k·π_k(y), share_k = counts_k / Σ counts: the balance heuristic (Veach and Guibas
-    1995). It is at most −log share_ref, so that no sample of π_ref weighs more than in a plain estimate by much.
+    1995). It is at most −log share_ref, so that no weight is larger than exp(R/β) / share_ref.
 
     Raises ValueError where the counts do not fit the samples.
     """

@@ -29,12 +29,17 @@ def assign_credit(rollout: Rollout, scores: Scores, config: PPOConfig, kl_coef: 
 def token_rewards(
     rollout: Rollout, scores: Scores, config: PPOConfig, kl_coef: float
 ) -> tuple[Float[Tensor, "batch time"], Float[Tensor, "batch time"]]:
-    """k1 in nats, and the rewards, less the KL penalty where it is in the reward; `whiten_rewards` divides them by
-    their deviation and keeps the mean (Huang et al. 2024)."""
+    """k1 in nats, and the rewards, less the KL penalty where it is in the reward."""
     kl = estimate_kl(rollout.old_logprobs, rollout.ref_logprobs, "k1", rollout.mask)
     price = kl_coef if config.kl.penalty == "reward" else 0.0
-    rewards = shape_rewards(scores.used, kl, rollout.mask, price, config.kl.placement)
-    return kl, whiten(rewards, rollout.mask, shift_mean=False) if config.whiten_rewards else rewards
+    return kl, shape_rewards(scores.used, kl, rollout.mask, price, config.kl.placement)
+
+
+def rewards_for_gae(
+    rewards: Float[Tensor, "batch time"], mask: Float[Tensor, "batch time"], config: PPOConfig
+) -> Float[Tensor, "batch time"]:
+    """The rewards, or with `whiten_rewards` (r − μ)/σ + μ over real tokens (Huang et al. 2024)."""
+    return whiten(rewards, mask, shift_mean=False) if config.whiten_rewards else rewards
 
 
 def estimate_advantages(
@@ -43,7 +48,8 @@ def estimate_advantages(
     """Advantages before whitening, and returns, the critic's targets."""
     if config.advantage == "gae":
         values = torch.nn.functional.pad(rollout.old_values, (0, 1))
-        return compute_gae(rewards, values, config.gamma, config.lam, rollout.mask)
+        usable = rewards_for_gae(rewards, rollout.mask, config)
+        return compute_gae(usable, values, config.gamma, config.lam, rollout.mask)
     whole = rewards.sum(dim=1)
     advantages = compute_group_advantages(whole, config.advantage, config.samples_per_prompt)
     real = rollout.mask.bool()

@@ -54,7 +54,7 @@ REMEDIES = {
     "stale_data": "fewer ppo_epochs (1 to 4 are usual: more of them overfit to stale data), or a lower learning_rate",
     "repetition": "raise entropy_coef; if the reward model likes repetition, raise β (kl.coef) or retrain it on such "
     "answers",
-    "length_drift": "compare the reward model's correlation with length (metrics/evaluate.json), train it on pairs of "
+    "length_drift": "compare the reward model's correlation with length (metrics/ppo.json), train it on pairs of "
     "equal length, or raise β (kl.coef)",
     "missing_ends": "raise score.missing_eos_penalty, or max_new_tokens where good answers need more room",
     "exploding_gradient": "lower learning_rate (of the critic: critic.learning_rate), clip the score (score.clip), and "

@@ -71,7 +71,7 @@ class KLController(Protocol):
     coef: float
 
     def update(self, kl: float, batch_size: int) -> None:
-        """Adapt to the KL of a batch: the mean over its `batch_size` sequences of the summed k1, in nats."""
+        """Adapt to the KL of a batch: the mean over its `batch_size` sequences of their KL, in nats."""
 
     def state_dict(self) -> dict[str, float]:
         """The state of the controller (rule 19)."""
@@ -136,7 +136,7 @@ class AdaptiveKLController(_Coefficient):
             self._refuse_beyond_horizon(batch_size)
 
     def update(self, kl: float, batch_size: int) -> None:
-        """Move β after a batch: `kl` is the mean over its `batch_size` sequences of the summed k1, in nats.
+        """Move β after a batch: `kl` is the mean over its `batch_size` sequences of their KL, in nats.
 
         Raises `UserError` where `batch_size` is above the horizon, `ValueError` where `kl` is not finite.
         """

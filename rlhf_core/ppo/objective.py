@@ -47,7 +47,7 @@ class Pass:
     returns: Float[Tensor, "rows time"]
     scale: float
     weights: Float[Tensor, "rows"]
-    """Of each answer in the losses (`answer_weights`)."""
+    """Of each answer in the losses of the policy (`answer_weights`)."""
 
     @classmethod
     def over(
@@ -59,8 +59,10 @@ class Pass:
         config: PPOConfig,
         pad_id: int,
         trains_policy: bool = True,
+        mean_length: float = 1.0,
     ) -> "Pass":
-        """A forward pass over the given rows, with a graph of the policy only where it is trained."""
+        """A forward pass over the given rows, with a graph of the policy only where it is trained. `mean_length`: of
+        the minibatch's answers, in tokens."""
         batch = rollout.batch(rows, pad_id)
         logits, values = models.forward(batch, trains_policy)
         read = logprobs_and_entropy(logits, batch.response_tokens, config.temperature)
@@ -82,23 +84,21 @@ class Pass:
             advantages=part(credit.weights),
             returns=part(credit.returns),
             scale=credit.scale,
-            weights=answer_weights(config.loss_average, batch.mask.sum(dim=1)),
+            weights=answer_weights(config.loss_average, batch.mask.sum(dim=1), mean_length),
         )
 
 
-def answer_weights(average: LossAverage, lengths: Float[Tensor, "rows"]) -> Float[Tensor, "rows"]:
-    """What the tokens of each answer weigh in a sum that `loss_divisor` then divides."""
-    return 1 / lengths.clamp(min=1) if average == "answer_means" else torch.ones_like(lengths)
-
-
-def loss_divisor(average: LossAverage, lengths: Sequence[int]) -> int:
-    """What the weighted sum over a minibatch is divided by: its tokens or its answers. `lengths` are its answers' in
-    tokens."""
-    return sum(lengths) if average == "tokens" else len(lengths)
+def answer_weights(average: LossAverage, lengths: Float[Tensor, "rows"], mean_length: float) -> Float[Tensor, "rows"]:
+    """What the tokens of each answer weigh in a sum that is then divided by the tokens of the minibatch, whose answers
+    have `mean_length` tokens on average."""
+    if average == "tokens":
+        return torch.ones_like(lengths)
+    return mean_length / lengths.clamp(min=1) if average == "answer_means" else torch.full_like(lengths, mean_length)
 
 
 def losses_of(forward: Pass, config: PPOConfig, plan: StepPlan, models: ActorCritic) -> dict[str, Tensor]:
-    """`total_loss` and its parts, each summed over the real tokens of the rows with the weights of their answers."""
+    """`total_loss` and its parts, each summed over the real tokens of the rows; the policy's parts with the weights of
+    their answers."""
     value_loss = compute_value_loss(
         forward.values,
         forward.returns,
@@ -114,8 +114,8 @@ def losses_of(forward: Pass, config: PPOConfig, plan: StepPlan, models: ActorCri
 
     losses = combine_losses(
         weighted(policy_loss(forward, config, plan)),
-        weighted(value_loss),
-        weighted(forward.entropy),
+        value_loss.sum(),
+        forward.entropy.sum(),
         config.vf_coef if config.has_critic else 0.0,
         config.entropy_coef,
     )

@@ -24,8 +24,10 @@ from rlhf_core.ppo.plan import REFERENCE
 from rlhf_core.ppo.processes import Processes
 from rlhf_core.ppo.rewards import RunningScale, normalise_scores, penalise_missing_eos
 from rlhf_core.ppo.rollout import Rollout, Scores
-from rlhf_core.training.memory import Halving
+from rlhf_core.training.memory import Halving, Log
 
+NORMALISING = "ppo.sampler_rows, ppo.micro_batch_size or ppo.max_new_tokens"
+"""The parameters to lower where the reference's answers do not fit into memory."""
 REFERENCE_ANSWERS = 512
 """Answers of the reference that the scores are normalised with."""
 
@@ -77,29 +79,35 @@ def reference_scores(
     scorer: Scorer,
     prompts: Sequence[Conversation],
     seed: int,
+    log: Log = print,
 ) -> ReferenceScores:
     """The reference's answers to the prompts of PPO, which the reward model was not trained on, sampled as PPO samples
     (rule 12), with their raw scores: 512 answers, to each prompt as many as to any other, or one more. Raises
-    NonFiniteError for a score that is NaN or infinite."""
+    NonFiniteError for a score that is NaN or infinite, UserError when half a batch does not fit into memory; `log` is
+    called where a batch is halved."""
     order = permutation(len(prompts), seed, REFERENCE)
-    rows = [divmod(number, len(prompts)) for number in range(REFERENCE_ANSWERS)]
-    chosen, stops = [order[place] for _, place in rows], stop_ids(tokenizer, config.stop_tokens)
+    turns = [divmod(number, len(prompts)) for number in range(REFERENCE_ANSWERS)]
+    chosen, stops = [order[place] for _, place in turns], stop_ids(tokenizer, config.stop_tokens)
     prompt_ids = [encode_prompt(tokenizer, prompts[i]) for i in chosen]
-    sampled = sample(
-        reference,
-        prompt_ids,
-        [(seed, REFERENCE, i, turn) for i, (turn, _) in zip(chosen, rows, strict=True)],
-        max_new_tokens=config.max_new_tokens,
-        temperature=config.temperature,
-        stop_ids=stops,
-        pad_id=int(tokenizer.pad_token_id),
-        batch_size=config.sampler_rows or config.batch_size,
-    )
-    texts = [decode_response(tokenizer, response, stops) for response in sampled.responses]
-    answers = Answers([prompts[i] for i in chosen], texts, prompt_ids, sampled.responses)
-    size = config.micro_batch_size
-    parts = (range(start, min(start + size, len(rows))) for start in range(0, len(rows), size))
-    scores = [score for part in parts for score in scorer(answers.at(part))]
+
+    def draw(rows: list[int]) -> list[list[int]]:
+        return sample(
+            reference,
+            [prompt_ids[row] for row in rows],
+            [(seed, REFERENCE, chosen[row], turns[row][0]) for row in rows],
+            max_new_tokens=config.max_new_tokens,
+            temperature=config.temperature,
+            stop_ids=stops,
+            pad_id=int(tokenizer.pad_token_id),
+            batch_size=at_once,
+        ).responses
+
+    halving = Halving("the answers that normalise the scores", NORMALISING, log)
+    at_once = config.sampler_rows or config.batch_size
+    responses = halving.in_pieces(range(len(chosen)), at_once, draw)
+    texts = [decode_response(tokenizer, response, stops) for response in responses]
+    answers = Answers([prompts[i] for i in chosen], texts, prompt_ids, responses)
+    scores = halving.in_pieces(range(len(chosen)), config.micro_batch_size, lambda rows: scorer(answers.at(rows)))
     require_numbers(scores)
     return ReferenceScores(answers, scores)
 

@@ -17,7 +17,7 @@ from rlhf_core.models.packed import can_pack
 from rlhf_core.models.token_logprobs import compare_logprobs, logprobs_and_entropy
 from rlhf_core.ppo.actor_critic import ActorCritic
 from rlhf_core.ppo.kl import estimate_kl
-from rlhf_core.ppo.objective import Pass, loss_divisor, losses_of
+from rlhf_core.ppo.objective import Pass, losses_of
 from rlhf_core.ppo.optimizers import Optimizers
 from rlhf_core.ppo.plan import StepPlan, minibatches_of_epoch
 from rlhf_core.ppo.processes import Processes
@@ -183,15 +183,17 @@ class Updater:
         `loss_average` says), over its micro-batches and all processes (rule 13). The gradients themselves are added up
         at the optimiser's step."""
         lengths = [len(rollout.response_ids[i]) for rows in minibatch for i in rows]
-        statistics, divisor = UpdateStatistics(tokens=sum(lengths)), loss_divisor(self.config.loss_average, lengths)
+        statistics, mean_length = UpdateStatistics(tokens=sum(lengths)), sum(lengths) / len(lengths)
 
         def one_pass(rows: Sequence[int]) -> None:
-            forward = Pass.over(rows, rollout, credit, self.models, self.config, self.pad_id, plan.trains_policy)
+            forward = Pass.over(
+                rows, rollout, credit, self.models, self.config, self.pad_id, plan.trains_policy, mean_length
+            )
             if number == 0 and self.config.check_ratio:
                 self._require_same_policy(forward)
             losses = losses_of(forward, self.config, plan, self.models)
-            self._backward(losses["total_loss"] / divisor)
-            self._record(statistics, losses, forward, divisor)
+            self._backward(losses["total_loss"] / statistics.tokens)
+            self._record(statistics, losses, forward)
             if self.watch is not None:
                 self.watch(number, rows, forward, losses)
 
@@ -249,7 +251,7 @@ class Updater:
         return torch.tensor([loss for _, loss in met]).sum().item()
 
     @torch.no_grad()
-    def _record(self, statistics: UpdateStatistics, losses: dict[str, Tensor], forward: Pass, divisor: int) -> None:
+    def _record(self, statistics: UpdateStatistics, losses: dict[str, Tensor], forward: Pass) -> None:
         mask, new, old = forward.batch.mask, forward.logprobs, forward.old_logprobs
         means = {
             "clip_fraction": clip_fraction(new, old, forward.advantages, self.config.clip_ratio, mask),
@@ -258,12 +260,11 @@ class Updater:
             ),
             "approx_kl": approx_kl(new, old, mask),
             "ratio": masked_mean(torch.exp(new - old), mask),
-            "entropy": masked_mean(forward.entropy, mask),
         }
         real = mask.sum().item()
         for name, loss in losses.items():
-            if name not in ("total_loss", "entropy"):
-                statistics.sums[name] += loss.item() * statistics.tokens / divisor
+            if name != "total_loss":
+                statistics.sums[name] += loss.item()
         for name, mean in means.items():
             statistics.sums[name] += mean.item() * real
         statistics.ratio_max = max(statistics.ratio_max, ratio_max(new, old, mask).item())

@@ -14,7 +14,7 @@ SFT_SAMPLES, POLICY_SAMPLES = 8, 8
 """Answers to each prompt that the ceiling is estimated from. With these, on 40 prompts of the demo, the optimum's gain
 at 3 nats is 2% below an estimate from 512 answers of the SFT model, at 4.2 effective samples."""
 FIRST_SEED = 2**32
-"""Of the policy's further answers; larger than any seed of the parameters."""
+"""Of further answers; larger than any seed of the parameters."""
 
 
 @dataclass(frozen=True)
@@ -63,11 +63,12 @@ def draw_ceiling(evaluator: Evaluator, policy: CandidateModel, results: dict[str
     R is the reward model's score in standard deviations of the SFT model's answers, as PPO has it.
     """
     start, own = results["sft"].columns, results["policy"].columns
-    drawn = [column for name, each in results.items() if name.startswith("best_of_") for column in each.columns]
+    drawn = next(
+        (each.columns for name, each in results.items() if name.startswith("best_of_")), []
+    )  # the same for all n
     sft = [*start, *drawn][: max(SFT_SAMPLES, len(start))]
-    again = CandidateModel("policy-again", policy.model, policy.tokenizer, "policy")
-    seeds = range(FIRST_SEED, FIRST_SEED + max(0, POLICY_SAMPLES - len(own)))
-    more = evaluator.answer(again, seeds) if seeds else []
+    sft += further(evaluator, evaluator.reference, "sft", SFT_SAMPLES - len(sft))
+    more = further(evaluator, policy, "policy", POLICY_SAMPLES - len(own))
     columns = [*sft, *own, *more]
     ratios = np.array([*evaluator.log_ratios(policy, sft), *(_own_ratio(column) for column in [*own, *more])]).T
     rewards = np.array([column.rewards for column in columns]).T
@@ -79,6 +80,13 @@ def draw_ceiling(evaluator: Evaluator, policy: CandidateModel, results: dict[str
     )
     gold = None if columns[0].gold is None else np.array([column.gold for column in columns], dtype=np.float64).T
     return Ceiling(ceiling(draws), rewards, gold, float(scale.mean()))
+
+
+def further(evaluator: Evaluator, model: CandidateModel, name: str, count: int) -> list[ScoredAnswers]:
+    """`count` more answers of a model to each prompt, with seeds that no parameter can name."""
+    seeds = range(FIRST_SEED, FIRST_SEED + max(0, count))
+    again = CandidateModel(f"{name}-again", model.model, model.tokenizer, name)
+    return evaluator.answer(again, seeds) if seeds else []
 
 
 def _own_ratio(column: ScoredAnswers) -> list[float]:

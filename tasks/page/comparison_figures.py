@@ -208,11 +208,16 @@ def _point_name(run: Run, row: Row, family: Sequence[Row]) -> str:
         return ""
     if row["family"] != "ppo":
         return label(row["family"], run.models)
-    chosen = run.metrics["select"].get("step")
-    if point == chosen:
+    if point == chosen_step(run):
         return f"PPO, step {point}"
     steps = [int(other["point"]) for other in family]
     return f"step {point}" if point in (min(steps), max(steps)) else ""
+
+
+def chosen_step(run: Run) -> int | None:
+    """The step of the snapshot that is the policy; None where the policy is an interpolation."""
+    selected = run.metrics["select"]
+    return selected.get("step") if selected.get("eta", 1.0) == 1.0 else None
 
 
 def _name_steps(axes: Axes, rows: Sequence[Row], kind: str) -> None:
@@ -241,7 +246,7 @@ def _fit(run: Run, kind: str) -> tuple[Fit, float] | None:
 
 def _chosen(axes: Axes, run: Run, rows: Sequence[Row], kind: str) -> None:
     for row in rows:
-        if row["point"] == run.metrics["select"].get("step"):
+        if row["point"] == chosen_step(run):
             axes.plot([_x(row)], [row[kind]], "o", markersize=11, markerfacecolor="none", markeredgecolor=POLICY,
                       markeredgewidth=2, label="the policy")  # fmt: skip
 

@@ -18,6 +18,11 @@ ON_POLICY: dict[str, Any] = NO_CRITIC | {
     "policy_gradient_steps": 0,
     "whiten_advantages": False,
     "entropy_coef": 0.0,
+    "ptx": {"coef": 0.0},
+    "dual_clip": None,
+    "importance_cap": None,
+    "stop_kl": None,
+    "max_ratio": None,
 }
 KL_IN_REWARD: dict[str, Any] = {"kl": {"penalty": "reward", "estimator": "k1"}}
 KL_IN_LOSS: dict[str, Any] = {"kl": {"penalty": "loss", "estimator": "k3", "placement": "token"}}
@@ -70,7 +75,7 @@ class VariantParams(Block):
         fixed = fixed_settings(name, self.recipe)
         if clash := sorted(set(keys_of(fixed)) & set(keys_of(self.settings))):
             other = "" if self.recipe == "ppo_style" or clash[0] == "advantage" else ", or set recipe: ppo_style"
-            raise ValueError(f"{name}.settings.{clash[0]} is what makes {name}; remove it{other}")
+            raise ValueError(f"{name}.settings.{clash[0]} is fixed by recipe: {self.recipe}; remove it{other}")
         try:
             config = PPOConfig.model_validate(
                 merged(merged(ppo.model_dump() | {"snapshot_every": None}, self.settings), fixed)

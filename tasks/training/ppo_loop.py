@@ -55,7 +55,7 @@ def build(
     prompts = [row["prompt"] for row in kept]
     reward = place(load_scalar_model(stage.root / REWARD, trust_remote_code=trusted), device)
     scorer = RewardModelScorer(reward, int(tokenizer.pad_token_id), config.micro_batch_size)
-    of_sft, judge = reference_scores(config, sft, tokenizer, scorer, prompts, stage.seed), judge_of(stage)
+    of_sft, judge = reference_scores(config, sft, tokenizer, scorer, prompts, stage.seed, stage.exempt), judge_of(stage)
     models = ActorCritic(
         config,
         load_causal_lm(stage.root / start, trust_remote_code=trusted),

@@ -98,13 +98,17 @@ REFUSED = [
     (
         "rloo.settings",
         {"samples_per_prompt": 4, "ppo_epochs": 2},
-        "rloo.settings.ppo_epochs is what makes rloo; remove",
+        "rloo.settings.ppo_epochs is fixed by recipe: published; remove",
     ),
-    ("rloo.settings", {"samples_per_prompt": 4, "kl": {"penalty": "loss"}}, "rloo.settings.kl.penalty is what makes"),
+    (
+        "rloo.settings",
+        {"samples_per_prompt": 4, "kl": {"penalty": "loss"}},
+        "rloo.settings.kl.penalty is fixed by recipe",
+    ),
     ("rloo.recipe", "dr_grpo", "rloo.recipe is dr_grpo, which is a recipe of grpo"),
     ("hybrid", {"enabled": True, "recipe": "ppo_style"}, "hybrid.recipe is ppo_style: hybrid has no recipes"),
     ("rloo.settings", {"clip_ration": 0.1}, "rloo.settings.clip_ration: unknown parameter"),
-    ("rloo.settings", {"advantage": "grpo"}, "rloo.settings.advantage is what makes rloo"),
+    ("rloo.settings", {"advantage": "grpo"}, "rloo.settings.advantage is fixed by recipe"),
     ("rloo.settings", {"samples_per_prompt": 3}, "rloo.settings: batch_size 16 counts responses"),
     ("rloo.settings", {"samples_per_prompt": 4, "max_new_tokens": 96}, "rloo.settings.max_new_tokens is 96: it leaves"),
     ("rloo.settings", {"samples_per_prompt": 4, "stop_tokens": ["."]}, "rloo.settings.stop_tokens: answers must end"),
@@ -273,7 +277,9 @@ def test_rule_12_a_method_is_the_published_one_unless_its_recipe_says_otherwise(
 
 def test_a_method_without_a_critic_takes_nothing_of_ppos_critic() -> None:
     values = read_yaml(ROOT / "params.yaml")["ppo"]
-    ppo = PPOConfig.model_validate(values | {"critic": values["critic"] | {"warmup_steps": 3}, "whiten_rewards": True})
+    ppo = PPOConfig.model_validate(
+        values | {"critic": values["critic"] | {"warmup_steps": 3, "init": "sft"}, "whiten_rewards": True}
+    )
     for recipe in ("published", "ppo_style"):
         found = VariantParams(enabled=True, recipe=recipe, settings={"samples_per_prompt": 4}).applied_to(ppo, "rloo")
         assert (found.critic.warmup_steps, found.whiten_rewards) == (0, False)

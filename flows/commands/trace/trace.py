@@ -15,7 +15,7 @@ from rlhf_core.errors import UserError
 from rlhf_core.evaluation.judges import RubricJudge
 from rlhf_core.inspect.trace.records import Trace
 from rlhf_core.inspect.trace.step import trace_step
-from rlhf_core.models.hf import context_length, load_causal_lm, load_scalar_model, place, scalar_head
+from rlhf_core.models.hf import context_length, keep_float32, load_causal_lm, load_scalar_model, place, scalar_head
 from rlhf_core.models.scorers import RewardModelScorer
 from rlhf_core.ppo.actor_critic import ActorCritic
 from rlhf_core.ppo.plan import prompts_of_step
@@ -118,6 +118,8 @@ def _load_models(
     models = ActorCritic(config, policy, sft if config.lora is None else None, critic, seed)
     if start == "policy" and config.lora is not None:
         models.reference = sft.eval().requires_grad_(False)
+        if models.bfloat16:
+            keep_float32(sft.get_output_embeddings())
         notes.append("the adapters of the run are folded into models/policy; new ones are trained here")
     if start == "policy" and models.head is not None:
         models.head.load_state_dict(
@@ -130,7 +132,10 @@ def _step(root: Path, config: PPOConfig, start: Start, notes: list[str]) -> int:
     """Steps before the traced one: those of the policy, at most all but the last."""
     if start == "sft":
         return 0
-    chosen = _read_json(root / "metrics" / "select.json").get("step")
+    selected = _read_json(root / "metrics" / "select.json")
+    chosen, eta = selected.get("step"), selected.get("eta", 1.0)
+    if isinstance(eta, float) and eta < 1:
+        notes.append(f"models/policy is SFT + {eta:g}·(the snapshot after step {chosen} − SFT), no policy of the run")
     done = chosen if isinstance(chosen, int) else config.steps
     if 0 <= done < config.steps:
         notes.append(f"models/policy is the snapshot after step {done}, models/critic that of the last step")

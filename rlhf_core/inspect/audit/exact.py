@@ -77,11 +77,13 @@ class Forces:
     @classmethod
     def of(cls, config: PPOConfig, kl_coef: float, scale: float) -> "Forces | None":
         """The terms of the settings; None without a closed form of the resting point: discount with the penalty at the
-        end of the sequence, k3 in the loss, and answers that weigh by their length."""
+        end of the sequence, k3 in the loss, answers that weigh by their length, and whitened rewards."""
         in_reward = config.kl.penalty == "reward"
         if config.gamma < 1 and in_reward and config.kl.placement == "sequence_end":
             return None
         if config.kl.estimator == "k3" or config.loss_average == "answer_means":
+            return None
+        if config.whiten_rewards:
             return None
         return cls(kl_coef, config.entropy_coef * scale, config.gamma, in_reward)
 

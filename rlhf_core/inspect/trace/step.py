@@ -12,7 +12,8 @@ from rlhf_core.inspect.trace.records import Choice, Minibatch, Step, Token, Trac
 from rlhf_core.inspect.trace.tokens import token_text, token_texts
 from rlhf_core.models.masked import masked_mean
 from rlhf_core.ppo.advantages import compute_gae
-from rlhf_core.ppo.objective import Pass, loss_divisor
+from rlhf_core.ppo.credit import rewards_for_gae
+from rlhf_core.ppo.objective import Pass
 from rlhf_core.ppo.rollout import Credit, Rollout, Scores
 from rlhf_core.ppo.statistics import UpdateStatistics
 from rlhf_core.ppo.trainer import PPOTrainer
@@ -99,8 +100,8 @@ class _Tracer:
     def _minibatch(self, number: int) -> Minibatch:
         rows, sums = self.recorder.seen[number], self.recorder.sums[number]
         lengths = [self.rollout.lengths[row] for row in rows]
-        tokens, divisor = sum(lengths), loss_divisor(self.config.loss_average, lengths)
-        means = {name: total / divisor for name, total in sums.items()}
+        tokens = sum(lengths)
+        means = {name: total / tokens for name, total in sums.items()}
         epoch = 1 + number // self.plan.minibatches
         return Minibatch(epoch, sorted(rows), tokens, **({"kl_loss": None} | means))  # type: ignore[arg-type]
 
@@ -155,9 +156,8 @@ class _Tracer:
             nothing: list[float | None] = [None] * time
             return nothing, nothing, nothing
         values = torch.nn.functional.pad(self.rollout.old_values[row, :time], (0, 1))
-        deltas, _ = compute_gae(
-            self.credit.rewards[row, :time], values, self.config.gamma, 0.0, self.rollout.mask[row, :time]
-        )
+        rewards = rewards_for_gae(self.credit.rewards, self.rollout.mask, self.config)[row, :time]
+        deltas, _ = compute_gae(rewards, values, self.config.gamma, 0.0, self.rollout.mask[row, :time])
         return values[:-1].tolist(), values[1:].tolist(), deltas.tolist()
 
     def _distribution(self, row: int) -> Float[Tensor, "time vocabulary"]:

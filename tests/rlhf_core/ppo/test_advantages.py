@@ -283,3 +283,11 @@ def test_rule_12_answers_are_compared_two_at_least(kind: GroupBaseline) -> None:
             compute_group_advantages(torch.zeros(n), kind, k)
     with pytest.raises(ValueError, match="unknown baseline"):
         compute_group_advantages(torch.zeros(4), "mean", 2)  # type: ignore[arg-type]
+
+
+def test_dr_grpo_is_grpo_without_the_division() -> None:
+    """Liu et al. 2025: G − μ of the prompt's answers, and not RLOO's k/(k − 1) times as much."""
+    returns = torch.tensor([1.0, 2.0, 6.0, 5.0, 5.0, 8.0])
+    expected = torch.tensor([-2.0, -1.0, 3.0, -1.0, -1.0, 2.0])
+    assert torch.allclose(compute_group_advantages(returns, "dr_grpo", 3), expected)
+    assert torch.allclose(compute_group_advantages(returns, "rloo", 3), expected * 3 / 2)

@@ -13,8 +13,8 @@ from rlhf_core.errors import NonFiniteError
 from rlhf_core.models.batch import TokenBatch, pad_batch, response_logits, state_values
 from rlhf_core.models.hf import map_scalar
 from rlhf_core.models.scorers import Answers
-from rlhf_core.ppo.advantages import compute_group_advantages
-from rlhf_core.ppo.credit import assign_credit
+from rlhf_core.ppo.advantages import compute_gae, compute_group_advantages
+from rlhf_core.ppo.credit import rewards_for_gae
 from rlhf_core.ppo.kl import StepPrice, estimate_kl, full_kl
 from rlhf_core.ppo.objective import Pass, losses_of
 from rlhf_core.ppo.scoring import ScoreNormalisation
@@ -24,6 +24,7 @@ from rlhf_core.ppo.update import RatioError
 
 MakeTrainer = Callable[..., PPOTrainer]
 ONE = {"ppo_epochs": 1, "minibatches": 1}
+AVERAGES = ("tokens", "answer_means", "answer_sums")
 
 
 def weights(model: PreTrainedModel) -> torch.Tensor:
@@ -163,19 +164,23 @@ def test_rule_20_a_perfect_critic_in_the_unit_of_the_score_explains_the_returns(
 
 
 def test_whitened_rewards_keep_their_mean(make_trainer: MakeTrainer) -> None:
-    """Huang et al. 2024: divided by their deviation over real tokens, not shifted."""
-    trainer = make_trainer()
+    """Huang et al. 2024: divided by their deviation over real tokens, not shifted. They reach GAE; the log has the
+    rewards as they were."""
+    trainer = make_trainer(whiten_rewards=True, critic={"init": "sft"})
     rollout = trainer.rollout()
-    scores = trainer.score(rollout)
-    real = rollout.mask.bool()
-    config = trainer.config.model_copy(update={"whiten_rewards": True})
-    plain, white = (assign_credit(rollout, scores, c, 0.1).rewards[real] for c in (trainer.config, config))
-    assert white.std(correction=0).item() == pytest.approx(1.0, rel=1e-3)
-    deviation = plain.std(correction=0)
-    assert torch.allclose(white, (plain - plain.mean()) / deviation + plain.mean(), atol=1e-4)
+    credit = trainer.assign_credit(rollout, trainer.score(rollout))
+    real, plain = rollout.mask.bool(), credit.rewards
+    white = rewards_for_gae(plain, rollout.mask, trainer.config)
+    assert white[real].std(correction=0).item() == pytest.approx(1.0, rel=1e-3)
+    mean, deviation = plain[real].mean(), plain[real].std(correction=0)
+    assert torch.allclose(white[real], (plain[real] - mean) / deviation + mean, atol=1e-4)
+    values = torch.nn.functional.pad(rollout.old_values, (0, 1))
+    assert torch.equal(credit.advantages, compute_gae(white, values, 1.0, 0.95, rollout.mask)[0])
+    with pytest.raises(ValidationError, match=r"set critic\.init to sft"):
+        make_trainer(whiten_rewards=True)
 
 
-@pytest.mark.parametrize("average", ["tokens", "answer_means", "answer_sums"])
+@pytest.mark.parametrize("average", AVERAGES)
 def test_the_average_of_the_loss_is_that_of_its_formula(make_trainer: MakeTrainer, average: str) -> None:
     """The gradient of one minibatch, for two sizes of micro-batches, against the formula on single answers."""
     found = []
@@ -198,6 +203,11 @@ def test_the_average_of_the_loss_is_that_of_its_formula(make_trainer: MakeTraine
     expected = torch.cat([p.grad.flatten() for p in trainer.models.policy.parameters() if p.grad is not None])
     for gradient in found:
         assert torch.linalg.norm(gradient - expected) <= 1e-5 * torch.linalg.norm(expected)
+
+
+def test_the_critic_learns_a_mean_over_tokens_however_the_policys_loss_is_averaged(make_trainer: MakeTrainer) -> None:
+    norms = [make_trainer(**ONE, loss_average=average).step()["grad_norm_critic"] for average in AVERAGES]
+    assert norms == pytest.approx([norms[0]] * 3, rel=1e-5)
 
 
 def test_grpo_takes_k3_in_the_loss_and_the_others_do_not(make_trainer: MakeTrainer) -> None:
@@ -434,7 +444,7 @@ def test_rule_03_samples_per_prompt_are_different_answers_side_by_side(make_trai
         assert len({tuple(response) for response in group}) >= 3
 
 
-@pytest.mark.parametrize("kind", ["reinforce", "rloo", "grpo"])
+@pytest.mark.parametrize("kind", ["reinforce", "rloo", "grpo", "dr_grpo"])
 def test_rule_12_each_baseline_reaches_every_token(make_trainer: MakeTrainer, kind: Any) -> None:
     """The whole return less its baseline, the same for all tokens of an answer."""
     trainer = make_trainer(advantage=kind, samples_per_prompt=4, whiten_advantages=False)
