@@ -235,7 +235,7 @@ def damage_stage(stage: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
         monkeypatch.setattr(update, "losses_of", losses)
         return
-    kind = PairTrainer if stage == "reward" else GuardedTrainer
+    kind: type[GuardedTrainer] = {"reward": PairTrainer, "sft": ResponseTrainer}.get(stage, GuardedTrainer)
     compute = kind.compute_loss
 
     def loss(trainer: Any, *arguments: Any, **options: Any) -> Any:
