@@ -91,6 +91,7 @@ def answer_all(stage: Stage[EvaluateParams], evaluator: Evaluator) -> Answered:
         if name == "policy":
             answered.results |= best_of_n(stage, evaluator)
             answer_interpolated(stage, evaluator, candidate, answered)
+            answered.ceiling = draw_ceiling(evaluator, candidate, answered.results)
         del candidate  # free memory before the next one is loaded
     answer_snapshots(stage, evaluator, answered)
     return answered
@@ -99,12 +100,10 @@ def answer_all(stage: Stage[EvaluateParams], evaluator: Evaluator) -> Answered:
 def answer_interpolated(
     stage: Stage[EvaluateParams], evaluator: Evaluator, policy: CandidateModel, answered: Answered
 ) -> None:
-    """Add the answers of the policies between SFT model and policy, and the samples that the ceiling is estimated from.
-    In memory are both models and one between them."""
+    """Add the answers of the policies between SFT model and policy. In memory are both and one between them."""
     for eta in stage.params.interpolation:
         mixed = interpolated(evaluator.reference, policy, eta)
         answered.interpolated[eta] = Results.of(evaluator.answer(mixed, stage.params.seeds[:1]))
-    answered.ceiling = draw_ceiling(evaluator, policy, answered.results)
 
 
 def answer_snapshots(stage: Stage[EvaluateParams], evaluator: Evaluator, answered: Answered) -> None:

@@ -18,9 +18,6 @@ from tasks.stage.trust import trusts
 
 PROMPTS = "data/ingest/preference_prompts.jsonl"
 PAIRS = "data/ingest/pairs.jsonl"
-SCORED = 512
-"""Prompts that are answered, once each, where the data have the pairs: the answers only measure the mean and the
-standard deviation of the reward model's scores. The standard error of the mean is 1/√512, 4% of that deviation."""
 
 Job = tuple[Row, list[int], int, int]
 """A row, its prompt's token ids, the index of the prompt, and the index of the sample."""
@@ -30,10 +27,10 @@ Drawn = tuple[list[int], bool]
 
 def execute(stage: Stage[PreferencesParams]) -> None:
     """Make data/preferences/{samples,preferences}.jsonl and metrics/preferences.json."""
-    samples, tokens, too_long = draw_samples(stage)
-    pairs: list[Row] = []
+    samples, pairs, too_long = list[Row](), list[Row](), 0
     judged: dict[str, Any] = {"annotator_agreement": None, "ties_dropped": 0, "identical_dropped": 0, "judge": None}
     if stage.params.source in {"judge", "both"}:
+        samples, too_long = draw_samples(stage)
         pairs, judged = judge_samples(stage, samples)
     if stage.params.source in {"dataset", "both"}:
         pairs += dataset_pairs(stage)
@@ -47,8 +44,8 @@ def execute(stage: Stage[PreferencesParams]) -> None:
             "prompts": len({s["prompt_id"] for s in samples}),
             "samples": len(samples),
             "pairs": len(pairs),
-            "missing_eos_share": sum(not s["ended"] for s in samples) / len(samples),
-            "mean_response_tokens": sum(tokens) / len(tokens),
+            "missing_eos_share": sum(not s["ended"] for s in samples) / len(samples) if samples else None,
+            "mean_response_tokens": sum(len(s["response_ids"]) for s in samples) / len(samples) if samples else None,
             "prompts_too_long": too_long,
             **judged,
         }
@@ -57,26 +54,22 @@ def execute(stage: Stage[PreferencesParams]) -> None:
         stage.tracker.table("preferences", pairs[:100])
 
 
-def draw_samples(stage: Stage[PreferencesParams]) -> tuple[list[Row], list[int], int]:
-    """Responses of the SFT model: k for each prompt where they are judged, else one for each of the first `SCORED`
-    prompts. Also their lengths in tokens, and the number of prompts that did not fit."""
+def draw_samples(stage: Stage[PreferencesParams]) -> tuple[list[Row], int]:
+    """Responses of the SFT model, k for each prompt, and the number of prompts that did not fit."""
     make_deterministic(stage.seed, stage.common.threads)
     params = stage.params
-    rows, each = stage.read(PROMPTS), params.samples_per_prompt
-    if params.source == "dataset":
-        rows, each = rows[:SCORED], 1
     tokenizer = load_tokenizer(stage.root / "models/sft", trust_remote_code=trusts(stage))
     stops = stop_ids(tokenizer, params.stop_tokens)
     model = place(load_causal_lm(stage.root / "models/sft", trust_remote_code=trusts(stage)))
     kept, too_long = fitting(
         stage,
         PROMPTS,
-        rows,
+        stage.read(PROMPTS),
         prompt_encoder(tokenizer),
         context_length(model),
         reserve=params.max_new_tokens,
     )
-    jobs = [(row, ids, i, k) for i, (row, ids) in enumerate(kept) for k in range(each)]
+    jobs = [(row, ids, i, k) for i, (row, ids) in enumerate(kept) for k in range(params.samples_per_prompt)]
 
     def work(part: Sequence[Job]) -> list[Drawn]:
         sampled = sample(
@@ -105,7 +98,7 @@ def draw_samples(stage: Stage[PreferencesParams]) -> tuple[list[Row], list[int],
         }
         for (row, _, _, k), (response, ended) in zip(jobs, drawn, strict=True)
     ]
-    return samples, [len(response) for response, _ in drawn], too_long
+    return samples, too_long
 
 
 def mean_length(drawn: Sequence[Drawn]) -> float:

@@ -22,7 +22,7 @@ from tasks.stage.trust import trusts
 from tasks.training.gold_judge import judge_of
 
 PREFERENCES = "data/preferences/preferences.jsonl"
-SFT, SNAPSHOTS = "sft", "models/snapshots"
+SFT, SNAPSHOTS = "models/sft", "models/snapshots"
 ONE_SIDED = 1.645
 """Standard errors of a one-sided 95% margin."""
 
@@ -31,7 +31,7 @@ def execute(stage: Stage[SelectParams]) -> None:
     """Make models/policy, plots/select.csv and metrics/select.json."""
     make_deterministic(stage.seed, stage.common.threads)
     config, params = stage.block("ppo", PPOConfig), stage.params
-    sft = load_candidate(stage, SFT, stage.root / "models" / SFT)
+    sft = load_candidate(stage, "sft", stage.root / SFT)
     table = compare(stage, config, sft) if params.prompts else unknown(stage)
     judged = judging_column(stage)
     chosen = choose(table, params.rule, judged, params.kl_budget)
@@ -169,7 +169,7 @@ def best_step(table: list[Row], column: str | None) -> int | None:
 
 def save_policy(stage: Stage[SelectParams], config: PPOConfig, sft: CandidateModel, chosen: Row) -> None:
     """Save the chosen candidate as models/policy, with the stop tokens in its generation config."""
-    start = load_causal_lm(stage.root / "models" / SFT, trust_remote_code=trusts(stage))
+    start = load_causal_lm(stage.root / SFT, trust_remote_code=trusts(stage))
     policy = snapshots.load(stage.root / SNAPSHOTS, chosen["step"], start)
     if chosen["eta"] < 1:
         policy = interpolate(sft.model, place(policy, sft.model.device), chosen["eta"])

@@ -4,9 +4,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from rlhf_core.config.block import Block, PositiveNumber
-
-Share = Annotated[float, Field(gt=0, lt=1)]
+from rlhf_core.config.block import Block, PositiveNumber, Share
 
 
 class HealthConfig(Block):

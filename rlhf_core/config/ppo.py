@@ -9,6 +9,8 @@ from rlhf_core.config.health import HealthConfig
 from rlhf_core.config.lora import LoraSettings
 from rlhf_core.config.paths import BelowRaw
 
+LossAverage = Literal["tokens", "answer_means", "answer_sums"]
+
 
 class KLConfig(Block):
     """The KL penalty, which keeps the policy near the reference (the SFT model)."""
@@ -170,7 +172,7 @@ class PPOConfig(Block):
     advantage: Literal["gae", "reinforce", "rloo", "grpo", "dr_grpo"] = "gae"
     """`gae` needs a critic. The others take their baseline from other responses: `reinforce` from the batch, `rloo`,
     `grpo` and `dr_grpo` from the answers to the same prompt. `grpo` also divides by their standard deviation."""
-    loss_average: Literal["tokens", "answer_means", "answer_sums"] = "tokens"
+    loss_average: LossAverage = "tokens"
     """The policy loss of a minibatch. `tokens`: the mean over all tokens. `answer_means`: the mean over responses of
     each one's mean over tokens. `answer_sums`: the mean over responses of each one's sum."""
     objective: Literal["clip", "kl_penalty"] = "clip"

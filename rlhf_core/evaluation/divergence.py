@@ -1,20 +1,17 @@
 """KL of a model to a reference, and its entropy, summed over whole answers; for evaluation, not for training."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 
 import torch
 from transformers import PreTrainedModel
 
-from rlhf_core.models.batch import TokenBatch, pad_batch, response_logits
-from rlhf_core.models.batching import micro_batches, tokens_per_pass
+from rlhf_core.models.batch import TokenBatch, map_batches, response_logits
 from rlhf_core.models.token_logprobs import compare_distributions
 from rlhf_core.ppo.kl import estimate_kl
 
 MOST_LOGITS = 2**27
 """Logits of one model in a pass (512 MB in float32); no result depends on it beyond rounding."""
-
-TokenIds = Sequence[Sequence[int]]
 
 
 @dataclass(frozen=True)
@@ -40,8 +37,8 @@ class Divergence:
 def measure_divergence(
     model: PreTrainedModel,
     reference: PreTrainedModel,
-    prompts: TokenIds,
-    responses: TokenIds,
+    prompts: Sequence[Sequence[int]],
+    responses: Sequence[Sequence[int]],
     *,
     pad_id: int,
     temperature: float,
@@ -60,24 +57,13 @@ def measure_divergence(
 
     if not prompts:
         return Divergence()
-    found = _map_passes(read, model, prompts, responses, pad_id, batch_size)
+    found = map_batches(
+        read,
+        prompts,
+        responses,
+        pad_id=pad_id,
+        batch_size=batch_size,
+        device=model.device,
+        most_tokens=max(1, MOST_LOGITS // int(model.config.get_text_config().vocab_size)),
+    )
     return Divergence(*map(list, zip(*found, strict=True)))
-
-
-def _map_passes(
-    read: Callable[[TokenBatch], list[tuple[float, ...]]],
-    model: PreTrainedModel,
-    prompts: TokenIds,
-    responses: TokenIds,
-    pad_id: int,
-    batch_size: int,
-) -> list[tuple[float, ...]]:
-    """`read` on passes that are limited in rows, tokens and logits; its results in the order of the answers."""
-    lengths = [(len(prompt), max(1, len(response))) for prompt, response in zip(prompts, responses, strict=True)]
-    vocabulary = int(model.config.get_text_config().vocab_size)
-    tokens = max(1, min(tokens_per_pass(model.device), MOST_LOGITS // vocabulary))
-    found: dict[int, tuple[float, ...]] = {}
-    for rows in micro_batches(range(len(lengths)), lengths, batch_size, tokens):
-        batch = pad_batch([prompts[i] for i in rows], [responses[i] for i in rows], pad_id, model.device)
-        found |= zip(rows, read(batch), strict=True)
-    return [found[i] for i in range(len(lengths))]

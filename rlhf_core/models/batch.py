@@ -12,7 +12,7 @@ from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from rlhf_core.models.batching import in_length_order, micro_batches, tokens_per_pass
+from rlhf_core.models.batching import micro_batches, tokens_per_pass
 from rlhf_core.models.hf import scalar_head
 from rlhf_core.models.masked import zero_padding
 from rlhf_core.models.packed import Packed, can_pack
@@ -128,15 +128,18 @@ def map_batches(
     pad_id: int,
     batch_size: int,
     device: torch.device,
+    most_tokens: int | None = None,
 ) -> list[Result]:
-    """`read` on padded batches of at most `batch_size` rows of similar length; it returns one result a row. The results
-    are in the order of the rows. Raises ValueError where there are not as many responses as prompts."""
-    lengths = [len(prompt) + len(response) for prompt, response in zip(prompts, responses, strict=True)]
-
-    def work(rows: list[int]) -> Iterable[Result]:
-        return read(pad_batch([prompts[i] for i in rows], [responses[i] for i in rows], pad_id, device))
-
-    return in_length_order(lengths, batch_size, work)
+    """`read` on padded batches of at most `batch_size` rows of similar length, each with at most the tokens of a
+    training pass, or `most_tokens` if they are fewer; it returns one result a row. The results are in the order of the
+    rows. Raises ValueError where there are not as many responses as prompts."""
+    lengths = [(len(prompt), max(1, len(response))) for prompt, response in zip(prompts, responses, strict=True)]
+    tokens = min(tokens_per_pass(device), most_tokens or tokens_per_pass(device))
+    found: dict[int, Result] = {}
+    for rows in micro_batches(range(len(lengths)), lengths, batch_size, tokens):
+        batch = pad_batch([prompts[i] for i in rows], [responses[i] for i in rows], pad_id, device)
+        found |= zip(rows, read(batch), strict=True)
+    return [found[i] for i in range(len(lengths))]
 
 
 def in_passes(read: Callable[[TokenBatch], Float[Tensor, "rows"]], batch: TokenBatch) -> Float[Tensor, "batch"]:

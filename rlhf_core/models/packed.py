@@ -15,6 +15,8 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from rlhf_core.errors import is_out_of_memory
+
 ATTENTION = "leash_packed"
 """The name of `attention` among the attention functions of transformers."""
 LONGEST_TO_SHORTEST = 1.5
@@ -161,7 +163,10 @@ def _replace_attention(model: PreTrainedModel) -> bool:
         tolerance = 1e-4 if states.dtype == torch.float32 else 0.05
         if torch.stack(gaps).max() <= tolerance * torch.cat(alone).abs().max():
             return True
-    except (AttributeError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError):
-        pass  # an architecture that passes no arguments on, or has attention of another kind
+    except (AttributeError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
+        if is_out_of_memory(error):  # says nothing about the architecture
+            model.set_attn_implementation(before)
+            raise
+        # an architecture that passes no arguments on, or has attention of another kind
     model.set_attn_implementation(before)
     return False

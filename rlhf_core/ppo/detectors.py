@@ -32,8 +32,6 @@ COLUMNS = (
     "grad_norm_critic",
 )
 """The columns that the detectors read."""
-OPTIONAL = ("grad_norm_critic",)
-"""Absent where there is no critic."""
 
 REPEATS = {
     "repeated_ngram_share": "repeated 3-grams in an answer",

@@ -12,7 +12,7 @@ from rlhf_core.ppo.rollout import Credit, Rollout, Scores
 from rlhf_core.ppo.statistics import UpdateStatistics, explained_variance
 
 NGRAM = 3
-CRITIC_COLUMNS = ("explained_variance", "value_loss", "value_clip_fraction")
+CRITIC_COLUMNS = ("explained_variance", "value_loss", "value_clip_fraction", "grad_norm_critic")
 """Empty in a run without a critic."""
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from rlhf_core.config.ppo import PPOConfig
 from rlhf_core.ppo import detectors
-from rlhf_core.ppo.detectors import COLUMNS, OPTIONAL, Detector, Limits, Row
+from rlhf_core.ppo.detectors import COLUMNS, Detector, Limits, Row
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ class Monitor:
 
     def observe(self, row: Row) -> list[Alert]:
         """Add the diagnostics of a step; returns new alerts. Raises KeyError where a column of COLUMNS is missing."""
-        self._rows.append({name: row.get(name) if name in OPTIONAL else row[name] for name in COLUMNS})
+        self._rows.append({name: row[name] for name in COLUMNS})
         seen = {name: detect(self._rows, self.limits) for name, detect in DETECTORS.items()}
         new = self._new(seen, self._unseen, int(detectors.value(row, "step")))
         self.alerts += new

@@ -3,13 +3,12 @@ loss`."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from rlhf_core.config.ppo import PPOConfig
+from rlhf_core.config.ppo import LossAverage, PPOConfig
 from rlhf_core.models.batch import TokenBatch
 from rlhf_core.models.token_logprobs import logprobs_and_entropy
 from rlhf_core.ppo.actor_critic import ActorCritic
@@ -25,8 +24,6 @@ from rlhf_core.ppo.losses import (
 )
 from rlhf_core.ppo.plan import StepPlan
 from rlhf_core.ppo.rollout import Credit, Rollout
-
-LossAverage = Literal["tokens", "answer_means", "answer_sums"]
 
 
 @dataclass(frozen=True)

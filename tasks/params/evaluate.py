@@ -4,12 +4,11 @@ from typing import Annotated
 
 from pydantic import Field, model_validator
 
-from rlhf_core.config.block import Block
+from rlhf_core.config.block import Block, Share
 from rlhf_core.config.paths import BelowRaw, FolderName
 
 Positive = Annotated[int, Field(ge=1)]
 Seed = Annotated[int, Field(ge=0, lt=2**32)]
-Eta = Annotated[float, Field(gt=0, lt=1)]
 
 HELDOUT = "heldout"
 
@@ -36,7 +35,7 @@ class EvaluateParams(Block):
     snapshots: Annotated[int, Field(ge=2)] = 5
     """PPO's snapshots on the frontier, if there are more: the policy's, the first, the last, the best by judge and
     reward model, and others that are spread over √KL. Those named stay even where they are more than this."""
-    interpolation: list[Eta] = Field(default_factory=lambda: [0.15, 0.3, 0.5, 0.65, 0.8])
+    interpolation: list[Share] = Field(default_factory=lambda: [0.15, 0.3, 0.5, 0.65, 0.8])
     """Interpolated policies on the frontier: for each η the weights SFT + η·(policy − SFT)."""
     extra_models: list[FolderName] = Field(default_factory=list)
     """Names of Hugging Face folders below models/extra/ that are compared, too."""

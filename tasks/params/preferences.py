@@ -24,8 +24,7 @@ class PreferencesParams(Block):
     source: Literal["judge", "dataset", "both"]
     """`judge`: judged pairs of the SFT model's samples. `dataset`: the pairs of the data. `both`: all of them."""
     samples_per_prompt: Annotated[int, Field(ge=2)] = 4
-    """Answers of the SFT model to each prompt; every two are a pair. With `source: dataset`, one answer to each of 512
-    prompts is enough: they only measure the reward model's scores."""
+    """Answers of the SFT model to each prompt; every two are a pair. With `source: dataset` none is sampled."""
     temperature: Annotated[float, Field(gt=0)] = 0.9
     """Sampling temperature; 1 is the model's own distribution."""
     max_new_tokens: Positive

@@ -1,13 +1,10 @@
-"""Parameters of the stage `select`: which of PPO's policies becomes the policy."""
+"""Parameters of the stage `select`: which of PPO's snapshots, or which interpolation, becomes the policy."""
 
 from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from rlhf_core.config.block import Block
-
-Eta = Annotated[float, Field(gt=0, lt=1)]
-"""Share of the way from the SFT model's weights to the trained policy's."""
+from rlhf_core.config.block import Block, Share
 
 
 class SelectParams(Block):
@@ -23,7 +20,7 @@ class SelectParams(Block):
     kl_budget: Annotated[float, Field(gt=0)] | None = None
     """Largest KL to the SFT model, in nats per answer. A candidate is within it if its KL on the validation prompts,
     plus 1.645 standard errors, is. null: no limit."""
-    interpolation: list[Eta] = Field(default_factory=list)
+    interpolation: list[Share] = Field(default_factory=list)
     """For each η the weights SFT + η·(last snapshot − SFT) are a candidate, too."""
 
     @model_validator(mode="after")

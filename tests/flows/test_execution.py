@@ -15,7 +15,7 @@ from flows.pipeline import pipeline
 from tests.flows.test_pipeline import moments
 
 Toy = Callable[..., Path]
-WIDE = {"first": ("work", []), **{name: ("sleep 0.3", ["first"]) for name in "abcd"}, "last": ("work", list("abcd"))}
+WIDE = {"first": ("work", []), **{name: ("sleep 1", ["first"]) for name in "abcd"}, "last": ("work", list("abcd"))}
 
 
 @pytest.fixture

@@ -99,8 +99,7 @@ class _Tracer:
 
     def _minibatch(self, number: int) -> Minibatch:
         rows, sums = self.recorder.seen[number], self.recorder.sums[number]
-        lengths = [self.rollout.lengths[row] for row in rows]
-        tokens = sum(lengths)
+        tokens = sum(self.rollout.lengths[row] for row in rows)
         means = {name: total / tokens for name, total in sums.items()}
         epoch = 1 + number // self.plan.minibatches
         return Minibatch(epoch, sorted(rows), tokens, **({"kl_loss": None} | means))  # type: ignore[arg-type]

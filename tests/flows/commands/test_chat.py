@@ -185,7 +185,7 @@ def test_interpolations_that_cannot_be_made_are_refused_in_one_line(leash: Leash
     save_checkpoint(models / "wider", build_llama(config, tokenizer, 1), tokenizer)
     for options, said in (
         (("--eta", "1.5"), "--eta 1.5: give a number from 0"),
-        (("--eta", "0.5", "--start", "models/nobody"), "models/nobody: no such folder"),
+        (("--eta", "0.5", "--start", "models/missing"), "models/missing: no such folder"),
         (("--eta", "0.5", "--start", "models/wider"), "both must be of one architecture"),
     ):
         found = leash("eat?\n", "models/policy", *options)

@@ -1,7 +1,9 @@
 """`packed.py`: what a model computes without padding equals what it computes with padding, and is less."""
 
+import copy
 import random
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from transformers import (
     MambaConfig,
     MistralConfig,
     PreTrainedModel,
+    PreTrainedTokenizerBase,
 )
 from transformers.masking_utils import create_causal_mask
 
@@ -27,6 +30,7 @@ from rlhf_core.models.batch import (
     sequence_scores,
     state_values,
 )
+from rlhf_core.models.hf import save_checkpoint
 from rlhf_core.models.lora import LoraSettings, add_lora
 from rlhf_core.models.packed import ATTENTION, Packed, attention, can_pack
 
@@ -207,3 +211,30 @@ def test_transformers_calls_attention_as_packed_py_expects(build_lm: Build) -> N
     assert create_causal_mask(model.config, torch.zeros(1, 3, 32), mask, None) is mask
     with pytest.raises(ValueError, match="sliding_window"):
         model(**packed.inputs, sliding_window=3)
+
+
+def test_a_lack_of_memory_says_nothing_about_the_architecture(build_lm: Build, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build_lm()
+
+    def short(*_: object) -> Packed:
+        raise torch.OutOfMemoryError("out of memory")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Packed, "of", short)
+        with pytest.raises(torch.OutOfMemoryError):
+            can_pack(model)
+    assert can_pack(model)
+
+
+def test_saved_copied_and_generating_models_are_those_of_transformers(
+    build_lm: Build, tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
+    """The name of the attention function reaches no file, a copy is packed again, and `generate` gives equal tokens."""
+    plain, model = build_lm(), build_lm()
+    assert can_pack(model)
+    for name, each in (("plain", plain), ("packed", model)):
+        save_checkpoint(tmp_path / name, each, tokenizer)
+    assert (tmp_path / "plain/config.json").read_bytes() == (tmp_path / "packed/config.json").read_bytes()
+    assert can_pack(copy.deepcopy(model))
+    ids = torch.tensor([[3, 9, 4]])
+    assert torch.equal(model.generate(ids, max_new_tokens=5), plain.generate(ids, max_new_tokens=5))
