@@ -1,5 +1,5 @@
 """`health.py`: each detector on both sides of its threshold, on rows made for it; what the monitor remembers; and that
-the committed history of the healthy demo gives no alert."""
+on the committed history of the demo only `repetition` fires."""
 
 import csv
 import io
@@ -300,15 +300,13 @@ def test_rule_19_detector_windows_belong_to_the_checkpoint(watch: Watch, cut: in
     assert second.state_dict() == whole.state_dict()
 
 
-def test_none_fires_on_the_healthy_demo(watch: Watch) -> None:
-    """The committed history of `make run`."""
+def test_on_the_demo_only_repetition_fires(watch: Watch) -> None:
+    """The committed history of `make run`: its reward model hardly penalises an option that is named twice, and PPO
+    finds that."""
     with (ROOT / "plots" / "ppo.csv").open(encoding="utf-8", newline="") as file:
         found = [{k: float(v) if v else None for k, v in row.items()} for row in csv.DictReader(file)]
-    for row in found:  # a history from before these columns
-        row.setdefault("update_kl", 4 * (row["approx_kl"] or 0.0))
-        row.setdefault("repeating_answer_share", 0.0)
-    assert len(found) >= 40
-    assert watch(found).alerts == []
+    assert len(found) >= 20
+    assert [alert.name for alert in watch(found).alerts] == ["repetition"]
 
 
 @pytest.mark.parametrize("objective", ["clip", "kl_penalty"])
