@@ -263,13 +263,13 @@ def test_the_roles_that_no_token_may_be_are_those_of_the_chat_template() -> None
         ("reinforce", "published", ("reinforce", 1, 1, False, "answer_sums", "reward", "k1")),
         ("grpo", "published", ("grpo", 1, 1, False, "answer_means", "loss", "k3")),
         ("grpo", "dr_grpo", ("dr_grpo", 1, 1, False, "answer_sums", "loss", "k3")),
-        ("rloo", "ppo_style", ("rloo", 2, 2, True, "tokens", "reward", "k1")),
+        ("rloo", "ppo_style", ("rloo", 3, 2, True, "tokens", "reward", "k1")),
     ],
 )
 def test_rule_12_a_method_is_the_published_one_unless_its_recipe_says_otherwise(
     name: str, recipe: Recipe, expected: tuple[object, ...]
 ) -> None:
-    ppo = PPOConfig.model_validate(read_yaml(ROOT / "params.yaml")["ppo"])
+    ppo = PPOConfig.model_validate(read_yaml(ROOT / "params.yaml")["ppo"] | {"ppo_epochs": 3, "minibatches": 2})
     found = VariantParams(enabled=True, recipe=recipe, settings={"samples_per_prompt": 4}).applied_to(ppo, name)
     shown = (found.advantage, found.ppo_epochs, found.minibatches, found.whiten_advantages, found.loss_average)
     assert (*shown, found.kl.penalty, found.kl.estimator) == expected
