@@ -29,6 +29,8 @@ from tasks.params.variant import VariantParams
 ROOT = Path(__file__).resolve().parents[3]
 PARAMS: dict[str, Any] = YAML(typ="safe", pure=True).load(ROOT / "params.yaml")
 CANONICAL = {
+    "steps": 40,
+    "samples_per_prompt": 1,
     "lam": 1.0,
     "temperature": 1.0,
     "entropy_coef": 0.0,
@@ -42,7 +44,8 @@ BANDIT, TWO, THREE = range(3)
 
 
 def block(**changes: Any) -> PPOConfig:
-    """The demo's settings with raw scores, no entropy bonus, λ = 1; `changes` have `__` for a dot."""
+    """The demo's settings with one answer to each prompt, raw scores, no entropy bonus, λ = 1; `changes` have `__` for a
+    dot."""
     dotted = {key.replace("__", "."): value for key, value in changes.items()}
     return PPOConfig.model_validate(merged(PARAMS["ppo"], nested({**CANONICAL, **dotted})))
 
@@ -246,7 +249,7 @@ def test_resting_point_of_the_kl_in_the_loss_is_not_the_optimum() -> None:
 
 
 def test_only_what_a_small_problem_forces_is_changed() -> None:
-    config = block(kl__horizon=200, optimizer__warmup_steps=100, critic__warmup_steps=30)
+    config = block(batch_size=128, kl__horizon=200, optimizer__warmup_steps=100, critic__warmup_steps=30)
     assert set(changed_keys(config)) == {
         "steps",
         "batch_size",
