@@ -44,8 +44,8 @@ BANDIT, TWO, THREE = range(3)
 
 
 def block(**changes: Any) -> PPOConfig:
-    """The demo's settings with one answer to each prompt, raw scores, no entropy bonus, λ = 1; `changes` have `__` for a
-    dot."""
+    """The demo's settings with one answer to each prompt, raw scores, no entropy bonus, λ = 1; `changes` have `__` for
+    a dot."""
     dotted = {key.replace("__", "."): value for key, value in changes.items()}
     return PPOConfig.model_validate(merged(PARAMS["ppo"], nested({**CANONICAL, **dotted})))
 
