@@ -338,6 +338,13 @@ def test_settings_that_move_the_optimum_are_named() -> None:
     assert not run_module.remarks(block(score__missing_eos_penalty=0.0), {})
 
 
+def test_with_whitened_rewards_no_resting_point_is_known() -> None:
+    config = block(whiten_rewards=True, critic__init="sft", score__missing_eos_penalty=0.0)
+    assert Forces.of(config, 0.1, 1.0) is None
+    assert Forces.of(block(), 0.1, 1.0) is not None
+    assert "whiten_rewards adds a constant to every token" in " ".join(run_module.remarks(config, {}))
+
+
 # the command
 
 

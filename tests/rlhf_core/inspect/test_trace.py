@@ -101,6 +101,17 @@ def test_the_minibatches_add_up_to_the_diagnostics(make_trainer: MakeTrainer, se
     assert close(m.total_loss, expected)
 
 
+def test_whitened_rewards_are_in_the_deltas_and_not_in_the_rewards(make_trainer: MakeTrainer) -> None:
+    trainer = make_trainer(whiten_rewards=True, critic={"init": "sft"})
+    traces = trace_step(trainer, ALL)
+    for trace in traces:
+        following = 0.0
+        for token in reversed(trace.tokens):
+            assert close(token.advantage, token.delta + trainer.config.gamma * trainer.config.lam * following)
+            following = token.advantage
+        assert close(trace.tokens[-1].reward, trace.score - traces[0].step.kl_coef * trace.tokens[-1].kl)
+
+
 def test_the_table_follows_its_own_formulas(make_trainer: MakeTrainer) -> None:
     """Rewards, δ, the recursion of A, returns and whitening, each from the columns before it."""
     trainer = make_trainer(gamma=0.9, lam=0.8)

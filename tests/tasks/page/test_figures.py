@@ -147,6 +147,18 @@ def test_the_frontier_is_the_majorant_of_all_of_ppos_points(make_run: MakeRun, m
     assert "step 5 " in picture.alt
 
 
+def test_where_the_policy_is_an_interpolation_no_snapshot_has_its_name(
+    make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make_run()
+    select = run.metrics["select"]
+    for eta, named in ((1.0, True), (0.5, False)):
+        of = replace(run, metrics=run.metrics | {"select": select | {"eta": eta}})
+        assert ("PPO, step 60" in comparison_figures.frontier(of).alt) == named
+        _, panels = lines_of(monkeypatch, comparison_figures.overoptimisation, of)
+        assert any(label == "the policy" for panel in panels for label, *_ in panel) == named
+
+
 def test_the_ceiling_is_dashed_from_sfts_score(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
     run = make_run()
     for make, panels in ((comparison_figures.frontier, 1), (comparison_figures.overoptimisation, 2)):

@@ -118,7 +118,11 @@ def test_a_chosen_snapshot_says_where_it_stands(project: Path) -> None:
     traced = trace_prompt(project, PROMPT)
     assert traced.trace.step.number == 3
     assert any("snapshot after step 2" in note for note in traced.notes)
+    assert not any("SFT +" in note for note in traced.notes)
     assert traced.trace.step.kl_coef == 0.0125
+    (project / "metrics" / "select.json").write_text('{"step": 2, "eta": 0.5}')
+    notes = trace_prompt(project, PROMPT).notes
+    assert any("SFT + 0.5·(the snapshot after step 2 − SFT)" in note for note in notes)
 
 
 def test_the_batch_is_the_steps_own_with_the_prompt_in_it(project: Path) -> None:
