@@ -62,11 +62,11 @@ layers: setup-dev  ## Imports go down only; every stage depends on exactly the c
 
 check: lint types layers test  ## Lint, types, layers and the fast tests; CI runs the slow ones, too
 
-seeds: setup  ## The demo for three seeds, and the README's tables (half an hour)
-	python benchmarks/seeds.py
+seeds: setup  ## The demo for three training seeds (half an hour; continues where it stopped)
+	python -m flows.cli study -S seed=1,2,3 --objective gold_policy --name seeds
 
-frontier: setup  ## Three seeds at three β: OUT=FOLDER keeps results and pictures (an hour; continues where it stopped)
-	python benchmarks/frontier.py --out $(or $(OUT),$(error name a folder for the results: make frontier OUT=FOLDER))
+frontier: setup  ## Three seeds at three β: the frontier at equal KL, tokens and samples (an hour and a half)
+	python -m flows.cli study -S ppo.kl.coef=0.05,0.13,0.3 -S seed=1,2,3 --objective gold_policy --constraint 'kl_per_sequence < 3' --name frontier
 
 audit: setup-dev  ## Known vulnerabilities of the pinned versions; needs a network, and fails without one
 	pip-audit --strict --requirement constraints.txt --no-deps --disable-pip

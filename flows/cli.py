@@ -106,16 +106,20 @@ def import_(
 def serve(
     cron: Annotated[str, typer.Option(help="Five fields: minute hour day month weekday.")] = "0 3 * * *",
     timezone: Annotated[str, typer.Option(help="Time zone of the fields, such as Europe/Berlin.")] = "UTC",
+    branch: Annotated[
+        str | None, typer.Option(help="Its commit at each start is run; origin/NAME is fetched. None: this branch.")
+    ] = None,
+    limit: Annotated[int, typer.Option(help="How many runs may work at the same time.", min=1)] = 1,
 ) -> None:
-    """Run the pipeline on a schedule, until stopped.
+    """Run a branch on a schedule, until stopped.
 
-    One run at a time. Needs a Prefect server: `leash up`.
+    Each run works in a workspace of its own. Needs a Prefect server: `leash up`.
     """
     root = find_root()
     processes.install_signal_handlers()
     from flows import serve as nightly
 
-    _exit(int(nightly.serve(root, cron, timezone) != 0))
+    _exit(int(nightly.serve(root, cron, timezone, branch, limit) != 0))
 
 
 @command
@@ -243,6 +247,40 @@ def lineage(
 
     content, text = show(root, path.expanduser().absolute())
     _print(content, lambda _: text, as_json)
+
+
+@command
+def study(
+    overrides: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set", "-S", metavar="NAME=VALUES", help="A=1,2 or A=range(1,4); with --search A=interval(0,1)."
+        ),
+    ] = None,
+    methods: Annotated[str, typer.Option(help="Alternatives to train, by commas; others off. None: as they are.")] = "",
+    name: Annotated[str | None, typer.Option(help="Of the study; the same call continues it. None: made up.")] = None,
+    jobs: Annotated[int, typer.Option(help="Trials side by side.", min=1)] = 1,
+    search: Annotated[int | None, typer.Option(help="Let Optuna choose this many settings.", min=1)] = None,
+    objective: Annotated[
+        str | None, typer.Option(help="What is best, such as gold_policy or ppo.score - kl_per_sequence.")
+    ] = None,
+    constraint: Annotated[str | None, typer.Option(help="Such as 'kl_per_sequence < 3'.")] = None,
+    minimise: Annotated[bool, typer.Option("--minimise", help="The lowest objective is best.")] = False,
+    commit: Annotated[str, typer.Option(help="The branch or commit to study.")] = "HEAD",
+    retries: Annotated[int, typer.Option(help="How often to repeat a stage after a crash.", min=0)] = 2,
+) -> None:
+    """Run several settings and seeds, and compare them.
+
+    Each trial runs in a workspace of its own and becomes a DVC experiment and an MLflow run.
+    """
+    root = find_root()
+    processes.install_signal_handlers()
+    from flows.commands.study.study import Call
+    from flows.commands.study.study import study as run_study
+
+    chosen = tuple(part.strip() for part in methods.split(",") if part.strip())
+    call = Call(tuple(overrides or ()), chosen, search, objective, constraint, not minimise)
+    _exit(run_study(root, call, name, commit, jobs, ("--retries", str(retries))))
 
 
 @command

@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from uuid import UUID
 
 from flows import driver, processes, server, terminal
 from flows.stages import FAILED, UP_TO_DATE, Outcome, PipelineFailed
@@ -18,6 +19,10 @@ from tasks.tracking.settings import without_credentials
 
 if TYPE_CHECKING:
     from flows.graph import Graph
+
+
+PARENT_VARIABLE = "LEASH_PARENT_TASK_RUN"
+"""Environment variable: the Prefect task run that the flow run of this process belongs to."""
 
 
 def run(root: Path, stages: list[str] | None, force: bool, jobs: int = 1, **options: Any) -> int:
@@ -98,7 +103,10 @@ def _run_flow(**parameters: Any) -> PipelineFailed | None:
     from flows.pipeline import pipeline
 
     try:
-        pipeline(**parameters)
+        if parent := os.environ.get(PARENT_VARIABLE):
+            _run_below(parent, parameters)
+        else:
+            pipeline(**parameters)
     except PipelineFailed as failure:
         return failure
     except BaseException as error:
@@ -108,6 +116,19 @@ def _run_flow(**parameters: Any) -> PipelineFailed | None:
             raise interrupt from None
         raise
     return None
+
+
+def _run_below(parent: str, parameters: dict[str, Any]) -> None:
+    """Run the flow as a child of the task run `parent` of another process, as `prefect.deployments.run_deployment`
+    does."""
+    from prefect.client.orchestration import get_client
+    from prefect.flow_engine import run_flow
+
+    from flows.pipeline import pipeline
+
+    with get_client(sync_client=True) as client:
+        child = client.create_flow_run(pipeline, parameters=parameters, parent_task_run_id=UUID(parent))
+    run_flow(pipeline, flow_run=child, parameters=parameters)
 
 
 def _connect(root: Path) -> None:

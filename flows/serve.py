@@ -11,15 +11,18 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
-from flows import processes, server
+from flows import processes, server, workspace
+from flows.workspace import Workspace
 from rlhf_core.errors import UserError
 from tasks.tracking.settings import without_credentials
 
 
-def serve(root: Path, cron: str, timezone: str) -> int:
-    """Serve deployment `leash/nightly` at `cron` (five fields, in `timezone`), one run at a time.
+def serve(root: Path, cron: str, timezone: str, branch: str | None = None, limit: int = 1) -> int:
+    """Serve deployment `nightly/leash` at `cron` (five fields, in `timezone`): the commit that `branch` (None: the one
+    checked out now) names at each start, in an isolated workspace, at most `limit` runs at the same time.
 
-    Blocks; returns the runner's exit status. Raises UserError when no server answers or `cron` is not valid.
+    The code that schedules is that of the branch's present commit: edits in the checkout do not reach it. Blocks;
+    returns the runner's exit status. Raises UserError when no server answers, or `cron` or `branch` is not valid.
     """
     url = server.configured_url(root)
     if url is None:
@@ -28,19 +31,34 @@ def serve(root: Path, cron: str, timezone: str) -> int:
     if not server.answers(url):
         raise UserError(f"no Prefect server answers at {shown}; start one with `leash up`, or correct PREFECT_API_URL")
     _check(cron, timezone)
-    print(f"leash/nightly at {cron!r} ({timezone}), scheduled by {shown}; stop with Ctrl-C", flush=True)
-    command = [sys.executable, "-m", "flows.serve", str(root), cron, timezone]
-    env = {**os.environ, "PREFECT_API_URL": url, "PYTHONUNBUFFERED": "1"}
-    with ThreadPoolExecutor(1) as listener, processes.session():
-        runner = listener.submit(
-            processes.run,
-            command,
-            cwd=root,
-            env=env,
-            on_line=partial(print, flush=True),
-            signals=processes.RUNNER_SIGNALS,
+    branch = branch or _checked_out(root)
+    space = Workspace(root, "serve", workspace.resolve(root, branch))
+    with workspace.opened(space):
+        print(f"nightly/leash at {cron!r} ({timezone}), scheduled by {shown}; stop with Ctrl-C", flush=True)
+        print(
+            f"each run takes the commit of {branch} at its start (now {space.commit[:12]}), in work/runs/", flush=True
         )
-        return runner.result()
+        command = [sys.executable, "-m", "flows.serve", str(root), cron, timezone, branch, str(limit)]
+        changed = {**os.environ, **workspace.environment(space.root), "PREFECT_API_URL": url, "PYTHONUNBUFFERED": "1"}
+        env = {name: value for name, value in changed.items() if value is not None}
+        with ThreadPoolExecutor(1) as listener, processes.session():
+            runner = listener.submit(
+                processes.run,
+                command,
+                cwd=space.root,
+                env=env,
+                on_line=partial(print, flush=True),
+                signals=processes.RUNNER_SIGNALS,
+            )
+            return runner.result()
+
+
+def _checked_out(root: Path) -> str:
+    """The branch that is checked out; the commit where none is."""
+    try:
+        return workspace.git(root, "symbolic-ref", "--short", "--quiet", "HEAD").strip()
+    except UserError:
+        return workspace.resolve(root, "HEAD")
 
 
 def _check(cron: str, timezone: str) -> None:
@@ -54,14 +72,14 @@ def _check(cron: str, timezone: str) -> None:
         raise UserError(f"--cron {cron!r} --timezone {timezone!r}: {reason}") from None
 
 
-def _serve_flow(root: str, cron: str, timezone: str) -> None:
+def _serve_flow(root: str, cron: str, timezone: str, branch: str, limit: str) -> None:
     from prefect.schedules import Cron
 
-    from flows.pipeline import pipeline
+    from flows.nightly import nightly
 
-    pipeline.serve(
-        name="nightly", schedule=Cron(cron, timezone=timezone), parameters={"root": root},
-        limit=1, global_limit=1, print_starting_message=False,
+    nightly.serve(
+        name="leash", schedule=Cron(cron, timezone=timezone), parameters={"root": root, "branch": branch},
+        limit=int(limit), global_limit=int(limit), print_starting_message=False,
     )  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""`leash clean`: lists and removes what dead runs have left behind, clones of `leash verify` included."""
+"""`leash clean`: lists and removes what dead runs have left behind, isolated workspaces included."""
 
 import sys
 from pathlib import Path
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import typer
 from rich.filesize import decimal
 
-from flows.commands.verify.clone import KEPT, clones
+from flows import workspace
 from flows.text import table
 
 if TYPE_CHECKING:
@@ -31,14 +31,12 @@ def find_leftovers(root: Path, everything: bool) -> "Found":
     from tasks.records.leftovers import find
 
     found = find(root, everything)
-    for folder, pid in clones(root):
+    for folder, pid in workspace.found(root):
         if pid is not None:
-            found.stays.append(
-                f"{folder.relative_to(root)}: process {pid or '?'} works in this clone of `leash verify`"
-            )
+            found.stays.append(f"{folder.relative_to(root)}: process {pid or '?'} works in this workspace")
             continue
-        kept = (folder / KEPT).exists()
-        found.add(folder, f"a clone of `leash verify` {'that was kept' if kept else 'whose process died'}")
+        why = workspace.why_kept(folder)
+        found.add(folder, f"a workspace that was kept: {why}" if why else "a workspace whose process died")
     return found
 
 
@@ -48,6 +46,7 @@ def remove(root: Path, confirmed: "list[Leftover]", everything: bool) -> str:
 
     present = {leftover.path for leftover in find_leftovers(root, everything).leftovers}
     gone = remove_all(root, [leftover for leftover in confirmed if leftover.path in present], everything)
+    workspace.forget_removed(root)
     kept = len(confirmed) - len(gone)
     rest = f"; {kept} stay: they are in use now, or could not be removed" if kept else ""
     return f"removed {_count(gone)}{rest}"

@@ -19,6 +19,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from dvc.config import Config
 from dvc.dependency.param import ParamsDependency
 from dvc.exceptions import DvcException
 from dvc.lock import LockError
@@ -26,12 +27,14 @@ from dvc.output import Output
 from dvc.repo import Repo
 from dvc.repo.reproduce import get_active_graph, plan_repro
 from dvc.stage import Stage
+from dvc.utils import hydra
 from dvc.utils.serialize import dumps_yaml, parse_yaml, parse_yaml_for_update
 from dvc_data.hashfile.build import build
 from dvc_data.hashfile.state import StateNoop
 
 from rlhf_core import files
 from rlhf_core.errors import UserError
+from tasks.params.loader import PARAMS_FILE
 
 LOCK_FILE = "dvc.lock"
 CHUNK_BYTES = 2**20
@@ -47,9 +50,12 @@ PARAMETERS = {
     parse_yaml_for_update: ("text", "path"),
     dumps_yaml: ("d",),
     StateNoop: (),
+    hydra.apply_overrides: ("path", "overrides"),
+    hydra.to_hydra_overrides: ("path_overrides",),
 }
 ATTRIBUTES = {
     Repo: ("index", "dvcignore", "fs", "close"),
+    Config: ("read", "edit", "load_one"),
     Output: ("get_hash", "exists", "dvcignore", "status", "changed_cache"),
     Stage: ("changed_stage", "is_callback"),
     ParamsDependency: ("status", "get_hash", "read_params"),
@@ -345,6 +351,66 @@ def restore_order(root: Path, stages: Sequence[str], before: Sequence[str]) -> N
         with files.atomic(path) as place:
             place.write_text(dumps_yaml(content), encoding="utf-8")
             place.chmod(path.stat().st_mode)
+
+
+def configure_workspace(home: Path, root: Path, site: Path, cache: Path | None) -> None:
+    """Give the project at `root` the DVC remotes of the one at `home`, and its cache, or an own one at `cache`. `site`
+    holds DVC's database of hashes. Raises UserError."""
+    with _readable(home), _without_repository(home) as ours, _without_repository(root) as theirs:
+        known = ours.read()
+        shared = known.get("cache", {}).get("dir") or home / ".dvc" / "cache"
+        with theirs.edit("local") as local:
+            local["core"] = {"analytics": False, "autostage": False, "site_cache_dir": str(site)} | (
+                {"remote": known["core"]["remote"]} if "remote" in known.get("core", {}) else {}
+            )
+            local["cache"] = dict(known.get("cache", {})) | {"dir": str(cache or shared)}
+            local["remote"] = known.get("remote", {})
+
+
+@contextmanager
+def _without_repository(root: Path) -> Iterator[Config]:
+    """The configuration of a project, which need not have a git repository or a dvc.yaml."""
+    (root / ".dvc").mkdir(exist_ok=True)
+    yield Config(str(root / ".dvc"))
+
+
+@dataclass(frozen=True)
+class Override:
+    """One override in Hydra's grammar. `values` are those to try, in Hydra's own words: one, those of a list or choice,
+    or those of a range; `interval` holds the ends of an interval, which has no values."""
+
+    name: str
+    values: tuple[str, ...] = ()
+    interval: tuple[float, float] | None = None
+    logarithmic: bool = False
+    whole: bool = False
+
+
+def parse_override(text: str) -> Override:
+    """`NAME=VALUE`, `NAME=A,B`, `NAME=choice(A,B)`, `NAME=range(START,STOP,STEP)` (numbers from START, below STOP),
+    `NAME=interval(LOW,HIGH)`, `NAME=int(interval(…))` or `NAME=tag(log,interval(…))`. Raises UserError."""
+    try:
+        (parsed,) = hydra.to_hydra_overrides([text])
+        if not parsed.is_sweep_override():
+            return Override(parsed.key_or_group, (text.partition("=")[2],))
+        value = parsed.value()
+        if parsed.is_interval_sweep():
+            ends = (float(value.start), float(value.end))
+            return Override(parsed.key_or_group, (), ends, "log" in value.tags, isinstance(value.start, int))
+        return Override(parsed.key_or_group, tuple(map(str, parsed.sweep_string_iterator())))
+    except Exception as error:  # of hydra, omegaconf and antlr
+        reason = _one_line(error).split(" See https://")[0]
+        raise UserError(f"-S {text}: {reason}; write NAME=VALUE, NAME=A,B or NAME=range(1,4)") from None
+
+
+def apply_overrides(root: Path, overrides: Sequence[str]) -> None:
+    """Change params.yaml; comments and what is not named stay. Raises UserError, naming the override."""
+    for one in overrides:
+        try:
+            hydra.apply_overrides(str(root / PARAMS_FILE), [one])
+        except DvcException as error:
+            reason = _one_line(error.__cause__ or error).split(" full_key:")[0]
+            raise UserError(f"-S {one}: {reason}") from None
 
 
 @contextmanager

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_core.locks import FileLock, is_held
+from tasks.tracking.settings import main_checkout
 
 EVENTS = "events.jsonl"
 STATE = "state.json"
@@ -34,8 +35,8 @@ class Unreachable(Exception):
 
 
 def outbox_folder(root: Path) -> Path:
-    """The folder that holds every outbox of the repository at `root`."""
-    return root / "work" / "outbox"
+    """The folder that holds the outboxes of all workspaces of the main checkout of `root`."""
+    return main_checkout(root) / "work" / "outbox"
 
 
 def now_ms() -> int:

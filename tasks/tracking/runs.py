@@ -106,7 +106,7 @@ class MlflowWriter:
 
     @contextmanager
     def _exclusive(self) -> Iterator[None]:
-        lock = FileLock(self._root / "work" / "mlflow.lock")
+        lock = FileLock(settings.main_checkout(self._root) / "work" / "mlflow.lock")
         if not lock.acquire(LOCK_SECONDS):
             raise Unreachable("another process holds work/mlflow.lock")
         try:
@@ -129,26 +129,55 @@ class MlflowWriter:
 
     def _on_parent_open(self, part: list[Event], state: State, folder: Path) -> None:
         event = part[0]
-        tags = {"leash.pipeline_key": event.body["key"], "leash.workspace": self._workspace}
+        tags = {"leash.pipeline_key": event.body["key"], "leash.workspace": self._workspace_of(event)}
         with self._exclusive():
+            extra = self._study_tags(event.body.get("study"))
             parent = self._find(tags) or self._client.create_run(
                 self._experiment,
                 start_time=event.at,
-                tags=tags | event.body["tags"],
-                run_name=f"pipeline {event.body['key'][:8]}",
+                tags=tags | event.body["tags"] | extra,
+                run_name=event.body.get("name") or f"pipeline {event.body['key'][:8]}",
             )
             run_id = state.parent_id = parent.info.run_id
             # `runtime` may differ under one key and changes no result: the first value is kept
             self._log_params(run_id, event.body["params"], parent.data.params)
             opened = max(event.at, int(parent.data.tags.get("leash.opened", 0)))
-            self._log_tags(run_id, event.body["tags"] | {"leash.opened": str(opened)})
+            self._log_tags(run_id, event.body["tags"] | extra | {"leash.opened": str(opened)})
             if parent.info.status != "RUNNING" and event.at > (parent.info.end_time or 0):
                 self._client.update_run(run_id, status="RUNNING")
+
+    def _workspace_of(self, event: Event) -> str:
+        """The workspace that wrote the event; this one for events of earlier versions."""
+        return str(event.body.get("workspace") or self._workspace)
+
+    def _study_tags(self, study: str | None) -> dict[str, str]:
+        """Tags that make a run the child of the study's run, which is open from now on."""
+        if not study:
+            return {}
+        run = self._find({"leash.study_run": study})
+        if run is None:
+            tags = {"leash.study_run": study, "mlflow.source.name": "leash study"}
+            run = self._client.create_run(self._experiment, tags=tags, run_name=study)
+        elif run.info.status != "RUNNING":
+            self._client.update_run(run.info.run_id, status="RUNNING")
+        return {"leash.study": study, "mlflow.parentRunId": run.info.run_id}
+
+    def _on_study_close(self, part: list[Event], state: State, folder: Path) -> None:
+        """Give the study's run its metrics and files, and end it."""
+        event = part[0]
+        with self._exclusive():
+            run_id = self._study_tags(event.body["study"])["mlflow.parentRunId"]
+        self._client.log_batch(
+            run_id, metrics=[Metric(key, float(value), event.at, 0) for key, value in event.body["metrics"].items()]
+        )
+        for file in event.body["files"]:
+            self._client.log_artifact(run_id, str(folder / file))
+        self._client.set_terminated(run_id, event.body["status"], end_time=event.at)
 
     def _on_run_open(self, part: list[Event], state: State, folder: Path) -> None:
         event = part[0]
         execution = folder.name
-        identity = {"leash.stage_key": event.body["stage_key"], "leash.workspace": self._workspace}
+        identity = {"leash.stage_key": event.body["stage_key"], "leash.workspace": self._workspace_of(event)}
         run = self._find({"leash.execution": execution})  # this event was sent before
         unfinished = " and attributes.status != 'FINISHED'"
         run = run or self._find(identity, "" if event.body.get("continues") else unfinished)

@@ -14,6 +14,12 @@ OUTCOME_VARIABLE = "LEASH_OUTCOME"
 """Environment variable set by `leash run`: a file to which a stage appends one JSON line with its outcome."""
 HOLD_VARIABLE = "LEASH_HOLD_TRACKING"
 """Environment variable set by `leash verify`: events stay in the outbox and are not sent."""
+RUN_VARIABLE = "LEASH_RUN"
+"""Environment variable of an isolated run: its name, which is also that of its DVC experiment."""
+STUDY_VARIABLE = "LEASH_STUDY"
+"""Environment variable of a trial: the name of its study."""
+CHANGES_VARIABLE = "LEASH_CHANGES"
+"""Environment variable of an isolated run: a JSON list of its overrides, `NAME=VALUE`."""
 POLICY_MODEL = "leash-policy"
 POLICY_ALIAS = "current"  # `latest` is reserved by MLflow
 
@@ -46,16 +52,35 @@ def has_driver() -> bool:
     return bool(os.environ.get(OUTCOME_VARIABLE))
 
 
+def main_checkout(root: Path) -> Path:
+    """The checkout that the workspace at `root` was made from, as a git worktree or by `dvc exp run --temp`: runs of
+    all workspaces are tracked there. `root` itself where it is no such workspace, or while events are held back."""
+    if is_held_back():
+        return root
+    before, inside, _ = str(root.resolve()).partition("/.dvc/tmp/exps/")
+    home = Path(before) if inside else _of_worktree(root)
+    return home if home is not None and (home / "dvc.yaml").is_file() else root
+
+
+def _of_worktree(root: Path) -> Path | None:
+    """The folder whose .git a worktree shares: its own .git is a file `gitdir: HOME/.git/worktrees/NAME`."""
+    link = root / ".git"
+    if not link.is_file():
+        return None
+    folder = Path(link.read_text(encoding="utf-8", errors="replace").strip().removeprefix("gitdir: "))
+    return folder.parents[2] if folder.parent.name == "worktrees" and folder.is_absolute() else None
+
+
 def tracking_uri(root: Path) -> str:
-    """The address to send to: `MLFLOW_TRACKING_URI`, else the SQLite file of the repository at `root`."""
-    return os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{root.resolve() / 'mlflow.db'}"
+    """The address to send to: `MLFLOW_TRACKING_URI`, else the SQLite file of the main checkout of `root`."""
+    return os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{main_checkout(root).resolve() / 'mlflow.db'}"
 
 
 def artifact_location(root: Path, uri: str) -> str | None:
     """The experiment's artifact folder beside a local database; None for a server, which has its own."""
     if urlsplit(uri).scheme in ("http", "https", "databricks"):
         return None
-    return (root.resolve() / "mlartifacts").as_uri()
+    return (main_checkout(root).resolve() / "mlartifacts").as_uri()
 
 
 def without_credentials(text: str) -> str:

@@ -19,7 +19,7 @@ from rlhf_core.data.chat import as_text
 from tasks.params.secrets import HIDDEN, is_secret
 from tasks.tracking import settings
 from tasks.tracking.outbox import Outbox
-from tasks.tracking.sender import SenderProcess, Warn, send_rest, warn_once
+from tasks.tracking.sender import SenderProcess, Warn, drain, send_rest, warn_once
 from tasks.tracking.system import SystemMetrics
 
 Status = Literal["FINISHED", "FAILED", "KILLED"]
@@ -38,17 +38,30 @@ class PipelineIdentity:
     commit: str | None = None
     dirty: bool = False
 
+    @property
+    def title(self) -> str:
+        """For the run in MLflow: `e70966d+ seed 1`; the plus stands for uncommitted changes."""
+        version = f"{self.commit[:7]}{'+' if self.dirty else ''}" if self.commit else "no commit"
+        return f"{version} seed {self.params['seed']}" if "seed" in self.params else version
+
 
 class _ParentRun:
     """The pipeline run, for stage and flow."""
 
-    def __init__(self, outbox: Outbox, pipeline: PipelineIdentity, tags: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, outbox: Outbox, pipeline: PipelineIdentity, workspace: str, tags: Mapping[str, str] | None = None
+    ) -> None:
         self._outbox = outbox
         self._has_ended = False
+        run, study = os.environ.get(settings.RUN_VARIABLE), os.environ.get(settings.STUDY_VARIABLE)
         tags = {**(tags or {}), "leash.dirty": str(pipeline.dirty).lower(), "mlflow.source.name": "leash"}
         if pipeline.commit:
             tags |= {"leash.commit": pipeline.commit, "mlflow.source.git.commit": pipeline.commit}
-        outbox.append("parent-open", key=pipeline.key, params=flatten(pipeline.params), tags=tags)
+        tags |= {"leash.experiment": run, "mlflow.note.content": _note(run)} if run else {}
+        outbox.append(
+            "parent-open", key=pipeline.key, params=flatten(pipeline.params), tags=tags, workspace=workspace,
+            name=run or pipeline.title, study=study,
+        )  # fmt: skip
 
     def headline(self, metrics: Mapping[str, float | None]) -> None:
         """Metrics of the pipeline run; None is left out."""
@@ -72,7 +85,9 @@ class PipelineTracker(_ParentRun):
         cls, root: Path, pipeline: PipelineIdentity, *, tags: Mapping[str, str] | None = None, warn: Warn | None = None
     ) -> Self:
         """Start or reopen the parent run of `pipeline` with additional `tags`."""
-        return cls(Outbox.create(root, f"pipeline-{pipeline.key[:12]}", warn or warn_once()), pipeline, tags or {})
+        workspace = settings.workspace_id(root)
+        outbox = Outbox.create(root, f"pipeline-{pipeline.key[:12]}-{workspace}", warn or warn_once())
+        return cls(outbox, pipeline, workspace, tags or {})
 
     def close(self) -> None:
         """Release the outbox; without `close_parent` before it the pipeline run counts as killed."""
@@ -88,11 +103,12 @@ class Tracker(_ParentRun):
         stage: str,
         stage_key: str,
         pipeline: PipelineIdentity,
+        workspace: str,
         sender: SenderProcess | None,
         send_rest: Callable[[bool], None] | None = None,
         continues: bool = False,
     ) -> None:
-        super().__init__(outbox, pipeline)
+        super().__init__(outbox, pipeline, workspace)
         self._stage = stage
         self._sender = sender
         self._send_rest = send_rest
@@ -103,7 +119,7 @@ class Tracker(_ParentRun):
             tags["mlflow.user"] = user
         if pipeline.commit:
             tags["mlflow.source.git.commit"] = pipeline.commit
-        outbox.append("run-open", stage=stage, stage_key=stage_key, tags=tags, continues=continues)
+        outbox.append("run-open", stage=stage, stage_key=stage_key, tags=tags, continues=continues, workspace=workspace)
 
     @classmethod
     def open(
@@ -128,13 +144,14 @@ class Tracker(_ParentRun):
         metrics off.
         """
         warn = warn or warn_once()
-        outbox = Outbox.create(root, f"{stage}-{stage_key[:12]}", warn)
+        workspace = settings.workspace_id(root)
+        outbox = Outbox.create(root, f"{stage}-{stage_key[:12]}-{workspace}", warn)
         address = uri or settings.tracking_uri(root)
         send = send and not settings.is_held_back()
         wait = SENDER_AFTER_SECONDS if sender_after is None else sender_after
         sender = SenderProcess(root, outbox.folder, address, warn, wait) if send else None
         rest = partial(send_rest, root, address, warn) if send and not settings.has_driver() else None
-        tracker = cls(outbox, stage, stage_key, pipeline, sender, rest, continues)
+        tracker = cls(outbox, stage, stage_key, pipeline, workspace, sender, rest, continues)
         if system_seconds > 0:
             tracker._system = SystemMetrics(tracker.metrics, system_seconds)
             tracker._system.start()
@@ -195,6 +212,24 @@ class Tracker(_ParentRun):
         if self._has_ended and self._send_rest is not None:
             self._send_rest(status == "FINISHED")
         return arrived
+
+
+def finish_study(
+    root: Path, study: str, status: Status, metrics: Mapping[str, float | None], files: Sequence[Path]
+) -> str:
+    """End the study's run with these metrics and files, and send all that waits; a line where some is left."""
+    outbox = Outbox.create(root, f"study-{study}", warn_once())
+    kept = [place for path in files if path.is_file() and (place := outbox.keep(path))]
+    outbox.append("study-close", study=study, status=status, metrics=_numbers(metrics), files=kept)
+    outbox.close()
+    return str(drain(root))
+
+
+def _note(run: str) -> str:
+    """The description of an isolated run: its experiment and what was changed."""
+    changes = json.loads(os.environ.get(settings.CHANGES_VARIABLE, "[]"))
+    changed = ", ".join(f"`{each}`" for each in changes) or "no parameter"
+    return f"DVC experiment `{run}` (`dvc exp apply {run}` brings its results back); changed: {changed}"
 
 
 def flatten(params: Mapping[str, Any], prefix: str = "") -> dict[str, str]:

@@ -11,6 +11,7 @@ import psutil
 import pytest
 import yaml
 
+from tests.conftest import commit
 from tests.faults.conftest import until
 
 STAGES: dict[str, tuple[str, list[str]]] = {"one": ("sleep 120", []), "two": ("sleep 120", [])}
@@ -107,16 +108,17 @@ def test_a_scheduled_run_is_cancelled(
     from prefect.deployments import run_deployment
     from prefect.exceptions import ObjectNotFound
 
+    commit(importing)
     process = leash(importing, "serve", api=prefect_api)
     run = None
     deadline = time.monotonic() + 60.0
     while run is None and time.monotonic() < deadline:
         try:
-            run = run_deployment("leash/nightly", timeout=0)
+            run = run_deployment("nightly/leash", parameters={"root": str(importing), "branch": "HEAD"}, timeout=0)
         except ObjectNotFound:
             time.sleep(0.5)
     assert run is not None
-    until((importing / "begun").exists)
+    until(lambda: any((importing / "work/runs").glob("nightly-*/tree/begun")))
     terminate(process)
     printed, errors = process.communicate(timeout=60)
     assert (process.returncode, errors) == (143, "error: stopped; nothing is left running\n")

@@ -1,19 +1,22 @@
 """`leash verify`: runs the stages again in a clone with an empty cache, and compares the hash of every output with
 `dvc.lock`. Nothing in the workspace is changed."""
 
+import os
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from flows import processes
-from flows.commands.verify.clone import environment, temporary_clone
+from flows import processes, workspace
 from flows.graph import read_graph
-from flows.stages import StageCrash, StageUserError, run_stage
+from flows.stages import Environment, StageCrash, StageUserError, run_stage
 from flows.text import table
+from flows.workspace import Workspace
 from rlhf_core.errors import UserError
+from tasks.tracking.settings import HOLD_VARIABLE
 
 Log = Callable[[str, str], None]
 Verdict = Literal["same", "DIFFERS", "differs", "not rebuilt"]
@@ -93,12 +96,32 @@ def verify(root: Path, names: Sequence[str], keep: bool, log: Log) -> Report:
         _require_room(root, what.bytes_needed)
         tree = (report.commit or "no commit")[:DIGITS] + (" with uncommitted changes" if report.dirty else "")
         log("", f"rebuilding {', '.join(what.stages)} from nothing, in a clone of {tree}")
-        with temporary_clone(root, keep) as project:
+        with _empty_workspace(root, keep) as project:
             report.kept = str(project) if keep else ""
             fill(recorded_project, project, what)
             _rebuild(root, project, what, report, log)
     report.cpu, report.threads = _machine(root)
     return report
+
+
+@contextmanager
+def _empty_workspace(root: Path, keep: bool) -> Iterator[Path]:
+    """A workspace without files, with an empty DVC cache of its own; removed at the end unless `keep`."""
+    space = Workspace(root, f"verify-{os.getpid()}", workspace.resolve(root, "HEAD"))
+    with workspace.opened(space, own_cache=True, checkout=False):
+        try:
+            yield space.root
+        finally:
+            if keep:
+                workspace.write_note(space, why_kept="by `leash verify --keep`")
+            else:
+                workspace.remove(space)
+
+
+def environment(project: Path) -> Environment:
+    """Variables with which a stage runs the code of the workspace at `project`, and sends nothing to MLflow."""
+    database = f"sqlite:///{project / 'mlflow.db'}"
+    return {**workspace.environment(project), "MLFLOW_TRACKING_URI": database, HOLD_VARIABLE: "1"}
 
 
 def _require_room(root: Path, needed: int) -> None:

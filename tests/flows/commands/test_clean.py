@@ -144,17 +144,17 @@ def test_nothing_of_a_stage_at_work_is_touched(root: Path, held: "subprocess.Pop
 
 
 def test_a_clone_in_which_a_stage_has_outlived_its_maker_stays(root: Path) -> None:
-    inside = root / "work/verify-abc/project/work"
+    inside = root / "work/runs/verify-abc/tree/work"
     inside.mkdir(parents=True)
     lock = FileLock(inside / "sft.lock")
     assert lock.acquire()
     found = find_leftovers(root, True)
-    assert f"work/verify-abc: process {os.getpid()} works in this clone of `leash verify`" in found.stays
-    assert "work/verify-abc" not in paths(found, root)
+    assert f"work/runs/verify-abc: process {os.getpid()} works in this workspace" in found.stays
+    assert "work/runs/verify-abc" not in paths(found, root)
     lock.release()
-    assert paths(find_leftovers(root, False), root)["work/verify-abc"] == "a clone of `leash verify` whose process died"
+    assert paths(find_leftovers(root, False), root)["work/runs/verify-abc"] == "a workspace whose process died"
     clean(root)
-    assert not (root / "work/verify-abc").exists()
+    assert not (root / "work/runs/verify-abc").exists()
 
 
 def test_a_stage_that_begins_between_the_question_and_the_answer(root: Path) -> None:

@@ -41,7 +41,10 @@ def test_a_held_back_stage_waits_until_it_is_sent(root: Path) -> None:
     assert len(outbox.pending(root)) == 1, "nothing was sent by itself"
     printed, done = sync(root, 60.0)
     assert done
-    assert printed.splitlines() == [f"to sqlite:///{root}/mlflow.db", "ppo-abababababab: 5 events sent"]
+    assert printed.splitlines() == [
+        f"to sqlite:///{root}/mlflow.db",
+        f"ppo-abababababab-{settings.workspace_id(root)}: 5 events sent",
+    ]
     assert kl(root) == [1.5, 2.5]
     assert sync(root, 60.0) == ("nothing waits for MLflow", True)
 
@@ -55,7 +58,7 @@ def test_what_cannot_arrive_stays(root: Path, monkeypatch: pytest.MonkeyPatch) -
     assert not done
     lines = printed.splitlines()
     assert lines[0] == f"to http://{address}"
-    assert lines[1].startswith("ppo-abababababab: 0 events sent; 5 left (")
+    assert lines[1].startswith(f"ppo-abababababab-{settings.workspace_id(root)}: 0 events sent; 5 left (")
     assert lines[2] == "1 of 1 outboxes still wait; `leash sync` tries again"
     assert "hunter2" not in printed
     assert outbox.pending(root)

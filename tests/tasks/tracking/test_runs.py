@@ -45,7 +45,7 @@ def test_the_parent_holds_parameters_tags_and_headline(root: Path, pipeline: Pip
     drain(root)
     found = all_runs(look())
     (parent,) = found["parents"]
-    assert parent.info.run_name == "pipeline 01234567"
+    assert parent.info.run_name == "c0ffee+ seed 1"
     assert parent.info.status == "FINISHED"
     assert parent.data.params == {
         "seed": "1",

@@ -260,7 +260,7 @@ def test_a_revision_without_figures_is_refused(project: Path) -> None:
 
 
 def track(root: Path, key: str, stage: str, artifact: bool = True) -> None:
-    pipeline = PipelineIdentity(key * 64, {"seed": 7, "runtime": {"progress_seconds": 1}})
+    pipeline = PipelineIdentity(key * 64, {"seed": 7, "runtime": {"progress_seconds": 1}}, key * 40)
     tracker = Tracker.open(root, stage, key * 64, pipeline, send=False, system_seconds=0)
     if artifact:
         tracker.artifact(root / "metrics" / "evaluate.json", "metrics")
@@ -284,13 +284,13 @@ def test_runs_of_mlflow_by_id_beginning_and_name(project: Path, monkeypatch: pyt
     drain(project)
     known = ids(project)
     write(project, 9.0)
-    for name in (known["evaluate"], known["evaluate"][:8], "evaluate", "pipeline aaaaaaaa", known["pipeline aaaaaaaa"]):
+    for name in (known["evaluate"], known["evaluate"][:8], "evaluate", "aaaaaaa seed 7", known["aaaaaaa seed 7"]):
         run = find(project, name)
         assert run.source == f"MLflow run {known['evaluate']}"
         assert run.evaluation["models"]["policy"]["gold"] == 4.0
         assert run.params == {"seed": "7"}
     with pytest.raises(UserError, match=r"pipeline run .* has no finished run of evaluate"):
-        find(project, "pipeline bbbbbbbb")
+        find(project, "bbbbbbb seed 7")
     for unknown in ("sft", known["evaluate"][:5], "evaluat"):
         with pytest.raises(UserError, match=r"no run; .*MLflow at .*\(id, beginning of an id, or name\)"):
             find(project, unknown)
@@ -303,7 +303,7 @@ def test_runs_of_mlflow_by_id_beginning_and_name(project: Path, monkeypatch: pyt
     with pytest.raises(UserError, match=r"evaluate: 2 runs in MLflow have this name; use an id"):
         find(project, "evaluate")
     with pytest.raises(UserError, match=r"has no artifact metrics/evaluate.json"):
-        find(project, "pipeline cccccccc")
+        find(project, "ccccccc seed 7")
 
 
 def test_a_server_that_does_not_answer_is_named(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:

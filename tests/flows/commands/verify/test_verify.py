@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 import psutil
 import pytest
 
-from flows.commands.verify import clone
-from flows.commands.verify.verify import Report, _compare, render, verify
+from flows import workspace
+from flows.commands.verify.verify import Report, _compare, environment, render, verify
 from rlhf_core.errors import UserError
 from tasks.records.recorded import Record
 from tasks.stage.provenance import FILE, KEYS
@@ -101,7 +101,9 @@ def verdicts(report: Report) -> dict[str, str]:
 
 
 def leftovers(root: Path) -> list[str]:
-    return [path.name for path in (root / "work").glob("*")]
+    """What is in work/runs/, and worktrees that git still lists."""
+    listed = call(root, "git", "worktree", "list", "--porcelain").count("worktree ") - 1
+    return [path.name for path in (root / "work/runs").glob("*")] + ["a worktree"] * listed
 
 
 NOISE = "text += str(time.time_ns()) if out == 'one.out' else ''\nwith pathlib"
@@ -142,7 +144,7 @@ def test_a_named_stage_reads_recorded_inputs_and_runs_alone(recorded: Path) -> N
     assert (kept / "log.txt").read_text(encoding="utf-8") == "two.out\n"
     assert (kept / "one.out").read_text(encoding="utf-8") == "one.out1\n"
     assert f"the clone is kept: {kept}" in render(report)
-    assert list(clone.clones(recorded)) == [(kept.parent, None)], "its maker does not hold it any longer"
+    assert list(workspace.found(recorded)) == [(kept.parent, None)], "its maker does not hold it any longer"
 
 
 def test_raw_data_come_from_the_cache_where_the_workspace_has_lost_them(recorded: Path) -> None:
@@ -221,7 +223,7 @@ def test_the_clones_own_code_runs_and_sends_nothing(monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("PYTHONPATH", "/another/checkout")
     monkeypatch.setenv("GIT_DIR", "/another/.git")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:1")
-    changed = clone.environment(tmp_path)
+    changed = environment(tmp_path)
     assert changed["PYTHONPATH"] == f"{tmp_path}{os.pathsep}/another/checkout"
     assert changed["GIT_DIR"] is None
     assert changed["PYTHONSAFEPATH"] is None
@@ -252,7 +254,7 @@ def test_a_stopped_verification_leaves_nothing(
     root = recorded
     edit(root, "worker.py", "with pathlib", "time.sleep(100 if pathlib.Path('log.txt').exists() else 0)\nwith pathlib")
     process = leash(root, "verify")
-    until(lambda: any((root / "work").glob("verify-*/project/one.out")))
+    until(lambda: any((root / "work").glob("runs/verify-*/tree/one.out")))
     family = psutil.Process(process.pid).children(recursive=True)
     end(process)
     process.communicate(timeout=60) if end is not kill else process.wait(60)
@@ -261,8 +263,8 @@ def test_a_stopped_verification_leaves_nothing(
         for child in family:
             with suppress(psutil.NoSuchProcess):  # the driver's guardian may have been faster
                 child.kill()
-        [name] = leftovers(root)
-        assert call(root, *cli(), "clean").splitlines()[1].startswith(f"work/{name} ")
+        [name, _] = leftovers(root)
+        assert call(root, *cli(), "clean").splitlines()[1].startswith(f"work/runs/{name} ")
         assert "removed 1 things" in call(root, *cli(), "clean", "--yes")
     assert [child for child in family if child.is_running() and child.status() != psutil.STATUS_ZOMBIE] == []
     assert leftovers(root) == []
@@ -270,15 +272,8 @@ def test_a_stopped_verification_leaves_nothing(
 
 def cli() -> list[str]:
     """`leash` with the code under test, wherever it is started."""
-    project = str(Path(clone.__file__).parents[3])
+    project = str(Path(workspace.__file__).parents[1])
     return [sys.executable, "-c", f"import sys; sys.path.insert(0, {project!r}); from flows.cli import main; main()"]
-
-
-def test_a_clone_at_work_is_not_abandoned(recorded: Path) -> None:
-    with clone.temporary_clone(recorded, keep=False):
-        assert leftovers(recorded) != []
-        assert [pid for _, pid in clone.clones(recorded)] == [os.getpid()]
-    assert leftovers(recorded) == []
 
 
 @pytest.mark.slow

@@ -1,14 +1,16 @@
-"""The pictures of the frontier: both scores over √KL, and the gold score over what training has cost. Which numbers are
-drawn is computed in frontier_points.py; size and style are those of the report page.
-"""
+"""The pictures of the frontier: both scores over √KL, and the gold score over what training has cost. Size and
+style are those of the report page."""
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from frontier_points import (
+from matplotlib.axes import Axes
+from matplotlib.colors import to_rgb
+from matplotlib.figure import Figure
+
+from flows.commands.study.points import (
     Cost,
     Runs,
     first_run,
@@ -19,10 +21,6 @@ from frontier_points import (
     sft_score,
     snapshot_costs,
 )
-from matplotlib.axes import Axes
-from matplotlib.colors import to_rgb
-from matplotlib.figure import Figure
-
 from rlhf_core.evaluation.majorant import majorant_at
 from tasks.page.canvas import JUDGE, MUTED, POLICY, canvas, colour_of, label_axes, png, styled
 from tasks.page.comparison_table import label
@@ -38,38 +36,35 @@ PLACES = 60
 HEIGHT = 6.4  # inches; two panels and a legend do not fit into the page's height
 
 
-def draw(runs: Runs, folder: Path) -> list[Path]:
-    """Write the three pictures as PNG to `folder`; their paths."""
+def draw(runs: Runs) -> dict[str, bytes]:
+    """The three pictures as PNG, by name."""
     pictures: dict[str, Callable[[], Figure]] = {
         "frontier": lambda: frontier(runs),
         "equal-tokens": lambda: equal_cost(runs, "tokens", lambda cost: cost.tokens, "response tokens trained on"),
         "equal-samples": lambda: equal_cost(runs, "samples", lambda cost: cost.samples, "responses sampled to train"),
     }
-    folder.mkdir(parents=True, exist_ok=True)
-    paths = []
+    made = {}
     for name, make in pictures.items():
         with styled():
-            content = png(make())
-        paths.append(folder / f"{name}.png")
-        paths[-1].write_bytes(content)
-    return paths
+            made[name] = png(make())
+    return made
 
 
 def frontier(runs: Runs) -> Figure:
-    """Gold and proxy score over √KL: PPO's frontier for each β, thin for each seed and thick for their mean; the
+    """Gold and proxy score over √KL: PPO's frontier for each setting, thin for each seed and thick for their mean; the
     optimum, dashed, the mean of the seeds; the alternatives as points, a point a seed. Every seed trains a reward model
     of its own, whose scores have a zero of their own: those are drawn from its SFT model's mean."""
     figure, (gold, proxy) = canvas(f"Reward against KL, {counted(runs)}", panels=(3, 2))
     figure.set_size_inches(figure.get_figwidth(), HEIGHT)
     zeros = {seed: sft_score(runs, seed, "reward") for seed in seeds_of(runs)}
     for axes, score, zero in ((gold, "gold", dict.fromkeys(zeros, 0.0)), (proxy, "reward", zeros)):
-        for beta, colour in shades(runs).items():
+        for setting, colour in shades(runs).items():
             lines = [
                 majorant(frontier_points(run, score), zero[seed])
                 for (seed, other), run in runs.items()
-                if other == beta
+                if other == setting
             ]
-            bundle(axes, lines, f"PPO, β {beta:g}", colour, marker="")
+            bundle(axes, lines, f"PPO, {setting}", colour, marker="")
         firsts = {seed: run for seed in zero if (run := first_run(runs, seed)) is not None}
         ceiling(axes, [by_root(optimum(run, score), zero[seed]) for seed, run in firsts.items()])
         found = {seed: points(runs, seed, score) for seed in zero}
@@ -104,13 +99,13 @@ def equal_cost(runs: Runs, name: str, cost_of: Callable[[Cost], float], axis: st
     """Gold score over what training has cost. Best-of-n trains nothing: a line across."""
     figure, (axes,) = canvas(f"Gold score at equal {name}, {counted(runs)}")
     figure.set_size_inches(figure.get_figwidth(), HEIGHT * 0.75)
-    for beta, colour in shades(runs).items():
+    for setting, colour in shades(runs).items():
         lines = [
             [(cost_of(cost), cost.gold) for cost in snapshot_costs(run)]
             for (_, other), run in runs.items()
-            if other == beta
+            if other == setting
         ]
-        bundle(axes, lines, f"PPO, β {beta:g}", colour)
+        bundle(axes, lines, f"PPO, {setting}", colour)
     firsts = [run for seed in seeds_of(runs) if (run := first_run(runs, seed)) is not None]
     trained = [{model: (cost_of(cost), cost.gold) for model, cost in model_costs(run).items()} for run in firsts]
     alternatives(axes, trained)
@@ -168,14 +163,14 @@ def across(axes: Axes, found: Sequence[dict[str, Point]]) -> None:
         axes.annotate(label(name), (1, level), (-2, 2), ha="right", fontsize=8, color=JUDGE, **place)
 
 
-def shades(runs: Runs) -> dict[float, tuple[float, float, float]]:
-    """A blue for each β, the lighter the smaller."""
-    betas = sorted({beta for _, beta in runs}, reverse=True)
+def shades(runs: Runs) -> dict[str, tuple[float, float, float]]:
+    """A blue for each setting, the first the darkest."""
+    settings = list(dict.fromkeys(setting for _, setting in runs))
     base = to_rgb(POLICY)
-    depth = [0.55 * rank / max(1, len(betas) - 1) for rank in range(len(betas))]
+    depth = [0.65 * rank / max(1, len(settings) - 1) for rank in range(len(settings))]
     return {
-        beta: (base[0] + (1 - base[0]) * d, base[1] + (1 - base[1]) * d, base[2] + (1 - base[2]) * d)
-        for beta, d in zip(betas, depth, strict=True)
+        setting: (base[0] + (1 - base[0]) * d, base[1] + (1 - base[1]) * d, base[2] + (1 - base[2]) * d)
+        for setting, d in zip(settings, depth, strict=True)
     }
 
 

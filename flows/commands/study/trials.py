@@ -1,0 +1,154 @@
+"""Runs the trials of a study, several side by side, each in an isolated workspace, with a line for each."""
+
+import re
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from flows import isolated, processes, workspace
+from flows.commands.study.grid import Combination
+from flows.text import shorten
+from flows.workspace import Workspace
+from rlhf_core.errors import UserError
+from tasks.stage.progress import duration
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+WAITING, RUNNING, FINISHED, FAILED = "waiting", "running", "finished", "failed"
+LABEL = re.compile(r"^\[(\d+)/(\d+) (\w+)\] (.*)$")
+"""A line of `leash run`: place and name of the stage, and what it prints."""
+ENDED = re.compile(r"^(ran|restored|FAILED)\b")
+LONGEST_PROGRESS = 70
+
+
+@dataclass
+class Job:
+    """One trial: its overrides, how far it is, and how it ended."""
+
+    trial: Combination
+    params: dict[str, Any]
+    """All of its parameters."""
+    state: str = WAITING
+    progress: str = ""
+    began: float = 0.0
+    seconds: float | None = None
+    message: str = ""
+    """Why it failed, and where its workspace is."""
+    files: dict[str, bytes] = field(default_factory=dict)
+    """What its experiment recorded: metrics/*.json, plots/*.csv and params.yaml."""
+
+    @property
+    def name(self) -> str:
+        """Of the trial, its experiment and its MLflow run."""
+        return self.trial.name
+
+
+@dataclass(frozen=True)
+class Runner:
+    """Runs jobs of one study at one commit. `variables` are added to the environment of each run."""
+
+    home: Path
+    commit: str
+    logs: Path
+    variables: Mapping[str, str]
+    options: tuple[str, ...] = ()
+    show: Callable[[Job, str], None] = lambda job, line: None
+
+    def run(self, job: Job) -> Job:
+        """Run the job, unless its experiment is there; a failure is recorded in the job. Raises processes.Stopped."""
+        if self._read(job):
+            return job
+        job.state, job.began = RUNNING, time.monotonic()
+        self.show(job, "starts")
+        space = Workspace(self.home, job.name, self.commit, job.trial.overrides)
+        self.logs.mkdir(parents=True, exist_ok=True)
+        try:
+            with (self.logs / f"{job.name}.log").open("w", encoding="utf-8") as log, workspace.opened(space):
+                result = isolated.run(space, lambda line: self._receive(job, line, log.write), self.options,
+                                      self.variables)  # fmt: skip
+        except UserError as error:
+            return self._failed(job, str(error))
+        if result.code:
+            return self._failed(job, f"{result.error} (kept in {space.root}, log {self.logs / f'{job.name}.log'})")
+        self._read(job)
+        self.show(job, f"finished in {duration(result.seconds)}")
+        return job
+
+    def _read(self, job: Job) -> bool:
+        found = isolated.find(self.home, self.commit, job.name)
+        if found is not None:
+            job.files, job.seconds = isolated.read(self.home, found)
+            job.state = FINISHED
+        return found is not None
+
+    def _failed(self, job: Job, message: str) -> Job:
+        job.state, job.message = FAILED, message
+        self.show(job, f"FAILED: {message}")
+        return job
+
+    def _receive(self, job: Job, line: str, write: Callable[[str], object]) -> None:
+        write(f"{line}\n")
+        if match := LABEL.match(line):
+            place, count, stage, text = match.groups()
+            job.progress = f"{place}/{count} {stage}: {text}"
+            if ENDED.match(text):
+                self.show(job, f"[{place}/{count} {stage}] {text}")
+
+
+def run_all(runner: Runner, jobs: int, ask: Callable[[], Job | None], ended: Callable[[Job], None]) -> None:
+    """Run what `ask` gives, `jobs` at a time, until it gives None and all have ended; `ended` gets each job.
+
+    An interrupt stops all of them; they continue with the next call.
+    """
+    running: set[Future[Job]] = set()
+    with ThreadPoolExecutor(jobs) as pool, processes.session():
+        while True:
+            while len(running) < jobs and (job := ask()) is not None:
+                running.add(pool.submit(runner.run, job))
+            if not running:
+                return
+            done, running = wait(running, timeout=1.0, return_when=FIRST_COMPLETED)
+            for future in done:
+                ended(future.result())
+
+
+@contextmanager
+def screen(jobs: list[Job]) -> Iterator[Callable[[Job, str], None]]:
+    """Within the block a table with a line for each job, on a terminal; elsewhere the lines that the yielded function
+    gets."""
+    lock = threading.Lock()
+    if not sys.stdout.isatty():
+
+        def print_line(job: Job, line: str) -> None:
+            with lock:
+                print(f"{job.name}  {line}", flush=True)
+
+        yield print_line
+        return
+    from rich.live import Live
+
+    with Live(get_renderable=lambda: table(jobs), refresh_per_second=1, vertical_overflow="visible"):
+        yield lambda job, line: None
+
+
+def table(jobs: list[Job]) -> "Table":
+    """A line for each job: its name, state, time and progress."""
+    from rich.table import Table
+    from rich.text import Text
+
+    drawn = Table(box=None, pad_edge=False, header_style="bold")
+    for heading in ("trial", "state", "time", "progress"):
+        drawn.add_column(heading, no_wrap=True, overflow="ellipsis")
+    for job in list(jobs):
+        took = time.monotonic() - job.began if job.state == RUNNING else job.seconds
+        text = job.message if job.state == FAILED else job.progress if job.state == RUNNING else ""
+        cells = (job.name, job.state, "" if took is None else duration(took), shorten(text, LONGEST_PROGRESS))
+        drawn.add_row(*map(Text, cells))
+    return drawn

@@ -1,0 +1,128 @@
+"""A run of the pipeline in an isolated workspace, recorded as a DVC experiment of the checkout.
+
+The run is `leash run` in a process group of its own, with the code of the workspace's commit.
+"""
+
+import io
+import json
+import os
+import re
+import sys
+import tarfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from flows import processes, workspace
+from flows.workspace import Workspace
+from rlhf_core.errors import UserError
+from rlhf_core.locks import FileLock
+from tasks.tracking.settings import CHANGES_VARIABLE, RUN_VARIABLE
+
+RECORDED = ("metrics", "plots", "params.yaml")
+"""What is read of an experiment."""
+RECORD_SECONDS = 600.0
+_NOT_IN_NAMES = re.compile(r"[^\w.=-]+")
+
+OnLine = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Result:
+    """How a run in a workspace ended: the exit code of `leash run`, wall-clock seconds, and its error."""
+
+    code: int
+    seconds: float
+    error: str = ""
+
+
+def run(
+    space: Workspace, on_line: OnLine, options: Sequence[str] = (), variables: Mapping[str, str] | None = None
+) -> Result:
+    """`leash run OPTIONS` in the workspace, which must be open. When it ends well it is recorded as the DVC experiment
+    and MLflow run `space.name`, and the workspace is removed; else the workspace stays.
+
+    Raises processes.Stopped when this process stops it, UserError when the experiment cannot be saved.
+    """
+    errors: list[str] = []
+
+    def receive(line: str) -> None:
+        if line.startswith("error: "):
+            errors.append(line.removeprefix("error: "))
+        on_line(line)
+
+    command = [sys.executable, "-m", "flows.cli", "run", *options]
+    names = {RUN_VARIABLE: space.name, CHANGES_VARIABLE: json.dumps(space.overrides)}
+    changed = {**os.environ, **workspace.environment(space.root), **names, **(variables or {})}
+    env = {name: value for name, value in changed.items() if value is not None}
+    start = time.monotonic()
+    code = processes.run(command, cwd=space.root, env=env, on_line=receive, signals=processes.RUNNER_SIGNALS)
+    seconds = time.monotonic() - start
+    if code:
+        error = "; ".join(errors) or f"leash run ended with {code}"
+        workspace.write_note(space, why_kept=error)
+        return Result(code, seconds, error)
+    record(space, seconds)
+    workspace.remove(space)
+    return Result(0, seconds)
+
+
+def record(space: Workspace, seconds: float) -> None:
+    """Save the workspace as a DVC experiment named as it is; it replaces an older one. Raises UserError."""
+    changes = " ".join(space.overrides) or "no parameter changed"
+    message = f"{space.name}: {changes}\n\nMLflow run: {space.name}\nSeconds: {seconds:.1f}"
+    present = [name for name in RECORDED if (space.root / name).exists()]  # also what git does not track yet
+    command = [sys.executable, "-m", "dvc", "--wait-for-lock", "exp", "save", "--force", "--name", space.name,
+               "--message", message, *(word for name in present for word in ("--include-untracked", name))]  # fmt: skip
+    lock = FileLock(space.home / "work" / "experiments.lock")  # DVC's refs of an experiment in the making are shared
+    if not lock.acquire(RECORD_SECONDS):
+        raise UserError(f"{space.name}: work/experiments.lock is held by another process; stop it, then run again")
+    changed = {**os.environ, **workspace.environment(space.root), **_identity(space.home)}
+    env = {name: value for name, value in changed.items() if value is not None}
+    lines: list[str] = []
+    try:
+        code = processes.run(command, cwd=space.root, env=env, on_line=lines.append)
+    finally:
+        lock.release()
+    if code or find(space.home, space.commit, space.name) is None:
+        reason = next((line for line in reversed(lines) if line.strip()), "it printed nothing")
+        raise UserError(f"{space.name}: `dvc exp save` failed ({reason}); its results are kept in {space.root}")
+
+
+def find(home: Path, commit: str, name: str) -> str | None:
+    """The commit of a DVC experiment of this baseline; None where there is none."""
+    words = ("for-each-ref", "--format=%(objectname)", f"refs/exps/{commit[:2]}/{commit[2:]}/{name}")
+    return workspace.git(home, *words).strip() or None
+
+
+def read(home: Path, experiment: str) -> tuple[dict[str, bytes], float | None]:
+    """The recorded files of an experiment's commit by their path, and the seconds that its run took."""
+    present = workspace.git(home, "ls-tree", "--name-only", experiment).split("\n")
+    paths = [name for name in RECORDED if name in present]
+    archive = workspace.git_bytes(home, "archive", "--format=tar", experiment, "--", *paths)
+    message = workspace.git(home, "log", "-1", "--format=%B", experiment)
+    seconds = re.search(r"^Seconds: ([\d.]+)$", message, re.MULTILINE)
+    with tarfile.open(fileobj=io.BytesIO(archive)) as tar:
+        opened = {member.name: tar.extractfile(member) for member in tar.getmembers() if member.isfile()}
+        files = {name: file.read() for name, file in opened.items() if file is not None}
+    return files, float(seconds[1]) if seconds else None
+
+
+def as_name(text: str) -> str:
+    """The text as a name that git, DVC and MLflow take: letters, digits, `_ . = -`. Raises UserError for one without
+    any."""
+    name = _NOT_IN_NAMES.sub("-", text).strip(".-").replace("..", ".")
+    if not name or name.endswith(".lock"):
+        raise UserError(f"{text!r} cannot be a name; use letters, digits, _ and -")
+    return name
+
+
+def _identity(home: Path) -> dict[str, str]:
+    """Author of the experiment's commit where git has none."""
+    try:
+        workspace.git(home, "config", "user.email")
+    except UserError:
+        who = {"NAME": "leash", "EMAIL": "leash@localhost"}
+        return {f"GIT_{role}_{key}": value for role in ("AUTHOR", "COMMITTER") for key, value in who.items()}
+    return {}

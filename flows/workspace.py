@@ -1,0 +1,233 @@
+"""Isolated workspaces: a git worktree at a commit in `work/runs/NAME/tree`, with its own parameters, locks and state.
+
+It shares the DVC cache of the checkout that it was made from, or has an empty one. A workspace that a killed process
+has left is continued; `leash clean` lists those that are kept.
+"""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from flows import processes
+from flows.stages import Environment
+from rlhf_core.errors import UserError
+from rlhf_core.files import atomic
+from rlhf_core.locks import FileLock, holder, is_held
+
+RUNS = Path("work") / "runs"
+TREE = "tree"
+OWNER = "owner.lock"
+"""Locked by the process that works in the workspace."""
+NOTE = "workspace.json"
+"""Written when the workspace is complete: its commit, its overrides, and why it was kept."""
+STOPPING_SECONDS = sum(seconds for _, seconds in processes.STAGE_SIGNALS) + 5.0
+"""How long the stages of a killed run may take to end."""
+_GIT = threading.Lock()
+"""`git worktree add` fails where another one runs at the same moment."""
+
+
+@dataclass(frozen=True)
+class Workspace:
+    """One isolated workspace of the checkout at `home`."""
+
+    home: Path
+    name: str
+    commit: str
+    overrides: tuple[str, ...] = ()
+
+    @property
+    def folder(self) -> Path:
+        """All that belongs to it."""
+        return self.home / RUNS / self.name
+
+    @property
+    def root(self) -> Path:
+        """The project in it."""
+        return self.folder / TREE
+
+    @property
+    def note(self) -> dict[str, object]:
+        """What identifies it: two workspaces with equal notes are the same."""
+        return {"commit": self.commit, "overrides": list(self.overrides)}
+
+
+@contextmanager
+def opened(workspace: Workspace, own_cache: bool = False, checkout: bool = True) -> Iterator[Workspace]:
+    """Make the workspace, or continue in it, and hold its lock within the block. It stays until `remove`.
+
+    With `own_cache` its DVC cache is empty and its own; without `checkout` it has no files. Raises UserError when
+    another process works in it, when the commit or the tracked raw data are missing, or for an override that does not
+    fit params.yaml.
+    """
+    workspace.folder.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(workspace.folder / OWNER)
+    if not lock.acquire():
+        who = holder(workspace.folder / OWNER) or "?"
+        raise UserError(f"process {who} works in {workspace.folder}; wait for its end or stop it")
+    try:
+        _wait_for_killed_run(workspace)
+        if _read_note(workspace.folder) != workspace.note:
+            _make(workspace, own_cache, checkout)
+        yield workspace
+    finally:
+        lock.release()
+
+
+def _make(workspace: Workspace, own_cache: bool, checkout: bool) -> None:
+    from tasks.stage.dvc_adapter import apply_overrides, configure_workspace
+
+    _remove_tree(workspace)
+    options = [] if checkout else ["--no-checkout"]
+    with _GIT:
+        git(workspace.home, "worktree", "add", "--quiet", "--detach", "--force", *options, str(workspace.root),
+            workspace.commit)  # fmt: skip
+    (workspace.root / ".dvc").mkdir(exist_ok=True)
+    cache = workspace.folder / "cache" if own_cache else None
+    configure_workspace(workspace.home, workspace.root, workspace.folder / "site", cache)
+    if checkout:
+        apply_overrides(workspace.root, workspace.overrides)
+        _bring_raw_data(workspace)
+    write_note(workspace)
+
+
+def write_note(workspace: Workspace, why_kept: str = "") -> None:
+    """Record that the workspace is complete, and why it stays."""
+    content = workspace.note | ({"kept": why_kept} if why_kept else {})
+    with atomic(workspace.folder / NOTE) as place:
+        place.write_text(json.dumps(content) + "\n", encoding="utf-8")
+
+
+def why_kept(folder: Path) -> str:
+    """What `write_note` recorded; empty for a workspace whose process died."""
+    try:
+        return str(json.loads((folder / NOTE).read_text(encoding="utf-8")).get("kept", ""))
+    except (OSError, ValueError, AttributeError):
+        return ""
+
+
+def _read_note(folder: Path) -> dict[str, object] | None:
+    try:
+        note = json.loads((folder / NOTE).read_text(encoding="utf-8"))
+        return {key: note[key] for key in ("commit", "overrides")}
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
+
+
+def _wait_for_killed_run(workspace: Workspace) -> None:
+    """The stages of a run whose driver was killed stop by themselves."""
+    running = workspace.root / "work" / "driver.lock"
+    deadline = time.monotonic() + STOPPING_SECONDS
+    while is_held(running):
+        if time.monotonic() > deadline:
+            raise UserError(f"process {holder(running) or '?'} works in {workspace.root}; stop it, then run again")
+        time.sleep(0.1)
+
+
+def _bring_raw_data(workspace: Workspace) -> None:
+    """Check out the data that DVC tracks by .dvc files, from the cache. Raises UserError where it has them not."""
+    sources = git(workspace.root, "ls-files", "*.dvc").split()
+    if not sources:
+        return
+    command = [sys.executable, "-m", "dvc", "checkout", "--quiet", *sources]
+    done = subprocess.run(
+        command, cwd=workspace.root, env=_process_environment(), capture_output=True, text=True, check=False
+    )
+    if done.returncode:
+        raise UserError(
+            f"{', '.join(sources)}: DVC's cache does not hold these data as commit {workspace.commit[:8]} has them; "
+            "`dvc pull` or `leash import` brings them"
+        )
+
+
+def remove(workspace: Workspace) -> None:
+    """Remove the workspace; signals wait meanwhile."""
+    with _signals_ignored():
+        _remove_tree(workspace)
+        shutil.rmtree(workspace.folder, ignore_errors=True)
+
+
+def _remove_tree(workspace: Workspace) -> None:
+    (workspace.folder / NOTE).unlink(missing_ok=True)
+    shutil.rmtree(workspace.root, ignore_errors=True)
+    for name in ("cache", "site"):
+        shutil.rmtree(workspace.folder / name, ignore_errors=True)
+    with _GIT:
+        git(workspace.home, "worktree", "prune")
+
+
+def forget_removed(home: Path) -> None:
+    """Remove git's entries of worktrees that are gone."""
+    with suppress(UserError):  # no git repository
+        git(home, "worktree", "prune")
+
+
+def found(home: Path) -> Iterator[tuple[Path, int | None]]:
+    """(folder, the process that works in it) of each workspace: its maker, or a stage that a killed maker has left;
+    None where nobody does."""
+    for folder in sorted((home / RUNS).glob("*/")):
+        locks = [folder / OWNER, *sorted((folder / TREE / "work").glob("*.lock"))]
+        held = next((lock for lock in locks if is_held(lock)), None)
+        yield folder, (holder(held) or 0) if held else None
+
+
+def environment(root: Path) -> Environment:
+    """Variables with which a command runs the code of the workspace at `root` and uses its git repository, also when a
+    git hook has started this process."""
+    path = os.pathsep.join([str(root), *filter(None, [os.environ.get("PYTHONPATH")])])
+    return {**_git_variables(), "PYTHONPATH": path, "PYTHONSAFEPATH": None}
+
+
+def resolve(home: Path, revision: str) -> str:
+    """The commit that a branch, tag or hash names now. Raises UserError."""
+    try:
+        return git(home, "rev-parse", "--verify", "--quiet", "--end-of-options", f"{revision}^{{commit}}").strip()
+    except UserError:
+        raise UserError(f"{home}: git knows no commit {revision!r}; commit the project, or name a branch") from None
+
+
+def git(folder: Path, *words: str) -> str:
+    """Run git, without hooks; its output. Raises UserError with its message."""
+    return git_bytes(folder, *words).decode("utf-8", "replace")
+
+
+def git_bytes(folder: Path, *words: str) -> bytes:
+    """As `git`, for output that is not text."""
+    command = ["git", "-c", "core.hooksPath=/dev/null", *words]
+    done = subprocess.run(command, cwd=folder, env=_process_environment(), capture_output=True, check=False)
+    if done.returncode:
+        error = " ".join(done.stderr.decode("utf-8", "replace").split()).removeprefix("fatal: ")
+        raise UserError(f"git {words[0]} in {folder}: {error or f'it ended with {done.returncode}'}")
+    return done.stdout
+
+
+def _process_environment() -> dict[str, str]:
+    changed = {**os.environ, **_git_variables()}
+    return {name: value for name, value in changed.items() if value is not None}
+
+
+def _git_variables() -> Environment:
+    return {name: None for name in os.environ if name.startswith("GIT_") and name not in {"GIT_SSH", "GIT_SSH_COMMAND"}}
+
+
+@contextmanager
+def _signals_ignored() -> Iterator[None]:
+    """Ignore signals in the block: a second Ctrl-C must not interrupt the removal."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,237 @@
+"""`leash study` on a project of two quick stages, and once on the tiny pipeline: kills, failures, search and page."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+import flows
+from flows import isolated, workspace
+from tests.conftest import ROOT, call, clean_environment, commit
+from tests.faults.conftest import until
+
+if TYPE_CHECKING:
+    from tests.conftest import Project
+
+GRAPH = """
+stages:
+  shared:
+    cmd: python work.py shared
+    deps: [work.py]
+    params: [seed]
+    outs: [shared.out]
+  evaluate:
+    cmd: python work.py evaluate
+    deps: [work.py, shared.out]
+    params: [seed, ppo.kl.coef, ppo.vf_coef]
+    metrics:
+    - metrics/evaluate.json: {cache: false}
+"""
+WORK = """
+import json, pathlib, sys, time
+from ruamel.yaml import YAML
+
+params = YAML(typ="safe").load(pathlib.Path("params.yaml"))
+log = pathlib.Path(__file__).resolve().parents[4] / "log.txt"
+with log.open("a") as file:
+    file.write(f"{sys.argv[1]} {params['seed']} {params['ppo']['kl']['coef']}\\n")
+if sys.argv[1] == "shared":
+    pathlib.Path("shared.out").write_text(str(params["seed"]))
+    sys.exit()
+coef = params["ppo"]["kl"]["coef"]
+if coef == 0.05 and not (log.parent / "go").exists():
+    time.sleep(100)
+assert params["ppo"]["vf_coef"] == 0.5, "this trial fails"
+pathlib.Path("metrics").mkdir(exist_ok=True)
+gold = -((coef - 0.2) ** 2) + 0.001 * params["seed"]
+figures = {"gold_policy": gold, "kl_per_sequence": 0.5 / coef, "win_rate": 0.6, "win_rate_ci95": [0.5, 0.7]}
+pathlib.Path("metrics/evaluate.json").write_text(json.dumps(figures))
+"""
+
+
+@pytest.fixture
+def home(toy: Callable[..., Path]) -> Path:
+    """A committed project whose gold score depends on β: best at 0.2. β 0.05 waits for the file `go`."""
+    root = toy({})
+    (root / "dvc.yaml").write_text(GRAPH)
+    (root / "work.py").write_text(WORK)
+    (root / "params.yaml").write_bytes((ROOT / "params.yaml").read_bytes())
+    commit(root)
+    return root
+
+
+@pytest.fixture
+def study(home: Path, prefect_api: str) -> Callable[..., "subprocess.Popen[str]"]:
+    """Starts `leash study` there."""
+
+    def start(*words: str) -> "subprocess.Popen[str]":
+        code = str(Path(flows.__file__).parents[1])
+        env = clean_environment() | {"PREFECT_API_URL": prefect_api, "PYTHONPATH": code}
+        command = [sys.executable, "-m", "flows.cli", "study", *words]
+        return subprocess.Popen(command, cwd=home, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+                                start_new_session=True)  # fmt: skip
+
+    return start
+
+
+def experiments(home: Path) -> dict[str, str]:
+    """Name → commit of every experiment."""
+    lines = call(home, "git", "for-each-ref", "--format=%(refname) %(objectname)", "refs/exps").splitlines()
+    found = (line.split() for line in lines if "/exec/" not in line)
+    return {name.rpartition("/")[2]: commit for name, commit in found}
+
+
+def log(home: Path) -> list[str]:
+    path = home / "log.txt"
+    return path.read_text().splitlines() if path.exists() else []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGINT])
+def test_a_stopped_study_continues(
+    home: Path, study: Callable[..., "subprocess.Popen[str]"], end: signal.Signals
+) -> None:
+    """No finished trial runs again, the one that was stopped does, and equal stages are made once."""
+    words = ("-S", "ppo.kl.coef=0.3,0.05", "-S", "seed=1,2", "--name", "betas", "--objective", "gold_policy")
+    process = study(*words)
+    until(lambda: "evaluate 1 0.05" in log(home))
+    if end is signal.SIGKILL:
+        process.kill()
+    else:
+        os.killpg(process.pid, end)
+    process.communicate(timeout=60)
+    assert process.returncode == (-9 if end is signal.SIGKILL else 130)
+    before = experiments(home)
+    assert set(before) == {"betas-coef=0.3-seed=1", "betas-coef=0.3-seed=2"}
+    (home / "go").touch()
+    (home / "params.yaml").write_text("an edit\n")
+    output, errors = study(*words).communicate(timeout=200)
+    assert errors == ""
+    assert "study betas continues at commit" in output
+    after = experiments(home)
+    assert {name: after[name] for name in before} == before
+    assert len(after) == 4
+    lines = log(home)
+    assert [line for line in lines if line.startswith("shared")] == ["shared 1 0.3", "shared 2 0.3"]
+    assert lines.count("evaluate 1 0.3") == lines.count("evaluate 2 0.05") == 1
+    assert lines.count("evaluate 1 0.05") == 2
+    assert list((home / "work/runs").glob("*")) == []
+    assert (home / "params.yaml").read_text() == "an edit\n"
+    page = (home / "work/studies/betas/index.html").read_text(encoding="utf-8")
+    assert "Highest gold_policy: coef 0.3" in page
+    assert (home / "work/studies/betas/table.md").read_text(encoding="utf-8") in output
+
+
+@pytest.mark.slow
+def test_a_failed_trial_does_not_stop_the_others(home: Path, study: Callable[..., "subprocess.Popen[str]"]) -> None:
+    words = ("-S", "ppo.vf_coef=0.6,0.5", "--name", "weights", "--jobs", "2", "--retries", "0")
+    process = study(*words)
+    output, _ = process.communicate(timeout=200)
+    assert process.returncode == 1, output
+    assert set(experiments(home)) == {"weights-vf_coef=0.5"}
+    kept = home / "work/runs/weights-vf_coef=0.6/tree"
+    assert kept.exists()
+    assert re.search(
+        rf"weights-vf_coef=0.6 FAILED: evaluate: .*this trial fails.*kept in {re.escape(str(kept))}", output
+    )
+    page = (home / "work/studies/weights/index.html").read_text(encoding="utf-8")
+    assert "1 failed" in page
+    assert "this trial fails" in page
+
+
+@pytest.mark.slow
+def test_a_search_finds_the_best_and_continues(home: Path, study: Callable[..., "subprocess.Popen[str]"]) -> None:
+    words = ["-S", "ppo.kl.coef=interval(0.1,0.5)", "-S", "seed=1", "--name", "found", "--constraint",
+             "kl_per_sequence < 2", "--objective", "gold_policy", "--search", "4"]  # fmt: skip
+    process = study(*words)
+    until(lambda: len(experiments(home)) >= 2, seconds=200)
+    process.kill()
+    process.communicate(timeout=60)
+    before = experiments(home)
+    process = study(*words)
+    output, errors = process.communicate(timeout=250)
+    assert (process.returncode, errors) == (0, ""), output
+    after = experiments(home)
+    assert {name: after[name] for name in before} == before
+    assert len(after) == 4
+    files = [isolated.read(home, each)[0] for each in after.values()]
+    figures = [json.loads(each["metrics/evaluate.json"]) for each in files]
+    allowed = [each["gold_policy"] for each in figures if each["kl_per_sequence"] < 2]
+    assert re.search(rf"Highest gold_policy where kl_per_sequence < 2: coef [\d.]+, −{-max(allowed):.3f}", output)
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["-S", "ppo.kl.coef=-1"], "ppo.kl.coef: "),
+        (["-S", "ppo.kl.coef"], "-S ppo.kl.coef: "),
+        (["--objective", "gold_policy +"], "invalid syntax"),
+        (["--commit", "absent"], "git knows no commit 'absent'"),
+        (["--search", "3"], "--search needs a parameter to vary"),
+        (["--name", "///"], "cannot be a name"),
+    ],
+)
+def test_a_wrong_call_is_one_line_and_changes_nothing(
+    home: Path, leash: Callable[..., "subprocess.Popen[str]"], words: list[str], says: str
+) -> None:
+    process = leash(home, "study", *words)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 2
+    assert says in errors
+    assert errors.count("\n") == 1
+    assert not (home / "work/studies").exists() or "--search" in words
+
+
+def test_another_study_of_this_name_is_refused(home: Path, leash: Callable[..., "subprocess.Popen[str]"]) -> None:
+    folder = home / "work/studies/betas"
+    folder.mkdir(parents=True)
+    record = {"commit": workspace.resolve(home, "HEAD"), "call": {}, "command": "leash study -S a=1 --name betas"}
+    (folder / "study.json").write_text(json.dumps(record))
+    _, errors = leash(home, "study", "-S", "seed=1,2", "--name", "betas").communicate(timeout=60)
+    assert errors == (
+        "error: study betas was begun as `leash study -S a=1 --name betas`; call it so, or choose another --name\n"
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1500)
+def test_the_tiny_pipeline(project: "Project", prefect_api: str) -> None:
+    """Three β and two seeds, killed once. SFT is trained once a seed; the results are in DVC, MLflow and the page."""
+    words = ("-S", "ppo.kl.coef=0.05,0.1,0.2", "-S", "seed=1,3", "--methods", "ppo", "--name", "betas",
+             "--objective", "gold_policy", "--jobs", "2")  # fmt: skip
+    command = [sys.executable, "-m", "flows.cli", "study", *words]
+    env = clean_environment() | {"PREFECT_API_URL": prefect_api}
+    killed = subprocess.Popen(command, cwd=project.root, env=env, stdout=subprocess.DEVNULL, start_new_session=True)
+    until(lambda: any((project.root / "work/runs").glob("*/tree/models/reward")), seconds=600)
+    killed.kill()
+    killed.wait()
+    done = project.run(*command, PREFECT_API_URL=prefect_api)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = experiments(project.root)
+    assert set(found) == {f"betas-coef={beta}-seed={seed}" for beta in (0.05, 0.1, 0.2) for seed in (1, 3)}
+    logs = [path.read_text() for path in (project.root / "work/studies/betas/logs").glob("*.log")]
+    assert sum("sft] ran in" in text for text in logs) <= 2
+    assert sum("sft] restored" in text for text in logs) >= 4
+    page = (project.root / "work/studies/betas/index.html").read_text(encoding="utf-8")
+    assert page.count("data:image/png") == 3
+    assert mlflow_names(project.root) == {"betas"} | set(found)
+    assert project.run("git", "status", "--porcelain").stdout == ""
+
+
+def mlflow_names(root: Path) -> set[str]:
+    """The study's run and its children."""
+    from mlflow.tracking import MlflowClient
+
+    client = MlflowClient(f"sqlite:///{root / 'mlflow.db'}")
+    runs = client.search_runs([one.experiment_id for one in client.search_experiments()])
+    (study,) = [run for run in runs if "leash.study_run" in run.data.tags]
+    children = [run for run in runs if run.data.tags.get("mlflow.parentRunId") == study.info.run_id]
+    assert {run.info.status for run in (study, *children)} == {"FINISHED"}
+    return {run.info.run_name for run in (study, *children)}

@@ -1,0 +1,114 @@
+"""`leash serve`: the schedule runs a branch's commit in a workspace of its own, whatever the checkout holds."""
+
+import hashlib
+import subprocess
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import pytest
+
+from flows import isolated, workspace
+from flows.nightly import fetch, workspace_of
+from flows.server import _free_port
+from rlhf_core.errors import UserError
+from tests.conftest import call, commit
+from tests.faults.conftest import until
+
+Toy = Callable[..., Path]
+SECONDS = 240.0
+
+
+@pytest.fixture
+def home(toy: Toy) -> Path:
+    """A committed project of one stage, with an edit that is not committed."""
+    root = toy({"one": ("work", [])})
+    (root / "params.yaml").write_text("a: 1\n")
+    commit(root)
+    (root / "input.txt").write_text("an edit\n")
+    return root
+
+
+def test_the_name_tells_settings_apart(home: Path) -> None:
+    first = workspace_of(home, "HEAD", [])
+    assert first.name == f"nightly-{first.commit[:8]}"
+    assert workspace_of(home, "HEAD", ["a=2"]).name.startswith(f"{first.name}-")
+    assert workspace_of(home, "HEAD", ["a=2"]).name != workspace_of(home, "HEAD", ["a=3"]).name
+    with pytest.raises(UserError, match="git knows no commit 'absent'"):
+        workspace_of(home, "absent", [])
+
+
+def test_a_branch_of_a_remote_is_fetched(home: Path, tmp_path: Path) -> None:
+    call(tmp_path, "git", "clone", "--quiet", str(home), "second")
+    second = tmp_path / "second"
+    branch = call(home, "git", "branch", "--show-current").strip()
+    before = workspace.resolve(second, f"origin/{branch}")
+    commit(home)
+    fetch(second, f"origin/{branch}")
+    assert workspace.resolve(second, f"origin/{branch}") == workspace.resolve(home, "HEAD") != before
+    fetch(second, "a/local/branch")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_the_clock_starts_a_run_of_the_commit(home: Path, leash: Callable[..., "subprocess.Popen[str]"]) -> None:
+    """The edit is neither used nor touched, and the run is a DVC experiment of the commit."""
+    printed, _ = leash(home, "up", "--port", str(_free_port())).communicate(timeout=150)  # the shared one has no clock
+    assert "Prefect server: " in printed
+    head = workspace.resolve(home, "HEAD")
+    status = call(home, "git", "status", "--porcelain")
+    soon = datetime.now(UTC) + timedelta(seconds=70)
+    process = leash(home, "serve", "--cron", f"{soon.minute} {soon.hour} * * *")
+    try:
+        until(lambda: isolated.find(home, head, f"nightly-{head[:8]}") is not None, seconds=SECONDS)
+        until(lambda: not (home / f"work/runs/nightly-{head[:8]}").exists())
+    finally:
+        process.terminate()
+        printed, _ = process.communicate(timeout=60)
+        leash(home, "up", "--stop").communicate(timeout=60)
+    found = isolated.find(home, head, f"nightly-{head[:8]}")
+    assert found is not None
+    recorded = call(home, "git", "show", f"{found}:dvc.lock")
+    assert hashlib.md5(b"1\n").hexdigest() in recorded, "the committed input"
+    assert call(home, "git", "status", "--porcelain") == status
+    assert (home / "input.txt").read_text() == "an edit\n"
+    assert f"(now {head[:12]})" in printed
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_two_settings_run_at_the_same_time(
+    toy: Toy, leash: Callable[..., "subprocess.Popen[str]"], prefect_api: str
+) -> None:
+    from prefect.deployments import run_deployment
+    from prefect.exceptions import ObjectNotFound
+
+    root = toy({"one": ("wait", [])})
+    (root / "params.yaml").write_text("a: 1\n")
+    commit(root)
+    process = leash(root, "serve", "--limit", "2", api=prefect_api)
+    try:
+        deadline = time.monotonic() + 60.0
+        wanted = [["a=2"], ["a=3"]]
+        while wanted and time.monotonic() < deadline:
+            try:
+                values = {"root": str(root), "branch": "HEAD", "overrides": wanted[0]}  # others have served here
+                run_deployment("nightly/leash", parameters=values, timeout=0)
+                wanted.pop(0)
+            except ObjectNotFound:
+                time.sleep(0.5)
+        until(lambda: len(list((root / "work/runs").glob("nightly-*/tree/log.txt"))) == 2, seconds=SECONDS)
+        for tree in (root / "work/runs").glob("nightly-*/tree"):
+            (tree / "go").touch()
+        until(lambda: not list((root / "work/runs").glob("nightly-*")), seconds=SECONDS)
+    finally:
+        process.terminate()
+        process.communicate(timeout=60)
+    params = [call(root, "git", "show", f"{one}:params.yaml") for one in experiments(root)]
+    assert sorted(params) == ["a: 2\n", "a: 3\n"]
+
+
+def experiments(root: Path) -> list[str]:
+    listed = call(root, "git", "for-each-ref", "--format=%(refname)", "refs/exps")
+    return [name for name in listed.split() if "/nightly-" in name]
