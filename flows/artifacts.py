@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from flows.text import dotted
+from tasks.stage.definition import git_state
 
 HEADLINES = {
     "win_rate": "win rate of the policy against SFT",
@@ -33,8 +34,19 @@ def metric_rows(root: Path) -> list[dict[str, str]]:
 
 
 def report_page(root: Path) -> str:
-    """Markdown: the places of report and models, and the headline figures when there is an evaluation."""
-    lines = ["# Leash run", "", f"Report: `{root / 'report' / 'index.html'}`", "", f"Models: `{root / 'models'}`", ""]
+    """Markdown: the commit, the places of report and models, and the headline figures when there is an evaluation."""
+    commit, dirty = git_state(root)
+    version = f"`{commit}`{', with uncommitted changes' if dirty else ''}" if commit else "none"
+    lines = [
+        "# Leash run",
+        "",
+        f"Commit: {version}",
+        "",
+        f"Report: `{root / 'report' / 'index.html'}`",
+        "",
+        f"Models: `{root / 'models'}`",
+        "",
+    ]
     path = root / "metrics" / "evaluate.json"
     if path.is_file():
         figures = json.loads(path.read_text(encoding="utf-8"))

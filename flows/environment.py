@@ -2,9 +2,11 @@
 
 import os
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 from rlhf_core.errors import UserError
+from tasks.tracking.settings import main_checkout
 
 QUIET = {
     "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
@@ -15,10 +17,21 @@ QUIET = {
 """Switches telemetry off."""
 
 
+PROFILES = Path("~/.prefect/profiles.toml")
+"""The user's settings of Prefect."""
+
+
 def apply_defaults() -> None:
-    """Set `QUIET` where the user has set nothing. Call it before Prefect, DVC or MLflow is imported."""
+    """Set `QUIET`, and Prefect's home below work/ of the project, where the user has set nothing. The user's profiles
+    still hold. Call it before Prefect, DVC or MLflow is imported."""
     for name, value in QUIET.items():
         os.environ.setdefault(name, value)
+    if "PREFECT_HOME" in os.environ:
+        return
+    with suppress(UserError):  # outside a project
+        os.environ["PREFECT_HOME"] = str(main_checkout(find_root()) / "work" / "prefect")
+        if PROFILES.expanduser().is_file():
+            os.environ.setdefault("PREFECT_PROFILES_PATH", str(PROFILES.expanduser()))
 
 
 def find_root(start: Path | None = None) -> Path:

@@ -1,12 +1,21 @@
-"""Runs one stage without Prefect: whether it needs a process, why, on which GPU, and which attempt it is."""
+"""Runs one stage without Prefect: whether it needs a process, why, and which attempt it is."""
 
-import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
+from flows import processes
 from flows.graph import Graph
-from flows.stages import UNCHANGED, UP_TO_DATE, Outcome, StageCrash, refresh_sources, run_stage
+from flows.stages import UP_TO_DATE, Outcome, StageCrash, refresh_sources, run_stage
 from flows.status import Project, brief
+from rlhf_core.locks import FileLock, who_holds
+from tasks.stage.gpus import visible_gpus
+from tasks.tracking.settings import main_checkout
+
+EXECUTIONS = Path("work") / "executions"
+"""Locks of the executions at work, in the main checkout."""
+POLL_SECONDS = 0.5
 
 Print = Callable[[str, str], None]
 """Receives a stage and one line about it."""
@@ -25,26 +34,46 @@ class Execution:
     why: dict[str, str] = field(default_factory=dict)
     failures: dict[str, list[str]] = field(default_factory=dict)
 
-    def run(self, stage: str, gpu: str | None) -> Outcome:
+    def run(self, stage: str) -> Outcome:
         """Run the stage, unless DVC's status says that it is up to date. Raises as `run_stage`."""
         failures = self.failures.setdefault(stage, [])
         if failures:
             self.print(stage, f"attempt {len(failures) + 1} of {self.attempts} after: {failures[-1]}")
         elif why := ["--force"] if self.force else self.project.reasons(stage):
             self.why[stage] = brief(why)
-            self.print(stage, f"starts ({self.why[stage]})" + (f" on GPU {gpu}" if gpu else ""))
+            self.print(stage, f"starts ({self.why[stage]})")
         else:
             return Outcome(stage, UP_TO_DATE, 0.0)
-        environment = {"CUDA_VISIBLE_DEVICES": gpu} if gpu else UNCHANGED
         try:
-            outcome = run_stage(
-                self.project.root, stage, self.force, self.timeout, lambda line: self.print(stage, line),
-                environment=environment,
-            )  # fmt: skip
+            with self._only_one(stage):
+                outcome = run_stage(
+                    self.project.root, stage, self.force, self.timeout, lambda line: self.print(stage, line)
+                )
         except StageCrash as error:
             failures.append(str(error).removeprefix(f"{stage}: "))
             raise
         return replace(outcome, why=self.why[stage], attempts=len(failures) + 1)
+
+    @contextmanager
+    def _only_one(self, stage: str) -> Iterator[None]:
+        """Wait while another workspace of this checkout runs the stage with the same inputs: DVC then restores what it
+        has made. Raises processes.Stopped."""
+        key = None if self.force else self.project.key(stage)
+        if key is None:
+            yield
+            return
+        path = main_checkout(self.project.root) / EXECUTIONS / f"{key[:32]}.lock"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(path)
+        if not lock.acquire():
+            self.print(stage, f"waits for its result from another workspace ({who_holds(path)})")
+            while not lock.acquire(POLL_SECONDS):
+                processes.raise_if_stopped()
+        try:
+            yield
+        finally:
+            path.unlink(missing_ok=True)  # at worst two that wait run the stage both
+            lock.release()
 
     def refresh_sources(self, graph: Graph) -> None:
         """Record the new contents of tracked data files that were edited. Raises StageUserError when one is missing."""
@@ -52,17 +81,6 @@ class Execution:
         refresh_sources(self.project.root, changed, lambda line: self.print("", line))
 
 
-def gpus_for(jobs: int) -> list[str | None]:
-    """One entry for each stage that may run at the same time: the GPU that it gets, or None for no choice.
-
-    One stage at a time chooses from all visible GPUs. Stages side by side get one each, and are never more than the
-    GPUs; without a GPU they share the CPU.
-    """
-    if jobs == 1:
-        return [None]
-    import torch
-
-    count = torch.cuda.device_count()
-    named = os.environ.get("CUDA_VISIBLE_DEVICES")
-    gpus = named.split(",")[:count] if named else [str(index) for index in range(count)]
-    return [*gpus[:jobs]] or [None] * jobs
+def places(jobs: int) -> int:
+    """How many stages may run at the same time: never more than the GPUs. Without a GPU they share the CPU."""
+    return min(jobs, len(visible_gpus()) or jobs)

@@ -13,7 +13,7 @@ from prefect.task_runners import TaskRunner, ThreadPoolTaskRunner
 
 from flows import artifacts, driver, processes, terminal
 from flows.environment import find_root
-from flows.execution import Execution, Print, gpus_for
+from flows.execution import Execution, Print, places
 from flows.graph import Graph
 from flows.stages import FAILED, NOT_RUN, Outcome, PipelineFailed, StageCrash, StageUserError
 from rlhf_core.errors import UserError
@@ -28,10 +28,10 @@ def is_retriable(task: Any, run: Any, state: State[Any]) -> bool:
 
 
 @task(cache_policy=NO_CACHE, persist_result=False, retry_condition_fn=is_retriable)
-def stage_task(execution: Execution, stage: str, gpu: str | None) -> State[Outcome]:
+def stage_task(execution: Execution, stage: str) -> State[Outcome]:
     """One stage, in a Prefect state named after what DVC did: Completed, UpToDate or Restored; or Cancelled."""
     try:
-        outcome = execution.run(stage, gpu)
+        outcome = execution.run(stage)
     except processes.Stopped:
         return Cancelled(message="stopped with the run")
     return Completed(name=outcome.state, message=outcome.message or outcome.why or None, data=outcome)
@@ -88,7 +88,7 @@ def _run(
     try:
         with processes.session():
             execution.refresh_sources(graph)
-            futures = _run_stages(execution, graph, gpus_for(jobs), options)
+            futures = _run_stages(execution, graph, places(jobs), options)
     finally:
         restore_order(root, graph.stages, before)
     outcomes = {stage: _outcome(execution, stage, futures[stage].state) for stage in graph.stages}
@@ -97,27 +97,25 @@ def _run(
 
 
 def _run_stages(
-    execution: Execution, graph: Graph, free: list[str | None], options: dict[str, Any]
+    execution: Execution, graph: Graph, free: int, options: dict[str, Any]
 ) -> dict[str, PrefectFuture[Outcome]]:
-    """Run each stage when those that it needs have ended and `free` has a place, in the order of the graph."""
+    """Run each stage when those that it needs have ended at most `free` at the same time, in the order of the graph."""
     futures: dict[str, PrefectFuture[Outcome]] = {}
-    running: dict[PrefectFuture[Outcome], tuple[str, str | None]] = {}
+    running: dict[PrefectFuture[Outcome], str] = {}
     waiting, ended = list(graph.stages), set[str]()
     while waiting or running:
         ready = [stage for stage in waiting if ended.issuperset(graph.upstream[stage])]
-        for stage in ready[: len(free)]:
-            gpu = free.pop(0)
+        for stage in ready[: free - len(running)]:
             named = stage_task.with_options(name=stage, task_run_name=stage, **options)
             above = [futures[name] for name in graph.upstream[stage]]
             futures[stage] = cast(
-                PrefectFuture[Outcome], named.submit(execution, stage, gpu, wait_for=above, return_state=False)
+                PrefectFuture[Outcome], named.submit(execution, stage, wait_for=above, return_state=False)
             )
-            running[futures[stage]] = stage, gpu
+            running[futures[stage]] = stage
             waiting.remove(stage)
         done = next(as_completed(list(running)))
         done.wait()  # else its state comes from Prefect's API, without the result
-        stage, gpu = running.pop(done)
-        free.append(gpu)
+        stage = running.pop(done)
         ended.add(stage)
         terminal.end(_outcome(execution, stage, done.state))
     return futures

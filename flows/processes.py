@@ -178,6 +178,12 @@ def stop_all() -> None:
         raise
 
 
+def raise_if_stopped() -> None:
+    """Raise Stopped after `stop_all`: for code that waits for something else than a process."""
+    if _live.closing:
+        raise Stopped("it waited")
+
+
 def interrupt() -> BaseException | None:
     """What ended the last session early."""
     return _live.interrupt

@@ -14,7 +14,6 @@ from flows.stages import FAILED, UP_TO_DATE, Outcome, PipelineFailed
 from rlhf_core.errors import UserError
 from tasks.params.loader import PARAMS_FILE, parse, read_yaml
 from tasks.params.methods import BY_NAME
-from tasks.stage.workers import requested_processes
 from tasks.tracking.settings import without_credentials
 
 if TYPE_CHECKING:
@@ -40,8 +39,6 @@ def run(root: Path, stages: list[str] | None, force: bool, jobs: int = 1, **opti
             from tasks.params.all import Params
 
             parse(Params, read_yaml(root / PARAMS_FILE), file=PARAMS_FILE)
-        if jobs > 1:
-            _require_one_process_each(graph.stages, root / PARAMS_FILE)
         off = switched_off(root / PARAMS_FILE)
         with terminal.screen(graph.stages, off):
             plan = {stage: ["--force"] for stage in graph.stages} if force else project.plan(graph)
@@ -56,15 +53,6 @@ def run(root: Path, stages: list[str] | None, force: bool, jobs: int = 1, **opti
     if failure:
         _print_failure(failure)
     return 0 if failure is None else 2 if failure.is_user_error else 1
-
-
-def _require_one_process_each(stages: tuple[str, ...], params: Path) -> None:
-    """Raise UserError for a stage of several processes, which needs as many GPUs: with several jobs it gets one."""
-    for stage in stages:
-        if (count := requested_processes(stage, params)) > 1:
-            raise UserError(
-                f"{PARAMS_FILE}: {stage} runs in {count} processes (ppo.processes); use --jobs 1, or processes: 1"
-            )
 
 
 def switched_off(params: Path) -> set[str]:

@@ -3,12 +3,13 @@
 import json
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flows.graph import Graph, open_graph
 from flows.text import dotted, shorten
+from rlhf_core.errors import UserError
 
 if TYPE_CHECKING:
     from tasks.stage.dvc_adapter import Changes
@@ -39,6 +40,16 @@ class Project:
         if not name.endswith(".dvc") and not (changes.recorded and changes.made_here):
             return [FIRST_RUN]
         return list(_input_reasons(name, changes)) or list(_output_reasons(changes))
+
+    def key(self, name: str) -> str | None:
+        """The identity of the execution that would come now; None where an input or params.yaml is missing."""
+        from tasks.params.loader import PARAMS_FILE, read_yaml
+        from tasks.stage.definition import Definition
+
+        definition = Definition(name, self._project)
+        with self._lock, suppress(UserError):
+            return definition.key(read_yaml(self.root / PARAMS_FILE), definition.hashes())
+        return None
 
     def plan(self, graph: Graph) -> dict[str, list[str]]:
         """The stages of `graph` that may run: those not up to date now, with the reasons, and those below them."""

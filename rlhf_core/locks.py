@@ -6,6 +6,7 @@ from __future__ import annotations
 import fcntl
 import os
 import time
+from contextlib import suppress
 from pathlib import Path
 
 POLL_SECONDS = 0.02
@@ -13,10 +14,11 @@ POLL_SECONDS = 0.02
 
 class FileLock:
     """An exclusive lock on the file `path`, which contains the holder's process id. `acquire` returns False where the
-    folder does not exist."""
+    folder does not exist. A `shared` lock file can be used by all users of the machine."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, shared: bool = False) -> None:
         self._path = path
+        self._shared = shared
         self._fd: int | None = None
 
     @property
@@ -28,7 +30,7 @@ class FileLock:
         """Take the lock, waiting up to `timeout` seconds; False when another process still holds it."""
         deadline = time.monotonic() + timeout
         try:
-            fd = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o644)
+            fd = self._open_shared() if self._shared else os.open(self._path, os.O_RDWR | os.O_CREAT, 0o644)
         except FileNotFoundError:
             return False
         while True:
@@ -44,6 +46,17 @@ class FileLock:
                 os.write(fd, str(os.getpid()).encode())
                 self._fd = fd
                 return True
+
+    def _open_shared(self) -> int:
+        """Open the file without O_CREAT where it exists: in a folder such as /tmp the kernel refuses that for files of
+        other users. A link is not followed."""
+        with suppress(FileNotFoundError):
+            return os.open(self._path, os.O_RDWR | os.O_NOFOLLOW)
+        with suppress(FileExistsError):
+            fd = os.open(self._path, os.O_RDWR | os.O_NOFOLLOW | os.O_CREAT | os.O_EXCL, 0o666)
+            os.fchmod(fd, 0o666)  # whatever the umask
+            return fd
+        return os.open(self._path, os.O_RDWR | os.O_NOFOLLOW)
 
     def release(self) -> None:
         """Release the lock, also for child processes that inherited it; does nothing when it is not held."""
@@ -74,3 +87,20 @@ def holder(path: Path) -> int | None:
         return int(path.read_text(encoding="ascii"))
     except (OSError, ValueError):
         return None
+
+
+def who_holds(path: Path) -> str:
+    """The process that holds the lock, its user, its folder and its command; empty where nobody does."""
+    import psutil
+
+    if not is_held(path):
+        return ""
+    pid = holder(path)
+    with suppress(psutil.Error, ValueError, TypeError):
+        process = psutil.Process(pid)
+        since = time.strftime("%H:%M", time.localtime(process.create_time()))
+        words = [f"process {pid}", f"user {process.username()}", f"since {since}", " ".join(process.cmdline()[-2:])]
+        with suppress(psutil.Error):  # of another user
+            words.append(f"in {process.cwd()}")
+        return ", ".join(words)
+    return f"process {pid or '?'}"

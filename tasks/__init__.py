@@ -3,6 +3,6 @@
 import sys
 
 if sys.argv[:1] == ["-m"]:  # runpy replaces it when it has found the stage
-    from tasks.stage.workers import limit_gpus
+    from tasks.stage.gpus import claim_gpus
 
-    limit_gpus(stage=sys.orig_argv[-len(sys.argv)].rpartition(".")[2])
+    claim_gpus(module=sys.orig_argv[-len(sys.argv)])

@@ -41,6 +41,7 @@ CANNOT_CHANGE_RESULTS = {
     "tasks.schemas*": "refuses rows and never changes one",
     "tasks.stage.definition": "reads dvc.yaml: inputs, outs and keys",
     "tasks.stage.dvc_adapter": "reads the graph and the hashes",
+    "tasks.stage.gpus": "which GPUs a stage uses, and when; how many is a tracked parameter",
     "tasks.stage.interrupts": "when a stage stops",
     "tasks.stage.journal": "resumable state; a resumed run ends in the same bytes",
     "tasks.stage.pipeline_run": "tracking of the run as a whole",
@@ -50,7 +51,7 @@ CANNOT_CHANGE_RESULTS = {
     "tasks.stage.state": "keeps and removes the state folder",
     "tasks.stage.trust": "warns; the answer is a tracked parameter",
     "tasks.stage.versions": "refuses to run with other versions",
-    "tasks.stage.workers": "starts the processes of a stage and limits its GPUs; how many is a tracked parameter",
+    "tasks.stage.workers": "starts the processes of a stage; how many is a tracked parameter",
     "tasks.tracking*": "sends to MLflow",
 }
 """Patterns of modules that are no dependency of any stage that imports them: each with the reason. Inside a folder that

@@ -38,7 +38,7 @@ class Check:
 def examine(root: Path) -> list[Check]:
     """Every check, in the order of the table. A check that raises is itself a finding."""
     checks: list[Check] = []
-    for look in (_python, _torch, _disk, _git, _dvc, _cache, _locks, _params, _prefect, _mlflow):
+    for look in (_python, _torch, _gpus, _disk, _git, _dvc, _cache, _locks, _params, _prefect, _mlflow):
         try:
             checks.extend(look(root))
         except Exception as error:  # a broken installation is what this command is for
@@ -70,6 +70,17 @@ def _torch(root: Path) -> Iterator[Check]:
     too_many = threads is not None and threads > cores
     advice = f"set threads: {cores} in params.yaml (it changes the last digits of results)" if too_many else ""
     yield Check("threads", "note" if too_many else "ok", found, advice)
+
+
+def _gpus(root: Path) -> Iterator[Check]:
+    """Who uses which GPU, among the stages of this machine."""
+    from tasks.stage.gpus import locked_gpus
+
+    try:
+        for name, who in locked_gpus():
+            yield Check(f"GPU {name}", "note" if who else "ok", who or "free")
+    except OSError as error:
+        yield Check("GPUs", "note", f"not locked: {error}", "without the locks two stages may use one GPU")
 
 
 def _disk(root: Path) -> Iterator[Check]:

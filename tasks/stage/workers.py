@@ -1,4 +1,4 @@
-"""The processes and GPUs of one stage. The stage is rank 0 and starts worker ranks that run the same module and compute
+"""The processes of one stage. The stage is rank 0 and starts worker ranks that run the same module and compute
 their share: they hold no lock, track nothing and write no output. Ranks that torchrun or `accelerate launch` has
 started are left as they are."""
 
@@ -11,7 +11,6 @@ import subprocess
 import sys
 import tempfile
 from contextlib import suppress
-from itertools import takewhile
 from pathlib import Path
 
 from rlhf_core.errors import UserError
@@ -62,26 +61,6 @@ def requested_processes(stage: str, path: Path = PARAMS_FILE) -> int:
         count = settings.get("processes", 1)
         return count if isinstance(count, int) else 1
     return 1
-
-
-def limit_gpus(stage: str) -> None:
-    """Set CUDA_VISIBLE_DEVICES to the first N visible GPUs, where N is the number of processes of the stage.
-
-    With more GPUs than processes, transformers' Trainer would use DataParallel, which multiplies the batch size. Call
-    it before torch is imported. It changes nothing without a GPU, and in ranks that a launcher or the stage started.
-    """
-    gpus = visible_gpus()
-    if len(gpus) > 1 and "RANK" not in os.environ:
-        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus[: max(1, requested_processes(stage))])
-
-
-def visible_gpus(devices: Path = Path("/dev")) -> list[str]:
-    """The names of the GPUs that CUDA would use: those in CUDA_VISIBLE_DEVICES up to the first that is not valid, or
-    where it is not set the numbers of NVIDIA's device files in `devices`, counted from 0 as CUDA does."""
-    named = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if named is None:
-        return [str(number) for number, _ in enumerate(devices.glob("nvidia[0-9]*"))]
-    return list(takewhile(lambda name: name and not name.startswith("-"), map(str.strip, named.split(","))))
 
 
 def _end(worker: "subprocess.Popen[bytes]") -> None:

@@ -77,14 +77,6 @@ def test_wrong_parameters_have_a_line_each_before_any_server_starts(toy: Callabl
     assert all(line.startswith("  ") for line in lines[1:])
 
 
-def test_several_jobs_are_refused_where_ppo_has_several_processes(toy: Callable[..., Path], leash: Leash) -> None:
-    root = toy({"one": ("work", []), "ppo": ("work", ["one"])})
-    (root / "params.yaml").write_text("ppo: {processes: 2}\n", encoding="utf-8")
-    code, out, errors = finish(leash(root, "run", "--jobs", "2"))
-    assert (code, out) == (2, "")
-    assert one_line(errors).startswith("error: params.yaml: ppo runs in 2 processes (ppo.processes); use --jobs 1")
-
-
 def test_outside_a_project(leash: Leash, tmp_path: Path) -> None:
     code, _, errors = finish(leash(tmp_path, "run"))
     assert code == 2

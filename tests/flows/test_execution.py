@@ -1,17 +1,23 @@
-"""Stages side by side: one by default, never two on one GPU. Untested on GPUs: the device count is faked here."""
+"""Stages side by side: one by default, and no stage twice. Untested on GPUs: their names are invented."""
 
-import itertools
+import os
 import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from flows.execution import gpus_for
+from flows import processes, workspace
+from flows.execution import Execution, places
 from flows.pipeline import pipeline
+from flows.status import opened
+from flows.workspace import Workspace
+from tests.conftest import commit
+from tests.faults.conftest import until
 from tests.flows.test_pipeline import moments
 
 Toy = Callable[..., Path]
@@ -33,25 +39,11 @@ def most_at_once(root: Path) -> int:
 
 
 @pytest.mark.parametrize(
-    ("count", "visible", "jobs", "expected"),
-    [
-        (8, None, 1, [None]),
-        (0, None, 3, [None, None, None]),
-        (0, "", 2, [None, None]),
-        (1, None, 4, ["0"]),
-        (4, None, 2, ["0", "1"]),
-        (2, "5,GPU-ab", 4, ["5", "GPU-ab"]),
-    ],
+    ("jobs", "visible", "expected"), [(1, "", 1), (3, "", 3), (4, "0", 1), (2, "0,1,2,3", 2), (4, "5,GPU-ab", 2)]
 )
-def test_a_gpu_for_each_place(
-    monkeypatch: pytest.MonkeyPatch, count: int, visible: str | None, jobs: int, expected: list[str | None]
-) -> None:
-    monkeypatch.setattr("torch.cuda.device_count", lambda: count)
-    if visible is None:
-        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    else:
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    assert gpus_for(jobs) == expected
+def test_never_more_stages_than_gpus(monkeypatch: pytest.MonkeyPatch, jobs: int, visible: str, expected: int) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert places(jobs) == expected
 
 
 def test_stages_run_one_at_a_time_by_default(toy: Toy, prefect_api: str) -> None:
@@ -62,28 +54,33 @@ def test_stages_run_one_at_a_time_by_default(toy: Toy, prefect_api: str) -> None
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("gpus", [2, 3])
-def test_no_gpu_has_two_stages_at_a_time(
-    gpus: int, toy: Toy, prefect_api: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("torch.cuda.device_count", lambda: gpus)
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    root = toy(WIDE)
-    worker = (root / "worker.py").read_text()
-    (root / "worker.py").write_text(worker.replace("{sys.executable}", "{os.environ['CUDA_VISIBLE_DEVICES']}"))
-    pipeline(root=str(root), jobs=8)
-    spans: dict[str, list[tuple[float, float]]] = {}
-    begun: dict[str, tuple[str, float]] = {}
-    for line in (root / "log.txt").read_text().splitlines():
-        stage, event, moment, _, gpu = line.split()
-        if event == "begin":
-            begun[stage] = gpu, float(moment)
-        else:
-            spans.setdefault(gpu, []).append((begun[stage][1], float(moment)))
-    assert set(spans) == {str(index) for index in range(gpus)}
-    for times in spans.values():
-        times.sort()
-        assert all(end <= begin for (_, end), (begin, _) in itertools.pairwise(times))
+def test_two_workspaces_do_not_run_the_same_stage_twice(toy: Toy) -> None:
+    """The second waits, says for whom, and gets the result from DVC's cache."""
+    home = toy({"one": ("wait", [])})
+    (home / "params.yaml").write_text("a: 1\n")
+    commit(home)
+    head = workspace.resolve(home, "HEAD")
+    lines: dict[str, list[str]] = {"first": [], "second": []}
+    states: dict[str, str] = {}
+
+    def run(name: str) -> None:
+        with workspace.opened(Workspace(home, name, head)) as made, opened(made.root) as project:
+            execution = Execution(project, False, None, 1, lambda stage, line: lines[name].append(line))
+            states[name] = execution.run("one").state
+
+    with processes.session(), ThreadPoolExecutor(2) as pool:
+        first = pool.submit(run, "first")
+        until(lambda: "one begins" in lines["first"])
+        second = pool.submit(run, "second")
+        until(lambda: any("waits" in line for line in lines["second"]))
+        for name in lines:
+            (home / "work/runs" / name / "tree/go").touch()
+        first.result(60)
+        second.result(60)
+    assert states == {"first": "Completed", "second": "Restored"}
+    (waits,) = [line for line in lines["second"] if "waits" in line]
+    assert waits.startswith(f"waits for its result from another workspace (process {os.getpid()}, user ")
+    assert not list((home / "work/executions").iterdir())
 
 
 @pytest.mark.slow

@@ -2,6 +2,9 @@
 
 import os
 import socket
+import subprocess
+import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -9,6 +12,7 @@ import pytest
 
 from flows import server
 from rlhf_core.errors import UserError
+from tests.conftest import call, commit
 
 
 @pytest.fixture
@@ -55,3 +59,21 @@ def test_refusals_count_as_answers_and_silence_does_not(prefect_api: str) -> Non
     assert server.answers(f"{prefect_api}/no-such-page")
     assert not server.answers("http://127.0.0.1:1/api")
     assert not server.answers("no url")
+
+
+def test_a_project_has_prefect_state_of_its_own_and_the_users_settings(
+    toy: Callable[..., Path], tmp_path: Path
+) -> None:
+    root = toy({"one": ("work", [])})
+    commit(root)
+    call(root, "git", "worktree", "add", "--quiet", "work/tree")
+    profiles = tmp_path / ".prefect" / "profiles.toml"
+    profiles.parent.mkdir()
+    profiles.write_text('active = "a"\n[profiles.a]\nPREFECT_API_URL = "http://127.0.0.1:9/api"\n', encoding="utf-8")
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("PREFECT_")}
+    environment = kept | {"HOME": str(tmp_path), "PYTHONPATH": str(Path(server.__file__).parents[1])}
+    code = "import flows; from prefect.settings import get_current_settings as s; print(s().home, s().api.url)"
+    for folder in (root, root / "work" / "tree"):
+        command = [sys.executable, "-c", code]
+        done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=True)
+        assert done.stdout.split() == [str(root / "work" / "prefect"), "http://127.0.0.1:9/api"]

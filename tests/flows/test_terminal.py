@@ -1,6 +1,7 @@
 """Live lines and the closing table."""
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ import pytest
 from flows import terminal
 from flows.artifacts import metric_rows, report_page
 from flows.stages import EXECUTED, FAILED, NOT_RUN, UP_TO_DATE, Outcome
+from tests.conftest import call, commit
 
 
 def test_nothing_is_printed_before_the_screen_opens_and_no_advice_of_dvc(capsys: pytest.CaptureFixture[str]) -> None:
@@ -93,3 +95,13 @@ def test_metrics_are_flattened_and_null_figures_left_out(tmp_path: Path) -> None
     page = report_page(tmp_path)
     assert "| win rate of the policy against SFT | 0.9 |" in page
     assert "gold" not in page
+    assert "\nCommit: none\n" in page
+
+
+def test_the_page_of_a_run_names_its_commit_and_uncommitted_changes(toy: Callable[..., Path]) -> None:
+    root = toy({"one": ("work", [])})
+    commit(root)
+    head = call(root, "git", "rev-parse", "HEAD").strip()
+    assert f"\nCommit: `{head}`\n" in report_page(root)
+    (root / "input.txt").write_text("an edit")
+    assert f"\nCommit: `{head}`, with uncommitted changes\n" in report_page(root)

@@ -1,0 +1,116 @@
+"""The GPUs of a stage: as many as it has processes, each locked against the other stages of this machine, of whatever
+workspace and user. Tested with invented GPUs only."""
+
+import os
+import stat
+import subprocess
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from itertools import takewhile
+from pathlib import Path
+
+from rlhf_core.errors import UserError
+from rlhf_core.locks import FileLock, who_holds
+from tasks.params.loader import PARAMS_FILE, read_yaml
+from tasks.stage.workers import requested_processes
+
+LOCKS_VARIABLE = "LEASH_GPU_LOCKS"
+"""Environment variable: the folder of the locks, where it is not `LOCKS`."""
+LOCKS = Path("/tmp/leash-gpus")  # not tempfile's: all users of the machine need the same
+WITHOUT_GPU = ("check", "check_data", "ingest", "report")
+POLL_SECONDS = 0.5
+QUERY_SECONDS = 30.0
+
+_held: list[FileLock] = []
+"""Until this process ends."""
+
+
+def claim_gpus(module: str) -> None:
+    """Take as many visible GPUs as the stage `tasks.NAME` has processes, wait until they are free, and set
+    CUDA_VISIBLE_DEVICES; does nothing for another module.
+
+    With more GPUs than processes, transformers' Trainer would use DataParallel, which multiplies the batch size. Call
+    it before torch is imported. It changes nothing without a GPU, and in ranks that a launcher or the stage started.
+    """
+    package, _, stage = module.rpartition(".")
+    names = visible_gpus()
+    if package != "tasks" or not names or "RANK" in os.environ:
+        return
+    count = min(len(names), max(1, requested_processes(stage)))
+    chosen = names[:count]
+    if _computes(stage):
+        try:
+            chosen = _lock(_lock_files(names), count)
+        except OSError as error:
+            print(f"GPUs are not locked ({error}): another stage may use the same one at the same time", flush=True)
+    if len(names) > count:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(chosen)
+
+
+def _computes(stage: str) -> bool:
+    """Whether the stage may use a GPU: one that is switched off only writes empty outputs."""
+    if stage in WITHOUT_GPU:
+        return False
+    with suppress(UserError, AttributeError, KeyError, TypeError):
+        return read_yaml(Path(PARAMS_FILE))[stage].get("enabled") is not False
+    return True
+
+
+def _lock(files: Mapping[str, Path], count: int) -> list[str]:
+    """Lock `count` of the GPUs; their names. While too few are free it holds none, so that two waiting stages cannot
+    block each other. Raises OSError."""
+    said = ""
+    while True:
+        taken = {name: lock for name, path in files.items() if (lock := FileLock(path, shared=True)).acquire()}
+        spare = list(taken)[count:] if len(taken) >= count else list(taken)
+        for name in spare:
+            taken.pop(name).release()
+        if taken:
+            _held.extend(taken.values())
+            return list(taken)
+        busy = "; ".join(f"GPU {name}: {who}" for name, path in files.items() if (who := who_holds(path)))
+        if busy and busy != said:
+            print(f"waits for {count} free GPU{'s' * (count > 1)} ({busy})", flush=True)
+            said = busy
+        time.sleep(POLL_SECONDS)
+
+
+def locked_gpus() -> Iterator[tuple[str, str]]:
+    """(name, who uses it) of each visible GPU; the second is empty for a free one. Raises OSError."""
+    for name, path in _lock_files(visible_gpus()).items():
+        yield name, who_holds(path)
+
+
+def visible_gpus(devices: Path = Path("/dev")) -> list[str]:
+    """The names of the GPUs that CUDA would use: those in CUDA_VISIBLE_DEVICES up to the first that is not valid, or
+    where it is not set the numbers of NVIDIA's device files in `devices`, counted from 0 as CUDA does."""
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if named is None:
+        return [str(number) for number, _ in enumerate(devices.glob("nvidia[0-9]*"))]
+    return list(takewhile(lambda name: name and not name.startswith("-"), map(str.strip, named.split(","))))
+
+
+def _lock_files(names: Sequence[str]) -> dict[str, Path]:
+    """The lock file of each GPU, named after its UUID where the driver tells it. Raises OSError."""
+    if not names:
+        return {}
+    folder = Path(os.environ.get(LOCKS_VARIABLE) or LOCKS)
+    with suppress(FileExistsError):
+        folder.mkdir()
+        folder.chmod(0o1777)
+    if not stat.S_ISDIR(folder.lstat().st_mode):
+        raise NotADirectoryError(f"{folder} is not a folder; remove it")
+    known = _uuids()
+    return {name: folder / f"{known.get(name, name)}.lock" for name in names}
+
+
+def _uuids() -> dict[str, str]:
+    """The UUID of each GPU by its number, in the order of the bus; empty where the driver's tool does not answer."""
+    command = ["nvidia-smi", "--query-gpu=index,uuid", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=QUERY_SECONDS, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return {}
+    pairs = [line.split(",") for line in done.stdout.splitlines()]
+    return {pair[0].strip(): pair[1].strip() for pair in pairs if len(pair) == 2} if done.returncode == 0 else {}
