@@ -123,18 +123,35 @@ def serve(
 
 
 @command
+def worker(
+    pool: Annotated[str, typer.Argument(metavar="POOL", help="The Prefect work pool; made where there is none.")],
+    limit: Annotated[int, typer.Option(help="How many runs may work at the same time.", min=1)] = 1,
+) -> None:
+    """Run trials and nightly runs of a work pool on this machine, until stopped.
+
+    They work in this clone of the repository (work/runs/), with its DVC remote.
+    """
+    root = find_root()
+    from flows.pool import work
+
+    work(root, pool, limit)
+
+
+@command
 def up(
     port: Annotated[int, Port(help="Port of the Prefect server.")] = 4200,
     stop: Annotated[bool, typer.Option("--stop", help="Stop the server that `leash up` started.")] = False,
 ) -> None:
     """Start a Prefect server in the background, on this machine only."""
     root = find_root()
-    from flows import server
+    from flows import automations, server
 
     if stop:
         print("Prefect server stopped" if server.down(root) else "no server to stop: `leash up` has started none")
         return
     url = server.up(root, port)
+    server.use(url)
+    automations.install()
     print(f"Prefect server: {url.removesuffix('/api')}  (log: work/prefect-server.log; stop: leash up --stop)")
     print("`leash run` and `leash serve` in this project use it. For other shells and tools:")
     print(f"  export PREFECT_API_URL={url}")
@@ -259,7 +276,8 @@ def study(
     ] = None,
     methods: Annotated[str, typer.Option(help="Alternatives to train, by commas; others off. None: as they are.")] = "",
     name: Annotated[str | None, typer.Option(help="Of the study; the same call continues it. None: made up.")] = None,
-    jobs: Annotated[int, typer.Option(help="Trials side by side.", min=1)] = 1,
+    jobs: Annotated[int | None, typer.Option(help="Trials side by side. None: 1, or 8 with --pool.", min=1)] = None,
+    pool: Annotated[str | None, typer.Option(help="Run the trials on the workers of this Prefect work pool.")] = None,
     search: Annotated[int | None, typer.Option(help="Let Optuna choose this many settings.", min=1)] = None,
     objective: Annotated[
         str | None, typer.Option(help="What is best, such as gold_policy or ppo.score - kl_per_sequence.")
@@ -280,7 +298,7 @@ def study(
 
     chosen = tuple(part.strip() for part in methods.split(",") if part.strip())
     call = Call(tuple(overrides or ()), chosen, search, objective, constraint, not minimise)
-    _exit(run_study(root, call, name, commit, jobs, ("--retries", str(retries))))
+    _exit(run_study(root, call, name, commit, jobs, ("--retries", str(retries)), pool))
 
 
 @command

@@ -13,8 +13,11 @@ QUIET = {
     "DO_NOT_TRACK": "1",
     "DVC_NO_ANALYTICS": "1",
     "MLFLOW_DISABLE_TELEMETRY": "true",
+    "PREFECT_FLOWS_HEARTBEAT_FREQUENCY": "30",  # seconds; a killed run is found by them
 }
-"""Switches telemetry off."""
+"""Switches telemetry off, and heartbeats on."""
+PARENT_VARIABLE = "LEASH_PARENT_TASK_RUN"
+"""Environment variable: the Prefect task run that the flow run of this process belongs to."""
 
 
 PROFILES = Path("~/.prefect/profiles.toml")
@@ -28,8 +31,10 @@ def apply_defaults() -> None:
         os.environ.setdefault(name, value)
     if "PREFECT_HOME" in os.environ:
         return
-    with suppress(UserError):  # outside a project
-        os.environ["PREFECT_HOME"] = str(main_checkout(find_root()) / "work" / "prefect")
+    with suppress(UserError, OSError):  # outside a project, or one that cannot be written
+        home = main_checkout(find_root()) / "work" / "prefect"
+        home.mkdir(parents=True, exist_ok=True)  # Prefect makes the last folder only
+        os.environ["PREFECT_HOME"] = str(home)
         if PROFILES.expanduser().is_file():
             os.environ.setdefault("PREFECT_PROFILES_PATH", str(PROFILES.expanduser()))
 

@@ -92,8 +92,29 @@ def record(space: Workspace, seconds: float) -> None:
 
 def find(home: Path, commit: str, name: str) -> str | None:
     """The commit of a DVC experiment of this baseline; None where there is none."""
-    words = ("for-each-ref", "--format=%(objectname)", f"refs/exps/{commit[:2]}/{commit[2:]}/{name}")
-    return workspace.git(home, *words).strip() or None
+    return workspace.git(home, "for-each-ref", "--format=%(objectname)", _ref(commit, name)).strip() or None
+
+
+def fetch(home: Path, remote: str, commit: str, name: str) -> str | None:
+    """As `find`, after a look at the git remote. Raises UserError when the remote does not answer."""
+    if (found := find(home, commit, name)) is not None:
+        return found
+    ref = _ref(commit, name)
+    if not workspace.git(home, "ls-remote", "--quiet", remote, ref).strip():
+        return None
+    workspace.git(home, "fetch", "--quiet", remote, f"{ref}:{ref}")
+    return find(home, commit, name)
+
+
+def send(home: Path, remote: str, commit: str, name: str) -> None:
+    """Send an experiment to the git remote. Raises UserError."""
+    ref = _ref(commit, name)
+    workspace.git(home, "push", "--quiet", "--force", remote, f"{ref}:{ref}")
+
+
+def _ref(commit: str, name: str) -> str:
+    """DVC's git reference of an experiment."""
+    return f"refs/exps/{commit[:2]}/{commit[2:]}/{name}"
 
 
 def read(home: Path, experiment: str) -> tuple[dict[str, bytes], float | None]:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from uuid import UUID
 
 from flows import driver, processes, server, terminal
+from flows.environment import PARENT_VARIABLE
 from flows.stages import FAILED, UP_TO_DATE, Outcome, PipelineFailed
 from rlhf_core.errors import UserError
 from tasks.params.loader import PARAMS_FILE, parse, read_yaml
@@ -18,10 +19,6 @@ from tasks.tracking.settings import without_credentials
 
 if TYPE_CHECKING:
     from flows.graph import Graph
-
-
-PARENT_VARIABLE = "LEASH_PARENT_TASK_RUN"
-"""Environment variable: the Prefect task run that the flow run of this process belongs to."""
 
 
 def run(root: Path, stages: list[str] | None, force: bool, jobs: int = 1, **options: Any) -> int:

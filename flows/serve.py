@@ -75,7 +75,7 @@ def _check(cron: str, timezone: str) -> None:
 def _serve_flow(root: str, cron: str, timezone: str, branch: str, limit: str) -> None:
     from prefect.schedules import Cron
 
-    from flows.nightly import nightly
+    from flows.deployments import nightly
 
     nightly.serve(
         name="leash", schedule=Cron(cron, timezone=timezone), parameters={"root": root, "branch": branch},

@@ -20,6 +20,7 @@ from ruamel.yaml import YAML
 import flows
 from tasks.tracking.sender import drain
 
+os.environ.pop("PREFECT_HOME", None)  # of the checkout under test
 ROOT = Path(__file__).resolve().parents[1]
 
 RECORDER = """
@@ -166,7 +167,7 @@ class TinyRun:
 
 def clean_environment() -> dict[str, str]:
     """The environment without what would send a test's run somewhere else."""
-    leave = ("MLFLOW_", "LEASH_", "PREFECT_API", "DVC_", "PYTHONPATH")
+    leave = ("MLFLOW_", "LEASH_", "PREFECT_API", "PREFECT_HOME", "PREFECT_PROFILES", "DVC_", "PYTHONPATH")
     kept = {name: value for name, value in os.environ.items() if not name.startswith(leave)}
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
     return kept | {"PATH": path, "HF_HUB_OFFLINE": "1", "MLFLOW_DISABLE_TELEMETRY": "true", "PYTHONUNBUFFERED": "1"}

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from flows import isolated, workspace
-from flows.nightly import fetch, workspace_of
+from flows.deployments import fetch, workspace_of
 from flows.server import _free_port
 from rlhf_core.errors import UserError
 from tests.conftest import call, commit

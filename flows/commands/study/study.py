@@ -17,10 +17,10 @@ from flows.commands.study.search import Search, Suggestion, mean
 from flows.commands.study.trials import FAILED, FINISHED, Job, Runner
 from flows.guardian import Guardian
 from flows.isolated import as_name
+from flows.pool import Pool, connect
 from rlhf_core.errors import UserError
 from rlhf_core.files import atomic
 from rlhf_core.locks import FileLock, holder
-from tasks.tracking.settings import STUDY_VARIABLE
 from tasks.tracking.tracker import Status, finish_study
 
 STUDIES = Path("work") / "studies"
@@ -28,6 +28,8 @@ CALL = "study.json"
 PAGE = "index.html"
 TABLE = "table.md"
 DEFAULT_OBJECTIVE = "gold_policy"
+POOL_JOBS = 8
+"""Trials that wait in a work pool, or run there, at the same time."""
 
 
 @dataclass(frozen=True)
@@ -91,20 +93,30 @@ class Study:
         return [as_trial(job) for job in self.jobs]
 
 
-def study(home: Path, call: Call, name: str | None, revision: str, jobs: int, options: Sequence[str] = ()) -> int:
+def study(
+    home: Path,
+    call: Call,
+    name: str | None,
+    revision: str,
+    jobs: int | None,
+    options: Sequence[str] = (),
+    pool: str | None = None,
+) -> int:
     """Run the study's trials, or those that are missing; returns the exit code: 1 when a trial failed. `options` are
-    those of `leash run`.
+    those of `leash run`; `jobs` trials run side by side (None: one here, `POOL_JOBS` on the workers of `pool`).
 
-    Raises UserError before anything runs: for a wrong override, name, method or expression, or another study of this
-    name.
+    Raises UserError before anything runs: for a wrong override, name, method or expression, another study of this
+    name, or a work pool that cannot be used.
     """
     made = prepare(home, call, name, revision)
     lock = FileLock(made.folder / "study.lock")
     if not lock.acquire():
         raise UserError(f"process {holder(made.folder / 'study.lock')} runs study {made.name}; wait for its end")
     try:
+        workers = connect(home, pool, made.commit) if pool else None
+        places = jobs or (POOL_JOBS if pool else 1)
         with processes.watched(Guardian(lock.descriptor)), trials.screen(made.jobs) as show:
-            _run(made, jobs, show, options)
+            _run(made, places, show, tuple(options), workers)
         write_page(made)
     finally:
         lock.release()
@@ -144,10 +156,10 @@ def identity(call: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in call.items() if name not in free}
 
 
-def _run(made: Study, jobs: int, show: Callable[[Job, str], None], options: Sequence[str]) -> None:
-    with _prefect(made.home) as variables:
-        environment = variables | {STUDY_VARIABLE: made.name}
-        runner = Runner(made.home, made.commit, made.folder / "logs", environment, tuple(options), show)
+def _run(made: Study, jobs: int, show: Callable[[Job, str], None], options: tuple[str, ...], pool: Pool | None) -> None:
+    with processes.session() if pool else _prefect(made.home) as variables:
+        logs = made.folder / "logs"
+        runner = Runner(made.home, made.name, made.commit, logs, variables or {}, options, pool, show)
         if made.call.search is None:
             waiting = iter(made.jobs)
             trials.run_all(runner, jobs, lambda: next(waiting, None), lambda job: write_page(made))

@@ -13,10 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 from flows import isolated, processes, workspace
 from flows.commands.study.grid import Combination
+from flows.pool import Pool, TrialFailed
 from flows.text import shorten
 from flows.workspace import Workspace
 from rlhf_core.errors import UserError
 from tasks.stage.progress import duration
+from tasks.tracking.settings import STUDY_VARIABLE
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -52,13 +54,16 @@ class Job:
 
 @dataclass(frozen=True)
 class Runner:
-    """Runs jobs of one study at one commit. `variables` are added to the environment of each run."""
+    """Runs jobs of one study at one commit, here or on the workers of a pool. `variables` are added to the environment
+    of each run here."""
 
     home: Path
+    study: str
     commit: str
     logs: Path
     variables: Mapping[str, str]
     options: tuple[str, ...] = ()
+    pool: Pool | None = None
     show: Callable[[Job, str], None] = lambda job, line: None
 
     def run(self, job: Job) -> Job:
@@ -66,19 +71,34 @@ class Runner:
         if self._read(job):
             return job
         job.state, job.began = RUNNING, time.monotonic()
-        self.show(job, "starts")
+        self.show(job, "starts" if self.pool is None else f"submitted to pool {self.pool.name}")
+        if self.pool is not None:
+            return self._run_in(self.pool, job)
         space = Workspace(self.home, job.name, self.commit, job.trial.overrides)
         self.logs.mkdir(parents=True, exist_ok=True)
         try:
             with (self.logs / f"{job.name}.log").open("w", encoding="utf-8") as log, workspace.opened(space):
-                result = isolated.run(space, lambda line: self._receive(job, line, log.write), self.options,
-                                      self.variables)  # fmt: skip
+                variables = {**self.variables, STUDY_VARIABLE: self.study}
+                result = isolated.run(space, lambda line: self._receive(job, line, log.write), self.options, variables)
         except UserError as error:
             return self._failed(job, str(error))
         if result.code:
             return self._failed(job, f"{result.error} (kept in {space.root}, log {self.logs / f'{job.name}.log'})")
         self._read(job)
         self.show(job, f"finished in {duration(result.seconds)}")
+        return job
+
+    def _run_in(self, pool: Pool, job: Job) -> Job:
+        def receive(line: str) -> None:
+            job.progress = line
+            self.show(job, line)
+
+        try:
+            pool.run(job.name, self.commit, job.trial.overrides, self.study, self.options, receive)
+        except (UserError, TrialFailed) as error:
+            return self._failed(job, str(error))
+        self._read(job)
+        self.show(job, "finished" if job.seconds is None else f"finished in {duration(job.seconds)}")
         return job
 
     def _read(self, job: Job) -> bool:

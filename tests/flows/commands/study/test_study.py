@@ -14,57 +14,12 @@ import pytest
 
 import flows
 from flows import isolated, workspace
-from tests.conftest import ROOT, call, clean_environment, commit
+from tests.conftest import clean_environment
 from tests.faults.conftest import until
+from tests.flows.commands.study.conftest import experiments, log
 
 if TYPE_CHECKING:
     from tests.conftest import Project
-
-GRAPH = """
-stages:
-  shared:
-    cmd: python work.py shared
-    deps: [work.py]
-    params: [seed]
-    outs: [shared.out]
-  evaluate:
-    cmd: python work.py evaluate
-    deps: [work.py, shared.out]
-    params: [seed, ppo.kl.coef, ppo.vf_coef]
-    metrics:
-    - metrics/evaluate.json: {cache: false}
-"""
-WORK = """
-import json, pathlib, sys, time
-from ruamel.yaml import YAML
-
-params = YAML(typ="safe").load(pathlib.Path("params.yaml"))
-log = pathlib.Path(__file__).resolve().parents[4] / "log.txt"
-with log.open("a") as file:
-    file.write(f"{sys.argv[1]} {params['seed']} {params['ppo']['kl']['coef']}\\n")
-if sys.argv[1] == "shared":
-    pathlib.Path("shared.out").write_text(str(params["seed"]))
-    sys.exit()
-coef = params["ppo"]["kl"]["coef"]
-if coef == 0.05 and not (log.parent / "go").exists():
-    time.sleep(100)
-assert params["ppo"]["vf_coef"] == 0.5, "this trial fails"
-pathlib.Path("metrics").mkdir(exist_ok=True)
-gold = -((coef - 0.2) ** 2) + 0.001 * params["seed"]
-figures = {"gold_policy": gold, "kl_per_sequence": 0.5 / coef, "win_rate": 0.6, "win_rate_ci95": [0.5, 0.7]}
-pathlib.Path("metrics/evaluate.json").write_text(json.dumps(figures))
-"""
-
-
-@pytest.fixture
-def home(toy: Callable[..., Path]) -> Path:
-    """A committed project whose gold score depends on β: best at 0.2. β 0.05 waits for the file `go`."""
-    root = toy({})
-    (root / "dvc.yaml").write_text(GRAPH)
-    (root / "work.py").write_text(WORK)
-    (root / "params.yaml").write_bytes((ROOT / "params.yaml").read_bytes())
-    commit(root)
-    return root
 
 
 @pytest.fixture
@@ -79,18 +34,6 @@ def study(home: Path, prefect_api: str) -> Callable[..., "subprocess.Popen[str]"
                                 start_new_session=True)  # fmt: skip
 
     return start
-
-
-def experiments(home: Path) -> dict[str, str]:
-    """Name → commit of every experiment."""
-    lines = call(home, "git", "for-each-ref", "--format=%(refname) %(objectname)", "refs/exps").splitlines()
-    found = (line.split() for line in lines if "/exec/" not in line)
-    return {name.rpartition("/")[2]: commit for name, commit in found}
-
-
-def log(home: Path) -> list[str]:
-    path = home / "log.txt"
-    return path.read_text().splitlines() if path.exists() else []
 
 
 @pytest.mark.slow

@@ -1,0 +1,125 @@
+"""The flows that a schedule or a worker starts: each runs one commit in an isolated workspace."""
+
+import hashlib
+import os
+from pathlib import Path
+from typing import Any
+
+from prefect import flow, get_run_logger, task
+from prefect.cache_policies import NO_CACHE
+from prefect.client.schemas.objects import State
+from prefect.runtime import task_run
+from prefect.states import Cancelled
+
+from flows import isolated, processes, workspace
+from flows.environment import PARENT_VARIABLE, find_root
+from flows.guardian import Guardian
+from flows.workspace import Workspace
+from rlhf_core.errors import UserError
+from tasks.tracking.settings import STUDY_VARIABLE
+
+HOME_VARIABLE = "LEASH_HOME"
+"""Environment variable of a worker: its clone of the repository."""
+ORIGIN = "origin"
+"""The git remote through which workers get commits and give experiments."""
+REMOTE_OPTIONS: tuple[str, ...] = ()
+
+
+class RunFailed(Exception):
+    """`leash run` ended with an error in the workspace."""
+
+
+@flow(name="nightly", persist_result=False)
+def nightly(
+    root: str | None = None, branch: str = f"{ORIGIN}/main", overrides: list[str] | None = None
+) -> str | State[Any]:
+    """Run the pipeline at the commit that `branch` names now, with `overrides` of parameters (`ppo.kl.coef=0.2`), and
+    return the name of its DVC experiment. Uncommitted changes in the checkout at `root` are neither used nor changed.
+
+    Without `root` it runs on a worker, as `trial` does. A branch of a remote (`origin/main`) is fetched first. The same
+    commit with the same overrides continues where an earlier run stopped. Raises UserError and RunFailed; a flow that
+    is stopped is Cancelled.
+    """
+    home = Path(root) if root else _home()
+    fetch(home, branch)
+    space = workspace_of(home, branch, overrides or [])
+    get_run_logger().info(f"{branch} is at {space.commit[:12]}; workspace {space.root}")
+    return _run(space, remote=root is None)
+
+
+@flow(name="trial", persist_result=False)
+def trial(
+    name: str, commit: str, overrides: list[str], study: str | None = None, options: list[str] | None = None
+) -> str | State[Any]:
+    """Run one trial of a study on a worker, send it to the git remote as a DVC experiment, and return its `name`.
+
+    `options` are those of `leash run`. Inputs come from the DVC remote and outputs go there. A trial that the git
+    remote has is not run again. Raises and ends as `nightly`.
+    """
+    home = _home()
+    if isolated.fetch(home, ORIGIN, commit, name):
+        get_run_logger().info(f"{ORIGIN} has experiment {name}; nothing to run")
+        return name
+    fetch_commit(home, commit)
+    variables = {STUDY_VARIABLE: study} if study else {}
+    return _run(Workspace(home, name, commit, tuple(overrides)), True, options or [], variables)
+
+
+def _run(
+    space: Workspace, remote: bool, options: list[str] | None = None, variables: dict[str, str] | None = None
+) -> str | State[Any]:
+    """Run the commit in its workspace; with `remote` through the DVC remote, and the experiment goes to git's."""
+    given = [*(options or []), *(REMOTE_OPTIONS if remote else ())]
+    try:
+        with (
+            processes.session(),
+            processes.watched(Guardian(None)),
+            workspace.opened(space, raw_data=not remote),
+        ):
+            run_isolated(space, given, variables or {})
+            if remote:
+                isolated.send(space.home, ORIGIN, space.commit, space.name)
+    except (KeyboardInterrupt, SystemExit, processes.Stopped):
+        return Cancelled(message=f"stopped; the next run of {space.name} continues")
+    return space.name
+
+
+@task(name="leash run", cache_policy=NO_CACHE, persist_result=False)
+def run_isolated(space: Workspace, options: list[str], variables: dict[str, str]) -> None:
+    """`leash run` in the workspace; its own flow run is a child of this task. Raises UserError and RunFailed."""
+    logger = get_run_logger()
+    result = isolated.run(space, logger.info, options, {**variables, PARENT_VARIABLE: str(task_run.id)})
+    if result.code:
+        message = f"{result.error} (kept in {space.root})"
+        raise UserError(message) if result.code == 2 else RunFailed(message)
+
+
+def _home() -> Path:
+    """The clone in which a worker works. Raises UserError."""
+    home = os.environ.get(HOME_VARIABLE)
+    if not home:
+        raise UserError(f"{HOME_VARIABLE} is not set; start the worker with `leash worker` in a clone of the project")
+    return find_root(Path(home))
+
+
+def fetch(home: Path, branch: str) -> None:
+    """Bring a remote's branch up to date; does nothing for a local one. Raises UserError when the remote fails."""
+    remote, _, name = branch.partition("/")
+    if name and remote in workspace.git(home, "remote").split():
+        workspace.git(home, "fetch", "--quiet", remote, name)
+
+
+def fetch_commit(home: Path, commit: str) -> None:
+    """Bring the branches of the git remote, unless the commit is here. Raises UserError where they do not have it."""
+    try:
+        workspace.resolve(home, commit)
+    except UserError:
+        workspace.git(home, "fetch", "--quiet", ORIGIN)
+        workspace.resolve(home, commit)
+
+
+def workspace_of(home: Path, branch: str, overrides: list[str]) -> Workspace:
+    """The workspace of the branch's commit with these overrides. Raises UserError for an unknown branch."""
+    commit = workspace.resolve(home, branch)
+    marked = hashlib.sha256(os.fsencode("\n".join(overrides))).hexdigest()[:6] if overrides else ""
+    return Workspace(home, "-".join(filter(None, ("nightly", commit[:8], marked))), commit, tuple(overrides))
