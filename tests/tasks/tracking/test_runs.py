@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlencode
 
 import pytest
 from mlflow.tracking import MlflowClient
@@ -194,14 +195,20 @@ def test_a_policy_is_registered_once_and_current_follows(root: Path, pipeline: P
         drain(root)
     client = look()
     versions = {str(v.version): v.source for v in client.search_model_versions("name = 'leash-policy'")}
+    project = urlencode({"project": root.resolve()})
     assert versions == {
-        "1": f"dvc://models/policy?md5={'a' * 32}",
-        "2": f"dvc://models/policy?md5={'b' * 32}",
+        "1": f"dvc://models/policy?md5={'a' * 32}&{project}",
+        "2": f"dvc://models/policy?md5={'b' * 32}&{project}",
     }
     current = client.get_model_version_by_alias("leash-policy", "current")
     assert str(current.version) == "1"
-    assert current.tags == {"win_rate": "0.8"}
-    assert current.run_id in {run.info.run_id for run in all_runs(client)["children"]}
+    (parent,) = all_runs(client)["parents"]
+    report = f"runs:/{parent.info.run_id}/report/index.html"
+    assert current.tags == {"win_rate": "0.8", "leash.commit": "c0ffee", "leash.report": report}
+    assert current.run_id == parent.info.run_id
+    page = f"#/experiments/{parent.info.experiment_id}/runs/{parent.info.run_id}"
+    assert current.description.startswith("win_rate **0.8**\n\ncommit `c0ffee`")
+    assert current.description.endswith(f"[run]({page}), [report]({page}/artifacts/report/index.html)")
 
 
 def test_a_table_is_one_that_mlflow_itself_loads(
