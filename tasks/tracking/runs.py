@@ -19,7 +19,7 @@ import mlflow
 from mlflow.entities import Dataset, DatasetInput, InputTag, LoggedModelOutput, Metric, Param, Run, RunData, RunTag
 from mlflow.exceptions import MlflowException
 from mlflow.tracking import MlflowClient
-from mlflow.utils.mlflow_tags import MLFLOW_LOGGED_ARTIFACTS, MLFLOW_MODEL_IS_EXTERNAL
+from mlflow.utils.mlflow_tags import MLFLOW_LOGGED_ARTIFACTS, MLFLOW_MODEL_IS_EXTERNAL, MLFLOW_MODEL_VERSIONS
 
 from rlhf_core.locks import FileLock
 from tasks.tracking import settings
@@ -328,24 +328,24 @@ class MlflowWriter:
         known = self._client.search_model_versions(f"name = '{name}' and source_path LIKE '{start}%'")
         version = known[0] if known else self._new_version(body, state.parent_id)
         self._client.set_registered_model_alias(name, settings.POLICY_ALIAS, version.version)
+        try:
+            model_id = self._model_of(state.parent_id, "policy")
+        except MlflowException as error:
+            if error.error_code not in REFUSED:
+                raise
+            return
+        if model_id:
+            link = json.dumps([{"name": name, "version": str(version.version)}])
+            self._client.set_logged_model_tags(model_id, {MLFLOW_MODEL_VERSIONS: link})
 
     def _new_version(self, body: dict[str, Any], parent_id: str | None) -> Any:
         """A version of the policy, with its figures, and links to run and report."""
         tags = body.get("tags", {}) | {key: f"{value:.6g}" for key, value in body["metrics"].items()}
         tags["leash.report"] = f"runs:/{parent_id}/{REPORT}"
         pages = f"[run]({self._page(parent_id)}), [report]({self._page(parent_id, REPORT)})"
-        model_id = None
-        with suppress(MlflowException):  # a server without models
-            model_id = self._model_of(parent_id, "policy")
+        note = f"{body.get('note', '')}\n\n{pages}"
         return self._client.create_model_version(
-            settings.POLICY_MODEL,
-            body["source"],
-            parent_id,
-            tags,
-            None,
-            f"{body.get('note', '')}\n\n{pages}",
-            0,
-            model_id,
+            settings.POLICY_MODEL, body["source"], parent_id, tags, description=note, await_creation_for=0
         )
 
     def _on_run_close(self, part: list[Event], state: State, folder: Path) -> None:
