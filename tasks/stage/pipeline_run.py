@@ -17,8 +17,6 @@ from tasks.tracking.sender import drain
 from tasks.tracking.tracker import PipelineTracker, Status, Tracker
 
 HEADLINE = {
-    "reward": {"heldout_accuracy": "reward_accuracy"},
-    "ppo": {"alerts": "alerts"},
     "evaluate": {
         name: name
         for name in (
@@ -26,6 +24,8 @@ HEADLINE = {
             *("missing_eos_share", "response_tokens_policy", "alignment_tax"),
         )
     },
+    "reward": {"heldout_accuracy": "reward_accuracy"},
+    "ppo": {"alerts": "alerts"},
 }
 """The figures by which one compares pipeline runs: name in metrics/<stage>.json -> name on the pipeline run."""
 OF_A_MODEL = ("gold", "reward", "win_rate", "kl", "response_tokens", "missing_eos_share", "heldout_loss")
@@ -104,6 +104,8 @@ def describe(
         definition = Definition(name, project)
         with suppress(UserError):  # an input is missing, and its hash with it
             tracker.link_restored(name, definition.key(params, definition.hashes()))
+    order = [name for names in HEADLINE.values() for name in names.values()]
+    headline = {name: headline[name] for name in order if name in headline}
     tracker.headline(headline)
     files = {file.path: file for stage in project.stages for file in stage.inputs if file.path in DATASETS}
     for path, file in files.items():

@@ -272,8 +272,9 @@ class MlflowWriter:
         self._client.log_batch(state.parent_id, metrics=metrics)
 
     def _on_note(self, part: list[Event], state: State, folder: Path) -> None:
-        parent = self._client.get_run(state.parent_id)
-        self._describe(state.parent_id, parent.data.tags, part[0].body["text"])
+        parent, body = self._client.get_run(state.parent_id), part[0].body
+        report = f"; [report]({self._page(state.parent_id, REPORT)})" * body["report"]
+        self._describe(state.parent_id, parent.data.tags, body["text"] + report)
 
     def _on_seconds(self, part: list[Event], state: State, folder: Path) -> None:
         """Add the seconds of stages to those that the pipeline run already has, and log their sum."""

@@ -26,6 +26,8 @@ Status = Literal["FINISHED", "FAILED", "KILLED"]
 SENDER_AFTER_SECONDS = 20.0
 """A stage that runs for longer gets a sender, so that its metrics are in MLflow while it trains."""
 SYSTEM_SECONDS = 5.0
+NOTED_FIGURES = 5
+"""More of them would hide the rest of the description, of which MLflow shows a few lines."""
 NAMED_CHANGES = 2
 """A run with more changed parameters does not have them in its name."""
 NOT_IN_NAMES = re.compile(r"[^\w/.\- :]")
@@ -53,23 +55,16 @@ class PipelineIdentity:
         changes = [one.split(" (")[0] for one in self.changes if not one.startswith("seed=")]
         return f"{version}{seed}" + "".join(f", {one}" for one in changes if len(changes) <= NAMED_CHANGES)
 
-    def note(self, headline: Mapping[str, float | None], report: Path | None = None) -> str:
-        """The description of the run in MLflow, in Markdown: result, commit, what was changed, where the report is."""
-        figures = ", ".join(f"{name} **{value:.3g}**" for name, value in headline.items() if value is not None)
+    def note(self, headline: Mapping[str, float | None]) -> str:
+        """The description of the run in MLflow, in Markdown: result, commit, what was changed."""
+        shown = [(name, value) for name, value in headline.items() if value is not None][:NOTED_FIGURES]
+        figures = ", ".join(f"{name} **{value:.3g}**" for name, value in shown)
+        run = os.environ.get(settings.RUN_VARIABLE)
+        experiment = f"DVC experiment `{run}`: `dvc exp apply {run}` brings its results back" if run else ""
         code = f"commit `{self.commit[:12]}`" if self.commit else "no commit"
         code += f", with uncommitted changes in {_listed(self.edited)}" if self.edited else ""
-        run = os.environ.get(settings.RUN_VARIABLE)
-        return "\n\n".join(
-            filter(
-                None,
-                (
-                    figures,
-                    f"{code}; parameters changed since: {_listed(self.changes) or 'none'}",
-                    f"DVC experiment `{run}`: `dvc exp apply {run}` brings its results back" if run else "",
-                    f"report: `{report}`" if report else "",
-                ),
-            )
-        )
+        code += f"; parameters changed since: {_listed(self.changes) or 'none'}"
+        return "\n\n".join(filter(None, (figures, experiment, code)))
 
 
 def _listed(names: Sequence[str], most: int = 10) -> str:
@@ -107,7 +102,7 @@ class _ParentRun:
 
     def describe(self, headline: Mapping[str, float | None], report: Path | None) -> None:
         """The description of the pipeline run with its result, and the page of the report as its artifact."""
-        self._outbox.append("note", text=self._pipeline.note(headline, report))
+        self._outbox.append("note", text=self._pipeline.note(headline), report=report is not None)
         if report is not None and (place := self._outbox.keep(report)):
             self._outbox.append("artifact", file=place, folder="report", parent=True)
 

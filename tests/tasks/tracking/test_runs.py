@@ -336,7 +336,9 @@ def test_the_pipeline_run_has_description_report_and_datasets(
     drain(root)
     client = look()
     parent = client.get_run(parent.info.run_id)
-    assert parent.data.tags["mlflow.note.content"].startswith("win_rate **0.875**")
+    note = parent.data.tags["mlflow.note.content"]
+    assert note.startswith("win_rate **0.875**")
+    assert note.endswith(f"/runs/{parent.info.run_id}/artifacts/report/index.html)")
     assert [file.path for file in client.list_artifacts(parent.info.run_id, "report")] == ["report/index.html"]
     (entry,) = parent.inputs.dataset_inputs
     assert (entry.dataset.name, entry.dataset.digest) == ("heldout", "d" * 32)
