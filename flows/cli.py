@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, NoReturn, ParamSpec
 import typer
 
 from flows import processes
-from flows.environment import find_root
+from flows.environment import find_root, use_own_prefect_home
 from rlhf_core.errors import UserError
 
 P = ParamSpec("P")
@@ -36,6 +36,7 @@ def command(function: Callable[P, None]) -> Callable[P, None]:
     def guarded(*args: P.args, **kwargs: P.kwargs) -> None:
         from flows.terminal import print_error, stopped
 
+        use_own_prefect_home()
         try:
             function(*args, **kwargs)
         except UserError as error:

@@ -25,10 +25,14 @@ PROFILES = Path("~/.prefect/profiles.toml")
 
 
 def apply_defaults() -> None:
-    """Set `QUIET`, and Prefect's home below work/ of the project, where the user has set nothing. The user's profiles
-    still hold. Call it before Prefect, DVC or MLflow is imported."""
+    """Set `QUIET` where the user has set nothing. Call it before Prefect, DVC or MLflow is imported."""
     for name, value in QUIET.items():
         os.environ.setdefault(name, value)
+
+
+def use_own_prefect_home() -> None:
+    """Keep Prefect's state in work/prefect of the project, unless PREFECT_HOME is set; the user's profiles of Prefect
+    still hold. Call it before Prefect is imported."""
     if "PREFECT_HOME" in os.environ:
         return
     with suppress(UserError, OSError):  # outside a project, or one that cannot be written

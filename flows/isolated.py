@@ -4,7 +4,6 @@ The run is `leash run` in a process group of its own, with the code of the works
 """
 
 import io
-import json
 import os
 import re
 import sys
@@ -18,7 +17,7 @@ from flows import processes, workspace
 from flows.workspace import Workspace
 from rlhf_core.errors import UserError
 from rlhf_core.locks import FileLock
-from tasks.tracking.settings import CHANGES_VARIABLE, RUN_VARIABLE
+from tasks.tracking.settings import RUN_VARIABLE
 
 RECORDED = ("metrics", "plots", "params.yaml")
 """What is read of an experiment."""
@@ -53,8 +52,7 @@ def run(
         on_line(line)
 
     command = [sys.executable, "-m", "flows.cli", "run", *options]
-    names = {RUN_VARIABLE: space.name, CHANGES_VARIABLE: json.dumps(space.overrides)}
-    changed = {**os.environ, **workspace.environment(space.root), **names, **(variables or {})}
+    changed = {**os.environ, **workspace.environment(space.root), RUN_VARIABLE: space.name, **(variables or {})}
     env = {name: value for name, value in changed.items() if value is not None}
     start = time.monotonic()
     code = processes.run(command, cwd=space.root, env=env, on_line=receive, signals=processes.RUNNER_SIGNALS)

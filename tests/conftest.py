@@ -20,7 +20,6 @@ from ruamel.yaml import YAML
 import flows
 from tasks.tracking.sender import drain
 
-os.environ.pop("PREFECT_HOME", None)  # of the checkout under test
 ROOT = Path(__file__).resolve().parents[1]
 
 RECORDER = """

@@ -5,17 +5,21 @@ import json
 import os
 import subprocess
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from rlhf_core.errors import UserError
-from tasks.params.loader import PARAMS_FILE
+from tasks.params.loader import PARAMS_FILE, read_yaml
 from tasks.stage.dvc_adapter import GraphStage, Project
-from tasks.tracking.tracker import PipelineIdentity
+from tasks.tracking.tracker import PipelineIdentity, flatten
 
 RAW = "data/raw"
+WRITTEN = ("dvc.lock", "metrics/", "plots/")
+"""What a run writes into tracked files."""
 CODE = ("tasks/", "rlhf_core/", "flows/")
 """Dependencies in these folders are code, all others data or models."""
 
@@ -106,7 +110,32 @@ def pipeline_identity(project: Project, params: dict[str, Any]) -> PipelineIdent
     raw_hash = next((file.known_hash() for file in raw), None)
     key = digest({"raw": raw_hash, "params": kept, "commands": commands})
     commit, dirty = git_state(project.root)
-    return PipelineIdentity(key=key, params=kept, commit=commit, dirty=dirty)
+    edited = git(project.root, "diff", "--name-only", "--relative", "HEAD") or ""
+    names = tuple(name for name in edited.splitlines() if not name.startswith(WRITTEN) and name != str(PARAMS_FILE))
+    return PipelineIdentity(key, kept, commit, dirty, _changes(project.root, kept), names)
+
+
+def _changes(root: Path, params: dict[str, Any]) -> tuple[str, ...]:
+    """Parameters with another value than in the current commit, as `name=value (value there)`."""
+    text = git(root, "show", f"HEAD:./{PARAMS_FILE}")
+    if text is None:
+        return ()
+    with TemporaryDirectory() as folder, suppress(UserError):
+        (Path(folder) / PARAMS_FILE).write_text(text, encoding="utf-8")
+        before = flatten(
+            {name: value for name, value in read_yaml(Path(folder) / PARAMS_FILE).items() if name != "runtime"}
+        )
+        return _differences(before, flatten(params))
+    return ()
+
+
+def _differences(before: Mapping[str, str], now: Mapping[str, str]) -> tuple[str, ...]:
+    names = [*now, *(name for name in before if name not in now)]
+    return tuple(
+        f"{name}={now.get(name, 'none')} ({before.get(name, 'none')})"
+        for name in names
+        if now.get(name) != before.get(name)
+    )
 
 
 def digest(content: Any) -> str:
@@ -126,10 +155,11 @@ def _lookup(params: dict[str, Any], name: str) -> Any:
 
 def git_state(root: Path) -> tuple[str | None, bool]:
     """(commit, whether tracked files differ from it); (None, False) outside a git repository."""
+    return git(root, "rev-parse", "HEAD"), bool(git(root, "status", "--porcelain", "--untracked-files=no"))
+
+
+def git(root: Path, *words: str) -> str | None:
+    """What a git command prints; None where it fails."""
     environment = os.environ | {"GIT_OPTIONAL_LOCKS": "0"}
-
-    def git(*words: str) -> str | None:
-        result = subprocess.run(["git", *words], cwd=root, env=environment, capture_output=True, text=True, check=False)
-        return result.stdout.strip() if result.returncode == 0 else None
-
-    return git("rev-parse", "HEAD"), bool(git("status", "--porcelain", "--untracked-files=no"))
+    result = subprocess.run(["git", *words], cwd=root, env=environment, capture_output=True, text=True, check=False)
+    return result.stdout.strip() if result.returncode == 0 else None

@@ -10,6 +10,7 @@ import inspect
 import json
 import logging
 import os
+import shutil
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from dvc.config import Config
+from dvc.data_cloud import DataCloud
 from dvc.dependency.param import ParamsDependency
 from dvc.exceptions import DvcException
 from dvc.lock import LockError
@@ -30,11 +32,13 @@ from dvc.stage import Stage
 from dvc.utils import hydra
 from dvc.utils.serialize import dumps_yaml, parse_yaml, parse_yaml_for_update
 from dvc_data.hashfile.build import build
+from dvc_data.hashfile.hash_info import HashInfo
 from dvc_data.hashfile.state import StateNoop
 
 from rlhf_core import files
 from rlhf_core.errors import UserError
 from tasks.params.loader import PARAMS_FILE
+from tasks.tracking.settings import without_credentials
 
 LOCK_FILE = "dvc.lock"
 CHUNK_BYTES = 2**20
@@ -43,6 +47,8 @@ PATIENCE_SECONDS = 600.0
 
 PARAMETERS = {
     Repo: ("root_dir",),
+    DataCloud.pull: ("objs",),
+    HashInfo: ("name", "value"),
     build: ("odb", "path", "fs", "name", "ignore", "dry_run"),
     get_active_graph: ("graph",),
     plan_repro: ("graph", "stages"),
@@ -182,6 +188,35 @@ class Cached:
     corrupt: list[Path]
 
 
+@dataclass(frozen=True)
+class Stored:
+    """A file in DVC's cache."""
+
+    path: Path
+
+    def read(self) -> bytes:
+        """All bytes. Raises UserError where they are not those of the hash."""
+        self.check()
+        return self.path.read_bytes()
+
+    def copy(self, target: Path) -> None:
+        """Copy the file. Raises UserError where its bytes are not those of the hash; nothing is at `target` then."""
+        shutil.copyfile(self.path, target)
+        try:
+            self.check(target)
+        except UserError:
+            target.unlink()
+            raise
+
+    def check(self, copy: Path | None = None) -> None:
+        """Raise UserError where the bytes, or those of the copy, are not those of the hash."""
+        if _md5(copy or self.path) != self.path.parent.name + self.path.name.removesuffix(".dir"):
+            raise UserError(
+                f"{self.path}: other bytes than those of its hash (a damaged cache); delete it, then `dvc fetch` or "
+                "`dvc repro` brings it back; `leash doctor` finds what else is damaged"
+            )
+
+
 class Project:
     """A project as DVC reads it; `open_project` makes one."""
 
@@ -272,16 +307,7 @@ class Project:
     def cached(self, digest: str) -> list[tuple[str, Path]]:
         """(path inside, file in DVC's cache) of everything in the folder with this hash; ("", file) for the hash of a
         file. Empty where the cache does not hold the file, or the listing of the folder."""
-        blob = Path(self._repo.cache.local.oid_to_path(digest))
-        if not blob.is_file():
-            return []
-        if not digest.endswith(".dir"):
-            return [("", blob)]
-        try:
-            entries = json.loads(blob.read_bytes())
-            return [(entry["relpath"], Path(self._repo.cache.local.oid_to_path(entry["md5"]))) for entry in entries]
-        except (ValueError, TypeError, KeyError):
-            return []
+        return _members(self._repo, digest)
 
     def corrupt_outs(self, address: str | None = None) -> list[str]:
         """Outputs of a stage (None: of all) that are in the workspace with other bytes than dvc.lock names."""
@@ -312,6 +338,47 @@ def open_project(root: Path) -> Iterator[Project]:
         with _locked(repo), _readable(root):
             project = Project(repo)
         yield project
+
+
+def stored_files(root: Path, digest: str) -> dict[str, Stored]:
+    """The files of the folder with this hash by their path inside ("" for the hash of a file), from the cache of the
+    project at `root`; what the cache lacks is fetched from its default remote. Raises UserError where neither has it,
+    or where the listing of the folder is damaged."""
+    with _repository(root) as repo:
+        listing = Stored(Path(repo.cache.local.oid_to_path(digest)))
+        reason = _fetch(repo, [digest]) if not listing.path.is_file() else ""
+        if listing.path.is_file():
+            listing.check()
+        found = _members(repo, digest)
+        if missing := [blob.parent.name + blob.name for _, blob in found if not blob.is_file()]:
+            reason = _fetch(repo, missing)
+        if not found or not all(blob.is_file() for _, blob in found):
+            raise UserError(f"{digest}: neither the DVC cache of {root} nor its remote has it{reason}")
+        if outside := [path for path, _ in found if path.startswith("/") or ".." in Path(path).parts]:
+            raise UserError(f"{digest}: a folder in DVC's cache with a path that leads out of it: {outside[0]}")
+        return {path: Stored(blob) for path, blob in found}
+
+
+def _fetch(repo: Repo, digests: Sequence[str]) -> str:
+    """Fetch objects from the default remote into the cache; why it failed, in brackets."""
+    try:
+        repo.cloud.pull([HashInfo("md5", digest) for digest in digests])
+    except Exception as error:  # each kind of remote has its own errors
+        return f" ({without_credentials(_one_line(error))})"
+    return ""
+
+
+def _members(repo: Repo, digest: str) -> list[tuple[str, Path]]:
+    blob = Path(repo.cache.local.oid_to_path(digest))
+    if not blob.is_file():
+        return []
+    if not digest.endswith(".dir"):
+        return [("", blob)]
+    try:
+        entries = json.loads(blob.read_bytes())
+        return [(entry["relpath"], Path(repo.cache.local.oid_to_path(entry["md5"]))) for entry in entries]
+    except (ValueError, TypeError, KeyError):
+        return []
 
 
 def read_lock_file(root: Path) -> str | None:

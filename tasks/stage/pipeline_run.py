@@ -1,45 +1,119 @@
 """The pipeline run in MLflow: the figures of all stages, links to the runs of restored ones, and its end."""
 
+import csv
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rlhf_core.errors import UserError
 from tasks.params.loader import PARAMS_FILE, parse, read_yaml
 from tasks.params.runtime import RuntimeParams
-from tasks.stage.definition import Definition, pipeline_identity
+from tasks.stage.definition import RAW, Definition, pipeline_identity
 from tasks.stage.dvc_adapter import Project, open_project
 from tasks.tracking.sender import drain
 from tasks.tracking.tracker import PipelineTracker, Status, Tracker
 
-OF_A_MODEL = ("gold", "reward", "win_rate", "kl")
-"""The figures of each compared model on MLflow's page; with all figures, nothing would be found."""
+HEADLINE = {
+    "evaluate": {
+        name: name
+        for name in (
+            *("gold_policy", "gold_sft", "win_rate", "kl_per_sequence", "reward_policy", "reward_sft"),
+            *("missing_eos_share", "response_tokens_policy", "alignment_tax"),
+        )
+    },
+    "reward": {"heldout_accuracy": "reward_accuracy"},
+    "ppo": {"alerts": "alerts"},
+}
+"""The figures by which one compares pipeline runs: name in metrics/<stage>.json -> name on the pipeline run."""
+OF_A_MODEL = ("gold", "reward", "win_rate", "kl", "response_tokens", "missing_eos_share", "heldout_loss")
+"""The figures of each model in MLflow's list of models."""
+DATASETS = {
+    RAW: ("raw", "raw data"),
+    "data/ingest/ppo_prompts.jsonl": ("ppo_prompts", "training"),
+    "data/ingest/heldout.jsonl": ("heldout", "evaluation"),
+}
+"""Path -> name and context of the datasets of the pipeline run."""
 
 
-def headline_numbers(stage: str, metrics: dict[str, Any]) -> dict[str, float | None]:
-    """The numbers of metrics/<stage>.json, named `<stage>/<name>`, and `<stage>/<model>.<name>` for compared models."""
-    found = dict(metrics)
-    for model, figures in (metrics.get("models") or {}).items():
-        found |= {f"{model}.{name}": figures.get(name) for name in OF_A_MODEL}
-    numbers = {k: v for k, v in found.items() if isinstance(v, int | float) and not isinstance(v, bool)}
-    return {f"{stage}/{name}": float(value) for name, value in numbers.items()}
+def headline_numbers(stage: str, metrics: Mapping[str, Any]) -> dict[str, float | None]:
+    """The figures of metrics/<stage>.json by which one compares pipeline runs; of a list, its length."""
+    found = {name: metrics.get(key) for key, name in HEADLINE.get(stage, {}).items()}
+    return numbers({name: len(value) if isinstance(value, list) else value for name, value in found.items()})
+
+
+def numbers(metrics: Mapping[str, Any]) -> dict[str, float | None]:
+    """The numbers of metrics/<stage>.json, without those in lists and blocks."""
+    return {k: float(v) for k, v in metrics.items() if isinstance(v, int | float) and not isinstance(v, bool)}
+
+
+@dataclass(frozen=True)
+class ModelFigures:
+    """A model with its figures; `step` orders the models of a stage."""
+
+    name: str
+    kind: str
+    step: int
+    figures: dict[str, float | None]
+
+
+def models_of(stage: str, root: Path, metrics: Mapping[str, Any]) -> list[ModelFigures]:
+    """The models that a stage has measured: those of the evaluation, with the policy last, or PPO's snapshots."""
+    if stage == "evaluate":
+        compared = metrics.get("models") or {}
+        names = sorted(compared, key="policy".__eq__)
+        return [ModelFigures(name, "model", step, _of_a_model(compared[name])) for step, name in enumerate(names)]
+    if stage == "select":
+        with (root / "plots/select.csv").open(encoding="utf-8", newline="") as file:
+            rows = [row for row in csv.DictReader(file) if int(row["step"]) and float(row["eta"]) == 1]
+        return [ModelFigures(f"snapshot {row['step']}", "snapshot", int(row["step"]), _of_a_model(row)) for row in rows]
+    return []
+
+
+def _of_a_model(figures: Mapping[str, Any]) -> dict[str, float | None]:
+    return {name: float(figures[name]) for name in OF_A_MODEL if figures.get(name) not in (None, "")}
+
+
+def report_results(
+    tracker: Tracker, stage: str, root: Path, metrics: Mapping[str, Any], hashes: Mapping[str, str]
+) -> None:
+    """Log the figures of a stage that has ended: all on its run, the headline on the pipeline run, and its models."""
+    models = models_of(stage, root, metrics)
+    of_models = {name for model in models for name in model.figures}
+    tracker.headline(headline_numbers(stage, metrics))
+    tracker.figures({name: value for name, value in numbers(metrics).items() if name not in of_models})
+    for one in models:
+        tracker.model(one.name, one.kind, one.figures, one.step, hashes.get(f"models/{one.name}", ""))
 
 
 def describe(
     tracker: PipelineTracker | Tracker, project: Project, params: dict[str, Any], stages: Iterable[str] | None = None
 ) -> None:
-    """Show the figures of `stages` (None: all) on the pipeline run, and link the runs of those that DVC restored."""
+    """Show the figures of `stages` (None: all) on the pipeline run, with its datasets, description and report, and link
+    the runs of those that DVC restored."""
     known = [stage.name for stage in project.stages]
-    for name in known if stages is None else [name for name in known if name in set(stages)]:
+    wanted = known if stages is None else [name for name in known if name in set(stages)]
+    headline: dict[str, float | None] = {}
+    for name in wanted:
         metrics = project.root / "metrics" / f"{name}.json"
         if not metrics.exists():
             continue
-        tracker.headline(headline_numbers(name, json.loads(metrics.read_text(encoding="utf-8"))))
+        headline |= headline_numbers(name, json.loads(metrics.read_text(encoding="utf-8")))
         definition = Definition(name, project)
         with suppress(UserError):  # an input is missing, and its hash with it
             tracker.link_restored(name, definition.key(params, definition.hashes()))
+    order = [name for names in HEADLINE.values() for name in names.values()]
+    headline = {name: headline[name] for name in order if name in headline}
+    tracker.headline(headline)
+    files = {file.path: file for stage in project.stages for file in stage.inputs if file.path in DATASETS}
+    for path, file in files.items():
+        if file.exists:
+            name, context = DATASETS[path]
+            tracker.dataset(name, path, file.known_hash(), context)
+    report = project.root / "report" / "index.html"
+    tracker.describe(headline, report if "report" in wanted and report.is_file() else None)
 
 
 def finish(root: Path, status: Status, stages: Sequence[str], seconds: Mapping[str, float]) -> str:
@@ -61,7 +135,7 @@ def finish(root: Path, status: Status, stages: Sequence[str], seconds: Mapping[s
         with open_project(root) as project:
             tracker = PipelineTracker.open(root, pipeline_identity(project, params), tags=places)
             describe(tracker, project, params, stages)
-            tracker.headline({f"seconds/{stage}": round(took, 1) for stage, took in seconds.items()})
+            tracker.seconds(seconds)
             tracker.close_parent(status)
             tracker.close()
     return str(drain(root))

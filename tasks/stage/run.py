@@ -23,7 +23,7 @@ from tasks.stage.definition import Definition, is_code, pipeline_identity
 from tasks.stage.dvc_adapter import Project, open_project
 from tasks.stage.interrupts import Interrupts
 from tasks.stage.outputs import Outputs
-from tasks.stage.pipeline_run import describe
+from tasks.stage.pipeline_run import describe, report_results
 from tasks.stage.stage import Common, Model, Stage
 from tasks.stage.versions import require_declared_versions
 from tasks.stage.workers import is_worker, run_as_worker
@@ -159,6 +159,8 @@ def _commit(stage: Stage[Any], definition: Definition, content: dict[str, Any]) 
         raise UserError(f"{', '.join(changed)} changed while the stage ran; nothing was recorded, run it again")
     provenance.write(definition, content, stage.hashes, stage.outputs, stage.exemptions)
     stage.outputs.commit()
+    if stage.tracker:
+        report_results(stage.tracker, stage.name, stage.root, stage.metrics, stage.hashes)
     for act in stage.afterwards:
         act()
 
@@ -210,9 +212,7 @@ def _tracked(stage: Stage[Any]) -> Iterator[None]:
         if status != "FINISHED":
             stage.outputs.discard()
         if stage.tracker:
-            if status == "FINISHED":
-                stage.tracker.headline(stage.headline)
-            else:
+            if status != "FINISHED":
                 stage.tracker.close_parent(status)
             stage.tracker.close(status)
 

@@ -15,7 +15,6 @@ from tasks.params.runtime import RuntimeParams
 from tasks.stage.interrupts import Interrupts
 from tasks.stage.journal import Journal
 from tasks.stage.outputs import Outputs
-from tasks.stage.pipeline_run import headline_numbers
 from tasks.stage.progress import Progress
 from tasks.tracking.tracker import Tracker
 
@@ -57,7 +56,8 @@ class Stage(Generic[Model]):
     interrupts: Interrupts
     exemptions: list[str] = field(default_factory=list)
     """Why the outputs may differ from those of another execution with equal inputs; filled by `exempt`."""
-    headline: dict[str, float | None] = field(default_factory=dict)
+    metrics: dict[str, Any] = field(default_factory=dict)
+    """The content of metrics/<stage>.json."""
     afterwards: list[Callable[[], None]] = field(default_factory=list)
     """Calls to make when the outputs are in place, in order."""
 
@@ -96,9 +96,9 @@ class Stage(Generic[Model]):
         return self.outputs.path(path)
 
     def write_metrics(self, content: Mapping[str, Any]) -> None:
-        """Write metrics/<stage>.json, and show its numbers as headline metrics of the pipeline run."""
+        """Write metrics/<stage>.json; its numbers go to MLflow when the stage has ended."""
         self.outputs.write_json(f"metrics/{self.name}.json", content)
-        self.headline |= headline_numbers(self.name, dict(content))
+        self.metrics |= content
 
     def progress(self, total: int, unit: str = "step") -> Progress:
         """A reporter for a loop of `total` rounds."""

@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -110,11 +110,11 @@ class Outbox:
 
     def append(self, kind: str, **body: Any) -> None:
         """Add one event in one system call. If the disk is full the event is lost with a warning."""
-        line = json.dumps({"kind": kind, "at": now_ms(), **body}, ensure_ascii=False, default=_plain)
+        line = _line(kind, **body)
         with self._mutex, best_effort(self._warn):
             if self._fd is None:
                 return
-            data = ("\n" * self._torn + line + "\n").encode(errors="backslashreplace")
+            data = b"\n" * self._torn + line
             self._torn = os.write(self._fd, data) != len(data)
 
     def keep(self, path: Path) -> str | None:
@@ -149,6 +149,19 @@ class Outbox:
                 os.close(self._fd)
                 self._fd = None
             self._owner.release()
+
+
+class Appender:
+    """Appends metrics to the outbox of another process, one line in one system call; after that process has removed it,
+    to nothing. Raises OSError when it is already gone."""
+
+    def __init__(self, folder: Path) -> None:
+        self._fd = os.open(folder / EVENTS, os.O_WRONLY | os.O_APPEND)
+
+    def metrics(self, values: dict[str, float], step: int) -> None:
+        """One step; it is lost when the disk is full."""
+        with suppress(OSError):
+            os.write(self._fd, _line("metrics", metrics=values, step=step))
 
 
 @contextmanager
@@ -215,6 +228,11 @@ def remove(folder: Path) -> None:
     gone = folder.with_name(f".gone-{folder.name}")
     folder.rename(gone)
     shutil.rmtree(gone, ignore_errors=True)
+
+
+def _line(kind: str, **body: Any) -> bytes:
+    text = json.dumps({"kind": kind, "at": now_ms(), **body}, ensure_ascii=False, default=_plain)
+    return f"{text}\n".encode(errors="backslashreplace")
 
 
 def _plain(value: Any) -> Any:

@@ -5,6 +5,7 @@ All handlers are idempotent: a sender may be killed after it has sent an event a
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 from collections.abc import Callable, Iterator
@@ -15,10 +16,10 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import mlflow
-from mlflow.entities import Dataset, DatasetInput, InputTag, Metric, Param, Run, RunData, RunTag
+from mlflow.entities import Dataset, DatasetInput, InputTag, LoggedModelOutput, Metric, Param, Run, RunData, RunTag
 from mlflow.exceptions import MlflowException
 from mlflow.tracking import MlflowClient
-from mlflow.utils.mlflow_tags import MLFLOW_LOGGED_ARTIFACTS
+from mlflow.utils.mlflow_tags import MLFLOW_LOGGED_ARTIFACTS, MLFLOW_MODEL_IS_EXTERNAL, MLFLOW_MODEL_VERSIONS
 
 from rlhf_core.locks import FileLock
 from tasks.tracking import settings
@@ -27,6 +28,17 @@ from tasks.tracking.outbox import Event, State, Unreachable, now_ms
 LOCK_SECONDS = 20.0
 PARAM_BATCH = 100
 SYSTEM_PREFIX = "system/"
+CURVES = frozenset(
+    f"ppo/{name}" for name in ("reward_raw", "gold", "kl", "entropy", "response_tokens_mean", "value_loss")
+)
+"""Metrics of a stage that its pipeline run gets too: the curves by which one compares runs."""
+OPTIONAL = ("model", "register")
+"""Events that are left out where the server refuses them: older servers have no models, others no registry."""
+FINAL = ("INVALID_PARAMETER_VALUE", "RESOURCE_DOES_NOT_EXIST")
+REPORT = "report/index.html"
+REGISTRY = """Policies of Leash. A version loads with `mlflow.transformers.load_model("models:/leash-policy/1")`."""
+NOTE = "mlflow.note.content"
+REFUSED = ("ENDPOINT_NOT_FOUND", "NOT_IMPLEMENTED", "PERMISSION_DENIED", "BAD_REQUEST", "FEATURE_DISABLED", "NOT_FOUND")
 
 if not hasattr(RunData(), "_metric_objs"):
     raise ImportError(f"mlflow {mlflow.__version__} has no RunData._metric_objs; install the one of constraints.txt")
@@ -71,7 +83,7 @@ class MlflowWriter:
     def _send(self, kind: str, part: list[Event], state: State, folder: Path) -> bool:
         """Send events of one kind; False if the outbox must be sent again from its beginning."""
         try:
-            with _reached():
+            with _reached(FINAL + REFUSED * (kind in OPTIONAL)):
                 self._connect()
                 getattr(self, f"_on_{kind.replace('-', '_') or 'nothing'}")(part, state, folder)
         except MlflowException as error:
@@ -143,8 +155,19 @@ class MlflowWriter:
             self._log_params(run_id, event.body["params"], parent.data.params)
             opened = max(event.at, int(parent.data.tags.get("leash.opened", 0)))
             self._log_tags(run_id, event.body["tags"] | extra | {"leash.opened": str(opened)})
+            if not parent.data.tags.get(NOTE):
+                self._describe(run_id, parent.data.tags, event.body.get("note", ""))
             if parent.info.status != "RUNNING" and event.at > (parent.info.end_time or 0):
                 self._client.update_run(run_id, status="RUNNING")
+
+    def _describe(self, run_id: str | None, tags: dict[str, str], text: str) -> None:
+        """Set the description of a run, unless somebody has changed it in MLflow."""
+        if _hash(tags.get(NOTE, "")) in (_hash(""), tags.get("leash.described")):
+            self._log_tags(run_id, {NOTE: text, "leash.described": _hash(text)})
+
+    def _page(self, run_id: str | None, path: str = "") -> str:
+        """The address of a run, or of one of its artifacts, inside MLflow's pages."""
+        return f"#/experiments/{self._experiment}/runs/{run_id}" + f"/artifacts/{path}" * bool(path)
 
     def _workspace_of(self, event: Event) -> str:
         """The workspace that wrote the event; this one for events of earlier versions."""
@@ -216,10 +239,13 @@ class MlflowWriter:
                 elif step > last:
                     metrics.append(Metric(key, float(value), event.at, step))
         self._client.log_batch(state.run_id, metrics=metrics)
+        if curves := [metric for metric in metrics if metric.key in CURVES]:
+            self._client.log_batch(state.parent_id, metrics=curves)
 
     def _on_artifact(self, part: list[Event], state: State, folder: Path) -> None:
-        file = folder / part[0].body["file"]
-        self._client.log_artifact(state.run_id, str(file), part[0].body["folder"] or None)
+        body = part[0].body
+        run_id = state.parent_id if body.get("parent") else state.run_id
+        self._client.log_artifact(run_id, str(folder / body["file"]), body["folder"] or None)
 
     def _on_table(self, part: list[Event], state: State, folder: Path) -> None:
         """Log a table as mlflow.log_table does, but replace it if it is sent again. The pipeline run gets it too: the
@@ -235,7 +261,8 @@ class MlflowWriter:
         body = part[0].body
         dataset = Dataset(body["name"], body["digest"], "local", json.dumps({"uri": body["path"]}))
         context = [InputTag("mlflow.data.context", body["context"])]
-        self._client.log_inputs(state.run_id, [DatasetInput(dataset, context)])
+        run_id = state.parent_id if body.get("parent") else state.run_id
+        self._client.log_inputs(run_id, [DatasetInput(dataset, context)])
 
     def _on_headline(self, part: list[Event], state: State, folder: Path) -> None:
         event = part[0]
@@ -243,6 +270,42 @@ class MlflowWriter:
         fresh = {key: float(value) for key, value in event.body["metrics"].items() if known.get(key) != value}
         metrics = [Metric(key, value, event.at, 0) for key, value in fresh.items()]
         self._client.log_batch(state.parent_id, metrics=metrics)
+
+    def _on_note(self, part: list[Event], state: State, folder: Path) -> None:
+        parent, body = self._client.get_run(state.parent_id), part[0].body
+        report = f"; [report]({self._page(state.parent_id, REPORT)})" * body["report"]
+        self._describe(state.parent_id, parent.data.tags, body["text"] + report)
+
+    def _on_seconds(self, part: list[Event], state: State, folder: Path) -> None:
+        """Add the seconds of stages to those that the pipeline run already has, and log their sum."""
+        event = part[0]
+        known = json.loads(self._client.get_run(state.parent_id).data.tags.get("leash.seconds", "{}"))
+        now = known | event.body["stages"]
+        self._log_tags(state.parent_id, {"leash.seconds": json.dumps(now)})
+        if now != known:
+            self._client.log_metric(state.parent_id, "seconds", round(sum(now.values()), 1), event.at, 0)
+
+    def _on_model(self, part: list[Event], state: State, folder: Path) -> None:
+        """A model of the pipeline run; it is created once, its metrics are those of the stage's run."""
+        event, body = part[0], part[0].body
+        model_id = self._model_of(state.parent_id, body["name"])
+        if model_id is None:
+            tags = {MLFLOW_MODEL_IS_EXTERNAL: "true", "leash.stage_run": str(state.run_id), "leash.md5": body["md5"]}
+            tags = {name: value for name, value in tags.items() if value}
+            model = self._client.create_logged_model(
+                self._experiment, body["name"], state.parent_id, tags, model_type=body["type"]
+            )
+            model_id = model.model_id
+            self._client.log_outputs(state.parent_id, [LoggedModelOutput(model_id, body["step"])])
+            self._client.finalize_logged_model(model_id, "READY")
+        metrics = [Metric(key, value, event.at, body["step"], model_id) for key, value in body["metrics"].items()]
+        self._client.log_batch(state.run_id, metrics=metrics)
+
+    def _model_of(self, parent_id: str | None, name: str) -> str | None:
+        """The id of the pipeline run's model of this name."""
+        query = f"source_run_id = '{parent_id}' AND name = '{name}'"
+        found = self._client.search_logged_models([self._experiment], query, max_results=1)
+        return found[0].model_id if found else None
 
     def _on_restored(self, part: list[Event], state: State, folder: Path) -> None:
         """Tag the run that made a restored output; `untracked` if MLflow has no such run."""
@@ -256,20 +319,35 @@ class MlflowWriter:
 
     def _on_register(self, part: list[Event], state: State, folder: Path) -> None:
         # MLflow 3.17: SQLite takes any source; a server takes dvc:// with or without run id, but no local path.
-        name, source = settings.POLICY_MODEL, part[0].body["source"]
+        name, body = settings.POLICY_MODEL, part[0].body
         try:
-            self._client.create_registered_model(name)
+            self._client.create_registered_model(name, description=REGISTRY)
         except MlflowException as error:
             if error.error_code != "RESOURCE_ALREADY_EXISTS":
                 raise
-        known = self._client.search_model_versions(f"name = '{name}' and source_path = '{source}'")
-        tags = {key: f"{value:.6g}" for key, value in part[0].body["metrics"].items()}
-        version = (
-            known[0]
-            if known
-            else self._client.create_model_version(name, source, state.run_id, tags, await_creation_for=0)
-        )
+        start = body["source"].partition("&")[0]
+        known = self._client.search_model_versions(f"name = '{name}' and source_path LIKE '{start}%'")
+        version = known[0] if known else self._new_version(body, state.parent_id)
         self._client.set_registered_model_alias(name, settings.POLICY_ALIAS, version.version)
+        try:
+            model_id = self._model_of(state.parent_id, "policy")
+        except MlflowException as error:
+            if error.error_code not in REFUSED:
+                raise
+            return
+        if model_id:
+            link = json.dumps([{"name": name, "version": str(version.version)}])
+            self._client.set_logged_model_tags(model_id, {MLFLOW_MODEL_VERSIONS: link})
+
+    def _new_version(self, body: dict[str, Any], parent_id: str | None) -> Any:
+        """A version of the policy, with its figures, and links to run and report."""
+        tags = body.get("tags", {}) | {key: f"{value:.6g}" for key, value in body["metrics"].items()}
+        tags["leash.report"] = f"runs:/{parent_id}/{REPORT}"
+        pages = f"[run]({self._page(parent_id)}), [report]({self._page(parent_id, REPORT)})"
+        note = f"{body.get('note', '')}\n\n{pages}"
+        return self._client.create_model_version(
+            settings.POLICY_MODEL, body["source"], parent_id, tags, description=note, await_creation_for=0
+        )
 
     def _on_run_close(self, part: list[Event], state: State, folder: Path) -> None:
         self._client.set_terminated(state.run_id, part[0].body["status"], end_time=part[0].at)
@@ -303,16 +381,20 @@ def _make_database(uri: str) -> None:
 
 
 @contextmanager
-def _reached() -> Iterator[None]:
-    """Turn all errors into Unreachable, except those that a retry cannot fix."""
+def _reached(final: tuple[str, ...] = FINAL) -> Iterator[None]:
+    """Turn all errors into Unreachable, except those with a code that a retry cannot fix."""
     try:
         yield
     except Unreachable:
         raise
     except Exception as error:
-        if getattr(error, "error_code", "") in ("INVALID_PARAMETER_VALUE", "RESOURCE_DOES_NOT_EXIST"):
+        if getattr(error, "error_code", "") in final:
             raise
         raise Unreachable(_short(error)) from error
+
+
+def _hash(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def _short(error: Exception) -> str:

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 
 from rlhf_core.locks import FileLock
 from tasks.tracking import outbox, settings
+from tasks.tracking.system import SystemMetrics
 
 if TYPE_CHECKING:
     from tasks.tracking.runs import MlflowWriter
@@ -118,10 +119,14 @@ def deliver(root: Path, folder: Path, writer: MlflowWriter, stop: Callable[[], b
 
 class SenderProcess:
     """A process that sends one outbox, and older ones, while the stage runs. Starts after `after` seconds, because
-    importing mlflow takes longer than a short stage."""
+    importing mlflow takes longer than a short stage. Every `system_seconds` (0: never) it samples system metrics of
+    this process."""
 
-    def __init__(self, root: Path, folder: Path, uri: str, warn: Warn, after: float) -> None:
+    def __init__(
+        self, root: Path, folder: Path, uri: str, warn: Warn, after: float, system_seconds: float = 0.0
+    ) -> None:
         self._folder = folder
+        self._system_seconds = system_seconds
         self._warn = warn
         self._process: subprocess.Popen[bytes] | None = None
         self._starting = threading.Lock()
@@ -131,7 +136,9 @@ class SenderProcess:
 
     def _start(self, root: Path, uri: str) -> None:
         with self._starting:
-            self._process = _start_sender(root, uri, self._warn, self._folder.name)
+            self._process = _start_sender(
+                root, uri, self._warn, self._folder.name, str(os.getpid()), str(self._system_seconds)
+            )
 
     def finish(self, timeout: float) -> bool:
         """Wait up to `timeout` seconds until the closed outbox has arrived; returns whether it has. The process ends by
@@ -156,19 +163,17 @@ def send_rest(root: Path, uri: str, warn: Warn, wait: bool) -> None:
         process.wait()
 
 
-def _start_sender(
-    root: Path, uri: str, warn: Warn, *outbox_name: str, quiet: bool = False
-) -> subprocess.Popen[bytes] | None:
+def _start_sender(root: Path, uri: str, warn: Warn, *stage: str, quiet: bool = False) -> subprocess.Popen[bytes] | None:
     """Start a sender in its own session: signals to the stage's process group do not reach it."""
     project = Path(__file__).resolve().parents[2]
     path = os.pathsep.join([str(project), *filter(None, [os.environ.get("PYTHONPATH")])])
     # The address may contain a password: the environment is not visible in the process list.
     environment = os.environ | {"MLFLOW_TRACKING_URI": uri, "PYTHONPATH": path}
-    command = [sys.executable, "-m", "tasks.tracking.sender", str(root.resolve()), *outbox_name]
+    command = [sys.executable, "-m", "tasks.tracking.sender", str(root.resolve()), *stage]
     try:
         return subprocess.Popen(
             command,
-            stdin=subprocess.PIPE if outbox_name else subprocess.DEVNULL,
+            stdin=subprocess.PIPE if stage else subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL if quiet else None,
             env=environment,
@@ -180,8 +185,9 @@ def _start_sender(
         return None
 
 
-def send_beside(root: Path, folder: Path, uri: str, warn: Warn) -> None:
-    """Send `folder` while its owner writes; ends when it is sent, or some seconds after the owner's end.
+def send_beside(root: Path, folder: Path, uri: str, warn: Warn, system: SystemMetrics) -> None:
+    """Send `folder` while its owner writes; ends when it is sent, or some seconds after the owner's end. `system` stops
+    with the owner.
 
     Standard input becomes readable when the owner closes its outbox or dies.
     """
@@ -190,6 +196,7 @@ def send_beside(root: Path, folder: Path, uri: str, warn: Warn) -> None:
     while folder.exists() and time.monotonic() < end:
         if end == float("inf") and select.select([sys.stdin], [], [], pause)[0]:
             end, failures, pause = time.monotonic() + SECONDS_AT_THE_END, 0, 0.1
+            system.stop()
         elif end < float("inf"):
             time.sleep(pause)
         try:
@@ -237,14 +244,19 @@ def _never() -> bool:
 
 
 def main() -> None:
-    """`python -m tasks.tracking.sender ROOT [OUTBOX]`: send this outbox while its stage runs, or all outboxes once."""
+    """`python -m tasks.tracking.sender ROOT [OUTBOX PID SECONDS]`: send this outbox while its stage, the process PID,
+    runs, with system metrics every SECONDS; or send all outboxes once."""
     settings.prepare_environment()
-    root, uri, *names = Path(sys.argv[1]), os.environ["MLFLOW_TRACKING_URI"], *sys.argv[2:]
-    if names:
+    root, uri, *stage = Path(sys.argv[1]), os.environ["MLFLOW_TRACKING_URI"], *sys.argv[2:]
+    if stage:
+        folder, pid, seconds = outbox.outbox_folder(root) / stage[0], int(stage[1]), float(stage[2])
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_IGN)  # the stage closes its run, and that is still sent
         os.nice(NICENESS)
-        send_beside(root, outbox.outbox_folder(root) / names[0], uri, warn_once())
+        with suppress(FileNotFoundError):  # all of it has been sent
+            system = SystemMetrics(outbox.Appender(folder).metrics, pid, seconds)
+            system.start()
+            send_beside(root, folder, uri, warn_once(), system)
     elif (drained := drain(root, SECONDS_FOR_THE_REST, uri)).left:
         print(settings.without_credentials(str(drained)), file=sys.stderr, flush=True)
 

@@ -18,8 +18,6 @@ RUN_VARIABLE = "LEASH_RUN"
 """Environment variable of an isolated run: its name, which is also that of its DVC experiment."""
 STUDY_VARIABLE = "LEASH_STUDY"
 """Environment variable of a trial: the name of its study."""
-CHANGES_VARIABLE = "LEASH_CHANGES"
-"""Environment variable of an isolated run: a JSON list of its overrides, `NAME=VALUE`."""
 POLICY_MODEL = "leash-policy"
 POLICY_ALIAS = "current"  # `latest` is reserved by MLflow
 

@@ -14,19 +14,24 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Self
+from urllib.parse import urlencode
 
 from rlhf_core.data.chat import as_text
 from tasks.params.secrets import HIDDEN, is_secret
 from tasks.tracking import settings
 from tasks.tracking.outbox import Outbox
 from tasks.tracking.sender import SenderProcess, Warn, drain, send_rest, warn_once
-from tasks.tracking.system import SystemMetrics
 
 Status = Literal["FINISHED", "FAILED", "KILLED"]
 SENDER_AFTER_SECONDS = 20.0
 """A stage that runs for longer gets a sender, so that its metrics are in MLflow while it trains."""
 SYSTEM_SECONDS = 5.0
+NOTED_FIGURES = 5
+"""More of them would hide the rest of the description, of which MLflow shows a few lines."""
+NAMED_CHANGES = 2
+"""A run with more changed parameters does not have them in its name."""
 NOT_IN_NAMES = re.compile(r"[^\w/.\- :]")
+NOT_IN_MODELS = re.compile(r"[^\w\- ]")
 
 
 @dataclass(frozen=True)
@@ -37,12 +42,34 @@ class PipelineIdentity:
     params: Mapping[str, Any]
     commit: str | None = None
     dirty: bool = False
+    changes: tuple[str, ...] = ()
+    """Parameters with another value than in the commit: `ppo.kl.coef=0.2 (0.13)`."""
+    edited: tuple[str, ...] = ()
+    """Other files with uncommitted changes, without what a run writes."""
 
     @property
     def title(self) -> str:
-        """For the run in MLflow: `e70966d+ seed 1`; the plus stands for uncommitted changes."""
+        """For the run in MLflow: `e70966d+ seed 1, kl.coef=0.2`; the plus stands for uncommitted changes."""
         version = f"{self.commit[:7]}{'+' if self.dirty else ''}" if self.commit else "no commit"
-        return f"{version} seed {self.params['seed']}" if "seed" in self.params else version
+        seed = f" seed {self.params['seed']}" if "seed" in self.params else ""
+        changes = [one.split(" (")[0] for one in self.changes if not one.startswith("seed=")]
+        return f"{version}{seed}" + "".join(f", {one}" for one in changes if len(changes) <= NAMED_CHANGES)
+
+    def note(self, headline: Mapping[str, float | None]) -> str:
+        """The description of the run in MLflow, in Markdown: result, commit, what was changed."""
+        shown = [(name, value) for name, value in headline.items() if value is not None][:NOTED_FIGURES]
+        figures = ", ".join(f"{name} **{value:.3g}**" for name, value in shown)
+        run = os.environ.get(settings.RUN_VARIABLE)
+        experiment = f"DVC experiment `{run}`: `dvc exp apply {run}` brings its results back" if run else ""
+        code = f"commit `{self.commit[:12]}`" if self.commit else "no commit"
+        code += f", with uncommitted changes in {_listed(self.edited)}" if self.edited else ""
+        code += f"; parameters changed since: {_listed(self.changes) or 'none'}"
+        return "\n\n".join(filter(None, (figures, experiment, code)))
+
+
+def _listed(names: Sequence[str], most: int = 10) -> str:
+    rest = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(f"`{name}`" for name in names[:most]) + rest
 
 
 class _ParentRun:
@@ -52,20 +79,36 @@ class _ParentRun:
         self, outbox: Outbox, pipeline: PipelineIdentity, workspace: str, tags: Mapping[str, str] | None = None
     ) -> None:
         self._outbox = outbox
+        self._pipeline = pipeline
         self._has_ended = False
         run, study = os.environ.get(settings.RUN_VARIABLE), os.environ.get(settings.STUDY_VARIABLE)
         tags = {**(tags or {}), "leash.dirty": str(pipeline.dirty).lower(), "mlflow.source.name": "leash"}
         if pipeline.commit:
             tags |= {"leash.commit": pipeline.commit, "mlflow.source.git.commit": pipeline.commit}
-        tags |= {"leash.experiment": run, "mlflow.note.content": _note(run)} if run else {}
+        tags |= {"leash.experiment": run} if run else {}
+        tags |= {"leash.changes": ", ".join(pipeline.changes)[:5000]} if pipeline.changes else {}
         outbox.append(
             "parent-open", key=pipeline.key, params=flatten(pipeline.params), tags=tags, workspace=workspace,
-            name=run or pipeline.title, study=study,
+            name=run or pipeline.title, study=study, note=pipeline.note({}),
         )  # fmt: skip
 
     def headline(self, metrics: Mapping[str, float | None]) -> None:
         """Metrics of the pipeline run; None is left out."""
         self._outbox.append("headline", metrics=_numbers(metrics))
+
+    def seconds(self, stages: Mapping[str, float]) -> None:
+        """Seconds of stages of the pipeline run; MLflow gets their sum over all stages that it has had."""
+        self._outbox.append("seconds", stages={stage: round(took, 1) for stage, took in stages.items()})
+
+    def describe(self, headline: Mapping[str, float | None], report: Path | None) -> None:
+        """The description of the pipeline run with its result, and the page of the report as its artifact."""
+        self._outbox.append("note", text=self._pipeline.note(headline), report=report is not None)
+        if report is not None and (place := self._outbox.keep(report)):
+            self._outbox.append("artifact", file=place, folder="report", parent=True)
+
+    def dataset(self, name: str, path: str | Path, digest: str, context: str) -> None:
+        """A dataset of the pipeline run, with its path and DVC hash."""
+        self._outbox.append("inputs", name=name, path=str(path), digest=digest[:36], context=context, parent=True)
 
     def link_restored(self, stage: str, stage_key: str) -> None:
         """Tag the pipeline run with the run that made the restored outputs of `stage`."""
@@ -99,6 +142,7 @@ class Tracker(_ParentRun):
 
     def __init__(
         self,
+        root: Path,
         outbox: Outbox,
         stage: str,
         stage_key: str,
@@ -109,10 +153,10 @@ class Tracker(_ParentRun):
         continues: bool = False,
     ) -> None:
         super().__init__(outbox, pipeline, workspace)
+        self._root = root
         self._stage = stage
         self._sender = sender
         self._send_rest = send_rest
-        self._system: SystemMetrics | None = None
         self._closed = False
         tags = {"mlflow.source.name": f"tasks.{stage}", "mlflow.source.type": "LOCAL"}
         if user := os.environ.get("USER"):
@@ -140,8 +184,8 @@ class Tracker(_ParentRun):
 
         The caller must hold the lock of the stage's state folder. A run of this key that is not FINISHED is continued
         under its run id; with `continues` also a FINISHED one. `uri` overrides MLflow's address, `sender_after` the
-        seconds before a sender starts; with `send=False` only a later `drain` sends; `system_seconds=0` switches system
-        metrics off.
+        seconds before a sender starts; with `send=False` only a later `drain` sends; every `system_seconds` (0:
+        never) the sender takes a sample of system metrics.
         """
         warn = warn or warn_once()
         workspace = settings.workspace_id(root)
@@ -149,17 +193,23 @@ class Tracker(_ParentRun):
         address = uri or settings.tracking_uri(root)
         send = send and not settings.is_held_back()
         wait = SENDER_AFTER_SECONDS if sender_after is None else sender_after
-        sender = SenderProcess(root, outbox.folder, address, warn, wait) if send else None
+        sender = SenderProcess(root, outbox.folder, address, warn, wait, system_seconds) if send else None
         rest = partial(send_rest, root, address, warn) if send and not settings.has_driver() else None
-        tracker = cls(outbox, stage, stage_key, pipeline, workspace, sender, rest, continues)
-        if system_seconds > 0:
-            tracker._system = SystemMetrics(tracker.metrics, system_seconds)
-            tracker._system.start()
-        return tracker
+        return cls(root, outbox, stage, stage_key, pipeline, workspace, sender, rest, continues)
 
     def metrics(self, values: Mapping[str, float | None], step: int) -> None:
         """Metrics of a step; None is left out. Steps that an earlier process has logged are dropped."""
         self._outbox.append("metrics", metrics=_numbers(values), step=int(step))
+
+    def figures(self, values: Mapping[str, float | None]) -> None:
+        """Final figures of the stage's run; None is left out."""
+        self._outbox.append("metrics", metrics=_numbers(values), step=0)
+
+    def model(self, name: str, kind: str, metrics: Mapping[str, float | None], step: int = 0, md5: str = "") -> None:
+        """A model of the pipeline run for MLflow's list of models, with its metrics and DVC hash; `kind` is what it is
+        compared as, `step` orders the models of one stage."""
+        name = NOT_IN_MODELS.sub("_", name)[:250]
+        self._outbox.append("model", name=name, type=kind, metrics=_numbers(metrics), step=int(step), md5=md5)
 
     def params(self, params: Mapping[str, Any]) -> None:
         """Nested parameters of the stage; the first value of a name is kept."""
@@ -192,9 +242,16 @@ class Tracker(_ParentRun):
         self._outbox.append("inputs", name=name, path=str(path), digest=digest[:36], context=self._stage)
 
     def register_policy(self, md5: str, metrics: Mapping[str, float | None]) -> None:
-        """Register the policy with DVC hash `md5` as a version of `leash-policy`, with the alias `current`."""
-        source = f"dvc://models/policy?md5={md5}"
-        self._outbox.append("register", source=source, metrics=_numbers(metrics))
+        """Register the policy with DVC hash `md5` as a version of `leash-policy`, with the alias `current`. Its source
+        names the project, in whose DVC cache readers find the files."""
+        query = urlencode({"md5": md5, "project": settings.main_checkout(self._root).resolve()})
+        note, tags = (
+            self._pipeline.note(metrics),
+            {"leash.commit": self._pipeline.commit} if self._pipeline.commit else {},
+        )
+        self._outbox.append(
+            "register", source=f"dvc://models/policy?{query}", metrics=_numbers(metrics), note=note, tags=tags
+        )
 
     def close(self, status: Status = "FINISHED", timeout: float = 0.0) -> bool:
         """End the run; waits up to `timeout` seconds for the sender and returns whether all events have arrived.
@@ -204,8 +261,6 @@ class Tracker(_ParentRun):
         if self._closed:
             return True
         self._closed = True
-        if self._system is not None:
-            self._system.stop()
         self._outbox.append("run-close", status=status)
         self._outbox.close()
         arrived = self._sender is not None and self._sender.finish(timeout)
@@ -223,13 +278,6 @@ def finish_study(
     outbox.append("study-close", study=study, status=status, metrics=_numbers(metrics), files=kept)
     outbox.close()
     return str(drain(root))
-
-
-def _note(run: str) -> str:
-    """The description of an isolated run: its experiment and what was changed."""
-    changes = json.loads(os.environ.get(settings.CHANGES_VARIABLE, "[]"))
-    changed = ", ".join(f"`{each}`" for each in changes) or "no parameter"
-    return f"DVC experiment `{run}` (`dvc exp apply {run}` brings its results back); changed: {changed}"
 
 
 def flatten(params: Mapping[str, Any], prefix: str = "") -> dict[str, str]:

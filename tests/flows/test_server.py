@@ -72,7 +72,10 @@ def test_a_project_has_prefect_state_of_its_own_and_the_users_settings(
     profiles.write_text('active = "a"\n[profiles.a]\nPREFECT_API_URL = "http://127.0.0.1:9/api"\n', encoding="utf-8")
     kept = {name: value for name, value in os.environ.items() if not name.startswith("PREFECT_")}
     environment = kept | {"HOME": str(tmp_path), "PYTHONPATH": str(Path(server.__file__).parents[1])}
-    code = "import flows; from prefect.settings import get_current_settings as s; print(s().home, s().api.url)"
+    code = (
+        "from flows.environment import use_own_prefect_home as use; use(); "
+        "from prefect.settings import get_current_settings as s; print(s().home, s().api.url)"
+    )
     for folder in (root, root / "work" / "tree"):
         command = [sys.executable, "-c", code]
         done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=True)

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import shutil
 import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlencode
 
 import pytest
+from mlflow.exceptions import MlflowException
+from mlflow.protos import databricks_pb2
 from mlflow.tracking import MlflowClient
 
 from tasks.tracking import outbox, settings
@@ -194,14 +198,20 @@ def test_a_policy_is_registered_once_and_current_follows(root: Path, pipeline: P
         drain(root)
     client = look()
     versions = {str(v.version): v.source for v in client.search_model_versions("name = 'leash-policy'")}
+    project = urlencode({"project": root.resolve()})
     assert versions == {
-        "1": f"dvc://models/policy?md5={'a' * 32}",
-        "2": f"dvc://models/policy?md5={'b' * 32}",
+        "1": f"dvc://models/policy?md5={'a' * 32}&{project}",
+        "2": f"dvc://models/policy?md5={'b' * 32}&{project}",
     }
     current = client.get_model_version_by_alias("leash-policy", "current")
     assert str(current.version) == "1"
-    assert current.tags == {"win_rate": "0.8"}
-    assert current.run_id in {run.info.run_id for run in all_runs(client)["children"]}
+    (parent,) = all_runs(client)["parents"]
+    report = f"runs:/{parent.info.run_id}/report/index.html"
+    assert current.tags == {"win_rate": "0.8", "leash.commit": "c0ffee", "leash.report": report}
+    assert current.run_id == parent.info.run_id
+    page = f"#/experiments/{parent.info.experiment_id}/runs/{parent.info.run_id}"
+    assert current.description.startswith("win_rate **0.8**\n\ncommit `c0ffee`")
+    assert current.description.endswith(f"[run]({page}), [report]({page}/artifacts/report/index.html)")
 
 
 def test_a_table_is_one_that_mlflow_itself_loads(
@@ -267,3 +277,139 @@ def test_inputs_and_artifacts(root: Path, pipeline: PipelineIdentity, look: Look
     place = Path(client.download_artifacts(run.info.run_id, "report", str(root)))
     assert (place / "index.html").read_text(encoding="utf-8") == "<p>"
     assert (place / "pictures" / "kl.png").read_bytes() == b"png"
+
+
+def test_the_curves_by_which_runs_are_compared_are_also_on_the_pipeline_run(
+    root: Path, pipeline: PipelineIdentity, look: Look
+) -> None:
+    """Every step once, also when the stage is killed and continues, and when everything is sent twice."""
+    for status, steps in (("FAILED", (1, 2)), ("FINISHED", (2, 3))):
+        tracker = stage(root, pipeline)
+        for step in steps:
+            tracker.metrics({"ppo/kl": step / 10, "ppo/clip_fraction": 0.1}, step=step)
+        tracker.close(status)
+        send_twice(root)
+    client = look()
+    (parent,) = all_runs(client)["parents"]
+    assert set(parent.data.metrics) == {"ppo/kl"}
+    history = client.get_metric_history(parent.info.run_id, "ppo/kl")
+    assert [(metric.step, metric.value) for metric in history] == [(1, 0.1), (2, 0.2), (3, 0.3)]
+
+
+def send_twice(root: Path) -> None:
+    """Send the outbox, and again from its beginning: as after a crash before the position was saved."""
+    (folder,) = outbox.pending(root)
+    copy = root / "copy"
+    shutil.copytree(folder, copy)
+    drain(root)
+    copy.rename(folder)
+    drain(root)
+
+
+def test_the_seconds_of_all_stages_are_summed(root: Path, pipeline: PipelineIdentity, look: Look) -> None:
+    """A run that was stopped and goes on counts each stage once."""
+    for seconds in ({"sft": 2.0, "ppo": 3.0}, {"ppo": 4.0}):
+        tracker = PipelineTracker.open(root, pipeline)
+        tracker.seconds(seconds)
+        tracker.close_parent("FINISHED")
+        tracker.close()
+        send_twice(root)
+    (parent,) = all_runs(look())["parents"]
+    assert parent.data.metrics == {"seconds": 6.0}
+    assert json.loads(parent.data.tags["leash.seconds"]) == {"sft": 2.0, "ppo": 4.0}
+
+
+def test_the_pipeline_run_has_description_report_and_datasets(
+    root: Path, pipeline: PipelineIdentity, look: Look
+) -> None:
+    page = root / "index.html"
+    page.write_text("<p>", encoding="utf-8")
+    tracker = stage(root, replace(pipeline, changes=("seed=1 (2)",)))
+    drain(root)
+    (parent,) = all_runs(look())["parents"]
+    assert parent.data.tags["mlflow.note.content"].startswith("commit `c0ffee`; parameters changed since: `seed=1 (2)`")
+    assert parent.data.tags["leash.changes"] == "seed=1 (2)"
+    for _ in range(2):
+        tracker.dataset("heldout", "data/ingest/heldout.jsonl", "d" * 32, "evaluation")
+        tracker.describe({"win_rate": 0.875}, page)
+    tracker.close("FINISHED")
+    drain(root)
+    client = look()
+    parent = client.get_run(parent.info.run_id)
+    note = parent.data.tags["mlflow.note.content"]
+    assert note.startswith("win_rate **0.875**")
+    assert note.endswith(f"/runs/{parent.info.run_id}/artifacts/report/index.html)")
+    assert [file.path for file in client.list_artifacts(parent.info.run_id, "report")] == ["report/index.html"]
+    (entry,) = parent.inputs.dataset_inputs
+    assert (entry.dataset.name, entry.dataset.digest) == ("heldout", "d" * 32)
+    assert {(tag.key, tag.value) for tag in entry.tags} == {("mlflow.data.context", "evaluation")}
+    (child,) = all_runs(client)["children"]
+    assert not child.inputs.dataset_inputs
+    assert not client.list_artifacts(child.info.run_id)
+
+
+def test_a_description_that_somebody_wrote_stays(root: Path, pipeline: PipelineIdentity, look: Look) -> None:
+    first = stage(root, pipeline)
+    first.close("FINISHED")
+    drain(root)
+    (parent,) = all_runs(look())["parents"]
+    look().set_tag(parent.info.run_id, "mlflow.note.content", "my own words")
+    second = stage(root, pipeline, key="cd" * 32)
+    second.describe({"win_rate": 0.9}, None)
+    second.close("FINISHED")
+    drain(root)
+    assert look().get_run(parent.info.run_id).data.tags["mlflow.note.content"] == "my own words"
+
+
+def logged(tracker: Tracker) -> None:
+    tracker.model("sft", "model", {"gold": 1.0}, step=0)
+    tracker.model("snapshot 4.5", "snapshot", {"gold": 2.0}, step=4)
+    tracker.model("policy", "model", {"gold": 3.0, "win_rate": 0.8}, step=5, md5="e" * 32)
+    tracker.register_policy("e" * 32, {"win_rate": 0.8})
+
+
+def test_models_are_listed_once_with_their_metrics(root: Path, pipeline: PipelineIdentity, look: Look) -> None:
+    tracker = stage(root, pipeline, "evaluate")
+    logged(tracker)
+    tracker.close("FINISHED")
+    send_twice(root)
+    client = look()
+    found = all_runs(client)
+    (parent,), (child,) = found["parents"], found["children"]
+    ranked = client.search_logged_models(
+        [parent.info.experiment_id], order_by=[{"field_name": "metrics.gold", "ascending": False}]
+    )
+    assert [one.name for one in ranked] == ["policy", "snapshot 4_5", "sft"]
+    assert {(metric.key, metric.value) for metric in ranked[0].metrics} == {("gold", 3.0), ("win_rate", 0.8)}
+    assert {one.source_run_id for one in ranked} == {parent.info.run_id}
+    assert {str(one.status) for one in ranked} == {"READY"}
+    assert ranked[0].tags["leash.md5"] == "e" * 32
+    assert ranked[0].model_type == "model"
+    assert child.data.metrics == {"gold": 3.0, "win_rate": 0.8}  # the policy's, which came last
+    assert not parent.data.metrics
+    assert {one.model_id for one in parent.outputs.model_outputs} == {one.model_id for one in ranked}
+    version = client.get_model_version_by_alias("leash-policy", "current")
+    assert json.loads(ranked[0].tags["mlflow.modelVersions"]) == [
+        {"name": "leash-policy", "version": str(version.version)}
+    ]
+
+
+@pytest.mark.parametrize("code", ["ENDPOINT_NOT_FOUND", "PERMISSION_DENIED"])
+def test_a_server_without_models_gets_all_the_rest(
+    root: Path, pipeline: PipelineIdentity, look: Look, monkeypatch: pytest.MonkeyPatch, code: str
+) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise MlflowException("no such endpoint", getattr(databricks_pb2, code))
+
+    for name in ("search_logged_models", "create_logged_model", "create_registered_model"):
+        monkeypatch.setattr(MlflowClient, name, refuse)
+    tracker = stage(root, pipeline, "evaluate")
+    logged(tracker)
+    tracker.figures({"prompts": 400.0})
+    tracker.close("FINISHED")
+    warnings: list[str] = []
+    assert drain(root, warn=warnings.append).left == 0
+    (run,) = all_runs(look())["children"]
+    assert run.data.metrics == {"prompts": 400.0}
+    assert run.info.status == "FINISHED"
+    assert warnings[0] == "tracking: MLflow refused a model event (no such endpoint); left out"

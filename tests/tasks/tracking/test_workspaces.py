@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -92,8 +92,7 @@ def test_trials_are_children_of_their_study(
 ) -> None:
     monkeypatch.setenv(settings.RUN_VARIABLE, "betas-coef=0.1")
     monkeypatch.setenv(settings.STUDY_VARIABLE, "betas")
-    monkeypatch.setenv(settings.CHANGES_VARIABLE, json.dumps(["ppo.kl.coef=0.1"]))
-    track(tree, pipeline)
+    track(tree, replace(pipeline, changes=("ppo.kl.coef=0.1 (0.13)",)))
     page = tmp_path / "index.html"
     page.write_text("<!doctype html>")
     for _ in range(2):

@@ -13,7 +13,6 @@ from flows.commands.compare.compare import compare
 from flows.commands.compare.sources import find
 from rlhf_core.errors import UserError
 from tasks.page.comparison_table import COLUMNS, label
-from tasks.stage.pipeline_run import headline_numbers
 from tasks.tracking import settings
 from tasks.tracking.sender import drain
 from tasks.tracking.tracker import PipelineIdentity, Tracker
@@ -311,19 +310,3 @@ def test_a_server_that_does_not_answer_is_named(project: Path, monkeypatch: pyte
     with pytest.raises(UserError, match=r"MLflow at http://127.0.0.1:9 \(which does not answer") as error:
         find(project, "nothing")
     assert "secret" not in str(error.value)
-
-
-def test_the_pipeline_run_shows_four_figures_a_model() -> None:
-    numbers = headline_numbers("evaluate", evaluation(4.0))
-    assert numbers == {
-        "evaluate/prompts": 400.0,
-        "evaluate/win_rate": 0.8,
-        "evaluate/sft.gold": 1.0,
-        "evaluate/sft.kl": 0.0,
-        "evaluate/policy.gold": 4.0,
-        "evaluate/policy.win_rate": 0.8,
-        "evaluate/policy.kl": 2.5,
-        "evaluate/best_of_4.gold": 2.0,
-        "evaluate/best_of_4.win_rate": 0.7,
-        "evaluate/best_of_4.kl": 0.64,
-    }
