@@ -62,6 +62,8 @@ def run(
     timeout: Annotated[float | None, typer.Option(help="Seconds that one stage may take.")] = None,
     retries: Annotated[int, typer.Option(help="How often to repeat a stage after a crash.", min=0)] = 2,
     retry_delay: Annotated[float, typer.Option(help="Seconds before a stage is repeated.", min=0.0)] = 10.0,
+    pull: Annotated[bool, typer.Option("--pull", help="Fetch what DVC's remote has instead of computing it.")] = False,
+    push: Annotated[bool, typer.Option("--push", help="Send the results to DVC's remote.")] = False,
 ) -> None:
     """Run the stages that are not up to date.
 
@@ -80,6 +82,8 @@ def run(
         retries=retries,
         retry_delay_seconds=retry_delay,
         timeout_seconds=timeout,
+        pull=pull,
+        push=push,
     )
     _exit(code)
     print("\n" + _where(root))
@@ -356,6 +360,22 @@ def clean(
     from flows.commands.clean import clean as remove
 
     remove(root, everything, yes)
+
+
+@command
+def gc(
+    keep: Annotated[int, typer.Option(help="How many nightly experiments stay, the newest first.", min=0)] = 7,
+    studies: Annotated[str, typer.Option(help="Studies whose experiments go, too, separated by commas.")] = "",
+    yes: Annotated[
+        bool, typer.Option("--yes", "-y", help="Remove what the table marks. Else it is only printed.")
+    ] = False,
+) -> None:
+    """Show which run needs how much of DVC's cache, and remove old runs."""
+    root = find_root()
+    processes.install_signal_handlers()
+    from flows.commands.gc import gc as collect
+
+    collect(root, keep, [name.strip() for name in studies.split(",") if name.strip()], yes)
 
 
 @command

@@ -22,7 +22,7 @@ HOME_VARIABLE = "LEASH_HOME"
 """Environment variable of a worker: its clone of the repository."""
 ORIGIN = "origin"
 """The git remote through which workers get commits and give experiments."""
-REMOTE_OPTIONS: tuple[str, ...] = ()
+REMOTE_OPTIONS = ("--pull", "--push")
 
 
 class RunFailed(Exception):

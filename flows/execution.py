@@ -7,6 +7,7 @@ from pathlib import Path
 
 from flows import processes
 from flows.graph import Graph
+from flows.remote import NOTHING_FETCHED, Fetched
 from flows.stages import UP_TO_DATE, Outcome, StageCrash, refresh_sources, run_stage
 from flows.status import Project, brief
 from rlhf_core.locks import FileLock, who_holds
@@ -31,6 +32,10 @@ class Execution:
     attempts: int
     """How often a stage may be tried."""
     print: Print
+    fetched: Fetched = NOTHING_FETCHED
+    """What DVC's remote gave."""
+    pull: bool = False
+    """Whether DVC's remote may give more."""
     why: dict[str, str] = field(default_factory=dict)
     failures: dict[str, list[str]] = field(default_factory=dict)
 
@@ -40,6 +45,8 @@ class Execution:
         if failures:
             self.print(stage, f"attempt {len(failures) + 1} of {self.attempts} after: {failures[-1]}")
         elif why := ["--force"] if self.force else self.project.reasons(stage):
+            if self._is_known(stage) and (stage in self.fetched.unneeded or not self.project.missing(stage)):
+                return Outcome(stage, UP_TO_DATE, 0.0, "what is missing of it is not needed")
             self.why[stage] = brief(why)
             self.print(stage, f"starts ({self.why[stage]})")
         else:
@@ -47,8 +54,9 @@ class Execution:
         try:
             with self._only_one(stage):
                 outcome = run_stage(
-                    self.project.root, stage, self.force, self.timeout, lambda line: self.print(stage, line)
-                )
+                    self.project.root, stage, self.force, self.timeout, lambda line: self.print(stage, line),
+                    self._pull_options(stage),
+                )  # fmt: skip
         except StageCrash as error:
             failures.append(str(error).removeprefix(f"{stage}: "))
             raise
@@ -75,9 +83,22 @@ class Execution:
             path.unlink(missing_ok=True)  # at worst two that wait run the stage both
             lock.release()
 
+    def _pull_options(self, stage: str) -> tuple[str, ...]:
+        """Without `--no-run-cache` DVC copies the remote's whole run cache, to look for results of these inputs."""
+        if not self.pull or self.force:
+            return ()
+        return ("--pull", "--no-run-cache") if self._is_known(stage) else ("--pull",)
+
+    def _is_known(self, stage: str) -> bool:
+        """Whether dvc.lock has the result of the stage, also for what the stages before it have given since; and it is
+        in DVC's cache, or not needed."""
+        known = self.fetched.ready | self.fetched.unneeded
+        return stage in known and self.project.is_recorded(stage)
+
     def refresh_sources(self, graph: Graph) -> None:
         """Record the new contents of tracked data files that were edited. Raises StageUserError when one is missing."""
         changed = self.project.changed_sources(graph)
+        changed = tuple(name for name in changed if name not in self.fetched.unneeded)
         refresh_sources(self.project.root, changed, lambda line: self.print("", line))
 
 

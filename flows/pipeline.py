@@ -1,6 +1,8 @@
 """The Prefect flow: the graph of `dvc.yaml`, a Prefect task for each stage. `serve` pickles this module, so locks,
 events and registries are kept in other modules."""
 
+from collections.abc import Collection
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -11,7 +13,7 @@ from prefect.futures import PrefectFuture, as_completed
 from prefect.states import Cancelled, Completed
 from prefect.task_runners import TaskRunner, ThreadPoolTaskRunner
 
-from flows import artifacts, driver, processes, terminal
+from flows import artifacts, driver, processes, remote, terminal
 from flows.environment import find_root
 from flows.execution import Execution, Print, places
 from flows.graph import Graph
@@ -52,21 +54,28 @@ def pipeline(
     retry_delay_seconds: float = 10.0,
     timeout_seconds: float | None = None,
     jobs: int = 1,
+    pull: bool = False,
+    push: bool = False,
 ) -> dict[str, Outcome] | State[Any]:
     """Run `stages` and what they need (None: all) and return how each ended, in the order of the graph.
 
     `root` is the project (default: found from the current folder upwards); `timeout_seconds` limits each stage; `jobs`
     is how many independent stages run side by side, on a GPU each where there are GPUs.
-    Raises UserError before anything starts (an unknown stage, another run in this workspace), PipelineFailed when a
-    stage failed; then no stage that needs it has run. A flow whose stages were interrupted is Cancelled.
+    `pull` fetches from DVC's default remote what the remote has and the run needs; `push` sends the results of the
+    stages that ended well.
+    Raises UserError before anything starts (an unknown stage, another run in this workspace, no remote) or when the
+    remote fails, PipelineFailed when a stage failed; then no stage that needs it has run. A flow whose stages were
+    interrupted is Cancelled.
     """
     home = find_root(Path(root) if root else None)
     options = {"retries": retries, "retry_delay_seconds": retry_delay_seconds}
     with driver.exclusive(home) as project:
         graph = project.graph.select(stages)
-        execution = Execution(project, force, timeout_seconds, retries + 1, _printer())
+        remote.require(home, pull, push)
+        execution = Execution(project, force, timeout_seconds, retries + 1, _printer(), pull=pull)
         try:
-            outcomes, errors = _run(execution, graph, jobs, options)
+            outcomes, errors = _run(execution, graph, jobs, options, stages or graph.stages)
+            unsent = _push(execution, graph, outcomes) if push else None
         except (KeyboardInterrupt, SystemExit):
             return Cancelled(message="stopped")
         ended = list(outcomes.values())
@@ -75,18 +84,24 @@ def pipeline(
         finish_tracking(home, ended)
         if errors:
             raise PipelineFailed(errors, ended)
+        if unsent:
+            raise unsent
     artifacts.publish(home)
     return outcomes
 
 
 def _run(
-    execution: Execution, graph: Graph, jobs: int, options: dict[str, Any]
+    execution: Execution, graph: Graph, jobs: int, options: dict[str, Any], wanted: Collection[str]
 ) -> tuple[dict[str, Outcome], list[StageUserError | StageCrash]]:
-    """Every stage of the graph; afterwards `dvc.lock` has the order of the graph."""
+    """Every stage of the graph; afterwards `dvc.lock` has the order of the graph. With `pull` the files of the stages
+    `wanted` are fetched first, and what else the run needs."""
     root = execution.project.root
     before = recorded_order(root)
     try:
         with processes.session():
+            if execution.pull:
+                out = partial(execution.print, "")
+                execution.fetched = remote.fetch(execution.project, graph, wanted, execution.force, out)
             execution.refresh_sources(graph)
             futures = _run_stages(execution, graph, places(jobs), options)
     finally:
@@ -119,6 +134,20 @@ def _run_stages(
         ended.add(stage)
         terminal.end(_outcome(execution, stage, done.state))
     return futures
+
+
+def _push(execution: Execution, graph: Graph, outcomes: dict[str, Outcome]) -> UserError | None:
+    """Send the results of what ended well; returns why it failed."""
+    ended = [name for name, outcome in outcomes.items() if outcome.state not in {FAILED, NOT_RUN}]
+    names = [name for name in (*graph.all_sources(), *ended) if name not in execution.fetched.unneeded]
+    execution.print("", f"sending results to {remote.require(execution.project.root, False, True)}")
+    try:
+        with processes.session():
+            remote.push(execution.project.root, names, partial(execution.print, ""))
+    except UserError as error:
+        execution.print("", f"nothing or not all was sent: {error}")
+        return UserError(f"{error}; the results are kept here, and the same command sends them")
+    return None
 
 
 def finish_tracking(root: Path, outcomes: list[Outcome]) -> None:

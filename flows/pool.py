@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from flows import automations, isolated, processes, server, workspace
+from flows import automations, isolated, processes, remote, server, workspace
 from flows.deployments import HOME_VARIABLE, ORIGIN, trial
 from rlhf_core.errors import UserError
 from tasks.tracking.settings import without_credentials
@@ -133,4 +133,4 @@ def _require_remotes(home: Path) -> None:
     """Raise UserError without a git remote or a default DVC remote."""
     if ORIGIN not in workspace.git(home, "remote").split():
         raise UserError(f"workers need a git remote named {ORIGIN}: `git remote add {ORIGIN} URL`")
-    # TODO remote
+    remote.require(home, pull=False, push=True)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from uuid import UUID
 
-from flows import driver, processes, server, terminal
+from flows import driver, processes, remote, server, terminal
 from flows.environment import PARENT_VARIABLE
 from flows.stages import FAILED, UP_TO_DATE, Outcome, PipelineFailed
 from rlhf_core.errors import UserError
@@ -21,13 +21,21 @@ if TYPE_CHECKING:
     from flows.graph import Graph
 
 
-def run(root: Path, stages: list[str] | None, force: bool, jobs: int = 1, **options: Any) -> int:
+def run(
+    root: Path,
+    stages: list[str] | None,
+    force: bool,
+    jobs: int = 1,
+    pull: bool = False,
+    push: bool = False,
+    **options: Any,
+) -> int:
     """Run the flow (`options` as its parameters) and print how its stages ended; returns the exit code. Where all is up
     to date there is no flow.
 
-    Raises UserError for an unknown stage, a refused params.yaml, several jobs with a stage of several processes,
-    another run in this workspace, or a Prefect server that does not answer. Ends the process where the server is lost
-    in between.
+    Raises UserError for an unknown stage, a refused params.yaml, no remote where `pull` or `push` need one, several
+    jobs with a stage of several processes, another run in this workspace, or a Prefect server that does not answer.
+    Ends the process where the server is lost in between.
     """
     failure = None
     with driver.exclusive(root) as project:
@@ -36,13 +44,17 @@ def run(root: Path, stages: list[str] | None, force: bool, jobs: int = 1, **opti
             from tasks.params.all import Params
 
             parse(Params, read_yaml(root / PARAMS_FILE), file=PARAMS_FILE)
+        address = remote.require(root, pull, push)
         off = switched_off(root / PARAMS_FILE)
         with terminal.screen(graph.stages, off):
             plan = {stage: ["--force"] for stage in graph.stages} if force else project.plan(graph)
-            terminal.print_line("", first_line(graph, plan, off))
-            if plan or project.changed_sources(graph):
+            fetches = f"{len(graph.stages)} stages; what the remote {address} has is fetched, not computed"
+            terminal.print_line("", fetches if pull and plan else first_line(graph, plan, off))
+            if plan or project.changed_sources(graph) or push:
                 _connect(root)
-                failure = _run_flow(stages=stages, force=force, root=str(root), jobs=jobs, **options)
+                failure = _run_flow(
+                    stages=stages, force=force, root=str(root), jobs=jobs, pull=pull, push=push, **options
+                )
             else:
                 for stage in graph.stages:
                     terminal.end(Outcome(stage, UP_TO_DATE, 0.0))

@@ -32,7 +32,7 @@ def serve(root: Path, cron: str, timezone: str, branch: str | None = None, limit
         raise UserError(f"no Prefect server answers at {shown}; start one with `leash up`, or correct PREFECT_API_URL")
     _check(cron, timezone)
     branch = branch or _checked_out(root)
-    space = Workspace(root, "serve", workspace.resolve(root, branch))
+    space = Workspace(root, workspace.SERVE, workspace.resolve(root, branch))
     with workspace.opened(space):
         print(f"nightly/leash at {cron!r} ({timezone}), scheduled by {shown}; stop with Ctrl-C", flush=True)
         print(

@@ -79,6 +79,7 @@ class _Transcript:
     def read(self, line: str) -> None:
         self.ran = self.ran or line.startswith("Running stage '")
         self.restored = self.restored or line.endswith("is cached - skipping run, checking out outputs")
+        self.restored = self.restored or line.startswith("Pulling data for ")
         if line.startswith("  (PID "):
             self.blockers.append(line.strip())
         if line.startswith("ERROR: "):

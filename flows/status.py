@@ -12,7 +12,7 @@ from flows.text import dotted, shorten
 from rlhf_core.errors import UserError
 
 if TYPE_CHECKING:
-    from tasks.stage.dvc_adapter import Changes
+    from tasks.stage.dvc_adapter import Changes, File
     from tasks.stage.dvc_adapter import Project as OpenProject
 
 MOST_NAMES = 2
@@ -58,6 +58,16 @@ class Project:
             if (why := self.reasons(stage)) or any(need in plan for need in graph.upstream[stage]):
                 plan[stage] = why
         return plan
+
+    def is_recorded(self, name: str) -> bool:
+        """Whether dvc.lock has the stage's result for its present inputs; files may be missing here."""
+        with self._lock:
+            return self._project.is_recorded(name)
+
+    def missing(self, name: str) -> tuple["File", ...]:
+        """The outputs of a stage, or of a .dvc file, that are missing here or in DVC's cache."""
+        with self._lock:
+            return self._project.missing_outs(name)
 
     def changed_sources(self, graph: Graph) -> tuple[str, ...]:
         """The tracked data files of `graph` that were edited since DVC recorded them, or are missing."""

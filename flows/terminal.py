@@ -29,6 +29,7 @@ _HIDDEN = (
     "To track the changes with git", "\tgit add", "To enable auto staging", "\tdvc config core.autostage",
     "Use `dvc push`", "Data and pipelines are up to date", "Generating lock file", "Updating lock file",
     "Running stage '", "Verifying data sources", "Stage '", "> ", "ERROR: failed to reproduce '", "ERROR: interrupted",
+    "Pulling data for ",
 )  # fmt: skip
 """Beginnings of lines that DVC prints around every stage: advice, and what our own lines, errors and the table show."""
 _LABEL = re.compile(r"^\[\d+/\d+ [^\]]+\] ")

@@ -27,6 +27,11 @@ RUNS = Path("work") / "runs"
 TREE = "tree"
 OWNER = "owner.lock"
 """Locked by the process that works in the workspace."""
+GC = Path("work") / "gc.lock"
+"""Held while objects are removed from DVC's cache; no workspace is opened meanwhile."""
+GC_SECONDS = 600.0
+SERVE = "serve"
+"""The workspace of `leash serve`, which runs no stage."""
 NOTE = "workspace.json"
 """Written when the workspace is complete: its commit, its overrides, and why it was kept."""
 STOPPING_SECONDS = sum(seconds for _, seconds in processes.STAGE_SIGNALS) + 5.0
@@ -77,6 +82,7 @@ def opened(
         who = holder(workspace.folder / OWNER) or "?"
         raise UserError(f"process {who} works in {workspace.folder}; wait for its end or stop it")
     try:
+        _wait_for_gc(workspace.home)
         _wait_for_killed_run(workspace)
         if _read_note(workspace.folder) != workspace.note:
             _make(workspace, own_cache, checkout, raw_data)
@@ -124,6 +130,13 @@ def _read_note(folder: Path) -> dict[str, object] | None:
         return {key: note[key] for key in ("commit", "overrides")}
     except (OSError, ValueError, TypeError, KeyError):
         return None
+
+
+def _wait_for_gc(home: Path) -> None:
+    lock = FileLock(home / GC)
+    if not lock.acquire(GC_SECONDS):
+        raise UserError(f"process {holder(home / GC) or '?'} removes objects of DVC's cache; wait for its end")
+    lock.release()
 
 
 def _wait_for_killed_run(workspace: Workspace) -> None:

@@ -60,7 +60,8 @@ PARAMETERS = {
     hydra.to_hydra_overrides: ("path_overrides",),
 }
 ATTRIBUTES = {
-    Repo: ("index", "dvcignore", "fs", "close"),
+    Repo: ("index", "dvcignore", "fs", "close", "brancher"),
+    DataCloud: ("push",),
     Config: ("read", "edit", "load_one"),
     Output: ("get_hash", "exists", "dvcignore", "status", "changed_cache"),
     Stage: ("changed_stage", "is_callback"),
@@ -117,6 +118,11 @@ class File:
         if not self._item.use_cache:
             return True
         return self.recorded is not None and Path(self._item.repo.cache.local.oid_to_path(self.recorded)).exists()
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether DVC's cache holds the recorded content with every file of a folder."""
+        return bool(self._item.use_cache) and not self._item.changed_cache()
 
     def known_hash(self) -> str:
         """DVC's hash. DVC reads the bytes only when time, size or inode are new. Raises UserError."""
@@ -277,6 +283,26 @@ class Project:
             outs={out.def_path: str(next(iter(states.values()))) for out in stage.outs if (states := out.status())},
         )
 
+    def is_recorded(self, address: str) -> bool:
+        """Whether dvc.lock has the result of the present command, parameters and inputs. A missing input counts as
+        recorded where dvc.lock or a .dvc file has the same hash for it; outputs may be missing."""
+        changes = self.changes(address)
+        (stage,) = self._selected(address)
+        made = {out.path: out.recorded for out in (*self.tracked, *(out for one in self.stages for out in one.outs))}
+        missing = {file.path for file in stage.inputs if file.recorded and made.get(file.path) == file.recorded}
+        return (
+            changes.recorded
+            and not (changes.command or changes.always_runs or changes.recorded_params or changes.present_params)
+            and all(state == "deleted" and path in missing for path, state in changes.inputs.items())
+            and set(changes.outs.values()) <= {"deleted", "not in cache"}
+        )
+
+    def missing_outs(self, address: str) -> tuple[File, ...]:
+        """The outputs of a stage or .dvc file that are missing here or in DVC's cache."""
+        missing = self.changes(address).outs
+        (stage,) = [one for one in self._repo.index.stages if _address(one, self.root) == address]
+        return tuple(File(out.def_path, _recorded(out), out) for out in stage.outs if out.def_path in missing)
+
     def plan(self) -> list[tuple[str, list[str], list[str]]]:
         """(stage, the stages whose outputs it reads, the .dvc files that it reads) in the order of `dvc repro`."""
         graph = get_active_graph(self._repo.index.graph)
@@ -418,6 +444,83 @@ def restore_order(root: Path, stages: Sequence[str], before: Sequence[str]) -> N
         with files.atomic(path) as place:
             place.write_text(dumps_yaml(content), encoding="utf-8")
             place.chmod(path.stat().st_mode)
+
+
+def default_remote(root: Path) -> str:
+    """The address of DVC's default remote. Raises UserError where there is none."""
+    with _readable(root), _without_repository(root) as config:
+        known = config.read()
+    name = known.get("core", {}).get("remote")
+    if name is None:
+        raise UserError(
+            "DVC has no default remote; `dvc remote add -d store /some/folder` or `dvc remote add -d store "
+            "s3://bucket/folder` names one"
+        )
+    if name not in known.get("remote", {}):
+        raise UserError(f"DVC's default remote {name!r} does not exist; `dvc remote add -d {name} ADDRESS` adds it")
+    return str(known["remote"][name]["url"])
+
+
+def push_uncached(root: Path, addresses: Sequence[str]) -> int:
+    """Send metrics and plots that git tracks (`cache: false`) of these stages to the default remote; returns how many
+    objects were sent. The run cache restores them with the other outputs, and `dvc push` leaves them out.
+
+    Raises DVC's errors, and those of the remote's client.
+    """
+    with _repository(root) as repo, _locked(repo):
+        outs = [out for one in repo.index.stages if _address(one, root) in addresses for out in one.outs]
+        kept = {out.hash_info for out in outs if not out.use_cache and out.hash_info}
+        present = {one for one in kept if Path(repo.cache.local.oid_to_path(one.value)).is_file()}
+        return len(repo.cloud.push(present).transferred)
+
+
+@dataclass(frozen=True)
+class Objects:
+    """Hashes of the objects that a checkout or a commit needs to restore its outputs and data."""
+
+    cached: frozenset[str]
+    uncached: frozenset[str]
+    """Of metrics and plots that git tracks: only the run cache needs these."""
+
+    @property
+    def all(self) -> frozenset[str]:
+        """Both."""
+        return self.cached | self.uncached
+
+
+def needed_objects(root: Path, commits: Sequence[str] = ()) -> dict[str, Objects]:
+    """What the checkout at `root` ("workspace") and each of the commits needs. Commits without a DVC project are left
+    out. Raises UserError where DVC cannot read one."""
+    found = {}
+    with _repository(root) as repo, _locked(repo), _readable(root):
+        for name in repo.brancher(revs=list(commits), sha_only=True):
+            used = {one.value for objects in repo.index.used_objs(force=True).values() for one in objects}
+            outs = [out for stage in repo.index.stages for out in stage.outs if not out.use_cache]
+            uncached = {str(out.hash_info.value) for out in outs if out.hash_info}
+            found[name or "workspace"] = Objects(frozenset(used), frozenset(uncached))
+    return found
+
+
+def cache_folder(root: Path) -> Path:
+    """The folder of the objects in DVC's cache."""
+    with _repository(root) as repo:
+        return Path(repo.cache.local.path).resolve()
+
+
+def cache_objects(root: Path) -> dict[str, int]:
+    """The bytes of each object in DVC's cache, by its hash."""
+    folder = cache_folder(root)
+    return {path.parent.name + path.name: path.stat().st_size for path in folder.glob("[0-9a-f][0-9a-f]/*")}
+
+
+def make_holder(root: Path, folder: Path, objects: Sequence[str]) -> None:
+    """Make a DVC project in the git repository at `folder` that needs these objects of the cache of the project at
+    `root`, for `dvc gc --projects`."""
+    with _repository(root) as repo, _without_repository(folder) as config, config.edit("local") as local:
+        local["core"] = {"analytics": False, "site_cache_dir": str(folder / "site")}
+        local["cache"] = {"dir": repo.cache.legacy.path}
+    outs = [{"md5": one, "hash": "md5", "path": f"object-{index}"} for index, one in enumerate(objects)]
+    (folder / "objects.dvc").write_text(dumps_yaml({"outs": outs}), encoding="utf-8")
 
 
 def configure_workspace(home: Path, root: Path, site: Path, cache: Path | None) -> None:
