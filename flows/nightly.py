@@ -23,30 +23,34 @@ class RunFailed(Exception):
 
 
 @flow(name="nightly", persist_result=False)
-def nightly(root: str, branch: str, overrides: list[str] | None = None) -> str | State[Any]:
+def nightly(
+    root: str, branch: str, overrides: list[str] | None = None, pull: bool = False, push: bool = False
+) -> str | State[Any]:
     """Run the pipeline at the commit that `branch` names now, with `overrides` of parameters (`ppo.kl.coef=0.2`), and
-    return the name of its DVC experiment. Uncommitted changes in the checkout at `root` are neither used nor changed.
+    return the name of its DVC experiment. `pull` and `push` are those of `leash run`. Uncommitted changes in the
+    checkout at `root` are neither used nor changed.
 
     A branch of a remote (`origin/main`) is fetched first. The same commit with the same overrides continues where an
     earlier run stopped. Raises UserError and RunFailed; a flow that is stopped is Cancelled.
     """
     home = Path(root)
+    options = [word for word, chosen in (("--pull", pull), ("--push", push)) if chosen]
     fetch(home, branch)
     space = workspace_of(home, branch, overrides or [])
     get_run_logger().info(f"{branch} is at {space.commit[:12]}; workspace {space.root}")
     try:
-        with processes.session(), processes.watched(Guardian(None)), workspace.opened(space):
-            run_isolated(space)
+        with processes.session(), processes.watched(Guardian(None)), workspace.opened(space, raw_data=not pull):
+            run_isolated(space, options)
     except (KeyboardInterrupt, SystemExit, processes.Stopped):
         return Cancelled(message=f"stopped; the next run of {space.commit[:8]} continues")
     return space.name
 
 
 @task(name="leash run", cache_policy=NO_CACHE, persist_result=False)
-def run_isolated(space: Workspace) -> None:
+def run_isolated(space: Workspace, options: list[str]) -> None:
     """`leash run` in the workspace; its own flow run is a child of this task. Raises UserError and RunFailed."""
     logger = get_run_logger()
-    result = isolated.run(space, logger.info, variables={PARENT_VARIABLE: str(task_run.id)})
+    result = isolated.run(space, logger.info, options, variables={PARENT_VARIABLE: str(task_run.id)})
     if result.code:
         message = f"{result.error} (kept in {space.root})"
         raise UserError(message) if result.code == 2 else RunFailed(message)

@@ -66,10 +66,13 @@ class Workspace:
 
 
 @contextmanager
-def opened(workspace: Workspace, own_cache: bool = False, checkout: bool = True) -> Iterator[Workspace]:
+def opened(
+    workspace: Workspace, own_cache: bool = False, checkout: bool = True, raw_data: bool = True
+) -> Iterator[Workspace]:
     """Make the workspace, or continue in it, and hold its lock within the block. It stays until `remove`.
 
-    With `own_cache` its DVC cache is empty and its own; without `checkout` it has no files. Raises UserError when
+    With `own_cache` its DVC cache is empty and its own; without `checkout` it has no files, without `raw_data`
+    none that DVC tracks by .dvc files (`leash run --pull` fetches those that it needs). Raises UserError when
     another process works in it, when the commit or the tracked raw data are missing, or for an override that does not
     fit params.yaml.
     """
@@ -82,13 +85,13 @@ def opened(workspace: Workspace, own_cache: bool = False, checkout: bool = True)
         _wait_for_gc(workspace.home)
         _wait_for_killed_run(workspace)
         if _read_note(workspace.folder) != workspace.note:
-            _make(workspace, own_cache, checkout)
+            _make(workspace, own_cache, checkout, raw_data)
         yield workspace
     finally:
         lock.release()
 
 
-def _make(workspace: Workspace, own_cache: bool, checkout: bool) -> None:
+def _make(workspace: Workspace, own_cache: bool, checkout: bool, raw_data: bool) -> None:
     from tasks.stage.dvc_adapter import apply_overrides, configure_workspace
 
     _remove_tree(workspace)
@@ -101,6 +104,7 @@ def _make(workspace: Workspace, own_cache: bool, checkout: bool) -> None:
     configure_workspace(workspace.home, workspace.root, workspace.folder / "site", cache)
     if checkout:
         apply_overrides(workspace.root, workspace.overrides)
+    if checkout and raw_data:
         _bring_raw_data(workspace)
     write_note(workspace)
 
