@@ -8,7 +8,7 @@ RUN apt-get update && apt-get install --yes --no-install-recommends git make && 
 ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
 WORKDIR /opt/leash
 COPY . .
-RUN make setup TORCH_INDEX=${TORCH_INDEX} && .venv/bin/pip install --no-cache-dir --constraint constraints.txt 'dvc[s3]'
+RUN make setup TORCH_INDEX=${TORCH_INDEX} && .venv/bin/pip install --no-cache-dir --constraint constraints.txt '.[s3]'
 ENV PATH=/opt/leash/.venv/bin:$PATH POOL=leash LIMIT=1
 WORKDIR /leash
 CMD test -d .git || git clone "$REPOSITORY" .; exec leash worker "$POOL" --limit "$LIMIT"

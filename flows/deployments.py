@@ -31,10 +31,15 @@ class RunFailed(Exception):
 
 @flow(name="nightly", persist_result=False)
 def nightly(
-    root: str | None = None, branch: str = f"{ORIGIN}/main", overrides: list[str] | None = None
+    root: str | None = None,
+    branch: str = f"{ORIGIN}/main",
+    overrides: list[str] | None = None,
+    pull: bool = False,
+    push: bool = False,
 ) -> str | State[Any]:
     """Run the pipeline at the commit that `branch` names now, with `overrides` of parameters (`ppo.kl.coef=0.2`), and
-    return the name of its DVC experiment. Uncommitted changes in the checkout at `root` are neither used nor changed.
+    return the name of its DVC experiment. `pull` and `push` are those of `leash run`. Uncommitted changes in the
+    checkout at `root` are neither used nor changed.
 
     Without `root` it runs on a worker, as `trial` does. A branch of a remote (`origin/main`) is fetched first. The same
     commit with the same overrides continues where an earlier run stopped. Raises UserError and RunFailed; a flow that
@@ -44,7 +49,8 @@ def nightly(
     fetch(home, branch)
     space = workspace_of(home, branch, overrides or [])
     get_run_logger().info(f"{branch} is at {space.commit[:12]}; workspace {space.root}")
-    return _run(space, remote=root is None)
+    options = [word for word, chosen in (("--pull", pull), ("--push", push)) if chosen]
+    return _run(space, options, for_worker=root is None)
 
 
 @flow(name="trial", persist_result=False)
@@ -62,22 +68,22 @@ def trial(
         return name
     fetch_commit(home, commit)
     variables = {STUDY_VARIABLE: study} if study else {}
-    return _run(Workspace(home, name, commit, tuple(overrides)), True, options or [], variables)
+    return _run(Workspace(home, name, commit, tuple(overrides)), options or [], True, variables)
 
 
 def _run(
-    space: Workspace, remote: bool, options: list[str] | None = None, variables: dict[str, str] | None = None
+    space: Workspace, options: list[str], for_worker: bool, variables: dict[str, str] | None = None
 ) -> str | State[Any]:
-    """Run the commit in its workspace; with `remote` through the DVC remote, and the experiment goes to git's."""
-    given = [*(options or []), *(REMOTE_OPTIONS if remote else ())]
+    """Run the commit in its workspace; on a worker through the DVC remote, and the experiment goes to git's."""
+    given = [*options, *(REMOTE_OPTIONS if for_worker else ())]
     try:
         with (
             processes.session(),
             processes.watched(Guardian(None)),
-            workspace.opened(space, raw_data=not remote),
+            workspace.opened(space, raw_data="--pull" not in given),
         ):
             run_isolated(space, given, variables or {})
-            if remote:
+            if for_worker:
                 isolated.send(space.home, ORIGIN, space.commit, space.name)
     except (KeyboardInterrupt, SystemExit, processes.Stopped):
         return Cancelled(message=f"stopped; the next run of {space.name} continues")

@@ -8,7 +8,7 @@ from pathlib import Path
 from flows import processes
 from flows.graph import Graph
 from flows.remote import NOTHING_FETCHED, Fetched
-from flows.stages import UP_TO_DATE, Outcome, StageCrash, refresh_sources, run_stage
+from flows.stages import EXECUTED, UP_TO_DATE, Outcome, StageCrash, refresh_sources, run_stage
 from flows.status import Project, brief
 from rlhf_core.locks import FileLock, who_holds
 from tasks.stage.gpus import visible_gpus
@@ -36,6 +36,8 @@ class Execution:
     """What DVC's remote gave."""
     pull: bool = False
     """Whether DVC's remote may give more."""
+    fresh: set[str] = field(default_factory=set)
+    """The stages that this run has computed from changed inputs."""
     why: dict[str, str] = field(default_factory=dict)
     failures: dict[str, list[str]] = field(default_factory=dict)
 
@@ -60,6 +62,8 @@ class Execution:
         except StageCrash as error:
             failures.append(str(error).removeprefix(f"{stage}: "))
             raise
+        if outcome.state == EXECUTED and stage not in self.fetched.recorded:
+            self.fresh.add(stage)
         return replace(outcome, why=self.why[stage], attempts=len(failures) + 1)
 
     @contextmanager
@@ -84,10 +88,13 @@ class Execution:
             lock.release()
 
     def _pull_options(self, stage: str) -> tuple[str, ...]:
-        """Without `--no-run-cache` DVC copies the remote's whole run cache, to look for results of these inputs."""
-        if not self.pull or self.force:
+        """Without `--no-run-cache` DVC copies the remote's whole run cache, to look for results of these inputs. Inputs
+        that this run has computed have none there: whoever sent one has sent the result above, too."""
+        if not self.pull or self.force or not self.fresh.isdisjoint(self.project.graph.upstream[stage]):
             return ()
-        return ("--pull", "--no-run-cache") if self._is_known(stage) else ("--pull",)
+        if not (stage in self.fetched.recorded and self.project.is_recorded(stage)):
+            return ("--pull",)
+        return ("--pull", "--no-run-cache") if self._is_known(stage) else ()
 
     def _is_known(self, stage: str) -> bool:
         """Whether dvc.lock has the result of the stage, also for what the stages before it have given since; and it is

@@ -30,9 +30,11 @@ class Fetched:
     """Needed, and in DVC's cache."""
     unneeded: frozenset[str]
     """Neither wanted nor read by a stage that must be computed; not fetched."""
+    recorded: frozenset[str]
+    """Both, and those of which the remote lacks a file."""
 
 
-NOTHING_FETCHED = Fetched(frozenset(), frozenset())
+NOTHING_FETCHED = Fetched(frozenset(), frozenset(), frozenset())
 
 
 def require(root: Path, pull: bool, push: bool) -> str:
@@ -71,7 +73,7 @@ def fetch(project: Project, graph: Graph, wanted: Collection[str], force: bool, 
     if sources:
         _run(project.root, ["checkout", *sources], on_line)
     known = {*graph.stages, *graph.all_sources()} - computed
-    return Fetched(frozenset(known.intersection(needed)), frozenset(known.difference(needed)))
+    return Fetched(frozenset(known.intersection(needed)), frozenset(known.difference(needed)), frozenset(recorded))
 
 
 def _needed(
@@ -80,6 +82,7 @@ def _needed(
     """The stages and .dvc files whose files a run needs, and the stages that it computes: those without a recorded
     result, and those that are needed and still missing after a fetch."""
     computed = set(graph.stages) - recorded
+    wanted = wanted.union(*map(project.makers_of_params, graph.stages))
     while True:
         read = {name for stage in computed for name in (*graph.upstream[stage], *graph.sources[stage])}
         needed = [name for name in (*graph.all_sources(), *graph.stages) if name in wanted | read]

@@ -216,7 +216,7 @@ def _failure(
     if report is not None and report.get("exit") == 2:
         return StageUserError(f"{stage}: {report.get('message') or error}")
     if "No space left on device" in error:
-        return StageUserError(f"{stage}: no space left on the disk; free some (`dvc gc -w` drops old results)")
+        return StageUserError(f"{stage}: no space left on the disk; free some (`leash gc` shows which runs take it)")
     if transcript.blockers:
         return StageUserError(f"{stage}: {_busy(error, transcript.blockers)}")
     if "RWLock-file" in error:

@@ -64,6 +64,10 @@ class Project:
         with self._lock:
             return self._project.is_recorded(name)
 
+    def makers_of_params(self, name: str) -> set[str]:
+        """The stages that make a file of parameters of the stage; without it nobody can say whether it changed."""
+        return self._project.makers_of_params(name)
+
     def missing(self, name: str) -> tuple["File", ...]:
         """The outputs of a stage, or of a .dvc file, that are missing here or in DVC's cache."""
         with self._lock:

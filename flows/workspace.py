@@ -71,8 +71,8 @@ def opened(
 ) -> Iterator[Workspace]:
     """Make the workspace, or continue in it, and hold its lock within the block. It stays until `remove`.
 
-    With `own_cache` its DVC cache is empty and its own; without `checkout` it has no files, and without `raw_data` not
-    those that DVC tracks by .dvc files. Raises UserError when
+    With `own_cache` its DVC cache is empty and its own; without `checkout` it has no files, without `raw_data`
+    none that DVC tracks by .dvc files (`leash run --pull` fetches those that it needs). Raises UserError when
     another process works in it, when the commit or the tracked raw data are missing, or for an override that does not
     fit params.yaml.
     """
@@ -104,8 +104,8 @@ def _make(workspace: Workspace, own_cache: bool, checkout: bool, raw_data: bool)
     configure_workspace(workspace.home, workspace.root, workspace.folder / "site", cache)
     if checkout:
         apply_overrides(workspace.root, workspace.overrides)
-        if raw_data:
-            _bring_raw_data(workspace)
+    if checkout and raw_data:
+        _bring_raw_data(workspace)
     write_note(workspace)
 
 

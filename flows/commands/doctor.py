@@ -85,7 +85,7 @@ def _gpus(root: Path) -> Iterator[Check]:
 
 def _disk(root: Path) -> Iterator[Check]:
     free = shutil.disk_usage(root).free / 2**30
-    advice = "" if free >= DISK_GIB else "free some: `dvc gc -w` drops results that nothing refers to"
+    advice = "" if free >= DISK_GIB else "free some: `leash gc` shows which runs take it"
     yield Check("disk", "note" if advice else "ok", f"{free:.0f} GiB free", advice)
 
 

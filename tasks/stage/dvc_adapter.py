@@ -285,17 +285,25 @@ class Project:
 
     def is_recorded(self, address: str) -> bool:
         """Whether dvc.lock has the result of the present command, parameters and inputs. A missing input counts as
-        recorded where dvc.lock or a .dvc file has the same hash for it; outputs may be missing."""
+        recorded where dvc.lock or a .dvc file has the same hash for it, a missing file of parameters where a stage
+        makes it; outputs may be missing."""
         changes = self.changes(address)
         (stage,) = self._selected(address)
         made = {out.path: out.recorded for out in (*self.tracked, *(out for one in self.stages for out in one.outs))}
         missing = {file.path for file in stage.inputs if file.recorded and made.get(file.path) == file.recorded}
+        missing |= made.keys() - {file.path for file in stage.inputs}
         return (
             changes.recorded
             and not (changes.command or changes.always_runs or changes.recorded_params or changes.present_params)
             and all(state == "deleted" and path in missing for path, state in changes.inputs.items())
             and set(changes.outs.values()) <= {"deleted", "not in cache"}
         )
+
+    def makers_of_params(self, address: str) -> set[str]:
+        """The stages that make a file of parameters of this stage."""
+        (stage,) = self._selected(address)
+        files = {dep.fs_path for dep in stage._stage.deps if isinstance(dep, ParamsDependency)}
+        return {one.address for one in self.stages if any(out._item.fs_path in files for out in one.outs)}
 
     def missing_outs(self, address: str) -> tuple[File, ...]:
         """The outputs of a stage or .dvc file that are missing here or in DVC's cache."""

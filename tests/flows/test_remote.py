@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 
+from flows import isolated, processes, workspace
 from flows.pipeline import pipeline
 from flows.stages import PipelineFailed
+from flows.workspace import Workspace
 from rlhf_core.errors import UserError
 from tasks.tracking.settings import HOLD_VARIABLE
 from tests.conftest import call, commit
@@ -183,6 +185,40 @@ def test_what_ended_well_is_sent_after_a_failure(home: Path) -> None:
     }
 
 
+CHECKED = """
+stages:
+  check:
+    cmd: python worker.py check work && grep two params.yaml > methods.yaml
+    deps: [input.txt]
+    params: [two]
+    outs: [methods.yaml: {cache: false, persist: true}]
+  method:
+    cmd: python worker.py method work && cat methods.yaml >> method.out
+    deps: [input.txt]
+    params: [methods.yaml: [two]]
+    outs: [method.out]
+  last:
+    cmd: python worker.py last work && cat method.out >> last.out
+    deps: [method.out]
+    outs: [last.out]
+"""
+
+
+@pytest.mark.slow
+def test_a_stage_that_makes_parameters_for_others(home: Path) -> None:
+    """As the stage `check`, whose outputs nobody can fetch, makes data/methods.json."""
+    (home / "dvc.yaml").write_text(CHECKED)
+    with (home / ".git/info/exclude").open("a") as file:
+        file.write("methods.yaml\n")
+    run(home, push=True)
+    second = clone(home)
+    assert run(second, stages=["last"], pull=True) == {"check": "Completed", "method": "UpToDate", "last": "Restored"}
+    (home / "params.yaml").write_text("one: 1\ntwo: 2\nlast: 1\n")
+    run(home, stages=["check"], push=True)
+    third = clone(home, "third")
+    assert run(third, stages=["last"], pull=True) == dict.fromkeys(("check", "method", "last"), "Completed")
+
+
 @pytest.mark.slow
 def test_side_by_side_gives_the_same(home: Path) -> None:
     run(home, push=True)
@@ -213,6 +249,27 @@ def test_a_push_that_fails_keeps_the_results(home: Path) -> None:
     (home.parent / "store").unlink()
     assert run(home, push=True) == dict.fromkeys(STAGES, "UpToDate")
     assert recorded(home)["last.out"] in objects(home.parent / "store")
+
+
+@pytest.mark.slow
+def test_an_isolated_run_has_the_remote_of_the_checkout(home: Path, prefect_api: str) -> None:
+    """Also one of .dvc/config.local, in a clone with an empty cache."""
+    run(home, push=True)
+    second = clone(home)
+    for words in (("remove", "store"), ("add", "--local", "--default", "other", str(home.parent / "store"))):
+        dvc(second, "remote", *words)
+    commit(second)
+    lines: list[str] = []
+    space = Workspace(second, "trial", workspace.resolve(second, "HEAD"), ("last=7",))
+    with processes.session(), workspace.opened(space, raw_data=False):
+        result = isolated.run(space, lines.append, ["--pull", "--push"], {"PREFECT_API_URL": prefect_api})
+    assert result.code == 0, lines
+    assert [line for line in lines if " restored" in line or " ran" in line]
+    assert [line.split()[1] for line in lines if line.split()[:1] in (["one"], ["two"], ["side"], ["last"])] == [
+        "restored", "restored", "restored", "ran",
+    ]  # fmt: skip
+    call(second, sys.executable, "-m", "dvc", "exp", "apply", "trial")
+    assert recorded(second)["last.out"] in objects(home.parent / "store")
 
 
 @pytest.fixture

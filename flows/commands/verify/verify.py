@@ -129,7 +129,7 @@ def _require_room(root: Path, needed: int) -> None:
     if free < needed:
         raise UserError(
             f"{root}: {needed / 2**30:.1f} GiB are needed for a clone and {free / 2**30:.1f} GiB are free; "
-            "`leash clean` and `dvc gc -w` free some"
+            "`leash clean` and `leash gc` free some"
         )
 
 
