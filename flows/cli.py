@@ -115,6 +115,9 @@ def serve(
         str | None, typer.Option(help="Its commit at each start is run; origin/NAME is fetched. None: this branch.")
     ] = None,
     limit: Annotated[int, typer.Option(help="How many runs may work at the same time.", min=1)] = 1,
+    watch: Annotated[
+        float | None, typer.Option(help="Seconds between two looks for new data (.dvc files) in the branch.", min=1.0)
+    ] = None,
 ) -> None:
     """Run a branch on a schedule, until stopped.
 
@@ -124,7 +127,7 @@ def serve(
     processes.install_signal_handlers()
     from flows import serve as nightly
 
-    _exit(int(nightly.serve(root, cron, timezone, branch, limit) != 0))
+    _exit(int(nightly.serve(root, cron, timezone, branch, limit, watch) != 0))
 
 
 @command

@@ -46,7 +46,7 @@ def nightly(
     is stopped is Cancelled.
     """
     home = Path(root) if root else _home()
-    fetch(home, branch)
+    workspace.fetch(home, branch)
     space = workspace_of(home, branch, overrides or [])
     get_run_logger().info(f"{branch} is at {space.commit[:12]}; workspace {space.root}")
     options = [word for word, chosen in (("--pull", pull), ("--push", push)) if chosen]
@@ -66,7 +66,7 @@ def trial(
     if isolated.fetch(home, ORIGIN, commit, name):
         get_run_logger().info(f"{ORIGIN} has experiment {name}; nothing to run")
         return name
-    fetch_commit(home, commit)
+    workspace.fetch_commit(home, ORIGIN, commit)
     variables = {STUDY_VARIABLE: study} if study else {}
     return _run(Workspace(home, name, commit, tuple(overrides)), options or [], True, variables)
 
@@ -106,22 +106,6 @@ def _home() -> Path:
     if not home:
         raise UserError(f"{HOME_VARIABLE} is not set; start the worker with `leash worker` in a clone of the project")
     return find_root(Path(home))
-
-
-def fetch(home: Path, branch: str) -> None:
-    """Bring a remote's branch up to date; does nothing for a local one. Raises UserError when the remote fails."""
-    remote, _, name = branch.partition("/")
-    if name and remote in workspace.git(home, "remote").split():
-        workspace.git(home, "fetch", "--quiet", remote, name)
-
-
-def fetch_commit(home: Path, commit: str) -> None:
-    """Bring the branches of the git remote, unless the commit is here. Raises UserError where they do not have it."""
-    try:
-        workspace.resolve(home, commit)
-    except UserError:
-        workspace.git(home, "fetch", "--quiet", ORIGIN)
-        workspace.resolve(home, commit)
 
 
 def workspace_of(home: Path, branch: str, overrides: list[str]) -> Workspace:

@@ -8,6 +8,7 @@ flow running, SIGINT to the group ends both. The process in front turns every si
 import os
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -17,9 +18,12 @@ from rlhf_core.errors import UserError
 from tasks.tracking.settings import without_credentials
 
 
-def serve(root: Path, cron: str, timezone: str, branch: str | None = None, limit: int = 1) -> int:
+def serve(
+    root: Path, cron: str, timezone: str, branch: str | None = None, limit: int = 1, watch: float | None = None
+) -> int:
     """Serve deployment `nightly/leash` at `cron` (five fields, in `timezone`): the commit that `branch` (None: the one
-    checked out now) names at each start, in an isolated workspace, at most `limit` runs at the same time.
+    checked out now) names at each start, in an isolated workspace, at most `limit` runs at the same time. Every `watch`
+    seconds (None: never) it looks whether the data of the branch have changed, and starts a run where they have.
 
     The code that schedules is that of the branch's present commit: edits in the checkout do not reach it. Blocks;
     returns the runner's exit status. Raises UserError when no server answers, or `cron` or `branch` is not valid.
@@ -50,7 +54,39 @@ def serve(root: Path, cron: str, timezone: str, branch: str | None = None, limit
                 on_line=partial(print, flush=True),
                 signals=processes.RUNNER_SIGNALS,
             )
-            return runner.result()
+            seen = data_of(root, branch) if watch else ""
+            while True:
+                with suppress(TimeoutError):
+                    return runner.result(timeout=watch)
+                seen = _run_with_new_data(root, branch, seen, url)
+
+
+def data_of(home: Path, branch: str) -> str:
+    """The .dvc files of the branch's commit now, with their git hashes. Raises UserError."""
+    workspace.fetch(home, branch)
+    listed = workspace.git(home, "ls-tree", "-r", workspace.resolve(home, branch)).splitlines()
+    return "\n".join(line for line in listed if line.endswith(".dvc"))
+
+
+def _run_with_new_data(home: Path, branch: str, seen: str, url: str) -> str:
+    """Start a run where the data are not those `seen`; the present ones. What fails is printed, and tried again."""
+    from prefect.deployments import run_deployment
+    from prefect.events import emit_event
+
+    try:
+        now = data_of(home, branch)
+        if now != seen:
+            server.use(url)
+            commit = workspace.resolve(home, branch)
+            print(f"the data of {branch} have changed; starting a run of {commit[:12]}", flush=True)
+            run_deployment("nightly/leash", parameters={"root": str(home), "branch": branch}, timeout=0,
+                           flow_run_name=f"new data {commit[:8]}", idempotency_key=f"{home} {now}")  # fmt: skip
+            resource = {"prefect.resource.id": f"leash.data.{branch}", "leash.commit": commit}
+            emit_event("leash.new-data", resource=resource)
+    except Exception as error:  # a lost server, a remote that fails: the schedule goes on
+        print(f"looking for new data failed: {' '.join(str(error).split())}", flush=True)
+        return seen
+    return now
 
 
 def _checked_out(root: Path) -> str:

@@ -211,6 +211,22 @@ def resolve(home: Path, revision: str) -> str:
         raise UserError(f"{home}: git knows no commit {revision!r}; commit the project, or name a branch") from None
 
 
+def fetch(home: Path, branch: str) -> None:
+    """Bring a remote's branch up to date; does nothing for a local one. Raises UserError when the remote fails."""
+    remote, _, name = branch.partition("/")
+    if name and remote in git(home, "remote").split():
+        git(home, "fetch", "--quiet", remote, name)
+
+
+def fetch_commit(home: Path, remote: str, commit: str) -> None:
+    """Bring the branches of a git remote, unless the commit is here. Raises UserError where they do not have it."""
+    try:
+        resolve(home, commit)
+    except UserError:
+        git(home, "fetch", "--quiet", remote)
+        resolve(home, commit)
+
+
 def git(folder: Path, *words: str) -> str:
     """Run git, without hooks; its output. Raises UserError with its message."""
     return git_bytes(folder, *words).decode("utf-8", "replace")

@@ -2,6 +2,7 @@
 
 import hashlib
 import subprocess
+import sys
 import time
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from flows import isolated, workspace
-from flows.deployments import fetch, workspace_of
+from flows.deployments import workspace_of
 from flows.server import _free_port
 from rlhf_core.errors import UserError
 from tests.conftest import call, commit
@@ -45,9 +46,9 @@ def test_a_branch_of_a_remote_is_fetched(home: Path, tmp_path: Path) -> None:
     branch = call(home, "git", "branch", "--show-current").strip()
     before = workspace.resolve(second, f"origin/{branch}")
     commit(home)
-    fetch(second, f"origin/{branch}")
+    workspace.fetch(second, f"origin/{branch}")
     assert workspace.resolve(second, f"origin/{branch}") == workspace.resolve(home, "HEAD") != before
-    fetch(second, "a/local/branch")
+    workspace.fetch(second, "a/local/branch")
 
 
 @pytest.mark.slow
@@ -107,6 +108,38 @@ def test_two_settings_run_at_the_same_time(
         process.communicate(timeout=60)
     params = [call(root, "git", "show", f"{one}:params.yaml") for one in experiments(root)]
     assert sorted(params) == ["a: 2\n", "a: 3\n"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_new_data_in_the_branch_start_a_run(
+    toy: Toy, leash: Callable[..., "subprocess.Popen[str]"], prefect_api: str
+) -> None:
+    root = toy({"one": ("work", [])})
+    (root / "params.yaml").write_text("a: 1\n")
+    (root / "data.txt").write_text("1\n")
+    call(root, sys.executable, "-m", "dvc", "add", "--quiet", "data.txt")
+    commit(root)
+    process = leash(root, "serve", "--watch", "1", "--branch", "HEAD", api=prefect_api)
+    try:
+        assert process.stdout is not None
+        while "each run takes" not in (line := process.stdout.readline()):
+            assert line
+        time.sleep(15.0)  # it serves
+        (root / "input.txt").write_text("other code is no other data\n")
+        commit(root)
+        time.sleep(5.0)
+        (root / "data.txt").write_text("2\n")
+        call(root, sys.executable, "-m", "dvc", "add", "--quiet", "data.txt")
+        commit(root)
+        head = workspace.resolve(root, "HEAD")
+        until(lambda: isolated.find(root, head, f"nightly-{head[:8]}") is not None, seconds=SECONDS)
+    finally:
+        process.terminate()
+        printed, _ = process.communicate(timeout=60)
+    assert printed.count("the data of HEAD have changed") == 1
+    assert f"starting a run of {head[:12]}" in printed
+    assert [name.rpartition("/")[2] for name in experiments(root)] == [f"nightly-{head[:8]}"]
 
 
 def experiments(root: Path) -> list[str]:
