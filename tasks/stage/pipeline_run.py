@@ -73,16 +73,21 @@ def models_of(stage: str, root: Path, metrics: Mapping[str, Any]) -> list[ModelF
 
 
 def _of_a_model(figures: Mapping[str, Any]) -> dict[str, float | None]:
-    return {name: float(figures[name]) for name in OF_A_MODEL if figures.get(name) not in (None, "")}
+    """Rounded: MLflow's list shows all digits."""
+    found = {name: float(figures[name]) for name in OF_A_MODEL if figures.get(name) not in (None, "")}
+    return {name: float(f"{value:.5g}") for name, value in found.items()}
 
 
 def report_results(
     tracker: Tracker, stage: str, root: Path, metrics: Mapping[str, Any], hashes: Mapping[str, str]
 ) -> None:
-    """Log the figures of a stage that has ended: all on its run, the headline on the pipeline run, and its models."""
+    """Log the figures of a stage that has ended on its run, and its models; those of the evaluation also as headline of
+    the pipeline run. `describe` adds the others: MLflow's comparison starts with the metric that a run got first, which
+    should be one of PPO's."""
     models = models_of(stage, root, metrics)
     of_models = {name for model in models for name in model.figures}
-    tracker.headline(headline_numbers(stage, metrics))
+    if stage == "evaluate":
+        tracker.headline(headline_numbers(stage, metrics))
     tracker.figures({name: value for name, value in numbers(metrics).items() if name not in of_models})
     for one in models:
         tracker.model(one.name, one.kind, one.figures, one.step, hashes.get(f"models/{one.name}", ""))

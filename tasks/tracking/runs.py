@@ -28,10 +28,8 @@ from tasks.tracking.outbox import Event, State, Unreachable, now_ms
 LOCK_SECONDS = 20.0
 PARAM_BATCH = 100
 SYSTEM_PREFIX = "system/"
-CURVES = frozenset(
-    f"ppo/{name}" for name in ("reward_raw", "gold", "kl", "entropy", "response_tokens_mean", "value_loss")
-)
-"""Metrics of a stage that its pipeline run gets too: the curves by which one compares runs."""
+CURVES = tuple(f"ppo/{name}" for name in ("gold", "reward_raw", "kl", "entropy", "response_tokens_mean", "value_loss"))
+"""Metrics of a stage that its pipeline run gets too: the curves by which one compares runs, best first."""
 OPTIONAL = ("model", "register")
 """Events that are left out where the server refuses them: older servers have no models, others no registry."""
 FINAL = ("INVALID_PARAMETER_VALUE", "RESOURCE_DOES_NOT_EXIST")
@@ -239,7 +237,9 @@ class MlflowWriter:
                 elif step > last:
                     metrics.append(Metric(key, float(value), event.at, step))
         self._client.log_batch(state.run_id, metrics=metrics)
-        if curves := [metric for metric in metrics if metric.key in CURVES]:
+        curves = [metric for metric in metrics if metric.key in CURVES]
+        if curves:
+            curves.sort(key=lambda metric: CURVES.index(metric.key))
             self._client.log_batch(state.parent_id, metrics=curves)
 
     def _on_artifact(self, part: list[Event], state: State, folder: Path) -> None:
@@ -298,7 +298,13 @@ class MlflowWriter:
             model_id = model.model_id
             self._client.log_outputs(state.parent_id, [LoggedModelOutput(model_id, body["step"])])
             self._client.finalize_logged_model(model_id, "READY")
-        metrics = [Metric(key, value, event.at, body["step"], model_id) for key, value in body["metrics"].items()]
+        place = {
+            "step": body["step"],
+            "model_id": model_id,
+            "dataset_name": "prompts",
+            "dataset_digest": body["prompts"],
+        }
+        metrics = [Metric(key, value, event.at, **place) for key, value in body["metrics"].items()]
         self._client.log_batch(state.run_id, metrics=metrics)
 
     def _model_of(self, parent_id: str | None, name: str) -> str | None:

@@ -206,10 +206,13 @@ class Tracker(_ParentRun):
         self._outbox.append("metrics", metrics=_numbers(values), step=0)
 
     def model(self, name: str, kind: str, metrics: Mapping[str, float | None], step: int = 0, md5: str = "") -> None:
-        """A model of the pipeline run for MLflow's list of models, with its metrics and DVC hash; `kind` is what it is
-        compared as, `step` orders the models of one stage."""
+        """A model of the pipeline run for MLflow's list of models, with its metrics on the prompts of this stage, and
+        its DVC hash; `kind` is what it is compared as, `step` orders the models of one stage."""
         name = NOT_IN_MODELS.sub("_", name)[:250]
-        self._outbox.append("model", name=name, type=kind, metrics=_numbers(metrics), step=int(step), md5=md5)
+        self._outbox.append(
+            "model", name=name, type=kind, metrics=_numbers(metrics), step=int(step), md5=md5,
+            prompts=self._stage,
+        )  # fmt: skip
 
     def params(self, params: Mapping[str, Any]) -> None:
         """Nested parameters of the stage; the first value of a name is kept."""

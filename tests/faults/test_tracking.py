@@ -66,7 +66,7 @@ def timed(name):
             Path("calls.json").write_text(json.dumps(calls))
     return measure
 
-for name in ("open", "params", "inputs", "metrics", "table", "artifact", "headline", "close_parent", "close"):
+for name in ("open", "params", "inputs", "metrics", "table", "artifact", "figures", "close_parent", "close"):
     setattr(Tracker, name, timed(name))
 
 def execute(stage):
@@ -236,5 +236,6 @@ def test_a_server_that_fails(trouble: str, server: Server, root: Path) -> None:
     client = MlflowClient(server.address)
     assert [file.path for file in client.list_artifacts(run.info.run_id)] == ["samples.json"]
     parent = client.get_run(run.data.tags["mlflow.parentRunId"])
-    assert parent.data.metrics == {"toy/loss": 0.5}
+    assert run.data.metrics["loss"] == 0.5
+    assert parent.data.tags["leash.pipeline_key"]
     assert not list(outbox.outbox_folder(root).iterdir())

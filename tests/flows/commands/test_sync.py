@@ -33,7 +33,7 @@ def root(tmp_path: Path, database: Path, monkeypatch: pytest.MonkeyPatch) -> Pat
 def kl(root: Path) -> list[float]:
     client = MlflowClient(f"sqlite:///{root}/mlflow.db")
     experiment = client.get_experiment_by_name("leash")
-    runs = client.search_runs([experiment.experiment_id]) if experiment else []
+    runs = client.search_runs([experiment.experiment_id], "tags.`leash.stage` = 'ppo'") if experiment else []
     return [point.value for run in runs for point in client.get_metric_history(run.info.run_id, "ppo/kl")]
 
 

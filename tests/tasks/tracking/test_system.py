@@ -9,10 +9,13 @@ from pathlib import Path
 
 import psutil
 import pytest
+from mlflow.tracking import MlflowClient
 
 from tasks.tracking import outbox, system
 from tasks.tracking.outbox import Appender, Outbox, read_events
+from tasks.tracking.sender import drain
 from tasks.tracking.system import SystemMetrics, gpus, sample
+from tasks.tracking.tracker import PipelineIdentity, Tracker
 
 NVIDIA_SMI = """#!/bin/sh
 echo "0, 87, 40960, 81920, 512.25"
@@ -86,3 +89,17 @@ def test_another_process_appends_to_the_outbox_of_a_stage(tmp_path: Path) -> Non
     appender.metrics({"system/x": 1.0}, 1)
     with pytest.raises(FileNotFoundError):
         Appender(box.folder)
+
+
+def test_samples_are_numbered_across_the_processes_of_a_stage(root: Path, pipeline: PipelineIdentity) -> None:
+    for status, samples in (("FAILED", 3), ("FINISHED", 2)):
+        tracker = Tracker.open(root, "ppo", "ab" * 32, pipeline, send=False)
+        appender = Appender(tracker._outbox.folder)
+        for step in range(samples):
+            appender.metrics({"system/cpu_utilization_percentage": 50.0}, step)
+        tracker.close(status)
+        drain(root)
+    client = MlflowClient(f"sqlite:///{root}/mlflow.db")
+    (run,) = client.search_runs([client.get_experiment_by_name("leash").experiment_id], "tags.`leash.stage` = 'ppo'")
+    history = client.get_metric_history(run.info.run_id, "system/cpu_utilization_percentage")
+    assert [metric.step for metric in history] == list(range(5))
