@@ -39,7 +39,7 @@ def nightly(
     space = workspace_of(home, branch, overrides or [])
     get_run_logger().info(f"{branch} is at {space.commit[:12]}; workspace {space.root}")
     try:
-        with processes.session(), processes.watched(Guardian(None)), workspace.opened(space, raw_data=not pull):
+        with processes.session(), processes.watched(Guardian(None)), workspace.opened(space, pull=pull):
             run_isolated(space, options)
     except (KeyboardInterrupt, SystemExit, processes.Stopped):
         return Cancelled(message=f"stopped; the next run of {space.commit[:8]} continues")
