@@ -80,7 +80,7 @@ def _run(
         with (
             processes.session(),
             processes.watched(Guardian(None)),
-            workspace.opened(space, raw_data="--pull" not in given),
+            workspace.opened(space, pull="--pull" in given),
         ):
             run_isolated(space, given, variables or {})
             if for_worker:

@@ -67,12 +67,12 @@ class Workspace:
 
 @contextmanager
 def opened(
-    workspace: Workspace, own_cache: bool = False, checkout: bool = True, raw_data: bool = True
+    workspace: Workspace, own_cache: bool = False, checkout: bool = True, pull: bool = False
 ) -> Iterator[Workspace]:
     """Make the workspace, or continue in it, and hold its lock within the block. It stays until `remove`.
 
-    With `own_cache` its DVC cache is empty and its own; without `checkout` it has no files, without `raw_data`
-    none that DVC tracks by .dvc files (`leash run --pull` fetches those that it needs). Raises UserError when
+    With `own_cache` its DVC cache is empty and its own; without `checkout` it has no files, with `pull` raw data
+    that the cache lacks are fetched from DVC's remote (`dvc exp save` needs all of them). Raises UserError when
     another process works in it, when the commit or the tracked raw data are missing, or for an override that does not
     fit params.yaml.
     """
@@ -85,13 +85,13 @@ def opened(
         _wait_for_gc(workspace.home)
         _wait_for_killed_run(workspace)
         if _read_note(workspace.folder) != workspace.note:
-            _make(workspace, own_cache, checkout, raw_data)
+            _make(workspace, own_cache, checkout, pull)
         yield workspace
     finally:
         lock.release()
 
 
-def _make(workspace: Workspace, own_cache: bool, checkout: bool, raw_data: bool) -> None:
+def _make(workspace: Workspace, own_cache: bool, checkout: bool, pull: bool) -> None:
     from tasks.stage.dvc_adapter import apply_overrides, configure_workspace
 
     _remove_tree(workspace)
@@ -104,8 +104,7 @@ def _make(workspace: Workspace, own_cache: bool, checkout: bool, raw_data: bool)
     configure_workspace(workspace.home, workspace.root, workspace.folder / "site", cache)
     if checkout:
         apply_overrides(workspace.root, workspace.overrides)
-    if checkout and raw_data:
-        _bring_raw_data(workspace)
+        _bring_raw_data(workspace, pull)
     write_note(workspace)
 
 
@@ -149,12 +148,13 @@ def _wait_for_killed_run(workspace: Workspace) -> None:
         time.sleep(0.1)
 
 
-def _bring_raw_data(workspace: Workspace) -> None:
-    """Check out the data that DVC tracks by .dvc files, from the cache. Raises UserError where it has them not."""
+def _bring_raw_data(workspace: Workspace, pull: bool) -> None:
+    """Check out the data that DVC tracks by .dvc files, from the cache, or with `pull` also from its remote. Raises
+    UserError where they are not there."""
     sources = git(workspace.root, "ls-files", "*.dvc").split()
     if not sources:
         return
-    command = [sys.executable, "-m", "dvc", "checkout", "--quiet", *sources]
+    command = [sys.executable, "-m", "dvc", "pull" if pull else "checkout", "--quiet", *sources]
     done = subprocess.run(
         command, cwd=workspace.root, env=_process_environment(), capture_output=True, text=True, check=False
     )
