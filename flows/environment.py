@@ -6,7 +6,6 @@ from contextlib import suppress
 from pathlib import Path
 
 from rlhf_core.errors import UserError
-from tasks.tracking.settings import main_checkout
 
 QUIET = {
     "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
@@ -33,6 +32,8 @@ def apply_defaults() -> None:
 def use_own_prefect_home() -> None:
     """Keep Prefect's state in work/prefect of the project, unless PREFECT_HOME is set; the user's profiles of Prefect
     still hold. Call it before Prefect is imported."""
+    from tasks.tracking.settings import main_checkout
+
     if "PREFECT_HOME" in os.environ:
         return
     with suppress(UserError, OSError):  # outside a project, or one that cannot be written

@@ -87,6 +87,7 @@ def test_two_settings_run_at_the_same_time(
 
     root = toy({"one": ("wait", [])})
     (root / "params.yaml").write_text("a: 1\n")
+    (root / "dvc.yaml").write_text((root / "dvc.yaml").read_text().replace("    deps:", "    params: [a]\n    deps:"))
     commit(root)
     process = leash(root, "serve", "--limit", "2", api=prefect_api)
     try:
