@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from urllib.parse import parse_qs, urlsplit
 
 from rich.filesize import decimal
 
@@ -159,7 +160,7 @@ def champions(root: Path) -> list[tuple[str, frozenset[str]]]:
                     continue
                 reason = settings.without_credentials(str(error)).split("\n")[0]
                 raise UserError(f"MLflow does not answer, so the champion is unknown: {reason}") from None
-            digest = str(version.source).rpartition("?md5=")[2]
+            digest = parse_qs(urlsplit(str(version.source)).query).get("md5", [""])[0]
             members = [path.parent.name + path.name for _, path in project.cached(digest)]
             found.append(
                 (f"{settings.POLICY_MODEL} version {version.version} ({alias})", frozenset({digest, *members}))

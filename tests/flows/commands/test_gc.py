@@ -153,7 +153,7 @@ def test_the_champion_stays(root: Path, database: Path, capsys: pytest.CaptureFi
     [digest] = [line.split()[-1] for line in lines if line.endswith(".dir")]
     client = MlflowClient(f"sqlite:///{root / 'mlflow.db'}")
     client.create_registered_model("leash-policy")
-    client.create_model_version("leash-policy", f"dvc://models/policy?md5={digest}")
+    client.create_model_version("leash-policy", f"dvc://models/policy?md5={digest}&project=/a/clone")
     client.set_registered_model_alias("leash-policy", "champion", "1")
     gc.gc(root, 0, [], True)
     assert "leash-policy version 1 (champion)" in capsys.readouterr().out
