@@ -149,6 +149,9 @@ def worker(
 def up(
     port: Annotated[int, Port(help="Port of the Prefect server.")] = 4200,
     stop: Annotated[bool, typer.Option("--stop", help="Stop the server that `leash up` started.")] = False,
+    notify: Annotated[
+        str | None, typer.Option(metavar="URL", help='Post alerts, decisions and failed runs there, as {"text": …}.')
+    ] = None,
 ) -> None:
     """Start a Prefect server in the background, on this machine only."""
     root = find_root()
@@ -159,7 +162,7 @@ def up(
         return
     url = server.up(root, port)
     server.use(url)
-    automations.install()
+    automations.install(notify)
     print(f"Prefect server: {url.removesuffix('/api')}  (log: work/prefect-server.log; stop: leash up --stop)")
     print("`leash run` and `leash serve` in this project use it. For other shells and tools:")
     print(f"  export PREFECT_API_URL={url}")
@@ -329,6 +332,33 @@ def compare(
 
     content, text = compare_runs(root, runs or [], [name.strip() for name in models.split(",") if name.strip()])
     _print(content, lambda _: text, as_json)
+
+
+@command
+def promote(
+    version: Annotated[
+        str | None, typer.Argument(metavar="VERSION", help="Of the registered policy, whatever the rules say.")
+    ] = None,
+    undo: Annotated[bool, typer.Option("--undo", help="Go back to the champion before the present one.")] = False,
+) -> None:
+    """Make a registered policy the champion.
+
+    Without VERSION the challenger, the policy of the last nightly run, by the rules of `promote:` in its params.yaml;
+    exit code 1 where it is not promoted.
+    """
+    root = find_root()
+    from flows import promotion
+    from tasks.tracking.registry import Registry
+
+    if version and undo:
+        raise UserError("choose VERSION or --undo")
+    registry = Registry(root)
+    if version or undo:
+        print(promotion.undo(registry) if undo else promotion.by_hand(registry, str(version)))
+        return
+    decision = promotion.judge_challenger(root, registry)
+    print(decision.text)
+    _exit(int(not decision.promoted))
 
 
 @command

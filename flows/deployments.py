@@ -6,16 +6,19 @@ from pathlib import Path
 from typing import Any
 
 from prefect import flow, get_run_logger, task
+from prefect.artifacts import create_markdown_artifact
 from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas.objects import State
+from prefect.events import emit_event
 from prefect.runtime import task_run
-from prefect.states import Cancelled
+from prefect.states import Cancelled, Completed
 
-from flows import isolated, processes, workspace
+from flows import isolated, processes, promotion, workspace
 from flows.environment import PARENT_VARIABLE, find_root
 from flows.guardian import Guardian
 from flows.workspace import Workspace
 from rlhf_core.errors import UserError
+from tasks.tracking.registry import CHAMPION, Registry, Version
 from tasks.tracking.settings import STUDY_VARIABLE
 
 HOME_VARIABLE = "LEASH_HOME"
@@ -38,7 +41,8 @@ def nightly(
     push: bool = False,
 ) -> str | State[Any]:
     """Run the pipeline at the commit that `branch` names now, with `overrides` of parameters (`ppo.kl.coef=0.2`), and
-    return the name of its DVC experiment. `pull` and `push` are those of `leash run`. Uncommitted changes in the
+    return the name of its DVC experiment. Its policy takes the champion's place where the rules of `promote:` hold; the
+    state of the flow is named Promoted or Kept. `pull` and `push` are those of `leash run`. Uncommitted changes in the
     checkout at `root` are neither used nor changed.
 
     Without `root` it runs on a worker, as `trial` does. A branch of a remote (`origin/main`) is fetched first. The same
@@ -50,7 +54,10 @@ def nightly(
     space = workspace_of(home, branch, overrides or [])
     get_run_logger().info(f"{branch} is at {space.commit[:12]}; workspace {space.root}")
     options = [word for word, chosen in (("--pull", pull), ("--push", push)) if chosen]
-    return _run(space, options, for_worker=root is None)
+    registry = Registry(home)
+    champion = _champion(space, registry)
+    ended = _run(promotion.with_champion(space, champion), options, root is None, champion=champion)
+    return _promote(space, registry) if ended is None else ended
 
 
 @flow(name="trial", persist_result=False)
@@ -68,13 +75,19 @@ def trial(
         return name
     workspace.fetch_commit(home, ORIGIN, commit)
     variables = {STUDY_VARIABLE: study} if study else {}
-    return _run(Workspace(home, name, commit, tuple(overrides)), options or [], True, variables)
+    space = Workspace(home, name, commit, tuple(overrides))
+    return _run(space, options or [], True, variables) or name
 
 
 def _run(
-    space: Workspace, options: list[str], for_worker: bool, variables: dict[str, str] | None = None
-) -> str | State[Any]:
-    """Run the commit in its workspace; on a worker through the DVC remote, and the experiment goes to git's."""
+    space: Workspace,
+    options: list[str],
+    for_worker: bool,
+    variables: dict[str, str] | None = None,
+    champion: Version | None = None,
+) -> State[Any] | None:
+    """Run the commit in its workspace; on a worker through the DVC remote, and the experiment goes to git's. None at
+    the good end; a run that was stopped is Cancelled."""
     given = [*options, *(REMOTE_OPTIONS if for_worker else ())]
     try:
         with (
@@ -82,12 +95,43 @@ def _run(
             processes.watched(Guardian(None)),
             workspace.opened(space, pull="--pull" in given),
         ):
+            if champion is not None:
+                promotion.place(space, champion)
             run_isolated(space, given, variables or {})
             if for_worker:
                 isolated.send(space.home, ORIGIN, space.commit, space.name)
     except (KeyboardInterrupt, SystemExit, processes.Stopped):
         return Cancelled(message=f"stopped; the next run of {space.name} continues")
-    return space.name
+    return None
+
+
+def _champion(space: Workspace, registry: Registry) -> Version | None:
+    """The champion, if its files are to be had; what is missing is a warning, and the run goes on without."""
+    try:
+        champion = registry.by_alias(CHAMPION)
+        if champion is not None:
+            promotion.files_of(space.home, champion)
+    except UserError as error:
+        get_run_logger().warning(f"the champion is not compared: {error}")
+        return None
+    return champion
+
+
+def _promote(space: Workspace, registry: Registry) -> State[Any]:
+    """Decide about the policy of a run that has ended well, and announce it: state, artifact, events."""
+    try:
+        decision = promotion.judge(space.home, space.name, space.commit, registry)
+    except UserError as error:
+        get_run_logger().warning(f"no decision about the champion: {error}")
+        return Completed(name="Undecided", message=str(error), data=space.name)
+    get_run_logger().info(decision.text)
+    create_markdown_artifact(key="leash-promotion", markdown=decision.markdown, description=decision.title)
+    resource = {"prefect.resource.id": f"leash.policy.{decision.challenger}", "leash.experiment": space.name}
+    word = promotion.PROMOTED if decision.promoted else promotion.KEPT
+    emit_event(f"leash.{word}", resource=resource, payload={"decision": decision.title})
+    for name in decision.alerts:
+        emit_event(f"leash.alert.{name}", resource=resource, payload={"alert": name, "experiment": space.name})
+    return Completed(name=word.title(), message=decision.title, data=space.name)
 
 
 @task(name="leash run", cache_policy=NO_CACHE, persist_result=False)

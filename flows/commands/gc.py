@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from urllib.parse import parse_qs, urlsplit
 
 from rich.filesize import decimal
 
@@ -19,9 +18,10 @@ from flows.text import table
 from rlhf_core.errors import UserError
 from rlhf_core.locks import FileLock, holder, is_held
 from tasks.tracking import settings
+from tasks.tracking.registry import CHALLENGER, CHAMPION, Registry
 
 EXPERIMENT = re.compile(r"refs/exps/[0-9a-f]{2}/[0-9a-f]{38,62}/(?P<name>.+)")
-ALIASES = ("champion", settings.POLICY_ALIAS)
+ALIASES = (CHAMPION, CHALLENGER, settings.POLICY_ALIAS)
 """Versions of the registered policy that stay."""
 LOCK_SECONDS = 5.0
 
@@ -142,29 +142,14 @@ def champions(root: Path) -> list[tuple[str, frozenset[str]]]:
     """(name, objects) of the registered policies with an alias of `ALIASES`. Raises UserError when MLflow fails."""
     from tasks.stage.dvc_adapter import open_project
 
-    uri = settings.tracking_uri(root)
-    if uri.startswith("sqlite:///") and not Path(uri.removeprefix("sqlite:///")).is_file():
-        return []
-    settings.prepare_environment()
-    from mlflow.exceptions import MlflowException
-    from mlflow.tracking import MlflowClient
-
-    client = MlflowClient(uri, registry_uri=uri)
-    found = []
+    registry, found = Registry(root), []
     with open_project(root) as project:
         for alias in ALIASES:
-            try:
-                version = client.get_model_version_by_alias(settings.POLICY_MODEL, alias)
-            except MlflowException as error:
-                if error.error_code in {"RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE"}:
-                    continue
-                reason = settings.without_credentials(str(error)).split("\n")[0]
-                raise UserError(f"MLflow does not answer, so the champion is unknown: {reason}") from None
-            digest = parse_qs(urlsplit(str(version.source)).query).get("md5", [""])[0]
-            members = [path.parent.name + path.name for _, path in project.cached(digest)]
-            found.append(
-                (f"{settings.POLICY_MODEL} version {version.version} ({alias})", frozenset({digest, *members}))
-            )
+            version = registry.by_alias(alias)
+            if version is not None:
+                members = [path.parent.name + path.name for _, path in project.cached(version.digest)]
+                title = f"{settings.POLICY_MODEL} version {version.number} ({alias})"
+                found.append((title, frozenset({version.digest, *members})))
     return found
 
 

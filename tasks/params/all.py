@@ -18,6 +18,7 @@ from tasks.params.ingest import IngestParams
 from tasks.params.judge import JudgeParams
 from tasks.params.methods import BY_NAME, METHODS, VARIANTS, Method
 from tasks.params.preferences import PreferencesParams
+from tasks.params.promote import PromoteParams
 from tasks.params.report import ReportParams
 from tasks.params.runtime import RuntimeParams
 from tasks.params.select import SelectParams
@@ -41,6 +42,7 @@ class _Params(Block):
     """Whether Python code that comes with a pretrained model may run. It runs with your rights: it can read your files
     and use your network."""
     runtime: RuntimeParams = RuntimeParams()
+    promote: PromoteParams = PromoteParams()
     ingest: IngestParams
     base: BaseParams
     sft: SFTConfig

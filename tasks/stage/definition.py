@@ -18,6 +18,8 @@ from tasks.stage.dvc_adapter import GraphStage, Project
 from tasks.tracking.tracker import PipelineIdentity, flatten
 
 RAW = "data/raw"
+UNTRACKED = ("runtime", "promote")
+"""Blocks of params.yaml that change no result."""
 WRITTEN = ("dvc.lock", "metrics/", "plots/")
 """What a run writes into tracked files."""
 CODE = ("tasks/", "rlhf_core/", "flows/")
@@ -104,7 +106,7 @@ def is_code(path: str) -> bool:
 
 def pipeline_identity(project: Project, params: dict[str, Any]) -> PipelineIdentity:
     """The identity of the pipeline run: raw data, parameters without `runtime`, and commands."""
-    kept = {name: value for name, value in params.items() if name != "runtime"}
+    kept = {name: value for name, value in params.items() if name not in UNTRACKED}
     commands = {stage.name: stage.command for stage in project.stages}
     raw = (file for stage in project.stages for file in stage.inputs if file.path == RAW and file.exists)
     raw_hash = next((file.known_hash() for file in raw), None)
@@ -123,7 +125,7 @@ def _changes(root: Path, params: dict[str, Any]) -> tuple[str, ...]:
     with TemporaryDirectory() as folder, suppress(UserError):
         (Path(folder) / PARAMS_FILE).write_text(text, encoding="utf-8")
         before = flatten(
-            {name: value for name, value in read_yaml(Path(folder) / PARAMS_FILE).items() if name != "runtime"}
+            {name: value for name, value in read_yaml(Path(folder) / PARAMS_FILE).items() if name not in UNTRACKED}
         )
         return _differences(before, flatten(params))
     return ()

@@ -163,7 +163,7 @@ def test_the_champion_stays(root: Path, database: Path, capsys: pytest.CaptureFi
 
 def test_mlflow_that_does_not_answer(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://me:secret@127.0.0.1:1")
-    with pytest.raises(UserError, match="MLflow does not answer, so the champion is unknown") as refused:
+    with pytest.raises(UserError, match="MLflow does not answer for the registered policy") as refused:
         gc.gc(root, 0, [], True)
     assert "secret" not in str(refused.value)
     assert len(experiments(root)) == 5

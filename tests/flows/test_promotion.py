@@ -1,0 +1,234 @@
+"""The promotion gate: its rules, aliases and tags, and nightly runs with a worse and with a better policy."""
+
+import json
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from mlflow.tracking import MlflowClient
+from prefect.client.orchestration import get_client
+
+from flows import promotion
+from flows.deployments import nightly
+from flows.promotion import Decision, decide
+from rlhf_core.errors import UserError
+from tasks.params.promote import PromoteParams
+from tasks.tracking.registry import CHALLENGER, CHAMPION, Registry
+from tests.conftest import call, commit
+
+Toy = Callable[..., Path]
+GOOD = {"kl_per_sequence": 2.0, "missing_eos_share": 0.01}
+
+
+def against(low: float, high: float) -> dict[str, Any]:
+    """Figures where the policy wins against the champion with this interval."""
+    champion = {"win_rate_vs_policy": 1 - (low + high) / 2, "win_rate_vs_policy_ci95": [1 - high, 1 - low]}
+    return GOOD | {"models": {CHAMPION: champion}}
+
+
+@pytest.mark.parametrize(
+    ("params", "figures", "alerts", "broken"),
+    [
+        ({}, against(0.51, 0.6), [], []),
+        ({}, against(0.49, 0.6), [], ["win rate against the champion"]),
+        ({}, against(0.5, 0.6), [], ["win rate against the champion"]),
+        ({"win_rate_above": 0.4}, against(0.45, 0.6), [], []),
+        ({"kl_below": 2.0}, against(0.6, 0.7), [], ["KL, nats"]),
+        ({"kl_below": 2.1}, against(0.6, 0.7), [], []),
+        ({}, against(0.6, 0.7) | {"missing_eos_share": 0.05}, [], ["answers without an end"]),
+        ({}, against(0.6, 0.7) | {"missing_eos_share": None}, [], ["answers without an end"]),
+        ({}, against(0.6, 0.7), ["repetition"], ["health alerts"]),
+        ({"allowed_alerts": ["repetition"]}, against(0.6, 0.7), ["repetition"], []),
+        ({"allowed_alerts": ["repetition"]}, against(0.6, 0.7), ["repetition", "kl_spike"], ["health alerts"]),
+    ],
+)
+def test_every_rule_must_hold(
+    params: dict[str, Any], figures: dict[str, Any], alerts: list[str], broken: list[str]
+) -> None:
+    rules = decide(PromoteParams(**params), figures, alerts, compared=True)
+    assert [rule.name for rule in rules if not rule.holds] == broken
+    decision = Decision("2", "1", rules)
+    assert decision.promoted is not bool(broken)
+    assert all(name in decision.title for name in broken)
+
+
+def test_the_first_policy_needs_no_comparison() -> None:
+    rules = decide(PromoteParams(), GOOD, [], compared=False)
+    assert [rule.name for rule in rules] == ["answers without an end", "health alerts"]
+    assert Decision("1", None, rules).title == "promoted: version 1 is the champion, the first one"
+    assert "there is no champion" in Decision("1", None, decide(PromoteParams(), GOOD, ["kl_spike"], False)).title
+
+
+GRAPH = """
+stages:
+  ppo:
+    cmd: python work.py ppo
+    deps: [work.py]
+    params: [quality]
+    outs: [models/policy]
+  evaluate:
+    cmd: python work.py evaluate
+    deps: [work.py, models/policy, models/extra]
+    params: [evaluate]
+    metrics:
+    - metrics/evaluate.json: {cache: false}
+"""
+WORK = """
+import json, os, pathlib, sys
+from ruamel.yaml import YAML
+
+params = YAML(typ="safe").load(pathlib.Path("params.yaml"))
+if sys.argv[1] == "ppo":
+    pathlib.Path("models/policy").mkdir(parents=True, exist_ok=True)
+    pathlib.Path("models/policy/weights").write_text(str(params["quality"]))
+    sys.exit()
+own = float(pathlib.Path("models/policy/weights").read_text())
+models = {}
+for name in params["evaluate"]["extra_models"]:
+    other = float(pathlib.Path("models/extra", name, "weights").read_text())
+    rate = 0.5 + 0.1 * (other - own)
+    models[name] = {"win_rate_vs_policy": rate, "win_rate_vs_policy_ci95": [rate - 0.05, rate + 0.05]}
+figures = {"kl_per_sequence": 1.0, "missing_eos_share": 0.0, "models": models}
+pathlib.Path("metrics").mkdir(exist_ok=True)
+pathlib.Path("metrics/evaluate.json").write_text(json.dumps(figures))
+from mlflow.tracking import MlflowClient
+
+lock = YAML(typ="safe").load(pathlib.Path("dvc.lock"))
+[digest] = [out["md5"] for out in lock["stages"]["ppo"]["outs"]]
+source = f"dvc://models/policy?md5={digest}&project=/a"
+client = MlflowClient(os.environ["MLFLOW_TRACKING_URI"])
+if not client.search_registered_models():
+    client.create_registered_model("leash-policy")
+if not client.search_model_versions(f"source_path = '{source}'"):
+    client.create_model_version("leash-policy", source)
+"""
+
+
+@pytest.fixture
+def home(toy: Toy, database: Path, monkeypatch: pytest.MonkeyPatch, prefect_api: str) -> Path:
+    """A project whose policy is a number, which wins against smaller ones; its evaluation registers it."""
+    root = toy({})
+    (root / "dvc.yaml").write_text(GRAPH)
+    (root / "work.py").write_text(WORK)
+    (root / "models/extra").mkdir(parents=True)
+    (root / "models/extra/README.md").write_text("models")
+    (root / ".gitignore").write_text("/models/extra/*\n!/models/extra/README.md\n/tracking.db\n")
+    shutil.copy2(database, root / "tracking.db")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{root}/tracking.db")
+    monkeypatch.setenv("PREFECT_API_URL", prefect_api)
+    monkeypatch.setenv("PYTHONPATH", str(Path(promotion.__file__).parents[1]))
+    set_quality(root, 5)
+    return root
+
+
+def set_quality(root: Path, quality: float, promote: str = "{}") -> None:
+    """Commit this policy."""
+    (root / "params.yaml").write_text(f"quality: {quality}\nevaluate: {{extra_models: []}}\npromote: {promote}\n")
+    commit(root)
+
+
+def night(root: Path) -> Any:
+    """A nightly run of the present commit; its final state."""
+    return nightly(root=str(root), branch="HEAD", return_state=True)
+
+
+def aliases(root: Path) -> dict[str, str]:
+    registry = Registry(root)
+    found = {alias: registry.by_alias(alias) for alias in (CHAMPION, CHALLENGER)}
+    return {alias: version.number for alias, version in found.items() if version is not None}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_worse_policy_is_kept_out_and_a_better_one_promoted(home: Path) -> None:
+    first = night(home)
+    assert first.name == "Promoted"
+    assert aliases(home) == {CHAMPION: "1", CHALLENGER: "1"}
+
+    set_quality(home, 4)
+    worse = night(home)
+    assert worse.name == "Kept"
+    assert "version 1 stays the champion" in worse.message
+    assert "win rate against the champion 0.400 (0.350 to 0.450), not low end above 0.5" in worse.message
+    assert aliases(home) == {CHAMPION: "1", CHALLENGER: "2"}
+
+    set_quality(home, 7)
+    better = night(home)
+    assert better.name == "Promoted"
+    assert aliases(home) == {CHAMPION: "3", CHALLENGER: "3"}
+    client = MlflowClient(f"sqlite:///{home}/tracking.db")
+    assert client.get_model_version("leash-policy", "2").tags["leash.promotion"].startswith("kept: version 1 stays")
+    assert client.get_model_version("leash-policy", "3").tags["leash.champion_before"] == "1"
+
+    again = night(home)
+    assert again.name == "Kept"
+    assert "the policy is the champion itself" in again.message
+
+    with get_client(sync_client=True) as prefect:
+        found = prefect._client.post(
+            "/artifacts/latest/filter", json={"artifacts": {"key": {"any_": ["leash-promotion"]}}}
+        )
+    assert "the policy is the champion itself" in found.json()[0]["description"]
+
+    printed = call(home, sys.executable, "-m", "flows.cli", "promote", "--undo")
+    assert printed == "version 1 is the champion again, in the place of version 3\n"
+    printed = call(home, sys.executable, "-m", "flows.cli", "promote", "2")
+    assert printed == "version 2 is the champion, in the place of version 1\n"
+    assert aliases(home) == {CHAMPION: "2", CHALLENGER: "3"}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_champion_whose_files_are_gone_stays(home: Path) -> None:
+    night(home)
+    version = Registry(home).by_alias(CHAMPION)
+    assert version is not None
+    blob = home / ".dvc/cache/files/md5" / version.digest[:2] / version.digest[2:]
+    blob.chmod(0o644)
+    blob.unlink()
+    set_quality(home, 9)
+    state = night(home)
+    assert (state.name, aliases(home)[CHAMPION]) == ("Kept", "1")
+    assert "the champion was not evaluated in this run" in state.message
+
+
+def test_by_hand(tmp_path: Path, database: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shutil.copy2(database, tmp_path / "mlflow.db")
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    client = MlflowClient(f"sqlite:///{tmp_path}/mlflow.db")
+    client.create_registered_model("leash-policy")
+    for digest in ("aa", "bb"):
+        client.create_model_version("leash-policy", f"dvc://models/policy?md5={digest}.dir&project=/x")
+    registry = Registry(tmp_path)
+    with pytest.raises(UserError, match="there is no champion"):
+        promotion.undo(registry)
+    with pytest.raises(UserError, match="the registered policy has no version 7"):
+        promotion.by_hand(registry, "7")
+    assert promotion.by_hand(registry, "1") == "version 1 is the champion"
+    with pytest.raises(UserError, match="version 1 is the champion already"):
+        promotion.by_hand(registry, "1")
+    assert promotion.by_hand(registry, "2") == "version 2 is the champion, in the place of version 1"
+    assert promotion.undo(registry) == "version 1 is the champion again, in the place of version 2"
+    assert promotion.undo(registry) == "version 1 is no longer the champion; there was none before it"
+    with pytest.raises(UserError, match="there is no challenger"):
+        promotion.judge_challenger(tmp_path, registry)
+    assert [version.digest for version in map(registry.by_number, "12") if version] == ["aa.dir", "bb.dir"]
+
+
+def test_nothing_was_tracked_and_a_server_that_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    assert Registry(tmp_path).by_alias(CHAMPION) is None
+    assert not list(tmp_path.iterdir())
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://me:secret@127.0.0.1:1")
+    with pytest.raises(UserError, match="MLflow does not answer") as refused:
+        Registry(tmp_path).by_alias(CHAMPION)
+    assert "secret" not in str(refused.value)
+
+
+def test_the_page_of_a_decision() -> None:
+    decision = Decision("2", "1", decide(PromoteParams(), against(0.4, 0.6), ["kl_spike"], compared=True))
+    assert json.dumps(decision.markdown).count("|") == 5 * 5
+    assert "NO" in decision.text
