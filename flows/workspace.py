@@ -132,10 +132,11 @@ def _read_note(folder: Path) -> dict[str, object] | None:
 
 
 def _wait_for_gc(home: Path) -> None:
-    lock = FileLock(home / GC)
-    if not lock.acquire(GC_SECONDS):
-        raise UserError(f"process {holder(home / GC) or '?'} removes objects of DVC's cache; wait for its end")
-    lock.release()
+    deadline = time.monotonic() + GC_SECONDS
+    while is_held(home / GC):
+        if time.monotonic() > deadline:
+            raise UserError(f"process {holder(home / GC) or '?'} removes objects of DVC's cache; wait for its end")
+        time.sleep(0.1)
 
 
 def _wait_for_killed_run(workspace: Workspace) -> None:
