@@ -15,15 +15,9 @@ from ruamel.yaml import YAML
 from rlhf_core.locks import FileLock
 from tasks.stage import gpus
 from tasks.stage.gpus import LOCKS_VARIABLE, WITHOUT_GPU, claim_gpus, locked_gpus, visible_gpus
+from tests.tasks.stage.test_workers import PARAMS
 
 PROJECT = Path(__file__).parents[3]
-PARAMS = """
-ppo: {processes: 2}
-rloo: {enabled: true}
-grpo: {enabled: true, settings: {processes: 3}}
-reinforce: {enabled: false}
-dpo: {enabled: true}
-"""
 CLAIM = "import sys; from tasks.stage.gpus import claim_gpus; claim_gpus(sys.argv[1]); import os, time; "
 
 
