@@ -179,7 +179,7 @@ def _decision(home: Path, experiment: str, challenger: Version, champion: Versio
 
 
 def _yaml(text: str) -> dict[str, Any]:
-    return dict(YAML(typ="safe").load(text) or {})
+    return dict(YAML(typ="safe", pure=True).load(text) or {})
 
 
 def policy_digest(home: Path, experiment: str) -> str:
