@@ -1,15 +1,18 @@
 """Runs of tiny models with a failure mode each, and a healthy one: every detector finds its own failure mode, and none
 finds one in the healthy run."""
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
+from transformers import PreTrainedModel
 
 from rlhf_core.data.chat import Conversation
+from rlhf_core.models.sampling import Sampled
 from rlhf_core.models.scorers import Answers
-from rlhf_core.ppo.engines import LeashEngine
+from rlhf_core.ppo.engines import Engine, Key, LeashEngine, Prompts
 from rlhf_core.ppo.health import DETECTORS, SLOW_GENERATION, Alert, Monitor
 from rlhf_core.ppo.trainer import PPOTrainer
 
@@ -95,12 +98,24 @@ FAILING: dict[str, tuple[str, int, dict[str, Any]]] = {
     "huge_penalty": ("a KL coefficient times 100", 6, {"kl": {"coef": 100.0}, "learning_rate": 1e-2}),
     "engine_mismatch": ("an engine that samples at another temperature", 2, {"engine_temperature": 1.5}),
     SLOW_GENERATION: (
-        "long answers, few at a time, used once",
+        "an engine that waits a second before it samples",
         8,
-        {"max_new_tokens": 44, "batch_size": 8, "micro_batch_size": 8, "ppo_epochs": 1, "minibatches": 1},
+        {"engine_wait_s": 1.0, "batch_size": 8, "micro_batch_size": 8, "ppo_epochs": 1, "minibatches": 1},
     ),
 }  # fmt: skip
 """By detector: cause, steps, and the settings that differ from the healthy run."""
+
+
+@dataclass(frozen=True)
+class WaitingEngine:
+    """Waits before it samples. Long answers would do too, but then a busy machine decides what the phases take."""
+
+    engine: Engine
+    seconds: float
+
+    def __call__(self, policy: PreTrainedModel, prompts: Prompts, keys: Sequence[Key]) -> Sampled:
+        time.sleep(self.seconds)
+        return self.engine(policy, prompts, keys)
 
 
 @dataclass
@@ -127,11 +142,13 @@ def watched(make_trainer: MakeTrainer, **changes: Any) -> Watched:
     merged = dict(HEALTHY)
     for key, value in changes.items():
         merged[key] = {**merged.get(key, {}), **value} if isinstance(value, dict) else value
-    temperature = merged.pop("engine_temperature", None)
+    temperature, wait_s = merged.pop("engine_temperature", None), merged.pop("engine_wait_s", None)
     trainer = make_trainer(**merged)
     if temperature is not None:
         assert isinstance(trainer.engine, LeashEngine)
         trainer.engine = LeashEngine(replace(trainer.engine.rules, temperature=temperature))
+    if wait_s is not None:
+        trainer.engine = WaitingEngine(trainer.engine, wait_s)
     return Watched(trainer, Monitor(trainer.config))
 
 
