@@ -7,8 +7,11 @@ FROM python:3.11-slim
 RUN apt-get update && apt-get install --yes --no-install-recommends git make && rm -rf /var/lib/apt/lists/*
 ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
 WORKDIR /opt/leash
-COPY . .
+COPY pyproject.toml constraints.txt Makefile README.md LICENSE ./
+COPY flows flows
+COPY tasks tasks
+COPY rlhf_core rlhf_core
 RUN make setup TORCH_INDEX=${TORCH_INDEX} && .venv/bin/pip install --no-cache-dir --constraint constraints.txt '.[s3]'
 ENV PATH=/opt/leash/.venv/bin:$PATH POOL=leash LIMIT=1
 WORKDIR /leash
-CMD test -d .git || git clone "$REPOSITORY" .; exec leash worker "$POOL" --limit "$LIMIT"
+CMD (test -d .git || git clone "$REPOSITORY" .) && exec leash worker "$POOL" --limit "$LIMIT"

@@ -2,12 +2,14 @@
 
 import html
 import json
+import os
 import re
 from pathlib import Path
 from typing import Any
 
 from flows.text import dotted
 from tasks.stage.definition import git_state
+from tasks.tracking.settings import RUN_VARIABLE
 
 HEADLINES = {
     "win_rate": "win rate of the policy against SFT",
@@ -22,6 +24,8 @@ HEADLINES = {
     "alignment_tax": "alignment tax (nats per token)",
 }
 """The figures of `metrics/evaluate.json` on the page, and their labels."""
+ALERT = re.compile(r"\bALERT (?P<name>\w+).*")
+"""An alert of `ppo.health` in the output of a stage (tasks/training/ppo_loop.py prints it)."""
 
 
 def metric_rows(root: Path) -> list[dict[str, str]]:
@@ -42,11 +46,11 @@ def report_page(root: Path) -> str:
         "",
         f"Commit: {version}",
         "",
-        f"Report: `{root / 'report' / 'index.html'}`",
-        "",
-        f"Models: `{root / 'models'}`",
-        "",
     ]
+    if name := os.environ.get(RUN_VARIABLE):  # its workspace will be removed
+        lines += [f"DVC experiment: `{name}`; `dvc exp apply {name}` brings report and models", ""]
+    else:
+        lines += [f"Report: `{root / 'report' / 'index.html'}`", "", f"Models: `{root / 'models'}`", ""]
     path = root / "metrics" / "evaluate.json"
     if path.is_file():
         figures = json.loads(path.read_text(encoding="utf-8"))
@@ -54,6 +58,15 @@ def report_page(root: Path) -> str:
         present = {text: figures[key] for key, text in HEADLINES.items() if figures.get(key) is not None}
         lines += [f"| {text} | {_as_markdown(_text(value))} |" for text, value in present.items()]
     return "\n".join(lines) + "\n"
+
+
+def announce_alert(stage: str, line: str) -> None:
+    """Emit the Prefect event `leash.alert.NAME` where a stage prints that alert."""
+    if match := ALERT.search(line):
+        from prefect.events import emit_event
+
+        name, text = match["name"], match[0].removeprefix("ALERT ")
+        emit_event(f"leash.alert.{name}", {"prefect.resource.id": f"leash.stage.{stage}"}, payload={"alert": text})
 
 
 def publish(root: Path) -> None:

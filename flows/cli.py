@@ -336,27 +336,33 @@ def compare(
 
 @command
 def promote(
-    version: Annotated[
-        str | None, typer.Argument(metavar="VERSION", help="Of the registered policy, whatever the rules say.")
+    which: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[VERSION|EXPERIMENT]",
+            help="A version, whatever the rules say; or the experiment of a nightly run, by the rules.",
+        ),
     ] = None,
     undo: Annotated[bool, typer.Option("--undo", help="Go back to the champion before the present one.")] = False,
 ) -> None:
     """Make a registered policy the champion.
 
-    Without VERSION the challenger, the policy of the last nightly run, by the rules of `promote:` in its params.yaml;
-    exit code 1 where it is not promoted.
+    Without an argument the challenger, the policy of the last nightly run, by the rules of `promote:` in its
+    params.yaml; exit code 1 where it is not promoted.
     """
     root = find_root()
     from flows import promotion
     from tasks.tracking.registry import Registry
 
-    if version and undo:
-        raise UserError("choose VERSION or --undo")
+    if which and undo:
+        raise UserError("choose a version or --undo")
     registry = Registry(root)
-    if version or undo:
-        print(promotion.undo(registry) if undo else promotion.by_hand(registry, str(version)))
+    if undo or (which and which.isdecimal()):
+        print(promotion.undo(registry) if undo else promotion.by_hand(registry, str(which)))
         return
-    decision = promotion.judge_challenger(root, registry)
+    decision = (
+        promotion.judge_experiment(root, which, registry) if which else promotion.judge_challenger(root, registry)
+    )
     print(decision.text)
     _exit(int(not decision.promoted))
 

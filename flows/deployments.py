@@ -2,15 +2,17 @@
 
 import hashlib
 import os
+import re
 from pathlib import Path
 from typing import Any
 
 from prefect import flow, get_run_logger, task
 from prefect.artifacts import create_markdown_artifact
 from prefect.cache_policies import NO_CACHE
+from prefect.client.orchestration import get_client
 from prefect.client.schemas.objects import State
 from prefect.events import emit_event
-from prefect.runtime import task_run
+from prefect.runtime import flow_run, task_run
 from prefect.states import Cancelled, Completed
 
 from flows import isolated, processes, promotion, workspace
@@ -26,6 +28,9 @@ HOME_VARIABLE = "LEASH_HOME"
 ORIGIN = "origin"
 """The git remote through which workers get commits and give experiments."""
 REMOTE_OPTIONS = ("--pull", "--push")
+
+
+HASH = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 
 
 class RunFailed(Exception):
@@ -52,11 +57,14 @@ def nightly(
     home = Path(root) if root else _home()
     workspace.fetch(home, branch)
     space = workspace_of(home, branch, overrides or [])
+    with get_client(sync_client=True) as client:
+        client.update_flow_run(flow_run.id, name=space.name)
     get_run_logger().info(f"{branch} is at {space.commit[:12]}; workspace {space.root}")
     options = [word for word, chosen in (("--pull", pull), ("--push", push)) if chosen]
     registry = Registry(home)
     champion = _champion(space, registry)
-    ended = _run(promotion.with_champion(space, champion), options, root is None, champion=champion)
+    trailers = {isolated.NIGHTLY: branch, **({promotion.COMPARED: champion.digest} if champion else {})}
+    ended = _run(promotion.with_champion(space, champion), options, root is None, {}, trailers, champion)
     return _promote(space, registry) if ended is None else ended
 
 
@@ -70,20 +78,24 @@ def trial(
     remote has is not run again. Raises and ends as `nightly`.
     """
     home = _home()
+    if not HASH.fullmatch(commit) or name != isolated.as_name(name):
+        raise UserError(f"trial {name!r} of {commit!r}: not a name and the hash of a commit")
     if isolated.fetch(home, ORIGIN, commit, name):
-        get_run_logger().info(f"{ORIGIN} has experiment {name}; nothing to run")
+        get_run_logger().info(f"experiment {name} is there; nothing to run")
+        isolated.send(home, ORIGIN, commit, name)  # an earlier run of it may have ended before it could
         return name
     workspace.fetch_commit(home, ORIGIN, commit)
     variables = {STUDY_VARIABLE: study} if study else {}
     space = Workspace(home, name, commit, tuple(overrides))
-    return _run(space, options or [], True, variables) or name
+    return _run(space, options or [], True, variables, {isolated.STUDY: study} if study else {}) or name
 
 
 def _run(
     space: Workspace,
     options: list[str],
     for_worker: bool,
-    variables: dict[str, str] | None = None,
+    variables: dict[str, str],
+    trailers: dict[str, str],
     champion: Version | None = None,
 ) -> State[Any] | None:
     """Run the commit in its workspace; on a worker through the DVC remote, and the experiment goes to git's. None at
@@ -97,7 +109,7 @@ def _run(
         ):
             if champion is not None:
                 promotion.place(space, champion)
-            run_isolated(space, given, variables or {})
+            run_isolated(space, given, variables, trailers)
             if for_worker:
                 isolated.send(space.home, ORIGIN, space.commit, space.name)
     except (KeyboardInterrupt, SystemExit, processes.Stopped):
@@ -125,20 +137,19 @@ def _promote(space: Workspace, registry: Registry) -> State[Any]:
         get_run_logger().warning(f"no decision about the champion: {error}")
         return Completed(name="Undecided", message=str(error), data=space.name)
     get_run_logger().info(decision.text)
-    create_markdown_artifact(key="leash-promotion", markdown=decision.markdown, description=decision.title)
-    resource = {"prefect.resource.id": f"leash.policy.{decision.challenger}", "leash.experiment": space.name}
+    create_markdown_artifact(key="leash-promotion", markdown=decision.markdown, description="Who is the champion")
     word = promotion.PROMOTED if decision.promoted else promotion.KEPT
-    emit_event(f"leash.{word}", resource=resource, payload={"decision": decision.title})
-    for name in decision.alerts:
-        emit_event(f"leash.alert.{name}", resource=resource, payload={"alert": name, "experiment": space.name})
+    if not decision.unchanged:
+        resource = {"prefect.resource.id": f"leash.policy.{decision.challenger}", "leash.experiment": space.name}
+        emit_event(f"leash.{word}", resource=resource, payload={"decision": decision.title})
     return Completed(name=word.title(), message=decision.title, data=space.name)
 
 
 @task(name="leash run", cache_policy=NO_CACHE, persist_result=False)
-def run_isolated(space: Workspace, options: list[str], variables: dict[str, str]) -> None:
+def run_isolated(space: Workspace, options: list[str], variables: dict[str, str], trailers: dict[str, str]) -> None:
     """`leash run` in the workspace; its own flow run is a child of this task. Raises UserError and RunFailed."""
     logger = get_run_logger()
-    result = isolated.run(space, logger.info, options, {**variables, PARENT_VARIABLE: str(task_run.id)})
+    result = isolated.run(space, logger.info, options, {**variables, PARENT_VARIABLE: str(task_run.id)}, trailers)
     if result.code:
         message = f"{result.error} (kept in {space.root})"
         raise UserError(message) if result.code == 2 else RunFailed(message)

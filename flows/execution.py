@@ -37,7 +37,7 @@ class Execution:
     pull: bool = False
     """Whether DVC's remote may give more."""
     fresh: set[str] = field(default_factory=set)
-    """The stages that this run has computed from changed inputs."""
+    """The stages that this run has computed from changed inputs, and of which a remote could have had the result."""
     why: dict[str, str] = field(default_factory=dict)
     failures: dict[str, list[str]] = field(default_factory=dict)
 
@@ -62,7 +62,7 @@ class Execution:
         except StageCrash as error:
             failures.append(str(error).removeprefix(f"{stage}: "))
             raise
-        if outcome.state == EXECUTED and stage not in self.fetched.recorded:
+        if outcome.state == EXECUTED and stage not in self.fetched.recorded and self.project.can_be_shared(stage):
             self.fresh.add(stage)
         return replace(outcome, why=self.why[stage], attempts=len(failures) + 1)
 

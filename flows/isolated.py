@@ -22,6 +22,8 @@ from tasks.tracking.settings import RUN_VARIABLE
 RECORDED = ("metrics", "plots", "params.yaml")
 """What is read of an experiment."""
 RECORD_SECONDS = 600.0
+NIGHTLY, STUDY = "Nightly", "Study"
+"""Trailers of an experiment's message: the branch of a nightly run, the study of a trial."""
 _NOT_IN_NAMES = re.compile(r"[^\w.=-]+")
 
 OnLine = Callable[[str], None]
@@ -37,10 +39,14 @@ class Result:
 
 
 def run(
-    space: Workspace, on_line: OnLine, options: Sequence[str] = (), variables: Mapping[str, str] | None = None
+    space: Workspace,
+    on_line: OnLine,
+    options: Sequence[str] = (),
+    variables: Mapping[str, str] | None = None,
+    trailers: Mapping[str, str] | None = None,
 ) -> Result:
     """`leash run OPTIONS` in the workspace, which must be open. When it ends well it is recorded as the DVC experiment
-    and MLflow run `space.name`, and the workspace is removed; else the workspace stays.
+    and MLflow run `space.name`, `trailers` in its message, and the workspace is removed; else the workspace stays.
 
     Raises processes.Stopped when this process stops it, UserError when the experiment cannot be saved.
     """
@@ -61,15 +67,20 @@ def run(
         error = "; ".join(errors) or f"leash run ended with {code}"
         workspace.write_note(space, why_kept=error)
         return Result(code, seconds, error)
-    record(space, seconds)
+    try:
+        record(space, {"MLflow run": space.name, "Seconds": f"{seconds:.1f}", **(trailers or {})})
+    except UserError as refused:
+        workspace.write_note(space, why_kept=str(refused))
+        raise
     workspace.remove(space)
     return Result(0, seconds)
 
 
-def record(space: Workspace, seconds: float) -> None:
+def record(space: Workspace, trailers: Mapping[str, str]) -> None:
     """Save the workspace as a DVC experiment named as it is; it replaces an older one. Raises UserError."""
     changes = " ".join(space.overrides) or "no parameter changed"
-    message = f"{space.name}: {changes}\n\nMLflow run: {space.name}\nSeconds: {seconds:.1f}"
+    lines = [f"{name}: {value}" for name, value in trailers.items()]
+    message = "\n".join([f"{space.name}: {changes}", "", *lines])
     present = [name for name in RECORDED if (space.root / name).exists()]  # also what git does not track yet
     command = [sys.executable, "-m", "dvc", "--wait-for-lock", "exp", "save", "--force", "--name", space.name,
                "--message", message, *(word for name in present for word in ("--include-untracked", name))]  # fmt: skip
@@ -78,19 +89,40 @@ def record(space: Workspace, seconds: float) -> None:
         raise UserError(f"{space.name}: work/experiments.lock is held by another process; stop it, then run again")
     changed = {**os.environ, **workspace.environment(space.root), **_identity(space.home)}
     env = {name: value for name, value in changed.items() if value is not None}
-    lines: list[str] = []
+    printed: list[str] = []
     try:
-        code = processes.run(command, cwd=space.root, env=env, on_line=lines.append)
+        code = processes.run(command, cwd=space.root, env=env, on_line=printed.append)
     finally:
         lock.release()
     if code or find(space.home, space.commit, space.name) is None:
-        reason = next((line for line in reversed(lines) if line.strip()), "it printed nothing")
+        reason = next((line for line in reversed(printed) if line.strip()), "it printed nothing")
         raise UserError(f"{space.name}: `dvc exp save` failed ({reason}); its results are kept in {space.root}")
 
 
 def find(home: Path, commit: str, name: str) -> str | None:
     """The commit of a DVC experiment of this baseline; None where there is none."""
     return workspace.git(home, "for-each-ref", "--format=%(objectname)", _ref(commit, name)).strip() or None
+
+
+def baseline(home: Path, name: str) -> str:
+    """The commit from which the newest experiment of this name was made. Raises UserError where there is none."""
+    words = ("--sort=-committerdate", "--format=%(refname)", f"refs/exps/*/*/{name}")
+    found = workspace.git(home, "for-each-ref", *words).split()
+    if not found:
+        raise UserError(f"no experiment {name}; `dvc exp show` lists those that there are")
+    first, rest = found[0].split("/")[2:4]
+    return first + rest
+
+
+def trailer(home: Path, experiment: str, name: str) -> str | None:
+    """`trailer_of` the message of an experiment."""
+    return trailer_of(workspace.git(home, "log", "-1", "--format=%B", experiment), name)
+
+
+def trailer_of(message: str, name: str) -> str | None:
+    """The value of a line `NAME: VALUE` below the first line; None where there is none."""
+    line = re.search(rf"\n{re.escape(name)}: (.+)$", message, re.MULTILINE)
+    return line[1] if line else None
 
 
 def fetch(home: Path, remote: str, commit: str, name: str) -> str | None:
@@ -120,12 +152,11 @@ def read(home: Path, experiment: str) -> tuple[dict[str, bytes], float | None]:
     present = workspace.git(home, "ls-tree", "--name-only", experiment).split("\n")
     paths = [name for name in RECORDED if name in present]
     archive = workspace.git_bytes(home, "archive", "--format=tar", experiment, "--", *paths)
-    message = workspace.git(home, "log", "-1", "--format=%B", experiment)
-    seconds = re.search(r"^Seconds: ([\d.]+)$", message, re.MULTILINE)
+    seconds = trailer(home, experiment, "Seconds")
     with tarfile.open(fileobj=io.BytesIO(archive)) as tar:
         opened = {member.name: tar.extractfile(member) for member in tar.getmembers() if member.isfile()}
         files = {name: file.read() for name, file in opened.items() if file is not None}
-    return files, float(seconds[1]) if seconds else None
+    return files, float(seconds) if seconds else None
 
 
 def as_name(text: str) -> str:

@@ -1,6 +1,7 @@
 """The Prefect flow: the graph of `dvc.yaml`, a Prefect task for each stage. `serve` pickles this module, so locks,
 events and registries are kept in other modules."""
 
+import os
 from collections.abc import Collection
 from functools import partial
 from pathlib import Path
@@ -12,6 +13,7 @@ from prefect.client.schemas.objects import State
 from prefect.futures import PrefectFuture, as_completed
 from prefect.states import Cancelled, Completed
 from prefect.task_runners import TaskRunner, ThreadPoolTaskRunner
+from prefect.utilities.names import generate_slug
 
 from flows import artifacts, driver, processes, remote, terminal
 from flows.environment import find_root
@@ -22,6 +24,7 @@ from rlhf_core.errors import UserError
 from tasks.stage.dvc_adapter import recorded_order, restore_order
 from tasks.stage.pipeline_run import finish
 from tasks.tracking import outbox
+from tasks.tracking.settings import RUN_VARIABLE
 
 
 def is_retriable(task: Any, run: Any, state: State[Any]) -> bool:
@@ -36,7 +39,8 @@ def stage_task(execution: Execution, stage: str) -> State[Outcome]:
         outcome = execution.run(stage)
     except processes.Stopped:
         return Cancelled(message="stopped with the run")
-    return Completed(name=outcome.state, message=outcome.message or outcome.why or None, data=outcome)
+    message = outcome.message or (f"its reason: {outcome.why}" if outcome.why else None)
+    return Completed(name=outcome.state, message=message, data=outcome)
 
 
 def _threads() -> TaskRunner[PrefectFuture[Any]]:
@@ -45,7 +49,12 @@ def _threads() -> TaskRunner[PrefectFuture[Any]]:
     return cast(TaskRunner[PrefectFuture[Any]], runner)
 
 
-@flow(name="leash", task_runner=_threads(), persist_result=False)
+def _name() -> str:
+    """The name of an isolated run, else two words."""
+    return os.environ.get(RUN_VARIABLE) or generate_slug(2)
+
+
+@flow(name="leash", flow_run_name=_name, task_runner=_threads(), persist_result=False)
 def pipeline(
     stages: list[str] | None = None,
     force: bool = False,
@@ -180,10 +189,11 @@ def _outcome(execution: Execution, stage: str, state: State[Outcome]) -> Outcome
 
 
 def _printer() -> Print:
-    """Sends each line to Prefect's log of the run, and to the terminal where it is open."""
+    """Sends each line to Prefect's log of the run, and to the terminal where it is open; an alert is also an event."""
     logger = get_run_logger()
 
     def send(stage: str, line: str) -> None:
+        artifacts.announce_alert(stage, line)
         if terminal.is_shown(line):
             logger.info(f"{stage}: {line}" if stage and not line.startswith("[") else line)
             terminal.print_line(stage, line)

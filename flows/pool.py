@@ -43,9 +43,10 @@ class Pool:
             key = f"{study}/{trial_name}/{commit}/{attempt}"
             state, is_new = self._follow(parameters, key, on_line)
             if state.is_completed():
-                if isolated.fetch(self.home, ORIGIN, commit, trial_name) is None:
+                if isolated.fetch(self.home, ORIGIN, commit, trial_name) is not None:
+                    return
+                if is_new:
                     raise TrialFailed(f"its flow run is Completed, but {ORIGIN} has no experiment {trial_name}")
-                return
             left -= is_new
             if is_new and (not state.is_crashed() or not left):
                 raise TrialFailed(f"{state.name}: {state.message or 'no message'}")

@@ -14,7 +14,7 @@ from flows import isolated, workspace
 from flows.text import table
 from flows.workspace import Workspace
 from rlhf_core.errors import UserError
-from tasks.params.loader import parse
+from tasks.params.loader import PARAMS_FILE, parse
 from tasks.params.promote import PromoteParams
 from tasks.tracking.registry import BEFORE, CHALLENGER, CHAMPION, Registry, Version
 
@@ -23,6 +23,10 @@ if TYPE_CHECKING:
 
 EXTRA = Path("models") / "extra"
 PROMOTED, KEPT = "promoted", "kept"
+COMPARED = "Champion"
+"""Trailer of an experiment's message: DVC's hash of the champion that its evaluation has compared."""
+INDEPENDENT = ("pairs", "scores")
+"""Kinds of judges; the third is the reward model of the run, which PPO has maximised."""
 
 
 @dataclass(frozen=True)
@@ -44,8 +48,9 @@ class Decision:
     """The version before."""
     rules: tuple[Rule, ...] = ()
     reason: str = ""
-    """Why it was not compared, or who decided."""
-    alerts: tuple[str, ...] = ()
+    """Why it was not compared."""
+    unchanged: bool = False
+    """The challenger is the champion itself."""
 
     @property
     def promoted(self) -> bool:
@@ -58,31 +63,34 @@ class Decision:
         if self.promoted:
             over = f", in the place of version {self.champion}" if self.champion else ", the first one"
             return f"{PROMOTED}: version {self.challenger} is the champion{over}"
-        broken = "; ".join(f"{rule.name} {rule.measured}, not {rule.bound}" for rule in self.rules if not rule.holds)
+        broken = "; ".join(f"{one.name}: {one.measured}, must be {one.bound}" for one in self.rules if not one.holds)
         stays = f"version {self.champion} stays the champion" if self.champion else "there is no champion"
         return f"{KEPT}: {stays} ({self.reason or broken})"
 
     @property
     def text(self) -> str:
         """The title and a table of the rules."""
-        rows = [(rule.name, rule.measured, rule.bound, "yes" if rule.holds else "NO") for rule in self.rules]
-        return "\n".join([self.title, *(["", table([("rule", "measured", "bound", "holds"), *rows])] if rows else [])])
+        return "\n".join([self.title, *(["", table(self._rows())] if self.rules else [])])
 
     @property
     def markdown(self) -> str:
         """The same, for Prefect's page."""
-        lines = [f"# {self.title}", "", "| rule | measured | bound | holds |", "|---|---|---|---|"]
-        return "\n".join([*lines, *(f"| {r.name} | {r.measured} | {r.bound} | {r.holds} |" for r in self.rules)])
+        heading, *rows = [f"| {' | '.join(row)} |" for row in self._rows()]
+        return "\n".join([self.title, "", *([heading, "|---|---|---|---|", *rows] if rows else [])])
+
+    def _rows(self) -> list[tuple[str, str, str, str]]:
+        rows = [(rule.name, rule.measured, rule.bound, "yes" if rule.holds else "NO") for rule in self.rules]
+        return [("rule", "measured", "must be", "holds"), *rows]
 
 
 def with_champion(space: Workspace, champion: Version | None) -> Workspace:
     """The workspace whose evaluation answers with the champion, too."""
     if champion is None:
         return space
-    params = _yaml(workspace.git(space.home, "show", f"{space.commit}:params.yaml"))
+    params = _yaml(workspace.git(space.home, "show", f"{space.commit}:{PARAMS_FILE}"))
     others = (params.get("evaluate") or {}).get("extra_models") or []
     models = ",".join([*(name for name in others if name != CHAMPION), CHAMPION])
-    return replace(space, overrides=(*space.overrides, f"evaluate.extra_models=[{models}]"))
+    return replace(space, overrides=(*space.overrides, f"++evaluate.extra_models=[{models}]"))
 
 
 def files_of(home: Path, version: Version) -> "dict[str, Stored]":
@@ -112,17 +120,20 @@ def decide(
 
 def _rules(params: PromoteParams, figures: Mapping[str, Any], alerts: Sequence[str], compared: bool) -> Iterator[Rule]:
     if compared:
+        judge = figures.get("judged_by")
+        independent = judge in INDEPENDENT or (params.allow_reward_model and judge is not None)
+        yield Rule("judge", str(judge), "independent of the policy's training", independent)
         other = figures["models"][CHAMPION]
         low, high = (1.0 - end for end in reversed(other["win_rate_vs_policy_ci95"]))
         measured = f"{1.0 - other['win_rate_vs_policy']:.3f} ({low:.3f} to {high:.3f})"
-        bound = f"low end above {params.win_rate_above:g}"
+        bound = f"above {params.win_rate_above:g} with its interval"
         yield Rule("win rate against the champion", measured, bound, low > params.win_rate_above)
     kl, missing = figures.get("kl_per_sequence"), figures.get("missing_eos_share")
     if params.kl_below is not None:
         yield _below("KL, nats", kl, params.kl_below)
     yield _below("answers without an end", missing, params.missing_eos_below)
     standing = sorted({name for name in alerts if name not in params.allowed_alerts})
-    yield Rule("health alerts", ", ".join(standing) or "none", "none but allowed ones", not standing)
+    yield Rule("health alerts", ", ".join(standing) or "none", "none, or allowed ones", not standing)
 
 
 def _below(name: str, value: float | None, bound: float) -> Rule:
@@ -139,16 +150,24 @@ def judge(home: Path, name: str, commit: str, registry: Registry) -> Decision:
         raise UserError(f"no experiment {name} of commit {commit[:12]}; `dvc exp show` lists those that there are")
     challenger = registry.by_digest(policy_digest(home, experiment))
     if challenger is None:
-        raise UserError(f"MLflow has no version of the policy of {name}; `leash sync`, then `leash promote`")
+        raise UserError(f"MLflow has no version of the policy of {name}; `leash sync`, then `leash promote {name}`")
     registry.set_alias(CHALLENGER, challenger)
     champion = registry.by_alias(CHAMPION)
     decision = _decision(home, experiment, challenger, champion)
+    if decision.unchanged:
+        return decision
     tags = {"leash.promotion": decision.title, "leash.experiment": name, "leash.commit": commit}
     if decision.promoted:
         tags[BEFORE] = champion.number if champion else "none"
+    registry.tag(challenger, tags)  # before the alias: a champion without BEFORE could not be undone
+    if decision.promoted:
         registry.set_alias(CHAMPION, challenger)
-    registry.tag(challenger, tags)
     return decision
+
+
+def judge_experiment(home: Path, name: str, registry: Registry) -> Decision:
+    """`judge` for the newest experiment of this name. Raises UserError where there is none."""
+    return judge(home, name, isolated.baseline(home, name), registry)
 
 
 def judge_challenger(home: Path, registry: Registry) -> Decision:
@@ -164,18 +183,20 @@ def judge_challenger(home: Path, registry: Registry) -> Decision:
 
 def _decision(home: Path, experiment: str, challenger: Version, champion: Version | None) -> Decision:
     files, _ = isolated.read(home, experiment)
-    params = parse(PromoteParams, _yaml(files["params.yaml"].decode("utf-8")).get("promote") or {}, "promote")
+    params = parse(PromoteParams, _yaml(files[str(PARAMS_FILE)].decode("utf-8")).get("promote") or {}, "promote")
     figures = json.loads(files["metrics/evaluate.json"])
-    alerts = tuple(alert["name"] for alert in json.loads(files.get("metrics/ppo.json", b"{}")).get("alerts") or [])
+    alerts = [alert["name"] for alert in json.loads(files.get("metrics/ppo.json", b"{}")).get("alerts") or []]
     before = champion.number if champion else None
     if champion is not None and champion.digest == challenger.digest:
-        return Decision(challenger.number, before, reason="the policy is the champion itself", alerts=alerts)
+        return Decision(challenger.number, before, reason="the policy is the champion itself", unchanged=True)
     if not params.enabled:
-        return Decision(challenger.number, before, reason="promote.enabled is false", alerts=alerts)
-    compared = CHAMPION in (figures.get("models") or {})
-    if champion is not None and not compared:
-        return Decision(challenger.number, before, reason="the champion was not evaluated in this run", alerts=alerts)
-    return Decision(challenger.number, before, decide(params, figures, alerts, champion is not None), alerts=alerts)
+        return Decision(challenger.number, before, reason="promote.enabled is false")
+    compared = isolated.trailer(home, experiment, COMPARED)
+    if champion is not None and (compared is None or CHAMPION not in (figures.get("models") or {})):
+        return Decision(challenger.number, before, reason="the champion was not evaluated in this run")
+    if champion is not None and compared != champion.digest:
+        return Decision(challenger.number, before, reason="the champion has changed since this run; run again")
+    return Decision(challenger.number, before, decide(params, figures, alerts, champion is not None))
 
 
 def _yaml(text: str) -> dict[str, Any]:
@@ -199,8 +220,8 @@ def by_hand(registry: Registry, number: str) -> str:
         raise UserError(f"the registered policy has no version {number}")
     if champion is not None and champion.number == version.number:
         raise UserError(f"version {number} is the champion already")
-    registry.set_alias(CHAMPION, version)
     registry.tag(version, {BEFORE: champion.number if champion else "none", "leash.promotion": f"{PROMOTED}: by hand"})
+    registry.set_alias(CHAMPION, version)
     return f"version {number} is the champion" + (f", in the place of version {champion.number}" if champion else "")
 
 

@@ -38,27 +38,36 @@ def serve(
     branch = branch or _checked_out(root)
     space = Workspace(root, workspace.SERVE, workspace.resolve(root, branch))
     with workspace.opened(space):
-        print(f"nightly/leash at {cron!r} ({timezone}), scheduled by {shown}; stop with Ctrl-C", flush=True)
-        print(
-            f"each run takes the commit of {branch} at its start (now {space.commit[:12]}), in work/runs/", flush=True
+        try:
+            return _serve(root, space, url, [cron, timezone, branch, str(limit)], watch)
+        finally:
+            workspace.remove(space)
+
+
+def _serve(root: Path, space: Workspace, url: str, words: list[str], watch: float | None) -> int:
+    """Run Prefect's runner until it ends, with the code in `space`, and look for new data meanwhile."""
+    cron, timezone, branch, _ = words
+    print(
+        f"nightly/leash at {cron!r} ({timezone}), scheduled by {without_credentials(url)}; stop with Ctrl-C", flush=True
+    )
+    print(f"each run takes the commit of {branch} at its start (now {space.commit[:12]}), in work/runs/", flush=True)
+    command = [sys.executable, "-m", "flows.serve", str(root), *words]
+    changed = {**os.environ, **workspace.environment(space.root), "PREFECT_API_URL": url, "PYTHONUNBUFFERED": "1"}
+    env = {name: value for name, value in changed.items() if value is not None}
+    with ThreadPoolExecutor(1) as listener, processes.session():
+        runner = listener.submit(
+            processes.run,
+            command,
+            cwd=space.root,
+            env=env,
+            on_line=partial(print, flush=True),
+            signals=processes.RUNNER_SIGNALS,
         )
-        command = [sys.executable, "-m", "flows.serve", str(root), cron, timezone, branch, str(limit)]
-        changed = {**os.environ, **workspace.environment(space.root), "PREFECT_API_URL": url, "PYTHONUNBUFFERED": "1"}
-        env = {name: value for name, value in changed.items() if value is not None}
-        with ThreadPoolExecutor(1) as listener, processes.session():
-            runner = listener.submit(
-                processes.run,
-                command,
-                cwd=space.root,
-                env=env,
-                on_line=partial(print, flush=True),
-                signals=processes.RUNNER_SIGNALS,
-            )
-            seen = data_of(root, branch) if watch else ""
-            while True:
-                with suppress(TimeoutError):
-                    return runner.result(timeout=watch)
-                seen = _run_with_new_data(root, branch, seen, url)
+        seen = data_of(root, branch) if watch else ""
+        while True:
+            with suppress(TimeoutError):
+                return runner.result(timeout=watch)
+            seen = _run_with_new_data(root, branch, seen, url)
 
 
 def data_of(home: Path, branch: str) -> str:
@@ -80,7 +89,7 @@ def _run_with_new_data(home: Path, branch: str, seen: str, url: str) -> str:
             commit = workspace.resolve(home, branch)
             print(f"the data of {branch} have changed; starting a run of {commit[:12]}", flush=True)
             run_deployment("nightly/leash", parameters={"root": str(home), "branch": branch}, timeout=0,
-                           flow_run_name=f"new data {commit[:8]}", idempotency_key=f"{home} {now}")  # fmt: skip
+                           flow_run_name=f"new data {commit[:8]}", idempotency_key=f"{home} {commit}")  # fmt: skip
             resource = {"prefect.resource.id": f"leash.data.{branch}", "leash.commit": commit}
             emit_event("leash.new-data", resource=resource)
     except Exception as error:  # a lost server, a remote that fails: the schedule goes on

@@ -64,6 +64,10 @@ class Project:
         with self._lock:
             return self._project.is_recorded(name)
 
+    def can_be_shared(self, name: str) -> bool:
+        """Whether DVC's run cache can hold results of the stage."""
+        return self._project.can_be_shared(name)
+
     def makers_of_params(self, name: str) -> set[str]:
         """The stages that make a file of parameters of the stage; without it nobody can say whether it changed."""
         return self._project.makers_of_params(name)

@@ -36,6 +36,12 @@ NOTE = "workspace.json"
 """Written when the workspace is complete: its commit, its overrides, and why it was kept."""
 STOPPING_SECONDS = sum(seconds for _, seconds in processes.STAGE_SIGNALS) + 5.0
 """How long the stages of a killed run may take to end."""
+_OF_A_REPOSITORY = (
+    "GIT_DIR", "GIT_WORK_TREE", "GIT_COMMON_DIR", "GIT_INDEX_FILE", "GIT_PREFIX", "GIT_NAMESPACE", "GIT_SHALLOW_FILE",
+    "GIT_OBJECT_DIRECTORY", "GIT_ALTERNATE_OBJECT_DIRECTORIES", "GIT_QUARANTINE_PATH",
+)  # fmt: skip
+"""Variables that tie git to the repository of a hook (`git rev-parse --local-env-vars`); those with credentials and
+settings stay."""
 _GIT = threading.Lock()
 """`git worktree add` fails where another one runs at the same moment."""
 
@@ -178,14 +184,14 @@ def _remove_tree(workspace: Workspace) -> None:
     shutil.rmtree(workspace.root, ignore_errors=True)
     for name in ("cache", "site"):
         shutil.rmtree(workspace.folder / name, ignore_errors=True)
-    with _GIT:
-        git(workspace.home, "worktree", "prune")
+    forget(workspace.home, workspace.root)
 
 
-def forget_removed(home: Path) -> None:
-    """Remove git's entries of worktrees that are gone."""
-    with suppress(UserError):  # no git repository
-        git(home, "worktree", "prune")
+def forget(home: Path, tree: Path) -> None:
+    """Remove git's entry of a worktree whose folder is gone. (`git worktree prune` removes also those on disks that are
+    not mounted.)"""
+    with _GIT, suppress(UserError):  # no repository, or no entry
+        git(home, "worktree", "remove", "--force", "--force", str(tree))
 
 
 def found(home: Path) -> Iterator[tuple[Path, int | None]]:
@@ -216,7 +222,8 @@ def fetch(home: Path, branch: str) -> None:
     """Bring a remote's branch up to date; does nothing for a local one. Raises UserError when the remote fails."""
     remote, _, name = branch.partition("/")
     if name and remote in git(home, "remote").split():
-        git(home, "fetch", "--quiet", remote, name)
+        git(home, "check-ref-format", f"refs/heads/{name}")  # else git could take it for an option or a refspec
+        git(home, "fetch", "--quiet", remote, f"+refs/heads/{name}:refs/remotes/{remote}/{name}")
 
 
 def fetch_commit(home: Path, remote: str, commit: str) -> None:
@@ -236,7 +243,8 @@ def git(folder: Path, *words: str) -> str:
 def git_bytes(folder: Path, *words: str) -> bytes:
     """As `git`, for output that is not text."""
     command = ["git", "-c", "core.hooksPath=/dev/null", *words]
-    done = subprocess.run(command, cwd=folder, env=_process_environment(), capture_output=True, check=False)
+    env = {"GIT_TERMINAL_PROMPT": "0"} | _process_environment()
+    done = subprocess.run(command, cwd=folder, env=env, stdin=subprocess.DEVNULL, capture_output=True, check=False)
     if done.returncode:
         error = " ".join(done.stderr.decode("utf-8", "replace").split()).removeprefix("fatal: ")
         raise UserError(f"git {words[0]} in {folder}: {error or f'it ended with {done.returncode}'}")
@@ -249,7 +257,7 @@ def _process_environment() -> dict[str, str]:
 
 
 def _git_variables() -> Environment:
-    return {name: None for name in os.environ if name.startswith("GIT_") and name not in {"GIT_SSH", "GIT_SSH_COMMAND"}}
+    return dict.fromkeys(_OF_A_REPOSITORY)
 
 
 @contextmanager

@@ -3,6 +3,7 @@ has to be removed."""
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import time
@@ -69,9 +70,13 @@ class FileLock:
 def is_held(path: Path) -> bool:
     """Whether a process holds the lock on `path`."""
     try:
-        fd = os.open(path, os.O_RDONLY)
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)  # of another user: a link, a pipe
     except FileNotFoundError:
         return False
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            return False
+        raise
     try:
         fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -46,7 +46,8 @@ def remove(root: Path, confirmed: "list[Leftover]", everything: bool) -> str:
 
     present = {leftover.path for leftover in find_leftovers(root, everything).leftovers}
     gone = remove_all(root, [leftover for leftover in confirmed if leftover.path in present], everything)
-    workspace.forget_removed(root)
+    for leftover in gone:
+        workspace.forget(root, leftover.path / workspace.TREE)
     kept = len(confirmed) - len(gone)
     rest = f"; {kept} stay: they are in use now, or could not be removed" if kept else ""
     return f"removed {_count(gone)}{rest}"

@@ -14,15 +14,16 @@ from tempfile import TemporaryDirectory
 from rich.filesize import decimal
 
 from flows import driver, workspace
+from flows.isolated import NIGHTLY, STUDY, trailer_of
 from flows.text import table
 from rlhf_core.errors import UserError
 from rlhf_core.locks import FileLock, holder, is_held
 from tasks.tracking import settings
-from tasks.tracking.registry import CHALLENGER, CHAMPION, Registry
+from tasks.tracking.registry import BEFORE, CHALLENGER, CHAMPION, Registry
 
 EXPERIMENT = re.compile(r"refs/exps/[0-9a-f]{2}/[0-9a-f]{38,62}/(?P<name>.+)")
 ALIASES = (CHAMPION, CHALLENGER, settings.POLICY_ALIAS)
-"""Versions of the registered policy that stay."""
+"""Versions of the registered policy that stay, and the champion's predecessor, which `leash promote --undo` needs."""
 LOCK_SECONDS = 5.0
 
 
@@ -62,7 +63,7 @@ def gc(root: Path, keep: int, studies: Sequence[str], yes: bool) -> None:
     """Print what the cache holds and what goes; remove it with `yes`.
 
     Raises UserError where a run works (with `yes`), the cache is shared with other projects, a study is unknown, MLflow
-    does not answer, or DVC fails.
+    does not answer or has nothing of the nightly runs that go, or DVC fails.
     """
     if not yes:
         plan = examine(root, keep, studies)
@@ -72,6 +73,11 @@ def gc(root: Path, keep: int, studies: Sequence[str], yes: bool) -> None:
     with alone(root):
         plan = examine(root, keep, studies)
         print(render(plan), flush=True)
+        if any(run.goes for run in plan.runs) and not Registry(root).exists:
+            raise UserError(
+                f"{settings.tracking_uri(root)} does not exist, so the champion is unknown; set MLFLOW_TRACKING_URI to "
+                "where the runs were tracked"
+            )
         print(remove(root, plan))
 
 
@@ -118,17 +124,17 @@ def _refs(root: Path, *patterns: str) -> list[tuple[str, str, str]]:
 
 def _old(root: Path, experiments: Sequence[tuple[str, str, str]], keep: int, studies: Sequence[str]) -> set[str]:
     """The experiments that go: nightly ones but the last `keep`, and those of the studies."""
-    known = [path.parent.name for path in (root / "work" / "studies").glob("*/study.json")]
+    texts = workspace.git(root, "for-each-ref", "--format=%(refname)%00%(contents)%01", "refs/exps").split("\1")
+    message = dict(text.strip().split("\0", 1) for text in texts if text.strip())
+    of_study = {ref: trailer_of(message[ref], STUDY) for ref, _, _ in experiments}
+    begun = {path.name for path in (root / "work" / "studies").glob("*/")}
+    known = sorted(begun.union(study for study in of_study.values() if study))
     if unknown := set(studies) - set(known):
         raise UserError(
-            f"--studies {', '.join(sorted(unknown))}: work/studies has {', '.join(sorted(known)) or 'none'}"
+            f"--studies {', '.join(sorted(unknown))}: there are experiments of {', '.join(known) or 'none'}"
         )
-    goes = [ref for ref, _, _ in experiments if ref.rpartition("/")[2].startswith("nightly-")][keep:]
-    for ref, _, _ in experiments:
-        name = ref.rpartition("/")[2]
-        own = max((study for study in known if name.startswith(f"{study}-")), key=len, default="")
-        goes += [ref] if own in studies else []
-    return set(goes)
+    nightly = [ref for ref, _, _ in experiments if trailer_of(message[ref], NIGHTLY)]
+    return {*nightly[keep:], *(ref for ref, study in of_study.items() if study in studies)}
 
 
 def _worktrees(root: Path) -> list[Path]:
@@ -142,15 +148,23 @@ def champions(root: Path) -> list[tuple[str, frozenset[str]]]:
     """(name, objects) of the registered policies with an alias of `ALIASES`. Raises UserError when MLflow fails."""
     from tasks.stage.dvc_adapter import open_project
 
-    registry, found = Registry(root), []
+    registry = Registry(root)
+    versions = [(registry.by_alias(alias), alias) for alias in ALIASES]
+    versions += [(registry.by_number(one.tags[BEFORE]), "champion before") for one, alias in versions
+                 if one is not None and alias == CHAMPION and one.tags.get(BEFORE, "none") != "none"]  # fmt: skip
+    names: dict[str, list[str]] = {}
+    for one, what in versions:
+        if one is not None:
+            names.setdefault(one.number, []).append(what)
+    digests = {one.number: one.digest for one, _ in versions if one is not None}
     with open_project(root) as project:
-        for alias in ALIASES:
-            version = registry.by_alias(alias)
-            if version is not None:
-                members = [path.parent.name + path.name for _, path in project.cached(version.digest)]
-                title = f"{settings.POLICY_MODEL} version {version.number} ({alias})"
-                found.append((title, frozenset({version.digest, *members})))
-    return found
+        return [
+            (
+                f"{settings.POLICY_MODEL} version {number} ({', '.join(names[number])})",
+                frozenset({digest, *(path.parent.name + path.name for _, path in project.cached(digest))}),
+            )
+            for number, digest in digests.items()
+        ]
 
 
 @contextmanager

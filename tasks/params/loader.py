@@ -20,19 +20,25 @@ Model = TypeVar("Model", bound=BaseModel)
 
 
 def read_yaml(path: Path = PARAMS_FILE) -> dict[str, Any]:
-    """The file as plain dictionaries; a method without a block is switched off. Raises UserError when the file is
-    missing, is not YAML, is not a mapping, is too large, or has a tag such as `!!python/object`.
-    """
+    """The file as plain dictionaries, as `parse_yaml`. Raises UserError also when it is missing or too large."""
     try:
         if path.stat().st_size > LARGEST_BYTES:
             raise UserError(f"{path}: larger than {LARGEST_BYTES // 2**10} KiB; that is no parameter file")
-        content = YAML(typ="safe", pure=True).load(path.read_text(encoding="utf-8"))
+        return parse_yaml(path.read_text(encoding="utf-8"), path)
     except FileNotFoundError:
         raise UserError(f"{path}: file not found; copy one of examples/*.yaml there") from None
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror}); name a parameter file") from None
     except UnicodeDecodeError:
         raise UserError(f"{path}: not UTF-8; save the file as UTF-8") from None
+
+
+def parse_yaml(text: str, path: Path) -> dict[str, Any]:
+    """The text of the parameter file `path` as plain dictionaries; a method without a block is switched off. Raises
+    UserError when it is not YAML, is not a mapping, or has a tag such as `!!python/object`.
+    """
+    try:
+        content = YAML(typ="safe", pure=True).load(text)
     except YAMLError as error:
         raise UserError(f"{path}: no valid YAML ({_problem(error)})") from None
     except RecursionError:

@@ -16,6 +16,9 @@ class PromoteParams(Block):
     win_rate_above: Annotated[float, Field(ge=0, lt=1)] = 0.5
     """The lower end of the 95% interval of its win rate against the champion, on the same held-out prompts, must be
     above this. Without a champion the rule holds."""
+    allow_reward_model: bool = False
+    """true: where the data have no judge, the win rate by the run's own reward model decides. PPO has maximised
+    that model, so its policy may win by over-optimising it."""
     kl_below: Annotated[float, Field(gt=0)] | None = None
     """Its KL to the SFT model, in nats per answer, must be below this. null: no limit."""
     missing_eos_below: Annotated[float, Field(gt=0, le=1)] = 0.05

@@ -15,6 +15,7 @@ from typing import Any
 from rlhf_core.errors import UserError
 from tasks.params.loader import PARAMS_FILE, read_yaml
 from tasks.stage.dvc_adapter import GraphStage, Project
+from tasks.tracking.settings import RUN_VARIABLE
 from tasks.tracking.tracker import PipelineIdentity, flatten
 
 RAW = "data/raw"
@@ -156,8 +157,10 @@ def _lookup(params: dict[str, Any], name: str) -> Any:
 
 
 def git_state(root: Path) -> tuple[str | None, bool]:
-    """(commit, whether tracked files differ from it); (None, False) outside a git repository."""
-    return git(root, "rev-parse", "HEAD"), bool(git(root, "status", "--porcelain", "--untracked-files=no"))
+    """(commit, whether tracked files differ from it); (None, False) outside a git repository. An isolated run counts as
+    equal: only its overrides differ, and they are listed."""
+    isolated = RUN_VARIABLE in os.environ
+    return git(root, "rev-parse", "HEAD"), not isolated and bool(git(root, "status", "--porcelain", "-uno"))
 
 
 def git(root: Path, *words: str) -> str | None:

@@ -20,7 +20,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from dvc.config import Config
+from dvc.config import Config, merge
 from dvc.data_cloud import DataCloud
 from dvc.dependency.param import ParamsDependency
 from dvc.exceptions import DvcException
@@ -311,6 +311,12 @@ class Project:
         (stage,) = [one for one in self._repo.index.stages if _address(one, self.root) == address]
         return tuple(File(out.def_path, _recorded(out), out) for out in stage.outs if out.def_path in missing)
 
+    def can_be_shared(self, name: str) -> bool:
+        """Whether DVC's run cache can hold results of the stage: it holds none with an output that stays in place when
+        the stage runs (`persist`)."""
+        (stage,) = [one for one in self._repo.index.stages if _address(one, self.root) == name]
+        return not any(out.persist for out in stage.outs)
+
     def plan(self) -> list[tuple[str, list[str], list[str]]]:
         """(stage, the stages whose outputs it reads, the .dvc files that it reads) in the order of `dvc repro`."""
         graph = get_active_graph(self._repo.index.graph)
@@ -500,13 +506,23 @@ def needed_objects(root: Path, commits: Sequence[str] = ()) -> dict[str, Objects
     """What the checkout at `root` ("workspace") and each of the commits needs. Commits without a DVC project are left
     out. Raises UserError where DVC cannot read one."""
     found = {}
-    with _repository(root) as repo, _locked(repo), _readable(root):
+    with _repository(root) as repo, _locked(repo), _readable(root), _silent():
         for name in repo.brancher(revs=list(commits), sha_only=True):
             used = {one.value for objects in repo.index.used_objs(force=True).values() for one in objects}
             outs = [out for stage in repo.index.stages for out in stage.outs if not out.use_cache]
             uncached = {str(out.hash_info.value) for out in outs if out.hash_info}
             found[name or "workspace"] = Objects(frozenset(used), frozenset(uncached))
     return found
+
+
+@contextmanager
+def _silent() -> Iterator[None]:
+    """DVC warns of every object that is in no cache: the normal state of a clone."""
+    logging.disable(logging.WARNING)
+    try:
+        yield
+    finally:
+        logging.disable(logging.NOTSET)
 
 
 def cache_folder(root: Path) -> Path:
@@ -533,16 +549,19 @@ def make_holder(root: Path, folder: Path, objects: Sequence[str]) -> None:
 
 def configure_workspace(home: Path, root: Path, site: Path, cache: Path | None) -> None:
     """Give the project at `root` the DVC remotes of the one at `home`, and its cache, or an own one at `cache`. `site`
-    holds DVC's database of hashes. Raises UserError."""
+    holds DVC's database of hashes. What the user has configured for all projects is not copied. Raises UserError."""
     with _readable(home), _without_repository(home) as ours, _without_repository(root) as theirs:
         known = ours.read()
+        remotes = ours.read("repo")["remote"]
+        merge(remotes, ours.read("local")["remote"])
         shared = known.get("cache", {}).get("dir") or home / ".dvc" / "cache"
         with theirs.edit("local") as local:
             local["core"] = {"analytics": False, "autostage": False, "site_cache_dir": str(site)} | (
                 {"remote": known["core"]["remote"]} if "remote" in known.get("core", {}) else {}
             )
             local["cache"] = dict(known.get("cache", {})) | {"dir": str(cache or shared)}
-            local["remote"] = known.get("remote", {})
+            local["remote"] = remotes
+        (root / ".dvc" / "config.local").chmod(0o600)  # it may hold keys
 
 
 @contextmanager

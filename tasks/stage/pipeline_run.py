@@ -2,6 +2,7 @@
 
 import csv
 import json
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from tasks.params.runtime import RuntimeParams
 from tasks.stage.definition import RAW, Definition, pipeline_identity
 from tasks.stage.dvc_adapter import Project, open_project
 from tasks.tracking.sender import drain
+from tasks.tracking.settings import RUN_VARIABLE
 from tasks.tracking.tracker import PipelineTracker, Status, Tracker
 
 HEADLINE = {
@@ -137,6 +139,8 @@ def finish(root: Path, status: Status, stages: Sequence[str], seconds: Mapping[s
         return ""
     if stages:
         places = {"leash.report": str(root / "report" / "index.html"), "leash.models": str(root / "models")}
+        if name := os.environ.get(RUN_VARIABLE):  # its workspace will be removed
+            places = {"leash.experiment": name}
         with open_project(root) as project:
             tracker = PipelineTracker.open(root, pipeline_identity(project, params), tags=places)
             describe(tracker, project, params, stages)

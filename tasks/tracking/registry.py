@@ -38,6 +38,11 @@ class Registry:
     def __init__(self, root: Path) -> None:
         self._uri = settings.tracking_uri(root)
 
+    @property
+    def exists(self) -> bool:
+        """False where nothing was ever tracked: the local database does not exist."""
+        return not self._uri.startswith("sqlite:///") or Path(self._uri.removeprefix("sqlite:///")).is_file()
+
     def by_alias(self, alias: str) -> Version | None:
         """The version with this alias."""
         with self._client() as client:
@@ -83,7 +88,7 @@ class Registry:
     @contextmanager
     def _client(self, reads: bool = True) -> Iterator[MlflowClient | None]:
         """MLflow's client; None where nothing was ever tracked. For one that reads, what is absent ends the block."""
-        if self._uri.startswith("sqlite:///") and not Path(self._uri.removeprefix("sqlite:///")).is_file():
+        if not self.exists:
             yield None
             return
         settings.prepare_environment()

@@ -183,6 +183,10 @@ class MlflowWriter:
             self._client.update_run(run.info.run_id, status="RUNNING")
         return {"leash.study": study, "mlflow.parentRunId": run.info.run_id}
 
+    def _on_study_open(self, part: list[Event], state: State, folder: Path) -> None:
+        with self._exclusive():
+            self._study_tags(part[0].body["study"])
+
     def _on_study_close(self, part: list[Event], state: State, folder: Path) -> None:
         """Give the study's run its metrics and files, and end it."""
         event = part[0]

@@ -65,8 +65,8 @@ def _of_worktree(root: Path) -> Path | None:
     link = root / ".git"
     if not link.is_file():
         return None
-    folder = Path(link.read_text(encoding="utf-8", errors="replace").strip().removeprefix("gitdir: "))
-    return folder.parents[2] if folder.parent.name == "worktrees" and folder.is_absolute() else None
+    folder = root / link.read_text(encoding="utf-8", errors="replace").strip().removeprefix("gitdir: ")
+    return folder.resolve().parents[2] if folder.parent.name == "worktrees" else None
 
 
 def tracking_uri(root: Path) -> str:

@@ -272,6 +272,15 @@ class Tracker(_ParentRun):
         return arrived
 
 
+def begin_study(root: Path, study: str) -> str:
+    """Open the study's run, which its trials become children of; workers that begin at once would each make one.
+    Returns a line where something is left to send."""
+    outbox = Outbox.create(root, f"study-{study}", warn_once())
+    outbox.append("study-open", study=study)
+    outbox.close()
+    return str(drain(root))
+
+
 def finish_study(
     root: Path, study: str, status: Status, metrics: Mapping[str, float | None], files: Sequence[Path]
 ) -> str:

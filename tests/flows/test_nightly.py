@@ -51,6 +51,16 @@ def test_a_branch_of_a_remote_is_fetched(home: Path, tmp_path: Path) -> None:
     workspace.fetch(second, "a/local/branch")
 
 
+@pytest.mark.parametrize("name", ["--upload-pack=touch found; git-upload-pack", "+main:refs/heads/mine", "a b"])
+def test_the_name_of_a_branch_is_no_option_of_git(home: Path, tmp_path: Path, name: str) -> None:
+    call(tmp_path, "git", "clone", "--quiet", str(home), "second")
+    before = call(tmp_path / "second", "git", "for-each-ref")
+    with pytest.raises(UserError, match="git "):
+        workspace.fetch(tmp_path / "second", f"origin/{name}")
+    assert call(tmp_path / "second", "git", "for-each-ref") == before
+    assert not list(tmp_path.rglob("found"))
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_the_clock_starts_a_run_of_the_commit(home: Path, leash: Callable[..., "subprocess.Popen[str]"]) -> None:

@@ -8,10 +8,13 @@ from typing import Any
 
 import cloudpickle  # type: ignore[import-untyped]
 import pytest
+from prefect.client.orchestration import get_client
 
 from flows.pipeline import pipeline
 from flows.stages import PipelineFailed
 from rlhf_core.errors import UserError
+from rlhf_core.ppo.health import Alert
+from tests.faults.conftest import until
 
 DIAMOND = {
     "first": ("work", []),
@@ -66,6 +69,25 @@ def assert_prefect_knows() -> None:
     assert any({"stage": "evaluate", "metric": "win_rate", "value": "0.875"} in rows for rows in tables)
     pages = [data for key, data in artifacts if key == "leash-report"]
     assert any("win rate of the policy against SFT | 0.875" in page for page in pages)
+
+
+def test_an_alert_is_an_event(toy: Callable[..., Path], prefect_api: str) -> None:
+    root = toy({"ppo": ("work", [])})
+    alert = Alert("kl_spike", 3, "KL 9.1", "a smaller learning rate")
+    (root / "say.txt").write_text(f"[ppo] step 3/5\n[ppo] ALERT {alert}\n")
+    graph = "stages:\n  ppo:\n    cmd: cat say.txt | tee out\n    deps: [say.txt]\n    outs: [out]\n"
+    (root / "dvc.yaml").write_text(graph)
+    pipeline(root=str(root))
+    wanted = {"filter": {"event": {"name": ["leash.alert.kl_spike"]}}}
+
+    def found() -> list[dict[str, Any]]:
+        with get_client(sync_client=True) as client:
+            return list(client._client.post("/events/filter", json=wanted).json()["events"])
+
+    until(found, seconds=30)
+    (event,) = found()
+    assert event["resource"]["prefect.resource.id"] == "leash.stage.ppo"
+    assert event["payload"] == {"alert": str(alert)}
 
 
 def test_a_users_error_is_tried_once_and_a_crash_again(toy: Callable[..., Path], prefect_api: str) -> None:

@@ -11,13 +11,17 @@ import pytest
 from mlflow.tracking import MlflowClient
 from prefect.client.orchestration import get_client
 
-from flows import promotion
+from flows import promotion, workspace
 from flows.deployments import nightly
 from flows.promotion import Decision, decide
+from flows.workspace import Workspace
 from rlhf_core.errors import UserError
+from tasks.params.all import Params
+from tasks.params.loader import parse, read_yaml
 from tasks.params.promote import PromoteParams
-from tasks.tracking.registry import CHALLENGER, CHAMPION, Registry
-from tests.conftest import call, commit
+from tasks.stage.dvc_adapter import apply_overrides
+from tasks.tracking.registry import CHALLENGER, CHAMPION, Registry, Version
+from tests.conftest import ROOT, call, commit
 
 Toy = Callable[..., Path]
 GOOD = {"kl_per_sequence": 2.0, "missing_eos_share": 0.01}
@@ -26,7 +30,7 @@ GOOD = {"kl_per_sequence": 2.0, "missing_eos_share": 0.01}
 def against(low: float, high: float) -> dict[str, Any]:
     """Figures where the policy wins against the champion with this interval."""
     champion = {"win_rate_vs_policy": 1 - (low + high) / 2, "win_rate_vs_policy_ci95": [1 - high, 1 - low]}
-    return GOOD | {"models": {CHAMPION: champion}}
+    return GOOD | {"models": {CHAMPION: champion}, "judged_by": "scores"}
 
 
 @pytest.mark.parametrize(
@@ -35,6 +39,9 @@ def against(low: float, high: float) -> dict[str, Any]:
         ({}, against(0.51, 0.6), [], []),
         ({}, against(0.49, 0.6), [], ["win rate against the champion"]),
         ({}, against(0.5, 0.6), [], ["win rate against the champion"]),
+        ({}, against(0.6, 0.7) | {"judged_by": "reward model"}, [], ["judge"]),
+        ({}, against(0.6, 0.7) | {"judged_by": None}, [], ["judge"]),
+        ({"allow_reward_model": True}, against(0.6, 0.7) | {"judged_by": "reward model"}, [], []),
         ({"win_rate_above": 0.4}, against(0.45, 0.6), [], []),
         ({"kl_below": 2.0}, against(0.6, 0.7), [], ["KL, nats"]),
         ({"kl_below": 2.1}, against(0.6, 0.7), [], []),
@@ -53,6 +60,18 @@ def test_every_rule_must_hold(
     decision = Decision("2", "1", rules)
     assert decision.promoted is not bool(broken)
     assert all(name in decision.title for name in broken)
+
+
+@pytest.mark.parametrize("file", ["params.yaml", *(str(path) for path in sorted(Path("examples").glob("*.yaml")))])
+def test_every_example_can_be_compared_with_a_champion(tmp_path: Path, file: str) -> None:
+    shutil.copy2(ROOT / file, tmp_path / "params.yaml")
+    call(tmp_path, "git", "init", "--quiet")
+    commit(tmp_path)
+    space = Workspace(tmp_path, "nightly", workspace.resolve(tmp_path, "HEAD"), ("seed=5",))
+    assert promotion.with_champion(space, None) == space
+    apply_overrides(tmp_path, promotion.with_champion(space, Version("1", "ab.dir")).overrides)
+    params = parse(Params, read_yaml(tmp_path / "params.yaml"))
+    assert (params.seed, params.evaluate.extra_models[-1]) == (5, CHAMPION)
 
 
 def test_the_first_policy_needs_no_comparison() -> None:
@@ -87,11 +106,11 @@ if sys.argv[1] == "ppo":
     sys.exit()
 own = float(pathlib.Path("models/policy/weights").read_text())
 models = {}
-for name in params["evaluate"]["extra_models"]:
+for name in params["evaluate"].get("extra_models", []):
     other = float(pathlib.Path("models/extra", name, "weights").read_text())
     rate = 0.5 + 0.1 * (other - own)
     models[name] = {"win_rate_vs_policy": rate, "win_rate_vs_policy_ci95": [rate - 0.05, rate + 0.05]}
-figures = {"kl_per_sequence": 1.0, "missing_eos_share": 0.0, "models": models}
+figures = {"judged_by": "scores", "kl_per_sequence": 1.0, "missing_eos_share": 0.0, "models": models}
 pathlib.Path("metrics").mkdir(exist_ok=True)
 pathlib.Path("metrics/evaluate.json").write_text(json.dumps(figures))
 from mlflow.tracking import MlflowClient
@@ -126,7 +145,7 @@ def home(toy: Toy, database: Path, monkeypatch: pytest.MonkeyPatch, prefect_api:
 
 def set_quality(root: Path, quality: float, promote: str = "{}") -> None:
     """Commit this policy."""
-    (root / "params.yaml").write_text(f"quality: {quality}\nevaluate: {{extra_models: []}}\npromote: {promote}\n")
+    (root / "params.yaml").write_text(f"quality: {quality}\nevaluate: {{seeds: [1]}}\npromote: {promote}\n")
     commit(root)
 
 
@@ -152,7 +171,7 @@ def test_a_worse_policy_is_kept_out_and_a_better_one_promoted(home: Path) -> Non
     worse = night(home)
     assert worse.name == "Kept"
     assert "version 1 stays the champion" in worse.message
-    assert "win rate against the champion 0.400 (0.350 to 0.450), not low end above 0.5" in worse.message
+    assert "win rate against the champion: 0.400 (0.350 to 0.450), must be above 0.5 with its interval" in worse.message
     assert aliases(home) == {CHAMPION: "1", CHALLENGER: "2"}
 
     set_quality(home, 7)
@@ -163,15 +182,22 @@ def test_a_worse_policy_is_kept_out_and_a_better_one_promoted(home: Path) -> Non
     assert client.get_model_version("leash-policy", "2").tags["leash.promotion"].startswith("kept: version 1 stays")
     assert client.get_model_version("leash-policy", "3").tags["leash.champion_before"] == "1"
 
+    worse_run = client.get_model_version("leash-policy", "2").tags["leash.experiment"]
+    decided = promotion.judge_experiment(home, worse_run, Registry(home))
+    assert decided.title == "kept: version 3 stays the champion (the champion has changed since this run; run again)"
+    with pytest.raises(UserError, match="no experiment absent"):
+        promotion.judge_experiment(home, "absent", Registry(home))
+
     again = night(home)
     assert again.name == "Kept"
     assert "the policy is the champion itself" in again.message
+    assert client.get_model_version("leash-policy", "3").tags["leash.promotion"].startswith("promoted: version 3")
 
     with get_client(sync_client=True) as prefect:
         found = prefect._client.post(
             "/artifacts/latest/filter", json={"artifacts": {"key": {"any_": ["leash-promotion"]}}}
         )
-    assert "the policy is the champion itself" in found.json()[0]["description"]
+    assert "the policy is the champion itself" in found.json()[0]["data"]
 
     printed = call(home, sys.executable, "-m", "flows.cli", "promote", "--undo")
     assert printed == "version 1 is the champion again, in the place of version 3\n"
@@ -230,5 +256,5 @@ def test_nothing_was_tracked_and_a_server_that_does_not_answer(tmp_path: Path, m
 
 def test_the_page_of_a_decision() -> None:
     decision = Decision("2", "1", decide(PromoteParams(), against(0.4, 0.6), ["kl_spike"], compared=True))
-    assert json.dumps(decision.markdown).count("|") == 5 * 5
+    assert json.dumps(decision.markdown).count("|") == 6 * 5
     assert "NO" in decision.text

@@ -40,6 +40,12 @@ stages:
     params: [last]
     outs: [last.out]
 """.replace("mkdir two &&", "rm -rf two && mkdir two && echo 2 > two.json && grep two params.yaml >> two.json &&")
+CHECK = """stages:
+  check:
+    cmd: touch check.ok
+    deps: [params.yaml]
+    outs: [check.ok: {cache: false, persist: true}]
+"""
 STAGES = ("one", "two", "side", "last")
 
 
@@ -133,7 +139,10 @@ def test_one_changed_parameter_computes_what_is_below_it(home: Path) -> None:
 
 @pytest.mark.slow
 def test_results_of_other_parameters_come_from_the_run_cache_of_the_remote(home: Path) -> None:
-    """With metrics that git tracks, which `dvc push` leaves out."""
+    """With metrics that git tracks, which `dvc push` leaves out; below a stage that no run cache holds."""
+    graph = GRAPH.replace("deps: [raw.txt]", "deps: [raw.txt, check.ok]").replace("stages:", CHECK)
+    (home / "dvc.yaml").write_text(graph)
+    commit(home)
     first = (home / "params.yaml").read_text()
     (home / "params.yaml").write_text("one: 2\ntwo: 2\nlast: 2\n")
     run(home, push=True)
@@ -142,7 +151,7 @@ def test_results_of_other_parameters_come_from_the_run_cache_of_the_remote(home:
     run(home)
     second = clone(home)
     (second / "params.yaml").write_text("one: 2\ntwo: 2\nlast: 2\n")
-    assert run(second, pull=True) == dict.fromkeys(STAGES, "Restored")
+    assert run(second, pull=True) == {"check": "Completed", **dict.fromkeys(STAGES, "Restored")}
     assert begun(second) == []
     assert {name: (second / name).read_bytes() for name in made} == made
 

@@ -139,6 +139,39 @@ def test_a_relative_remote_is_the_same_folder(home: Path) -> None:
     assert listed.split()[:2] == ["store", str((home / "../../store").resolve())]
 
 
+def test_keys_of_the_user_are_not_copied(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the user has configured for all projects is there anyway; keys of the project are for the user alone."""
+    monkeypatch.setenv("DVC_GLOBAL_CONFIG_DIR", str(tmp_path / "global"))
+    for level, name in (("--global", "others"), ("--local", "own")):
+        call(home, sys.executable, "-m", "dvc", "remote", "add", level, name, "s3://a/b")
+        call(home, sys.executable, "-m", "dvc", "remote", "modify", level, name, "secret_access_key", f"key of {name}")
+    with workspace.opened(space(home)) as made:
+        config = made.root / ".dvc/config.local"
+        assert "key of own" in config.read_text()
+        assert "others" not in config.read_text()
+        assert config.stat().st_mode & 0o777 == 0o600
+        assert "others" in call(made.root, sys.executable, "-m", "dvc", "remote", "list")
+
+
+def test_another_worktree_on_a_disk_that_is_away_stays_known(home: Path, tmp_path: Path) -> None:
+    call(home, "git", "worktree", "add", "--quiet", "--detach", str(tmp_path / "mine"))
+    (tmp_path / "mine").rename(tmp_path / "away")
+    with workspace.opened(space(home)) as made:
+        pass
+    workspace.remove(made)
+    assert str(tmp_path / "mine") in call(home, "git", "worktree", "list")
+    assert str(made.root) not in call(home, "git", "worktree", "list")
+
+
+def test_credentials_of_git_stay_in_the_environment(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("GIT_ASKPASS", "GIT_CONFIG_COUNT", "GIT_SSH_COMMAND", "GIT_DIR", "GIT_INDEX_FILE"):
+        monkeypatch.setenv(name, "0")
+    changes = workspace.environment(home)
+    assert {"GIT_ASKPASS", "GIT_CONFIG_COUNT", "GIT_SSH_COMMAND"}.isdisjoint(changes)
+    assert (changes["GIT_DIR"], changes["GIT_INDEX_FILE"]) == (None, None)
+    assert workspace.resolve(home, "HEAD")
+
+
 def test_no_commit_no_repository_and_no_hooks(tmp_path: Path, home: Path) -> None:
     with pytest.raises(UserError, match=r"git knows no commit 'HEAD'; commit the project"):
         workspace.resolve(tmp_path, "HEAD")

@@ -1,6 +1,7 @@
 """The trials of a study: every combination of the values that its overrides name."""
 
 import itertools
+import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -163,7 +164,7 @@ def default_name(space: Space, commit: str) -> str:
 
 
 def as_values(setting: tuple[tuple[str, str], ...], params: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
-    """The setting with the values that params.yaml has."""
+    """The setting with the values that params.yaml has; a list or a mapping as its JSON."""
     return tuple((name, _value(params, name)) for name, _ in setting)
 
 
@@ -171,4 +172,4 @@ def _value(params: Mapping[str, Any], name: str) -> Any:
     value: Any = params
     for part in name.split("."):
         value = value.get(part) if isinstance(value, Mapping) else None
-    return value
+    return json.dumps(value) if isinstance(value, list | Mapping) else value

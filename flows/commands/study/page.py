@@ -71,7 +71,8 @@ def verdicts(info: StudyInfo, trials: Sequence[Trial]) -> list[str]:
     if info.constraint:
         found = tables.best(info, trials, constrained=True)
         lines.append(_verdict(f"{word} {info.objective} where {info.constraint}", found))
-    return lines
+    missing = tables.unmeasured(info, [trial for trial in trials if trial.state == "finished"])
+    return [*lines, *([f"Without a value: {missing}"] if missing else [])]
 
 
 def _verdict(what: str, best: tables.Best | None) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from statistics import fmean
 from typing import Any
 
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
@@ -124,16 +125,22 @@ def bundle(
     each: bool = True,
     linestyle: Any = "-",
 ) -> None:
-    """A thin line each, where wanted, and a thick one through the means of the points that all have."""
+    """A thin line each, where wanted, and a thick one with their mean height at equal x."""
     lines = [line for line in lines if line]
     if not lines:
         return
     if each and len(lines) > 1:
         for line in lines:
             axes.plot(*zip(*line, strict=True), color=colour, linewidth=0.7, alpha=0.5)
-    shared = zip(*lines, strict=False)
-    mean = [(fmean(x for x, _ in here), fmean(y for _, y in here)) for here in shared]
-    axes.plot(*zip(*mean, strict=True), color=colour, label=label, marker=marker, markersize=3, linestyle=linestyle)
+    axes.plot(*mean_line(lines), color=colour, label=label, marker=marker, markersize=3, linestyle=linestyle)
+
+
+def mean_line(lines: Sequence[Sequence[Point]]) -> tuple[list[float], list[float]]:
+    """x and mean height of lines (their x rising) where all of them are, at the points of the first and at the end."""
+    ends = [max(line[0][0] for line in lines), min(line[-1][0] for line in lines)]
+    places = sorted({*ends, *(x for x, _ in lines[0] if ends[0] <= x <= ends[1])})
+    heights = [np.interp(places, [x for x, _ in line], [y for _, y in line]) for line in lines]
+    return places, [float(height) for height in np.mean(heights, axis=0)]
 
 
 def alternatives(axes: Axes, found: Sequence[dict[str, Point]], numbered: bool = True) -> None:

@@ -1,7 +1,7 @@
 """Where to try next: Optuna's tree-structured Parzen estimator (Bergstra et al. 2011) over the varied parameters, with
 its history in an SQLite file."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -101,9 +101,3 @@ def _distribution(one: Override) -> BaseDistribution:
         return FloatDistribution(low, high, log=one.logarithmic)
     except ValueError as error:
         raise UserError(f"-S {one.name}: {error}") from None
-
-
-def mean(values: Sequence[float | None]) -> float | None:
-    """Over the seeds; None where one has none."""
-    known = [value for value in values if value is not None]
-    return sum(known) / len(known) if known and len(known) == len(values) else None

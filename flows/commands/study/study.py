@@ -7,13 +7,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from flows import processes, server, workspace
-from flows.commands.study import expressions, grid, page, trials
+from flows.commands.study import expressions, grid, page, tables, trials
 from flows.commands.study.grid import Combination, Space
 from flows.commands.study.results import StudyInfo, Trial, read_metrics, read_tables
-from flows.commands.study.search import Search, Suggestion, mean
+from flows.commands.study.search import Search, Suggestion
 from flows.commands.study.trials import FAILED, FINISHED, Job, Runner
 from flows.guardian import Guardian
 from flows.isolated import as_name
@@ -21,7 +22,7 @@ from flows.pool import Pool, connect
 from rlhf_core.errors import UserError
 from rlhf_core.files import atomic
 from rlhf_core.locks import FileLock, holder
-from tasks.tracking.tracker import Status, finish_study
+from tasks.tracking.tracker import Status, begin_study, finish_study
 
 STUDIES = Path("work") / "studies"
 CALL = "study.json"
@@ -43,6 +44,11 @@ class Call:
     """An expression over the metrics; None: gold_policy for a search, none otherwise."""
     constraint: str | None = None
     maximise: bool = True
+
+    @property
+    def aim(self) -> str | None:
+        """The objective, given or by default."""
+        return self.objective or (DEFAULT_OBJECTIVE if self.search else None)
 
     def command(self, name: str) -> str:
         """The command line."""
@@ -76,7 +82,7 @@ class Study:
         """What its page says about it."""
         call = self.call
         return StudyInfo(
-            name=self.name, commit=self.commit, command=call.command(self.name), objective=call.objective,
+            name=self.name, commit=self.commit, command=call.command(self.name), objective=call.aim,
             constraint=call.constraint, maximise=call.maximise,
         )  # fmt: skip
 
@@ -114,6 +120,8 @@ def study(
         raise UserError(f"process {holder(made.folder / 'study.lock')} runs study {made.name}; wait for its end")
     try:
         workers = connect(home, pool, made.commit) if pool else None
+        with suppress(OSError):
+            begin_study(home, made.name)
         places = jobs or (POOL_JOBS if pool else 1)
         with processes.watched(Guardian(lock.descriptor)), trials.screen(made.jobs) as show:
             _run(made, places, show, tuple(options), workers)
@@ -198,7 +206,10 @@ class Searching:
             self.began += 1
 
     def ask(self) -> Job | None:
-        """The next job; None when the budget is used."""
+        """The next job; None when the budget is used, or when the metrics do not have the objective."""
+        ended = [as_trial(job) for job in self.study.jobs if job.state == FINISHED]
+        if ended and all(tables.unmeasured(self.study.info, [trial]) for trial in ended):
+            return None
         while not self.pending and (suggestion := self.search.next(self.began)) is not None:
             self.began += 1
             self.open.append((suggestion, self._add(suggestion.values)))
@@ -224,16 +235,14 @@ class Searching:
                 self.search.tell(suggestion, *self._measure(jobs))
 
     def _measure(self, jobs: Sequence[Job]) -> tuple[float | None, float | None]:
-        call = self.study.call
-        found = [as_trial(job).metrics if job.state == FINISHED else None for job in jobs]
-        objective = mean([None if one is None else _number(call.objective or DEFAULT_OBJECTIVE, one) for one in found])
-        if call.constraint is None or objective is None:
+        """Means of the objective and of the violation over the seeds; None where one of them has none."""
+        info, found = self.study.info, [as_trial(job) for job in jobs if job.state == FINISHED]
+        if len(found) < len(jobs) or tables.unmeasured(info, found):
+            return None, None
+        objective = fmean(expressions.evaluate(str(info.objective), trial.metrics) for trial in found)
+        if info.constraint is None:
             return objective, None
-        return objective, mean([None if one is None else expressions.violation(call.constraint, one) for one in found])
-
-
-def _number(expression: str, metrics: Any) -> float:
-    return float(expressions.evaluate(expression, metrics))
+        return objective, fmean(expressions.violation(info.constraint, trial.metrics) for trial in found)
 
 
 def as_trial(job: Job) -> Trial:

@@ -9,6 +9,7 @@ from flows.commands.study.grid import short_names
 from flows.commands.study.points import lead, snapshot_rows
 from flows.commands.study.results import StudyInfo, Trial
 from flows.commands.study.statistics import Summary, standard_error, summarise
+from rlhf_core.errors import UserError
 from tasks.page.comparison_table import label
 
 Cells = list[list[str]]
@@ -98,9 +99,25 @@ def objective_of(expression: str) -> Read:
         interval = evaluation.get(f"{expression}_ci95")
         if expression == "gold_policy":
             interval = (evaluation.get("models") or {}).get("policy", {}).get("gold_ci95")
-        return expressions.evaluate(expression, trial.metrics), interval
+        try:
+            return expressions.evaluate(expression, trial.metrics), interval
+        except UserError:  # `unmeasured` says so
+            return None, None
 
     return read
+
+
+def unmeasured(info: StudyInfo, trials: Sequence[Trial]) -> str:
+    """Why objective or constraint have no value in the first trial that lacks one; empty where all have both."""
+    for trial in trials:
+        try:
+            if info.objective is not None:
+                expressions.evaluate(info.objective, trial.metrics)
+            if info.constraint is not None:
+                expressions.violation(info.constraint, trial.metrics)
+        except UserError as error:
+            return f"{trial.name}: {error}"
+    return ""
 
 
 def best(info: StudyInfo, trials: Sequence[Trial], constrained: bool) -> Best | None:
@@ -124,6 +141,8 @@ def satisfied(info: StudyInfo, group: Sequence[Trial]) -> bool:
     """Whether the mean violation over the seeds is at most 0."""
     if info.constraint is None:
         return True
+    if unmeasured(info, group):
+        return False
     amounts = [expressions.violation(info.constraint, trial.metrics) for trial in group]
     return sum(amounts) <= 0
 

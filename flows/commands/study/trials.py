@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,7 @@ from flows.pool import Pool, TrialFailed
 from flows.text import shorten
 from flows.workspace import Workspace
 from rlhf_core.errors import UserError
+from tasks.params.loader import PARAMS_FILE, parse_yaml
 from tasks.stage.progress import duration
 from tasks.tracking.settings import STUDY_VARIABLE
 
@@ -68,20 +70,28 @@ class Runner:
 
     def run(self, job: Job) -> Job:
         """Run the job, unless its experiment is there; a failure is recorded in the job. Raises processes.Stopped."""
-        if self._read(job):
-            return job
-        job.state, job.began = RUNNING, time.monotonic()
-        self.show(job, "starts" if self.pool is None else f"submitted to pool {self.pool.name}")
+        try:
+            if self._read(job):
+                return job
+            return self._run(job)
+        except processes.Stopped:
+            raise
+        except Exception as error:  # also Prefect's and the operating system's: the other trials go on
+            text = " ".join(str(error).split())
+            return self._failed(job, text if isinstance(error, UserError) else f"{type(error).__name__}: {text}")
+
+    def _run(self, job: Job) -> Job:
         if self.pool is not None:
+            self.show(job, f"submitted to pool {self.pool.name}")
             return self._run_in(self.pool, job)
+        job.state, job.began = RUNNING, time.monotonic()
+        self.show(job, "starts")
         space = Workspace(self.home, job.name, self.commit, job.trial.overrides)
         self.logs.mkdir(parents=True, exist_ok=True)
-        try:
-            with (self.logs / f"{job.name}.log").open("w", encoding="utf-8") as log, workspace.opened(space):
-                variables = {**self.variables, STUDY_VARIABLE: self.study}
-                result = isolated.run(space, lambda line: self._receive(job, line, log.write), self.options, variables)
-        except UserError as error:
-            return self._failed(job, str(error))
+        with (self.logs / f"{job.name}.log").open("w", encoding="utf-8") as log, workspace.opened(space):
+            variables = {**self.variables, STUDY_VARIABLE: self.study}
+            receive = partial(self._receive, job, write=log.write)
+            result = isolated.run(space, receive, self.options, variables, {isolated.STUDY: self.study})
         if result.code:
             return self._failed(job, f"{result.error} (kept in {space.root}, log {self.logs / f'{job.name}.log'})")
         self._read(job)
@@ -90,30 +100,40 @@ class Runner:
 
     def _run_in(self, pool: Pool, job: Job) -> Job:
         def receive(line: str) -> None:
+            if line.startswith("running") and job.state != RUNNING:
+                job.state, job.began = RUNNING, time.monotonic()
             job.progress = line
             self.show(job, line)
 
         try:
             pool.run(job.name, self.commit, job.trial.overrides, self.study, self.options, receive)
-        except (UserError, TrialFailed) as error:
+        except TrialFailed as error:
             return self._failed(job, str(error))
         self._read(job)
         self.show(job, "finished" if job.seconds is None else f"finished in {duration(job.seconds)}")
         return job
 
     def _read(self, job: Job) -> bool:
+        """Whether the job's experiment is there; then it has its results. Raises UserError for one of this name with
+        other parameters."""
         found = isolated.find(self.home, self.commit, job.name)
-        if found is not None:
-            job.files, job.seconds = isolated.read(self.home, found)
-            job.state = FINISHED
-        return found is not None
+        if found is None:
+            return False
+        files, seconds = isolated.read(self.home, found)
+        if parse_yaml(files[str(PARAMS_FILE)].decode("utf-8"), PARAMS_FILE) != job.params:
+            raise UserError(
+                f"experiment {job.name} is there, with other parameters; choose another --name, or "
+                f"`dvc exp remove {job.name}`"
+            )
+        job.files, job.seconds, job.state = files, seconds, FINISHED
+        return True
 
     def _failed(self, job: Job, message: str) -> Job:
         job.state, job.message = FAILED, message
         self.show(job, f"FAILED: {message}")
         return job
 
-    def _receive(self, job: Job, line: str, write: Callable[[str], object]) -> None:
+    def _receive(self, job: Job, line: str, *, write: Callable[[str], object]) -> None:
         write(f"{line}\n")
         if match := LABEL.match(line):
             place, count, stage, text = match.groups()
@@ -168,7 +188,7 @@ def table(jobs: list[Job]) -> "Table":
         drawn.add_column(heading, no_wrap=True, overflow="ellipsis")
     for job in list(jobs):
         took = time.monotonic() - job.began if job.state == RUNNING else job.seconds
-        text = job.message if job.state == FAILED else job.progress if job.state == RUNNING else ""
+        text = job.message if job.state == FAILED else job.progress if job.state in {WAITING, RUNNING} else ""
         cells = (job.name, job.state, "" if took is None else duration(took), shorten(text, LONGEST_PROGRESS))
         drawn.add_row(*map(Text, cells))
     return drawn

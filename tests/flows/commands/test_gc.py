@@ -51,7 +51,8 @@ def experiment(root: Path, name: str, value: int) -> None:
     """An experiment in which `a` has this value; the checkout is afterwards as it was."""
     (root / "params.yaml").write_text(f"a: {value}\n")
     dvc(root, "repro", "--quiet")
-    dvc(root, "exp", "save", "--quiet", "--force", "--name", name)
+    kind = "Nightly: main" if name.startswith("nightly") else f"Study: {name.removesuffix('-a=1')}"
+    dvc(root, "exp", "save", "--quiet", "--force", "--name", name, "--message", f"{name}: a={value}\n\n{kind}")
     call(root, "git", "checkout", "--quiet", ".")
     dvc(root, "checkout", "--quiet")
 
@@ -72,16 +73,16 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     commit(root)
     for value, name in enumerate(("nightly-1", "nightly-2", "nightly-3", "s-a=1", "s-2-a=1"), start=2):
         experiment(root, name, value)
-    for study in ("s", "s-2"):
-        (root / "work/studies" / study).mkdir(parents=True)
-        (root / "work/studies" / study / "study.json").touch()
+    (root / "work/studies/s").mkdir(parents=True)
     return root
 
 
 @pytest.fixture
-def root(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def root(made: Path, tmp_path: Path, database: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
-    return Path(shutil.copytree(made, tmp_path / "toy", symlinks=True))
+    copy = Path(shutil.copytree(made, tmp_path / "toy", symlinks=True))
+    shutil.copy2(database, copy / "mlflow.db")
+    return copy
 
 
 def table(printed: str) -> dict[str, list[str]]:
@@ -144,21 +145,46 @@ def test_branches_tags_and_tagged_experiments_stay(root: Path) -> None:
     assert (root / "policy/w").read_text() == "2" * 100
 
 
-def test_the_champion_stays(root: Path, database: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_champion_stays(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from mlflow.tracking import MlflowClient
 
-    shutil.copy2(database, root / "mlflow.db")
-    [ref] = call(root, "git", "for-each-ref", "--format=%(objectname)", "refs/exps/*/*/nightly-1").split()
-    lines = call(root, "git", "show", f"{ref}:dvc.lock").splitlines()
-    [digest] = [line.split()[-1] for line in lines if line.endswith(".dir")]
     client = MlflowClient(f"sqlite:///{root / 'mlflow.db'}")
     client.create_registered_model("leash-policy")
-    client.create_model_version("leash-policy", f"dvc://models/policy?md5={digest}&project=/a/clone")
-    client.set_registered_model_alias("leash-policy", "champion", "1")
+    digests = []
+    for name in ("nightly-1", "nightly-2"):
+        [ref] = call(root, "git", "for-each-ref", "--format=%(objectname)", f"refs/exps/*/*/{name}").split()
+        lines = call(root, "git", "show", f"{ref}:dvc.lock").splitlines()
+        digests += [line.split()[-1] for line in lines if line.endswith(".dir")]
+        client.create_model_version("leash-policy", f"dvc://models/policy?md5={digests[-1]}&project=/a/clone")
+    client.set_registered_model_alias("leash-policy", "champion", "2")
+    client.set_model_version_tag("leash-policy", "2", "leash.champion_before", "1")
     gc.gc(root, 0, [], True)
-    assert "leash-policy version 1 (champion)" in capsys.readouterr().out
-    assert digest in objects(root)
-    assert len(objects(root)) == 19 - 6 - 1, "without two nightly runs, and the metrics of that of the champion"
+    printed = capsys.readouterr().out
+    assert "leash-policy version 2 (champion)" in printed
+    assert "leash-policy version 1 (champion before)" in printed, "leash promote --undo needs it"
+    assert set(digests) < objects(root)
+    assert len(objects(root)) == 19 - 3 - 2, (
+        "without one nightly run, and the metrics of the champion and the one before"
+    )
+
+
+def test_without_the_database_nothing_is_removed(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The nightly runs were tracked elsewhere: this process does not know the champion."""
+    (root / "mlflow.db").unlink()
+    before = objects(root)
+    with pytest.raises(
+        UserError, match=r"mlflow.db does not exist, so the champion is unknown; set MLFLOW_TRACKING_URI"
+    ):
+        gc.gc(root, 0, [], True)
+    assert (objects(root), len(experiments(root))) == (before, 5)
+
+
+def test_experiments_of_people_stay(root: Path) -> None:
+    """Whatever their names are."""
+    dvc(root, "exp", "save", "--quiet", "--force", "--name", "nightly-mine")
+    dvc(root, "exp", "save", "--quiet", "--force", "--name", "s-mine")
+    gc.gc(root, 0, ["s", "s-2"], True)
+    assert experiments(root) == {"nightly-mine", "s-mine"}
 
 
 def test_mlflow_that_does_not_answer(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -201,7 +227,7 @@ def test_no_workspace_is_opened_meanwhile(root: Path) -> None:
 
 
 def test_refusals(root: Path, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="--studies x: work/studies has s, s-2"):
+    with pytest.raises(UserError, match="--studies x: there are experiments of s, s-2"):
         gc.gc(root, 0, ["x"], False)
     dvc(root, "cache", "dir", "--local", str(tmp_path / "elsewhere"))
     with pytest.raises(UserError, match=r"elsewhere.* is outside of this project"):

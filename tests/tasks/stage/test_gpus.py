@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from ruamel.yaml import YAML
 
-from rlhf_core.locks import FileLock
+from rlhf_core.locks import FileLock, is_held, who_holds
 from tasks.stage import gpus
 from tasks.stage.gpus import LOCKS_VARIABLE, WITHOUT_GPU, claim_gpus, locked_gpus, visible_gpus
 from tests.tasks.stage.test_workers import PARAMS
@@ -194,3 +194,16 @@ def test_a_link_in_the_place_of_a_lock_is_not_followed(
     claim_gpus("tasks.sft")
     assert (tmp_path / "precious").read_text(encoding="utf-8") == "kept"
     assert "GPUs are not locked" in capsys.readouterr().out
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("what", ["pipe", "link"])
+def test_what_another_user_has_put_there_does_not_stop_the_look(tmp_path: Path, what: str) -> None:
+    """`leash doctor` and the waiting line read the locks."""
+    place = tmp_path / "0.lock"
+    if what == "pipe":
+        os.mkfifo(place)
+    else:
+        place.symlink_to(tmp_path / "elsewhere")
+    assert is_held(place) is False
+    assert who_holds(place) == ""

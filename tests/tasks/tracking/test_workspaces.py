@@ -60,6 +60,12 @@ def test_the_main_checkout(home: Path, tree: Path, monkeypatch: pytest.MonkeyPat
     assert settings.main_checkout(tree) == tree
 
 
+def test_a_worktree_with_a_relative_link(home: Path, tree: Path) -> None:
+    """git writes such links with worktree.useRelativePaths."""
+    (tree / ".git").write_text("gitdir: ../../../../.git/worktrees/tree\n")
+    assert settings.main_checkout(tree) == home.resolve()
+
+
 def test_a_worktree_that_is_removed_loses_nothing(
     home: Path, tree: Path, pipeline: PipelineIdentity, look: Look
 ) -> None:

@@ -14,7 +14,10 @@ import pytest
 
 import flows
 from flows import isolated, workspace
-from tests.conftest import clean_environment
+from flows.commands.study import grid
+from flows.commands.study.grid import Combination
+from flows.commands.study.trials import Job, Runner
+from tests.conftest import call, clean_environment
 from tests.faults.conftest import until
 from tests.flows.commands.study.conftest import experiments, log
 
@@ -87,6 +90,19 @@ def test_a_failed_trial_does_not_stop_the_others(home: Path, study: Callable[...
     page = (home / "work/studies/weights/index.html").read_text(encoding="utf-8")
     assert "1 failed" in page
     assert "this trial fails" in page
+
+
+def test_an_experiment_of_other_parameters_is_no_result(home: Path, tmp_path: Path) -> None:
+    """Another clone, or an earlier study of the same name, has made it."""
+    combination = Combination("betas-seed=1", (), 1, ("ppo.vf_coef=0.7",))
+    head = workspace.resolve(home, "HEAD")
+    call(home, "git", "update-ref", f"refs/exps/{head[:2]}/{head[2:]}/{combination.name}", head)
+    params = grid.check(home, head, [combination, Combination("as-committed", (), None, ())])
+    runner = Runner(home, "betas", head, tmp_path / "logs", {})
+    job = runner.run(Job(combination, params[combination.name]))
+    assert (job.state, job.files) == ("failed", {})
+    assert "with other parameters; choose another --name, or `dvc exp remove betas-seed=1`" in job.message
+    assert runner.run(Job(combination, params["as-committed"])).state == "finished"
 
 
 @pytest.mark.slow
