@@ -25,8 +25,8 @@ EXTRA = Path("models") / "extra"
 PROMOTED, KEPT = "promoted", "kept"
 COMPARED = "Champion"
 """Trailer of an experiment's message: DVC's hash of the champion that its evaluation has compared."""
-INDEPENDENT = ("pairs", "scores")
-"""Kinds of judges; the third is the reward model of the run, which PPO has maximised."""
+INDEPENDENT = {"pairs": "a judge of pairs", "scores": "a judge's scores"}
+"""Kinds of judges, in words; the third is the reward model of the run, which PPO has maximised."""
 
 
 @dataclass(frozen=True)
@@ -120,9 +120,9 @@ def decide(
 
 def _rules(params: PromoteParams, figures: Mapping[str, Any], alerts: Sequence[str], compared: bool) -> Iterator[Rule]:
     if compared:
-        judge = figures.get("judged_by")
-        independent = judge in INDEPENDENT or (params.allow_reward_model and judge is not None)
-        yield Rule("judge", str(judge), "independent of the policy's training", independent)
+        judge = figures.get("judged_by") or "none"
+        independent = judge in INDEPENDENT or (params.allow_reward_model and judge != "none")
+        yield Rule("judge", INDEPENDENT.get(judge, judge), "independent of the policy's training", independent)
         other = figures["models"][CHAMPION]
         low, high = (1.0 - end for end in reversed(other["win_rate_vs_policy_ci95"]))
         measured = f"{1.0 - other['win_rate_vs_policy']:.3f} ({low:.3f} to {high:.3f})"
