@@ -19,7 +19,6 @@ from tasks.evaluation.outputs import Answered, answer_rows, model_figures, sampl
 from tasks.evaluation.prompts import evaluation_prompts, source_of
 from tasks.evaluation.results import Bootstrap, Results
 from tasks.evaluation.teacher_forced import fitting_pairs, teacher_forced_logprobs
-from tasks.evaluation.user_models import EXTRA, folder_of
 from tasks.params.best_of_n import BestOfNParams
 from tasks.params.evaluate import HELDOUT, EvaluateParams
 from tasks.params.methods import WITH_MODEL
@@ -28,6 +27,7 @@ from tasks.stage.pipeline_run import headline_numbers
 from tasks.stage.run import run
 from tasks.stage.stage import Stage
 from tasks.stage.trust import trusts
+from tasks.stage.user_models import EXTRA, folder_of
 from tasks.training.gold_judge import judge_of
 
 PREFERENCES = "data/preferences/preferences.jsonl"

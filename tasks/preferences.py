@@ -1,20 +1,25 @@
 """Stage `preferences`: samples from the SFT model, judged into pairs, and the pairs of the data."""
 
 from collections.abc import Sequence
+from random import Random
 from typing import Any
 
 from rlhf_core.data.tokenizer import decode_response, load_tokenizer, stop_ids
 from rlhf_core.determinism import make_deterministic
 from rlhf_core.errors import UserError
 from rlhf_core.evaluation.judges import NoisyAnnotators, RubricJudge, all_pairs
+from rlhf_core.evaluation.pair_judges import PairJudge
 from rlhf_core.models.hf import context_length, load_causal_lm, place
 from rlhf_core.models.sampling import sample
 from tasks.datasets.jsonl import Row
+from tasks.judging.labelling import agreement, label, of_dataset, with_known_order
+from tasks.judging.pair_judge import pair_judge_of
 from tasks.params.preferences import PreferencesParams
 from tasks.stage.long_rows import fitting, prompt_encoder
 from tasks.stage.run import run
 from tasks.stage.stage import Stage
 from tasks.stage.trust import trusts
+from tasks.training.gold_judge import judge_of
 
 PROMPTS = "data/ingest/preference_prompts.jsonl"
 PAIRS = "data/ingest/pairs.jsonl"
@@ -29,8 +34,12 @@ def execute(stage: Stage[PreferencesParams]) -> None:
     """Make data/preferences/{samples,preferences}.jsonl and metrics/preferences.json."""
     samples, pairs, too_long = list[Row](), list[Row](), 0
     judged: dict[str, Any] = {"annotator_agreement": None, "ties_dropped": 0, "identical_dropped": 0, "judge": None}
-    if stage.params.source in {"judge", "both"}:
+    judge = labelling_judge(stage) if stage.params.source == "model" else None
+    if stage.params.source != "dataset":
         samples, too_long = draw_samples(stage)
+    if judge is not None:
+        pairs, judged = label_samples(stage, samples, judge)
+    elif samples:
         pairs, judged = judge_samples(stage, samples)
     if stage.params.source in {"dataset", "both"}:
         pairs += dataset_pairs(stage)
@@ -127,6 +136,61 @@ def judge_samples(stage: Stage[PreferencesParams], samples: Sequence[Row]) -> tu
         "identical_dropped": identical,
         "judge": "simulated annotators (demo rubric)",
     }
+
+
+def labelling_judge(stage: Stage[PreferencesParams]) -> PairJudge | None:
+    """The language model of the block `judge`. Raises UserError, before anything is sampled, where it cannot be
+    used."""
+    prompts, params = [row["prompt"] for row in stage.read(PROMPTS)], stage.params
+    return pair_judge_of(stage, prompts, params.max_new_tokens, params.batch_size)
+
+
+def label_samples(
+    stage: Stage[PreferencesParams], samples: Sequence[Row], judge: PairJudge
+) -> tuple[list[Row], dict[str, Any]]:
+    """All pairs of each prompt's samples, ordered by a language model, whose agreement is measured before."""
+    agreement = measure_agreement(stage, samples, judge)
+    labelled = label(samples, judge)
+    figures = labelled.figures()
+    stage.log(
+        f"{judge.name}: {len(labelled.pairs)} of {figures['judged']} pairs have a preference; {figures['ties']} ties "
+        f"(verdicts that change with the order), {figures['unread']} that cannot be read"
+    )
+    return [_pair(samples[better], samples[worse]) for better, worse in labelled.pairs], {
+        "annotator_agreement": None,
+        "ties_dropped": figures["ties"],
+        "identical_dropped": labelled.identical,
+        "judge": judge.name,
+        "judge_model": {**figures, "agreement": agreement},
+    }
+
+
+def measure_agreement(
+    stage: Stage[PreferencesParams], samples: Sequence[Row], judge: PairJudge
+) -> dict[str, Any] | None:
+    """How often the judge agrees with the pairs of the data, or else with the demo's rubric on sampled pairs. None
+    where nothing is known to compare with."""
+    most, people = stage.params.agreement_pairs, stage.read(PAIRS)
+    if people:
+        rows = Random(stage.seed).sample(people, min(most, len(people)))
+        known, better, source = of_dataset(rows), [0.0] * len(rows), "pairs of the data"
+    elif (rubric := judge_of(stage)) is not None:
+        known, better = with_known_order(samples, rubric, most)
+        source = rubric.name
+    else:
+        known, better, source = of_dataset([]), [], ""
+    if not better:
+        stage.log(f"WARNING {judge.name}: its agreement with people is unknown, there are no pairs to measure it on")
+        return None
+    found, unread = agreement(judge, known, better, stage.seed)
+    if found is None:
+        stage.log(f"WARNING {judge.name}: none of its {unread} answers about {source} can be read")
+        return {"with": source, "share": None, "ci95": None, "pairs": 0, "unread": unread}
+    stage.log(
+        f"{judge.name} agrees with {source} on {found.share:.1%} ({found.low:.1%} to {found.high:.1%}) of "
+        f"{found.pairs} pairs; {unread} cannot be read"
+    )
+    return {"with": source, "share": found.share, "ci95": found.interval, "pairs": found.pairs, "unread": unread}
 
 
 def _pair(chosen: Row, rejected: Row) -> Row:

@@ -34,6 +34,7 @@ CANNOT_CHANGE_RESULTS = {
     "rlhf_core.config.paths": "refuses paths, never changes one",
     "tasks": "limits the GPUs of a stage to the number of its processes",
     "tasks.datasets.raw": "refuses paths that lead out of data/raw/",
+    "tasks.judging.budget": "stops, and never changes a verdict",
     "tasks.params.loader": "reads params.yaml; the values are tracked by DVC",
     "tasks.params.secrets": "hides the values of keys that `check` refuses anyway",
     "tasks.params.runtime": "parameters that no stage tracks",

@@ -38,6 +38,22 @@ TIE_NATS = 1e-4
 """Log-probabilities nearer than this tie: float32 logits change by about 1e-6 with the other rows of the batch."""
 
 
+def require_question(question: str) -> None:
+    """Raise UserError unless the template shows the prompt and both answers, and nothing unknown."""
+    shown = set(Template(question).get_identifiers())
+    if not Template(question).is_valid() or not NEEDED <= shown <= NEEDED | LETTER_NAMES:
+        raise UserError(
+            "the judge's question must hold $prompt, $first and $second (and may hold $first_letter and "
+            f"$second_letter); it holds {', '.join(sorted(shown)) or 'none'}; write $$ for a dollar sign"
+        )
+
+
+def fill(question: str, letters: tuple[str, str], prompt: Conversation, first: str, second: str) -> str:
+    """The question about one pair: the template with its texts."""
+    texts = {"prompt": as_text(prompt), "first": first, "second": second}
+    return Template(question).substitute(texts, first_letter=letters[0], second_letter=letters[1])
+
+
 @dataclass(frozen=True)
 class LanguageModelJudge:
     """A causal language model that chooses the better of two answers (Zheng et al. 2023).
@@ -55,12 +71,7 @@ class LanguageModelJudge:
     letters: tuple[str, str] = LETTERS
 
     def __post_init__(self) -> None:
-        shown = set(Template(self.question).get_identifiers())
-        if not Template(self.question).is_valid() or not NEEDED <= shown <= NEEDED | LETTER_NAMES:
-            raise UserError(
-                "the judge's question must hold $prompt, $first and $second (and may hold $first_letter and "
-                f"$second_letter); it holds {', '.join(sorted(shown)) or 'none'}; write $$ for a dollar sign"
-            )
+        require_question(self.question)
         self._letter_ids()
 
     def prefer(self, prompts: Sequence[Conversation], firsts: Sequence[str], seconds: Sequence[str]) -> list[float]:
@@ -91,13 +102,7 @@ class LanguageModelJudge:
         return map_batches(read, questions, answers, pad_id=pad_id, batch_size=size, device=device)
 
     def _encode(self, prompt: Conversation, first: str, second: str) -> list[int]:
-        text = Template(self.question).substitute(
-            prompt=as_text(prompt),
-            first=first,
-            second=second,
-            first_letter=self.letters[0],
-            second_letter=self.letters[1],
-        )
+        text = fill(self.question, self.letters, prompt, first, second)
         ids = encode_prompt(self.tokenizer, [{"role": "user", "content": text}])
         self._require_fit(len(ids))
         return ids

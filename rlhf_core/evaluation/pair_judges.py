@@ -21,10 +21,8 @@ class PairJudge(Protocol):
         ...
 
     def prefer(self, prompts: Sequence[Conversation], firsts: Sequence[str], seconds: Sequence[str]) -> list[float]:
-        """1 where the answer shown first is better, ½ for a tie, 0 where the second is; [pairs].
-
-        Raises ValueError where the lengths differ.
-        """
+        """1 where the answer shown first is better, ½ for a tie, 0 where the second is, nan where the judge's answer
+        cannot be read; [pairs]. Raises ValueError where the lengths differ."""
         ...
 
 
@@ -94,11 +92,13 @@ class BothOrders:
     """Verdicts on pairs (a, b), each shown as a–b and as b–a."""
 
     preference: list[float]
-    """[pairs], how far b is preferred to a, averaged over both orders: 0, ¼, ½, ¾ or 1."""
+    """[pairs], how far b is preferred to a, averaged over both orders: 0, ¼, ½, ¾ or 1; ½ where one is unread."""
+    unread: list[bool]
+    """[pairs], where the judge's answer could not be read in one of the orders."""
     position_bias: float
-    """Share of wins of the answer shown first, over both orders, minus ½."""
+    """Share of wins of the answer shown first, over both orders, minus ½. nan where nothing was read."""
     self_agreement: float
-    """Share of pairs with the same verdict in both orders."""
+    """Share of pairs with the same verdict in both orders. nan where nothing was read."""
 
     @property
     def pairs(self) -> int:
@@ -112,10 +112,13 @@ def both_orders(judge: PairJudge, prompts: Sequence[Conversation], a: Sequence[s
         raise ValueError("a judge needs at least one pair")
     a_first, b_first = judge.prefer(prompts, a, b), judge.prefer(prompts, b, a)
     verdicts = list(zip(a_first, b_first, strict=True))
+    unread = [math.isnan(a_won + b_won) for a_won, b_won in verdicts]
+    read = [verdict for verdict, missing in zip(verdicts, unread, strict=True) if not missing]
     return BothOrders(
-        preference=[(1 - a_won + b_won) / 2 for a_won, b_won in verdicts],
-        position_bias=sum(a_first + b_first) / (2 * len(verdicts)) - 0.5,
-        self_agreement=sum(a_won == 1 - b_won for a_won, b_won in verdicts) / len(verdicts),
+        preference=[0.5 if math.isnan(a_won + b_won) else (1 - a_won + b_won) / 2 for a_won, b_won in verdicts],
+        unread=unread,
+        position_bias=sum(map(sum, read)) / (2 * len(read)) - 0.5 if read else math.nan,
+        self_agreement=sum(a_won == 1 - b_won for a_won, b_won in read) / len(read) if read else math.nan,
     )
 
 

@@ -19,7 +19,7 @@ from rlhf_core.models.hf import context_length, load_causal_lm, load_scalar_mode
 from rlhf_core.models.sampling import SamplingSettings, sample
 from rlhf_core.models.scorers import Answers, RewardModelScorer
 from tasks.datasets.jsonl import Row
-from tasks.evaluation.user_models import pair_judge_of
+from tasks.judging.pair_judge import pair_judge_of
 from tasks.stage.long_rows import fitting, prompt_encoder
 from tasks.stage.stage import Stage
 from tasks.stage.trust import trusts

@@ -26,11 +26,17 @@ def judge_checks(stage: Stage[Any], evaluator: Evaluator, results: dict[str, Res
     ]
     return {
         "judge": judge.name,
-        "position_bias": float(np.mean([each.position_bias for each in found])),
-        "self_agreement": float(np.mean([each.self_agreement for each in found])),
+        "position_bias": _mean([each.position_bias for each in found]),
+        "self_agreement": _mean([each.self_agreement for each in found]),
         "win_rate": float(np.mean([each.preference for each in found])),
         "pairs": sum(each.pairs for each in found),
+        "unread": sum(sum(each.unread) for each in found),
     }
+
+
+def _mean(values: list[float]) -> float | None:
+    """The mean of the values that are there."""
+    return None if np.isnan(values).all() else float(np.nanmean(values))
 
 
 def annotators(stage: Stage[Any], evaluator: Evaluator) -> PairJudge | None:

@@ -145,7 +145,12 @@ def column_notes(run: Run) -> list[str]:
     if finite(checks.get("self_agreement")) is not None:
         texts.append(
             f"In both orders {checks.get('judge')} gave the same verdict for {percent(checks['self_agreement'])} of "
-            f"{count(checks.get('pairs'))} pairs; position bias {points(checks.get('position_bias'))}."
+            f"{count(checks.get('pairs'))} pairs; position bias {points(checks.get('position_bias'))}"
+            + (
+                f"; {count(checks['unread'])} pairs without a verdict that can be read."
+                if checks.get("unread")
+                else "."
+            )
         )
     return texts
 
@@ -233,6 +238,7 @@ def data_counts(run: Run) -> list[tuple[str, str]]:
         ("Preference pairs for the reward model", count(preferences.get("pairs"))),
         ("Ties dropped", count(preferences.get("ties_dropped"))),
         ("Preferences judged by", str(preferences.get("judge") or "the data set’s own pairs")),
+        *_judge_model_facts(preferences.get("judge_model") or {}),
         ("Model parameters", count(base.get("parameters"))),
         ("Vocabulary, tokens", count(base.get("vocabulary"))),
         ("Context, tokens", count(base.get("context"))),
@@ -240,6 +246,24 @@ def data_counts(run: Run) -> list[tuple[str, str]]:
     if run.has_judge:
         facts.insert(12, ("Annotators agree with the gold score", percent(preferences.get("annotator_agreement"))))
     return _shown(facts)
+
+
+def _judge_model_facts(judge: Row) -> list[tuple[str, str]]:
+    """How far a language model's labels can be trusted."""
+    known = judge.get("agreement") or {}
+    low, high = known.get("ci95") or (None, None)
+    return (
+        [
+            (
+                f"Its agreement with {known.get('with')}",
+                f"{percent(known.get('share'))} ({percent(low)} – {percent(high)})",
+            ),
+            ("Its verdicts that change with the order (ties)", percent(judge.get("tie_share"))),
+            ("Its answers that cannot be read", count(judge.get("unread"))),
+        ]
+        if judge
+        else []
+    )
 
 
 def _shown(facts: list[tuple[str, str]]) -> list[tuple[str, str]]:

@@ -65,6 +65,8 @@ class _Params(Block):
             raise ValueError(
                 f"preferences.source is {self.preferences.source}, but the demo data have no pairs; use source: judge"
             )
+        if self.preferences.source == "model" and self.judge.kind == "data":
+            raise ValueError("preferences.source is model, but judge.kind is data; name a language model in `judge`")
         self._check_judge()
         self._check_world()
         self._check_methods()

@@ -1,24 +1,58 @@
-"""Parameters of the judge that win rates are measured by."""
+"""Parameters of the judge that win rates are measured by, and that labels pairs with `preferences.source: model`."""
 
-from typing import Literal
+import re
+from typing import Annotated, Literal
+from urllib.parse import urlsplit
 
-from pydantic import model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from rlhf_core.config.block import Block
-from rlhf_core.config.paths import FolderName
+from rlhf_core.config.paths import CONTROL, FolderName, plain_name
+
+
+def _web_address(value: str) -> str:
+    """`value` itself. Raises ValueError unless it is http(s)://HOST… without a name, password or query in it."""
+    parts = urlsplit(value)
+    if parts.scheme not in {"http", "https"} or not parts.hostname or CONTROL.search(value) or " " in value:
+        raise ValueError("must be an address such as http://127.0.0.1:8000/v1")
+    if parts.username is not None or parts.query or parts.fragment:
+        raise ValueError("must not hold a name, a password or a query; name the key's variable in key_variable")
+    return value
+
+
+def _variable(value: str) -> str:
+    """`value` itself. Raises ValueError unless it can be the name of an environment variable."""
+    if not re.fullmatch("[A-Z_][A-Z0-9_]*", value):
+        raise ValueError("must be the name of an environment variable, such as OPENAI_API_KEY, never the key itself")
+    return value
 
 
 class JudgeParams(Block):
     """The judge that decides which of two answers is better."""
 
-    kind: Literal["data", "model"]
+    kind: Literal["data", "model", "api"]
     """`data`: the judge of the data. The demo has one (its rubric, simulated); human data have none, so the reward
-    model judges, and every page shows that. `model`: a language model, which compares each pair in both orders."""
-    model: FolderName | None = None
-    """With `kind: model`: name of its Hugging Face folder below models/judges/."""
+    model judges, and every page shows that. `model`: a language model, which compares each pair in both orders. `api`:
+    the same with a model behind an OpenAI-compatible endpoint."""
+    model: Annotated[str, Field(min_length=1)] | None = None
+    """`kind: model`: name of its Hugging Face folder below models/judges/. `kind: api`: its name on the server."""
+    base_url: Annotated[str, AfterValidator(_web_address)] | None = None
+    """With `kind: api`: the address of the endpoint, such as https://api.openai.com/v1."""
+    key_variable: Annotated[str, AfterValidator(_variable)] | None = None
+    """With `kind: api`: the environment variable that holds the key; null: no key is sent. The key itself is in no
+    file."""
+    question: FolderName | None = None
+    """A text file below models/judges/ with the question: it must hold $prompt, $first and $second, and may hold
+    $first_letter and $second_letter. null: the built-in question."""
 
     @model_validator(mode="after")
     def _names_its_model(self) -> "JudgeParams":
-        if (self.kind == "model") != (self.model is not None):
-            raise ValueError("kind: model needs the name of a folder below models/judges/ in `model`, and only it does")
+        if (self.kind == "data") != (self.model is None):
+            raise ValueError("kind: model and kind: api need a name in `model`, and only they do")
+        if (self.kind == "api") != (self.base_url is not None):
+            raise ValueError("kind: api needs the address of the endpoint in `base_url`, and only it does")
+        if self.kind != "api" and self.key_variable is not None:
+            raise ValueError("only kind: api has a key_variable")
+        if self.kind == "model" and self.model is not None:
+            plain_name(self.model)
         return self

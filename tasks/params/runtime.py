@@ -7,6 +7,21 @@ from pydantic import Field
 from rlhf_core.config.block import Block
 
 
+class ApiParams(Block):
+    """Requests to the endpoint of a judge with `kind: api`."""
+
+    concurrency: Annotated[int, Field(ge=1, le=256)] = 8
+    """Requests at the same time."""
+    timeout_seconds: Annotated[float, Field(gt=0)] = 60.0
+    """Longest wait for an answer."""
+    retries: Annotated[int, Field(ge=0, le=20)] = 6
+    """How often a request is repeated after 429, 5xx or a lost connection, with growing pauses."""
+    max_requests: Annotated[int, Field(ge=1)] = 20_000
+    """Budget of one stage: requests, repeated ones included. A pair takes two."""
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    """Budget of one stage: tokens of questions and answers, as the server counts them. null: no limit."""
+
+
 class RuntimeParams(Block):
     """Settings that cannot change a result. No stage depends on them, so an edit retrains nothing."""
 
@@ -18,6 +33,7 @@ class RuntimeParams(Block):
     """Steps between two checkpoints in work/, from which a stopped stage continues."""
     progress_seconds: Annotated[float, Field(gt=0)] = 5.0
     """Seconds between two progress lines where the output is not a terminal."""
+    api: ApiParams = ApiParams()
     on_alert: Literal["warn", "stop"] = "warn"
     """On an alert of `ppo.health`: `warn` reports it and goes on; `stop` ends the run. With `warn`, a stopped run
     continues from there."""
