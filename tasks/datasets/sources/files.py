@@ -12,7 +12,7 @@ from tasks.datasets.jsonl import LONE_SURROGATE, Row, brief_names, iter_jsonl
 from tasks.datasets.problems import Log, Problems, refuse
 from tasks.datasets.raw import below_raw
 from tasks.datasets.sources.example import RAW, Example
-from tasks.datasets.sources.shapes import COLUMNS, read_all
+from tasks.datasets.sources.shapes import read_all, read_columns
 from tasks.params.ingest import FilesParams
 
 SUFFIXES = (".jsonl", ".parquet")
@@ -20,15 +20,16 @@ UNREAD = (".json", ".csv", ".tsv", ".gz", ".bz2", ".xz", ".zst", ".zip", ".arrow
 """Formats of data that Leash does not read: refused. Other files (licences, readmes) are ignored."""
 
 
-def read(params: FilesParams, raw: Path = RAW, log: Log = print) -> list[Example]:
-    """All examples of `raw`/`params.path`, file after file in the order of their names.
+def read(params: FilesParams, raw: Path = RAW, log: Log = print, key: str = "ingest.files.path") -> list[Example]:
+    """All examples of `raw`/`params.path`, file after file in the order of their names. `key`: the parameter that names
+    the path, for messages.
 
     Raises UserError for a path that is missing or leads out of `raw`, a folder without data, data that are all held
     out, and for files and rows that cannot be read: several are printed by `log`.
     """
-    place = below_raw(raw, params.path, "ingest.files.path")
+    place = below_raw(raw, params.path, key)
     if not place.exists():
-        raise UserError(_missing(place, raw))
+        raise UserError(_missing(place, raw, key))
     examples = read_files({path: (RAW / path.relative_to(raw)).as_posix() for path in data_files(place)}, params, log)
     if all(example.heldout for example in examples):
         patterns = ", ".join(params.heldout_files)
@@ -47,17 +48,14 @@ def read_files(names: Mapping[Path, str], params: FilesParams, log: Log) -> list
     return examples
 
 
-def _missing(place: Path, raw: Path) -> str:
+def _missing(place: Path, raw: Path, key: str) -> str:
     """The message for a missing `place`: what `raw` has, and what to do."""
     if Path(f"{place}.dvc").exists():
         return f"{place}: not found, but its .dvc file is there; get the data by `dvc pull`"
     names = sorted(path.name for path in raw.iterdir() if not path.name.startswith(".")) if raw.is_dir() else []
     found = [name for name in names if not name.endswith((".dvc", ".md"))]
     there = f"has {brief_names(found)}" if found else "is empty"
-    return (
-        f"{place}: not found; {raw} {there}. Set ingest.files.path to a name in it, or import the data with "
-        "`leash import PATH`"
-    )
+    return f"{place}: not found; {raw} {there}. Set {key} to a name in it, or import the data with `leash import PATH`"
 
 
 def data_files(place: Path) -> list[Path]:
@@ -95,10 +93,8 @@ def read_rows(path: Path, on_bad: Log = refuse) -> Iterator[tuple[int, Row]]:
 def _read_parquet(path: Path) -> Iterator[tuple[int, Row]]:
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
-            names = file.schema_arrow.names
-            wanted = [name for name in names if name in COLUMNS] or names
             number = 0
-            for batch in file.iter_batches(batch_size=10_000, columns=wanted):
+            for batch in file.iter_batches(batch_size=10_000, columns=read_columns(file.schema_arrow.names)):
                 for row in batch.to_pylist():
                     number += 1
                     yield number, row
