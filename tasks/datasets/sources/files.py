@@ -1,6 +1,6 @@
 """JSONL and Parquet files below `data/raw/`: which files count, in what order, and their rows."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
 
@@ -58,8 +58,9 @@ def _missing(place: Path, raw: Path, key: str) -> str:
     return f"{place}: not found; {raw} {there}. Set {key} to a name in it, or import the data with `leash import PATH`"
 
 
-def data_files(place: Path) -> list[Path]:
-    """The file itself, or the data files of a folder and its folders, sorted; hidden ones do not count.
+def data_files(place: Path, also: Collection[str] = ()) -> list[Path]:
+    """The file itself, or the data files of a folder and its folders, sorted; hidden ones do not count. `also`: endings
+    of data files besides *.jsonl and *.parquet.
 
     Raises UserError when there is none, and for data in a format that Leash does not read.
     """
@@ -71,9 +72,9 @@ def data_files(place: Path) -> list[Path]:
     for path in found:
         if LONE_SURROGATE.search(str(path)):
             raise UserError(f"{str(path)!r}: the name of this file is not UTF-8; rename it")
-        if path.suffix.lower() in UNREAD:
+        if path.suffix.lower() in UNREAD and path.suffix.lower() not in also:
             raise UserError(f"{path}: Leash reads *.jsonl and *.parquet; convert or unpack this file, or move it away")
-    data = [path for path in found if path.suffix.lower() in SUFFIXES]
+    data = [path for path in found if path.suffix.lower() in (*SUFFIXES, *also)]
     if not data:
         raise UserError(f"{place}: no *.jsonl or *.parquet file")
     return data
