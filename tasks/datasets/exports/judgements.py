@@ -12,11 +12,10 @@ from tasks.datasets.problems import Problems
 from tasks.datasets.sources.dialogues import ShapeError, parse_conversation
 
 PROMPTS = ("prompt", "instruction", "question", "query")
-ANSWER = re.compile(
-    r"(answer|response|completion|reply|output|generation|summary|text)(?:[ _-]|(?=[0-9]))([0-9]+|[a-z])", re.I
-)
+TEXT = "answer|response|completion|reply|output|generation|summary|text"
+ANSWER = re.compile(rf"({TEXT})(?:[ _-]|(?=[0-9]))([0-9]+|[a-z])", re.I)
 """Names of answers: a word and a number or a letter, such as answer1, response_b."""
-CHOICE = re.compile(r"(?:[a-z]+[ _-]?)?([0-9]+|(?<![a-z])[a-z])")
+CHOICE = re.compile(rf"(?:(?:{TEXT}|option|choice|model|assistant)(?:[ _-]|(?=[0-9])))?([0-9]+|[a-z])")
 """A choice that names an answer by its number or letter: `2`, `b`, `option 2`, `response_b`."""
 SIDES = {"left": 0, "first": 0, "right": 1, "second": 1}
 TIES = frozenset({"tie", "equal", "same", "both", "neither", "no preference"})

@@ -150,7 +150,7 @@ def _whole_pair(row: Row) -> Answers:
 def _label(row: Row) -> tuple[str | None, bool]:
     """The annotator of a pair, and whether it is a tie. Raises ShapeError for a column of another type."""
     annotator, tie = row.get("annotator"), row.get("tie")
-    if annotator is not None and not (isinstance(annotator, str) and annotator.strip()):
+    if annotator is not None and not (isinstance(annotator, str) and annotator.strip() and annotator.isprintable()):
         raise ShapeError(f"annotator: expected a name, got {brief(annotator)}")
     if tie is not None and not isinstance(tie, bool):
         raise ShapeError(f"tie: expected true or false, got {brief(tie)}")

@@ -125,6 +125,8 @@ def test_a_pair_has_its_annotator_and_tie(examples):
     [
         ({"annotator": 7}, "annotator: expected a name, got 7"),
         ({"annotator": " "}, "annotator: expected a name, got ' '"),
+        ({"annotator": "anna\n"}, "annotator: expected a name, got 'anna\\n'"),
+        ({"annotator": "\ud83d"}, "annotator: expected a name, got '\\ud83d'"),
         ({"tie": 1}, "tie: expected true or false, got 1"),
         ({"time": 5.0}, "time: expected text, got 5.0"),
         ({"task": 12}, "task: expected text, got 12"),

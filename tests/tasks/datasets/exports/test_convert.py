@@ -139,6 +139,10 @@ def test_label_studio_ranker(convert):
     ("tasks", "says"),
     [
         ([task(1, annotation(1, result("pairwise", {"selected": "none"})))], "task 1: better: 'none' does not compare"),
+        (
+            [task(1, annotation(1, result("choices", {"choices": ["reject 2"]})))],
+            "'reject 2' does not compare the answers",
+        ),
         ([task(1, annotation(1, left()), prompt="")], "task 1: no prompt; expected a column prompt, instruction"),
         ([task(1, annotation(1, left()), answer2=None)], "task 1: no answers to compare; expected a prompt and two or"),
         ([task(1, annotation(1, left()), text1="a", text2="b")], "task 1: no answers to compare"),
