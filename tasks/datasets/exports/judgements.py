@@ -33,13 +33,13 @@ class Judgement:
     """File and record, for messages."""
     prompt: object
     answers: Mapping[str, str]
-    """By name, in the order of the data."""
+    """By name; the first one is the left one of two."""
     question: str
     verdict: Verdict
     label: Mapping[str, str | None]
     """The columns annotator, time and task, as far as they are known."""
     shown_in_order: bool = False
-    """The tool showed the answers in the order of the data."""
+    """The tool showed the answers in this order."""
 
 
 @dataclass
@@ -58,13 +58,14 @@ def prompt_of(data: Mapping[str, object]) -> object:
 
 
 def answers_of(data: Mapping[str, object]) -> dict[str, str]:
-    """The answers of a record by name; empty where none, one, or two kinds of them are found."""
-    kinds: dict[str, dict[str, str]] = {}
+    """The answers of a record by name, in the order of their numbers or letters (a database may have changed the order
+    of the fields); empty where none, one, or two kinds of them are found."""
+    kinds: dict[str, list[tuple[int, str, str]]] = {}
     for name, value in data.items():
         if (match := ANSWER.fullmatch(name)) and isinstance(value, str):
-            kinds.setdefault(match[1].casefold(), {})[name] = value
-    several = [answers for answers in kinds.values() if len(answers) > 1]
-    return several[0] if len(several) == 1 else {}
+            kinds.setdefault(match[1].casefold(), []).append((len(match[2]), match[2].casefold(), name))
+    several = [names for names in kinds.values() if len(names) > 1]
+    return {name: str(data[name]) for *_, name in sorted(several[0])} if len(several) == 1 else {}
 
 
 def label_rows(judgements: Sequence[Judgement], path: str, problems: Problems) -> Iterator[Row]:
@@ -121,15 +122,10 @@ def _ranks(judgement: Judgement) -> list[int] | None:
             return [0, 0]
         best = _position(verdict, names)
         return None if best is None else [int(place != best) for place in range(2)]
-    ranks: dict[int | None, int] = {}
-    for rank, group in enumerate(verdict or []):
-        ranks |= {_position(name, names): rank for name in group}
-    named = sum(len(group) for group in verdict or [])
-    return (
-        [ranks[place] for place in range(len(names))]
-        if {*ranks} == {*range(len(names))} and named == len(names)
-        else None
-    )
+    placed = [(_position(name, names), rank) for rank, group in enumerate(verdict or []) for name in group]
+    ranks = dict(placed)
+    complete = len(placed) == len(names) and ranks.keys() == set(range(len(names)))
+    return [ranks[place] for place in range(len(names))] if complete else None
 
 
 def _position(choice: str, names: Sequence[str]) -> int | None:

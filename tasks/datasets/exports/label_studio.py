@@ -43,7 +43,7 @@ def _judgements(task: Json, where: str, export: Export) -> Iterator[Judgement]:
         else:
             label = {"annotator": _annotator(annotation), "time": _time(annotation), "task": str(task["id"])}
             for result in results:
-                answers = _items(task["data"]) if result["type"] == "ranker" else answers_of(task["data"])
+                answers = _items(task["data"]) if result["type"] == "ranker" else _two(task["data"], result)
                 yield Judgement(
                     where, prompt_of(task["data"]), answers, str(result["from_name"]), _verdict(result), label, True
                 )
@@ -69,6 +69,12 @@ def _verdict(result: Json) -> Verdict:
         return str(value["choices"][0]) if len(value["choices"]) == 1 else None
     lists = list(value["ranker"].values())
     return [[str(name)] for name in lists[0]] if len(lists) == 1 else None  # with buckets: which is better is unknown
+
+
+def _two(data: Json, result: Json) -> dict[str, str]:
+    """The answers, the left one first: in the order of `to_name` where that names them, else by their numbers."""
+    answers, shown = answers_of(data), str(result.get("to_name")).split(",")
+    return {name: answers[name] for name in shown} if answers.keys() == set(shown) else answers
 
 
 def _items(data: Json) -> dict[str, str]:

@@ -112,6 +112,15 @@ def test_label_studio_pairwise(convert):
     ]
 
 
+def test_label_studio_left_is_the_first_name_of_the_control_or_the_lower_number(convert):
+    """Whatever the order of the fields."""
+    turned = task(1, annotation(1, left()))
+    turned["data"] = dict(reversed(turned["data"].items()))
+    named = task(2, annotation(1, result("pairwise", {"selected": "left"}, to="answer2,answer1")))
+    rows, _ = convert("labels.json", [turned, named])
+    assert [row["chosen"] for row in rows] == [OATS, CAKE]
+
+
 def test_label_studio_choices_beside_others(convert):
     """Another question of the page does not compare the answers."""
     clear = result("choices", {"choices": ["yes"]}, "is it clear?")
