@@ -97,7 +97,13 @@ def where() -> None:
 
 @command
 def import_(
-    source: Annotated[Path, typer.Argument(metavar="PATH", help="A JSONL or Parquet file, or a folder of them.")],
+    source: Annotated[
+        Path,
+        typer.Argument(
+            metavar="PATH",
+            help="A JSONL, Parquet or CSV file, an export of Label Studio or Argilla, or a folder of such files.",
+        ),
+    ],
     force: Annotated[bool, typer.Option("--force", help="Replace data imported before.")] = False,
 ) -> None:
     """Copy data files into data/raw/ and track them with DVC."""

@@ -42,7 +42,7 @@ def require_pairs(prepared: Prepared, source: str) -> None:
     if source == "judge":
         return
     pairs = (example for example in in_share(prepared, "preferences") if example.kind == "pair")
-    found = {prepared.assignment.split(example) for example in pairs}
+    found = {prepared.assignment.split(example) for example in (*pairs, *prepared.labels)}
     for split in ("train", "validation"):
         if split not in found:
             raise UserError(
@@ -60,7 +60,7 @@ def check_prompts(name: str, prepared: Prepared) -> None:
     """Raise UserError for a file of evaluation prompts that cannot be read or holds training prompts."""
     rows = read_prompts(RAW, name)
     prompts = {opening(row["prompt"]) for row in rows}
-    trained = in_share(prepared, "demonstrations", "preferences", "ppo")
+    trained = (*in_share(prepared, "demonstrations", "preferences", "ppo"), *prepared.labels)
     training = [{"prompt": example.prompt} for example in trained if example.opening in prompts]
     refuse_training_prompts(name, rows, {"the training data": training})
 

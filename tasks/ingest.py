@@ -5,6 +5,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from tasks.datasets.jsonl import Row
+from tasks.datasets.labels import as_text, label_figures
 from tasks.datasets.prepare import Prepared, prepare, render, use_table
 from tasks.datasets.sources import cleaning
 from tasks.datasets.sources.datasets import assemble, divide
@@ -17,16 +18,21 @@ from tasks.stage.stage import Stage
 def execute(stage: Stage[IngestParams]) -> None:
     """Make data/ingest/*.jsonl and metrics/ingest.json. Raises UserError for data that cannot be used."""
     prepared = prepare(stage.params, RAW, stage.state_dir / "datasets", stage.log)
-    divided = divide(prepared.kept, prepared.assignment, stage.params.seed)
+    divided = divide(prepared.kept, prepared.assignment, stage.params.seed, prepared.labels)
     sizes: Counter[str] = Counter()
     for name, rows in assemble(divided).items():
         stage.outputs.write_jsonl(f"data/ingest/{name}.jsonl", counted(rows, name, sizes))
     dropped = ({"file": row.file, "row": row.row, "reason": row.reason} for row in prepared.dropped)
     stage.outputs.write_jsonl("data/ingest/dropped.jsonl", dropped)
     table = use_table(prepared, divided)
-    stage.write_metrics({"source": stage.params.source, **counts(prepared), **sizes, "rows_by_use": table})
+    labels = label_figures([*prepared.kept, *prepared.labels, *prepared.ties])
+    stage.write_metrics(
+        {"source": stage.params.source, **counts(prepared), **sizes, "labels": labels, "rows_by_use": table}
+    )
     for line in render(table).splitlines():
         stage.log(line)
+    if labels:
+        stage.log(as_text(labels))
     if prepared.dropped:
         stage.log(f"left out {cleaning.summary(prepared.dropped)}; all rows: data/ingest/dropped.jsonl")
 
@@ -45,7 +51,7 @@ def counts(prepared: Prepared) -> dict[str, Any]:
     total = prepared.read.total()
     return {
         "rows_read": total,
-        "rows_used": total - len(prepared.dropped),
+        "rows_used": total - len(prepared.dropped) - len(prepared.ties),
         "dropped": {reason: found[reason] for reason in cleaning.REASONS},
     }
 

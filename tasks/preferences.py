@@ -1,5 +1,6 @@
 """Stage `preferences`: samples from the SFT model, judged into pairs, and the pairs of the data."""
 
+from collections import Counter
 from collections.abc import Sequence
 from random import Random
 from typing import Any
@@ -41,8 +42,10 @@ def execute(stage: Stage[PreferencesParams]) -> None:
         pairs, judged = label_samples(stage, samples, judge)
     elif samples:
         pairs, judged = judge_samples(stage, samples)
+    labels = None
     if stage.params.source in {"dataset", "both"}:
-        pairs += dataset_pairs(stage)
+        pairs = with_annotators(pairs + dataset_pairs(stage))
+        labels = Counter(pair.get("annotator") or "data" for pair in pairs if pair["source"] == "dataset")
     splits = {split: sum(pair["split"] == split for pair in pairs) for split in ("train", "validation")}
     if not all(splits.values()):
         raise UserError(f"preferences: the reward model needs training and validation pairs, there are {splits}")
@@ -57,6 +60,7 @@ def execute(stage: Stage[PreferencesParams]) -> None:
             "mean_response_tokens": sum(len(s["response_ids"]) for s in samples) / len(samples) if samples else None,
             "prompts_too_long": too_long,
             **judged,
+            "labels_by": labels and dict(sorted(labels.items())),
         }
     )
     if stage.tracker:
@@ -219,9 +223,17 @@ def dataset_pairs(stage: Stage[PreferencesParams]) -> list[Row]:
             "rejected_ended": True,
             "source": "dataset",
             "split": row["split"],
+            **({"annotator": row["annotator"]} if "annotator" in row else {}),
         }
         for row in stage.read(PAIRS)
     ]
+
+
+def with_annotators(pairs: list[Row]) -> list[Row]:
+    """The pairs; all have the column `annotator` if one of them has it."""
+    if not any("annotator" in pair for pair in pairs):
+        return pairs
+    return [{**pair, "annotator": pair.get("annotator")} for pair in pairs]
 
 
 if __name__ == "__main__":

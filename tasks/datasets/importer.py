@@ -15,12 +15,13 @@ from pathlib import Path
 
 from rlhf_core.errors import UserError
 from rlhf_core.files import remove
+from tasks.datasets.exports.convert import converted
 from tasks.datasets.jsonl import brief_names
 from tasks.datasets.problems import Log
 from tasks.datasets.sources import cleaning
 from tasks.datasets.sources.example import RAW, Example
 from tasks.datasets.sources.files import data_files, read_files, read_rows
-from tasks.datasets.sources.shapes import COLUMNS
+from tasks.datasets.sources.shapes import COLUMNS, LABEL_COLUMNS
 from tasks.params.ingest import FilesParams, IngestParams
 
 DOCUMENTS = ("licen", "copying", "notice", "readme", "citation")
@@ -28,8 +29,9 @@ DOCUMENTS = ("licen", "copying", "notice", "readme", "citation")
 
 
 def import_data(source: Path, root: Path, force: bool = False, log: Log = print) -> Path:
-    """Copy a JSONL or Parquet file, or a folder of them, to `root`/data/raw/<name> and run `dvc add`. Returns the new
-    path. `log` prints what was found, and the parameters to set.
+    """Copy a JSONL or Parquet file, or a folder of them, to `root`/data/raw/<name> and run `dvc add`. CSV files and
+    exports of Label Studio and Argilla are converted to JSONL. Returns the new path. `log` prints what was found, and
+    the parameters to set.
 
     Every row is read before anything is copied, and the copy is complete or absent. Raises UserError for a missing
     source, rows that cannot be read (file and row), other data of the same name without `force`, a full disk, and a
@@ -40,30 +42,40 @@ def import_data(source: Path, root: Path, force: bool = False, log: Log = print)
         raise UserError(f"{source}: file not found")
     if not (root / ".dvc").is_dir():
         raise UserError(f"{root}: not a DVC repository; run this in a clone of the project")
-    target = (root / RAW).resolve() / source.name
-    found = describe(source, log)
-    _place(source, target, root, force)
+    with converted(source, log) as data:
+        target = (root / RAW).resolve() / data.name
+        if source != target:
+            _refuse_overlap(source, target)
+        elif data != source:
+            raise UserError(f"{source}: has files to convert; move the folder out of {RAW} and import it from there")
+        examples, found = describe(data, source, log)
+        _place(data, target, root, force)
     for line in found:
         log(line)
-    place = (RAW / source.name).as_posix()
-    log(f"{place}: tracked by DVC (for git: {place}.dvc)")
+    place = (RAW / target.name).as_posix()
+    log(f"{place}: {'converted and ' if data != source else ''}tracked by DVC (for git: {place}.dvc)")
     log("set in params.yaml (examples/own-data.yaml is a complete file to start from):")
+    if any(example.annotator for example in examples) and all(example.kind == "pair" for example in examples):
+        log(f"  ingest.labels: {json.dumps(target.name)}    (added to the data of ingest.source)")
+        log("or, where these labels are all of the data:")
     log("  ingest.source: files")
-    log(f"  ingest.files.path: {json.dumps(source.name)}")
+    log(f"  ingest.files.path: {json.dumps(target.name)}")
     return target
 
 
-def describe(source: Path, log: Log) -> list[str]:
-    """What the files hold, a line for each, and which rows `ingest` would leave out or refuse. Raises UserError for
-    rows that cannot be read; `log` lists them before."""
+def describe(data: Path, source: Path, log: Log) -> tuple[list[Example], list[str]]:
+    """The examples; what the files hold, a line for each; and which rows `ingest` would leave out or refuse. Raises
+    UserError for rows that cannot be read, called by their place in `source`; `log` lists them before."""
     files = FilesParams(path="data")
-    paths = data_files(source)
-    names = {path: path.relative_to(source if source.is_dir() else source.parent).as_posix() for path in paths}
-    examples = read_files({path: str(path) for path in paths}, files, log)
+    paths = data_files(data)
+    names = {path: path.relative_to(data if data.is_dir() else data.parent).as_posix() for path in paths}
+    called = {path: str(source / names[path] if source.is_dir() else source) for path in paths}
+    examples = read_files(called, files, log)
     by_file = {path: list(found) for path, found in groupby(examples, key=attrgetter("file"))}
-    lines = [_file_line(path, name, by_file[str(path)]) for path, name in names.items()]
+    lines = [_file_line(path, name, by_file[called[path]]) for path, name in names.items()]
+    short = {called[path]: names[path] for path in paths}
     for example in examples:
-        example.file = names[Path(example.file)]
+        example.file = short[example.file]
     kept, dropped = cleaning.clean(examples, IngestParams.model_fields["max_characters"].default)
     if dropped:
         summary = cleaning.list_bad_rows(dropped, lines.append)
@@ -72,14 +84,15 @@ def describe(source: Path, log: Log) -> list[str]:
         lines.append(cleaning.list_leaks(leaks, lines.append))
     if not any(example.kind == "pair" and not example.heldout for example in examples):
         lines.append("no pairs (prompt, chosen, rejected): the reward model needs some, in this folder")
-    return lines
+    return examples, lines
 
 
 def _file_line(path: Path, name: str, examples: list[Example]) -> str:
     """Rows by kind, the columns that are read and those that are not, and whether the file is held out."""
     _, row = next(read_rows(path))
-    read = [column for column in COLUMNS if column in row]
-    unread = [str(column) for column in row if column not in COLUMNS]
+    known = COLUMNS + LABEL_COLUMNS if examples[0].kind == "pair" else COLUMNS
+    read = [column for column in known if column in row]
+    unread = [str(column) for column in row if column not in known]
     kinds = Counter(example.kind for example in examples)
     rows = ", ".join(f"{count:,} {kind}{'s' * (count != 1)}" for kind, count in kinds.items())
     heldout = ", held out (ingest.files.heldout_files)" if examples[0].heldout else ""
@@ -90,7 +103,6 @@ def _file_line(path: Path, name: str, examples: list[Example]) -> str:
 def _place(source: Path, target: Path, root: Path, force: bool) -> None:
     """Copy the data to `target`, unless they are there, and run `dvc add`."""
     if source != target:
-        _refuse_overlap(source, target)
         files = _files_to_copy(source)
         if not _equal(files, source, target):
             if target.exists() and not force:

@@ -14,7 +14,7 @@ from tasks.datasets.sources.cleaning import Dropped
 from tasks.datasets.sources.datasets import USES, Divided, rows_by_use
 from tasks.datasets.sources.example import RAW, Example, Kind
 from tasks.datasets.sources.splits import Assignment, assign
-from tasks.params.ingest import DemoParams, IngestParams
+from tasks.params.ingest import DemoParams, FilesParams, IngestParams
 
 KINDS: tuple[Kind, ...] = ("demonstration", "pair", "prompt")
 LABELS = {
@@ -26,6 +26,7 @@ LABELS = {
     "heldout": "held out",
     "repeated": "left out: same prompt as another row",
     "used_elsewhere": "left out: prompt drawn for another use",
+    "tie": "left out: tie, only for agreement",
 }
 
 
@@ -34,6 +35,10 @@ class Prepared:
     """The clean rows with the shares of their prompts, and what was left out."""
 
     kept: list[Example]
+    labels: list[Example]
+    """Clean pairs of `ingest.labels`, which are pairs for the reward model."""
+    ties: list[Example]
+    """Clean pairs without a preference: for the agreement of annotators, not for training."""
     assignment: Assignment
     dropped: list[Dropped]
     read: Counter[Kind]
@@ -41,12 +46,23 @@ class Prepared:
 
 
 def prepare(params: IngestParams, raw: Path = RAW, cache: Path | None = None, log: Log = print) -> Prepared:
-    """Read and clean the raw data, and assign the shares. Raises UserError for data that cannot be read, that the
-    parameters refuse, or that are too few for a share; several problems are printed by `log`."""
-    examples = read(params, raw, cache, log)
+    """Read and clean the raw data, and assign the shares; the labels of `params.labels` change no share. Raises
+    UserError for data that cannot be read, that the parameters refuse, or that are too few for a share; several
+    problems are printed by `log`."""
+    added = read_labels(params.labels, raw, log)
+    examples = read(params, raw, cache, log) + added
     found = Counter(example.kind for example in examples)
-    kept, dropped = filter_rows(examples, params, log)
-    return Prepared(kept, assign(kept, params.split, params.seed), dropped, found)
+    clean, dropped = filter_rows(examples, params, log)
+    of_labels = {id(example) for example in added}
+    own = [example for example in clean if id(example) not in of_labels]
+    kept = [example for example in own if not example.tie]
+    assignment = assign(kept, params.split, params.seed)
+    heldout = [example for example in kept if assignment.share[example.opening] == "heldout"]
+    labels, leaked = without_leaks([e for e in clean if id(e) in of_labels], heldout, params, log)
+    ties = [example for example in own + labels if example.tie]
+    labels = [example for example in labels if not example.tie]
+    assignment = assignment.with_unknown((e.opening for e in labels), params.split.validation, params.seed)
+    return Prepared(kept, labels, ties, assignment, dropped + leaked, found)
 
 
 def read(params: IngestParams, raw: Path, cache: Path | None, log: Log) -> list[Example]:
@@ -59,6 +75,20 @@ def read(params: IngestParams, raw: Path, cache: Path | None, log: Log) -> list[
         return huggingface.read(params.huggingface, raw, cache, log)
     assert params.files is not None
     return files.read(params.files, raw, log)
+
+
+def read_labels(name: str | None, raw: Path, log: Log) -> list[Example]:
+    """The pairs of `ingest.labels`. Raises UserError for rows that cannot be read, or that are no pairs."""
+    if name is None:
+        return []
+    found = files.read(FilesParams(path=name, heldout_files=[]), raw, log, key="ingest.labels")
+    for example in found:
+        if example.kind != "pair":
+            raise UserError(
+                f"{example.file}, row {example.row}: a {example.kind} among the labels; ingest.labels takes pairs "
+                "(prompt, chosen, rejected), other rows belong to ingest.source"
+            )
+    return found
 
 
 def demo_examples(params: DemoParams, seed: int) -> list[Example]:
@@ -79,22 +109,32 @@ def filter_rows(examples: list[Example], params: IngestParams, log: Log) -> tupl
     kept, dropped = cleaning.clean(examples, params.max_characters)
     if params.on_bad_row == "refuse":
         cleaning.refuse_bad_rows(dropped, log)
-    leaks = cleaning.find_leaks(kept)
-    if params.on_leak == "refuse":
-        cleaning.refuse_leaks(leaks, log)
-    leaked = {id(leak.training) for leak in leaks}
-    kept = [example for example in kept if id(example) not in leaked]
-    dropped += [Dropped(leak.training.file, leak.training.row, "leaked", leak.training.kind) for leak in leaks]
+    kept, leaked = without_leaks(kept, [example for example in kept if example.heldout], params, log)
+    dropped += leaked
     if all(example.heldout for example in kept):
         why = cleaning.summary(dropped) or "the data set is empty"
         raise UserError(f"no training rows left of {len(examples)} read: {why}")
     return kept, dropped
 
 
+def without_leaks(
+    examples: list[Example], heldout: list[Example], params: IngestParams, log: Log
+) -> tuple[list[Example], list[Dropped]]:
+    """The examples without training rows that open like a held-out row, and those rows. Raises UserError for them where
+    `ingest.on_leak` is refuse."""
+    leaks = cleaning.find_leaks(examples, heldout)
+    if params.on_leak == "refuse":
+        cleaning.refuse_leaks(leaks, log)
+    leaked = {id(leak.training) for leak in leaks}
+    dropped = [Dropped(leak.training.file, leak.training.row, "leaked", leak.training.kind) for leak in leaks]
+    return [example for example in examples if id(example) not in leaked], dropped
+
+
 def use_table(prepared: Prepared, divided: Divided) -> dict[str, dict[str, Any]]:
     """For each kind of row in the data: rows read, rows of each use, and rows left out by reason. Uses and reasons sum
     to the rows read."""
     uses = rows_by_use(divided) + Counter((row.kind, row.reason) for row in prepared.dropped)
+    uses += Counter((example.kind, "tie") for example in prepared.ties)
     return {
         kind: {
             "read": prepared.read[kind],

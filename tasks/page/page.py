@@ -20,6 +20,8 @@ from tasks.page.wording import MISSING, count, number, percent, percent_interval
 from tasks.params.secrets import HIDDEN, is_secret
 
 HERE = Path(__file__).parent
+NAMED = 12
+"""Annotators that are named at most."""
 SECTIONS = ("answer", "comparison", "ppo", "reward", "sft")
 
 
@@ -176,6 +178,7 @@ def reward_facts(run: Run) -> list[tuple[str, str]]:
     r = run.metrics["reward"]
     accuracy = f"{percent(r.get('heldout_accuracy'))} ({percent_interval(r.get('heldout_accuracy_ci95'))})"
     facts = [
+        ("Labels", whose_labels(run)),
         ("Held-out accuracy (95% interval)", accuracy if finite(r.get("heldout_accuracy")) is not None else MISSING),
         ("Held-out pairs", count(r.get("heldout_pairs"))),
         ("Training accuracy", percent(r.get("train_accuracy"))),
@@ -191,6 +194,22 @@ def reward_facts(run: Run) -> list[tuple[str, str]]:
             *agreement_facts(run.evaluation.get("reward_model") or {}),
         ]
     return _shown(facts)
+
+
+def whose_labels(run: Run) -> str:
+    """Who judged the reward model's pairs: people with their pairs and Krippendorff's alpha, a judge, the data set."""
+    preferences = run.metrics["preferences"]
+    judge, found = preferences.get("judge"), dict(preferences.get("labels_by") or {})
+    if not found or (set(found) == {"data"} and not judge):
+        return str(judge or "the data set’s own pairs")
+    rest = int(preferences.get("pairs") or 0) - sum(found.values())
+    named = {str(judge): rest, **{name: n for name, n in found.items() if name != "data"}}
+    named["the data set’s own pairs"] = found.get("data", 0)
+    shown = [f"{name} {count(n)}" for name, n in named.items() if n > 0]
+    more = f" and {len(shown) - NAMED} more" if len(shown) > NAMED else ""
+    alpha = finite((run.metrics["ingest"].get("labels") or {}).get("alpha"))
+    agreement = "" if alpha is None else f"; Krippendorff’s α {number(alpha)}"
+    return f"{', '.join(shown[:NAMED])}{more}{agreement}"
 
 
 def agreement_facts(checks: Row) -> list[tuple[str, str]]:
@@ -237,7 +256,7 @@ def data_counts(run: Run) -> list[tuple[str, str]]:
         ("Held-out prompts", count(ingest.get("heldout"))),
         ("Preference pairs for the reward model", count(preferences.get("pairs"))),
         ("Ties dropped", count(preferences.get("ties_dropped"))),
-        ("Preferences judged by", str(preferences.get("judge") or "the data set’s own pairs")),
+        ("Preferences judged by", whose_labels(run)),
         *_judge_model_facts(preferences.get("judge_model") or {}),
         ("Model parameters", count(base.get("parameters"))),
         ("Vocabulary, tokens", count(base.get("vocabulary"))),

@@ -61,9 +61,16 @@ class _Params(Block):
                 f"preferences.source is {self.preferences.source}, but only the demo data have a judge; "
                 "use source: dataset"
             )
-        if self.preferences.source in {"dataset", "both"} and self.ingest.source == "demo":
+        has_pairs = self.ingest.source != "demo" or self.ingest.labels is not None
+        if self.preferences.source in {"dataset", "both"} and not has_pairs:
             raise ValueError(
-                f"preferences.source is {self.preferences.source}, but the demo data have no pairs; use source: judge"
+                f"preferences.source is {self.preferences.source}, but the demo data have no pairs; use source: judge, "
+                "or name labels in ingest.labels"
+            )
+        if self.preferences.source == "judge" and self.ingest.labels is not None:
+            raise ValueError(
+                "preferences.source is judge, so the labels of ingest.labels would not be used; use source: dataset or "
+                "both, or remove ingest.labels"
             )
         if self.preferences.source == "model" and self.judge.kind == "data":
             raise ValueError("preferences.source is model, but judge.kind is data; name a language model in `judge`")

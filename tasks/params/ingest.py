@@ -91,6 +91,9 @@ class IngestParams(Block):
     demo: DemoParams | None = None
     files: FilesParams | None = None
     huggingface: HuggingFaceParams | None = None
+    labels: BelowRaw | None = None
+    """Labelled pairs that are added to the source: a file or a folder below data/raw/, as `leash import` prints it.
+    They go to the reward model, and no other prompt changes its share. Pairs of held-out prompts are leaks."""
     split: SplitParams
     max_characters: Annotated[int, Field(ge=1)] = 20_000
     """A row whose prompt or answer is longer than this is a bad row."""

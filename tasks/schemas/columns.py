@@ -14,13 +14,14 @@ ROLES = ("system", "user", "assistant")
 SPLITS = ("train", "validation")
 
 
-def _each(test: Callable[[Any], bool], rule: str, *, nullable: bool = False) -> pa.Column:
-    """A column whose every value passes a test, in one Python pass. null passes only a nullable one."""
+def _each(test: Callable[[Any], bool], rule: str, *, nullable: bool = False, required: bool = True) -> pa.Column:
+    """A column whose every value passes a test, in one Python pass. null passes only a nullable one; a column that is
+    not required is in all rows or in none."""
 
     def passes(column: pd.Series) -> pd.Series:
         return _flags((value is None and nullable) or test(value) for value in column)
 
-    return pa.Column(object, pa.Check(passes, error=rule, ignore_na=False), nullable=True)
+    return pa.Column(object, pa.Check(passes, error=rule, ignore_na=False), nullable=True, required=required)
 
 
 def _flags(values: Iterable[bool]) -> pd.Series:
@@ -100,6 +101,11 @@ def choice(*values: str) -> pa.Column:
     return _each(lambda value: isinstance(value, str) and value in values, f"must be {' or '.join(values)}")
 
 
+def annotator() -> pa.Column:
+    """The person who labelled a pair; null where there is none. Data without labels lack the column."""
+    return _each(is_text, "must be non-empty text", nullable=True, required=False)
+
+
 def split() -> pa.Column:
     """The part of a dataset: train or validation."""
     return choice(*SPLITS)
@@ -143,12 +149,12 @@ def one_split_per_prompt() -> pa.Check:
 
 
 def unique(*names: str) -> pa.Check:
-    """No two rows agree in all of these columns."""
+    """No two rows agree in all of these columns, as far as the data have them."""
 
     def passes(frame: pd.DataFrame) -> pd.Series:
         seen: set[tuple[Hashable, ...]] = set()
         flags = []
-        for key in _keys(frame, *names):
+        for key in _keys(frame, *(name for name in names if name in frame)):
             flags.append(key not in seen)
             seen.add(key)
         return _flags(flags)

@@ -11,10 +11,10 @@ SCHEMAS = {
     ),
     # Preferences in the raw data; empty where there are none.
     "data/ingest/pairs.jsonl": col.schema(
-        {"chosen": col.text(), "rejected": col.text(), "split": col.split()},
+        {"chosen": col.text(), "rejected": col.text(), "split": col.split(), "annotator": col.annotator()},
         col.different_answers(),
         col.one_split_per_prompt(),
-        col.unique("prompt_id", "chosen", "rejected"),
+        col.unique("prompt_id", "chosen", "rejected", "annotator"),
         may_be_empty=True,
     ),
     # Prompts whose answers are sampled and judged.
@@ -46,6 +46,7 @@ SCHEMAS = {
             "rejected_ended": col.flag(),
             "source": col.choice("judge", "dataset"),
             "split": col.split(),
+            "annotator": col.annotator(),
         },
         col.different_answers(),
         col.one_split_per_prompt(),

@@ -75,7 +75,8 @@ def validate(rows: list[Row], path: str) -> list[Row]:
     import pandas as pd
     from pandera.errors import SchemaErrors
 
-    columns = {name: [row.get(name, MISSING) for row in rows] for name in schema.columns}
+    present = [name for name, col in schema.columns.items() if col.required or any(name in row for row in rows)]
+    columns = {name: [row.get(name, MISSING) for row in rows] for name in present}
     problems = [Problem(name, "missing column", numbers) for name, numbers in _missing(columns).items()]
     problems += [Problem(name, "unknown column", numbers) for name, numbers in _unknown(rows, columns).items()]
     try:

@@ -154,6 +154,8 @@ REFUSED = [
     # across stages
     ("preferences.source", "dataset", "preferences.source is dataset, but the demo data have no pairs"),
     ("preferences.source", "both", "preferences.source is both, but the demo data have no pairs"),
+    ("ingest.labels", "people.jsonl", "preferences.source is judge, so the labels of ingest.labels would not be used"),
+    ("ingest.labels", "/etc", "ingest.labels: must stay below data/raw/"),
     ("ingest", FILES_SOURCE, "preferences.source is judge, but only the demo data have a judge"),
     ("ingest.demo.prompts", 5761, "ingest.demo.prompts is 5761, but 2 domains and 4 needs have 5760 distinct prompts"),
     ("sft.max_tokens", 97, "sft.max_tokens is 97 tokens, longer than base.scratch.context 96"),
@@ -188,6 +190,13 @@ def test_the_same_stop_tokens_in_all_stages_are_valid(content: Content) -> None:
     }.items():
         put(content, f"{name}.stop_tokens", value)
     assert parse(Params, content).ppo.stop_tokens == ["!", "."]
+
+
+@pytest.mark.parametrize("source", ["dataset", "both"])
+def test_labels_give_the_demo_data_pairs(content: Content, source: str) -> None:
+    put(content, "ingest.labels", "people.jsonl")
+    put(content, "preferences.source", source)
+    assert parse(Params, content).ingest.labels == "people.jsonl"
 
 
 def test_the_limits_themselves_are_valid(content: Content) -> None:

@@ -1,11 +1,18 @@
 """The stage with pairs of the data: nothing is sampled, and the pairs are the data's."""
 
+import json
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from rlhf_core.data.chat import prompt_id
+from rlhf_core.data.chat import Conversation, prompt_id
+from tasks import preferences
+from tasks.datasets.jsonl import read_jsonl
+from tasks.params.preferences import PreferencesParams
+from tasks.schemas.validation import validate
 
 if TYPE_CHECKING:
+    from tasks.stage.stage import Stage
     from tests.conftest import Ended, Project
 
 
@@ -34,3 +41,36 @@ def test_with_pairs_of_the_data_no_answer_is_sampled(
     assert (metrics["samples"], metrics["missing_eos_share"], metrics["pairs"]) == (0, None, len(rows))
     assert finished.rows("data/preferences/samples.jsonl") == []
     assert stage_main(finished, "reward").code == 0
+
+
+def test_pairs_carry_their_annotator_and_the_metrics_count_them(
+    tmp_path: Path, make_stage: Callable[..., "Stage[Any]"]
+) -> None:
+    """All labels of a pair are kept; data without annotators have no such column."""
+    prompts: list[Conversation] = [[{"role": "user", "content": f"What is a good breakfast {n}?"}] for n in range(4)]
+    rows = [
+        {"prompt_id": prompt_id(prompt), "prompt": prompt, "chosen": "Oats.", "rejected": "None.", "split": split}
+        for prompt, split in zip(prompts, ("train", "validation", "train", "train"), strict=True)
+    ]
+    labels = [{**row, "annotator": name} for row in rows for name in ("zoe", "anna")] + [{**rows[3], "annotator": None}]
+    for pairs, columns, by in ((labels, {"annotator"}, {"anna": 4, "data": 1, "zoe": 4}), (rows, set(), {"data": 4})):
+        outs = ["data/preferences/samples.jsonl", "data/preferences/preferences.jsonl", "metrics/preferences.json"]
+        stage = make_stage("preferences", params("dataset"), outs, {preferences.PAIRS: pairs})
+        preferences.execute(stage)
+        stage.outputs.commit()
+        made = validate(read_jsonl(tmp_path / outs[1]), outs[1])
+        assert [row.get("annotator") for row in made] == [row.get("annotator") for row in pairs]
+        assert all(row.keys() & {"annotator"} == columns for row in made)
+        metrics = json.loads((tmp_path / outs[2]).read_text())
+        assert (metrics["labels_by"], metrics["judge"]) == (by, None)
+
+
+def test_judged_pairs_beside_labels_have_no_annotator() -> None:
+    judged, labelled = {"source": "judge"}, {"source": "dataset", "annotator": "anna"}
+    assert preferences.with_annotators([judged, labelled]) == [{**judged, "annotator": None}, labelled]
+    assert preferences.with_annotators([judged]) == [judged]
+
+
+def params(source: str) -> PreferencesParams:
+    settings = {"source": source, "max_new_tokens": 8, "batch_size": 4}
+    return PreferencesParams.model_validate(settings | {"annotators": {"temperature": 0.5, "flip_rate": 0.0}})

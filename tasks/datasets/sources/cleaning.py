@@ -1,6 +1,7 @@
 """Rows that must not reach training, each with its reason: bad rows, and training rows that leak a held-out prompt."""
 
 from collections import Counter
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from rlhf_core.errors import UserError
@@ -30,14 +31,15 @@ class Leak(NamedTuple):
 def clean(examples: list[Example], max_characters: int) -> tuple[list[Example], list[Dropped]]:
     """The good rows, in order, and the others. Of equal rows the first is kept; a row counts under its first reason.
 
-    A held-out row that equals a training row is a leak, not a duplicate.
+    A held-out row that equals a training row is a leak, not a duplicate. A pair that several annotators labelled is
+    several rows; a second label of one annotator, also an opposite one, is a duplicate.
     """
     kept: list[Example] = []
     dropped: list[Dropped] = []
     seen: set[tuple[object, ...]] = set()
     for example in examples:
         reason = _problem(example, max_characters)
-        key = (example.heldout, example.prompt_id, *example.answers)
+        key = (example.heldout, *_identity(example))
         if reason is None and key in seen:
             reason = "duplicate"
         if reason is None:
@@ -46,6 +48,13 @@ def clean(examples: list[Example], max_characters: int) -> tuple[list[Example], 
         else:
             dropped.append(Dropped(example.file, example.row, reason, example.kind))
     return kept, dropped
+
+
+def _identity(example: Example) -> tuple[str, ...]:
+    """What equal rows have in common."""
+    if example.annotator is None:
+        return example.prompt_id, *example.answers
+    return example.annotator, example.prompt_id, *sorted(example.answers)
 
 
 def _problem(example: Example, max_characters: int) -> str | None:
@@ -74,16 +83,16 @@ def _is_clean_text(text: str) -> bool:
     return True
 
 
-def find_leaks(examples: list[Example]) -> list[Leak]:
-    """Training rows with the first user message of a held-out row (case and white space folded)."""
-    heldout: dict[str, Example] = {}
-    for example in examples:
-        if example.heldout:
-            heldout.setdefault(example.opening, example)
+def find_leaks(examples: list[Example], heldout: Iterable[Example] | None = None) -> list[Leak]:
+    """Training rows with the first user message of a held-out row (case and white space folded). `heldout`: the
+    held-out rows; by default those among the examples."""
+    first: dict[str, Example] = {}
+    for example in (e for e in examples if e.heldout) if heldout is None else heldout:
+        first.setdefault(example.opening, example)
     return [
-        Leak(example, heldout[example.opening])
+        Leak(example, first[example.opening])
         for example in examples
-        if not example.heldout and example.opening in heldout
+        if not example.heldout and example.opening in first
     ]
 
 

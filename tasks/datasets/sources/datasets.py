@@ -24,24 +24,36 @@ class Divided:
 
     shares: dict[Share, list[Example]]
     assignment: Assignment
+    pairs: list[Example]
+    """The reward model's pairs: those of the share `preferences`, and all of `labels`."""
+    labels: list[Example]
+    """Labelled pairs that were added to the data; their prompts can be in any share, or in none."""
 
 
-def divide(examples: Iterable[Example], assignment: Assignment, seed: int) -> Divided:
-    """Every example in the share of its opening."""
+def divide(examples: Iterable[Example], assignment: Assignment, seed: int, labels: Iterable[Example] = ()) -> Divided:
+    """Every example in the share of its opening, and the labelled pairs that are added."""
+
+    def place(e: Example) -> tuple[object, ...]:
+        return rank(seed, e.opening), e.prompt_id, e.kind, e.answers, e.annotator or ""
+
     shares: dict[Share, list[Example]] = {"heldout": [], "demonstrations": [], "preferences": [], "ppo": []}
     for example in examples:
         shares[assignment.share[example.opening]].append(example)
     for members in shares.values():
-        members.sort(key=lambda e: (rank(seed, e.opening), e.prompt_id, e.kind, e.answers))
-    return Divided(shares, assignment)
+        members.sort(key=place)
+    added = list(labels)
+    own = [example for example in shares["preferences"] if example.kind == "pair"]
+    return Divided(shares, assignment, sorted(own + added, key=place) if added else own, added)
 
 
 def assemble(divided: Divided) -> dict[str, Iterator[Row]]:
     """The datasets that `ingest` writes to data/ingest/, by name. A pair is also a demonstration (its chosen answer).
+    Pairs have the column `annotator` where one of them has an annotator.
 
     The rows are iterators, to be read once: a million rows do not fit into memory.
     """
     shares, split = divided.shares, divided.assignment.split
+    annotated = any(e.annotator for e in divided.pairs)
     return {
         "demonstrations": _unique(
             {**_prompt(e), "response": _demonstration(e), "split": split(e)}
@@ -50,8 +62,8 @@ def assemble(divided: Divided) -> dict[str, Iterator[Row]]:
         ),
         "pairs": (
             {**_prompt(e), "chosen": e.chosen, "rejected": e.rejected, "split": split(e)}
-            for e in shares["preferences"]
-            if e.kind == "pair"
+            | ({"annotator": e.annotator} if annotated else {})
+            for e in divided.pairs
         ),
         "preference_prompts": _unique({**_prompt(e), "split": split(e)} for e in shares["preferences"]),
         "ppo_prompts": _unique(_prompt(e) for e in shares["ppo"]),
@@ -63,7 +75,7 @@ def rows_by_use(divided: Divided) -> Counter[tuple[Kind, str]]:
     """How many rows of each kind have each of `USES`, or are `REPEATED` or used `ELSEWHERE`; every example counts
     once."""
     has_pairs = any(example.kind == "pair" for example in divided.shares["preferences"])
-    found: Counter[tuple[Kind, str]] = Counter()
+    found = Counter((e.kind, f"reward_{divided.assignment.split(e)}") for e in divided.labels)
     for share, members in divided.shares.items():
         for _, same_prompt in groupby(members, key=attrgetter("prompt_id")):
             seen: set[str | None] = set()

@@ -20,7 +20,8 @@ class Example:
     """
 
     __slots__ = (
-        "_prompt", "broken", "chosen", "file", "heldout", "opening", "prompt_id", "rejected", "response", "row"
+        "_prompt", "annotator", "broken", "chosen", "file", "heldout", "opening", "prompt_id", "rejected", "response",
+        "row", "tie",
     )  # fmt: skip
 
     def __init__(
@@ -33,6 +34,8 @@ class Example:
         chosen: str | None = None,
         rejected: str | None = None,
         broken: bool = False,
+        annotator: str | None = None,
+        tie: bool = False,
     ) -> None:
         self.file = file
         """Name for messages: the path from the root of the repository, or dataset and split."""
@@ -42,6 +45,10 @@ class Example:
         self.response, self.chosen, self.rejected = response, chosen, rejected
         self.broken = broken
         """The turns do not make a prompt and its answers; `cleaning` drops or refuses such rows."""
+        self.annotator = annotator
+        """The person who labelled the pair."""
+        self.tie = tie
+        """The annotator has no preference; `chosen` and `rejected` are two answers in any order."""
         self._prompt = canonical(prompt)
         self.prompt_id = identity(self._prompt)
         self.opening = opening(prompt)

@@ -14,7 +14,7 @@ from tasks.datasets.jsonl import Row
 from tasks.datasets.problems import Log, Problems
 from tasks.datasets.raw import below_raw, require_hub_id, require_inside
 from tasks.datasets.sources.example import RAW, Example
-from tasks.datasets.sources.shapes import COLUMNS, read_all
+from tasks.datasets.sources.shapes import read_all, read_columns
 from tasks.params.ingest import HuggingFaceParams
 
 KEY = "ingest.huggingface.dataset"
@@ -99,8 +99,7 @@ def _saved_split(saved: Any, split: str) -> Any:
 
 
 def _rows(dataset: Any) -> Iterator[tuple[int, Row]]:
-    wanted = [name for name in dataset.column_names if name in COLUMNS] or dataset.column_names
-    number = 0
+    number, wanted = 0, read_columns(dataset.column_names)
     for table in dataset.select_columns(wanted).with_format("arrow").iter(batch_size=10_000):
         for row in table.to_pylist():
             number += 1

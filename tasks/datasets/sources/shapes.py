@@ -10,25 +10,34 @@ A file has one shape, fixed by its first row:
 | chosen, rejected as whole conversations | pair; what they share is the prompt |
 | prompt | prompt |
 
-A prompt is text, a list of {role, content}, or a raw "Human: … Assistant:" transcript."""
+A prompt is text, a list of {role, content}, or a raw "Human: … Assistant:" transcript. A pair may also have the columns
+of a label: annotator, time, order, tie, task."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NoReturn
 
 from rlhf_core.data.chat import Conversation
 from rlhf_core.errors import UserError
-from tasks.datasets.jsonl import Row, brief_names
+from tasks.datasets.jsonl import Row, brief, brief_names
 from tasks.datasets.problems import Log, Problems, refuse
 from tasks.datasets.sources import dialogues
 from tasks.datasets.sources.dialogues import BrokenConversation, ShapeError
 from tasks.datasets.sources.example import Example
 
 COLUMNS = ("prompt", "response", "completion", "chosen", "rejected", "messages")
-"""Columns that are read; all others are ignored."""
+"""Columns that give a row its shape."""
+LABEL_COLUMNS = ("annotator", "time", "order", "tie", "task")
+"""Columns that a pair may have: who labelled it, when, the places (from 1) at which chosen and rejected were shown,
+whether neither is better, and the task that it is a part of. All others are ignored."""
 EXPECTED = "prompt + response, prompt + chosen + rejected, prompt, messages, or chosen + rejected as conversations"
 
 Answers = tuple[Conversation, str | None, str | None, str | None]
 """Prompt, response, chosen, rejected."""
+
+
+def read_columns(names: Sequence[str]) -> list[str]:
+    """The columns to read of a table; all of them where none gives a row its shape."""
+    return [name for name in names if name in COLUMNS + LABEL_COLUMNS] if set(names) & set(COLUMNS) else list(names)
 
 
 def normalise(rows: Iterable[tuple[int, Row]], file: str, *, heldout: bool, on_bad: Log = refuse) -> Iterator[Example]:
@@ -72,13 +81,14 @@ def read_all(
 
 def _example(row: Row, read: Callable[[Row], Answers], file: str, number: int, heldout: bool) -> Example:
     try:
+        annotator, tie = _label(row) if read in (_pair, _whole_pair) else (None, False)
         prompt, response, chosen, rejected = read(row)
     except BrokenConversation:
         return Example(file, number, heldout, [], *NO_ANSWERS[read], broken=True)
     except ShapeError as error:
         raise UserError(f"{file}, row {number}: {error}") from None
     broken = bool(prompt) and not dialogues.is_prompt(prompt)
-    return Example(file, number, heldout, prompt, response, chosen, rejected, broken)
+    return Example(file, number, heldout, prompt, response, chosen, rejected, broken, annotator, tie)
 
 
 def _reader(columns: tuple[str, ...], row: Row, where: str) -> Callable[[Row], Answers]:
@@ -135,6 +145,28 @@ def _whole_pair(row: Row) -> Answers:
             raise ShapeError(f"missing column prompt ({name} is no whole conversation that would contain it)")
     prompt, chosen, rejected = dialogues.split_pair(_column(row, "chosen"), _column(row, "rejected"))
     return prompt, None, chosen, rejected
+
+
+def _label(row: Row) -> tuple[str | None, bool]:
+    """The annotator of a pair, and whether it is a tie. Raises ShapeError for a column of another type."""
+    annotator, tie = row.get("annotator"), row.get("tie")
+    if annotator is not None and not (isinstance(annotator, str) and annotator.strip() and annotator.isprintable()):
+        raise ShapeError(f"annotator: expected a name, got {brief(annotator)}")
+    if tie is not None and not isinstance(tie, bool):
+        raise ShapeError(f"tie: expected true or false, got {brief(tie)}")
+    if annotator is not None:
+        for name in ("time", "task"):
+            if not isinstance(row.get(name), str | None):
+                raise ShapeError(f"{name}: expected text, got {brief(row[name])}")
+        if row.get("order") is not None and not _is_order(row["order"]):
+            raise ShapeError(f"order: expected two different places from 1, got {brief(row['order'])}")
+    return annotator.strip() if annotator else None, bool(tie)
+
+
+def _is_order(value: object) -> bool:
+    if not isinstance(value, list) or len(value) != 2 or value[0] == value[1]:
+        return False
+    return all(isinstance(place, int) and not isinstance(place, bool) and place > 0 for place in value)
 
 
 def _column(row: Row, name: str) -> Conversation:

@@ -40,6 +40,13 @@ class Assignment:
         """train or validation."""
         return "validation" if example.opening in self.validation else "train"
 
+    def with_unknown(self, openings: Iterable[str], fraction: float, seed: int) -> "Assignment":
+        """This assignment for data with more openings: each new one is validation with the probability `fraction`, by
+        its own hash alone. Known openings keep their share and split."""
+        unknown = {opening for opening in openings if opening not in self.share}
+        drawn = {o for o in unknown if int.from_bytes(rank(seed, f"validation:{o}")) < fraction * 2**256}
+        return Assignment(self.share, self.validation | drawn)
+
 
 Kinds = frozenset[Kind]
 """The kinds of rows that one opening has."""

@@ -54,6 +54,22 @@ def test_an_empty_turn_in_the_middle_is_empty(examples):
     assert reasons(examples([row])) == [(1, "empty")]
 
 
+def test_a_pair_of_several_annotators_is_no_duplicate_and_a_second_label_of_one_is(examples):
+    pair = {"prompt": "q", "chosen": "a", "rejected": "b"}
+    other = {"prompt": "q", "chosen": "b", "rejected": "a"}
+    rows = [
+        pair,
+        {**pair, "annotator": "anna"},
+        {**other, "annotator": "ben"},
+        {**pair, "annotator": "anna"},
+        {**other, "annotator": "anna"},
+        {**pair, "annotator": "ben", "tie": True},
+        {**pair, "annotator": "cleo", "tie": True},
+        {**pair, "prompt": "r", "annotator": "anna"},
+    ]
+    assert reasons(examples(rows)) == [(4, "duplicate"), (5, "duplicate"), (6, "duplicate")]
+
+
 def test_the_same_row_on_both_sides_is_no_duplicate(examples):
     row = {"prompt": "q", "response": "a"}
     both = examples([row]) + examples([row], heldout=True)

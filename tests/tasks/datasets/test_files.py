@@ -48,6 +48,14 @@ def test_parquet_with_conversations_matches_jsonl(raw):
     assert from_jsonl.prompt == rows[0]["prompt"]
 
 
+def test_labels_in_parquet(raw):
+    row = {"prompt": "q", "chosen": "a", "rejected": "b", "annotator": "anna", "tie": True, "order": [2, 1], "id": 7}
+    place = raw(train=[row])
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row, row | {"annotator": None}]), place / "set/more.parquet")
+    found = [(example.annotator, example.tie) for example in read(place)]
+    assert found == [("anna", True), (None, True), ("anna", True)]
+
+
 def test_texts_that_look_like_numbers_and_dates_stay_text(raw):
     place = raw(train=[{"prompt": "2024-01-01", "response": "042"}, {"prompt": "2024-01-02", "response": "1e3"}])
     assert [example.answers for example in read(place)] == [["042"], ["1e3"]]

@@ -82,6 +82,7 @@ def test_metrics_and_dropped_rows(execute, params, raw, capsys):
             "leaked": 2,
         },
         **{name: len(getattr(made, name)) for name in DATASETS},
+        "labels": None,
         "rows_by_use": {
             "pair": {
                 "read": 104,
@@ -189,6 +190,31 @@ def test_rows_by_use_add_up_and_are_those_of_the_datasets(execute, params, raw, 
     printed = [line.rsplit(maxsplit=3) for line in capsys.readouterr().out.splitlines()]
     assert ["rows", "demonstrations", "pairs", "prompts"] in printed
     assert ["all", "122", "100", "40"] in printed
+
+
+def test_labels_in_the_metrics_and_the_log(execute, params, raw, tmp_path, capsys):
+    raw(train=PAIRS)
+    rows = [{**PAIRS[i], "prompt": f"new {i}", "annotator": name} for i in range(3) for name in ("anna", "ben")]
+    write_jsonl(
+        tmp_path / "data/raw/people.jsonl", [*rows, {**PAIRS[3], "prompt": "x", "annotator": "ben", "tie": True}]
+    )
+    made = execute(params(labels="people.jsonl"))
+    assert made.metrics["labels"] == {
+        "annotators": {"anna": 3, "ben": 3},
+        "ties": 1,
+        "pairs_by_several": 3,
+        "alpha": None,
+        "agreement": {"anna": 1.0, "ben": 1.0},
+    }
+    assert (made.metrics["rows_read"], made.metrics["rows_used"]) == (107, 106)
+    column = made.metrics["rows_by_use"]["pair"]
+    assert column["left_out"] == {"tie": 1}
+    assert sum(value for value in column.values() if isinstance(value, int)) - column["read"] == column["read"] - 1
+    assert len(made.pairs) == column["reward_train"] + column["reward_validation"] == 33
+    assert {row["annotator"] for row in made.pairs} == {None, "anna", "ben"}
+    printed = capsys.readouterr().out
+    assert "labels: anna 3, ben 3; 1 ties, 3 pairs by several annotators" in printed
+    assert "left out: tie, only for agreement" in printed
 
 
 def test_demonstrations_alone_give_no_pairs(execute, params, raw):

@@ -107,5 +107,39 @@ def test_a_file_has_one_shape(examples, first, second, says):
         examples([first, second])
 
 
+LABEL = {"prompt": "Hello", "chosen": "Hi", "rejected": "No", "annotator": "anna"}
+
+
+def test_a_pair_has_its_annotator_and_tie(examples):
+    full = LABEL | {"tie": False, "time": "2026-11-23T14:00:00Z", "order": [2, 1], "task": "7"}
+    rows = [full, LABEL | {"tie": True, "annotator": " ben "}, LABEL | {"annotator": None, "task": 3}]
+    assert [(e.annotator, e.tie) for e in examples(rows)] == [("anna", False), ("ben", True), (None, False)]
+    (whole,) = examples([{"chosen": HH + " Good.", "rejected": HH + " Bad.", "annotator": "anna"}])
+    assert whole.annotator == "anna"
+    (demonstration,) = examples([{"prompt": "Hello", "response": "Hi", "annotator": 7}])
+    assert demonstration.annotator is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"annotator": 7}, "annotator: expected a name, got 7"),
+        ({"annotator": " "}, "annotator: expected a name, got ' '"),
+        ({"annotator": "anna\n"}, "annotator: expected a name, got 'anna\\n'"),
+        ({"annotator": "\ud83d"}, "annotator: expected a name, got '\\ud83d'"),
+        ({"tie": 1}, "tie: expected true or false, got 1"),
+        ({"time": 5.0}, "time: expected text, got 5.0"),
+        ({"task": 12}, "task: expected text, got 12"),
+        ({"order": [1, 1]}, "order: expected two different places from 1, got [1, 1]"),
+        ({"order": [0, 1]}, "order: expected two different places"),
+        ({"order": "12"}, "order: expected two different places"),
+        ({"order": [1, 2, 3]}, "order: expected two different places"),
+    ],
+)
+def test_a_label_of_another_type_is_named(examples, changes, says):
+    with pytest.raises(UserError, match=re.escape(f"row 2: {says}")):
+        examples([LABEL, LABEL | changes])
+
+
 def test_other_columns_may_come_and_go(examples):
     assert len(examples([{"prompt": "a", "id": 1}, {"prompt": "b"}])) == 2

@@ -13,7 +13,7 @@ from rlhf_core.errors import UserError
 from tasks.page.comparison_table import columns_of, label
 from tasks.page.figures import draw
 from tasks.page.inputs import Run, read_run
-from tasks.page.page import comparison, made_from, render, script_hash, write_page
+from tasks.page.page import comparison, data_counts, made_from, render, reward_facts, script_hash, write_page
 from tasks.page.picture import Picture
 from tasks.page.verdicts import NO, OPEN, YES, findings
 from tests.security.test_page import browse
@@ -243,6 +243,31 @@ def test_tables_have_a_hint_to_scroll_only_where_they_overflow(
     write_page(build(make_run(judge=False, alternatives=False)), tmp_path / "index.html")
     hints = re.findall(r'<p class="hint[^>]*>', browse(tmp_path / "index.html", tmp_path / "profile", width))
     assert ["hidden" in hint.replace("aria-hidden", "") for hint in hints] == [hidden, hidden]
+
+
+@pytest.mark.parametrize(
+    ("judge", "labels_by", "alpha", "said"),
+    [
+        ("simulated annotators (demo rubric)", None, None, "simulated annotators (demo rubric)"),
+        (None, None, None, "the data set’s own pairs"),
+        (None, {"data": 100}, None, "the data set’s own pairs"),
+        (None, {"anna": 70, "ben": 30}, 0.614, "anna 70, ben 30; Krippendorff’s α 0.61"),
+        (None, {"anna": 60, "data": 40}, None, "anna 60, the data set’s own pairs 40"),
+        ("judge", {"<b>anna</b>": 20}, 1.0, "judge 80, <b>anna</b> 20; Krippendorff’s α 1.00"),
+        (None, {f"a{n}": 1 for n in range(100)}, None, ", ".join(f"a{n} 1" for n in range(12)) + " and 88 more"),
+    ],
+)
+def test_the_page_names_whose_labels_the_reward_model_learned_from(
+    make_run: MakeRun, judge: str | None, labels_by: dict[str, int] | None, alpha: float | None, said: str
+) -> None:
+    run = make_run()
+    preferences = run.metrics["preferences"] | {"judge": judge, "labels_by": labels_by, "pairs": 100}
+    ingest = run.metrics["ingest"] | {"labels": None if alpha is None else {"alpha": alpha}}
+    run = replace(run, metrics=run.metrics | {"preferences": preferences, "ingest": ingest})
+    assert ("Labels", said) in reward_facts(run)
+    assert ("Preferences judged by", said) in data_counts(run)
+    assert "<b>anna</b>" not in build(run)
+    assert said in Document(build(run)).text
 
 
 def test_parameters_are_shown_without_runtime(make_run: MakeRun) -> None:

@@ -38,8 +38,10 @@ VALUES = {
     "response_ids": [5, 0],
     "chosen_ids": [5, 0],
     "rejected_ids": None,
+    "annotator": "anna",
 }
-NULLABLE = {"chosen_ids", "rejected_ids", "gold", "gold_sft", "gold_policy", "seed"}
+OPTIONAL = {"annotator"}
+NULLABLE = {"annotator", "chosen_ids", "rejected_ids", "gold", "gold_sft", "gold_policy", "seed"}
 NULLABLE_HERE = {("response", "data/ingest/heldout.jsonl"), ("kl", "data/evaluate/answers.jsonl")}
 NUMBERS = {"kl", "reward", "mean_reward", "reward_sft", "reward_policy"} | {"gold", "gold_sft", "gold_policy"}
 MAY_BE_EMPTY = {"data/ingest/pairs.jsonl", "data/best_of_n/samples.jsonl", "data/rejection_sft/samples.jsonl"}
@@ -88,6 +90,15 @@ def test_every_column_is_needed_and_no_other_known(path):
     rows = rows_for(path)
     rows[2]["typo"] = 1
     assert error(path, rows) == f"{path}: typo: unknown column (1 row: 3)"
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_an_optional_column_is_in_all_rows_or_in_none(path):
+    assert {name for name, column in SCHEMAS[path].columns.items() if not column.required} <= OPTIONAL
+    rows = rows_for(path)
+    for row in rows:
+        row.pop("annotator", None)
+    validate(rows, path)
 
 
 @pytest.mark.parametrize("path", PATHS)

@@ -1,0 +1,73 @@
+"""CSV and TSV files with a header, read strictly: UTF-8, and as many fields in every row as in the header."""
+
+import csv
+from collections.abc import Iterator
+from io import StringIO
+from pathlib import Path
+
+from rlhf_core.errors import UserError
+from tasks.datasets.jsonl import Row, brief, brief_names
+from tasks.datasets.problems import Problems
+from tasks.datasets.sources.shapes import COLUMNS, EXPECTED
+
+LABELS = ("annotator", "time", "task", "tie")
+"""Columns of a label; an empty field is no value."""
+DELIMITERS = (",", "\t", ";")
+TRUTH = {"true": True, "false": False}
+
+
+def read(path: Path, problems: Problems) -> tuple[list[Row], list[str]]:
+    """The rows, and the columns that are not read. Rows that cannot be read are added to `problems`, with their line.
+    Raises UserError for other bytes than UTF-8, and for a header without the columns of a row."""
+    text = _decode(path)
+    header, delimiter = _header(path, text)
+    unread = [name for name in header if name not in COLUMNS + LABELS]
+    return list(_rows(path, text, header, delimiter, problems)), unread
+
+
+def _decode(path: Path) -> str:
+    content = path.read_bytes()
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = content.count(b"\n", 0, error.start) + 1
+        raise UserError(f"{path}, line {line}: not UTF-8 ({error.reason}); save the file as UTF-8") from None
+
+
+def _header(path: Path, text: str) -> tuple[list[str], str]:
+    """The names of the columns, and what separates them."""
+    first = text.partition("\n")[0]
+    for delimiter in DELIMITERS:
+        names = [name.strip() for name in next(csv.reader([first], delimiter=delimiter), [])]
+        if set(names) & set(COLUMNS):
+            if len(set(names)) < len(names):
+                raise UserError(f"{path}, line 1: two columns of one name ({brief_names(names)}); rename one of them")
+            return names, delimiter
+    raise UserError(f"{path}, line 1: no header that is understood ({brief(first)}); expected {EXPECTED}")
+
+
+def _rows(path: Path, text: str, header: list[str], delimiter: str, problems: Problems) -> Iterator[Row]:
+    reader = csv.reader(StringIO(text, newline=""), delimiter=delimiter, strict=True)
+    line = 1
+    try:
+        for number, fields in enumerate(reader):
+            where, line = f"{path}, line {line}", reader.line_num + 1
+            if not number or not fields:
+                continue
+            if len(fields) != len(header):
+                problems.add(f"{where}: {len(fields)} fields, and the header has {len(header)}; correct the row")
+                continue
+            row = dict(zip(header, fields, strict=True))
+            if row.get("tie", "").strip().casefold() not in {"", *TRUTH}:
+                problems.add(f"{where}: tie: expected true, false or nothing, got {brief(row['tie'])}")
+                continue
+            yield _typed(row)
+    except csv.Error as error:
+        problems.add(f"{path}, line {line}: broken CSV ({error}); correct the row or remove it")
+
+
+def _typed(row: Row) -> Row:
+    """The columns that are read; those of a label only where they have a value."""
+    answers = {name: row[name] for name in COLUMNS if name in row}
+    label = {name: row[name].strip() for name in LABELS if row.get(name, "").strip()}
+    return answers | label | ({"tie": TRUTH[label["tie"].casefold()]} if "tie" in label else {})

@@ -1,0 +1,382 @@
+"""CSV and the exports of Label Studio and Argilla become rows of labelled pairs, or are refused in one line."""
+
+import json
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from rlhf_core.errors import UserError
+from tasks.datasets import importer
+from tasks.datasets.exports.convert import converted
+from tasks.datasets.importer import import_data
+from tasks.datasets.jsonl import read_jsonl, write_jsonl
+
+PROMPT, OATS, CAKE, EGGS = "What is a good breakfast?", "Oats with nuts.", "Cake.", "Eggs on toast."
+
+
+@pytest.fixture
+def convert(tmp_path):
+    """Write one file and convert it: its rows, and what was printed."""
+
+    def call(name, content):
+        path = tmp_path / name
+        if isinstance(content, bytes):
+            path.write_bytes(content)
+        elif isinstance(content, str):
+            path.write_text(content, encoding="utf-8", newline="")
+        else:
+            path.write_text(json.dumps(content), encoding="utf-8")
+        printed = []
+        with converted(path, printed.append) as place:
+            assert place != path
+            return read_jsonl(place), printed
+
+    return call
+
+
+def task(number, *annotations, **data):
+    """A task of Label Studio as its JSON export has it."""
+    return {
+        "id": number,
+        "annotations": list(annotations),
+        "file_upload": "3f1c-tasks.json",
+        "drafts": [],
+        "predictions": [],
+        "data": {"prompt": PROMPT, "answer1": OATS, "answer2": CAKE} | data,
+        "meta": {},
+        "created_at": "2026-11-20T08:00:00.000000Z",
+        "updated_at": "2026-11-23T14:00:00.000000Z",
+        "inner_id": number,
+        "total_annotations": len(annotations),
+        "cancelled_annotations": 0,
+        "total_predictions": 0,
+        "comment_count": 0,
+        "project": 5,
+        "updated_by": 1,
+        "comment_authors": [],
+    }
+
+
+def annotation(by, *results, cancelled=False):
+    return {
+        "id": 101,
+        "completed_by": by,
+        "result": list(results),
+        "was_cancelled": cancelled,
+        "ground_truth": False,
+        "created_at": "2026-11-23T13:59:41.102938Z",
+        "updated_at": "2026-11-23T14:00:00.000000Z",
+        "draft_created_at": None,
+        "lead_time": 12.7,
+        "prediction": {},
+        "result_count": len(results),
+        "task": 1,
+    }
+
+
+def result(kind, value, name="better", to="better"):
+    return {"id": "PpwBv_NMxd", "from_name": name, "to_name": to, "type": kind, "origin": "manual", "value": value}
+
+
+def left():
+    return result("pairwise", {"selected": "left"})
+
+
+def right():
+    return result("pairwise", {"selected": "right"})
+
+
+def items():
+    texts = {"m1": OATS, "m2": CAKE, "m3": EGGS}
+    return [{"id": name, "title": f"Model {name}", "body": text} for name, text in texts.items()]
+
+
+def test_label_studio_pairwise(convert):
+    rating = result("rating", {"rating": 4}, "quality")
+    rows, printed = convert(
+        "project-5.json",
+        [
+            task(1, annotation(3, left(), rating), annotation({"id": 4, "email": "ben@example.org"}, right())),
+            task(2, annotation(3, right(), cancelled=True), annotation(4)),
+        ],
+    )
+    shared = {"prompt": PROMPT, "tie": False, "time": "2026-11-23T14:00:00.000000Z", "task": "1"}
+    assert rows == [
+        {**shared, "chosen": OATS, "rejected": CAKE, "annotator": "3", "order": [1, 2]},
+        {**shared, "chosen": CAKE, "rejected": OATS, "annotator": "ben@example.org", "order": [2, 1]},
+    ]
+    assert printed == [
+        "project-5.json: an export of Label Studio, 2 records, converted to 2 rows of project-5.jsonl; "
+        "left out: 1 annotations that compare nothing; left out: 1 cancelled annotations"
+    ]
+
+
+def test_label_studio_left_is_the_first_name_of_the_control_or_the_lower_number(convert):
+    """Whatever the order of the fields."""
+    turned = task(1, annotation(1, left()))
+    turned["data"] = dict(reversed(turned["data"].items()))
+    named = task(2, annotation(1, result("pairwise", {"selected": "left"}, to="answer2,answer1")))
+    rows, _ = convert("labels.json", [turned, named])
+    assert [row["chosen"] for row in rows] == [OATS, CAKE]
+
+
+def test_label_studio_choices_beside_others(convert):
+    """Another question of the page does not compare the answers."""
+    clear = result("choices", {"choices": ["yes"]}, "is it clear?")
+    labels = ["answer2", "Tie", "left", "2"]
+    tasks = [
+        task(number, annotation(1, clear, result("choices", {"choices": [choice]})))
+        for number, choice in enumerate(labels)
+    ]
+    rows, _ = convert("labels.json", tasks)
+    assert [(row["chosen"], row["tie"]) for row in rows] == [(CAKE, False), (OATS, True), (OATS, False), (CAKE, False)]
+
+
+def test_label_studio_ranker(convert):
+    ranked = result("ranker", {"ranker": {"rank": ["m3", "m1", "m2"]}}, "rank", "results")
+    rows, _ = convert("ranks.json", [task(7, annotation(1, ranked), items=items())])
+    assert [(row["chosen"], row["rejected"], row["order"]) for row in rows] == [
+        (OATS, CAKE, [1, 2]),
+        (EGGS, OATS, [3, 1]),
+        (EGGS, CAKE, [3, 2]),
+    ]
+    assert {(row["task"], row["annotator"], row["tie"]) for row in rows} == {("7", "1", False)}
+
+
+@pytest.mark.parametrize(
+    ("tasks", "says"),
+    [
+        ([task(1, annotation(1, result("pairwise", {"selected": "none"})))], "task 1: better: 'none' does not compare"),
+        (
+            [task(1, annotation(1, result("choices", {"choices": ["reject 2"]})))],
+            "'reject 2' does not compare the answers",
+        ),
+        ([task(1, annotation(1, left()), prompt="")], "task 1: no prompt; expected a column prompt, instruction"),
+        ([task(1, annotation(1, left()), answer2=None)], "task 1: no answers to compare; expected a prompt and two or"),
+        ([task(1, annotation(1, left()), text1="a", text2="b")], "task 1: no answers to compare"),
+        (
+            [
+                task(
+                    1, annotation(1, result("ranker", {"ranker": {"good": ["m1"], "bad": ["m2", "m3"]}})), items=items()
+                )
+            ],
+            "task 1: better: its value does not compare the answers m1, m2, m3; expected a ranking of all of them",
+        ),
+        (
+            [task(1, annotation(1, result("ranker", {"ranker": {"rank": ["m1", "m2"]}})), items=items())],
+            "task 1: better: [['m1'], ['m2']] does not compare",
+        ),
+        (
+            [task(1, annotation(1, left(), result("choices", {"choices": ["left"]}, "also")))],
+            "several questions compare the answers (better, also)",
+        ),
+        ([task(1, annotation(1, {"type": "pairwise"}))], "task 1: not as Label Studio exports it (KeyError"),
+        ([task(1, annotation(1))], "no rows; left out: 1 annotations that compare nothing; nothing to import"),
+        (
+            [{"id": 1, "prompt": PROMPT, "better": "left"}],
+            "not recognised (first record: id, prompt, better); expected",
+        ),
+        ({"a": 1}, "expected a list of records"),
+        ([], "expected a list of records"),
+        ("[{", "no valid JSON"),
+        (b"\xff[]", "no valid JSON"),
+    ],
+)
+def test_what_is_unclear_is_refused_in_one_line(convert, tasks, says):
+    with pytest.raises(UserError) as caught:
+        convert("labels.json", tasks)
+    assert says in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def record(responses, **more):
+    """A record of Argilla 2 as `Dataset.records.to_json` writes it."""
+    return {
+        "id": "r1",
+        "fields": {"prompt": PROMPT, "response-1": OATS, "response-2": CAKE},
+        "metadata": {"source": "chat"},
+        "suggestions": {},
+        "responses": responses,
+        "vectors": {},
+        "status": "completed",
+        "_server_id": "5c7f",
+    } | more
+
+
+def test_argilla_nested(convert):
+    label = [{"value": "response-2", "user_id": "anna"}, {"value": "response-1", "user_id": "ben"}]
+    remark = [{"value": "Too short.", "user_id": "anna"}]
+    rows, printed = convert(
+        "records.json", [record({"better": label, "why": remark}), record({"better": label}, status="pending")]
+    )
+    assert rows == [
+        {"prompt": PROMPT, "chosen": chosen, "rejected": other, "tie": False, "annotator": who, "task": "r1"}
+        for chosen, other, who in ((CAKE, OATS, "anna"), (OATS, CAKE, "ben"))
+    ]
+    assert printed[0].endswith("left out: 2 responses of pending records")
+
+
+def test_argilla_server_records(convert):
+    """The form of the server and of Argilla 1, whose ranks can be equal."""
+    fields = {"prompt": PROMPT, "response_a": OATS, "response_b": CAKE, "response_c": EGGS}
+
+    def by(user, status, ranks):
+        value = [{"value": f"response_{name}", "rank": rank} for name, rank in zip("abc", ranks, strict=True)]
+        return {"user_id": user, "status": status, "values": {"ranking": {"value": value}}}
+
+    responses = [by("anna", "submitted", [1, 3, 1]), by("ben", "draft", [1, 2, 3]), by("cleo", "discarded", [1, 2, 3])]
+    rows, printed = convert("records.json", [record(responses, fields=fields)])
+    assert [(row["chosen"], row["rejected"], row["tie"]) for row in rows] == [
+        (OATS, CAKE, False), (OATS, EGGS, True), (EGGS, CAKE, False),
+    ]  # fmt: skip
+    assert "left out: 1 discarded responses; left out: 1 draft responses" in printed[0]
+
+
+FLAT = {
+    "id": "r1",
+    "status": "completed",
+    "_server_id": "5c7f",
+    "prompt": [{"role": "user", "content": PROMPT}],
+    "response-1": OATS,
+    "response-2": CAKE,
+    "ranking.responses": [["response-2", "response-1"], ["response-1", "response-2"], ["response-1", "response-2"]],
+    "ranking.responses.users": ["anna", "ben", "cleo"],
+    "ranking.responses.status": ["submitted", "submitted", "draft"],
+    "ranking.suggestion": None,
+}
+
+
+@pytest.mark.parametrize("ending", ["jsonl", "parquet"])
+def test_argilla_flattened_as_datasets_and_the_hub_have_it(tmp_path, ending):
+    path = tmp_path / f"train.{ending}"
+    rows = [FLAT, FLAT | {"id": "r2", "ranking.responses": None, "ranking.responses.users": None}]
+    if ending == "jsonl":
+        write_jsonl(path, rows)
+    else:
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    with converted(path, print) as place:
+        found = read_jsonl(place)
+    assert [(row["chosen"], row["annotator"], row["task"]) for row in found] == [
+        (CAKE, "anna", "r1"),
+        (OATS, "ben", "r1"),
+    ]
+    assert found[0]["prompt"] == FLAT["prompt"]
+
+
+@pytest.mark.parametrize("delimiter", [",", "\t", ";"])
+def test_tables(convert, delimiter):
+    lines = [
+        ["prompt", "chosen", "rejected", "annotator", "tie", "note"],
+        [PROMPT, f'"{OATS}\r\nAnd {delimiter} ""milk""."', CAKE, "anna", "", "x"],
+        ["Tea\u2028?", OATS, CAKE, "", "TRUE", ""],
+    ]
+    text = "\ufeff" + "\r\n".join(delimiter.join(line) for line in lines) + "\r\n\r\n"
+    rows, printed = convert("labels.csv", text)
+    assert rows == [
+        {"prompt": PROMPT, "chosen": f'{OATS}\r\nAnd {delimiter} "milk".', "rejected": CAKE, "annotator": "anna"},
+        {"prompt": "Tea\u2028?", "chosen": OATS, "rejected": CAKE, "tie": True},
+    ]
+    assert printed == ["labels.csv: a table, converted to 2 rows of labels.jsonl; not read: note"]
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        ("prompt,response\na,b\nc\n", "line 3: 1 fields, and the header has 2"),
+        ('prompt,response\n"a\nb",c\nd,e,f\n', "line 4: 3 fields, and the header has 2"),
+        ('prompt,response\na,b\nc,"d\n', "line 3: broken CSV"),
+        ('prompt,response\na,"b"c\n', "line 2: broken CSV"),
+        ("prompt,chosen,rejected,tie\na,b,c,maybe\n", "line 2: tie: expected true, false or nothing, got 'maybe'"),
+        ("frage,antwort\na,b\n", "line 1: no header that is understood ('frage,antwort'); expected prompt + response"),
+        ("", "line 1: no header that is understood"),
+        ("prompt,prompt\na,b\n", "line 1: two columns of one name"),
+        (b"prompt,response\na,b\nc,\xe4\n", "line 3: not UTF-8"),
+        ("prompt,response\n", "no rows"),
+    ],
+)
+def test_broken_tables_are_refused_with_their_line(convert, content, says):
+    with pytest.raises(UserError) as caught:
+        convert("labels.csv", content)
+    assert says in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_rows_of_data_are_not_converted(tmp_path):
+    row = {"prompt": PROMPT, "chosen": OATS, "rejected": CAKE}
+    write_jsonl(tmp_path / "set/train.jsonl", [row])
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row]), tmp_path / "set/more.parquet")
+    (tmp_path / "set/broken.jsonl").write_text("{")
+    for place in (tmp_path / "set", tmp_path / "set/train.jsonl"):
+        with converted(place, print) as found:
+            assert found == place
+
+
+@pytest.fixture
+def root(tmp_path, monkeypatch):
+    monkeypatch.setattr(importer, "_dvc_add", lambda target, root: None)
+    (tmp_path / "repo/.dvc").mkdir(parents=True)
+    return tmp_path / "repo"
+
+
+def test_import_converts_and_names_the_parameter(root, tmp_path, capsys):
+    table = tmp_path / "monday.csv"
+    table.write_text(f"prompt,chosen,rejected,annotator\n{PROMPT},{OATS},{CAKE},anna\n{PROMPT},{CAKE},{CAKE},ben\n")
+    assert import_data(table, root) == root / "data/raw/monday.jsonl"
+    assert import_data(table, root) == root / "data/raw/monday.jsonl"
+    assert [row["annotator"] for row in read_jsonl(root / "data/raw/monday.jsonl")] == ["anna", "ben"]
+    assert sorted(path.name for path in (root / "data/raw").iterdir()) == ["monday.jsonl"]
+    assert capsys.readouterr().out.splitlines()[:9] == [
+        "monday.csv: a table, converted to 2 rows of monday.jsonl",
+        "monday.jsonl: 2 pairs; columns: prompt, chosen, rejected, annotator",
+        "1 rows that ingest leaves out (ingest.on_bad_row: refuse stops instead): same_chosen_rejected 1 (first: "
+        "monday.jsonl, row 2)",
+        "data/raw/monday.jsonl: converted and tracked by DVC (for git: data/raw/monday.jsonl.dvc)",
+        "set in params.yaml (examples/own-data.yaml is a complete file to start from):",
+        '  ingest.labels: "monday.jsonl"    (added to the data of ingest.source)',
+        "or, where these labels are all of the data:",
+        "  ingest.source: files",
+        '  ingest.files.path: "monday.jsonl"',
+    ]
+
+
+def test_import_of_a_folder_keeps_its_other_files(root, tmp_path):
+    folder = tmp_path / "set"
+    write_jsonl(folder / "pairs.jsonl", [{"prompt": "q", "chosen": "a", "rejected": "b"}])
+    (folder / "more").mkdir()
+    (folder / "more/test.tsv").write_text("prompt\tresponse\nq2\ta\n")
+    (folder / "LICENSE").write_text("free")
+    place = import_data(folder, root)
+    found = sorted(path.relative_to(place).as_posix() for path in place.rglob("*") if path.is_file())
+    assert found == ["LICENSE", "more/test.jsonl", "pairs.jsonl"]
+    assert not any(path.is_symlink() for path in place.rglob("*"))
+    assert (folder / "more/test.tsv").exists()
+
+
+def test_nothing_is_imported_of_a_folder_with_one_broken_file(root, tmp_path):
+    folder = tmp_path / "set"
+    write_jsonl(folder / "pairs.jsonl", [{"prompt": "q", "chosen": "a"}])
+    (folder / "labels.csv").write_text("prompt,chosen,rejected\nq,a,b\n")
+    with pytest.raises(UserError, match=rf"^{folder}/pairs\.jsonl, row 1: missing column rejected"):
+        import_data(folder, root)
+    (folder / "labels.json").write_text("[]")
+    with pytest.raises(UserError, match=rf"^{folder}/labels\.json: expected a list of records"):
+        import_data(folder, root)
+    (folder / "labels.json").write_text(json.dumps([record({"better": [{"value": "response-2", "user_id": "anna"}]})]))
+    with pytest.raises(UserError, match=rf"^{folder}/labels\.json: a second file that would become labels\.jsonl"):
+        import_data(folder, root)
+    assert not (root / "data").exists()
+
+
+def test_files_in_raw_are_not_replaced_by_their_conversion(root):
+    folder = root / "data/raw/set"
+    folder.mkdir(parents=True)
+    (folder / "labels.csv").write_text("prompt,chosen,rejected\nq,a,b\n")
+    with pytest.raises(UserError, match="move the folder out of data/raw"):
+        import_data(folder, root, force=True)
+    assert [path.name for path in folder.iterdir()] == ["labels.csv"]
+
+
+def test_half_a_surrogate_pair_is_refused(convert):
+    with pytest.raises(UserError, match="half a surrogate pair"):
+        convert("labels.json", [task(1, annotation(1, left()), answer1="a \ud83d")])
