@@ -1,0 +1,40 @@
+"""Krippendorff's alpha: how far annotators agree beyond chance, with any number of annotators and missing values."""
+
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[np.float64]
+Level = Literal["nominal", "interval", "ordinal"]
+
+
+def krippendorff_alpha(units: Sequence[Mapping[str, float]], level: Level = "nominal") -> float | None:
+    """1 for perfect agreement, 0 for chance, negative below it; None where no unit has two values, or where all values
+    are equal (then nothing could have disagreed).
+
+    A unit maps annotator to value; units with one value are ignored. `level`: how far two values differ. Krippendorff,
+    "Computing Krippendorff's Alpha-Reliability", 2011.
+    """
+    rated = [list(unit.values()) for unit in units if len(unit) > 1]
+    values = np.unique([value for unit in rated for value in unit])
+    if len(values) < 2:
+        return None
+    coincidences = np.zeros((len(values), len(values)))
+    for unit in rated:
+        found = np.bincount(np.searchsorted(values, unit), minlength=len(values)).astype(float)
+        coincidences += (np.outer(found, found) - np.diag(found)) / (len(unit) - 1)
+    totals = coincidences.sum(axis=0)
+    by_chance = (np.outer(totals, totals) - np.diag(totals)) / (totals.sum() - 1)
+    distances = _distances(values, totals, level)
+    return float(1 - (coincidences * distances).sum() / (by_chance * distances).sum())
+
+
+def _distances(values: Array, totals: Array, level: Level) -> Array:
+    """The squared difference of every two values: "ordinal" counts the values between them, "nominal" is 0 or 1."""
+    if level == "nominal":
+        return 1.0 - np.eye(len(values))
+    positions = values if level == "interval" else np.cumsum(totals) - totals / 2
+    differences: Array = (positions[:, None] - positions[None, :]) ** 2
+    return differences

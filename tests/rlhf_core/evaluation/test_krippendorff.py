@@ -1,0 +1,54 @@
+"""Krippendorff's alpha of published examples, and what it is where the answer is known."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rlhf_core.evaluation.krippendorff import Level, krippendorff_alpha
+
+PAPER = ("123321412...", "1233224125.3", ".3332342251.", "12332441251.")
+"""Krippendorff 2011, section B: four observers, twelve units, missing values."""
+THREE_CODERS = (".....34121133.3", "1.213343.......", "..21344.21133.4")
+"""The example of Wikipedia's article: three coders, fifteen units."""
+
+
+def units(observers: tuple[str, ...]) -> list[dict[str, float]]:
+    columns = zip(*observers, strict=True)
+    return [{str(i): float(v) for i, v in enumerate(column) if v != "."} for column in columns]
+
+
+@pytest.mark.parametrize(
+    ("observers", "level", "alpha"),
+    [
+        (PAPER, "nominal", 0.743),
+        (PAPER, "ordinal", 0.815),
+        (PAPER, "interval", 0.849),
+        (THREE_CODERS, "nominal", 0.691),
+        (THREE_CODERS, "ordinal", 0.807),
+        (THREE_CODERS, "interval", 0.811),
+    ],
+)
+def test_published_examples(observers: tuple[str, ...], level: Level, alpha: float) -> None:
+    assert krippendorff_alpha(units(observers), level) == pytest.approx(alpha, abs=0.0005)
+
+
+@pytest.mark.parametrize("observers", [(), ("12.", "..1"), ("111", "111")])
+def test_without_two_values_or_without_variation_there_is_none(observers: tuple[str, ...]) -> None:
+    assert krippendorff_alpha(units(observers)) is None
+
+
+def test_perfect_agreement_is_one_and_units_of_one_value_change_nothing() -> None:
+    assert krippendorff_alpha(units(("1021", "1021"))) == pytest.approx(1.0)
+    assert krippendorff_alpha([*units(PAPER), {"4": 9.0}]) == krippendorff_alpha(units(PAPER))
+
+
+def test_two_annotators_who_always_disagree_are_below_chance() -> None:
+    assert krippendorff_alpha(units(("1010", "0101"))) == pytest.approx(1 - 1 / (4 / 7))
+
+
+@given(st.lists(st.dictionaries(st.sampled_from("abc"), st.sampled_from([0.0, 0.5, 1.0])), max_size=12), st.randoms())
+def test_names_and_order_do_not_matter(found: list[dict[str, float]], random) -> None:  # type: ignore[no-untyped-def]
+    renamed = [{f"{name}!": value for name, value in unit.items()} for unit in found]
+    random.shuffle(renamed)
+    first, second = krippendorff_alpha(found), krippendorff_alpha(renamed)
+    assert first == (second if second is None else pytest.approx(second))
