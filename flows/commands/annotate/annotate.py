@@ -114,11 +114,12 @@ def choose_tasks(root: Path, call: Call) -> list[Task]:
 
 @contextmanager
 def listening(call: Call) -> Iterator[socket.socket]:
-    """A socket at the port: of this machine only, unless shared. Raises UserError where it is in use."""
+    """A socket that listens at the port: on this machine only, unless shared. Raises UserError where it is in use."""
     with socket.socket() as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             listener.bind(("0.0.0.0" if call.share else "127.0.0.1", call.port))
+            listener.listen()
         except OSError as error:
             raise UserError(
                 f"port {call.port} cannot be used ({error.strerror}); stop what listens there, or choose another --port"

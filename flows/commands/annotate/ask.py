@@ -53,6 +53,9 @@ def most_uncertain(tasks: Sequence[Task], ask: Ask, folders: Sequence[Path], roo
         return list(tasks)
     if ask == "disagreement" and len(folders) < 2:
         raise UserError("--ask disagreement compares reward models: give --reward FOLDER at least twice")
+    for folder in folders:
+        if not (folder / "config.json").is_file():
+            raise UserError(f"{folder}: no reward model here; run `leash run reward`, or name one with --reward")
     trusted = read_yaml(root / "params.yaml").get("trust_remote_code") is True
     scores = [score_tasks(tasks, folder, trusted) for folder in folders]
     return [tasks[place] for place in ask_order(ask, scores)]

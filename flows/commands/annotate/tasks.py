@@ -113,7 +113,7 @@ def _examples(path: Path) -> list[tuple[Example, bool]]:
             ended.append(row.get("ended") is not False)
     examples = list(normalise(rows, str(path), heldout=False))
     for example in examples:
-        if example.broken or not example.answers:
+        if example.broken or not example.opening or not example.answers:
             raise UserError(f"{path}, row {example.row}: expected a prompt that ends with the user, and its answers")
     return list(zip(examples, ended, strict=True))
 
@@ -125,4 +125,5 @@ def _responses(row: Row, where: str) -> list[Row]:
     texts = row["responses"]
     if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts) or not texts:
         raise UserError(f"{where}: responses: expected a list of texts, got {brief(texts)}")
-    return [{"prompt": row.get("prompt"), "response": text} for text in texts]
+    shared = {name: value for name, value in row.items() if name != "responses"}
+    return [{**shared, "response": text} for text in texts]
