@@ -19,7 +19,7 @@ from flows.commands.annotate.tasks import Task
 from flows.server import _free_port
 from tests.conftest import ROOT, clean_environment
 
-ADDRESS = re.compile(r"^(\w+): (http://[\d.]+:\d+/\?token=\S+)$", re.MULTILINE)
+ADDRESS = re.compile(r"^(.+): (http://[\d.]+:\d+/\?token=\S+)$", re.MULTILINE)
 
 
 def task(number: int, answers: int = 2, right: int | None = None) -> Task:
