@@ -138,6 +138,7 @@ def annotate(
     Every choice is stored at once; the same command continues. --export writes the labels for `leash import`.
     """
     root = find_root()
+    processes.install_signal_handlers()
     from flows.commands.annotate import annotate as command
 
     if export is not None:

@@ -90,7 +90,9 @@ def export_labels(root: Path, name: str, path: Path) -> None:
             raise UserError(f"{source}: no labels yet, so nothing to export")
         print(export(store, path))
         print(render(statistics(store)))
-    print(f"next:\n  leash import {path}\n  set in params.yaml: ingest.labels: {path.stem}")
+    print(
+        f"next:\n  leash import {path}\n  set in params.yaml, with the name that it prints: ingest.labels: {path.name}"
+    )
 
 
 def database(root: Path, name: str) -> Path:

@@ -30,8 +30,8 @@ def export(store: Store, path: Path) -> str:
     skipped, flagged = (sum(one.action == action for one in labels) for action in ("skip", "flag"))
     ties = sum(row["tie"] for row in rows)
     return (
-        f"{path}: {len(rows):,} pairs ({people}), of them {ties:,} ties\n"
-        f"not exported: {skipped:,} skipped, {flagged:,} flagged, {len(judgements) - len(labels):,} gold questions"
+        f"{path}: {len(rows):,} pairs ({people}), ties: {ties:,}\n"
+        f"not exported: skipped {skipped:,}, flagged {flagged:,}, gold questions {len(judgements) - len(labels):,}"
     )
 
 

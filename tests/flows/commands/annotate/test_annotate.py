@@ -10,7 +10,9 @@ from urllib.parse import parse_qs, urlsplit
 import httpx
 import psutil
 import pytest
+from typer.testing import CliRunner
 
+from flows.cli import app
 from flows.commands.annotate import annotate as module
 from flows.commands.annotate.annotate import Call, annotate, database, export_labels
 from flows.commands.annotate.store import Store
@@ -152,6 +154,28 @@ def test_export_without_a_session_or_labels_is_one_line(tmp_path: Path, call: Ca
     assert not (tmp_path / "labels.jsonl").exists()
 
 
+def test_options_of_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "dvc.yaml").write_text("stages: {}\n", encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("flows.processes.install_signal_handlers", lambda: None)
+    calls: list[Call] = []
+    monkeypatch.setattr(module, "annotate", lambda root, call: calls.append(call))
+    words = "annotate --from own.jsonl --answers 4 --pairs 30 --ask disagreement --reward a --reward b --overlap 2 "
+    words += (
+        "--gold g.jsonl --gold-every 5 --guidelines g.md --share --annotators anna,ben --port 9000 --name x --seed 7"
+    )
+    assert CliRunner().invoke(app, words.split()).exit_code == 0
+    assert CliRunner().invoke(app, ["annotate"]).exit_code == 0
+    here = Path.cwd()
+    assert calls[0] == Call(
+        here / "own.jsonl", 4, 30, "disagreement", (here / "a", here / "b"), 2, here / "g.jsonl", 5, here / "g.md",
+        True, ("anna", "ben"), 9000, "x", 7,
+    )  # fmt: skip
+    assert calls[1] == Call(
+        None, 2, 200, "random", (here / "models/reward",), 1, None, 10, None, False, (), 8765, "labels", 1
+    )
+
+
 class Person:
     """An annotator without a browser."""
 
@@ -196,7 +220,8 @@ def test_a_killed_server_loses_nothing_and_the_same_command_continues(served: Se
     done = served.command("--export", str(tmp_path / "labels.jsonl"))
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-2:] == [
-        f"  leash import {tmp_path / 'labels.jsonl'}", "  set in params.yaml: ingest.labels: labels",
+        f"  leash import {tmp_path / 'labels.jsonl'}",
+        "  set in params.yaml, with the name that it prints: ingest.labels: labels.jsonl",
     ]  # fmt: skip
     rows = [json.loads(line) for line in (tmp_path / "labels.jsonl").read_text(encoding="utf-8").splitlines()]
     assert {row["task"]: row["order"] for row in rows} == {
@@ -219,4 +244,6 @@ def test_refusals_of_the_command_have_exit_code_2(served: Served, tmp_path: Path
 def test_without_names_the_user_of_the_machine_labels(served: Served, tmp_path: Path) -> None:
     source = write_questions(tmp_path / "own.jsonl", 2)
     assert list(served.start("--from", str(source))) == ["owner"]
-    assert "200" not in served.stop(signal.SIGTERM)
+    assert served.stop(signal.SIGTERM).splitlines()[-1] == "error: stopped; nothing is left running"
+    assert served.process is not None
+    assert served.process.returncode == 143

@@ -30,8 +30,8 @@ def test_the_margin_of_an_ensemble_is_the_mean_of_the_margins() -> None:
 
 
 def test_disagreement_takes_the_largest_deviation_of_the_margin_first() -> None:
-    first = [[1.0, 0.0], [0.0, 0.0], [9.0, 0.0]]
-    second = [[100.0, 99.5], [0.0, 4.0], [9.0, 0.0]]  # margins 1 and 0.5, 0 and −4, 9 and 9
+    first = [[1.0, 0.0], [2.0, 0.0], [9.0, 0.0]]
+    second = [[100.0, 99.5], [0.0, 2.0], [9.0, 0.0]]  # margins 1 and 0.5, 2 and −2, 9 and 9
     assert ask_order("disagreement", [first, second]) == [1, 0, 2]
 
 

@@ -83,7 +83,7 @@ def test_ties_are_marked_and_skipped_flagged_and_gold_are_counted_only(make_stor
     choose(store, "anna", gold, 0, 1)
     text = export(store, tmp_path / "labels.jsonl")
     assert text.endswith(
-        "labels.jsonl: 2 pairs (anna 2), of them 1 ties\nnot exported: 1 skipped, 1 flagged, 1 gold questions"
+        "labels.jsonl: 2 pairs (anna 2), ties: 1\nnot exported: skipped 1, flagged 1, gold questions 1"
     )
     rows = exported(store, tmp_path / "labels.jsonl")
     assert [(row["task"], row["tie"]) for row in rows] == [(tasks[0].id, True), (tasks[3].id, False)]
