@@ -174,7 +174,7 @@ def _print_state(store: Store, kept: Mapping[str, Any] | None, root: Path) -> No
     found = statistics(store)
     tasks = store.tasks().values()
     gold = sum(task.right is not None for task in tasks)
-    extra = f" and {gold:,} gold questions" if gold else ""
+    extra = f", gold questions: {gold:,}" if gold else ""
     print(f"{'new session' if kept is None else 'continues'}: {store.path}")
     print(f"{found.done:,} of {found.wanted:,} labels done; {len(tasks) - gold:,} tasks{extra}")
     if kept is not None and _sha256(Path(kept["from"])) not in {kept["sha256"], None}:

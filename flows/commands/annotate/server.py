@@ -167,15 +167,16 @@ def build_app(store: Store, guidelines: str | None, shared: bool, hosts: Iterabl
 
 
 def shown(view: View, store: Store, annotator: str) -> dict[str, Any]:
-    """A view as the page reads it; whether a task is a gold question is not in it."""
+    """A view as JSON: texts as they are, for programs, and as HTML, for the page. Whether a task is a gold question is
+    not in it."""
     seconds = store.seconds(annotator)
     task = None
     if view.task is not None:
         answers = [(view.task.answers[place], view.task.ended[place]) for place in view.shown]
         task = {
             "id": view.task.id,
-            "prompt": [{"role": turn["role"], "html": to_html(turn["content"])} for turn in view.task.prompt],
-            "answers": [{"html": to_html(text), "ended": ended} for text, ended in answers],
+            "prompt": [{"role": turn["role"], **_both(turn["content"])} for turn in view.task.prompt],
+            "answers": [{**_both(text), "ended": ended} for text, ended in answers],
         }
     return {
         "task": task,
@@ -185,6 +186,10 @@ def shown(view: View, store: Store, annotator: str) -> dict[str, Any]:
         "seconds": median(seconds) if seconds else None,
         "per_hour": 3600 / fmean(seconds) if seconds else None,
     }
+
+
+def _both(text: str) -> dict[str, str]:
+    return {"text": text, "html": to_html(text)}
 
 
 @cache

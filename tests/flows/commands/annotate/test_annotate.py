@@ -16,6 +16,7 @@ from flows.cli import app
 from flows.commands.annotate import annotate as module
 from flows.commands.annotate.annotate import Call, annotate, database, export_labels
 from flows.commands.annotate.store import Store
+from flows.commands.annotate.tasks import SAMPLES
 from rlhf_core.errors import UserError
 from tests.flows.commands.annotate.conftest import Served, write_questions, write_rows
 
@@ -51,6 +52,21 @@ def test_without_samples_the_message_names_both_ways(tmp_path: Path, call: Call)
         "with --from"
     )
     assert Store(database(tmp_path, "labels")).settings() is None, "the same command works when the file is there"
+
+
+def test_the_samples_of_the_last_run_are_the_default(
+    tmp_path: Path, call: Call, capsys: pytest.CaptureFixture[str]
+) -> None:
+    turns = [{"role": "user", "content": "question"}]
+    rows = [{"prompt_id": "q", "prompt": turns, "sample": i, "response": f"a{i}", "ended": True} for i in range(4)]
+    (tmp_path / SAMPLES).parent.mkdir(parents=True)
+    write_rows(tmp_path / SAMPLES, rows)
+    gold = write_rows(tmp_path / "gold.jsonl", [{"prompt": "p", "chosen": "a", "rejected": "b"}])
+    annotate(tmp_path, replace(call, source=None, pairs=5, gold=gold))
+    assert "0 of 5 labels done; 5 tasks, gold questions: 1" in capsys.readouterr().out
+    tasks = list(Store(database(tmp_path, "labels")).tasks().values())
+    assert [task.right for task in tasks] == [None] * 5 + [0]
+    assert all(task.prompt == turns for task in tasks[:5])
 
 
 @pytest.mark.parametrize(

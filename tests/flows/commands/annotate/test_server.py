@@ -7,6 +7,7 @@ from html import unescape
 
 import pytest
 from starlette.testclient import TestClient
+from starlette.websockets import WebSocketDisconnect
 
 from flows.commands.annotate.server import LARGEST_BODY, build_app, hash_token, to_html
 from flows.commands.annotate.store import Store
@@ -108,6 +109,12 @@ def test_a_large_body_is_refused_unread(make_store: Make) -> None:
     assert parts.status_code == 413
 
 
+def test_a_websocket_is_refused(make_store: Make) -> None:
+    client = client_of(make_store([task(0)]))
+    with pytest.raises(WebSocketDisconnect), client.websocket_connect("/", headers=bearer()):
+        pass
+
+
 @pytest.mark.parametrize(
     "choice",
     [
@@ -201,6 +208,7 @@ def test_the_page_shows_the_answers_in_the_order_of_the_judgement_and_hides_whic
         texts = store.tasks()[judgement.task].answers
         shown = [answer["html"] for answer in found["task"]["answers"]]  # type: ignore[index]
         assert shown == [f"<p>{texts[place]}</p>\n" for place in judgement.shown]
+        assert [answer["text"] for answer in found["task"]["answers"]] == [texts[place] for place in judgement.shown]  # type: ignore[index]
         assert judgement.ranking == judgement.shown[::-1]
 
 
