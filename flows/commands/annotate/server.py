@@ -14,7 +14,7 @@ from statistics import fmean, median
 from typing import Annotated, Any, Literal
 from urllib.parse import parse_qs
 
-from fastapi import FastAPI, Request
+from fastapi import APIRouter, FastAPI, Request
 from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markdown_it import MarkdownIt
@@ -129,11 +129,24 @@ def build_app(store: Store, guidelines: str | None, shared: bool, hosts: Iterabl
         content = render_page(nonce, request.state.annotator, text)
         return HTMLResponse(content, headers={"Content-Security-Policy": f"{NOTHING}; {allowed}"})
 
-    @app.get("/api/view")
+    @app.exception_handler(sqlite3.Error)
+    def not_saved(request: Request, error: sqlite3.Error) -> PlainTextResponse:
+        print(f"not saved: {store.path}: {error}; the page tries again", file=sys.stderr, flush=True)
+        return PlainTextResponse("not saved\n", 503)
+
+    app.include_router(api(store, shared), prefix="/api")
+    return Guard(app, store, hosts)
+
+
+def api(store: Store, shared: bool) -> APIRouter:
+    """What the page calls. The annotator is in the state of each request."""
+    router = APIRouter()
+
+    @router.get("/view")
     def view(request: Request) -> dict[str, Any]:
         return shown(store.view(request.state.annotator, time.time()), store, request.state.annotator)
 
-    @app.post("/api/judge")
+    @router.post("/judge")
     def judge(request: Request, choice: Choice) -> Any:
         name = request.state.annotator
         try:
@@ -144,7 +157,7 @@ def build_app(store: Store, guidelines: str | None, shared: bool, hosts: Iterabl
             return PlainTextResponse("no such task, or not a ranking of its answers\n", 422)
         return shown(found, store, name)
 
-    @app.post("/api/undo")
+    @router.post("/undo")
     def undo(request: Request, which: Undo) -> Any:
         name = request.state.annotator
         try:
@@ -152,18 +165,13 @@ def build_app(store: Store, guidelines: str | None, shared: bool, hosts: Iterabl
         except AlreadyJudged:
             return JSONResponse(shown(store.view(name, time.time()), store, name), 409)
 
-    @app.get("/api/statistics")
+    @router.get("/statistics")
     def figures(request: Request) -> dict[str, Any]:
         found = statistics(store)
         visible = [one for one in found.people if not shared or one.name == request.state.annotator]
         return {**asdict(found), "people": [asdict(one) for one in visible]}
 
-    @app.exception_handler(sqlite3.Error)
-    def not_saved(request: Request, error: sqlite3.Error) -> PlainTextResponse:
-        print(f"not saved: {store.path}: {error}; the page tries again", file=sys.stderr, flush=True)
-        return PlainTextResponse("not saved\n", 503)
-
-    return Guard(app, store, hosts)
+    return router
 
 
 def shown(view: View, store: Store, annotator: str) -> dict[str, Any]:
