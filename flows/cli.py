@@ -114,6 +114,56 @@ def import_(
 
 
 @command
+def annotate(
+    source: Annotated[
+        Path | None, typer.Option("--from", metavar="FILE", help="JSONL of prompts with answers. None: the last run's.")
+    ] = None,
+    answers: Annotated[int, typer.Option(help="2 compares two answers; 4 ranks four.")] = 2,
+    pairs: Annotated[int, typer.Option(help="How many pairs; a ranking of four answers is six.", min=1)] = 200,
+    ask: Annotated[
+        str, typer.Option(help="Which first: random, or where reward models are uncertain: margin, disagreement.")
+    ] = "random",
+    reward: Annotated[
+        list[Path] | None, typer.Option(metavar="FOLDER", help="Reward model for --ask. None: models/reward.")
+    ] = None,
+    overlap: Annotated[int, typer.Option(help="How many annotators judge each task.", min=1)] = 1,
+    gold: Annotated[Path | None, typer.Option(help="JSONL of pairs whose better answer is known.")] = None,
+    gold_every: Annotated[int, typer.Option(help="A gold question after this many tasks.", min=1)] = 10,
+    guidelines: Annotated[Path | None, typer.Option(help="Markdown file that the page shows.")] = None,
+    share: Annotated[bool, typer.Option("--share", help="Let other machines of the network reach the page.")] = False,
+    annotators: Annotated[str, typer.Option(help="Names, by commas. None: your user name.")] = "",
+    port: Annotated[int, Port(help="Port of the page.")] = 8765,
+    name: Annotated[str, typer.Option(help="Of the session, kept in work/annotate.")] = "labels",
+    seed: Annotated[int, Seed(help="Of the choice and the order of tasks and answers.")] = 1,
+    export: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write the labels of the session and end.")
+    ] = None,
+) -> None:
+    """Let people compare or rank answers, on a page of this machine.
+
+    Every choice is stored at once; the same command continues. --export writes the labels for `leash import`.
+    """
+    root = find_root()
+    processes.install_signal_handlers()
+    from flows.commands.annotate import annotate as command
+
+    if export is not None:
+        command.export_labels(root, name, export.expanduser())
+        return
+    if ask != "random":
+        _quiet_models()
+    names = tuple(part.strip() for part in annotators.split(",") if part.strip())
+    source, gold, guidelines = (path and path.expanduser().absolute() for path in (source, gold, guidelines))
+    rewards = tuple(folder.expanduser().absolute() for folder in reward or [root / "models" / "reward"])
+    command.annotate(
+        root,
+        command.Call(
+            source, answers, pairs, ask, rewards, overlap, gold, gold_every, guidelines, share, names, port, name, seed
+        ),
+    )
+
+
+@command
 def serve(
     cron: Annotated[str, typer.Option(help="Five fields: minute hour day month weekday.")] = "0 3 * * *",
     timezone: Annotated[str, typer.Option(help="Time zone of the fields, such as Europe/Berlin.")] = "UTC",
