@@ -38,8 +38,8 @@ def cheapest(params: IngestParams) -> IngestParams:
 
 
 def require_pairs(prepared: Prepared, source: str) -> None:
-    """Raise UserError when the reward model's pairs come from the data, and the data have too few."""
-    if source == "judge":
+    """Raise UserError when the reward model's pairs come from the data alone, and the data have too few."""
+    if source != "dataset":
         return
     pairs = (example for example in in_share(prepared, "preferences") if example.kind == "pair")
     found = {prepared.assignment.split(example) for example in (*pairs, *prepared.labels)}

@@ -13,7 +13,16 @@ from rlhf_core.evaluation.pair_judges import PairJudge
 from rlhf_core.models.hf import context_length, load_causal_lm, place
 from rlhf_core.models.sampling import sample
 from tasks.datasets.jsonl import Row
-from tasks.judging.labelling import agreement, label, of_dataset, with_known_order
+from tasks.judging.labelling import (
+    KnownPairs,
+    agreement,
+    different_pairs,
+    fitting_pairs,
+    label,
+    of_dataset,
+    plan,
+    with_known_order,
+)
 from tasks.judging.pair_judge import pair_judge_of
 from tasks.params.preferences import PreferencesParams
 from tasks.stage.long_rows import fitting, prompt_encoder
@@ -145,7 +154,9 @@ def judge_samples(stage: Stage[PreferencesParams], samples: Sequence[Row]) -> tu
 def labelling_judge(stage: Stage[PreferencesParams]) -> PairJudge | None:
     """The language model of the block `judge`. Raises UserError, before anything is sampled, where it cannot be
     used."""
-    prompts, params = [row["prompt"] for row in stage.read(PROMPTS)], stage.params
+    params = stage.params
+    all_fit = stage.common.long_rows == "refuse"  # else those that do not are left out when answers are sampled
+    prompts = [row["prompt"] for row in stage.read(PROMPTS)] if all_fit else []
     return pair_judge_of(stage, prompts, params.max_new_tokens, params.batch_size)
 
 
@@ -153,7 +164,9 @@ def label_samples(
     stage: Stage[PreferencesParams], samples: Sequence[Row], judge: PairJudge
 ) -> tuple[list[Row], dict[str, Any]]:
     """All pairs of each prompt's samples, ordered by a language model, whose agreement is measured before."""
-    agreement = measure_agreement(stage, samples, judge)
+    known = known_pairs(stage, samples, judge)
+    plan(judge, known.pairs, different_pairs(samples))
+    agreement = measure_agreement(stage, known, judge)
     labelled = label(samples, judge)
     figures = labelled.figures()
     stage.log(
@@ -169,32 +182,32 @@ def label_samples(
     }
 
 
-def measure_agreement(
-    stage: Stage[PreferencesParams], samples: Sequence[Row], judge: PairJudge
-) -> dict[str, Any] | None:
-    """How often the judge agrees with the pairs of the data, or else with the demo's rubric on sampled pairs. None
-    where nothing is known to compare with."""
-    most, people = stage.params.agreement_pairs, stage.read(PAIRS)
+def known_pairs(stage: Stage[PreferencesParams], samples: Sequence[Row], judge: PairJudge) -> KnownPairs:
+    """Pairs whose order is known: of the data, or else sampled answers by the demo's rubric; none for other data."""
+    most, people = stage.params.agreement_pairs, fitting_pairs(stage.read(PAIRS), judge)
     if people:
-        rows = Random(stage.seed).sample(people, min(most, len(people)))
-        known, better, source = of_dataset(rows), [0.0] * len(rows), "pairs of the data"
-    elif (rubric := judge_of(stage)) is not None:
-        known, better = with_known_order(samples, rubric, most)
-        source = rubric.name
-    else:
-        known, better, source = of_dataset([]), [], ""
-    if not better:
+        return of_dataset(Random(stage.seed).sample(people, min(most, len(people))))
+    rubric = judge_of(stage)
+    return of_dataset([]) if rubric is None else with_known_order(samples, rubric, most)
+
+
+def measure_agreement(stage: Stage[PreferencesParams], known: KnownPairs, judge: PairJudge) -> dict[str, Any] | None:
+    """How often the judge agrees with the known order; None where there are no such pairs. Raises UserError where not
+    one answer can be read."""
+    if not known.b_better:
         stage.log(f"WARNING {judge.name}: its agreement with people is unknown, there are no pairs to measure it on")
         return None
-    found, unread = agreement(judge, known, better, stage.seed)
+    found, unread = agreement(judge, known, stage.seed)
     if found is None:
-        stage.log(f"WARNING {judge.name}: none of its {unread} answers about {source} can be read")
-        return {"with": source, "share": None, "ci95": None, "pairs": 0, "unread": unread}
+        raise UserError(
+            f"preferences: not one of {unread} answers of the judge {judge.name} can be read; it must reply with one "
+            "letter: choose another model, or another judge.question"
+        )
     stage.log(
-        f"{judge.name} agrees with {source} on {found.share:.1%} ({found.low:.1%} to {found.high:.1%}) of "
+        f"{judge.name} agrees with {known.source} on {found.share:.1%} ({found.low:.1%} to {found.high:.1%}) of "
         f"{found.pairs} pairs; {unread} cannot be read"
     )
-    return {"with": source, "share": found.share, "ci95": found.interval, "pairs": found.pairs, "unread": unread}
+    return {"with": known.source, "share": found.share, "ci95": found.interval, "pairs": found.pairs, "unread": unread}
 
 
 def _pair(chosen: Row, rejected: Row) -> Row:

@@ -85,6 +85,14 @@ class LanguageModelJudge:
         for prompt in prompts:
             self._require_fit(len(self._encode(prompt, "", "")) + 2 * max_new_tokens)
 
+    def fits(self, prompt: Conversation, first: str, second: str) -> bool:
+        """Whether the question about this pair fits into the context."""
+        try:
+            self._encode(prompt, first, second)
+        except UserError:
+            return False
+        return True
+
     @torch.no_grad()
     def log_odds(self, prompts: Sequence[Conversation], firsts: Sequence[str], seconds: Sequence[str]) -> list[float]:
         """log P(first letter) − log P(second letter) as the next token, in nats, [pairs]; above 0 where the answer

@@ -1,5 +1,5 @@
 """A judge behind an OpenAI-compatible endpoint. Every verdict is in the stage's journal as soon as it is there: a stage
-that was stopped or killed sends no question again."""
+that was stopped or killed sends no answered question again."""
 
 import hashlib
 import math
@@ -17,34 +17,36 @@ from rlhf_core.errors import UserError
 from rlhf_core.evaluation.judge_model import LETTERS, TIE_NATS, fill, require_question
 from tasks.judging.budget import Budget
 from tasks.params.judge import JudgeParams
-from tasks.params.runtime import ApiParams
 from tasks.stage.journal import Journal
 from tasks.stage.stage import Stage
 
-ANSWER_TOKENS = 8
 CHARACTERS_PER_TOKEN = 4
 """For the number of tokens that is printed before the first request: the server's tokenizer is not known here."""
-OPTIONS: Mapping[str, Any] = {"temperature": 0, "max_tokens": ANSWER_TOKENS, "logprobs": True, "top_logprobs": 5}
-"""Left out one by one where a server refuses them by name."""
+TOP = 5
+"""Most probable first tokens that are asked for."""
+LEAST_MASS = 0.5
+"""Probability of both letters together below which the first token is no verdict, but perhaps a thought."""
 ONE_LETTER = re.compile(rf"\W*({'|'.join(LETTERS)})\W*")
+OF_OTHER_SERVERS = ("OPENAI_ORG_ID", "OPENAI_PROJECT_ID", "OPENAI_CUSTOM_HEADERS")
+"""Variables that the client would send as headers to any address."""
 
 Answer = tuple[float | None, int]
-"""The verdict (None: unread) and the tokens that the server counted."""
+"""The verdict (None: unread) and the tokens."""
 
 
 def verdict_of(choice: Any) -> float | None:
     """1 where the first letter won, ½ for a tie, 0 for the second letter, None where the answer cannot be read.
 
     `choice` is one of a chat completion. The letters' probabilities as the first token decide, over all spellings of
-    the token, such as " A"; where the server gives none, or neither letter is among them, the text must be one letter.
+    the token, such as " A"; where the server gives none, or the letters are improbable, the text must be one letter.
     """
     mass = dict.fromkeys(LETTERS, 0.0)
     tokens = (choice.logprobs and choice.logprobs.content) or []
-    for token in tokens[0].top_logprobs if tokens else []:
+    for token in (tokens[0].top_logprobs or []) if tokens else []:
         if token.token.strip() in mass:
             mass[token.token.strip()] += math.exp(token.logprob)
     first, second = mass.values()
-    if first or second:
+    if first + second >= LEAST_MASS:
         tie = first and second and abs(math.log(first / second)) <= TIE_NATS
         return 0.5 if tie else float(first > second)
     letter = ONE_LETTER.fullmatch((choice.message and choice.message.content) or "")
@@ -53,61 +55,104 @@ def verdict_of(choice: Any) -> float | None:
 
 @dataclass
 class EndpointJudge:
-    """A `PairJudge` that sends each pair, in each order, once."""
+    """A `PairJudge` that sends each question once, and both orders of a pair together."""
 
     stage: Stage[Any]
-    client: openai.OpenAI
-    model: str
-    name: str
+    params: JudgeParams
     question: str
     budget: Budget
-    settings: ApiParams
-    journal: Journal
-    options: dict[str, Any] = field(default_factory=lambda: dict(OPTIONS))
+    client: openai.OpenAI
+    failed: bool = False
+    planned: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
+        self.journal = Journal(self.stage.state_dir / "verdicts.journal", self.stage.log)
         self.known = {key: math.nan if verdict is None else verdict for key, verdict, _ in self.journal.pieces}
-        self.budget.used_before(len(self.journal.pieces), sum(tokens for _, _, tokens in self.journal.pieces))
+        self.budget.tokens += sum(tokens for _, _, tokens in self.journal.pieces)
+        self.options: dict[str, Any] = {
+            "temperature": 0, "max_tokens": self.params.answer_tokens, "logprobs": True, "top_logprobs": TOP
+        }  # fmt: skip
+
+    @property
+    def name(self) -> str:
+        """The name in tables and pictures."""
+        return f"{self.params.model} at {self.params.base_url}"
 
     def prefer(self, prompts: Sequence[Conversation], firsts: Sequence[str], seconds: Sequence[str]) -> list[float]:
-        """See `PairJudge`. Raises UserError where the budget does not suffice or the endpoint fails; verdicts that
-        came before stay."""
+        """See `PairJudge`. The other order of each pair is sent as well, since every verdict is used in both. Raises
+        UserError where the budget does not suffice or the endpoint fails; verdicts that came before stay."""
+        self.plan(prompts, firsts, seconds)
+        self._send(self._new(prompts, firsts, seconds))
         rows = zip(prompts, firsts, seconds, strict=True)
-        questions = [fill(self.question, LETTERS, prompt, first, second) for prompt, first, second in rows]
-        keys = [hashlib.sha256(question.encode("utf-8", "surrogatepass")).hexdigest() for question in questions]
-        new = {key: question for key, question in zip(keys, questions, strict=True) if key not in self.known}
-        if new:
-            tokens = sum(len(text) // CHARACTERS_PER_TOKEN + ANSWER_TOKENS for text in new.values())
-            self.stage.log(f"judge {self.name}: {self.budget.plan(len(new), tokens)}")
-            self._send(new)
-        return [self.known[key] for key in keys]
+        return [self.known[_key_of(self._fill(prompt, first, second))] for prompt, first, second in rows]
+
+    def plan(self, prompts: Sequence[Conversation], firsts: Sequence[str], seconds: Sequence[str]) -> None:
+        """Print what judging these pairs in both orders takes, and the budget. Raises UserError where the requests are
+        more than what is left of it."""
+        new = self._new(prompts, firsts, seconds)
+        if not new.keys() <= self.planned:
+            self.planned |= new.keys()
+            self.stage.log(f"judge {self.name}: {self.budget.plan(len(new), sum(map(self._estimate, new.values())))}")
+
+    def _new(self, prompts: Sequence[Conversation], firsts: Sequence[str], seconds: Sequence[str]) -> dict[str, str]:
+        """The questions without an answer, in both orders, by their keys."""
+        rows = list(zip(prompts, firsts, seconds, strict=True))
+        there = [self._fill(prompt, first, second) for prompt, first, second in rows]
+        back = [self._fill(prompt, second, first) for prompt, first, second in rows]
+        questions = {_key_of(question): question for question in [*there, *back]}
+        return {key: question for key, question in questions.items() if key not in self.known}
+
+    def _fill(self, prompt: Conversation, first: str, second: str) -> str:
+        return fill(self.question, LETTERS, prompt, first, second)
+
+    def _estimate(self, question: str) -> int:
+        """Tokens of a question and its answer, for a server that does not count them."""
+        return len(question) // CHARACTERS_PER_TOKEN + self.params.answer_tokens
 
     def _send(self, new: Mapping[str, str]) -> None:
-        """Send the questions, at most `concurrency` at a time, and keep every answer. After a signal or a failure no
-        other question is sent, and the answers to those on their way are kept."""
+        """Send the questions, some at a time, and keep every answer. After a signal or a failure no other request is
+        sent, and the answers to those on their way are kept; a second signal does not wait for them."""
         waiting, sent, failure = iter(new.items()), dict[Future[Answer], str](), None
         progress, done = self.stage.progress(len(new), "verdict"), 0
-        interrupts = self.stage.interrupts
-        with interrupts.deferred(), ThreadPoolExecutor(self.settings.concurrency) as pool:
-            while True:
-                while len(sent) < self.settings.concurrency and not failure and not interrupts.stopping:
-                    if (item := next(waiting, None)) is None:
+        interrupts, most = self.stage.interrupts, self.stage.runtime.api.concurrency
+        pool = ThreadPoolExecutor(most)
+        try:
+            with interrupts.deferred():
+                while True:
+                    while len(sent) < most and not failure and not interrupts.stopping:
+                        if (item := next(waiting, None)) is None:
+                            break
+                        sent[pool.submit(self._answer, item[1])] = item[0]
+                    if not sent:
                         break
-                    sent[pool.submit(self._answer, item[1])] = item[0]
-                if not sent:
-                    break
-                for future in wait(sent, return_when=FIRST_COMPLETED).done:
-                    key = sent.pop(future)
-                    if future.exception():
-                        failure = failure or future.exception()
-                        continue
-                    verdict, tokens = future.result()
-                    self.journal.append([key, verdict, tokens])
-                    self.known[key] = math.nan if verdict is None else verdict
-                    done += 1
-                progress.update(done, tokens=self.budget.tokens)
+                    for future in wait(sent, return_when=FIRST_COMPLETED).done:
+                        key = sent.pop(future)
+                        if error := future.exception():
+                            failure, self.failed = failure or error, True
+                            continue
+                        self._keep(key, *future.result())
+                        done += 1
+                    progress.update(done, tokens=self.budget.tokens)
+        except BaseException:
+            self.client.close()
+            raise
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
         if failure:
             raise failure
+
+    def _keep(self, key: str, verdict: float | None, tokens: int) -> None:
+        self.journal.append([key, verdict, tokens])
+        self.known[key] = math.nan if verdict is None else verdict
+
+    def before_request(self, request: Any) -> None:
+        """Called by the HTTP client before every request, repeated ones included. Raises UserError where none may be
+        sent any more."""
+        if self.stage.interrupts.stopping or self.failed:
+            raise self._error("stopped")
+        self.budget.take()
+        if self.params.key_variable is None:
+            request.headers.pop("Authorization", None)
 
     def _answer(self, question: str) -> Answer:
         """The verdict on one question. Raises UserError where the endpoint fails."""
@@ -115,64 +160,91 @@ class EndpointJudge:
         while True:
             try:
                 found = self.client.chat.completions.create(
-                    model=self.model, messages=[{"role": "user", "content": question}], **options
+                    model=str(self.params.model), messages=[{"role": "user", "content": question}], **options
                 )
             except (openai.BadRequestError, openai.UnprocessableEntityError) as error:
-                accepted = _without_refused(options, str(error))
+                if "context" in str(error).lower():  # this pair is too long for the model
+                    return None, 0
+                accepted = self._without_refused(options, str(error))
                 if accepted == options:
-                    raise self._failed(error) from None
+                    raise self._error(error) from None
                 self.options = options = accepted
             except (openai.OpenAIError, ValueError) as error:
-                raise self._failed(error) from None
+                raise self._error(error) from None
             else:
-                if not getattr(found, "choices", None):
-                    raise self._failed("its answer is no chat completion")
-                tokens = found.usage.total_tokens if found.usage else 0
-                self.budget.add(tokens)
-                return verdict_of(found.choices[0]), tokens
+                return self._read(found, question)
 
-    def _failed(self, error: object) -> UserError:
+    def _read(self, found: Any, question: str) -> Answer:
+        """The verdict of a chat completion. Raises UserError for what is none, and for an answer that was cut off
+        before its first word."""
+        choices = getattr(found, "choices", None)
+        if not isinstance(choices, list) or not choices:
+            raise self._error("its answer is no chat completion")
+        counted = getattr(getattr(found, "usage", None), "total_tokens", None)
+        tokens = counted if isinstance(counted, int) and counted > 0 else self._estimate(question)
+        self.budget.add(tokens)
+        try:
+            verdict = verdict_of(choices[0])
+            if verdict is None and choices[0].finish_reason == "length" and not choices[0].message.content:
+                raise self._error(
+                    f"an answer was cut off after {self.params.answer_tokens} tokens, before its first word (a model "
+                    "that thinks first); raise judge.answer_tokens"
+                )
+        except (AttributeError, KeyError, IndexError, TypeError, OverflowError):
+            verdict = None
+        return verdict, tokens
+
+    def _without_refused(self, options: Mapping[str, Any], message: str) -> dict[str, Any]:
+        """The options of a request without those that the server's error message names. New models of OpenAI have
+        another name for `max_tokens`."""
+        kept = {name: value for name, value in options.items() if name not in message}
+        if "max_tokens" in options.keys() - kept.keys():
+            kept["max_completion_tokens"] = self.params.answer_tokens
+        return kept
+
+    def _error(self, error: object) -> UserError:
         """One line without the key."""
-        text = " ".join(str(error).split())
-        key = self.client.api_key
+        text = str(error)
+        if self.params.key_variable is not None:
+            text = text.replace(str(self.client.api_key), "(key)")
         return UserError(
-            f"the judge {self.name}: {text.replace(key, '(key)') if key else text}; {len(self.known)} verdicts are "
-            "saved, and the same command goes on from there"
+            f"the judge {self.name}: {' '.join(text.split())}; {len(self.known)} verdicts are saved, and the same "
+            "command goes on from there"
         )
 
 
-def _without_refused(options: Mapping[str, Any], message: str) -> dict[str, Any]:
-    """The options of a request without those that the server's error message names. New models of OpenAI have another
-    name for `max_tokens`."""
-    kept = {name: value for name, value in options.items() if name not in message}
-    if "max_tokens" in options.keys() - kept.keys():
-        kept["max_completion_tokens"] = ANSWER_TOKENS
-    return kept
+def _key_of(question: str) -> str:
+    return hashlib.sha256(question.encode("utf-8", "surrogatepass")).hexdigest()
 
 
 def endpoint_judge(stage: Stage[Any], params: JudgeParams, question: str) -> EndpointJudge:
     """The judge of `params` (`kind: api`) for this stage. Raises UserError where the key's variable is not set, and for
     a wrong template."""
     require_question(question)
-    settings, address, model = stage.runtime.api, params.base_url, params.model
-    assert address is not None
-    assert model is not None
-    budget = Budget(settings.max_requests, settings.max_tokens)
-    client = openai.OpenAI(
-        api_key=_key(params.key_variable),
-        base_url=address,
-        timeout=settings.timeout_seconds,
-        max_retries=settings.retries,
-        http_client=openai.DefaultHttpxClient(event_hooks={"request": [lambda _: budget.take()]}),
-    )
-    name = f"{model} at {address}"
-    stage.exempt(f"the verdicts of {name} come from a server, which may answer differently another time")
-    journal = Journal(stage.state_dir / "verdicts.journal", stage.log)
-    return EndpointJudge(stage, client, model, name, question, budget, settings, journal)
+    settings = stage.runtime.api
+    budget = Budget(settings.max_requests, settings.max_tokens, stage.state_dir / "requests")
+    judges: list[EndpointJudge] = []
+    hidden = {name: os.environ.pop(name) for name in OF_OTHER_SERVERS if name in os.environ}
+    try:
+        client = openai.OpenAI(
+            api_key=_secret(params.key_variable),
+            base_url=params.base_url,
+            timeout=settings.timeout_seconds,
+            max_retries=settings.retries,
+            http_client=openai.DefaultHttpxClient(
+                event_hooks={"request": [lambda request: judges[0].before_request(request)]}
+            ),
+        )
+    finally:
+        os.environ.update(hidden)
+    judge = EndpointJudge(stage, params, question, budget, client)
+    judges.append(judge)
+    stage.exempt(f"the verdicts of {judge.name} come from a server, which may answer differently another time")
+    return judge
 
 
-def _key(variable: str | None) -> str:
-    """The key of the environment; a word that is none where the endpoint needs no key."""
+def _secret(variable: str | None) -> str:
+    """The key of the environment; a word that is not sent where the endpoint needs no key."""
     if variable is None:
         return "none"
     if not (key := os.environ.get(variable, "").strip()):

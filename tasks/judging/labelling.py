@@ -1,6 +1,7 @@
 """Pairs of sampled answers, labelled by a language model. Each pair is judged in both orders; a verdict that changes
 with the order is a tie, and ties make no pair."""
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations
@@ -9,8 +10,9 @@ from typing import Any
 from rlhf_core.data.chat import Conversation
 from rlhf_core.evaluation.agreement import Agreement
 from rlhf_core.evaluation.intervals import clustered_interval
+from rlhf_core.evaluation.judge_model import LanguageModelJudge
 from rlhf_core.evaluation.judges import TIE, Judge
-from rlhf_core.evaluation.pair_judges import BothOrders, PairJudge, both_orders
+from rlhf_core.evaluation.pair_judges import BothOrders, CachedPairJudge, PairJudge, both_orders
 from tasks.datasets.jsonl import Row
 
 RESAMPLES = 1000
@@ -28,6 +30,17 @@ class Candidates:
     def judged_by(self, judge: PairJudge) -> BothOrders:
         """See `both_orders`."""
         return both_orders(judge, self.prompts, self.a, self.b)
+
+
+@dataclass(frozen=True)
+class KnownPairs:
+    """Pairs whose better answer is known."""
+
+    pairs: Candidates
+    b_better: list[float]
+    """[pairs], 1 where b is better, 0 where a is."""
+    source: str
+    """Who knows it, for messages."""
 
 
 @dataclass(frozen=True)
@@ -52,10 +65,12 @@ class Labelled:
 
 
 def label(samples: Sequence[Row], judge: PairJudge) -> Labelled:
-    """The judge's choice between every two different answers to a prompt. Raises ValueError where there are none."""
+    """The judge's choice between every two different answers to a prompt."""
     places = list(_pairs(samples))
-    different = [(i, j) for i, j in places if samples[i]["response"] != samples[j]["response"]]
-    verdicts = candidates(samples, different).judged_by(judge)
+    different = _different(samples, places)
+    if not different:
+        return Labelled([], len(places), BothOrders([], [], math.nan, math.nan))
+    verdicts = _candidates(samples, different).judged_by(judge)
     chosen = [
         (j, i) if preference == 1 else (i, j)
         for (i, j), preference in zip(different, verdicts.preference, strict=True)
@@ -64,7 +79,59 @@ def label(samples: Sequence[Row], judge: PairJudge) -> Labelled:
     return Labelled(chosen, len(places) - len(different), verdicts)
 
 
-def candidates(samples: Sequence[Row], places: Sequence[tuple[int, int]]) -> Candidates:
+def different_pairs(samples: Sequence[Row]) -> Candidates:
+    """The pairs that `label` judges."""
+    return _candidates(samples, _different(samples, list(_pairs(samples))))
+
+
+def of_dataset(rows: Sequence[Row]) -> KnownPairs:
+    """Pairs of the data, the chosen answer as a."""
+    pairs = Candidates(*([row[name] for row in rows] for name in ("prompt_id", "prompt", "chosen", "rejected")))
+    return KnownPairs(pairs, [0.0] * len(rows), "pairs of the data")
+
+
+def with_known_order(samples: Sequence[Row], scorer: Judge, most: int) -> KnownPairs:
+    """At most `most` pairs of sampled answers that a scorer does not hold for equal."""
+    places = list(_pairs(samples))[: 4 * most]
+    found = _candidates(samples, places)
+    of_a, of_b = scorer.score(found.prompts, found.a), scorer.score(found.prompts, found.b)
+    kept = [k for k, (a, b) in enumerate(zip(of_a, of_b, strict=True)) if abs(a - b) > TIE][:most]
+    pairs = _candidates(samples, [places[k] for k in kept])
+    return KnownPairs(pairs, [float(of_b[k] > of_a[k]) for k in kept], scorer.name)
+
+
+def fitting_pairs(rows: Sequence[Row], judge: PairJudge) -> list[Row]:
+    """The pairs of the data whose question fits into the context of a local model. The context of a model behind an
+    endpoint is not known here."""
+    if not isinstance(judge, CachedPairJudge) or not isinstance(judge.judge, LanguageModelJudge):
+        return list(rows)
+    model = judge.judge
+    return [row for row in rows if model.fits(row["prompt"], row["chosen"], row["rejected"])]
+
+
+def plan(judge: PairJudge, *parts: Candidates) -> None:
+    """Print what a judge behind an endpoint will cost for all these pairs. Raises UserError where that is more than
+    its budget."""
+    from tasks.judging.endpoint import EndpointJudge
+
+    if isinstance(judge, EndpointJudge):
+        judge.plan(*([value for part in parts for value in getattr(part, name)] for name in ("prompts", "a", "b")))
+
+
+def agreement(judge: PairJudge, known: KnownPairs, seed: int) -> tuple[Agreement | None, int]:
+    """How often the judge prefers what is known to be better (a tie counts ½), with an interval over prompts, and the
+    number of pairs that it gave no readable verdict on, which are left out."""
+    pairs, verdicts = known.pairs, known.pairs.judged_by(judge)
+    kept = [k for k, missing in enumerate(verdicts.unread) if not missing]
+    if not kept:
+        return None, len(verdicts.unread)
+    alike = [1 - abs(verdicts.preference[k] - known.b_better[k]) for k in kept]
+    owners = {prompt: place for place, prompt in enumerate(dict.fromkeys(pairs.prompt_ids))}
+    low, high = clustered_interval(alike, [owners[pairs.prompt_ids[k]] for k in kept], RESAMPLES, seed)
+    return Agreement(sum(alike) / len(alike), low, high, len(alike)), len(verdicts.unread) - len(kept)
+
+
+def _candidates(samples: Sequence[Row], places: Sequence[tuple[int, int]]) -> Candidates:
     """The pairs at these places of the samples."""
     firsts, seconds = [samples[i] for i, _ in places], [samples[j] for _, j in places]
     return Candidates(
@@ -75,31 +142,8 @@ def candidates(samples: Sequence[Row], places: Sequence[tuple[int, int]]) -> Can
     )
 
 
-def of_dataset(rows: Sequence[Row]) -> Candidates:
-    """Pairs of the data, the chosen answer as a."""
-    return Candidates(*([row[name] for row in rows] for name in ("prompt_id", "prompt", "chosen", "rejected")))
-
-
-def with_known_order(samples: Sequence[Row], scorer: Judge, most: int) -> tuple[Candidates, list[float]]:
-    """At most `most` pairs of sampled answers that a scorer does not hold for equal, and how far it prefers b."""
-    places = list(_pairs(samples))[: 4 * most]
-    found = candidates(samples, places)
-    of_a, of_b = scorer.score(found.prompts, found.a), scorer.score(found.prompts, found.b)
-    kept = [k for k, (a, b) in enumerate(zip(of_a, of_b, strict=True)) if abs(a - b) > TIE][:most]
-    return candidates(samples, [places[k] for k in kept]), [float(of_b[k] > of_a[k]) for k in kept]
-
-
-def agreement(judge: PairJudge, pairs: Candidates, known: Sequence[float], seed: int) -> tuple[Agreement | None, int]:
-    """How often the judge prefers what is known to be better (a tie counts ½), with an interval over prompts, and the
-    number of pairs that it gave no readable verdict on, which are left out."""
-    verdicts = pairs.judged_by(judge)
-    kept = [k for k, missing in enumerate(verdicts.unread) if not missing]
-    if not kept:
-        return None, len(known)
-    alike = [1 - abs(verdicts.preference[k] - known[k]) for k in kept]
-    owners = {prompt: place for place, prompt in enumerate(dict.fromkeys(pairs.prompt_ids))}
-    low, high = clustered_interval(alike, [owners[pairs.prompt_ids[k]] for k in kept], RESAMPLES, seed)
-    return Agreement(sum(alike) / len(alike), low, high, len(alike)), len(known) - len(kept)
+def _different(samples: Sequence[Row], places: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    return [(i, j) for i, j in places if samples[i]["response"] != samples[j]["response"]]
 
 
 def _pairs(samples: Sequence[Row]) -> Iterator[tuple[int, int]]:

@@ -268,21 +268,18 @@ def data_counts(run: Run) -> list[tuple[str, str]]:
 
 
 def _judge_model_facts(judge: Row) -> list[tuple[str, str]]:
-    """How far a language model's labels can be trusted."""
-    known = judge.get("agreement") or {}
-    low, high = known.get("ci95") or (None, None)
-    return (
-        [
-            (
-                f"Its agreement with {known.get('with')}",
-                f"{percent(known.get('share'))} ({percent(low)} – {percent(high)})",
-            ),
-            ("Its verdicts that change with the order (ties)", percent(judge.get("tie_share"))),
-            ("Its answers that cannot be read", count(judge.get("unread"))),
-        ]
-        if judge
-        else []
+    """How far a language model's labels can be trusted; empty where it made none."""
+    if not judge:
+        return []
+    known = judge.get("agreement") or {"with": "people", "share": None}
+    share = (
+        f"{percent(known['share'])} ({percent_interval(known['ci95'])})" if known["share"] is not None else "unknown"
     )
+    return [
+        (f"Its agreement with {known['with']}", share),
+        ("Its verdicts that change with the order (ties)", percent(judge.get("tie_share"))),
+        ("Its answers that cannot be read", count(judge.get("unread"))),
+    ]
 
 
 def _shown(facts: list[tuple[str, str]]) -> list[tuple[str, str]]:

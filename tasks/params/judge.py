@@ -41,6 +41,8 @@ class JudgeParams(Block):
     key_variable: Annotated[str, AfterValidator(_variable)] | None = None
     """With `kind: api`: the environment variable that holds the key; null: no key is sent. The key itself is in no
     file."""
+    answer_tokens: Annotated[int, Field(ge=1)] = 8
+    """With `kind: api`: longest answer. A model that thinks before it answers needs some thousands."""
     question: FolderName | None = None
     """A text file below models/judges/ with the question: it must hold $prompt, $first and $second, and may hold
     $first_letter and $second_letter. null: the built-in question."""

@@ -43,6 +43,7 @@ class Server:
     """Sent first, one for each request."""
     bodies: list[dict[str, Any]] = field(default_factory=list)
     keys: list[str | None] = field(default_factory=list)
+    headers: list[str] = field(default_factory=list)
     most_at_once: int = 0
     url: str = ""
 
@@ -68,6 +69,7 @@ def server() -> Iterator[Server]:
                 state.most_at_once = max(state.most_at_once, at_work)
                 state.bodies.append(body)
                 state.keys.append(self.headers["Authorization"])
+                state.headers.append(str(self.headers))
                 reply = state.failures.pop(0) if state.failures else None
             try:
                 self._send(*(reply or state.answer(body)))

@@ -39,7 +39,12 @@ def make_judge(make_stage: Callable[..., Stage[Any]], server: "Server", monkeypa
     return make
 
 
-def test_both_orders_are_sent_once_with_the_key(make_judge: Any, server: "Server") -> None:
+def test_both_orders_are_sent_once_with_the_key(
+    make_judge: Any, server: "Server", monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("OPENAI_ORG_ID", "OPENAI_PROJECT_ID"):
+        monkeypatch.setenv(name, "of-another-server")
+    monkeypatch.setenv("OPENAI_CUSTOM_HEADERS", "x-foo: of-another-server")
     judge = make_judge()
     found = both_orders(judge, PROMPTS, BAD, GOOD)
     assert found.preference == [1.0] * 6
@@ -47,6 +52,7 @@ def test_both_orders_are_sent_once_with_the_key(make_judge: Any, server: "Server
     assert set(server.questions().values()) == {1}
     assert len(server.bodies) == 12
     assert set(server.keys) == {f"Bearer {KEY}"}
+    assert not any("of-another-server" in headers for headers in server.headers)
     assert server.most_at_once <= 8
 
 
@@ -55,8 +61,9 @@ def test_both_orders_are_sent_once_with_the_key(make_judge: Any, server: "Server
     [
         (("B", {"A": -0.1, "B": -2.0}), 1.0),  # the probabilities decide
         (("A", {" A": -1.2, "A": -3.0, "B": -1.3, " B": -1.3}), 0.0),  # over all spellings
-        (("A", {"A": -0.7, "B": -0.7}), 0.5),
-        (("the", {"The": -0.1, "B": -4.0}), 0.0),
+        (("A", {"A": -0.69, "B": -0.69}), 0.5),
+        (("the", {"The": -0.1, "B": -4.0}), None),  # hardly a letter: the text
+        (("B", {"<think>": -0.1, "A": -4.0}), 0.0),
         (("A", {"The": -0.1, "x": -4.0}), 1.0),  # no letter among them: the text
         ((" (B).\n",), 0.0),
         (("**A**",), 1.0),
@@ -89,7 +96,7 @@ def test_what_cannot_be_read_is_counted_and_is_no_verdict(make_judge: Any, serve
 def test_what_may_pass_is_tried_again(make_judge: Any, server: "Server", failure: "Reply") -> None:
     server.failures = [failure] * 3
     assert make_judge(concurrency=1).prefer(PROMPTS, GOOD, BAD) == [1.0] * 6
-    assert len(server.bodies) == 9
+    assert len(server.bodies) == 15
 
 
 def test_a_server_that_is_too_slow(make_judge: Any, server: "Server") -> None:
@@ -103,7 +110,7 @@ def test_a_server_that_is_too_slow(make_judge: Any, server: "Server") -> None:
 
     server.answer = answer
     assert make_judge(timeout_seconds=0.7).prefer(PROMPTS[:1], GOOD[:1], BAD[:1]) == [1.0]
-    assert len(server.bodies) == 2
+    assert len(server.bodies) == 3
 
 
 @pytest.mark.parametrize(
@@ -132,7 +139,7 @@ def test_what_does_not_pass_is_one_line_and_keeps_the_verdicts(
     assert "\n" not in str(raised.value)
     server.answer, server.bodies = server.prefers_good, []
     assert make_judge().prefer(PROMPTS, GOOD, BAD) == [1.0] * 6
-    assert len(server.bodies) == 2
+    assert len(server.bodies) == 8
 
 
 def test_a_server_that_is_away(make_judge: Any, server: "Server") -> None:
@@ -153,7 +160,7 @@ def test_an_option_that_the_server_does_not_know_is_left_out(make_judge: Any, se
     judge = make_judge()
     assert judge.prefer(PROMPTS, GOOD, BAD) == [1.0] * 6
     asked = len(server.bodies)
-    assert judge.prefer(PROMPTS, BAD, GOOD) == [0.0] * 6
+    assert judge.prefer(PROMPTS[:3], ["bad"] * 3, ["good"] * 3) == [0.0] * 3
     assert len(server.bodies) == asked + 6  # it is not tried again
     assert ("max_completion_tokens" in server.bodies[-1]) == (name == "max_tokens")
 
@@ -161,19 +168,34 @@ def test_an_option_that_the_server_does_not_know_is_left_out(make_judge: Any, se
 def test_the_budget_is_printed_first_and_more_than_it_is_refused(
     make_judge: Any, server: "Server", capsys: pytest.CaptureFixture[str]
 ) -> None:
-    judge = make_judge(max_requests=7)
+    judge = make_judge(max_requests=13)
     assert judge.prefer(PROMPTS, GOOD, BAD) == [1.0] * 6
-    assert "6 requests, about " in capsys.readouterr().out
-    with pytest.raises(UserError, match=r"6 requests.*more than the budget: 1 of 7 requests are left.*max_requests"):
-        judge.prefer(PROMPTS, BAD, GOOD)
-    assert len(server.bodies) == 6
+    assert "12 requests, about " in capsys.readouterr().out
+    assert judge.prefer(PROMPTS, BAD, GOOD) == [0.0] * 6
+    for again in (judge, make_judge(max_requests=13)):
+        with pytest.raises(UserError, match=r"2 requests.*more than the budget: 1 of 13 requests are left.*max_req"):
+            again.prefer(PROMPTS[:1], ["good"], ["bad"])
+    assert len(server.bodies) == 12
+
+
+def test_all_that_is_planned_is_printed_once(
+    make_judge: Any, server: "Server", capsys: pytest.CaptureFixture[str]
+) -> None:
+    judge = make_judge()
+    judge.plan(PROMPTS, GOOD, BAD)
+    judge.prefer(PROMPTS[:2], GOOD[:2], BAD[:2])
+    judge.prefer(PROMPTS, GOOD, BAD)
+    assert capsys.readouterr().out.count("requests, about") == 1
+    assert len(server.bodies) == 12
 
 
 def test_repeated_requests_count_and_the_budget_ends_them(make_judge: Any, server: "Server") -> None:
     server.failures = [(500, {})] * 20
-    with pytest.raises(UserError, match="budget of 7 requests is used up"):
-        make_judge(max_requests=7, concurrency=1, retries=20).prefer(PROMPTS, GOOD, BAD)
-    assert len(server.bodies) == 7
+    with pytest.raises(UserError, match="budget of 12 requests is used up"):
+        make_judge(max_requests=12, concurrency=1, retries=20).prefer(PROMPTS, GOOD, BAD)
+    assert len(server.bodies) == 12
+    with pytest.raises(UserError, match="0 of 12 requests are left"):  # those of before count
+        make_judge(max_requests=12).prefer(PROMPTS, GOOD, BAD)
 
 
 def test_a_budget_of_tokens_ends_cleanly_and_a_larger_one_continues(make_judge: Any, server: "Server") -> None:
@@ -185,6 +207,90 @@ def test_a_budget_of_tokens_ends_cleanly_and_a_larger_one_continues(make_judge: 
     assert len(server.bodies) == 3
     assert make_judge(max_tokens=1000).prefer(PROMPTS, GOOD, BAD) == [1.0] * 6
     assert set(server.questions().values()) == {1}
+
+
+def test_tokens_are_estimated_where_the_server_does_not_count(make_judge: Any, server: "Server") -> None:
+    def answer(body: dict[str, Any]) -> "Reply":
+        status, found = server.prefers_good(body)
+        return status, {**found, "usage": None}
+
+    server.answer = answer
+    judge = make_judge()
+    judge.prefer(PROMPTS[:1], GOOD[:1], BAD[:1])
+    questions = server.questions()
+    assert judge.budget.tokens == sum(len(question) // 4 + 8 for question in questions)
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        {"usage": {}},
+        {"usage": {"total_tokens": "many"}},
+        {"choices": [None]},
+        {"choices": ["A"]},
+        {"choices": [{}]},
+        {"choices": [{"message": {"content": ["A"]}, "logprobs": None}]},
+        {"choices": [{"message": {"content": "?"}, "logprobs": {"content": [{}]}}]},
+        {"choices": [{"message": {"content": "?"}, "logprobs": {"content": [{"top_logprobs": [{"token": None}]}]}}]},
+        {"choices": [{"message": {}, "logprobs": {"content": [{"top_logprobs": [{"token": "A", "logprob": 9999}]}]}}]},
+    ],
+)
+def test_an_odd_answer_is_unread_and_not_paid_twice(make_judge: Any, server: "Server", odd: dict[str, Any]) -> None:
+    server.answer = lambda _: (200, {**server.completion("A" if "usage" in odd else "?")[1], **odd})
+    (found,) = make_judge().prefer(PROMPTS[:1], GOOD[:1], BAD[:1])
+    assert found == 1.0 if "usage" in odd else math.isnan(found)
+    make_judge().prefer(PROMPTS[:1], GOOD[:1], BAD[:1])
+    assert len(server.bodies) == 2
+
+
+def test_an_answer_cut_off_in_a_thought_says_so(make_judge: Any, server: "Server") -> None:
+    def answer(body: dict[str, Any]) -> "Reply":
+        status, found = server.completion("")
+        found["choices"][0]["finish_reason"] = "length"
+        return status, found
+
+    server.answer = answer
+    with pytest.raises(UserError, match=r"cut off after 8 tokens.*raise judge\.answer_tokens"):
+        make_judge(concurrency=1).prefer(PROMPTS, GOOD, BAD)
+    assert len(server.bodies) == 1
+
+
+def test_a_pair_that_is_too_long_for_the_model_is_unread(make_judge: Any, server: "Server") -> None:
+    long = {"error": {"message": "This model's maximum context length is 64 tokens; reduce the messages or max_tokens"}}
+    server.answer = lambda body: (
+        (400, long) if "question 2" in body["messages"][0]["content"] else server.prefers_good(body)
+    )
+    judge = make_judge()
+    assert [math.isnan(value) for value in judge.prefer(PROMPTS, GOOD, BAD)] == [False, False, True, *[False] * 3]
+    assert judge.options["max_tokens"] == 8
+
+
+def test_no_key_is_sent_where_there_is_none(
+    make_stage: Callable[..., Stage[Any]], server: "Server", monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", KEY)
+    params = JudgeParams(kind="api", model="m", base_url=server.url)
+    judge = endpoint_judge(make_stage("preferences", None, []), params, QUESTION)
+    assert judge.prefer(PROMPTS, GOOD, BAD) == [1.0] * 6
+    assert set(server.keys) == {None}
+    server.answer = lambda _: (404, {"error": {"message": "none of the models is m"}})
+    with pytest.raises(UserError, match="none of the models is m"):
+        judge.prefer(PROMPTS[:1], ["good"], ["bad"])
+
+
+def test_after_a_signal_nothing_is_tried_again(make_judge: Any, server: "Server") -> None:
+    """The server fails, and with the second request the signal comes: the pauses of the retries send nothing more."""
+    judge = make_judge(concurrency=2, retries=20)
+
+    def answer(body: dict[str, Any]) -> "Reply":
+        if len(server.bodies) >= 2:
+            judge.stage.interrupts.stopping = True
+        return 503, {}
+
+    server.answer = answer
+    with pytest.raises(KeyboardInterrupt):
+        judge.prefer(PROMPTS, GOOD, BAD)
+    assert len(server.bodies) <= 3
 
 
 def test_a_signal_keeps_the_answers_on_their_way(make_judge: Any, server: "Server") -> None:

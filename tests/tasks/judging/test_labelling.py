@@ -70,13 +70,19 @@ def test_what_is_unread_is_counted_and_makes_no_pair() -> None:
     assert found.figures() == {"judged": 3, "unread": 2, "ties": 0, "tie_share": 0.0, "position_bias": 0.0}
 
 
+def test_equal_answers_alone_make_no_pair() -> None:
+    found = label(samples("a", "a"), Ranking("a"))
+    assert (found.pairs, found.identical) == ([], 1)
+    assert found.figures() == {"judged": 0, "unread": 0, "ties": 0, "tie_share": None, "position_bias": None}
+
+
 def test_agreement_with_known_pairs() -> None:
     """Of ten prompts seven are judged right, one wrong, one ties, and one is unread."""
     rows = [
         {"prompt_id": str(k), "prompt": [], "chosen": "a", "rejected": {7: "A", 8: "x", 9: "y"}.get(k, "b")}
         for k in range(10)
     ]
-    found, unread = agreement(Ranking("Aab", swayed="x", mute="y"), of_dataset(rows), [0.0] * 10, seed=1)
+    found, unread = agreement(Ranking("Aab", swayed="x", mute="y"), of_dataset(rows), seed=1)
     assert unread == 1
     assert found is not None
     assert (found.share, found.pairs) == (pytest.approx(7.5 / 9), 9)
@@ -85,7 +91,7 @@ def test_agreement_with_known_pairs() -> None:
 
 def test_nothing_read_has_no_agreement() -> None:
     rows = [{"prompt_id": "1", "prompt": [], "chosen": "a", "rejected": "b"}]
-    assert agreement(Ranking("ab", mute="a"), of_dataset(rows), [0.0], seed=1) == (None, 1)
+    assert agreement(Ranking("ab", mute="a"), of_dataset(rows), seed=1) == (None, 1)
 
 
 def test_the_order_of_a_scorer_is_known_where_it_is_no_tie() -> None:
@@ -93,8 +99,9 @@ def test_the_order_of_a_scorer_is_known_where_it_is_no_tie() -> None:
         def score(self, prompts: Sequence[Conversation], responses: Sequence[str]) -> list[float]:
             return [float(len(text)) for text in responses]
 
-    found, better = with_known_order(samples("a", "bb", "c", "dd"), Length(), 3)
-    assert list(zip(found.a, found.b, better, strict=True)) == [("a", "bb", 1.0), ("a", "dd", 1.0), ("bb", "c", 0.0)]
+    found = with_known_order(samples("a", "bb", "c", "dd"), Length(), 3)
+    known = list(zip(found.pairs.a, found.pairs.b, found.b_better, strict=True))
+    assert known == [("a", "bb", 1.0), ("a", "dd", 1.0), ("bb", "c", 0.0)]
 
 
 @pytest.fixture
@@ -119,6 +126,9 @@ def labelled(finished: "Project", server: "Server", monkeypatch: pytest.MonkeyPa
 def test_the_stage_labels_with_an_endpoint(
     labelled: "Project", stage_main: Callable[["Project", str], "Ended"], server: "Server"
 ) -> None:
+    labelled.set("runtime.tracking", True)
+    for stage in ("check", "check_data"):
+        assert stage_main(labelled, stage).code == 0
     ended = stage_main(labelled, "preferences")
     assert ended.code == 0, ended.stderr
     pairs, metrics = labelled.rows("data/preferences/preferences.jsonl"), labelled.json("metrics/preferences.json")
@@ -136,7 +146,11 @@ def test_the_stage_labels_with_an_endpoint(
     lines = ended.stdout.splitlines()
     agrees, labels = (next(i for i, line in enumerate(lines) if text in line) for text in ("agrees with", "ties (verd"))
     assert agrees < labels
+    assert ended.stdout.index("requests, about") < ended.stdout.index("verdict ")
     assert "sk-secret" not in ended.stdout + ended.stderr + json.dumps(metrics)
+    files = [path for path in labelled.root.rglob("*") if path.is_file() and ".git/" not in str(path)]
+    assert any("outbox" in path.parts for path in files)
+    assert not [path for path in files if b"sk-secret" in path.read_bytes()]
 
 
 def test_a_judge_of_the_data_labels_nothing(
@@ -168,6 +182,18 @@ def test_a_killed_stage_sends_no_answered_question_again(labelled: "Project", se
     again = [question for question, times in server.questions().items() if times > 1]
     assert len(again) <= 8
     assert len(server.questions()) == 2 * labelled.json("metrics/preferences.json")["judge_model"]["judged"]
+
+
+@pytest.mark.slow
+def test_the_evaluation_uses_the_same_judge(
+    labelled: "Project", stage_main: Callable[["Project", str], "Ended"], server: "Server"
+) -> None:
+    ended = stage_main(labelled, "evaluate")
+    assert ended.code == 0, ended.stderr
+    metrics = labelled.json("metrics/evaluate.json")
+    assert (metrics["judged_by"], metrics["win_rate_judge"]) == ("pairs", f"m at {server.url}")
+    assert (metrics["judge_checks"]["unread"], metrics["judge_checks"]["self_agreement"]) == (0, 1.0)
+    assert set(server.questions().values()) == {1}
 
 
 @pytest.mark.slow

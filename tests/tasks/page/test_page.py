@@ -270,6 +270,21 @@ def test_the_page_names_whose_labels_the_reward_model_learned_from(
     assert said in Document(build(run)).text
 
 
+def test_the_page_says_how_far_a_language_models_labels_can_be_trusted(make_run: MakeRun) -> None:
+    run = make_run()
+    judge = {"judged": 100, "unread": 3, "ties": 20, "tie_share": 0.2, "position_bias": 0.1}
+    known = {"with": "pairs of the data", "share": 0.75, "ci95": [0.7, 0.8], "pairs": 90, "unread": 1}
+    for agreement, said in (
+        (known, ("Its agreement with pairs of the data", "75.0% (70.0% to 80.0%)")),
+        (None, ("Its agreement with people", "unknown")),
+    ):
+        preferences = run.metrics["preferences"] | {"judge": "m", "judge_model": judge | {"agreement": agreement}}
+        facts = data_counts(replace(run, metrics=run.metrics | {"preferences": preferences}))
+        assert said in facts
+        assert ("Its verdicts that change with the order (ties)", "20.0%") in facts
+        assert ("Its answers that cannot be read", "3") in facts
+
+
 def test_parameters_are_shown_without_runtime(make_run: MakeRun) -> None:
     text = Document(build(make_run())).text
     for shown in (
