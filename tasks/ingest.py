@@ -27,7 +27,13 @@ def execute(stage: Stage[IngestParams]) -> None:
     table = use_table(prepared, divided)
     labels = label_figures([*prepared.kept, *prepared.labels, *prepared.ties])
     stage.write_metrics(
-        {"source": stage.params.source, **counts(prepared), **sizes, "labels": labels, "rows_by_use": table}
+        {
+            "source": stage.params.source,
+            **counts(prepared),
+            **sizes,
+            "rows_by_use": table,
+            **({"labels": labels} if labels else {}),
+        }
     )
     for line in render(table).splitlines():
         stage.log(line)

