@@ -10,6 +10,7 @@ from tasks import preferences
 from tasks.datasets.jsonl import read_jsonl
 from tasks.params.preferences import PreferencesParams
 from tasks.schemas.validation import validate
+from tasks.training.pairs import PREFERENCES
 
 if TYPE_CHECKING:
     from tasks.stage.stage import Stage
@@ -41,6 +42,38 @@ def test_with_pairs_of_the_data_no_answer_is_sampled(
     assert (metrics["samples"], metrics["missing_eos_share"], metrics["pairs"]) == (0, None, len(rows))
     assert finished.rows("data/preferences/samples.jsonl") == []
     assert stage_main(finished, "reward").code == 0
+
+
+def test_labels_of_people_reach_the_reward_model(
+    finished: "Project", stage_main: Callable[["Project", str], "Ended"]
+) -> None:
+    """From data/raw through ingest and preferences, beside the demo's judged pairs, which stay the same."""
+    before = {path: finished.rows(path) for path in (preferences.PROMPTS, PREFERENCES)}
+    assert "annotator" not in before[PREFERENCES][0]
+    label = {"chosen": "Oats.", "rejected": "None.", "tie": False, "order": [2, 1], "task": "1"}
+    finished.write_rows(
+        "data/raw/people.jsonl",
+        [
+            {**label, "prompt": row["prompt"], "annotator": name}
+            for row in before[preferences.PROMPTS]
+            for name in ("anna", "ben")
+        ],
+    )
+    for name, value in {
+        "runtime.tracking": False,
+        "ingest.labels": "people.jsonl",
+        "preferences.source": "both",
+    }.items():
+        finished.set(name, value)
+    for stage in ("check", "check_data", "ingest", "preferences", "reward"):
+        ended = stage_main(finished, stage)
+        assert ended.code == 0, ended.stderr
+    assert finished.rows(preferences.PROMPTS) == before[preferences.PROMPTS]
+    pairs, count = finished.rows(PREFERENCES), len(before[preferences.PROMPTS])
+    assert [{**row, "annotator": None} for row in before[PREFERENCES]] == pairs[: -2 * count]
+    assert {row["annotator"] for row in pairs[-2 * count :]} == {"anna", "ben"}
+    assert finished.json("metrics/ingest.json")["labels"]["annotators"] == {"anna": count, "ben": count}
+    assert finished.json("metrics/preferences.json")["labels_by"] == {"anna": count, "ben": count}
 
 
 def test_pairs_carry_their_annotator_and_the_metrics_count_them(
