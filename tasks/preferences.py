@@ -24,6 +24,8 @@ from tasks.training.gold_judge import judge_of
 
 PROMPTS = "data/ingest/preference_prompts.jsonl"
 PAIRS = "data/ingest/pairs.jsonl"
+DATA = ""
+"""The key of `labels_by` for the data set's own pairs; no annotator can have this name."""
 
 Job = tuple[Row, list[int], int, int]
 """A row, its prompt's token ids, the index of the prompt, and the index of the sample."""
@@ -45,7 +47,7 @@ def execute(stage: Stage[PreferencesParams]) -> None:
     labels = None
     if stage.params.source in {"dataset", "both"}:
         pairs = with_annotators(pairs + dataset_pairs(stage))
-        labels = Counter(pair.get("annotator") or "data" for pair in pairs if pair["source"] == "dataset")
+        labels = Counter(pair.get("annotator") or DATA for pair in pairs if pair["source"] == "dataset")
     splits = {split: sum(pair["split"] == split for pair in pairs) for split in ("train", "validation")}
     if not all(splits.values()):
         raise UserError(f"preferences: the reward model needs training and validation pairs, there are {splits}")

@@ -85,8 +85,8 @@ def test_pairs_carry_their_annotator_and_the_metrics_count_them(
         {"prompt_id": prompt_id(prompt), "prompt": prompt, "chosen": "Oats.", "rejected": "None.", "split": split}
         for prompt, split in zip(prompts, ("train", "validation", "train", "train"), strict=True)
     ]
-    labels = [{**row, "annotator": name} for row in rows for name in ("zoe", "anna")] + [{**rows[3], "annotator": None}]
-    for pairs, columns, by in ((labels, {"annotator"}, {"anna": 4, "data": 1, "zoe": 4}), (rows, set(), {"data": 4})):
+    labels = [{**row, "annotator": name} for row in rows for name in ("zoe", "data")] + [{**rows[3], "annotator": None}]
+    for pairs, columns, by in ((labels, {"annotator"}, {"": 1, "data": 4, "zoe": 4}), (rows, set(), {"": 4})):
         outs = ["data/preferences/samples.jsonl", "data/preferences/preferences.jsonl", "metrics/preferences.json"]
         stage = make_stage("preferences", params("dataset"), outs, {preferences.PAIRS: pairs})
         preferences.execute(stage)
