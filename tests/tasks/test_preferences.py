@@ -98,6 +98,14 @@ def test_pairs_carry_their_annotator_and_the_metrics_count_them(
         assert (metrics["labels_by"], metrics["judge"]) == (by, None)
 
 
+def test_cut_off_answers_of_the_data_have_no_end(make_stage: Callable[..., "Stage[Any]"]) -> None:
+    prompt: Conversation = [{"role": "user", "content": "What is a good breakfast?"}]
+    row = {"prompt_id": prompt_id(prompt), "prompt": prompt, "chosen": "Oats.", "rejected": "No", "split": "train"}
+    pairs = [{**row, "chosen_ended": True, "rejected_ended": False}, row]
+    made = preferences.dataset_pairs(make_stage("preferences", params("dataset"), [], {preferences.PAIRS: pairs}))
+    assert [(pair["chosen_ended"], pair["rejected_ended"]) for pair in made] == [(True, False), (True, True)]
+
+
 def test_judged_pairs_beside_labels_have_no_annotator() -> None:
     judged, labelled = {"source": "judge"}, {"source": "dataset", "annotator": "anna"}
     assert preferences.with_annotators([judged, labelled]) == [{**judged, "annotator": None}, labelled]
