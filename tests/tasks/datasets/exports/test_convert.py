@@ -280,9 +280,19 @@ def test_tables(convert, delimiter):
     assert printed == ["labels.csv: a table, converted to 2 rows of labels.jsonl; not read: note"]
 
 
+@pytest.mark.parametrize("end", ["\n", "\r\n", "\r"])
+def test_line_ends_of_tables(convert, end):
+    lines = ["prompt,chosen,rejected,rejected_ended", f"{PROMPT},{OATS},{CAKE},False", f"{PROMPT},{EGGS},{CAKE},"]
+    rows, _ = convert("labels.csv", end.join(lines))
+    assert [(row["chosen"], row.get("rejected_ended")) for row in rows] == [(OATS, False), (EGGS, None)]
+
+
 @pytest.mark.parametrize(
     ("content", "says"),
     [
+        ("x" * 200_000, "line 1: broken CSV (field larger than field limit"),
+        (b"prompt,response\ra,b\rc,\xe4\r", "line 3: not UTF-8"),
+        ("prompt,chosen,rejected,chosen_ended\na,b,c,1\n", "line 2: chosen_ended: expected true, false or nothing"),
         ("prompt,response\na,b\nc\n", "line 3: 1 fields, and the header has 2"),
         ('prompt,response\n"a\nb",c\nd,e,f\n', "line 4: 3 fields, and the header has 2"),
         ('prompt,response\na,b\nc,"d\n', "line 3: broken CSV"),
