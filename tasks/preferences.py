@@ -33,6 +33,8 @@ from tasks.training.gold_judge import judge_of
 
 PROMPTS = "data/ingest/preference_prompts.jsonl"
 PAIRS = "data/ingest/pairs.jsonl"
+DATA = ""
+"""The key of `labels_by` for the data set's own pairs; no annotator can have this name."""
 
 Job = tuple[Row, list[int], int, int]
 """A row, its prompt's token ids, the index of the prompt, and the index of the sample."""
@@ -54,7 +56,7 @@ def execute(stage: Stage[PreferencesParams]) -> None:
     labels = None
     if stage.params.source in {"dataset", "both"}:
         pairs = with_annotators(pairs + dataset_pairs(stage))
-        labels = Counter(pair.get("annotator") or "data" for pair in pairs if pair["source"] == "dataset")
+        labels = Counter(pair.get("annotator") or DATA for pair in pairs if pair["source"] == "dataset")
     splits = {split: sum(pair["split"] == split for pair in pairs) for split in ("train", "validation")}
     if not all(splits.values()):
         raise UserError(f"preferences: the reward model needs training and validation pairs, there are {splits}")
@@ -232,8 +234,8 @@ def dataset_pairs(stage: Stage[PreferencesParams]) -> list[Row]:
             **{name: row[name] for name in ("prompt_id", "prompt", "chosen", "rejected")},
             "chosen_ids": None,
             "rejected_ids": None,
-            "chosen_ended": True,
-            "rejected_ended": True,
+            "chosen_ended": row.get("chosen_ended", True),
+            "rejected_ended": row.get("rejected_ended", True),
             "source": "dataset",
             "split": row["split"],
             **({"annotator": row["annotator"]} if "annotator" in row else {}),

@@ -200,12 +200,12 @@ def whose_labels(run: Run) -> str:
     """Who judged the reward model's pairs: people with their pairs and Krippendorff's alpha, a judge, the data set."""
     preferences = run.metrics["preferences"]
     judge, found = preferences.get("judge"), dict(preferences.get("labels_by") or {})
-    if not found or (set(found) == {"data"} and not judge):
-        return str(judge or "the data set’s own pairs")
     rest = int(preferences.get("pairs") or 0) - sum(found.values())
-    named = {str(judge): rest, **{name: n for name, n in found.items() if name != "data"}}
-    named["the data set’s own pairs"] = found.get("data", 0)
-    shown = [f"{name} {count(n)}" for name, n in named.items() if n > 0]
+    own = found.pop("", 0)
+    if not found and not (own and judge):
+        return str(judge or "the data set’s own pairs")
+    named = [(str(judge), rest), *found.items(), ("the data set’s own pairs", own)]
+    shown = [f"{name} {count(n)}" for name, n in named if n > 0]
     more = f" and {len(shown) - NAMED} more" if len(shown) > NAMED else ""
     alpha = finite((run.metrics["ingest"].get("labels") or {}).get("alpha"))
     agreement = "" if alpha is None else f"; Krippendorff’s α {number(alpha)}"

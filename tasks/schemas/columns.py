@@ -91,9 +91,9 @@ def count(*, nullable: bool = False) -> pa.Column:
     return _each(is_count, "must be a whole number from 0", nullable=nullable)
 
 
-def flag() -> pa.Column:
+def flag(*, required: bool = True) -> pa.Column:
     """True or false."""
-    return _each(lambda value: isinstance(value, bool), "must be true or false")
+    return _each(lambda value: isinstance(value, bool), "must be true or false", required=required)
 
 
 def choice(*values: str) -> pa.Column:

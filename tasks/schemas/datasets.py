@@ -11,7 +11,14 @@ SCHEMAS = {
     ),
     # Preferences in the raw data; empty where there are none.
     "data/ingest/pairs.jsonl": col.schema(
-        {"chosen": col.text(), "rejected": col.text(), "split": col.split(), "annotator": col.annotator()},
+        {
+            "chosen": col.text(),
+            "rejected": col.text(),
+            "split": col.split(),
+            "annotator": col.annotator(),
+            "chosen_ended": col.flag(required=False),
+            "rejected_ended": col.flag(required=False),
+        },
         col.different_answers(),
         col.one_split_per_prompt(),
         col.unique("prompt_id", "chosen", "rejected", "annotator"),

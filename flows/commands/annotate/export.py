@@ -43,6 +43,8 @@ def pair_rows(task: Task, judgement: Judgement) -> Iterator[Row]:
             "prompt": task.prompt,
             "chosen": task.answers[better],
             "rejected": task.answers[worse],
+            "chosen_ended": task.ended[better],
+            "rejected_ended": task.ended[worse],
             "tie": judgement.action == "tie",
             "annotator": judgement.annotator,
             "time": datetime.fromtimestamp(judgement.time, UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),

@@ -5,7 +5,7 @@ import json
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import combinations
+from itertools import combinations, repeat
 from math import ceil
 from pathlib import Path
 
@@ -53,8 +53,8 @@ def read_tasks(path: Path, size: int) -> list[Task]:
         prompt = example.prompt
         key = (canonical(prompt), example.row if example.kind == "pair" and size == 2 else 0)
         prompts[key] = prompt
-        for answer in example.answers:
-            groups.setdefault(key, {}).setdefault(answer, ended)
+        for answer, whole in zip(example.answers, example.ended or repeat(ended), strict=False):
+            groups.setdefault(key, {}).setdefault(answer, whole)
     found: dict[str, Task] = {}
     for key, texts in groups.items():
         for answers in _parts(list(texts), size):

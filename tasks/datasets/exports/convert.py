@@ -12,7 +12,7 @@ import pyarrow.parquet
 
 from rlhf_core.errors import UserError
 from tasks.datasets.exports import argilla, label_studio, tables
-from tasks.datasets.exports.judgements import Export, label_rows
+from tasks.datasets.exports.judgements import Export, label_rows, question_of
 from tasks.datasets.jsonl import Row, brief_names, iter_jsonl, write_jsonl
 from tasks.datasets.problems import Log, Problems
 from tasks.datasets.sources.files import data_files
@@ -75,8 +75,10 @@ def _convert(path: Path, log: Log) -> list[Row] | None:
         if reader is None:
             return None
         export = reader(records, str(path))
-        rows = list(label_rows(export.judgements, str(path), problems)) if export.judgements else []
-        note = "".join(f"; left out: {count} {reason}" for reason, count in sorted(export.left_out.items()))
+        question = question_of(export.judgements, str(path)) if export.judgements else ""
+        rows = list(label_rows(export.judgements, question, problems))
+        note = f" (question: {brief_names([question])})" if question else ""
+        note += "".join(f"; left out: {count} {reason}" for reason, count in sorted(export.left_out.items()))
         made = f"{path.name}: an export of {export.tool}, {len(records):,} records"
     problems.refuse(log)
     if not rows:

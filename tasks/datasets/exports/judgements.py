@@ -68,10 +68,8 @@ def answers_of(data: Mapping[str, object]) -> dict[str, str]:
     return {name: str(data[name]) for *_, name in sorted(several[0])} if len(several) == 1 else {}
 
 
-def label_rows(judgements: Sequence[Judgement], path: str, problems: Problems) -> Iterator[Row]:
-    """A row for every two answers of every judgement. What cannot be read is added to `problems`. Raises UserError
-    where no question, or more than one, compares the answers."""
-    question = _question(judgements, path)
+def label_rows(judgements: Sequence[Judgement], question: str, problems: Problems) -> Iterator[Row]:
+    """A row for every two answers of every judgement of the question. What cannot be read is added to `problems`."""
     for judgement in judgements:
         if judgement.question == question:
             if problem := _problem(judgement):
@@ -80,18 +78,33 @@ def label_rows(judgements: Sequence[Judgement], path: str, problems: Problems) -
                 yield from _pairs(judgement)
 
 
-def _question(judgements: Sequence[Judgement], path: str) -> str:
-    """The one question that compares the answers."""
+def question_of(judgements: Sequence[Judgement], path: str) -> str:
+    """The one question that compares the answers. Raises UserError where none does, or more than one."""
     questions = list(dict.fromkeys(judgement.question for judgement in judgements))
+    ratings = {name for name in questions if _may_rate([j for j in judgements if j.question == name])}
     if len(questions) == 1:
+        if ratings:
+            raise UserError(
+                f"{path}: {brief_names(questions)}: its numbers may be ratings; a number names an answer only where "
+                "all labels are numbers of answers, or ties"
+            )
         return questions[0]
-    comparing = list(dict.fromkeys(j.question for j in judgements if j.answers and _ranks(j) is not None))
+    found = dict.fromkeys(j.question for j in judgements if j.answers and _ranks(j) is not None)
+    comparing = [name for name in found if name not in ratings]
     if len(comparing) == 1:
         return comparing[0]
-    found = f"several questions compare the answers ({brief_names(comparing)})"
+    problem = f"several questions compare the answers ({brief_names(comparing)})"
     if not comparing:
-        found = f"no question compares the answers (found: {brief_names(questions) or 'no answered question'})"
-    raise UserError(f"{path}: {found}; expected one, whose answers are the names of the texts, or left and right")
+        problem = f"no question compares the answers (found: {brief_names(questions) or 'no answered question'})"
+    raise UserError(f"{path}: {problem}; expected one, whose answers are the names of the texts, or left and right")
+
+
+def _may_rate(judgements: Sequence[Judgement]) -> bool:
+    """Whether labels of a question are numbers, and one of its labels is neither the number of an answer nor a tie."""
+    of_two = [j for j in judgements if len(j.answers) == 2 and isinstance(j.verdict, str)]
+    labels = [(str(j.verdict).strip(), _ranks(j)) for j in of_two]
+    clear = [ranks is not None and (label.isdigit() or ranks == [0, 0]) for label, ranks in labels]
+    return any(label.isdigit() for label, _ in labels) and not all(clear)
 
 
 def _problem(judgement: Judgement) -> str | None:

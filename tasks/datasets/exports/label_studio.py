@@ -43,9 +43,9 @@ def _judgements(task: Json, where: str, export: Export) -> Iterator[Judgement]:
         else:
             label = {"annotator": _annotator(annotation), "time": _time(annotation), "task": str(task["id"])}
             for result in results:
-                answers = _items(task["data"]) if result["type"] == "ranker" else _two(task["data"], result)
+                answers, in_order = _answers(task["data"], result)
                 yield Judgement(
-                    where, prompt_of(task["data"]), answers, str(result["from_name"]), _verdict(result), label, True
+                    where, prompt_of(task["data"]), answers, str(result["from_name"]), _verdict(result), label, in_order
                 )
 
 
@@ -71,10 +71,15 @@ def _verdict(result: Json) -> Verdict:
     return [[str(name)] for name in lists[0]] if len(lists) == 1 else None  # with buckets: which is better is unknown
 
 
-def _two(data: Json, result: Json) -> dict[str, str]:
-    """The answers, the left one first: in the order of `to_name` where that names them, else by their numbers."""
+def _answers(data: Json, result: Json) -> tuple[dict[str, str], bool]:
+    """The answers, and whether they were shown in this order: the items of a Ranker, and the texts that the `to_name`
+    of a Pairwise lists, the left one first. Others are in the order of their numbers."""
+    if result["type"] == "ranker":
+        return _items(data), True
     answers, shown = answers_of(data), str(result.get("to_name")).split(",")
-    return {name: answers[name] for name in shown} if answers.keys() == set(shown) else answers
+    if answers.keys() != set(shown):
+        return answers, False
+    return {name: answers[name] for name in shown}, result["type"] == "pairwise"
 
 
 def _items(data: Json) -> dict[str, str]:

@@ -8,9 +8,10 @@ from pathlib import Path
 from rlhf_core.errors import UserError
 from tasks.datasets.jsonl import Row, brief, brief_names
 from tasks.datasets.problems import Problems
-from tasks.datasets.sources.shapes import COLUMNS, EXPECTED
+from tasks.datasets.sources.shapes import COLUMNS, ENDED, EXPECTED
 
-LABELS = ("annotator", "time", "task", "tie")
+FLAGS = ("tie", *ENDED)
+LABELS = ("annotator", "time", "task", *FLAGS)
 """Columns of a label; an empty field is no value."""
 DELIMITERS = (",", "\t", ";")
 TRUTH = {"true": True, "false": False}
@@ -30,20 +31,27 @@ def _decode(path: Path) -> str:
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        line = content.count(b"\n", 0, error.start) + 1
+        line = len((content[: error.start] + b"?").splitlines())
         raise UserError(f"{path}, line {line}: not UTF-8 ({error.reason}); save the file as UTF-8") from None
 
 
 def _header(path: Path, text: str) -> tuple[list[str], str]:
     """The names of the columns, and what separates them."""
-    first = text.partition("\n")[0]
+    first = next(StringIO(text, newline=""), "").rstrip("\r\n")
     for delimiter in DELIMITERS:
-        names = [name.strip() for name in next(csv.reader([first], delimiter=delimiter), [])]
+        names = [name.strip() for name in _first_record(path, text, delimiter)]
         if set(names) & set(COLUMNS):
             if len(set(names)) < len(names):
                 raise UserError(f"{path}, line 1: two columns of one name ({brief_names(names)}); rename one of them")
             return names, delimiter
     raise UserError(f"{path}, line 1: no header that is understood ({brief(first)}); expected {EXPECTED}")
+
+
+def _first_record(path: Path, text: str, delimiter: str) -> list[str]:
+    try:
+        return next(csv.reader(StringIO(text, newline=""), delimiter=delimiter), [])
+    except csv.Error as error:
+        raise UserError(f"{path}, line 1: broken CSV ({error}); correct the header") from None
 
 
 def _rows(path: Path, text: str, header: list[str], delimiter: str, problems: Problems) -> Iterator[Row]:
@@ -58,8 +66,10 @@ def _rows(path: Path, text: str, header: list[str], delimiter: str, problems: Pr
                 problems.add(f"{where}: {len(fields)} fields, and the header has {len(header)}; correct the row")
                 continue
             row = dict(zip(header, fields, strict=True))
-            if row.get("tie", "").strip().casefold() not in {"", *TRUTH}:
-                problems.add(f"{where}: tie: expected true, false or nothing, got {brief(row['tie'])}")
+            unclear = [name for name in FLAGS if row.get(name, "").strip().casefold() not in {"", *TRUTH}]
+            if unclear:
+                found = brief(row[unclear[0]])
+                problems.add(f"{where}: {unclear[0]}: expected true, false or nothing, got {found}")
                 continue
             yield _typed(row)
     except csv.Error as error:
@@ -70,4 +80,4 @@ def _typed(row: Row) -> Row:
     """The columns that are read; those of a label only where they have a value."""
     answers = {name: row[name] for name in COLUMNS if name in row}
     label = {name: row[name].strip() for name in LABELS if row.get(name, "").strip()}
-    return answers | label | ({"tie": TRUTH[label["tie"].casefold()]} if "tie" in label else {})
+    return answers | label | {name: TRUTH[label[name].casefold()] for name in FLAGS if name in label}

@@ -9,6 +9,7 @@ from operator import attrgetter
 
 from tasks.datasets.jsonl import Row
 from tasks.datasets.sources.example import Example, Kind
+from tasks.datasets.sources.shapes import ENDED
 from tasks.datasets.sources.splits import Assignment, Share, rank
 
 USES = ("sft_train", "sft_validation", "reward_train", "reward_validation", "ppo", "heldout")
@@ -48,12 +49,14 @@ def divide(examples: Iterable[Example], assignment: Assignment, seed: int, label
 
 def assemble(divided: Divided) -> dict[str, Iterator[Row]]:
     """The datasets that `ingest` writes to data/ingest/, by name. A pair is also a demonstration (its chosen answer).
-    Pairs have the column `annotator` where one of them has an annotator.
+    Pairs have the column `annotator` where one of them has an annotator, and `chosen_ended` and `rejected_ended` where
+    one of them says it.
 
     The rows are iterators, to be read once: a million rows do not fit into memory.
     """
     shares, split = divided.shares, divided.assignment.split
     annotated = any(e.annotator for e in divided.pairs)
+    cut = any(e.ended is not None for e in divided.pairs)
     return {
         "demonstrations": _unique(
             {**_prompt(e), "response": _demonstration(e), "split": split(e)}
@@ -63,6 +66,7 @@ def assemble(divided: Divided) -> dict[str, Iterator[Row]]:
         "pairs": (
             {**_prompt(e), "chosen": e.chosen, "rejected": e.rejected, "split": split(e)}
             | ({"annotator": e.annotator} if annotated else {})
+            | (dict(zip(ENDED, e.ended or (True, True), strict=True)) if cut else {})
             for e in divided.pairs
         ),
         "preference_prompts": _unique({**_prompt(e), "split": split(e)} for e in shares["preferences"]),

@@ -20,8 +20,8 @@ class Example:
     """
 
     __slots__ = (
-        "_prompt", "annotator", "broken", "chosen", "file", "heldout", "opening", "prompt_id", "rejected", "response",
-        "row", "tie",
+        "_prompt", "annotator", "broken", "chosen", "ended", "file", "heldout", "opening", "prompt_id", "rejected",
+        "response", "row", "tie",
     )  # fmt: skip
 
     def __init__(
@@ -36,6 +36,7 @@ class Example:
         broken: bool = False,
         annotator: str | None = None,
         tie: bool = False,
+        ended: tuple[bool, bool] | None = None,
     ) -> None:
         self.file = file
         """Name for messages: the path from the root of the repository, or dataset and split."""
@@ -49,6 +50,8 @@ class Example:
         """The person who labelled the pair."""
         self.tie = tie
         """The annotator has no preference; `chosen` and `rejected` are two answers in any order."""
+        self.ended = ended
+        """Whether chosen and rejected ended, or were cut off at a limit; None where the row does not say it."""
         self._prompt = canonical(prompt)
         self.prompt_id = identity(self._prompt)
         self.opening = opening(prompt)

@@ -11,7 +11,7 @@ A file has one shape, fixed by its first row:
 | prompt | prompt |
 
 A prompt is text, a list of {role, content}, or a raw "Human: … Assistant:" transcript. A pair may also have the columns
-of a label: annotator, time, order, tie, task."""
+of a label: annotator, time, order, tie, task, chosen_ended, rejected_ended."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NoReturn
@@ -26,9 +26,10 @@ from tasks.datasets.sources.example import Example
 
 COLUMNS = ("prompt", "response", "completion", "chosen", "rejected", "messages")
 """Columns that give a row its shape."""
-LABEL_COLUMNS = ("annotator", "time", "order", "tie", "task")
+ENDED = ("chosen_ended", "rejected_ended")
+LABEL_COLUMNS = ("annotator", "time", "order", "tie", "task", *ENDED)
 """Columns that a pair may have: who labelled it, when, the places (from 1) at which chosen and rejected were shown,
-whether neither is better, and the task that it is a part of. All others are ignored."""
+whether neither is better, the task that it is a part of, and whether each answer ended. All others are ignored."""
 EXPECTED = "prompt + response, prompt + chosen + rejected, prompt, messages, or chosen + rejected as conversations"
 
 Answers = tuple[Conversation, str | None, str | None, str | None]
@@ -81,14 +82,14 @@ def read_all(
 
 def _example(row: Row, read: Callable[[Row], Answers], file: str, number: int, heldout: bool) -> Example:
     try:
-        annotator, tie = _label(row) if read in (_pair, _whole_pair) else (None, False)
+        annotator, tie, ended = _label(row) if read in (_pair, _whole_pair) else (None, False, None)
         prompt, response, chosen, rejected = read(row)
     except BrokenConversation:
         return Example(file, number, heldout, [], *NO_ANSWERS[read], broken=True)
     except ShapeError as error:
         raise UserError(f"{file}, row {number}: {error}") from None
     broken = bool(prompt) and not dialogues.is_prompt(prompt)
-    return Example(file, number, heldout, prompt, response, chosen, rejected, broken, annotator, tie)
+    return Example(file, number, heldout, prompt, response, chosen, rejected, broken, annotator, tie, ended)
 
 
 def _reader(columns: tuple[str, ...], row: Row, where: str) -> Callable[[Row], Answers]:
@@ -147,20 +148,24 @@ def _whole_pair(row: Row) -> Answers:
     return prompt, None, chosen, rejected
 
 
-def _label(row: Row) -> tuple[str | None, bool]:
-    """The annotator of a pair, and whether it is a tie. Raises ShapeError for a column of another type."""
+def _label(row: Row) -> tuple[str | None, bool, tuple[bool, bool] | None]:
+    """The annotator of a pair, whether it is a tie, and whether chosen and rejected ended (None: not known). Raises
+    ShapeError for a column of another type."""
     annotator, tie = row.get("annotator"), row.get("tie")
     if annotator is not None and not (isinstance(annotator, str) and annotator.strip() and annotator.isprintable()):
         raise ShapeError(f"annotator: expected a name, got {brief(annotator)}")
-    if tie is not None and not isinstance(tie, bool):
-        raise ShapeError(f"tie: expected true or false, got {brief(tie)}")
+    for name in ("tie", *ENDED):
+        if not isinstance(row.get(name), bool | None):
+            raise ShapeError(f"{name}: expected true or false, got {brief(row[name])}")
     if annotator is not None:
         for name in ("time", "task"):
             if not isinstance(row.get(name), str | None):
                 raise ShapeError(f"{name}: expected text, got {brief(row[name])}")
         if row.get("order") is not None and not _is_order(row["order"]):
             raise ShapeError(f"order: expected two different places from 1, got {brief(row['order'])}")
-    return annotator.strip() if annotator else None, bool(tie)
+    chosen, rejected = (row.get(name) for name in ENDED)
+    ended = None if chosen is None and rejected is None else (chosen is not False, rejected is not False)
+    return annotator.strip() if annotator else None, bool(tie), ended
 
 
 def _is_order(value: object) -> bool:

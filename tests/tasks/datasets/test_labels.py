@@ -139,6 +139,17 @@ def test_the_same_pair_of_several_annotators_stays_several_rows(add_labels, made
     assert [(row.row, row.reason) for row in prepared.dropped] == [(4, "duplicate")]
 
 
+def test_cut_off_answers_stay_marked_and_others_count_as_ended(add_labels, made):
+    add_labels([label(1000, "anna") | {"chosen_ended": True, "rejected_ended": False}, label(1001, "anna")])
+    _, datasets, _ = made()
+    ended = {row["chosen"]: (row["chosen_ended"], row["rejected_ended"]) for row in datasets["pairs"]}
+    assert ended.pop("good 1000") == (True, False)
+    assert set(ended.values()) == {(True, True)}
+    add_labels([label(1000, "anna")])
+    _, datasets, _ = made()
+    assert not any("chosen_ended" in row or "rejected_ended" in row for row in datasets["pairs"])
+
+
 def test_labels_give_the_demo_pairs(add_labels, made):
     add_labels([label(number, "anna") for number in range(200)])
     demo = {"prompts": 400, "domains": 4, "needs": 7, "demonstrations_per_prompt": 1}

@@ -120,9 +120,17 @@ def test_a_pair_has_its_annotator_and_tie(examples):
     assert demonstration.annotator is None
 
 
+def test_a_pair_says_which_answers_ended(examples):
+    """One column alone: the other answer ended."""
+    cuts = [{}, {"chosen_ended": False}, {"rejected_ended": False}, {"chosen_ended": True, "rejected_ended": None}]
+    found = [example.ended for example in examples([LABEL | cut for cut in cuts])]
+    assert found == [None, (False, True), (True, False), (True, True)]
+
+
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
+        ({"rejected_ended": 0}, "rejected_ended: expected true or false, got 0"),
         ({"annotator": 7}, "annotator: expected a name, got 7"),
         ({"annotator": " "}, "annotator: expected a name, got ' '"),
         ({"annotator": "anna\n"}, "annotator: expected a name, got 'anna\\n'"),

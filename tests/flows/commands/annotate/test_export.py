@@ -3,6 +3,7 @@
 import json
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,8 @@ def test_a_comparison_is_one_row(make_store: Make, tmp_path: Path) -> None:
             "prompt": [{"role": "user", "content": "question 0"}],
             "chosen": "answer 1 of 0",
             "rejected": "answer 0 of 0",
+            "chosen_ended": True,
+            "rejected_ended": True,
             "tie": False,
             "annotator": "anna",
             "time": "2026-11-23T12:00:00Z",
@@ -48,6 +51,14 @@ def test_a_comparison_is_one_row(make_store: Make, tmp_path: Path) -> None:
             "task": one.id,
         }
     ]
+
+
+def test_cut_off_answers_are_marked(make_store: Make, tmp_path: Path) -> None:
+    one = replace(task(0), ended=(True, False))
+    store = make_store([one])
+    choose(store, "anna", one, 1, 0)
+    (row,) = exported(store, tmp_path / "labels.jsonl")
+    assert (row["chosen_ended"], row["rejected_ended"]) == (False, True)
 
 
 def test_a_ranking_of_four_is_six_rows(make_store: Make, tmp_path: Path) -> None:

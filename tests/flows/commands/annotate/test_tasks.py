@@ -24,6 +24,12 @@ def test_the_samples_of_a_run_are_grouped_by_prompt_and_equal_texts_are_shown_on
     assert found[0].prompt == [{"role": "user", "content": "p"}]
 
 
+def test_the_cut_off_answer_of_a_pair_is_marked(tmp_path: Path) -> None:
+    row = {"prompt": "p", "chosen": "a", "rejected": "b", "chosen_ended": False}
+    (task,) = read_tasks(write_rows(tmp_path / "pairs.jsonl", [row]), 2)
+    assert dict(zip(task.answers, task.ended, strict=True)) == {"a": False, "b": True}
+
+
 @pytest.mark.parametrize(
     ("rows", "size", "answers"),
     [

@@ -79,12 +79,12 @@ def result(kind, value, name="better", to="better"):
     return {"id": "PpwBv_NMxd", "from_name": name, "to_name": to, "type": kind, "origin": "manual", "value": value}
 
 
-def left():
-    return result("pairwise", {"selected": "left"})
+def left(to="better"):
+    return result("pairwise", {"selected": "left"}, to=to)
 
 
-def right():
-    return result("pairwise", {"selected": "right"})
+def right(to="better"):
+    return result("pairwise", {"selected": "right"}, to=to)
 
 
 def items():
@@ -92,12 +92,17 @@ def items():
     return [{"id": name, "title": f"Model {name}", "body": text} for name, text in texts.items()]
 
 
+SIDES = "answer1,answer2"
+
+
 def test_label_studio_pairwise(convert):
     rating = result("rating", {"rating": 4}, "quality")
     rows, printed = convert(
         "project-5.json",
         [
-            task(1, annotation(3, left(), rating), annotation({"id": 4, "email": "ben@example.org"}, right())),
+            task(
+                1, annotation(3, left(SIDES), rating), annotation({"id": 4, "email": "ben@example.org"}, right(SIDES))
+            ),
             task(2, annotation(3, right(), cancelled=True), annotation(4)),
         ],
     )
@@ -107,8 +112,8 @@ def test_label_studio_pairwise(convert):
         {**shared, "chosen": CAKE, "rejected": OATS, "annotator": "ben@example.org", "order": [2, 1]},
     ]
     assert printed == [
-        "project-5.json: an export of Label Studio, 2 records, converted to 2 rows of project-5.jsonl; "
-        "left out: 1 annotations that compare nothing; left out: 1 cancelled annotations"
+        "project-5.json: an export of Label Studio, 2 records, converted to 2 rows of project-5.jsonl "
+        "(question: better); left out: 1 annotations that compare nothing; left out: 1 cancelled annotations"
     ]
 
 
@@ -124,13 +129,43 @@ def test_label_studio_left_is_the_first_name_of_the_control_or_the_lower_number(
 def test_label_studio_choices_beside_others(convert):
     """Another question of the page does not compare the answers."""
     clear = result("choices", {"choices": ["yes"]}, "is it clear?")
-    labels = ["answer2", "Tie", "left", "2"]
+    labels = ["answer2", "Tie", "left", "option 2"]
     tasks = [
         task(number, annotation(1, clear, result("choices", {"choices": [choice]})))
         for number, choice in enumerate(labels)
     ]
-    rows, _ = convert("labels.json", tasks)
+    rows, printed = convert("labels.json", tasks)
+    assert printed[0].endswith("rows of labels.jsonl (question: better)")
+    assert not any("order" in row for row in rows), "where the texts were on the page is not in the export"
     assert [(row["chosen"], row["tie"]) for row in rows] == [(CAKE, False), (OATS, True), (OATS, False), (CAKE, False)]
+
+
+def choices(*labels, name="quality"):
+    """A task for each label."""
+    made = [result("choices", {"choices": [label]}, name) for label in labels]
+    return [task(number, annotation(1, one)) for number, one in enumerate(made)]
+
+
+def test_numbers_are_choices_where_all_of_them_are_numbers_of_answers(convert):
+    rows, printed = convert("labels.json", choices("1", "2", "tie"))
+    assert [(row["chosen"], row["tie"]) for row in rows] == [(OATS, False), (CAKE, False), (OATS, True)]
+    assert printed[0].endswith("(question: quality)")
+
+
+@pytest.mark.parametrize("labels", [("1", "2", "3"), ("2", "left"), ("1", "answer2")])
+def test_numbers_that_may_be_ratings_are_refused(convert, labels):
+    with pytest.raises(UserError, match=r"labels\.json: quality: its numbers may be ratings; a number names") as caught:
+        convert("labels.json", choices(*labels))
+    assert "\n" not in str(caught.value)
+
+
+def test_ratings_beside_a_comparison_are_not_read(convert):
+    """Numbers that could be answers are a second question that compares them."""
+    compared = [task(9, annotation(1, left()))]
+    rows, printed = convert("labels.json", compared + choices("1", "5"))
+    assert (len(rows), printed[0].endswith("(question: better)")) == (1, True)
+    with pytest.raises(UserError, match=r"several questions compare the answers \(better, quality\)"):
+        convert("labels.json", compared + choices("1", "2"))
 
 
 def test_label_studio_ranker(convert):
@@ -280,9 +315,19 @@ def test_tables(convert, delimiter):
     assert printed == ["labels.csv: a table, converted to 2 rows of labels.jsonl; not read: note"]
 
 
+@pytest.mark.parametrize("end", ["\n", "\r\n", "\r"])
+def test_line_ends_of_tables(convert, end):
+    lines = ["prompt,chosen,rejected,rejected_ended", f"{PROMPT},{OATS},{CAKE},False", f"{PROMPT},{EGGS},{CAKE},"]
+    rows, _ = convert("labels.csv", end.join(lines))
+    assert [(row["chosen"], row.get("rejected_ended")) for row in rows] == [(OATS, False), (EGGS, None)]
+
+
 @pytest.mark.parametrize(
     ("content", "says"),
     [
+        ("x" * 200_000, "line 1: broken CSV (field larger than field limit"),
+        (b"prompt,response\ra,b\rc,\xe4\r", "line 3: not UTF-8"),
+        ("prompt,chosen,rejected,chosen_ended\na,b,c,1\n", "line 2: chosen_ended: expected true, false or nothing"),
         ("prompt,response\na,b\nc\n", "line 3: 1 fields, and the header has 2"),
         ('prompt,response\n"a\nb",c\nd,e,f\n', "line 4: 3 fields, and the header has 2"),
         ('prompt,response\na,b\nc,"d\n', "line 3: broken CSV"),
