@@ -7,9 +7,9 @@ import shutil
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from itertools import groupby
+from itertools import groupby, islice
 from operator import attrgetter
 from pathlib import Path
 
@@ -27,6 +27,9 @@ from tasks.params.ingest import FilesParams, IngestParams
 DOCUMENTS = ("licen", "copying", "notice", "readme", "citation")
 """Beginnings of the names of files and folders that are copied with the data."""
 
+SCANNED = 10_000
+"""Rows of a file whose columns are printed."""
+
 
 def import_data(source: Path, root: Path, force: bool = False, log: Log = print) -> Path:
     """Copy a JSONL or Parquet file, or a folder of them, to `root`/data/raw/<name> and run `dvc add`. CSV files and
@@ -42,13 +45,13 @@ def import_data(source: Path, root: Path, force: bool = False, log: Log = print)
         raise UserError(f"{source}: file not found")
     if not (root / ".dvc").is_dir():
         raise UserError(f"{root}: not a DVC repository; run this in a clone of the project")
-    with converted(source, log) as data:
+    with converted(source, log) as (data, originals):
         target = (root / RAW).resolve() / data.name
         if source != target:
             _refuse_overlap(source, target)
         elif data != source:
             raise UserError(f"{source}: has files to convert; move the folder out of {RAW} and import it from there")
-        examples, found = describe(data, source, log)
+        examples, found = describe(data, source, originals, log)
         _place(data, target, root, force)
     for line in found:
         log(line)
@@ -63,17 +66,23 @@ def import_data(source: Path, root: Path, force: bool = False, log: Log = print)
     return target
 
 
-def describe(data: Path, source: Path, log: Log) -> tuple[list[Example], list[str]]:
-    """The examples; what the files hold, a line for each; and which rows `ingest` would leave out or refuse. Raises
-    UserError for rows that cannot be read, called by their place in `source`; `log` lists them before."""
+def describe(data: Path, source: Path, originals: Mapping[Path, Path], log: Log) -> tuple[list[Example], list[str]]:
+    """The examples; what the files hold, a line for each; and which rows `ingest` would leave out or refuse.
+    `originals`: what converted files were made from. Raises UserError for rows that cannot be read, called by their
+    place in `source`; `log` lists them before."""
     files = FilesParams(path="data")
-    paths = data_files(data)
-    names = {path: path.relative_to(data if data.is_dir() else data.parent).as_posix() for path in paths}
-    called = {path: str(source / names[path] if source.is_dir() else source) for path in paths}
+    names: dict[Path, str] = {}
+    called: dict[Path, str] = {}
+    for path in data_files(data):
+        name = path.relative_to(data if data.is_dir() else data.parent).as_posix()
+        original = source / name if source.is_dir() else source
+        place = path if path in originals else original
+        names[place] = name
+        called[place] = f"{originals[path]} (converted to JSONL)" if path in originals else str(original)
     examples = read_files(called, files, log)
     by_file = {path: list(found) for path, found in groupby(examples, key=attrgetter("file"))}
     lines = [_file_line(path, name, by_file[called[path]]) for path, name in names.items()]
-    short = {called[path]: names[path] for path in paths}
+    short = {called[path]: name for path, name in names.items()}
     for example in examples:
         example.file = short[example.file]
     kept, dropped = cleaning.clean(examples, IngestParams.model_fields["max_characters"].default)
@@ -88,11 +97,12 @@ def describe(data: Path, source: Path, log: Log) -> tuple[list[Example], list[st
 
 
 def _file_line(path: Path, name: str, examples: list[Example]) -> str:
-    """Rows by kind, the columns that are read and those that are not, and whether the file is held out."""
-    _, row = next(read_rows(path))
+    """Rows by kind, the columns of the first rows that are read and those that are not, and whether the file is held
+    out."""
+    found = dict.fromkeys(column for _, row in islice(read_rows(path), SCANNED) for column in row)
     known = COLUMNS + LABEL_COLUMNS if examples[0].kind == "pair" else COLUMNS
-    read = [column for column in known if column in row]
-    unread = [str(column) for column in row if column not in known]
+    read = [column for column in known if column in found]
+    unread = [str(column) for column in found if column not in known]
     kinds = Counter(example.kind for example in examples)
     rows = ", ".join(f"{count:,} {kind}{'s' * (count != 1)}" for kind, count in kinds.items())
     heldout = ", held out (ingest.files.heldout_files)" if examples[0].heldout else ""

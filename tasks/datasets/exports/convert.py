@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, NamedTuple
 
 import pyarrow
 import pyarrow.parquet
@@ -25,8 +25,16 @@ EXPECTED = "Label Studio's export in the format JSON (data, annotations) or Argi
 Reader = Callable[[Sequence[Mapping[str, Any]], str], Export]
 
 
+class Converted(NamedTuple):
+    """Data as JSONL and Parquet files."""
+
+    place: Path
+    originals: Mapping[Path, Path]
+    """For each file that was converted, what it was made from."""
+
+
 @contextmanager
-def converted(source: Path, log: Log) -> Iterator[Path]:
+def converted(source: Path, log: Log) -> Iterator[Converted]:
     """The data at `source` as JSONL and Parquet: `source` itself, or where it has files to convert a temporary copy of
     the same name with JSONL files in their place. `log` prints what was converted.
 
@@ -35,15 +43,19 @@ def converted(source: Path, log: Log) -> Iterator[Path]:
     """
     rows = {path: found for path in data_files(source, also=CONVERTED) if (found := _convert(path, log)) is not None}
     if not rows:
-        yield source
+        yield Converted(source, {})
         return
     with TemporaryDirectory() as folder:
+        originals: dict[Path, Path] = {}
         target = Path(folder) / (source.name if source.is_dir() else f"{source.stem}.jsonl")
         for path in sorted(source.rglob("*")) if source.is_dir() else [source]:
             place = target / path.relative_to(source) if source.is_dir() else target
+            if path in rows:
+                place = place.with_suffix(".jsonl")
+                originals[place] = path
             if path.is_file():
-                _place(path, place.with_suffix(".jsonl") if path in rows else place, rows.get(path))
-        yield target
+                _place(path, place, rows.get(path))
+        yield Converted(target, originals)
 
 
 def _place(path: Path, place: Path, rows: list[Row] | None) -> None:

@@ -28,7 +28,7 @@ def convert(tmp_path):
         else:
             path.write_text(json.dumps(content), encoding="utf-8")
         printed = []
-        with converted(path, printed.append) as place:
+        with converted(path, printed.append) as (place, _):
             assert place != path
             return read_jsonl(place), printed
 
@@ -290,7 +290,7 @@ def test_argilla_flattened_as_datasets_and_the_hub_have_it(tmp_path, ending):
         write_jsonl(path, rows)
     else:
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
-    with converted(path, print) as place:
+    with converted(path, print) as (place, _):
         found = read_jsonl(place)
     assert [(row["chosen"], row["annotator"], row["task"]) for row in found] == [
         (CAKE, "anna", "r1"),
@@ -353,7 +353,7 @@ def test_rows_of_data_are_not_converted(tmp_path):
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row]), tmp_path / "set/more.parquet")
     (tmp_path / "set/broken.jsonl").write_text("{")
     for place in (tmp_path / "set", tmp_path / "set/train.jsonl"):
-        with converted(place, print) as found:
+        with converted(place, print) as (found, _):
             assert found == place
 
 
@@ -411,6 +411,27 @@ def test_nothing_is_imported_of_a_folder_with_one_broken_file(root, tmp_path):
     with pytest.raises(UserError, match=rf"^{folder}/labels\.json: a second file that would become labels\.jsonl"):
         import_data(folder, root)
     assert not (root / "data").exists()
+
+
+def test_messages_about_converted_rows_name_the_original_files(root, tmp_path):
+    folder = tmp_path / "set"
+    folder.mkdir()
+    (folder / "labels.csv").write_text("prompt,chosen\nq,a\n")
+    with pytest.raises(
+        UserError, match=rf"^{folder}/labels\.csv \(converted to JSONL\), row 1: missing column rejected"
+    ):
+        import_data(folder, root)
+    (folder / "labels.csv").write_text("prompt,chosen,rejected\nq,a,b\n")
+    (folder / "pairs.jsonl").write_text('{"prompt"')
+    with pytest.raises(UserError, match=rf"^{folder}/pairs\.jsonl, row 1: broken JSON"):
+        import_data(folder, root)
+
+
+def test_the_columns_of_all_rows_are_printed(root, tmp_path, capsys):
+    table = tmp_path / "labels.csv"
+    table.write_text(f"prompt,chosen,rejected,annotator\n{PROMPT},{OATS},{CAKE},\n{PROMPT},{EGGS},{CAKE},anna\n")
+    import_data(table, root)
+    assert "labels.jsonl: 2 pairs; columns: prompt, chosen, rejected, annotator" in capsys.readouterr().out
 
 
 def test_files_in_raw_are_not_replaced_by_their_conversion(root):
