@@ -145,6 +145,27 @@ def test_four_answers_are_ranked_by_keys_and_by_mouse(served: Served, page: Any,
         ]
 
 
+def test_four_answers_are_ranked_by_dragging(served: Served, page: Any, tmp_path: Path) -> None:
+    source = write_questions(tmp_path / "own.jsonl", 1, answers=4)
+    page.goto(served.start("--from", str(source), "--answers", "4", "--annotators", "anna")["anna"])
+    assert done(page) == 0
+    first, second, third, fourth = texts(page)
+    save = page.get_by_role("button", name="Save this order")
+    assert save.is_hidden()
+    headings, cards = page.locator("#answers h2"), page.locator("#answers article")
+    headings.nth(3).drag_to(cards.nth(0))
+    assert texts(page) == [fourth, first, second, third]
+    headings.nth(1).drag_to(cards.nth(2))
+    assert texts(page) == [fourth, second, first, third]
+    assert headings.all_inner_texts() == [f"Answer {place} · rank {rank}" for rank, place in enumerate((4, 2, 1, 3), 1)]
+    save.click()
+    wait_for_other(page, 0)
+    rows = exported(served, tmp_path / "labels.jsonl")
+    assert [row["chosen"] for row in rows] == [fourth] * 3 + [second] * 2 + [first]
+    assert rows[-1]["rejected"] == third
+    assert rows[0]["order"] == [4, 2]
+
+
 def test_digits_choose_one_of_two_answers(served: Served, page: Any, tmp_path: Path) -> None:
     source = write_questions(tmp_path / "own.jsonl", 2)
     page.goto(served.start("--from", str(source), "--annotators", "anna")["anna"])
