@@ -2,8 +2,10 @@
 
 import getpass
 import hashlib
+import json
 import re
 import secrets
+import shlex
 import socket
 import time
 from collections.abc import Iterator, Mapping
@@ -16,9 +18,10 @@ from flows.commands.annotate.ask import ASKS, Ask, most_uncertain
 from flows.commands.annotate.export import export
 from flows.commands.annotate.statistics import render, statistics
 from flows.commands.annotate.store import Store
-from flows.commands.annotate.tasks import SAMPLES, Task, number_of_tasks, read_gold, read_tasks, shuffled
+from flows.commands.annotate.tasks import SAMPLES, Task, first_tasks, read_gold, read_tasks, shuffled
 from rlhf_core.errors import UserError
 from rlhf_core.locks import FileLock, holder
+from tasks.datasets.sources.example import RAW
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,60}")
 LONGEST_NAME = 40
@@ -47,15 +50,16 @@ class Call:
     seed: int
 
     def settings(self, root: Path) -> dict[str, Any]:
-        """The options that a session keeps, under their names on the command line."""
+        """The options that a session keeps, under their names on the command line; paths below `root` are relative, so
+        that a project that was moved continues."""
         return {
-            "from": str(self.source or root / SAMPLES),
+            "from": _relative(self.source or SAMPLES, root),
             "answers": self.answers,
             "pairs": self.pairs,
             "ask": self.ask,
-            "reward": [str(folder) for folder in self.rewards] if self.ask != "random" else [],
+            "reward": [_relative(folder, root) for folder in self.rewards] if self.ask != "random" else [],
             "overlap": self.overlap,
-            "gold": None if self.gold is None else str(self.gold),
+            "gold": None if self.gold is None else _relative(self.gold, root),
             "gold_every": self.gold_every,
             "seed": self.seed,
         }
@@ -67,16 +71,18 @@ def annotate(root: Path, call: Call) -> None:
     names = _annotators(call)
     guidelines = None if call.guidelines is None else _read_text(call.guidelines)
     path = database(root, call.name)
-    with listening(call) as listener, _alone(path), closing(Store(path)) as store:
-        kept = store.settings()
-        if kept is None:
-            _begin(store, root, call)
-        else:
+    with listening(call) as listener, _alone(path):
+        kept = _kept_settings(path)
+        tasks = choose_tasks(root, call) if kept is None else []
+        if kept is not None:
             _require_same(kept, call.settings(root), path)
-        _print_state(store, kept, root)
-        tokens = {name: secrets.token_urlsafe(24) for name in names}
-        _serve(store, call, guidelines, listener, tokens)
-        print(f"\n{render(statistics(store))}\nexport: leash annotate --export labels.jsonl{_option(call.name)}")
+        with closing(Store(path)) as store:
+            if kept is None:
+                store.begin({**call.settings(root), "sha256": _sha256(call.source or root / SAMPLES)}, tasks)
+            _print_state(store, kept, root)
+            tokens = {name: secrets.token_urlsafe(24) for name in names}
+            _serve(store, call, guidelines, listener, tokens)
+            print(f"\n{render(statistics(store))}\nexport: leash annotate --export labels.jsonl{_option(call.name)}")
 
 
 def export_labels(root: Path, name: str, path: Path) -> None:
@@ -90,8 +96,13 @@ def export_labels(root: Path, name: str, path: Path) -> None:
             raise UserError(f"{source}: no labels yet, so nothing to export")
         print(export(store, path))
         print(render(statistics(store)))
+    target = root / RAW / path.name
+    force = " --force" if target.exists() and target.resolve() != path.resolve() else ""
     print(
-        f"next:\n  leash import {path}\n  set in params.yaml, with the name that it prints: ingest.labels: {path.name}"
+        f"next:\n  leash import {shlex.quote(str(path))}{force}\n"
+        f"  set in params.yaml: ingest.labels: {json.dumps(path.name)}\n"
+        "  and preferences.source: both (the demo: with the simulated annotators' pairs) or dataset (people only)\n"
+        "  leash run"
     )
 
 
@@ -108,10 +119,14 @@ def choose_tasks(root: Path, call: Call) -> list[Task]:
     if not source.is_file():
         hint = "run `leash run preferences` first, or name a file with --from" if call.source is None else "see --from"
         raise UserError(f"{source}: not found; {hint}")
+    if call.source is None and source.stat().st_size == 0:
+        raise UserError(
+            f"{source}: empty, because preferences.source: dataset makes no samples; set judge, model or both and "
+            "`leash run preferences`, or name a file with --from"
+        )
     candidates = shuffled(read_tasks(source, call.answers), call.seed)
     gold = shuffled(read_gold(call.gold), call.seed) if call.gold is not None else []
-    wanted = number_of_tasks(call.pairs, call.answers)
-    return most_uncertain(candidates, cast(Ask, call.ask), call.rewards, root)[:wanted] + gold
+    return first_tasks(most_uncertain(candidates, cast(Ask, call.ask), call.rewards, root), call.pairs) + gold
 
 
 @contextmanager
@@ -130,7 +145,7 @@ def listening(call: Call) -> Iterator[socket.socket]:
 
 
 def _annotators(call: Call) -> tuple[str, ...]:
-    names = call.annotators or (getpass.getuser(),)
+    names = call.annotators or (_user(),)
     if call.ask not in ASKS:
         raise UserError(f"--ask {call.ask}: choose {', '.join(ASKS)}")
     if call.answers not in {2, 4}:
@@ -149,10 +164,23 @@ def _annotators(call: Call) -> tuple[str, ...]:
     return names
 
 
-def _begin(store: Store, root: Path, call: Call) -> None:
-    tasks = choose_tasks(root, call)
-    source = call.source or root / SAMPLES
-    store.begin({**call.settings(root), "sha256": _sha256(source)}, tasks)
+def _user() -> str:
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):
+        raise UserError("this user has no name here; name yourself: --annotators NAME") from None
+
+
+def _kept_settings(path: Path) -> dict[str, Any] | None:
+    """Of a session that was started before. Nothing is written, so that a start that fails leaves no database."""
+    if not path.is_file():
+        return None
+    with closing(Store(path)) as store:
+        return store.settings()
+
+
+def _relative(path: Path, root: Path) -> str:
+    return str(path.relative_to(root) if path.is_relative_to(root) else path)
 
 
 def _require_same(kept: Mapping[str, Any], given: Mapping[str, Any], path: Path) -> None:
@@ -177,7 +205,7 @@ def _print_state(store: Store, kept: Mapping[str, Any] | None, root: Path) -> No
     extra = f", gold questions: {gold:,}" if gold else ""
     print(f"{'new session' if kept is None else 'continues'}: {store.path}")
     print(f"{found.done:,} of {found.wanted:,} labels done; {len(tasks) - gold:,} tasks{extra}")
-    if kept is not None and _sha256(Path(kept["from"])) not in {kept["sha256"], None}:
+    if kept is not None and _sha256(root / kept["from"]) not in {kept["sha256"], None}:
         print(f"note: {kept['from']} has changed since; the tasks are still the old ones (--name NEW takes the new)")
 
 

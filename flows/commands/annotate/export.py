@@ -9,12 +9,14 @@ from flows.commands.annotate.store import Judgement, Store
 from flows.commands.annotate.tasks import Task
 from rlhf_core.errors import UserError
 from rlhf_core.files import atomic
-from tasks.datasets.jsonl import Row, write_jsonl
+from tasks.datasets.jsonl import Row, iter_jsonl, write_jsonl
 
 
 def export(store: Store, path: Path) -> str:
     """Write the pairs to `path`, whole or not at all, and return what was written, in words. Gold questions, skipped
-    and flagged tasks are left out. Raises UserError where there are no labels."""
+    and flagged tasks are left out. Raises UserError where there are no labels, and where `path` is something else than
+    an earlier export."""
+    _require_replaceable(path)
     tasks, judgements = store.tasks(), store.judgements()
     labels = [one for one in judgements if tasks[one.task].right is None]
     rows = [row for one in labels for row in pair_rows(tasks[one.task], one)]
@@ -33,6 +35,22 @@ def export(store: Store, path: Path) -> str:
         f"{path}: {len(rows):,} pairs ({people}), ties: {ties:,}\n"
         f"not exported: skipped {skipped:,}, flagged {flagged:,}, gold questions {len(judgements) - len(labels):,}"
     )
+
+
+def _require_replaceable(path: Path) -> None:
+    if path.is_dir():
+        raise UserError(f"{path}: is a folder; name a file in it, such as {path / 'labels.jsonl'}")
+    if path.exists() and not _is_export(path):
+        raise UserError(f"{path}: exists and is no earlier export, so it is not replaced; choose another name")
+
+
+def _is_export(path: Path) -> bool:
+    """Whether the first row of a file has the columns that only labels have."""
+    try:
+        first = next(iter_jsonl(path), None) if path.is_file() else None
+    except (OSError, UserError):
+        return False
+    return first is not None and {"annotator", "task", "order"} <= first[1].keys()
 
 
 def pair_rows(task: Task, judgement: Judgement) -> Iterator[Row]:

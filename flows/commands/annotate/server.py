@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal
 from urllib.parse import parse_qs
 
 from fastapi import APIRouter, FastAPI, Request
+from fastapi.exceptions import RequestValidationError
 from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markdown_it import MarkdownIt
@@ -106,7 +107,7 @@ class Guard:
             in_address = scope["path"] == "/" and scope["method"] == "GET"
             token = parse_qs(scope["query_string"].decode("latin-1")).get("token", [""])[0] if in_address else ""
         given, found = hash_token(token), None
-        for known, annotator in self.store.tokens():
+        for known, annotator in self.store.tokens(time.time()):
             if hmac.compare_digest(known, given):
                 found = annotator
         return found
@@ -133,6 +134,10 @@ def build_app(store: Store, guidelines: str | None, shared: bool, hosts: Iterabl
     def not_saved(request: Request, error: sqlite3.Error) -> PlainTextResponse:
         print(f"not saved: {store.path}: {error}; the page tries again", file=sys.stderr, flush=True)
         return PlainTextResponse("not saved\n", 503)
+
+    @app.exception_handler(RequestValidationError)
+    def not_understood(request: Request, error: RequestValidationError) -> PlainTextResponse:
+        return PlainTextResponse("not a request of the page\n", 422)  # without the body: JSON may not hold its values
 
     app.include_router(api(store, shared), prefix="/api")
     return Guard(app, store, hosts)

@@ -17,7 +17,9 @@ Action = Literal["rank", "tie", "skip", "flag"]
 LEASE_SECONDS = 15 * 60.0
 """How long a task is kept for the annotator who has it on the screen."""
 TOKEN_SECONDS = 7 * 86400.0
-"""How long an address stays valid, so that an open page goes on after a restart."""
+"""How long an address is valid while the server runs."""
+RESTART_SECONDS = 3600.0
+"""An address that is older, and whose annotator has judged nothing for so long, ends at the next start."""
 LONGEST_SECONDS = 300.0
 """A judgement that took longer contains a pause and does not count for the speed."""
 
@@ -95,6 +97,8 @@ class Store:
             self._base.execute("PRAGMA journal_mode = WAL" if not read_only else "PRAGMA query_only = ON")
             self._base.execute("PRAGMA synchronous = FULL")
             self._base.execute("SELECT count(*) FROM sqlite_master").fetchone()
+            if not read_only:
+                self._checkpoint()
         except sqlite3.Error as error:
             raise UserError(f"{path}: cannot be opened ({error}); move it away, or use another --name") from None
 
@@ -119,19 +123,26 @@ class Store:
                 base.execute(statement)
             base.execute("INSERT INTO settings VALUES (?)", (json.dumps(settings),))
             base.executemany("INSERT INTO tasks VALUES (?, ?, ?, ?, ?, ?)", rows)
+        self._checkpoint()
 
     def add_tokens(self, hashes: Mapping[str, str], now: float) -> None:
-        """Accept new tokens, given as annotator to SHA-256. Those of other annotators and old ones end."""
+        """Accept new tokens, given as annotator to SHA-256. Those of other annotators end, and those older than
+        `RESTART_SECONDS` of annotators who have judged nothing since then."""
         names = list(hashes)
         with self._transaction() as base:
             base.execute(f"DELETE FROM tokens WHERE annotator NOT IN ({', '.join('?' * len(names))})", names)
-            base.execute("DELETE FROM tokens WHERE made < ?", (now - TOKEN_SECONDS,))
+            recent = "SELECT annotator FROM judgements WHERE time >= :since"
+            base.execute(
+                f"DELETE FROM tokens WHERE made < :since AND annotator NOT IN ({recent})",
+                {"since": now - RESTART_SECONDS},
+            )
             base.executemany("INSERT INTO tokens VALUES (?, ?, ?)", [(h, name, now) for name, h in hashes.items()])
 
-    def tokens(self) -> list[tuple[str, str]]:
+    def tokens(self, now: float) -> list[tuple[str, str]]:
         """SHA-256 and annotator of every token that is accepted."""
         with self._lock:
-            return list(self._base.execute("SELECT hash, annotator FROM tokens"))
+            query = "SELECT hash, annotator FROM tokens WHERE made >= ?"
+            return list(self._base.execute(query, (now - TOKEN_SECONDS,)))
 
     def tasks(self) -> dict[str, Task]:
         """All tasks by id, in their order."""
@@ -187,7 +198,8 @@ class Store:
 
     def undo(self, annotator: str, task: str, now: float) -> View:
         """Take back the annotator's last judgement, which must be of `task`, and return the view with it. Raises
-        AlreadyJudged where another one is the last, as when the same request comes twice."""
+        AlreadyJudged, and changes nothing, where another one is the last, as when the same request comes twice, and
+        where enough others have the task meanwhile."""
         with self._transaction() as base:
             last = self._last(base, annotator)
             if last is None or last != task:
@@ -195,7 +207,10 @@ class Store:
             base.execute("DELETE FROM judgements WHERE task = ? AND annotator = ?", (task, annotator))
             lease = (annotator, task, now, now + LEASE_SECONDS)
             base.execute("INSERT OR REPLACE INTO leases VALUES (?, ?, ?, ?)", lease)
-            return self._view(base, annotator, now)
+            view = self._view(base, annotator, now)
+            if view.task is None or view.task.id != task:
+                raise AlreadyJudged
+            return view
 
     def _view(self, base: sqlite3.Connection, annotator: str, now: float) -> View:
         settings = self._settings(base)
@@ -240,6 +255,10 @@ class Store:
 
     def _settings(self, base: sqlite3.Connection) -> dict[str, Any]:
         return dict(json.loads(base.execute("SELECT value FROM settings").fetchone()[0]))
+
+    def _checkpoint(self) -> None:
+        """Move everything from the write-ahead log into the database file."""
+        self._base.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
 
     @contextmanager
     def _transaction(self) -> Iterator[sqlite3.Connection]:

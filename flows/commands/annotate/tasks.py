@@ -6,7 +6,6 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations, repeat
-from math import ceil
 from pathlib import Path
 
 from rlhf_core.data.chat import Conversation, canonical
@@ -55,11 +54,13 @@ def read_tasks(path: Path, size: int) -> list[Task]:
         prompts[key] = prompt
         for answer, whole in zip(example.answers, example.ended or repeat(ended), strict=False):
             groups.setdefault(key, {}).setdefault(answer, whole)
-    found: dict[str, Task] = {}
+    found: dict[tuple[bytes, tuple[str, ...]], Task] = {}
     for key, texts in groups.items():
         for answers in _parts(list(texts), size):
             task = Task(prompts[key], tuple(answers), tuple(texts[answer] for answer in answers))
-            found.setdefault(task.id, task)
+            found.setdefault((key[0], tuple(sorted(answers))), task)
+    if not groups:
+        raise UserError(f"{path}: no rows, so there is nothing to compare; fill the file, or name another with --from")
     if not found:
         raise UserError(f"{path}: no prompt has two different answers, so there is nothing to compare")
     return list(found.values())
@@ -85,9 +86,15 @@ def shuffled(tasks: Sequence[Task], seed: int) -> list[Task]:
     return found
 
 
-def number_of_tasks(pairs: int, size: int) -> int:
-    """How many tasks of `size` answers give `pairs` pairs, rounded up."""
-    return ceil(pairs / (size * (size - 1) // 2))
+def first_tasks(tasks: Sequence[Task], pairs: int) -> list[Task]:
+    """As many tasks, from the first on, as give `pairs` pairs; all where these are too few."""
+    found: list[Task] = []
+    for task in tasks:
+        if pairs <= 0:
+            break
+        found.append(task)
+        pairs -= len(task.pairs)
+    return found
 
 
 def shown_order(task: str, answers: int, annotator: str, seed: int) -> list[int]:

@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 from flows.cli import app
 from flows.commands.annotate import annotate as module
 from flows.commands.annotate.annotate import Call, annotate, database, export_labels
+from flows.commands.annotate.server import hash_token
 from flows.commands.annotate.store import Store
 from flows.commands.annotate.tasks import SAMPLES
 from rlhf_core.errors import UserError
@@ -51,7 +52,62 @@ def test_without_samples_the_message_names_both_ways(tmp_path: Path, call: Call)
         f"{tmp_path / 'data/preferences/samples.jsonl'}: not found; run `leash run preferences` first, or name a file "
         "with --from"
     )
-    assert Store(database(tmp_path, "labels")).settings() is None, "the same command works when the file is there"
+    assert not database(tmp_path, "labels").exists(), "the same command works when the file is there"
+
+
+def test_empty_samples_name_the_parameter_that_makes_some(tmp_path: Path, call: Call) -> None:
+    (tmp_path / SAMPLES).parent.mkdir(parents=True)
+    (tmp_path / SAMPLES).touch()
+    text = refused(tmp_path, replace(call, source=None))
+    assert "empty, because preferences.source: dataset makes no samples; set judge, model or both" in text
+    assert text.endswith("or name a file with --from")
+
+
+def test_a_project_that_was_moved_continues(tmp_path: Path, call: Call, capsys: pytest.CaptureFixture[str]) -> None:
+    old, new = tmp_path / "old", tmp_path / "new"
+    old.mkdir()
+    write_questions(old / "own.jsonl", 6)
+    gold = write_rows(old / "gold.jsonl", [{"prompt": "p", "chosen": "a", "rejected": "b"}])
+    annotate(old, replace(call, source=old / "own.jsonl", gold=gold))
+    old.rename(new)
+    annotate(new, replace(call, source=new / "own.jsonl", gold=new / "gold.jsonl"))
+    text = capsys.readouterr().out
+    assert "continues: " in text
+    assert "has changed" not in text
+
+
+@pytest.mark.parametrize("error", [KeyError("uid"), OSError("no user")])
+def test_a_user_without_a_name_is_one_line(
+    tmp_path: Path, call: Call, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def nobody() -> str:
+        raise error
+
+    monkeypatch.setattr("getpass.getuser", nobody)
+    assert "name yourself: --annotators" in refused(tmp_path, replace(call, annotators=()))
+
+
+def test_the_next_commands_of_an_export(tmp_path: Path, call: Call, capsys: pytest.CaptureFixture[str]) -> None:
+    annotate(tmp_path, call)
+    store = Store(database(tmp_path, "labels"))
+    one = store.view("anna", 1.0).task
+    assert one is not None
+    store.judge("anna", one.id, "tie", [], 2.0)
+    store.close()
+    path = tmp_path / "my labels.jsonl"
+    export_labels(tmp_path, "labels", path)
+    assert capsys.readouterr().out.splitlines()[-5:] == [
+        "next:",
+        f"  leash import '{path}'",
+        '  set in params.yaml: ingest.labels: "my labels.jsonl"',
+        "  and preferences.source: both (the demo: with the simulated annotators' pairs) or dataset (people only)",
+        "  leash run",
+    ]
+    raw = tmp_path / "data" / "raw"
+    raw.mkdir(parents=True)
+    (raw / path.name).touch()
+    export_labels(tmp_path, "labels", path)
+    assert f"  leash import '{path}' --force\n" in capsys.readouterr().out
 
 
 def test_the_samples_of_the_last_run_are_the_default(
@@ -222,6 +278,10 @@ def test_a_killed_server_loses_nothing_and_the_same_command_continues(served: Se
         chosen[str(anna.view()["task"]["id"])] = ranking  # type: ignore[index]
         anna.judge(list(chosen)[-1], ranking)
     open_task = anna.view()["task"]["id"]  # type: ignore[index]
+    (token,) = parse_qs(urlsplit(first).query)["token"]
+    stored = b"".join(path.read_bytes() for path in (served.root / "work" / "annotate").glob("labels.db*"))
+    assert hash_token(token).encode() in stored
+    assert token.encode() not in stored
     served.stop(signal.SIGKILL)
     second = served.start(*options)["anna"]
     assert second != first
@@ -235,10 +295,7 @@ def test_a_killed_server_loses_nothing_and_the_same_command_continues(served: Se
     assert "Traceback" not in printed
     done = served.command("--export", str(tmp_path / "labels.jsonl"))
     assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[-2:] == [
-        f"  leash import {tmp_path / 'labels.jsonl'}",
-        "  set in params.yaml, with the name that it prints: ingest.labels: labels.jsonl",
-    ]  # fmt: skip
+    assert f"next:\n  leash import {tmp_path / 'labels.jsonl'}\n" in done.stdout
     rows = [json.loads(line) for line in (tmp_path / "labels.jsonl").read_text(encoding="utf-8").splitlines()]
     assert {row["task"]: row["order"] for row in rows} == {
         task: [place + 1 for place in ranking] for task, ranking in chosen.items()

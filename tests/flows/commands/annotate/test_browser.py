@@ -145,6 +145,75 @@ def test_four_answers_are_ranked_by_keys_and_by_mouse(served: Served, page: Any,
         ]
 
 
+def test_four_answers_are_ranked_by_dragging(served: Served, page: Any, tmp_path: Path) -> None:
+    source = write_questions(tmp_path / "own.jsonl", 1, answers=4)
+    page.goto(served.start("--from", str(source), "--answers", "4", "--annotators", "anna")["anna"])
+    assert done(page) == 0
+    first, second, third, fourth = texts(page)
+    save = page.get_by_role("button", name="Save this order")
+    assert save.is_hidden()
+    headings, cards = page.locator("#answers h2"), page.locator("#answers article")
+    headings.nth(3).drag_to(cards.nth(0))
+    assert texts(page) == [fourth, first, second, third]
+    headings.nth(1).drag_to(cards.nth(2))
+    assert texts(page) == [fourth, second, first, third]
+    assert headings.all_inner_texts() == [f"Answer {place} · rank {rank}" for rank, place in enumerate((4, 2, 1, 3), 1)]
+    save.click()
+    wait_for_other(page, 0)
+    rows = exported(served, tmp_path / "labels.jsonl")
+    assert [row["chosen"] for row in rows] == [fourth] * 3 + [second] * 2 + [first]
+    assert rows[-1]["rejected"] == third
+    assert rows[0]["order"] == [4, 2]
+
+
+def test_digits_choose_one_of_two_answers(served: Served, page: Any, tmp_path: Path) -> None:
+    source = write_questions(tmp_path / "own.jsonl", 2)
+    page.goto(served.start("--from", str(source), "--annotators", "anna")["anna"])
+    done(page)
+    page.keyboard.press("3")
+    press(page, "2")
+    assert done(page) == 1, "there is no answer 3"
+    press(page, "1")
+    assert [row["order"] for row in exported(served, tmp_path / "labels.jsonl")] == [[2, 1], [1, 2]]
+
+
+def test_a_text_that_markdown_hides_is_shown_as_it_is(served: Served, page: Any, tmp_path: Path) -> None:
+    """And with the key r every text, also after a reload."""
+    answers = ["__init__.py and 2*3*4\\*5", "4.", "> " * 110 + "deep", " \n"]
+    source = write_rows(tmp_path / "own.jsonl", [{"prompt": "__main__", "responses": answers}])
+    page.goto(served.start("--from", str(source), "--answers", "4", "--annotators", "anna")["anna"])
+    done(page)
+    boxes, prompt = page.locator("#answers .text"), page.locator("#prompt .text")
+    assert {text.strip() for text in boxes.all_text_contents()} == {"init.py and 234*5", "4.", answers[2], ""}
+    assert prompt.text_content().strip() == "main"
+    assert page.locator("#answers .empty").count() == 1
+    page.keyboard.press("r")
+    assert sorted(boxes.all_text_contents()) == sorted(answers)
+    page.reload()
+    page.wait_for_selector("#answers .text")
+    assert sorted(boxes.all_text_contents()) == sorted(answers)
+    assert prompt.text_content() == "__main__"
+    page.get_by_role("button", name="Plain text").click()
+    assert prompt.text_content().strip() == "main"
+    assert done(page) == 0
+
+
+def test_a_skip_that_cannot_be_undone_is_explained(served: Served, page: Any, tmp_path: Path) -> None:
+    source = write_questions(tmp_path / "own.jsonl", 2)
+    addresses = served.start("--from", str(source), "--annotators", "anna,ben")
+    page.goto(addresses["anna"])
+    skipped = texts(page) if done(page) == 0 else []
+    press(page, "s")
+    other = page.context.new_page()
+    other.goto(addresses["ben"])
+    done(other)
+    assert set(texts(other)) == set(skipped)
+    page.keyboard.press("u")
+    page.wait_for_selector("#alert:not([hidden])")
+    assert page.locator("#alert").inner_text() == "Not undone: another annotator has this task now."
+    assert done(page) == 1
+
+
 def test_a_phone_by_touch(served: Served, browser: Any, tmp_path: Path) -> None:
     address = served.start("--from", str(write_questions(tmp_path / "own.jsonl", 3)), "--annotators", "anna")["anna"]
     context = browser.new_context(viewport={"width": 360, "height": 640}, has_touch=True, is_mobile=True)
@@ -243,7 +312,9 @@ def test_guidelines_statistics_and_focus_by_keys(served: Served, page: Any, tmp_
             break
     assert page.evaluate("getComputedStyle(document.activeElement).outlineStyle") == "solid", "the focus is visible"
     press(page, "Enter")
-    assert "1 of 4" not in served.stop()
+    printed = served.stop()
+    assert "2 of 3" in printed, "labels"
+    assert "1 of 1" in printed, "gold questions"
 
 
 def test_light_and_dark(served: Served, browser: Any, tmp_path: Path) -> None:

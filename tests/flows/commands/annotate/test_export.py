@@ -14,6 +14,7 @@ from flows.commands.annotate.statistics import render, statistics
 from flows.commands.annotate.store import Action, Store
 from flows.commands.annotate.tasks import Task, shown_order
 from rlhf_core.errors import UserError
+from tasks.datasets import importer
 from tests.flows.commands.annotate.conftest import task
 
 Make = Callable[..., Store]
@@ -109,7 +110,8 @@ def test_the_file_is_written_whole_or_not_at_all(make_store: Make, tmp_path: Pat
         export(store, tmp_path / "labels.jsonl")
     assert not (tmp_path / "labels.jsonl").exists()
     choose(store, "anna", task(0), 0, 1)
-    (tmp_path / "labels.jsonl").write_text("earlier\n", encoding="utf-8")
+    export(store, tmp_path / "labels.jsonl")
+    earlier = (tmp_path / "labels.jsonl").read_bytes()
 
     def full(descriptor: int) -> None:
         raise OSError(28, "No space left on device")
@@ -117,8 +119,52 @@ def test_the_file_is_written_whole_or_not_at_all(make_store: Make, tmp_path: Pat
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(UserError, match=r"labels.jsonl: cannot be written \(No space left on device\)"):
         export(store, tmp_path / "labels.jsonl")
-    assert (tmp_path / "labels.jsonl").read_text(encoding="utf-8") == "earlier\n"
+    assert (tmp_path / "labels.jsonl").read_bytes() == earlier
     assert list(tmp_path.glob(".*partial")) == []
+
+
+def test_a_folder_is_not_replaced(make_store: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = make_store([task(0)])
+    choose(store, "anna", task(0), 0, 1)
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    (folder / "thesis.txt").write_text("years of work", encoding="utf-8")
+    monkeypatch.chdir(folder)
+    for path in (folder, Path(), Path("..")):
+        with pytest.raises(UserError, match="is a folder; name a file in it"):
+            export(store, path)
+    assert (folder / "thesis.txt").read_text(encoding="utf-8") == "years of work"
+
+
+@pytest.mark.parametrize("content", ["", "years of work\n", '{"prompt": "p", "chosen": "a", "rejected": "b"}\n', "\0"])
+def test_only_an_earlier_export_is_replaced(make_store: Make, tmp_path: Path, content: str) -> None:
+    store = make_store([task(0), task(1)])
+    choose(store, "anna", task(0), 0, 1)
+    path = tmp_path / "labels.jsonl"
+    path.write_text(content, encoding="utf-8")
+    with pytest.raises(UserError, match=r"labels.jsonl: exists and is no earlier export.*another name$"):
+        export(store, path)
+    assert path.read_text(encoding="utf-8") == content
+    path.unlink()
+    export(store, path)
+    choose(store, "anna", task(1), 0, 1)
+    assert len(exported(store, path)) == 2
+
+
+def test_an_export_can_be_imported(make_store: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = task(0, 4)
+    store = make_store([one, task(1)])
+    choose(store, "anna", one, 2, 0, 3, 1)
+    choose(store, "anna", task(1), action="tie")
+    export(store, tmp_path / "labels.jsonl")
+    root = tmp_path / "project"
+    (root / ".dvc").mkdir(parents=True)
+    monkeypatch.setattr(importer, "_dvc_add", lambda *arguments: None)
+    printed: list[str] = []
+    target = importer.import_data(tmp_path / "labels.jsonl", root, log=printed.append)
+    assert target.read_bytes() == (tmp_path / "labels.jsonl").read_bytes()
+    assert any("7 pairs" in line for line in printed)
+    assert any('ingest.labels: "labels.jsonl"' in line for line in printed)
 
 
 def test_agreement_gold_questions_and_speed(make_store: Make) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import re
+import time
 from collections.abc import Callable
 from html import unescape
 
@@ -23,7 +24,7 @@ METHODS = ("GET", "HEAD", "POST", "PUT", "DELETE", "OPTIONS", "PATCH", "TRACE")
 
 
 def client_of(store: Store, *, shared: bool = False, guidelines: str | None = None) -> TestClient:
-    store.add_tokens({name: hash_token(token) for name, token in TOKENS.items()}, 0.0)
+    store.add_tokens({name: hash_token(token) for name, token in TOKENS.items()}, time.time())
     app = build_app(store, guidelines, shared, None if shared else (HOST, "localhost:8765"))
     return TestClient(app, base_url=f"http://{HOST}", follow_redirects=False)
 
@@ -61,7 +62,7 @@ def test_the_token_in_the_address_opens_the_page_and_nothing_else(make_store: Ma
 def test_only_hashes_of_tokens_are_stored(make_store: Make) -> None:
     store = make_store([task(0)])
     client_of(store)
-    assert {name for _, name in store.tokens()} == set(TOKENS)
+    assert {name for _, name in store.tokens(time.time())} == set(TOKENS)
     stored = b"".join(path.read_bytes() for path in store.path.parent.glob("labels.db*"))
     assert not any(token.encode() in stored for token in TOKENS.values())
 
@@ -137,6 +138,19 @@ def test_what_the_page_would_never_send_is_refused(make_store: Make, choice: obj
     assert store.judgements() == []
 
 
+@pytest.mark.parametrize(
+    "body",
+    [b'{"task": NaN, "action": "tie"}', b'{"task": "\\ud800", "action": "tie"}', b'{"\\udfff": 1}', b"[" * 4000, b"{"],
+    ids=["NaN", "surrogate", "surrogate in a key", "nested lists", "cut off"],
+)
+def test_a_body_that_json_cannot_repeat_is_refused_in_plain_text(make_store: Make, body: bytes) -> None:
+    headers = bearer() | {"Content-Type": "application/json"}
+    answer = client_of(make_store([task(0)])).post("/api/judge", headers=headers, content=body)
+    assert answer.status_code in {400, 422}
+    assert len(answer.content) < 100
+    assert (answer.status_code, answer.text) == (422, "not a request of the page\n") or body == b"[" * 4000
+
+
 def test_every_answer_forbids_caching_sniffing_referrers_and_foreign_content(make_store: Make) -> None:
     client = client_of(make_store([task(0)]))
     page = client.get("/", params={"token": TOKENS["anna"]})
@@ -187,7 +201,7 @@ def test_markdown_is_shown() -> None:
 def test_names_and_guidelines_cannot_run_code(make_store: Make) -> None:
     store = make_store([task(0)])
     name = "</title><script>document.title='owned'</script>"
-    store.add_tokens({name: hash_token("secret")}, 0.0)
+    store.add_tokens({name: hash_token("secret")}, time.time())
     app = build_app(store, "\n\n".join(ATTACKS), False, (HOST,))
     text = TestClient(app, base_url=f"http://{HOST}").get("/", params={"token": "secret"}).text
     assert len(re.findall("<script", text)) == 1

@@ -8,7 +8,14 @@ from pathlib import Path
 import pytest
 
 from flows.commands.annotate import store as module
-from flows.commands.annotate.store import LEASE_SECONDS, AlreadyJudged, Store, UnknownTask
+from flows.commands.annotate.store import (
+    LEASE_SECONDS,
+    RESTART_SECONDS,
+    TOKEN_SECONDS,
+    AlreadyJudged,
+    Store,
+    UnknownTask,
+)
 from flows.commands.annotate.tasks import Task
 from rlhf_core.errors import UserError
 from tests.flows.commands.annotate.conftest import task
@@ -187,9 +194,45 @@ def test_tokens_of_others_and_old_ones_end(make_store: Make) -> None:
     store = make_store([task(0)])
     store.add_tokens({"anna": "a1", "ben": "b1"}, 0.0)
     store.add_tokens({"anna": "a2"}, 60.0)
-    assert store.tokens() == [("a1", "anna"), ("a2", "anna")], "an open page goes on after a restart"
-    store.add_tokens({"anna": "a3"}, module.TOKEN_SECONDS + 1)
-    assert store.tokens() == [("a2", "anna"), ("a3", "anna")]
+    assert store.tokens(60.0) == [("a1", "anna"), ("a2", "anna")], "an open page goes on after a restart"
+    store.add_tokens({"anna": "a3"}, RESTART_SECONDS + 1)
+    assert store.tokens(RESTART_SECONDS + 1) == [("a2", "anna"), ("a3", "anna")]
+    store.judge("anna", task(0).id, "tie", [], 3 * RESTART_SECONDS)
+    store.add_tokens({"anna": "a4"}, 4 * RESTART_SECONDS)
+    assert len(store.tokens(4 * RESTART_SECONDS)) == 3, "anna has labelled within the hour"
+    store.add_tokens({"anna": "a5"}, 5 * RESTART_SECONDS)
+    assert store.tokens(5 * RESTART_SECONDS) == [("a4", "anna"), ("a5", "anna")]
+
+
+def test_an_address_ends_after_seven_days_while_the_server_runs(make_store: Make) -> None:
+    store = make_store([task(0)])
+    store.add_tokens({"anna": "a1"}, 0.0)
+    assert store.tokens(TOKEN_SECONDS) == [("a1", "anna")]
+    assert store.tokens(TOKEN_SECONDS + 1) == []
+
+
+def test_a_skip_that_another_annotator_has_taken_over_is_not_undone(make_store: Make) -> None:
+    store = make_store([task(0), task(1), task(2)])
+    one = on_screen(store, "anna")
+    store.judge("anna", one.id, "skip", [], 1.0)
+    assert on_screen(store, "ben", 2.0) == one
+    with pytest.raises(AlreadyJudged):
+        store.undo("anna", one.id, 3.0)
+    assert [(j.annotator, j.task, j.action) for j in store.judgements()] == [("anna", one.id, "skip")]
+    store.judge("ben", one.id, "skip", [], 4.0)
+    assert store.undo("anna", one.id, 5.0).task == one
+
+
+def test_the_database_file_alone_has_everything_at_the_start(make_store: Make, tmp_path: Path) -> None:
+    """The write-ahead log is moved into it."""
+    store = make_store([task(0), task(1)])
+    log = tmp_path / "labels.db-wal"
+    assert log.stat().st_size == 0
+    store.judge("anna", on_screen(store, "anna").id, "tie", [], 1.0)
+    assert log.stat().st_size > 0
+    again = Store(tmp_path / "labels.db")
+    assert log.stat().st_size == 0
+    again.close()
 
 
 def test_a_file_that_is_no_database_is_one_line(tmp_path: Path) -> None:

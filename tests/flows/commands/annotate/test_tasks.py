@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from flows.commands.annotate.tasks import number_of_tasks, read_gold, read_tasks, shown_order, shuffled
+from flows.commands.annotate.tasks import first_tasks, read_gold, read_tasks, shown_order, shuffled
 from rlhf_core.errors import UserError
 from tests.flows.commands.annotate.conftest import task, write_rows
 
@@ -41,6 +41,8 @@ def test_the_cut_off_answer_of_a_pair_is_marked(tmp_path: Path) -> None:
         ([{"prompt": "p", "chosen": "a", "rejected": "b"}, {"prompt": "p", "chosen": "c", "rejected": "b"}], 4,
          [("a", "b", "c")]),
         ([{"prompt": "p", "chosen": "a", "rejected": "b"}] * 2, 2, [("a", "b")]),
+        ([{"prompt": "p", "chosen": "a", "rejected": "b"}, {"prompt": "p", "chosen": "b", "rejected": "a"}], 2,
+         [("a", "b")]),
     ],
 )  # fmt: skip
 def test_shapes_of_a_file(tmp_path: Path, rows: list[dict[str, Any]], size: int, answers: list[tuple[str]]) -> None:
@@ -57,7 +59,7 @@ def test_shapes_of_a_file(tmp_path: Path, rows: list[dict[str, Any]], size: int,
         ([{"responses": ["a", "b"]}], "row 1: missing column prompt"),
         ([{"prompt": None, "responses": ["a", "b"]}], "row 1: expected a prompt"),
         ([{"prompt": [{"role": "assistant", "content": "x"}], "responses": ["a", "b"]}], "row 1: expected a prompt"),
-        ([], "no prompt has two different answers"),
+        ([], "no rows, so there is nothing to compare"),
     ],
 )
 def test_bad_files_are_one_line(tmp_path: Path, rows: list[dict[str, Any]], words: str) -> None:
@@ -81,7 +83,12 @@ def test_gold_questions_know_their_answer_and_need_pairs(tmp_path: Path) -> None
 
 
 def test_pairs_count_the_pairs_of_a_ranking() -> None:
-    assert [number_of_tasks(30, 2), number_of_tasks(30, 4), number_of_tasks(31, 4)] == [30, 5, 6]
+    twos, fours = [task(i) for i in range(40)], [task(i, 4) for i in range(40)]
+    assert [len(first_tasks(tasks, pairs)) for tasks, pairs in ((twos, 30), (fours, 30), (fours, 31))] == [30, 5, 6]
+    mixed = [task(0, 4), task(1), task(2), task(3, 3), task(4, 4)]
+    assert first_tasks(mixed, 8) == mixed[:3], "6 + 1 + 1"
+    assert first_tasks(mixed, 9) == mixed[:4]
+    assert first_tasks(mixed, 99) == mixed
 
 
 def test_orders_depend_on_seed_annotator_and_task_only() -> None:
