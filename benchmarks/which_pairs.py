@@ -31,7 +31,6 @@ from transformers import PreTrainedTokenizerBase
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from flows.commands.annotate.server import to_html
 from flows.commands.annotate.tasks import SAMPLES, Task, read_tasks
 from flows.commands.study.statistics import standard_error, summarise
 from flows.environment import find_root
@@ -220,7 +219,7 @@ def ask(study: Study, choice: str, seed: int, known: list[Row], wanted: int, rew
     options += [word for folder in rewards for word in ("--reward", folder)]
     noise = study.annotators
     with serving(study.folder, name, options) as address:
-        label(address, tasks, NoisyAnnotators(RubricJudge(), noise.temperature, noise.flip_rate, seed))
+        label(address, NoisyAnnotators(RubricJudge(), noise.temperature, noise.flip_rate, seed))
     with annotate(study.folder, name, ["--export", labels]) as process:
         printed, _ = process.communicate()
     if process.returncode:
@@ -258,10 +257,8 @@ def serving(folder: Path, name: str, options: Sequence[object]) -> Iterator[str]
             process.terminate()
 
 
-def label(address: str, tasks: Sequence[Task], annotators: NoisyAnnotators) -> None:
-    """Judge all tasks of a session, in the order and with the texts that its interface gives to the page."""
-    seen = [text for task in tasks for text in (*task.answers, *(turn["content"] for turn in task.prompt))]
-    texts = {to_html(text): text for text in seen}
+def label(address: str, annotators: NoisyAnnotators) -> None:
+    """Judge all tasks of a session through the interface of its page."""
     parts = urlsplit(address)
     connection = http.client.HTTPConnection(parts.netloc, timeout=60)
     headers = {"Authorization": f"Bearer {parse_qs(parts.query)['token'][0]}", "Content-Type": "application/json"}
@@ -275,8 +272,8 @@ def label(address: str, tasks: Sequence[Task], annotators: NoisyAnnotators) -> N
 
     view = call("GET", "/api/view")
     while (task := view["task"]) is not None:
-        prompt: Conversation = [{"role": turn["role"], "content": texts[turn["html"]]} for turn in task["prompt"]]
-        first, second = (texts[answer["html"]] for answer in task["answers"])
+        prompt: Conversation = [{"role": turn["role"], "content": turn["text"]} for turn in task["prompt"]]
+        first, second = (answer["text"] for answer in task["answers"])
         wins = annotators.prefer(prompt, first, second, key=(int(task["id"], 16),))
         verdict = {"action": "tie"} if wins is None else {"action": "rank", "ranking": [0, 1] if wins else [1, 0]}
         view = call("POST", "/api/judge", {"task": task["id"], **verdict})
