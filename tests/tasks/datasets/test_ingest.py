@@ -82,7 +82,6 @@ def test_metrics_and_dropped_rows(execute, params, raw, capsys):
             "leaked": 2,
         },
         **{name: len(getattr(made, name)) for name in DATASETS},
-        "labels": None,
         "rows_by_use": {
             "pair": {
                 "read": 104,

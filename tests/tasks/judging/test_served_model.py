@@ -96,4 +96,4 @@ def test_a_real_server(
     assert (found.preference, found.unread) == ([0.5] * 5, [False] * 5)
     assert (found.position_bias, found.self_agreement) == (0.5, 0.0)
     assert judge.budget.tokens > 5 * 2 * 50
-    assert capsys.readouterr().out.count("verdict 5/5") == 2
+    assert "verdict 10/10" in capsys.readouterr().out
