@@ -49,8 +49,12 @@ class JudgeParams(Block):
 
     @model_validator(mode="after")
     def _names_its_model(self) -> "JudgeParams":
-        if (self.kind == "data") != (self.model is None):
-            raise ValueError("kind: model and kind: api need a name in `model`, and only they do")
+        if self.kind == "data" and self.model is not None:
+            raise ValueError("kind: data has no `model`; set kind: model or kind: api, or remove it")
+        if self.kind == "model" and self.model is None:
+            raise ValueError("kind: model needs the name of a folder below models/judges/ in `model`")
+        if self.kind == "api" and self.model is None:
+            raise ValueError("kind: api needs the model's name on the server in `model`")
         if (self.kind == "api") != (self.base_url is not None):
             raise ValueError("kind: api needs the address of the endpoint in `base_url`, and only it does")
         if self.kind != "api" and self.key_variable is not None:

@@ -334,7 +334,8 @@ def test_a_wrong_question(make_judge: Any) -> None:
     ("values", "text"),
     [
         ({"kind": "api", "model": "m"}, "base_url"),
-        ({"kind": "api", "base_url": "http://x/v1"}, "need a name"),
+        ({"kind": "api", "base_url": "http://x/v1"}, "name on the server"),
+        ({"kind": "data", "model": "m"}, "kind: data has no"),
         ({"kind": "model", "model": "a/b"}, "name of a folder"),
         ({"kind": "model", "model": "m", "key_variable": "K"}, "only kind: api"),
         ({"kind": "api", "model": "a/b", "base_url": "http://me:pass@x/v1"}, "must not hold a name, a password"),
