@@ -65,6 +65,8 @@ def press(page: Any, *keys: str) -> None:
 
 
 def texts(page: Any) -> list[str]:
+    """The answers on the screen; a page that was just loaded has none yet."""
+    page.wait_for_selector("#answers .text")
     return [str(text).strip() for text in page.locator("#answers .text").all_inner_texts()]
 
 
