@@ -137,10 +137,20 @@ def tasks_of(samples: Path, split: str) -> list[Task]:
 
 def exact_row(task: Task) -> Row:
     """A pair with the label of the rubric, as `leash annotate --export` writes it."""
-    first, second = task.answers
-    wins = EXACT.prefer(task.prompt, first, second, key=())
-    chosen, rejected = (second, first) if wins is False else (first, second)
-    return {"prompt": task.prompt, "chosen": chosen, "rejected": rejected, "tie": wins is None}
+    wins = EXACT.prefer(task.prompt, *task.answers, key=())
+    return {**as_pair(task, swapped=wins is False), "tie": wins is None}
+
+
+def as_pair(task: Task, swapped: bool = False) -> Row:
+    """A row of two answers, the first one as the chosen one unless `swapped`."""
+    chosen, rejected = (1, 0) if swapped else (0, 1)
+    return {
+        "prompt": task.prompt,
+        "chosen": task.answers[chosen],
+        "rejected": task.answers[rejected],
+        "chosen_ended": task.ended[chosen],
+        "rejected_ended": task.ended[rejected],
+    }
 
 
 def comparisons(tokenizer: PreTrainedTokenizerBase, rows: Sequence[Row]) -> list[Comparison]:
@@ -149,7 +159,7 @@ def comparisons(tokenizer: PreTrainedTokenizerBase, rows: Sequence[Row]) -> list
     for row in (row for row in rows if not row["tie"]):
         new = Comparison(encode_prompt(tokenizer, row["prompt"]), [], [])
         comparison = found.setdefault(canonical(row["prompt"]), new)
-        sides = [encode_response(tokenizer, row[side]) for side in ("chosen", "rejected")]
+        sides = [encode_response(tokenizer, row[side], row[f"{side}_ended"]) for side in ("chosen", "rejected")]
         comparison.responses.extend(ids for ids in sides if ids not in comparison.responses)
         better, worse = map(comparison.responses.index, sides)
         comparison.pairs.append((better, worse))
@@ -214,7 +224,7 @@ def ask(study: Study, choice: str, seed: int, known: list[Row], wanted: int, rew
     source, labels = study.folder / f"{name}.jsonl", study.folder / f"{name}-labels.jsonl"
     asked = {row["task"] for row in known}
     tasks = [task for task in study.pool if task.id not in asked]
-    write_jsonl(source, [{"prompt": t.prompt, "chosen": t.answers[0], "rejected": t.answers[1]} for t in tasks])
+    write_jsonl(source, map(as_pair, tasks))
     options = ["--from", source, "--ask", choice, "--pairs", wanted - len(known), "--seed", seed]
     options += [word for folder in rewards for word in ("--reward", folder)]
     noise = study.annotators

@@ -25,7 +25,7 @@ HEADLINES = {
 }
 """The figures of `metrics/evaluate.json` on the page, and their labels."""
 ALERT = re.compile(r"\bALERT (?P<name>\w+).*")
-"""An alert of `ppo.health` in the output of a stage (tasks/training/ppo_loop.py prints it)."""
+"""An alert of `ppo.health` in the output of a stage."""
 
 
 def metric_rows(root: Path) -> list[dict[str, str]]:

@@ -121,7 +121,8 @@ def annotate(
     answers: Annotated[int, typer.Option(help="2 compares two answers; 4 ranks four.")] = 2,
     pairs: Annotated[int, typer.Option(help="How many pairs; a ranking of four answers is six.", min=1)] = 200,
     ask: Annotated[
-        str, typer.Option(help="Which first: random, or where reward models are uncertain: margin, disagreement.")
+        Literal["random", "margin", "disagreement"],
+        typer.Option(help="Which first; the last two: where reward models are uncertain."),
     ] = "random",
     reward: Annotated[
         list[Path] | None, typer.Option(metavar="FOLDER", help="Reward model for --ask. None: models/reward.")
@@ -158,7 +159,20 @@ def annotate(
     command.annotate(
         root,
         command.Call(
-            source, answers, pairs, ask, rewards, overlap, gold, gold_every, guidelines, share, names, port, name, seed
+            source=source,
+            answers=answers,
+            pairs=pairs,
+            ask=ask,
+            rewards=rewards,
+            overlap=overlap,
+            gold=gold,
+            gold_every=gold_every,
+            guidelines=guidelines,
+            share=share,
+            annotators=names,
+            port=port,
+            name=name,
+            seed=seed,
         ),
     )
 

@@ -28,8 +28,6 @@ HOME_VARIABLE = "LEASH_HOME"
 ORIGIN = "origin"
 """The git remote through which workers get commits and give experiments."""
 REMOTE_OPTIONS = ("--pull", "--push")
-
-
 HASH = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 
 

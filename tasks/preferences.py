@@ -33,7 +33,7 @@ from tasks.training.gold_judge import judge_of
 
 PROMPTS = "data/ingest/preference_prompts.jsonl"
 PAIRS = "data/ingest/pairs.jsonl"
-DATA = ""
+NO_ANNOTATOR = ""
 """The key of `labels_by` for the data set's own pairs; no annotator can have this name."""
 
 Job = tuple[Row, list[int], int, int]
@@ -56,7 +56,7 @@ def execute(stage: Stage[PreferencesParams]) -> None:
     labels = None
     if stage.params.source in {"dataset", "both"}:
         pairs = with_annotators(pairs + dataset_pairs(stage))
-        labels = Counter(pair.get("annotator") or DATA for pair in pairs if pair["source"] == "dataset")
+        labels = Counter(pair.get("annotator") or NO_ANNOTATOR for pair in pairs if pair["source"] == "dataset")
     splits = {split: sum(pair["split"] == split for pair in pairs) for split in ("train", "validation")}
     if not all(splits.values()):
         raise UserError(f"preferences: the reward model needs training and validation pairs, there are {splits}")

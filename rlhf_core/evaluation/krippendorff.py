@@ -1,6 +1,8 @@
-"""Krippendorff's alpha: how far annotators agree beyond chance, with any number of annotators and missing values."""
+"""How far annotators agree: Krippendorff's alpha and equal labels, for any number of annotators, with gaps."""
 
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import permutations
 from typing import Literal
 
 import numpy as np
@@ -38,3 +40,13 @@ def _distances(values: Array, totals: Array, level: Level) -> Array:
     positions = values if level == "interval" else np.cumsum(totals) - totals / 2
     differences: Array = (positions[:, None] - positions[None, :]) ** 2
     return differences
+
+
+def comparisons(units: Iterable[Mapping[str, float]]) -> dict[str, list[bool]]:
+    """For each annotator who shares a unit with others: whether the value is equal, for each of the others' values. A
+    unit maps annotator to value."""
+    found: dict[str, list[bool]] = defaultdict(list)
+    for unit in units:
+        for one, other in permutations(unit, 2):
+            found[one].append(unit[one] == unit[other])
+    return dict(found)

@@ -2,10 +2,10 @@
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import combinations
+from statistics import fmean
 from typing import Any
 
-from rlhf_core.evaluation.krippendorff import krippendorff_alpha
+from rlhf_core.evaluation.krippendorff import comparisons, krippendorff_alpha
 from tasks.datasets.sources.example import Example
 
 Unit = Mapping[str, float]
@@ -19,7 +19,7 @@ def label_figures(examples: Iterable[Example]) -> dict[str, Any] | None:
     if not labelled:
         return None
     units = list(units_of(labelled))
-    agreement = agreements(units)
+    shared = comparisons(units)
     counts = Counter(example.annotator or "" for example in labelled if not example.tie)
     names = sorted({name for unit in units for name in unit})
     return {
@@ -27,7 +27,7 @@ def label_figures(examples: Iterable[Example]) -> dict[str, Any] | None:
         "ties": sum(example.tie for example in labelled),
         "pairs_by_several": sum(len(unit) > 1 for unit in units),
         "alpha": krippendorff_alpha(units),
-        "agreement": {name: agreement.get(name) for name in names},
+        "agreement": {name: fmean(shared[name]) if name in shared else None for name in names},
     }
 
 
@@ -39,17 +39,6 @@ def units_of(labelled: Sequence[Example]) -> Iterable[Unit]:
         value = 0.5 if example.tie else float(example.chosen == first)
         units.setdefault((example.prompt_id, first, second), {})[example.annotator or ""] = value
     return units.values()
-
-
-def agreements(units: Iterable[Unit]) -> dict[str, float]:
-    """For each annotator who shares a pair with another one: the share of equal labels."""
-    equal, compared = Counter[str](), Counter[str]()
-    for unit in units:
-        for one, other in combinations(unit, 2):
-            for name in (one, other):
-                compared[name] += 1
-                equal[name] += unit[one] == unit[other]
-    return {name: equal[name] / count for name, count in compared.items()}
 
 
 def as_text(figures: Mapping[str, Any]) -> str:

@@ -22,7 +22,7 @@ from tasks.stage.stage import Stage
 
 CHARACTERS_PER_TOKEN = 4
 """For the number of tokens that is printed before the first request: the server's tokenizer is not known here."""
-TOP = 5
+TOP_LOGPROBS = 5
 """Most probable first tokens that are asked for."""
 LEAST_MASS = 0.5
 """Probability of both letters together below which the first token is no verdict, but perhaps a thought."""
@@ -55,23 +55,41 @@ def verdict_of(choice: Any) -> float | None:
 
 @dataclass
 class EndpointJudge:
-    """A `PairJudge` that sends each question once, and both orders of a pair together."""
+    """A `PairJudge` that sends each question once, and both orders of a pair together. Raises UserError, when made,
+    where the key's variable is not set, and for a wrong template."""
 
     stage: Stage[Any]
     params: JudgeParams
     question: str
-    budget: Budget
-    client: openai.OpenAI
     failed: bool = False
     planned: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
+        require_question(self.question)
+        settings = self.stage.runtime.api
+        self.budget = Budget(settings.max_requests, settings.max_tokens, self.stage.state_dir / "requests")
+        self.client = self._connect()
         self.journal = Journal(self.stage.state_dir / "verdicts.journal", self.stage.log)
         self.known = {key: math.nan if verdict is None else verdict for key, verdict, _ in self.journal.pieces}
         self.budget.tokens += sum(tokens for _, _, tokens in self.journal.pieces)
         self.options: dict[str, Any] = {
-            "temperature": 0, "max_tokens": self.params.answer_tokens, "logprobs": True, "top_logprobs": TOP
+            "temperature": 0, "max_tokens": self.params.answer_tokens, "logprobs": True, "top_logprobs": TOP_LOGPROBS
         }  # fmt: skip
+        self.stage.exempt(f"the verdicts of {self.name} come from a server, which may answer differently another time")
+
+    def _connect(self) -> openai.OpenAI:
+        settings = self.stage.runtime.api
+        hidden = {name: os.environ.pop(name) for name in OF_OTHER_SERVERS if name in os.environ}
+        try:
+            return openai.OpenAI(
+                api_key=_secret(self.params.key_variable),
+                base_url=self.params.base_url,
+                timeout=settings.timeout_seconds,
+                max_retries=settings.retries,
+                http_client=openai.DefaultHttpxClient(event_hooks={"request": [self.before_request]}),
+            )
+        finally:
+            os.environ.update(hidden)
 
     @property
     def name(self) -> str:
@@ -83,8 +101,7 @@ class EndpointJudge:
         UserError where the budget does not suffice or the endpoint fails; verdicts that came before stay."""
         self.plan(prompts, firsts, seconds)
         self._send(self._new(prompts, firsts, seconds))
-        rows = zip(prompts, firsts, seconds, strict=True)
-        return [self.known[_key_of(self._fill(prompt, first, second))] for prompt, first, second in rows]
+        return [self.known[_key_of(question)] for question in self._questions(prompts, firsts, seconds)]
 
     def plan(self, prompts: Sequence[Conversation], firsts: Sequence[str], seconds: Sequence[str]) -> None:
         """Print what judging these pairs in both orders takes, and the budget. Raises UserError where the requests are
@@ -96,14 +113,13 @@ class EndpointJudge:
 
     def _new(self, prompts: Sequence[Conversation], firsts: Sequence[str], seconds: Sequence[str]) -> dict[str, str]:
         """The questions without an answer, in both orders, by their keys."""
-        rows = list(zip(prompts, firsts, seconds, strict=True))
-        there = [self._fill(prompt, first, second) for prompt, first, second in rows]
-        back = [self._fill(prompt, second, first) for prompt, first, second in rows]
-        questions = {_key_of(question): question for question in [*there, *back]}
-        return {key: question for key, question in questions.items() if key not in self.known}
+        both = [*self._questions(prompts, firsts, seconds), *self._questions(prompts, seconds, firsts)]
+        keyed = {_key_of(question): question for question in both}
+        return {key: question for key, question in keyed.items() if key not in self.known}
 
-    def _fill(self, prompt: Conversation, first: str, second: str) -> str:
-        return fill(self.question, LETTERS, prompt, first, second)
+    def _questions(self, *columns: Sequence[Any]) -> list[str]:
+        """The question about each row of prompts, first and second answers."""
+        return [fill(self.question, LETTERS, *row) for row in zip(*columns, strict=True)]
 
     def _estimate(self, question: str) -> int:
         """Tokens of a question and its answer, for a server that does not count them."""
@@ -215,32 +231,6 @@ class EndpointJudge:
 
 def _key_of(question: str) -> str:
     return hashlib.sha256(question.encode("utf-8", "surrogatepass")).hexdigest()
-
-
-def endpoint_judge(stage: Stage[Any], params: JudgeParams, question: str) -> EndpointJudge:
-    """The judge of `params` (`kind: api`) for this stage. Raises UserError where the key's variable is not set, and for
-    a wrong template."""
-    require_question(question)
-    settings = stage.runtime.api
-    budget = Budget(settings.max_requests, settings.max_tokens, stage.state_dir / "requests")
-    judges: list[EndpointJudge] = []
-    hidden = {name: os.environ.pop(name) for name in OF_OTHER_SERVERS if name in os.environ}
-    try:
-        client = openai.OpenAI(
-            api_key=_secret(params.key_variable),
-            base_url=params.base_url,
-            timeout=settings.timeout_seconds,
-            max_retries=settings.retries,
-            http_client=openai.DefaultHttpxClient(
-                event_hooks={"request": [lambda request: judges[0].before_request(request)]}
-            ),
-        )
-    finally:
-        os.environ.update(hidden)
-    judge = EndpointJudge(stage, params, question, budget, client)
-    judges.append(judge)
-    stage.exempt(f"the verdicts of {judge.name} come from a server, which may answer differently another time")
-    return judge
 
 
 def _secret(variable: str | None) -> str:

@@ -29,9 +29,9 @@ def pair_judge_of(
         return None
     question = _question(stage.root, params.question)
     if params.kind == "api":
-        from tasks.judging.endpoint import endpoint_judge  # its client takes a second to import
+        from tasks.judging.endpoint import EndpointJudge  # its client takes a second to import
 
-        return endpoint_judge(stage, params, question)
+        return EndpointJudge(stage, params, question)
     folder = folder_of(stage, JUDGES, params.model, "judge.model")
     model = place(load_causal_lm(folder, trust_remote_code=trusts(stage)))
     tokenizer = load_tokenizer(folder, trust_remote_code=trusts(stage))

@@ -12,9 +12,9 @@ from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
-from flows.commands.annotate.ask import ASKS, Ask, most_uncertain
+from flows.commands.annotate.ask import Ask, most_uncertain
 from flows.commands.annotate.export import export
 from flows.commands.annotate.statistics import render, statistics
 from flows.commands.annotate.store import Store
@@ -36,7 +36,7 @@ class Call:
     """None: the samples of the last run."""
     answers: int
     pairs: int
-    ask: str
+    ask: Ask
     rewards: tuple[Path, ...]
     overlap: int
     gold: Path | None
@@ -126,7 +126,7 @@ def choose_tasks(root: Path, call: Call) -> list[Task]:
         )
     candidates = shuffled(read_tasks(source, call.answers), call.seed)
     gold = shuffled(read_gold(call.gold), call.seed) if call.gold is not None else []
-    return first_tasks(most_uncertain(candidates, cast(Ask, call.ask), call.rewards, root), call.pairs) + gold
+    return first_tasks(most_uncertain(candidates, call.ask, call.rewards, root), call.pairs) + gold
 
 
 @contextmanager
@@ -146,8 +146,6 @@ def listening(call: Call) -> Iterator[socket.socket]:
 
 def _annotators(call: Call) -> tuple[str, ...]:
     names = call.annotators or (_user(),)
-    if call.ask not in ASKS:
-        raise UserError(f"--ask {call.ask}: choose {', '.join(ASKS)}")
     if call.answers not in {2, 4}:
         raise UserError(f"--answers {call.answers}: choose 2 to compare or 4 to rank")
     for name in names:
@@ -203,7 +201,7 @@ def _print_state(store: Store, kept: Mapping[str, Any] | None, root: Path) -> No
     tasks = store.tasks().values()
     gold = sum(task.right is not None for task in tasks)
     extra = f", gold questions: {gold:,}" if gold else ""
-    print(f"{'new session' if kept is None else 'continues'}: {store.path}")
+    print(f"{'new session' if kept is None else 'continues'}: {_relative(store.path, root)}")
     print(f"{found.done:,} of {found.wanted:,} labels done; {len(tasks) - gold:,} tasks{extra}")
     if kept is not None and _sha256(root / kept["from"]) not in {kept["sha256"], None}:
         print(f"note: {kept['from']} has changed since; the tasks are still the old ones (--name NEW takes the new)")

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from itertools import combinations
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
@@ -19,7 +19,6 @@ if TYPE_CHECKING:  # random order needs no torch
     from rlhf_core.models.scorers import Answers
 
 Ask = Literal["random", "margin", "disagreement"]
-ASKS: tuple[str, ...] = get_args(Ask)
 BATCH = 64
 """Answers that are scored together."""
 

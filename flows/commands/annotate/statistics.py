@@ -8,7 +8,7 @@ from statistics import fmean, median
 from flows.commands.annotate.store import Judgement, Store
 from flows.commands.annotate.tasks import Task
 from flows.text import table
-from rlhf_core.evaluation.krippendorff import krippendorff_alpha
+from rlhf_core.evaluation.krippendorff import comparisons, krippendorff_alpha
 
 Unit = tuple[str, int, int]
 """A task and the places of two of its answers."""
@@ -59,7 +59,8 @@ def statistics(store: Store) -> Statistics:
         by_name[judgement.annotator].append(judgement)
     units = pair_values(tasks, judgements)
     values = list(units.values())
-    people = [_person(name, found, tasks, values, store.seconds(name)) for name, found in by_name.items()]
+    same = comparisons(values)
+    people = [_person(name, found, tasks, same.get(name, []), store.seconds(name)) for name, found in by_name.items()]
     wanted = overlap * sum(task.right is None for task in tasks.values())
     return Statistics(people, krippendorff_alpha(values), sum(person.labels for person in people), wanted)
 
@@ -83,13 +84,12 @@ def _person(
     name: str,
     judgements: Sequence[Judgement],
     tasks: Mapping[str, Task],
-    units: Sequence[Mapping[str, float]],
+    same: Sequence[bool],
     seconds: Sequence[float],
 ) -> Person:
     labels = [one for one in judgements if tasks[one.task].right is None]
     gold = [one for one in judgements if tasks[one.task].right is not None and one.action in {"rank", "tie"}]
     count = {action: sum(one.action == action for one in labels) for action in ("rank", "tie", "skip", "flag")}
-    same = [value == unit[name] for unit in units if name in unit for other, value in unit.items() if other != name]
     return Person(
         name=name,
         labels=count["rank"] + count["tie"],

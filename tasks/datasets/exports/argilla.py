@@ -4,8 +4,7 @@ of its server (responses with `values`). Questions of the types label and rankin
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from rlhf_core.errors import UserError
-from tasks.datasets.exports.judgements import Export, Judgement, Verdict, answers_of, prompt_of
+from tasks.datasets.exports.judgements import Export, Judgement, Verdict, answers_of, prompt_of, read_export
 
 FLAT = ".responses"
 Json = Mapping[str, Any]
@@ -27,17 +26,7 @@ def is_export(record: Json) -> bool:
 
 def read(records: Sequence[Json], path: str) -> Export:
     """The judgements of all submitted responses. Raises UserError for a record of another form."""
-    export = Export("Argilla")
-    for number, record in enumerate(records, start=1):
-        where = f"{path}, record {number}"
-        try:
-            export.judgements += _judgements(record, where, export)
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise UserError(
-                f"{where}: not as Argilla exports it ({type(error).__name__}: {error}); export the records again, "
-                "with to_json or to_datasets"
-            ) from None
-    return export
+    return read_export("Argilla", records, path, _judgements)
 
 
 def _judgements(record: Json, where: str, export: Export) -> Iterator[Judgement]:

@@ -2,9 +2,10 @@
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
+from typing import Any
 
 from rlhf_core.errors import UserError
 from tasks.datasets.jsonl import Row, brief, brief_names
@@ -50,6 +51,26 @@ class Export:
     judgements: list[Judgement] = field(default_factory=list)
     left_out: Counter[str] = field(default_factory=Counter)
     """What counts as no judgement, by reason."""
+
+
+def read_export(
+    tool: str,
+    records: Sequence[Mapping[str, Any]],
+    path: str,
+    judgements_of: Callable[[Mapping[str, Any], str, Export], Iterable[Judgement]],
+) -> Export:
+    """The judgements of all records. Raises UserError for a record of another form than `judgements_of` reads."""
+    export = Export(tool)
+    for number, record in enumerate(records, start=1):
+        where = f"{path}, record {record.get('id') or number}"
+        try:
+            export.judgements += judgements_of(record, where, export)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise UserError(
+                f"{where}: not as {tool} exports it ({type(error).__name__}: {error}); export it again in a format "
+                "that docs/how-to/own-data.md names"
+            ) from None
+    return export
 
 
 def prompt_of(data: Mapping[str, object]) -> object:

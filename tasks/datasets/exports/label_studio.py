@@ -6,8 +6,7 @@ https://labelstud.io/guide/task_format and https://labelstud.io/tags/ranker."""
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from rlhf_core.errors import UserError
-from tasks.datasets.exports.judgements import Export, Judgement, Verdict, answers_of, prompt_of
+from tasks.datasets.exports.judgements import Export, Judgement, Verdict, answers_of, prompt_of, read_export
 
 TYPES = ("pairwise", "choices", "ranker")
 Json = Mapping[str, Any]
@@ -20,17 +19,7 @@ def is_export(record: Json) -> bool:
 
 def read(tasks: Sequence[Json], path: str) -> Export:
     """The judgements of all annotations that were not cancelled. Raises UserError for a task of another form."""
-    export = Export("Label Studio")
-    for number, task in enumerate(tasks, start=1):
-        where = f"{path}, task {task.get('id', number)}"
-        try:
-            export.judgements += _judgements(task, where, export)
-        except (AttributeError, KeyError, TypeError) as error:
-            raise UserError(
-                f"{where}: not as Label Studio exports it ({type(error).__name__}: {error}); export the project "
-                "again, in the format JSON"
-            ) from None
-    return export
+    return read_export("Label Studio", tasks, path, _judgements)
 
 
 def _judgements(task: Json, where: str, export: Export) -> Iterator[Judgement]:

@@ -73,7 +73,10 @@ def data_files(place: Path, also: Collection[str] = ()) -> list[Path]:
         if LONE_SURROGATE.search(str(path)):
             raise UserError(f"{str(path)!r}: the name of this file is not UTF-8; rename it")
         if path.suffix.lower() in UNREAD and path.suffix.lower() not in also:
-            raise UserError(f"{path}: Leash reads *.jsonl and *.parquet; convert or unpack this file, or move it away")
+            raise UserError(
+                f"{path}: Leash reads *.jsonl and *.parquet; convert this file (`leash import` reads CSV, TSV and "
+                "exports of annotation tools), unpack it, or move it away"
+            )
     data = [path for path in found if path.suffix.lower() in (*SUFFIXES, *also)]
     if not data:
         raise UserError(f"{place}: no *.jsonl or *.parquet file")

@@ -11,7 +11,7 @@ import pytest
 from rlhf_core.errors import UserError
 from rlhf_core.evaluation.judge_model import QUESTION
 from rlhf_core.evaluation.pair_judges import both_orders
-from tasks.judging.endpoint import EndpointJudge, endpoint_judge
+from tasks.judging.endpoint import EndpointJudge
 from tasks.params.judge import JudgeParams
 from tasks.params.runtime import ApiParams, RuntimeParams
 from tasks.stage.stage import Stage
@@ -34,7 +34,7 @@ def make_judge(make_stage: Callable[..., Stage[Any]], server: "Server", monkeypa
         api = ApiParams(**{"retries": 3, "timeout_seconds": 5.0, **settings})
         stage.common = stage.common.model_copy(update={"runtime": RuntimeParams(tracking=False, api=api)})
         params = JudgeParams(kind="api", model="m", base_url=server.url, key_variable="JUDGE_KEY")
-        return endpoint_judge(stage, params, question)
+        return EndpointJudge(stage, params, question)
 
     return make
 
@@ -270,7 +270,7 @@ def test_no_key_is_sent_where_there_is_none(
 ) -> None:
     monkeypatch.setenv("OPENAI_API_KEY", KEY)
     params = JudgeParams(kind="api", model="m", base_url=server.url)
-    judge = endpoint_judge(make_stage("preferences", None, []), params, QUESTION)
+    judge = EndpointJudge(make_stage("preferences", None, []), params, QUESTION)
     assert judge.prefer(PROMPTS, GOOD, BAD) == [1.0] * 6
     assert set(server.keys) == {None}
     server.answer = lambda _: (404, {"error": {"message": "none of the models is m"}})

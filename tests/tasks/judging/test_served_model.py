@@ -19,7 +19,7 @@ from rlhf_core.data.tokenizer import encode_prompt, train_bpe
 from rlhf_core.evaluation.judge_model import LETTERS, QUESTION, fill
 from rlhf_core.evaluation.pair_judges import both_orders
 from rlhf_core.models.hf import save_checkpoint
-from tasks.judging.endpoint import endpoint_judge
+from tasks.judging.endpoint import EndpointJudge
 from tasks.params.judge import JudgeParams
 from tasks.stage.stage import Stage
 
@@ -91,7 +91,7 @@ def test_a_real_server(
     """Every verdict is the answer shown first: no pair has a preference, and the bias is seen as what it is. This
     server gives no log-probabilities, so the text is read."""
     params = JudgeParams(kind="api", model=str(tmp_path / "judge"), base_url=address)
-    judge = endpoint_judge(make_stage("preferences", None, []), params, QUESTION)
+    judge = EndpointJudge(make_stage("preferences", None, []), params, QUESTION)
     found = both_orders(judge, PROMPTS, FIRSTS, SECONDS)
     assert (found.preference, found.unread) == ([0.5] * 5, [False] * 5)
     assert (found.position_bias, found.self_agreement) == (0.5, 0.0)

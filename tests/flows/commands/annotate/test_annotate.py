@@ -129,7 +129,6 @@ def test_the_samples_of_the_last_run_are_the_default(
     ("change", "words"),
     [
         ({"answers": 3}, "--answers 3: choose 2 to compare or 4 to rank"),
-        ({"ask": "best"}, "--ask best: choose random, margin, disagreement"),
         ({"overlap": 2}, "--overlap 2 needs as many annotators, and there are 1"),
         ({"share": True, "annotators": ()}, "--share needs the names"),
         ({"annotators": ("anna", "anna")}, "a name occurs twice"),

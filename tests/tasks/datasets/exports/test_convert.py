@@ -182,31 +182,37 @@ def test_label_studio_ranker(convert):
 @pytest.mark.parametrize(
     ("tasks", "says"),
     [
-        ([task(1, annotation(1, result("pairwise", {"selected": "none"})))], "task 1: better: 'none' does not compare"),
+        (
+            [task(1, annotation(1, result("pairwise", {"selected": "none"})))],
+            "record 1: better: 'none' does not compare",
+        ),
         (
             [task(1, annotation(1, result("choices", {"choices": ["reject 2"]})))],
             "'reject 2' does not compare the answers",
         ),
-        ([task(1, annotation(1, left()), prompt="")], "task 1: no prompt; expected a column prompt, instruction"),
-        ([task(1, annotation(1, left()), answer2=None)], "task 1: no answers to compare; expected a prompt and two or"),
-        ([task(1, annotation(1, left()), text1="a", text2="b")], "task 1: no answers to compare"),
+        ([task(1, annotation(1, left()), prompt="")], "record 1: no prompt; expected a column prompt, instruction"),
+        (
+            [task(1, annotation(1, left()), answer2=None)],
+            "record 1: no answers to compare; expected a prompt and two or",
+        ),
+        ([task(1, annotation(1, left()), text1="a", text2="b")], "record 1: no answers to compare"),
         (
             [
                 task(
                     1, annotation(1, result("ranker", {"ranker": {"good": ["m1"], "bad": ["m2", "m3"]}})), items=items()
                 )
             ],
-            "task 1: better: its value does not compare the answers m1, m2, m3; expected a ranking of all of them",
+            "record 1: better: its value does not compare the answers m1, m2, m3; expected a ranking of all of them",
         ),
         (
             [task(1, annotation(1, result("ranker", {"ranker": {"rank": ["m1", "m2"]}})), items=items())],
-            "task 1: better: [['m1'], ['m2']] does not compare",
+            "record 1: better: [['m1'], ['m2']] does not compare",
         ),
         (
             [task(1, annotation(1, left(), result("choices", {"choices": ["left"]}, "also")))],
             "several questions compare the answers (better, also)",
         ),
-        ([task(1, annotation(1, {"type": "pairwise"}))], "task 1: not as Label Studio exports it (KeyError"),
+        ([task(1, annotation(1, {"type": "pairwise"}))], "record 1: not as Label Studio exports it (KeyError"),
         ([task(1, annotation(1))], "no rows; left out: 1 annotations that compare nothing; nothing to import"),
         (
             [{"id": 1, "prompt": PROMPT, "better": "left"}],
