@@ -59,7 +59,8 @@ def execute(stage: Stage[PreferencesParams]) -> None:
         labels = Counter(pair.get("annotator") or NO_ANNOTATOR for pair in pairs if pair["source"] == "dataset")
     splits = {split: sum(pair["split"] == split for pair in pairs) for split in ("train", "validation")}
     if not all(splits.values()):
-        raise UserError(f"preferences: the reward model needs training and validation pairs, there are {splits}")
+        found = " and ".join(f"{count:,} in {split}" for split, count in splits.items())
+        raise UserError(f"the reward model needs training and validation pairs; there are {found}")
     stage.outputs.write_jsonl("data/preferences/samples.jsonl", samples)
     stage.outputs.write_jsonl("data/preferences/preferences.jsonl", pairs)
     stage.write_metrics(
