@@ -1,8 +1,8 @@
 """Scorers give a whole answer one number. A scorer receives text and token ids, so that it can be a reward model with
 the policy's tokenizer, one with its own tokenizer, a rule, or a service."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -20,18 +20,40 @@ class Answers:
     texts: Sequence[str]
     prompt_ids: Sequence[Sequence[int]]
     response_ids: Sequence[Sequence[int]]
+    rows: Sequence[Mapping[str, object]] | None = None
+    """The rows of the data behind the prompts, for functions; None where no scorer needs them."""
 
     def at(self, rows: Sequence[int]) -> "Answers":
         """Those at the given places."""
-        parts = (self.prompts, self.texts, self.prompt_ids, self.response_ids)
-        return Answers(*([part[i] for i in rows] for part in parts))  # type: ignore[arg-type]
+        columns = (self.prompts, self.texts, self.prompt_ids, self.response_ids, self.rows)
+        return Answers(*(column and [column[i] for i in rows] for column in columns))  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True)
+class Scored:
+    """The scores of some answers."""
+
+    total: list[float]
+    """One number for each answer: what is maximised."""
+    parts: dict[str, list[float]] = field(default_factory=dict)
+    """Figures beside it, by name, one number for each answer: what the total was made from."""
+
+    def by_answer(self) -> list[tuple[float, dict[str, float]]]:
+        """Total and parts of each answer."""
+        return [(total, {name: part[i] for name, part in self.parts.items()}) for i, total in enumerate(self.total)]
+
+    @classmethod
+    def joined(cls, answers: Sequence[tuple[float, dict[str, float]]]) -> "Scored":
+        """The inverse of `by_answer`; every answer has the same parts."""
+        names = answers[0][1] if answers else {}
+        return cls([total for total, _ in answers], {name: [parts[name] for _, parts in answers] for name in names})
 
 
 class Scorer(Protocol):
     """Gives each answer a raw score; higher is better."""
 
-    def __call__(self, answers: Answers) -> list[float]:
-        """One finite number for each answer."""
+    def __call__(self, answers: Answers) -> Scored:
+        """One finite number for each answer, and for each part of it."""
 
 
 @dataclass(frozen=True)
@@ -43,13 +65,13 @@ class RewardModelScorer:
     batch_size: int
 
     @torch.no_grad()
-    def __call__(self, answers: Answers) -> list[float]:
+    def __call__(self, answers: Answers) -> Scored:
         """The scalar at each answer's last real token."""
 
         def score(batch: TokenBatch) -> list[float]:
             return sequence_scores(self.model, batch).tolist()
 
-        return map_batches(
+        scores = map_batches(
             score,
             answers.prompt_ids,
             answers.response_ids,
@@ -57,3 +79,4 @@ class RewardModelScorer:
             batch_size=self.batch_size,
             device=self.model.device,
         )
+        return Scored(scores)

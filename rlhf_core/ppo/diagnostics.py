@@ -53,7 +53,8 @@ def step_row(
         "repeated_ngram_share": repeated_ngram_share(rollout.response_ids),
         "repeating_answer_share": repeating_answer_share(rollout.response_ids),
     }
-    return row | statistics.means()
+    parts = {f"reward/{name}": sum(part) / len(part) for name, part in scores.parts.items()}
+    return row | parts | statistics.means()
 
 
 def _per_sequence(rollout: Rollout, kind: str) -> float:

@@ -1,7 +1,7 @@
 """The experience of one PPO step: responses, their scores, and the credit of each token."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from jaxtyping import Bool, Float
@@ -57,6 +57,8 @@ class Scores:
     """Normalised, clipped, lowered where the end-of-sequence token is missing (rule 12)."""
     gold: list[float] | None
     """Logged, never trained on; None where the data have no judge."""
+    parts: dict[str, list[float]] = field(default_factory=dict)
+    """What the raw score was made from, by name; logged."""
 
 
 @dataclass(frozen=True)

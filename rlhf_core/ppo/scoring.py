@@ -19,7 +19,7 @@ from rlhf_core.data.tokenizer import decode_response, encode_prompt, stop_ids
 from rlhf_core.determinism import permutation
 from rlhf_core.errors import NonFiniteError
 from rlhf_core.models.sampling import sample
-from rlhf_core.models.scorers import Answers, Scorer
+from rlhf_core.models.scorers import Answers, Scored, Scorer
 from rlhf_core.ppo.plan import REFERENCE
 from rlhf_core.ppo.processes import Processes
 from rlhf_core.ppo.rewards import RunningScale, normalise_scores, penalise_missing_eos
@@ -30,6 +30,9 @@ NORMALISING = "ppo.sampler_rows, ppo.micro_batch_size or ppo.max_new_tokens"
 """The parameters to lower where the reference's answers do not fit into memory."""
 REFERENCE_ANSWERS = 512
 """Answers of the reference that the scores are normalised with."""
+
+AnswerScore = tuple[float, dict[str, float]]
+"""An answer's raw score, and the parts that it was made from."""
 
 
 @dataclass(frozen=True)
@@ -107,7 +110,7 @@ def reference_scores(
     responses = halving.in_pieces(range(len(chosen)), at_once, draw)
     texts = [decode_response(tokenizer, response, stops) for response in responses]
     answers = Answers([prompts[i] for i in chosen], texts, prompt_ids, responses)
-    scores = halving.in_pieces(range(len(chosen)), config.micro_batch_size, lambda rows: scorer(answers.at(rows)))
+    scores = halving.in_pieces(range(len(chosen)), config.micro_batch_size, lambda rows: scorer(answers.at(rows)).total)
     require_numbers(scores)
     return ReferenceScores(answers, scores)
 
@@ -136,22 +139,23 @@ class Scoring:
     def __call__(self, rollout: Rollout, processes: Processes) -> Scores:
         """Score whole answers; each process scores its share. Raises NonFiniteError for NaN or infinity."""
 
-        def work(rows: list[int]) -> list[tuple[float, float | None]]:
+        def work(rows: list[int]) -> list[tuple[AnswerScore, float | None]]:
             fitting = partial(self._score, rollout)
             return self.halving.in_pieces(rows, self.batch_size, fitting, processes.gather)
 
         scored = processes.map(range(len(rollout.response_ids)), work)
-        require_numbers([score for score, _ in scored])
-        raw = torch.tensor([score for score, _ in scored], dtype=torch.float32, device=rollout.mask.device)
+        found = Scored.joined([score for score, _ in scored])
+        require_numbers(found.total)
+        raw = torch.tensor(found.total, dtype=torch.float32, device=rollout.mask.device)
         gold = [g for _, g in scored if g is not None]
         used = penalise_missing_eos(self._use(raw), rollout.ended, self.config.missing_eos_penalty)
-        return Scores(raw, used, gold if self.source.judge else None)
+        return Scores(raw, used, gold if self.source.judge else None, found.parts)
 
     def raw(self, answers: Answers, processes: Processes) -> list[float]:
         """The scorer's raw scores of all answers, in every process. Raises NonFiniteError for NaN or infinity."""
 
         def work(rows: list[int]) -> list[float]:
-            return self.source.scorer(answers.at(rows)) if rows else []
+            return self.source.scorer(answers.at(rows)).total if rows else []
 
         found = self.halving.in_pieces(range(len(answers.texts)), self.batch_size, work, processes.gather)
         require_numbers(found)
@@ -166,10 +170,10 @@ class Scoring:
         self.scale.load_state_dict(state["scale"])
         self.source.normalisation = ScoreNormalisation(**state["normalisation"])
 
-    def _score(self, rollout: Rollout, rows: list[int]) -> list[tuple[float, float | None]]:
+    def _score(self, rollout: Rollout, rows: list[int]) -> list[tuple[AnswerScore, float | None]]:
         prompts, texts = [rollout.prompts[i] for i in rows], [rollout.texts[i] for i in rows]
         ids = [rollout.prompt_ids[i] for i in rows], [rollout.response_ids[i] for i in rows]
-        scores = self.source.scorer(Answers(prompts, texts, *ids)) if rows else []
+        scores = self.source.scorer(Answers(prompts, texts, *ids)).by_answer() if rows else []
         gold = self.source.judge.score(prompts, texts) if self.source.judge and rows else [None] * len(rows)
         return list(zip(scores, gold, strict=True))
 

@@ -15,14 +15,15 @@ from rlhf_core.evaluation.divergence import Divergence, measure_divergence
 from rlhf_core.evaluation.judges import Judge
 from rlhf_core.evaluation.pair_judges import PairJudge, both_orders
 from rlhf_core.evaluation.wins import wins
-from rlhf_core.models.hf import context_length, load_causal_lm, load_scalar_model, place
+from rlhf_core.models.hf import context_length, load_causal_lm, place
 from rlhf_core.models.sampling import SamplingSettings, sample
-from rlhf_core.models.scorers import Answers, RewardModelScorer
+from rlhf_core.models.scorers import Answers, Scorer
 from tasks.datasets.jsonl import Row
 from tasks.judging.pair_judge import pair_judge_of
 from tasks.stage.long_rows import fitting, prompt_encoder
 from tasks.stage.stage import Stage
 from tasks.stage.trust import trusts
+from tasks.training.scorer import scorer_of
 
 REWARD_MODEL_JUDGE = "reward model"
 
@@ -71,7 +72,7 @@ class Evaluator:
     """Each with its `prompt`."""
     reference: CandidateModel
     """The SFT model."""
-    scorer: RewardModelScorer
+    scorer: Scorer
     judge: Judge | None
     """Scores single answers; None if the data have no judge."""
     pair_judge: PairJudge | None
@@ -203,7 +204,7 @@ class Evaluator:
         prompt_ids = self.prompt_ids(self.reference)
         answers = Answers([self.prompts[i] for i in places], texts, [prompt_ids[i] for i in places], ids)
         keys = [(i, tuple(response)) for i, response in zip(places, ids, strict=True)]
-        return _once(self._rewards, keys, lambda rows: self.scorer(answers.at(rows)))
+        return _once(self._rewards, keys, lambda rows: self.scorer(answers.at(rows)).total)
 
     def _judge(self, places: Sequence[int], texts: Sequence[str]) -> list[float]:
         judge = self.judge
@@ -286,12 +287,11 @@ def build_evaluator(
     """The evaluator for the rows of `path` whose prompt leaves room for an answer, and the number of the other rows."""
     limit, reserve = context_length(sft.model), settings.max_new_tokens
     kept, too_long = fitting(stage, path, rows, prompt_encoder(sft.tokenizer), limit, reserve=reserve)
-    reward_model = place(load_scalar_model(stage.root / "models/reward", trust_remote_code=trusts(stage)))
     evaluator = Evaluator(
         stage=stage,
         rows=[row for row, _ in kept],
         reference=sft,
-        scorer=RewardModelScorer(reward_model, int(sft.tokenizer.pad_token_id), settings.batch_size),
+        scorer=scorer_of(stage.root, sft.tokenizer, settings.batch_size, trusts(stage)),
         judge=judge,
         pair_judge=pair_judge_of(stage, [row["prompt"] for row, _ in kept], reserve, settings.batch_size),
         temperature=settings.temperature,

@@ -8,14 +8,13 @@ from typing import Any
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_core.data.tokenizer import decode_response, stop_ids
-from rlhf_core.models.hf import load_scalar_model, place
+from rlhf_core.models.hf import place
 from rlhf_core.models.sampling import SamplingSettings, sample
-from rlhf_core.models.scorers import Answers, RewardModelScorer
+from rlhf_core.models.scorers import Answers
 from tasks.datasets.jsonl import Row
 from tasks.stage.stage import Stage
 from tasks.stage.trust import trusts
-
-REWARD = "models/reward"
+from tasks.training.scorer import scorer_of
 
 Kept = Sequence[tuple[Row, list[int]]]
 """Rows, each with the token ids of its prompt."""
@@ -72,18 +71,12 @@ def draw_candidates(
         [kept[prompt][1] for prompt, _ in jobs],
         [response for response, _ in drawn],
     )
-    rewards = reward_scorer(stage, pad_id, settings.batch_size)(answers)
+    scorer = scorer_of(stage.root, tokenizer, settings.batch_size, trusts(stage))
     found = [
         Candidate(response, ended, text, reward)
-        for (response, ended), text, reward in zip(drawn, texts, rewards, strict=True)
+        for (response, ended), text, reward in zip(drawn, texts, scorer(answers).total, strict=True)
     ]
     return [found[start : start + count] for start in range(0, len(found), count)]
-
-
-def reward_scorer(stage: Stage[Any], pad_id: int, batch_size: int) -> RewardModelScorer:
-    """The reward model of the run, which reads the very tokens that were sampled."""
-    model = place(load_scalar_model(stage.root / REWARD, trust_remote_code=trusts(stage)))
-    return RewardModelScorer(model, pad_id, batch_size)
 
 
 def reward_figures(candidates: Sequence[Sequence[Candidate]], best: Sequence[Candidate]) -> dict[str, float | int]:

@@ -10,8 +10,9 @@ from rlhf_core.models.hf import load_scalar_model, map_scalar, scalar_model_from
 from rlhf_core.ppo.ptx import Piece, cut_text
 from rlhf_core.ppo.scoring import ScoreNormalisation
 from tasks.datasets.raw import below_raw
+from tasks.training.scorer import REWARD
 
-SFT, REWARD = "models/sft", "models/reward"
+SFT = "models/sft"
 
 
 def starting_critic(

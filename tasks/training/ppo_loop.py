@@ -11,8 +11,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from rlhf_core.config.ppo import PPOConfig
 from rlhf_core.determinism import permutation
 from rlhf_core.errors import UserError
-from rlhf_core.models.hf import context_length, load_causal_lm, load_scalar_model, place
-from rlhf_core.models.scorers import RewardModelScorer
+from rlhf_core.models.hf import context_length, load_causal_lm, place
 from rlhf_core.ppo import checkpoint, snapshots
 from rlhf_core.ppo.actor_critic import ActorCritic
 from rlhf_core.ppo.health import Alert, Monitor
@@ -28,7 +27,8 @@ from tasks.stage.stage import Stage
 from tasks.stage.trust import trusts
 from tasks.stage.workers import is_worker
 from tasks.training.gold_judge import judge_of
-from tasks.training.ppo_inputs import REWARD, SFT, read_text, starting_critic
+from tasks.training.ppo_inputs import SFT, read_text, starting_critic
+from tasks.training.scorer import scorer_of
 
 PROMPTS = "data/ingest/ppo_prompts.jsonl"
 HELDOUT = "data/ingest/heldout.jsonl"
@@ -53,8 +53,7 @@ def build(
     if not kept:
         raise UserError(f"{PROMPTS}: PPO needs prompts; enlarge ingest.split.ppo")
     prompts = [row["prompt"] for row in kept]
-    reward = place(load_scalar_model(stage.root / REWARD, trust_remote_code=trusted), device)
-    scorer = RewardModelScorer(reward, int(tokenizer.pad_token_id), config.micro_batch_size)
+    scorer = scorer_of(stage.root, tokenizer, config.micro_batch_size, trusted, device)
     of_sft, judge = reference_scores(config, sft, tokenizer, scorer, prompts, stage.seed, stage.exempt), judge_of(stage)
     models = ActorCritic(
         config,

@@ -30,7 +30,7 @@ from transformers import (
 from rlhf_core.config.ppo import PPOConfig
 from rlhf_core.data.chat import Conversation
 from rlhf_core.data.tokenizer import CHAT_TEMPLATE, ROLES
-from rlhf_core.models.scorers import Answers
+from rlhf_core.models.scorers import Answers, Scored
 from rlhf_core.ppo.actor_critic import ActorCritic
 from rlhf_core.ppo.scoring import RewardSource, ScoreNormalisation
 from rlhf_core.ppo.trainer import PPOTrainer
@@ -215,7 +215,7 @@ def tiny_trainer(
     text: Sequence[list[int]] = (),
     **config: Any,
 ) -> PPOTrainer:
-    """A PPOTrainer on tiny models. Equal arguments give equal trainers."""
+    """A PPOTrainer on tiny models. Equal arguments give equal trainers. `scorer` gives a list of numbers."""
     settings = PPOConfig(**tiny_ppo_values(**config))
     models = ActorCritic(
         settings,
@@ -228,7 +228,7 @@ def tiny_trainer(
         settings,
         models,
         tokenizer=tiny_tokenizer(),
-        source=RewardSource(scorer, ScoreNormalisation(*normalisation), judge),
+        source=RewardSource(lambda answers: Scored(scorer(answers)), ScoreNormalisation(*normalisation), judge),
         prompts=tiny_prompts(),
         seed=seed,
         text=text,

@@ -85,7 +85,7 @@ def score_tasks(tasks: Sequence[Task], folder: Path, trust_remote_code: bool = F
                 f"{folder}: a prompt with its answer has {longest} tokens, and the model's context holds "
                 f"{context_length(model)}; shorten the text, or use --ask random"
             )
-        found |= zip(keys, scorer(encoded), strict=True)
+        found |= zip(keys, scorer(encoded).total, strict=True)
         progress.update(len(found))
     return [[found[canonical(task.prompt), text] for text in task.answers] for task in tasks]
 

@@ -16,7 +16,6 @@ from rlhf_core.evaluation.judges import RubricJudge
 from rlhf_core.inspect.trace.records import Trace
 from rlhf_core.inspect.trace.step import trace_step
 from rlhf_core.models.hf import context_length, keep_float32, load_causal_lm, load_scalar_model, place, scalar_head
-from rlhf_core.models.scorers import RewardModelScorer
 from rlhf_core.ppo.actor_critic import ActorCritic
 from rlhf_core.ppo.plan import prompts_of_step
 from rlhf_core.ppo.processes import Processes
@@ -26,7 +25,8 @@ from tasks.datasets.jsonl import read_jsonl
 from tasks.params.all import Params
 from tasks.params.loader import PARAMS_FILE, parse, read_yaml
 from tasks.stage.trust import warn_of_code
-from tasks.training.ppo_inputs import REWARD, SFT, read_text, starting_critic
+from tasks.training.ppo_inputs import SFT, read_text, starting_critic
+from tasks.training.scorer import REWARD, scorer_of
 
 POLICY, CRITIC = "models/policy", "models/critic"
 PROMPTS = "data/ingest/ppo_prompts.jsonl"
@@ -187,8 +187,7 @@ def _reward_source(
 ) -> RewardSource:
     """The reward model, normalised as in the run: with the figures of metrics/ppo.json, or measured again where PPO has
     not run."""
-    reward = place(load_scalar_model(root / REWARD, trust_remote_code=trusted), Processes().device)
-    scorer = RewardModelScorer(reward, int(tokenizer.pad_token_id), config.micro_batch_size)
+    scorer = scorer_of(root, tokenizer, config.micro_batch_size, trusted, Processes().device)
     demo = _read_json(root / "metrics" / "ingest.json").get("source") == "demo"
     mean, std = (_read_json(root / "metrics" / "ppo.json").get(name) for name in ("score_mean", "score_std"))
     if isinstance(mean, float) and isinstance(std, float):

@@ -25,7 +25,7 @@ from rlhf_core.data.chat import Conversation
 from rlhf_core.data.tokenizer import encode_prompt
 from rlhf_core.determinism import stream
 from rlhf_core.models.hf import scalar_head, without_dropout
-from rlhf_core.models.scorers import Answers
+from rlhf_core.models.scorers import Answers, Scored
 
 PAD, END = "<|pad|>", "<|end|>"
 TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
@@ -97,9 +97,9 @@ class Problem:
         noise = stream(self.vocabulary, self.length).standard_normal(len(self.responses))
         return {response: self.unit * float(z) for response, z in zip(self.responses, noise, strict=True)}
 
-    def __call__(self, answers: Answers) -> list[float]:
+    def __call__(self, answers: Answers) -> Scored:
         """A scorer (`rlhf_core.models.scorers`) that looks the sampled tokens up."""
-        return [self.scores[tuple(ids)] for ids in answers.response_ids]
+        return Scored([self.scores[tuple(ids)] for ids in answers.response_ids])
 
 
 def problems(config: PPOConfig) -> list[Problem]:

@@ -23,7 +23,7 @@ def test_scores_come_back_in_order_whatever_the_batch(kind: str, build_scalar: B
     model = build_scalar(kind)
     scorer: Scorer = RewardModelScorer(model, PAD, batch_size)
     alone = [sequence_scores(model, pad_batch([p], [r], PAD)).item() for p, r in zip(PROMPTS, RESPONSES, strict=True)]
-    assert scorer(answers()) == pytest.approx(alone, abs=1e-5)
+    assert scorer(answers()).total == pytest.approx(alone, abs=1e-5)
     assert len({round(score, 3) for score in alone}) == len(alone)
 
 

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from rlhf_core.data.chat import Conversation
 from rlhf_core.data.tokenizer import encode_prompt
 from rlhf_core.models.batch import pad_batch, response_logits, state_values
-from rlhf_core.models.scorers import Answers
+from rlhf_core.models.scorers import Answers, Scored
 from rlhf_core.ppo import checkpoint
 from rlhf_core.ppo import trainer as trainer_module
 from rlhf_core.ppo.actor_critic import ActorCritic
@@ -67,7 +67,7 @@ def test_rule_02_sampled_ids_are_trained_on_as_they_are(
     trainer = make_trainer(batch_size=16)
     tokenizer = trainer.tokenizer
     seen: list[Answers] = []
-    trainer.scoring.source.scorer = lambda answers: seen.append(answers) or [0.0] * len(answers.texts)
+    trainer.scoring.source.scorer = lambda answers: seen.append(answers) or Scored([0.0] * len(answers.texts))
     monkeypatch.setattr(trainer_module, "encode_prompt", None)
     rollout = trainer.rollout()
     trainer.score(rollout)

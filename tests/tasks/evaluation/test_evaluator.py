@@ -9,7 +9,7 @@ from rlhf_core.config.base import ScratchConfig
 from rlhf_core.data.tokenizer import train_bpe
 from rlhf_core.errors import UserError
 from rlhf_core.models.hf import build_llama
-from rlhf_core.models.scorers import Answers
+from rlhf_core.models.scorers import Answers, Scored
 from tasks.evaluation.evaluator import CandidateModel, Evaluator, ScoredAnswers
 
 WORDS = ["eat some oats and an egg", "what shall i eat for breakfast", "take tea and a fig"]
@@ -33,8 +33,8 @@ class Stage:
         return [value for batch in batches for value in work(batch)]
 
 
-def lengths(answers: Answers) -> list[float]:
-    return [float(len(ids)) for ids in answers.response_ids]
+def lengths(answers: Answers) -> Scored:
+    return Scored([float(len(ids)) for ids in answers.response_ids])
 
 
 def evaluator(sft: CandidateModel, **changes: Any) -> Evaluator:
@@ -74,7 +74,7 @@ def test_seeds_answered_together_are_those_answered_alone(sft: CandidateModel) -
 def test_an_answer_is_scored_once_whichever_model_gives_it(sft: CandidateModel) -> None:
     seen: list[tuple[str, tuple[int, ...]]] = []
 
-    def scorer(answers: Answers) -> list[float]:
+    def scorer(answers: Answers) -> Scored:
         seen.extend((str(p), tuple(ids)) for p, ids in zip(answers.prompt_ids, answers.response_ids, strict=True))
         return lengths(answers)
 

@@ -92,7 +92,7 @@ def scores(root: Path, rows: Rows) -> list[float]:
     tokenizer = load_tokenizer(root / "models/sft")
     prompts = [encode_prompt(tokenizer, row["prompt"]) for row in rows]
     scorer = RewardModelScorer(load_scalar_model(root / "models/reward"), 0, 1)
-    return scorer(Answers([], [], prompts, [row["response_ids"] for row in rows]))
+    return scorer(Answers([], [], prompts, [row["response_ids"] for row in rows])).total
 
 
 def candidate(reward: float, ended: bool = True, text: str = "") -> Candidate:
