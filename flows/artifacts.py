@@ -15,6 +15,8 @@ HEADLINES = {
     "win_rate": "win rate of the policy against SFT",
     "win_rate_ci95": "95% interval of the win rate",
     "win_rate_judge": "judge of the wins",
+    "win_rate_by_reward_model": "win rate by the reward model that PPO maximised",
+    "win_rate_by_judging_model": "win rate by the judging reward model",
     "gold_sft": "gold score of SFT",
     "gold_policy": "gold score of the policy",
     "reward_sft": "reward model's score of SFT",

@@ -25,8 +25,12 @@ EXTRA = Path("models") / "extra"
 PROMOTED, KEPT = "promoted", "kept"
 COMPARED = "Champion"
 """Trailer of an experiment's message: DVC's hash of the champion that its evaluation has compared."""
-INDEPENDENT = {"pairs": "a judge of pairs", "scores": "a judge's scores"}
-"""Kinds of judges, in words; the third is the reward model of the run, which PPO has maximised."""
+INDEPENDENT = {
+    "pairs": "a judge of pairs",
+    "scores": "a judge's scores",
+    "judging reward model": "a reward model that PPO was not trained on",
+}
+"""Kinds of judges, in words; the last kind is the reward model of the run, which PPO has maximised."""
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,7 @@ from tasks.stage.stage import Stage
 from tasks.stage.trust import trusts
 from tasks.stage.user_models import EXTRA, folder_of
 from tasks.training.gold_judge import judge_of
+from tasks.training.scorer import judging_scorer_of
 
 PREFERENCES = "data/preferences/preferences.jsonl"
 BEST_OF_N = "data/best_of_n/samples.jsonl"
@@ -78,7 +79,11 @@ def evaluator_of(stage: Stage[EvaluateParams]) -> tuple[Evaluator, int]:
         stop_ids(load_tokenizer(folder, trust_remote_code=trusts(stage)), params.stop_tokens)
     sft = load_candidate(stage, "sft", stage.root / "models/sft")
     judge = judge_of(stage) if params.prompts == HELDOUT else None  # the demo's judge scores the demo's prompts only
-    return build_evaluator(stage, source_of(params), evaluation_prompts(stage, params), sft, params, judge)
+    rows, judging = (
+        evaluation_prompts(stage, params),
+        judging_scorer_of(stage.root, sft.tokenizer, params.batch_size, trusts(stage)),
+    )
+    return build_evaluator(stage, source_of(params), rows, sft, params, judge, judging=judging)
 
 
 def answer_all(stage: Stage[EvaluateParams], evaluator: Evaluator) -> Answered:
@@ -146,16 +151,17 @@ def best_of_n(stage: Stage[EvaluateParams], evaluator: Evaluator) -> dict[str, R
 
 
 def scored_samples(evaluator: Evaluator, rows: list[Row]) -> ScoredAnswers:
-    """One sample for each prompt, with the judge's scores."""
-    texts = [row["response"] for row in rows]
+    """One sample for each prompt, with the scores of the judge and of the judging reward model."""
+    texts, ids = [row["response"] for row in rows], [row["response_ids"] for row in rows]
     return ScoredAnswers(
-        responses=[row["response_ids"] for row in rows],
+        responses=ids,
         ended=[row["ended"] for row in rows],
         texts=texts,
         rewards=[row["reward"] for row in rows],
         gold=evaluator.judge.score(evaluator.prompts, texts) if evaluator.judge else None,
         tokens=[row["tokens"] for row in rows],
         divergence=None,
+        judging=evaluator.judging_scores(range(len(rows)), texts, ids),
     )
 
 

@@ -1,5 +1,9 @@
 """Settings of the stage `reward`: the Bradley-Terry reward model."""
 
+from typing import Annotated, Literal
+
+from pydantic import Field
+
 from rlhf_core.config.block import Block, Count, LearningRate, NotNegative, Positive, PositiveNumber
 from rlhf_core.config.lora import LoraSettings
 
@@ -20,3 +24,14 @@ class RewardConfig(Block):
     max_tokens: Positive
     """Longest prompt plus response, in tokens; `long_rows` says what happens to longer rows."""
     lora: LoraSettings | None = None
+    members: Positive = 1
+    """Reward models, trained one after another on the same pairs, with other heads and in another order of the data.
+    Their scores are combined by `combine` (Coste et al. 2023)."""
+    combine: Literal["mean", "min", "mean_minus_std"] = "mean"
+    """The score of several members: their mean, the lowest, or the mean minus `std_coef` standard deviations. First the
+    mean of each member's scores on held-out answers is subtracted."""
+    std_coef: NotNegative = 1.0
+    """Weight of the members' standard deviation with `combine: mean_minus_std`."""
+    judge_share: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Share of the training prompts whose pairs train a second reward model, with another seed, and not PPO's. Where
+    nothing else judges, `evaluate` takes win rates from it. 0: none."""

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -26,6 +26,10 @@ from tasks.stage.trust import trusts
 from tasks.training.scorer import scorer_of
 
 REWARD_MODEL_JUDGE = "reward model"
+JUDGING_MODEL = "judging reward model"
+"""The reward model that PPO is not trained on (`reward.judge_share`)."""
+ScoresOf = Literal["rewards", "judging"]
+"""Scores of a reward model: PPO's, or the judging one's."""
 
 Item = TypeVar("Item")
 Key = TypeVar("Key", bound=Hashable)
@@ -57,6 +61,8 @@ class ScoredAnswers:
     """Length of each answer, in tokens of the SFT model."""
     divergence: Divergence | None
     """From the SFT model; None for a model with another tokenizer."""
+    judging: list[float] | None = None
+    """Scores of the judging reward model; None in a run without one."""
 
     def as_judged(self, prompt: int) -> tuple[str, bool]:
         """Text and end of an answer, which is all that a judge receives."""
@@ -83,8 +89,11 @@ class Evaluator:
     stop_tokens: Sequence[str]
     purpose: str = ""
     """Evaluators of different purposes use different random numbers."""
+    judging: Scorer | None = None
+    """The reward model that PPO is not trained on; None in a run without one."""
     _rewards: dict[tuple[int, tuple[int, ...]], float] = field(default_factory=dict)
     """Cache of scores by prompt and token ids, shared by all models."""
+    _judging: dict[tuple[int, tuple[int, ...]], float] = field(default_factory=dict)
     _gold: dict[tuple[int, str], float] = field(default_factory=dict)
     _encoded: dict[str, list[list[int]]] = field(default_factory=dict)
     """Cache of the prompts' token ids, by the name of the model that the tokenizer belongs to."""
@@ -103,41 +112,48 @@ class Evaluator:
             responses,
             ended,
             texts,
-            self._reward(places, texts, read),
+            self._score(self.scorer, self._rewards, places, texts, read),
             self._judge(places, texts) if self.judge else None,
             [len(ids) for ids in read],
             self._diverge(candidate, places, responses) if shared else None,
+            self.judging_scores(places, texts, read),
         )
         return [_part(found, start, start + len(self.rows)) for start in range(0, len(places), len(self.rows))]
 
-    def compare(self, scored: ScoredAnswers, other: ScoredAnswers) -> list[float]:
+    def compare(self, scored: ScoredAnswers, other: ScoredAnswers, by: ScoresOf | None = None) -> list[float]:
         """For each prompt how much `scored` is preferred to `other`, in [0, 1]; ½ is a tie.
 
-        Uses the pair judge, in both orders; without one the judge's scores; without a judge the reward model's.
+        Uses the scores that `by` names. None: the pair judge, in both orders; without one the judge's scores; without a
+        judge those of the judging reward model; without it those of PPO's.
         """
         if scored is other:
             return [0.5] * len(self.rows)
-        if self.pair_judge is not None:
+        if by is None and self.pair_judge is not None:
             return both_orders(self.pair_judge, self.prompts, other.texts, scored.texts).preference
-        if scored.gold is not None and other.gold is not None:
+        if by is None and scored.gold is not None and other.gold is not None:
             return wins(other.gold, scored.gold)
+        column = by or ("rewards" if self.judging is None else "judging")
         return [
             0.5 if scored.as_judged(i) == other.as_judged(i) else won  # best-of-n scores equal answers in other batches
-            for i, won in enumerate(wins(other.rewards, scored.rewards))
+            for i, won in enumerate(wins(getattr(other, column), getattr(scored, column)))
         ]
 
     @property
     def judged_by(self) -> str:
-        """The kind of judge behind `compare`: `pairs`, `scores` or `reward model`."""
+        """The kind of judge behind `compare`: `pairs`, `scores`, `judging reward model` or `reward model`."""
         if self.pair_judge is not None:
             return "pairs"
-        return "reward model" if self.judge is None else "scores"
+        return self._model_that_judges if self.judge is None else "scores"
 
     @property
     def winner_named_by(self) -> str:
         """Name of the judge behind `compare`, for tables and pictures."""
         judge = self.pair_judge or self.judge
-        return REWARD_MODEL_JUDGE if judge is None else judge.name
+        return self._model_that_judges if judge is None else judge.name
+
+    @property
+    def _model_that_judges(self) -> str:
+        return REWARD_MODEL_JUDGE if self.judging is None else JUDGING_MODEL
 
     @cached_property
     def prompts(self) -> list[Any]:
@@ -200,11 +216,25 @@ class Evaluator:
         drawn = dict(zip(order, found, strict=True))
         return [drawn[job] for job in jobs]
 
-    def _reward(self, places: Sequence[int], texts: Sequence[str], ids: Sequence[Sequence[int]]) -> list[float]:
+    def judging_scores(
+        self, places: Sequence[int], texts: Sequence[str], ids: Sequence[Sequence[int]]
+    ) -> list[float] | None:
+        """The judging reward model's scores of answers to the prompts at `places`, with their token ids of the SFT
+        model; None in a run without one."""
+        return None if self.judging is None else self._score(self.judging, self._judging, places, texts, ids)
+
+    def _score(
+        self,
+        scorer: Scorer,
+        known: dict[tuple[int, tuple[int, ...]], float],
+        places: Sequence[int],
+        texts: Sequence[str],
+        ids: Sequence[Sequence[int]],
+    ) -> list[float]:
         prompt_ids = self.prompt_ids(self.reference)
         answers = Answers([self.prompts[i] for i in places], texts, [prompt_ids[i] for i in places], ids)
         keys = [(i, tuple(response)) for i, response in zip(places, ids, strict=True)]
-        return _once(self._rewards, keys, lambda rows: self.scorer(answers.at(rows)).total)
+        return _once(known, keys, lambda rows: scorer(answers.at(rows)).total)
 
     def _judge(self, places: Sequence[int], texts: Sequence[str]) -> list[float]:
         judge = self.judge
@@ -266,6 +296,7 @@ def _part(scored: ScoredAnswers, start: int, end: int) -> ScoredAnswers:
         None if scored.gold is None else scored.gold[start:end],
         scored.tokens[start:end],
         found and found.part(start, end),
+        None if scored.judging is None else scored.judging[start:end],
     )
 
 
@@ -283,6 +314,7 @@ def build_evaluator(
     settings: SamplingSettings,
     judge: Judge | None,
     purpose: str = "",
+    judging: Scorer | None = None,
 ) -> tuple[Evaluator, int]:
     """The evaluator for the rows of `path` whose prompt leaves room for an answer, and the number of the other rows."""
     limit, reserve = context_length(sft.model), settings.max_new_tokens
@@ -299,5 +331,6 @@ def build_evaluator(
         batch_size=settings.batch_size,
         stop_tokens=settings.stop_tokens,
         purpose=purpose,
+        judging=judging,
     )
     return evaluator, too_long

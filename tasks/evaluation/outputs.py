@@ -14,6 +14,7 @@ from tasks.evaluation.results import (
     difference,
     own_figures,
     pick,
+    rates_by_reward_models,
     win_rate_figures,
     wins_over,
     with_interval,
@@ -22,6 +23,9 @@ from tasks.evaluation.teacher_forced import TeacherForced, teacher_forced_figure
 from tasks.params.evaluate import EvaluateParams
 from tasks.params.methods import BY_NAME
 from tasks.stage.stage import Stage
+
+BY_REWARD_MODELS = ("win_rate_by_", "win_rate_controlled_by_")
+"""Beginnings of the names of win rates by reward models."""
 
 
 @dataclass
@@ -50,6 +54,7 @@ def model_figures(
     over_sft = None if name == "sft" else wins_over(evaluator, results, sft)
     over_policy = None if name == "policy" else wins_over(evaluator, results, policy)
     figures = own_figures(results, bootstrap) | win_rate_figures(results, sft, over_sft, bootstrap)
+    figures |= rates_by_reward_models(evaluator, results, sft, bootstrap)
     figures |= with_interval("win_rate_vs_policy", bootstrap.of(results, over_policy))
     ahead = None if name == "policy" else difference(results, policy, "gold", bootstrap)
     figures |= with_interval("gold_minus_policy", ahead)
@@ -90,6 +95,7 @@ def summary(evaluator: Evaluator, models: dict[str, dict[str, Any]]) -> dict[str
         "win_rate": policy["win_rate"],
         "win_rate_ci95": policy["win_rate_ci95"],
         "ties": policy["ties"],
+        **{name: value for name, value in policy.items() if name.startswith(BY_REWARD_MODELS)},
         "kl_per_sequence": policy["kl"],
         "kl_k3_per_sequence": policy["kl_k3"],
         "kl_exact_per_sequence": policy["kl_exact"],

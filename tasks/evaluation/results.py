@@ -14,7 +14,10 @@ from jaxtyping import Float
 from rlhf_core.evaluation.diversity import distinct_n, mean_overlap
 from rlhf_core.evaluation.intervals import Estimate, estimate, estimate_difference, estimate_ratio
 from rlhf_core.evaluation.wins import length_controlled_win_rate
-from tasks.evaluation.evaluator import Evaluator, ScoredAnswers
+from tasks.evaluation.evaluator import Evaluator, ScoredAnswers, ScoresOf
+
+RATED_BY: dict[str, ScoresOf] = {"reward_model": "rewards", "judging_model": "judging"}
+"""Ends of the names of win rates by reward models, and the scores behind them."""
 
 Table = Float[np.ndarray, "prompts answers"]
 PerPrompt = Float[np.ndarray, "prompts"]
@@ -62,7 +65,7 @@ class Results:
 def pick(columns: list[ScoredAnswers]) -> ScoredAnswers:
     """For each prompt the answer with the highest reward, the first of equal ones."""
     best = [max(range(len(columns)), key=lambda k: columns[k].rewards[i]) for i in range(len(columns[0].texts))]
-    gold = [column.gold for column in columns]
+    gold, judging = [column.gold for column in columns], [column.judging for column in columns]
     return ScoredAnswers(
         responses=[columns[k].responses[i] for i, k in enumerate(best)],
         ended=[columns[k].ended[i] for i, k in enumerate(best)],
@@ -71,6 +74,7 @@ def pick(columns: list[ScoredAnswers]) -> ScoredAnswers:
         gold=None if gold[0] is None else [gold[k][i] for i, k in enumerate(best)],  # type: ignore[index]
         tokens=[columns[k].tokens[i] for i, k in enumerate(best)],
         divergence=None,
+        judging=None if judging[0] is None else [judging[k][i] for i, k in enumerate(best)],  # type: ignore[index]
     )
 
 
@@ -137,9 +141,23 @@ def win_rate_figures(results: Results, sft: Results, won: Table | None, bootstra
     }
 
 
-def wins_over(evaluator: Evaluator, results: Results, other: Results) -> Table:
-    """How much each answer is preferred to the other model's, in [0, 1]."""
-    return np.array([evaluator.compare(scored, other.column(i)) for i, scored in enumerate(results.columns)]).T
+def wins_over(evaluator: Evaluator, results: Results, other: Results, by: ScoresOf | None = None) -> Table:
+    """How much each answer is preferred to the other model's, in [0, 1]; `by` as in `Evaluator.compare`."""
+    return np.array([evaluator.compare(scored, other.column(i), by) for i, scored in enumerate(results.columns)]).T
+
+
+def rates_by_reward_models(
+    evaluator: Evaluator, results: Results, sft: Results, bootstrap: Bootstrap
+) -> dict[str, Any]:
+    """The win rate over the SFT model, and that at equal length, by PPO's reward model and by the judging one, whatever
+    judge there is. Empty in a run without a judging reward model; None values for the SFT model."""
+    found: dict[str, Any] = {}
+    for name, column in RATED_BY.items() if evaluator.judging else ():
+        won = None if results is sft else wins_over(evaluator, results, sft, column)
+        figures = win_rate_figures(results, sft, won, bootstrap)
+        for rate in ("win_rate", "win_rate_controlled"):
+            found |= {f"{rate}_by_{name}": figures[rate], f"{rate}_by_{name}_ci95": figures[f"{rate}_ci95"]}
+    return found
 
 
 def difference(results: Results, other: Results, column: str, bootstrap: Bootstrap) -> Estimate | None:

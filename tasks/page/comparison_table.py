@@ -13,6 +13,7 @@ from tasks.params.methods import BY_NAME
 Figures = Mapping[str, Any]
 """An entry of `models` in metrics/evaluate.json."""
 
+JUDGING = "win_rate_by_judging_model"
 LABELS = {"sft": "SFT", "policy": "PPO policy"}
 BEST_OF = re.compile(r"best_of_(\d+)")
 
@@ -45,6 +46,13 @@ COLUMNS = (
     Column(
         "win_rate_controlled", "At equal length", "the same, controlled", "share", 1, "higher",
         "win_rate_controlled_ci95",
+    ),
+    Column(
+        "win_rate_by_reward_model", "By PPO’s reward model", "the same win rate", "share", 1,
+        interval="win_rate_by_reward_model_ci95",
+    ),
+    Column(
+        JUDGING, "By the judging reward model", "the same win rate", "share", 1, interval=f"{JUDGING}_ci95",
     ),
     Column(
         "win_rate_vs_policy", "Win rate against PPO", "a tie is half", "share", 1, "higher", "win_rate_vs_policy_ci95"
@@ -87,8 +95,10 @@ def label(model: str, models: Mapping[str, Figures] = MappingProxyType({})) -> s
 
 
 def columns_of(models: Mapping[str, Figures]) -> list[Column]:
-    """The columns that at least one model has a figure for."""
-    return [column for column in COLUMNS if any(finite(one.get(column.key)) is not None for one in models.values())]
+    """The columns that at least one model has a figure for; a win rate that is the main one is not shown twice."""
+    known = [column for column in COLUMNS if any(finite(one.get(column.key)) is not None for one in models.values())]
+    twice = all(one.get(JUDGING) == one.get("win_rate") for one in models.values())
+    return [column for column in known if not (twice and column.key == JUDGING)]
 
 
 def cells(models: Mapping[str, Figures], column: Column) -> dict[str, Cell]:

@@ -62,11 +62,10 @@ def scores(run: Run) -> Picture | None:
     for axes, (name, values, colour) in zip(grid, panels, strict=True):
         curve(axes, ppo["step"], values, name, colour)
         label_axes(axes, name.replace(" score (raw)", "\nscore (raw)"), STEP if axes is grid[-1] else "")
-    unjudged = (
-        "The judge gives no scores; see the win rate of the snapshots."
-        if run.is_judged
-        else "Without another judge, this does not show whether the policy exploits it."
-    )
+    unjudged = {
+        "pairs": "The judge gives no scores; see the win rate of the snapshots.",
+        "judging reward model": "For the judge see the win rate of the snapshots.",
+    }.get(run.judged_by, "Without another judge, this does not show whether the policy exploits it.")
     caption = (
         "No model is trained on the gold score; the reward model's score is the proxy that PPO maximises. Where the "
         "proxy rises and gold falls, the policy exploits the reward model."
@@ -75,6 +74,30 @@ def scores(run: Run) -> Picture | None:
     )
     return Picture(
         "scores", "ppo", png(figure), line_alt([(name, values, 2, "") for name, values, _ in panels]), caption
+    )
+
+
+def disagreement(run: Run) -> Picture | None:
+    """The disagreement of several reward models on PPO's samples."""
+    ppo = run.curves["ppo"]
+    std = ppo.get("reward/std", [])
+    if not known(std):
+        return None
+    figure, (axes,) = canvas("Disagreement of the reward models")
+    curve(axes, ppo["step"], std, "PPO’s samples", PROXY)
+    before = finite(run.metrics["reward"].get("disagreement"))
+    if before is not None:
+        axes.axhline(before, color=INK, linewidth=1.4, label="held-out pairs")
+    axes.set_ylim(bottom=0)
+    label_axes(axes, "nats", STEP)
+    legend(axes)
+    return Picture(
+        "disagreement",
+        "ppo",
+        png(figure),
+        line_alt([("standard deviation of the members’ scores", std, 2, "nats")]),
+        "The standard deviation of the members’ scores of an answer, the mean over the samples of a step. Where it "
+        "rises above its value on held-out pairs, PPO has left the answers that the reward models were trained on.",
     )
 
 
@@ -191,6 +214,7 @@ PICTURES: tuple[Callable[[Run], Picture | None], ...] = (
     logprobs,
     score_distribution,
     scores,
+    disagreement,
     ppo_kl,
     response_length,
     health,

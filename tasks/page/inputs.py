@@ -53,12 +53,13 @@ class Run:
 
     @property
     def judged_by(self) -> str:
-        """What decides the win rate: a judge's `scores`, a judge that compares `pairs`, or the `reward model`."""
+        """What decides the win rate: a judge's `scores`, a judge that compares `pairs`, the `judging reward model`, or
+        the `reward model`, that of PPO."""
         return str(self.evaluation["judged_by"])
 
     @property
     def is_judged(self) -> bool:
-        """True when the win rate is not the reward model's."""
+        """True when the win rate is not that of PPO's reward model."""
         return self.judged_by != "reward model"
 
     @property

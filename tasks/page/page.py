@@ -54,6 +54,7 @@ def render(run: Run, pictures: list[Picture], samples: int, inputs: Mapping[str,
             colour=colour_of,
             called=label,
             judge=str(run.evaluation.get("judge") or run.judge),
+            by_reward_model=percent(run.evaluation.get("win_rate_by_reward_model")),
             reward_facts=reward_facts(run),
             sft_facts=sft_facts(run),
             samples=pick(every, samples),
@@ -134,6 +135,11 @@ def column_notes(run: Run) -> list[str]:
             "At equal length: the win rate for answers of equal length, by a logistic regression of the wins on the "
             "difference in length."
         )
+    if "win_rate_by_reward_model" in shown:
+        texts.append(
+            "By PPO’s reward model: the win rate by the model that PPO maximised, which is too high where PPO exploits "
+            "it. The judging reward model was trained on the pairs of other prompts, with another seed."
+        )
     if "kl_exact" in shown and any(name.startswith("best_of_") for name in run.models):
         texts.append("The KL of best-of-n is its bound log n − (n−1)/n; the others’ is measured on their answers.")
     if "optimum_share" in shown:
@@ -184,6 +190,8 @@ def reward_facts(run: Run) -> list[tuple[str, str]]:
         ("Training accuracy", percent(r.get("train_accuracy"))),
         ("Held-out loss, nats per pair", number(r.get("heldout_loss"), 3)),
         ("Expected calibration error", number(r.get("expected_calibration_error"), 3)),
+        *member_facts(run),
+        ("Judging reward model, held-out accuracy", percent(r.get("judge_accuracy"))),
         ("Correlation with length", number(run.metrics["ppo"].get("length_correlation"))),
     ]
     if run.has_judge:
@@ -194,6 +202,25 @@ def reward_facts(run: Run) -> list[tuple[str, str]]:
             *agreement_facts(run.evaluation.get("reward_model") or {}),
         ]
     return _shown(facts)
+
+
+def member_facts(run: Run) -> list[tuple[str, str]]:
+    """How several reward models are combined, and the figures of each; empty for a single one."""
+    r, settings = run.metrics["reward"], run.params.get("reward") or {}
+    accuracies = [
+        value for number in range(1, 1 + int(settings.get("members", 1)))
+        if (value := r.get(f"member_{number}_accuracy")) is not None
+    ]  # fmt: skip
+    if not accuracies:
+        return []
+    rule = str(settings.get("combine", "mean"))
+    if rule == "mean_minus_std":
+        rule = f"mean less {number(settings.get('std_coef', 1.0))} standard deviations"
+    return [
+        ("Members, and how they are combined", f"{len(accuracies)}, {rule}"),
+        ("Members’ held-out accuracy", ", ".join(percent(value) for value in accuracies)),
+        ("Members’ disagreement on held-out answers", number(r.get("disagreement"))),
+    ]
 
 
 def whose_labels(run: Run) -> str:

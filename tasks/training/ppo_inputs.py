@@ -6,6 +6,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_core.config.ppo import PPOConfig
 from rlhf_core.errors import UserError
+from rlhf_core.models.ensemble import Ensemble
 from rlhf_core.models.hf import load_scalar_model, map_scalar, scalar_model_from
 from rlhf_core.ppo.ptx import Piece, cut_text
 from rlhf_core.ppo.scoring import ScoreNormalisation
@@ -19,11 +20,14 @@ def starting_critic(
     root: Path, config: PPOConfig, normalisation: ScoreNormalisation, seed: int, trusted: bool
 ) -> PreTrainedModel | None:
     """A critic of its own as the settings say; None where the loop needs no such model. A critic that starts as the
-    reward model predicts scores in PPO's unit (rule 20)."""
+    reward model predicts scores in PPO's unit (rule 20); of several members it is the first, shifted to the mean of
+    their combined score."""
     if not config.needs_critic_model:
         return None
     if config.critic.init == "reward":
         critic = load_scalar_model(root / REWARD, trust_remote_code=trusted)
+        if (ensemble := Ensemble.read(root / REWARD)) is not None:
+            map_scalar(critic, 1.0, ensemble.shift_of_first)
         map_scalar(critic, *normalisation.unit(config.score))
         return critic
     return scalar_model_from(root / SFT, seed, trust_remote_code=trusted)

@@ -8,13 +8,18 @@ from rlhf_core.training.run import Report, Run
 from tasks.stage.stage import Stage
 
 
-def training_run(stage: Stage[Any], shown: Sequence[str]) -> Run:
-    """Seed everything, and make a Run that shows `shown` and tracks every number under the stage's name."""
-    make_deterministic(stage.seed, stage.common.threads)
+def training_run(stage: Stage[Any], shown: Sequence[str], part: str = "", seed: int | None = None) -> Run:
+    """Seed everything, and make a Run that shows `shown` and tracks every number under the stage's name.
+
+    A further training of the stage has a name (`part`), with which its state folder and its metrics begin, and a seed
+    of its own.
+    """
+    seed = stage.seed if seed is None else seed
+    make_deterministic(seed, stage.common.threads)
     return Run(
-        state_dir=stage.state_dir,
-        seed=stage.seed,
-        report=_reporter(stage, shown),
+        state_dir=stage.state_dir / part,
+        seed=seed,
+        report=_reporter(stage, shown, part),
         workers=stage.runtime.dataloader_workers,
         checkpoint_every=stage.runtime.checkpoint_every,
         stopping=stage.interrupts,
@@ -23,14 +28,15 @@ def training_run(stage: Stage[Any], shown: Sequence[str]) -> Run:
     )
 
 
-def _reporter(stage: Stage[Any], shown: Sequence[str]) -> Report:
+def _reporter(stage: Stage[Any], shown: Sequence[str], part: str) -> Report:
     progress = None
+    prefix = f"{part}/" if part else ""
 
     def report(step: int, total: int, values: dict[str, float]) -> None:
         nonlocal progress
         progress = progress or stage.progress(total)
         numbers = {name: value for name, value in values.items() if name not in {"epoch", "eval_loss"}}
-        stage.track(numbers, step)
+        stage.track({f"{prefix}{name}": value for name, value in numbers.items()}, step)
         if "loss" in values:
             progress.update(step, **{name: values.get(name) for name in shown})
 

@@ -41,6 +41,7 @@ def against(low: float, high: float) -> dict[str, Any]:
         ({}, against(0.5, 0.6), [], ["win rate against the champion"]),
         ({}, against(0.6, 0.7) | {"judged_by": "reward model"}, [], ["judge"]),
         ({}, against(0.6, 0.7) | {"judged_by": None}, [], ["judge"]),
+        ({}, against(0.6, 0.7) | {"judged_by": "judging reward model"}, [], []),
         ({"allow_reward_model": True}, against(0.6, 0.7) | {"judged_by": "reward model"}, [], []),
         ({"win_rate_above": 0.4}, against(0.45, 0.6), [], []),
         ({"kl_below": 2.0}, against(0.6, 0.7), [], ["KL, nats"]),

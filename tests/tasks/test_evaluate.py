@@ -4,6 +4,7 @@ import csv
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -25,8 +26,11 @@ def test_the_pick_has_the_highest_reward_and_is_the_first_of_equals() -> None:
     def scored(name: str, rewards: list[float]) -> ScoredAnswers:
         return ScoredAnswers([[1]] * 2, [True] * 2, [name] * 2, rewards, [float(len(name))] * 2, [1] * 2, None)
 
-    picked = pick([scored("a", [1.0, 2.0]), scored("bb", [3.0, 2.0]), scored("ccc", [2.0, 1.0])])
+    columns = [scored("a", [1.0, 2.0]), scored("bb", [3.0, 2.0]), scored("ccc", [2.0, 1.0])]
+    picked = pick(columns)
     assert (picked.texts, picked.rewards, picked.gold) == (["bb", "a"], [3.0, 2.0], [2.0, 1.0])
+    judged = pick([replace(column, judging=[float(place)] * 2) for place, column in enumerate(columns)])
+    assert judged.judging == [1.0, 0.0]
 
 
 def test_the_table_for_mlflow_has_the_answers_of_one_seed_by_prompt() -> None:
@@ -136,6 +140,43 @@ def test_a_users_models_and_prompts_join_and_a_model_may_judge(finished: "Projec
     assert (models["foreign"]["kl_exact"], models["foreign"]["optimum_share"]) == (None, None)
     assert models["foreign"]["logprob_chosen"] is not None
     assert stage_main(finished, "report").code == 0
+
+
+@pytest.mark.slow
+def test_members_and_a_judging_reward_model_pass_every_stage(finished: "Project", stage_main: Main) -> None:
+    """From `reward` to the page: three win rates on the demo, and the judging one's where the rubric cannot judge."""
+    finished.set("runtime.tracking", False)
+    finished.set("reward.members", 2)
+    finished.set("reward.combine", "min")
+    finished.set("reward.judge_share", 0.3)
+    for stage in ("reward", "ppo", "select", "best_of_n", "rejection_sft", "rloo", "evaluate", "report"):
+        done = stage_main(finished, stage)
+        assert done.code == 0, (stage, done.stderr)
+    with (finished.root / "plots/ppo.csv").open(encoding="utf-8", newline="") as file:
+        assert all(float(row["reward/std"]) > 0 for row in csv.DictReader(file))
+    metrics = finished.json("metrics/evaluate.json")
+    rates = ("win_rate", "win_rate_by_reward_model", "win_rate_by_judging_model")
+    assert [metrics[rate] for rate in rates] == [metrics["models"]["policy"][rate] for rate in rates]
+    assert len({metrics[rate] for rate in rates}) > 1
+    assert metrics["judged_by"] == "scores"
+    assert len({tuple(row) for row in metrics["models"].values()}) == 1, "the same keys for every model"
+    page = (finished.root / "report/index.html").read_text(encoding="utf-8")
+    assert "By the judging reward model" in page
+    assert "Disagreement of the reward models" not in page, "the title is in the picture"
+    assert 'id="disagreement"' in page
+
+    mine = [{"prompt": f"What could I eat on day {day}?"} for day in range(3)]
+    text = "".join(json.dumps(row) + "\n" for row in mine)
+    (finished.root / "data/raw/mine.jsonl").write_text(text, encoding="utf-8")
+    finished.set("evaluate.prompts", "mine.jsonl")
+    for stage in ("best_of_n", "evaluate", "report"):
+        assert stage_main(finished, stage).code == 0
+    metrics = finished.json("metrics/evaluate.json")
+    assert metrics["judged_by"] == metrics["win_rate_judge"] == "judging reward model"
+    for row in metrics["models"].values():
+        assert row["win_rate"] == row["win_rate_by_judging_model"]
+    page = (finished.root / "report/index.html").read_text(encoding="utf-8")
+    assert "By the judging reward model" not in page, "it is the win rate itself"
 
 
 def foreign(project: "Project", name: str) -> None:

@@ -1,6 +1,8 @@
-"""Stage `reward`: which tokens the model is trained on, and the plain folder that LoRA leaves."""
+"""Stage `reward`: the tokens that are trained on, the plain folder that LoRA leaves, members, the judging model."""
 
+import json
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -9,7 +11,16 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification
 
+from rlhf_core.config.reward import RewardConfig
+from rlhf_core.data.tokenizer import encode_prompt
+from rlhf_core.errors import UserError
+from rlhf_core.models.ensemble import Ensemble
+from rlhf_core.models.hf import load_scalar_model
+from rlhf_core.reward import Comparison, PairTrainer, bradley_terry_loss, score_pairs, train_reward_model
+from tasks import reward
 from tasks.training import pairs as comparisons
+from tasks.training.pairs import PREFERENCES
+from tests.tasks.conftest import TINY
 
 if TYPE_CHECKING:
     from tests.conftest import Ended, Project
@@ -74,3 +85,154 @@ def test_lora_leaves_a_plain_merged_folder(
     assert not loading["missing_keys"]
     assert not loading["unexpected_keys"]
     assert model.config.num_labels == 1
+
+
+CONFIG = RewardConfig(learning_rate=1e-2, epochs=2, batch_size=2, warmup_steps=1, weight_decay=0.0, max_tokens=64)
+TABLES = [f"plots/{name}.csv" for name in ("reward", "reward_calibration", "reward_margins", "reward_scores")]
+OUTS = ["models/reward", "metrics/reward.json", *TABLES]
+Train = Callable[..., dict[str, Any]]
+
+
+@pytest.fixture
+def train(workshop: Path, make_stage: Callable[..., Any], pairs: list[dict[str, Any]]) -> Train:
+    """train("state", members=3, rows=…) -> the metrics that the stage wrote, for data without a judge."""
+    (workshop / "metrics").mkdir(exist_ok=True)
+    (workshop / "metrics/ingest.json").write_text('{"source": "files"}', encoding="utf-8")
+
+    def call(state: str = "reward", rows: list[dict[str, Any]] | None = None, **settings: Any) -> dict[str, Any]:
+        config = CONFIG.model_copy(update=settings)
+        stage = make_stage("reward", config, OUTS, {PREFERENCES: rows or pairs}, state=state)
+        reward.execute(stage)
+        stage.outputs.commit()
+        metrics: dict[str, Any] = json.loads((workshop / "metrics/reward.json").read_text())
+        return metrics
+
+    return call
+
+
+def written(root: Path) -> dict[str, bytes]:
+    """Every file of the stage's outs."""
+    files = [file for out in OUTS for file in (root / out, *(root / out).rglob("*")) if file.is_file()]
+    return {file.relative_to(root).as_posix(): file.read_bytes() for file in files}
+
+
+def test_the_first_member_is_the_reward_model_of_a_run_without_others(train: Train, workshop: Path) -> None:
+    alone = train("alone")
+    single = written(workshop)
+    assert not any("members" in name or "ensemble" in name or "judge" in name for name in single)
+    assert list(alone)[-3:] == ["train_accuracy", "train_loss", "pairs_too_long"]
+    together = train("together", members=3, combine="min")
+    several = written(workshop)
+    assert several["models/reward/model.safetensors"] == single["models/reward/model.safetensors"]
+    assert several["plots/reward.csv"] == single["plots/reward.csv"]
+    weights = [single["models/reward/model.safetensors"]] + [
+        several[f"models/reward/members/{number}/model.safetensors"] for number in (2, 3)
+    ]
+    assert len(set(weights)) == 3, "other heads, another order of the data"
+    assert together["member_1_accuracy"] == alone["heldout_accuracy"]
+    assert together["member_1_loss"] == alone["heldout_loss"]
+    train("once more")
+    assert written(workshop) == single, "nothing is left of the members"
+
+
+def test_the_figures_of_an_ensemble_are_those_of_the_combined_score(
+    train: Train, workshop: Path, pairs: list[dict[str, Any]]
+) -> None:
+    """From the scores of the three folders on the two sides of the validation pairs."""
+    metrics = train(members=3, combine="mean_minus_std", std_coef=0.5)
+    rule = Ensemble.read(workshop / "models/reward")
+    assert rule is not None
+    assert (rule.combine, rule.std_coef) == ("mean_minus_std", 0.5)
+    folders = [workshop / "models/reward" / name for name in ("", "members/2", "members/3")]
+    stage: Any = SimpleNamespace(read=lambda path: pairs, common=SimpleNamespace(long_rows="refuse"))
+    heldout, _ = comparisons.comparisons(stage, TINY.tiny_tokenizer(), "validation", 64)
+    scores = [score_pairs(load_scalar_model(folder), heldout, 0, 2) for folder in folders]
+    sides = torch.stack([torch.cat([one.chosen, one.rejected]) for one in scores]).double()
+    assert list(rule.means) == pytest.approx(sides.mean(dim=1).tolist(), abs=1e-5)
+    centred = sides - sides.mean(dim=1, keepdim=True)
+    std = centred.std(dim=0, correction=0)
+    total = centred.mean(dim=0) - 0.5 * std
+    chosen, rejected = total.chunk(2)
+    assert metrics["disagreement"] == pytest.approx(std.mean().item(), abs=1e-5)
+    assert metrics["heldout_accuracy"] == pytest.approx((chosen > rejected).double().mean().item())
+    assert metrics["heldout_loss"] == pytest.approx(bradley_terry_loss(chosen, rejected).item(), abs=1e-5)
+    for number, one in enumerate(scores, start=1):
+        assert metrics[f"member_{number}_loss"] == pytest.approx(one.loss, abs=1e-5)
+
+
+def test_a_run_killed_in_the_third_member_trains_only_what_is_left(
+    train: Train, workshop: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And ends with the same bytes; the judging model comes last."""
+    train("whole", members=3, judge_share=0.3)
+    expected = written(workshop)
+    started, steps = 0, 0
+
+    def killed(*arguments: Any) -> Any:
+        nonlocal started
+        started += 1
+        if started == 3:
+            raise ZeroDivisionError
+        return train_reward_model(*arguments)
+
+    def watched(self: Any, *arguments: Any, **options: Any) -> Any:
+        nonlocal steps
+        steps += 1
+        return compute(self, *arguments, **options)
+
+    compute = PairTrainer.compute_loss
+    monkeypatch.setattr(PairTrainer, "compute_loss", watched)
+    monkeypatch.setattr(reward, "train_reward_model", killed)
+    with pytest.raises(ZeroDivisionError):
+        train("killed", members=3, judge_share=0.3)
+    done, steps = steps, 0
+    train("killed", members=3, judge_share=0.3)
+    assert written(workshop) == expected
+    assert done == 2 * 6, "five prompts in batches of two, two epochs"
+    assert steps == 6 + 2, "the third member, and the judging model with two prompts"
+
+
+def test_ppos_reward_model_never_sees_the_pairs_of_the_judging_one(
+    train: Train, workshop: Path, pairs: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whole prompts, drawn by seed; all members learn from the same ones."""
+    seen: list[set[tuple[int, ...]]] = []
+
+    def watched(model: Any, training: Any, *more: Any) -> Any:
+        seen.append({tuple(comparison.prompt) for comparison in training})
+        assert all(len(comparison.pairs) == 2 for comparison in training), "all pairs of a prompt stay together"
+        return train_reward_model(model, training, *more)
+
+    monkeypatch.setattr(reward, "train_reward_model", watched)
+    metrics = train(members=2, judge_share=0.3)
+    first, second, judge = seen
+    assert first == second
+    assert not first & judge
+    assert (len(first), len(judge)) == (metrics["train_prompts"], metrics["judge_prompts"]) == (5, 2)
+    everything = {
+        tuple(encode_prompt(TINY.tiny_tokenizer(), row["prompt"])) for row in pairs if row["split"] == "train"
+    }
+    assert first | judge == everything
+    judging = workshop / "models/reward/judge"
+    AutoModelForSequenceClassification.from_pretrained(judging)
+    assert 0 <= metrics["judge_accuracy"] <= 1
+    assert metrics["judge_loss"] > 0
+
+
+def test_the_split_is_drawn_by_seed_and_neither_part_is_empty() -> None:
+    prompts = [Comparison([place], [[1], [2]], [(0, 1)]) for place in range(50)]
+    own, judging = reward.split_prompts(prompts, 0.3, 1)
+    assert (len(own), len(judging)) == (35, 15)
+    assert [one.prompt for one in own] == sorted(one.prompt for one in own)
+    assert judging == reward.split_prompts(prompts, 0.3, 1)[1] != reward.split_prompts(prompts, 0.3, 2)[1]
+    for share in (0.01, 0.99):
+        assert sorted(map(len, reward.split_prompts(prompts[:3], share, 1))) == [1, 2]
+    assert reward.split_prompts(prompts, 0.0, 1) == (prompts, [])
+    with pytest.raises(UserError, match=r"reward\.judge_share shares the training prompts .* there is only one"):
+        reward.split_prompts(prompts[:1], 0.3, 1)
+
+
+def test_no_two_seeds_of_a_study_share_a_member() -> None:
+    seeds = [reward.member_seed(seed, number) for seed in range(1, 6) for number in range(6)]
+    assert len(set(seeds)) == len(seeds)
+    assert reward.member_seed(3, 1) == 3

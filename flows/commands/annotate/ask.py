@@ -47,14 +47,20 @@ def ask_order(ask: Ask, scores: Scores) -> list[int]:
 
 def most_uncertain(tasks: Sequence[Task], ask: Ask, folders: Sequence[Path], root: Path) -> list[Task]:
     """The tasks (in random order) in the order of `ask_order`, scored by the reward models in `folders`; `random`
-    scores nothing. Raises UserError for a folder without a reward model, and for `disagreement` with fewer than two."""
+    scores nothing. A folder with several members counts as several. Raises UserError for a folder without a reward
+    model, and for `disagreement` with fewer than two."""
     if ask == "random":
         return list(tasks)
-    if ask == "disagreement" and len(folders) < 2:
-        raise UserError("--ask disagreement compares reward models: give --reward FOLDER at least twice")
+    from rlhf_core.models.ensemble import member_folders
+
     for folder in folders:
         if not (folder / "config.json").is_file():
             raise UserError(f"{folder}: no reward model here; run `leash run reward`, or name one with --reward")
+    folders = [member for folder in folders for member in member_folders(folder)]
+    if ask == "disagreement" and len(folders) < 2:
+        raise UserError(
+            "--ask disagreement compares reward models: give --reward FOLDER at least twice, or set reward.members"
+        )
     trusted = read_yaml(root / "params.yaml").get("trust_remote_code") is True
     scores = [score_tasks(tasks, folder, trusted) for folder in folders]
     return [tasks[place] for place in ask_order(ask, scores)]

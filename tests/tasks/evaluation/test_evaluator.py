@@ -116,6 +116,41 @@ def test_equal_answers_tie_despite_rounding_of_their_rewards() -> None:
     assert evaluation.judged_by == "reward model"
 
 
+def sums(answers: Answers) -> Scored:
+    return Scored([float(sum(ids)) for ids in answers.response_ids])
+
+
+def opposite(answers: Answers) -> Scored:
+    return Scored([-float(sum(ids)) for ids in answers.response_ids])
+
+
+def test_the_judging_reward_model_decides_where_nothing_else_judges(sft: CandidateModel) -> None:
+    """It scores the opposite of PPO's: so are the wins."""
+    evaluation = evaluator(sft, scorer=sums, judging=opposite)
+    first, second = evaluation.answer(sft, [1, 2])
+    assert first.judging == [-reward for reward in first.rewards]
+    assert evaluation.compare(first, second) == evaluation.compare(first, second, "judging")
+    by_ppo = evaluation.compare(first, second, "rewards")
+    assert by_ppo == evaluator(sft, scorer=sums).compare(first, second)
+    assert by_ppo == [1 - won for won in evaluation.compare(first, second)]
+    assert len(set(by_ppo)) > 1
+    assert (evaluation.judged_by, evaluation.winner_named_by) == ("judging reward model", "judging reward model")
+
+
+def test_a_judge_of_the_data_or_of_pairs_comes_before_the_judging_reward_model(sft: CandidateModel) -> None:
+    class First:
+        name = "first letters"
+
+        def score(self, prompts: Any, responses: Sequence[str]) -> list[float]:
+            return [float(place) for place in range(len(responses))]
+
+    evaluation = evaluator(sft, judging=opposite, judge=First())
+    first, second = evaluation.answer(sft, [1, 2])
+    assert evaluation.compare(second, first) == [1.0] * 6, "the later answers have the higher gold score"
+    assert (evaluation.judged_by, evaluation.winner_named_by) == ("scores", "first letters")
+    assert evaluator(sft, judging=opposite, pair_judge=First()).judged_by == "pairs"
+
+
 def test_a_context_that_is_too_short_is_named(sft: CandidateModel) -> None:
     small = candidate("small", 2, context=16)
     with pytest.raises(UserError, match=r"small: a prompt with 8 new tokens is \d+ tokens long, .* holds 16"):

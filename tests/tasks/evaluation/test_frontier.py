@@ -21,7 +21,7 @@ class Judged:
 
     judged_by = "scores"
 
-    def compare(self, scored: ScoredAnswers, other: ScoredAnswers) -> list[float]:
+    def compare(self, scored: ScoredAnswers, other: ScoredAnswers, by: None = None) -> list[float]:
         assert other.gold is not None
         assert scored.gold is not None
         return wins(other.gold, scored.gold)

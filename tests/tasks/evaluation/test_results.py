@@ -8,7 +8,14 @@ import pytest
 from rlhf_core.evaluation.best_of_n import best_of_n_weights
 from rlhf_core.evaluation.divergence import Divergence
 from tasks.evaluation.evaluator import ScoredAnswers
-from tasks.evaluation.results import Bootstrap, Results, difference, own_figures, win_rate_figures
+from tasks.evaluation.results import (
+    Bootstrap,
+    Results,
+    difference,
+    own_figures,
+    rates_by_reward_models,
+    win_rate_figures,
+)
 
 BOOTSTRAP = Bootstrap(500, 1)
 TEXTS = ["eat some oats", "have an egg", "oats again today"]
@@ -111,3 +118,26 @@ def test_the_controlled_rate_of_best_of_n_uses_only_the_picks() -> None:
     figures = win_rate_figures(best, sft, won, BOOTSTRAP)
     assert figures["win_rate"] == 1.0
     assert figures["win_rate_controlled"] > 0.99
+
+
+def test_win_rates_by_both_reward_models_have_names_that_say_so() -> None:
+    """PPO's reward model prefers every answer of the model, the judging one two of four."""
+
+    class Compares:
+        judging: Any = object()
+
+        def compare(self, mine: ScoredAnswers, theirs: ScoredAnswers, by: Any) -> list[float]:
+            return [1.0] * 4 if by == "rewards" else [1.0, 1.0, 0.0, 0.0]
+
+    evaluator: Any = Compares()
+    sft, other = (Results.of([scored(None, [0.0] * 4, [3, 2, 3, 2])]) for _ in range(2))
+    found = rates_by_reward_models(evaluator, other, sft, BOOTSTRAP)
+    rates = ("win_rate_by_reward_model", "win_rate_by_judging_model")
+    assert [found[name] for name in rates] == [1.0, 0.5]
+    assert found["win_rate_by_reward_model_ci95"] == [1.0, 1.0]
+    assert found["win_rate_controlled_by_reward_model"] > found["win_rate_controlled_by_judging_model"]
+    assert found["win_rate_controlled_by_judging_model"] == pytest.approx(0.5)
+    assert set(rates_by_reward_models(evaluator, sft, sft, BOOTSTRAP).values()) == {None}
+    assert found.keys() == rates_by_reward_models(evaluator, sft, sft, BOOTSTRAP).keys()
+    Compares.judging = None
+    assert rates_by_reward_models(evaluator, other, sft, BOOTSTRAP) == {}

@@ -11,7 +11,7 @@ import pytest
 
 from rlhf_core.errors import UserError
 from tasks.page.comparison_table import columns_of, label
-from tasks.page.figures import draw
+from tasks.page.figures import disagreement, draw
 from tasks.page.inputs import Run, read_run
 from tasks.page.page import comparison, data_counts, made_from, render, reward_facts, script_hash, write_page
 from tasks.page.picture import Picture
@@ -134,6 +134,70 @@ def test_a_judge_that_only_compares_is_not_called_the_reward_model(make_run: Mak
     for untrue in ("The data have no judge", "Without a judge", "Without another judge", "judged by the reward model"):
         assert untrue not in text
     assert "gold" not in page.casefold()
+
+
+def rated(run: Run, by_reward_model: float, by_judging_model: float | None = None) -> Run:
+    """Every model with win rates by the reward models; None: the win rate itself is the judging one's."""
+    models = {
+        name: one
+        | {
+            "win_rate_by_reward_model": None if name == "sft" else by_reward_model,
+            "win_rate_by_judging_model": one["win_rate"] if by_judging_model is None else by_judging_model,
+        }
+        for name, one in run.models.items()
+    }
+    return evaluated(run, models=models, win_rate_by_reward_model=by_reward_model)
+
+
+def test_the_page_says_that_a_reward_model_judges_that_ppo_was_not_trained_on(make_run: MakeRun) -> None:
+    """And what PPO's own would say; the main win rate is not shown twice."""
+    run = make_run(judge=False)
+    name = "judging reward model"
+    run = rated(evaluated(run, judged_by=name, win_rate_judge=name), 0.954)
+    text = Document(build(run, pictures=draw(run))).text
+    assert "trained on the pairs of other prompts, with another seed" in text
+    assert "By the reward model that PPO maximised it is 95.4%." in text
+    assert "judged by the judging reward model" in findings(run)[0].measured
+    assert "By PPO’s reward model the same win rate" in text
+    assert "By the judging reward model" not in text
+    for untrue in (
+        "by the reward model, which PPO maximised",
+        "judged by the reward model",
+        "The judge gives no scores",
+    ):
+        assert untrue not in text
+
+
+def test_with_a_judge_the_page_has_all_three_win_rates(make_run: MakeRun) -> None:
+    text = Document(build(rated(make_run(), 0.954, 0.91))).text
+    assert "Win rate against SFT" in text
+    assert "By PPO’s reward model the same win rate By the judging reward model the same win rate" in text
+    assert "judging" not in Document(build(make_run())).text
+
+
+def test_the_facts_of_an_ensemble_are_shown_where_there_is_one(make_run: MakeRun) -> None:
+    run = make_run()
+    assert "Members" not in Document(build(run)).text
+    several = {"member_1_accuracy": 0.84, "member_2_accuracy": 0.86, "disagreement": 0.314, "judge_accuracy": 0.8}
+    run = replace(
+        run,
+        metrics=run.metrics | {"reward": run.metrics["reward"] | several},
+        params=run.params | {"reward": {"members": 2, "combine": "mean_minus_std", "std_coef": 0.5}},
+    )
+    text = Document(build(run)).text
+    assert "Members, and how they are combined 2, mean less 0.50 standard deviations" in text
+    assert "Members’ held-out accuracy 84.0%, 86.0%" in text
+    assert "Members’ disagreement on held-out answers 0.31" in text
+    assert "Judging reward model, held-out accuracy 80.0%" in text
+
+
+def test_the_disagreement_is_a_picture_where_ppo_logged_it(make_run: MakeRun) -> None:
+    run = make_run()
+    assert disagreement(run) is None
+    ppo = run.curves["ppo"]
+    picture = disagreement(replace(run, curves=run.curves | {"ppo": ppo | {"reward/std": [0.3] * len(ppo["step"])}}))
+    assert picture is not None
+    assert (picture.name, picture.section) == ("disagreement", "ppo")
 
 
 def test_with_a_judge_that_only_compares_differences_are_win_rates(make_run: MakeRun) -> None:

@@ -9,6 +9,7 @@ from flows.commands.annotate.ask import ask_order, most_uncertain, score_tasks
 from flows.commands.annotate.tasks import Task
 from rlhf_core.data.tokenizer import encode_prompt, encode_response
 from rlhf_core.errors import UserError
+from rlhf_core.models.ensemble import Ensemble, member_folder
 from rlhf_core.models.hf import save_checkpoint
 from tests.rlhf_core.conftest import tiny_scalar, tiny_tokenizer
 
@@ -78,6 +79,17 @@ def test_the_order_follows_the_models(models: list[Path], tmp_path: Path) -> Non
         expected = [TASKS[place] for place in ask_order(ask, scores)]  # type: ignore[arg-type]
         assert most_uncertain(TASKS, ask, models, tmp_path) == expected  # type: ignore[arg-type]
     assert most_uncertain(TASKS, "random", [tmp_path / "nowhere"], tmp_path) == TASKS
+
+
+def test_the_members_of_a_reward_model_count_as_several(models: list[Path], tmp_path: Path) -> None:
+    expected = most_uncertain(TASKS, "disagreement", models, tmp_path)
+    one, other = models
+    member_folder(one, 2).parent.mkdir()
+    other.rename(member_folder(one, 2))
+    with pytest.raises(UserError, match=r"at least twice, or set reward\.members"):
+        most_uncertain(TASKS, "disagreement", [one], tmp_path)
+    Ensemble("mean", 1.0, [0.0, 0.0]).write(one)
+    assert most_uncertain(TASKS, "disagreement", [one], tmp_path) == expected
 
 
 def test_what_cannot_be_scored_is_one_line(models: list[Path], tmp_path: Path) -> None:
