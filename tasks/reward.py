@@ -60,7 +60,10 @@ def execute(stage: Stage[RewardConfig]) -> None:
     for out, rows in figures.tables.items():
         stage.outputs.write_csv(out, rows)
     if judge is not None:
-        figures.metrics.update(figures_of_member("judge", judge), judge_prompts=len(judging), train_prompts=len(own))
+        of_judge = figures_of(judge.heldout, [len(c.pairs) for c in heldout], None, stage.seed).metrics
+        names = ("accuracy", "accuracy_ci95", "loss")
+        figures.metrics.update({f"judge_{name}": of_judge[f"heldout_{name}"] for name in names})
+        figures.metrics.update(judge_prompts=len(judging), train_prompts=len(own))
     stage.write_metrics({**figures.metrics, "pairs_too_long": too_long + also_too_long})
 
 

@@ -182,16 +182,15 @@ def sft_facts(run: Run) -> list[tuple[str, str]]:
 def reward_facts(run: Run) -> list[tuple[str, str]]:
     """The table beside the pictures of the reward model."""
     r = run.metrics["reward"]
-    accuracy = f"{percent(r.get('heldout_accuracy'))} ({percent_interval(r.get('heldout_accuracy_ci95'))})"
     facts = [
         ("Labels", whose_labels(run)),
-        ("Held-out accuracy (95% interval)", accuracy if finite(r.get("heldout_accuracy")) is not None else MISSING),
+        ("Held-out accuracy (95% interval)", _accuracy(r, "heldout_accuracy")),
         ("Held-out pairs", count(r.get("heldout_pairs"))),
         ("Training accuracy", percent(r.get("train_accuracy"))),
         ("Held-out loss, nats per pair", number(r.get("heldout_loss"), 3)),
         ("Expected calibration error", number(r.get("expected_calibration_error"), 3)),
         *member_facts(run),
-        ("Judging reward model, held-out accuracy", percent(r.get("judge_accuracy"))),
+        ("Judging reward model, held-out accuracy", _accuracy(r, "judge_accuracy")),
         ("Correlation with length", number(run.metrics["ppo"].get("length_correlation"))),
     ]
     if run.has_judge:
@@ -202,6 +201,11 @@ def reward_facts(run: Run) -> list[tuple[str, str]]:
             *agreement_facts(run.evaluation.get("reward_model") or {}),
         ]
     return _shown(facts)
+
+
+def _accuracy(reward: Row, key: str) -> str:
+    known = finite(reward.get(key)) is not None
+    return f"{percent(reward[key])} ({percent_interval(reward.get(f'{key}_ci95'))})" if known else MISSING
 
 
 def member_facts(run: Run) -> list[tuple[str, str]]:

@@ -37,7 +37,8 @@ def reward_training(run: Run) -> Picture | None:
         png(figure),
         f"{alt} Held-out accuracy {percent(held_out)}.",
         f"Held-out accuracy {percent(held_out)}, on pairs of prompts that were not trained on; "
-        "the band is its 95% interval. Dotted: chance.",
+        "the band is its 95% interval. Dotted: chance."
+        + (" The training is that of the first member." if "member_2_accuracy" in metrics else ""),
     )
 
 

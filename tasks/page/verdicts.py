@@ -49,14 +49,25 @@ def alternatives(run: Run) -> str:
 
 def doubts(run: Run) -> list[str]:
     """Why the figures of this run mean little; empty if nothing is known against them."""
-    reward, prompts = run.metrics["reward"], run.evaluation["prompts"]
-    ends = interval(reward.get("heldout_accuracy_ci95"))
-    right = f"{percent(reward.get('heldout_accuracy'))} ({percent_interval(reward.get('heldout_accuracy_ci95'))})"
-    pairs = f"{right} of {count(reward.get('heldout_pairs'))} held-out pairs ranked right"
+    prompts, models = run.evaluation["prompts"], [("reward model", "heldout_accuracy")]
+    if run.judged_by == "judging reward model":
+        models.append((run.judged_by, "judge_accuracy"))
     return [
-        *([f"the reward model is not shown to be better than chance, {pairs}"] if ends and ends[0] <= 0.5 else []),
+        *(chance for name, key in models if (chance := no_better_than_chance(run, name, key))),
         *([f"only {count(prompts)} held-out prompts, fewer than {FEW_PROMPTS}"] if prompts < FEW_PROMPTS else []),
     ]
+
+
+def no_better_than_chance(run: Run, name: str, key: str) -> str:
+    """The doubt about a reward model whose accuracy (metrics/reward.json) has an interval with one half in it; else
+    empty."""
+    reward = run.metrics["reward"]
+    ends = interval(reward.get(f"{key}_ci95"))
+    if ends is None or ends[0] > 0.5:
+        return ""
+    right = f"{percent(reward.get(key))} ({percent_interval(list(ends))})"
+    pairs = f"{right} of {count(reward.get('heldout_pairs'))} held-out pairs ranked right"
+    return f"the {name} is not shown to be better than chance, {pairs}"
 
 
 def against_sft(run: Run) -> Finding:

@@ -20,6 +20,7 @@ from rlhf_core.reward import Comparison, PairTrainer, bradley_terry_loss, score_
 from tasks import reward
 from tasks.training import pairs as comparisons
 from tasks.training.pairs import PREFERENCES
+from tasks.training.trainer_setup import training_run
 from tests.tasks.conftest import TINY
 
 if TYPE_CHECKING:
@@ -215,8 +216,13 @@ def test_ppos_reward_model_never_sees_the_pairs_of_the_judging_one(
     assert first | judge == everything
     judging = workshop / "models/reward/judge"
     AutoModelForSequenceClassification.from_pretrained(judging)
-    assert 0 <= metrics["judge_accuracy"] <= 1
-    assert metrics["judge_loss"] > 0
+    stage: Any = SimpleNamespace(read=lambda path: pairs, common=SimpleNamespace(long_rows="refuse"))
+    heldout, _ = comparisons.comparisons(stage, TINY.tiny_tokenizer(), "validation", 64)
+    scores = score_pairs(load_scalar_model(judging), heldout, 0, 2)
+    assert metrics["judge_accuracy"] == pytest.approx(scores.right.mean().item())
+    assert metrics["judge_loss"] == pytest.approx(scores.loss, abs=1e-5)
+    low, high = metrics["judge_accuracy_ci95"]
+    assert low <= metrics["judge_accuracy"] <= high
 
 
 def test_the_split_is_drawn_by_seed_and_neither_part_is_empty() -> None:
@@ -230,6 +236,15 @@ def test_the_split_is_drawn_by_seed_and_neither_part_is_empty() -> None:
     assert reward.split_prompts(prompts, 0.0, 1) == (prompts, [])
     with pytest.raises(UserError, match=r"reward\.judge_share shares the training prompts .* there is only one"):
         reward.split_prompts(prompts[:1], 0.3, 1)
+
+
+def test_the_curves_of_the_members_have_names_of_their_own(make_stage: Callable[..., Any]) -> None:
+    seen: list[str] = []
+    stage = make_stage("reward", CONFIG, OUTS)
+    stage.tracker = SimpleNamespace(metrics=lambda values, step: seen.extend(values))
+    for part in ("", "member_2"):
+        training_run(stage, ["loss"], part).report(1, 2, {"loss": 0.5})
+    assert seen == ["reward/loss", "reward/member_2/loss"]
 
 
 def test_no_two_seeds_of_a_study_share_a_member() -> None:

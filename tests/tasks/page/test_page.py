@@ -114,6 +114,15 @@ def test_a_note_says_when_the_figures_mean_little(
     assert ("The figures of this run mean little: " in text) == bool(said)
 
 
+def test_a_judging_reward_model_no_better_than_chance_is_named_where_it_judges(make_run: MakeRun) -> None:
+    run = make_run(judge=False)
+    weak = run.metrics["reward"] | {"judge_accuracy": 0.52, "judge_accuracy_ci95": [0.4, 0.64]}
+    run = replace(run, metrics=run.metrics | {"reward": weak})
+    words = "the judging reward model is not shown to be better than chance, 52.0% (40.0% to 64.0%) of 678"
+    assert words not in Document(build(run)).text
+    assert words in Document(build(evaluated(run, judged_by="judging reward model"))).text
+
+
 def test_without_a_judge_gold_is_not_mentioned(make_run: MakeRun, pictures: Drawn) -> None:
     run = make_run(judge=False)
     page = re.sub(r"data:image/png;base64,[^\"]*", "", build(run, pictures=pictures[False]))
@@ -179,6 +188,7 @@ def test_the_facts_of_an_ensemble_are_shown_where_there_is_one(make_run: MakeRun
     run = make_run()
     assert "Members" not in Document(build(run)).text
     several = {"member_1_accuracy": 0.84, "member_2_accuracy": 0.86, "disagreement": 0.314, "judge_accuracy": 0.8}
+    several["judge_accuracy_ci95"] = [0.7, 0.9]
     run = replace(
         run,
         metrics=run.metrics | {"reward": run.metrics["reward"] | several},
@@ -188,7 +198,7 @@ def test_the_facts_of_an_ensemble_are_shown_where_there_is_one(make_run: MakeRun
     assert "Members, and how they are combined 2, mean less 0.50 standard deviations" in text
     assert "Members’ held-out accuracy 84.0%, 86.0%" in text
     assert "Members’ disagreement on held-out answers 0.31" in text
-    assert "Judging reward model, held-out accuracy 80.0%" in text
+    assert "Judging reward model, held-out accuracy 80.0% (70.0% to 90.0%)" in text
 
 
 def test_the_disagreement_is_a_picture_where_ppo_logged_it(make_run: MakeRun) -> None:
