@@ -3,6 +3,7 @@
 import csv
 import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -11,7 +12,7 @@ from safetensors.torch import load_file
 
 from rlhf_core.errors import UserError
 from tasks.params.select import SelectParams
-from tasks.select import best_step, choose
+from tasks.select import best_step, choose, judging_column
 
 if TYPE_CHECKING:
     from tests.conftest import Ended, Project
@@ -42,6 +43,15 @@ def test_without_a_judge_best_judge_is_refused() -> None:
     with pytest.raises(UserError, match="no judge besides the reward model"):
         choose(table, "best_judge", None)
     assert choose([row(5), row(10)], "last", None)["step"] == 10
+
+
+def test_the_judging_reward_model_chooses_no_snapshot(workshop: Path, make_stage: Callable[..., Any]) -> None:
+    """It would judge its own choice."""
+    (workshop / "models/reward/judge").mkdir()
+    (workshop / "metrics").mkdir()
+    (workshop / "metrics/ingest.json").write_text('{"source": "files"}', encoding="utf-8")
+    params = SelectParams(rule="last", prompts=10)
+    assert judging_column(make_stage("select", params, [], blocks={"judge": {"kind": "data"}})) is None
 
 
 TABLE = [

@@ -144,11 +144,17 @@ def test_a_judge_of_the_data_or_of_pairs_comes_before_the_judging_reward_model(s
         def score(self, prompts: Any, responses: Sequence[str]) -> list[float]:
             return [float(place) for place in range(len(responses))]
 
-    evaluation = evaluator(sft, judging=opposite, judge=First())
+    evaluation = evaluator(sft, scorer=sums, judging=opposite, judge=First())
     first, second = evaluation.answer(sft, [1, 2])
     assert evaluation.compare(second, first) == [1.0] * 6, "the later answers have the higher gold score"
     assert (evaluation.judged_by, evaluation.winner_named_by) == ("scores", "first letters")
-    assert evaluator(sft, judging=opposite, pair_judge=First()).judged_by == "pairs"
+    compares = evaluator(sft, scorer=sums, judging=opposite, pair_judge=First())
+    assert compares.judged_by == "pairs"
+    by_ppo, by_judge = (evaluation.compare(second, first, by) for by in ("rewards", "judging"))
+    assert by_ppo == [1 - won for won in by_judge] != [1.0] * 6, "both reward models can still compare"
+    assert compares.compare(second, first, "rewards") == by_ppo, (
+        "the judge of pairs, which has no method, is not called"
+    )
 
 
 def test_a_context_that_is_too_short_is_named(sft: CandidateModel) -> None:

@@ -119,7 +119,7 @@ def test_a_judging_reward_model_no_better_than_chance_is_named_where_it_judges(m
     weak = run.metrics["reward"] | {"judge_accuracy": 0.52, "judge_accuracy_ci95": [0.4, 0.64]}
     run = replace(run, metrics=run.metrics | {"reward": weak})
     words = "the judging reward model is not shown to be better than chance, 52.0% (40.0% to 64.0%) of 678"
-    assert words not in Document(build(run)).text
+    assert "better than chance" not in Document(build(run)).text
     assert words in Document(build(evaluated(run, judged_by="judging reward model"))).text
 
 
