@@ -156,6 +156,7 @@ def scored_samples(evaluator: Evaluator, rows: list[Row]) -> ScoredAnswers:
         gold=evaluator.judge.score(evaluator.prompts, texts) if evaluator.judge else None,
         tokens=[row["tokens"] for row in rows],
         divergence=None,
+        terms={name: [row["terms"][name] for row in rows] for name in rows[0].get("terms") or {}},
     )
 
 

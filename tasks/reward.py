@@ -1,24 +1,43 @@
 """Stage `reward`: the Bradley-Terry reward model, and its figures on held-out prompts."""
 
 from collections.abc import Sequence
-
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from typing import TYPE_CHECKING
 
 from rlhf_core.config.reward import RewardConfig
-from rlhf_core.data.tokenizer import load_tokenizer
-from rlhf_core.models.hf import context_length, place, save_checkpoint, scalar_model_from
-from rlhf_core.reward import Comparison, score_pairs, train_reward_model
-from tasks.evaluation.reward_model import PairFigures, figures_of, gold_margins
-from tasks.stage.run import run
+from tasks.params.scorer import REWARD_MODEL
+from tasks.stage.run import quiet_libraries, run
 from tasks.stage.stage import Stage
+from tasks.stage.switched_off import NO_REWARD_MODEL, write_switched_off
 from tasks.stage.trust import trusts
-from tasks.training.gold_judge import judge_of
-from tasks.training.pairs import PREFERENCES, comparisons
-from tasks.training.trainer_setup import log_table, training_run
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from rlhf_core.reward import Comparison
+    from tasks.evaluation.reward_model import PairFigures
+
+TABLES = {
+    "plots/reward.csv": ("step", "loss", "accuracy"),
+    "plots/reward_calibration.csv": ("bin_low", "bin_high", "predicted", "observed", "pairs"),
+    "plots/reward_margins.csv": ("low", "high", "accuracy", "accuracy_low", "accuracy_high", "pairs"),
+    "plots/reward_scores.csv": ("low", "high", "chosen", "rejected"),
+}
+"""Columns of each table."""
 
 
 def execute(stage: Stage[RewardConfig]) -> None:
-    """Make models/reward, metrics/reward.json and the tables of plots."""
+    """Make models/reward, metrics/reward.json and the tables of plots; empty where `scorer` has no reward model."""
+    if not stage.blocks[REWARD_MODEL]:
+        write_switched_off(stage, TABLES, NO_REWARD_MODEL)
+        return
+    # Imported late: a stage that is switched off does not load torch.
+    from rlhf_core.data.tokenizer import load_tokenizer
+    from rlhf_core.models.hf import context_length, place, save_checkpoint, scalar_model_from
+    from rlhf_core.reward import train_reward_model
+    from tasks.training.pairs import comparisons
+    from tasks.training.trainer_setup import log_table, training_run
+
+    quiet_libraries()
     run_ = training_run(stage, shown=["loss", "accuracy"])
     tokenizer = load_tokenizer(stage.root / "models/sft", trust_remote_code=trusts(stage))
     model = scalar_model_from(stage.root / "models/sft", stage.seed, trust_remote_code=trusts(stage))
@@ -38,13 +57,18 @@ def execute(stage: Stage[RewardConfig]) -> None:
 
 def measure_pairs(
     stage: Stage[RewardConfig],
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    training: Sequence[Comparison],
-    heldout: Sequence[Comparison],
-) -> PairFigures:
+    model: "PreTrainedModel",
+    tokenizer: "PreTrainedTokenizerBase",
+    training: "Sequence[Comparison]",
+    heldout: "Sequence[Comparison]",
+) -> "PairFigures":
     """Figures of the pairs of held-out prompts. Beside them accuracy and loss on the pairs of as many training prompts
     as are held out."""
+    from rlhf_core.reward import score_pairs
+    from tasks.evaluation.reward_model import figures_of, gold_margins
+    from tasks.training.gold_judge import judge_of
+    from tasks.training.pairs import PREFERENCES
+
     pad_id, judge = int(tokenizer.pad_token_id), judge_of(stage)
     some = training[: len(heldout)]
     scores, seen = (score_pairs(model, pairs, pad_id, stage.params.batch_size) for pairs in (heldout, some))

@@ -17,15 +17,18 @@ from rlhf_core.evaluation.pair_judges import PairJudge, both_orders
 from rlhf_core.evaluation.wins import wins
 from rlhf_core.models.hf import context_length, load_causal_lm, place
 from rlhf_core.models.sampling import SamplingSettings, sample
-from rlhf_core.models.scorers import Answers, Scorer
+from rlhf_core.models.scorers import Answers, Scored, Scorer
 from tasks.datasets.jsonl import Row
 from tasks.judging.pair_judge import pair_judge_of
+from tasks.params.scorer import Term, is_reward_model
 from tasks.stage.long_rows import fitting, prompt_encoder
 from tasks.stage.stage import Stage
 from tasks.stage.trust import trusts
-from tasks.training.scorer import scorer_of
+from tasks.training.scorer import extras_of, scorer_of, terms_of
 
 REWARD_MODEL_JUDGE = "reward model"
+PROXIES = (REWARD_MODEL_JUDGE, "scorer")
+"""Kinds of judge where there is no other: the score that the models were trained by."""
 
 Item = TypeVar("Item")
 Key = TypeVar("Key", bound=Hashable)
@@ -57,6 +60,8 @@ class ScoredAnswers:
     """Length of each answer, in tokens of the SFT model."""
     divergence: Divergence | None
     """From the SFT model; None for a model with another tokenizer."""
+    terms: dict[str, list[float]] = field(default_factory=dict)
+    """What the rewards were made from, by term; empty where they are the reward model's."""
 
     def as_judged(self, prompt: int) -> tuple[str, bool]:
         """Text and end of an answer, which is all that a judge receives."""
@@ -81,10 +86,12 @@ class Evaluator:
     max_new_tokens: int
     batch_size: int
     stop_tokens: Sequence[str]
+    scorer_name: str = REWARD_MODEL_JUDGE
+    """For tables."""
     purpose: str = ""
     """Evaluators of different purposes use different random numbers."""
-    _rewards: dict[tuple[int, tuple[int, ...]], float] = field(default_factory=dict)
-    """Cache of scores by prompt and token ids, shared by all models."""
+    _rewards: dict[tuple[int, tuple[int, ...]], tuple[float, dict[str, float]]] = field(default_factory=dict)
+    """Cache of scores with their terms by prompt and token ids, shared by all models."""
     _gold: dict[tuple[int, str], float] = field(default_factory=dict)
     _encoded: dict[str, list[list[int]]] = field(default_factory=dict)
     """Cache of the prompts' token ids, by the name of the model that the tokenizer belongs to."""
@@ -99,21 +106,23 @@ class Evaluator:
         texts = [decode_response(candidate.tokenizer, response, stops) for response in responses]
         shared = self.shares_tokenizer(candidate)
         read = responses if shared else self._in_reference_tokens(texts, ended)
+        scored = self._reward(places, texts, read)
         found = ScoredAnswers(
             responses,
             ended,
             texts,
-            self._reward(places, texts, read),
+            scored.total,
             self._judge(places, texts) if self.judge else None,
             [len(ids) for ids in read],
             self._diverge(candidate, places, responses) if shared else None,
+            scored.parts,
         )
         return [_part(found, start, start + len(self.rows)) for start in range(0, len(places), len(self.rows))]
 
     def compare(self, scored: ScoredAnswers, other: ScoredAnswers) -> list[float]:
         """For each prompt how much `scored` is preferred to `other`, in [0, 1]; ½ is a tie.
 
-        Uses the pair judge, in both orders; without one the judge's scores; without a judge the reward model's.
+        Uses the pair judge, in both orders; without one the judge's scores; without a judge the scorer's.
         """
         if scored is other:
             return [0.5] * len(self.rows)
@@ -128,16 +137,18 @@ class Evaluator:
 
     @property
     def judged_by(self) -> str:
-        """The kind of judge behind `compare`: `pairs`, `scores` or `reward model`."""
+        """The kind of judge behind `compare`: `pairs`, `scores`, or without a judge `reward model` or `scorer`."""
         if self.pair_judge is not None:
             return "pairs"
-        return "reward model" if self.judge is None else "scores"
+        if self.judge is not None:
+            return "scores"
+        return REWARD_MODEL_JUDGE if self.scorer_name == REWARD_MODEL_JUDGE else "scorer"
 
     @property
     def winner_named_by(self) -> str:
         """Name of the judge behind `compare`, for tables and pictures."""
         judge = self.pair_judge or self.judge
-        return REWARD_MODEL_JUDGE if judge is None else judge.name
+        return self.scorer_name if judge is None else judge.name
 
     @cached_property
     def prompts(self) -> list[Any]:
@@ -200,11 +211,11 @@ class Evaluator:
         drawn = dict(zip(order, found, strict=True))
         return [drawn[job] for job in jobs]
 
-    def _reward(self, places: Sequence[int], texts: Sequence[str], ids: Sequence[Sequence[int]]) -> list[float]:
-        prompt_ids = self.prompt_ids(self.reference)
-        answers = Answers([self.prompts[i] for i in places], texts, [prompt_ids[i] for i in places], ids)
+    def _reward(self, places: Sequence[int], texts: Sequence[str], ids: Sequence[Sequence[int]]) -> Scored:
+        prompt_ids, extras = self.prompt_ids(self.reference), extras_of([self.rows[i] for i in places])
+        answers = Answers([self.prompts[i] for i in places], texts, [prompt_ids[i] for i in places], ids, extras)
         keys = [(i, tuple(response)) for i, response in zip(places, ids, strict=True)]
-        return _once(self._rewards, keys, lambda rows: self.scorer(answers.at(rows)).total)
+        return Scored.joined(_once(self._rewards, keys, lambda rows: self.scorer(answers.at(rows)).by_answer()))
 
     def _judge(self, places: Sequence[int], texts: Sequence[str]) -> list[float]:
         judge = self.judge
@@ -266,7 +277,16 @@ def _part(scored: ScoredAnswers, start: int, end: int) -> ScoredAnswers:
         None if scored.gold is None else scored.gold[start:end],
         scored.tokens[start:end],
         found and found.part(start, end),
+        {name: values[start:end] for name, values in scored.terms.items()},
     )
+
+
+def name_of(terms: Sequence[Term]) -> str:
+    """The name of the score, for tables."""
+    if is_reward_model(terms):
+        return REWARD_MODEL_JUDGE
+    first, *rest = [f"{term.weight:g} × {term.term}".replace("-", "−", 1 if term.weight < 0 else 0) for term in terms]
+    return f"scorer ({' '.join([first, *(f'− {one[1:]}' if one[0] == '−' else f'+ {one}' for one in rest)])})"
 
 
 def load_candidate(stage: Stage[Any], name: str, folder: Path) -> CandidateModel:
@@ -291,7 +311,8 @@ def build_evaluator(
         stage=stage,
         rows=[row for row, _ in kept],
         reference=sft,
-        scorer=scorer_of(stage.root, sft.tokenizer, settings.batch_size, trusts(stage)),
+        scorer=scorer_of(stage, sft.tokenizer, settings.batch_size),
+        scorer_name=name_of(terms_of(stage)),
         judge=judge,
         pair_judge=pair_judge_of(stage, [row["prompt"] for row, _ in kept], reserve, settings.batch_size),
         temperature=settings.temperature,

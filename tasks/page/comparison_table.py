@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -13,6 +13,8 @@ from tasks.params.methods import BY_NAME
 Figures = Mapping[str, Any]
 """An entry of `models` in metrics/evaluate.json."""
 
+TERM, INTERVAL = "reward/", "_ci95"
+"""Beginning of the name of a figure of one term of the score, and the end of that of an interval."""
 LABELS = {"sft": "SFT", "policy": "PPO policy"}
 BEST_OF = re.compile(r"best_of_(\d+)")
 
@@ -87,8 +89,20 @@ def label(model: str, models: Mapping[str, Figures] = MappingProxyType({})) -> s
 
 
 def columns_of(models: Mapping[str, Figures]) -> list[Column]:
-    """The columns that at least one model has a figure for."""
-    return [column for column in COLUMNS if any(finite(one.get(column.key)) is not None for one in models.values())]
+    """The columns that at least one model has a figure for; behind the proxy score those of its terms, where it has
+    several."""
+    known = [column for column in COLUMNS if any(finite(one.get(column.key)) is not None for one in models.values())]
+    figures = (name for one in models.values() for name in one if name.startswith(TERM))
+    terms = [name for name in dict.fromkeys(figures) if not name.endswith(INTERVAL)]
+    if not terms:
+        return known
+    shown = [Column(name, name.removeprefix(TERM), "mean", interval=name + INTERVAL) for name in terms]
+    found = []
+    for column in known:
+        proxy = column.key == "reward"
+        found += [replace(column, unit="scorer, raw")] if proxy else [column]
+        found += shown if proxy and len(shown) > 1 else []
+    return found
 
 
 def cells(models: Mapping[str, Figures], column: Column) -> dict[str, Cell]:

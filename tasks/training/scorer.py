@@ -1,24 +1,66 @@
 """The scorer of the run: what PPO, its variants, rejection sampling and best-of-n maximise."""
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_core.models.hf import load_scalar_model, place
-from rlhf_core.models.scorers import RewardModelScorer, Scorer
+from rlhf_core.models.scorers import FunctionScorer, RewardModelScorer, Scorer, WeightedSum
+from tasks.datasets.jsonl import Row
+from tasks.params.loader import parse
+from tasks.params.runtime import FunctionParams
+from tasks.params.scorer import REWARD_MODEL, ScorerParams, Term, is_reward_model, uses_reward_model
+from tasks.stage.trust import trusts
+from tasks.training.functions import reward_functions
+
+if TYPE_CHECKING:  # `leash trace` has no stage, and needs neither DVC nor MLflow
+    from tasks.stage.stage import Stage
 
 REWARD = "models/reward"
+EXTRA = "extra"
+"""Column of a dataset of prompts: the further columns of the user's data, one object a row."""
 
 
 def scorer_of(
+    stage: "Stage[Any]", tokenizer: PreTrainedTokenizerBase, batch_size: int, device: torch.device | None = None
+) -> Scorer:
+    """The scorer of the block `scorer`, its models on `device` (None: the default one)."""
+    return build_scorer(
+        stage.root, terms_of(stage), stage.runtime.functions, tokenizer, batch_size, trusts(stage), device
+    )
+
+
+def terms_of(stage: "Stage[Any]") -> list[Term]:
+    """The block `scorer` of the stage. Raises ValueError when dvc.yaml does not declare it."""
+    if "scorer" not in stage.blocks:
+        raise ValueError(f"scorer is not among the params of {stage.name} in dvc.yaml")
+    return parse(ScorerParams, {"scorer": stage.blocks["scorer"]}).scorer
+
+
+def build_scorer(
     root: Path,
+    terms: list[Term],
+    limits: FunctionParams,
     tokenizer: PreTrainedTokenizerBase,
     batch_size: int,
     trust_remote_code: bool,
     device: torch.device | None = None,
 ) -> Scorer:
-    """The reward model of the run, which reads the very tokens that were sampled, on `device` (None: the default
-    one)."""
-    model = place(load_scalar_model(root / REWARD, trust_remote_code=trust_remote_code), device)
-    return RewardModelScorer(model, int(tokenizer.pad_token_id), batch_size)
+    """The reward model, which reads the very tokens that were sampled, or the weighted sum of the terms."""
+    scorers: dict[str, Scorer] = {
+        name: FunctionScorer(function) for name, function in reward_functions(root, terms, limits).items()
+    }
+    if uses_reward_model(terms):
+        model = place(load_scalar_model(root / REWARD, trust_remote_code=trust_remote_code), device)
+        scorers[REWARD_MODEL] = RewardModelScorer(model, int(tokenizer.pad_token_id), batch_size)
+    if is_reward_model(terms):
+        return scorers[REWARD_MODEL]
+    return WeightedSum({term.term: (term.weight, scorers[term.term]) for term in terms})
+
+
+def extras_of(rows: Sequence[Row]) -> list[Mapping[str, object]]:
+    """The further columns of each row, for functions; empty where it has none."""
+    return [row.get(EXTRA) or {} for row in rows]
