@@ -13,8 +13,9 @@ from flows import driver, processes, remote, server, terminal
 from flows.environment import PARENT_VARIABLE
 from flows.stages import FAILED, UP_TO_DATE, Outcome, PipelineFailed
 from rlhf_core.errors import UserError
-from tasks.params.loader import PARAMS_FILE, parse, read_yaml
+from tasks.params.loader import PARAMS_FILE, is_switched_off, parse, read_yaml
 from tasks.params.methods import BY_NAME
+from tasks.params.scorer import MADE_FOR_IT
 from tasks.tracking.settings import without_credentials
 
 if TYPE_CHECKING:
@@ -65,10 +66,10 @@ def run(
 
 
 def switched_off(params: Path) -> set[str]:
-    """The methods that have `enabled: false` in the file; none where it cannot be read."""
+    """The stages that only write empty outputs; none where the file cannot be read."""
     with suppress(UserError, AttributeError):
         content = read_yaml(params)
-        return {name for name in BY_NAME if content[name].get("enabled") is False}
+        return {name for name in (*MADE_FOR_IT, *BY_NAME) if is_switched_off(content, name)}
     return set()
 
 

@@ -67,6 +67,7 @@ def sample_rows(kept: "Kept", candidates: "Sequence[Sequence[Candidate]]") -> li
             "tokens": len(candidate.response),
             "ended": candidate.ended,
             "reward": candidate.reward,
+            **({"terms": candidate.terms} if candidate.terms else {}),
         }
         for (row, _), group in zip(kept, candidates, strict=True)
         for k, candidate in enumerate(group)

@@ -1,22 +1,28 @@
 """Stage `check`: validates params.yaml before DVC removes any output. It writes a constant, on which all other stages
-depend, and the blocks of the methods: DVC tracks them there, because params.yaml may lack one."""
+depend, and the blocks of the methods and of the scorer: DVC tracks them there, because params.yaml may lack one."""
 
 from rlhf_core.config.block import Block
 from tasks.params.all import Params
-from tasks.params.loader import parse, read_yaml
+from tasks.params.loader import parse, read_yaml, with_scorer
 from tasks.params.methods import METHODS
+from tasks.params.scorer import REWARD_MODEL
 from tasks.stage.run import run
 from tasks.stage.stage import Stage
+from tasks.training.functions import reward_functions
 
 CONSTANT = "data/check.ok"
 METHOD_BLOCKS = "data/methods.json"
 
 
 def execute(stage: Stage[Block]) -> None:
-    """Raise UserError for the first problem of params.yaml."""
+    """Raise UserError for the first problem of params.yaml, or of a reward function that it names."""
     content = read_yaml()
-    parse(Params, content)
-    stage.outputs.write_json(METHOD_BLOCKS, {method.name: content[method.name] for method in METHODS})
+    params, known = parse(Params, content), with_scorer(content)
+    for function in reward_functions(stage.root, params.scorer, stage.runtime.functions).values():
+        function([], [], [])
+        function.close()
+    tracked = [*(method.name for method in METHODS), "scorer", REWARD_MODEL]
+    stage.outputs.write_json(METHOD_BLOCKS, {name: known[name] for name in tracked})
     stage.out(CONSTANT).write_text("params.yaml is valid\n", encoding="utf-8")
 
 

@@ -13,6 +13,7 @@ from tasks.evaluation.prompts import read_prompts, refuse_training_prompts
 from tasks.params.evaluate import HELDOUT, EvaluateParams
 from tasks.params.ingest import IngestParams
 from tasks.params.preferences import PreferencesParams
+from tasks.params.scorer import REWARD_MODEL
 from tasks.stage.run import run
 from tasks.stage.stage import Stage
 
@@ -22,7 +23,8 @@ CONSTANT = "data/check_data.ok"
 def execute(stage: Stage[Block]) -> None:
     """Raise UserError for raw data that `ingest` or a later stage would refuse."""
     prepared = prepare(cheapest(stage.block("ingest", IngestParams)), RAW, stage.state_dir / "datasets", stage.log)
-    require_pairs(prepared, stage.block("preferences", PreferencesParams).source)
+    if stage.blocks[REWARD_MODEL]:
+        require_pairs(prepared, stage.block("preferences", PreferencesParams).source)
     prompts = stage.block("evaluate", EvaluateParams).prompts
     if prompts != HELDOUT:
         check_prompts(prompts, prepared)

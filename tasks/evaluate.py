@@ -162,6 +162,7 @@ def scored_samples(evaluator: Evaluator, rows: list[Row]) -> ScoredAnswers:
         tokens=[row["tokens"] for row in rows],
         divergence=None,
         judging=evaluator.judging_scores(range(len(rows)), texts, ids),
+        terms={name: [row["terms"][name] for row in rows] for name in rows[0].get("terms") or {}},
     )
 
 

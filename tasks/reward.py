@@ -1,172 +1,31 @@
-"""Stage `reward`: the Bradley-Terry reward model, its further members, the reward model that only judges, and their
-figures on held-out prompts."""
-
-from collections.abc import Sequence
-from dataclasses import dataclass
-
-import torch
-from jaxtyping import Float
-from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+"""Stage `reward`: the Bradley-Terry reward model, its further members and the reward model that only judges (see
+tasks/training/reward_models.py); nothing where `scorer` has no reward model."""
 
 from rlhf_core.config.reward import RewardConfig
-from rlhf_core.data.tokenizer import load_tokenizer
-from rlhf_core.determinism import permutation, stream
-from rlhf_core.errors import UserError
-from rlhf_core.models.ensemble import JUDGE, Ensemble, member_folder
-from rlhf_core.models.hf import context_length, place, save_checkpoint, scalar_model_from
-from rlhf_core.reward import Comparison, PairScores, score_pairs, train_reward_model
-from tasks.evaluation.reward_model import PairFigures, figures_of, gold_margins
-from tasks.stage.run import run
+from tasks.params.scorer import REWARD_MODEL
+from tasks.stage.run import quiet_libraries, run
 from tasks.stage.stage import Stage
-from tasks.stage.trust import trusts
-from tasks.training.gold_judge import judge_of
-from tasks.training.pairs import PREFERENCES, comparisons
-from tasks.training.trainer_setup import log_table, training_run
+from tasks.stage.switched_off import NO_REWARD_MODEL, write_switched_off
 
-REWARD, SFT = "models/reward", "models/sft"
-OF_JUDGE = 0
-"""The number of the judging reward model, beside those of the members, which start at 1."""
-
-
-@dataclass(frozen=True)
-class Fitted:
-    """What is left in memory of a trained reward model."""
-
-    log: list[dict[str, float]]
-    heldout: PairScores
-    seen: PairScores
-    """Pairs of as many training prompts as are held out."""
+TABLES = {
+    "plots/reward.csv": ("step", "loss", "accuracy"),
+    "plots/reward_calibration.csv": ("bin_low", "bin_high", "predicted", "observed", "pairs"),
+    "plots/reward_margins.csv": ("low", "high", "accuracy", "accuracy_low", "accuracy_high", "pairs"),
+    "plots/reward_scores.csv": ("low", "high", "chosen", "rejected"),
+}
+"""Columns of each table."""
 
 
 def execute(stage: Stage[RewardConfig]) -> None:
-    """Make models/reward, metrics/reward.json and the tables of plots."""
-    tokenizer = load_tokenizer(stage.root / SFT, trust_remote_code=trusts(stage))
-    model = fresh_model(stage, stage.seed)
-    limit = min(stage.params.max_tokens, context_length(model))
-    training, too_long = comparisons(stage, tokenizer, "train", limit)
-    heldout, also_too_long = comparisons(stage, tokenizer, "validation", limit)
-    own, judging = split_prompts(training, stage.params.judge_share, stage.seed)
+    """Make models/reward, metrics/reward.json and the tables of plots; empty where `scorer` has no reward model."""
+    if not stage.blocks[REWARD_MODEL]:
+        write_switched_off(stage, TABLES, NO_REWARD_MODEL)
+        return
+    # Imported late: a stage that is switched off does not load torch.
+    from tasks.training.reward_models import train_all
 
-    members = [fit(stage, tokenizer, 1, own, heldout, model)]
-    del model  # one model is in memory at a time
-    members += [fit(stage, tokenizer, number, own, heldout) for number in range(2, stage.params.members + 1)]
-    judge = fit(stage, tokenizer, OF_JUDGE, judging, heldout) if judging else None
-
-    stage.outputs.write_csv("plots/reward.csv", log_table(members[0].log, {"loss": "loss", "accuracy": "accuracy"}))
-    scores, seen, of_members = combine(stage, members)
-    figures = measure_pairs(stage, tokenizer, heldout, scores, seen)
-    figures.metrics.update(of_members)
-    for out, rows in figures.tables.items():
-        stage.outputs.write_csv(out, rows)
-    if judge is not None:
-        of_judge = figures_of(judge.heldout, [len(c.pairs) for c in heldout], None, stage.seed).metrics
-        names = ("accuracy", "accuracy_ci95", "loss")
-        figures.metrics.update({f"judge_{name}": of_judge[f"heldout_{name}"] for name in names})
-        figures.metrics.update(judge_prompts=len(judging), train_prompts=len(own))
-    stage.write_metrics({**figures.metrics, "pairs_too_long": too_long + also_too_long})
-
-
-def split_prompts(training: list[Comparison], share: float, seed: int) -> tuple[list[Comparison], list[Comparison]]:
-    """The comparisons of PPO's reward model and those of the judging one, in the order of the data; whole prompts,
-    drawn by seed. Raises UserError where a second reward model is wanted and there is only one prompt."""
-    if share == 0:
-        return training, []
-    if len(training) < 2:
-        raise UserError(
-            f"{PREFERENCES}: reward.judge_share shares the training prompts between two reward models, and there is "
-            "only one; add pairs, or set reward.judge_share: 0"
-        )
-    count = min(max(1, round(share * len(training))), len(training) - 1)
-    drawn = set(permutation(len(training), seed, OF_JUDGE)[:count])
-    parts: tuple[list[Comparison], list[Comparison]] = ([], [])
-    for index, comparison in enumerate(training):
-        parts[index in drawn].append(comparison)
-    return parts
-
-
-def fit(
-    stage: Stage[RewardConfig],
-    tokenizer: PreTrainedTokenizerBase,
-    number: int,
-    training: Sequence[Comparison],
-    heldout: Sequence[Comparison],
-    model: PreTrainedModel | None = None,
-) -> Fitted:
-    """Train a member (or the judging model) in a state of its own, save it, and score held-out and training pairs. One
-    that an earlier process has trained is read from its last checkpoint."""
-    part = "judge" if number == OF_JUDGE else "" if number == 1 else f"member_{number}"
-    if part:
-        stage.log(part.replace("_", " "))
-    run_ = training_run(stage, ["loss", "accuracy"], part, member_seed(stage.seed, number))
-    model = fresh_model(stage, run_.seed) if model is None else model
-    pad_id, folder = int(tokenizer.pad_token_id), stage.out(REWARD)
-    log = train_reward_model(model, training, stage.params, pad_id, run_)
-    save_checkpoint(folder / JUDGE if number == OF_JUDGE else member_folder(folder, number), model.cpu(), tokenizer)
-    place(model)
-    some = (heldout, training[: len(heldout)])
-    return Fitted(log, *(score_pairs(model, pairs, pad_id, stage.params.batch_size) for pairs in some))
-
-
-def fresh_model(stage: Stage[RewardConfig], seed: int) -> PreTrainedModel:
-    """The SFT model's body under a head of this seed."""
-    return scalar_model_from(stage.root / SFT, seed, trust_remote_code=trusts(stage))
-
-
-def member_seed(seed: int, number: int) -> int:
-    """Of head and data order. The first member has the run's, the others a random one: seeds of a study, 1, 2, 3, must
-    not share members."""
-    return seed if number == 1 else int(stream(seed, number).integers(2**32))
-
-
-def combine(stage: Stage[RewardConfig], members: Sequence[Fitted]) -> tuple[PairScores, PairScores, dict[str, float]]:
-    """The scores of PPO's reward model on held-out and training pairs, and figures of its members; of a single member
-    its own scores and none. Several members get ensemble.json beside them."""
-    if len(members) == 1:
-        return members[0].heldout, members[0].seen, {}
-    params, sides = stage.params, torch.stack([both_sides(member.heldout) for member in members])
-    ensemble = Ensemble.fitted(params.combine, params.std_coef, sides)
-    ensemble.write(stage.out(REWARD))
-    scores, std = combined(ensemble, [member.heldout for member in members])
-    seen, _ = combined(ensemble, [member.seen for member in members])
-    figures = {"disagreement": std}
-    for number, member in enumerate(members, start=1):
-        figures |= figures_of_member(f"member_{number}", member)
-    return scores, seen, figures
-
-
-def measure_pairs(
-    stage: Stage[RewardConfig],
-    tokenizer: PreTrainedTokenizerBase,
-    heldout: Sequence[Comparison],
-    scores: PairScores,
-    seen: PairScores,
-) -> PairFigures:
-    """Figures of the pairs of held-out prompts; beside them accuracy and loss on the training pairs `seen`."""
-    judge = judge_of(stage)
-    rows = [row for row in stage.read(PREFERENCES) if row["split"] == "validation"] if judge else []
-    gold = gold_margins(rows, tokenizer, heldout, judge) if judge else None
-    figures = figures_of(scores, [len(c.pairs) for c in heldout], gold, stage.seed)
-    figures.metrics.update(train_accuracy=seen.right.mean().item(), train_loss=seen.loss)
-    return figures
-
-
-def both_sides(scores: PairScores) -> Float[Tensor, "answers"]:
-    """The scores of all chosen answers, then of all rejected ones."""
-    return torch.cat([scores.chosen, scores.rejected])
-
-
-def combined(ensemble: Ensemble, members: Sequence[PairScores]) -> tuple[PairScores, float]:
-    """The combined scores of the pairs, and the members' standard deviation on an answer, the mean over both sides of
-    all pairs."""
-    total, std = ensemble(torch.stack([both_sides(member) for member in members]))
-    chosen, rejected = total.chunk(2)
-    return PairScores(chosen, rejected), std.mean().item()
-
-
-def figures_of_member(name: str, member: Fitted) -> dict[str, float]:
-    """Accuracy and loss of one model on the held-out pairs."""
-    return {f"{name}_accuracy": member.heldout.right.double().mean().item(), f"{name}_loss": member.heldout.loss}
+    quiet_libraries()
+    train_all(stage)
 
 
 if __name__ == "__main__":

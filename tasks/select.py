@@ -15,13 +15,16 @@ from rlhf_core.ppo import snapshots
 from tasks.datasets.jsonl import Row
 from tasks.evaluation.evaluator import CandidateModel, Evaluator, ScoredAnswers, build_evaluator, load_candidate
 from tasks.params.judge import JudgeParams
+from tasks.params.scorer import functions
 from tasks.params.select import SelectParams
 from tasks.stage.run import run
 from tasks.stage.stage import Stage
 from tasks.stage.trust import trusts
 from tasks.training.gold_judge import judge_of
+from tasks.training.scorer import terms_of
 
 PREFERENCES = "data/preferences/preferences.jsonl"
+PROMPTS = "data/ingest/preference_prompts.jsonl"
 SFT, SNAPSHOTS = "models/sft", "models/snapshots"
 ONE_SIDED = 1.645
 """Standard errors of a one-sided 95% margin."""
@@ -56,7 +59,7 @@ def execute(stage: Stage[SelectParams]) -> None:
 def compare(stage: Stage[SelectParams], config: PPOConfig, sft: CandidateModel) -> list[Row]:
     """One row for each snapshot and for each interpolation of the last one; the SFT model is step 0 with η = 0."""
     rows = validation_prompts(stage)[: stage.params.prompts]
-    source = f"{PREFERENCES}, distinct validation prompts"
+    source = f"{PROMPTS if functions(terms_of(stage)) else PREFERENCES}, distinct validation prompts"
     # `purpose`: other random numbers than in `evaluate`
     evaluator, _ = build_evaluator(stage, source, rows, sft, config, judge_of(stage), purpose="select ")
     (start,) = evaluator.answer(sft, [stage.seed])
@@ -72,8 +75,12 @@ def compare(stage: Stage[SelectParams], config: PPOConfig, sft: CandidateModel) 
 
 
 def validation_prompts(stage: Stage[SelectParams]) -> list[Row]:
-    """The distinct prompts of the validation pairs."""
-    rows = [row for row in stage.read(PREFERENCES) if row["split"] == "validation"]
+    """The distinct prompts of the validation pairs; where functions score, which may read further columns of the data,
+    the validation prompts of the preference data. Raises UserError where there is none."""
+    path = PROMPTS if functions(terms_of(stage)) else PREFERENCES
+    rows = [row for row in stage.read(path) if row["split"] == "validation"]
+    if not rows:
+        raise UserError(f"{path}: no validation prompts; raise ingest.split.preferences, or set select.prompts: 0")
     return list({row["prompt_id"]: row for row in rows}.values())
 
 

@@ -37,6 +37,7 @@ CANNOT_CHANGE_RESULTS = {
     "tasks.judging.budget": "stops, and never changes a verdict",
     "tasks.params.loader": "reads params.yaml; the values are tracked by DVC",
     "tasks.params.secrets": "hides the values of keys that `check` refuses anyway",
+    "tasks.params.scorer": "the terms of the scorer; DVC tracks them, and whether the reward model is one of them",
     "tasks.params.runtime": "parameters that no stage tracks",
     "tasks.datasets.problems": "lists problems and refuses, never changes a row",
     "tasks.schemas*": "refuses rows and never changes one",
@@ -59,7 +60,14 @@ CANNOT_CHANGE_RESULTS = {
 is a dependency as a whole they count all the same."""
 
 FOLDERS = (
-    *("rlhf_core/data", "rlhf_core/demo", "rlhf_core/models", "rlhf_core/ppo", "rlhf_core/training"),
+    *(
+        "rlhf_core/data",
+        "rlhf_core/demo",
+        "rlhf_core/functions",
+        "rlhf_core/models",
+        "rlhf_core/ppo",
+        "rlhf_core/training",
+    ),
     *("tasks/datasets/sources", "tasks/page"),
 )
 """Folders that are the unit of change: a stage that imports one of their modules depends on the whole folder."""

@@ -9,6 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 from rlhf_core.data.chat import Conversation
+from rlhf_core.functions.process import RewardFunction
 from rlhf_core.models.batch import TokenBatch, map_batches, sequence_scores
 
 
@@ -80,3 +81,36 @@ class RewardModelScorer:
             device=self.model.device,
         )
         return Scored(scores)
+
+
+@dataclass(frozen=True)
+class FunctionScorer:
+    """A Python function of the user: it receives prompts, texts, and the rows of the data."""
+
+    function: RewardFunction
+
+    def __call__(self, answers: Answers) -> Scored:
+        """The function's number for each answer. Raises UserError, naming the answer, where it has none."""
+        rows = [{} for _ in answers.texts] if answers.rows is None else answers.rows
+        return Scored(self.function(answers.prompts, answers.texts, rows))
+
+
+@dataclass(frozen=True)
+class WeightedSum:
+    """Several scorers: the total is the sum of weight times score. Each term is a part, and so are its parts."""
+
+    terms: Mapping[str, tuple[float, Scorer]]
+    """Weight and scorer, by name."""
+
+    def __call__(self, answers: Answers) -> Scored:
+        """The total, and the score of each term before it is weighted."""
+        scored = {name: scorer(answers) for name, (_, scorer) in self.terms.items()}
+        weights = [weight for weight, _ in self.terms.values()]
+        total = [
+            sum(weight * score for weight, score in zip(weights, scores, strict=True))
+            for scores in zip(*(each.total for each in scored.values()), strict=True)
+        ]
+        parts = {name: each.total for name, each in scored.items()}
+        for each in scored.values():
+            parts |= each.parts
+        return Scored(total, parts)

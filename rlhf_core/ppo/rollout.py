@@ -1,6 +1,6 @@
 """The experience of one PPO step: responses, their scores, and the credit of each token."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -30,6 +30,9 @@ class Rollout:
     ref_kl: Float[Tensor, "batch time"]
     """Exact KL(π_old ‖ π_ref) of each token's distribution, nats."""
     old_values: Float[Tensor, "batch time"]
+
+    rows: list[Mapping[str, object]] | None = None
+    """The rows of the data behind the prompts, for scorers that read them."""
 
     def batch(self, rows: Sequence[int], pad_id: int) -> TokenBatch:
         """The given rows as one padded batch on the rollout's device."""

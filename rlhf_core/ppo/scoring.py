@@ -1,11 +1,11 @@
 """Scores of responses: the scorer's, as PPO uses them (rule 12), and the judge's, which are only logged."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from statistics import StatisticsError, correlation, fmean, pstdev
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from jaxtyping import Float
@@ -17,7 +17,7 @@ from rlhf_core.data.chat import Conversation
 from rlhf_core.data.judge import Judge
 from rlhf_core.data.tokenizer import decode_response, encode_prompt, stop_ids
 from rlhf_core.determinism import permutation
-from rlhf_core.errors import NonFiniteError
+from rlhf_core.errors import NonFiniteError, UserError
 from rlhf_core.models.sampling import sample
 from rlhf_core.models.scorers import Answers, Scored, Scorer
 from rlhf_core.ppo.plan import REFERENCE
@@ -31,6 +31,7 @@ NORMALISING = "ppo.sampler_rows, ppo.micro_batch_size or ppo.max_new_tokens"
 REFERENCE_ANSWERS = 512
 """Answers of the reference that the scores are normalised with."""
 
+Result = TypeVar("Result")
 AnswerScore = tuple[float, dict[str, float]]
 """An answer's raw score, and the parts that it was made from."""
 
@@ -83,11 +84,12 @@ def reference_scores(
     prompts: Sequence[Conversation],
     seed: int,
     log: Log = print,
+    rows: Sequence[Mapping[str, object]] | None = None,
 ) -> ReferenceScores:
     """The reference's answers to the prompts of PPO, which the reward model was not trained on, sampled as PPO samples
     (rule 12), with their raw scores: 512 answers, to each prompt as many as to any other, or one more. Raises
     NonFiniteError for a score that is NaN or infinite, UserError when half a batch does not fit into memory; `log` is
-    called where a batch is halved."""
+    called where a batch is halved. `rows`: the rows of the data behind the prompts."""
     order = permutation(len(prompts), seed, REFERENCE)
     turns = [divmod(number, len(prompts)) for number in range(REFERENCE_ANSWERS)]
     chosen, stops = [order[place] for _, place in turns], stop_ids(tokenizer, config.stop_tokens)
@@ -109,8 +111,9 @@ def reference_scores(
     at_once = config.sampler_rows or config.batch_size
     responses = halving.in_pieces(range(len(chosen)), at_once, draw)
     texts = [decode_response(tokenizer, response, stops) for response in responses]
-    answers = Answers([prompts[i] for i in chosen], texts, prompt_ids, responses)
-    scores = halving.in_pieces(range(len(chosen)), config.micro_batch_size, lambda rows: scorer(answers.at(rows)).total)
+    behind = rows and [rows[i] for i in chosen]
+    answers = Answers([prompts[i] for i in chosen], texts, prompt_ids, responses, behind)
+    scores = halving.in_pieces(range(len(chosen)), config.micro_batch_size, lambda part: scorer(answers.at(part)).total)
     require_numbers(scores)
     return ReferenceScores(answers, scores)
 
@@ -139,12 +142,12 @@ class Scoring:
     def __call__(self, rollout: Rollout, processes: Processes) -> Scores:
         """Score whole answers; each process scores its share. Raises NonFiniteError for NaN or infinity."""
 
-        def work(rows: list[int]) -> list[tuple[AnswerScore, float | None]]:
+        def work(rows: list[int]) -> list[tuple[AnswerScore | UserError, float | None]]:
             fitting = partial(self._score, rollout)
             return self.halving.in_pieces(rows, self.batch_size, fitting, processes.gather)
 
         scored = processes.map(range(len(rollout.response_ids)), work)
-        found = Scored.joined([score for score, _ in scored])
+        found = Scored.joined(_raised(score for score, _ in scored))
         require_numbers(found.total)
         raw = torch.tensor(found.total, dtype=torch.float32, device=rollout.mask.device)
         gold = [g for _, g in scored if g is not None]
@@ -154,10 +157,10 @@ class Scoring:
     def raw(self, answers: Answers, processes: Processes) -> list[float]:
         """The scorer's raw scores of all answers, in every process. Raises NonFiniteError for NaN or infinity."""
 
-        def work(rows: list[int]) -> list[float]:
-            return self.source.scorer(answers.at(rows)).total if rows else []
+        def work(rows: list[int]) -> list[float | UserError]:
+            return [each if isinstance(each, UserError) else each[0] for each in self._scores(answers.at(rows))]
 
-        found = self.halving.in_pieces(range(len(answers.texts)), self.batch_size, work, processes.gather)
+        found = _raised(self.halving.in_pieces(range(len(answers.texts)), self.batch_size, work, processes.gather))
         require_numbers(found)
         return found
 
@@ -170,12 +173,21 @@ class Scoring:
         self.scale.load_state_dict(state["scale"])
         self.source.normalisation = ScoreNormalisation(**state["normalisation"])
 
-    def _score(self, rollout: Rollout, rows: list[int]) -> list[tuple[AnswerScore, float | None]]:
+    def _score(self, rollout: Rollout, rows: list[int]) -> list[tuple[AnswerScore | UserError, float | None]]:
         prompts, texts = [rollout.prompts[i] for i in rows], [rollout.texts[i] for i in rows]
         ids = [rollout.prompt_ids[i] for i in rows], [rollout.response_ids[i] for i in rows]
-        scores = self.source.scorer(Answers(prompts, texts, *ids)).by_answer() if rows else []
+        behind = rollout.rows and [rollout.rows[i] for i in rows]
+        scores = self._scores(Answers(prompts, texts, *ids, behind))
         gold = self.source.judge.score(prompts, texts) if self.source.judge and rows else [None] * len(rows)
         return list(zip(scores, gold, strict=True))
+
+    def _scores(self, answers: Answers) -> list[AnswerScore] | list[UserError]:
+        """Raw scores and parts. A scorer that fails is a value for each answer: all processes receive it, and end
+        together."""
+        try:
+            return self.source.scorer(answers).by_answer() if answers.texts else []
+        except UserError as error:
+            return [error] * len(answers.texts)
 
     def _use(self, raw: Float[Tensor, "batch"]) -> Float[Tensor, "batch"]:
         """Normalised or scaled, then clipped."""
@@ -194,6 +206,16 @@ def require_numbers(scores: Sequence[float]) -> None:
             f"the reward model scores {len(bad)} of {len(scores)} answers with {bad[0]}; "
             "train it again with a lower reward.learning_rate"
         )
+
+
+def _raised(values: Iterable[Result | UserError]) -> list[Result]:
+    """The values; raises the first error among them."""
+    found = []
+    for value in values:
+        if isinstance(value, UserError):
+            raise value
+        found.append(value)
+    return found
 
 
 def _correlation(scores: Sequence[float], others: Sequence[float]) -> float | None:

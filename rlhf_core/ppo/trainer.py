@@ -2,7 +2,7 @@
 
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -51,6 +51,7 @@ class PPOTrainer:
         prompts: conversations that end with a user's message.
         seed: of sampling, and of the order of prompts and minibatches.
         text: pieces of text for PPO-ptx; needed where `ptx.coef` is above 0.
+        rows: the rows of the data behind the prompts, for scorers that read them.
     """
 
     def __init__(
@@ -62,6 +63,7 @@ class PPOTrainer:
         prompts: Sequence[Conversation],
         seed: int,
         text: Sequence[Piece] = (),
+        rows: Sequence[Mapping[str, object]] | None = None,
     ) -> None:
         self.config, self.seed, self.tokenizer = config, seed, tokenizer
         self.processes = Processes()
@@ -69,7 +71,7 @@ class PPOTrainer:
         self.stop_ids = stop_ids(tokenizer, config.stop_tokens)
         self.engine = engine_of(config, tokenizer)
         """Samples the responses; can be replaced before the first step."""
-        self.prompts = list(prompts)
+        self.prompts, self.rows = list(prompts), None if rows is None else list(rows)
         self.prompt_ids = [encode_prompt(tokenizer, prompt) for prompt in prompts]
         self.exempt: Log = print
         """Called with the reason why the run is exempt from byte identity; set before `load_state_dict`."""
@@ -160,6 +162,7 @@ class PPOTrainer:
             ref_logprobs=torch.zeros_like(mask),
             ref_kl=torch.zeros_like(mask),
             old_values=torch.zeros_like(mask),
+            rows=self.rows and [self.rows[i] for i in chosen],
         )
         self.updater.read(rollout, self.plan())
         return rollout
@@ -172,8 +175,11 @@ class PPOTrainer:
         """Token rewards, advantages and returns, at the current β."""
         return assign_credit(rollout, scores, self.config, self.controller.coef)
 
-    def answer(self, prompts: Sequence[Conversation]) -> list[dict[str, Any]]:
-        """The policy's answers to held-out prompts, with their scores: rows of step, prompt, response, reward, gold."""
+    def answer(
+        self, prompts: Sequence[Conversation], rows: Sequence[Mapping[str, object]] | None = None
+    ) -> list[dict[str, Any]]:
+        """The policy's answers to held-out prompts, with their scores: rows of step, prompt, response, reward, gold.
+        `rows`: those of the data behind the prompts."""
         if not prompts:
             return []
         prompt_ids = [encode_prompt(self.tokenizer, prompt) for prompt in prompts]
@@ -181,7 +187,7 @@ class PPOTrainer:
         sampled = self._sample(prompt_ids, keys)
         texts = self._texts(sampled)
         with at_step(self.steps_done):
-            rewards = self.scoring.raw(Answers(prompts, texts, prompt_ids, sampled.responses), self.processes)
+            rewards = self.scoring.raw(Answers(prompts, texts, prompt_ids, sampled.responses, rows), self.processes)
         judge = self.scoring.source.judge
         gold = judge.score(prompts, texts) if judge else [None] * len(texts)
         return [

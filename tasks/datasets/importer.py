@@ -97,16 +97,16 @@ def describe(data: Path, source: Path, originals: Mapping[Path, Path], log: Log)
 
 
 def _file_line(path: Path, name: str, examples: list[Example]) -> str:
-    """Rows by kind, the columns of the first rows that are read and those that are not, and whether the file is held
+    """Rows by kind, the columns of the first rows, the further ones by themselves, and whether the file is held
     out."""
     found = dict.fromkeys(column for _, row in islice(read_rows(path), SCANNED) for column in row)
     known = COLUMNS + LABEL_COLUMNS if examples[0].kind == "pair" else COLUMNS
     read = [column for column in known if column in found]
-    unread = [str(column) for column in found if column not in known]
+    further = [str(column) for column in found if column not in known]
     kinds = Counter(example.kind for example in examples)
     rows = ", ".join(f"{count:,} {kind}{'s' * (count != 1)}" for kind, count in kinds.items())
     heldout = ", held out (ingest.files.heldout_files)" if examples[0].heldout else ""
-    extra = f"; not read: {brief_names(unread)}" if unread else ""
+    extra = f"; kept for reward functions: {brief_names(further)}" if further else ""
     return f"{name}: {rows}{heldout}; columns: {', '.join(read)}{extra}"
 
 

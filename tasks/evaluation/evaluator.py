@@ -17,22 +17,27 @@ from rlhf_core.evaluation.pair_judges import PairJudge, both_orders
 from rlhf_core.evaluation.wins import wins
 from rlhf_core.models.hf import context_length, load_causal_lm, place
 from rlhf_core.models.sampling import SamplingSettings, sample
-from rlhf_core.models.scorers import Answers, Scorer
+from rlhf_core.models.scorers import Answers, Scored, Scorer
 from tasks.datasets.jsonl import Row
 from tasks.judging.pair_judge import pair_judge_of
+from tasks.params.scorer import Term, is_reward_model
 from tasks.stage.long_rows import fitting, prompt_encoder
 from tasks.stage.stage import Stage
 from tasks.stage.trust import trusts
-from tasks.training.scorer import scorer_of
+from tasks.training.scorer import extras_of, scorer_of, terms_of
 
 REWARD_MODEL_JUDGE = "reward model"
 JUDGING_MODEL = "judging reward model"
 """The reward model that PPO is not trained on (`reward.judge_share`)."""
 ScoresOf = Literal["rewards", "judging"]
 """Scores of a reward model: PPO's, or the judging one's."""
+PROXIES = (REWARD_MODEL_JUDGE, "scorer")
+"""Kinds of judge where there is no other: the score that the models were trained by."""
 
 Item = TypeVar("Item")
 Key = TypeVar("Key", bound=Hashable)
+Known = dict[tuple[int, tuple[int, ...]], tuple[float, dict[str, float]]]
+"""Scores with their terms by prompt and token ids."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +66,8 @@ class ScoredAnswers:
     """Length of each answer, in tokens of the SFT model."""
     divergence: Divergence | None
     """From the SFT model; None for a model with another tokenizer."""
+    terms: dict[str, list[float]] = field(default_factory=dict)
+    """What the rewards were made from, by term; empty where they are a single reward model's."""
     judging: list[float] | None = None
     """Scores of the judging reward model; None in a run without one."""
 
@@ -87,13 +94,15 @@ class Evaluator:
     max_new_tokens: int
     batch_size: int
     stop_tokens: Sequence[str]
+    scorer_name: str = REWARD_MODEL_JUDGE
+    """For tables."""
     purpose: str = ""
     """Evaluators of different purposes use different random numbers."""
     judging: Scorer | None = None
     """The reward model that PPO is not trained on; None in a run without one."""
-    _rewards: dict[tuple[int, tuple[int, ...]], float] = field(default_factory=dict)
-    """Cache of scores by prompt and token ids, shared by all models."""
-    _judging: dict[tuple[int, tuple[int, ...]], float] = field(default_factory=dict)
+    _rewards: Known = field(default_factory=dict)
+    """Cache of scores with their terms, shared by all models."""
+    _judging: Known = field(default_factory=dict)
     _gold: dict[tuple[int, str], float] = field(default_factory=dict)
     _encoded: dict[str, list[list[int]]] = field(default_factory=dict)
     """Cache of the prompts' token ids, by the name of the model that the tokenizer belongs to."""
@@ -108,14 +117,16 @@ class Evaluator:
         texts = [decode_response(candidate.tokenizer, response, stops) for response in responses]
         shared = self.shares_tokenizer(candidate)
         read = responses if shared else self._in_reference_tokens(texts, ended)
+        scored = self._score(self.scorer, self._rewards, places, texts, read)
         found = ScoredAnswers(
             responses,
             ended,
             texts,
-            self._score(self.scorer, self._rewards, places, texts, read),
+            scored.total,
             self._judge(places, texts) if self.judge else None,
             [len(ids) for ids in read],
             self._diverge(candidate, places, responses) if shared else None,
+            scored.parts,
             self.judging_scores(places, texts, read),
         )
         return [_part(found, start, start + len(self.rows)) for start in range(0, len(places), len(self.rows))]
@@ -124,7 +135,7 @@ class Evaluator:
         """For each prompt how much `scored` is preferred to `other`, in [0, 1]; ½ is a tie.
 
         Uses the scores that `by` names. None: the pair judge, in both orders; without one the judge's scores; without a
-        judge those of the judging reward model; without it those of PPO's.
+        judge those of the judging reward model; without it the scorer's.
         """
         if scored is other:
             return [0.5] * len(self.rows)
@@ -140,20 +151,23 @@ class Evaluator:
 
     @property
     def judged_by(self) -> str:
-        """The kind of judge behind `compare`: `pairs`, `scores`, `judging reward model` or `reward model`."""
+        """The kind of judge behind `compare`: `pairs`, `scores`, or without a judge `judging reward model`, `reward
+        model` or `scorer`."""
         if self.pair_judge is not None:
             return "pairs"
-        return self._model_that_judges if self.judge is None else "scores"
+        if self.judge is not None:
+            return "scores"
+        if self.judging is not None:
+            return JUDGING_MODEL
+        return REWARD_MODEL_JUDGE if self.scorer_name == REWARD_MODEL_JUDGE else "scorer"
 
     @property
     def winner_named_by(self) -> str:
         """Name of the judge behind `compare`, for tables and pictures."""
         judge = self.pair_judge or self.judge
-        return self._model_that_judges if judge is None else judge.name
-
-    @property
-    def _model_that_judges(self) -> str:
-        return REWARD_MODEL_JUDGE if self.judging is None else JUDGING_MODEL
+        if judge is not None:
+            return judge.name
+        return self.scorer_name if self.judging is None else JUDGING_MODEL
 
     @cached_property
     def prompts(self) -> list[Any]:
@@ -221,20 +235,15 @@ class Evaluator:
     ) -> list[float] | None:
         """The judging reward model's scores of answers to the prompts at `places`, with their token ids of the SFT
         model; None in a run without one."""
-        return None if self.judging is None else self._score(self.judging, self._judging, places, texts, ids)
+        return None if self.judging is None else self._score(self.judging, self._judging, places, texts, ids).total
 
     def _score(
-        self,
-        scorer: Scorer,
-        known: dict[tuple[int, tuple[int, ...]], float],
-        places: Sequence[int],
-        texts: Sequence[str],
-        ids: Sequence[Sequence[int]],
-    ) -> list[float]:
-        prompt_ids = self.prompt_ids(self.reference)
-        answers = Answers([self.prompts[i] for i in places], texts, [prompt_ids[i] for i in places], ids)
+        self, scorer: Scorer, known: Known, places: Sequence[int], texts: Sequence[str], ids: Sequence[Sequence[int]]
+    ) -> Scored:
+        prompt_ids, extras = self.prompt_ids(self.reference), extras_of([self.rows[i] for i in places])
+        answers = Answers([self.prompts[i] for i in places], texts, [prompt_ids[i] for i in places], ids, extras)
         keys = [(i, tuple(response)) for i, response in zip(places, ids, strict=True)]
-        return _once(known, keys, lambda rows: scorer(answers.at(rows)).total)
+        return Scored.joined(_once(known, keys, lambda rows: scorer(answers.at(rows)).by_answer()))
 
     def _judge(self, places: Sequence[int], texts: Sequence[str]) -> list[float]:
         judge = self.judge
@@ -296,8 +305,17 @@ def _part(scored: ScoredAnswers, start: int, end: int) -> ScoredAnswers:
         None if scored.gold is None else scored.gold[start:end],
         scored.tokens[start:end],
         found and found.part(start, end),
+        {name: values[start:end] for name, values in scored.terms.items()},
         None if scored.judging is None else scored.judging[start:end],
     )
+
+
+def name_of(terms: Sequence[Term]) -> str:
+    """The name of the score, for tables."""
+    if is_reward_model(terms):
+        return REWARD_MODEL_JUDGE
+    first, *rest = [f"{term.weight:g} × {term.term}".replace("-", "−", 1 if term.weight < 0 else 0) for term in terms]
+    return f"scorer ({' '.join([first, *(f'− {one[1:]}' if one[0] == '−' else f'+ {one}' for one in rest)])})"
 
 
 def load_candidate(stage: Stage[Any], name: str, folder: Path) -> CandidateModel:
@@ -323,7 +341,8 @@ def build_evaluator(
         stage=stage,
         rows=[row for row, _ in kept],
         reference=sft,
-        scorer=scorer_of(stage.root, sft.tokenizer, settings.batch_size, trusts(stage)),
+        scorer=scorer_of(stage, sft.tokenizer, settings.batch_size),
+        scorer_name=name_of(terms_of(stage)),
         judge=judge,
         pair_judge=pair_judge_of(stage, [row["prompt"] for row, _ in kept], reserve, settings.batch_size),
         temperature=settings.temperature,

@@ -15,13 +15,13 @@ from rlhf_core.evaluation.frontier import lead_at_equal_kl
 from rlhf_core.evaluation.intervals import Estimate
 from rlhf_core.evaluation.overoptimisation import Fit, fit_best_of_n, fit_rl
 from tasks.datasets.jsonl import Row
-from tasks.evaluation.evaluator import JUDGING_MODEL, REWARD_MODEL_JUDGE, Evaluator
+from tasks.evaluation.evaluator import JUDGING_MODEL, PROXIES, Evaluator
 from tasks.evaluation.results import Bootstrap, PerPrompt, Results, wins_over
 
 Models = Mapping[str, dict[str, Any]]
 SCORES = ("gold", "reward", "win_rate")
 FITTED = ("gold", "reward")
-MAIN = {"scores": "gold", "pairs": "win_rate", JUDGING_MODEL: "win_rate", REWARD_MODEL_JUDGE: "reward"}
+MAIN = {"scores": "gold", "pairs": "win_rate", JUDGING_MODEL: "win_rate", **dict.fromkeys(PROXIES, "reward")}
 """The score that decides between models, by the kind of judge."""
 POLICY, SFT = "policy", "sft"
 
@@ -139,7 +139,7 @@ class Frontier:
         the test prompts and paired by prompt. None without a judge."""
         best, last = selected["best_judge_step"], selected["last_step"]
         points = {0: self.start, **self.steps}
-        if best not in points or last not in points or self.evaluator.judged_by == REWARD_MODEL_JUDGE:
+        if best not in points or last not in points or self.evaluator.judged_by in PROXIES:
             return None
         score = MAIN[self.evaluator.judged_by]
         ours, theirs = points[best].scores[score], points[last].scores[score]

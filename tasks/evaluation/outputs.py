@@ -7,7 +7,7 @@ from typing import Any
 from rlhf_core.evaluation.best_of_n import best_of_n_kl
 from tasks.datasets.jsonl import Row
 from tasks.evaluation.ceiling import Ceiling
-from tasks.evaluation.evaluator import Evaluator
+from tasks.evaluation.evaluator import REWARD_MODEL_JUDGE, Evaluator
 from tasks.evaluation.results import (
     Bootstrap,
     Results,
@@ -85,12 +85,15 @@ def costs(stage: Stage[EvaluateParams], name: str, results: Results) -> dict[str
 
 
 def summary(evaluator: Evaluator, models: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """The main figures of SFT model and policy, and the judge of the win rate."""
+    """The main figures of SFT model and policy, the judge of the win rate, and the scorer where it is not the reward
+    model alone."""
     sft, policy = models["sft"], models["policy"]
+    scorer = {} if evaluator.scorer_name == REWARD_MODEL_JUDGE else {"scorer": evaluator.scorer_name}
     top: dict[str, Any] = {
         "judge": evaluator.judge.name if evaluator.judge else None,
         "win_rate_judge": evaluator.winner_named_by,
         "judged_by": evaluator.judged_by,
+        **scorer,
         "prompts": len(evaluator.rows),
         "win_rate": policy["win_rate"],
         "win_rate_ci95": policy["win_rate_ci95"],

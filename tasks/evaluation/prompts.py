@@ -28,7 +28,8 @@ LONGEST = 2**31
 
 
 def evaluation_prompts(stage: Stage[Any], params: EvaluateParams) -> list[Row]:
-    """The first `params.max_prompts` rows {prompt_id, prompt, response}; response is a demonstration or None.
+    """The first `params.max_prompts` rows {prompt_id, prompt, response}; response is a demonstration or None. With
+    further columns in the data the rows have `extra`, too.
 
     The stage must depend on HELDOUT, TRAINING and data/raw. Raises UserError for a file without rows, with bad rows or
     with training prompts.
@@ -81,4 +82,5 @@ def refuse_training_prompts(name: str, rows: Sequence[Row], training: dict[str, 
 
 def _row(example: Example) -> Row:
     response = example.chosen if example.response is None else example.response
-    return {"prompt_id": example.prompt_id, "prompt": example.prompt, "response": response}
+    extra = {"extra": example.extra} if example.extra else {}
+    return {"prompt_id": example.prompt_id, "prompt": example.prompt, "response": response} | extra

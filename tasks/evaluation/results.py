@@ -21,6 +21,8 @@ RATED_BY: dict[str, ScoresOf] = {"reward_model": "rewards", "judging_model": "ju
 
 Table = Float[np.ndarray, "prompts answers"]
 PerPrompt = Float[np.ndarray, "prompts"]
+TERM = "reward/"
+"""Beginning of the name of a figure of one term of the scorer."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,10 @@ class Results:
         if any(column is None for column in columns):
             return None
         return np.array(columns, dtype=np.float64).T
+
+    def term(self, name: str) -> Table:
+        """The scores of one term of the scorer."""
+        return np.array([scored.terms[name] for scored in self.columns], dtype=np.float64).T
 
     def per_prompt(self, values: Table) -> PerPrompt:
         """The weighted mean of each prompt's answers."""
@@ -108,10 +114,14 @@ def own_figures(results: Results, bootstrap: Bootstrap) -> dict[str, Any]:
     ended = np.array([scored.ended for scored in results.columns], dtype=np.float64).T
     entropy = results.table("entropy")
     sets = results.repetitions()
+    terms: dict[str, Any] = {}
+    for name in results.columns[0].terms:
+        terms |= with_interval(f"{TERM}{name}", bootstrap.of(results, results.term(name)))
     return {
         "answers": len(sets) * len(ended),
         **with_interval("gold", bootstrap.of(results, results.table("gold")), spread=True),
         **with_interval("reward", bootstrap.of(results, results.table("rewards")), spread=True),
+        **terms,
         **with_interval("kl", bootstrap.of(results, results.table("k1"))),
         **with_interval("kl_k3", bootstrap.of(results, results.table("k3"))),
         **with_interval("kl_exact", bootstrap.of(results, results.table("exact"))),

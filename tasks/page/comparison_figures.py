@@ -28,8 +28,8 @@ from tasks.page.labels import name_points
 from tasks.page.picture import Picture
 from tasks.page.wording import number, percent
 
-KINDS = {"gold": "gold score", "win_rate": "win rate against SFT", "reward": "reward-model score (raw)"}
-TITLES = {"gold": "Gold score", "win_rate": "Win rate", "reward": "Reward-model score"}
+KINDS = {"gold": "gold score", "win_rate": "win rate against SFT"}
+TITLES = {"gold": "Gold score", "win_rate": "Win rate"}
 TICKS = (0, 0.1, 0.25, 0.5, 1, 2, 3, 4, 6, 9, 12, 16, 25, 36, 50, 75, 100, 150, 225, 400)
 MOST_TICKS = 8
 PPO_POINTS = ("sft", "ppo", "interpolated", "policy")
@@ -43,7 +43,7 @@ def frontier(run: Run) -> Picture | None:
     rows = [row for each in run.frontier if finite((row := _even_start(each)).get(kind)) is not None]
     if not rows:
         return None
-    figure, (axes,) = canvas(f"{TITLES[kind]} against KL", height=HEIGHT * 1.3)
+    figure, (axes,) = canvas(f"{_title(run, kind)} against KL", height=HEIGHT * 1.3)
     named: list[tuple[float, float, str, str]] = []
     drawn = _ceiling(axes, run, kind) + _majorant(axes, rows, kind)
     for family in dict.fromkeys(row["family"] for row in rows):
@@ -56,7 +56,7 @@ def frontier(run: Run) -> Picture | None:
         drawn += _along(one, kind) if family == "best_of_n" else []
         named += [(_x(row), row[kind], text, colour) for row in one if (text := _point_name(run, row, one))]
     _kl_axis(axes, [row["kl"] for row in rows])
-    axes.set_ylabel(KINDS[kind])
+    axes.set_ylabel(_kind(run, kind))
     if kind == "win_rate":
         axes.yaxis.set_major_formatter(percent_tick)
     axes.margins(x=0.08, y=0.1)
@@ -66,7 +66,7 @@ def frontier(run: Run) -> Picture | None:
         "frontier",
         "comparison",
         png(figure),
-        f"{TITLES[kind]} against KL to SFT: {'; '.join(texts)}.",
+        f"{_title(run, kind)} against KL to SFT: {'; '.join(texts)}.",
         _frontier_caption(run, kind),
     )
 
@@ -90,12 +90,12 @@ def overoptimisation(run: Run) -> Picture | None:
         _fitted(axes, run, kind, max(_x(row) for row in rows[kind]))
         _ceiling(axes, run, kind)
         _chosen(axes, run, rows[kind], kind)
-        name = KINDS[kind].replace(" score (raw)", "\nscore (raw)").replace(" against", "\nagainst")
+        name = _kind(run, kind).replace(" score (raw)", "\nscore (raw)").replace(" against", "\nagainst")
         label_axes(axes, name, share=kind == "win_rate")
         _name_steps(axes, rows[kind], kind)
     legend(grid[0])
     _kl_axis(grid[-1], [row["kl"] for row in run.snapshots])
-    alt = "; ".join(_extremes(kind, rows[kind]) for kind in kinds)
+    alt = "; ".join(_extremes(run, kind, rows[kind]) for kind in kinds)
     return Picture(
         "overoptimisation",
         "comparison",
@@ -186,7 +186,7 @@ def _ceiling(axes: Axes, run: Run, kind: str) -> list[tuple[float, float]]:
 
 def _frontier_caption(run: Run, kind: str) -> str:
     ceiling = (
-        " Dashed: the optimum π_SFT·exp(R/β)/Z for the reward model’s score R, as far as it can be estimated; no model "
+        f" Dashed: the optimum π_SFT·exp(R/β)/Z for the {run.proxy}’s score R, as far as it can be estimated; no model "
         "has a higher proxy score at its KL."
     )
     shown = any(finite(row.get(kind)) is not None for row in run.optimum)
@@ -285,21 +285,30 @@ def _along(rows: Sequence[Row], kind: str) -> list[tuple[float, float]]:
     ]
 
 
-def _extremes(kind: str, rows: Sequence[Row]) -> str:
+def _extremes(run: Run, kind: str, rows: Sequence[Row]) -> str:
     best = max(rows, key=lambda row: float(row[kind]))
     last = _value(kind, rows[-1][kind])
-    return f"{KINDS[kind]} highest at step {int(best['point'])} ({_value(kind, best[kind])}), last {last}"
+    return f"{_kind(run, kind)} highest at step {int(best['point'])} ({_value(kind, best[kind])}), last {last}"
 
 
 def _value(kind: str, value: float) -> str:
     return percent(value) if kind == "win_rate" else number(value)
 
 
+def _kind(run: Run, kind: str) -> str:
+    """The name of a score, for an axis."""
+    return KINDS.get(kind, f"{run.proxy_score} (raw)")
+
+
+def _title(run: Run, kind: str) -> str:
+    return TITLES.get(kind, f"{run.proxy_score[:1].upper()}{run.proxy_score[1:]}")
+
+
 def _overoptimisation_caption(run: Run) -> str:
     if run.score == "reward":
-        first = "Without a judge besides the reward model, over-optimisation cannot be seen."
+        first = f"Without a judge besides the {run.proxy}, over-optimisation cannot be seen."
     else:
-        first = f"Where the proxy rises and the {KINDS[run.score]} falls, the policy exploits the reward model."
+        first = f"Where the proxy rises and the {_kind(run, run.score)} falls, the policy exploits the {run.proxy}."
     return (
         f"{first} Points are joined in the order of their steps (the numbers); the ring is the policy. Dashed: the "
         "curve of Gao et al. 2022 with d = √KL, fitted from SFT’s score, where KL rises with every step and the curve "

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -14,6 +14,10 @@ Figures = Mapping[str, Any]
 """An entry of `models` in metrics/evaluate.json."""
 
 JUDGING = "win_rate_by_judging_model"
+TERM, INTERVAL = "reward/", "_ci95"
+"""Beginning of the name of a figure of one term of the score, and the end of that of an interval."""
+DISAGREEMENT = "reward/std"
+"""The figure of several reward models that is no term."""
 LABELS = {"sft": "SFT", "policy": "PPO policy"}
 BEST_OF = re.compile(r"best_of_(\d+)")
 
@@ -95,10 +99,22 @@ def label(model: str, models: Mapping[str, Figures] = MappingProxyType({})) -> s
 
 
 def columns_of(models: Mapping[str, Figures]) -> list[Column]:
-    """The columns that at least one model has a figure for; a win rate that is the main one is not shown twice."""
+    """The columns that at least one model has a figure for; a win rate that is the main one is not shown twice. Behind
+    the proxy score are those of its terms, where it has several."""
     known = [column for column in COLUMNS if any(finite(one.get(column.key)) is not None for one in models.values())]
     twice = all(one.get(JUDGING) == one.get("win_rate") for one in models.values())
-    return [column for column in known if not (twice and column.key == JUDGING)]
+    known = [column for column in known if not (twice and column.key == JUDGING)]
+    figures = (name for one in models.values() for name in one if name.startswith(TERM))
+    terms = [name for name in dict.fromkeys(figures) if not name.endswith(INTERVAL) and name != DISAGREEMENT]
+    if not terms:
+        return known
+    shown = [Column(name, name.removeprefix(TERM), "mean", interval=name + INTERVAL) for name in terms]
+    found = []
+    for column in known:
+        proxy = column.key == "reward"
+        found += [replace(column, unit="scorer, raw")] if proxy else [column]
+        found += shown if proxy and len(shown) > 1 else []
+    return found
 
 
 def cells(models: Mapping[str, Figures], column: Column) -> dict[str, Cell]:

@@ -22,7 +22,7 @@ def draw(run: Run) -> list[Picture]:
 
 def score_distribution(run: Run) -> Picture | None:
     """How the held-out answers of both models are scored."""
-    kind, unit = ("gold", "gold score") if run.has_judge else ("reward", "reward-model score (raw)")
+    kind, unit = ("gold", "gold score") if run.has_judge else ("reward", f"{run.proxy_score} (raw)")
     both = {name: known(row.get(kind) for row in run.answers if row["model"] == name) for name in ("sft", "policy")}
     if not both["sft"] or not both["policy"]:
         return None
@@ -50,7 +50,7 @@ def scores(run: Run) -> Picture | None:
     """Gold and proxy score during PPO; the proxy alone without a judge."""
     ppo = run.curves["ppo"]
     gold = ppo.get("gold", []) if run.has_judge else []
-    panels = [("gold score", gold, JUDGE), ("reward-model score (raw)", ppo.get("reward_raw", []), PROXY)]
+    panels = [("gold score", gold, JUDGE), (f"{run.proxy_score} (raw)", ppo.get("reward_raw", []), PROXY)]
     panels = [panel for panel in panels if known(panel[1])]
     if not panels:
         return None
@@ -67,10 +67,10 @@ def scores(run: Run) -> Picture | None:
         "judging reward model": "For the judge see the win rate of the snapshots.",
     }.get(run.judged_by, "Without another judge, this does not show whether the policy exploits it.")
     caption = (
-        "No model is trained on the gold score; the reward model's score is the proxy that PPO maximises. Where the "
-        "proxy rises and gold falls, the policy exploits the reward model."
+        f"No model is trained on the gold score; the {run.proxy}'s score is the proxy that PPO maximises. Where the "
+        f"proxy rises and gold falls, the policy exploits the {run.proxy}."
         if both
-        else "Mean raw reward-model score of the sampled answers, the proxy that PPO maximises. " + unjudged
+        else f"Mean raw {run.proxy_score} of the sampled answers, the proxy that PPO maximises. " + unjudged
     )
     return Picture(
         "scores", "ppo", png(figure), line_alt([(name, values, 2, "") for name, values, _ in panels]), caption

@@ -48,19 +48,39 @@ class Run:
 
     @property
     def has_judge(self) -> bool:
-        """True when a judge other than the reward model scored the answers."""
+        """True when a judge other than the scorer scored the answers."""
         return all(finite(self.evaluation.get(key)) is not None for key in ("gold_sft", "gold_policy"))
 
     @property
     def judged_by(self) -> str:
-        """What decides the win rate: a judge's `scores`, a judge that compares `pairs`, the `judging reward model`, or
-        the `reward model`, that of PPO."""
+        """What decides the win rate: a judge's `scores`, a judge that compares `pairs`, the `judging reward model`, the
+        `reward model`, that of PPO, or the `scorer` where it is not that model alone."""
         return str(self.evaluation["judged_by"])
 
     @property
     def is_judged(self) -> bool:
-        """True when the win rate is not that of PPO's reward model."""
-        return self.judged_by != "reward model"
+        """True when the win rate is not by the score that PPO maximises."""
+        return self.judged_by not in ("reward model", "scorer")
+
+    @property
+    def scorer(self) -> str | None:
+        """The score that PPO maximises, with its terms; None where it is the reward model's."""
+        return self.evaluation.get("scorer")
+
+    @property
+    def proxy(self) -> str:
+        """What gives the score that PPO maximises."""
+        return "scorer" if self.scorer else "reward model"
+
+    @property
+    def proxy_score(self) -> str:
+        """The name of the score that PPO maximises."""
+        return "scorer’s score" if self.scorer else "reward-model score"
+
+    @property
+    def has_reward_model(self) -> bool:
+        """False where functions alone score."""
+        return self.metrics["reward"].get("enabled") is not False
 
     @property
     def score(self) -> Literal["gold", "win_rate", "reward"]:

@@ -109,6 +109,8 @@ def notes(run: Run) -> list[str]:
     )
     if any(one and finite(one.get("kl")) for one in (e.get("frontier") or {}).values()):
         texts.append("In the intervals at equal KL both scores and both KLs vary with the prompts.")
+    if run.scorer:
+        texts.append(f"The models were trained or picked by the score of the {run.scorer}.")
     texts += column_notes(run)
     if len(seeds) > 1:
         listed = ", ".join(map(str, seeds))
@@ -148,7 +150,7 @@ def column_notes(run: Run) -> list[str]:
             "gains at the same KL; none can have more than 100%, up to the error of both."
         )
     if run.is_judged:
-        texts.append("The proxy is the reward model’s score, which the models were trained or picked by.")
+        texts.append(f"The proxy is the {run.proxy}’s score, which the models were trained or picked by.")
     checks = run.evaluation.get("judge_checks") or {}
     if finite(checks.get("self_agreement")) is not None:
         texts.append(
@@ -180,7 +182,9 @@ def sft_facts(run: Run) -> list[tuple[str, str]]:
 
 
 def reward_facts(run: Run) -> list[tuple[str, str]]:
-    """The table beside the pictures of the reward model."""
+    """The table beside the pictures of the reward model; empty without one."""
+    if not run.has_reward_model:
+        return []
     r = run.metrics["reward"]
     facts = [
         ("Labels", whose_labels(run)),
@@ -287,7 +291,7 @@ def data_counts(run: Run) -> list[tuple[str, str]]:
         ("Held-out prompts", count(ingest.get("heldout"))),
         ("Preference pairs for the reward model", count(preferences.get("pairs"))),
         ("Ties dropped", count(preferences.get("ties_dropped"))),
-        ("Preferences judged by", whose_labels(run)),
+        ("Preferences judged by", whose_labels(run) if run.has_reward_model else MISSING),
         *_judge_model_facts(preferences.get("judge_model") or {}),
         ("Model parameters", count(base.get("parameters"))),
         ("Vocabulary, tokens", count(base.get("vocabulary"))),

@@ -76,7 +76,7 @@ def pick(samples: list[Sample], wanted: int) -> list[Sample]:
 
 def filters(run: Run) -> list[tuple[str, str]]:
     """Tag and label of each filter."""
-    by = "gold score" if run.has_judge else "reward model"
+    by = "gold score" if run.has_judge else run.proxy
     both = [("disagree", "proxy and gold disagree")] if run.has_judge else []
     return [("", "all prompts"), ("policy", f"policy wins ({by})"), ("sft", f"SFT wins ({by})"), ("tie", "ties"), *both]
 
@@ -136,7 +136,7 @@ def _add(parts: list[str], text: str, differs: bool) -> None:
 def _json(run: Run, samples: list[Sample]) -> str:
     content = {
         "models": {name: {"label": label(name, run.models), "colour": colour_of(name)} for name in _names(samples)},
-        "mark": "higher gold score" if run.has_judge else "reward model prefers",
+        "mark": "higher gold score" if run.has_judge else f"{run.proxy} prefers",
         "samples": [asdict(sample) for sample in samples],
     }
     text = json.dumps(content, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
@@ -181,7 +181,7 @@ def _of(row: Row, model: str) -> Row:
 
 def _facts(run: Run, answer: Row) -> list[tuple[str, str]]:
     facts = [("gold", number(answer.get("gold")))] if run.has_judge else []
-    facts += [("reward model", number(answer.get("reward"))), ("tokens", count(answer.get("tokens")))]
+    facts += [(run.proxy, number(answer.get("reward"))), ("tokens", count(answer.get("tokens")))]
     facts.append(("KL, nats", number(answer.get("kl"))))
     return [(name, value) for name, value in facts if value != MISSING or name != "KL, nats"]
 

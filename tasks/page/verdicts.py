@@ -111,7 +111,7 @@ def stop_earlier(run: Run) -> Finding | None:
         return None
     last, best, by = selected["last_step"], selected["best_judge_step"], run.judge
     if best is None:
-        best, by = selected["best_proxy_step"], "the reward model, which PPO optimises"
+        best, by = selected["best_proxy_step"], f"the {run.proxy}, which PPO optimises"
     question, on = "Better to stop earlier?", f"best by {by} on {count(selected['prompts'])} validation prompts"
     if best == last:
         return Finding(question, NO, MISSING, f"the last snapshot, step {last}, is {on}")

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, create_model, model_validator
 
 from rlhf_core.config.block import Block
+from rlhf_core.config.dpo import PairConfig
 from rlhf_core.config.ppo import PPOConfig
 from rlhf_core.config.reward import RewardConfig
 from rlhf_core.config.sft import SFTConfig
@@ -21,6 +22,7 @@ from tasks.params.preferences import PreferencesParams
 from tasks.params.promote import PromoteParams
 from tasks.params.report import ReportParams
 from tasks.params.runtime import RuntimeParams
+from tasks.params.scorer import Terms, default_terms, is_reward_model, uses_reward_model
 from tasks.params.select import SelectParams
 
 RESERVED = ("sft", "policy", "ppo", "prompt", *BY_NAME)
@@ -48,6 +50,7 @@ class _Params(Block):
     sft: SFTConfig
     preferences: PreferencesParams
     reward: RewardConfig
+    scorer: Terms = Field(default_factory=default_terms)
     ppo: PPOConfig
     select: SelectParams
     judge: JudgeParams
@@ -77,6 +80,7 @@ class _Params(Block):
         self._check_judge()
         self._check_world()
         self._check_methods()
+        self._check_scorer()
         self._check_extra_models()
         self._check_context()
         self._check_reward_length()
@@ -121,6 +125,25 @@ class _Params(Block):
             )
         if "hybrid" in enabled and not rejection:
             raise ValueError("hybrid starts from models/rejection_sft; set rejection_sft.enabled: true")
+
+    def _check_scorer(self) -> None:
+        loops = {"ppo.": self.ppo} | {
+            f"{name}.settings.": params.applied_to(self.ppo, name)
+            for name, params in self.enabled_methods()
+            if name in VARIANTS
+        }
+        for key, config in loops.items():
+            if config.needs_critic_model and config.critic.init == "reward" and not is_reward_model(self.scorer):
+                raise ValueError(
+                    f"{key}critic.init is reward: a critic that starts as the reward model predicts its score, and "
+                    "scorer has other terms or another weight; set it to sft"
+                )
+        for name, params in self.enabled_methods():
+            if isinstance(params, PairConfig) and not uses_reward_model(self.scorer):
+                raise ValueError(
+                    f"{name} trains on preference pairs, which are not made where scorer has no term reward_model; "
+                    f"set {name}.enabled: false, or add the term"
+                )
 
     def _check_extra_models(self) -> None:
         for name in self.evaluate.extra_models:

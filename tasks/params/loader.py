@@ -11,6 +11,7 @@ from ruamel.yaml.error import YAMLError
 
 from rlhf_core.errors import UserError, did_you_mean
 from tasks.params.methods import METHODS
+from tasks.params.scorer import DEFAULT, MADE_FOR_IT, REWARD_MODEL
 
 PARAMS_FILE = Path("params.yaml")
 LARGEST_BYTES = 2**20
@@ -49,6 +50,21 @@ def parse_yaml(text: str, path: Path) -> dict[str, Any]:
         raise UserError(f"{path}: expected a mapping of blocks (ingest, base, sft, …)")
     _refuse_bomb(content, path)
     return content | {method.name: {"enabled": False} for method in METHODS if method.name not in content}
+
+
+def with_scorer(content: dict[str, Any]) -> dict[str, Any]:
+    """The content with `scorer`, which may be absent, and `reward_model`: whether one of its terms is the reward model.
+    `check` writes both where DVC can track them."""
+    scorer = content.get("scorer", DEFAULT)
+    terms = [term.get("term") for term in scorer if isinstance(term, dict)] if isinstance(scorer, list) else []
+    return content | {"scorer": scorer, REWARD_MODEL: REWARD_MODEL in terms}
+
+
+def is_switched_off(content: dict[str, Any], stage: str) -> bool:
+    """Whether the stage only writes empty outputs: `enabled` is false, or it is for a reward model that is not used."""
+    block = content.get(stage)
+    off = isinstance(block, dict) and block.get("enabled") is False
+    return off or (stage in MADE_FOR_IT and not with_scorer(content)[REWARD_MODEL])
 
 
 def read_threads(path: Path) -> int | None:

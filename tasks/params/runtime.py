@@ -22,6 +22,15 @@ class ApiParams(Block):
     """Budget of one stage: tokens of questions and answers, as the server counts them. null: no limit."""
 
 
+class FunctionParams(Block):
+    """Limits of the processes of reward functions (`scorer`). A function that reaches one stops the stage."""
+
+    timeout_seconds: Annotated[float, Field(gt=0)] = 60.0
+    """Longest time to load the file, and for a call, which has at most 64 answers."""
+    memory_mb: Annotated[int, Field(ge=64)] = 4096
+    """Largest address space of the process, in MiB."""
+
+
 class RuntimeParams(Block):
     """Settings that cannot change a result. No stage depends on them, so an edit retrains nothing."""
 
@@ -34,6 +43,7 @@ class RuntimeParams(Block):
     progress_seconds: Annotated[float, Field(gt=0)] = 5.0
     """Seconds between two progress lines where the output is not a terminal."""
     api: ApiParams = ApiParams()
+    functions: FunctionParams = FunctionParams()
     on_alert: Literal["warn", "stop"] = "warn"
     """On an alert of `ppo.health`: `warn` reports it and goes on; `stop` ends the run. With `warn`, a stopped run
     continues from there."""

@@ -106,6 +106,17 @@ def annotator() -> pa.Column:
     return _each(is_text, "must be non-empty text", nullable=True, required=False)
 
 
+def extra() -> pa.Column:
+    """The further columns of the user's data, one object a row. Data without them lack the column."""
+    return _each(lambda value: isinstance(value, dict), "must be an object", required=False)
+
+
+def scores() -> pa.Column:
+    """Numbers by name: what a score was made from. Scores of the reward model alone lack the column."""
+    return _each(lambda value: isinstance(value, dict) and all(map(is_number, value.values())),
+                 "must be an object of finite numbers", required=False)  # fmt: skip
+
+
 def split() -> pa.Column:
     """The part of a dataset: train or validation."""
     return choice(*SPLITS)

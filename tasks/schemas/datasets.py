@@ -25,12 +25,16 @@ SCHEMAS = {
         may_be_empty=True,
     ),
     # Prompts whose answers are sampled and judged.
-    "data/ingest/preference_prompts.jsonl": col.schema({"split": col.split()}, col.unique("prompt_id")),
+    "data/ingest/preference_prompts.jsonl": col.schema(
+        {"split": col.split(), "extra": col.extra()}, col.unique("prompt_id")
+    ),
     # Prompts that the policy answers in PPO.
-    "data/ingest/ppo_prompts.jsonl": col.schema({}, col.unique("prompt_id")),
+    "data/ingest/ppo_prompts.jsonl": col.schema({"extra": col.extra()}, col.unique("prompt_id")),
     # Prompts that no training stage reads, with a demonstration where there is one.
-    "data/ingest/heldout.jsonl": col.schema({"response": col.text(nullable=True)}, col.unique("prompt_id")),
-    # The SFT model's answers to the preference prompts.
+    "data/ingest/heldout.jsonl": col.schema(
+        {"response": col.text(nullable=True), "extra": col.extra()}, col.unique("prompt_id")
+    ),
+    # The SFT model's answers to the preference prompts; empty without a reward model.
     "data/preferences/samples.jsonl": col.schema(
         {
             "sample": col.count(),
@@ -41,8 +45,9 @@ SCHEMAS = {
         },
         col.one_split_per_prompt(),
         col.unique("prompt_id", "sample"),
+        may_be_empty=True,
     ),
-    # Pairs for the reward model, judged or from the raw data.
+    # Pairs for the reward model, judged or from the raw data; empty without a reward model.
     "data/preferences/preferences.jsonl": col.schema(
         {
             "chosen": col.sampled_text(),
@@ -57,6 +62,7 @@ SCHEMAS = {
         },
         col.different_answers(),
         col.one_split_per_prompt(),
+        may_be_empty=True,
     ),
     # The policy's answers to the same held-out prompts, along the run and at every alert.
     "data/ppo/samples.jsonl": col.schema(
@@ -78,6 +84,7 @@ SCHEMAS = {
             "tokens": col.count(),
             "ended": col.flag(),
             "reward": col.number(),
+            "terms": col.scores(),
         },
         col.unique("prompt_id", "sample"),
         may_be_empty=True,

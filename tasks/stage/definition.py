@@ -13,7 +13,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from rlhf_core.errors import UserError
-from tasks.params.loader import PARAMS_FILE, read_yaml
+from tasks.params.loader import PARAMS_FILE, read_yaml, with_scorer
 from tasks.stage.dvc_adapter import GraphStage, Project
 from tasks.tracking.settings import RUN_VARIABLE
 from tasks.tracking.tracker import PipelineIdentity, flatten
@@ -80,12 +80,13 @@ class Definition:
 
     def tracked(self, params: dict[str, Any]) -> dict[str, Any]:
         """The parameters that the stage depends on."""
-        return {name: _lookup(params, name) for name in sorted(self._stage.params)}
+        known = with_scorer(params)
+        return {name: _lookup(known, name) for name in sorted(self._stage.params)}
 
     def blocks(self, params: dict[str, Any]) -> dict[str, Any]:
         """The whole blocks of params.yaml of which the stage depends on at least one key."""
-        names = sorted({name.partition(".")[0] for name in self.tracked(params)})
-        return {name: params[name] for name in names}
+        names, known = sorted({name.partition(".")[0] for name in self.tracked(params)}), with_scorer(params)
+        return {name: known[name] for name in names}
 
     def key(self, params: dict[str, Any], hashes: dict[str, str]) -> str:
         """The identity of this execution: hash of command, tracked parameters and contents of the dependencies."""

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from rlhf_core.errors import UserError
 from rlhf_core.locks import FileLock, who_holds
-from tasks.params.loader import PARAMS_FILE, read_yaml
+from tasks.params.loader import PARAMS_FILE, is_switched_off, read_yaml
 from tasks.stage.workers import requested_processes
 
 LOCKS_VARIABLE = "LEASH_GPU_LOCKS"
@@ -53,7 +53,7 @@ def _computes(stage: str) -> bool:
     if stage in WITHOUT_GPU:
         return False
     with suppress(UserError, AttributeError, KeyError, TypeError):
-        return read_yaml(Path(PARAMS_FILE))[stage].get("enabled") is not False
+        return not is_switched_off(read_yaml(Path(PARAMS_FILE)), stage)
     return True
 
 

@@ -16,7 +16,7 @@ import psutil
 
 from rlhf_core.errors import UserError, is_out_of_memory
 from tasks.datasets.jsonl import Row
-from tasks.params.loader import parse, read_yaml
+from tasks.params.loader import is_switched_off, parse, read_yaml
 from tasks.schemas.validation import load
 from tasks.stage import provenance, state
 from tasks.stage.definition import Definition, is_code, pipeline_identity
@@ -113,8 +113,8 @@ def _run(name: str, model: type[Model], execute: Execute[Model], tracked: bool, 
         definition, root = Definition(name, project), project.root
         if VERSIONS in definition.inputs:
             require_declared_versions()
-        hashes = definition.hashes()
-        reads = getattr(params, "enabled", True)
+        hashes, blocks = definition.hashes(), definition.blocks(content)
+        reads = not is_switched_off(content, name)
         if reads:
             definition.require_intact(hashes)
         if recorded_later:
@@ -131,7 +131,7 @@ def _run(name: str, model: type[Model], execute: Execute[Model], tracked: bool, 
             root=root,
             params=params,
             common=common,
-            blocks=definition.blocks(content),
+            blocks=blocks,
             state_dir=state_dir,
             outputs=Outputs(root, definition.outs),
             tracker=tracker,

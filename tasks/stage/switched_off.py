@@ -8,14 +8,20 @@ from tasks.stage.stage import Stage
 NOTE = "README.md"
 
 
-def write_switched_off(stage: Stage[Any], columns: Mapping[str, Sequence[str]] | None = None) -> None:
-    """Write all declared outs, and print one line.
+NO_REWARD_MODEL = "`scorer` in params.yaml has no term reward_model"
+"""Why `preferences` and `reward` are switched off."""
+
+
+def write_switched_off(
+    stage: Stage[Any], columns: Mapping[str, Sequence[str]] | None = None, why: str | None = None
+) -> None:
+    """Write all declared outs, and print one line. `why`: by default that `enabled` is false.
 
     A folder gets a README.md of one line, metrics `{"enabled": false}`, a JSONL file no row, a CSV file its header:
     `columns` names those of each table, by its path. Raises ValueError for a table without columns, and for an out of
     another kind.
     """
-    message = f"{stage.name} is switched off ({stage.name}.enabled is false in params.yaml)"
+    message = f"{stage.name} is switched off ({why or f'{stage.name}.enabled is false in params.yaml'})"
     for out in stage.outputs.declared:
         name = out.rpartition("/")[2]
         if out == f"metrics/{stage.name}.json":

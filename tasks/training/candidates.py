@@ -1,8 +1,8 @@
-"""Many answers of the SFT model to each prompt, with the reward model's score of each: what rejection sampling and
+"""Many answers of the SFT model to each prompt, with the score of each: what rejection sampling and
 best-of-n choose from. What is done with the choice is defined in their stages."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -13,8 +13,7 @@ from rlhf_core.models.sampling import SamplingSettings, sample
 from rlhf_core.models.scorers import Answers
 from tasks.datasets.jsonl import Row
 from tasks.stage.stage import Stage
-from tasks.stage.trust import trusts
-from tasks.training.scorer import scorer_of
+from tasks.training.scorer import extras_of, scorer_of
 
 Kept = Sequence[tuple[Row, list[int]]]
 """Rows, each with the token ids of its prompt."""
@@ -31,7 +30,9 @@ class Candidate:
     ended: bool
     text: str
     reward: float
-    """Raw score of the reward model."""
+    """Raw score."""
+    terms: dict[str, float] = field(default_factory=dict)
+    """What the score was made from, by term; empty where it is the reward model's."""
 
 
 def draw_candidates(
@@ -70,11 +71,12 @@ def draw_candidates(
         texts,
         [kept[prompt][1] for prompt, _ in jobs],
         [response for response, _ in drawn],
+        extras_of([kept[prompt][0] for prompt, _ in jobs]),
     )
-    scorer = scorer_of(stage.root, tokenizer, settings.batch_size, trusts(stage))
+    scored = scorer_of(stage, tokenizer, settings.batch_size)(answers).by_answer()
     found = [
-        Candidate(response, ended, text, reward)
-        for (response, ended), text, reward in zip(drawn, texts, scorer(answers).total, strict=True)
+        Candidate(response, ended, text, reward, terms)
+        for (response, ended), text, (reward, terms) in zip(drawn, texts, scored, strict=True)
     ]
     return [found[start : start + count] for start in range(0, len(found), count)]
 

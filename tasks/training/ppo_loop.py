@@ -28,7 +28,7 @@ from tasks.stage.trust import trusts
 from tasks.stage.workers import is_worker
 from tasks.training.gold_judge import judge_of
 from tasks.training.ppo_inputs import SFT, read_text, starting_critic
-from tasks.training.scorer import scorer_of
+from tasks.training.scorer import extras_of, scorer_of
 
 PROMPTS = "data/ingest/ppo_prompts.jsonl"
 HELDOUT = "data/ingest/heldout.jsonl"
@@ -52,9 +52,9 @@ def build(
     heldout, _ = fitting_prompts(stage, config, HELDOUT, tokenizer, sft)
     if not kept:
         raise UserError(f"{PROMPTS}: PPO needs prompts; enlarge ingest.split.ppo")
-    prompts = [row["prompt"] for row in kept]
-    scorer = scorer_of(stage.root, tokenizer, config.micro_batch_size, trusted, device)
-    of_sft, judge = reference_scores(config, sft, tokenizer, scorer, prompts, stage.seed, stage.exempt), judge_of(stage)
+    prompts, rows, judge = [row["prompt"] for row in kept], extras_of(kept), judge_of(stage)
+    scorer = scorer_of(stage, tokenizer, config.micro_batch_size, device)
+    of_sft = reference_scores(config, sft, tokenizer, scorer, prompts, stage.seed, stage.exempt, rows)
     models = ActorCritic(
         config,
         load_causal_lm(stage.root / start, trust_remote_code=trusted),
@@ -64,7 +64,7 @@ def build(
     )
     text = read_text(stage.root, config, tokenizer, context_length(models.policy))
     source = RewardSource(scorer, of_sft.normalisation, judge)
-    trainer = PPOTrainer(config, models, tokenizer, source, prompts, stage.seed, text)
+    trainer = PPOTrainer(config, models, tokenizer, source, prompts, stage.seed, text, rows)
     trainer.exempt = stage.exempt
     return trainer, drawn(heldout, stage.seed), {**of_sft.figures(judge), "prompts_too_long": too_long}
 
@@ -212,7 +212,7 @@ def stop_at_alert(stage: Stage[Any], record: Record) -> None:
 
 def answers(trainer: PPOTrainer, watched: list[Row], reasons: Sequence[str]) -> list[Row]:
     """The policy's present answers to the watched held-out prompts, and the reasons for them."""
-    given = trainer.answer([row["prompt"] for row in watched])
+    given = trainer.answer([row["prompt"] for row in watched], extras_of(watched))
     return [
         {
             "step": answer["step"],

@@ -1,31 +1,66 @@
 """The scorers of the run: what PPO, its variants, rejection sampling and best-of-n maximise, and the reward model that
 only judges."""
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_core.models.ensemble import JUDGE, Ensemble, EnsembleScorer, member_folders
 from rlhf_core.models.hf import load_scalar_model, place
-from rlhf_core.models.scorers import RewardModelScorer, Scorer
+from rlhf_core.models.scorers import FunctionScorer, RewardModelScorer, Scorer, WeightedSum
+from tasks.datasets.jsonl import Row
+from tasks.params.loader import parse
+from tasks.params.runtime import FunctionParams
+from tasks.params.scorer import REWARD_MODEL, ScorerParams, Term, is_reward_model, uses_reward_model
+from tasks.stage.trust import trusts
+from tasks.training.functions import reward_functions
+
+if TYPE_CHECKING:  # `leash trace` has no stage, and needs neither DVC nor MLflow
+    from tasks.stage.stage import Stage
 
 REWARD = "models/reward"
+EXTRA = "extra"
+"""Column of a dataset of prompts: the further columns of the user's data, one object a row."""
 
 
 def scorer_of(
+    stage: "Stage[Any]", tokenizer: PreTrainedTokenizerBase, batch_size: int, device: torch.device | None = None
+) -> Scorer:
+    """The scorer of the block `scorer`, its models on `device` (None: the default one)."""
+    return build_scorer(
+        stage.root, terms_of(stage), stage.runtime.functions, tokenizer, batch_size, trusts(stage), device
+    )
+
+
+def terms_of(stage: "Stage[Any]") -> list[Term]:
+    """The block `scorer` of the stage. Raises ValueError when dvc.yaml does not declare it."""
+    if "scorer" not in stage.blocks:
+        raise ValueError(f"scorer is not among the params of {stage.name} in dvc.yaml")
+    return parse(ScorerParams, {"scorer": stage.blocks["scorer"]}).scorer
+
+
+def build_scorer(
     root: Path,
+    terms: list[Term],
+    limits: FunctionParams,
     tokenizer: PreTrainedTokenizerBase,
     batch_size: int,
     trust_remote_code: bool,
     device: torch.device | None = None,
 ) -> Scorer:
-    """The reward model of the run, or all its members, which read the very tokens that were sampled, on `device` (None:
-    the default one)."""
-    folder = root / REWARD
-    members = [_scorer(path, tokenizer, batch_size, trust_remote_code, device) for path in member_folders(folder)]
-    ensemble = Ensemble.read(folder)
-    return members[0] if ensemble is None else EnsembleScorer(members, ensemble)
+    """The reward model, or all its members, which read the very tokens that were sampled; or the weighted sum of the
+    terms."""
+    scorers: dict[str, Scorer] = {
+        name: FunctionScorer(function) for name, function in reward_functions(root, terms, limits).items()
+    }
+    if uses_reward_model(terms):
+        scorers[REWARD_MODEL] = _reward_model(root / REWARD, tokenizer, batch_size, trust_remote_code, device)
+    if is_reward_model(terms):
+        return scorers[REWARD_MODEL]
+    return WeightedSum({term.term: (term.weight, scorers[term.term]) for term in terms})
 
 
 def judging_scorer_of(
@@ -34,15 +69,25 @@ def judging_scorer_of(
     """The reward model that PPO is not trained on, on the default device; None in a run without one
     (`reward.judge_share`)."""
     folder = root / REWARD / JUDGE
-    return _scorer(folder, tokenizer, batch_size, trust_remote_code, None) if folder.is_dir() else None
+    return _reward_model(folder, tokenizer, batch_size, trust_remote_code) if folder.is_dir() else None
 
 
-def _scorer(
+def _reward_model(
     folder: Path,
     tokenizer: PreTrainedTokenizerBase,
     batch_size: int,
     trust_remote_code: bool,
-    device: torch.device | None,
-) -> RewardModelScorer:
-    model = place(load_scalar_model(folder, trust_remote_code=trust_remote_code), device)
-    return RewardModelScorer(model, int(tokenizer.pad_token_id), batch_size)
+    device: torch.device | None = None,
+) -> Scorer:
+    """The model in the folder, or several as one."""
+    members: list[Scorer] = []
+    for path in member_folders(folder):
+        model = place(load_scalar_model(path, trust_remote_code=trust_remote_code), device)
+        members.append(RewardModelScorer(model, int(tokenizer.pad_token_id), batch_size))
+    ensemble = Ensemble.read(folder)
+    return members[0] if ensemble is None else EnsembleScorer(members, ensemble)
+
+
+def extras_of(rows: Sequence[Row]) -> list[Mapping[str, object]]:
+    """The further columns of each row, for functions; empty where it has none."""
+    return [row.get(EXTRA) or {} for row in rows]

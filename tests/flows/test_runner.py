@@ -43,6 +43,8 @@ def test_methods_that_are_switched_off(tmp_path: Path) -> None:
     (tmp_path / "params.yaml").write_text("dpo: {enabled: true}\nrloo: {enabled: false}\n")
     assert runner.switched_off(tmp_path / "params.yaml") == set(BY_NAME) - {"dpo"}
     assert runner.switched_off(tmp_path / "missing.yaml") == set()
+    (tmp_path / "params.yaml").write_text("scorer: [{term: mine.py, weight: 1}]\n")
+    assert runner.switched_off(tmp_path / "params.yaml") == {"preferences", "reward", *BY_NAME}
 
 
 @pytest.mark.parametrize(

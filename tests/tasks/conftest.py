@@ -11,6 +11,7 @@ import pytest
 
 from rlhf_core.models.hf import save_checkpoint
 from tasks.params.runtime import RuntimeParams
+from tasks.params.scorer import DEFAULT
 from tasks.stage.interrupts import Interrupts
 from tasks.stage.outputs import Outputs
 from tasks.stage.stage import Common, Stage
@@ -43,7 +44,7 @@ def make_stage(tmp_path: Path) -> Callable[..., Stage[Any]]:
             root=tmp_path,
             params=params,
             common=Common(threads=1, seed=3, long_rows="refuse", runtime=RuntimeParams(tracking=False)),
-            blocks=more.get("blocks", {}),
+            blocks={"scorer": DEFAULT, "reward_model": True} | more.get("blocks", {}),
             state_dir=state,
             outputs=Outputs(tmp_path, outs),
             tracker=None,

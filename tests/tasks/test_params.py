@@ -11,8 +11,9 @@ from rlhf_core.data.tokenizer import ROLES
 from rlhf_core.errors import UserError
 from tasks.params import base
 from tasks.params.all import Params
-from tasks.params.loader import parse, read_yaml
+from tasks.params.loader import parse, read_yaml, with_scorer
 from tasks.params.methods import METHODS
+from tasks.params.scorer import DEFAULT, is_reward_model
 from tasks.params.variant import Recipe, VariantParams
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -48,6 +49,32 @@ def test_a_method_without_a_block_is_off(written: Callable[[str], Content], cont
     for method in METHODS:
         del content[method.name]
     assert list(parse(Params, content).enabled_methods()) == []
+
+
+def test_without_the_reward_model_what_needs_pairs_is_refused(content: Content) -> None:
+    put(content, "scorer", [{"term": "maths/exact.py", "weight": 1}])
+    put(content, "ppo.critic.init", "sft")
+    for method in ("dpo", "ipo"):
+        put(content, f"{method}.enabled", True)
+    with pytest.raises(UserError, match=r"dpo trains on preference pairs, .* set dpo.enabled: false, or add the term"):
+        parse(Params, content)
+    put(content, "dpo.enabled", False)
+    with pytest.raises(UserError, match=r"ipo trains on preference pairs"):
+        parse(Params, content)
+    put(content, "ipo.enabled", False)
+    assert [term.term for term in parse(Params, content).scorer] == ["maths/exact.py"]
+    put(content, "hybrid", {"enabled": True, "settings": {"critic": {"init": "reward"}}})
+    with pytest.raises(UserError, match=r"hybrid\.settings\.critic\.init is reward.*; set it to sft"):
+        parse(Params, content)
+
+
+def test_without_the_block_the_scorer_is_the_reward_model_alone(content: Content) -> None:
+    assert "scorer" not in content
+    assert is_reward_model(parse(Params, content).scorer)
+    assert with_scorer(content)["scorer"] == DEFAULT
+    assert with_scorer(content)["reward_model"] is True
+    assert with_scorer(content | {"scorer": [{"term": "a.py", "weight": 1}]})["reward_model"] is False
+    assert with_scorer(content | {"scorer": "wrong"})["reward_model"] is False, "`check` reports it"
 
 
 REFUSED = [
@@ -121,6 +148,26 @@ REFUSED = [
     ("hybrid", {"enabled": True, "settings": {"lora": {"rank": 2}}}, "hybrid: with lora the reference is"),
     ("sft.learning_rate", 0, "sft.learning_rate: Input should be greater than 0"),
     ("reward.epochs", 0, "reward.epochs: Input should be greater than 0"),
+    # the scorer
+    ("scorer", [], "scorer: no term has a weight other than 0"),
+    ("scorer", [{"term": "a.py", "weight": 0}], "scorer: no term has a weight other than 0"),
+    ("scorer", [{"term": "reward_model", "weight": 1}] * 2, "scorer: the term reward_model occurs twice"),
+    ("scorer", [{"term": "../a.py", "weight": 1}], "scorer.0.term: must be reward_model, or the path of a Python file"),
+    ("scorer", [{"term": "/a.py", "weight": 1}], "scorer.0.term: must be reward_model, or the path of a Python file"),
+    ("scorer", [{"term": "a/../b.py", "weight": 1}], "scorer.0.term: must be reward_model, or the path of a Python"),
+    ("scorer", [{"term": "a.txt", "weight": 1}], "scorer.0.term: must be reward_model, or the path of a Python file"),
+    ("scorer", [{"term": "a.py", "weight": float("nan")}], "scorer.0.weight: Input should be a finite number"),
+    ("scorer", [{"term": "a.py"}], "scorer.0.weight: missing parameter"),
+    ("scorer", [{"term": "a.py", "weight": 1, "wieght": 2}], "scorer.0.wieght: unknown parameter"),
+    ("scorer", {"term": "a.py", "weight": 1}, "scorer: Input should be a valid list"),
+    ("scorer", [{"term": "a.py", "weight": 1}], "ppo.critic.init is reward: a critic that starts as the reward model"),
+    (
+        "scorer",
+        [{"term": "reward_model", "weight": 2}],
+        "scorer has other terms or another weight; set it to",
+    ),
+    ("reward_model", True, "reward_model: unknown parameter"),
+    ("runtime.functions", {"timeout_seconds": 0}, "runtime.functions.timeout_seconds: Input should be greater than 0"),
     ("report.samples", 0, "report.samples: Input should be greater than or equal to 1"),
     ("threads", 0, "threads: Input should be greater than or equal to 1"),
     ("seed", -1, "seed: Input should be greater than or equal to 0"),

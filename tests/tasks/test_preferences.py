@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlhf_core.data.chat import Conversation, prompt_id
-from tasks import preferences
 from tasks.datasets.jsonl import read_jsonl
+from tasks.judging import preference_pairs as preferences
 from tasks.params.preferences import PreferencesParams
 from tasks.schemas.validation import validate
 from tasks.training.pairs import PREFERENCES
@@ -89,7 +89,7 @@ def test_pairs_carry_their_annotator_and_the_metrics_count_them(
     for pairs, columns, by in ((labels, {"annotator"}, {"": 1, "data": 4, "zoe": 4}), (rows, set(), {"": 4})):
         outs = ["data/preferences/samples.jsonl", "data/preferences/preferences.jsonl", "metrics/preferences.json"]
         stage = make_stage("preferences", params("dataset"), outs, {preferences.PAIRS: pairs})
-        preferences.execute(stage)
+        preferences.make_pairs(stage, None)
         stage.outputs.commit()
         made = validate(read_jsonl(tmp_path / outs[1]), outs[1])
         assert [row.get("annotator") for row in made] == [row.get("annotator") for row in pairs]

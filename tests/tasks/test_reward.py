@@ -17,8 +17,8 @@ from rlhf_core.errors import UserError
 from rlhf_core.models.ensemble import Ensemble
 from rlhf_core.models.hf import load_scalar_model
 from rlhf_core.reward import Comparison, PairTrainer, bradley_terry_loss, score_pairs, train_reward_model
-from tasks import reward
 from tasks.training import pairs as comparisons
+from tasks.training import reward_models as reward
 from tasks.training.pairs import PREFERENCES
 from tasks.training.trainer_setup import training_run
 from tests.tasks.conftest import TINY
@@ -103,7 +103,7 @@ def train(workshop: Path, make_stage: Callable[..., Any], pairs: list[dict[str, 
     def call(state: str = "reward", rows: list[dict[str, Any]] | None = None, **settings: Any) -> dict[str, Any]:
         config = CONFIG.model_copy(update=settings)
         stage = make_stage("reward", config, OUTS, {PREFERENCES: rows or pairs}, state=state)
-        reward.execute(stage)
+        reward.train_all(stage)
         stage.outputs.commit()
         metrics: dict[str, Any] = json.loads((workshop / "metrics/reward.json").read_text())
         return metrics

@@ -21,12 +21,13 @@ from rlhf_core.ppo.plan import prompts_of_step
 from rlhf_core.ppo.processes import Processes
 from rlhf_core.ppo.scoring import RewardSource, ScoreNormalisation, reference_scores
 from rlhf_core.ppo.trainer import PPOTrainer
-from tasks.datasets.jsonl import read_jsonl
+from tasks.datasets.jsonl import Row, read_jsonl
 from tasks.params.all import Params
 from tasks.params.loader import PARAMS_FILE, parse, read_yaml
+from tasks.params.scorer import uses_reward_model
 from tasks.stage.trust import warn_of_code
 from tasks.training.ppo_inputs import SFT, read_text, starting_critic
-from tasks.training.scorer import REWARD, scorer_of
+from tasks.training.scorer import REWARD, build_scorer, extras_of
 
 POLICY, CRITIC = "models/policy", "models/critic"
 PROMPTS = "data/ingest/ppo_prompts.jsonl"
@@ -56,7 +57,7 @@ def trace_prompt(root: Path, text: str, start: Start | None = None, seed: int | 
         raise UserError("the prompt is empty; give the question, in quotation marks")
     params = parse(Params, read_yaml(root / PARAMS_FILE), file=PARAMS_FILE)
     start = start or ("policy" if is_model(root / POLICY) else "sft")
-    _require_models(root, params.ppo, start)
+    _require_models(root, params, start)
     seed = params.seed if seed is None else seed
     make_deterministic(seed, params.threads)
     if trusted := params.trust_remote_code:
@@ -65,13 +66,14 @@ def trace_prompt(root: Path, text: str, start: Start | None = None, seed: int | 
     if start == "policy":
         notes.append("Adam starts without moments: those of the run are not saved with the models")
     tokenizer = load_tokenizer(root / SFT, trust_remote_code=trusted)
-    source = _reward_source(root, params.ppo, tokenizer, params.seed, trusted)
+    source = _reward_source(root, params, tokenizer)
     models = _load_models(root, params.ppo, start, source.normalisation, seed, trusted, notes)
     step = _step(root, params.ppo, start, notes)
     prompt: Conversation = [{"role": "user", "content": text}]
-    prompts, row = _batch(root, params.ppo, prompt, step, seed, tokenizer, context_length(models.policy))
+    rows, row = _batch(root, params.ppo, prompt, step, seed, tokenizer, context_length(models.policy))
     pieces = read_text(root, params.ppo, tokenizer, context_length(models.policy))
-    trainer = PPOTrainer(params.ppo, models, tokenizer, source, prompts, seed, pieces)
+    prompts = [each["prompt"] for each in rows]
+    trainer = PPOTrainer(params.ppo, models, tokenizer, source, prompts, seed, pieces, extras_of(rows))
     trainer.steps_done = step
     if start == "policy":
         _restore_controllers(root, trainer, notes)
@@ -87,10 +89,10 @@ def is_model(folder: Path) -> bool:
     return (folder / "config.json").is_file()
 
 
-def _require_models(root: Path, config: PPOConfig, start: Start) -> None:
-    needed = [SFT, REWARD]
+def _require_models(root: Path, params: Any, start: Start) -> None:
+    needed = [SFT] + ([REWARD] if uses_reward_model(params.scorer) else [])
     if start == "policy":
-        needed += [POLICY] + ([CRITIC] if config.has_critic else [])
+        needed += [POLICY] + ([CRITIC] if params.ppo.has_critic else [])
     missing = [path for path in needed if not is_model(root / path)]
     missing += [] if (root / PROMPTS).is_file() else [PROMPTS]
     if missing:
@@ -152,17 +154,17 @@ def _batch(
     seed: int,
     tokenizer: PreTrainedTokenizerBase,
     context: int,
-) -> tuple[list[Conversation], int]:
-    """The run's prompts, with the traced one in place of the step's first unless the step has it anyway, and the row of
-    its (first) answer."""
+) -> tuple[list[Row], int]:
+    """The rows of the run's prompts, with the traced one in place of the step's first unless the step has it anyway,
+    and the place of its (first) answer."""
     if (surplus := _surplus(config, tokenizer, context, prompt)) > 0:
         raise UserError(f"the prompt is {surplus} tokens too long: {config.max_new_tokens} of {context} are the answer")
-    kept = _fitting_prompts(root, config, tokenizer, context)
+    kept = _fitting_rows(root, config, tokenizer, context)
     batch = prompts_of_step(step, config.batch_size // config.samples_per_prompt, len(kept), seed)
-    found = next((place for place, index in enumerate(batch) if kept[index] == prompt), None)
+    found = next((place for place, index in enumerate(batch) if kept[index]["prompt"] == prompt), None)
     if found is None:
         found = 0
-        kept[batch[0]] = prompt
+        kept[batch[0]] = {"prompt": prompt}
     return kept, found * config.samples_per_prompt
 
 
@@ -171,31 +173,31 @@ def _surplus(config: PPOConfig, tokenizer: PreTrainedTokenizerBase, context: int
     return len(encode_prompt(tokenizer, prompt)) + config.max_new_tokens - context
 
 
-def _fitting_prompts(
-    root: Path, config: PPOConfig, tokenizer: PreTrainedTokenizerBase, context: int
-) -> list[Conversation]:
+def _fitting_rows(root: Path, config: PPOConfig, tokenizer: PreTrainedTokenizerBase, context: int) -> list[Row]:
     """The run's prompts that leave room for an answer. Raises UserError where there is none."""
     rows = read_jsonl(root / PROMPTS)
-    kept = [row["prompt"] for row in rows if _surplus(config, tokenizer, context, row["prompt"]) <= 0]
+    kept = [row for row in rows if _surplus(config, tokenizer, context, row["prompt"]) <= 0]
     if not kept:
         raise UserError(f"{PROMPTS}: no prompt leaves room for an answer; enlarge the context")
     return kept
 
 
-def _reward_source(
-    root: Path, config: PPOConfig, tokenizer: PreTrainedTokenizerBase, seed: int, trusted: bool
-) -> RewardSource:
-    """The reward model, normalised as in the run: with the figures of metrics/ppo.json, or measured again where PPO has
-    not run."""
-    scorer = scorer_of(root, tokenizer, config.micro_batch_size, trusted, Processes().device)
+def _reward_source(root: Path, params: Any, tokenizer: PreTrainedTokenizerBase) -> RewardSource:
+    """The scorer of the run, normalised as in the run: with the figures of metrics/ppo.json, or measured again where
+    PPO has not run."""
+    config, trusted, device = params.ppo, params.trust_remote_code, Processes().device
+    size, limits = config.micro_batch_size, params.runtime.functions
+    scorer = build_scorer(root, params.scorer, limits, tokenizer, size, trusted, device)
     demo = _read_json(root / "metrics" / "ingest.json").get("source") == "demo"
     mean, std = (_read_json(root / "metrics" / "ppo.json").get(name) for name in ("score_mean", "score_std"))
     if isinstance(mean, float) and isinstance(std, float):
         normalisation = ScoreNormalisation(mean, std)
     else:
-        sft = place(load_causal_lm(root / SFT, trust_remote_code=trusted), Processes().device)
-        prompts = _fitting_prompts(root, config, tokenizer, context_length(sft))
-        normalisation = reference_scores(config, sft, tokenizer, scorer, prompts, seed).normalisation
+        sft = place(load_causal_lm(root / SFT, trust_remote_code=trusted), device)
+        rows = _fitting_rows(root, config, tokenizer, context_length(sft))
+        prompts = [row["prompt"] for row in rows]
+        scored = reference_scores(config, sft, tokenizer, scorer, prompts, params.seed, rows=extras_of(rows))
+        normalisation = scored.normalisation
     return RewardSource(scorer, normalisation, RubricJudge() if demo else None)
 
 

@@ -79,8 +79,7 @@ def _convert(path: Path, log: Log) -> list[Row] | None:
     problems = Problems()
     name = f"{path.stem}.jsonl"
     if path.suffix.lower() in TABLES:
-        rows, unread = tables.read(path, problems)
-        note = f"; not read: {brief_names(unread)}" if unread else ""
+        rows, note = tables.read(path, problems), ""
         made = f"{path.name}: a table"
     else:
         records, reader = _records(path)

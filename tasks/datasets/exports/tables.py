@@ -8,7 +8,7 @@ from pathlib import Path
 from rlhf_core.errors import UserError
 from tasks.datasets.jsonl import Row, brief, brief_names
 from tasks.datasets.problems import Problems
-from tasks.datasets.sources.shapes import COLUMNS, ENDED, EXPECTED
+from tasks.datasets.sources.shapes import COLUMNS, ENDED, EXPECTED, LABEL_COLUMNS
 
 FLAGS = ("tie", *ENDED)
 LABELS = ("annotator", "time", "task", *FLAGS)
@@ -17,13 +17,12 @@ DELIMITERS = (",", "\t", ";")
 TRUTH = {"true": True, "false": False}
 
 
-def read(path: Path, problems: Problems) -> tuple[list[Row], list[str]]:
-    """The rows, and the columns that are not read. Rows that cannot be read are added to `problems`, with their line.
-    Raises UserError for other bytes than UTF-8, and for a header without the columns of a row."""
+def read(path: Path, problems: Problems) -> list[Row]:
+    """The rows; further columns are texts. Rows that cannot be read are added to `problems`, with their line. Raises
+    UserError for other bytes than UTF-8, and for a header without the columns of a row."""
     text = _decode(path)
     header, delimiter = _header(path, text)
-    unread = [name for name in header if name not in COLUMNS + LABELS]
-    return list(_rows(path, text, header, delimiter, problems)), unread
+    return list(_rows(path, text, header, delimiter, problems))
 
 
 def _decode(path: Path) -> str:
@@ -77,7 +76,8 @@ def _rows(path: Path, text: str, header: list[str], delimiter: str, problems: Pr
 
 
 def _typed(row: Row) -> Row:
-    """The columns that are read; those of a label only where they have a value."""
+    """The typed columns; those of a label, and further ones, only where they have a value."""
     answers = {name: row[name] for name in COLUMNS if name in row}
     label = {name: row[name].strip() for name in LABELS if row.get(name, "").strip()}
-    return answers | label | {name: TRUTH[label[name].casefold()] for name in FLAGS if name in label}
+    further = {name: value for name, value in row.items() if name and value and name not in COLUMNS + LABEL_COLUMNS}
+    return answers | further | label | {name: TRUTH[label[name].casefold()] for name in FLAGS if name in label}

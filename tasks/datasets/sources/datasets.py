@@ -50,13 +50,14 @@ def divide(examples: Iterable[Example], assignment: Assignment, seed: int, label
 def assemble(divided: Divided) -> dict[str, Iterator[Row]]:
     """The datasets that `ingest` writes to data/ingest/, by name. A pair is also a demonstration (its chosen answer).
     Pairs have the column `annotator` where one of them has an annotator, and `chosen_ended` and `rejected_ended` where
-    one of them says it.
+    one of them says it. Datasets of prompts have the column `extra` where a row of the data has further columns.
 
     The rows are iterators, to be read once: a million rows do not fit into memory.
     """
     shares, split = divided.shares, divided.assignment.split
     annotated = any(e.annotator for e in divided.pairs)
     cut = any(e.ended is not None for e in divided.pairs)
+    more = any(e.extra for members in shares.values() for e in members)
     return {
         "demonstrations": _unique(
             {**_prompt(e), "response": _demonstration(e), "split": split(e)}
@@ -69,9 +70,12 @@ def assemble(divided: Divided) -> dict[str, Iterator[Row]]:
             | (dict(zip(ENDED, e.ended or (True, True), strict=True)) if cut else {})
             for e in divided.pairs
         ),
-        "preference_prompts": _unique({**_prompt(e), "split": split(e)} for e in shares["preferences"]),
-        "ppo_prompts": _unique(_prompt(e) for e in shares["ppo"]),
-        "heldout": _heldout(shares["heldout"]),
+        "preference_prompts": (
+            {**_prompt(group[0]), "split": split(group[0]), **_extra(group, more)}
+            for group in _by_prompt(shares["preferences"])
+        ),
+        "ppo_prompts": ({**_prompt(group[0]), **_extra(group, more)} for group in _by_prompt(shares["ppo"])),
+        "heldout": _heldout(shares["heldout"], more),
     }
 
 
@@ -119,9 +123,27 @@ def _unique(rows: Iterable[Row]) -> Iterator[Row]:
                 yield row
 
 
-def _heldout(examples: Iterable[Example]) -> Iterator[Row]:
-    """One row a prompt, with its first demonstration where it has one; equal prompts are adjacent."""
-    for _, same_prompt in groupby(examples, key=attrgetter("prompt_id")):
-        group = list(same_prompt)
+def _heldout(examples: Iterable[Example], more: bool) -> Iterator[Row]:
+    """One row a prompt, with its first demonstration where it has one."""
+    for group in _by_prompt(examples):
         answers = (answer for answer in map(_demonstration, group) if answer is not None)
-        yield {**_prompt(group[0]), "response": next(answers, None)}
+        yield {**_prompt(group[0]), "response": next(answers, None), **_extra(group, more)}
+
+
+def _by_prompt(examples: Iterable[Example]) -> Iterator[list[Example]]:
+    """The examples of each prompt; equal prompts are adjacent."""
+    for _, same_prompt in groupby(examples, key=attrgetter("prompt_id")):
+        yield list(same_prompt)
+
+
+def _extra(group: list[Example], more: bool) -> Row:
+    """The column `extra` of a prompt: the further columns of its rows, without those that have different values."""
+    if not more:
+        return {}
+    found: Row = {}
+    different = set()
+    for example in group:
+        for name, value in example.extra.items():
+            if found.setdefault(name, value) != value:
+                different.add(name)
+    return {"extra": {name: value for name, value in sorted(found.items()) if name not in different}}

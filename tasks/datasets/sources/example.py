@@ -2,7 +2,7 @@
 
 import json
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from rlhf_core.data.chat import Conversation, canonical, identity, opening
 
@@ -20,8 +20,8 @@ class Example:
     """
 
     __slots__ = (
-        "_prompt", "annotator", "broken", "chosen", "ended", "file", "heldout", "opening", "prompt_id", "rejected",
-        "response", "row", "tie",
+        "_extra", "_prompt", "annotator", "broken", "chosen", "ended", "file", "heldout", "opening", "prompt_id",
+        "rejected", "response", "row", "tie",
     )  # fmt: skip
 
     def __init__(
@@ -37,6 +37,7 @@ class Example:
         annotator: str | None = None,
         tie: bool = False,
         ended: tuple[bool, bool] | None = None,
+        extra: dict[str, Any] | None = None,
     ) -> None:
         self.file = file
         """Name for messages: the path from the root of the repository, or dataset and split."""
@@ -52,6 +53,7 @@ class Example:
         """The annotator has no preference; `chosen` and `rejected` are two answers in any order."""
         self.ended = ended
         """Whether chosen and rejected ended, or were cut off at a limit; None where the row does not say it."""
+        self._extra = json.dumps(extra, ensure_ascii=False, sort_keys=True) if extra else None
         self._prompt = canonical(prompt)
         self.prompt_id = identity(self._prompt)
         self.opening = opening(prompt)
@@ -61,6 +63,12 @@ class Example:
         """The conversation that is answered: a new list each time."""
         turns: Conversation = json.loads(self._prompt)
         return turns
+
+    @property
+    def extra(self) -> dict[str, Any]:
+        """The further columns of the row: a new dictionary each time."""
+        found: dict[str, Any] = json.loads(self._extra) if self._extra else {}
+        return found
 
     @property
     def kind(self) -> Kind:

@@ -97,8 +97,8 @@ def read_rows(path: Path, on_bad: Log = refuse) -> Iterator[tuple[int, Row]]:
 def _read_parquet(path: Path) -> Iterator[tuple[int, Row]]:
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
-            number = 0
-            for batch in file.iter_batches(batch_size=10_000, columns=read_columns(file.schema_arrow.names)):
+            number, wanted = 0, read_columns({field.name: str(field.type) for field in file.schema_arrow})
+            for batch in file.iter_batches(batch_size=10_000, columns=wanted):
                 for row in batch.to_pylist():
                     number += 1
                     yield number, row

@@ -99,7 +99,8 @@ def _saved_split(saved: Any, split: str) -> Any:
 
 
 def _rows(dataset: Any) -> Iterator[tuple[int, Row]]:
-    number, wanted = 0, read_columns(dataset.column_names)
+    types = {field.name: str(field.type) for field in dataset.features.arrow_schema}
+    number, wanted = 0, read_columns(types)
     for table in dataset.select_columns(wanted).with_format("arrow").iter(batch_size=10_000):
         for row in table.to_pylist():
             number += 1

@@ -10,15 +10,18 @@ A file has one shape, fixed by its first row:
 | chosen, rejected as whole conversations | pair; what they share is the prompt |
 | prompt | prompt |
 
+Further columns are kept, as far as JSON can hold their values.
+
 A prompt is text, a list of {role, content}, or a raw "Human: … Assistant:" transcript. A pair may also have the columns
 of a label: annotator, time, order, tie, task, chosen_ended, rejected_ended."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import NoReturn
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, NoReturn
 
 from rlhf_core.data.chat import Conversation
 from rlhf_core.errors import UserError
-from tasks.datasets.jsonl import Row, brief, brief_names
+from tasks.datasets.jsonl import LONE_SURROGATE, Row, brief, brief_names
 from tasks.datasets.problems import Log, Problems, refuse
 from tasks.datasets.sources import dialogues
 from tasks.datasets.sources.dialogues import BrokenConversation, ShapeError
@@ -29,16 +32,40 @@ COLUMNS = ("prompt", "response", "completion", "chosen", "rejected", "messages")
 ENDED = ("chosen_ended", "rejected_ended")
 LABEL_COLUMNS = ("annotator", "time", "order", "tie", "task", *ENDED)
 """Columns that a pair may have: who labelled it, when, the places (from 1) at which chosen and rejected were shown,
-whether neither is better, the task that it is a part of, and whether each answer ended. All others are ignored."""
+whether neither is better, the task that it is a part of, and whether each answer ended."""
+KNOWN = frozenset(COLUMNS)
+KNOWN_OF_PAIRS = frozenset(COLUMNS + LABEL_COLUMNS)
 EXPECTED = "prompt + response, prompt + chosen + rejected, prompt, messages, or chosen + rejected as conversations"
 
 Answers = tuple[Conversation, str | None, str | None, str | None]
 """Prompt, response, chosen, rejected."""
 
 
-def read_columns(names: Sequence[str]) -> list[str]:
-    """The columns to read of a table; all of them where none gives a row its shape."""
-    return [name for name in names if name in COLUMNS + LABEL_COLUMNS] if set(names) & set(COLUMNS) else list(names)
+def read_columns(types: Mapping[str, str]) -> list[str]:
+    """The columns to read of a table, given the name of the Arrow type of each column: all but further ones with bytes,
+    such as images."""
+    return [name for name, kind in types.items() if name in COLUMNS or "binary" not in kind]
+
+
+def _further(row: Row, known: frozenset[str]) -> dict[str, Any]:
+    """The columns that are none of the known ones, without those whose value is null or cannot be written as JSON."""
+    if known.issuperset(row):
+        return {}
+    further = {name: value for name, value in row.items() if name not in known and value is not None}
+    try:
+        return {name: value for name, value in further.items() if _is_json({name: value})}
+    except RecursionError:  # nested too deeply
+        return {}
+
+
+def _is_json(value: object) -> bool:
+    if isinstance(value, dict):
+        return all(isinstance(key, str) and _is_json(key) and _is_json(part) for key, part in value.items())
+    if isinstance(value, list):
+        return all(map(_is_json, value))
+    if isinstance(value, str):
+        return not LONE_SURROGATE.search(value)
+    return value is None or isinstance(value, bool | int) or (isinstance(value, float) and math.isfinite(value))
 
 
 def normalise(rows: Iterable[tuple[int, Row]], file: str, *, heldout: bool, on_bad: Log = refuse) -> Iterator[Example]:
@@ -89,7 +116,8 @@ def _example(row: Row, read: Callable[[Row], Answers], file: str, number: int, h
     except ShapeError as error:
         raise UserError(f"{file}, row {number}: {error}") from None
     broken = bool(prompt) and not dialogues.is_prompt(prompt)
-    return Example(file, number, heldout, prompt, response, chosen, rejected, broken, annotator, tie, ended)
+    extra = _further(row, KNOWN_OF_PAIRS if read in (_pair, _whole_pair) else KNOWN)
+    return Example(file, number, heldout, prompt, response, chosen, rejected, broken, annotator, tie, ended, extra)
 
 
 def _reader(columns: tuple[str, ...], row: Row, where: str) -> Callable[[Row], Answers]:

@@ -1,12 +1,15 @@
-"""`scorers.py`: the reward model reads the ids that were sampled, in any order and batch."""
+"""`scorers.py`: the reward model reads the ids that were sampled, in any order and batch; terms are weighted."""
 
 from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from transformers import PreTrainedModel
 
+from rlhf_core.functions.process import Limits, RewardFunction
 from rlhf_core.models.batch import pad_batch, sequence_scores
-from rlhf_core.models.scorers import Answers, RewardModelScorer, Scorer
+from rlhf_core.models.scorers import Answers, FunctionScorer, RewardModelScorer, Scored, Scorer, WeightedSum
 
 Build = Callable[..., PreTrainedModel]
 PAD = 0
@@ -36,3 +39,22 @@ def test_scoring_keeps_no_gradient(build_scalar: Build) -> None:
     model = build_scalar()
     RewardModelScorer(model, PAD, 2)(answers())
     assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_a_sum_of_terms_weighs_each_and_keeps_them(tmp_path: Path) -> None:
+    """Negative weights, and weight 0 for a term that is only logged."""
+    (tmp_path / "mine.py").write_text("def score(prompts, responses, rows): return [row['n'] for row in rows]\n")
+    function = FunctionScorer(RewardFunction(tmp_path, "mine.py", Limits(20, 1024)))
+    of_length: Scorer = lambda answers: Scored([float(len(ids)) for ids in answers.response_ids])  # noqa: E731
+    given = replace(answers(), rows=[{"n": 10}, {"n": 20}, {"n": 30}, {"n": 40}])
+    found = WeightedSum({"length": (2.0, of_length), "mine.py": (-0.5, function), "other": (0.0, of_length)})(given)
+    assert found.parts == {"length": [5, 2, 3, 1], "mine.py": [10, 20, 30, 40], "other": [5, 2, 3, 1]}
+    assert found.total == [5.0, -6.0, -9.0, -18.0]
+    assert found.by_answer()[1] == (-6.0, {"length": 2, "mine.py": 20, "other": 2})
+    function.function.close()
+
+
+def test_answers_of_some_places_keep_their_rows() -> None:
+    given = replace(answers(), rows=[{"n": place} for place in range(4)])
+    assert given.at([3, 1]).rows == [{"n": 3}, {"n": 1}]
+    assert answers().at([3, 1]).rows is None

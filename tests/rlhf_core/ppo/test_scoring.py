@@ -9,9 +9,10 @@ import torch
 
 from rlhf_core.config.ppo import ScoreConfig
 from rlhf_core.data.chat import Conversation
-from rlhf_core.errors import NonFiniteError
+from rlhf_core.errors import NonFiniteError, UserError
 from rlhf_core.models.batch import pad_batch, response_logits
-from rlhf_core.models.scorers import Answers
+from rlhf_core.models.scorers import Answers, Scored
+from rlhf_core.ppo.processes import Processes
 from rlhf_core.ppo.scoring import REFERENCE_ANSWERS, ReferenceScores, ScoreNormalisation, reference_scores
 from rlhf_core.ppo.trainer import PPOTrainer
 
@@ -104,3 +105,45 @@ def test_rule_19_the_normalisation_is_part_of_the_checkpoint(make_trainer: MakeT
     first, second = make_trainer(normalisation=(2.0, 0.25)), make_trainer()
     second.load_state_dict(first.state_dict())
     assert second.scoring.source.normalisation == ScoreNormalisation(2.0, 0.25)
+
+
+def test_an_error_of_the_scorer_in_one_process_ends_all_of_them(make_trainer: MakeTrainer) -> None:
+    """It travels as a value, so that no process waits for one that has left."""
+
+    def refuse(answers: Answers) -> list[float]:
+        raise UserError(f"no score for {len(answers.texts)} answers")
+
+    trainer = make_trainer()
+    rollout = trainer.rollout()
+    trainer.scoring.source.scorer = lambda answers: Scored(refuse(answers))
+    gathered: list[object] = []
+
+    class Noted(Processes):
+        def map(self, items, work):  # type: ignore[no-untyped-def]
+            gathered.extend(work(list(items)))
+            return gathered
+
+    with pytest.raises(UserError, match="no score for"):
+        trainer.scoring(rollout, Noted())
+    assert len(gathered) == len(rollout.texts), "the share of this process was gathered before the error was raised"
+
+
+def test_scores_have_the_rows_behind_their_prompts(make_trainer: MakeTrainer) -> None:
+    """In a rollout, on the reference's answers and on held-out ones."""
+    seen: list[tuple[object, object]] = []
+
+    def scorer(answers: Answers) -> list[float]:
+        assert answers.rows is not None
+        seen.extend(zip(answers.prompts, answers.rows, strict=True))
+        return [1.0] * len(answers.texts)
+
+    trainer = make_trainer(scorer=scorer)
+    trainer.rows = [{"prompt": prompt} for prompt in trainer.prompts]
+    trainer.step()
+    reference = trainer.models.reference
+    assert reference is not None
+    source = trainer.scoring.source
+    reference_scores(trainer.config, reference, trainer.tokenizer, source.scorer, trainer.prompts, 5, rows=trainer.rows)
+    trainer.answer(trainer.prompts[:2], trainer.rows[:2])
+    assert len(seen) == trainer.config.batch_size + REFERENCE_ANSWERS + 2
+    assert all(row == {"prompt": prompt} for prompt, row in seen)

@@ -158,8 +158,8 @@ def test_it_prints_what_was_found_and_the_lines_of_params_yaml(source, root, add
     import_data(source, root)
     assert capsys.readouterr().out.splitlines() == [
         "test/test.jsonl: 1 pair, held out (ingest.files.heldout_files); columns: prompt, chosen, rejected; "
-        "not read: id",
-        "train.jsonl: 22 demonstrations; columns: prompt, response; not read: score",
+        "kept for reward functions: id",
+        "train.jsonl: 22 demonstrations; columns: prompt, response; kept for reward functions: score",
         "train.jsonl, row 21: duplicate",
         "train.jsonl, row 22: duplicate",
         "2 rows that ingest leaves out (ingest.on_bad_row: refuse stops instead): duplicate 2 (first: train.jsonl, "

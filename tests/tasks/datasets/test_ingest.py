@@ -8,6 +8,7 @@ import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
+import pandas
 import pytest
 
 from rlhf_core.errors import UserError
@@ -265,3 +266,39 @@ def test_real_human_preferences(execute, params, tmp_path):
     text = json.dumps(made.pairs + made.demonstrations)
     assert not re.search(r"\\n\\n(Human|Assistant): ", text)
     assert all(row["response"] == row["response"].strip() for row in made.demonstrations)
+
+
+def test_further_columns_are_kept_with_the_prompts(execute, params, raw):
+    """Of rows with one prompt those that agree."""
+    rows = [{"prompt": f"{i} + 1?", "response": f"it is {i + 1}", "answer": str(i + 1), "by": "a"} for i in range(100)]
+    raw(train=[*rows, *({**row, "response": "other", "by": "b", "only": 1} for row in rows)])
+    made = execute(params())
+    for name in ("preference_prompts", "ppo_prompts", "heldout"):
+        for row in getattr(made, name):
+            number = int(row["prompt"][0]["content"].split()[0])
+            assert row["extra"] == {"answer": str(number + 1), "only": 1}
+    assert not any("extra" in row for row in made.demonstrations)
+
+
+def test_data_without_further_columns_have_no_such_column(execute, params, raw):
+    raw(train=PAIRS)
+    made = execute(params())
+    assert not any("extra" in row for name in DATASETS for row in getattr(made, name))
+
+
+def test_a_row_without_further_columns_has_an_empty_object_beside_others(execute, params, raw):
+    rows = [{"prompt": f"{i} + 1?", "response": f"it is {i + 1}"} for i in range(100)]
+    raw(train=[*rows[:50], *({**row, "answer": 1} for row in rows[50:])])
+    made = execute(params())
+    found = [row["extra"] for name in ("preference_prompts", "ppo_prompts", "heldout") for row in getattr(made, name)]
+    assert {"answer": 1} in found
+    assert {} in found
+
+
+def test_further_columns_of_parquet_files(execute, params, raw, tmp_path):
+    folder = raw(train=[]) / "set"
+    (folder / "train.jsonl").unlink()
+    table = {"prompt": [f"{i}?" for i in range(100)], "response": [str(i) for i in range(100)], "answer": range(100)}
+    pandas.DataFrame(table | {"image": [b"x"] * 100}).to_parquet(folder / "train.parquet")
+    made = execute(params())
+    assert all(row["extra"] == {"answer": int(row["prompt"][0]["content"][:-1])} for row in made.ppo_prompts)

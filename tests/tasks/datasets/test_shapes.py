@@ -1,10 +1,12 @@
 """Row shapes become one canonical form, and rows that fit none are named."""
 
+import datetime
 import re
 
 import pytest
 
 from rlhf_core.errors import UserError
+from tasks.datasets.sources.shapes import read_columns
 
 USER = {"role": "user", "content": "Hello"}
 ASSISTANT = {"role": "assistant", "content": "Hi"}
@@ -151,3 +153,29 @@ def test_a_label_of_another_type_is_named(examples, changes, says):
 
 def test_other_columns_may_come_and_go(examples):
     assert len(examples([{"prompt": "a", "id": 1}, {"prompt": "b"}])) == 2
+
+
+def test_further_columns_are_kept_as_far_as_json_can_hold_them(examples):
+    row = {"prompt": "1 + 1?", "answer": "2", "steps": [1, {"a": None}], "hard": False, "task": "sums"}
+    lost = {"none": None, "day": datetime.date(2026, 1, 1), "bytes": [b"x"], "nan": float("nan"), "half": "\ud800"}
+    (example,) = examples([row | lost | {"\ud800": 1}])
+    assert example.extra == {"answer": "2", "steps": [1, {"a": None}], "hard": False, "task": "sums"}
+
+
+def test_a_pair_keeps_no_column_of_its_label(examples):
+    label = {"annotator": "anna", "time": "now", "order": [1, 2], "tie": False, "task": "7", "chosen_ended": True}
+    (example,) = examples([{"prompt": "Hello", "chosen": "Hi", "rejected": "No", "source": "web"} | label])
+    assert example.extra == {"source": "web"}
+
+
+def test_a_value_that_is_nested_too_deeply_is_left_out(examples):
+    deep = []
+    for _ in range(5000):
+        deep = [deep]
+    (example,) = examples([{"prompt": "Hello", "deep": deep}])
+    assert example.extra == {}
+
+
+def test_columns_of_bytes_are_not_read():
+    types = {"prompt": "string", "image": "struct<bytes: binary, path: string>", "answer": "string", "id": "int64"}
+    assert read_columns(types) == ["prompt", "answer", "id"]

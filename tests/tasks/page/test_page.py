@@ -563,3 +563,31 @@ def test_a_method_that_is_not_the_published_one_has_another_name() -> None:
     models = {"rloo": {"recipe": "ppo_style"}, "grpo": {"recipe": "dr_grpo"}, "reinforce": {"recipe": "published"}}
     assert [label(name, models) for name in models] == ["RLOO (PPO style)", "Dr. GRPO", "REINFORCE"]
     assert label("rloo") == "RLOO"
+
+
+def scored_by(run: Run, *terms: str) -> Run:
+    """A run without judge and reward model, whose score is a sum of terms."""
+    name = f"scorer ({' + '.join(f'1 × {term}' for term in terms)})"
+    figures = {f"reward/{term}": 0.25 for term in terms} | {f"reward/{term}_ci95": [0.2, 0.3] for term in terms}
+    models = {model: one | figures for model, one in run.models.items()}
+    evaluation = run.evaluation | {"judged_by": "scorer", "win_rate_judge": name, "scorer": name, "models": models}
+    off = {stage: {"enabled": False} for stage in ("reward", "preferences")}
+    curves = {stage: {} for stage in ("reward", "reward_calibration")}
+    return replace(run, metrics=run.metrics | off | {"evaluate": evaluation}, curves=run.curves | curves)
+
+
+def test_a_score_of_functions_is_named_and_its_terms_have_columns(make_run: MakeRun) -> None:
+    run = scored_by(make_run(judge=False), "exact.py", "short.py")
+    assert (run.is_judged, run.score, run.has_reward_model) == (False, "reward", False)
+    shown = [(column.name, column.unit) for column in columns_of(run.models)]
+    assert shown[:3] == [("Proxy score", "scorer, raw"), ("exact.py", "mean"), ("short.py", "mean")]
+    document = Document(build(run))
+    assert not document.open
+    assert "judged by the scorer (1 × exact.py + 1 × short.py)" in document.text
+    assert "0.25 0.20 to 0.30" in document.text
+    assert not re.search("reward model", document.text, re.IGNORECASE)
+
+
+def test_a_single_function_has_no_column_beside_the_total(make_run: MakeRun) -> None:
+    run = scored_by(make_run(judge=False), "exact.py")
+    assert [column.name for column in columns_of(run.models)][:2] == ["Proxy score", "Win rate against SFT"]

@@ -39,12 +39,16 @@ VALUES = {
     "chosen_ids": [5, 0],
     "rejected_ids": None,
     "annotator": "anna",
+    "extra": {"answer": "2"},
+    "terms": {"exact.py": 1.0},
 }
-OPTIONAL = {"annotator", "chosen_ended", "rejected_ended"}
+OPTIONAL = {"annotator", "chosen_ended", "rejected_ended", "extra", "terms"}
+OBJECTS = {"extra", "terms"}
 NULLABLE = {"annotator", "chosen_ids", "rejected_ids", "gold", "gold_sft", "gold_policy", "seed"}
 NULLABLE_HERE = {("response", "data/ingest/heldout.jsonl"), ("kl", "data/evaluate/answers.jsonl")}
 NUMBERS = {"kl", "reward", "mean_reward", "reward_sft", "reward_policy"} | {"gold", "gold_sft", "gold_policy"}
 MAY_BE_EMPTY = {"data/ingest/pairs.jsonl", "data/best_of_n/samples.jsonl", "data/rejection_sft/samples.jsonl"}
+MAY_BE_EMPTY |= {"data/preferences/preferences.jsonl", "data/preferences/samples.jsonl"}
 
 
 def rows_for(path, count=3):
@@ -102,7 +106,7 @@ def test_an_optional_column_is_in_all_rows_or_in_none(path):
 @pytest.mark.parametrize("path", PATHS)
 def test_every_column_refuses_a_value_of_another_type(path):
     for name in SCHEMAS[path].columns:
-        for wrong in ({"a": 1}, ["x"], *([] if name in NUMBERS else [1.5])):
+        for wrong in (["x"], *([] if name in OBJECTS else [{"a": 1}]), *([] if name in NUMBERS else [1.5])):
             rows = rows_for(path)
             rows[1][name] = wrong
             assert f"{name}: must be" in error(path, rows)
@@ -230,7 +234,7 @@ def test_failure_04_load_reads_only_datasets_and_checks_the_heldout_prompts(tmp_
         {"role": "assistant", "content": "a"},
         training[0]["prompt"][-1],
     ]
-    training.append({"prompt_id": prompt_id(leaked), "prompt": leaked})
+    training.append(training[0] | {"prompt_id": prompt_id(leaked), "prompt": leaked})
     write_jsonl(tmp_path / "data/ingest/ppo_prompts.jsonl", training)
     with pytest.raises(
         UserError, match=r"leaked held-out prompt: .*QUESTION 3.* in data/ingest/ppo_prompts\.jsonl, row 4"

@@ -315,10 +315,16 @@ def test_tables(convert, delimiter):
     text = "\ufeff" + "\r\n".join(delimiter.join(line) for line in lines) + "\r\n\r\n"
     rows, printed = convert("labels.csv", text)
     assert rows == [
-        {"prompt": PROMPT, "chosen": f'{OATS}\r\nAnd {delimiter} "milk".', "rejected": CAKE, "annotator": "anna"},
+        {
+            "prompt": PROMPT,
+            "chosen": f'{OATS}\r\nAnd {delimiter} "milk".',
+            "rejected": CAKE,
+            "annotator": "anna",
+            "note": "x",
+        },
         {"prompt": "Tea\u2028?", "chosen": OATS, "rejected": CAKE, "tie": True},
     ]
-    assert printed == ["labels.csv: a table, converted to 2 rows of labels.jsonl; not read: note"]
+    assert printed == ["labels.csv: a table, converted to 2 rows of labels.jsonl"]
 
 
 @pytest.mark.parametrize("end", ["\n", "\r\n", "\r"])

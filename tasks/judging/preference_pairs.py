@@ -1,0 +1,252 @@
+"""What the stage `preferences` does: samples from the SFT model, judged into pairs, and the pairs of the data."""
+
+from collections import Counter
+from collections.abc import Sequence
+from random import Random
+from typing import Any
+
+from rlhf_core.data.tokenizer import decode_response, load_tokenizer, stop_ids
+from rlhf_core.determinism import make_deterministic
+from rlhf_core.errors import UserError
+from rlhf_core.evaluation.judges import Judge, NoisyAnnotators, RubricJudge, all_pairs
+from rlhf_core.evaluation.pair_judges import PairJudge
+from rlhf_core.models.hf import context_length, load_causal_lm, place
+from rlhf_core.models.sampling import sample
+from tasks.datasets.jsonl import Row
+from tasks.judging.labelling import (
+    KnownPairs,
+    agreement,
+    different_pairs,
+    fitting_pairs,
+    label,
+    of_dataset,
+    plan,
+    with_known_order,
+)
+from tasks.judging.pair_judge import pair_judge_of
+from tasks.params.preferences import PreferencesParams
+from tasks.stage.long_rows import fitting, prompt_encoder
+from tasks.stage.stage import Stage
+from tasks.stage.trust import trusts
+
+PROMPTS = "data/ingest/preference_prompts.jsonl"
+PAIRS = "data/ingest/pairs.jsonl"
+NO_ANNOTATOR = ""
+"""The key of `labels_by` for the data set's own pairs; no annotator can have this name."""
+
+Job = tuple[Row, list[int], int, int]
+"""A row, its prompt's token ids, the index of the prompt, and the index of the sample."""
+Drawn = tuple[list[int], bool]
+"""A response's token ids, and whether it ended."""
+
+
+def make_pairs(stage: Stage[PreferencesParams], rubric: Judge | None) -> None:
+    """Make data/preferences/{samples,preferences}.jsonl and metrics/preferences.json. `rubric`: the hidden judge of the
+    demo; None for other data."""
+    samples, pairs, too_long = list[Row](), list[Row](), 0
+    judged: dict[str, Any] = {"annotator_agreement": None, "ties_dropped": 0, "identical_dropped": 0, "judge": None}
+    judge = labelling_judge(stage) if stage.params.source == "model" else None
+    if stage.params.source != "dataset":
+        samples, too_long = draw_samples(stage)
+    if judge is not None:
+        pairs, judged = label_samples(stage, samples, judge, rubric)
+    elif samples:
+        pairs, judged = judge_samples(stage, samples)
+    labels = None
+    if stage.params.source in {"dataset", "both"}:
+        pairs = with_annotators(pairs + dataset_pairs(stage))
+        labels = Counter(pair.get("annotator") or NO_ANNOTATOR for pair in pairs if pair["source"] == "dataset")
+    splits = {split: sum(pair["split"] == split for pair in pairs) for split in ("train", "validation")}
+    if not all(splits.values()):
+        found = " and ".join(f"{count:,} in {split}" for split, count in splits.items())
+        raise UserError(f"the reward model needs training and validation pairs; there are {found}")
+    stage.outputs.write_jsonl("data/preferences/samples.jsonl", samples)
+    stage.outputs.write_jsonl("data/preferences/preferences.jsonl", pairs)
+    stage.write_metrics(
+        {
+            "prompts": len({s["prompt_id"] for s in samples}),
+            "samples": len(samples),
+            "pairs": len(pairs),
+            "missing_eos_share": sum(not s["ended"] for s in samples) / len(samples) if samples else None,
+            "mean_response_tokens": sum(len(s["response_ids"]) for s in samples) / len(samples) if samples else None,
+            "prompts_too_long": too_long,
+            **judged,
+            "labels_by": labels and dict(sorted(labels.items())),
+        }
+    )
+    if stage.tracker:
+        stage.tracker.table("preferences", pairs[:100])
+
+
+def draw_samples(stage: Stage[PreferencesParams]) -> tuple[list[Row], int]:
+    """Responses of the SFT model, k for each prompt, and the number of prompts that did not fit."""
+    make_deterministic(stage.seed, stage.common.threads)
+    params = stage.params
+    tokenizer = load_tokenizer(stage.root / "models/sft", trust_remote_code=trusts(stage))
+    stops = stop_ids(tokenizer, params.stop_tokens)
+    model = place(load_causal_lm(stage.root / "models/sft", trust_remote_code=trusts(stage)))
+    kept, too_long = fitting(
+        stage,
+        PROMPTS,
+        stage.read(PROMPTS),
+        prompt_encoder(tokenizer),
+        context_length(model),
+        reserve=params.max_new_tokens,
+    )
+    jobs = [(row, ids, i, k) for i, (row, ids) in enumerate(kept) for k in range(params.samples_per_prompt)]
+
+    def work(part: Sequence[Job]) -> list[Drawn]:
+        sampled = sample(
+            model,
+            [ids for _, ids, _, _ in part],
+            [(stage.seed, i, k) for _, _, i, k in part],
+            max_new_tokens=params.max_new_tokens,
+            temperature=params.temperature,
+            stop_ids=stops,
+            pad_id=int(tokenizer.pad_token_id),
+            batch_size=params.batch_size,
+        )
+        return list(zip(sampled.responses, sampled.ended, strict=True))
+
+    batches = [jobs[start : start + params.batch_size] for start in range(0, len(jobs), params.batch_size)]
+    drawn = stage.resumed("samples", batches, work, show=lambda done: {"tokens": mean_length(done)})
+    samples = [
+        {
+            "prompt_id": row["prompt_id"],
+            "prompt": row["prompt"],
+            "sample": k,
+            "response": decode_response(tokenizer, response, stops),
+            "response_ids": response,
+            "ended": ended,
+            "split": row["split"],
+        }
+        for (row, _, _, k), (response, ended) in zip(jobs, drawn, strict=True)
+    ]
+    return samples, too_long
+
+
+def mean_length(drawn: Sequence[Drawn]) -> float:
+    """Tokens a response."""
+    return sum(len(response) for response, _ in drawn) / len(drawn)
+
+
+def judge_samples(stage: Stage[PreferencesParams], samples: Sequence[Row]) -> tuple[list[Row], dict[str, Any]]:
+    """All pairs of each prompt's samples, ordered by the simulated annotators; ties are dropped and counted."""
+    settings = stage.params.annotators
+    annotators = NoisyAnnotators(RubricJudge(), settings.temperature, settings.flip_rate, stage.seed)
+    by_prompt: dict[str, list[Row]] = {}
+    for row in samples:
+        by_prompt.setdefault(row["prompt_id"], []).append(row)
+    pairs: list[Row] = []
+    ties = identical = agreed = 0
+    for place_, rows in enumerate(by_prompt.values()):
+        ranked = all_pairs(rows[0]["prompt"], [row["response"] for row in rows], annotators, key=(place_,))
+        ties += ranked.ties
+        identical += ranked.identical
+        agreed += sum(choice.agrees for choice in ranked.pairs)
+        pairs += [_pair(rows[choice.chosen], rows[choice.rejected]) for choice in ranked.pairs]
+    return pairs, {
+        "annotator_agreement": agreed / len(pairs) if pairs else None,
+        "ties_dropped": ties,
+        "identical_dropped": identical,
+        "judge": "simulated annotators (demo rubric)",
+    }
+
+
+def labelling_judge(stage: Stage[PreferencesParams]) -> PairJudge | None:
+    """The language model of the block `judge`. Raises UserError, before anything is sampled, where it cannot be
+    used."""
+    params = stage.params
+    all_fit = stage.common.long_rows == "refuse"  # else those that do not are left out when answers are sampled
+    prompts = [row["prompt"] for row in stage.read(PROMPTS)] if all_fit else []
+    return pair_judge_of(stage, prompts, params.max_new_tokens, params.batch_size)
+
+
+def label_samples(
+    stage: Stage[PreferencesParams], samples: Sequence[Row], judge: PairJudge, rubric: Judge | None
+) -> tuple[list[Row], dict[str, Any]]:
+    """All pairs of each prompt's samples, ordered by a language model, whose agreement is measured before."""
+    known = known_pairs(stage, samples, judge, rubric)
+    plan(judge, known.pairs, different_pairs(samples))
+    agreement = measure_agreement(stage, known, judge)
+    labelled = label(samples, judge)
+    figures = labelled.figures()
+    stage.log(
+        f"{judge.name}: {len(labelled.pairs)} of {figures['judged']} pairs have a preference; {figures['ties']} ties "
+        f"(verdicts that change with the order), {figures['unread']} that cannot be read"
+    )
+    return [_pair(samples[better], samples[worse]) for better, worse in labelled.pairs], {
+        "annotator_agreement": None,
+        "ties_dropped": figures["ties"],
+        "identical_dropped": labelled.identical,
+        "judge": judge.name,
+        "judge_model": {**figures, "agreement": agreement},
+    }
+
+
+def known_pairs(
+    stage: Stage[PreferencesParams], samples: Sequence[Row], judge: PairJudge, rubric: Judge | None
+) -> KnownPairs:
+    """Pairs whose order is known: of the data, or else sampled answers by the demo's rubric; none for other data."""
+    most, people = stage.params.agreement_pairs, fitting_pairs(stage.read(PAIRS), judge)
+    if people:
+        return of_dataset(Random(stage.seed).sample(people, min(most, len(people))))
+    return of_dataset([]) if rubric is None else with_known_order(samples, rubric, most)
+
+
+def measure_agreement(stage: Stage[PreferencesParams], known: KnownPairs, judge: PairJudge) -> dict[str, Any] | None:
+    """How often the judge agrees with the known order; None where there are no such pairs. Raises UserError where not
+    one answer can be read."""
+    if not known.b_better:
+        stage.log(f"WARNING {judge.name}: its agreement with people is unknown, there are no pairs to measure it on")
+        return None
+    found, unread = agreement(judge, known, stage.seed)
+    if found is None:
+        raise UserError(
+            f"not one of {unread} answers of the judge {judge.name} can be read; it must reply with one "
+            "letter: choose another model, or another judge.question"
+        )
+    stage.log(
+        f"{judge.name} agrees with {known.source} on {found.share:.1%} ({found.low:.1%} to {found.high:.1%}) of "
+        f"{found.pairs} pairs; {unread} cannot be read"
+    )
+    return {"with": known.source, "share": found.share, "ci95": found.interval, "pairs": found.pairs, "unread": unread}
+
+
+def _pair(chosen: Row, rejected: Row) -> Row:
+    return {
+        "prompt_id": chosen["prompt_id"],
+        "prompt": chosen["prompt"],
+        "chosen": chosen["response"],
+        "rejected": rejected["response"],
+        "chosen_ids": chosen["response_ids"],
+        "rejected_ids": rejected["response_ids"],
+        "chosen_ended": chosen["ended"],
+        "rejected_ended": rejected["ended"],
+        "source": "judge",
+        "split": chosen["split"],
+    }
+
+
+def dataset_pairs(stage: Stage[PreferencesParams]) -> list[Row]:
+    """The pairs of the data."""
+    return [
+        {
+            **{name: row[name] for name in ("prompt_id", "prompt", "chosen", "rejected")},
+            "chosen_ids": None,
+            "rejected_ids": None,
+            "chosen_ended": row.get("chosen_ended", True),
+            "rejected_ended": row.get("rejected_ended", True),
+            "source": "dataset",
+            "split": row["split"],
+            **({"annotator": row["annotator"]} if "annotator" in row else {}),
+        }
+        for row in stage.read(PAIRS)
+    ]
+
+
+def with_annotators(pairs: list[Row]) -> list[Row]:
+    """The pairs; all have the column `annotator` if one of them has it."""
+    if not any("annotator" in pair for pair in pairs):
+        return pairs
+    return [{**pair, "annotator": pair.get("annotator")} for pair in pairs]

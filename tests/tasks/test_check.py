@@ -1,0 +1,92 @@
+"""The stage `check`: reward functions are tried before any training, and DVC finds the scorer in data/methods.json."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ruamel.yaml import YAML
+
+from rlhf_core.errors import UserError
+from tasks import check
+from tasks.params.loader import read_yaml
+from tasks.params.methods import METHODS
+from tasks.params.scorer import DEFAULT
+
+ROOT = Path(__file__).resolve().parents[2]
+GOOD = "def score(prompts, responses, rows):\n    return [1.0] * len(responses)\n"
+
+
+@pytest.fixture
+def execute(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make_stage: Callable[..., Any]
+) -> Callable[..., dict[str, Any]]:
+    """execute(scorer, **files) -> data/methods.json with the tiny parameters, these terms and files of rewards/."""
+    monkeypatch.chdir(tmp_path)
+
+    def call(scorer: Any, **files: str) -> dict[str, Any]:
+        content = read_yaml(ROOT / "examples/tiny.yaml")
+        content["ppo"]["critic"]["init"] = "reward" if scorer is None else "sft"
+        content["dpo"]["enabled"] = False
+        YAML().dump(content | ({} if scorer is None else {"scorer": scorer}), tmp_path / "params.yaml")
+        for name, text in files.items():
+            (tmp_path / "rewards").mkdir(exist_ok=True)
+            (tmp_path / "rewards" / f"{name}.py").write_text(text, encoding="utf-8")
+        stage = make_stage("check", None, ["data/check.ok", "data/methods.json"])
+        check.execute(stage)
+        stage.outputs.commit()
+        found: dict[str, Any] = json.loads((tmp_path / "data/methods.json").read_text())
+        return found
+
+    return call
+
+
+def test_a_file_without_the_block_has_the_reward_model(execute: Callable[..., dict[str, Any]]) -> None:
+    found = execute(None)
+    assert list(found) == [*(method.name for method in METHODS), "scorer", "reward_model"]
+    assert (found["scorer"], found["reward_model"]) == (DEFAULT, True)
+
+
+def test_functions_are_tried_with_empty_lists(execute: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
+    terms = [{"term": "mine.py", "weight": 2}, {"term": "reward_model", "weight": 0.5}]
+    text = f"{GOOD}".replace("    return", "    assert [prompts, responses, rows] == [[], [], []]\n    return")
+    assert execute(terms, mine=text)["reward_model"] is True
+    assert execute(terms[:1], mine=text) | {} == execute(terms[:1])
+    assert execute(terms[:1])["reward_model"] is False
+    assert sorted(path.name for path in (tmp_path / "rewards").iterdir()) == ["mine.py"], "no bytecode is left"
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (None, r"scorer: mine\.py: the file does not exist"),
+        ("def score(", "cannot be imported: SyntaxError"),
+        ("def points(a, b, c): return []", "has no function `score"),
+        ("def score(prompts): return []", "TypeError: .* takes 1 positional argument"),
+        ("def score(prompts, responses, rows): return None", "returned NoneType, not a list of numbers"),
+        ("def score(prompts, responses, rows): return [1.0]", "returned 1 scores for 0 answers"),
+    ],
+)
+def test_what_a_function_lacks_is_found_before_anything_runs(
+    execute: Callable[..., dict[str, Any]], tmp_path: Path, text: str | None, said: str
+) -> None:
+    execute([{"term": "good.py", "weight": 1}], good=GOOD)
+    before = (tmp_path / "data/methods.json").read_bytes()
+    files = {} if text is None else {"mine": text}
+    with pytest.raises(UserError, match=f"mine.py: .*{said}|{said}.*; correct rewards/mine.py$"):
+        execute([{"term": "good.py", "weight": 1}, {"term": "mine.py", "weight": 1}], **files)
+    assert (tmp_path / "data/methods.json").read_bytes() == before
+
+
+def test_the_shipped_function_compares_with_the_column_answer(tmp_path: Path) -> None:
+    from rlhf_core.functions.process import Limits, RewardFunction
+
+    shutil.copy(ROOT / "rewards/exact.py", tmp_path)
+    function = RewardFunction(tmp_path, "exact.py", Limits(20, 1024))
+    rows = [{"answer": "12"}, {"answer": 12}, {"answer": "12"}, {"answer": " 1 2"}]
+    assert function([[]] * 4, [" 12\n", "12", "12.", "1 2"], rows) == [1, 1, 0, 1]
+    with pytest.raises(UserError, match=r"KeyError: 'answer' .*; the columns of its row: label"):
+        function([[{"role": "user", "content": "a"}]], ["12"], [{"label": "12"}])
+    function.close()

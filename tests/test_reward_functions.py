@@ -1,0 +1,116 @@
+"""The tiny pipeline with rewards from functions: alone, where no pairs are made and no reward model is trained, and
+beside the reward model."""
+
+import csv
+import json
+import re
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tasks.params.methods import BY_NAME
+
+if TYPE_CHECKING:
+    from tests.conftest import Project
+
+pytestmark = pytest.mark.slow
+SHORT = "def score(prompts, responses, rows):\n    return [-len(response) for response in responses]\n"
+
+
+def use_sums(project: "Project") -> None:
+    """Data with the column `answer` in place of the demo's, and a critic that starts from the SFT model."""
+    rows = [
+        {"prompt": f"What is {a} + {b}?", "response": str(a + b), "answer": a + b} for a in range(20) for b in range(20)
+    ]
+    (project.root / "data/raw/sums").mkdir(parents=True)
+    (project.root / "data/raw/sums/train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (project.root / "rewards/short.py").write_text(SHORT)
+    for name, value in {
+        "ingest.source": "files",
+        "ingest.files": {"path": "sums"},
+        "preferences.source": "dataset",
+        "ppo.critic.init": "sft",
+        "runtime.tracking": False,
+        "dpo.enabled": False,
+    }.items():
+        project.set(name, value)
+
+
+def page(project: "Project") -> str:
+    return re.sub("<[^>]*>", " ", (project.root / "report/index.html").read_text(encoding="utf-8"))
+
+
+def terms_of(figures: dict[str, Any]) -> dict[str, float]:
+    return {name: figures[f"reward/{name}"] for name in ("exact.py", "short.py")}
+
+
+def test_functions_alone(project: "Project") -> None:
+    use_sums(project)
+    project.set("scorer", [{"term": "exact.py", "weight": 1.0}, {"term": "short.py", "weight": 0.1}])
+    first = project.repro()
+    assert {"ppo", "rloo", "best_of_n", "rejection_sft", "evaluate", "report"} <= set(first)
+    assert project.json("metrics/preferences.json") == project.json("metrics/reward.json") == {"enabled": False}
+    assert {path.name for path in (project.root / "models/reward").iterdir()} == {"README.md", "provenance.json"}
+    assert project.rows("data/preferences/preferences.jsonl") == []
+
+    with (project.root / "plots/ppo.csv").open(newline="") as file:
+        steps = list(csv.DictReader(file))
+    for row in steps:
+        total = float(row["reward/exact.py"]) + 0.1 * float(row["reward/short.py"])
+        assert float(row["reward_raw"]) == pytest.approx(total, rel=1e-5)
+    for sample in project.rows("data/best_of_n/samples.jsonl"):
+        assert sample["terms"]["short.py"] == -len(sample["response"])
+        assert sample["reward"] == pytest.approx(sample["terms"]["exact.py"] + 0.1 * sample["terms"]["short.py"])
+
+    evaluate = project.json("metrics/evaluate.json")
+    assert evaluate["win_rate_judge"] == evaluate["scorer"] == "scorer (1 × exact.py + 0.1 × short.py)"
+    assert evaluate["judged_by"] == "scorer"
+    for name, figures in evaluate["models"].items():
+        found = terms_of(figures)
+        assert figures["reward"] == pytest.approx(found["exact.py"] + 0.1 * found["short.py"]), name
+        low, high = figures["reward/short.py_ci95"]
+        assert low <= found["short.py"] <= high
+    text = page(project)
+    assert "The reward model" not in text
+    assert "scorer (1 × exact.py + 0.1 × short.py)" in text
+    assert all(name in text for name in ("exact.py", "short.py"))
+
+    assert project.repro() == []
+    with (project.root / "rewards/short.py").open("a") as file:
+        file.write("\n# a remark\n")
+    said = project.dvc("status").stdout.splitlines()
+    stale = {line.removesuffix(":") for line in said if line.endswith(":") and not line.startswith("\t")}
+    assert stale == {"check", "ppo", "select", *BY_NAME, "evaluate"} - {"dpo", "ipo"}
+
+
+def test_a_function_that_fails_in_a_stage_is_one_line_and_exit_code_2(project: "Project") -> None:
+    use_sums(project)
+    project.set("scorer", [{"term": "exact.py", "weight": 1.0}])
+    project.dvc("repro", "sft", "reward")
+    text = "def score(prompts, responses, rows):\n    return [row['anser'] for row in rows]\n"
+    (project.root / "rewards/exact.py").write_text(text)
+    before = project.outputs()
+    ended = project.stage("ppo")
+    assert ended.returncode == 2
+    line = ended.stderr.splitlines()[-1]
+    place = r"answer 1 of \d+, to prompt \w{16} \('What is .*\?'\)"
+    assert re.search(rf"^ppo: scorer: exact.py: {place}: KeyError: 'anser' ", line)
+    assert line.endswith("(line 2); the columns of its row: answer; correct rewards/exact.py")
+    assert project.outputs() == before
+
+
+def test_a_function_beside_the_reward_model(project: "Project") -> None:
+    """On the demo, whose judge decides the wins."""
+    (project.root / "rewards/short.py").write_text(SHORT)
+    project.set("scorer", [{"term": "reward_model", "weight": 1.0}, {"term": "short.py", "weight": 0.02}])
+    project.set("ppo.critic.init", "sft")
+    project.set("runtime.tracking", False)
+    project.repro()
+    assert project.json("metrics/reward.json")["heldout_pairs"] > 0
+    evaluate = project.json("metrics/evaluate.json")
+    assert evaluate["judged_by"] == "scores"
+    policy = evaluate["models"]["policy"]
+    total = policy["reward/reward_model"] + 0.02 * policy["reward/short.py"]
+    assert policy["reward"] == pytest.approx(total, rel=1e-5)
+    assert "reward/short.py" in evaluate["models"]["dpo"], "a model that was not trained by the scorer is scored, too"
+    assert "The reward model" in page(project)
