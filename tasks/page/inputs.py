@@ -62,6 +62,11 @@ class Run:
         return self.judged_by != "reward model"
 
     @property
+    def judge_labelled(self) -> bool:
+        """True when the judge of the win rate also labelled the pairs that the reward model learned from."""
+        return self.evaluation["win_rate_judge"] == self.metrics["preferences"].get("judge")
+
+    @property
     def score(self) -> Literal["gold", "win_rate", "reward"]:
         """The main score: the judge's score; the win rate if the judge only compares; the proxy without a judge."""
         return "gold" if self.has_judge else "win_rate" if self.is_judged else "reward"
