@@ -64,7 +64,7 @@ class Run:
     @property
     def judge_labelled(self) -> bool:
         """True when the judge of the win rate also labelled the pairs that the reward model learned from."""
-        return self.evaluation["win_rate_judge"] == self.metrics["preferences"].get("judge")
+        return bool(self.evaluation["win_rate_judge"] == self.metrics["preferences"].get("judge"))
 
     @property
     def score(self) -> Literal["gold", "win_rate", "reward"]:
