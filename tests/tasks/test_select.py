@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from rlhf_core.errors import UserError
 from tasks.params.select import SelectParams
-from tasks.select import best_step, choose
+from tasks.select import best_step, choose, judging_column
 
 if TYPE_CHECKING:
     from tests.conftest import Ended, Project
@@ -42,6 +42,11 @@ def test_without_a_judge_best_judge_is_refused() -> None:
     with pytest.raises(UserError, match="no judge besides the reward model"):
         choose(table, "best_judge", None)
     assert choose([row(5), row(10)], "last", None)["step"] == 10
+
+
+def test_a_language_model_judges_before_the_data_and_from_a_folder_as_from_an_endpoint() -> None:
+    assert [judging_column(kind, gold) for kind in ("model", "api") for gold in (True, False)] == ["win_rate"] * 4
+    assert [judging_column("data", gold) for gold in (True, False)] == ["gold", None]
 
 
 TABLE = [
