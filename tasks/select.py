@@ -36,7 +36,7 @@ def execute(stage: Stage[SelectParams]) -> None:
     config, params = stage.block("ppo", PPOConfig), stage.params
     sft = load_candidate(stage, "sft", stage.root / SFT)
     table = compare(stage, config, sft) if params.prompts else unknown(stage)
-    judged = judging_column(stage)
+    judged = judging_column(stage.block("judge", JudgeParams).kind, judge_of(stage) is not None)
     chosen = choose(table, params.rule, judged, params.kl_budget)
     save_policy(stage, config, sft, chosen)
     stage.outputs.write_csv("plots/select.csv", table)
@@ -119,11 +119,12 @@ def unknown(stage: Stage[SelectParams]) -> list[Row]:
     return [{"step": step, "eta": 1.0, **dict.fromkeys(columns), "prompts": 0} for step in steps]
 
 
-def judging_column(stage: Stage[SelectParams]) -> str | None:
-    """The column with the judge's score; None without a judge besides the reward model."""
-    if stage.block("judge", JudgeParams).kind == "model":
+def judging_column(kind: str, has_gold: bool) -> str | None:
+    """The column with the judge's score: a language model (`judge.kind`) gives win rates, the data's own judge a gold
+    score. None without a judge besides the reward model."""
+    if kind != "data":
         return "win_rate"
-    return None if judge_of(stage) is None else "gold"
+    return "gold" if has_gold else None
 
 
 def choose(table: list[Row], rule: str, judged: str | None, budget: float | None = None) -> Row:

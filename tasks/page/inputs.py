@@ -83,6 +83,11 @@ class Run:
         return self.metrics["reward"].get("enabled") is not False
 
     @property
+    def judge_labelled(self) -> bool:
+        """True when the judge of the win rate also labelled the pairs that the reward model learned from."""
+        return bool(self.evaluation["win_rate_judge"] == self.metrics["preferences"].get("judge"))
+
+    @property
     def score(self) -> Literal["gold", "win_rate", "reward"]:
         """The main score: the judge's score; the win rate if the judge only compares; the proxy without a judge."""
         return "gold" if self.has_judge else "win_rate" if self.is_judged else "reward"

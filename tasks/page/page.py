@@ -188,6 +188,7 @@ def reward_facts(run: Run) -> list[tuple[str, str]]:
     r = run.metrics["reward"]
     facts = [
         ("Labels", whose_labels(run)),
+        *_judge_model_facts(run.metrics["preferences"].get("judge_model") or {}),
         ("Held-out accuracy (95% interval)", _accuracy(r, "heldout_accuracy")),
         ("Held-out pairs", count(r.get("heldout_pairs"))),
         ("Training accuracy", percent(r.get("train_accuracy"))),
@@ -292,7 +293,6 @@ def data_counts(run: Run) -> list[tuple[str, str]]:
         ("Preference pairs for the reward model", count(preferences.get("pairs"))),
         ("Ties dropped", count(preferences.get("ties_dropped"))),
         ("Preferences judged by", whose_labels(run) if run.has_reward_model else MISSING),
-        *_judge_model_facts(preferences.get("judge_model") or {}),
         ("Model parameters", count(base.get("parameters"))),
         ("Vocabulary, tokens", count(base.get("vocabulary"))),
         ("Context, tokens", count(base.get("context"))),
@@ -311,9 +311,9 @@ def _judge_model_facts(judge: Row) -> list[tuple[str, str]]:
         f"{percent(known['share'])} ({percent_interval(known['ci95'])})" if known["share"] is not None else "unknown"
     )
     return [
-        (f"Its agreement with {known['with']}", share),
+        (f"The labelling model’s agreement with {known['with']} (95% interval)", share),
         ("Its verdicts that change with the order (ties)", percent(judge.get("tie_share"))),
-        ("Its answers that cannot be read", count(judge.get("unread"))),
+        ("Its replies that cannot be read", count(judge.get("unread"))),
     ]
 
 

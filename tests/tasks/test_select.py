@@ -3,7 +3,6 @@
 import csv
 import json
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -45,13 +44,9 @@ def test_without_a_judge_best_judge_is_refused() -> None:
     assert choose([row(5), row(10)], "last", None)["step"] == 10
 
 
-def test_the_judging_reward_model_chooses_no_snapshot(workshop: Path, make_stage: Callable[..., Any]) -> None:
-    """It would judge its own choice."""
-    (workshop / "models/reward/judge").mkdir()
-    (workshop / "metrics").mkdir()
-    (workshop / "metrics/ingest.json").write_text('{"source": "files"}', encoding="utf-8")
-    params = SelectParams(rule="last", prompts=10)
-    assert judging_column(make_stage("select", params, [], blocks={"judge": {"kind": "data"}})) is None
+def test_a_language_model_judges_before_the_data_and_from_a_folder_as_from_an_endpoint() -> None:
+    assert [judging_column(kind, gold) for kind in ("model", "api") for gold in (True, False)] == ["win_rate"] * 4
+    assert [judging_column("data", gold) for gold in (True, False)] == ["gold", None]
 
 
 TABLE = [

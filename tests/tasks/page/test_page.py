@@ -352,14 +352,25 @@ def test_the_page_says_how_far_a_language_models_labels_can_be_trusted(make_run:
     judge = {"judged": 100, "unread": 3, "ties": 20, "tie_share": 0.2, "position_bias": 0.1}
     known = {"with": "pairs of the data", "share": 0.75, "ci95": [0.7, 0.8], "pairs": 90, "unread": 1}
     for agreement, said in (
-        (known, ("Its agreement with pairs of the data", "75.0% (70.0% to 80.0%)")),
-        (None, ("Its agreement with people", "unknown")),
+        (known, ("The labelling model’s agreement with pairs of the data (95% interval)", "75.0% (70.0% to 80.0%)")),
+        (None, ("The labelling model’s agreement with people (95% interval)", "unknown")),
     ):
         preferences = run.metrics["preferences"] | {"judge": "m", "judge_model": judge | {"agreement": agreement}}
-        facts = data_counts(replace(run, metrics=run.metrics | {"preferences": preferences}))
-        assert said in facts
+        facts = reward_facts(replace(run, metrics=run.metrics | {"preferences": preferences}))
+        assert facts[1] == said, "after the line that names the model"
         assert ("Its verdicts that change with the order (ties)", "20.0%") in facts
-        assert ("Its answers that cannot be read", "3") in facts
+        assert ("Its replies that cannot be read", "3") in facts
+
+
+@pytest.mark.parametrize(("labelled", "unused"), [("judge model critic", False), ("another model", True)])
+def test_the_page_says_where_the_judge_of_the_win_rate_labelled_the_training_pairs(
+    make_run: MakeRun, labelled: str, unused: bool
+) -> None:
+    run = make_run(pairs=True, judge=False)
+    preferences = run.metrics["preferences"] | {"judge": labelled}
+    text = Document(build(replace(run, metrics=run.metrics | {"preferences": preferences}))).text
+    assert ("it is not used in training and gives no scores" in text) is unused
+    assert ("also labelled the pairs that the reward model learned from" in text) is not unused
 
 
 def test_parameters_are_shown_without_runtime(make_run: MakeRun) -> None:
