@@ -16,11 +16,11 @@ from rlhf_core.errors import UserError
 from rlhf_core.models.ensemble import JUDGE, Ensemble, member_folder
 from rlhf_core.models.hf import context_length, place, save_checkpoint, scalar_model_from
 from rlhf_core.reward import Comparison, PairScores, score_pairs, train_reward_model
-from tasks.evaluation.reward_model import PairFigures, figures_of, gold_margins
 from tasks.stage.stage import Stage
 from tasks.stage.trust import trusts
 from tasks.training.gold_judge import judge_of
 from tasks.training.pairs import PREFERENCES, comparisons
+from tasks.training.reward_figures import PairFigures, figures_of, gold_margins
 from tasks.training.trainer_setup import log_table, training_run
 
 REWARD, SFT = "models/reward", "models/sft"

@@ -10,10 +10,12 @@ from rlhf_core.config.ppo import PPOConfig
 from rlhf_core.models.batch import pad_batch, sequence_scores
 from rlhf_core.models.ensemble import Ensemble
 from rlhf_core.models.hf import load_scalar_model, save_checkpoint
-from rlhf_core.models.scorers import Answers
+from rlhf_core.models.scorers import Answers, Scorer
 from rlhf_core.ppo.scoring import ScoreNormalisation
+from tasks.params.runtime import FunctionParams
+from tasks.params.scorer import REWARD_MODEL, Term
 from tasks.training.ppo_inputs import starting_critic
-from tasks.training.scorer import judging_scorer_of, scorer_of
+from tasks.training.scorer import build_scorer, judging_scorer_of
 from tests.tasks.conftest import TINY
 
 PROMPTS = [[3, 9, 4], [3, 8, 7, 6, 4], [3, 4], [3, 5, 6, 4]]
@@ -33,13 +35,19 @@ def ensemble(workshop: Path) -> Ensemble:
     return rule
 
 
+def reward_model(root: Path) -> Scorer:
+    """The scorer of a run with the reward model alone."""
+    terms = [Term(term=REWARD_MODEL, weight=1.0)]
+    return build_scorer(root, terms, FunctionParams(), TINY.tiny_tokenizer(), 4, False)
+
+
 def own_scores(folder: Path) -> list[float]:
     found: list[float] = sequence_scores(load_scalar_model(folder), pad_batch(PROMPTS, RESPONSES, 0)).tolist()
     return found
 
 
 def test_a_single_reward_model_is_the_scorer(workshop: Path) -> None:
-    found = scorer_of(workshop, TINY.tiny_tokenizer(), 4, False)(ANSWERS)
+    found = reward_model(workshop)(ANSWERS)
     assert found.total == pytest.approx(own_scores(workshop / "models/reward"), abs=1e-5)
     assert found.parts == {}
     assert judging_scorer_of(workshop, TINY.tiny_tokenizer(), 4, False) is None
@@ -49,7 +57,7 @@ def test_all_members_score_and_the_judge_is_none_of_them(workshop: Path, ensembl
     folder = workshop / "models/reward"
     members = [own_scores(folder / name) for name in ("", "members/2", "members/3")]
     total, std = ensemble(torch.tensor(members))
-    found = scorer_of(workshop, TINY.tiny_tokenizer(), 4, False)(ANSWERS)
+    found = reward_model(workshop)(ANSWERS)
     assert found.total == pytest.approx(total.tolist(), abs=1e-5)
     assert found.parts["std"] == pytest.approx(std.tolist(), abs=1e-5)
     judge = judging_scorer_of(workshop, TINY.tiny_tokenizer(), 4, False)
@@ -70,7 +78,7 @@ def test_rule_20_a_critic_from_an_ensemble_has_the_mean_of_its_score(
     workshop: Path, ensemble: Ensemble, normalise: bool
 ) -> None:
     """In the unit that PPO uses, on the answers that the members were centred on."""
-    total = scorer_of(workshop, TINY.tiny_tokenizer(), 4, False)(ANSWERS).total
+    total = reward_model(workshop)(ANSWERS).total
     normalisation = ScoreNormalisation(1.5, 2.0)
     scale, shift = (0.5, -0.75) if normalise else (1.0, 0.0)
     values = critic_values(workshop, normalisation, {"normalise": normalise})
@@ -84,6 +92,6 @@ def test_rule_20_the_critic_of_equal_members_predicts_the_score_itself(workshop:
     folder = workshop / "models/reward"
     save_checkpoint(folder / "members/2", TINY.tiny_scalar(seed=3), TINY.tiny_tokenizer())
     Ensemble.fitted(combine, 1.0, torch.tensor([own_scores(folder)] * 2)).write(folder)
-    total = scorer_of(workshop, TINY.tiny_tokenizer(), 4, False)(ANSWERS).total
+    total = reward_model(workshop)(ANSWERS).total
     values = critic_values(workshop, ScoreNormalisation(1.5, 2.0), {"normalise": True})
     assert values == pytest.approx([(score - 1.5) / 2.0 for score in total], abs=1e-5)

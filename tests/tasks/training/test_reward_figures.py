@@ -11,8 +11,8 @@ import torch
 from rlhf_core.data.chat import Conversation
 from rlhf_core.evaluation.intervals import clustered_interval
 from rlhf_core.reward import Comparison, PairCollator, PairScores
-from tasks.evaluation import reward_model as reward_figures
-from tasks.evaluation.reward_model import figures_of, gold_margins
+from tasks.training import reward_figures
+from tasks.training.reward_figures import figures_of, gold_margins
 
 SCORES = PairScores(chosen=torch.tensor([2.0, 1.0, 0.0, 3.0]), rejected=torch.tensor([1.0, 3.0, 0.0, 0.0]))
 """Pairs of three prompts (1, 2 and 1): right, wrong, undecided, right."""
