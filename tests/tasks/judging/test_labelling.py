@@ -196,6 +196,7 @@ def test_the_evaluation_uses_the_same_judge(
     assert ended.code == 0, ended.stderr
     metrics = labelled.json("metrics/evaluate.json")
     assert (metrics["judged_by"], metrics["win_rate_judge"]) == ("pairs", f"m at {server.url}")
+    assert labelled.json("metrics/preferences.json")["judge"] == metrics["win_rate_judge"], "the page compares them"
     assert (metrics["judge_checks"]["unread"], metrics["judge_checks"]["self_agreement"]) == (0, 1.0)
     assert set(server.questions().values()) == {1}
 
