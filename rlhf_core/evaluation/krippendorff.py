@@ -42,7 +42,7 @@ def _distances(values: Array, totals: Array, level: Level) -> Array:
     return differences
 
 
-def comparisons(units: Iterable[Mapping[str, float]]) -> dict[str, list[bool]]:
+def agreements(units: Iterable[Mapping[str, float]]) -> dict[str, list[bool]]:
     """For each annotator who shares a unit with others: whether the value is equal, for each of the others' values. A
     unit maps annotator to value."""
     found: dict[str, list[bool]] = defaultdict(list)

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
-from rlhf_core.evaluation.krippendorff import comparisons, krippendorff_alpha
+from rlhf_core.evaluation.krippendorff import agreements, krippendorff_alpha
 from tasks.datasets.sources.example import Example
 
 Unit = Mapping[str, float]
@@ -19,7 +19,7 @@ def label_figures(examples: Iterable[Example]) -> dict[str, Any] | None:
     if not labelled:
         return None
     units = list(units_of(labelled))
-    shared = comparisons(units)
+    shared = agreements(units)
     counts = Counter(example.annotator or "" for example in labelled if not example.tie)
     names = sorted({name for unit in units for name in unit})
     return {

@@ -203,7 +203,7 @@ def measure_agreement(stage: Stage[PreferencesParams], known: KnownPairs, judge:
     found, unread = agreement(judge, known, stage.seed)
     if found is None:
         raise UserError(
-            f"not one of {unread} answers of the judge {judge.name} can be read; it must reply with one "
+            f"not one of {unread} verdicts of the judge {judge.name} can be read; it must reply with one "
             "letter: choose another model, or another judge.question"
         )
     stage.log(

@@ -5,7 +5,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import pytest
+
 from rlhf_core.data.chat import Conversation, prompt_id
+from rlhf_core.errors import UserError
 from tasks.datasets.jsonl import read_jsonl
 from tasks.judging import preference_pairs as preferences
 from tasks.params.preferences import PreferencesParams
@@ -96,6 +99,18 @@ def test_pairs_carry_their_annotator_and_the_metrics_count_them(
         assert all(row.keys() & {"annotator"} == columns for row in made)
         metrics = json.loads((tmp_path / outs[2]).read_text())
         assert (metrics["labels_by"], metrics["judge"]) == (by, None)
+
+
+def test_pairs_for_training_alone_are_refused_before_anything_is_written(
+    make_stage: Callable[..., "Stage[Any]"],
+) -> None:
+    prompt: Conversation = [{"role": "user", "content": "What is a good breakfast?"}]
+    row = {"prompt_id": prompt_id(prompt), "prompt": prompt, "chosen": "Oats.", "rejected": "No", "split": "train"}
+    outs = ["data/preferences/samples.jsonl", "data/preferences/preferences.jsonl", "metrics/preferences.json"]
+    stage = make_stage("preferences", params("dataset"), outs, {preferences.PAIRS: [row]})
+    with pytest.raises(UserError, match="validation pairs; there are 1 in train and 0 in validation"):
+        preferences.make_pairs(stage, None)
+    assert stage.outputs.begun == set()
 
 
 def test_cut_off_answers_of_the_data_have_no_end(make_stage: Callable[..., "Stage[Any]"]) -> None:

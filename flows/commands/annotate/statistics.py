@@ -8,7 +8,7 @@ from statistics import fmean, median
 from flows.commands.annotate.store import Judgement, Store
 from flows.commands.annotate.tasks import Task
 from flows.text import table
-from rlhf_core.evaluation.krippendorff import comparisons, krippendorff_alpha
+from rlhf_core.evaluation.krippendorff import agreements, krippendorff_alpha
 
 Unit = tuple[str, int, int]
 """A task and the places of two of its answers."""
@@ -59,7 +59,7 @@ def statistics(store: Store) -> Statistics:
         by_name[judgement.annotator].append(judgement)
     units = pair_values(tasks, judgements)
     values = list(units.values())
-    same = comparisons(values)
+    same = agreements(values)
     people = [_person(name, found, tasks, same.get(name, []), store.seconds(name)) for name, found in by_name.items()]
     wanted = overlap * sum(task.right is None for task in tasks.values())
     return Statistics(people, krippendorff_alpha(values), sum(person.labels for person in people), wanted)

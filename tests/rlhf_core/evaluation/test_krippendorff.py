@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlhf_core.evaluation.krippendorff import Level, comparisons, krippendorff_alpha
+from rlhf_core.evaluation.krippendorff import Level, agreements, krippendorff_alpha
 
 PAPER = ("123321412...", "1233224125.3", ".3332342251.", "12332441251.")
 """Krippendorff 2011, section B: four observers, twelve units, missing values."""
@@ -54,7 +54,7 @@ def test_names_and_order_do_not_matter(found: list[dict[str, float]], random) ->
     assert first == (second if second is None else pytest.approx(second))
 
 
-def test_comparisons_are_of_every_two_annotators_of_a_unit() -> None:
+def test_agreements_are_between_every_two_annotators_of_a_unit() -> None:
     units = [{"anna": 1.0, "ben": 1.0, "eve": 0.0}, {"anna": 0.5, "ben": 0.0}, {"eve": 1.0}]
-    assert comparisons(units) == {"anna": [True, False, False], "ben": [True, False, False], "eve": [False, False]}
-    assert comparisons([{"anna": 1.0}]) == {}
+    assert agreements(units) == {"anna": [True, False, False], "ben": [True, False, False], "eve": [False, False]}
+    assert agreements([{"anna": 1.0}]) == {}

@@ -46,6 +46,7 @@ def test_both_orders_are_sent_once_with_the_key(
         monkeypatch.setenv(name, "of-another-server")
     monkeypatch.setenv("OPENAI_CUSTOM_HEADERS", "x-foo: of-another-server")
     judge = make_judge()
+    assert [f"m at {server.url}" in why for why in judge.stage.exemptions] == [True], "verdicts may differ another time"
     found = both_orders(judge, PROMPTS, BAD, GOOD)
     assert found.preference == [1.0] * 6
     assert both_orders(judge, PROMPTS, BAD, GOOD) == found

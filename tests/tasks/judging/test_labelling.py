@@ -14,10 +14,13 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from rlhf_core.data.chat import Conversation
+from rlhf_core.errors import UserError
 from rlhf_core.evaluation.judges import RubricJudge
 from tasks.judging.labelling import agreement, label, of_dataset, with_known_order
+from tasks.judging.preference_pairs import measure_agreement
 
 if TYPE_CHECKING:
+    from tasks.stage.stage import Stage
     from tests.conftest import Ended, Project
     from tests.tasks.judging.conftest import Reply, Server
 
@@ -93,9 +96,11 @@ def test_agreement_with_known_pairs() -> None:
     assert 0.4 < found.low < found.share < found.high <= 1.0
 
 
-def test_nothing_read_has_no_agreement() -> None:
+def test_a_judge_of_which_nothing_can_be_read_is_refused(make_stage: Callable[..., "Stage[Any]"]) -> None:
     rows = [{"prompt_id": "1", "prompt": [], "chosen": "a", "rejected": "b"}]
     assert agreement(Ranking("ab", mute="a"), of_dataset(rows), seed=1) == (None, 1)
+    with pytest.raises(UserError, match="not one of 1 verdicts of the judge ranking can be read; it must reply with"):
+        measure_agreement(make_stage("preferences", None, []), of_dataset(rows), Ranking("ab", mute="a"))
 
 
 def test_the_order_of_a_scorer_is_known_where_it_is_no_tie() -> None:
@@ -146,7 +151,7 @@ def test_the_stage_labels_with_an_endpoint(
     assert 0 < figures["agreement"]["pairs"] <= 20
     low, high = figures["agreement"]["ci95"]
     assert low <= figures["agreement"]["share"] <= high
-    assert metrics["judge"] == f"m at {server.url}"
+    assert metrics["judge"] == f"m at {server.url}", "the page compares it with the judge of evaluate.json"
     lines = ended.stdout.splitlines()
     agrees, labels = (next(i for i, line in enumerate(lines) if text in line) for text in ("agrees with", "ties (verd"))
     assert agrees < labels

@@ -369,7 +369,7 @@ def test_the_page_says_where_the_judge_of_the_win_rate_labelled_the_training_pai
     run = make_run(pairs=True, judge=False)
     preferences = run.metrics["preferences"] | {"judge": labelled}
     text = Document(build(replace(run, metrics=run.metrics | {"preferences": preferences}))).text
-    assert ("it is not used in training and gives no scores" in text) is unused
+    assert ("it gives no scores and is not used in training" in text) is unused
     assert ("also labelled the pairs that the reward model learned from" in text) is not unused
 
 

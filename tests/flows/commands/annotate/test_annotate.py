@@ -152,7 +152,7 @@ def test_the_task_set_is_stored_once_and_the_same_command_continues(
     store = Store(database(tmp_path, "labels"))
     tasks = store.tasks()
     assert len(tasks) == 6
-    assert "new session" in capsys.readouterr().out
+    assert "new session: work/annotate/labels.db\n" in capsys.readouterr().out
     annotate(tmp_path, replace(call, annotators=("ben",), guidelines=None))
     text = capsys.readouterr().out
     assert "continues: " in text
