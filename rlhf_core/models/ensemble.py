@@ -14,7 +14,7 @@ from rlhf_core.models.scorers import Answers, Scored, Scorer
 
 FILE = "ensemble.json"
 JUDGE = "judge"
-"""Folder, in that of the reward model, of the one that judges and that PPO is not trained on."""
+"""Folder, in that of the reward model, of the one that judges and that PPO is not trained on; its part of a score."""
 
 
 @dataclass(frozen=True)

@@ -96,6 +96,19 @@ class FunctionScorer:
 
 
 @dataclass(frozen=True)
+class Observed:
+    """A scorer whose score is maximised, beside others that are only recorded: each of these is a part."""
+
+    scorer: Scorer
+    observers: Mapping[str, Scorer]
+
+    def __call__(self, answers: Answers) -> Scored:
+        """The scorer's total and parts, and the total of each observer."""
+        scored = self.scorer(answers)
+        return Scored(scored.total, scored.parts | {name: each(answers).total for name, each in self.observers.items()})
+
+
+@dataclass(frozen=True)
 class WeightedSum:
     """Several scorers: the total is the sum of weight times score. Each term is a part, and so are its parts."""
 

@@ -5,11 +5,12 @@ from itertools import pairwise
 
 import torch
 
+from rlhf_core.models.ensemble import JUDGE
 from rlhf_core.models.masked import masked_mean
 from rlhf_core.ppo.kl import estimate_kl
 from rlhf_core.ppo.plan import StepPlan
 from rlhf_core.ppo.rollout import Credit, Rollout, Scores
-from rlhf_core.ppo.statistics import UpdateStatistics, explained_variance
+from rlhf_core.ppo.statistics import UpdateStatistics, correlation, explained_variance
 
 NGRAM = 3
 CRITIC_COLUMNS = ("explained_variance", "value_loss", "value_clip_fraction", "grad_norm_critic")
@@ -53,7 +54,9 @@ def step_row(
         "repeated_ngram_share": repeated_ngram_share(rollout.response_ids),
         "repeating_answer_share": repeating_answer_share(rollout.response_ids),
     }
-    parts = {f"reward/{name}": sum(part) / len(part) for name, part in scores.parts.items()}
+    parts: dict[str, float | None] = {f"reward/{name}": sum(part) / len(part) for name, part in scores.parts.items()}
+    if JUDGE in scores.parts:
+        parts["judge_correlation"] = correlation(scores.raw.tolist(), scores.parts[JUDGE])
     return row | parts | statistics.means()
 
 

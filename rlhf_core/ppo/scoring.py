@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
-from statistics import StatisticsError, correlation, fmean, pstdev
+from statistics import fmean, pstdev
 from typing import Any, TypeVar
 
 import torch
@@ -24,6 +24,7 @@ from rlhf_core.ppo.plan import REFERENCE
 from rlhf_core.ppo.processes import Processes
 from rlhf_core.ppo.rewards import RunningScale, normalise_scores, penalise_missing_eos
 from rlhf_core.ppo.rollout import Rollout, Scores
+from rlhf_core.ppo.statistics import correlation
 from rlhf_core.training.memory import Halving, Log
 
 NORMALISING = "ppo.sampler_rows, ppo.micro_batch_size or ppo.max_new_tokens"
@@ -71,8 +72,8 @@ class ReferenceScores:
         return {
             "score_mean": self.normalisation.mean,
             "score_std": self.normalisation.std,
-            "length_correlation": _correlation(self.scores, [len(ids) for ids in self.answers.response_ids]),
-            "gold_correlation": None if gold is None else _correlation(self.scores, gold),
+            "length_correlation": correlation(self.scores, [len(ids) for ids in self.answers.response_ids]),
+            "gold_correlation": None if gold is None else correlation(self.scores, gold),
         }
 
 
@@ -216,10 +217,3 @@ def _raised(values: Iterable[Result | UserError]) -> list[Result]:
             raise value
         found.append(value)
     return found
-
-
-def _correlation(scores: Sequence[float], others: Sequence[float]) -> float | None:
-    try:
-        return correlation(scores, others)
-    except StatisticsError:
-        return None

@@ -1,6 +1,8 @@
 """Statistics of an update (clip fractions, ratios, KL to the old policy, explained variance), over real tokens only."""
 
+import statistics
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -135,3 +137,11 @@ def explained_variance(
     variance, unexplained = masked_var(returns, mask), masked_var(returns - values, mask)
     constant = (unexplained == 0).to(variance.dtype)
     return torch.where(variance > 0, 1 - unexplained / variance, constant)
+
+
+def correlation(first: Sequence[float], second: Sequence[float]) -> float | None:
+    """Pearson's correlation; None where one side does not vary or there are fewer than two values."""
+    try:
+        return statistics.correlation(first, second)
+    except statistics.StatisticsError:
+        return None

@@ -11,7 +11,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from rlhf_core.config.ppo import PPOConfig
 from rlhf_core.determinism import permutation
 from rlhf_core.errors import UserError
+from rlhf_core.models.ensemble import JUDGE
 from rlhf_core.models.hf import context_length, load_causal_lm, place
+from rlhf_core.models.scorers import Observed
 from rlhf_core.ppo import checkpoint, snapshots
 from rlhf_core.ppo.actor_critic import ActorCritic
 from rlhf_core.ppo.health import Alert, Monitor
@@ -28,7 +30,7 @@ from tasks.stage.trust import trusts
 from tasks.stage.workers import is_worker
 from tasks.training.gold_judge import judge_of
 from tasks.training.ppo_inputs import SFT, read_text, starting_critic
-from tasks.training.scorer import extras_of, scorer_of
+from tasks.training.scorer import extras_of, judging_scorer_of, scorer_of
 
 PROMPTS = "data/ingest/ppo_prompts.jsonl"
 HELDOUT = "data/ingest/heldout.jsonl"
@@ -54,6 +56,7 @@ def build(
         raise UserError(f"{PROMPTS}: PPO needs prompts; enlarge ingest.split.ppo")
     prompts, rows, judge = [row["prompt"] for row in kept], extras_of(kept), judge_of(stage)
     scorer = scorer_of(stage, tokenizer, config.micro_batch_size, device)
+    judging = judging_scorer_of(stage.root, tokenizer, config.micro_batch_size, trusted, device)
     of_sft = reference_scores(config, sft, tokenizer, scorer, prompts, stage.seed, stage.exempt, rows)
     models = ActorCritic(
         config,
@@ -63,7 +66,8 @@ def build(
         stage.seed,
     )
     text = read_text(stage.root, config, tokenizer, context_length(models.policy))
-    source = RewardSource(scorer, of_sft.normalisation, judge)
+    observed = Observed(scorer, {} if judging is None else {JUDGE: judging})
+    source = RewardSource(observed, of_sft.normalisation, judge)
     trainer = PPOTrainer(config, models, tokenizer, source, prompts, stage.seed, text, rows)
     trainer.exempt = stage.exempt
     return trainer, drawn(heldout, stage.seed), {**of_sft.figures(judge), "prompts_too_long": too_long}

@@ -64,12 +64,16 @@ def build_scorer(
 
 
 def judging_scorer_of(
-    root: Path, tokenizer: PreTrainedTokenizerBase, batch_size: int, trust_remote_code: bool
+    root: Path,
+    tokenizer: PreTrainedTokenizerBase,
+    batch_size: int,
+    trust_remote_code: bool,
+    device: torch.device | None = None,
 ) -> Scorer | None:
-    """The reward model that PPO is not trained on, on the default device; None in a run without one
+    """The reward model that PPO is not trained on, on `device` (None: the default one); None in a run without one
     (`reward.judge_share`)."""
     folder = root / REWARD / JUDGE
-    return _reward_model(folder, tokenizer, batch_size, trust_remote_code) if folder.is_dir() else None
+    return _reward_model(folder, tokenizer, batch_size, trust_remote_code, device) if folder.is_dir() else None
 
 
 def _reward_model(

@@ -153,7 +153,9 @@ def test_members_and_a_judging_reward_model_pass_every_stage(finished: "Project"
         done = stage_main(finished, stage)
         assert done.code == 0, (stage, done.stderr)
     with (finished.root / "plots/ppo.csv").open(encoding="utf-8", newline="") as file:
-        assert all(float(row["reward/std"]) > 0 for row in csv.DictReader(file))
+        history = list(csv.DictReader(file))
+    assert all(float(row["reward/std"]) > 0 and -1 <= float(row["judge_correlation"]) <= 1 for row in history)
+    assert all(row["reward/judge"] not in ("", row["reward_raw"]) for row in history), "by another reward model"
     metrics = finished.json("metrics/evaluate.json")
     rates = ("win_rate", "win_rate_by_reward_model", "win_rate_by_judging_model")
     assert [metrics[rate] for rate in rates] == [metrics["models"]["policy"][rate] for rate in rates]

@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 from rlhf_core.functions.process import Limits, RewardFunction
 from rlhf_core.models.batch import pad_batch, sequence_scores
-from rlhf_core.models.scorers import Answers, FunctionScorer, RewardModelScorer, Scored, Scorer, WeightedSum
+from rlhf_core.models.scorers import Answers, FunctionScorer, Observed, RewardModelScorer, Scored, Scorer, WeightedSum
 
 Build = Callable[..., PreTrainedModel]
 PAD = 0
@@ -52,6 +52,14 @@ def test_a_sum_of_terms_weighs_each_and_keeps_them(tmp_path: Path) -> None:
     assert found.total == [5.0, -6.0, -9.0, -18.0]
     assert found.by_answer()[1] == (-6.0, {"length": 2, "mine.py": 20, "other": 2})
     function.function.close()
+
+
+def test_an_observer_changes_no_total() -> None:
+    of_length: Scorer = lambda answers: Scored([float(len(ids)) for ids in answers.response_ids], {"std": [0.0] * 4})  # noqa: E731
+    of_place: Scorer = lambda answers: Scored([1.0, 2.0, 3.0, 4.0])  # noqa: E731
+    found = Observed(of_length, {"judge": of_place})(answers())
+    assert found == Scored([5.0, 2.0, 3.0, 1.0], {"std": [0.0] * 4, "judge": [1.0, 2.0, 3.0, 4.0]})
+    assert Observed(of_length, {})(answers()) == of_length(answers())
 
 
 def test_answers_of_some_places_keep_their_rows() -> None:

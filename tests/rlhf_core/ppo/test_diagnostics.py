@@ -21,7 +21,7 @@ def table(first: list[float], second: list[float], padding: float) -> torch.Tens
     return torch.where(MASK.bool(), rows, padding)
 
 
-def row(padding: float = 0.0, gold: list[float] | None = None) -> dict[str, Any]:
+def row(padding: float = 0.0, gold: list[float] | None = None, **parts: list[float]) -> dict[str, Any]:
     """A step on known numbers. On padding the models' outputs are `padding`, and the credit is 0."""
     rollout = Rollout(
         prompts=[[], []],
@@ -44,7 +44,7 @@ def row(padding: float = 0.0, gold: list[float] | None = None) -> dict[str, Any]
         weights=table([9.0, 9.0, 9.0], [9.0], 0.0),
         scale=1.0,
     )
-    scores = Scores(raw=torch.tensor([10.0, 20.0]), used=torch.tensor([2.0, -1.0]), gold=gold)
+    scores = Scores(raw=torch.tensor([10.0, 20.0]), used=torch.tensor([2.0, -1.0]), gold=gold, parts=parts)
     statistics = UpdateStatistics(
         sums={"entropy": 6.0, "clip_fraction": 2.0}, tokens=4.0, ratio_max=1.5, optimizer_steps=3
     )
@@ -62,6 +62,13 @@ def test_rewards_and_scores_by_hand() -> None:
     assert found["min_token_reward"] == pytest.approx(-1.1)
     assert found["gold"] == 2.5
     assert row(gold=None)["gold"] is None
+
+
+def test_parts_are_means_and_the_judging_model_has_its_correlation() -> None:
+    found = row(std=[0.5, 1.0], judge=[3.0, 1.0])
+    assert (found["reward/std"], found["reward/judge"], found["judge_correlation"]) == (0.75, 2.0, pytest.approx(-1))
+    assert row(judge=[1.0, 1.0])["judge_correlation"] is None
+    assert not {"judge_correlation", "reward/judge"} & row(std=[0.5, 1.0]).keys()
 
 
 def test_rule_08_failure_06_kl_is_per_sequence_with_every_estimator() -> None:
