@@ -52,7 +52,7 @@ COLUMNS = (
         "win_rate_controlled_ci95",
     ),
     Column(
-        "win_rate_by_reward_model", "By PPO’s reward model", "the same win rate", "share", 1,
+        "win_rate_by_reward_model", "By PPO’s own score", "the same win rate", "share", 1,
         interval="win_rate_by_reward_model_ci95",
     ),
     Column(

@@ -139,8 +139,8 @@ def column_notes(run: Run) -> list[str]:
         )
     if "win_rate_by_reward_model" in shown:
         texts.append(
-            "By PPO’s reward model: the win rate by the model that PPO maximised, which is too high where PPO exploits "
-            "it. The judging reward model was trained on the pairs of other prompts, with another seed."
+            "By PPO’s own score: the win rate by the score that PPO maximised, which is too high where PPO exploits it."
+            " The judging reward model was trained on the pairs of other prompts, with another seed."
         )
     if "kl_exact" in shown and any(name.startswith("best_of_") for name in run.models):
         texts.append("The KL of best-of-n is its bound log n − (n−1)/n; the others’ is measured on their answers.")

@@ -165,9 +165,9 @@ def test_the_page_says_that_a_reward_model_judges_that_ppo_was_not_trained_on(ma
     run = rated(evaluated(run, judged_by=name, win_rate_judge=name), 0.954)
     text = Document(build(run, pictures=draw(run))).text
     assert "trained on the pairs of other prompts, with another seed" in text
-    assert "By the reward model that PPO maximised it is 95.4%." in text
+    assert "By the score that PPO maximised it is 95.4%." in text
     assert "judged by the judging reward model" in findings(run)[0].measured
-    assert "By PPO’s reward model the same win rate" in text
+    assert "By PPO’s own score the same win rate" in text
     assert "By the judging reward model" not in text
     for untrue in (
         "by the reward model, which PPO maximised",
@@ -180,7 +180,7 @@ def test_the_page_says_that_a_reward_model_judges_that_ppo_was_not_trained_on(ma
 def test_with_a_judge_the_page_has_all_three_win_rates(make_run: MakeRun) -> None:
     text = Document(build(rated(make_run(), 0.954, 0.91))).text
     assert "Win rate against SFT" in text
-    assert "By PPO’s reward model the same win rate By the judging reward model the same win rate" in text
+    assert "By PPO’s own score the same win rate By the judging reward model the same win rate" in text
     assert "judging" not in Document(build(make_run())).text
 
 
