@@ -332,6 +332,26 @@ def trace(
 
 
 @command
+def score(
+    file: Annotated[
+        Path, typer.Argument(metavar="FILE", help="A .jsonl or .parquet file of rows with a prompt and a response.")
+    ],
+    out: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="The file to write. None: FILE with .scored before its ending.")
+    ] = None,
+) -> None:
+    """Score the answers in a file, with this project's reward model and functions.
+
+    Copies the rows, with the column `score` and, of several terms, one for each.
+    """
+    root = find_root()
+    _quiet_models()
+    from flows.commands.score import score_file
+
+    print(score_file(root, file.expanduser().absolute(), out and out.expanduser().absolute()), flush=True)
+
+
+@command
 def lineage(
     path: Annotated[Path, typer.Argument(metavar="PATH", help="A model folder (or a copy), dataset or metrics file.")],
     as_json: AsJson = False,

@@ -4,11 +4,16 @@ beside the reward model."""
 import csv
 import json
 import re
+import runpy
+import shutil
+import sys
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from rlhf_core.data.tokenizer import encode_response, load_tokenizer
 from tasks.params.methods import BY_NAME
+from tests.conftest import ROOT
 
 if TYPE_CHECKING:
     from tests.conftest import Project
@@ -114,3 +119,49 @@ def test_a_function_beside_the_reward_model(project: "Project") -> None:
     assert policy["reward"] == pytest.approx(total, rel=1e-5)
     assert "reward/short.py" in evaluate["models"]["dpo"], "a model that was not trained by the scorer is scored, too"
     assert "The reward model" in page(project)
+
+
+def use_arithmetic(project: "Project", **small: Any) -> None:
+    """The data and the parameters of the arithmetic example, as its guide says, with smaller values."""
+    made = project.run(sys.executable, "examples/make_arithmetic.py", "data/raw/sums")
+    assert made.returncode == 0, made.stderr
+    shutil.copy2(project.root / "examples/arithmetic.yaml", project.root / "params.yaml")
+    for name, value in {"threads": 1, "runtime.tracking": False, **small}.items():
+        project.set(name, value)
+
+
+@pytest.mark.timeout(900)
+def test_the_arithmetic_example_in_a_small_version(project: "Project") -> None:
+    """Every model has a rate of right answers with its interval, and each digit is one token."""
+    small = {
+        "sft.epochs": 1,
+        "ppo.steps": 5,
+        "ppo.batch_size": 64,
+        "ppo.micro_batch_size": 64,
+        "grpo.settings.steps": 2,
+        "evaluate.max_prompts": 100,
+        "evaluate.bootstrap": 100,
+    }
+    use_arithmetic(project, **small)
+    assert {"sft", "ppo", "grpo", "best_of_n", "evaluate", "report"} <= set(project.repro())
+    evaluate = project.json("metrics/evaluate.json")
+    assert evaluate["judged_by"] == "scorer"
+    for name in ("sft", "policy", "grpo"):
+        low, high = evaluate["models"][name]["reward_ci95"]
+        assert 0 <= low <= evaluate["models"][name]["reward"] <= high <= 1
+    assert "exact.py" in page(project)
+    rows = project.rows("data/ingest/demonstrations.jsonl")
+    tokenizer = load_tokenizer(project.root / "models/sft")
+    for row in rows[:50]:
+        tokens = tokenizer.convert_ids_to_tokens(encode_response(tokenizer, row["response"]))
+        assert [token.lstrip("Ġ") for token in tokens[:-1]] == row["response"].split(" ")
+
+
+def test_half_of_the_demonstrations_of_sums_are_wrong() -> None:
+    rows = runpy.run_path(str(ROOT / "examples/make_arithmetic.py"))["rows"]()
+    numbers = [re.findall(r"\d", row["prompt"]) for row in rows]
+    sums = [int("".join(digits[:2])) + int("".join(digits[2:])) for digits in numbers]
+    assert [int(row["answer"].replace(" ", "")) for row in rows] == sums
+    assert len({row["prompt"] for row in rows}) == 10_000
+    right = sum(row["response"] == row["answer"] for row in rows) / len(rows)
+    assert right == pytest.approx(0.5, abs=0.02)
