@@ -1,5 +1,5 @@
 """Stage `check`: validates params.yaml before DVC removes any output. It writes a constant, on which all other stages
-depend, and the blocks of the methods: DVC tracks them there, because params.yaml may lack one."""
+depend, and the blocks that params.yaml may lack, those of the methods and `round`: DVC tracks them there."""
 
 from rlhf_core.config.block import Block
 from tasks.params.all import Params
@@ -16,7 +16,8 @@ def execute(stage: Stage[Block]) -> None:
     """Raise UserError for the first problem of params.yaml."""
     content = read_yaml()
     parse(Params, content)
-    stage.outputs.write_json(METHOD_BLOCKS, {method.name: content[method.name] for method in METHODS})
+    blocks = ["round", *(method.name for method in METHODS)]
+    stage.outputs.write_json(METHOD_BLOCKS, {name: content[name] for name in blocks})
     stage.out(CONSTANT).write_text("params.yaml is valid\n", encoding="utf-8")
 
 

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import re
 import subprocess
 from collections.abc import Mapping
 from contextlib import suppress
@@ -19,6 +20,8 @@ from tasks.tracking.settings import RUN_VARIABLE
 from tasks.tracking.tracker import PipelineIdentity, flatten
 
 RAW = "data/raw"
+ROUND = re.compile(r"rounds/\d+")
+"""The path of a closed round."""
 UNTRACKED = ("runtime", "promote")
 """Blocks of params.yaml that change no result."""
 WRITTEN = ("dvc.lock", "metrics/", "plots/")
@@ -111,11 +114,13 @@ def pipeline_identity(project: Project, params: dict[str, Any]) -> PipelineIdent
     commands = {stage.name: stage.command for stage in project.stages}
     raw = (file for stage in project.stages for file in stage.inputs if file.path == RAW and file.exists)
     raw_hash = next((file.known_hash() for file in raw), None)
-    key = digest({"raw": raw_hash, "params": kept, "commands": commands})
+    closed = sum(ROUND.fullmatch(file.path) is not None for file in project.tracked)
+    rounds = {"rounds": [file.recorded for file in project.tracked if ROUND.fullmatch(file.path)]} if closed else {}
+    key = digest({"raw": raw_hash, "params": kept, "commands": commands, **rounds})
     commit, dirty = git_state(project.root)
     edited = git(project.root, "diff", "--name-only", "--relative", "HEAD") or ""
     names = tuple(name for name in edited.splitlines() if not name.startswith(WRITTEN) and name != str(PARAMS_FILE))
-    return PipelineIdentity(key, kept, commit, dirty, _changes(project.root, kept), names)
+    return PipelineIdentity(key, kept, commit, dirty, _changes(project.root, kept), names, closed + 1)
 
 
 def _changes(root: Path, params: dict[str, Any]) -> tuple[str, ...]:
