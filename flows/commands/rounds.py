@@ -15,15 +15,19 @@ from flows.text import table
 from rlhf_core import files
 from rlhf_core.errors import UserError
 
-MODEL, PREFERENCES = "models/policy", "data/preferences/preferences.jsonl"
 FIGURES = (
     ("evaluate", ("gold_policy", "win_rate", "kl_exact_per_sequence", "reward_policy")),
     ("reward", ("heldout_accuracy", "gold_agreement")),
     ("preferences", ("pairs",)),
 )
 """What round.json has of metrics/<stage>.json."""
-COLUMNS = {"pairs": "pairs", "heldout_accuracy": "reward accuracy", "gold_policy": "gold", "win_rate": "wins against SFT",
-           "kl_exact_per_sequence": "KL to SFT"}  # fmt: skip
+COLUMNS = {
+    "pairs": "pairs",
+    "heldout_accuracy": "reward accuracy",
+    "gold_policy": "gold",
+    "win_rate": "wins against SFT",
+    "kl_exact_per_sequence": "KL to SFT",
+}
 NAMED = 3
 """Uncommitted files that a message names."""
 
@@ -96,8 +100,8 @@ def _copy(root: Path, number: int) -> Iterator[Path]:
     from tasks.stage import rounds
 
     with files.atomic(root / rounds.ROUNDS / str(number)) as folder:
-        shutil.copytree(root / MODEL, folder / rounds.POLICY)
-        shutil.copyfile(root / PREFERENCES, folder / rounds.PAIRS)
+        shutil.copytree(root / rounds.MODEL, folder / rounds.POLICY)
+        shutil.copyfile(root / rounds.PREFERENCES, folder / rounds.PAIRS)
         yield folder
 
 
@@ -105,6 +109,7 @@ def _note(root: Path, number: int, commit: str) -> dict[str, Any]:
     """The content of round.json: what the round is made from, DVC's hashes, and its figures."""
     from tasks.params.loader import PARAMS_FILE, read_yaml
     from tasks.records.recorded import recorded
+    from tasks.stage import rounds
 
     outs = {path: digest for record in recorded(root).values() for path, digest in record.outs.items()}
     figures: dict[str, Any] = {}
@@ -116,8 +121,8 @@ def _note(root: Path, number: int, commit: str) -> dict[str, Any]:
         "commit": commit,
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
         "seed": read_yaml(root / PARAMS_FILE)["seed"],
-        "policy": outs[MODEL],
-        "preferences": outs[PREFERENCES],
+        "policy": outs[rounds.MODEL],
+        "preferences": outs[rounds.PREFERENCES],
         "figures": figures,
     }
 
@@ -137,3 +142,7 @@ def table_of(root: Path) -> str:
         rows.append((str(number), note["time"][:10], note["commit"][:7], *shown))
     present = f"the present round is {last + 1}; `leash round` closes it when it is finished"
     return f"{table(rows)}\n{present}" if last else present
+
+
+def _shown(value: float | None) -> str:
+    return "–" if value is None else f"{value:,}" if isinstance(value, int) else f"{value:.3f}"

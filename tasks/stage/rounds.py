@@ -10,6 +10,8 @@ from rlhf_core.errors import UserError
 
 ROUNDS = "rounds"
 SFT = "models/sft"
+MODEL, PREFERENCES = "models/policy", "data/preferences/preferences.jsonl"
+"""What a closed round is copied from."""
 POLICY, PAIRS, NOTE = "policy", "preferences.jsonl", "round.json"
 """What a closed round has in its folder."""
 

@@ -127,9 +127,8 @@ def test_three_rounds_with_a_third_each_sample_every_prompt_once(
     make_stage: Callable[..., "Stage[Any]"], asked: list[dict[str, Any]]
 ) -> None:
     rows = [{**row, "split": "train"} for row in asked]
-    stage = make_stage(
-        "preferences", params("judge"), [], {preferences.PROMPTS: rows}, blocks={"round": {"share": 0.3333}}
-    )
+    third = {"round": {"share": 0.3333}}
+    stage = make_stage("preferences", params("judge"), [], {preferences.PROMPTS: rows}, blocks=third)
     parts = [preferences.prompts_of_round(stage, number) for number in range(1, 7)]
     assert sorted(row["prompt_id"] for part in parts[:3] for row in part) == sorted(row["prompt_id"] for row in rows)
     assert {len(part) for part in parts} == {3, 4}
