@@ -2,18 +2,20 @@
 
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from flows import workspace
 from flows.commands import rounds as command
+from flows.commands.lineage import show
 from flows.commands.verify.verify import Report, verify_round
 from flows.workspace import Workspace
 from rlhf_core.errors import UserError
 from tasks.datasets import importer
 from tasks.params.loader import read_yaml
+from tasks.records.lineage import Node, lineage
 from tasks.stage.definition import pipeline_identity
 from tasks.stage.dvc_adapter import needed_objects, open_project
 from tasks.stage.rounds import last_closed, read_note
@@ -241,6 +243,60 @@ def test_a_closed_round_can_be_rebuilt_from_its_commit(ran: Path) -> None:
     assert call(ran, "git", "worktree", "list").count("\n") == 1
     with pytest.raises(UserError, match=r"round 3 is not closed; closed rounds: 2"):
         verify_round(ran, 3, lambda stage, line: None)
+
+
+def test_lineage_goes_through_closed_rounds_to_their_commits_and_inputs(ran: Path) -> None:
+    for number in (1, 2):
+        assert "rounds" not in (names(lineage(ran, ran / "models/policy")) if number == 1 else ())
+        command.close(ran)
+        commit(ran, f"Close round {number}", everything=False)
+        repro(ran)
+        commit(ran, "a run")
+    tree = lineage(ran, ran / "models/policy")
+    found = list(walk(tree))
+    pairs = "data/preferences/preferences.jsonl"
+    assert [(depth, node.path) for depth, node in found] == [
+        (0, "models/policy"),
+        (1, pairs),
+        (2, "input.txt"),
+        (2, "rounds"),
+        (3, "rounds/2"),
+        (4, "rounds/2/policy"),
+        (5, pairs),
+        (6, "input.txt"),
+        (6, "rounds"),
+        (7, "rounds/1"),
+        (8, "rounds/1/policy"),
+        (9, pairs),
+        (10, "input.txt"),
+        (8, "rounds/1/preferences.jsonl"),
+        (9, "input.txt"),
+        (4, "rounds/2/preferences.jsonl"),
+        (5, "input.txt"),
+        (5, "rounds"),
+        (6, "rounds/1"),
+        (7, "rounds/1/policy"),
+        (8, pairs),
+        (9, "input.txt"),
+        (7, "rounds/1/preferences.jsonl"),
+        (8, "input.txt"),
+    ]
+    by_path = {node.path: node for _, node in found}
+    head = read_note(ran, 1)["commit"][:8]
+    assert by_path["rounds/1"].notes == (f"round 1, closed at commit {head}; tracked by rounds/1.dvc",)
+    assert {node.state for _, node in found if node.path.startswith("rounds/")} == {"as recorded"}
+    assert lineage(ran, ran / "rounds/1/policy").path == "rounds/1"
+    assert f"dvc.lock of {head}" in show(ran, ran / "models/policy")[1]
+
+
+def walk(node: Node, depth: int = 0) -> Iterator[tuple[int, Node]]:
+    yield depth, node
+    for below in node.inputs:
+        yield from walk(below, depth + 1)
+
+
+def names(node: Node) -> list[str]:
+    return [below.path for _, below in walk(node)]
 
 
 def test_the_command_line_has_the_command(ran: Path, leash: Callable[..., "object"]) -> None:
