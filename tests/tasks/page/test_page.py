@@ -13,7 +13,16 @@ from rlhf_core.errors import UserError
 from tasks.page.comparison_table import columns_of, label
 from tasks.page.figures import draw
 from tasks.page.inputs import Run, read_run
-from tasks.page.page import comparison, data_counts, made_from, render, reward_facts, script_hash, write_page
+from tasks.page.page import (
+    comparison,
+    data_counts,
+    made_from,
+    parameters,
+    render,
+    reward_facts,
+    script_hash,
+    write_page,
+)
 from tasks.page.picture import Picture
 from tasks.page.verdicts import NO, OPEN, YES, findings
 from tests.security.test_page import browse
@@ -489,3 +498,15 @@ def test_a_method_that_is_not_the_published_one_has_another_name() -> None:
     models = {"rloo": {"recipe": "ppo_style"}, "grpo": {"recipe": "dr_grpo"}, "reinforce": {"recipe": "published"}}
     assert [label(name, models) for name in models] == ["RLOO (PPO style)", "Dr. GRPO", "REINFORCE"]
     assert label("rloo") == "RLOO"
+
+
+def test_the_policy_of_an_earlier_round_is_named_by_its_round() -> None:
+    assert label("round_2") == "Round 2's policy"
+
+
+def test_an_empty_block_of_parameters_is_not_shown() -> None:
+    """A project without rounds has no block `round`."""
+    assert parameters({"seed": 1, "round": {}, "sft": {"epochs": 2}}) == [
+        ("common", [("seed", "1")]),
+        ("sft", [("epochs", "2")]),
+    ]
