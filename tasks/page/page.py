@@ -234,7 +234,7 @@ def made_from(run: Run, inputs: Mapping[str, str]) -> list[tuple[str, str]]:
 def parameters(params: Row) -> list[tuple[str, list[tuple[str, str]]]]:
     """Dotted keys and values by block; first `common`, the keys outside blocks."""
     common = [(key, _value(key, value)) for key, value in params.items() if not isinstance(value, dict)]
-    blocks = [(key, list(_flat(value))) for key, value in params.items() if isinstance(value, dict) and value]
+    blocks = [(key, list(_flat(value))) for key, value in params.items() if isinstance(value, dict)]
     return [("common", common), *blocks] if common else blocks
 
 

@@ -110,7 +110,7 @@ def is_code(path: str) -> bool:
 
 def pipeline_identity(project: Project, params: dict[str, Any]) -> PipelineIdentity:
     """The identity of the pipeline run: raw data, parameters without `runtime`, and commands."""
-    kept = {name: value for name, value in params.items() if name not in UNTRACKED}
+    kept = _kept(params)
     commands = {stage.name: stage.command for stage in project.stages}
     raw = (file for stage in project.stages for file in stage.inputs if file.path == RAW and file.exists)
     raw_hash = next((file.known_hash() for file in raw), None)
@@ -123,6 +123,11 @@ def pipeline_identity(project: Project, params: dict[str, Any]) -> PipelineIdent
     return PipelineIdentity(key, kept, commit, dirty, _changes(project.root, kept), names, closed + 1)
 
 
+def _kept(params: dict[str, Any]) -> dict[str, Any]:
+    """The parameters that can change a result; without the empty block `round` of a params.yaml that has none."""
+    return {name: value for name, value in params.items() if name not in UNTRACKED and value != {}}
+
+
 def _changes(root: Path, params: dict[str, Any]) -> tuple[str, ...]:
     """Parameters with another value than in the current commit, as `name=value (value there)`."""
     text = git(root, "show", f"HEAD:./{PARAMS_FILE}")
@@ -130,9 +135,7 @@ def _changes(root: Path, params: dict[str, Any]) -> tuple[str, ...]:
         return ()
     with TemporaryDirectory() as folder, suppress(UserError):
         (Path(folder) / PARAMS_FILE).write_text(text, encoding="utf-8")
-        before = flatten(
-            {name: value for name, value in read_yaml(Path(folder) / PARAMS_FILE).items() if name not in UNTRACKED}
-        )
+        before = flatten(_kept(read_yaml(Path(folder) / PARAMS_FILE)))
         return _differences(before, flatten(params))
     return ()
 

@@ -17,7 +17,6 @@ from tasks.page.page import (
     comparison,
     data_counts,
     made_from,
-    parameters,
     render,
     reward_facts,
     script_hash,
@@ -25,6 +24,7 @@ from tasks.page.page import (
 )
 from tasks.page.picture import Picture
 from tasks.page.verdicts import NO, OPEN, YES, findings
+from tasks.params.loader import read_yaml
 from tests.security.test_page import browse
 
 MakeRun = Callable[..., Run]
@@ -504,9 +504,8 @@ def test_the_policy_of_an_earlier_round_is_named_by_its_round() -> None:
     assert label("round_2") == "Round 2's policy"
 
 
-def test_an_empty_block_of_parameters_is_not_shown() -> None:
-    """A project without rounds has no block `round`."""
-    assert parameters({"seed": 1, "round": {}, "sft": {"epochs": 2}}) == [
-        ("common", [("seed", "1")]),
-        ("sft", [("epochs", "2")]),
-    ]
+def test_an_empty_block_round_is_no_parameter(make_run: MakeRun, tmp_path: Path) -> None:
+    """A project without rounds has no such block, and the page is that of before."""
+    make_run()
+    assert "round" in read_yaml(tmp_path / "params.yaml")
+    assert "round" not in read_run([], [], tmp_path).params
