@@ -39,8 +39,9 @@ VALUES = {
     "chosen_ids": [5, 0],
     "rejected_ids": None,
     "annotator": "anna",
+    "round": 2,
 }
-OPTIONAL = {"annotator", "chosen_ended", "rejected_ended"}
+OPTIONAL = {"annotator", "chosen_ended", "rejected_ended", "round"}
 NULLABLE = {"annotator", "chosen_ids", "rejected_ids", "gold", "gold_sft", "gold_policy", "seed"}
 NULLABLE_HERE = {("response", "data/ingest/heldout.jsonl"), ("kl", "data/evaluate/answers.jsonl")}
 NUMBERS = {"kl", "reward", "mean_reward", "reward_sft", "reward_policy"} | {"gold", "gold_sft", "gold_policy"}
