@@ -4,9 +4,9 @@
 
 Each seed has a single round with all prompts and, for each `--reference`, several rounds with an equal share of them.
 A run works in a workspace of its own (work/runs/) at the commit of HEAD, with the alternatives to PPO switched off; its
-rounds are closed by `leash round`. A killed study continues with the same command. The table is Markdown: means over
-the seeds with 95% intervals that contain prompts and seeds, and in brackets the value of each seed. `work/rounds/` has
-metrics/evaluate.json and all answers of each round.
+rounds are closed by `leash round`. A killed study continues with the same command, at the commit at which it began. The
+table is Markdown: means over the seeds with 95% intervals that contain prompts and seeds, and in brackets the value of
+each seed. `work/rounds/` has metrics/evaluate.json and all answers of each round.
 """
 
 import argparse
@@ -51,11 +51,12 @@ def main() -> None:
     if read_yaml(root / "params.yaml")["ingest"]["source"] != "demo":
         raise UserError("params.yaml: ingest.source: the gold score needs the demo's data")
     arms = [SINGLE, *(options.reference or ["sft"])]
-    commit = workspace.resolve(root, "HEAD")
+    folder = root / options.folder
+    commit = commit_of(folder, workspace.resolve(root, "HEAD"), {"rounds": options.rounds, "set": options.set})
     for seed in options.seeds:
         for arm in arms:
-            play(root, commit, arm, seed, 1 if arm == SINGLE else options.rounds, options.set)
-    print(table(root, arms, options.seeds, options.rounds))
+            play(root, folder, commit, arm, seed, 1 if arm == SINGLE else options.rounds, options.set)
+    print(table(folder, arms, options.seeds, options.rounds))
 
 
 def arguments() -> argparse.ArgumentParser:
@@ -67,17 +68,31 @@ def arguments() -> argparse.ArgumentParser:
         "--reference", action="append", choices=("sft", "previous"), help="of the KL, default sft; may be given twice"
     )
     parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="a parameter of every run")
+    parser.add_argument("--folder", type=Path, default=Path("work/rounds"), help="for results; a study has its own")
     return parser
 
 
-def place_of(root: Path, arm: str, seed: int, number: int) -> Path:
+def commit_of(folder: Path, commit: str, call: dict[str, Any]) -> str:
+    """The commit at which the study in this folder began; a new one begins at `commit`. Raises UserError for a study
+    that was called in another way."""
+    path = folder / "study.json"
+    if not path.is_file():
+        folder.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps({**call, "commit": commit}) + "\n", encoding="utf-8")
+    begun: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    if begun != {**call, "commit": begun["commit"]}:
+        raise UserError(f"{path}: a study with other --rounds or --set; remove the folder, or name another --folder")
+    return str(begun["commit"])
+
+
+def place_of(folder: Path, arm: str, seed: int, number: int) -> Path:
     """Where the results of a round are kept."""
-    return root / "work" / "rounds" / f"{arm}-{seed}" / str(number)
+    return folder / f"{arm}-{seed}" / str(number)
 
 
-def play(root: Path, commit: str, arm: str, seed: int, count: int, extra: Sequence[str]) -> None:
+def play(root: Path, folder: Path, commit: str, arm: str, seed: int, count: int, extra: Sequence[str]) -> None:
     """Run the rounds of an arm whose results are not kept yet; the workspace is removed when all are."""
-    if all(place_of(root, arm, seed, number).is_dir() for number in range(1, count + 1)):
+    if all(place_of(folder, arm, seed, number).is_dir() for number in range(1, count + 1)):
         return
     reference = "sft" if arm == SINGLE else arm
     space = Workspace(root, f"rounds-{arm}-{seed}", commit, overrides(root, seed, count, reference, extra))
@@ -86,7 +101,7 @@ def play(root: Path, commit: str, arm: str, seed: int, count: int, extra: Sequen
             print(f"{arm}, seed {seed}: round {number} of {count}", flush=True)
             leash(space, "run")
             record(space, f"round {number}")
-            keep(space, place_of(root, arm, seed, number))
+            keep(space, place_of(folder, arm, seed, number))
             if number < count:
                 leash(space, "round")
                 record(space, f"Close round {number}")
@@ -183,14 +198,14 @@ def figures(found: Round, single: Round) -> Iterator[Figure]:
     yield None if lead is None else (lead.mean, lead.interval)
 
 
-def table(root: Path, arms: Sequence[str], seeds: Sequence[int], count: int) -> str:
+def table(folder: Path, arms: Sequence[str], seeds: Sequence[int], count: int) -> str:
     """Markdown."""
     columns = ("pairs", "agreement on its own answers", "gold", "KL to SFT", "gold less single, at its KL")
     lines = [f"| reference | round | {' | '.join(columns)} |", "|---|---|" + "---|" * len(columns)]
     for arm in arms:
         for number in range(1, (1 if arm == SINGLE else count) + 1):
             rows = [
-                list(figures(Round(place_of(root, arm, seed, number)), Round(place_of(root, SINGLE, seed, 1))))
+                list(figures(Round(place_of(folder, arm, seed, number)), Round(place_of(folder, SINGLE, seed, 1))))
                 for seed in seeds
             ]
             cells = [
@@ -208,7 +223,7 @@ def cell(values: Sequence[Figure], digits: int) -> str:
         return "–"
     ends = "" if found.low is None or not digits else f" ({found.low:.{digits}f} – {found.high:.{digits}f})"
     each = ", ".join("–" if value is None else f"{value[0]:.{digits}f}" for value in values)
-    return f"{found.mean:.{digits}f}{ends} [{each}]"
+    return f"{found.mean:.{digits}f}{ends} [{each}]".replace("-", "−")
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from rlhf_core.errors import UserError
 from tasks.datasets.jsonl import write_jsonl
 from tests.conftest import ROOT
 
@@ -74,15 +75,23 @@ def test_an_arm_goes_on_with_the_first_round_that_is_missing(
     monkeypatch.setattr(script.workspace, "opened", lambda space: calls.append(space.name) or pytest.fail("opened"))
     for number in (1, 2):
         script.place_of(tmp_path, "sft", 1, number).mkdir(parents=True)
-    script.play(tmp_path, "c" * 40, "sft", 1, 2, [])
+    script.play(tmp_path, tmp_path, "c" * 40, "sft", 1, 2, [])
     assert calls == [], "all results are there"
     params = "\n".join(f"{name}: {{enabled: {str(name == 'dpo').lower()}}}" for name in ("dpo", "rloo"))
     (tmp_path / "params.yaml").write_text(params)
     with pytest.raises(pytest.fail.Exception):
-        script.play(tmp_path, "c" * 40, "sft", 1, 3, [])
+        script.play(tmp_path, tmp_path, "c" * 40, "sft", 1, 3, [])
     assert calls == ["rounds-sft-1"]
     found = script.overrides(tmp_path, 1, 3, "previous", ["a=b"])
     assert "++round.share=0.333333333" in found
     assert "dpo.enabled=false" in found
     assert "rloo.enabled=false" not in found
     assert found[-1] == "a=b"
+
+
+def test_a_study_stays_at_its_commit_and_another_call_needs_another_folder(script: ModuleType, tmp_path: Path) -> None:
+    call = {"rounds": 3, "set": []}
+    assert script.commit_of(tmp_path / "study", "first", call) == "first"
+    assert script.commit_of(tmp_path / "study", "second", call) == "first"
+    with pytest.raises(UserError, match="a study with other --rounds or --set"):
+        script.commit_of(tmp_path / "study", "second", {"rounds": 2, "set": []})
