@@ -16,14 +16,14 @@ from tasks.stage.stage import Stage
 from tasks.stage.trust import trusts
 from tasks.stage.workers import requested_processes, start_workers
 from tasks.training.ppo_inputs import SFT
-from tasks.training.ppo_loop import build, snapshots_of, summary, train
+from tasks.training.ppo_loop import beginning, build, snapshots_of, summary, train
 
 
 def execute(stage: Stage[PPOConfig]) -> None:
     """Make models/{snapshots,critic}, plots/ppo.csv, data/ppo/samples.jsonl and metrics/ppo.json."""
     make_deterministic(stage.seed, stage.common.threads)
     tokenizer = load_tokenizer(stage.root / SFT, trust_remote_code=trusts(stage))
-    trainer, watched, inputs = build(stage, stage.params, tokenizer)
+    trainer, watched, inputs = build(stage, stage.params, tokenizer, beginning(stage))
     record = train(stage, trainer, watched)
     if not trainer.processes.is_main:
         return

@@ -21,6 +21,8 @@ from rlhf_core.ppo.scoring import RewardSource, reference_scores
 from rlhf_core.ppo.trainer import PPOTrainer
 from rlhf_core.training.checkpoints import Checkpoints
 from tasks.datasets.jsonl import Row, write_jsonl
+from tasks.params.round import RoundParams
+from tasks.stage import rounds
 from tasks.stage.long_rows import fitting, prompt_encoder
 from tasks.stage.progress import Progress
 from tasks.stage.stage import Stage
@@ -40,33 +42,52 @@ EDGE = 5
 """Steps over which the first and last values of the metrics are averaged."""
 
 
+@dataclass(frozen=True)
+class Beginning:
+    """What a run of the loop starts from; folders relative to the project."""
+
+    start: str
+    """The model that the policy begins with."""
+    reference: str
+    """The model of the KL penalty."""
+    seed: int
+
+
+def beginning(stage: Stage[Any]) -> Beginning:
+    """Of the present round: models/sft, or from round 2 on the policy of the round before; the reference as
+    `round.reference` says."""
+    last, start = rounds.last_closed(stage.root), rounds.start_of(stage.root)
+    moves = stage.block("round", RoundParams).reference == "previous"
+    return Beginning(start, start if moves else SFT, rounds.seed_of(stage.seed, last + 1))
+
+
 def build(
-    stage: Stage[Any], config: PPOConfig, tokenizer: PreTrainedTokenizerBase, start: str = SFT
+    stage: Stage[Any], config: PPOConfig, tokenizer: PreTrainedTokenizerBase, begin: Beginning
 ) -> tuple[PPOTrainer, list[Row], dict[str, float | None]]:
     """The trainer with its models, the held-out rows to watch, and figures of its inputs: the number of prompts that
-    did not fit, and the scores of the SFT model. `start` is the folder that the policy begins with; the reference is
-    models/sft."""
-    device, trusted = Processes().device, trusts(stage)
-    sft = place(load_causal_lm(stage.root / SFT, trust_remote_code=trusted), device)
-    kept, too_long = fitting_prompts(stage, config, PROMPTS, tokenizer, sft)
-    heldout, _ = fitting_prompts(stage, config, HELDOUT, tokenizer, sft)
+    did not fit, and the scores of the reference."""
+    device, trusted, seed = Processes().device, trusts(stage), begin.seed
+    reference = place(load_causal_lm(stage.root / begin.reference, trust_remote_code=trusted), device)
+    kept, too_long = fitting_prompts(stage, config, PROMPTS, tokenizer, reference)
+    heldout, _ = fitting_prompts(stage, config, HELDOUT, tokenizer, reference)
     if not kept:
         raise UserError(f"{PROMPTS}: PPO needs prompts; enlarge ingest.split.ppo")
     prompts, rows, judge = [row["prompt"] for row in kept], extras_of(kept), judge_of(stage)
     scorer = scorer_of(stage, tokenizer, config.micro_batch_size, device)
-    of_sft = reference_scores(config, sft, tokenizer, scorer, prompts, stage.seed, stage.exempt, rows)
+    known = reference_scores(config, reference, tokenizer, scorer, prompts, seed, stage.exempt, rows)
+    is_own_reference = config.lora is not None and begin.start == begin.reference  # the policy without its adapter
     models = ActorCritic(
         config,
-        load_causal_lm(stage.root / start, trust_remote_code=trusted),
-        sft if config.lora is None else None,
-        starting_critic(stage.root, config, of_sft.normalisation, stage.seed, trusted),
-        stage.seed,
+        load_causal_lm(stage.root / begin.start, trust_remote_code=trusted),
+        None if is_own_reference else reference,
+        starting_critic(stage.root, config, known.normalisation, seed, trusted),
+        seed,
     )
     text = read_text(stage.root, config, tokenizer, context_length(models.policy))
-    source = RewardSource(scorer, of_sft.normalisation, judge)
-    trainer = PPOTrainer(config, models, tokenizer, source, prompts, stage.seed, text, rows)
+    source = RewardSource(scorer, known.normalisation, judge)
+    trainer = PPOTrainer(config, models, tokenizer, source, prompts, seed, text, rows)
     trainer.exempt = stage.exempt
-    return trainer, drawn(heldout, stage.seed), {**of_sft.figures(judge), "prompts_too_long": too_long}
+    return trainer, drawn(heldout, stage.seed), {**known.figures(judge), "prompts_too_long": too_long}
 
 
 def drawn(rows: list[Row], seed: int) -> list[Row]:
