@@ -21,15 +21,13 @@ from rlhf_core.ppo.scoring import RewardSource, reference_scores
 from rlhf_core.ppo.trainer import PPOTrainer
 from rlhf_core.training.checkpoints import Checkpoints
 from tasks.datasets.jsonl import Row, write_jsonl
-from tasks.params.round import RoundParams
-from tasks.stage import rounds
 from tasks.stage.long_rows import fitting, prompt_encoder
 from tasks.stage.progress import Progress
 from tasks.stage.stage import Stage
 from tasks.stage.trust import trusts
 from tasks.stage.workers import is_worker
 from tasks.training.gold_judge import judge_of
-from tasks.training.ppo_inputs import SFT, read_text, starting_critic
+from tasks.training.ppo_inputs import Beginning, read_text, starting_critic
 from tasks.training.scorer import extras_of, scorer_of
 
 PROMPTS = "data/ingest/ppo_prompts.jsonl"
@@ -40,25 +38,6 @@ SCHEDULE = "schedule"
 """The reason of samples by `sample_every`."""
 EDGE = 5
 """Steps over which the first and last values of the metrics are averaged."""
-
-
-@dataclass(frozen=True)
-class Beginning:
-    """What a run of the loop starts from; folders relative to the project."""
-
-    start: str
-    """The model that the policy begins with."""
-    reference: str
-    """The model of the KL penalty."""
-    seed: int
-
-
-def beginning(stage: Stage[Any]) -> Beginning:
-    """Of the present round: models/sft, or from round 2 on the policy of the round before; the reference as
-    `round.reference` says."""
-    last, start = rounds.last_closed(stage.root), rounds.start_of(stage.root)
-    moves = stage.block("round", RoundParams).reference == "previous"
-    return Beginning(start, start if moves else SFT, rounds.seed_of(stage.seed, last + 1))
 
 
 def build(

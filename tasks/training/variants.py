@@ -9,6 +9,7 @@ from rlhf_core.config.ppo import PPOConfig
 from rlhf_core.errors import UserError
 from rlhf_core.ppo.detectors import COLUMNS
 from tasks.params.loader import PARAMS_FILE
+from tasks.params.round import RoundParams
 from tasks.params.variant import PUBLISHED, VariantParams
 from tasks.stage.run import quiet_libraries, run
 from tasks.stage.stage import Stage
@@ -38,12 +39,16 @@ def train_variant(stage: Stage[VariantParams], config: PPOConfig, name: str, sta
     from rlhf_core.determinism import make_deterministic
     from rlhf_core.models.hf import save_checkpoint
     from tasks.stage.trust import trusts
-    from tasks.training.ppo_loop import Beginning, beginning, build, summary, train
+    from tasks.training.ppo_inputs import Beginning, beginning
+    from tasks.training.ppo_loop import build, summary, train
 
     quiet_libraries()
     make_deterministic(stage.seed, stage.common.threads)
     tokenizer = load_tokenizer(stage.root / SFT, trust_remote_code=trusts(stage))
-    begin = Beginning(start, SFT, stage.seed) if start else beginning(stage)
+    if start:
+        begin = Beginning(start, SFT, stage.seed)
+    else:
+        begin = beginning(stage.root, stage.seed, stage.block("round", RoundParams))
     trainer, watched, inputs = build(stage, config, tokenizer, begin)
     record = train(stage, trainer, watched)
     if not trainer.processes.is_main:

@@ -244,20 +244,21 @@ def test_no_prompt_changes_its_reward_model_from_round_to_round(
 ) -> None:
     """What has trained PPO's reward model in one round never trains the judging one in a later round."""
 
-    def prompts_of(rows: list[dict[str, Any]]) -> list[set[int]]:
+    def prompts_of(rows: list[dict[str, Any]], seed: int) -> list[set[int]]:
         stage = make_stage("reward", None, [], {comparisons.PREFERENCES: rows})
         training, _ = comparisons.comparisons(stage, TINY.tiny_tokenizer(), "train", 64)
         numbers = {tuple(one.prompt): place for place, one in enumerate(training)}
-        return [{numbers[tuple(one.prompt)] for one in part} for part in reward.split_prompts(training, 0.4, 3)]
+        return [{numbers[tuple(one.prompt)] for one in part} for part in reward.split_prompts(training, 0.4, seed)]
 
     first = [pair for pair in pairs if pair["split"] == "train"][:8]
-    own, judging = prompts_of(first)
-    assert (len(own), len(judging)) == (2, 2)
     again = [{**pair, "round": 2} for pair in pairs if pair["split"] == "train"]  # also of the prompts of round 1
     second = [*({**pair, "round": 1} for pair in first), *again]
-    own_now, judging_now = prompts_of(second)
-    assert (own_now & {0, 1, 2, 3}, judging_now & {0, 1, 2, 3}) == (own, judging)
-    assert (len(own_now), len(judging_now)) == (4, 3), "the share holds for the new prompts, too"
+    for seed in range(5):
+        own, judging = prompts_of(first, seed)
+        assert (len(own), len(judging)) == (2, 2)
+        own_now, judging_now = prompts_of(second, seed)
+        assert (own_now & {0, 1, 2, 3}, judging_now & {0, 1, 2, 3}) == (own, judging)
+        assert (len(own_now), len(judging_now)) == (4, 3), "the share holds for the new prompts, too"
 
 
 def test_the_curves_of_the_members_have_names_of_their_own(make_stage: Callable[..., Any]) -> None:

@@ -12,7 +12,9 @@ from rlhf_core.config.ppo import PPOConfig
 from rlhf_core.models.hf import save_checkpoint
 from rlhf_core.ppo import scoring
 from tasks.datasets.jsonl import Row
-from tasks.training.ppo_loop import READ, beginning, build, drawn
+from tasks.params.round import RoundParams
+from tasks.training.ppo_inputs import Beginning, beginning
+from tasks.training.ppo_loop import READ, build, drawn
 from tests.tasks.conftest import TINY
 
 if TYPE_CHECKING:
@@ -50,6 +52,10 @@ def stage_in_round(
     return make_stage("ppo", None, [], rows, blocks={"round": block})
 
 
+def beginning_of(stage: "Stage[Any]") -> Beginning:
+    return beginning(stage.root, stage.seed, stage.block("round", RoundParams))
+
+
 @pytest.mark.parametrize(
     ("number", "block", "start", "reference"),
     [
@@ -69,7 +75,7 @@ def test_a_later_round_begins_with_the_last_policy_and_the_reference_stays_or_mo
     asked: list[Row],
     close_round: Callable[[Path, int], None],
 ) -> None:
-    found = beginning(stage_in_round(number, make_stage, workshop, asked, close_round, **block))
+    found = beginning_of(stage_in_round(number, make_stage, workshop, asked, close_round, **block))
     assert (found.start, found.reference, found.seed == 3) == (start, reference, number == 1)
 
 
@@ -88,7 +94,7 @@ def test_the_loop_has_the_models_of_its_beginning(
     monkeypatch.setattr(scoring, "REFERENCE_ANSWERS", 16)
     stage = stage_in_round(2, make_stage, workshop, asked, close_round, reference=reference)
     config = PPOConfig.model_validate(TINY.tiny_ppo_values(lora=lora) if lora else TINY.tiny_ppo_values())
-    trainer, _, _ = build(stage, config, TINY.tiny_tokenizer(), beginning(stage))
+    trainer, _, _ = build(stage, config, TINY.tiny_tokenizer(), beginning_of(stage))
     moved = reference == "previous"
     assert (trainer.models.reference is None) is (moved and lora is not None)
     weights = {"sft": TINY.tiny_lm(seed=1), "previous": TINY.tiny_lm(seed=11)}
