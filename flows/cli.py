@@ -461,6 +461,9 @@ def promote(
 def verify(
     stages: Annotated[list[str] | None, typer.Argument(help="Stages, without what they need. None: all.")] = None,
     keep: Annotated[bool, typer.Option("--keep", help="Keep the clone and print where it is.")] = False,
+    closed: Annotated[
+        int | None, typer.Option("--round", help="A closed round: rebuild its policy and pairs from its commit.", min=1)
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Rebuild the results in a clone and compare every hash.
@@ -469,14 +472,33 @@ def verify(
     """
     root = find_root()
     processes.install_signal_handlers()
-    from flows.commands.verify.verify import render
+    from flows.commands.verify.verify import render, verify_round
     from flows.commands.verify.verify import verify as rebuild
     from flows.terminal import print_line, screen
 
+    if closed is not None and (stages or keep):
+        raise UserError("--round rebuilds what its policy needs; leave out stages and --keep")
     with nullcontext() if as_json else screen():
-        report = rebuild(root, stages or [], keep, print_line)
+        report = (
+            rebuild(root, stages or [], keep, print_line) if closed is None else verify_round(root, closed, print_line)
+        )
     print(json.dumps(report.as_dict(), ensure_ascii=False) if as_json else "\n" + render(report), flush=True)
     _exit(report.exit_code)
+
+
+@command
+def round_(
+    listing: Annotated[bool, typer.Option("--list", help="Show the closed rounds with their figures.")] = False,
+) -> None:
+    """Close the present round and begin the next.
+
+    Its policy and pairs go to rounds/N, under DVC; the next `leash run` goes on from that policy.
+    """
+    root = find_root()
+    processes.install_signal_handlers()
+    from flows.commands import rounds
+
+    print(rounds.table_of(root) if listing else rounds.close(root))
 
 
 @command

@@ -32,11 +32,13 @@ def bradley_terry_loss(
 
 @dataclass(frozen=True)
 class Comparison:
-    """One prompt, its distinct responses as token ids, and pairs of (better, worse) places among them."""
+    """One prompt, its distinct responses as token ids, and pairs of (better, worse) places among them; `round` is the
+    first round in which the prompt has pairs."""
 
     prompt: list[int]
     responses: list[list[int]]
     pairs: list[tuple[int, int]]
+    round: int = 1
 
 
 def train_reward_model(

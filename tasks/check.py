@@ -1,5 +1,5 @@
 """Stage `check`: validates params.yaml before DVC removes any output. It writes a constant, on which all other stages
-depend, and the blocks of the methods and of the scorer: DVC tracks them there, because params.yaml may lack one."""
+depend, and the blocks that params.yaml may lack, those of the methods, `round` and `scorer`: DVC tracks them there."""
 
 from rlhf_core.config.block import Block
 from tasks.params.all import Params
@@ -21,7 +21,7 @@ def execute(stage: Stage[Block]) -> None:
     for function in reward_functions(stage.root, params.scorer, stage.runtime.functions).values():
         function([], [], [])
         function.close()
-    tracked = [*(method.name for method in METHODS), "scorer", REWARD_MODEL]
+    tracked = ["round", *(method.name for method in METHODS), "scorer", REWARD_MODEL]
     stage.outputs.write_json(METHOD_BLOCKS, {name: known[name] for name in tracked})
     stage.out(CONSTANT).write_text("params.yaml is valid\n", encoding="utf-8")
 

@@ -23,6 +23,7 @@ from tasks.params.best_of_n import BestOfNParams
 from tasks.params.evaluate import HELDOUT, EvaluateParams
 from tasks.params.methods import WITH_MODEL
 from tasks.select import interpolated, policy_at
+from tasks.stage import rounds
 from tasks.stage.pipeline_run import headline_numbers
 from tasks.stage.run import run
 from tasks.stage.stage import Stage
@@ -123,12 +124,14 @@ def answer_snapshots(stage: Stage[EvaluateParams], evaluator: Evaluator, answere
 
 
 def candidate_models(stage: Stage[EvaluateParams], evaluator: Evaluator) -> Iterator[CandidateModel]:
-    """SFT model, policy, the models of other methods, the user's models."""
+    """SFT model, policy, the models of other methods, the policies of earlier rounds, the user's models."""
     yield evaluator.reference
     yield load_candidate(stage, "policy", stage.root / "models/policy")
     for method in WITH_MODEL:
         if (stage.root / "models" / method.name / "config.json").is_file():
             yield load_candidate(stage, method.name, stage.root / "models" / method.name)
+    for number in range(1, rounds.last_closed(stage.root) + 1):
+        yield load_candidate(stage, f"round_{number}", stage.root / rounds.path_in(number, rounds.POLICY))
     for name in stage.params.extra_models:
         yield load_candidate(stage, name, folder_of(stage, EXTRA, name, "evaluate.extra_models"))
 

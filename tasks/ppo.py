@@ -11,11 +11,12 @@ from rlhf_core.data.tokenizer import load_tokenizer
 from rlhf_core.determinism import make_deterministic
 from rlhf_core.models.hf import save_checkpoint, scalar_model_of
 from rlhf_core.ppo.trainer import PPOTrainer
+from tasks.params.round import RoundParams
 from tasks.stage.run import run
 from tasks.stage.stage import Stage
 from tasks.stage.trust import trusts
 from tasks.stage.workers import requested_processes, start_workers
-from tasks.training.ppo_inputs import SFT
+from tasks.training.ppo_inputs import SFT, beginning
 from tasks.training.ppo_loop import build, snapshots_of, summary, train
 
 
@@ -23,7 +24,8 @@ def execute(stage: Stage[PPOConfig]) -> None:
     """Make models/{snapshots,critic}, plots/ppo.csv, data/ppo/samples.jsonl and metrics/ppo.json."""
     make_deterministic(stage.seed, stage.common.threads)
     tokenizer = load_tokenizer(stage.root / SFT, trust_remote_code=trusts(stage))
-    trainer, watched, inputs = build(stage, stage.params, tokenizer)
+    begin = beginning(stage.root, stage.seed, stage.block("round", RoundParams))
+    trainer, watched, inputs = build(stage, stage.params, tokenizer, begin)
     record = train(stage, trainer, watched)
     if not trainer.processes.is_main:
         return

@@ -17,6 +17,7 @@ from tasks.evaluation.evaluator import CandidateModel, Evaluator, ScoredAnswers,
 from tasks.params.judge import JudgeParams
 from tasks.params.scorer import functions
 from tasks.params.select import SelectParams
+from tasks.stage import rounds
 from tasks.stage.run import run
 from tasks.stage.stage import Stage
 from tasks.stage.trust import trusts
@@ -25,7 +26,7 @@ from tasks.training.scorer import terms_of
 
 PREFERENCES = "data/preferences/preferences.jsonl"
 PROMPTS = "data/ingest/preference_prompts.jsonl"
-SFT, SNAPSHOTS = "models/sft", "models/snapshots"
+SFT, SNAPSHOTS = rounds.SFT, "models/snapshots"
 ONE_SIDED = 1.645
 """Standard errors of a one-sided 95% margin."""
 
@@ -85,8 +86,10 @@ def validation_prompts(stage: Stage[SelectParams]) -> list[Row]:
 
 
 def policy_at(stage: Stage[Any], sft: CandidateModel, step: int) -> CandidateModel:
-    """The policy after a step: the weights of its snapshot in a copy of the SFT model."""
-    model = snapshots.load(stage.root / SNAPSHOTS, step, copy.deepcopy(sft.model))
+    """The policy after a step: the weights of its snapshot in a copy of the model that PPO began with."""
+    start = rounds.start_of(stage.root)
+    own = copy.deepcopy(sft.model) if start == SFT else load_candidate(stage, start, stage.root / start).model
+    model = snapshots.load(stage.root / SNAPSHOTS, step, own)
     return CandidateModel(f"step-{step}", place(model), sft.tokenizer, "policy")
 
 
@@ -177,7 +180,7 @@ def best_step(table: list[Row], column: str | None) -> int | None:
 
 def save_policy(stage: Stage[SelectParams], config: PPOConfig, sft: CandidateModel, chosen: Row) -> None:
     """Save the chosen candidate as models/policy, with the stop tokens in its generation config."""
-    start = load_causal_lm(stage.root / SFT, trust_remote_code=trusts(stage))
+    start = load_causal_lm(stage.root / rounds.start_of(stage.root), trust_remote_code=trusts(stage))
     policy = snapshots.load(stage.root / SNAPSHOTS, chosen["step"], start)
     if chosen["eta"] < 1:
         policy = interpolate(sft.model, place(policy, sft.model.device), chosen["eta"])

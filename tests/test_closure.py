@@ -137,6 +137,16 @@ def test_a_cache_of_python_does_not_make_a_folder_dirty() -> None:
     assert "__pycache__" in (ROOT / ".dvcignore").read_text(encoding="utf-8").splitlines()
 
 
+def test_the_page_of_a_folder_is_no_part_of_what_stages_depend_on() -> None:
+    """All but that of data/raw, which is in the hash of the raw data."""
+    pages = {f"/{dep}/README.md" for definition in GRAPH.values() for dep in definition["deps"]} - {
+        f"/{out}/README.md" for stage in GRAPH for out in outs_of(stage)
+    }
+    here = {page for page in pages if (ROOT / page[1:]).is_file()} - {"/data/raw/README.md"}
+    assert len(here) > 1
+    assert here <= set((ROOT / ".dvcignore").read_text(encoding="utf-8").splitlines())
+
+
 @pytest.mark.parametrize("stage", GRAPH)
 def test_modules_loaded_at_run_time_are_dependencies(tiny_run: "TinyRun", stage: str) -> None:
     """Lazy imports and imports by name, too."""
@@ -209,6 +219,9 @@ def outs_of(stage: str) -> list[str]:
         ("tasks/tracking/tracker.py", set()),
         ("tasks/stage/run.py", set()),
         ("flows/pipeline.py", set()),
+        ("models/judges/README.md", set()),
+        ("rewards/README.md", set()),
+        ("rounds/README.md", set()),
     ],
 )
 def test_an_edit_makes_stale_what_it_concerns(finished: "Project", file: str, stale: set[str]) -> None:

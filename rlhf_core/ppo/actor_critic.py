@@ -24,7 +24,7 @@ class ActorCritic:
     Args:
         config: kind of critic, adapters, precision, and gradient checkpointing.
         policy: a causal language model, dropout off; trained.
-        reference: the policy's initial weights, frozen; `None` only with `lora`.
+        reference: the frozen reference; `None` only with `lora`: the policy with its adapter switched off.
         critic: a scalar model, for `advantage: gae` with `critic.kind: separate`; else `None`.
         seed: of the adapters' initial weights.
 
@@ -169,7 +169,7 @@ def _refuse_mismatch(
 ) -> None:
     if policy is reference:
         raise ValueError("policy and reference must be two models: the reference is frozen")
-    if (reference is None) != (config.lora is not None):
-        raise ValueError("a reference model is needed without lora, and none with it (the adapter is switched off)")
+    if reference is None and config.lora is None:
+        raise ValueError("a reference model is needed without lora; with it the policy without its adapter can be one")
     if (critic is not None) != config.needs_critic_model:
         raise ValueError("a critic model is needed for advantage: gae with critic.kind: separate, and only there")

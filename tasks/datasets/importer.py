@@ -118,9 +118,9 @@ def _place(source: Path, target: Path, root: Path, force: bool) -> None:
             if target.exists() and not force:
                 raise UserError(f"{target}: holds other data; use --force to replace them, or rename the source")
             with _replaced(target, files, source):
-                _dvc_add(target, root)
+                dvc_add(target, root)
             return
-    _dvc_add(target, root)
+    dvc_add(target, root)
 
 
 def _refuse_overlap(source: Path, target: Path) -> None:
@@ -188,7 +188,8 @@ def _restore(target: Path, old: Path, had_target: bool) -> None:
         remove(target)
 
 
-def _dvc_add(target: Path, root: Path) -> None:
+def dvc_add(target: Path, root: Path) -> None:
+    """Put a file or folder of the project at `root` under DVC. Raises UserError with DVC's error."""
     command = [sys.executable, "-m", "dvc", "--wait-for-lock", "add", "--quiet", str(target)]
     environment = os.environ | {"DVC_NO_ANALYTICS": "1"}
     done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, check=False)

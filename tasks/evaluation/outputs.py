@@ -78,9 +78,8 @@ def costs(stage: Stage[EvaluateParams], name: str, results: Results) -> dict[str
         parts = [stage.read_json(f"metrics/{part}.json") for part in paid]
         trained = {cost: sum(part[cost] for part in parts) for cost in ("samples_generated", "tokens_trained")}
     else:
-        trained = dict.fromkeys(
-            ("samples_generated", "tokens_trained"), None if name in stage.params.extra_models else 0
-        )
+        is_unknown = name in stage.params.extra_models or name.startswith("round_")
+        trained = dict.fromkeys(("samples_generated", "tokens_trained"), None if is_unknown else 0)
     return {**trained, "samples_per_answer": results.best_of, "recipe": parts[-1].get("recipe")}
 
 

@@ -1,18 +1,22 @@
-"""What the stage `preferences` does: samples from the SFT model, judged into pairs, and the pairs of the data."""
+"""What the stage `preferences` does: samples from the SFT model, or from the policy of the round before, judged into
+pairs; the pairs of the data and of earlier rounds."""
 
 from collections import Counter
 from collections.abc import Sequence
+from pathlib import Path
 from random import Random
 from typing import Any
 
+from transformers import PreTrainedTokenizerBase
+
 from rlhf_core.data.tokenizer import decode_response, load_tokenizer, stop_ids
-from rlhf_core.determinism import make_deterministic
+from rlhf_core.determinism import make_deterministic, permutation
 from rlhf_core.errors import UserError
 from rlhf_core.evaluation.judges import Judge, NoisyAnnotators, RubricJudge, all_pairs
 from rlhf_core.evaluation.pair_judges import PairJudge
 from rlhf_core.models.hf import context_length, load_causal_lm, place
 from rlhf_core.models.sampling import sample
-from tasks.datasets.jsonl import Row
+from tasks.datasets.jsonl import Row, read_jsonl
 from tasks.judging.labelling import (
     KnownPairs,
     agreement,
@@ -25,6 +29,8 @@ from tasks.judging.labelling import (
 )
 from tasks.judging.pair_judge import pair_judge_of
 from tasks.params.preferences import PreferencesParams
+from tasks.params.round import RoundParams
+from tasks.stage import rounds
 from tasks.stage.long_rows import fitting, prompt_encoder
 from tasks.stage.stage import Stage
 from tasks.stage.trust import trusts
@@ -33,6 +39,9 @@ PROMPTS = "data/ingest/preference_prompts.jsonl"
 PAIRS = "data/ingest/pairs.jsonl"
 NO_ANNOTATOR = ""
 """The key of `labels_by` for the data set's own pairs; no annotator can have this name."""
+
+OF_ROUNDS = 0x726E64
+"""Distinguishes the order of the prompts over the rounds from other uses of the seed."""
 
 Job = tuple[Row, list[int], int, int]
 """A row, its prompt's token ids, the index of the prompt, and the index of the sample."""
@@ -45,16 +54,20 @@ def make_pairs(stage: Stage[PreferencesParams], rubric: Judge | None) -> None:
     demo; None for other data."""
     samples, pairs, too_long = list[Row](), list[Row](), 0
     judged: dict[str, Any] = {"annotator_agreement": None, "ties_dropped": 0, "identical_dropped": 0, "judge": None}
+    last = rounds.last_closed(stage.root)
     judge = labelling_judge(stage) if stage.params.source == "model" else None
-    if stage.params.source != "dataset":
-        samples, too_long = draw_samples(stage)
+    if stage.params.source != "dataset" or last:  # the answers of a later round can be labelled by people
+        samples, too_long = draw_samples(stage, last)
     if judge is not None:
         pairs, judged = label_samples(stage, samples, judge, rubric)
-    elif samples:
-        pairs, judged = judge_samples(stage, samples)
-    labels = None
+    elif stage.params.source != "dataset":
+        pairs, judged = judge_samples(stage, samples, rounds.seed_of(stage.seed, last + 1))
     if stage.params.source in {"dataset", "both"}:
-        pairs = with_annotators(pairs + dataset_pairs(stage))
+        pairs += dataset_pairs(stage)
+    if last:
+        pairs = after_earlier_rounds(earlier_pairs(stage.root, last), pairs, last + 1)
+    pairs, labels = with_annotators(pairs), None
+    if stage.params.source in {"dataset", "both"}:
         labels = Counter(pair.get("annotator") or NO_ANNOTATOR for pair in pairs if pair["source"] == "dataset")
     splits = {split: sum(pair["split"] == split for pair in pairs) for split in ("train", "validation")}
     if not all(splits.values()):
@@ -72,23 +85,28 @@ def make_pairs(stage: Stage[PreferencesParams], rubric: Judge | None) -> None:
             "prompts_too_long": too_long,
             **judged,
             "labels_by": labels and dict(sorted(labels.items())),
+            **({"pairs_by_round": Counter(str(pair["round"]) for pair in pairs)} if last else {}),
         }
     )
     if stage.tracker:
         stage.tracker.table("preferences", pairs[:100])
 
 
-def draw_samples(stage: Stage[PreferencesParams]) -> tuple[list[Row], int]:
-    """Responses of the SFT model, k for each prompt, and the number of prompts that did not fit."""
+def draw_samples(stage: Stage[PreferencesParams], last: int = 0) -> tuple[list[Row], int]:
+    """Responses of the SFT model, or of the policy of the round `last`, k for each prompt of this round; and the number
+    of prompts that did not fit. Raises UserError for a policy with another tokenizer than the SFT model."""
     make_deterministic(stage.seed, stage.common.threads)
-    params = stage.params
-    tokenizer = load_tokenizer(stage.root / "models/sft", trust_remote_code=trusts(stage))
+    params, folder = stage.params, rounds.start_of(stage.root)
+    tokenizer = load_tokenizer(stage.root / rounds.SFT, trust_remote_code=trusts(stage))
+    if last:
+        require_tokenizer(stage, tokenizer, folder)
     stops = stop_ids(tokenizer, params.stop_tokens)
-    model = place(load_causal_lm(stage.root / "models/sft", trust_remote_code=trusts(stage)))
+    model = place(load_causal_lm(stage.root / folder, trust_remote_code=trusts(stage)))
+    seed = rounds.seed_of(stage.seed, last + 1)
     kept, too_long = fitting(
         stage,
         PROMPTS,
-        stage.read(PROMPTS),
+        prompts_of_round(stage, last + 1),
         prompt_encoder(tokenizer),
         context_length(model),
         reserve=params.max_new_tokens,
@@ -99,7 +117,7 @@ def draw_samples(stage: Stage[PreferencesParams]) -> tuple[list[Row], int]:
         sampled = sample(
             model,
             [ids for _, ids, _, _ in part],
-            [(stage.seed, i, k) for _, _, i, k in part],
+            [(seed, i, k) for _, _, i, k in part],
             max_new_tokens=params.max_new_tokens,
             temperature=params.temperature,
             stop_ids=stops,
@@ -125,15 +143,59 @@ def draw_samples(stage: Stage[PreferencesParams]) -> tuple[list[Row], int]:
     return samples, too_long
 
 
+def require_tokenizer(stage: Stage[PreferencesParams], tokenizer: PreTrainedTokenizerBase, folder: str) -> None:
+    """Raise UserError unless the model in `folder` has this tokenizer: earlier pairs are token ids."""
+    other = load_tokenizer(stage.root / folder, trust_remote_code=trusts(stage))
+    if other.get_vocab() != tokenizer.get_vocab() or other.chat_template != tokenizer.chat_template:
+        raise UserError(
+            f"{folder} has another tokenizer than models/sft: `ingest` or `base` has changed since that round; go back "
+            "to the parameters of its commit (`leash round --list`), or begin again in a clone without rounds"
+        )
+
+
+def prompts_of_round(stage: Stage[PreferencesParams], number: int) -> list[Row]:
+    """The prompts that are sampled in a round, in the order of the data: all, or the part that `round.share` gives."""
+    rows, share = stage.read(PROMPTS), stage.block("round", RoundParams).share
+    if share == 1:
+        return rows
+    order = permutation(len(rows), stage.seed, OF_ROUNDS)
+    first, end = (round(share * len(rows) * count) for count in (number - 1, number))
+    return [rows[i] for i in sorted({order[place % len(rows)] for place in range(first, max(end, first + 1))})]
+
+
+def earlier_pairs(root: Path, last: int) -> list[Row]:
+    """The pairs of the rounds 1 to `last`, each with its `round`. They are in the last of these rounds that has pairs:
+    one whose `scorer` had no reward model has none."""
+    for number in range(last, 0, -1):
+        if pairs := read_jsonl(root / rounds.path_in(number, rounds.PAIRS)):
+            return [{**pair, "round": pair.get("round", number)} for pair in pairs]
+    return []
+
+
+def after_earlier_rounds(earlier: Sequence[Row], pairs: Sequence[Row], number: int) -> list[Row]:
+    """The earlier pairs, then those that are new in round `number`. Pairs of the data that an earlier round had are not
+    new, and a prompt of an earlier round keeps its split."""
+    splits = {pair["prompt_id"]: pair["split"] for pair in earlier}
+    known = {_identity(pair) for pair in earlier if pair["source"] == "dataset"}
+    new = [pair for pair in pairs if pair["source"] != "dataset" or _identity(pair) not in known]
+    return [*earlier, *({**p, "split": splits.get(p["prompt_id"], p["split"]), "round": number} for p in new)]
+
+
+def _identity(pair: Row) -> tuple[Any, ...]:
+    return tuple(pair.get(name) for name in ("prompt_id", "chosen", "rejected", "annotator"))
+
+
 def mean_length(drawn: Sequence[Drawn]) -> float:
     """Tokens a response."""
     return sum(len(response) for response, _ in drawn) / len(drawn)
 
 
-def judge_samples(stage: Stage[PreferencesParams], samples: Sequence[Row]) -> tuple[list[Row], dict[str, Any]]:
+def judge_samples(
+    stage: Stage[PreferencesParams], samples: Sequence[Row], seed: int
+) -> tuple[list[Row], dict[str, Any]]:
     """All pairs of each prompt's samples, ordered by the simulated annotators; ties are dropped and counted."""
     settings = stage.params.annotators
-    annotators = NoisyAnnotators(RubricJudge(), settings.temperature, settings.flip_rate, stage.seed)
+    annotators = NoisyAnnotators(RubricJudge(), settings.temperature, settings.flip_rate, seed)
     by_prompt: dict[str, list[Row]] = {}
     for row in samples:
         by_prompt.setdefault(row["prompt_id"], []).append(row)

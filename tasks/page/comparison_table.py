@@ -20,6 +20,7 @@ DISAGREEMENT = "reward/std"
 """The figure of several reward models that is no term."""
 LABELS = {"sft": "SFT", "policy": "PPO policy"}
 BEST_OF = re.compile(r"best_of_(\d+)")
+ROUND = re.compile(r"round_(\d+)")
 
 
 @dataclass(frozen=True)
@@ -95,6 +96,8 @@ def label(model: str, models: Mapping[str, Figures] = MappingProxyType({})) -> s
         return RECIPES[recipe].format(BY_NAME[model].label)
     if match := BEST_OF.fullmatch(model):
         return f"Best of {match.group(1)}"
+    if match := ROUND.fullmatch(model):
+        return f"Round {match.group(1)}'s policy"
     return BY_NAME[model].label if model in BY_NAME else LABELS.get(model, model)
 
 

@@ -34,7 +34,7 @@ class Run:
     frontier: list[Row]
     """Rows of `plots/frontier.csv`: a model, or a point of a family of them, with numbers (None where empty)."""
     params: Row
-    """`params.yaml` without its `runtime` block, which changes no result."""
+    """`params.yaml` without its `runtime` block, which changes no result, and without an empty block `round`."""
 
     @property
     def evaluation(self) -> Row:
@@ -120,7 +120,8 @@ def read_run(samples: list[Row], answers: list[Row], root: Path = Path()) -> Run
     """
     metrics = {stage: _read_json(root / "metrics" / f"{stage}.json") for stage in METRICS}
     curves = {name: _read_curve(root / "plots" / f"{name}.csv") for name in CURVES}
-    params = {key: value for key, value in read_yaml(root / "params.yaml").items() if key != "runtime"}
+    content = read_yaml(root / "params.yaml")
+    params = {key: value for key, value in content.items() if key != "runtime" and value != {}}
     evaluation = metrics["evaluate"]
     required = ("win_rate_judge", "judged_by", "models", "seeds")
     if finite(evaluation.get("win_rate")) is None or not all(evaluation.get(key) for key in required):

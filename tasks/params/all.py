@@ -21,13 +21,14 @@ from tasks.params.methods import BY_NAME, METHODS, VARIANTS, Method
 from tasks.params.preferences import PreferencesParams
 from tasks.params.promote import PromoteParams
 from tasks.params.report import ReportParams
+from tasks.params.round import RoundParams
 from tasks.params.runtime import RuntimeParams
 from tasks.params.scorer import Terms, default_terms, is_reward_model, uses_reward_model
 from tasks.params.select import SelectParams
 
 RESERVED = ("sft", "policy", "ppo", "prompt", *BY_NAME)
 """Names that no model of a user may have: the comparison uses them."""
-RESERVED_BEGINNINGS = ("best_of_", "step-")
+RESERVED_BEGINNINGS = ("best_of_", "step-", "round_")
 
 
 class _Params(Block):
@@ -45,6 +46,7 @@ class _Params(Block):
     and use your network."""
     runtime: RuntimeParams = RuntimeParams()
     promote: PromoteParams = PromoteParams()
+    round: RoundParams = RoundParams()
     ingest: IngestParams
     base: BaseParams
     sft: SFTConfig

@@ -35,8 +35,8 @@ def read_yaml(path: Path = PARAMS_FILE) -> dict[str, Any]:
 
 
 def parse_yaml(text: str, path: Path) -> dict[str, Any]:
-    """The text of the parameter file `path` as plain dictionaries; a method without a block is switched off. Raises
-    UserError when it is not YAML, is not a mapping, or has a tag such as `!!python/object`.
+    """The text of the parameter file `path` as plain dictionaries. Without its block a method is switched off, and
+    `round` is empty. Raises UserError when it is not YAML, is not a mapping, or has a tag such as `!!python/object`.
     """
     try:
         content = YAML(typ="safe", pure=True).load(text)
@@ -49,7 +49,8 @@ def parse_yaml(text: str, path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise UserError(f"{path}: expected a mapping of blocks (ingest, base, sft, …)")
     _refuse_bomb(content, path)
-    return content | {method.name: {"enabled": False} for method in METHODS if method.name not in content}
+    absent: dict[str, Any] = {"round": {}, **{method.name: {"enabled": False} for method in METHODS}}
+    return content | {name: block for name, block in absent.items() if name not in content}
 
 
 def with_scorer(content: dict[str, Any]) -> dict[str, Any]:

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rlhf_core.errors import UserError
-from tasks.records.recorded import Record, made_by, recorded
-from tasks.stage import provenance
-from tasks.stage.definition import RAW, digest
+from tasks.records.recorded import Record, made_by, parse, recorded
+from tasks.stage import provenance, rounds
+from tasks.stage.definition import RAW, ROUND, digest, git
 from tasks.stage.dvc_adapter import LOCK_FILE, Project, open_project
 
 State = Literal["as recorded", "changed since", "missing", "unknown here"]
@@ -61,11 +61,34 @@ class Lineage:
         declared = [out.path for stage in self.project.stages for out in stage.outs]
         return list(dict.fromkeys([*declared, *(out for record in self.records.values() for out in record.outs)]))
 
+    @cached_property
+    def closed(self) -> dict[int, str]:
+        """DVC's hash of each closed round."""
+        found = {file.path: file.recorded or "" for file in self.project.tracked if ROUND.fullmatch(file.path)}
+        return {int(path.rpartition("/")[2]): value for path, value in found.items()}
+
+    @cached_property
+    def past(self) -> dict[int, dict[str, Record]]:
+        """The entries of dvc.lock in the commit of each closed round; none where git does not have the commit."""
+        commits = {number: rounds.read_note(self.root, number)["commit"] for number in self.closed}
+        texts = {number: git(self.root, "show", f"{commit}:./{LOCK_FILE}") for number, commit in commits.items()}
+        return {number: parse(text, f"{LOCK_FILE} of {commits[number][:8]}") for number, text in texts.items() if text}
+
+    def closed_in(self, digest: str) -> int | None:
+        """How many rounds were closed when the folder rounds had this hash; None where nobody knows."""
+        for number, records in self.past.items():
+            if any(record.inputs.get(rounds.ROUNDS) == digest for record in records.values()):
+                return number - 1
+        now = self.project.hash_at(self.root / rounds.ROUNDS)
+        return len(self.closed) if digest == now or not self.closed else None
+
     def of(self, path: Path) -> Node:
         """The tree of the artefact at the absolute `path`. Raises UserError if no stage makes it or no hash is
         recorded."""
         place = path.resolve()
         inside = place.relative_to(self.root.resolve()).as_posix() if place.is_relative_to(self.root.resolve()) else ""
+        if (match := ROUND.match(inside)) and (number := int(match[0].rpartition("/")[2])) in self.closed:
+            return self._round(number)
         out = next((out for out in self.outs if inside == out or inside.startswith(f"{out}/")), None)
         if out is None:
             return self._copied(place)
@@ -100,14 +123,34 @@ class Lineage:
 
     def _find(self, path: str, digest: str) -> Node:
         state = self.state(path, digest)
+        if path == rounds.ROUNDS and (last := self.closed_in(digest)):
+            return Node(path, digest, state, inputs=(self._round(last),))
         if path not in self.outs:
             known = path == RAW and state == "as recorded"
             return Node(path, digest, state, inputs=tuple(self._tracked_data()) if known else ())
-        record = self._own_record(path, digest, state) or made_by(self.records, path, digest)
+        record = self._own_record(path, digest, state) or self._maker(path, digest)
         if record is None:
             note = "unknown: neither dvc.lock nor DVC's cache says how this was made; check out the commit that has it"
             return Node(path, digest, state, notes=(note,))
         return self._made(path, digest, state, record, [])
+
+    def _maker(self, path: str, digest: str) -> Record | None:
+        """The execution whose output at `path` has this hash, of dvc.lock now or in the commit of a closed round."""
+        found = (made_by(records, path, digest) for records in (self.records, *self.past.values()))
+        return next((record for record in found if record is not None), None)
+
+    def _round(self, number: int) -> Node:
+        """A closed round, with what its policy and pairs were made from."""
+        note, path = rounds.read_note(self.root, number), f"{rounds.ROUNDS}/{number}"
+        inputs = []
+        for name, out in ((rounds.POLICY, rounds.MODEL), (rounds.PAIRS, rounds.PREFERENCES)):
+            place, value = rounds.path_in(number, name), note[name.partition(".")[0]]
+            own = provenance.read(self.root / place)
+            record = _from_provenance(own) if own else self._maker(out, value)
+            state = self.state(place, value)
+            inputs.append(self._made(place, value, state, record, []) if record else Node(place, value, state))
+        about = f"round {number}, closed at commit {note['commit'][:8]}; tracked by {path}.dvc"
+        return Node(path, self.closed[number], self.state(path, self.closed[number]), inputs=(*inputs,), notes=(about,))
 
     def state(self, path: str, digest: str) -> State:
         """How the workspace's content at `path` compares with this hash."""
@@ -125,7 +168,12 @@ class Lineage:
         return _from_provenance(json.loads(kept.read_bytes())) if kept and kept.is_file() else None
 
     def _made(self, path: str, digest: str, state: State, record: Record, notes: list[str]) -> Node:
-        inputs = [self.node(name, value) for name, value in sorted(record.inputs.items()) if name not in GATES]
+        shown = {
+            name: value
+            for name, value in sorted(record.inputs.items())
+            if name not in GATES and not (name == rounds.ROUNDS and self.closed_in(value) == 0)
+        }
+        inputs = [self.node(name, value) for name, value in shown.items()]
         changed = [name for name, value in sorted(record.code.items()) if self.state(name, value) != "as recorded"]
         exempt = [f"exempt from byte identity: {text}" for text in record.exemptions]
         everything = (*self._origins(record), *inputs)

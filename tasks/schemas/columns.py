@@ -86,9 +86,9 @@ def number(*, nullable: bool = False) -> pa.Column:
     return _each(is_number, "must be a finite number", nullable=nullable)
 
 
-def count(*, nullable: bool = False) -> pa.Column:
+def count(*, nullable: bool = False, required: bool = True) -> pa.Column:
     """A whole number from 0."""
-    return _each(is_count, "must be a whole number from 0", nullable=nullable)
+    return _each(is_count, "must be a whole number from 0", nullable=nullable, required=required)
 
 
 def flag(*, required: bool = True) -> pa.Column:

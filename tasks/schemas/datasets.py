@@ -59,6 +59,7 @@ SCHEMAS = {
             "source": col.choice("judge", "dataset"),
             "split": col.split(),
             "annotator": col.annotator(),
+            "round": col.count(required=False),
         },
         col.different_answers(),
         col.one_split_per_prompt(),

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import re
 import subprocess
 from collections.abc import Mapping
 from contextlib import suppress
@@ -19,6 +20,8 @@ from tasks.tracking.settings import RUN_VARIABLE
 from tasks.tracking.tracker import PipelineIdentity, flatten
 
 RAW = "data/raw"
+ROUND = re.compile(r"rounds/\d+")
+"""The path of a closed round."""
 UNTRACKED = ("runtime", "promote")
 """Blocks of params.yaml that change no result."""
 WRITTEN = ("dvc.lock", "metrics/", "plots/")
@@ -108,15 +111,22 @@ def is_code(path: str) -> bool:
 
 def pipeline_identity(project: Project, params: dict[str, Any]) -> PipelineIdentity:
     """The identity of the pipeline run: raw data, parameters without `runtime`, and commands."""
-    kept = {name: value for name, value in params.items() if name not in UNTRACKED}
+    kept = _kept(params)
     commands = {stage.name: stage.command for stage in project.stages}
     raw = (file for stage in project.stages for file in stage.inputs if file.path == RAW and file.exists)
     raw_hash = next((file.known_hash() for file in raw), None)
-    key = digest({"raw": raw_hash, "params": kept, "commands": commands})
+    closed = sum(ROUND.fullmatch(file.path) is not None for file in project.tracked)
+    rounds = {"rounds": [file.recorded for file in project.tracked if ROUND.fullmatch(file.path)]} if closed else {}
+    key = digest({"raw": raw_hash, "params": kept, "commands": commands, **rounds})
     commit, dirty = git_state(project.root)
     edited = git(project.root, "diff", "--name-only", "--relative", "HEAD") or ""
     names = tuple(name for name in edited.splitlines() if not name.startswith(WRITTEN) and name != str(PARAMS_FILE))
-    return PipelineIdentity(key, kept, commit, dirty, _changes(project.root, kept), names)
+    return PipelineIdentity(key, kept, commit, dirty, _changes(project.root, kept), names, closed + 1)
+
+
+def _kept(params: dict[str, Any]) -> dict[str, Any]:
+    """The parameters that can change a result; without the empty block `round` of a params.yaml that has none."""
+    return {name: value for name, value in params.items() if name not in UNTRACKED and value != {}}
 
 
 def _changes(root: Path, params: dict[str, Any]) -> tuple[str, ...]:
@@ -126,9 +136,7 @@ def _changes(root: Path, params: dict[str, Any]) -> tuple[str, ...]:
         return ()
     with TemporaryDirectory() as folder, suppress(UserError):
         (Path(folder) / PARAMS_FILE).write_text(text, encoding="utf-8")
-        before = flatten(
-            {name: value for name, value in read_yaml(Path(folder) / PARAMS_FILE).items() if name not in UNTRACKED}
-        )
+        before = flatten(_kept(read_yaml(Path(folder) / PARAMS_FILE)))
         return _differences(before, flatten(params))
     return ()
 

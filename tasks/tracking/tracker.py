@@ -36,7 +36,8 @@ NOT_IN_MODELS = re.compile(r"[^\w\- ]")
 
 @dataclass(frozen=True)
 class PipelineIdentity:
-    """One pipeline run: `key` is the hash of raw data, parameters and commands; `params` is all of params.yaml."""
+    """One pipeline run: `key` is the hash of raw data, closed rounds, parameters and commands; `params` is all of
+    params.yaml."""
 
     key: str
     params: Mapping[str, Any]
@@ -46,12 +47,14 @@ class PipelineIdentity:
     """Parameters with another value than in the commit: `ppo.kl.coef=0.2 (0.13)`."""
     edited: tuple[str, ...] = ()
     """Other files with uncommitted changes, without what a run writes."""
+    round: int = 1
 
     @property
     def title(self) -> str:
         """For the run in MLflow: `e70966d+ seed 1, kl.coef=0.2`; the plus stands for uncommitted changes."""
         version = f"{self.commit[:7]}{'+' if self.dirty else ''}" if self.commit else "no commit"
         seed = f" seed {self.params['seed']}" if "seed" in self.params else ""
+        seed += f", round {self.round}" if self.round > 1 else ""
         changes = [one.split(" (")[0] for one in self.changes if not one.startswith("seed=")]
         return f"{version}{seed}" + "".join(f", {one}" for one in changes if len(changes) <= NAMED_CHANGES)
 
@@ -86,6 +89,7 @@ class _ParentRun:
         if pipeline.commit:
             tags |= {"leash.commit": pipeline.commit, "mlflow.source.git.commit": pipeline.commit}
         tags |= {"leash.experiment": run} if run else {}
+        tags |= {"leash.round": str(pipeline.round)} if pipeline.round > 1 else {}
         tags |= {"leash.changes": ", ".join(pipeline.changes)[:5000]} if pipeline.changes else {}
         outbox.append(
             "parent-open", key=pipeline.key, params=flatten(pipeline.params), tags=tags, workspace=workspace,

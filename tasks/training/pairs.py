@@ -33,7 +33,7 @@ def comparisons(
         raise UserError(f"{PREFERENCES}: no {split} pair is left; training and validation pairs are needed")
     grouped: dict[str, Comparison] = {}
     for row, (prompt, chosen, rejected) in kept:
-        comparison = grouped.setdefault(row["prompt_id"], Comparison(prompt, [], []))
+        comparison = grouped.setdefault(row["prompt_id"], Comparison(prompt, [], [], row.get("round", 1)))
         for response in (chosen, rejected):
             if response not in comparison.responses:
                 comparison.responses.append(response)

@@ -1,5 +1,6 @@
-"""Inputs of PPO's loop beside policy and prompts: the critic that it starts with, and the text of PPO-ptx."""
+"""Inputs of PPO's loop beside the prompts: the models that it begins with, and the text of PPO-ptx."""
 
+from dataclasses import dataclass
 from pathlib import Path
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -11,9 +12,29 @@ from rlhf_core.models.hf import load_scalar_model, map_scalar, scalar_model_from
 from rlhf_core.ppo.ptx import Piece, cut_text
 from rlhf_core.ppo.scoring import ScoreNormalisation
 from tasks.datasets.raw import below_raw
+from tasks.params.round import RoundParams
+from tasks.stage import rounds
 from tasks.training.scorer import REWARD
 
-SFT = "models/sft"
+SFT = rounds.SFT
+
+
+@dataclass(frozen=True)
+class Beginning:
+    """What a run of the loop starts from; folders relative to the project."""
+
+    start: str
+    """The model that the policy begins with."""
+    reference: str
+    """The model of the KL penalty."""
+    seed: int
+
+
+def beginning(root: Path, seed: int, params: RoundParams) -> Beginning:
+    """Of the present round: models/sft, or from round 2 on the policy of the round before; the reference as
+    `round.reference` says."""
+    last, start = rounds.last_closed(root), rounds.start_of(root)
+    return Beginning(start, start if params.reference == "previous" else SFT, rounds.seed_of(seed, last + 1))
 
 
 def starting_critic(

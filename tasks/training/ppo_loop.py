@@ -29,7 +29,7 @@ from tasks.stage.stage import Stage
 from tasks.stage.trust import trusts
 from tasks.stage.workers import is_worker
 from tasks.training.gold_judge import judge_of
-from tasks.training.ppo_inputs import SFT, read_text, starting_critic
+from tasks.training.ppo_inputs import Beginning, read_text, starting_critic
 from tasks.training.scorer import extras_of, judging_scorer_of, scorer_of
 
 PROMPTS = "data/ingest/ppo_prompts.jsonl"
@@ -43,34 +43,34 @@ EDGE = 5
 
 
 def build(
-    stage: Stage[Any], config: PPOConfig, tokenizer: PreTrainedTokenizerBase, start: str = SFT
+    stage: Stage[Any], config: PPOConfig, tokenizer: PreTrainedTokenizerBase, begin: Beginning
 ) -> tuple[PPOTrainer, list[Row], dict[str, float | None]]:
     """The trainer with its models, the held-out rows to watch, and figures of its inputs: the number of prompts that
-    did not fit, and the scores of the SFT model. `start` is the folder that the policy begins with; the reference is
-    models/sft."""
-    device, trusted = Processes().device, trusts(stage)
-    sft = place(load_causal_lm(stage.root / SFT, trust_remote_code=trusted), device)
-    kept, too_long = fitting_prompts(stage, config, PROMPTS, tokenizer, sft)
-    heldout, _ = fitting_prompts(stage, config, HELDOUT, tokenizer, sft)
+    did not fit, and the scores of the reference."""
+    device, trusted, seed = Processes().device, trusts(stage), begin.seed
+    reference = place(load_causal_lm(stage.root / begin.reference, trust_remote_code=trusted), device)
+    kept, too_long = fitting_prompts(stage, config, PROMPTS, tokenizer, reference)
+    heldout, _ = fitting_prompts(stage, config, HELDOUT, tokenizer, reference)
     if not kept:
         raise UserError(f"{PROMPTS}: PPO needs prompts; enlarge ingest.split.ppo")
     prompts, rows, judge = [row["prompt"] for row in kept], extras_of(kept), judge_of(stage)
     scorer = scorer_of(stage, tokenizer, config.micro_batch_size, device)
     judging = judging_scorer_of(stage.root, tokenizer, config.micro_batch_size, trusted, device)
-    of_sft = reference_scores(config, sft, tokenizer, scorer, prompts, stage.seed, stage.exempt, rows)
+    known = reference_scores(config, reference, tokenizer, scorer, prompts, seed, stage.exempt, rows)
+    is_own_reference = config.lora is not None and begin.start == begin.reference  # the policy without its adapter
     models = ActorCritic(
         config,
-        load_causal_lm(stage.root / start, trust_remote_code=trusted),
-        sft if config.lora is None else None,
-        starting_critic(stage.root, config, of_sft.normalisation, stage.seed, trusted),
-        stage.seed,
+        load_causal_lm(stage.root / begin.start, trust_remote_code=trusted),
+        None if is_own_reference else reference,
+        starting_critic(stage.root, config, known.normalisation, seed, trusted),
+        seed,
     )
     text = read_text(stage.root, config, tokenizer, context_length(models.policy))
     observed = Observed(scorer, {} if judging is None else {JUDGE: judging})
-    source = RewardSource(observed, of_sft.normalisation, judge)
-    trainer = PPOTrainer(config, models, tokenizer, source, prompts, stage.seed, text, rows)
+    source = RewardSource(observed, known.normalisation, judge)
+    trainer = PPOTrainer(config, models, tokenizer, source, prompts, seed, text, rows)
     trainer.exempt = stage.exempt
-    return trainer, drawn(heldout, stage.seed), {**of_sft.figures(judge), "prompts_too_long": too_long}
+    return trainer, drawn(heldout, stage.seed), {**known.figures(judge), "prompts_too_long": too_long}
 
 
 def drawn(rows: list[Row], seed: int) -> list[Row]:

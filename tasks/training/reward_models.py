@@ -68,16 +68,21 @@ def train_all(stage: Stage[RewardConfig]) -> None:
 
 def split_prompts(training: list[Comparison], share: float, seed: int) -> tuple[list[Comparison], list[Comparison]]:
     """The comparisons of PPO's reward model and those of the judging one, in the order of the data; whole prompts,
-    drawn by seed. Raises UserError where a second reward model is wanted and there is only one prompt."""
+    drawn by seed from the new ones of each round: no prompt changes its model from round to round, or the judging one
+    would learn what earlier policies were trained on. Raises UserError where a second reward model is wanted and there
+    are too few prompts."""
     if share == 0:
         return training, []
-    if len(training) < 2:
+    drawn = set[int]()
+    for number in {comparison.round for comparison in training}:
+        new = [index for index, comparison in enumerate(training) if comparison.round == number]
+        count = min(max(1, round(share * len(new))), len(new) - 1)
+        drawn |= {new[i] for i in permutation(len(new), seed, OF_JUDGE)[:count]}
+    if not drawn:
         raise UserError(
             f"{PREFERENCES}: reward.judge_share shares the training prompts between two reward models, and there is "
             "only one; add pairs, or set reward.judge_share: 0"
         )
-    count = min(max(1, round(share * len(training))), len(training) - 1)
-    drawn = set(permutation(len(training), seed, OF_JUDGE)[:count])
     parts: tuple[list[Comparison], list[Comparison]] = ([], [])
     for index, comparison in enumerate(training):
         parts[index in drawn].append(comparison)

@@ -9,6 +9,7 @@ from rlhf_core.config.ppo import PPOConfig
 from rlhf_core.errors import UserError
 from rlhf_core.ppo.detectors import COLUMNS
 from tasks.params.loader import PARAMS_FILE
+from tasks.params.round import RoundParams
 from tasks.params.variant import PUBLISHED, VariantParams
 from tasks.stage.run import quiet_libraries, run
 from tasks.stage.stage import Stage
@@ -18,13 +19,13 @@ from tasks.stage.workers import requested_processes, start_workers
 SFT = "models/sft"
 
 
-def run_variant(name: str, start: str = SFT) -> NoReturn:
-    """The stage `name` as a process: PPO's loop from the folder `start` to models/<name>."""
+def run_variant(name: str, start: str | None = None) -> NoReturn:
+    """The stage `name` as a process: PPO's loop from the folder `start` (None: as the stage `ppo`) to models/<name>."""
     start_workers(f"tasks.{name}", requested_processes(name))
     run(name, VariantParams, partial(execute, name=name, start=start))
 
 
-def execute(stage: Stage[VariantParams], name: str, start: str = SFT) -> None:
+def execute(stage: Stage[VariantParams], name: str, start: str | None = None) -> None:
     """Make models/<name>, plots/<name>.csv and metrics/<name>.json."""
     if stage.params.enabled:
         train_variant(stage, settings(stage, name), name, start)
@@ -32,18 +33,23 @@ def execute(stage: Stage[VariantParams], name: str, start: str = SFT) -> None:
         write_switched_off(stage, {f"plots/{name}.csv": COLUMNS})
 
 
-def train_variant(stage: Stage[VariantParams], config: PPOConfig, name: str, start: str) -> None:
+def train_variant(stage: Stage[VariantParams], config: PPOConfig, name: str, start: str | None) -> None:
     """Train and save. What takes seconds to import is imported here: a stage that is switched off does without."""
     from rlhf_core.data.tokenizer import load_tokenizer
     from rlhf_core.determinism import make_deterministic
     from rlhf_core.models.hf import save_checkpoint
     from tasks.stage.trust import trusts
+    from tasks.training.ppo_inputs import Beginning, beginning
     from tasks.training.ppo_loop import build, summary, train
 
     quiet_libraries()
     make_deterministic(stage.seed, stage.common.threads)
     tokenizer = load_tokenizer(stage.root / SFT, trust_remote_code=trusts(stage))
-    trainer, watched, inputs = build(stage, config, tokenizer, start)
+    if start:
+        begin = Beginning(start, SFT, stage.seed)
+    else:
+        begin = beginning(stage.root, stage.seed, stage.block("round", RoundParams))
+    trainer, watched, inputs = build(stage, config, tokenizer, begin)
     record = train(stage, trainer, watched)
     if not trainer.processes.is_main:
         return

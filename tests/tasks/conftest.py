@@ -12,6 +12,7 @@ import pytest
 from rlhf_core.models.hf import save_checkpoint
 from tasks.params.runtime import RuntimeParams
 from tasks.params.scorer import DEFAULT
+from tasks.stage import rounds
 from tasks.stage.interrupts import Interrupts
 from tasks.stage.outputs import Outputs
 from tasks.stage.stage import Common, Stage
@@ -110,3 +111,16 @@ def run_pair_stage(
         return metrics
 
     return call
+
+
+@pytest.fixture
+def close_round() -> Callable[[Path, int], None]:
+    """close_round(root, 1): a closed round as `leash round` leaves it, without model and pairs."""
+
+    def close(root: Path, number: int) -> None:
+        folder = root / rounds.ROUNDS / str(number)
+        (folder / rounds.POLICY).mkdir(parents=True)
+        (folder / rounds.NOTE).write_text(json.dumps({"round": number, "commit": "c" * 40}))
+        (root / rounds.ROUNDS / f"{number}.dvc").touch()
+
+    return close

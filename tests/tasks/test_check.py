@@ -45,7 +45,7 @@ def execute(
 
 def test_a_file_without_the_block_has_the_reward_model(execute: Callable[..., dict[str, Any]]) -> None:
     found = execute(None)
-    assert list(found) == [*(method.name for method in METHODS), "scorer", "reward_model"]
+    assert list(found) == ["round", *(method.name for method in METHODS), "scorer", "reward_model"]
     assert (found["scorer"], found["reward_model"]) == (DEFAULT, True)
 
 

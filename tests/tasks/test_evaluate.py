@@ -5,17 +5,23 @@ import json
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
+import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tasks.evaluation.evaluator import ScoredAnswers
+from rlhf_core.models.hf import save_checkpoint
+from tasks.evaluate import candidate_models
+from tasks.evaluation.evaluator import ScoredAnswers, load_candidate
 from tasks.evaluation.outputs import costs, side_by_side
 from tasks.evaluation.results import pick
+from tests.tasks.conftest import TINY
 
 if TYPE_CHECKING:
+    from tasks.stage.stage import Stage
     from tests.conftest import Ended, Project, TinyRun
 
 Main = Callable[["Project", str], "Ended"]
@@ -222,11 +228,32 @@ def test_costs_are_those_beyond_the_common_stages() -> None:
     stage: Any = SimpleNamespace(read_json=metrics.__getitem__, params=SimpleNamespace(extra_models=["mine"]))
     plain: Any = SimpleNamespace(best_of=1)
     found = {
-        name: tuple(costs(stage, name, plain).values()) for name in ("sft", "policy", "hybrid", "dpo", "rloo", "mine")
+        name: tuple(costs(stage, name, plain).values())
+        for name in ("sft", "policy", "hybrid", "dpo", "rloo", "mine", "round_1")
     }
     assert found == {
         "sft": (0, 0, 1, None), "policy": (100, 10, 1, None), "hybrid": (132, 24, 1, None), "dpo": (0, 7, 1, None),
-        "rloo": (90, 9, 1, "ppo_style"), "mine": (None, None, 1, None),
+        "rloo": (90, 9, 1, "ppo_style"), "mine": (None, None, 1, None), "round_1": (None, None, 1, None),
     }  # fmt: skip
     best: Any = SimpleNamespace(best_of=4)
     assert tuple(costs(stage, "best_of_4", best).values()) == (0, 0, 4, None)
+
+
+def test_the_policies_of_earlier_rounds_are_compared_under_their_number(
+    workshop: Path,
+    make_stage: Callable[..., "Stage[Any]"],
+    close_round: Callable[[Path, int], None],
+) -> None:
+    copied = [workshop / "models/policy"]
+    for number in (1, 2):
+        close_round(workshop, number)
+        copied.append(workshop / f"rounds/{number}/policy")
+    for seed, folder in enumerate(copied):
+        save_checkpoint(folder, TINY.tiny_lm(seed=20 + seed), TINY.tiny_tokenizer())
+    stage = make_stage("evaluate", SimpleNamespace(extra_models=[]), [])
+    reference = load_candidate(stage, "sft", workshop / "models/sft")
+    found = {one.name: one for one in candidate_models(stage, cast(Any, SimpleNamespace(reference=reference)))}
+    assert list(found) == ["sft", "policy", "round_1", "round_2"]
+    for seed, name in ((21, "round_1"), (22, "round_2")):
+        wanted = TINY.tiny_lm(seed=seed).get_input_embeddings().weight
+        assert torch.equal(found[name].model.get_input_embeddings().weight, wanted)

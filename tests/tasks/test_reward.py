@@ -24,6 +24,7 @@ from tasks.training.trainer_setup import training_run
 from tests.tasks.conftest import TINY
 
 if TYPE_CHECKING:
+    from tasks.stage.stage import Stage
     from tests.conftest import Ended, Project
 
 
@@ -236,6 +237,28 @@ def test_the_split_is_drawn_by_seed_and_neither_part_is_empty() -> None:
     assert reward.split_prompts(prompts, 0.0, 1) == (prompts, [])
     with pytest.raises(UserError, match=r"reward\.judge_share shares the training prompts .* there is only one"):
         reward.split_prompts(prompts[:1], 0.3, 1)
+
+
+def test_no_prompt_changes_its_reward_model_from_round_to_round(
+    make_stage: Callable[..., "Stage[Any]"], pairs: list[dict[str, Any]]
+) -> None:
+    """What has trained PPO's reward model in one round never trains the judging one in a later round."""
+
+    def prompts_of(rows: list[dict[str, Any]], seed: int) -> list[set[int]]:
+        stage = make_stage("reward", None, [], {comparisons.PREFERENCES: rows})
+        training, _ = comparisons.comparisons(stage, TINY.tiny_tokenizer(), "train", 64)
+        numbers = {tuple(one.prompt): place for place, one in enumerate(training)}
+        return [{numbers[tuple(one.prompt)] for one in part} for part in reward.split_prompts(training, 0.4, seed)]
+
+    first = [pair for pair in pairs if pair["split"] == "train"][:8]
+    again = [{**pair, "round": 2} for pair in pairs if pair["split"] == "train"]  # also of the prompts of round 1
+    second = [*({**pair, "round": 1} for pair in first), *again]
+    for seed in range(5):
+        own, judging = prompts_of(first, seed)
+        assert (len(own), len(judging)) == (2, 2)
+        own_now, judging_now = prompts_of(second, seed)
+        assert (own_now & {0, 1, 2, 3}, judging_now & {0, 1, 2, 3}) == (own, judging)
+        assert (len(own_now), len(judging_now)) == (4, 3), "the share holds for the new prompts, too"
 
 
 def test_the_curves_of_the_members_have_names_of_their_own(make_stage: Callable[..., Any]) -> None:

@@ -3,17 +3,24 @@
 import csv
 import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from rlhf_core.config.lora import LoraSettings
 from rlhf_core.errors import UserError
+from rlhf_core.models.hf import save_checkpoint
+from rlhf_core.ppo import snapshots
+from tasks.evaluation.evaluator import load_candidate
 from tasks.params.select import SelectParams
-from tasks.select import best_step, choose, judging_column
+from tasks.select import best_step, choose, judging_column, policy_at
+from tests.tasks.conftest import TINY
 
 if TYPE_CHECKING:
+    from tasks.stage.stage import Stage
     from tests.conftest import Ended, Project
 
 
@@ -191,3 +198,21 @@ def test_without_prompts_nothing_is_compared(
     }  # fmt: skip
     for stage in ("evaluate", "report"):
         assert stage_main(finished, stage).code == 0
+
+
+def test_a_snapshot_of_adapters_belongs_to_the_model_that_ppo_began_with(
+    workshop: Path, make_stage: Callable[..., "Stage[Any]"], close_round: Callable[[Path, int], None]
+) -> None:
+    """From round 2 on that is the policy of the round before, not the SFT model."""
+    close_round(workshop, 1)
+    save_checkpoint(workshop / "rounds/1/policy", TINY.tiny_lm(seed=9), TINY.tiny_tokenizer())
+    trainer = TINY.tiny_trainer(lora={"rank": 2, "alpha": 4.0})
+    settings = LoraSettings(rank=2, alpha=4.0)
+    snapshots.write(workshop / "models/snapshots", trainer.models, 1, settings, seed=5)
+    stage = make_stage("select", None, [])
+    sft = load_candidate(stage, "sft", workshop / "models/sft")
+    wanted = snapshots.load(workshop / "models/snapshots", 1, TINY.tiny_lm(seed=9))
+    found = policy_at(stage, sft, 1).model
+    for mine, other in zip(found.parameters(), wanted.parameters(), strict=True):
+        assert torch.equal(mine, other)
+    assert not torch.equal(found.get_input_embeddings().weight, sft.model.get_input_embeddings().weight)

@@ -15,7 +15,7 @@ from rlhf_core.errors import UserError
 from rlhf_core.evaluation.judges import RubricJudge
 from rlhf_core.inspect.trace.records import Trace
 from rlhf_core.inspect.trace.step import trace_step
-from rlhf_core.models.hf import context_length, keep_float32, load_causal_lm, load_scalar_model, place, scalar_head
+from rlhf_core.models.hf import context_length, load_causal_lm, load_scalar_model, place, scalar_head
 from rlhf_core.ppo.actor_critic import ActorCritic
 from rlhf_core.ppo.plan import prompts_of_step
 from rlhf_core.ppo.processes import Processes
@@ -26,7 +26,7 @@ from tasks.params.all import Params
 from tasks.params.loader import PARAMS_FILE, parse, read_yaml
 from tasks.params.scorer import uses_reward_model
 from tasks.stage.trust import warn_of_code
-from tasks.training.ppo_inputs import SFT, read_text, starting_critic
+from tasks.training.ppo_inputs import SFT, Beginning, beginning, read_text, starting_critic
 from tasks.training.scorer import REWARD, build_scorer, extras_of
 
 POLICY, CRITIC = "models/policy", "models/critic"
@@ -41,6 +41,8 @@ class Traced:
     trace: Trace
     config: PPOConfig
     start: Start
+    model: str
+    """The folder of the model that the step starts from."""
     seed: int
     notes: list[str]
     """How the step differs from one of the run."""
@@ -49,9 +51,9 @@ class Traced:
 def trace_prompt(root: Path, text: str, start: Start | None = None, seed: int | None = None) -> Traced:
     """One PPO step with the settings of params.yaml on a batch of the prompt and prompts of the run.
 
-    `start` is `policy` (models/policy with models/critic, at the policy's step of the schedule), `sft` (step 1), or
-    None (the policy where there is one). Raises UserError where models or prompts are missing, and for a prompt that is
-    empty or too long.
+    `start` is `policy` (models/policy with models/critic, at the policy's step of the schedule), `sft` (step 1, with
+    the model that PPO begins with), or None (the policy where there is one). Raises UserError where models or prompts
+    are missing, and for a prompt that is empty or too long.
     """
     if not text.strip():
         raise UserError("the prompt is empty; give the question, in quotation marks")
@@ -67,13 +69,14 @@ def trace_prompt(root: Path, text: str, start: Start | None = None, seed: int | 
         notes.append("Adam starts without moments: those of the run are not saved with the models")
     tokenizer = load_tokenizer(root / SFT, trust_remote_code=trusted)
     source = _reward_source(root, params, tokenizer)
-    models = _load_models(root, params.ppo, start, source.normalisation, seed, trusted, notes)
+    begin = beginning(root, seed, params.round)
+    models = _load_models(root, params.ppo, start, begin, source.normalisation, trusted, notes)
     step = _step(root, params.ppo, start, notes)
     prompt: Conversation = [{"role": "user", "content": text}]
-    rows, row = _batch(root, params.ppo, prompt, step, seed, tokenizer, context_length(models.policy))
+    rows, row = _batch(root, params.ppo, prompt, step, begin.seed, tokenizer, context_length(models.policy))
     pieces = read_text(root, params.ppo, tokenizer, context_length(models.policy))
     prompts = [each["prompt"] for each in rows]
-    trainer = PPOTrainer(params.ppo, models, tokenizer, source, prompts, seed, pieces, extras_of(rows))
+    trainer = PPOTrainer(params.ppo, models, tokenizer, source, prompts, begin.seed, pieces, extras_of(rows))
     trainer.steps_done = step
     if start == "policy":
         _restore_controllers(root, trainer, notes)
@@ -81,7 +84,8 @@ def trace_prompt(root: Path, text: str, start: Start | None = None, seed: int | 
         done = step - (params.ppo.critic.warmup_steps if name == "policy" else 0)
         rate = scheduler.base_lrs[0] * scheduler.lr_lambdas[0](max(0, done))
         trainer.optimizers[name].param_groups[0]["lr"] = rate
-    return Traced(trace_step(trainer, [row])[0], params.ppo, start, seed, notes)
+    model = POLICY if start == "policy" else begin.start
+    return Traced(trace_step(trainer, [row])[0], params.ppo, start, model, seed, notes)
 
 
 def is_model(folder: Path) -> bool:
@@ -103,25 +107,23 @@ def _load_models(
     root: Path,
     config: PPOConfig,
     start: Start,
+    begin: Beginning,
     normalisation: ScoreNormalisation,
-    seed: int,
     trusted: bool,
     notes: list[str],
 ) -> ActorCritic:
     """The models as at the start of PPO, or at its end."""
-    policy = load_causal_lm(root / (POLICY if start == "policy" else SFT), trust_remote_code=trusted)
-    sft = load_causal_lm(root / SFT, trust_remote_code=trusted)
+    policy = load_causal_lm(root / (POLICY if start == "policy" else begin.start), trust_remote_code=trusted)
+    reference = load_causal_lm(root / begin.reference, trust_remote_code=trusted)
     trained = start == "policy" and config.needs_critic_model
     critic = (
         load_scalar_model(root / CRITIC, trust_remote_code=trusted)
         if trained
-        else starting_critic(root, config, normalisation, seed, trusted)
+        else starting_critic(root, config, normalisation, begin.seed, trusted)
     )
-    models = ActorCritic(config, policy, sft if config.lora is None else None, critic, seed)
+    is_own_reference = config.lora is not None and start == "sft" and begin.start == begin.reference
+    models = ActorCritic(config, policy, None if is_own_reference else reference, critic, begin.seed)
     if start == "policy" and config.lora is not None:
-        models.reference = sft.eval().requires_grad_(False)
-        if models.bfloat16:
-            keep_float32(sft.get_output_embeddings())
         notes.append("the adapters of the run are folded into models/policy; new ones are trained here")
     if start == "policy" and models.head is not None:
         models.head.load_state_dict(
@@ -193,10 +195,11 @@ def _reward_source(root: Path, params: Any, tokenizer: PreTrainedTokenizerBase) 
     if isinstance(mean, float) and isinstance(std, float):
         normalisation = ScoreNormalisation(mean, std)
     else:
-        sft = place(load_causal_lm(root / SFT, trust_remote_code=trusted), device)
-        rows = _fitting_rows(root, config, tokenizer, context_length(sft))
+        begin = beginning(root, params.seed, params.round)
+        reference = place(load_causal_lm(root / begin.reference, trust_remote_code=trusted), device)
+        rows = _fitting_rows(root, config, tokenizer, context_length(reference))
         prompts = [row["prompt"] for row in rows]
-        scored = reference_scores(config, sft, tokenizer, scorer, prompts, params.seed, rows=extras_of(rows))
+        scored = reference_scores(config, reference, tokenizer, scorer, prompts, begin.seed, rows=extras_of(rows))
         normalisation = scored.normalisation
     return RewardSource(scorer, normalisation, RubricJudge() if demo else None)
 

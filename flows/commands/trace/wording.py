@@ -40,7 +40,7 @@ def clip_word(reading: Reading) -> str:
 
 def where(traced: Traced) -> str:
     """Which step this is, and of which models."""
-    step, start = traced.trace.step.number, "models/policy" if traced.start == "policy" else "models/sft"
+    step, start = traced.trace.step.number, traced.model
     row, rows = traced.trace.row + 1, traced.config.batch_size
     return f"PPO step {step} of {traced.config.steps}, from {start}, seed {traced.seed}; answer {row} of {rows}"
 

@@ -104,6 +104,48 @@ def verify(root: Path, names: Sequence[str], keep: bool, log: Log) -> Report:
     return report
 
 
+def verify_round(root: Path, number: int, log: Log) -> Report:
+    """Rebuild policy and pairs of a closed round as `verify`, with code, parameters and inputs of its commit, and
+    compare them with rounds/N.
+
+    Raises UserError as `verify`, for a round that is not closed, and where the commit or the rounds before it are not
+    here. The workspaces are removed at the end, also after an error.
+    """
+    from tasks.records.recorded import recorded
+    from tasks.stage import rounds
+    from tasks.stage.dvc_adapter import open_project
+
+    note = rounds.read_note(root, number)
+    space = Workspace(root, f"round-{number}-{os.getpid()}", workspace.resolve(root, note["commit"]))
+    log("", f"round {number} was made from commit {space.commit[:DIGITS]}")
+    with workspace.opened(space):
+        try:
+            stages = read_graph(space.root).select(["select"]).stages
+            _make_params(space.root, stages, log)
+            report = verify(space.root, stages, False, log)
+            rebuilt = {finding.out: finding.rebuilt for finding in report.findings}
+            makers = {out: record.stage for record in recorded(space.root).values() for out in record.outs}
+        finally:
+            workspace.remove(space)
+    with open_project(root) as project:
+        for out, name in ((rounds.MODEL, rounds.POLICY), (rounds.PREFERENCES, rounds.PAIRS)):
+            path, stage = rounds.path_in(number, name), makers[out]
+            kept, now = project.hash_at(root / path) or "", rebuilt.get(out)
+            verdict: Verdict = "not rebuilt" if now is None else "same" if now == kept else "DIFFERS"
+            report.findings.append(Finding(stage, path, kept, now, verdict))
+    return report
+
+
+def _make_params(project: Path, stages: Sequence[str], log: Log) -> None:
+    """Run the stages that make files of parameters: without them nobody can say whether dvc.lock is up to date."""
+    from tasks.stage.dvc_adapter import open_project
+
+    with open_project(project) as opened:
+        makers = set[str]().union(*map(opened.makers_of_params, stages))
+    for name in (name for name in stages if name in makers):
+        run_stage(project, name, False, None, partial(log, name), OPTIONS, environment(project))
+
+
 @contextmanager
 def _empty_workspace(root: Path, keep: bool) -> Iterator[Path]:
     """A workspace without files, with an empty DVC cache of its own; removed at the end unless `keep`."""

@@ -13,9 +13,18 @@ from rlhf_core.errors import UserError
 from tasks.page.comparison_table import columns_of, label
 from tasks.page.figures import disagreement, draw
 from tasks.page.inputs import Run, read_run
-from tasks.page.page import comparison, data_counts, made_from, render, reward_facts, script_hash, write_page
+from tasks.page.page import (
+    comparison,
+    data_counts,
+    made_from,
+    render,
+    reward_facts,
+    script_hash,
+    write_page,
+)
 from tasks.page.picture import Picture
 from tasks.page.verdicts import NO, OPEN, YES, findings
+from tasks.params.loader import read_yaml
 from tests.security.test_page import browse
 
 MakeRun = Callable[..., Run]
@@ -602,3 +611,14 @@ def test_a_score_of_functions_is_named_and_its_terms_have_columns(make_run: Make
 def test_a_single_function_has_no_column_beside_the_total(make_run: MakeRun) -> None:
     run = scored_by(make_run(judge=False), "exact.py")
     assert [column.name for column in columns_of(run.models)][:2] == ["Proxy score", "Win rate against SFT"]
+
+
+def test_the_policy_of_an_earlier_round_is_named_by_its_round() -> None:
+    assert label("round_2") == "Round 2's policy"
+
+
+def test_an_empty_block_round_is_no_parameter(make_run: MakeRun, tmp_path: Path) -> None:
+    """A project without rounds has no such block, and the page is that of before."""
+    make_run()
+    assert "round" in read_yaml(tmp_path / "params.yaml")
+    assert "round" not in read_run([], [], tmp_path).params

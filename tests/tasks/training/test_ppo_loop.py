@@ -1,6 +1,26 @@
-"""The held-out prompts that are answered along a PPO run."""
+"""The models that a PPO run begins with, and the held-out prompts that are answered along it."""
 
-from tasks.training.ppo_loop import READ, drawn
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from rlhf_core.config.ppo import PPOConfig
+from rlhf_core.models.hf import save_checkpoint
+from rlhf_core.ppo import scoring
+from tasks.datasets.jsonl import Row
+from tasks.params.round import RoundParams
+from tasks.training.ppo_inputs import Beginning, beginning
+from tasks.training.ppo_loop import READ, build, drawn
+from tests.tasks.conftest import TINY
+
+if TYPE_CHECKING:
+    from tasks.stage.stage import Stage
+
+Make = Callable[..., "Stage[Any]"]
 
 
 def test_the_watched_prompts_are_drawn_by_seed_and_fixed_for_a_run() -> None:
@@ -17,3 +37,72 @@ def test_the_watched_prompts_are_drawn_by_seed_and_fixed_for_a_run() -> None:
 def test_few_prompts_are_all_watched() -> None:
     rows = [{"prompt_id": str(place)} for place in range(3)]
     assert drawn(rows, seed=1) == rows
+
+
+def stage_in_round(
+    number: int, make_stage: Make, root: Path, asked: list[Row], close_round: Callable[[Path, int], None], **block: Any
+) -> "Stage[Any]":
+    """The stage in a round whose last policy is another model than models/sft."""
+    for closed in range(1, number):
+        close_round(root, closed)
+        save_checkpoint(root / f"rounds/{closed}/policy", TINY.tiny_lm(seed=10 + closed), TINY.tiny_tokenizer())
+    rows = {"data/ingest/ppo_prompts.jsonl": asked, "data/ingest/heldout.jsonl": asked}
+    (root / "metrics").mkdir(exist_ok=True)
+    (root / "metrics/ingest.json").write_text(json.dumps({"source": "files"}))
+    return make_stage("ppo", None, [], rows, blocks={"round": block})
+
+
+def beginning_of(stage: "Stage[Any]") -> Beginning:
+    return beginning(stage.root, stage.seed, stage.block("round", RoundParams))
+
+
+@pytest.mark.parametrize(
+    ("number", "block", "start", "reference"),
+    [
+        (1, {}, "models/sft", "models/sft"),
+        (1, {"reference": "previous"}, "models/sft", "models/sft"),
+        (3, {}, "rounds/2/policy", "models/sft"),
+        (3, {"reference": "previous"}, "rounds/2/policy", "rounds/2/policy"),
+    ],
+)
+def test_a_later_round_begins_with_the_last_policy_and_the_reference_stays_or_moves(
+    number: int,
+    block: dict[str, Any],
+    start: str,
+    reference: str,
+    workshop: Path,
+    make_stage: Make,
+    asked: list[Row],
+    close_round: Callable[[Path, int], None],
+) -> None:
+    found = beginning_of(stage_in_round(number, make_stage, workshop, asked, close_round, **block))
+    assert (found.start, found.reference, found.seed == 3) == (start, reference, number == 1)
+
+
+@pytest.mark.parametrize("lora", [None, {"rank": 2, "alpha": 4.0}])
+@pytest.mark.parametrize("reference", ["sft", "previous"])
+def test_the_loop_has_the_models_of_its_beginning(
+    reference: str,
+    lora: dict[str, Any] | None,
+    workshop: Path,
+    make_stage: Make,
+    asked: list[Row],
+    close_round: Callable[[Path, int], None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With lora, the policy without its adapter is the reference only where that is what the reference is."""
+    monkeypatch.setattr(scoring, "REFERENCE_ANSWERS", 16)
+    stage = stage_in_round(2, make_stage, workshop, asked, close_round, reference=reference)
+    config = PPOConfig.model_validate(TINY.tiny_ppo_values(lora=lora) if lora else TINY.tiny_ppo_values())
+    trainer, _, _ = build(stage, config, TINY.tiny_tokenizer(), beginning_of(stage))
+    moved = reference == "previous"
+    assert (trainer.models.reference is None) is (moved and lora is not None)
+    weights = {"sft": TINY.tiny_lm(seed=1), "previous": TINY.tiny_lm(seed=11)}
+    with trainer.models.as_reference() as model:
+        found = model.get_input_embeddings().weight
+        assert torch.equal(found, weights[reference].get_input_embeddings().weight)
+    assert torch.equal(
+        trainer.models.policy.get_input_embeddings().weight, weights["previous"].get_input_embeddings().weight
+    )
+    row = trainer.step()
+    assert (abs(row["kl_k3"]) < 1e-6) is moved, "before the first step, only the policy itself is no nat away"

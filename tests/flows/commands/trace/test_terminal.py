@@ -4,6 +4,7 @@ import hashlib
 import json
 import math
 import re
+import shutil
 from base64 import b64encode
 from collections.abc import Callable
 from html.parser import HTMLParser
@@ -18,6 +19,7 @@ from flows.cli import app
 from flows.commands.trace.page import write_trace
 from flows.commands.trace.terminal import as_dict, render
 from flows.commands.trace.trace import Start, trace_prompt
+from flows.commands.trace.wording import where
 from rlhf_core.config.base import ScratchConfig
 from rlhf_core.data.tokenizer import train_bpe
 from rlhf_core.models.hf import build_llama, save_checkpoint, scalar_model_from
@@ -108,6 +110,22 @@ def test_the_policy_is_traced_where_the_run_ended(project: Path) -> None:
         rates = one.trace.step.learning_rates
         assert math.isclose(rates["policy"], config.learning_rate * min(rising, falling))
         assert math.isclose(rates["critic"], config.critic.learning_rate * min(rising, falling))
+
+
+@pytest.mark.parametrize("reference", ["sft", "previous"])
+def test_in_a_later_round_a_trace_has_the_models_and_random_numbers_of_the_round(project: Path, reference: str) -> None:
+    in_round_1 = trace_prompt(project, PROMPT, "sft")
+    shutil.copytree(project / "models/policy", project / "rounds/1/policy")
+    (project / "rounds/1/round.json").write_text("{}")
+    (project / "rounds/1.dvc").touch()
+    with (project / "params.yaml").open("a") as file:
+        file.write(f"round: {{reference: {reference}}}\n")
+    traced = trace_prompt(project, PROMPT, "sft")
+    assert where(traced).startswith("PPO step 1 of 4, from rounds/1/policy, seed 1;")
+    assert (max(abs(token.kl) for token in traced.trace.tokens) < 1e-6) is (reference == "previous")
+    shutil.copytree(project / "models/sft", project / "rounds/1/policy", dirs_exist_ok=True)
+    again = trace_prompt(project, PROMPT, "sft")
+    assert [token.text for token in again.trace.tokens] != [token.text for token in in_round_1.trace.tokens]
 
 
 def test_a_chosen_snapshot_says_where_it_stands(project: Path) -> None:
