@@ -26,10 +26,12 @@ def execute(
     """execute(scorer, **files) -> data/methods.json with the tiny parameters, these terms and files of rewards/."""
     monkeypatch.chdir(tmp_path)
 
-    def call(scorer: Any, **files: str) -> dict[str, Any]:
+    def call(scorer: Any, judge: str | None = None, **files: str) -> dict[str, Any]:
         content = read_yaml(ROOT / "examples/tiny.yaml")
         content["ppo"]["critic"]["init"] = "reward" if scorer is None else "sft"
         content["dpo"]["enabled"] = False
+        if judge is not None:
+            content["judge"] = {"kind": "function", "function": judge}
         YAML().dump(content | ({} if scorer is None else {"scorer": scorer}), tmp_path / "params.yaml")
         for name, text in files.items():
             (tmp_path / "rewards").mkdir(exist_ok=True)
@@ -90,3 +92,9 @@ def test_the_shipped_function_compares_with_the_column_answer(tmp_path: Path) ->
     with pytest.raises(UserError, match=r"KeyError: 'answer' .*; the columns of its row: label"):
         function([[{"role": "user", "content": "a"}]], ["12"], [{"label": "12"}])
     function.close()
+
+
+def test_the_judges_function_is_tried_too(execute: Callable[..., dict[str, Any]]) -> None:
+    execute(None, judge="good.py", good=GOOD)
+    with pytest.raises(UserError, match=r"judge\.function: bad\.py: has no function `score.*; correct rewards/bad\.py"):
+        execute(None, judge="bad.py", bad="x = 1")
