@@ -98,3 +98,14 @@ def test_the_judges_function_is_tried_too(execute: Callable[..., dict[str, Any]]
     execute(None, judge="good.py", good=GOOD)
     with pytest.raises(UserError, match=r"judge\.function: bad\.py: has no function `score.*; correct rewards/bad\.py"):
         execute(None, judge="bad.py", bad="x = 1")
+
+
+def test_the_shipped_list_counts_praise_less_blame(tmp_path: Path) -> None:
+    for name in ("sentiment.py", "sentiment.txt"):
+        shutil.copy(ROOT / "rewards" / name, tmp_path)
+    from rlhf_core.functions.process import Limits, RewardFunction
+
+    function = RewardFunction(tmp_path, "sentiment.py", Limits(20, 1024))
+    texts = [" is a Moving, wonderful joy.", " is dull", " is not good", " isn’t a dull film, and moving", " is", ""]
+    assert function([[]] * 6, texts, [{}] * 6) == [3, -1, -1, 2, 0, 0]
+    function.close()

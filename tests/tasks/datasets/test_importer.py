@@ -184,3 +184,16 @@ def test_every_broken_row_is_named(source, root, capsys):
         f"{source}/train.jsonl, row 22",
     ]
     assert not (root / "data").exists()
+
+
+def test_texts_are_imported_from_a_table_and_their_openings_are_compared(root, tmp_path, capsys):
+    source = tmp_path / "films"
+    source.mkdir()
+    (source / "train.csv").write_text('text,label\nThe film is a joy.,1\n"Dull, all of it.",0\nToo short,0\n')
+    write_jsonl(source / "test.jsonl", [{"text": "the FILM is a mess.", "label": 0}])
+    import_data(source, root)
+    lines = capsys.readouterr().out.splitlines()
+    assert "train.jsonl: 3 demonstrations; columns: text; kept for reward functions: label" in lines
+    assert "texts: the first 4 words are the prompt (ingest.opening_words); set base.format: text" in lines
+    assert "train.jsonl, row 3: too_short" in " ".join(lines)
+    assert any("leaked held-out prompts: 1 training rows" in line for line in lines)

@@ -13,7 +13,9 @@ import pytest
 
 from rlhf_core.errors import UserError
 from tasks import ingest
+from tasks.check_data import require_ratings
 from tasks.datasets.jsonl import read_jsonl, write_jsonl
+from tasks.datasets.prepare import prepare
 from tasks.params.ingest import IngestParams
 from tasks.schemas.validation import load
 
@@ -368,3 +370,14 @@ def test_numbers_as_text_and_truth_values_are_ratings(execute, params, raw):
     """As CSV files have them."""
     raw(train=[{**row, "label": "2.5" if row["label"] else True} for row in TEXTS])
     assert {row["rating"] for row in execute(params(opening_words=3, rating_column="label")).ratings} == {2.5, 1.0}
+
+
+@pytest.mark.parametrize("column", ["lable", "same"])
+def test_ratings_that_do_not_differ_are_refused_before_anything_runs(params, raw, monkeypatch, tmp_path, column):
+    monkeypatch.chdir(tmp_path)
+    raw(train=[{**row, "label": place % 2, "same": 1} for place, row in enumerate(TEXTS)])
+    prepared = prepare(params(opening_words=3, rating_column="label"))
+    require_ratings(prepared, "label")
+    require_ratings(prepared, None)
+    with pytest.raises(UserError, match=rf"rating_column is {column}, but the reward model's train split has no two"):
+        require_ratings(prepared, column)
