@@ -22,6 +22,7 @@ from tasks.training.trainer_setup import training_run
 
 DEMONSTRATIONS = "data/ingest/demonstrations.jsonl"
 PAIRS = "data/ingest/pairs.jsonl"
+RATINGS = "data/ingest/ratings.jsonl"
 COMMIT = re.compile(r"[0-9a-f]{40}")
 
 Document = tuple[Conversation, str]
@@ -52,10 +53,10 @@ def execute(stage: Stage[BaseParams]) -> None:
 
 
 def training_documents(stage: Stage[BaseParams]) -> list[Document]:
-    """Prompts and answers of the training split: demonstrations, and both responses of the pairs in the data."""
-    documents: list[Document] = [
-        (row["prompt"], row["response"]) for row in stage.read(DEMONSTRATIONS) if row["split"] == "train"
-    ]
+    """Prompts and answers of the training split: demonstrations, rated answers, and both responses of the pairs in the
+    data."""
+    answers = [*stage.read(DEMONSTRATIONS), *stage.read(RATINGS)]
+    documents: list[Document] = [(row["prompt"], row["response"]) for row in answers if row["split"] == "train"]
     for row in stage.read(PAIRS):
         if row["split"] == "train":
             documents += [(row["prompt"], row["chosen"]), (row["prompt"], row["rejected"])]
@@ -68,7 +69,8 @@ def _scratch(
     scratch = stage.params.scratch
     assert scratch is not None  # the parameters' own check
     texts = [text for prompt, answer in documents for text in [*(m["content"] for m in prompt), answer]]
-    tokenizer = train_bpe(texts, scratch.vocabulary, stage.params.pad_token, stage.params.eos_token, scratch.context)
+    pad, eos, plain = stage.params.pad_token, stage.params.eos_token, stage.params.format == "text"
+    tokenizer = train_bpe(texts, scratch.vocabulary, pad, eos, scratch.context, plain)
     model = build_llama(scratch, tokenizer, stage.seed)
     stage.log(f"{sum(p.numel() for p in model.parameters()):,} parameters, vocabulary {len(tokenizer):,}, from scratch")
     return model, tokenizer
@@ -84,7 +86,7 @@ def _pretrained(stage: Stage[BaseParams]) -> tuple[PreTrainedModel, PreTrainedTo
     except (OSError, ValueError) as error:
         reason = " ".join(str(error).split())
         raise UserError(f"base.pretrained.model: cannot load {settings.model}: {reason}") from None
-    tokenizer, repairs = complete(tokenizer, stage.params.pad_token)
+    tokenizer, repairs = complete(tokenizer, stage.params.pad_token, stage.params.format == "text")
     for repair in repairs:
         stage.log(f"tokenizer repaired: {repair}")
     if len(tokenizer) > model.get_input_embeddings().num_embeddings:

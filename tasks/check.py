@@ -8,17 +8,19 @@ from tasks.params.methods import METHODS
 from tasks.params.scorer import REWARD_MODEL
 from tasks.stage.run import run
 from tasks.stage.stage import Stage
-from tasks.training.functions import reward_functions
+from tasks.training.functions import judge_function, reward_functions
 
 CONSTANT = "data/check.ok"
 METHOD_BLOCKS = "data/methods.json"
 
 
 def execute(stage: Stage[Block]) -> None:
-    """Raise UserError for the first problem of params.yaml, or of a reward function that it names."""
+    """Raise UserError for the first problem of params.yaml, or of a function that it names."""
     content = read_yaml()
     params, known = parse(Params, content), with_scorer(content)
-    for function in reward_functions(stage.root, params.scorer, stage.runtime.functions).values():
+    limits, judge = stage.runtime.functions, params.judge.function
+    called = list(reward_functions(stage.root, params.scorer, limits).values())
+    for function in called if judge is None else [*called, judge_function(stage.root, judge, limits)]:
         function([], [], [])
         function.close()
     tracked = ["round", *(method.name for method in METHODS), "scorer", REWARD_MODEL]

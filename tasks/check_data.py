@@ -8,6 +8,7 @@ from rlhf_core.data.chat import opening
 from rlhf_core.errors import UserError
 from tasks.datasets.prepare import Prepared, prepare
 from tasks.datasets.sources.example import RAW, Example
+from tasks.datasets.sources.ratings import rating_of
 from tasks.datasets.sources.splits import Share
 from tasks.evaluation.prompts import read_prompts, refuse_training_prompts
 from tasks.params.evaluate import HELDOUT, EvaluateParams
@@ -25,6 +26,7 @@ def execute(stage: Stage[Block]) -> None:
     prepared = prepare(cheapest(stage.block("ingest", IngestParams)), RAW, stage.state_dir / "datasets", stage.log)
     if stage.blocks[REWARD_MODEL]:
         require_pairs(prepared, stage.block("preferences", PreferencesParams).source)
+        require_ratings(prepared, stage.block("ingest", IngestParams).rating_column)
     prompts = stage.block("evaluate", EvaluateParams).prompts
     if prompts != HELDOUT:
         check_prompts(prompts, prepared)
@@ -50,6 +52,22 @@ def require_pairs(prepared: Prepared, source: str) -> None:
             raise UserError(
                 f"preferences.source is {source}, but the data have no pairs for the reward model ({split} split): "
                 "add rows with prompt, chosen and rejected, or raise ingest.split.preferences"
+            )
+
+
+def require_ratings(prepared: Prepared, column: str | None) -> None:
+    """Raise UserError when the reward model learns from ratings, and a split has no two that differ."""
+    if column is None:
+        return
+    found: dict[str, set[float | None]] = {"train": set(), "validation": set()}
+    for example in in_share(prepared, "preferences"):
+        found[prepared.assignment.split(example)].add(rating_of(example, column))
+    for split, ratings in found.items():
+        if len(ratings - {None}) < 2:
+            raise UserError(
+                f"ingest.rating_column is {column}, but the reward model's {split} split has no two demonstrations "
+                "(text, or prompt and response) with different ratings there: correct the column's name, add rows, or "
+                "raise ingest.split.preferences"
             )
 
 

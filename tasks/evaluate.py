@@ -14,6 +14,7 @@ from tasks.datasets.jsonl import Row
 from tasks.evaluation.ceiling import add_shares, draw_ceiling
 from tasks.evaluation.evaluator import CandidateModel, Evaluator, ScoredAnswers, build_evaluator, load_candidate
 from tasks.evaluation.frontier import Frontier, chosen_snapshots, kl_by_step
+from tasks.evaluation.function_judge import function_judge_of
 from tasks.evaluation.judge_reliability import judge_checks, scorer_checks
 from tasks.evaluation.outputs import Answered, answer_rows, model_figures, sample_rows, side_by_side, summary
 from tasks.evaluation.prompts import evaluation_prompts, source_of
@@ -79,11 +80,10 @@ def evaluator_of(stage: Stage[EvaluateParams]) -> tuple[Evaluator, int]:
         folder = folder_of(stage, EXTRA, name, "evaluate.extra_models")
         stop_ids(load_tokenizer(folder, trust_remote_code=trusts(stage)), params.stop_tokens)
     sft = load_candidate(stage, "sft", stage.root / "models/sft")
-    judge = judge_of(stage) if params.prompts == HELDOUT else None  # the demo's judge scores the demo's prompts only
-    rows, judging = (
-        evaluation_prompts(stage, params),
-        judging_scorer_of(stage.root, sft.tokenizer, params.batch_size, trusts(stage)),
-    )
+    rows = evaluation_prompts(stage, params)
+    judging = judging_scorer_of(stage.root, sft.tokenizer, params.batch_size, trusts(stage))
+    of_data = judge_of(stage) if params.prompts == HELDOUT else None  # the demo's judge scores the demo's prompts only
+    judge = function_judge_of(stage, rows) or of_data
     return build_evaluator(stage, source_of(params), rows, sft, params, judge, judging=judging)
 
 

@@ -1,4 +1,4 @@
-"""Stage `ingest`: makes the five datasets of the run from the raw data."""
+"""Stage `ingest`: makes the datasets of the run from the raw data."""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -18,10 +18,13 @@ from tasks.stage.stage import Stage
 def execute(stage: Stage[IngestParams]) -> None:
     """Make data/ingest/*.jsonl and metrics/ingest.json. Raises UserError for data that cannot be used."""
     prepared = prepare(stage.params, RAW, stage.state_dir / "datasets", stage.log)
-    divided = divide(prepared.kept, prepared.assignment, stage.params.seed, prepared.labels)
+    column = stage.params.rating_column
+    divided = divide(prepared.kept, prepared.assignment, stage.params.seed, prepared.labels, column)
     sizes: Counter[str] = Counter()
     for name, rows in assemble(divided).items():
         stage.outputs.write_jsonl(f"data/ingest/{name}.jsonl", counted(rows, name, sizes))
+    if column is None:
+        del sizes["ratings"]
     dropped = ({"file": row.file, "row": row.row, "reason": row.reason} for row in prepared.dropped)
     stage.outputs.write_jsonl("data/ingest/dropped.jsonl", dropped)
     table = use_table(prepared, divided)
@@ -52,13 +55,14 @@ def counted(rows: Iterable[Row], name: str, sizes: Counter[str]) -> Iterator[Row
 
 
 def counts(prepared: Prepared) -> dict[str, Any]:
-    """Rows read, clean rows, and rows dropped by reason; a reason that did not occur counts 0."""
+    """Rows read, clean rows, and rows dropped by reason; a reason that did not occur counts 0. Only texts can be too
+    short."""
     found = Counter(row.reason for row in prepared.dropped)
     total = prepared.read.total()
     return {
         "rows_read": total,
         "rows_used": total - len(prepared.dropped) - len(prepared.ties),
-        "dropped": {reason: found[reason] for reason in cleaning.REASONS},
+        "dropped": {reason: found[reason] for reason in cleaning.REASONS if found[reason] or reason != "too_short"},
     }
 
 

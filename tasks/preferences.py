@@ -4,14 +4,17 @@ from tasks.params.preferences import PreferencesParams
 from tasks.params.scorer import REWARD_MODEL
 from tasks.stage.run import quiet_libraries, run
 from tasks.stage.stage import Stage
-from tasks.stage.switched_off import NO_REWARD_MODEL, write_switched_off
+from tasks.stage.switched_off import NO_PAIRS, NO_REWARD_MODEL, write_switched_off
 
 
 def execute(stage: Stage[PreferencesParams]) -> None:
     """Make data/preferences/{samples,preferences}.jsonl and metrics/preferences.json; empty where `scorer` has no
-    reward model."""
+    reward model, and where it learns from ratings."""
     if not stage.blocks[REWARD_MODEL]:
         write_switched_off(stage, why=NO_REWARD_MODEL)
+        return
+    if stage.params.source == "ratings":
+        write_switched_off(stage, why=NO_PAIRS)
         return
     # Imported late: a stage that is switched off does not load torch.
     from tasks.judging.preference_pairs import make_pairs

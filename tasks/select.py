@@ -14,7 +14,8 @@ from rlhf_core.models.interpolation import interpolate
 from rlhf_core.ppo import snapshots
 from tasks.datasets.jsonl import Row
 from tasks.evaluation.evaluator import CandidateModel, Evaluator, ScoredAnswers, build_evaluator, load_candidate
-from tasks.params.judge import JudgeParams
+from tasks.evaluation.function_judge import function_judge_of
+from tasks.params.judge import LANGUAGE_MODELS, JudgeParams
 from tasks.params.scorer import functions
 from tasks.params.select import SelectParams
 from tasks.stage import rounds
@@ -37,7 +38,8 @@ def execute(stage: Stage[SelectParams]) -> None:
     config, params = stage.block("ppo", PPOConfig), stage.params
     sft = load_candidate(stage, "sft", stage.root / SFT)
     table = compare(stage, config, sft) if params.prompts else unknown(stage)
-    judged = judging_column(stage.block("judge", JudgeParams).kind, judge_of(stage) is not None)
+    kind = stage.block("judge", JudgeParams).kind
+    judged = judging_column(kind, kind == "function" or judge_of(stage) is not None)
     chosen = choose(table, params.rule, judged, params.kl_budget)
     save_policy(stage, config, sft, chosen)
     stage.outputs.write_csv("plots/select.csv", table)
@@ -60,9 +62,10 @@ def execute(stage: Stage[SelectParams]) -> None:
 def compare(stage: Stage[SelectParams], config: PPOConfig, sft: CandidateModel) -> list[Row]:
     """One row for each snapshot and for each interpolation of the last one; the SFT model is step 0 with η = 0."""
     rows = validation_prompts(stage)[: stage.params.prompts]
-    source = f"{PROMPTS if functions(terms_of(stage)) else PREFERENCES}, distinct validation prompts"
+    source = f"{prompts_path(stage)}, distinct validation prompts"
     # `purpose`: other random numbers than in `evaluate`
-    evaluator, _ = build_evaluator(stage, source, rows, sft, config, judge_of(stage), purpose="select ")
+    judge = function_judge_of(stage, rows) or judge_of(stage)
+    evaluator, _ = build_evaluator(stage, source, rows, sft, config, judge, purpose="select ")
     (start,) = evaluator.answer(sft, [stage.seed])
     table = [summarise(evaluator, start, 0, 0.0, start)]
     for step in snapshots.steps_in(stage.root / SNAPSHOTS):
@@ -76,13 +79,19 @@ def compare(stage: Stage[SelectParams], config: PPOConfig, sft: CandidateModel) 
 
 
 def validation_prompts(stage: Stage[SelectParams]) -> list[Row]:
-    """The distinct prompts of the validation pairs; where functions score, which may read further columns of the data,
-    the validation prompts of the preference data. Raises UserError where there is none."""
-    path = PROMPTS if functions(terms_of(stage)) else PREFERENCES
+    """The distinct validation prompts. Raises UserError where there is none."""
+    path = prompts_path(stage)
     rows = [row for row in stage.read(path) if row["split"] == "validation"]
     if not rows:
         raise UserError(f"{path}: no validation prompts; raise ingest.split.preferences, or set select.prompts: 0")
     return list({row["prompt_id"]: row for row in rows}.values())
+
+
+def prompts_path(stage: Stage[SelectParams]) -> str:
+    """The pairs; or the prompts of the preference data, where there are no pairs, and where functions score or judge,
+    which may read further columns of the data."""
+    reads_columns = functions(terms_of(stage)) or stage.block("judge", JudgeParams).function
+    return PROMPTS if reads_columns or not stage.read(PREFERENCES) else PREFERENCES
 
 
 def policy_at(stage: Stage[Any], sft: CandidateModel, step: int) -> CandidateModel:
@@ -123,9 +132,9 @@ def unknown(stage: Stage[SelectParams]) -> list[Row]:
 
 
 def judging_column(kind: str, has_gold: bool) -> str | None:
-    """The column with the judge's score: a language model (`judge.kind`) gives win rates, the data's own judge a gold
-    score. None without a judge besides the reward model."""
-    if kind != "data":
+    """The column with the judge's score: a language model (`judge.kind`) gives win rates, the data's own judge and a
+    function a gold score. None without a judge besides the reward model."""
+    if kind in LANGUAGE_MODELS:
         return "win_rate"
     return "gold" if has_gold else None
 

@@ -23,20 +23,30 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
 
+TEXT_TEMPLATE = (
+    "{% if messages | length > 1 %}{{ raise_exception('base.format is text: a prompt is one text, without turns') }}"
+    "{% endif %}{{ messages[0]['content'] }}"
+)
+"""The prompt as it is, for a model that continues texts."""
+TEXT_TEMPLATES = (TEXT_TEMPLATE, "{{ bos_token }}" + TEXT_TEMPLATE)
+"""The second for tokenizers that put a token before every text."""
+
 
 def train_bpe(
-    texts: Iterable[str], vocabulary: int, pad_token: str, eos_token: str, context: int
+    texts: Iterable[str], vocabulary: int, pad_token: str, eos_token: str, context: int, plain: bool = False
 ) -> PreTrainedTokenizerFast:
     """A byte-level BPE tokenizer with pad, eos, role tokens and a chat template. Equal texts give equal bytes.
 
-    `context` is the longest sequence in tokens. Every text can be encoded: bytes are the alphabet.
+    `context` is the longest sequence in tokens; `plain`: without roles, for a model that continues texts. Every text
+    can be encoded: bytes are the alphabet.
     """
+    roles = [] if plain else list(ROLES)
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocabulary,
-        special_tokens=[pad_token, eos_token, *ROLES],
+        special_tokens=[pad_token, eos_token, *roles],
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
@@ -45,8 +55,8 @@ def train_bpe(
         tokenizer_object=tokenizer,
         pad_token=pad_token,
         eos_token=eos_token,
-        additional_special_tokens=list(ROLES),
-        chat_template=CHAT_TEMPLATE,
+        additional_special_tokens=roles,
+        chat_template=TEXT_TEMPLATE if plain else CHAT_TEMPLATE,
         model_max_length=context,
         padding_side="left",
         clean_up_tokenization_spaces=False,
@@ -66,8 +76,11 @@ def read_tokenizer(
         return AutoTokenizer.from_pretrained(str(path), revision=revision, trust_remote_code=trust_remote_code)
 
 
-def complete(tokenizer: PreTrainedTokenizerBase, pad_token: str) -> tuple[PreTrainedTokenizerBase, list[str]]:
-    """Add a pad token and a chat template to a pretrained tokenizer that has none.
+def complete(
+    tokenizer: PreTrainedTokenizerBase, pad_token: str, plain: bool = False
+) -> tuple[PreTrainedTokenizerBase, list[str]]:
+    """Add a pad token and a chat template to a pretrained tokenizer that has none. `plain`: the template of a model
+    that continues texts, in place of its own.
 
     Returns the tokenizer, and the changes as text for the log. Raises UserError without an eos token.
     """
@@ -77,7 +90,11 @@ def complete(tokenizer: PreTrainedTokenizerBase, pad_token: str) -> tuple[PreTra
     if tokenizer.pad_token_id is None or tokenizer.pad_token_id == tokenizer.eos_token_id:
         tokenizer.add_special_tokens({"pad_token": pad_token})
         repairs.append(f"pad token set to {pad_token}")
-    if not tokenizer.chat_template:
+    if plain:
+        starts = tokenizer.bos_token_id is not None and tokenizer("a")["input_ids"][:1] == [tokenizer.bos_token_id]
+        tokenizer.chat_template = TEXT_TEMPLATES[starts]
+        repairs.append("chat template replaced: prompts are texts")
+    elif not tokenizer.chat_template:
         tokenizer.add_special_tokens({"additional_special_tokens": list(ROLES)})
         tokenizer.chat_template = CHAT_TEMPLATE
         repairs.append("chat template added")
@@ -117,6 +134,11 @@ def rendering(tokenizer: PreTrainedTokenizerBase) -> Iterator[None]:
         ) from None
 
 
+def continues_text(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether its prompts are texts that the model continues, without turns (`base.format: text`)."""
+    return tokenizer.chat_template in TEXT_TEMPLATES
+
+
 def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: Conversation) -> list[int]:
     """Token ids of a conversation up to the start of the assistant's answer; only the template writes control tokens.
     Raises UserError, see `chat_ids`."""
@@ -149,7 +171,9 @@ def stop_ids(tokenizer: PreTrainedTokenizerBase, stop_tokens: Sequence[str]) -> 
 def decode_response(
     tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], stop_ids: Collection[int] = frozenset()
 ) -> str:
-    """The answer as text, without special tokens, outer white space, and the stop token that closes it."""
+    """The answer as text, without special tokens, outer white space, and the stop token that closes it. The white space
+    before the continuation of a text is a part of it: prompt and response joined are the whole text."""
     if ids and ids[-1] in stop_ids:
         ids = ids[:-1]
-    return str(tokenizer.decode(list(ids), skip_special_tokens=True)).strip()
+    text = str(tokenizer.decode(list(ids), skip_special_tokens=True)).rstrip()
+    return text if continues_text(tokenizer) else text.lstrip()

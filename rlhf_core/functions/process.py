@@ -53,14 +53,14 @@ class _NotLoaded(_Failed):
 
 
 class RewardFunction:
-    """The function `score(prompts, responses, rows)` of the file `name` in `folder`. Raises UserError for a link that
-    leads out of the folder."""
+    """The function `score(prompts, responses, rows)` of the file `name` in `folder`; `key`: the parameter that names
+    it, for messages. Raises UserError for a link that leads out of the folder."""
 
-    def __init__(self, folder: Path, name: str, limits: Limits) -> None:
-        self.path, self.name, self.limits = (folder / name).resolve(), name, limits
+    def __init__(self, folder: Path, name: str, limits: Limits, key: str = "scorer") -> None:
+        self.path, self.name, self.limits, self.key = (folder / name).resolve(), name, limits, key
         self.where = f"{folder.name}/{name}"
         if not self.path.is_relative_to(folder.resolve()):
-            raise UserError(f"scorer: {name}: a link that leads out of {folder.name}/; put the file itself there")
+            raise UserError(f"{key}: {name}: a link that leads out of {folder.name}/; put the file itself there")
         self._process: _Process | None = None
 
     def __call__(self, prompts: Sequence[Conversation], responses: Sequence[str], rows: Rows) -> list[float]:
@@ -85,7 +85,7 @@ class RewardFunction:
 
     def _describe(self, failure: _Failed, prompts: Sequence[Conversation], start: int) -> str:
         """The message for a call whose first answer has the place `start`."""
-        about, advice = f"scorer: {self.name}", f"correct {self.where}"
+        about, advice = f"{self.key}: {self.name}", f"correct {self.where}"
         if failure.at is not None:
             place = start + failure.at
             return f"{about}: answer {place + 1} of {len(prompts)}, to {_shown(prompts[place])}: {failure}; {advice}"

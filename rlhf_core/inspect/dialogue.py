@@ -7,7 +7,7 @@ from pathlib import Path
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_core.data.chat import Conversation
-from rlhf_core.data.tokenizer import PROBE, decode_response, encode_prompt, read_tokenizer
+from rlhf_core.data.tokenizer import PROBE, continues_text, decode_response, encode_prompt, read_tokenizer
 from rlhf_core.errors import UserError
 from rlhf_core.loading import load_config, loading
 from rlhf_core.models.hf import context_length, load_causal_lm, place
@@ -44,10 +44,12 @@ class ChatModel:
 
     def add_message(self, message: str, max_new_tokens: int) -> int:
         """Add a message of the user, and remove the oldest turns until an answer of `max_new_tokens` fits. Returns the
-        number of removed messages.
+        number of removed messages. A model that continues texts has no earlier turns: each message is a text.
 
         Raises UserError, and leaves the conversation unchanged, where not a single token would fit.
         """
+        if continues_text(self.tokenizer):  # each message is a text of its own
+            self.conversation = [turn for turn in self.conversation if turn["role"] == "system"]
         before = list(self.conversation)
         self.conversation.append({"role": "user", "content": message})
         try:

@@ -21,7 +21,7 @@ from tasks.datasets.problems import Log
 from tasks.datasets.sources import cleaning
 from tasks.datasets.sources.example import RAW, Example
 from tasks.datasets.sources.files import data_files, read_files, read_rows
-from tasks.datasets.sources.shapes import COLUMNS, LABEL_COLUMNS
+from tasks.datasets.sources.shapes import LABEL_COLUMNS, shape_of
 from tasks.params.ingest import FilesParams, IngestParams
 
 DOCUMENTS = ("licen", "copying", "notice", "readme", "citation")
@@ -79,9 +79,13 @@ def describe(data: Path, source: Path, originals: Mapping[Path, Path], log: Log)
         place = path if path in originals else original
         names[place] = name
         called[place] = f"{originals[path]} (converted to JSONL)" if path in originals else str(original)
-    examples = read_files(called, files, log)
+    words = IngestParams.model_fields["opening_words"].default
+    whole = read_files(called, files, log)
+    examples = [example.cut(words) for example in whole]
     by_file = {path: list(found) for path, found in groupby(examples, key=attrgetter("file"))}
     lines = [_file_line(path, name, by_file[called[path]]) for path, name in names.items()]
+    if any(example.is_text for example in whole):
+        lines.append(f"texts: the first {words} words are the prompt (ingest.opening_words); set base.format: text")
     short = {called[path]: name for path, name in names.items()}
     for example in examples:
         example.file = short[example.file]
@@ -92,7 +96,7 @@ def describe(data: Path, source: Path, originals: Mapping[Path, Path], log: Log)
     if leaks := cleaning.find_leaks(kept):
         lines.append(cleaning.list_leaks(leaks, lines.append))
     if not any(example.kind == "pair" and not example.heldout for example in examples):
-        lines.append("no pairs (prompt, chosen, rejected): the reward model needs some, in this folder")
+        lines.append("no pairs (prompt, chosen, rejected): the reward model needs some in this folder, or ratings")
     return examples, lines
 
 
@@ -100,7 +104,7 @@ def _file_line(path: Path, name: str, examples: list[Example]) -> str:
     """Rows by kind, the columns of the first rows, the further ones by themselves, and whether the file is held
     out."""
     found = dict.fromkeys(column for _, row in islice(read_rows(path), SCANNED) for column in row)
-    known = COLUMNS + LABEL_COLUMNS if examples[0].kind == "pair" else COLUMNS
+    known = shape_of(map(str, found)) + (LABEL_COLUMNS if examples[0].kind == "pair" else ())
     read = [column for column in known if column in found]
     further = [str(column) for column in found if column not in known]
     kinds = Counter(example.kind for example in examples)

@@ -13,6 +13,7 @@ from tasks.datasets.sources import cleaning, files
 from tasks.datasets.sources.cleaning import Dropped
 from tasks.datasets.sources.datasets import USES, Divided, rows_by_use
 from tasks.datasets.sources.example import RAW, Example, Kind
+from tasks.datasets.sources.ratings import require_ratings
 from tasks.datasets.sources.splits import Assignment, assign
 from tasks.params.ingest import DemoParams, FilesParams, IngestParams
 
@@ -50,12 +51,13 @@ def prepare(params: IngestParams, raw: Path = RAW, cache: Path | None = None, lo
     UserError for data that cannot be read, that the parameters refuse, or that are too few for a share; several
     problems are printed by `log`."""
     added = read_labels(params.labels, raw, log)
-    examples = read(params, raw, cache, log) + added
+    examples = [example.cut(params.opening_words) for example in read(params, raw, cache, log)] + added
     found = Counter(example.kind for example in examples)
     clean, dropped = filter_rows(examples, params, log)
     of_labels = {id(example) for example in added}
     own = [example for example in clean if id(example) not in of_labels]
     kept = [example for example in own if not example.tie]
+    require_ratings(kept, params.rating_column, log)
     assignment = assign(kept, params.split, params.seed)
     heldout = [example for example in kept if assignment.share[example.opening] == "heldout"]
     labels, leaked = without_leaks([e for e in clean if id(e) in of_labels], heldout, params, log)

@@ -56,7 +56,10 @@ def read_prompts(raw: Path, name: str) -> list[Row]:
         raise UserError(f'evaluate.prompts: {shown} is no *.jsonl file; each line must be one {{"prompt": …}}')
     if not path.exists():
         raise UserError(f"evaluate.prompts: {shown} not found; import it with `leash import PATH`")
-    kept, dropped = cleaning.clean(list(normalise(iter_jsonl(path), shown, heldout=True)), LONGEST)
+    examples = list(normalise(iter_jsonl(path), shown, heldout=True))
+    if any(example.is_text for example in examples):
+        raise UserError(f'evaluate.prompts: {shown} has the column text; write the openings: one {{"prompt": …}} a row')
+    kept, dropped = cleaning.clean(examples, LONGEST)
     bad = [row for row in dropped if row.reason != "duplicate"]
     if bad:
         raise UserError(f"evaluate.prompts: bad rows: {cleaning.summary(bad)}; correct or remove them")

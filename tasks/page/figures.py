@@ -63,6 +63,7 @@ def scores(run: Run) -> Picture | None:
         curve(axes, ppo["step"], values, name, colour)
         label_axes(axes, name.replace(" score (raw)", "\nscore (raw)"), STEP if axes is grid[-1] else "")
     unjudged = {
+        "scores": "For the judge's score see that of the snapshots.",
         "pairs": "The judge gives no scores; see the win rate of the snapshots.",
         "judging reward model": "For the judge see the win rate of the snapshots.",
     }.get(run.judged_by, "Without another judge, this does not show whether the policy exploits it.")

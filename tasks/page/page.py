@@ -233,8 +233,11 @@ def member_facts(run: Run) -> list[tuple[str, str]]:
 
 
 def whose_labels(run: Run) -> str:
-    """Who judged the reward model's pairs: people with their pairs and Krippendorff's alpha, a judge, the data set."""
+    """Who judged the reward model's pairs: people with their pairs and Krippendorff's alpha, a judge, the data set; or
+    that it rated answers."""
     preferences = run.metrics["preferences"]
+    if rated := run.metrics["reward"].get("train_ratings"):
+        return f"the data set’s own ratings of {count(rated)} answers"
     judge, found = preferences.get("judge"), dict(preferences.get("labels_by") or {})
     rest = int(preferences.get("pairs") or 0) - sum(found.values())
     own = found.pop("", 0)
@@ -287,6 +290,7 @@ def data_counts(run: Run) -> list[tuple[str, str]]:
         ("Rows dropped", ", ".join(dropped) or "none"),
         ("Demonstrations", count(ingest.get("demonstrations"))),
         ("Human pairs", count(ingest.get("pairs"))),
+        ("Rated answers", count(ingest.get("ratings"))),
         ("Preference prompts", count(ingest.get("preference_prompts"))),
         ("PPO prompts", count(ingest.get("ppo_prompts"))),
         ("Held-out prompts", count(ingest.get("heldout"))),

@@ -16,7 +16,7 @@ from rlhf_core.demo.world import all_prompts
 from tasks.params.base import BaseParams
 from tasks.params.evaluate import EvaluateParams
 from tasks.params.ingest import IngestParams
-from tasks.params.judge import JudgeParams
+from tasks.params.judge import LANGUAGE_MODELS, JudgeParams
 from tasks.params.methods import BY_NAME, METHODS, VARIANTS, Method
 from tasks.params.preferences import PreferencesParams
 from tasks.params.promote import PromoteParams
@@ -77,8 +77,11 @@ class _Params(Block):
                 "preferences.source is judge, so the labels of ingest.labels would not be used; use source: dataset or "
                 "both, or remove ingest.labels"
             )
-        if self.preferences.source == "model" and self.judge.kind == "data":
-            raise ValueError("preferences.source is model, but judge.kind is data; name a language model in `judge`")
+        if self.preferences.source == "model" and self.judge.kind not in LANGUAGE_MODELS:
+            raise ValueError(
+                f"preferences.source is model, but judge.kind is {self.judge.kind}; name a language model in `judge`"
+            )
+        self._check_ratings()
         self._check_judge()
         self._check_world()
         self._check_methods()
@@ -88,6 +91,25 @@ class _Params(Block):
         self._check_reward_length()
         self._check_stop_tokens()
         return self
+
+    def _check_ratings(self) -> None:
+        rated = self.preferences.source == "ratings"
+        if rated != (self.ingest.rating_column is not None):
+            raise ValueError(
+                "preferences.source: ratings and the name of their column in ingest.rating_column need each other; "
+                "set both, or remove both"
+            )
+        if rated and (self.ingest.source == "demo" or self.ingest.labels is not None):
+            raise ValueError(
+                "preferences.source is ratings: the reward model learns from the column ingest.rating_column of your "
+                "own data, without ingest.labels; set ingest.source: files or huggingface, and remove ingest.labels"
+            )
+        for name, params in self.enabled_methods():
+            if isinstance(params, PairConfig) and rated:
+                raise ValueError(
+                    f"{name} trains on preference pairs, which are not made with preferences.source: ratings; set "
+                    f"{name}.enabled: false"
+                )
 
     def _check_world(self) -> None:
         demo = self.ingest.demo
@@ -101,6 +123,11 @@ class _Params(Block):
             )
 
     def _check_judge(self) -> None:
+        if self.judge.function in {term.term for term in self.scorer if term.weight}:
+            raise ValueError(
+                f"judge.function is {self.judge.function}, a term of scorer: a judge must not be what PPO maximises. "
+                "Name another file, or set judge.kind: data: without a judge the scorer compares the answers"
+            )
         if self.select.rule == "best_judge" and self.judge.kind == "data" and self.ingest.source != "demo":
             raise ValueError(
                 "select.rule is best_judge, but only the demo data have a judge; name a judge model in `judge`, or "

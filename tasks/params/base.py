@@ -31,6 +31,10 @@ class BaseParams(Block):
     scratch: ScratchConfig | None = None
     pretrained: PretrainedParams | None = None
     pretrain: PretrainConfig | None = None
+    format: Literal["chat", "text"] = "chat"
+    """`chat`: prompts are conversations, written by the tokenizer's chat template, or by Leash's where it has none.
+    `text`: there are no turns; the model reads the bare prompt and continues it. A prompt of several turns is then an
+    error."""
     pad_token: str = "<|pad|>"
     """Token that fills the rows of a batch; must differ from `eos_token`."""
     eos_token: str = "<|end|>"

@@ -94,6 +94,12 @@ class IngestParams(Block):
     labels: BelowRaw | None = None
     """Labelled pairs that are added to the source: a file or a folder below data/raw/, as `leash import` prints it.
     They go to the reward model, and no other prompt changes its share. Pairs of held-out prompts are leaks."""
+    opening_words: Annotated[int, Field(ge=1)] = 4
+    """In data of texts (rows with the column `text`): how many words, separated by white space, are the prompt. The
+    rest is what SFT learns to continue it with. A text without further words is a bad row (`too_short`)."""
+    rating_column: Annotated[str, Field(min_length=1)] | None = None
+    """The column of demonstrations with a number for each (0 and 1, or a score; higher is better), which the reward
+    model learns from with `preferences.source: ratings`."""
     split: SplitParams
     max_characters: Annotated[int, Field(ge=1)] = 20_000
     """A row whose prompt or answer is longer than this is a bad row."""

@@ -8,6 +8,10 @@ from pydantic import AfterValidator, Field, model_validator
 
 from rlhf_core.config.block import Block
 from rlhf_core.config.paths import CONTROL, FolderName, plain_name
+from tasks.params.scorer import PythonFile
+
+LANGUAGE_MODELS = ("model", "api")
+"""Kinds of judge that compare two answers."""
 
 
 def _web_address(value: str) -> str:
@@ -30,10 +34,13 @@ def _variable(value: str) -> str:
 class JudgeParams(Block):
     """The judge that decides which of two answers is better."""
 
-    kind: Literal["data", "model", "api"]
+    kind: Literal["data", "model", "api", "function"]
     """`data`: the judge of the data. The demo has one (its rubric, simulated); human data have none, so the reward
     model judges, and every page shows that. `model`: a language model, which compares each pair in both orders. `api`:
-    the same with a model behind an OpenAI-compatible endpoint."""
+    the same with a model behind an OpenAI-compatible endpoint. `function`: a Python function, whose score is the gold
+    score of `evaluate` and `select`."""
+    function: PythonFile | None = None
+    """`kind: function`: a Python file below rewards/, which is no term of `scorer`."""
     model: Annotated[str, Field(min_length=1)] | None = None
     """`kind: model`: name of its Hugging Face folder below models/judges/. `kind: api`: its name on the server."""
     base_url: Annotated[str, AfterValidator(_web_address)] | None = None
@@ -49,8 +56,10 @@ class JudgeParams(Block):
 
     @model_validator(mode="after")
     def _names_its_model(self) -> "JudgeParams":
-        if self.kind == "data" and self.model is not None:
-            raise ValueError("kind: data has no `model`; set kind: model or kind: api, or remove it")
+        if self.kind not in LANGUAGE_MODELS and self.model is not None:
+            raise ValueError(f"kind: {self.kind} has no `model`; set kind: model or kind: api, or remove it")
+        if (self.kind == "function") != (self.function is not None):
+            raise ValueError("kind: function needs a file below rewards/ in `function`, and only it does")
         if self.kind == "model" and self.model is None:
             raise ValueError("kind: model needs the name of a folder below models/judges/ in `model`")
         if self.kind == "api" and self.model is None:

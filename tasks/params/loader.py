@@ -62,9 +62,11 @@ def with_scorer(content: dict[str, Any]) -> dict[str, Any]:
 
 
 def is_switched_off(content: dict[str, Any], stage: str) -> bool:
-    """Whether the stage only writes empty outputs: `enabled` is false, or it is for a reward model that is not used."""
-    block = content.get(stage)
-    off = isinstance(block, dict) and block.get("enabled") is False
+    """Whether the stage only writes empty outputs: `enabled` is false, it is for a reward model that is not used, or it
+    would make pairs where the reward model learns from ratings."""
+    found = content.get(stage)
+    block = found if isinstance(found, dict) else {}
+    off = block.get("enabled") is False or (stage == "preferences" and block.get("source") == "ratings")
     return off or (stage in MADE_FOR_IT and not with_scorer(content)[REWARD_MODEL])
 
 

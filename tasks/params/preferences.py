@@ -21,15 +21,17 @@ class AnnotatorParams(Block):
 class PreferencesParams(Block):
     """The preference pairs that the reward model learns from."""
 
-    source: Literal["judge", "model", "dataset", "both"]
+    source: Literal["judge", "model", "dataset", "both", "ratings"]
     """`judge`: pairs of the SFT model's samples, judged by the demo's simulated annotators. `model`: the same pairs,
     judged by the language model of the block `judge`. `dataset`: the pairs of the data. `both`: `judge` and
-    `dataset`."""
+    `dataset`. `ratings`: no pairs are made, since the reward model learns from the ratings of single answers
+    (`ingest.rating_column`)."""
     agreement_pairs: Annotated[int, Field(ge=0)] = 200
     """With `source: model`: how many pairs the judge's agreement is measured on before its labels are used: pairs of
     the data, or of the demo's rubric."""
     samples_per_prompt: Annotated[int, Field(ge=2)] = 4
-    """Answers of the SFT model to each prompt; every two are a pair. With `source: dataset` none is sampled."""
+    """Answers of the SFT model to each prompt; every two are a pair. With `source: dataset` or `ratings` none is
+    sampled."""
     temperature: Annotated[float, Field(gt=0)] = 0.9
     """Sampling temperature; 1 is the model's own distribution."""
     max_new_tokens: Positive

@@ -16,6 +16,19 @@ DEFAULT: list[dict[str, Any]] = [{"term": REWARD_MODEL, "weight": 1.0}]
 FILE = re.compile(r"(\w[\w.-]*/)*\w[\w.-]*\.py", re.ASCII)
 
 
+def _python_file(value: str) -> str:
+    if not FILE.fullmatch(value):
+        raise ValueError(
+            f"must be the path of a Python file below {FOLDER}/, such as exact.py (ASCII letters, digits, `_`, `-` and "
+            "`.`; no absolute path, no `..`)"
+        )
+    return value
+
+
+PythonFile = Annotated[str, AfterValidator(_python_file)]
+"""A Python file below rewards/ with a function `score(prompts, responses, rows)`."""
+
+
 def _named(value: str) -> str:
     if value != REWARD_MODEL and not FILE.fullmatch(value):
         raise ValueError(

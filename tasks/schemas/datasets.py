@@ -24,6 +24,13 @@ SCHEMAS = {
         col.unique("prompt_id", "chosen", "rejected", "annotator"),
         may_be_empty=True,
     ),
+    # Answers with a number each; empty where the reward model does not learn from ratings.
+    "data/ingest/ratings.jsonl": col.schema(
+        {"response": col.text(), "rating": col.number(), "split": col.split()},
+        col.one_split_per_prompt(),
+        col.unique("prompt_id", "response"),
+        may_be_empty=True,
+    ),
     # Prompts whose answers are sampled and judged.
     "data/ingest/preference_prompts.jsonl": col.schema(
         {"split": col.split(), "extra": col.extra()}, col.unique("prompt_id")

@@ -16,6 +16,7 @@ Item = TypeVar("Item")
 ANSWERS = {
     "data/ingest/demonstrations.jsonl": ("response",),
     "data/ingest/pairs.jsonl": ("chosen", "rejected"),
+    "data/ingest/ratings.jsonl": ("response",),
     "data/ingest/preference_prompts.jsonl": (),
     "data/ingest/ppo_prompts.jsonl": (),
     "data/ingest/heldout.jsonl": (),

@@ -10,6 +10,8 @@ NOTE = "README.md"
 
 NO_REWARD_MODEL = "`scorer` in params.yaml has no term reward_model"
 """Why `preferences` and `reward` are switched off."""
+NO_PAIRS = "preferences.source is ratings in params.yaml"
+"""Why `preferences` alone is."""
 
 
 def write_switched_off(

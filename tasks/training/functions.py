@@ -1,4 +1,4 @@
-"""The reward functions that `scorer` names."""
+"""The functions below rewards/ that `scorer` and `judge` name."""
 
 from pathlib import Path
 
@@ -9,5 +9,13 @@ from tasks.params.scorer import FOLDER, Term, functions
 
 def reward_functions(root: Path, terms: list[Term], limits: FunctionParams) -> dict[str, RewardFunction]:
     """By name. Their processes start at their first call. Raises UserError for a link that leads out of rewards/."""
-    allowed = Limits(limits.timeout_seconds, limits.memory_mb)
-    return {name: RewardFunction(root / FOLDER, name, allowed) for name in functions(terms)}
+    return {name: _function(root, name, limits, "scorer") for name in functions(terms)}
+
+
+def judge_function(root: Path, name: str, limits: FunctionParams) -> RewardFunction:
+    """The function of `judge.function`, as `reward_functions`."""
+    return _function(root, name, limits, "judge.function")
+
+
+def _function(root: Path, name: str, limits: FunctionParams, key: str) -> RewardFunction:
+    return RewardFunction(root / FOLDER, name, Limits(limits.timeout_seconds, limits.memory_mb), key)

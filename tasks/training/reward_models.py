@@ -20,6 +20,7 @@ from tasks.stage.stage import Stage
 from tasks.stage.trust import trusts
 from tasks.training.gold_judge import judge_of
 from tasks.training.pairs import PREFERENCES, comparisons
+from tasks.training.ratings import RATINGS, rated_comparisons
 from tasks.training.reward_figures import PairFigures, figures_of, gold_margins
 from tasks.training.trainer_setup import log_table, training_run
 
@@ -43,8 +44,10 @@ def train_all(stage: Stage[RewardConfig]) -> None:
     tokenizer = load_tokenizer(stage.root / SFT, trust_remote_code=trusts(stage))
     model = fresh_model(stage, stage.seed)
     limit = min(stage.params.max_tokens, context_length(model))
-    training, too_long = comparisons(stage, tokenizer, "train", limit)
-    heldout, also_too_long = comparisons(stage, tokenizer, "validation", limit)
+    rated = bool(stage.read(RATINGS))
+    read = rated_comparisons if rated else comparisons
+    training, too_long = read(stage, tokenizer, "train", limit)
+    heldout, also_too_long = read(stage, tokenizer, "validation", limit)
     own, judging = split_prompts(training, stage.params.judge_share, stage.seed)
 
     members = [fit(stage, tokenizer, 1, own, heldout, model)]
@@ -63,7 +66,15 @@ def train_all(stage: Stage[RewardConfig]) -> None:
         names = ("accuracy", "accuracy_ci95", "loss")
         figures.metrics.update({f"judge_{name}": of_judge[f"heldout_{name}"] for name in names})
         figures.metrics.update(judge_prompts=len(judging), train_prompts=len(own))
+    if rated:
+        figures.metrics.update(rated_answers(training, heldout))
     stage.write_metrics({**figures.metrics, "pairs_too_long": too_long + also_too_long})
+
+
+def rated_answers(training: Sequence[Comparison], heldout: Sequence[Comparison]) -> dict[str, int]:
+    """How many rated answers are in the comparisons of each split."""
+    splits = {"train_ratings": training, "heldout_ratings": heldout}
+    return {name: sum(len(c.responses) for c in found) for name, found in splits.items()}
 
 
 def split_prompts(training: list[Comparison], share: float, seed: int) -> tuple[list[Comparison], list[Comparison]]:

@@ -26,10 +26,12 @@ def execute(
     """execute(scorer, **files) -> data/methods.json with the tiny parameters, these terms and files of rewards/."""
     monkeypatch.chdir(tmp_path)
 
-    def call(scorer: Any, **files: str) -> dict[str, Any]:
+    def call(scorer: Any, judge: str | None = None, **files: str) -> dict[str, Any]:
         content = read_yaml(ROOT / "examples/tiny.yaml")
         content["ppo"]["critic"]["init"] = "reward" if scorer is None else "sft"
         content["dpo"]["enabled"] = False
+        if judge is not None:
+            content["judge"] = {"kind": "function", "function": judge}
         YAML().dump(content | ({} if scorer is None else {"scorer": scorer}), tmp_path / "params.yaml")
         for name, text in files.items():
             (tmp_path / "rewards").mkdir(exist_ok=True)
@@ -89,4 +91,21 @@ def test_the_shipped_function_compares_with_the_column_answer(tmp_path: Path) ->
     assert function([[]] * 4, [" 12\n", "12", "12.", "1 2"], rows) == [1, 1, 0, 1]
     with pytest.raises(UserError, match=r"KeyError: 'answer' .*; the columns of its row: label"):
         function([[{"role": "user", "content": "a"}]], ["12"], [{"label": "12"}])
+    function.close()
+
+
+def test_the_judges_function_is_tried_too(execute: Callable[..., dict[str, Any]]) -> None:
+    execute(None, judge="good.py", good=GOOD)
+    with pytest.raises(UserError, match=r"judge\.function: bad\.py: has no function `score.*; correct rewards/bad\.py"):
+        execute(None, judge="bad.py", bad="x = 1")
+
+
+def test_the_shipped_list_counts_praise_less_blame(tmp_path: Path) -> None:
+    for name in ("sentiment.py", "sentiment.txt"):
+        shutil.copy(ROOT / "rewards" / name, tmp_path)
+    from rlhf_core.functions.process import Limits, RewardFunction
+
+    function = RewardFunction(tmp_path, "sentiment.py", Limits(20, 1024))
+    texts = [" is a Moving, wonderful joy.", " is dull", " is not good", " isn’t a dull film, and moving", " is", ""]
+    assert function([[]] * 6, texts, [{}] * 6) == [3, -1, -1, 2, 0, 0]
     function.close()

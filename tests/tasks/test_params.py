@@ -11,7 +11,7 @@ from rlhf_core.data.tokenizer import ROLES
 from rlhf_core.errors import UserError
 from tasks.params import base
 from tasks.params.all import Params
-from tasks.params.loader import parse, read_yaml, with_scorer
+from tasks.params.loader import is_switched_off, parse, read_yaml, with_scorer
 from tasks.params.methods import METHODS
 from tasks.params.scorer import DEFAULT, is_reward_model
 from tasks.params.variant import Recipe, VariantParams
@@ -209,6 +209,26 @@ REFUSED = [
     ("ingest.huggingface", {"dataset": "a/b", "revision": "main"}, "revision must be a commit hash"),
     # across stages
     ("preferences.source", "dataset", "preferences.source is dataset, but the demo data have no pairs"),
+    (
+        "preferences.source",
+        "ratings",
+        "preferences.source: ratings and the name of their column in ingest.rating_column",
+    ),
+    (
+        "ingest.rating_column",
+        "label",
+        "preferences.source: ratings and the name of their column in ingest.rating_column",
+    ),
+    (
+        "judge",
+        {"kind": "function"},
+        "judge: kind: function needs a file below rewards/ in `function`, and only it does",
+    ),
+    ("judge", {"kind": "data", "function": "a.py"}, "judge: kind: function needs a file below rewards/"),
+    ("judge", {"kind": "function", "function": "../a.py"}, "judge.function: must be the path of a Python file below"),
+    ("judge", {"kind": "function", "function": "a.py", "model": "b"}, "judge: kind: function has no `model`"),
+    ("ingest.opening_words", 0, "ingest.opening_words: Input should be greater than or equal to 1"),
+    ("base.format", "plain", "base.format: Input should be 'chat' or 'text'"),
     ("preferences.source", "both", "preferences.source is both, but the demo data have no pairs"),
     ("ingest.labels", "people.jsonl", "preferences.source is judge, so the labels of ingest.labels would not be used"),
     ("ingest.labels", "/etc", "ingest.labels: must stay below data/raw/"),
@@ -253,6 +273,51 @@ def test_labels_give_the_demo_data_pairs(content: Content, source: str) -> None:
     put(content, "ingest.labels", "people.jsonl")
     put(content, "preferences.source", source)
     assert parse(Params, content).ingest.labels == "people.jsonl"
+
+
+def rated(content: Content) -> Content:
+    content["ingest"] |= FILES_SOURCE | {"rating_column": "label"}
+    put(content, "preferences.source", "ratings")
+    return put(content, "dpo.enabled", False)
+
+
+def test_ratings_need_data_of_the_user_and_make_no_pairs(content: Content) -> None:
+    assert parse(Params, rated(content)).preferences.source == "ratings"
+    assert is_switched_off(content, "preferences")
+    assert not is_switched_off(content, "reward")
+    for name, value, says in (
+        (
+            "ipo.enabled",
+            True,
+            r"ipo trains on preference pairs, .* preferences\.source: ratings; set ipo\.enabled: false",
+        ),
+        ("ingest.labels", "people.jsonl", r"without ingest\.labels"),
+        ("ingest.source", "demo", r"of your own data"),
+    ):
+        *above, last = name.split(".")
+        before = content[above[0]].get(last)
+        with pytest.raises(UserError, match=says):
+            parse(Params, put(content, name, value))
+        put(content, name, before)
+
+
+def test_a_function_judges_and_labels_no_pairs(content: Content) -> None:
+    put(content, "judge", {"kind": "function", "function": "a/words.py"})
+    assert parse(Params, content).judge.function == "a/words.py"
+    with pytest.raises(UserError, match=r"preferences\.source is model, but judge\.kind is function"):
+        parse(Params, put(content, "preferences.source", "model"))
+
+
+def test_a_judge_is_no_term_that_ppo_maximises(content: Content) -> None:
+    put(content, "judge", {"kind": "function", "function": "words.py"})
+    put(content, "ppo.critic.init", "sft")
+    scorer = [{"term": "reward_model", "weight": 1}, {"term": "words.py", "weight": 0}]
+    assert parse(Params, put(content, "scorer", scorer)).judge.kind == "function", "it is only logged"
+    scorer[1]["weight"] = -0.1
+    with pytest.raises(
+        UserError, match=r"judge\.function is words\.py, a term of scorer: a judge must not be what PPO"
+    ):
+        parse(Params, content)
 
 
 def test_the_limits_themselves_are_valid(content: Content) -> None:

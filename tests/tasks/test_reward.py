@@ -1,7 +1,7 @@
 """Stage `reward`: the tokens that are trained on, the plain folder that LoRA leaves, members, the judging model."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -12,14 +12,16 @@ from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification
 
 from rlhf_core.config.reward import RewardConfig
-from rlhf_core.data.tokenizer import encode_prompt
+from rlhf_core.data.tokenizer import encode_prompt, encode_response
 from rlhf_core.errors import UserError
+from rlhf_core.models.batch import pad_batch, sequence_scores
 from rlhf_core.models.ensemble import Ensemble
 from rlhf_core.models.hf import load_scalar_model
 from rlhf_core.reward import Comparison, PairTrainer, bradley_terry_loss, score_pairs, train_reward_model
 from tasks.training import pairs as comparisons
 from tasks.training import reward_models as reward
 from tasks.training.pairs import PREFERENCES
+from tasks.training.ratings import GROUP, RATINGS, rated_comparisons
 from tasks.training.trainer_setup import training_run
 from tests.tasks.conftest import TINY
 
@@ -101,9 +103,15 @@ def train(workshop: Path, make_stage: Callable[..., Any], pairs: list[dict[str, 
     (workshop / "metrics").mkdir(exist_ok=True)
     (workshop / "metrics/ingest.json").write_text('{"source": "files"}', encoding="utf-8")
 
-    def call(state: str = "reward", rows: list[dict[str, Any]] | None = None, **settings: Any) -> dict[str, Any]:
+    def call(
+        state: str = "reward",
+        rows: list[dict[str, Any]] | None = None,
+        rated: list[dict[str, Any]] | None = None,
+        **settings: Any,
+    ) -> dict[str, Any]:
         config = CONFIG.model_copy(update=settings)
-        stage = make_stage("reward", config, OUTS, {PREFERENCES: rows or pairs}, state=state)
+        known = {PREFERENCES: (rows or pairs) if rated is None else [], RATINGS: rated or []}
+        stage = make_stage("reward", config, OUTS, known, state=state)
         reward.train_all(stage)
         stage.outputs.commit()
         metrics: dict[str, Any] = json.loads((workshop / "metrics/reward.json").read_text())
@@ -274,3 +282,61 @@ def test_no_two_seeds_of_a_study_share_a_member() -> None:
     seeds = [reward.member_seed(seed, number) for seed in range(1, 6) for number in range(6)]
     assert len(set(seeds)) == len(seeds)
     assert reward.member_seed(3, 1) == 3
+
+
+def rated_rows(asked: list[dict[str, Any]], values: Sequence[float]) -> list[dict[str, Any]]:
+    """An answer of each value to each of ten prompts; good ones, of a value above 0, begin with another word."""
+    return [
+        {
+            **row,
+            "response": f"{'eat' if value > 0 else 'rest'} {'tea ' * number}",
+            "rating": value,
+            "split": "validation" if place % 3 == 2 else "train",
+        }
+        for place, row in enumerate(asked)
+        for number, value in enumerate(values)
+    ]
+
+
+def test_every_two_answers_with_different_ratings_are_a_pair_each_with_its_own_prompt(
+    asked: list[dict[str, Any]], make_stage: Callable[..., Any]
+) -> None:
+    rows, tokenizer = rated_rows(asked, (1.0, 0.0, -0.5, 0.0, 1.0)), TINY.tiny_tokenizer()
+    found, _ = rated_comparisons(make_stage("reward", CONFIG, [], {RATINGS: rows}), tokenizer, "train", 64)
+    rated = {
+        (*encode_prompt(tokenizer, row["prompt"]), *encode_response(tokenizer, row["response"])): row["rating"]
+        for row in rows
+        if row["split"] == "train"
+    }
+    assert [len(c.responses) for c in found] == [GROUP] * 4 + [3]
+    assert {tuple(ids) for c in found for ids in c.responses} == rated.keys()
+    for comparison in found:
+        assert comparison.prompt == []
+        values = [rated[tuple(ids)] for ids in comparison.responses]
+        places = range(len(values))
+        assert sorted(comparison.pairs) == [(i, j) for i in places for j in places if values[i] > values[j]]
+
+
+def test_a_group_of_equal_ratings_is_left_out_and_nothing_left_is_refused(
+    asked: list[dict[str, Any]], make_stage: Callable[..., Any]
+) -> None:
+    rows = rated_rows(asked, (1.0,) * 5)
+    rows[0]["rating"] = 0.0
+    stage = make_stage("reward", CONFIG, [], {RATINGS: rows})
+    assert len(rated_comparisons(stage, TINY.tiny_tokenizer(), "train", 64)[0]) == 1
+    with pytest.raises(UserError, match=r"ratings\.jsonl: no two neighbouring validation ratings differ"):
+        rated_comparisons(stage, TINY.tiny_tokenizer(), "validation", 64)
+
+
+def test_the_reward_model_learns_from_ratings_and_scores_an_answer_behind_its_prompt(
+    train: Train, workshop: Path, asked: list[dict[str, Any]]
+) -> None:
+    """Prompt and answer in one sequence, as in the comparisons, have the score that PPO's scorer reads."""
+    metrics = train(rated=rated_rows(asked, (1.0, 0.0)), epochs=20)
+    assert metrics["heldout_accuracy"] > 0.9
+    assert (metrics["train_ratings"], metrics["heldout_ratings"]) == (14, 6)
+    model, tokenizer = load_scalar_model(workshop / "models/reward"), TINY.tiny_tokenizer()
+    prompt, answer = encode_prompt(tokenizer, asked[0]["prompt"]), encode_response(tokenizer, "eat tea")
+    scores = [sequence_scores(model, pad_batch([p], [a], 0)) for p, a in ((prompt, answer), ([], prompt + answer))]
+    assert scores[0].item() == pytest.approx(scores[1].item(), abs=1e-5)
+    assert "train_ratings" not in train("pairs")

@@ -54,6 +54,7 @@ def test_without_a_judge_best_judge_is_refused() -> None:
 def test_a_language_model_judges_before_the_data_and_from_a_folder_as_from_an_endpoint() -> None:
     assert [judging_column(kind, gold) for kind in ("model", "api") for gold in (True, False)] == ["win_rate"] * 4
     assert [judging_column("data", gold) for gold in (True, False)] == ["gold", None]
+    assert judging_column("function", True) == "gold"
 
 
 TABLE = [

@@ -8,7 +8,7 @@ from pathlib import Path
 from rlhf_core.errors import UserError
 from tasks.datasets.jsonl import Row, brief, brief_names
 from tasks.datasets.problems import Problems
-from tasks.datasets.sources.shapes import COLUMNS, ENDED, EXPECTED, LABEL_COLUMNS
+from tasks.datasets.sources.shapes import ENDED, EXPECTED, LABEL_COLUMNS, shape_of
 
 FLAGS = ("tie", *ENDED)
 LABELS = ("annotator", "time", "task", *FLAGS)
@@ -39,7 +39,7 @@ def _header(path: Path, text: str) -> tuple[list[str], str]:
     first = next(StringIO(text, newline=""), "").rstrip("\r\n")
     for delimiter in DELIMITERS:
         names = [name.strip() for name in _first_record(path, text, delimiter)]
-        if set(names) & set(COLUMNS):
+        if shape_of(names):
             if len(set(names)) < len(names):
                 raise UserError(f"{path}, line 1: two columns of one name ({brief_names(names)}); rename one of them")
             return names, delimiter
@@ -77,7 +77,8 @@ def _rows(path: Path, text: str, header: list[str], delimiter: str, problems: Pr
 
 def _typed(row: Row) -> Row:
     """The typed columns; those of a label, and further ones, only where they have a value."""
-    answers = {name: row[name] for name in COLUMNS if name in row}
+    shape = shape_of(row)
+    answers = {name: row[name] for name in shape}
     label = {name: row[name].strip() for name in LABELS if row.get(name, "").strip()}
-    further = {name: value for name, value in row.items() if name and value and name not in COLUMNS + LABEL_COLUMNS}
+    further = {name: value for name, value in row.items() if name and value and name not in shape + LABEL_COLUMNS}
     return answers | further | label | {name: TRUTH[label[name].casefold()] for name in FLAGS if name in label}

@@ -8,8 +8,18 @@ from rlhf_core.errors import UserError
 from tasks.datasets.problems import Log, print_problems
 from tasks.datasets.sources.example import Example, Kind
 
-REASONS = ("duplicate", "empty", "same_chosen_rejected", "too_long", "bad_text", "bad_conversation", "leaked")
-"""bad_text: NUL or half a surrogate pair. bad_conversation: turns that do not make a prompt and its answer."""
+REASONS = (
+    "duplicate",
+    "empty",
+    "same_chosen_rejected",
+    "too_long",
+    "bad_text",
+    "bad_conversation",
+    "leaked",
+    "too_short",
+)
+"""bad_text: NUL or half a surrogate pair. bad_conversation: turns that do not make a prompt and its answer. too_short:
+a text without words after its opening."""
 
 
 class Dropped(NamedTuple):
@@ -64,6 +74,8 @@ def _problem(example: Example, max_characters: int) -> str | None:
         return "bad_conversation"
     if not turns or not all(text.strip() for text in (*turns, *answers)):
         return "empty"
+    if example.is_text:  # `Example.cut` found nothing to cut off
+        return "too_short"
     if sum(map(len, turns)) > max_characters or any(len(text) > max_characters for text in answers):
         return "too_long"
     if not all(map(_is_clean_text, (*turns, *answers))):

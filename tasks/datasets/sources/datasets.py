@@ -1,4 +1,4 @@
-"""The five datasets of a run, made from clean examples and their shares, and the use of each raw row. Rows are in the
+"""The datasets of a run, made from clean examples and their shares, and the use of each raw row. Rows are in the
 order of the splits' hash: the first n of a dataset are a random sample of it, in whatever order the raw files are."""
 
 from collections import Counter
@@ -9,11 +9,13 @@ from operator import attrgetter
 
 from tasks.datasets.jsonl import Row
 from tasks.datasets.sources.example import Example, Kind
+from tasks.datasets.sources.ratings import rating_of
 from tasks.datasets.sources.shapes import ENDED
 from tasks.datasets.sources.splits import Assignment, Share, rank
 
 USES = ("sft_train", "sft_validation", "reward_train", "reward_validation", "ppo", "heldout")
-"""Uses of a row. reward_*: as a pair; in data without pairs, as a prompt with sampled answers that are judged."""
+"""Uses of a row. reward_*: as a pair; in data without pairs, as a prompt with sampled answers that are judged, or
+with its rating."""
 REPEATED, ELSEWHERE = "repeated", "used_elsewhere"
 """Why a clean row is not used: another row has the same prompt (for SFT: the same prompt and answer), or its prompt was
 drawn for a use that this kind of row does not fit."""
@@ -29,9 +31,17 @@ class Divided:
     """The reward model's pairs: those of the share `preferences`, and all of `labels`."""
     labels: list[Example]
     """Labelled pairs that were added to the data; their prompts can be in any share, or in none."""
+    rating_column: str | None = None
+    """The further column with the ratings of demonstrations, where the reward model learns from them."""
 
 
-def divide(examples: Iterable[Example], assignment: Assignment, seed: int, labels: Iterable[Example] = ()) -> Divided:
+def divide(
+    examples: Iterable[Example],
+    assignment: Assignment,
+    seed: int,
+    labels: Iterable[Example] = (),
+    rating_column: str | None = None,
+) -> Divided:
     """Every example in the share of its opening, and the labelled pairs that are added."""
 
     def place(e: Example) -> tuple[object, ...]:
@@ -44,7 +54,7 @@ def divide(examples: Iterable[Example], assignment: Assignment, seed: int, label
         members.sort(key=place)
     added = list(labels)
     own = [example for example in shares["preferences"] if example.kind == "pair"]
-    return Divided(shares, assignment, sorted(own + added, key=place) if added else own, added)
+    return Divided(shares, assignment, sorted(own + added, key=place) if added else own, added, rating_column)
 
 
 def assemble(divided: Divided) -> dict[str, Iterator[Row]]:
@@ -70,6 +80,11 @@ def assemble(divided: Divided) -> dict[str, Iterator[Row]]:
             | (dict(zip(ENDED, e.ended or (True, True), strict=True)) if cut else {})
             for e in divided.pairs
         ),
+        "ratings": (
+            {**_prompt(e), "response": e.response, "rating": rating, "split": split(e)}
+            for e in shares["preferences"]
+            if (rating := rating_of(e, divided.rating_column)) is not None
+        ),
         "preference_prompts": (
             {**_prompt(group[0]), "split": split(group[0]), **_extra(group, more)}
             for group in _by_prompt(shares["preferences"])
@@ -88,7 +103,11 @@ def rows_by_use(divided: Divided) -> Counter[tuple[Kind, str]]:
         for _, same_prompt in groupby(members, key=attrgetter("prompt_id")):
             seen: set[str | None] = set()
             for example in same_prompt:
-                found[example.kind, _use(share, example, seen, has_pairs, divided.assignment.split(example))] += 1
+                use = _use(share, example, seen, has_pairs, divided.assignment.split(example))
+                if share == "preferences" and divided.rating_column is not None:
+                    rated = rating_of(example, divided.rating_column) is not None
+                    use = f"reward_{divided.assignment.split(example)}" if rated else ELSEWHERE
+                found[example.kind, use] += 1
     return found
 
 

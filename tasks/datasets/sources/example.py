@@ -1,6 +1,7 @@
 """One normalised row of raw data, and where it came from."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,15 +14,15 @@ RAW = Path("data/raw")
 
 
 class Example:
-    """One row of raw data: a prompt, and a response, a pair, or nothing more.
+    """One row of raw data: a prompt, and a response, a pair, or nothing more. A text is a prompt until it is `cut`.
 
     The prompt is stored as its canonical JSON, and decoded at each access: a million conversations of lists and
     dictionaries would take a gigabyte more.
     """
 
     __slots__ = (
-        "_extra", "_prompt", "annotator", "broken", "chosen", "ended", "file", "heldout", "opening", "prompt_id",
-        "rejected", "response", "row", "tie",
+        "_extra", "_prompt", "annotator", "broken", "chosen", "ended", "file", "heldout", "is_text", "opening",
+        "prompt_id", "rejected", "response", "row", "tie",
     )  # fmt: skip
 
     def __init__(
@@ -38,6 +39,7 @@ class Example:
         tie: bool = False,
         ended: tuple[bool, bool] | None = None,
         extra: dict[str, Any] | None = None,
+        is_text: bool = False,
     ) -> None:
         self.file = file
         """Name for messages: the path from the root of the repository, or dataset and split."""
@@ -53,6 +55,8 @@ class Example:
         """The annotator has no preference; `chosen` and `rejected` are two answers in any order."""
         self.ended = ended
         """Whether chosen and rejected ended, or were cut off at a limit; None where the row does not say it."""
+        self.is_text = is_text
+        """The prompt is a whole text, its opening and the rest."""
         self._extra = json.dumps(extra, ensure_ascii=False, sort_keys=True) if extra else None
         self._prompt = canonical(prompt)
         self.prompt_id = identity(self._prompt)
@@ -75,9 +79,19 @@ class Example:
         """What the row has besides its prompt."""
         if self.chosen is not None:
             return "pair"
-        return "prompt" if self.response is None else "demonstration"
+        return "prompt" if self.response is None and not self.is_text else "demonstration"
 
     @property
     def answers(self) -> list[str]:
         """The texts that answer the prompt: none, the response, or chosen and rejected."""
         return [text for text in (self.response, self.chosen, self.rejected) if text is not None]
+
+    def cut(self, words: int) -> "Example":
+        """A text as its first words (separated by white space), which are the prompt, and the rest, which begins with
+        the white space between them. Any other row itself, and a text without further words."""
+        text = self.prompt[0]["content"].strip() if self.is_text else ""
+        found = re.match(rf"\S+(?:\s+\S+){{{words - 1}}}(?=\s)", text)
+        if found is None:
+            return self
+        prompt: Conversation = [{"role": "user", "content": found.group()}]
+        return Example(self.file, self.row, self.heldout, prompt, text[found.end() :], extra=self.extra)

@@ -9,6 +9,7 @@ A file has one shape, fixed by its first row:
 | prompt, chosen, rejected | pair |
 | chosen, rejected as whole conversations | pair; what they share is the prompt |
 | prompt | prompt |
+| text, and none of the others | demonstration; `Example.cut` makes prompt and response of it |
 
 Further columns are kept, as far as JSON can hold their values.
 
@@ -29,13 +30,18 @@ from tasks.datasets.sources.example import Example
 
 COLUMNS = ("prompt", "response", "completion", "chosen", "rejected", "messages")
 """Columns that give a row its shape."""
+TEXT = "text"
+"""The column of a row that has none of them."""
 ENDED = ("chosen_ended", "rejected_ended")
 LABEL_COLUMNS = ("annotator", "time", "order", "tie", "task", *ENDED)
 """Columns that a pair may have: who labelled it, when, the places (from 1) at which chosen and rejected were shown,
 whether neither is better, the task that it is a part of, and whether each answer ended."""
 KNOWN = frozenset(COLUMNS)
 KNOWN_OF_PAIRS = frozenset(COLUMNS + LABEL_COLUMNS)
-EXPECTED = "prompt + response, prompt + chosen + rejected, prompt, messages, or chosen + rejected as conversations"
+KNOWN_OF_TEXTS = frozenset({TEXT})
+EXPECTED = (
+    "prompt + response, prompt + chosen + rejected, prompt, messages, chosen + rejected as conversations, or text"
+)
 
 Answers = tuple[Conversation, str | None, str | None, str | None]
 """Prompt, response, chosen, rejected."""
@@ -45,6 +51,12 @@ def read_columns(types: Mapping[str, str]) -> list[str]:
     """The columns to read of a table, given the name of the Arrow type of each column: all but further ones with bytes,
     such as images."""
     return [name for name, kind in types.items() if name in COLUMNS or "binary" not in kind]
+
+
+def shape_of(row: Iterable[str]) -> tuple[str, ...]:
+    """The columns of a row, or names of a header, that give it its shape; empty for a row of no known shape."""
+    names = set(row)
+    return tuple(name for name in COLUMNS if name in names) or ((TEXT,) if TEXT in names else ())
 
 
 def _further(row: Row, known: frozenset[str]) -> dict[str, Any]:
@@ -78,7 +90,7 @@ def normalise(rows: Iterable[tuple[int, Row]], file: str, *, heldout: bool, on_b
     first: tuple[int, tuple[str, ...]] | None = None
     read: Callable[[Row], Answers] | None = None
     for number, row in rows:
-        columns = tuple(name for name in COLUMNS if name in row)
+        columns = shape_of(row)
         if first is None or read is None:
             first, read = (number, columns), _reader(columns, row, f"{file}, row {number}")
         try:
@@ -116,12 +128,17 @@ def _example(row: Row, read: Callable[[Row], Answers], file: str, number: int, h
     except ShapeError as error:
         raise UserError(f"{file}, row {number}: {error}") from None
     broken = bool(prompt) and not dialogues.is_prompt(prompt)
-    extra = _further(row, KNOWN_OF_PAIRS if read in (_pair, _whole_pair) else KNOWN)
-    return Example(file, number, heldout, prompt, response, chosen, rejected, broken, annotator, tie, ended, extra)
+    is_text = read is _text
+    known = KNOWN_OF_PAIRS if read in (_pair, _whole_pair) else KNOWN_OF_TEXTS if is_text else KNOWN
+    extra = _further(row, known)
+    answers = (response, chosen, rejected)
+    return Example(file, number, heldout, prompt, *answers, broken, annotator, tie, ended, extra, is_text)
 
 
 def _reader(columns: tuple[str, ...], row: Row, where: str) -> Callable[[Row], Answers]:
     found = set(columns)
+    if found == {TEXT}:
+        return _text
     if found & {"chosen", "rejected"}:
         for name in ("chosen", "rejected"):
             if name not in found:
@@ -145,6 +162,12 @@ def _refuse_mixed(where: str, columns: tuple[str, ...], first_row: int, first: t
     raise UserError(
         f"{where}: {problem} (row {first_row} has {', '.join(first)}); rows of another shape need a file of their own"
     )
+
+
+def _text(row: Row) -> Answers:
+    if not isinstance(row[TEXT], str | None):
+        raise ShapeError(f"{TEXT}: expected text, got {type(row[TEXT]).__name__}")
+    return [{"role": "user", "content": row[TEXT] or ""}], None, None, None
 
 
 def _prompt(row: Row) -> Answers:
@@ -218,6 +241,7 @@ def _reply(row: Row, name: str, prompt: Conversation) -> str:
 
 NO_ANSWERS: dict[Callable[[Row], Answers], tuple[str | None, str | None, str | None]] = {
     _prompt: (None, None, None),
+    _text: (None, None, None),
     _demonstration: ("", None, None),
     _messages: ("", None, None),
     _pair: (None, "", ""),

@@ -6,13 +6,14 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from rlhf_core.data.chat import Conversation
 from rlhf_core.data.tokenizer import (
     CHAT_TEMPLATE,
     complete,
+    continues_text,
     decode_response,
     encode_prompt,
     encode_response,
@@ -155,3 +156,42 @@ def test_what_cannot_be_repaired_is_refused(plain: Callable[..., PreTrainedToken
         require_usable(plain(eos_token="<eos>"))
     with pytest.raises(UserError, match="no chat template"):
         require_usable(plain(eos_token="<eos>", pad_token="<unk>"))
+
+
+OPENING: Conversation = [{"role": "user", "content": "What shall I"}]
+
+
+def test_a_text_is_its_opening_and_its_continuation_and_nothing_between_them(tmp_path: Path) -> None:
+    """Joined, the tokens of both are those of the whole text, and so are the decoded texts."""
+    train_bpe(TEXTS, 300, "<|pad|>", "<|end|>", 32, plain=True).save_pretrained(tmp_path)
+    tokenizer = load_tokenizer(tmp_path)
+    assert continues_text(tokenizer)
+    assert not continues_text(TRAINED)
+    prompt, response = encode_prompt(tokenizer, OPENING), encode_response(tokenizer, " eat for  breakfast?")
+    assert prompt + response[:-1] == tokenizer("What shall I eat for  breakfast?")["input_ids"]
+    assert response[-1] == tokenizer.eos_token_id
+    assert tokenizer.decode(prompt) + decode_response(tokenizer, response) == "What shall I eat for  breakfast?"
+    assert "<|user|>" not in tokenizer.get_vocab()
+
+
+def test_a_model_of_texts_has_no_turns(tmp_path: Path) -> None:
+    tokenizer = train_bpe(TEXTS, 300, "<|pad|>", "<|end|>", 32, plain=True)
+    with pytest.raises(UserError, match=r"base\.format is text: a prompt is one text, without turns"):
+        encode_prompt(tokenizer, PROMPT)
+
+
+def test_a_pretrained_tokenizer_keeps_its_first_token_before_texts(
+    plain: Callable[..., PreTrainedTokenizerFast],
+) -> None:
+    opening: Conversation = [{"role": "user", "content": "a b"}]
+    bare, _ = complete(plain(eos_token="<eos>", chat_template="{{ messages }}"), "<pad>", plain=True)
+    assert encode_prompt(bare, opening) == [0, 1]
+    starting = plain(eos_token="<eos>", bos_token="<bos>")
+    first = starting.bos_token_id
+    starting.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="<bos> $A", special_tokens=[("<bos>", first)]
+    )
+    found, repairs = complete(starting, "<pad>", plain=True)
+    assert encode_prompt(found, opening) == [first, 0, 1]
+    assert continues_text(found)
+    assert "chat template replaced: prompts are texts" in repairs

@@ -150,3 +150,17 @@ def test_folders_without_a_language_model_are_refused(folder: Path, tmp_path: Pa
     }.items():
         with pytest.raises(UserError, match=words):
             load_chat_model(tmp_path / name, name)
+
+
+def test_a_model_of_texts_continues_each_message_by_itself(build_lm: Build) -> None:
+    texts = train_bpe(["good morning"], 300, "<|pad|>", "<|end|>", 128, plain=True)
+    chat = ChatModel("texts", build_lm(), texts, frozenset({1}))
+    for message in ("good", "morning good"):
+        assert chat.add_message(message, 8) == 0
+        assert chat.conversation == [{"role": "user", "content": message}]
+        chat.conversation.append({"role": "assistant", "content": " morning"})
+
+
+def test_the_white_space_before_a_continuation_is_shown() -> None:
+    texts = train_bpe(["good morning"], 300, "<|pad|>", "<|end|>", 128, plain=True)
+    assert "".join(pieces(texts, texts("  a b ")["input_ids"])) == "  a b"

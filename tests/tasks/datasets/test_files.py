@@ -82,7 +82,7 @@ def test_every_bad_row_of_every_file_is_named(raw, capsys):
     place = raw(train=ROWS)
     with (place / "set/train.jsonl").open("a") as file:
         file.write('{"prompt": "a"}\n{"prompt": 1, "response": "b"}\n{"prompt": \n{"prompt": "c", "response": "d"}\n')
-    (place / "set/alone.jsonl").write_text('{"text": "a"}\n{"text": "b"}\n')
+    (place / "set/alone.jsonl").write_text('{"body": "a"}\n{"body": "b"}\n')
     (place / "set/empty.jsonl").touch()
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist([*ROWS, {"prompt": "e"}]), place / "set/table.parquet")
     (place / "set/zip.parquet").write_bytes(b"no table")

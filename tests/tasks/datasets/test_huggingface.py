@@ -58,7 +58,7 @@ def test_a_missing_split_is_refused_with_those_there_are(tmp_path, read):
 
 
 def test_wrong_columns_are_named(tmp_path, read):
-    saved(tmp_path, train=[{"text": "x"}], test=TEST)
+    saved(tmp_path, train=[{"body": "x"}], test=TEST)
     with pytest.raises(UserError, match=r"set\[train\], row 1: missing column prompt"):
         read()
 

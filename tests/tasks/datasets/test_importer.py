@@ -166,7 +166,7 @@ def test_it_prints_what_was_found_and_the_lines_of_params_yaml(source, root, add
         "row 21)",
         "leaked held-out prompts: 1 training rows open like a held-out row, first train.jsonl row 4 = test/test.jsonl "
         "row 1 ('question 3'); remove them, or set ingest.on_leak: drop to leave the training rows out",
-        "no pairs (prompt, chosen, rejected): the reward model needs some, in this folder",
+        "no pairs (prompt, chosen, rejected): the reward model needs some in this folder, or ratings",
         "data/raw/chats: tracked by DVC (for git: data/raw/chats.dvc)",
         "set in params.yaml (examples/own-data.yaml is a complete file to start from):",
         "  ingest.source: files",
@@ -184,3 +184,16 @@ def test_every_broken_row_is_named(source, root, capsys):
         f"{source}/train.jsonl, row 22",
     ]
     assert not (root / "data").exists()
+
+
+def test_texts_are_imported_from_a_table_and_their_openings_are_compared(root, tmp_path, capsys):
+    source = tmp_path / "films"
+    source.mkdir()
+    (source / "train.csv").write_text('text,label\nThe film is a joy.,1\n"Dull, all of it.",0\nToo short,0\n')
+    write_jsonl(source / "test.jsonl", [{"text": "the FILM is a mess.", "label": 0}])
+    import_data(source, root)
+    lines = capsys.readouterr().out.splitlines()
+    assert "train.jsonl: 3 demonstrations; columns: text; kept for reward functions: label" in lines
+    assert "texts: the first 4 words are the prompt (ingest.opening_words); set base.format: text" in lines
+    assert "train.jsonl, row 3: too_short" in " ".join(lines)
+    assert any("leaked held-out prompts: 1 training rows" in line for line in lines)

@@ -13,7 +13,9 @@ import pytest
 
 from rlhf_core.errors import UserError
 from tasks import ingest
+from tasks.check_data import require_ratings
 from tasks.datasets.jsonl import read_jsonl, write_jsonl
+from tasks.datasets.prepare import prepare
 from tasks.params.ingest import IngestParams
 from tasks.schemas.validation import load
 
@@ -37,7 +39,7 @@ def execute(tmp_path, monkeypatch):
             log=print,
         )
         ingest.execute(stage)
-        rows = load(tmp_path, [f"data/ingest/{name}.jsonl" for name in DATASETS])
+        rows = load(tmp_path, [f"data/ingest/{name}.jsonl" for name in (*DATASETS, "ratings")])
         return SimpleNamespace(
             **{Path(path).stem: found for path, found in rows.items()},
             dropped=read_jsonl(tmp_path / "data/ingest/dropped.jsonl"),
@@ -55,6 +57,7 @@ def test_pairs_alone_fill_every_share(execute, params, raw):
     raw(train=PAIRS)
     made = execute(params())
     assert [len(getattr(made, name)) for name in DATASETS] == [45, 27, 27, 18, 10]
+    assert made.ratings == []
     sides = [
         prompts_of(getattr(made, name)) for name in ("demonstrations", "preference_prompts", "ppo_prompts", "heldout")
     ]
@@ -302,3 +305,79 @@ def test_further_columns_of_parquet_files(execute, params, raw, tmp_path):
     pandas.DataFrame(table | {"image": [b"x"] * 100}).to_parquet(folder / "train.parquet")
     made = execute(params())
     assert all(row["extra"] == {"answer": int(row["prompt"][0]["content"][:-1])} for row in made.ppo_prompts)
+
+
+TEXTS = [{"text": f"Film {i} was  really {word} {i}.", "label": i % 2} for i in range(100) for word in ("good", "bad")]
+
+
+def test_texts_are_openings_and_continuations_split_by_opening(execute, params, raw):
+    """Joined, each prompt and response is a text of the data; without a column of ratings there are none."""
+    raw(train=[*TEXTS, {"text": "Film 7 was"}])
+    made = execute(params(opening_words=3))
+    for row in made.demonstrations + made.heldout:
+        assert row["prompt"][0]["content"] + row["response"] in {text["text"] for text in TEXTS}
+        assert row["response"].startswith("  really ")
+    sides = [
+        prompts_of(getattr(made, name)) for name in ("demonstrations", "preference_prompts", "ppo_prompts", "heldout")
+    ]
+    assert sum(map(len, sides)) == len(set.union(*sides)) == 100
+    assert made.metrics["dropped"]["too_short"] == 1
+    assert made.dropped == [{"file": "data/raw/set/train.jsonl", "row": 201, "reason": "too_short"}]
+    assert made.ratings == []
+    assert "ratings" not in made.metrics
+    assert all(row["extra"]["label"] in (0, 1) for row in made.ppo_prompts)
+
+
+def test_a_held_out_file_of_texts_is_compared_by_opening(execute, params, raw):
+    raw(train=TEXTS, test=[{"text": "film 3 WAS really dull", "label": 0}])
+    with pytest.raises(UserError, match=r"2 training rows open like a held-out row.*\('film 3 was'\)"):
+        execute(params(opening_words=3))
+    assert len(execute(params(opening_words=3, on_leak="drop")).heldout) == 1
+
+
+def test_ratings_are_the_demonstrations_of_the_reward_models_share(execute, params, raw):
+    """Every rated row is used or left out once; a row without a rating is not used by the reward model."""
+    rows = [*TEXTS[:-1], {"text": "Film 99 was really odd"}]
+    raw(train=rows)
+    made = execute(params(opening_words=3, rating_column="label"))
+    label = {row["text"]: row.get("label") for row in rows}
+    assert {row["prompt_id"] for row in made.ratings} <= prompts_of(made.preference_prompts)
+    for row in made.ratings:
+        assert row["rating"] == label[row["prompt"][0]["content"] + row["response"]]
+        assert isinstance(row["rating"], float)
+    assert made.metrics["ratings"] == len(made.ratings)
+    use = made.metrics["rows_by_use"]["demonstration"]
+    assert use["reward_train"] + use["reward_validation"] == len(made.ratings)
+    assert {row["split"] for row in made.ratings} == {"train", "validation"}
+    counts = [count for name, count in use.items() if name not in ("read", "left_out")]
+    assert sum(counts) + sum(use["left_out"].values()) == use["read"] == 200
+    seeds = [execute(params(opening_words=3, rating_column="label", seed=seed)) for seed in range(1, 9)]
+    unrated = [made for made in seeds if len(made.ratings) % 2]
+    assert all(made.metrics["rows_by_use"]["demonstration"]["left_out"]["used_elsewhere"] == 1 for made in unrated)
+    assert unrated, "the row without a rating is in the reward model's share for some seed"
+
+
+@pytest.mark.parametrize("value", ["good", [1], {"a": 1}])
+def test_a_rating_that_is_no_number_is_named(execute, params, raw, value):
+    raw(train=[*TEXTS, {"text": "Film 7 was not bad", "label": value}])
+    with pytest.raises(
+        UserError, match=r"train\.jsonl, row 201: label is .*, not a number; correct it, or name another"
+    ):
+        execute(params(opening_words=3, rating_column="label"))
+
+
+def test_numbers_as_text_and_truth_values_are_ratings(execute, params, raw):
+    """As CSV files have them."""
+    raw(train=[{**row, "label": "2.5" if row["label"] else True} for row in TEXTS])
+    assert {row["rating"] for row in execute(params(opening_words=3, rating_column="label")).ratings} == {2.5, 1.0}
+
+
+@pytest.mark.parametrize("column", ["lable", "same"])
+def test_ratings_that_do_not_differ_are_refused_before_anything_runs(params, raw, monkeypatch, tmp_path, column):
+    monkeypatch.chdir(tmp_path)
+    raw(train=[{**row, "label": place % 2, "same": 1} for place, row in enumerate(TEXTS)])
+    prepared = prepare(params(opening_words=3, rating_column="label"))
+    require_ratings(prepared, "label")
+    require_ratings(prepared, None)
+    with pytest.raises(UserError, match=rf"rating_column is {column}, but the reward model's train split has no two"):
+        require_ratings(prepared, column)

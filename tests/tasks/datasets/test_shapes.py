@@ -6,6 +6,7 @@ import re
 import pytest
 
 from rlhf_core.errors import UserError
+from tasks.datasets.sources.cleaning import clean
 from tasks.datasets.sources.shapes import read_columns
 
 USER = {"role": "user", "content": "Hello"}
@@ -72,7 +73,7 @@ def test_turns_that_do_not_fit_are_marked_not_fatal(examples, row):
 @pytest.mark.parametrize(
     ("row", "says"),
     [
-        ({"text": "x", "label": 1}, "row 1: missing column prompt (found: text, label)"),
+        ({"body": "x", "label": 1}, "row 1: missing column prompt (found: body, label)"),
         ({"prompt": "x", "chosen": "y"}, "row 1: missing column rejected"),
         ({"prompt": "x", "rejected": "y"}, "row 1: missing column chosen"),
         ({"chosen": "x", "rejected": "y"}, "row 1: missing column prompt (chosen is no whole conversation"),
@@ -179,3 +180,40 @@ def test_a_value_that_is_nested_too_deeply_is_left_out(examples):
 def test_columns_of_bytes_are_not_read():
     types = {"prompt": "string", "image": "struct<bytes: binary, path: string>", "answer": "string", "id": "int64"}
     assert read_columns(types) == ["prompt", "answer", "id"]
+
+
+@pytest.mark.parametrize(
+    ("text", "opening", "rest"),
+    [
+        ("The film is a joy.", "The film is", " a joy."),
+        ("  The  film\nis   a joy. ", "The  film\nis", "   a joy."),
+        ("\n\nHuman: Tea? Green now", "Human: Tea? Green", " now"),
+    ],
+)
+def test_a_text_is_cut_after_its_first_words(examples, text, opening, rest):
+    (example,) = examples([{"text": text, "label": 1}])
+    assert example.kind == "demonstration"
+    found = example.cut(3)
+    assert (found.prompt, found.response, found.extra) == ([{"role": "user", "content": opening}], rest, {"label": 1})
+    assert (found.row, found.kind, found.is_text) == (1, "demonstration", False)
+    assert found.cut(1) is found
+
+
+@pytest.mark.parametrize("text", ["The film is", "The film", "The film is ", ""])
+def test_a_text_without_further_words_stays_whole_and_is_too_short(examples, text):
+    (example,) = (found.cut(3) for found in examples([{"text": text}]))
+    assert (example.is_text, example.response, example.kind) == (True, None, "demonstration")
+    assert [row.reason for row in clean([example], 100)[1]] == ["too_short" if text else "empty"]
+
+
+def test_text_beside_the_columns_of_another_shape_is_a_further_column(examples):
+    (example,) = examples([{"prompt": "Hello", "response": "Hi", "text": "Hello Hi"}])
+    assert (example.prompt, example.response, example.extra) == ([USER], "Hi", {"text": "Hello Hi"})
+    assert example.cut(1) is example
+
+
+def test_a_text_that_is_no_text_is_named(examples):
+    with pytest.raises(UserError, match=r"train\.jsonl, row 2: text: expected text, got int"):
+        examples([{"text": "a b"}, {"text": 3}])
+    with pytest.raises(UserError, match="row 2: missing column text"):
+        examples([{"text": "a b"}, {"prompt": "a"}])

@@ -100,3 +100,10 @@ def test_the_file_lies_below_data_raw(answer: Ask, tmp_path: Path) -> None:
     (tmp_path / "data/raw/link.jsonl").symlink_to(tmp_path / "outside.jsonl")
     with pytest.raises(UserError, match="leads out of data/raw"):
         answer("link.jsonl")
+
+
+def test_whole_texts_are_no_evaluation_prompts(answer: Ask) -> None:
+    with pytest.raises(
+        UserError, match=r"evaluate\.prompts: data/raw/mine\.jsonl has the column text; write the openings"
+    ):
+        answer("mine.jsonl", [{"text": "The film is a joy."}])

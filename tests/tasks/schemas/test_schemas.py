@@ -31,6 +31,7 @@ VALUES = {
     "policy_tokens": 7,
     "tokens": 2,
     "mean_reward": 0.5,
+    "rating": 1,
     **dict.fromkeys(("ended", "chosen_ended", "rejected_ended", "sft_ended", "policy_ended"), True),
     **dict.fromkeys(("gold", "gold_sft", "gold_policy"), None),
     **dict.fromkeys(("reward", "reward_sft", "reward_policy"), -1.5),
@@ -47,9 +48,9 @@ OPTIONAL = {"annotator", "chosen_ended", "rejected_ended", "extra", "terms", "ro
 OBJECTS = {"extra", "terms"}
 NULLABLE = {"annotator", "chosen_ids", "rejected_ids", "gold", "gold_sft", "gold_policy", "seed"}
 NULLABLE_HERE = {("response", "data/ingest/heldout.jsonl"), ("kl", "data/evaluate/answers.jsonl")}
-NUMBERS = {"kl", "reward", "mean_reward", "reward_sft", "reward_policy"} | {"gold", "gold_sft", "gold_policy"}
+NUMBERS = {"kl", "rating", "reward", "mean_reward", "reward_sft", "reward_policy"} | {"gold", "gold_sft", "gold_policy"}
 MAY_BE_EMPTY = {"data/ingest/pairs.jsonl", "data/best_of_n/samples.jsonl", "data/rejection_sft/samples.jsonl"}
-MAY_BE_EMPTY |= {"data/preferences/preferences.jsonl", "data/preferences/samples.jsonl"}
+MAY_BE_EMPTY |= {"data/ingest/ratings.jsonl", "data/preferences/preferences.jsonl", "data/preferences/samples.jsonl"}
 
 
 def rows_for(path, count=3):
