@@ -110,7 +110,7 @@ def test_pairs_for_training_alone_are_refused_before_anything_is_written(
     stage = make_stage("preferences", params("dataset"), outs, {preferences.PAIRS: [row]})
     with pytest.raises(UserError, match="validation pairs; there are 1 in train and 0 in validation"):
         preferences.execute(stage)
-    assert stage.outputs.begun == set()
+    assert not stage.outputs.begun
 
 
 def test_cut_off_answers_of_the_data_have_no_end(make_stage: Callable[..., "Stage[Any]"]) -> None:
