@@ -64,7 +64,7 @@ PLOTS = {
 }
 DATA = ["ingest/demonstrations", "ingest/pairs", "ingest/preference_prompts", "ingest/ppo_prompts", "ingest/heldout"]
 DATA += ["ingest/dropped", "preferences/preferences", "preferences/samples", "ppo/samples", "evaluate/samples"]
-DATA += ["best_of_n/samples", "rejection_sft/samples", "evaluate/answers"]
+DATA += ["best_of_n/samples", "rejection_sft/samples", "evaluate/answers", "ingest/ratings"]
 ALTERNATIVES = ["rejection_sft", "dpo", "rloo"]
 """Those that the tiny run trains."""
 

@@ -23,6 +23,8 @@ EVALUATION = "metrics/evaluate.json"
 ANSWERS = "data/evaluate/answers.jsonl"
 SHORTEST_PREFIX = 6
 STAGE = "evaluate"
+EMPTY = "{}"
+"""A block that the file does not have."""
 UNCOMPARED = ("runtime.", "report.")
 """Parameters that change no figure."""
 
@@ -221,7 +223,8 @@ def _compared(params: Mapping[str, str]) -> dict[str, str]:
     """The parameters that can change a figure. A block with only `enabled: false` is the same as none."""
     blocks = Counter(key.partition(".")[0] for key in params)
     off = {f"{name}.enabled" for name, keys in blocks.items() if keys == 1 and params.get(f"{name}.enabled") == "false"}
-    return {key: value for key, value in params.items() if not key.startswith(UNCOMPARED) and key not in off}
+    left_out = off | {key for key, value in params.items() if value == EMPTY or key.startswith(UNCOMPARED)}
+    return {key: value for key, value in params.items() if key not in left_out}
 
 
 def _parsed(text: str, where: str) -> Mapping[str, Any]:

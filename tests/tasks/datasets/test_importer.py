@@ -41,7 +41,7 @@ def source(tmp_path):
 def added(monkeypatch):
     """Replaces `dvc add` where the test is not about it."""
     calls = []
-    monkeypatch.setattr(importer, "_dvc_add", lambda target, root: calls.append(target.name))
+    monkeypatch.setattr(importer, "dvc_add", lambda target, root: calls.append(target.name))
     return calls
 
 
@@ -105,7 +105,7 @@ def test_failing_dvc_add_restores_what_was_there(source, root, monkeypatch, adde
     def fail(target, root):
         raise UserError("dvc add failed")
 
-    monkeypatch.setattr(importer, "_dvc_add", fail)
+    monkeypatch.setattr(importer, "dvc_add", fail)
     with pytest.raises(UserError, match="dvc add failed"):
         import_data(source, root, force=True)
     assert tree(root) == IMPORTED

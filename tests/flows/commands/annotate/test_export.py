@@ -159,7 +159,7 @@ def test_an_export_can_be_imported(make_store: Make, tmp_path: Path, monkeypatch
     export(store, tmp_path / "labels.jsonl")
     root = tmp_path / "project"
     (root / ".dvc").mkdir(parents=True)
-    monkeypatch.setattr(importer, "_dvc_add", lambda *arguments: None)
+    monkeypatch.setattr(importer, "dvc_add", lambda *arguments: None)
     printed: list[str] = []
     target = importer.import_data(tmp_path / "labels.jsonl", root, log=printed.append)
     assert target.read_bytes() == (tmp_path / "labels.jsonl").read_bytes()

@@ -371,7 +371,7 @@ def test_rows_of_data_are_not_converted(tmp_path):
 
 @pytest.fixture
 def root(tmp_path, monkeypatch):
-    monkeypatch.setattr(importer, "_dvc_add", lambda target, root: None)
+    monkeypatch.setattr(importer, "dvc_add", lambda target, root: None)
     (tmp_path / "repo/.dvc").mkdir(parents=True)
     return tmp_path / "repo"
 
