@@ -96,7 +96,9 @@ def describe(data: Path, source: Path, originals: Mapping[Path, Path], log: Log)
     if leaks := cleaning.find_leaks(kept):
         lines.append(cleaning.list_leaks(leaks, lines.append))
     if not any(example.kind == "pair" and not example.heldout for example in examples):
-        lines.append("no pairs (prompt, chosen, rejected): the reward model needs some in this folder, or ratings")
+        lines.append(
+            "no pairs (prompt, chosen, rejected): a reward model needs them, or ratings (ingest.rating_column)"
+        )
     return examples, lines
 
 

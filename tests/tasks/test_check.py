@@ -109,3 +109,12 @@ def test_the_shipped_list_counts_praise_less_blame(tmp_path: Path) -> None:
     texts = [" is a Moving, wonderful joy.", " is dull", " is not good", " isn’t a dull film, and moving", " is", ""]
     assert function([[]] * 6, texts, [{}] * 6) == [3, -1, -1, 2, 0, 0]
     function.close()
+
+
+def test_the_shipped_length_term_is_highest_at_twenty_words(tmp_path: Path) -> None:
+    from rlhf_core.functions.process import Limits, RewardFunction
+
+    shutil.copy(ROOT / "rewards/length.py", tmp_path)
+    function = RewardFunction(tmp_path, "length.py", Limits(20, 1024))
+    assert function([[]] * 4, ["a " * 20, " a" * 15, "a\n" * 30, ""], [{}] * 4) == [0, -0.5, -1, -2]
+    function.close()

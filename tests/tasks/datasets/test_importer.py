@@ -166,7 +166,7 @@ def test_it_prints_what_was_found_and_the_lines_of_params_yaml(source, root, add
         "row 21)",
         "leaked held-out prompts: 1 training rows open like a held-out row, first train.jsonl row 4 = test/test.jsonl "
         "row 1 ('question 3'); remove them, or set ingest.on_leak: drop to leave the training rows out",
-        "no pairs (prompt, chosen, rejected): the reward model needs some in this folder, or ratings",
+        "no pairs (prompt, chosen, rejected): a reward model needs them, or ratings (ingest.rating_column)",
         "data/raw/chats: tracked by DVC (for git: data/raw/chats.dvc)",
         "set in params.yaml (examples/own-data.yaml is a complete file to start from):",
         "  ingest.source: files",
