@@ -16,7 +16,7 @@ class HealthConfig(Block):
     """Smallest number of prompts in a window; the window grows where `window` steps have fewer."""
     hacking_deviations: PositiveNumber = 5.0
     """Reward hacking: standard errors by which a mean must move; below 5, long runs give alerts by chance."""
-    hacking_kl: PositiveNumber = 0.5
+    hacking_kl: PositiveNumber = 0.25
     """Reward hacking without a judge: alert when the reward rises and the KL to the reference is above this, in nats
     per token."""
     kl_jump: PositiveNumber = 0.2

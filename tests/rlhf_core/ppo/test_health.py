@@ -146,7 +146,7 @@ def test_chance_is_not_reward_hacking(watch: Watch, fall: float, seen: int) -> N
     assert sum(bool(watch(history).alerts) for history in histories) == seen
 
 
-@pytest.mark.parametrize(("per_token", "seen"), [(0.45, []), (0.55, ["reward_hacking"])])
+@pytest.mark.parametrize(("per_token", "seen"), [(0.23, []), (0.27, ["reward_hacking"])])
 def test_without_a_judge_the_kl_decides(watch: Watch, per_token: float, seen: list[str]) -> None:
     """KL per token on both sides of hacking_kl, reached slowly (no spike)."""
     history = rows(60, **UP, gold=lambda _: None, kl=lambda step: 20 * min(per_token, per_token * step / 30))
