@@ -71,7 +71,7 @@ def scores(run: Run) -> Picture | None:
         f"No model is trained on the gold score; the {run.proxy}'s score is the proxy that PPO maximises. Where the "
         f"proxy rises and gold falls, the policy exploits the {run.proxy}."
         if both
-        else f"Mean raw {run.proxy_score} of the sampled answers, the proxy that PPO maximises. " + unjudged
+        else f"Mean {run.proxy_score} (raw) of the sampled answers, the proxy that PPO maximises. " + unjudged
     )
     return Picture(
         "scores", "ppo", png(figure), line_alt([(name, values, 2, "") for name, values, _ in panels]), caption

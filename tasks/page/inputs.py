@@ -109,8 +109,9 @@ class Run:
 
     @property
     def judge(self) -> str:
-        """The judge of the win rate, with its article, for use in a sentence."""
-        return "the " + str(self.evaluation["win_rate_judge"]).removeprefix("the ")
+        """The judge of the win rate, for use in a sentence: with an article, unless it is a file."""
+        name = str(self.evaluation["win_rate_judge"])
+        return name if name.startswith("rewards/") else "the " + name.removeprefix("the ")
 
 
 def read_run(samples: list[Row], answers: list[Row], root: Path = Path()) -> Run:
