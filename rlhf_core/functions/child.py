@@ -22,11 +22,12 @@ OVER_MEMORY = "needs more memory than runtime.functions.memory_mb allows"
 
 def main(path: Path, requests: int, replies: int, memory: int) -> None:
     """Fork: the child runs the function, and this process ends all of its group when its standard input is closed, by
-    the stage or by the stage's death. `memory`: bytes of address space."""
+    the stage or by the stage's death. The child does so too when its requests end, since this process ends with it.
+    `memory`: bytes of address space."""
     worker = os.fork()
     if worker == 0:
         run(path, requests, replies, memory)
-        os._exit(0)
+        os.killpg(0, signal.SIGKILL)
     os.close(requests)
     os.close(replies)
     threading.Thread(target=kill_at_end_of_input, daemon=True).start()
