@@ -207,6 +207,16 @@ def test_closing_ends_the_processes_that_the_function_has_started(make: Make) ->
     assert ended(int(pid))
 
 
+def test_they_end_when_the_requests_end_before_the_input(make: Make) -> None:
+    """A stage that is killed closes both, in either order."""
+    function = make(CHILDREN)
+    (pid,) = call(function, ["a"])
+    assert function._process is not None
+    with Path(os.devnull).open("wb") as nothing:
+        os.dup2(nothing.fileno(), function._process.requests)
+    assert ended(int(pid))
+
+
 @pytest.mark.parametrize("how", ["sys.exit()", "os.kill(os.getpid(), 9)"])
 def test_they_end_with_the_stage_even_if_it_is_killed(make: Make, tmp_path: Path, how: str) -> None:
     make(CHILDREN)
