@@ -5,6 +5,7 @@ are in one batch: spread over batches, each response would be trained on several
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -17,6 +18,7 @@ from rlhf_core.config.lora import LoraSettings
 from rlhf_core.config.reward import RewardConfig
 from rlhf_core.models.batch import TokenBatch, in_passes, pad_batch, sequence_scores
 from rlhf_core.models.lora import add_lora
+from rlhf_core.models.shared_body import save_adapter
 from rlhf_core.training.run import Run, Schedule, train, trainer_arguments
 from rlhf_core.training.trainer import GuardedTrainer, Inputs
 
@@ -42,11 +44,16 @@ class Comparison:
 
 
 def train_reward_model(
-    model: PreTrainedModel, comparisons: Sequence[Comparison], config: RewardConfig, pad_id: int, run: Run
+    model: PreTrainedModel,
+    comparisons: Sequence[Comparison],
+    config: RewardConfig,
+    pad_id: int,
+    run: Run,
+    folder: Path | None = None,
 ) -> list[dict[str, float]]:
     """Train `model` in place, see `fit_pairs`. Returns the log: loss (nats) and accuracy (share of the batch's pairs
     whose chosen response scores higher)."""
-    return fit_pairs(PairTrainer, model, comparisons, PairCollator(pad_id), config, "reward", run)
+    return fit_pairs(PairTrainer, model, comparisons, PairCollator(pad_id), config, "reward", run, folder)
 
 
 class PairSettings(Protocol):
@@ -74,9 +81,11 @@ def fit_pairs(
     settings: PairSettings,
     block: str,
     run: Run,
+    folder: Path | None = None,
 ) -> list[dict[str, float]]:
-    """Train `model` in place on rows of pairs: all its weights, or with `settings.lora` adapters that are then merged
-    into them. `block` is the settings' block of params.yaml, for errors. Returns the training log."""
+    """Train `model` in place on rows of pairs: all its weights, or with `settings.lora` adapters, which are written to
+    `folder` and then merged into the weights. `block` is the settings' block of params.yaml, for errors. Returns the
+    training log."""
     adapter = None if settings.lora is None else add_lora(model, settings.lora, run.seed)
     schedule = Schedule(
         learning_rate=settings.learning_rate,
@@ -95,7 +104,9 @@ def fit_pairs(
         data_collator=collate,
     )
     log = train(trainer, run)
-    if adapter is not None:
+    if adapter is not None and settings.lora is not None:
+        if folder is not None:
+            save_adapter(folder, adapter, settings.lora)
         adapter.merge()
     return log
 

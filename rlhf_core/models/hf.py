@@ -102,30 +102,38 @@ def _weights(
 
 
 def scalar_model_from(path: str | Path, seed: int, *, trust_remote_code: bool = False) -> PreTrainedModel:
-    """The body of the model at `path` under a fresh scalar head, weights N(0, 1/(d+1)) (Stiennon et al. 2020). Raises
-    UserError as `load_causal_lm`."""
+    """The body of the model at `path` under a fresh scalar head, see `draw_head`. Raises UserError as
+    `load_causal_lm`."""
     with loading(path):
         config = without_dropout(load_config(path, None, trust_remote_code, num_labels=1))
         model = _weights(AutoModelForSequenceClassification, path, config, None, trust_remote_code)
-    generator = torch.Generator().manual_seed(seed)
-    head = scalar_head(model)
-    with torch.no_grad():
-        noise = torch.randn(head.weight.shape, generator=generator)
-        head.weight.copy_(noise / (head.weight.shape[1] + 1) ** 0.5)
-        if head.bias is not None:
-            head.bias.zero_()
+    draw_head(scalar_head(model), seed)
     return model
+
+
+@torch.no_grad()
+def draw_head(head: torch.nn.Linear, seed: int) -> None:
+    """Weights N(0, 1/(d+1)) (Stiennon et al. 2020), drawn on the CPU; bias 0."""
+    generator = torch.Generator().manual_seed(seed)
+    head.weight.copy_(torch.randn(head.weight.shape, generator=generator) / (head.weight.shape[1] + 1) ** 0.5)
+    if head.bias is not None:
+        head.bias.zero_()
 
 
 def scalar_model_of(policy: PreTrainedModel, head: torch.nn.Linear) -> PreTrainedModel:
     """A scalar model with the policy's body (a copy) under the given head: a shared critic as a model of its own."""
-    content = {key: value for key, value in policy.config.to_dict().items() if key != "model_type"}
-    config = type(policy.config)(**{**content, "num_labels": 1})
-    model = AutoModelForSequenceClassification.from_config(config).eval()
+    model = empty_scalar_model(policy).eval()
     body = getattr(policy, policy.base_model_prefix)
     getattr(model, model.base_model_prefix).load_state_dict(body.state_dict())
     scalar_head(model).load_state_dict(head.state_dict())
     return model
+
+
+def empty_scalar_model(policy: PreTrainedModel) -> PreTrainedModel:
+    """A scalar model of the policy's architecture with random weights."""
+    left_out = ("model_type", "id2label", "label2id")
+    content = {key: value for key, value in policy.config.to_dict().items() if key not in left_out}
+    return AutoModelForSequenceClassification.from_config(type(policy.config)(**{**content, "num_labels": 1}))
 
 
 def fresh_head(model: PreTrainedModel) -> torch.nn.Linear:

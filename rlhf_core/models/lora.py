@@ -1,6 +1,8 @@
-"""LoRA adapters (Hu et al. 2021) of `peft` in a Hugging Face model, which stays a plain transformers model."""
+"""LoRA adapters (Hu et al. 2021) of `peft` in a Hugging Face model, which stays a plain transformers model. Several
+adapters can be on one body, of which one or none is active."""
 
-from collections.abc import Iterator, Mapping
+import copy
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -16,21 +18,23 @@ if TYPE_CHECKING:  # importing peft takes seconds
     from peft.tuners.lora import LoraLayer, LoraModel
 
 NAME = "default"
-"""peft's name of a model's only adapter."""
+"""peft's name of a model's first adapter."""
 
 
-def add_lora(model: PreTrainedModel, settings: LoraSettings, seed: int) -> "Adapter":
-    """Add adapters to `model`, in place, and freeze everything else but a scalar model's `score` head.
+def add_lora(model: PreTrainedModel, settings: LoraSettings, seed: int, name: str = NAME) -> "Adapter":
+    """Add adapters to `model`, in place, freeze everything else but a scalar model's `score` head and the adapters that
+    are there already, and make the new ones the active ones.
 
     The outputs are those of the model without adapters, to the bit (B = 0). Equal seeds give equal adapters; the global
     random state does not change. Raises UserError for target modules that the model's body does not have, ValueError
-    for a model that has adapters already.
+    for a model that has adapters of this name already.
     """
     from peft import LoraConfig
     from peft.tuners.lora import LoraModel
 
-    if _layers(model):
+    if any(name in layer.lora_A for layer in _layers(model)):
         raise ValueError("the model has LoRA adapters already; merge them first")
+    others = _adapter_parameters(model)
     flags = {parameter: parameter.requires_grad for parameter in model.parameters()}
     targets = _targets(model, settings.target_modules)
     config = LoraConfig(
@@ -42,44 +46,47 @@ def add_lora(model: PreTrainedModel, settings: LoraSettings, seed: int) -> "Adap
         fan_in_fan_out=all(isinstance(layer, Conv1D) for layer in targets.values()),
     )
     with torch.random.fork_rng():
-        tuner = LoraModel(model, config, NAME)
+        tuner = LoraModel(model, config, name)
     del model.peft_config
     model.train(model.training)
-    _initialise(model, seed)
+    _initialise(model, seed, name)
+    for parameter in others:
+        parameter.requires_grad_(flags[parameter])
     if (head := getattr(model, "score", None)) is not None:
         head.requires_grad_(True)
-    return Adapter(tuner, flags)
+    return Adapter(tuner, flags, name)
 
 
 class Adapter:
     """The adapters of one model, and that model's other trainable parameters (the scalar head's). After `merge` every
     method raises ValueError."""
 
-    def __init__(self, tuner: "LoraModel", flags: Mapping[torch.nn.Parameter, bool]) -> None:
-        self._tuner, self._flags = tuner, flags
+    def __init__(self, tuner: "LoraModel", flags: Mapping[torch.nn.Parameter, bool], name: str = NAME) -> None:
+        self._tuner, self._flags, self.name = tuner, flags, name
         self.model: PreTrainedModel = tuner.model
-        self._trainable = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+
+    @property
+    def _trainable(self) -> dict[str, torch.nn.Parameter]:
+        own = {*_adapter_parameters(self.model, self.name), *_head_parameters(self.model)}
+        return {_name_without(self.name, place): p for place, p in self.model.named_parameters() if p in own}
+
+    def parameters(self) -> list[torch.nn.Parameter]:
+        """The adapters' parameters and the scalar head's."""
+        return list(self._trainable.values())
 
     @contextmanager
     def off(self) -> Iterator[PreTrainedModel]:
-        """The model without its adapters: bit for bit the frozen model before `add_lora`. May be nested."""
-        on = not self._present()[0].disable_adapters
-        flags = [(parameter, parameter.requires_grad) for parameter in self._trainable.values()]
-        try:
-            self._tuner.disable_adapter_layers()
+        """The model without any adapter: bit for bit the frozen model before `add_lora`. May be nested."""
+        self._present()
+        with active(self.model, ()):
             yield self.model
-        finally:
-            if on:
-                self._tuner.enable_adapter_layers()
-            for parameter, flag in flags:  # peft's switch freezes and unfreezes
-                parameter.requires_grad_(flag)
 
     def merge(self) -> PreTrainedModel:
         """Merge the adapters into the weights, W + (alpha / rank)·B·A, in place, and return the model: the same object,
-        plain again, its parameters trainable as before `add_lora`. Adapters and base cannot be separated afterwards;
-        take `state_dict` before if either is still needed."""
+        plain again, without the other adapters of its body, its parameters trainable as before `add_lora`. Adapters and
+        base cannot be separated afterwards; take `state_dict` before if either is still needed."""
         self._present()
-        self._tuner.merge_and_unload()
+        self._tuner.merge_and_unload(adapter_names=[self.name])
         for parameter, flag in self._flags.items():
             parameter.requires_grad_(flag)
         return self.model
@@ -99,27 +106,71 @@ class Adapter:
         for name, parameter in self._trainable.items():
             parameter.copy_(state[name])
 
-    def _present(self) -> list["LoraLayer"]:
-        layers = list(_layers(self.model).values())
-        if not layers:
+    def _present(self) -> None:
+        if not _layers(self.model):
             raise ValueError("the adapter was merged into its model")
-        return layers
+
+    def merged_copy(self) -> PreTrainedModel:
+        """A copy of the model with this adapter merged into its weights; the model keeps its adapters."""
+        self._present()
+        return copy.deepcopy(self).merge()
 
 
-def _layers(model: PreTrainedModel) -> dict[str, "LoraLayer"]:
+def active_adapters(model: torch.nn.Module) -> list[str]:
+    """The names of the adapters that the model computes with."""
+    return list(next((layer.active_adapters for layer in _layers(model)), []))
+
+
+def activate(model: torch.nn.Module, names: Sequence[str]) -> None:
+    """Make these the active adapters of the model; which parameters need gradients stays as it is."""
+    layers = _layers(model)
+    flags = [(p, p.requires_grad) for layer in layers for p in layer.parameters()]
+    for layer in layers:
+        layer.set_adapter(list(names))
+    for parameter, flag in flags:  # peft freezes what it switches off, also in a graph that is still needed
+        parameter.requires_grad_(flag)
+
+
+@contextmanager
+def active(model: torch.nn.Module, names: Sequence[str]) -> Iterator[None]:
+    """In this context these are the active adapters of the model."""
+    before = active_adapters(model)
+    activate(model, names)
+    try:
+        yield
+    finally:
+        activate(model, before)
+
+
+def _name_without(adapter: str, name: str) -> str:
+    """A parameter's name as it is in a model with one adapter, which a scalar model with a body of its own has."""
+    return name.replace(".adapted.", ".").replace(f".{adapter}.", f".{NAME}.")
+
+
+def _layers(model: torch.nn.Module) -> "list[LoraLayer]":
     from peft.tuners.lora import LoraLayer
 
-    return {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
+    return [module for module in model.modules() if isinstance(module, LoraLayer)]
+
+
+def _adapter_parameters(model: PreTrainedModel, name: str | None = None) -> list[torch.nn.Parameter]:
+    """Those of the adapter of this name, or of all."""
+    parts = [part for layer in _layers(model) for part in (layer.lora_A, layer.lora_B)]
+    return [p for part in parts for key, linear in part.items() if name in (None, key) for p in linear.parameters()]
+
+
+def _head_parameters(model: PreTrainedModel) -> list[torch.nn.Parameter]:
+    head = getattr(model, "score", None)
+    return [] if head is None else list(head.parameters())
 
 
 def _targets(model: PreTrainedModel, wanted: str | list[str]) -> dict[str, torch.nn.Module]:
     """The linear layers of the model's body by name, without output layer and scalar head."""
     prefix = f"{model.base_model_prefix}."
-    linear = {
-        name: module
-        for name, module in model.named_modules()
-        if name.startswith(prefix) and isinstance(module, torch.nn.Linear | Conv1D)
-    }
+    named = {name: module for name, module in model.named_modules() if name.startswith(prefix)}
+    adapted = {name: layer.get_base_layer() for name, layer in named.items() if layer in _layers(model)}
+    plain = {name: m for name, m in named.items() if not any(name.startswith(f"{layer}.") for layer in adapted)}
+    linear = {name: m for name, m in {**plain, **adapted}.items() if isinstance(m, torch.nn.Linear | Conv1D)}
     if isinstance(wanted, str):
         return linear
     chosen = {name: module for name, module in linear.items() if any(f".{name}".endswith(f".{w}") for w in wanted)}
@@ -133,11 +184,13 @@ def _targets(model: PreTrainedModel, wanted: str | list[str]) -> dict[str, torch
 
 
 @torch.no_grad()
-def _initialise(model: PreTrainedModel, seed: int) -> None:
+def _initialise(model: PreTrainedModel, seed: int, name: str) -> None:
     """A uniform in ±1/√d_in (He et al. 2015 with a = √5, as in the paper's code), B zero; drawn on the CPU, so that all
     devices get equal values."""
     generator = torch.Generator().manual_seed(seed)
-    for layer in _layers(model).values():
-        a, b = layer.lora_A[NAME].weight, layer.lora_B[NAME].weight
+    for layer in _layers(model):
+        if name not in layer.lora_A:
+            continue
+        a, b = layer.lora_A[name].weight, layer.lora_B[name].weight
         a.copy_((2 * torch.rand(a.shape, generator=generator) - 1) / a.shape[1] ** 0.5)
         b.zero_()

@@ -3,6 +3,7 @@ the reference is a frozen copy, or the policy with its adapter switched off."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 from jaxtyping import Float
@@ -13,6 +14,7 @@ from rlhf_core.config.ppo import PPOConfig
 from rlhf_core.models.batch import TokenBatch, response_logits, response_logits_and_hidden, state_values
 from rlhf_core.models.hf import fresh_head, keep_float32, scalar_head
 from rlhf_core.models.lora import Adapter, add_lora
+from rlhf_core.models.shared_body import merged_scalar_model, recompute_with, shares_body
 
 Logits = Float[Tensor, "tokens vocabulary"]
 Values = Float[Tensor, "rows time"]
@@ -25,7 +27,8 @@ class ActorCritic:
         config: kind of critic, adapters, precision, and gradient checkpointing.
         policy: a causal language model, dropout off; trained.
         reference: the frozen reference; `None` only with `lora`: the policy with its adapter switched off.
-        critic: a scalar model, for `advantage: gae` with `critic.kind: separate`; else `None`.
+        critic: for `advantage: gae` with `critic.kind: separate` a scalar model, or a scalar model's adapter on the
+            policy's body; else `None`.
         seed: of the adapters' initial weights.
 
     Raises:
@@ -38,17 +41,18 @@ class ActorCritic:
         config: PPOConfig,
         policy: PreTrainedModel,
         reference: PreTrainedModel | None,
-        critic: PreTrainedModel | None,
+        critic: PreTrainedModel | Adapter | None,
         seed: int = 0,
     ) -> None:
         _refuse_mismatch(config, policy, reference, critic)
-        self.policy, self.reference, self.critic = policy.eval(), reference, critic
+        self.adapters = {"critic": critic} if isinstance(critic, Adapter) else {}
+        self.policy, self.reference = policy.eval(), reference
+        self.critic = critic.model if isinstance(critic, Adapter) else critic
         self.head = fresh_head(policy) if config.has_critic and config.critic.kind == "shared" else None
         self.bfloat16 = config.precision == "bfloat16"
         self.checkpointing = config.gradient_checkpointing
-        self.adapters: dict[str, Adapter] = {}
         if config.lora is not None:
-            self.adapters = {name: add_lora(model, config.lora, seed) for name, model in self._bodies().items()}
+            self.adapters |= {name: add_lora(model, config.lora, seed) for name, model in self._bodies().items()}
         if reference is not None:
             reference.eval().requires_grad_(False)
         if self.bfloat16:
@@ -114,7 +118,9 @@ class ActorCritic:
         """
         bodies = list(self._bodies().values()) if self.checkpointing else []
         for model in bodies:
-            model.activation_checkpointing_enable()
+            model.activation_checkpointing_enable(
+                {"use_reentrant": False, "context_fn": partial(recompute_with, model)}
+            )
             model.train()
         try:
             yield
@@ -125,10 +131,11 @@ class ActorCritic:
 
     def trained(self) -> dict[str, list[nn.Parameter]]:
         """The trained parameters: `policy`, and `critic` where there is one."""
-        modules: dict[str, nn.Module] = {"policy": self.policy}
+        parameters = {"policy": self.policy.parameters()}
         if (critic := self.critic or self.head) is not None:
-            modules["critic"] = critic
-        return {name: [p for p in module.parameters() if p.requires_grad] for name, module in modules.items()}
+            parameters["critic"] = critic.parameters()
+        parameters |= {name: adapter.parameters() for name, adapter in self.adapters.items()}
+        return {name: [p for p in found if p.requires_grad] for name, found in parameters.items()}
 
     def state_dict(self) -> dict[str, dict[str, Tensor]]:
         """The trained weights, for a checkpoint."""
@@ -142,10 +149,11 @@ class ActorCritic:
     def finished(self) -> tuple[PreTrainedModel, PreTrainedModel | nn.Linear | None]:
         """Policy and critic (the head alone of a shared one) on the CPU, adapters merged into the weights. Training
         cannot continue."""
-        for adapter in self.adapters.values():
-            adapter.merge()
-        critic = self.critic or self.head
-        return self.policy.cpu(), critic.cpu() if critic is not None else None
+        policy, critic = self.policy.cpu(), self.critic or self.head
+        critic = critic.cpu() if critic is not None else None
+        if "critic" in self.adapters:
+            critic = merged_scalar_model(self.adapters["critic"])
+        return self.adapters["policy"].merge() if "policy" in self.adapters else policy, critic
 
     def _heads(self) -> list[nn.Module]:
         """The output layers of the models."""
@@ -154,7 +162,9 @@ class ActorCritic:
         return heads + ([scalar_head(self.critic)] if self.critic is not None else [])
 
     def _bodies(self) -> dict[str, PreTrainedModel]:
-        return {"policy": self.policy} | ({"critic": self.critic} if self.critic is not None else {})
+        """The models with a body of their own."""
+        own = self.critic is not None and not shares_body(self.critic)
+        return {"policy": self.policy} | ({"critic": self.critic} if own else {})
 
     def _stateful(self) -> dict[str, PreTrainedModel | Adapter | nn.Linear]:
         parts: dict[str, PreTrainedModel | Adapter | nn.Linear] = {**self._bodies(), **self.adapters}
@@ -165,7 +175,7 @@ def _refuse_mismatch(
     config: PPOConfig,
     policy: PreTrainedModel,
     reference: PreTrainedModel | None,
-    critic: PreTrainedModel | None,
+    critic: PreTrainedModel | Adapter | None,
 ) -> None:
     if policy is reference:
         raise ValueError("policy and reference must be two models: the reference is frozen")

@@ -29,7 +29,7 @@ from tasks.stage.stage import Stage
 from tasks.stage.trust import trusts
 from tasks.stage.workers import is_worker
 from tasks.training.gold_judge import judge_of
-from tasks.training.ppo_inputs import Beginning, read_text, starting_critic
+from tasks.training.ppo_inputs import SFT, Beginning, read_text, starting_critic
 from tasks.training.scorer import extras_of, judging_scorer_of, scorer_of
 
 PROMPTS = "data/ingest/ppo_prompts.jsonl"
@@ -54,15 +54,16 @@ def build(
     if not kept:
         raise UserError(f"{PROMPTS}: PPO needs prompts; enlarge ingest.split.ppo")
     prompts, rows, judge = [row["prompt"] for row in kept], extras_of(kept), judge_of(stage)
-    scorer = scorer_of(stage, tokenizer, config.micro_batch_size, device)
-    judging = judging_scorer_of(stage.root, tokenizer, config.micro_batch_size, trusted, device)
-    known = reference_scores(config, reference, tokenizer, scorer, prompts, seed, stage.exempt, rows)
     is_own_reference = config.lora is not None and begin.start == begin.reference  # the policy without its adapter
+    body = reference if is_own_reference and begin.start == SFT else None
+    scorer = scorer_of(stage, tokenizer, config.micro_batch_size, device, body)
+    judging = judging_scorer_of(stage.root, tokenizer, config.micro_batch_size, trusted, device, body)
+    known = reference_scores(config, reference, tokenizer, scorer, prompts, seed, stage.exempt, rows)
     models = ActorCritic(
         config,
-        load_causal_lm(stage.root / begin.start, trust_remote_code=trusted),
+        reference if is_own_reference else load_causal_lm(stage.root / begin.start, trust_remote_code=trusted),
         None if is_own_reference else reference,
-        starting_critic(stage.root, config, known.normalisation, seed, trusted),
+        starting_critic(stage.root, config, known.normalisation, seed, trusted, body),
         seed,
     )
     text = read_text(stage.root, config, tokenizer, context_length(models.policy))

@@ -115,9 +115,10 @@ def fit(
         stage.log(part.replace("_", " "))
     run_ = training_run(stage, ["loss", "accuracy"], part, member_seed(stage.seed, number))
     model = fresh_model(stage, run_.seed) if model is None else model
-    pad_id, folder = int(tokenizer.pad_token_id), stage.out(REWARD)
-    log = train_reward_model(model, training, stage.params, pad_id, run_)
-    save_checkpoint(folder / JUDGE if number == OF_JUDGE else member_folder(folder, number), model.cpu(), tokenizer)
+    pad_id = int(tokenizer.pad_token_id)
+    folder = stage.out(REWARD) / JUDGE if number == OF_JUDGE else member_folder(stage.out(REWARD), number)
+    log = train_reward_model(model, training, stage.params, pad_id, run_, folder)
+    save_checkpoint(folder, model.cpu(), tokenizer)
     place(model)
     some = (heldout, training[: len(heldout)])
     return Fitted(log, *(score_pairs(model, pairs, pad_id, stage.params.batch_size) for pairs in some))

@@ -6,11 +6,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_core.models.ensemble import JUDGE, Ensemble, EnsembleScorer, member_folders
 from rlhf_core.models.hf import load_scalar_model, place
 from rlhf_core.models.scorers import FunctionScorer, RewardModelScorer, Scorer, WeightedSum
+from rlhf_core.models.shared_body import has_adapter, read_adapter
 from tasks.datasets.jsonl import Row
 from tasks.params.loader import parse
 from tasks.params.runtime import FunctionParams
@@ -27,11 +28,15 @@ EXTRA = "extra"
 
 
 def scorer_of(
-    stage: "Stage[Any]", tokenizer: PreTrainedTokenizerBase, batch_size: int, device: torch.device | None = None
+    stage: "Stage[Any]",
+    tokenizer: PreTrainedTokenizerBase,
+    batch_size: int,
+    device: torch.device | None = None,
+    body: PreTrainedModel | None = None,
 ) -> Scorer:
-    """The scorer of the block `scorer`, its models on `device` (None: the default one)."""
+    """The scorer of the block `scorer`, see `build_scorer`."""
     return build_scorer(
-        stage.root, terms_of(stage), stage.runtime.functions, tokenizer, batch_size, trusts(stage), device
+        stage.root, terms_of(stage), stage.runtime.functions, tokenizer, batch_size, trusts(stage), device, body
     )
 
 
@@ -50,14 +55,16 @@ def build_scorer(
     batch_size: int,
     trust_remote_code: bool,
     device: torch.device | None = None,
+    body: PreTrainedModel | None = None,
 ) -> Scorer:
     """The reward model, or all its members, which read the very tokens that were sampled; or the weighted sum of the
-    terms."""
+    terms. The models are on `device` (None: the default one); those that were trained as adapters are adapters on
+    `body`, the SFT model, where it is given."""
     scorers: dict[str, Scorer] = {
         name: FunctionScorer(function) for name, function in reward_functions(root, terms, limits).items()
     }
     if uses_reward_model(terms):
-        scorers[REWARD_MODEL] = _reward_model(root / REWARD, tokenizer, batch_size, trust_remote_code, device)
+        scorers[REWARD_MODEL] = _reward_model(root / REWARD, tokenizer, batch_size, trust_remote_code, device, body)
     if is_reward_model(terms):
         return scorers[REWARD_MODEL]
     return WeightedSum({term.term: (term.weight, scorers[term.term]) for term in terms})
@@ -69,11 +76,12 @@ def judging_scorer_of(
     batch_size: int,
     trust_remote_code: bool,
     device: torch.device | None = None,
+    body: PreTrainedModel | None = None,
 ) -> Scorer | None:
-    """The reward model that PPO is not trained on, on `device` (None: the default one); None in a run without one
+    """The reward model that PPO is not trained on, `device` and `body` as in `build_scorer`; None in a run without one
     (`reward.judge_share`)."""
     folder = root / REWARD / JUDGE
-    return _reward_model(folder, tokenizer, batch_size, trust_remote_code, device) if folder.is_dir() else None
+    return _reward_model(folder, tokenizer, batch_size, trust_remote_code, device, body) if folder.is_dir() else None
 
 
 def _reward_model(
@@ -81,12 +89,16 @@ def _reward_model(
     tokenizer: PreTrainedTokenizerBase,
     batch_size: int,
     trust_remote_code: bool,
-    device: torch.device | None = None,
+    device: torch.device | None,
+    body: PreTrainedModel | None,
 ) -> Scorer:
     """The model in the folder, or several as one."""
     members: list[Scorer] = []
     for path in member_folders(folder):
-        model = place(load_scalar_model(path, trust_remote_code=trust_remote_code), device)
+        if body is not None and has_adapter(path):
+            model = read_adapter(path, body, "_".join(path.parts[-2:])).model
+        else:
+            model = place(load_scalar_model(path, trust_remote_code=trust_remote_code), device)
         members.append(RewardModelScorer(model, int(tokenizer.pad_token_id), batch_size))
     ensemble = Ensemble.read(folder)
     return members[0] if ensemble is None else EnsembleScorer(members, ensemble)

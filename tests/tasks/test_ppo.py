@@ -5,6 +5,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -13,7 +14,9 @@ from ruamel.yaml import YAML
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from rlhf_core.config.ppo import PPOConfig
+from rlhf_core.models import hf
 from rlhf_core.models.hf import load_causal_lm, load_scalar_model
+from rlhf_core.models.shared_body import has_adapter
 from rlhf_core.ppo.scoring import ScoreNormalisation
 from rlhf_core.ppo.trainer import PPOTrainer, Row
 from tasks.training.ppo_inputs import starting_critic
@@ -80,6 +83,35 @@ def test_every_kind_of_models_goes_from_sft_to_the_report(
         assert "rloo" in (finished.root / "models/critic/README.md").read_text(encoding="utf-8")
     else:
         assert load_scalar_model(finished.root / "models/critic").config.num_labels == 1
+    assert finished.json("metrics/ppo.json")["optimizer_steps"] == 16
+
+
+@pytest.mark.slow
+def test_with_lora_in_all_stages_one_body_is_in_memory(
+    finished: "Project", stage_main: Callable[["Project", str], "Ended"], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SFT, reward model, critic and policy: adapters; PPO loads the SFT model once, and no other."""
+    finished.set("runtime.tracking", False)
+    for block in ("sft", "reward", "ppo"):
+        finished.set(f"{block}.lora", {"rank": 2, "alpha": 4.0})
+    finished.set("ppo.gradient_checkpointing", True)
+    for stage in ("sft", "preferences", "reward"):
+        assert stage_main(finished, stage).code == 0
+    assert has_adapter(finished.root / "models/reward")
+    loaded: list[str] = []
+    weights = hf._weights
+
+    def counted(kind: Any, path: Any, *rest: Any) -> PreTrainedModel:
+        loaded.append(str(path))
+        return weights(kind, path, *rest)
+
+    monkeypatch.setattr(hf, "_weights", counted)
+    assert stage_main(finished, "ppo").code == 0
+    assert [Path(path).name for path in loaded] == ["sft"]
+    assert load_scalar_model(finished.root / "models/critic").config.num_labels == 1
+    for stage in ("select", "evaluate", "report"):
+        assert stage_main(finished, stage).code == 0
+    AutoModelForCausalLM.from_pretrained(finished.root / "models/policy")
     assert finished.json("metrics/ppo.json")["optimizer_steps"] == 16
 
 

@@ -11,8 +11,9 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_core.models.batch import pad_batch, response_logits, state_values
-from rlhf_core.models.hf import load_scalar_model, save_checkpoint, scalar_model_of
+from rlhf_core.models.hf import fresh_head, load_scalar_model, save_checkpoint, scalar_model_of
 from rlhf_core.models.packed import can_pack
+from rlhf_core.models.shared_body import add_scalar_adapter
 from rlhf_core.ppo.actor_critic import ActorCritic
 from rlhf_core.ppo.trainer import PPOTrainer
 
@@ -132,6 +133,56 @@ def test_rule_19_every_kind_of_models_resumes_to_the_same_bytes(
     first.step()
     second.load_state_dict(copy.deepcopy(first.state_dict()))
     assert [second.step(), second.step()] == rows[1:]
+
+
+def on_one_body(make_trainer: MakeTrainer, build_lm: Build, **options: Any) -> PPOTrainer:
+    """A run whose critic is an adapter on the policy's body."""
+    before = make_trainer(**LORA, **options)
+    policy = build_lm("llama", seed=1).requires_grad_(False)
+    head = fresh_head(policy)
+    head.load_state_dict(before.models.critic.score.state_dict())
+    critic = add_scalar_adapter(policy, head, before.config.lora, 0, "critic")
+    models = ActorCritic(before.config, policy, None, critic)
+    arguments = before.tokenizer, before.scoring.source, before.prompts, before.seed
+    return PPOTrainer(before.config, models, *arguments)
+
+
+@pytest.mark.parametrize("options", [{}, {"gradient_checkpointing": True}])
+def test_a_critic_on_the_policys_body_resumes_to_the_same_bytes_and_is_saved_as_a_folder(
+    make_trainer: MakeTrainer,
+    build_lm: Build,
+    tokenizer: PreTrainedTokenizerBase,
+    tmp_path: Path,
+    options: dict[str, Any],
+) -> None:
+    whole = on_one_body(make_trainer, build_lm, **options)
+    rows = [whole.step() for _ in range(3)]
+    assert all(row["grad_norm_critic"] > 0 and row["grad_norm_policy"] > 0 for row in rows)
+    first, second = (on_one_body(make_trainer, build_lm, **options) for _ in range(2))
+    first.step()
+    second.load_state_dict(copy.deepcopy(first.state_dict()))
+    assert [second.step(), second.step()] == rows[1:]
+    start = build_lm("llama", seed=1).requires_grad_(False)
+    assert torch.equal(whole.models.reference_logits(BATCH), response_logits(start, BATCH))
+    logits, values = whole.models.forward(BATCH)
+    policy, critic = whole.models.finished()
+    save_checkpoint(tmp_path / "policy", policy, tokenizer)
+    save_checkpoint(tmp_path / "critic", critic, tokenizer)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "policy")
+    assert torch.allclose(response_logits(loaded, BATCH), logits, atol=1e-4)
+    assert torch.allclose(state_values(load_scalar_model(tmp_path / "critic"), BATCH), values, atol=1e-4)
+
+
+def test_a_critic_on_the_policys_body_trains_as_one_with_its_own(make_trainer: MakeTrainer, build_lm: Build) -> None:
+    """The same rows of figures, to rounding, where the critic's own body is the policy's start."""
+    shared = on_one_body(make_trainer, build_lm)
+    critic = scalar_model_of(build_lm("llama", seed=1), copy.deepcopy(shared.models.critic.score))
+    models = ActorCritic(shared.config, build_lm("llama", seed=1), None, critic)
+    arguments = shared.tokenizer, shared.scoring.source, shared.prompts, shared.seed
+    own = PPOTrainer(shared.config, models, *arguments)
+    for _ in range(2):
+        one, two = shared.step(), own.step()
+        assert one == {name: value if value is None else pytest.approx(value, rel=1e-4) for name, value in two.items()}
 
 
 def gradients(trainer: PPOTrainer) -> torch.Tensor:
