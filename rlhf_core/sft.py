@@ -13,13 +13,11 @@ from transformers import PreTrainedModel, TrainerCallback
 
 from rlhf_core.config.sft import SFTConfig
 from rlhf_core.errors import NonFiniteError
-from rlhf_core.models.batch import TokenBatch, response_logits
 from rlhf_core.models.hf import save_weights, unique_weights
 from rlhf_core.models.lora import Adapter, add_lora
 from rlhf_core.models.sequence_logprobs import sequence_logprobs
-from rlhf_core.models.token_logprobs import logprobs_and_entropy
 from rlhf_core.training.run import Run, Schedule, train, trainer_arguments
-from rlhf_core.training.trainer import IGNORED, GuardedTrainer, Inputs
+from rlhf_core.training.trainer import IGNORED, GuardedTrainer
 
 
 @dataclass(frozen=True)
@@ -107,26 +105,7 @@ class Collator:
 
 
 class ResponseTrainer(GuardedTrainer):
-    """A Trainer that computes logits of response tokens only. Its evaluation is the exact mean over response tokens,
-    not a mean of batch means."""
-
-    def compute_loss(
-        self,
-        model: PreTrainedModel,
-        inputs: Inputs,
-        return_outputs: bool = False,
-        num_items_in_batch: Tensor | int | None = None,
-        **unused: Any,
-    ) -> Any:
-        """The mean loss over the response tokens of the optimiser step, or of the part times its weight, in nats."""
-        learnt = inputs["labels"][:, 1:] != IGNORED
-        batch = TokenBatch(inputs["input_ids"], inputs["attention_mask"], learnt.float())
-        logprobs, _ = logprobs_and_entropy(response_logits(model, batch), batch.response_tokens)
-        scale = self.share / max(1, len(logprobs))
-        if num_items_in_batch is not None:
-            scale = self.accelerator.num_processes / num_items_in_batch
-        loss = -logprobs.sum() * scale
-        return (loss, {"logprobs": logprobs}) if return_outputs else loss
+    """A Trainer whose evaluation is the exact mean over response tokens, not a mean of batch means."""
 
     def evaluate(self, *arguments: Any, **options: Any) -> dict[str, float]:
         """Measure the validation loss, log it and call the callbacks. Raises NonFiniteError where it is not finite."""

@@ -6,12 +6,9 @@ from dataclasses import dataclass, field, fields
 import torch
 from transformers import PreTrainedModel
 
-from rlhf_core.models.batch import TokenBatch, map_batches, response_logits
+from rlhf_core.models.batch import TokenBatch, map_batches, predict
 from rlhf_core.models.token_logprobs import compare_distributions
 from rlhf_core.ppo.kl import estimate_kl
-
-MOST_LOGITS = 2**27
-"""Logits of one model in a pass (512 MB in float32); no result depends on it beyond rounding."""
 
 
 @dataclass(frozen=True)
@@ -48,22 +45,15 @@ def measure_divergence(
     another model k1 is still log π − log π_ref; the others are then no estimates of a KL."""
 
     def read(batch: TokenBatch) -> list[tuple[float, ...]]:
-        logits = response_logits(model, batch)
-        ref_logits = logits if reference is model else response_logits(reference, batch)
-        found = compare_distributions(logits, ref_logits, batch.response_tokens, temperature)
+        ours = predict(model, batch)
+        theirs = ours if reference is model else predict(reference, batch)
+        found = compare_distributions(ours, theirs, batch.response_tokens, temperature)
         k1, k3 = (estimate_kl(found.logprobs, found.ref_logprobs, kind) for kind in ("k1", "k3"))
         sums = (batch.spread(part).sum(dim=1).tolist() for part in (k1, k3, found.entropy, found.kl))
         return list(zip(*sums, strict=True))
 
     if not prompts:
         return Divergence()
-    found = map_batches(
-        read,
-        prompts,
-        responses,
-        pad_id=pad_id,
-        batch_size=batch_size,
-        device=model.device,
-        most_tokens=max(1, MOST_LOGITS // int(model.config.get_text_config().vocab_size)),
-    )
+    device = model.device
+    found = map_batches(read, prompts, responses, pad_id=pad_id, batch_size=batch_size, device=device)
     return Divergence(*map(list, zip(*found, strict=True)))

@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from rlhf_core.models.batching import micro_batches, tokens_per_pass
+from rlhf_core.models.head import Predictions, read
 from rlhf_core.models.hf import scalar_head
 from rlhf_core.models.masked import zero_padding
 from rlhf_core.models.packed import Packed, can_pack
@@ -153,29 +154,17 @@ def in_passes(read: Callable[[TokenBatch], Float[Tensor, "rows"]], batch: TokenB
     return found[torch.tensor([row for group in groups for row in group], device=found.device).argsort()]
 
 
-def response_logits(model: PreTrainedModel, batch: TokenBatch) -> Float[Tensor, "tokens vocabulary"]:
-    """Logits that predict each response token, in the model's precision; no others are returned, and none computed for
-    prompts."""
-    return _read(model, batch)[0]
-
-
-def response_logits_and_hidden(
-    model: PreTrainedModel, batch: TokenBatch
-) -> tuple[Float[Tensor, "tokens vocabulary"], Float[Tensor, "tokens hidden"]]:
-    """One forward pass for both: logits as `response_logits`, and the last hidden states they are read from."""
-    logits, hidden = _read(model, batch, output_hidden_states=True)
-    return logits, hidden
-
-
-def _read(model: PreTrainedModel, batch: TokenBatch, **options: bool) -> list[Tensor]:
-    """The logits that predict the response tokens and, with `output_hidden_states`, the last hidden states there."""
+def predict(model: PreTrainedModel, batch: TokenBatch) -> Predictions:
+    """One forward pass: what predicts each response token, row by row. No logits are computed."""
     packs, width = can_pack(model), batch.input_ids.shape[1]
     inputs = batch.states.inputs if packs else _padded(batch)
     keep = batch.predictors if packs else torch.arange(width - batch.time - 1, width - 1, device=batch.mask.device)
-    output = model(**inputs, logits_to_keep=keep, use_cache=False, **options)
-    logits = output.logits if output.logits.shape[1] == len(keep) else output.logits[:, keep]  # custom models ignore it
-    found = [logits, *(state[:, keep] for state in (output.hidden_states or ())[-1:])]
-    return [x[0] if packs else x[batch.real] for x in found]
+    return read(model, keep, inputs).at(0 if packs else batch.real)
+
+
+def response_logits(model: PreTrainedModel, batch: TokenBatch) -> Float[Tensor, "tokens vocabulary"]:
+    """All logits that predict each response token, float32; for few tokens."""
+    return predict(model, batch).logits()
 
 
 def _padded(batch: TokenBatch) -> dict[str, Any]:

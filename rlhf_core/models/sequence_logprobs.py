@@ -7,13 +7,13 @@ from jaxtyping import Float
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from rlhf_core.models.batch import TokenBatch, map_batches, response_logits
+from rlhf_core.models.batch import TokenBatch, map_batches, predict
 from rlhf_core.models.token_logprobs import logprobs_and_entropy
 
 
 def response_logprobs(model: PreTrainedModel, batch: TokenBatch) -> Float[Tensor, "batch"]:
     """Σ_t log π(y_t | x, y_<t) of each row [B], in nats, float32, at temperature 1; 0 for an empty response."""
-    logprobs, _ = logprobs_and_entropy(response_logits(model, batch), batch.response_tokens)
+    logprobs, _ = logprobs_and_entropy(predict(model, batch), batch.response_tokens)
     return batch.spread(logprobs).sum(dim=1)
 
 

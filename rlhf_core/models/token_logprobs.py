@@ -1,15 +1,17 @@
-"""Log-probabilities of actions and entropies from logits. The rows are processed in pieces that fit the cache, so that
-the only other [B, T, V] tensor is the gradient of the logits."""
+"""Log-probabilities of actions, entropies and the exact KL of two models, from predictions. Logits are computed in
+chunks of tokens, and each chunk is processed in pieces that fit the cache."""
 
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
-from jaxtyping import Float, Int, Shaped
+from jaxtyping import Float, Int
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.utils.checkpoint import checkpoint
 
-from rlhf_core.models.masked import masked_log_softmax, zero_padding
+from rlhf_core.models.head import Head, LastStep, Predictions
+from rlhf_core.models.masked import masked_log_softmax
 
 PIECE_ON_CPU = 2**18
 """Logits of a piece; no result depends on it."""
@@ -17,138 +19,180 @@ PIECE_ON_ACCELERATOR = 2**26
 
 
 def logprobs_and_entropy(
-    logits: Float[Tensor, "*shape vocab"],
-    actions: Int[Tensor, "*shape"],
-    temperature: float = 1.0,
-    mask: Shaped[Tensor, "*shape"] | None = None,
-) -> tuple[Float[Tensor, "*shape"], Float[Tensor, "*shape"]]:
+    predictions: Predictions, actions: Int[Tensor, "tokens"], temperature: float = 1.0
+) -> tuple[Float[Tensor, "tokens"], Float[Tensor, "tokens"]]:
     """Log-probability of each action and entropy of each distribution, under `softmax(logits / temperature)`.
 
     Args:
-        logits: [B, T, V], at the positions whose next token is the action.
-        actions: [B, T] sampled token ids; on padding any number.
+        predictions: at the positions whose next token is the action.
+        actions: sampled token ids.
         temperature: of the sampling, the same for π_old, π_ref and π_θ (rule 5).
-        mask: [B, T], 1 on real tokens.
 
     Returns:
-        logprobs [B, T] and entropy [B, T], in nats, float32 (float64 for float64 logits); both 0 on padding, where no
-        logit gets a gradient.
+        logprobs and entropy, in nats, float32 (float64 for float64 weights); both with gradient.
 
     Raises:
-        ValueError: a temperature that is not above 0, or a mask of another shape than the actions.
+        ValueError: a temperature that is not above 0.
     """
     if not temperature > 0:
         raise ValueError(f"temperature must be above 0, not {temperature}")
-    real = None if mask is None else mask.bool()
-    apply = _LogProbsAndEntropy.apply
-    logprobs, entropy = apply(logits, zero_padding(actions, real), temperature, real)  # type: ignore[no-untyped-call]
+    head, apply = predictions.head, _LogProbsAndEntropy.apply
+    logprobs, entropy = apply(  # type: ignore[no-untyped-call]
+        predictions.hidden, head.weight, head.bias, head.step, actions, temperature
+    )
     return logprobs, entropy
 
 
 class Compared(NamedTuple):
-    """Two models on the same tokens: [B, T] each, in nats, 0 on padding, without gradient."""
+    """Two models on the same tokens, in nats, without gradient."""
 
-    logprobs: Float[Tensor, "*shape"]
+    logprobs: Float[Tensor, "tokens"]
     """log π of the actions."""
-    ref_logprobs: Float[Tensor, "*shape"]
+    ref_logprobs: Float[Tensor, "tokens"]
     """log π_ref of the actions."""
-    kl: Float[Tensor, "*shape"]
+    kl: Float[Tensor, "tokens"]
     """The exact KL(π ‖ π_ref) = Σ_v π(v)·(log π(v) − log π_ref(v)) of each position's distribution."""
-    entropy: Float[Tensor, "*shape"]
+    entropy: Float[Tensor, "tokens"]
     """Of π."""
 
 
 @torch.no_grad()
 def compare_distributions(
-    logits: Float[Tensor, "*shape vocab"],
-    ref_logits: Float[Tensor, "*shape vocab"],
-    actions: Int[Tensor, "*shape"],
-    temperature: float,
-    mask: Shaped[Tensor, "*shape"] | None = None,
+    predictions: Predictions, reference: Predictions, actions: Int[Tensor, "tokens"], temperature: float
 ) -> Compared:
     """Log-probabilities, exact KL and entropy; arguments as in `logprobs_and_entropy`."""
-    keep, chosen = None if mask is None else mask.bool().reshape(-1), zero_padding(actions, mask).reshape(-1)
-    ours, theirs = logits.reshape(-1, logits.shape[-1]), ref_logits.reshape(-1, logits.shape[-1])
-    found = torch.zeros(4, len(chosen), dtype=torch.promote_types(logits.dtype, torch.float32), device=logits.device)
-    for rows in _pieces(ours):
-        real = None if keep is None else keep[rows]
-        log_p, log_q = (masked_log_softmax(flat[rows], real, temperature) for flat in (ours, theirs))
-        p = log_p.exp()
-        found[0, rows] = log_p.gather(1, chosen[rows, None])[:, 0]
-        found[1, rows] = log_q.gather(1, chosen[rows, None])[:, 0]
-        found[2, rows] = (p * (log_p - log_q)).sum(dim=1)
-        found[3, rows] = -(p.mul_(log_p)).sum(dim=1)
-    return Compared(*(found if keep is None else torch.where(keep, found, 0)).view(4, *actions.shape))
+    precision = predictions.head.precision(predictions.hidden)
+    found = torch.zeros(4, len(actions), dtype=precision, device=actions.device)
+    models = [(one.head.exact(one.hidden), one.hidden) for one in (predictions, reference)]
+    for rows in predictions.head.chunks(predictions.hidden):
+        logits = [head.logits(hidden[rows]) for head, hidden in models]
+        for part in _pieces(logits[0]):
+            place = slice(rows.start + part.start, rows.start + min(part.stop, len(logits[0])))
+            log_p, log_q = (masked_log_softmax(each[part], temperature=temperature) for each in logits)
+            p, chosen = log_p.exp(), actions[place, None]
+            found[0, place] = log_p.gather(1, chosen)[:, 0]
+            found[1, place] = log_q.gather(1, chosen)[:, 0]
+            found[2, place] = (p * (log_p - log_q)).sum(dim=1)
+            found[3, place] = -(p.mul_(log_p)).sum(dim=1)
+    return Compared(*found)
 
 
-def compare_logprobs(
-    logits: Float[Tensor, "*shape vocab"],
-    ref_logits: Float[Tensor, "*shape vocab"],
-    actions: Int[Tensor, "*shape"],
-    temperature: float,
-    mask: Shaped[Tensor, "*shape"] | None = None,
-) -> tuple[Float[Tensor, "*shape"], Float[Tensor, "*shape"], Float[Tensor, "*shape"]]:
-    """Of two models on the same tokens: log π, log π_ref, and the exact KL(π ‖ π_ref) of each token's distribution.
+def exact_kl(predictions: Predictions, reference: Predictions, temperature: float) -> Float[Tensor, "tokens"]:
+    """KL(π ‖ π_ref) of each position's distribution at the temperature, in nats, with gradient. The logits of several
+    chunks are computed again in the backward pass."""
 
-    Arguments as in `logprobs_and_entropy`. Three [B, T] in nats, 0 on padding, without gradient.
-    """
-    return compare_distributions(logits, ref_logits, actions, temperature, mask)[:3]
+    def kl(hidden: Tensor, ref_hidden: Tensor) -> Tensor:
+        log_p, log_q = (
+            masked_log_softmax(model.head.logits(part), temperature=temperature)
+            for model, part in ((predictions, hidden), (reference, ref_hidden))
+        )
+        return (log_p.exp() * (log_p - log_q)).sum(dim=-1)
+
+    chunks = predictions.head.chunks(predictions.hidden)
+    parts = [(predictions.hidden[rows], reference.hidden[rows]) for rows in chunks]
+    if len(parts) == 1:
+        return kl(*parts[0])
+    return torch.cat([checkpoint(kl, *part, use_reentrant=False) for part in parts])
 
 
 class _LogProbsAndEntropy(torch.autograd.Function):
-    """∂ log p_a / ∂z_j = 1[j = a] − p_j;  ∂H / ∂z_j = −p_j·(log p_j + H);  z = logits / temperature."""
+    """∂ log p_a / ∂y_j = (1[j = a] − p_j) / temperature;  ∂H / ∂y_j = −p_j·(log p_j + H) / temperature;  y the
+    logits."""
 
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, actions: Tensor, temperature: float, real: Tensor | None
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        step: LastStep,
+        actions: Tensor,
+        temperature: float,
     ) -> tuple[Tensor, Tensor]:
-        """log p_a and H of each token, in nats, piece by piece; 0 on padding."""
-        precision = torch.promote_types(logits.dtype, torch.float32)
-        logprobs = torch.empty(actions.numel(), dtype=precision, device=logits.device)
-        entropy = torch.empty_like(logprobs)
-        flat, chosen = logits.reshape(-1, logits.shape[-1]), actions.reshape(-1)
-        keep = None if real is None else real.reshape(-1)
-        for rows in _pieces(flat):
-            log_p = masked_log_softmax(flat[rows], None if keep is None else keep[rows], temperature)
-            logprobs[rows] = log_p.gather(1, chosen[rows, None])[:, 0]
-            entropy[rows] = -(log_p.exp().mul_(log_p)).sum(dim=1)
-        ctx.save_for_backward(flat, chosen, keep, entropy)
-        ctx.temperature, ctx.shape = temperature, logits.shape
+        """log p_a and H of each token, in nats, chunk by chunk. The logits of a single chunk are kept."""
+        head = Head(weight, bias, step).exact(hidden)
+        logprobs = torch.empty(len(actions), dtype=head.precision(hidden), device=hidden.device)
+        entropy, chunks = torch.empty_like(logprobs), head.chunks(hidden)
+        logits = None
+        for rows in chunks:
+            logits = head.logits(hidden[rows])
+            for part in _pieces(logits):
+                place = slice(rows.start + part.start, rows.start + min(part.stop, len(logits)))
+                log_p = masked_log_softmax(logits[part], temperature=temperature)
+                logprobs[place] = log_p.gather(1, actions[place, None])[:, 0]
+                entropy[place] = -(log_p.exp().mul_(log_p)).sum(dim=1)
+        ctx.save_for_backward(hidden, weight, bias, actions, entropy, logits if len(chunks) == 1 else None)
+        ctx.step, ctx.temperature = step, temperature
         ctx.set_materialize_grads(False)
-        logprobs, given = zero_padding(logprobs, keep), zero_padding(entropy, keep)
-        return logprobs.view(actions.shape), given.view(actions.shape)
+        return logprobs, entropy
 
     @staticmethod
     @once_differentiable
-    def backward(
-        ctx: Any, to_logprobs: Tensor | None, to_entropy: Tensor | None
-    ) -> tuple[Tensor | None, None, None, None]:
-        """The gradient of the logits; log p is computed again instead of kept."""
-        flat, chosen, keep, entropy = ctx.saved_tensors
+    def backward(ctx: Any, to_logprobs: Tensor | None, to_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
+        """The gradients of hidden states, weight and bias."""
+        hidden, weight, bias, actions, entropy, kept = ctx.saved_tensors
         if to_logprobs is None and to_entropy is None:
-            return None, None, None, None
-        gradient = torch.empty_like(flat)
-        towards = torch.zeros_like(entropy) if to_logprobs is None else to_logprobs.reshape(-1)
-        for rows in _pieces(flat):
-            log_p = masked_log_softmax(flat[rows], None if keep is None else keep[rows], ctx.temperature)
-            weight, place = towards[rows, None], gradient[rows]
-            piece = torch.exp(log_p, out=place if place.dtype == log_p.dtype else None)
-            if to_entropy is None:
-                piece.mul_(-weight)
-            else:
-                spread = log_p.add_(entropy[rows, None]).mul_(to_entropy.reshape(-1)[rows, None])
-                piece.mul_(spread.add_(weight).neg_())
-            piece.scatter_add_(1, chosen[rows, None], weight)
-            if ctx.temperature != 1:
-                piece.div_(ctx.temperature)
-            if keep is not None:
-                piece.masked_fill_(~keep[rows, None], 0)
-            if piece is not place:
-                place.copy_(piece)
-        return gradient.view(ctx.shape), None, None, None
+            return (None,) * 6
+        head = Head(weight, bias, ctx.step).exact(hidden)
+        towards = torch.zeros_like(entropy) if to_logprobs is None else to_logprobs
+        gradients = _Gradients(head, hidden, ctx.needs_input_grad[:3])
+        for rows in head.chunks(hidden):
+            logits = head.logits(hidden[rows]) if kept is None else kept
+            slopes = torch.empty_like(logits)
+            for part in _pieces(logits):
+                place = slice(rows.start + part.start, rows.start + min(part.stop, len(logits)))
+                log_p = masked_log_softmax(logits[part], temperature=ctx.temperature)
+                wanted = towards[place, None]
+                piece = torch.exp(log_p, out=slopes[part])
+                if to_entropy is None:
+                    piece.mul_(-wanted)
+                else:
+                    spread = log_p.add_(entropy[place, None]).mul_(to_entropy[place, None])
+                    piece.mul_(spread.add_(wanted).neg_())
+                piece.scatter_add_(1, actions[place, None], wanted)
+                if ctx.temperature != 1:
+                    piece.div_(ctx.temperature)
+            gradients.add(rows, logits, slopes)
+        return (*gradients.found(weight, bias), None, None, None)
 
 
-def _pieces(flat: Tensor) -> Iterator[slice]:
-    size = max(1, (PIECE_ON_CPU if flat.device.type == "cpu" else PIECE_ON_ACCELERATOR) // flat.shape[1])
-    for start in range(0, flat.shape[0], size):
+class _Gradients:
+    """Adds up the gradients of a head's inputs, chunk by chunk, from those of the logits."""
+
+    def __init__(self, head: Head, hidden: Tensor, needed: tuple[bool, bool, bool]) -> None:
+        self.head, self.inputs, self.needed = head, hidden, needed
+        self.hidden: list[Tensor] = []
+        self.weight: Tensor | None = None
+        self.bias: Tensor | None = None
+
+    def add(self, rows: slice, logits: Tensor, slopes: Tensor) -> None:
+        """`slopes`, the gradient of the logits of some tokens, is overwritten."""
+        if self.head.weight is None:
+            self.hidden.append(slopes)
+            return
+        if self.head.step != LastStep():
+            slopes.mul_(self.head.step.slope(logits))
+        with torch.autocast(slopes.device.type, enabled=False):
+            self._add(self.inputs[rows].to(slopes.dtype), slopes, self.head.weight)
+
+    def _add(self, hidden: Tensor, slopes: Tensor, weight: Tensor) -> None:
+        to_hidden, to_weight, to_bias = self.needed
+        if to_hidden:
+            self.hidden.append(slopes @ weight)
+        if to_weight:
+            self.weight = slopes.t() @ hidden if self.weight is None else self.weight.addmm_(slopes.t(), hidden)
+        if to_bias:
+            self.bias = slopes.sum(dim=0) if self.bias is None else self.bias.add_(slopes.sum(dim=0))
+
+    def found(self, weight: Tensor | None, bias: Tensor | None) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """The gradients of hidden states, weight and bias, in their precision; None where none is needed."""
+        hidden = torch.cat(self.hidden) if len(self.hidden) > 1 else next(iter(self.hidden), None)
+        pairs = ((hidden, self.inputs), (self.weight, weight), (self.bias, bias))
+        found = [None if slope is None or value is None else slope.to(value.dtype) for slope, value in pairs]
+        return found[0], found[1], found[2]
+
+
+def _pieces(logits: Tensor) -> Iterator[slice]:
+    size = max(1, (PIECE_ON_CPU if logits.device.type == "cpu" else PIECE_ON_ACCELERATOR) // max(1, logits.shape[1]))
+    for start in range(0, logits.shape[0], size):
         yield slice(start, start + size)

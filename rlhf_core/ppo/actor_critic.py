@@ -11,12 +11,13 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from rlhf_core.config.ppo import PPOConfig
-from rlhf_core.models.batch import TokenBatch, response_logits, response_logits_and_hidden, state_values
+from rlhf_core.errors import UserError
+from rlhf_core.models.batch import TokenBatch, predict, state_values
+from rlhf_core.models.head import Predictions
 from rlhf_core.models.hf import fresh_head, keep_float32, scalar_head
 from rlhf_core.models.lora import Adapter, add_lora
 from rlhf_core.models.shared_body import merged_scalar_model, recompute_with, shares_body
 
-Logits = Float[Tensor, "tokens vocabulary"]
 Values = Float[Tensor, "rows time"]
 
 
@@ -71,29 +72,31 @@ class ActorCritic:
         """Whether there is a critic."""
         return self.critic is not None or self.head is not None
 
-    def forward(self, batch: TokenBatch, trains_policy: bool = True) -> tuple[Logits, Values]:
-        """Logits that predict each response token, without padding; and V(s_t) at the position whose next token is
+    def forward(self, batch: TokenBatch, trains_policy: bool = True) -> tuple[Predictions, Values]:
+        """What predicts each response token, without padding; and V(s_t) at the position whose next token is
         action t, float32; 0 on padding and without a critic. Without `trains_policy` the policy gets no graph."""
         builds_graph = torch.is_grad_enabled() and trains_policy
         if self.head is not None:
             with self.autocast(), torch.set_grad_enabled(builds_graph):
-                logits, hidden = response_logits_and_hidden(self.policy, batch)
-            return logits, batch.spread(self.head(hidden.float())[..., 0])
+                predictions = predict(self.policy, batch)
+            if predictions.states is None:
+                raise UserError(f"{type(self.policy).__name__}: no hidden states; set critic.kind to separate")
+            return predictions, batch.spread(self.head(predictions.states.float())[..., 0])
         with self.autocast():
             values = state_values(self.critic, batch) if self.critic is not None else torch.zeros_like(batch.mask)
         with torch.set_grad_enabled(builds_graph):
-            return self.policy_logits(batch), values
+            return self.predict(batch), values
 
-    def policy_logits(self, batch: TokenBatch) -> Logits:
-        """The policy's logits alone."""
+    def predict(self, batch: TokenBatch) -> Predictions:
+        """The policy's predictions alone."""
         with self.autocast():
-            return response_logits(self.policy, batch)
+            return predict(self.policy, batch)
 
     @torch.no_grad()
-    def reference_logits(self, batch: TokenBatch) -> Logits:
-        """The reference's logits."""
+    def predict_as_reference(self, batch: TokenBatch) -> Predictions:
+        """The reference's predictions."""
         with self.autocast(), self.as_reference() as model:
-            return response_logits(model, batch)
+            return predict(model, batch)
 
     @contextmanager
     def as_reference(self) -> Iterator[PreTrainedModel]:

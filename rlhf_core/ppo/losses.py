@@ -7,8 +7,7 @@ import torch
 from jaxtyping import Float, Shaped
 from torch import Tensor
 
-from rlhf_core.models.masked import masked_mean, masked_sum, zero_padding
-from rlhf_core.models.token_logprobs import logprobs_and_entropy
+from rlhf_core.models.masked import masked_log_softmax, masked_mean, masked_sum, zero_padding
 from rlhf_core.ppo.kl import estimate_kl
 
 Reduction = Literal["mean", "sum", "none"]
@@ -186,8 +185,8 @@ def compute_entropy(
 
     `logits` are [..., V], already divided by the temperature; `mask` is [...].
     """
-    actions = torch.zeros(logits.shape[:-1], dtype=torch.long, device=logits.device)
-    return _reduce(logprobs_and_entropy(logits, actions, mask=mask)[1], mask, reduction)
+    logprobs = masked_log_softmax(logits, mask)
+    return _reduce(-(logprobs.exp() * logprobs).sum(dim=-1), mask, reduction)
 
 
 def compute_ppo_total_loss(

@@ -10,9 +10,10 @@ from torch import Tensor
 
 from rlhf_core.config.ppo import LossAverage, PPOConfig
 from rlhf_core.models.batch import TokenBatch
-from rlhf_core.models.token_logprobs import logprobs_and_entropy
+from rlhf_core.models.head import Predictions
+from rlhf_core.models.token_logprobs import exact_kl, logprobs_and_entropy
 from rlhf_core.ppo.actor_critic import ActorCritic
-from rlhf_core.ppo.kl import estimate_kl, full_kl
+from rlhf_core.ppo.kl import estimate_kl
 from rlhf_core.ppo.losses import (
     combine_losses,
     compute_kl_loss,
@@ -29,10 +30,10 @@ from rlhf_core.ppo.rollout import Credit, Rollout
 @dataclass(frozen=True)
 class Pass:
     """One forward pass of policy and critic over some rows of a rollout, and the rollout's values of them: [b, t], 0 on
-    padding; the logits are those of the real tokens only."""
+    padding; the predictions are those of the real tokens only."""
 
     batch: TokenBatch
-    logits: Float[Tensor, "tokens vocabulary"]
+    predictions: Predictions
     logprobs: Float[Tensor, "rows time"]
     entropy: Float[Tensor, "rows time"]
     values: Float[Tensor, "rows time"]
@@ -61,8 +62,8 @@ class Pass:
         """A forward pass over the given rows, with a graph of the policy only where it is trained. `mean_length`: of
         the minibatch's answers, in tokens."""
         batch = rollout.batch(rows, pad_id)
-        logits, values = models.forward(batch, trains_policy)
-        read = logprobs_and_entropy(logits, batch.response_tokens, config.temperature)
+        predictions, values = models.forward(batch, trains_policy)
+        read = logprobs_and_entropy(predictions, batch.response_tokens, config.temperature)
         logprobs, entropy = map(batch.spread, read)
 
         def part(table: Tensor) -> Tensor:
@@ -70,7 +71,7 @@ class Pass:
 
         return cls(
             batch=batch,
-            logits=logits,
+            predictions=predictions,
             logprobs=logprobs,
             entropy=entropy,
             values=values,
@@ -165,6 +166,5 @@ def kl_loss(forward: Pass, config: PPOConfig, models: ActorCritic) -> Float[Tens
         return compute_kl_loss(
             forward.logprobs, forward.old_logprobs, forward.ref_logprobs, kind, mask, reduction="none"
         )
-    ref_logits = models.reference_logits(forward.batch)
-    kl = full_kl(forward.logits / config.temperature, ref_logits / config.temperature)
-    return forward.batch.spread(kl)
+    reference = models.predict_as_reference(forward.batch)
+    return forward.batch.spread(exact_kl(forward.predictions, reference, config.temperature))

@@ -40,7 +40,7 @@ class TextMix:
         mine, rows = processes.share(chosen), rows or self.micro_batch_size
         for start in range(0, len(mine), rows):
             batch = self._batch(mine[start : start + rows], processes.device)
-            yield -logprobs_and_entropy(models.policy_logits(batch), batch.response_tokens)[0].sum() / tokens
+            yield -logprobs_and_entropy(models.predict(batch), batch.response_tokens)[0].sum() / tokens
 
     def _batch(self, pieces: Sequence[Piece], device: torch.device) -> TokenBatch:
         return pad_batch([piece[:1] for piece in pieces], [piece[1:] for piece in pieces], self.pad_id, device)

@@ -14,7 +14,7 @@ from rlhf_core.errors import NonFiniteError, UserError
 from rlhf_core.models.batching import micro_batches
 from rlhf_core.models.masked import masked_mean, zero_padding
 from rlhf_core.models.packed import can_pack
-from rlhf_core.models.token_logprobs import compare_logprobs, logprobs_and_entropy
+from rlhf_core.models.token_logprobs import compare_distributions, logprobs_and_entropy
 from rlhf_core.ppo.actor_critic import ActorCritic
 from rlhf_core.ppo.kl import estimate_kl
 from rlhf_core.ppo.objective import Pass, losses_of
@@ -113,8 +113,8 @@ class Updater:
 
         def work(rows: list[int]) -> None:
             batch = rollout.batch(rows, self.pad_id)
-            logits = self.models.policy_logits(batch)
-            logprobs, _ = logprobs_and_entropy(logits, batch.response_tokens, self.config.temperature)
+            predictions = self.models.predict(batch)
+            logprobs, _ = logprobs_and_entropy(predictions, batch.response_tokens, self.config.temperature)
             old = rollout.old_logprobs[rows, : batch.time][batch.real]
             total.add_(estimate_kl(old, logprobs, "k3").sum())
 
@@ -130,11 +130,11 @@ class Updater:
 
     def _read_rows(self, rollout: Rollout, rows: list[int], tables: Sequence[Tensor]) -> None:
         batch = rollout.batch(rows, self.pad_id)
-        logits, values = self.models.forward(batch)
-        found = compare_logprobs(
-            logits, self.models.reference_logits(batch), batch.response_tokens, self.config.temperature
-        )
-        for table, part in zip(tables, (*map(batch.spread, found), zero_padding(values, batch.mask)), strict=True):
+        predictions, values = self.models.forward(batch)
+        reference = self.models.predict_as_reference(batch)
+        found = compare_distributions(predictions, reference, batch.response_tokens, self.config.temperature)
+        parts = map(batch.spread, (found.logprobs, found.ref_logprobs, found.kl))
+        for table, part in zip(tables, (*parts, zero_padding(values, batch.mask)), strict=True):
             table[rows, : batch.time] = part
 
     def _minibatches(self, rollout: Rollout, plan: StepPlan, epoch: int) -> list[list[int]]:

@@ -12,7 +12,9 @@ from torch import Tensor
 from transformers import PreTrainedModel, Trainer, TrainerCallback
 
 from rlhf_core.errors import NonFiniteError
+from rlhf_core.models.batch import TokenBatch, predict
 from rlhf_core.models.batching import micro_batches, tokens_per_pass
+from rlhf_core.models.token_logprobs import logprobs_and_entropy
 from rlhf_core.training.memory import Halving, attempt
 from rlhf_core.training.run import Run
 
@@ -107,8 +109,12 @@ class GuardedTrainer(Trainer):
                 yield {name: tensor[rows, : widths[group[-1]]] for name, tensor in inputs.items()}, share
 
     def compute_loss(self, model: PreTrainedModel, inputs: Inputs, return_outputs: bool = False, **options: Any) -> Any:
-        """The Trainer's loss, times the part's weight."""
-        found = super().compute_loss(model, inputs, return_outputs=return_outputs, **options)
-        if self.share == 1.0:
-            return found
-        return (found[0] * self.share, found[1]) if return_outputs else found * self.share
+        """The mean loss over the labelled tokens of the optimiser step, or of the part times its weight, in nats."""
+        ids, learnt = inputs["input_ids"], inputs["labels"][:, 1:] != IGNORED
+        batch = TokenBatch(ids, inputs.get("attention_mask", torch.ones_like(ids)), learnt.float())
+        logprobs, _ = logprobs_and_entropy(predict(model, batch), batch.response_tokens)
+        scale, items = self.share / max(1, len(logprobs)), options.get("num_items_in_batch")
+        if items is not None:
+            scale = self.accelerator.num_processes / items
+        loss = -logprobs.sum() * scale
+        return (loss, {"logprobs": logprobs}) if return_outputs else loss

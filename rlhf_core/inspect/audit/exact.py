@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from rlhf_core.config.ppo import PPOConfig
 from rlhf_core.inspect.audit.problems import Problem, Response
-from rlhf_core.models.batch import TokenBatch, pad_batch, response_logits
+from rlhf_core.models.batch import TokenBatch, pad_batch, predict, response_logits
 from rlhf_core.models.token_logprobs import logprobs_and_entropy
 from rlhf_core.ppo.scoring import ScoreNormalisation
 
@@ -24,7 +24,7 @@ def batch_of(problem: Problem, device: torch.device | str = "cpu") -> TokenBatch
 def token_logprobs(model: PreTrainedModel, problem: Problem, temperature: float) -> Float[Tensor, "responses time"]:
     """log π of each token of each response, in nats, with gradient; 0 on padding."""
     batch = batch_of(problem, model.device)
-    return batch.spread(logprobs_and_entropy(response_logits(model, batch), batch.response_tokens, temperature)[0])
+    return batch.spread(logprobs_and_entropy(predict(model, batch), batch.response_tokens, temperature)[0])
 
 
 @torch.no_grad()

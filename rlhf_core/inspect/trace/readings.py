@@ -9,8 +9,8 @@ from torch import Tensor
 from rlhf_core.config.ppo import PPOConfig
 from rlhf_core.inspect.trace.records import Reading
 from rlhf_core.models.batch import TokenBatch
+from rlhf_core.models.token_logprobs import exact_kl
 from rlhf_core.ppo.actor_critic import ActorCritic
-from rlhf_core.ppo.kl import full_kl
 from rlhf_core.ppo.losses import compute_value_loss
 from rlhf_core.ppo.objective import Pass, kl_loss, policy_loss
 from rlhf_core.ppo.plan import StepPlan
@@ -82,9 +82,8 @@ class TokenReader:
             return [None] * forward.logprobs.shape[1]
         if self.config.kl.estimator != "full":
             return [kl_loss(token, self.config, self.models).sum().item() for token in _each_token(forward)]
-        temperature = self.config.temperature
-        reference = self.models.reference_logits(self.rollout.batch([row], self.pad_id))
-        return full_kl(forward.logits / temperature, reference / temperature).tolist()
+        reference = self.models.predict_as_reference(self.rollout.batch([row], self.pad_id))
+        return exact_kl(forward.predictions, reference, self.config.temperature).tolist()
 
 
 def part_of(forward: Pass, rows: slice, times: slice) -> Pass:
@@ -95,12 +94,12 @@ def part_of(forward: Pass, rows: slice, times: slice) -> Pass:
 
     batch = TokenBatch(forward.batch.input_ids[rows], forward.batch.attention_mask[rows], cut(forward.batch.mask))
     tables = {
-        name: cut(table)
-        for name, table in vars(forward).items()
-        if isinstance(table, Tensor) and name not in ("logits", "weights")
+        name: cut(table) for name, table in vars(forward).items() if isinstance(table, Tensor) and name != "weights"
     }
-    tables["logits"] = cut(forward.batch.spread(forward.logits))[batch.real]
-    return replace(forward, batch=batch, weights=forward.weights[rows], **tables)  # type: ignore[arg-type]
+    places = torch.arange(len(forward.batch.real[0]), device=batch.mask.device)
+    kept = cut(forward.batch.spread(places))[batch.real]
+    predictions = forward.predictions.at(kept).frozen()
+    return replace(forward, batch=batch, weights=forward.weights[rows], predictions=predictions, **tables)  # type: ignore[arg-type]
 
 
 def _each_token(forward: Pass) -> Iterator[Pass]:

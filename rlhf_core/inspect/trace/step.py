@@ -162,8 +162,8 @@ class _Tracer:
     def _distribution(self, row: int) -> Float[Tensor, "time vocabulary"]:
         """The policy's probabilities at each position of the response, at the sampling temperature."""
         with torch.no_grad():
-            logits = self.models.policy_logits(self.rollout.batch([row], self.trainer.pad_id))
-            return (logits.float() / self.config.temperature).softmax(dim=-1)
+            logits = self.models.predict(self.rollout.batch([row], self.trainer.pad_id)).logits()
+            return (logits / self.config.temperature).softmax(dim=-1)
 
     def _choices(self, row: int) -> list[list[Choice]]:
         before, after = self.before[row], self._distribution(row)
