@@ -96,6 +96,7 @@ def fit_pairs(
     )
     log = train(trainer, run)
     if adapter is not None:
+        model.float()  # of frozen bfloat16 weights a sum would be rounded
         adapter.merge()
     return log
 

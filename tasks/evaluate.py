@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 
 from rlhf_core.data.tokenizer import load_tokenizer, stop_ids
-from rlhf_core.determinism import make_deterministic
 from rlhf_core.errors import UserError
 from rlhf_core.evaluation.best_of_n import best_of_n_weights
 from tasks.datasets.jsonl import Row
@@ -25,6 +24,7 @@ from tasks.params.evaluate import HELDOUT, EvaluateParams
 from tasks.params.methods import WITH_MODEL
 from tasks.select import interpolated, policy_at
 from tasks.stage import rounds
+from tasks.stage.numerics import set_numerics
 from tasks.stage.pipeline_run import headline_numbers
 from tasks.stage.run import run
 from tasks.stage.stage import Stage
@@ -41,7 +41,7 @@ SELECT_TABLE = "plots/select.csv"
 
 def execute(stage: Stage[EvaluateParams]) -> None:
     """Make data/evaluate/{samples,answers}.jsonl, metrics/evaluate.json and plots/frontier.csv."""
-    make_deterministic(stage.seed, stage.common.threads)
+    set_numerics(stage)
     evaluator, too_long = evaluator_of(stage)
     bootstrap = Bootstrap(stage.params.bootstrap, stage.seed)
     answered = answer_all(stage, evaluator)
@@ -81,7 +81,7 @@ def evaluator_of(stage: Stage[EvaluateParams]) -> tuple[Evaluator, int]:
         stop_ids(load_tokenizer(folder, trust_remote_code=trusts(stage)), params.stop_tokens)
     sft = load_candidate(stage, "sft", stage.root / "models/sft")
     rows = evaluation_prompts(stage, params)
-    judging = judging_scorer_of(stage.root, sft.tokenizer, params.batch_size, trusts(stage))
+    judging = judging_scorer_of(stage.root, sft.tokenizer, params.batch_size, trusts(stage), precision=stage.precision)
     of_data = judge_of(stage) if params.prompts == HELDOUT else None  # the demo's judge scores the demo's prompts only
     judge = function_judge_of(stage, rows) or of_data
     return build_evaluator(stage, source_of(params), rows, sft, params, judge, judging=judging)

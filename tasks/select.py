@@ -7,7 +7,6 @@ from typing import Any
 
 from rlhf_core.config.ppo import PPOConfig
 from rlhf_core.data.tokenizer import stop_ids
-from rlhf_core.determinism import make_deterministic
 from rlhf_core.errors import UserError
 from rlhf_core.models.hf import load_causal_lm, place, save_checkpoint
 from rlhf_core.models.interpolation import interpolate
@@ -19,6 +18,7 @@ from tasks.params.judge import LANGUAGE_MODELS, JudgeParams
 from tasks.params.scorer import functions
 from tasks.params.select import SelectParams
 from tasks.stage import rounds
+from tasks.stage.numerics import set_numerics
 from tasks.stage.run import run
 from tasks.stage.stage import Stage
 from tasks.stage.trust import trusts
@@ -34,7 +34,7 @@ ONE_SIDED = 1.645
 
 def execute(stage: Stage[SelectParams]) -> None:
     """Make models/policy, plots/select.csv and metrics/select.json."""
-    make_deterministic(stage.seed, stage.common.threads)
+    set_numerics(stage)
     config, params = stage.block("ppo", PPOConfig), stage.params
     sft = load_candidate(stage, "sft", stage.root / SFT)
     table = compare(stage, config, sft) if params.prompts else unknown(stage)

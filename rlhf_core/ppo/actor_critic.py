@@ -2,7 +2,7 @@
 the reference is a frozen copy, or the policy with its adapter switched off."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 from jaxtyping import Float
@@ -10,9 +10,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from rlhf_core.config.ppo import PPOConfig
+from rlhf_core.config.precision import Precision
 from rlhf_core.models.batch import TokenBatch, response_logits, response_logits_and_hidden, state_values
-from rlhf_core.models.hf import fresh_head, keep_float32, scalar_head
+from rlhf_core.models.hf import fresh_head
 from rlhf_core.models.lora import Adapter, add_lora
+from rlhf_core.models.precision import autocast, keep_float32
 
 Logits = Float[Tensor, "tokens vocabulary"]
 Values = Float[Tensor, "rows time"]
@@ -22,11 +24,12 @@ class ActorCritic:
     """Policy, critic and reference of a PPO run.
 
     Args:
-        config: kind of critic, adapters, precision, and gradient checkpointing.
+        config: kind of critic, adapters, and gradient checkpointing.
         policy: a causal language model, dropout off; trained.
         reference: the frozen reference; `None` only with `lora`: the policy with its adapter switched off.
         critic: a scalar model, for `advantage: gae` with `critic.kind: separate`; else `None`.
         seed: of the adapters' initial weights.
+        precision: of matrix products.
 
     Raises:
         ValueError: a model that the settings need is missing, one that they do not use is given, or policy and
@@ -40,20 +43,22 @@ class ActorCritic:
         reference: PreTrainedModel | None,
         critic: PreTrainedModel | None,
         seed: int = 0,
+        precision: Precision = "float32",
     ) -> None:
         _refuse_mismatch(config, policy, reference, critic)
         self.policy, self.reference, self.critic = policy.eval(), reference, critic
         self.head = fresh_head(policy) if config.has_critic and config.critic.kind == "shared" else None
-        self.bfloat16 = config.precision == "bfloat16"
+        self.precision: Precision = precision
         self.checkpointing = config.gradient_checkpointing
         self.adapters: dict[str, Adapter] = {}
         if config.lora is not None:
             self.adapters = {name: add_lora(model, config.lora, seed) for name, model in self._bodies().items()}
         if reference is not None:
             reference.eval().requires_grad_(False)
-        if self.bfloat16:
-            for head in self._heads():
-                keep_float32(head)
+        if precision == "bfloat16":
+            for model in (policy, reference):
+                if model is not None:
+                    keep_float32(model.get_output_embeddings())
 
     def to(self, device: torch.device) -> "ActorCritic":
         """All models on one device."""
@@ -100,11 +105,9 @@ class ActorCritic:
         with self.adapters["policy"].off() as model:
             yield model
 
-    @contextmanager
-    def autocast(self) -> Iterator[None]:
-        """Matrix products in bfloat16 with `precision: bfloat16`; weights, heads and losses stay float32 (rule 24)."""
-        with torch.autocast(self.policy.device.type, dtype=torch.bfloat16, enabled=self.bfloat16):
-            yield
+    def autocast(self) -> AbstractContextManager[None]:
+        """Matrix products in the run's precision; trained weights, heads and losses are float32 in all (rule 24)."""
+        return autocast(self.precision, self.policy.device)
 
     @contextmanager
     def training(self) -> Iterator[None]:
@@ -140,18 +143,13 @@ class ActorCritic:
             part.load_state_dict(state[name])
 
     def finished(self) -> tuple[PreTrainedModel, PreTrainedModel | nn.Linear | None]:
-        """Policy and critic (the head alone of a shared one) on the CPU, adapters merged into the weights. Training
-        cannot continue."""
+        """Policy and critic (the head alone of a shared one) on the CPU, adapters merged into the weights, in float32.
+        Training cannot continue."""
         for adapter in self.adapters.values():
+            adapter.model.float()  # of frozen bfloat16 weights a sum would be rounded
             adapter.merge()
         critic = self.critic or self.head
         return self.policy.cpu(), critic.cpu() if critic is not None else None
-
-    def _heads(self) -> list[nn.Module]:
-        """The output layers of the models."""
-        models = [model for model in (self.policy, self.reference) if model is not None]
-        heads = [model.get_output_embeddings() for model in models]
-        return heads + ([scalar_head(self.critic)] if self.critic is not None else [])
 
     def _bodies(self) -> dict[str, PreTrainedModel]:
         return {"policy": self.policy} | ({"critic": self.critic} if self.critic is not None else {})

@@ -3,12 +3,15 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_core.config.ppo import PPOConfig
+from rlhf_core.config.precision import Precision
 from rlhf_core.errors import UserError
 from rlhf_core.models.ensemble import Ensemble
 from rlhf_core.models.hf import load_scalar_model, map_scalar, scalar_model_from
+from rlhf_core.models.precision import body_precision
 from rlhf_core.ppo.ptx import Piece, cut_text
 from rlhf_core.ppo.scoring import ScoreNormalisation
 from tasks.datasets.raw import below_raw
@@ -38,20 +41,27 @@ def beginning(root: Path, seed: int, params: RoundParams) -> Beginning:
 
 
 def starting_critic(
-    root: Path, config: PPOConfig, normalisation: ScoreNormalisation, seed: int, trusted: bool
+    root: Path,
+    config: PPOConfig,
+    normalisation: ScoreNormalisation,
+    seed: int,
+    trusted: bool,
+    precision: Precision = "float32",
+    device: torch.device | None = None,
 ) -> PreTrainedModel | None:
-    """A critic of its own as the settings say; None where the loop needs no such model. A critic that starts as the
-    reward model predicts scores in PPO's unit (rule 20); of several members it is the first, shifted to the mean of
-    their combined score."""
+    """A critic of its own as the settings say, on `device` (None: the CPU); None where the loop needs no such model. A
+    critic that starts as the reward model predicts scores in PPO's unit (rule 20); of several members it is the first,
+    shifted to the mean of their combined score. With adapters its frozen body is in `precision`."""
     if not config.needs_critic_model:
         return None
+    frozen = body_precision(precision, config.lora is not None)
     if config.critic.init == "reward":
-        critic = load_scalar_model(root / REWARD, trust_remote_code=trusted)
+        critic = load_scalar_model(root / REWARD, trust_remote_code=trusted, frozen=frozen, device=device)
         if (ensemble := Ensemble.read(root / REWARD)) is not None:
             map_scalar(critic, 1.0, ensemble.shift_of_first)
         map_scalar(critic, *normalisation.unit(config.score))
         return critic
-    return scalar_model_from(root / SFT, seed, trust_remote_code=trusted)
+    return scalar_model_from(root / SFT, seed, trust_remote_code=trusted, frozen=frozen, device=device)
 
 
 def read_text(root: Path, config: PPOConfig, tokenizer: PreTrainedTokenizerBase, context: int) -> list[Piece]:

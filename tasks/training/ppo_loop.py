@@ -3,6 +3,7 @@ the run out; resumable, checked by the detectors, logged to MLflow."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from rlhf_core.determinism import permutation
 from rlhf_core.errors import UserError
 from rlhf_core.models.ensemble import JUDGE
 from rlhf_core.models.hf import context_length, load_causal_lm, place
+from rlhf_core.models.precision import body_precision
 from rlhf_core.models.scorers import Observed
 from rlhf_core.ppo import checkpoint, snapshots
 from rlhf_core.ppo.actor_critic import ActorCritic
@@ -47,23 +49,27 @@ def build(
 ) -> tuple[PPOTrainer, list[Row], dict[str, float | None]]:
     """The trainer with its models, the held-out rows to watch, and figures of its inputs: the number of prompts that
     did not fit, and the scores of the reference."""
-    device, trusted, seed = Processes().device, trusts(stage), begin.seed
-    reference = place(load_causal_lm(stage.root / begin.reference, trust_remote_code=trusted), device)
+    device, trusted, seed, precision = Processes().device, trusts(stage), begin.seed, stage.precision
+    load = partial(load_causal_lm, trust_remote_code=trusted, device=device)
+    reference = place(load(stage.root / begin.reference, frozen=precision), device)
     kept, too_long = fitting_prompts(stage, config, PROMPTS, tokenizer, reference)
     heldout, _ = fitting_prompts(stage, config, HELDOUT, tokenizer, reference)
     if not kept:
         raise UserError(f"{PROMPTS}: PPO needs prompts; enlarge ingest.split.ppo")
     prompts, rows, judge = [row["prompt"] for row in kept], extras_of(kept), judge_of(stage)
     scorer = scorer_of(stage, tokenizer, config.micro_batch_size, device)
-    judging = judging_scorer_of(stage.root, tokenizer, config.micro_batch_size, trusted, device)
+    judging = judging_scorer_of(stage.root, tokenizer, config.micro_batch_size, trusted, device, precision)
     known = reference_scores(config, reference, tokenizer, scorer, prompts, seed, stage.exempt, rows)
     is_own_reference = config.lora is not None and begin.start == begin.reference  # the policy without its adapter
+    kept_reference = None if is_own_reference else reference
+    del reference  # free its memory before the policy is loaded
     models = ActorCritic(
         config,
-        load_causal_lm(stage.root / begin.start, trust_remote_code=trusted),
-        None if is_own_reference else reference,
-        starting_critic(stage.root, config, known.normalisation, seed, trusted),
+        load(stage.root / begin.start, frozen=body_precision(precision, config.lora is not None)),
+        kept_reference,
+        starting_critic(stage.root, config, known.normalisation, seed, trusted, precision, device),
         seed,
+        precision,
     )
     text = read_text(stage.root, config, tokenizer, context_length(models.policy))
     observed = Observed(scorer, {} if judging is None else {JUDGE: judging})

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from rlhf_core.config.precision import Precision
 from rlhf_core.models.ensemble import JUDGE, Ensemble, EnsembleScorer, member_folders
-from rlhf_core.models.hf import load_scalar_model, place
+from rlhf_core.models.hf import default_device, load_scalar_model, place
 from rlhf_core.models.scorers import FunctionScorer, RewardModelScorer, Scorer, WeightedSum
 from tasks.datasets.jsonl import Row
 from tasks.params.loader import parse
@@ -31,7 +32,14 @@ def scorer_of(
 ) -> Scorer:
     """The scorer of the block `scorer`, its models on `device` (None: the default one)."""
     return build_scorer(
-        stage.root, terms_of(stage), stage.runtime.functions, tokenizer, batch_size, trusts(stage), device
+        stage.root,
+        terms_of(stage),
+        stage.runtime.functions,
+        tokenizer,
+        batch_size,
+        trusts(stage),
+        device,
+        stage.precision,
     )
 
 
@@ -50,6 +58,7 @@ def build_scorer(
     batch_size: int,
     trust_remote_code: bool,
     device: torch.device | None = None,
+    precision: Precision = "float32",
 ) -> Scorer:
     """The reward model, or all its members, which read the very tokens that were sampled; or the weighted sum of the
     terms."""
@@ -57,7 +66,9 @@ def build_scorer(
         name: FunctionScorer(function) for name, function in reward_functions(root, terms, limits).items()
     }
     if uses_reward_model(terms):
-        scorers[REWARD_MODEL] = _reward_model(root / REWARD, tokenizer, batch_size, trust_remote_code, device)
+        scorers[REWARD_MODEL] = _reward_model(
+            root / REWARD, tokenizer, batch_size, trust_remote_code, device, precision
+        )
     if is_reward_model(terms):
         return scorers[REWARD_MODEL]
     return WeightedSum({term.term: (term.weight, scorers[term.term]) for term in terms})
@@ -69,11 +80,14 @@ def judging_scorer_of(
     batch_size: int,
     trust_remote_code: bool,
     device: torch.device | None = None,
+    precision: Precision = "float32",
 ) -> Scorer | None:
     """The reward model that PPO is not trained on, on `device` (None: the default one); None in a run without one
     (`reward.judge_share`)."""
     folder = root / REWARD / JUDGE
-    return _reward_model(folder, tokenizer, batch_size, trust_remote_code, device) if folder.is_dir() else None
+    if not folder.is_dir():
+        return None
+    return _reward_model(folder, tokenizer, batch_size, trust_remote_code, device, precision)
 
 
 def _reward_model(
@@ -81,13 +95,15 @@ def _reward_model(
     tokenizer: PreTrainedTokenizerBase,
     batch_size: int,
     trust_remote_code: bool,
-    device: torch.device | None = None,
+    device: torch.device | None,
+    precision: Precision,
 ) -> Scorer:
     """The model in the folder, or several as one."""
     members: list[Scorer] = []
+    device = device or default_device()
     for path in member_folders(folder):
-        model = place(load_scalar_model(path, trust_remote_code=trust_remote_code), device)
-        members.append(RewardModelScorer(model, int(tokenizer.pad_token_id), batch_size))
+        model = load_scalar_model(path, trust_remote_code=trust_remote_code, frozen=precision, device=device)
+        members.append(RewardModelScorer(place(model, device), int(tokenizer.pad_token_id), batch_size))
     ensemble = Ensemble.read(folder)
     return members[0] if ensemble is None else EnsembleScorer(members, ensemble)
 
