@@ -15,6 +15,7 @@ from rlhf_core.errors import NonFiniteError
 from rlhf_core.models.batch import TokenBatch, response_logits
 from rlhf_core.models.hf import load_weights, save_weights, unique_weights
 from rlhf_core.models.precision import autocast
+from rlhf_core.models.recompute import recomputing
 from rlhf_core.models.sequence_logprobs import sequence_logprobs
 from rlhf_core.models.token_logprobs import logprobs_and_entropy
 from rlhf_core.training.run import Run, Schedule, train, trainer_arguments
@@ -73,7 +74,8 @@ def fine_tune(
         data_collator=Collator(pad_id),
         callbacks=[best],
     )
-    log = train(trainer, run, keep=[best.path])
+    with recomputing([model], config.gradient_checkpointing):
+        log = train(trainer, run, keep=[best.path])
     steps = trainer.state.global_step
     if not any(row.get("step") == steps and "eval_loss" in row for row in log):
         trainer.evaluate()

@@ -115,11 +115,12 @@ def answer_interpolated(
 def answer_snapshots(stage: Stage[EvaluateParams], evaluator: Evaluator, answered: Answered) -> None:
     """Add the answers of PPO's snapshots. The one that is the policy is not sampled again."""
     selected, kls = stage.read_json(SELECT), kl_by_step(stage.root / SELECT_TABLE)
+    policy = None
     for step in chosen_snapshots(kls, selected, stage.params.snapshots):
         if step == selected["step"] and selected["eta"] == 1:
             answered.snapshots[step] = answered.results["policy"]
         else:
-            policy = policy_at(stage, evaluator.reference, step)
+            policy = policy_at(stage, evaluator.reference, step, policy)
             answered.snapshots[step] = Results.of(evaluator.answer(policy, stage.params.seeds[:1]))
 
 

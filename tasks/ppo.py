@@ -6,6 +6,7 @@ from dataclasses import asdict
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from rlhf_core import files
 from rlhf_core.config.ppo import PPOConfig
 from rlhf_core.data.tokenizer import load_tokenizer
 from rlhf_core.models.hf import save_checkpoint, scalar_model_of
@@ -29,7 +30,7 @@ def execute(stage: Stage[PPOConfig]) -> None:
     record = train(stage, trainer, watched)
     if not trainer.processes.is_main:
         return
-    shutil.copytree(snapshots_of(stage), stage.out("models/snapshots"))
+    shutil.copytree(snapshots_of(stage), stage.out("models/snapshots"), copy_function=files.link)
     save_critic(stage, trainer, tokenizer)
     stage.outputs.write_csv("plots/ppo.csv", record.history)
     stage.outputs.write_jsonl("data/ppo/samples.jsonl", record.samples)

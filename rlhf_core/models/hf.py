@@ -253,6 +253,14 @@ def load_weights(path: Path, into: Mapping[str, Tensor]) -> None:
             into[name].copy_(file.get_tensor(name))
 
 
+@torch.no_grad()
+def copy_weights(source: PreTrainedModel, target: PreTrainedModel) -> None:
+    """Give a model the weights of another one of its shapes. Raises KeyError for another architecture."""
+    weights = unique_weights(target)
+    for name, tensor in unique_weights(source).items():
+        weights[name].copy_(tensor)
+
+
 def save_checkpoint(folder: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
     """Write a Hugging Face folder without the files and keys that differ between equal runs. Raises NonFiniteError for
     weights with NaN or infinity."""

@@ -15,6 +15,7 @@ from rlhf_core.models.batch import TokenBatch, response_logits, response_logits_
 from rlhf_core.models.hf import fresh_head
 from rlhf_core.models.lora import Adapter, add_lora
 from rlhf_core.models.precision import autocast, keep_float32
+from rlhf_core.models.recompute import recomputing
 
 Logits = Float[Tensor, "tokens vocabulary"]
 Values = Float[Tensor, "rows time"]
@@ -109,22 +110,9 @@ class ActorCritic:
         """Matrix products in the run's precision; trained weights, heads and losses are float32 in all (rule 24)."""
         return autocast(self.precision, self.policy.device)
 
-    @contextmanager
-    def training(self) -> Iterator[None]:
-        """In this context activations are recomputed instead of kept, with `gradient_checkpointing`.
-
-        Transformers does so in training mode only; dropout stays off, since its rates are 0.
-        """
-        bodies = list(self._bodies().values()) if self.checkpointing else []
-        for model in bodies:
-            model.activation_checkpointing_enable()
-            model.train()
-        try:
-            yield
-        finally:
-            for model in bodies:
-                model.activation_checkpointing_disable()
-                model.eval()
+    def training(self) -> AbstractContextManager[None]:
+        """In this context activations are recomputed instead of kept, with `gradient_checkpointing`."""
+        return recomputing(list(self._bodies().values()), self.checkpointing)
 
     def trained(self) -> dict[str, list[nn.Parameter]]:
         """The trained parameters: `policy`, and `critic` where there is one."""

@@ -4,6 +4,7 @@ evaluation; training cannot continue from them."""
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file
@@ -52,14 +53,26 @@ def trained_weights(models: ActorCritic) -> dict[str, Tensor]:
     return unique_weights(models.policy) if adapter is None else adapter.state_dict()
 
 
+def are_adapters(folder: Path) -> bool:
+    """Whether the snapshots are adapters, without the weights below them. Raises UserError where there are none."""
+    return _settings(folder)["lora"] is not None
+
+
+def _settings(folder: Path) -> dict[str, Any]:
+    try:
+        found: dict[str, Any] = json.loads((folder / SETTINGS).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(f"{folder}: no snapshots; `leash run ppo` makes them") from None
+    return found
+
+
 @torch.no_grad()
 def load(folder: Path, step: int, start: PreTrainedModel) -> PreTrainedModel:
     """`start`, changed in place into the policy as it was after `step` steps; with LoRA it must have the weights that
     the run began with, else it may be the policy of any step. Raises UserError for a snapshot that is missing, or of
     another model."""
-    path = path_of(folder, step)
+    path, settings = path_of(folder, step), _settings(folder)
     try:
-        settings = json.loads((folder / SETTINGS).read_text(encoding="utf-8"))
         shapes = shapes_in(path)
     except FileNotFoundError:
         raise UserError(f"{path}: no such snapshot; `leash run ppo` makes them") from None
