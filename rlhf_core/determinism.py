@@ -7,20 +7,33 @@ import random
 import numpy as np
 import torch
 
-os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
+OURS = ":4096:8"
+os.environ.setdefault(WORKSPACE, OURS)
 """Without it, matrix products on a GPU are not deterministic; read when CUDA starts, so set at import. A user's own
 value has priority."""
 
 
-def make_deterministic(seed: int, threads: int) -> None:
-    """Seed every global generator, fix torch's CPU threads, and select deterministic kernels. Filling of uninitialised
-    memory, which torch adds to deterministic kernels, is switched off: it costs time."""
+def make_deterministic(seed: int, threads: int, *, deterministic: bool = True, tf32: bool = False) -> None:
+    """Seed every global generator, fix torch's CPU threads, and select kernels.
+
+    Args:
+        seed: of Python, NumPy and torch.
+        threads: of torch on the CPU.
+        deterministic: select deterministic kernels. Filling of uninitialised memory, which torch adds to them, is
+            switched off: it costs time. False selects the fastest kernels; two runs may then differ.
+        tf32: float32 matrix products on a GPU may round their factors to 10 bits (TensorFloat-32). This is the only
+            place that decides on it.
+    """
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)
     torch.set_num_threads(threads)
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.use_deterministic_algorithms(deterministic, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    torch.set_float32_matmul_precision("high" if tf32 else "highest")
+    if not deterministic and os.environ.get(WORKSPACE) == OURS:
+        del os.environ[WORKSPACE]
 
 
 def stream(*key: int) -> np.random.Generator:

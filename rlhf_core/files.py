@@ -65,6 +65,15 @@ def remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
+def link(source: str | Path, target: str | Path) -> None:
+    """Give a file a second name, or make a copy where the file system has no hard links. Neither may be written to
+    afterwards, only replaced."""
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copy2(source, target)
+
+
 def _fsync(path: Path) -> None:
     if path.is_symlink():
         return

@@ -15,9 +15,11 @@ from torch.nn.functional import logsigmoid
 from transformers import PreTrainedModel
 
 from rlhf_core.config.lora import LoraSettings
+from rlhf_core.config.precision import Recomputed
 from rlhf_core.config.reward import RewardConfig
 from rlhf_core.models.batch import TokenBatch, in_passes, pad_batch, sequence_scores
 from rlhf_core.models.lora import add_lora
+from rlhf_core.models.recompute import recomputing
 from rlhf_core.models.shared_body import save_adapter
 from rlhf_core.training.run import Run, Schedule, train, trainer_arguments
 from rlhf_core.training.trainer import GuardedTrainer, Inputs
@@ -71,6 +73,8 @@ class PairSettings(Protocol):
     def epochs(self) -> float: ...
     @property
     def lora(self) -> LoraSettings | None: ...
+    @property
+    def gradient_checkpointing(self) -> Recomputed: ...
 
 
 def fit_pairs(
@@ -103,7 +107,8 @@ def fit_pairs(
         train_dataset=list(rows),
         data_collator=collate,
     )
-    log = train(trainer, run)
+    with recomputing([model], settings.gradient_checkpointing):
+        log = train(trainer, run)
     if adapter is not None and settings.lora is not None:
         if folder is not None:
             save_adapter(folder, adapter, settings.lora)

@@ -7,14 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 from transformers import PreTrainedModel, TrainerCallback
 
 from rlhf_core.config.sft import SFTConfig
 from rlhf_core.errors import NonFiniteError
-from rlhf_core.models.hf import save_weights, unique_weights
+from rlhf_core.models.hf import load_weights, save_weights, unique_weights
 from rlhf_core.models.lora import Adapter, add_lora
+from rlhf_core.models.precision import autocast
+from rlhf_core.models.recompute import recomputing
 from rlhf_core.models.sequence_logprobs import sequence_logprobs
 from rlhf_core.training.run import Run, Schedule, train, trainer_arguments
 from rlhf_core.training.trainer import IGNORED, GuardedTrainer
@@ -50,7 +51,8 @@ def fine_tune(
 ) -> SFTResult:
     """Train `model` in place, all its weights or with `config.lora` adapters that are then merged, and leave it with
     the weights of the lowest validation loss. `keys` are what a user can lower where memory is short."""
-    base_loss = response_loss(model, validation, pad_id, config.micro_batch_size)
+    with autocast(run.precision, model.device):
+        base_loss = response_loss(model, validation, pad_id, config.micro_batch_size)
     adapter = None if config.lora is None else add_lora(model, config.lora, run.seed)
     schedule = Schedule(
         learning_rate=config.learning_rate,
@@ -72,7 +74,8 @@ def fine_tune(
         data_collator=Collator(pad_id),
         callbacks=[best],
     )
-    log = train(trainer, run, keep=[best.path])
+    with recomputing([model], config.gradient_checkpointing):
+        log = train(trainer, run, keep=[best.path])
     steps = trainer.state.global_step
     if not any(row.get("step") == steps and "eval_loss" in row for row in log):
         trainer.evaluate()
@@ -110,7 +113,8 @@ class ResponseTrainer(GuardedTrainer):
     def evaluate(self, *arguments: Any, **options: Any) -> dict[str, float]:
         """Measure the validation loss, log it and call the callbacks. Raises NonFiniteError where it is not finite."""
         pad_id, rows = self.data_collator.pad_id, self.halving.of(self.args.per_device_train_batch_size)
-        loss = response_loss(self.model, self.eval_dataset, pad_id, rows)
+        with self.autocast():
+            loss = response_loss(self.model, self.eval_dataset, pad_id, rows)
         if not math.isfinite(loss):
             raise NonFiniteError(
                 f"step {self.state.global_step}: the validation loss is {loss}; lower the learning rate"
@@ -147,7 +151,7 @@ class KeepBest(TrainerCallback):
 
     def restore(self, model: PreTrainedModel) -> None:
         """Load the best weights into the model."""
-        model.load_state_dict(load_file(self.path), strict=False)
+        load_weights(self.path, unique_weights(model))
 
 
 def response_loss(model: PreTrainedModel, rows: Sequence[Demonstration], pad_id: int, batch_size: int) -> float:

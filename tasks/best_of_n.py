@@ -27,17 +27,18 @@ def execute(stage: Stage[BestOfNParams]) -> None:
         return
     # Imported late: a stage that is switched off does not load torch.
     from rlhf_core.data.tokenizer import load_tokenizer
-    from rlhf_core.determinism import make_deterministic
-    from rlhf_core.models.hf import context_length, load_causal_lm
+    from rlhf_core.models.hf import context_length
     from tasks.evaluation.prompts import evaluation_prompts, source_of
+    from tasks.stage.frozen import load_frozen
     from tasks.stage.long_rows import fitting, prompt_encoder
+    from tasks.stage.numerics import set_numerics
     from tasks.training.candidates import draw_candidates, reward_figures
 
     quiet_libraries()
-    make_deterministic(stage.seed, stage.common.threads)
+    set_numerics(stage)
     settings = stage.block("evaluate", EvaluateParams)
     tokenizer = load_tokenizer(stage.root / SFT, trust_remote_code=trusts(stage))
-    model = load_causal_lm(stage.root / SFT, trust_remote_code=trusts(stage))
+    model = load_frozen(stage, stage.root / SFT)
     kept, too_long = fitting(
         stage,
         source_of(settings),

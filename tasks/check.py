@@ -1,9 +1,10 @@
 """Stage `check`: validates params.yaml before DVC removes any output. It writes a constant, on which all other stages
-depend, and the blocks that params.yaml may lack, those of the methods, `round` and `scorer`: DVC tracks them there."""
+depend, and what params.yaml may lack (the blocks of the methods, `round`, `scorer`, `precision`, `deterministic`): DVC
+tracks it there."""
 
 from rlhf_core.config.block import Block
 from tasks.params.all import Params
-from tasks.params.loader import parse, read_yaml, with_scorer
+from tasks.params.loader import NUMERICS, parse, read_yaml, with_scorer
 from tasks.params.methods import METHODS
 from tasks.params.scorer import REWARD_MODEL
 from tasks.stage.run import run
@@ -23,7 +24,7 @@ def execute(stage: Stage[Block]) -> None:
     for function in called if judge is None else [*called, judge_function(stage.root, judge, limits)]:
         function([], [], [])
         function.close()
-    tracked = ["round", *(method.name for method in METHODS), "scorer", REWARD_MODEL]
+    tracked = ["round", *(method.name for method in METHODS), "scorer", REWARD_MODEL, *NUMERICS]
     stage.outputs.write_json(METHOD_BLOCKS, {name: known[name] for name in tracked})
     stage.out(CONSTANT).write_text("params.yaml is valid\n", encoding="utf-8")
 

@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 
 from rlhf_core.data.tokenizer import load_tokenizer, stop_ids
-from rlhf_core.determinism import make_deterministic
 from rlhf_core.errors import UserError
 from rlhf_core.evaluation.best_of_n import best_of_n_weights
 from tasks.datasets.jsonl import Row
@@ -25,12 +24,14 @@ from tasks.params.evaluate import HELDOUT, EvaluateParams
 from tasks.params.methods import WITH_MODEL
 from tasks.select import interpolated, policy_at
 from tasks.stage import rounds
+from tasks.stage.numerics import set_numerics
 from tasks.stage.pipeline_run import headline_numbers
 from tasks.stage.run import run
 from tasks.stage.stage import Stage
 from tasks.stage.trust import trusts
 from tasks.stage.user_models import EXTRA, folder_of
 from tasks.training.gold_judge import judge_of
+from tasks.training.scalar_models import ScalarModels
 from tasks.training.scorer import judging_scorer_of
 
 PREFERENCES = "data/preferences/preferences.jsonl"
@@ -41,7 +42,7 @@ SELECT_TABLE = "plots/select.csv"
 
 def execute(stage: Stage[EvaluateParams]) -> None:
     """Make data/evaluate/{samples,answers}.jsonl, metrics/evaluate.json and plots/frontier.csv."""
-    make_deterministic(stage.seed, stage.common.threads)
+    set_numerics(stage)
     evaluator, too_long = evaluator_of(stage)
     bootstrap = Bootstrap(stage.params.bootstrap, stage.seed)
     answered = answer_all(stage, evaluator)
@@ -81,7 +82,9 @@ def evaluator_of(stage: Stage[EvaluateParams]) -> tuple[Evaluator, int]:
         stop_ids(load_tokenizer(folder, trust_remote_code=trusts(stage)), params.stop_tokens)
     sft = load_candidate(stage, "sft", stage.root / "models/sft")
     rows = evaluation_prompts(stage, params)
-    judging = judging_scorer_of(stage.root, sft.tokenizer, params.batch_size, trusts(stage))
+    judging = judging_scorer_of(
+        stage.root, sft.tokenizer, params.batch_size, ScalarModels(trusts(stage), stage.precision)
+    )
     of_data = judge_of(stage) if params.prompts == HELDOUT else None  # the demo's judge scores the demo's prompts only
     judge = function_judge_of(stage, rows) or of_data
     return build_evaluator(stage, source_of(params), rows, sft, params, judge, judging=judging)
@@ -115,11 +118,12 @@ def answer_interpolated(
 def answer_snapshots(stage: Stage[EvaluateParams], evaluator: Evaluator, answered: Answered) -> None:
     """Add the answers of PPO's snapshots. The one that is the policy is not sampled again."""
     selected, kls = stage.read_json(SELECT), kl_by_step(stage.root / SELECT_TABLE)
+    policy = None
     for step in chosen_snapshots(kls, selected, stage.params.snapshots):
         if step == selected["step"] and selected["eta"] == 1:
             answered.snapshots[step] = answered.results["policy"]
         else:
-            policy = policy_at(stage, evaluator.reference, step)
+            policy = policy_at(stage, evaluator.reference, step, policy)
             answered.snapshots[step] = Results.of(evaluator.answer(policy, stage.params.seeds[:1]))
 
 

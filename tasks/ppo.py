@@ -6,12 +6,13 @@ from dataclasses import asdict
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from rlhf_core import files
 from rlhf_core.config.ppo import PPOConfig
 from rlhf_core.data.tokenizer import load_tokenizer
-from rlhf_core.determinism import make_deterministic
 from rlhf_core.models.hf import save_checkpoint, scalar_model_of
 from rlhf_core.ppo.trainer import PPOTrainer
 from tasks.params.round import RoundParams
+from tasks.stage.numerics import set_numerics
 from tasks.stage.run import run
 from tasks.stage.stage import Stage
 from tasks.stage.trust import trusts
@@ -22,14 +23,14 @@ from tasks.training.ppo_loop import build, snapshots_of, summary, train
 
 def execute(stage: Stage[PPOConfig]) -> None:
     """Make models/{snapshots,critic}, plots/ppo.csv, data/ppo/samples.jsonl and metrics/ppo.json."""
-    make_deterministic(stage.seed, stage.common.threads)
+    set_numerics(stage)
     tokenizer = load_tokenizer(stage.root / SFT, trust_remote_code=trusts(stage))
     begin = beginning(stage.root, stage.seed, stage.block("round", RoundParams))
     trainer, watched, inputs = build(stage, stage.params, tokenizer, begin)
     record = train(stage, trainer, watched)
     if not trainer.processes.is_main:
         return
-    shutil.copytree(snapshots_of(stage), stage.out("models/snapshots"))
+    shutil.copytree(snapshots_of(stage), stage.out("models/snapshots"), copy_function=files.link)
     save_critic(stage, trainer, tokenizer)
     stage.outputs.write_csv("plots/ppo.csv", record.history)
     stage.outputs.write_jsonl("data/ppo/samples.jsonl", record.samples)

@@ -7,9 +7,8 @@ from typing import Any
 
 from rlhf_core.config.ppo import PPOConfig
 from rlhf_core.data.tokenizer import stop_ids
-from rlhf_core.determinism import make_deterministic
 from rlhf_core.errors import UserError
-from rlhf_core.models.hf import load_causal_lm, place, save_checkpoint
+from rlhf_core.models.hf import copy_weights, load_causal_lm, place, save_checkpoint
 from rlhf_core.models.interpolation import interpolate
 from rlhf_core.ppo import snapshots
 from tasks.datasets.jsonl import Row
@@ -19,6 +18,8 @@ from tasks.params.judge import LANGUAGE_MODELS, JudgeParams
 from tasks.params.scorer import functions
 from tasks.params.select import SelectParams
 from tasks.stage import rounds
+from tasks.stage.frozen import load_frozen
+from tasks.stage.numerics import set_numerics
 from tasks.stage.run import run
 from tasks.stage.stage import Stage
 from tasks.stage.trust import trusts
@@ -34,7 +35,7 @@ ONE_SIDED = 1.645
 
 def execute(stage: Stage[SelectParams]) -> None:
     """Make models/policy, plots/select.csv and metrics/select.json."""
-    make_deterministic(stage.seed, stage.common.threads)
+    set_numerics(stage)
     config, params = stage.block("ppo", PPOConfig), stage.params
     sft = load_candidate(stage, "sft", stage.root / SFT)
     table = compare(stage, config, sft) if params.prompts else unknown(stage)
@@ -68,11 +69,13 @@ def compare(stage: Stage[SelectParams], config: PPOConfig, sft: CandidateModel) 
     evaluator, _ = build_evaluator(stage, source, rows, sft, config, judge, purpose="select ")
     (start,) = evaluator.answer(sft, [stage.seed])
     table = [summarise(evaluator, start, 0, 0.0, start)]
+    policy = None
     for step in snapshots.steps_in(stage.root / SNAPSHOTS):
-        policy = policy_at(stage, sft, step)
+        policy = policy_at(stage, sft, step, policy)
         (scored,) = evaluator.answer(policy, [stage.seed])
         table.append(summarise(evaluator, start, step, 1.0, scored))
     for eta in stage.params.interpolation:  # of the last snapshot
+        assert policy is not None  # PPO's last step has a snapshot
         (scored,) = evaluator.answer(interpolated(sft, policy, eta), [stage.seed])
         table.append(summarise(evaluator, start, step, eta, scored))
     return sorted(table, key=lambda row: (row["step"], row["eta"]))
@@ -94,11 +97,19 @@ def prompts_path(stage: Stage[SelectParams]) -> str:
     return PROMPTS if reads_columns or not stage.read(PREFERENCES) else PREFERENCES
 
 
-def policy_at(stage: Stage[Any], sft: CandidateModel, step: int) -> CandidateModel:
-    """The policy after a step: the weights of its snapshot in a copy of the model that PPO began with."""
-    start = rounds.start_of(stage.root)
-    own = copy.deepcopy(sft.model) if start == SFT else load_candidate(stage, start, stage.root / start).model
-    model = snapshots.load(stage.root / SNAPSHOTS, step, own)
+def policy_at(
+    stage: Stage[Any], sft: CandidateModel, step: int, before: CandidateModel | None = None
+) -> CandidateModel:
+    """The policy after a step: the weights of its snapshot in a copy of the model that PPO began with. The policy of a
+    step before it is overwritten: each snapshot is read into the same memory, and no other model is."""
+    start, folder = rounds.start_of(stage.root), stage.root / SNAPSHOTS
+    if before is None:
+        own = copy.deepcopy(sft.model) if start == SFT else load_frozen(stage, stage.root / start)
+    else:
+        own = before.model
+        if snapshots.are_adapters(folder):  # they were merged into its weights
+            copy_weights(sft.model if start == SFT else load_frozen(stage, stage.root / start), own)
+    model = snapshots.load(folder, step, own)
     return CandidateModel(f"step-{step}", place(model), sft.tokenizer, "policy")
 
 
@@ -188,11 +199,14 @@ def best_step(table: list[Row], column: str | None) -> int | None:
 
 
 def save_policy(stage: Stage[SelectParams], config: PPOConfig, sft: CandidateModel, chosen: Row) -> None:
-    """Save the chosen candidate as models/policy, with the stop tokens in its generation config."""
+    """Save the chosen candidate as models/policy, in float32, with the stop tokens in its generation config."""
     start = load_causal_lm(stage.root / rounds.start_of(stage.root), trust_remote_code=trusts(stage))
     policy = snapshots.load(stage.root / SNAPSHOTS, chosen["step"], start)
     if chosen["eta"] < 1:
-        policy = interpolate(sft.model, place(policy, sft.model.device), chosen["eta"])
+        below = sft.model
+        if stage.precision != "float32":  # `sft` has rounded weights
+            below = place(load_causal_lm(stage.root / SFT, trust_remote_code=trusts(stage)))
+        policy = interpolate(below, place(policy, below.device), chosen["eta"])
     if config.stop_tokens:
         policy.generation_config.eos_token_id = sorted(stop_ids(sft.tokenizer, config.stop_tokens))
     save_checkpoint(stage.out("models/policy"), policy, sft.tokenizer)

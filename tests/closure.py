@@ -32,6 +32,7 @@ CANNOT_CHANGE_RESULTS = {
     "rlhf_core.training.checkpoints": "resumable state; a resumed run ends in the same bytes",
     "rlhf_core.config.block": "strictness of parameters: it refuses values and never changes one",
     "rlhf_core.config.paths": "refuses paths, never changes one",
+    "rlhf_core.config.precision": "the types of parameters, which DVC tracks",
     "tasks": "limits the GPUs of a stage to the number of its processes",
     "tasks.datasets.raw": "refuses paths that lead out of data/raw/",
     "tasks.judging.budget": "stops, and never changes a verdict",

@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
 from mlflow.entities import Run
 from mlflow.tracking import MlflowClient
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from tasks.params.methods import BY_NAME, VARIANTS
@@ -317,3 +319,30 @@ def test_failure_09_two_clones_in_other_places_give_the_same_lock(project: "Proj
     assert (project.root / "dvc.lock").read_text() == (first.root / "dvc.lock").read_text()
     assert project.outputs() == first.outputs()
     assert json.loads((project.root / "metrics/evaluate.json").read_text()) == first.json("metrics/evaluate.json")
+
+
+@pytest.mark.slow
+def test_the_whole_pipeline_runs_in_bfloat16_and_without_deterministic_kernels(project: "Project") -> None:
+    """Frozen models are read in bfloat16; saved ones are float32. What makes no equal bytes says so."""
+    project.set("runtime.tracking", False)
+    project.set("precision", "bfloat16")
+    project.set("deterministic", False)
+    for stage in STAGES:
+        done = project.stage(stage)
+        assert done.returncode == 0, done.stderr
+        said = "WARNING deterministic: false" in done.stdout
+        assert said == (
+            stage in {"base", "sft", "preferences", "reward", "ppo", "select", *ALTERNATIVES, "best_of_n", "evaluate"}
+        )
+    provenance = project.json("models/sft/provenance.json")
+    assert provenance["params"]["precision"] == "bfloat16"
+    assert "deterministic: false" in provenance["exemptions"][0]
+    assert "deterministic: false" in (project.root / "report/index.html").read_text(encoding="utf-8")
+    weights = {kind: project.root / f"models/{kind}" for kind in ("policy", "critic", "reward", "dpo")}
+    for folder in weights.values():
+        [file] = folder.glob("*.safetensors")
+        assert {tensor.dtype for tensor in load_file(file).values()} == {torch.float32}
+    for file in (project.root / "models/snapshots").glob("*.safetensors"):
+        assert {tensor.dtype for tensor in load_file(file).values()} == {torch.bfloat16}
+    rows = table(project, "ppo")
+    assert float(rows[0]["kl_full"]) == pytest.approx(0.0, abs=1e-3), "the reference differs by its rounding only"

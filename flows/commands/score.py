@@ -17,8 +17,9 @@ from rlhf_core.data.tokenizer import encode_prompt, encode_response, load_tokeni
 from rlhf_core.determinism import make_deterministic
 from rlhf_core.errors import UserError
 from rlhf_core.files import atomic
+from rlhf_core.loading import load_config
 from rlhf_core.models.ensemble import Ensemble
-from rlhf_core.models.hf import context_length, load_scalar_model
+from rlhf_core.models.hf import context_of
 from rlhf_core.models.scorers import Answers, Scorer
 from tasks.datasets.jsonl import Row, brief_names
 from tasks.datasets.sources.cleaning import clean
@@ -31,6 +32,7 @@ from tasks.params.scorer import uses_reward_model
 from tasks.stage import provenance
 from tasks.stage.progress import Progress
 from tasks.stage.trust import warn_of_code
+from tasks.training.scalar_models import ScalarModels
 from tasks.training.scorer import REWARD, build_scorer, judging_scorer_of
 
 SCORE, STD, JUDGING = "score", "score/std", "score/judge"
@@ -115,20 +117,21 @@ def score_file(root: Path, source: Path, out: Path | None = None) -> str:
 
 def load_scorers(root: Path, params: Any) -> Scorers:
     """Those of `scorer` in params.yaml, and the judging reward model where there is one."""
-    make_deterministic(params.seed, params.threads)
+    precision = params.precision
+    make_deterministic(params.seed, params.threads, deterministic=params.deterministic, tf32=precision == "bfloat16")
     terms, limits, trusted = params.scorer, params.runtime.functions, params.trust_remote_code
     names = [SCORE, *(f"{SCORE}/{term.term}" for term in terms if len(terms) > 1)]
     tokenizer: Any = None  # functions read text
-    judging, context = None, 0
+    judging, context, models = None, 0, ScalarModels(trusted, precision)
     if uses_reward_model(terms):
         if trusted:
             warn_of_code("score:")
         require_reward_model(root, params.reward)
         tokenizer = load_tokenizer(root / REWARD, trust_remote_code=trusted)
-        judging = judging_scorer_of(root, tokenizer, CHUNK, trusted)
-        context = context_length(load_scalar_model(root / REWARD, trust_remote_code=trusted))
+        judging = judging_scorer_of(root, tokenizer, CHUNK, models)
+        context = context_of(load_config(root / REWARD, None, trusted))
         names += [STD] * (Ensemble.read(root / REWARD) is not None) + [JUDGING] * (judging is not None)
-    scorer = build_scorer(root, terms, limits, tokenizer, CHUNK, trusted)
+    scorer = build_scorer(root, terms, limits, tokenizer, CHUNK, models)
     return Scorers(scorer, judging, names, tokenizer, context, params.ingest.max_characters)
 
 

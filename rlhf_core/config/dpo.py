@@ -6,6 +6,7 @@ from pydantic import Field
 
 from rlhf_core.config.block import Block, Count, LearningRate, NotNegative, Positive, PositiveNumber
 from rlhf_core.config.lora import LoraSettings
+from rlhf_core.config.precision import Recomputed
 
 
 class PairConfig(Block):
@@ -25,6 +26,9 @@ class PairConfig(Block):
     """Weight decay of AdamW; 0 switches it off."""
     max_tokens: Positive = 1024
     """Longest prompt plus response, in tokens; `long_rows` says what happens to longer rows."""
+    gradient_checkpointing: Recomputed = False
+    """Recompute activations in the backward pass: of no layer (false), of every layer (true), or of every n-th layer.
+    Less memory, more time."""
     lora: LoraSettings | None = None
 
 

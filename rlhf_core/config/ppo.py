@@ -8,6 +8,7 @@ from rlhf_core.config.block import Block, Count, NotNegative, Positive, Positive
 from rlhf_core.config.health import HealthConfig
 from rlhf_core.config.lora import LoraSettings
 from rlhf_core.config.paths import BelowRaw
+from rlhf_core.config.precision import Recomputed
 
 LossAverage = Literal["tokens", "answer_means", "answer_sums"]
 
@@ -161,10 +162,9 @@ class PPOConfig(Block):
     """Also limits a micro-batch to this many tokens, prompts and padding included; null: no such limit."""
     processes: Positive = 1
     """Processes that share the work, each with all the models: one per GPU, or several on a CPU."""
-    gradient_checkpointing: bool = False
-    """Recompute activations in the backward pass: less memory, more time."""
-    precision: Literal["float32", "bfloat16"] = "float32"
-    """Precision of matrix products (autocast); weights, losses and log-probabilities stay float32."""
+    gradient_checkpointing: Recomputed = False
+    """Recompute activations in the backward pass: of no layer (false), of every layer (true), or of every n-th layer.
+    Less memory, more time."""
     ppo_epochs: Positive
     """Passes over the responses of a step."""
     learning_rate: PositiveNumber
@@ -241,6 +241,16 @@ class PPOConfig(Block):
             raise ValueError(
                 f"{key} is refused in rollouts: it changes what is sampled without changing π, "
                 "so the KL estimate no longer is one of KL(π‖π_ref); remove it"
+            )
+        return values
+
+    @model_validator(mode="before")
+    @classmethod
+    def _precision_has_moved(cls, values: Any) -> Any:
+        if isinstance(values, dict) and "precision" in values:
+            raise ValueError(
+                "precision is no key of this block: it holds for all stages; remove it here, and write "
+                f"`precision: {values['precision']}` at the top level of the file, beside `seed`"
             )
         return values
 

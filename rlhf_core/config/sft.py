@@ -4,6 +4,7 @@ from pydantic import model_validator
 
 from rlhf_core.config.block import Block, Count, LearningRate, NotNegative, Positive, PositiveNumber
 from rlhf_core.config.lora import LoraSettings
+from rlhf_core.config.precision import Recomputed
 
 
 class SFTConfig(Block):
@@ -28,6 +29,9 @@ class SFTConfig(Block):
     patience: Count
     """Measurements without improvement before training stops; 0: train to the end."""
     lora: LoraSettings | None = None
+    gradient_checkpointing: Recomputed = False
+    """Recompute activations in the backward pass: of no layer (false), of every layer (true), or of every n-th layer.
+    Less memory, more time."""
 
     @model_validator(mode="after")
     def _batches_fit(self) -> "SFTConfig":

@@ -176,8 +176,11 @@ def _padded(batch: TokenBatch) -> dict[str, Any]:
 
 
 def _token_values(model: PreTrainedModel, inputs: dict[str, Any]) -> Float[Tensor, "rows positions"]:
-    body = getattr(model, model.base_model_prefix)
-    values: Tensor = scalar_head(model)(body(**inputs, use_cache=False).last_hidden_state)[..., 0].float()
+    """In float32: the head computes in the precision of its own weights, also under autocast."""
+    body, head = getattr(model, model.base_model_prefix), scalar_head(model)
+    hidden = body(**inputs, use_cache=False).last_hidden_state
+    with torch.autocast(hidden.device.type, enabled=False):
+        values: Tensor = head(hidden.to(head.weight.dtype))[..., 0].float()
     return values
 
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from rlhf_core.errors import is_out_of_memory
+from rlhf_core.models.precision import is_exact
 
 CHUNK_ON_CPU = 2**24
 """Logits that are computed at once. They are kept for the backward pass where all logits of a pass are one chunk;
@@ -185,14 +186,19 @@ def _examine(model: PreTrainedModel) -> _Way:
 
 def _is_plain(layer: nn.Module | None) -> bool:
     """Whether the layer is a product with its weight: not quantised, wrapped or moved between devices at each call."""
-    return isinstance(layer, nn.Linear) and type(layer).forward is nn.Linear.forward and "forward" not in vars(layer)
+    own = vars(layer).get("forward") if isinstance(layer, nn.Linear) else None
+    return isinstance(layer, nn.Linear) and type(layer).forward is nn.Linear.forward and is_exact(own)
 
 
 @contextmanager
 def _computing(layer: nn.Module, forward: Callable[[Tensor], Tensor]) -> Iterator[None]:
     """In this context the layer's forward pass is `forward`; its hooks run as ever."""
+    own = vars(layer).get("forward")
     layer.forward = forward
     try:
         yield
     finally:
-        del layer.forward
+        if own is None:
+            del layer.forward
+        else:
+            layer.forward = own

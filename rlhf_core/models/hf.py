@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import (
@@ -21,9 +22,11 @@ from transformers import (
 
 from rlhf_core import files
 from rlhf_core.config.base import ScratchConfig
+from rlhf_core.config.precision import Precision
 from rlhf_core.errors import UserError
 from rlhf_core.finite import require_finite
 from rlhf_core.loading import load_config, loading
+from rlhf_core.models.precision import frozen_dtype, keep_float32
 
 BIAS = "score_bias"
 """The key of config.json with the bias of a head that has none in its architecture; only `load_scalar_model` reads
@@ -53,25 +56,50 @@ def build_llama(config: ScratchConfig, tokenizer: PreTrainedTokenizerBase, seed:
 
 
 def load_causal_lm(
-    path: str | Path, revision: str | None = None, *, trust_remote_code: bool = False
+    path: str | Path,
+    revision: str | None = None,
+    *,
+    trust_remote_code: bool = False,
+    frozen: Precision = "float32",
+    device: torch.device | None = None,
 ) -> PreTrainedModel:
-    """A causal language model in float32, dropout off, from a folder (safetensors only) or a hub id at a revision.
+    """A causal language model, dropout off, from a folder (safetensors only) or a hub id at a revision.
 
-    `trust_remote_code` lets the folder's own Python code run. Raises UserError, see `loading`.
+    Args:
+        path: the folder or the hub id.
+        revision: of the hub id.
+        trust_remote_code: lets the folder's own Python code run.
+        frozen: the precision of a model that is not trained; its logits are float32 in every precision. A model that
+            is trained is loaded in float32.
+        device: where the weights are loaded to, without a copy on the host; None: the CPU.
+
+    Raises UserError, see `loading`.
     """
     with loading(path):
         config = without_dropout(load_config(path, revision, trust_remote_code))
-        return _weights(AutoModelForCausalLM, path, config, revision, trust_remote_code)
+        model = _weights(AutoModelForCausalLM, path, config, revision, trust_remote_code, frozen, device)
+    if frozen == "bfloat16":
+        keep_float32(model.get_output_embeddings())
+    return model
 
 
-def load_scalar_model(path: str | Path, *, trust_remote_code: bool = False) -> PreTrainedModel:
-    """A reward model or critic in float32, dropout off. Raises UserError when the folder has no scalar head, and as
-    `load_causal_lm`."""
+def load_scalar_model(
+    path: str | Path,
+    *,
+    trust_remote_code: bool = False,
+    frozen: Precision = "float32",
+    device: torch.device | None = None,
+) -> PreTrainedModel:
+    """A reward model or critic, dropout off, its head in float32; arguments as of `load_causal_lm`. Raises UserError
+    when the folder has no scalar head, and as `load_causal_lm`."""
     with loading(path):
         config = without_dropout(load_config(path, None, trust_remote_code))
         if config.num_labels != 1:
             raise UserError(f"{path}: expected one output a token, the model has {config.num_labels}")
-        model = _weights(AutoModelForSequenceClassification, path, config, None, trust_remote_code)
+        kind = AutoModelForSequenceClassification
+        model = _weights(kind, path, config, None, trust_remote_code, frozen, device)
+        if frozen == "bfloat16":
+            _load_head(scalar_head(model), Path(path))
     if (bias := getattr(config, BIAS, None)) is not None:
         map_scalar(model, 1.0, bias)
     return model
@@ -89,25 +117,52 @@ def map_scalar(model: PreTrainedModel, scale: float, shift: float) -> None:
 
 
 def _weights(
-    kind: Any, path: str | Path, config: PreTrainedConfig, revision: str | None, trust_remote_code: bool
+    kind: Any,
+    path: str | Path,
+    config: PreTrainedConfig,
+    revision: str | None,
+    trust_remote_code: bool,
+    frozen: Precision,
+    device: torch.device | None,
 ) -> PreTrainedModel:
+    """The one place that decides on dtype and device of a loaded model. `device_map` loads tensor by tensor."""
     return kind.from_pretrained(
         str(path),
         revision=revision,
         config=config,
-        dtype=torch.float32,
+        dtype=frozen_dtype(frozen),
         use_safetensors=True,
         trust_remote_code=trust_remote_code,
+        device_map=None if device is None or device.type == "cpu" else {"": device},
     )
 
 
-def scalar_model_from(path: str | Path, seed: int, *, trust_remote_code: bool = False) -> PreTrainedModel:
-    """The body of the model at `path` under a fresh scalar head, see `draw_head`. Raises UserError as
-    `load_causal_lm`."""
+@torch.no_grad()
+def _load_head(head: torch.nn.Linear, folder: Path) -> None:
+    """Make a scalar head float32, with the numbers of the folder, which were rounded with the body's."""
+    head.float()
+    for name, parameter in head.named_parameters():
+        for path in sorted(folder.glob("*.safetensors")):
+            with safe_open(path, framework="pt") as file:
+                if f"score.{name}" in file.keys():  # noqa: SIM118 - it is no dictionary
+                    parameter.copy_(file.get_tensor(f"score.{name}"))
+
+
+def scalar_model_from(
+    path: str | Path,
+    seed: int,
+    *,
+    trust_remote_code: bool = False,
+    frozen: Precision = "float32",
+    device: torch.device | None = None,
+) -> PreTrainedModel:
+    """The body of the model at `path` under a fresh scalar head in float32, see `draw_head`. Arguments and errors as of
+    `load_causal_lm`; `frozen` for a body below adapters."""
     with loading(path):
         config = without_dropout(load_config(path, None, trust_remote_code, num_labels=1))
-        model = _weights(AutoModelForSequenceClassification, path, config, None, trust_remote_code)
-    draw_head(scalar_head(model), seed)
+        kind = AutoModelForSequenceClassification
+        model = _weights(kind, path, config, None, trust_remote_code, frozen, device)
+    draw_head(scalar_head(model).float(), seed)
     return model
 
 
@@ -152,18 +207,6 @@ def scalar_head(model: PreTrainedModel) -> torch.nn.Linear:
     return head
 
 
-def keep_float32(head: torch.nn.Module) -> None:
-    """Make a head compute in float32 under autocast: eight significant bits are too few for logits and values."""
-    inexact = head.forward
-
-    def exact(hidden: Tensor) -> Tensor:
-        with torch.autocast(hidden.device.type, enabled=False):
-            found: Tensor = inexact(hidden.float())
-            return found
-
-    head.forward = exact
-
-
 def without_dropout(config: PreTrainedConfig) -> PreTrainedConfig:
     """The configuration with every dropout rate set to 0: with dropout the first ratio of PPO would not be 1."""
     for key, value in config.to_dict().items():
@@ -174,7 +217,12 @@ def without_dropout(config: PreTrainedConfig) -> PreTrainedConfig:
 
 def context_length(model: PreTrainedModel) -> int:
     """Longest sequence in tokens that the model's positions cover."""
-    return int(getattr(model.config, "max_position_embeddings", None) or 2**31)
+    return context_of(model.config)
+
+
+def context_of(config: PreTrainedConfig) -> int:
+    """Longest sequence in tokens that the positions of such a model cover."""
+    return int(getattr(config, "max_position_embeddings", None) or 2**31)
 
 
 def unique_weights(model: PreTrainedModel) -> dict[str, Tensor]:
@@ -184,10 +232,41 @@ def unique_weights(model: PreTrainedModel) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in tensors.items() if name in saved}
 
 
-def save_weights(path: Path, weights: Mapping[str, Tensor]) -> None:
-    """Write tensors to a safetensors file, atomically."""
+def save_weights(path: Path, weights: Mapping[str, Tensor], dtype: torch.dtype | None = None) -> None:
+    """Write tensors to a safetensors file, atomically; with `dtype` floating-point ones in that type. On a CPU nothing
+    is copied but what changes its type."""
+    kept = {name: _saved(tensor.detach(), dtype) for name, tensor in weights.items()}
     with files.atomic(path) as place:
-        save_file({name: tensor.detach().cpu().clone().contiguous() for name, tensor in weights.items()}, place)
+        save_file(kept, place)
+
+
+def _saved(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """The tensor on the CPU with a storage of its own."""
+    found = tensor.to("cpu", dtype if tensor.is_floating_point() else None).contiguous()
+    return found.clone() if found.untyped_storage().nbytes() > found.nbytes else found
+
+
+def shapes_in(path: Path) -> dict[str, tuple[int, ...]]:
+    """The shape of each tensor of a safetensors file, without reading them."""
+    with safe_open(path, framework="pt") as file:
+        return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+
+
+@torch.no_grad()
+def load_weights(path: Path, into: Mapping[str, Tensor]) -> None:
+    """Copy the tensors of a safetensors file into those of the same names, one at a time. Raises KeyError for a name
+    that `into` lacks."""
+    with safe_open(path, framework="pt") as file:
+        for name in file.keys():  # noqa: SIM118 - it is no dictionary
+            into[name].copy_(file.get_tensor(name))
+
+
+@torch.no_grad()
+def copy_weights(source: PreTrainedModel, target: PreTrainedModel) -> None:
+    """Give a model the weights of another one of its shapes. Raises KeyError for another architecture."""
+    weights = unique_weights(target)
+    for name, tensor in unique_weights(source).items():
+        weights[name].copy_(tensor)
 
 
 def save_checkpoint(folder: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -219,6 +298,11 @@ def _beside(folder: Path, place: Any) -> Any:
     return name if name and (folder / f"{name.split('.')[0]}.py").exists() else place
 
 
+def default_device() -> torch.device:
+    """The GPU if there is one, else the CPU."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
 def place(model: PreTrainedModel, device: torch.device | None = None) -> PreTrainedModel:
     """The model for inference, without gradients, on the given device; default: the GPU if there is one."""
-    return model.to(device or ("cuda" if torch.cuda.is_available() else "cpu")).eval().requires_grad_(False)
+    return model.to(device or default_device()).eval().requires_grad_(False)

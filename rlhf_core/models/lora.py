@@ -49,6 +49,8 @@ def add_lora(model: PreTrainedModel, settings: LoraSettings, seed: int, name: st
         tuner = LoraModel(model, config, name)
     del model.peft_config
     model.train(model.training)
+    for parameter in _adapter_parameters(model, name):
+        parameter.data = parameter.data.float()  # peft takes the type of the frozen weights
     _initialise(model, seed, name)
     for parameter in others:
         parameter.requires_grad_(flags[parameter])
@@ -83,9 +85,10 @@ class Adapter:
 
     def merge(self) -> PreTrainedModel:
         """Merge the adapters into the weights, W + (alpha / rank)·B·A, in place, and return the model: the same object,
-        plain again, without the other adapters of its body, its parameters trainable as before `add_lora`. Adapters and
-        base cannot be separated afterwards; take `state_dict` before if either is still needed."""
+        plain again, in float32, without the other adapters of its body, its parameters trainable as before `add_lora`.
+        Adapters and base cannot be separated afterwards; take `state_dict` before if either is still needed."""
         self._present()
+        self.model.float()  # of frozen bfloat16 weights a sum would be rounded
         self._tuner.merge_and_unload(adapter_names=[self.name])
         for parameter, flag in self._flags.items():
             parameter.requires_grad_(flag)

@@ -2,8 +2,7 @@
 the reference is a frozen copy, or the policy with its adapter switched off."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
-from functools import partial
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 from jaxtyping import Float
@@ -11,11 +10,14 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from rlhf_core.config.ppo import PPOConfig
+from rlhf_core.config.precision import Precision
 from rlhf_core.errors import UserError
 from rlhf_core.models.batch import TokenBatch, predict, state_values
 from rlhf_core.models.head import Predictions
-from rlhf_core.models.hf import fresh_head, keep_float32, scalar_head
+from rlhf_core.models.hf import fresh_head
 from rlhf_core.models.lora import Adapter, add_lora
+from rlhf_core.models.precision import autocast, keep_float32
+from rlhf_core.models.recompute import recomputing
 from rlhf_core.models.shared_body import merged_scalar_model, recompute_with, shares_body
 
 Values = Float[Tensor, "rows time"]
@@ -25,12 +27,13 @@ class ActorCritic:
     """Policy, critic and reference of a PPO run.
 
     Args:
-        config: kind of critic, adapters, precision, and gradient checkpointing.
+        config: kind of critic, adapters, and gradient checkpointing.
         policy: a causal language model, dropout off; trained.
         reference: the frozen reference; `None` only with `lora`: the policy with its adapter switched off.
         critic: for `advantage: gae` with `critic.kind: separate` a scalar model, or a scalar model's adapter on the
             policy's body; else `None`.
         seed: of the adapters' initial weights.
+        precision: of matrix products.
 
     Raises:
         ValueError: a model that the settings need is missing, one that they do not use is given, or policy and
@@ -44,21 +47,23 @@ class ActorCritic:
         reference: PreTrainedModel | None,
         critic: PreTrainedModel | Adapter | None,
         seed: int = 0,
+        precision: Precision = "float32",
     ) -> None:
         _refuse_mismatch(config, policy, reference, critic)
         self.adapters = {"critic": critic} if isinstance(critic, Adapter) else {}
         self.policy, self.reference = policy.eval(), reference
         self.critic = critic.model if isinstance(critic, Adapter) else critic
         self.head = fresh_head(policy) if config.has_critic and config.critic.kind == "shared" else None
-        self.bfloat16 = config.precision == "bfloat16"
+        self.precision: Precision = precision
         self.checkpointing = config.gradient_checkpointing
         if config.lora is not None:
             self.adapters |= {name: add_lora(model, config.lora, seed) for name, model in self._bodies().items()}
         if reference is not None:
             reference.eval().requires_grad_(False)
-        if self.bfloat16:
-            for head in self._heads():
-                keep_float32(head)
+        if precision == "bfloat16":
+            for model in (policy, reference):
+                if model is not None:
+                    keep_float32(model.get_output_embeddings())
 
     def to(self, device: torch.device) -> "ActorCritic":
         """All models on one device."""
@@ -107,30 +112,14 @@ class ActorCritic:
         with self.adapters["policy"].off() as model:
             yield model
 
-    @contextmanager
-    def autocast(self) -> Iterator[None]:
-        """Matrix products in bfloat16 with `precision: bfloat16`; weights, heads and losses stay float32 (rule 24)."""
-        with torch.autocast(self.policy.device.type, dtype=torch.bfloat16, enabled=self.bfloat16):
-            yield
+    def autocast(self) -> AbstractContextManager[None]:
+        """Matrix products in the run's precision; trained weights, heads and losses are float32 in all (rule 24)."""
+        return autocast(self.precision, self.policy.device)
 
-    @contextmanager
-    def training(self) -> Iterator[None]:
-        """In this context activations are recomputed instead of kept, with `gradient_checkpointing`.
-
-        Transformers does so in training mode only; dropout stays off, since its rates are 0.
-        """
-        bodies = list(self._bodies().values()) if self.checkpointing else []
-        for model in bodies:
-            model.activation_checkpointing_enable(
-                {"use_reentrant": False, "context_fn": partial(recompute_with, model)}
-            )
-            model.train()
-        try:
-            yield
-        finally:
-            for model in bodies:
-                model.activation_checkpointing_disable()
-                model.eval()
+    def training(self) -> AbstractContextManager[None]:
+        """In this context activations are recomputed instead of kept, with `gradient_checkpointing`."""
+        contexts = recompute_with if self.adapters else None
+        return recomputing(list(self._bodies().values()), self.checkpointing, contexts)
 
     def trained(self) -> dict[str, list[nn.Parameter]]:
         """The trained parameters: `policy`, and `critic` where there is one."""
@@ -150,19 +139,13 @@ class ActorCritic:
             part.load_state_dict(state[name])
 
     def finished(self) -> tuple[PreTrainedModel, PreTrainedModel | nn.Linear | None]:
-        """Policy and critic (the head alone of a shared one) on the CPU, adapters merged into the weights. Training
-        cannot continue."""
+        """Policy and critic (the head alone of a shared one) on the CPU, adapters merged into the weights, in float32.
+        Training cannot continue."""
         policy, critic = self.policy.cpu(), self.critic or self.head
         critic = critic.cpu() if critic is not None else None
         if "critic" in self.adapters:
             critic = merged_scalar_model(self.adapters["critic"])
         return self.adapters["policy"].merge() if "policy" in self.adapters else policy, critic
-
-    def _heads(self) -> list[nn.Module]:
-        """The output layers of the models."""
-        models = [model for model in (self.policy, self.reference) if model is not None]
-        heads = [model.get_output_embeddings() for model in models]
-        return heads + ([scalar_head(self.critic)] if self.critic is not None else [])
 
     def _bodies(self) -> dict[str, PreTrainedModel]:
         """The models with a body of their own."""

@@ -4,6 +4,7 @@ evaluation; training cannot continue from them."""
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file
@@ -14,8 +15,9 @@ from rlhf_core import files
 from rlhf_core.config.lora import LoraSettings
 from rlhf_core.errors import UserError
 from rlhf_core.finite import require_finite
-from rlhf_core.models.hf import save_weights, unique_weights
+from rlhf_core.models.hf import load_weights, save_weights, shapes_in, unique_weights
 from rlhf_core.models.lora import add_lora
+from rlhf_core.models.precision import frozen_dtype
 from rlhf_core.ppo.actor_critic import ActorCritic
 
 SETTINGS = "settings.json"
@@ -34,15 +36,15 @@ def steps_in(folder: Path) -> list[int]:
 
 
 def write(folder: Path, models: ActorCritic, step: int, lora: LoraSettings | None = None, seed: int = 0) -> None:
-    """Write the policy after `step` steps, atomically; `lora` and `seed` are the run's, for `load`. Raises
-    NonFiniteError for NaN or infinity."""
+    """Write the policy after `step` steps, atomically; `lora` and `seed` are the run's, for `load`. In the run's
+    precision, adapters in float32. Raises NonFiniteError for NaN or infinity."""
     weights = trained_weights(models)
     require_finite(weights, "weights")
     folder.mkdir(parents=True, exist_ok=True)
     settings = {"lora": None if lora is None else lora.model_dump(), "seed": seed}
     with files.atomic(folder / SETTINGS) as place:
         place.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
-    save_weights(path_of(folder, step), weights)
+    save_weights(path_of(folder, step), weights, frozen_dtype(models.precision) if lora is None else None)
 
 
 def trained_weights(models: ActorCritic) -> dict[str, Tensor]:
@@ -51,23 +53,35 @@ def trained_weights(models: ActorCritic) -> dict[str, Tensor]:
     return unique_weights(models.policy) if adapter is None else adapter.state_dict()
 
 
+def are_adapters(folder: Path) -> bool:
+    """Whether the snapshots are adapters, without the weights below them. Raises UserError where there are none."""
+    return _settings(folder)["lora"] is not None
+
+
+def _settings(folder: Path) -> dict[str, Any]:
+    try:
+        found: dict[str, Any] = json.loads((folder / SETTINGS).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(f"{folder}: no snapshots; `leash run ppo` makes them") from None
+    return found
+
+
 @torch.no_grad()
 def load(folder: Path, step: int, start: PreTrainedModel) -> PreTrainedModel:
-    """`start`, a fresh copy of the model that the run began with, changed in place into the policy as it was after
-    `step` steps. Raises UserError for a snapshot that is missing, or of another model."""
-    path = path_of(folder, step)
+    """`start`, changed in place into the policy as it was after `step` steps; with LoRA it must have the weights that
+    the run began with, else it may be the policy of any step. Raises UserError for a snapshot that is missing, or of
+    another model."""
+    path, settings = path_of(folder, step), _settings(folder)
     try:
-        settings = json.loads((folder / SETTINGS).read_text(encoding="utf-8"))
-        weights = load_file(path)
+        shapes = shapes_in(path)
     except FileNotFoundError:
         raise UserError(f"{path}: no such snapshot; `leash run ppo` makes them") from None
     if settings["lora"] is not None:
         adapter = add_lora(start, LoraSettings.model_validate(settings["lora"]), settings["seed"])
-        adapter.load_state_dict(weights)
+        adapter.load_state_dict(load_file(path))
         return adapter.merge()
     own = unique_weights(start)
-    if {name: tensor.shape for name, tensor in weights.items()} != {name: t.shape for name, t in own.items()}:
+    if shapes != {name: tuple(tensor.shape) for name, tensor in own.items()}:
         raise UserError(f"{path}: a snapshot of another model than {start.name_or_path or type(start).__name__}")
-    for name, tensor in weights.items():
-        own[name].copy_(tensor)
+    load_weights(path, own)
     return start

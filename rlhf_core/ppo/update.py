@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from rlhf_core.config.ppo import PPOConfig
+from rlhf_core.config.precision import Precision
 from rlhf_core.errors import NonFiniteError, UserError
 from rlhf_core.models.batching import micro_batches
 from rlhf_core.models.masked import masked_mean, zero_padding
@@ -209,7 +210,7 @@ class Updater:
 
     def _require_same_policy(self, forward: Pass) -> None:
         try:
-            require_same_policy(forward.logprobs, forward.old_logprobs, forward.batch.mask, self.config.precision)
+            require_same_policy(forward.logprobs, forward.old_logprobs, forward.batch.mask, self.models.precision)
         except RatioError:
             if torch.isfinite(forward.logprobs).all():
                 raise
@@ -308,7 +309,7 @@ class Updater:
         self.processes.all_reduce([parameter.grad for parameter in parameters if parameter.grad is not None])
 
 
-def require_same_policy(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor, precision: str = "float32") -> None:
+def require_same_policy(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor, precision: Precision = "float32") -> None:
     """Raise RatioError unless both agree on the real tokens, as they must before the first update (rule 7): on every
     token in float32, in the mean in bfloat16."""
     gaps = (logprobs - old_logprobs)[mask.bool()].abs()

@@ -13,6 +13,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import PrinterCallback
 
 from rlhf_core import files
+from rlhf_core.config.precision import Precision
 from rlhf_core.errors import NonFiniteError
 from rlhf_core.finite import at_step, require_finite
 from rlhf_core.training.checkpoints import PREFIX, Checkpoints, Log, seal
@@ -57,6 +58,8 @@ class Run:
     log: Log = print
     exempt: Log = print
     """Called with the reason why the run is exempt from byte identity."""
+    precision: Precision = "float32"
+    """Of matrix products; weights and losses are float32 in every precision."""
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@ gradient that is NaN or infinite stops the run before the optimiser's step."""
 
 import math
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from typing import Any
 
@@ -14,6 +15,7 @@ from transformers import PreTrainedModel, Trainer, TrainerCallback
 from rlhf_core.errors import NonFiniteError
 from rlhf_core.models.batch import TokenBatch, predict
 from rlhf_core.models.batching import micro_batches, tokens_per_pass
+from rlhf_core.models.precision import autocast
 from rlhf_core.models.token_logprobs import logprobs_and_entropy
 from rlhf_core.training.memory import Halving, attempt
 from rlhf_core.training.run import Run
@@ -33,7 +35,7 @@ def require_hooks(kind: type, names: Sequence[str]) -> None:
         )
 
 
-require_hooks(Trainer, ("training_step", "compute_loss", "evaluate", "log"))
+require_hooks(Trainer, ("training_step", "compute_loss_context_manager", "compute_loss", "evaluate", "log"))
 require_hooks(TrainerCallback, ("on_log", "on_step_end", "on_evaluate", "on_save"))
 
 
@@ -48,6 +50,7 @@ class GuardedTrainer(Trainer):
         self.first = True
         """Whether the current pass is the first of its micro-batch."""
         self._accumulated: list[Inputs] = []
+        self.precision = run.precision
         super().__init__(**options)
 
     def training_step(self, model: PreTrainedModel, inputs: Inputs, num_items_in_batch: Any = None) -> Tensor:
@@ -69,6 +72,17 @@ class GuardedTrainer(Trainer):
         if self.accelerator.sync_gradients:
             self.check_gradients(model)
         return loss
+
+    def compute_loss_context_manager(self) -> ExitStack:
+        """The Trainer's context of a forward pass, and the run's precision; `bf16=True` of the Trainer has no effect on
+        a loss that calls a part of the model."""
+        stack: ExitStack = super().compute_loss_context_manager()
+        stack.enter_context(self.autocast())
+        return stack
+
+    def autocast(self) -> AbstractContextManager[None]:
+        """Matrix products in the run's precision."""
+        return autocast(self.precision, self.args.device)
 
     def check_gradients(self, model: PreTrainedModel) -> None:
         """Raise NonFiniteError when the norm of all gradients is not finite."""

@@ -15,12 +15,13 @@ from rlhf_core.evaluation.divergence import Divergence, measure_divergence
 from rlhf_core.evaluation.judges import Judge
 from rlhf_core.evaluation.pair_judges import PairJudge, both_orders
 from rlhf_core.evaluation.wins import wins
-from rlhf_core.models.hf import context_length, load_causal_lm, place
+from rlhf_core.models.hf import context_length
 from rlhf_core.models.sampling import SamplingSettings, sample
 from rlhf_core.models.scorers import Answers, Scored, Scorer
 from tasks.datasets.jsonl import Row
 from tasks.judging.pair_judge import pair_judge_of
 from tasks.params.scorer import Term, is_reward_model
+from tasks.stage.frozen import load_frozen
 from tasks.stage.long_rows import fitting, prompt_encoder
 from tasks.stage.stage import Stage
 from tasks.stage.trust import trusts
@@ -320,8 +321,7 @@ def name_of(terms: Sequence[Term]) -> str:
 
 def load_candidate(stage: Stage[Any], name: str, folder: Path) -> CandidateModel:
     """The model and tokenizer of a folder, for inference."""
-    model = place(load_causal_lm(folder, trust_remote_code=trusts(stage)))
-    return CandidateModel(name, model, load_tokenizer(folder, trust_remote_code=trusts(stage)))
+    return CandidateModel(name, load_frozen(stage, folder), load_tokenizer(folder, trust_remote_code=trusts(stage)))
 
 
 def build_evaluator(

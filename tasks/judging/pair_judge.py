@@ -9,8 +9,8 @@ from rlhf_core.data.tokenizer import load_tokenizer
 from rlhf_core.errors import UserError
 from rlhf_core.evaluation.judge_model import QUESTION, LanguageModelJudge
 from rlhf_core.evaluation.pair_judges import CachedPairJudge, PairJudge
-from rlhf_core.models.hf import load_causal_lm, place
 from tasks.params.judge import JudgeParams
+from tasks.stage.frozen import load_frozen
 from tasks.stage.stage import Stage
 from tasks.stage.trust import trusts
 from tasks.stage.user_models import JUDGES, folder_of
@@ -33,7 +33,7 @@ def pair_judge_of(
 
         return EndpointJudge(stage, params, question)
     folder = folder_of(stage, JUDGES, params.model, "judge.model")
-    model = place(load_causal_lm(folder, trust_remote_code=trusts(stage)))
+    model = load_frozen(stage, folder)
     tokenizer = load_tokenizer(folder, trust_remote_code=trusts(stage))
     judge = LanguageModelJudge(model, tokenizer, name=params.model, batch_size=batch_size, question=question)
     judge.require_room(prompts, max_new_tokens)

@@ -10,11 +10,11 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_core.data.tokenizer import decode_response, load_tokenizer, stop_ids
-from rlhf_core.determinism import make_deterministic, permutation
+from rlhf_core.determinism import permutation
 from rlhf_core.errors import UserError
 from rlhf_core.evaluation.judges import Judge, NoisyAnnotators, RubricJudge, all_pairs
 from rlhf_core.evaluation.pair_judges import PairJudge
-from rlhf_core.models.hf import context_length, load_causal_lm, place
+from rlhf_core.models.hf import context_length
 from rlhf_core.models.sampling import sample
 from tasks.datasets.jsonl import Row, read_jsonl
 from tasks.judging.labelling import (
@@ -31,7 +31,9 @@ from tasks.judging.pair_judge import pair_judge_of
 from tasks.params.preferences import PreferencesParams
 from tasks.params.round import RoundParams
 from tasks.stage import rounds
+from tasks.stage.frozen import load_frozen
 from tasks.stage.long_rows import fitting, prompt_encoder
+from tasks.stage.numerics import set_numerics
 from tasks.stage.stage import Stage
 from tasks.stage.trust import trusts
 
@@ -95,13 +97,13 @@ def make_pairs(stage: Stage[PreferencesParams], rubric: Judge | None) -> None:
 def draw_samples(stage: Stage[PreferencesParams], last: int = 0) -> tuple[list[Row], int]:
     """Responses of the SFT model, or of the policy of the round `last`, k for each prompt of this round; and the number
     of prompts that did not fit. Raises UserError for a policy with another tokenizer than the SFT model."""
-    make_deterministic(stage.seed, stage.common.threads)
+    set_numerics(stage)
     params, folder = stage.params, rounds.start_of(stage.root)
     tokenizer = load_tokenizer(stage.root / rounds.SFT, trust_remote_code=trusts(stage))
     if last:
         require_tokenizer(stage, tokenizer, folder)
     stops = stop_ids(tokenizer, params.stop_tokens)
-    model = place(load_causal_lm(stage.root / folder, trust_remote_code=trusts(stage)))
+    model = load_frozen(stage, stage.root / folder)
     seed = rounds.seed_of(stage.seed, last + 1)
     kept, too_long = fitting(
         stage,

@@ -10,6 +10,7 @@ from pydantic import Field, create_model, model_validator
 from rlhf_core.config.block import Block
 from rlhf_core.config.dpo import PairConfig
 from rlhf_core.config.ppo import PPOConfig
+from rlhf_core.config.precision import Precision
 from rlhf_core.config.reward import RewardConfig
 from rlhf_core.config.sft import SFTConfig
 from rlhf_core.demo.world import all_prompts
@@ -44,6 +45,11 @@ class _Params(Block):
     trust_remote_code: bool
     """Whether Python code that comes with a pretrained model may run. It runs with your rights: it can read your files
     and use your network."""
+    precision: Precision = "float32"
+    """Of matrix products in all stages. `bfloat16`: models that are not trained also have bfloat16 weights, and
+    TensorFloat-32 is on. Trained weights, heads, log-probabilities and losses stay float32."""
+    deterministic: bool = True
+    """`false`: the fastest kernels on a GPU. Two runs may then differ, and outputs are exempt from byte identity."""
     runtime: RuntimeParams = RuntimeParams()
     promote: PromoteParams = PromoteParams()
     round: RoundParams = RoundParams()

@@ -53,12 +53,16 @@ def parse_yaml(text: str, path: Path) -> dict[str, Any]:
     return content | {name: block for name, block in absent.items() if name not in content}
 
 
+NUMERICS: dict[str, Any] = {"precision": "float32", "deterministic": True}
+"""Parameters outside all blocks that may be absent, and their defaults."""
+
+
 def with_scorer(content: dict[str, Any]) -> dict[str, Any]:
-    """The content with `scorer`, which may be absent, and `reward_model`: whether one of its terms is the reward model.
-    `check` writes both where DVC can track them."""
+    """The content with the parameters that may be absent, `scorer` and those of `NUMERICS`, and `reward_model`: whether
+    one of the terms of `scorer` is the reward model. `check` writes them where DVC can track them."""
     scorer = content.get("scorer", DEFAULT)
     terms = [term.get("term") for term in scorer if isinstance(term, dict)] if isinstance(scorer, list) else []
-    return content | {"scorer": scorer, REWARD_MODEL: REWARD_MODEL in terms}
+    return NUMERICS | content | {"scorer": scorer, REWARD_MODEL: REWARD_MODEL in terms}
 
 
 def is_switched_off(content: dict[str, Any], stage: str) -> bool:

@@ -9,6 +9,7 @@ from typing import Any, Generic, Literal, TypeVar
 from pydantic import Field
 
 from rlhf_core.config.block import Block
+from rlhf_core.config.precision import Precision
 from tasks.datasets.jsonl import Row
 from tasks.params.loader import parse
 from tasks.params.runtime import RuntimeParams
@@ -30,6 +31,8 @@ class Common(Block):
     seed: int = Field(ge=0, lt=2**32)
     long_rows: Literal["refuse", "drop"]
     trust_remote_code: bool = False
+    precision: Precision = "float32"
+    deterministic: bool = True
     runtime: RuntimeParams = RuntimeParams()
 
 
@@ -65,6 +68,11 @@ class Stage(Generic[Model]):
     def seed(self) -> int:
         """Seed of training and sampling."""
         return self.common.seed
+
+    @property
+    def precision(self) -> Precision:
+        """Of matrix products, and of the weights of models that are not trained."""
+        return self.common.precision
 
     @property
     def runtime(self) -> RuntimeParams:

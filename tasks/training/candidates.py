@@ -9,6 +9,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_core.data.tokenizer import decode_response, stop_ids
 from rlhf_core.models.hf import place
+from rlhf_core.models.precision import autocast
 from rlhf_core.models.sampling import SamplingSettings, sample
 from rlhf_core.models.scorers import Answers
 from tasks.datasets.jsonl import Row
@@ -51,16 +52,17 @@ def draw_candidates(
     jobs = [(prompt, k) for prompt in range(len(kept)) for k in range(count)]
 
     def work(part: Sequence[tuple[int, int]]) -> list[tuple[list[int], bool]]:
-        sampled = sample(
-            model,
-            [kept[prompt][1] for prompt, _ in part],
-            [key(prompt, k) for prompt, k in part],
-            max_new_tokens=settings.max_new_tokens,
-            temperature=settings.temperature,
-            stop_ids=stops,
-            pad_id=pad_id,
-            batch_size=settings.batch_size,
-        )
+        with autocast(stage.precision, model.device):
+            sampled = sample(
+                model,
+                [kept[prompt][1] for prompt, _ in part],
+                [key(prompt, k) for prompt, k in part],
+                max_new_tokens=settings.max_new_tokens,
+                temperature=settings.temperature,
+                stop_ids=stops,
+                pad_id=pad_id,
+                batch_size=settings.batch_size,
+            )
         return list(zip(sampled.responses, sampled.ended, strict=True))
 
     batches = [jobs[start : start + settings.batch_size] for start in range(0, len(jobs), settings.batch_size)]

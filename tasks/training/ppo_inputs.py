@@ -8,19 +8,17 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from rlhf_core.config.ppo import PPOConfig
 from rlhf_core.errors import UserError
 from rlhf_core.models.ensemble import Ensemble
-from rlhf_core.models.hf import draw_head, fresh_head, load_scalar_model, map_scalar, scalar_model_from
+from rlhf_core.models.hf import map_scalar
 from rlhf_core.models.lora import Adapter
-from rlhf_core.models.shared_body import add_scalar_adapter, has_adapter, read_adapter
 from rlhf_core.ppo.ptx import Piece, cut_text
 from rlhf_core.ppo.scoring import ScoreNormalisation
 from tasks.datasets.raw import below_raw
 from tasks.params.round import RoundParams
 from tasks.stage import rounds
+from tasks.training.scalar_models import ScalarModels
 from tasks.training.scorer import REWARD
 
 SFT = rounds.SFT
-CRITIC = "critic"
-"""The name of the critic's adapter."""
 
 
 @dataclass(frozen=True)
@@ -42,41 +40,21 @@ def beginning(root: Path, seed: int, params: RoundParams) -> Beginning:
 
 
 def starting_critic(
-    root: Path,
-    config: PPOConfig,
-    normalisation: ScoreNormalisation,
-    seed: int,
-    trusted: bool,
-    body: PreTrainedModel | None = None,
+    root: Path, config: PPOConfig, normalisation: ScoreNormalisation, seed: int, models: ScalarModels
 ) -> PreTrainedModel | Adapter | None:
-    """A critic of its own as the settings say; None where the loop needs no such model. With `body`, the SFT model that
-    the policy is an adapter on, the critic is an adapter on it, too, unless it starts as a reward model that is none.
-    A critic that starts as the reward model predicts scores in PPO's unit (rule 20); of several members it is the
-    first, shifted to the mean of their combined score."""
+    """A critic of its own as the settings say; None where the loop needs no such model. A critic that starts as the
+    reward model predicts scores in PPO's unit (rule 20); of several members it is the first, shifted to the mean of
+    their combined score."""
     if not config.needs_critic_model:
         return None
     if config.critic.init == "sft":
-        return _critic_from_sft(root, config, seed, trusted, body)
-    critic: PreTrainedModel | Adapter
-    if body is not None and has_adapter(root / REWARD):
-        critic = read_adapter(root / REWARD, body, CRITIC, trainable=True)
-    else:
-        critic = load_scalar_model(root / REWARD, trust_remote_code=trusted)
+        return models.critic_from_sft(root / SFT, config.lora, seed)
+    critic = models.critic_from_reward(root / REWARD, config.lora)
     model = critic.model if isinstance(critic, Adapter) else critic
     if (ensemble := Ensemble.read(root / REWARD)) is not None:
         map_scalar(model, 1.0, ensemble.shift_of_first)
     map_scalar(model, *normalisation.unit(config.score))
     return critic
-
-
-def _critic_from_sft(
-    root: Path, config: PPOConfig, seed: int, trusted: bool, body: PreTrainedModel | None
-) -> PreTrainedModel | Adapter:
-    if body is None or config.lora is None:
-        return scalar_model_from(root / SFT, seed, trust_remote_code=trusted)
-    head = fresh_head(body)
-    draw_head(head, seed)
-    return add_scalar_adapter(body, head, config.lora, seed, CRITIC)
 
 
 def read_text(root: Path, config: PPOConfig, tokenizer: PreTrainedTokenizerBase, context: int) -> list[Piece]:

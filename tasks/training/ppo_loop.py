@@ -3,6 +3,7 @@ the run out; resumable, checked by the detectors, logged to MLflow."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from rlhf_core.determinism import permutation
 from rlhf_core.errors import UserError
 from rlhf_core.models.ensemble import JUDGE
 from rlhf_core.models.hf import context_length, load_causal_lm, place
+from rlhf_core.models.precision import body_precision
 from rlhf_core.models.scorers import Observed
 from rlhf_core.ppo import checkpoint, snapshots
 from rlhf_core.ppo.actor_critic import ActorCritic
@@ -30,6 +32,7 @@ from tasks.stage.trust import trusts
 from tasks.stage.workers import is_worker
 from tasks.training.gold_judge import judge_of
 from tasks.training.ppo_inputs import SFT, Beginning, read_text, starting_critic
+from tasks.training.scalar_models import ScalarModels
 from tasks.training.scorer import extras_of, judging_scorer_of, scorer_of
 
 PROMPTS = "data/ingest/ppo_prompts.jsonl"
@@ -47,8 +50,9 @@ def build(
 ) -> tuple[PPOTrainer, list[Row], dict[str, float | None]]:
     """The trainer with its models, the held-out rows to watch, and figures of its inputs: the number of prompts that
     did not fit, and the scores of the reference."""
-    device, trusted, seed = Processes().device, trusts(stage), begin.seed
-    reference = place(load_causal_lm(stage.root / begin.reference, trust_remote_code=trusted), device)
+    device, trusted, seed, precision = Processes().device, trusts(stage), begin.seed, stage.precision
+    load = partial(load_causal_lm, trust_remote_code=trusted, device=device)
+    reference = place(load(stage.root / begin.reference, frozen=precision), device)
     kept, too_long = fitting_prompts(stage, config, PROMPTS, tokenizer, reference)
     heldout, _ = fitting_prompts(stage, config, HELDOUT, tokenizer, reference)
     if not kept:
@@ -56,15 +60,18 @@ def build(
     prompts, rows, judge = [row["prompt"] for row in kept], extras_of(kept), judge_of(stage)
     is_own_reference = config.lora is not None and begin.start == begin.reference  # the policy without its adapter
     body = reference if is_own_reference and begin.start == SFT else None
-    scorer = scorer_of(stage, tokenizer, config.micro_batch_size, device, body)
-    judging = judging_scorer_of(stage.root, tokenizer, config.micro_batch_size, trusted, device, body)
+    scalars = ScalarModels(trusted, precision, device, body)
+    scorer = scorer_of(stage, tokenizer, config.micro_batch_size, scalars)
+    judging = judging_scorer_of(stage.root, tokenizer, config.micro_batch_size, scalars)
     known = reference_scores(config, reference, tokenizer, scorer, prompts, seed, stage.exempt, rows)
+    frozen = body_precision(precision, config.lora is not None)
     models = ActorCritic(
         config,
-        reference if is_own_reference else load_causal_lm(stage.root / begin.start, trust_remote_code=trusted),
+        reference if is_own_reference else load(stage.root / begin.start, frozen=frozen),
         None if is_own_reference else reference,
-        starting_critic(stage.root, config, known.normalisation, seed, trusted, body),
+        starting_critic(stage.root, config, known.normalisation, seed, scalars),
         seed,
+        precision,
     )
     text = read_text(stage.root, config, tokenizer, context_length(models.policy))
     observed = Observed(scorer, {} if judging is None else {JUDGE: judging})

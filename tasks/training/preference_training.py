@@ -31,7 +31,8 @@ def _train(stage: Stage[Settings], objective: "PairObjective") -> None:
     """What takes seconds to import is imported here: a stage that is switched off does not need it."""
     from rlhf_core.data.tokenizer import load_tokenizer
     from rlhf_core.dpo import measure_pairs, reference_logprobs, train_on_pairs
-    from rlhf_core.models.hf import context_length, load_causal_lm, place, save_checkpoint
+    from rlhf_core.models.hf import context_length, default_device, load_causal_lm, place, save_checkpoint
+    from rlhf_core.models.precision import autocast, body_precision
     from tasks.stage.run import quiet_libraries
     from tasks.stage.trust import trusts
     from tasks.training.pairs import comparisons
@@ -40,17 +41,20 @@ def _train(stage: Stage[Settings], objective: "PairObjective") -> None:
     quiet_libraries()
     run_ = training_run(stage, shown=LOGGED)
     tokenizer = load_tokenizer(stage.root / SFT, trust_remote_code=trusts(stage))
-    model = load_causal_lm(stage.root / SFT, trust_remote_code=trusts(stage))
+    frozen, device = body_precision(stage.precision, stage.params.lora is not None), default_device()
+    model = load_causal_lm(stage.root / SFT, trust_remote_code=trusts(stage), frozen=frozen, device=device)
     pad_id, limit = int(tokenizer.pad_token_id), min(stage.params.max_tokens, context_length(model))
     training, too_long = comparisons(stage, tokenizer, "train", limit)
     heldout, also_too_long = comparisons(stage, tokenizer, "validation", limit)
-    references, heldout_references = (reference_logprobs(place(model), part, pad_id) for part in (training, heldout))
+    with autocast(stage.precision, place(model).device):
+        references, heldout_references = (reference_logprobs(model, part, pad_id) for part in (training, heldout))
 
     log = train_on_pairs(
         model.requires_grad_(True), training, references, stage.params, objective, pad_id, run_, stage.name
     )
 
-    measured = measure_pairs(place(model), heldout, heldout_references, objective, pad_id)
+    with autocast(stage.precision, place(model).device):
+        measured = measure_pairs(model, heldout, heldout_references, objective, pad_id)
     save_checkpoint(stage.out(f"models/{stage.name}"), model.cpu(), tokenizer)
     stage.outputs.write_csv(f"plots/{stage.name}.csv", log_table(log, {name: name for name in LOGGED}))
     stage.write_metrics(

@@ -14,7 +14,8 @@ from rlhf_core.data.tokenizer import load_tokenizer
 from rlhf_core.determinism import permutation, stream
 from rlhf_core.errors import UserError
 from rlhf_core.models.ensemble import JUDGE, Ensemble, member_folder
-from rlhf_core.models.hf import context_length, place, save_checkpoint, scalar_model_from
+from rlhf_core.models.hf import context_length, default_device, place, save_checkpoint, scalar_model_from
+from rlhf_core.models.precision import autocast, body_precision
 from rlhf_core.reward import Comparison, PairScores, score_pairs, train_reward_model
 from tasks.stage.stage import Stage
 from tasks.stage.trust import trusts
@@ -119,14 +120,15 @@ def fit(
     folder = stage.out(REWARD) / JUDGE if number == OF_JUDGE else member_folder(stage.out(REWARD), number)
     log = train_reward_model(model, training, stage.params, pad_id, run_, folder)
     save_checkpoint(folder, model.cpu(), tokenizer)
-    place(model)
     some = (heldout, training[: len(heldout)])
-    return Fitted(log, *(score_pairs(model, pairs, pad_id, stage.params.batch_size) for pairs in some))
+    with autocast(stage.precision, place(model).device):
+        return Fitted(log, *(score_pairs(model, pairs, pad_id, stage.params.batch_size) for pairs in some))
 
 
 def fresh_model(stage: Stage[RewardConfig], seed: int) -> PreTrainedModel:
     """The SFT model's body under a head of this seed."""
-    return scalar_model_from(stage.root / SFT, seed, trust_remote_code=trusts(stage))
+    frozen, device = body_precision(stage.precision, stage.params.lora is not None), default_device()
+    return scalar_model_from(stage.root / SFT, seed, trust_remote_code=trusts(stage), frozen=frozen, device=device)
 
 
 def member_seed(seed: int, number: int) -> int:

@@ -5,19 +5,17 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from rlhf_core.models.ensemble import JUDGE, Ensemble, EnsembleScorer, member_folders
-from rlhf_core.models.hf import load_scalar_model, place
 from rlhf_core.models.scorers import FunctionScorer, RewardModelScorer, Scorer, WeightedSum
-from rlhf_core.models.shared_body import has_adapter, read_adapter
 from tasks.datasets.jsonl import Row
 from tasks.params.loader import parse
 from tasks.params.runtime import FunctionParams
 from tasks.params.scorer import REWARD_MODEL, ScorerParams, Term, is_reward_model, uses_reward_model
 from tasks.stage.trust import trusts
 from tasks.training.functions import reward_functions
+from tasks.training.scalar_models import ScalarModels
 
 if TYPE_CHECKING:  # `leash trace` has no stage, and needs neither DVC nor MLflow
     from tasks.stage.stage import Stage
@@ -28,16 +26,11 @@ EXTRA = "extra"
 
 
 def scorer_of(
-    stage: "Stage[Any]",
-    tokenizer: PreTrainedTokenizerBase,
-    batch_size: int,
-    device: torch.device | None = None,
-    body: PreTrainedModel | None = None,
+    stage: "Stage[Any]", tokenizer: PreTrainedTokenizerBase, batch_size: int, models: ScalarModels | None = None
 ) -> Scorer:
-    """The scorer of the block `scorer`, see `build_scorer`."""
-    return build_scorer(
-        stage.root, terms_of(stage), stage.runtime.functions, tokenizer, batch_size, trusts(stage), device, body
-    )
+    """The scorer of the block `scorer`; None: its models on the default device, in the run's precision."""
+    models = models or ScalarModels(trusts(stage), stage.precision)
+    return build_scorer(stage.root, terms_of(stage), stage.runtime.functions, tokenizer, batch_size, models)
 
 
 def terms_of(stage: "Stage[Any]") -> list[Term]:
@@ -53,53 +46,32 @@ def build_scorer(
     limits: FunctionParams,
     tokenizer: PreTrainedTokenizerBase,
     batch_size: int,
-    trust_remote_code: bool,
-    device: torch.device | None = None,
-    body: PreTrainedModel | None = None,
+    models: ScalarModels,
 ) -> Scorer:
     """The reward model, or all its members, which read the very tokens that were sampled; or the weighted sum of the
-    terms. The models are on `device` (None: the default one); those that were trained as adapters are adapters on
-    `body`, the SFT model, where it is given."""
+    terms."""
     scorers: dict[str, Scorer] = {
         name: FunctionScorer(function) for name, function in reward_functions(root, terms, limits).items()
     }
     if uses_reward_model(terms):
-        scorers[REWARD_MODEL] = _reward_model(root / REWARD, tokenizer, batch_size, trust_remote_code, device, body)
+        scorers[REWARD_MODEL] = _reward_model(root / REWARD, tokenizer, batch_size, models)
     if is_reward_model(terms):
         return scorers[REWARD_MODEL]
     return WeightedSum({term.term: (term.weight, scorers[term.term]) for term in terms})
 
 
 def judging_scorer_of(
-    root: Path,
-    tokenizer: PreTrainedTokenizerBase,
-    batch_size: int,
-    trust_remote_code: bool,
-    device: torch.device | None = None,
-    body: PreTrainedModel | None = None,
+    root: Path, tokenizer: PreTrainedTokenizerBase, batch_size: int, models: ScalarModels
 ) -> Scorer | None:
-    """The reward model that PPO is not trained on, `device` and `body` as in `build_scorer`; None in a run without one
-    (`reward.judge_share`)."""
+    """The reward model that PPO is not trained on; None in a run without one (`reward.judge_share`)."""
     folder = root / REWARD / JUDGE
-    return _reward_model(folder, tokenizer, batch_size, trust_remote_code, device, body) if folder.is_dir() else None
+    return _reward_model(folder, tokenizer, batch_size, models) if folder.is_dir() else None
 
 
-def _reward_model(
-    folder: Path,
-    tokenizer: PreTrainedTokenizerBase,
-    batch_size: int,
-    trust_remote_code: bool,
-    device: torch.device | None,
-    body: PreTrainedModel | None,
-) -> Scorer:
+def _reward_model(folder: Path, tokenizer: PreTrainedTokenizerBase, batch_size: int, models: ScalarModels) -> Scorer:
     """The model in the folder, or several as one."""
-    members: list[Scorer] = []
-    for path in member_folders(folder):
-        if body is not None and has_adapter(path):
-            model = read_adapter(path, body, "_".join(path.parts[-2:])).model
-        else:
-            model = place(load_scalar_model(path, trust_remote_code=trust_remote_code), device)
-        members.append(RewardModelScorer(model, int(tokenizer.pad_token_id), batch_size))
+    pad_id = int(tokenizer.pad_token_id)
+    members = [RewardModelScorer(models.frozen(path), pad_id, batch_size) for path in member_folders(folder)]
     ensemble = Ensemble.read(folder)
     return members[0] if ensemble is None else EnsembleScorer(members, ensemble)
 

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from typing import Any
 
-from rlhf_core.determinism import make_deterministic
 from rlhf_core.training.run import Report, Run
+from tasks.stage.numerics import set_numerics
 from tasks.stage.stage import Stage
 
 
@@ -15,7 +15,7 @@ def training_run(stage: Stage[Any], shown: Sequence[str], part: str = "", seed: 
     of its own.
     """
     seed = stage.seed if seed is None else seed
-    make_deterministic(seed, stage.common.threads)
+    set_numerics(stage, seed)
     return Run(
         state_dir=stage.state_dir / part,
         seed=seed,
@@ -25,6 +25,7 @@ def training_run(stage: Stage[Any], shown: Sequence[str], part: str = "", seed: 
         stopping=stage.interrupts,
         log=stage.log,
         exempt=stage.exempt,
+        precision=stage.precision,
     )
 
 

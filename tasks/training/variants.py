@@ -36,14 +36,14 @@ def execute(stage: Stage[VariantParams], name: str, start: str | None = None) ->
 def train_variant(stage: Stage[VariantParams], config: PPOConfig, name: str, start: str | None) -> None:
     """Train and save. What takes seconds to import is imported here: a stage that is switched off does without."""
     from rlhf_core.data.tokenizer import load_tokenizer
-    from rlhf_core.determinism import make_deterministic
     from rlhf_core.models.hf import save_checkpoint
+    from tasks.stage.numerics import set_numerics
     from tasks.stage.trust import trusts
     from tasks.training.ppo_inputs import Beginning, beginning
     from tasks.training.ppo_loop import build, summary, train
 
     quiet_libraries()
-    make_deterministic(stage.seed, stage.common.threads)
+    set_numerics(stage)
     tokenizer = load_tokenizer(stage.root / SFT, trust_remote_code=trusts(stage))
     if start:
         begin = Beginning(start, SFT, stage.seed)

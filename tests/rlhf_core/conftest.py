@@ -213,6 +213,7 @@ def tiny_trainer(
     normalisation: tuple[float, float] = (0.0, 0.1),
     same_reference: bool = False,
     text: Sequence[list[int]] = (),
+    precision: Any = "float32",
     **config: Any,
 ) -> PPOTrainer:
     """A PPOTrainer on tiny models. Equal arguments give equal trainers. `scorer` gives a list of numbers."""
@@ -223,6 +224,7 @@ def tiny_trainer(
         reference=tiny_lm(kind, seed=1 if same_reference else 2) if settings.lora is None else None,
         critic=tiny_scalar(kind, seed=3) if settings.needs_critic_model else None,
         seed=seed,
+        precision=precision,
     )
     return PPOTrainer(
         settings,

@@ -19,6 +19,7 @@ def _restored() -> Iterator[None]:
     yield
     torch.set_num_threads(threads)
     torch.use_deterministic_algorithms(False)
+    torch.set_float32_matmul_precision("highest")
 
 
 def test_a_stream_depends_on_its_key_alone() -> None:
@@ -73,3 +74,20 @@ def test_matrix_products_on_a_gpu_are_deterministic_from_the_start(
         monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
     importlib.reload(determinism)
     assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == expected
+
+
+@pytest.mark.usefixtures("_restored")
+def test_deterministic_kernels_and_tf32_can_be_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(determinism.WORKSPACE, determinism.OURS)
+    make_deterministic(3, 1)
+    assert torch.are_deterministic_algorithms_enabled()
+    assert torch.get_float32_matmul_precision() == "highest"
+    first = float(torch.rand(1))
+    make_deterministic(3, 1, deterministic=False, tf32=True)
+    assert not torch.are_deterministic_algorithms_enabled()
+    assert torch.get_float32_matmul_precision() == "high"
+    assert determinism.WORKSPACE not in os.environ
+    assert float(torch.rand(1)) == first, "generators are seeded all the same"
+    monkeypatch.setenv(determinism.WORKSPACE, ":16:8")
+    make_deterministic(3, 1, deterministic=False)
+    assert os.environ[determinism.WORKSPACE] == ":16:8", "a value of the user's own stays"

@@ -185,3 +185,18 @@ def test_a_finished_lora_training_is_merged_again_from_its_last_checkpoint(
     log = train_reward_model(again, COMPARISONS, LORA, PAD, make_run(checkpoint_every=2))
     assert log == [row for row in expected if "loss" in row]
     assert all(torch.equal(a, b) for a, b in zip(first.parameters(), again.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("config", [CONFIG, LORA], ids=["all weights", "adapters"])
+def test_precision_bfloat16_leaves_float32_weights(
+    config: RewardConfig, build_scalar: Build, make_run: Callable[..., Run]
+) -> None:
+    """Above a frozen body in bfloat16 the adapters are float32, and what they are merged into is, too."""
+    exact, rounded = build_scalar(), build_scalar()
+    if config.lora:
+        getattr(rounded, rounded.base_model_prefix).bfloat16()
+    wanted = train_reward_model(exact, COMPARISONS, config, PAD, make_run("exact"))
+    found = train_reward_model(rounded, COMPARISONS, config, PAD, make_run("rounded", precision="bfloat16"))
+    assert found[0]["loss"] != wanted[0]["loss"]
+    assert found[0]["loss"] == pytest.approx(wanted[0]["loss"], rel=0.02)
+    assert {parameter.dtype for parameter in rounded.parameters()} == {torch.float32}

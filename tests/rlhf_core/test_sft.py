@@ -246,3 +246,19 @@ def test_a_batch_that_micro_batches_do_not_fill_is_refused(batch: int, micro: in
     """Trained would be batches of 8, and of 16."""
     with pytest.raises(ValidationError, match="multiple of micro_batch_size"):
         settings(batch_size=batch, micro_batch_size=micro)
+
+
+def test_precision_bfloat16_changes_the_products_and_keeps_float32_weights(build_lm: Build, make_run: MakeRun) -> None:
+    exact, rounded = build_lm(), build_lm()
+    wanted = train(exact, settings(), make_run("exact"))
+    found = train(rounded, settings(), make_run("rounded", precision="bfloat16"))
+    assert found.base_validation_loss != wanted.base_validation_loss
+    assert found.validation_loss == pytest.approx(wanted.validation_loss, rel=0.02)
+    assert {parameter.dtype for parameter in rounded.parameters()} == {torch.float32}
+    assert not any(torch.equal(p, p.bfloat16().float()) for p in rounded.parameters() if p.ndim > 1)
+
+
+def test_gradient_checkpointing_changes_nothing_but_memory(build_lm: Build, make_run: MakeRun) -> None:
+    usual = train(build_lm(), settings(), make_run("usual"))
+    again = train(build_lm(), settings(gradient_checkpointing=2), make_run("again"))
+    assert again.validation_loss == pytest.approx(usual.validation_loss, rel=1e-5)

@@ -182,6 +182,18 @@ REFUSED = [
     ("base.scratch.vocabulary", 100, "base.scratch.vocabulary: Input should be greater than or equal to 300"),
     # truncated sampling
     ("ppo.top_p", 0.9, "ppo: top_p is refused in rollouts"),
+    (
+        "ppo.precision",
+        "bfloat16",
+        "ppo: precision is no key of this block: it holds for all stages; remove it here, and",
+    ),
+    (
+        "rloo.settings.precision",
+        "bfloat16",
+        "rloo.settings: precision is no key of this block: it holds for all stages",
+    ),
+    ("precision", "float16", "precision: Input should be 'float32' or 'bfloat16' (got 'float16')"),
+    ("ppo.gradient_checkpointing", 0, "ppo.gradient_checkpointing"),
     ("ppo.top_k", 50, "ppo: top_k is refused in rollouts"),
     ("ppo.min_p", 0.1, "ppo: min_p is refused in rollouts"),
     ("ppo.repetition_penalty", 1.1, "ppo: repetition_penalty is refused in rollouts"),

@@ -20,6 +20,7 @@ from rlhf_core.models.shared_body import has_adapter
 from rlhf_core.ppo.scoring import ScoreNormalisation
 from rlhf_core.ppo.trainer import PPOTrainer, Row
 from tasks.training.ppo_inputs import starting_critic
+from tasks.training.scalar_models import ScalarModels
 
 if TYPE_CHECKING:
     from tests.conftest import Ended, Project
@@ -65,7 +66,7 @@ def test_failure_01_a_killed_stage_continues_and_ends_byte_identical(
     [
         {"advantage": "rloo", "samples_per_prompt": 2, "whiten_advantages": False},
         {"critic.kind": "shared", "micro_batch_tokens": 200},
-        {"lora": {"rank": 2, "alpha": 4.0}, "gradient_checkpointing": True, "precision": "bfloat16"},
+        {"lora": {"rank": 2, "alpha": 4.0}, "gradient_checkpointing": 2},
     ],
     ids=["no critic", "shared critic", "lora"],
 )
@@ -76,6 +77,8 @@ def test_every_kind_of_models_goes_from_sft_to_the_report(
     finished.set("runtime.tracking", False)
     for key, value in changes.items():
         finished.set(f"ppo.{key}", value)
+    if "lora" in changes:
+        finished.set("precision", "bfloat16")
     for stage in ("ppo", "select", "evaluate", "report"):
         assert stage_main(finished, stage).code == 0
     AutoModelForCausalLM.from_pretrained(finished.root / "models/policy")
@@ -164,7 +167,7 @@ def critic_with(project: "Project", init: str) -> PreTrainedModel:
     """The critic that a run starts with, for scores of mean 2 and deviation 0.5."""
     values = YAML(typ="safe").load(project.root / "params.yaml")["ppo"]
     config = PPOConfig.model_validate(values | {"critic": {**values["critic"], "init": init}})
-    critic = starting_critic(project.root, config, ScoreNormalisation(2.0, 0.5), seed=1, trusted=False)
+    critic = starting_critic(project.root, config, ScoreNormalisation(2.0, 0.5), 1, ScalarModels())
     assert critic is not None
     return critic
 

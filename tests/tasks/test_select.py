@@ -217,3 +217,28 @@ def test_a_snapshot_of_adapters_belongs_to_the_model_that_ppo_began_with(
     for mine, other in zip(found.parameters(), wanted.parameters(), strict=True):
         assert torch.equal(mine, other)
     assert not torch.equal(found.get_input_embeddings().weight, sft.model.get_input_embeddings().weight)
+
+
+@pytest.mark.parametrize("lora", [None, {"rank": 2, "alpha": 4.0}], ids=["all weights", "adapters"])
+def test_one_model_holds_one_snapshot_after_another(
+    lora: dict[str, Any] | None,
+    workshop: Path,
+    make_stage: Callable[..., "Stage[Any]"],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The SFT model is neither loaded nor copied for each, and the weights are those of a fresh copy."""
+    trainer = TINY.tiny_trainer(lora=lora)
+    for step in (1, 2):
+        trainer.step()
+        snapshots.write(workshop / "models/snapshots", trainer.models, step, lora and LoraSettings(**lora), seed=5)
+    stage = make_stage("select", None, [])
+    sft = load_candidate(stage, "sft", workshop / "models/sft")
+    wanted = policy_at(stage, sft, 2).model.state_dict()
+    first = policy_at(stage, sft, 1)
+    before = {name: tensor.clone() for name, tensor in sft.model.state_dict().items()}
+    monkeypatch.setattr("tasks.select.copy", None)
+    monkeypatch.setattr("tasks.select.load_frozen", None)
+    second = policy_at(stage, sft, 2, first)
+    assert second.model is first.model
+    assert all(torch.equal(tensor, wanted[name]) for name, tensor in second.model.state_dict().items())
+    assert all(torch.equal(tensor, before[name]) for name, tensor in sft.model.state_dict().items())

@@ -8,6 +8,7 @@ from typing import Any, Literal
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_core.config.ppo import PPOConfig
+from rlhf_core.config.precision import Precision
 from rlhf_core.data.chat import Conversation
 from rlhf_core.data.tokenizer import encode_prompt, load_tokenizer
 from rlhf_core.determinism import make_deterministic
@@ -27,6 +28,7 @@ from tasks.params.loader import PARAMS_FILE, parse, read_yaml
 from tasks.params.scorer import uses_reward_model
 from tasks.stage.trust import warn_of_code
 from tasks.training.ppo_inputs import SFT, Beginning, beginning, read_text, starting_critic
+from tasks.training.scalar_models import ScalarModels
 from tasks.training.scorer import REWARD, build_scorer, extras_of
 
 POLICY, CRITIC = "models/policy", "models/critic"
@@ -61,7 +63,7 @@ def trace_prompt(root: Path, text: str, start: Start | None = None, seed: int | 
     start = start or ("policy" if is_model(root / POLICY) else "sft")
     _require_models(root, params, start)
     seed = params.seed if seed is None else seed
-    make_deterministic(seed, params.threads)
+    make_deterministic(seed, params.threads, deterministic=params.deterministic, tf32=params.precision == "bfloat16")
     if trusted := params.trust_remote_code:
         warn_of_code("trace:")
     notes: list[str] = []
@@ -70,7 +72,7 @@ def trace_prompt(root: Path, text: str, start: Start | None = None, seed: int | 
     tokenizer = load_tokenizer(root / SFT, trust_remote_code=trusted)
     source = _reward_source(root, params, tokenizer)
     begin = beginning(root, seed, params.round)
-    models = _load_models(root, params.ppo, start, begin, source.normalisation, trusted, notes)
+    models = _load_models(root, params.ppo, start, begin, source.normalisation, trusted, params.precision, notes)
     step = _step(root, params.ppo, start, notes)
     prompt: Conversation = [{"role": "user", "content": text}]
     rows, row = _batch(root, params.ppo, prompt, step, begin.seed, tokenizer, context_length(models.policy))
@@ -110,19 +112,20 @@ def _load_models(
     begin: Beginning,
     normalisation: ScoreNormalisation,
     trusted: bool,
+    precision: Precision,
     notes: list[str],
 ) -> ActorCritic:
     """The models as at the start of PPO, or at its end."""
     policy = load_causal_lm(root / (POLICY if start == "policy" else begin.start), trust_remote_code=trusted)
-    reference = load_causal_lm(root / begin.reference, trust_remote_code=trusted)
+    reference = load_causal_lm(root / begin.reference, trust_remote_code=trusted, frozen=precision)
     trained = start == "policy" and config.needs_critic_model
     critic = (
         load_scalar_model(root / CRITIC, trust_remote_code=trusted)
         if trained
-        else starting_critic(root, config, normalisation, begin.seed, trusted)
+        else starting_critic(root, config, normalisation, begin.seed, ScalarModels(trusted, precision))
     )
     is_own_reference = config.lora is not None and start == "sft" and begin.start == begin.reference
-    models = ActorCritic(config, policy, None if is_own_reference else reference, critic, begin.seed)
+    models = ActorCritic(config, policy, None if is_own_reference else reference, critic, begin.seed, precision)
     if start == "policy" and config.lora is not None:
         notes.append("the adapters of the run are folded into models/policy; new ones are trained here")
     if start == "policy" and models.head is not None:
@@ -189,14 +192,17 @@ def _reward_source(root: Path, params: Any, tokenizer: PreTrainedTokenizerBase) 
     PPO has not run."""
     config, trusted, device = params.ppo, params.trust_remote_code, Processes().device
     size, limits = config.micro_batch_size, params.runtime.functions
-    scorer = build_scorer(root, params.scorer, limits, tokenizer, size, trusted, device)
+    scorer = build_scorer(root, params.scorer, limits, tokenizer, size, ScalarModels(trusted, params.precision, device))
     demo = _read_json(root / "metrics" / "ingest.json").get("source") == "demo"
     mean, std = (_read_json(root / "metrics" / "ppo.json").get(name) for name in ("score_mean", "score_std"))
     if isinstance(mean, float) and isinstance(std, float):
         normalisation = ScoreNormalisation(mean, std)
     else:
         begin = beginning(root, params.seed, params.round)
-        reference = place(load_causal_lm(root / begin.reference, trust_remote_code=trusted), device)
+        reference = place(
+            load_causal_lm(root / begin.reference, trust_remote_code=trusted, frozen=params.precision, device=device),
+            device,
+        )
         rows = _fitting_rows(root, config, tokenizer, context_length(reference))
         prompts = [row["prompt"] for row in rows]
         scored = reference_scores(config, reference, tokenizer, scorer, prompts, begin.seed, rows=extras_of(rows))

@@ -215,10 +215,11 @@ def _compare(root: Path, project: Path, record: Any) -> list[Finding]:
 
 
 def _exemptions(root: Path, record: Any) -> tuple[str, ...]:
-    """Why the run behind these models was exempt from byte identity, as their provenance says."""
+    """Why the run behind these outputs was exempt from byte identity: its parameters and its models' provenance."""
+    from tasks.stage.numerics import NOT_DETERMINISTIC
     from tasks.stage.provenance import read
 
-    found: dict[str, None] = {}
+    found: dict[str, None] = {} if record.params.get("deterministic", True) else {NOT_DETERMINISTIC: None}
     for out in record.outs:
         own = read(root / out) if (root / out).is_dir() else None
         found |= dict.fromkeys(own["exemptions"]) if own else {}

@@ -264,3 +264,17 @@ def test_models_that_do_not_fit_the_settings_are_refused(
     given = build_lm(seed=2) if reference else None, build_scalar() if critic else None
     with pytest.raises(ValueError, match="is needed"):
         ActorCritic(config, build_lm(), *given)
+
+
+def test_finished_models_over_a_bfloat16_body_are_float32(make_trainer: MakeTrainer) -> None:
+    """Adapters are merged into float32 weights: a sum of bfloat16 would lose them."""
+    trainer = make_trainer(precision="bfloat16", **LORA)
+    for model in (trainer.models.policy, trainer.models.critic):
+        for name, parameter in model.named_parameters():
+            if "lora_" not in name and "score" not in name:
+                parameter.data = parameter.data.bfloat16()
+    trainer.step()
+    policy, critic = trainer.models.finished()
+    assert isinstance(critic, PreTrainedModel)
+    assert {p.dtype for model in (policy, critic) for p in model.parameters()} == {torch.float32}
+    assert not all(torch.equal(p, p.bfloat16().float()) for p in policy.parameters())

@@ -91,3 +91,17 @@ def test_equal_runs_leave_equal_bytes(make_trainer: Make, tmp_path: Path) -> Non
     files = [{path.name: path.read_bytes() for path in (tmp_path / name).iterdir()} for name in ("a", "b")]
     assert files[0] == files[1]
     assert json.loads(files[0]["settings.json"])["lora"]["rank"] == 2
+
+
+def test_precision_bfloat16_halves_a_snapshot_and_leaves_adapters_as_they_are(
+    make_trainer: Make, build_lm: Callable[..., PreTrainedModel], tmp_path: Path
+) -> None:
+    for way in ("all weights", "adapters"):
+        trainer = make_trainer(**WAYS[way], precision="bfloat16")
+        snapshots.write(tmp_path / way, trainer.models, 1, trainer.config.lora, 5)
+        kept = load_file(snapshots.path_of(tmp_path / way, 1))
+        assert {tensor.dtype for tensor in kept.values()} == {torch.bfloat16 if way == "all weights" else torch.float32}
+        assert snapshots.are_adapters(tmp_path / way) == (way == "adapters")
+    found = snapshots.load(tmp_path / "all weights", 1, build_lm(seed=7)).state_dict()
+    assert {tensor.dtype for tensor in found.values()} == {torch.float32}
+    assert all(torch.equal(found[name], w.bfloat16().float()) for name, w in build_lm(seed=1).state_dict().items())

@@ -15,6 +15,7 @@ from rlhf_core.ppo.scoring import ScoreNormalisation
 from tasks.params.runtime import FunctionParams
 from tasks.params.scorer import REWARD_MODEL, Term
 from tasks.training.ppo_inputs import starting_critic
+from tasks.training.scalar_models import ScalarModels
 from tasks.training.scorer import build_scorer, judging_scorer_of
 from tests.tasks.conftest import TINY
 
@@ -38,7 +39,7 @@ def ensemble(workshop: Path) -> Ensemble:
 def reward_model(root: Path) -> Scorer:
     """The scorer of a run with the reward model alone."""
     terms = [Term(term=REWARD_MODEL, weight=1.0)]
-    return build_scorer(root, terms, FunctionParams(), TINY.tiny_tokenizer(), 4, False)
+    return build_scorer(root, terms, FunctionParams(), TINY.tiny_tokenizer(), 4, ScalarModels())
 
 
 def own_scores(folder: Path) -> list[float]:
@@ -50,7 +51,7 @@ def test_a_single_reward_model_is_the_scorer(workshop: Path) -> None:
     found = reward_model(workshop)(ANSWERS)
     assert found.total == pytest.approx(own_scores(workshop / "models/reward"), abs=1e-5)
     assert found.parts == {}
-    assert judging_scorer_of(workshop, TINY.tiny_tokenizer(), 4, False) is None
+    assert judging_scorer_of(workshop, TINY.tiny_tokenizer(), 4, ScalarModels()) is None
 
 
 def test_all_members_score_and_the_judge_is_none_of_them(workshop: Path, ensemble: Ensemble) -> None:
@@ -60,14 +61,14 @@ def test_all_members_score_and_the_judge_is_none_of_them(workshop: Path, ensembl
     found = reward_model(workshop)(ANSWERS)
     assert found.total == pytest.approx(total.tolist(), abs=1e-5)
     assert found.parts["std"] == pytest.approx(std.tolist(), abs=1e-5)
-    judge = judging_scorer_of(workshop, TINY.tiny_tokenizer(), 4, False)
+    judge = judging_scorer_of(workshop, TINY.tiny_tokenizer(), 4, ScalarModels())
     assert judge is not None
     assert judge(ANSWERS).total == pytest.approx(own_scores(folder / "judge"), abs=1e-5)
 
 
 def critic_values(root: Path, normalisation: ScoreNormalisation, score: dict[str, Any]) -> list[float]:
     config = PPOConfig(**TINY.tiny_ppo_values(score=score))
-    critic = starting_critic(root, config, normalisation, seed=1, trusted=False)
+    critic = starting_critic(root, config, normalisation, 1, ScalarModels())
     assert critic is not None
     found: list[float] = sequence_scores(critic, pad_batch(PROMPTS, RESPONSES, 0)).tolist()
     return found

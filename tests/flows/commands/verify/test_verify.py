@@ -200,6 +200,18 @@ def test_an_exempt_run_is_reported(recorded: Path, tmp_path: Path) -> None:
     assert finding.words == "DIFFERS (the recorded run was exempt: the micro-batch was halved)"
 
 
+def test_a_run_without_deterministic_kernels_is_exempt(recorded: Path, tmp_path: Path) -> None:
+    """Its parameters say so, for outputs that are no models, too."""
+    rebuilt = tmp_path / "clone"
+    (rebuilt / ".dvc").mkdir(parents=True)
+    (rebuilt / ".dvc" / "config").write_text("[core]\n    no_scm = true\n", encoding="utf-8")
+    shutil.copy2(recorded / "dvc.lock", rebuilt)
+    for params, exempt in (({"deterministic": False}, 1), ({"deterministic": True}, 0), ({}, 0)):
+        record = Record("one", "", params, {}, {}, {"metrics/m.json": "0" * 32}, "dvc.lock")
+        [finding] = _compare(recorded, rebuilt, record)
+        assert finding.words.count("deterministic: false selects the fastest kernels") == exempt
+
+
 def test_a_rebuild_that_fails_is_reported(recorded: Path) -> None:
     edit(recorded, "worker.py", "with pathlib", "1 / (out != 'one.out')\nwith pathlib")
     report = rebuild(recorded, "one", "two")

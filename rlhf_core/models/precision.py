@@ -1,0 +1,44 @@
+"""Computing in bfloat16: weights of frozen models, matrix products of trained ones, and heads that stay float32."""
+
+from contextlib import AbstractContextManager
+from types import MethodType
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from torch.nn.functional import linear
+
+from rlhf_core.config.precision import Precision
+
+
+def frozen_dtype(precision: Precision) -> torch.dtype:
+    """Of the weights of a model that is not trained. A trained one has float32 weights in every precision: Adam's
+    steps are smaller than the spacing of bfloat16 numbers."""
+    return torch.bfloat16 if precision == "bfloat16" else torch.float32
+
+
+def body_precision(precision: Precision, has_adapters: bool) -> Precision:
+    """Of the weights of a trained model: with adapters they are frozen."""
+    return precision if has_adapters else "float32"
+
+
+def autocast(precision: Precision, device: torch.device) -> AbstractContextManager[None]:
+    """In this context matrix products are computed in bfloat16 with `precision: bfloat16`; weights stay as they are
+    (rule 24)."""
+    return torch.autocast(device.type, dtype=torch.bfloat16, enabled=precision == "bfloat16")
+
+
+def keep_float32(head: torch.nn.Module) -> None:
+    """Make a linear head compute in float32, whatever its weights and its input are, also under autocast: eight
+    significant bits are too few for logits and values."""
+    head.forward = MethodType(_linear_in_float32, head)  # bound, so that a copy of the model computes with its own
+
+
+def is_exact(forward: object) -> bool:
+    """Whether this attribute of a linear layer, None where there is none, computes its plain product."""
+    return forward is None or getattr(forward, "__func__", None) is _linear_in_float32
+
+
+def _linear_in_float32(head: torch.nn.Linear, hidden: Float[Tensor, "*shape hidden"]) -> Float[Tensor, "*shape out"]:
+    with torch.autocast(hidden.device.type, enabled=False):
+        return linear(hidden.float(), head.weight.float(), None if head.bias is None else head.bias.float())

@@ -1,0 +1,53 @@
+"""How a stage loads reward models and critics: as models of their own, or as adapters on the SFT model."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedModel
+
+from rlhf_core.config.lora import LoraSettings
+from rlhf_core.config.precision import Precision
+from rlhf_core.models.hf import default_device, draw_head, fresh_head, load_scalar_model, place, scalar_model_from
+from rlhf_core.models.lora import Adapter
+from rlhf_core.models.precision import body_precision
+from rlhf_core.models.shared_body import add_scalar_adapter, has_adapter, read_adapter
+
+CRITIC = "critic"
+"""The name of the critic's adapter."""
+
+
+@dataclass(frozen=True)
+class ScalarModels:
+    """Loads scalar models. With `body`, the SFT model, those that were trained as adapters are adapters on it."""
+
+    trusted: bool = False
+    precision: Precision = "float32"
+    """Of frozen weights."""
+    device: torch.device | None = None
+    """None: the GPU if there is one, else the CPU."""
+    body: PreTrainedModel | None = None
+
+    def frozen(self, folder: Path) -> PreTrainedModel:
+        """The reward model in the folder, for inference."""
+        if self.body is not None and has_adapter(folder):
+            return read_adapter(folder, self.body, "_".join(folder.parts[-2:])).model
+        device = self.device or default_device()
+        model = load_scalar_model(folder, trust_remote_code=self.trusted, frozen=self.precision, device=device)
+        return place(model, device)
+
+    def critic_from_reward(self, folder: Path, lora: LoraSettings | None) -> PreTrainedModel | Adapter:
+        """The reward model in the folder, as a critic to be trained with these adapters."""
+        if self.body is not None and lora is not None and has_adapter(folder):
+            return read_adapter(folder, self.body, CRITIC, trainable=True)
+        frozen, device = body_precision(self.precision, lora is not None), self.device or default_device()
+        return load_scalar_model(folder, trust_remote_code=self.trusted, frozen=frozen, device=device)
+
+    def critic_from_sft(self, folder: Path, lora: LoraSettings | None, seed: int) -> PreTrainedModel | Adapter:
+        """The SFT model in the folder under a new head, as a critic to be trained with these adapters."""
+        if self.body is not None and lora is not None:
+            head = fresh_head(self.body)
+            draw_head(head, seed)
+            return add_scalar_adapter(self.body, head, lora, seed, CRITIC)
+        frozen, device = body_precision(self.precision, lora is not None), self.device or default_device()
+        return scalar_model_from(folder, seed, trust_remote_code=self.trusted, frozen=frozen, device=device)

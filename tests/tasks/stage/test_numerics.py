@@ -1,0 +1,36 @@
+"""Kernels of a stage as its parameters say, and a stage that says why it is exempt from byte identity."""
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from tasks.stage.numerics import set_numerics
+
+if TYPE_CHECKING:
+    from tasks.stage.stage import Stage
+
+
+@pytest.fixture(autouse=True)
+def _restored() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+    torch.use_deterministic_algorithms(False)
+    torch.set_float32_matmul_precision("highest")
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_the_parameters_choose_the_kernels(
+    deterministic: bool, precision: str, make_stage: Callable[..., "Stage[Any]"], capsys: pytest.CaptureFixture[str]
+) -> None:
+    stage = make_stage("sft", None, [])
+    stage.common = stage.common.model_copy(update={"deterministic": deterministic, "precision": precision})
+    for _ in range(2):
+        set_numerics(stage)
+    assert torch.are_deterministic_algorithms_enabled() == deterministic
+    assert torch.get_float32_matmul_precision() == ("high" if precision == "bfloat16" else "highest")
+    printed = capsys.readouterr().out
+    assert printed.count("WARNING deterministic: false") == len(stage.exemptions) == (0 if deterministic else 1)
