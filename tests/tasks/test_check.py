@@ -47,8 +47,16 @@ def execute(
 
 def test_a_file_without_the_block_has_the_reward_model(execute: Callable[..., dict[str, Any]]) -> None:
     found = execute(None)
-    assert list(found) == ["round", *(method.name for method in METHODS), "scorer", "reward_model"]
+    assert list(found) == [
+        "round",
+        *(method.name for method in METHODS),
+        "scorer",
+        "reward_model",
+        "precision",
+        "deterministic",
+    ]
     assert (found["scorer"], found["reward_model"]) == (DEFAULT, True)
+    assert (found["precision"], found["deterministic"]) == ("float32", True)
 
 
 def test_functions_are_tried_with_empty_lists(execute: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
