@@ -5,6 +5,7 @@ from importlib import import_module
 
 import torch
 
+from rlhf_core.config.ppo import NO_BITSANDBYTES
 from rlhf_core.errors import UserError
 
 
@@ -15,10 +16,7 @@ def adam_8bit(
     UserError where bitsandbytes is not installed."""
     try:
         kind = import_module("bitsandbytes.optim").Adam8bit
-    except ImportError as error:
-        raise UserError(
-            f"ppo.optimizer.states is int8, which needs bitsandbytes ({error}); pip install 'bitsandbytes>=0.50,<1', "
-            "or set it to float32"
-        ) from None
+    except ImportError:
+        raise UserError(NO_BITSANDBYTES) from None
     optimizer: torch.optim.Optimizer = kind(list(parameters), lr=learning_rate, betas=betas, eps=eps)
     return optimizer
