@@ -2,7 +2,11 @@
 depend, and what params.yaml may lack (the blocks of the methods, `round`, `scorer`, `precision`, `deterministic`): DVC
 tracks it there."""
 
+from importlib.util import find_spec
+
 from rlhf_core.config.block import Block
+from rlhf_core.config.ppo import NO_BITSANDBYTES
+from rlhf_core.errors import UserError
 from tasks.params.all import Params
 from tasks.params.loader import NUMERICS, parse, read_yaml, with_scorer
 from tasks.params.methods import METHODS
@@ -19,6 +23,8 @@ def execute(stage: Stage[Block]) -> None:
     """Raise UserError for the first problem of params.yaml, or of a function that it names."""
     content = read_yaml()
     params, known = parse(Params, content), with_scorer(content)
+    if params.ppo.optimizer.states == "int8" and find_spec("bitsandbytes") is None:
+        raise UserError(NO_BITSANDBYTES)
     limits, judge = stage.runtime.functions, params.judge.function
     called = list(reward_functions(stage.root, params.scorer, limits).values())
     for function in called if judge is None else [*called, judge_function(stage.root, judge, limits)]:

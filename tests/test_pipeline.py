@@ -322,6 +322,7 @@ def test_failure_09_two_clones_in_other_places_give_the_same_lock(project: "Proj
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_the_whole_pipeline_runs_in_bfloat16_and_without_deterministic_kernels(project: "Project") -> None:
     """Frozen models are read in bfloat16; saved ones are float32. What makes no equal bytes says so."""
     project.set("runtime.tracking", False)

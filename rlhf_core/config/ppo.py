@@ -10,6 +10,9 @@ from rlhf_core.config.lora import LoraSettings
 from rlhf_core.config.paths import BelowRaw
 from rlhf_core.config.precision import Recomputed
 
+NO_BITSANDBYTES = (
+    "ppo.optimizer.states is int8, which needs bitsandbytes: pip install 'bitsandbytes>=0.50,<1', or set it to float32"
+)
 LossAverage = Literal["tokens", "answer_means", "answer_sums"]
 
 
@@ -103,6 +106,8 @@ class OptimizerConfig(Block):
     """After the warm-up: constant (`none`), or falling in a line to 0 at the end of the run (`linear`)."""
     max_grad_norm: PositiveNumber
     """A gradient with a larger norm is scaled down to this norm, for each model separately."""
+    states: Literal["float32", "int8"] = "float32"
+    """Adam's two moments. `int8`: a quarter of their memory, with the library bitsandbytes, which you install."""
 
     @model_validator(mode="after")
     def _two_betas(self) -> "OptimizerConfig":

@@ -26,10 +26,11 @@ def execute(
     """execute(scorer, **files) -> data/methods.json with the tiny parameters, these terms and files of rewards/."""
     monkeypatch.chdir(tmp_path)
 
-    def call(scorer: Any, judge: str | None = None, **files: str) -> dict[str, Any]:
+    def call(scorer: Any, judge: str | None = None, states: str = "float32", **files: str) -> dict[str, Any]:
         content = read_yaml(ROOT / "examples/tiny.yaml")
         content["ppo"]["critic"]["init"] = "reward" if scorer is None else "sft"
         content["dpo"]["enabled"] = False
+        content["ppo"]["optimizer"]["states"] = states
         if judge is not None:
             content["judge"] = {"kind": "function", "function": judge}
         YAML().dump(content | ({} if scorer is None else {"scorer": scorer}), tmp_path / "params.yaml")
@@ -47,8 +48,16 @@ def execute(
 
 def test_a_file_without_the_block_has_the_reward_model(execute: Callable[..., dict[str, Any]]) -> None:
     found = execute(None)
-    assert list(found) == ["round", *(method.name for method in METHODS), "scorer", "reward_model"]
+    assert list(found) == [
+        "round",
+        *(method.name for method in METHODS),
+        "scorer",
+        "reward_model",
+        "precision",
+        "deterministic",
+    ]
     assert (found["scorer"], found["reward_model"]) == (DEFAULT, True)
+    assert (found["precision"], found["deterministic"]) == ("float32", True)
 
 
 def test_functions_are_tried_with_empty_lists(execute: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
@@ -118,3 +127,13 @@ def test_the_shipped_length_term_is_highest_at_twenty_words(tmp_path: Path) -> N
     function = RewardFunction(tmp_path, "length.py", Limits(20, 1024))
     assert function([[]] * 4, ["a " * 20, " a" * 15, "a\n" * 30, ""], [{}] * 4) == [0, -0.5, -1, -2]
     function.close()
+
+
+def test_a_missing_library_is_found_before_any_training(
+    execute: Callable[..., dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(check, "find_spec", lambda name: None if name == "bitsandbytes" else name)
+    with pytest.raises(UserError, match="pip install 'bitsandbytes"):
+        execute(None, states="int8")
+    monkeypatch.setattr(check, "find_spec", lambda name: name)
+    execute(None, states="int8")
