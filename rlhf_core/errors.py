@@ -12,6 +12,11 @@ class NonFiniteError(UserError):
     """A loss or gradient is NaN or infinite; no optimiser step was made with it. A retry would end in the same way."""
 
 
+def needs_bitsandbytes(setting: str, otherwise: str) -> UserError:
+    """The error of a setting for which an optional library is missing."""
+    return UserError(f"{setting} needs bitsandbytes: pip install 'bitsandbytes>=0.50,<1', or set it to {otherwise}")
+
+
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """A question with the nearest of the known names, to append to an error; empty where none is near."""
     import difflib

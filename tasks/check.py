@@ -2,11 +2,12 @@
 depend, and what params.yaml may lack (the blocks of the methods, `round`, `scorer`, `precision`, `deterministic`): DVC
 tracks it there."""
 
+from collections.abc import Mapping
 from importlib.util import find_spec
+from typing import Any
 
 from rlhf_core.config.block import Block
-from rlhf_core.config.ppo import NO_BITSANDBYTES
-from rlhf_core.errors import UserError
+from rlhf_core.errors import needs_bitsandbytes
 from tasks.params.all import Params
 from tasks.params.loader import NUMERICS, parse, read_yaml, with_scorer
 from tasks.params.methods import METHODS
@@ -17,14 +18,15 @@ from tasks.training.functions import judge_function, reward_functions
 
 CONSTANT = "data/check.ok"
 METHOD_BLOCKS = "data/methods.json"
+NEED_BITSANDBYTES = {("states", "int8"): "float32", ("quantize", "nf4"): "none"}
+"""Settings, and what to set instead."""
 
 
 def execute(stage: Stage[Block]) -> None:
     """Raise UserError for the first problem of params.yaml, or of a function that it names."""
     content = read_yaml()
     params, known = parse(Params, content), with_scorer(content)
-    if params.ppo.optimizer.states == "int8" and find_spec("bitsandbytes") is None:
-        raise UserError(NO_BITSANDBYTES)
+    require_libraries(content)
     limits, judge = stage.runtime.functions, params.judge.function
     called = list(reward_functions(stage.root, params.scorer, limits).values())
     for function in called if judge is None else [*called, judge_function(stage.root, judge, limits)]:
@@ -33,6 +35,16 @@ def execute(stage: Stage[Block]) -> None:
     tracked = ["round", *(method.name for method in METHODS), "scorer", REWARD_MODEL, *NUMERICS]
     stage.outputs.write_json(METHOD_BLOCKS, {name: known[name] for name in tracked})
     stage.out(CONSTANT).write_text("params.yaml is valid\n", encoding="utf-8")
+
+
+def require_libraries(content: Any) -> None:
+    """Raise UserError for a setting, in any block, whose optional library is not installed."""
+    if not isinstance(content, Mapping) or find_spec("bitsandbytes") is not None:
+        return
+    for key, value in content.items():
+        if isinstance(value, str) and (key, value) in NEED_BITSANDBYTES:
+            raise needs_bitsandbytes(f"{key}: {value}", NEED_BITSANDBYTES[key, value])
+        require_libraries(value)
 
 
 if __name__ == "__main__":

@@ -35,6 +35,7 @@ def execute(stage: Stage[RejectionParams]) -> None:
     # Imported late: a stage that is switched off does not load torch.
     from rlhf_core.data.tokenizer import load_tokenizer, stop_ids
     from rlhf_core.models.hf import context_length, default_device, load_causal_lm, save_checkpoint
+    from rlhf_core.models.precision import body_precision
     from rlhf_core.sft import Demonstration, fine_tune
     from tasks.stage.long_rows import fitting, prompt_encoder
     from tasks.training.candidates import draw_candidates, reward_figures
@@ -43,7 +44,8 @@ def execute(stage: Stage[RejectionParams]) -> None:
     quiet_libraries()
     run_ = training_run(stage, shown=["loss"])
     tokenizer = load_tokenizer(stage.root / SFT, trust_remote_code=trusts(stage))
-    model = load_causal_lm(stage.root / SFT, trust_remote_code=trusts(stage), device=default_device())
+    frozen, device = body_precision(stage.precision, params.training.lora), default_device()
+    model = load_causal_lm(stage.root / SFT, trust_remote_code=trusts(stage), frozen=frozen, device=device)
     limit = min(params.training.max_tokens, context_length(model))
     kept, too_long = fitting(
         stage, PROMPTS, stage.read(PROMPTS), prompt_encoder(tokenizer), limit, reserve=params.max_new_tokens

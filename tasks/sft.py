@@ -4,6 +4,7 @@ from rlhf_core.config.sft import SFTConfig
 from rlhf_core.data.tokenizer import encode_prompt, encode_response, load_tokenizer
 from rlhf_core.errors import UserError
 from rlhf_core.models.hf import context_length, default_device, load_causal_lm, save_checkpoint
+from rlhf_core.models.precision import body_precision
 from rlhf_core.sft import Demonstration, fine_tune
 from tasks.datasets.jsonl import Row
 from tasks.stage.long_rows import fitting
@@ -19,7 +20,12 @@ def execute(stage: Stage[SFTConfig]) -> None:
     """Make models/sft, metrics/sft.json and plots/sft.csv."""
     run_ = training_run(stage, shown=["loss"])
     tokenizer = load_tokenizer(stage.root / "models/base", trust_remote_code=trusts(stage))
-    model = load_causal_lm(stage.root / "models/base", trust_remote_code=trusts(stage), device=default_device())
+    model = load_causal_lm(
+        stage.root / "models/base",
+        trust_remote_code=trusts(stage),
+        frozen=body_precision(stage.precision, stage.params.lora),
+        device=default_device(),
+    )
 
     def encode(row: Row) -> tuple[Demonstration, int]:
         item = Demonstration(encode_prompt(tokenizer, row["prompt"]), encode_response(tokenizer, row["response"]))

@@ -19,6 +19,10 @@ class LoraSettings(Block):
     """Linear layers with an adapter: `all-linear` (all layers of the model's body, never the output layer or a scalar
     head), or a list of names such as [q_proj, v_proj]."""
 
+    quantize: Literal["none", "nf4"] = "none"
+    """The frozen weights below the adapters: as `precision` says (`none`), or in 4 bits (`nf4`: QLoRA; needs
+    bitsandbytes, and `precision: bfloat16`)."""
+
     @model_validator(mode="before")
     @classmethod
     def _no_dropout(cls, values: Any) -> Any:

@@ -10,9 +10,6 @@ from rlhf_core.config.lora import LoraSettings
 from rlhf_core.config.paths import BelowRaw
 from rlhf_core.config.precision import Recomputed
 
-NO_BITSANDBYTES = (
-    "ppo.optimizer.states is int8, which needs bitsandbytes: pip install 'bitsandbytes>=0.50,<1', or set it to float32"
-)
 LossAverage = Literal["tokens", "answer_means", "answer_sums"]
 
 

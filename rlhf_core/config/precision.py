@@ -7,6 +7,9 @@ from pydantic import BeforeValidator
 Precision = Literal["float32", "bfloat16"]
 """Of matrix products, and of the weights of models that are not trained."""
 
+Frozen = Literal["float32", "bfloat16", "nf4"]
+"""Of the weights of a model that is not trained; nf4: linear layers in 4 bits, the rest in bfloat16."""
+
 
 def _one_message(value: Any) -> Any:
     """Raise ValueError for what is neither a boolean nor a number of layers: a union would give two messages."""

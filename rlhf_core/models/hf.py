@@ -22,11 +22,12 @@ from transformers import (
 
 from rlhf_core import files
 from rlhf_core.config.base import ScratchConfig
-from rlhf_core.config.precision import Precision
+from rlhf_core.config.precision import Frozen
 from rlhf_core.errors import UserError
 from rlhf_core.finite import require_finite
 from rlhf_core.loading import load_config, loading
 from rlhf_core.models.precision import frozen_dtype, keep_float32
+from rlhf_core.models.quantised import detach_quantizer, nf4_options
 
 BIAS = "score_bias"
 """The key of config.json with the bias of a head that has none in its architecture; only `load_scalar_model` reads
@@ -60,7 +61,7 @@ def load_causal_lm(
     revision: str | None = None,
     *,
     trust_remote_code: bool = False,
-    frozen: Precision = "float32",
+    frozen: Frozen = "float32",
     device: torch.device | None = None,
 ) -> PreTrainedModel:
     """A causal language model, dropout off, from a folder (safetensors only) or a hub id at a revision.
@@ -78,7 +79,7 @@ def load_causal_lm(
     with loading(path):
         config = without_dropout(load_config(path, revision, trust_remote_code))
         model = _weights(AutoModelForCausalLM, path, config, revision, trust_remote_code, frozen, device)
-    if frozen == "bfloat16":
+    if frozen != "float32":
         keep_float32(model.get_output_embeddings())
     return model
 
@@ -87,7 +88,7 @@ def load_scalar_model(
     path: str | Path,
     *,
     trust_remote_code: bool = False,
-    frozen: Precision = "float32",
+    frozen: Frozen = "float32",
     device: torch.device | None = None,
 ) -> PreTrainedModel:
     """A reward model or critic, dropout off, its head in float32; arguments as of `load_causal_lm`. Raises UserError
@@ -98,7 +99,7 @@ def load_scalar_model(
             raise UserError(f"{path}: expected one output a token, the model has {config.num_labels}")
         kind = AutoModelForSequenceClassification
         model = _weights(kind, path, config, None, trust_remote_code, frozen, device)
-        if frozen == "bfloat16":
+        if frozen != "float32":
             _load_head(scalar_head(model), Path(path))
     if (bias := getattr(config, BIAS, None)) is not None:
         map_scalar(model, 1.0, bias)
@@ -122,11 +123,11 @@ def _weights(
     config: PreTrainedConfig,
     revision: str | None,
     trust_remote_code: bool,
-    frozen: Precision,
+    frozen: Frozen,
     device: torch.device | None,
 ) -> PreTrainedModel:
     """The one place that decides on dtype and device of a loaded model. `device_map` loads tensor by tensor."""
-    return kind.from_pretrained(
+    model: PreTrainedModel = kind.from_pretrained(
         str(path),
         revision=revision,
         config=config,
@@ -134,7 +135,9 @@ def _weights(
         use_safetensors=True,
         trust_remote_code=trust_remote_code,
         device_map=None if device is None or device.type == "cpu" else {"": device},
+        **(nf4_options() if frozen == "nf4" else {}),
     )
+    return detach_quantizer(model) if frozen == "nf4" else model
 
 
 @torch.no_grad()
@@ -153,7 +156,7 @@ def scalar_model_from(
     seed: int,
     *,
     trust_remote_code: bool = False,
-    frozen: Precision = "float32",
+    frozen: Frozen = "float32",
     device: torch.device | None = None,
 ) -> PreTrainedModel:
     """The body of the model at `path` under a fresh scalar head in float32, see `draw_head`. Arguments and errors as of

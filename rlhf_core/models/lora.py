@@ -13,6 +13,7 @@ from transformers.pytorch_utils import Conv1D
 
 from rlhf_core.config.lora import LoraSettings
 from rlhf_core.errors import UserError
+from rlhf_core.models.quantised import is_quantised, merge_into_full
 
 if TYPE_CHECKING:  # importing peft takes seconds
     from peft.tuners.lora import LoraLayer, LoraModel
@@ -89,7 +90,10 @@ class Adapter:
         Adapters and base cannot be separated afterwards; take `state_dict` before if either is still needed."""
         self._present()
         self.model.float()  # of frozen bfloat16 weights a sum would be rounded
-        self._tuner.merge_and_unload(adapter_names=[self.name])
+        if is_quantised(self.model):
+            merge_into_full(self.model, self.name)
+        else:
+            self._tuner.merge_and_unload(adapter_names=[self.name])
         for parameter, flag in self._flags.items():
             parameter.requires_grad_(flag)
         return self.model

@@ -8,18 +8,21 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn.functional import linear
 
-from rlhf_core.config.precision import Precision
+from rlhf_core.config.lora import LoraSettings
+from rlhf_core.config.precision import Frozen, Precision
 
 
-def frozen_dtype(precision: Precision) -> torch.dtype:
-    """Of the weights of a model that is not trained. A trained one has float32 weights in every precision: Adam's
-    steps are smaller than the spacing of bfloat16 numbers."""
-    return torch.bfloat16 if precision == "bfloat16" else torch.float32
+def frozen_dtype(frozen: Frozen) -> torch.dtype:
+    """Of the weights of a model that is not trained (those not in 4 bits). A trained one has float32 weights in every
+    precision: Adam's steps are smaller than the spacing of bfloat16 numbers."""
+    return torch.float32 if frozen == "float32" else torch.bfloat16
 
 
-def body_precision(precision: Precision, has_adapters: bool) -> Precision:
+def body_precision(precision: Precision, lora: LoraSettings | None) -> Frozen:
     """Of the weights of a trained model: with adapters they are frozen."""
-    return precision if has_adapters else "float32"
+    if lora is None:
+        return "float32"
+    return "nf4" if lora.quantize == "nf4" else precision
 
 
 def autocast(precision: Precision, device: torch.device) -> AbstractContextManager[None]:

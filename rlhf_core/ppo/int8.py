@@ -5,8 +5,7 @@ from importlib import import_module
 
 import torch
 
-from rlhf_core.config.ppo import NO_BITSANDBYTES
-from rlhf_core.errors import UserError
+from rlhf_core.errors import needs_bitsandbytes
 
 
 def adam_8bit(
@@ -17,6 +16,6 @@ def adam_8bit(
     try:
         kind = import_module("bitsandbytes.optim").Adam8bit
     except ImportError:
-        raise UserError(NO_BITSANDBYTES) from None
+        raise needs_bitsandbytes("ppo.optimizer.states: int8", "float32") from None
     optimizer: torch.optim.Optimizer = kind(list(parameters), lr=learning_rate, betas=betas, eps=eps)
     return optimizer

@@ -9,6 +9,7 @@ from pydantic import Field, create_model, model_validator
 
 from rlhf_core.config.block import Block
 from rlhf_core.config.dpo import PairConfig
+from rlhf_core.config.lora import LoraSettings
 from rlhf_core.config.ppo import PPOConfig
 from rlhf_core.config.precision import Precision
 from rlhf_core.config.reward import RewardConfig
@@ -96,7 +97,17 @@ class _Params(Block):
         self._check_context()
         self._check_reward_length()
         self._check_stop_tokens()
+        self._check_quantize()
         return self
+
+    def _check_quantize(self) -> None:
+        blocks = {"sft": self.sft, "reward": self.reward, "ppo": self.ppo, **dict(self.enabled_methods())}
+        for name, block in blocks.items():
+            lora: LoraSettings | None = getattr(block, "lora", None)
+            if lora is not None and lora.quantize != "none" and self.precision != "bfloat16":
+                raise ValueError(
+                    f"{name}.lora.quantize is {lora.quantize}, which computes in bfloat16; set precision: bfloat16"
+                )
 
     def _check_ratings(self) -> None:
         rated = self.preferences.source == "ratings"

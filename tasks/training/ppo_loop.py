@@ -52,22 +52,22 @@ def build(
     did not fit, and the scores of the reference."""
     device, trusted, seed, precision = Processes().device, trusts(stage), begin.seed, stage.precision
     load = partial(load_causal_lm, trust_remote_code=trusted, device=device)
-    reference = place(load(stage.root / begin.reference, frozen=precision), device)
+    is_own_reference = config.lora is not None and begin.start == begin.reference  # the policy without its adapter
+    body_type = body_precision(precision, config.lora)
+    reference = place(load(stage.root / begin.reference, frozen=body_type if is_own_reference else precision), device)
     kept, too_long = fitting_prompts(stage, config, PROMPTS, tokenizer, reference)
     heldout, _ = fitting_prompts(stage, config, HELDOUT, tokenizer, reference)
     if not kept:
         raise UserError(f"{PROMPTS}: PPO needs prompts; enlarge ingest.split.ppo")
     prompts, rows, judge = [row["prompt"] for row in kept], extras_of(kept), judge_of(stage)
-    is_own_reference = config.lora is not None and begin.start == begin.reference  # the policy without its adapter
     body = reference if is_own_reference and begin.start == SFT else None
     scalars = ScalarModels(trusted, precision, device, body)
     scorer = scorer_of(stage, tokenizer, config.micro_batch_size, scalars)
     judging = judging_scorer_of(stage.root, tokenizer, config.micro_batch_size, scalars)
     known = reference_scores(config, reference, tokenizer, scorer, prompts, seed, stage.exempt, rows)
-    frozen = body_precision(precision, config.lora is not None)
     models = ActorCritic(
         config,
-        reference if is_own_reference else load(stage.root / begin.start, frozen=frozen),
+        reference if is_own_reference else load(stage.root / begin.start, frozen=body_type),
         None if is_own_reference else reference,
         starting_critic(stage.root, config, known.normalisation, seed, scalars),
         seed,

@@ -41,7 +41,7 @@ def _train(stage: Stage[Settings], objective: "PairObjective") -> None:
     quiet_libraries()
     run_ = training_run(stage, shown=LOGGED)
     tokenizer = load_tokenizer(stage.root / SFT, trust_remote_code=trusts(stage))
-    frozen, device = body_precision(stage.precision, stage.params.lora is not None), default_device()
+    frozen, device = body_precision(stage.precision, stage.params.lora), default_device()
     model = load_causal_lm(stage.root / SFT, trust_remote_code=trusts(stage), frozen=frozen, device=device)
     pad_id, limit = int(tokenizer.pad_token_id), min(stage.params.max_tokens, context_length(model))
     training, too_long = comparisons(stage, tokenizer, "train", limit)

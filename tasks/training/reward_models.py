@@ -127,7 +127,7 @@ def fit(
 
 def fresh_model(stage: Stage[RewardConfig], seed: int) -> PreTrainedModel:
     """The SFT model's body under a head of this seed."""
-    frozen, device = body_precision(stage.precision, stage.params.lora is not None), default_device()
+    frozen, device = body_precision(stage.precision, stage.params.lora), default_device()
     return scalar_model_from(stage.root / SFT, seed, trust_remote_code=trusts(stage), frozen=frozen, device=device)
 
 

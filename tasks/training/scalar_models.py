@@ -40,7 +40,7 @@ class ScalarModels:
         """The reward model in the folder, as a critic to be trained with these adapters."""
         if self.body is not None and lora is not None and has_adapter(folder):
             return read_adapter(folder, self.body, CRITIC, trainable=True)
-        frozen, device = body_precision(self.precision, lora is not None), self.device or default_device()
+        frozen, device = body_precision(self.precision, lora), self.device or default_device()
         return load_scalar_model(folder, trust_remote_code=self.trusted, frozen=frozen, device=device)
 
     def critic_from_sft(self, folder: Path, lora: LoraSettings | None, seed: int) -> PreTrainedModel | Adapter:
@@ -49,5 +49,5 @@ class ScalarModels:
             head = fresh_head(self.body)
             draw_head(head, seed)
             return add_scalar_adapter(self.body, head, lora, seed, CRITIC)
-        frozen, device = body_precision(self.precision, lora is not None), self.device or default_device()
+        frozen, device = body_precision(self.precision, lora), self.device or default_device()
         return scalar_model_from(folder, seed, trust_remote_code=self.trusted, frozen=frozen, device=device)

@@ -21,7 +21,9 @@ def test_without_bitsandbytes_the_pip_command_is_given(
 ) -> None:
     for name in ("bitsandbytes", "bitsandbytes.optim"):
         monkeypatch.setitem(sys.modules, name, None)
-    with pytest.raises(UserError, match=r"ppo.optimizer.states is int8.* pip install 'bitsandbytes") as refusal:
+    with pytest.raises(
+        UserError, match=r"ppo.optimizer.states: int8 needs bitsandbytes: pip install 'bitsandbytes"
+    ) as refusal:
         make_trainer(optimizer={"states": "int8"})
     assert "\n" not in str(refusal.value)
 
