@@ -86,6 +86,8 @@ class LeashEngine:
     """Our own sampler, with a key-value cache; rows leave the batch when they have ended."""
 
     rules: Rules
+    static: bool | None = None
+    """Whether the cache has a fixed size, see `sample`."""
 
     def __call__(self, policy: PreTrainedModel, prompts: Prompts, keys: Sequence[Key]) -> Sampled:
         """See `Engine`."""
@@ -99,6 +101,7 @@ class LeashEngine:
             stop_ids=rules.stop_ids,
             pad_id=rules.pad_id,
             batch_size=rules.rows,
+            static=self.static,
         )
 
 
