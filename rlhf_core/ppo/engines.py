@@ -4,14 +4,13 @@ softmax(logits / temperature) and ignore the model folder's generation_config.""
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 from transformers import (
-    ContinuousBatchingConfig,
     GenerationConfig,
     LogitsProcessor,
     LogitsProcessorList,
@@ -24,7 +23,6 @@ from rlhf_core.data.tokenizer import stop_ids
 from rlhf_core.determinism import stream
 from rlhf_core.errors import UserError
 from rlhf_core.models.masked import masked_log_softmax
-from rlhf_core.models.packed import plain_attention
 from rlhf_core.models.sampling import Sampled, draw, in_batches, left_padded, sample
 
 Key = tuple[int, ...]
@@ -78,6 +76,8 @@ def engine_of(config: PPOConfig, tokenizer: PreTrainedTokenizerBase) -> Engine:
         return TransformersEngine(rules)
     if not torch.cuda.is_available():
         raise UserError("ppo.engine: transformers_continuous needs a CUDA device; use leash or transformers here")
+    from rlhf_core.ppo.continuous import ContinuousEngine
+
     return ContinuousEngine(rules)
 
 
@@ -178,61 +178,3 @@ def blank_generation_config(model: PreTrainedModel) -> Iterator[None]:
         yield
     finally:
         model.generation_config = of_the_folder
-
-
-@dataclass(frozen=True)
-class ContinuousEngine:
-    """Continuous batching of transformers: a paged cache; waiting prompts replace ended rows.
-
-    It does not follow rule 3: one generator, seeded by all keys together, draws for all rows in the scheduler's order,
-    so a response depends on the whole batch.
-    """
-
-    rules: Rules
-    page: int = 64
-    """Tokens per page of the cache."""
-
-    def __call__(self, policy: PreTrainedModel, prompts: Prompts, keys: Sequence[Key]) -> Sampled:
-        """See `Engine`. Raises RuntimeError when transformers leaves a request unanswered."""
-        if not prompts:
-            return Sampled([], [], [])
-        devices = [policy.device] if policy.device.type == "cuda" else []
-        with torch.random.fork_rng(devices=devices), blank_generation_config(policy), plain_attention(policy):
-            answers = policy.generate_batch(
-                [list(prompt) for prompt in prompts],
-                generation_config=self._generation(),
-                continuous_batching_config=self._batching(prompts, keys),
-            )
-        results = list(answers.values())
-        if len(results) != len(prompts) or any(result.error for result in results):
-            errors = {result.error for result in results if result.error}
-            raise RuntimeError(f"continuous batching answered {len(results)} of {len(prompts)} prompts: {errors}")
-        rows = [self.rules.cut(result.generated_tokens, result.logprobs) for result in results]
-        return Sampled([r for r, _, _ in rows], [p for _, p, _ in rows], [e for _, _, e in rows])
-
-    def _generation(self) -> GenerationConfig:
-        rules = self.rules
-        return GenerationConfig(
-            do_sample=True,
-            temperature=rules.temperature,
-            top_k=0,
-            top_p=1.0,
-            max_new_tokens=rules.max_new_tokens,
-            eos_token_id=sorted(rules.stop_ids) or -1,
-            pad_token_id=rules.pad_id,
-        )
-
-    def _batching(self, prompts: Prompts, keys: Sequence[Key]) -> Any:
-        """A cache for `rows` of the longest sequences, and no attention kernel from the hub."""
-        rows = min(self.rules.rows, len(prompts))
-        longest = max(len(prompt) for prompt in prompts) + self.rules.max_new_tokens
-        seed = stream(*(number for key in keys for number in key)).integers(2**31)
-        return ContinuousBatchingConfig(
-            return_logprobs=True,
-            seed=int(seed),
-            auto_switch_to_flash=False,
-            allow_block_sharing=False,
-            page_size=self.page,
-            num_blocks=rows * -(-longest // self.page) + 1,
-            max_requests_per_batch=rows,
-        )
