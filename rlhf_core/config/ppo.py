@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from rlhf_core.config.block import Block, Count, NotNegative, Positive, PositiveNumber
+from rlhf_core.config.block import Block, Count, NotNegative, Positive, PositiveNumber, Share
 from rlhf_core.config.health import HealthConfig
 from rlhf_core.config.lora import LoraSettings
 from rlhf_core.config.paths import BelowRaw
@@ -144,6 +144,16 @@ class TextConfig(Block):
     """Tokens per piece."""
 
 
+class VLLMConfig(Block):
+    """The server of `engine: vllm`, which shares the GPU with the training."""
+
+    gpu_memory: Share = 0.4
+    """Share of the GPU's memory for the server while it samples; it must be free at that time."""
+    max_length: Positive | None = None
+    """Longest prompt and response together, in tokens; null: the longest that the model supports, for which the cache
+    must have room."""
+
+
 class PPOConfig(Block):
     """Settings of the PPO loop."""
 
@@ -206,9 +216,10 @@ class PPOConfig(Block):
     temperature."""
     max_new_tokens: Positive
     """Longest response, in tokens."""
-    engine: Literal["leash", "transformers", "transformers_continuous"] = "leash"
-    """What samples the responses: our own sampler, `generate` of transformers, or its continuous batching (CUDA only; a
-    response then depends on its batch)."""
+    engine: Literal["leash", "transformers", "transformers_continuous", "vllm"] = "leash"
+    """What samples the responses: our own sampler, `generate` of transformers, its continuous batching (CUDA only; a
+    response then depends on its batch), or a vLLM server (CUDA only; vLLM is to be installed separately)."""
+    vllm: VLLMConfig = VLLMConfig()
     stop_tokens: list[str] = Field(default_factory=list)
     """Texts that end a response, besides end-of-sequence; each must be exactly one token of the tokenizer."""
     sampler_rows: Positive | None = None

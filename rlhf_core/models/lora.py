@@ -106,6 +106,19 @@ class Adapter:
         return layers
 
 
+@torch.no_grad()
+def merged_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
+    """The parameters by the names of the model without adapters, one at a time, adapters added to copies of the weights
+    that they change. The model does not change."""
+    layers = {f"{name}.base_layer.weight": layer for name, layer in _layers(model).items()}
+    for name, parameter in model.named_parameters():
+        if any(f".{part}." in name for part in ("lora_A", "lora_B")):
+            continue
+        layer = layers.get(name)
+        weight = parameter.detach()
+        yield name.replace(".base_layer.", "."), weight if layer is None else weight + layer.get_delta_weight(NAME)
+
+
 def _layers(model: PreTrainedModel) -> dict[str, "LoraLayer"]:
     from peft.tuners.lora import LoraLayer
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import transformers
+from torch import Tensor
 from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedModel
 from transformers.generation.continuous_batching import ContinuousBatchingManager
 
@@ -15,7 +16,7 @@ from rlhf_core.models.packed import plain_attention
 from rlhf_core.models.sampling import Sampled
 from rlhf_core.ppo.engines import Key, Prompts, Rules, blank_generation_config
 
-NEEDED = ("_run_generation_loop", "_create_batch_processor", "start", "stop", "add_requests", "get_result")
+NEEDED = ("_run_generation_loop", "warmup", "start", "stop", "add_requests", "get_result", "is_running")
 """Methods of the manager that this module calls or replaces."""
 SECONDS_TO_STOP = 30.0
 
@@ -44,7 +45,9 @@ class ContinuousEngine:
         devices = [policy.device] if policy.device.type == "cuda" else []
         with torch.random.fork_rng(devices=devices), blank_generation_config(policy), plain_attention(policy):
             torch.manual_seed(seed)
-            answers = self._kept(policy, prompts, seed).generate([list(prompt) for prompt in prompts])
+            kept, self.manager = self._kept(policy, prompts, seed), None
+            answers = kept.generate([list(prompt) for prompt in prompts])
+        self.manager = kept  # not after a failure
         rows = [self.rules.cut(answer.generated_tokens, answer.logprobs) for answer in answers]
         return Sampled([r for r, _, _ in rows], [p for _, p, _ in rows], [e for _, _, e in rows])
 
@@ -57,10 +60,9 @@ class ContinuousEngine:
         if kept is None or kept.policy is not policy or rows > kept.rows or pages > kept.pages:
             if kept is not None and kept.policy is policy:
                 rows, pages = max(rows, kept.rows), max(pages, kept.pages)
-            self.manager = None  # its memory first
-            self.manager = KeptManager(policy, self._generation(), self._batching(rows, pages, seed), rows, pages)
-        assert self.manager is not None
-        return self.manager
+            self.manager = kept = None  # its memory first
+            return KeptManager(policy, self._generation(), self._batching(rows, pages, seed), rows, pages)
+        return kept
 
     def _generation(self) -> GenerationConfig:
         rules = self.rules
@@ -103,6 +105,9 @@ class KeptManager:
             self.manager: Any = policy.init_continuous_batching(
                 generation_config=generation, continuous_batching_config=batching
             )
+        with _precision_of_this_thread(policy.device.type):
+            self.manager.warmup()  # also makes the cache
+        _cast_into(self.manager.batch_processor.cache)
         loop = self.manager._run_generation_loop
         self.manager._run_generation_loop = lambda: self._in_precision(loop)
         self.precision: AbstractContextManager[None] | None = None
@@ -147,6 +152,17 @@ class KeptManager:
                 f"transformers {transformers.__version__}: continuous batching shares blocks of the cache between "
                 "calls, although the weights change; use ppo.engine: leash or transformers"
             )
+
+
+def _cast_into(cache: Any) -> None:
+    """Make a paged cache accept keys and values of another precision: under autocast values are bfloat16, and keys
+    behind a rotary embedding float32."""
+    update, dtype = cache.update, cache.dtype
+
+    def cast_and_update(key_states: Tensor, value_states: Tensor, **named: Any) -> Any:
+        return update(key_states=key_states.to(dtype), value_states=value_states.to(dtype), **named)
+
+    cache.update = cast_and_update
 
 
 def _precision_of_this_thread(kind: str) -> AbstractContextManager[None]:

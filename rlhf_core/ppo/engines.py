@@ -1,5 +1,5 @@
-"""Rollout engines: our own sampler, `generate` of transformers, and its continuous batching. All sample from exactly
-softmax(logits / temperature) and ignore the model folder's generation_config."""
+"""Rollout engines: our own sampler and `generate` of transformers; `continuous.py` and `vllm_engine.py` have the others.
+All sample from exactly softmax(logits / temperature) and ignore the model folder's generation_config."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -61,8 +61,8 @@ class Rules:
 
 
 def engine_of(config: PPOConfig, tokenizer: PreTrainedTokenizerBase) -> Engine:
-    """The engine that the settings name. Raises UserError for a stop token that is not one token, and for continuous
-    batching without a GPU."""
+    """The engine that the settings name. Raises UserError for a stop token that is not one token, for continuous
+    batching or vLLM without a GPU, and for vLLM where it is not installed."""
     rules = Rules(
         max_new_tokens=config.max_new_tokens,
         temperature=config.temperature,
@@ -75,7 +75,13 @@ def engine_of(config: PPOConfig, tokenizer: PreTrainedTokenizerBase) -> Engine:
     if config.engine == "transformers":
         return TransformersEngine(rules)
     if not torch.cuda.is_available():
-        raise UserError("ppo.engine: transformers_continuous needs a CUDA device; use leash or transformers here")
+        raise UserError(f"ppo.engine: {config.engine} needs a CUDA device; use leash or transformers here")
+    if config.engine == "vllm":
+        from rlhf_core.ppo import vllm_engine, vllm_server
+
+        vllm_server.program()
+        dtype = torch.bfloat16 if config.precision == "bfloat16" else torch.float32
+        return vllm_engine.VLLMEngine(rules, tokenizer, config.vllm, dtype)
     from rlhf_core.ppo.continuous import ContinuousEngine
 
     return ContinuousEngine(rules)

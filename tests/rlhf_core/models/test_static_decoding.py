@@ -142,5 +142,3 @@ def test_sliding_windows_are_refused_and_the_default_on_a_cpu_is_the_plain_sampl
     assert not suits(model)
     assert not suits(build_lm())
     assert run(build_lm(), static=None) == run(build_lm(), static=False)
-
-

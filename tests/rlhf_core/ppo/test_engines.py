@@ -34,19 +34,30 @@ ENGINES: dict[str, Callable[[Rules], Engine]] = {
     "transformers": TransformersEngine,
     "transformers_continuous": ContinuousEngine,
 }
-"""The last runs on a CPU too, slowly; the settings refuse it there."""
+"""The last runs on a CPU too, slowly; the settings refuse it there. `vllm` comes from a fixture: its server here is not
+vLLM, but has the same interface (`fake_vllm.py`)."""
 KEYED = ("leash", "leash, fixed cache", "transformers")
 """A key gives the same response in all of them."""
 
 
-@pytest.fixture(params=[*KEYED, pytest.param("transformers_continuous", marks=pytest.mark.slow)])
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("transformers_continuous", "vllm")]
+
+
+@pytest.fixture(params=[*KEYED, *SLOW])
 def engine(request: pytest.FixtureRequest) -> Callable[[Rules], Engine]:
-    return ENGINES[request.param]
+    return named(request)
 
 
-@pytest.fixture(params=KEYED)
+@pytest.fixture(params=[*KEYED, SLOW[1]])
 def keyed(request: pytest.FixtureRequest) -> Callable[[Rules], Engine]:
-    return ENGINES[request.param]
+    return named(request)
+
+
+def named(request: pytest.FixtureRequest) -> Callable[[Rules], Engine]:
+    make: Callable[[Rules], Engine] = (
+        request.getfixturevalue("vllm_engine") if request.param == "vllm" else ENGINES[request.param]
+    )
+    return make
 
 
 def chi_square(found: Counter[int], expected: torch.Tensor) -> tuple[float, int]:
