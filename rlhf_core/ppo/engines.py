@@ -1,5 +1,5 @@
-"""Rollout engines: our own sampler and `generate` of transformers; `continuous.py` and `vllm_engine.py` have the others.
-All sample from exactly softmax(logits / temperature) and ignore the model folder's generation_config."""
+"""Rollout engines: our own sampler and `generate` of transformers; the others have modules of their own. All sample from
+exactly softmax(logits / temperature) and ignore the model folder's generation_config."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

@@ -30,7 +30,7 @@ NAME = "policy"
 
 def cuda_handle(tensor: Tensor) -> Handle:
     """The handle of a CUDA tensor, as vLLM's backend `ipc` expects it. The tensor must live until it is read."""
-    return {str(torch.cuda.get_device_properties(tensor.device).uuid): reduce_tensor(tensor)[1]}
+    return {str(torch.cuda.get_device_properties(tensor.device).uuid): reduce_tensor(tensor)[1]}  # type: ignore[no-untyped-call]
 
 
 class VLLMEngine:
@@ -57,8 +57,8 @@ class VLLMEngine:
         self.server: Server | None = None
 
     def __call__(self, policy: PreTrainedModel, prompts: Prompts, keys: Sequence[Key]) -> Sampled:
-        """See `Engine`. Raises UserError where vLLM is missing or does not start, RuntimeError where it fails later; the
-        next call then starts another server."""
+        """See `Engine`. Raises UserError where vLLM is missing or does not start, RuntimeError where it fails later; then
+        the next call starts another server."""
         if not prompts:
             return Sampled([], [], [])
         if policy.device.type == "cuda":
@@ -116,7 +116,7 @@ class VLLMEngine:
             server.post("/update_weights", {"update_info": self._update_info(part)})
             part.clear()
             if policy.device.type == "cuda":
-                torch.cuda.ipc_collect()
+                torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]
         server.post("/finish_weight_update", {})
         server.post("/wake_up?tags=kv_cache")
 

@@ -2,7 +2,7 @@
 Tests of what all engines have in common: ppo/test_engines.py."""
 
 from collections.abc import Callable
-from itertools import groupby
+from itertools import groupby, pairwise
 from typing import Any
 
 import pytest
@@ -74,7 +74,7 @@ def test_rows_leave_at_a_stop_test_only_and_half_of_them_at_least(build_lm: Buil
     groups = [(rows, len(list(passes))) for rows, passes in groupby(widths[1:])]
     assert groups[0] == (len(PROMPTS), STOP_TEST - 1)
     assert len(groups) > 1
-    assert all(2 * after <= before for (before, _), (after, _) in zip(groups, groups[1:], strict=False))
+    assert all(2 * after <= before for (before, _), (after, _) in pairwise(groups))
     assert all(passes % STOP_TEST == 0 for _, passes in groups[1:-1])
 
 

@@ -39,7 +39,7 @@ def test_a_larger_call_gets_a_larger_cache_and_another_policy_another_manager(bu
     engine(model, PROMPTS, KEYS)
     kept = engine.manager
     longer = [[3, *range(20, 40), 4]]
-    assert [len(logprobs) for logprobs in engine(model, longer, KEYS[:1]).logprobs][0] >= 1
+    assert engine(model, longer, KEYS[:1]).logprobs[0]
     larger = engine.manager
     assert larger is not kept
     assert larger.rows == 3

@@ -189,7 +189,7 @@ def test_without_vllm_or_without_a_gpu_the_settings_are_refused_in_one_line(
     ppo_values: Callable[..., dict[str, Any]], tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = PPOConfig(**ppo_values(engine="vllm", precision="bfloat16", vllm={"gpu_memory": 0.3, "max_length": 99}))
-    with pytest.raises(UserError, match="ppo.engine: vllm needs a CUDA device"):
+    with pytest.raises(UserError, match=r"ppo\.engine: vllm needs a CUDA device"):
         engine_of(config, tokenizer)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setenv(PROGRAM, "/nowhere/vllm")
