@@ -1,4 +1,4 @@
-"""Rollout engines: our own sampler and `generate` of transformers; the others have modules of their own. All sample from
+"""Rollout engines: our own sampler and `generate` of transformers; others have modules of their own. All sample from
 exactly softmax(logits / temperature) and ignore the model folder's generation_config."""
 
 from collections.abc import Iterator, Sequence

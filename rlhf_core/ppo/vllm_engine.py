@@ -57,8 +57,8 @@ class VLLMEngine:
         self.server: Server | None = None
 
     def __call__(self, policy: PreTrainedModel, prompts: Prompts, keys: Sequence[Key]) -> Sampled:
-        """See `Engine`. Raises UserError where vLLM is missing or does not start, RuntimeError where it fails later; then
-        the next call starts another server."""
+        """See `Engine`. Raises UserError where vLLM is missing or does not start, RuntimeError where it fails later;
+        then the next call starts another server."""
         if not prompts:
             return Sampled([], [], [])
         if policy.device.type == "cuda":
