@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from rlhf_core.config.block import Block, Count, NotNegative, Positive, PositiveNumber
+from rlhf_core.config.block import Block, Count, NotNegative, Positive, PositiveNumber, Share
 from rlhf_core.config.health import HealthConfig
 from rlhf_core.config.lora import LoraSettings
 from rlhf_core.config.paths import BelowRaw
@@ -147,6 +147,16 @@ class TextConfig(Block):
     """Tokens per piece."""
 
 
+class VLLMConfig(Block):
+    """The server of `engine: vllm`, which shares the GPU with the training."""
+
+    gpu_memory: Share = 0.4
+    """Share of the GPU's memory for the server while it samples; it must be free at that time."""
+    max_length: Positive | None = None
+    """Longest prompt and response together, in tokens; null: the longest that the model supports, for which the cache
+    must have room."""
+
+
 class PPOConfig(Block):
     """Settings of the PPO loop."""
 
@@ -208,9 +218,10 @@ class PPOConfig(Block):
     temperature."""
     max_new_tokens: Positive
     """Longest response, in tokens."""
-    engine: Literal["leash", "transformers", "transformers_continuous"] = "leash"
-    """What samples the responses: our own sampler, `generate` of transformers, or its continuous batching (CUDA only; a
-    response then depends on its batch)."""
+    engine: Literal["leash", "transformers", "transformers_continuous", "vllm"] = "leash"
+    """What samples the responses: our own sampler, `generate` of transformers, its continuous batching (CUDA only; a
+    response then depends on its batch), or a vLLM server (CUDA only; vLLM is to be installed separately)."""
+    vllm: VLLMConfig = VLLMConfig()
     stop_tokens: list[str] = Field(default_factory=list)
     """Texts that end a response, besides end-of-sequence; each must be exactly one token of the tokenizer."""
     sampler_rows: Positive | None = None
@@ -255,6 +266,14 @@ class PPOConfig(Block):
                 f"`precision: {values['precision']}` at the top level of the file, beside `seed`"
             )
         return values
+
+    @model_validator(mode="after")
+    def _vllm_reads_whole_weights(self) -> "PPOConfig":
+        if self.engine == "vllm" and self.lora is not None and self.lora.quantize != "none":
+            raise ValueError(
+                "engine vllm gets the policy's whole weights; set lora.quantize to none, or engine to leash"
+            )
+        return self
 
     @property
     def has_critic(self) -> bool:

@@ -154,6 +154,23 @@ def _name_without(adapter: str, name: str) -> str:
     return name.replace(".adapted.", ".").replace(f".{adapter}.", f".{NAME}.")
 
 
+@torch.no_grad()
+def merged_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
+    """The parameters by the names of the model without adapters, one at a time, adapters added to copies of the weights
+    that they change. The model does not change."""
+    adapted = _layers(model)
+    layers = {f"{name}.base_layer.weight": module for name, module in model.named_modules() if module in adapted}
+    for name, parameter in model.named_parameters():
+        if any(f".{part}." in name for part in ("lora_A", "lora_B")):
+            continue
+        layer = layers.get(name)
+        weight = parameter.detach()
+        yield (
+            name.replace(".base_layer.", "."),
+            weight if layer is None or NAME not in layer.lora_A else weight + layer.get_delta_weight(NAME),
+        )
+
+
 def _layers(model: torch.nn.Module) -> "list[LoraLayer]":
     from peft.tuners.lora import LoraLayer
 

@@ -19,6 +19,8 @@ from rlhf_core.determinism import stream
 from rlhf_core.models.batch import positions_of
 from rlhf_core.models.batching import in_length_order
 from rlhf_core.models.masked import masked_log_softmax
+from rlhf_core.models.packed import can_pack
+from rlhf_core.models.static_decoding import StaticDecoder, suits
 
 Outcome = tuple[list[int], list[float], bool]
 """One response: token ids, their log-probabilities (nats), and whether it ended."""
@@ -58,17 +60,22 @@ def sample(
     stop_ids: frozenset[int],
     pad_id: int,
     batch_size: int,
+    static: bool | None = None,
 ) -> Sampled:
     """One response for each prompt; `keys[i]` alone decides the randomness of response i.
 
     `batch_size` rows run side by side, prompts of similar length together; it changes no sample beyond float near-ties.
+    Nor does `static`: decoding with arrays of fixed size (`StaticDecoder`); the default is on CUDA, for a model that it
+    supports.
     """
+    if static is None:
+        static = suits(model)
 
     def decode(rows: list[int]) -> list[Outcome]:
         decoder = _Decoder(
             model, [prompts[i] for i in rows], [keys[i] for i in rows], max_new_tokens, temperature, pad_id
         )
-        return decoder.run(stop_ids)
+        return decoder.run_static(stop_ids) if static else decoder.run(stop_ids)
 
     return in_batches(prompts, batch_size, decode)
 
@@ -137,6 +144,17 @@ class _Decoder:
         for _ in self.steps(stop_ids):
             pass
         return list(zip(self.responses, self.logprobs, self.ended, strict=True))
+
+    def run_static(self, stop_ids: frozenset[int]) -> list[Outcome]:
+        """The same, with arrays of fixed size. Raises ValueError for a model that `can_pack` does not hold for."""
+        if not can_pack(self.model):
+            raise ValueError(f"{type(self.model).__name__} cannot decode with arrays of fixed size; use static=False")
+        first = self._read_prompts()
+        uniforms = torch.from_numpy(self.uniforms)
+        last = self.positions[:, -1:]
+        return StaticDecoder(
+            self.model, self.cache, self.attention, last, uniforms, first, self.temperature, stop_ids, draw
+        ).run()
 
     def steps(self, stop_ids: frozenset[int]) -> Iterator[None]:
         """At each turn, one token more for every row that still runs."""

@@ -1,17 +1,16 @@
-"""Rollout engines: our own sampler, `generate` of transformers, and its continuous batching. All sample from exactly
-softmax(logits / temperature) and ignore the model folder's generation_config."""
+"""Rollout engines: our own sampler and `generate` of transformers; others have modules of their own. All sample from
+exactly softmax(logits / temperature) and ignore the model folder's generation_config."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 from transformers import (
-    ContinuousBatchingConfig,
     GenerationConfig,
     LogitsProcessor,
     LogitsProcessorList,
@@ -24,7 +23,6 @@ from rlhf_core.data.tokenizer import stop_ids
 from rlhf_core.determinism import stream
 from rlhf_core.errors import UserError
 from rlhf_core.models.masked import masked_log_softmax
-from rlhf_core.models.packed import plain_attention
 from rlhf_core.models.sampling import Sampled, draw, in_batches, left_padded, sample
 
 Key = tuple[int, ...]
@@ -63,8 +61,8 @@ class Rules:
 
 
 def engine_of(config: PPOConfig, tokenizer: PreTrainedTokenizerBase) -> Engine:
-    """The engine that the settings name. Raises UserError for a stop token that is not one token, and for continuous
-    batching without a GPU."""
+    """The engine that the settings name. Raises UserError for a stop token that is not one token, for continuous
+    batching or vLLM without a GPU, and for vLLM where it is not installed."""
     rules = Rules(
         max_new_tokens=config.max_new_tokens,
         temperature=config.temperature,
@@ -77,7 +75,15 @@ def engine_of(config: PPOConfig, tokenizer: PreTrainedTokenizerBase) -> Engine:
     if config.engine == "transformers":
         return TransformersEngine(rules)
     if not torch.cuda.is_available():
-        raise UserError("ppo.engine: transformers_continuous needs a CUDA device; use leash or transformers here")
+        raise UserError(f"ppo.engine: {config.engine} needs a CUDA device; use leash or transformers here")
+    if config.engine == "vllm":
+        from rlhf_core.ppo import vllm_engine, vllm_server
+
+        vllm_server.program()
+        dtype = torch.bfloat16 if config.precision == "bfloat16" else torch.float32
+        return vllm_engine.VLLMEngine(rules, tokenizer, config.vllm, dtype)
+    from rlhf_core.ppo.continuous import ContinuousEngine
+
     return ContinuousEngine(rules)
 
 
@@ -86,6 +92,8 @@ class LeashEngine:
     """Our own sampler, with a key-value cache; rows leave the batch when they have ended."""
 
     rules: Rules
+    static: bool | None = None
+    """Whether the cache has a fixed size, see `sample`."""
 
     def __call__(self, policy: PreTrainedModel, prompts: Prompts, keys: Sequence[Key]) -> Sampled:
         """See `Engine`."""
@@ -99,6 +107,7 @@ class LeashEngine:
             stop_ids=rules.stop_ids,
             pad_id=rules.pad_id,
             batch_size=rules.rows,
+            static=self.static,
         )
 
 
@@ -175,61 +184,3 @@ def blank_generation_config(model: PreTrainedModel) -> Iterator[None]:
         yield
     finally:
         model.generation_config = of_the_folder
-
-
-@dataclass(frozen=True)
-class ContinuousEngine:
-    """Continuous batching of transformers: a paged cache; waiting prompts replace ended rows.
-
-    It does not follow rule 3: one generator, seeded by all keys together, draws for all rows in the scheduler's order,
-    so a response depends on the whole batch.
-    """
-
-    rules: Rules
-    page: int = 64
-    """Tokens per page of the cache."""
-
-    def __call__(self, policy: PreTrainedModel, prompts: Prompts, keys: Sequence[Key]) -> Sampled:
-        """See `Engine`. Raises RuntimeError when transformers leaves a request unanswered."""
-        if not prompts:
-            return Sampled([], [], [])
-        devices = [policy.device] if policy.device.type == "cuda" else []
-        with torch.random.fork_rng(devices=devices), blank_generation_config(policy), plain_attention(policy):
-            answers = policy.generate_batch(
-                [list(prompt) for prompt in prompts],
-                generation_config=self._generation(),
-                continuous_batching_config=self._batching(prompts, keys),
-            )
-        results = list(answers.values())
-        if len(results) != len(prompts) or any(result.error for result in results):
-            errors = {result.error for result in results if result.error}
-            raise RuntimeError(f"continuous batching answered {len(results)} of {len(prompts)} prompts: {errors}")
-        rows = [self.rules.cut(result.generated_tokens, result.logprobs) for result in results]
-        return Sampled([r for r, _, _ in rows], [p for _, p, _ in rows], [e for _, _, e in rows])
-
-    def _generation(self) -> GenerationConfig:
-        rules = self.rules
-        return GenerationConfig(
-            do_sample=True,
-            temperature=rules.temperature,
-            top_k=0,
-            top_p=1.0,
-            max_new_tokens=rules.max_new_tokens,
-            eos_token_id=sorted(rules.stop_ids) or -1,
-            pad_token_id=rules.pad_id,
-        )
-
-    def _batching(self, prompts: Prompts, keys: Sequence[Key]) -> Any:
-        """A cache for `rows` of the longest sequences, and no attention kernel from the hub."""
-        rows = min(self.rules.rows, len(prompts))
-        longest = max(len(prompt) for prompt in prompts) + self.rules.max_new_tokens
-        seed = stream(*(number for key in keys for number in key)).integers(2**31)
-        return ContinuousBatchingConfig(
-            return_logprobs=True,
-            seed=int(seed),
-            auto_switch_to_flash=False,
-            allow_block_sharing=False,
-            page_size=self.page,
-            num_blocks=rows * -(-longest // self.page) + 1,
-            max_requests_per_batch=rows,
-        )

@@ -107,7 +107,11 @@ REFUSED = [
     ("ppo.lam", -0.1, "ppo.lam: Input should be greater than or equal to 0"),
     ("ppo.temperature", 0, "ppo.temperature: Input should be greater than 0"),
     ("ppo.steps", 0, "ppo.steps: Input should be greater than or equal to 1"),
-    ("ppo.engine", "vllm", "ppo.engine: Input should be 'leash', 'transformers' or 'transformers_continuous'"),
+    (
+        "ppo.engine",
+        "sglang",
+        "ppo.engine: Input should be 'leash', 'transformers', 'transformers_continuous' or 'vllm'",
+    ),
     ("ppo.sampler_rows", 0, "ppo.sampler_rows: Input should be greater than or equal to 1"),
     ("ppo.kl.controller", "pid", "ppo.kl.controller: Input should be 'fixed' or 'adaptive' (got 'pid')"),
     ("ppo.critic.init", "policy", "ppo.critic.init: Input should be 'reward' or 'sft'"),

@@ -61,7 +61,7 @@ def test_the_body_takes_an_eighth_of_the_memory_and_has_nearly_the_same_weights(
     assert bytes_of[1] * 8 == bytes_of[0]
     for exact, layer in zip(full.model.layers, small.model.layers, strict=True):
         weight, rounded = exact.mlp.up_proj.weight, dequantised(layer.mlp.up_proj).weight
-        assert 0.01 < (rounded - weight).norm() / weight.norm() < 0.2
+        assert 0.01 < (rounded - weight).norm() / weight.norm() < 0.3
 
 
 @installed

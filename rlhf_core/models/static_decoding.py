@@ -1,0 +1,202 @@
+"""Decoding for an accelerator: arrays of fixed size for keys, values and results, and no value read by the host between
+two stop tests, so that a step can be replayed as a CUDA graph. Not run on a GPU."""
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
+from transformers.cache_utils import DynamicLayer
+
+from rlhf_core.models.masked import masked_log_softmax
+from rlhf_core.models.packed import can_pack
+
+Draw = Callable[[Tensor, Tensor], Tensor]
+"""Log-probabilities [rows, V] and uniforms [rows] to token ids [rows]."""
+STOP_TEST = 16
+"""Tokens between two stop tests: each waits for the device once."""
+WARM_UP = 2
+"""Steps that are computed before the first is recorded as a graph: libraries allocate their memory in them."""
+OF_ROWS = ("tokens", "positions", "mask", "uniforms", "responses", "logprobs", "ended")
+
+
+def suits(model: PreTrainedModel) -> bool:
+    """Whether the model decodes this way unless told otherwise: on CUDA, with full attention and a mask of ours."""
+    return model.device.type == "cuda" and can_pack(model)
+
+
+class FixedLayer(DynamicLayer):
+    """The keys and values of a layer [rows, heads, length, size], in arrays that do not grow."""
+
+    def __init__(self, layer: DynamicLayer, length: int, column: Int[Tensor, "1"]) -> None:
+        super().__init__()
+        self.column = column
+        """Where the next token's key and value go; the decoder moves it."""
+        self.keys, self.values = (_with_room(x, length) for x in (layer.keys, layer.values))
+        self.dtype, self.device, self.is_initialized = self.keys.dtype, self.keys.device, True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        """Write one token, and return the whole arrays: the attention mask hides what is not written yet."""
+        self.keys.index_copy_(2, self.column, key_states.to(self.dtype))
+        self.values.index_copy_(2, self.column, value_states.to(self.dtype))
+        return self.keys, self.values
+
+
+def _with_room(x: Float[Tensor, "rows heads width size"], length: int) -> Float[Tensor, "rows heads length size"]:
+    room = x.new_zeros(*x.shape[:2], length, x.shape[3])
+    room[:, :, : x.shape[2]] = x
+    return room
+
+
+def fix(cache: DynamicCache, length: int, column: Int[Tensor, "1"]) -> None:
+    """Replace the layers of a cache by layers of fixed length. Raises ValueError for layers of another kind than those
+    of full attention."""
+    if others := {type(layer).__name__ for layer in cache.layers if type(layer) is not DynamicLayer}:
+        raise ValueError(f"decoding with arrays of fixed size needs full attention, not {', '.join(sorted(others))}")
+    for place, layer in enumerate(cache.layers):
+        cache.layers[place] = FixedLayer(layer, length, column)
+
+
+class StaticDecoder:
+    """Responses to prompts that the model has read into `cache`, all rows side by side. An ended row is computed until
+    a stop test finds at least half of the rows ended; what is drawn behind its stop token is cut off.
+
+    Args:
+        model: reads one token a row; `can_pack` must hold.
+        cache: keys and values of the prompts; the decoder changes it.
+        attention: 1 on the prompts' tokens, 0 on the padding to their left.
+        positions: of the prompts' last tokens.
+        uniforms: one number in [0, 1) for each token that may be drawn, float64.
+        first: log-probabilities of the first tokens, in nats, at the temperature.
+        temperature: of all others.
+        stop_ids: tokens that end a response.
+        draw: chooses the tokens.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        cache: DynamicCache,
+        attention: Int[Tensor, "rows width"],
+        positions: Int[Tensor, "rows 1"],
+        uniforms: Float[Tensor, "rows count"],
+        first: Float[Tensor, "rows vocabulary"],
+        temperature: float,
+        stop_ids: frozenset[int],
+        draw: Draw,
+    ) -> None:
+        (rows, width), count = attention.shape, uniforms.shape[1]
+        device, length = attention.device, width + count
+        self.model, self.cache, self.temperature, self.draw = model, cache, temperature, draw
+        self.first, self.count = first, count
+        self.stop_ids = stop_ids
+        self.stops = torch.tensor(sorted(stop_ids), dtype=torch.long, device=device)
+        self.column = torch.full((1,), width - 1, device=device)
+        fix(cache, length, self.column)
+        self.place = torch.zeros(1, dtype=torch.long, device=device)
+        self.tokens = torch.zeros(rows, 1, dtype=torch.long, device=device)
+        self.positions = positions.clone()
+        self.mask: Bool[Tensor, "rows 1 1 length"] = torch.zeros(rows, 1, 1, length, dtype=torch.bool, device=device)
+        self.mask[..., :width] = attention[:, None, None].bool()
+        self.uniforms = uniforms.to(device)
+        self.responses = torch.zeros(rows, count, dtype=torch.long, device=device)
+        self.logprobs = first.new_zeros(rows, count)
+        self.ended = torch.zeros(rows, dtype=torch.bool, device=device)
+        self.rows = list(range(rows))
+        """The number of each row that is still computed."""
+        self.done: dict[int, tuple[list[int], list[float], bool]] = {}
+
+    def run(self) -> list[tuple[list[int], list[float], bool]]:
+        """The token ids of each row, their log-probabilities (nats), and whether it ended."""
+        self._record(self.first)
+        step = Replayed(self._step)
+        for drawn in range(1, self.count):
+            if drawn % STOP_TEST == 0 and (running := self._running()) is not None:
+                if not running:
+                    break
+                self._keep(running)
+                step = Replayed(self._step)
+            step()
+        self._finish(range(len(self.rows)))
+        return [self.done[row] for row in sorted(self.done)]
+
+    def _step(self) -> None:
+        """Read the last token of each row and draw the next one; all in place, nothing read by the host."""
+        self.column.add_(1)
+        self.mask.index_fill_(3, self.column, True)
+        output = self.model(
+            input_ids=self.tokens,
+            attention_mask=self.mask,
+            position_ids=self.positions,
+            past_key_values=self.cache,
+            use_cache=True,
+            logits_to_keep=1,
+        )
+        self._record(masked_log_softmax(output.logits[:, -1], temperature=self.temperature))
+
+    def _record(self, logprobs: Float[Tensor, "rows vocabulary"]) -> None:
+        chosen = self.draw(logprobs, self.uniforms.index_select(1, self.place)[:, 0])[:, None]
+        self.responses.index_copy_(1, self.place, chosen)
+        self.logprobs.index_copy_(1, self.place, logprobs.gather(1, chosen))
+        self.ended.logical_or_((chosen == self.stops).any(dim=1))
+        self.tokens.copy_(chosen)
+        self.positions.add_(1)
+        self.place.add_(1)
+
+    def _running(self) -> list[int] | None:
+        """The places of the rows that have not ended, where these are half of all rows or fewer: a new batch size
+        costs a copy of the cache and a new graph."""
+        running = (~self.ended).nonzero()[:, 0].tolist()
+        return running if 2 * len(running) <= len(self.rows) else None
+
+    def _keep(self, places: list[int]) -> None:
+        """Continue with these rows only."""
+        self._finish(sorted(set(range(len(self.rows))) - set(places)))
+        index = torch.tensor(places, device=self.place.device)
+        self.cache.batch_select_indices(index)
+        for name in OF_ROWS:
+            setattr(self, name, getattr(self, name)[index])
+        self.rows = [self.rows[place] for place in places]
+
+    def _finish(self, places: "range | list[int]") -> None:
+        """Note the responses at these places, up to their first stop token."""
+        index = torch.tensor(list(places), dtype=torch.long, device=self.place.device)
+        drawn = int(self.place)
+        tokens, logprobs = self.responses[index, :drawn].tolist(), self.logprobs[index, :drawn].tolist()
+        for place, ids, values in zip(places, tokens, logprobs, strict=True):
+            length = next((i + 1 for i, token in enumerate(ids) if token in self.stop_ids), drawn)
+            self.done[self.rows[place]] = (ids[:length], values[:length], ids[length - 1] in self.stop_ids)
+
+
+class Replayed:
+    """A step without arguments or results. On CUDA it is computed twice and then replayed as a CUDA graph, where it can
+    be recorded; the kernels, and so the results, are the same. Not run on a GPU."""
+
+    def __init__(self, step: Callable[[], None]) -> None:
+        self.step, self.steps, self.graph = step, 0, None
+        self.records = torch.cuda.is_available()
+
+    def __call__(self) -> None:
+        """One step."""
+        if self.records and self.steps == WARM_UP:
+            self.graph = self._record()
+        if self.graph is None:
+            self.step()
+        else:
+            self.graph.replay()
+        self.steps += 1
+
+    def _record(self) -> Any:
+        """The graph; None, with a warning, where the step cannot be recorded. Recording computes nothing."""
+        graph = torch.cuda.CUDAGraph()
+        torch.cuda.synchronize()
+        try:
+            with torch.cuda.graph(graph):
+                self.step()
+        except RuntimeError as error:
+            warnings.warn(f"sampling without CUDA graphs: {error}".splitlines()[0], stacklevel=2)
+            return None
+        return graph
