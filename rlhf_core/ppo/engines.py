@@ -19,10 +19,12 @@ from transformers import (
 )
 
 from rlhf_core.config.ppo import PPOConfig
+from rlhf_core.config.precision import Precision
 from rlhf_core.data.tokenizer import stop_ids
 from rlhf_core.determinism import stream
 from rlhf_core.errors import UserError
 from rlhf_core.models.masked import masked_log_softmax
+from rlhf_core.models.precision import frozen_dtype
 from rlhf_core.models.sampling import Sampled, draw, in_batches, left_padded, sample
 
 Key = tuple[int, ...]
@@ -60,8 +62,8 @@ class Rules:
         return list(tokens), list(logprobs), False
 
 
-def engine_of(config: PPOConfig, tokenizer: PreTrainedTokenizerBase) -> Engine:
-    """The engine that the settings name. Raises UserError for a stop token that is not one token, for continuous
+def engine_of(config: PPOConfig, tokenizer: PreTrainedTokenizerBase, precision: Precision = "float32") -> Engine:
+    """The engine that the settings name; `precision` is that of vLLM's copy of the weights. Raises UserError for a stop token that is not one token, for continuous
     batching or vLLM without a GPU, and for vLLM where it is not installed."""
     rules = Rules(
         max_new_tokens=config.max_new_tokens,
@@ -80,8 +82,7 @@ def engine_of(config: PPOConfig, tokenizer: PreTrainedTokenizerBase) -> Engine:
         from rlhf_core.ppo import vllm_engine, vllm_server
 
         vllm_server.program()
-        dtype = torch.bfloat16 if config.precision == "bfloat16" else torch.float32
-        return vllm_engine.VLLMEngine(rules, tokenizer, config.vllm, dtype)
+        return vllm_engine.VLLMEngine(rules, tokenizer, config.vllm, frozen_dtype(precision))
     from rlhf_core.ppo.continuous import ContinuousEngine
 
     return ContinuousEngine(rules)

@@ -69,7 +69,7 @@ class PPOTrainer:
         self.processes = Processes()
         self.models = models.to(self.processes.device)
         self.stop_ids = stop_ids(tokenizer, config.stop_tokens)
-        self.engine = engine_of(config, tokenizer)
+        self.engine = engine_of(config, tokenizer, models.precision)
         """Samples the responses; can be replaced before the first step."""
         self.prompts, self.rows = list(prompts), None if rows is None else list(rows)
         self.prompt_ids = [encode_prompt(tokenizer, prompt) for prompt in prompts]
