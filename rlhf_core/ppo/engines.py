@@ -63,8 +63,9 @@ class Rules:
 
 
 def engine_of(config: PPOConfig, tokenizer: PreTrainedTokenizerBase, precision: Precision = "float32") -> Engine:
-    """The engine that the settings name; `precision` is that of vLLM's copy of the weights. Raises UserError for a stop token that is not one token, for continuous
-    batching or vLLM without a GPU, and for vLLM where it is not installed."""
+    """The engine that the settings name; `precision` is that of vLLM's copy of the weights. Raises UserError for a stop
+    token that is not one token, for continuous batching or vLLM without a GPU, and for vLLM where it is not
+    installed."""
     rules = Rules(
         max_new_tokens=config.max_new_tokens,
         temperature=config.temperature,
