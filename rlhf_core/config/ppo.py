@@ -160,7 +160,10 @@ class PPOConfig(Block):
     micro_batch_tokens: Positive | None = None
     """Also limits a micro-batch to this many tokens, prompts and padding included; null: no such limit."""
     processes: Positive = 1
-    """Processes that share the work, each with all the models: one per GPU, or several on a CPU."""
+    """Processes that share the work: one per GPU, or several on a CPU."""
+    sharding: Literal["none", "fsdp"] = "none"
+    """Of several processes. `none`: each has all the models. `fsdp`: each has its part of every weight, gradient and
+    optimizer state (FSDP2), and gathers weights layer by layer."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, more time."""
     precision: Literal["float32", "bfloat16"] = "float32"

@@ -1,6 +1,6 @@
 """LoRA adapters (Hu et al. 2021) of `peft` in a Hugging Face model, which stays a plain transformers model."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -56,9 +56,16 @@ class Adapter:
     method raises ValueError."""
 
     def __init__(self, tuner: "LoraModel", flags: Mapping[torch.nn.Parameter, bool]) -> None:
-        self._tuner, self._flags = tuner, flags
+        self._tuner = tuner
         self.model: PreTrainedModel = tuner.model
-        self._trainable = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+        named = dict(self.model.named_parameters())
+        self._trained = {name for name, parameter in named.items() if parameter.requires_grad}
+        self._flags = {name: flags[parameter] for name, parameter in named.items() if parameter in flags}
+
+    @property
+    def _trainable(self) -> dict[str, torch.nn.Parameter]:
+        """By name: parameters become other objects where a model is divided over processes."""
+        return {name: p for name, p in self.model.named_parameters() if name in self._trained}
 
     @contextmanager
     def off(self) -> Iterator[PreTrainedModel]:
@@ -67,21 +74,21 @@ class Adapter:
         flags = [(parameter, parameter.requires_grad) for parameter in self._trainable.values()]
         try:
             self._tuner.disable_adapter_layers()
+            _restore(flags)  # a divided model takes the flags of its whole weights from here, once
             yield self.model
         finally:
             if on:
                 self._tuner.enable_adapter_layers()
-            for parameter, flag in flags:  # peft's switch freezes and unfreezes
-                parameter.requires_grad_(flag)
+            _restore(flags)
 
     def merge(self) -> PreTrainedModel:
         """Merge the adapters into the weights, W + (alpha / rank)·B·A, in place, and return the model: the same object,
         plain again, its parameters trainable as before `add_lora`. Adapters and base cannot be separated afterwards;
         take `state_dict` before if either is still needed."""
         self._present()
+        flags = [(p, self._flags[name]) for name, p in self.model.named_parameters() if name in self._flags]
         self._tuner.merge_and_unload()
-        for parameter, flag in self._flags.items():
-            parameter.requires_grad_(flag)
+        _restore(flags)
         return self.model
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -104,6 +111,12 @@ class Adapter:
         if not layers:
             raise ValueError("the adapter was merged into its model")
         return layers
+
+
+def _restore(flags: Iterable[tuple[torch.nn.Parameter, bool]]) -> None:
+    """Undo peft's switch, which freezes and unfreezes parameters."""
+    for parameter, flag in flags:
+        parameter.requires_grad_(flag)
 
 
 def _layers(model: PreTrainedModel) -> dict[str, "LoraLayer"]:

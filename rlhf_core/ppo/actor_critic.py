@@ -3,6 +3,7 @@ the reference is a frozen copy, or the policy with its adapter switched off."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 from jaxtyping import Float
@@ -13,6 +14,7 @@ from rlhf_core.config.ppo import PPOConfig
 from rlhf_core.models.batch import TokenBatch, response_logits, response_logits_and_hidden, state_values
 from rlhf_core.models.hf import fresh_head, keep_float32, scalar_head
 from rlhf_core.models.lora import Adapter, add_lora
+from rlhf_core.models.sharding import divide, is_divided, is_main, rejoin, within
 
 Logits = Float[Tensor, "tokens vocabulary"]
 Values = Float[Tensor, "rows time"]
@@ -62,6 +64,15 @@ class ActorCritic:
                 module.to(device)
         return self
 
+    def divide(self) -> "ActorCritic":
+        """Divide all models over the processes, see `sharding.divide`; a shared critic's head is whole in each."""
+        for model in (self.policy, self.reference, self.critic):
+            if model is not None:
+                divide(model, self.bfloat16)
+        if self.head is not None:
+            self.head.to(next(self.policy.parameters()).device)
+        return self
+
     @property
     def has_critic(self) -> bool:
         """Whether there is a critic."""
@@ -73,23 +84,25 @@ class ActorCritic:
         builds_graph = torch.is_grad_enabled() and trains_policy
         if self.head is not None:
             with self.autocast(), torch.set_grad_enabled(builds_graph):
-                logits, hidden = response_logits_and_hidden(self.policy, batch)
+                logits, hidden = within(self.policy, partial(response_logits_and_hidden, self.policy, batch))
             return logits, batch.spread(self.head(hidden.float())[..., 0])
         with self.autocast():
-            values = state_values(self.critic, batch) if self.critic is not None else torch.zeros_like(batch.mask)
+            values = torch.zeros_like(batch.mask)
+            if self.critic is not None:
+                values = within(self.critic, partial(state_values, self.critic, batch))
         with torch.set_grad_enabled(builds_graph):
             return self.policy_logits(batch), values
 
     def policy_logits(self, batch: TokenBatch) -> Logits:
         """The policy's logits alone."""
         with self.autocast():
-            return response_logits(self.policy, batch)
+            return within(self.policy, partial(response_logits, self.policy, batch))
 
     @torch.no_grad()
     def reference_logits(self, batch: TokenBatch) -> Logits:
         """The reference's logits."""
         with self.autocast(), self.as_reference() as model:
-            return response_logits(model, batch)
+            return within(model, partial(response_logits, model, batch))
 
     @contextmanager
     def as_reference(self) -> Iterator[PreTrainedModel]:
@@ -141,10 +154,15 @@ class ActorCritic:
 
     def finished(self) -> tuple[PreTrainedModel, PreTrainedModel | nn.Linear | None]:
         """Policy and critic (the head alone of a shared one) on the CPU, adapters merged into the weights. Training
-        cannot continue."""
+        cannot continue. Where models are divided all processes call it, and only the main one gets weights."""
+        divided = is_divided(self.policy)
+        for model in self._bodies().values():
+            rejoin(model)
+        critic = self.critic or self.head
+        if divided and not is_main():
+            return self.policy, critic
         for adapter in self.adapters.values():
             adapter.merge()
-        critic = self.critic or self.head
         return self.policy.cpu(), critic.cpu() if critic is not None else None
 
     def _heads(self) -> list[nn.Module]:

@@ -14,6 +14,7 @@ from rlhf_core.data.tokenizer import decode_response, encode_prompt, stop_ids
 from rlhf_core.finite import at_step, require_finite
 from rlhf_core.models.sampling import Sampled
 from rlhf_core.models.scorers import Answers
+from rlhf_core.models.sharding import whole
 from rlhf_core.ppo.actor_critic import ActorCritic
 from rlhf_core.ppo.credit import assign_credit
 from rlhf_core.ppo.diagnostics import CRITIC_COLUMNS, step_row
@@ -66,8 +67,8 @@ class PPOTrainer:
         rows: Sequence[Mapping[str, object]] | None = None,
     ) -> None:
         self.config, self.seed, self.tokenizer = config, seed, tokenizer
-        self.processes = Processes()
-        self.models = models.to(self.processes.device)
+        self.processes = Processes(config.sharding)
+        self.models = models.divide() if self.processes.divides_models else models.to(self.processes.device)
         self.stop_ids = stop_ids(tokenizer, config.stop_tokens)
         self.engine = engine_of(config, tokenizer)
         """Samples the responses; can be replaced before the first step."""
@@ -207,7 +208,9 @@ class PPOTrainer:
             at_once = self.config.sampler_rows or self.config.batch_size
             return self.halvings["sampling"].in_pieces(rows, at_once, work, self.processes.gather)
 
-        responses, logprobs, ended = zip(*self.processes.map(range(len(keys)), fitting), strict=True)
+        with whole([self.models.policy]):
+            found = self.processes.map(range(len(keys)), fitting)
+        responses, logprobs, ended = zip(*found, strict=True)
         return Sampled(list(responses), list(logprobs), list(ended))
 
     def diagnose(

@@ -62,3 +62,57 @@ def test_rule_13_rule_03_failure_10_two_processes_train_as_one(name: str, tmp_pa
         assert first["optimizer_steps"] == second["optimizer_steps"]
         assert first["kl"] == pytest.approx(second["kl"], rel=1e-3, abs=1e-4)
         assert first["score"] == pytest.approx(second["score"], rel=1e-3, abs=1e-4)
+
+
+SHARDED: dict[str, dict[str, Any]] = {
+    "critic of its own": {},
+    "shared critic, text": OPTIONS["shared critic, text"],
+    "critic warm-up, gpt2": {"critic": {"warmup_steps": 2}, "kind": "gpt2"},
+    "rloo, an odd minibatch": OPTIONS["rloo, an odd minibatch"],
+    "lora, full KL in the loss": {
+        "lora": {"rank": 4},
+        "learning_rate": 1e-2,
+        "gradient_checkpointing": True,
+        "kl": {"penalty": "loss", "estimator": "full"},
+    },
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", list(SHARDED))
+def test_rule_13_divided_models_train_as_whole_ones(name: str, tmp_path: Path) -> None:
+    """`sharding: fsdp` on two processes: samples, gradient and weights of one process, and about half the bytes."""
+    one = launch(1, tmp_path / "one", SHARDED[name])
+    two = launch(2, tmp_path / "two", SHARDED[name] | {"sharding": "fsdp"})
+    assert one["sampled"] == two["sampled"]
+    assert relative(one["gradient"], two["gradient"]) <= 1e-5
+    assert relative(one["weights"][2], two["weights"][2]) <= 1e-4
+    assert [row["optimizer_steps"] for row in one["rows"]] == [row["optimizer_steps"] for row in two["rows"]]
+    for part in ("policy", "optimizers"):
+        assert two["memory"][part] <= 0.51 * one["memory"][part]
+
+
+@pytest.mark.slow
+def test_rule_14_divided_processes_stop_and_skip_together(tmp_path: Path) -> None:
+    """`stop_kl` and `max_ratio` at thresholds that some minibatches cross."""
+    options = {"stop_kl": 2e-3, "max_ratio": 1.0005, "minibatches": 4, "learning_rate": 1e-2}
+    one, two = (
+        launch(count, tmp_path / str(count), options | {"sharding": kind}) for count, kind in ((1, "none"), (2, "fsdp"))
+    )
+    columns = ("optimizer_steps", "skipped_minibatches", "stopped_early")
+    found = [[row[name] for name in columns] for row in one["rows"]]
+    assert found == [[row[name] for name in columns] for row in two["rows"]]
+    assert any(skipped for _, skipped, _ in found) or any(stopped for *_, stopped in found)
+    assert relative(one["weights"][2], two["weights"][2]) <= 1e-4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layer", [-1, 0, 1])
+def test_a_lack_of_memory_in_one_process_halves_the_batches_of_all(layer: int, tmp_path: Path) -> None:
+    """In a layer of the policy, or (-1) after the last one; the training goes on and gives the same weights."""
+    one = launch(1, tmp_path / "one", {})
+    two = launch(2, tmp_path / "two", {"sharding": "fsdp", "fail_in_layer": layer})
+    assert two["halved"]
+    assert not one["halved"]
+    assert one["sampled"] == two["sampled"]
+    assert relative(one["weights"][2], two["weights"][2]) <= 1e-4
