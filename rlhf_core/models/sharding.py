@@ -55,7 +55,9 @@ def divide(model: PreTrainedModel, bfloat16: bool = False) -> PreTrainedModel:
     layers = _layers(model)
     device = "cuda" if distributed.get_backend() == "nccl" else "cpu"
     mesh = init_device_mesh(device, (distributed.get_world_size(),))
-    in_layers = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if bfloat16 else MixedPrecisionPolicy()
+    in_layers = MixedPrecisionPolicy()
+    if bfloat16:
+        in_layers = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32, output_dtype=torch.float32)
     for layer in layers:
         fully_shard(layer, mesh=mesh, reshard_after_forward=True, mp_policy=in_layers)
     root = _Root(model)

@@ -14,7 +14,8 @@ from rlhf_core.config.ppo import PPOConfig
 from rlhf_core.models.batch import TokenBatch, response_logits, response_logits_and_hidden, state_values
 from rlhf_core.models.hf import fresh_head, keep_float32, scalar_head
 from rlhf_core.models.lora import Adapter, add_lora
-from rlhf_core.models.sharding import divide, is_divided, is_main, rejoin, within
+from rlhf_core.models.sharded_files import as_divided
+from rlhf_core.models.sharding import divide, rejoin, within
 
 Logits = Float[Tensor, "tokens vocabulary"]
 Values = Float[Tensor, "rows time"]
@@ -150,19 +151,21 @@ class ActorCritic:
     def load_state_dict(self, state: dict[str, dict[str, Tensor]]) -> None:
         """Continue from a `state_dict`."""
         for name, part in self._stateful().items():
-            part.load_state_dict(state[name])
+            own = part.state_dict()
+            part.load_state_dict({key: as_divided(saved, own.get(key, saved)) for key, saved in state[name].items()})
+
+    def rejoin(self) -> None:
+        """Before `finished`, where models are divided: policy and critic with whole weights in the main process. All
+        processes call it. Training cannot continue."""
+        for model in self._bodies().values():
+            rejoin(model)
 
     def finished(self) -> tuple[PreTrainedModel, PreTrainedModel | nn.Linear | None]:
         """Policy and critic (the head alone of a shared one) on the CPU, adapters merged into the weights. Training
-        cannot continue. Where models are divided all processes call it, and only the main one gets weights."""
-        divided = is_divided(self.policy)
-        for model in self._bodies().values():
-            rejoin(model)
-        critic = self.critic or self.head
-        if divided and not is_main():
-            return self.policy, critic
+        cannot continue."""
         for adapter in self.adapters.values():
             adapter.merge()
+        critic = self.critic or self.head
         return self.policy.cpu(), critic.cpu() if critic is not None else None
 
     def _heads(self) -> list[nn.Module]:

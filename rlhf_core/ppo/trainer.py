@@ -3,6 +3,7 @@
 import time
 import warnings
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from rlhf_core.config.ppo import PPOConfig
 from rlhf_core.data.chat import Conversation
 from rlhf_core.data.tokenizer import decode_response, encode_prompt, stop_ids
+from rlhf_core.errors import NonFiniteError
 from rlhf_core.finite import at_step, require_finite
 from rlhf_core.models.sampling import Sampled
 from rlhf_core.models.scorers import Answers
@@ -20,7 +22,7 @@ from rlhf_core.ppo.credit import assign_credit
 from rlhf_core.ppo.diagnostics import CRITIC_COLUMNS, step_row
 from rlhf_core.ppo.engines import engine_of
 from rlhf_core.ppo.kl import AdaptiveKLController, FixedKLController, KLController, StepPrice
-from rlhf_core.ppo.optimizers import build_optimizers, schedule
+from rlhf_core.ppo.optimizers import build_optimizers, divided_as, schedule
 from rlhf_core.ppo.plan import ROLLOUT, SAMPLES, StepPlan, prompts_of_step
 from rlhf_core.ppo.processes import Processes
 from rlhf_core.ppo.ptx import Piece, TextMix
@@ -95,6 +97,11 @@ class PPOTrainer:
         self.steps_done = 0
         self.seconds: dict[str, float] = {}
         """Seconds of each phase of the last step; never part of a result."""
+
+    @property
+    def writes(self) -> bool:
+        """Whether this process takes part in saving: the main one, or all where models are divided."""
+        return self.processes.is_main or self.processes.divides_models
 
     @property
     def pad_id(self) -> int:
@@ -248,13 +255,16 @@ class PPOTrainer:
         parts = self._stateful()
         state = {"steps_done": self.steps_done} | {name: part.state_dict() for name, part in parts.items()}
         with at_step(self.steps_done):
-            require_finite(state)
+            self.processes.together(partial(require_finite, state), (NonFiniteError,))
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where `state_dict` was taken."""
         for name, part in self._stateful().items():
-            part.load_state_dict(state[name])
+            saved = state[name]
+            if isinstance(part, torch.optim.Optimizer):
+                saved = divided_as(part, saved)
+            part.load_state_dict(saved)
         self.steps_done = int(state["steps_done"])
 
     def _stateful(self) -> dict[str, Any]:

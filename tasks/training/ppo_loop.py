@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_core.config.ppo import PPOConfig
@@ -13,7 +14,8 @@ from rlhf_core.determinism import permutation
 from rlhf_core.errors import UserError
 from rlhf_core.models.ensemble import JUDGE
 from rlhf_core.models.hf import context_length, load_causal_lm, place
-from rlhf_core.models.scorers import Observed
+from rlhf_core.models.scorers import Observed, models_of
+from rlhf_core.models.sharding import divide
 from rlhf_core.ppo import checkpoint, snapshots
 from rlhf_core.ppo.actor_critic import ActorCritic
 from rlhf_core.ppo.health import Alert, Monitor
@@ -47,7 +49,8 @@ def build(
 ) -> tuple[PPOTrainer, list[Row], dict[str, float | None]]:
     """The trainer with its models, the held-out rows to watch, and figures of its inputs: the number of prompts that
     did not fit, and the scores of the reference."""
-    device, trusted, seed = Processes().device, trusts(stage), begin.seed
+    processes, trusted, seed = Processes(config.sharding), trusts(stage), begin.seed
+    device = torch.device("cpu") if processes.divides_models else processes.device  # `divide` moves parts
     reference = place(load_causal_lm(stage.root / begin.reference, trust_remote_code=trusted), device)
     kept, too_long = fitting_prompts(stage, config, PROMPTS, tokenizer, reference)
     heldout, _ = fitting_prompts(stage, config, HELDOUT, tokenizer, reference)
@@ -56,6 +59,10 @@ def build(
     prompts, rows, judge = [row["prompt"] for row in kept], extras_of(kept), judge_of(stage)
     scorer = scorer_of(stage, tokenizer, config.micro_batch_size, device)
     judging = judging_scorer_of(stage.root, tokenizer, config.micro_batch_size, trusted, device)
+    if processes.divides_models:
+        divide(reference, config.precision == "bfloat16")
+        for model in models_of((scorer, judging)):
+            divide(model)
     known = reference_scores(config, reference, tokenizer, scorer, prompts, seed, stage.exempt, rows)
     is_own_reference = config.lora is not None and begin.start == begin.reference  # the policy without its adapter
     models = ActorCritic(
@@ -123,9 +130,12 @@ def train(stage: Stage[Any], trainer: PPOTrainer, watched: list[Row]) -> Record:
         while trainer.steps_done < trainer.config.steps:
             step(stage, trainer, record, watched, progress)
             leaving = stage.interrupts.is_requested()
-            if trainer.processes.is_main and (leaving or save_is_due(stage, trainer, record)):
+            saving = leaving or save_is_due(stage, trainer, record)
+            if trainer.processes.divides_models:  # every process has a part of the state
+                leaving, saving = trainer.processes.gather([(leaving, saving)])[0]
+            if saving and trainer.writes:
                 state = {"trainer": trainer.state_dict(), "record": record.state_dict()}
-                checkpoint.save(checkpoints, trainer.steps_done, state)
+                checkpoint.save(checkpoints, trainer.steps_done, state, trainer.processes)
             if leaving:
                 stage.interrupts.leave()
             stop_at_alert(stage, record)
@@ -158,7 +168,7 @@ def step(stage: Stage[Any], trainer: PPOTrainer, record: Record, watched: list[R
     row = trainer.step()
     done = trainer.steps_done
     record.history.append(row)
-    if trainer.processes.is_main and snapshot_is_due(trainer.config, done):
+    if trainer.writes and snapshot_is_due(trainer.config, done):
         snapshots.write(snapshots_of(stage), trainer.models, done, trainer.config.lora, stage.seed)
     track(stage, trainer, row)
     progress.update(done, **{name: row[name] for name in ("score", "gold", "kl", "entropy")})

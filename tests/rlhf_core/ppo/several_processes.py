@@ -2,6 +2,8 @@
 the first gradient, the parameters after each step, the rows, and the sampled ids."""
 
 import json
+import os
+import signal
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -13,23 +15,34 @@ from torch.distributed.tensor import DTensor
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import conftest
 
-from rlhf_core.models import sharding
+from rlhf_core.models import sharded_files, sharding
+from rlhf_core.ppo import checkpoint
 from rlhf_core.ppo.trainer import PPOTrainer
+from rlhf_core.training.checkpoints import Checkpoints
 
 
 def main(folder: Path, options: dict[str, Any]) -> None:
     """Train, and write `run.pt`."""
     torch.set_num_threads(1)
-    fails = options.pop("fail_in_layer", None)
+    fails, steps, dies = options.pop("fail_in_layer", None), options.pop("steps", 3), options.pop("die", False)
+    saves = "state" in options
+    checkpoints = Checkpoints(Path(options.pop("state", folder / "state")))
     trainer = conftest.tiny_trainer(**options)
     if fails is not None and not trainer.processes.is_main:
         run_out_of_memory(trainer, fails)
+    if dies and not trainer.processes.is_main:
+        die_while_saving(trainer)
+    state = checkpoint.load(checkpoints, trainer.processes)
+    if state is not None:
+        trainer.load_state_dict(state)
     gradients = record_gradients(trainer)
     rows, weights, sampled = [], [], []
-    for _ in range(3):
+    while trainer.steps_done < steps:
         sampled.append(trainer.rollout().response_ids)
         rows.append(trainer.step())
         weights.append(flat([p for part in trainer.models.trained().values() for p in part]))
+        if saves and trainer.writes:
+            checkpoint.save(checkpoints, trainer.steps_done, trainer.state_dict(), trainer.processes)
     memory = {name: own_bytes(part) for name, part in trainer.models.trained().items()}
     memory["optimizers"] = sum(own_bytes(o.state[p].values()) for o in trainer.optimizers.values() for p in o.state)
     if trainer.processes.is_main:
@@ -69,6 +82,18 @@ def run_out_of_memory(trainer: PPOTrainer, place: int) -> None:
             raise RuntimeError("not enough memory: you tried to allocate 8 bytes")
 
     module.register_forward_pre_hook(fail)
+
+
+def die_while_saving(trainer: PPOTrainer) -> None:
+    """A kill of this process while the others write their parts of the second checkpoint."""
+    write = sharded_files.write
+
+    def die_or_write(folder: Path, tensors: dict[str, DTensor]) -> None:
+        if trainer.steps_done == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        write(folder, tensors)
+
+    sharded_files.write = die_or_write
 
 
 def flat(tensors: Sequence[torch.Tensor]) -> torch.Tensor:

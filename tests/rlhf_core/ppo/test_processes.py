@@ -10,6 +10,10 @@ from typing import Any
 import pytest
 import torch
 
+from rlhf_core.errors import UserError
+from rlhf_core.ppo import checkpoint
+from rlhf_core.training.checkpoints import Checkpoints, seal
+
 ROOT = Path(__file__).parents[3]
 SCRIPT = Path(__file__).with_name("several_processes.py")
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -39,6 +43,9 @@ def launch(count: int, folder: Path, options: dict[str, Any]) -> dict[str, Any]:
         timeout=300,
         check=False,
     )
+    if options.get("die"):
+        assert done.returncode != 0
+        return {}
     assert done.returncode == 0, done.stderr[-3000:]
     run: dict[str, Any] = torch.load(folder / "run.pt", weights_only=True)
     return run
@@ -116,3 +123,46 @@ def test_a_lack_of_memory_in_one_process_halves_the_batches_of_all(layer: int, t
     assert not one["halved"]
     assert one["sampled"] == two["sampled"]
     assert relative(one["weights"][2], two["weights"][2]) <= 1e-4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lora", [None, {"rank": 4}], ids=["all weights", "lora"])
+def test_rule_19_a_checkpoint_of_two_processes_continues_in_two_and_in_one(
+    lora: dict[str, int] | None, tmp_path: Path
+) -> None:
+    """In two: the bytes of a run without a stop. In one, or from one to two: the weights up to rounding."""
+    options = {"sharding": "fsdp", "lora": lora}
+    straight = launch(2, tmp_path / "straight", options)
+    for name, first, then in (("two", 2, 2), ("one", 2, 1), ("more", 1, 2)):
+        state = {"state": str(tmp_path / f"state of {name}")}
+        launch(first, tmp_path / f"first {name}", options | state | {"steps": 2})
+        continued = launch(then, tmp_path / f"then {name}", options | state)
+        assert len(continued["rows"]) == 1
+        assert relative(straight["weights"][2], continued["weights"][0]) <= 1e-4
+        assert torch.equal(straight["weights"][2], continued["weights"][0]) or first != then
+
+
+@pytest.mark.slow
+def test_failure_01_a_kill_while_a_divided_checkpoint_is_written_leaves_the_one_before(tmp_path: Path) -> None:
+    options = {"sharding": "fsdp", "state": str(tmp_path / "state")}
+    launch(2, tmp_path / "killed", options | {"die": True})
+    assert (tmp_path / "state/checkpoint-1/seal.json").exists()
+    assert not (tmp_path / "state/checkpoint-2").exists()
+    assert len(launch(2, tmp_path / "again", options)["rows"]) == 2
+
+
+@pytest.mark.slow
+def test_a_divided_checkpoint_without_one_of_its_files_is_not_used(tmp_path: Path) -> None:
+    """The one before is, and the message names the step; with a seal that fits it is an error of one line."""
+    options = {"sharding": "fsdp", "state": str(tmp_path / "state")}
+    launch(2, tmp_path / "first", options | {"steps": 2})
+    missing = next((tmp_path / "state/checkpoint-2" / checkpoint.DIVIDED).iterdir())
+    missing.unlink()
+    seal(tmp_path / "state/checkpoint-2")
+    with pytest.raises(UserError, match="1 of 2 files") as error:
+        checkpoint.load(Checkpoints(tmp_path / "state"))
+    assert "\n" not in str(error.value)
+    (tmp_path / "state/checkpoint-2/seal.json").unlink()
+    said: list[str] = []
+    assert (checkpoint.load(Checkpoints(tmp_path / "state", said.append)) or {})["steps_done"] == 1
+    assert said == ["checkpoint-2 was cut short and is not used"]
