@@ -2,6 +2,7 @@
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -166,3 +167,30 @@ def test_a_divided_checkpoint_without_one_of_its_files_is_not_used(tmp_path: Pat
     said: list[str] = []
     assert (checkpoint.load(Checkpoints(tmp_path / "state", said.append)) or {})["steps_done"] == 1
     assert said == ["checkpoint-2 was cut short and is not used"]
+
+
+@pytest.mark.slow
+def test_two_groups_of_torchrun_train_as_one_process(tmp_path: Path) -> None:
+    """Two nodes, here on one machine: each group has a rank of its own, and they meet at the first one's address."""
+    options, environment = {"sharding": "fsdp"}, os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    one = launch(1, tmp_path / "one", options)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    (tmp_path / "two").mkdir()
+    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1"]
+    command += ["--master-addr", "127.0.0.1", "--master-port", str(port)]
+    nodes = [
+        subprocess.Popen(
+            [*command, "--node-rank", str(rank), str(SCRIPT), str(tmp_path / "two"), json.dumps(options)],
+            cwd=ROOT,
+            env=environment,
+        )
+        for rank in (0, 1)
+    ]
+    assert [node.wait(timeout=300) for node in nodes] == [0, 0]
+    two: dict[str, Any] = torch.load(tmp_path / "two" / "run.pt", weights_only=True)
+    assert two["processes"] == 2
+    assert one["sampled"] == two["sampled"]
+    assert relative(one["weights"][2], two["weights"][2]) <= 1e-4
+    assert two["memory"]["policy"] <= 0.51 * one["memory"]["policy"]
