@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from rlhf_core.errors import NonFiniteError
 
@@ -22,7 +23,7 @@ def require_finite(state: Any, name: str = "state") -> None:
 def _numbers(state: Any, place: str) -> Iterator[tuple[str, Tensor | float]]:
     if isinstance(state, Tensor):
         if state.is_floating_point():
-            yield place, state
+            yield place, state.to_local() if isinstance(state, DTensor) else state  # this process' part
     elif isinstance(state, float):
         yield place, state
     elif isinstance(state, Mapping):

@@ -28,6 +28,8 @@ def execute(stage: Stage[PPOConfig]) -> None:
     begin = beginning(stage.root, stage.seed, stage.block("round", RoundParams))
     trainer, watched, inputs = build(stage, stage.params, tokenizer, begin)
     record = train(stage, trainer, watched)
+    if trainer.processes.divides_models:
+        trainer.models.rejoin()
     if not trainer.processes.is_main:
         return
     shutil.copytree(snapshots_of(stage), stage.out("models/snapshots"), copy_function=files.link)

@@ -173,7 +173,10 @@ class PPOConfig(Block):
     micro_batch_tokens: Positive | None = None
     """Also limits a micro-batch to this many tokens, prompts and padding included; null: no such limit."""
     processes: Positive = 1
-    """Processes that share the work, each with all the models: one per GPU, or several on a CPU."""
+    """Processes that share the work: one per GPU, or several on a CPU."""
+    sharding: Literal["none", "fsdp"] = "none"
+    """Of several processes. `none`: each has all the models. `fsdp`: each has its part of every weight, gradient and
+    optimizer state (FSDP2), and gathers weights layer by layer."""
     gradient_checkpointing: Recomputed = False
     """Recompute activations in the backward pass: of no layer (false), of every layer (true), or of every n-th layer.
     Less memory, more time."""
@@ -266,6 +269,16 @@ class PPOConfig(Block):
                 f"`precision: {values['precision']}` at the top level of the file, beside `seed`"
             )
         return values
+
+    @model_validator(mode="after")
+    def _sharding_fits(self) -> "PPOConfig":
+        quantised = self.lora is not None and self.lora.quantize != "none"
+        if self.sharding == "fsdp" and (quantised or self.optimizer.states == "int8" or self.engine == "vllm"):
+            raise ValueError(
+                "sharding fsdp divides float32 weights and moments; set lora.quantize to none, optimizer.states to "
+                "float32, and engine to leash or transformers"
+            )
+        return self
 
     @model_validator(mode="after")
     def _vllm_reads_whole_weights(self) -> "PPOConfig":

@@ -2,7 +2,7 @@
 adapters can be on one body, of which one or none is active."""
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -65,11 +65,14 @@ class Adapter:
     method raises ValueError."""
 
     def __init__(self, tuner: "LoraModel", flags: Mapping[torch.nn.Parameter, bool], name: str = NAME) -> None:
-        self._tuner, self._flags, self.name = tuner, flags, name
+        self._tuner, self.name = tuner, name
         self.model: PreTrainedModel = tuner.model
+        named = dict(self.model.named_parameters())
+        self._flags = {place: flags[parameter] for place, parameter in named.items() if parameter in flags}
 
     @property
     def _trainable(self) -> dict[str, torch.nn.Parameter]:
+        """Read at each use: parameters become other objects where a model is divided over processes."""
         own = {*_adapter_parameters(self.model, self.name), *_head_parameters(self.model)}
         return {_name_without(self.name, place): p for place, p in self.model.named_parameters() if p in own}
 
@@ -90,12 +93,12 @@ class Adapter:
         Adapters and base cannot be separated afterwards; take `state_dict` before if either is still needed."""
         self._present()
         self.model.float()  # of frozen bfloat16 weights a sum would be rounded
+        flags = [(p, self._flags[name]) for name, p in self.model.named_parameters() if name in self._flags]
         if is_quantised(self.model):
             merge_into_full(self.model, self.name)
         else:
             self._tuner.merge_and_unload(adapter_names=[self.name])
-        for parameter, flag in self._flags.items():
-            parameter.requires_grad_(flag)
+        _restore(flags)
         return self.model
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -134,8 +137,7 @@ def activate(model: torch.nn.Module, names: Sequence[str]) -> None:
     flags = [(p, p.requires_grad) for layer in layers for p in layer.parameters()]
     for layer in layers:
         layer.set_adapter(list(names))
-    for parameter, flag in flags:  # peft freezes what it switches off, also in a graph that is still needed
-        parameter.requires_grad_(flag)
+    _restore(flags)  # peft freezes what it switches off, also in a graph that is still needed
 
 
 @contextmanager
@@ -169,6 +171,12 @@ def merged_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
             name.replace(".base_layer.", "."),
             weight if layer is None or NAME not in layer.lora_A else weight + layer.get_delta_weight(NAME),
         )
+
+
+def _restore(flags: Iterable[tuple[torch.nn.Parameter, bool]]) -> None:
+    """Undo peft's switch, which freezes and unfreezes parameters."""
+    for parameter, flag in flags:
+        parameter.requires_grad_(flag)
 
 
 def _layers(model: torch.nn.Module) -> "list[LoraLayer]":

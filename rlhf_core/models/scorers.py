@@ -2,7 +2,7 @@
 the policy's tokenizer, one with its own tokenizer, a rule, or a service."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Protocol
 
 import torch
@@ -127,3 +127,17 @@ class WeightedSum:
         for each in scored.values():
             parts |= each.parts
         return Scored(total, parts)
+
+
+def models_of(scorer: object) -> list[PreTrainedModel]:
+    """The models in a scorer, at any depth of dataclasses, sequences and mappings."""
+    if isinstance(scorer, PreTrainedModel):
+        return [scorer]
+    parts: list[object] = []
+    if is_dataclass(scorer):
+        parts = [getattr(scorer, part.name) for part in fields(scorer)]
+    elif isinstance(scorer, Mapping):
+        parts = list(scorer.values())
+    elif isinstance(scorer, list | tuple):
+        parts = list(scorer)
+    return [model for part in parts for model in models_of(part)]

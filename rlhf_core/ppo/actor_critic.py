@@ -1,8 +1,10 @@
 """The models of a PPO run. The critic is a separate model, a head on the policy's body (one pass for both), or absent;
 the reference is a frozen copy, or the policy with its adapter switched off."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from typing import TypeVar
 
 import torch
 from jaxtyping import Float
@@ -18,9 +20,12 @@ from rlhf_core.models.hf import fresh_head
 from rlhf_core.models.lora import Adapter, add_lora
 from rlhf_core.models.precision import autocast, keep_float32
 from rlhf_core.models.recompute import recomputing
+from rlhf_core.models.sharded_files import as_divided
+from rlhf_core.models.sharding import divide, rejoin, within
 from rlhf_core.models.shared_body import merged_scalar_model, recompute_with, shares_body
 
 Values = Float[Tensor, "rows time"]
+Result = TypeVar("Result")
 
 
 class ActorCritic:
@@ -72,25 +77,52 @@ class ActorCritic:
                 module.to(device)
         return self
 
+    def divide(self) -> "ActorCritic":
+        """Divide all models over the processes, see `sharding.divide`; a shared critic's head is whole in each."""
+        for model in (self.policy, self.reference, self.critic):
+            if model is not None:
+                divide(model, self.precision == "bfloat16")
+        if self.head is not None:
+            self.head.to(next(self.policy.parameters()).device)
+        return self
+
     @property
     def has_critic(self) -> bool:
         """Whether there is a critic."""
         return self.critic is not None or self.head is not None
 
     def forward(self, batch: TokenBatch, trains_policy: bool = True) -> tuple[Predictions, Values]:
-        """What predicts each response token, without padding; and V(s_t) at the position whose next token is
-        action t, float32; 0 on padding and without a critic. Without `trains_policy` the policy gets no graph."""
+        """What the policy predicts for each response token, without padding; and V(s_t) as in `read`. Not for divided
+        models, whose output layer is whole in `read` only."""
+        return self.read(batch, lambda predictions: predictions, trains_policy)
+
+    def read(
+        self, batch: TokenBatch, function: Callable[[Predictions], Result], trains_policy: bool = True
+    ) -> tuple[Result, Values]:
+        """A function of the policy's predictions of each response token, without padding; and V(s_t) at the position
+        whose next token is action t, float32; 0 on padding and without a critic. Without `trains_policy` the policy
+        gets no graph."""
         builds_graph = torch.is_grad_enabled() and trains_policy
         if self.head is not None:
-            with self.autocast(), torch.set_grad_enabled(builds_graph):
-                predictions = predict(self.policy, batch)
-            if predictions.states is None:
-                raise UserError(f"{type(self.policy).__name__}: no hidden states; set critic.kind to separate")
-            return predictions, batch.spread(self.head(predictions.states.float())[..., 0])
-        with self.autocast():
-            values = state_values(self.critic, batch) if self.critic is not None else torch.zeros_like(batch.mask)
+            with torch.set_grad_enabled(builds_graph):
+                result, states = within(self.policy, partial(self._with_states, batch, function))
+            return result, batch.spread(self.head(states.float())[..., 0])
+        values = torch.zeros_like(batch.mask)
+        if self.critic is not None:
+            with self.autocast():
+                values = within(self.critic, partial(state_values, self.critic, batch))
         with torch.set_grad_enabled(builds_graph):
-            return self.predict(batch), values
+            return self.read_policy(batch, function), values
+
+    def read_policy(self, batch: TokenBatch, function: Callable[[Predictions], Result]) -> Result:
+        """A function of the policy's predictions alone."""
+        return within(self.policy, lambda: function(self.predict(batch)))
+
+    def read_reference(self, batch: TokenBatch, function: Callable[[Predictions], Result]) -> Result:
+        """A function of the reference's predictions, which have no gradient; it can be called in a function of the
+        policy's."""
+        with self.as_reference() as model:
+            return within(model, lambda: function(self.predict_as_reference(batch)))
 
     def predict(self, batch: TokenBatch) -> Predictions:
         """The policy's predictions alone."""
@@ -102,6 +134,12 @@ class ActorCritic:
         """The reference's predictions."""
         with self.autocast(), self.as_reference() as model:
             return predict(model, batch)
+
+    def _with_states(self, batch: TokenBatch, function: Callable[[Predictions], Result]) -> tuple[Result, Tensor]:
+        predictions = self.predict(batch)
+        if predictions.states is None:
+            raise UserError(f"{type(self.policy).__name__}: no hidden states; set critic.kind to separate")
+        return function(predictions), predictions.states
 
     @contextmanager
     def as_reference(self) -> Iterator[PreTrainedModel]:
@@ -136,7 +174,14 @@ class ActorCritic:
     def load_state_dict(self, state: dict[str, dict[str, Tensor]]) -> None:
         """Continue from a `state_dict`."""
         for name, part in self._stateful().items():
-            part.load_state_dict(state[name])
+            own = part.state_dict()
+            part.load_state_dict({key: as_divided(saved, own.get(key, saved)) for key, saved in state[name].items()})
+
+    def rejoin(self) -> None:
+        """Before `finished`, where models are divided: policy and critic with whole weights in the main process. All
+        processes call it. Training cannot continue."""
+        for model in self._bodies().values():
+            rejoin(model)
 
     def finished(self) -> tuple[PreTrainedModel, PreTrainedModel | nn.Linear | None]:
         """Policy and critic (the head alone of a shared one) on the CPU, adapters merged into the weights, in float32.

@@ -3,6 +3,7 @@ loss`."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from jaxtyping import Float
@@ -36,6 +37,8 @@ class Pass:
     predictions: Predictions
     logprobs: Float[Tensor, "rows time"]
     entropy: Float[Tensor, "rows time"]
+    exact_kl: Float[Tensor, "rows time"] | None
+    """KL(π_θ ‖ π_ref) with gradient, where it is a term of the loss."""
     values: Float[Tensor, "rows time"]
     old_logprobs: Float[Tensor, "rows time"]
     ref_logprobs: Float[Tensor, "rows time"]
@@ -62,9 +65,14 @@ class Pass:
         """A forward pass over the given rows, with a graph of the policy only where it is trained. `mean_length`: of
         the minibatch's answers, in tokens."""
         batch = rollout.batch(rows, pad_id)
-        predictions, values = models.forward(batch, trains_policy)
-        read = logprobs_and_entropy(predictions, batch.response_tokens, config.temperature)
-        logprobs, entropy = map(batch.spread, read)
+        exact = config.kl.penalty == "loss" and config.kl.estimator == "full"
+
+        def read(predictions: Predictions) -> tuple[Predictions, Tensor, Tensor, Tensor | None]:
+            found = logprobs_and_entropy(predictions, batch.response_tokens, config.temperature)
+            kl = partial(exact_kl, predictions, temperature=config.temperature)
+            return predictions, *map(batch.spread, found), models.read_reference(batch, kl) if exact else None
+
+        (predictions, logprobs, entropy, kl), values = models.read(batch, read, trains_policy)
 
         def part(table: Tensor) -> Tensor:
             return table[rows, : batch.time]
@@ -74,6 +82,7 @@ class Pass:
             predictions=predictions,
             logprobs=logprobs,
             entropy=entropy,
+            exact_kl=None if kl is None else batch.spread(kl),
             values=values,
             old_logprobs=part(rollout.old_logprobs),
             ref_logprobs=part(rollout.ref_logprobs),
@@ -118,7 +127,7 @@ def losses_of(forward: Pass, config: PPOConfig, plan: StepPlan, models: ActorCri
         config.entropy_coef,
     )
     if config.kl.penalty == "loss":
-        losses["kl_loss"] = weighted(kl_loss(forward, config, models))
+        losses["kl_loss"] = weighted(kl_loss(forward, config))
         losses["total_loss"] = losses["total_loss"] + plan.kl_coef / forward.scale * losses["kl_loss"]
     if not plan.trains_policy:
         losses["total_loss"] = config.vf_coef * losses["value_loss"]
@@ -156,7 +165,7 @@ def policy_loss(forward: Pass, config: PPOConfig, plan: StepPlan) -> Float[Tenso
     )
 
 
-def kl_loss(forward: Pass, config: PPOConfig, models: ActorCritic) -> Float[Tensor, "rows time"]:
+def kl_loss(forward: Pass, config: PPOConfig) -> Float[Tensor, "rows time"]:
     """KL(π_θ ‖ π_ref) of each token in nats, with the gradient of the settings' estimator; 0 on padding. `k3` is GRPO's
     (Shao et al. 2024, equation 4), without the ratio."""
     mask, kind = forward.batch.mask, config.kl.estimator
@@ -166,5 +175,5 @@ def kl_loss(forward: Pass, config: PPOConfig, models: ActorCritic) -> Float[Tens
         return compute_kl_loss(
             forward.logprobs, forward.old_logprobs, forward.ref_logprobs, kind, mask, reduction="none"
         )
-    reference = models.predict_as_reference(forward.batch)
-    return forward.batch.spread(exact_kl(forward.predictions, reference, config.temperature))
+    assert forward.exact_kl is not None
+    return forward.exact_kl

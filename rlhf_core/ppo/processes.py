@@ -1,11 +1,11 @@
-"""Data parallelism without wrappers. Every process has the whole models and plans the whole batch; sampling, scoring
-and passes through the models are divided, and every process receives all results."""
+"""Data parallelism without wrappers. Every process plans the whole batch; sampling, scoring and passes through the
+models are divided, and every process receives all results. The models are whole in every process, or divided, too."""
 
 import os
 import socket
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import torch
 from accelerate import Accelerator
@@ -13,31 +13,36 @@ from accelerate.utils import DistributedType, gather_object
 from torch import Tensor, distributed
 
 from rlhf_core.errors import UserError
+from rlhf_core.models.sharding import any_process
 
 RENDEZVOUS = "LEASH_RENDEZVOUS"
 """The environment variable with the path of the rendezvous file of a stage's processes."""
 TIMEOUT = timedelta(minutes=30)
 """How long a process waits for the others, which may load their models more slowly."""
 WHOLE_MODELS = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
+Sharding = Literal["none", "fsdp"]
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 
 class Processes:
-    """The processes of this run, started by the stage, by torchrun or by `accelerate launch`.
+    """The processes of this run, started by the stage, by torchrun or by `accelerate launch`. `sharding` is
+    `ppo.sharding`.
 
     Raises UserError where accelerate is configured to split the models.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, sharding: Sharding = "none") -> None:
         join_group()
         self.accelerator = Accelerator(cpu=not torch.cuda.is_available())
         kind = self.accelerator.distributed_type
         if kind not in WHOLE_MODELS:
             raise UserError(
-                f"accelerate is configured for {kind.value}: PPO keeps whole models in every process; use MULTI_GPU, "
-                "and lora, gradient_checkpointing, bfloat16 or a shared critic where memory is short"
+                f"accelerate is configured for {kind.value}: PPO divides its models itself; use MULTI_GPU, and "
+                "ppo.sharding: fsdp where memory is short"
             )
+        self.divides_models = sharding == "fsdp" and self.count > 1
+        """Whether the models are divided over the processes, which then make equal numbers of passes."""
 
     @property
     def device(self) -> torch.device:
@@ -58,6 +63,26 @@ class Processes:
     def share(self, items: Iterable[Item]) -> list[Item]:
         """This process' share: every count-th item."""
         return list(items)[self.accelerator.process_index :: self.count]
+
+    def share_evenly(self, items: Sequence[Item]) -> list[tuple[Item, bool]]:
+        """This process' share, with True. Where models are divided every process gets equally many: one whose items ran
+        out gets another's item, with False, for a pass that counts nothing."""
+        mine = [(item, True) for item in self.share(items)]
+        missing = -(-len(items) // self.count) - len(mine) if self.divides_models else 0
+        return mine + [(items[0], False)] * missing
+
+    def together(self, work: Callable[[], Result], errors: tuple[type[Exception], ...]) -> Result:
+        """`work()`. Where models are divided, an error of these types in one process is raised in all of them."""
+        if not self.divides_models:
+            return work()
+        met: Exception | None = None
+        try:
+            result = work()
+        except errors as error:
+            met = error
+        if any_process(met is not None, self.device):
+            raise next(error for error in self.gather([met]) if error is not None)
+        return result
 
     def map(self, items: Sequence[Item], work: Callable[[list[Item]], Sequence[Result]]) -> list[Result]:
         """`work` on this process' share of the items; every process receives the results of all items, in their

@@ -37,10 +37,14 @@ class TextMix:
         draw = stream(self.seed, TEXT, step, minibatch).integers(len(self.pieces), size=self.batch_size)
         chosen = [self.pieces[i] for i in draw]
         tokens = sum(len(piece) - 1 for piece in chosen)
-        mine, rows = processes.share(chosen), rows or self.micro_batch_size
+        mine, rows = processes.share_evenly(chosen), rows or self.micro_batch_size
         for start in range(0, len(mine), rows):
-            batch = self._batch(mine[start : start + rows], processes.device)
-            yield -logprobs_and_entropy(models.predict(batch), batch.response_tokens)[0].sum() / tokens
+            part = mine[start : start + rows]
+            counted = [piece for piece, counts in part if counts]
+            batch = self._batch(counted or [part[0][0]], processes.device)
+            read = partial(logprobs_and_entropy, actions=batch.response_tokens)
+            loss = -models.read_policy(batch, read)[0].sum() / tokens
+            yield loss if counted else 0 * loss
 
     def _batch(self, pieces: Sequence[Piece], device: torch.device) -> TokenBatch:
         return pad_batch([piece[:1] for piece in pieces], [piece[1:] for piece in pieces], self.pad_id, device)

@@ -19,7 +19,8 @@ from rlhf_core.data.tokenizer import decode_response, encode_prompt, stop_ids
 from rlhf_core.determinism import permutation
 from rlhf_core.errors import NonFiniteError, UserError
 from rlhf_core.models.sampling import sample
-from rlhf_core.models.scorers import Answers, Scored, Scorer
+from rlhf_core.models.scorers import Answers, Scored, Scorer, models_of
+from rlhf_core.models.sharding import whole
 from rlhf_core.ppo.plan import REFERENCE
 from rlhf_core.ppo.processes import Processes
 from rlhf_core.ppo.rewards import RunningScale, normalise_scores, penalise_missing_eos
@@ -110,11 +111,15 @@ def reference_scores(
 
     halving = Halving("the answers that normalise the scores", NORMALISING, log)
     at_once = config.sampler_rows or config.batch_size
-    responses = halving.in_pieces(range(len(chosen)), at_once, draw)
+    with whole([reference]):
+        responses = halving.in_pieces(range(len(chosen)), at_once, draw)
     texts = [decode_response(tokenizer, response, stops) for response in responses]
     behind = rows and [rows[i] for i in chosen]
     answers = Answers([prompts[i] for i in chosen], texts, prompt_ids, responses, behind)
-    scores = halving.in_pieces(range(len(chosen)), config.micro_batch_size, lambda part: scorer(answers.at(part)).total)
+    with whole(models_of(scorer)):
+        scores = halving.in_pieces(
+            range(len(chosen)), config.micro_batch_size, lambda part: scorer(answers.at(part)).total
+        )
     require_numbers(scores)
     return ReferenceScores(answers, scores)
 
@@ -147,7 +152,8 @@ class Scoring:
             fitting = partial(self._score, rollout)
             return self.halving.in_pieces(rows, self.batch_size, fitting, processes.gather)
 
-        scored = processes.map(range(len(rollout.response_ids)), work)
+        with whole(models_of(self.source.scorer)):
+            scored = processes.map(range(len(rollout.response_ids)), work)
         found = Scored.joined(_raised(score for score, _ in scored))
         require_numbers(found.total)
         raw = torch.tensor(found.total, dtype=torch.float32, device=rollout.mask.device)
@@ -161,7 +167,9 @@ class Scoring:
         def work(rows: list[int]) -> list[float | UserError]:
             return [each if isinstance(each, UserError) else each[0] for each in self._scores(answers.at(rows))]
 
-        found = _raised(self.halving.in_pieces(range(len(answers.texts)), self.batch_size, work, processes.gather))
+        with whole(models_of(self.source.scorer)):
+            scored = self.halving.in_pieces(range(len(answers.texts)), self.batch_size, work, processes.gather)
+        found = _raised(scored)
         require_numbers(found)
         return found
 

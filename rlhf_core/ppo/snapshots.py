@@ -18,6 +18,7 @@ from rlhf_core.finite import require_finite
 from rlhf_core.models.hf import load_weights, save_weights, shapes_in, unique_weights
 from rlhf_core.models.lora import add_lora
 from rlhf_core.models.precision import frozen_dtype
+from rlhf_core.models.sharding import gathered, is_main
 from rlhf_core.ppo.actor_critic import ActorCritic
 
 SETTINGS = "settings.json"
@@ -37,8 +38,11 @@ def steps_in(folder: Path) -> list[int]:
 
 def write(folder: Path, models: ActorCritic, step: int, lora: LoraSettings | None = None, seed: int = 0) -> None:
     """Write the policy after `step` steps, atomically; `lora` and `seed` are the run's, for `load`. In the run's
-    precision, adapters in float32. Raises NonFiniteError for NaN or infinity."""
-    weights = trained_weights(models)
+    precision, adapters in float32. Raises NonFiniteError for NaN or infinity. Where models are divided all processes
+    call it; only the main one writes."""
+    weights = gathered(trained_weights(models))
+    if not is_main():
+        return
     require_finite(weights, "weights")
     folder.mkdir(parents=True, exist_ok=True)
     settings = {"lora": None if lora is None else lora.model_dump(), "seed": seed}

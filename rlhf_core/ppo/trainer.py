@@ -3,6 +3,7 @@
 import time
 import warnings
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,15 +12,17 @@ from transformers import PreTrainedTokenizerBase
 from rlhf_core.config.ppo import PPOConfig
 from rlhf_core.data.chat import Conversation
 from rlhf_core.data.tokenizer import decode_response, encode_prompt, stop_ids
+from rlhf_core.errors import NonFiniteError
 from rlhf_core.finite import at_step, require_finite
 from rlhf_core.models.sampling import Sampled
 from rlhf_core.models.scorers import Answers
+from rlhf_core.models.sharding import whole
 from rlhf_core.ppo.actor_critic import ActorCritic
 from rlhf_core.ppo.credit import assign_credit
 from rlhf_core.ppo.diagnostics import CRITIC_COLUMNS, step_row
 from rlhf_core.ppo.engines import engine_of
 from rlhf_core.ppo.kl import AdaptiveKLController, FixedKLController, KLController, StepPrice
-from rlhf_core.ppo.optimizers import build_optimizers, schedule
+from rlhf_core.ppo.optimizers import build_optimizers, divided_as, schedule
 from rlhf_core.ppo.plan import ROLLOUT, SAMPLES, StepPlan, prompts_of_step
 from rlhf_core.ppo.processes import Processes
 from rlhf_core.ppo.ptx import Piece, TextMix
@@ -66,8 +69,8 @@ class PPOTrainer:
         rows: Sequence[Mapping[str, object]] | None = None,
     ) -> None:
         self.config, self.seed, self.tokenizer = config, seed, tokenizer
-        self.processes = Processes()
-        self.models = models.to(self.processes.device)
+        self.processes = Processes(config.sharding)
+        self.models = models.divide() if self.processes.divides_models else models.to(self.processes.device)
         self.stop_ids = stop_ids(tokenizer, config.stop_tokens)
         self.engine = engine_of(config, tokenizer, models.precision)
         """Samples the responses; can be replaced before the first step."""
@@ -94,6 +97,11 @@ class PPOTrainer:
         self.steps_done = 0
         self.seconds: dict[str, float] = {}
         """Seconds of each phase of the last step; never part of a result."""
+
+    @property
+    def writes(self) -> bool:
+        """Whether this process takes part in saving: the main one, or all where models are divided."""
+        return self.processes.is_main or self.processes.divides_models
 
     @property
     def pad_id(self) -> int:
@@ -207,7 +215,9 @@ class PPOTrainer:
             at_once = self.config.sampler_rows or self.config.batch_size
             return self.halvings["sampling"].in_pieces(rows, at_once, work, self.processes.gather)
 
-        responses, logprobs, ended = zip(*self.processes.map(range(len(keys)), fitting), strict=True)
+        with whole([self.models.policy]):
+            found = self.processes.map(range(len(keys)), fitting)
+        responses, logprobs, ended = zip(*found, strict=True)
         return Sampled(list(responses), list(logprobs), list(ended))
 
     def diagnose(
@@ -245,13 +255,16 @@ class PPOTrainer:
         parts = self._stateful()
         state = {"steps_done": self.steps_done} | {name: part.state_dict() for name, part in parts.items()}
         with at_step(self.steps_done):
-            require_finite(state)
+            self.processes.together(partial(require_finite, state), (NonFiniteError,))
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where `state_dict` was taken."""
         for name, part in self._stateful().items():
-            part.load_state_dict(state[name])
+            saved = state[name]
+            if isinstance(part, torch.optim.Optimizer):
+                saved = divided_as(part, saved)
+            part.load_state_dict(saved)
         self.steps_done = int(state["steps_done"])
 
     def _stateful(self) -> dict[str, Any]:

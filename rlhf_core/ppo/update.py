@@ -1,21 +1,24 @@
 """The update phase: epochs of minibatches over one rollout; gradients do not depend on the micro-batches."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from rlhf_core.config.ppo import PPOConfig
 from rlhf_core.config.precision import Precision
-from rlhf_core.errors import NonFiniteError, UserError
+from rlhf_core.errors import NonFiniteError, UserError, is_out_of_memory
 from rlhf_core.models.batching import micro_batches
+from rlhf_core.models.head import Predictions
 from rlhf_core.models.masked import masked_mean, zero_padding
 from rlhf_core.models.packed import can_pack
-from rlhf_core.models.token_logprobs import compare_distributions, logprobs_and_entropy
+from rlhf_core.models.sharding import clip_gradients
+from rlhf_core.models.token_logprobs import Compared, compare_distributions, logprobs_and_entropy
 from rlhf_core.ppo.actor_critic import ActorCritic
 from rlhf_core.ppo.kl import estimate_kl
 from rlhf_core.ppo.objective import Pass, losses_of
@@ -34,6 +37,7 @@ BFLOAT16_TOLERANCE = 1e-2
 
 Problem = UserError | OutOfMemory
 """Errors that are raised in every process when one of them has one."""
+Result = TypeVar("Result")
 
 
 class Watcher(Protocol):
@@ -46,6 +50,9 @@ class Watcher(Protocol):
 
 class RatioError(UserError):
     """π_θ differs from π_old before any update: sampling and training do not use the same model."""
+
+
+PROBLEMS = (NonFiniteError, RatioError, OutOfMemory)
 
 
 @dataclass
@@ -101,8 +108,8 @@ class Updater:
             for table in tables:
                 table.zero_()
             for minibatch in self.passes(rollout, plan, 0):
-                for rows in self.processes.share(minibatch):
-                    attempt(partial(self._read_rows, rollout, rows, tables), partial(len, rows))
+                for rows, counts in self.processes.share_evenly(minibatch):
+                    self._try(partial(self._read_rows, rollout, rows, tables if counts else ()), rows)
 
         self.halving.until_it_fits(work, gather=self.processes.gather)
         self.processes.all_reduce(tables)
@@ -112,18 +119,19 @@ class Updater:
         """KL(π_old ‖ π_θ) of the policy as it is now, in nats per token of the rollout (rule 22)."""
         total = torch.zeros((), dtype=torch.float64, device=self.processes.device)
 
-        def work(rows: list[int]) -> None:
+        def work(rows: list[int], counts: bool) -> None:
             batch = rollout.batch(rows, self.pad_id)
-            predictions = self.models.predict(batch)
-            logprobs, _ = logprobs_and_entropy(predictions, batch.response_tokens, self.config.temperature)
+            read = partial(logprobs_and_entropy, actions=batch.response_tokens, temperature=self.config.temperature)
+            logprobs, _ = self.models.read_policy(batch, read)
             old = rollout.old_logprobs[rows, : batch.time][batch.real]
-            total.add_(estimate_kl(old, logprobs, "k3").sum())
+            if counts:
+                total.add_(estimate_kl(old, logprobs, "k3").sum())
 
         def passes() -> None:
             total.zero_()
             for minibatch in self.passes(rollout, plan, 0):
-                for rows in self.processes.share(minibatch):
-                    attempt(partial(work, rows), partial(len, rows))
+                for rows, counts in self.processes.share_evenly(minibatch):
+                    self._try(partial(work, rows, counts), rows)
 
         self.halving.until_it_fits(passes, gather=self.processes.gather)
         self.processes.all_reduce([total])
@@ -131,12 +139,21 @@ class Updater:
 
     def _read_rows(self, rollout: Rollout, rows: list[int], tables: Sequence[Tensor]) -> None:
         batch = rollout.batch(rows, self.pad_id)
-        predictions, values = self.models.forward(batch)
-        reference = self.models.predict_as_reference(batch)
-        found = compare_distributions(predictions, reference, batch.response_tokens, self.config.temperature)
+
+        def compared(predictions: Predictions) -> Compared:
+            compare = partial(
+                compare_distributions, predictions, actions=batch.response_tokens, temperature=self.config.temperature
+            )
+            return self.models.read_reference(batch, compare)
+
+        found, values = self.models.read(batch, compared)
         parts = map(batch.spread, (found.logprobs, found.ref_logprobs, found.kl))
         for table, part in zip(tables, (*parts, zero_padding(values, batch.mask)), strict=True):
             table[rows, : batch.time] = part
+
+    def _try(self, work: Callable[[], Result], rows: Sequence[int]) -> Result:
+        """`work`, a pass over these rows; where models are divided, its error is raised in every process."""
+        return self.processes.together(partial(attempt, work, partial(len, rows)), PROBLEMS)
 
     def _minibatches(self, rollout: Rollout, plan: StepPlan, epoch: int) -> list[list[int]]:
         return minibatches_of_epoch(len(rollout.response_ids), plan.minibatches, self.seed, plan.step, epoch)
@@ -186,23 +203,28 @@ class Updater:
         lengths = [len(rollout.response_ids[i]) for rows in minibatch for i in rows]
         statistics, mean_length = UpdateStatistics(tokens=sum(lengths)), sum(lengths) / len(lengths)
 
-        def one_pass(rows: Sequence[int]) -> None:
+        def forward_pass(rows: Sequence[int]) -> tuple[Pass, dict[str, Tensor], Tensor]:
             forward = Pass.over(
                 rows, rollout, credit, self.models, self.config, self.pad_id, plan.trains_policy, mean_length
             )
             if number == 0 and self.config.check_ratio:
                 self._require_same_policy(forward)
             losses = losses_of(forward, self.config, plan, self.models)
-            self._backward(losses["total_loss"] / statistics.tokens)
-            self._record(statistics, losses, forward)
-            if self.watch is not None:
+            return forward, losses, finite(losses["total_loss"] / statistics.tokens)
+
+        def one_pass(rows: Sequence[int], counts: bool) -> None:
+            forward, losses, loss = self._try(partial(forward_pass, rows), rows)
+            self._backward(loss if counts else 0 * loss)
+            if counts:
+                self._record(statistics, losses, forward)
+            if counts and self.watch is not None:
                 self.watch(number, rows, forward, losses)
 
         problem: Problem | None = None
         try:
-            for rows in self.processes.share(minibatch):
-                attempt(partial(one_pass, rows), partial(len, rows))
-        except (NonFiniteError, RatioError, OutOfMemory) as error:
+            for rows, counts in self.processes.share_evenly(minibatch):
+                attempt(partial(one_pass, rows, counts), partial(len, rows))
+        except PROBLEMS as error:
             problem = error
         statistics.exploded = self._agree(problem)
         statistics.all_reduce(self.processes)
@@ -226,24 +248,38 @@ class Updater:
         return bool(problems)
 
     def _backward(self, loss: Tensor) -> None:
-        if not torch.isfinite(loss):
-            raise NonFiniteError(f"the loss is {loss.item()}; lower the learning rate or clip the score")
-        loss.backward()  # type: ignore[no-untyped-call]
+        """Add the gradient of a loss. Raises UserError where memory is short and models are divided: the other
+        processes wait for this one's part of the gradients, and cannot repeat the pass."""
+        try:
+            loss.backward()  # type: ignore[no-untyped-call]
+        except (RuntimeError, MemoryError) as error:
+            if not (self.processes.divides_models and is_out_of_memory(error)):
+                raise
+            raise UserError(
+                f"out of memory in a backward pass with ppo.sharding: fsdp; lower {self.halving.keys}; "
+                "the last checkpoint is kept"
+            ) from None
 
     def _mix_text(self, text: TextMix, step: int, minibatch: int) -> float:
         """Add the gradient of the text; returns its loss, nats per token. Raises the error of any process in all."""
         total = torch.zeros((), device=self.processes.device)
         rows = self.halving.of(min(text.micro_batch_size, text.batch_size))
 
+        losses = text.losses(self.models, step, minibatch, self.processes, rows)
+
+        def next_loss() -> Tensor | None:
+            loss = next(losses, None)
+            return None if loss is None else finite(loss)
+
         def passes() -> None:
-            for loss in text.losses(self.models, step, minibatch, self.processes, rows):
+            while (loss := self._try(next_loss, range(rows))) is not None:
                 self._backward(text.coef * loss)
                 total.add_(loss.detach())
 
         problem: Problem | None = None
         try:
             attempt(passes, lambda: rows)
-        except (NonFiniteError, OutOfMemory) as error:
+        except PROBLEMS as error:
             problem = error
         met = self.processes.gather([(problem, total.item())])
         for found, _ in met:
@@ -290,7 +326,7 @@ class Updater:
                 statistics.grad_norms[name].append(0.0)
                 continue
             self._all_reduce_gradients(parameters)
-            norm = torch.nn.utils.clip_grad_norm_(parameters, self.config.optimizer.max_grad_norm).item()
+            norm = clip_gradients(parameters, self.config.optimizer.max_grad_norm)
             if not math.isfinite(norm):
                 raise NonFiniteError(f"the gradient norm of the {name} is {norm}; lower the learning rate")
             statistics.grad_norms[name].append(norm)
@@ -303,10 +339,18 @@ class Updater:
     def _all_reduce_gradients(self, parameters: Sequence[torch.nn.Parameter]) -> None:
         if self.processes.count == 1:
             return
-        for parameter in parameters:
+        whole = [parameter for parameter in parameters if not isinstance(parameter, DTensor)]
+        for parameter in whole:
             if parameter.grad is None:  # this process had no micro-batch of this minibatch
                 parameter.grad = torch.zeros_like(parameter)
-        self.processes.all_reduce([parameter.grad for parameter in parameters if parameter.grad is not None])
+        self.processes.all_reduce([parameter.grad for parameter in whole if parameter.grad is not None])
+
+
+def finite(loss: Tensor) -> Tensor:
+    """The loss. Raises NonFiniteError for NaN or infinity."""
+    if not torch.isfinite(loss):
+        raise NonFiniteError(f"the loss is {loss.item()}; lower the learning rate or clip the score")
+    return loss
 
 
 def require_same_policy(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor, precision: Precision = "float32") -> None:

@@ -7,15 +7,18 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_core.config.ppo import PPOConfig
+from rlhf_core.config.precision import Precision
 from rlhf_core.determinism import permutation
 from rlhf_core.errors import UserError
 from rlhf_core.models.ensemble import JUDGE
 from rlhf_core.models.hf import context_length, load_causal_lm, place
 from rlhf_core.models.precision import body_precision
-from rlhf_core.models.scorers import Observed
+from rlhf_core.models.scorers import Observed, models_of
+from rlhf_core.models.sharding import divide
 from rlhf_core.ppo import checkpoint, snapshots
 from rlhf_core.ppo.actor_critic import ActorCritic
 from rlhf_core.ppo.health import Alert, Monitor
@@ -50,24 +53,29 @@ def build(
 ) -> tuple[PPOTrainer, list[Row], dict[str, float | None]]:
     """The trainer with its models, the held-out rows to watch, and figures of its inputs: the number of prompts that
     did not fit, and the scores of the reference."""
-    device, trusted, seed, precision = Processes().device, trusts(stage), begin.seed, stage.precision
+    processes, trusted, seed, precision = Processes(config.sharding), trusts(stage), begin.seed, stage.precision
+    device = torch.device("cpu") if processes.divides_models else processes.device  # `divide` moves parts
     load = partial(load_causal_lm, trust_remote_code=trusted, device=device)
     is_own_reference = config.lora is not None and begin.start == begin.reference  # the policy without its adapter
-    body_type = body_precision(precision, config.lora)
-    reference = place(load(stage.root / begin.reference, frozen=body_type if is_own_reference else precision), device)
+    loaded: Precision = "float32" if processes.divides_models else precision  # `divide` casts gathered layers
+    body_type = body_precision(loaded, config.lora)
+    reference = place(load(stage.root / begin.reference, frozen=body_type if is_own_reference else loaded), device)
     kept, too_long = fitting_prompts(stage, config, PROMPTS, tokenizer, reference)
     heldout, _ = fitting_prompts(stage, config, HELDOUT, tokenizer, reference)
     if not kept:
         raise UserError(f"{PROMPTS}: PPO needs prompts; enlarge ingest.split.ppo")
     prompts, rows, judge = [row["prompt"] for row in kept], extras_of(kept), judge_of(stage)
-    body = reference if is_own_reference and begin.start == SFT else None
-    scalars = ScalarModels(trusted, precision, device, body)
+    body = reference if is_own_reference and not processes.divides_models else None
+    scalars = ScalarModels(trusted, loaded, device, body if begin.start == SFT else None)
     scorer = scorer_of(stage, tokenizer, config.micro_batch_size, scalars)
     judging = judging_scorer_of(stage.root, tokenizer, config.micro_batch_size, scalars)
+    if processes.divides_models:
+        for model in (reference, *models_of((scorer, judging))):
+            divide(model, precision == "bfloat16")
     known = reference_scores(config, reference, tokenizer, scorer, prompts, seed, stage.exempt, rows)
     models = ActorCritic(
         config,
-        reference if is_own_reference else load(stage.root / begin.start, frozen=body_type),
+        body or load(stage.root / begin.start, frozen=body_type),
         None if is_own_reference else reference,
         starting_critic(stage.root, config, known.normalisation, seed, scalars),
         seed,
@@ -131,9 +139,12 @@ def train(stage: Stage[Any], trainer: PPOTrainer, watched: list[Row]) -> Record:
         while trainer.steps_done < trainer.config.steps:
             step(stage, trainer, record, watched, progress)
             leaving = stage.interrupts.is_requested()
-            if trainer.processes.is_main and (leaving or save_is_due(stage, trainer, record)):
+            saving = leaving or save_is_due(stage, trainer, record)
+            if trainer.processes.divides_models:  # every process has a part of the state
+                leaving, saving = trainer.processes.gather([(leaving, saving)])[0]
+            if saving and trainer.writes:
                 state = {"trainer": trainer.state_dict(), "record": record.state_dict()}
-                checkpoint.save(checkpoints, trainer.steps_done, state)
+                checkpoint.save(checkpoints, trainer.steps_done, state, trainer.processes)
             if leaving:
                 stage.interrupts.leave()
             stop_at_alert(stage, record)
@@ -166,7 +177,7 @@ def step(stage: Stage[Any], trainer: PPOTrainer, record: Record, watched: list[R
     row = trainer.step()
     done = trainer.steps_done
     record.history.append(row)
-    if trainer.processes.is_main and snapshot_is_due(trainer.config, done):
+    if trainer.writes and snapshot_is_due(trainer.config, done):
         snapshots.write(snapshots_of(stage), trainer.models, done, trainer.config.lora, stage.seed)
     track(stage, trainer, row)
     progress.update(done, **{name: row[name] for name in ("score", "gold", "kl", "entropy")})

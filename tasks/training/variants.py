@@ -51,6 +51,8 @@ def train_variant(stage: Stage[VariantParams], config: PPOConfig, name: str, sta
         begin = beginning(stage.root, stage.seed, stage.block("round", RoundParams))
     trainer, watched, inputs = build(stage, config, tokenizer, begin)
     record = train(stage, trainer, watched)
+    if trainer.processes.divides_models:
+        trainer.models.rejoin()
     if not trainer.processes.is_main:
         return
     policy, _ = trainer.models.finished()

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from ruamel.yaml import YAML
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from rlhf_core.config.ppo import PPOConfig
@@ -119,11 +120,14 @@ def test_with_lora_in_all_stages_one_body_is_in_memory(
 
 
 @pytest.mark.slow
-def test_failure_10_a_stage_of_two_processes_makes_what_one_makes(finished: "Project") -> None:
-    """Run as DVC runs it; the same answers, and numbers that differ in their last digits."""
-    before = finished.json("metrics/ppo.json")
+@pytest.mark.parametrize("sharding", ["none", "fsdp"])
+def test_failure_10_a_stage_of_two_processes_makes_what_one_makes(sharding: str, finished: "Project") -> None:
+    """Run as DVC runs it, with whole and with divided models; the same answers, and numbers that differ in their last
+    digits."""
+    before, weights = finished.json("metrics/ppo.json"), last_weights(finished)
     finished.set("runtime.tracking", False)
     finished.set("ppo.processes", 2)
+    finished.set("ppo.sharding", sharding)
     done = subprocess.run(
         [sys.executable, "-m", "tasks.ppo"],
         cwd=finished.root,
@@ -140,6 +144,19 @@ def test_failure_10_a_stage_of_two_processes_makes_what_one_makes(finished: "Pro
     for name in ("kl_last", "reward_last", "entropy_last"):
         assert after[name] == pytest.approx(before[name], rel=1e-3, abs=1e-4)
     assert not list((finished.root / "work" / "ppo").glob("*/"))
+    now = last_weights(finished)
+    assert {name: tensor.shape for name, tensor in now.items()} == {name: t.shape for name, t in weights.items()}
+    for name, tensor in weights.items():
+        assert torch.allclose(now[name], tensor, rtol=1e-2, atol=1e-3), name
+
+
+def last_weights(project: "Project") -> dict[str, torch.Tensor]:
+    """Of the last snapshot of the policy, and of the critic."""
+    files = (
+        project.root / "models/snapshots/step-000004.safetensors",
+        project.root / "models/critic/model.safetensors",
+    )
+    return {f"{file.parent.name} {name}": tensor for file in files for name, tensor in load_file(file).items()}
 
 
 @pytest.mark.slow

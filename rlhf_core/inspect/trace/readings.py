@@ -81,7 +81,7 @@ class TokenReader:
         if self.config.kl.penalty != "loss":
             return [None] * forward.logprobs.shape[1]
         if self.config.kl.estimator != "full":
-            return [kl_loss(token, self.config, self.models).sum().item() for token in _each_token(forward)]
+            return [kl_loss(token, self.config).sum().item() for token in _each_token(forward)]
         reference = self.models.predict_as_reference(self.rollout.batch([row], self.pad_id))
         return exact_kl(forward.predictions, reference, self.config.temperature).tolist()
 

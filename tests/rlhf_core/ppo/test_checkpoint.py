@@ -41,10 +41,10 @@ def test_the_main_process_chooses_the_checkpoint_for_all(tmp_path: Path) -> None
         checkpoint.save(checkpoints, step, state(step))
     (tmp_path / "checkpoint-2" / checkpoint.STATE).write_bytes(b"damaged")
     found = tmp_path / "checkpoint-1"
-    follower: Any = SimpleNamespace(is_main=False, gather=lambda items: [found, *items])
+    follower: Any = SimpleNamespace(is_main=False, divides_models=False, gather=lambda items: [found, *items])
     assert (checkpoint.load(checkpoints, follower) or {})["trainer"]["steps_done"] == 1
     assert (tmp_path / "checkpoint-2").exists()
-    leader: Any = SimpleNamespace(is_main=True, gather=lambda items: [*items, None])
+    leader: Any = SimpleNamespace(is_main=True, divides_models=False, gather=lambda items: [*items, None])
     assert (checkpoint.load(checkpoints, leader) or {})["trainer"]["steps_done"] == 1
     assert not (tmp_path / "checkpoint-2").exists()
 

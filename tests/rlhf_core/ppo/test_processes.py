@@ -2,6 +2,7 @@
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +10,10 @@ from typing import Any
 
 import pytest
 import torch
+
+from rlhf_core.errors import UserError
+from rlhf_core.ppo import checkpoint
+from rlhf_core.training.checkpoints import Checkpoints, seal
 
 ROOT = Path(__file__).parents[3]
 SCRIPT = Path(__file__).with_name("several_processes.py")
@@ -39,6 +44,9 @@ def launch(count: int, folder: Path, options: dict[str, Any]) -> dict[str, Any]:
         timeout=300,
         check=False,
     )
+    if options.get("die"):
+        assert done.returncode != 0
+        return {}
     assert done.returncode == 0, done.stderr[-3000:]
     run: dict[str, Any] = torch.load(folder / "run.pt", weights_only=True)
     return run
@@ -62,3 +70,127 @@ def test_rule_13_rule_03_failure_10_two_processes_train_as_one(name: str, tmp_pa
         assert first["optimizer_steps"] == second["optimizer_steps"]
         assert first["kl"] == pytest.approx(second["kl"], rel=1e-3, abs=1e-4)
         assert first["score"] == pytest.approx(second["score"], rel=1e-3, abs=1e-4)
+
+
+SHARDED: dict[str, dict[str, Any]] = {
+    "critic of its own": {},
+    "shared critic, text": OPTIONS["shared critic, text"],
+    "critic warm-up, gpt2": {"critic": {"warmup_steps": 2}, "kind": "gpt2"},
+    "rloo, an odd minibatch": OPTIONS["rloo, an odd minibatch"],
+    "lora, full KL in the loss": {
+        "lora": {"rank": 4},
+        "learning_rate": 1e-2,
+        "gradient_checkpointing": True,
+        "kl": {"penalty": "loss", "estimator": "full"},
+    },
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", list(SHARDED))
+def test_rule_13_divided_models_train_as_whole_ones(name: str, tmp_path: Path) -> None:
+    """`sharding: fsdp` on two processes: samples, gradient and weights of one process, and about half the bytes."""
+    one = launch(1, tmp_path / "one", SHARDED[name])
+    two = launch(2, tmp_path / "two", SHARDED[name] | {"sharding": "fsdp"})
+    assert one["sampled"] == two["sampled"]
+    assert relative(one["gradient"], two["gradient"]) <= 1e-5
+    assert relative(one["weights"][2], two["weights"][2]) <= 1e-4
+    assert [row["optimizer_steps"] for row in one["rows"]] == [row["optimizer_steps"] for row in two["rows"]]
+    for part in ("policy", "optimizers"):
+        assert two["memory"][part] <= 0.51 * one["memory"][part]
+
+
+@pytest.mark.slow
+def test_rule_14_divided_processes_stop_and_skip_together(tmp_path: Path) -> None:
+    """`stop_kl` and `max_ratio` at thresholds that some minibatches cross."""
+    options = {"stop_kl": 2e-3, "max_ratio": 1.0005, "minibatches": 4, "learning_rate": 1e-2}
+    one, two = (
+        launch(count, tmp_path / str(count), options | {"sharding": kind}) for count, kind in ((1, "none"), (2, "fsdp"))
+    )
+    columns = ("optimizer_steps", "skipped_minibatches", "stopped_early")
+    found = [[row[name] for name in columns] for row in one["rows"]]
+    assert found == [[row[name] for name in columns] for row in two["rows"]]
+    assert any(skipped for _, skipped, _ in found) or any(stopped for *_, stopped in found)
+    assert relative(one["weights"][2], two["weights"][2]) <= 1e-4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layer", [-1, 0, 1])
+def test_a_lack_of_memory_in_one_process_halves_the_batches_of_all(layer: int, tmp_path: Path) -> None:
+    """In a layer of the policy, or (-1) after the last one; the training goes on and gives the same weights."""
+    one = launch(1, tmp_path / "one", {})
+    two = launch(2, tmp_path / "two", {"sharding": "fsdp", "fail_in_layer": layer})
+    assert two["halved"]
+    assert not one["halved"]
+    assert one["sampled"] == two["sampled"]
+    assert relative(one["weights"][2], two["weights"][2]) <= 1e-4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lora", [None, {"rank": 4}], ids=["all weights", "lora"])
+def test_rule_19_a_checkpoint_of_two_processes_continues_in_two_and_in_one(
+    lora: dict[str, int] | None, tmp_path: Path
+) -> None:
+    """In two: the bytes of a run without a stop. In one, or from one to two: the weights up to rounding."""
+    options = {"sharding": "fsdp", "lora": lora}
+    straight = launch(2, tmp_path / "straight", options)
+    for name, first, then in (("two", 2, 2), ("one", 2, 1), ("more", 1, 2)):
+        state = {"state": str(tmp_path / f"state of {name}")}
+        launch(first, tmp_path / f"first {name}", options | state | {"steps": 2})
+        continued = launch(then, tmp_path / f"then {name}", options | state)
+        assert len(continued["rows"]) == 1
+        assert relative(straight["weights"][2], continued["weights"][0]) <= 1e-4
+        assert torch.equal(straight["weights"][2], continued["weights"][0]) or first != then
+
+
+@pytest.mark.slow
+def test_failure_01_a_kill_while_a_divided_checkpoint_is_written_leaves_the_one_before(tmp_path: Path) -> None:
+    options = {"sharding": "fsdp", "state": str(tmp_path / "state")}
+    launch(2, tmp_path / "killed", options | {"die": True})
+    assert (tmp_path / "state/checkpoint-1/seal.json").exists()
+    assert not (tmp_path / "state/checkpoint-2").exists()
+    assert len(launch(2, tmp_path / "again", options)["rows"]) == 2
+
+
+@pytest.mark.slow
+def test_a_divided_checkpoint_without_one_of_its_files_is_not_used(tmp_path: Path) -> None:
+    """The one before is, and the message names the step; with a seal that fits it is an error of one line."""
+    options = {"sharding": "fsdp", "state": str(tmp_path / "state")}
+    launch(2, tmp_path / "first", options | {"steps": 2})
+    missing = next((tmp_path / "state/checkpoint-2" / checkpoint.DIVIDED).iterdir())
+    missing.unlink()
+    seal(tmp_path / "state/checkpoint-2")
+    with pytest.raises(UserError, match="1 of 2 files") as error:
+        checkpoint.load(Checkpoints(tmp_path / "state"))
+    assert "\n" not in str(error.value)
+    (tmp_path / "state/checkpoint-2/seal.json").unlink()
+    said: list[str] = []
+    assert (checkpoint.load(Checkpoints(tmp_path / "state", said.append)) or {})["steps_done"] == 1
+    assert said == ["checkpoint-2 was cut short and is not used"]
+
+
+@pytest.mark.slow
+def test_two_groups_of_torchrun_train_as_one_process(tmp_path: Path) -> None:
+    """Two nodes, here on one machine: each group has a rank of its own, and they meet at the first one's address."""
+    options, environment = {"sharding": "fsdp"}, os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    one = launch(1, tmp_path / "one", options)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    (tmp_path / "two").mkdir()
+    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1"]
+    command += ["--master-addr", "127.0.0.1", "--master-port", str(port)]
+    nodes = [
+        subprocess.Popen(
+            [*command, "--node-rank", str(rank), str(SCRIPT), str(tmp_path / "two"), json.dumps(options)],
+            cwd=ROOT,
+            env=environment,
+        )
+        for rank in (0, 1)
+    ]
+    assert [node.wait(timeout=300) for node in nodes] == [0, 0]
+    two: dict[str, Any] = torch.load(tmp_path / "two" / "run.pt", weights_only=True)
+    assert two["processes"] == 2
+    assert one["sampled"] == two["sampled"]
+    assert relative(one["weights"][2], two["weights"][2]) <= 1e-4
+    assert two["memory"]["policy"] <= 0.51 * one["memory"]["policy"]

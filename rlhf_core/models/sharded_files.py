@@ -1,0 +1,107 @@
+"""The tensors of a state that are divided over processes, as safetensors files: one of each process, read by any number
+of them. Nothing is pickled."""
+
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, distributed
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor, empty
+
+from rlhf_core.errors import UserError
+
+NAME, SHAPE, DTYPE = "divided tensor", "shape", "dtype"
+"""The keys of what stands for a divided tensor in the rest of a state."""
+
+
+def split(state: Any, place: str = "state") -> tuple[Any, dict[str, DTensor]]:
+    """The state without its divided tensors (mappings and sequences of tensors and plain types), and these by name."""
+    if isinstance(state, DTensor):
+        dtype = str(state.dtype).removeprefix("torch.")
+        return {NAME: place, SHAPE: list(state.shape), DTYPE: dtype}, {place: state}
+    if isinstance(state, Mapping):
+        parts = {key: split(value, f"{place}.{key}") for key, value in state.items()}
+        found = {name: tensor for _, tensors in parts.values() for name, tensor in tensors.items()}
+        return {key: rest for key, (rest, _) in parts.items()}, found
+    if isinstance(state, list | tuple):
+        items = [split(value, f"{place}.{number}") for number, value in enumerate(state)]
+        return type(state)(rest for rest, _ in items), {name: t for _, found in items for name, t in found.items()}
+    return state, {}
+
+
+def write(folder: Path, tensors: Mapping[str, DTensor]) -> None:
+    """Each process writes its parts. All call it together."""
+    writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
+    state_dict_saver.save(_untied(tensors), storage_writer=writer)
+
+
+def count(folder: Path) -> int:
+    """The number of files."""
+    return len(list(folder.glob("*.safetensors")))
+
+
+def join(rest: Any, folder: Path, files: int, divided: bool) -> Any:
+    """The state that `split` took apart, with tensors on the CPU, or divided over the processes of the default group,
+    whose number may have changed. Raises UserError unless all `files` files are there."""
+    if count(folder) != files:
+        raise UserError(f"{folder}: {count(folder)} of {files} files of a checkpoint are there; remove {folder.parent}")
+    mesh = None
+    if divided:
+        device = "cuda" if distributed.get_backend() == "nccl" else "cpu"
+        mesh = init_device_mesh(device, (distributed.get_world_size(),))
+    tensors = dict(_places(rest, mesh))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")
+        state_dict_loader.load(tensors, storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=mesh is None)
+    return _filled(rest, tensors)
+
+
+def as_divided(tensor: Any, parameter: Tensor) -> Any:
+    """A whole tensor as it is, or divided as the parameter is, where they have one shape."""
+    if not isinstance(parameter, DTensor) or not isinstance(tensor, Tensor) or isinstance(tensor, DTensor):
+        return tensor
+    if tensor.shape != parameter.shape:
+        return tensor
+    mesh = parameter.device_mesh
+    return distribute_tensor(tensor.to(mesh.device_type), mesh, parameter.placements)
+
+
+def _untied(tensors: Mapping[str, DTensor]) -> dict[str, Tensor]:
+    """Tied weights as copies: a safetensors file has no shared memory."""
+    seen: set[int] = set()
+    found: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        place = tensor.to_local().data_ptr()
+        found[name] = tensor.detach().clone() if place in seen else tensor.detach()
+        seen.add(place)
+    return found
+
+
+def _is_place(rest: Any) -> bool:
+    return isinstance(rest, dict) and rest.keys() == {NAME, SHAPE, DTYPE}
+
+
+def _places(rest: Any, mesh: DeviceMesh | None) -> list[tuple[str, Tensor]]:
+    """An empty tensor for each divided one, by name."""
+    if _is_place(rest):
+        dtype = getattr(torch, rest[DTYPE])
+        if mesh is None:
+            return [(rest[NAME], torch.empty(rest[SHAPE], dtype=dtype))]
+        return [(rest[NAME], empty(*rest[SHAPE], dtype=dtype, device_mesh=mesh, placements=[Shard(0)]))]
+    values = rest.values() if isinstance(rest, dict) else rest if isinstance(rest, list | tuple) else ()
+    return [pair for value in values for pair in _places(value, mesh)]
+
+
+def _filled(rest: Any, tensors: Mapping[str, Tensor]) -> Any:
+    if _is_place(rest):
+        return tensors[rest[NAME]]
+    if isinstance(rest, dict):
+        return {key: _filled(value, tensors) for key, value in rest.items()}
+    if isinstance(rest, list | tuple):
+        return type(rest)(_filled(value, tensors) for value in rest)
+    return rest
