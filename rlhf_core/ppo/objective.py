@@ -68,9 +68,9 @@ class Pass:
         exact = config.kl.penalty == "loss" and config.kl.estimator == "full"
 
         def read(predictions: Predictions) -> tuple[Predictions, Tensor, Tensor, Tensor | None]:
-            found = logprobs_and_entropy(predictions, batch.response_tokens, config.temperature)
+            chosen, entropy = logprobs_and_entropy(predictions, batch.response_tokens, config.temperature)
             kl = partial(exact_kl, predictions, temperature=config.temperature)
-            return predictions, *map(batch.spread, found), models.read_reference(batch, kl) if exact else None
+            return predictions, chosen, entropy, models.read_reference(batch, kl) if exact else None
 
         (predictions, logprobs, entropy, kl), values = models.read(batch, read, trains_policy)
 
@@ -80,8 +80,8 @@ class Pass:
         return cls(
             batch=batch,
             predictions=predictions,
-            logprobs=logprobs,
-            entropy=entropy,
+            logprobs=batch.spread(logprobs),
+            entropy=batch.spread(entropy),
             exact_kl=None if kl is None else batch.spread(kl),
             values=values,
             old_logprobs=part(rollout.old_logprobs),
