@@ -202,8 +202,8 @@ def test_passes_without_gradients_are_halved_too(moment: str, monkeypatch: pytes
         scorer = trainer.scoring.source.scorer
         trainer.scoring.source.scorer = lambda answers: guard(min(4, len(answers.texts))) or scorer(answers)  # type: ignore[func-returns-value]
     else:
-        reference = trainer.models.reference_logits
-        monkeypatch.setattr(trainer.models, "reference_logits", lambda b: guard(len(b.mask)) or reference(b))  # type: ignore[func-returns-value]
+        reference = trainer.models.predict_as_reference
+        monkeypatch.setattr(trainer.models, "predict_as_reference", lambda b: guard(len(b.mask)) or reference(b))  # type: ignore[func-returns-value]
     expected, rollout = whole.rollout(), trainer.rollout()
     assert rollout.response_ids == expected.response_ids
     torch.testing.assert_close(rollout.old_logprobs, expected.old_logprobs, rtol=1e-5, atol=1e-5)

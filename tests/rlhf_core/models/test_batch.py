@@ -11,6 +11,7 @@ from rlhf_core.models import batching
 from rlhf_core.models.batch import (
     in_passes,
     pad_batch,
+    predict,
     response_logits,
     sequence_scores,
     state_values,
@@ -115,11 +116,12 @@ def test_scores_are_those_of_the_hugging_face_head(kind: str, build_scalar: Buil
 
 
 def test_rule_05_half_precision_models_give_float32(build_lm: Build, build_scalar: Build) -> None:
-    """Log-probabilities and values; no second copy of the logits is made for it."""
+    """Logits, log-probabilities and values."""
     batch = pad_batch(PROMPTS, RESPONSES, PAD)
-    logits = response_logits(build_lm().bfloat16(), batch)
-    assert logits.dtype == torch.bfloat16
-    assert logprobs_and_entropy(logits, batch.response_tokens)[0].dtype == torch.float32
+    predictions = predict(build_lm().bfloat16(), batch)
+    assert predictions.hidden.dtype == torch.bfloat16
+    assert predictions.logits().dtype == torch.float32
+    assert logprobs_and_entropy(predictions, batch.response_tokens)[0].dtype == torch.float32
     assert state_values(build_scalar().bfloat16(), batch).dtype == torch.float32
 
 

@@ -25,8 +25,8 @@ from rlhf_core.models import packed as module
 from rlhf_core.models.batch import (
     TokenBatch,
     pad_batch,
+    predict,
     response_logits,
-    response_logits_and_hidden,
     sequence_scores,
     state_values,
 )
@@ -100,7 +100,7 @@ def require_equal(
 
 
 def hidden(model: PreTrainedModel, batch: TokenBatch) -> Tensor:
-    return response_logits_and_hidden(model, batch)[1]
+    return predict(model, batch).hidden
 
 
 @pytest.mark.parametrize("read", [response_logits, hidden])
@@ -139,6 +139,7 @@ def test_no_padding_and_no_prefix_is_computed_twice(build_lm: Build, build_scala
         (critic, sequence_scores, whole),
     ):
         assert can_pack(model)
+        read(model, batch)  # examines the output layer
         seen: list[int] = []
         hook = model.model.layers[0].mlp.register_forward_hook(
             lambda _, args, __, to=seen: to.append(args[0].numel() // 32)

@@ -34,14 +34,15 @@ def test_failure_12_a_shared_critic_reads_policy_and_values_in_one_pass(kind: st
     models = make_trainer(kind, **SHARED).models
     torch.nn.init.normal_(models.head.weight)
     assert can_pack(models.policy)
+    models.forward(BATCH)  # examines the output layer
     body, passes = getattr(models.policy, models.policy.base_model_prefix), []
     body.register_forward_hook(lambda *_: passes.append(1))
-    logits, values = models.forward(BATCH)
+    predictions, values = models.forward(BATCH)
     assert passes == [1]
     assert models.critic is None
     alone = scalar_model_of(models.policy, models.head)
     assert torch.allclose(values, state_values(alone, BATCH), atol=1e-5)
-    assert torch.allclose(logits, response_logits(models.policy, BATCH), atol=1e-5)
+    assert torch.allclose(predictions.logits(), response_logits(models.policy, BATCH), atol=1e-5)
 
 
 def test_a_shared_critic_trains_head_and_body(make_trainer: MakeTrainer) -> None:
@@ -77,7 +78,7 @@ def test_failure_12_with_lora_the_reference_is_the_policy_without_its_adapter(
     trainer = make_trainer(**LORA, critic={"kind": critic})
     start = build_lm("llama", seed=1).requires_grad_(False)
     for _ in range(2):
-        assert torch.equal(trainer.models.reference_logits(BATCH), response_logits(start, BATCH))
+        assert torch.equal(trainer.models.predict_as_reference(BATCH).logits(), response_logits(start, BATCH))
         row = trainer.step()
     assert trainer.models.reference is None
     assert row["kl_k3"] > 0
@@ -90,8 +91,8 @@ def test_with_lora_another_model_can_be_the_reference(
     """As in a later round, whose policy begins where the last one ended and whose reference is the SFT model."""
     other = build_lm("llama", seed=2)
     models = ActorCritic(make_trainer(**LORA).config, build_lm("llama", seed=1), other, build_scalar())
-    assert torch.equal(models.reference_logits(BATCH), response_logits(other, BATCH))
-    assert not torch.equal(models.policy_logits(BATCH), models.reference_logits(BATCH))
+    assert torch.equal(models.predict_as_reference(BATCH).logits(), response_logits(other, BATCH))
+    assert not torch.equal(models.predict(BATCH).logits(), models.predict_as_reference(BATCH).logits())
     assert models.trained().keys() == {"policy", "critic"}
     assert not any(parameter.requires_grad for parameter in other.parameters())
 
@@ -114,7 +115,8 @@ def test_the_finished_models_are_plain_folders(
     """With LoRA and with a shared critic, transformers alone loads what the run saved, and gets the same answers."""
     trainer = make_trainer(**LORA, **SHARED)
     trainer.step()
-    logits, values = trainer.models.forward(BATCH)
+    predictions, values = trainer.models.forward(BATCH)
+    logits = predictions.logits()
     policy, head = trainer.models.finished()
     save_checkpoint(tmp_path / "policy", policy, tokenizer)
     save_checkpoint(tmp_path / "critic", scalar_model_of(policy, head), tokenizer)
@@ -217,8 +219,8 @@ def test_rule_07_bfloat16_stays_within_its_tolerance_and_weights_stay_float32(ma
     trainer = make_trainer(precision="bfloat16")
     exact = make_trainer()
     rollout = trainer.rollout()
-    logits = trainer.models.forward(BATCH)[0]
-    assert not torch.equal(logits, exact.models.forward(BATCH)[0])
+    logits = trainer.models.predict(BATCH).logits()
+    assert not torch.equal(logits, exact.models.predict(BATCH).logits())
     assert (logits.dtype, rollout.old_logprobs.dtype) == (torch.float32, torch.float32)
     assert trainer.step()["engine_mismatch_max"] > 0
     assert {p.dtype for p in trainer.models.policy.parameters()} == {torch.float32}
@@ -231,8 +233,8 @@ def test_rule_24_heads_are_float32_under_autocast(make_trainer: MakeTrainer, kin
     models = make_trainer(precision="bfloat16", critic={"kind": kind}).models
     if models.head is not None:
         torch.nn.init.normal_(models.head.weight)
-    logits, values = models.forward(BATCH)
-    for found in (logits, values, models.reference_logits(BATCH)):
+    predictions, values = models.forward(BATCH)
+    for found in (predictions.logits(), values, models.predict_as_reference(BATCH).logits()):
         assert found.dtype == torch.float32
         assert not torch.equal(found, found.bfloat16().float())
 
@@ -241,8 +243,8 @@ def test_rule_24_heads_are_float32_under_autocast(make_trainer: MakeTrainer, kin
 def test_rule_21_the_critic_warms_up_without_a_graph_of_the_policy(make_trainer: MakeTrainer, kind: str) -> None:
     models = make_trainer(critic={"kind": kind}).models
     for trains_policy in (True, False):
-        logits, values = models.forward(BATCH, trains_policy)
-        assert logits.requires_grad == trains_policy
+        predictions, values = models.forward(BATCH, trains_policy)
+        assert predictions.hidden.requires_grad == trains_policy
         assert values.requires_grad
     values.sum().backward()
     assert all(parameter.grad is None for parameter in models.trained()["policy"])

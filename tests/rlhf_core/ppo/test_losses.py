@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from rlhf_core.models.head import Predictions
 from rlhf_core.models.token_logprobs import logprobs_and_entropy
 from rlhf_core.ppo.losses import (
     compute_entropy,
@@ -225,7 +226,8 @@ def test_rule_15_the_total_subtracts_entropy_and_weights_each_part() -> None:
     losses = compute_ppo_total_loss(*arguments, batch.logits, vf_coef=0.3, entropy_coef=0.7, mask=batch.mask)
     expected = losses["policy_loss"] + 0.3 * losses["value_loss"] - 0.7 * losses["entropy"]
     assert losses["total_loss"].item() == pytest.approx(expected.item())
-    _, entropy = logprobs_and_entropy(batch.logits, batch.actions)
+    logprobs = batch.logits.log_softmax(dim=-1)
+    entropy = -(logprobs.exp() * logprobs).sum(dim=-1)
     known = compute_ppo_total_loss(*arguments, None, vf_coef=0.3, entropy_coef=0.7, mask=batch.mask, entropy=entropy)
     assert known["total_loss"].item() == pytest.approx(losses["total_loss"].item())
     for logits, known_entropy in ((None, None), (batch.logits, entropy)):
@@ -391,34 +393,29 @@ def test_a_minibatch_of_padding_alone_gives_zeros_not_nan() -> None:
 @properties
 @given(batches(), st.floats(0.3, 2.0))
 def test_rule_05_logprobs_and_entropy_follow_the_temperature(batch: Batch, temperature: float) -> None:
-    logprobs, entropy = logprobs_and_entropy(batch.logits, batch.actions, temperature, batch.mask)
-    for row, column in batch.mask.nonzero().tolist():
-        weights = [math.exp(x / temperature) for x in batch.logits[row, column].tolist()]
-        chosen = weights[int(batch.actions[row, column])] / sum(weights)
-        assert logprobs[row, column].item() == pytest.approx(math.log(chosen), abs=1e-10)
+    logits, actions = batch.logits[batch.mask], batch.actions[batch.mask]
+    logprobs, entropy = logprobs_and_entropy(Predictions(logits), actions, temperature)
+    for place, row in enumerate(logits.tolist()):
+        weights = [math.exp(x / temperature) for x in row]
+        chosen = weights[int(actions[place])] / sum(weights)
+        assert logprobs[place].item() == pytest.approx(math.log(chosen), abs=1e-10)
         expected = -sum(w / sum(weights) * math.log(w / sum(weights)) for w in weights)
-        assert entropy[row, column].item() == pytest.approx(expected, abs=1e-10)
-    assert logprobs[~batch.mask].eq(0).all()
-    assert entropy[~batch.mask].eq(0).all()
+        assert entropy[place].item() == pytest.approx(expected, abs=1e-10)
 
 
 def test_rule_05_logprobs_are_float32_even_from_bfloat16_logits() -> None:
-    logits = torch.randn(2, 3, 100).bfloat16()
-    actions = torch.randint(100, (2, 3))
-    for mine, exact in zip(
-        logprobs_and_entropy(logits, actions, 0.7), logprobs_and_entropy(logits.double(), actions, 0.7), strict=True
-    ):
+    logits, actions = torch.randn(6, 100).bfloat16(), torch.randint(100, (6,))
+    found = (logprobs_and_entropy(Predictions(table), actions, 0.7) for table in (logits, logits.double()))
+    for mine, exact in zip(*found, strict=True):
         assert mine.dtype == torch.float32
         assert torch.allclose(mine.double(), exact, atol=1e-5)
     assert compute_entropy(logits).dtype == torch.float32
 
 
 @pytest.mark.parametrize("garbage", GARBAGE)
-def test_logprobs_of_padding_may_have_any_logits_and_any_action(garbage: float) -> None:
+def test_the_entropy_of_padding_may_have_any_logits(garbage: float) -> None:
     batch = Batch([4, 1], seed=9, garbage=garbage)
-    actions = batch.actions.masked_fill(~batch.mask, -100)
-    logprobs, entropy = logprobs_and_entropy(batch.logits, actions, 1.0, batch.mask)
-    (logprobs.sum() + entropy.sum()).backward()
+    compute_entropy(batch.logits, batch.mask).backward()
     assert batch.logits.grad is not None
     assert batch.logits.grad.isfinite().all()
     assert batch.logits.grad[~batch.mask].eq(0).all()
@@ -427,7 +424,7 @@ def test_logprobs_of_padding_may_have_any_logits_and_any_action(garbage: float) 
 @pytest.mark.parametrize("temperature", [0.0, -1.0, float("nan")])
 def test_a_temperature_that_is_not_above_0_is_refused(temperature: float) -> None:
     with pytest.raises(ValueError, match="temperature must be above 0"):
-        logprobs_and_entropy(torch.zeros(1, 2), torch.zeros(1, dtype=torch.int64), temperature)
+        logprobs_and_entropy(Predictions(torch.zeros(1, 2)), torch.zeros(1, dtype=torch.int64), temperature)
 
 
 LOSSES: dict[str, Callable[[Batch], tuple[Callable[..., Tensor], tuple[Tensor, ...]]]] = {
@@ -442,7 +439,7 @@ LOSSES: dict[str, Callable[[Batch], tuple[Callable[..., Tensor], tuple[Tensor, .
     "value_unclipped": lambda b: (lambda v, r: compute_value_loss(v, r, mask=b.mask), (b.values, b.returns)),
     "entropy": lambda b: (lambda x: compute_entropy(x, b.mask), (b.logits,)),
     "logprobs": lambda b: (
-        lambda x: torch.stack(logprobs_and_entropy(x, b.actions, 0.8, b.mask)),
+        lambda x: torch.stack(logprobs_and_entropy(Predictions(x[b.mask]), b.actions[b.mask], 0.8)),
         (b.logits,),
     ),
     "sums": lambda b: (

@@ -39,7 +39,7 @@ def forward_of(trainer: PPOTrainer, rows: list[int]) -> Pass:
 
 def chosen_logprobs(trainer: PPOTrainer, batch: TokenBatch) -> torch.Tensor:
     """log π of the sampled tokens [B, T], at temperature 1."""
-    logprobs = trainer.models.policy_logits(batch).log_softmax(dim=-1)
+    logprobs = trainer.models.predict(batch).logits().log_softmax(dim=-1)
     return batch.spread(logprobs.gather(1, batch.response_tokens[:, None])[:, 0])
 
 
@@ -340,7 +340,7 @@ def test_rule_15_kl_in_the_loss_is_divided_by_the_deviation_of_the_advantages(ma
             for coef in (0.7, 0.0)
         )
         added = losses["total_loss"] - without["total_loss"]
-        exact = full_kl(forward.logits, response_logits(trainer.models.reference, forward.batch)).sum()
+        exact = full_kl(forward.predictions.logits(), response_logits(trainer.models.reference, forward.batch)).sum()
         assert losses["kl_loss"].item() == pytest.approx(exact.item(), rel=1e-5)
         assert added.item() == pytest.approx(0.7 * exact.item() / forward.scale, rel=1e-3)
 

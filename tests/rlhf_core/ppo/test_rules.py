@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from rlhf_core.models.batch import pad_batch, response_logits, state_values
+from rlhf_core.models.batch import pad_batch, predict, response_logits, state_values
 from rlhf_core.models.scorers import Answers
 from rlhf_core.models.token_logprobs import logprobs_and_entropy
 from rlhf_core.ppo import checkpoint
@@ -65,8 +65,9 @@ def test_rule_05_logits_are_made_for_response_positions_only(kind: str, build_lm
     """The output layer sees the positions that predict a response token, and no other."""
     model = build_lm(kind)
     seen: list[int] = []
-    model.get_output_embeddings().register_forward_hook(lambda _, inputs, __: seen.append(inputs[0].shape[1]))
     batch = pad_batch([[3, 9, 4], [3, 8, 7, 6, 5, 11, 12, 13, 4]], [[20, 21, 1], [30]], PAD)
+    predict(model, batch)  # examines the model
+    model.get_output_embeddings().register_forward_hook(lambda _, inputs, __: seen.append(inputs[0].shape[1]))
     assert response_logits(model, batch).shape == (4, model.config.vocab_size)
     assert seen == [4]
 
@@ -88,7 +89,7 @@ def test_rule_06_the_amount_of_left_padding_changes_no_logprob_no_value_and_no_g
     outcomes = []
     for prompts, responses in (([prompt], [response]), ([prompt, long], [response, [30]])):
         batch = pad_batch(prompts, responses, PAD)
-        logprobs = logprobs_and_entropy(response_logits(policy, batch), batch.response_tokens)[0][: len(response)]
+        logprobs = logprobs_and_entropy(predict(policy, batch), batch.response_tokens)[0][: len(response)]
         values = state_values(critic, batch)[0]
         gradients = gradient(policy, logprobs.sum()), gradient(critic, values[: len(response)].sum())
         outcomes.append((logprobs, values, gradients))
@@ -107,7 +108,7 @@ def test_rule_07_the_old_logprobs_stay_while_the_policy_moves(make_trainer: Make
     trainer.updater.run(rollout, trainer.assign_credit(rollout, trainer.score(rollout)), trainer.plan())
     assert torch.equal(rollout.old_logprobs, before)
     batch = rollout.batch(range(8), trainer.pad_id)
-    now = logprobs_and_entropy(response_logits(trainer.models.policy, batch), batch.response_tokens)[0]
+    now = logprobs_and_entropy(predict(trainer.models.policy, batch), batch.response_tokens)[0]
     assert (batch.spread(now) - before).abs().max() > 1e-2
 
 

@@ -11,7 +11,7 @@ import torch
 from transformers import PreTrainedModel
 
 from rlhf_core.errors import NonFiniteError
-from rlhf_core.models.batch import response_logits, state_values
+from rlhf_core.models.batch import predict, state_values
 from rlhf_core.models.token_logprobs import logprobs_and_entropy
 from rlhf_core.ppo.losses import compute_ppo_total_loss
 from rlhf_core.ppo.rollout import Credit, Rollout
@@ -68,7 +68,7 @@ def of_the_big_batch(trainer: PPOTrainer, rollout: Rollout, credit: Credit) -> d
     for model in (trainer.models.policy, trainer.models.critic):
         model.zero_grad()
     batch = rollout.batch(rows, trainer.pad_id)
-    found = logprobs_and_entropy(response_logits(trainer.models.policy, batch), batch.response_tokens)
+    found = logprobs_and_entropy(predict(trainer.models.policy, batch), batch.response_tokens)
     logprobs, entropy = map(batch.spread, found)
     compute_ppo_total_loss(
         logprobs,
@@ -192,7 +192,7 @@ def test_rule_18_statistics_are_means_over_real_tokens(make_trainer: MakeTrainer
     assert len(set(rollout.lengths)) > 1
     batch = rollout.batch(range(8), trainer.pad_id)
     with torch.no_grad():
-        entropy = logprobs_and_entropy(response_logits(trainer.models.policy, batch), batch.response_tokens)[1]
+        entropy = logprobs_and_entropy(predict(trainer.models.policy, batch), batch.response_tokens)[1]
     moved = replace(rollout, old_logprobs=(rollout.old_logprobs - 0.3) * rollout.mask)
     credit = replace(credit, weights=rollout.mask)
     means = with_config(trainer.updater, check_ratio=False).run(moved, credit, trainer.plan()).means()
@@ -210,8 +210,8 @@ def test_rule_07_failure_07_the_first_ratio_is_1(kind: str, make_trainer: MakeTr
     rollout, _ = experience(trainer)
     for rows in (rows for minibatch in trainer.updater.passes(rollout, trainer.plan(), 0) for rows in minibatch):
         batch = rollout.batch(rows, trainer.pad_id)
-        logits = response_logits(trainer.models.policy, batch)
-        now = batch.spread(logprobs_and_entropy(logits, batch.response_tokens, 0.7)[0])
+        predictions = predict(trainer.models.policy, batch)
+        now = batch.spread(logprobs_and_entropy(predictions, batch.response_tokens, 0.7)[0])
         assert torch.equal(now.detach(), rollout.old_logprobs[rows, : batch.time])
 
 
