@@ -70,9 +70,9 @@ def widths_of(model: PreTrainedModel, **changes: Any) -> list[int]:
 
 
 def test_rows_leave_at_a_stop_test_only_and_half_of_them_at_least(build_lm: Build) -> None:
-    widths = widths_of(build_lm(), stop_ids=frozenset(range(1, 60, 5)), max_new_tokens=80)
+    widths = widths_of(build_lm(), stop_ids=frozenset(range(1, 60, 15)), max_new_tokens=80)
     groups = [(rows, len(list(passes))) for rows, passes in groupby(widths[1:])]
-    assert groups[0] == (len(PROMPTS), STOP_TEST - 1)
+    assert groups[0] == (len(PROMPTS), 2 * STOP_TEST - 1)  # at the first stop test most rows still run
     assert len(groups) > 1
     assert all(2 * after <= before for (before, _), (after, _) in pairwise(groups))
     assert all(passes % STOP_TEST == 0 for _, passes in groups[1:-1])
