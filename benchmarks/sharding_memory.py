@@ -27,6 +27,8 @@ from rlhf_core.ppo.trainer import PPOTrainer
 ROOT = Path(__file__).parents[1]
 CASES = ((1, "none"), (2, "none"), (2, "fsdp"))
 WORKER = "LEASH_BENCHMARK_SHARDING"
+RETURNED = {"MALLOC_MMAP_THRESHOLD_": "262144"}
+"""glibc then returns freed weights to the system; else it keeps gathered ones, and the peak is that of whole models."""
 
 
 def trainer_of(sharding: str, hidden: int, layers: int) -> PPOTrainer:
@@ -85,7 +87,7 @@ def main() -> None:
     for count, sharding in CASES:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count)]
         arguments = ["--hidden", str(size.hidden), "--layers", str(size.layers)]
-        environment = os.environ | {WORKER: sharding, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+        environment = os.environ | RETURNED | {WORKER: sharding, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
         done = subprocess.run(
             [*command, __file__, *arguments], env=environment, stdout=subprocess.PIPE, text=True, check=True
         )

@@ -145,6 +145,8 @@ def rejoin(model: PreTrainedModel) -> PreTrainedModel:
     model.__dict__[ROOT].reset_iter_state()
     found: dict[nn.Parameter, nn.Parameter] = {}  # tied weights stay tied
     for module in model.modules():
+        if isinstance(module, FSDPModule):  # its class moves parts of weights, and fails for whole ones
+            module.__class__ = next(kind for kind in type(module).__bases__ if kind is not FSDPModule)
         for name, parameter in module._parameters.items():
             if parameter is not None:
                 if parameter not in found:

@@ -45,7 +45,10 @@ def main(folder: Path, options: dict[str, Any]) -> None:
             checkpoint.save(checkpoints, trainer.steps_done, trainer.state_dict(), trainer.processes)
     memory = {name: own_bytes(part) for name, part in trainer.models.trained().items()}
     memory["optimizers"] = sum(own_bytes(o.state[p].values()) for o in trainer.optimizers.values() for p in o.state)
+    trainer.models.rejoin()
     if trainer.processes.is_main:
+        policy, _ = trainer.models.finished()
+        saved = torch.cat([p.detach().flatten() for p in policy.parameters()])
         run = {
             "gradient": gradients[0],
             "weights": weights,
@@ -53,6 +56,7 @@ def main(folder: Path, options: dict[str, Any]) -> None:
             "sampled": sampled,
             "memory": memory,
             "halved": trainer.halved,
+            "saved": saved,
         }
         torch.save(run | {"processes": trainer.processes.count}, folder / "run.pt")
 

@@ -96,6 +96,7 @@ def test_rule_13_divided_models_train_as_whole_ones(name: str, tmp_path: Path) -
     assert relative(one["gradient"], two["gradient"]) <= 1e-5
     assert relative(one["weights"][2], two["weights"][2]) <= 1e-4
     assert [row["optimizer_steps"] for row in one["rows"]] == [row["optimizer_steps"] for row in two["rows"]]
+    assert relative(one["saved"], two["saved"]) <= 1e-4
     for part in ("policy", "optimizers"):
         assert two["memory"][part] <= 0.51 * one["memory"][part]
 
