@@ -12,6 +12,7 @@ what is finished. They are Markdown.
 import argparse
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, median
@@ -61,16 +62,8 @@ class Run:
         values = [float(row[name]) for row in self.rows]
         return [fmean(values[i : i + WINDOW]) for i in range(len(values) - WINDOW + 1)]
 
-    def has(self, signal: "Signal") -> bool:
-        """Whether the run has the signal's columns."""
-        try:
-            signal(self)
-        except KeyError:
-            return False
-        return True
-
     def step(self, window: int) -> int:
-        """The last step of a window, from 1: where a detector can know it."""
+        """The last step of a window, from 1: the first at which a detector can give an alert."""
         return window + WINDOW
 
     @property
@@ -205,7 +198,7 @@ DETECTORS: dict[str, float | None] = {
     **{f"`reward_hacking` without a judge, `hacking_kl: {limit}`": limit for limit in (0.2, 0.25, 0.3, 0.5)},
     "`reward_hacking` with the gold score": None,
 }
-"""The detector that ships, with its limit of the KL in nats per token; None: it sees the gold score."""
+"""The detector that ships, with its limit of the KL in nats per token; None: with the gold score."""
 
 
 def warnings(runs: Sequence[Run]) -> str:
@@ -230,7 +223,10 @@ def warnings(runs: Sequence[Run]) -> str:
 def alerts(signal: Signal, runs: Sequence[Run]) -> list[tuple[Run, int | None]]:
     """The window of the alert of each run that has the signal, None without one. The threshold for a seed is the
     highest value in the healthy runs of the other seeds: no run has a part in its own threshold."""
-    with_values = [(run, signal(run)) for run in runs if run.has(signal)]
+    with_values = []
+    for run in runs:
+        with suppress(KeyError):  # a run without the signal's columns
+            with_values.append((run, signal(run)))
     highest = {run.seed: max(values) for run, values in with_values if run.arm == HEALTHY}
     found = []
     for run, values in with_values:

@@ -54,11 +54,11 @@ def execute(stage: Stage[BaseParams]) -> None:
 
 def training_documents(stage: Stage[BaseParams]) -> list[Document]:
     """Prompts and answers of the training split: demonstrations, rated answers, and both responses of the pairs in the
-    data."""
+    data. Pairs of `ingest.labels` are left out: new labels must not change the model whose answers they compare."""
     answers = [*stage.read(DEMONSTRATIONS), *stage.read(RATINGS)]
     documents: list[Document] = [(row["prompt"], row["response"]) for row in answers if row["split"] == "train"]
     for row in stage.read(PAIRS):
-        if row["split"] == "train":
+        if row["split"] == "train" and not row.get("from_labels"):
             documents += [(row["prompt"], row["chosen"]), (row["prompt"], row["rejected"])]
     return documents
 

@@ -16,6 +16,7 @@ SCHEMAS = {
             "rejected": col.text(),
             "split": col.split(),
             "annotator": col.annotator(),
+            "from_labels": col.flag(required=False),
             "chosen_ended": col.flag(required=False),
             "rejected_ended": col.flag(required=False),
         },

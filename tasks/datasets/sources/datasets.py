@@ -59,13 +59,15 @@ def divide(
 
 def assemble(divided: Divided) -> dict[str, Iterator[Row]]:
     """The datasets that `ingest` writes to data/ingest/, by name. A pair is also a demonstration (its chosen answer).
-    Pairs have the column `annotator` where one of them has an annotator, and `chosen_ended` and `rejected_ended` where
-    one of them says it. Datasets of prompts have the column `extra` where a row of the data has further columns.
+    Pairs have the column `annotator` where one of them has an annotator, `from_labels` where some are labels that were
+    added, and `chosen_ended` and `rejected_ended` where one of them says it. Datasets of prompts have the column
+    `extra` where a row of the data has further columns.
 
     The rows are iterators, to be read once: a million rows do not fit into memory.
     """
     shares, split = divided.shares, divided.assignment.split
     annotated = any(e.annotator for e in divided.pairs)
+    labels = {id(e) for e in divided.labels}
     cut = any(e.ended is not None for e in divided.pairs)
     more = any(e.extra for members in shares.values() for e in members)
     return {
@@ -77,6 +79,7 @@ def assemble(divided: Divided) -> dict[str, Iterator[Row]]:
         "pairs": (
             {**_prompt(e), "chosen": e.chosen, "rejected": e.rejected, "split": split(e)}
             | ({"annotator": e.annotator} if annotated else {})
+            | ({"from_labels": id(e) in labels} if labels else {})
             | (dict(zip(ENDED, e.ended or (True, True), strict=True)) if cut else {})
             for e in divided.pairs
         ),

@@ -230,3 +230,21 @@ def test_they_end_with_the_stage_even_if_it_is_killed(make: Make, tmp_path: Path
         assert process.stdout is not None
         pid = int(process.stdout.readline())
     assert ended(pid)
+
+
+def test_a_call_that_is_running_ends_with_a_stage_that_is_killed(make: Make, tmp_path: Path) -> None:
+    """It does not read its requests, so only the end of the input ends it."""
+    make(
+        "import os, sys, time\ndef score(*_):\n"
+        "    print(os.getpid(), file=sys.stderr, flush=True)\n    time.sleep(100)\n"
+    )
+    stage = (
+        "from pathlib import Path\nfrom rlhf_core.functions.process import Limits, RewardFunction\n"
+        f"function = RewardFunction(Path({str(tmp_path / 'rewards')!r}), 'mine.py', Limits(100, 1024))\n"
+        "function([[]], ['a'], [{}])\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", stage], stderr=subprocess.PIPE, text=True, env=os.environ) as process:
+        assert process.stderr is not None
+        pid = int(process.stderr.readline())
+        process.kill()
+        assert ended(pid)

@@ -84,14 +84,15 @@ def test_labels_move_no_prompt_and_become_pairs_with_the_split_of_their_prompt(a
     prepared, with_labels, uses = made(on_leak="drop")
     _, without, _ = made(labels=None)
     assert shares_of(with_labels) == shares_of(without)
-    assert all("annotator" not in row for row in without["pairs"])
+    assert all({"annotator", "from_labels"}.isdisjoint(row) for row in without["pairs"])
     heldout = {row["prompt_id"] for row in with_labels["heldout"]}
     leaked = [row for row in prepared.dropped if row.reason == "leaked"]
     assert len(leaked) == len(heldout) == 10
     own = [row for row in with_labels["pairs"] if row["annotator"] is None]
-    assert [{k: v for k, v in row.items() if k != "annotator"} for row in own] == without["pairs"]
+    assert [{**row, "annotator": None, "from_labels": False} for row in without["pairs"]] == own
     anna, ben = ([r for r in with_labels["pairs"] if r["annotator"] == name] for name in ("anna", "ben"))
     assert (len(anna), len(ben)) == (90, 200)
+    assert all(row["from_labels"] for row in anna + ben)
     assert not heldout & {row["prompt_id"] for row in anna}
     known = dict(shares_of(without)["demonstrations"] + shares_of(without)["preference_prompts"])
     assert all(row["split"] == known.get(row["prompt_id"], "train") for row in anna)

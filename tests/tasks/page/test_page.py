@@ -154,6 +154,15 @@ def test_a_judge_that_only_compares_is_not_called_the_reward_model(make_run: Mak
     assert "gold" not in page.casefold()
 
 
+@pytest.mark.parametrize(
+    ("name", "shown"),
+    [("rewards/short.py", "rewards/short.py"), ("reward model", "the reward model"), ("the rubric", "the rubric")],
+)
+def test_a_judge_has_one_article_and_a_file_has_none(make_run: MakeRun, name: str, shown: str) -> None:
+    run = evaluated(make_run(), win_rate_judge=name)
+    assert findings(run)[0].measured.endswith(f"judged by {shown}")
+
+
 def rated(run: Run, by_reward_model: float, by_judging_model: float | None = None) -> Run:
     """Every model with win rates by the reward models; None: the win rate itself is the judging one's."""
     models = {

@@ -40,11 +40,12 @@ VALUES = {
     "chosen_ids": [5, 0],
     "rejected_ids": None,
     "annotator": "anna",
+    "from_labels": True,
     "extra": {"answer": "2"},
     "terms": {"exact.py": 1.0},
     "round": 2,
 }
-OPTIONAL = {"annotator", "chosen_ended", "rejected_ended", "extra", "terms", "round"}
+OPTIONAL = {"annotator", "from_labels", "chosen_ended", "rejected_ended", "extra", "terms", "round"}
 OBJECTS = {"extra", "terms"}
 NULLABLE = {"annotator", "chosen_ids", "rejected_ids", "gold", "gold_sft", "gold_policy", "seed"}
 NULLABLE_HERE = {("response", "data/ingest/heldout.jsonl"), ("kl", "data/evaluate/answers.jsonl")}
