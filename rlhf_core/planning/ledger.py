@@ -145,4 +145,6 @@ def require_support() -> None:
         del made
         right = right and ledger.live[Part(LOGITS)] == 0 and ledger.peak >= 128
     if not right:
-        raise ImportError(f"torch {torch.__version__} counts tensors without data in another way; `leash plan` needs 2.13")
+        raise ImportError(
+            f"torch {torch.__version__} counts tensors without data in another way; `leash plan` needs 2.13"
+        )

@@ -33,7 +33,7 @@ from rlhf_core.training.memory import Halving
 from rlhf_core.training.run import Run, Schedule, trainer_arguments
 from rlhf_core.training.trainer import GuardedTrainer
 
-FEW, MORE = 3, 6
+FEW, MORE = 2, 4
 """New tokens of the two samplings from which longer ones are extrapolated: memory is linear in their number."""
 
 
@@ -255,7 +255,9 @@ def _demonstrations(rows: int, lengths: Lengths, vocabulary: int) -> list[Demons
 
 def _comparisons(rows: int, answers: int, lengths: Lengths, vocabulary: int) -> list[Comparison]:
     """Every two responses are a pair."""
-    prompts, responses = (rows_of(rows * n, length, vocabulary) for n, length in ((1, lengths.prompt), (answers, lengths.response)))
+    prompts, responses = (
+        rows_of(rows * n, length, vocabulary) for n, length in ((1, lengths.prompt), (answers, lengths.response))
+    )
     pairs = [(better, worse) for better in range(answers) for worse in range(better)]
     return [Comparison(prompts[i], responses[i * answers : (i + 1) * answers], pairs) for i in range(rows)]
 

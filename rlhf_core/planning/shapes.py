@@ -35,7 +35,11 @@ class Shapes:
     """
 
     def __init__(self, config: PreTrainedConfig, trust_remote_code: bool = False) -> None:
-        self.config, self.mode, self._trusted = without_dropout(copy.deepcopy(config)), without_data(), trust_remote_code
+        self.config, self.mode, self._trusted = (
+            without_dropout(copy.deepcopy(config)),
+            without_data(),
+            trust_remote_code,
+        )
 
     @property
     def vocabulary(self) -> int:
