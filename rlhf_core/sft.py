@@ -15,6 +15,7 @@ from rlhf_core.config.sft import SFTConfig
 from rlhf_core.errors import NonFiniteError
 from rlhf_core.models.batch import TokenBatch, response_logits
 from rlhf_core.models.hf import save_weights, unique_weights
+from rlhf_core.models.lora import Adapter, add_lora
 from rlhf_core.models.sequence_logprobs import sequence_logprobs
 from rlhf_core.models.token_logprobs import logprobs_and_entropy
 from rlhf_core.training.run import Run, Schedule, train, trainer_arguments
@@ -49,9 +50,10 @@ def fine_tune(
     run: Run,
     keys: str = "sft.micro_batch_size or sft.max_tokens",
 ) -> SFTResult:
-    """Train `model` in place and leave it with the weights of the lowest validation loss. `keys` are what a user can
-    lower where memory is short."""
+    """Train `model` in place, all its weights or with `config.lora` adapters that are then merged, and leave it with
+    the weights of the lowest validation loss. `keys` are what a user can lower where memory is short."""
     base_loss = response_loss(model, validation, pad_id, config.micro_batch_size)
+    adapter = None if config.lora is None else add_lora(model, config.lora, run.seed)
     schedule = Schedule(
         learning_rate=config.learning_rate,
         batch_size=config.batch_size,
@@ -61,7 +63,7 @@ def fine_tune(
         epochs=config.epochs,
     )
     arguments = trainer_arguments(run, schedule, eval_strategy="steps", eval_steps=config.evaluate_every)
-    best = KeepBest(run.state_dir / "best.safetensors", config.patience)
+    best = KeepBest(run.state_dir / "best.safetensors", config.patience, adapter)
     trainer = ResponseTrainer(
         run,
         keys,
@@ -79,6 +81,8 @@ def fine_tune(
         log = list(trainer.state.log_history)
     step, loss = best.best_of(log)
     best.restore(model)
+    if adapter is not None:
+        adapter.merge()
     return SFTResult(log, base_loss, loss, step, steps)
 
 
@@ -143,14 +147,14 @@ class KeepBest(TrainerCallback):
     lower one. The best step is read from the Trainer's log, which is in its checkpoints, so that a resumed run stops at
     the same step."""
 
-    def __init__(self, path: Path, patience: int) -> None:
-        self.path, self.patience = path, patience
+    def __init__(self, path: Path, patience: int, adapter: Adapter | None = None) -> None:
+        self.path, self.patience, self.adapter = path, patience, adapter
 
     def on_evaluate(self, args: Any, state: Any, control: Any, model: PreTrainedModel, **kwargs: Any) -> None:
         """Save the weights if they are the best so far; stop training when `patience` is reached."""
         step, _ = self.best_of(state.log_history)
         if step == state.global_step:
-            save_weights(self.path, unique_weights(model))
+            save_weights(self.path, unique_weights(model) if self.adapter is None else self.adapter.state_dict())
         later = sum(1 for row in state.log_history if "eval_loss" in row and row["step"] > step)
         if self.patience and later >= self.patience:
             control.should_training_stop = True

@@ -1,4 +1,4 @@
-"""`leash plan`: what a run would need, and what to change where it does not fit. Loads no weights and changes nothing."""
+"""`leash plan`: what a run would need, and what to change where it does not fit. Loads no weights."""
 
 import sys
 from collections.abc import Mapping
@@ -42,7 +42,8 @@ def render(plan: Mapping[str, Any]) -> str:
     parameters = ", ".join(f"{name} {count:,}" for name, count in plan["parameters"].items())
     disk = ", ".join(f"{name} {_gb(size)}" for name, size in plan["disk"].items())
     parts = [
-        f"parameters: {parameters}\nlongest prompt: {plan['prompt_tokens']} tokens; every row is planned at its longest",
+        f"parameters: {parameters}",
+        f"longest prompt: {plan['prompt_tokens']} tokens; every row is planned at its longest",
         _memory(plan["stages"]),
         _work(plan["stages"]),
         f"disk: {disk}",

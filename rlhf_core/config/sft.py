@@ -3,6 +3,7 @@
 from pydantic import model_validator
 
 from rlhf_core.config.block import Block, Count, LearningRate, NotNegative, Positive, PositiveNumber
+from rlhf_core.config.lora import LoraSettings
 
 
 class SFTConfig(Block):
@@ -26,6 +27,7 @@ class SFTConfig(Block):
     """Optimizer steps between two measurements of the validation loss."""
     patience: Count
     """Measurements without improvement before training stops; 0: train to the end."""
+    lora: LoraSettings | None = None
 
     @model_validator(mode="after")
     def _batches_fit(self) -> "SFTConfig":

@@ -37,7 +37,7 @@ class Part:
     model: str = ""
 
 
-class Ledger(TorchDispatchMode):
+class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """While it is active: the bytes of all tensors that live, and their highest sum, by part.
 
     Args:
@@ -46,7 +46,7 @@ class Ledger(TorchDispatchMode):
     """
 
     def __init__(self, vocabulary: int, mode: FakeTensorMode) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.vocabulary, self.mode = vocabulary, mode
         self.live: Counter[Part] = Counter()
         self.peak, self.at_peak = 0, dict[Part, int]()
@@ -77,10 +77,15 @@ class Ledger(TorchDispatchMode):
 
     def follow(self, name: str, model: nn.Module) -> None:
         """Count the weights of a model, and its gradients as soon as there are some."""
+
+        def marked(parameter: Tensor) -> None:
+            if parameter.grad is not None:
+                self.mark([parameter.grad], Part(GRADIENTS, name))
+
         self.mark([*model.parameters(), *model.buffers()], Part(WEIGHTS, name))
         for parameter in model.parameters():
             if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(lambda p: self.mark([p.grad], Part(GRADIENTS, name)))
+                parameter.register_post_accumulate_grad_hook(marked)  # type: ignore[no-untyped-call]
 
     def follow_optimizer(self, name: str, optimizer: torch.optim.Optimizer) -> None:
         """Count the optimizer's state as soon as there is some."""

@@ -96,18 +96,20 @@ def _segments(
 ) -> list[Phase]:
     """The peak from each forward pass to the next one."""
     found: list[Phase] = []
-    calls = 0
+    calls = cache = 0
 
     def begins(*_: Any) -> None:
         nonlocal calls
         if calls:
-            found.append(_with_cache(_phase(name, ledger), ledger))
+            found.append(_with_cache(_phase(name, ledger), cache))
         calls += 1
         ledger.restart()
 
     def ends(module: Any, args: Any, options: dict[str, Any], output: Any) -> None:
+        nonlocal cache
         layers = getattr(options.get("past_key_values"), "layers", ())
         ledger.mark([x for layer in layers for x in (layer.keys, layer.values)], Part(CACHE))
+        cache = ledger.live[Part(CACHE)]
 
     hooks = [
         model.register_forward_pre_hook(begins),
@@ -127,14 +129,14 @@ def _segments(
         )
     for hook in hooks:
         hook.remove()
-    return [*found, _with_cache(_phase(name, ledger), ledger)]
+    return [*found, _with_cache(_phase(name, ledger), cache)]
 
 
-def _with_cache(phase: Phase, ledger: Ledger) -> Phase:
-    """The phase with the cache as it is after the forward pass; in the pass its new tensors count as activations."""
+def _with_cache(phase: Phase, size: int) -> Phase:
+    """The phase with a cache of `size` bytes, as after the forward pass; in the pass it counts as activations."""
     cache, other = Part(CACHE), Part(ACTIVATIONS)
     both = phase.parts.get(cache, 0) + phase.parts.get(other, 0)
-    size = min(both, ledger.live[cache])
+    size = min(both, size)
     return Phase(phase.name, phase.peak, {**phase.parts, cache: size, other: both - size})
 
 
@@ -152,6 +154,9 @@ def _extrapolated(name: str, few: Phase, more: Phase, factor: float) -> Phase:
 def sft_phases(shapes: Shapes, config: SFTConfig, lengths: Lengths) -> list[Phase]:
     """SFT: a training step, and the validation loss after it."""
     model = shapes.causal_lm()
+    if config.lora is not None:
+        with shapes.mode:
+            add_lora(model, config.lora, 0)
     rows = _demonstrations(config.micro_batch_size, lengths, shapes.vocabulary)
     schedule = _schedule(config, config.micro_batch_size)
     ledger = Ledger(shapes.vocabulary, shapes.mode)
@@ -255,9 +260,8 @@ def _demonstrations(rows: int, lengths: Lengths, vocabulary: int) -> list[Demons
 
 def _comparisons(rows: int, answers: int, lengths: Lengths, vocabulary: int) -> list[Comparison]:
     """Every two responses are a pair."""
-    prompts, responses = (
-        rows_of(rows * n, length, vocabulary) for n, length in ((1, lengths.prompt), (answers, lengths.response))
-    )
+    prompts = rows_of(rows, lengths.prompt, vocabulary)
+    responses = rows_of(rows * answers, lengths.response, vocabulary)
     pairs = [(better, worse) for better in range(answers) for worse in range(better)]
     return [Comparison(prompts[i], responses[i * answers : (i + 1) * answers], pairs) for i in range(rows)]
 
@@ -320,13 +324,10 @@ class _PPO:
         prompts = rows_of(rows, self.lengths.prompt, self.shapes.vocabulary)
         responses = rows_of(rows, self.lengths.response, self.shapes.vocabulary)
         mask = torch.ones(rows, self.lengths.response)
-        tables = {
-            name: torch.zeros_like(mask)
-            for name in ("engine_logprobs", "old_logprobs", "ref_logprobs", "ref_kl", "old_values")
-        }
+        zeros = [torch.zeros_like(mask) for _ in range(10)]
         texts = [""] * rows
-        rollout = Rollout([[] for _ in texts], prompts, responses, texts, mask[:, 0].bool(), mask, **tables)
-        return rollout, Credit(*(torch.zeros_like(mask) for _ in range(5)), scale=1.0)
+        rollout = Rollout([[] for _ in texts], prompts, responses, texts, mask[:, 0].bool(), mask, *zeros[:5])
+        return rollout, Credit(zeros[5], zeros[6], zeros[7], zeros[8], zeros[9], scale=1.0)
 
     def plan(self) -> StepPlan:
         """One optimizer step on the rollout."""

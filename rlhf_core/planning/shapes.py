@@ -78,7 +78,7 @@ class _TwoSpecialTokens:
 def scratch_config(scratch: ScratchConfig) -> PreTrainedConfig:
     """The configuration of a model from scratch, with the largest vocabulary that its settings allow."""
     with without_data(), torch.random.fork_rng():
-        return build_llama(scratch, _TwoSpecialTokens(scratch.vocabulary), 0).config  # type: ignore[arg-type]
+        return build_llama(scratch, _TwoSpecialTokens(scratch.vocabulary), 0).config
 
 
 def rows_of(rows: int, length: int, vocabulary: int) -> list[list[int]]:
@@ -94,7 +94,7 @@ def parameters_of(models: Sequence[nn.Module]) -> int:
 def _apply(module: nn.Module, function: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
     """`nn.Module._apply` for parameters without data, which torch cannot exchange in place."""
     for child in module.children() if recurse else ():
-        child._apply(function)
+        child._apply(function)  # type: ignore[no-untyped-call]
     for name, parameter in module._parameters.items():
         if parameter is not None and (new := function(parameter)) is not parameter:
             module._parameters[name] = nn.Parameter(new.detach(), parameter.requires_grad)

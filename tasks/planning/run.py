@@ -40,9 +40,7 @@ def config_of(params: Any, root: Path, folder: Path | None) -> PreTrainedConfig:
     wanted = params.base.pretrained
     local = folder or below_raw(root / "data" / "raw", wanted.model, "base.pretrained.model")
     place, revision = (local, None) if folder is not None or local.is_dir() else (wanted.model, wanted.revision)
-    if (revision is None and place == getattr(wanted, "model", None)) or not re.fullmatch(
-        "[0-9a-f]{40}|", revision or ""
-    ):
+    if isinstance(place, str) and not re.fullmatch("[0-9a-f]{40}", revision or ""):
         raise UserError(f"base.pretrained: {place} needs the full commit hash as revision, or plan with --model FOLDER")
     try:
         with loading(place):
@@ -169,6 +167,7 @@ def disk_of(params: Any, parameters: dict[str, int]) -> dict[str, int]:
     )
     snapshots = trained * math.ceil(ppo.steps / every)
     critic = scalar * ppo.needs_critic_model
+    sft = policy + 2 * (policy if params.sft.lora is None else trained)
     state = (policy + critic) + 2 * (trained + (critic if ppo.lora is None else trained * ppo.needs_critic_model))
-    kept = (KEPT + 1) * max(3 * policy, state)
+    kept = (KEPT + 1) * max(sft, state)
     return {"models": models, "snapshots": snapshots, "cache": models + snapshots, "checkpoints": kept}
