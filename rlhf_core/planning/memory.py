@@ -324,10 +324,21 @@ class _PPO:
         prompts = rows_of(rows, self.lengths.prompt, self.shapes.vocabulary)
         responses = rows_of(rows, self.lengths.response, self.shapes.vocabulary)
         mask = torch.ones(rows, self.lengths.response)
-        zeros = [torch.zeros_like(mask) for _ in range(10)]
-        texts = [""] * rows
-        rollout = Rollout([[] for _ in texts], prompts, responses, texts, mask[:, 0].bool(), mask, *zeros[:5])
-        return rollout, Credit(zeros[5], zeros[6], zeros[7], zeros[8], zeros[9], scale=1.0)
+        zero = torch.zeros_like(mask)
+        rollout = Rollout(
+            prompts=[[] for _ in range(rows)],
+            prompt_ids=prompts,
+            response_ids=responses,
+            texts=[""] * rows,
+            ended=mask[:, 0].bool(),
+            mask=mask,
+            engine_logprobs=zero.clone(),
+            old_logprobs=zero.clone(),
+            ref_logprobs=zero.clone(),
+            ref_kl=zero.clone(),
+            old_values=zero.clone(),
+        )
+        return rollout, Credit(zero, zero, zero, zero, zero, scale=1.0)
 
     def plan(self) -> StepPlan:
         """One optimizer step on the rollout."""

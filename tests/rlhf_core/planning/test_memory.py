@@ -15,7 +15,7 @@ from rlhf_core.planning.memory import Lengths, Phase, ppo_phases, sampler_phases
 from rlhf_core.planning.shapes import Shapes, parameters_of, planned_for
 
 ROOT = Path(__file__).resolve().parents[3]
-TOLERANCE = 0.2
+TOLERANCE = 0.05
 
 
 def shapes() -> Shapes:
