@@ -1,5 +1,6 @@
 """`leash plan`: what a run would need, and what to change where it does not fit. Loads no weights."""
 
+import logging
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -29,6 +30,8 @@ def plan_file(
     """The plan of a parameter file; progress goes to stderr. Raises UserError for a file that is no valid parameter
     file, and for a model without a config.json."""
     memory, device = (gpu_memory * GB, "GPU") if gpu_memory is not None else device_memory()
+
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # the error says it in one line
 
     def log(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
