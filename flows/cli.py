@@ -277,6 +277,36 @@ def audit(
 
 
 @command
+def plan(
+    as_json: AsJson = False,
+    params: Annotated[Path | None, typer.Option(help="Parameter file. None: params.yaml of the project.")] = None,
+    gpu_memory: Annotated[
+        float | None,
+        typer.Option(metavar="GB", help="Of each GPU. None: the GPU's here, else this machine's memory.", min=0.001),
+    ] = None,
+    model: Annotated[
+        Path | None,
+        typer.Option(metavar="FOLDER", help="With the config.json of the base model, where a hub is out of reach."),
+    ] = None,
+    prompt_tokens: Annotated[
+        int | None, typer.Option(help="Longest prompt. None: reward.max_tokens less an answer.", min=1)
+    ] = None,
+) -> None:
+    """Print the memory, tokens, time and disk of a run before it starts.
+
+    Loads no weights. Exit code 1 where it does not fit, with what to change.
+    """
+    root = find_root()
+    _quiet_models()
+    from flows.commands.plan import plan_file, render
+
+    path = params if params is not None else root / "params.yaml"
+    found = plan_file(path, root, gpu_memory, model and model.expanduser().absolute(), prompt_tokens)
+    _print(found, render, as_json)
+    _exit(int(not found["fits"]))
+
+
+@command
 def chat(
     model: Annotated[Path, typer.Argument(metavar="FOLDER", help="A model folder, such as models/policy.")],
     beside: Annotated[Path | None, typer.Option(help="A second model folder, to answer below the first.")] = None,

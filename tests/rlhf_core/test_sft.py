@@ -128,6 +128,16 @@ def test_training_learns_and_the_best_weights_are_restored(build_lm: Build, make
     assert response_loss(model, VALIDATION, PAD, 8) == pytest.approx(result.validation_loss, abs=1e-6)
 
 
+def test_adapters_are_trained_and_merged_with_the_best_weights(build_lm: Build, make_run: MakeRun) -> None:
+    model = build_lm()
+    names, embeddings = list(model.state_dict()), model.get_input_embeddings().weight.detach().clone()
+    result = train(model, settings(lora={"rank": 2}, learning_rate=0.05, epochs=6), make_run())
+    assert list(model.state_dict()) == names
+    assert torch.equal(model.get_input_embeddings().weight, embeddings)
+    assert result.validation_loss < result.base_validation_loss - 0.1
+    assert response_loss(model, VALIDATION, PAD, 8) == pytest.approx(result.validation_loss, abs=1e-5)
+
+
 def test_the_last_step_is_measured(build_lm: Build, make_run: MakeRun) -> None:
     result = train(build_lm(), settings(evaluate_every=3, epochs=2), make_run())
     assert [row["step"] for row in result.log if "eval_loss" in row] == [3, 4]

@@ -1,0 +1,72 @@
+"""Changes of parameters that need less memory, in the order in which they are tried: what costs little comes first."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from rlhf_core.errors import UserError
+from rlhf_core.planning.memory import Phase
+from rlhf_core.planning.shapes import Shapes
+from tasks.params.methods import VARIANTS
+from tasks.params.variant import merged
+from tasks.planning.stages import PlannedStage, longest_prompt
+
+Values = dict[str, Any]
+Replan = Callable[[Values], PlannedStage]
+"""The stage with other parameters. Raises UserError for parameters that do not fit together."""
+
+SHARE = 0.01
+"""A change that saves a smaller share of the peak is left out."""
+
+
+def peak_of(phases: list[Phase]) -> int:
+    """The highest peak of the phases, in bytes."""
+    return max(phase.peak for phase in phases)
+
+
+def changes_of(stage: str, params: Any) -> Iterator[Values]:
+    """Parameters to change for one stage, each beside those before it."""
+    block = "ppo" if stage in VARIANTS else stage
+    yield {"precision": "bfloat16"}
+    if block == "ppo":
+        config = params.ppo
+        whole = longest_prompt(params) + config.max_new_tokens
+        tokens = min(config.micro_batch_tokens or config.micro_batch_size * whole, config.micro_batch_size * whole)
+        yield {"ppo": {"gradient_checkpointing": True}}
+        yield {"ppo": {"lora": {}}}
+        for part in (4, 16):
+            yield {"ppo": {"micro_batch_tokens": max(1, tokens // part)}}
+        yield {"ppo": {"sampler_rows": max(1, (config.sampler_rows or config.batch_size) // 4)}}
+        yield {"ppo": {"critic": {"kind": "shared"}}}
+        return
+    settings = params.rejection_sft.training if block == "rejection_sft" else getattr(params, block)
+    key = "micro_batch_size" if hasattr(settings, "micro_batch_size") else "batch_size"
+    if "gradient_checkpointing" in type(settings).model_fields:
+        yield _within(block, {"gradient_checkpointing": True})
+    if "lora" in type(settings).model_fields:
+        yield _within(block, {"lora": {}})
+    size = getattr(settings, key)
+    for part in (4, 16):
+        if size % part == 0:
+            yield _within(block, {key: size // part})
+
+
+def _within(block: str, change: Values) -> Values:
+    return {"rejection_sft": {"training": change}} if block == "rejection_sft" else {block: change}
+
+
+def savings(stage: str, params: Any, peak: int, limit: float, shapes: Shapes, replan: Replan) -> list[Values]:
+    """Changes that bring the peak of a stage below `limit` bytes, or as near as they can: each with the bytes it saves
+    beside those before it, and the peak after it. A stage is planned again with each."""
+    found: list[Values] = []
+    together: Values = {}
+    for change in changes_of(stage, params):
+        if peak <= limit:
+            break
+        try:
+            after = peak_of(replan(merged(together, change)).phases(shapes))
+        except UserError:
+            continue
+        if peak - after >= SHARE * peak:
+            found.append({"change": change, "saves": peak - after, "peak": after})
+            together, peak = merged(together, change), after
+    return found

@@ -1,0 +1,89 @@
+"""Planned memory: by hand where it can be counted, and against real runs."""
+
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from transformers import LlamaConfig
+
+from rlhf_core.config.ppo import PPOConfig
+from rlhf_core.planning.ledger import CACHE, GRADIENTS, OPTIMIZER, WEIGHTS, Part
+from rlhf_core.planning.memory import Lengths, Phase, ppo_phases, sampler_phases
+from rlhf_core.planning.shapes import Shapes, parameters_of, planned_for
+
+ROOT = Path(__file__).resolve().parents[3]
+TOLERANCE = 0.05
+
+
+def shapes() -> Shapes:
+    config = LlamaConfig(
+        vocab_size=200, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=64, tie_word_embeddings=True, pad_token_id=0,
+    )  # fmt: skip
+    return Shapes(config)
+
+
+def phases(values: dict[str, Any]) -> dict[str, Phase]:
+    with planned_for(accelerator=False):
+        found = ppo_phases(shapes(), PPOConfig.model_validate(values), Lengths(8, 8), scorers=1)
+    return {phase.name: phase for phase in found}
+
+
+def size_of(phase: Phase, kind: str) -> int:
+    return sum(size for part, size in phase.parts.items() if part.kind == kind)
+
+
+def test_models_of_ppo(ppo_values: Any) -> None:
+    found = phases(ppo_values(minibatches=1))
+    weights = 4 * parameters_of([shapes().causal_lm()])
+    update = found["update"]
+    assert list(found) == ["sampling", "log-probabilities", "scoring", "update"]
+    assert all(phase.peak == sum(phase.parts.values()) for phase in found.values())
+    for name in ("policy", "reference", "critic", "reward model"):
+        assert update.parts[Part(WEIGHTS, name)] == pytest.approx(weights, rel=0.02)
+    for name in ("policy", "critic"):
+        assert update.parts[Part(OPTIMIZER, name)] == pytest.approx(2 * weights, rel=0.02)
+        assert update.parts[Part(GRADIENTS, name)] == pytest.approx(weights, rel=0.02)  # of the micro-batches before
+    assert size_of(found["sampling"], GRADIENTS) == 0
+
+
+def test_what_the_settings_save(ppo_values: Any) -> None:
+    plain = phases(ppo_values())
+    lora = phases(ppo_values(lora={"rank": 2, "alpha": 4.0}))
+    shared = phases(ppo_values(critic={"kind": "shared"}))
+    shorter = phases(ppo_values(micro_batch_size=1))
+    again = phases(ppo_values(gradient_checkpointing=True, micro_batch_size=1))
+    assert Part(WEIGHTS, "reference") not in lora["update"].parts
+    assert size_of(lora["update"], OPTIMIZER) < 0.5 * size_of(plain["update"], OPTIMIZER)
+    assert size_of(shared["update"], WEIGHTS) < 0.8 * size_of(plain["update"], WEIGHTS)
+    assert again["update"].peak < shorter["update"].peak < plain["update"].peak
+
+
+def test_the_cache_grows_with_the_answer() -> None:
+    """Keys and values of two layers, two heads of 16 numbers, and as many positions as the last pass reads."""
+    for new in (40, 80):
+        with planned_for(accelerator=False):
+            (phase,) = sampler_phases(shapes(), 6, Lengths(10, new), each=2)
+        assert phase.parts[Part(CACHE)] == 2 * 2 * 2 * 16 * 4 * 6 * (10 + new - 1)  # of the last pass
+
+
+def benchmark() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("plan_memory", ROOT / "benchmarks" / "plan_memory.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["plan_memory"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("size", [5, 20, 50])
+def test_planned_is_what_a_real_run_takes(size: int) -> None:
+    """Resident memory of a real SFT, a PPO update and sampling, each in a process of its own."""
+    for row in benchmark().compare([size]):
+        assert abs(row["ratio"] - 1) <= TOLERANCE, row
