@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve()
+sys.path.insert(0, str(HERE.parents[1]))  # the processes of the checks import this module before rlhf_core
 PASSED, FAILED, NOT_RUN = "passed", "FAILED", "not run"
 SHORTEST = 10.0
 """Seconds below which no check is started."""

@@ -2,14 +2,10 @@
 tokenizer and prompts of random tokens. Nothing is read or downloaded."""
 
 import random
-import sys
 from argparse import Namespace
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 from gpu_check import Case
