@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 HERE = Path(__file__).resolve()
 LEARNING_RATE = 1e-6  # small: the lengths of the responses, and with them the work, stay what they are
@@ -106,6 +107,38 @@ def measure(options: argparse.Namespace) -> dict[str, float]:
     }
 
 
+def settings(options: argparse.Namespace) -> dict[str, Any]:
+    """The block `ppo` for the work of the command line."""
+    return {
+        "steps": options.updates,
+        "batch_size": options.batch,
+        "minibatches": 1,
+        "micro_batch_size": options.micro_batch,
+        "micro_batch_tokens": options.micro_batch_tokens or None,
+        "ppo_epochs": options.epochs,
+        "learning_rate": LEARNING_RATE,
+        "clip_ratio": 0.2,
+        "vf_coef": 0.1,
+        "entropy_coef": 0.0,
+        "gamma": 1.0,
+        "lam": 0.95,
+        "temperature": 1.0,
+        "max_new_tokens": options.max_new_tokens,
+        "whiten_advantages": True,
+        "kl": {"coef": 0.05, "controller": "fixed", "target": 6.0, "horizon": 10000},
+        "critic": {
+            "kind": options.critic,
+            "init": "reward",
+            "learning_rate": LEARNING_RATE,
+            "value_clip": 0.2,
+            "clip_value": True,
+        },
+        "optimizer": {"betas": [0.9, 0.999], "eps": 1e-8, "warmup_steps": 0, "decay": "none", "max_grad_norm": 1.0},
+        "score": {"normalise": False, "clip": 1e9, "missing_eos_penalty": 1.0},
+        "sample_every": options.updates,
+    }
+
+
 def build(options: argparse.Namespace, seed: int = 1, **changes):  # type: ignore[no-untyped-def]  # slow imports
     """The trainer as the stage `ppo` builds it, with the batch of the command line; `changes` replace settings."""
     from rlhf_core.config.ppo import PPOConfig
@@ -120,37 +153,7 @@ def build(options: argparse.Namespace, seed: int = 1, **changes):  # type: ignor
     make_deterministic(seed, options.threads)
     tokenizer = load_tokenizer(options.sft)
     scorer = place(load_scalar_model(options.reward))
-    config = PPOConfig.model_validate(
-        {
-            "steps": options.updates,
-            "batch_size": options.batch,
-            "minibatches": 1,
-            "micro_batch_size": options.micro_batch,
-            "micro_batch_tokens": options.micro_batch_tokens or None,
-            "ppo_epochs": options.epochs,
-            "learning_rate": LEARNING_RATE,
-            "clip_ratio": 0.2,
-            "vf_coef": 0.1,
-            "entropy_coef": 0.0,
-            "gamma": 1.0,
-            "lam": 0.95,
-            "temperature": 1.0,
-            "max_new_tokens": options.max_new_tokens,
-            "whiten_advantages": True,
-            "kl": {"coef": 0.05, "controller": "fixed", "target": 6.0, "horizon": 10000},
-            "critic": {
-                "kind": options.critic,
-                "init": "reward",
-                "learning_rate": LEARNING_RATE,
-                "value_clip": 0.2,
-                "clip_value": True,
-            },
-            "optimizer": {"betas": [0.9, 0.999], "eps": 1e-8, "warmup_steps": 0, "decay": "none", "max_grad_norm": 1.0},
-            "score": {"normalise": False, "clip": 1e9, "missing_eos_penalty": 1.0},
-            "sample_every": options.updates,
-        }
-        | changes
-    )
+    config = PPOConfig.model_validate(settings(options) | changes)
     prompts = [json.loads(line)["prompt"] for line in Path(options.prompts).read_text("utf-8").strip().split("\n")]
     reference = place(load_causal_lm(options.sft))
     rewards = RewardModelScorer(scorer, int(tokenizer.pad_token_id), options.micro_batch)
