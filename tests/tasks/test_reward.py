@@ -69,7 +69,7 @@ def test_a_sampled_answer_keeps_its_tokens(row: dict[str, Any], monkeypatch: pyt
 def test_lora_leaves_a_plain_merged_folder(
     finished: "Project", stage_main: Callable[["Project", str], "Ended"]
 ) -> None:
-    """The same files and weights' names as without LoRA, and a body that
+    """The same files and weights' names as without LoRA, the adapter beside them, and a body that
     differs from SFT's in its linear layers alone."""
     folder = finished.root / "models/reward"
     before = {path.name for path in folder.iterdir()}
@@ -80,7 +80,7 @@ def test_lora_leaves_a_plain_merged_folder(
     ended = stage_main(finished, "reward")
     assert ended.code == 0, ended.stderr
 
-    assert {path.name for path in folder.iterdir()} == before
+    assert {path.name for path in folder.iterdir()} == before | {"lora.json", "lora.safetensors"}
     weights, sft = load_file(folder / "model.safetensors"), load_file(finished.root / "models/sft/model.safetensors")
     assert weights.keys() == names
     changed = {name for name in weights.keys() & sft.keys() if not torch.equal(weights[name], sft[name])}

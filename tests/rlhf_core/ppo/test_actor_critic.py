@@ -165,8 +165,9 @@ def test_a_critic_on_the_policys_body_resumes_to_the_same_bytes_and_is_saved_as_
     second.load_state_dict(copy.deepcopy(first.state_dict()))
     assert [second.step(), second.step()] == rows[1:]
     start = build_lm("llama", seed=1).requires_grad_(False)
-    assert torch.equal(whole.models.reference_logits(BATCH), response_logits(start, BATCH))
-    logits, values = whole.models.forward(BATCH)
+    assert torch.equal(whole.models.predict_as_reference(BATCH).logits(), response_logits(start, BATCH))
+    predictions, values = whole.models.forward(BATCH)
+    logits = predictions.logits().detach()
     policy, critic = whole.models.finished()
     save_checkpoint(tmp_path / "policy", policy, tokenizer)
     save_checkpoint(tmp_path / "critic", critic, tokenizer)
@@ -234,6 +235,7 @@ def test_rule_24_heads_are_float32_under_autocast(make_trainer: MakeTrainer, kin
     if models.head is not None:
         torch.nn.init.normal_(models.head.weight)
     predictions, values = models.forward(BATCH)
+    assert predictions.head.weight is not None  # chunks of logits, not the model's own
     for found in (predictions.logits(), values, models.predict_as_reference(BATCH).logits()):
         assert found.dtype == torch.float32
         assert not torch.equal(found, found.bfloat16().float())

@@ -188,7 +188,7 @@ def test_a_server_with_a_fault_is_an_error_in_one_line(
 def test_without_vllm_or_without_a_gpu_the_settings_are_refused_in_one_line(
     ppo_values: Callable[..., dict[str, Any]], tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = PPOConfig(**ppo_values(engine="vllm", precision="bfloat16", vllm={"gpu_memory": 0.3, "max_length": 99}))
+    config = PPOConfig(**ppo_values(engine="vllm", vllm={"gpu_memory": 0.3, "max_length": 99}))
     with pytest.raises(UserError, match=r"ppo\.engine: vllm needs a CUDA device"):
         engine_of(config, tokenizer)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -201,7 +201,7 @@ def test_without_vllm_or_without_a_gpu_the_settings_are_refused_in_one_line(
         engine_of(config, tokenizer)
     assert "\n" not in str(refused.value)
     monkeypatch.setenv(PROGRAM, sys.executable)
-    engine = engine_of(config, tokenizer)
+    engine = engine_of(config, tokenizer, "bfloat16")
     assert isinstance(engine, VLLMEngine)
     assert engine.dtype == torch.bfloat16
     arguments = " ".join(engine._arguments())
