@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import (
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     LlamaConfig,
@@ -71,6 +72,7 @@ def load_scalar_model(path: str | Path, *, trust_remote_code: bool = False) -> P
         config = without_dropout(load_config(path, None, trust_remote_code))
         if config.num_labels != 1:
             raise UserError(f"{path}: expected one output a token, the model has {config.num_labels}")
+        _require_scalar_class(config)
         model = _weights(AutoModelForSequenceClassification, path, config, None, trust_remote_code)
     if (bias := getattr(config, BIAS, None)) is not None:
         map_scalar(model, 1.0, bias)
@@ -106,6 +108,7 @@ def scalar_model_from(path: str | Path, seed: int, *, trust_remote_code: bool = 
     UserError as `load_causal_lm`."""
     with loading(path):
         config = without_dropout(load_config(path, None, trust_remote_code, num_labels=1))
+        _require_scalar_class(config)
         model = _weights(AutoModelForSequenceClassification, path, config, None, trust_remote_code)
     generator = torch.Generator().manual_seed(seed)
     head = scalar_head(model)
@@ -115,6 +118,18 @@ def scalar_model_from(path: str | Path, seed: int, *, trust_remote_code: bool = 
         if head.bias is not None:
             head.bias.zero_()
     return model
+
+
+def _require_scalar_class(config: PreTrainedConfig) -> None:
+    own = getattr(config, "auto_map", None) or {}
+    if (
+        type(config) not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
+        and AutoModelForSequenceClassification.__name__ not in own
+    ):
+        raise UserError(
+            f"transformers has no AutoModelForSequenceClassification for {config.model_type}, which reward model and "
+            "critic need; choose another architecture, or functions as scorer and an advantage without a critic"
+        )
 
 
 def scalar_model_of(policy: PreTrainedModel, head: torch.nn.Linear) -> PreTrainedModel:
@@ -129,8 +144,10 @@ def scalar_model_of(policy: PreTrainedModel, head: torch.nn.Linear) -> PreTraine
 
 
 def fresh_head(model: PreTrainedModel) -> torch.nn.Linear:
-    """A scalar head for hidden states of the model, weights 0: every value is 0 before training."""
-    head = torch.nn.Linear(model.config.get_text_config().hidden_size, 1, bias=False)
+    """A scalar head for the hidden states that the model's output layer reads, weights 0: every value is 0 before
+    training. Raises UserError for an architecture without a scalar model, as which the head is saved."""
+    _require_scalar_class(model.config)
+    head = torch.nn.Linear(model.get_output_embeddings().weight.shape[1], 1, bias=False)
     torch.nn.init.zeros_(head.weight)
     return head.to(model.device)
 
@@ -159,14 +176,22 @@ def keep_float32(head: torch.nn.Module) -> None:
 def without_dropout(config: PreTrainedConfig) -> PreTrainedConfig:
     """The configuration with every dropout rate set to 0: with dropout the first ratio of PPO would not be 1."""
     for key, value in config.to_dict().items():
-        if isinstance(value, float) and (key.endswith("pdrop") or "dropout" in key):
+        if isinstance(value, float) and (key.endswith("pdrop") or "dropout" in key or "layerdrop" in key):
             setattr(config, key, 0.0)
     return config
 
 
 def context_length(model: PreTrainedModel) -> int:
     """Longest sequence in tokens that the model's positions cover."""
-    return int(getattr(model.config, "max_position_embeddings", None) or 2**31)
+    return int(getattr(model.config.get_text_config(), "max_position_embeddings", None) or 2**31)
+
+
+def fit_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Give the model an embedding for each of the tokenizer's tokens, and its pad token. New ones are drawn from the
+    global generator; a model with more embeddings than tokens keeps them."""
+    if len(tokenizer) > model.get_input_embeddings().num_embeddings:
+        model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
+    model.config.pad_token_id = tokenizer.pad_token_id
 
 
 def unique_weights(model: PreTrainedModel) -> dict[str, Tensor]:
