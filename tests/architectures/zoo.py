@@ -30,7 +30,7 @@ from transformers import (
 
 from tests.architectures.kinds import KINDS
 
-CONTEXT = 160
+CONTEXT = 256
 WINDOW = 12
 """Tokens of a sliding window; prompts are longer."""
 
