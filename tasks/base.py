@@ -10,7 +10,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from rlhf_core.data.chat import Conversation
 from rlhf_core.data.tokenizer import complete, encode_prompt, encode_response, read_tokenizer, train_bpe
 from rlhf_core.errors import UserError
-from rlhf_core.models.hf import build_llama, context_length, load_causal_lm, save_checkpoint
+from rlhf_core.models.hf import build_llama, context_length, fit_vocabulary, load_causal_lm, save_checkpoint
+from rlhf_core.models.sampling import require_cache
 from rlhf_core.pretrain import pretrain
 from tasks.datasets.raw import below_raw, require_hub_id
 from tasks.params.base import BaseParams, PretrainedParams
@@ -86,12 +87,11 @@ def _pretrained(stage: Stage[BaseParams]) -> tuple[PreTrainedModel, PreTrainedTo
     except (OSError, ValueError) as error:
         reason = " ".join(str(error).split())
         raise UserError(f"base.pretrained.model: cannot load {settings.model}: {reason}") from None
+    require_cache(model)
     tokenizer, repairs = complete(tokenizer, stage.params.pad_token, stage.params.format == "text")
     for repair in repairs:
         stage.log(f"tokenizer repaired: {repair}")
-    if len(tokenizer) > model.get_input_embeddings().num_embeddings:
-        model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
-    model.config.pad_token_id = tokenizer.pad_token_id
+    fit_vocabulary(model, tokenizer)
     return model, tokenizer
 
 

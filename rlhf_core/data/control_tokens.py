@@ -35,8 +35,10 @@ def text_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
 def chat_ids(tokenizer: PreTrainedTokenizerBase, prompt: Conversation) -> list[int]:
     """Token ids of a conversation up to the start of the answer; all control tokens are the template's.
 
-    Raises UserError where a message spells a control token and the template changes the message.
+    Raises UserError where the template leaves out a message, and where a message spells a control token and the
+    template changes the message.
     """
+    _require_all_turns(tokenizer, tokenizer.get_chat_template(), tuple(message["role"] for message in prompt))
     texts = [_cut(message["content"], _control_spellings(tokenizer, message)) for message in prompt]
     cuts = sum(map(len, texts)) - len(texts)
     if not cuts:
@@ -51,6 +53,25 @@ def chat_ids(tokenizer: PreTrainedTokenizerBase, prompt: Conversation) -> list[i
             f"parts of it ({_shown(next(''.join(parts) for parts in texts if len(parts) > 1))}); leave the row out"
         )
     return _encode(tokenizer, marked.split(mark))
+
+
+@lru_cache(maxsize=32)
+def _require_all_turns(tokenizer: PreTrainedTokenizerBase, template: str, roles: tuple[str, ...]) -> None:
+    """Raise UserError where the template leaves out one of the messages with these roles, in this order. The probe's
+    texts are numbers, which no template changes."""
+    probe = [cast(Message, {"role": role, "content": str(7305 + place)}) for place, role in enumerate(roles)]
+    rendered = _render(tokenizer, probe)
+    left_out = [message["role"] for message in probe if message["content"] not in rendered]
+    if left_out:
+        raise UserError(
+            f"{tokenizer.name_or_path}: its chat template leaves out {_and(left_out)} messages of a prompt with the "
+            f"turns {', '.join(roles)}; correct chat_template.jinja, remove it for the one that the stage `base` adds, "
+            "or leave such prompts out"
+        )
+
+
+def _and(names: Sequence[str]) -> str:
+    return " and ".join(dict.fromkeys(names))
 
 
 def _control_spellings(tokenizer: PreTrainedTokenizerBase, message: Message) -> re.Pattern[str]:

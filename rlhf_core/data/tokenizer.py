@@ -23,13 +23,16 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
 
+CHAT_TEMPLATES = (CHAT_TEMPLATE, "{{ bos_token }}" + CHAT_TEMPLATE)
+"""The second for tokenizers that put a token before every text."""
+
 TEXT_TEMPLATE = (
     "{% if messages | length > 1 %}{{ raise_exception('base.format is text: a prompt is one text, without turns') }}"
     "{% endif %}{{ messages[0]['content'] }}"
 )
 """The prompt as it is, for a model that continues texts."""
 TEXT_TEMPLATES = (TEXT_TEMPLATE, "{{ bos_token }}" + TEXT_TEMPLATE)
-"""The second for tokenizers that put a token before every text."""
+"""The second as in `CHAT_TEMPLATES`."""
 
 
 def train_bpe(
@@ -85,18 +88,18 @@ def complete(
     Returns the tokenizer, and the changes as text for the log. Raises UserError without an eos token.
     """
     repairs = []
+    starts = tokenizer.bos_token_id is not None and tokenizer("a")["input_ids"][:1] == [tokenizer.bos_token_id]
     if tokenizer.eos_token_id is None:
         raise UserError(f"{tokenizer.name_or_path}: the tokenizer has no eos token; a response could never end")
     if tokenizer.pad_token_id is None or tokenizer.pad_token_id == tokenizer.eos_token_id:
         tokenizer.add_special_tokens({"pad_token": pad_token})
         repairs.append(f"pad token set to {pad_token}")
     if plain:
-        starts = tokenizer.bos_token_id is not None and tokenizer("a")["input_ids"][:1] == [tokenizer.bos_token_id]
         tokenizer.chat_template = TEXT_TEMPLATES[starts]
         repairs.append("chat template replaced: prompts are texts")
     elif not tokenizer.chat_template:
         tokenizer.add_special_tokens({"additional_special_tokens": list(ROLES)})
-        tokenizer.chat_template = CHAT_TEMPLATE
+        tokenizer.chat_template = CHAT_TEMPLATES[starts]
         repairs.append("chat template added")
     tokenizer.padding_side = "left"
     return require_usable(tokenizer), repairs

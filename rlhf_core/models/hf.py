@@ -11,6 +11,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import (
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     LlamaConfig,
@@ -97,6 +98,7 @@ def load_scalar_model(
         config = without_dropout(load_config(path, None, trust_remote_code))
         if config.num_labels != 1:
             raise UserError(f"{path}: expected one output a token, the model has {config.num_labels}")
+        _require_scalar_class(config)
         kind = AutoModelForSequenceClassification
         model = _weights(kind, path, config, None, trust_remote_code, frozen, device)
         if frozen != "float32":
@@ -163,6 +165,7 @@ def scalar_model_from(
     `load_causal_lm`; `frozen` for a body below adapters."""
     with loading(path):
         config = without_dropout(load_config(path, None, trust_remote_code, num_labels=1))
+        _require_scalar_class(config)
         kind = AutoModelForSequenceClassification
         model = _weights(kind, path, config, None, trust_remote_code, frozen, device)
     draw_head(scalar_head(model).float(), seed)
@@ -176,6 +179,18 @@ def draw_head(head: torch.nn.Linear, seed: int) -> None:
     head.weight.copy_(torch.randn(head.weight.shape, generator=generator) / (head.weight.shape[1] + 1) ** 0.5)
     if head.bias is not None:
         head.bias.zero_()
+
+
+def _require_scalar_class(config: PreTrainedConfig) -> None:
+    own = getattr(config, "auto_map", None) or {}
+    if (
+        type(config) not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
+        and AutoModelForSequenceClassification.__name__ not in own
+    ):
+        raise UserError(
+            f"transformers has no AutoModelForSequenceClassification for {config.model_type}, which reward model and "
+            "critic need; choose another architecture, or functions as scorer and an advantage without a critic"
+        )
 
 
 def scalar_model_of(policy: PreTrainedModel, head: torch.nn.Linear) -> PreTrainedModel:
@@ -195,8 +210,10 @@ def empty_scalar_model(policy: PreTrainedModel) -> PreTrainedModel:
 
 
 def fresh_head(model: PreTrainedModel) -> torch.nn.Linear:
-    """A scalar head for hidden states of the model, weights 0: every value is 0 before training."""
-    head = torch.nn.Linear(model.config.get_text_config().hidden_size, 1, bias=False)
+    """A scalar head for the hidden states that the model's output layer reads, weights 0: every value is 0 before
+    training. Raises UserError for an architecture without a scalar model, as which the head is saved."""
+    _require_scalar_class(model.config)
+    head = torch.nn.Linear(model.get_output_embeddings().weight.shape[1], 1, bias=False)
     torch.nn.init.zeros_(head.weight)
     return head.to(model.device)
 
@@ -213,7 +230,7 @@ def scalar_head(model: PreTrainedModel) -> torch.nn.Linear:
 def without_dropout(config: PreTrainedConfig) -> PreTrainedConfig:
     """The configuration with every dropout rate set to 0: with dropout the first ratio of PPO would not be 1."""
     for key, value in config.to_dict().items():
-        if isinstance(value, float) and (key.endswith("pdrop") or "dropout" in key):
+        if isinstance(value, float) and (key.endswith("pdrop") or "dropout" in key or "layerdrop" in key):
             setattr(config, key, 0.0)
     return config
 
@@ -225,7 +242,15 @@ def context_length(model: PreTrainedModel) -> int:
 
 def context_of(config: PreTrainedConfig) -> int:
     """Longest sequence in tokens that the positions of such a model cover."""
-    return int(getattr(config, "max_position_embeddings", None) or 2**31)
+    return int(getattr(config.get_text_config(), "max_position_embeddings", None) or 2**31)
+
+
+def fit_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Give the model an embedding for each of the tokenizer's tokens, and its pad token. New ones are drawn from the
+    global generator; a model with more embeddings than tokens keeps them."""
+    if len(tokenizer) > model.get_input_embeddings().num_embeddings:
+        model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
+    model.config.pad_token_id = tokenizer.pad_token_id
 
 
 def unique_weights(model: PreTrainedModel) -> dict[str, Tensor]:

@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from rlhf_core.determinism import stream
+from rlhf_core.errors import UserError
 from rlhf_core.models.batch import positions_of
 from rlhf_core.models.batching import in_length_order
 from rlhf_core.models.masked import masked_log_softmax
@@ -97,6 +98,17 @@ def stream_response(
         yield decoder.responses[0][-1]
 
 
+def require_cache(model: PreTrainedModel) -> DynamicCache:
+    """An empty key-value cache for the model. Raises UserError for an architecture whose cache cannot drop rows."""
+    cache = DynamicCache(config=model.config)
+    if not all(hasattr(layer, "batch_select_indices") for layer in cache.layers):
+        raise UserError(
+            f"{type(model).__name__}: has layers without attention, from whose state the sampler cannot take rows; "
+            "choose a model whose layers all have attention"
+        )
+    return cache
+
+
 def in_batches(
     prompts: Sequence[Sequence[int]], batch_size: int, decode: Callable[[list[int]], list[Outcome]]
 ) -> Sampled:
@@ -132,7 +144,7 @@ class _Decoder:
         self.copied_from = [distinct[tuple(prompt)] for prompt in prompts]
         self.tokens, self.attention = left_padded(list(distinct), pad_id, model.device)
         self.positions = positions_of(self.attention)
-        self.cache = DynamicCache(config=model.config)
+        self.cache = require_cache(model)
         self.uniforms = np.stack([stream(*key).random(max_new_tokens) for key in keys])
         self.running = list(range(len(prompts)))
         self.responses: list[list[int]] = [[] for _ in prompts]

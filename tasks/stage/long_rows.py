@@ -35,11 +35,12 @@ def fitting(
     """Rows whose tokens plus `reserve` new ones stay within `limit`, each with what `encode` made of it.
 
     `encode` returns the item and its tokens. Returns the rows that fit and the number of those that do not.
-    Raises UserError when `long_rows` is refuse and rows do not fit (several are listed before), or when no row fits.
+    Raises UserError when `long_rows` is refuse and rows do not fit (several are listed before), or when no row fits;
+    an error of `encode` gets the row's place.
     """
     kept, long = [], []
     for number, row in enumerate(rows, start=1):
-        item, tokens = encode(row)
+        item, tokens = _encoded(encode, path, number, row)
         if tokens + reserve <= limit:
             kept.append((row, item))
         else:
@@ -58,6 +59,13 @@ def fitting(
     if long:
         stage.log(f"{path}: {len(long)} of {len(rows)} rows are too long and were dropped")
     return kept, len(long)
+
+
+def _encoded(encode: Callable[[Row], tuple[Item, int]], path: str, number: int, row: Row) -> tuple[Item, int]:
+    try:
+        return encode(row)
+    except UserError as error:
+        raise UserError(f"{path}, row {number}: {error}") from None
 
 
 def require_context(stage: Stage[Any], tokenizer: PreTrainedTokenizerBase, context: int) -> None:

@@ -226,7 +226,6 @@ def test_a_template_that_writes_the_text_in_another_way_keeps_it_text() -> None:
 
 MANGLING = {
     "escaped": "{% for m in messages %}{{ m['content'] | urlencode }}{% endfor %}",
-    "left out": "{{ messages[-1]['content'] }}",
     "cut": "{% for m in messages %}{{ m['content'][:4] }}{% endfor %}",
     "without private characters": (
         "{% for m in messages %}{% for c in m['content'] if c < '\U000f0000' %}{{ c }}{% endfor %}{% endfor %}"
@@ -244,6 +243,25 @@ def test_a_template_that_mangles_what_spells_a_control_token_is_refused(template
     ):
         chat_ids(tokenizer, prompt)
     assert chat_ids(tokenizer, chat(["Eat oats", "What?"]))
+
+
+LEAVING_OUT = {
+    "system, user, assistant": "{{ messages[-1]['content'] }}",
+    "assistant": "{% for m in messages if m['role'] != 'assistant' %}{{ m['content'] }}{% endfor %}",
+    "system": "{% for m in messages if m['role'] in ('user', 'assistant') %}{{ m['content'] | trim }}{% endfor %}",
+}
+
+
+@pytest.mark.parametrize(("roles", "template"), LEAVING_OUT.items(), ids=LEAVING_OUT)
+def test_a_template_that_leaves_out_messages_is_refused_where_a_prompt_has_them(roles: str, template: str) -> None:
+    tokenizer = own()
+    tokenizer.chat_template = template
+    said = " and ".join(roles.split(", "))
+    with pytest.raises(
+        UserError, match=f"leaves out {said} messages of a prompt with the turns system, user, assistant, user"
+    ):
+        chat_ids(tokenizer, chat(["Be brief.", "Eggs?", "Yes.", "What?"]))
+    assert chat_ids(tokenizer, [{"role": "user", "content": "What?"}])
 
 
 def test_a_tokenizer_that_spells_a_control_token_in_one_character_is_refused() -> None:

@@ -195,3 +195,20 @@ def test_a_pretrained_tokenizer_keeps_its_first_token_before_texts(
     assert encode_prompt(found, opening) == [first, 0, 1]
     assert continues_text(found)
     assert "chat template replaced: prompts are texts" in repairs
+
+
+def test_an_added_chat_template_begins_as_the_tokenizer_begins_texts(
+    plain: Callable[..., PreTrainedTokenizerFast],
+) -> None:
+    """Base models of Llama were trained with `bos` before every text."""
+    starting = plain(eos_token="<eos>", bos_token="<bos>")
+    first = starting.bos_token_id
+    starting.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="<bos> $A", special_tokens=[("<bos>", first)]
+    )
+    tokenizer, _ = complete(starting, "<pad>")
+    ids = encode_prompt(tokenizer, PROMPT)
+    assert ids[0] == first
+    assert ids.count(first) == 1
+    unused, _ = complete(plain(eos_token="<eos>", bos_token="<bos>"), "<pad>")
+    assert unused.bos_token_id not in encode_prompt(unused, PROMPT)

@@ -3,6 +3,8 @@
 import copy
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import torch
@@ -12,16 +14,21 @@ from transformers import (
     AutoTokenizer,
     BertConfig,
     BertForSequenceClassification,
+    Gemma3Config,
+    GraniteConfig,
+    OPTConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
 
 from rlhf_core.config.base import ScratchConfig
 from rlhf_core.errors import UserError
-from rlhf_core.models.batch import pad_batch, sequence_scores
+from rlhf_core.models.batch import pad_batch, response_logits_and_hidden, sequence_scores, state_values
 from rlhf_core.models.hf import (
     build_llama,
     context_length,
+    fit_vocabulary,
+    fresh_head,
     load_causal_lm,
     load_scalar_model,
     map_scalar,
@@ -29,10 +36,20 @@ from rlhf_core.models.hf import (
     save_checkpoint,
     scalar_head,
     scalar_model_from,
+    scalar_model_of,
+    without_dropout,
 )
 
 Build = Callable[..., PreTrainedModel]
 SCRATCH = ScratchConfig(vocabulary=300, context=48, layers=2, hidden=32, intermediate=40, heads=4)
+SIZE = {
+    "vocab_size": 60,
+    "hidden_size": 32,
+    "intermediate_size": 40,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 48,
+}
 IDS = torch.tensor([[3, 9, 4, 20, 21]])
 
 
@@ -172,3 +189,49 @@ def test_rule_20_a_mapped_scalar_model_is_scale_times_output_plus_shift(
     assert torch.allclose(sequence_scores(load_scalar_model(tmp_path / "critic"), batch), expected, atol=1e-5)
     plain = AutoModelForSequenceClassification.from_pretrained(tmp_path / "critic").eval()
     assert torch.allclose(sequence_scores(plain, batch), expected + 3.0, atol=1e-5)
+
+
+def test_what_is_random_in_training_mode_is_off_whatever_its_name() -> None:
+    config = without_dropout(OPTConfig(layerdrop=0.2, dropout=0.1))
+    assert (config.layerdrop, config.dropout) == (0.0, 0.0)
+
+
+def test_an_architecture_without_a_scalar_model_is_refused_before_training(tmp_path: Path) -> None:
+    config = GraniteConfig(**SIZE, num_key_value_heads=2)
+    model = AutoModelForCausalLM.from_config(config)
+    model.save_pretrained(tmp_path)
+    with pytest.raises(UserError, match="no AutoModelForSequenceClassification for granite"):
+        scalar_model_from(tmp_path, 1)
+    with pytest.raises(UserError, match="no AutoModelForSequenceClassification for granite"):
+        fresh_head(model)
+
+
+def test_the_head_of_a_shared_critic_reads_what_the_output_layer_reads() -> None:
+    config = OPTConfig(vocab_size=60, hidden_size=32, ffn_dim=40, num_hidden_layers=1, num_attention_heads=4,
+                       word_embed_proj_dim=16, do_layer_norm_before=False)  # fmt: skip
+    model = AutoModelForCausalLM.from_config(config).eval()
+    batch = pad_batch([[3, 9, 4]], [[20, 21]], 1)
+    head, (_, hidden) = fresh_head(model), response_logits_and_hidden(model, batch)
+    torch.nn.init.normal_(head.weight)
+    alone = state_values(scalar_model_of(model, head), batch)
+    assert torch.allclose(head(hidden)[None, :, 0], alone, atol=1e-5)
+
+
+def test_the_context_of_a_model_with_a_part_for_text() -> None:
+    text = {**SIZE, "num_key_value_heads": 2, "head_dim": 8}
+    vision = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = SimpleNamespace(config=Gemma3Config(text_config=text, vision_config=vision))
+    assert context_length(cast(PreTrainedModel, model)) == 48
+
+
+def test_a_vocabulary_grows_with_the_tokenizer_and_never_shrinks(
+    build_lm: Build, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    model, added = build_lm(), copy.deepcopy(tokenizer)
+    model.config.pad_token_id = None
+    added.add_tokens(["<|new|>"])
+    for given, embeddings in ((added, len(tokenizer) + 1), (tokenizer, len(tokenizer) + 1)):
+        fit_vocabulary(model, given)
+        assert model.get_input_embeddings().num_embeddings == embeddings
+        assert model.get_output_embeddings().weight.shape[0] == embeddings
+    assert model.config.pad_token_id == tokenizer.pad_token_id

@@ -5,10 +5,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, MambaConfig, PreTrainedModel
 
-from rlhf_core.models.sampling import Sampled, draw, sample, stream_response
+from rlhf_core.errors import UserError
+from rlhf_core.models.sampling import Sampled, draw, require_cache, sample, stream_response
 
 Build = Callable[..., PreTrainedModel]
 PAD, END = 0, 1
@@ -144,3 +146,9 @@ def test_a_stream_computes_only_the_tokens_that_are_read(build_lm: Build) -> Non
     next(tokens)
     assert passes == [False, False]
     assert torch.is_grad_enabled()
+
+
+def test_a_model_whose_state_cannot_drop_rows_is_refused() -> None:
+    model = AutoModelForCausalLM.from_config(MambaConfig(vocab_size=60, hidden_size=16, num_hidden_layers=1))
+    with pytest.raises(UserError, match="MambaForCausalLM: has layers without attention"):
+        require_cache(model)
