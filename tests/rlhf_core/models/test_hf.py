@@ -23,7 +23,7 @@ from transformers import (
 
 from rlhf_core.config.base import ScratchConfig
 from rlhf_core.errors import UserError
-from rlhf_core.models.batch import pad_batch, response_logits_and_hidden, sequence_scores, state_values
+from rlhf_core.models.batch import pad_batch, predict, sequence_scores, state_values
 from rlhf_core.models.hf import (
     build_llama,
     context_length,
@@ -211,7 +211,8 @@ def test_the_head_of_a_shared_critic_reads_what_the_output_layer_reads() -> None
                        word_embed_proj_dim=16, do_layer_norm_before=False)  # fmt: skip
     model = AutoModelForCausalLM.from_config(config).eval()
     batch = pad_batch([[3, 9, 4]], [[20, 21]], 1)
-    head, (_, hidden) = fresh_head(model), response_logits_and_hidden(model, batch)
+    head, hidden = fresh_head(model), predict(model, batch).states
+    assert hidden is not None
     torch.nn.init.normal_(head.weight)
     alone = state_values(scalar_model_of(model, head), batch)
     assert torch.allclose(head(hidden)[None, :, 0], alone, atol=1e-5)
