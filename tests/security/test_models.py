@@ -121,7 +121,7 @@ def test_a_chat_template_stays_in_its_sandbox(offered: Offered, tmp_path: Path, 
 
 def test_a_template_that_waits_for_a_certain_prompt_is_caught_there(offered: Offered) -> None:
     folder = offered()
-    trap = "{% if messages|length > 1 %}{{ ''.__class__.__mro__ }}{% endif %}hello"
+    trap = "{% if messages|length > 1 %}{{ ''.__class__.__mro__ }}{% endif %}{{ messages[0].content }}"
     (folder / "chat_template.jinja").write_text(trap, encoding="utf-8")
     tokenizer = load_tokenizer(folder)
     prompt: Any = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
