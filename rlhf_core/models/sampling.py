@@ -99,8 +99,15 @@ def stream_response(
 
 
 def require_cache(model: PreTrainedModel) -> DynamicCache:
-    """An empty key-value cache for the model. Raises UserError for an architecture whose cache cannot drop rows."""
-    cache = DynamicCache(config=model.config)
+    """An empty key-value cache for the model. Raises UserError for an architecture whose cache cannot drop rows, and
+    for a configuration of a model's own code that does not describe its layers."""
+    try:
+        cache = DynamicCache(config=model.config)
+    except AttributeError as error:
+        raise UserError(
+            f"{type(model).__name__}: the sampler cannot make a cache from its configuration ({error}); add what is "
+            "missing, or choose another model"
+        ) from None
     if not all(hasattr(layer, "batch_select_indices") for layer in cache.layers):
         raise UserError(
             f"{type(model).__name__}: has layers without attention, from whose state the sampler cannot take rows; "

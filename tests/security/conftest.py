@@ -83,7 +83,7 @@ class OwnConfig(PretrainedConfig):
 
     def __init__(self, vocab_size=300, hidden_size=8, max_position_embeddings=512, **kwargs):
         self.vocab_size, self.hidden_size = vocab_size, hidden_size
-        self.max_position_embeddings = max_position_embeddings
+        self.max_position_embeddings, self.num_hidden_layers = max_position_embeddings, 1
         super().__init__(**kwargs)
 """
 MODELLING = """

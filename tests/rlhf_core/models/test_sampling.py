@@ -152,3 +152,10 @@ def test_a_model_whose_state_cannot_drop_rows_is_refused() -> None:
     model = AutoModelForCausalLM.from_config(MambaConfig(vocab_size=60, hidden_size=16, num_hidden_layers=1))
     with pytest.raises(UserError, match="MambaForCausalLM: has layers without attention"):
         require_cache(model)
+
+
+def test_a_configuration_that_does_not_describe_its_layers_is_refused_in_one_line() -> None:
+    model = build_lm()
+    del model.config.num_hidden_layers
+    with pytest.raises(UserError, match="the sampler cannot make a cache from its configuration .*num_hidden_layers"):
+        require_cache(model)
