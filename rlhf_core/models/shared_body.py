@@ -16,6 +16,7 @@ from rlhf_core.config.lora import LoraSettings
 from rlhf_core.models.hf import empty_scalar_model, fresh_head, save_weights
 from rlhf_core.models.lora import Adapter, activate, active, active_adapters, add_lora
 from rlhf_core.models.packed import can_pack
+from rlhf_core.models.quantised import is_quantised
 
 WEIGHTS, SETTINGS = "lora.safetensors", "lora.json"
 """Files of a saved adapter, in the folder of the model that it was merged into."""
@@ -83,12 +84,20 @@ def has_adapter(folder: Path) -> bool:
     return (folder / SETTINGS).is_file()
 
 
+def fits(folder: Path, body: PreTrainedModel) -> bool:
+    """Whether there is an adapter in the folder of a model that was trained above weights like the body's: in 4 bits
+    both, or neither."""
+    return has_adapter(folder) and (_settings(folder).quantize == "nf4") == is_quantised(body)
+
+
+def _settings(folder: Path) -> LoraSettings:
+    return LoraSettings.model_validate(json.loads((folder / SETTINGS).read_text(encoding="utf-8")))
+
+
 def read_adapter(folder: Path, policy: PreTrainedModel, name: str, trainable: bool = False) -> Adapter:
     """The adapter in the folder of a scalar model, on the policy's body. Raises UserError where it does not fit the
     body."""
-    settings = LoraSettings.model_validate(json.loads((folder / SETTINGS).read_text(encoding="utf-8")))
-    head = fresh_head(policy)
-    adapter = add_scalar_adapter(policy, head, settings, 0, name)
+    adapter = add_scalar_adapter(policy, fresh_head(policy), _settings(folder), 0, name)
     adapter.load_state_dict(load_file(folder / WEIGHTS))
     for parameter in adapter.parameters():
         parameter.requires_grad_(trainable)
