@@ -326,6 +326,13 @@ def _beside(folder: Path, place: Any) -> Any:
     return name if name and (folder / f"{name.split('.')[0]}.py").exists() else place
 
 
+def trainable(model: PreTrainedModel) -> PreTrainedModel:
+    """The model with gradients for all its weights but those in 4 bits, which have none."""
+    for parameter in model.parameters():
+        parameter.requires_grad_(parameter.is_floating_point())
+    return model
+
+
 def default_device() -> torch.device:
     """The GPU if there is one, else the CPU."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
