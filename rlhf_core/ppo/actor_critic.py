@@ -156,7 +156,8 @@ class ActorCritic:
 
     def training(self) -> AbstractContextManager[None]:
         """In this context activations are recomputed instead of kept, with `gradient_checkpointing`."""
-        contexts = recompute_with if self.adapters else None
+        several = self.critic is not None and shares_body(self.critic)  # another adapter is active at the repetition
+        contexts = recompute_with if several else None
         return recomputing(list(self._bodies().values()), self.checkpointing, contexts)
 
     def trained(self) -> dict[str, list[nn.Parameter]]:

@@ -19,8 +19,8 @@ CRITIC = "critic"
 
 @dataclass(frozen=True)
 class ScalarModels:
-    """Loads scalar models. With `body`, the SFT model, those that were trained as adapters above such weights, in 4 bits
-    or not, are adapters on it."""
+    """Loads scalar models. With `body`, the SFT model, those that were trained as adapters above such weights (in 4
+    bits or not) are adapters on it."""
 
     trusted: bool = False
     precision: Precision = "float32"

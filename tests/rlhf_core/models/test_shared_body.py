@@ -13,7 +13,7 @@ from rlhf_core.config.lora import LoraSettings
 from rlhf_core.errors import UserError
 from rlhf_core.models.batch import pad_batch, response_logits, sequence_scores, state_values
 from rlhf_core.models.hf import draw_head, fresh_head, load_scalar_model, save_checkpoint, scalar_model_of
-from rlhf_core.models.lora import Adapter, active_adapters, add_lora
+from rlhf_core.models.lora import Adapter, active, active_adapters, add_lora
 from rlhf_core.models.shared_body import (
     add_scalar_adapter,
     has_adapter,
@@ -112,6 +112,20 @@ def test_a_pass_repeated_in_the_backward_pass_uses_the_adapter_of_the_forward_pa
 
     for one, two in zip(found(checkpointing=True), found(checkpointing=False), strict=True):
         torch.testing.assert_close(one, two, rtol=1e-5, atol=1e-7)
+
+
+def test_the_layers_are_only_changed_where_another_adapter_becomes_active(
+    build_lm: Build, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A backward pass that recomputes activations enters the context in every layer."""
+    policy, calls = build_lm().requires_grad_(False), []
+    beside_a_policy(policy)
+    monkeypatch.setattr("rlhf_core.models.lora.activate", lambda model, names: calls.append(list(names)))
+    with active(policy, ["default"]):
+        assert not calls
+    with active(policy, ["critic"]):
+        assert calls == [["critic"]]
+    assert calls == [["critic"], ["default"]]
 
 
 def test_a_merged_critic_has_a_body_of_its_own_and_the_policy_keeps_its_adapters(

@@ -3,6 +3,7 @@ reference."""
 
 import copy
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 from rlhf_core.models.batch import pad_batch, response_logits, state_values
 from rlhf_core.models.hf import fresh_head, load_scalar_model, save_checkpoint, scalar_model_of
 from rlhf_core.models.packed import can_pack
-from rlhf_core.models.shared_body import add_scalar_adapter
+from rlhf_core.models.shared_body import add_scalar_adapter, recompute_with
 from rlhf_core.ppo.actor_critic import ActorCritic
 from rlhf_core.ppo.trainer import PPOTrainer
 
@@ -174,6 +175,20 @@ def test_a_critic_on_the_policys_body_resumes_to_the_same_bytes_and_is_saved_as_
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "policy")
     assert torch.allclose(response_logits(loaded, BATCH), logits, atol=1e-4)
     assert torch.allclose(state_values(load_scalar_model(tmp_path / "critic"), BATCH), values, atol=1e-4)
+
+
+def test_adapters_are_switched_in_a_repeated_pass_only_where_two_are_on_one_body(
+    make_trainer: MakeTrainer, build_lm: Build, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Switching walks through the model once a layer."""
+    given = []
+    monkeypatch.setattr(
+        "rlhf_core.ppo.actor_critic.recomputing", lambda *arguments: given.append(arguments[2]) or nullcontext()
+    )
+    for trainer in (make_trainer(**LORA), on_one_body(make_trainer, build_lm)):
+        with trainer.models.training():
+            pass
+    assert given == [None, recompute_with]
 
 
 def test_a_critic_on_the_policys_body_trains_as_one_with_its_own(make_trainer: MakeTrainer, build_lm: Build) -> None:
