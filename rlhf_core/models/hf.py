@@ -194,19 +194,17 @@ def _require_scalar_class(config: PreTrainedConfig) -> None:
 
 
 def scalar_model_of(policy: PreTrainedModel, head: torch.nn.Linear) -> PreTrainedModel:
-    """A scalar model with the policy's body (a copy) under the given head: a shared critic as a model of its own."""
-    model = empty_scalar_model(policy).eval()
-    body = getattr(policy, policy.base_model_prefix)
-    getattr(model, model.base_model_prefix).load_state_dict(body.state_dict())
-    scalar_head(model).load_state_dict(head.state_dict())
-    return model
-
-
-def empty_scalar_model(policy: PreTrainedModel) -> PreTrainedModel:
-    """A scalar model of the policy's architecture with random weights."""
+    """A scalar model with the policy's own body, not a copy, under the given head."""
     left_out = ("model_type", "id2label", "label2id")
     content = {key: value for key, value in policy.config.to_dict().items() if key not in left_out}
-    return AutoModelForSequenceClassification.from_config(type(policy.config)(**{**content, "num_labels": 1}))
+    with torch.device("meta"):
+        config = type(policy.config)(**{**content, "num_labels": 1})
+        model = AutoModelForSequenceClassification.from_config(config)
+    model.config._attn_implementation = policy.config._attn_implementation
+    setattr(model, model.base_model_prefix, getattr(policy, policy.base_model_prefix))
+    scalar_head(model)
+    model.score = head
+    return model.eval()
 
 
 def fresh_head(model: PreTrainedModel) -> torch.nn.Linear:

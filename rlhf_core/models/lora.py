@@ -1,7 +1,6 @@
 """LoRA adapters (Hu et al. 2021) of `peft` in a Hugging Face model, which stays a plain transformers model. Several
 adapters can be on one body, of which one or none is active."""
 
-import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -119,11 +118,6 @@ class Adapter:
     def _present(self) -> None:
         if not _layers(self.model):
             raise ValueError("the adapter was merged into its model")
-
-    def merged_copy(self) -> PreTrainedModel:
-        """A copy of the model with this adapter merged into its weights; the model keeps its adapters."""
-        self._present()
-        return copy.deepcopy(self).merge()
 
 
 def active_adapters(model: torch.nn.Module) -> list[str]:

@@ -6,14 +6,13 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors.torch import load_file
 from torch import nn
 from transformers import PreTrainedModel
 
 from rlhf_core import files
 from rlhf_core.config.lora import LoraSettings
-from rlhf_core.models.hf import empty_scalar_model, fresh_head, save_weights
+from rlhf_core.models.hf import fresh_head, save_weights, scalar_model_of
 from rlhf_core.models.lora import Adapter, activate, active, active_adapters, add_lora
 from rlhf_core.models.packed import can_pack
 from rlhf_core.models.quantised import is_quantised
@@ -48,12 +47,9 @@ def add_scalar_adapter(
     `add_lora`."""
     can_pack(policy)  # decides the body's attention function, which the scalar model's configuration has to name, too
     before = active_adapters(policy)
-    with torch.device("meta"):
-        model = empty_scalar_model(policy)
-    model.config._attn_implementation = policy.config._attn_implementation
+    model = scalar_model_of(policy, head)
     setattr(model, model.base_model_prefix, AdaptedBody(getattr(policy, policy.base_model_prefix), name))
-    model.score = head
-    adapter = add_lora(model.eval(), settings, seed, name)
+    adapter = add_lora(model, settings, seed, name)
     activate(policy, before)
     return adapter
 
@@ -64,12 +60,11 @@ def shares_body(model: PreTrainedModel) -> bool:
 
 
 def merged_scalar_model(adapter: Adapter) -> PreTrainedModel:
-    """The scalar model of an adapter with a body of its own: a copy with the adapter merged into its weights where the
-    body is shared, else the model itself, merged."""
-    if not shares_body(adapter.model):
-        return adapter.merge()
-    model = adapter.merged_copy()
-    setattr(model, model.base_model_prefix, getattr(model, model.base_model_prefix).adapted)
+    """The scalar model of an adapter, merged into its weights. No other model of a shared body can be used afterwards:
+    the body is not copied."""
+    model = adapter.merge()
+    if shares_body(model):
+        setattr(model, model.base_model_prefix, getattr(model, model.base_model_prefix).adapted)
     return model
 
 

@@ -117,7 +117,6 @@ def _load_models(
 ) -> ActorCritic:
     """The models as at the start of PPO, or at its end."""
     policy = load_causal_lm(root / (POLICY if start == "policy" else begin.start), trust_remote_code=trusted)
-    reference = load_causal_lm(root / begin.reference, trust_remote_code=trusted, frozen=precision)
     trained = start == "policy" and config.needs_critic_model
     critic = (
         load_scalar_model(root / CRITIC, trust_remote_code=trusted)
@@ -125,7 +124,12 @@ def _load_models(
         else starting_critic(root, config, normalisation, begin.seed, ScalarModels(trusted, precision))
     )
     is_own_reference = config.lora is not None and start == "sft" and begin.start == begin.reference
-    models = ActorCritic(config, policy, None if is_own_reference else reference, critic, begin.seed, precision)
+    reference = (
+        None
+        if is_own_reference
+        else load_causal_lm(root / begin.reference, trust_remote_code=trusted, frozen=precision)
+    )
+    models = ActorCritic(config, policy, reference, critic, begin.seed, precision)
     if start == "policy" and config.lora is not None:
         notes.append("the adapters of the run are folded into models/policy; new ones are trained here")
     if start == "policy" and models.head is not None:

@@ -47,7 +47,7 @@ def test_a_snapshot_brings_back_the_very_weights(
     assert snapshots.steps_in(tmp_path) == [1, 2]
     kind = WAYS[way].get("kind", "llama")
     for step, models in seen.items():
-        policy, _ = models.finished()
+        policy = models.finished_policy()
         assert equal(snapshots.load(tmp_path, step, build_lm(kind, seed=1)), policy), step
     first, last = (seen[step].policy for step in (1, 2))
     assert not equal(first, last)
@@ -130,5 +130,5 @@ def test_adapters_above_4_bit_weights_bring_back_the_policy_that_was_trained(
     assert [snapshots.start_precision(tmp_path / name) for name in ("nf4", "plain")] == ["nf4", "float32"]
     with pytest.raises(ValueError, match="trained above other weights"):
         snapshots.load(tmp_path / "nf4", 1, load_causal_lm(tmp_path / "base"))
-    policy, _ = trainer.models.finished()
+    policy = trainer.models.finished_policy()
     assert equal(snapshots.load(tmp_path / "nf4", 1, nf4()), policy)
