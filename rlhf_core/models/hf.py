@@ -147,7 +147,7 @@ def _load_head(head: torch.nn.Linear, folder: Path) -> None:
     """Make a scalar head float32, with the numbers of the folder, which were rounded with the body's."""
     head.float()
     for name, parameter in head.named_parameters():
-        for path in sorted(folder.glob("*.safetensors")):
+        for path in sorted(folder.glob("model*.safetensors")):  # an adapter is beside them
             with safe_open(path, framework="pt") as file:
                 if f"score.{name}" in file.keys():  # noqa: SIM118 - it is no dictionary
                     parameter.copy_(file.get_tensor(f"score.{name}"))
