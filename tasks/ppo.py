@@ -4,12 +4,12 @@ along the run, from which `select` chooses the policy."""
 import shutil
 from dataclasses import asdict
 
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from rlhf_core import files
 from rlhf_core.config.ppo import PPOConfig
 from rlhf_core.data.tokenizer import load_tokenizer
-from rlhf_core.models.hf import save_checkpoint, scalar_model_of
+from rlhf_core.models.hf import save_checkpoint
 from rlhf_core.ppo.trainer import PPOTrainer
 from tasks.params.round import RoundParams
 from tasks.stage.numerics import set_numerics
@@ -42,15 +42,14 @@ def execute(stage: Stage[PPOConfig]) -> None:
 
 def save_critic(stage: Stage[PPOConfig], trainer: PPOTrainer, tokenizer: PreTrainedTokenizerBase) -> None:
     """models/critic: a scalar model, or a note that there is none."""
-    policy, critic = trainer.models.finished()
+    critic = trainer.models.finished_critic()
     folder = stage.out("models/critic")
     if critic is None:
         folder.mkdir(parents=True)
         note = f"There is no critic: `ppo.advantage` is `{stage.params.advantage}`, which needs none.\n"
         (folder / "README.md").write_text(note, encoding="utf-8")
         return
-    model = critic if isinstance(critic, PreTrainedModel) else scalar_model_of(policy, critic)
-    save_checkpoint(folder, model, tokenizer)
+    save_checkpoint(folder, critic, tokenizer)
 
 
 if __name__ == "__main__":

@@ -34,7 +34,7 @@ def execute(stage: Stage[RejectionParams]) -> None:
     assert params.training is not None  # required by the parameters if enabled
     # Imported late: a stage that is switched off does not load torch.
     from rlhf_core.data.tokenizer import load_tokenizer, stop_ids
-    from rlhf_core.models.hf import context_length, default_device, load_causal_lm, save_checkpoint
+    from rlhf_core.models.hf import context_length, default_device, load_causal_lm, save_checkpoint, trainable
     from rlhf_core.models.precision import body_precision
     from rlhf_core.sft import Demonstration, fine_tune
     from tasks.stage.long_rows import fitting, prompt_encoder
@@ -61,7 +61,7 @@ def execute(stage: Stage[RejectionParams]) -> None:
     }
 
     result = fine_tune(
-        model.requires_grad_(True),
+        trainable(model),
         parts["train"],
         parts["validation"],
         params.training,

@@ -5,10 +5,12 @@ import copy
 from statistics import stdev
 from typing import Any
 
+from transformers import PreTrainedModel
+
 from rlhf_core.config.ppo import PPOConfig
 from rlhf_core.data.tokenizer import stop_ids
 from rlhf_core.errors import UserError
-from rlhf_core.models.hf import copy_weights, load_causal_lm, place, save_checkpoint
+from rlhf_core.models.hf import copy_weights, default_device, load_causal_lm, place, save_checkpoint
 from rlhf_core.models.interpolation import interpolate
 from rlhf_core.ppo import snapshots
 from tasks.datasets.jsonl import Row
@@ -100,17 +102,30 @@ def prompts_path(stage: Stage[SelectParams]) -> str:
 def policy_at(
     stage: Stage[Any], sft: CandidateModel, step: int, before: CandidateModel | None = None
 ) -> CandidateModel:
-    """The policy after a step: the weights of its snapshot in a copy of the model that PPO began with. The policy of a
-    step before it is overwritten: each snapshot is read into the same memory, and no other model is."""
+    """The policy after a step, in the run's precision: the weights of its snapshot in a copy of the model that PPO
+    began with. The policy of a step before it is overwritten: each snapshot is read into the same memory."""
     start, folder = rounds.start_of(stage.root), stage.root / SNAPSHOTS
     if before is None:
-        own = copy.deepcopy(sft.model) if start == SFT else load_frozen(stage, stage.root / start)
+        model = copy.deepcopy(sft.model) if start == SFT else load_frozen(stage, stage.root / start)
     else:
-        own = before.model
-        if snapshots.are_adapters(folder):  # they were merged into its weights
-            copy_weights(sft.model if start == SFT else load_frozen(stage, stage.root / start), own)
-    model = snapshots.load(folder, step, own)
+        model = before.model
+    if not snapshots.are_adapters(folder):
+        snapshots.load(folder, step, model)
+    elif stage.precision != "float32":  # rounded once, after the merge, as the saved policy is when it is loaded
+        copy_weights(snapshots.load(folder, step, exact_start(stage)), model)
+    else:
+        if before is not None:  # its adapters were merged into the weights
+            copy_weights(sft.model if start == SFT else load_frozen(stage, stage.root / start), model)
+        snapshots.load(folder, step, model)
     return CandidateModel(f"step-{step}", place(model), sft.tokenizer, "policy")
+
+
+def exact_start(stage: Stage[Any]) -> PreTrainedModel:
+    """The model that PPO began with, on the CPU, for `snapshots.load`: in float32, or in the 4 bits below its
+    adapters."""
+    folder, frozen = stage.root / rounds.start_of(stage.root), snapshots.start_precision(stage.root / SNAPSHOTS)
+    device = default_device() if frozen == "nf4" else None  # where PPO rounded it to 4 bits
+    return load_causal_lm(folder, trust_remote_code=trusts(stage), frozen=frozen, device=device).cpu()
 
 
 def interpolated(sft: CandidateModel, policy: CandidateModel, eta: float) -> CandidateModel:
@@ -200,8 +215,7 @@ def best_step(table: list[Row], column: str | None) -> int | None:
 
 def save_policy(stage: Stage[SelectParams], config: PPOConfig, sft: CandidateModel, chosen: Row) -> None:
     """Save the chosen candidate as models/policy, in float32, with the stop tokens in its generation config."""
-    start = load_causal_lm(stage.root / rounds.start_of(stage.root), trust_remote_code=trusts(stage))
-    policy = snapshots.load(stage.root / SNAPSHOTS, chosen["step"], start)
+    policy = snapshots.load(stage.root / SNAPSHOTS, chosen["step"], exact_start(stage))
     if chosen["eta"] < 1:
         below = sft.model
         if stage.precision != "float32":  # `sft` has rounded weights

@@ -6,8 +6,10 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from flows.environment import find_root
+from rlhf_core.config.precision import Precision
 from rlhf_core.errors import UserError
 from rlhf_core.inspect.dialogue import ChatModel, Start, load_chat_model, require_language_model
 from tasks.params.loader import read_yaml
@@ -44,7 +46,14 @@ def run_chat(
         start = Start(*interpolation, trusted(interpolation[0]))
         names[0] = f"{folder} at eta {start.eta:g}"
     models = [
-        load_chat_model(path, name, system, trust_remote_code=trusted(path), start=start if place == 0 else None)
+        load_chat_model(
+            path,
+            name,
+            system,
+            trust_remote_code=trusted(path),
+            start=start if place == 0 else None,
+            precision=precision_of(path),
+        )
         for place, (path, name) in enumerate(zip(folders, names, strict=True))
     ]
     interactive = sys.stdin.isatty()
@@ -132,15 +141,24 @@ def note(text: str) -> None:
 
 
 def trusted(folder: Path, warn: Callable[[str], None] = warn_of_code) -> bool:
-    """Whether Python code in the folder may run: `trust_remote_code` of the project that contains both the current
-    folder and this one; False elsewhere."""
-    try:
-        root = find_root()
-    except UserError:
-        return False
-    if not folder.expanduser().resolve().is_relative_to(root) or not (root / "params.yaml").is_file():
-        return False
-    if read_yaml(root / "params.yaml").get("trust_remote_code") is not True:
+    """Whether Python code in the folder may run: `trust_remote_code` of its project; False elsewhere."""
+    if project_params(folder).get("trust_remote_code") is not True:
         return False
     warn("chat:")
     return True
+
+
+def precision_of(folder: Path) -> Precision:
+    """In which the folder's model is loaded: `precision` of its project; float32 elsewhere."""
+    return "bfloat16" if project_params(folder).get("precision") == "bfloat16" else "float32"
+
+
+def project_params(folder: Path) -> dict[str, Any]:
+    """params.yaml of the project that contains both the current folder and this one; empty elsewhere."""
+    try:
+        root = find_root()
+    except UserError:
+        return {}
+    if not folder.expanduser().resolve().is_relative_to(root) or not (root / "params.yaml").is_file():
+        return {}
+    return read_yaml(root / "params.yaml")

@@ -2,15 +2,17 @@
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from rlhf_core.config.precision import Precision
 from rlhf_core.data.chat import Conversation
 from rlhf_core.data.tokenizer import PROBE, continues_text, decode_response, encode_prompt, read_tokenizer
 from rlhf_core.errors import UserError
 from rlhf_core.loading import load_config, loading
-from rlhf_core.models.hf import context_length, load_causal_lm, place
+from rlhf_core.models.hf import context_length, default_device, load_causal_lm, place
 from rlhf_core.models.interpolation import interpolate, require_eta
 from rlhf_core.models.sampling import stream_response
 
@@ -117,18 +119,22 @@ def load_chat_model(
     *,
     trust_remote_code: bool = False,
     start: Start | None = None,
+    precision: Precision = "float32",
 ) -> ChatModel:
-    """The language model in a folder, with `start` interpolated. Raises UserError for a folder that is missing or
-    without a language model, a tokenizer without eos token or chat template, as `loading`, and as `interpolate`."""
+    """The language model in a folder, its weights in this precision, with `start` interpolated. Raises
+    UserError for a folder that is missing or without a language model, a tokenizer without eos token or chat template,
+    as `loading`, and as `interpolate`."""
     require_language_model(folder, trust_remote_code)
     if start is not None:
         require_eta(start.eta, "--eta")
         require_language_model(start.folder, start.trust_remote_code)
     try:
         tokenizer = read_tokenizer(folder, trust_remote_code=trust_remote_code)
-        model = place(load_causal_lm(folder, trust_remote_code=trust_remote_code))
+        device = default_device()
+        load = partial(load_causal_lm, frozen=precision, device=device)
+        model = place(load(folder, trust_remote_code=trust_remote_code), device)
         if start is not None:
-            other = place(load_causal_lm(start.folder, trust_remote_code=start.trust_remote_code))
+            other = place(load(start.folder, trust_remote_code=start.trust_remote_code), device)
             model = interpolate(other, model, start.eta)
     except (OSError, ValueError) as error:
         raise UserError(f"{folder}: cannot be loaded ({' '.join(str(error).split())})") from None

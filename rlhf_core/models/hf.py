@@ -147,7 +147,7 @@ def _load_head(head: torch.nn.Linear, folder: Path) -> None:
     """Make a scalar head float32, with the numbers of the folder, which were rounded with the body's."""
     head.float()
     for name, parameter in head.named_parameters():
-        for path in sorted(folder.glob("*.safetensors")):
+        for path in sorted(folder.glob("model*.safetensors")):  # an adapter is beside them
             with safe_open(path, framework="pt") as file:
                 if f"score.{name}" in file.keys():  # noqa: SIM118 - it is no dictionary
                     parameter.copy_(file.get_tensor(f"score.{name}"))
@@ -194,19 +194,17 @@ def _require_scalar_class(config: PreTrainedConfig) -> None:
 
 
 def scalar_model_of(policy: PreTrainedModel, head: torch.nn.Linear) -> PreTrainedModel:
-    """A scalar model with the policy's body (a copy) under the given head: a shared critic as a model of its own."""
-    model = empty_scalar_model(policy).eval()
-    body = getattr(policy, policy.base_model_prefix)
-    getattr(model, model.base_model_prefix).load_state_dict(body.state_dict())
-    scalar_head(model).load_state_dict(head.state_dict())
-    return model
-
-
-def empty_scalar_model(policy: PreTrainedModel) -> PreTrainedModel:
-    """A scalar model of the policy's architecture with random weights."""
+    """A scalar model with the policy's own body, not a copy, under the given head."""
     left_out = ("model_type", "id2label", "label2id")
     content = {key: value for key, value in policy.config.to_dict().items() if key not in left_out}
-    return AutoModelForSequenceClassification.from_config(type(policy.config)(**{**content, "num_labels": 1}))
+    with torch.device("meta"):
+        config = type(policy.config)(**{**content, "num_labels": 1})
+        model = AutoModelForSequenceClassification.from_config(config)
+    model.config._attn_implementation = policy.config._attn_implementation
+    setattr(model, model.base_model_prefix, getattr(policy, policy.base_model_prefix))
+    scalar_head(model)
+    model.score = head
+    return model.eval()
 
 
 def fresh_head(model: PreTrainedModel) -> torch.nn.Linear:
@@ -324,6 +322,13 @@ def _beside(folder: Path, place: Any) -> Any:
     """The name of a custom class without its repository, if its code was saved in the folder."""
     name = place.rpartition("--")[2] if isinstance(place, str) else ""
     return name if name and (folder / f"{name.split('.')[0]}.py").exists() else place
+
+
+def trainable(model: PreTrainedModel) -> PreTrainedModel:
+    """The model with gradients for all its weights but those in 4 bits, which have none."""
+    for parameter in model.parameters():
+        parameter.requires_grad_(parameter.is_floating_point())
+    return model
 
 
 def default_device() -> torch.device:

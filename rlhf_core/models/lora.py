@@ -1,7 +1,6 @@
 """LoRA adapters (Hu et al. 2021) of `peft` in a Hugging Face model, which stays a plain transformers model. Several
 adapters can be on one body, of which one or none is active."""
 
-import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -120,30 +119,26 @@ class Adapter:
         if not _layers(self.model):
             raise ValueError("the adapter was merged into its model")
 
-    def merged_copy(self) -> PreTrainedModel:
-        """A copy of the model with this adapter merged into its weights; the model keeps its adapters."""
-        self._present()
-        return copy.deepcopy(self).merge()
-
 
 def active_adapters(model: torch.nn.Module) -> list[str]:
     """The names of the adapters that the model computes with."""
-    return list(next((layer.active_adapters for layer in _layers(model)), []))
+    return list(next((layer.active_adapters for layer in _walk(model)), []))
 
 
 def activate(model: torch.nn.Module, names: Sequence[str]) -> None:
     """Make these the active adapters of the model; which parameters need gradients stays as it is."""
-    layers = _layers(model)
-    flags = [(p, p.requires_grad) for layer in layers for p in layer.parameters()]
-    for layer in layers:
-        layer.set_adapter(list(names))
-    _restore(flags)  # peft freezes what it switches off, also in a graph that is still needed
+    for layer in _layers(model):
+        layer._active_adapter = list(names)  # peft's `set_adapter` freezes parameters, too, also in a graph in use
 
 
 @contextmanager
 def active(model: torch.nn.Module, names: Sequence[str]) -> Iterator[None]:
-    """In this context these are the active adapters of the model."""
+    """In this context these are the active adapters of the model. Nothing is done where they are already, since it is
+    entered in every layer of a backward pass that recomputes activations."""
     before = active_adapters(model)
+    if before == list(names):
+        yield
+        return
     activate(model, names)
     try:
         yield
@@ -180,9 +175,18 @@ def _restore(flags: Iterable[tuple[torch.nn.Parameter, bool]]) -> None:
 
 
 def _layers(model: torch.nn.Module) -> "list[LoraLayer]":
+    return list(_walk(model))
+
+
+def _walk(module: torch.nn.Module) -> "Iterator[LoraLayer]":
+    """The layers with adapters, without a look at the many modules inside them."""
     from peft.tuners.lora import LoraLayer
 
-    return [module for module in model.modules() if isinstance(module, LoraLayer)]
+    if isinstance(module, LoraLayer):
+        yield module
+        return
+    for child in module.children():
+        yield from _walk(child)
 
 
 def _adapter_parameters(model: PreTrainedModel, name: str | None = None) -> list[torch.nn.Parameter]:

@@ -6,16 +6,16 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors.torch import load_file
 from torch import nn
 from transformers import PreTrainedModel
 
 from rlhf_core import files
 from rlhf_core.config.lora import LoraSettings
-from rlhf_core.models.hf import empty_scalar_model, fresh_head, save_weights
+from rlhf_core.models.hf import fresh_head, save_weights, scalar_model_of
 from rlhf_core.models.lora import Adapter, activate, active, active_adapters, add_lora
 from rlhf_core.models.packed import can_pack
+from rlhf_core.models.quantised import is_quantised
 
 WEIGHTS, SETTINGS = "lora.safetensors", "lora.json"
 """Files of a saved adapter, in the folder of the model that it was merged into."""
@@ -47,12 +47,9 @@ def add_scalar_adapter(
     `add_lora`."""
     can_pack(policy)  # decides the body's attention function, which the scalar model's configuration has to name, too
     before = active_adapters(policy)
-    with torch.device("meta"):
-        model = empty_scalar_model(policy)
-    model.config._attn_implementation = policy.config._attn_implementation
+    model = scalar_model_of(policy, head)
     setattr(model, model.base_model_prefix, AdaptedBody(getattr(policy, policy.base_model_prefix), name))
-    model.score = head
-    adapter = add_lora(model.eval(), settings, seed, name)
+    adapter = add_lora(model, settings, seed, name)
     activate(policy, before)
     return adapter
 
@@ -63,12 +60,11 @@ def shares_body(model: PreTrainedModel) -> bool:
 
 
 def merged_scalar_model(adapter: Adapter) -> PreTrainedModel:
-    """The scalar model of an adapter with a body of its own: a copy with the adapter merged into its weights where the
-    body is shared, else the model itself, merged."""
-    if not shares_body(adapter.model):
-        return adapter.merge()
-    model = adapter.merged_copy()
-    setattr(model, model.base_model_prefix, getattr(model, model.base_model_prefix).adapted)
+    """The scalar model of an adapter, merged into its weights. No other model of a shared body can be used afterwards:
+    the body is not copied."""
+    model = adapter.merge()
+    if shares_body(model):
+        setattr(model, model.base_model_prefix, getattr(model, model.base_model_prefix).adapted)
     return model
 
 
@@ -83,12 +79,20 @@ def has_adapter(folder: Path) -> bool:
     return (folder / SETTINGS).is_file()
 
 
+def fits(folder: Path, body: PreTrainedModel) -> bool:
+    """Whether there is an adapter in the folder of a model that was trained above weights like the body's: in 4 bits
+    both, or neither."""
+    return has_adapter(folder) and (_settings(folder).quantize == "nf4") == is_quantised(body)
+
+
+def _settings(folder: Path) -> LoraSettings:
+    return LoraSettings.model_validate(json.loads((folder / SETTINGS).read_text(encoding="utf-8")))
+
+
 def read_adapter(folder: Path, policy: PreTrainedModel, name: str, trainable: bool = False) -> Adapter:
     """The adapter in the folder of a scalar model, on the policy's body. Raises UserError where it does not fit the
     body."""
-    settings = LoraSettings.model_validate(json.loads((folder / SETTINGS).read_text(encoding="utf-8")))
-    head = fresh_head(policy)
-    adapter = add_scalar_adapter(policy, head, settings, 0, name)
+    adapter = add_scalar_adapter(policy, fresh_head(policy), _settings(folder), 0, name)
     adapter.load_state_dict(load_file(folder / WEIGHTS))
     for parameter in adapter.parameters():
         parameter.requires_grad_(trainable)

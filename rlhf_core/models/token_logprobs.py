@@ -2,6 +2,7 @@
 chunks of tokens, and each chunk is processed in pieces that fit the cache."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -63,7 +64,7 @@ def compare_distributions(
     """Log-probabilities, exact KL and entropy; arguments as in `logprobs_and_entropy`."""
     precision = predictions.head.precision(predictions.hidden)
     found = torch.zeros(4, len(actions), dtype=precision, device=actions.device)
-    models = [(one.head.exact(one.hidden), one.hidden) for one in (predictions, reference)]
+    models = list(zip(_exact_heads(predictions, reference), (predictions.hidden, reference.hidden), strict=True))
     for rows in predictions.head.chunks(predictions.hidden):
         logits = [head.logits(hidden[rows]) for head, hidden in models]
         for part in _pieces(logits[0]):
@@ -81,10 +82,12 @@ def exact_kl(predictions: Predictions, reference: Predictions, temperature: floa
     """KL(π ‖ π_ref) of each position's distribution at the temperature, in nats, with gradient. The logits of several
     chunks are computed again in the backward pass."""
 
+    heads = _exact_heads(predictions, reference)
+
     def kl(hidden: Tensor, ref_hidden: Tensor) -> Tensor:
         log_p, log_q = (
-            masked_log_softmax(model.head.logits(part), temperature=temperature)
-            for model, part in ((predictions, hidden), (reference, ref_hidden))
+            masked_log_softmax(head.logits(part), temperature=temperature)
+            for head, part in zip(heads, (hidden, ref_hidden), strict=True)
         )
         return (log_p.exp() * (log_p - log_q)).sum(dim=-1)
 
@@ -93,6 +96,16 @@ def exact_kl(predictions: Predictions, reference: Predictions, temperature: floa
     if len(parts) == 1:
         return kl(*parts[0])
     return torch.cat([checkpoint(kl, *part, use_reentrant=False) for part in parts])
+
+
+def _exact_heads(predictions: Predictions, reference: Predictions) -> tuple[Head, Head]:
+    """The heads in the precision of their logits, cast once; one where both models have the same output layer."""
+    head, other = predictions.head, reference.head
+    exact = head.exact(predictions.hidden)
+    is_same = head.weight is other.weight and head.bias is other.bias
+    if is_same and head.precision(predictions.hidden) == other.precision(reference.hidden):
+        return exact, replace(exact, step=other.step)
+    return exact, other.exact(reference.hidden)
 
 
 class _LogProbsAndEntropy(torch.autograd.Function):

@@ -16,7 +16,7 @@ from rlhf_core.config.precision import Precision
 from rlhf_core.errors import UserError
 from rlhf_core.models.batch import TokenBatch, predict, state_values
 from rlhf_core.models.head import Predictions
-from rlhf_core.models.hf import fresh_head
+from rlhf_core.models.hf import fresh_head, scalar_model_of
 from rlhf_core.models.lora import Adapter, add_lora
 from rlhf_core.models.precision import autocast, keep_float32
 from rlhf_core.models.recompute import recomputing
@@ -156,7 +156,8 @@ class ActorCritic:
 
     def training(self) -> AbstractContextManager[None]:
         """In this context activations are recomputed instead of kept, with `gradient_checkpointing`."""
-        contexts = recompute_with if self.adapters else None
+        several = self.critic is not None and shares_body(self.critic)  # another adapter is active at the repetition
+        contexts = recompute_with if several else None
         return recomputing(list(self._bodies().values()), self.checkpointing, contexts)
 
     def trained(self) -> dict[str, list[nn.Parameter]]:
@@ -178,19 +179,24 @@ class ActorCritic:
             part.load_state_dict({key: as_divided(saved, own.get(key, saved)) for key, saved in state[name].items()})
 
     def rejoin(self) -> None:
-        """Before `finished`, where models are divided: policy and critic with whole weights in the main process. All
-        processes call it. Training cannot continue."""
+        """Where models are divided, before `finished_policy` or `finished_critic`: policy and critic with whole
+        weights in the main process. All processes call it. Training cannot continue."""
         for model in self._bodies().values():
             rejoin(model)
 
-    def finished(self) -> tuple[PreTrainedModel, PreTrainedModel | nn.Linear | None]:
-        """Policy and critic (the head alone of a shared one) on the CPU, adapters merged into the weights, in float32.
-        Training cannot continue."""
-        policy, critic = self.policy.cpu(), self.critic or self.head
-        critic = critic.cpu() if critic is not None else None
-        if "critic" in self.adapters:
-            critic = merged_scalar_model(self.adapters["critic"])
-        return self.adapters["policy"].merge() if "policy" in self.adapters else policy, critic
+    def finished_policy(self) -> PreTrainedModel:
+        """The policy on the CPU, adapters merged into the weights, in float32. No model of the run can be used
+        afterwards."""
+        policy = self.policy.cpu()
+        return self.adapters["policy"].merge() if "policy" in self.adapters else policy
+
+    def finished_critic(self) -> PreTrainedModel | None:
+        """The critic as `finished_policy`, a scalar model also where it is a head on the policy's body; None without a
+        critic. No model of the run can be used afterwards, not even for `finished_policy`: a body is not copied."""
+        if self.head is not None:
+            return scalar_model_of(self.finished_policy(), self.head.cpu())
+        critic = self.critic.cpu() if self.critic is not None else None
+        return merged_scalar_model(self.adapters["critic"]) if "critic" in self.adapters else critic
 
     def _bodies(self) -> dict[str, PreTrainedModel]:
         """The models with a body of their own."""

@@ -13,11 +13,13 @@ from transformers import PreTrainedModel
 
 from rlhf_core import files
 from rlhf_core.config.lora import LoraSettings
+from rlhf_core.config.precision import Frozen
 from rlhf_core.errors import UserError
 from rlhf_core.finite import require_finite
 from rlhf_core.models.hf import load_weights, save_weights, shapes_in, unique_weights
 from rlhf_core.models.lora import add_lora
 from rlhf_core.models.precision import frozen_dtype
+from rlhf_core.models.quantised import is_quantised
 from rlhf_core.models.sharding import gathered, is_main
 from rlhf_core.ppo.actor_critic import ActorCritic
 
@@ -62,6 +64,13 @@ def are_adapters(folder: Path) -> bool:
     return _settings(folder)["lora"] is not None
 
 
+def start_precision(folder: Path) -> Frozen:
+    """Of the weights of `start` in `load`: 4 bits where the adapters were trained above 4-bit weights. Raises UserError
+    where there are no snapshots."""
+    lora = _settings(folder)["lora"]
+    return "nf4" if lora is not None and LoraSettings.model_validate(lora).quantize == "nf4" else "float32"
+
+
 def _settings(folder: Path) -> dict[str, Any]:
     try:
         found: dict[str, Any] = json.loads((folder / SETTINGS).read_text(encoding="utf-8"))
@@ -73,14 +82,17 @@ def _settings(folder: Path) -> dict[str, Any]:
 @torch.no_grad()
 def load(folder: Path, step: int, start: PreTrainedModel) -> PreTrainedModel:
     """`start`, changed in place into the policy as it was after `step` steps; with LoRA it must have the weights that
-    the run began with, else it may be the policy of any step. Raises UserError for a snapshot that is missing, or of
-    another model."""
+    the run began with, in 4 bits where `start_precision` says so, else it may be the policy of any step. The result has
+    float32 weights where the snapshot holds adapters. Raises UserError for a snapshot that is missing, or of another
+    model, ValueError for a start in 4 bits where the run's was not, or the reverse."""
     path, settings = path_of(folder, step), _settings(folder)
     try:
         shapes = shapes_in(path)
     except FileNotFoundError:
         raise UserError(f"{path}: no such snapshot; `leash run ppo` makes them") from None
     if settings["lora"] is not None:
+        if is_quantised(start) != (start_precision(folder) == "nf4"):
+            raise ValueError(f"the adapters in {folder} were trained above other weights: see `start_precision`")
         adapter = add_lora(start, LoraSettings.model_validate(settings["lora"]), settings["seed"])
         adapter.load_state_dict(load_file(path))
         return adapter.merge()

@@ -48,7 +48,8 @@ class _Params(Block):
     and use your network."""
     precision: Precision = "float32"
     """Of matrix products in all stages. `bfloat16`: models that are not trained also have bfloat16 weights, and
-    TensorFloat-32 is on. Trained weights, heads, log-probabilities and losses stay float32."""
+    TensorFloat-32 is on. Trained weights, heads, log-probabilities and losses stay float32; with TensorFloat-32 a GPU
+    rounds the factors of the heads' products to ten bits."""
     deterministic: bool = True
     """`false`: the fastest kernels on a GPU. Two runs may then differ, and outputs are exempt from byte identity."""
     runtime: RuntimeParams = RuntimeParams()

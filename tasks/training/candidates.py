@@ -8,7 +8,7 @@ from typing import Any
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_core.data.tokenizer import decode_response, stop_ids
-from rlhf_core.models.hf import place
+from rlhf_core.models.hf import default_device
 from rlhf_core.models.precision import autocast
 from rlhf_core.models.sampling import SamplingSettings, sample
 from rlhf_core.models.scorers import Answers
@@ -46,9 +46,9 @@ def draw_candidates(
     key: Key,
 ) -> list[list[Candidate]]:
     """`count` answers of `model` to each prompt with their scores, in the order of the prompts. Batches that an earlier
-    process has sampled are not sampled again; `model` is left without gradients."""
+    process has sampled are not sampled again."""
     stops, pad_id = stop_ids(tokenizer, settings.stop_tokens), int(tokenizer.pad_token_id)
-    place(model)
+    model.to(default_device()).eval()  # autocast keeps the cast weights only of parameters with a gradient
     jobs = [(prompt, k) for prompt in range(len(kept)) for k in range(count)]
 
     def work(part: Sequence[tuple[int, int]]) -> list[tuple[list[int], bool]]:

@@ -11,7 +11,7 @@ from rlhf_core.config.precision import Precision
 from rlhf_core.models.hf import default_device, draw_head, fresh_head, load_scalar_model, place, scalar_model_from
 from rlhf_core.models.lora import Adapter
 from rlhf_core.models.precision import body_precision
-from rlhf_core.models.shared_body import add_scalar_adapter, has_adapter, read_adapter
+from rlhf_core.models.shared_body import add_scalar_adapter, fits, read_adapter
 
 CRITIC = "critic"
 """The name of the critic's adapter."""
@@ -19,7 +19,8 @@ CRITIC = "critic"
 
 @dataclass(frozen=True)
 class ScalarModels:
-    """Loads scalar models. With `body`, the SFT model, those that were trained as adapters are adapters on it."""
+    """Loads scalar models. With `body`, the SFT model, those that were trained as adapters above such weights (in 4
+    bits or not) are adapters on it."""
 
     trusted: bool = False
     precision: Precision = "float32"
@@ -30,7 +31,7 @@ class ScalarModels:
 
     def frozen(self, folder: Path) -> PreTrainedModel:
         """The reward model in the folder, for inference."""
-        if self.body is not None and has_adapter(folder):
+        if self.body is not None and fits(folder, self.body):
             return read_adapter(folder, self.body, "_".join(folder.parts[-2:])).model
         device = self.device or default_device()
         model = load_scalar_model(folder, trust_remote_code=self.trusted, frozen=self.precision, device=device)
@@ -38,7 +39,7 @@ class ScalarModels:
 
     def critic_from_reward(self, folder: Path, lora: LoraSettings | None) -> PreTrainedModel | Adapter:
         """The reward model in the folder, as a critic to be trained with these adapters."""
-        if self.body is not None and lora is not None and has_adapter(folder):
+        if self.body is not None and lora is not None and fits(folder, self.body):
             return read_adapter(folder, self.body, CRITIC, trainable=True)
         frozen, device = body_precision(self.precision, lora), self.device or default_device()
         return load_scalar_model(folder, trust_remote_code=self.trusted, frozen=frozen, device=device)

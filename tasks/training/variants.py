@@ -55,7 +55,7 @@ def train_variant(stage: Stage[VariantParams], config: PPOConfig, name: str, sta
         trainer.models.rejoin()
     if not trainer.processes.is_main:
         return
-    policy, _ = trainer.models.finished()
+    policy = trainer.models.finished_policy()
     if config.stop_tokens:
         policy.generation_config.eos_token_id = sorted(trainer.stop_ids)
     save_checkpoint(stage.out(f"models/{name}"), policy, tokenizer)

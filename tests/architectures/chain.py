@@ -44,7 +44,6 @@ from rlhf_core.models.hf import (
     place,
     save_checkpoint,
     scalar_model_from,
-    scalar_model_of,
 )
 from rlhf_core.models.packed import can_pack
 from rlhf_core.models.sampling import require_cache, sample
@@ -288,7 +287,7 @@ class Chain:
         second.load_state_dict(first.state_dict())
         ended = self.steps(second).models.state_dict()
         assert equal(ended, whole.models.state_dict())
-        policy, critic = whole.models.finished()
+        policy, critic = whole.models.finished_policy(), whole.models.finished_critic()  # each has its own body
         assert isinstance(critic, PreTrainedModel)
         save_checkpoint(self.folder / "critic", critic, self.tokenizer)
         first_comparison = self.comparisons[0]
@@ -302,17 +301,17 @@ class Chain:
         batch = pad_batch(self.prompts[:2], [[5, 6, 7], [8]], self.pad_id)
         with torch.no_grad():
             _, values = trainer.models.forward(batch)
-        policy, head = trainer.models.finished()
-        assert isinstance(head, torch.nn.Linear)
+        critic = trainer.models.finished_critic()
+        assert critic is not None
         assert values.abs().max() > 0
-        save_checkpoint(self.folder / "shared", scalar_model_of(policy, head), self.tokenizer)
+        save_checkpoint(self.folder / "shared", critic, self.tokenizer)
         plain = AutoModelForSequenceClassification.from_pretrained(self.folder / "shared").eval()
         assert close(values[:, 0].tolist(), [score(plain, prompt) for prompt in self.prompts[:2]])
 
     def ppo_lora(self) -> None:
         """Adapters on policy and critic, merged at the end."""
         trainer = self.steps(self.trainer(**LORA))
-        policy, _ = trainer.models.finished()
+        policy = trainer.models.finished_policy()
         self.save_policy(policy, "lora")
 
     def save_policy(self, policy: PreTrainedModel, name: str) -> None:

@@ -16,7 +16,8 @@ from rlhf_core.models.hf import save_checkpoint
 from rlhf_core.ppo import snapshots
 from tasks.evaluation.evaluator import load_candidate
 from tasks.params.select import SelectParams
-from tasks.select import best_step, choose, judging_column, policy_at
+from tasks.select import best_step, choose, judging_column, policy_at, save_policy
+from tasks.stage.frozen import load_frozen
 from tests.tasks.conftest import TINY
 
 if TYPE_CHECKING:
@@ -242,3 +243,27 @@ def test_one_model_holds_one_snapshot_after_another(
     assert second.model is first.model
     assert all(torch.equal(tensor, wanted[name]) for name, tensor in second.model.state_dict().items())
     assert all(torch.equal(tensor, before[name]) for name, tensor in sft.model.state_dict().items())
+
+
+@pytest.mark.parametrize("lora", [None, {"rank": 2, "alpha": 4.0}], ids=["all weights", "adapters"])
+def test_a_snapshot_is_judged_in_the_precision_in_which_evaluate_loads_the_policy(
+    lora: dict[str, Any] | None, workshop: Path, make_stage: Callable[..., "Stage[Any]"]
+) -> None:
+    """With `precision: bfloat16` both snapshots have the very weights of the saved policy, which was rounded once."""
+    trainer = TINY.tiny_trainer(lora=lora, precision="bfloat16")
+    for step in (1, 2):
+        trainer.step()
+        snapshots.write(workshop / "models/snapshots", trainer.models, step, lora and LoraSettings(**lora), seed=5)
+    stage = make_stage("select", None, ["models/policy"])
+    stage.common = stage.common.model_copy(update={"precision": "bfloat16"})
+    sft, policy = load_candidate(stage, "sft", workshop / "models/sft"), None
+    for step in (1, 2):
+        policy = policy_at(stage, sft, step, policy)
+        save_policy(stage, trainer.config, sft, row(step))
+        saved = load_frozen(stage, stage.out("models/policy"))
+        assert {p.dtype for p in policy.model.parameters()} == {torch.bfloat16}
+        for mine, other in zip(policy.model.parameters(), saved.parameters(), strict=True):
+            assert torch.equal(mine, other)
+        tokens = torch.tensor([[3, 9, 4]])
+        assert torch.equal(policy.model(tokens).logits, saved(tokens).logits)
+        assert policy.model(tokens).logits.dtype == torch.float32

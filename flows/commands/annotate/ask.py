@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 
 from flows.commands.annotate.tasks import Task
+from rlhf_core.config.precision import Precision
 from rlhf_core.data.chat import Conversation, canonical
 from rlhf_core.errors import UserError
 from tasks.params.loader import read_yaml
@@ -61,20 +62,26 @@ def most_uncertain(tasks: Sequence[Task], ask: Ask, folders: Sequence[Path], roo
         raise UserError(
             "--ask disagreement compares reward models: give --reward FOLDER at least twice, or set reward.members"
         )
-    trusted = read_yaml(root / "params.yaml").get("trust_remote_code") is True
-    scores = [score_tasks(tasks, folder, trusted) for folder in folders]
+    params = read_yaml(root / "params.yaml")
+    trusted = params.get("trust_remote_code") is True
+    precision: Precision = "bfloat16" if params.get("precision") == "bfloat16" else "float32"
+    scores = [score_tasks(tasks, folder, trusted, precision) for folder in folders]
     return [tasks[place] for place in ask_order(ask, scores)]
 
 
-def score_tasks(tasks: Sequence[Task], folder: Path, trust_remote_code: bool = False) -> list[list[float]]:
-    """The reward model's score of every answer of every task, with progress on stdout. Raises UserError for a folder
-    that holds no reward model, and for an answer that its context does not hold."""
+def score_tasks(
+    tasks: Sequence[Task], folder: Path, trust_remote_code: bool = False, precision: Precision = "float32"
+) -> list[list[float]]:
+    """The score of every answer of every task by the reward model, in this precision, with progress on stdout. Raises
+    UserError for a folder that holds no reward model, and for an answer that its context does not hold."""
     from rlhf_core.data.tokenizer import load_tokenizer
-    from rlhf_core.models.hf import context_length, load_scalar_model, place
+    from rlhf_core.models.hf import context_length, default_device, load_scalar_model, place
     from rlhf_core.models.scorers import RewardModelScorer
 
     tokenizer = load_tokenizer(folder, trust_remote_code=trust_remote_code)
-    model = place(load_scalar_model(folder, trust_remote_code=trust_remote_code))
+    device = default_device()
+    model = load_scalar_model(folder, trust_remote_code=trust_remote_code, frozen=precision, device=device)
+    place(model, device)
     scorer = RewardModelScorer(model, int(tokenizer.pad_token_id), BATCH)
     answers: dict[Key, Answer] = {}
     for task in tasks:

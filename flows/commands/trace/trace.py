@@ -17,6 +17,7 @@ from rlhf_core.evaluation.judges import RubricJudge
 from rlhf_core.inspect.trace.records import Trace
 from rlhf_core.inspect.trace.step import trace_step
 from rlhf_core.models.hf import context_length, load_causal_lm, load_scalar_model, place, scalar_head
+from rlhf_core.models.precision import body_precision
 from rlhf_core.ppo.actor_critic import ActorCritic
 from rlhf_core.ppo.plan import prompts_of_step
 from rlhf_core.ppo.processes import Processes
@@ -116,16 +117,21 @@ def _load_models(
     notes: list[str],
 ) -> ActorCritic:
     """The models as at the start of PPO, or at its end."""
-    policy = load_causal_lm(root / (POLICY if start == "policy" else begin.start), trust_remote_code=trusted)
-    reference = load_causal_lm(root / begin.reference, trust_remote_code=trusted, frozen=precision)
+    frozen, folder = body_precision(precision, config.lora), POLICY if start == "policy" else begin.start
+    policy = load_causal_lm(root / folder, trust_remote_code=trusted, frozen=frozen)
     trained = start == "policy" and config.needs_critic_model
     critic = (
-        load_scalar_model(root / CRITIC, trust_remote_code=trusted)
+        load_scalar_model(root / CRITIC, trust_remote_code=trusted, frozen=frozen)
         if trained
         else starting_critic(root, config, normalisation, begin.seed, ScalarModels(trusted, precision))
     )
     is_own_reference = config.lora is not None and start == "sft" and begin.start == begin.reference
-    models = ActorCritic(config, policy, None if is_own_reference else reference, critic, begin.seed, precision)
+    reference = (
+        None
+        if is_own_reference
+        else load_causal_lm(root / begin.reference, trust_remote_code=trusted, frozen=precision)
+    )
+    models = ActorCritic(config, policy, reference, critic, begin.seed, precision)
     if start == "policy" and config.lora is not None:
         notes.append("the adapters of the run are folded into models/policy; new ones are trained here")
     if start == "policy" and models.head is not None:

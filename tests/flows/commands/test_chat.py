@@ -143,6 +143,18 @@ def test_code_of_a_model_runs_only_in_a_project_that_trusts_it(tmp_path: Path, m
     assert not chat.trusted(Path("models"), warnings.append)
 
 
+def test_a_model_is_loaded_in_the_precision_of_its_project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("mine", "theirs"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "dvc.yaml").write_text("stages: {}\n")
+        (tmp_path / name / "params.yaml").write_text("precision: bfloat16\n")
+    monkeypatch.chdir(tmp_path / "mine")
+    assert chat.precision_of(Path("models")) == "bfloat16"
+    assert chat.precision_of(tmp_path / "theirs" / "models") == "float32"
+    Path("params.yaml").write_text("seed: 1\n")
+    assert chat.precision_of(Path("models")) == "float32"
+
+
 @pytest.mark.slow
 def test_a_terminal_has_a_prompt_and_ctrl_d_leaves(models: Path) -> None:
     ours, theirs = pty.openpty()

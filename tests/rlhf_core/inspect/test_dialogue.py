@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -13,7 +14,7 @@ from rlhf_core.config.base import ScratchConfig
 from rlhf_core.data.tokenizer import decode_response, encode_prompt, train_bpe
 from rlhf_core.errors import UserError
 from rlhf_core.inspect import dialogue
-from rlhf_core.inspect.dialogue import ChatModel, end_tokens, load_chat_model, pieces
+from rlhf_core.inspect.dialogue import ChatModel, Start, end_tokens, load_chat_model, pieces
 from rlhf_core.models.hf import build_llama, save_checkpoint, scalar_model_from
 from rlhf_core.models.sampling import sample
 
@@ -127,6 +128,10 @@ def test_a_folder_becomes_a_chat_model(folder: Path) -> None:
     assert (found.name, found.context) == ("policy", 128)
     assert found.stop_ids == {BYTES.eos_token_id}
     assert not any(parameter.requires_grad for parameter in found.model.parameters())
+    half = load_chat_model(folder, "policy", precision="bfloat16", start=Start(folder, 0.5))
+    assert {p.dtype for model in (found, half) for p in model.model.parameters()} == {torch.float32, torch.bfloat16}
+    half.add_message("eat", 4)
+    assert list(half.answer((1, 3), 4, 1.0))
 
 
 def test_stop_tokens_of_the_folder_end_answers(folder: Path) -> None:

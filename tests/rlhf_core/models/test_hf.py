@@ -214,7 +214,9 @@ def test_the_head_of_a_shared_critic_reads_what_the_output_layer_reads() -> None
     head, hidden = fresh_head(model), predict(model, batch).states
     assert hidden is not None
     torch.nn.init.normal_(head.weight)
-    alone = state_values(scalar_model_of(model, head), batch)
+    own = scalar_model_of(model, head)
+    assert own.get_input_embeddings().weight is model.get_input_embeddings().weight, "the body is not copied"
+    alone = state_values(own, batch)
     assert torch.allclose(head(hidden)[None, :, 0], alone, atol=1e-5)
 
 

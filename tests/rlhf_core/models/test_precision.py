@@ -47,9 +47,10 @@ def test_rule_24_a_frozen_model_has_bfloat16_weights_and_float32_logits(
 def test_rule_24_the_head_of_a_frozen_scalar_model_is_that_of_its_folder(
     kind: str, tmp_path: Path, build_scalar: Build
 ) -> None:
-    """Its numbers are not rounded with those of the body."""
+    """Its numbers are not rounded with those of the body, nor read from the adapter beside the model."""
     model = build_scalar(kind)
     model.save_pretrained(tmp_path)
+    (tmp_path / "lora.safetensors").write_bytes(b"not the model's")
     frozen = load_scalar_model(tmp_path, frozen="bfloat16")
     assert torch.equal(scalar_head(frozen).weight, scalar_head(model).weight)
     assert getattr(frozen, frozen.base_model_prefix).dtype == torch.bfloat16

@@ -1,5 +1,6 @@
 """`quantised.py`: 4-bit weights below adapters. The layers are those of bitsandbytes, which computes on a CPU, too."""
 
+import copy
 import sys
 from collections.abc import Callable
 from importlib.util import find_spec
@@ -93,10 +94,9 @@ def test_policy_and_critic_share_a_4_bit_body(folder: Path, tokenizer: Tokenizer
     with autocast("bfloat16", torch.device("cpu")), torch.no_grad():
         values = state_values(critic.model, BATCH)
         scores = sequence_scores(critic.model, BATCH)
-    own = merged_scalar_model(critic)
+    save_checkpoint(folder.parent / "critic", merged_scalar_model(copy.deepcopy(critic)), tokenizer)
     assert is_quantised(policy)
     assert torch.equal(logits(policy), before)
-    save_checkpoint(folder.parent / "critic", own, tokenizer)
     loaded = load_scalar_model(folder.parent / "critic")
     with autocast("bfloat16", torch.device("cpu")), torch.no_grad():
         torch.testing.assert_close(state_values(loaded, BATCH), values, rtol=0.05, atol=0.1)

@@ -2,6 +2,8 @@
 are tested in test_losses.py."""
 
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -233,6 +235,31 @@ def test_rule_08_two_models_are_compared_in_one_pass(temperature: float) -> None
     assert torch.equal(found.ref_logprobs, logprobs_and_entropy(reference, ACTIONS, temperature)[0])
     assert torch.equal(found.entropy, logprobs_and_entropy(policy, ACTIONS, temperature)[1])
     assert torch.allclose(found.kl, full_kl(logits_of(1) / temperature, logits_of(2) / temperature), atol=1e-6)
+
+
+class _Casts(TorchDispatchMode):
+    """Counts casts of an output layer's weight."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        is_weight = func is torch.ops.aten._to_copy.default and args[0].shape == (VOCABULARY, HIDDEN)
+        self.count += is_weight
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("compare", [exact_kl, partial(compare_distributions, actions=ACTIONS)])
+def test_two_models_with_one_output_layer_cast_it_once(compare: Any, chunks: Callable[[int], None]) -> None:
+    """A policy and its reference without adapters; with weights in bfloat16 each cast is a layer in float32."""
+    chunks(3)
+    weight = numbers(1, VOCABULARY, HIDDEN).bfloat16()
+    policy, reference = (Predictions(numbers(seed, TOKENS, HIDDEN), Head(weight)) for seed in (2, 3))
+    with _Casts() as casts:
+        compare(policy, reference, temperature=1.0)
+    assert casts.count == 1
+    with _Casts() as casts:
+        compare(policy, Predictions(reference.hidden, Head(weight.clone())), temperature=1.0)
+    assert casts.count == 2
 
 
 def test_a_logit_of_minus_infinity_gives_finite_numbers_and_gradients() -> None:

@@ -47,7 +47,7 @@ def main(folder: Path, options: dict[str, Any]) -> None:
     memory["optimizers"] = sum(own_bytes(o.state[p].values()) for o in trainer.optimizers.values() for p in o.state)
     trainer.models.rejoin()
     if trainer.processes.is_main:
-        policy, _ = trainer.models.finished()
+        policy = trainer.models.finished_policy()
         saved = torch.cat([p.detach().flatten() for p in policy.parameters()])
         run = {
             "gradient": gradients[0],

@@ -3,6 +3,7 @@ reference."""
 
 import copy
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 from rlhf_core.models.batch import pad_batch, response_logits, state_values
 from rlhf_core.models.hf import fresh_head, load_scalar_model, save_checkpoint, scalar_model_of
 from rlhf_core.models.packed import can_pack
-from rlhf_core.models.shared_body import add_scalar_adapter
+from rlhf_core.models.shared_body import add_scalar_adapter, recompute_with
 from rlhf_core.ppo.actor_critic import ActorCritic
 from rlhf_core.ppo.trainer import PPOTrainer
 
@@ -117,9 +118,8 @@ def test_the_finished_models_are_plain_folders(
     trainer.step()
     predictions, values = trainer.models.forward(BATCH)
     logits = predictions.logits()
-    policy, head = trainer.models.finished()
-    save_checkpoint(tmp_path / "policy", policy, tokenizer)
-    save_checkpoint(tmp_path / "critic", scalar_model_of(policy, head), tokenizer)
+    save_checkpoint(tmp_path / "critic", copy.deepcopy(trainer.models).finished_critic(), tokenizer)
+    save_checkpoint(tmp_path / "policy", trainer.models.finished_policy(), tokenizer)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "policy")
     assert torch.allclose(response_logits(loaded, BATCH), logits, atol=1e-4)
     assert torch.allclose(state_values(load_scalar_model(tmp_path / "critic"), BATCH), values, atol=1e-4)
@@ -168,12 +168,25 @@ def test_a_critic_on_the_policys_body_resumes_to_the_same_bytes_and_is_saved_as_
     assert torch.equal(whole.models.predict_as_reference(BATCH).logits(), response_logits(start, BATCH))
     predictions, values = whole.models.forward(BATCH)
     logits = predictions.logits().detach()
-    policy, critic = whole.models.finished()
-    save_checkpoint(tmp_path / "policy", policy, tokenizer)
-    save_checkpoint(tmp_path / "critic", critic, tokenizer)
+    save_checkpoint(tmp_path / "critic", copy.deepcopy(whole.models).finished_critic(), tokenizer)
+    save_checkpoint(tmp_path / "policy", whole.models.finished_policy(), tokenizer)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "policy")
     assert torch.allclose(response_logits(loaded, BATCH), logits, atol=1e-4)
     assert torch.allclose(state_values(load_scalar_model(tmp_path / "critic"), BATCH), values, atol=1e-4)
+
+
+def test_adapters_are_switched_in_a_repeated_pass_only_where_two_are_on_one_body(
+    make_trainer: MakeTrainer, build_lm: Build, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Switching walks through the model once a layer."""
+    given = []
+    monkeypatch.setattr(
+        "rlhf_core.ppo.actor_critic.recomputing", lambda *arguments: given.append(arguments[2]) or nullcontext()
+    )
+    for trainer in (make_trainer(**LORA), on_one_body(make_trainer, build_lm)):
+        with trainer.models.training():
+            pass
+    assert given == [None, recompute_with]
 
 
 def test_a_critic_on_the_policys_body_trains_as_one_with_its_own(make_trainer: MakeTrainer, build_lm: Build) -> None:
@@ -278,7 +291,7 @@ def test_finished_models_over_a_bfloat16_body_are_float32(make_trainer: MakeTrai
             if "lora_" not in name and "score" not in name:
                 parameter.data = parameter.data.bfloat16()
     trainer.step()
-    policy, critic = trainer.models.finished()
+    policy, critic = trainer.models.finished_policy(), trainer.models.finished_critic()
     assert isinstance(critic, PreTrainedModel)
     assert {p.dtype for model in (policy, critic) for p in model.parameters()} == {torch.float32}
     assert not all(torch.equal(p, p.bfloat16().float()) for p in policy.parameters())

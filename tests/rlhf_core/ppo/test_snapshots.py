@@ -3,15 +3,19 @@
 import copy
 import json
 from collections.abc import Callable
+from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from rlhf_core.config.lora import LoraSettings
 from rlhf_core.errors import NonFiniteError, UserError
+from rlhf_core.models.hf import load_causal_lm, save_checkpoint
 from rlhf_core.ppo import snapshots
 from rlhf_core.ppo.trainer import PPOTrainer
 
@@ -43,7 +47,7 @@ def test_a_snapshot_brings_back_the_very_weights(
     assert snapshots.steps_in(tmp_path) == [1, 2]
     kind = WAYS[way].get("kind", "llama")
     for step, models in seen.items():
-        policy, _ = models.finished()
+        policy = models.finished_policy()
         assert equal(snapshots.load(tmp_path, step, build_lm(kind, seed=1)), policy), step
     first, last = (seen[step].policy for step in (1, 2))
     assert not equal(first, last)
@@ -105,3 +109,26 @@ def test_precision_bfloat16_halves_a_snapshot_and_leaves_adapters_as_they_are(
     found = snapshots.load(tmp_path / "all weights", 1, build_lm(seed=7)).state_dict()
     assert {tensor.dtype for tensor in found.values()} == {torch.float32}
     assert all(torch.equal(found[name], w.bfloat16().float()) for name, w in build_lm(seed=1).state_dict().items())
+
+
+@pytest.mark.skipif(find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed")
+def test_adapters_above_4_bit_weights_bring_back_the_policy_that_was_trained(
+    make_trainer: Make,
+    build_lm: Callable[..., PreTrainedModel],
+    tokenizer: PreTrainedTokenizerBase,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The very weights that the run ends with: 4-bit ones as numbers, plus the adapters."""
+    save_checkpoint(tmp_path / "base", build_lm(), tokenizer)
+    nf4 = partial(load_causal_lm, tmp_path / "base", frozen="nf4")
+    monkeypatch.setitem(make_trainer.__globals__, "tiny_lm", lambda *_, **__: nf4())
+    trainer = make_trainer(lora={"rank": 2, "alpha": 4.0, "quantize": "nf4"}, precision="bfloat16")
+    trainer.step()
+    snapshots.write(tmp_path / "nf4", trainer.models, 1, trainer.config.lora, trainer.seed)
+    snapshots.write(tmp_path / "plain", make_trainer(**WAYS["adapters"]).models, 1, LoraSettings(rank=2, alpha=4.0), 5)
+    assert [snapshots.start_precision(tmp_path / name) for name in ("nf4", "plain")] == ["nf4", "float32"]
+    with pytest.raises(ValueError, match="trained above other weights"):
+        snapshots.load(tmp_path / "nf4", 1, load_causal_lm(tmp_path / "base"))
+    policy = trainer.models.finished_policy()
+    assert equal(snapshots.load(tmp_path / "nf4", 1, nf4()), policy)

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from rlhf_core import sft
+from rlhf_core.config.lora import LoraSettings
 from rlhf_core.config.sft import SFTConfig
 from rlhf_core.data.tokenizer import encode_prompt, encode_response, load_tokenizer
 from rlhf_core.models.hf import load_causal_lm, load_scalar_model
@@ -243,3 +245,30 @@ def test_the_prompts_of_best_of_n_are_those_of_evaluate(
         draw_best_of_n(prompts="mine.jsonl")
     with pytest.raises(rejection_sft.UserError, match=r"evaluate\.temperature"):
         draw_best_of_n(temperature=0)
+
+
+def test_sampling_leaves_the_models_gradients_as_they_are(
+    workshop: Path, make_stage: Callable[..., Any], asked: Rows
+) -> None:
+    """Where parameters have gradients autocast casts a weight once a batch, and not in every step of decoding."""
+    tokenizer = load_tokenizer(workshop / "models/sft")
+    kept = [(asked[0], encode_prompt(tokenizer, asked[0]["prompt"]))]
+    for flag in (True, False):
+        model = load_causal_lm(workshop / "models/sft").requires_grad_(flag)
+        stage = make_stage("rejection_sft", REJECTION, [], state=str(flag))
+        candidates.draw_candidates(stage, model, tokenizer, kept, 1, REJECTION, lambda prompt, k: (prompt, k))
+        assert {p.requires_grad for p in model.parameters()} == {flag}
+
+
+@pytest.mark.skipif(find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed")
+def test_adapters_above_4_bit_weights_are_trained_on_the_models_answers(
+    workshop: Path, make_stage: Callable[..., Any], asked: Rows
+) -> None:
+    training = TRAINING.model_copy(update={"lora": LoraSettings(rank=2, alpha=4.0, quantize="nf4")})
+    params = REJECTION.model_copy(update={"training": training})
+    stage = make_stage("rejection_sft", params, REJECTION_OUTS, {rejection_sft.PROMPTS: asked})
+    stage.common = stage.common.model_copy(update={"precision": "bfloat16"})
+    rejection_sft.execute(stage)
+    stage.outputs.commit()
+    tuned = load_file(workshop / "models/rejection_sft/model.safetensors")
+    assert {tensor.dtype for tensor in tuned.values()} == {torch.float32}

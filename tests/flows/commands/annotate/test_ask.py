@@ -73,6 +73,13 @@ def test_scores_are_those_of_the_model_on_prompt_and_answer(
     assert "answer 6/6" in capsys.readouterr().out
 
 
+def test_the_scores_are_those_of_the_projects_precision(models: list[Path]) -> None:
+    exact, rounded = score_tasks(TASKS, models[0]), score_tasks(TASKS, models[0], precision="bfloat16")
+    for one, other in zip(exact, rounded, strict=True):
+        assert one != other
+        assert one == pytest.approx(other, abs=0.05)
+
+
 def test_the_order_follows_the_models(models: list[Path], tmp_path: Path) -> None:
     scores = [score_tasks(TASKS, folder) for folder in models]
     for ask in ("margin", "disagreement"):
