@@ -3,6 +3,8 @@ global generator."""
 
 import os
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import numpy as np
 import torch
@@ -34,6 +36,23 @@ def make_deterministic(seed: int, threads: int, *, deterministic: bool = True, t
     torch.set_float32_matmul_precision("high" if tf32 else "highest")
     if not deterministic and os.environ.get(WORKSPACE) == OURS:
         del os.environ[WORKSPACE]
+
+
+@contextmanager
+def fast_kernels() -> Iterator[None]:
+    """In this context the fastest kernels are selected, for operations that give the same bytes with every kernel."""
+    with _kernels(deterministic=False, warn_only=False):
+        yield
+
+
+@contextmanager
+def _kernels(deterministic: bool, warn_only: bool) -> Iterator[None]:
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
 
 
 def stream(*key: int) -> np.random.Generator:
