@@ -98,7 +98,6 @@ CASES = (
     Case("gradient, checkpointing", changes={"gradient_checkpointing": True}, check="gradient"),
     Case("1.5B, shared critic", "1.5B", SHARED | BF16),
     Case("LoRA", changes=LORA | BF16),
-    Case("gradient checkpointing", changes=BF16 | {"gradient_checkpointing": True}),
     Case("GRPO", changes=GRPO | BF16),
     Case("deterministic: false", changes=BF16 | {"deterministic": False}),
     Case("int8 optimizer", changes=BF16 | {"optimizer": {"states": "int8"}}, needs="bitsandbytes"),

@@ -242,7 +242,7 @@ class Recorder:
         return self.last
 
     def _graph(self, step: Callable[[], None]) -> Any:
-        self.stream = self.stream or torch.cuda.Stream()
+        self.stream = self.stream or torch.cuda.Stream()  # type: ignore[no-untyped-call]
         graph, pool = torch.cuda.CUDAGraph(), None if self.last is None else self.last.pool()
         torch.cuda.synchronize()
         with torch.cuda.graph(graph, pool=pool, stream=self.stream):
