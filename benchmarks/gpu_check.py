@@ -3,13 +3,15 @@
     python benchmarks/gpu_check.py [--minutes 8] [--out gpu_check] [--only NAME …]
 
 Each check of the table below is a process of its own with a time limit. They run in this order until the minutes are
-over; what failed or did not run is a row with its reason. The models have random weights, of real sizes on a GPU and of
-toy size on a CPU. Needs `rlhf_core` and its libraries only, and no network. Writes gpu_check.json, gpu_check.md and a
-log of each check to the folder --out. Exit code 1 if a check failed.
+over; what failed or did not run is a row with its reason. Other processes plan the memory of the checks meanwhile; plan
+and measurement are compared after the last check. The models have random weights, of real sizes on a GPU and of toy
+size on a CPU. Needs `rlhf_core` and its libraries only, and no network. Writes gpu_check.json, gpu_check.md and a log
+of each check to the folder --out. Exit code 1 if a check failed.
 """
 
 import argparse
 import contextlib
+import hashlib
 import json
 import os
 import signal
@@ -17,17 +19,21 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from importlib.util import find_spec
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
+
+from packaging.requirements import Requirement
 
 HERE = Path(__file__).resolve()
 sys.path.insert(0, str(HERE.parents[1]))  # the processes of the checks import this module before rlhf_core
 PASSED, FAILED, NOT_RUN = "passed", "FAILED", "not run"
 SHORTEST = 10.0
 """Seconds below which no check is started."""
+PLAN_TOLERANCE = 0.2
+"""Largest relative difference between planned and measured peak memory."""
 PHASES = ("sampling", "reading", "scoring", "update")
 """Of a PPO step. `reading`: log-probabilities and values of the responses by policy, reference and critic."""
 
@@ -48,33 +54,54 @@ class Case:
     reward: str = ""
     """Shape of the reward model, if it is not the policy's."""
     needs: str = ""
-    """A package without which the check does not run."""
+    """A package, or a package with its version, without which the check does not run."""
 
     @property
     def log(self) -> str:
         """Name of the file with what its process prints."""
-        return f"{self.name.replace(',', '').replace(' ', '-')}.log"
+        return f"{self.name.replace(',', '').replace(':', '').replace(' ', '-')}.log"
+
+    @property
+    def ours(self) -> bool:
+        """Whether our own sampler samples."""
+        return self.changes.get("engine", "leash") == "leash"
+
+    @property
+    def plan(self) -> str:
+        """Name of the plan of its memory; equal for cases with the same plan."""
+        changes = {key: value for key, value in self.changes.items() if key != "deterministic"}
+        key = json.dumps([self.model, self.reward, changes], sort_keys=True)
+        return hashlib.sha256(key.encode()).hexdigest()[:16]
 
 
 BF16 = {"precision": "bfloat16"}
 SHARED = {"critic": {"kind": "shared"}}
 LORA = {"lora": {"rank": 16}}
 CONTINUOUS = {"engine": "transformers_continuous"}
-RLOO = {"advantage": "rloo", "samples_per_prompt": 4, "whiten_advantages": False}
+ITS_MANAGER = "transformers>=5.23"
+GRPO = {
+    "advantage": "grpo",
+    "samples_per_prompt": 4,
+    "whiten_advantages": False,
+    "kl": {"penalty": "loss", "estimator": "k3"},
+}
 
 CASES = (
     Case("float32"),
     Case("bfloat16", changes=BF16),
     Case("gradient, bfloat16", changes=BF16, check="gradient"),
     Case("same bytes", changes=SHARED, check="bytes", seconds=200),
+    Case("same bytes, bfloat16", changes=SHARED | BF16, check="bytes", seconds=200),
     Case("8B, LoRA", "8B", {**BF16, **SHARED, **LORA, "gradient_checkpointing": True}, seconds=150, reward="0.5B"),
-    Case("continuous batching", changes=CONTINUOUS),
-    Case("continuous batching, bfloat16", changes=CONTINUOUS | BF16),
+    Case("continuous batching", changes=CONTINUOUS, needs=ITS_MANAGER),
+    Case("continuous batching, bfloat16", changes=CONTINUOUS | BF16, needs=ITS_MANAGER),
     Case("gradient, checkpointing", changes={"gradient_checkpointing": True}, check="gradient"),
     Case("1.5B, shared critic", "1.5B", SHARED | BF16),
     Case("LoRA", changes=LORA | BF16),
-    Case("gradient checkpointing", changes=BF16 | {"gradient_checkpointing": True}),
-    Case("RLOO", changes=RLOO | BF16),
+    Case("GRPO", changes=GRPO | BF16),
+    Case("deterministic: false", changes=BF16 | {"deterministic": False}),
+    Case("int8 optimizer", changes=BF16 | {"optimizer": {"states": "int8"}}, needs="bitsandbytes"),
+    Case("nf4, LoRA", changes=BF16 | SHARED | {"lora": {"rank": 16, "quantize": "nf4"}}, needs="bitsandbytes"),
     Case("generate of transformers", changes={"engine": "transformers"}),
 )
 """The most important first."""
@@ -89,10 +116,15 @@ def main() -> int:
     rows: list[dict[str, Any]] = []
     until = time.monotonic() + 60.0 * options.minutes
     print("\n".join(RESULTS_HEAD), flush=True)
-    for case in chosen:
-        rows.append(run_case(case, until - time.monotonic(), out))
-        print(result_line(rows[-1]), flush=True)
-        write(out, rows)
+    with planning(chosen, out) as plans:
+        for case in chosen:
+            rows.append(run_case(case, until - time.monotonic(), out))
+            print(result_line(rows[-1]), flush=True)
+            write(out, rows)
+        for case, row in zip(chosen, rows, strict=True):
+            if "peak_bytes" in row["figures"] and add_plan(row, plans.of(case, until), plans.gpu):
+                print(result_line(row), flush=True)
+    write(out, rows)
     print("\n" + "\n".join(speed_table(rows)) + "\n\n" + summary(rows))
     return int(any(row["result"] == FAILED for row in rows))
 
@@ -109,8 +141,8 @@ def arguments() -> argparse.ArgumentParser:
 def run_case(case: Case, seconds_left: float, out: Path) -> dict[str, Any]:
     """The row of a check: name, result, seconds, reason (empty where it passed), figures and environment."""
     row = {"name": case.name, "result": NOT_RUN, "seconds": 0.0, "reason": "", "figures": {}, "environment": {}}
-    if case.needs and find_spec(case.needs) is None:
-        return row | {"reason": f"{case.needs} is not installed"}
+    if reason := missing(case.needs):
+        return row | {"reason": reason}
     if seconds_left < SHORTEST:
         return row | {"reason": "no time left; use --minutes or --only"}
     since, limit = time.monotonic(), min(case.seconds, seconds_left)
@@ -126,6 +158,80 @@ def run_case(case: Case, seconds_left: float, out: Path) -> dict[str, Any]:
         return row | {"result": FAILED, "reason": f"{reason}; see {case.log}"}
     result_of = {"result": FAILED if found["problem"] else PASSED, "reason": one_line(found["problem"] or "")}
     return row | result_of | {"figures": found["figures"], "environment": found["environment"]}
+
+
+def missing(needs: str) -> str:
+    """Why a package, or its version, is not there; empty where it is."""
+    if not needs:
+        return ""
+    requirement = Requirement(needs)
+    try:
+        found = version(requirement.name)
+    except PackageNotFoundError:
+        return f"{requirement.name} is not installed"
+    return "" if requirement.specifier.contains(found, prereleases=True) else f"needs {needs}; installed is {found}"
+
+
+@dataclass
+class Plans:
+    """Processes that plan the memory of checks, and the folder of their results."""
+
+    folder: Path
+    gpu: bool
+    processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
+
+    def of(self, case: Case, until: float) -> dict[str, Any]:
+        """`bytes`, None where they are not known, with a `reason`. Waits for a plan until this time."""
+        if case.check != "step" or not case.ours:
+            return {"bytes": None, "reason": "not planned"}
+        file = self.folder / f"{case.plan}.json"
+        while not file.exists():
+            if time.monotonic() > until or all(process.poll() is not None for process in self.processes):
+                return {"bytes": None, "reason": "the plan was not ready; see plan.log"}
+            time.sleep(0.1)
+        found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        return found
+
+
+@contextlib.contextmanager
+def planning(cases: Sequence[Case], out: Path) -> Iterator[Plans]:
+    """Plan on the CPU, with half of its cores, beside the checks in this context."""
+    from torch.cuda import is_available
+
+    wanted = {case.plan: case for case in cases if case.check == "step" and case.ours and not missing(case.needs)}
+    count = max(1, (os.cpu_count() or 1) // 2)
+    parts = [part for n in range(count) if (part := [asdict(case) for case in list(wanted.values())[n::count]])]
+    with tempfile.TemporaryDirectory(dir=out, prefix=".") as folder, (out / "plan.log").open("w") as log:
+        plans = Plans(Path(folder), gpu=is_available())
+        script, size = str(HERE.with_name("gpu_plan.py")), "gpu" if plans.gpu else "toy"
+        try:
+            for part in parts:
+                command = [sys.executable, script, json.dumps(part), folder, size]
+                environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+                plans.processes.append(subprocess.Popen(command, env=environment, stdout=log, stderr=log))
+            yield plans
+        finally:
+            for process in plans.processes:
+                process.kill()
+                process.wait()
+
+
+def add_plan(row: dict[str, Any], plan: Mapping[str, Any], gpu: bool) -> bool:
+    """Add the planned memory to the figures of a check. On a GPU a check that passed fails if its peak does not fit;
+    returns whether it does. The memory of a process with a toy model is mostly that of its libraries."""
+    figures = row["figures"]
+    figures |= {"planned_bytes": plan["bytes"], "not_planned": one_line(plan["reason"])}
+    problem = memory_problem(figures["peak_bytes"], plan["bytes"]) if gpu and row["result"] == PASSED else None
+    if problem is not None:
+        row |= {"result": FAILED, "reason": problem}
+    return problem is not None
+
+
+def memory_problem(peak: int, planned: int | None) -> str | None:
+    """Why the peak does not fit its plan; None where it does, or is not compared."""
+    if planned is None or abs(peak - planned) <= PLAN_TOLERANCE * planned:
+        return None
+    return f"the peak of memory is {peak / planned:.2f} times the planned one, allowed is 1 ± {PLAN_TOLERANCE:g}"
 
 
 def run_child(case: Case, folder: Path, limit: float, log: Path) -> int | None:
@@ -164,19 +270,36 @@ def result_line(row: Mapping[str, Any]) -> str:
     return f"| {row['name']} | {row['result']} | {row['seconds']:.0f} | {finding} |"
 
 
+MEASURED_HEAD = ("check", "model", "precision", "decoding", "peak GiB (reserved)", "planned GiB")
+
+
 def speed_table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Peak memory and tokens per second of the checks that measured them, in lines of Markdown."""
-    names = " | ".join(f"{phase}, tokens/s" for phase in PHASES)
-    lines = [f"| check | model | precision | peak GiB | planned GiB | {names} |", "|---" * (5 + len(PHASES)) + "|"]
+    """Decoding, peak memory and tokens per second of the checks that measured them, in lines of Markdown."""
+    head = [*MEASURED_HEAD, *(f"{phase}, tokens/s" for phase in PHASES)]
+    lines = [table_line(head), "|---" * len(head) + "|"]
     for row in rows:
         figures = row["figures"]
-        if "phases" not in figures:
-            continue
-        planned = figures["planned_bytes"]
-        memory = f"{figures['peak_bytes'] / 2**30:.1f} | " + (f"{planned / 2**30:.1f}" if planned else "not compared")
-        phases = " | ".join(speed(figures["phases"][phase]) for phase in PHASES)
-        lines.append(f"| {row['name']} | {figures['model']} | {figures['precision']} | {memory} | {phases} |")
+        if "phases" in figures:
+            phases = [speed(figures["phases"][phase]) for phase in PHASES]
+            about = [row["name"], figures["model"], figures["precision"], figures["decoding"]]
+            lines.append(table_line([*about, *memory(figures), *phases]))
     return lines
+
+
+def table_line(cells: Sequence[str]) -> str:
+    """A line of a table."""
+    return f"| {' | '.join(cells)} |"
+
+
+def memory(figures: Mapping[str, Any]) -> tuple[str, str]:
+    """Peak with reserved memory, and planned peak."""
+    peak, reserved, planned = (figures.get(name) for name in ("peak_bytes", "reserved_bytes", "planned_bytes"))
+    return gib(peak) + (f" ({gib(reserved)})" if reserved else ""), gib(planned) if planned else "not compared"
+
+
+def gib(size: float) -> str:
+    """Bytes in GiB, with two significant digits where it is small."""
+    return f"{size / 2**30:.1f}" if size >= 2**30 else f"{size / 2**30:.2g}"
 
 
 def speed(phase: Mapping[str, float | None]) -> str:

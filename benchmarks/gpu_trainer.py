@@ -5,6 +5,7 @@ import random
 from argparse import Namespace
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     LlamaConfig,
+    PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
     Qwen2Config,
@@ -25,6 +27,7 @@ from rlhf_core.data.tokenizer import train_bpe
 from rlhf_core.determinism import make_deterministic
 from rlhf_core.models.hf import place
 from rlhf_core.models.precision import body_precision, frozen_dtype, keep_float32
+from rlhf_core.models.quantised import detach_quantizer, nf4_options
 from rlhf_core.models.scorers import RewardModelScorer
 from rlhf_core.ppo.actor_critic import ActorCritic
 from rlhf_core.ppo.continuous import ContinuousEngine
@@ -105,8 +108,8 @@ def build(case: Case) -> PPOTrainer:
     """The trainer of a case, on the GPU if there is one."""
     gpu = torch.cuda.is_available()
     work, device = (GPU_WORK, "cuda") if gpu else (TOY_WORK, "cpu")
-    precision: Precision = case.changes.get("precision", "float32")
-    make_deterministic(SEED, threads=1, tf32=precision == "bfloat16")
+    precision, deterministic = precision_of(case), case.changes.get("deterministic", True)
+    make_deterministic(SEED, threads=1, deterministic=deterministic, tf32=precision == "bfloat16")
     config = PPOConfig.model_validate(values_of(case, work, gpu))
     tokenizer = small_tokenizer(work)
     body = body_precision(precision, config.lora)
@@ -136,6 +139,16 @@ def build(case: Case) -> PPOTrainer:
     return trainer
 
 
+OF_ALL_STAGES = ("precision", "deterministic")
+"""Settings that are not of the block `ppo`."""
+
+
+def precision_of(case: Case) -> Precision:
+    """The precision of a case."""
+    precision: Precision = case.changes.get("precision", "float32")
+    return precision
+
+
 def values_of(case: Case, work: Work, gpu: bool) -> dict[str, Any]:
     """The block `ppo` of a case: the settings of `ppo_throughput.py` for this batch, with the changes of the case.
     Continuous batching is refused without a GPU; `use_engine` replaces the engine there."""
@@ -150,7 +163,7 @@ def values_of(case: Case, work: Work, gpu: bool) -> dict[str, Any]:
     )
     values = settings(options) | {"minibatches": 2, "check_ratio": False}
     for key, value in case.changes.items():
-        if key == "precision":  # of all stages, not of the block
+        if key in OF_ALL_STAGES:
             continue
         values[key] = {**(values.get(key) or {}), **value} if isinstance(value, Mapping) else value
     if values.get("engine") == "transformers_continuous" and not gpu:
@@ -183,18 +196,35 @@ def random_prompts(work: Work, vocabulary: int) -> list[list[int]]:
     return [[draw.randrange(FIRST_TOKEN, vocabulary) for _ in range(length)] for length in lengths]
 
 
+def config_of(shape: str, **changes: Any) -> PreTrainedConfig:
+    """The configuration of the policy, or of a model of its shape."""
+    kind, sizes = SHAPES[shape]
+    config: PreTrainedConfig = kind(**(sizes | changes), pad_token_id=0, eos_token_id=1, bos_token_id=None)
+    return config
+
+
 def random_model(
     shape: str, kind: Any, device: str, seed: int, frozen: Frozen = "float32", **changes: Any
 ) -> PreTrainedModel:
     """A model with random weights, made on the device, its head in float32; of toy size on a CPU."""
-    config_class, sizes = SHAPES[shape]
-    sizes = sizes | (TOY if device == "cpu" else {}) | changes
-    config = config_class(**sizes, num_labels=1, pad_token_id=0, eos_token_id=1, bos_token_id=None)
+    config = config_of(shape, **((TOY if device == "cpu" else {}) | changes), num_labels=1)
     torch.manual_seed(seed)
     with torch.device(device):
         model: PreTrainedModel = kind.from_config(config, dtype=frozen_dtype(frozen)).eval()
+    if frozen == "nf4":
+        model = in_four_bits(model, kind, device)
     if (head := getattr(model, "score", None)) is not None:
         head.float()
     elif frozen != "float32":
         keep_float32(model.get_output_embeddings())
     return model
+
+
+def in_four_bits(model: PreTrainedModel, kind: Any, device: str) -> PreTrainedModel:
+    """The model with 4-bit weights, which are made while a folder is loaded."""
+    with TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        loaded: PreTrainedModel = kind.from_pretrained(
+            folder, dtype=model.dtype, device_map=None if device == "cpu" else {"": 0}, **nf4_options()
+        )
+    return detach_quantizer(loaded).eval()

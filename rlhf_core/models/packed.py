@@ -157,7 +157,7 @@ def _replace_attention(model: PreTrainedModel) -> bool:
     sequences = [[token % vocabulary for token in row] for row in ((2, 3, 4, 5), (2, 3, 6))]
     device = body.get_input_embeddings().weight.device
     try:
-        with torch.autocast(device.type, enabled=False):
+        with torch.autocast(device.type, enabled=False), _exact_products():
             alone = [body(input_ids=torch.tensor([row], device=device)).last_hidden_state[0] for row in sequences]
             model.set_attn_implementation(ATTENTION)
             packed = Packed.of(sequences, device)
@@ -172,6 +172,18 @@ def _replace_attention(model: PreTrainedModel) -> bool:
         # an architecture that passes no arguments on, or has attention of another kind
     model.set_attn_implementation(before)
     return False
+
+
+@contextmanager
+def _exact_products() -> Iterator[None]:
+    """In this context float32 products on a GPU do not round their factors (TensorFloat-32): that would exceed
+    `EXACT`."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 def _equal(found: Float[Tensor, "tokens hidden"], expected: Float[Tensor, "tokens hidden"]) -> bool:

@@ -3,7 +3,8 @@ two stop tests, so that a step can be replayed as a CUDA graph. Not run on a GPU
 
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -11,6 +12,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
+from rlhf_core.determinism import fast_kernels
 from rlhf_core.models.masked import masked_log_softmax
 from rlhf_core.models.packed import can_pack
 
@@ -20,12 +22,22 @@ STOP_TEST = 16
 """Tokens between two stop tests: each waits for the device once."""
 WARM_UP = 2
 """Steps that are computed before the first is recorded as a graph: libraries allocate their memory in them."""
+Decoding = Literal["graph", "static", "plain"]
 OF_ROWS = ("tokens", "positions", "mask", "uniforms", "responses", "logprobs", "ended")
+
+_decoded: WeakKeyDictionary[PreTrainedModel, Decoding] = WeakKeyDictionary()
+_not_recorded: WeakSet[PreTrainedModel] = WeakSet()
+"""Models whose step could not be recorded: each attempt costs time, and would fail again."""
 
 
 def suits(model: PreTrainedModel) -> bool:
     """Whether the model decodes this way unless told otherwise: on CUDA, with full attention and a mask of ours."""
     return model.device.type == "cuda" and can_pack(model)
+
+
+def decoding_of(model: PreTrainedModel) -> Decoding:
+    """How the model was decoded so far: with replayed graphs, with arrays of fixed size only, or not by this module."""
+    return _decoded.get(model, "plain")
 
 
 class FixedLayer(DynamicLayer):
@@ -40,9 +52,19 @@ class FixedLayer(DynamicLayer):
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         """Write one token, and return the whole arrays: the attention mask hides what is not written yet."""
-        self.keys.index_copy_(2, self.column, key_states.to(self.dtype))
-        self.values.index_copy_(2, self.column, value_states.to(self.dtype))
+        _write(self.keys, 2, self.column, key_states.to(self.dtype))
+        _write(self.values, 2, self.column, value_states.to(self.dtype))
         return self.keys, self.values
+
+
+def _write(array: Tensor, dim: int, place: Int[Tensor, "1"], values: Tensor) -> None:
+    """`index_copy_` at one place, which gives the same bytes with every kernel: the deterministic one of CUDA sorts the
+    places first."""
+    if array.is_cuda:
+        with fast_kernels():
+            array.index_copy_(dim, place, values)
+    else:
+        array.index_copy_(dim, place, values)
 
 
 def _with_room(x: Float[Tensor, "rows heads width size"], length: int) -> Float[Tensor, "rows heads length size"]:
@@ -112,13 +134,14 @@ class StaticDecoder:
     def run(self) -> list[tuple[list[int], list[float], bool]]:
         """The token ids of each row, their log-probabilities (nats), and whether it ended."""
         self._record(self.first)
-        step = Replayed(self._step)
+        recorder = Recorder(self.model)
+        step = Replayed(self._step, recorder)
         for drawn in range(1, self.count):
             if drawn % STOP_TEST == 0 and (running := self._running()) is not None:
                 if not running:
                     break
                 self._keep(running)
-                step = Replayed(self._step)
+                step = Replayed(self._step, recorder)
             step()
         self._finish(range(len(self.rows)))
         return [self.done[row] for row in sorted(self.done)]
@@ -139,8 +162,8 @@ class StaticDecoder:
 
     def _record(self, logprobs: Float[Tensor, "rows vocabulary"]) -> None:
         chosen = self.draw(logprobs, self.uniforms.index_select(1, self.place)[:, 0])[:, None]
-        self.responses.index_copy_(1, self.place, chosen)
-        self.logprobs.index_copy_(1, self.place, logprobs.gather(1, chosen))
+        _write(self.responses, 1, self.place, chosen)
+        _write(self.logprobs, 1, self.place, logprobs.gather(1, chosen))
         self.ended.logical_or_((chosen == self.stops).any(dim=1))
         self.tokens.copy_(chosen)
         self.positions.add_(1)
@@ -172,31 +195,56 @@ class StaticDecoder:
 
 
 class Replayed:
-    """A step without arguments or results. On CUDA it is computed twice and then replayed as a CUDA graph, where it can
-    be recorded; the kernels, and so the results, are the same. Not run on a GPU."""
+    """A step without arguments or results. Where its recorder records, it is computed twice and then replayed as a CUDA
+    graph; the kernels, and so the results, are the same. Not run on a GPU."""
 
-    def __init__(self, step: Callable[[], None]) -> None:
-        self.step, self.steps, self.graph = step, 0, None
-        self.records = torch.cuda.is_available()
+    def __init__(self, step: Callable[[], None], recorder: "Recorder") -> None:
+        self.step, self.recorder, self.steps, self.graph = step, recorder, 0, None
 
     def __call__(self) -> None:
         """One step."""
-        if self.records and self.steps == WARM_UP:
-            self.graph = self._record()
+        if self.steps == WARM_UP:
+            self.graph = self.recorder.record(self.step)
         if self.graph is None:
             self.step()
         else:
             self.graph.replay()
         self.steps += 1
 
-    def _record(self) -> Any:
-        """The graph; None, with a warning, where the step cannot be recorded. Recording computes nothing."""
-        graph = torch.cuda.CUDAGraph()
-        torch.cuda.synchronize()
+
+class Recorder:
+    """Records steps of a model on CUDA as graphs, of which the last one only is replayed: all use the same memory. Not
+    run on a GPU."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model, self.device = model, model.device
+        self.stream: Any = None
+        self.last: Any = None
+        """The last graph; while it lives, its memory can be used for the next one."""
+        _decoded.setdefault(model, "static")
+
+    def record(self, step: Callable[[], None]) -> Any:
+        """The graph of a step, which is not computed. None where the model is not on CUDA and, with a warning the first
+        time, where the step cannot be recorded."""
+        if self.device.type != "cuda" or self.model in _not_recorded:
+            return None
+        before = torch.cuda.current_stream(self.device)
         try:
-            with torch.cuda.graph(graph):
-                self.step()
+            with torch.cuda.device(self.device):
+                self.last = self._graph(step)
         except RuntimeError as error:
+            torch.cuda.set_stream(before)  # torch.cuda.graph leaves its own one, where the end of a recording fails
+            _not_recorded.add(self.model)
+            _decoded[self.model] = "static"
             warnings.warn(f"sampling without CUDA graphs: {error}".splitlines()[0], stacklevel=2)
             return None
+        _decoded[self.model] = "graph"
+        return self.last
+
+    def _graph(self, step: Callable[[], None]) -> Any:
+        self.stream = self.stream or torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        graph, pool = torch.cuda.CUDAGraph(), None if self.last is None else self.last.pool()
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph, pool=pool, stream=self.stream):
+            step()
         return graph

@@ -22,7 +22,8 @@ SECONDS_TO_STOP = 30.0
 
 
 class ContinuousEngine:
-    """An engine that keeps the manager, and so its cache and CUDA graphs, from call to call.
+    """An engine that keeps the manager, and so its cache, from call to call. There are no CUDA graphs: transformers
+    records them only where attention needs no mask, and that of `sdpa`, which is used here, needs one.
 
     It does not follow rule 3: one generator, seeded by all keys together, draws for all rows in the scheduler's order,
     so a response depends on the whole batch.
@@ -166,7 +167,7 @@ def _cast_into(cache: Any) -> None:
 
 
 def _precision_of_this_thread(kind: str) -> AbstractContextManager[None]:
-    """Autocast as in the calling thread, without its cache of cast weights: a CUDA graph that is kept would read the
-    casts of old weights."""
+    """Autocast as in the calling thread, without its cache of cast weights: a manager that records CUDA graphs
+    would read the casts of old weights."""
     enabled, dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
     return torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=False)

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from rlhf_core.config.ppo import PPOConfig
 from rlhf_core.config.precision import Precision
+from rlhf_core.determinism import strict_kernels
 from rlhf_core.errors import NonFiniteError, UserError, is_out_of_memory
 from rlhf_core.models.batching import micro_batches
 from rlhf_core.models.head import Predictions
@@ -248,10 +249,12 @@ class Updater:
         return bool(problems)
 
     def _backward(self, loss: Tensor) -> None:
-        """Add the gradient of a loss. Raises UserError where memory is short and models are divided: the other
-        processes wait for this one's part of the gradients, and cannot repeat the pass."""
+        """Add the gradient of a loss. Raises UserError for an operation without a deterministic kernel, and where
+        memory is short and models are divided: the other processes wait for this one's part of the gradients, and
+        cannot repeat the pass."""
         try:
-            loss.backward()  # type: ignore[no-untyped-call]
+            with strict_kernels():
+                loss.backward()  # type: ignore[no-untyped-call]
         except (RuntimeError, MemoryError) as error:
             if not (self.processes.divides_models and is_out_of_memory(error)):
                 raise

@@ -4,7 +4,9 @@ two calls. Not run on a GPU."""
 import base64
 import os
 import pickle
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import groupby
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -24,7 +26,9 @@ from rlhf_core.ppo.vllm_server import Server
 Handle = dict[str, tuple[Any, ...]]
 """GPU -> how another process of this machine opens the tensor's memory."""
 BYTES_AT_ONCE = 2**29
-"""Weights of one request; those that are cast or merged need memory for so long."""
+"""Weights of one request, where a layer is not larger."""
+LAYER = re.compile(r".*?\.\d+\.")
+"""The beginning of the names of a layer's weights."""
 NAME = "policy"
 
 
@@ -109,15 +113,18 @@ class VLLMEngine:
         ]  # fmt: skip
 
     def _send_weights(self, server: Server, policy: PreTrainedModel) -> None:
-        """Wake the server up with the policy's weights; the cache gets its memory afterwards."""
+        """Wake the server up with the policy's weights; the cache gets its memory afterwards. Weights that are cast or
+        merged live until the end: the server may read a layer when all of it has come."""
         server.post("/wake_up?tags=weights")
         server.post("/start_weight_update", {})
+        sent: list[dict[str, Tensor]] = []
         for part in in_parts(merged_weights(policy), self.dtype):
+            sent.append(part)
             server.post("/update_weights", {"update_info": self._update_info(part)})
-            part.clear()
-            if policy.device.type == "cuda":
-                torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]
         server.post("/finish_weight_update", {})
+        del sent, part
+        if policy.device.type == "cuda":
+            torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]
         server.post("/wake_up?tags=kv_cache")
 
     def _update_info(self, part: dict[str, Tensor]) -> dict[str, Any]:
@@ -171,16 +178,26 @@ class VLLMEngine:
 def in_parts(
     weights: Iterable[tuple[str, Tensor]], dtype: torch.dtype, most_bytes: int = BYTES_AT_ONCE
 ) -> Iterator[dict[str, Tensor]]:
-    """The weights by name, contiguous and in one precision, in parts of `most_bytes` bytes or one weight."""
+    """The weights by name, contiguous and in one precision, in parts of `most_bytes` bytes or one layer."""
     part: dict[str, Tensor] = {}
-    for name, weight in weights:
-        tensor = weight.detach().to(dtype).contiguous()
-        if part and sum(t.nbytes for t in part.values()) + tensor.nbytes > most_bytes:
+    for _, layer in groupby(weights, lambda pair: layer_of(pair[0])):
+        tensors = {name: weight.detach().to(dtype).contiguous() for name, weight in layer}
+        if part and _bytes(part) + _bytes(tensors) > most_bytes:
             yield part
             part = {}
-        part[name] = tensor
+        part |= tensors
     if part:
         yield part
+
+
+def layer_of(name: str) -> str:
+    """What a weight's name has in common with the others of its layer; outside of layers the name itself."""
+    found = LAYER.match(name)
+    return found[0] if found else name
+
+
+def _bytes(tensors: dict[str, Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in tensors.values())
 
 
 def _visible(device: torch.device) -> str | None:

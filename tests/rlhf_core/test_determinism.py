@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from rlhf_core import determinism
-from rlhf_core.determinism import make_deterministic, permutation, stream
+from rlhf_core.determinism import fast_kernels, make_deterministic, permutation, stream, strict_kernels
+from rlhf_core.errors import UserError
 
 
 @pytest.fixture
@@ -91,3 +92,41 @@ def test_deterministic_kernels_and_tf32_can_be_chosen(monkeypatch: pytest.Monkey
     monkeypatch.setenv(determinism.WORKSPACE, ":16:8")
     make_deterministic(3, 1, deterministic=False)
     assert os.environ[determinism.WORKSPACE] == ":16:8", "a value of the user's own stays"
+
+
+@pytest.mark.usefixtures("_restored")
+@pytest.mark.parametrize("warn_only", [True, False])
+def test_other_kernels_are_selected_in_a_context_only(warn_only: bool) -> None:
+    torch.use_deterministic_algorithms(True, warn_only=warn_only)
+    with fast_kernels():
+        assert not torch.are_deterministic_algorithms_enabled()
+    assert torch.are_deterministic_algorithms_enabled()
+    assert torch.is_deterministic_algorithms_warn_only_enabled() is warn_only
+
+
+@pytest.mark.usefixtures("_restored")
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_strict_kernels_are_those_that_were_selected(deterministic: bool) -> None:
+    make_deterministic(3, 1, deterministic=deterministic)
+    with strict_kernels():
+        assert torch.are_deterministic_algorithms_enabled() is deterministic
+        assert not torch.is_deterministic_algorithms_warn_only_enabled()
+    assert torch.are_deterministic_algorithms_enabled() is deterministic
+    assert torch.is_deterministic_algorithms_warn_only_enabled()
+
+
+@pytest.mark.usefixtures("_restored")
+def test_an_operation_without_a_deterministic_kernel_is_an_error_of_one_line() -> None:
+    """`put_` has none on any device."""
+    make_deterministic(3, 1)
+    ones, places = torch.ones(3), torch.tensor([1])
+    with pytest.raises(UserError, match=r"^put_ has no deterministic kernel .*; set deterministic: false$") as error:
+        put(ones, places)
+    assert "\n" not in str(error.value)
+    with pytest.raises(RuntimeError, match="index"), strict_kernels():
+        ones.gather(0, torch.tensor([7]))
+
+
+def put(array: torch.Tensor, places: torch.Tensor) -> None:
+    with strict_kernels():
+        array.put_(places, torch.ones(1))

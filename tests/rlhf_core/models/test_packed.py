@@ -216,6 +216,20 @@ def test_transformers_calls_attention_as_packed_py_expects(build_lm: Build) -> N
         model(**packed.inputs, sliding_window=3)
 
 
+def test_the_comparison_does_not_round_products(build_lm: Build) -> None:
+    """`precision: bfloat16` allows TensorFloat-32, whose rounding is larger than the allowed difference."""
+    model, seen = build_lm(), []
+    model.model.register_forward_hook(lambda *_: seen.append(torch.get_float32_matmul_precision()))
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    try:
+        assert can_pack(model)
+        assert torch.get_float32_matmul_precision() == "high"
+    finally:
+        torch.set_float32_matmul_precision(before)
+    assert set(seen) == {"highest"}
+
+
 def test_a_lack_of_memory_says_nothing_about_the_architecture(build_lm: Build, monkeypatch: pytest.MonkeyPatch) -> None:
     model = build_lm()
 

@@ -1,7 +1,8 @@
 """`static_decoding.py`: the responses are those of the plain sampler, and the host reads values at stop tests only.
 Tests of what all engines have in common: ppo/test_engines.py."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from itertools import groupby, pairwise
 from typing import Any
 
@@ -10,8 +11,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, MistralConfig, PreTrainedModel
 
+from rlhf_core.models import static_decoding
 from rlhf_core.models.sampling import Sampled, sample
-from rlhf_core.models.static_decoding import STOP_TEST, StaticDecoder, suits
+from rlhf_core.models.static_decoding import STOP_TEST, WARM_UP, Recorder, Replayed, StaticDecoder, decoding_of, suits
 
 Build = Callable[..., PreTrainedModel]
 PAD, END = 0, 1
@@ -142,3 +144,106 @@ def test_sliding_windows_are_refused_and_the_default_on_a_cpu_is_the_plain_sampl
     assert not suits(model)
     assert not suits(build_lm())
     assert run(build_lm(), static=None) == run(build_lm(), static=False)
+
+
+class FakeGraph:
+    """Counts its replays."""
+
+    def __init__(self) -> None:
+        self.replays = 0
+
+    def replay(self) -> None:
+        self.replays += 1
+
+    def pool(self) -> "FakeGraph":
+        return self
+
+
+class FakeCUDA:
+    """The parts of torch.cuda that record a graph. `broken`: a recording fails at its end, as torch's does: the stream
+    of the recording stays the current one."""
+
+    CUDAGraph = FakeGraph
+
+    def __init__(self, broken: bool = False) -> None:
+        self.broken, self.current = broken, "main"
+        self.devices: list[Any] = []
+        self.pools: list[Any] = []
+
+    def Stream(self) -> str:
+        return "recording"
+
+    def synchronize(self) -> None: ...
+
+    def current_stream(self, device: torch.device) -> str:
+        return self.current
+
+    def set_stream(self, stream: str) -> None:
+        self.current = stream
+
+    @contextmanager
+    def device(self, device: torch.device) -> Iterator[None]:
+        self.devices.append(device)
+        yield
+
+    @contextmanager
+    def graph(self, graph: FakeGraph, pool: Any, stream: str) -> Iterator[None]:
+        self.pools.append(pool)
+        self.current = stream
+        yield
+        if self.broken:
+            raise RuntimeError("operation not permitted\nmore")
+        self.current = "main"
+
+
+class ModelOn:
+    """A model as far as a recorder reads it."""
+
+    def __init__(self, device: str) -> None:
+        self.device = torch.device(device)
+
+
+def replayed_on(monkeypatch: pytest.MonkeyPatch, model: Any, cuda: FakeCUDA, segments: int = 2) -> list[Replayed]:
+    """Steps with one recorder, each called twice more than it is computed without a graph."""
+    monkeypatch.setattr(static_decoding.torch, "cuda", cuda)
+    recorder = Recorder(model)
+    steps = [Replayed(lambda: None, recorder) for _ in range(segments)]
+    for step in steps:
+        for _ in range(WARM_UP + 2):
+            step()
+    monkeypatch.undo()
+    return steps
+
+
+def test_graphs_are_recorded_on_the_models_gpu_and_share_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, cuda = ModelOn("cuda:1"), FakeCUDA()
+    first, second = replayed_on(monkeypatch, model, cuda)
+    assert cuda.devices == [model.device, model.device]
+    assert cuda.pools == [None, first.graph]
+    assert first.graph.replays == second.graph.replays == 2
+    assert decoding_of(model) == "graph"
+
+
+def test_a_model_on_the_cpu_is_not_recorded_beside_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, cuda = ModelOn("cpu"), FakeCUDA()
+    assert all(step.graph is None for step in replayed_on(monkeypatch, model, cuda))
+    assert cuda.devices == []
+    assert decoding_of(model) == "static"
+
+
+def test_a_failed_recording_is_undone_and_not_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, cuda = ModelOn("cuda"), FakeCUDA(broken=True)
+    with pytest.warns(UserWarning, match="^sampling without CUDA graphs: operation not permitted$"):
+        replayed_on(monkeypatch, model, cuda)
+    replayed_on(monkeypatch, model, cuda)
+    assert len(cuda.devices) == 1
+    assert cuda.current == "main"
+    assert decoding_of(model) == "static"
+
+
+def test_the_default_on_a_cpu_is_plain_decoding(build_lm: Build) -> None:
+    model = build_lm()
+    run(model, static=None)
+    assert decoding_of(model) == "plain"
+    run(model)
+    assert decoding_of(model) == "static"

@@ -4,6 +4,7 @@ import importlib
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -13,6 +14,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 
 SCRIPT = Path(__file__).resolve().parents[3] / "benchmarks" / "gpu_check.py"
+NOT_PLANNED = ("int8 optimizer", "nf4, LoRA")
+"""Checks of our engine that the planner may refuse."""
 
 
 def module(name: str) -> ModuleType:
@@ -73,11 +76,59 @@ def test_relative_error_is_that_of_the_whole_gradient(case: ModuleType) -> None:
     assert case.relative_error([], []) == float("inf")
 
 
-def test_memory_is_compared_where_there_is_a_plan(case: ModuleType) -> None:
-    assert case.memory_problem(100, None) is None
-    assert case.memory_problem(119, 100) is None
-    assert "1.30 times" in case.memory_problem(130, 100)
-    assert case.memory_problem(70, 100) is not None
+def measured(peak: int) -> dict[str, Any]:
+    """A row of a check that passed."""
+    return {"name": "x", "result": "passed", "reason": "", "figures": {"peak_bytes": peak}}
+
+
+@pytest.mark.parametrize(("peak", "fits"), [(119, True), (81, True), (130, False), (70, False)])
+def test_on_a_gpu_a_check_fails_if_its_peak_does_not_fit_the_plan(script: ModuleType, peak: int, fits: bool) -> None:
+    row = measured(peak)
+    assert script.add_plan(row, {"bytes": 100, "reason": ""}, gpu=True) is not fits
+    assert row["result"] == (script.PASSED if fits else script.FAILED)
+    assert row["figures"]["planned_bytes"] == 100
+    assert fits or f"{peak / 100:.2f} times the planned one" in row["reason"]
+
+
+def test_memory_is_not_compared_without_a_plan_or_without_a_gpu(script: ModuleType) -> None:
+    for plan, gpu in (({"bytes": None, "reason": "torch\nis old"}, True), ({"bytes": 100, "reason": ""}, False)):
+        row = measured(1000)
+        assert not script.add_plan(row, plan, gpu)
+        assert row["result"] == script.PASSED
+    assert script.memory(row["figures"]) == ("9.3e-07", "9.3e-08")
+
+
+def test_cases_with_the_same_plan_are_planned_once(script: ModuleType) -> None:
+    """Deterministic kernels change no size; another precision or reward model does."""
+    plain = script.Case("a", changes=script.BF16)
+    assert plain.plan == script.Case("b", changes=script.BF16 | {"deterministic": False}).plan
+    assert len({plain.plan, script.Case("a").plan, script.Case("a", changes=script.BF16, reward="0.5B").plan}) == 3
+
+
+@pytest.mark.timeout(300)
+def test_plans_are_made_beside_the_checks(script: ModuleType, tmp_path: Path) -> None:
+    """Of toy models on a CPU; of other engines there is none."""
+    cases = [script.Case("ours", reward="1.5B"), script.Case("paged", changes=script.CONTINUOUS)]
+    with script.planning(cases, tmp_path) as plans:
+        ours, paged = (plans.of(case, time.monotonic() + 280.0) for case in cases)
+        of_another = plans.of(script.Case("x", model="8B"), time.monotonic() + 280.0)
+    assert ours["bytes"] > 0, (tmp_path / "plan.log").read_text()
+    assert paged == {"bytes": None, "reason": "not planned"}
+    assert of_another["bytes"] is None
+    assert [path.name for path in tmp_path.iterdir()] == ["plan.log"]
+
+
+@pytest.mark.parametrize(
+    ("decoding", "gpu", "passes"),
+    [("graph", True, True), ("static", True, False), ("plain", True, False), ("plain", False, True)],
+)
+def test_on_a_gpu_our_engine_replays_graphs(
+    script: ModuleType, case: ModuleType, decoding: str, gpu: bool, passes: bool
+) -> None:
+    problem = case.decoding_problem(script.Case("x"), decoding, gpu)
+    assert (problem is None) is passes
+    assert passes or decoding in problem
+    assert case.decoding_problem(script.Case("x", changes=script.CONTINUOUS), "transformers_continuous", gpu) is None
 
 
 def test_a_failing_check_is_a_row_with_its_reason(script: ModuleType, tmp_path: Path) -> None:
@@ -110,10 +161,12 @@ def test_limits_and_budget(script: ModuleType, tmp_path: Path, monkeypatch: pyte
         script.run_case(script.Case("late"), 0.5, tmp_path),
         script.run_case(script.Case("too late"), 0.0, tmp_path),
         script.run_case(script.Case("optional", needs="no_such_package"), 60.0, tmp_path),
+        script.run_case(script.Case("newer", needs="torch>=99"), 60.0, tmp_path),
     ]
-    assert [row["result"] for row in rows] == [script.FAILED, *[script.NOT_RUN] * 3]
-    assert "no_such_package is not installed" in rows[-1]["reason"]
-    assert script.summary(rows) == "0 passed, 1 failed, 3 not run"
+    assert [row["result"] for row in rows] == [script.FAILED, *[script.NOT_RUN] * 4]
+    assert rows[-2]["reason"] == "no_such_package is not installed"
+    assert rows[-1]["reason"].startswith("needs torch>=99; installed is 2")
+    assert script.summary(rows) == "0 passed, 1 failed, 4 not run"
 
 
 def test_the_exit_code_is_1_if_a_check_failed(
@@ -140,10 +193,11 @@ def test_the_exit_code_is_1_if_a_check_failed(
 def test_speed_table(script: ModuleType) -> None:
     """A share only where a peak is known, and no planned memory that nothing has planned."""
     phase = {"seconds": 1.0, "tokens_per_s": 12345.6, "flops": 1.0, "share_of_peak": 0.4}
-    figures: dict[str, Any] = {"model": "8B", "precision": "bfloat16", "peak_bytes": 2**30, "planned_bytes": None}
+    figures: dict[str, Any] = {"model": "8B", "precision": "bfloat16", "decoding": "graph", "peak_bytes": 2**30}
+    figures |= {"reserved_bytes": 3 * 2**29, "planned_bytes": None}
     figures["phases"] = dict.fromkeys(script.PHASES, phase) | {"scoring": phase | {"share_of_peak": None}}
     *_, line = script.speed_table([{"name": "x", "figures": figures}, {"name": "y", "figures": {}}])
-    assert line.startswith("| x | 8B | bfloat16 | 1.0 | not compared | 12,346 (40.0%) |")
+    assert line.startswith("| x | 8B | bfloat16 | graph | 1.0 (1.5) | not compared | 12,346 (40.0%) |")
     assert "| 12,346 |" in line
 
 
@@ -155,9 +209,15 @@ def test_everything_passes_at_toy_size(script: ModuleType, tmp_path: Path) -> No
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     rows = json.loads((tmp_path / "gpu_check.json").read_text())["rows"]
-    assert [(row["name"], row["result"]) for row in rows] == [(case.name, script.PASSED) for case in script.CASES]
-    for figures in (row["figures"] for row in rows if "phases" in row["figures"]):
+    expected = {case.name: script.NOT_RUN if script.missing(case.needs) else script.PASSED for case in script.CASES}
+    assert {row["name"]: row["result"] for row in rows} == expected
+    measured_rows = [row for row in rows if "phases" in row["figures"]]
+    assert len(measured_rows) > len(rows) / 2
+    for name, figures in ((row["name"], row["figures"]) for row in measured_rows):
         assert all(figures["phases"][phase]["tokens_per_s"] > 0 for phase in script.PHASES)
         assert figures["peak_bytes"] > 0
+        ours = figures["decoding"] == "plain"
+        assert ours or figures["decoding"] in ("transformers", "transformers_continuous")
+        assert (figures["planned_bytes"] is not None) is ours or name in NOT_PLANNED, figures["not_planned"]
     text = (tmp_path / "gpu_check.md").read_text()
-    assert all(f"| {case.name} | passed |" in text for case in script.CASES)
+    assert all(f"| {name} | {result} |" in text for name, result in expected.items())

@@ -31,6 +31,22 @@ def experience(trainer: PPOTrainer) -> tuple[Rollout, Credit]:
     return rollout, trainer.assign_credit(rollout, trainer.score(rollout))
 
 
+def test_gradients_are_computed_with_strictly_deterministic_kernels(make_trainer: MakeTrainer) -> None:
+    """Those of attention on CUDA have no equal bytes where torch would only warn."""
+    trainer, strict = make_trainer(), []
+    for parameter in trainer.models.policy.parameters():
+        parameter.register_hook(lambda _: strict.append(not torch.is_deterministic_algorithms_warn_only_enabled()))
+    rollout, credit = experience(trainer)
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        trainer.updater.run(rollout, credit, trainer.plan())
+        assert torch.is_deterministic_algorithms_warn_only_enabled()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert strict
+    assert all(strict)
+
+
 def older(rollout: Rollout, change: float = 0.3) -> Rollout:
     """The rollout as if the policy and the critic had moved since: some ratios and values are clipped."""
     torch.manual_seed(0)

@@ -6,9 +6,10 @@ import signal
 import subprocess
 import sys
 import time
+import weakref
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -40,6 +41,34 @@ def test_each_part_has_the_given_size_at_most_or_is_one_weight() -> None:
     ]
     assert parts == [{"a": 2, "b": 3}, {"c": 4}, {"d": 9}, {"e": 1}]
     assert next(in_parts(weights, torch.bfloat16))["a"].dtype == torch.bfloat16
+
+
+def test_a_layer_is_in_one_part() -> None:
+    names = ["embed.weight", "layers.0.q.weight", "layers.0.mlp.1.weight", "layers.1.q.weight", "norm.weight"]
+    weights = [(name, torch.zeros(4)) for name in names]
+    parts = [list(part) for part in in_parts(weights, torch.bfloat16, most_bytes=18)]
+    assert parts == [names[:1], names[1:3], names[3:]]
+
+
+def test_sent_weights_live_until_the_server_has_finished(build_lm: Build) -> None:
+    """It opens their memory. Those that are cast would be gone after the request."""
+    alive: list[weakref.ref[torch.Tensor]] = []
+    paths: list[str] = []
+
+    def handle(tensor: torch.Tensor) -> Handle:
+        alive.append(weakref.ref(tensor))
+        return {"cpu": ()}
+
+    class Sent:
+        def post(self, path: str, body: object = None) -> None:
+            paths.append(path)
+            assert path == "/wake_up?tags=kv_cache" or all(ref() is not None for ref in alive)
+
+    engine = VLLMEngine(RULES, cast(Any, None), VLLMConfig(), torch.bfloat16, handle)
+    engine._send_weights(cast(Any, Sent()), build_lm())
+    assert len(alive) > 3
+    assert paths[-2:] == ["/finish_weight_update", "/wake_up?tags=kv_cache"]
+    assert all(ref() is None for ref in alive)
 
 
 @pytest.mark.parametrize("targets", ["all-linear", ["q_proj"]])
