@@ -69,7 +69,6 @@ def sft(run: Run, changes: dict[str, Any]) -> tuple[Any, list[dict[str, float]]]
         "micro_batch_size": 2,
         "evaluate_every": 2,
         "patience": 0,
-        "gradient_checkpointing": True,
     }
     model = conftest.tiny_lm()
     result = fine_tune(model, ROWS[2:], ROWS[:2], SFTConfig(**COMMON | values | changes), 0, run)
