@@ -26,11 +26,11 @@ from rlhf_core.planning.shapes import Shapes, planned_for, rows_of
 from rlhf_core.ppo.actor_critic import ActorCritic
 from rlhf_core.ppo.optimizers import build_optimizers
 from rlhf_core.ppo.plan import StepPlan
-from rlhf_core.ppo.processes import Processes
 from rlhf_core.ppo.rollout import Credit, Rollout
 from rlhf_core.ppo.update import Updater
 from rlhf_core.sft import Demonstration, fine_tune
 from rlhf_core.training.memory import Halving
+from rlhf_core.training.processes import Processes
 from rlhf_core.training.run import Run
 
 SHAPES = {1: (64, 2, 512), 5: (256, 4, 4096), 20: (512, 5, 8192), 50: (768, 6, 8192)}

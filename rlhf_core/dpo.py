@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from rlhf_core.config.dpo import DPOConfig, PairConfig
 from rlhf_core.models.batch import in_passes
 from rlhf_core.models.sequence_logprobs import response_logprobs
-from rlhf_core.reward import Comparison, PairCollator, PairTrainer, all_responses, fit_pairs, token_batch
+from rlhf_core.reward import Comparison, PairCollator, PairTrainer, all_responses, fit_pairs, read_all, token_batch
 from rlhf_core.training.run import Run
 from rlhf_core.training.trainer import Inputs
 
@@ -126,16 +126,15 @@ class PolicyPairTrainer(PairTrainer):
         self.objective = objective
         super().__init__(run, keys, **options)
 
-    def compute_loss(self, model: PreTrainedModel, inputs: Inputs, return_outputs: bool = False, **unused: Any) -> Any:
+    def loss(self, model: PreTrainedModel, inputs: Inputs, items: Any) -> tuple[Tensor, dict[str, Tensor]]:
         """The mean loss over the batch's pairs; logs accuracy and margin of the implicit reward."""
-        logprobs = in_passes(partial(response_logprobs, model), token_batch(inputs))
+        logprobs = read_all(model, response_logprobs, token_batch(inputs))
         better, worse, reference = inputs["chosen"], inputs["rejected"], inputs["reference"]
         sides = (logprobs[better], logprobs[worse], reference[better], reference[worse])
         margin = implicit_margin(*sides, self.objective.scale)
         found = margin.detach()
         self.note(accuracy=(found > 0).float().mean().item(), margin=found.mean().item())
-        loss = self.share * self.objective.loss(margin)
-        return (loss, {"logprobs": logprobs}) if return_outputs else loss
+        return self.share * self.objective.loss(margin), {"logprobs": logprobs}
 
 
 @dataclass(frozen=True)

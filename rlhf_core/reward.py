@@ -20,6 +20,7 @@ from rlhf_core.config.reward import RewardConfig
 from rlhf_core.models.batch import TokenBatch, in_passes, pad_batch, sequence_scores
 from rlhf_core.models.lora import add_lora
 from rlhf_core.models.recompute import recomputing
+from rlhf_core.models.sharding import divide, is_divided, rejoin, within
 from rlhf_core.models.shared_body import save_adapter
 from rlhf_core.training.run import Run, Schedule, train, trainer_arguments
 from rlhf_core.training.trainer import GuardedTrainer, Inputs
@@ -89,8 +90,10 @@ def fit_pairs(
 ) -> list[dict[str, float]]:
     """Train `model` in place on rows of pairs: all its weights, or with `settings.lora` adapters, which are written to
     `folder` and then merged into the weights. `block` is the settings' block of params.yaml, for errors. Returns the
-    training log."""
+    training log. With `run.processes` the model is divided while it is trained, and whole in the main process then."""
     adapter = None if settings.lora is None else add_lora(model, settings.lora, run.seed)
+    if run.processes is not None:
+        divide(model, run.precision == "bfloat16")
     schedule = Schedule(
         learning_rate=settings.learning_rate,
         batch_size=settings.batch_size,
@@ -109,7 +112,8 @@ def fit_pairs(
     )
     with recomputing([model], settings.gradient_checkpointing):
         log = train(trainer, run)
-    if adapter is not None and settings.lora is not None:
+    rejoin(model)
+    if run.is_main and adapter is not None and settings.lora is not None:
         if folder is not None:
             save_adapter(folder, adapter, settings.lora)
         adapter.merge()
@@ -149,6 +153,16 @@ def token_batch(inputs: Inputs) -> TokenBatch:
     return TokenBatch(inputs["input_ids"], inputs["attention_mask"], inputs["mask"])
 
 
+def read_all(
+    model: PreTrainedModel, read: Callable[[PreTrainedModel, TokenBatch], Float[Tensor, "rows"]], batch: TokenBatch
+) -> Float[Tensor, "batch"]:
+    """`read(model, batch)`, one number a row, with gradient: in passes that fit into memory, or in one where the model
+    is divided."""
+    if is_divided(model):
+        return within(model, partial(read, model, batch))
+    return in_passes(partial(read, model), batch)
+
+
 PAIRS = ("chosen", "rejected")
 """Tensors of a batch with a row for each pair; the others have a row for each response."""
 
@@ -156,13 +170,12 @@ PAIRS = ("chosen", "rejected")
 class PairTrainer(GuardedTrainer):
     """A Trainer whose loss is Bradley-Terry over the pairs of the batch."""
 
-    def compute_loss(self, model: PreTrainedModel, inputs: Inputs, return_outputs: bool = False, **unused: Any) -> Any:
+    def loss(self, model: PreTrainedModel, inputs: Inputs, items: Any) -> tuple[Tensor, dict[str, Tensor]]:
         """The mean loss over the batch's pairs; logs the share of pairs whose chosen response scores higher."""
-        scores = in_passes(partial(sequence_scores, model), token_batch(inputs))
+        scores = read_all(model, sequence_scores, token_batch(inputs))
         chosen, rejected = scores[inputs["chosen"]], scores[inputs["rejected"]]
         self.note(accuracy=(chosen > rejected).float().mean().item())
-        loss = self.share * bradley_terry_loss(chosen, rejected)
-        return (loss, {"scores": scores}) if return_outputs else loss
+        return self.share * bradley_terry_loss(chosen, rejected), {"scores": scores}
 
     def note(self, **means: float) -> None:
         """Add means over the pairs of a pass to the batch's log."""
@@ -176,9 +189,11 @@ class PairTrainer(GuardedTrainer):
         return int(inputs["owner"][-1]) + 1
 
     def parts(self, inputs: Inputs, num_items: Any) -> Iterator[tuple[Inputs, float]]:
-        """The whole batch; once halved, the first prompts and the others, each with its share of all pairs."""
+        """The whole batch; once halved, the first prompts and the others, each with its share of all pairs. Where the
+        model is divided, each prompt, because the processes make equal numbers of passes."""
         prompts, owner, pairs = self.rows(inputs), inputs["owner"], len(inputs["chosen"])
-        for places in torch.arange(prompts).tensor_split(min(2, prompts) if self.halving.done else 1):
+        number = prompts if self.processes is not None else 2 if self.halving.done else 1
+        for places in torch.arange(prompts).tensor_split(min(number, prompts)):
             rows = (owner >= places[0]) & (owner <= places[-1])
             first, mine = int(rows.nonzero()[0]), rows[inputs["chosen"]]
             part = {name: tensor[rows] for name, tensor in inputs.items() if name not in PAIRS}
@@ -188,7 +203,8 @@ class PairTrainer(GuardedTrainer):
     def log(self, logs: dict[str, float], *arguments: Any, **options: Any) -> None:
         """Add the noted means to each training log event."""
         if "loss" in logs:
-            logs = {**logs, **self.noted}
+            noted = self.sum_over_processes(torch.tensor(list(self.noted.values()), dtype=torch.float64))
+            logs = {**logs, **dict(zip(self.noted, noted.tolist(), strict=True))}
         super().log(logs, *arguments, **options)
 
 

@@ -17,6 +17,9 @@ from rlhf_core.models.lora import Adapter, add_lora
 from rlhf_core.models.precision import autocast
 from rlhf_core.models.recompute import recomputing
 from rlhf_core.models.sequence_logprobs import sequence_logprobs
+from rlhf_core.models.sharding import divide, gathered, is_main, rejoin
+from rlhf_core.training.divided import map_whole
+from rlhf_core.training.processes import Processes
 from rlhf_core.training.run import Run, Schedule, train, trainer_arguments
 from rlhf_core.training.trainer import IGNORED, GuardedTrainer
 
@@ -50,10 +53,13 @@ def fine_tune(
     keys: str = "sft.micro_batch_size or sft.max_tokens",
 ) -> SFTResult:
     """Train `model` in place, all its weights or with `config.lora` adapters that are then merged, and leave it with
-    the weights of the lowest validation loss. `keys` are what a user can lower where memory is short."""
+    the weights of the lowest validation loss. `keys` are what a user can lower where memory is short. With
+    `run.processes` the model is divided meanwhile, and whole in the main process in the end."""
+    adapter = None if config.lora is None else add_lora(model, config.lora, run.seed)  # changes no output yet
+    if run.processes is not None:
+        divide(model, run.precision == "bfloat16")
     with autocast(run.precision, model.device):
-        base_loss = response_loss(model, validation, pad_id, config.micro_batch_size)
-    adapter = None if config.lora is None else add_lora(model, config.lora, run.seed)
+        base_loss = response_loss(model, validation, pad_id, config.micro_batch_size, run.processes)
     schedule = Schedule(
         learning_rate=config.learning_rate,
         batch_size=config.batch_size,
@@ -81,9 +87,11 @@ def fine_tune(
         trainer.evaluate()
         log = list(trainer.state.log_history)
     step, loss = best.best_of(log)
-    best.restore(model)
-    if adapter is not None:
-        adapter.merge()
+    rejoin(model)
+    if run.is_main:
+        best.restore(model)
+        if adapter is not None:
+            adapter.merge()
     return SFTResult(log, base_loss, loss, step, steps)
 
 
@@ -114,7 +122,7 @@ class ResponseTrainer(GuardedTrainer):
         """Measure the validation loss, log it and call the callbacks. Raises NonFiniteError where it is not finite."""
         pad_id, rows = self.data_collator.pad_id, self.halving.of(self.args.per_device_train_batch_size)
         with self.autocast():
-            loss = response_loss(self.model, self.eval_dataset, pad_id, rows)
+            loss = response_loss(self.model, self.eval_dataset, pad_id, rows, self.processes)
         if not math.isfinite(loss):
             raise NonFiniteError(
                 f"step {self.state.global_step}: the validation loss is {loss}; lower the learning rate"
@@ -137,7 +145,9 @@ class KeepBest(TrainerCallback):
         """Save the weights if they are the best so far; stop training when `patience` is reached."""
         step, _ = self.best_of(state.log_history)
         if step == state.global_step:
-            save_weights(self.path, unique_weights(model) if self.adapter is None else self.adapter.state_dict())
+            weights = gathered(unique_weights(model) if self.adapter is None else self.adapter.state_dict())
+            if is_main():
+                save_weights(self.path, weights)
         later = sum(1 for row in state.log_history if "eval_loss" in row and row["step"] > step)
         if self.patience and later >= self.patience:
             control.should_training_stop = True
@@ -154,10 +164,19 @@ class KeepBest(TrainerCallback):
         load_weights(self.path, unique_weights(model))
 
 
-def response_loss(model: PreTrainedModel, rows: Sequence[Demonstration], pad_id: int, batch_size: int) -> float:
-    """Mean negative log-likelihood of the response tokens, in nats per token over all rows. NaN without rows."""
+def response_loss(
+    model: PreTrainedModel,
+    rows: Sequence[Demonstration],
+    pad_id: int,
+    batch_size: int,
+    processes: Processes | None = None,
+) -> float:
+    """Mean negative log-likelihood of the response tokens, in nats per token over all rows; of a model that is divided
+    over `processes`, or whole. NaN without rows."""
+
+    def logprobs(part: Sequence[Demonstration]) -> list[float]:
+        prompts, responses = [row.prompt for row in part], [row.response for row in part]
+        return sequence_logprobs(model, prompts, responses, pad_id, batch_size)
+
     tokens = sum(len(row.response) for row in rows)
-    logprobs = sequence_logprobs(
-        model, [row.prompt for row in rows], [row.response for row in rows], pad_id, batch_size
-    )
-    return -math.fsum(logprobs) / tokens if tokens else math.nan
+    return -math.fsum(map_whole(model, processes, rows, logprobs)) / tokens if tokens else math.nan

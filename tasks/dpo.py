@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 from rlhf_core.config.dpo import DPOConfig
 from tasks.stage.run import run
 from tasks.stage.stage import Stage
+from tasks.stage.workers import requested_processes, start_workers
 from tasks.training.preference_training import train_policy_on_pairs
 
 if TYPE_CHECKING:
@@ -25,4 +26,5 @@ def objective(config: DPOConfig) -> "PairObjective":
 
 
 if __name__ == "__main__":
+    start_workers("tasks.dpo", requested_processes("dpo"))
     run("dpo", DPOConfig, execute)

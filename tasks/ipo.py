@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 from rlhf_core.config.ipo import IPOConfig
 from tasks.stage.run import run
 from tasks.stage.stage import Stage
+from tasks.stage.workers import requested_processes, start_workers
 from tasks.training.preference_training import train_policy_on_pairs
 
 if TYPE_CHECKING:
@@ -33,4 +34,5 @@ def objective(config: IPOConfig) -> "PairObjective":
 
 
 if __name__ == "__main__":
+    start_workers("tasks.ipo", requested_processes("ipo"))
     run("ipo", IPOConfig, execute)

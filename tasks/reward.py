@@ -6,6 +6,7 @@ from tasks.params.scorer import REWARD_MODEL
 from tasks.stage.run import quiet_libraries, run
 from tasks.stage.stage import Stage
 from tasks.stage.switched_off import NO_REWARD_MODEL, write_switched_off
+from tasks.stage.workers import requested_processes, start_workers
 
 TABLES = {
     "plots/reward.csv": ("step", "loss", "accuracy"),
@@ -29,4 +30,5 @@ def execute(stage: Stage[RewardConfig]) -> None:
 
 
 if __name__ == "__main__":
+    start_workers("tasks.reward", requested_processes("reward"))
     run("reward", RewardConfig, execute)

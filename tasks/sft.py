@@ -3,15 +3,15 @@
 from rlhf_core.config.sft import SFTConfig
 from rlhf_core.data.tokenizer import encode_prompt, encode_response, load_tokenizer
 from rlhf_core.errors import UserError
-from rlhf_core.models.hf import context_length, default_device, load_causal_lm, save_checkpoint
-from rlhf_core.models.precision import body_precision
+from rlhf_core.models.hf import context_length, load_causal_lm, save_checkpoint
 from rlhf_core.sft import Demonstration, fine_tune
 from tasks.datasets.jsonl import Row
 from tasks.stage.long_rows import fitting
 from tasks.stage.run import run
 from tasks.stage.stage import Stage
 from tasks.stage.trust import trusts
-from tasks.training.trainer_setup import log_table, training_run
+from tasks.stage.workers import requested_processes, start_workers
+from tasks.training.trainer_setup import log_table, place_of, training_run
 
 DEMONSTRATIONS = "data/ingest/demonstrations.jsonl"
 
@@ -23,8 +23,7 @@ def execute(stage: Stage[SFTConfig]) -> None:
     model = load_causal_lm(
         stage.root / "models/base",
         trust_remote_code=trusts(stage),
-        frozen=body_precision(stage.precision, stage.params.lora),
-        device=default_device(),
+        **place_of(run_, stage.params.lora),
     )
 
     def encode(row: Row) -> tuple[Demonstration, int]:
@@ -41,6 +40,8 @@ def execute(stage: Stage[SFTConfig]) -> None:
         )
 
     result = fine_tune(model, training, validation, stage.params, int(tokenizer.pad_token_id), run_)
+    if not run_.is_main:
+        return
 
     save_checkpoint(stage.out("models/sft"), model.cpu(), tokenizer)
     table = log_table(result.log, {"loss": "train_loss", "eval_loss": "validation_loss"})
@@ -62,4 +63,5 @@ def execute(stage: Stage[SFTConfig]) -> None:
 
 
 if __name__ == "__main__":
+    start_workers("tasks.sft", requested_processes("sft"))
     run("sft", SFTConfig, execute)

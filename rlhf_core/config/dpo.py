@@ -2,10 +2,10 @@
 
 from typing import Annotated
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from rlhf_core.config.block import Block, Count, LearningRate, NotNegative, Positive, PositiveNumber
-from rlhf_core.config.lora import LoraSettings
+from rlhf_core.config.lora import LoraSettings, require_divisible
 from rlhf_core.config.precision import Recomputed
 
 
@@ -30,6 +30,14 @@ class PairConfig(Block):
     """Recompute activations in the backward pass: of no layer (false), of every layer (true), or of every n-th layer.
     Less memory, more time."""
     lora: LoraSettings | None = None
+    processes: Positive = 1
+    """Processes over which the model is divided while it is trained (FSDP2): one per GPU, or several on a CPU. Each has
+    its part of every weight, gradient and optimizer state. Changes no result, except for rounding."""
+
+    @model_validator(mode="after")
+    def _divisible(self) -> "PairConfig":
+        require_divisible(self.processes, self.lora)
+        return self
 
 
 class DPOConfig(PairConfig):

@@ -38,3 +38,9 @@ class LoraSettings(Block):
         if not self.target_modules:
             raise ValueError("target_modules is empty; name linear layers, or give all-linear")
         return self
+
+
+def require_divisible(processes: int, lora: LoraSettings | None) -> None:
+    """Raise ValueError for a model in 4 bits that several processes would divide."""
+    if processes > 1 and lora is not None and lora.quantize != "none":
+        raise ValueError("processes above 1 divide float32 and bfloat16 weights; set lora.quantize to none")

@@ -2,10 +2,10 @@
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from rlhf_core.config.block import Block, Count, LearningRate, NotNegative, Positive, PositiveNumber
-from rlhf_core.config.lora import LoraSettings
+from rlhf_core.config.lora import LoraSettings, require_divisible
 from rlhf_core.config.precision import Recomputed
 
 
@@ -28,6 +28,9 @@ class RewardConfig(Block):
     """Recompute activations in the backward pass: of no layer (false), of every layer (true), or of every n-th layer.
     Less memory, more time."""
     lora: LoraSettings | None = None
+    processes: Positive = 1
+    """Processes over which the model is divided while it is trained (FSDP2): one per GPU, or several on a CPU. Each has
+    its part of every weight, gradient and optimizer state. Changes no result, except for rounding."""
     members: Positive = 1
     """Reward models, trained one after another on the same pairs, with other heads and in another order of the data.
     Their scores are combined by `combine` (Coste et al. 2023)."""
@@ -39,3 +42,8 @@ class RewardConfig(Block):
     judge_share: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Share of the training prompts whose pairs train a second reward model, with another seed, and not PPO's. Where
     nothing else judges, `evaluate` takes win rates from it. 0: none."""
+
+    @model_validator(mode="after")
+    def _divisible(self) -> "RewardConfig":
+        require_divisible(self.processes, self.lora)
+        return self

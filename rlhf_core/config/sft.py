@@ -3,7 +3,7 @@
 from pydantic import model_validator
 
 from rlhf_core.config.block import Block, Count, LearningRate, NotNegative, Positive, PositiveNumber
-from rlhf_core.config.lora import LoraSettings
+from rlhf_core.config.lora import LoraSettings, require_divisible
 from rlhf_core.config.precision import Recomputed
 
 
@@ -17,7 +17,7 @@ class SFTConfig(Block):
     batch_size: Positive
     """Demonstrations per optimizer step; a multiple of `micro_batch_size`."""
     micro_batch_size: Positive
-    """Demonstrations per forward and backward pass; lower it when memory runs out."""
+    """Demonstrations per forward and backward pass of a process; lower it when memory runs out."""
     warmup_steps: Count
     """Optimizer steps in which the learning rate rises from 0."""
     weight_decay: NotNegative
@@ -29,14 +29,18 @@ class SFTConfig(Block):
     patience: Count
     """Measurements without improvement before training stops; 0: train to the end."""
     lora: LoraSettings | None = None
+    processes: Positive = 1
+    """Processes over which the model is divided while it is trained (FSDP2): one per GPU, or several on a CPU. Each has
+    its part of every weight, gradient and optimizer state. Changes no result, except for rounding."""
     gradient_checkpointing: Recomputed = False
     """Recompute activations in the backward pass: of no layer (false), of every layer (true), or of every n-th layer.
     Less memory, more time."""
 
     @model_validator(mode="after")
     def _batches_fit(self) -> "SFTConfig":
-        if self.batch_size % self.micro_batch_size:
-            raise ValueError(
-                f"batch_size {self.batch_size} must be a multiple of micro_batch_size {self.micro_batch_size}"
-            )
+        rows, of = self.micro_batch_size * self.processes, "micro_batch_size"
+        if self.batch_size % rows:
+            of += f" {self.micro_batch_size}" if self.processes == 1 else " · processes"
+            raise ValueError(f"batch_size {self.batch_size} must be a multiple of {of}")
+        require_divisible(self.processes, self.lora)
         return self

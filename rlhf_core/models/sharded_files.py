@@ -1,5 +1,5 @@
-"""The tensors of a state that are divided over processes, as safetensors files: one of each process, read by any number
-of them. Nothing is pickled."""
+"""A state whose tensors may be divided over processes, as a file and, in a folder beside it, one safetensors file of
+each process. Any number of processes can read it. Reading executes no pickled code."""
 
 import warnings
 from collections.abc import Mapping
@@ -14,9 +14,35 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor, empty
 
 from rlhf_core.errors import UserError
+from rlhf_core.models.sharding import is_main
 
+FILES = "divided"
+"""The key, in a file with a state, of the number of files with its divided tensors."""
 NAME, SHAPE, DTYPE = "divided tensor", "shape", "dtype"
 """The keys of what stands for a divided tensor in the rest of a state."""
+
+
+def save(place: Path, state: Mapping[str, Any]) -> None:
+    """Write a state (mappings and sequences of tensors and plain types) to the file `place`, and its divided tensors to
+    the folder of that name without its suffix. Where there are any all processes call it, and the main one writes the
+    rest."""
+    rest, divided = split(state)
+    if divided:
+        write(place.with_suffix(""), divided)
+        rest |= {FILES: count(place.with_suffix(""))}
+    if not divided or is_main():
+        torch.save(rest, place)
+
+
+def read(place: Path, divide: bool = False) -> dict[str, Any]:
+    """The state of `save`: tensors on the CPU or, with `divide`, those that were divided then over the processes of the
+    default group, whose number may have changed. A file with anything but tensors and plain types is refused. Raises
+    UserError for a file of a process that is missing."""
+    state: dict[str, Any] = torch.load(place, weights_only=True, map_location="cpu")
+    if (files := state.pop(FILES, None)) is None:
+        return state
+    joined: dict[str, Any] = join(state, place.with_suffix(""), files, divide)
+    return joined
 
 
 def split(state: Any, place: str = "state") -> tuple[Any, dict[str, DTensor]]:
@@ -69,6 +95,16 @@ def as_divided(tensor: Any, parameter: Tensor) -> Any:
         return tensor
     mesh = parameter.device_mesh
     return distribute_tensor(tensor.to(mesh.device_type), mesh, parameter.placements)
+
+
+def divided_as(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+    """A state of the optimizer with the moments of each parameter divided over the processes as the parameter is."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    moments = {
+        number: {name: as_divided(value, parameters[number]) for name, value in values.items()}
+        for number, values in state["state"].items()
+    }
+    return state | {"state": moments}
 
 
 def _untied(tensors: Mapping[str, DTensor]) -> dict[str, Tensor]:

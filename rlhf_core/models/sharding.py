@@ -187,7 +187,7 @@ def _layers(model: PreTrainedModel) -> list[nn.Module]:
     if not layers:
         raise UserError(
             f"{type(model).__name__}: transformers does not name its layers, so it cannot be divided; "
-            "set ppo.sharding: none"
+            "set processes to 1, or ppo.sharding to none"
         )
     return layers
 

@@ -31,12 +31,12 @@ from rlhf_core.planning.shapes import Shapes, rows_of
 from rlhf_core.ppo.actor_critic import ActorCritic
 from rlhf_core.ppo.optimizers import build_optimizers
 from rlhf_core.ppo.plan import StepPlan
-from rlhf_core.ppo.processes import Processes
 from rlhf_core.ppo.rollout import Credit, Rollout
 from rlhf_core.ppo.update import Updater
 from rlhf_core.reward import Comparison, PairCollator, PairTrainer
 from rlhf_core.sft import Collator, Demonstration, ResponseTrainer, response_loss
 from rlhf_core.training.memory import Halving
+from rlhf_core.training.processes import Processes
 from rlhf_core.training.run import Run, Schedule, trainer_arguments
 from rlhf_core.training.trainer import GuardedTrainer
 

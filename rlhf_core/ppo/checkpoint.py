@@ -3,32 +3,24 @@
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from rlhf_core.models import sharded_files
-from rlhf_core.ppo.processes import Processes
 from rlhf_core.training.checkpoints import Checkpoints
+from rlhf_core.training.processes import Processes
 
 STATE = "state.pt"
-DIVIDED = "divided"
-"""The folder of the tensors that are divided over processes, in a checkpoint; and the key of their number of files."""
 
 
 def save(checkpoints: Checkpoints, step: int, state: dict[str, Any], processes: Processes | None = None) -> None:
     """Write the state after `step` steps, atomically. Where models are divided all processes call it, and each writes
     its parts."""
-    rest, divided = sharded_files.split(state)
-    if processes is None or not processes.divides_models:
-        with checkpoints.write(step) as folder:
-            torch.save(state, folder / STATE)
-        return
-    if not processes.is_main:
-        sharded_files.write(processes.gather([Path()])[0] / DIVIDED, divided)
+    divided = processes is not None and processes.divides_models
+    if processes is not None and divided and not processes.is_main:
+        sharded_files.save(processes.gather([Path()])[0] / STATE, state)
         return
     with checkpoints.write(step) as folder:
-        processes.gather([folder])
-        sharded_files.write(folder / DIVIDED, divided)
-        torch.save(rest | {DIVIDED: sharded_files.count(folder / DIVIDED)}, folder / STATE)
+        if processes is not None and divided:
+            processes.gather([folder])
+        sharded_files.save(folder / STATE, state)
 
 
 def load(checkpoints: Checkpoints, processes: Processes | None = None) -> dict[str, Any] | None:
@@ -38,13 +30,5 @@ def load(checkpoints: Checkpoints, processes: Processes | None = None) -> dict[s
     newest = checkpoints.newest() if processes is None or processes.is_main else None
     if processes is not None:
         newest = processes.gather([newest])[0]
-    return None if newest is None else read(newest / STATE, processes is not None and processes.divides_models)
-
-
-def read(path: Path, divided: bool = False) -> dict[str, Any]:
-    """Tensors and plain types; a file with anything else is refused."""
-    state: dict[str, Any] = torch.load(path, weights_only=True, map_location="cpu")
-    if (files := state.pop(DIVIDED, None)) is None:
-        return state
-    whole: dict[str, Any] = sharded_files.join(state, path.parent / DIVIDED, files, divided)
-    return whole
+    divide = processes is not None and processes.divides_models
+    return None if newest is None else sharded_files.read(newest / STATE, divide)

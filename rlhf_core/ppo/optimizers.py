@@ -1,12 +1,10 @@
 """Adam and its learning-rate schedule, separate for policy and critic (rule 16)."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
 from rlhf_core.config.ppo import PPOConfig
-from rlhf_core.models.sharded_files import as_divided
 from rlhf_core.ppo.int8 import adam_8bit
 
 Optimizers = dict[str, torch.optim.Optimizer]
@@ -30,16 +28,6 @@ def schedule(name: str, optimizer: torch.optim.Optimizer, config: PPOConfig) -> 
         return min(rising, falling)
 
     return torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
-
-
-def divided_as(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-    """A state of the optimizer with the moments of each parameter divided over the processes as the parameter is."""
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    moments = {
-        number: {name: as_divided(value, parameters[number]) for name, value in values.items()}
-        for number, values in state["state"].items()
-    }
-    return state | {"state": moments}
 
 
 def _adam(parameters: Sequence[torch.nn.Parameter], learning_rate: float, config: PPOConfig) -> torch.optim.Optimizer:

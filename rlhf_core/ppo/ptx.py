@@ -14,7 +14,7 @@ from rlhf_core.models.batch import TokenBatch, pad_batch
 from rlhf_core.models.token_logprobs import logprobs_and_entropy
 from rlhf_core.ppo.actor_critic import ActorCritic
 from rlhf_core.ppo.plan import TEXT
-from rlhf_core.ppo.processes import Processes
+from rlhf_core.training.processes import Processes
 
 Piece = list[int]
 

@@ -22,11 +22,11 @@ from rlhf_core.models.sampling import sample
 from rlhf_core.models.scorers import Answers, Scored, Scorer, models_of
 from rlhf_core.models.sharding import whole
 from rlhf_core.ppo.plan import REFERENCE
-from rlhf_core.ppo.processes import Processes
 from rlhf_core.ppo.rewards import RunningScale, normalise_scores, penalise_missing_eos
 from rlhf_core.ppo.rollout import Rollout, Scores
 from rlhf_core.ppo.statistics import correlation
 from rlhf_core.training.memory import Halving, Log
+from rlhf_core.training.processes import Processes
 
 NORMALISING = "ppo.sampler_rows, ppo.micro_batch_size or ppo.max_new_tokens"
 """The parameters to lower where the reference's answers do not fit into memory."""

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rlhf_core.models.masked import masked_mean, masked_var, zero_padding
 from rlhf_core.ppo.kl import estimate_kl
-from rlhf_core.ppo.processes import Processes
+from rlhf_core.training.processes import Processes
 
 
 @dataclass

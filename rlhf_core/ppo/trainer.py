@@ -16,21 +16,22 @@ from rlhf_core.errors import NonFiniteError
 from rlhf_core.finite import at_step, require_finite
 from rlhf_core.models.sampling import Sampled
 from rlhf_core.models.scorers import Answers
+from rlhf_core.models.sharded_files import divided_as
 from rlhf_core.models.sharding import whole
 from rlhf_core.ppo.actor_critic import ActorCritic
 from rlhf_core.ppo.credit import assign_credit
 from rlhf_core.ppo.diagnostics import CRITIC_COLUMNS, step_row
 from rlhf_core.ppo.engines import engine_of
 from rlhf_core.ppo.kl import AdaptiveKLController, FixedKLController, KLController, StepPrice
-from rlhf_core.ppo.optimizers import build_optimizers, divided_as, schedule
+from rlhf_core.ppo.optimizers import build_optimizers, schedule
 from rlhf_core.ppo.plan import ROLLOUT, SAMPLES, StepPlan, prompts_of_step
-from rlhf_core.ppo.processes import Processes
 from rlhf_core.ppo.ptx import Piece, TextMix
 from rlhf_core.ppo.rollout import Credit, Rollout, Scores, to_rows
 from rlhf_core.ppo.scoring import RewardSource, Scoring
 from rlhf_core.ppo.statistics import UpdateStatistics
 from rlhf_core.ppo.update import Updater
 from rlhf_core.training.memory import Halving, Log
+from rlhf_core.training.processes import Processes
 
 Row = dict[str, float | None]
 

@@ -25,11 +25,11 @@ from rlhf_core.ppo.kl import estimate_kl
 from rlhf_core.ppo.objective import Pass, losses_of
 from rlhf_core.ppo.optimizers import Optimizers
 from rlhf_core.ppo.plan import StepPlan, minibatches_of_epoch
-from rlhf_core.ppo.processes import Processes
 from rlhf_core.ppo.ptx import TextMix
 from rlhf_core.ppo.rollout import Credit, Rollout
 from rlhf_core.ppo.statistics import UpdateStatistics, approx_kl, clip_fraction, ratio_max, value_clip_fraction
 from rlhf_core.training.memory import Halving, OutOfMemory, attempt
+from rlhf_core.training.processes import Processes
 
 FIRST_RATIO_TOLERANCE = 1e-4
 """Largest |log π_θ − log π_old| at the first minibatch, float32 (rule 7)."""

@@ -17,6 +17,7 @@ from rlhf_core.config.precision import Precision
 from rlhf_core.errors import NonFiniteError
 from rlhf_core.finite import at_step, require_finite
 from rlhf_core.training.checkpoints import PREFIX, Checkpoints, Log, seal
+from rlhf_core.training.processes import Processes
 
 Report = Callable[[int, int, dict[str, float]], None]
 """Called after each step with (steps done, steps in all, values)."""
@@ -60,6 +61,13 @@ class Run:
     """Called with the reason why the run is exempt from byte identity."""
     precision: Precision = "float32"
     """Of matrix products; weights and losses are float32 in every precision."""
+    processes: Processes | None = None
+    """The processes over which the model is divided while it is trained; None: it is whole."""
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this process writes files, and has the whole model in the end."""
+        return self.processes is None or self.processes.is_main
 
 
 @dataclass(frozen=True)
@@ -76,11 +84,14 @@ class Schedule:
 
 
 def trainer_arguments(run: Run, schedule: Schedule, **extra: Any) -> TrainingArguments:
-    """Arguments for a Trainer that reports to no service and writes its checkpoints to the run's state folder."""
+    """Arguments for a Trainer that reports to no service and writes its checkpoints to the run's state folder. Where
+    the model is divided, a micro-batch has the rows of all processes."""
+    rows = schedule.micro_batch_size * (1 if run.processes is None else run.processes.count)
+    rows = min(rows, schedule.batch_size)
     return TrainingArguments(
         output_dir=str(run.state_dir / "trainer"),
-        per_device_train_batch_size=schedule.micro_batch_size,
-        gradient_accumulation_steps=max(1, schedule.batch_size // schedule.micro_batch_size),
+        per_device_train_batch_size=rows,
+        gradient_accumulation_steps=max(1, schedule.batch_size // rows),
         num_train_epochs=schedule.epochs,
         max_steps=schedule.max_steps,
         learning_rate=schedule.learning_rate,
@@ -115,8 +126,11 @@ def train(trainer: Trainer, run: Run, keep: Sequence[Path] = ()) -> list[dict[st
     trainer.remove_callback(PrinterCallback)
     trainer.add_callback(ReportProgress(run.report))
     trainer.add_callback(SealCheckpoints(run, keep))
-    last = Checkpoints(run.state_dir / "trainer", run.log).newest()
-    _restore(keep, last)
+    last = Checkpoints(run.state_dir / "trainer", run.log).newest() if run.is_main else None
+    if run.is_main:
+        _restore(keep, last)
+    if run.processes is not None:
+        last = run.processes.gather([last])[0]
     if last is not None:
         run.log(f"continues after step {last.name.removeprefix(PREFIX)}")
     if last is not None and _ended(state := TrainerState.load_from_json(str(last / TRAINER_STATE_NAME))):
@@ -160,27 +174,47 @@ class SealCheckpoints(TrainerCallback):
 
     def __init__(self, run: Run, keep: Sequence[Path]) -> None:
         self.run, self.keep = run, keep
+        self.leaving = False
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Request a checkpoint when the run is to stop."""
-        if self.run.stopping.is_requested():
+        self.leaving = self.run.stopping.is_requested()
+        if self.run.processes is not None:
+            self.leaving = self.run.processes.gather([self.leaving])[0]
+        if self.leaving:
             control.should_save = True
 
     def on_save(self, args: Any, state: Any, control: Any, model: Any, optimizer: Any, **kwargs: Any) -> None:
         """Complete and seal the checkpoint. Raises NonFiniteError, and removes the checkpoint, when weights or
         optimiser hold NaN or infinity; KeyboardInterrupt when the run is to stop."""
         folder = Path(args.output_dir) / f"{PREFIX}{state.global_step}"
+
+        def check() -> None:
+            require_finite(dict(model.named_parameters()), "weights")
+            require_finite(optimizer.state_dict(), "optimizer")
+
         try:
             with at_step(state.global_step):
-                require_finite(dict(model.named_parameters()), "weights")
-                require_finite(optimizer.state_dict(), "optimizer")
+                self._together(check)
         except NonFiniteError:
-            files.remove(folder)
+            if self.run.is_main:
+                files.remove(folder)
             raise
+        if self.run.is_main:
+            self._complete(folder)
+        if self.leaving:
+            raise KeyboardInterrupt
+
+    def _together(self, check: Callable[[], object]) -> None:
+        """Run the check, after every process has written its part; an error in one of them is raised in all."""
+        if self.run.processes is None:
+            check()
+        else:
+            self.run.processes.together(check, (NonFiniteError,))
+
+    def _complete(self, folder: Path) -> None:
         for path in self.keep:
             if path.exists():
                 shutil.copyfile(path, folder / path.name)
         seal(folder)
         Checkpoints(folder.parent).prune()
-        if self.run.stopping.is_requested():
-            raise KeyboardInterrupt

@@ -1,22 +1,23 @@
 """The Trainer of base, SFT, reward model and DPO: a micro-batch that does not fit into memory is halved, and a loss or
-gradient that is NaN or infinite stops the run before the optimiser's step."""
+gradient that is NaN or infinite stops the run before the optimiser's step. Its model may be divided over processes."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from typing import Any
 
 import torch
-import transformers
 from torch import Tensor
-from transformers import PreTrainedModel, Trainer, TrainerCallback
+from transformers import PreTrainedModel, TrainerCallback
 
-from rlhf_core.errors import NonFiniteError
+from rlhf_core.errors import NonFiniteError, UserError, is_out_of_memory
 from rlhf_core.models.batch import TokenBatch, predict
 from rlhf_core.models.batching import micro_batches, tokens_per_pass
 from rlhf_core.models.precision import autocast
+from rlhf_core.models.sharding import clip_gradients, within
 from rlhf_core.models.token_logprobs import logprobs_and_entropy
+from rlhf_core.training.divided import DividedTrainer, require_hooks
 from rlhf_core.training.memory import Halving, attempt
 from rlhf_core.training.run import Run
 
@@ -25,21 +26,11 @@ IGNORED = -100
 """The label of a token that is not learnt."""
 
 
-def require_hooks(kind: type, names: Sequence[str]) -> None:
-    """Raise ImportError unless `kind` has every method of `names`: a guard in a renamed method would never be
-    called."""
-    if missing := [name for name in names if not hasattr(kind, name)]:
-        raise ImportError(
-            f"transformers {transformers.__version__}: {kind.__name__} has no {', '.join(missing)}, which guards "
-            "training against NaN and lost checkpoints here; install a version that pyproject.toml allows"
-        )
-
-
-require_hooks(Trainer, ("training_step", "compute_loss_context_manager", "compute_loss", "evaluate", "log"))
+require_hooks(DividedTrainer, ("training_step", "compute_loss_context_manager", "compute_loss", "evaluate", "log"))
 require_hooks(TrainerCallback, ("on_log", "on_step_end", "on_evaluate", "on_save"))
 
 
-class GuardedTrainer(Trainer):
+class GuardedTrainer(DividedTrainer):
     """A Trainer whose passes fit memory and whose steps are finite. `keys` are the parameters to lower where memory is
     short."""
 
@@ -51,7 +42,9 @@ class GuardedTrainer(Trainer):
         """Whether the current pass is the first of its micro-batch."""
         self._accumulated: list[Inputs] = []
         self.precision = run.precision
-        super().__init__(**options)
+        self.in_backward = False
+        """Whether the current pass has computed its loss."""
+        super().__init__(run.processes, **options)
 
     def training_step(self, model: PreTrainedModel, inputs: Inputs, num_items_in_batch: Any = None) -> Tensor:
         """Add the gradient of a micro-batch, and return its loss. Raises UserError when half of it does not fit, and
@@ -66,7 +59,8 @@ class GuardedTrainer(Trainer):
                 self._passes(model, earlier, num_items_in_batch)
             return self._passes(model, inputs, num_items_in_batch)
 
-        loss = self.halving.until_it_fits(work, undo=model.zero_grad)
+        gather = list if self.processes is None else self.processes.gather
+        loss = self.sum_over_processes(self.halving.until_it_fits(work, undo=model.zero_grad, gather=gather))
         self._accumulated = [] if self.accelerator.sync_gradients else [*self._accumulated, inputs]
         self._require_finite(f"the loss is {loss.item()}", loss)
         if self.accelerator.sync_gradients:
@@ -86,21 +80,36 @@ class GuardedTrainer(Trainer):
 
     def check_gradients(self, model: PreTrainedModel) -> None:
         """Raise NonFiniteError when the norm of all gradients is not finite."""
-        norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
-        self._require_finite(f"the gradient norm is {norm.item()}", norm)
+        norm = clip_gradients(list(model.parameters()), math.inf)
+        self._require_finite(f"the gradient norm is {norm}", norm)
 
-    def _require_finite(self, problem: str, value: Tensor) -> None:
+    def _require_finite(self, problem: str, value: Tensor | float) -> None:
         if not math.isfinite(value):
             raise NonFiniteError(f"step {self.state.global_step + 1}: {problem}; lower the learning rate")
 
     def _passes(self, model: PreTrainedModel, inputs: Inputs, num_items: Any) -> Tensor:
-        """Forward and backward over a micro-batch, part by part; its loss."""
+        """Forward and backward over a micro-batch, part by part; its loss. Where the model is divided, the parts are
+        divided, too, and this is the loss of this process' parts."""
         step = super().training_step
         losses: list[Tensor] = []
-        for part, share in self.parts(inputs, num_items):
-            self.first, self.share = not losses, share
-            losses.append(attempt(partial(step, model, part, num_items), partial(self.rows, part)))
+        for (part, share), counts in self.shared_evenly(list(self.parts(inputs, num_items))):
+            self.first, self.share, self.in_backward = not losses, share if counts else 0.0, False
+            one_pass = partial(self._one_pass, partial(step, model, part, num_items))
+            losses.append(attempt(one_pass, partial(self.rows, part)))
         return torch.stack(losses).sum()
+
+    def _one_pass(self, step: Callable[[], Tensor]) -> Tensor:
+        """`step()`. Raises UserError where memory is short in the backward pass of a divided model: the other processes
+        wait for this one's part of the gradients, and cannot repeat the pass."""
+        try:
+            return step()
+        except (RuntimeError, MemoryError) as error:
+            if self.processes is None or not self.in_backward or not is_out_of_memory(error):
+                raise
+        raise UserError(
+            f"out of memory in a backward pass of a divided model; lower {self.halving.keys}; "
+            "the last checkpoint is kept"
+        )
 
     def rows(self, inputs: Inputs) -> int:
         """The number of rows."""
@@ -115,20 +124,29 @@ class GuardedTrainer(Trainer):
         ids, labels = inputs["input_ids"], inputs["labels"]
         widths = inputs.get("attention_mask", torch.ones_like(ids)).sum(dim=1).tolist()
         tokens = (labels[:, 1:] != IGNORED).sum(dim=1)
-        groups = micro_batches(range(len(ids)), [(0, width) for width in widths], len(ids), tokens_per_pass(ids.device))
+        rows = -(-len(ids) // self.process_count)
+        groups = micro_batches(range(len(ids)), [(0, width) for width in widths], rows, tokens_per_pass(ids.device))
         for group in groups:
             halves = min(2, len(group)) if self.halving.done else 1
-            for rows in torch.tensor(group, device=ids.device).tensor_split(halves):
-                share = 1.0 if num_items is not None else (tokens[rows].sum() / tokens.sum()).item()
-                yield {name: tensor[rows, : widths[group[-1]]] for name, tensor in inputs.items()}, share
+            for places in torch.tensor(group, device=ids.device).tensor_split(halves):
+                share = 1.0 if num_items is not None else (tokens[places].sum() / tokens.sum()).item()
+                yield {name: tensor[places, : widths[group[-1]]] for name, tensor in inputs.items()}, share
 
     def compute_loss(self, model: PreTrainedModel, inputs: Inputs, return_outputs: bool = False, **options: Any) -> Any:
-        """The mean loss over the labelled tokens of the optimiser step, or of the part times its weight, in nats."""
+        """The part's loss, see `loss`."""
+        loss, outputs = self.loss(model, inputs, options.get("num_items_in_batch"))
+        self.in_backward = True
+        return (loss, outputs) if return_outputs else loss
+
+    def loss(self, model: PreTrainedModel, inputs: Inputs, items: Any) -> tuple[Tensor, dict[str, Tensor]]:
+        """The mean loss over the `items` labelled tokens of the optimiser step, in nats, or without `items` of the part
+        times its weight; and what it is made of. A Trainer adds up the items of all processes, which have the same
+        rows."""
         ids, learnt = inputs["input_ids"], inputs["labels"][:, 1:] != IGNORED
         batch = TokenBatch(ids, inputs.get("attention_mask", torch.ones_like(ids)), learnt.float())
-        logprobs, _ = logprobs_and_entropy(predict(model, batch), batch.response_tokens)
-        scale, items = self.share / max(1, len(logprobs)), options.get("num_items_in_batch")
+        read = partial(logprobs_and_entropy, actions=batch.response_tokens)
+        logprobs = within(model, lambda: read(predict(model, batch))[0])
+        scale = self.share / max(1, len(logprobs))
         if items is not None:
-            scale = self.accelerator.num_processes / items
-        loss = -logprobs.sum() * scale
-        return (loss, {"logprobs": logprobs}) if return_outputs else loss
+            scale = self.share * self.accelerator.num_processes / items
+        return -logprobs.sum() * scale, {"logprobs": logprobs}

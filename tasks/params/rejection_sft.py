@@ -35,4 +35,6 @@ class RejectionParams(Block):
     def _knows_how_to_train(self) -> "RejectionParams":
         if self.enabled and self.training is None:
             raise ValueError("enabled needs the block `training`, with the keys of `sft`")
+        if self.training is not None and self.training.processes > 1:
+            raise ValueError("training.processes must be 1: this stage runs in one process")
         return self

@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from rlhf_core.errors import UserError
-from tasks.params.loader import PARAMS_FILE, read_yaml
+from tasks.params.loader import PARAMS_FILE, is_switched_off, read_yaml
 from tasks.params.methods import VARIANTS
 
 PR_SET_PDEATHSIG = 1
@@ -49,15 +49,15 @@ def run_as_worker() -> None:
 
 
 def requested_processes(stage: str, path: Path = PARAMS_FILE) -> int:
-    """`processes` of the stage `ppo`, or of a variant of it that is switched on, in the file at `path`. 1 for other
-    stages, and where the file is not valid, which the stage itself reports."""
+    """`processes` of a stage that is switched on, in the file at `path`; of a variant of PPO those of `ppo` unless its
+    settings say otherwise. 1 where the file is not valid, which the stage itself reports."""
     with suppress(UserError, AttributeError, KeyError, TypeError):
         content = read_yaml(path)
-        settings = content["ppo"]
-        if stage != "ppo":
-            if stage not in VARIANTS or not content[stage].get("enabled"):
-                return 1
-            settings = settings | (content[stage].get("settings") or {})
+        if is_switched_off(content, stage):
+            return 1
+        settings = content[stage]
+        if stage in VARIANTS:
+            settings = content["ppo"] | (settings.get("settings") or {})
         count = settings.get("processes", 1)
         return count if isinstance(count, int) else 1
     return 1

@@ -23,10 +23,10 @@ from rlhf_core.ppo import checkpoint, snapshots
 from rlhf_core.ppo.actor_critic import ActorCritic
 from rlhf_core.ppo.health import Alert, Monitor
 from rlhf_core.ppo.plan import WATCHED
-from rlhf_core.ppo.processes import Processes
 from rlhf_core.ppo.scoring import RewardSource, reference_scores
 from rlhf_core.ppo.trainer import PPOTrainer
 from rlhf_core.training.checkpoints import Checkpoints
+from rlhf_core.training.processes import Processes
 from tasks.datasets.jsonl import Row, write_jsonl
 from tasks.stage.long_rows import fitting, prompt_encoder
 from tasks.stage.progress import Progress

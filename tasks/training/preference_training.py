@@ -1,6 +1,7 @@
 """The stages that train a policy on preference pairs, such as `dpo`: all but the objective."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 from rlhf_core.config.dpo import PairConfig
@@ -31,27 +32,31 @@ def _train(stage: Stage[Settings], objective: "PairObjective") -> None:
     """What takes seconds to import is imported here: a stage that is switched off does not need it."""
     from rlhf_core.data.tokenizer import load_tokenizer
     from rlhf_core.dpo import measure_pairs, reference_logprobs, train_on_pairs
-    from rlhf_core.models.hf import context_length, default_device, load_causal_lm, place, save_checkpoint
-    from rlhf_core.models.precision import autocast, body_precision
+    from rlhf_core.models.hf import context_length, load_causal_lm, place, save_checkpoint
+    from rlhf_core.models.precision import autocast
+    from rlhf_core.training.divided import map_whole
     from tasks.stage.run import quiet_libraries
     from tasks.stage.trust import trusts
     from tasks.training.pairs import comparisons
-    from tasks.training.trainer_setup import log_table, tokens_read, training_run
+    from tasks.training.trainer_setup import log_table, place_of, tokens_read, training_run
 
     quiet_libraries()
     run_ = training_run(stage, shown=LOGGED)
     tokenizer = load_tokenizer(stage.root / SFT, trust_remote_code=trusts(stage))
-    frozen, device = body_precision(stage.precision, stage.params.lora), default_device()
-    model = load_causal_lm(stage.root / SFT, trust_remote_code=trusts(stage), frozen=frozen, device=device)
+    where = place_of(run_, stage.params.lora)
+    model = load_causal_lm(stage.root / SFT, trust_remote_code=trusts(stage), **where)
     pad_id, limit = int(tokenizer.pad_token_id), min(stage.params.max_tokens, context_length(model))
     training, too_long = comparisons(stage, tokenizer, "train", limit)
     heldout, also_too_long = comparisons(stage, tokenizer, "validation", limit)
     with autocast(stage.precision, place(model).device):
-        references, heldout_references = (reference_logprobs(model, part, pad_id) for part in (training, heldout))
+        read = partial(reference_logprobs, model, pad_id=pad_id)
+        references, heldout_references = (map_whole(model, run_.processes, part, read) for part in (training, heldout))
 
     log = train_on_pairs(
         model.requires_grad_(True), training, references, stage.params, objective, pad_id, run_, stage.name
     )
+    if not run_.is_main:
+        return
 
     with autocast(stage.precision, place(model).device):
         measured = measure_pairs(model, heldout, heldout_references, objective, pad_id)

@@ -13,21 +13,27 @@ from rlhf_core.config.reward import RewardConfig
 from rlhf_core.data.tokenizer import load_tokenizer
 from rlhf_core.determinism import permutation, stream
 from rlhf_core.errors import UserError
+from rlhf_core.loading import load_config, loading
 from rlhf_core.models.ensemble import JUDGE, Ensemble, member_folder
-from rlhf_core.models.hf import context_length, default_device, place, save_checkpoint, scalar_model_from
-from rlhf_core.models.precision import autocast, body_precision
+from rlhf_core.models.hf import context_of, place, save_checkpoint, scalar_model_from
+from rlhf_core.models.precision import autocast
 from rlhf_core.reward import Comparison, PairScores, score_pairs, train_reward_model
+from rlhf_core.training.run import Run
 from tasks.stage.stage import Stage
 from tasks.stage.trust import trusts
+from tasks.stage.workers import is_worker
 from tasks.training.gold_judge import judge_of
 from tasks.training.pairs import PREFERENCES, comparisons
 from tasks.training.ratings import RATINGS, rated_comparisons
 from tasks.training.reward_figures import PairFigures, figures_of, gold_margins
-from tasks.training.trainer_setup import log_table, training_run
+from tasks.training.trainer_setup import log_table, place_of, training_run
 
 REWARD, SFT = "models/reward", "models/sft"
 OF_JUDGE = 0
 """The number of the judging reward model, beside those of the members, which start at 1."""
+
+
+NO_SCORES = PairScores(torch.zeros(0), torch.zeros(0))
 
 
 @dataclass(frozen=True)
@@ -43,18 +49,19 @@ class Fitted:
 def train_all(stage: Stage[RewardConfig]) -> None:
     """Make models/reward, metrics/reward.json and the tables of plots."""
     tokenizer = load_tokenizer(stage.root / SFT, trust_remote_code=trusts(stage))
-    model = fresh_model(stage, stage.seed)
-    limit = min(stage.params.max_tokens, context_length(model))
+    with loading(stage.root / SFT):
+        config = load_config(stage.root / SFT, trust_remote_code=trusts(stage))
+    limit = min(stage.params.max_tokens, context_of(config))
     rated = bool(stage.read(RATINGS))
     read = rated_comparisons if rated else comparisons
     training, too_long = read(stage, tokenizer, "train", limit)
     heldout, also_too_long = read(stage, tokenizer, "validation", limit)
     own, judging = split_prompts(training, stage.params.judge_share, stage.seed)
 
-    members = [fit(stage, tokenizer, 1, own, heldout, model)]
-    del model  # one model is in memory at a time
-    members += [fit(stage, tokenizer, number, own, heldout) for number in range(2, stage.params.members + 1)]
+    members = [fit(stage, tokenizer, number, own, heldout) for number in range(1, stage.params.members + 1)]
     judge = fit(stage, tokenizer, OF_JUDGE, judging, heldout) if judging else None
+    if is_worker():
+        return
 
     stage.outputs.write_csv("plots/reward.csv", log_table(members[0].log, {"loss": "loss", "accuracy": "accuracy"}))
     scores, seen, of_members = combine(stage, members)
@@ -107,28 +114,29 @@ def fit(
     number: int,
     training: Sequence[Comparison],
     heldout: Sequence[Comparison],
-    model: PreTrainedModel | None = None,
 ) -> Fitted:
-    """Train a member (or the judging model) in a state of its own, save it, and score held-out and training pairs. One
-    that an earlier process has trained is read from its last checkpoint."""
+    """Train a member (or the judging model) in a state of its own and, in the main process, save it and score held-out
+    and training pairs. One that an earlier process has trained is read from its last checkpoint."""
     part = "judge" if number == OF_JUDGE else "" if number == 1 else f"member_{number}"
     if part:
         stage.log(part.replace("_", " "))
     run_ = training_run(stage, ["loss", "accuracy"], part, member_seed(stage.seed, number))
-    model = fresh_model(stage, run_.seed) if model is None else model
+    model = fresh_model(stage, run_)
     pad_id = int(tokenizer.pad_token_id)
     folder = stage.out(REWARD) / JUDGE if number == OF_JUDGE else member_folder(stage.out(REWARD), number)
     log = train_reward_model(model, training, stage.params, pad_id, run_, folder)
+    if not run_.is_main:
+        return Fitted(log, NO_SCORES, NO_SCORES)
     save_checkpoint(folder, model.cpu(), tokenizer)
     some = (heldout, training[: len(heldout)])
     with autocast(stage.precision, place(model).device):
         return Fitted(log, *(score_pairs(model, pairs, pad_id, stage.params.batch_size) for pairs in some))
 
 
-def fresh_model(stage: Stage[RewardConfig], seed: int) -> PreTrainedModel:
-    """The SFT model's body under a head of this seed."""
-    frozen, device = body_precision(stage.precision, stage.params.lora), default_device()
-    return scalar_model_from(stage.root / SFT, seed, trust_remote_code=trusts(stage), frozen=frozen, device=device)
+def fresh_model(stage: Stage[RewardConfig], run: Run) -> PreTrainedModel:
+    """The SFT model's body under a head of the run's seed."""
+    where = place_of(run, stage.params.lora)
+    return scalar_model_from(stage.root / SFT, run.seed, trust_remote_code=trusts(stage), **where)
 
 
 def member_seed(seed: int, number: int) -> int:

@@ -1,8 +1,15 @@
-"""The `Run` of a training stage, and tables of its log."""
+"""The `Run` of a training stage, where its model is loaded, and tables of its log."""
 
+import os
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+
+from rlhf_core.config.lora import LoraSettings
+from rlhf_core.models.hf import default_device
+from rlhf_core.models.precision import body_precision
+from rlhf_core.training.processes import Processes
 from rlhf_core.training.run import Report, Run
 from tasks.stage.numerics import set_numerics
 from tasks.stage.stage import Stage
@@ -16,6 +23,7 @@ def training_run(stage: Stage[Any], shown: Sequence[str], part: str = "", seed: 
     """
     seed = stage.seed if seed is None else seed
     set_numerics(stage, seed)
+    processes = Processes("fsdp") if "RANK" in os.environ else None
     return Run(
         state_dir=stage.state_dir / part,
         seed=seed,
@@ -26,7 +34,16 @@ def training_run(stage: Stage[Any], shown: Sequence[str], part: str = "", seed: 
         log=stage.log,
         exempt=stage.exempt,
         precision=stage.precision,
+        processes=processes if processes is not None and processes.divides_models else None,
     )
+
+
+def place_of(run: Run, lora: LoraSettings | None) -> dict[str, Any]:
+    """The options with which the trained model is loaded: a whole one straight to the device, with a frozen body in the
+    run's precision; one that is divided then to the host, in float32, of which the processes take their parts."""
+    if run.processes is not None:
+        return {"frozen": "float32", "device": torch.device("cpu")}
+    return {"frozen": body_precision(run.precision, lora), "device": default_device()}
 
 
 def _reporter(stage: Stage[Any], shown: Sequence[str], part: str) -> Report:

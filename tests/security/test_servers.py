@@ -17,7 +17,7 @@ from tests.conftest import ROOT, clean_environment
 LOOPBACK = {"127.0.0.1", "::1"}
 GATHERING = """
 import sys
-from rlhf_core.ppo.processes import Processes
+from rlhf_core.training.processes import Processes
 
 here = Processes()
 assert here.gather([int(here.accelerator.process_index)]) == [0, 1]

@@ -20,9 +20,9 @@ from rlhf_core.models.hf import context_length, load_causal_lm, load_scalar_mode
 from rlhf_core.models.precision import body_precision
 from rlhf_core.ppo.actor_critic import ActorCritic
 from rlhf_core.ppo.plan import prompts_of_step
-from rlhf_core.ppo.processes import Processes
 from rlhf_core.ppo.scoring import RewardSource, ScoreNormalisation, reference_scores
 from rlhf_core.ppo.trainer import PPOTrainer
+from rlhf_core.training.processes import Processes
 from tasks.datasets.jsonl import Row, read_jsonl
 from tasks.params.all import Params
 from tasks.params.loader import PARAMS_FILE, parse, read_yaml

@@ -158,7 +158,7 @@ def test_a_divided_checkpoint_without_one_of_its_files_is_not_used(tmp_path: Pat
     """The one before is, and the message names the step; with a seal that fits it is an error of one line."""
     options = {"sharding": "fsdp", "state": str(tmp_path / "state")}
     launch(2, tmp_path / "first", options | {"steps": 2})
-    missing = next((tmp_path / "state/checkpoint-2" / checkpoint.DIVIDED).iterdir())
+    missing = next((tmp_path / "state/checkpoint-2" / "state").iterdir())
     missing.unlink()
     seal(tmp_path / "state/checkpoint-2")
     with pytest.raises(UserError, match="1 of 2 files") as error:

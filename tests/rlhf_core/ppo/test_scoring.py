@@ -12,9 +12,9 @@ from rlhf_core.data.chat import Conversation
 from rlhf_core.errors import NonFiniteError, UserError
 from rlhf_core.models.batch import pad_batch, response_logits
 from rlhf_core.models.scorers import Answers, Scored
-from rlhf_core.ppo.processes import Processes
 from rlhf_core.ppo.scoring import REFERENCE_ANSWERS, ReferenceScores, ScoreNormalisation, reference_scores
 from rlhf_core.ppo.trainer import PPOTrainer
+from rlhf_core.training.processes import Processes
 
 MakeTrainer = Callable[..., PPOTrainer]
 

@@ -1,0 +1,101 @@
+"""`divided.py`: SFT, reward model and DPO on two processes make the training that one makes."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[3]
+SCRIPT = Path(__file__).with_name("several_trainers.py")
+LORA = {"rank": 4}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "sft": {"what": "sft"},
+    "sft with lora": {"what": "sft", "lora": LORA},
+    "reward": {"what": "reward"},
+    "reward with lora": {"what": "reward", "lora": LORA},
+    "dpo": {"what": "dpo"},
+}
+Run = dict[str, Any]
+
+
+def launch(count: int, folder: Path, options: dict[str, Any], code: int = 0) -> Run:
+    folder.mkdir()
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", str(count)]
+    command += ["--multi_gpu"] if count > 1 else []  # torchrun, with gloo where there is no GPU
+    command += ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0"]
+    done = subprocess.run(
+        [*command, str(SCRIPT), str(folder), json.dumps(options)],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert (done.returncode != 0) == (code != 0), done.stderr[-3000:]
+    return torch.load(folder / "run.pt", weights_only=True) if code == 0 else {}
+
+
+def relative(one: torch.Tensor, two: torch.Tensor) -> float:
+    return ((one - two).norm() / one.norm()).item()
+
+
+def numbers(run: Run, *names: str) -> list[list[float]]:
+    return [[row[name] for name in names if name in row] for row in run["log"]]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", list(OPTIONS))
+def test_rule_13_a_divided_model_trains_as_a_whole_one(name: str, tmp_path: Path) -> None:
+    """The gradient of the first step (1e-5), the weights in the end (1e-4), the log, and half the bytes; the last batch
+    of an epoch is not full, and parts of a batch are no multiple of the processes."""
+    one, two = (launch(count, tmp_path / str(count), OPTIONS[name]) for count in (1, 2))
+    assert (one["processes"], two["processes"]) == (1, 2)
+    assert len(one["gradients"]) == len(two["gradients"]) == 6
+    assert relative(one["gradients"][0], two["gradients"][0]) <= 1e-5
+    assert relative(one["saved"], two["saved"]) <= 1e-4
+    kinds = ("loss", "eval_loss", "accuracy", "margin", "learning_rate", "best", "base")
+    for before, now in zip(numbers(one, *kinds), numbers(two, *kinds), strict=True):
+        assert now == pytest.approx(before, rel=1e-3, abs=1e-4)
+    for part in ("weights", "moments"):
+        assert two[part][-1] <= 0.51 * one[part][-1]
+
+
+@pytest.mark.slow
+def test_a_lack_of_memory_in_one_process_halves_the_batches_of_all(tmp_path: Path) -> None:
+    one, two = (
+        launch(1, tmp_path / "one", OPTIONS["sft"]),
+        launch(2, tmp_path / "two", OPTIONS["sft"] | {"fails": True}),
+    )
+    assert (one["halved"], two["halved"]) == (False, True)
+    assert relative(one["saved"], two["saved"]) <= 1e-4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["sft", "reward with lora"])
+def test_rule_19_failure_01_a_kill_while_a_checkpoint_is_written_changes_no_byte(name: str, tmp_path: Path) -> None:
+    """One process is killed while both write their parts of the second checkpoint; the run continues from the first."""
+    state = {"state": str(tmp_path / "state")}
+    launch(2, tmp_path / "killed", OPTIONS[name] | state | {"die": True}, code=1)
+    sealed = {path.parent.name for path in (tmp_path / "state/trainer").glob("*/seal.json")}
+    assert sealed == {"checkpoint-2"}
+    continued = launch(2, tmp_path / "continued", OPTIONS[name] | state)
+    assert len(continued["gradients"]) == 4
+    straight = launch(2, tmp_path / "straight", OPTIONS[name])
+    assert torch.equal(straight["saved"], continued["saved"])
+    assert all(map(torch.equal, straight["gradients"][2:], continued["gradients"]))
+
+
+@pytest.mark.slow
+def test_a_divided_model_in_bfloat16_is_as_exact_as_a_whole_one(tmp_path: Path) -> None:
+    """The error of the first gradient against float32, which is large in this model of large random weights."""
+    exact = launch(1, tmp_path / "exact", OPTIONS["sft"])["gradients"][0]
+    options = OPTIONS["sft"] | {"precision": "bfloat16"}
+    one, two = (launch(count, tmp_path / str(count), options) for count in (1, 2))
+    assert two["saved"].dtype == torch.float32
+    assert 0 < relative(exact, two["gradients"][0]) <= 1.5 * relative(exact, one["gradients"][0])

@@ -1,0 +1,52 @@
+"""Stages whose model is divided over processes, run as DVC runs them."""
+
+import os
+import subprocess
+import sys
+from typing import TYPE_CHECKING
+
+import pytest
+from safetensors.torch import load_file
+
+if TYPE_CHECKING:
+    from tests.conftest import Project
+
+COMPARED = {
+    "sft": ("models/sft", ("validation_loss", "train_loss", "base_validation_loss")),
+    "reward": ("models/reward", ("heldout_loss", "heldout_accuracy")),
+    "dpo": ("models/dpo", ("heldout_loss", "heldout_margin", "train_loss")),
+}
+SWITCHED = {"dpo": {"dpo.enabled": True, "dpo.batch_size": 4}, "reward": {"reward.members": 2}}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", list(COMPARED))
+def test_a_stage_of_two_processes_makes_what_one_makes(stage: str, finished: "Project") -> None:
+    finished.set("runtime.tracking", False)
+    for key, value in SWITCHED.get(stage, {}).items():
+        finished.set(key, value)
+    folder, names = COMPARED[stage]
+    made = []
+    for count in (1, 2):
+        finished.set(f"{stage}.processes", count)
+        done = subprocess.run(
+            [sys.executable, "-m", f"tasks.{stage}"],
+            cwd=finished.root,
+            env=os.environ | {"PYTHONPATH": str(finished.root)},
+            capture_output=True,
+            text=True,
+            timeout=300,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        files = sorted((finished.root / folder).rglob("*.safetensors"))
+        made.append((finished.json(f"metrics/{stage}.json"), [load_file(file) for file in files]))
+    (one, weights), (two, divided) = made
+    assert one.keys() == two.keys()
+    for name in names:
+        assert two[name] == pytest.approx(one[name], rel=1e-3, abs=1e-4)
+    assert len(weights) == len(divided) == (2 if stage == "reward" else 1)
+    for before, after in zip(weights, divided, strict=True):
+        assert before.keys() == after.keys()
+        for name, tensor in before.items():
+            assert (after[name] - tensor).norm() <= 1e-3 * tensor.norm() + 1e-6, name
