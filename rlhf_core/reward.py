@@ -116,7 +116,7 @@ def fit_pairs(
     if run.is_main and adapter is not None and settings.lora is not None:
         if folder is not None:
             save_adapter(folder, adapter, settings.lora)
-        adapter.merge()
+        adapter.merge_on_host()
     return log
 
 

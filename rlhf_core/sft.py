@@ -91,7 +91,7 @@ def fine_tune(
     if run.is_main:
         best.restore(model)
         if adapter is not None:
-            adapter.merge()
+            adapter.merge_on_host()
     return SFTResult(log, base_loss, loss, step, steps)
 
 

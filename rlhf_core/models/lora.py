@@ -100,6 +100,12 @@ class Adapter:
         _restore(flags)
         return self.model
 
+    def merge_on_host(self) -> PreTrainedModel:
+        """`merge` on the CPU: in float32 a model may not fit where it was trained. One in 4 bits stays where it is."""
+        if not is_quantised(self.model):
+            self.model.cpu()
+        return self.merge()
+
     def state_dict(self) -> dict[str, Tensor]:
         """The adapters' parameters and the scalar head's by name; not copies, as with torch's modules."""
         self._present()

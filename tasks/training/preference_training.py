@@ -32,7 +32,7 @@ def _train(stage: Stage[Settings], objective: "PairObjective") -> None:
     """What takes seconds to import is imported here: a stage that is switched off does not need it."""
     from rlhf_core.data.tokenizer import load_tokenizer
     from rlhf_core.dpo import measure_pairs, reference_logprobs, train_on_pairs
-    from rlhf_core.models.hf import context_length, load_causal_lm, place, save_checkpoint
+    from rlhf_core.models.hf import context_length, load_causal_lm, place, save_checkpoint, trainable
     from rlhf_core.models.precision import autocast
     from rlhf_core.training.divided import map_whole
     from tasks.stage.run import quiet_libraries
@@ -52,9 +52,7 @@ def _train(stage: Stage[Settings], objective: "PairObjective") -> None:
         read = partial(reference_logprobs, model, pad_id=pad_id)
         references, heldout_references = (map_whole(model, run_.processes, part, read) for part in (training, heldout))
 
-    log = train_on_pairs(
-        model.requires_grad_(True), training, references, stage.params, objective, pad_id, run_, stage.name
-    )
+    log = train_on_pairs(trainable(model), training, references, stage.params, objective, pad_id, run_, stage.name)
     if not run_.is_main:
         return
 
