@@ -38,9 +38,10 @@ class SFTConfig(Block):
 
     @model_validator(mode="after")
     def _batches_fit(self) -> "SFTConfig":
-        rows, of = self.micro_batch_size * self.processes, "micro_batch_size"
-        if self.batch_size % rows:
-            of += f" {self.micro_batch_size}" if self.processes == 1 else " · processes"
-            raise ValueError(f"batch_size {self.batch_size} must be a multiple of {of}")
+        if self.batch_size % (self.micro_batch_size * self.processes):
+            times = "" if self.processes == 1 else f" times processes {self.processes}"
+            raise ValueError(
+                f"batch_size {self.batch_size} must be a multiple of micro_batch_size {self.micro_batch_size}{times}"
+            )
         require_divisible(self.processes, self.lora)
         return self

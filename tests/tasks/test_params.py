@@ -214,6 +214,7 @@ REFUSED = [
     ("base.scratch.heads", 5, "hidden 32 must be heads"),
     ("base.scratch.heads", 32, "hidden 32 must be heads"),
     ("sft.micro_batch_size", 12, "sft: batch_size 16 must be a multiple of micro_batch_size 12"),
+    ("sft.processes", 2, "sft: batch_size 16 must be a multiple of micro_batch_size 16 times processes 2"),
     ("sft.micro_batch_size", 32, "sft: batch_size 16 must be a multiple of micro_batch_size 32"),
     ("ppo.minibatches", 3, "ppo: batch_size 16 must be a multiple of minibatches 3"),
     ("ppo.kl", {"coef": 0.1, "controller": "adaptive", "target": 6.0, "horizon": 8}, "must not exceed kl.horizon 8"),

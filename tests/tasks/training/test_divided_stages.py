@@ -16,7 +16,11 @@ COMPARED = {
     "reward": ("models/reward", ("heldout_loss", "heldout_accuracy")),
     "dpo": ("models/dpo", ("heldout_loss", "heldout_margin", "train_loss")),
 }
-SWITCHED = {"dpo": {"dpo.enabled": True, "dpo.batch_size": 4}, "reward": {"reward.members": 2}}
+SWITCHED = {
+    "sft": {"sft.micro_batch_size": 4},
+    "reward": {"reward.members": 2},
+    "dpo": {"dpo.enabled": True, "dpo.batch_size": 4},
+}
 
 
 @pytest.mark.slow
