@@ -28,14 +28,14 @@ def load(checkpoints: Checkpoints, processes: Processes | None = None) -> dict[s
     """The newest complete state, tensors on the CPU or divided as the models are; None where there is none. With
     several processes the main one chooses the checkpoint, and all load it. Raises UserError, in all of them, for one
     with a file missing."""
-    newest, problem = None, None
+    newest: Path | UserError | None = None
     try:
         newest = checkpoints.newest() if processes is None or processes.is_main else None
     except UserError as error:
-        problem = error
+        newest = error
     if processes is not None:
-        newest, problem = processes.gather([(newest, problem)])[0]
-    if problem is not None:
-        raise problem
+        newest = processes.gather([newest])[0]
+    if isinstance(newest, UserError):
+        raise newest
     divide = processes is not None and processes.divides_models
     return None if newest is None else sharded_files.read(newest / STATE, divide)
