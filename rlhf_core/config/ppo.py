@@ -273,7 +273,8 @@ class PPOConfig(Block):
     @model_validator(mode="after")
     def _sharding_fits(self) -> "PPOConfig":
         quantised = self.lora is not None and self.lora.quantize != "none"
-        if self.sharding == "fsdp" and (quantised or self.optimizer.states == "int8" or self.engine == "vllm"):
+        engine = self.engine in ("vllm", "transformers_continuous")  # these keep whole weights, or their addresses
+        if self.sharding == "fsdp" and (quantised or self.optimizer.states == "int8" or engine):
             raise ValueError(
                 "sharding fsdp divides float32 weights and moments; set lora.quantize to none, optimizer.states to "
                 "float32, and engine to leash or transformers"

@@ -135,6 +135,12 @@ def read(model: PreTrainedModel, keep: Int[Tensor, "kept"], inputs: dict[str, An
     return Predictions(hidden, Head.of(layer, way.step), hidden)
 
 
+def examine(model: PreTrainedModel) -> None:
+    """Decide how the model's logits are read, by one pass, unless that is decided; else the first `read` does it."""
+    if model.get_output_embeddings() is not None:
+        _way(model)
+
+
 @dataclass(frozen=True)
 class _Way:
     """How a model's logits are read."""

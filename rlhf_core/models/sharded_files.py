@@ -2,19 +2,21 @@
 each process. Any number of processes can read it. Reading executes no pickled code."""
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, distributed
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor, empty
 
 from rlhf_core.errors import UserError
-from rlhf_core.models.sharding import is_main
+from rlhf_core.models.sharding import any_process, is_main
 
 FILES = "divided"
 """The key, in a file with a state, of the number of files with its divided tensors."""
@@ -25,11 +27,12 @@ NAME, SHAPE, DTYPE = "divided tensor", "shape", "dtype"
 def save(place: Path, state: Mapping[str, Any]) -> None:
     """Write a state (mappings and sequences of tensors and plain types) to the file `place`, and its divided tensors to
     the folder of that name without its suffix. Where there are any all processes call it, and the main one writes the
-    rest."""
+    rest. Raises UserError, in all of them, unless the main one sees a file of each process."""
     rest, divided = split(state)
     if divided:
         write(place.with_suffix(""), divided)
-        rest |= {FILES: count(place.with_suffix(""))}
+        _require_all_files(place.with_suffix(""), next(iter(divided.values())).device)
+        rest |= {FILES: distributed.get_world_size()}
     if not divided or is_main():
         torch.save(rest, place)
 
@@ -61,9 +64,32 @@ def split(state: Any, place: str = "state") -> tuple[Any, dict[str, DTensor]]:
 
 
 def write(folder: Path, tensors: Mapping[str, DTensor]) -> None:
-    """Each process writes its parts. All call it together."""
+    """Each process writes its parts. All call it together, and an error in one of them is raised in all."""
     writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
-    state_dict_saver.save(_untied(tensors), storage_writer=writer)
+    with _plain_errors():
+        state_dict_saver.save(_untied(tensors), storage_writer=writer)
+
+
+@contextmanager
+def _plain_errors() -> Iterator[None]:
+    """The error of a process instead of torch's CheckpointException, which is no Exception."""
+    try:
+        yield
+    except CheckpointException as error:
+        found = next((each for each, _ in error.failures.values()), None)
+        cause = found if isinstance(found, Exception) else RuntimeError(str(error))
+    else:
+        return
+    raise cause
+
+
+def _require_all_files(folder: Path, device: torch.device) -> None:
+    found, processes = count(folder), distributed.get_world_size()
+    if any_process(is_main() and found != processes, device):
+        raise UserError(
+            f"{folder}: {found} files of {processes} processes are there; the folder must lie on a file system that "
+            "all processes share"
+        )
 
 
 def count(folder: Path) -> int:
@@ -81,7 +107,7 @@ def join(rest: Any, folder: Path, files: int, divided: bool) -> Any:
         device = "cuda" if distributed.get_backend() == "nccl" else "cpu"
         mesh = init_device_mesh(device, (distributed.get_world_size(),))
     tensors = dict(_places(rest, mesh))
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), _plain_errors():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")
         state_dict_loader.load(tensors, storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=mesh is None)
     return _filled(rest, tensors)

@@ -3,7 +3,7 @@ by layer in a pass. A model that is not divided passes through every function he
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor, distributed, nn
@@ -12,7 +12,8 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from rlhf_core.errors import UserError, is_out_of_memory
+from rlhf_core.errors import OutOfMemoryEverywhere, UserError, is_out_of_memory
+from rlhf_core.models import head
 from rlhf_core.models.packed import can_pack
 
 Result = TypeVar("Result")
@@ -57,6 +58,7 @@ def divide(model: PreTrainedModel, bfloat16: bool = False) -> PreTrainedModel:
     if is_divided(model):
         return model
     can_pack(model)  # decided by passes through the whole model, at different times in different processes
+    head.examine(model)
     layers = _layers(model)
     device = "cuda" if distributed.get_backend() == "nccl" else "cpu"
     mesh = init_device_mesh(device, (distributed.get_world_size(),))
@@ -72,7 +74,7 @@ def divide(model: PreTrainedModel, bfloat16: bool = False) -> PreTrainedModel:
         part.set_gradient_divide_factor(1.0)
     for layer in layers:
         layer.register_forward_pre_hook(lambda *_: _count(root))
-    model.__dict__[ROOT] = root
+    model.__dict__ |= {ROOT: root, "_apply": _refuse_to_move}
     with torch.no_grad():
         within(model, lambda: None)  # the root registers the layers as its own at the first pass
     return model
@@ -86,30 +88,39 @@ def is_divided(model: nn.Module) -> bool:
 def within(model: nn.Module, function: Callable[[], Result]) -> Result:
     """`function()`, a pass through the model or a part of it: its weights outside the layers are whole meanwhile, and
     the gradients of the tensors that it returns (alone, or in tuples, lists and dicts) are added up over the processes
-    in the backward pass. All processes call it equally often, with functions that call the same layers. May be nested.
+    in the backward pass. All processes call it equally often, with functions that make one pass through the same
+    layers. A second pass, through this model or another one, is a call of `within` in the function.
 
-    Where memory is short in one process, the function raises the allocator's error in all of them.
+    Where memory is short in one process, all of them raise OutOfMemoryEverywhere: they exchange it before each pass and
+    at the end, and the failed one takes part in the gathers of its present pass first.
     """
     root: Any = model.__dict__.get(ROOT)  # FSDP adds its methods to the class
-    if root is None or root.inside:
+    if root is None:
         return function()
-    failure: RuntimeError | MemoryError | None = None
+    _require_memory(model)
+    if root.inside:
+        root.entered = 1  # the root's own weights are there
+        return function()
+    failure: str | None = None
     root.entered = 0
     try:
         result: Result = root(function)
+    except OutOfMemoryEverywhere:
+        root.reset_iter_state()
+        raise
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
-        failure = error.with_traceback(None)  # frees the activations of the failed pass
+        failure = str(error)  # without the error itself, whose traceback keeps the activations of the failed pass
     if failure is not None:
         _gather_the_rest(root)
-    short = any_process(failure is not None, _device(model))
-    if not torch.is_grad_enabled() or short:
+    try:
+        _require_memory(model, failure)
+    except OutOfMemoryEverywhere:
+        root.reset_iter_state()
+        raise
+    if not torch.is_grad_enabled():
         root.reset_iter_state()  # passes without a graph differ in number between processes
-    if failure is not None:
-        raise failure
-    if short:
-        raise MemoryError("out of memory in another process")
     return result
 
 
@@ -152,7 +163,7 @@ def rejoin(model: PreTrainedModel) -> PreTrainedModel:
                 if parameter not in found:
                     found[parameter] = nn.Parameter(_full(parameter), requires_grad=parameter.requires_grad)
                 module._parameters[name] = found[parameter]
-    del model.__dict__[ROOT]
+    del model.__dict__[ROOT], model.__dict__["_apply"]
     return model
 
 
@@ -192,6 +203,12 @@ def _layers(model: PreTrainedModel) -> list[nn.Module]:
     return layers
 
 
+def _refuse_to_move(*_: Any, **__: Any) -> NoReturn:
+    """Instead of `_apply`, which `to`, `cuda`, `float` and the like call: FSDP would go on with the old weights outside
+    the layers."""
+    raise RuntimeError("the weights of a divided model cannot be moved or cast; call `rejoin` first")
+
+
 def _count(root: _Root) -> None:
     root.entered += 1
 
@@ -204,8 +221,11 @@ def _gather_the_rest(root: Any) -> None:
         part.reshard()
 
 
-def _device(model: nn.Module) -> torch.device:
-    return next(model.parameters()).device
+def _require_memory(model: nn.Module, failure: str | None = None) -> None:
+    """Exchange whether memory was short in this process (the allocator's message). Raises OutOfMemoryEverywhere where
+    it was in any."""
+    if any_process(failure is not None, next(model.parameters()).device):
+        raise OutOfMemoryEverywhere(failure or "out of memory in another process")
 
 
 def _full(tensor: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from rlhf_core import files
+from rlhf_core.errors import UserError
 
 SEAL = "seal.json"
 KEPT = 2
@@ -34,6 +35,21 @@ def damage(folder: Path) -> str | None:
     except (OSError, ValueError):
         return "has a broken seal"
     return None if noted == _checksums(folder) else "does not fit its checksums"
+
+
+def missing(folder: Path) -> list[str]:
+    """The files that an intact seal names and that are not in the folder."""
+    try:
+        noted = json.loads((folder / SEAL).read_text(encoding="utf-8"))
+        return [name for name in noted if not (folder / name).exists()]
+    except (OSError, ValueError, TypeError):
+        return []
+
+
+def _remove(folder: Path) -> None:
+    """The seal first, so that a kill in between leaves nothing that looks complete."""
+    files.remove(folder / SEAL)
+    files.remove(folder)
 
 
 def _checksums(folder: Path) -> dict[str, str]:
@@ -63,16 +79,22 @@ class Checkpoints:
     def prune(self) -> None:
         """Keep the last two."""
         for old in self._all()[:-KEPT]:
-            files.remove(old)
+            _remove(old)
 
     def newest(self) -> Path | None:
-        """The newest complete checkpoint, None where there is none. Damaged ones are reported and removed."""
+        """The newest complete checkpoint, None where there is none. Damaged ones are reported and removed. Raises
+        UserError for a sealed one without one of its files, which may lie on another disk, and removes nothing."""
         for folder in reversed(self._all()):
             problem = damage(folder)
             if problem is None:
                 return folder
+            if gone := missing(folder):
+                raise UserError(
+                    f"{folder / gone[0]}: this file of a checkpoint is missing ({len(gone)} in all); put it back, or "
+                    f"remove {folder} to go on without that checkpoint"
+                )
             self._log(f"{folder.name} {problem} and is not used")
-            files.remove(folder)
+            _remove(folder)
         return None
 
     def _all(self) -> list[Path]:

@@ -10,7 +10,7 @@ from typing import TypeVar
 import torch
 
 from rlhf_core import files
-from rlhf_core.errors import UserError, is_out_of_memory
+from rlhf_core.errors import OutOfMemoryEverywhere, UserError, is_out_of_memory
 
 Result = TypeVar("Result")
 Log = Callable[[str], None]
@@ -21,11 +21,11 @@ EXEMPT = "; the result is the same up to rounding, and this run is exempt from b
 
 
 class OutOfMemory(Exception):
-    """A pass over `rows` rows did not fit."""
+    """A pass over `rows` rows did not fit; `everywhere`: all processes have raised it."""
 
-    def __init__(self, rows: int) -> None:
-        super().__init__(rows)
-        self.rows = rows
+    def __init__(self, rows: int, everywhere: bool = False) -> None:
+        super().__init__(rows, everywhere)
+        self.rows, self.everywhere = rows, everywhere
 
 
 def attempt(work: Callable[[], Result], rows: Callable[[], int]) -> Result:
@@ -38,7 +38,8 @@ def attempt(work: Callable[[], Result], rows: Callable[[], int]) -> Result:
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
-    raise OutOfMemory(rows())
+        everywhere = isinstance(error, OutOfMemoryEverywhere)
+    raise OutOfMemory(rows(), everywhere)
 
 
 def free() -> None:

@@ -9,11 +9,12 @@ from typing import Literal, TypeVar
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedType, gather_object
+from accelerate.utils import DistributedType, InitProcessGroupKwargs, gather_object
 from torch import Tensor, distributed
 
 from rlhf_core.errors import UserError
 from rlhf_core.models.sharding import any_process
+from rlhf_core.training.memory import OutOfMemory
 
 RENDEZVOUS = "LEASH_RENDEZVOUS"
 """The environment variable with the path of the rendezvous file of a stage's processes."""
@@ -34,7 +35,8 @@ class Processes:
 
     def __init__(self, sharding: Sharding = "none") -> None:
         join_group()
-        self.accelerator = Accelerator(cpu=not torch.cuda.is_available())
+        waits = InitProcessGroupKwargs(timeout=TIMEOUT)  # under torchrun and `accelerate launch`
+        self.accelerator = Accelerator(cpu=not torch.cuda.is_available(), kwargs_handlers=[waits])
         kind = self.accelerator.distributed_type
         if kind not in WHOLE_MODELS:
             raise UserError(
@@ -72,7 +74,8 @@ class Processes:
         return mine + [(items[0], False)] * missing
 
     def together(self, work: Callable[[], Result], errors: tuple[type[Exception], ...]) -> Result:
-        """`work()`. Where models are divided, an error of these types in one process is raised in all of them."""
+        """`work()`. Where models are divided, an error of these types in one process is raised in all of them. A
+        process that fails before a pass makes its exchange while the others make the one that `within` begins with."""
         if not self.divides_models:
             return work()
         met: Exception | None = None
@@ -80,7 +83,8 @@ class Processes:
             result = work()
         except errors as error:
             met = error
-        if any_process(met is not None, self.device):
+        exchanged = isinstance(met, OutOfMemory) and met.everywhere
+        if exchanged or any_process(met is not None, self.device):
             raise next(error for error in self.gather([met]) if error is not None)
         return result
 

@@ -26,7 +26,7 @@ from tasks.stage.outputs import Outputs
 from tasks.stage.pipeline_run import describe, report_results
 from tasks.stage.stage import Common, Model, Stage
 from tasks.stage.versions import require_declared_versions
-from tasks.stage.workers import is_worker, run_as_worker
+from tasks.stage.workers import end_watch, failure_of_worker, is_worker, report_failure, run_as_worker
 from tasks.tracking.settings import OUTCOME_VARIABLE
 from tasks.tracking.tracker import Tracker
 
@@ -58,9 +58,12 @@ def run(name: str, model: type[Model], execute: Execute[Model], tracked: bool = 
     except KeyboardInterrupt:
         code, message = 130, "interrupted; the same command continues"
     except Exception as error:
-        code, message = _missing_resource(error) or (1, f"{type(error).__name__}: {error}")
+        code, message = _missing_resource(error) or failure_of_worker() or (1, f"{type(error).__name__}: {error}")
         if code == 1:
             traceback.print_exc()
+    end_watch()
+    if code and is_worker():
+        report_failure(code, message)
     if code and code != 1 and not is_worker():
         print(f"{name}: {message}", file=sys.stderr, flush=True)
     if not is_worker():

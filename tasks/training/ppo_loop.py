@@ -2,7 +2,7 @@
 the run out; resumable, checked by the detectors, logged to MLflow."""
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from rlhf_core.errors import UserError
 from rlhf_core.models.ensemble import JUDGE
 from rlhf_core.models.hf import context_length, load_causal_lm, place
 from rlhf_core.models.precision import body_precision
-from rlhf_core.models.scorers import Observed, models_of
+from rlhf_core.models.scorers import Observed
 from rlhf_core.models.sharding import divide
 from rlhf_core.ppo import checkpoint, snapshots
 from rlhf_core.ppo.actor_critic import ActorCritic
@@ -35,7 +35,7 @@ from tasks.stage.trust import trusts
 from tasks.stage.workers import is_worker
 from tasks.training.gold_judge import judge_of
 from tasks.training.ppo_inputs import SFT, Beginning, read_text, starting_critic
-from tasks.training.scalar_models import ScalarModels
+from tasks.training.scalar_models import ScalarModels, unchanged
 from tasks.training.scorer import extras_of, judging_scorer_of, scorer_of
 
 PROMPTS = "data/ingest/ppo_prompts.jsonl"
@@ -57,27 +57,26 @@ def build(
     device = torch.device("cpu") if processes.divides_models else processes.device  # `divide` moves parts
     load = partial(load_causal_lm, trust_remote_code=trusted, device=device)
     is_own_reference = config.lora is not None and begin.start == begin.reference  # the policy without its adapter
-    loaded: Precision = "float32" if processes.divides_models else precision  # `divide` casts gathered layers
-    body_type = body_precision(loaded, config.lora)
-    reference = place(load(stage.root / begin.reference, frozen=body_type if is_own_reference else loaded), device)
+    trained: Precision = "float32" if processes.divides_models else precision  # `divide` casts gathered layers
+    body_type = body_precision(trained, config.lora)
+    ready = partial(divide, bfloat16=precision == "bfloat16") if processes.divides_models else unchanged
+    frozen = body_type if is_own_reference else precision
+    reference = ready(place(load(stage.root / begin.reference, frozen=frozen), device))
     kept, too_long = fitting_prompts(stage, config, PROMPTS, tokenizer, reference)
     heldout, _ = fitting_prompts(stage, config, HELDOUT, tokenizer, reference)
     if not kept:
         raise UserError(f"{PROMPTS}: PPO needs prompts; enlarge ingest.split.ppo")
     prompts, rows, judge = [row["prompt"] for row in kept], extras_of(kept), judge_of(stage)
     body = reference if is_own_reference and not processes.divides_models else None
-    scalars = ScalarModels(trusted, loaded, device, body if begin.start == SFT else None)
+    scalars = ScalarModels(trusted, precision, device, body if begin.start == SFT else None, ready)
     scorer = scorer_of(stage, tokenizer, config.micro_batch_size, scalars)
     judging = judging_scorer_of(stage.root, tokenizer, config.micro_batch_size, scalars)
-    if processes.divides_models:
-        for model in (reference, *models_of((scorer, judging))):
-            divide(model, precision == "bfloat16")
     known = reference_scores(config, reference, tokenizer, scorer, prompts, seed, stage.exempt, rows)
     models = ActorCritic(
         config,
         body or load(stage.root / begin.start, frozen=body_type),
         None if is_own_reference else reference,
-        starting_critic(stage.root, config, known.normalisation, seed, scalars),
+        starting_critic(stage.root, config, known.normalisation, seed, replace(scalars, precision=trained)),
         seed,
         precision,
     )

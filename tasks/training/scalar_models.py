@@ -1,5 +1,6 @@
 """How a stage loads reward models and critics: as models of their own, or as adapters on the SFT model."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +18,11 @@ CRITIC = "critic"
 """The name of the critic's adapter."""
 
 
+def unchanged(model: PreTrainedModel) -> PreTrainedModel:
+    """The model itself."""
+    return model
+
+
 @dataclass(frozen=True)
 class ScalarModels:
     """Loads scalar models. With `body`, the SFT model, those that were trained as adapters above such weights (in 4
@@ -28,6 +34,8 @@ class ScalarModels:
     device: torch.device | None = None
     """None: the GPU if there is one, else the CPU."""
     body: PreTrainedModel | None = None
+    ready: Callable[[PreTrainedModel], PreTrainedModel] = unchanged
+    """Called with each reward model for inference once it is loaded, before the next one is."""
 
     def frozen(self, folder: Path) -> PreTrainedModel:
         """The reward model in the folder, for inference."""
@@ -35,7 +43,7 @@ class ScalarModels:
             return read_adapter(folder, self.body, "_".join(folder.parts[-2:])).model
         device = self.device or default_device()
         model = load_scalar_model(folder, trust_remote_code=self.trusted, frozen=self.precision, device=device)
-        return place(model, device)
+        return self.ready(place(model, device))
 
     def critic_from_reward(self, folder: Path, lora: LoraSettings | None) -> PreTrainedModel | Adapter:
         """The reward model in the folder, as a critic to be trained with these adapters."""

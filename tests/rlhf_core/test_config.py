@@ -115,3 +115,19 @@ def test_whole_numbers_pass_for_numbers(ppo_values: Values) -> None:
 def test_heads_that_do_not_fit_are_refused(hidden: int, heads: int) -> None:
     with pytest.raises(ValidationError, match="must be heads × an even number"):
         ScratchConfig(vocabulary=300, context=8, layers=1, hidden=hidden, intermediate=8, heads=heads)
+
+
+@pytest.mark.parametrize(
+    "refused",
+    [
+        {"engine": "vllm"},
+        {"engine": "transformers_continuous"},
+        {"optimizer": {"states": "int8"}},
+        {"lora": {"rank": 4, "quantize": "nf4"}},
+    ],
+    ids=["vllm", "continuous batching", "int8", "nf4"],
+)
+def test_divided_models_are_refused_where_whole_weights_are_kept(ppo_values: Values, refused: dict[str, Any]) -> None:
+    PPOConfig(**ppo_values(**refused))
+    with pytest.raises(ValidationError, match="sharding fsdp divides float32 weights and moments"):
+        PPOConfig(**ppo_values(**refused), sharding="fsdp")

@@ -1,37 +1,63 @@
 """What test_processes.py starts with `accelerate launch`: three PPO steps of the tiny trainer; the main process saves
 the first gradient, the parameters after each step, the rows, and the sampled ids."""
 
+import errno
 import json
 import os
 import signal
 import sys
 from collections.abc import Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 from torch.distributed.tensor import DTensor
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import conftest
 
+from rlhf_core.errors import UserError
 from rlhf_core.models import sharded_files, sharding
+from rlhf_core.models.batch import pad_batch, predict, sequence_scores
+from rlhf_core.models.precision import autocast, keep_float32
+from rlhf_core.models.token_logprobs import logprobs_and_entropy
 from rlhf_core.ppo import checkpoint
 from rlhf_core.ppo.trainer import PPOTrainer
 from rlhf_core.training.checkpoints import Checkpoints
+from rlhf_core.training.processes import Processes
 
 
 def main(folder: Path, options: dict[str, Any]) -> None:
-    """Train, and write `run.pt`."""
+    """Train, and write `run.pt`; with `runs`, options by name, once for each, into folders of these names."""
     torch.set_num_threads(1)
+    if "runs" in options:
+        for name, each in options["runs"].items():
+            (folder / name).mkdir(exist_ok=True)
+            main(folder / name, each)
+        return
     fails, steps, dies = options.pop("fail_in_layer", None), options.pop("steps", 3), options.pop("die", False)
+    reads = options.pop("fail_in_reading", None)
     saves = "state" in options
     checkpoints = Checkpoints(Path(options.pop("state", folder / "state")))
+    if options.get("checks_bfloat16"):
+        require_bfloat16_as_whole()
+        return
+    checks_saving = options.pop("checks_saving", False)
     trainer = conftest.tiny_trainer(**options)
+    if checks_saving:
+        require_plain_errors(trainer, folder)
+        return
     if fails is not None and not trainer.processes.is_main:
         run_out_of_memory(trainer, fails)
+    if reads is not None and not trainer.processes.is_main:
+        run_out_of_memory_in_reading(trainer, *reads)
     if dies and not trainer.processes.is_main:
         die_while_saving(trainer)
+    if options.get("sharding") == "fsdp" and trainer.processes.divides_models:
+        require_refusal_to_move(trainer)
     state = checkpoint.load(checkpoints, trainer.processes)
     if state is not None:
         trainer.load_state_dict(state)
@@ -86,6 +112,87 @@ def run_out_of_memory(trainer: PPOTrainer, place: int) -> None:
             raise RuntimeError("not enough memory: you tried to allocate 8 bytes")
 
     module.register_forward_pre_hook(fail)
+
+
+def run_out_of_memory_in_reading(trainer: PPOTrainer, place: str, number: int) -> None:
+    """Once, in pass `number` (from 0) of this process through a divided model without a graph: in the first or last
+    layer of the policy, after the layers, or before the pass."""
+    models, passes = trainer.models, iter(range(10**6))
+
+    def fail(*_: Any) -> None:
+        divided = place == "before" or models.policy.__dict__[sharding.ROOT].inside
+        if divided and not torch.is_grad_enabled() and next(passes) == number:
+            raise RuntimeError("not enough memory: you tried to allocate 8 bytes")
+
+    layers, read = models.policy.model.layers, models.read_policy
+    modules = {"first": layers[0], "last": layers[-1], "after": models.policy.lm_head}
+    if place in modules:
+        modules[place].register_forward_pre_hook(fail)
+        return
+
+    def fail_or_read(*arguments: Any) -> Any:
+        fail()
+        return read(*arguments)
+
+    models.read_policy = fail_or_read  # type: ignore[method-assign]
+
+
+@torch.no_grad()
+def require_bfloat16_as_whole() -> None:
+    """Frozen models with bfloat16 weights, divided: in a pass and as whole ones they compute what they did before, up
+    to the rounding of bfloat16."""
+    device = torch.device("cpu")
+    batch = pad_batch([[3, 5, 4], [3, 9, 8, 7]], [[10, 11, 12, 1], [13, 1]], 0, device)
+    Processes("fsdp")
+
+    def chosen(model: Any) -> torch.Tensor:
+        return logprobs_and_entropy(predict(model, batch), batch.response_tokens)[0]
+
+    def scores(model: Any) -> torch.Tensor:
+        return sequence_scores(model, batch)
+
+    language, scalar = conftest.tiny_lm(), conftest.tiny_scalar()
+    for model, head, read in ((language, language.lm_head, chosen), (scalar, scalar.score, scores)):
+        weight = head.weight.data.clone()
+        model.requires_grad_(False).to(torch.bfloat16)
+        if model is scalar:
+            head.to(torch.float32).weight.copy_(weight)
+        else:
+            keep_float32(head)
+        with autocast("bfloat16", device):
+            before = read(model)
+            sharding.divide(model, bfloat16=True)
+            found = [sharding.within(model, partial(read, model))]
+            with sharding.whole([model]):
+                found.append(read(model))
+        assert next(model.parameters()).dtype == torch.bfloat16
+        for after in found:
+            assert torch.allclose(before, after, rtol=1e-2, atol=1e-2), (before, after)
+
+
+def require_plain_errors(trainer: PPOTrainer, folder: Path) -> None:
+    """In both processes: an OSError for a disk that is full in one, a UserError for a file that the main one misses."""
+    state, write, count = trainer.models.state_dict(), HuggingFaceStorageWriter.write_data, sharded_files.count
+
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    if not trainer.processes.is_main:
+        HuggingFaceStorageWriter.write_data = full
+    with pytest.raises(OSError, match=os.strerror(errno.ENOSPC)):
+        sharded_files.save(folder / "full.pt", state)
+    HuggingFaceStorageWriter.write_data = write
+    sharded_files.count = lambda place: count(place) - 1
+    with pytest.raises(UserError, match="files of 2 processes are there"):
+        sharded_files.save(folder / "missing.pt", state)
+    assert not (folder / "missing.pt").exists()
+
+
+def require_refusal_to_move(trainer: PPOTrainer) -> None:
+    """A divided model refuses to be moved or cast, also to where it is."""
+    for change in (lambda model: model.to(model.device), lambda model: model.bfloat16()):
+        with pytest.raises(RuntimeError, match="divided model cannot be moved"):
+            change(trainer.models.policy)
 
 
 def die_while_saving(trainer: PPOTrainer) -> None:

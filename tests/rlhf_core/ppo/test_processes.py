@@ -10,9 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import Accelerator
 
 from rlhf_core.errors import UserError
 from rlhf_core.ppo import checkpoint
+from rlhf_core.training import processes
 from rlhf_core.training.checkpoints import Checkpoints, seal
 
 ROOT = Path(__file__).parents[3]
@@ -46,6 +48,9 @@ def launch(count: int, folder: Path, options: dict[str, Any]) -> dict[str, Any]:
     )
     if options.get("die"):
         assert done.returncode != 0
+        return {}
+    if options.keys() & {"runs", "checks_saving", "checks_bfloat16"}:
+        assert done.returncode == 0, done.stderr[-3000:]
         return {}
     assert done.returncode == 0, done.stderr[-3000:]
     run: dict[str, Any] = torch.load(folder / "run.pt", weights_only=True)
@@ -127,6 +132,41 @@ def test_a_lack_of_memory_in_one_process_halves_the_batches_of_all(layer: int, t
     assert relative(one["weights"][2], two["weights"][2]) <= 1e-4
 
 
+FULL_KL = {"lora": {"rank": 4}, "kl": {"penalty": "loss", "estimator": "full"}}
+SHORT: dict[str, dict[str, dict[str, Any]]] = {
+    "critic of its own": {
+        "first layer": {"fail_in_reading": ["first", 1]},
+        "after the layers": {"fail_in_reading": ["after", 1]},
+        "between critic and policy": {"fail_in_reading": ["before", 1]},
+    },
+    "lora": {
+        "policy": {"lora": {"rank": 4}, "fail_in_reading": ["first", 2]},
+        "reference": {"lora": {"rank": 4}, "fail_in_reading": ["last", 3]},
+        "after the policy": {"lora": {"rank": 4}, "fail_in_reading": ["after", 2]},
+    },
+    "lora, full KL in training": {
+        "first layer": FULL_KL | {"fail_in_layer": 0},
+        "head": FULL_KL | {"fail_in_layer": -1},
+    },
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", list(SHORT))
+def test_a_lack_of_memory_before_the_pass_of_the_reference_halves_the_batches_of_all(name: str, tmp_path: Path) -> None:
+    """The other processes learn of it before the reference's pass, which the failed one does not make. The weights are
+    those of a run without it."""
+    runs = {place: options | {"sharding": "fsdp"} for place, options in SHORT[name].items()}
+    options = next(iter(runs.values()))
+    runs["enough"] = {key: value for key, value in options.items() if not key.startswith("fail")}
+    launch(2, tmp_path / "two", {"runs": runs})
+    found = {place: torch.load(tmp_path / "two" / place / "run.pt", weights_only=True) for place in runs}
+    for place, run in found.items():
+        assert run["halved"] == (place != "enough"), place
+        assert run["sampled"] == found["enough"]["sampled"], place
+        assert relative(found["enough"]["weights"][2], run["weights"][2]) <= 1e-4, place
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("lora", [None, {"rank": 4}], ids=["all weights", "lora"])
 def test_rule_19_a_checkpoint_of_two_processes_continues_in_two_and_in_one(
@@ -168,6 +208,45 @@ def test_a_divided_checkpoint_without_one_of_its_files_is_not_used(tmp_path: Pat
     said: list[str] = []
     assert (checkpoint.load(Checkpoints(tmp_path / "state", said.append)) or {})["steps_done"] == 1
     assert said == ["checkpoint-2 was cut short and is not used"]
+
+
+@pytest.mark.slow
+def test_failure_01_a_full_disk_and_a_missing_file_are_plain_errors_of_both_processes(tmp_path: Path) -> None:
+    """When the parts of a checkpoint are written, before it is sealed."""
+    launch(2, tmp_path / "two", {"sharding": "fsdp", "checks_saving": True})
+
+
+@pytest.mark.slow
+def test_frozen_models_in_bfloat16_are_divided_as_they_are(tmp_path: Path) -> None:
+    launch(2, tmp_path / "two", {"checks_bfloat16": True})
+
+
+@pytest.mark.slow
+def test_a_missing_file_of_the_only_checkpoint_is_an_error_and_nothing_is_removed(tmp_path: Path) -> None:
+    """With the seal that was written; a run with fresh moments would be a silent loss."""
+    state = tmp_path / "state"
+    launch(2, tmp_path / "first", {"sharding": "fsdp", "state": str(state), "steps": 1})
+    missing = next((state / "checkpoint-1" / "state").iterdir())
+    missing.rename(tmp_path / "elsewhere")
+    with pytest.raises(UserError, match="this file of a checkpoint is missing") as error:
+        checkpoint.load(Checkpoints(state))
+    assert "\n" not in str(error.value)
+    (tmp_path / "elsewhere").rename(missing)
+    assert (checkpoint.load(Checkpoints(state)) or {})["steps_done"] == 1
+
+
+def test_processes_of_a_launcher_wait_as_long_as_those_of_a_stage(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without it NCCL's default of ten minutes would end a run whose main process saves or loads for longer."""
+    given: list[Any] = []
+    monkeypatch.delenv(processes.RENDEZVOUS, raising=False)
+
+    def accelerator(**options: Any) -> Accelerator:
+        given.extend(options["kwargs_handlers"])
+        return Accelerator(**options)
+
+    monkeypatch.setattr(processes, "Accelerator", accelerator)
+    processes.Processes()
+    assert [handler.timeout for handler in given] == [processes.TIMEOUT]
 
 
 @pytest.mark.slow

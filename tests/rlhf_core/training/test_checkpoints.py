@@ -1,11 +1,13 @@
 """`checkpoints.py` and `files.py`: atomic, the last two kept, damage found and reported."""
 
 import os
+from itertools import product
 from pathlib import Path
 
 import pytest
 
 from rlhf_core import files
+from rlhf_core.errors import UserError
 from rlhf_core.training.checkpoints import Checkpoints
 
 
@@ -55,8 +57,13 @@ def cut(path: Path) -> None:
     os.truncate(path, path.stat().st_size // 2)
 
 
-@pytest.mark.parametrize("damage", [flip, cut, Path.unlink, lambda path: path.with_name("more").touch()])
-@pytest.mark.parametrize("file", ["deep/weights", "state", "seal.json"])
+ADDED = lambda path: path.with_name("more").touch()  # noqa: E731
+
+
+@pytest.mark.parametrize(
+    ("file", "damage"),
+    [*product(["deep/weights", "state", "seal.json"], [flip, cut, ADDED]), ("seal.json", Path.unlink)],
+)
 def test_a_damaged_checkpoint_is_reported_and_the_one_before_used(
     store: Checkpoints, messages: list[str], damage: object, file: str
 ) -> None:
@@ -69,6 +76,21 @@ def test_a_damaged_checkpoint_is_reported_and_the_one_before_used(
     assert len(messages) == 1
     assert "checkpoint-2" in messages[0]
     assert names(store.folder) == ["checkpoint-1"], "the damaged one is removed"
+
+
+@pytest.mark.parametrize("file", ["deep/weights", "state"])
+def test_a_missing_file_is_an_error_and_nothing_is_removed(store: Checkpoints, messages: list[str], file: str) -> None:
+    """It may lie on a disk that is not mounted: the one checkpoint is not taken for none."""
+    write(store, 1)
+    place = store.folder / "checkpoint-1" / file
+    content = place.read_bytes()
+    place.unlink()
+    with pytest.raises(UserError, match=f"checkpoint-1/{file}: this file of a checkpoint is missing") as error:
+        store.newest()
+    assert "\n" not in str(error.value)
+    place.write_bytes(content)
+    assert store.newest() == store.folder / "checkpoint-1"
+    assert messages == []
 
 
 def test_both_damaged_is_none(store: Checkpoints, messages: list[str]) -> None:
