@@ -10,6 +10,7 @@ from torch import Tensor, distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from rlhf_core.errors import OutOfMemoryEverywhere, UserError, is_out_of_memory
@@ -30,6 +31,8 @@ class _Root(nn.Module):
         self.model = model
         self.entered = 0
         """Of the present pass: how many of `in_order` have their weights."""
+        self.hooks: list[RemovableHandle] = []
+        """Ours on the layers."""
         self.inside = False
         """Whether a function is running."""
 
@@ -73,7 +76,7 @@ def divide(model: PreTrainedModel, bfloat16: bool = False) -> PreTrainedModel:
         part.set_force_sum_reduction_for_comms(True)
         part.set_gradient_divide_factor(1.0)
     for layer in layers:
-        layer.register_forward_pre_hook(lambda *_: _count(root))
+        root.hooks.append(layer.register_forward_pre_hook(lambda *_: _count(root)))
     model.__dict__ |= {ROOT: root, "_apply": _refuse_to_move}
     with torch.no_grad():
         within(model, lambda: None)  # the root registers the layers as its own at the first pass
@@ -149,14 +152,18 @@ def gathered(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def rejoin(model: PreTrainedModel) -> PreTrainedModel:
-    """The model with whole weights on the CPU of the main process, in place, for saving: no pass is possible any more.
-    The other processes get tensors without content. All processes call it together."""
+    """The model as it was before `divide`, in place, with whole weights on the CPU of the main process; the other
+    processes get tensors without content. All processes call it together."""
     if not is_divided(model):
         return model
-    model.__dict__[ROOT].reset_iter_state()
+    root = model.__dict__[ROOT]
+    root.reset_iter_state()
+    for handle in root.hooks:
+        handle.remove()
     found: dict[nn.Parameter, nn.Parameter] = {}  # tied weights stay tied
     for module in model.modules():
         if isinstance(module, FSDPModule):  # its class moves parts of weights, and fails for whole ones
+            _remove_hooks(module)
             module.__class__ = next(kind for kind in type(module).__bases__ if kind is not FSDPModule)
         for name, parameter in module._parameters.items():
             if parameter is not None:
@@ -207,6 +214,13 @@ def _refuse_to_move(*_: Any, **__: Any) -> NoReturn:
     """Instead of `_apply`, which `to`, `cuda`, `float` and the like call: FSDP would go on with the old weights outside
     the layers."""
     raise RuntimeError("the weights of a divided model cannot be moved or cast; call `rejoin` first")
+
+
+def _remove_hooks(module: Any) -> None:
+    """FSDP's hooks around a module's forward pass; the only use of its private state."""
+    state = module._get_fsdp_state()
+    state._pre_forward_hook_handle.remove()
+    state._post_forward_hook_handle.remove()
 
 
 def _count(root: _Root) -> None:

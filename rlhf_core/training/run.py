@@ -14,7 +14,7 @@ from transformers.trainer_callback import PrinterCallback
 
 from rlhf_core import files
 from rlhf_core.config.precision import Precision
-from rlhf_core.errors import NonFiniteError
+from rlhf_core.errors import NonFiniteError, UserError
 from rlhf_core.finite import at_step, require_finite
 from rlhf_core.training.checkpoints import PREFIX, Checkpoints, Log, seal
 from rlhf_core.training.processes import Processes
@@ -126,11 +126,7 @@ def train(trainer: Trainer, run: Run, keep: Sequence[Path] = ()) -> list[dict[st
     trainer.remove_callback(PrinterCallback)
     trainer.add_callback(ReportProgress(run.report))
     trainer.add_callback(SealCheckpoints(run, keep))
-    last = Checkpoints(run.state_dir / "trainer", run.log).newest() if run.is_main else None
-    if run.is_main:
-        _restore(keep, last)
-    if run.processes is not None:
-        last = run.processes.gather([last])[0]
+    last = _last_checkpoint(run, keep)
     if last is not None:
         run.log(f"continues after step {last.name.removeprefix(PREFIX)}")
     if last is not None and _ended(state := TrainerState.load_from_json(str(last / TRAINER_STATE_NAME))):
@@ -140,6 +136,21 @@ def train(trainer: Trainer, run: Run, keep: Sequence[Path] = ()) -> list[dict[st
         with run.stopping.deferred():
             trainer.train(resume_from_checkpoint=None if last is None else str(last))
     return list(trainer.state.log_history)
+
+
+def _last_checkpoint(run: Run, keep: Sequence[Path]) -> Path | None:
+    """The checkpoint from which the training continues, chosen by the main process, which restores the kept files. Its
+    error is raised in all processes."""
+
+    def choose() -> Path | None:
+        last = Checkpoints(run.state_dir / "trainer", run.log).newest()
+        _restore(keep, last)
+        return last
+
+    if run.processes is None:
+        return choose()
+    chosen = run.processes.together(lambda: choose() if run.is_main else None, (UserError,))
+    return run.processes.gather([chosen])[0]
 
 
 def _restore(keep: Sequence[Path], checkpoint: Path | None) -> None:
