@@ -18,6 +18,7 @@ from rlhf_core.config.precision import Recomputed
 from rlhf_core.config.reward import RewardConfig
 from rlhf_core.config.sft import SFTConfig
 from rlhf_core.dpo import PairObjective, PolicyPairTrainer, Referenced, ReferencedCollator, dpo_loss, reference_logprobs
+from rlhf_core.evaluation.divergence import measure_divergence
 from rlhf_core.models.hf import fresh_head
 from rlhf_core.models.lora import Adapter, add_lora
 from rlhf_core.models.packed import can_pack
@@ -66,6 +67,15 @@ class Phase:
     """Bytes."""
     parts: dict[Part, int]
     """Bytes of each part; their sum is `peak`."""
+
+
+def _following(shapes: Shapes, *models: tuple[str, PreTrainedModel]) -> Ledger:
+    """A ledger that counts the weights and gradients of these models, by name."""
+    ledger = Ledger(shapes.vocabulary, shapes.mode)
+    with ledger:
+        for name, model in models:
+            ledger.follow(name, model)
+    return ledger
 
 
 def _phase(name: str, ledger: Ledger) -> Phase:
@@ -166,9 +176,7 @@ def sft_phases(shapes: Shapes, config: SFTConfig, lengths: Lengths) -> list[Phas
             add_lora(model, config.lora, 0)
     rows = _demonstrations(config.micro_batch_size, lengths, shapes.vocabulary)
     schedule = _schedule(config, config.micro_batch_size)
-    ledger = Ledger(shapes.vocabulary, shapes.mode)
-    with ledger:
-        ledger.follow("policy", model)
+    ledger = _following(shapes, ("policy", model))
     with TemporaryDirectory() as folder:
         trainer = _trainer(ResponseTrainer, shapes, model, schedule, Collator(0), rows, Path(folder))
         update = _training(ledger, "update", trainer, Collator(0)(rows), "policy", config.gradient_checkpointing)
@@ -187,10 +195,8 @@ def reward_phases(shapes: Shapes, config: RewardConfig, lengths: Lengths, answer
 def pair_phases(shapes: Shapes, config: PairConfig, lengths: Lengths, answers: int) -> list[Phase]:
     """DPO or IPO: log π_ref of the responses, and a training step."""
     model = shapes.causal_lm(body_precision(shapes.precision, config.lora))
-    ledger = Ledger(shapes.vocabulary, shapes.mode)
+    ledger = _following(shapes, ("policy", model))
     rows = _comparisons(config.batch_size, answers, lengths, shapes.vocabulary)
-    with ledger:
-        ledger.follow("policy", model)
     with counting(ledger), autocast(shapes.precision, model.device):
         reference_logprobs(model, rows, 0)
     before = _phase("reference", ledger)
@@ -202,12 +208,10 @@ def pair_phases(shapes: Shapes, config: PairConfig, lengths: Lengths, answers: i
 def _pairs(
     shapes: Shapes, model: PreTrainedModel, kind: Any, collate: Any, rows: Sequence[Any], config: Any, name: str
 ) -> Phase:
-    ledger = Ledger(shapes.vocabulary, shapes.mode)
     if config.lora is not None:
         with shapes.mode:
             add_lora(model, config.lora, 0)
-    with ledger:
-        ledger.follow(name, model)
+    ledger = _following(shapes, (name, model))
     with TemporaryDirectory() as folder:
         trainer = _trainer(kind, shapes, model, _schedule(config, config.batch_size), collate, rows, Path(folder))
         return _training(ledger, "update", trainer, collate(rows), name, config.gradient_checkpointing)
@@ -418,13 +422,26 @@ def ppo_phases(
     return [first, *phases, update]
 
 
-def sampler_phases(shapes: Shapes, rows: int, lengths: Lengths, each: int, scorers: int = 0) -> list[Phase]:
-    """Sampling from one model, beside reward models that score."""
-    ledger = Ledger(shapes.vocabulary, shapes.mode)
-    models = [shapes.scalar_model(shapes.precision).requires_grad_(False) for _ in range(scorers)]
+def sampler_phases(shapes: Shapes, rows: int, lengths: Lengths, each: int) -> list[Phase]:
+    """Sampling from one model."""
     policy = shapes.causal_lm(shapes.precision).requires_grad_(False)
-    with ledger:
-        ledger.follow("policy", policy)
-        for model in models:
-            ledger.follow("reward model", model)
-    return [sampling_phase("sampling", ledger, policy, rows, lengths, each)]
+    return [sampling_phase("sampling", _following(shapes, ("policy", policy)), policy, rows, lengths, each)]
+
+
+def evaluate_phases(
+    shapes: Shapes, rows: int, lengths: Lengths, each: int, scorers: int, interpolates: bool
+) -> list[Phase]:
+    """Sampling from a candidate, and the exact KL to the SFT model. In memory are both, with `interpolates` a policy
+    between them, too, and the reward models that score."""
+    names = ["candidate", "SFT model"] + ["interpolated"] * interpolates
+    models = [(name, shapes.causal_lm(shapes.precision)) for name in names]
+    models += [("reward model", shapes.scalar_model(shapes.precision)) for _ in range(scorers)]
+    for _, model in models:
+        model.requires_grad_(False)
+    (_, candidate), (_, sft), *_ = models
+    ledger = _following(shapes, *models)
+    first = sampling_phase("sampling", ledger, candidate, rows, lengths, each)
+    texts = [rows_of(rows, length, shapes.vocabulary) for length in (lengths.prompt, lengths.response)]
+    with counting(ledger):
+        measure_divergence(candidate, sft, *texts, pad_id=0, temperature=1.0, batch_size=rows)
+    return [first, _phase("exact KL", ledger)]

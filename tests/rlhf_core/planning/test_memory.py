@@ -10,8 +10,8 @@ import pytest
 from transformers import LlamaConfig
 
 from rlhf_core.config.ppo import PPOConfig
-from rlhf_core.planning.ledger import CACHE, GRADIENTS, OPTIMIZER, WEIGHTS, Part
-from rlhf_core.planning.memory import Lengths, Phase, ppo_phases, sampler_phases
+from rlhf_core.planning.ledger import CACHE, GRADIENTS, LOGITS, OPTIMIZER, WEIGHTS, Part
+from rlhf_core.planning.memory import Lengths, Phase, evaluate_phases, ppo_phases, sampler_phases
 from rlhf_core.planning.shapes import Shapes, parameters_of, planned_for
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -68,6 +68,19 @@ def test_the_cache_grows_with_the_answer() -> None:
         with planned_for(accelerator=False):
             (phase,) = sampler_phases(shapes(), 6, Lengths(10, new), each=2)
         assert phase.parts[Part(CACHE)] == 2 * 2 * 2 * 16 * 4 * 6 * (10 + new - 1)  # of the last pass
+
+
+def test_models_of_evaluate() -> None:
+    """The candidate, the SFT model, a policy between them, and two reward models; logits of both in the exact KL."""
+    weights = 4 * parameters_of([shapes().causal_lm()])
+    with planned_for(accelerator=False):
+        found = evaluate_phases(shapes(), 3, Lengths(8, 8), each=1, scorers=2, interpolates=True)
+        fewer = evaluate_phases(shapes(), 3, Lengths(8, 8), each=1, scorers=2, interpolates=False)
+    assert [phase.name for phase in found] == ["sampling", "exact KL"]
+    for phase, other in zip(found, fewer, strict=True):
+        assert size_of(phase, WEIGHTS) == pytest.approx(5 * weights, rel=0.02)
+        assert phase.peak - other.peak == pytest.approx(weights, rel=0.02)
+    assert found[1].parts[Part(LOGITS)] >= 2 * 4 * 3 * 8 * 200
 
 
 def benchmark() -> ModuleType:
