@@ -57,7 +57,9 @@ def render(plan: Mapping[str, Any]) -> str:
 
 
 def _memory(stages: Mapping[str, Any]) -> str:
-    kinds = ["weights", "gradients", "optimizer", "activations", "logits", "key-value cache"]
+    kinds = ["weights", "gradients", "optimizer", "gathered", "activations", "logits", "key-value cache"]
+    if "gathered" not in {part["kind"] for part in _parts(stages)}:  # no model is divided
+        kinds.remove("gathered")
     rows = [["GB at the peak", "phase", "all", *kinds]]
     for name, stage in stages.items():
         for phase, found in stage["phases"].items():
@@ -65,6 +67,10 @@ def _memory(stages: Mapping[str, Any]) -> str:
             mark = " *" if found["peak"] == stage["peak"] else ""
             rows.append([name, phase + mark, *map(_number, [found["peak"], *sums])])
     return table(rows) + "\n* the stage's peak"
+
+
+def _parts(stages: Mapping[str, Any]) -> list[dict[str, Any]]:
+    return [part for stage in stages.values() for phase in stage["phases"].values() for part in phase["parts"]]
 
 
 def _work(stages: Mapping[str, Any]) -> str:

@@ -17,7 +17,7 @@ from transformers import (
 from rlhf_core.config.base import ScratchConfig
 from rlhf_core.config.precision import Frozen, Precision
 from rlhf_core.errors import UserError
-from rlhf_core.models import batching, head
+from rlhf_core.models import batching, head, token_logprobs
 from rlhf_core.models.hf import build_llama, scalar_head, without_dropout
 from rlhf_core.models.precision import frozen_dtype, keep_float32
 from rlhf_core.planning.ledger import without_data
@@ -25,6 +25,7 @@ from rlhf_core.planning.ledger import without_data
 LIMITS = (
     (batching, "TOKENS_ON_CPU", "TOKENS_ON_ACCELERATOR"),
     (head, "CHUNK_ON_CPU", "CHUNK_ON_ACCELERATOR"),
+    (token_logprobs, "PIECE_ON_CPU", "PIECE_ON_ACCELERATOR"),
 )
 """Limits of a pass that differ between the CPU and an accelerator: module, and the names of the two constants."""
 

@@ -99,7 +99,8 @@ def processes_of(params: Any, stage: str) -> int:
     """Processes that share a stage's work."""
     if stage in VARIANTS:
         return int(getattr(params, stage).applied_to(params.ppo, stage).processes)
-    return int(params.ppo.processes) if stage == "ppo" else 1
+    settings = params.rejection_sft.training if stage == "rejection_sft" else getattr(params, stage)
+    return int(getattr(settings, "processes", 1))
 
 
 def _replanner(

@@ -13,7 +13,14 @@ from rlhf_core.config.ppo import PPOConfig
 from rlhf_core.config.precision import Precision
 from rlhf_core.config.sft import SFTConfig
 from rlhf_core.planning.memory import (
-    Lengths, Phase, evaluate_phases, pair_phases, ppo_phases, reward_phases, sampler_phases, sft_phases,
+    Lengths,
+    Phase,
+    evaluate_phases,
+    pair_phases,
+    ppo_phases,
+    reward_phases,
+    sampler_phases,
+    sft_phases,
 )  # fmt: skip
 from rlhf_core.planning.shapes import Shapes
 from tasks.evaluation.ceiling import POLICY_SAMPLES, SFT_SAMPLES
