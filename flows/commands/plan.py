@@ -9,6 +9,7 @@ from typing import Any
 import psutil
 
 from flows.text import dotted, table
+from rlhf_core.errors import UserError
 from tasks.params.loader import read_yaml
 from tasks.planning.run import USABLE, plan_run
 
@@ -28,7 +29,9 @@ def plan_file(
     path: Path, root: Path, gpu_memory: float | None, model: Path | None, prompt_tokens: int | None
 ) -> dict[str, Any]:
     """The plan of a parameter file; progress goes to stderr. Raises UserError for a file that is no valid parameter
-    file, and for a model without a config.json."""
+    file, for a model without a config.json, and for no memory."""
+    if gpu_memory is not None and gpu_memory <= 0:
+        raise UserError(f"--gpu-memory {gpu_memory:g}: must be above 0, in GB")
     memory, device = (gpu_memory * GB, "GPU") if gpu_memory is not None else device_memory()
 
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # the error says it in one line

@@ -15,13 +15,14 @@ from rlhf_core.loading import load_config, loading
 from rlhf_core.models.lora import add_lora
 from rlhf_core.planning.ledger import require_support
 from rlhf_core.planning.memory import Phase
-from rlhf_core.planning.shapes import Shapes, parameters_of, planned_for, scratch_config
+from rlhf_core.planning.shapes import Shapes, parameters_of, planned_for, require_plannable, scratch_config
 from rlhf_core.planning.speed import Speed, calibrate
 from rlhf_core.training.checkpoints import KEPT
 from tasks.datasets.raw import below_raw
 from tasks.params.all import Params
 from tasks.params.loader import PARAMS_FILE, parse
 from tasks.params.methods import VARIANTS
+from tasks.params.scorer import uses_reward_model
 from tasks.params.variant import merged
 from tasks.planning.changes import peak_of, savings
 from tasks.planning.stages import PlannedStage, Work, longest_prompt, stages_of
@@ -37,6 +38,8 @@ def config_of(params: Any, root: Path, folder: Path | None) -> PreTrainedConfig:
     Raises UserError where there is none to read."""
     if folder is None and params.base.source == "scratch":
         return scratch_config(params.base.scratch)
+    if folder is not None and not folder.is_dir():
+        raise UserError(f"--model {folder}: no such folder; make it, with the config.json of the base model")
     wanted = params.base.pretrained
     local = folder or below_raw(root / "data" / "raw", wanted.model, "base.pretrained.model")
     place, revision = (local, None) if folder is not None or local.is_dir() else (wanted.model, wanted.revision)
@@ -68,6 +71,7 @@ def plan_run(
     require_support()
     params = parse(Params, content, file=file)
     shapes = Shapes(config_of(params, root, folder), params.trust_remote_code)
+    require_plannable(shapes)
     rows = params.ppo.sampler_rows or params.ppo.batch_size
     speed = calibrate(shapes, rows)
     limit = USABLE * memory
@@ -137,12 +141,13 @@ def _stage(phases: list[Phase], work: Work | None, speed: Speed, processes: int,
 
 
 def _parameters(shapes: Shapes, params: Any) -> dict[str, int]:
-    """Parameters of a language model and a scalar model, and those that PPO trains in the policy."""
-    policy, scalar = shapes.causal_lm(), shapes.scalar_model()
-    whole = parameters_of([policy])
+    """Parameters of a language model and a scalar model (0 where there is none), and those that PPO trains in the
+    policy."""
+    whole = parameters_of([shapes.causal_lm()])
+    scores = uses_reward_model(params.scorer) or params.ppo.needs_critic_model
     return {
         "policy": whole,
-        "reward model": parameters_of([scalar]),
+        "reward model": parameters_of([shapes.scalar_model()]) if scores else 0,
         "trained": _trained(shapes, params.ppo.lora, whole),
     }
 
