@@ -51,7 +51,7 @@ def render(plan: Mapping[str, Any]) -> str:
         f"parameters: {parameters}",
         f"longest prompt: {plan['prompt_tokens']} tokens; every row is planned at its longest",
         _memory(plan["stages"]),
-        _work(plan["stages"]),
+        _work(plan["stages"], plan["measured_on"]),
         f"disk: {disk}",
         *(_changes(name, stage) for name, stage in plan["stages"].items() if stage["changes"]),
         _verdict(plan),
@@ -69,14 +69,22 @@ def _memory(stages: Mapping[str, Any]) -> str:
             sums = [sum(part["bytes"] for part in found["parts"] if part["kind"] == kind) for kind in kinds]
             mark = " *" if found["peak"] == stage["peak"] else ""
             rows.append([name, phase + mark, *map(_number, [found["peak"], *sums])])
-    return table(rows) + "\n* the stage's peak"
+    weights = [f"weights of {name}: {_models(stage)}" for name, stage in stages.items()]
+    return "\n".join([table(rows), "* the stage's peak", "", *weights])
+
+
+def _models(stage: Mapping[str, Any]) -> str:
+    """The weights of each model at the stage's peak, in GB."""
+    phase = max(stage["phases"].values(), key=lambda phase: phase["peak"])
+    sizes = {part["model"]: part["bytes"] for part in phase["parts"] if part["kind"] == "weights"}
+    return ", ".join(f"{model} {_number(size)}" for model, size in sizes.items())
 
 
 def _parts(stages: Mapping[str, Any]) -> list[dict[str, Any]]:
     return [part for stage in stages.values() for phase in stage["phases"].values() for part in phase["parts"]]
 
 
-def _work(stages: Mapping[str, Any]) -> str:
+def _work(stages: Mapping[str, Any], measured_on: str) -> str:
     rows = [["stage", "samples", "tokens sampled", "tokens read", "tokens trained", "time"]]
     for name, stage in stages.items():
         work = stage["work"]
@@ -86,7 +94,7 @@ def _work(stages: Mapping[str, Any]) -> str:
             else [f"{work[k]:,}" for k in ("samples", "sampled", "read", "trained")]
         )
         rows.append([name, *cells, _time(stage["seconds"])])
-    return table(rows) + "\nat most, by the speed of this machine in float32"
+    return table(rows) + f"\nevery row at its longest; time by the speed of {measured_on} in float32"
 
 
 def _changes(name: str, stage: Mapping[str, Any]) -> str:
