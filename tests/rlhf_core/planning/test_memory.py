@@ -1,6 +1,7 @@
 """Planned memory: by hand where it can be counted, and against real runs."""
 
 import importlib.util
+import re
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -13,7 +14,7 @@ from rlhf_core.config.ppo import PPOConfig
 from rlhf_core.config.sft import SFTConfig
 from rlhf_core.planning.ledger import CACHE, GATHERED, GRADIENTS, LOGITS, OPTIMIZER, WEIGHTS, Part
 from rlhf_core.planning.memory import Lengths, Phase, evaluate_phases, ppo_phases, sampler_phases, sft_phases
-from rlhf_core.planning.shapes import Shapes, parameters_of, planned_for
+from rlhf_core.planning.shapes import LIMITS, Shapes, parameters_of, planned_for
 
 ROOT = Path(__file__).resolve().parents[3]
 TOLERANCE = 0.05
@@ -106,7 +107,7 @@ def test_a_divided_ppo(ppo_values: Any) -> None:
     layer = (weights - root) // 2
     assert four["sampling"].parts[Part(GATHERED, "policy")] == weights
     assert four["log-probabilities"].parts[Part(GATHERED, "reference")] == root + 2 * layer
-    assert four["update"].parts[Part(GATHERED, "policy")] == 2 * root + 2 * layer
+    assert four["update"].parts[Part(GATHERED, "policy")] == 2 * root + 4 * layer  # and gradients of both
     assert Part(GATHERED, "policy") not in four["scoring"].parts
     assert four["scoring"].parts[Part(GATHERED, "reward model")] == pytest.approx(weights, rel=0.01)
 
@@ -120,8 +121,18 @@ def test_a_divided_sft(precision: Any) -> None:
     body = parameters_of([shapes().causal_lm()]) - root
     assert size_of(many["update"], WEIGHTS) == pytest.approx(size_of(one["update"], WEIGHTS) / 8, rel=0.01)
     assert many["validation"].parts[Part(GATHERED, "policy")] == 4 * root + size * body
-    assert many["update"].parts[Part(GATHERED, "policy")] == 2 * 4 * root + size * body
+    assert many["update"].parts[Part(GATHERED, "policy")] == 2 * 4 * root + size * body + (size + 4) * body // 2
     assert many["update"].peak - size_of(many["update"], GATHERED) < one["update"].peak
+
+
+def test_every_limit_of_the_device_is_planned() -> None:
+    """A limit that keeps the CPU's size plans passes that an accelerator does not make, and many more of them."""
+    found = {
+        name.group()
+        for path in (ROOT / "rlhf_core").rglob("*.py")
+        for name in re.finditer(r"^\w+_ON_ACCELERATOR(?= =)", path.read_text(encoding="utf-8"), re.MULTILINE)
+    }
+    assert found == {name for _, _, name in LIMITS}
 
 
 def benchmark() -> ModuleType:
