@@ -23,12 +23,13 @@ from rlhf_core.planning.memory import (
     sft_phases,
 )  # fmt: skip
 from rlhf_core.planning.shapes import Shapes
-from tasks.evaluation.ceiling import POLICY_SAMPLES, SFT_SAMPLES
 from tasks.params.methods import BY_NAME, VARIANTS
 from tasks.params.scorer import uses_reward_model
 
 SAMPLED = ("judge", "model", "both")
 """Sources of preferences that sample answers."""
+FOR_OPTIMUM = 8
+"""Answers of the SFT model, and of the policy, to each prompt from which `evaluate` estimates the optimum."""
 
 
 @dataclass(frozen=True)
@@ -101,7 +102,7 @@ def _evaluate(params: Any, prompt: int, heldout: int | None, scorers: int) -> Pl
     settings = params.evaluate
     lengths, seeds = Lengths(prompt, settings.max_new_tokens), len(settings.seeds)
     with_seeds, once = candidates_of(params)
-    more = sum(max(0, answers - seeds) for answers in (SFT_SAMPLES, POLICY_SAMPLES))
+    more = 2 * max(0, FOR_OPTIMUM - seeds)
     prompts = min(settings.max_prompts, heldout or settings.max_prompts)
     samples = prompts * (with_seeds * seeds + once + more)
     tokens = samples * lengths.whole

@@ -132,4 +132,6 @@ def test_examples_for_80_gb_fit(name: str, tmp_path: Path) -> None:
     plan = plan_file(ROOT / "examples" / f"{name}.yaml", ROOT, 80, tmp_path, None)
     assert plan["parameters"]["policy"] == parameters
     assert plan["fits"], render(plan)
+    divided = {stage for stage, found in plan["stages"].items() if '"gathered"' in json.dumps(found)}
+    assert divided == ({"sft", "reward", "ppo"} if name == "qwen-8b-8gpus" else set())
     assert "NOT RUN" in (ROOT / "examples" / f"{name}.yaml").read_text(encoding="utf-8")[:400]

@@ -2,10 +2,11 @@
 
 from pathlib import Path
 
+from tasks.evaluation.ceiling import POLICY_SAMPLES, SFT_SAMPLES
 from tasks.params.all import Params
 from tasks.params.loader import parse, read_yaml
 from tasks.params.variant import merged
-from tasks.planning.stages import Work, stages_of
+from tasks.planning.stages import FOR_OPTIMUM, Work, stages_of
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -25,3 +26,7 @@ def test_samples_of_evaluate(tmp_path: Path) -> None:
     scorers = params.reward.members + (params.reward.judge_share > 0)
     assert last.name == "evaluate"
     assert last.work == Work(samples, samples * new, samples * (8 + new) * (2 + scorers))
+
+
+def test_answers_for_the_optimum_are_those_of_evaluate() -> None:
+    assert FOR_OPTIMUM == SFT_SAMPLES == POLICY_SAMPLES
