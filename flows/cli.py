@@ -282,7 +282,7 @@ def plan(
     params: Annotated[Path | None, typer.Option(help="Parameter file. None: params.yaml of the project.")] = None,
     gpu_memory: Annotated[
         float | None,
-        typer.Option(metavar="GB", help="Of each GPU. None: the GPU's here, else this machine's memory.", min=0.001),
+        typer.Option(metavar="GB", help="Of each GPU. None: the GPU's here, else this machine's memory."),
     ] = None,
     model: Annotated[
         Path | None,

@@ -9,6 +9,7 @@ from typing import Any
 import psutil
 
 from flows.text import dotted, table
+from rlhf_core.errors import UserError
 from tasks.params.loader import read_yaml
 from tasks.planning.run import USABLE, plan_run
 
@@ -28,7 +29,9 @@ def plan_file(
     path: Path, root: Path, gpu_memory: float | None, model: Path | None, prompt_tokens: int | None
 ) -> dict[str, Any]:
     """The plan of a parameter file; progress goes to stderr. Raises UserError for a file that is no valid parameter
-    file, and for a model without a config.json."""
+    file, for a model without a config.json, and for no memory."""
+    if gpu_memory is not None and gpu_memory <= 0:
+        raise UserError(f"--gpu-memory {gpu_memory:g}: must be above 0, in GB")
     memory, device = (gpu_memory * GB, "GPU") if gpu_memory is not None else device_memory()
 
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # the error says it in one line
@@ -48,7 +51,7 @@ def render(plan: Mapping[str, Any]) -> str:
         f"parameters: {parameters}",
         f"longest prompt: {plan['prompt_tokens']} tokens; every row is planned at its longest",
         _memory(plan["stages"]),
-        _work(plan["stages"]),
+        _work(plan["stages"], plan["measured_on"]),
         f"disk: {disk}",
         *(_changes(name, stage) for name, stage in plan["stages"].items() if stage["changes"]),
         _verdict(plan),
@@ -57,17 +60,31 @@ def render(plan: Mapping[str, Any]) -> str:
 
 
 def _memory(stages: Mapping[str, Any]) -> str:
-    kinds = ["weights", "gradients", "optimizer", "activations", "logits", "key-value cache"]
+    kinds = ["weights", "gradients", "optimizer", "gathered", "activations", "logits", "key-value cache"]
+    if "gathered" not in {part["kind"] for part in _parts(stages)}:  # no model is divided
+        kinds.remove("gathered")
     rows = [["GB at the peak", "phase", "all", *kinds]]
     for name, stage in stages.items():
         for phase, found in stage["phases"].items():
             sums = [sum(part["bytes"] for part in found["parts"] if part["kind"] == kind) for kind in kinds]
             mark = " *" if found["peak"] == stage["peak"] else ""
             rows.append([name, phase + mark, *map(_number, [found["peak"], *sums])])
-    return table(rows) + "\n* the stage's peak"
+    weights = [f"weights of {name}: {_models(stage)}" for name, stage in stages.items()]
+    return "\n".join([table(rows), "* the stage's peak", "", *weights])
 
 
-def _work(stages: Mapping[str, Any]) -> str:
+def _models(stage: Mapping[str, Any]) -> str:
+    """The weights of each model at the stage's peak, in GB."""
+    phase = max(stage["phases"].values(), key=lambda phase: phase["peak"])
+    sizes = {part["model"]: part["bytes"] for part in phase["parts"] if part["kind"] == "weights"}
+    return ", ".join(f"{model} {_number(size)}" for model, size in sizes.items())
+
+
+def _parts(stages: Mapping[str, Any]) -> list[dict[str, Any]]:
+    return [part for stage in stages.values() for phase in stage["phases"].values() for part in phase["parts"]]
+
+
+def _work(stages: Mapping[str, Any], measured_on: str) -> str:
     rows = [["stage", "samples", "tokens sampled", "tokens read", "tokens trained", "time"]]
     for name, stage in stages.items():
         work = stage["work"]
@@ -77,7 +94,7 @@ def _work(stages: Mapping[str, Any]) -> str:
             else [f"{work[k]:,}" for k in ("samples", "sampled", "read", "trained")]
         )
         rows.append([name, *cells, _time(stage["seconds"])])
-    return table(rows) + "\nat most, by the speed of this machine in float32"
+    return table(rows) + f"\nevery row at its longest; time by the speed of {measured_on} in float32"
 
 
 def _changes(name: str, stage: Mapping[str, Any]) -> str:

@@ -8,7 +8,7 @@ reads a number from a tensor without data, it gets 1 (or true).
 
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +20,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 ACTIVATIONS, LOGITS, CACHE = "activations", "logits", "key-value cache"
-WEIGHTS, GRADIENTS, OPTIMIZER = "weights", "gradients", "optimizer"
+WEIGHTS, GRADIENTS, OPTIMIZER, GATHERED = "weights", "gradients", "optimizer", "gathered"
+DIVIDED = (WEIGHTS, GRADIENTS, OPTIMIZER)
+"""Kinds of which each of several processes has its part."""
 UNINITIALISED = {
     torch.ops.aten.empty.memory_format,
     torch.ops.aten.empty_like.default,
@@ -37,17 +39,24 @@ class Part:
     model: str = ""
 
 
+COPY = Part("copy")
+"""Copies of divided weights in bfloat16; not counted."""
+
+
 class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """While it is active: the bytes of all tensors that live, and their highest sum, by part.
 
     Args:
         vocabulary: tensors with this last dimension are counted as logits.
         mode: in which the models were made.
+        processes: over which the models are divided. Counted is one of them: its part of what is marked as `DIVIDED`,
+            and all the rest. Copies of weights in bfloat16 are left out: FSDP gathers the weights in bfloat16, see
+            `gathering`.
     """
 
-    def __init__(self, vocabulary: int, mode: FakeTensorMode) -> None:
+    def __init__(self, vocabulary: int, mode: FakeTensorMode, processes: int = 1) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.vocabulary, self.mode = vocabulary, mode
+        self.vocabulary, self.mode, self.processes = vocabulary, mode, processes
         self.live: Counter[Part] = Counter()
         self.peak, self.at_peak = 0, dict[Part, int]()
         self._total = 0
@@ -62,17 +71,28 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
             found = self.mode.from_tensor(found)
         for tensor in tree_leaves(found):
             if isinstance(tensor, Tensor):
-                self._count(tensor)
+                self._count(tensor, COPY if self._is_copy(function, args, tensor) else None)
         return found
+
+    @contextmanager
+    def gathering(self, sizes: Mapping[str, int]) -> Iterator[None]:
+        """In this context each named model takes so many bytes more, for weights that are gathered. A context of
+        `counting` must be inside."""
+        for sign in (1, -1):
+            for name, size in sizes.items():
+                self.live[Part(GATHERED, name)] += sign * size
+                self._total += sign * size
+            if sign > 0:
+                yield
 
     def mark(self, tensors: Iterable[Tensor], part: Part) -> None:
         """Count these tensors as `part`, from now on."""
         for tensor in tensors:
             self._count(tensor)
             storage = tensor.untyped_storage()
-            before = self._parts[storage._cdata]
-            self.live[before] -= storage.nbytes()
-            self.live[part] += storage.nbytes()
+            before, size = self._parts[storage._cdata], storage.nbytes()
+            self._add(before, -size)
+            self._add(part, size)
             self._parts[storage._cdata] = part
 
     def follow(self, name: str, model: nn.Module) -> None:
@@ -100,22 +120,35 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Forget the peak so far: it is what lives now."""
         self.peak, self.at_peak = self._total, dict(self.live)
 
-    def _count(self, tensor: Tensor) -> None:
+    def _is_copy(self, function: Any, args: Any, copied: Tensor) -> bool:
+        if self.processes == 1 or function is not torch.ops.aten._to_copy.default or copied.dtype != torch.bfloat16:
+            return False
+        part = self._parts.get(args[0].untyped_storage()._cdata)
+        return part is not None and part.kind == WEIGHTS
+
+    def _count(self, tensor: Tensor, part: Part | None = None) -> None:
         storage = tensor.untyped_storage()
         if storage._cdata in self._parts:
             return
         size, key = storage.nbytes(), storage._cdata
-        part = Part(LOGITS) if tensor.ndim > 1 and tensor.shape[-1] == self.vocabulary else Part(ACTIVATIONS)
+        if part is None:
+            part = Part(LOGITS) if tensor.ndim > 1 and tensor.shape[-1] == self.vocabulary else Part(ACTIVATIONS)
         self._parts[key] = part
-        self.live[part] += size
-        self._total += size
+        self._add(part, size)
         weakref.finalize(storage, self._freed, key, size)
         if self._total > self.peak:
             self.restart()
 
     def _freed(self, key: int, size: int) -> None:
-        self.live[self._parts.pop(key)] -= size
-        self._total -= size
+        self._add(self._parts.pop(key), -size)
+
+    def _add(self, part: Part, size: int) -> None:
+        if part == COPY:
+            return
+        if part.kind in DIVIDED:
+            size = size // self.processes if size > 0 else -(-size // self.processes)
+        self.live[part] += size
+        self._total += size
 
 
 def _one(dtype: torch.dtype) -> bool | int | float:

@@ -1,5 +1,6 @@
 """Peak memory of each phase of a stage, measured by running the stage's own code on tensors without data."""
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from rlhf_core.config.precision import Recomputed
 from rlhf_core.config.reward import RewardConfig
 from rlhf_core.config.sft import SFTConfig
 from rlhf_core.dpo import PairObjective, PolicyPairTrainer, Referenced, ReferencedCollator, dpo_loss, reference_logprobs
+from rlhf_core.evaluation.divergence import measure_divergence
 from rlhf_core.models.hf import fresh_head
 from rlhf_core.models.lora import Adapter, add_lora
 from rlhf_core.models.packed import can_pack
@@ -26,6 +28,7 @@ from rlhf_core.models.recompute import recomputing
 from rlhf_core.models.sampling import sample
 from rlhf_core.models.scorers import Answers, RewardModelScorer
 from rlhf_core.models.shared_body import add_scalar_adapter, shares_body
+from rlhf_core.planning.gathered import pass_bytes, whole_bytes
 from rlhf_core.planning.ledger import ACTIVATIONS, CACHE, GRADIENTS, Ledger, Part, counting
 from rlhf_core.planning.shapes import Shapes, rows_of
 from rlhf_core.ppo.actor_critic import ActorCritic
@@ -66,6 +69,31 @@ class Phase:
     """Bytes."""
     parts: dict[Part, int]
     """Bytes of each part; their sum is `peak`."""
+
+
+def _following(shapes: Shapes, *models: tuple[str, PreTrainedModel], processes: int = 1) -> Ledger:
+    """A ledger that counts the weights and gradients of these models, by name; of one of several processes that divide
+    them."""
+    ledger = Ledger(shapes.vocabulary, shapes.mode, processes)
+    with ledger:
+        for name, model in models:
+            ledger.follow(name, model)
+    return ledger
+
+
+def _passing(
+    shapes: Shapes, ledger: Ledger, *models: tuple[str, PreTrainedModel], trains: bool = True
+) -> AbstractContextManager[None]:
+    """Passes through models; where they are divided, with what a pass gathers."""
+    return ledger.gathering({name: pass_bytes(shapes, model, trains) for name, model in models if ledger.processes > 1})
+
+
+def _whole(shapes: Shapes, ledger: Ledger, *models: tuple[str, PreTrainedModel]) -> AbstractContextManager[None]:
+    """Work with models; where they are divided, with the whole weights gathered."""
+    sizes = Counter[str]()
+    for name, model in models:
+        sizes[name] += whole_bytes(shapes, model) if ledger.processes > 1 else 0
+    return ledger.gathering(sizes)
 
 
 def _phase(name: str, ledger: Ledger) -> Phase:
@@ -166,32 +194,30 @@ def sft_phases(shapes: Shapes, config: SFTConfig, lengths: Lengths) -> list[Phas
             add_lora(model, config.lora, 0)
     rows = _demonstrations(config.micro_batch_size, lengths, shapes.vocabulary)
     schedule = _schedule(config, config.micro_batch_size)
-    ledger = Ledger(shapes.vocabulary, shapes.mode)
-    with ledger:
-        ledger.follow("policy", model)
+    ledger = _following(shapes, ("policy", model), processes=config.processes)
     with TemporaryDirectory() as folder:
         trainer = _trainer(ResponseTrainer, shapes, model, schedule, Collator(0), rows, Path(folder))
-        update = _training(ledger, "update", trainer, Collator(0)(rows), "policy", config.gradient_checkpointing)
-        with counting(ledger), autocast(shapes.precision, model.device):
+        with _passing(shapes, ledger, ("policy", model)):
+            update = _training(ledger, "update", trainer, Collator(0)(rows), "policy", config.gradient_checkpointing)
+        with _whole(shapes, ledger, ("policy", model)), counting(ledger), autocast(shapes.precision, model.device):
             response_loss(model, rows, 0, config.micro_batch_size)
     return [update, _phase("validation", ledger)]
 
 
 def reward_phases(shapes: Shapes, config: RewardConfig, lengths: Lengths, answers: int) -> list[Phase]:
-    """The reward model: a training step over `config.batch_size` prompts with `answers` responses each."""
+    """The reward model: a training step over `config.batch_size` prompts with `answers` responses each; where the model
+    is divided, in passes over one prompt."""
     model = shapes.scalar_model(body_precision(shapes.precision, config.lora))
-    rows = _comparisons(config.batch_size, answers, lengths, shapes.vocabulary)
+    rows = _comparisons(_prompts_in_pass(config), answers, lengths, shapes.vocabulary)
     return [_pairs(shapes, model, PairTrainer, PairCollator(0), rows, config, "reward model")]
 
 
 def pair_phases(shapes: Shapes, config: PairConfig, lengths: Lengths, answers: int) -> list[Phase]:
     """DPO or IPO: log π_ref of the responses, and a training step."""
     model = shapes.causal_lm(body_precision(shapes.precision, config.lora))
-    ledger = Ledger(shapes.vocabulary, shapes.mode)
-    rows = _comparisons(config.batch_size, answers, lengths, shapes.vocabulary)
-    with ledger:
-        ledger.follow("policy", model)
-    with counting(ledger), autocast(shapes.precision, model.device):
+    ledger = _following(shapes, ("policy", model), processes=config.processes)
+    rows = _comparisons(_prompts_in_pass(config), answers, lengths, shapes.vocabulary)
+    with _whole(shapes, ledger, ("policy", model)), counting(ledger), autocast(shapes.precision, model.device):
         reference_logprobs(model, rows, 0)
     before = _phase("reference", ledger)
     kind = partial(PolicyPairTrainer, PairObjective(1.0, dpo_loss))
@@ -202,21 +228,26 @@ def pair_phases(shapes: Shapes, config: PairConfig, lengths: Lengths, answers: i
 def _pairs(
     shapes: Shapes, model: PreTrainedModel, kind: Any, collate: Any, rows: Sequence[Any], config: Any, name: str
 ) -> Phase:
-    ledger = Ledger(shapes.vocabulary, shapes.mode)
     if config.lora is not None:
         with shapes.mode:
             add_lora(model, config.lora, 0)
-    with ledger:
-        ledger.follow(name, model)
-    with TemporaryDirectory() as folder:
-        trainer = _trainer(kind, shapes, model, _schedule(config, config.batch_size), collate, rows, Path(folder))
+    ledger = _following(shapes, (name, model), processes=config.processes)
+    schedule = _schedule(config, _prompts_in_pass(config))
+    with TemporaryDirectory() as folder, _passing(shapes, ledger, (name, model)):
+        trainer = _trainer(kind, shapes, model, schedule, collate, rows, Path(folder))
         return _training(ledger, "update", trainer, collate(rows), name, config.gradient_checkpointing)
 
 
+def _prompts_in_pass(config: Any) -> int:
+    return 1 if config.processes > 1 else config.batch_size
+
+
 def _schedule(config: Any, micro_batch_size: int) -> Schedule:
+    """Of one process: it makes its share of the micro-batches."""
+    passes = -(-config.batch_size // (micro_batch_size * config.processes))
     return Schedule(
         learning_rate=config.learning_rate,
-        batch_size=config.batch_size,
+        batch_size=passes * micro_batch_size,
         micro_batch_size=micro_batch_size,
         warmup_steps=config.warmup_steps,
         weight_decay=config.weight_decay,
@@ -298,7 +329,8 @@ class _PPO:
 
     def __post_init__(self) -> None:
         config = self.config = self.config.model_copy(update={"stop_kl": None, "max_ratio": None, "check_ratio": False})
-        self.ledger = Ledger(self.shapes.vocabulary, self.shapes.mode)
+        self.divides = config.processes if config.sharding == "fsdp" else 1
+        self.ledger = Ledger(self.shapes.vocabulary, self.shapes.mode, self.divides)
         shapes, precision = self.shapes, self.shapes.precision
         policy = shapes.causal_lm(body_precision(precision, config.lora))
         reference = None if config.lora is not None else shapes.causal_lm(precision)
@@ -310,17 +342,21 @@ class _PPO:
             self.reward_models = [self._reward_model(policy, number) for number in range(self.scorers)]
             self.models = ActorCritic(config, policy, reference, self._critic(policy), precision=precision)
         self.optimizers = build_optimizers(self.models.trained(), config)
+        found = [(name, getattr(self.models, name)) for name in ("policy", "reference", "critic")]
+        self.bodies = [(name, model) for name, model in found if model is not None and not shares_body(model)]
         with self.ledger:
-            for name in ("policy", "reference", "critic", "head"):
-                if (model := getattr(self.models, name)) is not None and not _shares_body(model):
-                    self.ledger.follow("critic" if name == "head" else name, model)
-            for model in self.reward_models:
-                if not _shares_body(model):
-                    self.ledger.follow("reward model", model)
+            for name, model in [*self.bodies, *self.scoring()]:
+                self.ledger.follow(name, model)
+            if self.models.head is not None:
+                self.ledger.follow("critic", self.models.head)
             for name, optimizer in self.optimizers.items():
                 self.ledger.follow_optimizer(name, optimizer)
         processes, halving = Processes(), Halving("planning", "", print)
         self.updater = Updater(self.models, self.optimizers, config, 0, 0, processes, halving)
+
+    def scoring(self) -> list[tuple[str, PreTrainedModel]]:
+        """The reward models with a body of their own."""
+        return [("reward model", model) for model in self.reward_models if not shares_body(model)]
 
     def _reward_model(self, policy: PreTrainedModel, number: int) -> PreTrainedModel:
         """As `ScalarModels.frozen` loads it."""
@@ -386,10 +422,6 @@ class _PPO:
         return StepPlan(0, True, True, epochs=1, minibatches=1, kl_coef=self.config.kl.coef, step_price=price)
 
 
-def _shares_body(model: Any) -> bool:
-    return isinstance(model, PreTrainedModel) and shares_body(model)
-
-
 def ppo_phases(
     shapes: Shapes, config: PPOConfig, lengths: Lengths, scorers: int, reward_lora: LoraSettings | None = None
 ) -> list[Phase]:
@@ -399,32 +431,45 @@ def ppo_phases(
     ledger, (rollout, credit), plan = run.ledger, run.rollout(), run.plan()
     for name, optimizer in run.optimizers.items():
         _step_before(ledger, optimizer, name, run.minibatch > run.micro_batch)
-    with counting(ledger):
+    with _passing(shapes, ledger, *run.bodies), counting(ledger):
         run.updater.run(rollout, credit, plan)
     update = _phase("update", ledger)
-    with counting(ledger):
+    with _passing(shapes, ledger, *run.bodies, trains=False), counting(ledger):
         run.updater.read(rollout, plan)
     phases = [_phase("log-probabilities", ledger)]
     for model in run.reward_models[:1]:
         scorer = RewardModelScorer(model, 0, config.micro_batch_size)
         texts = [""] * len(rollout.response_ids)
-        with counting(ledger):
+        with _whole(shapes, ledger, *(run.scoring() or run.bodies[:1])), counting(ledger):
             scorer(Answers([[] for _ in texts], texts, rollout.prompt_ids, rollout.response_ids))
         phases.append(_phase("scoring", ledger))
     rows = min(run.answers, config.sampler_rows or config.batch_size)
     each = min(config.samples_per_prompt, rows)
-    with torch.no_grad():
+    with torch.no_grad(), _whole(shapes, ledger, *run.bodies[:1]):
         first = sampling_phase("sampling", ledger, run.models.policy, rows, lengths, each, run.models.autocast)
     return [first, *phases, update]
 
 
-def sampler_phases(shapes: Shapes, rows: int, lengths: Lengths, each: int, scorers: int = 0) -> list[Phase]:
-    """Sampling from one model, beside reward models that score."""
-    ledger = Ledger(shapes.vocabulary, shapes.mode)
-    models = [shapes.scalar_model(shapes.precision).requires_grad_(False) for _ in range(scorers)]
+def sampler_phases(shapes: Shapes, rows: int, lengths: Lengths, each: int) -> list[Phase]:
+    """Sampling from one model."""
     policy = shapes.causal_lm(shapes.precision).requires_grad_(False)
-    with ledger:
-        ledger.follow("policy", policy)
-        for model in models:
-            ledger.follow("reward model", model)
-    return [sampling_phase("sampling", ledger, policy, rows, lengths, each)]
+    return [sampling_phase("sampling", _following(shapes, ("policy", policy)), policy, rows, lengths, each)]
+
+
+def evaluate_phases(
+    shapes: Shapes, rows: int, lengths: Lengths, each: int, scorers: int, interpolates: bool
+) -> list[Phase]:
+    """Sampling from a candidate, and the exact KL to the SFT model. In memory are both, with `interpolates` a policy
+    between them, too, and the reward models that score."""
+    names = ["candidate", "SFT model"] + ["interpolated"] * interpolates
+    models = [(name, shapes.causal_lm(shapes.precision)) for name in names]
+    models += [("reward model", shapes.scalar_model(shapes.precision)) for _ in range(scorers)]
+    for _, model in models:
+        model.requires_grad_(False)
+    (_, candidate), (_, sft), *_ = models
+    ledger = _following(shapes, *models)
+    first = sampling_phase("sampling", ledger, candidate, rows, lengths, each)
+    texts = [rows_of(rows, length, shapes.vocabulary) for length in (lengths.prompt, lengths.response)]
+    with counting(ledger):
+        measure_divergence(candidate, sft, *texts, pad_id=0, temperature=1.0, batch_size=rows)
+    return [first, _phase("exact KL", ledger)]

@@ -17,16 +17,21 @@ from transformers import (
 from rlhf_core.config.base import ScratchConfig
 from rlhf_core.config.precision import Frozen, Precision
 from rlhf_core.errors import UserError
-from rlhf_core.models import batching, head
+from rlhf_core.models import batching, head, token_logprobs
 from rlhf_core.models.hf import build_llama, scalar_head, without_dropout
 from rlhf_core.models.precision import frozen_dtype, keep_float32
+from rlhf_core.models.sampling import require_cache
 from rlhf_core.planning.ledger import without_data
 
 LIMITS = (
     (batching, "TOKENS_ON_CPU", "TOKENS_ON_ACCELERATOR"),
     (head, "CHUNK_ON_CPU", "CHUNK_ON_ACCELERATOR"),
+    (token_logprobs, "PIECE_ON_CPU", "PIECE_ON_ACCELERATOR"),
 )
 """Limits of a pass that differ between the CPU and an accelerator: module, and the names of the two constants."""
+
+EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+"""Names of the number of experts in configurations."""
 
 
 class Shapes:
@@ -80,11 +85,28 @@ class Shapes:
         config = copy.deepcopy(self.config)
         for name, value in changes.items():
             setattr(config, name, value)
-        with self.mode:
-            model: PreTrainedModel = kind.from_config(
-                config, dtype=frozen_dtype(frozen), trust_remote_code=self._trusted
-            )
+        try:
+            with self.mode:
+                model: PreTrainedModel = kind.from_config(
+                    config, dtype=frozen_dtype(frozen), trust_remote_code=self._trusted
+                )
+        except ValueError as error:
+            if "Unrecognized configuration class" not in str(error):
+                raise
+            raise UserError(f"{config.model_type}: transformers has no {kind.__name__} for this architecture") from None
         return model.eval()
+
+
+def require_plannable(shapes: Shapes) -> None:
+    """Raise UserError for an architecture that is no causal language model, whose layers are no attention, or which has
+    experts: which of them a token takes depends on weights."""
+    settings = shapes.config.get_text_config().to_dict()
+    if any((settings.get(key) or 0) > 1 for key in EXPERTS):
+        raise UserError(
+            f"{shapes.config.model_type}: has experts, which cannot be planned, because the weights choose them; plan "
+            "a model without experts"
+        )
+    require_cache(shapes.causal_lm())
 
 
 class _TwoSpecialTokens:

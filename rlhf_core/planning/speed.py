@@ -34,6 +34,11 @@ class Speed:
     """One new token for each of some rows, without the reading of the cache."""
 
 
+def measured_device() -> str:
+    """Where `calibrate` measures."""
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else "the CPU of this machine"
+
+
 def calibrate(shapes: Shapes, rows: int) -> Speed:
     """The speed of the model on the GPU if there is one, else on the CPU; `rows` are sampled side by side."""
     full = shapes.causal_lm()

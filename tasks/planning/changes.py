@@ -31,6 +31,8 @@ def changes_of(stage: str, params: Any) -> Iterator[Values]:
         config = params.ppo
         whole = longest_prompt(params) + config.max_new_tokens
         tokens = min(config.micro_batch_tokens or config.micro_batch_size * whole, config.micro_batch_size * whole)
+        if config.processes > 1:
+            yield {"ppo": {"sharding": "fsdp"}}
         yield {"ppo": {"gradient_checkpointing": True}}
         yield {"ppo": {"lora": {}}}
         for part in (4, 16):
@@ -39,6 +41,9 @@ def changes_of(stage: str, params: Any) -> Iterator[Values]:
         yield {"ppo": {"critic": {"kind": "shared"}}}
         return
     settings = params.rejection_sft.training if block == "rejection_sft" else getattr(params, block)
+    processes = getattr(settings, "processes", params.ppo.processes)
+    if processes < params.ppo.processes:
+        yield _within(block, {"processes": params.ppo.processes})
     key = "micro_batch_size" if hasattr(settings, "micro_batch_size") else "batch_size"
     if "gradient_checkpointing" in type(settings).model_fields:
         yield _within(block, {"gradient_checkpointing": True})

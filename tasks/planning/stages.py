@@ -1,5 +1,6 @@
 """The stages of a run that compute with a model: their memory, and the tokens that they process."""
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -11,13 +12,24 @@ from rlhf_core.config.lora import LoraSettings
 from rlhf_core.config.ppo import PPOConfig
 from rlhf_core.config.precision import Precision
 from rlhf_core.config.sft import SFTConfig
-from rlhf_core.planning.memory import Lengths, Phase, pair_phases, ppo_phases, reward_phases, sampler_phases, sft_phases
+from rlhf_core.planning.memory import (
+    Lengths,
+    Phase,
+    evaluate_phases,
+    pair_phases,
+    ppo_phases,
+    reward_phases,
+    sampler_phases,
+    sft_phases,
+)  # fmt: skip
 from rlhf_core.planning.shapes import Shapes
-from tasks.params.methods import VARIANTS
+from tasks.params.methods import BY_NAME, VARIANTS
 from tasks.params.scorer import uses_reward_model
 
 SAMPLED = ("judge", "model", "both")
 """Sources of preferences that sample answers."""
+FOR_OPTIMUM = 8
+"""Answers of the SFT model, and of the policy, to each prompt from which `evaluate` estimates the optimum."""
 
 
 @dataclass(frozen=True)
@@ -72,9 +84,33 @@ def _stages_of(params: Any, root: Path, prompt_tokens: int | None) -> Iterator[P
             yield _pairs(name, method, prompt, answers, pairs)
         elif name == "rejection_sft":
             yield _sft(name, method.training, prompt, None)
-    lengths = Lengths(prompt, params.evaluate.max_new_tokens)
-    asked = min(params.evaluate.max_prompts, rows_in(root, "heldout") or params.evaluate.max_prompts)
-    yield _sampling("evaluate", params.evaluate.batch_size, lengths, len(params.evaluate.seeds), asked, scorers)
+    yield _evaluate(params, prompt, rows_in(root, "heldout"), scorers)
+
+
+def candidates_of(params: Any) -> tuple[int, int]:
+    """Models that `evaluate` samples from, at most: those that answer with each of its seeds (SFT model, policy,
+    methods, the user's), and those that answer with the first one (interpolated policies, PPO's snapshots)."""
+    ppo, settings = params.ppo, params.evaluate
+    methods = sum(BY_NAME[name].has_model for name, _ in params.enabled_methods())
+    snapshots = math.ceil(ppo.steps / (ppo.snapshot_every or ppo.steps))
+    others = len(settings.interpolation) + min(settings.snapshots, snapshots)
+    return 2 + methods + len(settings.extra_models), others
+
+
+def _evaluate(params: Any, prompt: int, heldout: int | None, scorers: int) -> PlannedStage:
+    """The work counts the answers of every candidate, and those of SFT model and policy for the optimum."""
+    settings = params.evaluate
+    lengths, seeds = Lengths(prompt, settings.max_new_tokens), len(settings.seeds)
+    with_seeds, once = candidates_of(params)
+    more = 2 * max(0, FOR_OPTIMUM - seeds)
+    prompts = min(settings.max_prompts, heldout or settings.max_prompts)
+    samples = prompts * (with_seeds * seeds + once + more)
+    tokens = samples * lengths.whole
+    work = Work(samples, samples * lengths.response, tokens * (2 + scorers))
+    size, between = settings.batch_size, bool(settings.interpolation)
+    return PlannedStage(
+        "evaluate", lambda shapes: evaluate_phases(shapes, size, lengths, seeds, scorers, between), work
+    )
 
 
 def longest_prompt(params: Any) -> int:
@@ -124,7 +160,7 @@ def _loop(name: str, config: PPOConfig, prompt: int, scorers: int, reward_lora: 
     return PlannedStage(name, lambda shapes: ppo_phases(shapes, config, lengths, scorers, reward_lora), work)
 
 
-def _sampling(name: str, rows: int, lengths: Lengths, each: int, prompts: int | None, scorers: int = 0) -> PlannedStage:
+def _sampling(name: str, rows: int, lengths: Lengths, each: int, prompts: int | None) -> PlannedStage:
     samples = None if prompts is None else prompts * each
-    work = None if samples is None else Work(samples, samples * lengths.response, samples * lengths.whole * scorers)
-    return PlannedStage(name, lambda shapes: sampler_phases(shapes, rows, lengths, each, scorers), work)
+    work = None if samples is None else Work(samples, samples * lengths.response)
+    return PlannedStage(name, lambda shapes: sampler_phases(shapes, rows, lengths, each), work)

@@ -92,6 +92,37 @@ def test_a_model_of_the_hub_without_a_network_is_one_line(
     assert "cannot read the config.json" in errors
 
 
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"model_type": "t5"}, "t5: transformers has no AutoModelForCausalLM"),
+        ({"model_type": "granite"}, "granite: transformers has no AutoModelForSequenceClassification"),
+        ({"model_type": "mamba", "num_hidden_layers": 1}, "has layers without attention"),
+        ({"model_type": "mixtral"}, "mixtral: has experts"),
+        ({"model_type": "qwen3_moe"}, "qwen3_moe: has experts"),
+    ],
+)
+def test_architectures_that_cannot_be_planned(
+    leash: Callable[..., Any], tmp_path: Path, config: dict[str, Any], words: str
+) -> None:
+    sizes = {"vocab_size": 99, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "d_model": 64}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 4, "num_layers": 1, "num_heads": 4}
+    (tmp_path / "config.json").write_text(json.dumps(sizes | config), encoding="utf-8")
+    code, output, errors = leash("plan", "--params", "examples/qwen-0.5b.yaml", "--model", str(tmp_path))
+    assert (code, output) == (2, ""), errors
+    assert words in errors.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "words"),
+    [("--gpu-memory", "0", "above 0"), ("--gpu-memory", "-8", "above 0"), ("--model", "nowhere", "no such folder")],
+)
+def test_a_bad_option_is_one_line(leash: Callable[..., Any], option: str, value: str, words: str) -> None:
+    code, output, errors = leash("plan", "--params", "examples/qwen-0.5b.yaml", option, value)
+    assert (code, output, errors.count("\n")) == (2, "", 1)
+    assert words in errors
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", list(EXAMPLES))
@@ -101,4 +132,6 @@ def test_examples_for_80_gb_fit(name: str, tmp_path: Path) -> None:
     plan = plan_file(ROOT / "examples" / f"{name}.yaml", ROOT, 80, tmp_path, None)
     assert plan["parameters"]["policy"] == parameters
     assert plan["fits"], render(plan)
+    divided = {stage for stage, found in plan["stages"].items() if '"gathered"' in json.dumps(found)}
+    assert divided == ({"sft", "reward", "ppo"} if name == "qwen-8b-8gpus" else set())
     assert "NOT RUN" in (ROOT / "examples" / f"{name}.yaml").read_text(encoding="utf-8")[:400]
