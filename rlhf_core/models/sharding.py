@@ -62,7 +62,7 @@ def divide(model: PreTrainedModel, bfloat16: bool = False) -> PreTrainedModel:
         return model
     can_pack(model)  # decided by passes through the whole model, at different times in different processes
     head.examine(model)
-    layers = _layers(model)
+    layers = layers_of(model)
     device = "cuda" if distributed.get_backend() == "nccl" else "cpu"
     mesh = init_device_mesh(device, (distributed.get_world_size(),))
     in_layers = MixedPrecisionPolicy()
@@ -199,7 +199,8 @@ def any_process(flag: bool, device: torch.device) -> bool:
     return bool(flags.item())
 
 
-def _layers(model: PreTrainedModel) -> list[nn.Module]:
+def layers_of(model: PreTrainedModel) -> list[nn.Module]:
+    """The layers whose weights are gathered one after another. Raises UserError where transformers names none."""
     names = set(getattr(model, "_no_split_modules", None) or ())
     layers = [module for module in model.modules() if type(module).__name__ in names]
     if not layers:

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from rlhf_core.models.sharding import _layers as layers_of
+from rlhf_core.models.sharding import layers_of
 from rlhf_core.planning.shapes import Shapes
 
 LAYERS_AT_ONCE = 2
