@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel, TrainerCallback
+from transformers import PreTrainedModel, Trainer, TrainerCallback
 
 from rlhf_core.errors import NonFiniteError, UserError, is_out_of_memory
 from rlhf_core.models.batch import TokenBatch, predict
@@ -26,7 +26,7 @@ IGNORED = -100
 """The label of a token that is not learnt."""
 
 
-require_hooks(DividedTrainer, ("training_step", "compute_loss_context_manager", "compute_loss", "evaluate", "log"))
+require_hooks(Trainer, ("training_step", "compute_loss_context_manager", "compute_loss", "evaluate", "log"))
 require_hooks(TrainerCallback, ("on_log", "on_step_end", "on_evaluate", "on_save"))
 
 

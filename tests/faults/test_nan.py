@@ -28,6 +28,7 @@ from rlhf_core.ppo.trainer import PPOTrainer
 from rlhf_core.pretrain import pretrain
 from rlhf_core.reward import Comparison, PairTrainer, train_reward_model
 from rlhf_core.sft import Demonstration, ResponseTrainer, fine_tune
+from rlhf_core.training.divided import DividedTrainer
 from rlhf_core.training.run import Run
 from rlhf_core.training.trainer import GuardedTrainer
 
@@ -126,17 +127,24 @@ def test_a_validation_loss_that_is_not_finite_is_not_the_best(tmp_path: Path, mo
     assert not list(tmp_path.rglob("best*"))
 
 
-def test_a_hook_that_transformers_has_renamed_stops_the_import(monkeypatch: pytest.MonkeyPatch) -> None:
+PRIVATE = [name for name in vars(DividedTrainer) if name.startswith("_") and not name.startswith("__")]
+
+
+@pytest.mark.parametrize("name", ["training_step", *PRIVATE])
+def test_a_hook_that_transformers_has_renamed_stops_the_import(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A method that is never called any more would switch the guard off without notice."""
-    monkeypatch.delattr(Trainer, "training_step")
-    with pytest.raises(ImportError, match=r"^transformers \S+: Trainer has no training_step, .*; install a version"):
-        importlib.reload(importlib.import_module("rlhf_core.training.trainer"))
+    monkeypatch.delattr(Trainer, name)
+    module = "divided" if name in PRIVATE else "trainer"
+    with pytest.raises(ImportError, match=rf"^transformers \S+: Trainer has no {name}, .*; install a version"):
+        importlib.reload(importlib.import_module(f"rlhf_core.training.{module}"))
 
 
-@pytest.mark.parametrize("private", ["_clip_grad_norm", "_save_checkpoint"])
-def test_the_guards_override_no_private_method(private: str) -> None:
+def test_the_guards_override_no_private_method() -> None:
+    """Those of divided models are in one class."""
+    assert "_clip_grad_norm" in PRIVATE
     for kind in (GuardedTrainer, PairTrainer, ResponseTrainer):
-        assert getattr(kind, private) is getattr(Trainer, private)
+        own = [name for name in vars(kind) if name.startswith("_") and not name.startswith("__")]
+        assert not [name for name in own if hasattr(Trainer, name)]
 
 
 def scorer_with_nan(trainer: list[PPOTrainer]) -> Callable[[Answers], list[float]]:

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from rlhf_core.config.sft import SFTConfig
 from rlhf_core.errors import NonFiniteError
 from rlhf_core.sft import IGNORED, Collator, Demonstration, KeepBest, SFTResult, fine_tune, response_loss
+from rlhf_core.training.checkpoints import SEAL
 from rlhf_core.training.run import NeverStops, Run
 
 Build = Callable[..., PreTrainedModel]
@@ -203,7 +204,9 @@ def test_failure_01_a_checkpoint_that_was_cut_short_is_passed_over(
             train(build_lm(), CONFIG, replace(run, report=kill_at(4)))
         state = tmp_path / name / "trainer" / "checkpoint-3" / "trainer_state.json"
         state.unlink()
-        if rest is not None:
+        if rest is None:
+            (state.parent / SEAL).unlink()
+        else:
             state.write_text(rest, encoding="utf-8")
         resumed = build_lm(seed=9)
         train(resumed, CONFIG, run)

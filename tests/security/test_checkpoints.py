@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer
 
-from rlhf_core.ppo import checkpoint
+from rlhf_core.models import sharded_files
 from rlhf_core.training.run import Run, Schedule, trainer_arguments
 
 Arm = Callable[..., Path]
@@ -67,19 +67,13 @@ def test_an_armed_part_of_a_trainers_checkpoint_never_fires(
     assert not mark.exists()
 
 
-def read_policy_state(path: Path) -> object:
-    """The state of a PPO run, as the stage reads it."""
-    read = getattr(checkpoint, "read", None)
-    return read(path) if read else checkpoint.Checkpoints(path.parent).load()
-
-
 @pytest.mark.parametrize("wrapped", [True, False], ids=["torch", "plain pickle"])
 def test_an_armed_checkpoint_of_ppo_never_fires(tmp_path: Path, arm: Arm, wrapped: bool) -> None:
     (tmp_path / "state").mkdir()
     path = tmp_path / "state" / "checkpoint-00000001.pt"
     mark = arm(path, wrapped)
     with pytest.raises(Exception, match=r"[Ww]eights.only"):
-        read_policy_state(path)
+        sharded_files.read(path)
     assert not mark.exists()
 
 

@@ -131,7 +131,7 @@ def test_a_stage_of_two_processes_waits_for_two_and_blocks_nobody_meanwhile(
         with claim("tasks.sft", "print(os.environ['CUDA_VISIBLE_DEVICES'])") as sft:
             assert sft.communicate(timeout=30)[0] == "1\n"
         busy.release()
-        assert ppo.communicate(timeout=30)[0] == "began\n"
+        assert ppo.communicate(timeout=30)[0].endswith("began\n")  # before, it may have seen the other one on GPU 1
 
 
 @pytest.mark.parametrize("module", ["tasks.ingest", "tasks.reinforce", "tasks.tracking.sender", "flows.cli"])
