@@ -16,7 +16,7 @@ from rlhf_core.loading import loading
 
 ROLES = ("<|system|>", "<|user|>", "<|assistant|>")
 PROBE: Conversation = [{"role": "user", "content": "Good morning."}]
-"""A conversation that every chat template must render."""
+"""A conversation that every chat template must render, some behind a system message."""
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ '<|' + message['role'] + '|>' + message['content'] + eos_token }}{% endfor %}"
@@ -106,8 +106,8 @@ def complete(
 
 
 def require_usable(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
-    """The tokenizer itself. Raises UserError when pad or eos is missing, when they are the same, or without a chat
-    template."""
+    """The tokenizer itself. Raises UserError when pad or eos is missing, when they are the same, without a chat
+    template, and where the template renders the probe neither as it is nor behind a system message."""
     name = tokenizer.name_or_path
     if tokenizer.eos_token_id is None or tokenizer.pad_token_id is None:
         raise UserError(f"{name}: the tokenizer needs an eos and a pad token; run the stage `base` to add them")
@@ -119,7 +119,11 @@ def require_usable(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBas
     if not tokenizer.chat_template:
         raise UserError(f"{name}: the tokenizer has no chat template; run the stage `base` to add one")
     with rendering(tokenizer):
-        tokenizer.apply_chat_template(PROBE, add_generation_prompt=True, tokenize=False)
+        try:
+            tokenizer.apply_chat_template(PROBE, add_generation_prompt=True, tokenize=False)
+        except TemplateError:
+            behind_system: Conversation = [{"role": "system", "content": "Be brief."}, *PROBE]
+            tokenizer.apply_chat_template(behind_system, add_generation_prompt=True, tokenize=False)
     return tokenizer
 
 

@@ -140,8 +140,9 @@ def load_chat_model(
         raise UserError(f"{folder}: cannot be loaded ({' '.join(str(error).split())})") from None
     if tokenizer.eos_token_id is None or not tokenizer.chat_template:
         raise UserError(f"{folder}: the tokenizer needs an eos token and a chat template; the stage `base` adds them")
-    encode_prompt(tokenizer, PROBE)
-    return ChatModel(name, model, tokenizer, end_tokens(model, tokenizer), system)
+    chat = ChatModel(name, model, tokenizer, end_tokens(model, tokenizer), system)
+    encode_prompt(tokenizer, [*chat.conversation, *PROBE])
+    return chat
 
 
 def require_language_model(folder: Path, trust_remote_code: bool = False) -> None:

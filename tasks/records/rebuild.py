@@ -24,7 +24,7 @@ class Plan:
     stages: tuple[str, ...]
     records: dict[str, Record]
     outside: dict[str, str]
-    """Path → recorded hash of code, raw data and outputs of other stages."""
+    """Path → recorded hash of code, raw data and outputs of other stages, files of parameters among them."""
     sources: dict[str, str]
     """Path → hash in its .dvc file, for raw data that DVC tracks."""
     outs: frozenset[str]
@@ -73,6 +73,8 @@ def _check(project: Project, stage: GraphStage, records: dict[str, Record], made
             changed += [path] if project.hash_at(project.root / path) != files[path] else []
     if changed:
         raise UserError(f"dvc.lock is not that of {name} as it is now ({', '.join(changed)}); run `dvc repro` first")
+    outs = {path: value for other in records.values() for path, value in other.outs.items()}
+    files |= {path: outs[path] for path in stage.params_files if path in outs}
     return {path: value for path, value in files.items() if path not in made}
 
 

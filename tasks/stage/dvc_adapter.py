@@ -148,6 +148,8 @@ class GraphStage:
     inputs: tuple[File, ...]
     params: tuple[str, ...]
     """Names of the tracked parameters."""
+    params_files: tuple[str, ...]
+    """The files that they are in, from the folder of the project."""
     recorded_params: Mapping[str, Any]
     command_changed: bool
     """Whether dvc.lock has another command, or none."""
@@ -243,6 +245,7 @@ class Project:
             command=str(stage.cmd),
             inputs=tuple(File(dep.def_path, _recorded(dep), dep) for dep in stage.deps if dep not in params),
             params=tuple(name for dep in params for name in dep.params),
+            params_files=tuple(dep.def_path for dep in params),
             recorded_params={k: v for dep in params for k, v in (dep.hash_info.value or {}).items()},
             command_changed=bool(stage.cmd_changed),
             outs=tuple(File(out.def_path, _recorded(out), out) for out in stage.outs),

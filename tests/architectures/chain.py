@@ -147,10 +147,14 @@ class Chain:
 
     @cached_property
     def texts(self) -> list[Texts]:
-        """Prompts of the demo world with four answers each."""
-        world = DemoWorld(SEED, domains=1, needs=2)
+        """Prompts of the demo world with four answers each; with a system message where the template requires one."""
+        world, opening = DemoWorld(SEED, domains=1, needs=2), Conversation()
+        try:
+            encode_prompt(self.tokenizer, [{"role": "user", "content": "Eggs?"}])
+        except UserError:
+            opening = [{"role": "system", "content": "Be brief."}]
         return [
-            ([{"role": "user", "content": prompt}], [world.demonstration(prompt, i) for i in range(4)])
+            ([*opening, {"role": "user", "content": prompt}], [world.demonstration(prompt, i) for i in range(4)])
             for prompt in world.prompts(20)
         ]
 

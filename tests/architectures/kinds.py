@@ -73,6 +73,10 @@ FALCON = (
     "'assistant': 'Falcon'}[m['role']] + ': ' + m['content'] }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '\nFalcon:' }}{% endif %}"
 )
+FALCON_RW = (
+    "{% if messages[0]['role'] != 'system' %}{{ raise_exception('The first message must be a system message') }}"
+    "{% endif %}" + FALCON
+)
 OLMO2 = (
     "{{ bos_token }}{% for m in messages %}{{ '<|' + m['role'] + '|>\n' + m['content'] + "
     "(eos_token if m['role'] == 'assistant' else '') + '\n' }}{% endfor %}"
@@ -200,6 +204,13 @@ def falcon() -> PreTrainedTokenizerBase:
     return _fast(backend, FALCON, eos_token="<|endoftext|>")
 
 
+def falcon_rw() -> PreTrainedTokenizerBase:
+    """As Falcon's; its template requires a system message."""
+    tokenizer = falcon()
+    tokenizer.chat_template = FALCON_RW
+    return tokenizer
+
+
 def olmo2() -> PreTrainedTokenizerBase:
     """Byte-level BPE; bos and eos are one token, which the template writes; roles are text."""
     vocabulary, merges = _byte_level()
@@ -251,5 +262,20 @@ def _trained(words: Any, trainer: Any) -> tuple[dict[str, int], list[tuple[str, 
 
 KINDS: dict[str, Callable[[], PreTrainedTokenizerBase]] = {
     make.__name__: make
-    for make in (llama3, unigram, llama2, mistral, phi3, gemma, qwen2, qwen3, gpt2, opt, gpt_neox, falcon, olmo2)
+    for make in (
+        llama3,
+        unigram,
+        llama2,
+        mistral,
+        phi3,
+        gemma,
+        qwen2,
+        qwen3,
+        gpt2,
+        opt,
+        gpt_neox,
+        falcon,
+        falcon_rw,
+        olmo2,
+    )
 }

@@ -48,6 +48,7 @@ names its row, before any training.
 
 """
 TURNS: dict[str, Conversation] = {
+    "one turn": [{"role": "user", "content": "Eggs?"}],
     "system message": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Eggs?"}],
     "several turns": [
         {"role": "user", "content": "Eggs?"},
@@ -94,7 +95,7 @@ def page(rows: list[str]) -> str:
     """The whole page around the rows of the architectures."""
     kinds = [tokenizer_row(kind) for kind in KINDS]
     models = [line(HEAD), "|" + "---|" * len(HEAD), *rows]
-    tokenizers = [line(["tokenizer", "kind", *TURNS]), "|---|---|---|---|", *kinds]
+    tokenizers = [line(["tokenizer", "kind", *TURNS]), "|" + "---|" * (2 + len(TURNS)), *kinds]
     return HEADER + "\n".join(models) + "\n" + EXPLANATION + "\n".join(tokenizers) + "\n"
 
 

@@ -123,7 +123,7 @@ ROWS = {
         FalconConfig,
         {name: value for name, value in SIZE.items() if name != "intermediate_size"}
         | {"alibi": True, "multi_query": False, "parallel_attn": False, "bias": True},
-        "falcon",
+        "falcon_rw",
         "ALiBi in place of positions",
     ),
     "olmo2": Architecture("OLMo 2", Olmo2Config, GROUPED, "olmo2"),

@@ -94,8 +94,8 @@ def test_a_kernel_of_the_hub_is_code_too(offered: Offered, key: str) -> None:
 
 
 def test_a_folder_that_needs_a_missing_package_is_named(offered: Offered) -> None:
-    folder = offered(quantization_config={"quant_method": "bitsandbytes", "load_in_8bit": True})
-    refused(lambda: load_causal_lm(folder), "needs a package that is not installed .*bitsandbytes")
+    folder = offered(quantization_config={"quant_method": "hqq"})
+    refused(lambda: load_causal_lm(folder), "needs a package that is not installed .*HQQ")
 
 
 TEMPLATES = {

@@ -158,6 +158,20 @@ def test_what_cannot_be_repaired_is_refused(plain: Callable[..., PreTrainedToken
         require_usable(plain(eos_token="<eos>", pad_token="<unk>"))
 
 
+def test_a_template_may_require_a_system_message(plain: Callable[..., PreTrainedTokenizerFast]) -> None:
+    """Prompts must bring it: one without is refused with the words of the template."""
+    strict = plain(eos_token="<eos>", pad_token="<unk>")
+    strict.chat_template = (
+        "{% if messages[0]['role'] != 'system' %}{{ raise_exception('no system message') }}{% endif %}"
+        "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    )
+    tokenizer, repairs = complete(strict, "<|pad|>")
+    assert repairs == []
+    assert encode_prompt(tokenizer, PROMPT)
+    with pytest.raises(UserError, match=r"its chat template fails \(TemplateError: no system message\)"):
+        encode_prompt(tokenizer, OPENING)
+
+
 OPENING: Conversation = [{"role": "user", "content": "What shall I"}]
 
 

@@ -147,6 +147,25 @@ def test_a_named_stage_reads_recorded_inputs_and_runs_alone(recorded: Path) -> N
     assert list(workspace.found(recorded)) == [(kept.parent, None)], "its maker does not hold it any longer"
 
 
+def test_a_file_of_parameters_that_another_stage_makes_is_copied(recorded: Path) -> None:
+    """`cache: false`, as data/methods.json; its maker does not run again."""
+    (recorded / "source.json").write_text('{"x": 1}', encoding="utf-8")
+    added = """
+  made:
+    cmd: cp source.json made.json
+    deps: [source.json]
+    outs: [made.json: {cache: false, persist: true}]
+  reader:
+    cmd: python worker.py reader.out input.txt
+    deps: [input.txt]
+    params: [made.json: [x]]
+    outs: [reader.out]
+"""
+    (recorded / "dvc.yaml").write_text(GRAPH + added, encoding="utf-8")
+    call(recorded, sys.executable, "-m", "dvc", "repro", "--quiet")
+    assert verdicts(rebuild(recorded, "reader")) == {"reader.out": "same"}
+
+
 def test_raw_data_come_from_the_cache_where_the_workspace_has_lost_them(recorded: Path) -> None:
     (recorded / "data/raw/set.txt").unlink()
     assert rebuild(recorded, "three").exit_code == 0
