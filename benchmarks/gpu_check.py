@@ -3,10 +3,10 @@
     python benchmarks/gpu_check.py [--minutes 8] [--out gpu_check] [--only NAME …]
 
 Each check of the table below is a process of its own with a time limit. They run in this order until the minutes are
-over; what failed or did not run is a row with its reason. Other processes plan the memory of the checks meanwhile; plan
-and measurement are compared after the last check. The models have random weights, of real sizes on a GPU and of toy
-size on a CPU. Needs `rlhf_core` and its libraries only, and no network. Writes gpu_check.json, gpu_check.md and a log
-of each check to the folder --out. Exit code 1 if a check failed.
+over, on a CPU two side by side; what failed or did not run is a row with its reason. Other processes plan the memory of
+the checks meanwhile; plan and measurement are compared after the last check. The models have random weights, of real
+sizes on a GPU and of toy size on a CPU. Needs `rlhf_core` and its libraries only, and no network. Writes
+gpu_check.json, gpu_check.md and a log of each check to the folder --out. Exit code 1 if a check failed.
 """
 
 import argparse
@@ -20,6 +20,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -30,6 +31,8 @@ from packaging.requirements import Requirement
 HERE = Path(__file__).resolve()
 sys.path.insert(0, str(HERE.parents[1]))  # the processes of the checks import this module before rlhf_core
 PASSED, FAILED, NOT_RUN = "passed", "FAILED", "not run"
+SIDE_BY_SIDE = 2
+"""Checks at a time on a CPU, where their speed says nothing; on a GPU one after another."""
 SHORTEST = 10.0
 """Seconds below which no check is started."""
 PLAN_TOLERANCE = 0.2
@@ -116,10 +119,11 @@ def main() -> int:
     rows: list[dict[str, Any]] = []
     until = time.monotonic() + 60.0 * options.minutes
     print("\n".join(RESULTS_HEAD), flush=True)
-    with planning(chosen, out) as plans:
-        for case in chosen:
-            rows.append(run_case(case, until - time.monotonic(), out))
-            print(result_line(rows[-1]), flush=True)
+    with planning(chosen, out) as plans, ThreadPoolExecutor(SIDE_BY_SIDE) as pool:
+        each = map if plans.gpu else pool.map
+        for row in each(lambda case: run_case(case, until - time.monotonic(), out), chosen):
+            rows.append(row)
+            print(result_line(row), flush=True)
             write(out, rows)
         for case, row in zip(chosen, rows, strict=True):
             if "peak_bytes" in row["figures"] and add_plan(row, plans.of(case, until), plans.gpu):
