@@ -12,7 +12,7 @@ WORKERS ?= 2
 INSTALL := python -m pip install --disable-pip-version-check --quiet --constraint constraints.txt
 INSTALL_TORCH := $(INSTALL) $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) torch
 
-.PHONY: run test test-slow test-all setup setup-dev lint types layers check seeds frontier audit help
+.PHONY: run test test-slow test-quantize test-all setup setup-dev lint types layers check seeds frontier audit help
 
 run: setup  ## Rebuild the demo: data, models, metrics, report
 	dvc repro
@@ -24,8 +24,12 @@ test: setup-dev  ## Run the fast tests: the mathematics, the contract, a tiny wh
 test-slow: setup-dev  ## Run the slow tests: every kill, a million rows, dead servers, full disks
 	python -m pytest --numprocesses $(WORKERS) --dist worksteal -m slow
 
+test-quantize: $(VENV)/quantize  ## Run the tests of 4-bit weights and 8-bit moments, with bitsandbytes, which is optional
+	PYTHONPATH=$(VENV)/quantize python -m pytest -m quantize
+
 test-all:  ## Run the fast tests, then the slow ones
 	$(MAKE) test
+	$(MAKE) test-quantize
 	$(MAKE) test-slow
 
 help:  ## This list
@@ -47,6 +51,10 @@ $(VENV)/.run-installed: pyproject.toml constraints.txt | $(VENV)/bin/python
 
 $(VENV)/.dev-installed: $(VENV)/.run-installed
 	$(INSTALL) --editable '.[dev]'
+	@touch $@
+
+$(VENV)/quantize: $(VENV)/.dev-installed
+	$(INSTALL) --no-deps --target $@ bitsandbytes
 	@touch $@
 
 lint: setup-dev  ## Format and lint, changing nothing

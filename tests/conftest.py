@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +56,12 @@ def pytest_configure() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests that use the tiny run come last and may take longer: the first of them waits until it is made."""
+    """Tests of bitsandbytes are skipped where it is not installed. Tests that use the tiny run come last and may take
+    longer: the first of them waits until it is made."""
+    if find_spec("bitsandbytes") is None:
+        for item in items:
+            if item.get_closest_marker("quantize"):
+                item.add_marker(pytest.mark.skip("bitsandbytes is not installed; `make test-quantize` has it"))
     items.sort(key=uses_tiny_run)
     for item in filter(uses_tiny_run, items):
         item.add_marker(pytest.mark.timeout(900))

@@ -3,7 +3,6 @@
 import copy
 import sys
 from collections.abc import Callable
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -23,7 +22,6 @@ from rlhf_core.models.shared_body import add_scalar_adapter, merged_scalar_model
 Build = Callable[..., PreTrainedModel]
 SETTINGS = LoraSettings(rank=4, alpha=8.0, quantize="nf4")
 BATCH = pad_batch([[3, 9, 4], [3, 4]], [[20, 21, 1], [30]], 0)
-installed = pytest.mark.skipif(find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed")
 
 
 @pytest.fixture
@@ -53,7 +51,7 @@ def test_without_bitsandbytes_the_pip_command_is_given(folder: Path, monkeypatch
         load_causal_lm(folder, frozen="nf4")
 
 
-@installed
+@pytest.mark.quantize
 def test_the_body_takes_an_eighth_of_the_memory_and_has_nearly_the_same_weights(folder: Path) -> None:
     full, small = load_causal_lm(folder), load_causal_lm(folder, frozen="nf4")
     assert is_quantised(small)
@@ -65,7 +63,7 @@ def test_the_body_takes_an_eighth_of_the_memory_and_has_nearly_the_same_weights(
         assert 0.01 < (rounded - weight).norm() / weight.norm() < 0.3
 
 
-@installed
+@pytest.mark.quantize
 def test_only_adapters_train_and_what_is_saved_computes_as_what_was_trained(folder: Path, tokenizer: Tokenizer) -> None:
     model = load_causal_lm(folder, frozen="nf4")
     adapter = stir(add_lora(model, SETTINGS, seed=1))
@@ -83,7 +81,7 @@ def test_only_adapters_train_and_what_is_saved_computes_as_what_was_trained(fold
     assert (logits(loaded) - trained).norm() < 0.1 * (base - trained).norm()
 
 
-@installed
+@pytest.mark.quantize
 def test_policy_and_critic_share_a_4_bit_body(folder: Path, tokenizer: Tokenizer) -> None:
     policy = load_causal_lm(folder, frozen="nf4")
     head = fresh_head(policy)

@@ -3,7 +3,6 @@
 import copy
 import sys
 from collections.abc import Callable
-from importlib.util import find_spec
 
 import pytest
 import torch
@@ -12,8 +11,6 @@ from rlhf_core.errors import UserError
 from rlhf_core.ppo.int8 import adam_8bit
 from rlhf_core.ppo.optimizers import build_optimizers
 from rlhf_core.ppo.trainer import PPOTrainer
-
-installed = pytest.mark.skipif(find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed")
 
 
 def test_without_bitsandbytes_the_pip_command_is_given(
@@ -28,7 +25,7 @@ def test_without_bitsandbytes_the_pip_command_is_given(
     assert "\n" not in str(refusal.value)
 
 
-@installed
+@pytest.mark.quantize
 def test_moments_take_a_quarter_of_the_memory_and_steps_are_nearly_those_of_adam() -> None:
     torch.manual_seed(1)
     start, gradient = torch.randn(128, 128), torch.randn(128, 128)
@@ -44,7 +41,7 @@ def test_moments_take_a_quarter_of_the_memory_and_steps_are_nearly_those_of_adam
     assert sizes[1] < 0.3 * sizes[0]
 
 
-@installed
+@pytest.mark.quantize
 def test_ppo_continues_from_its_checkpoint_to_the_bit(make_trainer: Callable[..., PPOTrainer]) -> None:
     whole, first, second = (make_trainer(optimizer={"states": "int8"}) for _ in range(3))
     whole.step()

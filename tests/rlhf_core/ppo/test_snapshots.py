@@ -4,7 +4,6 @@ import copy
 import json
 from collections.abc import Callable
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -111,7 +110,7 @@ def test_precision_bfloat16_halves_a_snapshot_and_leaves_adapters_as_they_are(
     assert all(torch.equal(found[name], w.bfloat16().float()) for name, w in build_lm(seed=1).state_dict().items())
 
 
-@pytest.mark.skipif(find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed")
+@pytest.mark.quantize
 def test_adapters_above_4_bit_weights_bring_back_the_policy_that_was_trained(
     make_trainer: Make,
     build_lm: Callable[..., PreTrainedModel],

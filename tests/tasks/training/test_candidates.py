@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Callable, Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -260,7 +259,7 @@ def test_sampling_leaves_the_models_gradients_as_they_are(
         assert {p.requires_grad for p in model.parameters()} == {flag}
 
 
-@pytest.mark.skipif(find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed")
+@pytest.mark.quantize
 def test_adapters_above_4_bit_weights_are_trained_on_the_models_answers(
     workshop: Path, make_stage: Callable[..., Any], asked: Rows
 ) -> None:

@@ -1,6 +1,5 @@
 """`scalar_models.py`: reward models as models of their own, or as adapters on the SFT model."""
 
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
@@ -30,7 +29,7 @@ def stir(adapter: Adapter) -> Adapter:
     return adapter
 
 
-@pytest.mark.skipif(find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed")
+@pytest.mark.quantize
 @pytest.mark.parametrize("reward", FROZEN)
 @pytest.mark.parametrize("ppo", FROZEN)
 def test_a_reward_model_is_an_adapter_only_on_weights_like_those_below_which_it_was_trained(

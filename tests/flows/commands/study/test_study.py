@@ -162,8 +162,8 @@ def test_another_study_of_this_name_is_refused(home: Path, leash: Callable[..., 
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
 def test_the_tiny_pipeline(project: "Project", prefect_api: str) -> None:
-    """Three β and two seeds, killed once. SFT is trained once a seed; the results are in DVC, MLflow and the page."""
-    words = ("-S", "ppo.kl.coef=0.05,0.1,0.2", "-S", "seed=1,3", "--methods", "ppo", "--name", "betas",
+    """Two β and two seeds, killed once. SFT is trained once a seed; the results are in DVC, MLflow and the page."""
+    words = ("-S", "ppo.kl.coef=0.05,0.2", "-S", "seed=1,3", "--methods", "ppo", "--name", "betas",
              "--objective", "gold_policy", "--jobs", "2")  # fmt: skip
     command = [sys.executable, "-m", "flows.cli", "study", *words]
     env = clean_environment() | {"PREFECT_API_URL": prefect_api}
@@ -174,10 +174,10 @@ def test_the_tiny_pipeline(project: "Project", prefect_api: str) -> None:
     done = project.run(*command, PREFECT_API_URL=prefect_api)
     assert done.returncode == 0, done.stdout + done.stderr
     found = experiments(project.root)
-    assert set(found) == {f"betas-coef={beta}-seed={seed}" for beta in (0.05, 0.1, 0.2) for seed in (1, 3)}
+    assert set(found) == {f"betas-coef={beta}-seed={seed}" for beta in (0.05, 0.2) for seed in (1, 3)}
     logs = [path.read_text() for path in (project.root / "work/studies/betas/logs").glob("*.log")]
     assert sum("sft] ran in" in text for text in logs) <= 2
-    assert sum("sft] restored" in text for text in logs) >= 4
+    assert sum("sft] restored" in text for text in logs) >= 2
     page = (project.root / "work/studies/betas/index.html").read_text(encoding="utf-8")
     assert page.count("data:image/png") == 3
     assert mlflow_names(project.root) == {"betas"} | set(found)
