@@ -105,6 +105,20 @@ def test_an_experiment_of_other_parameters_is_no_result(home: Path, tmp_path: Pa
     assert runner.run(Job(combination, params["as-committed"])).state == "finished"
 
 
+def test_trials_try_a_busy_server_again(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where this process, as every `leash run`, gives a lost server up soon."""
+    monkeypatch.setenv("PREFECT_CLIENT_MAX_RETRIES", "1")
+    code = "import os, sys; print(os.environ['PREFECT_CLIENT_MAX_RETRIES']); sys.exit(1)"
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    (tmp_path / "python").write_text(f'#!/bin/sh\nexec python3 -c "{code}"\n')
+    (tmp_path / "python").chmod(0o755)
+    combination, head = Combination("as-committed", (), None, ()), workspace.resolve(home, "HEAD")
+    params = grid.check(home, head, [combination])
+    job = Runner(home, "betas", head, tmp_path / "logs", {}).run(Job(combination, params["as-committed"]))
+    assert job.state == "failed"
+    assert (tmp_path / "logs" / "as-committed.log").read_text() == "5\n"
+
+
 @pytest.mark.slow
 def test_a_search_finds_the_best_and_continues(home: Path, study: Callable[..., "subprocess.Popen[str]"]) -> None:
     words = ["-S", "ppo.kl.coef=interval(0.1,0.5)", "-S", "seed=1", "--name", "found", "--constraint",
