@@ -24,6 +24,8 @@ RECORDED = ("metrics", "plots", "params.yaml")
 RECORD_SECONDS = 600.0
 NIGHTLY, STUDY = "Nightly", "Study"
 """Trailers of an experiment's message: the branch of a nightly run, the study of a trial."""
+RETRIES = {"PREFECT_CLIENT_MAX_RETRIES": "5"}
+"""Runs side by side write into one database of Prefect; while another one has locked it, the server answers 503."""
 _NOT_IN_NAMES = re.compile(r"[^\w.=-]+")
 
 OnLine = Callable[[str], None]
@@ -58,7 +60,8 @@ def run(
         on_line(line)
 
     command = [sys.executable, "-m", "flows.cli", "run", *options]
-    changed = {**os.environ, **workspace.environment(space.root), RUN_VARIABLE: space.name, **(variables or {})}
+    run_variables = {RUN_VARIABLE: space.name, **RETRIES, **(variables or {})}
+    changed = {**os.environ, **workspace.environment(space.root), **run_variables}
     env = {name: value for name, value in changed.items() if value is not None}
     start = time.monotonic()
     code = processes.run(command, cwd=space.root, env=env, on_line=receive, signals=processes.RUNNER_SIGNALS)

@@ -19,6 +19,7 @@ from filelock import FileLock
 from ruamel.yaml import YAML
 
 import flows
+from flows import processes
 from tasks.tracking.sender import drain
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -70,6 +71,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def uses_tiny_run(item: pytest.Item) -> bool:
     """Whether the fixture `tiny_run` is among those of the test, or among those that these use."""
     return "tiny_run" in getattr(item, "fixturenames", ())
+
+
+@pytest.fixture(autouse=True)
+def _new_session() -> None:
+    """Processes may start, although a test before has stopped all of them."""
+    with processes._live.lock:
+        processes._live.closing = False
 
 
 @dataclass(frozen=True)

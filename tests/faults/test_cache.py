@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from flows import processes
 from flows.commands.doctor import Check, examine
 from flows.graph import read_graph
 from flows.stages import EXECUTED, RESTORED, UP_TO_DATE, StageUserError, run_stage
@@ -22,12 +21,6 @@ if TYPE_CHECKING:
 
 Toy = Callable[..., Path]
 STAGES: dict[str, tuple[str, list[str]]] = {"one": ("work", []), "two": ("work", ["one"])}
-
-
-@pytest.fixture(autouse=True)
-def _session() -> None:
-    with processes._live.lock:
-        processes._live.closing = False
 
 
 @pytest.fixture

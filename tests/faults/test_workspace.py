@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 import psutil
 import pytest
 
-from flows import processes
 from flows.commands.doctor import examine
 from flows.graph import read_graph
 from flows.pipeline import pipeline
@@ -36,12 +35,6 @@ def dvc(root: Path) -> "subprocess.Popen[str]":
         [sys.executable, "-m", "dvc", "repro"], cwd=root, env=os.environ | {"PATH": path}, stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT, text=True,
     )  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def _session() -> None:
-    with processes._live.lock:
-        processes._live.closing = False
 
 
 @pytest.mark.slow

@@ -35,12 +35,6 @@ def alive(pid: int) -> bool:
         return False
 
 
-@pytest.fixture(autouse=True)
-def _session() -> None:
-    with processes._live.lock:
-        processes._live.closing = False
-
-
 def test_lines_come_as_they_are_written_and_carriage_returns_end_them() -> None:
     heard: list[tuple[float, str]] = []
     code = "import sys, time; print('a\\rb', flush=True); time.sleep(1); sys.stderr.write('é'); sys.exit(3)"

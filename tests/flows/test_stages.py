@@ -7,14 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from flows import processes, stages
+from flows import stages
 from flows.stages import EXECUTED, RESTORED, UP_TO_DATE, StageCrash, StageUserError, refresh_sources, run_stage
-
-
-@pytest.fixture(autouse=True)
-def _session() -> None:
-    with processes._live.lock:
-        processes._live.closing = False
 
 
 def state(root: Path, stage: str, force: bool = False) -> str:

@@ -30,8 +30,6 @@ LABEL = re.compile(r"^\[(\d+)/(\d+) (\w+)\] (.*)$")
 """A line of `leash run`: place and name of the stage, and what it prints."""
 ENDED = re.compile(r"^(ran|restored|FAILED)\b")
 LONGEST_PROGRESS = 70
-RETRIES = {"PREFECT_CLIENT_MAX_RETRIES": "5"}
-"""Trials side by side write into one database of Prefect; while another one has locked it, the server answers 503."""
 
 
 @dataclass
@@ -91,7 +89,7 @@ class Runner:
         space = Workspace(self.home, job.name, self.commit, job.trial.overrides)
         self.logs.mkdir(parents=True, exist_ok=True)
         with (self.logs / f"{job.name}.log").open("w", encoding="utf-8") as log, workspace.opened(space):
-            variables = {**RETRIES, **self.variables, STUDY_VARIABLE: self.study}
+            variables = {**self.variables, STUDY_VARIABLE: self.study}
             receive = partial(self._receive, job, write=log.write)
             result = isolated.run(space, receive, self.options, variables, {isolated.STUDY: self.study})
         if result.code:

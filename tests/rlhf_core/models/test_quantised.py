@@ -1,6 +1,7 @@
 """`quantised.py`: 4-bit weights below adapters. The layers are those of bitsandbytes, which computes on a CPU, too."""
 
 import copy
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -49,6 +50,14 @@ def test_without_bitsandbytes_the_pip_command_is_given(folder: Path, monkeypatch
     monkeypatch.delitem(sys.modules, "bitsandbytes", raising=False)
     with pytest.raises(UserError, match=r"lora.quantize: nf4 needs bitsandbytes: pip install"):
         load_causal_lm(folder, frozen="nf4")
+
+
+@pytest.mark.quantize
+def test_bitsandbytes_warns_of_nothing() -> None:
+    """Every process imports it, by peft; on some CPUs it would write a line to stderr, beside that of an error."""
+    code = "import rlhf_core, logging, bitsandbytes; logging.getLogger('bitsandbytes.cextension').warning('words')"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 @pytest.mark.quantize
