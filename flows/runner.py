@@ -34,8 +34,8 @@ def run(
     """Run the flow (`options` as its parameters) and print how its stages ended; returns the exit code. Where all is up
     to date there is no flow.
 
-    Raises UserError for an unknown stage, a refused params.yaml, no remote where `pull` or `push` need one, several
-    jobs with a stage of several processes, another run in this workspace, or a Prefect server that does not answer.
+    Raises UserError for an unknown stage, a refused params.yaml, no remote where `pull` or `push` need one, another
+    run in this workspace, or a Prefect server that does not answer.
     Ends the process where the server is lost in between.
     """
     failure = None

@@ -203,8 +203,8 @@ class PairTrainer(GuardedTrainer):
     def log(self, logs: dict[str, float], *arguments: Any, **options: Any) -> None:
         """Add the noted means to each training log event."""
         if "loss" in logs:
-            noted = self.sum_over_processes(torch.tensor(list(self.noted.values()), dtype=torch.float64))
-            logs = {**logs, **dict(zip(self.noted, noted.tolist(), strict=True))}
+            noted = torch.tensor(list(self.noted.values()), dtype=torch.float64, device=self.args.device)
+            logs = {**logs, **dict(zip(self.noted, self.sum_over_processes(noted).tolist(), strict=True))}
         super().log(logs, *arguments, **options)
 
 

@@ -15,7 +15,7 @@ class SFTConfig(Block):
     epochs: PositiveNumber
     """Passes over the training rows."""
     batch_size: Positive
-    """Demonstrations per optimizer step; a multiple of `micro_batch_size`."""
+    """Demonstrations per optimizer step; a multiple of `micro_batch_size` × `processes`."""
     micro_batch_size: Positive
     """Demonstrations per forward and backward pass of a process; lower it when memory runs out."""
     warmup_steps: Count
@@ -31,7 +31,8 @@ class SFTConfig(Block):
     lora: LoraSettings | None = None
     processes: Positive = 1
     """Processes over which the model is divided while it is trained (FSDP2): one per GPU, or several on a CPU. Each has
-    its part of every weight, gradient and optimizer state. Changes no result, except for rounding."""
+    its part of every weight, gradient and optimizer state. Changes no result, except for rounding. `rejection_sft` runs
+    in one process."""
     gradient_checkpointing: Recomputed = False
     """Recompute activations in the backward pass: of no layer (false), of every layer (true), or of every n-th layer.
     Less memory, more time."""

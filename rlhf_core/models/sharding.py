@@ -1,6 +1,7 @@
 """Models divided over processes by FSDP2: each process keeps its part of every weight, and weights are gathered layer
 by layer in a pass. A model that is not divided passes through every function here unchanged."""
 
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn, TypeVar
@@ -60,6 +61,7 @@ def divide(model: PreTrainedModel, bfloat16: bool = False) -> PreTrainedModel:
     """
     if is_divided(model):
         return model
+    warnings.filterwarnings("ignore", r"FSDP2-wrapped module \(FSDP_Root\) returned a view")  # none is changed in place
     can_pack(model)  # decided by passes through the whole model, at different times in different processes
     head.examine(model)
     layers = layers_of(model)
@@ -218,10 +220,15 @@ def _refuse_to_move(*_: Any, **__: Any) -> NoReturn:
 
 
 def _remove_hooks(module: Any) -> None:
-    """FSDP's hooks around a module's forward pass; the only use of its private state."""
+    """Remove FSDP's hooks around a module's forward pass. This and `_is_gathering` alone use its private state."""
     state = module._get_fsdp_state()
     state._pre_forward_hook_handle.remove()
     state._post_forward_hook_handle.remove()
+
+
+def _is_gathering(part: Any) -> bool:
+    """Whether the gather of a part was started and its weights were not unpacked, for which memory may be short."""
+    return any(group._all_gather_result is not None for group in part._get_fsdp_state()._fsdp_param_groups)
 
 
 def _count(root: _Root) -> None:
@@ -230,8 +237,9 @@ def _count(root: _Root) -> None:
 
 def _gather_the_rest(root: Any) -> None:
     """Take part in the gathers that this process has not reached, so that the others can end their pass."""
+    gathers = root.entered < len(root.in_order) and _is_gathering(root.in_order[root.entered])
     root.reset_iter_state()
-    for part in root.in_order[root.entered :]:
+    for part in root.in_order[root.entered + gathers :]:
         part.unshard()
         part.reshard()
 

@@ -15,6 +15,7 @@ from transformers.cache_utils import DynamicLayer
 from rlhf_core.determinism import fast_kernels
 from rlhf_core.models.masked import masked_log_softmax
 from rlhf_core.models.packed import can_pack
+from rlhf_core.models.sharding import is_divided
 
 Draw = Callable[[Tensor, Tensor], Tensor]
 """Log-probabilities [rows, V] and uniforms [rows] to token ids [rows]."""
@@ -224,9 +225,10 @@ class Recorder:
         _decoded.setdefault(model, "static")
 
     def record(self, step: Callable[[], None]) -> Any:
-        """The graph of a step, which is not computed. None where the model is not on CUDA and, with a warning the first
-        time, where the step cannot be recorded."""
-        if self.device.type != "cuda" or self.model in _not_recorded:
+        """The graph of a step, which is not computed. None where the model is not on CUDA, or divided (FSDP's hooks
+        wait for streams that are not recorded), and, with a warning the first time, where the step cannot be
+        recorded."""
+        if self.device.type != "cuda" or self.model in _not_recorded or is_divided(self.model):
             return None
         before = torch.cuda.current_stream(self.device)
         try:
@@ -245,6 +247,6 @@ class Recorder:
         self.stream = self.stream or torch.cuda.Stream()  # type: ignore[no-untyped-call]
         graph, pool = torch.cuda.CUDAGraph(), None if self.last is None else self.last.pool()
         torch.cuda.synchronize()
-        with torch.cuda.graph(graph, pool=pool, stream=self.stream):
+        with torch.cuda.graph(graph, pool=pool, stream=self.stream, capture_error_mode="thread_local"):
             step()
         return graph

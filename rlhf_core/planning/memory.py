@@ -18,7 +18,15 @@ from rlhf_core.config.ppo import PPOConfig
 from rlhf_core.config.precision import Recomputed
 from rlhf_core.config.reward import RewardConfig
 from rlhf_core.config.sft import SFTConfig
-from rlhf_core.dpo import PairObjective, PolicyPairTrainer, Referenced, ReferencedCollator, dpo_loss, reference_logprobs
+from rlhf_core.dpo import (
+    PROMPTS,
+    PairObjective,
+    PolicyPairTrainer,
+    Referenced,
+    ReferencedCollator,
+    dpo_loss,
+    reference_logprobs,
+)
 from rlhf_core.evaluation.divergence import measure_divergence
 from rlhf_core.models.hf import fresh_head
 from rlhf_core.models.lora import Adapter, add_lora
@@ -36,7 +44,7 @@ from rlhf_core.ppo.optimizers import build_optimizers
 from rlhf_core.ppo.plan import StepPlan
 from rlhf_core.ppo.rollout import Credit, Rollout
 from rlhf_core.ppo.update import Updater
-from rlhf_core.reward import Comparison, PairCollator, PairTrainer
+from rlhf_core.reward import Comparison, PairCollator, PairTrainer, score_pairs
 from rlhf_core.sft import Collator, Demonstration, ResponseTrainer, response_loss
 from rlhf_core.training.memory import Halving
 from rlhf_core.training.processes import Processes
@@ -206,14 +214,20 @@ def sft_phases(shapes: Shapes, config: SFTConfig, lengths: Lengths) -> list[Phas
 
 def reward_phases(shapes: Shapes, config: RewardConfig, lengths: Lengths, answers: int) -> list[Phase]:
     """The reward model: a training step over `config.batch_size` prompts with `answers` responses each; where the model
-    is divided, in passes over one prompt."""
+    is divided, in passes over one prompt, and held-out pairs with the whole model."""
     model = shapes.scalar_model(body_precision(shapes.precision, config.lora))
     rows = _comparisons(_prompts_in_pass(config), answers, lengths, shapes.vocabulary)
-    return [_pairs(shapes, model, PairTrainer, PairCollator(0), rows, config, "reward model")]
+    phases = [_pairs(shapes, model, PairTrainer, PairCollator(0), rows, config, "reward model")]
+    if config.processes > 1:
+        heldout = _comparisons(config.batch_size, answers, lengths, shapes.vocabulary)
+        read = partial(score_pairs, comparisons=heldout, pad_id=0, batch_size=config.batch_size)
+        phases.append(_heldout(shapes, "reward model", shapes.scalar_model("float32"), read))
+    return phases
 
 
 def pair_phases(shapes: Shapes, config: PairConfig, lengths: Lengths, answers: int) -> list[Phase]:
-    """DPO or IPO: log π_ref of the responses, and a training step."""
+    """DPO or IPO: log π_ref of the responses, a training step, and of a divided model held-out pairs with the whole
+    one."""
     model = shapes.causal_lm(body_precision(shapes.precision, config.lora))
     ledger = _following(shapes, ("policy", model), processes=config.processes)
     rows = _comparisons(_prompts_in_pass(config), answers, lengths, shapes.vocabulary)
@@ -222,7 +236,20 @@ def pair_phases(shapes: Shapes, config: PairConfig, lengths: Lengths, answers: i
     before = _phase("reference", ledger)
     kind = partial(PolicyPairTrainer, PairObjective(1.0, dpo_loss))
     referenced = [Referenced(row, [0.0] * len(row.responses)) for row in rows]
-    return [before, _pairs(shapes, model, kind, ReferencedCollator(0), referenced, config, "policy")]
+    phases = [before, _pairs(shapes, model, kind, ReferencedCollator(0), referenced, config, "policy")]
+    if config.processes > 1:
+        heldout = _comparisons(PROMPTS, answers, lengths, shapes.vocabulary)
+        read = partial(reference_logprobs, comparisons=heldout, pad_id=0)
+        phases.append(_heldout(shapes, "policy", shapes.causal_lm("float32"), read))
+    return phases
+
+
+def _heldout(shapes: Shapes, name: str, model: PreTrainedModel, read: Callable[[PreTrainedModel], Any]) -> Phase:
+    """Held-out pairs after the training of a divided model: one process reads them with its whole float32 weights."""
+    ledger = _following(shapes, (name, model.requires_grad_(False)))
+    with counting(ledger), autocast(shapes.precision, model.device):
+        read(model)
+    return _phase("held-out pairs", ledger)
 
 
 def _pairs(

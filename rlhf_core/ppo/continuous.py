@@ -19,6 +19,8 @@ from rlhf_core.ppo.engines import Key, Prompts, Rules, blank_generation_config
 NEEDED = ("_run_generation_loop", "warmup", "start", "stop", "add_requests", "get_result", "is_running")
 """Methods of the manager that this module calls or replaces."""
 SECONDS_TO_STOP = 30.0
+TOKENS_OF_PASS = 1024
+"""Of a pass through the model, if there are not more rows. The manager keeps a mask of them times all cached tokens."""
 
 
 class ContinuousEngine:
@@ -88,6 +90,7 @@ class ContinuousEngine:
             page_size=self.page,
             num_blocks=rows * pages + 1,
             max_requests_per_batch=rows,
+            max_batch_tokens=max(rows, TOKENS_OF_PASS),
         )
 
 

@@ -247,6 +247,8 @@ class PPOTrainer:
     def _timed(self, phase: str, work: Any, *arguments: Any) -> Any:
         start = time.perf_counter()
         result = work(*arguments)
+        if self.processes.device.type == "cuda":
+            torch.cuda.synchronize()
         self.seconds[phase] = time.perf_counter() - start
         return result
 

@@ -125,6 +125,7 @@ class VLLMEngine:
         del sent, part
         if policy.device.type == "cuda":
             torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]
+            torch.cuda.empty_cache()  # the server takes memory from the driver
         server.post("/wake_up?tags=kv_cache")
 
     def _update_info(self, part: dict[str, Tensor]) -> dict[str, Any]:

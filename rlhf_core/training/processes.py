@@ -106,8 +106,10 @@ class Processes:
         parts = list(tensors)
         if self.count == 1 or not parts:
             return
-        total = self.accelerator.reduce(torch.cat([part.flatten() for part in parts]), reduction="sum")
-        for part, piece in zip(parts, total.split([part.numel() for part in parts]), strict=True):
+        total = torch.cat([part.flatten() for part in parts])
+        distributed.all_reduce(total)  # in place; accelerate's `reduce` makes one more copy
+        pieces = torch.split(total, [part.numel() for part in parts])
+        for part, piece in zip(parts, pieces, strict=True):
             part.copy_(piece.view_as(part))
 
 

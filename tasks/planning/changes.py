@@ -1,4 +1,5 @@
-"""Changes of parameters that need less memory, in the order in which they are tried: what costs little comes first."""
+"""Changes of parameters that need less memory, in the order in which they are tried: the precision, what changes
+no result, and then what is another training (adapters, a shared critic, fewer rows per optimizer step)."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -34,25 +35,24 @@ def changes_of(stage: str, params: Any) -> Iterator[Values]:
         if config.processes > 1:
             yield {"ppo": {"sharding": "fsdp"}}
         yield {"ppo": {"gradient_checkpointing": True}}
-        yield {"ppo": {"lora": {}}}
         for part in (4, 16):
             yield {"ppo": {"micro_batch_tokens": max(1, tokens // part)}}
         yield {"ppo": {"sampler_rows": max(1, (config.sampler_rows or config.batch_size) // 4)}}
+        yield {"ppo": {"lora": {}}}
         yield {"ppo": {"critic": {"kind": "shared"}}}
         return
     settings = params.rejection_sft.training if block == "rejection_sft" else getattr(params, block)
     processes = getattr(settings, "processes", params.ppo.processes)
     if processes < params.ppo.processes:
         yield _within(block, {"processes": params.ppo.processes})
-    key = "micro_batch_size" if hasattr(settings, "micro_batch_size") else "batch_size"
     if "gradient_checkpointing" in type(settings).model_fields:
         yield _within(block, {"gradient_checkpointing": True})
-    if "lora" in type(settings).model_fields:
-        yield _within(block, {"lora": {}})
-    size = getattr(settings, key)
-    for part in (4, 16):
-        if size % part == 0:
-            yield _within(block, {key: size // part})
+    micro = hasattr(settings, "micro_batch_size")
+    lora: list[Values] = [{"lora": {}}] if "lora" in type(settings).model_fields else []
+    size = "micro_batch_size" if micro else "batch_size"
+    rows = [{size: getattr(settings, size) // part} for part in (4, 16) if getattr(settings, size) % part == 0]
+    for change in rows + lora if micro else lora + rows:
+        yield _within(block, change)
 
 
 def _within(block: str, change: Values) -> Values:

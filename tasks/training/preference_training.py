@@ -34,6 +34,7 @@ def _train(stage: Stage[Settings], objective: "PairObjective") -> None:
     from rlhf_core.dpo import measure_pairs, reference_logprobs, train_on_pairs
     from rlhf_core.models.hf import context_length, load_causal_lm, place, save_checkpoint, trainable
     from rlhf_core.models.precision import autocast
+    from rlhf_core.models.sharding import divide
     from rlhf_core.training.divided import map_whole
     from tasks.stage.run import quiet_libraries
     from tasks.stage.trust import trusts
@@ -48,7 +49,11 @@ def _train(stage: Stage[Settings], objective: "PairObjective") -> None:
     pad_id, limit = int(tokenizer.pad_token_id), min(stage.params.max_tokens, context_length(model))
     training, too_long = comparisons(stage, tokenizer, "train", limit)
     heldout, also_too_long = comparisons(stage, tokenizer, "validation", limit)
-    with autocast(stage.precision, place(model).device):
+    if run_.processes is None:
+        place(model)
+    else:
+        divide(trainable(model), stage.precision == "bfloat16").eval()  # never a whole float32 model on each GPU
+    with autocast(stage.precision, model.device):
         read = partial(reference_logprobs, model, pad_id=pad_id)
         references, heldout_references = (map_whole(model, run_.processes, part, read) for part in (training, heldout))
 

@@ -83,10 +83,12 @@ def test_deterministic_kernels_and_tf32_can_be_chosen(monkeypatch: pytest.Monkey
     make_deterministic(3, 1)
     assert torch.are_deterministic_algorithms_enabled()
     assert torch.get_float32_matmul_precision() == "highest"
+    assert not torch.backends.cuda.cudnn_sdp_enabled()
     first = float(torch.rand(1))
     make_deterministic(3, 1, deterministic=False, tf32=True)
     assert not torch.are_deterministic_algorithms_enabled()
     assert torch.get_float32_matmul_precision() == "high"
+    assert torch.backends.cuda.cudnn_sdp_enabled()
     assert determinism.WORKSPACE not in os.environ
     assert float(torch.rand(1)) == first, "generators are seeded all the same"
     monkeypatch.setenv(determinism.WORKSPACE, ":16:8")

@@ -11,7 +11,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, MistralConfig, PreTrainedModel
 
-from rlhf_core.models import static_decoding
+from rlhf_core.models import sharding, static_decoding
 from rlhf_core.models.sampling import Sampled, sample
 from rlhf_core.models.static_decoding import STOP_TEST, WARM_UP, Recorder, Replayed, StaticDecoder, decoding_of, suits
 
@@ -187,7 +187,8 @@ class FakeCUDA:
         yield
 
     @contextmanager
-    def graph(self, graph: FakeGraph, pool: Any, stream: str) -> Iterator[None]:
+    def graph(self, graph: FakeGraph, pool: Any, stream: str, capture_error_mode: str) -> Iterator[None]:
+        assert capture_error_mode == "thread_local", "other threads go on with their work"
         self.pools.append(pool)
         self.current = stream
         yield
@@ -228,6 +229,14 @@ def test_a_model_on_the_cpu_is_not_recorded_beside_a_gpu(monkeypatch: pytest.Mon
     model, cuda = ModelOn("cpu"), FakeCUDA()
     assert all(step.graph is None for step in replayed_on(monkeypatch, model, cuda))
     assert cuda.devices == []
+    assert decoding_of(model) == "static"
+
+
+def test_a_divided_model_is_not_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """FSDP's hooks wait for streams outside the recording."""
+    model, cuda = ModelOn("cuda"), FakeCUDA()
+    model.__dict__[sharding.ROOT] = None
+    assert all(step.graph is None for step in replayed_on(monkeypatch, model, cuda))
     assert decoding_of(model) == "static"
 
 

@@ -10,10 +10,21 @@ from typing import Any
 import pytest
 from transformers import LlamaConfig
 
+from rlhf_core.config.dpo import DPOConfig
 from rlhf_core.config.ppo import PPOConfig
+from rlhf_core.config.reward import RewardConfig
 from rlhf_core.config.sft import SFTConfig
 from rlhf_core.planning.ledger import CACHE, GATHERED, GRADIENTS, LOGITS, OPTIMIZER, WEIGHTS, Part
-from rlhf_core.planning.memory import Lengths, Phase, evaluate_phases, ppo_phases, sampler_phases, sft_phases
+from rlhf_core.planning.memory import (
+    Lengths,
+    Phase,
+    evaluate_phases,
+    pair_phases,
+    ppo_phases,
+    reward_phases,
+    sampler_phases,
+    sft_phases,
+)
 from rlhf_core.planning.shapes import LIMITS, Shapes, parameters_of, planned_for
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -123,6 +134,23 @@ def test_a_divided_sft(precision: Any) -> None:
     assert many["validation"].parts[Part(GATHERED, "policy")] == 4 * root + size * body
     assert many["update"].parts[Part(GATHERED, "policy")] == 2 * 4 * root + size * body + (size + 4) * body // 2
     assert many["update"].peak - size_of(many["update"], GATHERED) < one["update"].peak
+
+
+@pytest.mark.parametrize(("kind", "plan"), [(RewardConfig, reward_phases), (DPOConfig, pair_phases)])
+def test_held_out_pairs_of_a_divided_model_are_read_by_the_whole_one(kind: Any, plan: Any) -> None:
+    """In float32, by one process."""
+    values = {"learning_rate": 1e-3, "epochs": 1, "batch_size": 4, "warmup_steps": 0, "max_tokens": 16}
+    values |= {"weight_decay": 0.0} if kind is RewardConfig else {"enabled": True}
+    names = []
+    for processes in (1, 8):
+        with planned_for(accelerator=False):
+            config = kind.model_validate(values | {"processes": processes})
+            found = plan(shapes().in_precision("bfloat16"), config, Lengths(8, 8), 2)
+        names.append([phase.name for phase in found])
+    assert names[1] == [*names[0], "held-out pairs"]
+    weights = 4 * parameters_of([shapes().causal_lm()])
+    assert size_of(found[-1], WEIGHTS) == pytest.approx(weights, rel=0.02)
+    assert size_of(found[-1], GATHERED) == 0 < size_of(found[-1], "activations")
 
 
 def test_every_limit_of_the_device_is_planned() -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
+from torch.distributed.fsdp._fully_shard import _fsdp_param_group as fsdp
 from torch.distributed.tensor import DTensor
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -102,8 +103,12 @@ def record_gradients(trainer: PPOTrainer) -> list[torch.Tensor]:
     return seen
 
 
-def run_out_of_memory(trainer: PPOTrainer, place: int) -> None:
-    """Once, in the third training pass of this process: in a layer of the policy, or in its output layer (-1)."""
+def run_out_of_memory(trainer: PPOTrainer, place: int | str) -> None:
+    """Once, in the third training pass of this process: in a layer of the policy, in its output layer (-1), or when the
+    gathered weights of its second layer are unpacked ("unpacking")."""
+    if isinstance(place, str):
+        run_out_of_memory_in_unpacking(trainer.models.policy)
+        return
     layers, passes = trainer.models.policy.model.layers, iter(range(10**6))
     module = trainer.models.policy.lm_head if place < 0 else layers[place]
 
@@ -112,6 +117,19 @@ def run_out_of_memory(trainer: PPOTrainer, place: int) -> None:
             raise RuntimeError("not enough memory: you tried to allocate 8 bytes")
 
     module.register_forward_pre_hook(fail)
+
+
+def run_out_of_memory_in_unpacking(policy: Any) -> None:
+    """Once, after the others have got the weights, too."""
+    unpack, layers = fsdp.foreach_all_gather_copy_out, iter(range(10**6))
+
+    def fail_or_unpack(*arguments: Any) -> None:
+        in_pass = torch.is_grad_enabled() and policy.__dict__[sharding.ROOT].inside
+        if in_pass and next(layers) == 2 * len(policy.model.layers) + 1:
+            raise RuntimeError("not enough memory: you tried to allocate 8 bytes")
+        unpack(*arguments)
+
+    fsdp.foreach_all_gather_copy_out = fail_or_unpack
 
 
 def run_out_of_memory_in_reading(trainer: PPOTrainer, place: str, number: int) -> None:

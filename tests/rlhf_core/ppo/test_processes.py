@@ -121,9 +121,10 @@ def test_rule_14_divided_processes_stop_and_skip_together(tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layer", [-1, 0, 1])
-def test_a_lack_of_memory_in_one_process_halves_the_batches_of_all(layer: int, tmp_path: Path) -> None:
-    """In a layer of the policy, or (-1) after the last one; the training goes on and gives the same weights."""
+@pytest.mark.parametrize("layer", [-1, 0, 1, "unpacking"])
+def test_a_lack_of_memory_in_one_process_halves_the_batches_of_all(layer: int | str, tmp_path: Path) -> None:
+    """In a layer of the policy, (-1) after the last one, or when the weights of a layer are unpacked; the training
+    goes on and gives the same weights."""
     one = launch(1, tmp_path / "one", {})
     two = launch(2, tmp_path / "two", {"sharding": "fsdp", "fail_in_layer": layer})
     assert two["halved"]

@@ -15,6 +15,18 @@ def params(change: dict[str, Any]) -> Any:
     return parse(Params, merged(read_yaml(ROOT / "examples/tiny.yaml"), change))
 
 
+def names(stage: str) -> list[str]:
+    """The parameters in the order in which they are tried, each once."""
+    blocks = [change.get(stage, {}) for change in changes_of(stage, params({}))]
+    return list(dict.fromkeys(name for block in blocks for name in block))
+
+
+def test_what_changes_no_result_comes_first() -> None:
+    assert names("ppo") == ["gradient_checkpointing", "micro_batch_tokens", "sampler_rows", "lora", "critic"]
+    assert names("sft") == ["gradient_checkpointing", "micro_batch_size", "lora"]
+    assert names("reward") == ["gradient_checkpointing", "lora", "batch_size"]
+
+
 def test_a_run_on_several_gpus_divides_its_models() -> None:
     one, four = params({}), params({"ppo": {"processes": 4}})
     divided = {"ppo": {"sharding": "fsdp"}}

@@ -12,9 +12,11 @@ from pathlib import Path
 import pytest
 from ruamel.yaml import YAML
 
+from rlhf_core.errors import UserError
 from rlhf_core.locks import FileLock, is_held, who_holds
 from tasks.stage import gpus
-from tasks.stage.gpus import LOCKS_VARIABLE, WITHOUT_GPU, claim_gpus, locked_gpus, visible_gpus
+from tasks.stage.gpus import LOCKS_VARIABLE, WITHOUT_GPU, claim_gpus, locked_gpus, require_gpus, visible_gpus
+from tasks.stage.workers import RENDEZVOUS
 from tests.tasks.stage.test_workers import PARAMS
 
 PROJECT = Path(__file__).parents[3]
@@ -67,6 +69,19 @@ def test_ranks_keep_the_gpus_that_they_were_given(params: Path, monkeypatch: pyt
     monkeypatch.setenv("RANK", "0")
     claim_gpus("tasks.sft")
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "0,1"
+
+
+def test_more_processes_than_gpus_are_refused(params: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that the stage started; torchrun's ranks on several nodes are together more than this machine has GPUs."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    require_gpus("ppo")
+    monkeypatch.setenv(RENDEZVOUS, "store")
+    with pytest.raises(UserError, match=r"^processes is 2, but CUDA sees 1 GPU; lower it, or make more visible"):
+        require_gpus("ppo")
+    require_gpus("sft")
+    for enough in ("0,1", ""):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", enough)
+        require_gpus("ppo")
 
 
 def test_without_a_list_the_device_files_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
