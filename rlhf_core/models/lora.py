@@ -13,6 +13,7 @@ from transformers.pytorch_utils import Conv1D
 from rlhf_core.config.lora import LoraSettings
 from rlhf_core.errors import UserError
 from rlhf_core.models.quantised import is_quantised, merge_into_full
+from rlhf_core.models.sharding import is_divided
 
 if TYPE_CHECKING:  # importing peft takes seconds
     from peft.tuners.lora import LoraLayer, LoraModel
@@ -27,13 +28,15 @@ def add_lora(model: PreTrainedModel, settings: LoraSettings, seed: int, name: st
 
     The outputs are those of the model without adapters, to the bit (B = 0). Equal seeds give equal adapters; the global
     random state does not change. Raises UserError for target modules that the model's body does not have, ValueError
-    for a model that has adapters of this name already.
+    for a model that has adapters of this name already, or is divided: FSDP would not add up their gradients.
     """
     from peft import LoraConfig
     from peft.tuners.lora import LoraModel
 
     if any(name in layer.lora_A for layer in _layers(model)):
         raise ValueError("the model has LoRA adapters already; merge them first")
+    if is_divided(model):
+        raise ValueError("the model is divided already; add adapters first")
     others = _adapter_parameters(model)
     flags = {parameter: parameter.requires_grad for parameter in model.parameters()}
     targets = _targets(model, settings.target_modules)

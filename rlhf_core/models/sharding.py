@@ -240,8 +240,8 @@ def _gather_the_rest(root: Any) -> None:
     gathers = root.entered < len(root.in_order) and _is_gathering(root.in_order[root.entered])
     root.reset_iter_state()
     for part in root.in_order[root.entered + gathers :]:
-        part.unshard()
-        part.reshard()
+        part.unshard(async_op=True)
+        root.reset_iter_state()  # waits for the gather, and drops the weights before they are unpacked
 
 
 def _require_memory(model: nn.Module, failure: str | None = None) -> None:

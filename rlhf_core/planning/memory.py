@@ -214,11 +214,11 @@ def sft_phases(shapes: Shapes, config: SFTConfig, lengths: Lengths) -> list[Phas
 
 def reward_phases(shapes: Shapes, config: RewardConfig, lengths: Lengths, answers: int) -> list[Phase]:
     """The reward model: a training step over `config.batch_size` prompts with `answers` responses each; where the model
-    is divided, in passes over one prompt, and held-out pairs with the whole model."""
+    is divided, in passes over one prompt. Of a divided model and with adapters, held-out pairs, too."""
     model = shapes.scalar_model(body_precision(shapes.precision, config.lora))
     rows = _comparisons(_prompts_in_pass(config), answers, lengths, shapes.vocabulary)
     phases = [_pairs(shapes, model, PairTrainer, PairCollator(0), rows, config, "reward model")]
-    if config.processes > 1:
+    if config.processes > 1 or config.lora is not None:
         heldout = _comparisons(config.batch_size, answers, lengths, shapes.vocabulary)
         read = partial(score_pairs, comparisons=heldout, pad_id=0, batch_size=config.batch_size)
         phases.append(_heldout(shapes, "reward model", shapes.scalar_model("float32"), read))
@@ -226,8 +226,8 @@ def reward_phases(shapes: Shapes, config: RewardConfig, lengths: Lengths, answer
 
 
 def pair_phases(shapes: Shapes, config: PairConfig, lengths: Lengths, answers: int) -> list[Phase]:
-    """DPO or IPO: log π_ref of the responses, a training step, and of a divided model held-out pairs with the whole
-    one."""
+    """DPO or IPO: log π_ref of the responses, and a training step. Of a divided model and with adapters, held-out
+    pairs, too."""
     model = shapes.causal_lm(body_precision(shapes.precision, config.lora))
     ledger = _following(shapes, ("policy", model), processes=config.processes)
     rows = _comparisons(_prompts_in_pass(config), answers, lengths, shapes.vocabulary)
@@ -237,7 +237,7 @@ def pair_phases(shapes: Shapes, config: PairConfig, lengths: Lengths, answers: i
     kind = partial(PolicyPairTrainer, PairObjective(1.0, dpo_loss))
     referenced = [Referenced(row, [0.0] * len(row.responses)) for row in rows]
     phases = [before, _pairs(shapes, model, kind, ReferencedCollator(0), referenced, config, "policy")]
-    if config.processes > 1:
+    if config.processes > 1 or config.lora is not None:
         heldout = _comparisons(PROMPTS, answers, lengths, shapes.vocabulary)
         read = partial(reference_logprobs, comparisons=heldout, pad_id=0)
         phases.append(_heldout(shapes, "policy", shapes.causal_lm("float32"), read))
@@ -245,7 +245,8 @@ def pair_phases(shapes: Shapes, config: PairConfig, lengths: Lengths, answers: i
 
 
 def _heldout(shapes: Shapes, name: str, model: PreTrainedModel, read: Callable[[PreTrainedModel], Any]) -> Phase:
-    """Held-out pairs after the training of a divided model: one process reads them with its whole float32 weights."""
+    """Held-out pairs after the training, of a model that was divided, or merged with adapters: with whole float32
+    weights."""
     ledger = _following(shapes, (name, model.requires_grad_(False)))
     with counting(ledger), autocast(shapes.precision, model.device):
         read(model)

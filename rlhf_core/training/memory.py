@@ -85,8 +85,9 @@ class Halving:
         free()
         self.done = True
         if self.marker is not None:
-            with files.atomic(self.marker) as place:
-                place.touch()
+            self.marker.parent.mkdir(parents=True, exist_ok=True)
+            self.marker.touch()  # all processes do so at the same time
+            files.flush_entry(self.marker)
         self.warn(f"out of memory in {self.phase} with {rows} rows at once: half as many from here on{EXEMPT}")
 
     def until_it_fits(

@@ -49,12 +49,16 @@ def claim_gpus(module: str) -> None:
 
 
 def require_gpus(stage: str) -> None:
-    """Raise UserError where the stage has more processes than there are visible GPUs: NCCL refuses two on one."""
-    names, count = visible_gpus(), requested_processes(stage)
-    if names and RENDEZVOUS in os.environ and len(names) < count:
+    """Raise UserError where the stage has started more processes than torch has GPUs: NCCL refuses two on one."""
+    if RENDEZVOUS not in os.environ:
+        return
+    import torch
+
+    found, count = torch.cuda.device_count() if torch.cuda.is_available() else 0, requested_processes(stage)
+    if 0 < found < count:
         raise UserError(
-            f"processes is {count}, but CUDA sees {len(names)} GPU{'s' * (len(names) > 1)}; lower it, or make more "
-            "visible (CUDA_VISIBLE_DEVICES; empty: compute on the CPU)"
+            f"processes is {count}, but torch sees {found} GPU{'s' * (found > 1)}; lower it, or make more visible "
+            "(CUDA_VISIBLE_DEVICES; empty: compute on the CPU)"
         )
 
 

@@ -49,13 +49,13 @@ def _train(stage: Stage[Settings], objective: "PairObjective") -> None:
     pad_id, limit = int(tokenizer.pad_token_id), min(stage.params.max_tokens, context_length(model))
     training, too_long = comparisons(stage, tokenizer, "train", limit)
     heldout, also_too_long = comparisons(stage, tokenizer, "validation", limit)
-    if run_.processes is None:
-        place(model)
-    else:
-        divide(trainable(model), stage.precision == "bfloat16").eval()  # never a whole float32 model on each GPU
+    read = partial(reference_logprobs, model, pad_id=pad_id)
+    with autocast(stage.precision, place(model).device):
+        heldout_references = map_whole(model, run_.processes, heldout, read)  # by the whole model, as the measurement
+    if run_.processes is not None and stage.params.lora is None:
+        divide(trainable(model.cpu()), stage.precision == "bfloat16").eval()  # now they round as the training does
     with autocast(stage.precision, model.device):
-        read = partial(reference_logprobs, model, pad_id=pad_id)
-        references, heldout_references = (map_whole(model, run_.processes, part, read) for part in (training, heldout))
+        references = map_whole(model, run_.processes, training, read)
 
     log = train_on_pairs(trainable(model), training, references, stage.params, objective, pad_id, run_, stage.name)
     if not run_.is_main:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import weakref
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -474,3 +475,12 @@ def test_a_failed_pass_is_freed_before_the_next() -> None:
     halving = Halving("a phase", "keys", lambda _: None)
     assert halving.until_it_fits(lambda: attempt(work, lambda: 4)) == 7
     assert halving.of(5) == 3
+
+
+def test_processes_may_mark_the_halving_at_the_same_time(tmp_path: Path) -> None:
+    """Where a model is divided all of them halve, with one state folder."""
+    with ThreadPoolExecutor(8) as pool:
+        for round_ in range(20):
+            halvings = [Halving("a phase", "keys", lambda _: None, tmp_path / f"{round_}/halved") for _ in range(8)]
+            list(pool.map(lambda halving: halving.halve(4), halvings))
+            assert (tmp_path / f"{round_}/halved").exists()

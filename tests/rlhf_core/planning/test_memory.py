@@ -137,14 +137,15 @@ def test_a_divided_sft(precision: Any) -> None:
 
 
 @pytest.mark.parametrize(("kind", "plan"), [(RewardConfig, reward_phases), (DPOConfig, pair_phases)])
-def test_held_out_pairs_of_a_divided_model_are_read_by_the_whole_one(kind: Any, plan: Any) -> None:
-    """In float32, by one process."""
+@pytest.mark.parametrize("change", [{"processes": 8}, {"lora": {"rank": 2, "alpha": 4.0}}], ids=["divided", "lora"])
+def test_held_out_pairs_are_read_with_whole_float32_weights(kind: Any, plan: Any, change: dict[str, Any]) -> None:
+    """After a divided model has been joined, or adapters have been merged."""
     values = {"learning_rate": 1e-3, "epochs": 1, "batch_size": 4, "warmup_steps": 0, "max_tokens": 16}
     values |= {"weight_decay": 0.0} if kind is RewardConfig else {"enabled": True}
     names = []
-    for processes in (1, 8):
+    for changed in ({}, change):
         with planned_for(accelerator=False):
-            config = kind.model_validate(values | {"processes": processes})
+            config = kind.model_validate(values | changed)
             found = plan(shapes().in_precision("bfloat16"), config, Lengths(8, 8), 2)
         names.append([phase.name for phase in found])
     assert names[1] == [*names[0], "held-out pairs"]

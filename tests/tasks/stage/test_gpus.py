@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from ruamel.yaml import YAML
 
 from rlhf_core.errors import UserError
@@ -71,16 +72,21 @@ def test_ranks_keep_the_gpus_that_they_were_given(params: Path, monkeypatch: pyt
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "0,1"
 
 
+def gpus_of(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: number > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: number)
+
+
 def test_more_processes_than_gpus_are_refused(params: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those that the stage started; torchrun's ranks on several nodes are together more than this machine has GPUs."""
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    gpus_of(monkeypatch, 1)
     require_gpus("ppo")
     monkeypatch.setenv(RENDEZVOUS, "store")
-    with pytest.raises(UserError, match=r"^processes is 2, but CUDA sees 1 GPU; lower it, or make more visible"):
+    with pytest.raises(UserError, match=r"^processes is 2, but torch sees 1 GPU; lower it, or make more visible"):
         require_gpus("ppo")
     require_gpus("sft")
-    for enough in ("0,1", ""):
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", enough)
+    for enough in (2, 0):
+        gpus_of(monkeypatch, enough)
         require_gpus("ppo")
 
 
