@@ -237,9 +237,11 @@ def _count(root: _Root) -> None:
 
 def _gather_the_rest(root: Any) -> None:
     """Take part in the gathers that this process has not reached, so that the others can end their pass."""
-    gathers = root.entered < len(root.in_order) and _is_gathering(root.in_order[root.entered])
+    rest = root.in_order[root.entered :]
+    if rest and _is_gathering(rest[0]):
+        del rest[0]
     root.reset_iter_state()
-    for part in root.in_order[root.entered + gathers :]:
+    for part in rest:
         part.unshard(async_op=True)
         root.reset_iter_state()  # waits for the gather, and drops the weights before they are unpacked
 

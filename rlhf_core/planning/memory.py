@@ -217,12 +217,10 @@ def reward_phases(shapes: Shapes, config: RewardConfig, lengths: Lengths, answer
     is divided, in passes over one prompt. Of a divided model and with adapters, held-out pairs, too."""
     model = shapes.scalar_model(body_precision(shapes.precision, config.lora))
     rows = _comparisons(_prompts_in_pass(config), answers, lengths, shapes.vocabulary)
-    phases = [_pairs(shapes, model, PairTrainer, PairCollator(0), rows, config, "reward model")]
-    if config.processes > 1 or config.lora is not None:
-        heldout = _comparisons(config.batch_size, answers, lengths, shapes.vocabulary)
-        read = partial(score_pairs, comparisons=heldout, pad_id=0, batch_size=config.batch_size)
-        phases.append(_heldout(shapes, "reward model", shapes.scalar_model("float32"), read))
-    return phases
+    update = _pairs(shapes, model, PairTrainer, PairCollator(0), rows, config, "reward model")
+    heldout = _comparisons(config.batch_size, answers, lengths, shapes.vocabulary)
+    read = partial(score_pairs, comparisons=heldout, pad_id=0, batch_size=config.batch_size)
+    return [update, *_heldout(shapes, config, "reward model", shapes.scalar_model, read)]
 
 
 def pair_phases(shapes: Shapes, config: PairConfig, lengths: Lengths, answers: int) -> list[Phase]:
@@ -236,21 +234,28 @@ def pair_phases(shapes: Shapes, config: PairConfig, lengths: Lengths, answers: i
     before = _phase("reference", ledger)
     kind = partial(PolicyPairTrainer, PairObjective(1.0, dpo_loss))
     referenced = [Referenced(row, [0.0] * len(row.responses)) for row in rows]
-    phases = [before, _pairs(shapes, model, kind, ReferencedCollator(0), referenced, config, "policy")]
-    if config.processes > 1 or config.lora is not None:
-        heldout = _comparisons(PROMPTS, answers, lengths, shapes.vocabulary)
-        read = partial(reference_logprobs, comparisons=heldout, pad_id=0)
-        phases.append(_heldout(shapes, "policy", shapes.causal_lm("float32"), read))
-    return phases
+    update = _pairs(shapes, model, kind, ReferencedCollator(0), referenced, config, "policy")
+    heldout = _comparisons(PROMPTS, answers, lengths, shapes.vocabulary)
+    read = partial(reference_logprobs, comparisons=heldout, pad_id=0)
+    return [before, update, *_heldout(shapes, config, "policy", shapes.causal_lm, read)]
 
 
-def _heldout(shapes: Shapes, name: str, model: PreTrainedModel, read: Callable[[PreTrainedModel], Any]) -> Phase:
-    """Held-out pairs after the training, of a model that was divided, or merged with adapters: with whole float32
-    weights."""
-    ledger = _following(shapes, (name, model.requires_grad_(False)))
+def _heldout(
+    shapes: Shapes,
+    config: RewardConfig | PairConfig,
+    name: str,
+    build: Callable[[], PreTrainedModel],
+    read: Callable[[PreTrainedModel], Any],
+) -> list[Phase]:
+    """Held-out pairs after the training of a divided model or of adapters, with the whole float32 weights that `build`
+    makes; any other training needs more memory itself."""
+    if config.processes == 1 and config.lora is None:
+        return []
+    model = build().requires_grad_(False)
+    ledger = _following(shapes, (name, model))
     with counting(ledger), autocast(shapes.precision, model.device):
         read(model)
-    return _phase("held-out pairs", ledger)
+    return [_phase("held-out pairs", ledger)]
 
 
 def _pairs(
