@@ -118,16 +118,23 @@ def join_group() -> None:
 
     Gathered objects are unpickled, so that a connection from another machine could run code: the processes use the
     loopback interface only. Does nothing where a launcher such as `accelerate launch` or torchrun connects them.
+    Raises UserError for more processes than GPUs: NCCL refuses two on one.
     """
     if RENDEZVOUS not in os.environ or distributed.is_initialized():
         return
+    count, gpus = int(os.environ["WORLD_SIZE"]), torch.cuda.device_count()
+    if 0 < gpus < count:
+        raise UserError(
+            f"processes is {count}, but torch sees {gpus} GPU{'s' * (gpus > 1)}; lower it, or make more visible "
+            "(CUDA_VISIBLE_DEVICES; empty: compute on the CPU)"
+        )
     for library in ("GLOO", "NCCL"):
         os.environ.setdefault(f"{library}_SOCKET_IFNAME", _loopback_interface())
     distributed.init_process_group(
         "nccl" if torch.cuda.is_available() else "gloo",
         init_method=f"file://{os.environ[RENDEZVOUS]}",
         rank=int(os.environ["RANK"]),
-        world_size=int(os.environ["WORLD_SIZE"]),
+        world_size=count,
         timeout=TIMEOUT,
     )
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from rlhf_core.errors import UserError
 from rlhf_core.locks import FileLock, who_holds
 from tasks.params.loader import PARAMS_FILE, is_switched_off, read_yaml
-from tasks.stage.workers import RENDEZVOUS, requested_processes
+from tasks.stage.workers import requested_processes
 
 LOCKS_VARIABLE = "LEASH_GPU_LOCKS"
 """Environment variable: the folder of the locks, where it is not `LOCKS`."""
@@ -46,20 +46,6 @@ def claim_gpus(module: str) -> None:
             print(f"GPUs are not locked ({error}): another stage may use the same one at the same time", flush=True)
     if len(names) > count:
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(chosen)
-
-
-def require_gpus(stage: str) -> None:
-    """Raise UserError where the stage has started more processes than torch has GPUs: NCCL refuses two on one."""
-    if RENDEZVOUS not in os.environ:
-        return
-    import torch
-
-    found, count = torch.cuda.device_count() if torch.cuda.is_available() else 0, requested_processes(stage)
-    if 0 < found < count:
-        raise UserError(
-            f"processes is {count}, but torch sees {found} GPU{'s' * (found > 1)}; lower it, or make more visible "
-            "(CUDA_VISIBLE_DEVICES; empty: compute on the CPU)"
-        )
 
 
 def _computes(stage: str) -> bool:

@@ -21,7 +21,6 @@ from tasks.schemas.validation import load
 from tasks.stage import provenance, state
 from tasks.stage.definition import Definition, is_code, pipeline_identity
 from tasks.stage.dvc_adapter import Project, open_project
-from tasks.stage.gpus import require_gpus
 from tasks.stage.interrupts import Interrupts
 from tasks.stage.outputs import Outputs
 from tasks.stage.pipeline_run import describe, report_results
@@ -113,7 +112,6 @@ def _run(name: str, model: type[Model], execute: Execute[Model], tracked: bool, 
     content = read_yaml()
     params = parse(model, content.get(name, {}), name)
     common = parse(Common, {key: content[key] for key in Common.model_fields if key in content})
-    require_gpus(name)
     with open_project(Path()) as project, state.locked(project.root, name):
         definition, root = Definition(name, project), project.root
         if VERSIONS in definition.inputs:

@@ -250,6 +250,25 @@ def test_processes_of_a_launcher_wait_as_long_as_those_of_a_stage(monkeypatch: p
     assert [handler.timeout for handler in given] == [processes.TIMEOUT]
 
 
+@pytest.mark.parametrize(("gpus", "refused"), [(1, True), (2, False), (0, False)])
+def test_more_processes_of_a_stage_than_gpus_are_refused(
+    gpus: int, refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[Any] = []
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(processes.distributed, "init_process_group", lambda *_, **options: made.append(options))
+    changed = {processes.RENDEZVOUS: "store", "RANK": "0", "WORLD_SIZE": "2"}
+    changed |= dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), "lo")
+    for name, value in changed.items():
+        monkeypatch.setenv(name, value)
+    if refused:
+        with pytest.raises(UserError, match=r"^processes is 2, but torch sees 1 GPU; lower it, or make more visible"):
+            processes.join_group()
+    else:
+        processes.join_group()
+    assert len(made) == (not refused)
+
+
 @pytest.mark.slow
 def test_two_groups_of_torchrun_train_as_one_process(tmp_path: Path) -> None:
     """Two nodes, here on one machine: each group has a rank of its own, and they meet at the first one's address."""
