@@ -51,10 +51,11 @@ class Search:
         self._resume()
 
     def _resume(self) -> None:
-        """End what a killed process was trying, and enqueue it again."""
+        """End what a killed process was trying, and enqueue it again where its setting is known."""
         for trial in self._study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
-            self._study.enqueue_trial(trial.params, skip_if_exists=False)
             self._study.tell(trial.number, state=TrialState.FAIL)
+            if self._is_whole(trial.params):
+                self._study.enqueue_trial(trial.params, skip_if_exists=False)
 
     def tried(self) -> list[tuple[str, ...]]:
         """The settings of earlier processes that have ended, each once."""
@@ -62,8 +63,9 @@ class Search:
             self._values(each.system_attrs["fixed_params"])
             for each in self._study.get_trials(deepcopy=False, states=(TrialState.WAITING,))
         }
-        ended = self._study.get_trials(deepcopy=False, states=ENDED)
-        return [one for one in dict.fromkeys(self._values(each.params) for each in ended) if one not in waiting]
+        ended = [each.params for each in self._study.get_trials(deepcopy=False, states=ENDED)]
+        settings = dict.fromkeys(self._values(params) for params in ended if self._is_whole(params))
+        return [one for one in settings if one not in waiting]
 
     def next(self, began: int) -> Suggestion | None:
         """The next setting; None when `began` settings are the whole budget."""
@@ -81,6 +83,10 @@ class Search:
         if violation is not None:
             suggestion.trial.set_constraint("constraint", violation)
         self._study.tell(suggestion.trial, objective)
+
+    def _is_whole(self, params: Mapping[str, Any]) -> bool:
+        """Not so where the process was killed between the values of a setting."""
+        return all(one.name in params for one in self._space.varied)
 
     def _values(self, params: Mapping[str, Any]) -> tuple[str, ...]:
         return tuple(_word(params[one.name]) for one in self._space.varied)

@@ -56,9 +56,9 @@ def home(toy: Callable[..., Path]) -> Path:
 
 def experiments(home: Path) -> dict[str, str]:
     """Name → commit of every experiment."""
-    lines = call(home, "git", "for-each-ref", "--format=%(refname) %(objectname)", "refs/exps").splitlines()
-    found = (line.split() for line in lines if "/exec/" not in line)
-    return {name.rpartition("/")[2]: commit for name, commit in found}
+    finished = "refs/exps/??/*/*"  # not DVC's own, such as refs/exps/stash of one that is being saved
+    lines = call(home, "git", "for-each-ref", "--format=%(refname) %(objectname)", finished).splitlines()
+    return {name.rpartition("/")[2]: commit for name, commit in map(str.split, lines)}
 
 
 def log(home: Path) -> list[str]:
