@@ -22,11 +22,17 @@ def settings(folder: Path, budget: int) -> list[tuple[str, ...]]:
 
 
 def test_a_setting_that_was_being_tried_is_the_next(tmp_path: Path) -> None:
+    """Also where the process that tries it again is killed."""
     first = settings(tmp_path, 1)
-    suggestion = Search(tmp_path, SPACE, 4, maximise=True).next(1)
-    assert suggestion is not None
+    killed = Search(tmp_path, SPACE, 4, maximise=True).next(1)
+    search = Search(tmp_path, SPACE, 4, maximise=True)
+    assert search.tried() == first
+    again = search.next(1)
+    assert killed is not None
+    assert again is not None
+    assert again.values == killed.values
     found = settings(tmp_path, 4)
-    assert found[:2] == [*first, suggestion.values]
+    assert found[:2] == [*first, killed.values]
     assert len(set(found)) == 4
 
 
