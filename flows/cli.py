@@ -101,16 +101,38 @@ def import_(
         Path,
         typer.Argument(
             metavar="PATH",
-            help="A JSONL, Parquet or CSV file, an export of Label Studio or Argilla, or a folder of such files.",
+            help="A JSONL, JSON, CSV or Parquet file, an export of Label Studio or Argilla, or a folder of such files.",
         ),
     ],
     force: Annotated[bool, typer.Option("--force", help="Replace data imported before.")] = False,
+    names: Annotated[
+        list[str] | None,
+        typer.Option("--map", metavar="NEW=OLD", help="Give columns other names: prompt=question,chosen=best."),
+    ] = None,
+    ignore: Annotated[
+        list[str] | None, typer.Option(metavar="NAME", help="Leave out columns, or keys of messages; by commas.")
+    ] = None,
+    think: Annotated[bool, typer.Option("--think", help="Write reasoning into the text, as <think>…</think>.")] = False,
+    parse_template: Annotated[
+        bool, typer.Option("--parse-template", help="Make turns of texts that have a chat template's control tokens.")
+    ] = False,
+    quick: Annotated[
+        bool, typer.Option("--try", help="Write params.yaml for a run of a few minutes with a tiny model.")
+    ] = False,
 ) -> None:
-    """Copy data files into data/raw/ and track them with DVC."""
+    """Copy data files into data/raw/ and track them with DVC; print what was found in them."""
     root = find_root()
     from tasks.datasets.importer import import_data
+    from tasks.datasets.rewriting import Rewriting, renamed
+    from tasks.params.trial import require_room, write_trial
 
-    import_data(source.expanduser().resolve(), root, force)
+    if quick:
+        require_room(root)
+    ignored = frozenset(name.strip() for listed in ignore or () for name in listed.split(","))
+    rewriting = Rewriting(renamed(names or []), ignored, think, parse_template)
+    target, examples = import_data(source, root, force, rewriting=rewriting if rewriting != Rewriting() else None)
+    if quick:
+        write_trial(root, [target.name], examples)
 
 
 @command

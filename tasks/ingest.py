@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from tasks.datasets.jsonl import Row
-from tasks.datasets.labels import as_text, label_figures
+from tasks.datasets.labels import as_text, contradictions, label_figures
 from tasks.datasets.prepare import Prepared, prepare, render, use_table
 from tasks.datasets.sources import cleaning
 from tasks.datasets.sources.datasets import assemble, divide
@@ -42,6 +42,8 @@ def execute(stage: Stage[IngestParams]) -> None:
         stage.log(line)
     if labels:
         stage.log(as_text(labels))
+    for line in contradictions(e for e in (*prepared.kept, *prepared.labels) if e.kind == "pair"):
+        stage.log(line)
     if prepared.dropped:
         stage.log(f"left out {cleaning.summary(prepared.dropped)}; all rows: data/ingest/dropped.jsonl")
 

@@ -3,7 +3,6 @@
 import importlib.metadata
 import importlib.util
 import re
-import subprocess
 import sys
 import typing
 from pathlib import Path
@@ -12,13 +11,9 @@ from types import ModuleType
 import pytest
 import torch
 from pydantic import BaseModel
-from ruamel.yaml import YAML
 
 from flows.cli import app
-from flows.text import dotted
 from rlhf_core.config.ppo import PPOConfig
-from tasks.params.all import Params
-from tasks.params.loader import parse, read_yaml
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -36,19 +31,6 @@ def script(name: str) -> ModuleType:
 
 def test_parameters_page_is_what_the_code_says() -> None:
     assert (ROOT / "docs" / "parameters.md").read_text(encoding="utf-8") == script("make_parameters").page()
-
-
-def test_the_quick_try_of_own_data_takes_every_small_value() -> None:
-    """With the command as the guide has it."""
-    guide = (ROOT / "docs" / "how-to" / "own-data.md").read_text(encoding="utf-8")
-    [command] = re.findall(r"^ +(sed .*) > params.yaml$", guide, re.MULTILINE)
-    made = YAML(typ="safe").load(subprocess.check_output(command, shell=True, cwd=ROOT, text=True))
-    full = read_yaml(ROOT / "examples" / "own-data.yaml")
-    changed = {key: (value, dotted(full)[key]) for key, value in dotted(made).items() if value != dotted(full)[key]}
-    marked = (ROOT / "examples" / "own-data.yaml").read_text(encoding="utf-8").count("# try: ")
-    assert len(changed) == marked > 10
-    assert all(small < large for small, large in changed.values())
-    parse(Params, full | made)
 
 
 def test_every_parameter_has_a_meaning() -> None:

@@ -25,6 +25,7 @@ def use_texts(project: "Project", rows: list[dict[str, object]]) -> None:
         "ingest.files": {"path": "reviews"},
         "ingest.opening_words": 3,
         "ingest.rating_column": "label",
+        "ingest.sft_rating_above": -1,
         "base.format": "text",
         "preferences.source": "ratings",
         "judge": {"kind": "function", "function": "sentiment.py"},

@@ -24,7 +24,8 @@ from rlhf_core.models.scorers import Answers, Scorer
 from tasks.datasets.jsonl import Row, brief_names
 from tasks.datasets.sources.cleaning import clean
 from tasks.datasets.sources.example import RAW, Example
-from tasks.datasets.sources.files import data_files, read_rows
+from tasks.datasets.sources.files import data_files
+from tasks.datasets.sources.formats import read_rows
 from tasks.datasets.sources.shapes import normalise
 from tasks.params.all import Params
 from tasks.params.loader import PARAMS_FILE, parse, read_yaml
@@ -226,6 +227,8 @@ def _new_file(root: Path, source: Path, out: Path | None) -> Path:
     if not source.is_file():
         raise UserError(f"{source}: {'is a folder; name a file in it' if source.is_dir() else 'file not found'}")
     data_files(source)
+    if source.suffix.lower() not in (".jsonl", ".parquet"):
+        raise UserError(f"{source}: scores are added to *.jsonl and *.parquet files; `leash import` reads others")
     out = out or source.with_name(f"{source.stem}.scored{source.suffix}")
     if out.suffix.lower() != source.suffix.lower():
         raise UserError(f"--out {out}: the name must end in {source.suffix}, as that of the file")

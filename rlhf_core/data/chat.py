@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import unicodedata
 from typing import Literal, TypedDict
 
 
@@ -35,9 +36,10 @@ def identity(canonical_prompt: bytes) -> str:
 
 
 def opening(prompt: Conversation) -> str:
-    """The first user message with case and white space folded; prompts with the same one are never split apart."""
+    """The first user message with case, white space and forms of Unicode (NFKC) folded; prompts with the same one are
+    never split apart."""
     first = next((m["content"] for m in prompt if m["role"] == "user"), "")
-    return " ".join(first.casefold().split())
+    return " ".join(unicodedata.normalize("NFKC", first.casefold()).split())
 
 
 def as_text(prompt: Conversation) -> str:

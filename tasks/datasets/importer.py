@@ -7,113 +7,209 @@ import shutil
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from itertools import groupby, islice
 from operator import attrgetter
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING
 
 from rlhf_core.errors import UserError
 from rlhf_core.files import remove
-from tasks.datasets.exports.convert import converted
-from tasks.datasets.jsonl import brief_names
+from tasks.datasets.jsonl import brief_names, write_jsonl
+from tasks.datasets.prepare import arrange, render, use_table
 from tasks.datasets.problems import Log
+from tasks.datasets.rewriting import Rewriting
 from tasks.datasets.sources import cleaning
+from tasks.datasets.sources.datasets import divide
 from tasks.datasets.sources.example import RAW, Example
-from tasks.datasets.sources.files import data_files, read_files, read_rows
-from tasks.datasets.sources.shapes import LABEL_COLUMNS, shape_of
-from tasks.params.ingest import FilesParams, IngestParams
+from tasks.datasets.sources.exports import is_export
+from tasks.datasets.sources.files import data_files, read_files
+from tasks.datasets.sources.formats import read_rows
+from tasks.datasets.sources.shapes import VOTED, layout_of
+from tasks.datasets.sources.verdicts import verdict_columns
+from tasks.datasets.summary import summary
+from tasks.params.all import Params
+from tasks.params.ingest import FilesParams, IngestParams, SplitParams
+from tasks.params.loader import PARAMS_FILE, parse, read_yaml
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 DOCUMENTS = ("licen", "copying", "notice", "readme", "citation")
 """Beginnings of the names of files and folders that are copied with the data."""
 
 SCANNED = 10_000
 """Rows of a file whose columns are printed."""
+SPLIT = SplitParams(demonstrations=0.5, preferences=0.3, ppo=0.2, heldout=0.1, validation=0.1)
+"""The shares of the table, unless params.yaml has others."""
 
 
-def import_data(source: Path, root: Path, force: bool = False, log: Log = print) -> Path:
-    """Copy a JSONL or Parquet file, or a folder of them, to `root`/data/raw/<name> and run `dvc add`. CSV files and
-    exports of Label Studio and Argilla are converted to JSONL. Returns the new path. `log` prints what was found, and
-    the parameters to set.
+def import_data(
+    source: Path,
+    root: Path,
+    force: bool = False,
+    log: Log = print,
+    rewriting: Rewriting | None = None,
+) -> tuple[Path, list[Example]]:
+    """Copy a data file, or a folder of them, to `root`/data/raw/<name> and run `dvc add`. Returns the new path and the
+    clean examples.
+
+    Args:
+        source: the file or folder.
+        root: the project.
+        force: replaces other data of the same name.
+        log: prints what was found, and the parameters to set.
+        rewriting: changes every row on the way; the copies are then JSONL files.
 
     Every row is read before anything is copied, and the copy is complete or absent. Raises UserError for a missing
-    source, rows that cannot be read (file and row), other data of the same name without `force`, a full disk, and a
-    failing `dvc add`.
+    source, rows that cannot be read (file and row), data of which no row is left, other data of the same name without
+    `force`, a full disk, and a failing `dvc add`.
     """
     source = source.expanduser().resolve()
     if not source.exists():
         raise UserError(f"{source}: file not found")
     if not (root / ".dvc").is_dir():
         raise UserError(f"{root}: not a DVC repository; run this in a clone of the project")
-    with converted(source, log) as (data, originals):
+    with _rewritten(source, rewriting) as data:
         target = (root / RAW).resolve() / data.name
         if source != target:
             _refuse_overlap(source, target)
         elif data != source:
-            raise UserError(f"{source}: has files to convert; move the folder out of {RAW} and import it from there")
-        examples, found = describe(data, source, originals, log)
+            raise UserError(f"{source}: lies in {RAW} already; move it out to import it with changed rows")
+        examples, found = describe(data, source, root, log)
         _place(data, target, root, force)
     for line in found:
         log(line)
     place = (RAW / target.name).as_posix()
-    log(f"{place}: {'converted and ' if data != source else ''}tracked by DVC (for git: {place}.dvc)")
+    ignore = (RAW / ".gitignore").as_posix()
+    listed = f"{place}.dvc {ignore}" if (root / ignore).exists() else f"{place}.dvc"
+    log(f"{place}: tracked by DVC; for git: git add {listed}")
+    log(f"to undo it: dvc remove {place}.dvc && rm -r {place}")
     log("set in params.yaml (examples/own-data.yaml is a complete file to start from):")
     if any(example.annotator for example in examples) and all(example.kind == "pair" for example in examples):
         log(f"  ingest.labels: {json.dumps(target.name)}    (added to the data of ingest.source)")
         log("or, where these labels are all of the data:")
     log("  ingest.source: files")
-    log(f"  ingest.files.path: {json.dumps(target.name)}")
-    return target
+    log(f"  ingest.files.path: {json.dumps(target.name)}    (or a list of names)")
+    if any(example.rating is not None for example in examples):
+        log("  ingest.rating_column: label, preferences.source: ratings    (the reward model learns from the labels)")
+    return target, examples
 
 
-def describe(data: Path, source: Path, originals: Mapping[Path, Path], log: Log) -> tuple[list[Example], list[str]]:
-    """The examples; what the files hold, a line for each; and which rows `ingest` would leave out or refuse.
-    `originals`: what converted files were made from. Raises UserError for rows that cannot be read, called by their
-    place in `source`; `log` lists them before."""
-    files = FilesParams(path="data")
-    names: dict[Path, str] = {}
-    called: dict[Path, str] = {}
-    for path in data_files(data):
-        name = path.relative_to(data if data.is_dir() else data.parent).as_posix()
-        original = source / name if source.is_dir() else source
-        place = path if path in originals else original
-        names[place] = name
-        called[place] = f"{originals[path]} (converted to JSONL)" if path in originals else str(original)
-    words = IngestParams.model_fields["opening_words"].default
-    whole = read_files(called, files, log)
-    examples = [example.cut(words) for example in whole]
+@contextmanager
+def _rewritten(source: Path, rewriting: Rewriting | None) -> Iterator[Path]:
+    """The source itself, or a temporary copy with rewritten rows. Raises UserError for a row that cannot be rewritten,
+    and for two files that would become one."""
+    if rewriting is None:
+        yield source
+        return
+    with TemporaryDirectory() as folder:
+        target = Path(folder) / (source.name if source.is_dir() else source.name.split(".")[0] + ".jsonl")
+        data, seen = data_files(source), set[str]()
+        for file in _files_to_copy(source):
+            path, place = source / file, target / file
+            if path in data:
+                place = place if source.is_file() else place.with_name(place.name.split(".")[0] + ".jsonl")
+                if place.exists():
+                    raise UserError(f"{path}: a second file that would become {place.name}; rename one of them")
+                write_jsonl(place, rewriting.rows(path, seen))
+            else:
+                place.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(path, place)
+        if missing := [name for name in rewriting.names if name not in seen]:
+            raise UserError(
+                f"{source}: no column {brief_names(missing)} to rename (found: {brief_names(sorted(seen))})"
+            )
+        yield target
+
+
+def describe(data: Path, source: Path, root: Path, log: Log) -> tuple[list[Example], list[str]]:
+    """The clean examples; what the files hold, a line for each; which rows `ingest` would leave out or refuse; what it
+    would use each row for; and what `summary` says of them. Raises UserError for rows that cannot be read, called by
+    their place in `source`; `log` lists them before."""
+    names = {path: path.relative_to(data if data.is_dir() else data.parent).as_posix() for path in data_files(data)}
+    called = {path: str(source / name if source.is_dir() else source) for path, name in names.items()}
+    short = {called[path]: name for path, name in names.items()}
+    split, tokenizer = _of_the_run(root)
+    params = IngestParams(source="files", seed=1, files=FilesParams(path="data"), split=split, on_leak="drop")
+    whole = read_files(called, FilesParams(path="data"), log)
+    examples = [example.cut(params.opening_words) for example in whole]
     by_file = {path: list(found) for path, found in groupby(examples, key=attrgetter("file"))}
     lines = [_file_line(path, name, by_file[called[path]]) for path, name in names.items()]
     if any(example.is_text for example in whole):
-        lines.append(f"texts: the first {words} words are the prompt (ingest.opening_words); set base.format: text")
-    short = {called[path]: name for path, name in names.items()}
+        lines.append(
+            f"texts: the first {params.opening_words} words are the prompt (ingest.opening_words); set base.format: "
+            "text"
+        )
     for example in examples:
         example.file = short[example.file]
-    kept, dropped = cleaning.clean(examples, IngestParams.model_fields["max_characters"].default)
+    kept, dropped = cleaning.clean(examples, params.max_characters)
+    if lost := set(short.values()) - {example.file for example in kept}:
+        of_file = [row for row in dropped if row.file == min(lost)]
+        raise UserError(f"{source}: {min(lost)}: no row is left of {len(of_file):,}: {cleaning.summary(of_file)}")
     if dropped:
-        summary = cleaning.list_bad_rows(dropped, lines.append)
-        lines.append(f"{len(dropped)} rows that ingest leaves out (ingest.on_bad_row: refuse stops instead): {summary}")
+        found = cleaning.list_bad_rows(dropped, lines.append)
+        lines.append(f"{len(dropped)} rows that ingest leaves out (ingest.on_bad_row: refuse stops instead): {found}")
     if leaks := cleaning.find_leaks(kept):
         lines.append(cleaning.list_leaks(leaks, lines.append))
     if not any(example.kind == "pair" and not example.heldout for example in examples):
         lines.append(
             "no pairs (prompt, chosen, rejected): a reward model needs them, or ratings (ingest.rating_column)"
         )
-    return examples, lines
+    lines += _uses(examples, params)
+    return kept, lines + summary(kept, tokenizer)
+
+
+def _of_the_run(root: Path) -> tuple[SplitParams, "PreTrainedTokenizerBase | None"]:
+    """The shares that params.yaml has for own data, and the tokenizer of its model where that is in a folder here."""
+    try:
+        content = read_yaml(root / PARAMS_FILE)
+        params = parse(Params, content)
+    except UserError:  # it is reported by the stage `check`
+        return SPLIT, None
+    split = SPLIT if params.ingest.source == "demo" else params.ingest.split
+    folder = root / RAW / params.base.pretrained.model if params.base.pretrained else None
+    if params.base.source != "pretrained" or folder is None or not folder.is_dir():
+        return split, None
+    from rlhf_core.data.tokenizer import complete, read_tokenizer  # imports transformers
+
+    tokenizer = read_tokenizer(folder, trust_remote_code=params.trust_remote_code)
+    return split, complete(tokenizer, params.base.pad_token, params.base.format == "text")[0]
+
+
+def _uses(examples: list[Example], params: IngestParams) -> list[str]:
+    """What `ingest` would use the rows for, as a table; or why it could not."""
+    lines: list[str] = []
+    try:
+        prepared = arrange(examples, [], params, lines.append)
+        divided = divide(prepared.kept, prepared.assignment, params.seed)
+        lines += render(use_table(prepared, divided)).splitlines()
+    except UserError as error:
+        lines.append(f"by itself this is too little for a run: {error}")
+    return lines
 
 
 def _file_line(path: Path, name: str, examples: list[Example]) -> str:
-    """Rows by kind, the columns of the first rows, the further ones by themselves, and whether the file is held
-    out."""
-    found = dict.fromkeys(column for _, row in islice(read_rows(path), SCANNED) for column in row)
-    known = shape_of(map(str, found)) + (LABEL_COLUMNS if examples[0].kind == "pair" else ())
-    read = [column for column in known if column in found]
-    further = [str(column) for column in found if column not in known]
+    """Rows by kind, the columns of the first rows, the further ones by themselves, and whether the file is held out."""
     kinds = Counter(example.kind for example in examples)
     rows = ", ".join(f"{count:,} {kind}{'s' * (count != 1)}" for kind, count in kinds.items())
     heldout = ", held out (ingest.files.heldout_files)" if examples[0].heldout else ""
-    extra = f"; kept for reward functions: {brief_names(further)}" if further else ""
-    return f"{name}: {rows}{heldout}; columns: {', '.join(read)}{extra}"
+    first, *more = [row for _, row in islice(read_rows(path), SCANNED)]
+    if is_export(first):
+        return f"{name}: {rows}{heldout}"
+    found = tuple(dict.fromkeys(column for row in (first, *more) for column in row))
+    layout = layout_of(found)
+    further = [column for column in layout.further if column != layout.label]
+    if layout.shape is VOTED:
+        verdict = verdict_columns(tuple(first), first, layout.answers)
+        further = [column for column in further if column not in verdict]
+    numbers = [c for c in further if kinds["demonstration"] and isinstance(first.get(c), int | float)]
+    read = f"; columns: {brief_names(column for column in found if column not in further)}"
+    extra = f"; not read, kept for reward functions: {brief_names(further)}" if further else ""
+    extra += f"; numbers, which can be ratings (ingest.rating_column): {brief_names(numbers)}" if numbers else ""
+    return f"{name}: {rows}{heldout}{read}{extra}"
 
 
 def _place(source: Path, target: Path, root: Path, force: bool) -> None:

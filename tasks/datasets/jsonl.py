@@ -5,7 +5,7 @@ The standard parser is used because table readers guess types: "42" or "2024-01-
 import json
 import re
 import reprlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from sys import intern
 from typing import Any
@@ -32,14 +32,16 @@ def read_jsonl(path: Path) -> list[Row]:
     return [row for _, row in iter_jsonl(path, allow_halves=False)]
 
 
-def iter_jsonl(path: Path, allow_halves: bool = True, on_bad: Log = refuse) -> Iterator[tuple[int, Row]]:
+def iter_jsonl(
+    path: Path, allow_halves: bool = True, on_bad: Log = refuse, opener: Callable[..., Any] = open
+) -> Iterator[tuple[int, Row]]:
     """The rows with their line numbers (from 1). For a row that cannot be read, `on_bad` is called with one line of
-    text, and the next row follows.
+    text, and the next row follows. `opener`: such as `gzip.open`, for a compressed file.
 
     Raises UserError for a missing file, and for the first bad row unless `on_bad` is given.
     """
     try:
-        with path.open("rb") as file:
+        with opener(path, "rb") as file:
             for number, line in enumerate(file, start=1):
                 try:
                     row = _parse(path, number, line)
@@ -61,7 +63,7 @@ def _refuse_half_pairs(path: Path, number: int, line: bytes, row: Row) -> None:
         raise UserError(f"{path}, row {number}: half a surrogate pair in a text; correct the row or remove it")
 
 
-class _DuplicateKey(ValueError):
+class DuplicateKey(ValueError):
     """An object has this key twice."""
 
 
@@ -70,11 +72,11 @@ def _object(pairs: list[tuple[str, Any]]) -> Row:
     row = {intern(key): intern(value) if type(value) is str and len(value) <= SHORT else value for key, value in pairs}
     if len(row) < len(pairs):
         keys = [key for key, _ in pairs]
-        raise _DuplicateKey(next(key for key in keys if keys.count(key) > 1))
+        raise DuplicateKey(next(key for key in keys if keys.count(key) > 1))
     return row
 
 
-_DECODER = json.JSONDecoder(object_pairs_hook=_object)
+DECODER = json.JSONDecoder(object_pairs_hook=_object)
 
 
 def _parse(path: Path, number: int, line: bytes) -> Row | None:
@@ -85,13 +87,13 @@ def _parse(path: Path, number: int, line: bytes) -> Row | None:
         text = line.decode("utf-8-sig" if number == 1 else "utf-8")
         if not text.strip():
             return None
-        value = _DECODER.decode(text.rstrip())
+        value = DECODER.decode(text.rstrip())
     except UnicodeDecodeError as error:
         form = ", perhaps UTF-16" if line.startswith((b"\xff\xfe", b"\xfe\xff")) else ""
         raise UserError(f"{where}: not UTF-8 ({error.reason}{form}); save the file as UTF-8") from None
     except json.JSONDecodeError as error:
         raise UserError(f"{where}: broken JSON ({error.msg}, column {error.pos + 1}); {repair}") from None
-    except _DuplicateKey as error:
+    except DuplicateKey as error:
         raise UserError(
             f"{where}: the key {brief(error.args[0])} occurs twice in one object; keep one of them"
         ) from None

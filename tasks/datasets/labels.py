@@ -1,6 +1,6 @@
-"""Who labelled how many pairs, and how far the annotators agree."""
+"""Who labelled how many pairs, how far the annotators agree, and pairs that contradict each other."""
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from statistics import fmean
 from typing import Any
@@ -47,3 +47,31 @@ def as_text(figures: Mapping[str, Any]) -> str:
     alpha = "" if figures["alpha"] is None else f", Krippendorff's alpha {figures['alpha']:.2f}"
     shared = f"{figures['pairs_by_several']:,} pairs by several annotators"
     return f"labels: {counts}; {figures['ties']:,} ties, {shared}{alpha}"
+
+
+def contradictions(pairs: Iterable[Example]) -> list[str]:
+    """How many pairs (two answers to a prompt) are chosen both ways: by one annotator, or without any, they contradict
+    each other; by different ones it is disagreement. White space around an answer does not count."""
+    same: dict[tuple[str, ...], list[Example]] = defaultdict(list)
+    for example in pairs:
+        same[example.prompt_id, *sorted(text.strip() for text in example.answers)].append(example)
+    found: dict[bool, list[str]] = {True: [], False: []}
+    for rows in same.values():
+        one_way = [row for row in rows if (row.chosen or "").strip() == (rows[0].chosen or "").strip()]
+        other_way = [row for row in rows if row not in one_way]
+        if other_way:
+            by_one = ((a, b) for a in one_way for b in other_way if a.annotator == b.annotator)
+            a, b = next(by_one, (one_way[0], other_way[0]))
+            found[a.annotator == b.annotator].append(f"{place_of(a)} and {place_of(b)}")
+    words = {True: "contradictions", False: "disagreements of annotators"}
+    return [
+        f"{words[kind]}: {len(places):,} pairs are chosen both ways ({'; '.join(places[:2])}"
+        f"{'; …' if len(places) > 2 else ''})"
+        for kind, places in found.items()
+        if places
+    ]
+
+
+def place_of(example: Example) -> str:
+    """File and row, for messages."""
+    return f"{example.file} row {example.row}"

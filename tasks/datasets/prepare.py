@@ -13,7 +13,7 @@ from tasks.datasets.sources import cleaning, files
 from tasks.datasets.sources.cleaning import Dropped
 from tasks.datasets.sources.datasets import USES, Divided, rows_by_use
 from tasks.datasets.sources.example import RAW, Example, Kind
-from tasks.datasets.sources.ratings import require_ratings
+from tasks.datasets.sources.ratings import mark_low, require_ratings
 from tasks.datasets.sources.splits import Assignment, assign
 from tasks.params.ingest import DemoParams, FilesParams, IngestParams
 
@@ -27,6 +27,7 @@ LABELS = {
     "heldout": "held out",
     "repeated": "left out: same prompt as another row",
     "used_elsewhere": "left out: prompt drawn for another use",
+    "rated_too_low": "left out: rated too low to imitate",
     "tie": "left out: tie, only for agreement",
 }
 
@@ -50,14 +51,20 @@ def prepare(params: IngestParams, raw: Path = RAW, cache: Path | None = None, lo
     """Read and clean the raw data, and assign the shares; the labels of `params.labels` change no share. Raises
     UserError for data that cannot be read, that the parameters refuse, or that are too few for a share; several
     problems are printed by `log`."""
-    added = read_labels(params.labels, raw, log)
-    examples = [example.cut(params.opening_words) for example in read(params, raw, cache, log)] + added
+    return arrange(read(params, raw, cache, log), read_labels(params.labels, raw, log), params, log)
+
+
+def arrange(examples: list[Example], added: list[Example], params: IngestParams, log: Log = print) -> Prepared:
+    """The same for rows that were read; `added` are those of `params.labels`."""
+    examples = [example.cut(params.opening_words) for example in examples] + added
     found = Counter(example.kind for example in examples)
     clean, dropped = filter_rows(examples, params, log)
     of_labels = {id(example) for example in added}
     own = [example for example in clean if id(example) not in of_labels]
     kept = [example for example in own if not example.tie]
     require_ratings(kept, params.rating_column, log)
+    if (rated := mark_low(kept, params.rating_column, params.sft_rating_above)) is not None:
+        log(f"SFT imitates {rated[1]:,} rated answers, those above {rated[0]:g} (ingest.sft_rating_above)")
     assignment = assign(kept, params.split, params.seed)
     heldout = [example for example in kept if assignment.share[example.opening] == "heldout"]
     labels, leaked = without_leaks([e for e in clean if id(e) in of_labels], heldout, params, log)

@@ -3,10 +3,10 @@
 import re
 from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from rlhf_core.config.block import Block
-from rlhf_core.config.paths import BelowRaw
+from rlhf_core.config.paths import BelowRaw, stay_below
 
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 
@@ -27,10 +27,25 @@ class DemoParams(Block):
 class FilesParams(Block):
     """Local files below `data/raw/`, copied there by `leash import PATH`."""
 
-    path: BelowRaw
-    """A folder or a file below data/raw/: the name that `leash import` prints."""
+    path: str | list[str]
+    """A folder or a file below data/raw/, the name that `leash import` prints; or a list of them."""
     heldout_files: list[str] = Field(default_factory=lambda: ["test*", "heldout*"])
     """Patterns of file names whose rows are held out. Where no file matches, `ingest.split.heldout` applies."""
+
+    @field_validator("path", mode="before")
+    @classmethod
+    def _stay_below(cls, value: object) -> object:
+        listed = value if isinstance(value, list) else [value]
+        if not listed or not all(isinstance(path, str) for path in listed):
+            raise ValueError("must be the name of a file or folder below data/raw/, or a list of them")
+        for path in listed:
+            stay_below(str(path))
+        return value
+
+    @property
+    def paths(self) -> list[str]:
+        """`path` as a list."""
+        return self.path if isinstance(self.path, list) else [self.path]
 
 
 class HuggingFaceParams(Block):
@@ -100,6 +115,9 @@ class IngestParams(Block):
     rating_column: Annotated[str, Field(min_length=1)] | None = None
     """The column of demonstrations with a number for each (0 and 1, or a score; higher is better), which the reward
     model learns from with `preferences.source: ratings`."""
+    sft_rating_above: float | None = None
+    """Of rated demonstrations SFT imitates those with a higher rating. null: halfway between the lowest and the highest
+    rating. A rating is a value of `rating_column`, or the `label` (true or false, 1 or 0) of a demonstration."""
     split: SplitParams
     max_characters: Annotated[int, Field(ge=1)] = 20_000
     """A row whose prompt or answer is longer than this is a bad row."""

@@ -29,6 +29,11 @@ class Dropped(NamedTuple):
     row: int
     reason: str
     kind: Kind
+    why: str = ""
+    """More words where the reason needs them."""
+
+    def __str__(self) -> str:
+        return f"{self.file}, row {self.row}: {self.reason}" + (f" ({self.why})" if self.why else "")
 
 
 class Leak(NamedTuple):
@@ -56,7 +61,7 @@ def clean(examples: list[Example], max_characters: int) -> tuple[list[Example], 
             seen.add(key)
             kept.append(example)
         else:
-            dropped.append(Dropped(example.file, example.row, reason, example.kind))
+            dropped.append(Dropped(example.file, example.row, reason, example.kind, example.broken))
     return kept, dropped
 
 
@@ -96,7 +101,7 @@ def _is_clean_text(text: str) -> bool:
 
 
 def find_leaks(examples: list[Example], heldout: Iterable[Example] | None = None) -> list[Leak]:
-    """Training rows with the first user message of a held-out row (case and white space folded). `heldout`: the
+    """Training rows with the first user message of a held-out row, see `opening`. `heldout`: the
     held-out rows; by default those among the examples."""
     first: dict[str, Example] = {}
     for example in (e for e in examples if e.heldout) if heldout is None else heldout:
@@ -119,14 +124,16 @@ def refuse_bad_rows(dropped: list[Dropped], log: Log) -> None:
 
 def list_bad_rows(dropped: list[Dropped], log: Log) -> str:
     """Their summary, after a line for each of the first rows."""
-    print_problems((f"{row.file}, row {row.row}: {row.reason}" for row in dropped), len(dropped), log)
+    print_problems(map(str, dropped), len(dropped), log)
     return summary(dropped)
 
 
 def summary(dropped: list[Dropped]) -> str:
     """The count of every reason and the first row, in one line; empty for no rows."""
     counts = sorted(Counter(row.reason for row in dropped).items())
-    first = f" (first: {dropped[0].file}, row {dropped[0].row})" if dropped else ""
+    first = (
+        f" (first: {dropped[0].file}, row {dropped[0].row}{dropped[0].why and ': '}{dropped[0].why})" if dropped else ""
+    )
     return ", ".join(f"{reason} {count}" for reason, count in counts) + first
 
 

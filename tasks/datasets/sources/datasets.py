@@ -16,9 +16,9 @@ from tasks.datasets.sources.splits import Assignment, Share, rank
 USES = ("sft_train", "sft_validation", "reward_train", "reward_validation", "ppo", "heldout")
 """Uses of a row. reward_*: as a pair; in data without pairs, as a prompt with sampled answers that are judged, or
 with its rating."""
-REPEATED, ELSEWHERE = "repeated", "used_elsewhere"
-"""Why a clean row is not used: another row has the same prompt (for SFT: the same prompt and answer), or its prompt was
-drawn for a use that this kind of row does not fit."""
+REPEATED, ELSEWHERE, TOO_LOW = "repeated", "used_elsewhere", "rated_too_low"
+"""Why a clean row is not used: another row has the same prompt (for SFT: the same prompt and answer), its prompt was
+drawn for a use that this kind of row does not fit, or its answer is rated too low to imitate."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Divided:
     labels: list[Example]
     """Labelled pairs that were added to the data; their prompts can be in any share, or in none."""
     rating_column: str | None = None
-    """The further column with the ratings of demonstrations, where the reward model learns from them."""
+    """The column with the ratings of demonstrations, where the reward model learns from them."""
 
 
 def divide(
@@ -74,7 +74,7 @@ def assemble(divided: Divided) -> dict[str, Iterator[Row]]:
         "demonstrations": _unique(
             {**_prompt(e), "response": _demonstration(e), "split": split(e)}
             for e in shares["demonstrations"]
-            if e.kind != "prompt"
+            if e.kind != "prompt" and not e.low
         ),
         "pairs": (
             {**_prompt(e), "chosen": e.chosen, "rejected": e.rejected, "split": split(e)}
@@ -86,7 +86,7 @@ def assemble(divided: Divided) -> dict[str, Iterator[Row]]:
         "ratings": (
             {**_prompt(e), "response": e.response, "rating": rating, "split": split(e)}
             for e in shares["preferences"]
-            if (rating := rating_of(e, divided.rating_column)) is not None
+            if divided.rating_column is not None and (rating := rating_of(e, divided.rating_column)) is not None
         ),
         "preference_prompts": (
             {**_prompt(group[0]), "split": split(group[0]), **_extra(group, more)}
@@ -120,6 +120,8 @@ def _use(share: Share, example: Example, seen: set[str | None], has_pairs: bool,
         return f"reward_{split}"
     if (share == "demonstrations" and example.kind == "prompt") or (share == "preferences" and has_pairs):
         return ELSEWHERE
+    if share == "demonstrations" and example.low:
+        return TOO_LOW
     answer = _demonstration(example) if share == "demonstrations" else None
     if answer in seen:
         return REPEATED
@@ -148,7 +150,7 @@ def _unique(rows: Iterable[Row]) -> Iterator[Row]:
 def _heldout(examples: Iterable[Example], more: bool) -> Iterator[Row]:
     """One row a prompt, with its first demonstration where it has one."""
     for group in _by_prompt(examples):
-        answers = (answer for answer in map(_demonstration, group) if answer is not None)
+        answers = (answer for example in group if not example.low and (answer := _demonstration(example)) is not None)
         yield {**_prompt(group[0]), "response": next(answers, None), **_extra(group, more)}
 
 

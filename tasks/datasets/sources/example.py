@@ -21,8 +21,8 @@ class Example:
     """
 
     __slots__ = (
-        "_extra", "_prompt", "annotator", "broken", "chosen", "ended", "file", "heldout", "is_text", "opening",
-        "prompt_id", "rejected", "response", "row", "tie",
+        "_extra", "_prompt", "annotator", "broken", "chosen", "ended", "file", "heldout", "is_text", "low", "opening",
+        "prompt_id", "rating", "rejected", "response", "row", "tie",
     )  # fmt: skip
 
     def __init__(
@@ -34,12 +34,13 @@ class Example:
         response: str | None = None,
         chosen: str | None = None,
         rejected: str | None = None,
-        broken: bool = False,
+        broken: str = "",
         annotator: str | None = None,
         tie: bool = False,
         ended: tuple[bool, bool] | None = None,
         extra: dict[str, Any] | None = None,
         is_text: bool = False,
+        rating: float | None = None,
     ) -> None:
         self.file = file
         """Name for messages: the path from the root of the repository, or dataset and split."""
@@ -48,13 +49,18 @@ class Example:
         self.heldout = heldout
         self.response, self.chosen, self.rejected = response, chosen, rejected
         self.broken = broken
-        """The turns do not make a prompt and its answers; `cleaning` drops or refuses such rows."""
+        """Why the turns do not make a prompt and its answers; empty where they do. `cleaning` drops or refuses such
+        rows."""
         self.annotator = annotator
         """The person who labelled the pair."""
         self.tie = tie
         """The annotator has no preference; `chosen` and `rejected` are two answers in any order."""
         self.ended = ended
         """Whether chosen and rejected ended, or were cut off at a limit; None where the row does not say it."""
+        self.rating = rating
+        """How good the response is, where the row says it; higher is better."""
+        self.low = False
+        """Rated too low to imitate, see `ratings.mark_low`."""
         self.is_text = is_text
         """The prompt is a whole text, its opening and the rest."""
         self._extra = json.dumps(extra, ensure_ascii=False, sort_keys=True) if extra else None

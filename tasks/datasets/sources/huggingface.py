@@ -33,7 +33,7 @@ def read(params: HuggingFaceParams, raw: Path = RAW, cache: Path | None = None, 
     for split, heldout in ((params.train_split, False), (params.heldout_split, True)):
         if split is not None:
             rows, name = _rows(_load(params, split, raw, cache)), f"{params.dataset}[{split}]"
-            examples += read_all(rows, name, name, problems, heldout=heldout)
+            examples += read_all(rows, name, name, problems, heldout=heldout, log=log)
     problems.refuse(log)
     return examples
 

@@ -1,202 +1,523 @@
-"""The usual row shapes of preference data, read from their columns and normalised to `Example`.
+"""The row shapes of preference data, read from their columns and normalised to `Example`. The table of the guide is
+made from `SHAPES`. A file has one shape, fixed by its first row."""
 
-A file has one shape, fixed by its first row:
-
-| columns | becomes |
-|---|---|
-| prompt, response (or completion) | demonstration |
-| messages | demonstration; the last assistant turn is the response |
-| prompt, chosen, rejected | pair |
-| chosen, rejected as whole conversations | pair; what they share is the prompt |
-| prompt | prompt |
-| text, and none of the others | demonstration; `Example.cut` makes prompt and response of it |
-
-Further columns are kept, as far as JSON can hold their values.
-
-A prompt is text, a list of {role, content}, or a raw "Human: … Assistant:" transcript. A pair may also have the columns
-of a label: annotator, time, order, tie, task, chosen_ended, rejected_ended."""
-
+import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, NoReturn
 
 from rlhf_core.data.chat import Conversation
 from rlhf_core.errors import UserError
 from tasks.datasets.jsonl import LONE_SURROGATE, Row, brief, brief_names
 from tasks.datasets.problems import Log, Problems, refuse
-from tasks.datasets.sources import dialogues
-from tasks.datasets.sources.dialogues import BrokenConversation, ShapeError
+from tasks.datasets.sources import dialogues, exports, verdicts
+from tasks.datasets.sources.dialogues import BrokenConversation, ShapeError, carries
 from tasks.datasets.sources.example import Example
+from tasks.datasets.sources.exports import PROMPTS
+from tasks.datasets.sources.templates import refuse_applied
 
-COLUMNS = ("prompt", "response", "completion", "chosen", "rejected", "messages")
-"""Columns that give a row its shape."""
-TEXT = "text"
-"""The column of a row that has none of them."""
+SYSTEMS = ("system", "system_prompt", "system_message")
+INPUTS = ("input", "context")
+RESPONSES = ("response", "completion", "output", "answer")
+TURNS = ("messages", "conversations", "conversation")
+RANKED = ("answers", "responses", "completions")
+TEXT, HISTORY, LABEL = "text", "history", "label"
 ENDED = ("chosen_ended", "rejected_ended")
 LABEL_COLUMNS = ("annotator", "time", "order", "tie", "task", *ENDED)
 """Columns that a pair may have: who labelled it, when, the places (from 1) at which chosen and rejected were shown,
 whether neither is better, the task that it is a part of, and whether each answer ended."""
-KNOWN = frozenset(COLUMNS)
-KNOWN_OF_PAIRS = frozenset(COLUMNS + LABEL_COLUMNS)
-KNOWN_OF_TEXTS = frozenset({TEXT})
-EXPECTED = (
-    "prompt + response, prompt + chosen + rejected, prompt, messages, chosen + rejected as conversations, or text"
+CONTENT = frozenset((*PROMPTS, *SYSTEMS, *INPUTS, *RESPONSES, *TURNS, *RANKED, TEXT, HISTORY, "chosen", "rejected"))
+"""Names that a reader takes for a prompt, its context or an answer."""
+REFERENCES = ("answer", "solution", "ground", "reference", "expected", "correct", "gold", "target")
+"""Beginnings of the names of what reward functions compare an answer with."""
+_ANSWER_WORDS = frozenset(
+    ("chosen", "rejected", "preferred", "dispreferred", "winner", "loser", "better", "worse", "best", "worst")
 )
+_CONTENT_WORDS = _ANSWER_WORDS | {"response", "completion", "answer", "reply", "output", "generation", "summary"}
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A kind of rows: a line of the guide's table."""
+
+    columns: str
+    becomes: str
+    example: Mapping[str, Any]
+    """A row of this shape; a test imports it."""
+
+
+_ASKED, _ANSWERED = {"role": "user", "content": "Tea?"}, {"role": "assistant", "content": "Green tea."}
+_PAIR = {"chosen": "Green tea.", "rejected": "No."}
+PAIR = Shape("`prompt`, `chosen`, `rejected`", "pair", {"prompt": "Tea?", **_PAIR})
+WHOLE_PAIR = Shape(
+    "`chosen`, `rejected` as whole conversations, with or without `prompt`",
+    "pair; what the conversations share at the beginning is the prompt",
+    {"chosen": [_ASKED, _ANSWERED], "rejected": [_ASKED, _ANSWERED | {"content": "No."}]},
+)
+TURNS_PAIR = Shape(
+    "`conversations`, `chosen`, `rejected` (ShareGPT)",
+    "pair; the conversation is the prompt",
+    {"conversations": [{"from": "human", "value": "Tea?"}], "chosen": {"from": "gpt", "value": "Green tea."}}
+    | {"rejected": {"from": "gpt", "value": "No."}},
+)
+VOTED = Shape(
+    "`prompt`, two answers such as `response_a`, `response_b`, and one column that says which is better",
+    "pair; a tie counts for agreement only",
+    {"question": "Tea?", "answer_a": "Green tea.", "answer_b": "No.", "winner": "answer_a"},
+)
+RANKING = Shape(
+    "`prompt`, `answers` as a list of objects with a text and a `rank`",
+    "a pair for every two answers; the smaller rank is better",
+    {"prompt": "Tea?", "answers": [{"answer": "Green tea.", "rank": 1}, {"answer": "No.", "rank": 2}]},
+)
+DEMONSTRATION = Shape(
+    "`prompt`, `response` (or `completion`, `output`, `answer`)",
+    "demonstration",
+    {"prompt": "Tea?", "response": "Green tea."},
+)
+RATED = Shape(
+    "the same with `label`: true or false, 1 or 0 (KTO)",
+    "demonstration where the label is true; both are [ratings](texts.md#ratings) for the reward model",
+    {"prompt": "Tea?", "completion": "No.", "label": False},
+)
+ALPACA = Shape(
+    "`instruction`, `input`, `output` (Alpaca), or `instruction`, `context`, `response`",
+    "demonstration; instruction and input are the prompt",
+    {"instruction": "Translate.", "input": "Tee", "output": "Tea"},
+)
+CONVERSATION = Shape(
+    "`messages` (or `conversations`, `conversation`)",
+    "demonstration; the last turn, the assistant's, is the answer",
+    {"messages": [_ASKED, _ANSWERED]},
+)
+PROMPT = Shape("`prompt`", "prompt", {"prompt": "Tea?"})
+WHOLE_TEXT = Shape(
+    "`text`, and no prompt",
+    "demonstration: the first words are the prompt ([texts.md](texts.md))",
+    {"text": "Tea is hot."},
+)
+SHAPES = (
+    PAIR, WHOLE_PAIR, TURNS_PAIR, VOTED, RANKING, DEMONSTRATION, RATED, ALPACA, CONVERSATION, PROMPT, WHOLE_TEXT,
+)  # fmt: skip
+EXPECTED = "prompt + chosen + rejected, prompt + response, messages, prompt + two answers + winner, prompt, or text"
+RENAME = "other names: `leash import --map prompt=COLUMN,response=COLUMN`"
 
 Answers = tuple[Conversation, str | None, str | None, str | None]
 """Prompt, response, chosen, rejected."""
 
 
+@dataclass(frozen=True)
+class Layout:
+    """Which columns of a row have which role. Roles that the row lacks are empty."""
+
+    shape: Shape
+    prompt: str = ""
+    response: str = ""
+    turns: str = ""
+    system: str = ""
+    input: str = ""
+    history: str = ""
+    answers: tuple[str, ...] = ()
+    label: str = ""
+    further: tuple[str, ...] = ()
+    """All others: they are kept for reward functions."""
+    suspects: tuple[str, ...] = field(default=())
+    """Further columns with names of content, which each row must not have."""
+
+    @property
+    def is_pair(self) -> bool:
+        """Whether chosen and rejected are columns."""
+        return self.shape in (PAIR, WHOLE_PAIR, TURNS_PAIR)
+
+    @property
+    def read(self) -> list[str]:
+        """The columns that are read, in a fixed order."""
+        named = (
+            self.system,
+            self.prompt,
+            self.input,
+            self.history,
+            self.turns,
+            self.response,
+            *self.answers,
+            self.label,
+        )
+        return [name for name in (*named, *(("chosen", "rejected") if self.is_pair else ())) if name]
+
+
+@lru_cache(maxsize=1024)
+def layout_of(columns: tuple[str, ...]) -> Layout:
+    """The roles of the columns of a row. Raises ShapeError for columns that make no row, or two."""
+    found = set(columns)
+
+    def first(names: Iterable[str]) -> str:
+        return next((name for name in names if name in found), "")
+
+    prompt, turns, system = first(PROMPTS), first(TURNS), first(SYSTEMS)
+    answers = tuple(verdicts.answers_of(columns))
+    one = found & {"chosen", "rejected"}
+    if one and not (answers and len(one) == 1):
+        if len(one) == 1:
+            missing = next(iter({"chosen", "rejected"} - one))
+            raise ShapeError(f"missing column {missing} (found: {_names(columns)})")
+        shape = PAIR if prompt else TURNS_PAIR if turns else WHOLE_PAIR
+        layout = Layout(shape, prompt, turns=turns if shape is TURNS_PAIR else "")
+    elif turns:
+        layout = Layout(CONVERSATION, turns=turns)
+    elif not prompt and answers and answers[0].startswith(TURNS[-1]):
+        layout = Layout(VOTED, answers=answers)
+    elif not prompt:
+        if TEXT not in found:
+            raise ShapeError(f"missing column prompt (found: {_names(columns)}); expected {EXPECTED}; {RENAME}")
+        layout = Layout(WHOLE_TEXT, prompt=TEXT)
+    elif {"response", "completion"} <= found:
+        raise ShapeError("both response and completion; keep one of them")
+    elif response := first(RESPONSES if prompt != "prompt" else RESPONSES[:-1]):
+        layout = Layout(DEMONSTRATION, prompt, response)
+    elif answers:
+        layout = Layout(VOTED, prompt, answers=answers)
+    elif ranked := first(RANKED):
+        layout = Layout(RANKING, prompt, answers=(ranked,))
+    else:
+        layout = Layout(PROMPT, prompt)
+    changes: dict[str, Any] = {}
+    if layout.shape is not WHOLE_TEXT:
+        changes = {"system": system, "history": first([HISTORY])}
+    if prompt == "instruction" and (inputs := first(INPUTS)):
+        changes["input"] = inputs
+    if layout.shape in (DEMONSTRATION, CONVERSATION) and LABEL in found:
+        changes["label"] = LABEL
+    layout = Layout(**(vars(layout) | changes))
+    of_label = LABEL_COLUMNS if layout.is_pair else LABEL_COLUMNS[:1] if layout.shape is VOTED else ()
+    known = {*layout.read, *of_label} - {layout.label}
+    further = tuple(name for name in columns if name not in known)
+    return Layout(**(vars(layout) | {"further": further, "suspects": _suspects(layout, further)}))
+
+
+def _suspects(layout: Layout, further: Iterable[str]) -> tuple[str, ...]:
+    """Further columns that may carry content that the shape does not read."""
+    words = _CONTENT_WORDS if layout.shape is PROMPT else frozenset() if layout.is_pair else _ANSWER_WORDS
+    return tuple(
+        name
+        for name in further
+        if layout.shape is not WHOLE_TEXT
+        and not name.startswith(REFERENCES)
+        and (name in CONTENT or name in dialogues.CARRIERS or words & set(name.lower().replace("-", "_").split("_")))
+    )
+
+
 def read_columns(types: Mapping[str, str]) -> list[str]:
-    """The columns to read of a table, given the name of the Arrow type of each column: all but further ones with bytes,
-    such as images."""
-    return [name for name, kind in types.items() if name in COLUMNS or "binary" not in kind]
+    """The columns to read of a table, given the name of the Arrow type of each column: all but further ones with
+    bytes."""
+    return [name for name, kind in types.items() if name in CONTENT | dialogues.CARRIERS or "binary" not in kind]
 
 
-def shape_of(row: Iterable[str]) -> tuple[str, ...]:
-    """The columns of a row, or names of a header, that give it its shape; empty for a row of no known shape."""
-    names = set(row)
-    return tuple(name for name in COLUMNS if name in names) or ((TEXT,) if TEXT in names else ())
+def normalise(
+    rows: Iterable[tuple[int, Row]], file: str, *, heldout: bool, on_bad: Log = refuse, mixed: bool = False
+) -> Iterator[Example]:
+    """The examples of a file's numbered rows. For a row that cannot be read, `on_bad` is called with one line of text,
+    and the next row follows. `mixed`: rows may have different shapes.
 
-
-def _further(row: Row, known: frozenset[str]) -> dict[str, Any]:
-    """The columns that are none of the known ones, without those whose value is null or cannot be written as JSON."""
-    if known.issuperset(row):
-        return {}
-    further = {name: value for name, value in row.items() if name not in known and value is not None}
-    try:
-        return {name: value for name, value in further.items() if _is_json({name: value})}
-    except RecursionError:  # nested too deeply
-        return {}
-
-
-def _is_json(value: object) -> bool:
-    if isinstance(value, dict):
-        return all(isinstance(key, str) and _is_json(key) and _is_json(part) for key, part in value.items())
-    if isinstance(value, list):
-        return all(map(_is_json, value))
-    if isinstance(value, str):
-        return not LONE_SURROGATE.search(value)
-    return value is None or isinstance(value, bool | int) or (isinstance(value, float) and math.isfinite(value))
-
-
-def normalise(rows: Iterable[tuple[int, Row]], file: str, *, heldout: bool, on_bad: Log = refuse) -> Iterator[Example]:
-    """Numbered rows of one file as examples. For a row of another shape than the first, or with a value of the wrong
-    type, `on_bad` is called with one line of text.
-
-    Raises UserError, naming file, row and column, for a first row of no known shape, and for the first bad row unless
-    `on_bad` is given.
+    Raises UserError naming file and row for a first row of no known shape, and for the first row that cannot be read
+    unless `on_bad` is given.
     """
-    first: tuple[int, tuple[str, ...]] | None = None
-    read: Callable[[Row], Answers] | None = None
+    start: tuple[int, Layout, tuple[str, ...]] | None = None
     for number, row in rows:
-        columns = shape_of(row)
-        if first is None or read is None:
-            first, read = (number, columns), _reader(columns, row, f"{file}, row {number}")
+        where = f"{file}, row {number}"
         try:
-            if columns != first[1]:
-                _refuse_mixed(f"{file}, row {number}", columns, *first)
-            example = _example(row, read, file, number, heldout)
-        except UserError as error:
-            on_bad(str(error))
-            continue
-        yield example
+            layout = layout_of(tuple(row))
+            if start is None:
+                verdict = verdicts.verdict_columns(tuple(row), row, layout.answers) if layout.shape is VOTED else ()
+                start = (number, layout, verdict)
+            elif layout.shape is not start[1].shape and not mixed:
+                _refuse_mixed(layout, *start[:2])
+            yield from _examples(row, layout, start[2], file, number, heldout)
+        except ShapeError as error:
+            if start is None:
+                raise UserError(f"{where}: {error}") from None
+            on_bad(f"{where}: {error}")
 
 
 def read_all(
-    rows: Iterable[tuple[int, Row]], file: str, place: str, problems: Problems, *, heldout: bool
+    rows: Iterable[tuple[int, Row]], file: str, place: str, problems: Problems, *, heldout: bool, log: Log = print
 ) -> list[Example]:
-    """The examples of the file at `place`, called `file`. What is wrong with it or its rows is added to `problems`."""
+    """The examples of the file at `place`, called `file`; exports of annotation tools, too. What is wrong with it or
+    its rows is added to `problems`; `log` prints what was changed or left out of it."""
     before = problems.count
     examples: list[Example] = []
     try:
-        for example in normalise(rows, file, heldout=heldout, on_bad=problems.add):
+        unpacked = exports.unpack(rows, file, problems, log)
+        for example in normalise(unpacked.rows, file, heldout=heldout, on_bad=problems.add, mixed=unpacked.is_export):
             examples.append(example)
     except UserError as error:
         problems.add(str(error))
     if not examples and problems.count == before:
         problems.add(f"{place}: no rows; fill the file or remove it")
+    if repeated := _strip_repeated_prompts(examples):
+        log(f"{file}: all {repeated:,} answers begin with their prompt, which was removed from them")
     return examples
 
 
-def _example(row: Row, read: Callable[[Row], Answers], file: str, number: int, heldout: bool) -> Example:
+def _strip_repeated_prompts(examples: list[Example]) -> int:
+    """Remove the prompt from the head of all answers, if all have it there; the number of these answers."""
+    count = 0
+    for example in examples:
+        turns = example.prompt
+        head = turns[-1]["content"].strip() if turns and not example.is_text else ""
+        for answer in example.answers:
+            if not head or not answer.lstrip().startswith(head) or answer.strip() == head:
+                return 0
+            count += 1
+    for example in examples if count else ():
+        length = len(example.prompt[-1]["content"].strip())
+        for name in ("response", "chosen", "rejected"):
+            if (answer := getattr(example, name)) is not None:
+                setattr(example, name, answer.lstrip()[length:].lstrip())
+    return count
+
+
+def _examples(
+    row: Row, layout: Layout, verdict: tuple[str, ...], file: str, number: int, heldout: bool
+) -> Iterator[Example]:
+    """The examples of one row: one, or one for every two ranked answers."""
+    extra = _further(row, [name for name in layout.further if name not in verdict] if verdict else layout.further)
+
+    def example(answers: Answers, broken: str = "", **label: Any) -> Example:
+        return Example(
+            file, number, heldout, *answers, broken=broken, extra=extra, is_text=layout.shape is WHOLE_TEXT, **label
+        )
+
     try:
-        annotator, tie, ended = _label(row) if read in (_pair, _whole_pair) else (None, False, None)
-        prompt, response, chosen, rejected = read(row)
-    except BrokenConversation:
-        return Example(file, number, heldout, [], *NO_ANSWERS[read], broken=True)
-    except ShapeError as error:
-        raise UserError(f"{file}, row {number}: {error}") from None
-    broken = bool(prompt) and not dialogues.is_prompt(prompt)
-    is_text = read is _text
-    known = KNOWN_OF_PAIRS if read in (_pair, _whole_pair) else KNOWN_OF_TEXTS if is_text else KNOWN
-    extra = _further(row, known)
-    answers = (response, chosen, rejected)
-    return Example(file, number, heldout, prompt, *answers, broken, annotator, tie, ended, extra, is_text)
+        if layout.shape in (VOTED, RANKING):
+            read = _voted(row, layout, verdict) if layout.shape is VOTED else _ranked(row, layout)
+            for answers, tie in read:
+                _refuse_content(row, layout, answers)
+                yield example(answers, _problem(answers), tie=tie, annotator=_annotator_of(row))
+            return
+        answers = _answers(row, layout)
+    except BrokenConversation as error:
+        nothing = ("", "") if layout.is_pair or layout.shape in (VOTED, RANKING) else (None, None)
+        yield example(([], "" if layout.shape in (DEMONSTRATION, CONVERSATION) else None, *nothing), str(error))
+        return
+    _refuse_content(row, layout, answers)
+    label: dict[str, Any] = {}
+    if layout.is_pair:
+        label = dict(zip(("annotator", "tie", "ended"), _label(row), strict=True))
+    elif layout.label:
+        label = {"rating": _truth(row[layout.label])}
+    yield example(answers, _problem(answers), **label)
 
 
-def _reader(columns: tuple[str, ...], row: Row, where: str) -> Callable[[Row], Answers]:
-    found = set(columns)
-    if found == {TEXT}:
-        return _text
-    if found & {"chosen", "rejected"}:
+def _problem(answers: Answers) -> str:
+    """Why an answer cannot follow the prompt; empty where it can."""
+    prompt = answers[0]
+    return "" if not prompt or dialogues.is_prompt(prompt) else f"the prompt ends with a turn of {prompt[-1]['role']}"
+
+
+def _answers(row: Row, layout: Layout) -> Answers:
+    if layout.shape is WHOLE_TEXT:
+        if not isinstance(row[TEXT], str | None):
+            raise ShapeError(f"{TEXT}: expected text, got {type(row[TEXT]).__name__}")
+        refuse_applied(row[TEXT] or "", TEXT)
+        return [dialogues.message("user", row[TEXT] or "")], None, None, None
+    if layout.shape is CONVERSATION:
+        value = row[layout.turns]
+        if isinstance(value, str):
+            value = dialogues.messages_in(value)
+        if not isinstance(value, list):
+            raise ShapeError(f"{layout.turns}: expected a list of messages, got {type(row[layout.turns]).__name__}")
+        head, reply = dialogues.split_reply(_turns(value, layout.turns))
+        return _in_context(row, layout, head), reply, None, None
+    if layout.shape is WHOLE_PAIR:
         for name in ("chosen", "rejected"):
-            if name not in found:
-                raise UserError(f"{where}: missing column {name} (found: {_names(row)})")
-        if found & {"response", "completion"}:
-            raise UserError(f"{where}: response beside chosen and rejected; keep them in files of their own")
-        return _pair if "prompt" in found else _whole_pair
-    if "messages" in found:
-        return _messages
-    if "prompt" not in found:
-        raise UserError(f"{where}: missing column prompt (found: {_names(row)}); expected {EXPECTED}")
-    if {"response", "completion"} <= found:
-        raise UserError(f"{where}: both response and completion; keep one of them")
-    return _demonstration if found & {"response", "completion"} else _prompt
+            value = row[name]
+            if isinstance(value, str) and not dialogues.is_transcript(value) and dialogues.messages_in(value) is None:
+                refuse_applied(value, name)
+                raise ShapeError(f"missing column prompt ({name} is no whole conversation that would contain it)")
+        prompt, chosen = dialogues.split_reply(_turns(row["chosen"], "chosen"))
+        other, rejected = dialogues.split_reply(_turns(row["rejected"], "rejected"))
+        if prompt != other:
+            raise BrokenConversation("chosen and rejected differ before their last turns")
+        return _in_context(row, layout, prompt), None, chosen, rejected
+    prompt = _in_context(row, layout, _turns(row[layout.turns or layout.prompt], layout.turns or layout.prompt))
+    if layout.response:
+        return (*_reply(row, layout, layout.response, prompt), None, None)
+    if layout.is_pair:
+        whole, chosen = _reply(row, layout, "chosen", prompt)
+        other, rejected = _reply(row, layout, "rejected", prompt)
+        if whole != other:
+            raise BrokenConversation("chosen and rejected differ before their last turns")
+        return whole, None, chosen, rejected
+    return prompt, None, None, None
 
 
-def _refuse_mixed(where: str, columns: tuple[str, ...], first_row: int, first: tuple[str, ...]) -> NoReturn:
-    missing = [name for name in first if name not in columns]
-    extra = [name for name in columns if name not in first]
-    problem = f"missing column {missing[0]}" if missing else f"column {extra[0]} is missing in row {first_row}"
-    raise UserError(
-        f"{where}: {problem} (row {first_row} has {', '.join(first)}); rows of another shape need a file of their own"
+def _in_context(row: Row, layout: Layout, prompt: Conversation) -> Conversation:
+    """The prompt with what other columns have of it: input, earlier turns, a system message."""
+    if not (layout.input or layout.history or layout.system):
+        return prompt
+    if layout.input and (more := row[layout.input]):
+        if not isinstance(more, str):
+            raise ShapeError(f"{layout.input}: expected text, got {type(more).__name__}")
+        prompt = (
+            [*prompt[:-1], dialogues.message("user", f"{prompt[-1]['content']}\n{more}")] if more.strip() else prompt
+        )
+    if layout.history and (history := row[HISTORY]):
+        prompt = _history(history) + prompt
+    if layout.system and (system := row[layout.system]):
+        if not isinstance(system, str):
+            raise ShapeError(f"{layout.system}: expected text, got {type(system).__name__}")
+        turn = dialogues.message("system", system)
+        if prompt and prompt[0]["role"] == "system" and prompt[0] != turn:
+            raise ShapeError(f"{layout.system}: the prompt has another system message; keep one of them")
+        prompt = prompt if prompt and prompt[0] == turn else [turn, *prompt] if system.strip() else prompt
+    return prompt
+
+
+def _history(value: object) -> Conversation:
+    """Earlier turns: a list of [question, answer], or messages; also as JSON text."""
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except ValueError:
+            value = dialogues.messages_in(str(value))
+    if not isinstance(value, list):
+        raise ShapeError(f"{HISTORY}: expected a list of [question, answer], or of messages")
+    if not all(isinstance(turn, list) for turn in value):
+        return _turns(value, HISTORY)
+    if not all(len(turn) == 2 and all(isinstance(text, str) for text in turn) for turn in value):
+        raise ShapeError(f"{HISTORY}: expected a list of [question, answer], both texts")
+    return [
+        dialogues.message(role, text) for turn in value for role, text in zip(("user", "assistant"), turn, strict=True)
+    ]
+
+
+def _voted(row: Row, layout: Layout, verdict: tuple[str, ...]) -> Iterator[tuple[Answers, bool]]:
+    """Every two of the answers, the better one first."""
+    ranks = verdicts.read_verdict(row, verdict, layout.answers)
+    prompts, texts = zip(*(_answer_in(row, layout, name) for name in layout.answers), strict=True)
+    for best, worst, tie in verdicts.pairs_of(texts, ranks):
+        if prompts[best] != prompts[worst]:
+            raise BrokenConversation("the answers differ before their last turns")
+        yield (prompts[best], None, texts[best], texts[worst]), tie
+
+
+def _answer_in(row: Row, layout: Layout, name: str) -> tuple[Conversation, str]:
+    """Prompt and answer. LMSYS writes both as JSON lists of texts, one for each turn, or as whole conversations."""
+    if not layout.prompt:
+        return dialogues.split_reply(_turns(row[name], name))
+    asked, said = (_texts(row[column]) for column in (layout.prompt, name))
+    if asked is None or said is None:
+        return _reply(row, layout, name, _in_context(row, layout, _turns(row[layout.prompt], layout.prompt)))
+    if len(asked) != len(said):
+        raise BrokenConversation(f"{name} has another number of turns than {layout.prompt}")
+    turns = [
+        dialogues.message(role, text)
+        for both in zip(asked, said, strict=True)
+        for role, text in zip(("user", "assistant"), both, strict=True)
+    ]
+    return _in_context(row, layout, turns[:-1]), said[-1]
+
+
+def _texts(value: object) -> list[str] | None:
+    """A list of texts, also as JSON text; None for anything else."""
+    if isinstance(value, str) and value.lstrip().startswith("["):
+        try:
+            value = json.loads(value)
+        except ValueError:
+            return None
+    if not isinstance(value, list) or not value or not all(isinstance(text, str | None) for text in value):
+        return None
+    return [text or "" for text in value]
+
+
+def _ranked(row: Row, layout: Layout) -> Iterator[tuple[Answers, bool]]:
+    """Every two of the ranked answers, the better one first."""
+    name, items = layout.answers[0], row[layout.answers[0]]
+    if not isinstance(items, list) or not all(isinstance(item, dict) for item in items):
+        raise ShapeError(f"{name}: has several answers and no verdict; expected objects with a text and a rank")
+    texts, ranks = [], []
+    for number, item in enumerate(items, start=1):
+        text = next((item[key] for key in (*RESPONSES, TEXT, "content") if isinstance(item.get(key), str)), None)
+        rank = item.get("rank")
+        if text is None or isinstance(rank, bool) or not isinstance(rank, int | float):
+            raise ShapeError(
+                f"{name}: answer {number} has {'no text' if text is None else 'no rank'} ({brief_names(item)})"
+            )
+        refuse_applied(text, name)
+        texts.append(text)
+        ranks.append(rank)
+    prompt = _in_context(row, layout, _turns(row[layout.prompt], layout.prompt))
+    strip = dialogues.is_transcript(row[layout.prompt])
+    for best, worst, tie in verdicts.pairs_of(texts, ranks):
+        answers = [texts[place].strip() if strip else texts[place] for place in (best, worst)]
+        yield (prompt, None, *answers), tie
+
+
+def _refuse_content(row: Row, layout: Layout, answers: Answers) -> None:
+    """Raise ShapeError for a further column whose name and value are those of content, unless what it says was read."""
+    for name in layout.suspects:
+        value = row.get(name)
+        if not value or not (name in CONTENT or name in dialogues.CARRIERS or carries(value)):
+            continue
+        read = [*(turn["content"] for turn in answers[0]), *(text for text in answers[1:] if text)]
+        if name == TEXT:  # it repeats the columns around other words
+            read = [text for column in layout.read for text in _leaves(row[column])]
+        if not _is_read(value, name, read):
+            raise ShapeError(
+                f"has {_names(layout.read)} and {name}, which is not read beside them; `leash import --map NEW={name}` "
+                f"gives it another name, --ignore {name} leaves it out"
+            )
+
+
+def _is_read(value: object, name: str, read: list[str]) -> bool:
+    """Whether all texts in a value are among the texts that were read; of a conversation, the user's texts. The column
+    `text` may also contain all that was read."""
+    if name in TURNS:
+        try:
+            said = [turn["content"] for turn in dialogues.parse_conversation(value) if turn["role"] != "assistant"]
+        except ShapeError:
+            return False
+    else:
+        said = list(_leaves(value))
+    return all(
+        any(text.strip() in other for other in read) or (name == TEXT and all(other.strip() in text for other in read))
+        for text in said
     )
 
 
-def _text(row: Row) -> Answers:
-    if not isinstance(row[TEXT], str | None):
-        raise ShapeError(f"{TEXT}: expected text, got {type(row[TEXT]).__name__}")
-    return [{"role": "user", "content": row[TEXT] or ""}], None, None, None
+def _leaves(value: object) -> Iterator[str]:
+    """All texts in a value."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, list | dict):
+        for inner in value.values() if isinstance(value, dict) else value:
+            yield from _leaves(inner)
+    elif value is not None:
+        yield str(value)
 
 
-def _prompt(row: Row) -> Answers:
-    return _column(row, "prompt"), None, None, None
+def _turns(value: object, name: str) -> Conversation:
+    """A column with a conversation."""
+    if isinstance(value, str):
+        refuse_applied(value, name)
+    try:
+        return dialogues.parse_conversation(value)
+    except ShapeError as error:
+        raise ShapeError(f"{name}: {error}") from None
 
 
-def _demonstration(row: Row) -> Answers:
-    prompt = _column(row, "prompt")
-    name = "response" if "response" in row else "completion"
-    return prompt, _reply(row, name, prompt), None, None
-
-
-def _messages(row: Row) -> Answers:
-    if not isinstance(row["messages"], list):
-        raise ShapeError(f"messages: expected a list of messages, got {type(row['messages']).__name__}")
-    return (*dialogues.split_reply(_column(row, "messages")), None, None)
-
-
-def _pair(row: Row) -> Answers:
-    prompt = _column(row, "prompt")
-    return prompt, None, _reply(row, "chosen", prompt), _reply(row, "rejected", prompt)
-
-
-def _whole_pair(row: Row) -> Answers:
-    for name in ("chosen", "rejected"):
-        if isinstance(row[name], str) and not dialogues.is_transcript(row[name]):
-            raise ShapeError(f"missing column prompt ({name} is no whole conversation that would contain it)")
-    prompt, chosen, rejected = dialogues.split_pair(_column(row, "chosen"), _column(row, "rejected"))
-    return prompt, None, chosen, rejected
+def _reply(row: Row, layout: Layout, name: str, prompt: Conversation) -> tuple[Conversation, str]:
+    """A column with an answer, and the prompt, which a whole conversation may make longer."""
+    if isinstance(row[name], str):
+        refuse_applied(row[name], name)
+    try:
+        return dialogues.parse_reply(row[name], prompt, strip=dialogues.is_transcript(row.get(layout.prompt)))
+    except ShapeError as error:
+        raise ShapeError(f"{name}: {error}") from None
+    except BrokenConversation as error:
+        raise BrokenConversation(f"{name}: {error}") from None
 
 
 def _label(row: Row) -> tuple[str | None, bool, tuple[bool, bool] | None]:
@@ -225,30 +546,45 @@ def _is_order(value: object) -> bool:
     return all(isinstance(place, int) and not isinstance(place, bool) and place > 0 for place in value)
 
 
-def _column(row: Row, name: str) -> Conversation:
+def _annotator_of(row: Row) -> str | None:
+    """The annotator of a row with a vote, whose id may be a number."""
+    value = row.get("annotator")
+    return None if value is None or not str(value).strip() else str(value).strip()
+
+
+def _truth(value: object) -> float | None:
+    """A label that is true or false as 1 or 0; None for any other value, which is a further column."""
+    known = {"true": 1.0, "1": 1.0, "1.0": 1.0, "false": 0.0, "0": 0.0, "0.0": 0.0}
+    return known.get(str(value).strip().casefold())
+
+
+def _further(row: Row, names: Iterable[str]) -> dict[str, Any]:
+    """The further columns, without those whose value is null or cannot be written as JSON."""
+    found = {name: row[name] for name in names if row[name] is not None}
     try:
-        return dialogues.parse_conversation(row[name])
-    except ShapeError as error:
-        raise ShapeError(f"{name}: {error}") from None
+        return {name: value for name, value in found.items() if _is_json({name: value})}
+    except RecursionError:  # nested too deeply
+        return {}
 
 
-def _reply(row: Row, name: str, prompt: Conversation) -> str:
-    try:
-        return dialogues.parse_reply(row[name], prompt, strip=dialogues.is_transcript(row["prompt"]))
-    except ShapeError as error:
-        raise ShapeError(f"{name}: {error}") from None
+def _is_json(value: object) -> bool:
+    if isinstance(value, dict):
+        return all(isinstance(key, str) and _is_json(key) and _is_json(part) for key, part in value.items())
+    if isinstance(value, list):
+        return all(map(_is_json, value))
+    if isinstance(value, str):
+        return not LONE_SURROGATE.search(value)
+    return value is None or isinstance(value, bool | int) or (isinstance(value, float) and math.isfinite(value))
 
 
-NO_ANSWERS: dict[Callable[[Row], Answers], tuple[str | None, str | None, str | None]] = {
-    _prompt: (None, None, None),
-    _text: (None, None, None),
-    _demonstration: ("", None, None),
-    _messages: ("", None, None),
-    _pair: (None, "", ""),
-    _whole_pair: (None, "", ""),
-}
-"""Empty answers of a broken conversation, by the kind of its row."""
+def _refuse_mixed(layout: Layout, first_row: int, first: Layout) -> NoReturn:
+    missing = [name for name in first.read if name not in layout.read]
+    extra = [name for name in layout.read if name not in first.read]
+    problem = f"missing column {missing[0]}" if missing else f"column {extra[0]} is missing in row {first_row}"
+    raise ShapeError(
+        f"{problem} (row {first_row} has {', '.join(first.read)}); rows of another shape need a file of their own"
+    )
 
 
-def _names(row: Row) -> str:
-    return brief_names(map(str, row)) or "nothing"
+def _names(columns: Iterable[str]) -> str:
+    return brief_names(map(str, columns)) or "nothing"

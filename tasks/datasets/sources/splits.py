@@ -27,6 +27,9 @@ USABLE_IN: dict[Kind, tuple[Share, ...]] = {
     "prompt": ("preferences", "ppo"),
 }
 """Shares in which a kind of row can be used: a bare prompt has no answer to imitate."""
+LOW = "low"
+"""In place of the kind of a demonstration that is rated too low to imitate: it is used as a prompt, or by its
+rating."""
 
 
 @dataclass
@@ -48,8 +51,8 @@ class Assignment:
         return Assignment(self.share, self.validation | drawn)
 
 
-Kinds = frozenset[Kind]
-"""The kinds of rows that one opening has."""
+Kinds = frozenset[str]
+"""The kinds of rows, or `LOW`, that one opening has."""
 
 
 def rank(seed: int, text: str) -> bytes:
@@ -67,7 +70,7 @@ def assign(examples: list[Example], split: SplitParams, seed: int) -> Assignment
     heldout = 0.0 if share else split.heldout
     training_rows = [example for example in examples if not example.heldout]
     strata, sizes = _strata(training_rows), _sizes(training_rows)
-    present = {kind for kinds in strata for kind in kinds}
+    present = {kind for kinds in strata for kind in kinds} - {LOW}
     for kinds, openings in strata.items():
         weights = _weights(kinds, present, split)
         training = {name: (1.0 - heldout) * weight for name, weight in weights.items()}
@@ -81,7 +84,7 @@ def _strata(examples: Iterable[Example]) -> dict[Kinds, list[str]]:
     """The openings by the kinds of their rows."""
     kinds: dict[str, Kinds] = {}
     for example in examples:
-        kinds[example.opening] = _joined(kinds.get(example.opening), example.kind)
+        kinds[example.opening] = _joined(kinds.get(example.opening), LOW if example.low else example.kind)
     strata: dict[Kinds, list[str]] = {}
     for opening, found in kinds.items():
         strata.setdefault(found, []).append(opening)
@@ -89,7 +92,7 @@ def _strata(examples: Iterable[Example]) -> dict[Kinds, list[str]]:
 
 
 @cache
-def _joined(kinds: Kinds | None, kind: Kind) -> Kinds:
+def _joined(kinds: Kinds | None, kind: str) -> Kinds:
     """The union as a cached object: a million openings have few distinct sets."""
     return (kinds or frozenset()) | {kind}
 
@@ -100,11 +103,13 @@ def _sizes(examples: Iterable[Example]) -> Counter[str]:
     return Counter(prompts.values())
 
 
-def _weights(kinds: Kinds, present: set[Kind], split: SplitParams) -> dict[Share, float]:
+def _weights(kinds: Kinds, present: set[str], split: SplitParams) -> dict[Share, float]:
     """The shares in which openings with these kinds of rows can be used, with fractions that sum to 1."""
-    provided = {HOME[kind] for kind in present}
-    allowed = {HOME[kind] for kind in kinds}
-    allowed |= {name for kind in kinds for name in USABLE_IN[kind] if name not in provided}
+    provided = {home for kind, home in HOME.items() if kind in present}
+    allowed: set[Share] = {home for kind, home in HOME.items() if kind in kinds}
+    usable = {name for kind, names in USABLE_IN.items() if kind in kinds for name in names}
+    usable |= {"preferences", "ppo"} if LOW in kinds else set()
+    allowed = allowed | (usable - provided) or usable
     fractions: dict[Share, float] = {
         "demonstrations": split.demonstrations,
         "preferences": split.preferences,
@@ -146,11 +151,11 @@ def _validation(share: Mapping[str, Share], sizes: Mapping[str, int], fraction: 
     return chosen
 
 
-def _check_shares(share: Mapping[str, Share], present: set[Kind]) -> None:
-    if present == {"prompt"}:
+def _check_shares(share: Mapping[str, Share], present: set[str]) -> None:
+    if present <= {"prompt"}:
         raise UserError(
-            "the training data have prompts only, and SFT needs demonstrations: add a file with prompt + response, "
-            "messages, or prompt + chosen + rejected"
+            "the training data have prompts only (or answers rated too low to imitate), and SFT needs demonstrations: "
+            "add a file with prompt + response, messages, or prompt + chosen + rejected"
         )
     least: dict[Share, int] = {"heldout": 1, "demonstrations": 2, "preferences": 2, "ppo": 1}
     for name, number in least.items():

@@ -140,7 +140,7 @@ def test_conversations_completions_and_answers_that_were_cut_off(project: Path, 
 def test_a_parquet_file_keeps_its_types(project: Path, score: Score) -> None:
     texts = {name: [row[name] for row in ROWS] for name in ("prompt", "response", "answer")}
     table = pyarrow.table(
-        {**texts, "id": pyarrow.array([7, 8, 9], pyarrow.uint8()), "image": pyarrow.array([b"\x00", None, b"\x01"])}
+        {**texts, "id": pyarrow.array([7, 8, 9], pyarrow.uint8()), "vector": pyarrow.array([b"\x00", None, b"\x01"])}
     ).replace_schema_metadata({"source": "somewhere"})
     pyarrow.parquet.write_table(table, project / "answers.parquet", row_group_size=2)
     write(project / "answers.jsonl", ROWS)
@@ -259,7 +259,7 @@ def test_what_cannot_be_read_or_written_is_refused(project: Path, score: Score) 
     for arguments, words in {
         ("nowhere.jsonl",): "nowhere.jsonl: file not found",
         ("models",): "is a folder; name a file in it",
-        ("table.csv",): "Leash reads *.jsonl and *.parquet",
+        ("table.csv",): "scores are added to *.jsonl and *.parquet files",
         ("there.jsonl",): "there.jsonl: no rows, so there is nothing to score",
         ("answers.jsonl", "--out", "there.jsonl"): "there.jsonl: is there already; remove it",
         ("answers.jsonl", "--out", "answers.jsonl"): "answers.jsonl: is there already",

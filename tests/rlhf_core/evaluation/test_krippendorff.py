@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlhf_core.evaluation.krippendorff import Level, agreements, krippendorff_alpha
+from rlhf_core.evaluation.krippendorff import Level, agreements, alpha_interval, krippendorff_alpha
 
 PAPER = ("123321412...", "1233224125.3", ".3332342251.", "12332441251.")
 """Krippendorff 2011, section B: four observers, twelve units, missing values."""
@@ -58,3 +58,19 @@ def test_agreements_are_between_every_two_annotators_of_a_unit() -> None:
     units = [{"anna": 1.0, "ben": 1.0, "eve": 0.0}, {"anna": 0.5, "ben": 0.0}, {"eve": 1.0}]
     assert agreements(units) == {"anna": [True, False, False], "ben": [True, False, False], "eve": [False, False]}
     assert agreements([{"anna": 1.0}]) == {}
+
+
+def test_the_jackknife_interval_is_that_of_leaving_out_each_unit() -> None:
+    found = units(PAPER)
+    shared = [unit for unit in found if len(unit) > 1]
+    without = [krippendorff_alpha([u for u in shared if u is not unit]) or 0.0 for unit in shared]
+    n, mean = len(without), sum(without) / len(without)
+    error = ((n - 1) / n * sum((value - mean) ** 2 for value in without)) ** 0.5
+    alpha = krippendorff_alpha(found) or 0.0
+    assert alpha_interval(found) == pytest.approx((alpha - 1.96 * error, 1.0)), "0.46 – 1.03"
+    assert 0.0 < alpha - 1.96 * error < alpha
+
+
+def test_no_interval_where_one_unit_is_the_only_one_with_another_value() -> None:
+    assert alpha_interval(units(("1112", "1112"))) is None
+    assert alpha_interval(units(("111", "111"))) is None

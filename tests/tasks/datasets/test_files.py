@@ -1,6 +1,7 @@
 """Files below data/raw/: which count, in which order, and the messages about broken ones."""
 
 import gzip
+import json
 import re
 
 import pyarrow
@@ -8,7 +9,9 @@ import pyarrow.parquet
 import pytest
 
 from rlhf_core.errors import UserError
+from tasks.datasets.jsonl import write_jsonl
 from tasks.datasets.sources import files
+from tasks.datasets.sources.formats import OPENERS
 from tasks.params.ingest import FilesParams
 
 ROWS = [{"prompt": f"question {i}", "response": f"answer {i}"} for i in range(3)]
@@ -137,16 +140,73 @@ def test_missing_and_empty_places(raw):
     with pytest.raises(UserError, match="get the data by `dvc pull`"):
         read(place, "other")
     (place / "empty").mkdir()
-    with pytest.raises(UserError, match=r"no \*\.jsonl or \*\.parquet file"):
+    with pytest.raises(UserError, match=r"no data file \(\*\.jsonl"):
         read(place, "empty")
 
 
 def test_formats_that_would_be_left_out_are_refused(raw):
     place = raw(train=ROWS)
-    with gzip.open(place / "set/test.jsonl.gz", "wt") as file:
-        file.write('{"prompt": "a"}\n')
-    with pytest.raises(UserError, match=r"test\.jsonl\.gz: Leash reads \*\.jsonl and \*\.parquet"):
+    (place / "set/test.jsonl.zst").write_bytes(b"x")
+    with pytest.raises(UserError, match=r"test\.jsonl\.zst: Leash reads \*\.jsonl, \*\.json, \*\.csv"):
         read(place)
+
+
+ROW = '{"prompt": "question", "chosen": "a", "rejected": "b"}'
+FORMS = {
+    "lines.json": f"{ROW}\n{ROW}\n",
+    "lines.ndjson": f"{ROW}\n{ROW}\n",
+    "list.json": json.dumps([json.loads(ROW)] * 2, indent=2),
+    "list.jsonl": f"[{ROW}, {ROW}]",
+    "pretty.jsonl": "\n".join([json.dumps(json.loads(ROW), indent=2)] * 2),
+    "inside.json": json.dumps({"data": [json.loads(ROW)] * 2}, indent=2),
+    "pandas.json": json.dumps({name: {"0": text, "1": text} for name, text in json.loads(ROW).items()}, indent=1),
+    "table.csv": ",prompt,chosen,rejected\n0,question,a,b\n1,question,a,b\n",
+    "table.tsv": "prompt\tchosen\trejected\nquestion\ta\tb\nquestion\ta\tb\n",
+}
+
+
+@pytest.mark.parametrize("packed", ["", ".gz", ".bz2", ".xz"])
+@pytest.mark.parametrize("name", FORMS)
+def test_every_usual_form_of_a_file_is_read(raw, name, packed):
+    place = raw(train=ROWS[:1])
+    (place / "set/train.jsonl").unlink()
+    with OPENERS.get(packed, open)(place / f"set/{name}{packed}", "wb") as file:
+        file.write(FORMS[name].encode())
+    found = read(place)
+    assert [(example.opening, example.answers, example.row) for example in found] == [
+        ("question", ["a", "b"], 1),
+        ("question", ["a", "b"], 2),
+    ]
+
+
+def test_what_libraries_write_beside_data_is_no_data(raw):
+    place = raw(train=ROWS)
+    (place / "set/dataset_info.json").write_text('{"features": {}}')
+    assert len(read(place)) == 3
+
+
+def test_a_broken_list_and_a_broken_archive_are_one_line(raw):
+    place = raw(train=ROWS)
+    (place / "set/more.json").write_text("[\n" + f"{ROW},\n" * 200)
+    with pytest.raises(
+        UserError, match=r"more\.json: broken JSON \(.*line 201, column 56\); correct it, or write"
+    ) as caught:
+        read(place)
+    assert "first of" not in str(caught.value)
+    (place / "set/more.json").unlink()
+    (place / "set/more.jsonl.gz").write_bytes(gzip.compress(b"x" * 1000)[:-9])
+    with pytest.raises(UserError, match=r"more\.jsonl\.gz: cannot be unpacked"):
+        read(place)
+
+
+def test_a_list_of_paths(raw):
+    place = raw(train=ROWS)
+    write_jsonl(place / "more.jsonl", ROWS[:1])
+    assert [example.file for example in read(place, ["more.jsonl", "set"])] == [
+        "data/raw/more.jsonl", *["data/raw/set/train.jsonl"] * 3
+    ]  # fmt: skip
+    with pytest.raises(UserError, match=r"data/raw/gone: not found"):
+        read(place, ["set", "gone"])
 
 
 def test_everything_held_out(raw):

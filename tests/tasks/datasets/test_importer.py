@@ -53,7 +53,7 @@ IMPORTED = ["data/raw/chats/LICENSES/mit.txt", "data/raw/chats/README.md", "data
 
 
 def test_folder_is_copied_and_tracked(source, root):
-    assert import_data(source, root) == root / "data/raw/chats"
+    assert import_data(source, root)[0] == root / "data/raw/chats"
     assert tree(root) == ["data/raw/chats.dvc", *IMPORTED]
     assert (root / "data/raw/chats/train.jsonl").read_bytes() == (source / "train.jsonl").read_bytes()
     assert "nfiles: 3" in (root / "data/raw/chats.dvc").read_text()
@@ -61,7 +61,7 @@ def test_folder_is_copied_and_tracked(source, root):
 
 
 def test_a_file_alone(source, root, added):
-    assert import_data(source / "train.jsonl", root) == root / "data/raw/train.jsonl"
+    assert import_data(source / "train.jsonl", root)[0] == root / "data/raw/train.jsonl"
     assert tree(root) == ["data/raw/train.jsonl"]
     import_data(source / "train.jsonl", root)
     assert added == ["train.jsonl", "train.jsonl"]
@@ -139,16 +139,16 @@ def test_what_cannot_be_imported(source, root, tmp_path):
         import_data(tmp_path / "nowhere", root)
     with pytest.raises(UserError, match="not a DVC repository"):
         import_data(source, tmp_path)
-    with pytest.raises(UserError, match=r"no \*\.jsonl or \*\.parquet"):
+    with pytest.raises(UserError, match="no data file"):
         import_data(source / "LICENSES", root)
-    with pytest.raises(UserError, match=r"cannot become|no \*\.jsonl"):
+    with pytest.raises(UserError, match=r"cannot become|no data file"):
         import_data(source.rename(tmp_path / ".chats"), root)
 
 
 def test_data_that_already_lie_in_raw_are_tracked_in_place(source, root, added):
     (root / "data/raw").mkdir(parents=True)
     target = source.rename(root / "data/raw/chats")
-    assert import_data(target, root) == target
+    assert import_data(target, root)[0] == target
     assert added == ["chats"]
 
 
@@ -156,10 +156,11 @@ def test_it_prints_what_was_found_and_the_lines_of_params_yaml(source, root, add
     write_jsonl(source / "train.jsonl", [*ROWS, ROWS[0], {**ROWS[1], "score": 1}])
     write_jsonl(source / "test/test.jsonl", [{"prompt": "Question  3", "chosen": "a", "rejected": "b", "id": 1}])
     import_data(source, root)
-    assert capsys.readouterr().out.splitlines() == [
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[:8] == [
         "test/test.jsonl: 1 pair, held out (ingest.files.heldout_files); columns: prompt, chosen, rejected; "
-        "kept for reward functions: id",
-        "train.jsonl: 22 demonstrations; columns: prompt, response; kept for reward functions: score",
+        "not read, kept for reward functions: id",
+        "train.jsonl: 22 demonstrations; columns: prompt, response; not read, kept for reward functions: score",
         "train.jsonl, row 21: duplicate",
         "train.jsonl, row 22: duplicate",
         "2 rows that ingest leaves out (ingest.on_bad_row: refuse stops instead): duplicate 2 (first: train.jsonl, "
@@ -167,10 +168,20 @@ def test_it_prints_what_was_found_and_the_lines_of_params_yaml(source, root, add
         "leaked held-out prompts: 1 training rows open like a held-out row, first train.jsonl row 4 = test/test.jsonl "
         "row 1 ('question 3'); remove them, or set ingest.on_leak: drop to leave the training rows out",
         "no pairs (prompt, chosen, rejected): a reward model needs them, or ratings (ingest.rating_column)",
-        "data/raw/chats: tracked by DVC (for git: data/raw/chats.dvc)",
+        "rows                      demonstrations  pairs",
+    ]
+    table = [line.split() for line in printed]
+    assert ["left", "out:", "duplicate", "2", "0"] in table
+    assert ["left", "out:", "leaked", "1", "0"] in table
+    assert ["all", "22", "1"] in table
+    assert any(line.split() == ["lengths", "median", "95%", "longest"] for line in printed)
+    assert "test/test.jsonl row 1, a pair, before the tokenizer is known: roles in brackets" in "\n".join(printed)
+    assert printed[-5:] == [
+        "data/raw/chats: tracked by DVC; for git: git add data/raw/chats.dvc",
+        "to undo it: dvc remove data/raw/chats.dvc && rm -r data/raw/chats",
         "set in params.yaml (examples/own-data.yaml is a complete file to start from):",
         "  ingest.source: files",
-        '  ingest.files.path: "chats"',
+        '  ingest.files.path: "chats"    (or a list of names)',
     ]
 
 
@@ -193,7 +204,7 @@ def test_texts_are_imported_from_a_table_and_their_openings_are_compared(root, t
     write_jsonl(source / "test.jsonl", [{"text": "the FILM is a mess.", "label": 0}])
     import_data(source, root)
     lines = capsys.readouterr().out.splitlines()
-    assert "train.jsonl: 3 demonstrations; columns: text; kept for reward functions: label" in lines
+    assert "train.csv: 3 demonstrations; columns: text; not read, kept for reward functions: label" in lines
     assert "texts: the first 4 words are the prompt (ingest.opening_words); set base.format: text" in lines
-    assert "train.jsonl, row 3: too_short" in " ".join(lines)
+    assert "train.csv, row 3: too_short" in " ".join(lines)
     assert any("leaked held-out prompts: 1 training rows" in line for line in lines)

@@ -303,6 +303,9 @@ def test_further_columns_of_parquet_files(execute, params, raw, tmp_path):
     (folder / "train.jsonl").unlink()
     table = {"prompt": [f"{i}?" for i in range(100)], "response": [str(i) for i in range(100)], "answer": range(100)}
     pandas.DataFrame(table | {"image": [b"x"] * 100}).to_parquet(folder / "train.parquet")
+    with pytest.raises(UserError, match=r"row 1: has prompt, response and image, which is not read beside them"):
+        execute(params())
+    pandas.DataFrame(table | {"vector": [b"x"] * 100}).to_parquet(folder / "train.parquet")
     made = execute(params())
     assert all(row["extra"] == {"answer": int(row["prompt"][0]["content"][:-1])} for row in made.ppo_prompts)
 

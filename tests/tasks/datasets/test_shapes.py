@@ -77,13 +77,17 @@ def test_turns_that_do_not_fit_are_marked_not_fatal(examples, row):
         ({"prompt": "x", "chosen": "y"}, "row 1: missing column rejected"),
         ({"prompt": "x", "rejected": "y"}, "row 1: missing column chosen"),
         ({"chosen": "x", "rejected": "y"}, "row 1: missing column prompt (chosen is no whole conversation"),
-        ({"prompt": "x", "response": "y", "chosen": "a", "rejected": "b"}, "row 1: response beside chosen"),
+        (
+            {"prompt": "x", "response": "y", "chosen": "a", "rejected": "b"},
+            "row 1: has prompt, chosen, rejected and response, which is not read beside them",
+        ),
         ({"prompt": "x", "response": "y", "completion": "z"}, "row 1: both response and completion"),
         ({"prompt": 3}, "row 1: prompt: expected text or a list of messages, got int"),
-        ({"prompt": "x", "response": {"a": 1}}, "row 1: response: expected text or a list of messages, got dict"),
+        ({"prompt": "x", "response": {"a": 1}}, "row 1: response: message 1 must be an object with role and content"),
         ({"messages": "x"}, "row 1: messages: expected a list of messages, got str"),
         ({"prompt": ["x"]}, "row 1: prompt: message 1 must be an object with role and content"),
-        ({"prompt": [{"role": "human", "content": "x"}]}, "row 1: prompt: message 1 has role 'human', expected one of"),
+        ({"prompt": [{"role": "tool", "content": "x"}]}, "row 1: prompt: message 1 has role 'tool', expected system"),
+        ({"prompt": [{"role": "user", "content": None}]}, "row 1: prompt: message 1 has no content (null)"),
         ({"prompt": [{"role": "user", "content": ["x"]}]}, "message 1 has content of type list, expected text"),
     ],
 )
@@ -177,9 +181,11 @@ def test_a_value_that_is_nested_too_deeply_is_left_out(examples):
     assert example.extra == {}
 
 
-def test_columns_of_bytes_are_not_read():
-    types = {"prompt": "string", "image": "struct<bytes: binary, path: string>", "answer": "string", "id": "int64"}
+def test_columns_of_bytes_are_not_read(examples):
+    types = {"prompt": "string", "vector": "list<binary>", "answer": "string", "id": "int64"}
     assert read_columns(types) == ["prompt", "answer", "id"]
+    with pytest.raises(UserError, match="has prompt and image, which is not read"):
+        examples([{"prompt": "x", "image": {"bytes": b"x", "path": None}}])
 
 
 @pytest.mark.parametrize(

@@ -161,7 +161,7 @@ def test_an_export_can_be_imported(make_store: Make, tmp_path: Path, monkeypatch
     (root / ".dvc").mkdir(parents=True)
     monkeypatch.setattr(importer, "dvc_add", lambda *arguments: None)
     printed: list[str] = []
-    target = importer.import_data(tmp_path / "labels.jsonl", root, log=printed.append)
+    target, _ = importer.import_data(tmp_path / "labels.jsonl", root, log=printed.append)
     assert target.read_bytes() == (tmp_path / "labels.jsonl").read_bytes()
     assert any("7 pairs" in line for line in printed)
     assert any('ingest.labels: "labels.jsonl"' in line for line in printed)

@@ -1,4 +1,5 @@
-"""CSV and the exports of Label Studio and Argilla become rows of labelled pairs, or are refused in one line."""
+"""The exports of Label Studio, Argilla and OpenAssistant become rows of labelled pairs, or are refused in one line; so
+do tables."""
 
 import json
 
@@ -8,16 +9,27 @@ import pytest
 
 from rlhf_core.errors import UserError
 from tasks.datasets import importer
-from tasks.datasets.exports.convert import converted
 from tasks.datasets.importer import import_data
-from tasks.datasets.jsonl import read_jsonl, write_jsonl
+from tasks.datasets.jsonl import write_jsonl
+from tasks.datasets.problems import Problems
+from tasks.datasets.sources.exports import unpack
+from tasks.datasets.sources.formats import read_rows
 
 PROMPT, OATS, CAKE, EGGS = "What is a good breakfast?", "Oats with nuts.", "Cake.", "Eggs on toast."
 
 
+def read(path):
+    """The rows of a file or of the export in it, and what was printed."""
+    problems, printed = Problems(), []
+    unpacked = unpack(read_rows(path, problems.add), path.name, problems, printed.append)
+    rows = [row for _, row in unpacked.rows]
+    problems.refuse(printed.append)
+    return rows, printed
+
+
 @pytest.fixture
 def convert(tmp_path):
-    """Write one file and convert it: its rows, and what was printed."""
+    """Write one file and read it."""
 
     def call(name, content):
         path = tmp_path / name
@@ -27,10 +39,7 @@ def convert(tmp_path):
             path.write_text(content, encoding="utf-8", newline="")
         else:
             path.write_text(json.dumps(content), encoding="utf-8")
-        printed = []
-        with converted(path, printed.append) as (place, _):
-            assert place != path
-            return read_jsonl(place), printed
+        return read(path)
 
     return call
 
@@ -112,7 +121,7 @@ def test_label_studio_pairwise(convert):
         {**shared, "chosen": CAKE, "rejected": OATS, "annotator": "ben@example.org", "order": [2, 1]},
     ]
     assert printed == [
-        "project-5.json: an export of Label Studio, 2 records, converted to 2 rows of project-5.jsonl "
+        "project-5.json: an export of Label Studio, 2 records: 2 pairs "
         "(question: better); left out: 1 annotations that compare nothing; left out: 1 cancelled annotations"
     ]
 
@@ -135,7 +144,7 @@ def test_label_studio_choices_beside_others(convert):
         for number, choice in enumerate(labels)
     ]
     rows, printed = convert("labels.json", tasks)
-    assert printed[0].endswith("rows of labels.jsonl (question: better)")
+    assert printed[0].endswith("4 pairs (question: better)")
     assert not any("order" in row for row in rows), "where the texts were on the page is not in the export"
     assert [(row["chosen"], row["tie"]) for row in rows] == [(CAKE, False), (OATS, True), (OATS, False), (CAKE, False)]
 
@@ -213,15 +222,10 @@ def test_label_studio_ranker(convert):
             "several questions compare the answers (better, also)",
         ),
         ([task(1, annotation(1, {"type": "pairwise"}))], "record 1: not as Label Studio exports it (KeyError"),
-        ([task(1, annotation(1))], "no rows; left out: 1 annotations that compare nothing; nothing to import"),
-        (
-            [{"id": 1, "prompt": PROMPT, "better": "left"}],
-            "not recognised (first record: id, prompt, better); expected",
-        ),
-        ({"a": 1}, "expected a list of records"),
-        ([], "expected a list of records"),
-        ("[{", "no valid JSON"),
-        (b"\xff[]", "no valid JSON"),
+        ([task(1, annotation(1))], "without a judgement; left out: 1 annotations that compare nothing; nothing to"),
+        ("[{", "broken JSON (Expecting property name enclosed in double quotes, line 1, column 3)"),
+        (b"[\xff]", "not UTF-8"),
+        ("[1]", "row 1: expected a JSON object, got int"),
     ],
 )
 def test_what_is_unclear_is_refused_in_one_line(convert, tasks, says):
@@ -296,8 +300,7 @@ def test_argilla_flattened_as_datasets_and_the_hub_have_it(tmp_path, ending):
         write_jsonl(path, rows)
     else:
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
-    with converted(path, print) as (place, _):
-        found = read_jsonl(place)
+    found, _ = read(path)
     assert [(row["chosen"], row["annotator"], row["task"]) for row in found] == [
         (CAKE, "anna", "r1"),
         (OATS, "ben", "r1"),
@@ -324,7 +327,7 @@ def test_tables(convert, delimiter):
         },
         {"prompt": "Tea\u2028?", "chosen": OATS, "rejected": CAKE, "tie": True},
     ]
-    assert printed == ["labels.csv: a table, converted to 2 rows of labels.jsonl"]
+    assert printed == []
 
 
 @pytest.mark.parametrize("end", ["\n", "\r\n", "\r"])
@@ -337,7 +340,6 @@ def test_line_ends_of_tables(convert, end):
 @pytest.mark.parametrize(
     ("content", "says"),
     [
-        ("x" * 200_000, "line 1: broken CSV (field larger than field limit"),
         (b"prompt,response\ra,b\rc,\xe4\r", "line 3: not UTF-8"),
         ("prompt,chosen,rejected,chosen_ended\na,b,c,1\n", "line 2: chosen_ended: expected true, false or nothing"),
         ("prompt,response\na,b\nc\n", "line 3: 1 fields, and the header has 2"),
@@ -345,11 +347,8 @@ def test_line_ends_of_tables(convert, end):
         ('prompt,response\na,b\nc,"d\n', "line 3: broken CSV"),
         ('prompt,response\na,"b"c\n', "line 2: broken CSV"),
         ("prompt,chosen,rejected,tie\na,b,c,maybe\n", "line 2: tie: expected true, false or nothing, got 'maybe'"),
-        ("frage,antwort\na,b\n", "line 1: no header that is understood ('frage,antwort'); expected prompt + response"),
-        ("", "line 1: no header that is understood"),
         ("prompt,prompt\na,b\n", "line 1: two columns of one name"),
         (b"prompt,response\na,b\nc,\xe4\n", "line 3: not UTF-8"),
-        ("prompt,response\n", "no rows"),
     ],
 )
 def test_broken_tables_are_refused_with_their_line(convert, content, says):
@@ -359,16 +358,6 @@ def test_broken_tables_are_refused_with_their_line(convert, content, says):
     assert "\n" not in str(caught.value)
 
 
-def test_rows_of_data_are_not_converted(tmp_path):
-    row = {"prompt": PROMPT, "chosen": OATS, "rejected": CAKE}
-    write_jsonl(tmp_path / "set/train.jsonl", [row])
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row]), tmp_path / "set/more.parquet")
-    (tmp_path / "set/broken.jsonl").write_text("{")
-    for place in (tmp_path / "set", tmp_path / "set/train.jsonl"):
-        with converted(place, print) as (found, _):
-            assert found == place
-
-
 @pytest.fixture
 def root(tmp_path, monkeypatch):
     monkeypatch.setattr(importer, "dvc_add", lambda target, root: None)
@@ -376,38 +365,15 @@ def root(tmp_path, monkeypatch):
     return tmp_path / "repo"
 
 
-def test_import_converts_and_names_the_parameter(root, tmp_path, capsys):
+def test_import_names_the_parameter_of_labels(root, tmp_path, capsys):
     table = tmp_path / "monday.csv"
     table.write_text(f"prompt,chosen,rejected,annotator\n{PROMPT},{OATS},{CAKE},anna\n{PROMPT},{CAKE},{CAKE},ben\n")
-    assert import_data(table, root) == root / "data/raw/monday.jsonl"
-    assert import_data(table, root) == root / "data/raw/monday.jsonl"
-    assert [row["annotator"] for row in read_jsonl(root / "data/raw/monday.jsonl")] == ["anna", "ben"]
-    assert sorted(path.name for path in (root / "data/raw").iterdir()) == ["monday.jsonl"]
-    assert capsys.readouterr().out.splitlines()[:9] == [
-        "monday.csv: a table, converted to 2 rows of monday.jsonl",
-        "monday.jsonl: 2 pairs; columns: prompt, chosen, rejected, annotator",
-        "1 rows that ingest leaves out (ingest.on_bad_row: refuse stops instead): same_chosen_rejected 1 (first: "
-        "monday.jsonl, row 2)",
-        "data/raw/monday.jsonl: converted and tracked by DVC (for git: data/raw/monday.jsonl.dvc)",
-        "set in params.yaml (examples/own-data.yaml is a complete file to start from):",
-        '  ingest.labels: "monday.jsonl"    (added to the data of ingest.source)',
-        "or, where these labels are all of the data:",
-        "  ingest.source: files",
-        '  ingest.files.path: "monday.jsonl"',
-    ]
-
-
-def test_import_of_a_folder_keeps_its_other_files(root, tmp_path):
-    folder = tmp_path / "set"
-    write_jsonl(folder / "pairs.jsonl", [{"prompt": "q", "chosen": "a", "rejected": "b"}])
-    (folder / "more").mkdir()
-    (folder / "more/test.tsv").write_text("prompt\tresponse\nq2\ta\n")
-    (folder / "LICENSE").write_text("free")
-    place = import_data(folder, root)
-    found = sorted(path.relative_to(place).as_posix() for path in place.rglob("*") if path.is_file())
-    assert found == ["LICENSE", "more/test.jsonl", "pairs.jsonl"]
-    assert not any(path.is_symlink() for path in place.rglob("*"))
-    assert (folder / "more/test.tsv").exists()
+    assert import_data(table, root)[0] == root / "data/raw/monday.csv"
+    assert (root / "data/raw/monday.csv").read_bytes() == table.read_bytes()
+    printed = capsys.readouterr().out
+    assert "monday.csv: 2 pairs; columns: prompt, chosen, rejected, annotator\n" in printed
+    assert "same_chosen_rejected 1 (first: monday.csv, row 2)" in printed
+    assert '  ingest.labels: "monday.csv"    (added to the data of ingest.source)' in printed
 
 
 def test_nothing_is_imported_of_a_folder_with_one_broken_file(root, tmp_path):
@@ -416,45 +382,55 @@ def test_nothing_is_imported_of_a_folder_with_one_broken_file(root, tmp_path):
     (folder / "labels.csv").write_text("prompt,chosen,rejected\nq,a,b\n")
     with pytest.raises(UserError, match=rf"^{folder}/pairs\.jsonl, row 1: missing column rejected"):
         import_data(folder, root)
+    (folder / "pairs.jsonl").unlink()
     (folder / "labels.json").write_text("[]")
-    with pytest.raises(UserError, match=rf"^{folder}/labels\.json: expected a list of records"):
-        import_data(folder, root)
-    (folder / "labels.json").write_text(json.dumps([record({"better": [{"value": "response-2", "user_id": "anna"}]})]))
-    with pytest.raises(UserError, match=rf"^{folder}/labels\.json: a second file that would become labels\.jsonl"):
+    with pytest.raises(UserError, match=rf"^{folder}/labels\.json: no rows"):
         import_data(folder, root)
     assert not (root / "data").exists()
 
 
-def test_messages_about_converted_rows_name_the_original_files(root, tmp_path):
-    folder = tmp_path / "set"
-    folder.mkdir()
-    (folder / "labels.csv").write_text("prompt,chosen\nq,a\n")
-    with pytest.raises(
-        UserError, match=rf"^{folder}/labels\.csv \(converted to JSONL\), row 1: missing column rejected"
-    ):
-        import_data(folder, root)
-    (folder / "labels.csv").write_text("prompt,chosen,rejected\nq,a,b\n")
-    (folder / "pairs.jsonl").write_text('{"prompt"')
-    with pytest.raises(UserError, match=rf"^{folder}/pairs\.jsonl, row 1: broken JSON"):
-        import_data(folder, root)
+def test_half_a_surrogate_pair_is_a_bad_row(root, tmp_path):
+    path = tmp_path / "labels.json"
+    path.write_text(json.dumps([task(1, annotation(1, left()), answer1="a \ud83d")]))
+    with pytest.raises(UserError, match=r"labels\.json: no row is left of 1: bad_text 1"):
+        import_data(path, root)
 
 
-def test_the_columns_of_all_rows_are_printed(root, tmp_path, capsys):
-    table = tmp_path / "labels.csv"
-    table.write_text(f"prompt,chosen,rejected,annotator\n{PROMPT},{OATS},{CAKE},\n{PROMPT},{EGGS},{CAKE},anna\n")
-    import_data(table, root)
-    assert "labels.jsonl: 2 pairs; columns: prompt, chosen, rejected, annotator" in capsys.readouterr().out
+def said(name, parent, role, text, **more):
+    return {"message_id": name, "parent_id": parent, "role": role, "text": text, "lang": "en"} | more
 
 
-def test_files_in_raw_are_not_replaced_by_their_conversion(root):
-    folder = root / "data/raw/set"
-    folder.mkdir(parents=True)
-    (folder / "labels.csv").write_text("prompt,chosen,rejected\nq,a,b\n")
-    with pytest.raises(UserError, match="move the folder out of data/raw"):
-        import_data(folder, root, force=True)
-    assert [path.name for path in folder.iterdir()] == ["labels.csv"]
+TREE = [
+    said("q", None, "prompter", PROMPT),
+    said("a", "q", "assistant", CAKE, rank=1),
+    said("b", "q", "assistant", OATS, rank=0),
+    said("c", "q", "assistant", EGGS, rank=2),
+    said("q2", "b", "prompter", "And lunch?"),
+    said("d", "q2", "assistant", "Soup."),
+    said("x", "q", "assistant", "Spam.", rank=3, deleted=True),
+    said("q3", "x", "prompter", "Why?"),
+    said("e", "q3", "assistant", "No idea."),
+]
 
 
-def test_half_a_surrogate_pair_is_refused(convert):
-    with pytest.raises(UserError, match="half a surrogate pair"):
-        convert("labels.json", [task(1, annotation(1, left()), answer1="a \ud83d")])
+def nested(parent=None):
+    return [
+        {name: value for name, value in one.items() if name != "parent_id"} | {"replies": nested(one["message_id"])}
+        for one in TREE
+        if one["parent_id"] == parent
+    ]
+
+
+@pytest.mark.parametrize("content", [TREE, [{"message_tree_id": "q", "tree_state": "ready", "prompt": nested()[0]}]])
+def test_openassistant_as_messages_and_as_trees(convert, content):
+    """Ranks become pairs; one reply alone is a demonstration; deleted messages and what answers them are left out."""
+    rows, printed = convert("oasst.json", content)
+    asked = [{"role": "user", "content": PROMPT}]
+    then = [*asked, {"role": "assistant", "content": OATS}, {"role": "user", "content": "And lunch?"}]
+    assert rows == [
+        {"prompt": asked, "chosen": OATS, "rejected": CAKE},
+        {"prompt": asked, "chosen": CAKE, "rejected": EGGS},
+        {"prompt": asked, "chosen": OATS, "rejected": EGGS},
+        {"prompt": then, "response": "Soup."},
+    ]
+    assert "of OpenAssistant: 4 rows" in printed[0]

@@ -1,0 +1,187 @@
+"""Files as numbered rows: JSON lines, JSON, CSV and Parquet; compressed ones, too."""
+
+import bz2
+import csv
+import gzip
+import json
+import lzma
+import sys
+import zlib
+from collections.abc import Callable, Iterator
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet
+
+from rlhf_core.errors import UserError
+from tasks.datasets.jsonl import DECODER, DuplicateKey, Row, brief, brief_names, iter_jsonl
+from tasks.datasets.problems import Log, refuse
+from tasks.datasets.sources.shapes import CONTENT, ENDED, LABEL_COLUMNS, read_columns
+from tasks.datasets.sources.verdicts import ANSWER
+
+OPENERS: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
+TABLES = (".csv", ".tsv")
+LINES = (".jsonl", ".ndjson", ".json")
+SUFFIXES = (*LINES, *TABLES, ".parquet")
+FLAGS = ("tie", *ENDED)
+DELIMITERS = (",", "\t", ";")
+TRUTH = {"true": True, "false": False}
+
+
+def kind_of(path: Path) -> str:
+    """The ending that says how a file is read, without that of its compression; empty for a file that is not read."""
+    suffixes = [suffix.lower() for suffix in path.suffixes]
+    packed = len(suffixes) > 1 and suffixes[-1] in OPENERS
+    kind = suffixes[-2] if packed else suffixes[-1] if suffixes else ""
+    return kind if kind in SUFFIXES and not (packed and kind == ".parquet") else ""
+
+
+def read_rows(path: Path, on_bad: Log = refuse) -> Iterator[tuple[int, Row]]:
+    """The rows of a file with their numbers, from 1. `on_bad` is called with one line of text for a row that cannot be
+    read. Raises UserError for a file that is missing or broken as a whole."""
+    kind = kind_of(path)
+    try:
+        if kind == ".parquet":
+            yield from _read_parquet(path)
+        elif kind in TABLES:
+            yield from _read_table(path, on_bad)
+        else:
+            yield from _read_json(path, on_bad)
+    except (EOFError, zlib.error, lzma.LZMAError, gzip.BadGzipFile) as error:
+        raise UserError(f"{path}: cannot be unpacked ({error}); copy it again") from None
+
+
+def _content(path: Path) -> bytes:
+    try:
+        with OPENERS.get(path.suffix.lower(), open)(path, "rb") as file:
+            content: bytes = file.read()
+            return content
+    except FileNotFoundError:
+        raise UserError(f"{path}: file not found") from None
+    except IsADirectoryError:
+        raise UserError(f"{path}: is a folder, expected a file") from None
+
+
+def _read_json(path: Path, on_bad: Log) -> Iterator[tuple[int, Row]]:
+    """JSON lines; or, where the first line is no whole object, a list of objects or objects over several lines."""
+    opener = OPENERS.get(path.suffix.lower(), open)
+    try:
+        with opener(path, "rb") as file:
+            first = next((line for line in file if line.strip(b"\xef\xbb\xbf \t\r\n")), b"").strip(
+                b"\xef\xbb\xbf \t\r\n"
+            )
+    except (FileNotFoundError, IsADirectoryError):
+        first = b""
+    rows = _read_whole(path) if first == b"{" or first.startswith(b"[") else None
+    yield from iter_jsonl(path, on_bad=on_bad, opener=opener) if rows is None else enumerate(rows, start=1)
+
+
+def _read_whole(path: Path) -> list[Row]:
+    """The objects of a file of one JSON value, or of several one after the other."""
+    try:
+        text = _content(path).decode("utf-8-sig").strip()
+        values, place = [], 0
+        while place < len(text):
+            value, place = DECODER.raw_decode(text, place)
+            values.append(value)
+            while text[place : place + 1].isspace():
+                place += 1
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: not UTF-8 ({error.reason}); save the file as UTF-8") from None
+    except json.JSONDecodeError as error:
+        raise UserError(
+            f"{path}: broken JSON ({error.msg}, line {error.lineno}, column {error.colno}); correct it, or write one "
+            "object in each line of a .jsonl file"
+        ) from None
+    except DuplicateKey as error:
+        raise UserError(
+            f"{path}: the key {brief(error.args[0])} occurs twice in one object; keep one of them"
+        ) from None
+    except RecursionError:
+        raise UserError(f"{path}, row 1: broken JSON (lists or objects nested too deeply); correct it") from None
+    rows = values[0] if len(values) == 1 else values
+    if isinstance(rows, dict):
+        inside = [value for value in rows.values() if isinstance(value, list) and value and isinstance(value[0], dict)]
+        columns = [value for value in rows.values() if isinstance(value, dict)]
+        if len(inside) == 1 and len(rows) == 1:  # {"data": [row, row, …]}
+            rows = inside[0]
+        elif (
+            len(columns) == len(rows) and len({tuple(column) for column in columns}) == 1
+        ):  # pandas: {column: {row: value}}
+            rows = [{name: column[row] for name, column in rows.items()} for row in columns[0]]
+        else:
+            rows = [rows]
+    for number, row in enumerate(rows, start=1):
+        if not isinstance(row, dict):
+            raise UserError(
+                f"{path}, row {number}: expected a JSON object, got {type(row).__name__}; each must be one {{...}}"
+            )
+    return list(rows)
+
+
+def _read_parquet(path: Path) -> Iterator[tuple[int, Row]]:
+    try:
+        with pyarrow.parquet.ParquetFile(path) as file:
+            number, wanted = 0, read_columns({field.name: str(field.type) for field in file.schema_arrow})
+            for batch in file.iter_batches(batch_size=10_000, columns=wanted):
+                for row in batch.to_pylist():
+                    number += 1
+                    yield number, row
+    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise UserError(f"{path}: no valid Parquet file ({reason}); copy it again, or make it again") from None
+
+
+def _read_table(path: Path, on_bad: Log) -> Iterator[tuple[int, Row]]:
+    """CSV with a header, read strictly: UTF-8, and as many fields in every row as in the header. Fields are texts;
+    those of a label and further ones only where they are not empty."""
+    content = _content(path)
+    try:
+        text = content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = len((content[: error.start] + b"?").splitlines())
+        raise UserError(f"{path}, line {line}: not UTF-8 ({error.reason}); save the file as UTF-8") from None
+    csv.field_size_limit(sys.maxsize)
+    delimiter = max(DELIMITERS, key=next(StringIO(text, newline=""), "").count)
+    reader = csv.reader(StringIO(text, newline=""), delimiter=delimiter, strict=True)
+    line, number = 1, 0
+    header: list[str] = []
+    try:
+        for fields in reader:
+            where, line = f"{path}, line {line}", reader.line_num + 1
+            if not header:
+                header = [name.strip() for name in fields]
+                if len(set(header)) < len(header):
+                    raise UserError(f"{where}: two columns of one name ({brief_names(header)}); rename one of them")
+            elif fields:
+                number += 1
+                if len(fields) != len(header):
+                    on_bad(f"{where}: {len(fields)} fields, and the header has {len(header)}; correct the row")
+                    continue
+                row = dict(zip(header, fields, strict=True))
+                unclear = [name for name in FLAGS if row.get(name, "").strip().casefold() not in {"", *TRUTH}]
+                if unclear:
+                    on_bad(f"{where}: {unclear[0]}: expected true, false or nothing, got {brief(row[unclear[0]])}")
+                    continue
+                yield number, _typed(row)
+    except csv.Error as error:
+        on_bad(f"{path}, line {line}: broken CSV ({error}); correct the row or remove it")
+
+
+def _objects(text: str) -> Any:
+    """A list of objects that a field holds as JSON; any other text as it is."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+
+
+def _typed(row: dict[str, str]) -> Row:
+    row.pop("", None)  # the index that pandas writes
+    listed = {name: _objects(text) for name, text in row.items() if text.startswith("[{")}
+    content = {name for name in row if name in CONTENT or ANSWER.fullmatch(name)}
+    typed: Row = {name: text for name, text in row.items() if name in content or (text and name not in LABEL_COLUMNS)}
+    label = {name: row[name].strip() for name in LABEL_COLUMNS if row.get(name, "").strip()}
+    return typed | listed | label | {name: TRUTH[label[name].casefold()] for name in FLAGS if name in label}

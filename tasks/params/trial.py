@@ -1,0 +1,146 @@
+"""The quick try: params.yaml for a run of a few minutes on imported data, with a tiny model that learns to end its
+answers."""
+
+import hashlib
+import json
+import re
+import subprocess
+from collections.abc import Mapping, Sequence
+from functools import reduce
+from operator import getitem
+from pathlib import Path
+from typing import Any
+
+from ruamel.yaml import YAML
+
+from rlhf_core.errors import UserError
+from tasks.datasets.problems import Log
+from tasks.datasets.sources.example import Example
+from tasks.params.loader import PARAMS_FILE
+
+FULL = Path("examples/own-data.yaml")
+"""The file whose values are replaced."""
+SMALL: dict[str, Any] = {
+    "base.scratch.vocabulary": 1024,
+    "base.scratch.layers": 2,
+    "base.scratch.hidden": 64,
+    "base.scratch.intermediate": 128,
+    "base.scratch.heads": 2,
+    "base.pretrain.steps": 20,
+    "base.pretrain.learning_rate": 4e-3,
+    "sft.learning_rate": 4e-3,
+    "sft.warmup_steps": 5,
+    "ppo.steps": 6,
+    "evaluate.max_prompts": 40,
+}
+"""Values that fit all data."""
+CONTEXTS = (384, 768, 1536)
+"""Contexts of the tiny model, in tokens. Batches become smaller as the context grows, so that a step takes as long."""
+BYTES_PER_TOKEN = 2.5
+"""Of a text in UTF-8, with a vocabulary of 1,024 that was trained on it; HH-RLHF has 2.8."""
+SFT_STEPS, REWARD_STEPS = 100, 30
+MARK = "# Written by `leash import --try`; unchanged while the rest of the file has the SHA-256 "
+
+
+def require_room(root: Path) -> None:
+    """Raise UserError where `root`/params.yaml has changes that git does not have. A quick try is none, nor is a file
+    of examples/."""
+    path = root / PARAMS_FILE
+    if path.exists() and not _is_stored(path.read_text(encoding="utf-8"), root):
+        raise UserError(
+            f"{path}: has changes that are not in git, and --try writes this file; commit it or move it away, or drop "
+            "the changes by `git checkout params.yaml`"
+        )
+
+
+def write_trial(root: Path, names: Sequence[str], examples: Sequence[Example], log: Log = print) -> None:
+    """Write `root`/params.yaml: examples/own-data.yaml for the imported `names` with small values, which depend on the
+    lengths and the number of the clean `examples` (the rows of these names). `log` prints what to do next.
+
+    Raises UserError as `require_room`, where the data have no pairs, and where their rows are too long for the tiny
+    model. Then nothing is written.
+    """
+    require_room(root)
+    values = small_values(examples) | {"ingest.files.path": names[0] if len(names) == 1 else list(names)}
+    text = _replaced((root / FULL).read_text(encoding="utf-8"), values)
+    (root / PARAMS_FILE).write_text(f"{text}{MARK}{_digest(text)}\n", encoding="utf-8")
+    log(f"params.yaml: written for a quick try, {FULL} with small values; its models and figures mean nothing")
+    log("now: leash run")
+    log(f"for the real run: cp {FULL} params.yaml (the file before the try: git checkout params.yaml)")
+
+
+def small_values(examples: Sequence[Example]) -> dict[str, Any]:
+    """Dotted names of parameters and their values for the data: a context in which a third of the rows of each kind
+    fits, answers of up to a quarter of it, and epochs for `SFT_STEPS` and `REWARD_STEPS` optimizer steps.
+
+    Raises UserError for data without pairs, and for rows that fit no context.
+    """
+    sizes: dict[str, list[float]] = {}
+    for example in examples:
+        if example.answers and not example.tie:
+            texts = [*(turn["content"] for turn in example.prompt), max(example.answers, key=len)]
+            tokens = sum(len(text.encode()) for text in texts) / BYTES_PER_TOKEN
+            sizes.setdefault(example.kind, []).append(tokens)
+    if "pair" not in sizes:
+        raise UserError(
+            "the data have no pairs (prompt, chosen, rejected), and the reward model of --try needs them; start from "
+            f"{FULL}, or from examples/reviews.yaml for texts with ratings"
+        )
+    fit = {c: {kind: sum(size <= c for size in found) for kind, found in sizes.items()} for c in CONTEXTS}
+    context = next((c for c in CONTEXTS if all(3 * fit[c][kind] >= len(sizes[kind]) for kind in sizes)), None)
+    if context is None:
+        raise UserError(
+            f"more than two thirds of the rows have more than about {CONTEXTS[-1]:,} tokens, too many for the model of "
+            f"--try; start from {FULL} with a larger base.scratch.context"
+        )
+    times = context // CONTEXTS[0]
+    rows = fit[context].get("demonstration", fit[context]["pair"])
+    sft_batch, reward_batch = 16 // times, 8 // times
+    sft_rows, reward_rows = 0.45 * rows, 0.2 * fit[context]["pair"]  # the shares of ingest.split without validation
+    answer = {f"{stage}.max_new_tokens": 96 * times for stage in ("preferences", "ppo", "evaluate", "rejection_sft")}
+    longest = {f"{stage}.max_tokens": context for stage in ("sft", "reward", "dpo", "rejection_sft.training")}
+    return {
+        **SMALL,
+        **answer,
+        **longest,
+        "base.scratch.context": context,
+        "sft.batch_size": sft_batch,
+        "sft.micro_batch_size": sft_batch,
+        "sft.epochs": _epochs(SFT_STEPS, sft_rows, sft_batch),
+        "reward.batch_size": reward_batch,
+        "reward.epochs": _epochs(REWARD_STEPS, reward_rows, reward_batch),
+    }
+
+
+def _epochs(steps: int, rows: float, batch: int) -> float:
+    """Passes over the rows for about so many optimizer steps, in two digits."""
+    return float(f"{steps / max(rows / batch, 1.0):.2g}")
+
+
+def _replaced(text: str, values: Mapping[str, Any]) -> str:
+    """The YAML text with other values, each in the line of its key; comments stay, in their column."""
+    lines, content = text.splitlines(keepends=True), YAML().load(text)
+    for name, value in values.items():
+        *above, last = name.split(".")
+        line, column = reduce(getitem, above, content).lc.value(last)
+        before, old = lines[line][:column], lines[line][column:]
+        value_and_space, comment = re.findall(r"([^#]*)(.*)", old)[0]
+        new = json.dumps(value, ensure_ascii=False)
+        lines[line] = before + (new.ljust(len(value_and_space) - 1) + " " + comment).rstrip() + "\n"
+    return "".join(lines)
+
+
+def _is_stored(text: str, root: Path) -> bool:
+    """Whether the parameter file can be had again: it is in git's HEAD, in examples/, or an unchanged quick try."""
+    rest, mark, digest = text.rpartition(MARK)
+    if mark and digest.strip() == _digest(rest):
+        return True
+    if any(text == file.read_text(encoding="utf-8") for file in sorted((root / "examples").glob("*.yaml"))):
+        return True
+    command = ["git", "show", f"HEAD:./{PARAMS_FILE}"]
+    done = subprocess.run(command, cwd=root, capture_output=True, check=False)
+    return done.returncode == 0 and done.stdout.decode("utf-8", "replace") == text
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode("utf-8")).hexdigest()[:16]
