@@ -88,7 +88,7 @@ def tokenizer_row(kind: str) -> str:
 
 def line(cells: list[str]) -> str:
     """A line of a Markdown table."""
-    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+    return "| " + " | ".join(cell.replace("|", "\\|").replace("<", "\\<") for cell in cells) + " |"
 
 
 def page(rows: list[str]) -> str:
