@@ -1,5 +1,5 @@
 """Rollout engines: our own sampler and `generate` of transformers; others have modules of their own. All sample from
-exactly softmax(logits / temperature) and ignore the model folder's generation_config."""
+exactly softmax(logits / temperature) and ignore the model folder's generation_config, except for its eos tokens."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
