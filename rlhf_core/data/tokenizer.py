@@ -166,7 +166,9 @@ def settle(tokenizer: PreTrainedTokenizerBase) -> list[str]:
     if end and end != before:
         if before and "eos_token" in template:
             tokenizer.chat_template = f"{{%- set eos_token = {json.dumps(before, ensure_ascii=False)} %}}\n{template}"
-        tokenizer.eos_token = end
+        token = tokenizer.added_tokens_decoder[tokenizer.convert_tokens_to_ids(end)]
+        token.special = True  # all else of it stays, such as whether it takes the white space behind it
+        tokenizer.add_special_tokens({"eos_token": token})
         changes.append(f"answers end with {end}, as the chat template closes them; the tokenizer's eos was {before}")
     return changes
 

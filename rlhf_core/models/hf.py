@@ -342,8 +342,10 @@ def fit_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -
     settings, eos = model.generation_config, int(tokenizer.eos_token_id)
     control = tokenizer.added_tokens_decoder.keys()
     others = {token for token in (*eos_ids(settings), *eos_ids(model.config)) if token in control} - {eos}
-    model.config.pad_token_id = settings.pad_token_id = tokenizer.pad_token_id
-    model.config.eos_token_id, settings.eos_token_id = eos, [eos, *sorted(others)] if others else eos
+    model.config.pad_token_id, model.config.eos_token_id = tokenizer.pad_token_id, eos
+    if settings is not None:  # a model of its own code may lack it
+        settings.pad_token_id = tokenizer.pad_token_id
+        settings.eos_token_id = [eos, *sorted(others)] if others else eos
 
 
 def unique_weights(model: PreTrainedModel) -> dict[str, Tensor]:

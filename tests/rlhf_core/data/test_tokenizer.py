@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, models, pre_tokenizers, processors, trainers
+from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from transformers.utils import chat_template_utils
 
@@ -309,7 +309,7 @@ def test_rule_26_answers_close_as_the_chat_template_closes_them(
     tokenizer, size = makers[kind](), len(makers[kind]())
     turns: Conversation = [*OPENING, {"role": "assistant", "content": "Eat."}, *OPENING]
     prompt = encode_prompt(tokenizer, turns)
-    rendered = tokenizer.apply_chat_template(turns, tokenize=False)
+    rendered, added = tokenizer.apply_chat_template(turns, tokenize=False), dict(tokenizer.added_tokens_decoder)
     tokenizer, repairs = complete(tokenizer, "<|pad|>")
     assert f"answers end with {end}, as the chat template closes them; the tokenizer's eos was {before}" in repairs
     assert len(tokenizer) == size
@@ -319,8 +319,19 @@ def test_rule_26_answers_close_as_the_chat_template_closes_them(
         assert closed_by(found, end)
         assert encode_prompt(found, turns) == prompt
         assert found.apply_chat_template(turns, tokenize=False) == rendered
-        assert found.added_tokens_decoder == tokenizer.added_tokens_decoder
+        assert found.added_tokens_decoder == added
     assert settle(loaded) == []
+
+
+def test_an_end_of_turn_that_is_not_declared_special_is_no_text_of_an_answer() -> None:
+    vocabulary = {text: i for i, text in enumerate(["Eat", "<|user|>", "<eos>", "<pad>"])}
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(models.WordLevel(vocabulary, unk_token="Eat")), eos_token="<eos>", pad_token="<pad>"
+    )
+    tokenizer.add_tokens([AddedToken("<|end|>", special=False, normalized=False)])
+    tokenizer.chat_template = USER
+    settle(tokenizer)
+    assert decode_response(tokenizer, encode_response(tokenizer, "Eat")) == "Eat"
 
 
 @pytest.mark.parametrize("kind", ["llama2", "falcon", "olmo2", "qwen3"])
