@@ -25,6 +25,13 @@ def loading(path: str | Path) -> Iterator[None]:
         raise UserError(f"{path}: a safetensors file is damaged ({error}); make it or download it again") from None
     except ImportError as error:
         raise UserError(f"{path}: needs a package that is not installed ({_line(error)})") from None
+    except RuntimeError as error:  # without the names, which are only logged
+        if "conversion of the weights" not in str(error):
+            raise
+        raise UserError(
+            f"{path}: the weights of the experts do not fit together: one is missing or has another shape; save the "
+            "whole model with save_pretrained"
+        ) from None
     except (OSError, ValueError) as error:
         if "trust_remote_code" in str(error):
             raise UserError(

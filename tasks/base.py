@@ -82,7 +82,7 @@ def _pretrained(stage: Stage[BaseParams]) -> tuple[PreTrainedModel, PreTrainedTo
     assert settings is not None  # the parameters' own check
     source, trust = _locate(settings, stage.root), trusts(stage)
     try:
-        model = load_causal_lm(source, settings.revision, trust_remote_code=trust)
+        model = load_causal_lm(source, settings.revision, trust_remote_code=trust, log=stage.log)
         tokenizer = read_tokenizer(source, settings.revision, trust_remote_code=trust)
     except (OSError, ValueError) as error:
         reason = " ".join(str(error).split())

@@ -79,7 +79,7 @@ def evaluator_of(stage: Stage[EvaluateParams]) -> tuple[Evaluator, int]:
     params = stage.params
     for name in params.extra_models:
         folder = folder_of(stage, EXTRA, name, "evaluate.extra_models")
-        stop_ids(load_tokenizer(folder, trust_remote_code=trusts(stage)), params.stop_tokens)
+        stop_ids(load_tokenizer(folder, trust_remote_code=trusts(stage)), None, params.stop_tokens)
     sft = load_candidate(stage, "sft", stage.root / "models/sft")
     rows = evaluation_prompts(stage, params)
     judging = judging_scorer_of(

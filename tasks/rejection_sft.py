@@ -71,7 +71,7 @@ def execute(stage: Stage[RejectionParams]) -> None:
     )
 
     if params.stop_tokens:
-        model.generation_config.eos_token_id = sorted(stop_ids(tokenizer, params.stop_tokens))
+        model.generation_config.eos_token_id = sorted(stop_ids(tokenizer, model, params.stop_tokens))
     save_checkpoint(stage.out("models/rejection_sft"), model.cpu(), tokenizer)
     stage.outputs.write_csv(PLOT, log_table(result.log, LOGGED))
     stage.outputs.write_jsonl(SAMPLES, sample_rows(kept, candidates, best, splits))

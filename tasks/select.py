@@ -222,7 +222,7 @@ def save_policy(stage: Stage[SelectParams], config: PPOConfig, sft: CandidateMod
             below = place(load_causal_lm(stage.root / SFT, trust_remote_code=trusts(stage)))
         policy = interpolate(below, place(policy, below.device), chosen["eta"])
     if config.stop_tokens:
-        policy.generation_config.eos_token_id = sorted(stop_ids(sft.tokenizer, config.stop_tokens))
+        policy.generation_config.eos_token_id = sorted(stop_ids(sft.tokenizer, policy, config.stop_tokens))
     save_checkpoint(stage.out("models/policy"), policy, sft.tokenizer)
 
 

@@ -13,7 +13,7 @@ import pyarrow.parquet
 from flows.text import dotted
 from rlhf_core.config.reward import RewardConfig
 from rlhf_core.data.chat import Conversation
-from rlhf_core.data.tokenizer import encode_prompt, encode_response, load_tokenizer
+from rlhf_core.data.tokenizer import answer_text, encode_prompt, encode_response, load_tokenizer
 from rlhf_core.determinism import make_deterministic
 from rlhf_core.errors import UserError
 from rlhf_core.files import atomic
@@ -74,6 +74,8 @@ class Scorers:
     context: int
     """Longest prompt plus answer, in tokens."""
     max_characters: int
+    continues: bool
+    """Whether answers continue texts, see `answer_text`."""
 
     def __call__(self, answers: Sequence[Answer]) -> list[list[float]]:
         """For each of `names` a number for each answer."""
@@ -133,7 +135,9 @@ def load_scorers(root: Path, params: Any) -> Scorers:
         context = context_of(load_config(root / REWARD, None, trusted))
         names += [STD] * (Ensemble.read(root / REWARD) is not None) + [JUDGING] * (judging is not None)
     scorer = build_scorer(root, terms, limits, tokenizer, CHUNK, models)
-    return Scorers(scorer, judging, names, tokenizer, context, params.ingest.max_characters)
+    return Scorers(
+        scorer, judging, names, tokenizer, context, params.ingest.max_characters, params.base.format == "text"
+    )
 
 
 def require_reward_model(root: Path, wanted: RewardConfig) -> None:
@@ -172,7 +176,7 @@ def _answer(row: Row, example: Example, scorers: Scorers) -> Answer:
     _, dropped = clean([example], scorers.max_characters)
     if dropped:
         raise UserError(f"{dropped[0].reason} (`ingest` leaves such rows out); correct the row or remove it")
-    prompt, text = example.prompt, example.response
+    prompt, text = example.prompt, answer_text(example.response, scorers.continues)
     if scorers.tokenizer is None:
         return Answer(example.row, row, prompt, text, example.extra, [], [])
     prompt_ids = encode_prompt(scorers.tokenizer, prompt)

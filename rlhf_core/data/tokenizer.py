@@ -1,13 +1,23 @@
 """Tokenizers: training, checks of pad, eos and chat template, and text ↔ token ids. All stages encode with
 `encode_prompt` and `encode_response`, so that they get the same tokens."""
 
+import json
+import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from datetime import datetime
 from pathlib import Path
 
 from jinja2 import TemplateError
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import (
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+)
 
 from rlhf_core.data.chat import Conversation
 from rlhf_core.data.control_tokens import chat_ids, text_ids
@@ -17,6 +27,9 @@ from rlhf_core.loading import loading
 ROLES = ("<|system|>", "<|user|>", "<|assistant|>")
 PROBE: Conversation = [{"role": "user", "content": "Good morning."}]
 """A conversation that every chat template must render, some behind a system message."""
+SYSTEM: Conversation = [{"role": "system", "content": "Be brief."}]
+ANSWER = "7306"
+"""The answer in a probe; a number, which no template changes."""
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ '<|' + message['role'] + '|>' + message['content'] + eos_token }}{% endfor %}"
@@ -26,6 +39,14 @@ CHAT_TEMPLATE = (
 CHAT_TEMPLATES = (CHAT_TEMPLATE, "{{ bos_token }}" + CHAT_TEMPLATE)
 """The second for tokenizers that put a token before every text."""
 
+CHATML = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+CHATMLS = (CHATML, "{{ bos_token }}" + CHATML)
+"""For tokenizers that have its tokens and no template, as base models do whose chat models use it; the second as in
+`CHAT_TEMPLATES`."""
+
 TEXT_TEMPLATE = (
     "{% if messages | length > 1 %}{{ raise_exception('base.format is text: a prompt is one text, without turns') }}"
     "{% endif %}{{ messages[0]['content'] }}"
@@ -33,6 +54,12 @@ TEXT_TEMPLATE = (
 """The prompt as it is, for a model that continues texts."""
 TEXT_TEMPLATES = (TEXT_TEMPLATE, "{{ bos_token }}" + TEXT_TEMPLATE)
 """The second as in `CHAT_TEMPLATES`."""
+
+PINNED = datetime(2024, 7, 26)
+"""The day that a chat template writes in place of today: the default of Llama 3's templates."""
+TODAY = re.compile(r"""strftime_now\(\s*(['"])(.*?)\1\s*\)""")
+FOR_PADDING = (re.compile("pad", re.IGNORECASE), re.compile("reserved|unused|extra", re.IGNORECASE), re.compile(""))
+"""Names of control tokens in the order in which they are chosen as pad token."""
 
 
 def train_bpe(
@@ -67,8 +94,11 @@ def train_bpe(
 
 
 def load_tokenizer(path: str | Path, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
-    """The tokenizer of a model folder, checked by `require_usable`; `trust_remote_code` runs the folder's own code."""
-    return require_usable(read_tokenizer(path, trust_remote_code=trust_remote_code))
+    """The tokenizer of a model folder, after `settle`, checked by `require_usable`; `trust_remote_code` runs the
+    folder's own code."""
+    tokenizer = read_tokenizer(path, trust_remote_code=trust_remote_code)
+    settle(tokenizer)
+    return require_usable(tokenizer)
 
 
 def read_tokenizer(
@@ -82,27 +112,100 @@ def read_tokenizer(
 def complete(
     tokenizer: PreTrainedTokenizerBase, pad_token: str, plain: bool = False
 ) -> tuple[PreTrainedTokenizerBase, list[str]]:
-    """Add a pad token and a chat template to a pretrained tokenizer that has none. `plain`: the template of a model
-    that continues texts, in place of its own.
+    """Add a pad token and a chat template to a pretrained tokenizer that has none, and `settle` it. `plain`: the
+    template of a model that continues texts, in place of its own. A control token without a use becomes the pad token;
+    `pad_token` is added where there is none.
 
     Returns the tokenizer, and the changes as text for the log. Raises UserError without an eos token.
     """
-    repairs = []
+    repairs, added = [], ""
     starts = tokenizer.bos_token_id is not None and tokenizer("a")["input_ids"][:1] == [tokenizer.bos_token_id]
-    if tokenizer.eos_token_id is None:
-        raise UserError(f"{tokenizer.name_or_path}: the tokenizer has no eos token; a response could never end")
-    if tokenizer.pad_token_id is None or tokenizer.pad_token_id == tokenizer.eos_token_id:
-        tokenizer.add_special_tokens({"pad_token": pad_token})
-        repairs.append(f"pad token set to {pad_token}")
     if plain:
         tokenizer.chat_template = TEXT_TEMPLATES[starts]
         repairs.append("chat template replaced: prompts are texts")
+    elif not tokenizer.chat_template and {"<|im_start|>", "<|im_end|>"} <= tokenizer.get_added_vocab().keys():
+        tokenizer.chat_template = CHATMLS[starts]
+        repairs.append("chat template added: ChatML, whose tokens the tokenizer has")
     elif not tokenizer.chat_template:
+        tokenizer.chat_template, added = CHAT_TEMPLATES[starts], "chat template added"
+    repairs += settle(tokenizer)
+    if tokenizer.eos_token_id is None:
+        raise UserError(f"{tokenizer.name_or_path}: the tokenizer has no eos token; a response could never end")
+    if tokenizer.pad_token_id is None or tokenizer.pad_token_id == tokenizer.eos_token_id:
+        unused = _unused_token(tokenizer)
+        tokenizer.add_special_tokens({"pad_token": unused or pad_token})
+        repairs.append(f"pad token set to {unused}, which has no use" if unused else f"pad token set to {pad_token}")
+    if added:
         tokenizer.add_special_tokens({"additional_special_tokens": list(ROLES)})
-        tokenizer.chat_template = CHAT_TEMPLATES[starts]
-        repairs.append("chat template added")
+        repairs.append(added)
     tokenizer.padding_side = "left"
     return require_usable(tokenizer), repairs
+
+
+def settle(tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """Make prompts independent of the day: a chat template writes the day `PINNED`. Make the control token with which
+    it closes an assistant's turn the eos token: answers close with it. What else the template writes is unchanged.
+
+    Returns the changes as text for the log; what the stage `base` saved has none. Raises UserError for a template that
+    writes today's date in another way than `strftime_now("…")`.
+    """
+    if not tokenizer.chat_template:
+        return []
+    with rendering(tokenizer):
+        changes, template = [], tokenizer.get_chat_template()
+    if _probes(tokenizer, "11") != _probes(tokenizer, "22"):
+        template = TODAY.sub(lambda call: call[1] + PINNED.strftime(call[2]) + call[1], template)
+        tokenizer.chat_template = template
+        if _probes(tokenizer, "11") != _probes(tokenizer, "22"):
+            raise UserError(
+                f"{tokenizer.name_or_path}: its chat template writes today's date, so that prompts have other tokens "
+                "tomorrow; write a fixed date in place of strftime_now in chat_template.jinja"
+            )
+        changes.append(f"the chat template writes {PINNED:%d %b %Y} in place of today's date")
+    end, before = _turn_end(tokenizer), tokenizer.eos_token
+    if end and end != before:
+        if before and "eos_token" in template:
+            tokenizer.chat_template = f"{{%- set eos_token = {json.dumps(before, ensure_ascii=False)} %}}\n{template}"
+        token = tokenizer.added_tokens_decoder[tokenizer.convert_tokens_to_ids(end)]
+        token.special = True  # all else of it stays, such as whether it takes the white space behind it
+        tokenizer.add_special_tokens({"eos_token": token})
+        changes.append(f"answers end with {end}, as the chat template closes them; the tokenizer's eos was {before}")
+    return changes
+
+
+def _probes(tokenizer: PreTrainedTokenizerBase, now: str = "") -> list[str]:
+    """A question and its answer as the chat template renders them, without and with a system message; "" where the
+    template refuses them. `now` is written in place of any date."""
+    found, clock = [], f"{{% macro strftime_now(format) %}}{now}{{% endmacro %}}\n"
+    for opening in ([], SYSTEM):
+        turns = [*opening, *PROBE, {"role": "assistant", "content": ANSWER}]
+        try:
+            text = tokenizer.apply_chat_template(
+                turns, tokenize=False, chat_template=clock + tokenizer.get_chat_template()
+            )
+        except TEMPLATE_ERRORS:
+            text = ""
+        found.append(str(text))
+    return found
+
+
+def _turn_end(tokenizer: PreTrainedTokenizerBase) -> str | None:
+    """The first control token behind an assistant's answer; None where the template writes none."""
+    _, answer, behind = max(_probes(tokenizer), key=bool).rpartition(ANSWER)
+    tokens = sorted((token for token in tokenizer.get_added_vocab() if token.strip()), key=len, reverse=True)
+    found = re.search("|".join(map(re.escape, tokens)) or "(?!)", behind if answer else "")
+    return found and found[0]
+
+
+def _unused_token(tokenizer: PreTrainedTokenizerBase) -> str | None:
+    """A control token of the vocabulary that neither the chat template nor any text makes."""
+    used = {tokenizer.eos_token, tokenizer.bos_token}
+    if tokenizer.unk_token_id in tokenizer(chr(0xF0000), add_special_tokens=False)["input_ids"]:
+        used.add(tokenizer.unk_token)
+    written = "".join([tokenizer.get_chat_template(), *_probes(tokenizer)])
+    control = [token.content for _, token in sorted(tokenizer.added_tokens_decoder.items()) if token.special]
+    unused = [token for token in control if token not in used and token not in written]
+    return next((token for name in FOR_PADDING for token in unused if name.search(token)), None)
 
 
 def require_usable(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
@@ -122,9 +225,12 @@ def require_usable(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBas
         try:
             tokenizer.apply_chat_template(PROBE, add_generation_prompt=True, tokenize=False)
         except TemplateError:
-            behind_system: Conversation = [{"role": "system", "content": "Be brief."}, *PROBE]
-            tokenizer.apply_chat_template(behind_system, add_generation_prompt=True, tokenize=False)
+            tokenizer.apply_chat_template([*SYSTEM, *PROBE], add_generation_prompt=True, tokenize=False)
     return tokenizer
+
+
+TEMPLATE_ERRORS = (TemplateError, ArithmeticError, LookupError, MemoryError, RecursionError, TypeError, ValueError)
+"""What a chat template, which is a program, may raise."""
 
 
 @contextmanager
@@ -133,7 +239,7 @@ def rendering(tokenizer: PreTrainedTokenizerBase) -> Iterator[None]:
     forbids, and for a template that fails."""
     try:
         yield
-    except (TemplateError, ArithmeticError, LookupError, MemoryError, RecursionError, TypeError, ValueError) as error:
+    except TEMPLATE_ERRORS as error:
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise UserError(
             f"{tokenizer.name_or_path}: its chat template fails ({reason}); correct chat_template.jinja, or remove it "
@@ -154,17 +260,26 @@ def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: Conversation) -> l
 
 
 def encode_response(tokenizer: PreTrainedTokenizerBase, response: str, ended: bool = True) -> list[int]:
-    """Token ids of an answer, with the end-of-sequence token when it `ended`; see `text_ids`."""
-    ids = text_ids(tokenizer, response)
+    """Token ids of an answer in its `answer_text`, with the end-of-sequence token when it `ended`; see `text_ids`."""
+    ids = text_ids(tokenizer, answer_text(response, continues_text(tokenizer)))
     return [*ids, tokenizer.eos_token_id] if ended else ids
 
 
-def stop_ids(tokenizer: PreTrainedTokenizerBase, stop_tokens: Sequence[str]) -> frozenset[int]:
-    """The tokens that end a response: end-of-sequence, and those with these texts.
+def answer_text(response: str, continues: bool) -> str:
+    """The one form of an answer, which models, judges and functions read: without outer white space. `continues`: the
+    white space before the continuation of a text is a part of it: prompt and response joined are the whole text."""
+    return response.rstrip() if continues else response.strip()
+
+
+def stop_ids(
+    tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel | None, stop_tokens: Sequence[str] = ()
+) -> frozenset[int]:
+    """The tokens that end a response (rule 26): end-of-sequence, every eos of the model's generation_config, and those
+    with these texts.
 
     Raises UserError for a text that is not exactly one token of the tokenizer.
     """
-    ids = {int(tokenizer.eos_token_id)}
+    ids = {int(tokenizer.eos_token_id), *eos_ids(model and model.generation_config)}
     for text in stop_tokens:
         found = tokenizer(text, add_special_tokens=False)["input_ids"]
         if len(found) != 1 or found[0] == tokenizer.unk_token_id:
@@ -175,12 +290,16 @@ def stop_ids(tokenizer: PreTrainedTokenizerBase, stop_tokens: Sequence[str]) -> 
     return frozenset(ids)
 
 
+def eos_ids(settings: GenerationConfig | PreTrainedConfig | None) -> list[int]:
+    """The eos tokens of a model's config or generation_config."""
+    named = getattr(settings, "eos_token_id", None)
+    return [] if named is None else [int(token) for token in (named if isinstance(named, list) else [named])]
+
+
 def decode_response(
     tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], stop_ids: Collection[int] = frozenset()
 ) -> str:
-    """The answer as text, without special tokens, outer white space, and the stop token that closes it. The white space
-    before the continuation of a text is a part of it: prompt and response joined are the whole text."""
+    """The `answer_text` of a response, without special tokens and the stop token that closes it."""
     if ids and ids[-1] in stop_ids:
         ids = ids[:-1]
-    text = str(tokenizer.decode(list(ids), skip_special_tokens=True)).rstrip()
-    return text if continues_text(tokenizer) else text.lstrip()
+    return answer_text(str(tokenizer.decode(list(ids), skip_special_tokens=True)), continues_text(tokenizer))

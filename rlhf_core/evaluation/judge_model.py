@@ -51,8 +51,8 @@ def require_question(question: str) -> None:
 
 
 def fill(question: str, letters: tuple[str, str], prompt: Conversation, first: str, second: str) -> str:
-    """The question about one pair: the template with its texts."""
-    texts = {"prompt": as_text(prompt), "first": first, "second": second}
+    """The question about one pair: the template with its texts, the answers without outer white space."""
+    texts = {"prompt": as_text(prompt), "first": first.strip(), "second": second.strip()}
     return Template(question).substitute(texts, first_letter=letters[0], second_letter=letters[1])
 
 

@@ -5,11 +5,19 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_core.config.precision import Precision
 from rlhf_core.data.chat import Conversation
-from rlhf_core.data.tokenizer import PROBE, continues_text, decode_response, encode_prompt, read_tokenizer
+from rlhf_core.data.tokenizer import (
+    PROBE,
+    continues_text,
+    decode_response,
+    encode_prompt,
+    read_tokenizer,
+    settle,
+    stop_ids,
+)
 from rlhf_core.errors import UserError
 from rlhf_core.loading import load_config, loading
 from rlhf_core.models.hf import context_length, default_device, load_causal_lm, place
@@ -130,6 +138,7 @@ def load_chat_model(
         require_language_model(start.folder, start.trust_remote_code)
     try:
         tokenizer = read_tokenizer(folder, trust_remote_code=trust_remote_code)
+        settle(tokenizer)
         device = default_device()
         load = partial(load_causal_lm, frozen=precision, device=device)
         model = place(load(folder, trust_remote_code=trust_remote_code), device)
@@ -140,7 +149,7 @@ def load_chat_model(
         raise UserError(f"{folder}: cannot be loaded ({' '.join(str(error).split())})") from None
     if tokenizer.eos_token_id is None or not tokenizer.chat_template:
         raise UserError(f"{folder}: the tokenizer needs an eos token and a chat template; the stage `base` adds them")
-    chat = ChatModel(name, model, tokenizer, end_tokens(model, tokenizer), system)
+    chat = ChatModel(name, model, tokenizer, stop_ids(tokenizer, model), system)
     encode_prompt(tokenizer, [*chat.conversation, *PROBE])
     return chat
 
@@ -161,14 +170,6 @@ def require_language_model(folder: Path, trust_remote_code: bool = False) -> Non
             f"{folder}: a model that gives scores, not words (reward model or critic); name one that talks, such as "
             "models/policy"
         )
-
-
-def end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-    """The tokens that end an answer: the tokenizer's eos, and those of the folder's generation_config."""
-    settings: GenerationConfig | None = model.generation_config
-    named = settings.eos_token_id if settings is not None else None
-    more = named if isinstance(named, list) else [named] if named is not None else []
-    return frozenset(map(int, (tokenizer.eos_token_id, *more)))
 
 
 def pieces(

@@ -2,7 +2,8 @@
 one number a token instead of logits."""
 
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from transformers import (
 from rlhf_core import files
 from rlhf_core.config.base import ScratchConfig
 from rlhf_core.config.precision import Frozen
+from rlhf_core.data.tokenizer import eos_ids
 from rlhf_core.errors import UserError
 from rlhf_core.finite import require_finite
 from rlhf_core.loading import load_config, loading
@@ -33,6 +35,14 @@ from rlhf_core.models.quantised import detach_quantizer, nf4_options
 BIAS = "score_bias"
 """The key of config.json with the bias of a head that has none in its architecture; only `load_scalar_model` reads
 it."""
+WRAPPERS = r"^(?:module\.|_orig_mod\.)+|_orig_mod\."
+"""What DistributedDataParallel and torch.compile add to the names of weights."""
+HEADS = r"^(?:value_head|v_head\.summary|v_head)\."
+"""Names of a scalar head in OpenRLHF and TRL; here it is `score`."""
+OF_SCORES = ("score.", "value_head.")
+"""Heads of models that are no language models."""
+Log = Callable[[str], None]
+
 UNSTABLE_FILES = ("training_args.bin",)
 UNSTABLE_KEYS = {"tokenizer_config.json": ("local_files_only", "name_or_path"), "config.json": ("_name_or_path",)}
 
@@ -64,6 +74,7 @@ def load_causal_lm(
     trust_remote_code: bool = False,
     frozen: Frozen = "float32",
     device: torch.device | None = None,
+    log: Log = print,
 ) -> PreTrainedModel:
     """A causal language model, dropout off, from a folder (safetensors only) or a hub id at a revision.
 
@@ -74,12 +85,21 @@ def load_causal_lm(
         frozen: the precision of a model that is not trained; its logits are float32 in every precision. A model that
             is trained is loaded in float32.
         device: where the weights are loaded to, without a copy on the host; None: the CPU.
+        log: called with what was renamed, and which tensors of the folder were not read.
 
-    Raises UserError, see `loading`.
+    Raises UserError for weights that are missing or have another shape, for a reward model, and see `loading`.
     """
     with loading(path):
         config = without_dropout(load_config(path, revision, trust_remote_code))
-        model = _weights(AutoModelForCausalLM, path, config, revision, trust_remote_code, frozen, device)
+        model, unread = _weights(
+            AutoModelForCausalLM, path, config, revision, trust_remote_code, frozen, device, (WRAPPERS,), log
+        )
+    if heads := [name for name in unread if name.startswith(OF_SCORES)]:
+        raise UserError(
+            f"{path}: has a head for scores ({heads[0]}): it is a reward model or a critic, not a language model; name "
+            "the language model that it was made from"
+        )
+    _log_unread(path, unread, log)
     if frozen != "float32":
         keep_float32(model.get_output_embeddings())
     return model
@@ -91,6 +111,7 @@ def load_scalar_model(
     trust_remote_code: bool = False,
     frozen: Frozen = "float32",
     device: torch.device | None = None,
+    log: Log = print,
 ) -> PreTrainedModel:
     """A reward model or critic, dropout off, its head in float32; arguments as of `load_causal_lm`. Raises UserError
     when the folder has no scalar head, and as `load_causal_lm`."""
@@ -100,10 +121,16 @@ def load_scalar_model(
             raise UserError(f"{path}: expected one output a token, the model has {config.num_labels}")
         _require_scalar_class(config)
         kind = AutoModelForSequenceClassification
-        model = _weights(kind, path, config, None, trust_remote_code, frozen, device)
-        if frozen != "float32":
-            _load_head(scalar_head(model), Path(path))
-    if (bias := getattr(config, BIAS, None)) is not None:
+        names = (WRAPPERS, HEADS)
+        model, unread = _weights(kind, path, config, None, trust_remote_code, frozen, device, names, log)
+        if frozen != "float32":  # the head was rounded with the body
+            scalar_head(model).float().load_state_dict(_head_in(Path(path)), strict=False)
+        bias = getattr(config, BIAS, None)
+        if "score.bias" in unread:
+            unread.remove("score.bias")
+            bias = _head_in(Path(path))["bias"].item()
+    _log_unread(path, unread, log)
+    if bias is not None:
         map_scalar(model, 1.0, bias)
     return model
 
@@ -127,30 +154,93 @@ def _weights(
     trust_remote_code: bool,
     frozen: Frozen,
     device: torch.device | None,
-) -> PreTrainedModel:
-    """The one place that decides on dtype and device of a loaded model. `device_map` loads tensor by tensor."""
-    model: PreTrainedModel = kind.from_pretrained(
-        str(path),
-        revision=revision,
-        config=config,
-        dtype=frozen_dtype(frozen),
-        use_safetensors=True,
-        trust_remote_code=trust_remote_code,
-        device_map=None if device is None or device.type == "cpu" else {"": device},
-        **(nf4_options() if frozen == "nf4" else {}),
-    )
-    return detach_quantizer(model) if frozen == "nf4" else model
+    names: tuple[str, ...] = (),
+    log: Log = print,
+) -> tuple[PreTrainedModel, list[str]]:
+    """A model, and the tensors of the folder that it has no place for. The one place that decides on dtype and device
+    of a loaded model; `device_map` loads tensor by tensor.
+
+    `names`: patterns of prefixes to remove (`WRAPPERS`) or to call `score.` (`HEADS`) where weights are missing else;
+    none: only a scalar head may be missing. Raises UserError for missing weights, and for those of another shape.
+    """
+
+    def load(**renaming: Any) -> tuple[PreTrainedModel, Mapping[str, Any]]:
+        model, found = kind.from_pretrained(
+            str(path),
+            revision=revision,
+            config=config,
+            dtype=frozen_dtype(frozen),
+            use_safetensors=True,
+            trust_remote_code=trust_remote_code,
+            device_map=None if device is None or device.type == "cpu" else {"": device},
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # they are refused below, by name
+            **renaming,
+            **(nf4_options() if frozen == "nf4" else {}),
+        )
+        return model, found
+
+    model, found = load()
+    missing, unread = set(found["missing_keys"]), sorted(found["unexpected_keys"])
+    renamed = {name: _renamed(name, names) for name in unread}
+    changed = [name for name in unread if renamed[name] != name]
+    if missing and changed and frozen != "nf4" and _are_new(model, missing, [renamed[name] for name in changed]):
+        mapping = {pattern: "score." if pattern == HEADS else "" for pattern in names}
+        repaired, found = load(key_mapping=mapping)
+        if not found["missing_keys"] and not found["mismatched_keys"]:
+            copy_weights(repaired, model)  # `repaired` itself would be saved under the names of the folder
+            log(f"{path}: weights renamed: {changed[0]} is {renamed[changed[0]]}, and {len(changed) - 1} more")
+            missing, unread = set(), sorted(found["unexpected_keys"])
+    if not names:
+        missing = {name for name in missing if not name.startswith("score.")}
+    if missing:
+        raise UserError(
+            f"{path}: weights are missing ({_some(missing)})"
+            + (f", and others have no place in {type(model).__name__} ({_some(unread)})" if unread else "")
+            + "; transformers would draw them at random: save the whole model with save_pretrained, unwrapped"
+        )
+    if found["mismatched_keys"]:
+        name, shape, wanted = min(found["mismatched_keys"])
+        raise UserError(
+            f"{path}: {name} has the shape {tuple(shape)}, and by config.json {tuple(wanted)}; correct config.json, or "
+            "save the model again"
+        )
+    return (detach_quantizer(model) if frozen == "nf4" else model), unread
 
 
-@torch.no_grad()
-def _load_head(head: torch.nn.Linear, folder: Path) -> None:
-    """Make a scalar head float32, with the numbers of the folder, which were rounded with the body's."""
-    head.float()
-    for name, parameter in head.named_parameters():
-        for path in sorted(folder.glob("model*.safetensors")):  # an adapter is beside them
-            with safe_open(path, framework="pt") as file:
-                if f"score.{name}" in file.keys():  # noqa: SIM118 - it is no dictionary
-                    parameter.copy_(file.get_tensor(f"score.{name}"))
+def _renamed(name: str, names: tuple[str, ...]) -> str:
+    for pattern in names:
+        name = re.sub(pattern, "score." if pattern == HEADS else "", name)
+    return name
+
+
+def _are_new(model: PreTrainedModel, missing: set[str], renamed: list[str]) -> bool:
+    """Whether the names are different and none of a weight that the folder has without renaming."""
+    prefix = f"{model.base_model_prefix}."
+    there = {name.removeprefix(prefix) for name in model.state_dict().keys() - missing}
+    return len({name.removeprefix(prefix) for name in renamed} - there) == len(renamed)
+
+
+def _some(names: Iterable[str]) -> str:
+    """The first names, and how many more there are."""
+    first, *more = sorted(names)
+    return ", ".join([first, *more[:2]]) + (f" and {len(more) - 2} more" if len(more) > 2 else "")
+
+
+def _log_unread(path: str | Path, unread: list[str], log: Log) -> None:
+    if unread:
+        log(f"{path}: not read, because the model has no place for them: {_some(unread)}")
+
+
+def _head_in(folder: Path) -> dict[str, Tensor]:
+    """Weight and bias of the scalar head in a folder, as they were saved."""
+    found = {}
+    for path in sorted(folder.glob("model*.safetensors")):  # an adapter is beside them
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118 - it is no dictionary
+                if (renamed := _renamed(name, (WRAPPERS, HEADS))).startswith("score."):
+                    found[renamed.removeprefix("score.")] = file.get_tensor(name)
+    return found
 
 
 def scalar_model_from(
@@ -167,7 +257,7 @@ def scalar_model_from(
         config = without_dropout(load_config(path, None, trust_remote_code, num_labels=1))
         _require_scalar_class(config)
         kind = AutoModelForSequenceClassification
-        model = _weights(kind, path, config, None, trust_remote_code, frozen, device)
+        model, _ = _weights(kind, path, config, None, trust_remote_code, frozen, device)
     draw_head(scalar_head(model).float(), seed)
     return model
 
@@ -244,11 +334,18 @@ def context_of(config: PreTrainedConfig) -> int:
 
 
 def fit_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Give the model an embedding for each of the tokenizer's tokens, and its pad token. New ones are drawn from the
-    global generator; a model with more embeddings than tokens keeps them."""
+    """Give the model an embedding for each of the tokenizer's tokens, its pad token, and its eos token beside those
+    control tokens that end the model's answers already. New embeddings are drawn from the global generator; a model
+    with more embeddings than tokens keeps them."""
     if len(tokenizer) > model.get_input_embeddings().num_embeddings:
         model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
-    model.config.pad_token_id = tokenizer.pad_token_id
+    settings, eos = model.generation_config, int(tokenizer.eos_token_id)
+    control = tokenizer.added_tokens_decoder.keys()
+    others = {token for token in (*eos_ids(settings), *eos_ids(model.config)) if token in control} - {eos}
+    model.config.pad_token_id, model.config.eos_token_id = tokenizer.pad_token_id, eos
+    if settings is not None:  # a model of its own code may lack it
+        settings.pad_token_id = tokenizer.pad_token_id
+        settings.eos_token_id = [eos, *sorted(others)] if others else eos
 
 
 def unique_weights(model: PreTrainedModel) -> dict[str, Tensor]:

@@ -2,7 +2,7 @@
 
 A sample depends only on the weights, the prompt and its key (seed, step, prompt, sample): not on the batch, the padding
 or the other rows. No top-k, top-p or penalties: they would change what is sampled without changing π. The model
-folder's generation_config is not read.
+folder's generation_config is not read; the caller names the stop tokens.
 """
 
 from collections.abc import Callable, Iterator, Sequence

@@ -1,5 +1,5 @@
 """Rollout engines: our own sampler and `generate` of transformers; others have modules of their own. All sample from
-exactly softmax(logits / temperature) and ignore the model folder's generation_config."""
+exactly softmax(logits / temperature) and ignore the model folder's generation_config, except for its eos tokens."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -20,7 +20,6 @@ from transformers import (
 
 from rlhf_core.config.ppo import PPOConfig
 from rlhf_core.config.precision import Precision
-from rlhf_core.data.tokenizer import stop_ids
 from rlhf_core.determinism import stream
 from rlhf_core.errors import UserError
 from rlhf_core.models.masked import masked_log_softmax
@@ -62,14 +61,15 @@ class Rules:
         return list(tokens), list(logprobs), False
 
 
-def engine_of(config: PPOConfig, tokenizer: PreTrainedTokenizerBase, precision: Precision = "float32") -> Engine:
-    """The engine that the settings name; `precision` is that of vLLM's copy of the weights. Raises UserError for a stop
-    token that is not one token, for continuous batching or vLLM without a GPU, and for vLLM where it is not
-    installed."""
+def engine_of(
+    config: PPOConfig, tokenizer: PreTrainedTokenizerBase, stops: frozenset[int], precision: Precision = "float32"
+) -> Engine:
+    """The engine that the settings name, which stops at the tokens `stops`; `precision` is that of vLLM's copy of the
+    weights. Raises UserError for continuous batching or vLLM without a GPU, and for vLLM where it is not installed."""
     rules = Rules(
         max_new_tokens=config.max_new_tokens,
         temperature=config.temperature,
-        stop_ids=stop_ids(tokenizer, config.stop_tokens),
+        stop_ids=stops,
         pad_id=int(tokenizer.pad_token_id),
         rows=config.sampler_rows or config.batch_size,
     )

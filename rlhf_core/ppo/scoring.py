@@ -94,7 +94,7 @@ def reference_scores(
     called where a batch is halved. `rows`: the rows of the data behind the prompts."""
     order = permutation(len(prompts), seed, REFERENCE)
     turns = [divmod(number, len(prompts)) for number in range(REFERENCE_ANSWERS)]
-    chosen, stops = [order[place] for _, place in turns], stop_ids(tokenizer, config.stop_tokens)
+    chosen, stops = [order[place] for _, place in turns], stop_ids(tokenizer, reference, config.stop_tokens)
     prompt_ids = [encode_prompt(tokenizer, prompts[i]) for i in chosen]
 
     def draw(rows: list[int]) -> list[list[int]]:

@@ -72,8 +72,8 @@ class PPOTrainer:
         self.config, self.seed, self.tokenizer = config, seed, tokenizer
         self.processes = Processes(config.sharding)
         self.models = models.divide() if self.processes.divides_models else models.to(self.processes.device)
-        self.stop_ids = stop_ids(tokenizer, config.stop_tokens)
-        self.engine = engine_of(config, tokenizer, models.precision)
+        self.stop_ids = stop_ids(tokenizer, models.policy, config.stop_tokens)
+        self.engine = engine_of(config, tokenizer, self.stop_ids, models.precision)
         """Samples the responses; can be replaced before the first step."""
         self.prompts, self.rows = list(prompts), None if rows is None else list(rows)
         self.prompt_ids = [encode_prompt(tokenizer, prompt) for prompt in prompts]

@@ -111,7 +111,7 @@ class Evaluator:
     def answer(self, candidate: CandidateModel, seeds: Sequence[int]) -> list[ScoredAnswers]:
         """For each seed one answer to each prompt. Raises UserError if the candidate's context is too short."""
         self.require_room(candidate)
-        stops = stop_ids(candidate.tokenizer, self.stop_tokens)
+        stops = stop_ids(candidate.tokenizer, candidate.model, self.stop_tokens)
         places = [place for _ in seeds for place in range(len(self.rows))]
         drawn = self._draw(candidate, [(seed, i) for seed in seeds for i in range(len(self.rows))], stops)
         responses, ended = [response for response, _ in drawn], [end for _, end in drawn]

@@ -102,8 +102,8 @@ def draw_samples(stage: Stage[PreferencesParams], last: int = 0) -> tuple[list[R
     tokenizer = load_tokenizer(stage.root / rounds.SFT, trust_remote_code=trusts(stage))
     if last:
         require_tokenizer(stage, tokenizer, folder)
-    stops = stop_ids(tokenizer, params.stop_tokens)
     model = load_frozen(stage, stage.root / folder)
+    stops = stop_ids(tokenizer, model, params.stop_tokens)
     seed = rounds.seed_of(stage.seed, last + 1)
     kept, too_long = fitting(
         stage,

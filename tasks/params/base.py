@@ -36,10 +36,11 @@ class BaseParams(Block):
     `text`: there are no turns; the model reads the bare prompt and continues it. A prompt of several turns is then an
     error."""
     pad_token: str = "<|pad|>"
-    """Token that fills the rows of a batch; must differ from `eos_token`."""
+    """Token that fills the rows of a batch; must differ from `eos_token`. A pretrained tokenizer keeps its own, or uses
+    a control token that it has."""
     eos_token: str = "<|end|>"
-    """End-of-sequence token of a tokenizer trained from scratch. A pretrained tokenizer keeps its own, and gets
-    `pad_token` if it has no padding token."""
+    """End-of-sequence token of a tokenizer trained from scratch. A pretrained tokenizer keeps its own, or gets the
+    token with which its chat template closes an answer."""
 
     @model_validator(mode="after")
     def _consistent(self) -> "BaseParams":

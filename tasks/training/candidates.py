@@ -47,7 +47,7 @@ def draw_candidates(
 ) -> list[list[Candidate]]:
     """`count` answers of `model` to each prompt with their scores, in the order of the prompts. Batches that an earlier
     process has sampled are not sampled again."""
-    stops, pad_id = stop_ids(tokenizer, settings.stop_tokens), int(tokenizer.pad_token_id)
+    stops, pad_id = stop_ids(tokenizer, model, settings.stop_tokens), int(tokenizer.pad_token_id)
     model.to(default_device()).eval()  # autocast keeps the cast weights only of parameters with a gradient
     jobs = [(prompt, k) for prompt in range(len(kept)) for k in range(count)]
 

@@ -208,7 +208,7 @@ class Chain:
             keys,
             max_new_tokens=NEW_TOKENS,
             temperature=1.0,
-            stop_ids=stop_ids(self.tokenizer, []),
+            stop_ids=stop_ids(self.tokenizer, model),
             pad_id=self.pad_id,
             batch_size=len(prompts),
         )

@@ -42,6 +42,22 @@ EXPLANATION = """
 the other models are read with padding, to the same numbers. LoRA (`all-linear`) adapts the linear layers of the body;
 the weights of experts are no linear layers and stay frozen. No auxiliary loss balances the experts.
 
+## What is read, and what `base` changes
+- **Weights.** A weight that is missing, or has another shape than config.json says, is an error that names it, wherever
+  a model is read. The prefixes `module.` and `_orig_mod.` (DistributedDataParallel, torch.compile) are removed; the
+  heads `value_head` and `v_head` (OpenRLHF, TRL) are read as that of a reward model. A reward model is refused as a
+  language model. Tensors that have no place in the model are named in the log.
+- **Date.** A chat template that writes today's date would give other tokens tomorrow. The saved one writes 26 Jul 2024.
+- **End of an answer.** Answers close with the control token with which the chat template closes them, such as
+  `<end_of_turn>` or `<|im_end|>`. It becomes the tokenizer's eos token. Sampling stops at it, at every eos token of
+  `generation_config.json`, and at `stop_tokens`. A template that closes with text only leaves the eos token as it is.
+- **Padding.** A tokenizer without a pad token gets a control token that has no use, so that the vocabulary keeps its
+  size; `base.pad_token` is added only where there is none.
+- **Chat template.** A tokenizer without one gets ChatML if it has the tokens of ChatML, else Leash's with three tokens
+  for roles.
+
+The log of `base` says each change.
+
 ## Tokenizers
 What the tokenizers in the table are, and which prompts their chat templates take. A refused prompt is an error that
 names its row, before any training.
@@ -88,7 +104,7 @@ def tokenizer_row(kind: str) -> str:
 
 def line(cells: list[str]) -> str:
     """A line of a Markdown table."""
-    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+    return "| " + " | ".join(cell.replace("|", "\\|").replace("<", "\\<") for cell in cells) + " |"
 
 
 def page(rows: list[str]) -> str:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 import pytest
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
+from rlhf_core.data.tokenizer import eos_ids, load_tokenizer
 from tests.architectures.zoo import download
 
 if TYPE_CHECKING:
@@ -50,7 +51,15 @@ def test_the_stages_run_from_a_pretrained_model_to_the_evaluation(
     assert set(metrics["models"]) == {"sft", "policy"}
     assert metrics["kl_per_sequence"] is not None
     for folder in ("base", "sft", "policy"):
-        AutoModelForCausalLM.from_pretrained(project.root / "models" / folder)
+        model = AutoModelForCausalLM.from_pretrained(project.root / "models" / folder)
+        tokenizer, config, settings = (
+            load_tokenizer(project.root / "models" / folder),
+            model.config,
+            model.generation_config,
+        )
+        assert tokenizer.eos_token == {"gemma3": "<end_of_turn>", "qwen2_moe": "<|im_end|>"}[name]
+        assert (config.eos_token_id, eos_ids(settings)[0]) == (tokenizer.eos_token_id, tokenizer.eos_token_id)
+        assert config.pad_token_id == settings.pad_token_id == tokenizer.pad_token_id
     for folder in ("reward", "critic"):
         AutoModelForSequenceClassification.from_pretrained(project.root / "models" / folder)
 

@@ -1,15 +1,23 @@
 """Stage base: what the tokenizer and the base model learn from."""
 
 from collections.abc import Callable
+from datetime import datetime, tzinfo
+from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import chat_template_utils
 
 from rlhf_core.data.chat import prompt_id
+from rlhf_core.data.tokenizer import encode_prompt, load_tokenizer
+from rlhf_core.errors import UserError
 from tasks.base import DEMONSTRATIONS, PAIRS, execute
 from tasks.params.base import BaseParams
 from tasks.schemas.datasets import SCHEMAS
 from tasks.stage.stage import Stage
+from tests.architectures.zoo import download
 
 SCRATCH = {"vocabulary": 300, "context": 32, "layers": 1, "hidden": 8, "intermediate": 8, "heads": 1}
 PARAMS = BaseParams.model_validate(
@@ -48,3 +56,100 @@ def test_pairs_of_the_data_are_learned_and_labels_that_were_added_are_not(base: 
     of_data = base(**pair, annotator=None, from_labels=False)
     assert of_data["tokenizer.json"] != without["tokenizer.json"]
     assert of_data["model.safetensors"] != without["model.safetensors"]
+
+
+Pretrained = Callable[[], Path]
+
+
+@pytest.fixture
+def pretrained(make_stage: Callable[..., Stage[Any]], tmp_path: Path) -> Pretrained:
+    """pretrained() -> models/base, made from data/raw/model: a Gemma 3 as the hub would give it."""
+    download("gemma3", tmp_path / "data" / "raw" / "model")
+
+    def make() -> Path:
+        params = BaseParams.model_validate({"source": "pretrained", "pretrained": {"model": "model"}})
+        rows: dict[str, list[Any]] = {path: [] for path in SCHEMAS if path.startswith("data/ingest/")}
+        stage = make_stage("base", params, ["models/base", "metrics/base.json"], rows)
+        execute(stage)
+        return stage.out("models/base")
+
+    return make
+
+
+def rename(folder: Path, change: Callable[[str], str | None]) -> None:
+    """Give the weights of a folder other names; None: leave the weight out."""
+    weights = {new: tensor for name, tensor in load_file(folder / "model.safetensors").items() if (new := change(name))}
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def test_a_wrapped_checkpoint_is_repaired_and_the_log_says_so(
+    pretrained: Pretrained, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    raw = tmp_path / "data/raw/model"
+    expected = load_file(raw / "model.safetensors")
+    rename(raw, lambda name: f"module._orig_mod.{name}")
+    found = load_file(pretrained() / "model.safetensors")
+    assert found.keys() == expected.keys()
+    assert all(found[name].equal(expected[name]) for name in expected)
+    said = capsys.readouterr().out
+    assert "weights renamed: module._orig_mod.model.embed_tokens.weight is model.embed_tokens.weight, and" in said
+
+
+def test_a_checkpoint_that_lacks_weights_is_refused(pretrained: Pretrained, tmp_path: Path) -> None:
+    rename(tmp_path / "data/raw/model", lambda name: None if "layers.1.mlp" in name else name)
+    with pytest.raises(
+        UserError, match=r"missing \(model\.layers\.1\.mlp\.down_proj\.weight, .* transformers would draw"
+    ):
+        pretrained()
+
+
+def test_rule_26_the_models_own_end_of_turn_is_the_end_in_all_three_files(
+    pretrained: Pretrained, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = pretrained()
+    assert "answers end with <end_of_turn>, as the chat template closes them; the tokenizer's eos was <eos>" in (
+        capsys.readouterr().out
+    )
+    tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder)
+    end, before = tokenizer.convert_tokens_to_ids(["<end_of_turn>", "<eos>"])
+    settings = model.generation_config
+    assert (tokenizer.eos_token_id, model.config.eos_token_id, settings.eos_token_id) == (end, end, [end, before])
+    assert {tokenizer.pad_token_id, model.config.pad_token_id, settings.pad_token_id} == {tokenizer.pad_token_id}
+
+
+def test_a_template_with_todays_date_gives_the_same_bytes_and_ids_on_every_day(
+    pretrained: Pretrained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    template = tmp_path / "data/raw/model/chat_template.jinja"
+    template.write_text("{{ 'Today is ' + strftime_now('%d %b %Y') + '.' }}" + template.read_text())
+    saved, ids = [], []
+    for year in (2027, 2031):
+        monkeypatch.setattr(chat_template_utils, "datetime", _clock(year))
+        folder = pretrained()
+        saved.append({path.name: path.read_bytes() for path in folder.iterdir()})
+        ids.append(encode_prompt(load_tokenizer(folder), PROMPT))
+    assert saved[0] == saved[1]
+    assert ids[0] == ids[1]
+    assert "the chat template writes 26 Jul 2024 in place of today's date" in capsys.readouterr().out
+
+
+def _clock(year: int) -> type[datetime]:
+    class Clock(datetime):
+        @classmethod
+        def now(cls, tz: tzinfo | None = None) -> "Clock":
+            return cls(year, 1, 2, tzinfo=tz)
+
+    return Clock
+
+
+def test_the_parts_of_a_pretrained_model_that_are_not_read_are_in_the_log(
+    pretrained: Pretrained, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    raw = tmp_path / "data/raw/model/model.safetensors"
+    weights = load_file(raw)
+    save_file(weights | {"v_head.summary.weight": weights["model.norm.weight"].clone()}, raw, metadata={"format": "pt"})
+    pretrained()
+    assert "not read, because the model has no place for them: v_head.summary.weight" in capsys.readouterr().out
+    save_file(weights | {"score.weight": weights["model.norm.weight"][None].clone()}, raw, metadata={"format": "pt"})
+    with pytest.raises(UserError, match=r"head for scores \(score\.weight\): it is a reward model"):
+        pretrained()

@@ -137,6 +137,14 @@ def test_conversations_completions_and_answers_that_were_cut_off(project: Path, 
     assert found == pytest.approx([whole, whole, whole, cut])
 
 
+def test_white_space_around_an_answer_changes_no_score(project: Path, score: Score) -> None:
+    """`evaluate` reads the answers that a model has sampled without it."""
+    write(project / "spaced.jsonl", [{"prompt": "hello", "response": text} for text in ("an egg", " an egg\n")])
+    assert score("spaced.jsonl").exit_code == 0
+    first, second = (row["score"] for row in read(project / "spaced.scored.jsonl"))
+    assert first == second
+
+
 def test_a_parquet_file_keeps_its_types(project: Path, score: Score) -> None:
     texts = {name: [row[name] for row in ROWS] for name in ("prompt", "response", "answer")}
     table = pyarrow.table(

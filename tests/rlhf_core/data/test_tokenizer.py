@@ -1,17 +1,21 @@
 """`tokenizer.py`: any text survives, pad is not eos, and a prompt becomes ids in one way."""
 
+import re
 from collections.abc import Callable
+from datetime import datetime, tzinfo
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, models, pre_tokenizers, processors
-from transformers import PreTrainedTokenizerFast
+from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers, processors, trainers
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers.utils import chat_template_utils
 
 from rlhf_core.data.chat import Conversation
 from rlhf_core.data.tokenizer import (
     CHAT_TEMPLATE,
+    answer_text,
     complete,
     continues_text,
     decode_response,
@@ -19,10 +23,12 @@ from rlhf_core.data.tokenizer import (
     encode_response,
     load_tokenizer,
     require_usable,
+    settle,
     stop_ids,
     train_bpe,
 )
 from rlhf_core.errors import UserError
+from tests.architectures import kinds
 
 TEXTS = ["Eat oats with yogurt.", "Boiled eggs release sugar slowly.", "What shall I eat for breakfast?"]
 PROMPT: Conversation = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "What shall I eat?"}]
@@ -97,27 +103,27 @@ def test_special_tokens_are_not_shown() -> None:
 
 def test_stop_ids_are_eos_and_the_tokens_with_the_texts() -> None:
     full_stop, role = TRAINED.convert_tokens_to_ids("."), TRAINED.convert_tokens_to_ids("<|user|>")
-    assert stop_ids(TRAINED, []) == {TRAINED.eos_token_id}
-    assert stop_ids(TRAINED, [".", "<|user|>", "."]) == {TRAINED.eos_token_id, full_stop, role}
+    assert stop_ids(TRAINED, None, []) == {TRAINED.eos_token_id}
+    assert stop_ids(TRAINED, None, [".", "<|user|>", "."]) == {TRAINED.eos_token_id, full_stop, role}
 
 
 @pytest.mark.parametrize(("text", "count"), [("", "0 tokens"), ("x.", "2 tokens"), ("<|u", "3 tokens")])
 def test_a_stop_token_must_be_exactly_one_token(text: str, count: str) -> None:
     with pytest.raises(UserError, match=f"{count} of the tokenizer"):
-        stop_ids(TRAINED, [text])
+        stop_ids(TRAINED, None, [text])
 
 
 def test_a_text_that_the_tokenizer_does_not_know_is_no_stop_token(
     plain: Callable[..., PreTrainedTokenizerFast],
 ) -> None:
     with pytest.raises(UserError, match="'zebra' is no token"):
-        stop_ids(plain(eos_token="<eos>", unk_token="<unk>"), ["zebra"])
+        stop_ids(plain(eos_token="<eos>", unk_token="<unk>"), None, ["zebra"])
 
 
 def test_the_stop_token_that_closes_a_response_is_not_shown() -> None:
     """One inside is: it has ended nothing."""
     ids = encode_response(TRAINED, "Eat. Rest.", ended=False)
-    stops = stop_ids(TRAINED, ["."])
+    stops = stop_ids(TRAINED, None, ["."])
     assert decode_response(TRAINED, ids, stops) == "Eat. Rest"
     assert decode_response(TRAINED, ids) == "Eat. Rest."
     assert decode_response(TRAINED, [], stops) == ""
@@ -226,3 +232,180 @@ def test_an_added_chat_template_begins_as_the_tokenizer_begins_texts(
     assert ids.count(first) == 1
     unused, _ = complete(plain(eos_token="<eos>", bos_token="<bos>"), "<pad>")
     assert unused.bos_token_id not in encode_prompt(unused, PROMPT)
+
+
+# what `settle` changes: today's date, and the end of a turn
+
+USER = "{% for m in messages %}{{ '<|user|>' + m['content'] + '<|end|>' }}{% endfor %}"
+DATED = {
+    "llama 3": "{% set date_string = strftime_now('%d %b %Y') if strftime_now is defined else '26 Jul 2024' %}"
+    "{{ 'Today Date: ' + date_string }}" + USER,
+    "mistral": '{%- set today = strftime_now("%Y-%m-%d") %}'
+    "{% if messages[0]['role'] != 'system' %}{{ 'The current date is ' + today }}{% endif %}" + USER,
+    "granite": "{% if messages[0]['role'] == 'system' %}{{ 'Date: ' + strftime_now( '%B %d, %Y' ) }}{% endif %}" + USER,
+}
+
+
+def set_clock(monkeypatch: pytest.MonkeyPatch, *moment: int) -> None:
+    class Clock(datetime):
+        @classmethod
+        def now(cls, tz: tzinfo | None = None) -> "Clock":
+            return cls(*moment, tzinfo=tz)  # type: ignore[misc]
+
+    monkeypatch.setattr(chat_template_utils, "datetime", Clock)
+
+
+@pytest.mark.parametrize("name", DATED)
+def test_a_chat_template_writes_a_fixed_date_in_place_of_today(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = train()
+    tokenizer.chat_template = DATED[name]
+    tokenizer, repairs = complete(tokenizer, "<|pad|>")
+    assert repairs == ["the chat template writes 26 Jul 2024 in place of today's date"]
+    tokenizer.save_pretrained(tmp_path)
+    days = []
+    for month in (3, 11):
+        set_clock(monkeypatch, 2031, month, 5)
+        loaded = load_tokenizer(tmp_path)
+        assert loaded.chat_template == tokenizer.chat_template
+        days.append([encode_prompt(loaded, prompt) for prompt in (PROMPT, OPENING)])
+    assert days[0] == days[1]
+    assert re.search("26 Jul 2024|2024-07-26|July 26, 2024", tokenizer.decode([*days[0][0], *days[0][1]]))
+
+
+def test_a_tokenizer_that_no_stage_has_made_writes_the_same_date(tmp_path: Path) -> None:
+    """Of a judge model or an extra model."""
+    tokenizer = train()
+    tokenizer.chat_template = DATED["llama 3"]
+    tokenizer.save_pretrained(tmp_path)
+    assert "26 Jul 2024" in load_tokenizer(tmp_path).decode(encode_prompt(load_tokenizer(tmp_path), OPENING))
+
+
+def test_a_date_that_cannot_be_fixed_is_refused() -> None:
+    tokenizer = train()
+    tokenizer.chat_template = "{% set form = '%d %b' %}{{ strftime_now(form) }}" + USER
+    with pytest.raises(UserError, match=r"writes today's date, .* write a fixed date"):
+        complete(tokenizer, "<|pad|>")
+
+
+def closed_by(tokenizer: PreTrainedTokenizerBase, text: str) -> bool:
+    return encode_response(tokenizer, "Eat.")[-1] == tokenizer.convert_tokens_to_ids(text)
+
+
+@pytest.mark.parametrize(
+    ("kind", "end", "before"),
+    [
+        ("gemma", "<end_of_turn>", "<eos>"),
+        ("phi3", "<|end|>", "<|endoftext|>"),
+        ("qwen_base", "<|im_end|>", "<|endoftext|>"),
+    ],
+)
+def test_rule_26_answers_close_as_the_chat_template_closes_them(
+    kind: str, end: str, before: str, tmp_path: Path
+) -> None:
+    """The template's own use of the old eos, and all ids of a prompt, stay as they were."""
+    makers = {**kinds.KINDS, "qwen_base": lambda: kinds._qwen("{{ '' if messages else eos_token }}" + kinds.QWEN2)}
+    tokenizer, size = makers[kind](), len(makers[kind]())
+    turns: Conversation = [*OPENING, {"role": "assistant", "content": "Eat."}, *OPENING]
+    prompt = encode_prompt(tokenizer, turns)
+    rendered, added = tokenizer.apply_chat_template(turns, tokenize=False), dict(tokenizer.added_tokens_decoder)
+    tokenizer, repairs = complete(tokenizer, "<|pad|>")
+    assert f"answers end with {end}, as the chat template closes them; the tokenizer's eos was {before}" in repairs
+    assert len(tokenizer) == size
+    tokenizer.save_pretrained(tmp_path)
+    loaded = load_tokenizer(tmp_path)
+    for found in (tokenizer, loaded):
+        assert closed_by(found, end)
+        assert encode_prompt(found, turns) == prompt
+        assert found.apply_chat_template(turns, tokenize=False) == rendered
+        assert found.added_tokens_decoder == added
+    assert settle(loaded) == []
+
+
+def test_an_end_of_turn_that_is_not_declared_special_is_no_text_of_an_answer() -> None:
+    vocabulary = {text: i for i, text in enumerate(["Eat", "<|user|>", "<eos>", "<pad>"])}
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(models.WordLevel(vocabulary, unk_token="Eat")), eos_token="<eos>", pad_token="<pad>"
+    )
+    tokenizer.add_tokens([AddedToken("<|end|>", special=False, normalized=False)])
+    tokenizer.chat_template = USER
+    settle(tokenizer)
+    assert decode_response(tokenizer, encode_response(tokenizer, "Eat")) == "Eat"
+
+
+@pytest.mark.parametrize("kind", ["llama2", "falcon", "olmo2", "qwen3"])
+def test_a_template_that_closes_with_eos_or_with_nothing_changes_no_end(kind: str) -> None:
+    tokenizer = kinds.KINDS[kind]()
+    eos = tokenizer.eos_token
+    complete(tokenizer, "<|pad|>")
+    assert tokenizer.eos_token == eos
+
+
+def test_the_end_of_a_turn_is_enough_where_the_tokenizer_names_no_eos() -> None:
+    tokenizer = train()
+    tokenizer.eos_token = None
+    tokenizer.chat_template = USER
+    assert complete(tokenizer, "<|pad|>")[0].eos_token == "<|end|>"
+
+
+# the pad token
+
+
+def smol(template: str | None, **special: str) -> PreTrainedTokenizerFast:
+    """As SmolLM2's: the first tokens are control tokens, and none of them is for padding."""
+    words = Tokenizer(models.BPE(unk_token="<|endoftext|>"))
+    words.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    control = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<repo_name>"]
+    words.train_from_iterator(
+        TEXTS,
+        trainers.BpeTrainer(
+            special_tokens=control, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+        ),
+    )
+    return PreTrainedTokenizerFast(tokenizer_object=words, chat_template=template, **special)
+
+
+@pytest.mark.parametrize(
+    ("template", "special", "plain", "expected"),
+    [
+        (kinds.QWEN2, {"eos_token": "<|im_end|>", "pad_token": "<|im_end|>", "bos_token": "<|im_start|>"}, False, 0),
+        (kinds.QWEN2, {"eos_token": "<|endoftext|>"}, False, 0),
+        (None, {"eos_token": "<|endoftext|>", "bos_token": "<|endoftext|>"}, False, 3),
+        (None, {"eos_token": "<|endoftext|>", "bos_token": "<|endoftext|>"}, True, 1),
+    ],
+    ids=["instruct", "base with a template", "base", "texts"],
+)
+def test_a_control_token_without_a_use_becomes_the_pad_token(
+    template: str | None, special: dict[str, str], plain: bool, expected: int
+) -> None:
+    """A vocabulary of 49,152 stays one: 49,153 rows are slow on every machine."""
+    tokenizer = smol(template, **special)
+    size = len(tokenizer)
+    tokenizer, repairs = complete(tokenizer, "<|pad|>", plain)
+    assert (len(tokenizer), tokenizer.pad_token_id) == (size, expected)
+    assert f"pad token set to {tokenizer.pad_token}, which has no use" in repairs
+    assert tokenizer.eos_token == ("<|endoftext|>" if plain else "<|im_end|>")
+
+
+def test_names_for_padding_come_first_and_an_unknown_token_that_texts_make_never() -> None:
+    llama = kinds.llama3()
+    llama.add_special_tokens({"additional_special_tokens": ["<|finetune_right_pad_id|>"]})
+    assert complete(llama, "<|pad|>")[0].pad_token == "<|finetune_right_pad_id|>"
+    assert complete(kinds.llama3(), "<|pad|>")[0].pad_token == "<|reserved_special_token_0|>"
+    assert complete(kinds.llama2(), "<|pad|>")[0].pad_token == "<unk>"
+    words = Tokenizer(models.WordLevel({"a": 0, "<eos>": 1, "<unk>": 2}, unk_token="<unk>"))
+    unknown = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<eos>", unk_token="<unk>")
+    assert complete(unknown, "<|pad|>")[0].pad_token == "<|pad|>"
+
+
+# one form of an answer
+
+
+def test_an_answer_has_one_form_on_the_way_in_and_out() -> None:
+    assert encode_response(TRAINED, " Eat.\n") == encode_response(TRAINED, "Eat.")
+    texts = train_bpe(TEXTS, 300, "<|pad|>", "<|end|>", 32, plain=True)
+    assert encode_response(texts, " Eat.\n") == encode_response(texts, " Eat.") != encode_response(texts, "Eat.")
+    for tokenizer, continues in ((TRAINED, False), (texts, True)):
+        decoded = decode_response(tokenizer, encode_response(tokenizer, " Eat.\n"))
+        assert decoded == answer_text(" Eat.\n", continues)

@@ -11,12 +11,13 @@ from hypothesis import strategies as st
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_core.config.base import ScratchConfig
-from rlhf_core.data.tokenizer import decode_response, encode_prompt, train_bpe
+from rlhf_core.data.tokenizer import decode_response, encode_prompt, stop_ids, train_bpe
 from rlhf_core.errors import UserError
 from rlhf_core.inspect import dialogue
-from rlhf_core.inspect.dialogue import ChatModel, Start, end_tokens, load_chat_model, pieces
+from rlhf_core.inspect.dialogue import ChatModel, Start, load_chat_model, pieces
 from rlhf_core.models.hf import build_llama, save_checkpoint, scalar_model_from
 from rlhf_core.models.sampling import sample
+from tests.architectures.zoo import download
 
 BYTES = train_bpe(["good morning, naïve café 早餐 🍳"], 300, "<|pad|>", "<|end|>", 128)
 """Every byte is a token: characters beyond ASCII come in several."""
@@ -138,7 +139,16 @@ def test_stop_tokens_of_the_folder_end_answers(folder: Path) -> None:
     found = load_chat_model(folder, "policy")
     for named, expected in ((7, {1, 7}), ([7, 8], {1, 7, 8}), (None, {1})):
         found.model.generation_config.eos_token_id = named
-        assert end_tokens(found.model, found.tokenizer) == expected
+        assert stop_ids(found.tokenizer, found.model) == expected
+
+
+def test_rule_26_a_folder_that_no_stage_has_made_ends_answers_as_its_template_does(tmp_path: Path) -> None:
+    """It speaks as in rollouts: its own end of turn, and every eos of its generation_config."""
+    download("gemma3", tmp_path / "raw")
+    found = load_chat_model(tmp_path / "raw", "raw")
+    ends = found.tokenizer.convert_tokens_to_ids(["<end_of_turn>", "<eos>"])
+    assert found.stop_ids == set(ends)
+    assert found.tokenizer.eos_token == "<end_of_turn>"
 
 
 def test_folders_without_a_language_model_are_refused(folder: Path, tmp_path: Path) -> None:

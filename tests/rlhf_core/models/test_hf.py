@@ -1,6 +1,9 @@
 """`models.py`: equal seeds give equal weights, dropout is off, and a saved folder is equal bytes that load anywhere."""
 
 import copy
+import json
+import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -8,6 +11,7 @@ from typing import cast
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
@@ -16,13 +20,17 @@ from transformers import (
     BertForSequenceClassification,
     Gemma3Config,
     GraniteConfig,
+    MixtralConfig,
     OPTConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
 
 from rlhf_core.config.base import ScratchConfig
+from rlhf_core.config.precision import Frozen
+from rlhf_core.data.tokenizer import stop_ids
 from rlhf_core.errors import UserError
+from rlhf_core.inspect.dialogue import load_chat_model
 from rlhf_core.models.batch import pad_batch, predict, sequence_scores, state_values
 from rlhf_core.models.hf import (
     build_llama,
@@ -238,3 +246,174 @@ def test_a_vocabulary_grows_with_the_tokenizer_and_never_shrinks(
         assert model.get_input_embeddings().num_embeddings == embeddings
         assert model.get_output_embeddings().weight.shape[0] == embeddings
     assert model.config.pad_token_id == tokenizer.pad_token_id
+
+
+# weights that are missing, have another name, or are too many
+
+
+Rename = Callable[[str], str | None]
+FOLDERS: dict[str, Rename] = {
+    "compiled": lambda name: f"_orig_mod.{name}",
+    "parallel": lambda name: f"module.{name}",
+    "both": lambda name: f"module._orig_mod.{name}",
+    "compiled layers": lambda name: re.sub(r"(layers\.\d\.)", r"\1_orig_mod.", name),
+}
+"""Names of weights in a checkpoint of a wrapped model, by their own."""
+
+
+def rewritten(source: Path, target: Path, rename: Rename, **config: object) -> Path:
+    """A copy of a model folder with other names of weights (None: left out) and other settings."""
+    shutil.copytree(source, target)
+    weights = {new: tensor for name, tensor in load_file(source / "model.safetensors").items() if (new := rename(name))}
+    save_file(weights, target / "model.safetensors", metadata={"format": "pt"})
+    content = json.loads((target / "config.json").read_text()) | config
+    (target / "config.json").write_text(json.dumps(content))
+    return target
+
+
+@pytest.fixture
+def whole(tmp_path: Path, build_lm: Build, tokenizer: PreTrainedTokenizerBase) -> Path:
+    """A language model whose output layer has weights of its own."""
+    save_checkpoint(tmp_path / "whole", build_lm("qwen2"), tokenizer)
+    return tmp_path / "whole"
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_names_of_a_wrapped_model_are_repaired_and_said(name: str, whole: Path, tmp_path: Path) -> None:
+    lines: list[str] = []
+    model = load_causal_lm(rewritten(whole, tmp_path / "wrapped", FOLDERS[name]), log=lines.append)
+    expected = load_causal_lm(whole)
+    assert weights_equal(model, expected)
+    assert re.fullmatch(r".*/wrapped: weights renamed: (module\.|.*_orig_mod\.)\S+ is \S+, and \d+ more", lines[0])
+    save_checkpoint(tmp_path / "saved", model, AutoTokenizer.from_pretrained(whole))
+    assert load_file(tmp_path / "saved" / "model.safetensors").keys() == expected.state_dict().keys()
+    read: list[str] = []
+    load_causal_lm(tmp_path / "saved", log=read.append)
+    assert not read
+
+
+LACKING: dict[str, tuple[Rename, str]] = {
+    "one MLP": (lambda name: None if "layers.1.mlp" in name else name, r"mlp\.down_proj\.weight, .* up_proj|mlp"),
+    "output layer": (lambda name: None if name == "lm_head.weight" else name, r"missing \(lm_head\.weight\)"),
+    "another wrapper": (lambda name: f"wrapped.{name}", r"missing .* and \d+ more\), and others .*\(wrapped\.lm_head"),
+    "a wrapper and the names": (
+        lambda name: {"model.norm.weight": "module.model.layers.0.mlp.up_proj.weight"}.get(name, name),
+        r"missing \(model\.norm\.weight\), and others .*\(module\.model\.layers\.0\.mlp\.up_proj\.weight\)",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LACKING)
+def test_missing_weights_are_an_error_that_names_them(name: str, whole: Path, tmp_path: Path) -> None:
+    """transformers draws them at random, with a warning that no stage shows."""
+    rename, words = LACKING[name]
+    folder = rewritten(whole, tmp_path / "lacking", rename)
+    for load in (load_causal_lm, lambda path: load_chat_model(path, "policy")):
+        with pytest.raises(UserError, match=words) as refused:
+            load(folder)
+        assert "\n" not in str(refused.value)
+        assert "save_pretrained" in str(refused.value)
+
+
+def test_a_body_is_enough_only_where_the_output_layer_is_tied(tmp_path: Path, build_lm: Build) -> None:
+    for kind in ("llama", "qwen2"):
+        model = build_lm(kind)
+        model.save_pretrained(tmp_path / kind)
+        rewritten(tmp_path / kind, tmp_path / f"{kind}-body", lambda name: name.removeprefix("model."))
+        model.base_model.save_pretrained(tmp_path / f"{kind}-alone")
+    tied = load_causal_lm(tmp_path / "llama")
+    assert weights_equal(load_causal_lm(tmp_path / "llama-body"), tied)
+    assert weights_equal(load_causal_lm(tmp_path / "llama-alone"), tied)
+    with pytest.raises(UserError, match=r"missing \(lm_head\.weight\)"):
+        load_causal_lm(tmp_path / "qwen2-alone")
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2"])
+@pytest.mark.parametrize("head", ["score", "value_head"])
+def test_a_reward_model_is_no_language_model(kind: str, head: str, tmp_path: Path, build_scalar: Build) -> None:
+    build_scalar(kind).save_pretrained(tmp_path / "reward")
+    folder = rewritten(tmp_path / "reward", tmp_path / "named", lambda name: name.replace("score.", f"{head}."))
+    with pytest.raises(UserError, match=f"{head}.weight"):
+        load_causal_lm(folder)
+
+
+def test_tensors_that_are_not_read_are_said(whole: Path, tmp_path: Path) -> None:
+    """A policy of TRL keeps its value head."""
+    folder, lines = rewritten(whole, tmp_path / "trl", lambda name: name), list[str]()
+    weights = load_file(folder / "model.safetensors") | {"v_head.summary.weight": torch.ones(1, 32)}
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    assert weights_equal(load_causal_lm(folder, log=lines.append), load_causal_lm(whole))
+    assert lines == [f"{folder}: not read, because the model has no place for them: v_head.summary.weight"]
+
+
+@pytest.mark.parametrize("head", ["value_head", "v_head", "v_head.summary"])
+@pytest.mark.parametrize("frozen", ["float32", "bfloat16"])
+def test_a_scalar_head_of_openrlhf_or_trl_is_read(
+    head: str, frozen: Frozen, tmp_path: Path, build_scalar: Build
+) -> None:
+    """With the bias that TRL's has; in bfloat16 the head keeps its own numbers."""
+    scalar, lines = build_scalar("llama"), list[str]()
+    scalar.save_pretrained(tmp_path / "reward")
+    folder = rewritten(tmp_path / "reward", tmp_path / "named", lambda name: name.replace("score.", f"{head}."))
+    weights = load_file(folder / "model.safetensors") | {f"{head}.bias": torch.tensor([0.25])}
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    model = load_scalar_model(folder, frozen=frozen, log=lines.append)
+    assert torch.equal(scalar_head(model).weight, scalar_head(scalar).weight)
+    assert scalar_head(model).bias.item() == 0.25
+    assert lines == [f"{folder}: weights renamed: {head}.bias is score.bias, and 1 more"]
+
+
+def test_a_scalar_model_lacks_nothing_and_a_fresh_one_its_head_alone(whole: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"missing \(score\.weight\), and others .*\(lm_head\.weight\)"):
+        load_scalar_model(rewritten(whole, tmp_path / "headless", lambda name: name, num_labels=1, id2label={"0": "a"}))
+    scalar_model_from(whole, 1)
+    with pytest.raises(UserError, match=r"missing \(model\.norm\.weight\)"):
+        scalar_model_from(rewritten(whole, tmp_path / "a", lambda n: None if n == "model.norm.weight" else n), 1)
+
+
+def test_weights_of_another_shape_are_named(whole: Path, tmp_path: Path) -> None:
+    folder = rewritten(whole, tmp_path / "narrow", lambda name: name, intermediate_size=40)
+    with pytest.raises(UserError, match=r"down_proj\.weight has the shape \(32, 48\), and by config\.json \(32, 40\)"):
+        load_causal_lm(folder)
+
+
+def test_a_missing_expert_is_refused(tmp_path: Path) -> None:
+    config = MixtralConfig(**SIZE, num_key_value_heads=4, num_local_experts=2)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "experts")
+    for pattern in (r"experts\.1\.w1", r"experts\.1\."):
+        folder = tmp_path / str(len(pattern))
+        rewritten(tmp_path / "experts", folder, lambda name, part=pattern: None if re.search(part, name) else name)
+        with pytest.raises(UserError, match="experts"):
+            load_causal_lm(folder)
+
+
+# one end of answers
+
+
+def test_rule_26_config_generation_config_and_tokenizer_name_one_end(
+    tmp_path: Path, build_lm: Build, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    """The tokenizer's eos, and those control tokens that ended the model's answers before; the pad token everywhere.
+    Text is no end: the configuration class of Llama names token 2."""
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.eos_token = "<|user|>"
+    model = build_lm()
+    model.config.eos_token_id, model.generation_config.eos_token_id = [1, 40], 4
+    model.generation_config.pad_token_id = 1
+    fit_vocabulary(model, tokenizer)
+    save_checkpoint(tmp_path, load_saved(model, tmp_path / "first", tokenizer), tokenizer)
+    config, generation = (
+        json.loads((tmp_path / name).read_text()) for name in ("config.json", "generation_config.json")
+    )
+    assert (config["eos_token_id"], config["pad_token_id"]) == (3, 0)
+    assert (generation["eos_token_id"], generation["pad_token_id"]) == ([3, 1, 4], 0)
+    assert AutoTokenizer.from_pretrained(tmp_path).eos_token_id == 3
+    scalar = scalar_model_from(tmp_path, 1)
+    assert (scalar.config.eos_token_id, scalar.config.pad_token_id) == (3, 0)
+    assert stop_ids(tokenizer, load_causal_lm(tmp_path)) == {1, 3, 4}
+
+
+def load_saved(model: PreTrainedModel, folder: Path, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
+    """The model as a later stage loads it."""
+    save_checkpoint(folder, model, tokenizer)
+    return load_causal_lm(folder)

@@ -220,9 +220,9 @@ def test_no_prompts_give_no_responses(engine: Callable[[Rules], Engine], build_l
 def test_the_settings_choose_the_engine(
     ppo_values: Callable[..., dict[str, Any]], tokenizer: PreTrainedTokenizerBase
 ) -> None:
-    default = engine_of(PPOConfig(**ppo_values()), tokenizer)
+    default = engine_of(PPOConfig(**ppo_values()), tokenizer, frozenset({END}))
     assert default == LeashEngine(Rules(7, 1.0, frozenset({END}), PAD, rows=8))
-    other = engine_of(PPOConfig(**ppo_values(engine="transformers", sampler_rows=3)), tokenizer)
+    other = engine_of(PPOConfig(**ppo_values(engine="transformers", sampler_rows=3)), tokenizer, frozenset({END}))
     assert other == TransformersEngine(Rules(7, 1.0, frozenset({END}), PAD, rows=3))
 
 
@@ -232,9 +232,9 @@ def test_continuous_batching_is_refused_without_a_gpu(
     config = PPOConfig(**ppo_values(engine="transformers_continuous"))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(UserError, match="needs a CUDA device"):
-        engine_of(config, tokenizer)
+        engine_of(config, tokenizer, frozenset({END}))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert isinstance(engine_of(config, tokenizer), ContinuousEngine)
+    assert isinstance(engine_of(config, tokenizer, frozenset({END})), ContinuousEngine)
 
 
 def test_sampler_rows_changes_no_response(make_trainer: MakeTrainer) -> None:

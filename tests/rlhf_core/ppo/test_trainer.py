@@ -186,7 +186,7 @@ def test_failure_03_the_penalty_uses_the_tokenizers_own_stop_token(make_trainer:
     trainer = make_trainer(batch_size=32, scorer=fixed(0.0))
     trainer.tokenizer = copy.deepcopy(trainer.tokenizer)
     trainer.tokenizer.eos_token = trainer.tokenizer.convert_ids_to_tokens(12)
-    trainer.engine = engine_of(trainer.config, trainer.tokenizer)
+    trainer.engine = engine_of(trainer.config, trainer.tokenizer, frozenset({12}))
     rollout = trainer.rollout()
     closed = [response[-1] == 12 for response in rollout.response_ids]
     assert any(closed)

@@ -219,18 +219,18 @@ def test_without_vllm_or_without_a_gpu_the_settings_are_refused_in_one_line(
 ) -> None:
     config = PPOConfig(**ppo_values(engine="vllm", vllm={"gpu_memory": 0.3, "max_length": 99}))
     with pytest.raises(UserError, match=r"ppo\.engine: vllm needs a CUDA device"):
-        engine_of(config, tokenizer)
+        engine_of(config, tokenizer, RULES.stop_ids)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setenv(PROGRAM, "/nowhere/vllm")
     with pytest.raises(UserError, match=r"LEASH_VLLM=/nowhere/vllm is not a program; install it .* 'vllm>="):
-        engine_of(config, tokenizer)
+        engine_of(config, tokenizer, RULES.stop_ids)
     monkeypatch.delenv(PROGRAM)
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(UserError, match="the program vllm is not installed") as refused:
-        engine_of(config, tokenizer)
+        engine_of(config, tokenizer, RULES.stop_ids)
     assert "\n" not in str(refused.value)
     monkeypatch.setenv(PROGRAM, sys.executable)
-    engine = engine_of(config, tokenizer, "bfloat16")
+    engine = engine_of(config, tokenizer, RULES.stop_ids, "bfloat16")
     assert isinstance(engine, VLLMEngine)
     assert engine.dtype == torch.bfloat16
     arguments = " ".join(engine._arguments())
