@@ -65,8 +65,8 @@ def contradictions(pairs: Iterable[Example]) -> list[str]:
             found[a.annotator == b.annotator].append(f"{place_of(a)} and {place_of(b)}")
     words = {True: "contradictions", False: "disagreements of annotators"}
     return [
-        f"{words[kind]}: {len(places):,} pairs are chosen both ways ({'; '.join(places[:2])}"
-        f"{'; …' if len(places) > 2 else ''})"
+        f"{words[kind]}: {len(places):,} {'pair is' if len(places) == 1 else 'pairs are'} chosen both ways "
+        f"({'; '.join(places[:2])}{'; …' if len(places) > 2 else ''})"
         for kind, places in found.items()
         if places
     ]

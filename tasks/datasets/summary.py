@@ -3,18 +3,16 @@ contradictions, the bias for long answers, and agreement. Equal examples give eq
 
 import re
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
-from functools import cache
-from itertools import chain
-from math import sqrt
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from heapq import nsmallest
 from typing import TYPE_CHECKING
 from unicodedata import normalize
 
 import numpy as np
-from jaxtyping import UInt64
-from numpy import ndarray
+from scipy.stats import binomtest
 
-from rlhf_core.data.chat import Conversation
+from rlhf_core.errors import UserError
 from rlhf_core.evaluation.krippendorff import alpha_interval
 from tasks.datasets.labels import contradictions, label_figures, place_of, units_of
 from tasks.datasets.sources.example import Example
@@ -26,25 +24,24 @@ ENCODED = 2_000
 """Rows whose tokens are counted, at equal distances in the data."""
 SHOWN = 300
 """Characters of a text that are printed."""
-WORD = re.compile(r"[぀-ヿ㐀-鿿]|[^\W_぀-ヿ㐀-鿿]+")
+COMPARED = 50_000
+"""Prompts that are compared with each other, at equal distances in the data; they take some seconds."""
+WORD = re.compile(r"[\u3040-\u30ff\u3400-\u9fff]|[^\W_\u3040-\u30ff\u3400-\u9fff]+")
 """A word; in Chinese and Japanese a character."""
-COMPARED = 100
-"""Characters at the beginning and at the end of a prompt that are compared with other prompts."""
-MOST_COMPARED = 100_000
-"""Prompts that are compared, at equal distances in the data; they take about two seconds."""
-BANDS, HASHES = 4, 4
-"""Prompts are near-duplicates where all hashes of one band are equal. With three-word sequences that overlap by a
-Jaccard index J this has the probability 1 − (1 − J⁴)⁴: 0.99 at J = 0.9, 0.88 at 0.8, 0.23 at 0.5, 0.03 at 0.3."""
+SKETCH, ALIKE = 16, 0.65
+"""Prompts are near-duplicates where this share (Jaccard) of so many smallest hashes of each is equal (Broder 1997)."""
 FEWEST = 10
 """Pairs by several annotators, below which agreement is not named."""
 LARGE, CLEAR = 0.667, 0.4
 """Krippendorff's alpha from which agreement is called good (his limit for tentative conclusions) and moderate (70% of
 the labels are equal, where both answers are chosen equally often)."""
+MARKERS = "<|{}|>{}", "<|assistant|>", "<|end|>"
+"""How the chat template of a model from scratch writes a turn, opens an answer and closes it."""
 
 
 def summary(examples: Sequence[Example], tokenizer: "PreTrainedTokenizerBase | None" = None) -> list[str]:
     """The lines for clean examples; what the data do not have gets no line. Without a tokenizer, lengths are in
-    characters only, and prompts are printed with the names of the roles.
+    characters only, and rows are printed as a model from scratch reads them.
 
     Raises UserError for a row that the tokenizer cannot encode: file, row and reason.
     """
@@ -90,45 +87,59 @@ def lengths(examples: Sequence[Example], tokenizer: "PreTrainedTokenizerBase | N
 
 def as_read(example: Example, tokenizer: "PreTrainedTokenizerBase | None") -> list[str]:
     """The row as the model reads it: the control tokens of the chat template in the prompt, the end token in the
-    answers. Without a tokenizer the prompt has the names of the roles."""
+    answers. Without a tokenizer, as a model from scratch reads it."""
     if tokenizer is not None:
         prompt_ids, answer_ids = _tokens(example, tokenizer)
         prompt, *answers = (
             str(tokenizer.decode(ids, clean_up_tokenization_spaces=False)) for ids in (prompt_ids, *answer_ids)
         )
-        how = "as the model reads it"
     else:
-        prompt = "\n".join(f"[{turn['role']}] {turn['content']}" for turn in example.prompt)
-        answers, how = example.answers, "before the tokenizer is known: roles in brackets, without the end of an answer"
+        turn, start, end = MARKERS
+        prompt = "".join(turn.format(one["role"], one["content"]) + end for one in example.prompt) + start
+        answers = [text.strip() + end for text in example.answers]
     names = ("chosen", "rejected") if example.kind == "pair" else ("response",)
     texts = {"prompt": prompt, **dict(zip(names, answers, strict=False))}
-    return [f"{place_of(example)}, a {example.kind}, {how}"] + [f"  {name:<8}  {_line(t)}" for name, t in texts.items()]
+    how = "as the model reads it" if tokenizer is not None else "as a model from scratch reads it"
+    return [f"{place_of(example)}, a {example.kind}, {how}:"] + [
+        f"  {name:<8}  {_line(t)}" for name, t in texts.items()
+    ]
 
 
 def near_duplicates(examples: Sequence[Example]) -> list[str]:
     """The share of distinct prompts that are nearly an earlier one, and of held-out prompts that are nearly a training
-    prompt, among `MOST_COMPARED` at most. Compared are the words of both ends of a prompt, without the system's turn:
-    by MinHash over sequences of three words, `BANDS` times `HASHES` hash functions (Broder 1997)."""
+    prompt, among `COMPARED` at most; by the sequences of three words of all turns but the system's."""
     distinct: dict[str, Example] = {}
     for example in sorted(examples, key=lambda example: example.heldout):
         distinct.setdefault(example.prompt_id, example)
-    # Training rows first: the earlier one is a training row where there is one.
-    rows = _spread(list(distinct.values()), MOST_COMPARED)
+    rows = _spread(list(distinct.values()), COMPARED)  # training rows first
+    earlier: dict[int, int] = {}
+    sketches: list[frozenset[int]] = []
+    found: list[tuple[Example, Example]] = []
+    for number, row in enumerate(rows):
+        sketch = _sketch(row)
+        sketches.append(sketch)
+        for other, shared in Counter(earlier[code] for code in sketch if code in earlier).most_common(1):
+            if shared >= ALIKE * len(sketch | sketches[other]):
+                found.append((row, rows[other]))
+        for code in sketch:
+            earlier.setdefault(code, number)
     if len(rows) < 2:
         return []
-    earlier = np.arange(len(rows))
-    for keys in _band_keys(rows):
-        _, first, group = np.unique(keys, return_index=True, return_inverse=True)
-        earlier = np.minimum(earlier, first[group])
-    found = np.flatnonzero(earlier < np.arange(len(rows)))
-    lines = [f"near-duplicate prompts: {len(found) / len(rows):.1%} of {len(rows):,}"]
-    if len(found):
-        named = (f"{place_of(rows[int(place)])} is nearly {place_of(rows[int(earlier[place])])}" for place in found[:3])
-        lines[0] += f" ({'; '.join(named)}{'; …' if len(found) > 3 else ''})"
-    if leaked := [place for place in found if rows[int(place)].heldout and not rows[int(earlier[place])].heldout]:
-        heldout = sum(example.heldout for example in rows)
-        lines.append(f"held-out prompts that are nearly a training prompt: {len(leaked):,} of {heldout:,}")
-    return lines
+    line = f"near-duplicate prompts: {len(found) / len(rows):.1%} of {len(rows):,}"
+    if found:
+        named = "; ".join(f"{place_of(row)} is nearly {place_of(other)}" for row, other in found[:3])
+        line += f" ({named}{'; …' if len(found) > 3 else ''})"
+    leaked = sum(row.heldout and not other.heldout for row, other in found)
+    held = f"held-out prompts that are nearly a training prompt: {leaked:,} of {sum(row.heldout for row in rows):,}"
+    return [line, held] if leaked else [line]
+
+
+def _sketch(example: Example) -> frozenset[int]:
+    """The smallest hashes of the sequences of three words of a prompt."""
+    text = " ".join(turn["content"] for turn in example.prompt if turn["role"] != "system")
+    words = WORD.findall(normalize("NFKC", text).casefold()) or [example.prompt_id]
+    sequences = {" ".join(words[place : place + 3]) for place in range(max(1, len(words) - 2))}
+    return frozenset(nsmallest(SKETCH, (zlib.crc32(sequence.encode()) for sequence in sequences)))
 
 
 def longer_answers(pairs: Iterable[Example]) -> list[str]:
@@ -138,7 +149,7 @@ def longer_answers(pairs: Iterable[Example]) -> list[str]:
     if not counted:
         return []
     share, n = sum(counted) / len(counted), len(counted)
-    low, high = wilson_interval(sum(counted), n)
+    low, high = binomtest(sum(counted), n).proportion_ci(method="wilson")
     if low <= 0.5 <= high:
         words = "length says nothing about the choice" if high - low <= 0.2 else "too few pairs to tell"
     elif 0.4 <= share <= 0.6:
@@ -173,26 +184,18 @@ def agreement(examples: Sequence[Example]) -> list[str]:
     return [f"{line}: {words}", f"equal to the labels of the others: {named}"]
 
 
-def wilson_interval(successes: int, n: int, z: float = 1.96) -> tuple[float, float]:
-    """The 95% score interval of a share of `n` > 0 independent trials (Wilson 1927)."""
-    share = successes / n
-    middle = (share + z**2 / (2 * n)) / (1 + z**2 / n)
-    half = z / (1 + z**2 / n) * sqrt(share * (1 - share) / n + z**2 / (4 * n**2))
-    return middle - half, middle + half
-
-
 def _first_rows(examples: Sequence[Example]) -> list[Example]:
-    """The first pair and the first demonstration, or the first row."""
-    first: dict[str, Example] = {}
-    for example in examples:
-        first.setdefault(example.kind, example)
-    return [first[kind] for kind in ("pair", "demonstration") if kind in first] or list(first.values())
+    """Two rows: the first pair and the first demonstration, or two of one kind; of the training rows, if there are
+    some."""
+    rows = [example for example in examples if not example.heldout] or list(examples)
+    first = {example.kind: example for example in reversed(rows)}
+    found = [first[kind] for kind in ("pair", "demonstration") if kind in first]
+    return (found + [row for row in rows[:2] if row not in found])[:2]
 
 
 def _tokens(example: Example, tokenizer: "PreTrainedTokenizerBase") -> tuple[list[int], list[list[int]]]:
     """Token ids of the prompt, and of each answer with its end where it ended."""
     from rlhf_core.data.tokenizer import encode_prompt, encode_response  # imports transformers
-    from rlhf_core.errors import UserError
 
     ended = example.ended or (True, True)
     try:
@@ -205,39 +208,6 @@ def _tokens(example: Example, tokenizer: "PreTrainedTokenizerBase") -> tuple[lis
 def _spread(rows: Sequence[Example], most: int) -> Sequence[Example]:
     """At most so many rows, at equal distances."""
     return rows[:: -(-len(rows) // most) or 1]
-
-
-def _band_keys(rows: Sequence[Example]) -> Iterator[UInt64[ndarray, "rows"]]:
-    """For each band a number of each row, from the smallest hashes of its sequences of three words."""
-    code = cache(lambda word: zlib.crc32(word.encode("utf-8")))
-    words: list[list[int]] = []
-    for number, example in enumerate(rows):
-        found = WORD.findall(normalize("NFKC", _ends(example.prompt)).casefold())
-        # A row without a word is like no other one.
-        words.append(list(map(code, found)) or [2**32 + number])
-    starts = np.cumsum([0, *(len(row) + 2 for row in words)])  # two zeros end a row: a sequence starts at each word
-    flat = np.fromiter(chain.from_iterable((*row, 0, 0) for row in words), np.uint64, starts[-1])
-    sequences = _mix(_mix(_mix(flat) + np.roll(flat, -1)) + np.roll(flat, -2))
-    sequences[starts[1:] - 1] = sequences[starts[1:] - 2] = sequences[starts[1:] - 3]  # none starts at a zero
-    for band in (_mix(np.arange(BANDS * HASHES, dtype=np.uint64)) | np.uint64(1)).reshape(BANDS, HASHES):
-        keys = np.zeros(len(rows), np.uint64)
-        for odd in band:
-            keys = _mix(keys + np.minimum.reduceat(sequences * odd, starts[:-1]))
-        yield keys
-
-
-def _ends(prompt: Conversation) -> str:
-    """The first and the last `COMPARED` characters of the turns that are not the system's."""
-    text = " ".join(turn["content"] for turn in prompt if turn["role"] != "system")
-    return text if len(text) <= 2 * COMPARED else f"{text[:COMPARED]} {text[-COMPARED:]}"
-
-
-def _mix(values: UInt64[ndarray, "values"]) -> UInt64[ndarray, "values"]:
-    """A hash of each number (the finaliser of SplitMix64, Steele et al. 2014)."""
-    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    mixed: np.ndarray = values ^ (values >> np.uint64(31))
-    return mixed
 
 
 def _line(text: str) -> str:

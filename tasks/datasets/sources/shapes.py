@@ -134,17 +134,9 @@ class Layout:
     @property
     def read(self) -> list[str]:
         """The columns that are read, in a fixed order."""
-        named = (
-            self.system,
-            self.prompt,
-            self.input,
-            self.history,
-            self.turns,
-            self.response,
-            *self.answers,
-            self.label,
-        )
-        return [name for name in (*named, *(("chosen", "rejected") if self.is_pair else ())) if name]
+        first = (self.system, self.prompt, self.input, self.history, self.turns, self.response)
+        pair = ("chosen", "rejected") if self.is_pair else ()
+        return [name for name in (*first, *self.answers, self.label, *pair) if name]
 
 
 @lru_cache(maxsize=1024)
@@ -156,6 +148,8 @@ def layout_of(columns: tuple[str, ...]) -> Layout:
         return next((name for name in names if name in found), "")
 
     prompt, turns, system = first(PROMPTS), first(TURNS), first(SYSTEMS)
+    if not prompt and {"input", "output"} <= found:
+        prompt = "input"
     answers = tuple(verdicts.answers_of(columns))
     one = found & {"chosen", "rejected"}
     if one and not (answers and len(one) == 1):
@@ -198,12 +192,11 @@ def layout_of(columns: tuple[str, ...]) -> Layout:
 
 def _suspects(layout: Layout, further: Iterable[str]) -> tuple[str, ...]:
     """Further columns that may carry content that the shape does not read."""
-    words = _CONTENT_WORDS if layout.shape is PROMPT else frozenset() if layout.is_pair else _ANSWER_WORDS
+    words = _CONTENT_WORDS if layout.shape in (PROMPT, WHOLE_TEXT) else frozenset() if layout.is_pair else _ANSWER_WORDS
     return tuple(
         name
         for name in further
-        if layout.shape is not WHOLE_TEXT
-        and not name.startswith(REFERENCES)
+        if not name.startswith(REFERENCES)
         and (name in CONTENT or name in dialogues.CARRIERS or words & set(name.lower().replace("-", "_").split("_")))
     )
 

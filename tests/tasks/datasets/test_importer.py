@@ -175,7 +175,7 @@ def test_it_prints_what_was_found_and_the_lines_of_params_yaml(source, root, add
     assert ["left", "out:", "leaked", "1", "0"] in table
     assert ["all", "22", "1"] in table
     assert any(line.split() == ["lengths", "median", "95%", "longest"] for line in printed)
-    assert "test/test.jsonl row 1, a pair, before the tokenizer is known: roles in brackets" in "\n".join(printed)
+    assert "train.jsonl row 1, a demonstration, as a model from scratch reads it:" in printed
     assert printed[-5:] == [
         "data/raw/chats: tracked by DVC; for git: git add data/raw/chats.dvc",
         "to undo it: dvc remove data/raw/chats.dvc && rm -r data/raw/chats",

@@ -13,7 +13,6 @@ from tasks.datasets.summary import (
     longer_answers,
     near_duplicates,
     summary,
-    wilson_interval,
 )
 
 LONG = "please tell me how to keep a pot of rice warm for two hours without a cooker at home"
@@ -69,9 +68,9 @@ def test_the_longest_answer_in_tokens_is_of_the_rows_that_are_encoded(tokenizer,
 
 def test_rows_as_the_model_reads_them(tokenizer):
     assert as_read(pair("eat\noats", " rest", "t", ended=(True, False)), tokenizer) == [
-        "a.jsonl row 1, a pair, as the model reads it",
+        "a.jsonl row 1, a pair, as the model reads it:",
         "  prompt    '<|user|>eat\\noats<|end|><|assistant|>'",
-        "  chosen    ' rest<|end|>'",
+        "  chosen    'rest<|end|>'",
         "  rejected  't'",
     ]
 
@@ -79,10 +78,31 @@ def test_rows_as_the_model_reads_them(tokenizer):
 def test_rows_without_a_tokenizer_and_without_their_middle():
     turns = [{"role": "system", "content": "Be kind."}, *user("a" * 200 + "b" * 200)]
     lines = as_read(Example("a.jsonl", 7, False, turns, "\x1b[2J\u202e"), None)
-    assert lines[0].startswith("a.jsonl row 7, a demonstration, before the tokenizer is known")
-    prompt = "[system] Be kind.\\n[user] " + "a" * 125
-    assert lines[1] == f"  prompt    '{prompt} […] {'b' * 150}'", "150 characters of each end; the break is one"
-    assert lines[2] == "  response  '\\x1b[2J\\u202e'", "no control character reaches the terminal"
+    assert lines[0] == "a.jsonl row 7, a demonstration, as a model from scratch reads it:"
+    prompt, rest = "<|system|>Be kind.<|end|><|user|>", "<|end|><|assistant|>"
+    shown = f"{prompt}{'a' * (150 - len(prompt))} […] {'b' * (150 - len(rest))}{rest}"
+    assert lines[1] == f"  prompt    '{shown}'", "150 characters of each end"
+    assert lines[2] == "  response  '\\x1b[2J\\u202e<|end|>'", "no control character reaches the terminal"
+
+
+def test_without_a_tokenizer_rows_are_those_of_a_model_from_scratch(tokenizer):
+    turns = [
+        {"role": "system", "content": "Be kind."},
+        *user("eat"),
+        {"role": "assistant", "content": "oats"},
+        *user("t"),
+    ]
+    example = Example("a.jsonl", 7, False, turns, "rest")
+    assert as_read(example, None)[1:] == as_read(example, tokenizer)[1:]
+
+
+def test_two_rows_are_shown_of_the_training_rows():
+    heldout, first, second = demo("a", "b", heldout=True), demo("c", "d", row=2), demo("e", "f", row=3)
+    assert [line[:14] for line in summary([heldout, first, second]) if "reads it" in line] == [
+        "a.jsonl row 2,",
+        "a.jsonl row 3,",
+    ]
+    assert sum("reads it" in line for line in summary([heldout])) == 1
 
 
 def test_a_row_that_cannot_be_encoded_is_named(tokenizer, monkeypatch):
@@ -111,7 +131,7 @@ def test_near_duplicates_are_named_with_the_earlier_prompt():
 
 
 def test_of_very_many_prompts_some_are_compared(monkeypatch):
-    monkeypatch.setattr("tasks.datasets.summary.MOST_COMPARED", 2)
+    monkeypatch.setattr("tasks.datasets.summary.COMPARED", 2)
     rows = [demo(text, "a", row=row) for row, text in enumerate((LONG, "two", LONG + "!", "four"), start=1)]
     assert near_duplicates(rows) == ["near-duplicate prompts: 50.0% of 2 (a.jsonl row 3 is nearly a.jsonl row 1)"]
 
@@ -131,6 +151,12 @@ def test_near_duplicates_have_most_words_in_the_same_order():
     ]
     assert near_duplicates(rows) == ["near-duplicate prompts: 0.0% of 8"]
     assert near_duplicates(rows[:1]) == []
+
+
+def test_prompts_of_one_short_template_are_no_near_duplicates():
+    rows = [demo(f"how do I look after {chr(97 + n // 26)}{chr(97 + n % 26)}", "a") for n in range(300)]
+    [line] = near_duplicates(rows)
+    assert float(line.split()[2].rstrip("%")) <= 5.0, "a third of their sequences is the same"
 
 
 def test_held_out_prompts_near_a_training_prompt_are_counted_wherever_they_are():
@@ -157,16 +183,9 @@ def test_contradictions_are_told_from_disagreement():
     assert contradictions(rows) == [
         "contradictions: 2 pairs are chosen both ways (a.jsonl row 1 and a.jsonl row 2; a.jsonl row 10 and "
         "a.jsonl row 11)",
-        "disagreements of annotators: 1 pairs are chosen both ways (a.jsonl row 6 and a.jsonl row 7)",
+        "disagreements of annotators: 1 pair is chosen both ways (a.jsonl row 6 and a.jsonl row 7)",
     ]
     assert contradictions(rows[2:5]) == []
-
-
-def test_wilson_interval_of_published_examples():
-    """Newcombe 1998, table I: 81 of 263, 15 of 148, 0 of 20, and 1 of 29."""
-    for successes, n, low, high in ((81, 263, 0.2553, 0.3662), (15, 148, 0.0624, 0.1605), (1, 29, 0.0061, 0.1718)):
-        assert wilson_interval(successes, n) == pytest.approx((low, high), abs=1e-4)
-    assert wilson_interval(0, 20) == pytest.approx((0.0, 0.1611), abs=1e-4)
 
 
 @pytest.mark.parametrize(

@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 
+from flows.commands.trial import small_values, write_trial
 from flows.text import dotted
 from rlhf_core.errors import UserError
 from tasks.datasets.sources.example import Example
 from tasks.params.all import Params
 from tasks.params.loader import parse, read_yaml
-from tasks.params.trial import small_values, write_trial
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 
 
 @pytest.fixture
@@ -28,11 +28,13 @@ def project(tmp_path):
 
 
 def rows(count, characters, kind="pair", **more):
-    """Rows of a prompt and answers that have so many characters together with it."""
-    prompt = [{"role": "user", "content": "p" * 50}]
-    answers = {"response": "r" * (characters - 50)}
+    """Rows of a prompt and a longest answer with so many characters together; a tenth of them are the
+    answer's."""
+    answer = more.pop("answer", characters // 10)
+    prompt = [{"role": "user", "content": "p" * (characters - answer)}]
+    answers = {"response": "r" * answer}
     if kind == "pair":
-        answers = {"chosen": "r" * (characters - 50), "rejected": "r"}
+        answers = {"chosen": "r" * answer, "rejected": "r"}
     return [Example("a.jsonl", row, False, prompt, **answers, **more) for row in range(1, count + 1)]
 
 
@@ -89,11 +91,13 @@ def test_one_name_is_text_and_several_are_a_list(project, names, path):
     ("examples", "context", "answer", "batch"),
     [
         (rows(30, 960), 384, 96, 16),  # 2.5 bytes a token
-        (rows(20, 961) + rows(10, 960), 384, 96, 16),
-        (rows(21, 961) + rows(9, 960), 768, 192, 8),
+        (rows(40, 961) + rows(20, 960), 384, 96, 16),
+        (rows(41, 961) + rows(19, 960), 768, 192, 8),
         (rows(30, 1921), 1536, 384, 4),
         (rows(30, 300) + rows(30, 961, "demonstration"), 768, 192, 8),
         (rows(30, 300) + rows(30, 9000, tie=True), 384, 96, 16),
+        (rows(30, 900, answer=250), 384, 128, 16),  # 1.25 times 100 tokens, in steps of 32
+        (rows(30, 900, answer=800), 384, 192, 16),
     ],
 )
 def test_lengths_follow_the_data(project, examples, context, answer, batch):
@@ -116,6 +120,7 @@ def test_steps_do_not_depend_on_the_number_of_rows():
     [
         (rows(30, 300, "demonstration"), "the data have no pairs"),
         (rows(30, 300, tie=True), "the data have no pairs"),
+        (rows(19, 300), "19 pairs are too few for --try: 20 that fit into 384 tokens are needed"),
         (rows(21, 3841) + rows(9, 300), "more than two thirds of the rows have more than about 1,536 tokens"),
     ],
 )

@@ -7,8 +7,10 @@ import re
 import subprocess
 from collections.abc import Mapping, Sequence
 from functools import reduce
+from math import ceil
 from operator import getitem
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from ruamel.yaml import YAML
@@ -39,6 +41,8 @@ CONTEXTS = (384, 768, 1536)
 BYTES_PER_TOKEN = 2.5
 """Of a text in UTF-8, with a vocabulary of 1,024 that was trained on it; HH-RLHF has 2.8."""
 SFT_STEPS, REWARD_STEPS = 100, 30
+FEWEST_PAIRS = 20
+"""With fewer, a share of `ingest.split` or one of the two reward models has no pairs."""
 MARK = "# Written by `leash import --try`; unchanged while the rest of the file has the SHA-256 "
 
 
@@ -46,7 +50,7 @@ def require_room(root: Path) -> None:
     """Raise UserError where `root`/params.yaml has changes that git does not have. A quick try is none, nor is a file
     of examples/."""
     path = root / PARAMS_FILE
-    if path.exists() and not _is_stored(path.read_text(encoding="utf-8"), root):
+    if path.exists() and not _is_stored(path.read_text(encoding="utf-8", errors="replace"), root):
         raise UserError(
             f"{path}: has changes that are not in git, and --try writes this file; commit it or move it away, or drop "
             "the changes by `git checkout params.yaml`"
@@ -57,8 +61,7 @@ def write_trial(root: Path, names: Sequence[str], examples: Sequence[Example], l
     """Write `root`/params.yaml: examples/own-data.yaml for the imported `names` with small values, which depend on the
     lengths and the number of the clean `examples` (the rows of these names). `log` prints what to do next.
 
-    Raises UserError as `require_room`, where the data have no pairs, and where their rows are too long for the tiny
-    model. Then nothing is written.
+    Raises UserError as `require_room`, and as `small_values`. Then nothing is written.
     """
     require_room(root)
     values = small_values(examples) | {"ingest.files.path": names[0] if len(names) == 1 else list(names)}
@@ -71,16 +74,19 @@ def write_trial(root: Path, names: Sequence[str], examples: Sequence[Example], l
 
 def small_values(examples: Sequence[Example]) -> dict[str, Any]:
     """Dotted names of parameters and their values for the data: a context in which a third of the rows of each kind
-    fits, answers of up to a quarter of it, and epochs for `SFT_STEPS` and `REWARD_STEPS` optimizer steps.
+    fits, answers of up to 1.25 times the median of those that fit (from a quarter to half of the context), and epochs
+    for `SFT_STEPS` and `REWARD_STEPS` optimizer steps.
 
-    Raises UserError for data without pairs, and for rows that fit no context.
+    Raises UserError for data without pairs or with too few, and for rows that fit no context.
     """
     sizes: dict[str, list[float]] = {}
+    answers: list[tuple[float, float]] = []
     for example in examples:
         if example.answers and not example.tie:
-            texts = [*(turn["content"] for turn in example.prompt), max(example.answers, key=len)]
-            tokens = sum(len(text.encode()) for text in texts) / BYTES_PER_TOKEN
+            answer = max(len(text.encode()) for text in example.answers) / BYTES_PER_TOKEN
+            tokens = answer + sum(len(turn["content"].encode()) for turn in example.prompt) / BYTES_PER_TOKEN
             sizes.setdefault(example.kind, []).append(tokens)
+            answers.append((tokens, answer))
     if "pair" not in sizes:
         raise UserError(
             "the data have no pairs (prompt, chosen, rejected), and the reward model of --try needs them; start from "
@@ -93,15 +99,22 @@ def small_values(examples: Sequence[Example]) -> dict[str, Any]:
             f"more than two thirds of the rows have more than about {CONTEXTS[-1]:,} tokens, too many for the model of "
             f"--try; start from {FULL} with a larger base.scratch.context"
         )
+    if fit[context]["pair"] < FEWEST_PAIRS:
+        raise UserError(
+            f"{fit[context]['pair']} pairs are too few for --try: {FEWEST_PAIRS} that fit into {context:,} tokens are "
+            "needed; add pairs"
+        )
     times = context // CONTEXTS[0]
     rows = fit[context].get("demonstration", fit[context]["pair"])
     sft_batch, reward_batch = 16 // times, 8 // times
     sft_rows, reward_rows = 0.45 * rows, 0.2 * fit[context]["pair"]  # the shares of ingest.split without validation
-    answer = {f"{stage}.max_new_tokens": 96 * times for stage in ("preferences", "ppo", "evaluate", "rejection_sft")}
+    typical = median(answer for tokens, answer in answers if tokens <= context)
+    new_tokens = min(max(ceil(1.25 * typical / 32) * 32, context // 4), context // 2)
+    sampled = {f"{stage}.max_new_tokens": new_tokens for stage in ("preferences", "ppo", "evaluate", "rejection_sft")}
     longest = {f"{stage}.max_tokens": context for stage in ("sft", "reward", "dpo", "rejection_sft.training")}
     return {
         **SMALL,
-        **answer,
+        **sampled,
         **longest,
         "base.scratch.context": context,
         "sft.batch_size": sft_batch,
