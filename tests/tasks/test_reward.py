@@ -289,7 +289,7 @@ def rated_rows(asked: list[dict[str, Any]], values: Sequence[float]) -> list[dic
     return [
         {
             **row,
-            "response": f"{'eat' if value > 0 else 'rest'} {'tea ' * number}",
+            "response": f"{'eat' if value > 0 else 'rest'} {'tea ' * number}fig",
             "rating": value,
             "split": "validation" if place % 3 == 2 else "train",
         }
