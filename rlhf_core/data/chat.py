@@ -39,7 +39,8 @@ def opening(prompt: Conversation) -> str:
     """The first user message with case, white space and forms of Unicode (NFKC) folded; prompts with the same one are
     never split apart."""
     first = next((m["content"] for m in prompt if m["role"] == "user"), "")
-    return " ".join(unicodedata.normalize("NFKC", first.casefold()).split())
+    folded = first.casefold()
+    return " ".join((folded if folded.isascii() else unicodedata.normalize("NFKC", folded)).split())
 
 
 def as_text(prompt: Conversation) -> str:

@@ -64,7 +64,7 @@ def without_cue(turns: Conversation) -> Conversation:
 def messages_in(text: str) -> list[Any] | None:
     """The messages that a text holds as JSON or as Python wrote them (also numpy, without commas between them); None
     for any other text. Raises ShapeError for text that begins like messages and cannot be read."""
-    if not _IN_TEXT.match(text.strip()):
+    if text.lstrip()[:1] not in ("[", "{") or not _IN_TEXT.match(text.lstrip()):
         return None
     for read in (
         json.loads,

@@ -69,9 +69,7 @@ def _read_json(path: Path, on_bad: Log) -> Iterator[tuple[int, Row]]:
     opener = OPENERS.get(path.suffix.lower(), open)
     try:
         with opener(path, "rb") as file:
-            first = next((line for line in file if line.strip(b"\xef\xbb\xbf \t\r\n")), b"").strip(
-                b"\xef\xbb\xbf \t\r\n"
-            )
+            first = next(filter(None, (line.strip(b"\xef\xbb\xbf \t\r\n") for line in file)), b"")
     except (FileNotFoundError, IsADirectoryError):
         first = b""
     rows = _read_whole(path) if first == b"{" or first.startswith(b"[") else None
@@ -103,21 +101,17 @@ def _read_whole(path: Path) -> list[Row]:
         raise UserError(f"{path}, row 1: broken JSON (lists or objects nested too deeply); correct it") from None
     rows = values[0] if len(values) == 1 else values
     if isinstance(rows, dict):
-        inside = [value for value in rows.values() if isinstance(value, list) and value and isinstance(value[0], dict)]
+        (name, inner), *others = rows.items() or [("", None)]
         columns = [value for value in rows.values() if isinstance(value, dict)]
-        if len(inside) == 1 and len(rows) == 1:  # {"data": [row, row, …]}
-            rows = inside[0]
-        elif (
-            len(columns) == len(rows) and len({tuple(column) for column in columns}) == 1
-        ):  # pandas: {column: {row: value}}
+        if not others and name not in CONTENT and isinstance(inner, list):  # {"data": [row, row, …]}
+            rows = inner
+        elif len(columns) == len(rows) and len({tuple(column) for column in columns}) == 1:  # pandas: columns of rows
             rows = [{name: column[row] for name, column in rows.items()} for row in columns[0]]
         else:
             rows = [rows]
     for number, row in enumerate(rows, start=1):
         if not isinstance(row, dict):
-            raise UserError(
-                f"{path}, row {number}: expected a JSON object, got {type(row).__name__}; each must be one {{...}}"
-            )
+            raise UserError(f"{path}, row {number}: expected a JSON object, got {type(row).__name__}")
     return list(rows)
 
 

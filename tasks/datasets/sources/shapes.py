@@ -38,7 +38,7 @@ _ANSWER_WORDS = frozenset(
 _CONTENT_WORDS = _ANSWER_WORDS | {"response", "completion", "answer", "reply", "output", "generation", "summary"}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Shape:
     """A kind of rows: a line of the guide's table."""
 
@@ -83,7 +83,7 @@ RATED = Shape(
     {"prompt": "Tea?", "completion": "No.", "label": False},
 )
 ALPACA = Shape(
-    "`instruction`, `input`, `output` (Alpaca), or `instruction`, `context`, `response`",
+    "`instruction`, `input`, `output` (Alpaca), `instruction`, `context`, `response`, or `input`, `output`",
     "demonstration; instruction and input are the prompt",
     {"instruction": "Translate.", "input": "Tee", "output": "Tea"},
 )
@@ -104,6 +104,11 @@ SHAPES = (
 EXPECTED = "prompt + chosen + rejected, prompt + response, messages, prompt + two answers + winner, prompt, or text"
 RENAME = "other names: `leash import --map prompt=COLUMN,response=COLUMN`"
 
+TRUTHS = dict.fromkeys(("true", "1", "1.0", "yes", "good", "desirable", "accepted"), 1.0) | dict.fromkeys(
+    ("false", "0", "0.0", "no", "bad", "undesirable", "rejected"), 0.0
+)
+"""Values of `label` that say whether an answer is good."""
+SPEAKERS = ("user", "assistant")
 Answers = tuple[Conversation, str | None, str | None, str | None]
 """Prompt, response, chosen, rejected."""
 
@@ -248,6 +253,10 @@ def read_all(
         problems.add(str(error))
     if not examples and problems.count == before:
         problems.add(f"{place}: no rows; fill the file or remove it")
+    rated = [example for example in examples if example.rating is not None]
+    if rated and any(example.rating is None and LABEL in example.extra for example in examples):
+        for example in rated:  # one of many classes, and not good or bad
+            example.rating = None
     if repeated := _strip_repeated_prompts(examples):
         log(f"{file}: all {repeated:,} answers begin with their prompt, which was removed from them")
     return examples
@@ -313,37 +322,28 @@ def _answers(row: Row, layout: Layout) -> Answers:
     if layout.shape is WHOLE_TEXT:
         if not isinstance(row[TEXT], str | None):
             raise ShapeError(f"{TEXT}: expected text, got {type(row[TEXT]).__name__}")
-        refuse_applied(row[TEXT] or "", TEXT)
         return [dialogues.message("user", row[TEXT] or "")], None, None, None
-    if layout.shape is CONVERSATION:
-        value = row[layout.turns]
-        if isinstance(value, str):
-            value = dialogues.messages_in(value)
-        if not isinstance(value, list):
-            raise ShapeError(f"{layout.turns}: expected a list of messages, got {type(row[layout.turns]).__name__}")
-        head, reply = dialogues.split_reply(_turns(value, layout.turns))
-        return _in_context(row, layout, head), reply, None, None
-    if layout.shape is WHOLE_PAIR:
-        for name in ("chosen", "rejected"):
-            value = row[name]
-            if isinstance(value, str) and not dialogues.is_transcript(value) and dialogues.messages_in(value) is None:
-                refuse_applied(value, name)
-                raise ShapeError(f"missing column prompt ({name} is no whole conversation that would contain it)")
-        prompt, chosen = dialogues.split_reply(_turns(row["chosen"], "chosen"))
-        other, rejected = dialogues.split_reply(_turns(row["rejected"], "rejected"))
-        if prompt != other:
-            raise BrokenConversation("chosen and rejected differ before their last turns")
-        return _in_context(row, layout, prompt), None, chosen, rejected
-    prompt = _in_context(row, layout, _turns(row[layout.turns or layout.prompt], layout.turns or layout.prompt))
-    if layout.response:
-        return (*_reply(row, layout, layout.response, prompt), None, None)
+    whole = layout.shape in (WHOLE_PAIR, CONVERSATION)
+    names = ("chosen", "rejected") if layout.is_pair else (layout.turns if whole else layout.response,)
+    before = layout.turns or layout.prompt
+    prompt = [] if whole else _in_context(row, layout, _turns(row[before], before))
+    read = []
+    for name in filter(None, names):
+        value = row[name]
+        if whole and not (isinstance(value, list | dict) or dialogues.is_transcript(value)):
+            refuse_applied(value if isinstance(value, str) else "", name)
+            if not isinstance(value, str) or dialogues.messages_in(value) is None:
+                problem = f"{name}: expected a list of messages, got {type(value).__name__}"
+                is_pair = layout.is_pair
+                raise ShapeError(f"missing column prompt ({name} is no whole conversation)" if is_pair else problem)
+        read.append(_reply(row, layout, name, prompt))
+    if len(read) == 2 and read[0][0] != read[1][0]:
+        raise BrokenConversation("chosen and rejected differ before their last turns")
+    prompt = read[0][0] if read else prompt
+    prompt = _in_context(row, layout, prompt) if whole else prompt
     if layout.is_pair:
-        whole, chosen = _reply(row, layout, "chosen", prompt)
-        other, rejected = _reply(row, layout, "rejected", prompt)
-        if whole != other:
-            raise BrokenConversation("chosen and rejected differ before their last turns")
-        return whole, None, chosen, rejected
-    return prompt, None, None, None
+        return prompt, None, read[0][1], read[1][1]
+    return prompt, read[0][1] if read else None, None, None
 
 
 def _in_context(row: Row, layout: Layout, prompt: Conversation) -> Conversation:
@@ -370,20 +370,12 @@ def _in_context(row: Row, layout: Layout, prompt: Conversation) -> Conversation:
 
 def _history(value: object) -> Conversation:
     """Earlier turns: a list of [question, answer], or messages; also as JSON text."""
-    if isinstance(value, str):
-        try:
-            value = json.loads(value)
-        except ValueError:
-            value = dialogues.messages_in(str(value))
-    if not isinstance(value, list):
-        raise ShapeError(f"{HISTORY}: expected a list of [question, answer], or of messages")
-    if not all(isinstance(turn, list) for turn in value):
+    value = _loaded(value)
+    if isinstance(value, list) and all(isinstance(turn, dict) for turn in value):
         return _turns(value, HISTORY)
-    if not all(len(turn) == 2 and all(isinstance(text, str) for text in turn) for turn in value):
-        raise ShapeError(f"{HISTORY}: expected a list of [question, answer], both texts")
-    return [
-        dialogues.message(role, text) for turn in value for role, text in zip(("user", "assistant"), turn, strict=True)
-    ]
+    if not isinstance(value, list) or not all(isinstance(turn, list) and len(turn) == 2 for turn in value):
+        raise ShapeError(f"{HISTORY}: expected a list of [question, answer], or of messages")
+    return [dialogues.message(role, str(text)) for turn in value for role, text in zip(SPEAKERS, turn, strict=True)]
 
 
 def _voted(row: Row, layout: Layout, verdict: tuple[str, ...]) -> Iterator[tuple[Answers, bool]]:
@@ -405,24 +397,25 @@ def _answer_in(row: Row, layout: Layout, name: str) -> tuple[Conversation, str]:
         return _reply(row, layout, name, _in_context(row, layout, _turns(row[layout.prompt], layout.prompt)))
     if len(asked) != len(said):
         raise BrokenConversation(f"{name} has another number of turns than {layout.prompt}")
-    turns = [
-        dialogues.message(role, text)
-        for both in zip(asked, said, strict=True)
-        for role, text in zip(("user", "assistant"), both, strict=True)
-    ]
+    both = zip(asked, said, strict=True)
+    turns = [dialogues.message(role, text) for turn in both for role, text in zip(SPEAKERS, turn, strict=True)]
     return _in_context(row, layout, turns[:-1]), said[-1]
 
 
 def _texts(value: object) -> list[str] | None:
     """A list of texts, also as JSON text; None for anything else."""
-    if isinstance(value, str) and value.lstrip().startswith("["):
-        try:
-            value = json.loads(value)
-        except ValueError:
-            return None
+    value = _loaded(value)
     if not isinstance(value, list) or not value or not all(isinstance(text, str | None) for text in value):
         return None
     return [text or "" for text in value]
+
+
+def _loaded(value: object) -> object:
+    """The list that a text holds as JSON; anything else as it is."""
+    try:
+        return json.loads(value) if isinstance(value, str) and value.lstrip().startswith("[") else value
+    except (ValueError, RecursionError):
+        return value
 
 
 def _ranked(row: Row, layout: Layout) -> Iterator[tuple[Answers, bool]]:
@@ -438,7 +431,6 @@ def _ranked(row: Row, layout: Layout) -> Iterator[tuple[Answers, bool]]:
             raise ShapeError(
                 f"{name}: answer {number} has {'no text' if text is None else 'no rank'} ({brief_names(item)})"
             )
-        refuse_applied(text, name)
         texts.append(text)
         ranks.append(rank)
     prompt = _in_context(row, layout, _turns(row[layout.prompt], layout.prompt))
@@ -449,7 +441,13 @@ def _ranked(row: Row, layout: Layout) -> Iterator[tuple[Answers, bool]]:
 
 
 def _refuse_content(row: Row, layout: Layout, answers: Answers) -> None:
-    """Raise ShapeError for a further column whose name and value are those of content, unless what it says was read."""
+    """Raise ShapeError for a text that a chat template was applied to, and for a further column whose name and value
+    are those of content, unless what it says was read."""
+    prompt, *texts = answers
+    for turn in prompt:
+        refuse_applied(turn["content"], layout.turns or layout.prompt or "chosen")
+    for name, text in zip((layout.response or layout.turns, "chosen", "rejected"), texts, strict=True):
+        refuse_applied(text or "", name)
     for name in layout.suspects:
         value = row.get(name)
         if not value or not (name in CONTENT or name in dialogues.CARRIERS or carries(value)):
@@ -493,8 +491,6 @@ def _leaves(value: object) -> Iterator[str]:
 
 def _turns(value: object, name: str) -> Conversation:
     """A column with a conversation."""
-    if isinstance(value, str):
-        refuse_applied(value, name)
     try:
         return dialogues.parse_conversation(value)
     except ShapeError as error:
@@ -503,8 +499,6 @@ def _turns(value: object, name: str) -> Conversation:
 
 def _reply(row: Row, layout: Layout, name: str, prompt: Conversation) -> tuple[Conversation, str]:
     """A column with an answer, and the prompt, which a whole conversation may make longer."""
-    if isinstance(row[name], str):
-        refuse_applied(row[name], name)
     try:
         return dialogues.parse_reply(row[name], prompt, strip=dialogues.is_transcript(row.get(layout.prompt)))
     except ShapeError as error:
@@ -534,9 +528,8 @@ def _label(row: Row) -> tuple[str | None, bool, tuple[bool, bool] | None]:
 
 
 def _is_order(value: object) -> bool:
-    if not isinstance(value, list) or len(value) != 2 or value[0] == value[1]:
-        return False
-    return all(isinstance(place, int) and not isinstance(place, bool) and place > 0 for place in value)
+    places = value if isinstance(value, list) and len(value) == 2 and value[0] != value[1] else [0]
+    return all(isinstance(place, int) and not isinstance(place, bool) and place > 0 for place in places)
 
 
 def _annotator_of(row: Row) -> str | None:
@@ -547,8 +540,7 @@ def _annotator_of(row: Row) -> str | None:
 
 def _truth(value: object) -> float | None:
     """A label that is true or false as 1 or 0; None for any other value, which is a further column."""
-    known = {"true": 1.0, "1": 1.0, "1.0": 1.0, "false": 0.0, "0": 0.0, "0.0": 0.0}
-    return known.get(str(value).strip().casefold())
+    return TRUTHS.get(str(value).strip().casefold())
 
 
 def _further(row: Row, names: Iterable[str]) -> dict[str, Any]:

@@ -185,6 +185,7 @@ READ = {
         lambda t: {"prompt": asked(t), "prompt_id": "x", "chosen": [user(asked(t)), said(good(t))], "score_chosen": 8.0}
         | {"rejected": [user(asked(t)), said(bad(t))], "messages": [user(asked(t)), said(good(t))]}, nothing, PAIR,
     ),
+    "input and output": (lambda t: {"input": asked(t), "output": good(t)}, nothing, GOOD),
     "content in parts": (
         lambda t: {"messages": [{"role": "user", "content": [{"type": "text", "text": asked(t)}]}, said(good(t))]},
         nothing, GOOD,
@@ -281,6 +282,16 @@ REFUSED = {
     "two system messages": (
         lambda t: {"system": "Be brief.", "prompt": [system("Be kind."), user(asked(t))], "response": good(t)},
         "row 1: system: the prompt has another system message",
+    ),
+    "a text beside an answer": (
+        lambda t: {"text": asked(t), "response": good(t)}, "row 1: has text and response, which is not read",
+    ),
+    "a text beside its summary": (
+        lambda t: {"text": asked(t), "summary": good(t)}, "row 1: has text and summary, which is not read beside them",
+    ),
+    "ChatML in a message": (
+        lambda t: {"messages": [user(f"<|im_start|>user\n{asked(t)}<|im_end|>"), said(good(t))]},
+        "row 1: messages: has the control tokens of a chat template (ChatML)",
     ),
     "unknown columns": (
         lambda t: {"frage": asked(t), "antwort": good(t)},
@@ -384,6 +395,7 @@ def stars(topic):
                 {"messages": [user(r["prompt"]), said(r["completion"])], "label": r["label"]} for r in kto(t)
             ], {}, 0.5,
         ),
+        (lambda t: [row | {"label": "good" if row["label"] else "bad"} for row in kto(t)], {}, 0.5),
         (stars, {"rating_column": "stars"}, 3.5),
         (stars, {"rating_column": "stars", "sft_rating_above": 4}, 4),
     ],
@@ -404,6 +416,12 @@ def test_all_rated_answers_are_imitated_where_the_limit_is_below_them(place, sou
     changes = {"rating_column": "stars", "sft_rating_above": 0}
     prepared = prepare(params(files={"path": target.name}, **changes), place / "data/raw", log=lambda _: None)
     assert not any(example.low for example in prepared.kept)
+
+
+def test_a_label_of_several_classes_is_no_verdict(params, raw):
+    rows = [{"prompt": asked(t), "response": good(t), "label": n % 3} for n, t in enumerate(TOPICS)]
+    prepared = prepare(params(), raw(train=rows))
+    assert not any(example.low or example.rating is not None for example in prepared.kept)
 
 
 def test_answers_that_are_all_bad_are_not_imitated_and_equal_ratings_are(params, raw):
