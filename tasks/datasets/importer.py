@@ -26,7 +26,7 @@ from tasks.datasets.sources.datasets import divide
 from tasks.datasets.sources.example import RAW, Example
 from tasks.datasets.sources.exports import is_export
 from tasks.datasets.sources.files import data_files, read_files
-from tasks.datasets.sources.formats import read_rows
+from tasks.datasets.sources.formats import read_rows, stem_of
 from tasks.datasets.sources.shapes import VOTED, layout_of
 from tasks.datasets.sources.verdicts import verdict_columns
 from tasks.datasets.summary import summary
@@ -106,22 +106,20 @@ def _rewritten(source: Path, rewriting: Rewriting | None) -> Iterator[Path]:
         yield source
         return
     with TemporaryDirectory() as folder:
-        target = Path(folder) / (source.name if source.is_dir() else source.name.split(".")[0] + ".jsonl")
+        target = Path(folder) / (source.name if source.is_dir() else f"{stem_of(source)}.jsonl")
         data, seen = data_files(source), set[str]()
         for file in _files_to_copy(source):
             path, place = source / file, target / file
             if path in data:
-                place = place if source.is_file() else place.with_name(place.name.split(".")[0] + ".jsonl")
+                place = place if source.is_file() else place.with_name(f"{stem_of(place)}.jsonl")
                 if place.exists():
                     raise UserError(f"{path}: a second file that would become {place.name}; rename one of them")
                 write_jsonl(place, rewriting.rows(path, seen))
             else:
                 place.parent.mkdir(parents=True, exist_ok=True)
                 shutil.copyfile(path, place)
-        if missing := [name for name in rewriting.names if name not in seen]:
-            raise UserError(
-                f"{source}: no column {brief_names(missing)} to rename (found: {brief_names(sorted(seen))})"
-            )
+        if missing := sorted({*rewriting.names, *rewriting.ignored} - seen):
+            raise UserError(f"{source}: no column or key {brief_names(missing)} (found: {brief_names(sorted(seen))})")
         yield target
 
 
@@ -201,7 +199,8 @@ def _file_line(path: Path, name: str, examples: list[Example]) -> str:
         return f"{name}: {rows}{heldout}"
     found = tuple(dict.fromkeys(column for row in (first, *more) for column in row))
     layout = layout_of(found)
-    further = [column for column in layout.further if column != layout.label]
+    rated = any(example.rating is not None for example in examples)
+    further = [column for column in layout.further if column != layout.label or not rated]
     if layout.shape is VOTED:
         verdict = verdict_columns(tuple(first), first, layout.answers)
         further = [column for column in further if column not in verdict]
@@ -209,6 +208,8 @@ def _file_line(path: Path, name: str, examples: list[Example]) -> str:
     read = f"; columns: {brief_names(column for column in found if column not in further)}"
     extra = f"; not read, kept for reward functions: {brief_names(further)}" if further else ""
     extra += f"; numbers, which can be ratings (ingest.rating_column): {brief_names(numbers)}" if numbers else ""
+    if {"test", "validation", "valid", "eval"} & {str(row.get("split")) for row in (first, *more)}:
+        extra += "; all rows train, also those with another split: put held-out rows into a file test.jsonl"
     return f"{name}: {rows}{heldout}{read}{extra}"
 
 

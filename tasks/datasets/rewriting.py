@@ -1,6 +1,8 @@
 """Changes of rows on their way into data/raw/: other names of columns, keys that are left out, reasoning written into
 the text, and texts with a chat template as turns."""
 
+import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -9,9 +11,10 @@ from typing import Any
 from rlhf_core.errors import UserError
 from tasks.datasets.jsonl import Row
 from tasks.datasets.sources import templates
-from tasks.datasets.sources.dialogues import REASONING, ShapeError, messages_in
+from tasks.datasets.sources.dialogues import REASONING, ShapeError, message_text, messages_in
 from tasks.datasets.sources.formats import read_rows
 from tasks.datasets.sources.shapes import CONTENT, TEXT
+from tasks.datasets.sources.verdicts import ANSWER
 
 
 def renamed(pairs: Sequence[str]) -> dict[str, str]:
@@ -39,41 +42,59 @@ class Rewriting:
     """Make turns of texts that a chat template was applied to."""
 
     def rows(self, path: Path, seen: set[str]) -> Iterator[Row]:
-        """The rewritten rows of a file; the names of their columns are added to `seen`. Raises UserError for a row that
-        cannot be rewritten."""
+        """The rewritten rows of a file; the names of their columns and keys are added to `seen`. Raises UserError for a
+        row that cannot be rewritten."""
         for number, row in read_rows(path):
             seen.update(row)
             try:
-                yield self._row(row)
-            except ShapeError as error:
-                raise UserError(f"{path}, row {number}: {error}") from None
+                changed: Row = plain(dict(self._columns(row, seen)))
+                json.dumps(changed, ensure_ascii=False).encode()
+                yield changed
+            except (ShapeError, UnicodeEncodeError, RecursionError) as error:
+                problem = error if isinstance(error, ShapeError) else "a text that UTF-8 cannot hold"
+                raise UserError(f"{path}, row {number}: {problem}; correct the row or remove it") from None
 
-    def _row(self, row: Row) -> Row:
-        changed: Row = {}
-        taken = self.names.values()
+    def _columns(self, row: Row, seen: set[str]) -> Iterator[tuple[str, Any]]:
+        renamed = {self.names[name] for name in row if name in self.names}
         for name, value in row.items():
             new = self.names.get(name, name)
-            if name in self.ignored or (new == name and name in taken):
+            if name in self.ignored or (new == name and name in renamed):
                 continue  # a renamed column takes the place of one that has the name
-            value = self._value(value)
-            if self.parse_template and isinstance(value, str) and name in CONTENT:
+            value = self._value(value, seen)
+            if self.parse_template and isinstance(value, str) and (new in CONTENT or ANSWER.fullmatch(new)):
                 value = templates.parse(value)
                 new = "messages" if new == TEXT and isinstance(value, list) else new
-            changed[new] = value
-        return changed
+            yield new, value
 
-    def _value(self, value: Any) -> Any:
-        """Lists of messages, and anything else as it is."""
+    def _value(self, value: Any, seen: set[str]) -> Any:
+        """Messages, changed; anything else as it is."""
         if isinstance(value, str):
             value = value if (found := messages_in(value)) is None else found
-        if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
-            return value
-        return [self._message(item) for item in value]
+        if isinstance(value, dict) and ("role" in value or "from" in value):
+            return self._message(value, seen)
+        return [self._value(item, seen) for item in value] if isinstance(value, list) else value
 
-    def _message(self, item: dict[str, Any]) -> dict[str, Any]:
+    def _message(self, item: dict[str, Any], seen: set[str]) -> dict[str, Any]:
+        seen.update(item)
         kept = {key: value for key, value in item.items() if key not in self.ignored}
-        for key in REASONING if self.think else ():
-            if isinstance(kept.get(key, 0), str | None) and (thought := kept.pop(key)):
-                text = "value" if "value" in kept else "content"
-                kept[text] = f"<think>\n{thought}\n</think>\n\n{kept.get(text) or ''}"
+        text = "value" if "value" in kept else "content"
+        if self.parse_template and isinstance(kept.get(text), str):
+            turns = templates.parse(kept[text])
+            kept[text] = turns if isinstance(turns, str) else turns[-1]["content"] if len(turns) == 1 else kept[text]
+        thoughts = [kept.pop(key) for key in REASONING if self.think and isinstance(kept.get(key, 0), str | None)]
+        if (thought := next(filter(None, thoughts), None)) and item.get("role", item.get("from")) != "user":
+            said = kept.get(text) or ""
+            said = said if isinstance(said, str) else message_text(said)
+            kept[text] = said if "<think>" in said else f"<think>\n{thought}\n</think>\n\n{said}"
         return kept
+
+
+def plain(value: Any) -> Any:
+    """The value as JSON can hold it: dates as text, null for bytes and for what is no number."""
+    if isinstance(value, dict):
+        return {str(key): plain(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [plain(inner) for inner in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value if isinstance(value, str | int | float | None) else None if isinstance(value, bytes) else str(value)

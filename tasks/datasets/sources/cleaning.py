@@ -65,10 +65,10 @@ def clean(examples: list[Example], max_characters: int) -> tuple[list[Example], 
     return kept, dropped
 
 
-def _identity(example: Example) -> tuple[str, ...]:
+def _identity(example: Example) -> tuple[object, ...]:
     """What equal rows have in common."""
     if example.annotator is None:
-        return example.prompt_id, *example.answers
+        return example.prompt_id, example.rating, *example.answers
     return example.annotator, example.prompt_id, *sorted(example.answers)
 
 

@@ -26,14 +26,15 @@ METADATA = frozenset((
 """Keys of a message whose texts are about it, and no part of it."""
 CARRIERS = frozenset((
     "tool_calls", "tool_call_id", "tools", "function_call", "functions", "reasoning_content", "reasoning", "thinking",
-    "refusal", "audio", "image", "images", "video",
+    "refusal", "audio", "image", "images", "speech", "video",
 ))  # fmt: skip
 """Keys whose content a text model does not see; never left out silently."""
 REASONING = ("reasoning_content", "reasoning", "thinking")
 _TURN = re.compile(r"\n\n(Human|Assistant):")
 _SPEAKER = {"Human": "user", "Assistant": "assistant"}
-_IN_TEXT = re.compile(r"""\[?\s*\{\s*(["'])(role|from|content|value|input)\1\s*:""")
+_IN_TEXT = re.compile(r"""(?:array\()?\[?\s*\{\s*(["'])(role|from)\1\s*:""")
 """The beginning of messages in text."""
+_NUMPY = re.compile(r"^array\(|,\s*dtype=object\)")
 
 
 class ShapeError(Exception):
@@ -64,19 +65,27 @@ def without_cue(turns: Conversation) -> Conversation:
 def messages_in(text: str) -> list[Any] | None:
     """The messages that a text holds as JSON or as Python wrote them (also numpy, without commas between them); None
     for any other text. Raises ShapeError for text that begins like messages and cannot be read."""
-    if text.lstrip()[:1] not in ("[", "{") or not _IN_TEXT.match(text.lstrip()):
-        return None
-    for read in (
-        json.loads,
-        ast.literal_eval,
-        lambda broken: ast.literal_eval(re.sub(r"\}\s*\n\s*\{", "}, {", broken)),
-    ):
+    found = loaded(text)
+    listed, turns = (found, (*KEYS, ("input", "output"))) if isinstance(found, list) else ([found], KEYS)
+    if listed and all(isinstance(item, dict) and any(set(keys) <= item.keys() for keys in turns) for item in listed):
+        return listed
+    if isinstance(found, str) and _IN_TEXT.match(text.lstrip()):
+        raise ShapeError(f"looks like messages in a text, and cannot be read ({brief(text)}); write it as JSON")
+    return None
+
+
+def loaded(value: object) -> Any:
+    """The list or object that a text holds, as JSON, or as Python or numpy wrote it; anything else as it is."""
+    if not isinstance(value, str) or not value.lstrip().startswith(("[", "{", "array(")):
+        return value
+    text = _NUMPY.sub("", value.strip())
+    for read in (json.loads, ast.literal_eval, lambda t: ast.literal_eval(re.sub(r"\}\s*\n\s*\{", "}, {", t))):
         try:
-            found = read(text.strip())
+            found = read(text)
         except (ValueError, SyntaxError, RecursionError, MemoryError):
             continue
-        return found if isinstance(found, list) else [found]
-    raise ShapeError(f"looks like messages in a text, and cannot be read ({brief(text)}); write it as JSON")
+        return found if isinstance(found, list | dict) else value
+    return value
 
 
 def parse_messages(value: list[Any]) -> Conversation:
@@ -97,21 +106,21 @@ def parse_messages(value: list[Any]) -> Conversation:
         role = ROLES.get(item[who].lower()) if isinstance(item[who], str) else None
         if role is None:
             raise ShapeError(f"message {number} has role {brief(item[who])}, expected system, user or assistant")
-        turns.append(message(role, _content(item[what], number, what)))
+        if item[what] is None:
+            raise ShapeError(f"message {number} has no {what} (null); write a text, or remove the row")
+        turns.append(message(role, message_text(item[what], f"message {number} has {what}")))
     return turns
 
 
-def _content(value: object, number: int, key: str) -> str:
-    """Text, also as a list of parts that are all text."""
+def message_text(value: object, where: str = "a message has content") -> str:
+    """Text, also as a list of parts that are all text. Raises ShapeError for anything else."""
     if isinstance(value, str):
         return value
-    if value is None:
-        raise ShapeError(f"message {number} has no {key} (null); write a text, or remove the row")
     if isinstance(value, list) and value and all(isinstance(part, dict) for part in value):
         if other := [part.get("type") for part in value if not isinstance(part.get("text"), str)]:
-            raise ShapeError(f"message {number} has {key} of type {brief(other[0])}, expected text")
+            raise ShapeError(f"{where} of type {brief(other[0])}, expected text")
         return "\n".join(part["text"] for part in value)
-    raise ShapeError(f"message {number} has {key} of type {type(value).__name__}, expected text")
+    raise ShapeError(f"{where} of type {type(value).__name__}, expected text")
 
 
 def _refuse_content(item: Mapping[str, Any], read: set[str], number: int, *, last: bool) -> None:
@@ -144,12 +153,24 @@ def parse_conversation(value: object) -> Conversation:
         if is_transcript(value):
             return parse_transcript(value)
         found = messages_in(value)
-        return [message("user", value)] if found is None else parse_messages(found)
+        return [message("user", unlisted(value))] if found is None else parse_messages(found)
     if isinstance(value, list | dict):
         return parse_messages(value if isinstance(value, list) else [value])
     if value is None:
         return [message("user", "")]
     raise ShapeError(f"expected text or a list of messages, got {type(value).__name__}")
+
+
+def unlisted(text: str) -> str:
+    """The one text that a text holds as a list, `["Hello"]`; any other text as it is. Raises ShapeError for a list of
+    several texts."""
+    if not text.lstrip().startswith(('["', "['")) or not isinstance(found := loaded(text), list):
+        return text
+    if len(found) == 1 and isinstance(found[0], str):
+        return found[0]
+    if found and all(isinstance(item, str) for item in found):
+        raise ShapeError(f"is a list of {len(found)} texts ({brief(text)}); write the turns as messages")
+    return text
 
 
 def parse_reply(value: object, prompt: Conversation, *, strip: bool) -> tuple[Conversation, str]:
@@ -161,14 +182,18 @@ def parse_reply(value: object, prompt: Conversation, *, strip: bool) -> tuple[Co
     if value is None:
         return prompt, ""
     if isinstance(value, str) and not is_transcript(value) and messages_in(value) is None:
-        return prompt, value.strip() if strip else value
+        reply = unlisted(value)
+        return prompt, reply.strip() if strip else reply
     head, reply = split_reply(parse_conversation(value))
     if head == prompt[len(prompt) - len(head) :]:
         return prompt, reply
     texts = {turn["content"].strip() for turn in head}
     if any(turn["content"].strip() not in texts for turn in prompt if turn["role"] != "system"):
         raise BrokenConversation("the conversation does not contain the prompt")
-    return [turn for turn in prompt if turn["role"] == "system" and turn not in head] + head, reply
+    system = [turn for turn in prompt if turn["role"] == "system" and turn not in head]
+    if system and head[0]["role"] == "system":
+        raise BrokenConversation("the conversation has another system message than the prompt")
+    return system + head, reply
 
 
 def split_reply(turns: Conversation) -> tuple[Conversation, str]:

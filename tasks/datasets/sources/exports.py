@@ -10,7 +10,7 @@ from rlhf_core.errors import UserError
 from tasks.datasets.jsonl import Row, brief, brief_names
 from tasks.datasets.problems import Log, Problems
 from tasks.datasets.sources.dialogues import ShapeError, message, parse_conversation
-from tasks.datasets.sources.verdicts import Verdict, answers_of, pairs_of, ranks_of
+from tasks.datasets.sources.verdicts import Verdict, answers_of, is_number, pairs_of, ranks_of
 
 PROMPTS = ("prompt", "instruction", "question", "query")
 FLAT = ".responses"
@@ -59,7 +59,10 @@ def unpack(rows: Iterable[Numbered], file: str, problems: Problems, log: Log) ->
     rows = chain([first], rows)
     if _is_tree(first[1]):
         records = list(rows)
-        found = list(_openassistant(records, file))
+        try:
+            found = list(_openassistant(records, file))
+        except (AttributeError, KeyError, TypeError) as error:
+            raise UserError(f"{file}: not as OpenAssistant writes it ({type(error).__name__}: {error})") from None
         log(f"{file}: {len(records):,} records of OpenAssistant: {len(found):,} rows; deleted messages are left out")
         return Unpacked(found, is_export=True)
     tool, read = next(((tool, read) for tool, is_one, read in TOOLS if is_one(first[1])), ("", None))
@@ -323,7 +326,7 @@ def _openassistant(records: Sequence[Numbered], file: str) -> Iterator[Numbered]
             above = earlier["parent_id"]
         if above is not None:  # what it answers is not in the file, or was deleted
             continue
-        ranked = [reply for reply in answers if reply.get("rank") is not None]
+        ranked = [{**reply, "rank": float(reply["rank"])} for reply in answers if is_number(reply.get("rank"))]
         pairs = [
             {"prompt": prompt, "chosen": ranked[best]["text"], "rejected": ranked[worst]["text"]}
             for best, worst, tie in pairs_of(ranked, [reply["rank"] for reply in ranked])

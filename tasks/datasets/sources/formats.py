@@ -18,6 +18,7 @@ import pyarrow.parquet
 from rlhf_core.errors import UserError
 from tasks.datasets.jsonl import DECODER, DuplicateKey, Row, brief, brief_names, iter_jsonl
 from tasks.datasets.problems import Log, refuse
+from tasks.datasets.sources.dialogues import loaded
 from tasks.datasets.sources.shapes import CONTENT, ENDED, LABEL_COLUMNS, read_columns
 from tasks.datasets.sources.verdicts import ANSWER
 
@@ -36,6 +37,12 @@ def kind_of(path: Path) -> str:
     packed = len(suffixes) > 1 and suffixes[-1] in OPENERS
     kind = suffixes[-2] if packed else suffixes[-1] if suffixes else ""
     return kind if kind in SUFFIXES and not (packed and kind == ".parquet") else ""
+
+
+def stem_of(path: Path) -> str:
+    """The name of a data file without what says how it is read."""
+    name = path.name[: -len(path.suffix)] if path.suffix.lower() in OPENERS else path.name
+    return name[: -len(kind_of(path))]
 
 
 def read_rows(path: Path, on_bad: Log = refuse) -> Iterator[tuple[int, Row]]:
@@ -69,10 +76,12 @@ def _read_json(path: Path, on_bad: Log) -> Iterator[tuple[int, Row]]:
     opener = OPENERS.get(path.suffix.lower(), open)
     try:
         with opener(path, "rb") as file:
-            first = next(filter(None, (line.strip(b"\xef\xbb\xbf \t\r\n") for line in file)), b"")
+            lines = filter(None, (line.strip(b"\xef\xbb\xbf \t\r\n") for line in file))
+            first, second = next(lines, b""), next(lines, b"")
     except (FileNotFoundError, IsADirectoryError):
-        first = b""
-    rows = _read_whole(path) if first == b"{" or first.startswith(b"[") else None
+        first = second = b""
+    alone = kind_of(path) == ".json" and first.startswith(b"{") and not second  # {"data": […]} in one line
+    rows = _read_whole(path) if first == b"{" or first.startswith(b"[") or alone else None
     yield from iter_jsonl(path, on_bad=on_bad, opener=opener) if rows is None else enumerate(rows, start=1)
 
 
@@ -164,18 +173,13 @@ def _read_table(path: Path, on_bad: Log) -> Iterator[tuple[int, Row]]:
         on_bad(f"{path}, line {line}: broken CSV ({error}); correct the row or remove it")
 
 
-def _objects(text: str) -> Any:
-    """A list of objects that a field holds as JSON; any other text as it is."""
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        return text
-
-
 def _typed(row: dict[str, str]) -> Row:
     row.pop("", None)  # the index that pandas writes
-    listed = {name: _objects(text) for name, text in row.items() if text.startswith("[{")}
     content = {name for name in row if name in CONTENT or ANSWER.fullmatch(name)}
-    typed: Row = {name: text for name, text in row.items() if name in content or (text and name not in LABEL_COLUMNS)}
-    label = {name: row[name].strip() for name in LABEL_COLUMNS if row.get(name, "").strip()}
-    return typed | listed | label | {name: TRUTH[label[name].casefold()] for name in FLAGS if name in label}
+    typed: Row = {
+        name: text if name in content else (loaded(text) if text.startswith("[{") else text or None)
+        for name, text in row.items()
+    }
+    label = {name: row[name].strip() or None for name in LABEL_COLUMNS if name in row}
+    flags = {name: TRUTH.get((label[name] or "").casefold()) for name in FLAGS if name in label}
+    return typed | label | flags

@@ -9,14 +9,14 @@ from rlhf_core.errors import UserError
 from tasks.datasets.jsonl import brief
 from tasks.datasets.problems import Log, Problems
 from tasks.datasets.sources.example import Example
-from tasks.datasets.sources.shapes import LABEL
+from tasks.datasets.sources.shapes import LABELS
 
 
 def rating_of(example: Example, column: str | None) -> float | None:
     """The rating of a demonstration in this column, or without one its label; None for other rows, and for a row
     without a rating. Text that spells a number, as in CSV files, and true and false are numbers. Raises UserError,
     naming file and row, for other values."""
-    if column is None or (column == LABEL and example.rating is not None):
+    if column is None or (column in LABELS and example.rating is not None):
         return example.rating
     value: Any = None if example.kind != "demonstration" else example.extra.get(column)
     if value is None:

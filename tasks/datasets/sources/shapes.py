@@ -1,8 +1,8 @@
 """The row shapes of preference data, read from their columns and normalised to `Example`. The table of the guide is
 made from `SHAPES`. A file has one shape, fixed by its first row."""
 
-import json
 import math
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -23,6 +23,7 @@ INPUTS = ("input", "context")
 RESPONSES = ("response", "completion", "output", "answer")
 TURNS = ("messages", "conversations", "conversation")
 RANKED = ("answers", "responses", "completions")
+LABELS = ("label", "kto_tag")
 TEXT, HISTORY, LABEL = "text", "history", "label"
 ENDED = ("chosen_ended", "rejected_ended")
 LABEL_COLUMNS = ("annotator", "time", "order", "tie", "task", *ENDED)
@@ -30,12 +31,20 @@ LABEL_COLUMNS = ("annotator", "time", "order", "tie", "task", *ENDED)
 whether neither is better, the task that it is a part of, and whether each answer ended."""
 CONTENT = frozenset((*PROMPTS, *SYSTEMS, *INPUTS, *RESPONSES, *TURNS, *RANKED, TEXT, HISTORY, "chosen", "rejected"))
 """Names that a reader takes for a prompt, its context or an answer."""
-REFERENCES = ("answer", "solution", "ground", "reference", "expected", "correct", "gold", "target")
-"""Beginnings of the names of what reward functions compare an answer with."""
-_ANSWER_WORDS = frozenset(
-    ("chosen", "rejected", "preferred", "dispreferred", "winner", "loser", "better", "worse", "best", "worst")
-)
-_CONTENT_WORDS = _ANSWER_WORDS | {"response", "completion", "answer", "reply", "output", "generation", "summary"}
+REFERENCES = ("solution", "ground", "reference", "expected", "correct", "gold", "target")
+"""Beginnings of the names of what reward functions compare an answer with; `answer` is another one."""
+CONTEXT_WORDS = frozenset((
+    "history", "previous", "turn", "system", "sys", "persona", "preamble", "passage", "document", "article",
+    "background", "knowledge", "reasoning", "thinking", "thought", "cot", "rationale", "trajectory", "scratchpad",
+))  # fmt: skip
+"""Words in names of columns that hold what was said before, or thoughts."""
+ANSWER_WORDS = frozenset((
+    "response", "completion", "answer", "reply", "output", "generation", "summary", "candidate", "attempt", "assistant",
+    "option", "story", "chosen", "rejected", "preferred", "dispreferred", "winner", "loser", "win", "lose", "better",
+    "worse", "positive", "negative", "good", "bad", "instance", "gpt",
+))  # fmt: skip
+VERDICT_WORDS = frozenset(("winner", "vote", "verdict", "preferred", "chosen", "rejected", *LABELS))
+"""Names of columns that say which answer is good."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,10 +111,11 @@ SHAPES = (
     PAIR, WHOLE_PAIR, TURNS_PAIR, VOTED, RANKING, DEMONSTRATION, RATED, ALPACA, CONVERSATION, PROMPT, WHOLE_TEXT,
 )  # fmt: skip
 EXPECTED = "prompt + chosen + rejected, prompt + response, messages, prompt + two answers + winner, prompt, or text"
-RENAME = "other names: `leash import --map prompt=COLUMN,response=COLUMN`"
+RENAME = "other names: `leash import --map prompt=COLUMN,response=COLUMN` (or chosen=, rejected=, winner=)"
+IGNORE = "`leash import --ignore NAME`"
 
 TRUTHS = dict.fromkeys(("true", "1", "1.0", "yes", "good", "desirable", "accepted"), 1.0) | dict.fromkeys(
-    ("false", "0", "0.0", "no", "bad", "undesirable", "rejected"), 0.0
+    ("false", "0", "0.0", "-1", "-1.0", "no", "bad", "undesirable", "rejected"), 0.0
 )
 """Values of `label` that say whether an answer is good."""
 SPEAKERS = ("user", "assistant")
@@ -153,17 +163,21 @@ def layout_of(columns: tuple[str, ...]) -> Layout:
         return next((name for name in names if name in found), "")
 
     prompt, turns, system = first(PROMPTS), first(TURNS), first(SYSTEMS)
-    if not prompt and {"input", "output"} <= found:
+    if not prompt and "input" in found and found & {"output", "chosen", "response"}:
         prompt = "input"
     answers = tuple(verdicts.answers_of(columns))
     one = found & {"chosen", "rejected"}
-    if one and not (answers and len(one) == 1):
+    response = first(RESPONSES if prompt != "prompt" else RESPONSES[:-1])
+    if answers and (len(one) == 2 or response or (turns and not answers[0].startswith(TURNS[-1]))):
+        other = ", ".join(sorted(one)) if len(one) == 2 else response or turns
+        raise ShapeError(f"{_names(answers)} and {other}: several answers in two ways; {IGNORE} leaves columns out")
+    if one and not answers:
         if len(one) == 1:
             missing = next(iter({"chosen", "rejected"} - one))
-            raise ShapeError(f"missing column {missing} (found: {_names(columns)})")
+            raise ShapeError(f"missing column {missing} (found: {_names(columns)}); {RENAME}")
         shape = PAIR if prompt else TURNS_PAIR if turns else WHOLE_PAIR
         layout = Layout(shape, prompt, turns=turns if shape is TURNS_PAIR else "")
-    elif turns:
+    elif turns and not answers:
         layout = Layout(CONVERSATION, turns=turns)
     elif not prompt and answers and answers[0].startswith(TURNS[-1]):
         layout = Layout(VOTED, answers=answers)
@@ -173,7 +187,7 @@ def layout_of(columns: tuple[str, ...]) -> Layout:
         layout = Layout(WHOLE_TEXT, prompt=TEXT)
     elif {"response", "completion"} <= found:
         raise ShapeError("both response and completion; keep one of them")
-    elif response := first(RESPONSES if prompt != "prompt" else RESPONSES[:-1]):
+    elif response:
         layout = Layout(DEMONSTRATION, prompt, response)
     elif answers:
         layout = Layout(VOTED, prompt, answers=answers)
@@ -186,8 +200,8 @@ def layout_of(columns: tuple[str, ...]) -> Layout:
         changes = {"system": system, "history": first([HISTORY])}
     if prompt == "instruction" and (inputs := first(INPUTS)):
         changes["input"] = inputs
-    if layout.shape in (DEMONSTRATION, CONVERSATION) and LABEL in found:
-        changes["label"] = LABEL
+    if layout.shape in (DEMONSTRATION, CONVERSATION):
+        changes["label"] = first(LABELS)
     layout = Layout(**(vars(layout) | changes))
     of_label = LABEL_COLUMNS if layout.is_pair else LABEL_COLUMNS[:1] if layout.shape is VOTED else ()
     known = {*layout.read, *of_label} - {layout.label}
@@ -196,14 +210,24 @@ def layout_of(columns: tuple[str, ...]) -> Layout:
 
 
 def _suspects(layout: Layout, further: Iterable[str]) -> tuple[str, ...]:
-    """Further columns that may carry content that the shape does not read."""
-    words = _CONTENT_WORDS if layout.shape in (PROMPT, WHOLE_TEXT) else frozenset() if layout.is_pair else _ANSWER_WORDS
+    """Further columns that may carry content that the shape does not read, by the words in their names."""
+    words = CONTEXT_WORDS if layout.is_pair or layout.shape in (VOTED, RANKING) else CONTEXT_WORDS | ANSWER_WORDS
+    if layout.shape is WHOLE_TEXT:
+        words = ANSWER_WORDS
     return tuple(
         name
         for name in further
-        if not name.startswith(REFERENCES)
-        and (name in CONTENT or name in dialogues.CARRIERS or words & set(name.lower().replace("-", "_").split("_")))
+        if name != "answer"
+        and not (name in LABELS and layout.shape is not PROMPT)
+        and not name.startswith(REFERENCES)
+        and (name in CONTENT or name in dialogues.CARRIERS or name in VERDICT_WORDS or words & _words(name))
     )
+
+
+def _words(name: str) -> set[str]:
+    """The words in the name of a column, without a plural."""
+    parts = re.findall(r"[a-z]+", f"{name} {re.sub('(?<=[a-z])(?=[A-Z])', '_', name)}".lower())
+    return {singular for part in parts for singular in (part, part.removesuffix("s"), part.removesuffix("ies") + "y")}
 
 
 def read_columns(types: Mapping[str, str]) -> list[str]:
@@ -254,30 +278,29 @@ def read_all(
     if not examples and problems.count == before:
         problems.add(f"{place}: no rows; fill the file or remove it")
     rated = [example for example in examples if example.rating is not None]
-    if rated and any(example.rating is None and LABEL in example.extra for example in examples):
+    if rated and any(e.rating is None and not {*LABELS}.isdisjoint(e.extra) for e in examples):
         for example in rated:  # one of many classes, and not good or bad
             example.rating = None
-    if repeated := _strip_repeated_prompts(examples):
-        log(f"{file}: all {repeated:,} answers begin with their prompt, which was removed from them")
+    repeated, answers = _strip_repeated_prompts(examples)
+    if repeated:
+        done = "which was removed from them" if repeated == answers else "which is kept, because the others do not"
+        log(f"{file}: {repeated:,} of {answers:,} answers begin with their prompt, {done}")
     return examples
 
 
-def _strip_repeated_prompts(examples: list[Example]) -> int:
-    """Remove the prompt from the head of all answers, if all have it there; the number of these answers."""
-    count = 0
+def _strip_repeated_prompts(examples: list[Example]) -> tuple[int, int]:
+    """How many answers begin with their prompt, of how many; if all do, it is removed from them."""
+    repeated, count = 0, sum(len(example.answers) for example in examples)
     for example in examples:
-        turns = example.prompt
-        head = turns[-1]["content"].strip() if turns and not example.is_text else ""
-        for answer in example.answers:
-            if not head or not answer.lstrip().startswith(head) or answer.strip() == head:
-                return 0
-            count += 1
-    for example in examples if count else ():
+        turns = example.prompt if example.answers else []
+        if turns and not example.is_text and len(head := turns[-1]["content"].strip()) > 5:
+            repeated += sum(text.lstrip().startswith(head) and text.strip() != head for text in example.answers)
+    for example in examples if repeated and repeated == count else ():
         length = len(example.prompt[-1]["content"].strip())
         for name in ("response", "chosen", "rejected"):
             if (answer := getattr(example, name)) is not None:
                 setattr(example, name, answer.lstrip()[length:].lstrip())
-    return count
+    return repeated, count
 
 
 def _examples(
@@ -295,7 +318,7 @@ def _examples(
         if layout.shape in (VOTED, RANKING):
             read = _voted(row, layout, verdict) if layout.shape is VOTED else _ranked(row, layout)
             for answers, tie in read:
-                _refuse_content(row, layout, answers)
+                _refuse_content(row, layout, answers, verdict)
                 yield example(answers, _problem(answers), tie=tie, annotator=_annotator_of(row))
             return
         answers = _answers(row, layout)
@@ -308,7 +331,7 @@ def _examples(
     if layout.is_pair:
         label = dict(zip(("annotator", "tie", "ended"), _label(row), strict=True))
     elif layout.label:
-        label = {"rating": _truth(row[layout.label])}
+        label = {"rating": _truth(row[layout.label], layout.label)}
     yield example(answers, _problem(answers), **label)
 
 
@@ -322,6 +345,8 @@ def _answers(row: Row, layout: Layout) -> Answers:
     if layout.shape is WHOLE_TEXT:
         if not isinstance(row[TEXT], str | None):
             raise ShapeError(f"{TEXT}: expected text, got {type(row[TEXT]).__name__}")
+        if dialogues.messages_in(row[TEXT] or "") is not None:
+            raise ShapeError(f"{TEXT}: is a conversation; `leash import --map messages={TEXT}` reads it")
         return [dialogues.message("user", row[TEXT] or "")], None, None, None
     whole = layout.shape in (WHOLE_PAIR, CONVERSATION)
     names = ("chosen", "rejected") if layout.is_pair else (layout.turns if whole else layout.response,)
@@ -351,13 +376,14 @@ def _in_context(row: Row, layout: Layout, prompt: Conversation) -> Conversation:
     if not (layout.input or layout.history or layout.system):
         return prompt
     if layout.input and (more := row[layout.input]):
-        if not isinstance(more, str):
-            raise ShapeError(f"{layout.input}: expected text, got {type(more).__name__}")
+        if not isinstance(more, str) or not prompt:
+            raise ShapeError(f"{layout.input}: expected text behind a prompt, got {type(more).__name__}")
         prompt = (
             [*prompt[:-1], dialogues.message("user", f"{prompt[-1]['content']}\n{more}")] if more.strip() else prompt
         )
     if layout.history and (history := row[HISTORY]):
-        prompt = _history(history) + prompt
+        earlier = _history(history)
+        prompt = prompt if prompt[: len(earlier)] == earlier else earlier + prompt
     if layout.system and (system := row[layout.system]):
         if not isinstance(system, str):
             raise ShapeError(f"{layout.system}: expected text, got {type(system).__name__}")
@@ -370,7 +396,7 @@ def _in_context(row: Row, layout: Layout, prompt: Conversation) -> Conversation:
 
 def _history(value: object) -> Conversation:
     """Earlier turns: a list of [question, answer], or messages; also as JSON text."""
-    value = _loaded(value)
+    value = dialogues.loaded(value)
     if isinstance(value, list) and all(isinstance(turn, dict) for turn in value):
         return _turns(value, HISTORY)
     if not isinstance(value, list) or not all(isinstance(turn, list) and len(turn) == 2 for turn in value):
@@ -391,7 +417,8 @@ def _voted(row: Row, layout: Layout, verdict: tuple[str, ...]) -> Iterator[tuple
 def _answer_in(row: Row, layout: Layout, name: str) -> tuple[Conversation, str]:
     """Prompt and answer. LMSYS writes both as JSON lists of texts, one for each turn, or as whole conversations."""
     if not layout.prompt:
-        return dialogues.split_reply(_turns(row[name], name))
+        head, reply = dialogues.split_reply(_turns(row[name], name))
+        return _in_context(row, layout, head), reply
     asked, said = (_texts(row[column]) for column in (layout.prompt, name))
     if asked is None or said is None:
         return _reply(row, layout, name, _in_context(row, layout, _turns(row[layout.prompt], layout.prompt)))
@@ -404,35 +431,30 @@ def _answer_in(row: Row, layout: Layout, name: str) -> tuple[Conversation, str]:
 
 def _texts(value: object) -> list[str] | None:
     """A list of texts, also as JSON text; None for anything else."""
-    value = _loaded(value)
+    value = dialogues.loaded(value)
     if not isinstance(value, list) or not value or not all(isinstance(text, str | None) for text in value):
         return None
     return [text or "" for text in value]
 
 
-def _loaded(value: object) -> object:
-    """The list that a text holds as JSON; anything else as it is."""
-    try:
-        return json.loads(value) if isinstance(value, str) and value.lstrip().startswith("[") else value
-    except (ValueError, RecursionError):
-        return value
-
-
 def _ranked(row: Row, layout: Layout) -> Iterator[tuple[Answers, bool]]:
     """Every two of the ranked answers, the better one first."""
-    name, items = layout.answers[0], row[layout.answers[0]]
+    name = layout.answers[0]
+    items = dialogues.loaded(row[name])
     if not isinstance(items, list) or not all(isinstance(item, dict) for item in items):
         raise ShapeError(f"{name}: has several answers and no verdict; expected objects with a text and a rank")
     texts, ranks = [], []
     for number, item in enumerate(items, start=1):
         text = next((item[key] for key in (*RESPONSES, TEXT, "content") if isinstance(item.get(key), str)), None)
         rank = item.get("rank")
-        if text is None or isinstance(rank, bool) or not isinstance(rank, int | float):
+        if text is None or isinstance(rank, bool) or not isinstance(rank, int | float) or math.isnan(rank):
             raise ShapeError(
                 f"{name}: answer {number} has {'no text' if text is None else 'no rank'} ({brief_names(item)})"
             )
         texts.append(text)
         ranks.append(rank)
+    if len(texts) < 2:
+        raise BrokenConversation(f"{name} has {len(texts)} answers, nothing to compare")
     prompt = _in_context(row, layout, _turns(row[layout.prompt], layout.prompt))
     strip = dialogues.is_transcript(row[layout.prompt])
     for best, worst, tie in verdicts.pairs_of(texts, ranks):
@@ -440,7 +462,7 @@ def _ranked(row: Row, layout: Layout) -> Iterator[tuple[Answers, bool]]:
         yield (prompt, None, *answers), tie
 
 
-def _refuse_content(row: Row, layout: Layout, answers: Answers) -> None:
+def _refuse_content(row: Row, layout: Layout, answers: Answers, verdict: tuple[str, ...] = ()) -> None:
     """Raise ShapeError for a text that a chat template was applied to, and for a further column whose name and value
     are those of content, unless what it says was read."""
     prompt, *texts = answers
@@ -450,21 +472,27 @@ def _refuse_content(row: Row, layout: Layout, answers: Answers) -> None:
         refuse_applied(text or "", name)
     for name in layout.suspects:
         value = row.get(name)
-        if not value or not (name in CONTENT or name in dialogues.CARRIERS or carries(value)):
+        if value is None or value == "" or value == [] or name in verdict or (layout.is_pair and name in VERDICT_WORDS):
             continue
-        read = [*(turn["content"] for turn in answers[0]), *(text for text in answers[1:] if text)]
-        if name == TEXT:  # it repeats the columns around other words
-            read = [text for column in layout.read for text in _leaves(row[column])]
-        if not _is_read(value, name, read):
+        said = [*(turn["content"] for turn in prompt), *(text for text in texts if text)]
+        if name in VERDICT_WORDS:
+            said = []
+        elif name in (*INPUTS, HISTORY, *TURNS):
+            said = [turn["content"] for turn in prompt]
+        elif name == TEXT and layout.shape is not PROMPT:  # it repeats the columns around other words
+            if all(text.strip() in str(value) for column in layout.read for text in _leaves(row[column])):
+                continue
+        elif not (name in CONTENT or name in dialogues.CARRIERS or carries(value)):
+            continue
+        if not _is_read(value, name, said):
             raise ShapeError(
-                f"has {_names(layout.read)} and {name}, which is not read beside them; `leash import --map NEW={name}` "
-                f"gives it another name, --ignore {name} leaves it out"
+                f"has {_names(layout.read)} and {name}, which is not read beside them; {IGNORE.replace('NAME', name)} "
+                f"leaves it out, --map gives it the name of what it is (such as response={name}), or any other name"
             )
 
 
 def _is_read(value: object, name: str, read: list[str]) -> bool:
-    """Whether all texts in a value are among the texts that were read; of a conversation, the user's texts. The column
-    `text` may also contain all that was read."""
+    """Whether all texts in a value are among the texts that were read; of a conversation, the user's texts."""
     if name in TURNS:
         try:
             said = [turn["content"] for turn in dialogues.parse_conversation(value) if turn["role"] != "assistant"]
@@ -472,10 +500,7 @@ def _is_read(value: object, name: str, read: list[str]) -> bool:
             return False
     else:
         said = list(_leaves(value))
-    return all(
-        any(text.strip() in other for other in read) or (name == TEXT and all(other.strip() in text for other in read))
-        for text in said
-    )
+    return all(any(text.strip() in other for other in read) for text in said)
 
 
 def _leaves(value: object) -> Iterator[str]:
@@ -511,6 +536,7 @@ def _label(row: Row) -> tuple[str | None, bool, tuple[bool, bool] | None]:
     """The annotator of a pair, whether it is a tie, and whether chosen and rejected ended (None: not known). Raises
     ShapeError for a column of another type."""
     annotator, tie = row.get("annotator"), row.get("tie")
+    annotator = str(annotator) if type(annotator) is int else annotator
     if annotator is not None and not (isinstance(annotator, str) and annotator.strip() and annotator.isprintable()):
         raise ShapeError(f"annotator: expected a name, got {brief(annotator)}")
     for name in ("tie", *ENDED):
@@ -538,9 +564,16 @@ def _annotator_of(row: Row) -> str | None:
     return None if value is None or not str(value).strip() else str(value).strip()
 
 
-def _truth(value: object) -> float | None:
-    """A label that is true or false as 1 or 0; None for any other value, which is a further column."""
-    return TRUTHS.get(str(value).strip().casefold())
+def _truth(value: object, name: str) -> float | None:
+    """A label that is true or false as 1 or 0; None for null, and for another number, which is a further column. Raises
+    ShapeError for any other value."""
+    found = TRUTHS.get(str(value).strip().casefold())
+    if found is None and value is not None and not verdicts.is_number(value):
+        raise ShapeError(
+            f"{name}: {brief(value)} does not say whether the answer is good; expected true or false, or a number; "
+            f"`leash import --map class={name}` makes it another column, --ignore {name} leaves it out"
+        )
+    return found
 
 
 def _further(row: Row, names: Iterable[str]) -> dict[str, Any]:

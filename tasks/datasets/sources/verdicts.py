@@ -1,14 +1,13 @@
 """Two or more answers to one prompt, and what says which is better: the name, side, letter or number of an answer, a
 signed strength, flags for each, or ranks."""
 
-import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import combinations
 from typing import Any
 
 from tasks.datasets.jsonl import Row, brief, brief_names
-from tasks.datasets.sources.dialogues import ShapeError
+from tasks.datasets.sources.dialogues import ShapeError, loaded
 
 TEXT = "answer|response|completion|reply|output|generation|summary|text|conversation|candidate|human_ref"
 ANSWER = re.compile(rf"({TEXT})(?:[ _-]|(?=[0-9]))([0-9]+|[a-z])", re.I)
@@ -22,7 +21,7 @@ STRENGTH = "preference_strength"
 FLAGS = "winner_"
 """LMSYS: winner_model_a, winner_model_b, winner_tie, one of them true."""
 VERDICTS = ("better_response_id", STRENGTH, "winner", "chosen", "preferred", "preference", "better", "best", "choice")
-"""Columns that are taken for the verdict before others, in this order."""
+"""Columns that are taken for the verdict before others."""
 _VERDICT_WORDS = frozenset(
     {"winner", "better", "best", "preferred", "preference", "choice", "chosen", "vote", "verdict"}
 )
@@ -85,10 +84,10 @@ def verdict_columns(columns: Sequence[str], row: Row, answers: Sequence[str]) ->
     if len(flags) > 1:
         return flags
     further = [name for name in columns if name not in answers]
-    if known := [name for name in VERDICTS if name in further]:
-        return (known[0],)
-    named = [name for name in further if _VERDICT_WORDS & set(re.split(r"[\W_]+", name.lower()))]
-    named = named or [name for name in further if not _is_number(row[name]) and _ranks(row[name], name, answers)]
+    named = [name for name in VERDICTS if name in further] or [
+        name for name in further if _VERDICT_WORDS & set(re.split(r"[\W_]+", name.lower()))
+    ]
+    named = named or [name for name in further if _names_one(row[name], answers)]
     if len(named) != 1:
         found = f"several columns that may say it ({brief_names(named)})" if named else "no verdict that is understood"
         raise ShapeError(
@@ -96,6 +95,15 @@ def verdict_columns(columns: Sequence[str], row: Row, answers: Sequence[str]) ->
             "side of the better answer or tie, says which is better: `leash import --map winner=COLUMN`"
         )
     return (named[0],)
+
+
+def _names_one(value: object, answers: Sequence[str]) -> bool:
+    """Whether a value can only be a vote: the whole name of an answer, a side, or what Label Studio writes."""
+    text = str(value).strip().casefold()
+    return (
+        text in ("left", "right", *(name.casefold() for name in answers))
+        or re.search(r"['\"]selected['\"]", text) is not None
+    )
 
 
 def read_verdict(row: Row, columns: Sequence[str], answers: Sequence[str]) -> list[int]:
@@ -119,17 +127,13 @@ def read_verdict(row: Row, columns: Sequence[str], answers: Sequence[str]) -> li
 
 
 def _ranks(value: Any, column: str, answers: Sequence[str]) -> list[int] | None:
-    if isinstance(value, str) and value.strip()[:1] in ("[", "{"):  # Label Studio's CSV: [{"selected": "left"}]
-        try:
-            value = json.loads(value)
-        except ValueError:
-            return None
+    value = loaded(value)  # Label Studio's CSV: [{"selected": "left"}]
     if isinstance(value, list) and len(value) == 1:
         value = value[0]
     if isinstance(value, Mapping):
         value = value.get("selected", value.get("choices"))
         value = value[0] if isinstance(value, list) and len(value) == 1 else value
-    if _is_number(value):
+    if is_number(value):
         if column == STRENGTH:
             strength = float(value)
             return [int(strength > 0), int(strength < 0)]
@@ -137,8 +141,9 @@ def _ranks(value: Any, column: str, answers: Sequence[str]) -> list[int] | None:
     return ranks_of(value, answers) if isinstance(value, str) else None
 
 
-def _is_number(value: object) -> bool:
+def is_number(value: object) -> bool:
+    """Whether a value is a number, also as text, and not NaN."""
     try:
         return isinstance(value, int | float | str) and not isinstance(value, bool) and float(value) == float(value)
-    except ValueError:
+    except (ValueError, OverflowError):
         return False

@@ -3,6 +3,7 @@ goes through `leash import` and the work of the stage `ingest`, as JSON lines an
 file."""
 
 import csv
+import datetime
 import json
 import re
 import runpy
@@ -186,6 +187,29 @@ READ = {
         | {"rejected": [user(asked(t)), said(bad(t))], "messages": [user(asked(t)), said(good(t))]}, nothing, PAIR,
     ),
     "input and output": (lambda t: {"input": asked(t), "output": good(t)}, nothing, GOOD),
+    "system beside conversations with a vote": (
+        lambda t: {"system": "Be brief.", "winner": "model_a", "conversation_a": [user(asked(t)), said(good(t))]}
+        | {"conversation_b": [user(asked(t)), said(bad(t))]}, brief, PAIR,
+    ),
+    "LMSYS arena 33k": (
+        lambda t: {"model_a": "m", "model_b": "n", "winner": "model_b", "tstamp": 1.0}
+        | {"conversation_a": [user(asked(t)), said(bad(t))], "conversation_b": [user(asked(t)), said(good(t))]},
+        nothing, PAIR,
+    ),
+    "lists of one text": (
+        lambda t: {"prompt": json.dumps([asked(t)]), "chosen": json.dumps([good(t)]), "rejected": json.dumps([bad(t)])},
+        nothing, PAIR,
+    ),
+    "history that the conversation has": (
+        lambda t: {"history": [[f"Hello {t}.", "Good morning."]], "prompt": [*earlier(t), user(asked(t))]}
+        | {"response": good(t)},
+        earlier, GOOD,
+    ),
+    "distilabel-orca": (lambda t: {"input": asked(t), "chosen": good(t), "rejected": bad(t)}, nothing, PAIR),
+    "an answer that is JSON": (
+        lambda t: {"prompt": asked(t), "completion": good(t), "tags": '[{"name": "x"}]', "subset": "a b"},
+        nothing, GOOD,
+    ),
     "content in parts": (
         lambda t: {"messages": [{"role": "user", "content": [{"type": "text", "text": asked(t)}]}, said(good(t))]},
         nothing, GOOD,
@@ -249,19 +273,19 @@ REFUSED = {
     ),
     "ChatML in the prompt": (
         lambda t: {"prompt": f"<|im_start|>user\n{asked(t)}<|im_end|>\n<|im_start|>assistant\n", "response": good(t)},
-        "row 1: prompt: has the control tokens of a chat template (ChatML) as text",
+        "row 1: prompt: a chat template is already applied to the text (ChatML)",
     ),
     "ChatML's end in the answer": (
         lambda t: {"prompt": asked(t), "chosen": f"{good(t)}<|im_end|>\n", "rejected": f"{bad(t)}<|im_end|>\n"},
-        "row 1: chosen: has the control tokens of a chat template (ChatML)",
+        "row 1: chosen: a chat template is already applied to the text (<|im_end|>)",
     ),
     "Llama 2 in a text": (
         lambda t: {"text": f"<s>[INST] {asked(t)} [/INST] {good(t)} </s>"},
-        "row 1: text: has the control tokens of a chat template (Llama 2 or Mistral)",
+        "row 1: text: a chat template is already applied to the text (Llama 2 or Mistral)",
     ),
     "Gemma": (
         lambda t: {"prompt": f"<start_of_turn>user\n{asked(t)}<end_of_turn>\n<start_of_turn>model\n", "response":
-        good(t)}, "row 1: prompt: has the control tokens of a chat template (Gemma)",
+        good(t)}, "row 1: prompt: a chat template is already applied to the text (Gemma)",
     ),
     "a wrong role": (
         lambda t: {"prompt": [user(asked(t))], "chosen": [said(good(t))], "rejected": [user(bad(t))]},
@@ -291,7 +315,69 @@ REFUSED = {
     ),
     "ChatML in a message": (
         lambda t: {"messages": [user(f"<|im_start|>user\n{asked(t)}<|im_end|>"), said(good(t))]},
-        "row 1: messages: has the control tokens of a chat template (ChatML)",
+        "row 1: messages: a chat template is already applied to the text (ChatML)",
+    ),
+    "two votes": (
+        lambda t: {"prompt": asked(t), "response_a": good(t), "response_b": bad(t), "winner": "a"}
+        | {"preference_strength": 3},
+        "row 1: has two answers (response_a, response_b) and several columns that may say it",
+    ),
+    "a category that is a letter": (
+        lambda t: {"prompt": asked(t), "response_a": good(t), "response_b": bad(t), "category": "a"},
+        "row 1: has two answers (response_a, response_b) and no verdict that is understood",
+    ),
+    "a vote beside another answer": (
+        lambda t: {"prompt": asked(t), "response": good(t), "response_a": good(t), "response_b": bad(t), "winner": "a"},
+        "row 1: response_a, response_b and response: several answers in two ways",
+    ),
+    "options with a vote": (
+        lambda t: {"prompt": asked(t), "option_a": good(t), "option_b": bad(t), "winner": "a"},
+        "row 1: has prompt and option_a, which is not read beside them",
+    ),
+    "a second answer": (
+        lambda t: {"prompt": asked(t), "response": good(t), "negative_response": bad(t)},
+        "row 1: has prompt, response and negative_response, which is not read",
+    ),
+    "the answer inside another text": (
+        lambda t: {"question": asked(t), "text": f"{asked(t)} {good(t)}"},
+        "row 1: has question and text, which is not read",
+    ),
+    "earlier turns under another name": (
+        lambda t: {"prompt": asked(t), "chosen": good(t), "rejected": bad(t), "chat_history": [["Hello.", "Yes."]]},
+        "row 1: has prompt, chosen, rejected and chat_history, which is not read",
+    ),
+    "a persona": (
+        lambda t: {"prompt": asked(t), "response": good(t), "persona": "You are a pirate."},
+        "row 1: has prompt, response and persona, which is not read",
+    ),
+    "thoughts in a column": (
+        lambda t: {"prompt": asked(t), "response": good(t), "Complex_CoT": "First I think."},
+        "row 1: has prompt, response and Complex_CoT, which is not read",
+    ),
+    "an input that the answer repeats": (
+        lambda t: {"prompt": "Name it.", "input": t, "response": f"It is {t}."},
+        "row 1: has prompt, response and input, which is not read",
+    ),
+    "a label that is a word": (
+        lambda t: {"prompt": asked(t), "completion": good(t), "label": "harmful"},
+        "row 1: label: 'harmful' does not say whether the answer is good",
+    ),
+    "DeepSeek behind a system text": (
+        lambda t: {"prompt": f"Be kind.<｜User｜>{asked(t)}<｜Assistant｜>", "chosen": good(t), "rejected": bad(t)},
+        "row 1: prompt: a chat template is already applied to the text (DeepSeek)",
+    ),
+    "a transcript in other words": (
+        lambda t: {"prompt": f"Human: {asked(t)}\n\nAssistant:", "chosen": good(t), "rejected": bad(t)},
+        "row 1: prompt: a chat template is already applied to the text (Human and Assistant)",
+    ),
+    "an answer that runs on": (
+        lambda t: {"prompt": asked(t)}
+        | {"response": f"{good(t)}<|im_end|>\n<|im_start|>user\nMore?<|im_end|>\n<|im_start|>x"},
+        "row 1: response: a chat template is already applied to the text (ChatML)",
+    ),
+    "ranks that are missing": (
+        lambda t: {"prompt": asked(t), "answers": [{"answer": good(t), "rank": 1.0}, {"answer": bad(t), "rank": None}]},
+        "row 1: answers: answer 2 has no rank",
     ),
     "unknown columns": (
         lambda t: {"frage": asked(t), "antwort": good(t)},
@@ -396,6 +482,8 @@ def stars(topic):
             ], {}, 0.5,
         ),
         (lambda t: [row | {"label": "good" if row["label"] else "bad"} for row in kto(t)], {}, 0.5),
+        (lambda t: [row | {"label": 1 if row["label"] else -1} for row in kto(t)], {}, 0.5),
+        (lambda t: [{"kto_tag" if k == "label" else k: v for k, v in row.items()} for row in kto(t)], {}, 0.5),
         (stars, {"rating_column": "stars"}, 3.5),
         (stars, {"rating_column": "stars", "sft_rating_above": 4}, 4),
     ],
@@ -499,7 +587,7 @@ def test_spellings_of_one_prompt_are_one_prompt(place, params):
          Rewriting(parse_template=True), (user(asked("tea")), good)),
         ([{"prompt": f"<bos><start_of_turn>user\n{asked('tea')}<end_of_turn>\n<start_of_turn>model\n", "response":
          good("tea")}], Rewriting(parse_template=True), (user(asked("tea")), good)),
-        ([{"text": f"<|user|>\n{asked('tea')}<|end|>\n<|assistant|>\n{good('tea')}<|end|>\n"}],
+        ([{"text": f"<|user|>\n{asked('tea')}<|end|>\n<|assistant|>\n{good('tea')}<|end|>\n<|endoftext|>"}],
          Rewriting(parse_template=True), (user(asked("tea")), good)),
     ],
 )  # fmt: skip
@@ -510,6 +598,72 @@ def test_rows_are_changed_on_the_way(place, tmp_path, rows, rewriting, found):
     turn, *answers = found
     assert (example.prompt, example.answers) == ([turn], [answer("tea") for answer in answers])
     assert "note" not in example.extra
+
+
+def test_values_that_json_cannot_hold_are_rewritten_too(place, tmp_path):
+    row = {"q": "Tea?", "response": "Yes.", "score": float("nan"), "day": datetime.date(2026, 1, 2)}
+    pandas.DataFrame([row]).to_parquet(tmp_path / "v1.2.parquet")
+    target, _ = import_data(tmp_path / "v1.2.parquet", place, rewriting=Rewriting(renamed(["prompt=q"])))
+    assert target.name == "v1.2.jsonl"
+    assert read_jsonl(target) == [{"prompt": "Tea?", "response": "Yes.", "score": None, "day": "2026-01-02"}]
+    (tmp_path / "half.jsonl").write_text('{"q": "x\\ud83d", "response": "y"}\n')
+    with pytest.raises(UserError, match=r"half\.jsonl, row 1: a text that UTF-8 cannot hold"):
+        import_data(tmp_path / "half.jsonl", place, rewriting=Rewriting(renamed(["prompt=q"])))
+
+
+def test_renaming_leaves_other_files_alone(place, tmp_path):
+    write_jsonl(tmp_path / "set/a.jsonl", [{"prompt": "Tea?", "persona": "A pirate.", "response": "Arr."}])
+    write_jsonl(tmp_path / "set/b.jsonl", [{"prompt": "Rum?", "system": "A lawyer.", "response": "No."}])
+    _, examples = import_data(tmp_path / "set", place, rewriting=Rewriting(renamed(["system=persona"])))
+    assert [example.prompt[0] for example in examples] == [system("A pirate."), system("A lawyer.")]
+
+
+def test_what_a_reader_must_know_is_said(place, tmp_path, capsys):
+    rows = [
+        {"prompt": asked(t), "chosen": f"{asked(t) * (n % 2)} {good(t)}", "rejected": bad(t)}
+        | {"split": ("train", "test")[n % 2]}
+        for n, t in enumerate(TOPICS)
+    ]
+    write_jsonl(tmp_path / "train.jsonl", rows)
+    import_data(tmp_path / "train.jsonl", place)
+    printed = capsys.readouterr().out
+    assert "10 of 40 answers begin with their prompt, which is kept" in printed
+    assert "all rows train, also those with another split" in printed
+
+
+def test_one_thought_is_written_once_and_for_the_assistant(place, tmp_path):
+    parts = [{"type": "text", "text": "Yes."}]
+    rows = [
+        {"messages": [user("Tea?") | {"reasoning": "x"}, {"role": "assistant", "content": parts, "reasoning": "So."}]},
+        {"messages": [user("Rum?"), said("No.", reasoning="So.", reasoning_content="So.")]},
+        {"messages": [user("Rye?"), said("<think>So.</think>Oh.", reasoning="So.")]},
+    ]
+    write_jsonl(tmp_path / "train.jsonl", rows)
+    _, examples = import_data(tmp_path / "train.jsonl", place, rewriting=Rewriting(think=True))
+    said_ = [example.response for example in examples]
+    assert said_ == ["<think>\nSo.\n</think>\n\nYes.", "<think>\nSo.\n</think>\n\nNo.", "<think>So.</think>Oh."]
+    assert examples[0].prompt == [user("Tea?")]
+
+
+def test_what_is_left_out_must_be_there(place, tmp_path):
+    write_jsonl(tmp_path / "train.jsonl", [{"prompt": "x"}])
+    with pytest.raises(UserError, match=r"no column or key tools \(found: prompt\)"):
+        import_data(tmp_path / "train.jsonl", place, rewriting=Rewriting(ignored=frozenset({"tools"})))
+
+
+def test_openassistant_in_a_table(place, tmp_path):
+    rows = [
+        row
+        for n, t in enumerate(TOPICS)
+        for row in (
+            {"message_id": f"p{n}", "parent_id": None, "role": "prompter", "text": asked(t), "rank": None},
+            {"message_id": f"a{n}", "parent_id": f"p{n}", "role": "assistant", "text": bad(t), "rank": 1.0},
+            {"message_id": f"b{n}", "parent_id": f"p{n}", "role": "assistant", "text": good(t), "rank": 0.0},
+        )
+    ]
+    write(tmp_path / "oasst.csv", rows)
+    _, examples = import_data(tmp_path / "oasst.csv", place)
+    assert [example.answers for example in examples] == [[good(t), bad(t)] for t in TOPICS]
 
 
 def test_llama_2_has_its_system_message_in_the_first_turn(place, tmp_path):
@@ -529,7 +683,7 @@ def test_columns_that_cannot_be_renamed(place, tmp_path):
         with pytest.raises(UserError, match="expected NEW=OLD"):
             renamed(wrong)
     write_jsonl(tmp_path / "train.jsonl", [{"prompt": "x"}])
-    with pytest.raises(UserError, match=r"train\.jsonl: no column body to rename \(found: prompt\)"):
+    with pytest.raises(UserError, match=r"train\.jsonl: no column or key body \(found: prompt\)"):
         import_data(tmp_path / "train.jsonl", place, rewriting=Rewriting(renamed(["prompt=body"])))
 
 

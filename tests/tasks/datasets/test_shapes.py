@@ -138,7 +138,7 @@ def test_a_pair_says_which_answers_ended(examples):
     ("changes", "says"),
     [
         ({"rejected_ended": 0}, "rejected_ended: expected true or false, got 0"),
-        ({"annotator": 7}, "annotator: expected a name, got 7"),
+        ({"annotator": 7.5}, "annotator: expected a name, got 7.5"),
         ({"annotator": " "}, "annotator: expected a name, got ' '"),
         ({"annotator": "anna\n"}, "annotator: expected a name, got 'anna\\n'"),
         ({"annotator": "\ud83d"}, "annotator: expected a name, got '\\ud83d'"),
