@@ -122,9 +122,9 @@ def import_(
 ) -> None:
     """Copy data files into data/raw/ and track them with DVC; print what was found in them."""
     root = find_root()
-    from flows.commands.trial import require_room, write_trial
-    from tasks.datasets.importer import import_data
-    from tasks.datasets.rewriting import Rewriting, renamed
+    from flows.commands.imports.importer import import_data
+    from flows.commands.imports.rewriting import Rewriting, renamed
+    from flows.commands.imports.trial import require_room, write_trial
 
     if quick:
         require_room(root)

@@ -38,7 +38,7 @@ def close(root: Path) -> str:
     Raises UserError where a stage is not up to date, where the checkout has changes without a commit, or while another
     run works here.
     """
-    from tasks.datasets.importer import dvc_add
+    from flows.commands.imports.importer import dvc_add
     from tasks.stage import rounds
 
     with driver.exclusive(root) as project:

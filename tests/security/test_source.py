@@ -21,7 +21,7 @@ FORBIDDEN_CALLS = {
 EXCEPTIONS: dict[tuple[str, str], str] = {
     ("rlhf_core/ppo/vllm_engine.py", "pickle"): "writes handles of GPU memory for a server of its own; reads no pickle",
     (
-        "flows/commands/trial.py",
+        "flows/commands/imports/trial.py",
         "YAML that is not safe",
     ): "reads the project's own example for the places of its "
     "values; the round-trip loader makes no objects of other classes",

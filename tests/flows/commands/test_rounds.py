@@ -9,11 +9,11 @@ import pytest
 
 from flows import workspace
 from flows.commands import rounds as command
+from flows.commands.imports import importer
 from flows.commands.lineage import show
 from flows.commands.verify.verify import Report, verify_round
 from flows.workspace import Workspace
 from rlhf_core.errors import UserError
-from tasks.datasets import importer
 from tasks.params.loader import read_yaml
 from tasks.records.lineage import Node, lineage
 from tasks.stage.definition import pipeline_identity

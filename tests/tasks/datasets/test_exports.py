@@ -7,9 +7,9 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
+from flows.commands.imports import importer
+from flows.commands.imports.importer import import_data
 from rlhf_core.errors import UserError
-from tasks.datasets import importer
-from tasks.datasets.importer import import_data
 from tasks.datasets.jsonl import write_jsonl
 from tasks.datasets.problems import Problems
 from tasks.datasets.sources.exports import unpack

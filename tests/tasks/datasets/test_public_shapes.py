@@ -13,12 +13,12 @@ import numpy
 import pandas
 import pytest
 
+from flows.commands.imports import importer
+from flows.commands.imports.importer import import_data
+from flows.commands.imports.rewriting import Rewriting, renamed
 from rlhf_core.errors import UserError
-from tasks.datasets import importer
-from tasks.datasets.importer import import_data
 from tasks.datasets.jsonl import read_jsonl, write_jsonl
 from tasks.datasets.prepare import prepare
-from tasks.datasets.rewriting import Rewriting, renamed
 from tasks.datasets.sources import files
 from tasks.datasets.sources.datasets import assemble, divide
 from tasks.datasets.sources.shapes import SHAPES

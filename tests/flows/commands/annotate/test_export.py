@@ -13,8 +13,8 @@ from flows.commands.annotate.export import export
 from flows.commands.annotate.statistics import render, statistics
 from flows.commands.annotate.store import Action, Store
 from flows.commands.annotate.tasks import Task, shown_order
+from flows.commands.imports import importer
 from rlhf_core.errors import UserError
-from tasks.datasets import importer
 from tests.flows.commands.annotate.conftest import task
 
 Make = Callable[..., Store]

@@ -15,12 +15,13 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
+from flows.commands.imports.rewriting import Rewriting
+from flows.commands.imports.summary import summary
 from rlhf_core.errors import UserError
 from rlhf_core.files import remove
 from tasks.datasets.jsonl import brief_names, write_jsonl
 from tasks.datasets.prepare import arrange, render, use_table
 from tasks.datasets.problems import Log
-from tasks.datasets.rewriting import Rewriting
 from tasks.datasets.sources import cleaning
 from tasks.datasets.sources.datasets import divide
 from tasks.datasets.sources.example import RAW, Example
@@ -29,7 +30,6 @@ from tasks.datasets.sources.files import data_files, read_files
 from tasks.datasets.sources.formats import read_rows, stem_of
 from tasks.datasets.sources.shapes import VOTED, layout_of
 from tasks.datasets.sources.verdicts import verdict_columns
-from tasks.datasets.summary import summary
 from tasks.params.all import Params
 from tasks.params.ingest import FilesParams, IngestParams, SplitParams
 from tasks.params.loader import PARAMS_FILE, parse, read_yaml

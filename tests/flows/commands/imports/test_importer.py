@@ -6,9 +6,9 @@ import sys
 
 import pytest
 
+from flows.commands.imports import importer
+from flows.commands.imports.importer import import_data
 from rlhf_core.errors import UserError
-from tasks.datasets import importer
-from tasks.datasets.importer import import_data
 from tasks.datasets.jsonl import write_jsonl
 
 ROWS = [{"prompt": f"question {i}", "response": "a"} for i in range(20)]

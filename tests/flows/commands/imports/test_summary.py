@@ -2,10 +2,7 @@
 
 import pytest
 
-from rlhf_core.data.tokenizer import train_bpe
-from rlhf_core.errors import UserError
-from tasks.datasets.sources.example import Example
-from tasks.datasets.summary import (
+from flows.commands.imports.summary import (
     agreement,
     as_read,
     contradictions,
@@ -14,6 +11,9 @@ from tasks.datasets.summary import (
     near_duplicates,
     summary,
 )
+from rlhf_core.data.tokenizer import train_bpe
+from rlhf_core.errors import UserError
+from tasks.datasets.sources.example import Example
 
 LONG = "please tell me how to keep a pot of rice warm for two hours without a cooker at home"
 """A prompt of 18 words, 18 sequences."""
@@ -59,7 +59,7 @@ def test_lengths_in_tokens_have_the_roles_and_the_end(tokenizer):
 
 
 def test_the_longest_answer_in_tokens_is_of_the_rows_that_are_encoded(tokenizer, monkeypatch):
-    monkeypatch.setattr("tasks.datasets.summary.ENCODED", 2)
+    monkeypatch.setattr("flows.commands.imports.summary.ENCODED", 2)
     rows = [demo("eat", "t" * n, row=n) for n in (1, 9, 2, 9)]
     *_, answers, note = lengths(rows, tokenizer)
     assert answers.split()[-1] == str(1 + len(tokenizer("tt", add_special_tokens=False)["input_ids"]))
@@ -131,7 +131,7 @@ def test_near_duplicates_are_named_with_the_earlier_prompt():
 
 
 def test_of_very_many_prompts_some_are_compared(monkeypatch):
-    monkeypatch.setattr("tasks.datasets.summary.COMPARED", 2)
+    monkeypatch.setattr("flows.commands.imports.summary.COMPARED", 2)
     rows = [demo(text, "a", row=row) for row, text in enumerate((LONG, "two", LONG + "!", "four"), start=1)]
     assert near_duplicates(rows) == ["near-duplicate prompts: 50.0% of 2 (a.jsonl row 3 is nearly a.jsonl row 1)"]
 

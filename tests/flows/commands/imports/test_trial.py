@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from flows.commands.trial import small_values, write_trial
+from flows.commands.imports.trial import small_values, write_trial
 from flows.text import dotted
 from rlhf_core.errors import UserError
 from tasks.datasets.sources.example import Example
 from tasks.params.all import Params
 from tasks.params.loader import parse, read_yaml
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[4]
 
 
 @pytest.fixture
