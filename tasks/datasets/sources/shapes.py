@@ -4,7 +4,7 @@ made from `SHAPES`. A file has one shape, fixed by its first row."""
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, NoReturn
 
@@ -118,6 +118,8 @@ TRUTHS = dict.fromkeys(("true", "1", "1.0", "yes", "good", "desirable", "accepte
     ("false", "0", "0.0", "-1", "-1.0", "no", "bad", "undesirable", "rejected"), 0.0
 )
 """Values of `label` that say whether an answer is good."""
+SAMPLED = 10_000
+"""Rows of a file after which no answer is expected to begin with its prompt, if none did."""
 SPEAKERS = ("user", "assistant")
 Answers = tuple[Conversation, str | None, str | None, str | None]
 """Prompt, response, chosen, rejected."""
@@ -138,7 +140,7 @@ class Layout:
     label: str = ""
     further: tuple[str, ...] = ()
     """All others: they are kept for reward functions."""
-    suspects: tuple[str, ...] = field(default=())
+    suspects: tuple[str, ...] = ()
     """Further columns with names of content, which each row must not have."""
 
     @property
@@ -202,11 +204,11 @@ def layout_of(columns: tuple[str, ...]) -> Layout:
         changes["input"] = inputs
     if layout.shape in (DEMONSTRATION, CONVERSATION):
         changes["label"] = first(LABELS)
-    layout = Layout(**(vars(layout) | changes))
+    layout = replace(layout, **changes)
     of_label = LABEL_COLUMNS if layout.is_pair else LABEL_COLUMNS[:1] if layout.shape is VOTED else ()
     known = {*layout.read, *of_label} - {layout.label}
     further = tuple(name for name in columns if name not in known)
-    return Layout(**(vars(layout) | {"further": further, "suspects": _suspects(layout, further)}))
+    return replace(layout, further=further, suspects=_suspects(layout, further))
 
 
 def _suspects(layout: Layout, further: Iterable[str]) -> tuple[str, ...]:
@@ -291,10 +293,12 @@ def read_all(
 def _strip_repeated_prompts(examples: list[Example]) -> tuple[int, int]:
     """How many answers begin with their prompt, of how many; if all do, it is removed from them."""
     repeated, count = 0, sum(len(example.answers) for example in examples)
-    for example in examples:
+    for number, example in enumerate(examples):
         turns = example.prompt if example.answers else []
         if turns and not example.is_text and len(head := turns[-1]["content"].strip()) > 5:
             repeated += sum(text.lstrip().startswith(head) and text.strip() != head for text in example.answers)
+        if number == SAMPLED and not repeated:
+            break
     for example in examples if repeated and repeated == count else ():
         length = len(example.prompt[-1]["content"].strip())
         for name in ("response", "chosen", "rejected"):
