@@ -92,7 +92,8 @@ def verdict_columns(columns: Sequence[str], row: Row, answers: Sequence[str]) ->
         found = f"several columns that may say it ({brief_names(named)})" if named else "no verdict that is understood"
         raise ShapeError(
             f"has two answers ({brief_names(answers)}) and {found}; a column such as winner, with the name, letter or "
-            "side of the better answer or tie, says which is better: `leash import --map winner=COLUMN`"
+            "side of the better answer or tie, says which is better: `leash import --map winner=COLUMN`; where it is "
+            f"always the same, --map chosen={answers[0]},rejected={answers[1]}"
         )
     return (named[0],)
 
