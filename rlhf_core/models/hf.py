@@ -3,7 +3,7 @@ one number a token instead of logits."""
 
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from transformers import (
 from rlhf_core import files
 from rlhf_core.config.base import ScratchConfig
 from rlhf_core.config.precision import Frozen
-from rlhf_core.data.tokenizer import eos_ids
+from rlhf_core.data.tokenizer import end_ids
 from rlhf_core.errors import UserError
 from rlhf_core.finite import require_finite
 from rlhf_core.loading import load_config, loading
@@ -404,13 +404,18 @@ def fit_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -
     with more embeddings than tokens keeps them."""
     if len(tokenizer) > model.get_input_embeddings().num_embeddings:
         model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
-    settings, eos = model.generation_config, int(tokenizer.eos_token_id)
-    control = tokenizer.added_tokens_decoder.keys()
-    others = {token for token in (*eos_ids(settings), *eos_ids(model.config)) if token in control} - {eos}
-    model.config.pad_token_id, model.config.eos_token_id = tokenizer.pad_token_id, eos
-    if settings is not None:  # a model of its own code may lack it
-        settings.pad_token_id = tokenizer.pad_token_id
-        settings.eos_token_id = [eos, *sorted(others)] if others else eos
+    ends = end_ids(tokenizer, model.generation_config, model.config)
+    model.config.pad_token_id, model.config.eos_token_id = tokenizer.pad_token_id, int(tokenizer.eos_token_id)
+    if model.generation_config is not None:  # a model of its own code may lack it
+        model.generation_config.pad_token_id = tokenizer.pad_token_id
+        write_ends(model, tokenizer, ends)
+
+
+def write_ends(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, ends: Collection[int]) -> None:
+    """Name the tokens that end answers in the model's generation_config, the tokenizer's eos first."""
+    eos = int(tokenizer.eos_token_id)
+    others = sorted(set(ends) - {eos})
+    model.generation_config.eos_token_id = [eos, *others] if others else eos
 
 
 def unique_weights(model: PreTrainedModel) -> dict[str, Tensor]:
