@@ -519,6 +519,30 @@ def test_rule_26_config_generation_config_and_tokenizer_name_one_end(
     assert stop_ids(tokenizer, load_causal_lm(tmp_path)) == {1, 3, 4}
 
 
+@pytest.mark.parametrize("named", [2, [2, 0, 4], 20])
+def test_rule_26_a_default_of_the_configuration_makes_no_bos_pad_or_text_an_end(
+    named: int | list[int], tmp_path: Path, build_lm: Build, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    """A folder without generation_config.json; what that file names counts, such as Qwen's pad token, which ends its
+    texts."""
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.bos_token = "<|system|>"
+    model = build_lm()
+    model.config.eos_token_id = named
+    save_checkpoint(tmp_path, model, tokenizer)
+    (tmp_path / "generation_config.json").unlink(missing_ok=True)
+    kept = {1, 4} if isinstance(named, list) else {1}
+    loaded = load_causal_lm(tmp_path)
+    assert stop_ids(tokenizer, loaded) == kept
+    fit_vocabulary(loaded, tokenizer)
+    assert stop_ids(tokenizer, loaded) == kept
+    assert loaded.generation_config.eos_token_id == ([1, 4] if len(kept) > 1 else 1)
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [4, 0]}')
+    loaded = load_causal_lm(tmp_path)
+    fit_vocabulary(loaded, tokenizer)
+    assert stop_ids(tokenizer, loaded) == kept | {0, 4}
+
+
 def load_saved(model: PreTrainedModel, folder: Path, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
     """The model as a later stage loads it."""
     save_checkpoint(folder, model, tokenizer)
