@@ -2,6 +2,7 @@
 allows it; both are refused in one line."""
 
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -42,6 +43,10 @@ def loading(path: str | Path) -> Iterator[None]:
             raise UserError(
                 f"{path}: no model.safetensors; pickled weights (pytorch_model.bin) are never loaded, because a pickle "
                 "can run any program: convert them to safetensors elsewhere, or choose a revision that has them"
+            ) from None
+        if isinstance(error, OSError) and (part := re.search(r"[^/\s'\"]+\.safetensors\b(?!\.index)", str(error))):
+            raise UserError(
+                f"{path}: {part[0]} is missing, which its index of weights names; copy or download the model again"
             ) from None
         raise
 

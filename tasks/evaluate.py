@@ -83,7 +83,7 @@ def evaluator_of(stage: Stage[EvaluateParams]) -> tuple[Evaluator, int]:
     sft = load_candidate(stage, "sft", stage.root / "models/sft")
     rows = evaluation_prompts(stage, params)
     judging = judging_scorer_of(
-        stage.root, sft.tokenizer, params.batch_size, ScalarModels(trusts(stage), stage.precision)
+        stage.root, sft.tokenizer, params.batch_size, ScalarModels(trusts(stage), stage.precision, log=stage.log)
     )
     of_data = judge_of(stage) if params.prompts == HELDOUT else None  # the demo's judge scores the demo's prompts only
     judge = function_judge_of(stage, rows) or of_data

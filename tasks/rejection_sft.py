@@ -34,7 +34,14 @@ def execute(stage: Stage[RejectionParams]) -> None:
     assert params.training is not None  # required by the parameters if enabled
     # Imported late: a stage that is switched off does not load torch.
     from rlhf_core.data.tokenizer import load_tokenizer, stop_ids
-    from rlhf_core.models.hf import context_length, default_device, load_causal_lm, save_checkpoint, trainable
+    from rlhf_core.models.hf import (
+        context_length,
+        default_device,
+        load_causal_lm,
+        save_checkpoint,
+        trainable,
+        write_ends,
+    )
     from rlhf_core.models.precision import body_precision
     from rlhf_core.sft import Demonstration, fine_tune
     from tasks.stage.long_rows import fitting, prompt_encoder
@@ -45,7 +52,9 @@ def execute(stage: Stage[RejectionParams]) -> None:
     run_ = training_run(stage, shown=["loss"])
     tokenizer = load_tokenizer(stage.root / SFT, trust_remote_code=trusts(stage))
     frozen, device = body_precision(stage.precision, params.training.lora), default_device()
-    model = load_causal_lm(stage.root / SFT, trust_remote_code=trusts(stage), frozen=frozen, device=device)
+    model = load_causal_lm(
+        stage.root / SFT, trust_remote_code=trusts(stage), frozen=frozen, device=device, log=stage.log
+    )
     limit = min(params.training.max_tokens, context_length(model))
     kept, too_long = fitting(
         stage, PROMPTS, stage.read(PROMPTS), prompt_encoder(tokenizer), limit, reserve=params.max_new_tokens
@@ -71,7 +80,7 @@ def execute(stage: Stage[RejectionParams]) -> None:
     )
 
     if params.stop_tokens:
-        model.generation_config.eos_token_id = sorted(stop_ids(tokenizer, model, params.stop_tokens))
+        write_ends(model, tokenizer, stop_ids(tokenizer, model, params.stop_tokens))
     save_checkpoint(stage.out("models/rejection_sft"), model.cpu(), tokenizer)
     stage.outputs.write_csv(PLOT, log_table(result.log, LOGGED))
     stage.outputs.write_jsonl(SAMPLES, sample_rows(kept, candidates, best, splits))

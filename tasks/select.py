@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from rlhf_core.config.ppo import PPOConfig
 from rlhf_core.data.tokenizer import stop_ids
 from rlhf_core.errors import UserError
-from rlhf_core.models.hf import copy_weights, default_device, load_causal_lm, place, save_checkpoint
+from rlhf_core.models.hf import copy_weights, default_device, load_causal_lm, place, save_checkpoint, write_ends
 from rlhf_core.models.interpolation import interpolate
 from rlhf_core.ppo import snapshots
 from tasks.datasets.jsonl import Row
@@ -125,7 +125,8 @@ def exact_start(stage: Stage[Any]) -> PreTrainedModel:
     adapters."""
     folder, frozen = stage.root / rounds.start_of(stage.root), snapshots.start_precision(stage.root / SNAPSHOTS)
     device = default_device() if frozen == "nf4" else None  # where PPO rounded it to 4 bits
-    return load_causal_lm(folder, trust_remote_code=trusts(stage), frozen=frozen, device=device).cpu()
+    trusted = trusts(stage)
+    return load_causal_lm(folder, trust_remote_code=trusted, frozen=frozen, device=device, log=stage.log).cpu()
 
 
 def interpolated(sft: CandidateModel, policy: CandidateModel, eta: float) -> CandidateModel:
@@ -219,10 +220,10 @@ def save_policy(stage: Stage[SelectParams], config: PPOConfig, sft: CandidateMod
     if chosen["eta"] < 1:
         below = sft.model
         if stage.precision != "float32":  # `sft` has rounded weights
-            below = place(load_causal_lm(stage.root / SFT, trust_remote_code=trusts(stage)))
+            below = place(load_causal_lm(stage.root / SFT, trust_remote_code=trusts(stage), log=stage.log))
         policy = interpolate(below, place(policy, below.device), chosen["eta"])
     if config.stop_tokens:
-        policy.generation_config.eos_token_id = sorted(stop_ids(sft.tokenizer, policy, config.stop_tokens))
+        write_ends(policy, sft.tokenizer, stop_ids(sft.tokenizer, policy, config.stop_tokens))
     save_checkpoint(stage.out("models/policy"), policy, sft.tokenizer)
 
 

@@ -23,6 +23,7 @@ def execute(stage: Stage[SFTConfig]) -> None:
     model = load_causal_lm(
         stage.root / "models/base",
         trust_remote_code=trusts(stage),
+        log=stage.log,
         **place_of(run_, stage.params.lora),
     )
 

@@ -3,7 +3,7 @@
 
 import json
 import re
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
@@ -30,6 +30,8 @@ PROBE: Conversation = [{"role": "user", "content": "Good morning."}]
 SYSTEM: Conversation = [{"role": "system", "content": "Be brief."}]
 ANSWER = "7306"
 """The answer in a probe; a number, which no template changes."""
+REPLY: Conversation = [{"role": "assistant", "content": ANSWER}]
+CONVERSATIONS: tuple[Conversation, ...] = ([*PROBE, *REPLY], [*SYSTEM, *PROBE, *REPLY])
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ '<|' + message['role'] + '|>' + message['content'] + eos_token }}{% endfor %}"
@@ -57,6 +59,10 @@ TEXT_TEMPLATES = (TEXT_TEMPLATE, "{{ bos_token }}" + TEXT_TEMPLATE)
 
 PINNED = datetime(2024, 7, 26)
 """The day that a chat template writes in place of today: the default of Llama 3's templates."""
+CLOCKS = (datetime(1999, 2, 6, 4, 5, 6, 7), datetime(2032, 11, 24, 17, 48, 59, 8))
+"""Two moments that differ in each of the `DIRECTIVES`."""
+DIRECTIVES = tuple(f"%{flag}{letter}" for flag in ("", "-") for letter in "aAbBcCdDeFfgGhHIjklmMpPrRsSTuUVwWxXyY")
+"""What strftime writes; "-" is for numbers without a zero before them."""
 TODAY = re.compile(r"""strftime_now\(\s*(['"])(.*?)\1\s*\)""")
 FOR_PADDING = (re.compile("pad", re.IGNORECASE), re.compile("reserved|unused|extra", re.IGNORECASE), re.compile(""))
 """Names of control tokens in the order in which they are chosen as pad token."""
@@ -118,7 +124,7 @@ def complete(
 
     Returns the tokenizer, and the changes as text for the log. Raises UserError without an eos token.
     """
-    repairs, added = [], ""
+    repairs, added, eos = [], "", tokenizer.eos_token
     starts = tokenizer.bos_token_id is not None and tokenizer("a")["input_ids"][:1] == [tokenizer.bos_token_id]
     if plain:
         tokenizer.chat_template = TEXT_TEMPLATES[starts]
@@ -131,10 +137,18 @@ def complete(
     repairs += settle(tokenizer)
     if tokenizer.eos_token_id is None:
         raise UserError(f"{tokenizer.name_or_path}: the tokenizer has no eos token; a response could never end")
+    with rendering(tokenizer):
+        end, behind = _turn_end(tokenizer)
+    if behind and not end:
+        repairs.append(
+            f"the chat template closes an answer with {behind!r}, which is no control token: answers end with "
+            f"{tokenizer.eos_token}"
+        )
     if tokenizer.pad_token_id is None or tokenizer.pad_token_id == tokenizer.eos_token_id:
         unused = _unused_token(tokenizer)
         tokenizer.add_special_tokens({"pad_token": unused or pad_token})
-        repairs.append(f"pad token set to {unused}, which has no use" if unused else f"pad token set to {pad_token}")
+        reason = "which was the eos token" if unused == eos else "which has no use"
+        repairs.append(f"pad token set to {unused}, {reason}" if unused else f"pad token set to {pad_token}")
     if added:
         tokenizer.add_special_tokens({"additional_special_tokens": list(ROLES)})
         repairs.append(added)
@@ -153,16 +167,16 @@ def settle(tokenizer: PreTrainedTokenizerBase) -> list[str]:
         return []
     with rendering(tokenizer):
         changes, template = [], tokenizer.get_chat_template()
-    if _probes(tokenizer, "11") != _probes(tokenizer, "22"):
+    if TODAY.search(template):  # also where no probe comes
         template = TODAY.sub(lambda call: call[1] + PINNED.strftime(call[2]) + call[1], template)
         tokenizer.chat_template = template
-        if _probes(tokenizer, "11") != _probes(tokenizer, "22"):
-            raise UserError(
-                f"{tokenizer.name_or_path}: its chat template writes today's date, so that prompts have other tokens "
-                "tomorrow; write a fixed date in place of strftime_now in chat_template.jinja"
-            )
         changes.append(f"the chat template writes {PINNED:%d %b %Y} in place of today's date")
-    end, before = _turn_end(tokenizer), tokenizer.eos_token
+    if "strftime_now" in template and _at(tokenizer, CLOCKS[0]) != _at(tokenizer, CLOCKS[1]):
+        raise UserError(
+            f"{tokenizer.name_or_path}: its chat template writes today's date, so that prompts have other tokens "
+            "tomorrow; write a fixed date in place of strftime_now in chat_template.jinja"
+        )
+    (end, _), before = _turn_end(tokenizer), tokenizer.eos_token
     if end and end != before:
         if before and "eos_token" in template:
             tokenizer.chat_template = f"{{%- set eos_token = {json.dumps(before, ensure_ascii=False)} %}}\n{template}"
@@ -173,39 +187,67 @@ def settle(tokenizer: PreTrainedTokenizerBase) -> list[str]:
     return changes
 
 
-def _probes(tokenizer: PreTrainedTokenizerBase, now: str = "") -> list[str]:
-    """A question and its answer as the chat template renders them, without and with a system message; "" where the
-    template refuses them. `now` is written in place of any date."""
-    found, clock = [], f"{{% macro strftime_now(format) %}}{now}{{% endmacro %}}\n"
-    for opening in ([], SYSTEM):
-        turns = [*opening, *PROBE, {"role": "assistant", "content": ANSWER}]
-        try:
-            text = tokenizer.apply_chat_template(
-                turns, tokenize=False, chat_template=clock + tokenizer.get_chat_template()
+def _at(tokenizer: PreTrainedTokenizerBase, moment: datetime) -> list[str | None]:
+    """Prompts and conversations as the chat template renders them at a moment."""
+    parts = "".join(f"|replace({text!r}, {moment.strftime(text)!r})" for text in DIRECTIVES)
+    clock = f"{{% macro strftime_now(format) %}}{{{{ format{parts} }}}}{{% endmacro %}}\n"
+    prompts = [PROBE, [*SYSTEM, *PROBE], [*PROBE, *REPLY, *PROBE]]
+    return [_rendered(tokenizer, turns, clock, add_generation_prompt=True) for turns in prompts] + [
+        _rendered(tokenizer, turns, clock) for turns in CONVERSATIONS
+    ]
+
+
+def _rendered(
+    tokenizer: PreTrainedTokenizerBase, turns: Conversation, clock: str = "", add_generation_prompt: bool = False
+) -> str | None:
+    """A conversation as the chat template renders it; None where it fails. `clock` is put before the template."""
+    template = clock + tokenizer.get_chat_template()
+    try:
+        return str(
+            tokenizer.apply_chat_template(
+                turns, tokenize=False, chat_template=template, add_generation_prompt=add_generation_prompt
             )
-        except TEMPLATE_ERRORS:
-            text = ""
-        found.append(str(text))
-    return found
+        )
+    except TEMPLATE_ERRORS:
+        return None
 
 
-def _turn_end(tokenizer: PreTrainedTokenizerBase) -> str | None:
-    """The first control token behind an assistant's answer; None where the template writes none."""
-    _, answer, behind = max(_probes(tokenizer), key=bool).rpartition(ANSWER)
+def _turn_end(tokenizer: PreTrainedTokenizerBase) -> tuple[str | None, str]:
+    """The first control token behind an assistant's answer, None where the template writes none; and all it writes
+    there, without outer white space."""
+    rendered = (_rendered(tokenizer, turns) or "" for turns in CONVERSATIONS)
+    _, answer, behind = next(filter(None, rendered), "").rpartition(ANSWER)
+    behind = behind.strip() if answer else ""
     tokens = sorted((token for token in tokenizer.get_added_vocab() if token.strip()), key=len, reverse=True)
-    found = re.search("|".join(map(re.escape, tokens)) or "(?!)", behind if answer else "")
-    return found and found[0]
+    found = re.search("|".join(map(re.escape, tokens)) or "(?!)", behind)
+    return found and found[0], behind
 
 
 def _unused_token(tokenizer: PreTrainedTokenizerBase) -> str | None:
-    """A control token of the vocabulary that neither the chat template nor any text makes."""
-    used = {tokenizer.eos_token, tokenizer.bos_token}
-    if tokenizer.unk_token_id in tokenizer(chr(0xF0000), add_special_tokens=False)["input_ids"]:
-        used.add(tokenizer.unk_token)
-    written = "".join([tokenizer.get_chat_template(), *_probes(tokenizer)])
+    """A control token of the vocabulary that neither the chat template, nor the tokenizer around texts, nor any text
+    makes."""
+    names = ("eos_token", "bos_token", "cls_token", "sep_token", "mask_token")
+    used = {getattr(tokenizer, name) for name in names} | _unknown_tokens(tokenizer)
+    used |= set(tokenizer.convert_ids_to_tokens(tokenizer("a", "a")["input_ids"]))
+    rendered = (_rendered(tokenizer, turns) or "" for turns in CONVERSATIONS)
+    written = "".join([tokenizer.get_chat_template(), *rendered])
     control = [token.content for _, token in sorted(tokenizer.added_tokens_decoder.items()) if token.special]
-    unused = [token for token in control if token not in used and token not in written]
+    unused = [token for token in control if token not in used and token not in written and len(token) > 1]
     return next((token for name in FOR_PADDING for token in unused if name.search(token)), None)
+
+
+def _unknown_tokens(tokenizer: PreTrainedTokenizerBase) -> set[str | None]:
+    """The tokens that stand for text outside the vocabulary; none where each byte has a token."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        return {tokenizer.unk_token}
+    state, vocabulary = json.loads(backend.to_str()), tokenizer.get_vocab()
+    model, steps = state["model"], json.dumps([state["normalizer"], state["pre_tokenizer"]])
+    fallback = model.get("byte_fallback") and all(f"<0x{byte:02X}>" in vocabulary for byte in range(256))
+    if fallback or ("ByteLevel" in steps and vocabulary.keys() >= set(pre_tokenizers.ByteLevel.alphabet())):
+        return set()
+    unigram = model.get("unk_id")
+    return {tokenizer.unk_token, model.get("unk_token"), None if unigram is None else model["vocab"][unigram][0]}
 
 
 def require_usable(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
@@ -274,12 +316,15 @@ def answer_text(response: str, continues: bool) -> str:
 def stop_ids(
     tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel | None, stop_tokens: Sequence[str] = ()
 ) -> frozenset[int]:
-    """The tokens that end a response (rule 26): end-of-sequence, every eos of the model's generation_config, and those
-    with these texts.
+    """The tokens that end a response (rule 26): `end_ids`, those that a stage saved with them in generation_config, and
+    those with these texts.
 
     Raises UserError for a text that is not exactly one token of the tokenizer.
     """
-    ids = {int(tokenizer.eos_token_id), *eos_ids(model and model.generation_config)}
+    settings = model and model.generation_config
+    ids = set(end_ids(tokenizer, settings, model and model.config))
+    if tokenizer.eos_token_id in (named := eos_ids(settings)):  # texts among them are the stop tokens of a stage
+        ids.update(named)
     for text in stop_tokens:
         found = tokenizer(text, add_special_tokens=False)["input_ids"]
         if len(found) != 1 or found[0] == tokenizer.unk_token_id:
@@ -288,6 +333,30 @@ def stop_ids(
             raise UserError(f"stop_tokens: {text!r} is {count} of {whose}; name texts of exactly one token")
         ids.add(int(found[0]))
     return frozenset(ids)
+
+
+def end_ids(
+    tokenizer: PreTrainedTokenizerBase, settings: GenerationConfig | None, config: PreTrainedConfig | None = None
+) -> frozenset[int]:
+    """The tokenizer's eos, and the control tokens that are an eos in a model's generation_config or config. config.json
+    may have its from a default: there bos, unk and pad are none."""
+    written = settings is not None and not settings._from_model_config
+    default = {*eos_ids(config), *(() if written else eos_ids(settings))}
+    default -= {tokenizer.bos_token_id, tokenizer.unk_token_id, tokenizer.pad_token_id}
+    named = default | (set(eos_ids(settings)) if written else set())
+    return frozenset({int(tokenizer.eos_token_id), *(named & tokenizer.added_tokens_decoder.keys())})
+
+
+def other_ends(tokenizer: PreTrainedTokenizerBase, ends: Collection[int]) -> dict[int, int]:
+    """For each end but the tokenizer's eos that eos: what `closed` replaces."""
+    eos = int(tokenizer.eos_token_id)
+    return {end: eos for end in ends if end != eos}
+
+
+def closed(response: Sequence[int], others: Mapping[int, int]) -> list[int]:
+    """The token ids of a response, with the tokenizer's eos in place of another end that closes it, as
+    `encode_response` closes texts."""
+    return [*response[:-1], *(others.get(token, token) for token in response[-1:])]
 
 
 def eos_ids(settings: GenerationConfig | PreTrainedConfig | None) -> list[int]:

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_core.data.chat import Conversation, as_text
 from rlhf_core.data.control_tokens import text_ids
-from rlhf_core.data.tokenizer import encode_prompt
+from rlhf_core.data.tokenizer import answer_text, encode_prompt
 from rlhf_core.errors import UserError
 from rlhf_core.models.batch import TokenBatch, map_batches, response_logits
 from rlhf_core.models.hf import context_length
@@ -52,7 +52,8 @@ def require_question(question: str) -> None:
 
 def fill(question: str, letters: tuple[str, str], prompt: Conversation, first: str, second: str) -> str:
     """The question about one pair: the template with its texts, the answers without outer white space."""
-    texts = {"prompt": as_text(prompt), "first": first.strip(), "second": second.strip()}
+    answers = {"first": answer_text(first, continues=False), "second": answer_text(second, continues=False)}
+    texts = {"prompt": as_text(prompt)} | answers
     return Template(question).substitute(texts, first_letter=letters[0], second_letter=letters[1])
 
 

@@ -20,13 +20,12 @@ from rlhf_core.data.tokenizer import (
 )
 from rlhf_core.errors import UserError
 from rlhf_core.loading import load_config, loading
-from rlhf_core.models.hf import context_length, default_device, load_causal_lm, place
+from rlhf_core.models.hf import context_length, default_device, load_causal_lm, place, refuse_scores
 from rlhf_core.models.interpolation import interpolate, require_eta
 from rlhf_core.models.sampling import stream_response
 
 UNFINISHED = "�"
 """A decoder's output for an incomplete character."""
-SCALAR = "ForSequenceClassification"
 
 
 @dataclass
@@ -165,11 +164,7 @@ def require_language_model(folder: Path, trust_remote_code: bool = False) -> Non
             config = load_config(folder, None, trust_remote_code)
     except (OSError, ValueError) as error:
         raise UserError(f"{folder}: config.json cannot be read ({' '.join(str(error).split())})") from None
-    if any(str(name).endswith(SCALAR) for name in config.architectures or ()):
-        raise UserError(
-            f"{folder}: a model that gives scores, not words (reward model or critic); name one that talks, such as "
-            "models/policy"
-        )
+    refuse_scores(folder, config)
 
 
 def pieces(

@@ -3,7 +3,7 @@ one number a token instead of logits."""
 
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from transformers import (
 from rlhf_core import files
 from rlhf_core.config.base import ScratchConfig
 from rlhf_core.config.precision import Frozen
-from rlhf_core.data.tokenizer import eos_ids
+from rlhf_core.data.tokenizer import end_ids
 from rlhf_core.errors import UserError
 from rlhf_core.finite import require_finite
 from rlhf_core.loading import load_config, loading
@@ -35,12 +35,16 @@ from rlhf_core.models.quantised import detach_quantizer, nf4_options
 BIAS = "score_bias"
 """The key of config.json with the bias of a head that has none in its architecture; only `load_scalar_model` reads
 it."""
-WRAPPERS = r"^(?:module\.|_orig_mod\.)+|_orig_mod\."
-"""What DistributedDataParallel and torch.compile add to the names of weights."""
-HEADS = r"^(?:value_head|v_head\.summary|v_head)\."
-"""Names of a scalar head in OpenRLHF and TRL; here it is `score`."""
-OF_SCORES = ("score.", "value_head.")
+WRAPPERS = {r"^(?:module\.|_orig_mod\.)+|_orig_mod\.": ""}
+"""What DistributedDataParallel and torch.compile add to the names of weights: patterns and what replaces them."""
+HEADS = {r"^(?:value_head|v_head\.summary|v_head)\.": "score."}
+"""The same for the names of a scalar head in OpenRLHF and TRL."""
+OF_SCORES = re.compile(r"(?:score|classifier|critic|(?:value|reward|regression)_head)\.")
 """Heads of models that are no language models."""
+OF_POLICY = "v_head."
+"""The value head that a policy of TRL keeps."""
+BUFFERS = re.compile(r"(?:inv_freq|masked_bias|causal_mask|position_ids|embed_positions|attn\.bias|attention\.bias)$")
+"""Tensors of older versions of transformers that can be computed: masks and positions."""
 Log = Callable[[str], None]
 
 UNSTABLE_FILES = ("training_args.bin",)
@@ -87,18 +91,13 @@ def load_causal_lm(
         device: where the weights are loaded to, without a copy on the host; None: the CPU.
         log: called with what was renamed, and which tensors of the folder were not read.
 
-    Raises UserError for weights that are missing or have another shape, for a reward model, and see `loading`.
+    Raises UserError for weights that are missing, have another shape or no place, for a reward model, and see
+    `loading`.
     """
     with loading(path):
         config = without_dropout(load_config(path, revision, trust_remote_code))
-        model, unread = _weights(
-            AutoModelForCausalLM, path, config, revision, trust_remote_code, frozen, device, (WRAPPERS,), log
-        )
-    if heads := [name for name in unread if name.startswith(OF_SCORES)]:
-        raise UserError(
-            f"{path}: has a head for scores ({heads[0]}): it is a reward model or a critic, not a language model; name "
-            "the language model that it was made from"
-        )
+        kind = AutoModelForCausalLM
+        model, unread = _weights(kind, path, config, revision, trust_remote_code, frozen, device, log, WRAPPERS)
     _log_unread(path, unread, log)
     if frozen != "float32":
         keep_float32(model.get_output_embeddings())
@@ -121,14 +120,17 @@ def load_scalar_model(
             raise UserError(f"{path}: expected one output a token, the model has {config.num_labels}")
         _require_scalar_class(config)
         kind = AutoModelForSequenceClassification
-        names = (WRAPPERS, HEADS)
-        model, unread = _weights(kind, path, config, None, trust_remote_code, frozen, device, names, log)
+        table = WRAPPERS | HEADS
+        model, unread = _weights(kind, path, config, None, trust_remote_code, frozen, device, log, table)
+        head, saved = scalar_head(model), _head_in(Path(path), model.base_model_prefix)
         if frozen != "float32":  # the head was rounded with the body
-            scalar_head(model).float().load_state_dict(_head_in(Path(path)), strict=False)
+            head.float().load_state_dict({name: saved[name] for name in head.state_dict()})
         bias = getattr(config, BIAS, None)
-        if "score.bias" in unread:
-            unread.remove("score.bias")
-            bias = _head_in(Path(path))["bias"].item()
+        if head.bias is None and "bias" in saved:
+            if saved["bias"].numel() != 1:
+                raise UserError(f"{path}: the scalar head has {saved['bias'].numel()} biases, not one; save it again")
+            bias = saved["bias"].item()
+            unread = [name for name in unread if not name.endswith("score.bias")]
     _log_unread(path, unread, log)
     if bias is not None:
         map_scalar(model, 1.0, bias)
@@ -154,14 +156,16 @@ def _weights(
     trust_remote_code: bool,
     frozen: Frozen,
     device: torch.device | None,
-    names: tuple[str, ...] = (),
-    log: Log = print,
+    log: Log,
+    table: Mapping[str, str],
+    fresh_head: bool = False,
 ) -> tuple[PreTrainedModel, list[str]]:
     """A model, and the tensors of the folder that it has no place for. The one place that decides on dtype and device
     of a loaded model; `device_map` loads tensor by tensor.
 
-    `names`: patterns of prefixes to remove (`WRAPPERS`) or to call `score.` (`HEADS`) where weights are missing else;
-    none: only a scalar head may be missing. Raises UserError for missing weights, and for those of another shape.
+    `table`: names of weights are changed by these patterns where weights are missing else. `fresh_head`: a scalar head
+    may be missing. Raises UserError for missing weights, for those of another shape, for those of the model's own
+    modules that are not read, and for a reward model as a language model.
     """
 
     def load(**renaming: Any) -> tuple[PreTrainedModel, Mapping[str, Any]]:
@@ -178,20 +182,27 @@ def _weights(
             **renaming,
             **(nf4_options() if frozen == "nf4" else {}),
         )
+        ties = model.get_expanded_tied_weights_keys(all_submodels=True)
+        if untied := sorted(ties.keys() - model.all_tied_weights_keys.keys()):  # transformers has only warned
+            raise UserError(
+                f"{path}: {untied[0]} differs from {ties[untied[0]]}, and config.json ties them; write "
+                "tie_word_embeddings: false there to keep both, or remove one"
+            )
         return model, found
 
     model, found = load()
     missing, unread = set(found["missing_keys"]), sorted(found["unexpected_keys"])
-    renamed = {name: _renamed(name, names) for name in unread}
-    changed = [name for name in unread if renamed[name] != name]
-    if missing and changed and frozen != "nf4" and _are_new(model, missing, [renamed[name] for name in changed]):
-        mapping = {pattern: "score." if pattern == HEADS else "" for pattern in names}
-        repaired, found = load(key_mapping=mapping)
+    renamed = {name: new for name in unread if (new := _renamed(name, table)) != name}
+    if missing and renamed and frozen != "nf4" and _are_new(model, missing, list(renamed.values())):
+        repaired, found = load(key_mapping=table)
         if not found["missing_keys"] and not found["mismatched_keys"]:
             copy_weights(repaired, model)  # `repaired` itself would be saved under the names of the folder
-            log(f"{path}: weights renamed: {changed[0]} is {renamed[changed[0]]}, and {len(changed) - 1} more")
+            old = next(iter(renamed))
+            log(f"{path}: weights renamed: {old} is {renamed[old]}, and {len(renamed) - 1} more")
             missing, unread = set(), sorted(found["unexpected_keys"])
-    if not names:
+    if kind is AutoModelForCausalLM:
+        refuse_scores(path, config, _scalar_heads(path, model, unread))
+    if fresh_head:
         missing = {name for name in missing if not name.startswith("score.")}
     if missing:
         raise UserError(
@@ -205,12 +216,53 @@ def _weights(
             f"{path}: {name} has the shape {tuple(shape)}, and by config.json {tuple(wanted)}; correct config.json, or "
             "save the model again"
         )
+    if left := [name for name in unread if _is_of_own_module(model, name)]:
+        raise UserError(
+            f"{path}: weights of its own layers are not read ({_some(left)}), because config.json describes a model "
+            "without them; correct config.json, or save the model again"
+        )
     return (detach_quantizer(model) if frozen == "nf4" else model), unread
 
 
-def _renamed(name: str, names: tuple[str, ...]) -> str:
-    for pattern in names:
-        name = re.sub(pattern, "score." if pattern == HEADS else "", name)
+def refuse_scores(path: str | Path, config: PreTrainedConfig, heads: Sequence[str] = ()) -> None:
+    """Raise UserError for a reward model or critic: a folder with such tensors, or of such a class."""
+    classes = [str(name) for name in config.architectures or () if str(name).endswith("ForSequenceClassification")]
+    if found := [*heads, *classes]:
+        raise UserError(
+            f"{path}: has a head for scores ({found[0]}): it is a reward model or a critic, not a language model, and "
+            "gives scores, not words; name the language model that it was made from, such as models/policy"
+        )
+
+
+def _scalar_heads(path: str | Path, model: PreTrainedModel, unread: Sequence[str]) -> list[str]:
+    """Those of the tensors that turn a hidden state into one number: by name, or, in a folder, by shape."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for file in _weight_files(Path(path)) if unread else []:
+        shapes |= shapes_in(file)
+
+    def is_head(name: str) -> bool:
+        stem, shape = _stem(model, name), shapes.get(name, ())
+        one_row = len(shape) == 2 and shape[0] == 1 and stem.count(".") < 3 and not _is_of_own_module(model, name)
+        return not stem.startswith(OF_POLICY) and bool(OF_SCORES.match(stem) or one_row)
+
+    return [name for name in unread if is_head(name)]
+
+
+def _is_of_own_module(model: PreTrainedModel, name: str) -> bool:
+    """Whether a tensor belongs to a module that the model has, other than a scalar head."""
+    modules = [*model.named_children(), *model.base_model.named_children()]
+    own = {child for child, _ in modules} - {"score"}
+    return _stem(model, name).split(".")[0] in own and not BUFFERS.search(name)
+
+
+def _stem(model: PreTrainedModel, name: str) -> str:
+    """The name of a tensor within the model's body, without wrappers."""
+    return _renamed(name, WRAPPERS).removeprefix(f"{model.base_model_prefix}.")
+
+
+def _renamed(name: str, table: Mapping[str, str]) -> str:
+    for pattern, new in table.items():
+        name = re.sub(pattern, new, name)
     return name
 
 
@@ -232,15 +284,27 @@ def _log_unread(path: str | Path, unread: list[str], log: Log) -> None:
         log(f"{path}: not read, because the model has no place for them: {_some(unread)}")
 
 
-def _head_in(folder: Path) -> dict[str, Tensor]:
-    """Weight and bias of the scalar head in a folder, as they were saved."""
-    found = {}
-    for path in sorted(folder.glob("model*.safetensors")):  # an adapter is beside them
+def _head_in(folder: Path, prefix: str) -> dict[str, Tensor]:
+    """Weight and bias of the scalar head in a folder, as they were saved. A head that is called `score` (or, as the
+    body, `prefix`.score) comes before one of another name. Raises UserError where there is no weight."""
+    found: dict[bool, dict[str, Tensor]] = {True: {}, False: {}}
+    for path in _weight_files(folder):
         with safe_open(path, framework="pt") as file:
             for name in file.keys():  # noqa: SIM118 - it is no dictionary
-                if (renamed := _renamed(name, (WRAPPERS, HEADS))).startswith("score."):
-                    found[renamed.removeprefix("score.")] = file.get_tensor(name)
-    return found
+                stem = name.removeprefix(f"{prefix}.")
+                renamed = _renamed(stem, WRAPPERS | HEADS).removeprefix(f"{prefix}.")
+                if renamed.startswith("score."):
+                    found[renamed == stem][renamed.removeprefix("score.")] = file.get_tensor(name)
+    head = found["weight" in found[True]]
+    if "weight" not in head:
+        raise UserError(f"{folder}: the weight of the scalar head is not in its safetensors files; save it again")
+    return head
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    """The files that transformers reads; an adapter may be beside them."""
+    single = folder / "model.safetensors"
+    return [single] if single.exists() else sorted(folder.glob("model*.safetensors"))
 
 
 def scalar_model_from(
@@ -250,6 +314,7 @@ def scalar_model_from(
     trust_remote_code: bool = False,
     frozen: Frozen = "float32",
     device: torch.device | None = None,
+    log: Log = print,
 ) -> PreTrainedModel:
     """The body of the model at `path` under a fresh scalar head in float32, see `draw_head`. Arguments and errors as of
     `load_causal_lm`; `frozen` for a body below adapters."""
@@ -257,7 +322,7 @@ def scalar_model_from(
         config = without_dropout(load_config(path, None, trust_remote_code, num_labels=1))
         _require_scalar_class(config)
         kind = AutoModelForSequenceClassification
-        model, _ = _weights(kind, path, config, None, trust_remote_code, frozen, device)
+        model, _ = _weights(kind, path, config, None, trust_remote_code, frozen, device, log, {}, fresh_head=True)
     draw_head(scalar_head(model).float(), seed)
     return model
 
@@ -339,13 +404,18 @@ def fit_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -
     with more embeddings than tokens keeps them."""
     if len(tokenizer) > model.get_input_embeddings().num_embeddings:
         model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
-    settings, eos = model.generation_config, int(tokenizer.eos_token_id)
-    control = tokenizer.added_tokens_decoder.keys()
-    others = {token for token in (*eos_ids(settings), *eos_ids(model.config)) if token in control} - {eos}
-    model.config.pad_token_id, model.config.eos_token_id = tokenizer.pad_token_id, eos
-    if settings is not None:  # a model of its own code may lack it
-        settings.pad_token_id = tokenizer.pad_token_id
-        settings.eos_token_id = [eos, *sorted(others)] if others else eos
+    ends = end_ids(tokenizer, model.generation_config, model.config)
+    model.config.pad_token_id, model.config.eos_token_id = tokenizer.pad_token_id, int(tokenizer.eos_token_id)
+    if model.generation_config is not None:  # a model of its own code may lack it
+        model.generation_config.pad_token_id = tokenizer.pad_token_id
+        write_ends(model, tokenizer, ends)
+
+
+def write_ends(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, ends: Collection[int]) -> None:
+    """Name the tokens that end answers in the model's generation_config, the tokenizer's eos first."""
+    eos = int(tokenizer.eos_token_id)
+    others = sorted(set(ends) - {eos})
+    model.generation_config.eos_token_id = [eos, *others] if others else eos
 
 
 def unique_weights(model: PreTrainedModel) -> dict[str, Tensor]:

@@ -9,6 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 from rlhf_core.data.chat import Conversation
+from rlhf_core.data.tokenizer import closed
 from rlhf_core.functions.process import RewardFunction
 from rlhf_core.models.batch import TokenBatch, map_batches, sequence_scores
 
@@ -59,11 +60,14 @@ class Scorer(Protocol):
 
 @dataclass(frozen=True)
 class RewardModelScorer:
-    """A reward model that shares the policy's tokenizer: it reads the sampled ids without decoding them."""
+    """A reward model that shares the policy's tokenizer: it reads the sampled ids without decoding them, closed as the
+    answers that it was trained on."""
 
     model: PreTrainedModel
     pad_id: int
     batch_size: int
+    ends: Mapping[int, int] = field(default_factory=dict)
+    """See `other_ends`."""
 
     @torch.no_grad()
     def __call__(self, answers: Answers) -> Scored:
@@ -75,7 +79,7 @@ class RewardModelScorer:
         scores = map_batches(
             score,
             answers.prompt_ids,
-            answers.response_ids,
+            [closed(ids, self.ends) for ids in answers.response_ids],
             pad_id=self.pad_id,
             batch_size=self.batch_size,
             device=self.model.device,

@@ -9,7 +9,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from rlhf_core.data.tokenizer import decode_response, load_tokenizer, stop_ids
+from rlhf_core.data.tokenizer import closed, decode_response, end_ids, load_tokenizer, other_ends, stop_ids
 from rlhf_core.determinism import permutation
 from rlhf_core.errors import UserError
 from rlhf_core.evaluation.judges import Judge, NoisyAnnotators, RubricJudge, all_pairs
@@ -104,6 +104,7 @@ def draw_samples(stage: Stage[PreferencesParams], last: int = 0) -> tuple[list[R
         require_tokenizer(stage, tokenizer, folder)
     model = load_frozen(stage, stage.root / folder)
     stops = stop_ids(tokenizer, model, params.stop_tokens)
+    others = other_ends(tokenizer, end_ids(tokenizer, model.generation_config, model.config))
     seed = rounds.seed_of(stage.seed, last + 1)
     kept, too_long = fitting(
         stage,
@@ -136,7 +137,7 @@ def draw_samples(stage: Stage[PreferencesParams], last: int = 0) -> tuple[list[R
             "prompt": row["prompt"],
             "sample": k,
             "response": decode_response(tokenizer, response, stops),
-            "response_ids": response,
+            "response_ids": closed(response, others),
             "ended": ended,
             "split": row["split"],
         }

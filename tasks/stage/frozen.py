@@ -13,5 +13,6 @@ from tasks.stage.trust import trusts
 def load_frozen(stage: Stage[Any], folder: Path) -> PreTrainedModel:
     """The language model in a folder, for inference: in the run's precision, loaded straight to the default device.
     Raises UserError, see `load_causal_lm`."""
-    device = default_device()
-    return place(load_causal_lm(folder, trust_remote_code=trusts(stage), frozen=stage.precision, device=device), device)
+    trusted, device, frozen = trusts(stage), default_device(), stage.precision
+    model = load_causal_lm(folder, trust_remote_code=trusted, frozen=frozen, device=device, log=stage.log)
+    return place(model, device)

@@ -7,7 +7,7 @@ from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from rlhf_core.data.tokenizer import decode_response, stop_ids
+from rlhf_core.data.tokenizer import closed, decode_response, end_ids, other_ends, stop_ids
 from rlhf_core.models.hf import default_device
 from rlhf_core.models.precision import autocast
 from rlhf_core.models.sampling import SamplingSettings, sample
@@ -27,7 +27,7 @@ class Candidate:
     """One answer."""
 
     response: list[int]
-    """Token ids as they were sampled, the stop token included."""
+    """Token ids as they were sampled, the stop token included; `closed`."""
     ended: bool
     text: str
     reward: float
@@ -67,6 +67,8 @@ def draw_candidates(
 
     batches = [jobs[start : start + settings.batch_size] for start in range(0, len(jobs), settings.batch_size)]
     drawn = stage.resumed("samples", batches, work)
+    others = other_ends(tokenizer, end_ids(tokenizer, model.generation_config, model.config))
+    drawn = [(closed(response, others), ended) for response, ended in drawn]
     texts = [decode_response(tokenizer, response, stops) for response, _ in drawn]
     answers = Answers(
         [kept[prompt][0]["prompt"] for prompt, _ in jobs],

@@ -42,7 +42,7 @@ def comparisons(
 
 
 def response_tokens(tokenizer: PreTrainedTokenizerBase, row: Row, side: str) -> list[int]:
-    """The tokens of a pair's side: as they were sampled, as PPO passes them to the reward model, or of its text
+    """The tokens of a pair's side: as they were sampled and `closed`, as PPO's scorer reads them, or of its text
     where the data contain the pair."""
     sampled: list[int] | None = row[f"{side}_ids"]
     return encode_response(tokenizer, row[side], row[f"{side}_ended"]) if sampled is None else sampled

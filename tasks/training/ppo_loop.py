@@ -55,7 +55,7 @@ def build(
     did not fit, and the scores of the reference."""
     processes, trusted, seed, precision = Processes(config.sharding), trusts(stage), begin.seed, stage.precision
     device = torch.device("cpu") if processes.divides_models else processes.device  # `divide` moves parts
-    load = partial(load_causal_lm, trust_remote_code=trusted, device=device)
+    load = partial(load_causal_lm, trust_remote_code=trusted, device=device, log=stage.log)
     is_own_reference = config.lora is not None and begin.start == begin.reference  # the policy without its adapter
     trained: Precision = "float32" if processes.divides_models else precision  # `divide` casts gathered layers
     body_type = body_precision(trained, config.lora)
@@ -68,7 +68,7 @@ def build(
         raise UserError(f"{PROMPTS}: PPO needs prompts; enlarge ingest.split.ppo")
     prompts, rows, judge = [row["prompt"] for row in kept], extras_of(kept), judge_of(stage)
     body = reference if is_own_reference and not processes.divides_models else None
-    scalars = ScalarModels(trusted, precision, device, body if begin.start == SFT else None, ready)
+    scalars = ScalarModels(trusted, precision, device, body if begin.start == SFT else None, ready, stage.log)
     scorer = scorer_of(stage, tokenizer, config.micro_batch_size, scalars)
     judging = judging_scorer_of(stage.root, tokenizer, config.micro_batch_size, scalars)
     known = reference_scores(config, reference, tokenizer, scorer, prompts, seed, stage.exempt, rows)

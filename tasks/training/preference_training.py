@@ -45,7 +45,7 @@ def _train(stage: Stage[Settings], objective: "PairObjective") -> None:
     run_ = training_run(stage, shown=LOGGED)
     tokenizer = load_tokenizer(stage.root / SFT, trust_remote_code=trusts(stage))
     where = place_of(run_, stage.params.lora)
-    model = load_causal_lm(stage.root / SFT, trust_remote_code=trusts(stage), **where)
+    model = load_causal_lm(stage.root / SFT, trust_remote_code=trusts(stage), log=stage.log, **where)
     pad_id, limit = int(tokenizer.pad_token_id), min(stage.params.max_tokens, context_length(model))
     training, too_long = comparisons(stage, tokenizer, "train", limit)
     heldout, also_too_long = comparisons(stage, tokenizer, "validation", limit)

@@ -136,7 +136,7 @@ def fit(
 def fresh_model(stage: Stage[RewardConfig], run: Run) -> PreTrainedModel:
     """The SFT model's body under a head of the run's seed."""
     where = place_of(run, stage.params.lora)
-    return scalar_model_from(stage.root / SFT, run.seed, trust_remote_code=trusts(stage), **where)
+    return scalar_model_from(stage.root / SFT, run.seed, trust_remote_code=trusts(stage), log=stage.log, **where)
 
 
 def member_seed(seed: int, number: int) -> int:

@@ -3,13 +3,22 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
 from rlhf_core.config.lora import LoraSettings
-from rlhf_core.config.precision import Precision
-from rlhf_core.models.hf import default_device, draw_head, fresh_head, load_scalar_model, place, scalar_model_from
+from rlhf_core.config.precision import Frozen, Precision
+from rlhf_core.models.hf import (
+    Log,
+    default_device,
+    draw_head,
+    fresh_head,
+    load_scalar_model,
+    place,
+    scalar_model_from,
+)
 from rlhf_core.models.lora import Adapter
 from rlhf_core.models.precision import body_precision
 from rlhf_core.models.shared_body import add_scalar_adapter, fits, read_adapter
@@ -36,21 +45,26 @@ class ScalarModels:
     body: PreTrainedModel | None = None
     ready: Callable[[PreTrainedModel], PreTrainedModel] = unchanged
     """Called with each reward model for inference once it is loaded, before the next one is."""
+    log: Log = print
+    """See `load_causal_lm`."""
+
+    def _where(self, frozen: Frozen) -> dict[str, Any]:
+        """The options with which models are loaded."""
+        device = self.device or default_device()
+        return {"trust_remote_code": self.trusted, "frozen": frozen, "device": device, "log": self.log}
 
     def frozen(self, folder: Path) -> PreTrainedModel:
         """The reward model in the folder, for inference."""
         if self.body is not None and fits(folder, self.body):
             return read_adapter(folder, self.body, "_".join(folder.parts[-2:])).model
-        device = self.device or default_device()
-        model = load_scalar_model(folder, trust_remote_code=self.trusted, frozen=self.precision, device=device)
-        return self.ready(place(model, device))
+        model = load_scalar_model(folder, **self._where(self.precision))
+        return self.ready(place(model, self.device or default_device()))
 
     def critic_from_reward(self, folder: Path, lora: LoraSettings | None) -> PreTrainedModel | Adapter:
         """The reward model in the folder, as a critic to be trained with these adapters."""
         if self.body is not None and lora is not None and fits(folder, self.body):
             return read_adapter(folder, self.body, CRITIC, trainable=True)
-        frozen, device = body_precision(self.precision, lora), self.device or default_device()
-        return load_scalar_model(folder, trust_remote_code=self.trusted, frozen=frozen, device=device)
+        return load_scalar_model(folder, **self._where(body_precision(self.precision, lora)))
 
     def critic_from_sft(self, folder: Path, lora: LoraSettings | None, seed: int) -> PreTrainedModel | Adapter:
         """The SFT model in the folder under a new head, as a critic to be trained with these adapters."""
@@ -58,5 +72,4 @@ class ScalarModels:
             head = fresh_head(self.body)
             draw_head(head, seed)
             return add_scalar_adapter(self.body, head, lora, seed, CRITIC)
-        frozen, device = body_precision(self.precision, lora), self.device or default_device()
-        return scalar_model_from(folder, seed, trust_remote_code=self.trusted, frozen=frozen, device=device)
+        return scalar_model_from(folder, seed, **self._where(body_precision(self.precision, lora)))

@@ -5,8 +5,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from transformers import PreTrainedTokenizerBase
+from transformers import GenerationConfig, PreTrainedTokenizerBase
+from transformers.utils import GENERATION_CONFIG_NAME
 
+from rlhf_core.data.tokenizer import end_ids, other_ends
 from rlhf_core.models.ensemble import JUDGE, Ensemble, EnsembleScorer, member_folders
 from rlhf_core.models.scorers import FunctionScorer, RewardModelScorer, Scorer, WeightedSum
 from tasks.datasets.jsonl import Row
@@ -21,6 +23,7 @@ if TYPE_CHECKING:  # `leash trace` has no stage, and needs neither DVC nor MLflo
     from tasks.stage.stage import Stage
 
 REWARD = "models/reward"
+SFT = "models/sft"
 EXTRA = "extra"
 """Column of a dataset of prompts: the further columns of the user's data, one object a row."""
 
@@ -29,7 +32,7 @@ def scorer_of(
     stage: "Stage[Any]", tokenizer: PreTrainedTokenizerBase, batch_size: int, models: ScalarModels | None = None
 ) -> Scorer:
     """The scorer of the block `scorer`; None: its models on the default device, in the run's precision."""
-    models = models or ScalarModels(trusts(stage), stage.precision)
+    models = models or ScalarModels(trusts(stage), stage.precision, log=stage.log)
     return build_scorer(stage.root, terms_of(stage), stage.runtime.functions, tokenizer, batch_size, models)
 
 
@@ -54,7 +57,7 @@ def build_scorer(
         name: FunctionScorer(function) for name, function in reward_functions(root, terms, limits).items()
     }
     if uses_reward_model(terms):
-        scorers[REWARD_MODEL] = _reward_model(root / REWARD, tokenizer, batch_size, models)
+        scorers[REWARD_MODEL] = _reward_model(root, root / REWARD, tokenizer, batch_size, models)
     if is_reward_model(terms):
         return scorers[REWARD_MODEL]
     return WeightedSum({term.term: (term.weight, scorers[term.term]) for term in terms})
@@ -65,13 +68,17 @@ def judging_scorer_of(
 ) -> Scorer | None:
     """The reward model that PPO is not trained on; None in a run without one (`reward.judge_share`)."""
     folder = root / REWARD / JUDGE
-    return _reward_model(folder, tokenizer, batch_size, models) if folder.is_dir() else None
+    return _reward_model(root, folder, tokenizer, batch_size, models) if folder.is_dir() else None
 
 
-def _reward_model(folder: Path, tokenizer: PreTrainedTokenizerBase, batch_size: int, models: ScalarModels) -> Scorer:
-    """The model in the folder, or several as one."""
-    pad_id = int(tokenizer.pad_token_id)
-    members = [RewardModelScorer(models.frozen(path), pad_id, batch_size) for path in member_folders(folder)]
+def _reward_model(
+    root: Path, folder: Path, tokenizer: PreTrainedTokenizerBase, batch_size: int, models: ScalarModels
+) -> Scorer:
+    """The model in the folder, or several as one. The SFT model names the tokens that end answers."""
+    pad_id, sft = int(tokenizer.pad_token_id), root / SFT
+    settings = GenerationConfig.from_pretrained(str(sft)) if (sft / GENERATION_CONFIG_NAME).is_file() else None
+    ends = other_ends(tokenizer, end_ids(tokenizer, settings))
+    members = [RewardModelScorer(models.frozen(path), pad_id, batch_size, ends) for path in member_folders(folder)]
     ensemble = Ensemble.read(folder)
     return members[0] if ensemble is None else EnsembleScorer(members, ensemble)
 

@@ -36,7 +36,7 @@ def execute(stage: Stage[VariantParams], name: str, start: str | None = None) ->
 def train_variant(stage: Stage[VariantParams], config: PPOConfig, name: str, start: str | None) -> None:
     """Train and save. What takes seconds to import is imported here: a stage that is switched off does without."""
     from rlhf_core.data.tokenizer import load_tokenizer
-    from rlhf_core.models.hf import save_checkpoint
+    from rlhf_core.models.hf import save_checkpoint, write_ends
     from tasks.stage.numerics import set_numerics
     from tasks.stage.trust import trusts
     from tasks.training.ppo_inputs import Beginning, beginning
@@ -57,7 +57,7 @@ def train_variant(stage: Stage[VariantParams], config: PPOConfig, name: str, sta
         return
     policy = trainer.models.finished_policy()
     if config.stop_tokens:
-        policy.generation_config.eos_token_id = sorted(trainer.stop_ids)
+        write_ends(policy, tokenizer, trainer.stop_ids)
     save_checkpoint(stage.out(f"models/{name}"), policy, tokenizer)
     stage.outputs.write_csv(f"plots/{name}.csv", record.history)
     alerts = [asdict(alert) for alert in record.monitor.alerts]

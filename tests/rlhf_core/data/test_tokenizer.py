@@ -15,6 +15,8 @@ from transformers.utils import chat_template_utils
 from rlhf_core.data.chat import Conversation
 from rlhf_core.data.tokenizer import (
     CHAT_TEMPLATE,
+    CLOCKS,
+    DIRECTIVES,
     answer_text,
     complete,
     continues_text,
@@ -289,6 +291,71 @@ def test_a_date_that_cannot_be_fixed_is_refused() -> None:
         complete(tokenizer, "<|pad|>")
 
 
+def test_the_moments_of_the_date_check_differ_in_each_directive() -> None:
+    early, late = CLOCKS
+    assert all(early.strftime(text) != late.strftime(text) for text in DIRECTIVES if "-" not in text)
+
+
+DEPENDING = {
+    "a variable": "{% set form = '%d %b' %}{{ strftime_now(form) }}",
+    "a keyword": "{{ strftime_now(format='%d %b') }}",
+    "another name": "{% set now = strftime_now %}{{ now('%Y') }}",
+    "a whole date": "{% set form = '%F' %}{{ strftime_now(form) }}",
+    "without zeros": "{% set form = '%-d' %}{{ strftime_now(form) }}",
+    "yesterday": "{% set form = '%j' %}{{ strftime_now(form) | int - 1 }}",
+    "a table": "{% set form = '%m' %}{{ ['January', 'February'][strftime_now(form) | int - 1] ~ ' now' }}",
+    "a weekday": "{% set form = '%A' %}{{ 'weekend' if strftime_now(form) in ['Saturday', 'Sunday'] else 'weekday' }}",
+    "a year": "{% set form = '%Y' %}{% if strftime_now(form) | int > 2026 %}{{ 'late' }}{% endif %}",
+    "an error": "{% set form = '%Y' %}{% if strftime_now(form) | int > 2026 %}{{ raise_exception('old') }}{% endif %}",
+    "the answer's head": "{% set form = '%d' %}{% if add_generation_prompt %}{{ strftime_now(form) }}{% endif %}",
+    "two turns": "{% set form = '%d' %}{% if messages | length > 2 %}{{ strftime_now(form) }}{% endif %}",
+    "an open turn": "{% set form = '%d' %}{% if messages[-1]['role'] == 'user' %}{{ strftime_now(form) }}{% endif %}",
+    "system": "{% set form = '%d' %}{% if messages[0]['role'] == 'system' %}{{ strftime_now(form) }}{% endif %}",
+}
+
+
+@pytest.mark.parametrize("name", DEPENDING)
+def test_a_template_that_depends_on_the_date_in_any_way_is_refused(name: str) -> None:
+    tokenizer = train()
+    tokenizer.chat_template = DEPENDING[name] + USER
+    with pytest.raises(UserError, match=r"writes today's date, .* write a fixed date"):
+        settle(tokenizer)
+
+
+PINNED = {
+    "parts": ("{% set t = strftime_now('%Y-%m-%d').split('-') %}{{ t[2] + '/' + t[1] }}", "26/07"),
+    "a weekday": ("{{ 'weekend' if strftime_now('%A') in ['Saturday', 'Sunday'] else 'weekday' }}", "weekday"),
+    "the answer's head": ("{% if add_generation_prompt %}{{ strftime_now('%d') }}{% endif %}", "26"),
+    "joined": ("{{ strftime_now('%d' ~ ' %b') }}", "26 Jul"),
+    "many turns": ("{% if messages | length > 4 %}{{ strftime_now('%d %b') }}{% endif %}", "26 Jul"),
+    "an error": ("{% if strftime_now('%Y') | int > 2026 %}{{ raise_exception('old') }}{% endif %}", ""),
+}
+
+
+@pytest.mark.parametrize("name", PINNED)
+def test_a_date_is_fixed_wherever_the_template_reads_it(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = train()
+    body, words = PINNED[name]
+    tokenizer.chat_template = body + USER
+    assert settle(tokenizer)[0] == "the chat template writes 26 Jul 2024 in place of today's date"
+    turns: Conversation = [*OPENING, {"role": "assistant", "content": "Eat."}, *OPENING] * 2
+    rendered = []
+    for moment in ((2027, 5, 4), (2031, 11, 22)):
+        set_clock(monkeypatch, *moment)
+        rendered += [str(tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True))]
+    assert rendered[0] == rendered[1]
+    assert words in rendered[0]
+
+
+def test_a_turn_that_closes_with_text_is_said(plain: Callable[..., PreTrainedTokenizerFast]) -> None:
+    tokenizer = plain(eos_token="<eos>", pad_token="<pad>")
+    tokenizer.chat_template = "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '\n### End\n' }}{% endfor %}"
+    _, repairs = complete(tokenizer, "<|pad|>")
+    assert repairs == [
+        "the chat template closes an answer with '### End', which is no control token: answers end with <eos>"
+    ]
+
+
 def closed_by(tokenizer: PreTrainedTokenizerBase, text: str) -> bool:
     return encode_response(tokenizer, "Eat.")[-1] == tokenizer.convert_tokens_to_ids(text)
 
@@ -384,7 +451,8 @@ def test_a_control_token_without_a_use_becomes_the_pad_token(
     size = len(tokenizer)
     tokenizer, repairs = complete(tokenizer, "<|pad|>", plain)
     assert (len(tokenizer), tokenizer.pad_token_id) == (size, expected)
-    assert f"pad token set to {tokenizer.pad_token}, which has no use" in repairs
+    reason = "was the eos token" if tokenizer.pad_token == special["eos_token"] != tokenizer.eos_token else "has no use"
+    assert f"pad token set to {tokenizer.pad_token}, which {reason}" in repairs
     assert tokenizer.eos_token == ("<|endoftext|>" if plain else "<|im_end|>")
 
 
@@ -397,6 +465,37 @@ def test_names_for_padding_come_first_and_an_unknown_token_that_texts_make_never
     words = Tokenizer(models.WordLevel({"a": 0, "<eos>": 1, "<unk>": 2}, unk_token="<unk>"))
     unknown = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<eos>", unk_token="<unk>")
     assert complete(unknown, "<|pad|>")[0].pad_token == "<|pad|>"
+
+
+CONTROL = ["<eos>", "<unk>", "[CLS]", "[SEP]", "[MASK]"]
+
+
+def control_only(model: models.Model, trainer: trainers.Trainer, **declared: str) -> PreTrainedTokenizerFast:
+    """A tokenizer without a token for padding that writes [CLS] and [SEP] around texts."""
+    words = Tokenizer(model)
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    words.train_from_iterator(TEXTS, trainer)
+    places = [(text, words.token_to_id(text)) for text in ("[CLS]", "[SEP]")]
+    words.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B [SEP]", special_tokens=places
+    )
+    return PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<eos>", additional_special_tokens=CONTROL[1:],
+                                   **declared)  # fmt: skip
+
+
+@pytest.mark.parametrize("declared", [{}, {"unk_token": "<unk>", "mask_token": "[MASK]"}], ids=["", "declared"])
+def test_what_texts_or_the_tokenizer_around_them_make_is_no_pad_token(declared: dict[str, str]) -> None:
+    """Also an unknown token that the model of the tokenizer names and its settings do not; `é` is unknown here."""
+    found = {
+        "WordLevel": (models.WordLevel(unk_token="<unk>"), trainers.WordLevelTrainer(special_tokens=CONTROL)),
+        "BPE": (models.BPE(unk_token="<unk>"), trainers.BpeTrainer(special_tokens=CONTROL, show_progress=False)),
+        "Unigram": (models.Unigram(), trainers.UnigramTrainer(special_tokens=CONTROL, unk_token="<unk>",
+                                                              show_progress=False)),
+    }  # fmt: skip
+    for name, (model, trainer) in found.items():
+        tokenizer = control_only(model, trainer, **declared)
+        complete(tokenizer, "<|pad|>")
+        assert tokenizer.pad_token == ("<|pad|>" if declared else "[MASK]"), name
 
 
 # one form of an answer

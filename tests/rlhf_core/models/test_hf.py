@@ -363,6 +363,112 @@ def test_a_scalar_head_of_openrlhf_or_trl_is_read(
     assert lines == [f"{folder}: weights renamed: {head}.bias is score.bias, and 1 more"]
 
 
+ODD_HEADS = ["classifier", "reward_head", "regression_head", "critic.score", "model.score", "module.score", "quality"]
+
+
+@pytest.mark.parametrize("head", ODD_HEADS)
+def test_a_scalar_head_of_any_name_is_no_language_model(head: str, whole: Path, tmp_path: Path) -> None:
+    """With the class of a language model in config.json; the last name is found by its one row."""
+    folder = with_tensors(whole, tmp_path / "odd", {f"{head}.weight": torch.ones(1, 32)})
+    with pytest.raises(UserError, match=rf"head for scores \({head}\.weight\)"):
+        load_causal_lm(folder)
+
+
+def test_a_reward_model_of_trl_is_no_language_model(tmp_path: Path, build_scalar: Build) -> None:
+    build_scalar("llama").save_pretrained(tmp_path / "reward")
+    folder = rewritten(tmp_path / "reward", tmp_path / "trl", lambda name: name.replace("score.", "v_head."))
+    with pytest.raises(UserError, match=r"head for scores \(\w+ForSequenceClassification\)"):
+        load_causal_lm(folder)
+
+
+def with_tensors(source: Path, target: Path, extra: dict[str, torch.Tensor], **config: object) -> Path:
+    """A copy of a model folder with further tensors."""
+    rewritten(source, target, lambda name: name, **config)
+    weights = load_file(target / "model.safetensors") | extra
+    save_file(weights, target / "model.safetensors", metadata={"format": "pt"})
+    return target
+
+
+@pytest.mark.parametrize("own", ["score", "model.score"])
+@pytest.mark.parametrize("other", ["value_head", "v_head", "v_head.summary"])
+def test_the_own_head_of_a_reward_model_comes_before_one_of_another_name(
+    own: str, other: str, tmp_path: Path, build_scalar: Build
+) -> None:
+    scalar = build_scalar("llama")
+    scalar.save_pretrained(tmp_path / "reward")
+    named = rewritten(tmp_path / "reward", tmp_path / "named", lambda name: name.replace("score.", f"{own}."))
+    extra = {f"{other}.weight": torch.ones(1, 32), f"{other}.bias": torch.ones(1)}
+    folder = with_tensors(named, tmp_path / "two", extra)
+    for frozen in ("float32", "bfloat16"):
+        head = scalar_head(load_scalar_model(folder, frozen=cast(Frozen, frozen)))
+        assert torch.equal(head.weight, scalar_head(scalar).weight)
+        assert head.bias is None
+
+
+def test_a_head_has_one_bias(tmp_path: Path, build_scalar: Build) -> None:
+    build_scalar("llama").save_pretrained(tmp_path / "reward")
+    folder = with_tensors(tmp_path / "reward", tmp_path / "two", {"score.bias": torch.ones(2)})
+    with pytest.raises(UserError, match="has 2 biases, not one"):
+        load_scalar_model(folder)
+
+
+UNREAD: dict[str, tuple[dict[str, torch.Tensor], dict[str, object]]] = {
+    "a layer": ({"model.layers.2.mlp.up_proj.weight": torch.ones(48, 32)}, {}),
+    "a layer by config.json": ({}, {"num_hidden_layers": 1, "layer_types": None}),
+    "a bias": ({"model.layers.0.mlp.up_proj.bias": torch.ones(48)}, {}),
+    "a bias of the output layer": ({"lm_head.bias": torch.ones(60)}, {}),
+    "a wrapped copy": ({"module.model.norm.weight": torch.zeros(32)}, {}),
+}
+
+
+@pytest.mark.parametrize("name", UNREAD)
+def test_weights_of_the_models_own_layers_that_are_not_read_are_refused(name: str, whole: Path, tmp_path: Path) -> None:
+    extra, config = UNREAD[name]
+    folder = with_tensors(whole, tmp_path / "more", extra, **config)
+    scalar = [] if "lm_head.bias" in extra else [lambda path: scalar_model_from(path, 1)]
+    for load in (load_causal_lm, *scalar):
+        with pytest.raises(UserError, match="weights of its own layers are not read") as refused:
+            load(folder)
+        assert next(iter(extra), "model.layers.1.input_layernorm.weight") in str(refused.value)
+        assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "names"),
+    [
+        ("llama", ["model.layers.0.self_attn.rotary_emb.inv_freq", "model.rotary_emb.inv_freq"]),
+        ("gpt2", ["transformer.h.0.attn.bias", "transformer.h.0.attn.masked_bias", "h.1.attn.masked_bias"]),
+    ],
+)
+def test_masks_and_positions_of_older_versions_may_be_there(
+    kind: str, names: list[str], tmp_path: Path, build_lm: Build
+) -> None:
+    build_lm(kind).save_pretrained(tmp_path / "model")
+    extra = {name: torch.ones(8) for name in names}
+    if kind == "llama":  # the tied output layer as a copy
+        extra["lm_head.weight"] = load_file(tmp_path / "model/model.safetensors")["model.embed_tokens.weight"].clone()
+    folder = with_tensors(tmp_path / "model", tmp_path / "old", extra)
+    assert weights_equal(load_causal_lm(folder), load_causal_lm(tmp_path / "model"))
+
+
+@pytest.mark.parametrize("prefix", ["", "module."])
+def test_an_output_layer_that_is_tied_and_has_weights_of_its_own_is_refused(
+    prefix: str, whole: Path, tmp_path: Path
+) -> None:
+    folder = rewritten(whole, tmp_path / "tied", lambda name: prefix + name, tie_word_embeddings=True)
+    with pytest.raises(UserError, match=r"lm_head\.weight differs from model\.embed_tokens\.weight, .*: false"):
+        load_causal_lm(folder)
+
+
+def test_a_missing_part_of_the_weights_is_one_line(tmp_path: Path, build_lm: Build) -> None:
+    build_lm("qwen2").save_pretrained(tmp_path, max_shard_size="10KB")
+    part = sorted(tmp_path.glob("model-*.safetensors"))[1]
+    part.unlink()
+    with pytest.raises(UserError, match=f"{part.name} is missing, which its index of weights names") as refused:
+        load_causal_lm(tmp_path)
+    assert "\n" not in str(refused.value)
+
+
 def test_a_scalar_model_lacks_nothing_and_a_fresh_one_its_head_alone(whole: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"missing \(score\.weight\), and others .*\(lm_head\.weight\)"):
         load_scalar_model(rewritten(whole, tmp_path / "headless", lambda name: name, num_labels=1, id2label={"0": "a"}))
@@ -411,6 +517,30 @@ def test_rule_26_config_generation_config_and_tokenizer_name_one_end(
     scalar = scalar_model_from(tmp_path, 1)
     assert (scalar.config.eos_token_id, scalar.config.pad_token_id) == (3, 0)
     assert stop_ids(tokenizer, load_causal_lm(tmp_path)) == {1, 3, 4}
+
+
+@pytest.mark.parametrize("named", [2, [2, 0, 4], 20])
+def test_rule_26_a_default_of_the_configuration_makes_no_bos_pad_or_text_an_end(
+    named: int | list[int], tmp_path: Path, build_lm: Build, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    """A folder without generation_config.json; what that file names counts, such as Qwen's pad token, which ends its
+    texts."""
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.bos_token = "<|system|>"
+    model = build_lm()
+    model.config.eos_token_id = named
+    save_checkpoint(tmp_path, model, tokenizer)
+    (tmp_path / "generation_config.json").unlink(missing_ok=True)
+    kept = {1, 4} if isinstance(named, list) else {1}
+    loaded = load_causal_lm(tmp_path)
+    assert stop_ids(tokenizer, loaded) == kept
+    fit_vocabulary(loaded, tokenizer)
+    assert stop_ids(tokenizer, loaded) == kept
+    assert loaded.generation_config.eos_token_id == ([1, 4] if len(kept) > 1 else 1)
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [4, 0]}')
+    loaded = load_causal_lm(tmp_path)
+    fit_vocabulary(loaded, tokenizer)
+    assert stop_ids(tokenizer, loaded) == kept | {0, 4}
 
 
 def load_saved(model: PreTrainedModel, folder: Path, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
