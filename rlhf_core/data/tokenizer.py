@@ -316,15 +316,13 @@ def answer_text(response: str, continues: bool) -> str:
 def stop_ids(
     tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel | None, stop_tokens: Sequence[str] = ()
 ) -> frozenset[int]:
-    """The tokens that end a response (rule 26): `end_ids`, those that a stage saved with them in generation_config, and
-    those with these texts.
+    """The tokens that end a response (rule 26): `end_ids`, texts that the model's generation_config.json names, as a
+    stage saves its stop tokens, and those with these texts.
 
     Raises UserError for a text that is not exactly one token of the tokenizer.
     """
-    settings = model and model.generation_config
-    ids = set(end_ids(tokenizer, settings, model and model.config))
-    if tokenizer.eos_token_id in (named := eos_ids(settings)):  # texts among them are the stop tokens of a stage
-        ids.update(named)
+    settings, config = model and model.generation_config, model and model.config
+    ids = {*end_ids(tokenizer, settings, config), *(eos_ids(settings) if _is_written(settings, config) else ())}
     for text in stop_tokens:
         found = tokenizer(text, add_special_tokens=False)["input_ids"]
         if len(found) != 1 or found[0] == tokenizer.unk_token_id:
@@ -340,11 +338,16 @@ def end_ids(
 ) -> frozenset[int]:
     """The tokenizer's eos, and the control tokens that are an eos in a model's generation_config or config. config.json
     may have its from a default: there bos, unk and pad are none."""
-    written = settings is not None and not settings._from_model_config
+    written = _is_written(settings, config)
     default = {*eos_ids(config), *(() if written else eos_ids(settings))}
     default -= {tokenizer.bos_token_id, tokenizer.unk_token_id, tokenizer.pad_token_id}
     named = default | (set(eos_ids(settings)) if written else set())
     return frozenset({int(tokenizer.eos_token_id), *(named & tokenizer.added_tokens_decoder.keys())})
+
+
+def _is_written(settings: GenerationConfig | None, config: PreTrainedConfig | None) -> bool:
+    """Whether the eos tokens are those of a generation_config.json; else they are copied from config.json."""
+    return settings is not None and (not settings._from_model_config or eos_ids(settings) != eos_ids(config))
 
 
 def other_ends(tokenizer: PreTrainedTokenizerBase, ends: Collection[int]) -> dict[int, int]:

@@ -46,13 +46,18 @@ the weights of experts are no linear layers and stay frozen. No auxiliary loss b
 - **Weights.** A weight that is missing, or has another shape than config.json says, is an error that names it, wherever
   a model is read. The prefixes `module.` and `_orig_mod.` (DistributedDataParallel, torch.compile) are removed; the
   heads `value_head` and `v_head` (OpenRLHF, TRL) are read as that of a reward model. A reward model is refused as a
-  language model. Tensors that have no place in the model are named in the log.
+  language model, whatever its head is called. Weights of the model's own layers that config.json leaves out, and an
+  output layer that config.json ties to the embedding and that has other weights, are refused. Other tensors that have
+  no place in the model, such as the `v_head` of a policy of TRL, are named in the log.
 - **Date.** A chat template that writes today's date would give other tokens tomorrow. The saved one writes 26 Jul 2024.
+  A template that depends on the date in a way that cannot be fixed is refused.
 - **End of an answer.** Answers close with the control token with which the chat template closes them, such as
   `<end_of_turn>` or `<|im_end|>`. It becomes the tokenizer's eos token. Sampling stops at it, at every eos token of
   `generation_config.json`, and at `stop_tokens`. A template that closes with text only leaves the eos token as it is.
-- **Padding.** A tokenizer without a pad token gets a control token that has no use, so that the vocabulary keeps its
-  size; `base.pad_token` is added only where there is none.
+  The reward model, and what is trained on samples, read the tokenizer's eos in place of another eos that closes an
+  answer.
+- **Padding.** A tokenizer without a pad token gets a control token that has no use and that no text makes, so that the
+  vocabulary keeps its size; `base.pad_token` is added only where there is none.
 - **Chat template.** A tokenizer without one gets ChatML if it has the tokens of ChatML, else Leash's with three tokens
   for roles.
 
