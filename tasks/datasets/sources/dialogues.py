@@ -141,10 +141,11 @@ def _refuse_content(item: Mapping[str, Any], read: set[str], number: int, *, las
 
 def carries(value: object) -> bool:
     """Whether a value is more than a number, a name or an id: a text of several words, or a list or object with
-    content."""
-    return (
-        len(value.split(maxsplit=1)) > 1 if isinstance(value, str) else isinstance(value, list | dict) and bool(value)
-    )
+    texts."""
+    if isinstance(value, str):
+        return len(value.split(maxsplit=1)) > 1
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return any(bool(item) if isinstance(item, str) else carries(item) for item in inner)
 
 
 def parse_conversation(value: object) -> Conversation:

@@ -70,7 +70,10 @@ def test_a_file_of_messages_brings_demonstrations(answer: Ask) -> None:
         ([{"prompt": "one?"}, {"prompt": 7}], "mine.jsonl, row 2: prompt: expected text"),
         ([{"prompt": "one?"}, {"body": "two?"}], "mine.jsonl, row 2: missing column prompt"),
         ([{"prompt": "one?"}, {"prompt": "  "}], "empty 1 (first: data/raw/mine.jsonl, row 2)"),
-        ([{"messages": user("one?")}], "bad_conversation 1 (first: data/raw/mine.jsonl, row 1: the last turn is user"),
+        (
+            [{"messages": user("one?")}],
+            "bad_conversation 1 (first: data/raw/mine.jsonl, row 1: messages: the last turn is user",
+        ),
         ([{"prompt": "one?"}, "{"], "mine.jsonl, row 2: broken JSON"),
         ([], "data/raw/mine.jsonl has no rows"),
     ],
