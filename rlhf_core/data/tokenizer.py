@@ -321,7 +321,7 @@ def stop_ids(
 
     Raises UserError for a text that is not exactly one token of the tokenizer.
     """
-    settings, config = model and model.generation_config, model and model.config
+    settings, config = getattr(model, "generation_config", None), model and model.config
     ids = {*end_ids(tokenizer, settings, config), *(eos_ids(settings) if _is_written(settings, config) else ())}
     for text in stop_tokens:
         found = tokenizer(text, add_special_tokens=False)["input_ids"]

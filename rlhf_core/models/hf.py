@@ -404,10 +404,11 @@ def fit_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -
     with more embeddings than tokens keeps them."""
     if len(tokenizer) > model.get_input_embeddings().num_embeddings:
         model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
-    ends = end_ids(tokenizer, model.generation_config, model.config)
+    settings = getattr(model, "generation_config", None)  # a model of its own code may lack it
+    ends = end_ids(tokenizer, settings, model.config)
     model.config.pad_token_id, model.config.eos_token_id = tokenizer.pad_token_id, int(tokenizer.eos_token_id)
-    if model.generation_config is not None:  # a model of its own code may lack it
-        model.generation_config.pad_token_id = tokenizer.pad_token_id
+    if settings is not None:
+        settings.pad_token_id = tokenizer.pad_token_id
         write_ends(model, tokenizer, ends)
 
 

@@ -104,7 +104,7 @@ def draw_samples(stage: Stage[PreferencesParams], last: int = 0) -> tuple[list[R
         require_tokenizer(stage, tokenizer, folder)
     model = load_frozen(stage, stage.root / folder)
     stops = stop_ids(tokenizer, model, params.stop_tokens)
-    others = other_ends(tokenizer, end_ids(tokenizer, model.generation_config, model.config))
+    others = other_ends(tokenizer, end_ids(tokenizer, getattr(model, "generation_config", None), model.config))
     seed = rounds.seed_of(stage.seed, last + 1)
     kept, too_long = fitting(
         stage,

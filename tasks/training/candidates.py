@@ -67,7 +67,7 @@ def draw_candidates(
 
     batches = [jobs[start : start + settings.batch_size] for start in range(0, len(jobs), settings.batch_size)]
     drawn = stage.resumed("samples", batches, work)
-    others = other_ends(tokenizer, end_ids(tokenizer, model.generation_config, model.config))
+    others = other_ends(tokenizer, end_ids(tokenizer, getattr(model, "generation_config", None), model.config))
     drawn = [(closed(response, others), ended) for response, ended in drawn]
     texts = [decode_response(tokenizer, response, stops) for response, _ in drawn]
     answers = Answers(
