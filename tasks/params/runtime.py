@@ -34,6 +34,9 @@ class FunctionParams(Block):
 class RuntimeParams(Block):
     """Settings that cannot change a result. No stage depends on them, so an edit retrains nothing."""
 
+    project: str | None = None
+    """The name of the project on shared servers: MLflow's experiment and registered model, Prefect's flows and
+    deployments. null: the last part of git's origin, else the name of the folder."""
     tracking: bool = True
     """Send parameters, metrics and artifacts to MLflow."""
     dataloader_workers: Annotated[int, Field(ge=0, le=64)] = 0

@@ -1,0 +1,33 @@
+"""The project's name, which every name on a shared server carries: experiment, registered model, flows, deployments,
+automations."""
+
+import re
+import subprocess
+from contextlib import suppress
+from pathlib import Path
+
+from rlhf_core.errors import UserError
+from tasks.params.loader import PARAMS_FILE, read_yaml
+from tasks.tracking.settings import main_checkout
+
+NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9._-]+")
+
+
+def project_name(root: Path) -> str:
+    """`runtime.project` of params.yaml; else the last part of the address of git's origin, without `.git`; else the
+    name of the folder. Of letters, digits, dots, dashes and underscores; at most 60 characters."""
+    home = main_checkout(root).resolve()
+    named = _in_params(root) or _of_origin(home) or home.name
+    return NOT_IN_NAMES.sub("-", named).strip("-.")[:60] or "leash"
+
+
+def _in_params(root: Path) -> str:
+    with suppress(UserError, AttributeError):
+        return str((read_yaml(root / PARAMS_FILE).get("runtime") or {}).get("project") or "")
+    return ""
+
+
+def _of_origin(root: Path) -> str:
+    command = ["git", "config", "--get", "remote.origin.url"]
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
+    return re.split(r"[/:\\]", done.stdout.strip().rstrip("/"))[-1].removesuffix(".git")
