@@ -16,7 +16,7 @@ from tasks.training.preference_training import LOGGED
 if TYPE_CHECKING:
     from tests.conftest import TinyRun
 
-OUTS = ["data/toy/samples.jsonl", "models/toy", "metrics/toy.json", "plots/dpo.csv"]
+OUTS = ["data/best_of_n/samples.jsonl", "models/toy", "metrics/toy.json", "plots/dpo.csv"]
 
 
 def test_every_out_is_empty(tmp_path: Path) -> None:
