@@ -34,7 +34,6 @@ CANNOT_CHANGE_RESULTS = {
     "rlhf_core.config.block": "strictness of parameters: it refuses values and never changes one",
     "rlhf_core.config.paths": "refuses paths, never changes one",
     "rlhf_core.config.precision": "the types of parameters, which DVC tracks",
-    "tasks.datasets.raw": "refuses paths that lead out of data/raw/",
     "tasks.judging.budget": "stops, and never changes a verdict",
     "tasks.params.loader": "reads params.yaml; the values are tracked by DVC",
     "tasks.params.stages": "names the class of each stage's parameters; DVC tracks their values",
@@ -95,7 +94,7 @@ TRAINING = (
 """Stages whose results depend on the library versions declared in tasks/stage/versions.json."""
 
 MODELS = ("base", "sft", "reward", "ppo", "select", *(method.name for method in WITH_MODEL))
-"""Stages that write a model folder, and with it provenance.json: for the others its module does nothing."""
+"""Stages that write a model folder, and with it its provenance: for the others its module does nothing."""
 
 SWITCHED_OFF = ("preferences", "reward", *(method.name for method in METHODS))
 """Stages that can be switched off, and then write what the module of this name says."""

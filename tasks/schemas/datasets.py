@@ -42,6 +42,10 @@ SCHEMAS = {
     "data/ingest/heldout.jsonl": col.schema(
         {"response": col.text(nullable=True), "extra": col.extra()}, col.unique("prompt_id")
     ),
+    # The held-out prompts, or those of the file that evaluate.prompts names.
+    "data/ingest/evaluation_prompts.jsonl": col.schema(
+        {"response": col.text(nullable=True), "extra": col.extra()}, col.unique("prompt_id")
+    ),
     # The SFT model's answers to the preference prompts; empty without a reward model.
     "data/preferences/samples.jsonl": col.schema(
         {
