@@ -14,6 +14,7 @@ from tasks.schemas.datasets import SCHEMAS
 from tasks.schemas.validation import check_heldout_disjoint, is_dataset, load, validate
 
 PATHS = list(SCHEMAS)
+COLUMNS = {path: model.to_schema().columns for path, model in SCHEMAS.items()}
 VALUES = {
     "model": "sft",
     "seed": 1,
@@ -60,7 +61,7 @@ def rows_for(path, count=3):
     for number in range(count):
         prompt = [{"role": "system", "content": "Be kind"}, {"role": "user", "content": f"question {number}"}]
         row = {"prompt_id": prompt_id(prompt), "prompt": prompt}
-        row |= {name: VALUES[name] for name in SCHEMAS[path].columns if name not in row}
+        row |= {name: VALUES[name] for name in COLUMNS[path] if name not in row}
         rows.append(row)
     return rows
 
@@ -91,7 +92,7 @@ def test_empty_data_sets(path):
 
 @pytest.mark.parametrize("path", PATHS)
 def test_every_column_is_needed_and_no_other_known(path):
-    for name in SCHEMAS[path].columns:
+    for name in COLUMNS[path]:
         rows = rows_for(path)
         del rows[1][name]
         assert error(path, rows) == f"{path}: {name}: missing column (1 row: 2)"
@@ -102,14 +103,14 @@ def test_every_column_is_needed_and_no_other_known(path):
 
 @pytest.mark.parametrize("path", PATHS)
 def test_an_optional_column_is_in_all_rows_or_in_none(path):
-    optional = {name for name, column in SCHEMAS[path].columns.items() if not column.required}
+    optional = {name for name, column in COLUMNS[path].items() if not column.required}
     assert optional <= OPTIONAL
     validate([{name: row[name] for name in row.keys() - optional} for row in rows_for(path)], path)
 
 
 @pytest.mark.parametrize("path", PATHS)
 def test_every_column_refuses_a_value_of_another_type(path):
-    for name in SCHEMAS[path].columns:
+    for name in COLUMNS[path]:
         for wrong in (["x"], *([] if name in OBJECTS else [{"a": 1}]), *([] if name in NUMBERS else [1.5])):
             rows = rows_for(path)
             rows[1][name] = wrong
@@ -118,7 +119,7 @@ def test_every_column_refuses_a_value_of_another_type(path):
 
 @pytest.mark.parametrize("path", PATHS)
 def test_null_only_where_there_may_be_nothing(path):
-    for name in SCHEMAS[path].columns:
+    for name in COLUMNS[path]:
         rows = rows_for(path)
         rows[1][name] = None
         if name in NULLABLE or (name, path) in NULLABLE_HERE:
@@ -129,7 +130,7 @@ def test_null_only_where_there_may_be_nothing(path):
 
 @pytest.mark.parametrize("path", PATHS)
 def test_numbers_are_finite(path):
-    for name in NUMBERS & set(SCHEMAS[path].columns):
+    for name in NUMBERS & set(COLUMNS[path]):
         for wrong in (float("nan"), float("inf"), True):
             rows = rows_for(path)
             rows[2][name] = wrong
@@ -214,8 +215,8 @@ def test_all_problems_at_once_with_counts_and_first_rows():
     del rows[11]["rejected"]
     assert error(path, rows).removeprefix(f"{path}: ").split("; ") == [
         "rejected: missing column (1 row: 12)",
-        "chosen: must be non-empty text (8 rows: 1, 2, 3, 4, 5, …)",
         "split: must be train or validation (1 row: 10)",
+        "chosen: must be non-empty text (8 rows: 1, 2, 3, 4, 5, …)",
     ]
 
 
