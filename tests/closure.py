@@ -117,6 +117,8 @@ def exempt(module: str, stage: str) -> bool:
         return stage not in SWITCHED_OFF
     if module == "tasks.params.methods":
         return stage not in READ_THE_TABLE_OF_METHODS
+    if module == "tasks.summary":  # for the others it is a part of tracking
+        return stage != "evaluate"
     return any(fnmatchcase(module, pattern) for pattern in CANNOT_CHANGE_RESULTS)
 
 
