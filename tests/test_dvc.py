@@ -58,7 +58,9 @@ def test_new_evaluation_prompts_concern_the_stages_that_read_them(finished: Proj
     finished.set("evaluate.prompts", "mine.jsonl")
     finished.dvc("repro", "ingest")
     concerned = {"best_of_n", "evaluate"}
-    assert {name for name, deps in stale(finished).items() if "data/ingest/evaluation_prompts.jsonl" in deps} == concerned
+    assert {
+        name for name, deps in stale(finished).items() if "data/ingest/evaluation_prompts.jsonl" in deps
+    } == concerned
     assert set(stale(finished)) == {*concerned, "report"}, "the report shows the parameters of the evaluation"
 
 
