@@ -20,7 +20,7 @@ from tasks.params.loader import is_switched_off, parse, read_yaml
 from tasks.schemas.validation import load
 from tasks.stage import provenance, state
 from tasks.stage.definition import Definition, is_code, pipeline_identity
-from tasks.stage.dvc_adapter import Project, open_project
+from tasks.stage.dvc_files import Project, open_project
 from tasks.stage.interrupts import Interrupts
 from tasks.stage.outputs import Outputs
 from tasks.stage.pipeline_run import describe, report_results

@@ -92,7 +92,7 @@ def objects(root: Path) -> set[str]:
 
 def recorded(root: Path) -> dict[str, str]:
     """Output -> its hash in dvc.lock; that of the raw data, too."""
-    from tasks.stage.dvc_adapter import open_project
+    from tasks.stage.dvc_files import open_project
 
     with open_project(root) as project:
         outs = (*project.tracked, *(out for stage in project.stages for out in stage.outs))
