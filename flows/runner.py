@@ -27,11 +27,6 @@ if TYPE_CHECKING:
 
 UNCHANGED, RESTORES, RUNS = "up to date", "to restore from DVC's cache", "to run"
 MAY_RUN = "to run if its inputs change"
-    "up to date",
-    "to restore from DVC's cache",
-    "to run",
-    "to run if its inputs change",
-)
 """What a run will do with a stage. A stage to run is restored where DVC's run cache has a result of its new inputs."""
 
 
