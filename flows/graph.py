@@ -2,7 +2,7 @@
 
 import json
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -72,9 +72,10 @@ class Project:
         self._makers = files.makers()
         self._lock = threading.Lock()
 
-    def reasons(self, name: str, allow_missing: bool = False) -> list[str]:
+    def reasons(self, name: str, allow_missing: bool = False, planned: Collection[str] = ()) -> list[str]:
         """Why `dvc repro --single-item NAME` would not skip the stage (or .dvc file) now; empty when it is up to date.
-        With `allow_missing` as with DVC's option: what dvc.lock has for the present inputs may be missing here.
+        With `allow_missing` as with DVC's option: what dvc.lock has for the present inputs may be missing here. Inputs
+        that the stages `planned` make are not looked at: they may be made again.
 
         Files and params.yaml are read at each call; dvc.lock was read when the project was opened, and a stage's entry
         in it changes only when the stage runs.
@@ -88,12 +89,14 @@ class Project:
             here = not cached or any(out.exists or (out.in_cache and out.recorded and out.is_cached) for out in cached)
             if not stage.is_recorded or not (here or allow_missing):
                 return [FIRST_RUN]
-            if why := list(self._input_reasons(stage, allow_missing)):
+            if why := list(self._input_reasons(stage, allow_missing, planned)):
                 return why
             states = {out.path: self._output_state(out) for out in stage.outs}
             return [] if allow_missing and EDITED not in states.values() else _with_states(states)
 
-    def _input_reasons(self, stage: dvc_files.GraphStage, allow_missing: bool) -> Iterator[str]:
+    def _input_reasons(
+        self, stage: dvc_files.GraphStage, allow_missing: bool, planned: Collection[str]
+    ) -> Iterator[str]:
         if not stage.frozen:
             yield from self._changed_params(stage, allow_missing)
         if stage.command_changed:
@@ -102,7 +105,8 @@ class Project:
             return
         if stage.always_runs:
             yield "runs every time"
-        present = {file: file.known_hash() if file.exists else None for file in stage.inputs}
+        looked_at = [file for file in stage.inputs if self._makers.get(file.path, ("",))[0] not in planned]
+        present = {file: file.known_hash() if file.exists else None for file in looked_at}
         changed = [file for file, digest in present.items() if digest is not None and digest != file.recorded]
         gone = [
             file.path for file, digest in present.items() if digest is None and not self._is_made(file, allow_missing)
@@ -149,7 +153,7 @@ class Project:
         """The stages of `graph` that may run: those not up to date now, with the reasons, and those below them."""
         plan: dict[str, list[str]] = {}
         for stage in graph.stages:
-            if (why := self.reasons(stage)) or any(need in plan for need in graph.upstream[stage]):
+            if (why := self.reasons(stage, planned=plan)) or any(need in plan for need in graph.upstream[stage]):
                 plan[stage] = why
         return plan
 
@@ -163,10 +167,10 @@ class Project:
                 found.append(stage)
         return found
 
-    def missing(self, name: str) -> list[str]:
+    def missing(self, name: str) -> list[File]:
         """The outputs of a stage, or of a .dvc file, that are not in the workspace."""
         outs = self._files.sources[name] if name in self._files.sources else self._files.stage(name).outs
-        return [out.path for out in outs if not out.exists]
+        return [out for out in outs if not out.exists]
 
     def changed_sources(self, graph: Graph) -> tuple[str, ...]:
         """The tracked data files of `graph` that were edited since DVC recorded them, or are missing."""

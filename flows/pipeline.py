@@ -2,7 +2,7 @@
 and registries are kept in other modules."""
 
 import os
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -62,44 +62,62 @@ class Execution:
     print: Print
     pull: bool = False
     """Whether DVC's remote may give results."""
-    wanted: Collection[str] = ()
+    wanted: set[str] = field(default_factory=set)
     """With `pull`: the stages whose outputs must be here at the end; those of the others only where they are read."""
+    brought: dict[str, Outcome] = field(default_factory=dict)
+    """Stages that were first up to date without their outputs, which another one needed then."""
     why: dict[str, str] = field(default_factory=dict)
     failures: dict[str, list[str]] = field(default_factory=dict)
 
     def run(self, stage: str) -> Outcome:
         """Run the stage by DVC, unless it is up to date. Raises as `run_stage`."""
         failures = self.failures.setdefault(stage, [])
-        why = ["--force"] if self.force else self.project.reasons(stage, allow_missing=self.pull)
-        missing = self.project.missing(stage) if self.pull and not why else []
-        if missing and stage in self.wanted:
-            why = [f"{missing[0]} missing"]
+        changed = ["--force"] if self.force else self.project.reasons(stage, allow_missing=self.pull)
+        gone = self.project.missing(stage) if self.pull and not changed else []
+        if stage not in self.wanted:  # DVC can bring it later, where a stage reads it
+            gone = [out for out in gone if not out.in_cache]
         if failures:
             self.print(stage, f"attempt {len(failures) + 1} of {self.attempts} after: {failures[-1]}")
-        elif not why:
-            return Outcome(stage, UP_TO_DATE, 0.0, "what is missing of it is not needed" if missing else "")
-        else:
+        elif why := changed or [f"{out.path} missing" for out in gone]:
             self.why[stage] = brief(why)
             self.print(stage, f"starts ({self.why[stage]})")
+        else:
+            return Outcome(stage, UP_TO_DATE, 0.0)
+        fetched = bool(gone) and all(out.in_cache for out in gone)
+        options = ["--pull", "--no-run-cache"] if fetched else ["--pull"] if self.pull and changed else []
+        run = partial(
+            run_stage, self.project.root, stage, self.force, self.timeout, partial(self.print, stage), options
+        )
         try:
             with self._only_one(stage):
-                options = self._pull_options(stage) if self.pull else ()
-                line = partial(self.print, stage)
-                outcome = run_stage(self.project.root, stage, self.force, self.timeout, line, options)
+                if self.pull and changed:
+                    self._bring_inputs(stage)
+                try:
+                    outcome = run()
+                except StageUserError:
+                    if not (fetched and self._bring_inputs(stage)):
+                        raise
+                    outcome = run()  # the remote lacks the result, and it is computed
         except StageCrash as error:
             failures.append(str(error).removeprefix(f"{stage}: "))
             raise
         return replace(outcome, why=self.why[stage], attempts=len(failures) + 1)
 
-    def _pull_options(self, stage: str) -> list[str]:
-        """How DVC brings what the stage lacks: its recorded outputs, else results of the remote's run cache, else its
-        inputs."""
-        if not self.force and not self.project.reasons(stage, allow_missing=True):
-            return ["--pull", "--no-run-cache"]
-        sources = [name for name in self.project.graph.sources[stage] if self.project.missing(name)]
+    def _bring_inputs(self, stage: str) -> bool:
+        """Fetch, or compute, what the stage reads and is not here; returns whether there was something."""
+        graph = self.project.graph
+        sources = [name for name in graph.sources[stage] if self.project.missing(name)]
         if sources:
-            remote.pull(self.project.root, sources, partial(self.print, stage))
-        return ["--pull"]
+            try:
+                remote.pull(self.project.root, sources, partial(self.print, stage))
+            except UserError as error:
+                raise StageUserError(f"{stage}: {', '.join(sources)}: {error}") from None
+        stages = [name for name in graph.upstream[stage] if self.project.missing(name)]
+        for name in stages:
+            self.wanted.add(name)
+            self.brought[name] = self.run(name)
+            terminal.end(self.brought[name])
+        return bool(sources or stages)
 
     @contextmanager
     def _only_one(self, stage: str) -> Iterator[None]:
@@ -182,7 +200,7 @@ def pipeline(
     with driver.exclusive(home) as project:
         graph = project.graph.select(stages)
         remote.require(home, pull, push)
-        wanted = frozenset(stages or graph.stages)
+        wanted = set(stages or graph.stages)
         execution = Execution(project, force, timeout_seconds, retries + 1, _printer(), pull, wanted)
         try:
             outcomes, errors = _run(execution, graph, jobs, options)
@@ -302,7 +320,7 @@ def _outcome(execution: Execution, stage: str, state: State[Outcome]) -> Outcome
         )
     if not state.is_completed():
         return Outcome(stage, NOT_RUN, 0.0)
-    return state.result()
+    return execution.brought.get(stage) or state.result()
 
 
 def _printer() -> Print:

@@ -61,15 +61,11 @@ def _run(root: Path, words: list[str], on_line: OnLine, command: Sequence[str] =
     command = command or [sys.executable, "-m", "dvc", "--wait-for-lock", *words]
     code = processes.run(command, cwd=root, env={**os.environ, "DVC_IGNORE_ISATTY": "true"}, on_line=receive)
     if code:
-        raise UserError(failure(root, errors[0] if errors else f"dvc ended with {code}"))
-
-
-def failure(root: Path, reason: str) -> str:
-    """What to do about an error of the remote."""
-    return (
-        f"DVC's remote {require(root, False, True)}: {without_credentials(reason)}; check its address and the "
-        "credentials (`dvc remote list`, AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY for S3)"
-    )
+        reason = errors[0] if errors else f"dvc ended with {code}"
+        raise UserError(
+            f"DVC's remote {require(root, False, True)}: {without_credentials(reason)}; check its address and the "
+            "credentials (`dvc remote list`, AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY for S3)"
+        )
 
 
 def _send_uncached(root: str, *names: str) -> int:
