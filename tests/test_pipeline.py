@@ -335,7 +335,7 @@ def test_the_whole_pipeline_runs_in_bfloat16_and_without_deterministic_kernels(p
         assert said == (
             stage in {"base", "sft", "preferences", "reward", "ppo", "select", *ALTERNATIVES, "best_of_n", "evaluate"}
         )
-    provenance = project.json("models/sft/provenance.json")
+    provenance = project.json("models/sft.provenance.json")
     assert provenance["params"]["precision"] == "bfloat16"
     assert "deterministic: false" in provenance["exemptions"][0]
     assert "deterministic: false" in (project.root / "report/index.html").read_text(encoding="utf-8")

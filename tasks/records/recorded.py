@@ -24,7 +24,7 @@ class Record:
     """Data and models."""
     code: Mapping[str, str]
     outs: Mapping[str, str]
-    """Empty in a model's provenance.json, which cannot contain the model's hash."""
+    """Empty in a model's provenance, which is written before DVC has hashed the model."""
     source: str
     """The file that the record is from."""
     versions: Mapping[str, str] = field(default_factory=dict)

@@ -14,7 +14,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from rlhf_core.errors import UserError
-from tasks.params.loader import PARAMS_FILE, read_yaml, with_scorer
+from tasks.params.loader import PARAMS_FILE, read_yaml, with_derived
 from tasks.stage.dvc_files import GraphStage, Project
 from tasks.tracking.settings import RUN_VARIABLE
 from tasks.tracking.tracker import PipelineIdentity, flatten
@@ -24,7 +24,7 @@ ROUND = re.compile(r"rounds/\d+")
 """The path of a closed round."""
 UNTRACKED = ("runtime", "promote")
 """Blocks of params.yaml that change no result."""
-WRITTEN = ("dvc.lock", "metrics/", "plots/")
+WRITTEN = ("dvc.lock", "data/", "metrics/", "models/", "plots/")
 """What a run writes into tracked files."""
 CODE = ("tasks/", "rlhf_core/", "flows/")
 """Dependencies in these folders are code, all others data or models."""
@@ -83,12 +83,12 @@ class Definition:
 
     def tracked(self, params: dict[str, Any]) -> dict[str, Any]:
         """The parameters that the stage depends on."""
-        known = with_scorer(params)
+        known = with_derived(params)
         return {name: _lookup(known, name) for name in sorted(self._stage.params)}
 
     def blocks(self, params: dict[str, Any]) -> dict[str, Any]:
         """The whole blocks of params.yaml of which the stage depends on at least one key."""
-        names, known = sorted({name.partition(".")[0] for name in self.tracked(params)}), with_scorer(params)
+        names, known = sorted({name.partition(".")[0] for name in self.tracked(params)}), with_derived(params)
         return {name: known[name] for name in names}
 
     def key(self, params: dict[str, Any], hashes: dict[str, str]) -> str:

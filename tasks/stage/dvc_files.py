@@ -301,9 +301,11 @@ class Project:
             recorded = {
                 one["path"]: one.get("md5") for part in ("deps", "outs") for one in (record or {}).get(part, [])
             }
-            values = {
-                key: value for file in ((record or {}).get("params") or {}).values() for key, value in file.items()
-            }
+            values: dict[str, Any] = {}
+            params_of = _params(entry.get("params"))
+            for file, names in params_of.items():
+                found = ((record or {}).get("params") or {}).get(file) or {}
+                values |= found if names is None else {name: found[name] for name in names if name in found}
         except (AttributeError, TypeError, KeyError):
             raise _unreadable(LOCK_FILE, f"the entry of {name}") from None
         outs = []
@@ -316,7 +318,7 @@ class Project:
             name=name,
             command=command if isinstance(command, str) else str(command),
             inputs=tuple(File(path, recorded.get(path), False, self) for path, _ in _pairs(entry.get("deps"))),
-            params_of=_params(entry.get("params")),
+            params_of=params_of,
             recorded_params=values,
             command_changed=(record or {}).get("cmd") != command,
             outs=tuple(outs),

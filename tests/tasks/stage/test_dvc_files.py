@@ -87,10 +87,10 @@ def test_a_project_is_never_read_in_the_middle_of_a_rewrite(root: Path) -> None:
 
 
 def test_a_stage_that_starts_in_the_middle_of_a_rewrite(root: Path) -> None:
-    """The process of `python -m tasks.<stage>`, begun while another stage's DVC writes."""
+    """The process of `python -m tasks <stage>`, begun while another stage's DVC writes."""
     (root / "third.py").write_text(
         "from rlhf_core.config.block import Block\nfrom tasks.stage.run import run\n"
-        "run('third', Block, lambda stage: stage.out('third.txt').write_text('3'), tracked=False)\n",
+        "run('third', Block, lambda: lambda stage: stage.out('third.txt').write_text('3'))\n",
         encoding="utf-8",
     )
     (root / "params.yaml").write_text(
@@ -224,3 +224,10 @@ def test_what_is_not_read_is_refused(root: Path) -> None:
     )
     with open_project(root) as project, pytest.raises(UserError, match="a ← b ← a"):
         project.plan()
+
+
+def test_a_parameter_that_is_no_longer_tracked_has_not_changed(root: Path) -> None:
+    (root / "dvc.yaml").write_text(GRAPH.replace("params: [seed]", "params: [other]"), encoding="utf-8")
+    (root / "params.yaml").write_text("seed: 2\nother: 1\n", encoding="utf-8")
+    with open_project(root) as project:
+        assert project.stage("second").changed_params() == ["params.yaml: other"]
