@@ -19,7 +19,7 @@ from tasks.params.promote import PromoteParams
 from tasks.tracking.registry import BEFORE, CHALLENGER, CHAMPION, Registry, Version
 
 if TYPE_CHECKING:
-    from tasks.stage.dvc_adapter import Stored
+    from tasks.stage.dvc_files import Stored
 
 EXTRA = Path("models") / "extra"
 PROMOTED, KEPT = "promoted", "kept"

@@ -15,7 +15,7 @@ from rlhf_core.errors import UserError
 from tasks.datasets.jsonl import Row, read_jsonl
 from tasks.params.loader import PARAMS_FILE, read_yaml
 from tasks.records.recorded import params_behind, parse
-from tasks.stage.dvc_adapter import LOCK_FILE, open_project
+from tasks.stage.dvc_files import LOCK_FILE, open_project
 from tasks.tracking import settings
 from tasks.tracking.tracker import flatten
 
