@@ -21,7 +21,7 @@ from flows import processes
 from flows.stages import Environment
 from rlhf_core.errors import UserError
 from rlhf_core.files import atomic
-from rlhf_core.locks import FileLock, holder, is_held
+from rlhf_core.locks import held, holder, is_held
 
 RUNS = Path("work") / "runs"
 TREE = "tree"
@@ -82,36 +82,27 @@ def opened(
     another process works in it, when the commit or the tracked raw data are missing, or for an override that does not
     fit params.yaml.
     """
-    workspace.folder.mkdir(parents=True, exist_ok=True)
-    lock = FileLock(workspace.folder / OWNER)
-    if not lock.acquire():
-        who = holder(workspace.folder / OWNER) or "?"
-        raise UserError(f"process {who} works in {workspace.folder}; wait for its end or stop it")
-    try:
-        _wait_for_gc(workspace.home)
-        _wait_for_killed_run(workspace)
-        if _read_note(workspace.folder) != workspace.note:
-            _make(workspace, own_cache, checkout, pull)
-        yield workspace
-    finally:
-        lock.release()
-
-
-def _make(workspace: Workspace, own_cache: bool, checkout: bool, pull: bool) -> None:
     from tasks.stage.dvc_adapter import apply_overrides, configure_workspace
 
-    _remove_tree(workspace)
-    options = [] if checkout else ["--no-checkout"]
-    with _GIT:
-        git(workspace.home, "worktree", "add", "--quiet", "--detach", "--force", *options, str(workspace.root),
-            workspace.commit)  # fmt: skip
-    (workspace.root / ".dvc").mkdir(exist_ok=True)
-    cache = workspace.folder / "cache" if own_cache else None
-    configure_workspace(workspace.home, workspace.root, workspace.folder / "site", cache)
-    if checkout:
-        apply_overrides(workspace.root, workspace.overrides)
-        _bring_raw_data(workspace, pull)
-    write_note(workspace)
+    with held(workspace.folder / OWNER, 0.0, f"works in {workspace.folder}"):
+        _wait_for(workspace.home / GC, GC_SECONDS, "removes objects of DVC's cache; wait for its end")
+        running = workspace.root / "work" / "driver.lock"  # the stages of a killed run stop by themselves
+        _wait_for(running, STOPPING_SECONDS, f"works in {workspace.root}; stop it, then run again")
+        known = {key: value for key, value in _read_note(workspace.folder).items() if key != "kept"}
+        if known != workspace.note:
+            _remove_tree(workspace)
+            options = [] if checkout else ["--no-checkout"]
+            with _GIT:
+                git(workspace.home, "worktree", "add", "--quiet", "--detach", "--force", *options,
+                    str(workspace.root), workspace.commit)  # fmt: skip
+            (workspace.root / ".dvc").mkdir(exist_ok=True)
+            cache = workspace.folder / "cache" if own_cache else None
+            configure_workspace(workspace.home, workspace.root, workspace.folder / "site", cache)
+            if checkout:
+                apply_overrides(workspace.root, workspace.overrides)
+                _bring_raw_data(workspace, pull)
+            write_note(workspace)
+        yield workspace
 
 
 def write_note(workspace: Workspace, why_kept: str = "") -> None:
@@ -123,35 +114,22 @@ def write_note(workspace: Workspace, why_kept: str = "") -> None:
 
 def why_kept(folder: Path) -> str:
     """What `write_note` recorded; empty for a workspace whose process died."""
+    return str(_read_note(folder).get("kept", ""))
+
+
+def _read_note(folder: Path) -> dict[str, object]:
     try:
-        return str(json.loads((folder / NOTE).read_text(encoding="utf-8")).get("kept", ""))
-    except (OSError, ValueError, AttributeError):
-        return ""
+        return dict(json.loads((folder / NOTE).read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):
+        return {}
 
 
-def _read_note(folder: Path) -> dict[str, object] | None:
-    try:
-        note = json.loads((folder / NOTE).read_text(encoding="utf-8"))
-        return {key: note[key] for key in ("commit", "overrides")}
-    except (OSError, ValueError, TypeError, KeyError):
-        return None
-
-
-def _wait_for_gc(home: Path) -> None:
-    deadline = time.monotonic() + GC_SECONDS
-    while is_held(home / GC):
+def _wait_for(lock: Path, seconds: float, what: str) -> None:
+    """Wait until nobody holds the lock. Raises UserError after these seconds."""
+    deadline = time.monotonic() + seconds
+    while is_held(lock):
         if time.monotonic() > deadline:
-            raise UserError(f"process {holder(home / GC) or '?'} removes objects of DVC's cache; wait for its end")
-        time.sleep(0.1)
-
-
-def _wait_for_killed_run(workspace: Workspace) -> None:
-    """The stages of a run whose driver was killed stop by themselves."""
-    running = workspace.root / "work" / "driver.lock"
-    deadline = time.monotonic() + STOPPING_SECONDS
-    while is_held(running):
-        if time.monotonic() > deadline:
-            raise UserError(f"process {holder(running) or '?'} works in {workspace.root}; stop it, then run again")
+            raise UserError(f"process {holder(lock) or '?'} {what}")
         time.sleep(0.1)
 
 
@@ -163,7 +141,7 @@ def _bring_raw_data(workspace: Workspace, pull: bool) -> None:
         return
     command = [sys.executable, "-m", "dvc", "pull" if pull else "checkout", "--quiet", *sources]
     done = subprocess.run(
-        command, cwd=workspace.root, env=_process_environment(), capture_output=True, text=True, check=False
+        command, cwd=workspace.root, env=_without_repository(), capture_output=True, text=True, check=False
     )
     if done.returncode:
         raise UserError(
@@ -199,15 +177,21 @@ def found(home: Path) -> Iterator[tuple[Path, int | None]]:
     None where nobody does."""
     for folder in sorted((home / RUNS).glob("*/")):
         locks = [folder / OWNER, *sorted((folder / TREE / "work").glob("*.lock"))]
-        held = next((lock for lock in locks if is_held(lock)), None)
-        yield folder, (holder(held) or 0) if held else None
+        locked = next((lock for lock in locks if is_held(lock)), None)
+        yield folder, (holder(locked) or 0) if locked else None
 
 
 def environment(root: Path) -> Environment:
     """Variables with which a command runs the code of the workspace at `root` and uses its git repository, also when a
     git hook has started this process."""
     path = os.pathsep.join([str(root), *filter(None, [os.environ.get("PYTHONPATH")])])
-    return {**_git_variables(), "PYTHONPATH": path, "PYTHONSAFEPATH": None}
+    return {**dict.fromkeys(_OF_A_REPOSITORY), "PYTHONPATH": path, "PYTHONSAFEPATH": None}
+
+
+def process_environment(root: Path, **more: str) -> dict[str, str]:
+    """All variables of such a command, with `more`."""
+    changed = {**os.environ, **environment(root), **more}
+    return {name: value for name, value in changed.items() if value is not None}
 
 
 def resolve(home: Path, revision: str) -> str:
@@ -243,7 +227,7 @@ def git(folder: Path, *words: str) -> str:
 def git_bytes(folder: Path, *words: str) -> bytes:
     """As `git`, for output that is not text."""
     command = ["git", "-c", "core.hooksPath=/dev/null", *words]
-    env = {"GIT_TERMINAL_PROMPT": "0"} | _process_environment()
+    env = {"GIT_TERMINAL_PROMPT": "0"} | _without_repository()
     done = subprocess.run(command, cwd=folder, env=env, stdin=subprocess.DEVNULL, capture_output=True, check=False)
     if done.returncode:
         error = " ".join(done.stderr.decode("utf-8", "replace").split()).removeprefix("fatal: ")
@@ -251,13 +235,8 @@ def git_bytes(folder: Path, *words: str) -> bytes:
     return done.stdout
 
 
-def _process_environment() -> dict[str, str]:
-    changed = {**os.environ, **_git_variables()}
-    return {name: value for name, value in changed.items() if value is not None}
-
-
-def _git_variables() -> Environment:
-    return dict.fromkeys(_OF_A_REPOSITORY)
+def _without_repository() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name not in _OF_A_REPOSITORY}
 
 
 @contextmanager
