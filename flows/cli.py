@@ -245,7 +245,10 @@ def up(
     if stop:
         print("Prefect server stopped" if server.down(root) else "no server to stop: `leash up` has started none")
         return
-    url = server.require(root) if install else server.up(root, port)
+    if install:
+        url = server.require(root)
+    else:
+        server.use(root, url := server.up(root, port))
     automations.install(root, notify)
     page = without_credentials(url).removesuffix("/api")
     if install:

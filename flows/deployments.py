@@ -11,8 +11,11 @@ from uuid import UUID
 
 from prefect import flow, get_run_logger, task
 from prefect.artifacts import (
-    create_link_artifact, create_markdown_artifact, create_progress_artifact, update_progress_artifact,
-)  # fmt: skip
+    create_link_artifact,
+    create_markdown_artifact,
+    create_progress_artifact,
+    update_progress_artifact,
+)
 from prefect.cache_policies import NO_CACHE
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.objects import State

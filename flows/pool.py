@@ -89,9 +89,9 @@ def connect(home: Path, name: str, commit: str) -> Pool:
     remote.require(home, pull=False, push=True)
     if not workspace.git(home, "branch", "--remotes", "--contains", commit).strip():
         raise UserError(f"no branch of a git remote has commit {commit[:12]}; `git push` it, so that workers find it")
-    if not automations.finds_lost_runs(home):
-        print("a lost worker will not be noticed: `leash up --install` sets that up on this Prefect server", flush=True)
     project = project_name(home)
+    if automations.find(automations.LOST_RUNS.format(project)) is None:
+        print("a lost worker will not be noticed: `leash up --install` sets that up on this Prefect server", flush=True)
     made = trial.with_options(name=f"{project}-trial").to_deployment(
         name=name, work_pool_name=name, entrypoint_type=EntrypointType.MODULE_PATH, job_variables={"env": QUIET},
         tags=["leash", project], version=commit[:12],

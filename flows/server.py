@@ -27,6 +27,8 @@ from flows.guardian import Guardian
 from rlhf_core.errors import UserError
 from tasks.tracking.settings import without_credentials
 
+RECORD = Path("work") / "prefect-server.json"
+"""The process and the address of the server of `leash up`."""
 START_SECONDS = 90.0
 """How long a server may take to answer: the first start makes its database."""
 PASSWORD = Path("work") / "prefect-auth"
@@ -79,40 +81,36 @@ def require(root: Path) -> str:
     shown = without_credentials(url)
     if not answers(url):
         raise UserError(f"no Prefect server answers at {shown}; start one with `leash up`, or correct PREFECT_API_URL")
-    record = _record(root)
-    _use(url, _password(root) if record and record["url"] == url else None)
+    use(root, url)
     auth = PREFECT_API_AUTH_STRING.value()
-    if not PREFECT_API_KEY.value() and status(f"{url}/admin/version", auth.get_secret_value() if auth else "") == 401:
+    if not PREFECT_API_KEY.value() and status(f"{url}/admin/version", str(auth or "")) == 401:
         raise UserError(f"the Prefect server at {shown} wants another password; set PREFECT_API_AUTH_STRING")
     return url
 
 
 def up(root: Path, port: int) -> str:
-    """Start the server in the background, unless it runs; returns its API's URL once it answers. This process uses it.
+    """Start the server in the background, unless it runs; returns its API's URL once it answers.
 
     Raises UserError when the port is in use or the server does not start.
     """
-    password = _password(root)
     if record := _record(root):
-        _use(str(record["url"]), password)
         return str(record["url"])
     log = root / "work" / "prefect-server.log"
-    process, url = _start(port, log, password, [])
+    process, url = _start(port, log, _password(root), [])
     try:
         _wait_for(process, url, log)
     except BaseException:
         processes.stop(process.pid, process, processes.SERVER_SIGNALS)
         raise
     entry = {"pid": process.pid, "started": psutil.Process(process.pid).create_time(), "url": url}
-    _record_path(root).write_text(json.dumps(entry) + "\n", encoding="utf-8")
-    _use(url, password)
+    (root / RECORD).write_text(json.dumps(entry) + "\n", encoding="utf-8")
     return url
 
 
 def down(root: Path) -> bool:
     """Stop the server that `up` started; returns whether there was one."""
     record = _record(root)
-    _record_path(root).unlink(missing_ok=True)
+    (root / RECORD).unlink(missing_ok=True)
     if record:
         processes.stop(int(record["pid"]), signals=processes.SERVER_SIGNALS)
     return record is not None
@@ -126,12 +124,12 @@ def start_temporary(root: Path) -> str:
     recorded, and with its log on the terminal. Prefect sends the last log lines while the interpreter ends, so the
     server stops in `atexit`. A guardian stops it when this process is killed.
     """
-    guardian, password = Guardian(None), _new_password()
+    guardian, password = Guardian(None), f"leash:{secrets.token_urlsafe(24)}"
     log = root / "work" / "prefect-server-run.log"
     process, url = _start(_free_port(), log, password, ["--no-ui", "--no-scheduler", "--no-late-runs"])
     guardian.watch(process.pid, processes.SERVER_SIGNALS)
     _temporary.append((process, guardian, log))
-    _use(url, password)
+    use(root, url, password)
     return url
 
 
@@ -150,13 +148,15 @@ def stop_temporary(signals: processes.StopSignals = processes.SERVER_SIGNALS) ->
         guardian.close()
 
 
-def _use(url: str, password: str | None) -> None:
-    """Make `url` the server of this process and of those it starts; without a password the user's own one stays."""
+def use(root: Path, url: str, password: str | None = None) -> None:
+    """Make `url` the server of this process and of those it starts, with `password`, or that of `leash up` where it is
+    that one; else the user's own one stays."""
     from prefect.context import refresh_global_settings_context
 
-    os.environ["PREFECT_API_URL"] = url
-    if password is not None:
-        os.environ["PREFECT_API_AUTH_STRING"] = password
+    record = _record(root)
+    if password is None and record and record["url"] == url:
+        password = _password(root)
+    os.environ |= {"PREFECT_API_URL": url} | ({"PREFECT_API_AUTH_STRING": password} if password else {})
     refresh_global_settings_context()
 
 
@@ -189,28 +189,20 @@ def _wait_for(process: "subprocess.Popen[bytes]", url: str, log: Path) -> None:
         time.sleep(0.1)
 
 
-def _new_password() -> str:
-    return f"leash:{secrets.token_urlsafe(24)}"
-
-
 def _password(root: Path) -> str:
     """What is in `PASSWORD`; made where there is none."""
     path = root / PASSWORD
     path.parent.mkdir(exist_ok=True)
     with suppress(FileExistsError):
         path.touch(0o600, exist_ok=False)
-        path.write_text(_new_password(), encoding="utf-8")
+        path.write_text(f"leash:{secrets.token_urlsafe(24)}", encoding="utf-8")
     return path.read_text(encoding="utf-8").strip()
-
-
-def _record_path(root: Path) -> Path:
-    return root / "work" / "prefect-server.json"
 
 
 def _record(root: Path) -> dict[str, str | float] | None:
     """What `up` wrote, if that process still runs."""
     try:
-        record = json.loads(_record_path(root).read_text(encoding="utf-8"))
+        record = json.loads((root / RECORD).read_text(encoding="utf-8"))
         alive = abs(psutil.Process(int(record["pid"])).create_time() - float(record["started"])) < 2.0
     except (OSError, ValueError, KeyError, psutil.Error):
         return None

@@ -85,9 +85,16 @@ def opened(
     from tasks.stage.dvc_adapter import apply_overrides, configure_workspace
 
     with held(workspace.folder / OWNER, 0.0, f"works in {workspace.folder}"):
-        _wait_for(workspace.home / GC, GC_SECONDS, "removes objects of DVC's cache; wait for its end")
         running = workspace.root / "work" / "driver.lock"  # the stages of a killed run stop by themselves
-        _wait_for(running, STOPPING_SECONDS, f"works in {workspace.root}; stop it, then run again")
+        for lock, seconds, what in (
+            (workspace.home / GC, GC_SECONDS, "removes objects of DVC's cache; wait for its end"),
+            (running, STOPPING_SECONDS, f"works in {workspace.root}; stop it, then run again"),
+        ):
+            deadline = time.monotonic() + seconds
+            while is_held(lock):
+                if time.monotonic() > deadline:
+                    raise UserError(f"process {holder(lock) or '?'} {what}")
+                time.sleep(0.1)
         known = {key: value for key, value in _read_note(workspace.folder).items() if key != "kept"}
         if known != workspace.note:
             _remove_tree(workspace)
@@ -124,15 +131,6 @@ def _read_note(folder: Path) -> dict[str, object]:
         return {}
 
 
-def _wait_for(lock: Path, seconds: float, what: str) -> None:
-    """Wait until nobody holds the lock. Raises UserError after these seconds."""
-    deadline = time.monotonic() + seconds
-    while is_held(lock):
-        if time.monotonic() > deadline:
-            raise UserError(f"process {holder(lock) or '?'} {what}")
-        time.sleep(0.1)
-
-
 def _bring_raw_data(workspace: Workspace, pull: bool) -> None:
     """Check out the data that DVC tracks by .dvc files, from the cache, or with `pull` also from its remote. Raises
     UserError where they are not there."""
@@ -140,9 +138,8 @@ def _bring_raw_data(workspace: Workspace, pull: bool) -> None:
     if not sources:
         return
     command = [sys.executable, "-m", "dvc", "pull" if pull else "checkout", "--quiet", *sources]
-    done = subprocess.run(
-        command, cwd=workspace.root, env=_without_repository(), capture_output=True, text=True, check=False
-    )
+    env = process_environment(workspace.root)
+    done = subprocess.run(command, cwd=workspace.root, env=env, capture_output=True, text=True, check=False)
     if done.returncode:
         raise UserError(
             f"{', '.join(sources)}: DVC's cache does not hold these data as commit {workspace.commit[:8]} has them; "
@@ -151,10 +148,16 @@ def _bring_raw_data(workspace: Workspace, pull: bool) -> None:
 
 
 def remove(workspace: Workspace) -> None:
-    """Remove the workspace; signals wait meanwhile."""
-    with _signals_ignored():
+    """Remove the workspace; signals wait meanwhile, because a second Ctrl-C must not interrupt it."""
+    in_main = threading.current_thread() is threading.main_thread()
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if in_main else ()
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in numbers}
+    try:
         _remove_tree(workspace)
         shutil.rmtree(workspace.folder, ignore_errors=True)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _remove_tree(workspace: Workspace) -> None:
@@ -227,28 +230,10 @@ def git(folder: Path, *words: str) -> str:
 def git_bytes(folder: Path, *words: str) -> bytes:
     """As `git`, for output that is not text."""
     command = ["git", "-c", "core.hooksPath=/dev/null", *words]
-    env = {"GIT_TERMINAL_PROMPT": "0"} | _without_repository()
+    here = {name: value for name, value in os.environ.items() if name not in _OF_A_REPOSITORY}
+    env = {"GIT_TERMINAL_PROMPT": "0"} | here
     done = subprocess.run(command, cwd=folder, env=env, stdin=subprocess.DEVNULL, capture_output=True, check=False)
     if done.returncode:
         error = " ".join(done.stderr.decode("utf-8", "replace").split()).removeprefix("fatal: ")
         raise UserError(f"git {words[0]} in {folder}: {error or f'it ended with {done.returncode}'}")
     return done.stdout
-
-
-def _without_repository() -> dict[str, str]:
-    return {name: value for name, value in os.environ.items() if name not in _OF_A_REPOSITORY}
-
-
-@contextmanager
-def _signals_ignored() -> Iterator[None]:
-    """Ignore signals in the block: a second Ctrl-C must not interrupt the removal."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    before = {number: signal.signal(number, signal.SIG_IGN) for number in numbers}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
