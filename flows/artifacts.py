@@ -13,7 +13,8 @@ from tasks.tracking.settings import RUN_VARIABLE
 
 HEADLINES = {
     "win_rate": "win rate of the policy against SFT",
-    "win_rate_ci95": "95% interval of the win rate",
+    "win_rate_low": "lower end of its 95% interval",
+    "win_rate_high": "upper end of its 95% interval",
     "win_rate_judge": "judge of the wins",
     "win_rate_by_reward_model": "win rate by the reward model that PPO maximised",
     "win_rate_by_judging_model": "win rate by the judging reward model",

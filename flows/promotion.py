@@ -128,7 +128,7 @@ def _rules(params: PromoteParams, figures: Mapping[str, Any], alerts: Sequence[s
         independent = judge in INDEPENDENT or (params.allow_reward_model and judge != "none")
         yield Rule("judge", INDEPENDENT.get(judge, judge), "independent of the policy's training", independent)
         other = figures["models"][CHAMPION]
-        low, high = (1.0 - end for end in reversed(other["win_rate_vs_policy_ci95"]))
+        low, high = (1.0 - other[f"win_rate_vs_policy_{end}"] for end in ("high", "low"))
         measured = f"{1.0 - other['win_rate_vs_policy']:.3f} ({low:.3f} to {high:.3f})"
         bound = f"above {params.win_rate_above:g} with its interval"
         yield Rule("win rate against the champion", measured, bound, low > params.win_rate_above)

@@ -19,7 +19,7 @@ def test_nothing_is_printed_before_the_screen_opens_and_no_advice_of_dvc(capsys:
         terminal.print_line("", "up to 1 of 2 stages to run: sft")
         terminal.print_line("sft", "[4/17 sft] step 2/3  loss 1.2")
         terminal.print_line("sft", "Use `dvc push` to send your updates to remote storage.")
-        terminal.print_line("sft", "> python -m tasks.sft")
+        terminal.print_line("sft", "> python -m tasks sft")
         terminal.print_line("sft", "")
         terminal.end(Outcome("sft", EXECUTED, 61.27))
         terminal.end(Outcome("base", UP_TO_DATE, 0.0))
@@ -84,13 +84,11 @@ def test_stages_that_are_switched_off_are_not_counted(capsys: pytest.CaptureFixt
 
 def test_metrics_are_flattened_and_null_figures_left_out(tmp_path: Path) -> None:
     (tmp_path / "metrics").mkdir()
-    (tmp_path / "metrics" / "evaluate.json").write_text(
-        '{"win_rate": 0.9, "gold_sft": null, "win_rate_ci95": [0.85, 0.95]}'
-    )
+    (tmp_path / "metrics" / "evaluate.json").write_text('{"win_rate": 0.9, "gold_sft": null, "win_rate_low": 0.85}')
     (tmp_path / "metrics" / "ingest.json").write_text('{"dropped": {"empty": 3}, "source": "demo"}')
     rows = {(row["stage"], row["metric"]): row["value"] for row in metric_rows(tmp_path)}
     assert rows["ingest", "dropped.empty"] == "3"
-    assert rows["evaluate", "win_rate_ci95"] == "0.85 – 0.95"
+    assert rows["evaluate", "win_rate_low"] == "0.85"
     assert rows["evaluate", "gold_sft"] == "null"
     page = report_page(tmp_path)
     assert "| win rate of the policy against SFT | 0.9 |" in page

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from flows.commands.study.results import Table, Trial
+from tasks.page.inputs import interval
 
 PPO_FAMILIES = {"sft", "ppo", "interpolated", "policy"}
 """Families of plots/frontier.csv that PPO's frontier is read from."""
@@ -11,11 +12,11 @@ Runs = dict[tuple[int, str], Trial]
 """Finished trials by seed and setting; the alternatives that are drawn are those of the first setting."""
 
 
-def lead(trial: Trial, name: str) -> tuple[float | None, list[float] | None]:
+def lead(trial: Trial, name: str) -> tuple[float | None, tuple[float, float] | None]:
     """PPO's gold score minus that of an alternative at the alternative's KL, and its interval: `frontier` of
     metrics/evaluate.json, cross-fitted. None outside the KL of PPO's snapshots."""
     found = (trial.metrics.get("evaluate", {}).get("frontier") or {}).get(name) or {}
-    return found.get("gold_gap"), found.get("gold_gap_ci95")
+    return found.get("gold_gap"), interval(found, "gold_gap")
 
 
 def points(runs: Runs, seed: int, score: str = "gold") -> dict[str, tuple[float, float]]:

@@ -11,6 +11,7 @@ from flows.commands.study.results import StudyInfo, Trial
 from flows.commands.study.statistics import Summary, standard_error, summarise
 from rlhf_core.errors import UserError
 from tasks.page.comparison_table import label
+from tasks.page.inputs import interval
 
 Cells = list[list[str]]
 """Rows of a table; the first is its heading."""
@@ -18,7 +19,7 @@ Read = Callable[[Trial], tuple[Any, Any]]
 """A number of a trial and its 95% interval over prompts; None for what is not there."""
 
 
-def _of(name: str, *path: str, interval: str = "") -> Read:
+def _of(name: str, *path: str) -> Read:
     """The metric at `path` of metrics/<name>.json, and its interval beside it."""
 
     def read(trial: Trial) -> tuple[Any, Any]:
@@ -26,7 +27,7 @@ def _of(name: str, *path: str, interval: str = "") -> Read:
         for part in path[:-1]:
             place = (place or {}).get(part)
         place = place or {}
-        return place.get(path[-1]), place.get(interval or f"{path[-1]}_ci95")
+        return place.get(path[-1]), interval(place, path[-1])
 
     return read
 
@@ -73,7 +74,7 @@ def by_setting(trials: Sequence[Trial]) -> dict[str, list[Trial]]:
 def summary(trials: Sequence[Trial], read: Read) -> Summary | None:
     """Over the seeds that have the number."""
     found = [pair for pair in map(read, trials) if isinstance(pair[0], int | float)]
-    return summarise([float(value) for value, _ in found], [standard_error(interval) for _, interval in found])
+    return summarise([float(value) for value, _ in found], [standard_error(ends) for _, ends in found])
 
 
 def setting_table(info: StudyInfo, trials: Sequence[Trial]) -> Cells:
@@ -96,11 +97,8 @@ def objective_of(expression: str) -> Read:
 
     def read(trial: Trial) -> tuple[Any, Any]:
         evaluation = trial.metrics.get(expressions.FIRST, {})
-        interval = evaluation.get(f"{expression}_ci95")
-        if expression == "gold_policy":
-            interval = (evaluation.get("models") or {}).get("policy", {}).get("gold_ci95")
         try:
-            return expressions.evaluate(expression, trial.metrics), interval
+            return expressions.evaluate(expression, trial.metrics), interval(evaluation, expression)
         except UserError:  # `unmeasured` says so
             return None, None
 

@@ -22,9 +22,9 @@ PARAMS = "seed: {seed}\nruntime: {{progress_seconds: {seed}}}\nppo: {{kl: {{coef
 
 def evaluation(gold: float) -> dict[str, Any]:
     models = {
-        "sft": {"gold": 1.0, "gold_ci95": [0.9, 1.1], "win_rate": None, "kl": 0.0},
-        "policy": {"gold": gold, "gold_ci95": [gold - 0.1, gold + 0.1], "win_rate": 0.8, "kl": 2.5},
-        "best_of_4": {"gold": 2.0, "gold_ci95": None, "win_rate": 0.7, "kl": 0.64},
+        "sft": {"gold": 1.0, "gold_low": 0.9, "gold_high": 1.1, "win_rate": None, "kl": 0.0},
+        "policy": {"gold": gold, "gold_low": gold - 0.1, "gold_high": gold + 0.1, "win_rate": 0.8, "kl": 2.5},
+        "best_of_4": {"gold": 2.0, "win_rate": 0.7, "kl": 0.64},
     }
     return {
         "win_rate_judge": "gold rubric (simulated)",
