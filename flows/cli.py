@@ -455,21 +455,39 @@ def compare(
     runs: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="RUN", help="A folder, a git revision, or an MLflow run (id or name). None: this checkout."
+            metavar="RUN",
+            help="A folder, a git revision, a DVC experiment, or an MLflow run (id or name). None: this checkout.",
         ),
     ] = None,
     as_json: AsJson = False,
     models: Annotated[str, typer.Option(help="Names of models, separated by commas. None: all.")] = "",
+    everything: Annotated[bool, typer.Option("--all", help="All columns, models and parameters.")] = False,
 ) -> None:
     """Compare the models of one or several runs.
 
-    The report's table, and which parameters differ.
+    Which parameters differ, the differences paired by prompt, and the report's table. `leash runs` lists the runs.
     """
     root = find_root()
     from flows.commands.compare.compare import compare as compare_runs
 
-    content, text = compare_runs(root, runs or [], [name.strip() for name in models.split(",") if name.strip()])
+    chosen = [name.strip() for name in models.split(",") if name.strip()]
+    content, text = compare_runs(root, runs or [], chosen, everything)
     _print(content, lambda _: text, as_json)
+
+
+@command
+def runs(
+    number: Annotated[int, typer.Option("--number", "-n", help="How many, the newest first.", min=1)] = 20,
+    as_json: AsJson = False,
+) -> None:
+    """List the runs, with the parameters that changed from each to the next.
+
+    Of this checkout, the commits of this branch, DVC experiments and MLflow; `leash compare` takes their names.
+    """
+    root = find_root()
+    from flows.commands.runs import listed, render
+
+    _print(listed(root, number), render, as_json)
 
 
 @command
