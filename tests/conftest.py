@@ -56,9 +56,11 @@ def pytest_configure() -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests of bitsandbytes are skipped where it is not installed. Tests that use the tiny run come last and may take
-    longer: the first of them waits until it is made."""
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Cases that no `chosen` names are exhaustive. Tests of bitsandbytes are skipped where it is not installed. Tests
+    that use the tiny run come last and may take longer: the first of them waits until it is made."""
+    mark_exhaustive(items, complete=not any("::" in argument for argument in config.args))
     if find_spec("bitsandbytes") is None:
         for item in items:
             if item.get_closest_marker("quantize"):
@@ -66,6 +68,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=uses_tiny_run)
     for item in filter(uses_tiny_run, items):
         item.add_marker(pytest.mark.timeout(900))
+
+
+def mark_exhaustive(items: list[pytest.Item], complete: bool) -> None:
+    """Mark the cases of a test that its `chosen` does not name `exhaustive` and `slow`. Fails where it names one that
+    there is not, if the collection is `complete`."""
+    unseen: dict[str, set[str]] = {}
+    for item in items:
+        if chosen := item.get_closest_marker("chosen"):
+            test, _, case = item.nodeid.removesuffix("]").partition("[")
+            unseen.setdefault(test, set(chosen.args)).discard(case)
+            if case not in chosen.args:
+                item.add_marker("exhaustive")
+                item.add_marker("slow")
+    if complete and (wrong := [f"{test}[{case}]" for test, cases in unseen.items() for case in cases]):
+        raise pytest.UsageError(f"the marker `chosen` names cases that do not exist: {', '.join(wrong)}")
 
 
 def uses_tiny_run(item: pytest.Item) -> bool:
