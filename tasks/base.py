@@ -16,7 +16,6 @@ from rlhf_core.pretrain import pretrain
 from tasks.datasets.raw import below_raw, require_hub_id
 from tasks.params.base import BaseParams, PretrainedParams
 from tasks.stage.long_rows import require_context
-from tasks.stage.run import run
 from tasks.stage.stage import Stage
 from tasks.stage.trust import trusts
 from tasks.training.trainer_setup import training_run
@@ -108,7 +107,3 @@ def _locate(settings: PretrainedParams, root: Path) -> Path | str:
             "as revision (a branch name moves)"
         )
     return settings.model
-
-
-if __name__ == "__main__":
-    run("base", BaseParams, execute)

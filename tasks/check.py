@@ -12,7 +12,6 @@ from tasks.params.all import Params
 from tasks.params.loader import NUMERICS, parse, read_yaml, with_scorer
 from tasks.params.methods import METHODS
 from tasks.params.scorer import REWARD_MODEL
-from tasks.stage.run import run
 from tasks.stage.stage import Stage
 from tasks.training.functions import judge_function, reward_functions
 
@@ -45,7 +44,3 @@ def require_libraries(content: Any) -> None:
         if isinstance(value, str) and (key, value) in NEED_BITSANDBYTES:
             raise needs_bitsandbytes(f"{key}: {value}", NEED_BITSANDBYTES[key, value])
         require_libraries(value)
-
-
-if __name__ == "__main__":
-    run("check", Block, execute, tracked=False)

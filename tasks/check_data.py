@@ -15,7 +15,6 @@ from tasks.params.evaluate import HELDOUT, EvaluateParams
 from tasks.params.ingest import IngestParams
 from tasks.params.preferences import PreferencesParams
 from tasks.params.scorer import REWARD_MODEL
-from tasks.stage.run import run
 from tasks.stage.stage import Stage
 
 CONSTANT = "data/check_data.ok"
@@ -83,7 +82,3 @@ def check_prompts(name: str, prepared: Prepared) -> None:
     trained = (*in_share(prepared, "demonstrations", "preferences", "ppo"), *prepared.labels)
     training = [{"prompt": example.prompt} for example in trained if example.opening in prompts]
     refuse_training_prompts(name, rows, {"the training data": training})
-
-
-if __name__ == "__main__":
-    run("check_data", Block, execute, tracked=False)

@@ -26,7 +26,6 @@ from tasks.select import interpolated, policy_at
 from tasks.stage import rounds
 from tasks.stage.numerics import set_numerics
 from tasks.stage.pipeline_run import headline_numbers
-from tasks.stage.run import run
 from tasks.stage.stage import Stage
 from tasks.stage.trust import trusts
 from tasks.stage.user_models import EXTRA, folder_of
@@ -189,7 +188,3 @@ def track(stage: Stage[EvaluateParams], metrics: dict[str, Any], samples: list[R
     own = {name: value for name, value in metrics.items() if name != "models"}
     register = partial(stage.tracker.register_policy, stage.hashes["models/policy"], headline_numbers("evaluate", own))
     stage.afterwards.append(register)
-
-
-if __name__ == "__main__":
-    run("evaluate", EvaluateParams, execute)

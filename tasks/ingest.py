@@ -11,7 +11,6 @@ from tasks.datasets.sources import cleaning
 from tasks.datasets.sources.datasets import assemble, divide
 from tasks.datasets.sources.example import RAW
 from tasks.params.ingest import IngestParams
-from tasks.stage.run import run
 from tasks.stage.stage import Stage
 
 
@@ -66,7 +65,3 @@ def counts(prepared: Prepared) -> dict[str, Any]:
         "rows_used": total - len(prepared.dropped) - len(prepared.ties),
         "dropped": {reason: found[reason] for reason in cleaning.REASONS if found[reason] or reason != "too_short"},
     }
-
-
-if __name__ == "__main__":
-    run("ingest", IngestParams, execute)

@@ -1,4 +1,5 @@
-"""The code that each stage depends on, read from its imports, and `dvc.yaml` kept in step with it.
+"""The code that each stage depends on, read from the imports of its file and of the runner, and `dvc.yaml` kept in step
+with it.
 
 `python tests/closure.py` prints what differs; `--write` puts the right dependencies into dvc.yaml.
 """
@@ -33,10 +34,10 @@ CANNOT_CHANGE_RESULTS = {
     "rlhf_core.config.block": "strictness of parameters: it refuses values and never changes one",
     "rlhf_core.config.paths": "refuses paths, never changes one",
     "rlhf_core.config.precision": "the types of parameters, which DVC tracks",
-    "tasks": "limits the GPUs of a stage to the number of its processes",
     "tasks.datasets.raw": "refuses paths that lead out of data/raw/",
     "tasks.judging.budget": "stops, and never changes a verdict",
     "tasks.params.loader": "reads params.yaml; the values are tracked by DVC",
+    "tasks.params.stages": "names the class of each stage's parameters; DVC tracks their values",
     "tasks.params.secrets": "hides the values of keys that `check` refuses anyway",
     "tasks.params.scorer": "the terms of the scorer; DVC tracks them, and whether the reward model is one of them",
     "tasks.params.runtime": "parameters that no stage tracks",
@@ -96,6 +97,11 @@ TRAINING = (
 MODELS = ("base", "sft", "reward", "ppo", "select", *(method.name for method in WITH_MODEL))
 """Stages that write a model folder, and with it provenance.json: for the others its module does nothing."""
 
+SWITCHED_OFF = ("preferences", "reward", *(method.name for method in METHODS))
+"""Stages that can be switched off, and then write what the module of this name says."""
+
+RUNNER = "tasks.stage.run"
+
 
 @cache
 def graph() -> grimp.ImportGraph:
@@ -107,15 +113,18 @@ def exempt(module: str, stage: str) -> bool:
     """Whether a module is on the list of those that cannot change results, or has no part in this stage's."""
     if module == "tasks.stage.provenance":
         return stage not in MODELS
+    if module == "tasks.stage.switched_off":
+        return stage not in SWITCHED_OFF
     if module == "tasks.params.methods":
         return stage not in READ_THE_TABLE_OF_METHODS
     return any(fnmatchcase(module, pattern) for pattern in CANNOT_CHANGE_RESULTS)
 
 
 def closure(stage: str) -> list[str]:
-    """Files and folders of the code that `tasks.<stage>` imports, directly or through others, without exempt modules
-    (what those import counts)."""
-    paths = {path_of(module) for module in modules(f"tasks.{stage}") if not exempt(module, stage)}
+    """Files and folders of the code that `tasks.<stage>` and the runner import, directly or through others, without
+    exempt modules (what those import counts)."""
+    found = modules(f"tasks.{stage}") | modules(RUNNER)
+    paths = {path_of(module) for module in found if not exempt(module, stage)}
     return sorted({unit_of(path, stage) for path in paths if path})
 
 

@@ -3,7 +3,6 @@ projects whose stages take no time, and the one Prefect server of the session.""
 
 import json
 import os
-import runpy
 import shutil
 import signal
 import subprocess
@@ -20,6 +19,7 @@ from ruamel.yaml import YAML
 
 import flows
 from flows import processes
+from tasks.stage.run import main as run_stage
 from tasks.tracking.sender import drain
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -28,8 +28,7 @@ RECORDER = """
 import atexit, json, os, sys
 
 words = getattr(sys, "orig_argv", [])
-stage = words[words.index("-m") + 1] if "-m" in words[:-1] else ""
-if stage.startswith("tasks.") and stage.count(".") == 1:
+if words[-3:-1] == ["-m", "tasks"]:
     opened = set()
 
     def on_event(event, details):
@@ -39,7 +38,7 @@ if stage.startswith("tasks.") and stage.count(".") == 1:
                 opened.add(path)
 
     def write():
-        path = os.path.join(os.environ["LEASH_TEST_RECORD"], stage.removeprefix("tasks.") + ".json")
+        path = os.path.join(os.environ["LEASH_TEST_RECORD"], words[-1] + ".json")
         content = {"modules": sorted(sys.modules), "opened": sorted(opened)}
         with open(path, "w") as file:
             json.dump(content, file)
@@ -120,8 +119,8 @@ class Project:
         return done.returncode
 
     def stage(self, name: str, **environment: str) -> "subprocess.CompletedProcess[str]":
-        """`python -m tasks.<name>`, as dvc.yaml has it."""
-        return self.run(sys.executable, "-m", f"tasks.{name}", **environment)
+        """`python -m tasks <name>`, as dvc.yaml has it."""
+        return self.run(sys.executable, "-m", "tasks", name, **environment)
 
     def dvc(self, *words: str, **environment: str) -> "subprocess.CompletedProcess[str]":
         """A dvc command that must end well."""
@@ -305,13 +304,8 @@ def in_process(
 
 @pytest.fixture
 def stage_main(in_process: Callable[[Path, Callable[[], object]], Ended]) -> Callable[[Project, str], Ended]:
-    """`python -m tasks.<stage>` within this process, with the code of the checkout under test."""
-
-    def call(project: Project, stage: str) -> Ended:
-        sys.modules.pop(f"tasks.{stage}", None)
-        return in_process(project.root, lambda: runpy.run_module(f"tasks.{stage}", run_name="__main__"))
-
-    return call
+    """`python -m tasks <stage>` within this process, with the code of the checkout under test."""
+    return lambda project, stage: in_process(project.root, lambda: run_stage([stage]))
 
 
 WORKER = """

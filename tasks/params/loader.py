@@ -65,13 +65,21 @@ def with_scorer(content: dict[str, Any]) -> dict[str, Any]:
     return NUMERICS | content | {"scorer": scorer, REWARD_MODEL: REWARD_MODEL in terms}
 
 
-def is_switched_off(content: dict[str, Any], stage: str) -> bool:
-    """Whether the stage only writes empty outputs: `enabled` is false, it is for a reward model that is not used, or it
-    would make pairs where the reward model learns from ratings."""
+def why_switched_off(content: dict[str, Any], stage: str) -> str:
+    """Why the stage only writes empty outputs: `enabled` is false, it is for a reward model that is not used, or it
+    would make pairs where the reward model learns from ratings. Empty where it runs."""
     found = content.get(stage)
     block = found if isinstance(found, dict) else {}
-    off = block.get("enabled") is False or (stage == "preferences" and block.get("source") == "ratings")
-    return off or (stage in MADE_FOR_IT and not with_scorer(content)[REWARD_MODEL])
+    if stage in MADE_FOR_IT and not with_scorer(content)[REWARD_MODEL]:
+        return f"`scorer` in {PARAMS_FILE} has no term {REWARD_MODEL}"
+    if stage == "preferences" and block.get("source") == "ratings":
+        return f"preferences.source is ratings in {PARAMS_FILE}"
+    return f"{stage}.enabled is false in {PARAMS_FILE}" if block.get("enabled") is False else ""
+
+
+def is_switched_off(content: dict[str, Any], stage: str) -> bool:
+    """Whether the stage only writes empty outputs."""
+    return bool(why_switched_off(content, stage))
 
 
 def read_threads(path: Path) -> int | None:

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from rlhf_core.determinism import make_deterministic
 from tasks.stage.stage import Stage
 
 NOT_DETERMINISTIC = "deterministic: false selects the fastest kernels, so that this run is exempt from byte identity"
@@ -10,8 +11,6 @@ NOT_DETERMINISTIC = "deterministic: false selects the fastest kernels, so that t
 def set_numerics(stage: Stage[Any], seed: int | None = None) -> None:
     """Seed every generator with the run's seed, or with `seed`, and select kernels. With `deterministic: false` the
     stage is exempt from byte identity, which it prints and records."""
-    from rlhf_core.determinism import make_deterministic  # imports torch, which a stage that is off does not need
-
     common = stage.common
     make_deterministic(
         stage.seed if seed is None else seed,

@@ -12,7 +12,8 @@ from tasks.datasets.jsonl import write_jsonl
 
 
 class Outputs:
-    """The outs of one stage. `path` returns where to write an out; `commit` renames all of them into place."""
+    """The outs of one stage. `path` returns where to write an out; `commit` renames all of them into place. As a
+    context, it removes what was written when the stage fails."""
 
     def __init__(self, root: Path, declared: Sequence[str]) -> None:
         self.root = root
@@ -61,9 +62,11 @@ class Outputs:
             files.replace(self._beside(out), self.root / out)
         self.begun.clear()
 
-    def discard(self) -> None:
-        """Remove what was written and not committed."""
-        for out in self.begun:
+    def __enter__(self) -> "Outputs":
+        return self
+
+    def __exit__(self, failed: object, *_: object) -> None:
+        for out in self.begun if failed else ():
             files.remove(self._beside(out))
         self.begun.clear()
 

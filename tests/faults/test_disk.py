@@ -85,7 +85,7 @@ def test_no_file_can_be_begun(finished: "Project", tmp_path: Path) -> None:
     assert finished.outputs() == before
 
 
-ON_A_SMALL_DISK = 'mount -t tmpfs -o size=64k tmpfs "$1" && exec "$2" -m "tasks.$3"'
+ON_A_SMALL_DISK = 'mount -t tmpfs -o size=64k tmpfs "$1" && exec "$2" -m tasks "$3"'
 ALLOWED = ["unshare", "--user", "--map-root-user", "--mount"]
 
 

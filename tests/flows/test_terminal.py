@@ -19,7 +19,7 @@ def test_nothing_is_printed_before_the_screen_opens_and_no_advice_of_dvc(capsys:
         terminal.print_line("", "up to 1 of 2 stages to run: sft")
         terminal.print_line("sft", "[4/17 sft] step 2/3  loss 1.2")
         terminal.print_line("sft", "Use `dvc push` to send your updates to remote storage.")
-        terminal.print_line("sft", "> python -m tasks.sft")
+        terminal.print_line("sft", "> python -m tasks sft")
         terminal.print_line("sft", "")
         terminal.end(Outcome("sft", EXECUTED, 61.27))
         terminal.end(Outcome("base", UP_TO_DATE, 0.0))

@@ -131,7 +131,7 @@ def test_failure_10_a_stage_of_two_processes_makes_what_one_makes(sharding: str,
     finished.set("ppo.processes", 2)
     finished.set("ppo.sharding", sharding)
     done = subprocess.run(
-        [sys.executable, "-m", "tasks.ppo"],
+        [sys.executable, "-m", "tasks", "ppo"],
         cwd=finished.root,
         env=os.environ | {"PYTHONPATH": str(finished.root)},
         capture_output=True,

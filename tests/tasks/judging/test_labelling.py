@@ -183,7 +183,7 @@ def test_a_killed_stage_sends_no_answered_question_again(labelled: "Project", se
         return answer(body)
 
     server.answer = kill
-    process = subprocess.Popen([sys.executable, "-m", "tasks.preferences"], cwd=labelled.root)
+    process = subprocess.Popen([sys.executable, "-m", "tasks", "preferences"], cwd=labelled.root)
     assert process.wait(timeout=200) == -signal.SIGKILL
     server.answer = answer
     done = labelled.stage("preferences")

@@ -86,10 +86,10 @@ def test_a_project_is_never_read_in_the_middle_of_a_rewrite(root: Path) -> None:
 
 
 def test_a_stage_that_starts_in_the_middle_of_a_rewrite(root: Path) -> None:
-    """The process of `python -m tasks.<stage>`, begun while another stage's DVC writes."""
+    """The process of `python -m tasks <stage>`, begun while another stage's DVC writes."""
     (root / "third.py").write_text(
         "from rlhf_core.config.block import Block\nfrom tasks.stage.run import run\n"
-        "run('third', Block, lambda stage: stage.out('third.txt').write_text('3'), tracked=False)\n",
+        "run('third', Block, lambda: lambda stage: stage.out('third.txt').write_text('3'))\n",
         encoding="utf-8",
     )
     (root / "params.yaml").write_text(

@@ -53,9 +53,8 @@ def test_one_missing_out_keeps_all_back(outputs: Outputs, tmp_path: Path) -> Non
     outputs.commit()
     outputs.write_json("a.json", {"text": "second"})
     outputs.path("model")  # begun, never written
-    with pytest.raises(ValueError, match=r"without writing deep/b\.csv, model"):
+    with pytest.raises(ValueError, match=r"without writing deep/b\.csv, model"), outputs:
         outputs.commit()
-    outputs.discard()
     assert found(tmp_path) == ["a.json", "deep/b.csv", "model/first"]
     assert "first" in (tmp_path / "a.json").read_text(encoding="utf-8")
 

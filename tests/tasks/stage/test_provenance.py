@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 GRAPH = """
 stages:
   toy:
-    cmd: python -m tasks.toy
+    cmd: python -m tasks toy
     deps: [input.txt, folder, tasks/toy.py]
     params: [toy, seed]
     outs: [models/toy, models/other, page, out.txt]
@@ -74,7 +74,7 @@ def test_its_content(run_toy: Callable[..., "tuple[Path, Ended]"]) -> None:
     listing = json.dumps([{"md5": md5("a\n"), "relpath": "a"}])
     assert json.loads((root / "models/toy" / FILE).read_text(encoding="utf-8")) == {
         "stage": "toy",
-        "command": "python -m tasks.toy",
+        "command": "python -m tasks toy",
         "params": {"seed": 7, "toy": {"word": "hello", "api_key": "(hidden)"}},
         "inputs": {"input.txt": md5("1\n"), "folder": md5(listing) + ".dir"},
         "code": {"tasks/toy.py": md5("pass\n")},
