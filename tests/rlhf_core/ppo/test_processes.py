@@ -33,9 +33,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 def launch(count: int, folder: Path, options: dict[str, Any]) -> dict[str, Any]:
     folder.mkdir()
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", str(count)]
-    command += ["--multi_gpu"] if count > 1 else []  # torchrun, with gloo where there is no GPU
-    command += ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0"]
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count)]
+    command = [sys.executable, *(torchrun if count > 1 else [])]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [*command, str(SCRIPT), str(folder), json.dumps(options)],
@@ -43,7 +42,7 @@ def launch(count: int, folder: Path, options: dict[str, Any]) -> dict[str, Any]:
         env=environment,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=600,
         check=False,
     )
     if options.get("die"):
@@ -173,6 +172,7 @@ def test_a_lack_of_memory_before_the_pass_of_the_reference_halves_the_batches_of
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 @pytest.mark.chosen("all weights")
 @pytest.mark.parametrize("lora", [None, {"rank": 4}], ids=["all weights", "lora"])
 def test_rule_19_a_checkpoint_of_two_processes_continues_in_two_and_in_one(

@@ -25,9 +25,11 @@ Run = dict[str, Any]
 
 def launch(count: int, folder: Path, options: dict[str, Any], code: int = 0) -> Run:
     folder.mkdir()
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", str(count)]
-    command += ["--multi_gpu"] if count > 1 else []  # torchrun, with gloo where there is no GPU
-    command += ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0"]
+    command = [sys.executable]
+    if count > 1:  # torchrun, with gloo where there is no GPU
+        command += ["-m", "accelerate.commands.launch", "--num_processes", str(count), "--multi_gpu"]
+        command += ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"]
+        command += ["--main_process_port", "0"]
     done = subprocess.run(
         [*command, str(SCRIPT), str(folder), json.dumps(options)],
         cwd=ROOT,
