@@ -44,7 +44,7 @@ CANNOT_CHANGE_RESULTS = {
     "tasks.datasets.problems": "lists problems and refuses, never changes a row",
     "tasks.schemas*": "refuses rows and never changes one",
     "tasks.stage.definition": "reads dvc.yaml: inputs, outs and keys",
-    "tasks.stage.dvc_adapter": "reads the graph and the hashes",
+    "tasks.stage.dvc_files": "reads the graph and the hashes",
     "tasks.stage.gpus": "which GPUs a stage uses, and when; how many is a tracked parameter",
     "tasks.stage.interrupts": "when a stage stops",
     "tasks.stage.journal": "resumable state; a resumed run ends in the same bytes",

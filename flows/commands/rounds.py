@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from flows import driver, workspace
-from flows.status import Project, brief
+from flows.graph import Project, brief
 from flows.text import table
 from rlhf_core import files
 from rlhf_core.errors import UserError

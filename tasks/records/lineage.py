@@ -11,7 +11,7 @@ from rlhf_core.errors import UserError
 from tasks.records.recorded import Record, made_by, parse, recorded
 from tasks.stage import provenance, rounds
 from tasks.stage.definition import RAW, ROUND, digest, git
-from tasks.stage.dvc_adapter import LOCK_FILE, Project, open_project
+from tasks.stage.dvc_files import LOCK_FILE, Project, open_project
 
 State = Literal["as recorded", "changed since", "missing", "unknown here"]
 GATES = ("data/check.ok", "data/check_data.ok")

@@ -10,7 +10,7 @@ from ruamel.yaml.error import YAMLError
 
 from rlhf_core.errors import UserError
 from tasks.stage.definition import is_code
-from tasks.stage.dvc_adapter import LOCK_FILE, read_lock_file
+from tasks.stage.dvc_files import LOCK_FILE, read_lock_file
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from tasks import summary
 from tasks.params.loader import PARAMS_FILE, parse, read_yaml
 from tasks.params.runtime import RuntimeParams
 from tasks.stage.definition import RAW, Definition, pipeline_identity
-from tasks.stage.dvc_adapter import Project, open_project
+from tasks.stage.dvc_files import Project, open_project
 from tasks.tracking.sender import drain
 from tasks.tracking.settings import RUN_VARIABLE
 from tasks.tracking.tracker import PipelineTracker, Status, Tracker

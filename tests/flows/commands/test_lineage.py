@@ -15,7 +15,7 @@ from flows.commands.lineage import show
 from rlhf_core.errors import UserError
 from tasks.records.lineage import Lineage, Node, lineage
 from tasks.records.recorded import Record
-from tasks.stage.dvc_adapter import open_project
+from tasks.stage.dvc_files import open_project
 from tests.conftest import call
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tasks.stage.definition import pipeline_identity
-from tasks.stage.dvc_adapter import open_project
+from tasks.stage.dvc_files import open_project
 from tasks.stage.pipeline_run import models_of, numbers
 from tasks.tracking import settings
 from tasks.tracking.tracker import PipelineIdentity
