@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 from ruamel.yaml import YAML
 
+from rlhf_core.config.ppo import TextConfig
 from rlhf_core.errors import UserError
 from tasks import check
-from tasks.params.loader import read_yaml
+from tasks.params.evaluate import HELDOUT as EVALUATE_HELDOUT
+from tasks.params.loader import HELDOUT, PTX_FILE, read_yaml, with_derived
 from tasks.params.methods import METHODS
 from tasks.params.scorer import DEFAULT
 
@@ -139,3 +141,25 @@ def test_a_missing_library_is_found_before_any_training(
         execute(None, states="int8")
     monkeypatch.setattr(check, "find_spec", lambda name: name)
     execute(None, states="int8")
+
+
+def test_what_git_has_of_the_gates_is_what_this_params_yaml_makes() -> None:
+    """Else `dvc status` in a fresh clone is not clean; `python -m tasks check` writes it."""
+    known = with_derived(read_yaml(ROOT / "params.yaml"))
+    content: dict[str, Any] = json.loads((ROOT / "data/methods.json").read_text(encoding="utf-8"))
+    assert content == {name: known[name] for name in content}
+    assert (ROOT / "data/check.ok").read_text(encoding="utf-8") == "params.yaml is valid\n"
+    assert (ROOT / "data/check_data.ok").read_text(encoding="utf-8") == "the raw data can be used\n"
+
+
+def test_the_names_of_raw_files_follow_from_the_parameters() -> None:
+    assert (EVALUATE_HELDOUT, TextConfig().file) == (HELDOUT, PTX_FILE)
+    content = {
+        "base": {"source": "pretrained", "pretrained": {"model": "own"}},
+        "ppo": {"ptx": {"coef": 1.0, "file": "a.txt"}},
+        "hybrid": {"enabled": True, "settings": {"ptx": {"file": "b.txt"}}},
+        "evaluate": {"prompts": "mine.jsonl"},
+    }
+    named = {"prompts": "mine.jsonl", "texts": ["a.txt", "b.txt"], "pretrained": "own"}
+    assert with_derived(content)["raw_files"] == named
+    assert with_derived({"base": 1, "ppo": [], "evaluate": None})["raw_files"]["texts"] == [], "`check` reports it"
