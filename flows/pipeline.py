@@ -97,7 +97,8 @@ class Execution:
                 except StageUserError:
                     if not (fetched and self._bring_inputs(stage)):
                         raise
-                    outcome = run()  # the remote lacks the result, and it is computed
+                    self.print(stage, "is computed: DVC's remote lacks its result")
+                    outcome = run()
         except StageCrash as error:
             failures.append(str(error).removeprefix(f"{stage}: "))
             raise
