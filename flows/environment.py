@@ -24,7 +24,11 @@ PROFILES = Path("~/.prefect/profiles.toml")
 
 
 def apply_defaults() -> None:
-    """Set `QUIET` where the user has set nothing. Call it before Prefect, DVC or MLflow is imported."""
+    """Set `QUIET` where the user has set nothing, and no proxy for this machine. Call it before Prefect, DVC or MLflow
+    is imported."""
+    from tasks.tracking.settings import bypass_proxies
+
+    bypass_proxies()
     for name, value in QUIET.items():
         os.environ.setdefault(name, value)
 

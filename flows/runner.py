@@ -22,6 +22,8 @@ from tasks.params.scorer import MADE_FOR_IT
 from tasks.tracking.settings import without_credentials
 
 if TYPE_CHECKING:
+    from prefect import Flow
+
     from flows.graph import Graph
 
 
@@ -129,12 +131,13 @@ def _run_flow(project: Path, **parameters: Any) -> PipelineFailed | None:
 
     from flows.pipeline import pipeline
 
+    named = pipeline.with_options(name=project_name(project))
     try:
         if parent := os.environ.get(PARENT_VARIABLE):
-            _run_below(parent, parameters)
+            _run_below(parent, named, parameters)
         else:
             with tags("leash", project_name(project)):
-                pipeline(**parameters)
+                named(**parameters)
     except PipelineFailed as failure:
         return failure
     except BaseException as error:
@@ -146,13 +149,11 @@ def _run_flow(project: Path, **parameters: Any) -> PipelineFailed | None:
     return None
 
 
-def _run_below(parent: str, parameters: dict[str, Any]) -> None:
+def _run_below(parent: str, pipeline: "Flow[..., Any]", parameters: dict[str, Any]) -> None:
     """Run the flow as a child of the task run `parent` of another process, as `prefect.deployments.run_deployment`
     does."""
     from prefect.client.orchestration import get_client
     from prefect.flow_engine import run_flow
-
-    from flows.pipeline import pipeline
 
     with get_client(sync_client=True) as client:
         child = client.create_flow_run(pipeline, parameters=parameters, parent_task_run_id=UUID(parent))
@@ -161,16 +162,11 @@ def _run_below(parent: str, parameters: dict[str, Any]) -> None:
 
 def _connect(root: Path) -> None:
     """Use the configured server, or start one for this run. Raises UserError when it does not answer."""
-    url = server.configured_url(root)
-    if url is not None and not server.answers(url):
-        shown = without_credentials(url)
-        raise UserError(f"no Prefect server answers at {shown}; start one with `leash up`, or unset PREFECT_API_URL")
-    if url is not None:
-        server.use(url)
+    if server.configured_url(root) is not None:
+        server.require(root)
         return
     terminal.print_line("", "starting a Prefect server for this run (`leash up` keeps one running and saves this time)")
     url = server.start_temporary(root)
-    server.use(url)
     import flows.pipeline  # noqa: F401 - takes seconds, while the server starts
 
     server.wait_for_temporary(url)

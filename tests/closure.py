@@ -10,7 +10,8 @@ import sys
 from fnmatch import fnmatchcase
 from functools import cache
 from pathlib import Path
-from textwrap import fill, indent
+from textwrap import fill
+from typing import Any
 
 import grimp
 from ruamel.yaml import YAML
@@ -73,12 +74,14 @@ FOLDERS = (
 )
 """Folders that are the unit of change: a stage that imports one of their modules depends on the whole folder."""
 
+COMPARE = ("select", "evaluate")
 FOLDERS_OF = {
-    "rlhf_core/evaluation": ("select", "evaluate"),
-    "tasks/evaluation": ("select", "evaluate"),
-    "rlhf_core/config": ("check",),
-    "tasks/params": ("check",),
-    "tasks/training": ("ppo", "hybrid", "reinforce", "rloo", "grpo"),
+    "rlhf_core/evaluation": COMPARE,
+    "tasks/evaluation": COMPARE,
+    "rlhf_core/config": ("check", *COMPARE),
+    "tasks/params": ("check", *COMPARE),
+    "tasks/judging": ("preferences", *COMPARE),
+    "tasks/training": ("ppo", "hybrid", "reinforce", "rloo", "grpo", *COMPARE),
 }
 """Folders that are the unit for these stages; others depend on the files that they import, so that an edit of the
 evaluation, or a parameter of another stage, does not train a model again."""
@@ -116,6 +119,8 @@ def exempt(module: str, stage: str) -> bool:
         return stage not in SWITCHED_OFF
     if module == "tasks.params.methods":
         return stage not in READ_THE_TABLE_OF_METHODS
+    if module == "tasks.summary":  # for the others it is a part of tracking
+        return stage != "evaluate"
     return any(fnmatchcase(module, pattern) for pattern in CANNOT_CHANGE_RESULTS)
 
 
@@ -194,9 +199,10 @@ def main() -> int:
 
 def _listed(deps: list[str]) -> str:
     """The dependencies as they are written in dvc.yaml: data, then code, each wrapped."""
-    parts = [[dep for dep in deps if not is_code(dep)], [dep for dep in deps if is_code(dep)]]
-    lines = [fill(", ".join(part), 112, break_on_hyphens=False, break_long_words=False) for part in parts if part]
-    return indent("deps: [\n" + indent(",\n".join(lines), "  ") + "]\n", "    ")
+    data, code = [dep for dep in deps if not is_code(dep)], [dep for dep in deps if is_code(dep)]
+    shape: dict[str, Any] = {"width": 118, "break_on_hyphens": False, "break_long_words": False}
+    first = fill("    deps: [" + ", ".join(data), subsequent_indent=" " * 6, **shape)
+    return first + ",\n" + fill(", ".join(code), initial_indent=" " * 6, subsequent_indent=" " * 6, **shape) + "]\n"
 
 
 if __name__ == "__main__":

@@ -24,8 +24,10 @@ ROUND = re.compile(r"rounds/\d+")
 """The path of a closed round."""
 UNTRACKED = ("runtime", "promote")
 """Blocks of params.yaml that change no result."""
-WRITTEN = ("dvc.lock", "data/", "metrics/", "models/", "plots/")
-"""What a run writes into tracked files."""
+WRITTEN = re.compile(
+    r"dvc\.lock|(metrics|plots)/.+|data/(check\.ok|check_data\.ok|methods\.json)|(.+/)?([^/]*\.)?provenance\.json"
+)
+"""Tracked files that a run itself writes, and that DVC deletes before a stage: they say nothing about its inputs."""
 CODE = ("tasks/", "rlhf_core/", "flows/")
 """Dependencies in these folders are code, all others data or models."""
 
@@ -119,8 +121,7 @@ def pipeline_identity(project: Project, params: dict[str, Any]) -> PipelineIdent
     rounds = {"rounds": [file.recorded for file in project.tracked if ROUND.fullmatch(file.path)]} if closed else {}
     key = digest({"raw": raw_hash, "params": kept, "commands": commands, **rounds})
     commit, dirty = git_state(project.root)
-    edited = git(project.root, "diff", "--name-only", "--relative", "HEAD") or ""
-    names = tuple(name for name in edited.splitlines() if not name.startswith(WRITTEN) and name != str(PARAMS_FILE))
+    names = tuple(name for name in edited_files(project.root) if name != str(PARAMS_FILE))
     return PipelineIdentity(key, kept, commit, dirty, _changes(project.root, kept), names, closed + 1)
 
 
@@ -166,10 +167,15 @@ def _lookup(params: dict[str, Any], name: str) -> Any:
 
 
 def git_state(root: Path) -> tuple[str | None, bool]:
-    """(commit, whether tracked files differ from it); (None, False) outside a git repository. An isolated run counts as
-    equal: only its overrides differ, and they are listed."""
-    isolated = RUN_VARIABLE in os.environ
-    return git(root, "rev-parse", "HEAD"), not isolated and bool(git(root, "status", "--porcelain", "-uno"))
+    """(commit, whether files that a run only reads differ from it); (None, False) outside a git repository. An isolated
+    run counts as equal: only its overrides differ, and they are listed."""
+    return git(root, "rev-parse", "HEAD"), RUN_VARIABLE not in os.environ and bool(edited_files(root))
+
+
+def edited_files(root: Path) -> list[str]:
+    """Tracked files of the project that differ from the commit, without those that a run writes."""
+    names = (git(root, "diff", "--name-only", "--relative", "-z", "HEAD") or "").split("\0")
+    return [name for name in names if name and not WRITTEN.fullmatch(name)]
 
 
 def git(root: Path, *words: str) -> str | None:

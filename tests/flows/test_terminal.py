@@ -89,16 +89,15 @@ def test_stages_that_are_switched_off_are_one_line(capsys: pytest.CaptureFixture
 
 def test_metrics_are_flattened_and_null_figures_left_out(tmp_path: Path) -> None:
     (tmp_path / "metrics").mkdir()
-    (tmp_path / "metrics" / "evaluate.json").write_text(
-        '{"win_rate": 0.9, "gold_sft": null, "win_rate_ci95": [0.85, 0.95]}'
-    )
+    (tmp_path / "metrics" / "evaluate.json").write_text('{"win_rate": 0.9, "gold_sft": null, "win_rate_judge": "a_b"}')
+    (tmp_path / "metrics" / "summary.json").write_text('{"win_rate": 0.9}')
     (tmp_path / "metrics" / "ingest.json").write_text('{"dropped": {"empty": 3}, "source": "demo"}')
     rows = {(row["stage"], row["metric"]): row["value"] for row in metric_rows(tmp_path)}
     assert rows["ingest", "dropped.empty"] == "3"
-    assert rows["evaluate", "win_rate_ci95"] == "0.85 – 0.95"
+    assert rows["evaluate", "win_rate_judge"] == "a_b"
     assert rows["evaluate", "gold_sft"] == "null"
     page = report_page(tmp_path)
-    assert "| win rate of the policy against SFT | 0.9 |" in page
+    assert "| judge of the wins | a\\_b |\n| win rate of the policy against SFT | 0.9 |" in page
     assert "gold" not in page
     assert "\nCommit: none\n" in page
 

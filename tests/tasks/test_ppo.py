@@ -62,6 +62,7 @@ def test_failure_01_a_killed_stage_continues_and_ends_byte_identical(
 
 
 @pytest.mark.slow
+@pytest.mark.chosen("shared critic", "lora")
 @pytest.mark.parametrize(
     "changes",
     [
@@ -120,6 +121,7 @@ def test_with_lora_in_all_stages_one_body_is_in_memory(
 
 
 @pytest.mark.slow
+@pytest.mark.chosen("fsdp")
 @pytest.mark.parametrize("sharding", ["none", "fsdp"])
 def test_failure_10_a_stage_of_two_processes_makes_what_one_makes(sharding: str, finished: "Project") -> None:
     """Run as DVC runs it, with whole and with divided models; the same answers, and numbers that differ in their last

@@ -216,7 +216,7 @@ def _compare(root: Path, project: Path, record: Any) -> list[Finding]:
 
 def _exemptions(root: Path, record: Any) -> tuple[str, ...]:
     """Why the run behind these outputs was exempt from byte identity: its parameters and its models' provenance."""
-    from tasks.stage.numerics import NOT_DETERMINISTIC
+    from tasks.stage.models import NOT_DETERMINISTIC
     from tasks.stage.provenance import read
 
     found: dict[str, None] = {} if record.params.get("deterministic", True) else {NOT_DETERMINISTIC: None}

@@ -274,6 +274,7 @@ def kill(process: "subprocess.Popen[str]") -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.chosen("interrupt-130", "kill--9")
 @pytest.mark.parametrize(("end", "code"), [(interrupt, 130), (terminate, 143), (kill, -9)])
 def test_a_stopped_verification_leaves_nothing(
     recorded: Path,
