@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial, wraps
+from io import TextIOWrapper
 from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn, ParamSpec
 
@@ -16,6 +17,7 @@ import typer
 from flows import processes
 from flows.environment import find_root, use_own_prefect_home
 from rlhf_core.errors import UserError
+from tasks.tracking.settings import RUN_VARIABLE
 
 P = ParamSpec("P")
 Seed = partial(typer.Option, min=0, max=2**32 - 1)
@@ -64,6 +66,7 @@ def run(
     retry_delay: Annotated[float, typer.Option(help="Seconds before a stage is repeated.", min=0.0)] = 10.0,
     pull: Annotated[bool, typer.Option("--pull", help="Fetch what DVC's remote has instead of computing it.")] = False,
     push: Annotated[bool, typer.Option("--push", help="Send the results to DVC's remote.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only print what would run, and why.")] = False,
 ) -> None:
     """Run the stages that are not up to date.
 
@@ -75,18 +78,12 @@ def run(
 
     runner.quiet_prefect()
     code = runner.run(
-        root,
-        stages or None,
-        force,
-        jobs=jobs,
-        retries=retries,
-        retry_delay_seconds=retry_delay,
-        timeout_seconds=timeout,
-        pull=pull,
-        push=push,
-    )
+        root, stages or None, force, jobs, pull, push, dry_run,
+        retries=retries, retry_delay_seconds=retry_delay, timeout_seconds=timeout,
+    )  # fmt: skip
     _exit(code)
-    print("\n" + _where(root))
+    if not dry_run and RUN_VARIABLE not in os.environ:  # the workspace of an isolated run is removed
+        print("\n" + _where(root))
 
 
 @command
@@ -458,21 +455,39 @@ def compare(
     runs: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="RUN", help="A folder, a git revision, or an MLflow run (id or name). None: this checkout."
+            metavar="RUN",
+            help="A folder, a git revision, a DVC experiment, or an MLflow run (id or name). None: this checkout.",
         ),
     ] = None,
     as_json: AsJson = False,
     models: Annotated[str, typer.Option(help="Names of models, separated by commas. None: all.")] = "",
+    everything: Annotated[bool, typer.Option("--all", help="All columns, models and parameters.")] = False,
 ) -> None:
     """Compare the models of one or several runs.
 
-    The report's table, and which parameters differ.
+    Which parameters differ, the differences paired by prompt, and the report's table. `leash runs` lists the runs.
     """
     root = find_root()
     from flows.commands.compare.compare import compare as compare_runs
 
-    content, text = compare_runs(root, runs or [], [name.strip() for name in models.split(",") if name.strip()])
+    chosen = [name.strip() for name in models.split(",") if name.strip()]
+    content, text = compare_runs(root, runs or [], chosen, everything)
     _print(content, lambda _: text, as_json)
+
+
+@command
+def runs(
+    number: Annotated[int, typer.Option("--number", "-n", help="How many, the newest first.", min=1)] = 20,
+    as_json: AsJson = False,
+) -> None:
+    """List the runs, with the parameters that changed from each to the next.
+
+    Of this checkout, the commits of this branch, DVC experiments and MLflow; `leash compare` takes their names.
+    """
+    root = find_root()
+    from flows.commands.runs import listed, render
+
+    _print(listed(root, number), render, as_json)
 
 
 @command
@@ -595,6 +610,9 @@ def sync(timeout: Annotated[float, typer.Option(help="Seconds that sending may t
 
 def main() -> NoReturn:
     """Entry point of `leash` and of `python -m flows.cli`."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):  # a terminal that is not UTF-8 shows escapes, and no command fails
+            stream.reconfigure(errors="backslashreplace")
     app(prog_name="leash")
     sys.exit(0)
 

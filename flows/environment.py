@@ -64,4 +64,5 @@ def stage_environment(outcome: Path) -> dict[str, str]:
     """
     interpreter = str(Path(sys.executable).parent)
     path = os.pathsep.join([interpreter, *filter(None, [os.environ.get("PATH")])])
-    return {**os.environ, "PATH": path, "LEASH_OUTCOME": str(outcome), "PYTHONUNBUFFERED": "1"}
+    python = {"PYTHONUNBUFFERED": "1", "PYTHONIOENCODING": "utf-8:backslashreplace"}  # the driver reads UTF-8
+    return {**os.environ, "PATH": path, "LEASH_OUTCOME": str(outcome), **python}

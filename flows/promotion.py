@@ -22,7 +22,7 @@ from tasks.params.promote import PromoteParams
 from tasks.tracking.registry import BEFORE, CHALLENGER, CHAMPION, Registry, Version
 
 if TYPE_CHECKING:
-    from tasks.stage.dvc_adapter import Stored
+    from tasks.stage.dvc_files import Stored
 
 EXTRA = Path("models") / "extra"
 PROMOTED, KEPT = "promoted", "kept"
@@ -134,8 +134,7 @@ def decide(
         broken = "no judge has compared it with the champion" if judge == "none" else f"the judge is the {words} of PPO"
         rules.append(Rule("judge", words, "independent of the policy's training", independent, broken))
         other = figures["models"][CHAMPION]
-        ends = other.get("win_rate_vs_policy_ci95") or [other[f"win_rate_vs_policy_{end}"] for end in ("low", "high")]
-        low, high = 1.0 - ends[1], 1.0 - ends[0]
+        low, high = (1.0 - other[f"win_rate_vs_policy_{end}"] for end in ("high", "low"))
         rate, bound = f"{1.0 - other['win_rate_vs_policy']:.3f} ({low:.3f} to {high:.3f})", params.win_rate_above
         broken = f"its win rate against the champion is {rate}, and its interval must be above {bound:g}"
         must = f"above {bound:g} with its interval"

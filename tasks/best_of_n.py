@@ -1,18 +1,18 @@
 """Stage `best_of_n`: many answers of the SFT model to each evaluation prompt, scored by the reward model."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
+from rlhf_core.data.tokenizer import load_tokenizer
+from rlhf_core.models.hf import context_length
 from tasks.datasets.jsonl import Row
+from tasks.evaluation.prompts import evaluation_prompts, source_of
 from tasks.params.best_of_n import BestOfNParams
 from tasks.params.evaluate import EvaluateParams
-from tasks.stage.run import quiet_libraries, run
+from tasks.stage.long_rows import fitting, prompt_encoder
+from tasks.stage.models import load_frozen, set_numerics
 from tasks.stage.stage import Stage
-from tasks.stage.switched_off import write_switched_off
 from tasks.stage.trust import trusts
-
-if TYPE_CHECKING:
-    from tasks.training.candidates import Candidate, Kept
+from tasks.training.candidates import Candidate, Kept, draw_candidates, reward_figures
 
 SFT = "models/sft"
 SAMPLES = "data/best_of_n/samples.jsonl"
@@ -22,19 +22,6 @@ SALT = 2**32
 
 def execute(stage: Stage[BestOfNParams]) -> None:
     """Make data/best_of_n/samples.jsonl and metrics/best_of_n.json."""
-    if not stage.params.enabled:
-        write_switched_off(stage)
-        return
-    # Imported late: a stage that is switched off does not load torch.
-    from rlhf_core.data.tokenizer import load_tokenizer
-    from rlhf_core.models.hf import context_length
-    from tasks.evaluation.prompts import evaluation_prompts, source_of
-    from tasks.stage.frozen import load_frozen
-    from tasks.stage.long_rows import fitting, prompt_encoder
-    from tasks.stage.numerics import set_numerics
-    from tasks.training.candidates import draw_candidates, reward_figures
-
-    quiet_libraries()
     set_numerics(stage)
     settings = stage.block("evaluate", EvaluateParams)
     tokenizer = load_tokenizer(stage.root / SFT, trust_remote_code=trusts(stage))
@@ -56,7 +43,7 @@ def execute(stage: Stage[BestOfNParams]) -> None:
     stage.write_metrics({"enabled": True, **reward_figures(candidates, best), "prompts_too_long": too_long})
 
 
-def sample_rows(kept: "Kept", candidates: "Sequence[Sequence[Candidate]]") -> list[Row]:
+def sample_rows(kept: Kept, candidates: Sequence[Sequence[Candidate]]) -> list[Row]:
     """One row for each answer, in the order of prompts and draws."""
     return [
         {
@@ -73,7 +60,3 @@ def sample_rows(kept: "Kept", candidates: "Sequence[Sequence[Candidate]]") -> li
         for (row, _), group in zip(kept, candidates, strict=True)
         for k, candidate in enumerate(group)
     ]
-
-
-if __name__ == "__main__":
-    run("best_of_n", BestOfNParams, execute)

@@ -1,17 +1,11 @@
 """Stage `ipo`: the SFT model trained on the preference pairs by identity preference optimisation (Azar et al. 2023)."""
 
-from typing import TYPE_CHECKING
+from torch import Tensor
 
 from rlhf_core.config.ipo import IPOConfig
-from tasks.stage.run import run
+from rlhf_core.dpo import PairObjective
 from tasks.stage.stage import Stage
-from tasks.stage.workers import requested_processes, start_workers
 from tasks.training.preference_training import train_policy_on_pairs
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from rlhf_core.dpo import PairObjective
 
 
 def execute(stage: Stage[IPOConfig]) -> None:
@@ -19,20 +13,14 @@ def execute(stage: Stage[IPOConfig]) -> None:
     train_policy_on_pairs(stage, objective)
 
 
-def objective(config: IPOConfig) -> "PairObjective":
+def objective(config: IPOConfig) -> PairObjective:
     """E[(h − 1/(2τ))²] over the pairs: equation 17 of Azar et al. 2023 (https://arxiv.org/abs/2310.12036).
 
     h is the log-ratio margin: log(π/π_ref) of the chosen less that of the rejected response, each summed over the
     tokens of the response as in the paper, in nats. The implicit margin is τ·h, as DPO's is β·h.
     """
-    from rlhf_core.dpo import PairObjective  # imports torch, which a stage that is switched off does not need
 
-    def loss(margin: "Tensor") -> "Tensor":
+    def loss(margin: Tensor) -> Tensor:
         return ((margin / config.tau - 1 / (2 * config.tau)) ** 2).mean()
 
     return PairObjective(config.tau, loss)
-
-
-if __name__ == "__main__":
-    start_workers("tasks.ipo", requested_processes("ipo"))
-    run("ipo", IPOConfig, execute)

@@ -12,11 +12,9 @@ from rlhf_core.data.tokenizer import load_tokenizer
 from rlhf_core.models.hf import save_checkpoint
 from rlhf_core.ppo.trainer import PPOTrainer
 from tasks.params.round import RoundParams
-from tasks.stage.numerics import set_numerics
-from tasks.stage.run import run
+from tasks.stage.models import set_numerics
 from tasks.stage.stage import Stage
 from tasks.stage.trust import trusts
-from tasks.stage.workers import requested_processes, start_workers
 from tasks.training.ppo_inputs import SFT, beginning
 from tasks.training.ppo_loop import build, snapshots_of, summary, train
 
@@ -50,8 +48,3 @@ def save_critic(stage: Stage[PPOConfig], trainer: PPOTrainer, tokenizer: PreTrai
         (folder / "README.md").write_text(note, encoding="utf-8")
         return
     save_checkpoint(folder, critic, tokenizer)
-
-
-if __name__ == "__main__":
-    start_workers("tasks.ppo", requested_processes("ppo"))
-    run("ppo", PPOConfig, execute)

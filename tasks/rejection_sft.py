@@ -2,19 +2,20 @@
 sampling; Touvron et al. 2023, section 3.2.3)."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
+from rlhf_core.data.tokenizer import load_tokenizer, stop_ids
+from rlhf_core.determinism import permutation
 from rlhf_core.errors import UserError
+from rlhf_core.models.hf import context_length, default_device, load_causal_lm, save_checkpoint, trainable, write_ends
+from rlhf_core.models.precision import body_precision
+from rlhf_core.sft import Demonstration, SFTResult, fine_tune
 from tasks.datasets.jsonl import Row
 from tasks.params.rejection_sft import RejectionParams
-from tasks.stage.run import quiet_libraries, run
+from tasks.stage.long_rows import fitting, prompt_encoder
 from tasks.stage.stage import Stage
-from tasks.stage.switched_off import write_switched_off
 from tasks.stage.trust import trusts
-
-if TYPE_CHECKING:
-    from rlhf_core.sft import SFTResult
-    from tasks.training.candidates import Candidate, Kept
+from tasks.training.candidates import Candidate, Kept, draw_candidates, reward_figures
+from tasks.training.trainer_setup import log_table, tokens_read, training_run
 
 SFT = "models/sft"
 PROMPTS = "data/ingest/ppo_prompts.jsonl"
@@ -28,27 +29,7 @@ def execute(stage: Stage[RejectionParams]) -> None:
     """Make data/rejection_sft/samples.jsonl, models/rejection_sft, plots/rejection_sft.csv and
     metrics/rejection_sft.json."""
     params = stage.params
-    if not params.enabled:
-        write_switched_off(stage, {PLOT: ("step", *LOGGED.values())})
-        return
     assert params.training is not None  # required by the parameters if enabled
-    # Imported late: a stage that is switched off does not load torch.
-    from rlhf_core.data.tokenizer import load_tokenizer, stop_ids
-    from rlhf_core.models.hf import (
-        context_length,
-        default_device,
-        load_causal_lm,
-        save_checkpoint,
-        trainable,
-        write_ends,
-    )
-    from rlhf_core.models.precision import body_precision
-    from rlhf_core.sft import Demonstration, fine_tune
-    from tasks.stage.long_rows import fitting, prompt_encoder
-    from tasks.training.candidates import draw_candidates, reward_figures
-    from tasks.training.trainer_setup import log_table, tokens_read, training_run
-
-    quiet_libraries()
     run_ = training_run(stage, shown=["loss"])
     tokenizer = load_tokenizer(stage.root / SFT, trust_remote_code=trusts(stage))
     frozen, device = body_precision(stage.precision, params.training.lora), default_device()
@@ -100,20 +81,18 @@ def assign_splits(count: int, validation: float, seed: int) -> list[str]:
     """train or validation for each prompt; at least one of each. Raises UserError for fewer than two prompts."""
     if count < 2:
         raise UserError(f"{PROMPTS}: rejection sampling needs two prompts at least; enlarge ingest.split.ppo")
-    from rlhf_core.determinism import permutation
-
     wanted = min(count - 1, max(1, round(validation * count)))
     chosen = set(permutation(count, seed)[:wanted])
     return ["validation" if place in chosen else "train" for place in range(count)]
 
 
-def best_of(group: "Sequence[Candidate]") -> "Candidate":
+def best_of(group: Sequence[Candidate]) -> Candidate:
     """The answer with the highest score, the first of equal ones; answers that ended come before those cut off."""
     return max(group, key=lambda candidate: (candidate.ended, candidate.reward))
 
 
 def sample_rows(
-    kept: "Kept", candidates: "Sequence[Sequence[Candidate]]", best: "Sequence[Candidate]", splits: Sequence[str]
+    kept: Kept, candidates: Sequence[Sequence[Candidate]], best: Sequence[Candidate], splits: Sequence[str]
 ) -> list[Row]:
     """The kept answer to each prompt, with the mean score of all its answers."""
     return [
@@ -131,7 +110,7 @@ def sample_rows(
     ]
 
 
-def losses(result: "SFTResult") -> dict[str, float | int]:
+def losses(result: SFTResult) -> dict[str, float | int]:
     """Nats per response token: of the last batch, of the SFT model on the validation answers, and after training."""
     return {
         "train_loss": [row["loss"] for row in result.log if "loss" in row][-1],
@@ -140,7 +119,3 @@ def losses(result: "SFTResult") -> dict[str, float | int]:
         "best_step": result.best_step,
         "steps": result.steps,
     }
-
-
-if __name__ == "__main__":
-    run("rejection_sft", RejectionParams, execute)

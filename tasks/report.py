@@ -4,7 +4,6 @@ from tasks.page.figures import draw
 from tasks.page.inputs import read_run
 from tasks.page.page import render, write_page
 from tasks.params.report import ReportParams
-from tasks.stage.run import run
 from tasks.stage.stage import Stage
 
 SAMPLES = "data/evaluate/samples.jsonl"
@@ -23,7 +22,3 @@ def execute(stage: Stage[ReportParams]) -> None:
     if stage.tracker:
         stage.tracker.artifact(folder, "report")
     stage.afterwards.append(stage.conclude)
-
-
-if __name__ == "__main__":
-    run("report", ReportParams, execute)

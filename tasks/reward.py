@@ -1,34 +1,195 @@
-"""Stage `reward`: the Bradley-Terry reward model, its further members and the reward model that only judges (see
-tasks/training/reward_models.py); nothing where `scorer` has no reward model."""
+"""Stage `reward`: the Bradley-Terry reward model that PPO maximises, its further members, the one that only judges, and
+their figures on held-out prompts."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_core.config.reward import RewardConfig
-from tasks.params.scorer import REWARD_MODEL
-from tasks.stage.run import quiet_libraries, run
+from rlhf_core.data.tokenizer import load_tokenizer
+from rlhf_core.determinism import permutation, stream
+from rlhf_core.errors import UserError
+from rlhf_core.loading import load_config, loading
+from rlhf_core.models.ensemble import JUDGE, Ensemble, member_folder
+from rlhf_core.models.hf import context_of, place, save_checkpoint, scalar_model_from
+from rlhf_core.models.precision import autocast
+from rlhf_core.reward import Comparison, PairScores, score_pairs, train_reward_model
+from rlhf_core.training.run import Run
 from tasks.stage.stage import Stage
-from tasks.stage.switched_off import NO_REWARD_MODEL, write_switched_off
-from tasks.stage.workers import requested_processes, start_workers
+from tasks.stage.trust import trusts
+from tasks.stage.workers import is_worker
+from tasks.training.gold_judge import judge_of
+from tasks.training.pairs import PREFERENCES, comparisons
+from tasks.training.ratings import RATINGS, rated_comparisons
+from tasks.training.reward_figures import PairFigures, figures_of, gold_margins
+from tasks.training.trainer_setup import log_table, place_of, training_run
 
-TABLES = {
-    "plots/reward.csv": ("step", "loss", "accuracy"),
-    "plots/reward_calibration.csv": ("bin_low", "bin_high", "predicted", "observed", "pairs"),
-    "plots/reward_margins.csv": ("low", "high", "accuracy", "accuracy_low", "accuracy_high", "pairs"),
-    "plots/reward_scores.csv": ("low", "high", "chosen", "rejected"),
-}
-"""Columns of each table."""
+REWARD, SFT = "models/reward", "models/sft"
+OF_JUDGE = 0
+"""The number of the judging reward model, beside those of the members, which start at 1."""
+
+
+NO_SCORES = PairScores(torch.zeros(0), torch.zeros(0))
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """What is left in memory of a trained reward model."""
+
+    log: list[dict[str, float]]
+    heldout: PairScores
+    seen: PairScores
+    """Pairs of as many training prompts as are held out."""
 
 
 def execute(stage: Stage[RewardConfig]) -> None:
-    """Make models/reward, metrics/reward.json and the tables of plots; empty where `scorer` has no reward model."""
-    if not stage.blocks[REWARD_MODEL]:
-        write_switched_off(stage, TABLES, NO_REWARD_MODEL)
+    """Make models/reward, metrics/reward.json and the tables of plots."""
+    tokenizer = load_tokenizer(stage.root / SFT, trust_remote_code=trusts(stage))
+    with loading(stage.root / SFT):
+        config = load_config(stage.root / SFT, trust_remote_code=trusts(stage))
+    limit = min(stage.params.max_tokens, context_of(config))
+    rated = bool(stage.read(RATINGS))
+    read = rated_comparisons if rated else comparisons
+    training, too_long = read(stage, tokenizer, "train", limit)
+    heldout, also_too_long = read(stage, tokenizer, "validation", limit)
+    own, judging = split_prompts(training, stage.params.judge_share, stage.seed)
+
+    members = [fit(stage, tokenizer, number, own, heldout) for number in range(1, stage.params.members + 1)]
+    judge = fit(stage, tokenizer, OF_JUDGE, judging, heldout) if judging else None
+    if is_worker():
         return
-    # Imported late: a stage that is switched off does not load torch.
-    from tasks.training.reward_models import train_all
 
-    quiet_libraries()
-    train_all(stage)
+    stage.outputs.write_csv("plots/reward.csv", log_table(members[0].log, {"loss": "loss", "accuracy": "accuracy"}))
+    scores, seen, of_members = combine(stage, members)
+    figures = measure_pairs(stage, tokenizer, heldout, scores, seen)
+    figures.metrics.update(of_members)
+    for out, rows in figures.tables.items():
+        stage.outputs.write_csv(out, rows)
+    if judge is not None:
+        of_judge = figures_of(judge.heldout, [len(c.pairs) for c in heldout], None, stage.seed).metrics
+        names = ("accuracy", "accuracy_low", "accuracy_high", "loss")
+        figures.metrics.update({f"judge_{name}": of_judge[f"heldout_{name}"] for name in names})
+        figures.metrics.update(judge_prompts=len(judging), train_prompts=len(own))
+    if rated:
+        figures.metrics.update(rated_answers(training, heldout))
+    stage.write_metrics({**figures.metrics, "pairs_too_long": too_long + also_too_long})
 
 
-if __name__ == "__main__":
-    start_workers("tasks.reward", requested_processes("reward"))
-    run("reward", RewardConfig, execute)
+def rated_answers(training: Sequence[Comparison], heldout: Sequence[Comparison]) -> dict[str, int]:
+    """How many rated answers are in the comparisons of each split."""
+    splits = {"train_ratings": training, "heldout_ratings": heldout}
+    return {name: sum(len(c.responses) for c in found) for name, found in splits.items()}
+
+
+def split_prompts(training: list[Comparison], share: float, seed: int) -> tuple[list[Comparison], list[Comparison]]:
+    """The comparisons of PPO's reward model and those of the judging one, in the order of the data; whole prompts,
+    drawn by seed from the new ones of each round: no prompt changes its model from round to round, or the judging one
+    would learn what earlier policies were trained on. Raises UserError where a second reward model is wanted and there
+    are too few prompts."""
+    if share == 0:
+        return training, []
+    drawn = set[int]()
+    for number in {comparison.round for comparison in training}:
+        new = [index for index, comparison in enumerate(training) if comparison.round == number]
+        count = min(max(1, round(share * len(new))), len(new) - 1)
+        drawn |= {new[i] for i in permutation(len(new), seed, OF_JUDGE)[:count]}
+    if not drawn:
+        raise UserError(
+            f"{PREFERENCES}: reward.judge_share shares the training prompts between two reward models, and there is "
+            "only one; add pairs, or set reward.judge_share: 0"
+        )
+    parts: tuple[list[Comparison], list[Comparison]] = ([], [])
+    for index, comparison in enumerate(training):
+        parts[index in drawn].append(comparison)
+    return parts
+
+
+def fit(
+    stage: Stage[RewardConfig],
+    tokenizer: PreTrainedTokenizerBase,
+    number: int,
+    training: Sequence[Comparison],
+    heldout: Sequence[Comparison],
+) -> Fitted:
+    """Train a member (or the judging model) in a state of its own and, in the main process, save it and score held-out
+    and training pairs. One that an earlier process has trained is read from its last checkpoint."""
+    part = "judge" if number == OF_JUDGE else "" if number == 1 else f"member_{number}"
+    if part:
+        stage.log(part.replace("_", " "))
+    run_ = training_run(stage, ["loss", "accuracy"], part, member_seed(stage.seed, number))
+    model = fresh_model(stage, run_)
+    pad_id = int(tokenizer.pad_token_id)
+    folder = stage.out(REWARD) / JUDGE if number == OF_JUDGE else member_folder(stage.out(REWARD), number)
+    log = train_reward_model(model, training, stage.params, pad_id, run_, folder)
+    if not run_.is_main:
+        return Fitted(log, NO_SCORES, NO_SCORES)
+    save_checkpoint(folder, model.cpu(), tokenizer)
+    some = (heldout, training[: len(heldout)])
+    with autocast(stage.precision, place(model).device):
+        return Fitted(log, *(score_pairs(model, pairs, pad_id, stage.params.batch_size) for pairs in some))
+
+
+def fresh_model(stage: Stage[RewardConfig], run: Run) -> PreTrainedModel:
+    """The SFT model's body under a head of the run's seed."""
+    where = place_of(run, stage.params.lora)
+    return scalar_model_from(stage.root / SFT, run.seed, trust_remote_code=trusts(stage), log=stage.log, **where)
+
+
+def member_seed(seed: int, number: int) -> int:
+    """Of head and data order. The first member has the run's, the others a random one: seeds of a study, 1, 2, 3, must
+    not share members."""
+    return seed if number == 1 else int(stream(seed, number).integers(2**32))
+
+
+def combine(stage: Stage[RewardConfig], members: Sequence[Fitted]) -> tuple[PairScores, PairScores, dict[str, float]]:
+    """The scores of PPO's reward model on held-out and training pairs, and figures of its members; of a single member
+    its own scores and none. Several members get ensemble.json beside them."""
+    if len(members) == 1:
+        return members[0].heldout, members[0].seen, {}
+    params, sides = stage.params, torch.stack([both_sides(member.heldout) for member in members])
+    ensemble = Ensemble.fitted(params.combine, params.std_coef, sides)
+    ensemble.write(stage.out(REWARD))
+    scores, std = combined(ensemble, [member.heldout for member in members])
+    seen, _ = combined(ensemble, [member.seen for member in members])
+    figures = {"disagreement": std}
+    for number, member in enumerate(members, start=1):
+        figures |= figures_of_member(f"member_{number}", member)
+    return scores, seen, figures
+
+
+def measure_pairs(
+    stage: Stage[RewardConfig],
+    tokenizer: PreTrainedTokenizerBase,
+    heldout: Sequence[Comparison],
+    scores: PairScores,
+    seen: PairScores,
+) -> PairFigures:
+    """Figures of the pairs of held-out prompts; beside them accuracy and loss on the training pairs `seen`."""
+    judge = judge_of(stage)
+    rows = [row for row in stage.read(PREFERENCES) if row["split"] == "validation"] if judge else []
+    gold = gold_margins(rows, tokenizer, heldout, judge) if judge else None
+    figures = figures_of(scores, [len(c.pairs) for c in heldout], gold, stage.seed)
+    figures.metrics.update(train_accuracy=seen.right.mean().item(), train_loss=seen.loss)
+    return figures
+
+
+def both_sides(scores: PairScores) -> Float[Tensor, "answers"]:
+    """The scores of all chosen answers, then of all rejected ones."""
+    return torch.cat([scores.chosen, scores.rejected])
+
+
+def combined(ensemble: Ensemble, members: Sequence[PairScores]) -> tuple[PairScores, float]:
+    """The combined scores of the pairs, and the members' standard deviation on an answer, the mean over both sides of
+    all pairs."""
+    total, std = ensemble(torch.stack([both_sides(member) for member in members]))
+    chosen, rejected = total.chunk(2)
+    return PairScores(chosen, rejected), std.mean().item()
+
+
+def figures_of_member(name: str, member: Fitted) -> dict[str, float]:
+    """Accuracy and loss of one model on the held-out pairs."""
+    return {f"{name}_accuracy": member.heldout.right.double().mean().item(), f"{name}_loss": member.heldout.loss}

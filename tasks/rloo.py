@@ -1,6 +1,10 @@
 """Stage `rloo`: the policy gradient with the prompt's other answers as its baseline (Ahmadian et al. 2024)."""
 
-from tasks.training.variants import run_variant
+from tasks.params.variant import VariantParams
+from tasks.stage.stage import Stage
+from tasks.training.variants import train_variant
 
-if __name__ == "__main__":
-    run_variant("rloo")
+
+def execute(stage: Stage[VariantParams]) -> None:
+    """Make models/rloo, plots/rloo.csv and metrics/rloo.json."""
+    train_variant(stage)

@@ -7,10 +7,8 @@ from rlhf_core.models.hf import context_length, load_causal_lm, save_checkpoint
 from rlhf_core.sft import Demonstration, fine_tune
 from tasks.datasets.jsonl import Row
 from tasks.stage.long_rows import fitting
-from tasks.stage.run import run
 from tasks.stage.stage import Stage
 from tasks.stage.trust import trusts
-from tasks.stage.workers import requested_processes, start_workers
 from tasks.training.trainer_setup import log_table, place_of, training_run
 
 DEMONSTRATIONS = "data/ingest/demonstrations.jsonl"
@@ -61,8 +59,3 @@ def execute(stage: Stage[SFTConfig]) -> None:
             "rows_too_long": too_long,
         }
     )
-
-
-if __name__ == "__main__":
-    start_workers("tasks.sft", requested_processes("sft"))
-    run("sft", SFTConfig, execute)

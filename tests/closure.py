@@ -1,4 +1,5 @@
-"""The code that each stage depends on, read from its imports, and `dvc.yaml` kept in step with it.
+"""The code that each stage depends on, read from the imports of its file and of the runner, and `dvc.yaml` kept in step
+with it.
 
 `python tests/closure.py` prints what differs; `--write` puts the right dependencies into dvc.yaml.
 """
@@ -9,7 +10,8 @@ import sys
 from fnmatch import fnmatchcase
 from functools import cache
 from pathlib import Path
-from textwrap import fill, indent
+from textwrap import fill
+from typing import Any
 
 import grimp
 from ruamel.yaml import YAML
@@ -33,17 +35,16 @@ CANNOT_CHANGE_RESULTS = {
     "rlhf_core.config.block": "strictness of parameters: it refuses values and never changes one",
     "rlhf_core.config.paths": "refuses paths, never changes one",
     "rlhf_core.config.precision": "the types of parameters, which DVC tracks",
-    "tasks": "limits the GPUs of a stage to the number of its processes",
-    "tasks.datasets.raw": "refuses paths that lead out of data/raw/",
     "tasks.judging.budget": "stops, and never changes a verdict",
     "tasks.params.loader": "reads params.yaml; the values are tracked by DVC",
+    "tasks.params.stages": "names the class of each stage's parameters; DVC tracks their values",
     "tasks.params.secrets": "hides the values of keys that `check` refuses anyway",
     "tasks.params.scorer": "the terms of the scorer; DVC tracks them, and whether the reward model is one of them",
     "tasks.params.runtime": "parameters that no stage tracks",
     "tasks.datasets.problems": "lists problems and refuses, never changes a row",
     "tasks.schemas*": "refuses rows and never changes one",
     "tasks.stage.definition": "reads dvc.yaml: inputs, outs and keys",
-    "tasks.stage.dvc_adapter": "reads the graph and the hashes",
+    "tasks.stage.dvc_files": "reads the graph and the hashes",
     "tasks.stage.gpus": "which GPUs a stage uses, and when; how many is a tracked parameter",
     "tasks.stage.interrupts": "when a stage stops",
     "tasks.stage.journal": "resumable state; a resumed run ends in the same bytes",
@@ -73,12 +74,14 @@ FOLDERS = (
 )
 """Folders that are the unit of change: a stage that imports one of their modules depends on the whole folder."""
 
+COMPARE = ("select", "evaluate")
 FOLDERS_OF = {
-    "rlhf_core/evaluation": ("select", "evaluate"),
-    "tasks/evaluation": ("select", "evaluate"),
-    "rlhf_core/config": ("check",),
-    "tasks/params": ("check",),
-    "tasks/training": ("ppo", "hybrid", "reinforce", "rloo", "grpo"),
+    "rlhf_core/evaluation": COMPARE,
+    "tasks/evaluation": COMPARE,
+    "rlhf_core/config": ("check", *COMPARE),
+    "tasks/params": ("check", *COMPARE),
+    "tasks/judging": ("preferences", *COMPARE),
+    "tasks/training": ("ppo", "hybrid", "reinforce", "rloo", "grpo", *COMPARE),
 }
 """Folders that are the unit for these stages; others depend on the files that they import, so that an edit of the
 evaluation, or a parameter of another stage, does not train a model again."""
@@ -94,7 +97,12 @@ TRAINING = (
 """Stages whose results depend on the library versions declared in tasks/stage/versions.json."""
 
 MODELS = ("base", "sft", "reward", "ppo", "select", *(method.name for method in WITH_MODEL))
-"""Stages that write a model folder, and with it provenance.json: for the others its module does nothing."""
+"""Stages that write a model folder, and with it its provenance: for the others its module does nothing."""
+
+SWITCHED_OFF = ("preferences", "reward", *(method.name for method in METHODS))
+"""Stages that can be switched off, and then write what the module of this name says."""
+
+RUNNER = "tasks.stage.run"
 
 
 @cache
@@ -107,15 +115,20 @@ def exempt(module: str, stage: str) -> bool:
     """Whether a module is on the list of those that cannot change results, or has no part in this stage's."""
     if module == "tasks.stage.provenance":
         return stage not in MODELS
+    if module == "tasks.stage.switched_off":
+        return stage not in SWITCHED_OFF
     if module == "tasks.params.methods":
         return stage not in READ_THE_TABLE_OF_METHODS
+    if module == "tasks.summary":  # for the others it is a part of tracking
+        return stage != "evaluate"
     return any(fnmatchcase(module, pattern) for pattern in CANNOT_CHANGE_RESULTS)
 
 
 def closure(stage: str) -> list[str]:
-    """Files and folders of the code that `tasks.<stage>` imports, directly or through others, without exempt modules
-    (what those import counts)."""
-    paths = {path_of(module) for module in modules(f"tasks.{stage}") if not exempt(module, stage)}
+    """Files and folders of the code that `tasks.<stage>` and the runner import, directly or through others, without
+    exempt modules (what those import counts)."""
+    found = modules(f"tasks.{stage}") | modules(RUNNER)
+    paths = {path_of(module) for module in found if not exempt(module, stage)}
     return sorted({unit_of(path, stage) for path in paths if path})
 
 
@@ -186,9 +199,10 @@ def main() -> int:
 
 def _listed(deps: list[str]) -> str:
     """The dependencies as they are written in dvc.yaml: data, then code, each wrapped."""
-    parts = [[dep for dep in deps if not is_code(dep)], [dep for dep in deps if is_code(dep)]]
-    lines = [fill(", ".join(part), 112, break_on_hyphens=False, break_long_words=False) for part in parts if part]
-    return indent("deps: [\n" + indent(",\n".join(lines), "  ") + "]\n", "    ")
+    data, code = [dep for dep in deps if not is_code(dep)], [dep for dep in deps if is_code(dep)]
+    shape: dict[str, Any] = {"width": 118, "break_on_hyphens": False, "break_long_words": False}
+    first = fill("    deps: [" + ", ".join(data), subsequent_indent=" " * 6, **shape)
+    return first + ",\n" + fill(", ".join(code), initial_indent=" " * 6, subsequent_indent=" " * 6, **shape) + "]\n"
 
 
 if __name__ == "__main__":

@@ -10,10 +10,7 @@ from contextlib import suppress
 from itertools import takewhile
 from pathlib import Path
 
-from rlhf_core.errors import UserError
 from rlhf_core.locks import FileLock, who_holds
-from tasks.params.loader import PARAMS_FILE, is_switched_off, read_yaml
-from tasks.stage.workers import requested_processes
 
 LOCKS_VARIABLE = "LEASH_GPU_LOCKS"
 """Environment variable: the folder of the locks, where it is not `LOCKS`."""
@@ -26,35 +23,24 @@ _held: list[FileLock] = []
 """Until this process ends."""
 
 
-def claim_gpus(module: str) -> None:
-    """Take as many visible GPUs as the stage `tasks.NAME` has processes, wait until they are free, and set
-    CUDA_VISIBLE_DEVICES; does nothing for another module.
+def claim_gpus(count: int) -> None:
+    """Take `count` of the visible GPUs, or all where there are fewer, wait until they are free, and set
+    CUDA_VISIBLE_DEVICES.
 
-    With more GPUs than processes, transformers' Trainer would use DataParallel, which multiplies the batch size. Call
-    it before torch is imported. It changes nothing without a GPU, and in ranks that a launcher or the stage started.
+    Call it before torch is imported. It changes nothing without a GPU, and in ranks that a launcher or the stage
+    started.
     """
-    package, _, stage = module.rpartition(".")
     names = visible_gpus()
-    if package != "tasks" or not names or "RANK" in os.environ:
+    if not names or "RANK" in os.environ:
         return
-    count = min(len(names), max(1, requested_processes(stage)))
+    count = min(len(names), max(1, count))
     chosen = names[:count]
-    if _computes(stage):
-        try:
-            chosen = _lock(_lock_files(names), count)
-        except OSError as error:
-            print(f"GPUs are not locked ({error}): another stage may use the same one at the same time", flush=True)
+    try:
+        chosen = _lock(_lock_files(names), count)
+    except OSError as error:
+        print(f"GPUs are not locked ({error}): another stage may use the same one at the same time", flush=True)
     if len(names) > count:
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(chosen)
-
-
-def _computes(stage: str) -> bool:
-    """Whether the stage may use a GPU: one that is switched off only writes empty outputs."""
-    if stage in WITHOUT_GPU:
-        return False
-    with suppress(UserError, AttributeError, KeyError, TypeError):
-        return not is_switched_off(read_yaml(Path(PARAMS_FILE)), stage)
-    return True
 
 
 def _lock(files: Mapping[str, Path], count: int) -> list[str]:

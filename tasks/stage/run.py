@@ -1,32 +1,45 @@
-"""The main function of every stage: typed parameters, checked inputs, a state folder, tracking, and outputs that appear
-all together."""
+"""Runs a stage: typed parameters, checked inputs, GPUs and processes, a state folder, tracking, and outputs that appear
+all together. The stage's own file, and torch with it, is imported only when all of this is ready."""
 
 import errno
 import json
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
 import psutil
 
-from rlhf_core.errors import UserError, is_out_of_memory
+from rlhf_core.config.block import Block
+from rlhf_core.errors import UserError, did_you_mean, is_out_of_memory
 from tasks.datasets.jsonl import Row
-from tasks.params.loader import is_switched_off, parse, read_yaml
+from tasks.params.loader import parse, read_yaml, why_switched_off
+from tasks.params.stages import STAGES, params_model
 from tasks.schemas.validation import load
 from tasks.stage import provenance, state
 from tasks.stage.definition import Definition, is_code, pipeline_identity
-from tasks.stage.dvc_adapter import Project, open_project
+from tasks.stage.dvc_files import Project, open_project
+from tasks.stage.gpus import WITHOUT_GPU, claim_gpus
 from tasks.stage.interrupts import Interrupts
 from tasks.stage.outputs import Outputs
 from tasks.stage.pipeline_run import describe, report_results
-from tasks.stage.stage import Common, Model, Stage
+from tasks.stage.stage import Common, Stage
+from tasks.stage.switched_off import write_switched_off
 from tasks.stage.versions import require_declared_versions
-from tasks.stage.workers import end_watch, failure_of_worker, is_worker, report_failure, run_as_worker
+from tasks.stage.workers import (
+    end_watch,
+    failure_of_worker,
+    is_worker,
+    report_failure,
+    requested_processes,
+    run_as_worker,
+    start_workers,
+)
 from tasks.tracking.settings import OUTCOME_VARIABLE
 from tasks.tracking.tracker import Tracker
 
@@ -42,17 +55,30 @@ FULL = (
 CLOCK_SECONDS = 1.0
 """Resolution of the start time of a process."""
 
-Execute = Callable[[Stage[Model]], None]
+UNTRACKED = ("check", "check_data")
+"""Stages without a run in MLflow."""
+
+Load = Callable[[], Callable[[Stage[Any]], None]]
+"""Imports a stage; returns its function `execute`."""
 
 
-def run(name: str, model: type[Model], execute: Execute[Model], tracked: bool = True) -> NoReturn:
+def main(words: Sequence[str]) -> NoReturn:
+    """`python -m tasks STAGE`, and leave the process: see `run`. 2 without the name of a stage."""
+    if len(words) == 1 and words[0] in STAGES:
+        run(words[0], params_model(words[0]), lambda: import_module(f"tasks.{words[0]}").execute)
+    wrong = f"{words[0]}: no such stage{did_you_mean(words[0], STAGES)}\n" if words else ""
+    print(f"{wrong}python -m tasks STAGE; the stages: {', '.join(STAGES)}", file=sys.stderr)
+    sys.exit(2)
+
+
+def run(name: str, model: type[Block], load_stage: Load) -> NoReturn:
     """Run a stage and leave the process: 0 done, 2 a user's error (one line), 130 interrupted, 1 a crash
     (traceback)."""
     interrupts = Interrupts()
     run_as_worker() if is_worker() else interrupts.install()
     code, message, key = 0, "", ""
     try:
-        key = _run(name, model, execute, tracked, interrupts)
+        key = _run(name, model, load_stage, interrupts)
     except UserError as error:
         code, message = 2, " ".join(str(error).split("\n"))
     except KeyboardInterrupt:
@@ -105,7 +131,7 @@ def _report_outcome(outcome: dict[str, Any]) -> None:
             file.write(json.dumps(outcome, ensure_ascii=False) + "\n")
 
 
-def _run(name: str, model: type[Model], execute: Execute[Model], tracked: bool, interrupts: Interrupts) -> str:
+def _run(name: str, model: type[Block], load_stage: Load, interrupts: Interrupts) -> str:
     """The contract, step by step. Returns the stage key."""
     recorded_later = state.under_dvc(name)
     quiet_libraries()
@@ -116,56 +142,72 @@ def _run(name: str, model: type[Model], execute: Execute[Model], tracked: bool, 
         definition, root = Definition(name, project), project.root
         if VERSIONS in definition.inputs:
             require_declared_versions()
-        hashes, blocks = definition.hashes(), definition.blocks(content)
-        reads = not is_switched_off(content, name)
-        if reads:
-            definition.require_intact(hashes)
+        hashes, outputs = definition.hashes(), Outputs(root, definition.outs)
+        key, (position, total) = definition.key(content, hashes), definition.position
+        label = f"[{position}/{total} {name}]"
+        if why := why_switched_off(content, name):
+            with outputs:
+                write_switched_off(outputs, name, why)
+                _commit(outputs, definition, content, hashes, [])
+            print(f"{label} {name} is switched off ({why})", flush=True)
+            return key
+        definition.require_intact(hashes)
         if recorded_later:
             require_older_code(definition, psutil.Process().create_time())
-        rows = load(root, definition.inputs) if reads else {}
-        key = definition.key(content, hashes)
+        rows = load(root, definition.inputs)
+        processes = requested_processes(content, name)
+        if name not in WITHOUT_GPU:
+            claim_gpus(processes)
         state_dir, continues = state.begin(definition, key)
-        tracked = tracked and common.runtime.tracking and not is_worker()
+        start_workers(name, processes)
+        execute = load_stage()
+        quiet_libraries()
+        tracked = common.runtime.tracking and name not in UNTRACKED and not is_worker()
         tracker = _open_tracker(definition, content, key, hashes, rows, continues) if tracked else None
-        position, total = definition.position
         stage = Stage(
             name=name,
             key=key,
             root=root,
             params=params,
             common=common,
-            blocks=blocks,
+            blocks=definition.blocks(content),
             state_dir=state_dir,
-            outputs=Outputs(root, definition.outs),
+            outputs=outputs,
             tracker=tracker,
-            label=f"[{position}/{total} {name}]",
+            label=label,
             rows=rows,
             hashes=hashes,
             conclude=partial(_conclude, tracker, project, content),
             interrupts=interrupts,
         )
-        with _tracked(stage):
+        with outputs, _tracked(tracker):
             execute(stage)
             if is_worker():
                 return key
-            _commit(stage, definition, content)
+            _commit(outputs, definition, content, hashes, stage.exemptions)
+            if tracker:
+                report_results(tracker, name, root, stage.metrics, hashes)
+            for act in stage.afterwards:
+                act()
         state.end(state_dir, recorded_later)
     return key
 
 
-def _commit(stage: Stage[Any], definition: Definition, content: dict[str, Any]) -> None:
+def _commit(
+    outputs: Outputs,
+    definition: Definition,
+    content: dict[str, Any],
+    hashes: Mapping[str, str],
+    exemptions: Sequence[str],
+) -> None:
     """Put the outputs in place. Raises UserError when an input or parameter changed during the run: DVC would record
     the new one."""
-    before = {**stage.hashes, **definition.tracked(content)}
+    before = {**hashes, **definition.tracked(content)}
     now = definition.hashes() | definition.tracked(read_yaml())
     if changed := sorted(name for name in before if before[name] != now.get(name)):
         raise UserError(f"{', '.join(changed)} changed while the stage ran; nothing was recorded, run it again")
-    provenance.write(definition, content, stage.hashes, stage.outputs, stage.exemptions)
-    stage.outputs.commit()
-    if stage.tracker:
-        report_results(stage.tracker, stage.name, stage.root, stage.metrics, stage.hashes)
-    for act in stage.afterwards:
-        act()
+    provenance.write(definition, content, hashes, outputs, exemptions)
+    outputs.commit()
 
 
 def quiet_libraries() -> None:
@@ -202,8 +244,8 @@ def _conclude(tracker: Tracker | None, project: Project, content: dict[str, Any]
 
 
 @contextmanager
-def _tracked(stage: Stage[Any]) -> Iterator[None]:
-    """Close the run with its status, and remove uncommitted outputs when the stage fails."""
+def _tracked(tracker: Tracker | None) -> Iterator[None]:
+    """Close the run with its status."""
     status: Literal["FINISHED", "FAILED", "KILLED"] = "FAILED"
     try:
         yield
@@ -212,12 +254,10 @@ def _tracked(stage: Stage[Any]) -> Iterator[None]:
         status = "KILLED"
         raise
     finally:
-        if status != "FINISHED":
-            stage.outputs.discard()
-        if stage.tracker:
+        if tracker:
             if status != "FINISHED":
-                stage.tracker.close_parent(status)
-            stage.tracker.close(status)
+                tracker.close_parent(status)
+            tracker.close(status)
 
 
 def require_older_code(definition: Definition, started: float) -> None:

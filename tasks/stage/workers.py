@@ -1,5 +1,5 @@
-"""The processes of one stage. The stage is rank 0 and starts worker ranks that run the same module and compute
-their share: they hold no lock, track nothing and write no output. Ranks that torchrun or `accelerate launch` has
+"""The processes of one stage. The stage is rank 0 and starts worker ranks that run the same stage and compute their
+share: they hold no lock, track nothing and write no output. Ranks that torchrun or `accelerate launch` has
 started are left as they are."""
 
 import atexit
@@ -16,10 +16,9 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from rlhf_core import files
-from rlhf_core.errors import UserError
-from tasks.params.loader import PARAMS_FILE, is_switched_off, read_yaml
 from tasks.params.methods import VARIANTS
 
 RENDEZVOUS = "LEASH_RENDEZVOUS"
@@ -42,7 +41,7 @@ def is_worker() -> bool:
     return int(os.environ.get("RANK", "0")) > 0
 
 
-def start_workers(module: str, count: int) -> None:
+def start_workers(stage: str, count: int) -> None:
     """Make this process rank 0 of `count`, and start the others; they end with it."""
     if count < 2 or "RANK" in os.environ:
         return
@@ -52,11 +51,11 @@ def start_workers(module: str, count: int) -> None:
     workers = []
     for rank in range(1, count):
         environment = os.environ | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-        worker = subprocess.Popen([sys.executable, "-m", module], env=environment, stdout=subprocess.DEVNULL)
+        worker = subprocess.Popen([sys.executable, "-m", "tasks", stage], env=environment, stdout=subprocess.DEVNULL)
         atexit.register(_end, worker)
         workers.append(worker)
     os.environ |= {"RANK": "0", "LOCAL_RANK": "0"}
-    threading.Thread(target=_watch, args=(workers, module.removeprefix("tasks."), folder), daemon=True).start()
+    threading.Thread(target=_watch, args=(workers, stage, folder), daemon=True).start()
 
 
 def end_watch() -> None:
@@ -90,13 +89,10 @@ def run_as_worker() -> None:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def requested_processes(stage: str, path: Path = PARAMS_FILE) -> int:
-    """`processes` of a stage that is switched on, in the file at `path`; of a variant of PPO those of `ppo` unless its
-    settings say otherwise. 1 where the file is not valid, which the stage itself reports."""
-    with suppress(UserError, AttributeError, KeyError, TypeError):
-        content = read_yaml(path)
-        if is_switched_off(content, stage):
-            return 1
+def requested_processes(content: dict[str, Any], stage: str) -> int:
+    """`processes` of a stage in the content of params.yaml; of a variant of PPO those of `ppo` unless its settings say
+    otherwise. 1 where the content is not valid, which the stage itself reports."""
+    with suppress(AttributeError, KeyError, TypeError):
         settings = content[stage]
         if stage in VARIANTS:
             settings = content["ppo"] | (settings.get("settings") or {})

@@ -2,15 +2,20 @@
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 from rlhf_core.config.dpo import PairConfig
+from rlhf_core.data.tokenizer import load_tokenizer
+from rlhf_core.dpo import PairObjective, measure_pairs, reference_logprobs, train_on_pairs
+from rlhf_core.models.hf import context_length, load_causal_lm, place, save_checkpoint, trainable
+from rlhf_core.models.precision import autocast
+from rlhf_core.models.sharding import divide
+from rlhf_core.reward import Comparison
+from rlhf_core.training.divided import map_whole
 from tasks.stage.stage import Stage
-from tasks.stage.switched_off import write_switched_off
-
-if TYPE_CHECKING:
-    from rlhf_core.dpo import PairObjective
-    from rlhf_core.reward import Comparison
+from tasks.stage.trust import trusts
+from tasks.training.pairs import comparisons
+from tasks.training.trainer_setup import log_table, place_of, tokens_read, training_run
 
 Settings = TypeVar("Settings", bound=PairConfig)
 
@@ -20,28 +25,9 @@ LAST = 10
 """Steps at the end of training over which the training figures are averaged."""
 
 
-def train_policy_on_pairs(stage: Stage[Settings], objective: "Callable[[Settings], PairObjective]") -> None:
-    """Make models/<name>, plots/<name>.csv and metrics/<name>.json of the stage; empty ones where it is off."""
-    if stage.params.enabled:
-        _train(stage, objective(stage.params))
-    else:
-        write_switched_off(stage, {f"plots/{stage.name}.csv": ("step", *LOGGED)})
-
-
-def _train(stage: Stage[Settings], objective: "PairObjective") -> None:
-    """What takes seconds to import is imported here: a stage that is switched off does not need it."""
-    from rlhf_core.data.tokenizer import load_tokenizer
-    from rlhf_core.dpo import measure_pairs, reference_logprobs, train_on_pairs
-    from rlhf_core.models.hf import context_length, load_causal_lm, place, save_checkpoint, trainable
-    from rlhf_core.models.precision import autocast
-    from rlhf_core.models.sharding import divide
-    from rlhf_core.training.divided import map_whole
-    from tasks.stage.run import quiet_libraries
-    from tasks.stage.trust import trusts
-    from tasks.training.pairs import comparisons
-    from tasks.training.trainer_setup import log_table, place_of, tokens_read, training_run
-
-    quiet_libraries()
+def train_policy_on_pairs(stage: Stage[Settings], objective_of: Callable[[Settings], PairObjective]) -> None:
+    """Make models/<name>, plots/<name>.csv and metrics/<name>.json of the stage."""
+    objective = objective_of(stage.params)
     run_ = training_run(stage, shown=LOGGED)
     tokenizer = load_tokenizer(stage.root / SFT, trust_remote_code=trusts(stage))
     where = place_of(run_, stage.params.lora)
@@ -88,6 +74,6 @@ def last_means(log: Sequence[dict[str, float]]) -> dict[str, float]:
     return {name: sum(row[name] for row in last) / len(last) for name in LOGGED}
 
 
-def response_tokens(training: Sequence["Comparison"]) -> int:
+def response_tokens(training: Sequence[Comparison]) -> int:
     """Response tokens of one epoch: each distinct response is read once, however many pairs it is in."""
     return sum(len(response) for c in training for response in c.responses)

@@ -2,47 +2,27 @@
 model at the end. The changes of each variant are defined in tasks/params/variant.py."""
 
 from dataclasses import asdict
-from functools import partial
-from typing import NoReturn
 
 from rlhf_core.config.ppo import PPOConfig
+from rlhf_core.data.tokenizer import load_tokenizer
 from rlhf_core.errors import UserError
-from rlhf_core.ppo.detectors import COLUMNS
+from rlhf_core.models.hf import save_checkpoint, write_ends
 from tasks.params.loader import PARAMS_FILE
 from tasks.params.round import RoundParams
 from tasks.params.variant import PUBLISHED, VariantParams
-from tasks.stage.run import quiet_libraries, run
+from tasks.stage.models import set_numerics
 from tasks.stage.stage import Stage
-from tasks.stage.switched_off import write_switched_off
-from tasks.stage.workers import requested_processes, start_workers
+from tasks.stage.trust import trusts
+from tasks.training.ppo_inputs import Beginning, beginning
+from tasks.training.ppo_loop import build, summary, train
 
 SFT = "models/sft"
 
 
-def run_variant(name: str, start: str | None = None) -> NoReturn:
-    """The stage `name` as a process: PPO's loop from the folder `start` (None: as the stage `ppo`) to models/<name>."""
-    start_workers(f"tasks.{name}", requested_processes(name))
-    run(name, VariantParams, partial(execute, name=name, start=start))
-
-
-def execute(stage: Stage[VariantParams], name: str, start: str | None = None) -> None:
-    """Make models/<name>, plots/<name>.csv and metrics/<name>.json."""
-    if stage.params.enabled:
-        train_variant(stage, settings(stage, name), name, start)
-    else:
-        write_switched_off(stage, {f"plots/{name}.csv": COLUMNS})
-
-
-def train_variant(stage: Stage[VariantParams], config: PPOConfig, name: str, start: str | None) -> None:
-    """Train and save. What takes seconds to import is imported here: a stage that is switched off does without."""
-    from rlhf_core.data.tokenizer import load_tokenizer
-    from rlhf_core.models.hf import save_checkpoint, write_ends
-    from tasks.stage.numerics import set_numerics
-    from tasks.stage.trust import trusts
-    from tasks.training.ppo_inputs import Beginning, beginning
-    from tasks.training.ppo_loop import build, summary, train
-
-    quiet_libraries()
+def train_variant(stage: Stage[VariantParams], start: str | None = None) -> None:
+    """Make models/<name>, plots/<name>.csv and metrics/<name>.json of the stage: PPO's loop from the model in the
+    folder `start` (None: as the stage `ppo`)."""
+    name, config = stage.name, settings(stage)
     set_numerics(stage)
     tokenizer = load_tokenizer(stage.root / SFT, trust_remote_code=trusts(stage))
     if start:
@@ -66,10 +46,10 @@ def train_variant(stage: Stage[VariantParams], config: PPOConfig, name: str, sta
     stage.write_metrics({"enabled": True, **recipe, **told})
 
 
-def settings(stage: Stage[VariantParams], name: str) -> PPOConfig:
+def settings(stage: Stage[VariantParams]) -> PPOConfig:
     """PPO's settings with this variant's changes. Raises UserError for changes that do not fit."""
     ppo = stage.block("ppo", PPOConfig)
     try:
-        return stage.params.applied_to(ppo, name)
+        return stage.params.applied_to(ppo, stage.name)
     except ValueError as error:
         raise UserError(f"{PARAMS_FILE}: {error}") from None

@@ -31,6 +31,7 @@ def a_checkpoint_a_step(project: "Project") -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.chosen("preferences", "reward", "ppo")
 @pytest.mark.parametrize("stage", WRITES)
 def test_full_at_a_write_chosen_by_seed(
     tiny_run: "TinyRun", finished: "Project", stage_main: "Main", monkeypatch: pytest.MonkeyPatch, stage: str
@@ -84,7 +85,7 @@ def test_no_file_can_be_begun(finished: "Project", tmp_path: Path) -> None:
     assert finished.outputs() == before
 
 
-ON_A_SMALL_DISK = 'mount -t tmpfs -o size=64k tmpfs "$1" && exec "$2" -m "tasks.$3"'
+ON_A_SMALL_DISK = 'mount -t tmpfs -o size=64k tmpfs "$1" && exec "$2" -m tasks "$3"'
 ALLOWED = ["unshare", "--user", "--map-root-user", "--mount"]
 
 

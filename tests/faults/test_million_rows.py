@@ -23,8 +23,10 @@ BOUND = 2.5
 """GiB of resident memory."""
 
 STAGE = """
+from tasks.stage.run import main
+
 try:
-    runpy.run_module("tasks.{name}", run_name="__main__")
+    main(["{name}"])
 except SystemExit as left:
     assert not left.code
 """

@@ -32,6 +32,7 @@ def terminate(process: "subprocess.Popen[str]") -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.chosen("interrupt-130")
 @pytest.mark.parametrize(("end", "code"), [(interrupt, 130), (terminate, 143)])
 def test_nothing_is_left_running(
     toy: Callable[..., Path],
@@ -83,6 +84,7 @@ def last_state(flow_run: str | None = None) -> str:
 
 
 @pytest.mark.slow
+@pytest.mark.chosen("terminate-143")
 @pytest.mark.parametrize(("end", "code"), [(interrupt, 130), (terminate, 143)])
 def test_a_stop_before_a_stage_handles_signals(
     importing: Path,

@@ -18,6 +18,7 @@ from flows.deployments import nightly, trial
 from flows.promotion import Decision, decide
 from flows.workspace import Workspace
 from rlhf_core.errors import UserError
+from rlhf_core.evaluation.intervals import bounds
 from tasks.params.all import Params
 from tasks.params.loader import parse, read_yaml
 from tasks.params.promote import PromoteParams
@@ -31,7 +32,7 @@ GOOD = {"kl_per_sequence": 2.0, "missing_eos_share": 0.01}
 
 def against(low: float, high: float) -> dict[str, Any]:
     """Figures where the policy wins against the champion with this interval."""
-    champion = {"win_rate_vs_policy": 1 - (low + high) / 2, "win_rate_vs_policy_ci95": [1 - high, 1 - low]}
+    champion = {"win_rate_vs_policy": 1 - (low + high) / 2} | bounds("win_rate_vs_policy", [1 - high, 1 - low])
     return GOOD | {"models": {CHAMPION: champion}, "judged_by": "scores"}
 
 
@@ -115,7 +116,8 @@ models = {}
 for name in params["evaluate"].get("extra_models", []):
     other = float(pathlib.Path("models/extra", name, "weights").read_text())
     rate = 0.5 + 0.1 * (other - own)
-    models[name] = {"win_rate_vs_policy": rate, "win_rate_vs_policy_ci95": [rate - 0.05, rate + 0.05]}
+    ends = {"win_rate_vs_policy_low": rate - 0.05, "win_rate_vs_policy_high": rate + 0.05}
+    models[name] = {"win_rate_vs_policy": rate, **ends}
 figures = {"judged_by": "scores", "kl_per_sequence": 1.0, "missing_eos_share": 0.0, "models": models}
 pathlib.Path("metrics").mkdir(exist_ok=True)
 pathlib.Path("metrics/evaluate.json").write_text(json.dumps(figures))

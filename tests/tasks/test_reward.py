@@ -18,8 +18,8 @@ from rlhf_core.models.batch import pad_batch, sequence_scores
 from rlhf_core.models.ensemble import Ensemble
 from rlhf_core.models.hf import load_scalar_model
 from rlhf_core.reward import Comparison, PairTrainer, bradley_terry_loss, score_pairs, train_reward_model
+from tasks import reward
 from tasks.training import pairs as comparisons
-from tasks.training import reward_models as reward
 from tasks.training.pairs import PREFERENCES
 from tasks.training.ratings import GROUP, RATINGS, rated_comparisons
 from tasks.training.trainer_setup import training_run
@@ -112,7 +112,7 @@ def train(workshop: Path, make_stage: Callable[..., Any], pairs: list[dict[str, 
         config = CONFIG.model_copy(update=settings)
         known = {PREFERENCES: (rows or pairs) if rated is None else [], RATINGS: rated or []}
         stage = make_stage("reward", config, OUTS, known, state=state)
-        reward.train_all(stage)
+        reward.execute(stage)
         stage.outputs.commit()
         metrics: dict[str, Any] = json.loads((workshop / "metrics/reward.json").read_text())
         return metrics
@@ -230,7 +230,7 @@ def test_ppos_reward_model_never_sees_the_pairs_of_the_judging_one(
     scores = score_pairs(load_scalar_model(judging), heldout, 0, 2)
     assert metrics["judge_accuracy"] == pytest.approx(scores.right.mean().item())
     assert metrics["judge_loss"] == pytest.approx(scores.loss, abs=1e-5)
-    low, high = metrics["judge_accuracy_ci95"]
+    low, high = metrics["judge_accuracy_low"], metrics["judge_accuracy_high"]
     assert low <= metrics["judge_accuracy"] <= high
 
 

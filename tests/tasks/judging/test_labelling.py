@@ -149,7 +149,7 @@ def test_the_stage_labels_with_an_endpoint(
     assert len(server.bodies) == 2 * figures["judged"]  # those of the agreement are among them
     assert figures["agreement"]["with"] == "gold rubric (simulated)"
     assert 0 < figures["agreement"]["pairs"] <= 20
-    low, high = figures["agreement"]["ci95"]
+    low, high = figures["agreement"]["share_low"], figures["agreement"]["share_high"]
     assert low <= figures["agreement"]["share"] <= high
     assert metrics["judge"] == f"m at {server.url}", "the page compares it with the judge of evaluate.json"
     lines = ended.stdout.splitlines()
@@ -183,7 +183,7 @@ def test_a_killed_stage_sends_no_answered_question_again(labelled: "Project", se
         return answer(body)
 
     server.answer = kill
-    process = subprocess.Popen([sys.executable, "-m", "tasks.preferences"], cwd=labelled.root)
+    process = subprocess.Popen([sys.executable, "-m", "tasks", "preferences"], cwd=labelled.root)
     assert process.wait(timeout=200) == -signal.SIGKILL
     server.answer = answer
     done = labelled.stage("preferences")

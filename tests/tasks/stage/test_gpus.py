@@ -5,7 +5,6 @@ import os
 import re
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,57 +14,52 @@ from ruamel.yaml import YAML
 from rlhf_core.locks import FileLock, is_held, who_holds
 from tasks.stage import gpus
 from tasks.stage.gpus import LOCKS_VARIABLE, WITHOUT_GPU, claim_gpus, locked_gpus, visible_gpus
-from tests.tasks.stage.test_workers import PARAMS
 
 PROJECT = Path(__file__).parents[3]
-CLAIM = "import sys; from tasks.stage.gpus import claim_gpus; claim_gpus(sys.argv[1]); import os, time; "
+CLAIM = "import sys; from tasks.stage.gpus import claim_gpus; claim_gpus(int(sys.argv[1])); import os, time; "
 
 
-@pytest.fixture
-def params(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """params.yaml in an empty folder, which also has the locks."""
+@pytest.fixture(autouse=True)
+def _locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """An empty folder, which also has the locks."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("RANK", raising=False)
     monkeypatch.setenv(LOCKS_VARIABLE, str(tmp_path / "locks"))
-    path = tmp_path / "params.yaml"
-    path.write_text(PARAMS, encoding="utf-8")
-    yield path
+    yield
     while gpus._held:
         gpus._held.pop().release()
 
 
-def claim(module: str, then: str) -> "subprocess.Popen[str]":
-    """A process that claims the GPUs of a stage, and then runs these statements."""
-    command = [sys.executable, "-u", "-c", CLAIM + then, module]
+def claim(count: int, then: str) -> "subprocess.Popen[str]":
+    """A process that claims GPUs, and then runs these statements."""
+    command = [sys.executable, "-u", "-c", CLAIM + then, str(count)]
     environment = os.environ | {"PYTHONPATH": str(PROJECT)}
     return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
 
 
 @pytest.mark.parametrize(
-    ("stage", "before", "after"),
+    ("count", "before", "after"),
     [
-        ("sft", "0,1,2,3", "0"),
-        ("sft", "5,GPU-ab", "5"),
-        ("ppo", "5,GPU-ab, 7", "5,GPU-ab"),
-        ("grpo", "0,1", "0,1"),
-        ("sft", "3", "3"),
-        ("sft", "", ""),
-        ("sft", "-1", "-1"),
-        ("sft", "0,-1,1", "0,-1,1"),
+        (1, "0,1,2,3", "0"),
+        (1, "5,GPU-ab", "5"),
+        (2, "5,GPU-ab, 7", "5,GPU-ab"),
+        (3, "0,1", "0,1"),
+        (1, "3", "3"),
+        (1, "", ""),
+        (1, "-1", "-1"),
+        (1, "0,-1,1", "0,-1,1"),
     ],
 )
-def test_a_stage_gets_the_first_gpus(
-    params: Path, monkeypatch: pytest.MonkeyPatch, stage: str, before: str, after: str
-) -> None:
+def test_a_stage_gets_the_first_gpus(monkeypatch: pytest.MonkeyPatch, count: int, before: str, after: str) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", before)
-    claim_gpus(f"tasks.{stage}")
+    claim_gpus(count)
     assert os.environ["CUDA_VISIBLE_DEVICES"] == after
 
 
-def test_ranks_keep_the_gpus_that_they_were_given(params: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_keep_the_gpus_that_they_were_given(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     monkeypatch.setenv("RANK", "0")
-    claim_gpus("tasks.sft")
+    claim_gpus(1)
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "0,1"
 
 
@@ -77,77 +71,48 @@ def test_without_a_list_the_device_files_are_counted(tmp_path: Path, monkeypatch
     assert visible_gpus(tmp_path) == ["0", "1"]
 
 
-def test_the_process_of_a_stage_limits_its_gpus_before_torch_is_imported(params: Path, tmp_path: Path) -> None:
-    (tmp_path / "sitecustomize.py").write_text(
-        "import atexit, os, sys\n"
-        "atexit.register(lambda: print(os.environ['CUDA_VISIBLE_DEVICES'], 'torch' in sys.modules))\n",
-        encoding="utf-8",
-    )
-    path = os.pathsep.join([str(tmp_path), str(Path(__file__).parents[3])])
-    environment = os.environ | {"PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": "0,1,2"}
-    command = [sys.executable, "-m", "tasks.check"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.stdout == "0 False\n", done.stderr
-
-
 def test_the_stages_without_a_model_need_no_gpu() -> None:
     stages = YAML(typ="safe").load((PROJECT / "dvc.yaml").read_text(encoding="utf-8"))["stages"]
     computing = [name for name, one in stages.items() if "rlhf_core/models" in " ".join(one["deps"])]
     assert sorted(set(stages) - set(computing)) == sorted(WITHOUT_GPU)
 
 
-def test_a_second_stage_takes_the_next_gpu_and_a_third_waits_and_says_for_whom(
-    params: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_second_stage_takes_the_next_gpu_and_a_third_waits_and_says_for_whom(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
-    claim_gpus("tasks.sft")
+    claim_gpus(1)
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "0"
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     shown = "print(os.environ['CUDA_VISIBLE_DEVICES'])"
-    with claim("tasks.dpo", f"{shown}; time.sleep(60)") as second:
+    with claim(1, f"{shown}; time.sleep(60)") as second:
         assert second.stdout is not None
         assert second.stdout.readline() == "1\n"
-        with claim("tasks.reward", shown) as third:
+        with claim(1, shown) as third:
             assert third.stdout is not None
             line = third.stdout.readline()
             assert line.startswith("waits for 1 free GPU (GPU 0: process ")
-            assert re.search(
-                rf"GPU 1: process {second.pid}, user \w+, since \d\d:\d\d, .*tasks.dpo, in {Path.cwd()}", line
-            )
+            assert re.search(rf"GPU 1: process {second.pid}, user \w+, since \d\d:\d\d, .*, in {Path.cwd()}", line)
             second.kill()
             assert third.communicate(timeout=30)[0] == "1\n", "the lock of a killed process is free"
 
 
 def test_a_stage_of_two_processes_waits_for_two_and_blocks_nobody_meanwhile(
-    params: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
-    busy = FileLock(params.parent / "locks" / "0.lock", shared=True)
-    (params.parent / "locks").mkdir()
+    busy = FileLock(tmp_path / "locks" / "0.lock", shared=True)
+    (tmp_path / "locks").mkdir()
     assert busy.acquire()
-    with claim("tasks.ppo", "print('began')") as ppo:
+    with claim(2, "print('began')") as ppo:
         assert ppo.stdout is not None
         assert ppo.stdout.readline().startswith("waits for 2 free GPUs (GPU 0: process ")
-        with claim("tasks.sft", "print(os.environ['CUDA_VISIBLE_DEVICES'])") as sft:
+        with claim(1, "print(os.environ['CUDA_VISIBLE_DEVICES'])") as sft:
             assert sft.communicate(timeout=30)[0] == "1\n"
         busy.release()
         assert ppo.communicate(timeout=30)[0].endswith("began\n")  # before, it may have seen the other one on GPU 1
 
 
-@pytest.mark.parametrize("module", ["tasks.ingest", "tasks.reinforce", "tasks.tracking.sender", "flows.cli"])
-def test_what_computes_nothing_does_not_wait(params: Path, monkeypatch: pytest.MonkeyPatch, module: str) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
-    with claim("tasks.sft", "print(); time.sleep(60)") as busy:
-        assert busy.stdout is not None
-        busy.stdout.readline()
-        started = time.monotonic()
-        claim_gpus(module)
-        assert time.monotonic() - started < 5.0
-        busy.kill()
-
-
 def test_the_lock_is_named_after_the_uuid_and_open_to_all_users(
-    params: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tool = tmp_path / "nvidia-smi"
     tool.write_text("#!/bin/sh\necho '0, GPU-aa'\necho '1, GPU-bb'\n", encoding="utf-8")
@@ -155,7 +120,7 @@ def test_the_lock_is_named_after_the_uuid_and_open_to_all_users(
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
     before = os.umask(0o077)
-    claim_gpus("tasks.sft")
+    claim_gpus(1)
     os.umask(before)
     (lock,) = (tmp_path / "locks").iterdir()
     assert lock.name == "GPU-bb.lock"
@@ -168,7 +133,7 @@ def test_the_lock_is_named_after_the_uuid_and_open_to_all_users(
 
 @pytest.mark.parametrize("what", ["file", "link"])
 def test_a_place_that_is_no_folder_is_named_and_the_stage_goes_on(
-    params: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], what: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], what: str
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     if what == "file":
@@ -176,7 +141,7 @@ def test_a_place_that_is_no_folder_is_named_and_the_stage_goes_on(
     else:
         (tmp_path / "elsewhere").mkdir()
         (tmp_path / "locks").symlink_to(tmp_path / "elsewhere")
-    claim_gpus("tasks.sft")
+    claim_gpus(1)
     printed = capsys.readouterr().out
     assert printed == (
         f"GPUs are not locked ({tmp_path / 'locks'} is not a folder; remove it): another stage may use the same one at "
@@ -185,13 +150,13 @@ def test_a_place_that_is_no_folder_is_named_and_the_stage_goes_on(
 
 
 def test_a_link_in_the_place_of_a_lock_is_not_followed(
-    params: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     (tmp_path / "locks").mkdir()
     (tmp_path / "precious").write_text("kept", encoding="utf-8")
     (tmp_path / "locks" / "0.lock").symlink_to(tmp_path / "precious")
-    claim_gpus("tasks.sft")
+    claim_gpus(1)
     assert (tmp_path / "precious").read_text(encoding="utf-8") == "kept"
     assert "GPUs are not locked" in capsys.readouterr().out
 

@@ -1,22 +1,28 @@
 """The contract of a stage, on a toy project with one stage: keys, whole outs, changed inputs, locks, signals, exits."""
 
 import errno
+import inspect
 import json
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from dvc.repo import Repo
+from ruamel.yaml import YAML
 
 from rlhf_core.config.block import Block
 from rlhf_core.errors import UserError
-from tasks.stage.run import OUTCOME_VARIABLE, require_older_code, run
+from tasks.params.stages import STAGES, params_model
+from tasks.stage import gpus as gpu_locks
+from tasks.stage.gpus import LOCKS_VARIABLE
+from tasks.stage.run import OUTCOME_VARIABLE, main, require_older_code, run
 from tasks.stage.stage import Stage
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -46,7 +52,7 @@ def execute(stage):
     print("begun", flush=True)
     time.sleep(60)
 
-run("toy", Toy, execute, tracked=False)
+run("toy", Toy, lambda: execute)
 """
 
 
@@ -54,6 +60,12 @@ class Toy(Block):
     """The parameters of the toy stage."""
 
     word: str
+
+
+class Switched(Toy):
+    """The same with a switch."""
+
+    enabled: bool
 
 
 Ended = Any
@@ -74,7 +86,7 @@ def toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def run_toy(toy: Path, in_process: Callable[[Path, Callable[[], object]], Ended]) -> Run:
-    return lambda execute: in_process(toy, lambda: run("toy", Toy, execute, tracked=False))
+    return lambda execute: in_process(toy, lambda: run("toy", Toy, lambda: execute))
 
 
 def write_all(stage: Stage[Toy]) -> None:
@@ -449,12 +461,71 @@ def test_dvc_records_nothing_of_a_run_whose_parameter_changed(
     assert "word: bye" in (toy / "dvc.lock").read_text(encoding="utf-8"), "DVC has fixed this: simplify the contract"
 
 
+@pytest.fixture
+def gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Three invented GPUs."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2")
+    monkeypatch.setenv(LOCKS_VARIABLE, str(tmp_path / "locks"))
+    yield
+    while gpu_locks._held:
+        gpu_locks._held.pop().release()
+
+
+@pytest.mark.usefixtures("gpus")
+def test_a_stage_is_imported_when_its_gpus_are_chosen(
+    toy: Path, in_process: Callable[[Path, Callable[[], object]], Ended]
+) -> None:
+    found = []
+
+    def load() -> Callable[[Stage[Toy]], None]:
+        found.append(os.environ["CUDA_VISIBLE_DEVICES"])
+        return write_all
+
+    assert in_process(toy, lambda: run("toy", Toy, load)).code == 0
+    assert found == ["0"]
+
+
+@pytest.mark.usefixtures("gpus")
+def test_a_stage_that_is_switched_off_is_not_imported_and_takes_no_gpu(
+    toy: Path, in_process: Callable[[Path, Callable[[], object]], Ended]
+) -> None:
+    (toy / "dvc.yaml").write_text(GRAPH.replace("out.txt, ", ""), encoding="utf-8")
+    (toy / "params.yaml").write_text(PARAMS.replace("word: hello", "word: hello, enabled: false"), encoding="utf-8")
+    (toy / "input.txt").write_text("2\n", encoding="utf-8")
+    ended = in_process(toy, lambda: run("toy", Switched, lambda: pytest.fail("imported")))
+    why = "toy is switched off (toy.enabled is false in params.yaml)"
+    assert (ended.code, ended.stdout) == (0, f"[1/1 toy] {why}\n")
+    assert json.loads((toy / "metrics/toy.json").read_text(encoding="utf-8")) == {"enabled": False}
+    assert (toy / "model/README.md").read_text(encoding="utf-8") == f"There is no model here: {why}.\n"
+    assert len(outcome(toy)["key"]) == 64
+    assert not (toy / "locks").exists()
+
+
+def test_without_the_name_of_a_stage_the_stages_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    stages = list(YAML(typ="safe", pure=True).load(ROOT / "dvc.yaml")["stages"])
+    for words, says in (([], ""), (["sfd"], "did you mean sft?"), (["sft", "ppo"], "")):
+        with pytest.raises(SystemExit) as left:
+            main(words)
+        printed = capsys.readouterr().err
+        assert left.value.code == 2
+        assert says in printed
+        assert printed.endswith(f"the stages: {', '.join(stages)}\n")
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_every_stage_has_its_file_and_its_parameters(stage: str) -> None:
+    found = inspect.get_annotations(import_module(f"tasks.{stage}").execute)["stage"]
+    assert get_args(found) == (params_model(stage),)
+
+
 HEAVY = ("torch", "transformers", "mlflow", "pandas", "pandera")
-LIGHT = ("check", "ingest", "report", "hybrid", "reinforce", "rloo", "grpo", "dpo", "best_of_n", "rejection_sft")
 
 
-@pytest.mark.parametrize("stage", LIGHT)
-def test_a_stage_that_trains_nothing_starts_without_heavy_libraries(stage: str) -> None:
-    code = f"import sys, tasks.{stage}; print([name for name in {HEAVY} if name in sys.modules])"
+@pytest.mark.parametrize(
+    "module", ["tasks.__main__", "tasks.check", "tasks.check_data", "tasks.ingest", "tasks.report"]
+)
+def test_what_needs_no_model_starts_without_heavy_libraries(module: str) -> None:
+    """The runner, and so each stage that is switched off, too."""
+    code = f"import sys, {module}; print([name for name in {HEAVY} if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"

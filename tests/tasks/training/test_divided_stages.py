@@ -25,6 +25,7 @@ SWITCHED = {
 
 
 @pytest.mark.slow
+@pytest.mark.chosen("reward", "dpo, adapters")
 @pytest.mark.parametrize("name", list(SWITCHED))
 def test_a_stage_of_two_processes_makes_what_one_makes(name: str, finished: "Project") -> None:
     stage = name.partition(",")[0]
@@ -36,7 +37,7 @@ def test_a_stage_of_two_processes_makes_what_one_makes(name: str, finished: "Pro
     for count in (1, 2):
         finished.set(f"{stage}.processes", count)
         done = subprocess.run(
-            [sys.executable, "-m", f"tasks.{stage}"],
+            [sys.executable, "-m", "tasks", stage],
             cwd=finished.root,
             env=os.environ | {"PYTHONPATH": str(finished.root)},
             capture_output=True,
