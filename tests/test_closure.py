@@ -208,6 +208,13 @@ def outs_of(stage: str) -> list[str]:
 
 
 @pytest.mark.slow
+@pytest.mark.chosen(
+    "rlhf_core/ppo/trainer.py-stale0",
+    "tasks/page/page.py-stale1",
+    "tasks/params/methods.py-stale4",
+    "flows/pipeline.py-stale7",
+    "rewards/README.md-stale9",
+)
 @pytest.mark.parametrize(
     ("file", "stale"),
     [

@@ -16,6 +16,7 @@ from mlflow.tracking import MlflowClient
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
+from tasks import summary
 from tasks.params.methods import BY_NAME, VARIANTS
 from tasks.tracking.sender import drain
 
@@ -179,7 +180,8 @@ def test_no_pickle_and_nothing_of_this_machine_in_the_outs(first: "Project") -> 
 
 
 def test_dvc_shows_metrics_plots_and_parameters(finished: "Project") -> None:
-    assert "metrics/evaluate.json" in finished.dvc("metrics", "show").stdout
+    shown = json.loads(finished.dvc("metrics", "show", "--json").stdout)[""]["data"]
+    assert shown == {summary.SUMMARY: {"data": summary.read(finished.root)}}
     assert "index.html" in finished.dvc("plots", "show").stdout
     finished.set("ppo.kl.coef", 0.07)
     assert "ppo.kl.coef" in finished.dvc("params", "diff").stdout
@@ -263,7 +265,7 @@ def test_mlflow_has_the_pipeline_run_and_a_child_a_stage(finished: "Project") ->
     assert parent.data.params["ingest.source"] == "demo"
     headline = [name for name in parent.data.metrics if not name.startswith("ppo/")]
     assert {"gold_policy", "win_rate", "kl_per_sequence", "reward_accuracy"} <= set(headline)
-    assert len(headline) <= 12
+    assert len(headline) <= 20
     assert parent.data.metrics["win_rate"] == finished.json("metrics/evaluate.json")["win_rate"]
     stages = children(finished, parent)
     for stage in METRICS:
@@ -334,7 +336,7 @@ def test_the_whole_pipeline_runs_in_bfloat16_and_without_deterministic_kernels(p
         assert said == (
             stage in {"base", "sft", "preferences", "reward", "ppo", "select", *ALTERNATIVES, "best_of_n", "evaluate"}
         )
-    provenance = project.json("models/sft/provenance.json")
+    provenance = project.json("models/sft.provenance.json")
     assert provenance["params"]["precision"] == "bfloat16"
     assert "deterministic: false" in provenance["exemptions"][0]
     assert "deterministic: false" in (project.root / "report/index.html").read_text(encoding="utf-8")

@@ -55,7 +55,7 @@ def test_functions_alone(project: "Project") -> None:
     first = project.repro()
     assert {"ppo", "rloo", "best_of_n", "rejection_sft", "evaluate", "report"} <= set(first)
     assert project.json("metrics/preferences.json") == project.json("metrics/reward.json") == {"enabled": False}
-    assert {path.name for path in (project.root / "models/reward").iterdir()} == {"README.md", "provenance.json"}
+    assert {path.name for path in (project.root / "models/reward").iterdir()} == {"README.md"}
     assert project.rows("data/preferences/preferences.jsonl") == []
 
     with (project.root / "plots/ppo.csv").open(newline="") as file:

@@ -32,9 +32,8 @@ from tasks.judging.pair_judge import pair_judge_of
 from tasks.params.preferences import PreferencesParams
 from tasks.params.round import RoundParams
 from tasks.stage import rounds
-from tasks.stage.frozen import load_frozen
 from tasks.stage.long_rows import fitting, prompt_encoder
-from tasks.stage.numerics import set_numerics
+from tasks.stage.models import load_frozen, set_numerics
 from tasks.stage.stage import Stage
 from tasks.stage.trust import trusts
 

@@ -69,6 +69,7 @@ def tear(path: Path, draw: random.Random) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.chosen("flip-preferences", "flip-ppo", "flip-dpo", "tear-base", "tear-reward", "tear-evaluate")
 @pytest.mark.parametrize("stage", LOOPS)
 @pytest.mark.parametrize("damage", [flip, tear])
 def test_failure_01_damaged_state_is_reported_and_not_used(
@@ -90,6 +91,7 @@ def test_failure_01_damaged_state_is_reported_and_not_used(
 
 
 @pytest.mark.slow
+@pytest.mark.chosen("sft")
 @pytest.mark.parametrize("stage", ["sft", "reward"])
 def test_loader_workers_and_the_checkpoint_interval_change_nothing(
     tiny_run: "TinyRun", finished: "Project", stage_main: "Main", stage: str

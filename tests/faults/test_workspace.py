@@ -167,6 +167,7 @@ def test_a_list_that_was_being_written(toy: Toy, serial: Any, prefect_api: str) 
 
 
 @pytest.mark.slow
+@pytest.mark.chosen("<<<<<<< HEAD\\n", "\\udc80")
 @pytest.mark.parametrize(
     "damage", ["", "<<<<<<< HEAD\n", "[1, 2]\n", "schema: '2.0'\nstages:\n  one:\n    cm", "\udc80"]
 )

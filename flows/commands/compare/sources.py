@@ -21,7 +21,8 @@ from tasks.naming import project_name
 from tasks.params.loader import NUMERICS, PARAMS_FILE, parse_yaml, with_scorer
 from tasks.params.scorer import DEFAULT, REWARD_MODEL
 from tasks.records.recorded import params_behind, parse
-from tasks.stage.dvc_adapter import LOCK_FILE, cache_folder, stored_files
+from tasks.stage.dvc_adapter import stored_files
+from tasks.stage.dvc_files import LOCK_FILE, cache_folder
 from tasks.tracking import settings
 from tasks.tracking.tracker import flatten
 

@@ -186,13 +186,13 @@ def _run(
 
 @contextmanager
 def _prefect(home: Path) -> Iterator[dict[str, str]]:
-    """Variables that name the Prefect server of all trials: the configured one, or one that ends with the block."""
-    url = server.configured_url(home)
-    if url is None:
-        url = server.start_temporary(home)
-        server.wait_for_temporary(url)
+    """The Prefect server of all trials, which inherit it: the configured one, or one that ends with the block."""
+    if server.configured_url(home) is None:
+        server.wait_for_temporary(server.start_temporary(home))
+    else:
+        server.require(home)
     try:
-        yield {"PREFECT_API_URL": url}
+        yield {}
     finally:
         server.stop_temporary()
 

@@ -9,7 +9,7 @@ import pytest
 
 from rlhf_core.errors import UserError
 from tasks.stage.definition import Definition, digest, git_state, pipeline_identity
-from tasks.stage.dvc_adapter import open_project
+from tasks.stage.dvc_files import open_project
 
 GRAPH = """
 stages:
