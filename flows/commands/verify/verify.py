@@ -221,7 +221,7 @@ def _compare(root: Path, project: Path, record: Any) -> list[Finding]:
 def _size(root: Path, project: Path, out: str, digest: str) -> str:
     """How large the difference between an output in the clone and the recorded one is."""
     from tasks.records.differences import READERS, difference
-    from tasks.stage.dvc_adapter import open_project
+    from tasks.stage.dvc_files import open_project
 
     if Path(out).suffix not in READERS or not (project / out).is_file():
         return ""
