@@ -3,6 +3,7 @@ differ from the run before it."""
 
 import json
 import shutil
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -120,7 +121,10 @@ def _of_commit(root: Path, commit: str, name: str, date: str) -> Iterator[Run]:
 
 def _mlflow(root: Path) -> Iterator[Run]:
     """Pipeline runs that have been evaluated. A run of an experiment has its name."""
-    for run in runs_in_mlflow(root)[0]:
+    runs, where = runs_in_mlflow(root)
+    if "does not answer" in where:
+        print(f"left out: {where}", file=sys.stderr, flush=True)
+    for run in runs:
         tags = run.data.tags
         if "leash.stage" not in tags and any(key in run.data.metrics for key in FIGURES.values()):
             date = datetime.fromtimestamp((run.info.end_time or run.info.start_time) / 1000, UTC)
