@@ -21,6 +21,8 @@ FIGURES = {"gold": "gold_policy", "win_rate": "win_rate", "kl": "kl_per_sequence
 """Name here -> name in metrics/evaluate.json and on a pipeline run in MLflow."""
 EXPERIMENTS = "refs/exps/"
 MOST_NAMES = 3
+MORE = 3
+"""Commits that are read for each run that is listed: some have equal results."""
 NARROWEST = 80
 
 
@@ -38,7 +40,7 @@ def listed(root: Path, most: int) -> list[dict[str, Any]]:
     """The newest `most` runs, for `--json`: `changes` has [before, now] of each parameter that differs from the next
     older run, `kl` is in nats per answer. Runs with equal figures and parameters are one with several names."""
     found: list[Run] = []
-    everything = (*_checkout(root), *_commits(root, most + 1), *_experiments(root, most + 1), *_mlflow(root))
+    everything = (*_checkout(root), *_commits(root, MORE * most), *_experiments(root, MORE * most), *_mlflow(root))
     for run in sorted(everything, key=lambda run: run.date, reverse=True):
         same = (place for place, one in enumerate(found) if one.figures == run.figures and one.params == run.params)
         if (place := next(same, None)) is None or not any(run.figures.values()):
