@@ -11,8 +11,8 @@ from pathlib import Path
 import psutil
 
 from flows import processes
+from flows.graph import Project, opened
 from flows.guardian import Guardian
-from flows.status import Project, opened
 from rlhf_core.errors import UserError
 from rlhf_core.locks import FileLock
 

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from functools import partial
-from typing import Any
 
 import numpy as np
 
@@ -24,11 +23,10 @@ from tasks.params.evaluate import HELDOUT, EvaluateParams
 from tasks.params.methods import WITH_MODEL
 from tasks.select import interpolated, policy_at
 from tasks.stage import rounds
-from tasks.stage.numerics import set_numerics
-from tasks.stage.pipeline_run import headline_numbers
+from tasks.stage.models import EXTRA, folder_of, set_numerics
 from tasks.stage.stage import Stage
 from tasks.stage.trust import trusts
-from tasks.stage.user_models import EXTRA, folder_of
+from tasks.summary import SUMMARY, summarise
 from tasks.training.gold_judge import judge_of
 from tasks.training.scalar_models import ScalarModels
 from tasks.training.scorer import judging_scorer_of
@@ -40,7 +38,7 @@ SELECT_TABLE = "plots/select.csv"
 
 
 def execute(stage: Stage[EvaluateParams]) -> None:
-    """Make data/evaluate/{samples,answers}.jsonl, metrics/evaluate.json and plots/frontier.csv."""
+    """Make data/evaluate/{samples,answers}.jsonl, metrics/{evaluate,summary}.json and plots/frontier.csv."""
     set_numerics(stage)
     evaluator, too_long = evaluator_of(stage)
     bootstrap = Bootstrap(stage.params.bootstrap, stage.seed)
@@ -64,12 +62,14 @@ def execute(stage: Stage[EvaluateParams]) -> None:
         "reward_model": scorer_checks(results, bootstrap),
     }
     stage.write_metrics(metrics)
+    figures = summarise(stage.metrics, stage.read_json("metrics/reward.json"), stage.read_json("metrics/ppo.json"))
+    stage.outputs.write_json(SUMMARY, figures)
     stage.outputs.write_csv("plots/frontier.csv", frontier.rows())
     samples = sample_rows(evaluator, results)
     answers = list(answer_rows(stage, evaluator, results))
     stage.outputs.write_jsonl("data/evaluate/samples.jsonl", samples)
     stage.outputs.write_jsonl("data/evaluate/answers.jsonl", answers)
-    track(stage, metrics, samples, answers)
+    track(stage, figures, samples, answers)
 
 
 def evaluator_of(stage: Stage[EvaluateParams]) -> tuple[Evaluator, int]:
@@ -177,14 +177,12 @@ def validation_pairs(stage: Stage[EvaluateParams]) -> list[Row]:
     return [row for row in stage.read(PREFERENCES) if row["split"] == "validation"]
 
 
-def track(stage: Stage[EvaluateParams], metrics: dict[str, Any], samples: list[Row], answers: list[Row]) -> None:
+def track(stage: Stage[EvaluateParams], figures: dict[str, float], samples: list[Row], answers: list[Row]) -> None:
     """Log figures, answers of the first sampling seed and the policy's version to MLflow."""
     if not stage.tracker:
         return
     stage.tracker.table("evaluate_samples", samples, lead=("prompt", "policy"))
     stage.tracker.table("evaluate_answers", side_by_side(answers, stage.params.seeds[0]), lead=("prompt", "policy"))
-    for path in ("metrics/evaluate.json", "plots/frontier.csv"):
+    for path in ("metrics/evaluate.json", SUMMARY, "plots/frontier.csv"):
         stage.afterwards.append(partial(stage.tracker.artifact, stage.root / path, path.split("/")[0]))
-    own = {name: value for name, value in metrics.items() if name != "models"}
-    register = partial(stage.tracker.register_policy, stage.hashes["models/policy"], headline_numbers("evaluate", own))
-    stage.afterwards.append(register)
+    stage.afterwards.append(partial(stage.tracker.register_policy, stage.hashes["models/policy"], figures))

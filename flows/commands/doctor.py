@@ -118,7 +118,7 @@ def _dvc(root: Path) -> Iterator[Check]:
 
 def _cache(root: Path) -> Iterator[Check]:
     """Reads all that `dvc.lock` names, in the workspace and in the cache: minutes where models are large."""
-    from tasks.stage.dvc_adapter import open_project
+    from tasks.stage.dvc_files import open_project
 
     started = time.monotonic()
     try:

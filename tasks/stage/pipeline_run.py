@@ -1,7 +1,6 @@
 """The pipeline run in MLflow: the figures of all stages, links to the runs of restored ones, and its end."""
 
 import csv
-import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -10,26 +9,15 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_core.errors import UserError
+from tasks import summary
 from tasks.params.loader import PARAMS_FILE, parse, read_yaml
 from tasks.params.runtime import RuntimeParams
 from tasks.stage.definition import RAW, Definition, pipeline_identity
-from tasks.stage.dvc_adapter import Project, open_project
+from tasks.stage.dvc_files import Project, open_project
 from tasks.tracking.sender import drain
 from tasks.tracking.settings import RUN_VARIABLE
 from tasks.tracking.tracker import PipelineTracker, Status, Tracker
 
-HEADLINE = {
-    "evaluate": {
-        name: name
-        for name in (
-            *("gold_policy", "gold_sft", "win_rate", "kl_per_sequence", "reward_policy", "reward_sft"),
-            *("missing_eos_share", "response_tokens_policy", "alignment_tax"),
-        )
-    },
-    "reward": {"heldout_accuracy": "reward_accuracy"},
-    "ppo": {"alerts": "alerts"},
-}
-"""The figures by which one compares pipeline runs: name in metrics/<stage>.json -> name on the pipeline run."""
 OF_A_MODEL = ("gold", "reward", "win_rate", "kl", "response_tokens", "missing_eos_share", "heldout_loss")
 """The figures of each model in MLflow's list of models."""
 DATASETS = {
@@ -38,12 +26,6 @@ DATASETS = {
     "data/ingest/heldout.jsonl": ("heldout", "evaluation"),
 }
 """Path -> name and context of the datasets of the pipeline run."""
-
-
-def headline_numbers(stage: str, metrics: Mapping[str, Any]) -> dict[str, float | None]:
-    """The figures of metrics/<stage>.json by which one compares pipeline runs; of a list, its length."""
-    found = {name: metrics.get(key) for key, name in HEADLINE.get(stage, {}).items()}
-    return numbers({name: len(value) if isinstance(value, list) else value for name, value in found.items()})
 
 
 def numbers(metrics: Mapping[str, Any]) -> dict[str, float | None]:
@@ -89,7 +71,7 @@ def report_results(
     models = models_of(stage, root, metrics)
     of_models = {name for model in models for name in model.figures}
     if stage == "evaluate":
-        tracker.headline(headline_numbers(stage, metrics))
+        tracker.headline(summary.read(root))
     tracker.figures({name: value for name, value in numbers(metrics).items() if name not in of_models})
     for one in models:
         tracker.model(one.name, one.kind, one.figures, one.step, hashes.get(f"models/{one.name}", ""))
@@ -102,17 +84,13 @@ def describe(
     the runs of those that DVC restored."""
     known = [stage.name for stage in project.stages]
     wanted = known if stages is None else [name for name in known if name in set(stages)]
-    headline: dict[str, float | None] = {}
+    headline = summary.read(project.root) if "evaluate" in wanted else {}
     for name in wanted:
-        metrics = project.root / "metrics" / f"{name}.json"
-        if not metrics.exists():
+        if not (project.root / "metrics" / f"{name}.json").exists():
             continue
-        headline |= headline_numbers(name, json.loads(metrics.read_text(encoding="utf-8")))
         definition = Definition(name, project)
         with suppress(UserError):  # an input is missing, and its hash with it
             tracker.link_restored(name, definition.key(params, definition.hashes()))
-    order = [name for names in HEADLINE.values() for name in names.values()]
-    headline = {name: headline[name] for name in order if name in headline}
     tracker.headline(headline)
     files = {file.path: file for stage in project.stages for file in stage.inputs if file.path in DATASETS}
     for path, file in files.items():
@@ -120,7 +98,8 @@ def describe(
             name, context = DATASETS[path]
             tracker.dataset(name, path, file.known_hash(), context)
     report = project.root / "report" / "index.html"
-    tracker.describe(headline, report if "report" in wanted and report.is_file() else None)
+    noted = {name: value for name, value in headline.items() if not name.endswith(("_low", "_high"))}
+    tracker.describe(noted, report if "report" in wanted and report.is_file() else None)
 
 
 def finish(root: Path, status: Status, stages: Sequence[str], seconds: Mapping[str, float]) -> str:

@@ -116,7 +116,7 @@ def test_a_scheduled_run_is_cancelled(
     deadline = time.monotonic() + 60.0
     while run is None and time.monotonic() < deadline:
         try:
-            run = run_deployment("nightly/leash", parameters={"root": str(importing), "branch": "HEAD"}, timeout=0)
+            run = run_deployment("toy-nightly/leash", parameters={"branch": "HEAD"}, timeout=0)
         except ObjectNotFound:
             time.sleep(0.5)
     assert run is not None

@@ -43,7 +43,9 @@ def test_two_drivers_one_graph(
     root = toy(DIAMOND)
     twin = shutil.copytree(root, tmp_path / "twin")
     (root / "metrics").mkdir()
-    (root / "metrics" / "evaluate.json").write_text(json.dumps({"win_rate": 0.875, "win_rate_ci95": [0.8, 0.9]}))
+    (root / "metrics" / "evaluate.json").write_text(
+        json.dumps({"win_rate": 0.875, "win_rate_low": 0.8, "win_rate_high": 0.9})
+    )
     assert states(root, jobs=2) == dict.fromkeys(DIAMOND, "Completed")
     times = moments(root)
     assert max(times["slow"][0], times["quick"][0]) < min(times["slow"][1], times["quick"][1]), "not side by side"

@@ -92,7 +92,7 @@ def objects(root: Path) -> set[str]:
 
 def recorded(root: Path) -> dict[str, str]:
     """Output -> its hash in dvc.lock; that of the raw data, too."""
-    from tasks.stage.dvc_adapter import open_project
+    from tasks.stage.dvc_files import open_project
 
     with open_project(root) as project:
         outs = (*project.tracked, *(out for stage in project.stages for out in stage.outs))
@@ -168,7 +168,7 @@ def test_what_the_remote_lacks_is_computed_from_what_it_has(home: Path) -> None:
     shutil.rmtree(store)
     store.mkdir()
     third = clone(home, "third")
-    with pytest.raises(UserError, match=r"raw\.txt"):
+    with pytest.raises(PipelineFailed, match=r"raw\.txt"):
         run(third, stages=["last"], pull=True)
 
 
@@ -325,7 +325,7 @@ def test_s3_that_refuses(home: Path, bucket: str, monkeypatch: pytest.MonkeyPatc
         f"{bucket}/moto-api/reset-auth", data=b"0", method="POST", headers={"Content-Type": "text/plain"}
     )
     urllib.request.urlopen(refuse).close()
-    with pytest.raises(UserError, match=r"Forbidden.*; check its address and the credentials") as refused:
+    with pytest.raises(PipelineFailed, match="Forbidden") as refused:
         run(second, stages=["one"], pull=True)
     assert SECRET not in str(refused.value)
     with pytest.raises(
@@ -334,6 +334,6 @@ def test_s3_that_refuses(home: Path, bucket: str, monkeypatch: pytest.MonkeyPatc
         run(home, stages=["one", "two"], push=True)
     assert begun(home) == ["one", "two"]
     monkeypatch.delenv("AWS_ACCESS_KEY_ID")
-    with pytest.raises(UserError, match="Unable to locate credentials"):
+    with pytest.raises(PipelineFailed, match="Unable to locate credentials"):
         run(second, stages=["one"], pull=True)
     assert begun(second) == []

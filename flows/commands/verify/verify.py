@@ -84,7 +84,7 @@ def verify(root: Path, names: Sequence[str], keep: bool, log: Log) -> Report:
     """
     from tasks.records.rebuild import fill, plan
     from tasks.stage.definition import git_state
-    from tasks.stage.dvc_adapter import open_project
+    from tasks.stage.dvc_files import open_project
 
     graph = read_graph(root)
     graph.select(names)
@@ -113,7 +113,7 @@ def verify_round(root: Path, number: int, log: Log) -> Report:
     """
     from tasks.records.recorded import recorded
     from tasks.stage import rounds
-    from tasks.stage.dvc_adapter import open_project
+    from tasks.stage.dvc_files import open_project
 
     note = rounds.read_note(root, number)
     space = Workspace(root, f"round-{number}-{os.getpid()}", workspace.resolve(root, note["commit"]))
@@ -138,7 +138,7 @@ def verify_round(root: Path, number: int, log: Log) -> Report:
 
 def _make_params(project: Path, stages: Sequence[str], log: Log) -> None:
     """Run the stages that make files of parameters: without them nobody can say whether dvc.lock is up to date."""
-    from tasks.stage.dvc_adapter import open_project
+    from tasks.stage.dvc_files import open_project
 
     with open_project(project) as opened:
         makers = set[str]().union(*map(opened.makers_of_params, stages))
@@ -216,7 +216,7 @@ def _compare(root: Path, project: Path, record: Any) -> list[Finding]:
 
 def _exemptions(root: Path, record: Any) -> tuple[str, ...]:
     """Why the run behind these outputs was exempt from byte identity: its parameters and its models' provenance."""
-    from tasks.stage.numerics import NOT_DETERMINISTIC
+    from tasks.stage.models import NOT_DETERMINISTIC
     from tasks.stage.provenance import read
 
     found: dict[str, None] = {} if record.params.get("deterministic", True) else {NOT_DETERMINISTIC: None}

@@ -17,7 +17,8 @@ from rlhf_core.errors import UserError
 from tasks.params.loader import read_yaml
 from tasks.records.lineage import Node, lineage
 from tasks.stage.definition import pipeline_identity
-from tasks.stage.dvc_adapter import needed_objects, open_project
+from tasks.stage.dvc_adapter import needed_objects
+from tasks.stage.dvc_files import open_project
 from tasks.stage.rounds import last_closed, read_note
 from tests.conftest import call
 

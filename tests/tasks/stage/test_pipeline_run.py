@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from tasks.stage.definition import pipeline_identity
-from tasks.stage.dvc_adapter import open_project
-from tasks.stage.pipeline_run import headline_numbers, models_of, numbers
+from tasks.stage.dvc_files import open_project
+from tasks.stage.pipeline_run import models_of, numbers
 from tasks.tracking import settings
 from tasks.tracking.tracker import PipelineIdentity
 from tests.conftest import call
@@ -25,13 +25,6 @@ EVALUATION = {
         "dpo": {"gold": 2.0, "kl": 1.5, "win_rate": 0.7},
     },
 }
-
-
-def test_the_pipeline_run_has_the_figures_by_which_runs_are_compared() -> None:
-    assert headline_numbers("evaluate", EVALUATION) == {"win_rate": 0.8}
-    assert headline_numbers("reward", {"heldout_accuracy": 0.9, "heldout_loss": 0.3}) == {"reward_accuracy": 0.9}
-    assert headline_numbers("ppo", {"steps": 28, "alerts": [{"name": "repetition"}]}) == {"alerts": 1.0}
-    assert headline_numbers("base", {"context": 64}) == {}
 
 
 def test_the_run_of_a_stage_has_all_its_numbers() -> None:

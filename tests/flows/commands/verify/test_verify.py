@@ -20,7 +20,7 @@ from flows import workspace
 from flows.commands.verify.verify import Report, _compare, environment, render, verify
 from rlhf_core.errors import UserError
 from tasks.records.recorded import Record
-from tasks.stage.provenance import FILE, KEYS
+from tasks.stage.provenance import KEYS, path_of
 from tests.conftest import call
 from tests.faults.conftest import until
 
@@ -213,7 +213,7 @@ def test_an_exempt_run_is_reported(recorded: Path, tmp_path: Path) -> None:
     shutil.copy2(recorded / "dvc.lock", rebuilt)
     own = dict.fromkeys(KEYS, "") | {"exemptions": ["the micro-batch was halved"]}
     (recorded / "models/m").mkdir(parents=True)
-    (recorded / "models/m" / FILE).write_text(json.dumps(own), encoding="utf-8")
+    path_of(recorded / "models/m").write_text(json.dumps(own), encoding="utf-8")
     record = Record("one", "", {}, {}, {}, {"models/m": "0" * 32}, "dvc.lock")
     [finding] = _compare(recorded, rebuilt, record)
     assert finding.words == "DIFFERS (the recorded run was exempt: the micro-batch was halved)"
