@@ -111,7 +111,7 @@ JUDGING = {"select", "evaluate"}
         ("tasks/stage/run.py", set()),
         ("flows/pipeline.py", set()),
         ("flows/commands/doctor.py", set()),
-        ("rlhf_core/config/sft.py", {"check", "sft", "rejection_sft"}),
+        ("rlhf_core/config/sft.py", JUDGING | {"check", "sft", "rejection_sft"}),
         ("rlhf_core/config/ppo.py", PPO | JUDGING | {"check"}),
     ],
 )

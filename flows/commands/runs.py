@@ -13,7 +13,7 @@ from flows.commands.compare.sources import EVALUATION, comparable, find, git, ru
 from flows.text import shorten, table
 from rlhf_core.errors import UserError
 from tasks.page.wording import MISSING, number, percent
-from tasks.params.loader import PARAMS_FILE, parse_yaml, with_scorer
+from tasks.params.loader import PARAMS_FILE, parse_yaml, with_derived
 from tasks.tracking.tracker import flatten
 
 FIGURES = {"gold": "gold_policy", "win_rate": "win_rate", "kl": "kl_per_sequence"}
@@ -115,7 +115,7 @@ def _of_commit(root: Path, commit: str, name: str, date: str) -> Iterator[Run]:
         params = parse_yaml(git(root, "show", f"{commit}:./{PARAMS_FILE}"), Path(PARAMS_FILE))
     except (ValueError, UserError):
         return  # a commit without a result
-    yield Run((name,), datetime.fromisoformat(date), comparable(flatten(with_scorer(params))), _figures(evaluation))
+    yield Run((name,), datetime.fromisoformat(date), comparable(flatten(with_derived(params))), _figures(evaluation))
 
 
 def _mlflow(root: Path) -> Iterator[Run]:

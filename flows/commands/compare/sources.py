@@ -18,7 +18,7 @@ from flows import workspace
 from rlhf_core.errors import UserError
 from tasks.datasets.jsonl import Row, read_jsonl
 from tasks.naming import project_name
-from tasks.params.loader import NUMERICS, PARAMS_FILE, parse_yaml, with_scorer
+from tasks.params.loader import NUMERICS, PARAMS_FILE, parse_yaml, with_derived
 from tasks.params.scorer import DEFAULT, REWARD_MODEL
 from tasks.records.recorded import params_behind, parse
 from tasks.stage.dvc_adapter import stored_files
@@ -167,7 +167,7 @@ def _parameters(lock: str, source: str, written: str, file: Path) -> tuple[Mappi
     """The parameters of the figures, and a note about them. They are those of dvc.lock, because params.yaml may have
     been edited since. Raises UserError for a lock, from `source`, that cannot be read."""
     records = parse(lock, source) if lock else {}
-    now = comparable(flatten(with_scorer(parse_yaml(written, file)))) if written else None
+    now = comparable(flatten(with_derived(parse_yaml(written, file)))) if written else None
     if STAGE not in records:
         return now, ""
     tracked = params_behind(records, STAGE)

@@ -120,7 +120,7 @@ class Runner:
                 self.show(trial, f"[{place}/{count} {stage}] {text}")
 
 
-def run_all(runner: Runner, jobs: int, ask: Callable[[], Trial | None], ended: Callable[[Trial], None]) -> None:
+def run_all(runner: Runner, jobs: int, ask: Callable[[], Trial | None], ended: Callable[[Trial], object]) -> None:
     """Run what `ask` gives, `jobs` at a time, until it gives None and all have ended; `ended` gets each trial.
 
     An interrupt stops all of them; they continue with the next call.
