@@ -23,7 +23,6 @@ from flows.stages import FAILED, NOT_RUN, Outcome, PipelineFailed, StageCrash, S
 from rlhf_core.errors import UserError
 from tasks.stage.dvc_adapter import recorded_order, restore_order
 from tasks.stage.pipeline_run import finish
-from tasks.tracking import outbox
 from tasks.tracking.settings import RUN_VARIABLE
 
 
@@ -88,9 +87,8 @@ def pipeline(
         except (KeyboardInterrupt, SystemExit):
             return Cancelled(message="stopped")
         ended = list(outcomes.values())
-        if waiting := len(outbox.pending(home)):
-            execution.print("", f"sending what {waiting} stage{'s' * (waiting > 1)} logged to MLflow")
-        finish_tracking(home, ended)
+        if missing := finish(home):
+            get_run_logger().warning(missing)
         if errors:
             raise PipelineFailed(errors, ended)
         if unsent:
@@ -157,14 +155,6 @@ def _push(execution: Execution, graph: Graph, outcomes: dict[str, Outcome]) -> U
         execution.print("", f"nothing or not all was sent: {error}")
         return UserError(f"{error}; the results are kept here, and the same command sends them")
     return None
-
-
-def finish_tracking(root: Path, outcomes: list[Outcome]) -> None:
-    """Close the parent run of this pipeline run in MLflow, with the seconds of each stage, and send what is left."""
-    done = [outcome.stage for outcome in outcomes if outcome.state not in {FAILED, NOT_RUN}]
-    seconds = {outcome.stage: outcome.seconds for outcome in outcomes if outcome.seconds}
-    if waiting := finish(root, "FINISHED" if len(done) == len(outcomes) else "FAILED", done, seconds):
-        get_run_logger().warning(waiting)
 
 
 def _error(stage: str, state: State[Outcome]) -> StageUserError | StageCrash | None:

@@ -1,8 +1,6 @@
 """Stage `evaluate`: all models of the run answer the same held-out prompts and are scored."""
 
 from collections.abc import Iterator
-from functools import partial
-from typing import Any
 
 import numpy as np
 
@@ -15,7 +13,7 @@ from tasks.evaluation.evaluator import CandidateModel, Evaluator, ScoredAnswers,
 from tasks.evaluation.frontier import Frontier, chosen_snapshots, kl_by_step
 from tasks.evaluation.function_judge import function_judge_of
 from tasks.evaluation.judge_reliability import judge_checks, scorer_checks
-from tasks.evaluation.outputs import Answered, answer_rows, model_figures, sample_rows, side_by_side, summary
+from tasks.evaluation.outputs import Answered, answer_rows, model_figures, sample_rows, summary
 from tasks.evaluation.prompts import evaluation_prompts, source_of
 from tasks.evaluation.results import Bootstrap, Results
 from tasks.evaluation.teacher_forced import fitting_pairs, teacher_forced_logprobs
@@ -25,7 +23,6 @@ from tasks.params.methods import WITH_MODEL
 from tasks.select import interpolated, policy_at
 from tasks.stage import rounds
 from tasks.stage.numerics import set_numerics
-from tasks.stage.pipeline_run import headline_numbers
 from tasks.stage.stage import Stage
 from tasks.stage.trust import trusts
 from tasks.stage.user_models import EXTRA, folder_of
@@ -69,7 +66,6 @@ def execute(stage: Stage[EvaluateParams]) -> None:
     answers = list(answer_rows(stage, evaluator, results))
     stage.outputs.write_jsonl("data/evaluate/samples.jsonl", samples)
     stage.outputs.write_jsonl("data/evaluate/answers.jsonl", answers)
-    track(stage, metrics, samples, answers)
 
 
 def evaluator_of(stage: Stage[EvaluateParams]) -> tuple[Evaluator, int]:
@@ -175,16 +171,3 @@ def scored_samples(evaluator: Evaluator, rows: list[Row]) -> ScoredAnswers:
 def validation_pairs(stage: Stage[EvaluateParams]) -> list[Row]:
     """The preference pairs of the validation split."""
     return [row for row in stage.read(PREFERENCES) if row["split"] == "validation"]
-
-
-def track(stage: Stage[EvaluateParams], metrics: dict[str, Any], samples: list[Row], answers: list[Row]) -> None:
-    """Log figures, answers of the first sampling seed and the policy's version to MLflow."""
-    if not stage.tracker:
-        return
-    stage.tracker.table("evaluate_samples", samples, lead=("prompt", "policy"))
-    stage.tracker.table("evaluate_answers", side_by_side(answers, stage.params.seeds[0]), lead=("prompt", "policy"))
-    for path in ("metrics/evaluate.json", "plots/frontier.csv"):
-        stage.afterwards.append(partial(stage.tracker.artifact, stage.root / path, path.split("/")[0]))
-    own = {name: value for name, value in metrics.items() if name != "models"}
-    register = partial(stage.tracker.register_policy, stage.hashes["models/policy"], headline_numbers("evaluate", own))
-    stage.afterwards.append(register)

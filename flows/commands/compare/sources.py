@@ -13,11 +13,12 @@ from typing import Any
 
 from rlhf_core.errors import UserError
 from tasks.datasets.jsonl import Row, read_jsonl
+from tasks.naming import experiment_name
 from tasks.params.loader import PARAMS_FILE, read_yaml
 from tasks.records.recorded import params_behind, parse
 from tasks.stage.dvc_adapter import LOCK_FILE, open_project
 from tasks.tracking import settings
-from tasks.tracking.tracker import flatten
+from tasks.tracking.record import flatten
 
 EVALUATION = "metrics/evaluate.json"
 ANSWERS = "data/evaluate/answers.jsonl"
@@ -152,7 +153,7 @@ def _runs(root: Path, name: str) -> tuple[list[Any], str]:
         return [], f"{where} (not there yet)"
     try:
         client = _client(uri)
-        experiment = client.get_experiment_by_name(settings.EXPERIMENT)
+        experiment = client.get_experiment_by_name(experiment_name(root))
         runs = [] if experiment is None else _matching(client, experiment.experiment_id, name)
     except Exception as error:  # MLflow has many types for errors of a server or database
         reason = settings.without_credentials(str(error)).strip().split("\n")[0][:160]
@@ -177,7 +178,9 @@ def _matching(client: Any, experiment: str, name: str) -> list[Any]:
         if not token:
             break
     if re.fullmatch(rf"[0-9a-f]{{{SHORTEST_PREFIX},32}}", name):
-        return [run for run in runs if run.info.run_id.startswith(name)]
+        by_id = [run for run in runs if run.info.run_id.startswith(name)]
+        if by_id:  # else it may be a commit: runs without changed parameters are named after theirs
+            return by_id
     return [run for run in runs if run.info.run_name == name]
 
 
