@@ -40,7 +40,6 @@ from rlhf_core.locks import FileLock, who_holds
 from tasks.stage.dvc_files import recorded_order, restore_order
 from tasks.stage.gpus import visible_gpus
 from tasks.stage.pipeline_run import finish
-from tasks.tracking import outbox
 from tasks.tracking.settings import RUN_VARIABLE, main_checkout
 
 EXECUTIONS = Path("work") / "executions"
@@ -213,9 +212,8 @@ def pipeline(
         except (KeyboardInterrupt, SystemExit):
             return Cancelled(message="stopped")
         ended = list(outcomes.values())
-        if waiting := len(outbox.pending(home)):
-            execution.print("", f"sending what {waiting} stage{'s' * (waiting > 1)} logged to MLflow")
-        finish_tracking(home, ended)
+        if missing := finish(home):
+            get_run_logger().warning(missing)
         if errors:
             raise PipelineFailed(errors, ended)
         if unsent:
@@ -297,14 +295,6 @@ def _push(execution: Execution, graph: Graph, outcomes: dict[str, Outcome]) -> U
         execution.print("", f"nothing or not all was sent: {error}")
         return UserError(f"{error}; the results are kept here, and the same command sends them")
     return None
-
-
-def finish_tracking(root: Path, outcomes: list[Outcome]) -> None:
-    """Close the parent run of this pipeline run in MLflow, with the seconds of each stage, and send what is left."""
-    done = [outcome.stage for outcome in outcomes if outcome.state not in {FAILED, NOT_RUN}]
-    seconds = {outcome.stage: outcome.seconds for outcome in outcomes if outcome.seconds}
-    if waiting := finish(root, "FINISHED" if len(done) == len(outcomes) else "FAILED", done, seconds):
-        get_run_logger().warning(waiting)
 
 
 def _error(stage: str, state: State[Outcome]) -> StageUserError | StageCrash | None:

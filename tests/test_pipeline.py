@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from tasks import summary
 from tasks.params.methods import BY_NAME, VARIANTS
-from tasks.tracking.sender import drain
+from tasks.tracking.exporter import export
 
 if TYPE_CHECKING:
     from tests.conftest import Ended, Project, TinyRun
@@ -249,7 +249,7 @@ def client(project: "Project") -> MlflowClient:
 
 
 def search(project: "Project") -> list[Run]:
-    drain(project.root, uri=address(project))
+    export(project.root, address(project))
     found = client(project)
     return list(found.search_runs([found.get_experiment_by_name("leash").experiment_id]))
 
@@ -294,7 +294,7 @@ def test_mlflow_has_the_pipeline_run_and_a_child_a_stage(finished: "Project") ->
 
 
 def test_the_policy_is_registered_by_reference(finished: "Project") -> None:
-    drain(finished.root, uri=address(finished))
+    export(finished.root, address(finished))
     version = client(finished).get_model_version_by_alias("leash-policy", "current")
     lock = (finished.root / "dvc.lock").read_text(encoding="utf-8")
     digest = re.search(r"path: models/policy\n\s+hash: md5\n\s+md5: (\S+)", lock)

@@ -15,7 +15,7 @@ from flows.text import shorten, table
 from rlhf_core.errors import UserError
 from tasks.page.wording import MISSING, number, percent
 from tasks.params.loader import PARAMS_FILE, parse_yaml, with_derived
-from tasks.tracking.tracker import flatten
+from tasks.tracking.record import flatten
 
 FIGURES = {"gold": "gold_policy", "win_rate": "win_rate", "kl": "kl_per_sequence"}
 """Name here -> name in metrics/evaluate.json and on a pipeline run in MLflow."""

@@ -16,7 +16,7 @@ from ruamel.yaml import YAML
 
 from rlhf_core import files
 from tasks.stage.state import FINISHED
-from tasks.tracking.sender import drain
+from tasks.tracking.exporter import export
 
 if TYPE_CHECKING:
     from tests.conftest import Project, TinyRun
@@ -191,7 +191,7 @@ def prepare(project: "Project", stage: str, fresh: bool) -> None:
 def stage_runs(project: "Project", stage: str) -> list[str]:
     """The status of each MLflow run of the stage; no metric has a step twice."""
     address = f"sqlite:///{project.root / 'mlflow.db'}"
-    drain(project.root, uri=address)
+    export(project.root, address)
     client = MlflowClient(address)
     experiment = client.get_experiment_by_name("leash")
     assert experiment is not None
