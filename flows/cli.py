@@ -598,8 +598,10 @@ def gc(
 
 
 @command
-def sync(timeout: Annotated[float, typer.Option(help="Seconds that sending may take.", min=0.0)] = 600.0) -> None:
-    """Send to MLflow what it has not received (work/outbox)."""
+def sync(
+    timeout: Annotated[float, typer.Option(help="Seconds that sending may take; 0: no limit.", min=0.0)] = 0.0,
+) -> None:
+    """Make MLflow agree with what was run here (work/tracking, dvc.lock, metrics, plots)."""
     root = find_root()
     from flows.commands.sync import sync as send
 

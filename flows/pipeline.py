@@ -2,6 +2,7 @@
 and registries are kept in other modules."""
 
 import os
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -39,7 +40,6 @@ from rlhf_core.locks import FileLock, who_holds
 from tasks.stage.dvc_files import recorded_order, restore_order
 from tasks.stage.gpus import visible_gpus
 from tasks.stage.pipeline_run import finish
-from tasks.tracking import outbox
 from tasks.tracking.settings import RUN_VARIABLE, main_checkout
 
 EXECUTIONS = Path("work") / "executions"
@@ -66,6 +66,8 @@ class Execution:
     """With `pull`: the stages whose outputs must be here at the end; those of the others only where they are read."""
     brought: dict[str, Outcome] = field(default_factory=dict)
     """Stages that were first up to date without their outputs, which another one needed then."""
+    bringing: Any = field(default_factory=threading.RLock)
+    """Held while inputs are brought: two stages may read the same one."""
     why: dict[str, str] = field(default_factory=dict)
     failures: dict[str, list[str]] = field(default_factory=dict)
 
@@ -97,7 +99,8 @@ class Execution:
                 except StageUserError:
                     if not (fetched and self._bring_inputs(stage)):
                         raise
-                    outcome = run()  # the remote lacks the result, and it is computed
+                    self.print(stage, "is computed: DVC's remote lacks its result")
+                    outcome = run()
         except StageCrash as error:
             failures.append(str(error).removeprefix(f"{stage}: "))
             raise
@@ -106,17 +109,18 @@ class Execution:
     def _bring_inputs(self, stage: str) -> bool:
         """Fetch, or compute, what the stage reads and is not here; returns whether there was something."""
         graph = self.project.graph
-        sources = [name for name in graph.sources[stage] if self.project.missing(name)]
-        if sources:
-            try:
-                remote.pull(self.project.root, sources, partial(self.print, stage))
-            except UserError as error:
-                raise StageUserError(f"{stage}: {', '.join(sources)}: {error}") from None
-        stages = [name for name in graph.upstream[stage] if self.project.missing(name)]
-        for name in stages:
-            self.wanted.add(name)
-            self.brought[name] = self.run(name)
-            terminal.end(self.brought[name])
+        with self.bringing:
+            sources = [name for name in graph.sources[stage] if self.project.missing(name)]
+            if sources:
+                try:
+                    remote.pull(self.project.root, sources, partial(self.print, stage))
+                except UserError as error:
+                    raise StageUserError(f"{stage}: {', '.join(sources)}: {error}") from None
+            stages = [name for name in graph.upstream[stage] if self.project.missing(name)]
+            for name in stages:
+                self.wanted.add(name)
+                self.brought[name] = self.run(name)
+                terminal.end(self.brought[name])
         return bool(sources or stages)
 
     @contextmanager
@@ -208,9 +212,8 @@ def pipeline(
         except (KeyboardInterrupt, SystemExit):
             return Cancelled(message="stopped")
         ended = list(outcomes.values())
-        if waiting := len(outbox.pending(home)):
-            execution.print("", f"sending what {waiting} stage{'s' * (waiting > 1)} logged to MLflow")
-        finish_tracking(home, ended)
+        if missing := finish(home):
+            get_run_logger().warning(missing)
         if errors:
             raise PipelineFailed(errors, ended)
         if unsent:
@@ -292,14 +295,6 @@ def _push(execution: Execution, graph: Graph, outcomes: dict[str, Outcome]) -> U
         execution.print("", f"nothing or not all was sent: {error}")
         return UserError(f"{error}; the results are kept here, and the same command sends them")
     return None
-
-
-def finish_tracking(root: Path, outcomes: list[Outcome]) -> None:
-    """Close the parent run of this pipeline run in MLflow, with the seconds of each stage, and send what is left."""
-    done = [outcome.stage for outcome in outcomes if outcome.state not in {FAILED, NOT_RUN}]
-    seconds = {outcome.stage: outcome.seconds for outcome in outcomes if outcome.seconds}
-    if waiting := finish(root, "FINISHED" if len(done) == len(outcomes) else "FAILED", done, seconds):
-        get_run_logger().warning(waiting)
 
 
 def _error(stage: str, state: State[Outcome]) -> StageUserError | StageCrash | None:

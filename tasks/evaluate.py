@@ -1,7 +1,6 @@
 """Stage `evaluate`: all models of the run answer the same held-out prompts and are scored."""
 
 from collections.abc import Iterator
-from functools import partial
 
 import numpy as np
 
@@ -14,7 +13,7 @@ from tasks.evaluation.evaluator import CandidateModel, Evaluator, ScoredAnswers,
 from tasks.evaluation.frontier import Frontier, chosen_snapshots, kl_by_step
 from tasks.evaluation.function_judge import function_judge_of
 from tasks.evaluation.judge_reliability import judge_checks, scorer_checks
-from tasks.evaluation.outputs import Answered, answer_rows, model_figures, sample_rows, side_by_side, summary
+from tasks.evaluation.outputs import Answered, answer_rows, model_figures, sample_rows, summary
 from tasks.evaluation.prompts import evaluation_prompts, source_of
 from tasks.evaluation.results import Bootstrap, Results
 from tasks.evaluation.teacher_forced import fitting_pairs, teacher_forced_logprobs
@@ -24,6 +23,7 @@ from tasks.params.methods import WITH_MODEL
 from tasks.select import interpolated, policy_at
 from tasks.stage import rounds
 from tasks.stage.models import EXTRA, folder_of, set_numerics
+from tasks.stage.outputs import rounded
 from tasks.stage.stage import Stage
 from tasks.stage.trust import trusts
 from tasks.summary import SUMMARY, summarise
@@ -62,14 +62,13 @@ def execute(stage: Stage[EvaluateParams]) -> None:
         "reward_model": scorer_checks(results, bootstrap),
     }
     stage.write_metrics(metrics)
-    figures = summarise(stage.metrics, stage.read_json("metrics/reward.json"), stage.read_json("metrics/ppo.json"))
-    stage.outputs.write_json(SUMMARY, figures)
+    figures = summarise(metrics, stage.read_json("metrics/reward.json"), stage.read_json("metrics/ppo.json"))
+    stage.outputs.write_json(SUMMARY, rounded(figures))
     stage.outputs.write_csv("plots/frontier.csv", frontier.rows())
     samples = sample_rows(evaluator, results)
     answers = list(answer_rows(stage, evaluator, results))
     stage.outputs.write_jsonl("data/evaluate/samples.jsonl", samples)
     stage.outputs.write_jsonl("data/evaluate/answers.jsonl", answers)
-    track(stage, figures, samples, answers)
 
 
 def evaluator_of(stage: Stage[EvaluateParams]) -> tuple[Evaluator, int]:
@@ -175,14 +174,3 @@ def scored_samples(evaluator: Evaluator, rows: list[Row]) -> ScoredAnswers:
 def validation_pairs(stage: Stage[EvaluateParams]) -> list[Row]:
     """The preference pairs of the validation split."""
     return [row for row in stage.read(PREFERENCES) if row["split"] == "validation"]
-
-
-def track(stage: Stage[EvaluateParams], figures: dict[str, float], samples: list[Row], answers: list[Row]) -> None:
-    """Log figures, answers of the first sampling seed and the policy's version to MLflow."""
-    if not stage.tracker:
-        return
-    stage.tracker.table("evaluate_samples", samples, lead=("prompt", "policy"))
-    stage.tracker.table("evaluate_answers", side_by_side(answers, stage.params.seeds[0]), lead=("prompt", "policy"))
-    for path in ("metrics/evaluate.json", SUMMARY, "plots/frontier.csv"):
-        stage.afterwards.append(partial(stage.tracker.artifact, stage.root / path, path.split("/")[0]))
-    stage.afterwards.append(partial(stage.tracker.register_policy, stage.hashes["models/policy"], figures))

@@ -1,6 +1,7 @@
 """The project's name, which every name on a shared server carries: experiment, registered model, flows, deployments,
 automations."""
 
+import os
 import re
 import subprocess
 from contextlib import suppress
@@ -19,6 +20,16 @@ def project_name(root: Path) -> str:
     home = main_checkout(root).resolve()
     named = _in_params(root) or _of_origin(home) or home.name
     return NOT_IN_NAMES.sub("-", named).strip("-.")[:60] or "leash"
+
+
+def experiment_name(root: Path) -> str:
+    """The experiment of the project in MLflow: `MLFLOW_EXPERIMENT_NAME`, else the project's name."""
+    return os.environ.get("MLFLOW_EXPERIMENT_NAME") or project_name(root)
+
+
+def model_name(root: Path) -> str:
+    """The registered model of the project in MLflow."""
+    return f"{project_name(root)}-policy"
 
 
 def _in_params(root: Path) -> str:

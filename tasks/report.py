@@ -19,6 +19,3 @@ def execute(stage: Stage[ReportParams]) -> None:
     for picture in pictures:
         (folder / f"{picture.name}.png").write_bytes(picture.png)
     write_page(render(inputs, pictures, stage.params.samples, stage.hashes), folder / "index.html")
-    if stage.tracker:
-        stage.tracker.artifact(folder, "report")
-    stage.afterwards.append(stage.conclude)

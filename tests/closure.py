@@ -48,6 +48,7 @@ CANNOT_CHANGE_RESULTS = {
     "tasks.stage.gpus": "which GPUs a stage uses, and when; how many is a tracked parameter",
     "tasks.stage.interrupts": "when a stage stops",
     "tasks.stage.journal": "resumable state; a resumed run ends in the same bytes",
+    "tasks.naming": "names on shared servers",
     "tasks.stage.pipeline_run": "tracking of the run as a whole",
     "tasks.stage.progress": "prints",
     "tasks.stage.run": "the contract around every stage; it writes no byte of an out",

@@ -21,7 +21,6 @@ from ruamel.yaml import YAML
 import flows
 from flows import processes
 from tasks.stage.run import main as run_stage
-from tasks.tracking.sender import drain
 from tests import warm
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -224,7 +223,8 @@ def clone(target: Path, database: Path) -> Project:
         if (source := ROOT / name).is_file() and not name.endswith("dvc.lock"):
             (target / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(source, target / name)
-    shutil.copy2(target / "examples" / "tiny.yaml", target / "params.yaml")
+    tiny = (target / "examples" / "tiny.yaml").read_text(encoding="utf-8")
+    (target / "params.yaml").write_text(tiny.replace("\nruntime:", "\nruntime:\n  project: leash", 1), encoding="utf-8")
     shutil.copy2(database, target / "mlflow.db")
     project = Project(target)
     somebody = ("-c", "user.name=somebody", "-c", "user.email=somebody@example.org")
@@ -274,7 +274,9 @@ def make_tiny_run(folder: Path, database: Path) -> list[str]:
     project = clone(folder / "first-place", database)
     hooked = {"PYTHONPATH": str(hooks), "LEASH_TEST_RECORD": str(record)}
     ran = project.repro(**hooked, PYTHONHASHSEED="1", TZ="Asia/Kathmandu")
-    drain(project.root, uri=f"sqlite:///{project.root / 'mlflow.db'}")  # a copy would send what waits as its own
+    from tasks.tracking.exporter import export  # imports mlflow
+
+    export(project.root, f"sqlite:///{project.root / 'mlflow.db'}")  # a copy would send what waits as its own
     return ran
 
 
@@ -355,18 +357,25 @@ Stages = dict[str, tuple[str, list[str]]]
 that it needs."""
 
 
+@pytest.fixture(scope="session")
+def empty_project(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A repository of git and DVC with the files of the toy stages: making one takes a second."""
+    root = tmp_path_factory.mktemp("toy") / "empty"
+    root.mkdir()
+    call(root, "git", "init", "--quiet")
+    call(root, sys.executable, "-m", "dvc", "init", "--quiet")
+    call(root, sys.executable, "-m", "dvc", "config", "core.analytics", "false")
+    (root / "input.txt").write_text("1\n")
+    (root / "worker.py").write_text(WORKER)
+    return root
+
+
 @pytest.fixture
-def toy(tmp_path: Path) -> Callable[..., Path]:
+def toy(tmp_path: Path, empty_project: Path) -> Callable[..., Path]:
     """Makes a DVC project of stages that note when they begin and end in log.txt."""
 
     def make(stages: Stages, name: str = "toy") -> Path:
-        root = tmp_path / name
-        root.mkdir()
-        call(root, "git", "init", "--quiet")
-        call(root, sys.executable, "-m", "dvc", "init", "--quiet")
-        call(root, sys.executable, "-m", "dvc", "config", "core.analytics", "false")
-        (root / "input.txt").write_text("1\n")
-        (root / "worker.py").write_text(WORKER)
+        root = Path(shutil.copytree(empty_project, tmp_path / name))
         write_graph(root, stages)
         return root
 

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from mlflow.tracking import MlflowClient
 
-from tasks.tracking.sender import drain
+from tasks.tracking.exporter import export
 
 if TYPE_CHECKING:
     from tests.conftest import Project
@@ -45,7 +45,7 @@ def test_warn_tells_log_metrics_samples_and_mlflow(failing: "Project") -> None:
     assert len(moment) == 20
     assert {row["step"] for row in moment} == {alert["step"]}
     address = f"sqlite:///{failing.root / 'mlflow.db'}"
-    drain(failing.root, uri=address)
+    export(failing.root, address)
     client = MlflowClient(address)
     (experiment,) = [found for found in client.search_experiments() if found.name == "leash"]
     tagged = [run for run in client.search_runs([experiment.experiment_id]) if "leash.alert.kl_spike" in run.data.tags]

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from tasks import summary
 from tasks.params.methods import BY_NAME, VARIANTS
-from tasks.tracking.sender import drain
+from tasks.tracking.exporter import export
 
 if TYPE_CHECKING:
     from tests.conftest import Ended, Project, TinyRun
@@ -92,6 +92,17 @@ def test_the_stages_run_in_their_order(tiny_run: "TinyRun") -> None:
 def test_metrics_have_the_names_that_others_rely_on(first: "Project", stage: str) -> None:
     metrics = first.json(f"metrics/{stage}.json")
     assert set(METRICS[stage].split()) <= metrics.keys()
+
+
+def test_no_figure_is_a_list_of_numbers(first: "Project") -> None:
+    """DVC and MLflow drop lists. Sampling seeds are settings."""
+
+    def lists(value: Any, name: str = "") -> list[str]:
+        if isinstance(value, dict):
+            return [found for key, each in value.items() for found in lists(each, key)]
+        return [name] if isinstance(value, list) and any(isinstance(each, int | float) for each in value) else []
+
+    assert {name for stage in METRICS for name in lists(first.json(f"metrics/{stage}.json"))} == {"seeds"}
 
 
 def test_intervals_enclose_what_they_are_about(first: "Project") -> None:
@@ -238,7 +249,7 @@ def client(project: "Project") -> MlflowClient:
 
 
 def search(project: "Project") -> list[Run]:
-    drain(project.root, uri=address(project))
+    export(project.root, address(project))
     found = client(project)
     return list(found.search_runs([found.get_experiment_by_name("leash").experiment_id]))
 
@@ -283,7 +294,7 @@ def test_mlflow_has_the_pipeline_run_and_a_child_a_stage(finished: "Project") ->
 
 
 def test_the_policy_is_registered_by_reference(finished: "Project") -> None:
-    drain(finished.root, uri=address(finished))
+    export(finished.root, address(finished))
     version = client(finished).get_model_version_by_alias("leash-policy", "current")
     lock = (finished.root / "dvc.lock").read_text(encoding="utf-8")
     digest = re.search(r"path: models/policy\n\s+hash: md5\n\s+md5: (\S+)", lock)

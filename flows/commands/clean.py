@@ -60,8 +60,8 @@ def render(root: Path, found: "Found") -> str:
     rows = [(str(one.path.relative_to(root)), decimal(one.size), one.why) for one in found.leftovers]
     lines = [table([("path", "size", "why"), *rows])] if rows else ["nothing is left behind"]
     lines += [f"stays: {text}" for text in found.stays]
-    if events := sum(number for _, number in unsent(root)):
-        lines.append(f"stays: work/outbox: {events} events wait for MLflow; `leash sync` sends them")
+    if waiting := len(unsent(root)):
+        lines.append(f"stays: work/tracking: {waiting} runs are not all in MLflow; `leash sync` sends them")
     return "\n".join(lines)
 
 

@@ -161,7 +161,7 @@ def champions(root: Path) -> list[tuple[str, frozenset[str]]]:
     with open_project(root) as project:
         return [
             (
-                f"{settings.POLICY_MODEL} version {number} ({', '.join(names[number])})",
+                f"{registry.name} version {number} ({', '.join(names[number])})",
                 frozenset({digest, *(path.parent.name + path.name for _, path in project.cached(digest))}),
             )
             for number, digest in digests.items()

@@ -90,8 +90,6 @@ def make_pairs(stage: Stage[PreferencesParams], rubric: Judge | None) -> None:
             **({"pairs_by_round": Counter(str(pair["round"]) for pair in pairs)} if last else {}),
         }
     )
-    if stage.tracker:
-        stage.tracker.table("preferences", pairs[:100])
 
 
 def draw_samples(stage: Stage[PreferencesParams], last: int = 0) -> tuple[list[Row], int]:

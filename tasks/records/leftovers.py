@@ -15,7 +15,7 @@ from tasks.params.loader import PARAMS_FILE, read_yaml
 from tasks.stage.definition import Definition
 from tasks.stage.dvc_files import GraphStage, Project, open_project
 from tasks.stage.state import FINISHED, lock_file
-from tasks.tracking import outbox, settings
+from tasks.tracking import record, settings
 
 KEY = re.compile(r"[0-9a-f]{16}")
 """Name of a state folder: the start of the stage's key."""
@@ -26,7 +26,7 @@ THIS_KEY = "state from which the stage would continue (--all)"
 
 @dataclass(frozen=True)
 class Leftover:
-    """A file or folder that no run needs, with its bytes and the reason; `stage` is empty for outboxes."""
+    """A file or folder that no run needs, with its bytes and the reason; `stage` is empty for workspaces."""
 
     path: Path
     size: int
@@ -53,11 +53,6 @@ def find(root: Path, everything: bool = False) -> Found:
         known = {stage.name: stage for stage in project.stages}
         for name in dict.fromkeys([*known, *_folders(root)]):
             _of_stage(project, name, known.get(name), everything, found)
-    for folder in sorted(outbox.outbox_folder(root).glob(".new-*")):
-        if not is_held(folder / outbox.OWNER_LOCK):
-            found.add(folder, "an outbox that was never begun")
-    for folder in sorted(outbox.outbox_folder(root).glob(".gone-*")):
-        found.add(folder, "an outbox that has been sent")
     return found
 
 
@@ -70,10 +65,9 @@ def remove(root: Path, agreed: list[Leftover], everything: bool = False) -> list
     return gone
 
 
-def unsent(root: Path) -> list[tuple[Path, int]]:
-    """Every outbox with the number of its unsent events."""
-    mark = settings.uri_mark(settings.tracking_uri(root))
-    return [(folder, outbox.waiting(folder, mark)) for folder in outbox.pending(root)]
+def unsent(root: Path) -> list[Path]:
+    """Every record of a pipeline run that is not in MLflow."""
+    return record.pending(root, settings.uri_mark(settings.tracking_uri(root)))
 
 
 def size_of(path: Path) -> int:

@@ -12,7 +12,7 @@ from tasks.records.recorded import Record, recorded, sizes
 from tasks.stage.dvc_files import GraphStage, Project, open_project
 
 HEADROOM = 200 * 2**20
-"""Bytes for code, logs and the outbox."""
+"""Bytes for code, logs and the records for MLflow."""
 COPIES = 3
 """Copies of each output: in the workspace, in the cache, and partial or as a checkpoint."""
 

@@ -6,18 +6,15 @@ import os
 import re
 import subprocess
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 from rlhf_core.errors import UserError
-from tasks.params.loader import PARAMS_FILE, read_yaml, with_derived
+from tasks.params.loader import PARAMS_FILE, with_derived
 from tasks.stage.dvc_files import GraphStage, Project
 from tasks.tracking.settings import RUN_VARIABLE
-from tasks.tracking.tracker import PipelineIdentity, flatten
 
 RAW = "data/raw"
 ROUND = re.compile(r"rounds/\d+")
@@ -109,46 +106,6 @@ class Definition:
 def is_code(path: str) -> bool:
     """Whether a dependency is code rather than data or a model."""
     return path.startswith(CODE)
-
-
-def pipeline_identity(project: Project, params: dict[str, Any]) -> PipelineIdentity:
-    """The identity of the pipeline run: raw data, parameters without `runtime`, and commands."""
-    kept = _kept(params)
-    commands = {stage.name: stage.command for stage in project.stages}
-    raw = (file for stage in project.stages for file in stage.inputs if file.path == RAW and file.exists)
-    raw_hash = next((file.known_hash() for file in raw), None)
-    closed = sum(ROUND.fullmatch(file.path) is not None for file in project.tracked)
-    rounds = {"rounds": [file.recorded for file in project.tracked if ROUND.fullmatch(file.path)]} if closed else {}
-    key = digest({"raw": raw_hash, "params": kept, "commands": commands, **rounds})
-    commit, dirty = git_state(project.root)
-    names = tuple(name for name in edited_files(project.root) if name != str(PARAMS_FILE))
-    return PipelineIdentity(key, kept, commit, dirty, _changes(project.root, kept), names, closed + 1)
-
-
-def _kept(params: dict[str, Any]) -> dict[str, Any]:
-    """The parameters that can change a result; without the empty block `round` of a params.yaml that has none."""
-    return {name: value for name, value in params.items() if name not in UNTRACKED and value != {}}
-
-
-def _changes(root: Path, params: dict[str, Any]) -> tuple[str, ...]:
-    """Parameters with another value than in the current commit, as `name=value (value there)`."""
-    text = git(root, "show", f"HEAD:./{PARAMS_FILE}")
-    if text is None:
-        return ()
-    with TemporaryDirectory() as folder, suppress(UserError):
-        (Path(folder) / PARAMS_FILE).write_text(text, encoding="utf-8")
-        before = flatten(_kept(read_yaml(Path(folder) / PARAMS_FILE)))
-        return _differences(before, flatten(params))
-    return ()
-
-
-def _differences(before: Mapping[str, str], now: Mapping[str, str]) -> tuple[str, ...]:
-    names = [*now, *(name for name in before if name not in now)]
-    return tuple(
-        f"{name}={now.get(name, 'none')} ({before.get(name, 'none')})"
-        for name in names
-        if now.get(name) != before.get(name)
-    )
 
 
 def digest(content: Any) -> str:

@@ -1,129 +1,201 @@
-"""The pipeline run in MLflow: the figures of all stages, links to the runs of restored ones, and its end."""
+"""Records pipeline runs for MLflow, from params.yaml, dvc.yaml, dvc.lock and the outputs of the stages."""
 
-import csv
+import hashlib
 import os
-from collections.abc import Iterable, Mapping, Sequence
+import sys
+from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ruamel.yaml import YAML
+
 from rlhf_core.errors import UserError
-from tasks import summary
-from tasks.params.loader import PARAMS_FILE, parse, read_yaml
+from tasks.params.loader import PARAMS_FILE, is_switched_off, parse, parse_yaml, read_yaml, with_derived
 from tasks.params.runtime import RuntimeParams
-from tasks.stage.definition import RAW, Definition, pipeline_identity
-from tasks.stage.dvc_files import Project, open_project
-from tasks.tracking.sender import drain
-from tasks.tracking.settings import RUN_VARIABLE
-from tasks.tracking.tracker import PipelineTracker, Status, Tracker
+from tasks.stage.definition import Definition, digest, edited_files, git, git_state, is_code
+from tasks.tracking import record
+from tasks.tracking.settings import (
+    RUN_VARIABLE,
+    STUDY_VARIABLE,
+    has_driver,
+    is_held_back,
+    tracking_uri,
+    uri_mark,
+    without_credentials,
+    workspace_id,
+)
+from tasks.tracking.sync import SECONDS_AT_THE_END, SYNC_SECONDS, Sidecar, sync
 
-OF_A_MODEL = ("gold", "reward", "win_rate", "kl", "response_tokens", "missing_eos_share", "heldout_loss")
-"""The figures of each model in MLflow's list of models."""
-DATASETS = {
-    RAW: ("raw", "raw data"),
-    "data/ingest/ppo_prompts.jsonl": ("ppo_prompts", "training"),
-    "data/ingest/heldout.jsonl": ("heldout", "evaluation"),
-}
-"""Path -> name and context of the datasets of the pipeline run."""
-
-
-def numbers(metrics: Mapping[str, Any]) -> dict[str, float | None]:
-    """The numbers of metrics/<stage>.json, without those in lists and blocks."""
-    return {k: float(v) for k, v in metrics.items() if isinstance(v, int | float) and not isinstance(v, bool)}
-
-
-@dataclass(frozen=True)
-class ModelFigures:
-    """A model with its figures; `step` orders the models of a stage."""
-
-    name: str
-    kind: str
-    step: int
-    figures: dict[str, float | None]
+UNTRACKED = ("runtime", "promote")
+"""Blocks of params.yaml that change no result."""
+WITHOUT_RUN = ("check", "check_data")
+"""Stages that are not shown."""
+WAIT_AT_THE_END_SECONDS = 30.0
 
 
-def models_of(stage: str, root: Path, metrics: Mapping[str, Any]) -> list[ModelFigures]:
-    """The models that a stage has measured: those of the evaluation, with the policy last, or PPO's snapshots."""
-    if stage == "evaluate":
-        compared = metrics.get("models") or {}
-        names = sorted(compared, key="policy".__eq__)
-        return [ModelFigures(name, "model", step, _of_a_model(compared[name])) for step, name in enumerate(names)]
-    if stage == "select":
-        with (root / "plots/select.csv").open(encoding="utf-8", newline="") as file:
-            rows = [row for row in csv.DictReader(file) if int(row["step"]) and float(row["eta"]) == 1]
-        return [ModelFigures(f"snapshot {row['step']}", "snapshot", int(row["step"]), _of_a_model(row)) for row in rows]
+def identity(root: Path, content: dict[str, Any]) -> dict[str, Any]:
+    """The pipeline run of a project's raw data, closed rounds, parameters and commands: its `key`, and what MLflow
+    shows of it."""
+    kept = {name: value for name, value in content.items() if name not in UNTRACKED and value != {}}
+    commands = {name: stage["cmd"] for name, stage in _yaml(root / "dvc.yaml").get("stages", {}).items()}
+    data, rounds = _data(root), len(list((root / "rounds").glob("*.dvc")))
+    commit, dirty = git_state(root)
+    tags = {"leash.data": data[:16], "leash.dirty": str(dirty).lower(), "mlflow.source.name": "leash"}
+    tags |= {"mlflow.user": os.environ["USER"]} if "USER" in os.environ else {}
+    tags |= {"leash.round": str(rounds + 1)} if rounds else {}
+    if commit:
+        tags |= {"leash.commit": commit, "mlflow.source.git.commit": commit}
+        for name, words in {"branch": ("branch", "--show-current"), "repoURL": ("remote", "get-url", "origin")}.items():
+            if text := git(root, *words):
+                tags[f"mlflow.source.git.{name}"] = without_credentials(text)
+    if changes := _changes(root, kept):
+        tags["leash.changes"] = ", ".join(changes)
+    run = os.environ.get(RUN_VARIABLE)
+    if run:
+        tags["leash.experiment"] = run
+    else:  # an isolated run's folders will be removed
+        tags |= {
+            "leash.report": str(root.resolve() / "report/index.html"),
+            "leash.models": str(root.resolve() / "models"),
+        }
+    return {
+        "key": digest({"data": data, "params": kept, "commands": commands}),
+        "workspace": workspace_id(root),
+        "root": str(root.resolve()),
+        "params": record.flatten(kept),
+        "tags": tags,
+        "experiment": run,
+        "study": os.environ.get(STUDY_VARIABLE),
+        "round": rounds + 1,
+        "edited": [name for name in edited_files(root) if name != str(PARAMS_FILE)],
+    }
+
+
+class Tracking:
+    """The record of a running stage, and the process that shows it in MLflow meanwhile."""
+
+    def __init__(self, root: Path, folder: Path, facts: Mapping[str, Any]) -> None:
+        self.live = record.Live(root, folder, facts)
+        self._root = root
+        self._waits = facts["stage"] == "report" and not has_driver()
+        at_the_end = WAIT_AT_THE_END_SECONDS if self._waits else SECONDS_AT_THE_END
+        self._sidecar = None if is_held_back() else Sidecar(root, folder, self.live.folder.name, at_the_end)
+
+    @classmethod
+    def begin(
+        cls, definition: Definition, content: dict[str, Any], key: str, hashes: Mapping[str, str]
+    ) -> "Tracking | None":
+        """Record the begin of a stage; None, with a line, where that is not possible."""
+        root, inputs = definition.project.root, {path: text for path, text in hashes.items() if not is_code(path)}
+        params = record.flatten(definition.tracked(content))
+        facts = {"stage": definition.name, "key": key, "params": params, "inputs": inputs}
+        try:
+            folder = record.open_record(root, identity(root, content))
+            if definition.name == "report":
+                collect(root)
+        except OSError as error:
+            print(f"tracking: not recorded ({error}); the stage goes on", file=sys.stderr, flush=True)
+            return None
+        return cls(root, folder, facts)
+
+    def end(self, status: record.Status) -> None:
+        """Record the end of the stage. The last stage of a `dvc repro` waits until MLflow has all, at most half a
+        minute, and prints a line where it has not."""
+        self.live.end(status)
+        if self._sidecar:
+            self._sidecar.stage_ended(WAIT_AT_THE_END_SECONDS if self._waits else 0.0)
+        uri = tracking_uri(self._root)
+        if self._sidecar and self._waits and record.pending(self._root, uri_mark(uri)):
+            where = without_credentials(uri)
+            print(f"tracking: not all is in MLflow at {where}; `leash sync` sends it", file=sys.stderr, flush=True)
+
+
+def collect(root: Path) -> Path | None:
+    """Record the stages of `dvc.lock` that DVC restored: those with the present parameters and outputs that this
+    workspace has not executed. Returns the record of the pipeline run; None where params.yaml cannot be read, or
+    `runtime.tracking` is off."""
+    try:
+        content = read_yaml(root / PARAMS_FILE)
+        if not parse(RuntimeParams, content.get("runtime") or {}, "runtime").tracking:
+            return None
+    except UserError:
+        return None
+    known, stages = with_derived(content), _yaml(root / "dvc.lock").get("stages", {})
+    folder = None
+    for name, entry in stages.items():
+        if name in WITHOUT_RUN or is_switched_off(content, name):
+            continue
+        used = {key: value for values in (entry.get("params") or {}).values() for key, value in values.items()}
+        outs = {out["path"]: out.get("md5", "") for out in entry.get("outs", [])}
+        shown = [path for path in record.shown_files(name) if path in outs]
+        if any(_lookup(known, key) != value for key, value in used.items()) or not shown or not all(
+            _is_current(root / path, outs[path]) for path in shown):  # fmt: skip
+            continue
+        deps = {dep["path"]: dep.get("md5", "") for dep in entry.get("deps", [])}
+        key = digest({"cmd": entry["cmd"], "params": used, "deps": deps})
+        folder = folder or record.open_record(root, identity(root, content))
+        execution = folder / f"{name}-{key[:12]}"
+        if not (execution / record.FACTS).exists():
+            inputs = {path: value for path, value in deps.items() if not is_code(path)}
+            record.copy_files(root, execution, name)
+            now = record.now_ms()
+            facts = {"stage": name, "key": key, "params": record.flatten(used), "inputs": inputs, "restored": True}
+            record.write(execution / record.FACTS, {**facts, "status": "FINISHED", "started": now, "ended": now})
+    return folder
+
+
+def finish(root: Path, seconds: float | None = SYNC_SECONDS) -> str:
+    """Record what DVC restored, and make MLflow agree with all records within so many seconds (None: without a limit).
+    Returns a line about what is missing there; empty where nothing is."""
+    with suppress(OSError):
+        collect(root)
+    return sync(root, seconds)
+
+
+def _is_current(path: Path, md5: str) -> bool:
+    """Whether an output is that of dvc.lock; a folder only has to be there."""
+    if not path.is_file():
+        return path.is_dir() and md5.endswith(".dir")
+    return hashlib.md5(path.read_bytes(), usedforsecurity=False).hexdigest() == md5
+
+
+def _data(root: Path) -> str:
+    """A hash of what was imported and of the closed rounds: their `.dvc` files hold the hashes of the contents; of
+    other raw files, name, size and time."""
+    found = [(path.relative_to(root).as_posix(), [out.get("md5") for out in _yaml(path).get("outs", [])])
+             for folder in ("data", "rounds") for path in sorted((root / folder).rglob("*.dvc"))]  # fmt: skip
+    if not (root / "data/raw.dvc").exists():
+        files = sorted(path for path in (root / "data/raw").rglob("*") if path.is_file() and path.stem != "README")
+        others = [path for path in files if path.suffix != ".dvc" and not path.with_name(f"{path.name}.dvc").exists()]
+        found += [(path.relative_to(root).as_posix(), [str(path.stat().st_size), str(path.stat().st_mtime_ns)])
+                  for path in others if path.name != ".gitignore"]  # fmt: skip
+    return digest(found)
+
+
+def _changes(root: Path, params: dict[str, Any]) -> list[str]:
+    """Parameters with another value than in the current commit, as `name=value (value there)`."""
+    text = git(root, "show", f"HEAD:./{PARAMS_FILE}")
+    if text is None:
+        return []
+    with suppress(UserError):
+        kept = {name: value for name, value in parse_yaml(text, PARAMS_FILE).items() if name not in UNTRACKED}
+        before, now = record.flatten({k: v for k, v in kept.items() if v != {}}), record.flatten(params)
+        names = [name for name in dict.fromkeys((*now, *before)) if now.get(name) != before.get(name)]
+        return [f"{name}={now.get(name, 'none')} ({before.get(name, 'none')})" for name in names]
     return []
 
 
-def _of_a_model(figures: Mapping[str, Any]) -> dict[str, float | None]:
-    """Rounded: MLflow's list shows all digits."""
-    found = {name: float(figures[name]) for name in OF_A_MODEL if figures.get(name) not in (None, "")}
-    return {name: float(f"{value:.5g}") for name, value in found.items()}
+def _lookup(content: Any, name: str) -> Any:
+    for part in name.split("."):
+        content = content.get(part) if isinstance(content, dict) else None
+    return content
 
 
-def report_results(
-    tracker: Tracker, stage: str, root: Path, metrics: Mapping[str, Any], hashes: Mapping[str, str]
-) -> None:
-    """Log the figures of a stage that has ended on its run, and its models; those of the evaluation also as headline of
-    the pipeline run. `describe` adds the others: MLflow's comparison starts with the metric that a run got first, which
-    should be one of PPO's."""
-    models = models_of(stage, root, metrics)
-    of_models = {name for model in models for name in model.figures}
-    if stage == "evaluate":
-        tracker.headline(summary.read(root))
-    tracker.figures({name: value for name, value in numbers(metrics).items() if name not in of_models})
-    for one in models:
-        tracker.model(one.name, one.kind, one.figures, one.step, hashes.get(f"models/{one.name}", ""))
-
-
-def describe(
-    tracker: PipelineTracker | Tracker, project: Project, params: dict[str, Any], stages: Iterable[str] | None = None
-) -> None:
-    """Show the figures of `stages` (None: all) on the pipeline run, with its datasets, description and report, and link
-    the runs of those that DVC restored."""
-    known = [stage.name for stage in project.stages]
-    wanted = known if stages is None else [name for name in known if name in set(stages)]
-    headline = summary.read(project.root) if "evaluate" in wanted else {}
-    for name in wanted:
-        if not (project.root / "metrics" / f"{name}.json").exists():
-            continue
-        definition = Definition(name, project)
-        with suppress(UserError):  # an input is missing, and its hash with it
-            tracker.link_restored(name, definition.key(params, definition.hashes()))
-    tracker.headline(headline)
-    files = {file.path: file for stage in project.stages for file in stage.inputs if file.path in DATASETS}
-    for path, file in files.items():
-        if file.exists:
-            name, context = DATASETS[path]
-            tracker.dataset(name, path, file.known_hash(), context)
-    report = project.root / "report" / "index.html"
-    noted = {name: value for name, value in headline.items() if not name.endswith(("_low", "_high"))}
-    tracker.describe(noted, report if "report" in wanted and report.is_file() else None)
-
-
-def finish(root: Path, status: Status, stages: Sequence[str], seconds: Mapping[str, float]) -> str:
-    """Describe and close the pipeline run, and send to MLflow what it has not received. Returns a line about what is
-    left; empty where nothing is.
-
-    `stages` are those with results of this run, `seconds` their times. The run gets tags with the paths of report and
-    models. Does nothing where params.yaml cannot be read or `runtime.tracking` is off; without stages it only sends.
-    """
+def _yaml(path: Path) -> dict[str, Any]:
+    """A file that DVC has written, or dvc.yaml; empty where it is missing."""
     try:
-        params = read_yaml(root / PARAMS_FILE)
-        tracking = parse(RuntimeParams, params.get("runtime", {}), "runtime").tracking
-    except UserError:
-        return ""
-    if not tracking:
-        return ""
-    if stages:
-        places = {"leash.report": str(root / "report" / "index.html"), "leash.models": str(root / "models")}
-        if name := os.environ.get(RUN_VARIABLE):  # its workspace will be removed
-            places = {"leash.experiment": name}
-        with open_project(root) as project:
-            tracker = PipelineTracker.open(root, pipeline_identity(project, params), tags=places)
-            describe(tracker, project, params, stages)
-            tracker.seconds(seconds)
-            tracker.close_parent(status)
-            tracker.close()
-    return str(drain(root))
+        content: dict[str, Any] = YAML(typ="safe").load(path.read_text(encoding="utf-8")) or {}
+    except OSError:
+        return {}
+    return content

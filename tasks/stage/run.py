@@ -8,26 +8,24 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Literal, NoReturn
+from typing import Any, NoReturn
 
 import psutil
 
 from rlhf_core.config.block import Block
 from rlhf_core.errors import UserError, did_you_mean, is_out_of_memory
-from tasks.datasets.jsonl import Row
 from tasks.params.loader import parse, read_yaml, why_switched_off
 from tasks.params.stages import STAGES, params_model
 from tasks.schemas.validation import load
 from tasks.stage import provenance, state
-from tasks.stage.definition import Definition, is_code, pipeline_identity
-from tasks.stage.dvc_files import Project, open_project
+from tasks.stage.definition import Definition, is_code
+from tasks.stage.dvc_files import open_project
 from tasks.stage.gpus import WITHOUT_GPU, claim_gpus
 from tasks.stage.interrupts import Interrupts
 from tasks.stage.outputs import Outputs
-from tasks.stage.pipeline_run import describe, report_results
+from tasks.stage.pipeline_run import WITHOUT_RUN, Tracking
 from tasks.stage.stage import Common, Stage
 from tasks.stage.switched_off import write_switched_off
 from tasks.stage.versions import require_declared_versions
@@ -40,8 +38,8 @@ from tasks.stage.workers import (
     run_as_worker,
     start_workers,
 )
+from tasks.tracking.record import Status
 from tasks.tracking.settings import OUTCOME_VARIABLE
-from tasks.tracking.tracker import Tracker
 
 VERSIONS = "tasks/stage/versions.json"
 FULL = (
@@ -54,9 +52,6 @@ FULL = (
 
 CLOCK_SECONDS = 1.0
 """Resolution of the start time of a process."""
-
-UNTRACKED = ("check", "check_data")
-"""Stages without a run in MLflow."""
 
 Load = Callable[[], Callable[[Stage[Any]], None]]
 """Imports a stage; returns its function `execute`."""
@@ -158,12 +153,12 @@ def _run(name: str, model: type[Block], load_stage: Load, interrupts: Interrupts
         processes = requested_processes(content, name)
         if name not in WITHOUT_GPU:
             claim_gpus(processes)
-        state_dir, continues = state.begin(definition, key)
+        state_dir = state.begin(definition, key)
         start_workers(name, processes)
         execute = load_stage()
         quiet_libraries()
-        tracked = common.runtime.tracking and name not in UNTRACKED and not is_worker()
-        tracker = _open_tracker(definition, content, key, hashes, rows, continues) if tracked else None
+        tracked = common.runtime.tracking and name not in WITHOUT_RUN and not is_worker()
+        tracking = Tracking.begin(definition, content, key, hashes) if tracked else None
         stage = Stage(
             name=name,
             key=key,
@@ -173,22 +168,17 @@ def _run(name: str, model: type[Block], load_stage: Load, interrupts: Interrupts
             blocks=definition.blocks(content),
             state_dir=state_dir,
             outputs=outputs,
-            tracker=tracker,
+            live=tracking.live if tracking else None,
             label=label,
             rows=rows,
             hashes=hashes,
-            conclude=partial(_conclude, tracker, project, content),
             interrupts=interrupts,
         )
-        with outputs, _tracked(tracker):
+        with outputs, _tracked(tracking):
             execute(stage)
             if is_worker():
                 return key
             _commit(outputs, definition, content, hashes, stage.exemptions)
-            if tracker:
-                report_results(tracker, name, root, stage.metrics, hashes)
-            for act in stage.afterwards:
-                act()
         state.end(state_dir, recorded_later)
     return key
 
@@ -220,33 +210,10 @@ def quiet_libraries() -> None:
         transformers.utils.logging.disable_progress_bar()
 
 
-def _open_tracker(
-    definition: Definition,
-    content: dict[str, Any],
-    key: str,
-    hashes: Mapping[str, str],
-    rows: Mapping[str, list[Row]],
-    continues: bool,
-) -> Tracker:
-    pipeline = pipeline_identity(definition.project, content)
-    tracker = Tracker.open(definition.project.root, definition.name, key, pipeline, continues=continues)
-    tracker.params(definition.tracked(content))
-    for path in definition.inputs:
-        if path in rows or path.startswith("data/raw"):
-            tracker.inputs(Path(path).stem, path, hashes[path])
-    return tracker
-
-
-def _conclude(tracker: Tracker | None, project: Project, content: dict[str, Any]) -> None:
-    if tracker:
-        describe(tracker, project, content)
-        tracker.close_parent("FINISHED")
-
-
 @contextmanager
-def _tracked(tracker: Tracker | None) -> Iterator[None]:
-    """Close the run with its status."""
-    status: Literal["FINISHED", "FAILED", "KILLED"] = "FAILED"
+def _tracked(tracking: Tracking | None) -> Iterator[None]:
+    """Record how the stage ends."""
+    status: Status = "FAILED"
     try:
         yield
         status = "FINISHED"
@@ -254,10 +221,8 @@ def _tracked(tracker: Tracker | None) -> Iterator[None]:
         status = "KILLED"
         raise
     finally:
-        if tracker:
-            if status != "FINISHED":
-                tracker.close_parent(status)
-            tracker.close(status)
+        if tracking:
+            tracking.end(status)
 
 
 def require_older_code(definition: Definition, started: float) -> None:

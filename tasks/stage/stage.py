@@ -17,7 +17,7 @@ from tasks.stage.interrupts import Interrupts
 from tasks.stage.journal import Journal
 from tasks.stage.outputs import Outputs, rounded
 from tasks.stage.progress import Progress
-from tasks.tracking.tracker import Tracker
+from tasks.tracking.record import Live
 
 Model = TypeVar("Model", bound=Block)
 Settings = TypeVar("Settings", bound=Block)
@@ -49,20 +49,15 @@ class Stage(Generic[Model]):
     """The blocks of params.yaml that dvc.yaml names for this stage, as plain values."""
     state_dir: Path
     outputs: Outputs
-    tracker: Tracker | None
+    live: Live | None
+    """The rows that MLflow shows; None where tracking is off, and in worker ranks."""
     label: str
     rows: Mapping[str, list[Row]]
     hashes: Mapping[str, str]
     """Content hash of every input, as DVC computes it."""
-    conclude: Callable[[], None]
-    """Describes and closes the pipeline run; the last stage calls it `afterwards`."""
     interrupts: Interrupts
     exemptions: list[str] = field(default_factory=list)
     """Why the outputs may differ from those of another execution with equal inputs; filled by `exempt`."""
-    metrics: dict[str, Any] = field(default_factory=dict)
-    """The content of metrics/<stage>.json."""
-    afterwards: list[Callable[[], None]] = field(default_factory=list)
-    """Calls to make when the outputs are in place, in order."""
 
     @property
     def seed(self) -> int:
@@ -105,8 +100,7 @@ class Stage(Generic[Model]):
 
     def write_metrics(self, content: Mapping[str, Any]) -> None:
         """Write metrics/<stage>.json with `rounded` numbers, which go to MLflow when the stage has ended."""
-        self.metrics |= rounded(content)
-        self.outputs.write_json(f"metrics/{self.name}.json", self.metrics)
+        self.outputs.write_json(f"metrics/{self.name}.json", rounded(content))
 
     def progress(self, total: int, unit: str = "step") -> Progress:
         """A reporter for a loop of `total` rounds."""
@@ -118,8 +112,7 @@ class Stage(Generic[Model]):
             return
         self.exemptions.append(why)
         self.log(f"WARNING {why}")
-        if self.tracker:
-            self.tracker.tags({"leash.exempt": "; ".join(self.exemptions)})
+        self.tag("leash.exempt", "; ".join(self.exemptions))
 
     def resumed(
         self,
@@ -149,6 +142,11 @@ class Stage(Generic[Model]):
         print(f"{self.label} {text}", flush=True)
 
     def track(self, values: Mapping[str, float | None], step: int) -> None:
-        """Metrics of a step, named `<stage>/<name>`, to MLflow."""
-        if self.tracker:
-            self.tracker.metrics({f"{self.name}/{name}": value for name, value in values.items()}, step=step)
+        """Metrics of a step, which MLflow shows as `<stage>/<name>`."""
+        if self.live:
+            self.live.points({f"{self.name}/{name}": value for name, value in values.items()}, step)
+
+    def tag(self, name: str, text: str) -> None:
+        """A tag of the stage's run in MLflow."""
+        if self.live:
+            self.live.tag(name, text)

@@ -50,15 +50,15 @@ def folder_of(root: Path, name: str, key: str) -> Path:
     return root / "work" / name / key[:16]
 
 
-def begin(definition: Definition, key: str) -> tuple[Path, bool]:
-    """The state folder, and whether an earlier process finished in it and was not recorded. Removes the recorded state
+def begin(definition: Definition, key: str) -> Path:
+    """The state folder. Removes the recorded state
     of every stage: a stage that runs again although DVC has its results starts from the beginning."""
     root = definition.project.root
     folder = folder_of(root, definition.name, key)
     if not is_worker():
         _sweep(definition, root)
     folder.mkdir(parents=True, exist_ok=True)
-    return folder, (folder / FINISHED).exists()
+    return folder
 
 
 def end(folder: Path, recorded_later: bool) -> None:

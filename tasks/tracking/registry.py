@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qs, urlsplit
 
 from rlhf_core.errors import UserError
+from tasks import naming
 from tasks.tracking import settings
 
 if TYPE_CHECKING:
@@ -36,11 +37,13 @@ class Version:
 
 
 class Registry:
-    """The versions of `leash-policy` at the tracking address of a project. Every method raises UserError when MLflow
+    """The versions of a project's registered policy. Every method raises UserError when MLflow
     does not answer."""
 
     def __init__(self, root: Path) -> None:
-        self._uri = settings.tracking_uri(root)
+        self._uri, self._tracking_uri = settings.registry_uri(root), settings.tracking_uri(root)
+        self.name = naming.model_name(root)
+        """The name of the registered model."""
 
     @property
     def exists(self) -> bool:
@@ -50,12 +53,12 @@ class Registry:
     def by_alias(self, alias: str) -> Version | None:
         """The version with this alias."""
         with self._client() as client:
-            return None if client is None else _read(client.get_model_version_by_alias(settings.POLICY_MODEL, alias))
+            return None if client is None else _read(client.get_model_version_by_alias(self.name, alias))
         return None
 
     def by_digest(self, digest: str) -> Version | None:
         """The newest version of the policy with this hash."""
-        query = f"name = '{settings.POLICY_MODEL}' and source_path LIKE 'dvc://models/policy?md5={digest}%'"
+        query = f"name = '{self.name}' and source_path LIKE 'dvc://models/policy?md5={digest}%'"
         with self._client() as client:
             found = [] if client is None else client.search_model_versions(query)
             return _read(found[0]) if found else None
@@ -64,15 +67,15 @@ class Registry:
     def by_number(self, number: str) -> Version | None:
         """This version."""
         with self._client() as client:
-            return None if client is None else _read(client.get_model_version(settings.POLICY_MODEL, number))
+            return None if client is None else _read(client.get_model_version(self.name, number))
         return None
 
     def all(self) -> list[tuple[Version, list[str]]]:
         """Every version with its aliases, the newest first."""
         with self._client() as client:
             if client is not None:
-                aliases = client.get_registered_model(settings.POLICY_MODEL).aliases
-                found = client.search_model_versions(f"name = '{settings.POLICY_MODEL}'")
+                aliases = client.get_registered_model(self.name).aliases
+                found = client.search_model_versions(f"name = '{self.name}'")
                 versions = sorted(map(_read, found), key=lambda one: int(one.number), reverse=True)
                 return [(one, sorted(a for a, at in aliases.items() if str(at) == one.number)) for one in versions]
         return []
@@ -90,21 +93,21 @@ class Registry:
         """Give the version this alias, which another one loses."""
         with self._client(reads=False) as client:
             assert client is not None
-            client.set_registered_model_alias(settings.POLICY_MODEL, alias, version.number)
+            client.set_registered_model_alias(self.name, alias, version.number)
 
     def remove_alias(self, alias: str) -> None:
         """Take the alias from the version that has it."""
         with self._client(reads=False) as client:
             assert client is not None
-            client.delete_registered_model_alias(settings.POLICY_MODEL, alias)
+            client.delete_registered_model_alias(self.name, alias)
 
     def tag(self, version: Version, tags: Mapping[str, str]) -> None:
         """Set tags of the version, and of the pipeline run that made it."""
         with self._client(reads=False) as client:
             assert client is not None
-            run_id = client.get_model_version(settings.POLICY_MODEL, version.number).run_id
+            run_id = client.get_model_version(self.name, version.number).run_id
             for name, value in tags.items():
-                client.set_model_version_tag(settings.POLICY_MODEL, version.number, name, value)
+                client.set_model_version_tag(self.name, version.number, name, value)
                 if run_id:
                     client.set_tag(run_id, name, value)
 
@@ -119,7 +122,7 @@ class Registry:
         from mlflow.tracking import MlflowClient
 
         try:
-            yield MlflowClient(self._uri, registry_uri=self._uri)
+            yield MlflowClient(self._tracking_uri, registry_uri=self._uri)
         except MlflowException as error:
             if not reads or error.error_code not in ABSENT:
                 reason = settings.without_credentials(str(error)).split("\n")[0]

@@ -8,25 +8,25 @@ import re
 import socket
 from pathlib import Path
 from urllib.parse import urlsplit
+from urllib.request import getproxies, proxy_bypass
 
-EXPERIMENT = "leash"
 OUTCOME_VARIABLE = "LEASH_OUTCOME"
 """Environment variable set by `leash run`: a file to which a stage appends one JSON line with its outcome."""
 HOLD_VARIABLE = "LEASH_HOLD_TRACKING"
-"""Environment variable set by `leash verify`: events stay in the outbox and are not sent."""
+"""Environment variable set by `leash verify`: records stay in the workspace and are not sent."""
 RUN_VARIABLE = "LEASH_RUN"
 """Environment variable of an isolated run: its name, which is also that of its DVC experiment."""
 STUDY_VARIABLE = "LEASH_STUDY"
 """Environment variable of a trial: the name of its study."""
-POLICY_MODEL = "leash-policy"
 POLICY_ALIAS = "current"  # `latest` is reserved by MLflow
+CONNECT_SECONDS = 5.0
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
-# The client's defaults wait 120 s and retry seven times; the sender retries itself.
+# The client's defaults retry seven times. Slow servers are waited for: it is never the training that waits.
 CLIENT_ENVIRONMENT = {
-    "MLFLOW_HTTP_REQUEST_TIMEOUT": "5",
-    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0",
-    "MLFLOW_ARTIFACT_UPLOAD_DOWNLOAD_TIMEOUT": "30",
+    "MLFLOW_HTTP_REQUEST_TIMEOUT": "60",
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2",
+    "MLFLOW_ARTIFACT_UPLOAD_DOWNLOAD_TIMEOUT": "300",
     "MLFLOW_DISABLE_TELEMETRY": "true",
     "MLFLOW_DISABLE_AGENT_HINT": "true",
     "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false",
@@ -36,7 +36,7 @@ CLIENT_ENVIRONMENT = {
 
 
 def prepare_environment() -> None:
-    """Set short time-outs and no output for MLflow's client, unless the user has set these variables."""
+    """Set time-outs and no output for MLflow's client, unless the user has set these variables."""
     bypass_proxies()
     for name, value in CLIENT_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
@@ -63,7 +63,7 @@ def has_driver() -> bool:
 
 def main_checkout(root: Path) -> Path:
     """The checkout that the workspace at `root` was made from, as a git worktree or by `dvc exp run --temp`: runs of
-    all workspaces are tracked there. `root` itself where it is no such workspace, or while events are held back."""
+    all workspaces are tracked there. `root` itself where it is no such workspace, or while records are held back."""
     if is_held_back():
         return root
     before, inside, _ = str(root.resolve()).partition("/.dvc/tmp/exps/")
@@ -85,6 +85,26 @@ def tracking_uri(root: Path) -> str:
     return os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{main_checkout(root).resolve() / 'mlflow.db'}"
 
 
+def registry_uri(root: Path) -> str:
+    """The address of the registered policy: `MLFLOW_REGISTRY_URI`, else that of the runs."""
+    return os.environ.get("MLFLOW_REGISTRY_URI") or tracking_uri(root)
+
+
+def unreachable(uri: str) -> str:
+    """Why nothing listens at an HTTP address, after at most CONNECT_SECONDS; empty where something does, where a proxy
+    stands between, and for other addresses."""
+    parts = urlsplit(uri)
+    proxied = parts.scheme in getproxies() and not proxy_bypass(parts.hostname or "")
+    if parts.scheme not in ("http", "https") or proxied:
+        return ""
+    try:
+        place = (parts.hostname or "", parts.port or (443 if parts.scheme == "https" else 80))
+        socket.create_connection(place, timeout=CONNECT_SECONDS).close()
+    except (OSError, ValueError) as error:
+        return getattr(error, "strerror", None) or str(error)
+    return ""
+
+
 def artifact_location(root: Path, uri: str) -> str | None:
     """The experiment's artifact folder beside a local database; None for a server, which has its own."""
     if urlsplit(uri).scheme in ("http", "https", "databricks"):
@@ -103,5 +123,5 @@ def uri_mark(uri: str) -> str:
 
 
 def workspace_id(root: Path) -> str:
-    """A name for this checkout on this machine; locks do not work across checkouts."""
-    return hashlib.sha256(f"{socket.gethostname()}:{root.resolve()}".encode()).hexdigest()[:12]
+    """A name for this checkout on any machine that has it: a Slurm job may continue on another node."""
+    return hashlib.sha256(str(root.resolve()).encode()).hexdigest()[:12]

@@ -147,8 +147,6 @@ def train(stage: Stage[Any], trainer: PPOTrainer, watched: list[Row]) -> Record:
             if leaving:
                 stage.interrupts.leave()
             stop_at_alert(stage, record)
-    if stage.tracker:
-        stage.tracker.table(f"{stage.name}_samples", record.samples)
     return record
 
 
@@ -209,8 +207,7 @@ def watch(stage: Stage[Any], trainer: PPOTrainer, record: Record, progress: Prog
     slow = record.monitor.observe_seconds(trainer.seconds, step)
     for alert in [*alerts, *slow]:
         progress.note(f"ALERT {alert}")
-        if stage.tracker:
-            stage.tracker.tags({f"leash.alert.{alert.name}": str(alert)})
+        stage.tag(f"leash.alert.{alert.name}", str(alert))
     stage.track({"alerts": len(record.monitor.active)}, step)
     return alerts
 

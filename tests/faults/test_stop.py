@@ -13,7 +13,7 @@ import pytest
 from mlflow.tracking import MlflowClient
 
 from tasks.stage.progress import Progress
-from tasks.tracking.sender import drain
+from tasks.tracking.exporter import export
 
 if TYPE_CHECKING:
     from tests.conftest import Ended, Project, TinyRun
@@ -98,7 +98,7 @@ def test_mlflow_shows_killed_and_then_continues_the_run(
     address = f"sqlite:///{finished.root / 'mlflow.db'}"
 
     def newest() -> Any:
-        drain(finished.root, uri=address)
+        export(finished.root, address)
         client = MlflowClient(address)
         runs = client.search_runs(["1"], "tags.`leash.stage` = 'ppo'", order_by=["attributes.start_time DESC"])
         steps = [point.step for point in client.get_metric_history(runs[0].info.run_id, "ppo/kl")]

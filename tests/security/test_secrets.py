@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tasks.params.secrets import is_secret
+from tasks.tracking.record import flatten
 from tasks.tracking.settings import without_credentials
-from tasks.tracking.tracker import flatten
 
 if TYPE_CHECKING:
     from tests.conftest import Ended, Project
@@ -43,7 +43,7 @@ def test_a_stage_with_a_dead_server_keeps_the_secrets_of_its_environment(project
     done = project.stage("ingest", **SECRETS)
     assert done.returncode == 0, done.stderr
     assert "s3cret" not in printed(done)
-    assert list((project.root / "work" / "outbox").iterdir())
+    assert list((project.root / "work" / "tracking").iterdir())
     assert leaks(project.root) == []
 
 

@@ -48,11 +48,10 @@ def make_stage(tmp_path: Path) -> Callable[..., Stage[Any]]:
             blocks={"scorer": DEFAULT, "reward_model": True} | more.get("blocks", {}),
             state_dir=state,
             outputs=Outputs(tmp_path, outs),
-            tracker=None,
+            live=None,
             label=f"[{name}]",
             rows=rows or {},
             hashes={},
-            conclude=lambda: None,
             interrupts=Interrupts(),
         )
 

@@ -272,7 +272,7 @@ def test_no_prompt_changes_its_reward_model_from_round_to_round(
 def test_the_curves_of_the_members_have_names_of_their_own(make_stage: Callable[..., Any]) -> None:
     seen: list[str] = []
     stage = make_stage("reward", CONFIG, OUTS)
-    stage.tracker = SimpleNamespace(metrics=lambda values, step: seen.extend(values))
+    stage.live = SimpleNamespace(points=lambda values, step: seen.extend(values))
     for part in ("", "member_2"):
         training_run(stage, ["loss"], part).report(1, 2, {"loss": 0.5})
     assert seen == ["reward/loss", "reward/member_2/loss"]

@@ -3,7 +3,6 @@ results."""
 
 import hashlib
 import json
-import os
 import re
 import textwrap
 from collections import Counter
@@ -17,14 +16,14 @@ from typing import Any
 from flows import workspace
 from rlhf_core.errors import UserError
 from tasks.datasets.jsonl import Row, read_jsonl
-from tasks.naming import project_name
+from tasks.naming import experiment_name
 from tasks.params.loader import NUMERICS, PARAMS_FILE, parse_yaml, with_derived
 from tasks.params.scorer import DEFAULT, REWARD_MODEL
 from tasks.records.recorded import params_behind, parse
 from tasks.stage.dvc_adapter import stored_files
 from tasks.stage.dvc_files import LOCK_FILE, cache_folder
 from tasks.tracking import settings
-from tasks.tracking.tracker import flatten
+from tasks.tracking.record import flatten
 
 EVALUATION = "metrics/evaluate.json"
 ANSWERS = "data/evaluate/answers.jsonl"
@@ -36,8 +35,8 @@ MOST_COMMITS = 300
 STAGE = "evaluate"
 EMPTY = "{}"
 """A block that the file does not have."""
-UNCOMPARED = ("runtime.", "report.", "promote.")
-"""Parameters that change no figure."""
+UNCOMPARED = ("runtime.", "report.", "promote.", "raw_files.")
+"""Parameters that change no figure, or follow from others."""
 DEFAULTS = flatten({**NUMERICS, "scorer": DEFAULT})
 """Parameters that params.yaml may lack, as dvc.lock has them then."""
 
@@ -207,9 +206,7 @@ def runs_in_mlflow(root: Path) -> tuple[list[Any], str]:
         return [], f"{where} (not there yet)"
     try:
         client = _client(uri)
-        names = (os.environ.get("MLFLOW_EXPERIMENT_NAME"), project_name(root), settings.EXPERIMENT)
-        known = (client.get_experiment_by_name(name) for name in dict.fromkeys(names) if name)
-        experiment = next((one for one in known if one is not None), None)
+        experiment = client.get_experiment_by_name(experiment_name(root))
         runs, token = [], None
         while experiment is not None:
             page = client.search_runs([experiment.experiment_id], max_results=1000, page_token=token)

@@ -23,7 +23,8 @@ from flows.pool import Pool, connect
 from rlhf_core.errors import UserError
 from rlhf_core.files import atomic
 from rlhf_core.locks import FileLock, holder
-from tasks.tracking.tracker import Status, begin_study, finish_study
+from tasks.tracking.record import Status
+from tasks.tracking.sync import begin_study, finish_study
 
 STUDIES = Path("work") / "studies"
 CALL = "study.json"

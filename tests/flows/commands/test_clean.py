@@ -17,7 +17,7 @@ from tasks.records.leftovers import remove as remove_all
 from tasks.stage.definition import Definition
 from tasks.stage.dvc_files import open_project
 from tasks.stage.state import FINISHED
-from tasks.tracking.outbox import Outbox
+from tests.tasks.tracking.conftest import pipeline, stage
 
 PROJECT = Path(__file__).resolve().parents[3]
 GRAPH = """
@@ -178,19 +178,13 @@ def test_what_has_become_the_present_key_meanwhile_stays(root: Path) -> None:
 
 
 def test_what_waits_for_mlflow_stays(root: Path) -> None:
-    box = Outbox.create(root, "one-0123456789ab", print)
-    box.append("metrics", metrics={"a": 1.0}, step=1)
-    box.append("metrics", metrics={"a": 2.0}, step=2)
-    box.close()
-    for name in (".new-one-1", ".gone-one-2"):
-        (root / "work/outbox" / name).mkdir()
+    live = stage(root, pipeline(root), "one", points=2)
     found = find_leftovers(root, True)
-    assert {path for path in paths(found, root) if "outbox" in path} == {
-        "work/outbox/.new-one-1", "work/outbox/.gone-one-2",
-    }  # fmt: skip
-    assert "stays: work/outbox: 2 events wait for MLflow; `leash sync` sends them" in render(root, found).splitlines()
+    assert not [path for path in paths(found, root) if "tracking" in path]
+    line = "stays: work/tracking: 1 runs are not all in MLflow; `leash sync` sends them"
+    assert line in render(root, found).splitlines()
     clean(root, everything=True)
-    assert box.folder.exists()
+    assert live.folder.exists()
 
 
 def leash_clean(root: Path, *words: str, stdin: int = subprocess.DEVNULL) -> list[str]:

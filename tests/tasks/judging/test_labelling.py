@@ -158,7 +158,7 @@ def test_the_stage_labels_with_an_endpoint(
     assert ended.stdout.index("requests, about") < ended.stdout.index("verdict ")
     assert KEY not in ended.stdout + ended.stderr + json.dumps(metrics)
     files = [path for path in labelled.root.rglob("*") if path.is_file() and ".git/" not in str(path)]
-    assert any("outbox" in path.parts for path in files)
+    assert any("tracking" in path.parts for path in files)
     assert not [path for path in files if KEY.encode() in path.read_bytes()]
 
 

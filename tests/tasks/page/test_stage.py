@@ -15,16 +15,13 @@ from tasks.params.report import ReportParams
 from tasks.report import execute
 
 
-def write(root: Path, run: Run, out: Path, tracker: Any = None) -> dict[str, bytes]:
+def write(root: Path, run: Run, out: Path) -> dict[str, bytes]:
     stage: Any = SimpleNamespace(
         root=root,
         hashes={"data/evaluate/answers.jsonl": "0123abcd", "tasks/report.py": "f"},
         params=ReportParams(samples=20),
         read=lambda path: run.answers if path.endswith("answers.jsonl") else run.samples,
         out=lambda path: out,
-        tracker=tracker,
-        conclude=lambda: None,
-        afterwards=[],
     )
     execute(stage)
     return {path.name: path.read_bytes() for path in out.iterdir()}
@@ -32,17 +29,14 @@ def write(root: Path, run: Run, out: Path, tracker: Any = None) -> dict[str, byt
 
 @pytest.mark.slow
 def test_two_runs_write_the_same_bytes(make_run: Callable[..., Run], tmp_path: Path) -> None:
-    sent: list[tuple[Path, str]] = []
-    tracker = SimpleNamespace(artifact=lambda path, folder: sent.append((path, folder)))
     run = make_run()
     assert any("\ud83d" in row["policy"] for row in run.samples), "the samples have a lone surrogate"
     first = write(tmp_path, run, tmp_path / "one")
-    assert first == write(tmp_path, run, tmp_path / "two", tracker)
+    assert first == write(tmp_path, run, tmp_path / "two")
     drawn = [picture for picture in PICTURES if picture is not disagreement]  # only of several reward models
     assert len([name for name in first if name.endswith(".png")]) == len(drawn)
     assert "0123abcd" in first["index.html"].decode("utf-8"), "the page says which answers it was made from"
     assert str(tmp_path) not in first["index.html"].decode("utf-8")
-    assert sent == [(tmp_path / "two", "report")]
 
 
 def test_neither_torch_nor_pyplot_is_loaded() -> None:

@@ -1,14 +1,13 @@
-"""A stage as dvc.yaml defines it, and the identity of a pipeline run."""
+"""A stage as dvc.yaml defines it."""
 
 import subprocess
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from rlhf_core.errors import UserError
-from tasks.stage.definition import Definition, digest, git_state, pipeline_identity
+from tasks.stage.definition import Definition, digest, git_state
 from tasks.stage.dvc_files import open_project
 
 GRAPH = """
@@ -58,38 +57,6 @@ def test_users_errors(root: Path) -> None:
             Definition("second", project).hashes()
         with pytest.raises(UserError, match=r"^params.yaml: second: missing parameter"):
             Definition("second", project).tracked({"seed": 1})
-
-
-def change(**blocks: Any) -> Callable[[Path], dict[str, Any]]:
-    return lambda root: PARAMS | blocks
-
-
-def rewrite(name: str, text: str) -> Callable[[Path], dict[str, Any]]:
-    def apply(root: Path) -> dict[str, Any]:
-        (root / name).write_text(text, encoding="utf-8")
-        return PARAMS
-
-    return apply
-
-
-@pytest.mark.parametrize(
-    ("edit", "another_run"),
-    [
-        (change(runtime={"tracking": False}), False),
-        (rewrite("code.py", "pass\n"), False),
-        (change(first={"a": {"b": 2}}), True),
-        (change(seed=2), True),
-        (rewrite("data/raw/set/train.jsonl", '{"more": 1}\n'), True),
-        (rewrite("dvc.yaml", GRAPH.replace("python second.py", "python -O second.py")), True),
-    ],
-)
-def test_the_identity_of_a_pipeline_run(root: Path, edit: Callable[[Path], dict[str, Any]], another_run: bool) -> None:
-    def identity(params: dict[str, Any]) -> str:
-        with open_project(root) as project:
-            return pipeline_identity(project, params).key
-
-    before = identity(PARAMS)
-    assert (identity(edit(root)) != before) is another_run
 
 
 def test_equal_content_has_one_digest_whatever_its_order() -> None:

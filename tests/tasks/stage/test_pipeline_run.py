@@ -1,87 +1,134 @@
-"""The figures that MLflow gets of a stage, and the description of the pipeline run."""
+"""The identity of a pipeline run, and what is recorded of stages that DVC restored."""
 
 from __future__ import annotations
 
+import hashlib
+import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+from ruamel.yaml import YAML
 
-from tasks.stage.definition import pipeline_identity
-from tasks.stage.dvc_files import open_project
-from tasks.stage.pipeline_run import models_of, numbers
-from tasks.tracking import settings
-from tasks.tracking.tracker import PipelineIdentity
+from tasks.stage.definition import digest
+from tasks.stage.pipeline_run import collect, identity
+from tasks.tracking import record, settings
 from tests.conftest import call
 
-EVALUATION = {
-    "judge": "gold rubric",
-    "win_rate": 0.8,
-    "gold_policy": None,
-    "pairs_too_long": 0,
-    "seeds": [1, 2],
-    "models": {
-        "sft": {"gold": 1.0, "kl": 0.0, "win_rate": None, "entropy": 2.0},
-        "policy": {"gold": 3.0, "kl": 2.5, "win_rate": 0.8, "recipe": None},
-        "dpo": {"gold": 2.0, "kl": 1.5, "win_rate": 0.7},
-    },
-}
+GRAPH = "stages: {one: {cmd: python one.py}, two: {cmd: python two.py}}\n"
+PARAMS: dict[str, Any] = {"seed": 1, "runtime": {"tracking": True}, "one": {"a": {"b": 1}}}
 
 
-def test_the_run_of_a_stage_has_all_its_numbers() -> None:
-    assert numbers(EVALUATION | {"enabled": True}) == {"win_rate": 0.8, "pairs_too_long": 0.0}
-
-
-def test_the_models_of_the_evaluation_end_with_the_policy(tmp_path: Path) -> None:
-    found = models_of("evaluate", tmp_path, EVALUATION)
-    assert [one.name for one in found] == ["sft", "dpo", "policy"]
-    assert found[0].figures == {"gold": 1.0, "kl": 0.0}
-    assert found[2].figures == {"gold": 3.0, "kl": 2.5, "win_rate": 0.8}
-
-
-def test_the_snapshots_are_models_with_their_step(tmp_path: Path) -> None:
-    (tmp_path / "plots").mkdir()
-    rows = ("step,eta,kl,reward,gold", "0,0.0,0,0.5,", "4,1.0,1.7,3.8,2.4", "8,1.0,2.6,4.5,", "8,0.5,1.2,3.0,")
-    (tmp_path / "plots/select.csv").write_text("\n".join(rows) + "\n", encoding="utf-8")
-    found = models_of("select", tmp_path, {})
-    assert [(one.name, one.step) for one in found] == [("snapshot 4", 4), ("snapshot 8", 8)]
-    assert found[0].figures == {"kl": 1.7, "reward": 3.8, "gold": 2.4}
-    assert found[1].figures == {"kl": 2.6, "reward": 4.5}
-
-
-def test_a_run_is_named_by_commit_seed_and_a_few_changes() -> None:
-    one = PipelineIdentity("k", {"seed": 3}, "c0ffee00", True, ("seed=3 (1)", "ppo.kl.coef=0.2 (0.13)"))
-    assert one.title == "c0ffee0+ seed 3, ppo.kl.coef=0.2"
-    many = PipelineIdentity("k", {"seed": 3}, "c0ffee00", True, tuple(f"sft.x{number}=1 (2)" for number in range(9)))
-    assert many.title == "c0ffee0+ seed 3"
-
-
-def test_the_description_says_what_came_out_of_which_code(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(settings.RUN_VARIABLE, "betas-seed=1")
-    identity = PipelineIdentity("k", {}, "c0ffee00", True, ("ppo.kl.coef=0.2 (0.13)",), ("tasks/ppo.py",))
-    lines = identity.note({"gold_policy": 3.39775, "win_rate": None}).split("\n\n")
-    assert lines == [
-        "gold_policy **3.4**",
-        "DVC experiment `betas-seed=1`: `dvc exp apply betas-seed=1` brings its results back",
-        "commit `c0ffee00`, with uncommitted changes in `tasks/ppo.py`; parameters changed since: "
-        "`ppo.kl.coef=0.2 (0.13)`",
-    ]
-
-
-def test_the_identity_has_what_differs_from_the_commit(tmp_path: Path) -> None:
-    """What a run writes and the block `runtime` are left out."""
-    before = "seed: 1\nppo: {kl: {coef: 0.13}}\nsft: {old: 1}\nruntime: {tracking: true}\n"
-    files = {"dvc.yaml": "stages: {}\n", "dvc.lock": "{}\n", "params.yaml": before, "code.py": ""}
-    for name, text in files.items():
+@pytest.fixture
+def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.delenv("USER", raising=False)
+    files = {"dvc.yaml": GRAPH, "code.py": "", "data/raw/README.md": "", "data/raw/set.dvc": "outs: [{md5: a}]\n"}
+    for name, text in (files | {"params.yaml": "seed: 1\none: {a: {b: 1}}\n", ".gitignore": "work\n"}).items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text, encoding="utf-8")
-    call(tmp_path, "git", "init", "--quiet")
-    (tmp_path / ".dvc").mkdir()
-    (tmp_path / ".dvc/config").touch()
+    call(tmp_path, "git", "init", "--quiet", "--initial-branch", "trunk")
     call(tmp_path, "git", "add", "--all")
     call(tmp_path, "git", "-c", "user.name=a", "-c", "user.email=a@b", "commit", "--quiet", "--message", "a commit")
-    (tmp_path / "dvc.lock").write_text("schema: '2.0'\n", encoding="utf-8")
-    (tmp_path / "code.py").write_text("pass\n", encoding="utf-8")
-    with open_project(tmp_path) as project:
-        found = pipeline_identity(project, {"seed": 1, "ppo": {"kl": {"coef": 0.2}}, "runtime": {"tracking": False}})
-    changed = [one for one in found.changes if not one.endswith(".enabled=none (false)")]
-    assert changed == ["ppo.kl.coef=0.2 (0.13)", "sft.old=none (1)"]
-    assert found.edited == ("code.py",)
+    return tmp_path
+
+
+def change(**blocks: Any) -> Callable[[Path], dict[str, Any]]:
+    return lambda root: PARAMS | blocks
+
+
+def rewrite(name: str, text: str) -> Callable[[Path], dict[str, Any]]:
+    def apply(root: Path) -> dict[str, Any]:
+        (root / name).parent.mkdir(exist_ok=True)
+        (root / name).write_text(text, encoding="utf-8")
+        return PARAMS
+
+    return apply
+
+
+@pytest.mark.parametrize(
+    ("edit", "another_run"),
+    [
+        (change(runtime={"tracking": False}), False),
+        (rewrite("code.py", "pass\n"), False),
+        (rewrite("data/raw/README.md", "a remark\n"), False),
+        (change(one={"a": {"b": 2}}), True),
+        (change(seed=2), True),
+        (rewrite("data/raw/set.dvc", "outs: [{md5: b}]\n"), True),
+        (rewrite("data/raw/more.jsonl", "{}\n"), True),
+        (rewrite("rounds/1.dvc", "outs: [{md5: c}]\n"), True),
+        (rewrite("dvc.yaml", GRAPH.replace("python two.py", "python -O two.py")), True),
+    ],
+)
+def test_the_identity_of_a_pipeline_run(root: Path, edit: Callable[[Path], dict[str, Any]], another_run: bool) -> None:
+    before = identity(root, PARAMS)["key"]
+    assert (identity(root, edit(root))["key"] != before) is another_run
+
+
+def test_commit_branch_and_origin_are_tags_without_a_password(root: Path) -> None:
+    call(root, "git", "remote", "add", "origin", "https://somebody:hunter2@example.org/team/project.git")
+    tags = identity(root, PARAMS)["tags"]
+    assert len(tags["mlflow.source.git.commit"]) == 40
+    assert tags["mlflow.source.git.branch"] == "trunk"
+    assert tags["mlflow.source.git.repoURL"] == "https://example.org/team/project.git"
+
+
+def test_what_differs_from_the_commit(root: Path) -> None:
+    """What a run writes and the block `runtime` are left out."""
+    (root / "code.py").write_text("pass\n", encoding="utf-8")
+    run = identity(root, {"seed": 1, "one": {"a": {"b": 2}}, "runtime": {"tracking": False}})
+    changed = [one for one in run["tags"]["leash.changes"].split(", ") if not one.endswith(".enabled=none (false)")]
+    assert changed == ["one.a.b=2 (1)"]
+    assert run["edited"] == ["code.py"]
+
+
+def lock(root: Path, stages: dict[str, dict[str, Any]]) -> None:
+    """dvc.lock with these stages: parameters, and outputs that are written."""
+    content: dict[str, Any] = {"schema": "2.0", "stages": {}}
+    for name, entry in stages.items():
+        outs = []
+        for path, text in entry["outs"].items():
+            (root / path).parent.mkdir(exist_ok=True)
+            (root / path).write_text(text, encoding="utf-8")
+            outs.append({"path": path, "md5": hashlib.md5(text.encode(), usedforsecurity=False).hexdigest()})
+        deps = [{"path": "data/ingest/a.jsonl", "md5": "d"}, {"path": "tasks/one.py", "md5": "c"}]
+        content["stages"][name] = {
+            "cmd": f"python {name}.py", "deps": deps, "params": {"params.yaml": entry["params"]}, "outs": outs,
+        }  # fmt: skip
+    YAML().dump(content, root / "dvc.lock")
+
+
+def test_stages_that_dvc_restored_are_recorded_once_with_their_hashes(root: Path) -> None:
+    lock(root, {
+        "check": {"params": {}, "outs": {"data/check.ok": ""}},
+        "one": {"params": {"one.a.b": 1}, "outs": {"metrics/one.json": "{}"}},
+        "two": {"params": {"one.a.b": 2}, "outs": {"metrics/two.json": "{}"}},
+        "dpo": {"params": {}, "outs": {"metrics/dpo.json": "{}"}},
+    })  # fmt: skip
+    for _ in range(2):
+        folder = collect(root)
+        assert folder is not None
+        (one,) = record.executions(folder)
+    assert one["stage"] == "one", "two has other parameters, dpo is switched off"
+    assert one["restored"]
+    assert one["inputs"] == {"data/ingest/a.jsonl": "d"}
+    deps = {"data/ingest/a.jsonl": "d", "tasks/one.py": "c"}
+    assert one["key"] == digest({"cmd": "python one.py", "params": {"one.a.b": 1}, "deps": deps})
+    assert json.loads((one["folder"] / record.FILES / "metrics/one.json").read_text()) == {}
+
+
+def test_outputs_that_are_not_those_of_the_lock_are_not_recorded(root: Path) -> None:
+    lock(root, {"one": {"params": {}, "outs": {"metrics/one.json": "{}"}}})
+    (root / "metrics/one.json").write_text('{"a": 1}', encoding="utf-8")
+    assert collect(root) is None
+    (root / "metrics/one.json").write_text("{}", encoding="utf-8")
+    (root / "params.yaml").write_text("runtime: {tracking: false}\n", encoding="utf-8")
+    assert collect(root) is None
+
+
+def test_an_isolated_run_has_the_name_of_its_experiment(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(settings.RUN_VARIABLE, "betas-1")
+    monkeypatch.setenv(settings.STUDY_VARIABLE, "betas")
+    run = identity(root, PARAMS)
+    assert (run["experiment"], run["study"], run["tags"]["leash.experiment"]) == ("betas-1", "betas", "betas-1")
+    assert "leash.report" not in run["tags"], "its folder will be removed"

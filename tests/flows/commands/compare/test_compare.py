@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -12,10 +13,11 @@ from dvc.repo import Repo
 from flows.commands.compare.compare import compare
 from flows.commands.compare.sources import find
 from rlhf_core.errors import UserError
+from tasks.naming import experiment_name
 from tasks.page.comparison_table import COLUMNS, label
-from tasks.tracking import settings
-from tasks.tracking.sender import drain
-from tasks.tracking.tracker import PipelineIdentity, Tracker
+from tasks.tracking import record, settings
+from tasks.tracking.exporter import export
+from tests.tasks.tracking import conftest as tracked
 
 PARAMS = "seed: {seed}\nruntime: {{progress_seconds: {seed}}}\nppo: {{kl: {{coef: 0.1}}}}\n"
 
@@ -266,18 +268,17 @@ def test_a_revision_without_figures_is_refused(project: Path) -> None:
 
 
 def track(root: Path, key: str, stage: str, artifact: bool = True) -> None:
-    pipeline = PipelineIdentity(key * 64, {"seed": 7, "runtime": {"progress_seconds": 1}}, key * 40)
-    tracker = Tracker.open(root, stage, key * 64, pipeline, send=False, system_seconds=0)
-    if artifact:
-        tracker.artifact(root / "metrics" / "evaluate.json", "metrics")
-    tracker.close("FINISHED")
+    folder = tracked.pipeline(root, key * 64, tags={"leash.commit": key * 40})
+    live = tracked.stage(root, folder, stage, key * 63 + stage[0])
+    if not artifact:
+        shutil.rmtree(live.folder / record.FILES)
 
 
 def ids(root: Path) -> dict[str, str]:
     from mlflow.tracking import MlflowClient
 
     client = MlflowClient(settings.tracking_uri(root))
-    found = client.search_runs([client.get_experiment_by_name("leash").experiment_id])
+    found = client.search_runs([client.get_experiment_by_name(experiment_name(root)).experiment_id])
     return {str(run.info.run_name): run.info.run_id for run in found}
 
 
@@ -287,28 +288,28 @@ def test_runs_of_mlflow_by_id_beginning_and_name(project: Path, monkeypatch: pyt
     track(project, "a", "evaluate")
     track(project, "a", "sft")
     track(project, "b", "sft")
-    drain(project)
+    export(project)
     known = ids(project)
     write(project, 9.0)
-    for name in (known["evaluate"], known["evaluate"][:8], "evaluate", "aaaaaaa seed 7", known["aaaaaaa seed 7"]):
+    for name in (known["evaluate"], known["evaluate"][:8], "evaluate", "aaaaaaa", known["aaaaaaa"]):
         run = find(project, name)
         assert run.source == f"MLflow run {known['evaluate']}"
         assert run.evaluation["models"]["policy"]["gold"] == 4.0
-        assert run.params == {"seed": "7"}
+        assert run.params == tracked.PARAMS
     with pytest.raises(UserError, match=r"pipeline run .* has no finished run of evaluate"):
-        find(project, "bbbbbbb seed 7")
+        find(project, "bbbbbbb")
     for unknown in ("sft", known["evaluate"][:5], "evaluat"):
         with pytest.raises(UserError, match=r"no run; .*MLflow at .*\(id, beginning of an id, or name\)"):
             find(project, unknown)
     git(project, "tag", "evaluate")
     assert find(project, "evaluate").source.startswith("git ")
     track(project, "c", "evaluate", artifact=False)
-    drain(project)
+    export(project)
     git(project, "tag", "-d", "evaluate")
     with pytest.raises(UserError, match=r"evaluate: 2 runs in MLflow have this name; use an id"):
         find(project, "evaluate")
     with pytest.raises(UserError, match=r"has no artifact metrics/evaluate.json"):
-        find(project, "ccccccc seed 7")
+        find(project, "ccccccc")
 
 
 def test_a_server_that_does_not_answer_is_named(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -331,6 +332,7 @@ def test_an_experiment_is_found_by_its_name(project: Path) -> None:
 def test_a_clean_checkout_is_not_called_edited(project: Path) -> None:
     """dvc.lock has parameters that params.yaml may lack: deterministic, precision, reward_model, scorer."""
     methods = {"deterministic": True, "precision": "float32", "reward_model": True, "dpo": {"enabled": False},
+               "raw_files": {"prompts": None, "texts": [], "pretrained": None},
                "scorer": [{"term": "reward_model", "weight": 1.0}]}  # fmt: skip
     params = {"params.yaml": {"seed": 2, "ppo": {"kl": {"coef": 0.1}}}, "data/methods.json": methods}
     content = {"stages": {"evaluate": {"cmd": "evaluate", "params": params}}}

@@ -1,16 +1,19 @@
 """MLflow's artifact repository for `dvc://`: the files of registered models, from the DVC cache of a project or its
 remote.
 
-MLflow finds it through the entry point in pyproject.toml, and imports it with every `import mlflow`: DVC,
-transformers and `tasks`, which take seconds or look at GPUs, are imported when a file is read.
+MLflow finds it through the entry point in pyproject.toml, and imports it with every `import mlflow`, in programs that
+have nothing to do with Leash, too: it imports next to nothing and changes nothing. DVC and transformers, which take
+seconds, are imported when a file is read.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import platform
 import tempfile
 from functools import cached_property
+from importlib.metadata import version
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qs, urlsplit
@@ -19,14 +22,12 @@ from mlflow.entities import FileInfo
 from mlflow.exceptions import MlflowException
 from mlflow.store.artifact.artifact_repo import ArtifactRepository
 
-from rlhf_core.errors import UserError
-
 if TYPE_CHECKING:
     from tasks.stage.dvc_files import Stored
 
 PROJECT_VARIABLE = "LEASH_PROJECT"
 """Environment variable of a reader of registered models: the project whose DVC cache and remote hold them."""
-MLMODEL = "MLmodel"
+MLMODEL, REQUIREMENTS = "MLmodel", "requirements.txt"
 TOKENIZER = "components/tokenizer/"
 """Where MLflow's loader expects the files of the tokenizer; the model's are at the root, as in `models/policy`."""
 NOT_OF_THE_TOKENIZER = ("config.json", "generation_config.json", "provenance.json")
@@ -35,7 +36,8 @@ WEIGHTS = (".safetensors", ".bin", ".index.json")
 
 class DvcArtifactRepository(ArtifactRepository):
     """The files of `dvc://models/policy?md5=HASH&project=FOLDER`, with an `MLmodel` beside them, so that
-    `mlflow.transformers.load_model` reads the folder. Read-only; every byte is checked against its hash."""
+    `mlflow.transformers.load_model`, `mlflow.pyfunc.load_model` and `mlflow models serve` read the folder. Read-only;
+    every byte is checked against its hash."""
 
     def __init__(self, artifact_uri: str, tracking_uri: str | None = None, registry_uri: str | None = None) -> None:
         super().__init__(artifact_uri, tracking_uri, registry_uri)
@@ -70,6 +72,8 @@ class DvcArtifactRepository(ArtifactRepository):
         return str((folder / inside).resolve())
 
     def _download_file(self, remote_file_path: str, local_path: str) -> None:
+        from rlhf_core.errors import UserError
+
         source, target = self._files[remote_file_path], Path(local_path)
         target.parent.mkdir(parents=True, exist_ok=True)
         try:
@@ -80,6 +84,7 @@ class DvcArtifactRepository(ArtifactRepository):
     @cached_property
     def _files(self) -> dict[str, Stored | bytes]:
         """Path in the folder of the model -> file in the cache, or the content of a file that is made here."""
+        from rlhf_core.errors import UserError
         from tasks.stage.dvc_adapter import stored_files
 
         if not self._digest:
@@ -105,7 +110,7 @@ def _size(source: Stored | bytes) -> int:
 
 def _project(hint: str) -> Path:
     """The project whose cache is read: `LEASH_PROJECT`, else the one that registered the model, else the current
-    folder or the nearest above it. Raises UserError."""
+    folder or the nearest above it. Raises MlflowException."""
     here = Path.cwd()
     named = os.environ.get(PROJECT_VARIABLE)
     candidates = [Path(named)] if named else [*([Path(hint)] if hint else []), here, *here.parents]
@@ -113,13 +118,13 @@ def _project(hint: str) -> Path:
         if (folder / ".dvc").is_dir():
             return folder.resolve()
     places = named or " or ".join(filter(None, (hint, f"{here} or above")))
-    raise UserError(f"no DVC project at {places}; set {PROJECT_VARIABLE} to the folder of a clone of Leash")
+    raise MlflowException(f"no DVC project at {places}; set {PROJECT_VARIABLE} to the folder of a clone of Leash")
 
 
 def _for_the_loader(stored: dict[str, Stored]) -> dict[str, Stored | bytes]:
-    """What MLflow's flavor transformers needs beside a Hugging Face folder: `MLmodel`, and the tokenizer's files in a
-    folder of their own. Empty for what is no causal language model, or a model with Python code of its own, which
-    MLflow would execute."""
+    """What MLflow's flavors transformers and python_function need beside a Hugging Face folder: `MLmodel`, the versions
+    of the packages, and the tokenizer's files in a folder of their own. Empty for what is no causal language model, or
+    a model with Python code of its own, which MLflow would execute."""
     if "config.json" not in stored or "tokenizer_config.json" not in stored:
         return {}
     import mlflow
@@ -141,10 +146,27 @@ def _for_the_loader(stored: dict[str, Stored]) -> dict[str, Stored | bytes]:
         "transformers_version": transformers.__version__,
         "code": None,
     }
-    made: dict[str, Any] = {"flavors": {"transformers": flavor}, "mlflow_version": mlflow.__version__}
+    function = {
+        "loader_module": "mlflow.transformers",
+        "python_version": platform.python_version(),
+        "env": {"virtualenv": "python_env.yaml"},
+    }
+    text = json.dumps([{"type": "string", "required": True}])
+    made: dict[str, Any] = {
+        "flavors": {"transformers": flavor, "python_function": function},
+        "signature": {"inputs": text, "outputs": text, "params": None},
+        "mlflow_version": mlflow.__version__,
+    }
+    packages = "".join(f"{name}=={version(name)}\n" for name in ("mlflow", "torch", "transformers"))
+    environment = {"python": platform.python_version(), "dependencies": [f"-r {REQUIREMENTS}"]}
     copies = {
         TOKENIZER + name: file
         for name, file in stored.items()
         if "/" not in name and name not in NOT_OF_THE_TOKENIZER and not name.endswith(WEIGHTS)
     }
-    return {MLMODEL: json.dumps(made, indent=2).encode(), **copies}
+    return {
+        MLMODEL: json.dumps(made, indent=2).encode(),
+        REQUIREMENTS: packages.encode(),
+        "python_env.yaml": json.dumps(environment).encode(),
+        **copies,
+    }

@@ -1,0 +1,263 @@
+"""What MLflow shall show of a pipeline run, as files in `work/tracking/<pipeline>/`. Does not import mlflow.
+
+    run.json                        parameters, commit and other tags of the pipeline's run
+    <stage>-<key>/facts.json        one execution of a stage: status, times, parameters, hashes of its inputs
+    <stage>-<key>/live.jsonl        its points and tags, one line each, appended while it runs
+    <stage>-<key>/files/…           copies of its metrics, plots, samples and report
+    sent.json                       the state of these files that an address of MLflow has received
+
+A stage only writes these files. The exporter makes MLflow agree with them, now or later.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+import socket
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, Literal
+
+import psutil
+
+from rlhf_core.locks import FileLock
+from tasks.params.secrets import HIDDEN, is_secret
+from tasks.tracking.settings import main_checkout
+
+Status = Literal["FINISHED", "FAILED", "KILLED"]
+RUN, FACTS, LIVE, FILES, SENT = "run.json", "facts.json", "live.jsonl", "files", "sent.json"
+LINK_ABOVE_BYTES = 8 * 2**20  # copying more could delay the stage
+NOT_IN_NAMES = re.compile(r"[^\w/.\- :]")
+SHOWN = {
+    "preferences": ("data/preferences/preferences.jsonl",),
+    "evaluate": (
+        "metrics/summary.json",
+        "plots/frontier.csv",
+        "data/evaluate/samples.jsonl",
+        "data/evaluate/answers.jsonl",
+    ),
+    "select": ("plots/select.csv",),
+    "report": ("report",),
+}
+"""What MLflow shows of a stage beside metrics/<stage>.json, plots/<stage>.csv and data/<stage>/samples.jsonl."""
+
+
+def folder_of(root: Path) -> Path:
+    """The folder of all records of the main checkout of `root`, those of its workspaces included."""
+    return main_checkout(root) / "work" / "tracking"
+
+
+def shown_files(stage: str) -> tuple[str, ...]:
+    """The outputs of a stage that MLflow shows, relative to the project."""
+    samples = () if stage == "preferences" else (f"data/{stage}/samples.jsonl",)
+    return (f"metrics/{stage}.json", f"plots/{stage}.csv", *dict.fromkeys((*samples, *SHOWN.get(stage, ()))))
+
+
+def read(path: Path) -> dict[str, Any]:
+    """A JSON file of a record; empty where it is missing or damaged."""
+    try:
+        content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return content
+
+
+def write(path: Path, content: Mapping[str, Any]) -> None:
+    """Write a JSON file of a record atomically. Raises OSError."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    fresh = path.with_name(f".{path.name}.{os.getpid()}")
+    fresh.write_text(json.dumps(content, ensure_ascii=False, default=str), encoding="utf-8", errors="backslashreplace")
+    fresh.replace(path)
+
+
+def open_record(root: Path, run: Mapping[str, Any]) -> Path:
+    """The record of the pipeline run `run` (`key`, `workspace`, `params`, `tags`, …); made where it is missing. Raises
+    OSError."""
+    folder = folder_of(root) / f"{run['key'][:12]}-{run['workspace']}"
+    with exclusive(root):
+        known = read(folder / RUN)
+        write(folder / RUN, {"created": now_ms(), **known, **run, "touched": now_ms()})
+    return folder
+
+
+def copy_files(root: Path, execution: Path, stage: str) -> None:
+    """Copy the outputs of `stage` that MLflow shows into its execution; large ones become links. Raises OSError."""
+    for name in shown_files(stage):
+        source, target = root / name, execution / FILES / name
+        for file in sorted(source.rglob("*")) if source.is_dir() else [source]:
+            if not file.is_file():
+                continue
+            place = target / file.relative_to(source)
+            place.parent.mkdir(parents=True, exist_ok=True)
+            place.unlink(missing_ok=True)
+            large = file.stat().st_size > LINK_ABOVE_BYTES and file.stat().st_dev == place.parent.stat().st_dev
+            os.link(file, place) if large else shutil.copyfile(file, place)
+
+
+class Live:
+    """The record of a running stage. Its calls take milliseconds, and none fails: with a full disk a row is lost, with
+    one warning."""
+
+    def __init__(self, root: Path, record: Path, facts: Mapping[str, Any]) -> None:
+        self.stage, self.folder = str(facts["stage"]), record / f"{facts['stage']}-{facts['key'][:12]}"
+        self._root = root
+        self._warned = False
+        self._fd: int | None = None
+        me = psutil.Process()
+        process = {"pid": me.pid, "born": me.create_time(), "host": socket.gethostname()}
+        with self._warning():
+            before = read(self.folder / FACTS)
+            restarts = {"restarts": before.get("restarts", 0) + 1} if before else {}
+            self._facts = {"started": now_ms(), **before, **facts, **process, **restarts, "status": "RUNNING"}
+            write(self.folder / FACTS, self._facts)
+            self._fd = os.open(self.folder / LIVE, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+            size = os.fstat(self._fd).st_size
+            self._torn = bool(size) and os.pread(self._fd, 1, size - 1) != b"\n"
+
+    def points(self, values: Mapping[str, float | None], step: int) -> None:
+        """Metrics of a step; None is left out."""
+        self._append({"step": int(step), "metrics": {k: float(v) for k, v in values.items() if v is not None}})
+
+    def tag(self, name: str, text: str) -> None:
+        """A tag of the stage's run; the last value of a name is kept."""
+        self._append({"tags": {name: text}})
+
+    def end(self, status: Status) -> None:
+        """Record how the stage has ended; copies its outputs where it is well."""
+        with self._warning():
+            if status == "FINISHED":
+                copy_files(self._root, self.folder, self.stage)
+            write(self.folder / FACTS, {**self._facts, "status": status, "ended": now_ms()})
+        if self._fd is not None:
+            os.close(self._fd)
+            self._fd = None
+
+    def _append(self, line: dict[str, Any]) -> None:
+        """One line in one system call."""
+        data = (json.dumps({"at": now_ms(), **line}, ensure_ascii=False, default=str) + "\n").encode(errors="replace")
+        with self._warning():
+            if self._fd is not None:
+                data = b"\n" * self._torn + data
+                self._torn = os.write(self._fd, data) != len(data)
+
+    @contextmanager
+    def _warning(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            if not self._warned:
+                print(f"tracking: not recorded ({error}); the stage goes on", file=sys.stderr, flush=True)
+            self._warned = True
+
+
+def executions(record: Path) -> list[dict[str, Any]]:
+    """The facts of all executions of a record with their `folder`, in the order of their begin. One whose process has
+    died counts as KILLED."""
+    found = []
+    for path in record.glob(f"*/{FACTS}"):
+        if facts := read(path):
+            if facts["status"] == "RUNNING" and not is_alive(facts):
+                facts |= {"status": "KILLED", "ended": int(path.stat().st_mtime * 1000)}
+            found.append(facts | {"folder": path.parent})
+    return sorted(found, key=lambda facts: (facts["started"], facts["stage"]))
+
+
+def is_alive(facts: Mapping[str, Any]) -> bool:
+    """Whether the process of a stage runs; of one on another machine, True."""
+    if facts.get("host") != socket.gethostname():
+        return True
+    with suppress(psutil.Error):
+        return bool(abs(psutil.Process(facts["pid"]).create_time() - facts["born"]) < 1.0)
+    return False
+
+
+def rows(execution: Path) -> tuple[list[tuple[str, int, int, float]], dict[str, str]]:
+    """The points of live.jsonl as (name, step, milliseconds, value), the first of each name and step, and its tags. A
+    line that a killed process has not finished is left out."""
+    points: dict[tuple[str, int], tuple[str, int, int, float]] = {}
+    tags: dict[str, str] = {}
+    with suppress(OSError), (execution / LIVE).open(encoding="utf-8", errors="replace") as file:
+        for line in file:
+            with suppress(ValueError, KeyError, AttributeError):
+                row = json.loads(line)
+                tags |= row.get("tags", {})
+                for name, value in row.get("metrics", {}).items():
+                    points.setdefault((name, row["step"]), (safe_name(name), row["step"], row["at"], value))
+    return list(points.values()), tags
+
+
+def pending(root: Path, mark: str = "") -> list[Path]:
+    """The records of which the address with this mark (see `settings.uri_mark`) has not received all, the oldest first;
+    without a mark all of them."""
+    found = [path.parent for path in folder_of(root).glob(f"*/{RUN}")]
+    found.sort(key=lambda folder: (read(folder / RUN).get("created", 0), folder.name))
+    return [folder for folder in found if not mark or read(folder / SENT).get(mark) != fingerprint(folder)]
+
+
+def fingerprint(record: Path) -> str:
+    """A hash of names, sizes and times of the files of a record."""
+    files = sorted(path for path in record.rglob("*") if path.is_file() and path.name != SENT)
+    seen = [(str(path.relative_to(record)), path.stat().st_size, path.stat().st_mtime_ns) for path in files]
+    return hashlib.sha256(repr(seen).encode()).hexdigest()[:16]
+
+
+def prune(root: Path, mark: str) -> None:
+    """Remove the records that have arrived, and from which no stage would continue."""
+    with exclusive(root):
+        everything = {folder: read(folder / RUN) for folder in pending(root)}
+        waiting = set(pending(root, mark))
+        newest = {run.get("workspace"): folder for folder, run in sorted(everything.items(), key=_touched)}
+        for folder, run in everything.items():
+            states = {facts["status"] for facts in executions(folder)} if run.get("key") else {run.get("status")}
+            old = newest[run.get("workspace")] != folder or not Path(run.get("root", "/")).exists()
+            if folder not in waiting and "RUNNING" not in states and (old or states <= {"FINISHED"}):
+                shutil.rmtree(folder, ignore_errors=True)
+
+
+def _touched(item: tuple[Path, dict[str, Any]]) -> int:
+    return int(item[1].get("touched", 0))
+
+
+@contextmanager
+def exclusive(root: Path) -> Iterator[None]:
+    """Hold the lock of the records, for milliseconds: a record is not removed while a stage begins in it."""
+    folder_of(root).mkdir(parents=True, exist_ok=True)
+    lock = FileLock(folder_of(root) / "lock")
+    lock.acquire(timeout=2.0)
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def now_ms() -> int:
+    """Wall-clock time in milliseconds."""
+    return time.time_ns() // 1_000_000
+
+
+def flatten(params: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
+    """Nested parameters as dotted names and text: {"ppo": {"kl": {"coef": 0.1}}} gives {"ppo.kl.coef": "0.1"}.
+
+    Values except text are written as JSON; values of secret keys are hidden.
+    """
+    flat: dict[str, str] = {}
+    for key, value in params.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, Mapping) and value:
+            flat |= flatten(value, f"{name}.")
+        elif is_secret(name):
+            flat[safe_name(name)] = HIDDEN
+        else:
+            flat[safe_name(name)] = value if isinstance(value, str) else json.dumps(value, default=str)
+    return flat
+
+
+def safe_name(text: str) -> str:
+    """`text` with the characters and the length that MLflow allows in names."""
+    return NOT_IN_NAMES.sub("_", text)[:250]
