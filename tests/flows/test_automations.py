@@ -165,8 +165,12 @@ def test_each_project_has_automations_of_its_own_once(shared: Shared) -> None:
     old = {"name": automations.OF_ALL_PROJECTS[0], "trigger": {"type": "event", "posture": "Reactive", "threshold": 1,
            "within": 0, "expect": ["x"]}, "actions": [{"type": "do-nothing"}]}  # fmt: skip
     shared.ask("/automations/", old)
-    for name in ("ours", "ours", "other"):
-        shared.install(shared.root.parent / name, ", 'http://127.0.0.1:1/hook'")
+    for _ in range(2):
+        shared.install(shared.root, ", 'http://127.0.0.1:1/hook'")
+    words = ["-m", "flows.cli", "up", "--install", "--notify", "http://127.0.0.1:1/hook"]
+    other = shared.root.parent / "other"
+    done = subprocess.run([sys.executable, *words], cwd=other, env=shared.environment(), check=False, timeout=150)
+    assert (done.returncode, (other / "work" / "prefect-server.json").exists()) == (0, False)
     names = sorted(one["name"] for one in shared.ask("/automations/filter", {}))
     assert names == [
         f"leash {project}: {what}"
@@ -222,6 +226,8 @@ def test_two_projects_serve_deployments_of_their_own(shared: Shared, toy: Callab
         until(lambda: len(shared.ask("/deployments/filter", {})) == 2)
         names = {flow["id"]: flow["name"] for flow in shared.ask("/flows/filter", {})}
         found = shared.ask("/deployments/filter", {})
+        installed = [one["name"] for one in shared.ask("/automations/filter", {})]
+        assert not [name for name in installed if "first" in name or "second" in name], "nobody has asked for them"
         assert sorted(names[one["flow_id"]] for one in found) == ["first-nightly", "second-nightly"]
         for one in found:
             assert set(one["parameters"]) == {"branch"}, "the place of the project is not a parameter"

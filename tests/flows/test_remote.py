@@ -110,6 +110,7 @@ def test_a_second_clone_computes_nothing_that_the_remote_has(home: Path) -> None
     assert run(second, pull=True) == dict.fromkeys(STAGES, "UpToDate")
 
 
+@pytest.mark.slow
 def test_only_the_outputs_of_named_stages_are_fetched(home: Path) -> None:
     run(home, push=True)
     second = clone(home)
@@ -184,6 +185,7 @@ def test_a_lock_file_that_contradicts_itself_is_not_trusted(home: Path) -> None:
     assert states == {"one": "Restored", "two": "Completed", "last": "Completed"}
 
 
+@pytest.mark.slow
 def test_what_ended_well_is_sent_after_a_failure(home: Path) -> None:
     graph = (home / "dvc.yaml").read_text()
     (home / "dvc.yaml").write_text(graph.replace("worker.py last work", "worker.py last refuse no"))
