@@ -109,7 +109,9 @@ def closing_table() -> str:
     for word, ones in counts:
         seconds = sum(one.seconds for one in ones)
         parts += [f"{len(ones)} {word}{f' in {duration(seconds)}' if seconds else ''}"] if ones else []
-    return "\n".join([outcome_table(shown), *filter(None, [", ".join(parts)]), *switched_off_line(_screen.off)])
+    return "\n".join(
+        [outcome_table(shown), *([f"in all: {', '.join(parts)}"] if parts else []), *switched_off_line(_screen.off)]
+    )
 
 
 def switched_off_line(stages: Sequence[str]) -> list[str]:

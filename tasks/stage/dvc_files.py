@@ -547,7 +547,7 @@ def _read(path: Path) -> dict[str, Any]:
         return {}
     except (YAMLError, ValueError, OSError) as error:
         raise _unreadable(path.name, " ".join(str(error).split()).replace(f"{path.parent}{os.sep}", "")) from None
-    if content is not None and not isinstance(content, dict):
+    if not isinstance(content, dict) and (content is not None or path.name == LOCK_FILE):
         raise _unreadable(path.name, "no mapping")
     return content or {}
 

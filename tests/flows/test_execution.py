@@ -99,4 +99,4 @@ def test_two_jobs_give_the_bytes_of_one_ten_times_under_load(
         assert (root / "dvc.lock").read_bytes() == (twin / "dvc.lock").read_bytes()
         at_once.append(most_at_once(root))
     assert max(at_once) == 2
-    assert [path.name for path in (root / "work").iterdir()] == ["driver.lock"]
+    assert {path.name for path in (root / "work").iterdir()} <= {"driver.lock", "hashes.json"}

@@ -30,7 +30,7 @@ def test_nothing_is_printed_before_the_screen_opens_and_no_advice_of_dvc(capsys:
     ]
     table = terminal.closing_table().splitlines()
     assert [line.split()[0] for line in table[:-1]] == ["stage", "base", "sft"]
-    assert table[-1] == "1 ran in 1 min 01 s, 1 up to date"
+    assert table[-1] == "in all: 1 ran in 1 min 01 s, 1 up to date"
 
 
 def test_a_terminal_has_one_live_line_a_stage(
@@ -84,7 +84,10 @@ def test_stages_that_are_switched_off_are_one_line(capsys: pytest.CaptureFixture
     printed = capsys.readouterr().out.splitlines()
     assert printed == ["[1/2 sft] starts", "[1/2 sft] ran", "[2/2 ppo] starts", "[2/2 ppo] ran", "[rloo] FAILED"]
     assert [line.split()[0] for line in terminal.closing_table().splitlines()[:4]] == ["stage", "sft", "ppo", "rloo"]
-    assert terminal.closing_table().splitlines()[-2:] == ["2 ran, 1 FAILED", "switched off in params.yaml: dpo, rloo"]
+    assert terminal.closing_table().splitlines()[-2:] == [
+        "in all: 2 ran, 1 FAILED",
+        "switched off in params.yaml: dpo, rloo",
+    ]
 
 
 def test_metrics_are_flattened_and_null_figures_left_out(tmp_path: Path) -> None:

@@ -40,7 +40,7 @@ def execute(stage):
     checkpoint.write_text("kept")
     stage.out({"toy": "out.txt", "next": "next.txt"}[stage.name]).write_text(stage.params.word, encoding="utf-8")
 
-run(sys.argv[1], Toy, execute, tracked=False)
+run(sys.argv[1], Toy, lambda: execute)
 """
 
 
