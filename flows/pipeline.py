@@ -2,6 +2,7 @@
 and registries are kept in other modules."""
 
 import os
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -66,6 +67,8 @@ class Execution:
     """With `pull`: the stages whose outputs must be here at the end; those of the others only where they are read."""
     brought: dict[str, Outcome] = field(default_factory=dict)
     """Stages that were first up to date without their outputs, which another one needed then."""
+    bringing: Any = field(default_factory=threading.RLock)
+    """Held while inputs are brought: two stages may read the same one."""
     why: dict[str, str] = field(default_factory=dict)
     failures: dict[str, list[str]] = field(default_factory=dict)
 
@@ -97,7 +100,8 @@ class Execution:
                 except StageUserError:
                     if not (fetched and self._bring_inputs(stage)):
                         raise
-                    outcome = run()  # the remote lacks the result, and it is computed
+                    self.print(stage, "is computed: DVC's remote lacks its result")
+                    outcome = run()
         except StageCrash as error:
             failures.append(str(error).removeprefix(f"{stage}: "))
             raise
@@ -106,17 +110,18 @@ class Execution:
     def _bring_inputs(self, stage: str) -> bool:
         """Fetch, or compute, what the stage reads and is not here; returns whether there was something."""
         graph = self.project.graph
-        sources = [name for name in graph.sources[stage] if self.project.missing(name)]
-        if sources:
-            try:
-                remote.pull(self.project.root, sources, partial(self.print, stage))
-            except UserError as error:
-                raise StageUserError(f"{stage}: {', '.join(sources)}: {error}") from None
-        stages = [name for name in graph.upstream[stage] if self.project.missing(name)]
-        for name in stages:
-            self.wanted.add(name)
-            self.brought[name] = self.run(name)
-            terminal.end(self.brought[name])
+        with self.bringing:
+            sources = [name for name in graph.sources[stage] if self.project.missing(name)]
+            if sources:
+                try:
+                    remote.pull(self.project.root, sources, partial(self.print, stage))
+                except UserError as error:
+                    raise StageUserError(f"{stage}: {', '.join(sources)}: {error}") from None
+            stages = [name for name in graph.upstream[stage] if self.project.missing(name)]
+            for name in stages:
+                self.wanted.add(name)
+                self.brought[name] = self.run(name)
+                terminal.end(self.brought[name])
         return bool(sources or stages)
 
     @contextmanager

@@ -29,7 +29,8 @@ _HIDDEN = (
     "To track the changes with git", "\tgit add", "To enable auto staging", "\tdvc config core.autostage",
     "Use `dvc push`", "Data and pipelines are up to date", "Generating lock file", "Updating lock file",
     "Running stage '", "Verifying data sources", "Stage '", "> ", "ERROR: failed to reproduce '", "ERROR: interrupted",
-    "Pulling data for ",
+    "Pulling data for ", "Unable to pull data for ", "WARNING: Some of the cache files do not exist", "md5: ", "name: ",
+    "Is your cache up to date?", "<https://error.dvc.org/",
 )  # fmt: skip
 """Beginnings of lines that DVC prints around every stage: advice, and what our own lines, errors and the table show."""
 _LABEL = re.compile(r"^\[\d+/\d+ [^\]]+\] ")

@@ -355,18 +355,25 @@ Stages = dict[str, tuple[str, list[str]]]
 that it needs."""
 
 
+@pytest.fixture(scope="session")
+def empty_project(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A repository of git and DVC with the files of the toy stages: making one takes a second."""
+    root = tmp_path_factory.mktemp("toy") / "empty"
+    root.mkdir()
+    call(root, "git", "init", "--quiet")
+    call(root, sys.executable, "-m", "dvc", "init", "--quiet")
+    call(root, sys.executable, "-m", "dvc", "config", "core.analytics", "false")
+    (root / "input.txt").write_text("1\n")
+    (root / "worker.py").write_text(WORKER)
+    return root
+
+
 @pytest.fixture
-def toy(tmp_path: Path) -> Callable[..., Path]:
+def toy(tmp_path: Path, empty_project: Path) -> Callable[..., Path]:
     """Makes a DVC project of stages that note when they begin and end in log.txt."""
 
     def make(stages: Stages, name: str = "toy") -> Path:
-        root = tmp_path / name
-        root.mkdir()
-        call(root, "git", "init", "--quiet")
-        call(root, sys.executable, "-m", "dvc", "init", "--quiet")
-        call(root, sys.executable, "-m", "dvc", "config", "core.analytics", "false")
-        (root / "input.txt").write_text("1\n")
-        (root / "worker.py").write_text(WORKER)
+        root = Path(shutil.copytree(empty_project, tmp_path / name))
         write_graph(root, stages)
         return root
 

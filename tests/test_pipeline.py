@@ -94,6 +94,17 @@ def test_metrics_have_the_names_that_others_rely_on(first: "Project", stage: str
     assert set(METRICS[stage].split()) <= metrics.keys()
 
 
+def test_no_figure_is_a_list_of_numbers(first: "Project") -> None:
+    """DVC and MLflow drop lists. Sampling seeds are settings."""
+
+    def lists(value: Any, name: str = "") -> list[str]:
+        if isinstance(value, dict):
+            return [found for key, each in value.items() for found in lists(each, key)]
+        return [name] if isinstance(value, list) and any(isinstance(each, int | float) for each in value) else []
+
+    assert {name for stage in METRICS for name in lists(first.json(f"metrics/{stage}.json"))} == {"seeds"}
+
+
 def test_intervals_enclose_what_they_are_about(first: "Project") -> None:
     evaluate, reward = first.json("metrics/evaluate.json"), first.json("metrics/reward.json")
     for found, name in ((evaluate, "win_rate"), (reward, "heldout_accuracy")):

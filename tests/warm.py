@@ -45,10 +45,11 @@ _signature = inspect.signature(_new_interpreter)
 
 
 class Source:
-    """The process to fork from, as seen by the one that starts others."""
+    """The process to fork from, as seen by the one that starts others; `constant` are the variables that it has read
+    once."""
 
-    def __init__(self, connection: socket.socket) -> None:
-        self.connection = connection
+    def __init__(self, connection: socket.socket, constant: dict[str, str]) -> None:
+        self.connection, self.constant = connection, constant
         self.lock = threading.Lock()
 
     def start(self, request: dict[str, Any], files: list[int]) -> int | None:
@@ -69,13 +70,14 @@ class Source:
 _source: Source | None = None
 
 
-def make_source() -> Source:
+def make_source(constant: dict[str, str]) -> Source:
     """A source for this process, which ends with it."""
     mine, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     code = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); import warm; warm.main({its.fileno()})"
-    subprocess.Popen([sys.executable, "-c", code], pass_fds=[its.fileno()], start_new_session=True)
+    env = {name: value for name, value in os.environ.items() if not name.startswith(READ_ONCE)} | constant
+    subprocess.Popen([sys.executable, "-c", code], pass_fds=[its.fileno()], env=env, start_new_session=True)
     its.close()
-    return Source(mine)
+    return Source(mine, constant)
 
 
 class Popen(subprocess.Popen[str]):
@@ -87,8 +89,9 @@ class Popen(subprocess.Popen[str]):
         given = _signature.bind(self, *positional, **named).arguments
         pid = None
         if request := _request(given):
-            _source = _source or make_source()
-            pid = _source.start(*request)
+            constant = _read_once(request[0]["env"])
+            _source = _source or make_source(constant)
+            pid = _source.start(*request) if constant == _source.constant else None
         if pid is None:
             _new_interpreter(self, *positional, **named)
             return
@@ -105,7 +108,6 @@ def _request(given: dict[str, Any]) -> tuple[dict[str, Any], list[int]] | None:
         sys.platform != "linux"
         or any(given[name] for name in ("preexec_fn", "pass_fds", "shell", "executable"))
         or (words := _words(given["args"], env)) is None
-        or _read_once(env) != _read_once(dict(os.environ))
         or any(Path(folder, "sitecustomize.py").exists() for folder in folders)
     ):
         return None
@@ -188,7 +190,7 @@ def _run(request: dict[str, Any], files: list[int]) -> None:
             _run(*_serve(its))
             return
         its.close()
-        _source = Source(mine)
+        _source = Source(mine, _read_once(request["env"]))
         subprocess.Popen._execute_child = Popen._execute_child  # type: ignore[attr-defined]
     for number, end in enumerate(files):
         os.dup2(end, number)

@@ -3,6 +3,7 @@ differ from the run before it."""
 
 import json
 import shutil
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -20,6 +21,8 @@ FIGURES = {"gold": "gold_policy", "win_rate": "win_rate", "kl": "kl_per_sequence
 """Name here -> name in metrics/evaluate.json and on a pipeline run in MLflow."""
 EXPERIMENTS = "refs/exps/"
 MOST_NAMES = 3
+MORE = 3
+"""Commits that are read for each run that is listed: some have equal results."""
 NARROWEST = 80
 
 
@@ -37,7 +40,7 @@ def listed(root: Path, most: int) -> list[dict[str, Any]]:
     """The newest `most` runs, for `--json`: `changes` has [before, now] of each parameter that differs from the next
     older run, `kl` is in nats per answer. Runs with equal figures and parameters are one with several names."""
     found: list[Run] = []
-    everything = (*_checkout(root), *_commits(root, most + 1), *_experiments(root, most + 1), *_mlflow(root))
+    everything = (*_checkout(root), *_commits(root, MORE * most), *_experiments(root, MORE * most), *_mlflow(root))
     for run in sorted(everything, key=lambda run: run.date, reverse=True):
         same = (place for place, one in enumerate(found) if one.figures == run.figures and one.params == run.params)
         if (place := next(same, None)) is None or not any(run.figures.values()):
@@ -120,7 +123,10 @@ def _of_commit(root: Path, commit: str, name: str, date: str) -> Iterator[Run]:
 
 def _mlflow(root: Path) -> Iterator[Run]:
     """Pipeline runs that have been evaluated. A run of an experiment has its name."""
-    for run in runs_in_mlflow(root)[0]:
+    runs, where = runs_in_mlflow(root)
+    if "does not answer" in where:
+        print(f"left out: {where}", file=sys.stderr, flush=True)
+    for run in runs:
         tags = run.data.tags
         if "leash.stage" not in tags and any(key in run.data.metrics for key in FIGURES.values()):
             date = datetime.fromtimestamp((run.info.end_time or run.info.start_time) / 1000, UTC)

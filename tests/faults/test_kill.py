@@ -28,7 +28,7 @@ EVENTS = ("rename", "write", "line")
 VARIABLE = "LEASH_TEST_KILL"
 
 KILLER = """
-import json, os, signal, sys
+import atexit, json, os, signal, sys
 
 words = getattr(sys, "orig_argv", [])
 plan = json.loads(os.environ.get("LEASH_TEST_KILL", "{}"))
@@ -69,9 +69,6 @@ def on_event(event, details):
             count("write")
         if os.path.basename(details[0]) == "dvc.lock":
             count("lock")
-            plan["recorded"] = True
-        elif "recorded" in plan:
-            count("recorded")
     if event == "os.rename" and str(details[0]).endswith(".partial"):
         if os.path.relpath(details[0]).split(os.sep)[0] in ("data", "metrics", "models", "plots"):
             count("rename")
@@ -94,14 +91,15 @@ class Lines:
 place = ["dvc", "repro"] if plan.get("event") in ("lock", "recorded") else ["tasks", plan.get("stage")]
 if words[1:2] == ["-m"] and words[2:4] == place:
     sys.addaudithook(on_event)
+    atexit.register(count, "recorded")
     sys.stdout = Lines(sys.stdout)
 """
 
 
 @dataclass(frozen=True)
 class Moment:
-    """Who is killed, and before which event (the count-th of its kind) of the stage's process; `lock` and `recorded`
-    are before and after DVC writes dvc.lock."""
+    """Who is killed, and before which event (the count-th of its kind) of the stage's process; `lock` is before DVC
+    writes dvc.lock, `recorded` when all is done."""
 
     stage: str
     event: str

@@ -36,8 +36,8 @@ MOST_COMMITS = 300
 STAGE = "evaluate"
 EMPTY = "{}"
 """A block that the file does not have."""
-UNCOMPARED = ("runtime.", "report.", "promote.")
-"""Parameters that change no figure."""
+UNCOMPARED = ("runtime.", "report.", "promote.", "raw_files.")
+"""Parameters that change no figure, or follow from others."""
 DEFAULTS = flatten({**NUMERICS, "scorer": DEFAULT})
 """Parameters that params.yaml may lack, as dvc.lock has them then."""
 

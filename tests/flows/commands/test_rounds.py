@@ -223,6 +223,7 @@ def verdicts(report: Report) -> dict[str, str]:
     return {finding.out: finding.words for finding in report.findings}
 
 
+@pytest.mark.slow
 def test_a_closed_round_can_be_rebuilt_from_its_commit(ran: Path) -> None:
     """Also when the project has gone on since, with other code; and rounds/N is compared, not only dvc.lock."""
     command.close(ran)
@@ -255,6 +256,7 @@ def test_a_closed_round_can_be_rebuilt_from_its_commit(ran: Path) -> None:
         verify_round(ran, 3, lambda stage, line: None)
 
 
+@pytest.mark.slow
 def test_lineage_goes_through_closed_rounds_to_their_commits_and_inputs(ran: Path) -> None:
     for number in (1, 2):
         assert "rounds" not in (names(lineage(ran, ran / "models/policy")) if number == 1 else ())

@@ -64,3 +64,13 @@ def test_equal_results_are_one_run_with_several_names(project: Path) -> None:
 def test_without_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     assert render(listed(tmp_path, 20)).startswith("no run yet")
+
+
+def test_a_server_that_does_not_answer_is_named(
+    project: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://user:secret@127.0.0.1:9")
+    assert len(listed(project, 20)) == 4
+    errors = capsys.readouterr().err
+    assert errors.startswith("left out: MLflow at http://127.0.0.1:9 (which does not answer")
+    assert "secret" not in errors

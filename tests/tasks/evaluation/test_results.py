@@ -46,6 +46,7 @@ def test_means_are_over_all_answers_and_intervals_over_prompts(twice: Results) -
         "every prompt has the mean 2: nothing varies between prompts"
     )
     assert figures["reward_low"] < 1.0 < figures["reward_high"]
+    assert not [name for name, value in figures.items() if isinstance(value, list)], "DVC and MLflow drop lists"
     assert (figures["gold_spread"], figures["reward_spread"]) == (0.0, 0.0)
     assert figures["kl"] == pytest.approx(0.3)
     assert figures["kl_k3"] == pytest.approx(0.6)

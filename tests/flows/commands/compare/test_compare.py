@@ -331,6 +331,7 @@ def test_an_experiment_is_found_by_its_name(project: Path) -> None:
 def test_a_clean_checkout_is_not_called_edited(project: Path) -> None:
     """dvc.lock has parameters that params.yaml may lack: deterministic, precision, reward_model, scorer."""
     methods = {"deterministic": True, "precision": "float32", "reward_model": True, "dpo": {"enabled": False},
+               "raw_files": {"prompts": None, "texts": [], "pretrained": None},
                "scorer": [{"term": "reward_model", "weight": 1.0}]}  # fmt: skip
     params = {"params.yaml": {"seed": 2, "ppo": {"kl": {"coef": 0.1}}}, "data/methods.json": methods}
     content = {"stages": {"evaluate": {"cmd": "evaluate", "params": params}}}

@@ -14,6 +14,7 @@ import pytest
 
 import flows
 from flows import isolated, workspace
+from flows.cli import main
 from flows.commands.study import grid
 from flows.commands.study.grid import Combination
 from flows.commands.study.results import Trial
@@ -23,7 +24,7 @@ from tests.faults.conftest import until
 from tests.flows.commands.study.conftest import experiments, log
 
 if TYPE_CHECKING:
-    from tests.conftest import Project
+    from tests.conftest import Ended, Project
 
 
 @pytest.fixture
@@ -152,13 +153,13 @@ def test_a_search_finds_the_best_and_continues(home: Path, study: Callable[..., 
     ],
 )
 def test_a_wrong_call_is_one_line_and_changes_nothing(
-    home: Path, leash: Callable[..., "subprocess.Popen[str]"], words: list[str], says: str
+    home: Path, in_process: Callable[..., "Ended"], monkeypatch: pytest.MonkeyPatch, words: list[str], says: str
 ) -> None:
-    process = leash(home, "study", *words)
-    _, errors = process.communicate(timeout=60)
-    assert process.returncode == 2
-    assert says in errors
-    assert errors.count("\n") == 1
+    monkeypatch.setattr(sys, "argv", ["leash", "study", *words])
+    ended = in_process(home, main)
+    assert ended.code == 2
+    assert says in ended.stderr
+    assert ended.stderr.count("\n") == 1
     assert not (home / "work/studies").exists()
 
 

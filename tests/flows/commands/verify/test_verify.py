@@ -219,6 +219,20 @@ def test_an_exempt_run_is_reported(recorded: Path, tmp_path: Path) -> None:
     assert finding.words == "DIFFERS (the recorded run was exempt: the micro-batch was halved)"
 
 
+def test_how_large_a_difference_is(recorded: Path, tmp_path: Path) -> None:
+    """Another type of CPU gives other last digits."""
+    rebuilt = tmp_path / "clone"
+    for root, text in ((recorded, '{"gold": 3.1, "n": 400}'), (rebuilt, '{"gold": 3.1000000000000005, "n": 400}')):
+        (root / "metrics").mkdir(parents=True)
+        (root / "metrics/m.json").write_text(text, encoding="utf-8")
+    (rebuilt / ".dvc").mkdir()
+    (rebuilt / ".dvc" / "config").write_text("[core]\n    no_scm = true\n", encoding="utf-8")
+    shutil.copy2(recorded / "dvc.lock", rebuilt)
+    digest = hashlib.md5((recorded / "metrics/m.json").read_bytes(), usedforsecurity=False).hexdigest()
+    [finding] = _compare(recorded, rebuilt, Record("one", "", {}, {}, {}, {"metrics/m.json": digest}, "dvc.lock"))
+    assert finding.words == "DIFFERS: largest relative difference 1e-16 at gold"
+
+
 def test_a_run_without_deterministic_kernels_is_exempt(recorded: Path, tmp_path: Path) -> None:
     """Its parameters say so, for outputs that are no models, too."""
     rebuilt = tmp_path / "clone"
