@@ -59,15 +59,17 @@ def pytest_configure() -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Cases that no `chosen` names are exhaustive. Tests of bitsandbytes are skipped where it is not installed. Tests
-    that use the tiny run come last and may take longer: the first of them waits until it is made."""
+    that use the tiny run come last, since the first of them waits until it is made. They and the slow ones may take 15
+    minutes: on a busy machine, each takes ten times as long."""
     mark_exhaustive(items, complete=not any("::" in argument for argument in config.args))
     if find_spec("bitsandbytes") is None:
         for item in items:
             if item.get_closest_marker("quantize"):
                 item.add_marker(pytest.mark.skip("bitsandbytes is not installed; `make test-quantize` has it"))
     items.sort(key=uses_tiny_run)
-    for item in filter(uses_tiny_run, items):
-        item.add_marker(pytest.mark.timeout(900))
+    for item in items:
+        if uses_tiny_run(item) or (item.get_closest_marker("slow") and not item.get_closest_marker("timeout")):
+            item.add_marker(pytest.mark.timeout(900))
 
 
 def mark_exhaustive(items: list[pytest.Item], complete: bool) -> None:

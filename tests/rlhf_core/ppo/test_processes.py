@@ -172,7 +172,6 @@ def test_a_lack_of_memory_before_the_pass_of_the_reference_halves_the_batches_of
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 @pytest.mark.chosen("all weights")
 @pytest.mark.parametrize("lora", [None, {"rank": 4}], ids=["all weights", "lora"])
 def test_rule_19_a_checkpoint_of_two_processes_continues_in_two_and_in_one(

@@ -36,7 +36,7 @@ def launch(count: int, folder: Path, options: dict[str, Any], code: int = 0) -> 
         env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=600,
         check=False,
     )
     assert (done.returncode != 0) == (code != 0), done.stderr[-3000:]
