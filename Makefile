@@ -12,7 +12,7 @@ WORKERS ?= 2
 INSTALL := python -m pip install --disable-pip-version-check --quiet --constraint constraints.txt
 INSTALL_TORCH := $(INSTALL) $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) torch
 
-.PHONY: run test test-slow test-quantize test-all setup setup-dev lint types layers check seeds frontier audit help
+.PHONY: run test test-slow test-exhaustive test-quantize test-all setup setup-dev lint types layers check seeds frontier audit help
 
 run: setup  ## Rebuild the demo: data, models, metrics, report
 	dvc repro
@@ -21,16 +21,20 @@ run: setup  ## Rebuild the demo: data, models, metrics, report
 test: setup-dev  ## Run the fast tests: the mathematics, the contract, a tiny whole pipeline
 	python -m pytest --numprocesses $(WORKERS) --dist worksteal -m "not slow"
 
-test-slow: setup-dev  ## Run the slow tests: every kill, a million rows, dead servers, full disks
-	python -m pytest --numprocesses $(WORKERS) --dist worksteal -m slow
+test-slow: setup-dev  ## Run the slow tests: kills, a million rows, dead servers, full disks
+	python -m pytest --numprocesses $(WORKERS) --dist worksteal -m "slow and not exhaustive"
+
+test-exhaustive: setup-dev  ## Run what repeats a mechanism that other tests have covered: all kills, all architectures
+	python -m pytest --numprocesses $(WORKERS) --dist worksteal -m exhaustive
 
 test-quantize: $(VENV)/quantize  ## Run the tests of 4-bit weights and 8-bit moments, with bitsandbytes, which is optional
 	PYTHONPATH=$(VENV)/quantize python -m pytest -m quantize
 
-test-all:  ## Run the fast tests, then the slow ones
+test-all:  ## Run all of them
 	$(MAKE) test
 	$(MAKE) test-quantize
 	$(MAKE) test-slow
+	$(MAKE) test-exhaustive
 
 help:  ## This list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 12

@@ -113,7 +113,7 @@ def call_of(settings: dict[str, Any], seed: int, more: Sequence[str]) -> Call:
 def finished(root: Path, arm: str, seed: int, call: Call) -> list[Run]:
     """The trial, if it is finished."""
     made = prepare(root, call, name_of(arm, seed), "HEAD")
-    found = [(job, isolated.find(root, made.commit, job.name)) for job in made.jobs]
+    found = [(job, isolated.find(root, made.commit, job.name)) for job in made.trials]
     return [
         Run(arm, seed, read_tables(isolated.read(root, experiment)[0])["ppo"])
         for job, experiment in found

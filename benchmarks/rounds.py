@@ -34,6 +34,7 @@ from rlhf_core.errors import UserError
 from rlhf_core.evaluation.frontier import lead_at_equal_kl
 from rlhf_core.evaluation.intervals import Estimate
 from tasks.datasets.jsonl import read_jsonl
+from tasks.page.inputs import interval
 from tasks.params.loader import read_yaml
 from tasks.params.methods import METHODS
 from tasks.stage.rounds import last_closed
@@ -191,9 +192,9 @@ def figures(found: Round, single: Round) -> Iterator[Figure]:
     evaluation = found.metrics("evaluate")
     own, policy = evaluation["reward_model"]["policy"], evaluation["models"]["policy"]
     yield found.metrics("preferences")["pairs"], None
-    yield None if own["agreement"] is None else (own["agreement"], own["agreement_ci95"])
-    yield policy["gold"], policy["gold_ci95"]
-    yield policy["kl_exact"], policy["kl_exact_ci95"]
+    yield None if own["agreement"] is None else (own["agreement"], interval(own, "agreement"))
+    yield policy["gold"], interval(policy, "gold")
+    yield policy["kl_exact"], interval(policy, "kl_exact")
     lead = None if found.folder == single.folder else found.lead(single)
     yield None if lead is None else (lead.mean, lead.interval)
 

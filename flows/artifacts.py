@@ -8,24 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from flows.text import dotted
+from tasks import summary
 from tasks.stage.definition import git_state
 from tasks.tracking.settings import RUN_VARIABLE
 
-HEADLINES = {
-    "win_rate": "win rate of the policy against SFT",
-    "win_rate_ci95": "95% interval of the win rate",
-    "win_rate_judge": "judge of the wins",
-    "win_rate_by_reward_model": "win rate by the reward model that PPO maximised",
-    "win_rate_by_judging_model": "win rate by the judging reward model",
-    "gold_sft": "gold score of SFT",
-    "gold_policy": "gold score of the policy",
-    "reward_sft": "reward model's score of SFT",
-    "reward_policy": "reward model's score of the policy",
-    "kl_per_sequence": "KL to the reference (nats per sequence)",
-    "missing_eos_share": "share of answers without an end token",
-    "alignment_tax": "alignment tax (nats per token)",
-}
-"""The figures of `metrics/evaluate.json` on the page, and their labels."""
 ALERT = re.compile(r"\bALERT (?P<name>\w+).*")
 """An alert of `ppo.health` in the output of a stage."""
 
@@ -53,12 +39,10 @@ def report_page(root: Path) -> str:
         lines += [f"DVC experiment: `{name}`; `dvc exp apply {name}` brings report and models", ""]
     else:
         lines += [f"Report: `{root / 'report' / 'index.html'}`", "", f"Models: `{root / 'models'}`", ""]
-    path = root / "metrics" / "evaluate.json"
-    if path.is_file():
-        figures = json.loads(path.read_text(encoding="utf-8"))
-        lines += ["| | |", "|---|---|"]
-        present = {text: figures[key] for key, text in HEADLINES.items() if figures.get(key) is not None}
-        lines += [f"| {text} | {_as_markdown(_text(value))} |" for text, value in present.items()]
+    if figures := summary.read(root):
+        evaluation = json.loads((root / "metrics" / "evaluate.json").read_text(encoding="utf-8"))
+        lines += ["| | |", "|---|---|", f"| judge of the wins | {_as_markdown(str(evaluation['win_rate_judge']))} |"]
+        lines += [f"| {summary.FIGURES.get(name, name)} | {_text(value)} |" for name, value in figures.items()]
     return "\n".join(lines) + "\n"
 
 

@@ -1,9 +1,13 @@
-"""The automations of this project on a Prefect server; `leash up` and `leash study --pool` install them."""
+"""What a Prefect server does for the flows of this project, and for no others: it marks lost runs as Crashed, and posts
+alerts and decisions to an address. `leash up` installs both."""
 
+from contextlib import suppress
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from rlhf_core.errors import UserError
+from tasks.naming import project_name
 
 if TYPE_CHECKING:
     from uuid import UUID
@@ -12,69 +16,71 @@ if TYPE_CHECKING:
 
 LOST_SECONDS = 95.0
 """A run without a heartbeat for so long is lost. Heartbeats come every 30 seconds, Prefect's minimum."""
+LOST_RUNS, POSTS = "leash {}: a run without heartbeats is marked Crashed", "leash {}: post alerts and decisions"
+"""Names of the automations, with the project's name."""
 NOTIFIED = ("leash.alert.*", "leash.promoted", "leash.kept", "prefect.flow-run.Failed", "prefect.flow-run.Crashed")
 """Events that are posted, where somebody wants them."""
 ENDINGS = ("Completed", "Failed", "Cancelled", "Crashed")
+OF_ALL_PROJECTS = ("leash: a run without heartbeats is marked Crashed", "leash: post alerts and decisions")
+"""Automations of earlier versions, which watched every flow of the server; they are removed."""
 
 
-def install(notify: str | None = None) -> None:
-    """Create each automation, or bring it up to date; with `notify`, an address, the one that posts to it. Raises
-    UserError for an address that is none."""
+def find(name: str) -> "Automation | None":
+    """The automation of this name on the server."""
     from prefect.automations import Automation
 
-    for wanted in (mark_lost_runs(), *([post_to(notify)] if notify else [])):
-        try:
-            known = cast("Automation", Automation.read(name=wanted.name))
-        except ValueError:
-            wanted.create()
-        else:
-            wanted.id = known.id
-            wanted.update()
+    with suppress(ValueError):
+        return cast("Automation", Automation.read(name=name))
+    return None
 
 
-def mark_lost_runs() -> "Automation":
-    """Marks a flow run as Crashed when its heartbeats have ended before it: a killed process, a lost machine."""
-    from prefect.automations import Automation
-    from prefect.client.schemas.objects import StateType
-    from prefect.events.actions import ChangeFlowRunState
-    from prefect.events.schemas.automations import EventTrigger, Posture
-    from prefect.events.schemas.events import ResourceSpecification
+def install(root: Path, notify: str | None = None, seconds: float = LOST_SECONDS) -> None:
+    """Create this project's automations, or bring them up to date.
 
-    heartbeat = "prefect.flow-run.heartbeat"
-    return Automation(
-        name="leash: a run without heartbeats is marked Crashed",
-        trigger=EventTrigger(
-            match=ResourceSpecification({"prefect.resource.id": "prefect.flow-run.*"}),
-            for_each={"prefect.resource.id"},
-            after={heartbeat},
-            expect={heartbeat, *(f"prefect.flow-run.{state}" for state in ENDINGS)},
-            posture=Posture.Proactive,
-            threshold=1,
-            within=timedelta(seconds=LOST_SECONDS),
-        ),
-        actions=[ChangeFlowRunState(state=StateType.CRASHED, message="its process was killed, or its machine is lost")],
-    )
-
-
-def post_to(address: str) -> "Automation":
-    """Posts a line of JSON to the address for each event of `NOTIFIED`: Slack, Mattermost and ntfy read its `text`.
-    Prefect stores the address encrypted, in the block `leash-notify`. Raises UserError."""
+    One marks a flow run as Crashed when its heartbeats have ended `seconds` ago and it has not: a killed process, a
+    lost machine. With `notify`, an address, another one posts a line of JSON to it for each event of `NOTIFIED`: Slack,
+    Mattermost and ntfy read its `text`. Prefect stores the address encrypted, in a block. Raises UserError for an
+    address that is none.
+    """
     from prefect.automations import Automation
     from prefect.blocks.webhook import Webhook
-    from prefect.events.actions import CallWebhook
+    from prefect.client.schemas.objects import StateType
+    from prefect.events.actions import CallWebhook, ChangeFlowRunState
     from prefect.events.schemas.automations import EventTrigger, Posture
+    from prefect.events.schemas.events import ResourceSpecification
     from pydantic import ValidationError
 
-    if not address.startswith(("http://", "https://")):
-        raise UserError(f"--notify {address}: not an address; write https://…")
-    try:
-        block = cast("UUID", Webhook(method="POST", url=address).save("leash-notify", overwrite=True))
-    except (ValidationError, ValueError) as error:
-        raise UserError(f"--notify: {' '.join(str(error).split())}") from None
-    what = "event.payload.get('decision') or event.payload.get('alert') or event.resource.id"
-    text = f'{{"text": {{{{ (event.event ~ ": " ~ ({what})) | tojson }}}}}}'
-    return Automation(
-        name="leash: post alerts and decisions",
-        trigger=EventTrigger(expect=set(NOTIFIED), posture=Posture.Reactive, threshold=1),
-        actions=[CallWebhook(block_document_id=block, payload=text)],
-    )
+    if notify is not None and not notify.startswith(("http://", "https://")):
+        raise UserError(f"--notify {notify}: not an address; write https://…")
+    project = project_name(root)
+    flows = [project, f"{project}-nightly", f"{project}-trial"]
+    ours = ResourceSpecification({"prefect.resource.role": "flow", "prefect.resource.name": flows})
+    heartbeat = "prefect.flow-run.heartbeat"
+    lost = EventTrigger(
+        match=ResourceSpecification({"prefect.resource.id": "prefect.flow-run.*"}), match_related=ours,
+        for_each={"prefect.resource.id"}, after={heartbeat},
+        expect={heartbeat, *(f"prefect.flow-run.{state}" for state in ENDINGS)}, posture=Posture.Proactive,
+        threshold=1, within=timedelta(seconds=seconds),
+    )  # fmt: skip
+    crash = ChangeFlowRunState(state=StateType.CRASHED, message="its process was killed, or its machine is lost")
+    wanted = [Automation(name=LOST_RUNS.format(project), trigger=lost, actions=[crash])]
+    if notify is not None:
+        name = f"leash-notify-{project}".lower().replace("_", "-").replace(".", "-")  # what Prefect takes for a block
+        try:
+            block = cast("UUID", Webhook(method="POST", url=notify).save(name, overwrite=True))
+        except (ValidationError, ValueError) as error:
+            raise UserError(f"--notify: {' '.join(str(error).split())}") from None
+        what = "event.payload.get('decision') or event.payload.get('alert') or event.resource.id"
+        text = f'{{"text": {{{{ ("{project}: " ~ event.event ~ ": " ~ ({what})) | tojson }}}}}}'
+        event = EventTrigger(match_related=ours, expect=set(NOTIFIED), posture=Posture.Reactive, threshold=1)
+        post = CallWebhook(block_document_id=block, payload=text)
+        wanted.append(Automation(name=POSTS.format(project), trigger=event, actions=[post]))
+    for name in OF_ALL_PROJECTS:
+        if (old := find(name)) is not None:
+            old.delete()
+    for one in wanted:
+        if (known := find(one.name)) is None:
+            one.create()
+        else:
+            one.id = known.id
+            one.update()

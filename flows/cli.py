@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial, wraps
+from io import TextIOWrapper
 from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn, ParamSpec
 
@@ -16,6 +17,7 @@ import typer
 from flows import processes
 from flows.environment import find_root, use_own_prefect_home
 from rlhf_core.errors import UserError
+from tasks.tracking.settings import RUN_VARIABLE
 
 P = ParamSpec("P")
 Seed = partial(typer.Option, min=0, max=2**32 - 1)
@@ -64,6 +66,7 @@ def run(
     retry_delay: Annotated[float, typer.Option(help="Seconds before a stage is repeated.", min=0.0)] = 10.0,
     pull: Annotated[bool, typer.Option("--pull", help="Fetch what DVC's remote has instead of computing it.")] = False,
     push: Annotated[bool, typer.Option("--push", help="Send the results to DVC's remote.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only print what would run, and why.")] = False,
 ) -> None:
     """Run the stages that are not up to date.
 
@@ -75,18 +78,12 @@ def run(
 
     runner.quiet_prefect()
     code = runner.run(
-        root,
-        stages or None,
-        force,
-        jobs=jobs,
-        retries=retries,
-        retry_delay_seconds=retry_delay,
-        timeout_seconds=timeout,
-        pull=pull,
-        push=push,
-    )
+        root, stages or None, force, jobs, pull, push, dry_run,
+        retries=retries, retry_delay_seconds=retry_delay, timeout_seconds=timeout,
+    )  # fmt: skip
     _exit(code)
-    print("\n" + _where(root))
+    if not dry_run and RUN_VARIABLE not in os.environ:  # the workspace of an isolated run is removed
+        print("\n" + _where(root))
 
 
 @command
@@ -223,42 +220,41 @@ def serve(
 
 
 @command
-def worker(
-    pool: Annotated[str, typer.Argument(metavar="POOL", help="The Prefect work pool; made where there is none.")],
-    limit: Annotated[int, typer.Option(help="How many runs may work at the same time.", min=1)] = 1,
-) -> None:
-    """Run trials and nightly runs of a work pool on this machine, until stopped.
-
-    They work in this clone of the repository (work/runs/), with its DVC remote.
-    """
-    root = find_root()
-    from flows.pool import work
-
-    work(root, pool, limit)
-
-
-@command
 def up(
     port: Annotated[int, Port(help="Port of the Prefect server.")] = 4200,
     stop: Annotated[bool, typer.Option("--stop", help="Stop the server that `leash up` started.")] = False,
     notify: Annotated[
         str | None, typer.Option(metavar="URL", help='Post alerts, decisions and failed runs there, as {"text": …}.')
     ] = None,
+    install: Annotated[
+        bool,
+        typer.Option("--install", help="Start none: set the server that PREFECT_API_URL names up for this project."),
+    ] = False,
 ) -> None:
-    """Start a Prefect server in the background, on this machine only."""
+    """Start a Prefect server in the background, on this machine only, with a password.
+
+    It marks lost runs of this project as Crashed, and posts its events where --notify says so.
+    """
     root = find_root()
     from flows import automations, server
+    from tasks.tracking.settings import without_credentials
 
     if stop:
         print("Prefect server stopped" if server.down(root) else "no server to stop: `leash up` has started none")
         return
-    url = server.up(root, port)
-    server.use(url)
-    automations.install(notify)
-    print(f"Prefect server: {url.removesuffix('/api')}  (log: work/prefect-server.log; stop: leash up --stop)")
-    print("`leash run` and `leash serve` in this project use it. For other shells and tools:")
-    print(f"  export PREFECT_API_URL={url}")
-    print(f"  prefect config set PREFECT_API_URL={url}")
+    if install:
+        url = server.require(root)
+    else:
+        server.use(root, url := server.up(root, port))
+    automations.install(root, notify)
+    page = without_credentials(url).removesuffix("/api")
+    if install:
+        print(f"Prefect server: {page}  (lost runs are marked Crashed{'; events are posted' if notify else ''})")
+        return
+    print(f"Prefect server: {page}  (log: work/prefect-server.log; stop: leash up --stop)")
+    print(f"`leash run` and `leash serve` in this project use it. Its page asks for what is in {server.PASSWORD}.")
+    print("For other shells and tools:")
+    print(f"  export PREFECT_API_URL={url} PREFECT_API_AUTH_STRING=$(cat {root / server.PASSWORD})")
 
 
 @command
@@ -459,21 +455,39 @@ def compare(
     runs: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="RUN", help="A folder, a git revision, or an MLflow run (id or name). None: this checkout."
+            metavar="RUN",
+            help="A folder, a git revision, a DVC experiment, or an MLflow run (id or name). None: this checkout.",
         ),
     ] = None,
     as_json: AsJson = False,
     models: Annotated[str, typer.Option(help="Names of models, separated by commas. None: all.")] = "",
+    everything: Annotated[bool, typer.Option("--all", help="All columns, models and parameters.")] = False,
 ) -> None:
     """Compare the models of one or several runs.
 
-    The report's table, and which parameters differ.
+    Which parameters differ, the differences paired by prompt, and the report's table. `leash runs` lists the runs.
     """
     root = find_root()
     from flows.commands.compare.compare import compare as compare_runs
 
-    content, text = compare_runs(root, runs or [], [name.strip() for name in models.split(",") if name.strip()])
+    chosen = [name.strip() for name in models.split(",") if name.strip()]
+    content, text = compare_runs(root, runs or [], chosen, everything)
     _print(content, lambda _: text, as_json)
+
+
+@command
+def runs(
+    number: Annotated[int, typer.Option("--number", "-n", help="How many, the newest first.", min=1)] = 20,
+    as_json: AsJson = False,
+) -> None:
+    """List the runs, with the parameters that changed from each to the next.
+
+    Of this checkout, the commits of this branch, DVC experiments and MLflow; `leash compare` takes their names.
+    """
+    root = find_root()
+    from flows.commands.runs import listed, render
+
+    _print(listed(root, number), render, as_json)
 
 
 @command
@@ -486,6 +500,7 @@ def promote(
         ),
     ] = None,
     undo: Annotated[bool, typer.Option("--undo", help="Go back to the champion before the present one.")] = False,
+    listing: Annotated[bool, typer.Option("--list", help="Show the registered versions.")] = False,
 ) -> None:
     """Make a registered policy the champion.
 
@@ -496,15 +511,16 @@ def promote(
     from flows import promotion
     from tasks.tracking.registry import Registry
 
-    if which and undo:
-        raise UserError("choose a version or --undo")
+    if bool(which) + undo + listing > 1:
+        raise UserError("choose a version, --undo or --list")
     registry = Registry(root)
-    if undo or (which and which.isdecimal()):
-        print(promotion.undo(registry) if undo else promotion.by_hand(registry, str(which)))
+    if listing:
+        print(promotion.versions(registry))
         return
-    decision = (
-        promotion.judge_experiment(root, which, registry) if which else promotion.judge_challenger(root, registry)
-    )
+    if undo or (which and which.isdecimal()):
+        print(promotion.undo(root, registry) if undo else promotion.by_hand(root, registry, str(which)))
+        return
+    decision = promotion.judge_named(root, which, registry)
     print(decision.text)
     _exit(int(not decision.promoted))
 
@@ -596,6 +612,9 @@ def sync(
 
 def main() -> NoReturn:
     """Entry point of `leash` and of `python -m flows.cli`."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):  # a terminal that is not UTF-8 shows escapes, and no command fails
+            stream.reconfigure(errors="backslashreplace")
     app(prog_name="leash")
     sys.exit(0)
 

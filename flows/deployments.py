@@ -3,11 +3,19 @@
 import hashlib
 import os
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
+from uuid import UUID
 
 from prefect import flow, get_run_logger, task
-from prefect.artifacts import create_markdown_artifact
+from prefect.artifacts import (
+    create_link_artifact,
+    create_markdown_artifact,
+    create_progress_artifact,
+    update_progress_artifact,
+)
 from prefect.cache_policies import NO_CACHE
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.objects import State
@@ -20,14 +28,14 @@ from flows.environment import PARENT_VARIABLE, find_root
 from flows.guardian import Guardian
 from flows.workspace import Workspace
 from rlhf_core.errors import UserError
-from tasks.tracking.registry import CHAMPION, Registry, Version
+from tasks.naming import project_name
+from tasks.tracking.registry import CHAMPION, Registry
 from tasks.tracking.settings import STUDY_VARIABLE
 
 HOME_VARIABLE = "LEASH_HOME"
-"""Environment variable of a worker: its clone of the repository."""
+"""Environment variable of a worker or a schedule: its clone of the repository."""
 ORIGIN = "origin"
 """The git remote through which workers get commits and give experiments."""
-REMOTE_OPTIONS = ("--pull", "--push")
 HASH = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 
 
@@ -35,38 +43,82 @@ class RunFailed(Exception):
     """`leash run` ended with an error in the workspace."""
 
 
-@flow(name="nightly", persist_result=False)
+def project_home() -> Path:
+    """The clone whose commits are run: LEASH_HOME, else that of the current folder, else that of this code (a worker's
+    runs begin in an empty folder). Raises UserError."""
+    if named := os.environ.get(HOME_VARIABLE):
+        return find_root(Path(named))
+    with suppress(UserError):
+        return find_root()
+    return find_root(Path(__file__).parent)
+
+
+PROJECT = project_name(project_home())
+
+
+@flow(name=f"{PROJECT}-nightly", persist_result=False)
 def nightly(
-    root: str | None = None,
     branch: str = f"{ORIGIN}/main",
     overrides: list[str] | None = None,
     pull: bool = False,
     push: bool = False,
+    share: bool = False,
 ) -> str | State[Any]:
     """Run the pipeline at the commit that `branch` names now, with `overrides` of parameters (`ppo.kl.coef=0.2`), and
-    return the name of its DVC experiment. Its policy takes the champion's place where the rules of `promote:` hold; the
-    state of the flow is named Promoted or Kept. `pull` and `push` are those of `leash run`. Uncommitted changes in the
-    checkout at `root` are neither used nor changed.
+    return the name of its DVC experiment. Its policy takes the champion's place where the rules of `promote:` hold. The
+    state of the flow is named Promoted; else Restored where no stage had to run, else Kept or Undecided.
 
-    Without `root` it runs on a worker, as `trial` does. A branch of a remote (`origin/main`) is fetched first. The same
-    commit with the same overrides continues where an earlier run stopped. Raises UserError and RunFailed; a flow that
-    is stopped is Cancelled.
+    `pull` and `push` are those of `leash run`; with `share`, on a worker, both hold and the experiment goes to origin.
+    The project is `project_home`; uncommitted changes there are neither used nor changed. A branch of a remote
+    (`origin/main`) is fetched first. The same commit with the same overrides continues where an earlier run stopped.
+    Raises UserError and RunFailed; a flow that is stopped is Cancelled.
     """
-    home = Path(root) if root else _home()
+    home, log, overrides = _home_of_run(), get_run_logger(), overrides or []
+    _refuse_code(overrides)
     workspace.fetch(home, branch)
-    space = workspace_of(home, branch, overrides or [])
+    space = workspace_of(home, branch, overrides)
     with get_client(sync_client=True) as client:
         client.update_flow_run(flow_run.id, name=space.name)
-    get_run_logger().info(f"{branch} is at {space.commit[:12]}; workspace {space.root}")
-    options = [word for word, chosen in (("--pull", pull), ("--push", push)) if chosen]
-    registry = Registry(home)
-    champion = _champion(space, registry)
+    log.info(f"{branch} is at {space.commit[:12]}; workspace {space.root}")
+
+    registry, champion = Registry(home), None
+    try:
+        if (champion := registry.by_alias(CHAMPION)) is not None:
+            promotion.files_of(home, champion)
+    except UserError as error:
+        log.warning(f"the champion is not compared: {error}")
+        champion = None
     trailers = {isolated.NIGHTLY: branch, **({promotion.COMPARED: champion.digest} if champion else {})}
-    ended = _run(promotion.with_champion(space, champion), options, root is None, {}, trailers, champion)
-    return _promote(space, registry) if ended is None else ended
+    options = [word for word, chosen in (("--pull", pull or share), ("--push", push or share)) if chosen]
+    try:
+        with _opened(promotion.with_champion(space, champion), "--pull" in options) as space:
+            if champion is not None:
+                promotion.place(space, champion)
+            ran = run_isolated(space, options, {}, trailers)
+            if share:
+                isolated.send(home, ORIGIN, space.commit, space.name)
+    except (KeyboardInterrupt, SystemExit, processes.Stopped):
+        return Cancelled(message=f"stopped; the next run of {space.name} continues")
+
+    what = f"ran {', '.join(ran)}" if ran else "no stage ran: every result was there already"
+    try:
+        decision = promotion.judge(home, space.name, space.commit, registry)
+    except UserError as error:
+        log.warning(f"no decision about the champion: {error}")
+        return Completed(name="Undecided" if ran else "Restored", message=f"{error} ({what})", data=space.name)
+    log.info(f"{decision.text}\n{what}")
+    create_markdown_artifact(key="leash-promotion", markdown=decision.markdown, description="Who is the champion")
+    _link(registry, decision.challenger)
+    word = promotion.PROMOTED if decision.promoted else promotion.KEPT
+    if not decision.unchanged:
+        policy = f"leash.{project_name(home)}.policy.{decision.challenger}"
+        resource = {"prefect.resource.id": policy, "leash.experiment": space.name}
+        emit_event(f"leash.{word}", resource=resource, payload={"decision": decision.title})
+    name = word.title() if ran or decision.promoted else "Restored"
+    return Completed(name=name, message=f"{decision.title} ({what})", data=space.name)
 
 
-@flow(name="trial", persist_result=False)
+@flow(name=f"{PROJECT}-trial", persist_result=False)
 def trial(
     name: str, commit: str, overrides: list[str], study: str | None = None, options: list[str] | None = None
 ) -> str | State[Any]:
@@ -75,90 +127,83 @@ def trial(
     `options` are those of `leash run`. Inputs come from the DVC remote and outputs go there. A trial that the git
     remote has is not run again. Raises and ends as `nightly`.
     """
-    home = _home()
+    home = _home_of_run()
+    _refuse_code(overrides)
     if not HASH.fullmatch(commit) or name != isolated.as_name(name):
         raise UserError(f"trial {name!r} of {commit!r}: not a name and the hash of a commit")
-    if isolated.fetch(home, ORIGIN, commit, name):
-        get_run_logger().info(f"experiment {name} is there; nothing to run")
+    try:
+        if isolated.fetch(home, ORIGIN, commit, name):
+            get_run_logger().info(f"experiment {name} is there; nothing to run")
+        else:
+            workspace.fetch_commit(home, ORIGIN, commit)
+            variables, trailers = ({STUDY_VARIABLE: study}, {isolated.STUDY: study}) if study else ({}, {})
+            with _opened(Workspace(home, name, commit, tuple(overrides)), pull=True) as space:
+                run_isolated(space, [*(options or []), "--pull", "--push"], variables, trailers)
         isolated.send(home, ORIGIN, commit, name)  # an earlier run of it may have ended before it could
-        return name
-    workspace.fetch_commit(home, ORIGIN, commit)
-    variables = {STUDY_VARIABLE: study} if study else {}
-    space = Workspace(home, name, commit, tuple(overrides))
-    return _run(space, options or [], True, variables, {isolated.STUDY: study} if study else {}) or name
-
-
-def _run(
-    space: Workspace,
-    options: list[str],
-    for_worker: bool,
-    variables: dict[str, str],
-    trailers: dict[str, str],
-    champion: Version | None = None,
-) -> State[Any] | None:
-    """Run the commit in its workspace; on a worker through the DVC remote, and the experiment goes to git's. None at
-    the good end; a run that was stopped is Cancelled."""
-    given = [*options, *(REMOTE_OPTIONS if for_worker else ())]
-    try:
-        with (
-            processes.session(),
-            processes.watched(Guardian(None)),
-            workspace.opened(space, pull="--pull" in given),
-        ):
-            if champion is not None:
-                promotion.place(space, champion)
-            run_isolated(space, given, variables, trailers)
-            if for_worker:
-                isolated.send(space.home, ORIGIN, space.commit, space.name)
     except (KeyboardInterrupt, SystemExit, processes.Stopped):
-        return Cancelled(message=f"stopped; the next run of {space.name} continues")
-    return None
-
-
-def _champion(space: Workspace, registry: Registry) -> Version | None:
-    """The champion, if its files are to be had; what is missing is a warning, and the run goes on without."""
-    try:
-        champion = registry.by_alias(CHAMPION)
-        if champion is not None:
-            promotion.files_of(space.home, champion)
-    except UserError as error:
-        get_run_logger().warning(f"the champion is not compared: {error}")
-        return None
-    return champion
-
-
-def _promote(space: Workspace, registry: Registry) -> State[Any]:
-    """Decide about the policy of a run that has ended well, and announce it: state, artifact, events."""
-    try:
-        decision = promotion.judge(space.home, space.name, space.commit, registry)
-    except UserError as error:
-        get_run_logger().warning(f"no decision about the champion: {error}")
-        return Completed(name="Undecided", message=str(error), data=space.name)
-    get_run_logger().info(decision.text)
-    create_markdown_artifact(key="leash-promotion", markdown=decision.markdown, description="Who is the champion")
-    word = promotion.PROMOTED if decision.promoted else promotion.KEPT
-    if not decision.unchanged:
-        resource = {"prefect.resource.id": f"leash.policy.{decision.challenger}", "leash.experiment": space.name}
-        emit_event(f"leash.{word}", resource=resource, payload={"decision": decision.title})
-    return Completed(name=word.title(), message=decision.title, data=space.name)
+        return Cancelled(message=f"stopped; the next run of {name} continues")
+    return name
 
 
 @task(name="leash run", cache_policy=NO_CACHE, persist_result=False)
-def run_isolated(space: Workspace, options: list[str], variables: dict[str, str], trailers: dict[str, str]) -> None:
-    """`leash run` in the workspace; its own flow run is a child of this task. Raises UserError and RunFailed."""
+def run_isolated(
+    space: Workspace, options: list[str], variables: dict[str, str], trailers: dict[str, str]
+) -> list[str]:
+    """`leash run` in the workspace; its own flow run is a child of this task. Returns the stages that ran. Raises
+    UserError and RunFailed."""
     logger = get_run_logger()
-    result = isolated.run(space, logger.info, options, {**variables, PARENT_VARIABLE: str(task_run.id)}, trailers)
+    progress = cast(UUID, create_progress_artifact(0.0, key="leash-progress", description=f"Stages of {space.name}"))
+
+    def receive(line: str) -> None:
+        logger.info(line)
+        if ended := isolated.STAGE_ENDED.match(line):
+            with suppress(Exception):  # a picture of the run must not end it
+                update_progress_artifact(progress, progress=100.0 * int(ended["place"]) / int(ended["count"]))
+
+    parent = {PARENT_VARIABLE: str(task_run.id)}
+    result = isolated.run(space, receive, options, {**variables, **parent}, trailers)
     if result.code:
         message = f"{result.error} (kept in {space.root})"
         raise UserError(message) if result.code == 2 else RunFailed(message)
+    with suppress(Exception):
+        update_progress_artifact(progress, progress=100.0)
+    return result.ran
 
 
-def _home() -> Path:
-    """The clone in which a worker works. Raises UserError."""
-    home = os.environ.get(HOME_VARIABLE)
-    if not home:
-        raise UserError(f"{HOME_VARIABLE} is not set; start the worker with `leash worker` in a clone of the project")
-    return find_root(Path(home))
+@contextmanager
+def _opened(space: Workspace, pull: bool) -> Iterator[Workspace]:
+    """The open workspace; what runs in it stops with the block, and when this process is killed."""
+    with processes.session(), processes.watched(Guardian(None)), workspace.opened(space, pull=pull):
+        yield space
+
+
+def _home_of_run() -> Path:
+    """`project_home`. Raises UserError where the flow run is one of another project: its worker has the wrong clone."""
+    home = project_home()
+    with get_client(sync_client=True) as client:  # Prefect's `flow_run.flow_name` is the name of the flow in this clone
+        name = client.read_flow(client.read_flow_run(flow_run.id).flow_id).name
+    wanted, own = name.rpartition("-")[0], project_name(home)
+    if wanted != own:
+        raise UserError(f"a run of project {wanted} on a worker of {own} ({home}); give each project its own work pool")
+    return home
+
+
+def _refuse_code(overrides: list[str]) -> None:
+    """Whoever reaches the Prefect server chooses the overrides; which code of others runs is chosen in the commit."""
+    if refused := next((one for one in overrides if "trust_remote_code" in one), None):
+        raise UserError(f"overrides: {refused!r}: set trust_remote_code in params.yaml and commit it")
+
+
+def _link(registry: Registry, number: str) -> None:
+    """A link to the policy's run in MLflow, where that is a server, and its tag with the page of this flow run."""
+    try:
+        if (version := registry.by_number(number)) is None:
+            return
+        registry.tag(version, {"leash.prefect": str(flow_run.ui_url)})
+        if page := registry.page(version):
+            create_link_artifact(page, link_text="the run in MLflow", key="leash-mlflow")
+    except UserError as error:
+        get_run_logger().warning(f"no link to MLflow: {error}")
 
 
 def workspace_of(home: Path, branch: str, overrides: list[str]) -> Workspace:

@@ -24,7 +24,11 @@ PROFILES = Path("~/.prefect/profiles.toml")
 
 
 def apply_defaults() -> None:
-    """Set `QUIET` where the user has set nothing. Call it before Prefect, DVC or MLflow is imported."""
+    """Set `QUIET` where the user has set nothing, and no proxy for this machine. Call it before Prefect, DVC or MLflow
+    is imported."""
+    from tasks.tracking.settings import bypass_proxies
+
+    bypass_proxies()
     for name, value in QUIET.items():
         os.environ.setdefault(name, value)
 
@@ -60,4 +64,5 @@ def stage_environment(outcome: Path) -> dict[str, str]:
     """
     interpreter = str(Path(sys.executable).parent)
     path = os.pathsep.join([interpreter, *filter(None, [os.environ.get("PATH")])])
-    return {**os.environ, "PATH": path, "LEASH_OUTCOME": str(outcome), "PYTHONUNBUFFERED": "1"}
+    python = {"PYTHONUNBUFFERED": "1", "PYTHONIOENCODING": "utf-8:backslashreplace"}  # the driver reads UTF-8
+    return {**os.environ, "PATH": path, "LEASH_OUTCOME": str(outcome), **python}

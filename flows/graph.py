@@ -1,20 +1,31 @@
-"""The graph of stages as DVC reads it from `dvc.yaml`, its only definition, in the order of `dvc repro`."""
+"""The graph of stages that dvc.yaml defines, in the order of `dvc repro`, and why a stage is not up to date."""
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+import json
+import threading
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
+from flows.text import dotted, shorten
 from rlhf_core.errors import UserError, did_you_mean
+from tasks.params.loader import PARAMS_FILE, read_yaml
+from tasks.params.secrets import HIDDEN, is_secret
+from tasks.stage import dvc_files
+from tasks.stage.definition import Definition, is_code
+from tasks.stage.dvc_files import File, open_project
 
-if TYPE_CHECKING:
-    from tasks.stage.dvc_adapter import Project
+MOST_NAMES = 2
+LONGEST_WHY = 100
+FIRST_RUN = "not run here yet"
+MISSING, EDITED, NOT_CACHED = "missing", "edited", "not in DVC's cache"
+"""States of an output."""
 
 
 @dataclass(frozen=True)
 class Graph:
-    """The stages that have a command, each after everything it needs."""
+    """The stages, each after everything it needs."""
 
     stages: tuple[str, ...]
     upstream: dict[str, tuple[str, ...]]
@@ -49,24 +60,157 @@ class Graph:
         return tuple(dict.fromkeys(source for name in self.stages for source in self.sources[name]))
 
 
+class Project:
+    """The graph of a project and the status of its stages."""
+
+    def __init__(self, files: dvc_files.Project) -> None:
+        self.root = files.root
+        plan = files.plan()
+        upstream = {name: tuple(stages) for name, stages, _ in plan}
+        self.graph = Graph(tuple(upstream), upstream, {name: tuple(sources) for name, _, sources in plan})
+        self._files = files
+        self._makers = files.makers()
+        self._lock = threading.Lock()
+
+    def reasons(self, name: str, allow_missing: bool = False, planned: Collection[str] = ()) -> list[str]:
+        """Why `dvc repro --single-item NAME` would not skip the stage (or .dvc file) now; empty when it is up to date.
+        With `allow_missing` as with DVC's option: what dvc.lock has for the present inputs may be missing here. Inputs
+        that the stages `planned` make are not looked at: they may be made again.
+
+        Files and params.yaml are read at each call; dvc.lock was read when the project was opened, and a stage's entry
+        in it changes only when the stage runs.
+        """
+        with self._lock:
+            if name in self._files.sources:
+                found = {file.path: self._output_state(file) for file in self._files.sources[name]}
+                return [] if allow_missing and EDITED not in found.values() else _with_states(found)
+            stage = self._files.stage(name)
+            cached = [out for out in stage.outs if out.in_cache] or list(stage.outs)
+            here = not cached or any(out.exists or (out.in_cache and out.recorded and out.is_cached) for out in cached)
+            if not stage.is_recorded or not (here or allow_missing):
+                return [FIRST_RUN]
+            if why := list(self._input_reasons(stage, allow_missing, planned)):
+                return why
+            states = {out.path: self._output_state(out) for out in stage.outs}
+            return [] if allow_missing and EDITED not in states.values() else _with_states(states)
+
+    def _input_reasons(
+        self, stage: dvc_files.GraphStage, allow_missing: bool, planned: Collection[str]
+    ) -> Iterator[str]:
+        if not stage.frozen:
+            yield from self._changed_params(stage, allow_missing)
+        if stage.command_changed:
+            yield "the command changed"
+        if stage.frozen:
+            return
+        if stage.always_runs:
+            yield "runs every time"
+        looked_at = [file for file in stage.inputs if self._makers.get(file.path, ("",))[0] not in planned]
+        present = {file: file.known_hash() if file.exists else None for file in looked_at}
+        changed = [file for file, digest in present.items() if digest is not None and digest != file.recorded]
+        gone = [
+            file.path for file, digest in present.items() if digest is None and not self._is_made(file, allow_missing)
+        ]
+        if code := [file.path for file in changed if is_code(file.path)]:
+            yield f"code changed: {_first(code)}"
+        if gone:
+            yield f"{_first(gone)} missing"
+        if data := [file.path for file in changed if not is_code(file.path)]:
+            yield f"{_first(data)} changed"
+
+    def _is_made(self, file: File, allow_missing: bool) -> bool:
+        """Whether a missing input may be missing: its stage or .dvc file has the recorded hash for it."""
+        return allow_missing and file.path in self._makers and self._makers[file.path][1].recorded == file.recorded
+
+    def _changed_params(self, stage: dvc_files.GraphStage, allow_missing: bool) -> Iterator[str]:
+        """`ppo.kl.coef 0.05 → 0.2` for each value that is not the recorded one."""
+        if absent := [file for file in stage.params_of if not (self.root / file).is_file()]:
+            if not (allow_missing and all(file in self._makers for file in absent)):
+                yield f"{_first(absent)} missing"
+            return
+        old, new = dotted(stage.recorded_params), dotted(stage.present_params())
+        for name in dict.fromkeys((*old, *new)):
+            if old.get(name) != new.get(name) or (name in old) != (name in new):
+                before_now = (HIDDEN, HIDDEN) if is_secret(name) else (_value(old, name), _value(new, name))
+                yield f"{name} {' → '.join(before_now)}"
+
+    def _output_state(self, out: File) -> str:
+        """`MISSING`, `EDITED`, `NOT_CACHED`, or empty where the output is what dvc.lock records."""
+        if out.in_cache and out.recorded and not out.is_cached:
+            return NOT_CACHED
+        if not out.exists:
+            return MISSING
+        return "" if out.known_hash() == out.recorded else EDITED
+
+    def key(self, name: str) -> str | None:
+        """The identity of the execution that would come now; None where an input or params.yaml is missing."""
+        definition = Definition(name, self._files)
+        with self._lock, suppress(UserError):
+            return definition.key(read_yaml(self.root / PARAMS_FILE), definition.hashes())
+        return None
+
+    def plan(self, graph: Graph) -> dict[str, list[str]]:
+        """The stages of `graph` that may run: those not up to date now, with the reasons, and those below them."""
+        plan: dict[str, list[str]] = {}
+        for stage in graph.stages:
+            if (why := self.reasons(stage, planned=plan)) or any(need in plan for need in graph.upstream[stage]):
+                plan[stage] = why
+        return plan
+
+    def restorable(self, graph: Graph, plan: Iterable[str]) -> list[str]:
+        """The stages of a plan whose results dvc.lock has for the present inputs, and DVC's cache, too."""
+        found: list[str] = []
+        for stage in plan:
+            above = [need for need in graph.upstream[stage] if need in plan]
+            held = all(out.is_cached and (out.in_cache or out.exists) for out in self._files.stage(stage).outs)
+            if held and set(above) <= set(found) and not self.reasons(stage, allow_missing=True):
+                found.append(stage)
+        return found
+
+    def missing(self, name: str) -> list[File]:
+        """The outputs of a stage, or of a .dvc file, that are not in the workspace."""
+        outs = self._files.sources[name] if name in self._files.sources else self._files.stage(name).outs
+        return [out for out in outs if not out.exists]
+
+    def changed_sources(self, graph: Graph) -> tuple[str, ...]:
+        """The tracked data files of `graph` that were edited since DVC recorded them, or are missing."""
+        return tuple(source for source in graph.all_sources() if self.reasons(source))
+
+
 def read_graph(root: Path) -> Graph:
-    """The graph of the project at `root`. Raises UserError when DVC cannot read `dvc.yaml` or `dvc.lock`."""
-    with open_graph(root) as (_, graph):
-        return graph
+    """The graph of the project at `root`. Raises UserError when `dvc.yaml` or `dvc.lock` cannot be read."""
+    with opened(root) as project:
+        return project.graph
 
 
 @contextmanager
-def open_graph(root: Path) -> Iterator[tuple["Project", Graph]]:
-    """The project at `root`, open while the block lasts, and its graph. Raises UserError as `read_graph`.
-
-    params.yaml is read first: DVC expands every YAML alias in it when it opens a project, and would hang on a bomb.
-    """
-    from tasks.params.loader import PARAMS_FILE, read_yaml
-    from tasks.stage.dvc_adapter import open_project
-
+def opened(root: Path) -> Iterator[Project]:
+    """The project at `root`. Raises UserError when its files cannot be read."""
     if (root / PARAMS_FILE).is_file():
         read_yaml(root / PARAMS_FILE)
-    with open_project(root) as project:
-        plan = project.plan()
-        upstream = {name: tuple(stages) for name, stages, _ in plan}
-        yield project, Graph(tuple(upstream), upstream, {name: tuple(sources) for name, _, sources in plan})
+    with open_project(root) as files:
+        yield Project(files)
+
+
+def brief(reasons: Sequence[str]) -> str:
+    """The first reasons and how many more there are, in one line of at most `LONGEST_WHY` characters."""
+    more = f" and {len(reasons) - MOST_NAMES} more" if len(reasons) > MOST_NAMES else ""
+    return shorten("; ".join(reasons[:MOST_NAMES]), LONGEST_WHY - len(more)) + more
+
+
+def _with_states(states: Mapping[str, str]) -> list[str]:
+    return [
+        f"{_first([path for path, found in states.items() if found == state])} {state}"
+        for state in dict.fromkeys(filter(None, states.values()))
+    ]
+
+
+def _value(values: Mapping[str, Any], name: str) -> str:
+    value = values.get(name, "(unset)")
+    return shorten(value if isinstance(value, str) else json.dumps(value, default=str))
+
+
+def _first(names: Sequence[str]) -> str:
+    """The first few, and how many more."""
+    more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
+    return f"{', '.join(names[:MOST_NAMES])}{more}"

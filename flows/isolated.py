@@ -4,7 +4,6 @@ The run is `leash run` in a process group of its own, with the code of the works
 """
 
 import io
-import os
 import re
 import sys
 import tarfile
@@ -16,7 +15,7 @@ from pathlib import Path
 from flows import processes, workspace
 from flows.workspace import Workspace
 from rlhf_core.errors import UserError
-from rlhf_core.locks import FileLock
+from rlhf_core.locks import held
 from tasks.tracking.settings import RUN_VARIABLE
 
 RECORDED = ("metrics", "plots", "params.yaml")
@@ -26,6 +25,8 @@ NIGHTLY, STUDY = "Nightly", "Study"
 """Trailers of an experiment's message: the branch of a nightly run, the study of a trial."""
 RETRIES = {"PREFECT_CLIENT_MAX_RETRIES": "5"}
 """Runs side by side write into one database of Prefect; while another one has locked it, the server answers 503."""
+STAGE_ENDED = re.compile(r"\[(?P<place>\d+)/(?P<count>\d+) (?P<stage>\w+)\] (?P<how>ran|restored|FAILED)\b")
+"""A line of `leash run` about a stage that has ended."""
 _NOT_IN_NAMES = re.compile(r"[^\w.=-]+")
 
 OnLine = Callable[[str], None]
@@ -33,10 +34,12 @@ OnLine = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Result:
-    """How a run in a workspace ended: the exit code of `leash run`, wall-clock seconds, and its error."""
+    """How a run in a workspace ended: the exit code of `leash run`, wall-clock seconds, the stages that were computed,
+    and its error."""
 
     code: int
     seconds: float
+    ran: list[str]
     error: str = ""
 
 
@@ -53,50 +56,50 @@ def run(
     Raises processes.Stopped when this process stops it, UserError when the experiment cannot be saved.
     """
     errors: list[str] = []
+    ran: list[str] = []
 
     def receive(line: str) -> None:
         if line.startswith("error: "):
             errors.append(line.removeprefix("error: "))
+        if (ended := STAGE_ENDED.match(line)) and ended["how"] == "ran":
+            ran.append(ended["stage"])
         on_line(line)
 
     command = [sys.executable, "-m", "flows.cli", "run", *options]
-    run_variables = {RUN_VARIABLE: space.name, **RETRIES, **(variables or {})}
-    changed = {**os.environ, **workspace.environment(space.root), **run_variables}
-    env = {name: value for name, value in changed.items() if value is not None}
+    env = workspace.process_environment(space.root, **RETRIES, **{RUN_VARIABLE: space.name}, **(variables or {}))
     start = time.monotonic()
     code = processes.run(command, cwd=space.root, env=env, on_line=receive, signals=processes.RUNNER_SIGNALS)
     seconds = time.monotonic() - start
     if code:
         error = "; ".join(errors) or f"leash run ended with {code}"
         workspace.write_note(space, why_kept=error)
-        return Result(code, seconds, error)
+        return Result(code, seconds, ran, error)
     try:
         record(space, {"MLflow run": space.name, "Seconds": f"{seconds:.1f}", **(trailers or {})})
     except UserError as refused:
         workspace.write_note(space, why_kept=str(refused))
         raise
     workspace.remove(space)
-    return Result(0, seconds)
+    return Result(0, seconds, ran)
 
 
 def record(space: Workspace, trailers: Mapping[str, str]) -> None:
     """Save the workspace as a DVC experiment named as it is; it replaces an older one. Raises UserError."""
-    changes = " ".join(space.overrides) or "no parameter changed"
     lines = [f"{name}: {value}" for name, value in trailers.items()]
-    message = "\n".join([f"{space.name}: {changes}", "", *lines])
+    message = "\n".join([f"{space.name}: {' '.join(space.overrides) or 'no parameter changed'}", "", *lines])
     present = [name for name in RECORDED if (space.root / name).exists()]  # also what git does not track yet
     command = [sys.executable, "-m", "dvc", "--wait-for-lock", "exp", "save", "--force", "--name", space.name,
                "--message", message, *(word for name in present for word in ("--include-untracked", name))]  # fmt: skip
-    lock = FileLock(space.home / "work" / "experiments.lock")  # DVC's refs of an experiment in the making are shared
-    if not lock.acquire(RECORD_SECONDS):
-        raise UserError(f"{space.name}: work/experiments.lock is held by another process; stop it, then run again")
-    changed = {**os.environ, **workspace.environment(space.root), **_identity(space.home)}
-    env = {name: value for name, value in changed.items() if value is not None}
-    printed: list[str] = []
+    env = workspace.process_environment(space.root)
     try:
+        workspace.git(space.home, "config", "user.email")
+    except UserError:  # git does not know the author
+        who = {"NAME": "leash", "EMAIL": "leash@localhost"}
+        env |= {f"GIT_{role}_{key}": value for role in ("AUTHOR", "COMMITTER") for key, value in who.items()}
+    printed: list[str] = []
+    # DVC's refs of an experiment in the making are shared by all worktrees.
+    with held(space.home / "work" / "experiments.lock", RECORD_SECONDS, "saves an experiment"):
         code = processes.run(command, cwd=space.root, env=env, on_line=printed.append)
-    finally:
-        lock.release()
     if code or find(space.home, space.commit, space.name) is None:
         reason = next((line for line in reversed(printed) if line.strip()), "it printed nothing")
         raise UserError(f"{space.name}: `dvc exp save` failed ({reason}); its results are kept in {space.root}")
@@ -169,13 +172,3 @@ def as_name(text: str) -> str:
     if not name or name.endswith(".lock"):
         raise UserError(f"{text!r} cannot be a name; use letters, digits, _ and -")
     return name
-
-
-def _identity(home: Path) -> dict[str, str]:
-    """Author of the experiment's commit where git has none."""
-    try:
-        workspace.git(home, "config", "user.email")
-    except UserError:
-        who = {"NAME": "leash", "EMAIL": "leash@localhost"}
-        return {f"GIT_{role}_{key}": value for role in ("AUTHOR", "COMMITTER") for key, value in who.items()}
-    return {}

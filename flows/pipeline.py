@@ -1,13 +1,19 @@
-"""The Prefect flow: the graph of `dvc.yaml`, a Prefect task for each stage. `serve` pickles this module, so locks,
-events and registries are kept in other modules."""
+"""How a run goes: a Prefect flow with a task for each stage of dvc.yaml. `serve` pickles this module, so locks, events
+and registries are kept in other modules."""
 
 import os
-from collections.abc import Collection
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, cast
+from uuid import UUID
 
 from prefect import flow, get_run_logger, task
+from prefect.artifacts import create_progress_artifact, update_progress_artifact
 from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas.objects import State
 from prefect.futures import PrefectFuture, as_completed
@@ -17,13 +23,131 @@ from prefect.utilities.names import generate_slug
 
 from flows import artifacts, driver, processes, remote, terminal
 from flows.environment import find_root
-from flows.execution import Execution, Print, places
-from flows.graph import Graph
-from flows.stages import FAILED, NOT_RUN, Outcome, PipelineFailed, StageCrash, StageUserError
+from flows.graph import Graph, Project, brief
+from flows.stages import (
+    FAILED,
+    NOT_RUN,
+    UP_TO_DATE,
+    Outcome,
+    PipelineFailed,
+    StageCrash,
+    StageUserError,
+    refresh_sources,
+    run_stage,
+)
 from rlhf_core.errors import UserError
-from tasks.stage.dvc_adapter import recorded_order, restore_order
+from rlhf_core.locks import FileLock, who_holds
+from tasks.stage.dvc_files import recorded_order, restore_order
+from tasks.stage.gpus import visible_gpus
 from tasks.stage.pipeline_run import finish
-from tasks.tracking.settings import RUN_VARIABLE
+from tasks.tracking.settings import RUN_VARIABLE, main_checkout
+
+EXECUTIONS = Path("work") / "executions"
+"""Locks of the executions at work, in the main checkout."""
+POLL_SECONDS = 0.5
+
+Print = Callable[[str, str], None]
+"""Receives a stage and one line about it."""
+
+
+@dataclass
+class Execution:
+    """What all stages of one run share, and how one of them runs."""
+
+    project: Project
+    force: bool
+    timeout: float | None
+    attempts: int
+    """How often a stage may be tried."""
+    print: Print
+    pull: bool = False
+    """Whether DVC's remote may give results."""
+    wanted: set[str] = field(default_factory=set)
+    """With `pull`: the stages whose outputs must be here at the end; those of the others only where they are read."""
+    brought: dict[str, Outcome] = field(default_factory=dict)
+    """Stages that were first up to date without their outputs, which another one needed then."""
+    bringing: Any = field(default_factory=threading.RLock)
+    """Held while inputs are brought: two stages may read the same one."""
+    why: dict[str, str] = field(default_factory=dict)
+    failures: dict[str, list[str]] = field(default_factory=dict)
+
+    def run(self, stage: str) -> Outcome:
+        """Run the stage by DVC, unless it is up to date. Raises as `run_stage`."""
+        failures = self.failures.setdefault(stage, [])
+        changed = ["--force"] if self.force else self.project.reasons(stage, allow_missing=self.pull)
+        gone = self.project.missing(stage) if self.pull and not changed else []
+        if stage not in self.wanted:  # DVC can bring it later, where a stage reads it
+            gone = [out for out in gone if not out.in_cache]
+        if failures:
+            self.print(stage, f"attempt {len(failures) + 1} of {self.attempts} after: {failures[-1]}")
+        elif why := changed or [f"{out.path} missing" for out in gone]:
+            self.why[stage] = brief(why)
+            self.print(stage, f"starts ({self.why[stage]})")
+        else:
+            return Outcome(stage, UP_TO_DATE, 0.0)
+        fetched = bool(gone) and all(out.in_cache for out in gone)
+        options = ["--pull", "--no-run-cache"] if fetched else ["--pull"] if self.pull and changed else []
+        run = partial(
+            run_stage, self.project.root, stage, self.force, self.timeout, partial(self.print, stage), options
+        )
+        try:
+            with self._only_one(stage):
+                if self.pull and changed:
+                    self._bring_inputs(stage)
+                try:
+                    outcome = run()
+                except StageUserError:
+                    if not (fetched and self._bring_inputs(stage)):
+                        raise
+                    self.print(stage, "is computed: DVC's remote lacks its result")
+                    outcome = run()
+        except StageCrash as error:
+            failures.append(str(error).removeprefix(f"{stage}: "))
+            raise
+        return replace(outcome, why=self.why[stage], attempts=len(failures) + 1)
+
+    def _bring_inputs(self, stage: str) -> bool:
+        """Fetch, or compute, what the stage reads and is not here; returns whether there was something."""
+        graph = self.project.graph
+        with self.bringing:
+            sources = [name for name in graph.sources[stage] if self.project.missing(name)]
+            if sources:
+                try:
+                    remote.pull(self.project.root, sources, partial(self.print, stage))
+                except UserError as error:
+                    raise StageUserError(f"{stage}: {', '.join(sources)}: {error}") from None
+            stages = [name for name in graph.upstream[stage] if self.project.missing(name)]
+            for name in stages:
+                self.wanted.add(name)
+                self.brought[name] = self.run(name)
+                terminal.end(self.brought[name])
+        return bool(sources or stages)
+
+    @contextmanager
+    def _only_one(self, stage: str) -> Iterator[None]:
+        """Wait while another workspace of this checkout runs the stage with the same inputs: DVC then restores what it
+        has made. Raises processes.Stopped."""
+        key = None if self.force else self.project.key(stage)
+        if key is None:
+            yield
+            return
+        path = main_checkout(self.project.root) / EXECUTIONS / f"{key[:32]}.lock"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(path)
+        if not lock.acquire():
+            self.print(stage, f"waits for its result from another workspace ({who_holds(path)})")
+            while not lock.acquire(POLL_SECONDS):
+                processes.raise_if_stopped()
+        try:
+            yield
+        finally:
+            path.unlink(missing_ok=True)  # at worst two that wait run the stage both
+            lock.release()
+
+
+def places(jobs: int) -> int:
+    """How many stages may run at the same time: never more than the GPUs. Without a GPU they share the CPU."""
+    return min(jobs, len(visible_gpus()) or jobs)
 
 
 def is_retriable(task: Any, run: Any, state: State[Any]) -> bool:
@@ -53,7 +177,7 @@ def _name() -> str:
     return os.environ.get(RUN_VARIABLE) or generate_slug(2)
 
 
-@flow(name="leash", flow_run_name=_name, task_runner=_threads(), persist_result=False)
+@flow(name="leash", version=version("leash-rlhf"), flow_run_name=_name, task_runner=_threads(), persist_result=False)
 def pipeline(
     stages: list[str] | None = None,
     force: bool = False,
@@ -80,9 +204,10 @@ def pipeline(
     with driver.exclusive(home) as project:
         graph = project.graph.select(stages)
         remote.require(home, pull, push)
-        execution = Execution(project, force, timeout_seconds, retries + 1, _printer(), pull=pull)
+        wanted = set(stages or graph.stages)
+        execution = Execution(project, force, timeout_seconds, retries + 1, _printer(), pull, wanted)
         try:
-            outcomes, errors = _run(execution, graph, jobs, options, stages or graph.stages)
+            outcomes, errors = _run(execution, graph, jobs, options)
             unsent = _push(execution, graph, outcomes) if push else None
         except (KeyboardInterrupt, SystemExit):
             return Cancelled(message="stopped")
@@ -98,18 +223,17 @@ def pipeline(
 
 
 def _run(
-    execution: Execution, graph: Graph, jobs: int, options: dict[str, Any], wanted: Collection[str]
+    execution: Execution, graph: Graph, jobs: int, options: dict[str, Any]
 ) -> tuple[dict[str, Outcome], list[StageUserError | StageCrash]]:
-    """Every stage of the graph; afterwards `dvc.lock` has the order of the graph. With `pull` the files of the stages
-    `wanted` are fetched first, and what else the run needs."""
+    """Every stage of the graph; afterwards `dvc.lock` has the order of the graph."""
     root = execution.project.root
     before = recorded_order(root)
     try:
         with processes.session():
-            if execution.pull:
-                out = partial(execution.print, "")
-                execution.fetched = remote.fetch(execution.project, graph, wanted, execution.force, out)
-            execution.refresh_sources(graph)
+            changed = execution.project.changed_sources(graph)
+            if execution.pull:  # what is missing is fetched where a stage reads it
+                changed = tuple(name for name in changed if execution.project.reasons(name, allow_missing=True))
+            refresh_sources(root, changed, partial(execution.print, ""))
             futures = _run_stages(execution, graph, places(jobs), options)
     finally:
         restore_order(root, graph.stages, before)
@@ -122,6 +246,7 @@ def _run_stages(
     execution: Execution, graph: Graph, free: int, options: dict[str, Any]
 ) -> dict[str, PrefectFuture[Outcome]]:
     """Run each stage when those that it needs have ended at most `free` at the same time, in the order of the graph."""
+    progress = _start_progress(len(graph.stages))
     futures: dict[str, PrefectFuture[Outcome]] = {}
     running: dict[PrefectFuture[Outcome], str] = {}
     waiting, ended = list(graph.stages), set[str]()
@@ -140,17 +265,32 @@ def _run_stages(
         stage = running.pop(done)
         ended.add(stage)
         terminal.end(_outcome(execution, stage, done.state))
+        progress(len(ended))
     return futures
+
+
+def _start_progress(stages: int) -> Callable[[int], None]:
+    """Prefect's artifact `leash-progress`; the function that it returns is called with the number of ended stages. A
+    lost server does not stop the run here."""
+    with suppress(Exception):
+        artifact = create_progress_artifact(0.0, key="leash-progress", description=f"Of {stages} stages")
+
+        def show(ended: int) -> None:
+            with suppress(Exception):
+                update_progress_artifact(cast(UUID, artifact), 100.0 * ended / stages)
+
+        return show
+    return lambda ended: None
 
 
 def _push(execution: Execution, graph: Graph, outcomes: dict[str, Outcome]) -> UserError | None:
     """Send the results of what ended well; returns why it failed."""
     ended = [name for name, outcome in outcomes.items() if outcome.state not in {FAILED, NOT_RUN}]
-    names = [name for name in (*graph.all_sources(), *ended) if name not in execution.fetched.unneeded]
+    held = [name for name in (*graph.all_sources(), *ended) if not execution.project.missing(name)]
     execution.print("", f"sending results to {remote.require(execution.project.root, False, True)}")
     try:
         with processes.session():
-            remote.push(execution.project.root, names, partial(execution.print, ""))
+            remote.push(execution.project.root, held, partial(execution.print, ""))
     except UserError as error:
         execution.print("", f"nothing or not all was sent: {error}")
         return UserError(f"{error}; the results are kept here, and the same command sends them")
@@ -175,7 +315,7 @@ def _outcome(execution: Execution, stage: str, state: State[Outcome]) -> Outcome
         )
     if not state.is_completed():
         return Outcome(stage, NOT_RUN, 0.0)
-    return state.result()
+    return execution.brought.get(stage) or state.result()
 
 
 def _printer() -> Print:

@@ -3,8 +3,10 @@
 
 import json
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,17 +16,21 @@ from flows import isolated, workspace
 from flows.text import table
 from flows.workspace import Workspace
 from rlhf_core.errors import UserError
+from rlhf_core.locks import held
 from tasks.params.loader import PARAMS_FILE, parse
 from tasks.params.promote import PromoteParams
 from tasks.tracking.registry import BEFORE, CHALLENGER, CHAMPION, Registry, Version
 
 if TYPE_CHECKING:
-    from tasks.stage.dvc_adapter import Stored
+    from tasks.stage.dvc_files import Stored
 
 EXTRA = Path("models") / "extra"
 PROMOTED, KEPT = "promoted", "kept"
+DECISION = "leash.promotion"
+"""Tag of a version: what was decided about it."""
 COMPARED = "Champion"
 """Trailer of an experiment's message: DVC's hash of the champion that its evaluation has compared."""
+WAIT_SECONDS = 60.0
 INDEPENDENT = {
     "pairs": "a judge of pairs",
     "scores": "a judge's scores",
@@ -35,12 +41,13 @@ INDEPENDENT = {
 
 @dataclass(frozen=True)
 class Rule:
-    """One rule, what was measured, and whether it holds."""
+    """One rule, what was measured, whether it holds, and what is wrong where it does not."""
 
     name: str
     measured: str
     bound: str
     holds: bool
+    broken: str
 
 
 @dataclass(frozen=True)
@@ -66,10 +73,10 @@ class Decision:
         """One line: the outcome, and the rules that do not hold."""
         if self.promoted:
             over = f", in the place of version {self.champion}" if self.champion else ", the first one"
-            return f"{PROMOTED}: version {self.challenger} is the champion{over}"
-        broken = "; ".join(f"{one.name}: {one.measured}, must be {one.bound}" for one in self.rules if not one.holds)
+            return f"promoted: version {self.challenger} is the champion{over}"
+        why = self.reason or "; ".join(rule.broken for rule in self.rules if not rule.holds)
         stays = f"version {self.champion} stays the champion" if self.champion else "there is no champion"
-        return f"{KEPT}: {stays} ({self.reason or broken})"
+        return f"not promoted: {why}; {stays}"
 
     @property
     def text(self) -> str:
@@ -119,31 +126,43 @@ def decide(
     """Every rule. `figures` is metrics/evaluate.json; with `compared` the champion is among its models.
 
     The interval of the champion's win rate against the policy is turned round: a tie counts half in both."""
-    return tuple(_rules(params, figures, alerts, compared))
-
-
-def _rules(params: PromoteParams, figures: Mapping[str, Any], alerts: Sequence[str], compared: bool) -> Iterator[Rule]:
+    rules = []
     if compared:
         judge = figures.get("judged_by") or "none"
+        words = INDEPENDENT.get(judge, judge)
         independent = judge in INDEPENDENT or (params.allow_reward_model and judge != "none")
-        yield Rule("judge", INDEPENDENT.get(judge, judge), "independent of the policy's training", independent)
+        broken = "no judge has compared it with the champion" if judge == "none" else f"the judge is the {words} of PPO"
+        rules.append(Rule("judge", words, "independent of the policy's training", independent, broken))
         other = figures["models"][CHAMPION]
-        low, high = (1.0 - end for end in reversed(other["win_rate_vs_policy_ci95"]))
-        measured = f"{1.0 - other['win_rate_vs_policy']:.3f} ({low:.3f} to {high:.3f})"
-        bound = f"above {params.win_rate_above:g} with its interval"
-        yield Rule("win rate against the champion", measured, bound, low > params.win_rate_above)
-    kl, missing = figures.get("kl_per_sequence"), figures.get("missing_eos_share")
-    if params.kl_below is not None:
-        yield _below("KL, nats", kl, params.kl_below)
-    yield _below("answers without an end", missing, params.missing_eos_below)
-    standing = sorted({name for name in alerts if name not in params.allowed_alerts})
-    yield Rule("health alerts", ", ".join(standing) or "none", "none, or allowed ones", not standing)
+        low, high = (1.0 - other[f"win_rate_vs_policy_{end}"] for end in ("high", "low"))
+        rate, bound = f"{1.0 - other['win_rate_vs_policy']:.3f} ({low:.3f} to {high:.3f})", params.win_rate_above
+        broken = f"its win rate against the champion is {rate}, and its interval must be above {bound:g}"
+        must = f"above {bound:g} with its interval"
+        rules.append(Rule("win rate against the champion", rate, must, low > bound, broken))
+    if (limit := params.kl_below) is not None:
+        kl = figures.get("kl_per_sequence")
+        measured = "not measured" if kl is None else f"{kl:.3g}"
+        broken = f"KL to the SFT model: {measured} nats (limit {limit:g})"
+        rules.append(Rule("KL, nats", measured, f"below {limit:g}", kl is not None and kl < limit, broken))
+    share, limit = figures.get("missing_eos_share"), params.missing_eos_below
+    measured = "not measured" if share is None else f"{share:.1%}"
+    few = "no answer has an end" if share == 1 else f"{measured} of its answers have no end"
+    broken = f"{few} (limit {100 * limit:g}%)"
+    ended = share is not None and share < limit
+    rules.append(Rule("answers without an end", measured, f"below {100 * limit:g}%", ended, broken))
+    standing = ", ".join(sorted({name for name in alerts if name not in params.allowed_alerts}))
+    must, broken = "none, or allowed ones", f"health alerts of ppo: {standing}"
+    return (*rules, Rule("health alerts", standing or "none", must, not standing, broken))
 
 
-def _below(name: str, value: float | None, bound: float) -> Rule:
-    if value is None:
-        return Rule(name, "not measured", f"below {bound:g}", False)
-    return Rule(name, f"{value:.3g}", f"below {bound:g}", value < bound)
+def judge_named(home: Path, name: str | None, registry: Registry) -> Decision:
+    """`judge` for the newest experiment of this name; None: of the challenger. Raises UserError where there is none."""
+    if name:
+        return judge(home, name, isolated.baseline(home, name), registry)
+    tags = version.tags if (version := registry.by_alias(CHALLENGER)) else {}
+    if not tags.get("leash.experiment") or not tags.get("leash.commit"):
+        raise UserError("there is no challenger; a nightly run makes one (docs/how-to/nightly.md)")
+    return judge(home, tags["leash.experiment"], tags["leash.commit"], registry)
 
 
 def judge(home: Path, name: str, commit: str, registry: Registry) -> Decision:
@@ -152,55 +171,40 @@ def judge(home: Path, name: str, commit: str, registry: Registry) -> Decision:
     experiment = isolated.find(home, commit, name)
     if experiment is None:
         raise UserError(f"no experiment {name} of commit {commit[:12]}; `dvc exp show` lists those that there are")
-    challenger = registry.by_digest(policy_digest(home, experiment))
-    if challenger is None:
-        raise UserError(f"MLflow has no version of the policy of {name}; `leash sync`, then `leash promote {name}`")
-    registry.set_alias(CHALLENGER, challenger)
-    champion = registry.by_alias(CHAMPION)
-    decision = _decision(home, experiment, challenger, champion)
-    if decision.unchanged:
-        return decision
-    tags = {"leash.promotion": decision.title, "leash.experiment": name, "leash.commit": commit}
-    if decision.promoted:
-        tags[BEFORE] = champion.number if champion else "none"
-    registry.tag(challenger, tags)  # before the alias: a champion without BEFORE could not be undone
-    if decision.promoted:
-        registry.set_alias(CHAMPION, challenger)
-    return decision
-
-
-def judge_experiment(home: Path, name: str, registry: Registry) -> Decision:
-    """`judge` for the newest experiment of this name. Raises UserError where there is none."""
-    return judge(home, name, isolated.baseline(home, name), registry)
-
-
-def judge_challenger(home: Path, registry: Registry) -> Decision:
-    """`judge` for the challenger. Raises UserError where there is none."""
-    challenger = registry.by_alias(CHALLENGER)
-    name, commit = (
-        (challenger.tags.get(tag) for tag in ("leash.experiment", "leash.commit")) if challenger else ("", "")
-    )
-    if not name or not commit:
-        raise UserError("there is no challenger; a nightly run makes one (docs/how-to/nightly.md)")
-    return judge(home, name, commit, registry)
-
-
-def _decision(home: Path, experiment: str, challenger: Version, champion: Version | None) -> Decision:
     files, _ = isolated.read(home, experiment)
     params = parse(PromoteParams, _yaml(files[str(PARAMS_FILE)].decode("utf-8")).get("promote") or {}, "promote")
     figures = json.loads(files["metrics/evaluate.json"])
     alerts = [alert["name"] for alert in json.loads(files.get("metrics/ppo.json", b"{}")).get("alerts") or []]
-    before = champion.number if champion else None
-    if champion is not None and champion.digest == challenger.digest:
-        return Decision(challenger.number, before, reason="the policy is the champion itself", unchanged=True)
-    if not params.enabled:
-        return Decision(challenger.number, before, reason="promote.enabled is false")
     compared = isolated.trailer(home, experiment, COMPARED)
-    if champion is not None and (compared is None or CHAMPION not in (figures.get("models") or {})):
-        return Decision(challenger.number, before, reason="the champion was not evaluated in this run")
-    if champion is not None and compared != champion.digest:
-        return Decision(challenger.number, before, reason="the champion has changed since this run; run again")
-    return Decision(challenger.number, before, decide(params, figures, alerts, champion is not None))
+    with _one_at_a_time(home):
+        challenger = registry.by_digest(policy_digest(home, experiment))
+        if challenger is None:
+            raise UserError(f"MLflow has no version of the policy of {name}; `leash sync`, then `leash promote {name}`")
+        registry.set_alias(CHALLENGER, challenger)
+        champion = registry.by_alias(CHAMPION)
+        before, reason = champion.number if champion else None, ""
+        if champion is not None and champion.digest == challenger.digest:
+            return Decision(challenger.number, before, reason="the policy is the champion itself", unchanged=True)
+        if not params.enabled:
+            reason = "promote.enabled is false"
+        elif champion is not None and (compared is None or CHAMPION not in (figures.get("models") or {})):
+            reason = "the champion was not evaluated in this run"
+        elif champion is not None and compared != champion.digest:
+            reason = "the champion has changed since this run, so run again"
+        rules = () if reason else decide(params, figures, alerts, champion is not None)
+        decision = Decision(challenger.number, before, rules, reason)
+        tags = {DECISION: decision.title, "leash.experiment": name, "leash.commit": commit}
+        if not decision.promoted:
+            registry.tag(challenger, tags)
+        else:  # the tag before the alias: a champion without BEFORE could not be undone
+            registry.tag(challenger, tags | {BEFORE: before or "none"})
+            registry.set_alias(CHAMPION, challenger)
+        return decision
+
+
+def _one_at_a_time(home: Path) -> AbstractContextManager[None]:
+    """Nobody else on this machine moves the champion between what is read here and what is written."""
+    return held(home / "work" / "promotion.lock", WAIT_SECONDS, "promotes a policy")
 
 
 def _yaml(text: str) -> dict[str, Any]:
@@ -217,28 +221,41 @@ def policy_digest(home: Path, experiment: str) -> str:
     raise UserError(f"dvc.lock of {experiment[:12]} has no models/policy; the run did not make one")
 
 
-def by_hand(registry: Registry, number: str) -> str:
+def by_hand(home: Path, registry: Registry, number: str) -> str:
     """Make a version the champion. Raises UserError for an unknown one."""
-    version, champion = registry.by_number(number), registry.by_alias(CHAMPION)
-    if version is None:
-        raise UserError(f"the registered policy has no version {number}")
-    if champion is not None and champion.number == version.number:
-        raise UserError(f"version {number} is the champion already")
-    registry.tag(version, {BEFORE: champion.number if champion else "none", "leash.promotion": f"{PROMOTED}: by hand"})
-    registry.set_alias(CHAMPION, version)
+    with _one_at_a_time(home):
+        version, champion = registry.by_number(number), registry.by_alias(CHAMPION)
+        if version is None:
+            raise UserError(f"the registered policy has no version {number}")
+        if champion is not None and champion.number == number:
+            raise UserError(f"version {number} is the champion already")
+        registry.tag(version, {BEFORE: champion.number if champion else "none", DECISION: "promoted: by hand"})
+        registry.set_alias(CHAMPION, version)
     return f"version {number} is the champion" + (f", in the place of version {champion.number}" if champion else "")
 
 
-def undo(registry: Registry) -> str:
+def undo(home: Path, registry: Registry) -> str:
     """Make the version the champion that was it before. Raises UserError where there is none."""
-    champion = registry.by_alias(CHAMPION)
-    if champion is None:
-        raise UserError("there is no champion")
-    before = champion.tags.get(BEFORE, "none")
-    version = None if before == "none" else registry.by_number(before)
-    registry.tag(champion, {"leash.promotion": "undone by hand"})
-    if version is None:
-        registry.remove_alias(CHAMPION)
-        return f"version {champion.number} is no longer the champion; there was none before it"
-    registry.set_alias(CHAMPION, version)
+    with _one_at_a_time(home):
+        champion = registry.by_alias(CHAMPION)
+        if champion is None:
+            raise UserError("there is no champion")
+        before = champion.tags.get(BEFORE, "none")
+        version = None if before == "none" else registry.by_number(before)
+        registry.tag(champion, {DECISION: "undone by hand"})
+        if version is None:
+            registry.remove_alias(CHAMPION)
+            return f"version {champion.number} is no longer the champion; there was none before it"
+        registry.set_alias(CHAMPION, version)
     return f"version {version.number} is the champion again, in the place of version {champion.number}"
+
+
+def versions(registry: Registry) -> str:
+    """A table of the registered policies, the newest first: version, aliases, date (UTC), experiment, decision."""
+    rows = [("version", "is", "registered", "experiment", "decision")]
+    for one, aliases in registry.all():
+        date = datetime.fromtimestamp(one.created, UTC).strftime("%Y-%m-%d %H:%M")
+        rows.append(
+            (one.number, ", ".join(aliases), date, one.tags.get("leash.experiment", ""), one.tags.get(DECISION, ""))
+        )
+    return table(rows) if len(rows) > 1 else "no policy is registered; a run registers one at its end"

@@ -1,17 +1,14 @@
-"""DVC's default remote: fetches what a run needs before its stages begin, and sends what it made at its end. DVC's
-commands do both. Credentials come from the environment and are not printed."""
+"""DVC's default remote: `dvc push` at the end of a run, and `dvc pull` of tracked data that a stage reads. Credentials
+come from the environment and are not printed."""
 
 import os
 import re
 import sys
 import time
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from flows import processes
-from flows.graph import Graph
-from flows.status import Project
 from rlhf_core.errors import UserError
 from tasks.tracking.settings import without_credentials
 
@@ -20,21 +17,6 @@ PROGRESS_SECONDS = 5.0
 """Between two lines about a transfer."""
 _FILES = re.compile(r"(Fetching from|Pushing to) \S+ +(\d+/\d+) \[")
 _TOTAL = re.compile(r"^\d+ files? (fetched|pushed)")
-
-
-@dataclass(frozen=True)
-class Fetched:
-    """The stages and .dvc files of a run whose results dvc.lock has for the present inputs."""
-
-    ready: frozenset[str]
-    """Needed, and in DVC's cache."""
-    unneeded: frozenset[str]
-    """Neither wanted nor read by a stage that must be computed; not fetched."""
-    recorded: frozenset[str]
-    """Both, and those of which the remote lacks a file."""
-
-
-NOTHING_FETCHED = Fetched(frozenset(), frozenset(), frozenset())
 
 
 def require(root: Path, pull: bool, push: bool) -> str:
@@ -50,51 +32,9 @@ def require(root: Path, pull: bool, push: bool) -> str:
     return without_credentials(address)
 
 
-def fetch(project: Project, graph: Graph, wanted: Collection[str], force: bool, on_line: OnLine) -> Fetched:
-    """Fetch the recorded outputs of the `wanted` stages, and the inputs of those stages of `graph` that are computed.
-
-    What the remote lacks is computed, and its inputs are fetched in turn; with `force` all is computed.
-    Raises UserError when the remote fails.
-    """
-    recorded = set[str]()
-    for stage in graph.stages:
-        if not force and recorded.issuperset(graph.upstream[stage]) and project.is_recorded(stage):
-            recorded.add(stage)
-    tried = set[str]()
-    while True:
-        needed, computed = _needed(project, graph, set(wanted), recorded, tried)
-        absent = [name for name in needed if name not in computed | tried and not _is_here(project, name)]
-        if not absent:
-            break
-        on_line(f"fetching what is missing of {', '.join(absent)}")
-        _run(project.root, ["fetch", *absent], on_line)
-        tried.update(absent)
-    sources = [name for name in needed if name.endswith(".dvc") and project.missing(name) and _is_here(project, name)]
-    if sources:
-        _run(project.root, ["checkout", *sources], on_line)
-    known = {*graph.stages, *graph.all_sources()} - computed
-    return Fetched(frozenset(known.intersection(needed)), frozenset(known.difference(needed)), frozenset(recorded))
-
-
-def _needed(
-    project: Project, graph: Graph, wanted: set[str], recorded: set[str], tried: set[str]
-) -> tuple[list[str], set[str]]:
-    """The stages and .dvc files whose files a run needs, and the stages that it computes: those without a recorded
-    result, and those that are needed and still missing after a fetch."""
-    computed = set(graph.stages) - recorded
-    wanted = wanted.union(*map(project.makers_of_params, graph.stages))
-    while True:
-        read = {name for stage in computed for name in (*graph.upstream[stage], *graph.sources[stage])}
-        needed = [name for name in (*graph.all_sources(), *graph.stages) if name in wanted | read]
-        lost = {name for name in tried.intersection(needed, recorded) if not _is_here(project, name)}
-        if lost <= computed:
-            return needed, computed
-        computed |= lost
-
-
-def _is_here(project: Project, name: str) -> bool:
-    """Whether each of its outputs is here or in DVC's cache."""
-    return all(file.is_whole for file in project.missing(name))
+def pull(root: Path, names: Sequence[str], on_line: OnLine) -> None:
+    """Bring the data of these .dvc files. Raises UserError when the remote fails or lacks them."""
+    _run(root, ["pull", *names], on_line)
 
 
 def push(root: Path, names: Sequence[str], on_line: OnLine) -> None:

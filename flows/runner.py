@@ -3,7 +3,7 @@
 import logging
 import os
 import sys
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,15 +11,25 @@ from uuid import UUID
 
 from flows import driver, processes, remote, server, terminal
 from flows.environment import PARENT_VARIABLE
+from flows.graph import brief
 from flows.stages import FAILED, UP_TO_DATE, Outcome, PipelineFailed
+from flows.text import table
 from rlhf_core.errors import UserError
+from tasks.naming import project_name
 from tasks.params.loader import PARAMS_FILE, is_switched_off, parse, read_yaml
 from tasks.params.methods import BY_NAME
 from tasks.params.scorer import MADE_FOR_IT
 from tasks.tracking.settings import without_credentials
 
 if TYPE_CHECKING:
+    from prefect import Flow
+
     from flows.graph import Graph
+
+
+UNCHANGED, RESTORES, RUNS = "up to date", "to restore from DVC's cache", "to run"
+MAY_RUN = "to run if its inputs change"
+"""What a run will do with a stage. A stage to run is restored where DVC's run cache has a result of its new inputs."""
 
 
 def run(
@@ -29,10 +39,11 @@ def run(
     jobs: int = 1,
     pull: bool = False,
     push: bool = False,
+    dry_run: bool = False,
     **options: Any,
 ) -> int:
     """Run the flow (`options` as its parameters) and print how its stages ended; returns the exit code. Where all is up
-    to date there is no flow.
+    to date there is no flow. With `dry_run` only print what would run, and why.
 
     Raises UserError for an unknown stage, a refused params.yaml, no remote where `pull` or `push` need one, another
     run in this workspace, or a Prefect server that does not answer.
@@ -46,15 +57,20 @@ def run(
 
             parse(Params, read_yaml(root / PARAMS_FILE), file=PARAMS_FILE)
         address = remote.require(root, pull, push)
-        off = switched_off(root / PARAMS_FILE)
+        off = switched_off(root / PARAMS_FILE).intersection(graph.stages)
+        plan = {stage: ["--force"] for stage in graph.stages} if force else project.plan(graph)
+        expected = forecast(graph, plan, [] if force else project.restorable(graph, plan))
+        if dry_run:
+            print(dry_run_table(expected, plan, off), flush=True)
+            return 0
         with terminal.screen(graph.stages, off):
-            plan = {stage: ["--force"] for stage in graph.stages} if force else project.plan(graph)
-            fetches = f"{len(graph.stages)} stages; what the remote {address} has is fetched, not computed"
-            terminal.print_line("", fetches if pull and plan else first_line(graph, plan, off))
+            terminal.print_line("", first_line({name: what for name, what in expected.items() if name not in off}))
+            if plan and pull:
+                terminal.print_line("", f"what the remote {address} has is fetched, not computed")
             if plan or project.changed_sources(graph) or push:
                 _connect(root)
                 failure = _run_flow(
-                    stages=stages, force=force, root=str(root), jobs=jobs, pull=pull, push=push, **options
+                    root, stages=stages, force=force, root=str(root), jobs=jobs, pull=pull, push=push, **options
                 )
             else:
                 for stage in graph.stages:
@@ -73,20 +89,33 @@ def switched_off(params: Path) -> set[str]:
     return set()
 
 
-def first_line(graph: "Graph", plan: dict[str, list[str]], off: Collection[str] = ()) -> str:
-    """How many stages will run, and which: those that are not up to date, and perhaps those below them. Those that are
-    switched off write empty outputs, and are not counted."""
-    total = sum(stage not in off for stage in graph.stages)
-    unused = [stage for stage in graph.stages if stage in off]
-    end = f" (switched off: {', '.join(unused)})" if unused else ""
-    counted = {stage: why for stage, why in plan.items() if stage not in off}
-    if not plan:
-        return f"{total} stages, all up to date{end}"
-    stale = [stage for stage, why in counted.items() if why]
-    below = len(counted) - len(stale)
-    named, above = (f": {', '.join(stale)}", "them") if stale else ("", "a changed one")
-    more = f"; and up to {below} below {above}, where their inputs change" if below else ""
-    return f"{len(stale)} of {total} stages to run{named}{more}{end}"
+def forecast(graph: "Graph", plan: Mapping[str, list[str]], restorable: Collection[str]) -> dict[str, str]:
+    """What a run will do with each stage of the graph: one of the four words above."""
+    return {
+        stage: UNCHANGED if stage not in plan else RESTORES if stage in restorable else RUNS if plan[stage] else MAY_RUN
+        for stage in graph.stages
+    }
+
+
+def first_line(expected: Mapping[str, str]) -> str:
+    """How many stages are up to date, and which others there are."""
+    named = [
+        (what, [stage for stage, found in expected.items() if found == what]) for what in (RESTORES, RUNS, MAY_RUN)
+    ]
+    parts = [f"{what.replace('its inputs', 'their inputs')}: {', '.join(stages)}" for what, stages in named if stages]
+    if not parts:
+        return f"{len(expected)} stages, all up to date"
+    unchanged = sum(what == UNCHANGED for what in expected.values())
+    return f"{len(expected)} stages, {unchanged} up to date; {'; '.join(parts)}"
+
+
+def dry_run_table(expected: Mapping[str, str], plan: Mapping[str, list[str]], off: Collection[str]) -> str:
+    """Each stage, what a run will do with it, and why; those that are switched off in the last line."""
+    rows = [(stage, what, brief(plan.get(stage, []))) for stage, what in expected.items() if stage not in off]
+    lines = [table([("stage", "what", "why"), *rows])]
+    if RUNS in expected.values():
+        lines.append("What DVC's run cache has for the new inputs is restored, not run.")
+    return "\n".join([*lines, *terminal.switched_off_line([stage for stage in expected if stage in off])])
 
 
 def _print_failure(failure: PipelineFailed) -> None:
@@ -97,14 +126,18 @@ def _print_failure(failure: PipelineFailed) -> None:
     print(f"{when} same command continues with {failed}", flush=True)
 
 
-def _run_flow(**parameters: Any) -> PipelineFailed | None:
+def _run_flow(project: Path, **parameters: Any) -> PipelineFailed | None:
+    from prefect import tags
+
     from flows.pipeline import pipeline
 
+    named = pipeline.with_options(name=project_name(project))
     try:
         if parent := os.environ.get(PARENT_VARIABLE):
-            _run_below(parent, parameters)
+            _run_below(parent, named, parameters)
         else:
-            pipeline(**parameters)
+            with tags("leash", project_name(project)):
+                named(**parameters)
     except PipelineFailed as failure:
         return failure
     except BaseException as error:
@@ -116,13 +149,11 @@ def _run_flow(**parameters: Any) -> PipelineFailed | None:
     return None
 
 
-def _run_below(parent: str, parameters: dict[str, Any]) -> None:
+def _run_below(parent: str, pipeline: "Flow[..., Any]", parameters: dict[str, Any]) -> None:
     """Run the flow as a child of the task run `parent` of another process, as `prefect.deployments.run_deployment`
     does."""
     from prefect.client.orchestration import get_client
     from prefect.flow_engine import run_flow
-
-    from flows.pipeline import pipeline
 
     with get_client(sync_client=True) as client:
         child = client.create_flow_run(pipeline, parameters=parameters, parent_task_run_id=UUID(parent))
@@ -131,16 +162,11 @@ def _run_below(parent: str, parameters: dict[str, Any]) -> None:
 
 def _connect(root: Path) -> None:
     """Use the configured server, or start one for this run. Raises UserError when it does not answer."""
-    url = server.configured_url(root)
-    if url is not None and not server.answers(url):
-        shown = without_credentials(url)
-        raise UserError(f"no Prefect server answers at {shown}; start one with `leash up`, or unset PREFECT_API_URL")
-    if url is not None:
-        server.use(url)
+    if server.configured_url(root) is not None:
+        server.require(root)
         return
     terminal.print_line("", "starting a Prefect server for this run (`leash up` keeps one running and saves this time)")
     url = server.start_temporary(root)
-    server.use(url)
     import flows.pipeline  # noqa: F401 - takes seconds, while the server starts
 
     server.wait_for_temporary(url)

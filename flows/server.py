@@ -1,18 +1,23 @@
-"""The Prefect server: whether one answers, one in the background (`leash up`), and one for a single run.
+"""The Prefect server: the configured one, one in the background (`leash up`), and one for a single run.
 
-`prefect server start --background` is not used: it stores one process id per user and not per project, `stop` signals
-that number without checking the process, and the server's log is lost."""
+Servers that we start listen on this machine only, want a password of their own, and take no requests of other web
+pages: other users of the machine reach the same ports. `prefect server start --background` is not used: it stores one
+process id per user and not per project, `stop` signals that number without checking the process, and the server's log
+is lost."""
 
 import atexit
+import base64
 import http.client
 import json
 import os
+import secrets
 import socket
 import subprocess
 import sys
 import time
 import urllib.error
 import urllib.request
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -22,21 +27,35 @@ from flows.guardian import Guardian
 from rlhf_core.errors import UserError
 from tasks.tracking.settings import without_credentials
 
+RECORD = Path("work") / "prefect-server.json"
+"""The process and the address of the server of `leash up`."""
 START_SECONDS = 90.0
 """How long a server may take to answer: the first start makes its database."""
+PASSWORD = Path("work") / "prefect-auth"
+"""The user name and password of the server of `leash up`, as Prefect's settings take them; only the user reads it."""
 
 _temporary: "list[tuple[subprocess.Popen[bytes], Guardian, Path]]" = []
 
 
-def answers(url: str) -> bool:
-    """Whether an HTTP server answers at `url` (Prefect: `http://127.0.0.1:4200/api`), also with a status below 500."""
+def status(url: str, auth: str = "") -> int | None:
+    """The HTTP status of a GET of `url`, sent with `auth` (`user:password`) where it is given; None without answer."""
+    request = urllib.request.Request(url)
+    if auth:
+        request.add_header("Authorization", f"Basic {base64.b64encode(auth.encode()).decode()}")
     try:
-        with urllib.request.urlopen(without_credentials(url).rstrip("/") + "/health", timeout=3.0):
-            return True
+        with urllib.request.urlopen(request, timeout=3.0) as answer:
+            return int(answer.status)
     except urllib.error.HTTPError as error:
-        return error.code < 500
+        return error.code
     except (OSError, ValueError, http.client.HTTPException):
-        return False
+        return None
+
+
+def answers(url: str) -> bool:
+    """Whether an HTTP server answers at `url` (Prefect: `http://127.0.0.1:4200/api`), with a status below 500."""
+    with suppress(ValueError):
+        return (status(without_credentials(url).rstrip("/") + "/health") or 500) < 500
+    return False
 
 
 def configured_url(root: Path) -> str | None:
@@ -51,46 +70,66 @@ def configured_url(root: Path) -> str | None:
     return str(record["url"]) if record else None
 
 
+def require(root: Path) -> str:
+    """Make the configured server that of this process and of those it starts; its URL. Raises UserError where none is
+    configured, where it does not answer, or refuses the password."""
+    from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_KEY
+
+    url = configured_url(root)
+    if url is None:
+        raise UserError("no Prefect server is configured; start one with `leash up`, or set PREFECT_API_URL")
+    shown = without_credentials(url)
+    if not answers(url):
+        raise UserError(f"no Prefect server answers at {shown}; start one with `leash up`, or correct PREFECT_API_URL")
+    use(root, url)
+    auth = PREFECT_API_AUTH_STRING.value()
+    if not PREFECT_API_KEY.value() and status(f"{url}/admin/version", str(auth or "")) == 401:
+        raise UserError(f"the Prefect server at {shown} wants another password; set PREFECT_API_AUTH_STRING")
+    return url
+
+
 def up(root: Path, port: int) -> str:
-    """Start the server in the background, on this machine only; returns its API's URL once it answers.
+    """Start the server in the background, unless it runs; returns its API's URL once it answers.
 
     Raises UserError when the port is in use or the server does not start.
     """
     if record := _record(root):
         return str(record["url"])
     log = root / "work" / "prefect-server.log"
-    process, url = _start(port, log, [])
+    process, url = _start(port, log, _password(root), [])
     try:
         _wait_for(process, url, log)
     except BaseException:
         processes.stop(process.pid, process, processes.SERVER_SIGNALS)
         raise
     entry = {"pid": process.pid, "started": psutil.Process(process.pid).create_time(), "url": url}
-    _record_path(root).write_text(json.dumps(entry) + "\n", encoding="utf-8")
+    (root / RECORD).write_text(json.dumps(entry) + "\n", encoding="utf-8")
     return url
 
 
 def down(root: Path) -> bool:
     """Stop the server that `up` started; returns whether there was one."""
     record = _record(root)
-    _record_path(root).unlink(missing_ok=True)
+    (root / RECORD).unlink(missing_ok=True)
     if record:
         processes.stop(int(record["pid"]), signals=processes.SERVER_SIGNALS)
     return record is not None
 
 
 def start_temporary(root: Path) -> str:
-    """Start a server for this process only, without pages or schedules; returns its API's URL at once.
+    """Start a server for this process only, without pages or schedules; returns its API's URL at once. This process
+    uses it.
 
     Prefect would start one itself, but in our process group, where Ctrl-C kills it before the end of the run is
     recorded, and with its log on the terminal. Prefect sends the last log lines while the interpreter ends, so the
     server stops in `atexit`. A guardian stops it when this process is killed.
     """
-    guardian = Guardian(None)
+    guardian, password = Guardian(None), f"leash:{secrets.token_urlsafe(24)}"
     log = root / "work" / "prefect-server-run.log"
-    process, url = _start(_free_port(), log, ["--no-ui", "--no-scheduler", "--no-late-runs"])
+    process, url = _start(_free_port(), log, password, ["--no-ui", "--no-scheduler", "--no-late-runs"])
     guardian.watch(process.pid, processes.SERVER_SIGNALS)
     _temporary.append((process, guardian, log))
+    use(root, url, password)
     return url
 
 
@@ -109,22 +148,31 @@ def stop_temporary(signals: processes.StopSignals = processes.SERVER_SIGNALS) ->
         guardian.close()
 
 
-def use(url: str) -> None:
-    """Make `url` the server of this process and of those it starts."""
+def use(root: Path, url: str, password: str | None = None) -> None:
+    """Make `url` the server of this process and of those it starts, with `password`, or that of `leash up` where it is
+    that one; else the user's own one stays."""
     from prefect.context import refresh_global_settings_context
 
-    os.environ["PREFECT_API_URL"] = url
+    record = _record(root)
+    if password is None and record and record["url"] == url:
+        password = _password(root)
+    os.environ |= {"PREFECT_API_URL": url} | ({"PREFECT_API_AUTH_STRING": password} if password else {})
     refresh_global_settings_context()
 
 
-def _start(port: int, log: Path, options: list[str]) -> "tuple[subprocess.Popen[bytes], str]":
+def _start(port: int, log: Path, password: str, options: list[str]) -> "tuple[subprocess.Popen[bytes], str]":
     if not is_free(port):
         raise UserError(f"port {port} is in use; stop what listens there, or choose another with --port")
     command = [sys.executable, "-m", "prefect", "server", "start", "--host", "127.0.0.1", "--port", str(port), *options]
+    env = os.environ | {  # not on the command line, which other users can read
+        "PREFECT_SERVER_API_AUTH_STRING": password,
+        "PREFECT_API_AUTH_STRING": password,
+        "PREFECT_SERVER_CORS_ALLOWED_ORIGINS": f"http://127.0.0.1:{port},http://localhost:{port}",
+    }
     log.parent.mkdir(exist_ok=True)
     with log.open("wb") as output:
         process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+            command, env=env, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
         )
     return process, f"http://127.0.0.1:{port}/api"
 
@@ -132,21 +180,29 @@ def _start(port: int, log: Path, options: list[str]) -> "tuple[subprocess.Popen[
 def _wait_for(process: "subprocess.Popen[bytes]", url: str, log: Path) -> None:
     deadline = time.monotonic() + START_SECONDS
     while not answers(url):
-        if process.poll() is not None or time.monotonic() > deadline:
+        if process.poll() is not None:
             lines = log.read_text(encoding="utf-8", errors="replace").split("\n")
             last = next((line.strip() for line in reversed(lines) if line.strip()), "it printed nothing")
-            raise UserError(f"the Prefect server did not start: {last} (log: {log})")
+            raise UserError(f"the Prefect server ended with {process.returncode}: {last} (log: {log})")
+        if time.monotonic() > deadline:
+            raise UserError(f"the Prefect server did not answer at {url} within {START_SECONDS:.0f} s (log: {log})")
         time.sleep(0.1)
 
 
-def _record_path(root: Path) -> Path:
-    return root / "work" / "prefect-server.json"
+def _password(root: Path) -> str:
+    """What is in `PASSWORD`; made where there is none."""
+    path = root / PASSWORD
+    path.parent.mkdir(exist_ok=True)
+    with suppress(FileExistsError):
+        path.touch(0o600, exist_ok=False)
+        path.write_text(f"leash:{secrets.token_urlsafe(24)}", encoding="utf-8")
+    return path.read_text(encoding="utf-8").strip()
 
 
 def _record(root: Path) -> dict[str, str | float] | None:
     """What `up` wrote, if that process still runs."""
     try:
-        record = json.loads(_record_path(root).read_text(encoding="utf-8"))
+        record = json.loads((root / RECORD).read_text(encoding="utf-8"))
         alive = abs(psutil.Process(int(record["pid"])).create_time() - float(record["started"])) < 2.0
     except (OSError, ValueError, KeyError, psutil.Error):
         return None

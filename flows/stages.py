@@ -5,7 +5,6 @@ import os
 import re
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,14 +15,13 @@ from typing import Any
 from flows import processes
 from flows.environment import stage_environment
 from rlhf_core.errors import UserError
+from rlhf_core.files import remove
+from tasks.stage.dvc_files import open_project
 
 OnLine = Callable[[str], None]
 Environment = Mapping[str, str | None]
 """Variables to change for a stage; None removes one."""
 UNCHANGED: Environment = MappingProxyType({})
-
-_reading = threading.Lock()
-"""DVC's objects are not safe between threads."""
 
 EXECUTED, UP_TO_DATE, RESTORED, FAILED, NOT_RUN = "Completed", "UpToDate", "Restored", "Failed", "NotRun"
 """How a stage ended; the first three are also the names of its Prefect state."""
@@ -147,10 +145,7 @@ def run_stage(
 def _require_intact(root: Path, stage: str) -> None:
     """Raise StageUserError when DVC has restored wrong bytes from a damaged cache, which it does not check. They are
     removed, because DVC would take them for up to date."""
-    from rlhf_core.files import remove
-    from tasks.stage.dvc_adapter import open_project
-
-    with _reading, open_project(root) as project:
+    with open_project(root) as project:
         if not (outs := project.corrupt_outs(stage)):
             return
         objects = " ".join(os.path.relpath(path, root) for path in project.examine_cache(stage).corrupt)

@@ -29,7 +29,8 @@ _HIDDEN = (
     "To track the changes with git", "\tgit add", "To enable auto staging", "\tdvc config core.autostage",
     "Use `dvc push`", "Data and pipelines are up to date", "Generating lock file", "Updating lock file",
     "Running stage '", "Verifying data sources", "Stage '", "> ", "ERROR: failed to reproduce '", "ERROR: interrupted",
-    "Pulling data for ",
+    "Pulling data for ", "Unable to pull data for ", "WARNING: Some of the cache files do not exist", "md5: ", "name: ",
+    "Is your cache up to date?", "<https://error.dvc.org/",
 )  # fmt: skip
 """Beginnings of lines that DVC prints around every stage: advice, and what our own lines, errors and the table show."""
 _LABEL = re.compile(r"^\[\d+/\d+ [^\]]+\] ")
@@ -43,6 +44,8 @@ class _Screen:
     began: float = field(default_factory=time.monotonic)
     live: "Live | None" = None
     places: dict[str, str] = field(default_factory=dict)
+    off: list[str] = field(default_factory=list)
+    """The stages that are switched off: they write empty outputs, and are not shown."""
     running: dict[str, tuple[float, str]] = field(default_factory=dict)
     """Stage -> when it began, and its last progress line."""
     ended: dict[str, Outcome] = field(default_factory=dict)
@@ -54,12 +57,11 @@ _screen = _Screen()
 @contextmanager
 def screen(stages: Sequence[str] = (), off: Collection[str] = ()) -> Iterator[None]:
     """Within the block, `print_line` prints to stdout; `stages` are those of the run, in their order. On a terminal
-    they have live lines. Those in `off` are not counted."""
+    they have live lines. Those in `off` are not shown."""
     global _screen
     counted = [stage for stage in stages if stage not in off]
     places = {stage: f"{place}/{len(counted)} " for place, stage in enumerate(counted, start=1)}
-    places = {stage: places.get(stage, "") for stage in stages}
-    _screen = _Screen(open=True, places=places)
+    _screen = _Screen(open=True, places=places, off=[stage for stage in stages if stage in off])
     try:
         if stages and sys.stdout.isatty():
             from rich.live import Live
@@ -74,7 +76,7 @@ def screen(stages: Sequence[str] = (), off: Collection[str] = ()) -> Iterator[No
 
 def print_line(stage: str, line: str) -> None:
     """Print one line of a stage, or of the run. On a terminal a progress line replaces the one before."""
-    if not _screen.open or not is_shown(line):
+    if not _screen.open or not is_shown(line) or stage in _screen.off:
         return
     with _screen.lock:
         text = _LABEL.sub("", line)
@@ -90,15 +92,29 @@ def end(outcome: Outcome) -> None:
     with _screen.lock:
         _screen.running.pop(outcome.stage, None)
         _screen.ended[outcome.stage] = outcome
-        if _screen.open and outcome.state in {EXECUTED, RESTORED, FAILED}:
+        hidden = outcome.stage in _screen.off and outcome.state != FAILED
+        if _screen.open and not hidden and outcome.state in {EXECUTED, RESTORED, FAILED}:
             took = f" in {duration(outcome.seconds)}" if outcome.seconds else ""
             _print(f"{_label(outcome.stage)}{WORDS[outcome.state]}{took}")
 
 
 def closing_table() -> str:
-    """The outcomes of the stages that have ended since the screen was opened."""
-    order = list(_screen.places)
-    return outcome_table(sorted(_screen.ended.values(), key=lambda one: order.index(one.stage)))
+    """The outcomes of the stages that have ended since the screen was opened, how many there are of each, and which
+    stages are switched off."""
+    order = [*_screen.places, *_screen.off]
+    ended = sorted(_screen.ended.values(), key=lambda one: order.index(one.stage))
+    shown = [one for one in ended if one.stage not in _screen.off or one.state == FAILED]
+    counts = [(word, [one for one in shown if one.state == state]) for state, word in WORDS.items()]
+    parts = []
+    for word, ones in counts:
+        seconds = sum(one.seconds for one in ones)
+        parts += [f"{len(ones)} {word}{f' in {duration(seconds)}' if seconds else ''}"] if ones else []
+    return "\n".join([outcome_table(shown), *filter(None, [", ".join(parts)]), *switched_off_line(_screen.off)])
+
+
+def switched_off_line(stages: Sequence[str]) -> list[str]:
+    """The line about the stages that are switched off; none where there are none."""
+    return [f"switched off in params.yaml: {', '.join(stages)}"] if stages else []
 
 
 def is_shown(line: str) -> bool:
@@ -149,7 +165,6 @@ def _live_lines() -> "Group":
         f"{_label(stage)}{f'{last}  ' if last else ''}({duration(now - began)})"
         for stage, (began, last) in list(_screen.running.items())
     ]
-    counted = [stage for stage, place in _screen.places.items() if place]
-    done = sum(stage in _screen.ended for stage in counted)
-    lines.append(f"{done} of {len(counted)} stages done ({duration(now - _screen.began)})")
+    done = sum(stage in _screen.ended for stage in _screen.places)
+    lines.append(f"{done} of {len(_screen.places)} stages done ({duration(now - _screen.began)})")
     return Group(*(Text(line, no_wrap=True, overflow="ellipsis") for line in lines))

@@ -21,7 +21,7 @@ from flows import processes
 from flows.stages import Environment
 from rlhf_core.errors import UserError
 from rlhf_core.files import atomic
-from rlhf_core.locks import FileLock, holder, is_held
+from rlhf_core.locks import held, holder, is_held
 
 RUNS = Path("work") / "runs"
 TREE = "tree"
@@ -82,36 +82,34 @@ def opened(
     another process works in it, when the commit or the tracked raw data are missing, or for an override that does not
     fit params.yaml.
     """
-    workspace.folder.mkdir(parents=True, exist_ok=True)
-    lock = FileLock(workspace.folder / OWNER)
-    if not lock.acquire():
-        who = holder(workspace.folder / OWNER) or "?"
-        raise UserError(f"process {who} works in {workspace.folder}; wait for its end or stop it")
-    try:
-        _wait_for_gc(workspace.home)
-        _wait_for_killed_run(workspace)
-        if _read_note(workspace.folder) != workspace.note:
-            _make(workspace, own_cache, checkout, pull)
-        yield workspace
-    finally:
-        lock.release()
-
-
-def _make(workspace: Workspace, own_cache: bool, checkout: bool, pull: bool) -> None:
     from tasks.stage.dvc_adapter import apply_overrides, configure_workspace
 
-    _remove_tree(workspace)
-    options = [] if checkout else ["--no-checkout"]
-    with _GIT:
-        git(workspace.home, "worktree", "add", "--quiet", "--detach", "--force", *options, str(workspace.root),
-            workspace.commit)  # fmt: skip
-    (workspace.root / ".dvc").mkdir(exist_ok=True)
-    cache = workspace.folder / "cache" if own_cache else None
-    configure_workspace(workspace.home, workspace.root, workspace.folder / "site", cache)
-    if checkout:
-        apply_overrides(workspace.root, workspace.overrides)
-        _bring_raw_data(workspace, pull)
-    write_note(workspace)
+    with held(workspace.folder / OWNER, 0.0, f"works in {workspace.folder}"):
+        running = workspace.root / "work" / "driver.lock"  # the stages of a killed run stop by themselves
+        for lock, seconds, what in (
+            (workspace.home / GC, GC_SECONDS, "removes objects of DVC's cache; wait for its end"),
+            (running, STOPPING_SECONDS, f"works in {workspace.root}; stop it, then run again"),
+        ):
+            deadline = time.monotonic() + seconds
+            while is_held(lock):
+                if time.monotonic() > deadline:
+                    raise UserError(f"process {holder(lock) or '?'} {what}")
+                time.sleep(0.1)
+        known = {key: value for key, value in _read_note(workspace.folder).items() if key != "kept"}
+        if known != workspace.note:
+            _remove_tree(workspace)
+            options = [] if checkout else ["--no-checkout"]
+            with _GIT:
+                git(workspace.home, "worktree", "add", "--quiet", "--detach", "--force", *options,
+                    str(workspace.root), workspace.commit)  # fmt: skip
+            (workspace.root / ".dvc").mkdir(exist_ok=True)
+            cache = workspace.folder / "cache" if own_cache else None
+            configure_workspace(workspace.home, workspace.root, workspace.folder / "site", cache)
+            if checkout:
+                apply_overrides(workspace.root, workspace.overrides)
+                _bring_raw_data(workspace, pull)
+            write_note(workspace)
+        yield workspace
 
 
 def write_note(workspace: Workspace, why_kept: str = "") -> None:
@@ -123,36 +121,14 @@ def write_note(workspace: Workspace, why_kept: str = "") -> None:
 
 def why_kept(folder: Path) -> str:
     """What `write_note` recorded; empty for a workspace whose process died."""
+    return str(_read_note(folder).get("kept", ""))
+
+
+def _read_note(folder: Path) -> dict[str, object]:
     try:
-        return str(json.loads((folder / NOTE).read_text(encoding="utf-8")).get("kept", ""))
-    except (OSError, ValueError, AttributeError):
-        return ""
-
-
-def _read_note(folder: Path) -> dict[str, object] | None:
-    try:
-        note = json.loads((folder / NOTE).read_text(encoding="utf-8"))
-        return {key: note[key] for key in ("commit", "overrides")}
-    except (OSError, ValueError, TypeError, KeyError):
-        return None
-
-
-def _wait_for_gc(home: Path) -> None:
-    deadline = time.monotonic() + GC_SECONDS
-    while is_held(home / GC):
-        if time.monotonic() > deadline:
-            raise UserError(f"process {holder(home / GC) or '?'} removes objects of DVC's cache; wait for its end")
-        time.sleep(0.1)
-
-
-def _wait_for_killed_run(workspace: Workspace) -> None:
-    """The stages of a run whose driver was killed stop by themselves."""
-    running = workspace.root / "work" / "driver.lock"
-    deadline = time.monotonic() + STOPPING_SECONDS
-    while is_held(running):
-        if time.monotonic() > deadline:
-            raise UserError(f"process {holder(running) or '?'} works in {workspace.root}; stop it, then run again")
-        time.sleep(0.1)
+        return dict(json.loads((folder / NOTE).read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):
+        return {}
 
 
 def _bring_raw_data(workspace: Workspace, pull: bool) -> None:
@@ -162,9 +138,8 @@ def _bring_raw_data(workspace: Workspace, pull: bool) -> None:
     if not sources:
         return
     command = [sys.executable, "-m", "dvc", "pull" if pull else "checkout", "--quiet", *sources]
-    done = subprocess.run(
-        command, cwd=workspace.root, env=_process_environment(), capture_output=True, text=True, check=False
-    )
+    env = process_environment(workspace.root)
+    done = subprocess.run(command, cwd=workspace.root, env=env, capture_output=True, text=True, check=False)
     if done.returncode:
         raise UserError(
             f"{', '.join(sources)}: DVC's cache does not hold these data as commit {workspace.commit[:8]} has them; "
@@ -173,10 +148,16 @@ def _bring_raw_data(workspace: Workspace, pull: bool) -> None:
 
 
 def remove(workspace: Workspace) -> None:
-    """Remove the workspace; signals wait meanwhile."""
-    with _signals_ignored():
+    """Remove the workspace; signals wait meanwhile, because a second Ctrl-C must not interrupt it."""
+    in_main = threading.current_thread() is threading.main_thread()
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if in_main else ()
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in numbers}
+    try:
         _remove_tree(workspace)
         shutil.rmtree(workspace.folder, ignore_errors=True)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _remove_tree(workspace: Workspace) -> None:
@@ -199,15 +180,21 @@ def found(home: Path) -> Iterator[tuple[Path, int | None]]:
     None where nobody does."""
     for folder in sorted((home / RUNS).glob("*/")):
         locks = [folder / OWNER, *sorted((folder / TREE / "work").glob("*.lock"))]
-        held = next((lock for lock in locks if is_held(lock)), None)
-        yield folder, (holder(held) or 0) if held else None
+        locked = next((lock for lock in locks if is_held(lock)), None)
+        yield folder, (holder(locked) or 0) if locked else None
 
 
 def environment(root: Path) -> Environment:
     """Variables with which a command runs the code of the workspace at `root` and uses its git repository, also when a
     git hook has started this process."""
     path = os.pathsep.join([str(root), *filter(None, [os.environ.get("PYTHONPATH")])])
-    return {**_git_variables(), "PYTHONPATH": path, "PYTHONSAFEPATH": None}
+    return {**dict.fromkeys(_OF_A_REPOSITORY), "PYTHONPATH": path, "PYTHONSAFEPATH": None}
+
+
+def process_environment(root: Path, **more: str) -> dict[str, str]:
+    """All variables of such a command, with `more`."""
+    changed = {**os.environ, **environment(root), **more}
+    return {name: value for name, value in changed.items() if value is not None}
 
 
 def resolve(home: Path, revision: str) -> str:
@@ -243,33 +230,10 @@ def git(folder: Path, *words: str) -> str:
 def git_bytes(folder: Path, *words: str) -> bytes:
     """As `git`, for output that is not text."""
     command = ["git", "-c", "core.hooksPath=/dev/null", *words]
-    env = {"GIT_TERMINAL_PROMPT": "0"} | _process_environment()
+    here = {name: value for name, value in os.environ.items() if name not in _OF_A_REPOSITORY}
+    env = {"GIT_TERMINAL_PROMPT": "0"} | here
     done = subprocess.run(command, cwd=folder, env=env, stdin=subprocess.DEVNULL, capture_output=True, check=False)
     if done.returncode:
         error = " ".join(done.stderr.decode("utf-8", "replace").split()).removeprefix("fatal: ")
         raise UserError(f"git {words[0]} in {folder}: {error or f'it ended with {done.returncode}'}")
     return done.stdout
-
-
-def _process_environment() -> dict[str, str]:
-    changed = {**os.environ, **_git_variables()}
-    return {name: value for name, value in changed.items() if value is not None}
-
-
-def _git_variables() -> Environment:
-    return dict.fromkeys(_OF_A_REPOSITORY)
-
-
-@contextmanager
-def _signals_ignored() -> Iterator[None]:
-    """Ignore signals in the block: a second Ctrl-C must not interrupt the removal."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    before = {number: signal.signal(number, signal.SIG_IGN) for number in numbers}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

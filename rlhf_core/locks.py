@@ -6,11 +6,20 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import pwd
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from rlhf_core.errors import UserError
+
 POLL_SECONDS = 0.02
+
+
+class LockError(UserError, OSError):
+    """The file cannot be locked: its file system has no locks, or it is another user's. Also an OSError, for callers
+    that go on without a lock."""
 
 
 class FileLock:
@@ -28,25 +37,28 @@ class FileLock:
         return self._fd
 
     def acquire(self, timeout: float = 0.0) -> bool:
-        """Take the lock, waiting up to `timeout` seconds; False when another process still holds it."""
+        """Take the lock, waiting up to `timeout` seconds; False when another process still holds it. Raises LockError
+        where the file cannot be locked."""
         deadline = time.monotonic() + timeout
         try:
             fd = self._open_shared() if self._shared else os.open(self._path, os.O_RDWR | os.O_CREAT, 0o644)
         except FileNotFoundError:
             return False
-        while True:
-            try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
+        except PermissionError as error:
+            raise LockError(_refusal(self._path, error)) from None
+        try:
+            while not _try(fd, fcntl.LOCK_EX, self._path):
                 if time.monotonic() >= deadline:
                     os.close(fd)
                     return False
                 time.sleep(POLL_SECONDS)
-            else:
-                os.truncate(fd, 0)
-                os.write(fd, str(os.getpid()).encode())
-                self._fd = fd
-                return True
+        except LockError:
+            os.close(fd)
+            raise
+        os.truncate(fd, 0)
+        os.write(fd, str(os.getpid()).encode())
+        self._fd = fd
+        return True
 
     def _open_shared(self) -> int:
         """Open the file without O_CREAT where it exists: in a folder such as /tmp the kernel refuses that for files of
@@ -67,23 +79,64 @@ class FileLock:
             self._fd = None
 
 
+@contextmanager
+def held(path: Path, timeout: float, doing: str) -> Iterator[None]:
+    """Hold the lock on `path` within the block; its folder is made. Raises UserError after `timeout` seconds, with what
+    the other process is `doing`."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(path)
+    if not lock.acquire(timeout):
+        raise UserError(f"process {holder(path) or '?'} {doing}; wait for its end or stop it")
+    try:
+        yield
+    finally:
+        lock.release()
+
+
 def is_held(path: Path) -> bool:
-    """Whether a process holds the lock on `path`."""
+    """Whether a process holds the lock on `path`. Raises LockError where the file cannot be locked."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)  # of another user: a link, a pipe
     except FileNotFoundError:
         return False
+    except PermissionError as error:
+        raise LockError(_refusal(path, error)) from None
     except OSError as error:
         if error.errno == errno.ELOOP:
             return False
         raise
     try:
-        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
+        return not _try(fd, fcntl.LOCK_SH, path)
     finally:
         os.close(fd)
-    return False
+
+
+def _try(fd: int, kind: int, path: Path) -> bool:
+    """Lock the open file, unless another process holds it. Raises LockError where its file system has no locks."""
+    try:
+        fcntl.flock(fd, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        raise LockError(_refusal(path, error)) from None
+    return True
+
+
+def _refusal(path: Path, error: OSError) -> str:
+    reason = os.strerror(error.errno or 0)
+    if not isinstance(error, PermissionError):
+        return f"{path}: its file system has no file locks ({reason}); use another disk, or mount this one with locks"
+    with suppress(OSError):
+        return (
+            f"{path}: {reason}; it belongs to user {_user(path.stat().st_uid)}: remove it, or use a clone of your own"
+        )
+    return f"{path}: {reason}; make its folder writable, or use a clone of your own"
+
+
+def _user(number: int) -> str:
+    with suppress(KeyError):
+        return pwd.getpwuid(number).pw_name
+    return str(number)
 
 
 def holder(path: Path) -> int | None:

@@ -13,7 +13,7 @@ from rlhf_core.errors import UserError
 from rlhf_core.models.hf import build_llama, context_length, fit_vocabulary, load_causal_lm, save_checkpoint
 from rlhf_core.models.sampling import require_cache
 from rlhf_core.pretrain import pretrain
-from tasks.datasets.raw import below_raw, require_hub_id
+from tasks.datasets.raw import PRETRAINED, below_raw, hashes_of_files, require_hub_id
 from tasks.params.base import BaseParams, PretrainedParams
 from tasks.stage.long_rows import require_context
 from tasks.stage.stage import Stage
@@ -79,7 +79,7 @@ def _scratch(
 def _pretrained(stage: Stage[BaseParams]) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     settings = stage.params.pretrained
     assert settings is not None  # the parameters' own check
-    source, trust = _locate(settings, stage.root), trusts(stage)
+    source, trust = _locate(settings, stage.root, stage.read_json(PRETRAINED)), trusts(stage)
     try:
         model = load_causal_lm(source, settings.revision, trust_remote_code=trust, log=stage.log)
         tokenizer = read_tokenizer(source, settings.revision, trust_remote_code=trust)
@@ -94,11 +94,16 @@ def _pretrained(stage: Stage[BaseParams]) -> tuple[PreTrainedModel, PreTrainedTo
     return model, tokenizer
 
 
-def _locate(settings: PretrainedParams, root: Path) -> Path | str:
-    """A folder below data/raw/, or a hub id with a pinned commit."""
+def _locate(settings: PretrainedParams, root: Path, noted: dict[str, str]) -> Path | str:
+    """A folder below data/raw/ with the files that `ingest` has noted, or a hub id with a pinned commit."""
     key = "base.pretrained.model"
     folder = below_raw(root / "data" / "raw", settings.model, key)
-    if folder.is_dir():
+    if folder.is_dir() or noted:
+        if hashes_of_files(root / "data" / "raw", settings.model) != noted:
+            raise UserError(
+                f"{key}: {folder.relative_to(root)} has other files than when `ingest` ran; run `ingest` again, or get "
+                "the files by `dvc pull`"
+            )
         return folder
     require_hub_id(settings.model, key)
     if not COMMIT.fullmatch(settings.revision or ""):

@@ -8,9 +8,8 @@ from tasks.datasets.jsonl import Row
 from tasks.evaluation.prompts import evaluation_prompts, source_of
 from tasks.params.best_of_n import BestOfNParams
 from tasks.params.evaluate import EvaluateParams
-from tasks.stage.frozen import load_frozen
 from tasks.stage.long_rows import fitting, prompt_encoder
-from tasks.stage.numerics import set_numerics
+from tasks.stage.models import load_frozen, set_numerics
 from tasks.stage.stage import Stage
 from tasks.stage.trust import trusts
 from tasks.training.candidates import Candidate, Kept, draw_candidates, reward_figures

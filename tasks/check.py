@@ -1,6 +1,6 @@
 """Stage `check`: validates params.yaml before DVC removes any output. It writes a constant, on which all other stages
-depend, and what params.yaml may lack (the blocks of the methods, `round`, `scorer`, `precision`, `deterministic`): DVC
-tracks it there."""
+depend, and what params.yaml may lack (the blocks of the methods, `round`, `scorer`, `precision`, `deterministic`) or
+what follows from it (the raw files that it names): DVC tracks it there."""
 
 from collections.abc import Mapping
 from importlib.util import find_spec
@@ -9,7 +9,7 @@ from typing import Any
 from rlhf_core.config.block import Block
 from rlhf_core.errors import needs_bitsandbytes
 from tasks.params.all import Params
-from tasks.params.loader import NUMERICS, parse, read_yaml, with_scorer
+from tasks.params.loader import NUMERICS, RAW_FILES, parse, read_yaml, with_derived
 from tasks.params.methods import METHODS
 from tasks.params.scorer import REWARD_MODEL
 from tasks.stage.stage import Stage
@@ -24,14 +24,14 @@ NEED_BITSANDBYTES = {("states", "int8"): "float32", ("quantize", "nf4"): "none"}
 def execute(stage: Stage[Block]) -> None:
     """Raise UserError for the first problem of params.yaml, or of a function that it names."""
     content = read_yaml()
-    params, known = parse(Params, content), with_scorer(content)
+    params, known = parse(Params, content), with_derived(content)
     require_libraries(content)
     limits, judge = stage.runtime.functions, params.judge.function
     called = list(reward_functions(stage.root, params.scorer, limits).values())
     for function in called if judge is None else [*called, judge_function(stage.root, judge, limits)]:
         function([], [], [])
         function.close()
-    tracked = ["round", *(method.name for method in METHODS), "scorer", REWARD_MODEL, *NUMERICS]
+    tracked = ["round", *(method.name for method in METHODS), "scorer", REWARD_MODEL, *NUMERICS, RAW_FILES]
     stage.outputs.write_json(METHOD_BLOCKS, {name: known[name] for name in tracked})
     stage.out(CONSTANT).write_text("params.yaml is valid\n", encoding="utf-8")
 

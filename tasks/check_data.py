@@ -6,13 +6,14 @@ from collections.abc import Iterator
 from rlhf_core.config.block import Block
 from rlhf_core.data.chat import opening
 from rlhf_core.errors import UserError
+from tasks.datasets.named import read_prompts, read_text, refuse_training_prompts
 from tasks.datasets.prepare import Prepared, prepare
+from tasks.datasets.raw import hashes_of_files
 from tasks.datasets.sources.example import RAW, Example
 from tasks.datasets.sources.ratings import rating_of
 from tasks.datasets.sources.splits import Share
-from tasks.evaluation.prompts import read_prompts, refuse_training_prompts
-from tasks.params.evaluate import HELDOUT, EvaluateParams
 from tasks.params.ingest import IngestParams
+from tasks.params.loader import RAW_FILES
 from tasks.params.preferences import PreferencesParams
 from tasks.params.scorer import REWARD_MODEL
 from tasks.stage.stage import Stage
@@ -26,9 +27,12 @@ def execute(stage: Stage[Block]) -> None:
     if stage.blocks[REWARD_MODEL]:
         require_pairs(prepared, stage.block("preferences", PreferencesParams).source)
         require_ratings(prepared, stage.block("ingest", IngestParams).rating_column)
-    prompts = stage.block("evaluate", EvaluateParams).prompts
-    if prompts != HELDOUT:
-        check_prompts(prompts, prepared)
+    named = stage.blocks[RAW_FILES]
+    if named["prompts"] is not None:
+        check_prompts(named["prompts"], prepared)
+    for text in named["texts"]:
+        read_text(RAW, text)
+    hashes_of_files(RAW, named["pretrained"])
     stage.out(CONSTANT).write_text("the raw data can be used\n", encoding="utf-8")
 
 

@@ -23,7 +23,7 @@ from mlflow.exceptions import MlflowException
 from mlflow.store.artifact.artifact_repo import ArtifactRepository
 
 if TYPE_CHECKING:
-    from tasks.stage.dvc_adapter import Stored
+    from tasks.stage.dvc_files import Stored
 
 PROJECT_VARIABLE = "LEASH_PROJECT"
 """Environment variable of a reader of registered models: the project whose DVC cache and remote hold them."""

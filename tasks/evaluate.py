@@ -22,10 +22,11 @@ from tasks.params.evaluate import HELDOUT, EvaluateParams
 from tasks.params.methods import WITH_MODEL
 from tasks.select import interpolated, policy_at
 from tasks.stage import rounds
-from tasks.stage.numerics import set_numerics
+from tasks.stage.models import EXTRA, folder_of, set_numerics
+from tasks.stage.outputs import rounded
 from tasks.stage.stage import Stage
 from tasks.stage.trust import trusts
-from tasks.stage.user_models import EXTRA, folder_of
+from tasks.summary import SUMMARY, summarise
 from tasks.training.gold_judge import judge_of
 from tasks.training.scalar_models import ScalarModels
 from tasks.training.scorer import judging_scorer_of
@@ -37,7 +38,7 @@ SELECT_TABLE = "plots/select.csv"
 
 
 def execute(stage: Stage[EvaluateParams]) -> None:
-    """Make data/evaluate/{samples,answers}.jsonl, metrics/evaluate.json and plots/frontier.csv."""
+    """Make data/evaluate/{samples,answers}.jsonl, metrics/{evaluate,summary}.json and plots/frontier.csv."""
     set_numerics(stage)
     evaluator, too_long = evaluator_of(stage)
     bootstrap = Bootstrap(stage.params.bootstrap, stage.seed)
@@ -61,6 +62,8 @@ def execute(stage: Stage[EvaluateParams]) -> None:
         "reward_model": scorer_checks(results, bootstrap),
     }
     stage.write_metrics(metrics)
+    figures = summarise(metrics, stage.read_json("metrics/reward.json"), stage.read_json("metrics/ppo.json"))
+    stage.outputs.write_json(SUMMARY, rounded(figures))
     stage.outputs.write_csv("plots/frontier.csv", frontier.rows())
     samples = sample_rows(evaluator, results)
     answers = list(answer_rows(stage, evaluator, results))

@@ -1,21 +1,25 @@
 """Stage `ingest`: makes the datasets of the run from the raw data."""
 
+import shutil
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from tasks.datasets.jsonl import Row
 from tasks.datasets.labels import as_text, contradictions, label_figures
+from tasks.datasets.named import read_prompts, read_text
 from tasks.datasets.prepare import Prepared, prepare, render, use_table
+from tasks.datasets.raw import EVALUATION_PROMPTS, PRETRAINED, TEXTS, hashes_of_files
 from tasks.datasets.sources import cleaning
 from tasks.datasets.sources.datasets import assemble, divide
 from tasks.datasets.sources.example import RAW
 from tasks.params.ingest import IngestParams
+from tasks.params.loader import RAW_FILES
 from tasks.stage.stage import Stage
 
 
 def execute(stage: Stage[IngestParams]) -> None:
-    """Make data/ingest/*.jsonl and metrics/ingest.json. Raises UserError for data that cannot be used."""
+    """Make data/ingest/ and metrics/ingest.json. Raises UserError for data that cannot be used."""
     prepared = prepare(stage.params, RAW, stage.state_dir / "datasets", stage.log)
     column = stage.params.rating_column
     divided = divide(prepared.kept, prepared.assignment, stage.params.seed, prepared.labels, column)
@@ -24,6 +28,7 @@ def execute(stage: Stage[IngestParams]) -> None:
         stage.outputs.write_jsonl(f"data/ingest/{name}.jsonl", counted(rows, name, sizes))
     if column is None:
         del sizes["ratings"]
+    copy_named(stage, stage.blocks[RAW_FILES])
     dropped = ({"file": row.file, "row": row.row, "reason": row.reason} for row in prepared.dropped)
     stage.outputs.write_jsonl("data/ingest/dropped.jsonl", dropped)
     table = use_table(prepared, divided)
@@ -45,6 +50,22 @@ def execute(stage: Stage[IngestParams]) -> None:
         stage.log(line)
     if prepared.dropped:
         stage.log(f"left out {cleaning.summary(prepared.dropped)}; all rows: data/ingest/dropped.jsonl")
+
+
+def copy_named(stage: Stage[IngestParams], named: Mapping[str, Any]) -> None:
+    """Make the files of data/ingest/ for the files that the parameters of later stages name. The evaluation
+    prompts are the held-out ones where none are named."""
+    if named["prompts"] is None:
+        shutil.copyfile(stage.out("data/ingest/heldout.jsonl"), stage.out(EVALUATION_PROMPTS))
+    else:
+        stage.outputs.write_jsonl(EVALUATION_PROMPTS, read_prompts(RAW, named["prompts"]))
+    texts = stage.out(TEXTS)
+    texts.mkdir(parents=True)
+    (texts / "README.md").write_text("Copies of the texts for PPO-ptx that params.yaml names.\n", encoding="utf-8")
+    for name in named["texts"]:
+        (texts / name).parent.mkdir(parents=True, exist_ok=True)
+        (texts / name).write_text(read_text(RAW, name), encoding="utf-8", newline="")
+    stage.outputs.write_json(PRETRAINED, hashes_of_files(RAW, named["pretrained"]))
 
 
 def counted(rows: Iterable[Row], name: str, sizes: Counter[str]) -> Iterator[Row]:

@@ -12,7 +12,7 @@ from rlhf_core.data.tokenizer import load_tokenizer
 from rlhf_core.models.hf import save_checkpoint
 from rlhf_core.ppo.trainer import PPOTrainer
 from tasks.params.round import RoundParams
-from tasks.stage.numerics import set_numerics
+from tasks.stage.models import set_numerics
 from tasks.stage.stage import Stage
 from tasks.stage.trust import trusts
 from tasks.training.ppo_inputs import SFT, beginning

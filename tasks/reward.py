@@ -71,7 +71,7 @@ def execute(stage: Stage[RewardConfig]) -> None:
         stage.outputs.write_csv(out, rows)
     if judge is not None:
         of_judge = figures_of(judge.heldout, [len(c.pairs) for c in heldout], None, stage.seed).metrics
-        names = ("accuracy", "accuracy_ci95", "loss")
+        names = ("accuracy", "accuracy_low", "accuracy_high", "loss")
         figures.metrics.update({f"judge_{name}": of_judge[f"heldout_{name}"] for name in names})
         figures.metrics.update(judge_prompts=len(judging), train_prompts=len(own))
     if rated:

@@ -20,8 +20,7 @@ from tasks.params.judge import LANGUAGE_MODELS, JudgeParams
 from tasks.params.scorer import functions
 from tasks.params.select import SelectParams
 from tasks.stage import rounds
-from tasks.stage.frozen import load_frozen
-from tasks.stage.numerics import set_numerics
+from tasks.stage.models import load_frozen, set_numerics
 from tasks.stage.stage import Stage
 from tasks.stage.trust import trusts
 from tasks.training.gold_judge import judge_of

@@ -10,7 +10,8 @@ import sys
 from fnmatch import fnmatchcase
 from functools import cache
 from pathlib import Path
-from textwrap import fill, indent
+from textwrap import fill
+from typing import Any
 
 import grimp
 from ruamel.yaml import YAML
@@ -34,7 +35,6 @@ CANNOT_CHANGE_RESULTS = {
     "rlhf_core.config.block": "strictness of parameters: it refuses values and never changes one",
     "rlhf_core.config.paths": "refuses paths, never changes one",
     "rlhf_core.config.precision": "the types of parameters, which DVC tracks",
-    "tasks.datasets.raw": "refuses paths that lead out of data/raw/",
     "tasks.judging.budget": "stops, and never changes a verdict",
     "tasks.params.loader": "reads params.yaml; the values are tracked by DVC",
     "tasks.params.stages": "names the class of each stage's parameters; DVC tracks their values",
@@ -44,7 +44,7 @@ CANNOT_CHANGE_RESULTS = {
     "tasks.datasets.problems": "lists problems and refuses, never changes a row",
     "tasks.schemas*": "refuses rows and never changes one",
     "tasks.stage.definition": "reads dvc.yaml: inputs, outs and keys",
-    "tasks.stage.dvc_adapter": "reads the graph and the hashes",
+    "tasks.stage.dvc_files": "reads the graph and the hashes",
     "tasks.stage.gpus": "which GPUs a stage uses, and when; how many is a tracked parameter",
     "tasks.stage.interrupts": "when a stage stops",
     "tasks.stage.journal": "resumable state; a resumed run ends in the same bytes",
@@ -75,12 +75,14 @@ FOLDERS = (
 )
 """Folders that are the unit of change: a stage that imports one of their modules depends on the whole folder."""
 
+COMPARE = ("select", "evaluate")
 FOLDERS_OF = {
-    "rlhf_core/evaluation": ("select", "evaluate"),
-    "tasks/evaluation": ("select", "evaluate"),
-    "rlhf_core/config": ("check",),
-    "tasks/params": ("check",),
-    "tasks/training": ("ppo", "hybrid", "reinforce", "rloo", "grpo"),
+    "rlhf_core/evaluation": COMPARE,
+    "tasks/evaluation": COMPARE,
+    "rlhf_core/config": ("check", *COMPARE),
+    "tasks/params": ("check", *COMPARE),
+    "tasks/judging": ("preferences", *COMPARE),
+    "tasks/training": ("ppo", "hybrid", "reinforce", "rloo", "grpo", *COMPARE),
 }
 """Folders that are the unit for these stages; others depend on the files that they import, so that an edit of the
 evaluation, or a parameter of another stage, does not train a model again."""
@@ -96,7 +98,7 @@ TRAINING = (
 """Stages whose results depend on the library versions declared in tasks/stage/versions.json."""
 
 MODELS = ("base", "sft", "reward", "ppo", "select", *(method.name for method in WITH_MODEL))
-"""Stages that write a model folder, and with it provenance.json: for the others its module does nothing."""
+"""Stages that write a model folder, and with it its provenance: for the others its module does nothing."""
 
 SWITCHED_OFF = ("preferences", "reward", *(method.name for method in METHODS))
 """Stages that can be switched off, and then write what the module of this name says."""
@@ -118,6 +120,8 @@ def exempt(module: str, stage: str) -> bool:
         return stage not in SWITCHED_OFF
     if module == "tasks.params.methods":
         return stage not in READ_THE_TABLE_OF_METHODS
+    if module == "tasks.summary":  # for the others it is a part of tracking
+        return stage != "evaluate"
     return any(fnmatchcase(module, pattern) for pattern in CANNOT_CHANGE_RESULTS)
 
 
@@ -196,9 +200,10 @@ def main() -> int:
 
 def _listed(deps: list[str]) -> str:
     """The dependencies as they are written in dvc.yaml: data, then code, each wrapped."""
-    parts = [[dep for dep in deps if not is_code(dep)], [dep for dep in deps if is_code(dep)]]
-    lines = [fill(", ".join(part), 112, break_on_hyphens=False, break_long_words=False) for part in parts if part]
-    return indent("deps: [\n" + indent(",\n".join(lines), "  ") + "]\n", "    ")
+    data, code = [dep for dep in deps if not is_code(dep)], [dep for dep in deps if is_code(dep)]
+    shape: dict[str, Any] = {"width": 118, "break_on_hyphens": False, "break_long_words": False}
+    first = fill("    deps: [" + ", ".join(data), subsequent_indent=" " * 6, **shape)
+    return first + ",\n" + fill(", ".join(code), initial_indent=" " * 6, subsequent_indent=" " * 6, **shape) + "]\n"
 
 
 if __name__ == "__main__":

@@ -7,7 +7,8 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -20,6 +21,7 @@ from ruamel.yaml import YAML
 import flows
 from flows import processes
 from tasks.stage.run import main as run_stage
+from tests import warm
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -54,9 +56,11 @@ def pytest_configure() -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests of bitsandbytes are skipped where it is not installed. Tests that use the tiny run come last and may take
-    longer: the first of them waits until it is made."""
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Cases that no `chosen` names are exhaustive. Tests of bitsandbytes are skipped where it is not installed. Tests
+    that use the tiny run come last and may take longer: the first of them waits until it is made."""
+    mark_exhaustive(items, complete=not any("::" in argument for argument in config.args))
     if find_spec("bitsandbytes") is None:
         for item in items:
             if item.get_closest_marker("quantize"):
@@ -64,6 +68,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=uses_tiny_run)
     for item in filter(uses_tiny_run, items):
         item.add_marker(pytest.mark.timeout(900))
+
+
+def mark_exhaustive(items: list[pytest.Item], complete: bool) -> None:
+    """Mark the cases of a test that its `chosen` does not name `exhaustive` and `slow`. Fails where it names one that
+    there is not, if the collection is `complete`."""
+    unseen: dict[str, set[str]] = {}
+    for item in items:
+        if chosen := item.get_closest_marker("chosen"):
+            test, _, case = item.nodeid.removesuffix("]").partition("[")
+            unseen.setdefault(test, set(chosen.args)).discard(case)
+            if case not in chosen.args:
+                item.add_marker("exhaustive")
+                item.add_marker("slow")
+    if complete and (wrong := [f"{test}[{case}]" for test, cases in unseen.items() for case in cases]):
+        raise pytest.UsageError(f"the marker `chosen` names cases that do not exist: {', '.join(wrong)}")
 
 
 def uses_tiny_run(item: pytest.Item) -> bool:
@@ -86,19 +105,31 @@ class Project:
 
     def run(self, *command: str, **environment: str) -> "subprocess.CompletedProcess[str]":
         """Run a command at the root in a process group of its own, with this interpreter's programs first on PATH."""
-        return subprocess.run(
-            command, cwd=self.root, env=clean_environment() | environment, capture_output=True, text=True, check=False,
-            start_new_session=True,
-        )  # fmt: skip
+        with self._start(command, environment, subprocess.PIPE, subprocess.PIPE) as process:
+            printed = process.communicate()
+        return subprocess.CompletedProcess(command, process.returncode, *printed)
 
     def run_into(self, log: Path, *command: str, **environment: str) -> int:
         """The same with what it prints in a file: nobody waits for processes that outlive it. Its exit status."""
-        with log.open("w") as file:
-            done = subprocess.run(
-                command, cwd=self.root, env=clean_environment() | environment, stdout=file, stderr=file, check=False,
-                start_new_session=True,
-            )  # fmt: skip
-        return done.returncode
+        with log.open("w") as file, self._start(command, environment, file, file) as process:
+            return process.wait()
+
+    @contextmanager
+    def _start(
+        self, command: Sequence[str], environment: dict[str, str], stdout: Any, stderr: Any
+    ) -> Iterator[warm.Popen]:
+        """A process that is killed where the test fails meanwhile."""
+        process = warm.Popen(
+            command, cwd=self.root, env=clean_environment() | environment, stdout=stdout, stderr=stderr, text=True,
+            start_new_session=True,
+        )  # fmt: skip
+        try:
+            yield process
+        except BaseException:
+            process.kill()
+            raise
+        finally:
+            process.wait()
 
     def stage(self, name: str, **environment: str) -> "subprocess.CompletedProcess[str]":
         """`python -m tasks <name>`, as dvc.yaml has it."""
@@ -326,18 +357,25 @@ Stages = dict[str, tuple[str, list[str]]]
 that it needs."""
 
 
+@pytest.fixture(scope="session")
+def empty_project(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A repository of git and DVC with the files of the toy stages: making one takes a second."""
+    root = tmp_path_factory.mktemp("toy") / "empty"
+    root.mkdir()
+    call(root, "git", "init", "--quiet")
+    call(root, sys.executable, "-m", "dvc", "init", "--quiet")
+    call(root, sys.executable, "-m", "dvc", "config", "core.analytics", "false")
+    (root / "input.txt").write_text("1\n")
+    (root / "worker.py").write_text(WORKER)
+    return root
+
+
 @pytest.fixture
-def toy(tmp_path: Path) -> Callable[..., Path]:
+def toy(tmp_path: Path, empty_project: Path) -> Callable[..., Path]:
     """Makes a DVC project of stages that note when they begin and end in log.txt."""
 
     def make(stages: Stages, name: str = "toy") -> Path:
-        root = tmp_path / name
-        root.mkdir()
-        call(root, "git", "init", "--quiet")
-        call(root, sys.executable, "-m", "dvc", "init", "--quiet")
-        call(root, sys.executable, "-m", "dvc", "config", "core.analytics", "false")
-        (root / "input.txt").write_text("1\n")
-        (root / "worker.py").write_text(WORKER)
+        root = Path(shutil.copytree(empty_project, tmp_path / name))
         write_graph(root, stages)
         return root
 

@@ -33,6 +33,10 @@ def test_parameters_page_is_what_the_code_says() -> None:
     assert (ROOT / "docs" / "parameters.md").read_text(encoding="utf-8") == script("make_parameters").page()
 
 
+def test_the_page_of_files_is_the_one_of_the_schemas() -> None:
+    assert (ROOT / "docs" / "reference" / "files.md").read_text(encoding="utf-8") == script("make_files").page()
+
+
 def test_every_parameter_has_a_meaning() -> None:
     rows = [line for line in script("make_parameters").page().splitlines() if line.startswith("| `")]
     assert len(rows) > 150

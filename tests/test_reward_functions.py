@@ -55,7 +55,7 @@ def test_functions_alone(project: "Project") -> None:
     first = project.repro()
     assert {"ppo", "rloo", "best_of_n", "rejection_sft", "evaluate", "report"} <= set(first)
     assert project.json("metrics/preferences.json") == project.json("metrics/reward.json") == {"enabled": False}
-    assert {path.name for path in (project.root / "models/reward").iterdir()} == {"README.md", "provenance.json"}
+    assert {path.name for path in (project.root / "models/reward").iterdir()} == {"README.md"}
     assert project.rows("data/preferences/preferences.jsonl") == []
 
     with (project.root / "plots/ppo.csv").open(newline="") as file:
@@ -73,7 +73,7 @@ def test_functions_alone(project: "Project") -> None:
     for name, figures in evaluate["models"].items():
         found = terms_of(figures)
         assert figures["reward"] == pytest.approx(found["exact.py"] + 0.1 * found["short.py"]), name
-        low, high = figures["reward/short.py_ci95"]
+        low, high = figures["reward/short.py_low"], figures["reward/short.py_high"]
         assert low <= found["short.py"] <= high
     text = page(project)
     assert "The reward model" not in text
@@ -147,8 +147,8 @@ def test_the_arithmetic_example_in_a_small_version(project: "Project") -> None:
     evaluate = project.json("metrics/evaluate.json")
     assert evaluate["judged_by"] == "scorer"
     for name in ("sft", "policy", "grpo"):
-        low, high = evaluate["models"][name]["reward_ci95"]
-        assert 0 <= low <= evaluate["models"][name]["reward"] <= high <= 1
+        one = evaluate["models"][name]
+        assert 0 <= one["reward_low"] <= one["reward"] <= one["reward_high"] <= 1
     assert "exact.py" in page(project)
     rows = project.rows("data/ingest/demonstrations.jsonl")
     tokenizer = load_tokenizer(project.root / "models/sft")

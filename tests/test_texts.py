@@ -47,7 +47,7 @@ def require_a_whole_run(project: "Project") -> None:
 
     evaluate = project.json("metrics/evaluate.json")
     assert (evaluate["judge"], evaluate["judged_by"]) == ("rewards/sentiment.py", "scores")
-    assert all(model["gold_ci95"][0] <= model["gold"] <= model["gold_ci95"][1] for model in evaluate["models"].values())
+    assert all(model["gold_low"] <= model["gold"] <= model["gold_high"] for model in evaluate["models"].values())
     answers = [row["response"] for row in project.rows("data/evaluate/answers.jsonl") if row["response"]]
     assert any(answer.startswith(" ") for answer in answers), "the white space between opening and continuation is kept"
     assert not any(answer.endswith(" ") for answer in answers)

@@ -3,7 +3,6 @@
 import json
 import os
 import shutil
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -17,10 +16,9 @@ from flows import server
 from flows.graph import read_graph
 from flows.text import table
 from rlhf_core.errors import UserError
+from tasks.stage.definition import WRITTEN, edited_files, git
 
 Verdict = Literal["ok", "note", "BROKEN"]
-RESULTS = ("dvc.lock", "metrics", "plots")
-"""What a run itself changes; models and data are ignored by git."""
 DISK_GIB = 5.0
 """Free disk below which a run may fail: checkpoints, DVC's cache, MLflow."""
 
@@ -93,12 +91,11 @@ def _git(root: Path) -> Iterator[Check]:
     if shutil.which("git") is None:
         yield Check("git", "BROKEN", "not found", "install git; DVC needs it")
         return
-    command = ["git", "status", "--porcelain", "--", ":/", *(f":(exclude){name}" for name in RESULTS)]
-    status = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
-    if status.returncode:
+    untracked = git(root, "ls-files", "--others", "--exclude-standard", "-z")
+    if untracked is None:
         yield Check("git", "BROKEN", "no repository", "git init")
         return
-    changed = len(status.stdout.splitlines())
+    changed = len(edited_files(root)) + sum(not WRITTEN.fullmatch(name) for name in untracked.split("\0") if name)
     advice = "git commit, so that a result can be traced to its code" if changed else ""
     found = f"changed files: {changed}, results of runs not counted" if changed else "clean, apart from results of runs"
     yield Check("git", "note" if changed else "ok", found, advice)
@@ -118,7 +115,7 @@ def _dvc(root: Path) -> Iterator[Check]:
 
 def _cache(root: Path) -> Iterator[Check]:
     """Reads all that `dvc.lock` names, in the workspace and in the cache: minutes where models are large."""
-    from tasks.stage.dvc_adapter import open_project
+    from tasks.stage.dvc_files import open_project
 
     started = time.monotonic()
     try:

@@ -84,7 +84,8 @@ def gc(root: Path, keep: int, studies: Sequence[str], yes: bool) -> None:
 def examine(root: Path, keep: int, studies: Sequence[str]) -> Plan:
     """What stays: the checkout, other worktrees, heads of branches and tags, the champion, and all experiments but
     nightly ones older than the last `keep` and those of `studies`. Raises UserError as `gc`."""
-    from tasks.stage.dvc_adapter import cache_folder, cache_objects, needed_objects
+    from tasks.stage.dvc_adapter import cache_objects, needed_objects
+    from tasks.stage.dvc_files import cache_folder
 
     folder, sizes = cache_folder(root), cache_objects(root)
     if not folder.is_relative_to(root.resolve()):
@@ -146,7 +147,7 @@ def _worktrees(root: Path) -> list[Path]:
 
 def champions(root: Path) -> list[tuple[str, frozenset[str]]]:
     """(name, objects) of the registered policies with an alias of `ALIASES`. Raises UserError when MLflow fails."""
-    from tasks.stage.dvc_adapter import open_project
+    from tasks.stage.dvc_files import open_project
 
     registry = Registry(root)
     versions = [(registry.by_alias(alias), alias) for alias in ALIASES]

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from flows import driver, workspace
-from flows.status import Project, brief
+from flows.graph import Project, brief
 from flows.text import table
 from rlhf_core import files
 from rlhf_core.errors import UserError
@@ -98,10 +98,12 @@ def _ready(root: Path, project: Project, number: int) -> str:
 def _copy(root: Path, number: int) -> Iterator[Path]:
     """A folder with copies of policy and pairs, which becomes rounds/N when the block ends. `dvc add` replaces them by
     links to DVC's cache, where `cache.type` has links."""
-    from tasks.stage import rounds
+    from tasks.stage import provenance, rounds
 
     with files.atomic(root / rounds.ROUNDS / str(number)) as folder:
         shutil.copytree(root / rounds.MODEL, folder / rounds.POLICY)
+        if (made_from := provenance.path_of(root / rounds.MODEL)).is_file():
+            shutil.copyfile(made_from, provenance.path_of(folder / rounds.POLICY))
         shutil.copyfile(root / rounds.PREFERENCES, folder / rounds.PAIRS)
         yield folder
 

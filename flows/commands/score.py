@@ -147,7 +147,7 @@ def require_reward_model(root: Path, wanted: RewardConfig) -> None:
     recorded = (provenance.read(root / REWARD) or {"params": {}})["params"].get("reward")
     if recorded is None:  # the user's own model
         return
-    made = parse(RewardConfig, recorded, "reward", Path(REWARD) / provenance.FILE)
+    made = parse(RewardConfig, recorded, "reward", provenance.path_of(Path(REWARD)))
     before, now = dotted(made.model_dump()), dotted(wanted.model_dump())
     changed = [f"reward.{key}: {before.get(key)}, now {now.get(key)}" for key in now if before.get(key) != now[key]]
     if changed:

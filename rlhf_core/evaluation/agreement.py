@@ -33,7 +33,7 @@ class Agreement:
 
     @property
     def interval(self) -> list[float]:
-        """[low, high], as tables have it."""
+        """[low, high]."""
         return [self.low, self.high]
 
 

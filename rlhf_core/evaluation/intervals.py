@@ -30,7 +30,7 @@ class Estimate:
 
     @property
     def interval(self) -> list[float]:
-        """[low, high], as tables have it."""
+        """[low, high]."""
         return [self.low, self.high]
 
 
@@ -108,6 +108,12 @@ def clustered_interval(
     sums, counts = np.bincount(owner, data), np.bincount(owner).astype(np.float64)
     means = [sums[p].sum(axis=1) / counts[p].sum(axis=1) for p in resampled(len(sums), resamples, seed)]
     return percentile_interval(np.concatenate(means), level)
+
+
+def bounds(name: str, ends: Sequence[float] | None) -> dict[str, float | None]:
+    """The ends of an interval as figures `NAME_low` and `NAME_high`: DVC and MLflow drop lists. None if unknown."""
+    low, high = ends or (None, None)
+    return {f"{name}_low": low, f"{name}_high": high}
 
 
 def resampled(prompts: int, resamples: int, seed: int) -> Iterator[Int[ndarray, "some prompts"]]:

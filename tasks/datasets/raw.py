@@ -1,11 +1,16 @@
-"""Paths below data/raw/. Links and names that lead out of it are refused; `rlhf_core.config.paths` refuses what can be
-seen in the parameter alone."""
+"""Paths below data/raw/, and what `ingest` makes from those that parameters of later stages name. Links and names that
+lead out of it are refused; `rlhf_core.config.paths` refuses what can be seen in the parameter alone."""
 
+import hashlib
 import re
 from pathlib import Path
 
 from rlhf_core.errors import UserError
 
+EVALUATION_PROMPTS = "data/ingest/evaluation_prompts.jsonl"
+TEXTS = "data/ingest/ptx"
+PRETRAINED = "data/ingest/pretrained.json"
+"""SHA-256 of each file in the folder of a pretrained model; empty where there is none."""
 CACHED = re.compile(r"/files/md5/[0-9a-f]{2}/[0-9a-f]{30}$")
 """The end of a path in DVC's cache, the target of links with `cache.type symlink`."""
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
@@ -36,3 +41,15 @@ def require_hub_id(value: str, key: str) -> None:
     """
     if not HUB_ID.fullmatch(value) or Path(value).exists():
         raise UserError(f"{key}: {value} is neither a folder below data/raw/ nor an id of the hub (owner/name)")
+
+
+def hashes_of_files(raw: Path, name: str | None) -> dict[str, str]:
+    """SHA-256 of each file in the model folder `name` below `raw`; empty where there is no such folder: then the name
+    is an id of the hub, and its revision is a parameter. Raises UserError for a link out of `raw`."""
+    if name is None or not (folder := below_raw(raw, name, "base.pretrained.model")).is_dir():
+        return {}
+    found = {}
+    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+        with path.open("rb") as file:
+            found[path.relative_to(folder).as_posix()] = hashlib.file_digest(file, "sha256").hexdigest()
+    return found

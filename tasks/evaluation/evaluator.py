@@ -21,8 +21,8 @@ from rlhf_core.models.scorers import Answers, Scored, Scorer
 from tasks.datasets.jsonl import Row
 from tasks.judging.pair_judge import pair_judge_of
 from tasks.params.scorer import Term, is_reward_model
-from tasks.stage.frozen import load_frozen
 from tasks.stage.long_rows import fitting, prompt_encoder
+from tasks.stage.models import load_frozen
 from tasks.stage.stage import Stage
 from tasks.stage.trust import trusts
 from tasks.training.scorer import extras_of, scorer_of, terms_of

@@ -12,11 +12,11 @@ import numpy as np
 
 from rlhf_core.evaluation import majorant
 from rlhf_core.evaluation.frontier import lead_at_equal_kl
-from rlhf_core.evaluation.intervals import Estimate
+from rlhf_core.evaluation.intervals import Estimate, bounds
 from rlhf_core.evaluation.overoptimisation import Fit, fit_best_of_n, fit_rl
 from tasks.datasets.jsonl import Row
 from tasks.evaluation.evaluator import JUDGING_MODEL, PROXIES, Evaluator
-from tasks.evaluation.results import Bootstrap, PerPrompt, Results, wins_over
+from tasks.evaluation.results import Bootstrap, PerPrompt, Results, wins_over, with_interval
 
 Models = Mapping[str, dict[str, Any]]
 SCORES = ("gold", "reward", "win_rate")
@@ -151,7 +151,7 @@ class Frontier:
             "last_step": last,
             "score": score,
             "difference": found.mean,
-            "difference_ci95": found.interval,
+            **bounds("difference", found.interval),
         }
 
     def rows(self) -> list[Row]:
@@ -175,7 +175,7 @@ class Frontier:
                 score: mean,
                 f"policy_{score}": None if gap is None or mean is None else mean + gap.mean,
                 f"{score}_gap": None if gap is None else gap.mean,
-                f"{score}_gap_ci95": None if gap is None else gap.interval,
+                **bounds(f"{score}_gap", None if gap is None else gap.interval),
             }
         return figures
 
@@ -239,22 +239,23 @@ def model_row(name: str, figures: dict[str, Any]) -> Row:
     """The row of a model."""
     n = figures["samples_per_answer"] if name.startswith("best_of_") else None
     family, place = (name, 0) if n is None else ("best_of_n", n)
-    scores = {score: (figures[score], figures[f"{score}_ci95"]) for score in SCORES}
+    scores = {name: figures[name] for score in SCORES for name in (score, f"{score}_low", f"{score}_high")}
     return _row(family, place, figures["kl_exact"], scores)
 
 
 def point_row(family: str, place: float, point: Point, bootstrap: Bootstrap) -> Row:
     """The row of a snapshot or of an interpolated policy; `place` is its step or its η."""
-    found: dict[str, Estimate | None] = {
-        score: None if values is None else bootstrap.of_prompts(values) for score, values in point.scores.items()
+    scores: Row = {}
+    for score, values in point.scores.items():
+        scores |= with_interval(score, None if values is None else bootstrap.of_prompts(values))
+    return _row(family, place, point.kl, scores)
+
+
+def _row(family: str, place: float, kl: float | None, scores: Row) -> Row:
+    return {
+        "family": family,
+        "point": place,
+        "kl": kl,
+        "sqrt_kl": None if kl is None else max(0.0, kl) ** 0.5,
+        **scores,
     }
-    ends = {score: (None, None) if e is None else (e.mean, e.interval) for score, e in found.items()}
-    return _row(family, place, point.kl, ends)
-
-
-def _row(family: str, place: float, kl: float | None, scores: dict[str, Any]) -> Row:
-    row: Row = {"family": family, "point": place, "kl": kl, "sqrt_kl": None if kl is None else max(0.0, kl) ** 0.5}
-    for score, (mean, ends) in scores.items():
-        low, high = ends or (None, None)
-        row |= {score: mean, f"{score}_low": low, f"{score}_high": high}
-    return row

@@ -5,6 +5,7 @@ from typing import Any
 import numpy as np
 
 from rlhf_core.evaluation.agreement import agreement_at_margins, correlation, pair_agreement
+from rlhf_core.evaluation.intervals import bounds
 from rlhf_core.evaluation.judges import NoisyAnnotators, RubricJudge
 from rlhf_core.evaluation.pair_judges import PairJudge, SimulatedAnnotators, both_orders
 from tasks.evaluation.evaluator import Evaluator
@@ -64,7 +65,7 @@ def scorer_check(results: Results, bootstrap: Bootstrap) -> dict[str, Any] | Non
     alike = pair_agreement(rewards.tolist(), gold.tolist(), bootstrap.resamples, bootstrap.seed)
     return {
         "agreement": None if alike is None else alike.share,
-        "agreement_ci95": None if alike is None else alike.interval,
+        **bounds("agreement", None if alike is None else alike.interval),
         "pairs": None if alike is None else alike.pairs,
         "correlation": correlation(rewards.ravel().tolist(), gold.ravel().tolist()),
         "length_correlation": correlation(rewards.ravel().tolist(), tokens.ravel().tolist()),

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rlhf_core.evaluation.best_of_n import best_of_n_kl
+from rlhf_core.evaluation.intervals import bounds
 from tasks.datasets.jsonl import Row
 from tasks.evaluation.ceiling import Ceiling
 from tasks.evaluation.evaluator import REWARD_MODEL_JUDGE, Evaluator
@@ -60,7 +61,7 @@ def model_figures(
     figures |= with_interval("gold_minus_policy", ahead)
     if name not in answered.teacher_forced:
         bound = best_of_n_kl(results.best_of)
-        figures |= {"kl": bound, "kl_ci95": None, "kl_exact": bound, "kl_exact_ci95": None}
+        figures |= {"kl": bound, **bounds("kl", None), "kl_exact": bound, **bounds("kl_exact", None)}
     figures |= teacher_forced_figures(
         answered.teacher_forced.get(name), answered.teacher_forced["sft"], answered.pairs, bootstrap
     )
@@ -94,8 +95,7 @@ def summary(evaluator: Evaluator, models: dict[str, dict[str, Any]]) -> dict[str
         "judged_by": evaluator.judged_by,
         **scorer,
         "prompts": len(evaluator.rows),
-        "win_rate": policy["win_rate"],
-        "win_rate_ci95": policy["win_rate_ci95"],
+        **{name: policy[name] for name in ("win_rate", "win_rate_low", "win_rate_high")},
         "ties": policy["ties"],
         **{name: value for name, value in policy.items() if name.startswith(BY_REWARD_MODELS)},
         "kl_per_sequence": policy["kl"],
@@ -107,6 +107,7 @@ def summary(evaluator: Evaluator, models: dict[str, dict[str, Any]]) -> dict[str
     for name, model in (("sft", sft), ("policy", policy)):
         keys = ("gold", "reward", "response_tokens", "distinct_1", "distinct_2", "heldout_loss")
         top |= {f"{key}_{name}": model[key] for key in keys}
+        top |= {f"gold_{name}{end}": model[f"gold{end}"] for end in ("_low", "_high")}
     return {**top, "alignment_tax": policy["alignment_tax"]}
 
 

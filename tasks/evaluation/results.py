@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import Float
 
 from rlhf_core.evaluation.diversity import distinct_n, mean_overlap
-from rlhf_core.evaluation.intervals import Estimate, estimate, estimate_difference, estimate_ratio
+from rlhf_core.evaluation.intervals import Estimate, bounds, estimate, estimate_difference, estimate_ratio
 from rlhf_core.evaluation.wins import length_controlled_win_rate
 from tasks.evaluation.evaluator import Evaluator, ScoredAnswers, ScoresOf
 
@@ -147,7 +147,7 @@ def win_rate_figures(results: Results, sft: Results, won: Table | None, bootstra
         **with_interval("win_rate", bootstrap.of(results, won), spread=True),
         **with_interval("ties", bootstrap.of(results, None if won is None else (won == 0.5).astype(np.float64))),
         "win_rate_controlled": None if controlled is None else controlled.mean,
-        "win_rate_controlled_ci95": None if controlled is None else controlled.interval,
+        **bounds("win_rate_controlled", None if controlled is None else controlled.interval),
     }
 
 
@@ -166,7 +166,7 @@ def rates_by_reward_models(
         won = None if results is sft else wins_over(evaluator, results, sft, column)
         figures = win_rate_figures(results, sft, won, bootstrap)
         for rate in ("win_rate", "win_rate_controlled"):
-            found |= {f"{rate}_by_{name}": figures[rate], f"{rate}_by_{name}_ci95": figures[f"{rate}_ci95"]}
+            found |= {f"{rate}_by_{name}{end}": figures[f"{rate}{end}"] for end in ("", "_low", "_high")}
     return found
 
 
@@ -182,6 +182,6 @@ def with_interval(name: str, found: Estimate | None, spread: bool = False) -> di
     """A figure with its interval, and with `spread` its standard deviation over repetitions; None if unknown."""
     figures: dict[str, Any] = {
         name: None if found is None else found.mean,
-        f"{name}_ci95": None if found is None else found.interval,
+        **bounds(name, None if found is None else found.interval),
     }
     return figures | ({f"{name}_spread": None if found is None else found.spread} if spread else {})

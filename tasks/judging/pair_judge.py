@@ -10,10 +10,9 @@ from rlhf_core.errors import UserError
 from rlhf_core.evaluation.judge_model import QUESTION, LanguageModelJudge
 from rlhf_core.evaluation.pair_judges import CachedPairJudge, PairJudge
 from tasks.params.judge import JudgeParams
-from tasks.stage.frozen import load_frozen
+from tasks.stage.models import JUDGES, folder_of, load_frozen
 from tasks.stage.stage import Stage
 from tasks.stage.trust import trusts
-from tasks.stage.user_models import JUDGES, folder_of
 
 
 def pair_judge_of(

@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from rlhf_core.data.tokenizer import closed, decode_response, end_ids, load_tokenizer, other_ends, stop_ids
 from rlhf_core.determinism import permutation
 from rlhf_core.errors import UserError
+from rlhf_core.evaluation.intervals import bounds
 from rlhf_core.evaluation.judges import Judge, NoisyAnnotators, RubricJudge, all_pairs
 from rlhf_core.evaluation.pair_judges import PairJudge
 from rlhf_core.models.hf import context_length
@@ -31,9 +32,8 @@ from tasks.judging.pair_judge import pair_judge_of
 from tasks.params.preferences import PreferencesParams
 from tasks.params.round import RoundParams
 from tasks.stage import rounds
-from tasks.stage.frozen import load_frozen
 from tasks.stage.long_rows import fitting, prompt_encoder
-from tasks.stage.numerics import set_numerics
+from tasks.stage.models import load_frozen, set_numerics
 from tasks.stage.stage import Stage
 from tasks.stage.trust import trusts
 
@@ -273,7 +273,13 @@ def measure_agreement(stage: Stage[PreferencesParams], known: KnownPairs, judge:
         f"{judge.name} agrees with {known.source} on {found.share:.1%} ({found.low:.1%} to {found.high:.1%}) of "
         f"{found.pairs} pairs; {unread} cannot be read"
     )
-    return {"with": known.source, "share": found.share, "ci95": found.interval, "pairs": found.pairs, "unread": unread}
+    return {
+        "with": known.source,
+        "share": found.share,
+        **bounds("share", found.interval),
+        "pairs": found.pairs,
+        "unread": unread,
+    }
 
 
 def _pair(chosen: Row, rejected: Row) -> Row:

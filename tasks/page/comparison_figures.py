@@ -253,7 +253,7 @@ def _chosen(axes: Axes, run: Run, rows: Sequence[Row], kind: str) -> None:
 
 def _bars(axes: Axes, rows: Iterable[Row], kind: str, colour: str) -> None:
     for row in rows:
-        ends = interval([row.get(f"{kind}_low"), row.get(f"{kind}_high")])
+        ends = interval(row, kind)
         if ends is not None:
             axes.plot([_x(row)] * 2, ends, color=colour, linewidth=1, alpha=0.55)
 

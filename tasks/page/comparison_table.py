@@ -14,8 +14,8 @@ Figures = Mapping[str, Any]
 """An entry of `models` in metrics/evaluate.json."""
 
 JUDGING = "win_rate_by_judging_model"
-TERM, INTERVAL = "reward/", "_ci95"
-"""Beginning of the name of a figure of one term of the score, and the end of that of an interval."""
+TERM = "reward/"
+"""Beginning of the name of a figure of one term of the score."""
 DISAGREEMENT = "reward/std"
 """The figure of several reward models that is no term."""
 LABELS = {"sft": "SFT", "policy": "PPO policy"}
@@ -34,8 +34,6 @@ class Column:
     digits: int = 2
     better: Literal["higher", "lower"] | None = None
     """None for figures that no model is ranked by: proxy score, KL, length, cost."""
-    interval: str = ""
-    """Key of its 95% interval."""
 
     def text(self, value: Any) -> str:
         """`value` as text; an en dash if unknown."""
@@ -45,32 +43,22 @@ class Column:
 
 
 COLUMNS = (
-    Column("gold", "Gold score", "mean", better="higher", interval="gold_ci95"),
-    Column("reward", "Proxy score", "reward model, raw", interval="reward_ci95"),
-    Column("win_rate", "Win rate against SFT", "a tie is half", "share", 1, "higher", "win_rate_ci95"),
-    Column(
-        "win_rate_controlled", "At equal length", "the same, controlled", "share", 1, "higher",
-        "win_rate_controlled_ci95",
-    ),
-    Column(
-        "win_rate_by_reward_model", "By PPO’s own score", "the same win rate", "share", 1,
-        interval="win_rate_by_reward_model_ci95",
-    ),
-    Column(
-        JUDGING, "By the judging reward model", "the same win rate", "share", 1, interval=f"{JUDGING}_ci95",
-    ),
-    Column(
-        "win_rate_vs_policy", "Win rate against PPO", "a tie is half", "share", 1, "higher", "win_rate_vs_policy_ci95"
-    ),
-    Column("kl_exact", "KL to SFT", "nats per answer", interval="kl_exact_ci95"),
+    Column("gold", "Gold score", "mean", better="higher"),
+    Column("reward", "Proxy score", "reward model, raw"),
+    Column("win_rate", "Win rate against SFT", "a tie is half", "share", 1, "higher"),
+    Column("win_rate_controlled", "At equal length", "the same, controlled", "share", 1, "higher"),
+    Column("win_rate_by_reward_model", "By PPO’s own score", "the same win rate", "share", 1),
+    Column(JUDGING, "By the judging reward model", "the same win rate", "share", 1),
+    Column("win_rate_vs_policy", "Win rate against PPO", "a tie is half", "share", 1, "higher"),
+    Column("kl_exact", "KL to SFT", "nats per answer"),
     Column("optimum_share", "Share of the optimum", "its proxy gain at this KL", "share", 0),
-    Column("response_tokens", "Length", "tokens", digits=1, interval="response_tokens_ci95"),
+    Column("response_tokens", "Length", "tokens", digits=1),
     Column("distinct_2", "Distinct-2", "share of word pairs", digits=3, better="higher"),
     Column("overlap", "Overlap", "of a prompt’s answers", digits=3, better="lower"),
     Column("samples_generated", "Samples generated", "to train it", "count"),
     Column("samples_per_answer", "Samples per answer", "at inference", "count"),
     Column("tokens_trained", "Tokens trained", "of responses", "count"),
-    Column("alignment_tax", "Alignment tax", "nats per token", digits=3, interval="alignment_tax_ci95"),
+    Column("alignment_tax", "Alignment tax", "nats per token", digits=3),
 )  # fmt: skip
 
 
@@ -107,11 +95,12 @@ def columns_of(models: Mapping[str, Figures]) -> list[Column]:
     known = [column for column in COLUMNS if any(finite(one.get(column.key)) is not None for one in models.values())]
     twice = all(one.get(JUDGING) == one.get("win_rate") for one in models.values())
     known = [column for column in known if not (twice and column.key == JUDGING)]
-    figures = (name for one in models.values() for name in one if name.startswith(TERM))
-    terms = [name for name in dict.fromkeys(figures) if not name.endswith(INTERVAL) and name != DISAGREEMENT]
+    figures = dict.fromkeys(name for one in models.values() for name in one if name.startswith(TERM))
+    ends = {f"{name}{end}" for name in figures for end in ("_low", "_high")}
+    terms = [name for name in figures if name not in ends and name != DISAGREEMENT]
     if not terms:
         return known
-    shown = [Column(name, name.removeprefix(TERM), "mean", interval=name + INTERVAL) for name in terms]
+    shown = [Column(name, name.removeprefix(TERM), "mean") for name in terms]
     found = []
     for column in known:
         proxy = column.key == "reward"
@@ -132,6 +121,6 @@ def cells(models: Mapping[str, Figures], column: Column) -> dict[str, Cell]:
 
 def _cell(figures: Figures, column: Column, best: str) -> Cell:
     text = column.text(figures.get(column.key))
-    ends = interval(figures.get(column.interval)) if text != MISSING else None
+    ends = interval(figures, column.key) if text != MISSING else None
     low, high = ("", "") if ends is None else map(column.text, ends)
     return Cell(text, low, high, bool(best) and text == best)

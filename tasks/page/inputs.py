@@ -3,6 +3,7 @@
 import csv
 import json
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -11,7 +12,7 @@ from rlhf_core.errors import UserError
 from tasks.params.loader import read_yaml
 
 METRICS = ("ingest", "base", "sft", "preferences", "reward", "ppo", "select", "evaluate")
-CURVES = ("sft", "reward", "reward_calibration", "ppo")
+CURVES = ("sft", "reward", "reward_calibration", "reward_margins", "ppo")
 FRONTIER = "plots/frontier.csv"
 
 Row = dict[str, Any]
@@ -139,11 +140,9 @@ def finite(value: Any) -> float | None:
     return float(value)
 
 
-def interval(value: Any) -> tuple[float, float] | None:
-    """`[low, high]` as two floats, or None where either end is missing."""
-    if not isinstance(value, list) or len(value) != 2:
-        return None
-    low, high = finite(value[0]), finite(value[1])
+def interval(figures: Mapping[str, Any], key: str) -> tuple[float, float] | None:
+    """`KEY_low` and `KEY_high` of `figures`, or None where either end is missing."""
+    low, high = finite(figures.get(f"{key}_low")), finite(figures.get(f"{key}_high"))
     return None if low is None or high is None else (low, high)
 
 

@@ -12,7 +12,7 @@ from markupsafe import Markup
 
 from tasks.page.canvas import colour_of
 from tasks.page.comparison_table import Cell, Column, cells, columns_of, label
-from tasks.page.inputs import Row, Run, finite
+from tasks.page.inputs import Row, Run, finite, interval
 from tasks.page.picture import Picture
 from tasks.page.samples import all_samples, embedded, filters, orders, pick
 from tasks.page.verdicts import alternatives, doubts, findings
@@ -211,7 +211,7 @@ def reward_facts(run: Run) -> list[tuple[str, str]]:
 
 def _accuracy(reward: Row, key: str) -> str:
     known = finite(reward.get(key)) is not None
-    return f"{percent(reward[key])} ({percent_interval(reward.get(f'{key}_ci95'))})" if known else MISSING
+    return f"{percent(reward[key])} ({percent_interval(interval(reward, key))})" if known else MISSING
 
 
 def member_facts(run: Run) -> list[tuple[str, str]]:
@@ -257,7 +257,7 @@ def agreement_facts(checks: Row) -> list[tuple[str, str]]:
     found = []
     for key, name in (("sft", "SFT’s answers"), ("policy", "the policy’s answers")):
         one = checks.get(key) or {}
-        share = f"{percent(one.get('agreement'))} ({percent_interval(one.get('agreement_ci95'))})"
+        share = f"{percent(one.get('agreement'))} ({percent_interval(interval(one, 'agreement'))})"
         found.append((f"Agreement with the judge on {name}", share if finite(one.get("agreement")) else MISSING))
     matched = percent((checks.get("sft") or {}).get("agreement_at_policy_margins"))
     return [*found, ("SFT’s, at the margins of the policy’s answers", matched)]
@@ -314,7 +314,9 @@ def _judge_model_facts(judge: Row) -> list[tuple[str, str]]:
         return []
     known = judge.get("agreement") or {"with": "people", "share": None}
     share = (
-        f"{percent(known['share'])} ({percent_interval(known['ci95'])})" if known["share"] is not None else "unknown"
+        f"{percent(known['share'])} ({percent_interval(interval(known, 'share'))})"
+        if known["share"] is not None
+        else "unknown"
     )
     return [
         (f"The labelling model’s agreement with {known['with']} (95% interval)", share),

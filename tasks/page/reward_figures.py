@@ -19,7 +19,7 @@ def reward_training(run: Run) -> Picture | None:
     curve(axes, table["step"], table["loss"], "training loss", PROXY)
     label_axes(axes, "loss, nats\nper pair")
     curve(above, table["step"], table["accuracy"], "training batch", PROXY)
-    held_out, ends = finite(metrics.get("heldout_accuracy")), interval(metrics.get("heldout_accuracy_ci95"))
+    held_out, ends = finite(metrics.get("heldout_accuracy")), interval(metrics, "heldout_accuracy")
     if held_out is not None:
         above.axhline(held_out, color=INK, linewidth=1.4, label="held-out")
     if ends is not None:
@@ -88,14 +88,16 @@ def reward_calibration(run: Run) -> Picture | None:
 def reward_margins(run: Run) -> Picture | None:
     """Accuracy by the margin between the two answers."""
     metrics = run.metrics["reward"]
-    rows = [row for row in metrics.get("margins") or [] if finite(row.get("accuracy")) is not None and row.get("pairs")]
+    table = run.curves["reward_margins"]
+    rows = [dict(zip(table, values, strict=True)) for values in zip(*table.values(), strict=True)]
+    rows = [row for row in rows if finite(row.get("accuracy")) is not None and finite(row.get("pairs"))]
     if not rows:
         return None
     by = "judge’s margin" if metrics.get("margin_by") == "gold" else "reward model’s own margin"
     figure, (axes, below) = canvas("Reward model: accuracy by margin", panels=(5, 2))
     places = range(len(rows))
     for place, row in zip(places, rows, strict=True):
-        ends = interval(row.get("accuracy_ci95"))
+        ends = interval(row, "accuracy")
         if ends is not None:
             axes.plot((place, place), ends, color=PROXY, linewidth=7, alpha=0.3, solid_capstyle="butt")
         axes.plot([place], [row["accuracy"]], "o", color=PROXY, markersize=5)

@@ -62,18 +62,18 @@ def no_better_than_chance(run: Run, name: str, key: str) -> str:
     """The doubt about a reward model whose accuracy (metrics/reward.json) has an interval with one half in it; else
     empty."""
     reward = run.metrics["reward"]
-    ends = interval(reward.get(f"{key}_ci95"))
+    ends = interval(reward, key)
     if ends is None or ends[0] > 0.5:
         return ""
-    right = f"{percent(reward.get(key))} ({percent_interval(list(ends))})"
+    right = f"{percent(reward.get(key))} ({percent_interval(ends)})"
     pairs = f"{right} of {count(reward.get('heldout_pairs'))} held-out pairs ranked right"
     return f"the {name} is not shown to be better than chance, {pairs}"
 
 
 def against_sft(run: Run) -> Finding:
     """The win rate of the policy against SFT."""
-    ends = interval(run.evaluation.get("win_rate_ci95"))
-    shown = "no interval" if ends is None else percent_interval(list(ends))
+    ends = interval(run.evaluation, "win_rate")
+    shown = "no interval" if ends is None else percent_interval(ends)
     return Finding(
         "Better than SFT?",
         _verdict(ends, 0.5),
@@ -91,7 +91,7 @@ def against_others(run: Run) -> list[Finding]:
         measured = "win rate of the policy against it, less 50%"
     rows = []
     for name, figures in run.models.items():
-        value, ends = finite(figures.get(key)), interval(figures.get(f"{key}_ci95"))
+        value, ends = finite(figures.get(key)), interval(figures, key)
         if name not in ("sft", "policy", "best_of_1") and value is not None and ends is not None:
             rows.append((name, even - value, (even - ends[1], even - ends[0])))
     return [
@@ -117,7 +117,7 @@ def stop_earlier(run: Run) -> Finding | None:
         return Finding(question, NO, MISSING, f"the last snapshot, step {last}, is {on}")
     earlier = "the SFT model" if best == 0 else f"step {best}"
     measured = f"{earlier} ({on}) less step {last}, the last one"
-    ends = interval(stopping.get("difference_ci95"))
+    ends = interval(stopping, "difference")
     if ends is None:
         return Finding(question, OPEN, MISSING, measured)
     kind = stopping["score"]
@@ -128,7 +128,7 @@ def stop_earlier(run: Run) -> Finding | None:
 def _equal_kl(run: Run, name: str) -> str:
     """PPO's frontier minus the other model at that model's KL; with a note where the line starts at SFT."""
     figures: Mapping[str, Any] = (run.evaluation.get("frontier") or {}).get(name) or {}
-    gap, ends = finite(figures.get(f"{run.score}_gap")), interval(figures.get(f"{run.score}_gap_ci95"))
+    gap, ends = finite(figures.get(f"{run.score}_gap")), interval(figures, f"{run.score}_gap")
     if gap is None or ends is None:
         return ""
     below, above = figures.get("between") or ("", "")

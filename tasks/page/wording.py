@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from tasks.page.inputs import finite, interval
+from tasks.page.inputs import finite
 
 MISSING = "–"
 
@@ -33,7 +33,6 @@ def points(value: Any, digits: int = 1) -> str:
     return MISSING if known is None else number(100 * known, digits, sign=True) + " points"
 
 
-def percent_interval(value: Any) -> str:
-    """`[low, high]` of a share as `85.0% to 91.3%`."""
-    ends = interval(value)
+def percent_interval(ends: tuple[float, float] | None) -> str:
+    """The ends of the interval of a share as `85.0% to 91.3%`."""
     return MISSING if ends is None else f"{percent(ends[0])} to {percent(ends[1])}"

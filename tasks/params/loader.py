@@ -10,10 +10,12 @@ from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
 from rlhf_core.errors import UserError, did_you_mean
-from tasks.params.methods import METHODS
+from tasks.params.methods import METHODS, VARIANTS
 from tasks.params.scorer import DEFAULT, MADE_FOR_IT, REWARD_MODEL
 
 PARAMS_FILE = Path("params.yaml")
+HELDOUT, PTX_FILE = "heldout", "ptx.txt"
+"""The defaults of `evaluate.prompts` and `ppo.ptx.file`."""
 LARGEST_BYTES = 2**20
 MOST_VALUES = 10_000
 
@@ -57,12 +59,39 @@ NUMERICS: dict[str, Any] = {"precision": "float32", "deterministic": True}
 """Parameters outside all blocks that may be absent, and their defaults."""
 
 
-def with_scorer(content: dict[str, Any]) -> dict[str, Any]:
-    """The content with the parameters that may be absent, `scorer` and those of `NUMERICS`, and `reward_model`: whether
-    one of the terms of `scorer` is the reward model. `check` writes them where DVC can track them."""
+RAW_FILES = "raw_files"
+
+
+def with_derived(content: dict[str, Any]) -> dict[str, Any]:
+    """The content with the parameters that may be absent, `scorer` and those of `NUMERICS`, and two that follow from
+    the others: `reward_model`, whether one of the terms of `scorer` is the reward model, and `raw_files`. `check`
+    writes them where DVC can track them."""
     scorer = content.get("scorer", DEFAULT)
     terms = [term.get("term") for term in scorer if isinstance(term, dict)] if isinstance(scorer, list) else []
-    return NUMERICS | content | {"scorer": scorer, REWARD_MODEL: REWARD_MODEL in terms}
+    derived = {REWARD_MODEL: REWARD_MODEL in terms, RAW_FILES: _raw_files(content)}
+    return NUMERICS | content | {"scorer": scorer} | derived
+
+
+def _raw_files(content: dict[str, Any]) -> dict[str, Any]:
+    """The files and folders below data/raw/ that other blocks than `ingest` name; null and empty where they do not. A
+    variant of PPO can name a text of its own."""
+
+    def block(of: Any, *names: str) -> dict[str, Any]:
+        for name in names:
+            of = of.get(name) if isinstance(of, dict) else None
+        return of if isinstance(of, dict) else {}
+
+    base, prompts = block(content, "base"), block(content, "evaluate").get("prompts", HELDOUT)
+    texts = set()
+    for changed in ({}, *(block(content, name, "settings", "ptx") for name in VARIANTS)):
+        ptx = block(content, "ppo", "ptx") | changed
+        if ptx.get("coef"):
+            texts.add(str(ptx.get("file", PTX_FILE)))
+    return {
+        "prompts": None if prompts == HELDOUT else prompts,
+        "texts": sorted(texts),
+        "pretrained": block(base, "pretrained").get("model") if base.get("source") == "pretrained" else None,
+    }
 
 
 def why_switched_off(content: dict[str, Any], stage: str) -> str:
@@ -70,7 +99,7 @@ def why_switched_off(content: dict[str, Any], stage: str) -> str:
     would make pairs where the reward model learns from ratings. Empty where it runs."""
     found = content.get(stage)
     block = found if isinstance(found, dict) else {}
-    if stage in MADE_FOR_IT and not with_scorer(content)[REWARD_MODEL]:
+    if stage in MADE_FOR_IT and not with_derived(content)[REWARD_MODEL]:
         return f"`scorer` in {PARAMS_FILE} has no term {REWARD_MODEL}"
     if stage == "preferences" and block.get("source") == "ratings":
         return f"preferences.source is ratings in {PARAMS_FILE}"

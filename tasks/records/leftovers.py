@@ -13,7 +13,7 @@ from rlhf_core.files import remove as remove_path
 from rlhf_core.locks import FileLock, holder, is_held
 from tasks.params.loader import PARAMS_FILE, read_yaml
 from tasks.stage.definition import Definition
-from tasks.stage.dvc_adapter import GraphStage, Project, open_project
+from tasks.stage.dvc_files import GraphStage, Project, open_project
 from tasks.stage.state import FINISHED, lock_file
 from tasks.tracking import record, settings
 

@@ -1,6 +1,5 @@
 """Builds the tree of hashes from a model, dataset or metrics file back to the raw data."""
 
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from difflib import get_close_matches
@@ -12,7 +11,7 @@ from rlhf_core.errors import UserError
 from tasks.records.recorded import Record, made_by, parse, recorded
 from tasks.stage import provenance, rounds
 from tasks.stage.definition import RAW, ROUND, digest, git
-from tasks.stage.dvc_adapter import LOCK_FILE, Project, open_project
+from tasks.stage.dvc_files import LOCK_FILE, Project, open_project
 
 State = Literal["as recorded", "changed since", "missing", "unknown here"]
 GATES = ("data/check.ok", "data/check_data.ok")
@@ -102,18 +101,19 @@ class Lineage:
 
     def _copied(self, place: Path) -> Node:
         own = provenance.read(place) if place.is_dir() else None
-        if own is None:
+        found = self.project.hash_at(place) if place.exists() else None
+        names = [path for record in self.records.values() for path, value in record.outs.items() if value == found]
+        record = self._maker(names[0], found) if names and found else _from_provenance(own) if own else None
+        if record is None or found is None:
             what = "neither made by a stage nor a copy of a model" if place.exists() else "file not found"
             name, folders = place.name, sorted({out.partition("/")[0] for out in self.outs})
             near = [out for out in self.outs if name in out] or get_close_matches(name, self.outs, cutoff=0.5)
             hint = f"did you mean {', '.join(near)}?" if near else f"results are in {', '.join(folders)}"
             raise UserError(f"{place}: {what}; {hint}")
-        found = self.project.hash_at(place) or ""
-        names = [path for record in self.records.values() for path, value in record.outs.items() if value == found]
         if not names:
             note = "dvc.lock does not name this content: changed since it was made, or made elsewhere"
-            return self._made(str(place), found, "unknown here", _from_provenance(own), [note])
-        return self._made(str(place), found, "as recorded", _from_provenance(own), [f"is {names[0]} of {LOCK_FILE}"])
+            return self._made(str(place), found, "unknown here", record, [note])
+        return self._made(str(place), found, "as recorded", record, [f"is {names[0]} of {LOCK_FILE}"])
 
     def node(self, path: str, digest: str) -> Node:
         """The artefact that had this hash at `path`, with everything below it."""
@@ -128,7 +128,7 @@ class Lineage:
         if path not in self.outs:
             known = path == RAW and state == "as recorded"
             return Node(path, digest, state, inputs=tuple(self._tracked_data()) if known else ())
-        record = self._own_record(path, digest, state) or self._maker(path, digest)
+        record = self._own_record(path, state) or self._maker(path, digest)
         if record is None:
             note = "unknown: neither dvc.lock nor DVC's cache says how this was made; check out the commit that has it"
             return Node(path, digest, state, notes=(note,))
@@ -157,15 +157,10 @@ class Lineage:
         found = self.project.hash_at(self.root / path)
         return "missing" if found is None else "as recorded" if found == digest else "changed since"
 
-    def _own_record(self, path: str, digest: str, state: State) -> Record | None:
-        """The model's provenance.json, from the workspace or, if that has another model, from DVC's cache."""
-        if not path.startswith(provenance.MODELS):
-            return None
-        if state == "as recorded":
-            own = provenance.read(self.root / path)
-            return _from_provenance(own) if own else None
-        kept = dict(self.project.cached(digest)).get(provenance.FILE)
-        return _from_provenance(json.loads(kept.read_bytes())) if kept and kept.is_file() else None
+    def _own_record(self, path: str, state: State) -> Record | None:
+        """The record beside the model of the workspace, if that is the one; it has the reasons of exemptions."""
+        own = provenance.read(self.root / path) if state == "as recorded" else None
+        return _from_provenance(own) if own else None
 
     def _made(self, path: str, digest: str, state: State, record: Record, notes: list[str]) -> Node:
         shown = {
@@ -213,7 +208,7 @@ def _from_provenance(own: Mapping[str, Any]) -> Record:
         inputs=own["inputs"],
         code=own["code"],
         outs={},
-        source=provenance.FILE,
+        source="provenance.json",
         versions=own["versions"],
         exemptions=tuple(own["exemptions"]),
     )

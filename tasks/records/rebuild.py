@@ -9,7 +9,7 @@ from pathlib import Path
 
 from rlhf_core.errors import UserError
 from tasks.records.recorded import Record, recorded, sizes
-from tasks.stage.dvc_adapter import GraphStage, Project, open_project
+from tasks.stage.dvc_files import GraphStage, Project, open_project
 
 HEADROOM = 200 * 2**20
 """Bytes for code, logs and the records for MLflow."""

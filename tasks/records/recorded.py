@@ -10,7 +10,7 @@ from ruamel.yaml.error import YAMLError
 
 from rlhf_core.errors import UserError
 from tasks.stage.definition import is_code
-from tasks.stage.dvc_adapter import LOCK_FILE, read_lock_file
+from tasks.stage.dvc_files import LOCK_FILE, read_lock_file
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Record:
     """Data and models."""
     code: Mapping[str, str]
     outs: Mapping[str, str]
-    """Empty in a model's provenance.json, which cannot contain the model's hash."""
+    """Empty in a model's provenance, which is written before DVC has hashed the model."""
     source: str
     """The file that the record is from."""
     versions: Mapping[str, str] = field(default_factory=dict)

@@ -1,31 +1,17 @@
-"""Columns and checks of the schemas. Frames hold plain Python objects, so that values are checked as JSON has them: a
+"""What a column of a dataset may hold. Frames hold plain Python objects, so that values are checked as JSON has them: a
 number is not text, and null is not a missing key."""
 
 import math
 from collections.abc import Callable, Hashable, Iterable
-from typing import Any
+from typing import Any, ClassVar
 
 import pandas as pd
 import pandera.pandas as pa
+from pandera.extensions import register_check_method
 
 from rlhf_core.data.chat import prompt_id
 
 ROLES = ("system", "user", "assistant")
-SPLITS = ("train", "validation")
-
-
-def _each(test: Callable[[Any], bool], rule: str, *, nullable: bool = False, required: bool = True) -> pa.Column:
-    """A column whose every value passes a test, in one Python pass. null passes only a nullable one; a column that is
-    not required is in all rows or in none."""
-
-    def passes(column: pd.Series) -> pd.Series:
-        return _flags((value is None and nullable) or test(value) for value in column)
-
-    return pa.Column(object, pa.Check(passes, error=rule, ignore_na=False), nullable=True, required=required)
-
-
-def _flags(values: Iterable[bool]) -> pd.Series:
-    return pd.Series(list(values), dtype=bool)
 
 
 def is_text(value: object) -> bool:
@@ -55,80 +41,92 @@ def is_count(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
-def prompt() -> pa.Column:
-    """The prompt: a conversation that ends with the user."""
-    return _each(is_prompt, "must be a conversation of non-empty turns that ends with role user")
+KINDS: dict[str, Callable[[Any], bool]] = {
+    "a conversation of non-empty turns that ends with role user": is_prompt,
+    "16 hexadecimal digits": lambda value: isinstance(value, str) and len(value) == 16,
+    "non-empty text": is_text,
+    "text": lambda value: isinstance(value, str),
+    "a list of token ids": lambda value: isinstance(value, list) and all(map(is_count, value)),
+    "a finite number": is_number,
+    "a whole number from 0": is_count,
+    "true or false": lambda value: isinstance(value, bool),
+    "train or validation": lambda value: isinstance(value, str) and value in ("train", "validation"),
+    "judge or dataset": lambda value: isinstance(value, str) and value in ("judge", "dataset"),
+    "an object": lambda value: isinstance(value, dict),
+    "an object of finite numbers": lambda value: isinstance(value, dict) and all(map(is_number, value.values())),
+}
+"""What a value must be, in words, and its test."""
 
 
-def identity() -> pa.Column:
-    """The prompt's id; `matching_id` compares it with the prompt."""
-    return _each(lambda value: isinstance(value, str) and len(value) == 16, "must be 16 hexadecimal digits")
+@register_check_method(statistics=["kind", "or_null"])  # type: ignore[untyped-decorator]
+def holds(column: pd.Series, *, kind: str, or_null: bool) -> pd.Series:
+    """pandera's check that every value is of a kind, or null."""
+    test = KINDS[kind]
+    return flags((value is None and or_null) or test(value) for value in column)
 
 
-def text(*, nullable: bool = False) -> pa.Column:
-    """Text that is not blank."""
-    return _each(is_text, "must be non-empty text", nullable=nullable)
+@register_check_method(statistics=["names"])  # type: ignore[untyped-decorator]
+def unique_by(frame: pd.DataFrame, *, names: tuple[str, ...]) -> pd.Series:
+    """pandera's check that no two rows agree in all of these columns, as far as the data have them."""
+    seen: set[tuple[Hashable, ...]] = set()
+    found = []
+    for key in _keys(frame, *(name for name in names if name in frame)):
+        found.append(key not in seen)
+        seen.add(key)
+    return flags(found)
 
 
-def sampled_text() -> pa.Column:
-    """A sampled answer: any text, also an empty one."""
-    return _each(lambda value: isinstance(value, str), "must be text")
+def column(kind: str, description: str, *, or_null: bool = False, required: bool = True) -> Any:
+    """A column of a model; one that is not required is in all rows or in none."""
+    rule = {"kind": kind, "or_null": or_null}
+    return pa.Field(
+        holds=rule, description=description, nullable=True, ignore_na=False, required=required, metadata=rule
+    )
 
 
-def token_ids(*, nullable: bool = False) -> pa.Column:
-    """The tokens that a model sampled, the eos at the end included."""
-    return _each(lambda value: isinstance(value, list) and all(map(is_count, value)), "must be a list of token ids",
-                 nullable=nullable)  # fmt: skip
+def flags(values: Iterable[bool]) -> pd.Series:
+    """One a row, as pandera's checks return them."""
+    return pd.Series(list(values), dtype=bool)
 
 
-def number(*, nullable: bool = False) -> pa.Column:
-    """A finite number."""
-    return _each(is_number, "must be a finite number", nullable=nullable)
+class Prompts(pa.DataFrameModel):
+    """Rows with a prompt."""
+
+    prompt_id: object = column("16 hexadecimal digits", "Of the hash of the prompt")
+    prompt: object = column(
+        "a conversation of non-empty turns that ends with role user", "Turns, each with `role` and `content`"
+    )
+
+    class Config:
+        strict = True
+        metadata: ClassVar[dict[str, bool]] = {}
+        """`may_be_empty`: a dataset without rows is valid."""
+
+    @pa.dataframe_check(error="prompt_id does not belong to prompt")  # type: ignore[untyped-decorator]
+    def matching_id(cls, frame: pd.DataFrame) -> pd.Series:
+        """The prompt_id of every row is that of its prompt."""
+        return flags(_belongs(*pair) for pair in zip(frame["prompt_id"], frame["prompt"], strict=True))
 
 
-def count(*, nullable: bool = False, required: bool = True) -> pa.Column:
-    """A whole number from 0."""
-    return _each(is_count, "must be a whole number from 0", nullable=nullable, required=required)
+class Split(Prompts):
+    """Rows of one part of a dataset."""
+
+    split: object = column("train or validation", "A prompt is in one of them")
+
+    @pa.dataframe_check(error="prompt is in train and in validation")  # type: ignore[untyped-decorator]
+    def one_split_per_prompt(cls, frame: pd.DataFrame) -> pd.Series:
+        """No prompt is in train and in validation."""
+        first: dict[Hashable, Hashable] = {}
+        return flags(first.setdefault(name, part) == part for name, part in _keys(frame, "prompt_id", "split"))
 
 
-def flag(*, required: bool = True) -> pa.Column:
-    """True or false."""
-    return _each(lambda value: isinstance(value, bool), "must be true or false", required=required)
+class Pairs(Split):
+    """Rows with a better and a worse answer."""
 
-
-def choice(*values: str) -> pa.Column:
-    """One of a few words."""
-    return _each(lambda value: isinstance(value, str) and value in values, f"must be {' or '.join(values)}")
-
-
-def annotator() -> pa.Column:
-    """The person who labelled a pair; null where there is none. Data without labels lack the column."""
-    return _each(is_text, "must be non-empty text", nullable=True, required=False)
-
-
-def extra() -> pa.Column:
-    """The further columns of the user's data, one object a row. Data without them lack the column."""
-    return _each(lambda value: isinstance(value, dict), "must be an object", required=False)
-
-
-def scores() -> pa.Column:
-    """Numbers by name: what a score was made from. Scores of the reward model alone lack the column."""
-    return _each(lambda value: isinstance(value, dict) and all(map(is_number, value.values())),
-                 "must be an object of finite numbers", required=False)  # fmt: skip
-
-
-def split() -> pa.Column:
-    """The part of a dataset: train or validation."""
-    return choice(*SPLITS)
-
-
-def matching_id() -> pa.Check:
-    """The prompt_id of every row is that of its prompt."""
-
-    def passes(frame: pd.DataFrame) -> pd.Series:
-        return _flags(_belongs(*pair) for pair in zip(frame["prompt_id"], frame["prompt"], strict=True))
-
-    return pa.Check(passes, error="prompt_id does not belong to prompt")
+    @pa.dataframe_check(error="chosen equals rejected")  # type: ignore[untyped-decorator]
+    def different_answers(cls, frame: pd.DataFrame) -> pd.Series:
+        """Chosen and rejected differ."""
+        return flags(a != b for a, b in zip(frame["chosen"], frame["rejected"], strict=True))
 
 
 def _belongs(name: object, conversation: Any) -> bool:
@@ -140,47 +138,7 @@ def _belongs(name: object, conversation: Any) -> bool:
         return True
 
 
-def different_answers() -> pa.Check:
-    """Chosen and rejected differ."""
-
-    def passes(frame: pd.DataFrame) -> pd.Series:
-        return _flags(a != b for a, b in zip(frame["chosen"], frame["rejected"], strict=True))
-
-    return pa.Check(passes, error="chosen equals rejected")
-
-
-def one_split_per_prompt() -> pa.Check:
-    """No prompt is in train and in validation."""
-
-    def passes(frame: pd.DataFrame) -> pd.Series:
-        first: dict[Hashable, Hashable] = {}
-        return _flags(first.setdefault(name, part) == part for name, part in _keys(frame, "prompt_id", "split"))
-
-    return pa.Check(passes, error="prompt is in train and in validation")
-
-
-def unique(*names: str) -> pa.Check:
-    """No two rows agree in all of these columns, as far as the data have them."""
-
-    def passes(frame: pd.DataFrame) -> pd.Series:
-        seen: set[tuple[Hashable, ...]] = set()
-        flags = []
-        for key in _keys(frame, *(name for name in names if name in frame)):
-            flags.append(key not in seen)
-            seen.add(key)
-        return _flags(flags)
-
-    return pa.Check(passes, error=f"{' + '.join(names)} must occur once")
-
-
 def _keys(frame: pd.DataFrame, *names: str) -> Iterable[tuple[Hashable, ...]]:
     """The columns zipped; values without a hash (a mistake that their columns report) as text."""
     columns = [[v if isinstance(v, Hashable) else repr(v) for v in frame[name]] for name in names]
     return zip(*columns, strict=True)
-
-
-def schema(columns: dict[str, pa.Column], *checks: pa.Check, may_be_empty: bool = False) -> pa.DataFrameSchema:
-    """A schema with the prompt, its id, these columns and no others."""
-    every = {"prompt_id": identity(), "prompt": prompt(), **columns}
-    checks = (matching_id(), *checks)
-    return pa.DataFrameSchema(every, checks=list(checks), strict=True, metadata={"may_be_empty": may_be_empty})

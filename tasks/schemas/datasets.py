@@ -1,145 +1,207 @@
-"""The schema of every dataset that a stage reads, by its path."""
+"""The schema of every dataset that a stage reads, by its path; docs/reference/files.md is made from them."""
 
-from tasks.schemas import columns as col
+from tasks.schemas.columns import Pairs, Prompts, Split, column
 
-SCHEMAS = {
-    # Answers to imitate.
-    "data/ingest/demonstrations.jsonl": col.schema(
-        {"response": col.text(), "split": col.split()},
-        col.one_split_per_prompt(),
-        col.unique("prompt_id", "response"),
-    ),
-    # Preferences in the raw data; empty where there are none.
-    "data/ingest/pairs.jsonl": col.schema(
-        {
-            "chosen": col.text(),
-            "rejected": col.text(),
-            "split": col.split(),
-            "annotator": col.annotator(),
-            "from_labels": col.flag(required=False),
-            "chosen_ended": col.flag(required=False),
-            "rejected_ended": col.flag(required=False),
-        },
-        col.different_answers(),
-        col.one_split_per_prompt(),
-        col.unique("prompt_id", "chosen", "rejected", "annotator"),
-        may_be_empty=True,
-    ),
-    # Answers with a number each; empty where the reward model does not learn from ratings.
-    "data/ingest/ratings.jsonl": col.schema(
-        {"response": col.text(), "rating": col.number(), "split": col.split()},
-        col.one_split_per_prompt(),
-        col.unique("prompt_id", "response"),
-        may_be_empty=True,
-    ),
-    # Prompts whose answers are sampled and judged.
-    "data/ingest/preference_prompts.jsonl": col.schema(
-        {"split": col.split(), "extra": col.extra()}, col.unique("prompt_id")
-    ),
-    # Prompts that the policy answers in PPO.
-    "data/ingest/ppo_prompts.jsonl": col.schema({"extra": col.extra()}, col.unique("prompt_id")),
-    # Prompts that no training stage reads, with a demonstration where there is one.
-    "data/ingest/heldout.jsonl": col.schema(
-        {"response": col.text(nullable=True), "extra": col.extra()}, col.unique("prompt_id")
-    ),
-    # The SFT model's answers to the preference prompts; empty without a reward model.
-    "data/preferences/samples.jsonl": col.schema(
-        {
-            "sample": col.count(),
-            "response": col.sampled_text(),
-            "response_ids": col.token_ids(),
-            "ended": col.flag(),
-            "split": col.split(),
-        },
-        col.one_split_per_prompt(),
-        col.unique("prompt_id", "sample"),
-        may_be_empty=True,
-    ),
-    # Pairs for the reward model, judged or from the raw data; empty without a reward model.
-    "data/preferences/preferences.jsonl": col.schema(
-        {
-            "chosen": col.sampled_text(),
-            "rejected": col.sampled_text(),
-            "chosen_ids": col.token_ids(nullable=True),
-            "rejected_ids": col.token_ids(nullable=True),
-            "chosen_ended": col.flag(),
-            "rejected_ended": col.flag(),
-            "source": col.choice("judge", "dataset"),
-            "split": col.split(),
-            "annotator": col.annotator(),
-            "round": col.count(required=False),
-        },
-        col.different_answers(),
-        col.one_split_per_prompt(),
-        may_be_empty=True,
-    ),
-    # The policy's answers to the same held-out prompts, along the run and at every alert.
-    "data/ppo/samples.jsonl": col.schema(
-        {
-            "step": col.count(),
-            "reason": col.text(),
-            "response": col.sampled_text(),
-            "reward": col.number(),
-            "gold": col.number(nullable=True),
-        },
-        col.unique("step", "prompt_id"),
-    ),
-    # Many answers of the SFT model to each evaluation prompt; empty where the stage is switched off.
-    "data/best_of_n/samples.jsonl": col.schema(
-        {
-            "sample": col.count(),
-            "response": col.sampled_text(),
-            "response_ids": col.token_ids(),
-            "tokens": col.count(),
-            "ended": col.flag(),
-            "reward": col.number(),
-            "terms": col.scores(),
-        },
-        col.unique("prompt_id", "sample"),
-        may_be_empty=True,
-    ),
-    # The best answer to each prompt; empty where the stage is switched off.
-    "data/rejection_sft/samples.jsonl": col.schema(
-        {
-            "response": col.sampled_text(),
-            "response_ids": col.token_ids(),
-            "reward": col.number(),
-            "mean_reward": col.number(),
-            "ended": col.flag(),
-            "split": col.split(),
-        },
-        col.unique("prompt_id"),
-        may_be_empty=True,
-    ),
-    # SFT model and policy side by side on the held-out prompts.
-    "data/evaluate/samples.jsonl": col.schema(
-        {
-            "sft": col.sampled_text(),
-            "policy": col.sampled_text(),
-            "sft_ended": col.flag(),
-            "policy_ended": col.flag(),
-            "gold_sft": col.number(nullable=True),
-            "gold_policy": col.number(nullable=True),
-            "reward_sft": col.number(),
-            "reward_policy": col.number(),
-            "kl": col.number(),
-            "sft_tokens": col.count(),
-            "policy_tokens": col.count(),
-        },
-        col.unique("prompt_id"),
-    ),
-    # Every answer of every model to the held-out prompts.
-    "data/evaluate/answers.jsonl": col.schema(
-        {
-            "model": col.text(),
-            "seed": col.count(nullable=True),
-            "response": col.sampled_text(),
-            "ended": col.flag(),
-            "tokens": col.count(),
-            "reward": col.number(),
-            "gold": col.number(nullable=True),
-            "kl": col.number(nullable=True),
-        },
-        col.unique("model", "seed", "prompt_id"),
-    ),
+EXTRA = "The further columns of your data; missing where there are none"
+ANNOTATOR = "Who labelled the pair; null where it is not known, missing in data without labels"
+IDS = "The tokens that the model sampled, with the end token"
+ENDED = "Whether the model ended the answer itself"
+GOLD = "The simulated annotator's score; null where there is none"
+REWARD = "The score that PPO maximises"
+
+
+class Demonstrations(Split):
+    """Answers that SFT imitates."""
+
+    response: object = column("non-empty text", "The answer")
+
+    class Config(Split.Config):
+        unique_by = {"names": ("prompt_id", "response")}
+
+
+class RawPairs(Pairs):
+    """Preferences in the raw data; empty where there are none."""
+
+    chosen: object = column("non-empty text", "The better answer")
+    rejected: object = column("non-empty text", "The other one")
+    annotator: object = column("non-empty text", ANNOTATOR, or_null=True, required=False)
+    from_labels: object = column("true or false", "Whether people labelled it with `leash annotate`", required=False)
+    chosen_ended: object = column("true or false", "Whether the better answer is whole", required=False)
+    rejected_ended: object = column("true or false", "The same for the other one", required=False)
+
+    class Config(Pairs.Config):
+        unique_by = {"names": ("prompt_id", "chosen", "rejected", "annotator")}
+        metadata = {"may_be_empty": True}
+
+
+class Ratings(Split):
+    """Answers with a number each; empty where the reward model does not learn from ratings."""
+
+    response: object = column("non-empty text", "The answer")
+    rating: object = column("a finite number", "Higher is better")
+
+    class Config(Split.Config):
+        unique_by = {"names": ("prompt_id", "response")}
+        metadata = {"may_be_empty": True}
+
+
+class PreferencePrompts(Split):
+    """Prompts whose answers are sampled and judged."""
+
+    extra: object = column("an object", EXTRA, required=False)
+
+    class Config(Split.Config):
+        unique_by = {"names": ("prompt_id",)}
+
+
+class PPOPrompts(Prompts):
+    """Prompts that the policy answers in PPO."""
+
+    extra: object = column("an object", EXTRA, required=False)
+
+    class Config(Prompts.Config):
+        unique_by = {"names": ("prompt_id",)}
+
+
+class Heldout(Prompts):
+    """Prompts that no training stage reads."""
+
+    response: object = column("non-empty text", "A demonstration; null where there is none", or_null=True)
+    extra: object = column("an object", EXTRA, required=False)
+
+    class Config(Prompts.Config):
+        unique_by = {"names": ("prompt_id",)}
+
+
+class EvaluationPrompts(Heldout):
+    """The held-out prompts, or those of the file that `evaluate.prompts` names."""
+
+
+class PreferenceSamples(Split):
+    """The SFT model's answers to the preference prompts; empty without a reward model."""
+
+    sample: object = column("a whole number from 0", "Which of the answers to this prompt")
+    response: object = column("text", "The answer")
+    response_ids: object = column("a list of token ids", IDS)
+    ended: object = column("true or false", ENDED)
+
+    class Config(Split.Config):
+        unique_by = {"names": ("prompt_id", "sample")}
+        metadata = {"may_be_empty": True}
+
+
+class Preferences(Pairs):
+    """Pairs for the reward model, judged or from the raw data; empty without a reward model."""
+
+    chosen: object = column("text", "The better answer")
+    rejected: object = column("text", "The other one")
+    chosen_ids: object = column("a list of token ids", f"{IDS}; null for text of the raw data", or_null=True)
+    rejected_ids: object = column("a list of token ids", f"{IDS}; null for text of the raw data", or_null=True)
+    chosen_ended: object = column("true or false", ENDED)
+    rejected_ended: object = column("true or false", ENDED)
+    source: object = column("judge or dataset", "Where the preference is from")
+    annotator: object = column("non-empty text", ANNOTATOR, or_null=True, required=False)
+    round: object = column(
+        "a whole number from 0", "The round that the pair was made in; missing in the first", required=False
+    )
+
+    class Config(Pairs.Config):
+        metadata = {"may_be_empty": True}
+
+
+class PPOSamples(Prompts):
+    """The policy's answers to the same held-out prompts, along the run and at every alert."""
+
+    step: object = column("a whole number from 0", "PPO's step")
+    reason: object = column("non-empty text", "Why they were sampled then")
+    response: object = column("text", "The answer")
+    reward: object = column("a finite number", REWARD)
+    gold: object = column("a finite number", GOLD, or_null=True)
+
+    class Config(Prompts.Config):
+        unique_by = {"names": ("step", "prompt_id")}
+
+
+class BestOfN(Prompts):
+    """Many answers of the SFT model to each evaluation prompt; empty where the stage is switched off."""
+
+    sample: object = column("a whole number from 0", "Which of the answers to this prompt")
+    response: object = column("text", "The answer")
+    response_ids: object = column("a list of token ids", IDS)
+    tokens: object = column("a whole number from 0", "How many")
+    ended: object = column("true or false", ENDED)
+    reward: object = column("a finite number", REWARD)
+    terms: object = column(
+        "an object of finite numbers", "What the score was made from; missing with a reward model alone", required=False
+    )
+
+    class Config(Prompts.Config):
+        unique_by = {"names": ("prompt_id", "sample")}
+        metadata = {"may_be_empty": True}
+
+
+class RejectionSFT(Split):
+    """The best answer to each prompt; empty where the stage is switched off."""
+
+    response: object = column("text", "The answer")
+    response_ids: object = column("a list of token ids", IDS)
+    reward: object = column("a finite number", REWARD)
+    mean_reward: object = column("a finite number", "Of all answers to the prompt")
+    ended: object = column("true or false", ENDED)
+
+    class Config(Split.Config):
+        unique_by = {"names": ("prompt_id",)}
+        metadata = {"may_be_empty": True}
+
+
+class EvaluationSamples(Prompts):
+    """SFT model and policy side by side on the held-out prompts."""
+
+    sft: object = column("text", "The SFT model's answer")
+    policy: object = column("text", "The policy's answer")
+    sft_ended: object = column("true or false", ENDED)
+    policy_ended: object = column("true or false", ENDED)
+    gold_sft: object = column("a finite number", GOLD, or_null=True)
+    gold_policy: object = column("a finite number", GOLD, or_null=True)
+    reward_sft: object = column("a finite number", REWARD)
+    reward_policy: object = column("a finite number", REWARD)
+    kl: object = column("a finite number", "To the reference, of the policy's answer, nats")
+    sft_tokens: object = column("a whole number from 0", "Of the SFT model's answer")
+    policy_tokens: object = column("a whole number from 0", "Of the policy's answer")
+
+    class Config(Prompts.Config):
+        unique_by = {"names": ("prompt_id",)}
+
+
+class EvaluationAnswers(Prompts):
+    """Every answer of every model to the held-out prompts."""
+
+    model: object = column("non-empty text", "The name of the model")
+    seed: object = column("a whole number from 0", "Of a model with several training seeds; else null", or_null=True)
+    response: object = column("text", "The answer")
+    ended: object = column("true or false", ENDED)
+    tokens: object = column("a whole number from 0", "How many")
+    reward: object = column("a finite number", REWARD)
+    gold: object = column("a finite number", GOLD, or_null=True)
+    kl: object = column("a finite number", "To the reference, nats; null for a model without one", or_null=True)
+
+    class Config(Prompts.Config):
+        unique_by = {"names": ("model", "seed", "prompt_id")}
+
+
+SCHEMAS: dict[str, type[Prompts]] = {
+    "data/ingest/demonstrations.jsonl": Demonstrations,
+    "data/ingest/pairs.jsonl": RawPairs,
+    "data/ingest/ratings.jsonl": Ratings,
+    "data/ingest/preference_prompts.jsonl": PreferencePrompts,
+    "data/ingest/ppo_prompts.jsonl": PPOPrompts,
+    "data/ingest/heldout.jsonl": Heldout,
+    "data/ingest/evaluation_prompts.jsonl": EvaluationPrompts,
+    "data/preferences/samples.jsonl": PreferenceSamples,
+    "data/preferences/preferences.jsonl": Preferences,
+    "data/ppo/samples.jsonl": PPOSamples,
+    "data/best_of_n/samples.jsonl": BestOfN,
+    "data/rejection_sft/samples.jsonl": RejectionSFT,
+    "data/evaluate/samples.jsonl": EvaluationSamples,
+    "data/evaluate/answers.jsonl": EvaluationAnswers,
 }

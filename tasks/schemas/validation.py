@@ -10,6 +10,7 @@ from tasks.datasets.jsonl import Row, brief_names, read_jsonl
 
 if TYPE_CHECKING:  # the import takes a second, also that of the schemas: stages without datasets do without
     import pandas as pd
+    import pandera.pandas as pa
 
 ROWS_NAMED = 5
 PROBLEMS_NAMED = 20
@@ -67,9 +68,9 @@ def validate(rows: list[Row], path: str) -> list[Row]:
     """
     from tasks.schemas.datasets import SCHEMAS
 
-    schema = SCHEMAS[path]
+    schema = SCHEMAS[path].to_schema()
     if not rows:
-        if (schema.metadata or {}).get("may_be_empty"):
+        if SCHEMAS[path].Config.metadata.get("may_be_empty"):
             return rows
         raise UserError(f"{path}: empty data set; at least one row is needed")
     import pandas as pd
@@ -82,7 +83,7 @@ def validate(rows: list[Row], path: str) -> list[Row]:
     try:
         schema.validate(pd.DataFrame(columns, dtype=object), lazy=True)
     except SchemaErrors as errors:
-        problems += _problems(errors.failure_cases, columns)
+        problems += _problems(errors.failure_cases, schema, columns)
     if problems:
         more = f"; and {len(problems) - PROBLEMS_NAMED} more" if len(problems) > PROBLEMS_NAMED else ""
         raise UserError(f"{path}: {'; '.join(map(str, problems[:PROBLEMS_NAMED]))}{more}")
@@ -105,16 +106,21 @@ def _unknown(rows: list[Row], columns: Mapping[str, object]) -> dict[str, list[i
     return dict(sorted(found.items()))
 
 
-def _problems(cases: "pd.DataFrame", columns: Mapping[str, list[object]]) -> list[Problem]:
+def _problems(
+    cases: "pd.DataFrame", schema: "pa.DataFrameSchema", columns: Mapping[str, list[object]]
+) -> list[Problem]:
     """pandera's table of failures (a row a failed value) as one problem a rule, without what a missing key explains."""
     import pandas as pd
 
     found: dict[tuple[str, str], set[int]] = {}
-    for context, column, check, index in zip(
-        cases["schema_context"], cases["column"], cases["check"], cases["index"], strict=True
+    for context, column, number, index in zip(
+        cases["schema_context"], cases["column"], cases["check_number"], cases["index"], strict=True
     ):
         name = str(column) if context == "Column" else ""
-        numbers = found.setdefault((name, str(check)), set())
+        check = (schema.columns[name] if name else schema).checks[int(number)]
+        rule = {"holds": "must be {kind}", "unique_by": "{names} must occur once"}.get(check.name, check.error)
+        words = {key: " + ".join(value) if key == "names" else value for key, value in (check.statistics or {}).items()}
+        numbers = found.setdefault((name, rule.format(**words)), set())
         if not pd.isna(index):
             numbers.add(int(index) + 1)
     problems = []

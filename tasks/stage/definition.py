@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_core.errors import UserError
-from tasks.params.loader import PARAMS_FILE, with_scorer
-from tasks.stage.dvc_adapter import GraphStage, Project
+from tasks.params.loader import PARAMS_FILE, with_derived
+from tasks.stage.dvc_files import GraphStage, Project
 from tasks.tracking.settings import RUN_VARIABLE
 
 RAW = "data/raw"
@@ -21,8 +21,10 @@ ROUND = re.compile(r"rounds/\d+")
 """The path of a closed round."""
 UNTRACKED = ("runtime", "promote")
 """Blocks of params.yaml that change no result."""
-WRITTEN = ("dvc.lock", "metrics/", "plots/")
-"""What a run writes into tracked files."""
+WRITTEN = re.compile(
+    r"dvc\.lock|(metrics|plots)/.+|data/(check\.ok|check_data\.ok|methods\.json)|(.+/)?([^/]*\.)?provenance\.json"
+)
+"""Tracked files that a run itself writes, and that DVC deletes before a stage: they say nothing about its inputs."""
 CODE = ("tasks/", "rlhf_core/", "flows/")
 """Dependencies in these folders are code, all others data or models."""
 
@@ -36,10 +38,7 @@ class Definition:
 
     @cached_property
     def _stage(self) -> GraphStage:
-        for stage in self.project.stages:
-            if stage.name == self.name:
-                return stage
-        raise UserError(f"dvc.yaml: no stage named {self.name}")
+        return self.project.stage(self.name)
 
     @property
     def position(self) -> tuple[int, int]:
@@ -70,22 +69,25 @@ class Definition:
 
     def require_intact(self, hashes: Mapping[str, str]) -> None:
         """Read every input. Raises UserError for one with other bytes than its hash although its time and size are
-        unchanged: DVC would record the result as made from the right bytes."""
+        unchanged, or than dvc.lock has for it: DVC would record the result as made from the right bytes."""
+        makers = self.project.makers()
         for file in self._stage.inputs:
-            if file.content_hash() != hashes[file.path]:
+            made = makers[file.path][1].recorded if file.path in makers else None
+            if file.content_hash() not in {hashes[file.path]} & {made or hashes[file.path]}:
                 raise UserError(
-                    f"{file.path}: other bytes than DVC has noted, in files that seem untouched (a disk or a cache "
-                    f"that is damaged); `rm -r {file.path}` and run again; `leash doctor` finds what else is damaged"
+                    f"{file.path}: other bytes than DVC has noted (an edit, or a damaged disk or cache); `rm -r "
+                    f"{file.path}` and run again, or keep an edit by `dvc commit`; `leash doctor` finds what else is "
+                    "damaged"
                 )
 
     def tracked(self, params: dict[str, Any]) -> dict[str, Any]:
         """The parameters that the stage depends on."""
-        known = with_scorer(params)
+        known = with_derived(params)
         return {name: _lookup(known, name) for name in sorted(self._stage.params)}
 
     def blocks(self, params: dict[str, Any]) -> dict[str, Any]:
         """The whole blocks of params.yaml of which the stage depends on at least one key."""
-        names, known = sorted({name.partition(".")[0] for name in self.tracked(params)}), with_scorer(params)
+        names, known = sorted({name.partition(".")[0] for name in self.tracked(params)}), with_derived(params)
         return {name: known[name] for name in names}
 
     def key(self, params: dict[str, Any], hashes: dict[str, str]) -> str:
@@ -122,10 +124,15 @@ def _lookup(params: dict[str, Any], name: str) -> Any:
 
 
 def git_state(root: Path) -> tuple[str | None, bool]:
-    """(commit, whether tracked files differ from it); (None, False) outside a git repository. An isolated run counts as
-    equal: only its overrides differ, and they are listed."""
-    isolated = RUN_VARIABLE in os.environ
-    return git(root, "rev-parse", "HEAD"), not isolated and bool(git(root, "status", "--porcelain", "-uno"))
+    """(commit, whether files that a run only reads differ from it); (None, False) outside a git repository. An isolated
+    run counts as equal: only its overrides differ, and they are listed."""
+    return git(root, "rev-parse", "HEAD"), RUN_VARIABLE not in os.environ and bool(edited_files(root))
+
+
+def edited_files(root: Path) -> list[str]:
+    """Tracked files of the project that differ from the commit, without those that a run writes."""
+    names = (git(root, "diff", "--name-only", "--relative", "-z", "HEAD") or "").split("\0")
+    return [name for name in names if name and not WRITTEN.fullmatch(name)]
 
 
 def git(root: Path, *words: str) -> str | None:

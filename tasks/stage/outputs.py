@@ -10,6 +10,18 @@ from typing import Any
 from rlhf_core import files
 from tasks.datasets.jsonl import write_jsonl
 
+DIGITS = 10
+"""Significant digits of floats in metrics/ and plots/: processors of another type differ in the last of 17."""
+
+
+def rounded(value: Any) -> Any:
+    """`value` with every float in it, also in mappings and lists, rounded to `DIGITS` significant digits."""
+    if isinstance(value, float):
+        return float(f"{value:.{DIGITS}g}")
+    if isinstance(value, Mapping):
+        return {key: rounded(each) for key, each in value.items()}
+    return [rounded(each) for each in value] if isinstance(value, list | tuple) else value
+
 
 class Outputs:
     """The outs of one stage. `path` returns where to write an out; `commit` renames all of them into place. As a
@@ -43,13 +55,14 @@ class Outputs:
             self.path(out).write_bytes(b"\n")
 
     def write_csv(self, out: str, rows: Sequence[Mapping[str, Any]]) -> None:
-        """A table with the columns of the first row; None becomes an empty cell. Raises ValueError without rows."""
+        """A table with the columns of the first row and `rounded` numbers; None becomes an empty cell. Raises
+        ValueError without rows."""
         if not rows:
             raise ValueError(f"{out}: a table needs at least one row")
         with self.path(out).open("w", encoding="utf-8", newline="") as file:
             table = csv.DictWriter(file, fieldnames=list(rows[0]), lineterminator="\n")
             table.writeheader()
-            table.writerows(rows)
+            table.writerows(map(rounded, rows))
 
     def commit(self) -> None:
         """Rename every out into place. Raises ValueError when one that dvc.yaml declares was not written."""

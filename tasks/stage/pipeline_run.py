@@ -11,9 +11,9 @@ from typing import Any
 from ruamel.yaml import YAML
 
 from rlhf_core.errors import UserError
-from tasks.params.loader import PARAMS_FILE, is_switched_off, parse, parse_yaml, read_yaml, with_scorer
+from tasks.params.loader import PARAMS_FILE, is_switched_off, parse, parse_yaml, read_yaml, with_derived
 from tasks.params.runtime import RuntimeParams
-from tasks.stage.definition import Definition, digest, git, git_state, is_code
+from tasks.stage.definition import Definition, digest, edited_files, git, git_state, is_code
 from tasks.tracking import record
 from tasks.tracking.settings import (
     RUN_VARIABLE,
@@ -29,8 +29,6 @@ from tasks.tracking.sync import SECONDS_AT_THE_END, SYNC_SECONDS, Sidecar, sync
 
 UNTRACKED = ("runtime", "promote")
 """Blocks of params.yaml that change no result."""
-WRITTEN = ("dvc.lock", "metrics/", "plots/")
-"""What a run writes into tracked files."""
 WITHOUT_RUN = ("check", "check_data")
 """Stages that are not shown."""
 WAIT_AT_THE_END_SECONDS = 30.0
@@ -53,7 +51,7 @@ def identity(root: Path, content: dict[str, Any]) -> dict[str, Any]:
                 tags[f"mlflow.source.git.{name}"] = without_credentials(text)
     if changes := _changes(root, kept):
         tags["leash.changes"] = ", ".join(changes)
-    run, edited = os.environ.get(RUN_VARIABLE), git(root, "diff", "--name-only", "--relative", "HEAD") or ""
+    run = os.environ.get(RUN_VARIABLE)
     if run:
         tags["leash.experiment"] = run
     else:  # an isolated run's folders will be removed
@@ -70,7 +68,7 @@ def identity(root: Path, content: dict[str, Any]) -> dict[str, Any]:
         "experiment": run,
         "study": os.environ.get(STUDY_VARIABLE),
         "round": rounds + 1,
-        "edited": [name for name in edited.splitlines() if not name.startswith((*WRITTEN, str(PARAMS_FILE)))],
+        "edited": [name for name in edited_files(root) if name != str(PARAMS_FILE)],
     }
 
 
@@ -123,7 +121,7 @@ def collect(root: Path) -> Path | None:
             return None
     except UserError:
         return None
-    known, stages = with_scorer(content), _yaml(root / "dvc.lock").get("stages", {})
+    known, stages = with_derived(content), _yaml(root / "dvc.lock").get("stages", {})
     folder = None
     for name, entry in stages.items():
         if name in WITHOUT_RUN or is_switched_off(content, name):

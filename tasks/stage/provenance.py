@@ -1,5 +1,6 @@
-"""`provenance.json` in a model's folder: what the model was made from. As every out it is a function of the stage's
-inputs, without commit, time, host, absolute path or secret."""
+"""What a model was made from, in `models/NAME.provenance.json` beside its folder: inside, it would change the hash of a
+model whose weights are the same. As every out it is a function of the stage's inputs, without commit, time, host,
+absolute path or secret."""
 
 import json
 import math
@@ -14,9 +15,13 @@ from tasks.stage.outputs import Outputs
 from tasks.stage.versions import declared
 from tasks.tracking.settings import without_credentials
 
-FILE = "provenance.json"
-MODELS = "models/"
+SUFFIX = ".provenance.json"
 KEYS = ("stage", "command", "params", "inputs", "code", "versions", "exemptions")
+
+
+def path_of(folder: Path) -> Path:
+    """The file with the record of a model folder."""
+    return folder.with_name(folder.name + SUFFIX)
 
 
 def write(
@@ -26,15 +31,13 @@ def write(
     outputs: Outputs,
     exemptions: Sequence[str] = (),
 ) -> None:
-    """Put `provenance.json` into every model folder that the stage has written and not yet committed.
+    """Write the record of every model that the stage declares one for.
 
     `content` is params.yaml, `hashes` are DVC's of every dependency, `exemptions` say why the run is exempt from byte
     identity.
     """
-    written = [out for out in definition.outs if out.startswith(MODELS) and out in outputs.begun]
-    for folder in filter(Path.is_dir, map(outputs.path, written)):
-        text = render(describe(definition, content, hashes, exemptions))
-        (folder / FILE).write_text(text, encoding="utf-8")
+    for out in (out for out in outputs.declared if out.endswith(SUFFIX)):
+        outputs.path(out).write_text(render(describe(definition, content, hashes, exemptions)), encoding="utf-8")
 
 
 def describe(
@@ -59,7 +62,7 @@ def render(record: Mapping[str, Any]) -> str:
 
 def read(folder: Path) -> dict[str, Any] | None:
     """The record of a model folder; None where there is none. Raises UserError when the file is damaged."""
-    path = folder / FILE
+    path = path_of(folder)
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError):

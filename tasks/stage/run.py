@@ -21,7 +21,7 @@ from tasks.params.stages import STAGES, params_model
 from tasks.schemas.validation import load
 from tasks.stage import provenance, state
 from tasks.stage.definition import Definition, is_code
-from tasks.stage.dvc_adapter import open_project
+from tasks.stage.dvc_files import open_project
 from tasks.stage.gpus import WITHOUT_GPU, claim_gpus
 from tasks.stage.interrupts import Interrupts
 from tasks.stage.outputs import Outputs

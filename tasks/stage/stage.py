@@ -15,7 +15,7 @@ from tasks.params.loader import parse
 from tasks.params.runtime import RuntimeParams
 from tasks.stage.interrupts import Interrupts
 from tasks.stage.journal import Journal
-from tasks.stage.outputs import Outputs
+from tasks.stage.outputs import Outputs, rounded
 from tasks.stage.progress import Progress
 from tasks.tracking.record import Live
 
@@ -99,8 +99,8 @@ class Stage(Generic[Model]):
         return self.outputs.path(path)
 
     def write_metrics(self, content: Mapping[str, Any]) -> None:
-        """Write metrics/<stage>.json; its numbers go to MLflow when the stage has ended."""
-        self.outputs.write_json(f"metrics/{self.name}.json", content)
+        """Write metrics/<stage>.json with `rounded` numbers, which go to MLflow when the stage has ended."""
+        self.outputs.write_json(f"metrics/{self.name}.json", rounded(content))
 
     def progress(self, total: int, unit: str = "step") -> Progress:
         """A reporter for a loop of `total` rounds."""

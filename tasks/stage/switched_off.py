@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from tasks.params.methods import METHODS
+from tasks.stage import provenance
 from tasks.stage.outputs import Outputs
 
 NOTE = "README.md"
@@ -34,6 +35,8 @@ def write_switched_off(outputs: Outputs, stage: str, why: str) -> None:
         name = Path(out).name
         if out == f"metrics/{stage}.json":
             outputs.write_json(out, {"enabled": False})
+        elif name.endswith(provenance.SUFFIX):
+            continue  # written as that of any model
         elif name.endswith(".jsonl"):
             outputs.write_jsonl(out, [])
         elif out in COLUMNS:

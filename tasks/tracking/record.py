@@ -36,7 +36,12 @@ LINK_ABOVE_BYTES = 8 * 2**20  # copying more could delay the stage
 NOT_IN_NAMES = re.compile(r"[^\w/.\- :]")
 SHOWN = {
     "preferences": ("data/preferences/preferences.jsonl",),
-    "evaluate": ("plots/frontier.csv", "data/evaluate/samples.jsonl", "data/evaluate/answers.jsonl"),
+    "evaluate": (
+        "metrics/summary.json",
+        "plots/frontier.csv",
+        "data/evaluate/samples.jsonl",
+        "data/evaluate/answers.jsonl",
+    ),
     "select": ("plots/select.csv",),
     "report": ("report",),
 }

@@ -30,6 +30,10 @@ class Version:
     digest: str
     """DVC's hash of its folder."""
     tags: Mapping[str, str] = field(default_factory=dict)
+    run: str = ""
+    """The MLflow run that registered it."""
+    created: float = 0.0
+    """Seconds since 1970."""
 
 
 class Registry:
@@ -64,6 +68,25 @@ class Registry:
         """This version."""
         with self._client() as client:
             return None if client is None else _read(client.get_model_version(self.name, number))
+        return None
+
+    def all(self) -> list[tuple[Version, list[str]]]:
+        """Every version with its aliases, the newest first."""
+        with self._client() as client:
+            if client is not None:
+                aliases = client.get_registered_model(self.name).aliases
+                found = client.search_model_versions(f"name = '{self.name}'")
+                versions = sorted(map(_read, found), key=lambda one: int(one.number), reverse=True)
+                return [(one, sorted(a for a, at in aliases.items() if str(at) == one.number)) for one in versions]
+        return []
+
+    def page(self, version: Version) -> str | None:
+        """The address of the page of the run that registered the version; None where MLflow is no server."""
+        with self._client() as client:
+            if client is not None and version.run and self._uri.startswith(("http://", "https://")):
+                experiment = client.get_run(version.run).info.experiment_id
+                address = settings.without_credentials(self._uri).rstrip("/")
+                return f"{address}/#/experiments/{experiment}/runs/{version.run}"
         return None
 
     def set_alias(self, alias: str, version: Version) -> None:
@@ -107,7 +130,10 @@ class Registry:
 
 
 def _read(version: Any) -> Version:
-    return Version(str(version.version), digest_of(str(version.source)), dict(version.tags))
+    made = float(version.creation_timestamp or 0) / 1000
+    return Version(
+        str(version.version), digest_of(str(version.source)), dict(version.tags), str(version.run_id or ""), made
+    )
 
 
 def digest_of(source: str) -> str:

@@ -21,6 +21,7 @@ STUDY_VARIABLE = "LEASH_STUDY"
 POLICY_ALIAS = "current"  # `latest` is reserved by MLflow
 CONNECT_SECONDS = 5.0
 
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
 # The client's defaults retry seven times. Slow servers are waited for: it is never the training that waits.
 CLIENT_ENVIRONMENT = {
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "60",
@@ -36,8 +37,18 @@ CLIENT_ENVIRONMENT = {
 
 def prepare_environment() -> None:
     """Set time-outs and no output for MLflow's client, unless the user has set these variables."""
+    bypass_proxies()
     for name, value in CLIENT_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
+
+
+def bypass_proxies() -> None:
+    """Reach servers of this machine without a proxy, here and in the processes that start later."""
+    for name in ("no_proxy", "NO_PROXY"):  # some libraries read one, some the other
+        known = os.environ.get(name) or os.environ.get(name.swapcase()) or ""
+        hosts = [host.strip() for host in known.split(",") if host.strip()]
+        if "*" not in hosts:
+            os.environ[name] = ",".join([*hosts, *(host for host in LOOPBACK if host not in hosts)])
 
 
 def is_held_back() -> bool:

@@ -7,22 +7,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from tasks.summary import SUMMARY
 from tasks.tracking import record
 
-SUMMARY = "metrics/summary.json"
-HEADLINE = {
-    "evaluate": {
-        name: name
-        for name in (
-            *("gold_policy", "gold_sft", "win_rate", "kl_per_sequence", "reward_policy", "reward_sft"),
-            *("missing_eos_share", "response_tokens_policy", "alignment_tax"),
-        )
-    },
-    "reward": {"heldout_accuracy": "reward_accuracy"},
-    "ppo": {"alerts": "alerts"},
-}
-"""The figures by which one compares pipeline runs: name in metrics/<stage>.json -> name on the pipeline's run. Those
-of metrics/summary.json, where there is one, replace them."""
 IMPORTANT = ("ppo", "scorer", "reward", "preferences", "sft", "base", "ingest")
 """Blocks of params.yaml whose changes are named first."""
 NAMED_CHANGES = 2
@@ -36,17 +23,10 @@ def numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
 
 
 def headline(executions: Mapping[str, Path]) -> dict[str, float]:
-    """The figures by which one compares pipeline runs, from the files of their executions (stage -> folder); of a list,
-    its length."""
-    found: dict[str, float] = {}
-    for stage, names in HEADLINE.items():
-        if stage in executions:
-            metrics = record.read(executions[stage] / record.FILES / "metrics" / f"{stage}.json")
-            counted = {name: metrics.get(key) for key, name in names.items()}
-            found |= numbers({name: len(v) if isinstance(v, list) else v for name, v in counted.items()})
-    for folder in executions.values():
-        found = numbers(record.read(folder / record.FILES / SUMMARY)) or found
-    return found
+    """The figures by which one compares pipeline runs, from the files of their executions (stage -> folder): those of
+    metrics/summary.json."""
+    folder = executions.get("evaluate")
+    return numbers(record.read(folder / record.FILES / SUMMARY)) if folder else {}
 
 
 def changes(run: Mapping[str, Any], before: Any) -> list[tuple[str, str, str]]:
@@ -77,7 +57,8 @@ def title(run: Mapping[str, Any], before: Any) -> str:
 
 def note(run: Mapping[str, Any], before: Any, figures: Mapping[str, float]) -> str:
     """The description of a pipeline run, in Markdown: its result, then all that differs from the run before."""
-    shown = list(figures.items())[:NOTED_FIGURES]
+    values = {name: value for name, value in figures.items() if not name.endswith(("_low", "_high"))}
+    shown = list(values.items())[:NOTED_FIGURES]
     lines = [", ".join(f"{name} **{value:.3g}**" for name, value in shown)]
     if before is not None:
         found = [f"`{name}` {old} → {new}" for name, old, new in changes(run, before.data)]

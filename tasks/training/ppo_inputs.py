@@ -12,7 +12,7 @@ from rlhf_core.models.hf import map_scalar
 from rlhf_core.models.lora import Adapter
 from rlhf_core.ppo.ptx import Piece, cut_text
 from rlhf_core.ppo.scoring import ScoreNormalisation
-from tasks.datasets.raw import below_raw
+from tasks.datasets.raw import TEXTS
 from tasks.params.round import RoundParams
 from tasks.stage import rounds
 from tasks.training.scalar_models import ScalarModels
@@ -58,20 +58,17 @@ def starting_critic(
 
 
 def read_text(root: Path, config: PPOConfig, tokenizer: PreTrainedTokenizerBase, context: int) -> list[Piece]:
-    """The user's text of PPO-ptx, in pieces; nothing where it is off. Raises UserError for a file that cannot be read
-    or holds no piece, and for pieces longer than the model's context."""
+    """The user's text of PPO-ptx, in pieces; nothing where it is off. Raises UserError for a file that is missing or
+    holds no piece, and for pieces longer than the model's context."""
     settings = config.ptx
     if settings.coef == 0:
         return []
     if settings.tokens > context:
         raise UserError(f"ppo.ptx.tokens is {settings.tokens}, longer than the model's context of {context}")
-    path = below_raw(root / "data" / "raw", settings.file, "ppo.ptx.file")
-    try:
-        text = path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"ppo.ptx.file: cannot read data/raw/{settings.file} ({error.strerror})") from None
-    except UnicodeDecodeError as error:
-        raise UserError(f"ppo.ptx.file: data/raw/{settings.file} is not UTF-8 (byte {error.start})") from None
+    path = root / TEXTS / settings.file
+    if not path.is_file():
+        raise UserError(f"ppo.ptx.file: {TEXTS}/{settings.file} not found; `ingest` copies it from data/raw/")
+    text = path.read_text(encoding="utf-8")
     pieces = cut_text(text, tokenizer, settings.tokens)
     if not pieces:
         raise UserError(f"ppo.ptx.file: data/raw/{settings.file} holds less than two tokens")

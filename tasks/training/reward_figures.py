@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from rlhf_core.data.chat import Conversation
 from rlhf_core.data.tokenizer import encode_prompt
 from rlhf_core.evaluation.calibration import accuracy_by_margin, calibration, score_histogram
-from rlhf_core.evaluation.intervals import clustered_interval
+from rlhf_core.evaluation.intervals import bounds, clustered_interval
 from rlhf_core.evaluation.judges import Judge
 from rlhf_core.reward import Comparison, PairScores
 from tasks.datasets.jsonl import Row
@@ -44,22 +44,12 @@ def figures_of(
     margins = accuracy_by_margin(right, np.abs(gaps if gold is None else gold), owners, RESAMPLES, seed)
     metrics = {
         "heldout_accuracy": float(right.mean()),
-        "heldout_accuracy_ci95": list(clustered_interval(right, owners, RESAMPLES, seed)),
+        **bounds("heldout_accuracy", clustered_interval(right, owners, RESAMPLES, seed)),
         "heldout_loss": scores.loss,
         "heldout_pairs": len(right),
         "heldout_prompts": len(pairs_of_prompts),
         "expected_calibration_error": error,
         "margin_by": "reward" if gold is None else "gold",
-        "margins": [
-            {
-                "low": b.low,
-                "high": b.high,
-                "accuracy": b.accuracy,
-                "accuracy_ci95": [b.accuracy_low, b.accuracy_high],
-                "pairs": b.pairs,
-            }
-            for b in margins
-        ],
         **agreement_with_gold(gaps, gold, owners, seed),
     }
     tables: dict[str, Table] = {
@@ -77,12 +67,14 @@ def agreement_with_gold(
     gaps: Float[ndarray, "pairs"], gold: Float[ndarray, "pairs"] | None, owners: ndarray, seed: int
 ) -> dict[str, Any]:
     """How often the reward model and the labels agree with the judge; ties count half. All None without a judge."""
-    names = ("gold_agreement", "gold_agreement_ci95", "gold_label_agreement")
     if gold is None:
-        return dict.fromkeys(names)
+        return {"gold_agreement": None, **bounds("gold_agreement", None), "gold_label_agreement": None}
     alike = 0.5 * (1 + np.sign(gaps) * np.sign(gold))
-    interval = list(clustered_interval(alike, owners, RESAMPLES, seed))
-    return dict(zip(names, (float(alike.mean()), interval, float((0.5 * (1 + np.sign(gold))).mean())), strict=True))
+    return {
+        "gold_agreement": float(alike.mean()),
+        **bounds("gold_agreement", clustered_interval(alike, owners, RESAMPLES, seed)),
+        "gold_label_agreement": float((0.5 * (1 + np.sign(gold))).mean()),
+    }
 
 
 def gold_margins(

@@ -11,7 +11,7 @@ from rlhf_core.models.hf import default_device
 from rlhf_core.models.precision import body_precision
 from rlhf_core.training.processes import Processes
 from rlhf_core.training.run import Report, Run
-from tasks.stage.numerics import set_numerics
+from tasks.stage.models import set_numerics
 from tasks.stage.stage import Stage
 
 

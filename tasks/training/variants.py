@@ -10,7 +10,7 @@ from rlhf_core.models.hf import save_checkpoint, write_ends
 from tasks.params.loader import PARAMS_FILE
 from tasks.params.round import RoundParams
 from tasks.params.variant import PUBLISHED, VariantParams
-from tasks.stage.numerics import set_numerics
+from tasks.stage.models import set_numerics
 from tasks.stage.stage import Stage
 from tasks.stage.trust import trusts
 from tasks.training.ppo_inputs import Beginning, beginning

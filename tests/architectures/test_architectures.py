@@ -17,6 +17,7 @@ def lines() -> list[str]:
     return PAGE.read_text(encoding="utf-8").splitlines()
 
 
+@pytest.mark.chosen(*FAST, "gpt2", "falcon_alibi", "mixtral")
 @pytest.mark.parametrize(
     "name", [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in ROWS]
 )

@@ -39,6 +39,7 @@ def prepared(project: "Project", name: str) -> "Project":
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
+@pytest.mark.chosen("gemma3")
 @pytest.mark.parametrize("name", ["gemma3", "qwen2_moe"])
 def test_the_stages_run_from_a_pretrained_model_to_the_evaluation(
     name: str, project: "Project", stage_main: Main

@@ -3,6 +3,7 @@
 import os
 import shutil
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,7 +15,7 @@ from flows.graph import read_graph
 from flows.stages import EXECUTED, RESTORED, UP_TO_DATE, StageUserError, run_stage
 from rlhf_core.errors import UserError
 from tasks.stage.definition import Definition
-from tasks.stage.dvc_adapter import open_project
+from tasks.stage.dvc_files import open_project
 
 if TYPE_CHECKING:
     from tests.conftest import Project
@@ -108,7 +109,11 @@ def test_wrong_bytes_in_an_input_stop_the_stage_that_reads_it(root: Path, monkey
     monkeypatch.chdir(root)
     with open_project(root) as project:
         right = Definition("two", project).hashes()
-        damage(root / "one.out", "flip")  # DVC trusts size, times and inode
+    time.sleep(0.2)
+    with open_project(root) as project:
+        assert Definition("two", project).hashes() == right
+    damage(root / "one.out", "flip")  # DVC trusts size, times and inode
+    with open_project(root) as project:
         (out,) = [one for stage in project.stages for one in stage.outs if one.path == "one.out"]
         assert out.known_hash() == right["one.out"]
         assert out.content_hash() != right["one.out"]

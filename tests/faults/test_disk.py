@@ -31,6 +31,7 @@ def a_checkpoint_a_step(project: "Project") -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.chosen("preferences", "reward", "ppo")
 @pytest.mark.parametrize("stage", WRITES)
 def test_full_at_a_write_chosen_by_seed(
     tiny_run: "TinyRun", finished: "Project", stage_main: "Main", monkeypatch: pytest.MonkeyPatch, stage: str

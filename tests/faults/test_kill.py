@@ -28,10 +28,9 @@ EVENTS = ("rename", "write", "line")
 VARIABLE = "LEASH_TEST_KILL"
 
 KILLER = """
-import json, os, signal, sys
+import atexit, json, os, signal, sys
 
 words = getattr(sys, "orig_argv", [])
-stage = words[-1] if words[-3:-1] == ["-m", "tasks"] else ""
 plan = json.loads(os.environ.get("LEASH_TEST_KILL", "{}"))
 
 
@@ -51,7 +50,7 @@ def strike():
         os.kill(os.getpid(), signal.SIGKILL)
     if plan["victim"] == "group":
         os.killpg(os.getpgrp(), signal.SIGKILL)
-    pid = os.getppid()
+    pid = os.getpid()
     while not is_dvc(pid):
         pid = int(stat(pid)[1])
     os.kill(pid, signal.SIGKILL)
@@ -68,6 +67,8 @@ def on_event(event, details):
     if event == "open" and isinstance(details[0], str) and details[2] & (os.O_WRONLY | os.O_RDWR):
         if os.path.abspath(details[0]).startswith(os.getcwd() + os.sep):
             count("write")
+        if os.path.basename(details[0]) == "dvc.lock":
+            count("lock")
     if event == "os.rename" and str(details[0]).endswith(".partial"):
         if os.path.relpath(details[0]).split(os.sep)[0] in ("data", "metrics", "models", "plots"):
             count("rename")
@@ -87,15 +88,18 @@ class Lines:
         return getattr(self.real, name)
 
 
-if plan and stage == plan["stage"]:
+place = ["dvc", "repro"] if plan.get("event") in ("lock", "recorded") else ["tasks", plan.get("stage")]
+if words[1:2] == ["-m"] and words[2:4] == place:
     sys.addaudithook(on_event)
+    atexit.register(count, "recorded")
     sys.stdout = Lines(sys.stdout)
 """
 
 
 @dataclass(frozen=True)
 class Moment:
-    """Who is killed, and before which event (the count-th of its kind) of the stage's process."""
+    """Who is killed, and before which event (the count-th of its kind) of the stage's process; `lock` is before DVC
+    writes dvc.lock, `recorded` when all is done."""
 
     stage: str
     event: str
@@ -199,8 +203,26 @@ def stage_runs(project: "Project", stage: str) -> list[str]:
     return [run.info.status for run in runs]
 
 
+CHOSEN = [
+    Moment("base", "rename", 1, "stage"),  # before the first output is in place
+    Moment("preferences", "write", 2, "group"),  # before the state is written
+    Moment("reward", "write", 13, "stage"),  # while it is written
+    Moment("ppo", "line", 4, "dvc"),  # after it was written
+    Moment("select", "rename", 2, "stage"),  # between two outputs
+    Moment("sft", "lock", 1, "dvc"),
+    Moment("dpo", "recorded", 1, "dvc"),
+]
+"""Before, in and after each kind of write. The first is a fast test; CI runs these, `make test-all` the others."""
+OTHERS = [moment for moment in moments(KILLS) if moment not in CHOSEN]
+
+
 @pytest.mark.parametrize(
-    "moment", [pytest.param(m, marks=[pytest.mark.slow] * (i > 0)) for i, m in enumerate(moments(KILLS))], ids=str
+    "moment",
+    [
+        *(pytest.param(moment, marks=[pytest.mark.slow] * (moment != CHOSEN[0])) for moment in CHOSEN),
+        *(pytest.param(moment, marks=[pytest.mark.slow, pytest.mark.exhaustive]) for moment in OTHERS),
+    ],
+    ids=str,
 )
 def test_failure_01_killed_and_continued_is_the_same_bytes(
     tiny_run: "TinyRun", finished: "Project", tmp_path: Path, moment: Moment

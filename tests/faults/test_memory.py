@@ -366,6 +366,7 @@ def train_stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TrainStage:
 
 
 @pytest.mark.slow
+@pytest.mark.chosen("sft-3-1-backward", "reward-1-1-forward", "dpo-0-0-backward")
 @pytest.mark.parametrize(
     ("stage", "after", "step", "where"),
     [
@@ -400,6 +401,7 @@ def test_a_training_step_halves_a_micro_batch_that_does_not_fit(
 
 
 @pytest.mark.slow
+@pytest.mark.chosen("reward")
 @pytest.mark.parametrize("stage", list(STAGES))
 def test_a_training_that_continues_takes_halves_from_the_start(stage: str, train_stage: TrainStage) -> None:
     fits = STAGE_FITS[stage]

@@ -253,6 +253,7 @@ def damage_stage(stage: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.chosen("reward-reward.learning_rate", "ppo-ppo.learning_rate")
 @pytest.mark.parametrize(
     ("stage", "rate"),
     [

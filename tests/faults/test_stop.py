@@ -55,6 +55,7 @@ LOOPS += [("dpo", 2, 3), ("best_of_n", 1, 128)]
 
 
 @pytest.mark.slow
+@pytest.mark.chosen("sft-7-8", "preferences-2-256", "ppo-2-2", "evaluate-1-80")
 @pytest.mark.parametrize(("stage", "line", "step"), LOOPS)
 def test_a_signal_is_answered_with_a_checkpoint(
     tiny_run: "TinyRun",

@@ -45,7 +45,7 @@ def test_the_second_leash_run_is_refused_at_once(toy: Toy, leash: Leash, prefect
     second = leash(root, "run")
     printed, errors = second.communicate(timeout=60)
     assert (second.returncode, printed) == (2, "")
-    assert errors.startswith(f"error: another leash run works in this folder (process {first.pid}, since ")
+    assert errors.startswith(f"error: another leash run works in this folder (process {first.pid}, user ")
     assert errors.count("\n") == 1
     (root / "go").touch()
     assert first.communicate(timeout=60)[1] == ""
@@ -167,6 +167,7 @@ def test_a_list_that_was_being_written(toy: Toy, serial: Any, prefect_api: str) 
 
 
 @pytest.mark.slow
+@pytest.mark.chosen("<<<<<<< HEAD\\n", "\\udc80")
 @pytest.mark.parametrize(
     "damage", ["", "<<<<<<< HEAD\n", "[1, 2]\n", "schema: '2.0'\nstages:\n  one:\n    cm", "\udc80"]
 )

@@ -32,6 +32,7 @@ def terminate(process: "subprocess.Popen[str]") -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.chosen("interrupt-130")
 @pytest.mark.parametrize(("end", "code"), [(interrupt, 130), (terminate, 143)])
 def test_nothing_is_left_running(
     toy: Callable[..., Path],
@@ -83,6 +84,7 @@ def last_state(flow_run: str | None = None) -> str:
 
 
 @pytest.mark.slow
+@pytest.mark.chosen("terminate-143")
 @pytest.mark.parametrize(("end", "code"), [(interrupt, 130), (terminate, 143)])
 def test_a_stop_before_a_stage_handles_signals(
     importing: Path,
@@ -114,7 +116,7 @@ def test_a_scheduled_run_is_cancelled(
     deadline = time.monotonic() + 60.0
     while run is None and time.monotonic() < deadline:
         try:
-            run = run_deployment("nightly/leash", parameters={"root": str(importing), "branch": "HEAD"}, timeout=0)
+            run = run_deployment("toy-nightly/leash", parameters={"branch": "HEAD"}, timeout=0)
         except ObjectNotFound:
             time.sleep(0.5)
     assert run is not None

@@ -1,11 +1,16 @@
 """`leash`: exit codes, one line on stderr, what is printed, and how quickly it starts."""
 
+import os
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
+
+from flows import cli, processes, runner
+from tasks.tracking.settings import RUN_VARIABLE
 
 Leash = Callable[..., "subprocess.Popen[str]"]
 
@@ -96,6 +101,40 @@ def test_a_schedule_that_is_not_valid(toy: Callable[..., Path], leash: Leash, pr
     assert "--cron 'every night'" in one_line(errors)
 
 
+def test_a_terminal_that_is_not_utf_8_shows_escapes(toy: Callable[..., Path], serial: Callable[[Path], None]) -> None:
+    root = toy({"one": ("work", [])})
+    (root / "params.yaml").write_text("one: 1\n", encoding="utf-8")
+    graph = (root / "dvc.yaml").read_text(encoding="utf-8")
+    (root / "dvc.yaml").write_text(f"{graph}    params: [one]\n", encoding="utf-8")
+    serial(root)
+    (root / "params.yaml").write_text("one: ü\n", encoding="utf-8")
+    env = os.environ | {"PYTHONIOENCODING": "ascii"}
+    command = [sys.executable, "-m", "flows.cli", "run", "--dry-run"]
+    done = subprocess.run(command, cwd=root, env=env, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert r"one 1 \u2192 \xfc" in done.stdout
+
+
+def test_an_isolated_run_names_no_file_of_its_workspace(
+    toy: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which is removed at its end."""
+    root = toy({"one": ("work", [])})
+    (root / "report").mkdir()
+    (root / "report/index.html").touch()
+    monkeypatch.chdir(root)
+    monkeypatch.setattr(runner, "run", lambda *words, **options: 0)
+    for module, name in (
+        (processes, "install_signal_handlers"),
+        (runner, "quiet_prefect"),
+        (cli, "use_own_prefect_home"),
+    ):
+        monkeypatch.setattr(module, name, lambda: None)
+    assert str(root) in CliRunner().invoke(cli.app, ["run"]).output
+    monkeypatch.setenv(RUN_VARIABLE, "nightly-1")
+    assert CliRunner().invoke(cli.app, ["run"]).output == ""
+
+
 def test_usage_errors_of_typer(leash: Leash, tmp_path: Path) -> None:
     assert finish(leash(tmp_path, "run", "--fast"))[0] == 2
 
@@ -110,7 +149,7 @@ def test_run_from_a_sub_folder(toy: Callable[..., Path], leash: Leash, prefect_a
     code, output, errors = finish(leash(root / "deep" / "er", "run", api=prefect_api))
     assert (code, errors) == (0, "")
     lines = output.splitlines()
-    assert lines[0] == "2 of 2 stages to run: one, two"
+    assert lines[0] == "2 stages, 0 up to date; to run: one, two"
     assert "[1/2 one] starts (not run here yet)" in lines
     assert "[1/2 one] one begins" in lines
     assert [line.split()[:2] for line in lines if line.split()[1:2] == ["ran"]] == [["one", "ran"], ["two", "ran"]]
@@ -128,7 +167,7 @@ def test_a_stages_refusal_is_exit_2_and_a_crash_exit_1(
     assert one_line(errors) == "error: wrong: params.yaml: no\n"
     assert "failed to reproduce" not in output
     assert output.splitlines()[-1] == "after the correction the same command continues with wrong"
-    words = [line.split() for line in output.splitlines()[-4:-1]]
+    words = [line.split() for line in output.splitlines()[-5:-2]]
     assert [row[:2] for row in words] == [["fine", "ran"], ["wrong", "FAILED"], ["after", "not"]]
     text = (root / "dvc.yaml").read_text()
     (root / "dvc.yaml").write_text(text.replace("refuse 'params.yaml: no'", "crash 9"))

@@ -12,9 +12,8 @@ from typing import Any
 import pytest
 
 from flows import processes, workspace
-from flows.execution import Execution, places
-from flows.pipeline import pipeline
-from flows.status import opened
+from flows.graph import opened
+from flows.pipeline import Execution, pipeline, places
 from flows.workspace import Workspace
 from tests.conftest import commit
 from tests.faults.conftest import until

@@ -8,7 +8,7 @@ import pytest
 
 from flows.graph import read_graph
 from rlhf_core.errors import UserError
-from tasks.stage.dvc_adapter import recorded_order
+from tasks.stage.dvc_files import recorded_order
 
 DIAMOND = {
     "first": ("work", []),

@@ -1,8 +1,12 @@
 """`leash serve`: the schedule runs a branch's commit in a workspace of its own, whatever the checkout holds."""
 
 import hashlib
+import os
+import re
+import shutil
 import subprocess
 import sys
+import textwrap
 import time
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
@@ -14,7 +18,7 @@ from flows import isolated, workspace
 from flows.deployments import workspace_of
 from flows.server import _free_port
 from rlhf_core.errors import UserError
-from tests.conftest import call, commit
+from tests.conftest import ROOT, call, commit
 from tests.faults.conftest import until
 
 Toy = Callable[..., Path]
@@ -61,6 +65,23 @@ def test_the_name_of_a_branch_is_no_option_of_git(home: Path, tmp_path: Path, na
     assert not list(tmp_path.rglob("found"))
 
 
+@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd is not installed")
+def test_the_documented_systemd_units_are_valid(tmp_path: Path) -> None:
+    page = (ROOT / "docs/how-to/nightly.md").read_text(encoding="utf-8")
+    units = re.findall(r"user/(leash[\w-]*\.service)`:\n\n((?:    .*\n|\n)+)", page)
+    assert [name for name, _ in units] == ["leash-server.service", "leash.service"]
+    program = tmp_path / ".venv/bin/leash"
+    program.parent.mkdir(parents=True)
+    program.touch(0o755)
+    for name, text in units:
+        (tmp_path / name).write_text(textwrap.dedent(text).replace("/home/me/leash", str(tmp_path)))
+    done = subprocess.run(
+        ["systemd-analyze", "verify", "--user", *(f"./{name}" for name, _ in units)],
+        cwd=tmp_path, env=os.environ | {"XDG_RUNTIME_DIR": str(tmp_path)}, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_the_clock_starts_a_run_of_the_commit(home: Path, leash: Callable[..., "subprocess.Popen[str]"]) -> None:
@@ -105,8 +126,8 @@ def test_two_settings_run_at_the_same_time(
         wanted = [["a=2"], ["a=3"]]
         while wanted and time.monotonic() < deadline:
             try:
-                values = {"root": str(root), "branch": "HEAD", "overrides": wanted[0]}  # others have served here
-                run_deployment("nightly/leash", parameters=values, timeout=0)
+                values = {"branch": "HEAD", "overrides": wanted[0]}
+                run_deployment("toy-nightly/leash", parameters=values, timeout=0)
                 wanted.pop(0)
             except ObjectNotFound:
                 time.sleep(0.5)

@@ -43,7 +43,9 @@ def test_two_drivers_one_graph(
     root = toy(DIAMOND)
     twin = shutil.copytree(root, tmp_path / "twin")
     (root / "metrics").mkdir()
-    (root / "metrics" / "evaluate.json").write_text(json.dumps({"win_rate": 0.875, "win_rate_ci95": [0.8, 0.9]}))
+    (root / "metrics" / "evaluate.json").write_text(
+        json.dumps({"win_rate": 0.875, "win_rate_low": 0.8, "win_rate_high": 0.9})
+    )
     assert states(root, jobs=2) == dict.fromkeys(DIAMOND, "Completed")
     times = moments(root)
     assert max(times["slow"][0], times["quick"][0]) < min(times["slow"][1], times["quick"][1]), "not side by side"
@@ -67,6 +69,7 @@ def assert_prefect_knows() -> None:
     assert any(run.state is not None and run.state.is_completed() for run in flow_runs)
     tables = [json.loads(data) for key, data in artifacts if key == "leash-metrics"]
     assert any({"stage": "evaluate", "metric": "win_rate", "value": "0.875"} in rows for rows in tables)
+    assert ("leash-progress", "100.0") in artifacts
     pages = [data for key, data in artifacts if key == "leash-report"]
     assert any("win rate of the policy against SFT | 0.875" in page for page in pages)
 

@@ -3,6 +3,8 @@
 import json
 import shutil
 import sys
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,10 +14,11 @@ from mlflow.tracking import MlflowClient
 from prefect.client.orchestration import get_client
 
 from flows import promotion, workspace
-from flows.deployments import nightly
+from flows.deployments import nightly, trial
 from flows.promotion import Decision, decide
 from flows.workspace import Workspace
 from rlhf_core.errors import UserError
+from rlhf_core.evaluation.intervals import bounds
 from tasks.params.all import Params
 from tasks.params.loader import parse, read_yaml
 from tasks.params.promote import PromoteParams
@@ -29,7 +32,7 @@ GOOD = {"kl_per_sequence": 2.0, "missing_eos_share": 0.01}
 
 def against(low: float, high: float) -> dict[str, Any]:
     """Figures where the policy wins against the champion with this interval."""
-    champion = {"win_rate_vs_policy": 1 - (low + high) / 2, "win_rate_vs_policy_ci95": [1 - high, 1 - low]}
+    champion = {"win_rate_vs_policy": 1 - (low + high) / 2} | bounds("win_rate_vs_policy", [1 - high, 1 - low])
     return GOOD | {"models": {CHAMPION: champion}, "judged_by": "scores"}
 
 
@@ -60,7 +63,8 @@ def test_every_rule_must_hold(
     assert [rule.name for rule in rules if not rule.holds] == broken
     decision = Decision("2", "1", rules)
     assert decision.promoted is not bool(broken)
-    assert all(name in decision.title for name in broken)
+    assert decision.title.startswith("promoted" if not broken else "not promoted: ")
+    assert all(rule.broken in decision.title for rule in rules if not rule.holds)
 
 
 @pytest.mark.parametrize("file", ["params.yaml", *(str(path) for path in sorted(Path("examples").glob("*.yaml")))])
@@ -79,6 +83,8 @@ def test_the_first_policy_needs_no_comparison() -> None:
     rules = decide(PromoteParams(), GOOD, [], compared=False)
     assert [rule.name for rule in rules] == ["answers without an end", "health alerts"]
     assert Decision("1", None, rules).title == "promoted: version 1 is the champion, the first one"
+    unended = decide(PromoteParams(), GOOD | {"missing_eos_share": 1.0}, [], False)
+    assert Decision("1", None, unended).title == "not promoted: no answer has an end (limit 5%); there is no champion"
     assert "there is no champion" in Decision("1", None, decide(PromoteParams(), GOOD, ["kl_spike"], False)).title
 
 
@@ -110,7 +116,8 @@ models = {}
 for name in params["evaluate"].get("extra_models", []):
     other = float(pathlib.Path("models/extra", name, "weights").read_text())
     rate = 0.5 + 0.1 * (other - own)
-    models[name] = {"win_rate_vs_policy": rate, "win_rate_vs_policy_ci95": [rate - 0.05, rate + 0.05]}
+    ends = {"win_rate_vs_policy_low": rate - 0.05, "win_rate_vs_policy_high": rate + 0.05}
+    models[name] = {"win_rate_vs_policy": rate, **ends}
 figures = {"judged_by": "scores", "kl_per_sequence": 1.0, "missing_eos_share": 0.0, "models": models}
 pathlib.Path("metrics").mkdir(exist_ok=True)
 pathlib.Path("metrics/evaluate.json").write_text(json.dumps(figures))
@@ -139,6 +146,7 @@ def home(toy: Toy, database: Path, monkeypatch: pytest.MonkeyPatch, prefect_api:
     shutil.copy2(database, root / "tracking.db")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{root}/tracking.db")
     monkeypatch.setenv("PREFECT_API_URL", prefect_api)
+    monkeypatch.setenv("LEASH_HOME", str(root))
     monkeypatch.setenv("PYTHONPATH", str(Path(promotion.__file__).parents[1]))
     set_quality(root, 5)
     return root
@@ -152,7 +160,7 @@ def set_quality(root: Path, quality: float, promote: str = "{}") -> None:
 
 def night(root: Path) -> Any:
     """A nightly run of the present commit; its final state."""
-    return nightly(root=str(root), branch="HEAD", return_state=True)
+    return nightly.with_options(name="toy-nightly")(branch="HEAD", return_state=True)
 
 
 def aliases(root: Path) -> dict[str, str]:
@@ -172,7 +180,7 @@ def test_a_worse_policy_is_kept_out_and_a_better_one_promoted(home: Path) -> Non
     worse = night(home)
     assert worse.name == "Kept"
     assert "version 1 stays the champion" in worse.message
-    assert "win rate against the champion: 0.400 (0.350 to 0.450), must be above 0.5 with its interval" in worse.message
+    assert "its win rate against the champion is 0.400 (0.350 to 0.450), and its interval must be" in worse.message
     assert aliases(home) == {CHAMPION: "1", CHALLENGER: "2"}
 
     set_quality(home, 7)
@@ -180,18 +188,22 @@ def test_a_worse_policy_is_kept_out_and_a_better_one_promoted(home: Path) -> Non
     assert better.name == "Promoted"
     assert aliases(home) == {CHAMPION: "3", CHALLENGER: "3"}
     client = MlflowClient(f"sqlite:///{home}/tracking.db")
-    assert client.get_model_version("leash-policy", "2").tags["leash.promotion"].startswith("kept: version 1 stays")
+    assert (
+        client.get_model_version("leash-policy", "2").tags["leash.promotion"].startswith("not promoted: its win rate")
+    )
     assert client.get_model_version("leash-policy", "3").tags["leash.champion_before"] == "1"
 
     worse_run = client.get_model_version("leash-policy", "2").tags["leash.experiment"]
-    decided = promotion.judge_experiment(home, worse_run, Registry(home))
-    assert decided.title == "kept: version 3 stays the champion (the champion has changed since this run; run again)"
+    decided = promotion.judge_named(home, worse_run, Registry(home))
+    assert decided.title.startswith("not promoted: the champion has changed since this run")
     with pytest.raises(UserError, match="no experiment absent"):
-        promotion.judge_experiment(home, "absent", Registry(home))
+        promotion.judge_named(home, "absent", Registry(home))
 
     again = night(home)
     assert again.name == "Kept"
     assert "the policy is the champion itself" in again.message
+    assert again.message.endswith("(ran evaluate)"), "with another champion"
+    assert night(home).name == "Restored"
     assert client.get_model_version("leash-policy", "3").tags["leash.promotion"].startswith("promoted: version 3")
 
     with get_client(sync_client=True) as prefect:
@@ -200,6 +212,11 @@ def test_a_worse_policy_is_kept_out_and_a_better_one_promoted(home: Path) -> Non
         )
     assert "the policy is the champion itself" in found.json()[0]["data"]
 
+    listed = call(home, sys.executable, "-m", "flows.cli", "promote", "--list").splitlines()
+    assert [line.split()[0] for line in listed] == ["version", "3", "2", "1"]
+    assert "challenger, champion" in listed[1]
+    assert worse_run in listed[2]
+    assert "not promoted: its win rate" in listed[2]
     printed = call(home, sys.executable, "-m", "flows.cli", "promote", "--undo")
     assert printed == "version 1 is the champion again, in the place of version 3\n"
     printed = call(home, sys.executable, "-m", "flows.cli", "promote", "2")
@@ -231,18 +248,57 @@ def test_by_hand(tmp_path: Path, database: Path, monkeypatch: pytest.MonkeyPatch
         client.create_model_version("leash-policy", f"dvc://models/policy?md5={digest}.dir&project=/x")
     registry = Registry(tmp_path)
     with pytest.raises(UserError, match="there is no champion"):
-        promotion.undo(registry)
+        promotion.undo(tmp_path, registry)
     with pytest.raises(UserError, match="the registered policy has no version 7"):
-        promotion.by_hand(registry, "7")
-    assert promotion.by_hand(registry, "1") == "version 1 is the champion"
+        promotion.by_hand(tmp_path, registry, "7")
+    assert promotion.by_hand(tmp_path, registry, "1") == "version 1 is the champion"
     with pytest.raises(UserError, match="version 1 is the champion already"):
-        promotion.by_hand(registry, "1")
-    assert promotion.by_hand(registry, "2") == "version 2 is the champion, in the place of version 1"
-    assert promotion.undo(registry) == "version 1 is the champion again, in the place of version 2"
-    assert promotion.undo(registry) == "version 1 is no longer the champion; there was none before it"
+        promotion.by_hand(tmp_path, registry, "1")
+    assert promotion.by_hand(tmp_path, registry, "2") == "version 2 is the champion, in the place of version 1"
+    assert promotion.undo(tmp_path, registry) == "version 1 is the champion again, in the place of version 2"
+    assert promotion.undo(tmp_path, registry) == "version 1 is no longer the champion; there was none before it"
     with pytest.raises(UserError, match="there is no challenger"):
-        promotion.judge_challenger(tmp_path, registry)
+        promotion.judge_named(tmp_path, None, registry)
     assert [version.digest for version in map(registry.by_number, "12") if version] == ["aa.dir", "bb.dir"]
+
+
+def test_two_promotions_at_once_wait_for_each_other(
+    tmp_path: Path, database: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without the lock the second reads the champion before the first has moved it, and its undo skips a version."""
+    shutil.copy2(database, tmp_path / "mlflow.db")
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    client = MlflowClient(f"sqlite:///{tmp_path}/mlflow.db")
+    client.create_registered_model("leash-policy")
+    for digest in ("aa", "bb"):
+        client.create_model_version("leash-policy", f"dvc://models/policy?md5={digest}.dir&project=/x")
+    started, tag = threading.Event(), Registry.tag
+
+    def slow(*values: Any) -> None:
+        started.set()
+        time.sleep(1.0)
+        tag(*values)
+
+    monkeypatch.setattr(Registry, "tag", slow)
+    first = threading.Thread(target=promotion.by_hand, args=(tmp_path, Registry(tmp_path), "1"))
+    first.start()
+    started.wait(60.0)
+    promotion.by_hand(tmp_path, Registry(tmp_path), "2")
+    first.join()
+    champion = Registry(tmp_path).by_alias(CHAMPION)
+    assert champion is not None
+    assert (champion.number, champion.tags["leash.champion_before"]) == ("2", "1")
+
+
+@pytest.mark.parametrize("override", ["trust_remote_code=true", "++trust_remote_code=true", "a={trust_remote_code: 1}"])
+def test_who_reaches_the_server_cannot_switch_remote_code_on(home: Path, override: str) -> None:
+    with pytest.raises(UserError, match="trust_remote_code"):
+        nightly.with_options(name="toy-nightly")(branch="HEAD", overrides=[override])
+    commit_hash = workspace.resolve(home, "HEAD")
+    with pytest.raises(UserError, match="trust_remote_code"):
+        trial.with_options(name="toy-trial")("a", commit_hash, [override])
+    with pytest.raises(UserError, match="a run of project other on a worker of toy"):
+        trial.with_options(name="other-trial")("a", commit_hash, [])
 
 
 def test_nothing_was_tracked_and_a_server_that_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 tests/faults/test_prefect.py."""
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -26,17 +27,39 @@ def lost(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PREFECT_API_URL", "http://me:secret@127.0.0.1:1/api")
 
 
-def test_the_first_line_names_what_may_run() -> None:
-    graph = Graph(("a", "b", "c"), {}, {})
-    below = "; and up to 1 below them, where their inputs change"
-    assert runner.first_line(graph, {"b": ["input.txt changed"], "c": []}) == f"1 of 3 stages to run: b{below}"
-    assert runner.first_line(graph, {"b": ["--force"]}) == "1 of 3 stages to run: b"
-    assert runner.first_line(graph, {}) == "3 stages, all up to date"
-    switched_off = runner.first_line(graph, {"a": ["new"], "b": ["new"]}, off={"b"})
-    assert switched_off == "1 of 2 stages to run: a (switched off: b)"
-    assert runner.first_line(graph, {"b": ["new"]}, off={"b"}) == "0 of 2 stages to run (switched off: b)"
-    above = runner.first_line(graph, {"b": ["new"], "c": []}, off={"b"})
-    assert above.startswith("0 of 2 stages to run; and up to 1 below a changed one")
+def test_the_first_line_and_the_dry_run_say_what_is_known() -> None:
+    graph = Graph(("a", "b", "c", "d", "off"), {}, {})
+    plan = {"b": ["b.out missing"], "c": ["input.txt changed"], "d": [], "off": ["new"]}
+    expected = runner.forecast(graph, plan, ["b"])
+    shown = {stage: what for stage, what in expected.items() if stage != "off"}
+    assert runner.first_line(shown) == (
+        "4 stages, 1 up to date; to restore from DVC's cache: b; to run: c; to run if their inputs change: d"
+    )
+    lines = runner.dry_run_table(expected, plan, {"off"}).splitlines()
+    assert lines[2].split() == ["b", "to", "restore", "from", "DVC's", "cache", "b.out", "missing"]
+    assert lines[3].split() == ["c", "to", "run", "input.txt", "changed"]
+    assert lines[-1] == "switched off in params.yaml: off"
+    assert runner.first_line(runner.forecast(graph, {}, [])) == "5 stages, all up to date"
+
+
+def test_a_dry_run_runs_nothing(
+    toy: Callable[..., Path], serial: Callable[[Path], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What DVC's cache has is said to be restored only where no input changed."""
+    root = toy({"one": ("work", []), "two": ("work", ["one"]), "three": ("work", ["two"]), "other": ("work", [])})
+    serial(root)
+    before = (root / "log.txt").read_text()
+    (root / "one.out").unlink()
+    (root / "two.out").write_text("edited")
+    (root / "other.out").unlink()
+    assert runner.run(root, None, False, dry_run=True) == 0
+    rows = [line.split("  ") for line in capsys.readouterr().out.splitlines()]
+    what = {row[0].strip(): next(cell.strip() for cell in row[1:] if cell) for row in rows if len(row) > 1}
+    assert what == {
+        "stage": "what", "one": runner.RESTORES, "two": runner.RUNS, "three": runner.MAY_RUN, "other": runner.RESTORES,
+    }  # fmt: skip
+    assert (root / "log.txt").read_text() == before
+    assert not (root / "one.out").exists()
 
 
 def test_methods_that_are_switched_off(tmp_path: Path) -> None:

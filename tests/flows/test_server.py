@@ -5,7 +5,9 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 
 import psutil
 import pytest
@@ -59,6 +61,77 @@ def test_refusals_count_as_answers_and_silence_does_not(prefect_api: str) -> Non
     assert server.answers(f"{prefect_api}/no-such-page")
     assert not server.answers("http://127.0.0.1:1/api")
     assert not server.answers("no url")
+
+
+@pytest.mark.parametrize(
+    ("code", "says"),
+    [
+        (
+            "print('The dashboard is disabled'); raise SystemExit('database is locked')",
+            "ended with 1: database is locked",
+        ),
+        ("print('The dashboard is disabled'); import time; time.sleep(60)", "did not answer at http://127.0.0.1:1/api"),
+    ],
+)
+def test_why_a_server_does_not_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str, says: str) -> None:
+    monkeypatch.setattr(server, "START_SECONDS", 2.0)
+    log = tmp_path / "log"
+    with log.open("wb") as output:
+        process = subprocess.Popen([sys.executable, "-c", code], stdout=output, stderr=output)
+    if "raise" in code:
+        process.wait()
+    try:
+        with pytest.raises(UserError, match=says):
+            server._wait_for(process, "http://127.0.0.1:1/api", log)
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_a_server_that_wants_another_password(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(server, "status", lambda url, auth="": 200 if url.endswith("/health") else 401)
+    monkeypatch.setattr(server, "use", lambda root, url: None)
+    monkeypatch.setenv("PREFECT_API_URL", "http://me:secret@127.0.0.1:4200/api")
+    with pytest.raises(UserError, match="wants another password; set PREFECT_API_AUTH_STRING") as refused:
+        server.require(tmp_path)
+    assert "secret" not in str(refused.value)
+
+
+class Refusal(BaseHTTPRequestHandler):
+    """A proxy that forwards nothing."""
+
+    def do_GET(self) -> None:
+        self.server.asked.append(self.path)  # type: ignore[attr-defined]
+        self.send_error(403)
+
+    do_POST = do_CONNECT = do_GET
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Print nothing."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dead", [True, False])
+def test_servers_of_this_machine_are_reached_without_a_proxy(
+    toy: Callable[..., Path],
+    leash: Callable[..., "subprocess.Popen[str]"],
+    monkeypatch: pytest.MonkeyPatch,
+    dead: bool,
+) -> None:
+    proxy = ThreadingHTTPServer(("127.0.0.1", 0), Refusal)
+    proxy.asked = []  # type: ignore[attr-defined]
+    Thread(target=proxy.serve_forever, daemon=True).start()
+    for name in ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY"):
+        for spelling in (name, name.lower()):
+            monkeypatch.setenv(spelling, "http://127.0.0.1:1" if dead else f"http://127.0.0.1:{proxy.server_port}")
+    for name in ("NO_PROXY", "no_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    root = toy({"one": ("work", [])})
+    process = leash(root, "run")
+    printed, errors = process.communicate(timeout=100)
+    proxy.shutdown()
+    assert (process.returncode, errors) == (0, ""), printed + errors
+    assert [path for path in proxy.asked if "127.0.0.1" in path or "localhost" in path] == []  # type: ignore[attr-defined]
 
 
 def test_a_project_has_prefect_state_of_its_own_and_the_users_settings(

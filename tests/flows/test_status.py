@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
-from flows.status import brief, opened
+from flows.graph import brief, opened
 
 Toy = Callable[..., Path]
 STAGES = {"one": ("work", []), "two": ("work", ["one"]), "three": ("work", ["two"]), "other": ("work", [])}
@@ -50,7 +50,7 @@ def write(name: str, text: str) -> Callable[[Path], Any]:
     [
         (
             write("params.yaml", "one: {kl: {coef: 0.2}, api_key: b}\n"),
-            ["one.kl.coef 0.05 → 0.2", "one.api_key (hidden) → (hidden)"],
+            ["one.kl.coef 0.05 → 0.2", "one.kl.target null → (unset)", "one.api_key (hidden) → (hidden)"],
         ),
         (write("tasks/one.py", "2\n"), ["code changed: tasks/one.py"]),
         (lambda root: (root / "tasks/one.py").unlink(), ["tasks/one.py missing"]),

@@ -28,7 +28,9 @@ def test_nothing_is_printed_before_the_screen_opens_and_no_advice_of_dvc(capsys:
         "[2/2 sft] step 2/3  loss 1.2",
         "[2/2 sft] ran in 1 min 01 s",
     ]
-    assert [line.split()[0] for line in terminal.closing_table().splitlines()] == ["stage", "base", "sft"]
+    table = terminal.closing_table().splitlines()
+    assert [line.split()[0] for line in table[:-1]] == ["stage", "base", "sft"]
+    assert table[-1] == "1 ran in 1 min 01 s, 1 up to date"
 
 
 def test_a_terminal_has_one_live_line_a_stage(
@@ -73,27 +75,29 @@ def test_complaints_are_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().err == "error: params.yaml: a: no\n  b: no; remove it\n"
 
 
-def test_stages_that_are_switched_off_are_not_counted(capsys: pytest.CaptureFixture[str]) -> None:
-    with terminal.screen(["sft", "dpo", "ppo"], off={"dpo"}):
+def test_stages_that_are_switched_off_are_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    with terminal.screen(["sft", "dpo", "ppo", "rloo"], off={"dpo", "rloo"}):
         for stage in ("sft", "dpo", "ppo"):
             terminal.print_line(stage, "starts")
-            terminal.end(Outcome(stage, UP_TO_DATE, 0.0))
-    assert capsys.readouterr().out.splitlines() == ["[1/2 sft] starts", "[dpo] starts", "[2/2 ppo] starts"]
-    assert [line.split()[0] for line in terminal.closing_table().splitlines()] == ["stage", "sft", "dpo", "ppo"]
+            terminal.end(Outcome(stage, EXECUTED, 0.0))
+        terminal.end(Outcome("rloo", FAILED, 0.0))
+    printed = capsys.readouterr().out.splitlines()
+    assert printed == ["[1/2 sft] starts", "[1/2 sft] ran", "[2/2 ppo] starts", "[2/2 ppo] ran", "[rloo] FAILED"]
+    assert [line.split()[0] for line in terminal.closing_table().splitlines()[:4]] == ["stage", "sft", "ppo", "rloo"]
+    assert terminal.closing_table().splitlines()[-2:] == ["2 ran, 1 FAILED", "switched off in params.yaml: dpo, rloo"]
 
 
 def test_metrics_are_flattened_and_null_figures_left_out(tmp_path: Path) -> None:
     (tmp_path / "metrics").mkdir()
-    (tmp_path / "metrics" / "evaluate.json").write_text(
-        '{"win_rate": 0.9, "gold_sft": null, "win_rate_ci95": [0.85, 0.95]}'
-    )
+    (tmp_path / "metrics" / "evaluate.json").write_text('{"win_rate": 0.9, "gold_sft": null, "win_rate_judge": "a_b"}')
+    (tmp_path / "metrics" / "summary.json").write_text('{"win_rate": 0.9}')
     (tmp_path / "metrics" / "ingest.json").write_text('{"dropped": {"empty": 3}, "source": "demo"}')
     rows = {(row["stage"], row["metric"]): row["value"] for row in metric_rows(tmp_path)}
     assert rows["ingest", "dropped.empty"] == "3"
-    assert rows["evaluate", "win_rate_ci95"] == "0.85 – 0.95"
+    assert rows["evaluate", "win_rate_judge"] == "a_b"
     assert rows["evaluate", "gold_sft"] == "null"
     page = report_page(tmp_path)
-    assert "| win rate of the policy against SFT | 0.9 |" in page
+    assert "| judge of the wins | a\\_b |\n| win rate of the policy against SFT | 0.9 |" in page
     assert "gold" not in page
     assert "\nCommit: none\n" in page
 

@@ -158,6 +158,7 @@ class Killed(Exception):
 
 
 @pytest.mark.slow
+@pytest.mark.chosen("all weights")
 @pytest.mark.parametrize("config", [CONFIG, LORA], ids=["all weights", "lora"])
 def test_failure_01_a_killed_run_continues_to_the_same_bytes(
     config: RewardConfig, build_scalar: Build, make_run: Callable[..., Run]

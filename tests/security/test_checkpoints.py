@@ -48,6 +48,13 @@ def trained(tmp_path: Path) -> tuple[Trainer, Path]:
 
 
 @pytest.mark.slow
+@pytest.mark.chosen(
+    "optimizer.pt-torch",
+    "scheduler.pt-plain pickle",
+    "rng_state.pth-torch",
+    "training_args.bin-plain pickle",
+    "pytorch_model.bin-torch",
+)
 @pytest.mark.parametrize("wrapped", [True, False], ids=["torch", "plain pickle"])
 @pytest.mark.parametrize("name", PARTS)
 def test_an_armed_part_of_a_trainers_checkpoint_never_fires(

@@ -195,7 +195,7 @@ def test_a_link_to_a_text_elsewhere_is_refused(finished: "Project", stage_main: 
     (finished.root / "data/raw/text.txt").symlink_to(tmp_path / "secret.txt")
     finished.set("runtime.tracking", False)
     finished.set("ppo.ptx", {"coef": 1.0, "file": "text.txt"})
-    ended = stage_main(finished, "ppo")
+    ended = stage_main(finished, "ingest")
     assert ended.code == 2
     assert "leads out of data/raw/" in ended.stderr
 

@@ -122,7 +122,7 @@ def test_commands_of_stages_are_constants() -> None:
     text = (ROOT / "dvc.yaml").read_text(encoding="utf-8")
     assert "${" not in text
     graph = YAML(typ="safe", pure=True).load(text)
-    assert set(graph) == {"stages", "plots"}
+    assert set(graph) == {"stages", "artifacts", "plots"}
     assert {name: stage["cmd"] for name, stage in graph["stages"].items()} == {
         name: f"python -m tasks {name}" for name in graph["stages"]
     }

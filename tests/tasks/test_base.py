@@ -1,5 +1,6 @@
 """Stage base: what the tokenizer and the base model learn from."""
 
+import json
 from collections.abc import Callable
 from datetime import datetime, tzinfo
 from pathlib import Path
@@ -14,6 +15,7 @@ from rlhf_core.data.chat import prompt_id
 from rlhf_core.data.tokenizer import encode_prompt, load_tokenizer
 from rlhf_core.errors import UserError
 from tasks.base import DEMONSTRATIONS, PAIRS, execute
+from tasks.datasets.raw import PRETRAINED, hashes_of_files
 from tasks.params.base import BaseParams
 from tasks.schemas.datasets import SCHEMAS
 from tasks.stage.stage import Stage
@@ -70,10 +72,19 @@ def pretrained(make_stage: Callable[..., Stage[Any]], tmp_path: Path) -> Pretrai
         params = BaseParams.model_validate({"source": "pretrained", "pretrained": {"model": "model"}})
         rows: dict[str, list[Any]] = {path: [] for path in SCHEMAS if path.startswith("data/ingest/")}
         stage = make_stage("base", params, ["models/base", "metrics/base.json"], rows)
+        noted = hashes_of_files(tmp_path / "data/raw", "model")
+        (tmp_path / PRETRAINED).parent.mkdir(exist_ok=True)
+        (tmp_path / PRETRAINED).write_text(json.dumps(noted), encoding="utf-8")
         execute(stage)
         return stage.out("models/base")
 
     return make
+
+
+def test_a_model_that_changed_since_ingest_is_refused(pretrained: Pretrained, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tasks.base.hashes_of_files", lambda *place: {"config.json": "another"})
+    with pytest.raises(UserError, match="data/raw/model has other files than when `ingest` ran"):
+        pretrained()
 
 
 def rename(folder: Path, change: Callable[[str], str | None]) -> None:

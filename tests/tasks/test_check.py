@@ -55,7 +55,9 @@ def test_a_file_without_the_block_has_the_reward_model(execute: Callable[..., di
         "reward_model",
         "precision",
         "deterministic",
+        "raw_files",
     ]
+    assert found["raw_files"] == {"prompts": None, "texts": [], "pretrained": None}
     assert (found["scorer"], found["reward_model"]) == (DEFAULT, True)
     assert (found["precision"], found["deterministic"]) == ("float32", True)
 

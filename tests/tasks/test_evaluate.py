@@ -126,7 +126,8 @@ def test_a_users_models_and_prompts_join_and_a_model_may_judge(finished: "Projec
     finished.set("evaluate.extra_models", ["copy", "foreign"])
     finished.set("judge", {"kind": "model", "model": "judge"})
     finished.set("base.scratch.context", 96)
-    assert stage_main(finished, "best_of_n").code == 0
+    for stage in ("ingest", "best_of_n"):
+        assert stage_main(finished, stage).code == 0
     done = stage_main(finished, "evaluate")
     assert done.code == 2
     assert "is longer than" in done.stderr, "this judge's context is too short for its question"
@@ -177,7 +178,7 @@ def test_members_and_a_judging_reward_model_pass_every_stage(finished: "Project"
     text = "".join(json.dumps(row) + "\n" for row in mine)
     (finished.root / "data/raw/mine.jsonl").write_text(text, encoding="utf-8")
     finished.set("evaluate.prompts", "mine.jsonl")
-    for stage in ("best_of_n", "evaluate", "report"):
+    for stage in ("ingest", "best_of_n", "evaluate", "report"):
         assert stage_main(finished, stage).code == 0
     metrics = finished.json("metrics/evaluate.json")
     assert metrics["judged_by"] == metrics["win_rate_judge"] == "judging reward model"
@@ -202,7 +203,6 @@ def foreign(project: "Project", name: str) -> None:
     ("name", "value", "says"),
     [
         ("evaluate.extra_models", ["nobody"], "evaluate.extra_models: models/extra/nobody is no Hugging Face folder"),
-        ("evaluate.prompts", "nowhere.jsonl", "evaluate.prompts: data/raw/nowhere.jsonl not found"),
         ("judge", {"kind": "model", "model": "nobody"}, "judge.model: models/judges/nobody is no Hugging Face folder"),
     ],
 )

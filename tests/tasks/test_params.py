@@ -11,7 +11,7 @@ from rlhf_core.data.tokenizer import ROLES
 from rlhf_core.errors import UserError
 from tasks.params import base
 from tasks.params.all import Params
-from tasks.params.loader import is_switched_off, parse, read_yaml, with_scorer
+from tasks.params.loader import is_switched_off, parse, read_yaml, with_derived
 from tasks.params.methods import METHODS
 from tasks.params.scorer import DEFAULT, is_reward_model
 from tasks.params.variant import Recipe, VariantParams
@@ -71,10 +71,10 @@ def test_without_the_reward_model_what_needs_pairs_is_refused(content: Content) 
 def test_without_the_block_the_scorer_is_the_reward_model_alone(content: Content) -> None:
     assert "scorer" not in content
     assert is_reward_model(parse(Params, content).scorer)
-    assert with_scorer(content)["scorer"] == DEFAULT
-    assert with_scorer(content)["reward_model"] is True
-    assert with_scorer(content | {"scorer": [{"term": "a.py", "weight": 1}]})["reward_model"] is False
-    assert with_scorer(content | {"scorer": "wrong"})["reward_model"] is False, "`check` reports it"
+    assert with_derived(content)["scorer"] == DEFAULT
+    assert with_derived(content)["reward_model"] is True
+    assert with_derived(content | {"scorer": [{"term": "a.py", "weight": 1}]})["reward_model"] is False
+    assert with_derived(content | {"scorer": "wrong"})["reward_model"] is False, "`check` reports it"
 
 
 REFUSED = [

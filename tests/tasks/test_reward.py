@@ -230,7 +230,7 @@ def test_ppos_reward_model_never_sees_the_pairs_of_the_judging_one(
     scores = score_pairs(load_scalar_model(judging), heldout, 0, 2)
     assert metrics["judge_accuracy"] == pytest.approx(scores.right.mean().item())
     assert metrics["judge_loss"] == pytest.approx(scores.loss, abs=1e-5)
-    low, high = metrics["judge_accuracy_ci95"]
+    low, high = metrics["judge_accuracy_low"], metrics["judge_accuracy_high"]
     assert low <= metrics["judge_accuracy"] <= high
 
 

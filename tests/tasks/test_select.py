@@ -17,7 +17,7 @@ from rlhf_core.ppo import snapshots
 from tasks.evaluation.evaluator import load_candidate
 from tasks.params.select import SelectParams
 from tasks.select import best_step, choose, judging_column, policy_at, save_policy
-from tasks.stage.frozen import load_frozen
+from tasks.stage.models import load_frozen
 from tests.tasks.conftest import TINY
 
 if TYPE_CHECKING:

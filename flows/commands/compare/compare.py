@@ -1,5 +1,5 @@
-"""The comparison table of several runs in the terminal, with the columns of the report page, the paired differences
-between the runs, and the parameters that differ."""
+"""The comparison of several runs in the terminal: parameters that differ, differences paired by prompt, and the report
+page's table of models."""
 
 import shutil
 import textwrap
@@ -18,120 +18,151 @@ from tasks.page.wording import MISSING, number
 NARROWEST = 60
 LONGEST_NAME = 20
 GAP = 2
+FIRST_PARAMETERS, FIRST_MODELS = 5, 2
+"""Printed without `--all`: parameters that differ, and models of several runs."""
+MAIN = ("gold", "win_rate", "kl_exact", "reward")
+"""The first columns without `--all`."""
 
 
-def compare(root: Path, names: Sequence[str], models: Sequence[str]) -> tuple[dict[str, Any], str]:
+def compare(
+    root: Path, names: Sequence[str], models: Sequence[str], everything: bool = False
+) -> tuple[dict[str, Any], str]:
     """(for `--json`, for a terminal) of the runs called `names` (none: this checkout), and of `models` (none: all).
+    The text is about twenty lines, all with `everything`.
 
     Raises UserError for a name that means no run or several, and for models that no run has.
     """
     runs = [find(root, name) for name in names or ["."]]
-    _require(models, runs)
-    chosen = [_chosen(run, models) for run in runs]
-    width = max(NARROWEST, shutil.get_terminal_size((120, 24)).columns)
-    differences = [paired(runs[0], run, list(models)) for run, models in zip(runs[1:], chosen[1:], strict=True)]
-    return _content(runs, chosen, differences), "\n".join(_lines(runs, chosen, differences, width))
-
-
-def _require(models: Sequence[str], runs: Sequence[Compared]) -> None:
     known = list(dict.fromkeys(name for run in runs for name in run.evaluation["models"]))
     if unknown := [name for name in models if name not in known]:
         raise UserError(f"no run has a model called {', '.join(unknown)}; there are {', '.join(known)}")
-
-
-def _chosen(run: Compared, models: Sequence[str]) -> dict[str, Figures]:
-    return {name: one for name, one in run.evaluation["models"].items() if not models or name in models}
-
-
-def _content(
-    runs: Sequence[Compared], chosen: Sequence[Mapping[str, Figures]], differences: Sequence[Paired | str]
-) -> dict[str, Any]:
-    described = [
-        {
-            "run": run.name,
-            "source": run.source,
-            **{key: run.evaluation.get(key) for key in ("win_rate_judge", "prompts", "seeds")},
-            "models": dict(models),
-        }
-        for run, models in zip(runs, chosen, strict=True)
+    chosen = [
+        {name: one for name, one in run.evaluation["models"].items() if not models or name in models} for run in runs
     ]
-    parameters = {key: list(values) for key, values in differing(runs)}
-    less = [_difference(run, found) for run, found in zip(runs[1:], differences, strict=True)]
-    return {"runs": described, "differences": less, "parameters": parameters}
+    differences = [paired(runs[0], run, list(of)) for run, of in zip(runs[1:], chosen[1:], strict=True)]
+    parameters = dict(differing(runs))
+    content = {
+        "runs": [
+            {"run": run.name, "source": run.source, "models": of}
+            | {key: run.evaluation.get(key) for key in ("win_rate_judge", "prompts", "seeds")}
+            for run, of in zip(runs, chosen, strict=True)
+        ],
+        "differences": [_as_dict(run, found) for run, found in zip(runs[1:], differences, strict=True)],
+        "parameters": {key: list(values) for key, values in parameters.items()},
+    }
+    lines = _lines(runs, chosen, differences, parameters, everything or bool(models))
+    width = max(NARROWEST, shutil.get_terminal_size((120, 24)).columns)
+    text = "\n".join(_fitted(lines, width, everything))
+    return content, text
 
 
-def _difference(run: Compared, found: Paired | str) -> dict[str, Any]:
+def _as_dict(run: Compared, found: Paired | str) -> dict[str, Any]:
     """A run less the first one."""
     if isinstance(found, str):
         return {"run": run.name, "missing": found}
     models = {
-        name: {figure: {"difference": e.mean, "ci95": e.interval} for figure, e in one.items()}
+        name: {figure: {"difference": e.mean, "low": e.low, "high": e.high} for figure, e in one.items()}
         for name, one in found.models.items()
     }
     return {"run": run.name, "prompts": found.prompts, "models": models}
 
 
-def _difference_lines(names: Sequence[str], differences: Sequence[Paired | str], width: int) -> Iterator[str]:
-    for name, found in zip(names[1:], differences, strict=True):
-        yield ""
-        if isinstance(found, str):
-            yield from _wrapped(found, width)
+def _fitted(lines: Iterator[str | list[list[str]]], width: int, everything: bool) -> Iterator[str]:
+    """Texts wrapped to the width, and tables (as columns) in bands of columns that fit it; without `everything` only
+    the first band. The columns with run, model or parameter are in each band."""
+    hidden = 0
+    for line in lines:
+        if isinstance(line, str):
+            yield from textwrap.wrap(line, width, subsequent_indent="  ") or [""]
             continue
-        yield from _wrapped(f"{name} less {names[0]}, paired by prompt ({found.prompts} prompts), 95% interval", width)
-        figures = list(dict.fromkeys(figure for one in found.models.values() for figure in one))
-        heads = [(column_of(figure).name, column_of(figure).unit) for figure in figures]
-        rows = [
-            (label(model), *(_signed(figure, one.get(figure)) for figure in figures))
-            for model, one in found.models.items()
-        ]
-        yield table([("model", *(head for head, _ in heads)), ("", *(unit for _, unit in heads)), *rows])
-
-
-def _signed(figure: str, found: Estimate | None) -> str:
-    if found is None:
-        return MISSING
-    digits = column_of(figure).digits
-    value, low, high = (number(each, digits, sign=True) for each in (found.mean, *found.interval))
-    return f"{value} [{low}, {high}]"
+        keys = sum(column[0] in ("run", "model", "parameter") for column in line)
+        bands = list(_bands(line, width, keys))
+        for place, band in enumerate(bands if everything else bands[:1]):
+            yield from [""] * bool(place)
+            yield table(zip(*band, strict=True))
+        hidden += 0 if everything else sum(len(band) - keys for band in bands[1:])
+    if hidden:
+        yield f"{hidden} more columns: --all"
 
 
 def _lines(
     runs: Sequence[Compared],
     chosen: Sequence[Mapping[str, Figures]],
     differences: Sequence[Paired | str],
-    width: int,
-) -> Iterator[str]:
+    parameters: Mapping[str, tuple[str | None, ...]],
+    everything: bool,
+) -> Iterator[str | list[list[str]]]:
+    """Texts, and tables as their columns."""
     names = _short_names(runs)
-    for name, run in zip(names, runs, strict=True):
-        yield from _wrapped(f"{name}: {run.source}; {_conditions(run)}", width)
-    if len({_conditions(run) for run in runs}) > 1:
-        yield from _wrapped(
-            "NOTE: the runs differ in judge, prompts or sampling seeds: do not compare their figures", width
-        )
-    everything = {f"{place}/{name}": one for place, models in enumerate(chosen) for name, one in models.items()}
-    for band in _bands(_columns(names, chosen, columns_of(everything)), width, keys=1 + (len(runs) > 1)):
+    conditions = [_conditions(run) for run in runs]
+    for name, run, words in zip(names, runs, conditions, strict=True):
+        yield f"{name}: {run.source}; {words}" if len(set(conditions)) > 1 else f"{name}: {run.source}"
+    yield (
+        "NOTE: the runs differ in judge, prompts or sampling seeds: do not compare their figures"
+        if (len(set(conditions)) > 1)
+        else conditions[0]
+    )
+    if len(runs) > 1:
         yield ""
-        yield table(zip(*band, strict=True))
+        yield from _parameter_lines(names, runs, parameters, everything)
+    shown = _first_models(chosen, everything)
+    for name, found in zip(names[1:], differences, strict=True):
+        yield ""
+        if isinstance(found, str):
+            yield found
+            continue
+        yield f"{name} less {names[0]}, paired by prompt ({found.prompts} prompts), 95% interval"
+        figures = list(dict.fromkeys(figure for one in found.models.values() for figure in one))
+        rows = {model: found.models[model] for model in shown if model in found.models}
+        heads = [["model", "", *map(label, rows)]]
+        for figure in figures:
+            column = column_of(figure)
+            heads.append([column.name, column.unit, *(_signed(figure, one.get(figure)) for one in rows.values())])
+        yield heads
     yield ""
-    yield from _wrapped("[95% interval over prompts; training seeds are not in it]  * best of its run", width)
-    yield from _difference_lines(names, differences, width)
-    if rows := list(differing(runs)):
-        yield ""
-        yield table(
-            [
-                ("parameter", *names),
-                *((key, *(MISSING if value is None else shorten(value) for value in values)) for key, values in rows),
-            ]
-        )
-    elif len(runs) > 1 and all(run.params is not None for run in runs):
+    columns = columns_of({f"{place}/{name}": one for place, of in enumerate(chosen) for name, one in of.items()})
+    if not everything:
+        columns.sort(key=lambda column: MAIN.index(column.key) if column.key in MAIN else len(MAIN))
+    yield _columns(names, chosen, shown, columns)
+    yield "[95% interval over prompts; training seeds are not in it]  * best of its run"
+    if count := len({model for of in chosen for model in of}.difference(shown)):
+        yield f"{count} more models: --all, or --models NAMES"
+
+
+def _first_models(chosen: Sequence[Mapping[str, Figures]], everything: bool) -> list[str]:
+    """The models that are printed: all of one run, of several the policy and the first ones."""
+    models = list(dict.fromkeys(model for of in chosen for model in of))
+    if everything or len(chosen) == 1:
+        return models
+    return sorted(models, key=lambda model: model != "policy")[:FIRST_MODELS]
+
+
+def _parameter_lines(
+    names: Sequence[str],
+    runs: Sequence[Compared],
+    parameters: Mapping[str, tuple[str | None, ...]],
+    everything: bool,
+) -> Iterator[str | list[list[str]]]:
+    unknown = [name for name, run in zip(names, runs, strict=True) if run.params is None]
+    if unknown:
+        yield f"parameters of {', '.join(unknown)} are not known"
+    elif not parameters:
         yield "no parameter differs"
-    for name, run in zip(names, runs, strict=True):
-        if run.params is None and len(runs) > 1:
-            yield f"parameters of {name} are not known"
+    else:
+        shown = list(parameters.items())[: None if everything else FIRST_PARAMETERS]
+        values = [[MISSING if value is None else shorten(value) for value in row] for _, row in shown]
+        yield [["parameter", *(key for key, _ in shown)],
+               *([name, *column] for name, column in zip(names, zip(*values, strict=True), strict=True))]  # fmt: skip
+        if len(shown) < len(parameters):
+            yield f"{len(parameters) - len(shown)} more parameters differ: --all"
 
 
-def _wrapped(text: str, width: int) -> list[str]:
-    return textwrap.wrap(text, width, subsequent_indent="  ")
+def _signed(figure: str, found: Estimate | None) -> str:
+    if found is None:
+        return MISSING
+    digits = column_of(figure).digits
+    value, low, high = (number(each, digits, sign=True) for each in (found.mean, found.low, found.high))
+    return f"{value} [{low}, {high}]"
 
 
 def differing(runs: Sequence[Compared]) -> Iterator[tuple[str, tuple[str | None, ...]]]:
@@ -146,11 +177,10 @@ def differing(runs: Sequence[Compared]) -> Iterator[tuple[str, tuple[str | None,
 
 
 def _columns(
-    names: Sequence[str], chosen: Sequence[Mapping[str, Figures]], columns: Sequence[Column]
+    names: Sequence[str], chosen: Sequence[Mapping[str, Figures]], models: Sequence[str], columns: Sequence[Column]
 ) -> list[list[str]]:
     """Columns of text, heading and unit first: run (where there are several), model, then the figures. The runs of one
     model are below each other."""
-    models = list(dict.fromkeys(model for one in chosen for model in one))
     rows = [(place, model) for model in models for place, one in enumerate(chosen) if model in one]
     heads = [["model", "", *(label(model, chosen[place]) for place, model in rows)]]
     if len(names) > 1:

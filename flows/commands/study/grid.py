@@ -163,12 +163,8 @@ def default_name(space: Space, commit: str) -> str:
     return as_name("-".join([*(re.sub(r"\W", "_", name) for name in varied), commit[:7]]))
 
 
-def as_values(setting: tuple[tuple[str, str], ...], params: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
-    """The setting with the values that params.yaml has; a list or a mapping as its JSON."""
-    return tuple((name, _value(params, name)) for name, _ in setting)
-
-
-def _value(params: Mapping[str, Any], name: str) -> Any:
+def value_of(params: Mapping[str, Any], name: str) -> Any:
+    """The value that params.yaml has under a dotted name; a list or a mapping as its JSON."""
     value: Any = params
     for part in name.split("."):
         value = value.get(part) if isinstance(value, Mapping) else None

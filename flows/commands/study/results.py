@@ -1,47 +1,53 @@
-"""The results of one trial, as its DVC experiment recorded them."""
+"""One trial of a study: what it runs, how far it is, and what its DVC experiment recorded."""
 
 import csv
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+from flows.commands.study.grid import Combination, value_of
+
+WAITING, RUNNING, FINISHED, FAILED = "waiting", "running", "finished", "failed"
 Metrics = dict[str, dict[str, Any]]
 """The content of metrics/*.json by the file's name."""
 Table = list[dict[str, Any]]
 """The rows of a CSV: numbers where a cell is one, None where it is empty."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Trial:
-    """One run of the pipeline: its setting, its training seed, how it ended, and what it measured."""
+    """One run of the pipeline: its overrides and parameters, how far it is, how it ended, and what it measured."""
 
-    name: str
-    """Also of its DVC experiment and its MLflow run."""
-    setting: tuple[tuple[str, Any], ...]
-    """The varied parameters and their values, without the seed."""
-    seed: int
-    state: str
-    """waiting, running, finished or failed; only a finished trial has metrics and tables."""
-    metrics: Metrics
-    tables: dict[str, Table]
-    """plots/*.csv by the file's name."""
+    combination: Combination
     params: dict[str, Any]
+    """All of its parameters."""
+    state: str = WAITING
+    metrics: Metrics = field(default_factory=dict)
+    """Of a finished trial only, as `tables`."""
+    tables: dict[str, Table] = field(default_factory=dict)
+    """plots/*.csv by the file's name."""
     seconds: float | None = None
     message: str = ""
-    """Why it failed."""
+    """Why it failed, and where its workspace is."""
+    progress: str = ""
+    began: float = 0.0
 
+    @property
+    def name(self) -> str:
+        """Also of its DVC experiment and its MLflow run."""
+        return self.combination.name
 
-@dataclass(frozen=True)
-class StudyInfo:
-    """What the page says about the study as a whole."""
+    @property
+    def seed(self) -> int:
+        """Its training seed."""
+        seed = self.combination.seed
+        return int(self.params["seed"]) if seed is None else seed
 
-    name: str
-    commit: str
-    command: str
-    objective: str | None = None
-    constraint: str | None = None
-    maximise: bool = True
+    @property
+    def setting(self) -> tuple[tuple[str, Any], ...]:
+        """The varied parameters and their values in params.yaml, without the seed."""
+        return tuple((name, value_of(self.params, name)) for name, _ in self.combination.setting)
 
 
 def read_metrics(files: Mapping[str, bytes]) -> Metrics:

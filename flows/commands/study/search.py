@@ -31,10 +31,7 @@ class Search:
     """Suggests settings, and learns from how they did. Settings that a killed study was trying are suggested again."""
 
     def __init__(self, folder: Path, space: Space, budget: int, maximise: bool) -> None:
-        """`budget` is the number of settings to try in all, those of earlier processes included. Raises UserError when
-        nothing is varied."""
-        if not space.varied:
-            raise UserError("--search needs a parameter to vary, such as -S 'ppo.kl.coef=interval(0.02,0.5)'")
+        """`budget` is the number of settings to try in all, those of earlier processes included."""
         self._space = space
         self._budget = budget
         optuna.logging.set_verbosity(optuna.logging.ERROR)

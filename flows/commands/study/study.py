@@ -1,5 +1,5 @@
-"""`leash study`: the pipeline with several settings and training seeds, each in an isolated workspace, and a page that
-compares them. `work/studies/NAME` holds what it was called with, the logs, and the page."""
+"""`leash study`: the pipeline with several settings and training seeds, each in an isolated workspace, and tables that
+compare them. `work/studies/NAME` holds what it was called with, the logs, the tables and the picture."""
 
 import json
 import shlex
@@ -11,11 +11,12 @@ from statistics import fmean
 from typing import Any
 
 from flows import processes, server, workspace
-from flows.commands.study import expressions, grid, page, tables, trials
+from flows.commands.study import expressions, grid, picture, tables
 from flows.commands.study.grid import Combination, Space
-from flows.commands.study.results import StudyInfo, Trial, read_metrics, read_tables
+from flows.commands.study.results import FAILED, FINISHED, Trial
 from flows.commands.study.search import Search, Suggestion
-from flows.commands.study.trials import FAILED, FINISHED, Job, Runner
+from flows.commands.study.tables import Aim
+from flows.commands.study.trials import Runner, run_all, screen
 from flows.guardian import Guardian
 from flows.isolated import as_name
 from flows.pool import Pool, connect
@@ -27,11 +28,13 @@ from tasks.tracking.sync import begin_study, finish_study
 
 STUDIES = Path("work") / "studies"
 CALL = "study.json"
-PAGE = "index.html"
 TABLE = "table.md"
+PICTURE = "frontier.png"
 DEFAULT_OBJECTIVE = "gold_policy"
 POOL_JOBS = 8
 """Trials that wait in a work pool, or run there, at the same time."""
+MOST_DRAWN = 12
+"""Settings in the picture; with more, the best are drawn."""
 
 
 @dataclass(frozen=True)
@@ -47,9 +50,9 @@ class Call:
     maximise: bool = True
 
     @property
-    def aim(self) -> str | None:
-        """The objective, given or by default."""
-        return self.objective or (DEFAULT_OBJECTIVE if self.search else None)
+    def aim(self) -> Aim:
+        """What is best; by default nothing, or the gold score where there is a search."""
+        return Aim(self.objective or (DEFAULT_OBJECTIVE if self.search else None), self.constraint, self.maximise)
 
     def command(self, name: str) -> str:
         """The command line."""
@@ -71,33 +74,34 @@ class Study:
     commit: str
     call: Call
     space: Space
-    jobs: list[Job] = field(default_factory=list)
+    trials: list[Trial] = field(default_factory=list)
 
     @property
     def folder(self) -> Path:
-        """Of its page and logs."""
+        """Of its tables and logs."""
         return self.home / STUDIES / self.name
 
-    @property
-    def info(self) -> StudyInfo:
-        """What its page says about it."""
-        call = self.call
-        return StudyInfo(
-            name=self.name, commit=self.commit, command=call.command(self.name), objective=call.aim,
-            constraint=call.constraint, maximise=call.maximise,
-        )  # fmt: skip
-
-    def add(self, combinations: Sequence[Combination]) -> list[Job]:
-        """The job of each combination; those that were not known are added. Raises UserError for refused parameters."""
-        known = {job.name: job for job in self.jobs}
-        params = grid.check(self.home, self.commit, [one for one in combinations if one.name not in known])
-        self.jobs += [Job(one, params[one.name]) for one in combinations if one.name not in known]
-        known = {job.name: job for job in self.jobs}
+    def add(self, combinations: Sequence[Combination]) -> list[Trial]:
+        """The trial of each combination; those that were not known are added. Raises UserError for refused
+        parameters."""
+        known = {trial.name: trial for trial in self.trials}
+        new = [one for one in combinations if one.name not in known]
+        params = grid.check(self.home, self.commit, new)
+        for one in new:
+            known[one.name] = Trial(one, params[one.name])
+            self.trials.append(known[one.name])
         return [known[one.name] for one in combinations]
 
-    def trials(self) -> list[Trial]:
-        """Every job as its page shows it."""
-        return [as_trial(job) for job in self.jobs]
+    def write(self) -> str:
+        """Write tables and picture of what is there now; returns the tables."""
+        text = tables.report(self.call.aim, self.trials)
+        with atomic(self.folder / TABLE) as place:
+            place.write_text(text + "\n", encoding="utf-8")
+        best = tables.best_settings(self.call.aim, self.trials, MOST_DRAWN)
+        if (drawn := picture.draw(best)) is not None:
+            with atomic(self.folder / PICTURE) as place:
+                place.write_bytes(drawn)
+        return text
 
 
 def study(
@@ -124,14 +128,14 @@ def study(
         with suppress(OSError):
             begin_study(home, made.name)
         places = jobs or (POOL_JOBS if pool else 1)
-        with processes.watched(Guardian(lock.descriptor)), trials.screen(made.jobs) as show:
+        with processes.watched(Guardian(lock.descriptor)), screen(made.trials) as show:
             _run(made, places, show, tuple(options), workers)
-        write_page(made)
+        text = made.write()
     finally:
         lock.release()
         close(made)
-    failed = sum(job.state == FAILED for job in made.jobs)
-    print(f"\n{page.markdown(made.info, made.trials())}\n\npage   {made.folder / PAGE}", flush=True)
+    failed = sum(trial.state == FAILED for trial in made.trials)
+    print(f"\n{text}\n\ntables and picture: {made.folder}", flush=True)
     print("`dvc exp show` lists the experiments; `dvc exp apply NAME` brings one's results into this folder")
     return 1 if failed else 0
 
@@ -141,6 +145,8 @@ def prepare(home: Path, call: Call, name: str | None, revision: str) -> Study:
     space = grid.read_space(call.overrides, call.methods)
     for expression in filter(None, (call.objective, call.constraint)):
         expressions.check(expression)
+    if call.search and not space.varied:
+        raise UserError("--search needs a parameter to vary, such as -S 'ppo.kl.coef=interval(0.02,0.5)'")
     commit = workspace.resolve(home, revision)
     name = as_name(name) if name else grid.default_name(space, commit)
     path = home / STUDIES / name / CALL
@@ -165,39 +171,41 @@ def identity(call: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in call.items() if name not in free}
 
 
-def _run(made: Study, jobs: int, show: Callable[[Job, str], None], options: tuple[str, ...], pool: Pool | None) -> None:
+def _run(
+    made: Study, jobs: int, show: Callable[[Trial, str], None], options: tuple[str, ...], pool: Pool | None
+) -> None:
     with processes.session() if pool else _prefect(made.home) as variables:
         logs = made.folder / "logs"
         runner = Runner(made.home, made.name, made.commit, logs, variables or {}, options, pool, show)
         if made.call.search is None:
-            waiting = iter(made.jobs)
-            trials.run_all(runner, jobs, lambda: next(waiting, None), lambda job: write_page(made))
+            waiting = iter(made.trials)
+            run_all(runner, jobs, lambda: next(waiting, None), lambda trial: made.write())
         else:
             searching = Searching(made, Search(made.folder, made.space, made.call.search, made.call.maximise))
-            trials.run_all(runner, jobs, searching.ask, searching.ended)
+            run_all(runner, jobs, searching.ask, searching.ended)
 
 
 @contextmanager
 def _prefect(home: Path) -> Iterator[dict[str, str]]:
-    """Variables that name the Prefect server of all trials: the configured one, or one that ends with the block."""
-    url = server.configured_url(home)
-    if url is None:
-        url = server.start_temporary(home)
-        server.wait_for_temporary(url)
+    """The Prefect server of all trials, which inherit it: the configured one, or one that ends with the block."""
+    if server.configured_url(home) is None:
+        server.wait_for_temporary(server.start_temporary(home))
+    else:
+        server.require(home)
     try:
-        yield {"PREFECT_API_URL": url}
+        yield {}
     finally:
         server.stop_temporary()
 
 
 @dataclass
 class Searching:
-    """Feeds the trials of a search: each suggestion becomes a job for each seed, and Optuna gets the means."""
+    """Feeds the trials of a search: each suggestion becomes a trial for each seed, and Optuna gets the means."""
 
     study: Study
     search: Search
-    pending: list[Job] = field(default_factory=list)
-    open: list[tuple[Suggestion, list[Job]]] = field(default_factory=list)
+    pending: list[Trial] = field(default_factory=list)
+    open: list[tuple[Suggestion, list[Trial]]] = field(default_factory=list)
     began: int = 0
 
     def __post_init__(self) -> None:
@@ -206,10 +214,10 @@ class Searching:
             self._add(values)
             self.began += 1
 
-    def ask(self) -> Job | None:
-        """The next job; None when the budget is used, or when the metrics do not have the objective."""
-        ended = [as_trial(job) for job in self.study.jobs if job.state == FINISHED]
-        if ended and all(tables.unmeasured(self.study.info, [trial]) for trial in ended):
+    def ask(self) -> Trial | None:
+        """The next trial; None when the budget is used, or when the metrics do not have the objective."""
+        ended = [trial for trial in self.study.trials if trial.state == FINISHED]
+        if ended and all(tables.unmeasured(self.study.call.aim, [trial]) for trial in ended):
             return None
         while not self.pending and (suggestion := self.search.next(self.began)) is not None:
             self.began += 1
@@ -217,56 +225,41 @@ class Searching:
             self._tell()  # it may be known
         return self.pending.pop(0) if self.pending else None
 
-    def _add(self, values: Sequence[str]) -> list[Job]:
-        before = len(self.study.jobs)
-        jobs = self.study.add(grid.with_seeds(self.study.name, self.study.space, values))
-        self.pending += self.study.jobs[before:]
-        return jobs
+    def _add(self, values: Sequence[str]) -> list[Trial]:
+        before = len(self.study.trials)
+        trials = self.study.add(grid.with_seeds(self.study.name, self.study.space, values))
+        self.pending += self.study.trials[before:]
+        return trials
 
-    def ended(self, job: Job) -> None:
-        """Give Optuna what is known, and write the page."""
+    def ended(self, trial: Trial) -> None:
+        """Give Optuna what is known, and write the tables."""
         self._tell()
-        write_page(self.study)
+        self.study.write()
 
     def _tell(self) -> None:
-        """Give Optuna the mean of each setting whose jobs have all ended."""
-        for suggestion, jobs in list(self.open):
-            if all(one.state in {FINISHED, FAILED} for one in jobs):
-                self.open.remove((suggestion, jobs))
-                self.search.tell(suggestion, *self._measure(jobs))
-
-    def _measure(self, jobs: Sequence[Job]) -> tuple[float | None, float | None]:
-        """Means of the objective and of the violation over the seeds; None where one of them has none."""
-        info, found = self.study.info, [as_trial(job) for job in jobs if job.state == FINISHED]
-        if len(found) < len(jobs) or tables.unmeasured(info, found):
-            return None, None
-        objective = fmean(expressions.evaluate(str(info.objective), trial.metrics) for trial in found)
-        if info.constraint is None:
-            return objective, None
-        return objective, fmean(expressions.violation(info.constraint, trial.metrics) for trial in found)
-
-
-def as_trial(job: Job) -> Trial:
-    """A job as the page shows it."""
-    seed = job.trial.seed if job.trial.seed is not None else int(job.params["seed"])
-    return Trial(
-        job.name, grid.as_values(job.trial.setting, job.params), seed, job.state, read_metrics(job.files),
-        read_tables(job.files), job.params, job.seconds, job.message,
-    )  # fmt: skip
-
-
-def write_page(made: Study) -> None:
-    """The page and the table of what is there now."""
-    found = made.trials()
-    page.write(made.folder / PAGE, made.info, found)
-    with atomic(made.folder / TABLE) as place:
-        place.write_text(page.markdown(made.info, found) + "\n", encoding="utf-8")
+        """Give Optuna the mean objective and violation of each setting whose trials have all ended; None where a trial
+        failed or lacks one of them."""
+        aim = self.study.call.aim
+        for suggestion, trials in list(self.open):
+            if any(one.state not in {FINISHED, FAILED} for one in trials):
+                continue
+            self.open.remove((suggestion, trials))
+            if any(one.state == FAILED for one in trials) or tables.unmeasured(aim, trials):
+                self.search.tell(suggestion, None)
+                continue
+            objective = fmean(expressions.evaluate(str(aim.objective), trial.metrics) for trial in trials)
+            constraint = aim.constraint
+            self.search.tell(
+                suggestion,
+                objective,
+                None if constraint is None else fmean(expressions.violation(constraint, one.metrics) for one in trials),
+            )
 
 
 def close(made: Study) -> None:
     """End the study's run in MLflow."""
-    states = [job.state for job in made.jobs]
+    states = [trial.state for trial in made.trials]
     status: Status = "FINISHED" if all(state == FINISHED for state in states) else "FAILED"
     counts = {f"trials_{state}": float(states.count(state)) for state in (FINISHED, FAILED)}
     with suppress(OSError):
-        finish_study(made.home, made.name, status, counts, [made.folder / PAGE, made.folder / TABLE])
+        finish_study(made.home, made.name, status, counts, [made.folder / TABLE, made.folder / PICTURE])

@@ -1,4 +1,4 @@
-"""The tables of a study: a row for each setting, for each compared method, and for each trial."""
+"""The result of a study as Markdown: the best setting, and a row for each setting, compared method and trial."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -6,11 +6,12 @@ from typing import Any
 
 from flows.commands.study import expressions
 from flows.commands.study.grid import short_names
-from flows.commands.study.points import lead, snapshot_rows
-from flows.commands.study.results import StudyInfo, Trial
-from flows.commands.study.statistics import Summary, standard_error, summarise
+from flows.commands.study.picture import snapshot_rows
+from flows.commands.study.results import FAILED, FINISHED, Trial
+from flows.commands.study.statistics import METHOD, Summary, standard_error, summarise
 from rlhf_core.errors import UserError
 from tasks.page.comparison_table import label
+from tasks.page.inputs import interval
 
 Cells = list[list[str]]
 """Rows of a table; the first is its heading."""
@@ -18,7 +19,7 @@ Read = Callable[[Trial], tuple[Any, Any]]
 """A number of a trial and its 95% interval over prompts; None for what is not there."""
 
 
-def _of(name: str, *path: str, interval: str = "") -> Read:
+def _of(name: str, *path: str) -> Read:
     """The metric at `path` of metrics/<name>.json, and its interval beside it."""
 
     def read(trial: Trial) -> tuple[Any, Any]:
@@ -26,7 +27,7 @@ def _of(name: str, *path: str, interval: str = "") -> Read:
         for part in path[:-1]:
             place = (place or {}).get(part)
         place = place or {}
-        return place.get(path[-1]), place.get(interval or f"{path[-1]}_ci95")
+        return place.get(path[-1]), interval(place, path[-1])
 
     return read
 
@@ -44,13 +45,58 @@ COLUMNS: dict[str, Read] = {
 
 
 @dataclass(frozen=True)
-class Best:
-    """The setting with the best mean objective, the runner-up, and whether their intervals are apart."""
+class Aim:
+    """What is best: the highest or lowest objective, where the constraint holds. Both are expressions over metrics."""
 
-    setting: str
-    value: Summary
-    second: str = ""
-    separated: bool = False
+    objective: str | None = None
+    constraint: str | None = None
+    maximise: bool = True
+
+
+def report(aim: Aim, trials: Sequence[Trial]) -> str:
+    """The verdicts and all tables that have a row, in Markdown."""
+    tables = (
+        ("Settings", setting_table(aim, trials)),
+        ("Compared methods", method_table(trials)),
+        ("PPO and the alternatives at equal KL", lead_table(trials)),
+        ("Trials", trial_table(trials)),
+    )
+    parts = [f"### {title}\n\n{markdown(cells)}" for title, cells in tables if len(cells) > 1]
+    failed = [f"- {trial.name} FAILED: {trial.message}" for trial in trials if trial.state == FAILED]
+    return "\n\n".join(["\n".join(verdicts(aim, trials)), *parts, METHOD, "\n".join(failed)]).strip()
+
+
+def verdicts(aim: Aim, trials: Sequence[Trial]) -> list[str]:
+    """A sentence on the best setting, without and with the constraint."""
+    if aim.objective is None:
+        return []
+    word = "Highest" if aim.maximise else "Lowest"
+    lines = [_verdict(f"{word} {aim.objective}", aim, trials, constrained=False)]
+    if aim.constraint:
+        lines.append(_verdict(f"{word} {aim.objective} where {aim.constraint}", aim, trials, constrained=True))
+    missing = unmeasured(aim, [trial for trial in trials if trial.state == FINISHED])
+    return [*lines, *([f"Without a value: {missing}"] if missing else [])]
+
+
+def _verdict(what: str, aim: Aim, trials: Sequence[Trial], constrained: bool) -> str:
+    """The best setting by the mean objective, of those whose mean satisfies the constraint where `constrained`."""
+    read = objective_of(str(aim.objective))
+    found = {
+        name: value
+        for name, group in by_setting(trials).items()
+        if (value := summary(group, read)) is not None and (not constrained or satisfied(aim, group))
+    }
+    order = sorted(found, key=lambda name: found[name].mean, reverse=aim.maximise)
+    if not order:
+        return f"{what}: no setting yet."
+    line = f"{what}: {order[0]}, {text(found[order[0]])}."
+    if len(order) == 1:
+        return line
+    one, other = found[order[0]], found[order[1]]
+    ends = (one.low, one.high, other.low, other.high)
+    separate = None not in ends and bool(one.low > other.high or other.low > one.high)  # type: ignore[operator]
+    words = ("Its", "are apart") if separate else ("Not separated: its", "overlap")
+    return f"{line} {words[0]} interval and that of {order[1]}, the second, {words[1]}."
 
 
 def setting_names(trials: Sequence[Trial]) -> dict[tuple[tuple[str, Any], ...], str]:
@@ -65,7 +111,7 @@ def by_setting(trials: Sequence[Trial]) -> dict[str, list[Trial]]:
     """The finished trials of each setting; settings without one have an empty list."""
     names = setting_names(trials)
     return {
-        name: [each for each in trials if each.setting == setting and each.state == "finished"]
+        name: [each for each in trials if each.setting == setting and each.state == FINISHED]
         for setting, name in names.items()
     }
 
@@ -73,14 +119,14 @@ def by_setting(trials: Sequence[Trial]) -> dict[str, list[Trial]]:
 def summary(trials: Sequence[Trial], read: Read) -> Summary | None:
     """Over the seeds that have the number."""
     found = [pair for pair in map(read, trials) if isinstance(pair[0], int | float)]
-    return summarise([float(value) for value, _ in found], [standard_error(interval) for _, interval in found])
+    return summarise([float(value) for value, _ in found], [standard_error(ends) for _, ends in found])
 
 
-def setting_table(info: StudyInfo, trials: Sequence[Trial]) -> Cells:
+def setting_table(aim: Aim, trials: Sequence[Trial]) -> Cells:
     """A row for each setting: mean over seeds and interval. Columns that no trial has are left out."""
     columns = dict(COLUMNS)
-    if info.objective and info.objective != "gold_policy":  # which is the first column anyway
-        columns = {info.objective: objective_of(info.objective), **columns}
+    if aim.objective and aim.objective != "gold_policy":  # which is the first column anyway
+        columns = {aim.objective: objective_of(aim.objective), **columns}
     groups = by_setting(trials)
     rows = {name: [summary(group, read) for read in columns.values()] for name, group in groups.items()}
     used = [place for place in range(len(columns)) if any(row[place] for row in rows.values())]
@@ -96,62 +142,46 @@ def objective_of(expression: str) -> Read:
 
     def read(trial: Trial) -> tuple[Any, Any]:
         evaluation = trial.metrics.get(expressions.FIRST, {})
-        interval = evaluation.get(f"{expression}_ci95")
-        if expression == "gold_policy":
-            interval = (evaluation.get("models") or {}).get("policy", {}).get("gold_ci95")
         try:
-            return expressions.evaluate(expression, trial.metrics), interval
+            return expressions.evaluate(expression, trial.metrics), interval(evaluation, expression)
         except UserError:  # `unmeasured` says so
             return None, None
 
     return read
 
 
-def unmeasured(info: StudyInfo, trials: Sequence[Trial]) -> str:
+def unmeasured(aim: Aim, trials: Sequence[Trial]) -> str:
     """Why objective or constraint have no value in the first trial that lacks one; empty where all have both."""
     for trial in trials:
         try:
-            if info.objective is not None:
-                expressions.evaluate(info.objective, trial.metrics)
-            if info.constraint is not None:
-                expressions.violation(info.constraint, trial.metrics)
+            if aim.objective is not None:
+                expressions.evaluate(aim.objective, trial.metrics)
+            if aim.constraint is not None:
+                expressions.violation(aim.constraint, trial.metrics)
         except UserError as error:
             return f"{trial.name}: {error}"
     return ""
 
 
-def best(info: StudyInfo, trials: Sequence[Trial], constrained: bool) -> Best | None:
-    """The best setting by the mean objective, of those whose mean satisfies the constraint where `constrained`."""
-    if info.objective is None:
-        return None
-    read = objective_of(info.objective)
-    found = {
-        name: value
-        for name, group in by_setting(trials).items()
-        if (value := summary(group, read)) is not None and (not constrained or satisfied(info, group))
-    }
-    if not found:
-        return None
-    order = sorted(found, key=lambda name: found[name].mean, reverse=info.maximise)
-    first, second = order[0], (order[1] if len(order) > 1 else "")
-    return Best(first, found[first], second, bool(second) and apart(found[first], found[second]))
+def best_settings(aim: Aim, trials: Sequence[Trial], most: int) -> dict[str, list[Trial]]:
+    """The finished trials of each setting; of more than `most` settings those with the best mean objective."""
+    groups = by_setting(trials)
+    if len(groups) <= most or aim.objective is None:
+        return groups
+    read = objective_of(aim.objective)
+    means = {name: found.mean for name, group in groups.items() if (found := summary(group, read))}
+    chosen = sorted(means, key=means.__getitem__, reverse=aim.maximise)[:most]
+    return {name: group for name, group in groups.items() if name in chosen}
 
 
-def satisfied(info: StudyInfo, group: Sequence[Trial]) -> bool:
+def satisfied(aim: Aim, group: Sequence[Trial]) -> bool:
     """Whether the mean violation over the seeds is at most 0."""
-    if info.constraint is None:
+    if aim.constraint is None:
         return True
-    if unmeasured(info, group):
+    if unmeasured(aim, group):
         return False
-    amounts = [expressions.violation(info.constraint, trial.metrics) for trial in group]
+    amounts = [expressions.violation(aim.constraint, trial.metrics) for trial in group]
     return sum(amounts) <= 0
-
-
-def apart(one: Summary, other: Summary) -> bool:
-    """Whether the intervals do not touch."""
-    if None in (one.low, one.high, other.low, other.high):
-        return False
-    return bool(one.low > other.high or other.low > one.high)  # type: ignore[operator]
 
 
 def method_table(trials: Sequence[Trial]) -> Cells:
@@ -172,17 +202,25 @@ def _model(trial: Trial, name: str) -> dict[str, Any]:
     return dict((trial.metrics.get("evaluate", {}).get("models") or {}).get(name) or {})
 
 
+def _lead(name: str) -> Read:
+    """PPO's gold score minus that of an alternative at the alternative's KL, cross-fitted: `frontier` of
+    metrics/evaluate.json. None outside the KL of PPO's snapshots."""
+
+    def read(trial: Trial) -> tuple[Any, Any]:
+        found = (trial.metrics.get("evaluate", {}).get("frontier") or {}).get(name) or {}
+        return found.get("gold_gap"), interval(found, "gold_gap")
+
+    return read
+
+
 def lead_table(trials: Sequence[Trial]) -> Cells:
     """PPO's gold score minus that of each alternative at the alternative's KL."""
     groups = by_setting(trials)
     names = list(
         dict.fromkeys(name for trial in trials for name in trial.metrics.get("evaluate", {}).get("frontier") or {})
     )
-    found = {
-        name: [summary(group, lambda trial, name=name: lead(trial, name)) for group in groups.values()]  # type: ignore[misc]
-        for name in names
-    }
-    rows = [[label(name), *map(signed, row)] for name, row in found.items() if any(row)]
+    found = {name: [summary(group, _lead(name)) for group in groups.values()] for name in names}
+    rows = [[label(name), *(text(one, "+.3f") for one in row)] for name, row in found.items() if any(row)]
     return [["PPO less, at its KL", *groups], *rows] if rows else []
 
 
@@ -191,16 +229,12 @@ def trial_table(trials: Sequence[Trial]) -> Cells:
     rows = []
     for trial in trials:
         cells = [COLUMNS[name](trial)[0] for name in ("gold", "win rate", "KL, nats")]
-        peak = max((row for row in snapshot_rows(trial) if row.get("gold") is not None), key=_gold, default=None)
+        peak = max(snapshot_rows(trial), key=lambda row: float(row["gold"]), default=None)
         rows.append([
             trial.name, trial.state, *map(number, cells), "" if peak is None else f"{peak['point']:g}",
             alerts([trial]) if trial.metrics else "", "" if trial.seconds is None else f"{trial.seconds:.0f}",
         ])  # fmt: skip
     return [["trial", "state", "gold", "win rate", "KL, nats", "step of the highest gold", "alerts", "seconds"], *rows]
-
-
-def _gold(row: dict[str, Any]) -> float:
-    return float(row["gold"])
 
 
 def alerts(trials: Sequence[Trial]) -> str:
@@ -221,11 +255,6 @@ def text(value: Summary | None, form: str = ".3f") -> str:
         return "–"
     ends = "" if value.low is None else f" ({value.low:{form}} to {value.high:{form}})"
     return f"{value.mean:{form}}{ends}".replace("-", "−")
-
-
-def signed(value: Summary | None) -> str:
-    """As `text`, with the sign."""
-    return text(value, "+.3f")
 
 
 def number(value: Any) -> str:

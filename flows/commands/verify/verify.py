@@ -36,11 +36,14 @@ class Finding:
     inputs: tuple[str, ...] = ()
     exempt: tuple[str, ...] = ()
     """Why the recorded run was exempt from byte identity."""
+    size: str = ""
+    """How large the difference of a JSON or CSV file is; empty where it is not known."""
 
     @property
     def words(self) -> str:
         """The verdict and its reasons, for the table."""
         why = f" because its input {', '.join(self.inputs)} differs" if self.inputs else ""
+        why += f": {self.size}" if self.size else ""
         why += f" (the recorded run was exempt: {'; '.join(self.exempt)})" if self.exempt else ""
         return f"{self.verdict}{why}"
 
@@ -84,7 +87,7 @@ def verify(root: Path, names: Sequence[str], keep: bool, log: Log) -> Report:
     """
     from tasks.records.rebuild import fill, plan
     from tasks.stage.definition import git_state
-    from tasks.stage.dvc_adapter import open_project
+    from tasks.stage.dvc_files import open_project
 
     graph = read_graph(root)
     graph.select(names)
@@ -113,7 +116,7 @@ def verify_round(root: Path, number: int, log: Log) -> Report:
     """
     from tasks.records.recorded import recorded
     from tasks.stage import rounds
-    from tasks.stage.dvc_adapter import open_project
+    from tasks.stage.dvc_files import open_project
 
     note = rounds.read_note(root, number)
     space = Workspace(root, f"round-{number}-{os.getpid()}", workspace.resolve(root, note["commit"]))
@@ -138,7 +141,7 @@ def verify_round(root: Path, number: int, log: Log) -> Report:
 
 def _make_params(project: Path, stages: Sequence[str], log: Log) -> None:
     """Run the stages that make files of parameters: without them nobody can say whether dvc.lock is up to date."""
-    from tasks.stage.dvc_adapter import open_project
+    from tasks.stage.dvc_files import open_project
 
     with open_project(project) as opened:
         makers = set[str]().union(*map(opened.makers_of_params, stages))
@@ -210,13 +213,27 @@ def _compare(root: Path, project: Path, record: Any) -> list[Finding]:
             findings.append(Finding(record.stage, out, value, now, "same"))
         else:
             verdict: Verdict = "differs" if other else "DIFFERS"
-            findings.append(Finding(record.stage, out, value, now, verdict, other, exempt))
+            size = _size(root, project, out, value)
+            findings.append(Finding(record.stage, out, value, now, verdict, other, exempt, size))
     return findings
+
+
+def _size(root: Path, project: Path, out: str, digest: str) -> str:
+    """How large the difference between an output in the clone and the recorded one is."""
+    from tasks.records.differences import READERS, difference
+    from tasks.stage.dvc_files import open_project
+
+    if Path(out).suffix not in READERS or not (project / out).is_file():
+        return ""
+    with open_project(root) as opened:
+        present = opened.hash_at(root / out) == digest
+        kept = [root / out] if present else [blob for _, blob in opened.cached(digest) if blob.is_file()]
+    return difference(Path(out).suffix, kept[0].read_text(), (project / out).read_text()) if kept else ""
 
 
 def _exemptions(root: Path, record: Any) -> tuple[str, ...]:
     """Why the run behind these outputs was exempt from byte identity: its parameters and its models' provenance."""
-    from tasks.stage.numerics import NOT_DETERMINISTIC
+    from tasks.stage.models import NOT_DETERMINISTIC
     from tasks.stage.provenance import read
 
     found: dict[str, None] = {} if record.params.get("deterministic", True) else {NOT_DETERMINISTIC: None}

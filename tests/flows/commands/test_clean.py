@@ -15,7 +15,7 @@ from rlhf_core.locks import FileLock
 from tasks.records.leftovers import Found, Leftover
 from tasks.records.leftovers import remove as remove_all
 from tasks.stage.definition import Definition
-from tasks.stage.dvc_adapter import open_project
+from tasks.stage.dvc_files import open_project
 from tasks.stage.state import FINISHED
 from tests.tasks.tracking.conftest import pipeline, stage
 

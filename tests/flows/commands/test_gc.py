@@ -132,6 +132,7 @@ def test_what_stays_can_be_restored_and_the_rest_is_gone(root: Path, capsys: pyt
     assert capsys.readouterr().out.splitlines()[-1] == "nothing to remove"
 
 
+@pytest.mark.slow
 def test_branches_tags_and_tagged_experiments_stay(root: Path) -> None:
     dvc(root, "exp", "branch", "nightly-1", "kept")
     [ref] = call(root, "git", "for-each-ref", "--format=%(objectname)", "refs/exps/*/*/nightly-2").split()
@@ -179,6 +180,7 @@ def test_without_the_database_nothing_is_removed(root: Path, capsys: pytest.Capt
     assert (objects(root), len(experiments(root))) == (before, 5)
 
 
+@pytest.mark.slow
 def test_experiments_of_people_stay(root: Path) -> None:
     """Whatever their names are."""
     dvc(root, "exp", "save", "--quiet", "--force", "--name", "nightly-mine")
@@ -195,6 +197,7 @@ def test_mlflow_that_does_not_answer(root: Path, monkeypatch: pytest.MonkeyPatch
     assert len(experiments(root)) == 5
 
 
+@pytest.mark.slow
 def test_a_workspace_that_was_kept_keeps_its_objects_and_one_at_work_refuses(root: Path) -> None:
     space = Workspace(root, "trial", workspace.resolve(root, "HEAD"), ("a=9",))
     with workspace.opened(space):

@@ -125,6 +125,7 @@ def test_a_bad_option_is_one_line(leash: Callable[..., Any], option: str, value:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
+@pytest.mark.chosen("qwen-8b-lora")
 @pytest.mark.parametrize("name", list(EXAMPLES))
 def test_examples_for_80_gb_fit(name: str, tmp_path: Path) -> None:
     config, parameters = EXAMPLES[name]

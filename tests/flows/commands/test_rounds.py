@@ -16,8 +16,9 @@ from flows.workspace import Workspace
 from rlhf_core.errors import UserError
 from tasks.params.loader import read_yaml
 from tasks.records.lineage import Node, lineage
-from tasks.stage.definition import pipeline_identity
-from tasks.stage.dvc_adapter import needed_objects, open_project
+from tasks.stage.dvc_adapter import needed_objects
+from tasks.stage.dvc_files import open_project
+from tasks.stage.pipeline_run import identity
 from tasks.stage.rounds import last_closed, read_note
 from tests.conftest import call
 
@@ -132,9 +133,8 @@ def test_a_round_that_functions_alone_have_scored_has_its_policy_and_no_pairs(ro
 
 def test_the_next_round_is_another_run_that_goes_on_from_it(ran: Path) -> None:
     def key() -> tuple[str, int]:
-        with open_project(ran) as project:
-            identity = pipeline_identity(project, read_yaml(ran / "params.yaml"))
-        return identity.key, identity.round
+        run = identity(ran, read_yaml(ran / "params.yaml"))
+        return run["key"], run["round"]
 
     first = key()
     command.close(ran)
@@ -222,6 +222,7 @@ def verdicts(report: Report) -> dict[str, str]:
     return {finding.out: finding.words for finding in report.findings}
 
 
+@pytest.mark.slow
 def test_a_closed_round_can_be_rebuilt_from_its_commit(ran: Path) -> None:
     """Also when the project has gone on since, with other code; and rounds/N is compared, not only dvc.lock."""
     command.close(ran)
@@ -254,6 +255,7 @@ def test_a_closed_round_can_be_rebuilt_from_its_commit(ran: Path) -> None:
         verify_round(ran, 3, lambda stage, line: None)
 
 
+@pytest.mark.slow
 def test_lineage_goes_through_closed_rounds_to_their_commits_and_inputs(ran: Path) -> None:
     for number in (1, 2):
         assert "rounds" not in (names(lineage(ran, ran / "models/policy")) if number == 1 else ())

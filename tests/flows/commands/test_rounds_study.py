@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from rlhf_core.errors import UserError
+from rlhf_core.evaluation.intervals import bounds
 from tasks.datasets.jsonl import write_jsonl
 from tests.conftest import ROOT
 
@@ -26,8 +27,13 @@ def script() -> ModuleType:
 
 def write_results(folder: Path, gold: float, agreement: float, policies: dict[str, tuple[float, float]]) -> None:
     """Results of a round; `policies` are the gold score and KL of each model, equal for all prompts."""
-    policy = {"gold": gold, "gold_ci95": [gold - 0.1, gold + 0.1], "kl_exact": 2.0, "kl_exact_ci95": [1.9, 2.1]}
-    own = {"agreement": agreement, "agreement_ci95": [agreement - 0.02, agreement + 0.02]}
+    policy = {
+        "gold": gold,
+        "kl_exact": 2.0,
+        **bounds("gold", [gold - 0.1, gold + 0.1]),
+        **bounds("kl_exact", [1.9, 2.1]),
+    }
+    own = {"agreement": agreement, **bounds("agreement", [agreement - 0.02, agreement + 0.02])}
     for name, content in {
         "evaluate": {"models": {"policy": policy}, "reward_model": {"policy": own}},
         "preferences": {"pairs": 100},

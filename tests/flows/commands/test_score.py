@@ -295,7 +295,7 @@ def test_a_reward_model_of_other_parameters_is_refused(project: Path, score: Sco
     record = dict.fromkeys(("stage", "command", "inputs", "code", "versions", "exemptions"), "") | {
         "params": {"reward": block}
     }
-    (project / "models/reward/provenance.json").write_text(json.dumps(record))
+    (project / "models/reward.provenance.json").write_text(json.dumps(record))
     change(project, reward__members=1)
     assert score("answers.jsonl").exit_code == 0, "one member is the default"
     change(project, reward__members=3)

@@ -39,6 +39,7 @@ def verdicts(prompts: int, ties: float) -> Callable[[np.random.Generator], ndarr
 
 
 @pytest.mark.slow
+@pytest.mark.chosen("400-0.2")
 @pytest.mark.parametrize(("prompts", "ties"), [(300, 0.0), (400, 0.2)])
 def test_the_interval_of_a_win_rate_covers_the_truth_in_95_of_100_draws(prompts: int, ties: float) -> None:
     assert 0.93 <= coverage(verdicts(prompts, ties), 0.6) <= 0.97

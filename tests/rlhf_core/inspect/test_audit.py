@@ -160,6 +160,7 @@ def test_a_baseline_from_other_answers_reaches_the_same_optimum() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.chosen("1-rloo", "2-reinforce")
 @pytest.mark.parametrize("name", ["rloo", "reinforce"])
 @pytest.mark.parametrize("place", [BANDIT, TWO, THREE])
 def test_published_methods_reach_their_optimum(name: str, place: int) -> None:

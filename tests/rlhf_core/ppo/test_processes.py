@@ -33,9 +33,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 def launch(count: int, folder: Path, options: dict[str, Any]) -> dict[str, Any]:
     folder.mkdir()
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", str(count)]
-    command += ["--multi_gpu"] if count > 1 else []  # torchrun, with gloo where there is no GPU
-    command += ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0"]
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count)]
+    command = [sys.executable, *(torchrun if count > 1 else [])]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [*command, str(SCRIPT), str(folder), json.dumps(options)],
@@ -43,7 +42,7 @@ def launch(count: int, folder: Path, options: dict[str, Any]) -> dict[str, Any]:
         env=environment,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=600,
         check=False,
     )
     if options.get("die"):
@@ -62,6 +61,7 @@ def relative(one: torch.Tensor, two: torch.Tensor) -> float:
 
 
 @pytest.mark.slow
+@pytest.mark.chosen("rloo, an odd minibatch")
 @pytest.mark.parametrize("name", list(OPTIONS))
 def test_rule_13_rule_03_failure_10_two_processes_train_as_one(name: str, tmp_path: Path) -> None:
     """The same samples, the same gradient at the first step (1e-5), the same weights after three (1e-4)."""
@@ -92,6 +92,7 @@ SHARDED: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.slow
+@pytest.mark.chosen("critic of its own", "lora, full KL in the loss")
 @pytest.mark.parametrize("name", list(SHARDED))
 def test_rule_13_divided_models_train_as_whole_ones(name: str, tmp_path: Path) -> None:
     """`sharding: fsdp` on two processes: samples, gradient and weights of one process, and about half the bytes."""
@@ -121,6 +122,7 @@ def test_rule_14_divided_processes_stop_and_skip_together(tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
+@pytest.mark.chosen("0", "unpacking")
 @pytest.mark.parametrize("layer", [-1, 0, 1, "unpacking"])
 def test_a_lack_of_memory_in_one_process_halves_the_batches_of_all(layer: int | str, tmp_path: Path) -> None:
     """In a layer of the policy, (-1) after the last one, or when the weights of a layer are unpacked; the training
@@ -153,6 +155,7 @@ SHORT: dict[str, dict[str, dict[str, Any]]] = {
 
 
 @pytest.mark.slow
+@pytest.mark.chosen("critic of its own")
 @pytest.mark.parametrize("name", list(SHORT))
 def test_a_lack_of_memory_before_the_pass_of_the_reference_halves_the_batches_of_all(name: str, tmp_path: Path) -> None:
     """The other processes learn of it before the reference's pass, which the failed one does not make. The weights are
@@ -169,6 +172,8 @@ def test_a_lack_of_memory_before_the_pass_of_the_reference_halves_the_batches_of
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.chosen("all weights")
 @pytest.mark.parametrize("lora", [None, {"rank": 4}], ids=["all weights", "lora"])
 def test_rule_19_a_checkpoint_of_two_processes_continues_in_two_and_in_one(
     lora: dict[str, int] | None, tmp_path: Path

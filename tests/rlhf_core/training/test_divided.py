@@ -25,9 +25,11 @@ Run = dict[str, Any]
 
 def launch(count: int, folder: Path, options: dict[str, Any], code: int = 0) -> Run:
     folder.mkdir()
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", str(count)]
-    command += ["--multi_gpu"] if count > 1 else []  # torchrun, with gloo where there is no GPU
-    command += ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0"]
+    command = [sys.executable]
+    if count > 1:  # torchrun, with gloo where there is no GPU
+        command += ["-m", "accelerate.commands.launch", "--num_processes", str(count), "--multi_gpu"]
+        command += ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"]
+        command += ["--main_process_port", "0"]
     done = subprocess.run(
         [*command, str(SCRIPT), str(folder), json.dumps(options)],
         cwd=ROOT,
@@ -50,6 +52,7 @@ def numbers(run: Run, *names: str) -> list[list[float]]:
 
 
 @pytest.mark.slow
+@pytest.mark.chosen("sft", "reward with lora", "dpo")
 @pytest.mark.parametrize("name", list(OPTIONS))
 def test_rule_13_a_divided_model_trains_as_a_whole_one(name: str, tmp_path: Path) -> None:
     """The gradient of the first step (1e-5), the weights in the end (1e-4), the log, and half the bytes; the last batch
@@ -77,6 +80,7 @@ def test_a_lack_of_memory_in_one_process_halves_the_batches_of_all(tmp_path: Pat
 
 
 @pytest.mark.slow
+@pytest.mark.chosen("sft")
 @pytest.mark.parametrize("name", ["sft", "reward with lora"])
 def test_rule_19_failure_01_a_kill_while_a_checkpoint_is_written_changes_no_byte(name: str, tmp_path: Path) -> None:
     """One process is killed while both write their parts of the second checkpoint; the run continues from the first."""

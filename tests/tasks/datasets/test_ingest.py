@@ -16,8 +16,11 @@ from tasks import ingest
 from tasks.check_data import require_ratings
 from tasks.datasets.jsonl import read_jsonl, write_jsonl
 from tasks.datasets.prepare import prepare
+from tasks.datasets.raw import PRETRAINED
+from tasks.datasets.raw import TEXTS as PTX
 from tasks.params.ingest import IngestParams
 from tasks.schemas.validation import load
+from tasks.stage.outputs import Outputs
 
 DATASETS = ("demonstrations", "pairs", "preference_prompts", "ppo_prompts", "heldout")
 PAIRS = [{"prompt": f"question {i}", "chosen": f"good {i}", "rejected": f"bad {i}"} for i in range(100)]
@@ -28,18 +31,23 @@ def execute(tmp_path, monkeypatch):
     """Run the stage's own work in an empty repository; returns the rows of each dataset and the metrics."""
     monkeypatch.chdir(tmp_path)
 
-    def call(params: IngestParams):
+    def call(params: IngestParams, prompts=None, texts=(), pretrained=None):
         metrics = {}
-        outputs = SimpleNamespace(write_jsonl=lambda path, rows: write_jsonl(tmp_path / path, rows))
+        named = {"prompts": prompts, "texts": texts, "pretrained": pretrained}
+        names = (*DATASETS, "ratings", "evaluation_prompts", "dropped")
+        outputs = Outputs(tmp_path, [*(f"data/ingest/{name}.jsonl" for name in names), PTX, PRETRAINED])
         stage = SimpleNamespace(
             params=params,
+            blocks={"raw_files": named},
+            out=outputs.path,
             state_dir=tmp_path / "work",
             outputs=outputs,
             write_metrics=metrics.update,
             log=print,
         )
         ingest.execute(stage)
-        rows = load(tmp_path, [f"data/ingest/{name}.jsonl" for name in (*DATASETS, "ratings")])
+        outputs.commit()
+        rows = load(tmp_path, [f"data/ingest/{name}.jsonl" for name in (*DATASETS, "ratings", "evaluation_prompts")])
         return SimpleNamespace(
             **{Path(path).stem: found for path, found in rows.items()},
             dropped=read_jsonl(tmp_path / "data/ingest/dropped.jsonl"),
@@ -67,6 +75,28 @@ def test_pairs_alone_fill_every_share(execute, params, raw):
     parts = {row["prompt_id"]: row["split"] for row in made.preference_prompts}
     assert all(row["split"] == parts[row["prompt_id"]] for row in made.pairs)
     assert set(parts.values()) == {"train", "validation"}
+
+
+def test_what_later_stages_name_is_copied_and_nothing_else(execute, params, raw, tmp_path):
+    folder = tmp_path / "data/raw"
+    raw(train=PAIRS)
+    made = execute(params())
+    assert made.evaluation_prompts == made.heldout
+    assert [path.name for path in (tmp_path / PTX).iterdir()] == ["README.md"]
+    assert json.loads((tmp_path / PRETRAINED).read_text()) == {}
+    before = {path: path.read_bytes() for path in (tmp_path / "data/ingest").rglob("*") if path.is_file()}
+    (folder / "README.md").write_text("a page")
+    (folder / "unnamed.jsonl").write_text('{"prompt": "other?"}\n')
+    execute(params())
+    assert {path: path.read_bytes() for path in (tmp_path / "data/ingest").rglob("*") if path.is_file()} == before
+    (folder / "deep").mkdir()
+    (folder / "deep/text.txt").write_bytes(b"a text\r\n")
+    (folder / "model").mkdir()
+    (folder / "model/config.json").write_text("{}")
+    made = execute(params(), prompts="unnamed.jsonl", texts=["deep/text.txt"], pretrained="model")
+    assert [row["prompt"][0]["content"] for row in made.evaluation_prompts] == ["other?"]
+    assert (tmp_path / PTX / "deep/text.txt").read_bytes() == b"a text\r\n"
+    assert list(json.loads((tmp_path / PRETRAINED).read_text())) == ["config.json"]
 
 
 def test_metrics_and_dropped_rows(execute, params, raw, capsys):

@@ -8,10 +8,12 @@ from typing import cast
 import pytest
 
 from rlhf_core.evaluation.divergence import Divergence
+from rlhf_core.evaluation.intervals import bounds
 from rlhf_core.evaluation.wins import wins
 from tasks.evaluation.evaluator import Evaluator, ScoredAnswers
 from tasks.evaluation.frontier import Frontier, between, chosen_snapshots, kl_by_step
 from tasks.evaluation.results import Bootstrap, Results
+from tasks.page.inputs import interval
 
 PROMPTS = 50
 
@@ -68,7 +70,7 @@ def test_the_gap_at_equal_kl_has_its_sign() -> None:
     assert found["best_of_4"]["policy_gold"] == pytest.approx(0.5)
     assert found["best_of_4"]["gold_gap"] == pytest.approx(-0.3)
     assert found["dpo"]["gold_gap"] == pytest.approx(0.4)
-    assert found["dpo"]["gold_gap_ci95"] == pytest.approx([0.4, 0.4]), "paired: differences between prompts cancel"
+    assert interval(found["dpo"], "gold_gap") == pytest.approx((0.4, 0.4)), "paired: differences between prompts cancel"
     assert found["best_of_4"]["reward_gap"] == pytest.approx(0.0)
     assert (found["grpo"]["policy_gold"], found["grpo"]["gold_gap"], found["grpo"]["between"]) == (None, None, None)
     assert found["best_of_4"]["between"] == ["sft", "step 10"]
@@ -87,9 +89,9 @@ def test_the_uncertainty_of_a_measured_kl_is_in_the_interval() -> None:
     models = {name: figures(each, 2.5) for name, each in results.items()}
     found = Frontier(EVALUATOR, results, snapshots, models, BOOTSTRAP).figures()["frontier"]
     assert found["dpo"]["gold_gap"] == pytest.approx(found["best_of_8"]["gold_gap"])
-    low, high = found["dpo"]["gold_gap_ci95"]
+    low, high = found["dpo"]["gold_gap_low"], found["dpo"]["gold_gap_high"]
     assert high - low > 0.1
-    assert found["best_of_8"]["gold_gap_ci95"] == pytest.approx([0.4, 0.4])
+    assert interval(found["best_of_8"], "gold_gap") == pytest.approx((0.4, 0.4))
 
 
 def kl_of(results: Results) -> float:
@@ -145,7 +147,7 @@ def test_interpolated_policies_are_points_of_the_frontier() -> None:
     mixed = {0.65: answers(1.0, 1.5, 1.5), 0.3: answers(0.5, 0.1, 0.1)}
     results = {"sft": sft, "policy": policy, "dpo": answers(2.5, 1.0, 1.0)}
     models = {
-        name: figures(each, kl_of(each)) | {f"{s}_ci95": None for s in ("gold", "reward", "win_rate")}
+        name: figures(each, kl_of(each)) | bounds("gold", None) | bounds("reward", None) | bounds("win_rate", None)
         | {"win_rate": 0.5, "samples_per_answer": 1}
         for name, each in results.items()
     }  # fmt: skip
@@ -194,7 +196,7 @@ def test_the_stopping_difference_is_paired_and_needs_a_judge() -> None:
     assert found is not None
     assert (found["best_step"], found["last_step"], found["score"]) == (5, 10, "gold")
     assert found["difference"] == pytest.approx(1.0)
-    assert found["difference_ci95"] == pytest.approx([1.0, 1.0])
+    assert interval(found, "difference") == pytest.approx((1.0, 1.0))
     sft_first = frontier.stopping({"best_judge_step": 0, "last_step": 10})
     assert sft_first is not None
     assert sft_first["difference"] == pytest.approx(-1.0)

@@ -15,6 +15,7 @@ from tasks.evaluation.teacher_forced import (
     teacher_forced_figures,
     teacher_forced_logprobs,
 )
+from tasks.page.inputs import interval
 
 BOOTSTRAP = Bootstrap(300, 1)
 PAIRS = [{"prompt_id": name} for name in ("a", "a", "b")]
@@ -27,11 +28,11 @@ def test_signs_of_the_alignment_tax_and_of_log_probability_changes() -> None:
     figures = teacher_forced_figures(read, SFT, PAIRS, BOOTSTRAP)
     assert figures["heldout_loss"] == pytest.approx(15 / 5)
     assert figures["alignment_tax"] == pytest.approx(1.0)
-    assert figures["alignment_tax_ci95"] == pytest.approx([1.0, 1.0]), "paired: the same for every prompt"
+    assert interval(figures, "alignment_tax") == pytest.approx((1.0, 1.0)), "paired: the same for every prompt"
     assert (figures["logprob_chosen"], figures["logprob_rejected"]) == (-3.0, -5.0)
     assert (figures["logprob_chosen_change"], figures["logprob_rejected_change"]) == (-1.0, -3.0)
-    assert figures["logprob_rejected_change_ci95"] == [-3.0, -3.0]
-    low, high = figures["logprob_chosen_ci95"]
+    assert interval(figures, "logprob_rejected_change") == (-3.0, -3.0)
+    low, high = figures["logprob_chosen_low"], figures["logprob_chosen_high"]
     assert (low, high) == (-4.0, -2.5), "prompts are resampled, with all their pairs"
 
 

@@ -149,7 +149,7 @@ def test_the_stage_labels_with_an_endpoint(
     assert len(server.bodies) == 2 * figures["judged"]  # those of the agreement are among them
     assert figures["agreement"]["with"] == "gold rubric (simulated)"
     assert 0 < figures["agreement"]["pairs"] <= 20
-    low, high = figures["agreement"]["ci95"]
+    low, high = figures["agreement"]["share_low"], figures["agreement"]["share_high"]
     assert low <= figures["agreement"]["share"] <= high
     assert metrics["judge"] == f"m at {server.url}", "the page compares it with the judge of evaluate.json"
     lines = ended.stdout.splitlines()

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from rlhf_core.evaluation.intervals import bounds
 from tasks.page.figures import draw
 from tasks.page.inputs import Run, read_run
 from tasks.page.picture import Picture
@@ -129,7 +130,9 @@ WITH_ENDS = (
 
 def _figures(name: str, judge: bool, several: bool) -> dict[str, Any]:
     row = _means(name, judge, several)
-    return row | {f"{key}_ci95": None if row[key] is None else _ends(row[key], 0.002) for key in WITH_ENDS}
+    for key in WITH_ENDS:
+        row |= bounds(key, None if row[key] is None else _ends(row[key], 0.002))
+    return row
 
 
 def _means(name: str, judge: bool, several: bool) -> dict[str, Any]:
@@ -140,26 +143,26 @@ def _means(name: str, judge: bool, several: bool) -> dict[str, Any]:
     return {
         "answers": 1200 if several else 400,
         "gold": gold if judge else None,
-        "gold_ci95": _ends(gold, 0.11) if judge else None,
+        **bounds("gold", _ends(gold, 0.11) if judge else None),
         "gold_spread": 0.0312 if judge and several else None,
         "reward": reward,
-        "reward_ci95": _ends(reward, 0.07),
+        **bounds("reward", _ends(reward, 0.07)),
         "reward_spread": 0.0214 if several else None,
         "win_rate": None if sft else 0.8825 if policy else rate,
-        "win_rate_ci95": None if sft else [0.85, 0.9125] if policy else _ends(rate, 0.03),
+        **bounds("win_rate", None if sft else [0.85, 0.9125] if policy else _ends(rate, 0.03)),
         "win_rate_spread": None if sft or not several else 0.011,
         "ties": None if sft else 0.0075,
         "win_rate_controlled": None if sft else round(rate - 0.03, 4),
-        "win_rate_controlled_ci95": None if sft else _ends(rate - 0.03, 0.04),
+        **bounds("win_rate_controlled", None if sft else _ends(rate - 0.03, 0.04)),
         "win_rate_vs_policy": None if policy else against,
-        "win_rate_vs_policy_ci95": None if policy else _ends(against, 0.028),
+        **bounds("win_rate_vs_policy", None if policy else _ends(against, 0.028)),
         "gold_minus_policy": None if policy or not judge else round(gold - 4.0456, 4),
-        "gold_minus_policy_ci95": None if policy or not judge else _ends(gold - 4.0456, 0.09),
+        **bounds("gold_minus_policy", None if policy or not judge else _ends(gold - 4.0456, 0.09)),
         "kl": kl,
-        "kl_ci95": None if sft or best else _ends(kl, 0.2),
+        **bounds("kl", None if sft or best else _ends(kl, 0.2)),
         "kl_k3": None if best else round(kl * 1.02, 4),
         "kl_exact": kl,
-        "kl_exact_ci95": None if sft or best else _ends(kl, 0.1),
+        **bounds("kl_exact", None if sft or best else _ends(kl, 0.1)),
         "optimum_share": None if kl == 0 else round((reward + 0.2013) / (1.9 * kl**0.5), 4),
         "response_tokens": tokens,
         "missing_eos_share": 0.0025,
@@ -193,13 +196,13 @@ def _comparison(judge: bool, alternatives: bool, several: bool, pairs: bool) -> 
             "policy_gold": LEVELS[name][0] - 0.4 if judge else None,
             "policy_reward": LEVELS[name][1] + 0.2,
             "gold_gap": GAPS[name] if judge else None,
-            "gold_gap_ci95": _ends(GAPS[name], 0.1) if judge else None,
+            **bounds("gold_gap", _ends(GAPS[name], 0.1) if judge else None),
             "reward_gap": GAPS[name],
-            "reward_gap_ci95": _ends(GAPS[name], 0.1),
+            **bounds("reward_gap", _ends(GAPS[name], 0.1)),
             "win_rate": _rate(name),
             "policy_win_rate": _rate(name) + GAPS[name] / 4,
             "win_rate_gap": GAPS[name] / 4,
-            "win_rate_gap_ci95": _ends(GAPS[name] / 4, 0.03),
+            **bounds("win_rate_gap", _ends(GAPS[name] / 4, 0.03)),
             "between": BETWEEN[name],
         }
         for name in names
@@ -240,11 +243,11 @@ def _comparison(judge: bool, alternatives: bool, several: bool, pairs: bool) -> 
         "reward_model": {
             "sft": {
                 "agreement": 0.851,
-                "agreement_ci95": [0.832, 0.869],
+                **bounds("agreement", [0.832, 0.869]),
                 "correlation": 0.84,
                 "agreement_at_policy_margins": 0.79,
             },
-            "policy": {"agreement": 0.702, "agreement_ci95": [0.673, 0.731], "correlation": 0.55},
+            "policy": {"agreement": 0.702, **bounds("agreement", [0.673, 0.731]), "correlation": 0.55},
         }
         if judge
         else {"sft": None, "policy": None},
@@ -260,7 +263,7 @@ def _stopping(judge: bool, pairs: bool) -> dict[str, Any] | None:
         "last_step": 60,
         "score": "win_rate" if pairs else "gold",
         "difference": difference,
-        "difference_ci95": _ends(difference, 0.02 if pairs else 0.06),
+        **bounds("difference", _ends(difference, 0.02 if pairs else 0.06)),
     }
 
 
@@ -356,22 +359,12 @@ def _metrics(judge: bool, pairs: bool) -> dict[str, dict[str, Any]]:
         },
         "reward": {
             "heldout_accuracy": 0.8472,
-            "heldout_accuracy_ci95": [0.8211, 0.8705],
+            **bounds("heldout_accuracy", [0.8211, 0.8705]),
             "heldout_loss": 0.3456,
             "heldout_pairs": 678,
             "train_accuracy": 0.8811,
             "expected_calibration_error": 0.0213,
             "margin_by": "gold" if judge else "reward",
-            "margins": [
-                {
-                    "low": low,
-                    "high": low + 1.5,
-                    "accuracy": 0.6 + 0.09 * low,
-                    "accuracy_ci95": [0.57 + 0.09 * low, 0.63 + 0.09 * low],
-                    "pairs": 200 - 20 * int(low),
-                }
-                for low in (0.0, 1.5, 3.0)
-            ],
         },
         "ppo": {
             "length_correlation": 0.31,
@@ -406,7 +399,7 @@ def _metrics(judge: bool, pairs: bool) -> dict[str, dict[str, Any]]:
             "gold_sft": 1.7123 if judge else None,
             "gold_policy": 4.0456 if judge else None,
             "win_rate": 0.8825,
-            "win_rate_ci95": [0.85, 0.9125],
+            **bounds("win_rate", [0.85, 0.9125]),
             "response_tokens_sft": 21.37,
         },
     }
@@ -470,7 +463,18 @@ def _curves(judge: bool) -> dict[str, list[dict[str, Any]]]:
         }
         for low in (0.5 + 0.05 * place for place in range(10))
     ]
-    curves = {"sft": sft, "reward": reward, "reward_calibration": bins}
+    margins = [
+        {
+            "low": low,
+            "high": low + 1.5,
+            "accuracy": 0.6 + 0.09 * low,
+            "accuracy_low": 0.57 + 0.09 * low,
+            "accuracy_high": 0.63 + 0.09 * low,
+            "pairs": 200 - 20 * int(low),
+        }
+        for low in (0.0, 1.5, 3.0)
+    ]
+    curves = {"sft": sft, "reward": reward, "reward_calibration": bins, "reward_margins": margins}
     return curves | {"ppo": _ppo_rows(judge)}
 
 

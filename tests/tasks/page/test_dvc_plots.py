@@ -21,7 +21,7 @@ def test_the_frontier_tells_families_apart(name: str) -> None:
     rows = [{"family": family, plot["x"]: 1.0, column: 2.0, "rev": "workspace"} for family in ("sft", "ppo", "dpo")]
     renderer = VegaRenderer(
         rows, name, template=plot["template"], template_dir=str(ROOT / ".dvc/plots"), x=plot["x"], y=column,
-        x_label=plot["x_label"], y_label=plot["y_label"], title=plot["title"],
+        x_label=plot["x_label"], y_label=plot["y_label"], title=name,
     )  # fmt: skip
     filled = json.loads(renderer.partial_html())
     assert filled["encoding"]["color"]["field"] == "family"
@@ -34,3 +34,19 @@ def test_the_frontier_tells_families_apart(name: str) -> None:
 def test_every_score_of_the_frontier_has_a_plot() -> None:
     columns = {plot["y"]["plots/frontier.csv"] for plot in PLOTS.values() if "plots/frontier.csv" in plot["y"]}
     assert columns == {"gold", "reward", "win_rate"}
+
+
+@pytest.mark.parametrize("name", ["SFT loss", "Rejection SFT loss"])
+def test_a_loss_that_is_measured_at_few_steps_has_no_zeros_between_them(name: str) -> None:
+    """Vega reads an empty cell as 0."""
+    plot = PLOTS[name]
+    rows = [
+        {"step": "1", "validation_loss": "", "rev": "workspace"},
+        {"step": "2", "validation_loss": "0.7", "rev": "a"},
+    ]
+    renderer = VegaRenderer(rows, name, template=plot["template"], template_dir=str(ROOT / ".dvc/plots"), x="step",
+                            y="validation_loss")  # fmt: skip
+    filled = json.loads(renderer.partial_html())
+    assert filled["transform"] == [{"filter": "datum['validation_loss'] !== ''"}]
+    assert filled["encoding"]["y"]["field"] == "validation_loss"
+    assert "<DVC" not in json.dumps(filled)

@@ -226,5 +226,5 @@ def test_wording_of_numbers() -> None:
     ]  # fmt: skip
     assert number(0.5, 1, sign=True) == "+0.5"
     assert percent(0.8825) == "88.2%"
-    assert percent_interval([0.85, None]) == "–"
+    assert (percent_interval(None), percent_interval((0.85, 0.9))) == ("–", "85.0% to 90.0%")
     assert points(-0.015) == "−1.5 points"

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from rlhf_core.errors import UserError
+from rlhf_core.evaluation.intervals import bounds
 from tasks.page.comparison_table import columns_of, label
 from tasks.page.figures import disagreement, draw
 from tasks.page.inputs import Run, read_run
@@ -83,7 +84,7 @@ def verdicts(run: Run) -> dict[str, tuple[str, str]]:
 def test_verdict_follows_the_interval(make_run: MakeRun) -> None:
     run = make_run()
     for ends, word in (([0.85, 0.91], YES), ([0.49, 0.6], OPEN), ([0.2, 0.4], NO), (None, OPEN)):
-        assert findings(evaluated(run, win_rate_ci95=ends))[0].verdict == word
+        assert findings(evaluated(run, **bounds("win_rate", ends)))[0].verdict == word
     first = findings(run)[0]
     assert (first.figure, first.measured) == (
         "88.2% (85.0% to 91.2%)", "win rate of the policy, judged by the gold rubric (simulated)",
@@ -94,7 +95,7 @@ def test_verdict_follows_the_interval(make_run: MakeRun) -> None:
 
 
 def test_the_verdict_answers_the_whole_question(make_run: MakeRun) -> None:
-    run = alternative(make_run(), "dpo", gold_minus_policy=0.5, gold_minus_policy_ci95=[0.4, 0.6])
+    run = alternative(make_run(), "dpo", gold_minus_policy=0.5, **bounds("gold_minus_policy", [0.4, 0.6]))
     text = Document(build(run)).text
     assert "Is the policy better than SFT – and than the alternatives?" in text
     assert (
@@ -117,7 +118,7 @@ def test_a_note_says_when_the_figures_mean_little(
     make_run: MakeRun, ends: list[float] | None, prompts: int, said: list[str]
 ) -> None:
     run = evaluated(make_run(), prompts=prompts)
-    run = replace(run, metrics=run.metrics | {"reward": run.metrics["reward"] | {"heldout_accuracy_ci95": ends}})
+    run = replace(run, metrics=run.metrics | {"reward": run.metrics["reward"] | bounds("heldout_accuracy", ends)})
     text = Document(build(run)).text
     assert [words for words in (CHANCE, FEW) if words in text] == said
     assert ("The figures of this run mean little: " in text) == bool(said)
@@ -125,7 +126,7 @@ def test_a_note_says_when_the_figures_mean_little(
 
 def test_a_judging_reward_model_no_better_than_chance_is_named_where_it_judges(make_run: MakeRun) -> None:
     run = make_run(judge=False)
-    weak = run.metrics["reward"] | {"judge_accuracy": 0.52, "judge_accuracy_ci95": [0.4, 0.64]}
+    weak = run.metrics["reward"] | {"judge_accuracy": 0.52, **bounds("judge_accuracy", [0.4, 0.64])}
     run = replace(run, metrics=run.metrics | {"reward": weak})
     words = "the judging reward model is not shown to be better than chance, 52.0% (40.0% to 64.0%) of 678"
     assert "better than chance" not in Document(build(run)).text
@@ -206,7 +207,7 @@ def test_the_facts_of_an_ensemble_are_shown_where_there_is_one(make_run: MakeRun
     run = make_run()
     assert "Members" not in Document(build(run)).text
     several = {"member_1_accuracy": 0.84, "member_2_accuracy": 0.86, "disagreement": 0.314, "judge_accuracy": 0.8}
-    several["judge_accuracy_ci95"] = [0.7, 0.9]
+    several |= {"judge_accuracy_low": 0.7, "judge_accuracy_high": 0.9}
     run = replace(
         run,
         metrics=run.metrics | {"reward": run.metrics["reward"] | several},
@@ -368,7 +369,7 @@ def test_the_page_names_whose_labels_the_reward_model_learned_from(
 def test_the_page_says_how_far_a_language_models_labels_can_be_trusted(make_run: MakeRun) -> None:
     run = make_run()
     judge = {"judged": 100, "unread": 3, "ties": 20, "tie_share": 0.2, "position_bias": 0.1}
-    known = {"with": "pairs of the data", "share": 0.75, "ci95": [0.7, 0.8], "pairs": 90, "unread": 1}
+    known = {"with": "pairs of the data", "share": 0.75, "share_low": 0.7, "share_high": 0.8, "pairs": 90, "unread": 1}
     for agreement, said in (
         (known, ("The labelling model’s agreement with pairs of the data (95% interval)", "75.0% (70.0% to 80.0%)")),
         (None, ("The labelling model’s agreement with people (95% interval)", "unknown")),
@@ -437,14 +438,14 @@ def alternative(run: Run, name: str, **changed: object) -> Run:
 
 
 def test_the_verdict_follows_the_other_methods_interval(make_run: MakeRun) -> None:
-    run = alternative(make_run(), "rloo", gold_minus_policy=0.5, gold_minus_policy_ci95=[0.4, 0.6])
+    run = alternative(make_run(), "rloo", gold_minus_policy=0.5, **bounds("gold_minus_policy", [0.4, 0.6]))
     assert verdicts(run)["Better than RLOO?"] == (NO, "−0.50 (−0.60 to −0.40)")
-    run = alternative(run, "rloo", gold_minus_policy=-0.5, gold_minus_policy_ci95=[-0.6, -0.4])
+    run = alternative(run, "rloo", gold_minus_policy=-0.5, **bounds("gold_minus_policy", [-0.6, -0.4]))
     assert verdicts(run)["Better than RLOO?"] == (YES, "+0.50 (+0.40 to +0.60)")
 
 
 def stopping(run: Run, step: int, ends: list[float]) -> Run:
-    paired = run.evaluation["stopping"] | {"best_step": step, "difference": sum(ends) / 2, "difference_ci95": ends}
+    paired = run.evaluation["stopping"] | {"best_step": step, "difference": sum(ends) / 2, **bounds("difference", ends)}
     selected = run.metrics["select"] | {"best_judge_step": step}
     run = evaluated(run, stopping=paired)
     return replace(run, metrics=run.metrics | {"select": selected})
@@ -597,11 +598,12 @@ def test_a_method_that_is_not_the_published_one_has_another_name() -> None:
 def scored_by(run: Run, *terms: str) -> Run:
     """A run without judge and reward model, whose score is a sum of terms."""
     name = f"scorer ({' + '.join(f'1 × {term}' for term in terms)})"
-    figures = {f"reward/{term}": 0.25 for term in terms} | {f"reward/{term}_ci95": [0.2, 0.3] for term in terms}
+    means = {"": 0.25, "_low": 0.2, "_high": 0.3}
+    figures = {f"reward/{term}{end}": value for term in terms for end, value in means.items()}
     models = {model: one | figures for model, one in run.models.items()}
     evaluation = run.evaluation | {"judged_by": "scorer", "win_rate_judge": name, "scorer": name, "models": models}
     off = {stage: {"enabled": False} for stage in ("reward", "preferences")}
-    curves = {stage: {} for stage in ("reward", "reward_calibration")}
+    curves = {stage: {} for stage in ("reward", "reward_calibration", "reward_margins")}
     return replace(run, metrics=run.metrics | off | {"evaluate": evaluation}, curves=run.curves | curves)
 
 

@@ -14,6 +14,7 @@ from tasks.schemas.datasets import SCHEMAS
 from tasks.schemas.validation import check_heldout_disjoint, is_dataset, load, validate
 
 PATHS = list(SCHEMAS)
+COLUMNS = {path: model.to_schema().columns for path, model in SCHEMAS.items()}
 VALUES = {
     "model": "sft",
     "seed": 1,
@@ -48,7 +49,8 @@ VALUES = {
 OPTIONAL = {"annotator", "from_labels", "chosen_ended", "rejected_ended", "extra", "terms", "round"}
 OBJECTS = {"extra", "terms"}
 NULLABLE = {"annotator", "chosen_ids", "rejected_ids", "gold", "gold_sft", "gold_policy", "seed"}
-NULLABLE_HERE = {("response", "data/ingest/heldout.jsonl"), ("kl", "data/evaluate/answers.jsonl")}
+NULLABLE_HERE = {("response", "data/ingest/heldout.jsonl"), ("response", "data/ingest/evaluation_prompts.jsonl")}
+NULLABLE_HERE |= {("kl", "data/evaluate/answers.jsonl")}
 NUMBERS = {"kl", "rating", "reward", "mean_reward", "reward_sft", "reward_policy"} | {"gold", "gold_sft", "gold_policy"}
 MAY_BE_EMPTY = {"data/ingest/pairs.jsonl", "data/best_of_n/samples.jsonl", "data/rejection_sft/samples.jsonl"}
 MAY_BE_EMPTY |= {"data/ingest/ratings.jsonl", "data/preferences/preferences.jsonl", "data/preferences/samples.jsonl"}
@@ -59,7 +61,7 @@ def rows_for(path, count=3):
     for number in range(count):
         prompt = [{"role": "system", "content": "Be kind"}, {"role": "user", "content": f"question {number}"}]
         row = {"prompt_id": prompt_id(prompt), "prompt": prompt}
-        row |= {name: VALUES[name] for name in SCHEMAS[path].columns if name not in row}
+        row |= {name: VALUES[name] for name in COLUMNS[path] if name not in row}
         rows.append(row)
     return rows
 
@@ -90,7 +92,7 @@ def test_empty_data_sets(path):
 
 @pytest.mark.parametrize("path", PATHS)
 def test_every_column_is_needed_and_no_other_known(path):
-    for name in SCHEMAS[path].columns:
+    for name in COLUMNS[path]:
         rows = rows_for(path)
         del rows[1][name]
         assert error(path, rows) == f"{path}: {name}: missing column (1 row: 2)"
@@ -101,14 +103,14 @@ def test_every_column_is_needed_and_no_other_known(path):
 
 @pytest.mark.parametrize("path", PATHS)
 def test_an_optional_column_is_in_all_rows_or_in_none(path):
-    optional = {name for name, column in SCHEMAS[path].columns.items() if not column.required}
+    optional = {name for name, column in COLUMNS[path].items() if not column.required}
     assert optional <= OPTIONAL
     validate([{name: row[name] for name in row.keys() - optional} for row in rows_for(path)], path)
 
 
 @pytest.mark.parametrize("path", PATHS)
 def test_every_column_refuses_a_value_of_another_type(path):
-    for name in SCHEMAS[path].columns:
+    for name in COLUMNS[path]:
         for wrong in (["x"], *([] if name in OBJECTS else [{"a": 1}]), *([] if name in NUMBERS else [1.5])):
             rows = rows_for(path)
             rows[1][name] = wrong
@@ -117,7 +119,7 @@ def test_every_column_refuses_a_value_of_another_type(path):
 
 @pytest.mark.parametrize("path", PATHS)
 def test_null_only_where_there_may_be_nothing(path):
-    for name in SCHEMAS[path].columns:
+    for name in COLUMNS[path]:
         rows = rows_for(path)
         rows[1][name] = None
         if name in NULLABLE or (name, path) in NULLABLE_HERE:
@@ -128,7 +130,7 @@ def test_null_only_where_there_may_be_nothing(path):
 
 @pytest.mark.parametrize("path", PATHS)
 def test_numbers_are_finite(path):
-    for name in NUMBERS & set(SCHEMAS[path].columns):
+    for name in NUMBERS & set(COLUMNS[path]):
         for wrong in (float("nan"), float("inf"), True):
             rows = rows_for(path)
             rows[2][name] = wrong
@@ -213,8 +215,8 @@ def test_all_problems_at_once_with_counts_and_first_rows():
     del rows[11]["rejected"]
     assert error(path, rows).removeprefix(f"{path}: ").split("; ") == [
         "rejected: missing column (1 row: 12)",
-        "chosen: must be non-empty text (8 rows: 1, 2, 3, 4, 5, …)",
         "split: must be train or validation (1 row: 10)",
+        "chosen: must be non-empty text (8 rows: 1, 2, 3, 4, 5, …)",
     ]
 
 

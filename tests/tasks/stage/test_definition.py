@@ -8,7 +8,7 @@ import pytest
 
 from rlhf_core.errors import UserError
 from tasks.stage.definition import Definition, digest, git_state
-from tasks.stage.dvc_adapter import open_project
+from tasks.stage.dvc_files import open_project
 
 GRAPH = """
 stages:
@@ -82,3 +82,27 @@ def test_git_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert (len(commit or ""), dirty) == (40, False)
     (tmp_path / "a").write_text("2")
     assert git_state(tmp_path) == (commit, True)
+
+
+def test_what_a_run_writes_is_no_uncommitted_change(tmp_path: Path) -> None:
+    def git(*words: str) -> None:
+        names = ["-c", "user.name=somebody", "-c", "user.email=somebody@example.org"]
+        subprocess.run(["git", *names, *words], cwd=tmp_path, check=True, capture_output=True)
+
+    git("init")
+    written = ("dvc.lock", "metrics/ppo.json", "plots/ppo.csv", "data/check.ok", "data/methods.json",
+               "data/check_data.ok", "models/sft.provenance.json")  # fmt: skip
+    for name in (*written, "params.yaml", "tasks/ppo.py"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("1")
+    git("add", ".")
+    git("commit", "--message", "a")
+    for name in written:
+        (tmp_path / name).write_text("2")
+    (tmp_path / "metrics/ppo.json").unlink()  # as DVC does before a stage
+    assert git_state(tmp_path)[1] is False
+    (tmp_path / "tasks/ppo.py").unlink()
+    assert git_state(tmp_path)[1] is True
+    git("checkout", "tasks")
+    (tmp_path / "params.yaml").write_text("2")
+    assert git_state(tmp_path)[1] is True

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from pathlib import Path
 
-from tasks.stage.dvc_adapter import recorded_order, restore_order
+from tasks.stage.dvc_files import recorded_order, restore_order
 
 LONG = "work " + " ".join(["a-command-line-that-yaml-must-fold"] * 5)
 STAGES = {"one": ("work", []), "two": (LONG, ["one"]), "three": ("work", ["one"]), "four": ("work", ["two", "three"])}

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from tasks.stage.numerics import set_numerics
+from tasks.stage.models import set_numerics
 
 if TYPE_CHECKING:
     from tasks.stage.stage import Stage

@@ -1,11 +1,12 @@
 """Outs: the same bytes for the same content, in place all together or not at all."""
 
+import math
 from pathlib import Path
 
 import pytest
 
 from tasks.datasets.jsonl import read_jsonl
-from tasks.stage.outputs import Outputs
+from tasks.stage.outputs import Outputs, rounded
 
 
 @pytest.fixture
@@ -68,6 +69,24 @@ def test_what_a_killed_process_left_is_not_mixed_in(tmp_path: Path) -> None:
     (outputs.path("model") / "fresh").write_text("y")
     outputs.commit()
     assert found(tmp_path) == ["model/fresh"]
+
+
+def test_figures_have_ten_digits_so_that_another_processor_writes_the_same_bytes(tmp_path: Path) -> None:
+    near = 0.1 + 0.2, 0.3  # differ in the last of 17 digits
+    assert near[0] != near[1]
+    content = [
+        rounded({"loss": value, "steps": 3, "each": [{"kl": value}], "on": True, "none": None}) for value in near
+    ]
+    assert content[0] == content[1] == {"loss": 0.3, "steps": 3, "each": [{"kl": 0.3}], "on": True, "none": None}
+    assert (rounded(1.23456789012345), rounded(2e-13 / 3), rounded(float("inf"))) == (
+        1.23456789,
+        6.666666667e-14,
+        math.inf,
+    )
+    outputs = Outputs(tmp_path, ["a.csv"])
+    outputs.write_csv("a.csv", [{"step": 1, "loss": near[0]}])
+    outputs.commit()
+    assert (tmp_path / "a.csv").read_text() == "step,loss\n1,0.3\n"
 
 
 def test_what_cannot_be_written_is_refused(outputs: Outputs) -> None:

@@ -1,4 +1,4 @@
-"""provenance.json: what a model was made from, with the same bytes wherever and whenever the stage runs."""
+"""The provenance of a model: what a model was made from, with the same bytes wherever and whenever the stage runs."""
 
 import hashlib
 import json
@@ -14,7 +14,7 @@ import pytest
 from rlhf_core.config.block import Block
 from rlhf_core.errors import UserError
 from tasks.records.recorded import recorded
-from tasks.stage.provenance import FILE, read, render, without_secrets
+from tasks.stage.provenance import path_of, read, render, without_secrets
 from tasks.stage.run import run
 from tasks.stage.stage import Stage
 from tasks.stage.versions import declared
@@ -28,7 +28,7 @@ stages:
     cmd: python -m tasks toy
     deps: [input.txt, folder, tasks/toy.py]
     params: [toy, seed]
-    outs: [models/toy, models/other, page, out.txt]
+    outs: [models/toy, models/toy.provenance.json, models/other, models/other.provenance.json, page, out.txt]
 """
 PARAMS = "threads: 1\nseed: 7\nlong_rows: refuse\nruntime: {tracking: false}\ntoy: {word: hello, api_key: hunter2}\n"
 MODELS = ["base", "sft", "reward", "policy", "critic", "snapshots", "rejection_sft", "dpo", "rloo"]
@@ -63,7 +63,7 @@ def run_toy(
         for path, text in files.items():
             (root / path).parent.mkdir(parents=True, exist_ok=True)
             (root / path).write_text(text, encoding="utf-8")
-        return root, in_process(root, lambda: run("toy", Toy, execute, tracked=False))
+        return root, in_process(root, lambda: run("toy", Toy, lambda: execute))
 
     return call
 
@@ -72,7 +72,7 @@ def test_its_content(run_toy: Callable[..., "tuple[Path, Ended]"]) -> None:
     root, ended = run_toy()
     assert (ended.code, ended.stderr) == (0, "")
     listing = json.dumps([{"md5": md5("a\n"), "relpath": "a"}])
-    assert json.loads((root / "models/toy" / FILE).read_text(encoding="utf-8")) == {
+    assert json.loads(path_of(root / "models/toy").read_text(encoding="utf-8")) == {
         "stage": "toy",
         "command": "python -m tasks toy",
         "params": {"seed": 7, "toy": {"word": "hello", "api_key": "(hidden)"}},
@@ -81,8 +81,8 @@ def test_its_content(run_toy: Callable[..., "tuple[Path, Ended]"]) -> None:
         "versions": declared(),
         "exemptions": [],
     }
-    assert (root / "models/other" / FILE).read_bytes() == (root / "models/toy" / FILE).read_bytes()
-    assert not (root / "page" / FILE).exists()
+    assert path_of(root / "models/other").read_bytes() == path_of(root / "models/toy").read_bytes()
+    assert [path.name for path in (root / "models/toy").iterdir()] == ["weights"], "the model's hash is of the model"
 
 
 def test_the_same_bytes_elsewhere_and_at_another_time(
@@ -92,8 +92,8 @@ def test_the_same_bytes_elsewhere_and_at_another_time(
     monkeypatch.setenv("TZ", "Asia/Kathmandu")
     monkeypatch.setenv("USER", "somebody")
     second, _ = run_toy("a place/elsewhere")
-    text = (first / "models/toy" / FILE).read_text(encoding="utf-8")
-    assert (second / "models/toy" / FILE).read_text(encoding="utf-8") == text
+    text = path_of(first / "models/toy").read_text(encoding="utf-8")
+    assert path_of(second / "models/toy").read_text(encoding="utf-8") == text
     for secret in (str(first), socket.gethostname(), "hunter2", str(os.getpid())):
         assert secret not in text
     assert text == json.dumps(json.loads(text), indent=2, sort_keys=True) + "\n"
@@ -105,7 +105,7 @@ def test_it_has_the_reason_why_a_run_is_exempt_from_byte_identity(run_toy: Calla
         write_all(stage)
 
     root, _ = run_toy(execute=execute)
-    assert json.loads((root / "models/toy" / FILE).read_text())["exemptions"] == ["the micro-batch was halved"]
+    assert json.loads(path_of(root / "models/toy").read_text())["exemptions"] == ["the micro-batch was halved"]
 
 
 def test_a_model_that_was_not_written_is_still_missed(run_toy: Callable[..., "tuple[Path, Ended]"]) -> None:
@@ -131,9 +131,9 @@ def test_only_what_is_named_like_a_secret_is_hidden() -> None:
 
 @pytest.mark.parametrize("text", ["{", '{"stage": "sft"}', "[]", "\0"])
 def test_a_damaged_file_is_named(tmp_path: Path, text: str) -> None:
-    (tmp_path / FILE).write_text(text, encoding="utf-8")
-    with pytest.raises(UserError, match=r"provenance\.json"):
-        read(tmp_path)
+    path_of(tmp_path / "model").write_text(text, encoding="utf-8")
+    with pytest.raises(UserError, match=r"model\.provenance\.json"):
+        read(tmp_path / "model")
 
 
 def test_none_is_none(tmp_path: Path) -> None:

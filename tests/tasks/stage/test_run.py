@@ -121,29 +121,6 @@ def test_a_whole_stage(run_toy: Run, toy: Path) -> None:
     assert not (toy / "work/toy" / printed["key"][:16]).exists(), "resumable state of a finished stage is of no use"
 
 
-def test_what_comes_afterwards_finds_the_outputs_in_place(run_toy: Run, toy: Path) -> None:
-    found: list[dict[str, str]] = []
-
-    def execute(stage: Stage[Toy]) -> None:
-        stage.afterwards.append(lambda: found.append(outputs(toy)))
-        write_all(stage)
-
-    assert run_toy(execute).code == 0
-    assert found == [WHOLE]
-
-
-def test_a_stage_whose_inputs_changed_does_nothing_afterwards(run_toy: Run, toy: Path) -> None:
-    found: list[str] = []
-
-    def execute(stage: Stage[Toy]) -> None:
-        stage.afterwards.append(lambda: found.append("called"))
-        write_all(stage)
-        (toy / "input.txt").write_text("2\n", encoding="utf-8")
-
-    assert run_toy(execute).code == 2
-    assert found == []
-
-
 def key_after(run_toy: Run, toy: Path) -> str:
     assert run_toy(write_all).code == 0
     return str(outcome(toy)["key"])

@@ -11,6 +11,7 @@ import torch
 from rlhf_core.data.chat import Conversation
 from rlhf_core.evaluation.intervals import clustered_interval
 from rlhf_core.reward import Comparison, PairCollator, PairScores
+from tasks.page.inputs import interval
 from tasks.training import reward_figures
 from tasks.training.reward_figures import figures_of, gold_margins
 
@@ -20,30 +21,32 @@ PAIRS = [1, 2, 1]
 
 
 def test_figures_without_a_judge_go_by_the_models_own_gap() -> None:
-    metrics = figures_of(SCORES, PAIRS, None, seed=1).metrics
+    figures = figures_of(SCORES, PAIRS, None, seed=1)
+    metrics = figures.metrics
     assert metrics["heldout_accuracy"] == 0.625
-    assert metrics["heldout_accuracy_ci95"] == list(clustered_interval([1, 0, 0.5, 1], [0, 1, 1, 2], 2000, 1))
+    assert interval(metrics, "heldout_accuracy") == clustered_interval([1, 0, 0.5, 1], [0, 1, 1, 2], 2000, 1)
     assert (metrics["heldout_pairs"], metrics["heldout_prompts"]) == (4, 3)
     assert metrics["margin_by"] == "reward"
-    assert [(b["low"], b["high"], b["accuracy"], b["pairs"]) for b in metrics["margins"]] == [
+    assert [(b["low"], b["high"], b["accuracy"], b["pairs"]) for b in figures.tables["plots/reward_margins.csv"]] == [
         (0.0, 0.0, 0.5, 1),
         (1.0, 1.0, 1.0, 1),
         (2.0, 2.0, 0.0, 1),
         (3.0, 3.0, 1.0, 1),
     ]
-    assert metrics["gold_agreement"] is metrics["gold_agreement_ci95"] is metrics["gold_label_agreement"] is None
+    assert metrics["gold_agreement"] is interval(metrics, "gold_agreement") is metrics["gold_label_agreement"] is None
 
 
 def test_figures_with_a_judge_go_by_its_margin() -> None:
     """The second label is a mistake that the model does not make; the third pair the model leaves undecided."""
-    metrics = figures_of(SCORES, PAIRS, np.array([1.5, -1.5, 0.5, 0.5]), seed=1).metrics
+    figures = figures_of(SCORES, PAIRS, np.array([1.5, -1.5, 0.5, 0.5]), seed=1)
+    metrics = figures.metrics
     assert metrics["margin_by"] == "gold"
-    assert [(b["low"], b["high"], b["accuracy"], b["pairs"]) for b in metrics["margins"]] == [
+    assert [(b["low"], b["high"], b["accuracy"], b["pairs"]) for b in figures.tables["plots/reward_margins.csv"]] == [
         (0.5, 0.5, 0.75, 2),
         (1.5, 1.5, 0.5, 2),
     ]
     assert metrics["gold_agreement"] == (1 + 1 + 0.5 + 1) / 4
-    assert metrics["gold_agreement_ci95"] == [0.75, 1.0]
+    assert interval(metrics, "gold_agreement") == (0.75, 1.0)
     assert metrics["gold_label_agreement"] == 0.75
 
 
@@ -54,8 +57,6 @@ def test_the_tables_agree_with_the_metrics() -> None:
         "plots/reward_margins.csv": ["low", "high", "accuracy", "accuracy_low", "accuracy_high", "pairs"],
         "plots/reward_scores.csv": ["low", "high", "chosen", "rejected"],
     }
-    margins = figures.tables["plots/reward_margins.csv"]
-    assert [row["accuracy"] for row in margins] == [b["accuracy"] for b in figures.metrics["margins"]]
     scores = figures.tables["plots/reward_scores.csv"]
     assert sum(row["chosen"] for row in scores) == pytest.approx(1.0)
     assert sum(row["rejected"] for row in scores) == pytest.approx(1.0)

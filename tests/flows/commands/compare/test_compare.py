@@ -24,9 +24,9 @@ PARAMS = "seed: {seed}\nruntime: {{progress_seconds: {seed}}}\nppo: {{kl: {{coef
 
 def evaluation(gold: float) -> dict[str, Any]:
     models = {
-        "sft": {"gold": 1.0, "gold_ci95": [0.9, 1.1], "win_rate": None, "kl": 0.0},
-        "policy": {"gold": gold, "gold_ci95": [gold - 0.1, gold + 0.1], "win_rate": 0.8, "kl": 2.5},
-        "best_of_4": {"gold": 2.0, "gold_ci95": None, "win_rate": 0.7, "kl": 0.64},
+        "sft": {"gold": 1.0, "gold_low": 0.9, "gold_high": 1.1, "win_rate": None, "kl": 0.0},
+        "policy": {"gold": gold, "gold_low": gold - 0.1, "gold_high": gold + 0.1, "win_rate": 0.8, "kl": 2.5},
+        "best_of_4": {"gold": 2.0, "win_rate": 0.7, "kl": 0.64},
     }
     return {
         "win_rate_judge": "gold rubric (simulated)",
@@ -66,7 +66,7 @@ def test_no_name_is_this_checkout(project: Path) -> None:
     content, text = compare(project, [], [])
     assert content["runs"][0]["models"]["policy"]["gold"] == 4.0
     assert content["parameters"] == {}
-    expected = ".: this checkout; judged by gold rubric (simulated), 400 prompts, sampling seeds 1, 2 model"
+    expected = ".: this checkout judged by gold rubric (simulated), 400 prompts, sampling seeds 1, 2 model"
     assert " ".join(text.split()).startswith(expected)
     rows = [line.split() for line in text.splitlines() if line.startswith(label("policy"))]
     assert rows[0][:6] == ["PPO", "policy", "4.00", "[3.90,", "4.10]", "*"]
@@ -81,7 +81,10 @@ def test_a_folder_and_a_revision_side_by_side(project: Path, tmp_path: Path) -> 
     assert content["parameters"] == {"seed": ["1", "1", "2"]}
     lines = text.splitlines()
     assert [line.split()[0] for line in lines if "PPO policy" in line][:3] == ["old", f"…{str(other)[-19:]}", "."]
-    assert lines[-1].split() == ["seed", "1", "1", "2"]
+    assert next(line for line in lines if line.startswith("seed")).split() == ["seed", "1", "1", "2"]
+    assert lines.index("parameter  old  …" + str(other)[-19:] + "  .") < text.splitlines().index(
+        next(line for line in lines if "PPO policy" in line)
+    )
 
 
 def answers(folder: Path, golds: dict[str, list[float]]) -> Path:
@@ -106,7 +109,7 @@ def test_the_difference_of_two_runs_is_paired_by_prompt(project: Path, tmp_path:
     content, text = compare(project, [".", str(other)], [])
     (found,) = content["differences"]
     assert (found["prompts"], list(found["models"])) == (3, ["sft", "policy"])
-    assert found["models"]["policy"]["gold"] == {"difference": 0.5, "ci95": [0.5, 0.5]}
+    assert found["models"]["policy"]["gold"] == {"difference": 0.5, "low": 0.5, "high": 0.5}
     assert "reward" not in found["models"]["policy"], "the runs have no reward model in common"
     assert "paired by prompt (3 prompts)" in " ".join(text.split())
     assert any("PPO policy" in line and "+0.50 [+0.50, +0.50]" in line for line in text.splitlines())
@@ -115,7 +118,7 @@ def test_the_difference_of_two_runs_is_paired_by_prompt(project: Path, tmp_path:
 def test_without_answers_one_line_explains_why_there_is_no_difference(project: Path, tmp_path: Path) -> None:
     answers(project, {"sft": [0.0, 9.0]})
     content, text = compare(project, [".", str(write(tmp_path / "elsewhere", 5.0))], [])
-    assert "data/evaluate/answers.jsonl is not there" in content["differences"][0]["missing"]
+    assert "no dvc.lock here names its data/evaluate/answers.jsonl" in content["differences"][0]["missing"]
     assert "no paired difference" in " ".join(text.split())
     answers(tmp_path / "elsewhere", {"sft": [0.0]})
     content, _ = compare(project, [".", str(tmp_path / "elsewhere")], [])
@@ -133,7 +136,7 @@ def test_answers_of_a_revision_come_from_the_cache_of_dvc(project: Path) -> None
     git(project, "commit", "--quiet", "-m", "with a lock")
     git(project, "tag", "locked")
     answers(project, {"sft": [1.0, 10.0]})
-    assert "not in DVC's cache" in compare(project, ["locked", "."], [])[0]["differences"][0]["missing"]
+    assert "neither the DVC cache of" in compare(project, ["locked", "."], [])[0]["differences"][0]["missing"]
     cached = project / ".dvc/cache/files/md5" / digest[:2] / digest[2:]
     cached.parent.mkdir(parents=True)
     cached.write_bytes(old)
@@ -141,9 +144,10 @@ def test_answers_of_a_revision_come_from_the_cache_of_dvc(project: Path) -> None
     assert found["models"]["sft"]["gold"]["difference"] == 1.0
 
 
-def lock_of(digest: str) -> str:
-    out = {"path": "data/evaluate/answers.jsonl", "hash": "md5", "md5": digest, "size": 1}
-    return json.dumps({"schema": "2.0", "stages": {"evaluate": {"cmd": "evaluate", "outs": [out]}}})
+def lock_of(digest: str, metrics: str = "") -> str:
+    hashes = {"data/evaluate/answers.jsonl": digest, "metrics/evaluate.json": metrics}
+    outs = [{"path": path, "hash": "md5", "md5": value, "size": 1} for path, value in hashes.items() if value]
+    return json.dumps({"schema": "2.0", "stages": {"evaluate": {"cmd": "evaluate", "outs": outs}}})
 
 
 def lock(seed: int, made: str = "aa") -> str:
@@ -167,7 +171,7 @@ def test_parameters_are_those_that_made_the_figures(project: Path) -> None:
     content, text = compare(project, ["old", "."], [])
     assert content["parameters"] == {}
     assert content["runs"][1]["source"] == "this checkout, whose params.yaml was edited since"
-    assert text.endswith("no parameter differs")
+    assert "no parameter differs" in text.splitlines()
     git(project, "add", "dvc.lock")
     git(project, "commit", "--quiet", "-m", "lock")
     (project / "dvc.lock").write_text(lock(seed=2), encoding="utf-8")
@@ -214,13 +218,16 @@ def test_runs_with_other_judges_are_marked(project: Path, tmp_path: Path) -> Non
     (other / "params.yaml").unlink()
     _, text = compare(project, [".", str(other)], [])
     assert "NOTE: the runs differ in judge, prompts or sampling seeds" in text
-    assert text.endswith("are not known")
+    assert "are not known" in text
 
 
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("nothing", "nothing: no run; tried a folder, a revision of git, and MLflow at .*not there yet"),
+        (
+            "nothing",
+            "nothing: no run; tried a folder, a revision of git, a DVC experiment, and MLflow at .*not there yet",
+        ),
         ("metrics", r"metrics/evaluate.json: file not found"),
         ("--all", "--all: no run"),
     ],
@@ -295,8 +302,7 @@ def test_runs_of_mlflow_by_id_beginning_and_name(project: Path, monkeypatch: pyt
         with pytest.raises(UserError, match=r"no run; .*MLflow at .*\(id, beginning of an id, or name\)"):
             find(project, unknown)
     git(project, "tag", "evaluate")
-    with pytest.raises(UserError, match=r"evaluate: a revision of git .* and a run in MLflow"):
-        find(project, "evaluate")
+    assert find(project, "evaluate").source.startswith("git ")
     track(project, "c", "evaluate", artifact=False)
     export(project)
     git(project, "tag", "-d", "evaluate")
@@ -311,3 +317,64 @@ def test_a_server_that_does_not_answer_is_named(project: Path, monkeypatch: pyte
     with pytest.raises(UserError, match=r"MLflow at http://127.0.0.1:9 \(which does not answer") as error:
         find(project, "nothing")
     assert "secret" not in str(error.value)
+
+
+def test_an_experiment_is_found_by_its_name(project: Path) -> None:
+    """DVC keeps it at refs/exps/BASELINE/NAME."""
+    git(project, "commit", "--all", "--quiet", "-m", "a trial")
+    git(project, "update-ref", f"refs/exps/aa/{'b' * 38}/coef-0.2", "HEAD")
+    git(project, "reset", "--quiet", "--hard", "old")
+    run = find(project, "coef-0.2")
+    assert (run.source, run.evaluation["models"]["policy"]["gold"]) == ("DVC experiment", 4.0)
+    assert compare(project, ["old", "coef-0.2"], [])[0]["parameters"] == {"seed": ["1", "2"]}
+
+
+def test_a_clean_checkout_is_not_called_edited(project: Path) -> None:
+    """dvc.lock has parameters that params.yaml may lack: deterministic, precision, reward_model, scorer."""
+    methods = {"deterministic": True, "precision": "float32", "reward_model": True, "dpo": {"enabled": False},
+               "raw_files": {"prompts": None, "texts": [], "pretrained": None},
+               "scorer": [{"term": "reward_model", "weight": 1.0}]}  # fmt: skip
+    params = {"params.yaml": {"seed": 2, "ppo": {"kl": {"coef": 0.1}}}, "data/methods.json": methods}
+    content = {"stages": {"evaluate": {"cmd": "evaluate", "params": params}}}
+    (project / "dvc.lock").write_text(json.dumps(content), encoding="utf-8")
+    run = find(project, ".")
+    assert (run.source, run.params) == ("this checkout", {"seed": "2", "ppo.kl.coef": "0.1"})
+
+
+def test_a_run_of_mlflow_is_paired_with_the_answers_that_dvc_has(project: Path) -> None:
+    """Its metrics have the bytes of those in a dvc.lock, which names the answers."""
+    path = answers(project, {"sft": [0.0, 9.0], "policy": [1.0, 10.0]})
+    digests = [hashlib.md5(file.read_bytes(), usedforsecurity=False).hexdigest()
+               for file in (path, project / "metrics/evaluate.json")]  # fmt: skip
+    Repo.init(str(project)).close()
+    cached = project / ".dvc/cache/files/md5" / digests[0][:2] / digests[0][2:]
+    cached.parent.mkdir(parents=True)
+    cached.write_bytes(path.read_bytes())
+    (project / "dvc.lock").write_text(lock_of(*digests), encoding="utf-8")
+    git(project, "add", "dvc.lock")
+    git(project, "commit", "--quiet", "-m", "the run")
+    track(project, "a", "evaluate")
+    drain(project)
+    (project / "dvc.lock").unlink()
+    answers(write(project, 9.0), {"sft": [0.0, 9.0], "policy": [1.5, 10.5]})
+    (found,) = compare(project, ["aaaaaaa seed 7", "."], [])[0]["differences"]
+    assert found["models"]["policy"]["gold"]["difference"] == 0.5
+
+
+def test_two_runs_fit_on_a_screen(project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The differences come first, and `--all` has the rest."""
+    other = write(tmp_path / "elsewhere", 5.0)
+    changed = evaluation(5.0)
+    changed["models"] |= {f"best_of_{n}": {"gold": 2.0, "win_rate": 0.7, "kl": 0.6, "overlap": 0.1} for n in range(20)}
+    for folder in (project, other):
+        (folder / "metrics/evaluate.json").write_text(json.dumps(changed), encoding="utf-8")
+        answers(folder, {name: [0.0, 1.0] for name in changed["models"]})
+    params = "".join(f"ppo{n}: {{x: {n}}}\n" for n in range(30))
+    (other / "params.yaml").write_text(params, encoding="utf-8")
+    monkeypatch.setenv("COLUMNS", "120")
+    _, text = compare(project, [".", str(other)], [])
+    assert len(text.splitlines()) <= 26
+    assert text.index("more parameters differ: --all") < text.index("paired by prompt") < text.index("best of its run")
+    _, whole = compare(project, [".", str(other)], [], everything=True)
+    assert "--all" not in whole
+    assert len(whole.splitlines()) > 100

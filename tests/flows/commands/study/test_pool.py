@@ -19,6 +19,7 @@ from tests.faults.conftest import until
 from tests.flows.commands.study.conftest import experiments, log
 
 Start = Callable[..., "subprocess.Popen[str]"]
+Work = Callable[[Path], "subprocess.Popen[str]"]
 TRIALS = ("betas-coef=0.05-seed=1", "betas-coef=0.3-seed=1")
 
 
@@ -37,8 +38,9 @@ def shared(home: Path, tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def start(home: Path, tmp_path: Path, database: Path) -> Iterator[Start]:
-    """Starts `leash` in a folder with both servers in its environment; all ends with the test."""
+def start(home: Path, tmp_path: Path, database: Path) -> Iterator[tuple[Start, Work]]:
+    """Starts `leash` in a folder, or a worker in a clone, with both servers in its environment; all ends with the
+    test."""
     shutil.copy2(database, tmp_path / "mlflow.db")
     port = server._free_port()
     environment = clean_environment() | {
@@ -61,12 +63,25 @@ def start(home: Path, tmp_path: Path, database: Path) -> Iterator[Start]:
         begun.append(process)
         return process
 
+    def work(clone: Path) -> "subprocess.Popen[str]":
+        """Prefect's own command; the clone does not hold the code, so it is named."""
+        words = ["worker", "start", "--pool", "machines", "--type", "process"]
+        variables = {"LEASH_HOME": str(clone), "PREFECT_HOME": str(tmp_path / f"{clone.name}-prefect")}
+        with (tmp_path / f"{clone.name}-worker.log").open("w") as output:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "prefect", *words], cwd=clone, env=environment | variables, stdout=output,
+                stderr=output, text=True, start_new_session=True,
+            )  # fmt: skip
+        begun.append(process)
+        return process
+
     del environment["PREFECT_API_URL"]
     prefect = server._free_port()
     assert begin(home, "up", "--port", str(prefect)).wait(timeout=150) == 0
     environment["PREFECT_API_URL"] = f"http://127.0.0.1:{prefect}/api"
+    environment["PREFECT_API_AUTH_STRING"] = (home / server.PASSWORD).read_text()
     until(lambda: server.answers(environment["MLFLOW_TRACKING_URI"]))
-    yield begin
+    yield begin, work
     for process in begun:
         lose(process)
     assert begin(home, "up", "--stop").wait(timeout=60) == 0
@@ -85,14 +100,15 @@ def lose(process: "subprocess.Popen[str] | subprocess.Popen[bytes]") -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_trial_of_a_lost_worker_is_run_by_another_and_gives_the_same_bytes(
-    home: Path, shared: Path, start: Start, tmp_path: Path
+    home: Path, shared: Path, start: tuple[Start, Work], tmp_path: Path
 ) -> None:
+    begin, work = start
     workers = {}
     for name in ("one", "two"):
         call(tmp_path, "git", "clone", "--quiet", str(shared), name)
-        workers[tmp_path / name] = start(tmp_path / name, "worker", "machines")
+        workers[tmp_path / name] = work(tmp_path / name)
     until(lambda: all("worker" in (tmp_path / f"{name}-worker.log").read_text().lower() for name in ("one", "two")))
-    study = start(home, "study", "-S", "ppo.kl.coef=0.05,0.3", "-S", "seed=1", "--name", "betas", "--pool", "machines")
+    study = begin(home, "study", "-S", "ppo.kl.coef=0.05,0.3", "-S", "seed=1", "--name", "betas", "--pool", "machines")
     until(lambda: any("evaluate 1 0.05" in log(clone) for clone in workers), seconds=240)
     (busy,) = [clone for clone in workers if "evaluate 1 0.05" in log(clone)]
     (other,) = [clone for clone in workers if clone != busy]

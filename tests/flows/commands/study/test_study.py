@@ -1,4 +1,4 @@
-"""`leash study` on a project of two quick stages, and once on the tiny pipeline: kills, failures, search and page."""
+"""`leash study` on a project of two quick stages, and once on the tiny pipeline: kills, failures, search and tables."""
 
 import json
 import os
@@ -14,15 +14,17 @@ import pytest
 
 import flows
 from flows import isolated, workspace
+from flows.cli import main
 from flows.commands.study import grid
 from flows.commands.study.grid import Combination
-from flows.commands.study.trials import Job, Runner
+from flows.commands.study.results import Trial
+from flows.commands.study.trials import Runner
 from tests.conftest import call, clean_environment
 from tests.faults.conftest import until
 from tests.flows.commands.study.conftest import experiments, log
 
 if TYPE_CHECKING:
-    from tests.conftest import Project
+    from tests.conftest import Ended, Project
 
 
 @pytest.fixture
@@ -70,9 +72,9 @@ def test_a_stopped_study_continues(
     assert lines.count("evaluate 1 0.05") == 2
     assert list((home / "work/runs").glob("*")) == []
     assert (home / "params.yaml").read_text() == "an edit\n"
-    page = (home / "work/studies/betas/index.html").read_text(encoding="utf-8")
-    assert "Highest gold_policy: coef 0.3" in page
-    assert (home / "work/studies/betas/table.md").read_text(encoding="utf-8") in output
+    table = (home / "work/studies/betas/table.md").read_text(encoding="utf-8")
+    assert "Highest gold_policy: coef 0.3" in table
+    assert table in output
 
 
 @pytest.mark.slow
@@ -87,9 +89,8 @@ def test_a_failed_trial_does_not_stop_the_others(home: Path, study: Callable[...
     assert re.search(
         rf"weights-vf_coef=0.6 FAILED: evaluate: .*this trial fails.*kept in {re.escape(str(kept))}", output
     )
-    page = (home / "work/studies/weights/index.html").read_text(encoding="utf-8")
-    assert "1 failed" in page
-    assert "this trial fails" in page
+    table = (home / "work/studies/weights/table.md").read_text(encoding="utf-8")
+    assert re.search("vf_coef=0.6 FAILED: .*this trial fails", table)
 
 
 def test_an_experiment_of_other_parameters_is_no_result(home: Path, tmp_path: Path) -> None:
@@ -99,10 +100,10 @@ def test_an_experiment_of_other_parameters_is_no_result(home: Path, tmp_path: Pa
     call(home, "git", "update-ref", f"refs/exps/{head[:2]}/{head[2:]}/{combination.name}", head)
     params = grid.check(home, head, [combination, Combination("as-committed", (), None, ())])
     runner = Runner(home, "betas", head, tmp_path / "logs", {})
-    job = runner.run(Job(combination, params[combination.name]))
-    assert (job.state, job.files) == ("failed", {})
+    job = runner.run(Trial(combination, params[combination.name]))
+    assert (job.state, job.metrics) == ("failed", {})
     assert "with other parameters; choose another --name, or `dvc exp remove betas-seed=1`" in job.message
-    assert runner.run(Job(combination, params["as-committed"])).state == "finished"
+    assert runner.run(Trial(combination, params["as-committed"])).state == "finished"
 
 
 def test_trials_try_a_busy_server_again(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,7 +115,7 @@ def test_trials_try_a_busy_server_again(home: Path, tmp_path: Path, monkeypatch:
     (tmp_path / "python").chmod(0o755)
     combination, head = Combination("as-committed", (), None, ()), workspace.resolve(home, "HEAD")
     params = grid.check(home, head, [combination])
-    job = Runner(home, "betas", head, tmp_path / "logs", {}).run(Job(combination, params["as-committed"]))
+    job = Runner(home, "betas", head, tmp_path / "logs", {}).run(Trial(combination, params["as-committed"]))
     assert job.state == "failed"
     assert (tmp_path / "logs" / "as-committed.log").read_text() == "5\n"
 
@@ -152,14 +153,14 @@ def test_a_search_finds_the_best_and_continues(home: Path, study: Callable[..., 
     ],
 )
 def test_a_wrong_call_is_one_line_and_changes_nothing(
-    home: Path, leash: Callable[..., "subprocess.Popen[str]"], words: list[str], says: str
+    home: Path, in_process: Callable[..., "Ended"], monkeypatch: pytest.MonkeyPatch, words: list[str], says: str
 ) -> None:
-    process = leash(home, "study", *words)
-    _, errors = process.communicate(timeout=60)
-    assert process.returncode == 2
-    assert says in errors
-    assert errors.count("\n") == 1
-    assert not (home / "work/studies").exists() or "--search" in words
+    monkeypatch.setattr(sys, "argv", ["leash", "study", *words])
+    ended = in_process(home, main)
+    assert ended.code == 2
+    assert says in ended.stderr
+    assert ended.stderr.count("\n") == 1
+    assert not (home / "work/studies").exists()
 
 
 def test_another_study_of_this_name_is_refused(home: Path, leash: Callable[..., "subprocess.Popen[str]"]) -> None:
@@ -176,7 +177,7 @@ def test_another_study_of_this_name_is_refused(home: Path, leash: Callable[..., 
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
 def test_the_tiny_pipeline(project: "Project", prefect_api: str) -> None:
-    """Two β and two seeds, killed once. SFT is trained once a seed; the results are in DVC, MLflow and the page."""
+    """Two β and two seeds, killed once. SFT is trained once a seed; the results are in DVC, MLflow and the tables."""
     words = ("-S", "ppo.kl.coef=0.05,0.2", "-S", "seed=1,3", "--methods", "ppo", "--name", "betas",
              "--objective", "gold_policy", "--jobs", "2")  # fmt: skip
     command = [sys.executable, "-m", "flows.cli", "study", *words]
@@ -192,8 +193,7 @@ def test_the_tiny_pipeline(project: "Project", prefect_api: str) -> None:
     logs = [path.read_text() for path in (project.root / "work/studies/betas/logs").glob("*.log")]
     assert sum("sft] ran in" in text for text in logs) <= 2
     assert sum("sft] restored" in text for text in logs) >= 2
-    page = (project.root / "work/studies/betas/index.html").read_text(encoding="utf-8")
-    assert page.count("data:image/png") == 3
+    assert (project.root / "work/studies/betas/frontier.png").stat().st_size > 10_000
     assert mlflow_names(project.root) == {"betas"} | set(found)
     assert project.run("git", "status", "--porcelain").stdout == ""
 

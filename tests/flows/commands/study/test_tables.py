@@ -1,20 +1,23 @@
-"""The tables and pictures of a study, from trials made by hand."""
+"""The tables and the picture of a study, from trials made by hand."""
 
 from typing import Any
 
 import pytest
 
-from flows.commands.study import grid, page, tables
-from flows.commands.study.pictures import mean_line
-from flows.commands.study.results import StudyInfo, Trial
+from flows.commands.study import picture, tables
+from flows.commands.study.grid import Combination
+from flows.commands.study.picture import mean_line
+from flows.commands.study.results import Trial
+from flows.commands.study.tables import Aim
 
 
 def trial(coef: Any, seed: int, **figures: float | None) -> Trial:
-    setting = (("ppo.kl.coef", coef),)
-    return Trial(f"coef={coef}-seed={seed}", setting, seed, "finished", {"evaluate": figures}, {}, {}, 1.0)
+    combination = Combination(f"coef={coef}-seed={seed}", (("ppo.kl.coef", str(coef)),), seed)
+    params = {"seed": seed, "ppo": {"kl": {"coef": coef}}}
+    return Trial(combination, params, "finished", {"evaluate": figures}, {}, 1.0)
 
 
-INFO = StudyInfo("s", "c0ffee", "leash study", objective="gold_policy", constraint="kl_per_sequence < 3")
+AIM = Aim(objective="gold_policy", constraint="kl_per_sequence < 3")
 TRIALS = [
     trial(0.1, 1, gold_policy=2.0, kl_per_sequence=4.0),
     trial(0.1, 2, gold_policy=2.2, kl_per_sequence=3.0),
@@ -24,7 +27,7 @@ TRIALS = [
 
 
 def test_the_best_setting_with_and_without_the_constraint() -> None:
-    free, bound = page.verdicts(INFO, TRIALS)
+    free, bound = tables.verdicts(AIM, TRIALS)
     assert free.startswith("Highest gold_policy: coef 0.1, 2.100 (")
     assert bound.startswith("Highest gold_policy where kl_per_sequence < 3: coef 0.2, 1.200 (")
 
@@ -37,25 +40,37 @@ def test_the_best_setting_with_and_without_the_constraint() -> None:
         ("gold_policy", {"gold_policy": 1.0}, "kl_per_sequence"),
     ],
 )
-def test_a_trial_without_a_value_is_named_and_the_page_is_made(
+def test_a_trial_without_a_value_is_named_and_the_tables_are_made(
     objective: str, figures: dict[str, Any], says: str
 ) -> None:
-    info = StudyInfo("s", "c0ffee", "leash study", objective=objective, constraint="kl_per_sequence < 3")
+    aim = Aim(objective=objective, constraint="kl_per_sequence < 3")
     trials = [*TRIALS, trial(0.3, 1, **figures)]
-    last = page.verdicts(info, trials)[-1]
+    last = tables.verdicts(aim, trials)[-1]
     assert last.startswith("Without a value: ")
     assert says in last
-    assert "0.3" in page.markdown(info, trials)
-    assert tables.unmeasured(info, [trial(0.3, 1, **figures)])
+    assert "0.3" in tables.report(aim, trials)
+    assert tables.unmeasured(aim, [trial(0.3, 1, **figures)])
 
 
 def test_a_list_is_a_setting_too() -> None:
-    values = grid.as_values((("evaluate.extra_models", "[a]"),), {"evaluate": {"extra_models": ["a"]}})
-    assert values == (("evaluate.extra_models", '["a"]'),)
-    assert {values: 1}
+    found = Trial(Combination("a", (("evaluate.extra_models", "[a]"),), 1), {"evaluate": {"extra_models": ["a"]}})
+    assert found.setting == (("evaluate.extra_models", '["a"]'),)
+    assert {found.setting: 1}
 
 
 def test_the_mean_of_two_parts_of_one_line_is_that_line() -> None:
     """Seeds reach different KL; their mean is over heights at equal KL."""
     places, heights = mean_line([[(0, 0), (1, 1), (2, 2)], [(0, 0), (1.5, 1.5), (3, 3)]])
     assert (places, heights) == ([0, 1, 2], pytest.approx([0, 1, 2]))
+
+
+def test_the_picture_has_a_line_for_each_setting_with_snapshots() -> None:
+    trials = [trial(coef, seed) for coef in (0.1, 0.2) for seed in (1, 2)]
+    assert picture.draw(tables.by_setting(trials)) is None
+    for one in trials:
+        rows = [("sft", 0.0, 0.0, 1.0), ("ppo", 10.0, 1.0, 2.0), ("ppo", 20.0, 4.0, 3.0), ("dpo", None, 2.0, 2.0)]
+        one.tables["frontier"] = [dict(zip(("family", "point", "kl", "gold"), row, strict=True)) for row in rows]
+    drawn = picture.draw(tables.by_setting(trials))
+    assert drawn is not None
+    assert drawn.startswith(b"\x89PNG")
+    assert drawn != picture.draw(tables.by_setting(trials[:2]))

@@ -88,6 +88,7 @@ def test_the_table_has_what_the_json_has(trace: Trace) -> None:
     assert "page  " in told.stdout.splitlines()[-1]
 
 
+@pytest.mark.slow
 def test_equal_seeds_give_equal_traces_and_pages(trace: Trace) -> None:
     first = trace("--page", "one.html", "--json").stdout
     assert trace("--page", "two.html", "--json").stdout == first

@@ -20,7 +20,7 @@ from flows import workspace
 from flows.commands.verify.verify import Report, _compare, environment, render, verify
 from rlhf_core.errors import UserError
 from tasks.records.recorded import Record
-from tasks.stage.provenance import FILE, KEYS
+from tasks.stage.provenance import KEYS, path_of
 from tests.conftest import call
 from tests.faults.conftest import until
 
@@ -213,10 +213,24 @@ def test_an_exempt_run_is_reported(recorded: Path, tmp_path: Path) -> None:
     shutil.copy2(recorded / "dvc.lock", rebuilt)
     own = dict.fromkeys(KEYS, "") | {"exemptions": ["the micro-batch was halved"]}
     (recorded / "models/m").mkdir(parents=True)
-    (recorded / "models/m" / FILE).write_text(json.dumps(own), encoding="utf-8")
+    path_of(recorded / "models/m").write_text(json.dumps(own), encoding="utf-8")
     record = Record("one", "", {}, {}, {}, {"models/m": "0" * 32}, "dvc.lock")
     [finding] = _compare(recorded, rebuilt, record)
     assert finding.words == "DIFFERS (the recorded run was exempt: the micro-batch was halved)"
+
+
+def test_how_large_a_difference_is(recorded: Path, tmp_path: Path) -> None:
+    """Another type of CPU gives other last digits."""
+    rebuilt = tmp_path / "clone"
+    for root, text in ((recorded, '{"gold": 3.1, "n": 400}'), (rebuilt, '{"gold": 3.1000000000000005, "n": 400}')):
+        (root / "metrics").mkdir(parents=True)
+        (root / "metrics/m.json").write_text(text, encoding="utf-8")
+    (rebuilt / ".dvc").mkdir()
+    (rebuilt / ".dvc" / "config").write_text("[core]\n    no_scm = true\n", encoding="utf-8")
+    shutil.copy2(recorded / "dvc.lock", rebuilt)
+    digest = hashlib.md5((recorded / "metrics/m.json").read_bytes(), usedforsecurity=False).hexdigest()
+    [finding] = _compare(recorded, rebuilt, Record("one", "", {}, {}, {}, {"metrics/m.json": digest}, "dvc.lock"))
+    assert finding.words == "DIFFERS: largest relative difference 1e-16 at gold"
 
 
 def test_a_run_without_deterministic_kernels_is_exempt(recorded: Path, tmp_path: Path) -> None:
@@ -274,6 +288,7 @@ def kill(process: "subprocess.Popen[str]") -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.chosen("interrupt-130", "kill--9")
 @pytest.mark.parametrize(("end", "code"), [(interrupt, 130), (terminate, 143), (kill, -9)])
 def test_a_stopped_verification_leaves_nothing(
     recorded: Path,

@@ -1,0 +1,21 @@
+#!/usr/bin/env bash
+# Exit 1 where dvc.lock was not made from this commit's code, parameters and data, or where DVC's remote lacks a result.
+# Computes nothing and downloads nothing. For CI: see docs/how-to/ci.md.
+set -uo pipefail
+if ! plan=$(dvc repro --pull --allow-missing --dry 2>&1) || grep --quiet "^Running stage" <<<"$plan"; then
+    grep --extended-regexp "^Running stage|^ERROR" <<<"$plan" >&2
+    echo "dvc.lock does not belong to this commit: run \`dvc repro\` and \`dvc push\`, then commit dvc.lock, metrics and plots" >&2
+    exit 1
+fi
+if ! status=$(dvc data status --not-in-remote --json); then
+    echo "DVC's remote does not answer, or there is none: see \`dvc remote list\`" >&2
+    exit 1
+fi
+python - "$status" <<'PYTHON' || exit 1
+import json, sys
+
+missing = json.loads(sys.argv[1]).get("not_in_remote", [])
+if missing:
+    sys.exit(f"not in DVC's remote: {', '.join(missing)}; `dvc push` where they were made")
+PYTHON
+echo "results belong to this commit, and the remote has them"

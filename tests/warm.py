@@ -1,0 +1,206 @@
+"""Fast starts of Python for tests: `python -m dvc`, `-m flows.cli` and `-m tasks` are forked from a process that has
+imported torch and transformers, but none of Leash's code, where they would import them for seconds each time.
+
+What starts is a process as always: a child of the one that starts it, with its arguments, environment, folder, session,
+process group and files, and with the code of the folder that it starts in. A new interpreter starts where a variable
+that the interpreter or a library reads only once differs, and where PYTHONPATH holds a `sitecustomize.py`: so do the
+tests of kills, and the tiny run with which the others compare their bytes.
+"""
+
+import ctypes
+import gc
+import importlib
+import inspect
+import json
+import os
+import re
+import runpy
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+IMPORTED = (
+    "accelerate", "datasets", "jaxtyping", "numpy", "pandas", "pandera.pandas", "peft", "psutil", "pyarrow.parquet",
+    "pydantic", "ruamel.yaml", "safetensors.torch", "scipy.stats", "tokenizers", "torch", "transformers.trainer",
+    "transformers.models.auto.modeling_auto", "transformers.models.llama.modeling_llama",
+)  # fmt: skip
+READ_ONCE = ("PYTHON", "LC_", "LANG", "HF_", "TRANSFORMERS_", "TOKENIZERS_", "OMP_", "MKL_", "CUDA_", "TORCH", "LD_")
+"""Beginnings of the names of such variables. (Libraries that read others at their import are not in IMPORTED.)"""
+MODULES = {"dvc": True, "flows.cli": True, "tasks": False}
+"""What is forked, and whether it starts others: it then has a source of its own."""
+COMMAND = re.compile(r"python -m tasks \w+")
+"""A stage's command, which DVC gives to a shell."""
+PR_SET_CHILD_SUBREAPER = 36
+LIMIT = 200_000
+"""Bytes of a request."""
+
+_new_interpreter = subprocess.Popen._execute_child  # type: ignore[attr-defined]
+_signature = inspect.signature(_new_interpreter)
+
+
+class Source:
+    """The process to fork from, as seen by the one that starts others; `constant` are the variables that it has read
+    once."""
+
+    def __init__(self, connection: socket.socket, constant: dict[str, str]) -> None:
+        self.connection, self.constant = connection, constant
+        self.lock = threading.Lock()
+
+    def start(self, request: dict[str, Any], files: list[int]) -> int | None:
+        """The number of a new child of this process; None where the source has ended."""
+        prctl = ctypes.CDLL(None).prctl
+        with self.lock:
+            prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # we inherit the child of a process that ends at once
+            try:
+                socket.send_fds(self.connection, [json.dumps(request).encode()], files)
+                answer = self.connection.recv(64)
+            except OSError:
+                return None
+            finally:
+                prctl(PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
+        return int(answer) if answer else None
+
+
+_source: Source | None = None
+
+
+def make_source(constant: dict[str, str]) -> Source:
+    """A source for this process, which ends with it."""
+    mine, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    code = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); import warm; warm.main({its.fileno()})"
+    env = {name: value for name, value in os.environ.items() if not name.startswith(READ_ONCE)} | constant
+    subprocess.Popen([sys.executable, "-c", code], pass_fds=[its.fileno()], env=env, start_new_session=True)
+    its.close()
+    return Source(mine, constant)
+
+
+class Popen(subprocess.Popen[str]):
+    """`subprocess.Popen` with fast starts of what is in MODULES."""
+
+    def _execute_child(self, *positional: Any, **named: Any) -> None:
+        """Where it forks, like the method that it replaces."""
+        global _source
+        given = _signature.bind(self, *positional, **named).arguments
+        pid = None
+        if request := _request(given):
+            constant = _read_once(request[0]["env"])
+            _source = _source or make_source(constant)
+            pid = _source.start(*request) if constant == _source.constant else None
+        if pid is None:
+            _new_interpreter(self, *positional, **named)
+            return
+        self.pid, self._child_created = pid, True
+        ends = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
+        self._close_pipe_fds(*(given[end] for end in ends))  # type: ignore[attr-defined]
+
+
+def _request(given: dict[str, Any]) -> tuple[dict[str, Any], list[int]] | None:
+    """What to fork, and its files 0 to 2; None for what needs a new interpreter."""
+    env = {os.fsdecode(n): os.fsdecode(v) for n, v in (os.environ if given["env"] is None else given["env"]).items()}
+    folders = [folder for folder in env.get("PYTHONPATH", "").split(os.pathsep) if folder]
+    if (
+        sys.platform != "linux"
+        or any(given[name] for name in ("preexec_fn", "pass_fds", "shell", "executable"))
+        or (words := _words(given["args"], env)) is None
+        or any(Path(folder, "sitecustomize.py").exists() for folder in folders)
+    ):
+        return None
+    request = {
+        "words": words,
+        "env": env,
+        "path": folders,
+        "cwd": str(Path(os.fsdecode(given["cwd"] or os.curdir)).resolve()),
+        "session": given["start_new_session"],
+        "group": given["process_group"],
+    }
+    ends = (given["p2cread"], given["c2pwrite"], given["errwrite"])
+    return request, [number if end == -1 else end for number, end in enumerate(ends)]
+
+
+def _words(command: Any, env: dict[str, str]) -> list[str] | None:
+    """What follows `python -m` in a command of this interpreter, also within `sh -c`; None for any other."""
+    words = [] if isinstance(command, (str, bytes, os.PathLike)) else [os.fsdecode(word) for word in command]
+    if len(words) > 2 and words[-2] == "-c" and COMMAND.fullmatch(words[-1]):
+        words = words[-1].split()
+    if len(words) < 3 or words[1] != "-m" or words[2] not in MODULES:
+        return None
+    return words[2:] if shutil.which(words[0], path=env.get("PATH")) == sys.executable else None
+
+
+def _read_once(env: dict[str, str]) -> dict[str, str]:
+    return {name: value for name, value in env.items() if name.startswith(READ_ONCE) and name != "PYTHONPATH"}
+
+
+def main(connection: int) -> None:
+    """The source of the tests. Returns in each process that was forked, when what it runs has ended."""
+    for name in IMPORTED:
+        importlib.import_module(name)
+    gc.collect()
+    gc.freeze()
+    _run(*_serve(socket.socket(fileno=connection)))
+
+
+def _serve(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
+    """Fork at each request, and return it in the new process. Ends with the process that makes the requests."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    while True:
+        request, files, *_ = socket.recv_fds(connection, LIMIT, 3)
+        if not request:
+            os._exit(0)
+        (wait, go), (answer, say) = os.pipe(), os.pipe()
+        between = os.fork()
+        if between == 0:
+            if pid := os.fork():
+                os.write(say, str(pid).encode())
+                os._exit(0)
+            os.close(go)
+            os.read(wait, 1)  # until the process between has ended, and our parent is the one that made the request
+            for end in (wait, answer, say):
+                os.close(end)
+            connection.close()
+            return json.loads(request), list(files)
+        os.waitpid(between, 0)
+        connection.send(os.read(answer, 64))
+        for end in (wait, go, answer, say, *files):
+            os.close(end)
+
+
+def _run(request: dict[str, Any], files: list[int]) -> None:
+    """Be the process of the request."""
+    global _source
+    if request["session"]:
+        os.setsid()
+    elif request["group"] >= 0:
+        os.setpgid(0, request["group"])
+    module, *words = request["words"]
+    if MODULES[module]:
+        mine, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        if os.fork() == 0:
+            nothing = os.open(os.devnull, os.O_RDWR)
+            for end in (0, 1, 2, *files):
+                os.dup2(nothing, end)
+            mine.close()
+            _run(*_serve(its))
+            return
+        its.close()
+        _source = Source(mine, _read_once(request["env"]))
+        subprocess.Popen._execute_child = Popen._execute_child  # type: ignore[attr-defined]
+    for number, end in enumerate(files):
+        os.dup2(end, number)
+        os.close(end)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    os.environ.clear()
+    os.environ.update(request["env"])
+    time.tzset()
+    os.chdir(request["cwd"])
+    sys.path[:2] = [request["cwd"], *request["path"]]  # behind them, what the interpreter has by itself
+    sys.argv, sys.orig_argv = ["-m", *words], [sys.executable, "-m", module, *words]
+    runpy._run_module_as_main(module)  # type: ignore[attr-defined]
