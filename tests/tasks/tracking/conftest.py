@@ -97,6 +97,7 @@ def evaluate(root: Path, folder: Path, policy: str = "e" * 32, key: str = "e" * 
     ]
     files = {
         "metrics/evaluate.json": EVALUATION,
+        "metrics/summary.json": {"gold_policy": 3.0, "win_rate": 0.8, "reward_accuracy": 0.9, "alerts": 1},
         "plots/frontier.csv": "kl,gold\n1,2\n",
         "data/evaluate/answers.jsonl": "".join(json.dumps(row) + "\n" for row in answers),
         "data/evaluate/samples.jsonl": json.dumps({"sft": "s", "prompt": [{"role": "user", "content": "Hi"}],

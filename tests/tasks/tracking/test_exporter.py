@@ -161,7 +161,6 @@ def test_a_restored_stage_is_linked_to_the_run_that_made_it(root: Path, look: Lo
     maker = next(run for run in found if run.data.tags.get("leash.stage") == "reward")
     assert new.data.tags["leash.restored.reward"] == maker.info.run_id
     assert sum(run.data.tags.get("leash.stage") == "reward" for run in found) == 1
-    assert new.data.metrics["reward_accuracy"] == 0.9
     assert new.info.run_name == "kl.coef 0.05 → 0.2"
     assert "Changed since *c0ffee0*: `ppo.kl.coef` 0.05 → 0.2" in new.data.tags["mlflow.note.content"]
 
