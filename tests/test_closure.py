@@ -13,6 +13,7 @@ from ruamel.yaml import YAML
 
 from rlhf_core.config.dpo import PairConfig
 from tasks.params.methods import METHODS, VARIANTS
+from tasks.tracking.record import shown_files
 
 if TYPE_CHECKING:
     from tests.conftest import Project, TinyRun
@@ -196,7 +197,7 @@ def allowed(stage: str, name: str) -> bool:
         return True
     if name in {"params.yaml", "dvc.yaml", "dvc.lock"} or name.startswith((".dvc/", ".git/", "work/")):
         return True
-    if stage == "report" and name.startswith("metrics/"):  # the figures of the whole run, for MLflow
+    if stage == "report" and any(covered(list(shown_files(other)), name) for other in GRAPH):  # copied for MLflow
         return True
     outs = outs_of(stage)
     return covered(outs, name.replace(".partial", "").replace("/.", "/").removeprefix("."))

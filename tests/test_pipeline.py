@@ -69,8 +69,16 @@ PLOTS = {
     "engine_mismatch_k3 min_token_reward repeated_ngram_share optimizer_steps clip_fraction_last_epoch",
 }
 DATA = ["ingest/demonstrations", "ingest/pairs", "ingest/preference_prompts", "ingest/ppo_prompts", "ingest/heldout"]
-DATA += ["ingest/dropped", "preferences/preferences", "preferences/samples", "ppo/samples", "evaluate/samples"]
+DATA += [
+    "ingest/dropped",
+    "ingest/evaluation_prompts",
+    "preferences/preferences",
+    "preferences/samples",
+    "ppo/samples",
+    "evaluate/samples",
+]
 DATA += ["best_of_n/samples", "rejection_sft/samples", "evaluate/answers", "ingest/ratings"]
+DATA += ["ingest/evaluation_prompts"]
 ALTERNATIVES = ["rejection_sft", "dpo", "rloo"]
 """Those that the tiny run trains."""
 
@@ -113,7 +121,7 @@ def test_intervals_enclose_what_they_are_about(first: "Project") -> None:
         low, high = found[f"{name}_low"], found[f"{name}_high"]
         assert 0 <= low <= high <= 1
         assert low <= found[name] + 0.1
-        assert value - 0.1 <= high
+        assert found[name] - 0.1 <= high
     assert evaluate["prompts"] == 40
     assert "simulated" in evaluate["win_rate_judge"]
 

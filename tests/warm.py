@@ -195,6 +195,8 @@ def _run(request: dict[str, Any], files: list[int]) -> None:
     for number, end in enumerate(files):
         os.dup2(end, number)
         os.close(end)
+    for name, number, mode in (("stdin", 0, "r"), ("stdout", 1, "w"), ("stderr", 2, "w")):
+        setattr(sys, name, os.fdopen(number, mode, buffering=1, closefd=False))  # those before know the old files
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     os.environ.clear()

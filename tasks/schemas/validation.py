@@ -14,7 +14,8 @@ if TYPE_CHECKING:  # the import takes a second, also that of the schemas: stages
 
 ROWS_NAMED = 5
 PROBLEMS_NAMED = 20
-HELDOUT = "data/ingest/heldout.jsonl"
+ASKED = ("data/ingest/heldout.jsonl", "data/ingest/evaluation_prompts.jsonl")
+"""Datasets of prompts that no training stage may read."""
 TRAINING = frozenset(
     f"data/ingest/{name}.jsonl" for name in ("demonstrations", "pairs", "preference_prompts", "ppo_prompts")
 ) | {"data/preferences/preferences.jsonl", "data/preferences/samples.jsonl"}
@@ -49,8 +50,8 @@ def load(root: Path, paths: Iterable[str]) -> dict[str, list[Row]]:
     """The validated datasets among `paths` (relative to `root`), without raw data. Held-out and training prompts among
     them must be disjoint. Raises UserError, see `validate` and `check_heldout_disjoint`."""
     datasets = {path: validate(read_jsonl(root / path), path) for path in paths if is_dataset(path)}
-    if HELDOUT in datasets:
-        check_heldout_disjoint(datasets[HELDOUT], {path: datasets[path] for path in datasets if path in TRAINING})
+    for path in filter(datasets.__contains__, ASKED):
+        check_heldout_disjoint(datasets[path], {name: datasets[name] for name in datasets if name in TRAINING})
     return datasets
 
 

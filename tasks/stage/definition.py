@@ -67,10 +67,11 @@ class Definition:
                 raise UserError(f"{file.path}: file not found; `dvc repro {self.name}` makes what the stage needs")
         return {file.path: file.known_hash() for file in self._stage.inputs}
 
-    def require_intact(self, hashes: Mapping[str, str]) -> None:
+    def require_intact(self, hashes: Mapping[str, str], recorded: bool) -> None:
         """Read every input. Raises UserError for one with other bytes than its hash although its time and size are
-        unchanged, or than dvc.lock has for it: DVC would record the result as made from the right bytes."""
-        makers = self.project.makers()
+        unchanged, and where DVC will record the result (`recorded`) also for one with other bytes than its maker's
+        entry in dvc.lock: DVC would record the result as made from the right bytes."""
+        makers = self.project.makers() if recorded else {}
         for file in self._stage.inputs:
             made = makers[file.path][1].recorded if file.path in makers else None
             if file.content_hash() not in {hashes[file.path]} & {made or hashes[file.path]}:

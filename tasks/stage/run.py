@@ -146,7 +146,7 @@ def _run(name: str, model: type[Block], load_stage: Load, interrupts: Interrupts
                 _commit(outputs, definition, content, hashes, [])
             print(f"{label} {name} is switched off ({why})", flush=True)
             return key
-        definition.require_intact(hashes)
+        definition.require_intact(hashes, recorded_later)
         if recorded_later:
             require_older_code(definition, psutil.Process().create_time())
         rows = load(root, definition.inputs)

@@ -19,6 +19,7 @@ from flows.promotion import Decision, decide
 from flows.workspace import Workspace
 from rlhf_core.errors import UserError
 from rlhf_core.evaluation.intervals import bounds
+from tasks.naming import model_name
 from tasks.params.all import Params
 from tasks.params.loader import parse, read_yaml
 from tasks.params.promote import PromoteParams
@@ -122,15 +123,16 @@ figures = {"judged_by": "scores", "kl_per_sequence": 1.0, "missing_eos_share": 0
 pathlib.Path("metrics").mkdir(exist_ok=True)
 pathlib.Path("metrics/evaluate.json").write_text(json.dumps(figures))
 from mlflow.tracking import MlflowClient
+from tasks.naming import model_name
 
 lock = YAML(typ="safe").load(pathlib.Path("dvc.lock"))
 [digest] = [out["md5"] for out in lock["stages"]["ppo"]["outs"]]
-source = f"dvc://models/policy?md5={digest}&project=/a"
+source, name = f"dvc://models/policy?md5={digest}&project=/a", model_name(pathlib.Path.cwd())
 client = MlflowClient(os.environ["MLFLOW_TRACKING_URI"])
 if not client.search_registered_models():
-    client.create_registered_model("leash-policy")
+    client.create_registered_model(name)
 if not client.search_model_versions(f"source_path = '{source}'"):
-    client.create_model_version("leash-policy", source)
+    client.create_model_version(name, source)
 """
 
 
@@ -189,11 +191,11 @@ def test_a_worse_policy_is_kept_out_and_a_better_one_promoted(home: Path) -> Non
     assert aliases(home) == {CHAMPION: "3", CHALLENGER: "3"}
     client = MlflowClient(f"sqlite:///{home}/tracking.db")
     assert (
-        client.get_model_version("leash-policy", "2").tags["leash.promotion"].startswith("not promoted: its win rate")
+        client.get_model_version(model_name(home), "2").tags["leash.promotion"].startswith("not promoted: its win rate")
     )
-    assert client.get_model_version("leash-policy", "3").tags["leash.champion_before"] == "1"
+    assert client.get_model_version(model_name(home), "3").tags["leash.champion_before"] == "1"
 
-    worse_run = client.get_model_version("leash-policy", "2").tags["leash.experiment"]
+    worse_run = client.get_model_version(model_name(home), "2").tags["leash.experiment"]
     decided = promotion.judge_named(home, worse_run, Registry(home))
     assert decided.title.startswith("not promoted: the champion has changed since this run")
     with pytest.raises(UserError, match="no experiment absent"):
@@ -204,7 +206,7 @@ def test_a_worse_policy_is_kept_out_and_a_better_one_promoted(home: Path) -> Non
     assert "the policy is the champion itself" in again.message
     assert again.message.endswith("(ran evaluate)"), "with another champion"
     assert night(home).name == "Restored"
-    assert client.get_model_version("leash-policy", "3").tags["leash.promotion"].startswith("promoted: version 3")
+    assert client.get_model_version(model_name(home), "3").tags["leash.promotion"].startswith("promoted: version 3")
 
     with get_client(sync_client=True) as prefect:
         found = prefect._client.post(
@@ -243,9 +245,9 @@ def test_by_hand(tmp_path: Path, database: Path, monkeypatch: pytest.MonkeyPatch
     shutil.copy2(database, tmp_path / "mlflow.db")
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     client = MlflowClient(f"sqlite:///{tmp_path}/mlflow.db")
-    client.create_registered_model("leash-policy")
+    client.create_registered_model(model_name(tmp_path))
     for digest in ("aa", "bb"):
-        client.create_model_version("leash-policy", f"dvc://models/policy?md5={digest}.dir&project=/x")
+        client.create_model_version(model_name(tmp_path), f"dvc://models/policy?md5={digest}.dir&project=/x")
     registry = Registry(tmp_path)
     with pytest.raises(UserError, match="there is no champion"):
         promotion.undo(tmp_path, registry)
@@ -269,9 +271,9 @@ def test_two_promotions_at_once_wait_for_each_other(
     shutil.copy2(database, tmp_path / "mlflow.db")
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     client = MlflowClient(f"sqlite:///{tmp_path}/mlflow.db")
-    client.create_registered_model("leash-policy")
+    client.create_registered_model(model_name(tmp_path))
     for digest in ("aa", "bb"):
-        client.create_model_version("leash-policy", f"dvc://models/policy?md5={digest}.dir&project=/x")
+        client.create_model_version(model_name(tmp_path), f"dvc://models/policy?md5={digest}.dir&project=/x")
     started, tag = threading.Event(), Registry.tag
 
     def slow(*values: Any) -> None:

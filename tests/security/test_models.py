@@ -143,6 +143,7 @@ def pretrained(finished: "Project") -> "Project":
 def test_the_stage_base_refuses_pickled_weights(pretrained: "Project", stage_main: Main, offered: Offered) -> None:
     shutil.copytree(offered(), pretrained.root / "data/raw/own")
     (pretrained.root / "data/raw/own/model.safetensors").rename(pretrained.root / "data/raw/own/pytorch_model.bin")
+    assert [stage_main(pretrained, stage).code for stage in ("check", "ingest")] == [0, 0]
     ended = stage_main(pretrained, "base")
     assert ended.code == 2
     assert ended.stderr.startswith("base: ")
@@ -169,6 +170,7 @@ def test_trusted_code_runs_with_a_warning_at_every_stage(
     pretrained: "Project", stage_main: Main, own_code: Callable[[Path], Path]
 ) -> None:
     mark = own_code(pretrained.root / "data/raw/own")
+    assert [stage_main(pretrained, stage).code for stage in ("check", "ingest")] == [0, 0]
     ended = stage_main(pretrained, "base")
     assert ended.code == 2
     assert "set trust_remote_code: true in params.yaml" in ended.stderr

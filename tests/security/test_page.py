@@ -141,6 +141,7 @@ def test_prefect_gets_plain_text(tmp_path: Path) -> None:
     attack = "<img src=x onerror=alert(1)> | [a](javascript:alert(1)) `b`\n# c"
     content = {"win_rate": 0.5, "win_rate_judge": attack}
     (tmp_path / "metrics" / "evaluate.json").write_text(json.dumps(content), encoding="utf-8")
+    (tmp_path / "metrics" / "summary.json").write_text(json.dumps({"win_rate": 0.5}), encoding="utf-8")
     row = next(line for line in report_page(tmp_path).splitlines() if "judge of the wins" in line)
     assert "<img" not in row
     assert "](" not in row.replace("\\]\\(", "")

@@ -85,7 +85,7 @@ def test_both_drivers_and_the_stage_stop_at_a_tag(project: "Project", stage_main
     assert not mark.exists()
 
 
-@pytest.mark.parametrize("command", ["tasks.check", "flows.cli run"])
+@pytest.mark.parametrize("command", ["tasks check", "flows.cli run"])
 def test_a_bomb_stops_stages_and_commands(project: "Project", command: str) -> None:
     """A plain `dvc repro` is DVC's own: it writes out every alias before any code of ours runs."""
     params = project.root / "params.yaml"

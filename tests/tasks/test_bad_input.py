@@ -134,6 +134,7 @@ def test_a_folder_of_the_users_that_is_missing(raw: Callable[[str], "Project"], 
 
 DEMONSTRATIONS = "data/ingest/demonstrations.jsonl"
 PPO_PROMPTS = "data/ingest/ppo_prompts.jsonl"
+PREFERENCES = "data/preferences/preferences.jsonl"
 HELDOUT = "data/ingest/heldout.jsonl"
 
 
@@ -175,15 +176,16 @@ def test_a_missing_file(finished: "Project", stage_main: Main, path: str) -> Non
     assert finished.outputs().keys() <= before.keys()
 
 
-@pytest.mark.parametrize("stage", ["ppo", "evaluate"])
-def test_failure_04_a_leaked_heldout_prompt(finished: "Project", stage_main: Main, stage: str) -> None:
+@pytest.mark.parametrize(("stage", "path"), [("ppo", PPO_PROMPTS), ("evaluate", PREFERENCES)])
+def test_failure_04_a_leaked_heldout_prompt(finished: "Project", stage_main: Main, stage: str, path: str) -> None:
     leaked = finished.rows("data/ingest/heldout.jsonl")[3]
-    rows = [*finished.rows(PPO_PROMPTS)[:4], {"prompt_id": leaked["prompt_id"], "prompt": leaked["prompt"]}]
-    finished.write_rows(PPO_PROMPTS, rows)
+    rows = finished.rows(path)[:5]
+    rows[4] |= {"prompt_id": leaked["prompt_id"], "prompt": leaked["prompt"]}
+    finished.write_rows(path, rows)
     before = finished.outputs()
     ended = stage_main(finished, stage)
     one_line(ended, stage, "leaked held-out prompt: ")
-    assert f"is also in {PPO_PROMPTS}, row 5 (1 such rows)" in ended.stderr
+    assert f"is also in {path}, row 5 (1 such rows)" in ended.stderr
     assert finished.outputs() == before
 
 

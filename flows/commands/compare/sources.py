@@ -69,10 +69,9 @@ def find(root: Path, name: str) -> Compared:
     if newest:
         return _of_commit(root, name, newest.split()[0], "DVC experiment")
     runs, where = runs_in_mlflow(root)
-    if re.fullmatch(rf"[0-9a-f]{{{SHORTEST_PREFIX},32}}", name):
-        found = [run for run in runs if run.info.run_id.startswith(name)]
-    else:
-        found = [run for run in runs if run.info.run_name == name]
+    is_id = re.fullmatch(rf"[0-9a-f]{{{SHORTEST_PREFIX},32}}", name)
+    found = [run for run in runs if is_id and run.info.run_id.startswith(name)]
+    found = found or [run for run in runs if run.info.run_name == name]
     if len(found) > 1:
         several = ", ".join(run.info.run_id for run in found[:5])
         raise UserError(f"{name}: {len(found)} runs in MLflow have this name; use an id: {several}")

@@ -108,7 +108,7 @@ def test_a_stage_that_was_removed_from_dvc_yaml(root: Path) -> None:
     assert set(found) == {f"work/one/{STALE}", f"work/gone/{STALE}", "work/gone.lock"}
     clean(root)
     left = {path.relative_to(root / "work").as_posix() for path in (root / "work").iterdir()}
-    assert left == {"one", "one.lock", "mlflow.lock", "prefect-server.log", "hashes.json"}
+    assert left - {"hashes.json"} == {"one", "one.lock", "mlflow.lock", "prefect-server.log"}
 
 
 def test_half_written_outputs_go(root: Path) -> None:

@@ -15,6 +15,7 @@ from flows.commands import gc
 from flows.workspace import Workspace
 from rlhf_core.errors import UserError
 from rlhf_core.locks import FileLock
+from tasks.naming import model_name
 from tests.conftest import call, commit
 
 GRAPH = """
@@ -150,19 +151,19 @@ def test_the_champion_stays(root: Path, capsys: pytest.CaptureFixture[str]) -> N
     from mlflow.tracking import MlflowClient
 
     client = MlflowClient(f"sqlite:///{root / 'mlflow.db'}")
-    client.create_registered_model("leash-policy")
+    client.create_registered_model(model_name(root))
     digests = []
     for name in ("nightly-1", "nightly-2"):
         [ref] = call(root, "git", "for-each-ref", "--format=%(objectname)", f"refs/exps/*/*/{name}").split()
         lines = call(root, "git", "show", f"{ref}:dvc.lock").splitlines()
         digests += [line.split()[-1] for line in lines if line.endswith(".dir")]
-        client.create_model_version("leash-policy", f"dvc://models/policy?md5={digests[-1]}&project=/a/clone")
-    client.set_registered_model_alias("leash-policy", "champion", "2")
-    client.set_model_version_tag("leash-policy", "2", "leash.champion_before", "1")
+        client.create_model_version(model_name(root), f"dvc://models/policy?md5={digests[-1]}&project=/a/clone")
+    client.set_registered_model_alias(model_name(root), "champion", "2")
+    client.set_model_version_tag(model_name(root), "2", "leash.champion_before", "1")
     gc.gc(root, 0, [], True)
     printed = capsys.readouterr().out
-    assert "leash-policy version 2 (champion)" in printed
-    assert "leash-policy version 1 (champion before)" in printed, "leash promote --undo needs it"
+    assert f"{model_name(root)} version 2 (champion)" in printed
+    assert f"{model_name(root)} version 1 (champion before)" in printed, "leash promote --undo needs it"
     assert set(digests) < objects(root)
     assert len(objects(root)) == 19 - 3 - 2, (
         "without one nightly run, and the metrics of the champion and the one before"

@@ -8,6 +8,7 @@ from mlflow.tracking import MlflowClient
 
 from flows.commands import ui
 from flows.server import _free_port
+from tasks.naming import experiment_name
 
 
 @pytest.fixture
@@ -26,7 +27,7 @@ def test_it_names_the_page_of_the_projects_runs(
     uri = f"sqlite:///{tmp_path.resolve() / 'mlflow.db'}"
     client = MlflowClient(uri, registry_uri=uri)
     client.create_experiment("another")
-    experiment, port = client.create_experiment("leash"), _free_port()
+    experiment, port = client.create_experiment(experiment_name(tmp_path)), _free_port()
     ui.show(tmp_path, port)
     page = f"http://127.0.0.1:{port}/#/experiments/{experiment}/runs?workflowType=machine_learning"
     assert f"MLflow: {page} " in capsys.readouterr().out

@@ -9,7 +9,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from rlhf_core import sft
 from rlhf_core.config.lora import LoraSettings
 from rlhf_core.config.sft import SFTConfig
 from rlhf_core.data.tokenizer import encode_prompt, encode_response, load_tokenizer
@@ -17,7 +16,7 @@ from rlhf_core.models.hf import load_causal_lm, load_scalar_model
 from rlhf_core.models.sampling import Sampled
 from rlhf_core.models.scorers import Answers, RewardModelScorer
 from tasks import best_of_n, rejection_sft
-from tasks.evaluation.prompts import HELDOUT
+from tasks.datasets.raw import EVALUATION_PROMPTS
 from tasks.params.best_of_n import BestOfNParams
 from tasks.params.rejection_sft import RejectionParams
 from tasks.schemas.validation import load
@@ -77,7 +76,7 @@ def draw_best_of_n(workshop: Path, make_stage: Callable[..., Any], asked: Rows) 
 
     def call(**changes: Any) -> tuple[Rows, Any]:
         outs = ["data/best_of_n/samples.jsonl", "metrics/best_of_n.json"]
-        rows = {HELDOUT: [row | {"response": None} for row in asked]}
+        rows = {EVALUATION_PROMPTS: asked}
         params = BestOfNParams(enabled=True, n=[1, 3])
         state = json.dumps(changes)[1:-1].replace("/", "")
         stage = make_stage("best_of_n", params, outs, rows, state=state, blocks={"evaluate": EVALUATE | changes})
@@ -116,8 +115,8 @@ def test_rejection_keeps_the_best_of_what_was_drawn(
         groups.extend(draw(*arguments))
         return groups
 
-    draw = candidates.draw_candidates
-    monkeypatch.setattr(candidates, "draw_candidates", watched)
+    draw = rejection_sft.draw_candidates
+    monkeypatch.setattr(rejection_sft, "draw_candidates", watched)
     rows, metrics = reject()
     assert [len(group) for group in groups] == [5] * 10
     for row, group, score in zip(rows, groups, scores(workshop, rows), strict=True):
@@ -142,8 +141,8 @@ def test_rejection_trains_on_the_tokens_that_were_sampled(
         seen.update(train=[d.response for d in training], validation=[d.response for d in validation])
         return fine_tune(model, training, validation, *more)
 
-    fine_tune = sft.fine_tune
-    monkeypatch.setattr(sft, "fine_tune", watched)
+    fine_tune = rejection_sft.fine_tune
+    monkeypatch.setattr(rejection_sft, "fine_tune", watched)
     rows, metrics = reject()
     for split, count in (("train", 7), ("validation", 3)):
         assert seen[split] == [row["response_ids"] for row in rows if row["split"] == split]
@@ -237,11 +236,7 @@ def test_no_draw_of_best_of_n_has_the_key_of_another_stage(
     assert all(key[0] >= 2**32 for key in keys), "no seed is as large"
 
 
-def test_the_prompts_of_best_of_n_are_those_of_evaluate(
-    draw_best_of_n: Callable[..., tuple[Rows, Any]], workshop: Path, make_stage: Callable[..., Any]
-) -> None:
-    with pytest.raises(rejection_sft.UserError, match=r"data/raw/mine\.jsonl not found"):
-        draw_best_of_n(prompts="mine.jsonl")
+def test_wrong_settings_of_evaluate_are_those_of_best_of_n(draw_best_of_n: Callable[..., tuple[Rows, Any]]) -> None:
     with pytest.raises(rejection_sft.UserError, match=r"evaluate\.temperature"):
         draw_best_of_n(temperature=0)
 
