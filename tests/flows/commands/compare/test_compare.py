@@ -100,7 +100,7 @@ def answers(folder: Path, golds: dict[str, list[float]]) -> Path:
             "kl": 0.5,
             "reward": 1.0,
             "tokens": 10 + i,
-        }  # fmt: skip
+        }
         for model, values in golds.items()
         for seed in (1, 2)
         for i, gold in enumerate(values)
