@@ -21,8 +21,6 @@ LOST_RUNS, POSTS = "leash {}: a run without heartbeats is marked Crashed", "leas
 NOTIFIED = ("leash.alert.*", "leash.promoted", "leash.kept", "prefect.flow-run.Failed", "prefect.flow-run.Crashed")
 """Events that are posted, where somebody wants them."""
 ENDINGS = ("Completed", "Failed", "Cancelled", "Crashed")
-OF_ALL_PROJECTS = ("leash: a run without heartbeats is marked Crashed", "leash: post alerts and decisions")
-"""Automations of earlier versions, which watched every flow of the server; they are removed."""
 
 
 def find(name: str) -> "Automation | None":
@@ -32,6 +30,12 @@ def find(name: str) -> "Automation | None":
     with suppress(ValueError):
         return cast("Automation", Automation.read(name=name))
     return None
+
+
+def require_address(notify: str | None) -> None:
+    """Raise UserError for an address to post to that is none."""
+    if notify is not None and not notify.startswith(("http://", "https://")):
+        raise UserError(f"--notify {notify}: not an address; write https://…")
 
 
 def install(root: Path, notify: str | None = None, seconds: float = LOST_SECONDS) -> None:
@@ -50,10 +54,9 @@ def install(root: Path, notify: str | None = None, seconds: float = LOST_SECONDS
     from prefect.events.schemas.events import ResourceSpecification
     from pydantic import ValidationError
 
-    if notify is not None and not notify.startswith(("http://", "https://")):
-        raise UserError(f"--notify {notify}: not an address; write https://…")
+    require_address(notify)
     project = project_name(root)
-    flows = [project, f"{project}-nightly", f"{project}-trial"]
+    flows = [f"{project}-run", f"{project}-nightly", f"{project}-trial"]
     ours = ResourceSpecification({"prefect.resource.role": "flow", "prefect.resource.name": flows})
     heartbeat = "prefect.flow-run.heartbeat"
     lost = EventTrigger(
@@ -75,9 +78,6 @@ def install(root: Path, notify: str | None = None, seconds: float = LOST_SECONDS
         event = EventTrigger(match_related=ours, expect=set(NOTIFIED), posture=Posture.Reactive, threshold=1)
         post = CallWebhook(block_document_id=block, payload=text)
         wanted.append(Automation(name=POSTS.format(project), trigger=event, actions=[post]))
-    for name in OF_ALL_PROJECTS:
-        if (old := find(name)) is not None:
-            old.delete()
     for one in wanted:
         if (known := find(one.name)) is None:
             one.create()

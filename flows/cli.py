@@ -4,6 +4,7 @@ was stopped."""
 
 import json
 import os
+import shlex
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -242,6 +243,7 @@ def up(
     if stop:
         print("Prefect server stopped" if server.down(root) else "no server to stop: `leash up` has started none")
         return
+    automations.require_address(notify)
     if install:
         url = server.require(root)
     else:
@@ -254,7 +256,7 @@ def up(
     print(f"Prefect server: {page}  (log: work/prefect-server.log; stop: leash up --stop)")
     print(f"`leash run` and `leash serve` in this project use it. Its page asks for what is in {server.PASSWORD}.")
     print("For other shells and tools:")
-    print(f"  export PREFECT_API_URL={url} PREFECT_API_AUTH_STRING=$(cat {root / server.PASSWORD})")
+    print(f'  export PREFECT_API_URL={url} PREFECT_API_AUTH_STRING="$(cat {shlex.quote(str(root / server.PASSWORD))})"')
 
 
 @command

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 
 from flows import automations, isolated, processes, remote, server, workspace
@@ -41,7 +42,7 @@ class Pool:
         parameters = {"name": trial_name, "commit": commit, "overrides": list(overrides), "study": study,
                       "options": list(options)}  # fmt: skip
         lost = 0
-        for attempt in range(1000):
+        for attempt in count():
             run = run_deployment(  # the flow run that an earlier process has submitted with this key, or a new one
                 self.deployment, parameters=parameters, timeout=0, flow_run_name=trial_name, as_subflow=False,
                 idempotency_key=f"{study}/{trial_name}/{commit}/{attempt}", tags=[f"study {study}"],

@@ -20,6 +20,7 @@ from rlhf_core.locks import held
 from tasks.params.loader import PARAMS_FILE, parse
 from tasks.params.promote import PromoteParams
 from tasks.tracking.registry import BEFORE, CHALLENGER, CHAMPION, Registry, Version
+from tasks.tracking.settings import main_checkout
 
 if TYPE_CHECKING:
     from tasks.stage.dvc_files import Stored
@@ -204,7 +205,7 @@ def judge(home: Path, name: str, commit: str, registry: Registry) -> Decision:
 
 def _one_at_a_time(home: Path) -> AbstractContextManager[None]:
     """Nobody else on this machine moves the champion between what is read here and what is written."""
-    return held(home / "work" / "promotion.lock", WAIT_SECONDS, "promotes a policy")
+    return held(main_checkout(home) / "work" / "promotion.lock", WAIT_SECONDS, "promotes a policy")
 
 
 def _yaml(text: str) -> dict[str, Any]:

@@ -131,12 +131,13 @@ def _run_flow(project: Path, **parameters: Any) -> PipelineFailed | None:
 
     from flows.pipeline import pipeline
 
-    named = pipeline.with_options(name=project_name(project))
+    name = project_name(project)
+    named = pipeline.with_options(name=f"{name}-run")
     try:
         if parent := os.environ.get(PARENT_VARIABLE):
-            _run_below(parent, named, parameters)
+            _run_below(parent, named, parameters, ["leash", name])
         else:
-            with tags("leash", project_name(project)):
+            with tags("leash", name):
                 named(**parameters)
     except PipelineFailed as failure:
         return failure
@@ -149,14 +150,14 @@ def _run_flow(project: Path, **parameters: Any) -> PipelineFailed | None:
     return None
 
 
-def _run_below(parent: str, pipeline: "Flow[..., Any]", parameters: dict[str, Any]) -> None:
+def _run_below(parent: str, pipeline: "Flow[..., Any]", parameters: dict[str, Any], tags: list[str]) -> None:
     """Run the flow as a child of the task run `parent` of another process, as `prefect.deployments.run_deployment`
     does."""
     from prefect.client.orchestration import get_client
     from prefect.flow_engine import run_flow
 
     with get_client(sync_client=True) as client:
-        child = client.create_flow_run(pipeline, parameters=parameters, parent_task_run_id=UUID(parent))
+        child = client.create_flow_run(pipeline, parameters=parameters, parent_task_run_id=UUID(parent), tags=tags)
     run_flow(pipeline, flow_run=child, parameters=parameters)
 
 

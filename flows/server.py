@@ -99,11 +99,11 @@ def up(root: Path, port: int) -> str:
     process, url = _start(port, log, _password(root), [])
     try:
         _wait_for(process, url, log)
+        entry = {"pid": process.pid, "started": psutil.Process(process.pid).create_time(), "url": url}
+        (root / RECORD).write_text(json.dumps(entry) + "\n", encoding="utf-8")
     except BaseException:
         processes.stop(process.pid, process, processes.SERVER_SIGNALS)
         raise
-    entry = {"pid": process.pid, "started": psutil.Process(process.pid).create_time(), "url": url}
-    (root / RECORD).write_text(json.dumps(entry) + "\n", encoding="utf-8")
     return url
 
 
@@ -193,9 +193,11 @@ def _password(root: Path) -> str:
     """What is in `PASSWORD`; made where there is none."""
     path = root / PASSWORD
     path.parent.mkdir(exist_ok=True)
-    with suppress(FileExistsError):
-        path.touch(0o600, exist_ok=False)
-        path.write_text(f"leash:{secrets.token_urlsafe(24)}", encoding="utf-8")
+    if not path.exists() or not path.stat().st_size:  # empty: a full disk, or an editor
+        fresh = path.with_name(f".{path.name}.{os.getpid()}")
+        fresh.touch(0o600)
+        fresh.write_text(f"leash:{secrets.token_urlsafe(24)}", encoding="utf-8")
+        fresh.replace(path)
     return path.read_text(encoding="utf-8").strip()
 
 

@@ -99,12 +99,18 @@ class Hashes:
         return False
 
     def save(self) -> None:
-        """Remember what was read, for the next process. Another process may write at the same time: the last wins."""
-        if self._changed and (self.root / HASHES.parent).is_dir():
-            present = {name: entry for name, entry in self._known.items() if os.path.exists(name)}  # noqa: PTH110
-            with atomic(self.root / HASHES) as place:
-                place.write_text(json.dumps(present), encoding="utf-8")
-            self._changed = False
+        """Remember what was read, for the next process. Another process may write at the same time: the last wins. What
+        cannot be written is read again."""
+        if not self._changed or not (self.root / HASHES.parent).is_dir():
+            return
+        present = {name: entry for name, entry in self._known.items() if os.path.exists(name)}  # noqa: PTH110
+        place = self.root / HASHES.with_name(f".{HASHES.name}.{os.getpid()}")
+        try:
+            place.write_text(json.dumps(present), encoding="utf-8")
+            place.replace(self.root / HASHES)
+        except OSError:
+            place.unlink(missing_ok=True)
+        self._changed = False
 
     def _of_file(self, path: Path, read: bool) -> str:
         name = str(path)

@@ -94,10 +94,10 @@ class Tracking:
             folder = record.open_record(root, identity(root, content))
             if definition.name == "report":
                 collect(root)
-        except OSError as error:
+            return cls(root, folder, facts)
+        except Exception as error:  # whatever it is, the stage is worth more
             print(f"tracking: not recorded ({error}); the stage goes on", file=sys.stderr, flush=True)
             return None
-        return cls(root, folder, facts)
 
     def end(self, status: record.Status) -> None:
         """Record the end of the stage. The last stage of a `dvc repro` waits until MLflow has all, at most half a
@@ -106,15 +106,15 @@ class Tracking:
         if self._sidecar:
             self._sidecar.stage_ended(WAIT_AT_THE_END_SECONDS if self._waits else 0.0)
         uri = tracking_uri(self._root)
-        if self._sidecar and self._waits and record.pending(self._root, uri_mark(uri)):
+        if self._sidecar and self._waits and status == "FINISHED" and record.pending(self._root, uri_mark(uri)):
             where = without_credentials(uri)
             print(f"tracking: not all is in MLflow at {where}; `leash sync` sends it", file=sys.stderr, flush=True)
 
 
 def collect(root: Path) -> Path | None:
     """Record the stages of `dvc.lock` that DVC restored: those with the present parameters and outputs that this
-    workspace has not executed. Returns the record of the pipeline run; None where params.yaml cannot be read, or
-    `runtime.tracking` is off."""
+    workspace has not executed. A new record is made only where that is the whole pipeline. Returns the record; None
+    where there is none, params.yaml cannot be read, or `runtime.tracking` is off."""
     try:
         content = read_yaml(root / PARAMS_FILE)
         if not parse(RuntimeParams, content.get("runtime") or {}, "runtime").tracking:
@@ -122,7 +122,10 @@ def collect(root: Path) -> Path | None:
     except UserError:
         return None
     known, stages = with_derived(content), _yaml(root / "dvc.lock").get("stages", {})
-    folder = None
+    run = identity(root, content)
+    folder = record.folder_of(root) / record.name_of(run)
+    names = [n for n in _yaml(root / "dvc.yaml")["stages"] if n not in WITHOUT_RUN and not is_switched_off(content, n)]
+    found: dict[str, tuple[str, dict[str, Any], dict[str, str]]] = {}
     for name, entry in stages.items():
         if name in WITHOUT_RUN or is_switched_off(content, name):
             continue
@@ -134,10 +137,14 @@ def collect(root: Path) -> Path | None:
             continue
         deps = {dep["path"]: dep.get("md5", "") for dep in entry.get("deps", [])}
         key = digest({"cmd": entry["cmd"], "params": used, "deps": deps})
-        folder = folder or record.open_record(root, identity(root, content))
+        found[name] = key, used, {path: value for path, value in deps.items() if not is_code(path)}
+    if not (folder / record.RUN).exists():
+        if not found or found.keys() != set(names):
+            return None
+        record.open_record(root, run)
+    for name, (key, used, inputs) in found.items():
         execution = folder / f"{name}-{key[:12]}"
         if not (execution / record.FACTS).exists():
-            inputs = {path: value for path, value in deps.items() if not is_code(path)}
             record.copy_files(root, execution, name)
             now = record.now_ms()
             facts = {"stage": name, "key": key, "params": record.flatten(used), "inputs": inputs, "restored": True}
@@ -148,9 +155,11 @@ def collect(root: Path) -> Path | None:
 def finish(root: Path, seconds: float | None = SYNC_SECONDS) -> str:
     """Record what DVC restored, and make MLflow agree with all records within so many seconds (None: without a limit).
     Returns a line about what is missing there; empty where nothing is."""
-    with suppress(OSError):
+    try:
         collect(root)
-    return sync(root, seconds)
+        return sync(root, seconds)
+    except Exception as error:  # whatever it is, the run is worth more
+        return f"tracking: not recorded ({error})"
 
 
 def _is_current(path: Path, md5: str) -> bool:

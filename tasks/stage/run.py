@@ -141,6 +141,8 @@ def _run(name: str, model: type[Block], load_stage: Load, interrupts: Interrupts
         key, (position, total) = definition.key(content, hashes), definition.position
         label = f"[{position}/{total} {name}]"
         if why := why_switched_off(content, name):
+            if is_worker():
+                return key
             with outputs:
                 write_switched_off(outputs, name, why)
                 _commit(outputs, definition, content, hashes, [])

@@ -37,8 +37,6 @@ from tasks.tracking import record, settings, titles
 
 LOCK_SECONDS = 30.0
 PAUSE_SECONDS = 5.0
-RECORDS_TO_GIVE_UP = 2
-"""One record that fails does not stop the others; when two fail, MLflow is away."""
 REFUSED = ("INVALID_PARAMETER_VALUE", "RESOURCE_DOES_NOT_EXIST", "ENDPOINT_NOT_FOUND", "NOT_IMPLEMENTED",
            "PERMISSION_DENIED", "BAD_REQUEST", "FEATURE_DISABLED", "NOT_FOUND")  # fmt: skip
 """Codes of MLflow for one thing that it does not take; all other errors mean that it cannot be reached now."""
@@ -46,13 +44,15 @@ CURVES = tuple(f"ppo/{name}" for name in ("gold", "reward_raw", "kl", "entropy",
 """Points of PPO that the pipeline's run has, too: the curves by which one compares runs, best first."""
 OF_A_MODEL = ("gold", "reward", "win_rate", "kl", "response_tokens", "missing_eos_share", "heldout_loss")
 """The figures of each model in MLflow's list of models."""
-PROMPTS = {"evaluate": "data/ingest/heldout.jsonl", "select": "data/ingest/preference_prompts.jsonl"}
+PROMPTS = {"evaluate": "data/ingest/evaluation_prompts.jsonl", "select": "data/ingest/preference_prompts.jsonl"}
 """The prompts on which a stage measures models."""
 DATASETS = {"data/raw": "raw data", "data/ingest/ppo_prompts.jsonl": "training", PROMPTS["evaluate"]: "evaluation"}
 """Path -> context of the datasets of the pipeline's run."""
 TABLE_ROWS = 100
 """Of the preferences, of which there may be very many; the other tables have few rows."""
 NOTE, REPORT, MISSING, SENT = "mlflow.note.content", "report/index.html", "leash.missing", "leash.files"
+SECONDS = "leash.seconds"
+"""Tag of a stage's run: how long it took."""
 MODEL_NOTE = 'Policies. A version loads with `mlflow.pyfunc.load_model("models:/{0}/1")` or `mlflow.transformers`.'
 
 for _name in ("urllib3.connectionpool", "alembic"):
@@ -86,12 +86,12 @@ def export(root: Path, uri: str | None = None, records: Sequence[Path] | None = 
                     record.write(folder / record.SENT, {**record.read(folder / record.SENT), mark: seen})
             except Unreachable as error:
                 failures.append(f"{folder.name}: {error}")
-                if len(failures) == RECORDS_TO_GIVE_UP:
+                if len(failures) > 1 and settings.unreachable(uri):  # one that fails does not stop the others
                     raise
             missing += exporter.missing
+        record.prune(root, mark)
     finally:
         lock.release()
-    record.prune(root, mark)
     return failures + missing
 
 
@@ -132,18 +132,29 @@ class Exporter:
             for stage in stages:
                 newest[stage["stage"]] = stage
                 child = known.get(stage["key"])
-                if child is None and stage.get("restored"):
+                if stage.get("restored"):
+                    if child is not None and child.info.status == "FINISHED":
+                        continue  # this run has executed it
                     same = f"tags.`leash.stage_key` = '{stage['key']}' and attributes.status = 'FINISHED'"
                     if maker := self._search(same):
                         self._tags(parent, {f"leash.restored.{stage['stage']}": maker[0].info.run_id})
                         continue
-                self.stage(parent, child, stage, run)
+                known[stage["key"]] = self.stage(parent, child, stage, run)
             self._conclude(parent, run, newest)
+            self._seconds(parent, stages)
         states = {stage["status"] for stage in newest.values()} - {"FINISHED"}
         status = "RUNNING" if running else min(states, default="FINISHED")
-        ended = max(stage.get("ended") or stage["started"] for stage in stages)
-        self._status(parent, status, ended)
+        executed = [stage for stage in stages if not stage.get("restored")]
+        if executed or parent.info.status == "RUNNING":
+            self._status(parent, status, max(s.get("ended") or s["started"] for s in executed or stages))
         return running
+
+    def _seconds(self, parent: Run, stages: Sequence[Mapping[str, Any]]) -> None:
+        """Log the seconds of all stages that the pipeline's run has executed, also in records that are gone."""
+        if any(not stage.get("restored") for stage in stages):
+            children = self._search(f"tags.mlflow.parentRunId = '{parent.info.run_id}'", most=1000)
+            took = [float(child.data.tags.get(SECONDS, 0)) for child in children]
+            self._figures(parent, {"seconds": round(sum(took), 1)}, max(s["started"] for s in stages))
 
     def _open(self, run: Mapping[str, Any], stages: Sequence[Mapping[str, Any]]) -> Run:
         """The run of the pipeline with its parameters and tags; created where there is none."""
@@ -159,7 +170,8 @@ class Exporter:
             before = self._before(started)
             title = run.get("experiment") or titles.title(run, before and before.data)
             parent = self._client.create_run(self._experiment, started, tags, title)
-        self._tags(parent, tags)
+        if not found or any(not stage.get("restored") for stage in stages):  # else the commit is one of a later time
+            self._tags(parent, tags)
         self._params(parent, run["params"])
         return parent
 
@@ -174,10 +186,8 @@ class Exporter:
         at = max(stage.get("ended") or stage["started"] for stage in newest.values())
         ppo = newest.get("ppo")
         if ppo is not None:
-            points = sorted(_points(ppo), key=lambda point: point[0] in CURVES and CURVES.index(point[0]))
-            self._log_points(parent, ppo["key"][:8], [point for point in points if point[0] in CURVES])
-        took = [(s["ended"] - s["started"]) / 1000 for s in newest.values() if s.get("ended") and not s.get("restored")]
-        self._figures(parent, figures | ({"seconds": round(sum(took), 1)} if took else {}), at)
+            self._log_points(parent, ppo["key"][:8], [point for point in _points(ppo) if point[0] in CURVES])
+        self._figures(parent, figures, at)
         inputs = {path: digest for stage in newest.values() for path, digest in stage["inputs"].items()}
         kept = {path: digest for path, digest in inputs.items() if path in DATASETS or path.startswith("data/raw/")}
         self._inputs(parent, kept, "raw data")
@@ -190,7 +200,8 @@ class Exporter:
         note = titles.note(run, self._before(parent.info.start_time), figures)
         if report and report.is_file():
             note += f"; [report]({self._page(parent.info.run_id, REPORT)})"
-        self._describe(parent, note)
+        if not parent.data.tags.get(NOTE) or any(not stage.get("restored") for stage in newest.values()):
+            self._describe(parent, note)
         evaluated = newest.get("evaluate")
         if evaluated and evaluated["status"] == "FINISHED" and (digest := evaluated["inputs"].get("models/policy")):
             self._part(parent, "registered policy", lambda: self._register(parent, run, evaluated, digest, figures))
@@ -204,7 +215,10 @@ class Exporter:
         tags = {name: text for name, text in run["tags"].items() if name in named} | tags
         tags |= {"mlflow.source.name": f"tasks.{stage['stage']}", "mlflow.source.type": "LOCAL"}
         tags |= {"leash.restarts": str(stage["restarts"])} if stage.get("restarts") else {}
-        tags |= {"leash.restored": "true"} if stage.get("restored") else {}
+        if stage.get("restored"):
+            tags["leash.restored"] = "true"
+        elif stage.get("ended"):
+            tags[SECONDS] = f"{(stage['ended'] - stage['started']) / 1000:.1f}"
         identity = {"leash.stage": stage["stage"], "leash.stage_key": stage["key"],
                     "leash.workspace": run["workspace"], "mlflow.parentRunId": parent.info.run_id}  # fmt: skip
         if child is None:

@@ -28,7 +28,7 @@ import psutil
 
 from rlhf_core.locks import FileLock
 from tasks.params.secrets import HIDDEN, is_secret
-from tasks.tracking.settings import main_checkout
+from tasks.tracking.settings import main_checkout, without_credentials
 
 Status = Literal["FINISHED", "FAILED", "KILLED"]
 RUN, FACTS, LIVE, FILES, SENT = "run.json", "facts.json", "live.jsonl", "files", "sent.json"
@@ -76,10 +76,15 @@ def write(path: Path, content: Mapping[str, Any]) -> None:
     fresh.replace(path)
 
 
+def name_of(run: Mapping[str, Any]) -> str:
+    """The name of the record of a pipeline run."""
+    return f"{run['key'][:12]}-{run['workspace']}"
+
+
 def open_record(root: Path, run: Mapping[str, Any]) -> Path:
     """The record of the pipeline run `run` (`key`, `workspace`, `params`, `tags`, …); made where it is missing. Raises
     OSError."""
-    folder = folder_of(root) / f"{run['key'][:12]}-{run['workspace']}"
+    folder = folder_of(root) / name_of(run)
     with exclusive(root):
         known = read(folder / RUN)
         write(folder / RUN, {"created": now_ms(), **known, **run, "touched": now_ms()})
@@ -113,6 +118,7 @@ class Live:
         process = {"pid": me.pid, "born": me.create_time(), "host": socket.gethostname()}
         with self._warning():
             before = read(self.folder / FACTS)
+            before = {} if before.get("status") == "FINISHED" else before  # else it goes on with it
             restarts = {"restarts": before.get("restarts", 0) + 1} if before else {}
             self._facts = {"started": now_ms(), **before, **facts, **process, **restarts, "status": "RUNNING"}
             write(self.folder / FACTS, self._facts)
@@ -202,13 +208,17 @@ def pending(root: Path, mark: str = "") -> list[Path]:
 
 def fingerprint(record: Path) -> str:
     """A hash of names, sizes and times of the files of a record."""
-    files = sorted(path for path in record.rglob("*") if path.is_file() and path.name != SENT)
-    seen = [(str(path.relative_to(record)), path.stat().st_size, path.stat().st_mtime_ns) for path in files]
+    seen = []
+    for path in sorted(record.rglob("*")):
+        with suppress(FileNotFoundError):  # another process replaces or removes it
+            if path.is_file() and path.name != SENT and not path.name.startswith("."):
+                seen.append((str(path.relative_to(record)), path.stat().st_size, path.stat().st_mtime_ns))
     return hashlib.sha256(repr(seen).encode()).hexdigest()[:16]
 
 
 def prune(root: Path, mark: str) -> None:
-    """Remove the records that have arrived, and from which no stage would continue."""
+    """Remove the records that have arrived, without those of the present parameters of each workspace: what it has
+    executed does not count as restored there."""
     with exclusive(root):
         everything = {folder: read(folder / RUN) for folder in pending(root)}
         waiting = set(pending(root, mark))
@@ -216,7 +226,8 @@ def prune(root: Path, mark: str) -> None:
         for folder, run in everything.items():
             states = {facts["status"] for facts in executions(folder)} if run.get("key") else {run.get("status")}
             old = newest[run.get("workspace")] != folder or not Path(run.get("root", "/")).exists()
-            if folder not in waiting and "RUNNING" not in states and (old or states <= {"FINISHED"}):
+            old = old or not run.get("key")
+            if folder not in waiting and "RUNNING" not in states and old:
                 shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -244,7 +255,8 @@ def now_ms() -> int:
 def flatten(params: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
     """Nested parameters as dotted names and text: {"ppo": {"kl": {"coef": 0.1}}} gives {"ppo.kl.coef": "0.1"}.
 
-    Values except text are written as JSON; values of secret keys are hidden.
+    Values except text are written as JSON; values of secret keys, also in lists, and the credentials in addresses are
+    hidden.
     """
     flat: dict[str, str] = {}
     for key, value in params.items():
@@ -254,8 +266,17 @@ def flatten(params: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
         elif is_secret(name):
             flat[safe_name(name)] = HIDDEN
         else:
-            flat[safe_name(name)] = value if isinstance(value, str) else json.dumps(value, default=str)
+            text = value if isinstance(value, str) else json.dumps(_shown(value, name), default=str)
+            flat[safe_name(name)] = without_credentials(text)
     return flat
+
+
+def _shown(value: Any, name: str) -> Any:
+    """A value in a list without what is secret."""
+    if isinstance(value, Mapping):
+        return {key: HIDDEN if is_secret(f"{name}.{key}") else _shown(part, f"{name}.{key}")
+                for key, part in value.items()}  # fmt: skip
+    return [_shown(part, name) for part in value] if isinstance(value, list) else value
 
 
 def safe_name(text: str) -> str:

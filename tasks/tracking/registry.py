@@ -83,9 +83,9 @@ class Registry:
     def page(self, version: Version) -> str | None:
         """The address of the page of the run that registered the version; None where MLflow is no server."""
         with self._client() as client:
-            if client is not None and version.run and self._uri.startswith(("http://", "https://")):
+            if client is not None and version.run and self._tracking_uri.startswith(("http://", "https://")):
                 experiment = client.get_run(version.run).info.experiment_id
-                address = settings.without_credentials(self._uri).rstrip("/")
+                address = settings.without_credentials(self._tracking_uri).rstrip("/")
                 return f"{address}/#/experiments/{experiment}/runs/{version.run}"
         return None
 

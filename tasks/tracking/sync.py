@@ -27,7 +27,7 @@ def sync(root: Path, seconds: float | None = SYNC_SECONDS) -> str:
     """Make MLflow agree with all records within so many seconds (None: without a limit). Returns a line where something
     is missing; empty where nothing is."""
     uri = settings.tracking_uri(root)
-    if settings.is_held_back() or not record.pending(root):
+    if settings.is_held_back() or not record.pending(root, settings.uri_mark(uri)):
         return ""
     reason = settings.unreachable(uri)
     if not reason:

@@ -43,9 +43,9 @@ def test_two_drivers_one_graph(
     root = toy(DIAMOND)
     twin = shutil.copytree(root, tmp_path / "twin")
     (root / "metrics").mkdir()
-    (root / "metrics" / "evaluate.json").write_text(
-        json.dumps({"win_rate": 0.875, "win_rate_low": 0.8, "win_rate_high": 0.9})
-    )
+    figures = {"win_rate": 0.875, "win_rate_low": 0.8, "win_rate_high": 0.9}
+    (root / "metrics" / "summary.json").write_text(json.dumps(figures))
+    (root / "metrics" / "evaluate.json").write_text(json.dumps({**figures, "win_rate_judge": "gold rubric"}))
     assert states(root, jobs=2) == dict.fromkeys(DIAMOND, "Completed")
     times = moments(root)
     assert max(times["slow"][0], times["quick"][0]) < min(times["slow"][1], times["quick"][1]), "not side by side"

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from ruamel.yaml import YAML
 
+from tasks.params.loader import read_yaml
 from tasks.stage.definition import digest
 from tasks.stage.pipeline_run import collect, identity
 from tasks.tracking import record, settings
@@ -105,6 +106,8 @@ def test_stages_that_dvc_restored_are_recorded_once_with_their_hashes(root: Path
         "two": {"params": {"one.a.b": 2}, "outs": {"metrics/two.json": "{}"}},
         "dpo": {"params": {}, "outs": {"metrics/dpo.json": "{}"}},
     })  # fmt: skip
+    assert collect(root) is None, "a part of a pipeline alone is no run"
+    record.open_record(root, identity(root, read_yaml(root / "params.yaml")))
     for _ in range(2):
         folder = collect(root)
         assert folder is not None

@@ -103,7 +103,14 @@ def evaluate(root: Path, folder: Path, policy: str = "e" * 32, key: str = "e" * 
         "data/evaluate/samples.jsonl": json.dumps({"sft": "s", "prompt": [{"role": "user", "content": "Hi"}],
                                                    "policy": "p"}),
     }  # fmt: skip
-    stage(root, folder, "evaluate", key, files, inputs={"models/policy": policy, "data/ingest/heldout.jsonl": "f" * 32})
+    stage(
+        root,
+        folder,
+        "evaluate",
+        key,
+        files,
+        inputs={"models/policy": policy, "data/ingest/evaluation_prompts.jsonl": "f" * 32},
+    )
 
 
 def runs(client: MlflowClient, experiment: str | None = None) -> list[Run]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sqlite3
 from collections.abc import Callable
 from contextlib import closing, suppress
@@ -13,7 +14,7 @@ import pytest
 from mlflow.exceptions import MlflowException
 from mlflow.tracking import MlflowClient
 
-from tasks.tracking import record
+from tasks.tracking import record, settings
 from tasks.tracking.exporter import Unreachable, export
 from tests.tasks.tracking.conftest import EVALUATION, evaluate, pipeline, runs, stage
 
@@ -75,8 +76,7 @@ def test_a_second_call_makes_nothing(root: Path) -> None:
     folder = whole(root)
     export(root)
     before = content(root)
-    assert record.pending(root) == [], "what has arrived is removed"
-    whole(root)
+    assert record.pending(root, settings.uri_mark(settings.tracking_uri(root))) == [], "all has arrived"
     for execution in record.executions(folder):
         record.write(execution["folder"] / record.FACTS, record.read(execution["folder"] / record.FACTS))
     export(root)
@@ -165,6 +165,22 @@ def test_a_restored_stage_is_linked_to_the_run_that_made_it(root: Path, look: Lo
     assert "Changed since *c0ffee0*: `ppo.kl.coef` 0.05 → 0.2" in new.data.tags["mlflow.note.content"]
 
 
+def test_a_later_call_changes_no_run_of_stages_that_count_as_restored_now(root: Path, look: Look) -> None:
+    """As after a move to another workspace and back: the record is gone, and dvc.lock has the results."""
+    folder = pipeline(root)
+    stage(root, folder, "reward", "1" * 64, {"metrics/reward.json": {"heldout_accuracy": 0.9}})
+    stage(root, folder, "ppo", "2" * 64, points=3)
+    export(root)
+    before = [(run.info.end_time, run.info.status, run.data.tags, run.data.metrics) for run in runs(look())]
+    shutil.rmtree(folder)
+    again = pipeline(root, tags={"leash.commit": "badbad11" * 5, "leash.dirty": "true", "leash.data": "d"})
+    for name, key in (("reward", "1" * 64), ("ppo", "2" * 64)):
+        restored(root, again, name, key, {})
+    export(root)
+    after = [(run.info.end_time, run.info.status, run.data.tags, run.data.metrics) for run in runs(look())]
+    assert after == before
+
+
 def restored(root: Path, folder: Path, name: str, key: str, files: dict[str, Any]) -> None:
     live = stage(root, folder, name, key, files)
     (live.folder / record.LIVE).unlink()
@@ -220,9 +236,11 @@ def test_models_datasets_and_tables(root: Path, look: Look) -> None:
         "win_rate": 0.8,
     }
     assert {(metric.dataset_name, metric.dataset_digest) for metric in models["policy"].metrics} == {
-        ("heldout", "f" * 32)
+        ("evaluation_prompts", "f" * 32)
     }
-    assert [(one.dataset.name, one.dataset.digest) for one in parent.inputs.dataset_inputs] == [("heldout", "f" * 32)]
+    assert [(one.dataset.name, one.dataset.digest) for one in parent.inputs.dataset_inputs] == [
+        ("evaluation_prompts", "f" * 32)
+    ]
     place = look().download_artifacts(parent.info.run_id, "evaluate_answers.json")
     assert json.loads(Path(place).read_text()) == {
         "columns": ["prompt", "policy", "sft"],

@@ -141,7 +141,7 @@ def test_a_server_that_is_down_costs_one_line_and_nothing_is_lost(root: Path, mo
     assert line == f"tracking: not all is in MLflow at http://{address} (Connection refused); `leash sync` tries again"
     assert sync(root) == ""
     assert [run.info.status for run in runs(MlflowClient(f"sqlite:///{root}/mlflow.db"))] == ["FINISHED", "FINISHED"]
-    assert record.pending(root) == []
+    assert record.pending(root, settings.uri_mark(settings.tracking_uri(root))) == []
 
 
 def test_held_back_nothing_is_sent(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
