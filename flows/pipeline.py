@@ -271,16 +271,23 @@ def _run_stages(
 
 def _start_progress(stages: int) -> Callable[[int], None]:
     """Prefect's artifact `leash-progress`; the function that it returns is called with the number of ended stages. A
-    lost server does not stop the run here."""
-    with suppress(Exception):
-        artifact = create_progress_artifact(0.0, key="leash-progress", description=f"Of {stages} stages")
+    thread of its own sends it: a lost server neither stops nor delays the run."""
+    try:
+        artifact = cast(UUID, create_progress_artifact(0.0, key="leash-progress", description=f"Of {stages} stages"))
+    except Exception:
+        return lambda ended: None
 
-        def show(ended: int) -> None:
-            with suppress(Exception):
-                update_progress_artifact(cast(UUID, artifact), 100.0 * ended / stages)
+    def send(percent: float) -> None:
+        with suppress(Exception):
+            update_progress_artifact(artifact, percent)
 
-        return show
-    return lambda ended: None
+    def show(ended: int) -> None:
+        thread = threading.Thread(target=send, args=(100.0 * ended / stages,), daemon=True)
+        thread.start()
+        if ended == stages:
+            thread.join(timeout=5.0)
+
+    return show
 
 
 def _push(execution: Execution, graph: Graph, outcomes: dict[str, Outcome]) -> UserError | None:

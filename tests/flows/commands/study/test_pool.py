@@ -145,9 +145,8 @@ def check_same_bytes(home: Path, tmp_path: Path, experiment: str) -> None:
 def check_tracked(database: str) -> None:
     """Both trials are finished runs on the MLflow server, children of the study's run."""
     client = MlflowClient(f"sqlite:///{database}")
-    experiment = client.get_experiment_by_name("leash")
-    assert experiment is not None
-    runs = {run.info.run_name: run for run in client.search_runs([experiment.experiment_id])}
+    experiments = [experiment.experiment_id for experiment in client.search_experiments()]
+    runs = {run.info.run_name: run for run in client.search_runs(experiments)}
     for name in TRIALS:
         assert runs[name].info.status == "FINISHED"
         assert runs[name].data.tags["mlflow.parentRunId"] == runs["betas"].info.run_id

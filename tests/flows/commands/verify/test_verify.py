@@ -352,5 +352,5 @@ def test_a_stage_of_the_pipeline(finished: "Project") -> None:
     rows = {line.split()[1]: line.split()[2:] for line in done.stdout.splitlines() if line.startswith("sft    ")}
     assert rows["plots/sft.csv"] == ["a" * 8, right[:8], "DIFFERS"]
     assert [rows[out][-1] for out in ("models/sft", "metrics/sft.json")] == ["same", "same"]
-    assert "DIFFERS: 1 of 3 outs; first in sft (CPU capability " in done.stdout.splitlines()[-1]
+    assert "DIFFERS: 1 of 4 outs; first in sft (CPU capability " in done.stdout.splitlines()[-1]
     assert snapshot(finished.root) == before
