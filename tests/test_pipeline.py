@@ -202,7 +202,7 @@ def test_no_pickle_and_nothing_of_this_machine_in_the_outs(first: "Project") -> 
 
 def test_dvc_shows_metrics_plots_and_parameters(finished: "Project") -> None:
     shown = json.loads(finished.dvc("metrics", "show", "--json").stdout)[""]["data"]
-    assert shown == {summary.SUMMARY: {"data": summary.read(finished.root)}}
+    assert shown[summary.SUMMARY] == {"data": summary.read(finished.root)}
     assert "index.html" in finished.dvc("plots", "show").stdout
     finished.set("ppo.kl.coef", 0.07)
     assert "ppo.kl.coef" in finished.dvc("params", "diff").stdout

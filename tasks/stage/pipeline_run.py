@@ -125,6 +125,7 @@ def collect(root: Path) -> Path | None:
     run = identity(root, content)
     folder = record.folder_of(root) / record.name_of(run)
     names = [n for n in _yaml(root / "dvc.yaml")["stages"] if n not in WITHOUT_RUN and not is_switched_off(content, n)]
+    whole = stages.keys() >= set(names)
     found: dict[str, tuple[str, dict[str, Any], dict[str, str]]] = {}
     for name, entry in stages.items():
         if name in WITHOUT_RUN or is_switched_off(content, name):
@@ -132,14 +133,17 @@ def collect(root: Path) -> Path | None:
         used = {key: value for values in (entry.get("params") or {}).values() for key, value in values.items()}
         outs = {out["path"]: out.get("md5", "") for out in entry.get("outs", [])}
         shown = [path for path in record.shown_files(name) if path in outs]
-        if any(_lookup(known, key) != value for key, value in used.items()) or not shown or not all(
+        if not shown:
+            continue
+        if any(_lookup(known, key) != value for key, value in used.items()) or not all(
             _is_current(root / path, outs[path]) for path in shown):  # fmt: skip
+            whole = False
             continue
         deps = {dep["path"]: dep.get("md5", "") for dep in entry.get("deps", [])}
         key = digest({"cmd": entry["cmd"], "params": used, "deps": deps})
         found[name] = key, used, {path: value for path, value in deps.items() if not is_code(path)}
     if not (folder / record.RUN).exists():
-        if not found or found.keys() != set(names):
+        if not found or not whole:
             return None
         record.open_record(root, run)
     for name, (key, used, inputs) in found.items():

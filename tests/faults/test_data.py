@@ -300,7 +300,9 @@ def test_what_spells_control_tokens_stays_text_in_every_stage(
         finished, "data/ingest/demonstrations.jsonl", [{**row, "response": ODD[4], "split": "train"} for row in odd]
     )
     finished.write_rows("data/ingest/ppo_prompts.jsonl", [user(f"{text} ppo") for text in ODD])
-    finished.write_rows("data/ingest/heldout.jsonl", [{**user(f"{t} held out"), "response": ODD[4]} for t in ODD])
+    for name in ("heldout", "evaluation_prompts"):
+        rows = [{**user(f"{text} held out"), "response": ODD[4]} for text in ODD]
+        finished.write_rows(f"data/ingest/{name}.jsonl", rows)
 
     tokenizer = AutoTokenizer.from_pretrained(finished.root / "models/sft")
     pad, end, _, said_by_user, said_by_model = range(5)
@@ -315,7 +317,7 @@ def test_what_spells_control_tokens_stays_text_in_every_stage(
             if stage == "sft":
                 assert [i for i in answered if i < 5] == [end]
             odd_rows += any(text in tokenizer.decode(asked) for text in ODD)
-        assert odd_rows or stage in ("select", "best_of_n", "evaluate"), stage
+        assert odd_rows or stage in ("select", "best_of_n"), stage
 
     samples = (finished.root / "data/evaluate/samples.jsonl").read_text(encoding="utf-8")
     finished.set("report.samples", len(ODD))
