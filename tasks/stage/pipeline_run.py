@@ -124,7 +124,11 @@ def collect(root: Path) -> Path | None:
     known, stages = with_derived(content), _yaml(root / "dvc.lock").get("stages", {})
     run = identity(root, content)
     folder = record.folder_of(root) / record.name_of(run)
-    names = [n for n in _yaml(root / "dvc.yaml")["stages"] if n not in WITHOUT_RUN and not is_switched_off(content, n)]
+    names = [
+        n
+        for n in _yaml(root / "dvc.yaml").get("stages", {})
+        if n not in WITHOUT_RUN and not is_switched_off(content, n)
+    ]
     whole = stages.keys() >= set(names)
     found: dict[str, tuple[str, dict[str, Any], dict[str, str]]] = {}
     for name, entry in stages.items():
