@@ -215,6 +215,9 @@ class Exporter:
         tags = {name: text for name, text in run["tags"].items() if name in named} | tags
         tags |= {"mlflow.source.name": f"tasks.{stage['stage']}", "mlflow.source.type": "LOCAL"}
         tags |= {"leash.restarts": str(stage["restarts"])} if stage.get("restarts") else {}
+        for file in (stage["folder"] / record.FILES / "data").rglob("*.jsonl"):  # by which the rows are found again
+            digest = hashlib.md5(file.read_bytes(), usedforsecurity=False).hexdigest()
+            tags[settings.OUT_TAG + file.relative_to(stage["folder"] / record.FILES).as_posix()] = digest
         if stage.get("restored"):
             tags["leash.restored"] = "true"
         elif stage.get("ended"):
@@ -439,7 +442,7 @@ class Exporter:
         self.missing.append(f"{name} of {run.info.run_name}: {_short(error)}")
 
     def _describe(self, run: Run, text: str) -> None:
-        """Set the description of a run, unless somebody has changed it in MLflow."""
+        """Set the description of a run, unless it was edited in MLflow."""
         if _hash(run.data.tags.get(NOTE, "")) in (_hash(""), run.data.tags.get("leash.described")):
             self._tags(run, {NOTE: text, "leash.described": _hash(text[:5000])})
 

@@ -18,6 +18,8 @@ RUN_VARIABLE = "LEASH_RUN"
 """Environment variable of an isolated run: its name, which is also that of its DVC experiment."""
 STUDY_VARIABLE = "LEASH_STUDY"
 """Environment variable of a trial: the name of its study."""
+OUT_TAG = "leash.out."
+"""Beginning of a tag of a stage's run: DVC's hash of the output with the path that follows."""
 POLICY_ALIAS = "current"  # `latest` is reserved by MLflow
 CONNECT_SECONDS = 5.0
 

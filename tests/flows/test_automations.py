@@ -224,7 +224,7 @@ def test_two_projects_serve_deployments_of_their_own(shared: Shared, toy: Callab
         names = {flow["id"]: flow["name"] for flow in shared.ask("/flows/filter", {})}
         found = shared.ask("/deployments/filter", {})
         installed = [one["name"] for one in shared.ask("/automations/filter", {})]
-        assert not [name for name in installed if "first" in name or "second" in name], "nobody has asked for them"
+        assert not [name for name in installed if "first" in name or "second" in name], "they were not installed"
         assert sorted(names[one["flow_id"]] for one in found) == ["first-nightly", "second-nightly"]
         for one in found:
             assert set(one["parameters"]) == {"branch"}, "the place of the project is not a parameter"

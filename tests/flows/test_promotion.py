@@ -241,13 +241,19 @@ def test_a_champion_whose_files_are_gone_stays(home: Path) -> None:
     assert "the champion was not evaluated in this run" in state.message
 
 
-def test_by_hand(tmp_path: Path, database: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def two_versions(tmp_path: Path, database: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two versions of the policy in the database of tmp_path."""
     shutil.copy2(database, tmp_path / "mlflow.db")
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     client = MlflowClient(f"sqlite:///{tmp_path}/mlflow.db")
     client.create_registered_model(model_name(tmp_path))
     for digest in ("aa", "bb"):
         client.create_model_version(model_name(tmp_path), f"dvc://models/policy?md5={digest}.dir&project=/x")
+
+
+@pytest.mark.usefixtures("two_versions")
+def test_by_hand(tmp_path: Path) -> None:
     registry = Registry(tmp_path)
     with pytest.raises(UserError, match="there is no champion"):
         promotion.undo(tmp_path, registry)
@@ -264,16 +270,9 @@ def test_by_hand(tmp_path: Path, database: Path, monkeypatch: pytest.MonkeyPatch
     assert [version.digest for version in map(registry.by_number, "12") if version] == ["aa.dir", "bb.dir"]
 
 
-def test_two_promotions_at_once_wait_for_each_other(
-    tmp_path: Path, database: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.usefixtures("two_versions")
+def test_two_promotions_at_once_wait_for_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the lock the second reads the champion before the first has moved it, and its undo skips a version."""
-    shutil.copy2(database, tmp_path / "mlflow.db")
-    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
-    client = MlflowClient(f"sqlite:///{tmp_path}/mlflow.db")
-    client.create_registered_model(model_name(tmp_path))
-    for digest in ("aa", "bb"):
-        client.create_model_version(model_name(tmp_path), f"dvc://models/policy?md5={digest}.dir&project=/x")
     started, tag = threading.Event(), Registry.tag
 
     def slow(*values: Any) -> None:

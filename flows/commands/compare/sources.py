@@ -1,13 +1,10 @@
 """Finds a run by its name, which is a folder, a revision of git, a DVC experiment or a run in MLflow, and reads its
 results."""
 
-import hashlib
 import json
 import re
-import textwrap
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -21,17 +18,13 @@ from tasks.params.loader import NUMERICS, PARAMS_FILE, parse_yaml, with_derived
 from tasks.params.scorer import DEFAULT, REWARD_MODEL
 from tasks.records.recorded import params_behind, parse
 from tasks.stage.dvc_adapter import stored_files
-from tasks.stage.dvc_files import LOCK_FILE, cache_folder
+from tasks.stage.dvc_files import LOCK_FILE
 from tasks.tracking import settings
 from tasks.tracking.record import flatten
 
 EVALUATION = "metrics/evaluate.json"
 ANSWERS = "data/evaluate/answers.jsonl"
-OUT_TAG = "leash.out."
-"""A tag of a stage's run in MLflow: DVC's hash of the output with this path."""
 SHORTEST_PREFIX = 6
-MOST_COMMITS = 300
-"""Commits whose dvc.lock is searched for the answers of a run in MLflow."""
 STAGE = "evaluate"
 EMPTY = "{}"
 """A block that the file does not have."""
@@ -107,8 +100,7 @@ def _of_commit(root: Path, name: str, commit: str, source: str) -> Compared:
 
 
 def _of_run(root: Path, name: str, run: Any) -> Compared:
-    """A run in MLflow. Its answers are those with the hash in its tag; else those that were recorded with the bytes of
-    its metrics, in dvc.lock now, in a commit or an experiment, or in DVC's run cache."""
+    """A run in MLflow. Its answers are those with the hash in its tag."""
     client = _client(settings.tracking_uri(root))
     evaluate = run if run.data.tags.get("leash.stage") == STAGE else _evaluate_of(client, name, run)
     parent = evaluate.data.tags.get("mlflow.parentRunId")
@@ -120,41 +112,20 @@ def _of_run(root: Path, name: str, run: Any) -> Compared:
         except Exception as error:
             raise UserError(f"{name}: run {identity} has no artifact {EVALUATION}; it may be an older one") from error
     evaluation = _parsed(content.decode("utf-8"), f"{identity}:{EVALUATION}")
-    digest = evaluate.data.tags.get(OUT_TAG + ANSWERS) or _answers_beside(root, content)
+    digest = evaluate.data.tags.get(settings.OUT_TAG + ANSWERS)
     return Compared(name, f"MLflow run {identity}", evaluation, comparable(params) or None, _stored(root, digest))
 
 
-def _answers_beside(root: Path, evaluation: bytes) -> str | None:
-    digest = hashlib.md5(evaluation, usedforsecurity=False).hexdigest()
-    with suppress(UserError):  # no project of DVC
-        return next((found for text in _locks(root) if digest in text and (found := _recorded(text, digest))), None)
-    return None
-
-
-def _locks(root: Path) -> Iterator[str]:
-    """The text of every dvc.lock that is known here, and of the run cache's entries as one each."""
-    path = root / LOCK_FILE
-    if path.is_file():
-        yield path.read_text(encoding="utf-8", errors="replace")
-    commits = git(root, "log", "--all", "--format=%H", f"--max-count={MOST_COMMITS}", "--", LOCK_FILE).split()
-    for commit in commits:
-        yield git(root, "show", f"{commit}:./{LOCK_FILE}")
-    for entry in (cache_folder(root).parents[1] / "runs").glob("*/*/*"):
-        yield f"stages:\n  {STAGE}:\n" + textwrap.indent(entry.read_text(encoding="utf-8", errors="replace"), "    ")
-
-
-def _recorded(lock: str, evaluation: str | None = None) -> str | None:
-    """The hash of the answers in the text of a dvc.lock whose metrics have the hash `evaluation` (None: any)."""
+def _recorded(lock: str) -> str | None:
+    """The hash of the answers in the text of a dvc.lock."""
     record = parse(lock, LOCK_FILE).get(STAGE) if lock else None
-    if record is None or evaluation not in (None, record.outs.get(EVALUATION)):
-        return None
-    return record.outs.get(ANSWERS)
+    return record.outs.get(ANSWERS) if record else None
 
 
 def _stored(root: Path, digest: str | None) -> list[Row] | str:
     """The answers with this hash, from DVC's cache or its remote; or why they are missing."""
     if not digest:
-        return f"no {LOCK_FILE} here names its {ANSWERS}"
+        return f"neither its {LOCK_FILE} nor its run in MLflow names {ANSWERS}"
     try:
         return read_jsonl(stored_files(root, digest)[""].path)
     except UserError as error:

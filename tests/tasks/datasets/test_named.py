@@ -13,7 +13,7 @@ from rlhf_core.errors import UserError
 from tasks.datasets.named import read_prompts, read_text, refuse_training_prompts
 from tasks.datasets.raw import hashes_of_files
 
-KNOWN = "What is known to everybody?"
+KNOWN = "What is known to all of us?"
 
 
 def user(text: str) -> list[dict[str, str]]:

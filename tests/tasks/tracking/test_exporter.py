@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 import sqlite3
@@ -65,6 +66,8 @@ def test_a_pipeline_run_with_a_run_for_each_stage(root: Path, look: Look) -> Non
     history = look().get_metric_history(by_stage["ppo"].info.run_id, "ppo/kl")
     assert [(point.step, point.value) for point in history] == [(1, 0.1), (2, 0.2)]
     assert by_stage["reward"].data.metrics == {"heldout_accuracy": 0.9}, "and no `enabled`"
+    answers = hashlib.md5((root / "data/evaluate/answers.jsonl").read_bytes(), usedforsecurity=False).hexdigest()
+    assert by_stage["evaluate"].data.tags["leash.out.data/evaluate/answers.jsonl"] == answers
     assert parent.info.status == "FINISHED"
     lines = parent.data.tags["mlflow.note.content"].split("\n\n")
     assert lines[0].startswith("gold_policy **3**, win_rate **0.8**")

@@ -128,7 +128,10 @@ def test_the_difference_of_two_runs_is_paired_by_prompt(project: Path, tmp_path:
 def test_without_answers_one_line_explains_why_there_is_no_difference(project: Path, tmp_path: Path) -> None:
     answers(project, {"sft": [0.0, 9.0]})
     content, text = compare(project, [".", str(write(tmp_path / "elsewhere", 5.0))], [])
-    assert "no dvc.lock here names its data/evaluate/answers.jsonl" in content["differences"][0]["missing"]
+    assert (
+        "neither its dvc.lock nor its run in MLflow names data/evaluate/answers.jsonl"
+        in content["differences"][0]["missing"]
+    )
     assert "no paired difference" in " ".join(text.split())
     answers(tmp_path / "elsewhere", {"sft": [0.0]})
     content, _ = compare(project, [".", str(tmp_path / "elsewhere")], [])
