@@ -344,13 +344,10 @@ class Exporter:
 
     def _log_points(self, run: Run, source: str, points: Sequence[tuple[str, int, int, float]]) -> None:
         """Log the points that the run does not have. A tag counts those of this source that it has; a killed exporter
-        may send up to 1,000 points twice, which MLflow's tables store once. A run that has points of another source
-        (it was logged live, and its stage is restored now) keeps those."""
+        may send up to 1,000 points twice, which MLflow's tables store once."""
         tag = "leash.points"
         name, _, count = run.data.tags.get(tag, "").partition(":")
-        if name not in ("", source):
-            return
-        done = int(count or 0)
+        done = int(count) if name == source else 0
         for start in range(done, len(points), 1000):
             part = points[start : start + 1000]
             end = {tag: f"{source}:{start + len(part)}"}
