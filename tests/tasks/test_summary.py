@@ -25,9 +25,6 @@ def test_a_run_without_an_evaluation_has_no_figures(tmp_path: Path) -> None:
     assert summary.read(tmp_path) == {"win_rate": 0.8}
 
 
-def test_dvc_shows_the_summary_and_nothing_else() -> None:
-    """`dvc exp show` has a column for each number of a metrics file."""
+def test_the_summary_is_a_metric_of_dvc() -> None:
     stages = YAML(typ="safe").load((ROOT / "dvc.yaml").read_text(encoding="utf-8"))["stages"]
-    assert {name: stage["metrics"] for name, stage in stages.items() if "metrics" in stage} == {
-        "evaluate": [{summary.SUMMARY: {"cache": False}}]
-    }
+    assert {summary.SUMMARY: {"cache": False}} in stages["evaluate"]["metrics"]
