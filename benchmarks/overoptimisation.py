@@ -10,6 +10,7 @@ what is finished. They are Markdown.
 """
 
 import argparse
+import csv
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -21,7 +22,6 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from flows import isolated
-from flows.commands.study.results import Table, read_tables
 from flows.commands.study.statistics import summarise
 from flows.commands.study.study import Call, prepare, study
 from flows.environment import find_root
@@ -55,7 +55,7 @@ class Run:
 
     arm: str
     seed: int
-    rows: Table
+    rows: list[dict[str, float]]
 
     def means(self, name: str) -> list[float]:
         """The mean of every window of a column."""
@@ -115,10 +115,16 @@ def finished(root: Path, arm: str, seed: int, call: Call) -> list[Run]:
     made = prepare(root, call, name_of(arm, seed), "HEAD")
     found = [(job, isolated.find(root, made.commit, job.name)) for job in made.trials]
     return [
-        Run(arm, seed, read_tables(isolated.read(root, experiment)[0])["ppo"])
+        Run(arm, seed, rows_of(isolated.read(root, experiment)[0]["plots/ppo.csv"]))
         for job, experiment in found
         if experiment is not None
     ]
+
+
+def rows_of(content: bytes) -> list[dict[str, float]]:
+    """The rows of a CSV, without empty cells."""
+    rows = csv.DictReader(content.decode("utf-8").splitlines())
+    return [{name: float(text) for name, text in row.items() if text} for row in rows]
 
 
 def ensembles(runs: Sequence[Run]) -> str:

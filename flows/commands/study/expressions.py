@@ -9,6 +9,7 @@ from typing import Any
 
 from simpleeval import FeatureNotAvailable, InvalidExpression, SimpleEval
 
+from flows.commands.study.trials import Call, Trial
 from rlhf_core.errors import UserError, did_you_mean
 
 FUNCTIONS = {"min": min, "max": max, "abs": abs}
@@ -17,6 +18,7 @@ NODES = (
     *(ast.Load, ast.operator, ast.unaryop, ast.boolop, ast.cmpop),
 )
 FIRST = "evaluate"
+"""Whose numbers have no prefix."""
 
 
 def check(expression: str) -> None:
@@ -59,3 +61,12 @@ def violation(constraint: str, metrics: Mapping[str, Mapping[str, Any]]) -> floa
         if isinstance(tree.ops[0], ast.Gt | ast.GtE):
             return right - left
     return -1.0 if evaluate(constraint, metrics) else 1.0
+
+
+def measure(call: Call, trial: Trial) -> None:
+    """Set objective and violation of a finished trial, or why they have no value."""
+    try:
+        trial.objective = evaluate(call.aim, trial.metrics) if call.aim else None
+        trial.violation = violation(call.constraint, trial.metrics) if call.constraint else None
+    except UserError as error:
+        trial.unmeasured = f"{trial.name}: {error}"

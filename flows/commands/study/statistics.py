@@ -7,7 +7,6 @@ from statistics import fmean, variance
 
 from scipy import stats
 
-LEVEL = 0.95
 NORMAL = 1.959964
 """Half the width of a 95% interval, in standard errors."""
 METHOD = (
@@ -34,22 +33,16 @@ def summarise(values: Sequence[float], errors: Sequence[float | None]) -> Summar
     None without a value."""
     if not values:
         return None
-    n = len(values)
+    n, mean = len(values), fmean(values)
     between = variance(values) / n if n > 1 else 0.0
     prompts = fmean((error or 0.0) ** 2 for error in errors)
     if n == 1 and not prompts:
-        return Summary(values[0], None, None, 1)
-    half = _quantile(between, prompts, n) * math.sqrt(between + prompts)
-    mean = fmean(values)
+        return Summary(mean, None, None, 1)
+    quantile = NORMAL
+    if between:  # estimated with n − 1 degrees of freedom; the variance over prompts is taken as known
+        quantile = float(stats.t.ppf(0.975, (n - 1) * ((between + prompts) / between) ** 2))
+    half = quantile * math.sqrt(between + prompts)
     return Summary(mean, mean - half, mean + half, n)
-
-
-def _quantile(between: float, prompts: float, n: int) -> float:
-    """Student's t for a sum of a variance estimated with n − 1 degrees of freedom and one taken as known."""
-    if n == 1 or not between:
-        return NORMAL
-    freedom = (n - 1) * ((between + prompts) / between) ** 2
-    return float(stats.t.ppf((1 + LEVEL) / 2, freedom))
 
 
 def standard_error(interval: Sequence[float] | None) -> float | None:

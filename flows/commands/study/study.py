@@ -1,73 +1,49 @@
-"""`leash study`: the pipeline with several settings and training seeds, each in an isolated workspace, and tables that
-compare them. `work/studies/NAME` holds what it was called with, the logs, the tables and the picture."""
+"""`leash study`: the pipeline with several settings and training seeds, each trial in an isolated workspace, and tables
+that compare them. `work/studies/NAME` holds what it was called with, the logs, the tables and the picture."""
 
+import io
 import json
 import shlex
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+import sys
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from flows import processes, server, workspace
-from flows.commands.study import expressions, grid, picture, tables
-from flows.commands.study.grid import Combination, Space
-from flows.commands.study.results import FAILED, FINISHED, Trial
-from flows.commands.study.search import Search, Suggestion
-from flows.commands.study.tables import Aim
-from flows.commands.study.trials import Runner, run_all, screen
+import pandas as pd
+
+from flows import isolated, processes, server, workspace
+from flows.commands.study import expressions, picture, tables, trials
+from flows.commands.study.trials import FAILED, FINISHED, WAITING, Call, Search, Space, Trial
 from flows.guardian import Guardian
 from flows.isolated import as_name
-from flows.pool import Pool, connect
+from flows.pool import Pool, TrialFailed, connect
+from flows.workspace import Workspace
 from rlhf_core.errors import UserError
 from rlhf_core.files import atomic
-from rlhf_core.locks import FileLock, holder
+from rlhf_core.locks import held
+from tasks.params.loader import PARAMS_FILE, parse_yaml
+from tasks.stage.progress import duration
 from tasks.tracking.record import Status
+from tasks.tracking.settings import STUDY_VARIABLE
 from tasks.tracking.sync import begin_study, finish_study
 
 STUDIES = Path("work") / "studies"
-CALL = "study.json"
-TABLE = "table.md"
-PICTURE = "frontier.png"
-DEFAULT_OBJECTIVE = "gold_policy"
+CALL, SUGGESTED, TABLE, PICTURE = "study.json", "search.json", "table.md", "frontier.png"
 POOL_JOBS = 8
 """Trials that wait in a work pool, or run there, at the same time."""
 MOST_DRAWN = 12
 """Settings in the picture; with more, the best are drawn."""
 
 
-@dataclass(frozen=True)
-class Call:
-    """What a study was called with; an equal call continues it."""
-
-    overrides: tuple[str, ...]
-    methods: tuple[str, ...] = ()
-    search: int | None = None
-    objective: str | None = None
-    """An expression over the metrics; None: gold_policy for a search, none otherwise."""
-    constraint: str | None = None
-    maximise: bool = True
-
-    @property
-    def aim(self) -> Aim:
-        """What is best; by default nothing, or the gold score where there is a search."""
-        return Aim(self.objective or (DEFAULT_OBJECTIVE if self.search else None), self.constraint, self.maximise)
-
-    def command(self, name: str) -> str:
-        """The command line."""
-        words = ["leash", "study", *(word for one in self.overrides for word in ("-S", one)), "--name", name]
-        words += ["--methods", ",".join(self.methods)] if self.methods else []
-        words += ["--search", str(self.search)] if self.search else []
-        words += ["--objective", self.objective] if self.objective else []
-        words += ["--constraint", self.constraint] if self.constraint else []
-        words += [] if self.maximise else ["--minimise"]
-        return shlex.join(words)
-
-
 @dataclass
 class Study:
-    """One study: its folder, its commit, and its jobs in the order of their start."""
+    """One study: its folder, its commit, and its trials in the order of their start, run by several threads."""
 
     home: Path
     name: str
@@ -75,32 +51,140 @@ class Study:
     call: Call
     space: Space
     trials: list[Trial] = field(default_factory=list)
+    jobs: int = 1
+    """How many trials run side by side, on the workers of `pool` or here."""
+    options: tuple[str, ...] = ()
+    """Of `leash run`."""
+    pool: Pool | None = None
+
+    def __post_init__(self) -> None:
+        self._lock = threading.RLock()
+        """Of the list of trials, the tables, Optuna and the terminal."""
 
     @property
     def folder(self) -> Path:
         """Of its tables and logs."""
         return self.home / STUDIES / self.name
 
-    def add(self, combinations: Sequence[Combination]) -> list[Trial]:
-        """The trial of each combination; those that were not known are added. Raises UserError for refused
-        parameters."""
-        known = {trial.name: trial for trial in self.trials}
-        new = [one for one in combinations if one.name not in known]
-        params = grid.check(self.home, self.commit, new)
-        for one in new:
-            known[one.name] = Trial(one, params[one.name])
-            self.trials.append(known[one.name])
-        return [known[one.name] for one in combinations]
+    def run(self) -> None:
+        """Run all trials, `jobs` at a time. An interrupt stops all of them; they continue with the next call."""
+        seeds = max(1, len(self.space.seeds))
+        with (
+            ThreadPoolExecutor(self.jobs) as places,
+            ThreadPoolExecutor(-(-self.jobs // seeds)) as settings,
+            processes.session(),
+        ):
+            if self.call.search is None:
+                work = [places.submit(self.run_trial, trial) for trial in self.trials]
+            else:
+                search = Search(self.folder / SUGGESTED, self.space, self.call.search, self.call.maximise)
+                work = [settings.submit(self.try_next, search, places) for _ in range(self.call.search)]
+            for ended in as_completed(work):
+                ended.result()
+
+    def try_next(self, search: Search, places: ThreadPoolExecutor) -> None:
+        """Run the next setting of a search with each seed, and give Optuna the mean objective and violation. Does
+        nothing when no finished trial has the objective."""
+        with self._lock:
+            processes.raise_if_stopped()
+            finished = [trial for trial in self.trials if trial.state == FINISHED]
+            if finished and all(trial.unmeasured for trial in finished):
+                return
+            suggestion, values = search.next()
+            known = {trial.name: trial for trial in self.trials}
+            chosen = [known.get(trial.name, trial) for trial in self.space.trials(self.name, values)]
+            trials.read_params(self.home, self.commit, chosen)
+            self.trials += [trial for trial in chosen if trial.name not in known]
+        list(places.map(self.run_trial, chosen))
+        with self._lock:
+            if any(trial.state == FAILED or trial.unmeasured for trial in chosen):
+                search.tell(suggestion, None)
+            else:
+                violation = fmean(trial.violation or 0.0 for trial in chosen) if self.call.constraint else None
+                search.tell(suggestion, fmean(float(trial.objective or 0.0) for trial in chosen), violation)
+
+    def run_trial(self, trial: Trial) -> None:
+        """Run the trial, unless its experiment is there, and write the tables; a failure is recorded in it. Raises
+        processes.Stopped."""
+        with trial.lock:
+            processes.raise_if_stopped()
+            if trial.state != WAITING:
+                return
+            try:
+                if not self._read(trial):
+                    self._start(trial)
+                    self._read(trial)
+                    took = "" if trial.seconds is None else f" in {duration(trial.seconds)}"
+                    self._print(trial, f"finished{took}")
+            except processes.Stopped:
+                raise
+            except Exception as error:  # also Prefect's and the operating system's: the other trials go on
+                text = " ".join(str(error).split())
+                known = isinstance(error, UserError | TrialFailed)
+                trial.state, trial.message = FAILED, text if known else f"{type(error).__name__}: {text}"
+                self._print(trial, f"FAILED: {trial.message}")
+        self.write()
+
+    def _start(self, trial: Trial) -> None:
+        """Run the trial to its end, in the pool or here. Raises UserError or TrialFailed where it fails."""
+        if self.pool is not None:
+            self._print(trial, f"submitted to pool {self.pool.name}")
+            show = partial(self._print, trial)
+            self.pool.run(trial.name, self.commit, trial.overrides, self.name, self.options, show)
+            return
+        self._print(trial, "starts")
+        space = Workspace(self.home, trial.name, self.commit, trial.overrides)
+        path = self.folder / "logs" / f"{trial.name}.log"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("w", encoding="utf-8") as log, workspace.opened(space):
+
+            def receive(line: str) -> None:
+                log.write(f"{line}\n")
+                if isolated.STAGE_ENDED.match(line):
+                    self._print(trial, line)
+
+            variables, trailers = {STUDY_VARIABLE: self.name}, {isolated.STUDY: self.name}
+            result = isolated.run(space, receive, self.options, variables, trailers)
+        if result.code:
+            raise UserError(f"{result.error} (kept in {space.root}, log {path})")
+
+    def _read(self, trial: Trial) -> bool:
+        """Whether the trial's experiment is there; then it has its results. Raises UserError for one of this name with
+        other parameters."""
+        found = isolated.find(self.home, self.commit, trial.name)
+        if found is None:
+            return False
+        files, trial.seconds = isolated.read(self.home, found)
+        if parse_yaml(files[str(PARAMS_FILE)].decode("utf-8"), PARAMS_FILE) != trial.params:
+            raise UserError(
+                f"experiment {trial.name} is there, with other parameters; choose another --name, or "
+                f"`dvc exp remove {trial.name}`"
+            )
+        trial.metrics = {Path(path).stem: json.loads(files[path]) for path in files if path.startswith("metrics/")}
+        if frontier := files.get("plots/frontier.csv"):
+            rows: list[dict[Any, Any]] = pd.read_csv(io.BytesIO(frontier)).to_dict("records")
+            trial.frontier = [row for row in rows if pd.notna(row["kl"]) and pd.notna(row["gold"])]
+        trial.state = FINISHED
+        expressions.measure(self.call, trial)
+        return True
+
+    def _print(self, trial: Trial, line: str) -> None:
+        with self._lock:
+            print(f"{trial.name}  {line}", flush=True)
 
     def write(self) -> str:
         """Write tables and picture of what is there now; returns the tables."""
-        text = tables.report(self.call.aim, self.trials)
-        with atomic(self.folder / TABLE) as place:
-            place.write_text(text + "\n", encoding="utf-8")
-        best = tables.best_settings(self.call.aim, self.trials, MOST_DRAWN)
-        if (drawn := picture.draw(best)) is not None:
-            with atomic(self.folder / PICTURE) as place:
-                place.write_bytes(drawn)
+        with self._lock:
+            text = tables.report(self.call, self.trials)
+            with atomic(self.folder / TABLE) as place:
+                place.write_text(text + "\n", encoding="utf-8")
+            groups = tables.by_setting(self.trials)
+            if len(groups) > MOST_DRAWN and self.call.aim:
+                best = list(tables.ranked(self.call, groups))[:MOST_DRAWN]
+                groups = {name: group for name, group in groups.items() if name in best}
+            if drawn := picture.draw(groups):
+                with atomic(self.folder / PICTURE) as place:
+                    place.write_bytes(drawn)
         return text
 
 
@@ -120,146 +204,51 @@ def study(
     name, or a work pool that cannot be used.
     """
     made = prepare(home, call, name, revision)
-    lock = FileLock(made.folder / "study.lock")
-    if not lock.acquire():
-        raise UserError(f"process {holder(made.folder / 'study.lock')} runs study {made.name}; wait for its end")
-    try:
-        workers = connect(home, pool, made.commit) if pool else None
-        with suppress(OSError):
-            begin_study(home, made.name)
-        places = jobs or (POOL_JOBS if pool else 1)
-        with processes.watched(Guardian(lock.descriptor)), screen(made.trials) as show:
-            _run(made, places, show, tuple(options), workers)
-        text = made.write()
-    finally:
-        lock.release()
-        close(made)
-    failed = sum(trial.state == FAILED for trial in made.trials)
+    made.options, made.jobs = tuple(options), jobs or (POOL_JOBS if pool else 1)
+    with held(made.folder / "study.lock", 0.0, f"runs study {made.name}"):
+        if pool:
+            made.pool = connect(home, pool, made.commit)
+        elif server.configured_url(home) is None:  # one for all trials, which inherit it; it ends with this process
+            server.wait_for_temporary(server.start_temporary(home))
+        else:
+            server.require(home)
+        try:
+            with suppress(OSError):
+                begin_study(home, made.name)
+            with processes.watched(Guardian(None)):
+                made.run()
+            text = made.write()
+        finally:
+            states = [trial.state for trial in made.trials]
+            counts = {f"trials_{state}": float(states.count(state)) for state in (FINISHED, FAILED)}
+            status: Status = "FINISHED" if set(states) == {FINISHED} else "FAILED"
+            with suppress(OSError):
+                finish_study(home, made.name, status, counts, [made.folder / TABLE, made.folder / PICTURE])
     print(f"\n{text}\n\ntables and picture: {made.folder}", flush=True)
     print("`dvc exp show` lists the experiments; `dvc exp apply NAME` brings one's results into this folder")
-    return 1 if failed else 0
+    return 1 if FAILED in states else 0
 
 
 def prepare(home: Path, call: Call, name: str | None, revision: str) -> Study:
     """A new study, or the one of this name with its commit. Raises UserError as `study`."""
-    space = grid.read_space(call.overrides, call.methods)
+    space = trials.read_space(call.overrides, call.methods)
     for expression in filter(None, (call.objective, call.constraint)):
         expressions.check(expression)
     if call.search and not space.varied:
         raise UserError("--search needs a parameter to vary, such as -S 'ppo.kl.coef=interval(0.02,0.5)'")
     commit = workspace.resolve(home, revision)
-    name = as_name(name) if name else grid.default_name(space, commit)
+    name = as_name(name) if name else trials.default_name(space, commit)
     path = home / STUDIES / name / CALL
-    recorded = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
-    wanted = json.loads(json.dumps(asdict(call)))
-    if recorded and identity(recorded["call"]) != identity(wanted):
+    command = shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
+    wanted = {"commit": commit, "call": json.loads(json.dumps(asdict(call))), "command": command}
+    recorded = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else wanted
+    free = {} if call.search else dict.fromkeys(("objective", "constraint", "maximise"))  # these may change
+    if recorded["call"] | free != wanted["call"] | free:
         raise UserError(f"study {name} was begun as `{recorded['command']}`; call it so, or choose another --name")
-    commit = recorded["commit"] if recorded else commit
-    made = Study(home, name, commit, call, space)
-    first = grid.grid(name, space) if call.search is None else []
-    made.add(first)
+    made = Study(home, name, recorded["commit"], call, space)
+    made.trials += trials.grid(name, space) if call.search is None else []
+    trials.read_params(home, made.commit, made.trials)
     with atomic(path) as place:
-        content = {"commit": commit, "call": wanted, "command": call.command(name)}
-        place.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-    print(f"study {name} {'continues ' if recorded else ''}at commit {commit[:12]}", flush=True)
+        place.write_text(json.dumps(wanted | {"commit": made.commit}, indent=2) + "\n", encoding="utf-8")
+    print(f"study {name} {'' if recorded is wanted else 'continues '}at commit {made.commit[:12]}", flush=True)
     return made
-
-
-def identity(call: dict[str, Any]) -> dict[str, Any]:
-    """What a later call of the same study must repeat: without a search the objective may change."""
-    free = () if call.get("search") else ("objective", "constraint", "maximise")
-    return {name: value for name, value in call.items() if name not in free}
-
-
-def _run(
-    made: Study, jobs: int, show: Callable[[Trial, str], None], options: tuple[str, ...], pool: Pool | None
-) -> None:
-    with processes.session() if pool else _prefect(made.home) as variables:
-        logs = made.folder / "logs"
-        runner = Runner(made.home, made.name, made.commit, logs, variables or {}, options, pool, show)
-        if made.call.search is None:
-            waiting = iter(made.trials)
-            run_all(runner, jobs, lambda: next(waiting, None), lambda trial: made.write())
-        else:
-            searching = Searching(made, Search(made.folder, made.space, made.call.search, made.call.maximise))
-            run_all(runner, jobs, searching.ask, searching.ended)
-
-
-@contextmanager
-def _prefect(home: Path) -> Iterator[dict[str, str]]:
-    """The Prefect server of all trials, which inherit it: the configured one, or one that ends with the block."""
-    if server.configured_url(home) is None:
-        server.wait_for_temporary(server.start_temporary(home))
-    else:
-        server.require(home)
-    try:
-        yield {}
-    finally:
-        server.stop_temporary()
-
-
-@dataclass
-class Searching:
-    """Feeds the trials of a search: each suggestion becomes a trial for each seed, and Optuna gets the means."""
-
-    study: Study
-    search: Search
-    pending: list[Trial] = field(default_factory=list)
-    open: list[tuple[Suggestion, list[Trial]]] = field(default_factory=list)
-    began: int = 0
-
-    def __post_init__(self) -> None:
-        """List the settings of earlier processes: their experiments are there, or they are run again."""
-        for values in self.search.tried():
-            self._add(values)
-            self.began += 1
-
-    def ask(self) -> Trial | None:
-        """The next trial; None when the budget is used, or when the metrics do not have the objective."""
-        ended = [trial for trial in self.study.trials if trial.state == FINISHED]
-        if ended and all(tables.unmeasured(self.study.call.aim, [trial]) for trial in ended):
-            return None
-        while not self.pending and (suggestion := self.search.next(self.began)) is not None:
-            self.began += 1
-            self.open.append((suggestion, self._add(suggestion.values)))
-            self._tell()  # it may be known
-        return self.pending.pop(0) if self.pending else None
-
-    def _add(self, values: Sequence[str]) -> list[Trial]:
-        before = len(self.study.trials)
-        trials = self.study.add(grid.with_seeds(self.study.name, self.study.space, values))
-        self.pending += self.study.trials[before:]
-        return trials
-
-    def ended(self, trial: Trial) -> None:
-        """Give Optuna what is known, and write the tables."""
-        self._tell()
-        self.study.write()
-
-    def _tell(self) -> None:
-        """Give Optuna the mean objective and violation of each setting whose trials have all ended; None where a trial
-        failed or lacks one of them."""
-        aim = self.study.call.aim
-        for suggestion, trials in list(self.open):
-            if any(one.state not in {FINISHED, FAILED} for one in trials):
-                continue
-            self.open.remove((suggestion, trials))
-            if any(one.state == FAILED for one in trials) or tables.unmeasured(aim, trials):
-                self.search.tell(suggestion, None)
-                continue
-            objective = fmean(expressions.evaluate(str(aim.objective), trial.metrics) for trial in trials)
-            constraint = aim.constraint
-            self.search.tell(
-                suggestion,
-                objective,
-                None if constraint is None else fmean(expressions.violation(constraint, one.metrics) for one in trials),
-            )
-
-
-def close(made: Study) -> None:
-    """End the study's run in MLflow."""
-    states = [trial.state for trial in made.trials]
-    status: Status = "FINISHED" if all(state == FINISHED for state in states) else "FAILED"
-    counts = {f"trials_{state}": float(states.count(state)) for state in (FINISHED, FAILED)}
-    with suppress(OSError):
-        finish_study(made.home, made.name, status, counts, [made.folder / TABLE, made.folder / PICTURE])

@@ -1,172 +1,226 @@
-"""Runs the trials of a study, several side by side, each in an isolated workspace, with a line for each."""
+"""What a study tries: every combination of the values that its overrides name, or the settings that Optuna chooses."""
 
+import itertools
+import json
+import math
 import re
-import sys
 import threading
-import time
-from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from tempfile import TemporaryDirectory
+from typing import Any
 
-from flows import isolated, processes, workspace
-from flows.commands.study.results import FAILED, FINISHED, RUNNING, WAITING, Trial, read_metrics, read_tables
-from flows.pool import Pool, TrialFailed
-from flows.text import shorten
-from flows.workspace import Workspace
-from rlhf_core.errors import UserError
-from tasks.params.loader import PARAMS_FILE, parse_yaml
-from tasks.stage.progress import duration
-from tasks.tracking.settings import STUDY_VARIABLE
+import optuna
+from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
 
-if TYPE_CHECKING:
-    from rich.table import Table
+from flows import workspace
+from flows.isolated import as_name
+from rlhf_core.errors import UserError, did_you_mean
+from rlhf_core.files import atomic
+from tasks.params.loader import PARAMS_FILE, parse, read_yaml
+from tasks.params.methods import BY_NAME
+from tasks.stage.dvc_adapter import Override, apply_overrides, parse_override
 
-LABEL = re.compile(r"^\[(\d+)/(\d+) (\w+)\] (.*)$")
-"""A line of `leash run`: place and name of the stage, and what it prints."""
-ENDED = re.compile(r"^(ran|restored|FAILED)\b")
-LONGEST_PROGRESS = 70
+SEED = "seed"
+MOST_TRIALS = 1000
+DIGITS = 4
+"""Significant digits of a number that Optuna suggests: equal to the name of its trial."""
+WAITING, FINISHED, FAILED = "waiting", "finished", "failed"
 
 
 @dataclass(frozen=True)
-class Runner:
-    """Runs jobs of one study at one commit, here or on the workers of a pool. `variables` are added to the environment
-    of each run here."""
+class Call:
+    """What a study was called with; an equal call continues it."""
 
-    home: Path
-    study: str
-    commit: str
-    logs: Path
-    variables: Mapping[str, str]
-    options: tuple[str, ...] = ()
-    pool: Pool | None = None
-    show: Callable[[Trial, str], None] = lambda trial, line: None
+    overrides: tuple[str, ...]
+    methods: tuple[str, ...] = ()
+    search: int | None = None
+    """How many settings Optuna chooses; None: every combination is run."""
+    objective: str | None = None
+    constraint: str | None = None
+    """Both are expressions over the metrics."""
+    maximise: bool = True
 
-    def run(self, trial: Trial) -> Trial:
-        """Run the trial, unless its experiment is there; a failure is recorded in it. Raises processes.Stopped."""
-        try:
-            if self._read(trial):
-                return trial
-            return self._run(trial)
-        except processes.Stopped:
-            raise
-        except Exception as error:  # also Prefect's and the operating system's: the other trials go on
-            text = " ".join(str(error).split())
-            return self._failed(trial, text if isinstance(error, UserError) else f"{type(error).__name__}: {text}")
-
-    def _run(self, trial: Trial) -> Trial:
-        if self.pool is not None:
-            self.show(trial, f"submitted to pool {self.pool.name}")
-            return self._run_in(self.pool, trial)
-        trial.state, trial.began = RUNNING, time.monotonic()
-        self.show(trial, "starts")
-        space = Workspace(self.home, trial.name, self.commit, trial.combination.overrides)
-        self.logs.mkdir(parents=True, exist_ok=True)
-        with (self.logs / f"{trial.name}.log").open("w", encoding="utf-8") as log, workspace.opened(space):
-            variables = {**self.variables, STUDY_VARIABLE: self.study}
-            receive = partial(self._receive, trial, write=log.write)
-            result = isolated.run(space, receive, self.options, variables, {isolated.STUDY: self.study})
-        if result.code:
-            return self._failed(trial, f"{result.error} (kept in {space.root}, log {self.logs / f'{trial.name}.log'})")
-        self._read(trial)
-        self.show(trial, f"finished in {duration(result.seconds)}")
-        return trial
-
-    def _run_in(self, pool: Pool, trial: Trial) -> Trial:
-        def receive(line: str) -> None:
-            if line.startswith("running") and trial.state != RUNNING:
-                trial.state, trial.began = RUNNING, time.monotonic()
-            trial.progress = line
-            self.show(trial, line)
-
-        try:
-            pool.run(trial.name, self.commit, trial.combination.overrides, self.study, self.options, receive)
-        except TrialFailed as error:
-            return self._failed(trial, str(error))
-        self._read(trial)
-        self.show(trial, "finished" if trial.seconds is None else f"finished in {duration(trial.seconds)}")
-        return trial
-
-    def _read(self, trial: Trial) -> bool:
-        """Whether the trial's experiment is there; then it has its results. Raises UserError for one of this name with
-        other parameters."""
-        found = isolated.find(self.home, self.commit, trial.name)
-        if found is None:
-            return False
-        files, seconds = isolated.read(self.home, found)
-        if parse_yaml(files[str(PARAMS_FILE)].decode("utf-8"), PARAMS_FILE) != trial.params:
-            raise UserError(
-                f"experiment {trial.name} is there, with other parameters; choose another --name, or "
-                f"`dvc exp remove {trial.name}`"
-            )
-        trial.metrics, trial.tables = read_metrics(files), read_tables(files)
-        trial.seconds, trial.state = seconds, FINISHED
-        return True
-
-    def _failed(self, trial: Trial, message: str) -> Trial:
-        trial.state, trial.message = FAILED, message
-        self.show(trial, f"FAILED: {message}")
-        return trial
-
-    def _receive(self, trial: Trial, line: str, *, write: Callable[[str], object]) -> None:
-        write(f"{line}\n")
-        if match := LABEL.match(line):
-            place, count, stage, text = match.groups()
-            trial.progress = f"{place}/{count} {stage}: {text}"
-            if ENDED.match(text):
-                self.show(trial, f"[{place}/{count} {stage}] {text}")
+    @property
+    def aim(self) -> str | None:
+        """What is best: the objective; without one the gold score for a search, and nothing else."""
+        return self.objective or ("gold_policy" if self.search else None)
 
 
-def run_all(runner: Runner, jobs: int, ask: Callable[[], Trial | None], ended: Callable[[Trial], object]) -> None:
-    """Run what `ask` gives, `jobs` at a time, until it gives None and all have ended; `ended` gets each trial.
+@dataclass
+class Trial:
+    """One run of the pipeline: what it changes, how it ended, and what it measured."""
 
-    An interrupt stops all of them; they continue with the next call.
-    """
-    running: set[Future[Trial]] = set()
-    with ThreadPoolExecutor(jobs) as pool, processes.session():
-        while True:
-            while len(running) < jobs and (trial := ask()) is not None:
-                running.add(pool.submit(runner.run, trial))
-            if not running:
-                return
-            done, running = wait(running, timeout=1.0, return_when=FIRST_COMPLETED)
-            for future in done:
-                ended(future.result())
-
-
-@contextmanager
-def screen(trials: list[Trial]) -> Iterator[Callable[[Trial, str], None]]:
-    """Within the block a table with a line for each trial, on a terminal; elsewhere the lines that the yielded function
-    gets."""
-    lock = threading.Lock()
-    if not sys.stdout.isatty():
-
-        def print_line(trial: Trial, line: str) -> None:
-            with lock:
-                print(f"{trial.name}  {line}", flush=True)
-
-        yield print_line
-        return
-    from rich.live import Live
-
-    with Live(get_renderable=lambda: table(trials), refresh_per_second=1, vertical_overflow="visible"):
-        yield lambda trial, line: None
+    name: str
+    """Also of its DVC experiment and its MLflow run."""
+    setting: tuple[tuple[str, str], ...]
+    """The varied parameters and their values in Hydra's words, without the seed."""
+    overrides: tuple[str, ...]
+    """All of them, as `dvc exp run -S` takes them."""
+    params: dict[str, Any] = field(default_factory=dict)
+    """All of its parameters, see `read_params`."""
+    state: str = WAITING
+    metrics: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """The content of metrics/*.json by the file's name; of a finished trial only, as `frontier`."""
+    frontier: list[dict[str, Any]] = field(default_factory=list)
+    """The rows of plots/frontier.csv that have a KL and a gold score."""
+    objective: float | None = None
+    violation: float | None = None
+    """By how much the constraint is violated; 0 or less where it holds."""
+    unmeasured: str = ""
+    """Why it is finished and objective or constraint have no value."""
+    seconds: float | None = None
+    message: str = ""
+    """Why it failed, and where its workspace is."""
+    lock: Any = field(default_factory=threading.Lock, repr=False, compare=False)
+    """Held while it runs: a search can choose one setting twice."""
 
 
-def table(trials: list[Trial]) -> "Table":
-    """A line for each trial: its name, state, time and progress."""
-    from rich.table import Table
-    from rich.text import Text
+@dataclass(frozen=True)
+class Space:
+    """What a study varies."""
 
-    drawn = Table(box=None, pad_edge=False, header_style="bold")
-    for heading in ("trial", "state", "time", "progress"):
-        drawn.add_column(heading, no_wrap=True, overflow="ellipsis")
-    for trial in list(trials):
-        took = time.monotonic() - trial.began if trial.state == RUNNING else trial.seconds
-        text = trial.message if trial.state == FAILED else trial.progress if trial.state in {WAITING, RUNNING} else ""
-        cells = (trial.name, trial.state, "" if took is None else duration(took), shorten(text, LONGEST_PROGRESS))
-        drawn.add_row(*map(Text, cells))
-    return drawn
+    varied: tuple[Override, ...]
+    """Overrides with several values, or an interval."""
+    fixed: tuple[str, ...]
+    """Overrides that all trials have."""
+    seeds: tuple[int, ...]
+    """Training seeds; empty: the one of params.yaml."""
+
+    def names(self) -> list[str]:
+        """The varied parameters, each by as many parts of its name as tell it from the others."""
+        return short_names([one.name for one in self.varied])
+
+    def trials(self, study: str, values: Sequence[str]) -> list[Trial]:
+        """The trials of one setting, one for each seed: `values` are those of the varied parameters, in their order."""
+        setting = tuple((one.name, value) for one, value in zip(self.varied, values, strict=True))
+        parts = [f"{short}={value}" for short, value in zip(self.names(), values, strict=True)]
+        found = []
+        for seed in [f"{SEED}={seed}" for seed in self.seeds] or [""]:
+            name = as_name("-".join(filter(None, [study, *parts, seed])))
+            words = (*self.fixed, *(f"{varied}={value}" for varied, value in setting), *filter(None, [seed]))
+            found.append(Trial(name, setting, words))
+        return found
+
+
+def read_space(overrides: Sequence[str], methods: Sequence[str]) -> Space:
+    """The space of these overrides; `methods` (if any) are the alternatives to PPO that are switched on, all others are
+    switched off. Raises UserError for an override that cannot be read, or a parameter or method named twice."""
+    if unknown := [name for name in methods if name not in BY_NAME and name != "ppo"]:
+        hint = did_you_mean(unknown[0], BY_NAME)
+        raise UserError(f"--methods {unknown[0]}{hint}; there are: ppo, {', '.join(BY_NAME)}")
+    fixed = [f"++{name}.enabled={str(name in methods).lower()}" for name in BY_NAME] if methods else []
+    varied: list[Override] = []
+    seeds: tuple[int, ...] = ()
+    known: set[str] = set()
+    for text in overrides:
+        one = parse_override(text)
+        if one.name in known:
+            raise UserError(f"-S {text}: {one.name} is given twice; write NAME=A,B for several values")
+        known.add(one.name)
+        if one.name == SEED:
+            if not one.values or not all(value.isdecimal() for value in one.values):
+                raise UserError(f"-S {text}: seeds are whole numbers from 0; write {SEED}=1,2,3 or {SEED}=range(1,4)")
+            seeds = tuple(dict.fromkeys(map(int, one.values)))
+        elif len(one.values) == 1:
+            fixed.append(text)
+        elif text.startswith("+"):
+            raise UserError(f"-S {text}: a parameter that params.yaml does not have can take one value only")
+        else:
+            varied.append(one)
+    return Space(tuple(varied), tuple(fixed), seeds)
+
+
+def grid(study: str, space: Space) -> list[Trial]:
+    """Every combination, each with every seed. Raises UserError for an interval, for more than 1000 trials, and for two
+    of one name."""
+    if unbounded := [one.name for one in space.varied if one.interval]:
+        raise UserError(f"-S {unbounded[0]}=interval(…): an interval needs --search N, the number of its points to try")
+    count = max(1, len(space.seeds)) * math.prod(len(one.values) for one in space.varied)
+    if count > MOST_TRIALS:
+        raise UserError(f"{count} trials are more than {MOST_TRIALS}; name fewer values, or use --search N")
+    settings = itertools.product(*(one.values for one in space.varied))
+    found = [trial for values in settings for trial in space.trials(study, values)]
+    names = [trial.name for trial in found]
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise UserError(f"two trials would be named {twice[0]}; name their values so that they differ")
+    return found
+
+
+def short_names(names: Sequence[str]) -> list[str]:
+    """The last parts of dotted names, as many as make each of them unique: [ppo.kl.coef, dpo.beta] → [coef, beta]."""
+    shortened = []
+    for name in names:
+        parts = name.split(".")
+        tails = [".".join(parts[place:]) for place in reversed(range(len(parts)))]
+        unique = (tail for tail in tails if sum(f".{other}".endswith(f".{tail}") for other in names) == 1)
+        shortened.append(next(unique, name))
+    return shortened
+
+
+def read_params(home: Path, commit: str, trials: Iterable[Trial]) -> None:
+    """Set the parameters of each trial. Raises UserError, before anything runs, for a value that params.yaml of the
+    commit refuses."""
+    from tasks.params.all import Params
+
+    text = workspace.git(home, "show", f"{commit}:{PARAMS_FILE}")
+    with TemporaryDirectory(prefix="leash-") as folder:
+        place = Path(folder) / PARAMS_FILE
+        for trial in trials:
+            place.write_text(text, encoding="utf-8")
+            apply_overrides(place.parent, trial.overrides)
+            trial.params = read_yaml(place)
+            parse(Params, trial.params, file=Path(trial.name, PARAMS_FILE))
+
+
+def default_name(space: Space, commit: str) -> str:
+    """A name from the varied parameters and the commit, such as `coef-seed-e70966d`."""
+    varied = [*space.names(), *([SEED] if space.seeds else [])] or ["run"]
+    return as_name("-".join([*(re.sub(r"\W", "_", name) for name in varied), commit[:7]]))
+
+
+class Search:
+    """Suggests settings with Optuna's tree-structured Parzen estimator (Bergstra et al. 2011). A file holds what was
+    suggested: a later process begins with the same settings, whose trials are there or run again."""
+
+    def __init__(self, path: Path, space: Space, budget: int, maximise: bool) -> None:
+        """`path` is the file, `budget` the number of settings to try in all, those of earlier processes included."""
+        optuna.logging.set_verbosity(optuna.logging.ERROR)
+        self._path = path
+        self._suggested: list[dict[str, Any]] = json.loads(path.read_text("utf-8")) if path.exists() else []
+        known = len(self._suggested)  # the seed: else a later process draws the same numbers again
+        sampler = optuna.samplers.TPESampler(seed=known, multivariate=True, n_startup_trials=min(10, budget))
+        self._study = optuna.create_study(direction="maximize" if maximise else "minimize", sampler=sampler)
+        self._distributions = {one.name: _distribution(one) for one in space.varied}
+        for params in self._suggested:
+            self._study.enqueue_trial(params)
+
+    def next(self) -> tuple[optuna.Trial, tuple[str, ...]]:
+        """The next setting: Optuna's trial, and the values of the varied parameters as words."""
+        trial = self._study.ask(self._distributions)
+        if trial.number >= len(self._suggested):
+            self._suggested.append(trial.params)
+            with atomic(self._path) as place:
+                place.write_text(json.dumps(self._suggested) + "\n", encoding="utf-8")
+        found = [trial.params[name] for name in self._distributions]
+        return trial, tuple(f"{one:.{DIGITS}g}" if isinstance(one, float) else str(one) for one in found)
+
+    def tell(self, trial: optuna.Trial, objective: float | None, violation: float | None = None) -> None:
+        """How a setting did: its objective (None: it failed), and by how much it violates the constraint (≤ 0: not)."""
+        if objective is not None and violation is not None:
+            trial.set_constraint("constraint", violation)
+        state = optuna.trial.TrialState.FAIL if objective is None else None
+        self._study.tell(trial, objective, state=state)
+
+
+def _distribution(one: Override) -> BaseDistribution:
+    if one.interval is None:
+        return CategoricalDistribution(one.values)
+    low, high = one.interval
+    try:
+        if one.whole:
+            return IntDistribution(int(low), int(high), log=one.logarithmic)
+        return FloatDistribution(low, high, log=one.logarithmic)
+    except ValueError as error:
+        raise UserError(f"-S {one.name}: {error}") from None

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from flows import workspace
-from flows.commands.study import grid
+from flows.commands.study import trials as made
+from flows.commands.study.trials import Trial
 from rlhf_core.errors import UserError
 from tasks.params.methods import BY_NAME
 from tests.conftest import ROOT, call, commit
@@ -14,8 +15,8 @@ from tests.conftest import ROOT, call, commit
 OVERRIDES = ("ppo.kl.coef=0.05,0.1", "seed=range(1,3)", "sft.epochs=2")
 
 
-def trials(*overrides: str, methods: tuple[str, ...] = ()) -> list[grid.Combination]:
-    return grid.grid("betas", grid.read_space(overrides, methods))
+def trials(*overrides: str, methods: tuple[str, ...] = ()) -> list[Trial]:
+    return made.grid("betas", made.read_space(overrides, methods))
 
 
 def test_every_combination_with_every_seed() -> None:
@@ -29,7 +30,7 @@ def test_every_combination_with_every_seed() -> None:
 
 def test_without_a_list_there_is_one_trial() -> None:
     (only,) = trials()
-    assert (only.name, only.overrides, only.seed) == ("betas", (), None)
+    assert (only.name, only.overrides) == ("betas", ())
 
 
 def test_methods_switch_the_alternatives() -> None:
@@ -48,7 +49,7 @@ def test_methods_switch_the_alternatives() -> None:
     ],
 )
 def test_names_are_as_short_as_they_can_be(names: list[str], short: list[str]) -> None:
-    assert grid.short_names(names) == short
+    assert made.short_names(names) == short
 
 
 @pytest.mark.parametrize(
@@ -60,6 +61,7 @@ def test_names_are_as_short_as_they_can_be(names: list[str], short: list[str]) -
         (("+a=1,2",), (), "a parameter that params.yaml does not have can take one value only"),
         (("a=interval(0,1)",), (), "an interval needs --search N"),
         (("a=range(0,2000)",), (), "2000 trials are more than 1000"),
+        (("a=0.1,0.1",), (), "two trials would be named betas-a=0.1"),
         ((), ("dop",), "--methods dop; did you mean dpo?; there are: ppo, "),
     ],
 )
@@ -81,8 +83,9 @@ def home(toy: Callable[..., Path]) -> Path:
 def test_parameters_are_those_of_the_commit(home: Path) -> None:
     head = workspace.resolve(home, "HEAD")
     (home / "params.yaml").write_text("an edit\n")
-    found = grid.check(home, head, trials("ppo.kl.coef=0.05,0.1"))
-    assert [params["ppo"]["kl"]["coef"] for params in found.values()] == [0.05, 0.1]
+    found = trials("ppo.kl.coef=0.05,0.1")
+    made.read_params(home, head, found)
+    assert [one.params["ppo"]["kl"]["coef"] for one in found] == [0.05, 0.1]
 
 
 @pytest.mark.parametrize(
@@ -95,11 +98,11 @@ def test_parameters_are_those_of_the_commit(home: Path) -> None:
 )
 def test_a_value_that_params_refuse(home: Path, override: str, says: str) -> None:
     with pytest.raises(UserError) as refused:
-        grid.check(home, workspace.resolve(home, "HEAD"), trials(override))
+        made.read_params(home, workspace.resolve(home, "HEAD"), trials(override))
     assert str(refused.value).startswith(says)
     assert "\n" not in str(refused.value)
 
 
 def test_the_made_up_name() -> None:
-    assert grid.default_name(grid.read_space(OVERRIDES, ()), "e70966d1234") == "coef-seed-e70966d"
+    assert made.default_name(made.read_space(OVERRIDES, ()), "e70966d1234") == "coef-seed-e70966d"
     assert call(ROOT, "git", "check-ref-format", "refs/exps/ab/cd/coef-seed-e70966d") == ""

@@ -15,10 +15,8 @@ import pytest
 import flows
 from flows import isolated, workspace
 from flows.cli import main
-from flows.commands.study import grid
-from flows.commands.study.grid import Combination
-from flows.commands.study.results import Trial
-from flows.commands.study.trials import Runner
+from flows.commands.study.study import Call, Study
+from flows.commands.study.trials import Space, Trial, read_params
 from tests.conftest import call, clean_environment
 from tests.faults.conftest import until
 from tests.flows.commands.study.conftest import experiments, log
@@ -95,15 +93,16 @@ def test_a_failed_trial_does_not_stop_the_others(home: Path, study: Callable[...
 
 def test_an_experiment_of_other_parameters_is_no_result(home: Path, tmp_path: Path) -> None:
     """Another clone, or an earlier study of the same name, has made it."""
-    combination = Combination("betas-seed=1", (), 1, ("ppo.vf_coef=0.7",))
+    other, same = Trial("betas-seed=1", (), ("ppo.vf_coef=0.7", "seed=1")), Trial("betas-seed=1", (), ("seed=1",))
     head = workspace.resolve(home, "HEAD")
-    call(home, "git", "update-ref", f"refs/exps/{head[:2]}/{head[2:]}/{combination.name}", head)
-    params = grid.check(home, head, [combination, Combination("as-committed", (), None, ())])
-    runner = Runner(home, "betas", head, tmp_path / "logs", {})
-    job = runner.run(Trial(combination, params[combination.name]))
-    assert (job.state, job.metrics) == ("failed", {})
-    assert "with other parameters; choose another --name, or `dvc exp remove betas-seed=1`" in job.message
-    assert runner.run(Trial(combination, params["as-committed"])).state == "finished"
+    call(home, "git", "update-ref", f"refs/exps/{head[:2]}/{head[2:]}/{other.name}", head)
+    read_params(home, head, [other, same])
+    made = Study(home, "betas", head, Call(()), Space((), (), (1,)))
+    made.run_trial(other)
+    assert (other.state, other.metrics) == ("failed", {})
+    assert "with other parameters; choose another --name, or `dvc exp remove betas-seed=1`" in other.message
+    made.run_trial(same)
+    assert same.state == "finished"
 
 
 def test_trials_try_a_busy_server_again(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,11 +112,12 @@ def test_trials_try_a_busy_server_again(home: Path, tmp_path: Path, monkeypatch:
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     (tmp_path / "python").write_text(f'#!/bin/sh\nexec python3 -c "{code}"\n')
     (tmp_path / "python").chmod(0o755)
-    combination, head = Combination("as-committed", (), None, ()), workspace.resolve(home, "HEAD")
-    params = grid.check(home, head, [combination])
-    job = Runner(home, "betas", head, tmp_path / "logs", {}).run(Trial(combination, params["as-committed"]))
-    assert job.state == "failed"
-    assert (tmp_path / "logs" / "as-committed.log").read_text() == "5\n"
+    trial, head = Trial("as-committed", (), ()), workspace.resolve(home, "HEAD")
+    read_params(home, head, [trial])
+    made = Study(home, "betas", head, Call(()), Space((), (), ()))
+    made.run_trial(trial)
+    assert trial.state == "failed"
+    assert (made.folder / "logs" / "as-committed.log").read_text() == "5\n"
 
 
 @pytest.mark.slow

@@ -5,19 +5,20 @@ from typing import Any
 import pytest
 
 from flows.commands.study import picture, tables
-from flows.commands.study.grid import Combination
+from flows.commands.study.expressions import measure
 from flows.commands.study.picture import mean_line
-from flows.commands.study.results import Trial
-from flows.commands.study.tables import Aim
+from flows.commands.study.trials import Call, Trial
+
+CALL = Call((), objective="gold_policy", constraint="kl_per_sequence < 3")
 
 
-def trial(coef: Any, seed: int, **figures: float | None) -> Trial:
-    combination = Combination(f"coef={coef}-seed={seed}", (("ppo.kl.coef", str(coef)),), seed)
-    params = {"seed": seed, "ppo": {"kl": {"coef": coef}}}
-    return Trial(combination, params, "finished", {"evaluate": figures}, {}, 1.0)
+def trial(coef: Any, seed: int, call: Call = CALL, **figures: float | None) -> Trial:
+    setting = (("ppo.kl.coef", str(coef)),)
+    made = Trial(f"coef={coef}-seed={seed}", setting, (), state="finished", metrics={"evaluate": figures}, seconds=1.0)
+    measure(call, made)
+    return made
 
 
-AIM = Aim(objective="gold_policy", constraint="kl_per_sequence < 3")
 TRIALS = [
     trial(0.1, 1, gold_policy=2.0, kl_per_sequence=4.0),
     trial(0.1, 2, gold_policy=2.2, kl_per_sequence=3.0),
@@ -27,7 +28,7 @@ TRIALS = [
 
 
 def test_the_best_setting_with_and_without_the_constraint() -> None:
-    free, bound = tables.verdicts(AIM, TRIALS)
+    free, bound = tables.verdicts(CALL, TRIALS)
     assert free.startswith("Highest gold_policy: coef 0.1, 2.100 (")
     assert bound.startswith("Highest gold_policy where kl_per_sequence < 3: coef 0.2, 1.200 (")
 
@@ -43,19 +44,12 @@ def test_the_best_setting_with_and_without_the_constraint() -> None:
 def test_a_trial_without_a_value_is_named_and_the_tables_are_made(
     objective: str, figures: dict[str, Any], says: str
 ) -> None:
-    aim = Aim(objective=objective, constraint="kl_per_sequence < 3")
-    trials = [*TRIALS, trial(0.3, 1, **figures)]
-    last = tables.verdicts(aim, trials)[-1]
+    call = Call((), objective=objective, constraint="kl_per_sequence < 3")
+    trials = [*TRIALS, trial(0.3, 1, call, **figures)]
+    last = tables.verdicts(call, trials)[-1]
     assert last.startswith("Without a value: ")
     assert says in last
-    assert "0.3" in tables.report(aim, trials)
-    assert tables.unmeasured(aim, [trial(0.3, 1, **figures)])
-
-
-def test_a_list_is_a_setting_too() -> None:
-    found = Trial(Combination("a", (("evaluate.extra_models", "[a]"),), 1), {"evaluate": {"extra_models": ["a"]}})
-    assert found.setting == (("evaluate.extra_models", '["a"]'),)
-    assert {found.setting: 1}
+    assert "0.3" in tables.report(call, trials)
 
 
 def test_the_mean_of_two_parts_of_one_line_is_that_line() -> None:
@@ -69,7 +63,7 @@ def test_the_picture_has_a_line_for_each_setting_with_snapshots() -> None:
     assert picture.draw(tables.by_setting(trials)) is None
     for one in trials:
         rows = [("sft", 0.0, 0.0, 1.0), ("ppo", 10.0, 1.0, 2.0), ("ppo", 20.0, 4.0, 3.0), ("dpo", None, 2.0, 2.0)]
-        one.tables["frontier"] = [dict(zip(("family", "point", "kl", "gold"), row, strict=True)) for row in rows]
+        one.frontier = [dict(zip(("family", "point", "kl", "gold"), row, strict=True)) for row in rows]
     drawn = picture.draw(tables.by_setting(trials))
     assert drawn is not None
     assert drawn.startswith(b"\x89PNG")
