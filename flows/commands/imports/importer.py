@@ -7,8 +7,6 @@ import shutil
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
 from itertools import groupby, islice
 from operator import attrgetter
 from pathlib import Path
@@ -39,7 +37,6 @@ if TYPE_CHECKING:
 
 DOCUMENTS = ("licen", "copying", "notice", "readme", "citation")
 """Beginnings of the names of files and folders that are copied with the data."""
-
 SCANNED = 10_000
 """Rows of a file whose columns are printed."""
 SPLIT = SplitParams(demonstrations=0.5, preferences=0.3, ppo=0.2, heldout=0.1, validation=0.1)
@@ -47,21 +44,11 @@ SPLIT = SplitParams(demonstrations=0.5, preferences=0.3, ppo=0.2, heldout=0.1, v
 
 
 def import_data(
-    source: Path,
-    root: Path,
-    force: bool = False,
-    log: Log = print,
-    rewriting: Rewriting | None = None,
+    source: Path, root: Path, force: bool = False, log: Log = print, rewriting: Rewriting | None = None
 ) -> tuple[Path, list[Example]]:
     """Copy a data file, or a folder of them, to `root`/data/raw/<name> and run `dvc add`. Returns the new path and the
-    clean examples.
-
-    Args:
-        source: the file or folder.
-        root: the project.
-        force: replaces other data of the same name.
-        log: prints what was found, and the parameters to set.
-        rewriting: changes every row on the way; the copies are then JSONL files.
+    clean examples. `force` replaces other data of the same name; `rewriting` changes every row on the way, the copies
+    are then JSONL files; `log` prints what was found, and the parameters to set.
 
     Every row is read before anything is copied, and the copy is complete or absent. Raises UserError for a missing
     source, rows that cannot be read (file and row), data of which no row is left, other data of the same name without
@@ -72,20 +59,26 @@ def import_data(
         raise UserError(f"{source}: file not found")
     if not (root / ".dvc").is_dir():
         raise UserError(f"{root}: not a DVC repository; run this in a clone of the project")
-    with _rewritten(source, rewriting) as data:
+    with TemporaryDirectory() as folder:
+        data = source if rewriting is None else _rewritten(source, Path(folder), rewriting)
         target = (root / RAW).resolve() / data.name
-        if source != target:
-            _refuse_overlap(source, target)
-        elif data != source:
+        if source == target and data != source:
             raise UserError(f"{source}: lies in {RAW} already; move it out to import it with changed rows")
+        if source != target and (source.name.startswith(".") or target in source.parents or source in target.parents):
+            name = RAW / source.name
+            raise UserError(f"{source}: cannot become {name}; put the data into a folder with a name of its own first")
         examples, found = describe(data, source, root, log)
-        _place(data, target, root, force)
+        files = _files_to_copy(data)
+        if data == target or _equal(files, data, target):
+            dvc_add(target, root)
+        elif target.exists() and not force:
+            raise UserError(f"{target}: holds other data; use --force to replace them, or rename the source")
+        else:
+            _replace(target, files, data, root)
     for line in found:
         log(line)
-    place = (RAW / target.name).as_posix()
-    ignore = (RAW / ".gitignore").as_posix()
-    listed = f"{place}.dvc {ignore}" if (root / ignore).exists() else f"{place}.dvc"
-    log(f"{place}: tracked by DVC; for git: git add {listed}")
+    place, ignore = (RAW / target.name).as_posix(), (RAW / ".gitignore").as_posix()
+    log(f"{place}: tracked by DVC; for git: git add {place}.dvc{f' {ignore}' if (root / ignore).exists() else ''}")
     log(f"to undo it: dvc remove {place}.dvc && rm -r {place}")
     log("set in params.yaml (examples/own-data.yaml is a complete file to start from):")
     if any(example.annotator for example in examples) and all(example.kind == "pair" for example in examples):
@@ -98,29 +91,24 @@ def import_data(
     return target, examples
 
 
-@contextmanager
-def _rewritten(source: Path, rewriting: Rewriting | None) -> Iterator[Path]:
-    """The source itself, or a temporary copy with rewritten rows. Raises UserError for a row that cannot be rewritten,
-    and for two files that would become one."""
-    if rewriting is None:
-        yield source
-        return
-    with TemporaryDirectory() as folder:
-        target = Path(folder) / (source.name if source.is_dir() else f"{stem_of(source)}.jsonl")
-        data, seen = data_files(source), set[str]()
-        for file in _files_to_copy(source):
-            path, place = source / file, target / file
-            if path in data:
-                place = place if source.is_file() else place.with_name(f"{stem_of(place)}.jsonl")
-                if place.exists():
-                    raise UserError(f"{path}: a second file that would become {place.name}; rename one of them")
-                write_jsonl(place, rewriting.rows(path, seen))
-            else:
-                place.parent.mkdir(parents=True, exist_ok=True)
-                shutil.copyfile(path, place)
-        if missing := sorted({*rewriting.names, *rewriting.ignored} - seen):
-            raise UserError(f"{source}: no column or key {brief_names(missing)} (found: {brief_names(sorted(seen))})")
-        yield target
+def _rewritten(source: Path, folder: Path, rewriting: Rewriting) -> Path:
+    """A copy of the source with rewritten rows, in `folder`. Raises UserError for a row that cannot be rewritten, and
+    for two files that would become one."""
+    target = folder / (source.name if source.is_dir() else f"{stem_of(source)}.jsonl")
+    data, seen = data_files(source), set[str]()
+    for file in _files_to_copy(source):
+        path, place = source / file, target / file
+        if path in data:
+            place = place if source.is_file() else place.with_name(f"{stem_of(place)}.jsonl")
+            if place.exists():
+                raise UserError(f"{path}: a second file that would become {place.name}; rename one of them")
+            write_jsonl(place, rewriting.rows(path, seen))
+        else:
+            place.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(path, place)
+    if missing := sorted({*rewriting.names, *rewriting.ignored} - seen):
+        raise UserError(f"{source}: no column or key {brief_names(missing)} (found: {brief_names(sorted(seen))})")
+    return target
 
 
 def describe(data: Path, source: Path, root: Path, log: Log) -> tuple[list[Example], list[str]]:
@@ -129,22 +117,23 @@ def describe(data: Path, source: Path, root: Path, log: Log) -> tuple[list[Examp
     their place in `source`; `log` lists them before."""
     names = {path: path.relative_to(data if data.is_dir() else data.parent).as_posix() for path in data_files(data)}
     called = {path: str(source / name if source.is_dir() else source) for path, name in names.items()}
-    short = {called[path]: name for path, name in names.items()}
     split, tokenizer = _of_the_run(root)
     params = IngestParams(source="files", seed=1, files=FilesParams(path="data"), split=split, on_leak="drop")
     whole = read_files(called, FilesParams(path="data"), log)
     examples = [example.cut(params.opening_words) for example in whole]
     by_file = {path: list(found) for path, found in groupby(examples, key=attrgetter("file"))}
-    lines = [_file_line(path, name, by_file[called[path]]) for path, name in names.items()]
+    lines = []
+    for path, name in names.items():
+        lines.append(_file_line(path, name, by_file[called[path]]))
+        for example in by_file[called[path]]:
+            example.file = name
     if any(example.is_text for example in whole):
         lines.append(
             f"texts: the first {params.opening_words} words are the prompt (ingest.opening_words); set base.format: "
             "text"
         )
-    for example in examples:
-        example.file = short[example.file]
     kept, dropped = cleaning.clean(examples, params.max_characters)
-    if lost := set(short.values()) - {example.file for example in kept}:
+    if lost := set(names.values()) - {example.file for example in kept}:
         of_file = [row for row in dropped if row.file == min(lost)]
         raise UserError(f"{source}: {min(lost)}: no row is left of {len(of_file):,}: {cleaning.summary(of_file)}")
     if dropped:
@@ -156,15 +145,18 @@ def describe(data: Path, source: Path, root: Path, log: Log) -> tuple[list[Examp
         lines.append(
             "no pairs (prompt, chosen, rejected): a reward model needs them, or ratings (ingest.rating_column)"
         )
-    lines += _uses(examples, params)
+    try:
+        prepared = arrange(examples, [], params, lines.append)
+        lines += render(use_table(prepared, divide(prepared.kept, prepared.assignment, params.seed))).splitlines()
+    except UserError as error:
+        lines.append(f"by itself this is too little for a run: {error}")
     return kept, lines + summary(kept, tokenizer)
 
 
 def _of_the_run(root: Path) -> tuple[SplitParams, "PreTrainedTokenizerBase | None"]:
     """The shares that params.yaml has for own data, and the tokenizer of its model where that is in a folder here."""
     try:
-        content = read_yaml(root / PARAMS_FILE)
-        params = parse(Params, content)
+        params = parse(Params, read_yaml(root / PARAMS_FILE))
     except UserError:  # it is reported by the stage `check`
         return SPLIT, None
     split = SPLIT if params.ingest.source == "demo" else params.ingest.split
@@ -177,59 +169,28 @@ def _of_the_run(root: Path) -> tuple[SplitParams, "PreTrainedTokenizerBase | Non
     return split, complete(tokenizer, params.base.pad_token, params.base.format == "text")[0]
 
 
-def _uses(examples: list[Example], params: IngestParams) -> list[str]:
-    """What `ingest` would use the rows for, as a table; or why it could not."""
-    lines: list[str] = []
-    try:
-        prepared = arrange(examples, [], params, lines.append)
-        divided = divide(prepared.kept, prepared.assignment, params.seed)
-        lines += render(use_table(prepared, divided)).splitlines()
-    except UserError as error:
-        lines.append(f"by itself this is too little for a run: {error}")
-    return lines
-
-
 def _file_line(path: Path, name: str, examples: list[Example]) -> str:
     """Rows by kind, the columns of the first rows, the further ones by themselves, and whether the file is held out."""
     kinds = Counter(example.kind for example in examples)
-    rows = ", ".join(f"{count:,} {kind}{'s' * (count != 1)}" for kind, count in kinds.items())
-    heldout = ", held out (ingest.files.heldout_files)" if examples[0].heldout else ""
-    first, *more = [row for _, row in islice(read_rows(path), SCANNED)]
-    if is_export(first):
-        return f"{name}: {rows}{heldout}"
-    found = tuple(dict.fromkeys(column for row in (first, *more) for column in row))
+    line = f"{name}: " + ", ".join(f"{count:,} {kind}{'s' * (count != 1)}" for kind, count in kinds.items())
+    line += ", held out (ingest.files.heldout_files)" if examples[0].heldout else ""
+    rows = [row for _, row in islice(read_rows(path), SCANNED)]
+    if is_export(rows[0]):
+        return line
+    found = tuple(dict.fromkeys(column for row in rows for column in row))
     layout = layout_of(found)
     rated = any(example.rating is not None for example in examples)
     further = [column for column in layout.further if column != layout.label or not rated]
     if layout.shape is VOTED:
-        verdict = verdict_columns(tuple(first), first, layout.answers)
+        verdict = verdict_columns(tuple(rows[0]), rows[0], layout.answers)
         further = [column for column in further if column not in verdict]
-    numbers = [c for c in further if kinds["demonstration"] and isinstance(first.get(c), int | float)]
-    read = f"; columns: {brief_names(column for column in found if column not in further)}"
-    extra = f"; not read, kept for reward functions: {brief_names(further)}" if further else ""
-    extra += f"; numbers, which can be ratings (ingest.rating_column): {brief_names(numbers)}" if numbers else ""
-    if {"test", "validation", "valid", "eval"} & {str(row.get("split")) for row in (first, *more)}:
-        extra += "; all rows train, also those with another split: put held-out rows into a file test.jsonl"
-    return f"{name}: {rows}{heldout}{read}{extra}"
-
-
-def _place(source: Path, target: Path, root: Path, force: bool) -> None:
-    """Copy the data to `target`, unless they are there, and run `dvc add`."""
-    if source != target:
-        files = _files_to_copy(source)
-        if not _equal(files, source, target):
-            if target.exists() and not force:
-                raise UserError(f"{target}: holds other data; use --force to replace them, or rename the source")
-            with _replaced(target, files, source):
-                dvc_add(target, root)
-            return
-    dvc_add(target, root)
-
-
-def _refuse_overlap(source: Path, target: Path) -> None:
-    if source.name.startswith(".") or target in source.parents or source in target.parents:
-        name = RAW / source.name
-        raise UserError(f"{source}: cannot become {name}; put the data into a folder with a name of its own first")
+    numbers = [c for c in further if kinds["demonstration"] and isinstance(rows[0].get(c), int | float)]
+    line += f"; columns: {brief_names(column for column in found if column not in further)}"
+    line += f"; not read, kept for reward functions: {brief_names(further)}" if further else ""
+    line += f"; numbers, which can be ratings (ingest.rating_column): {brief_names(numbers)}" if numbers else ""
+    if {"test", "validation", "valid", "eval"} & {str(row.get("split")) for row in rows}:
+        line += "; all rows train, also those with another split: put held-out rows into a file test.jsonl"
+    return line
 
 
 def _files_to_copy(source: Path) -> list[Path]:
@@ -243,52 +204,34 @@ def _files_to_copy(source: Path) -> list[Path]:
 
 def _equal(files: list[Path], source: Path, target: Path) -> bool:
     """Whether the target holds exactly the files that would be copied, byte for byte."""
-    if not target.exists():
-        return False
-    if source.is_file() or target.is_file():
-        return source.is_file() and target.is_file() and filecmp.cmp(source, target, shallow=False)
-    present = sorted(path.relative_to(target) for path in target.rglob("*") if path.is_file())
-    return present == files and all(filecmp.cmp(source / f, target / f, shallow=False) for f in files)
+    below = sorted(path.relative_to(target) for path in target.rglob("*") if path.is_file())
+    present = [Path()] if target.is_file() else below
+    return present == files and all(filecmp.cmp(source / file, target / file, shallow=False) for file in files)
 
 
-@contextmanager
-def _replaced(target: Path, files: list[Path], source: Path) -> Iterator[None]:
-    """Replace the target by a copy; when the copy or the block fails, the old target is put back.
-
-    The copy is made outside data/raw/, because stages depend on all of that folder.
-    """
-    beside = target.parent.parent / f".import.{os.getpid()}"
-    fresh, old = beside / "new", beside / "old"
+def _replace(target: Path, files: list[Path], source: Path, root: Path) -> None:
+    """Replace the target by a copy and run `dvc add`; when one of them fails, the old target is put back. The copy is
+    made beside data/raw/, on the same disk."""
+    target.parent.mkdir(parents=True, exist_ok=True)
     had_target = target.exists()
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        for file in files:
-            (fresh / file).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(source / file, fresh / file)
-        if had_target:
-            target.replace(old)
-        fresh.replace(target)
-        yield
-    except OSError as error:
-        _restore(target, old, had_target)
-        raise UserError(f"{target}: cannot copy the data there ({error.strerror or error})") from None
-    except BaseException:
-        _restore(target, old, had_target)
-        raise
-    else:
-        remove(old)
-    finally:
-        remove(fresh)
-        with suppress(OSError):
-            beside.rmdir()
-
-
-def _restore(target: Path, old: Path, had_target: bool) -> None:
-    if old.exists():
-        remove(target)
-        old.replace(target)
-    elif not had_target:
-        remove(target)
+    with TemporaryDirectory(dir=target.parent.parent, prefix=".import.") as folder:
+        fresh, old = Path(folder) / "new", Path(folder) / "old"
+        try:
+            for file in files:
+                (fresh / file).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(source / file, fresh / file)
+            if had_target:
+                target.replace(old)
+            fresh.replace(target)
+            dvc_add(target, root)
+        except BaseException as error:
+            if old.exists() or not had_target:
+                remove(target)
+            if old.exists():
+                old.replace(target)
+            if isinstance(error, OSError):
+                raise UserError(f"{target}: cannot copy the data there ({error.strerror or error})") from None
+            raise
 
 
 def dvc_add(target: Path, root: Path) -> None:

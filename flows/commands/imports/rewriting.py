@@ -2,7 +2,6 @@
 the text, and texts with a chat template as turns."""
 
 import json
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -47,9 +46,9 @@ class Rewriting:
         for number, row in read_rows(path):
             seen.update(row)
             try:
-                changed: Row = plain(dict(self._columns(row, seen)))
-                json.dumps(changed, ensure_ascii=False).encode()
-                yield changed
+                text = json.dumps(dict(self._columns(row, seen)), ensure_ascii=False, default=_as_json)
+                text.encode()
+                yield json.loads(text, parse_constant=lambda name: None)  # what is no number becomes null
             except (ShapeError, UnicodeEncodeError, RecursionError) as error:
                 problem = error if isinstance(error, ShapeError) else "a text that UTF-8 cannot hold"
                 raise UserError(f"{path}, row {number}: {problem}; correct the row or remove it") from None
@@ -89,12 +88,6 @@ class Rewriting:
         return kept
 
 
-def plain(value: Any) -> Any:
-    """The value as JSON can hold it: dates as text, null for bytes and for what is no number."""
-    if isinstance(value, dict):
-        return {str(key): plain(inner) for key, inner in value.items()}
-    if isinstance(value, list):
-        return [plain(inner) for inner in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    return value if isinstance(value, str | int | float | None) else None if isinstance(value, bytes) else str(value)
+def _as_json(value: Any) -> str | None:
+    """Null for bytes; dates and others as text."""
+    return None if isinstance(value, bytes) else str(value)

@@ -46,9 +46,13 @@ def summary(examples: Sequence[Example], tokenizer: "PreTrainedTokenizerBase | N
     Raises UserError for a row that the tokenizer cannot encode: file, row and reason.
     """
     pairs = [example for example in examples if example.kind == "pair" and not example.tie]
+    rows = [example for example in examples if not example.heldout] or list(examples)
+    first = {example.kind: example for example in reversed(rows)}
+    shown = [first[kind] for kind in ("pair", "demonstration") if kind in first]
+    shown = (shown + [row for row in rows[:2] if row not in shown])[:2]
     return [
         *lengths(examples, tokenizer),
-        *(line for example in _first_rows(examples) for line in as_read(example, tokenizer)),
+        *(line for example in shown for line in as_read(example, tokenizer)),
         *near_duplicates(examples),
         *contradictions(pairs),
         *longer_answers(pairs),
@@ -65,10 +69,9 @@ def lengths(examples: Sequence[Example], tokenizer: "PreTrainedTokenizerBase | N
         "answers, characters": [len(text) for example in answered for text in example.answers],
     }
     if tokenizer is not None:
-        encoded = [_tokens(example, tokenizer) for example in _spread(prompts, ENCODED)]
-        rows["prompts, tokens"] = [len(prompt) for prompt, _ in encoded]
-        encoded = [_tokens(example, tokenizer) for example in _spread(answered, ENCODED)]
-        rows["answers, tokens"] = [len(answer) for _, answers in encoded for answer in answers]
+        rows["prompts, tokens"] = [len(_tokens(example, tokenizer)[0]) for example in _spread(prompts, ENCODED)]
+        encoded = [_tokens(example, tokenizer)[1] for example in _spread(answered, ENCODED)]
+        rows["answers, tokens"] = [len(answer) for answers in encoded for answer in answers]
     cells = [("lengths", "median", "95%", "longest")]
     for name, found in rows.items():
         if found:
@@ -116,7 +119,10 @@ def near_duplicates(examples: Sequence[Example]) -> list[str]:
     sketches: list[frozenset[int]] = []
     found: list[tuple[Example, Example]] = []
     for number, row in enumerate(rows):
-        sketch = _sketch(row)
+        text = " ".join(turn["content"] for turn in row.prompt if turn["role"] != "system")
+        words = WORD.findall(normalize("NFKC", text).casefold()) or [row.prompt_id]
+        sequences = {" ".join(words[place : place + 3]) for place in range(max(1, len(words) - 2))}
+        sketch = frozenset(nsmallest(SKETCH, (zlib.crc32(sequence.encode()) for sequence in sequences)))
         sketches.append(sketch)
         for other, shared in Counter(earlier[code] for code in sketch if code in earlier).most_common(1):
             if shared >= ALIKE * len(sketch | sketches[other]):
@@ -132,14 +138,6 @@ def near_duplicates(examples: Sequence[Example]) -> list[str]:
     leaked = sum(row.heldout and not other.heldout for row, other in found)
     held = f"held-out prompts that are nearly a training prompt: {leaked:,} of {sum(row.heldout for row in rows):,}"
     return [line, held] if leaked else [line]
-
-
-def _sketch(example: Example) -> frozenset[int]:
-    """The smallest hashes of the sequences of three words of a prompt."""
-    text = " ".join(turn["content"] for turn in example.prompt if turn["role"] != "system")
-    words = WORD.findall(normalize("NFKC", text).casefold()) or [example.prompt_id]
-    sequences = {" ".join(words[place : place + 3]) for place in range(max(1, len(words) - 2))}
-    return frozenset(nsmallest(SKETCH, (zlib.crc32(sequence.encode()) for sequence in sequences)))
 
 
 def longer_answers(pairs: Iterable[Example]) -> list[str]:
@@ -182,15 +180,6 @@ def agreement(examples: Sequence[Example]) -> list[str]:
     shares = sorted((share, name) for name, share in figures["agreement"].items() if share is not None)
     named = ", ".join(f"{name} {share:.0%}" for share, name in shares[:10]) + (", …" if len(shares) > 10 else "")
     return [f"{line}: {words}", f"equal to the labels of the others: {named}"]
-
-
-def _first_rows(examples: Sequence[Example]) -> list[Example]:
-    """Two rows: the first pair and the first demonstration, or two of one kind; of the training rows, if there are
-    some."""
-    rows = [example for example in examples if not example.heldout] or list(examples)
-    first = {example.kind: example for example in reversed(rows)}
-    found = [first[kind] for kind in ("pair", "demonstration") if kind in first]
-    return (found + [row for row in rows[:2] if row not in found])[:2]
 
 
 def _tokens(example: Example, tokenizer: "PreTrainedTokenizerBase") -> tuple[list[int], list[list[int]]]:
