@@ -23,7 +23,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from flows import isolated
 from flows.commands.study.statistics import summarise
-from flows.commands.study.study import Call, prepare, study
+from flows.commands.study.study import prepare, study
+from flows.commands.study.trials import Call
 from flows.environment import find_root
 from rlhf_core.config.health import HealthConfig
 from rlhf_core.errors import UserError

@@ -444,8 +444,8 @@ def study(
     """
     root = find_root()
     processes.install_signal_handlers()
-    from flows.commands.study.study import Call
     from flows.commands.study.study import study as run_study
+    from flows.commands.study.trials import Call
 
     chosen = tuple(part.strip() for part in methods.split(",") if part.strip())
     call = Call(tuple(overrides or ()), chosen, search, objective, constraint, not minimise)

@@ -131,10 +131,9 @@ def near_duplicates(examples: Sequence[Example]) -> list[str]:
             earlier.setdefault(code, number)
     if len(rows) < 2:
         return []
+    named = "; ".join(f"{place_of(row)} is nearly {place_of(other)}" for row, other in found[:3])
     line = f"near-duplicate prompts: {len(found) / len(rows):.1%} of {len(rows):,}"
-    if found:
-        named = "; ".join(f"{place_of(row)} is nearly {place_of(other)}" for row, other in found[:3])
-        line += f" ({named}{'; …' if len(found) > 3 else ''})"
+    line += f" ({named}{'; …' if len(found) > 3 else ''})" if found else ""
     leaked = sum(row.heldout and not other.heldout for row, other in found)
     held = f"held-out prompts that are nearly a training prompt: {leaked:,} of {sum(row.heldout for row in rows):,}"
     return [line, held] if leaked else [line]
@@ -166,20 +165,20 @@ def agreement(examples: Sequence[Example]) -> list[str]:
         return []
     number, alpha = figures["pairs_by_several"], figures["alpha"]
     interval = alpha_interval(list(units_of([example for example in examples if example.annotator is not None])))
-    line = f"agreement of annotators: {number:,} pairs by several"
-    if alpha is not None:
-        line += f", Krippendorff's alpha {alpha:.2f}" + (
-            f" ({interval[0]:.2f} – {interval[1]:.2f})" if interval else ""
-        )
     if alpha is None or interval is None or number < FEWEST:
         words = "too few pairs to tell"
     elif interval[0] <= 0.0:
         words = "this is chance" if interval[1] >= 0.0 else "this is worse than chance"
     else:
         words = "good" if alpha >= LARGE else "moderate" if alpha >= CLEAR else "weak"
+    found = "" if alpha is None else f", Krippendorff's alpha {alpha:.2f}"
+    found += f" ({interval[0]:.2f} – {interval[1]:.2f})" if found and interval else ""
     shares = sorted((share, name) for name, share in figures["agreement"].items() if share is not None)
     named = ", ".join(f"{name} {share:.0%}" for share, name in shares[:10]) + (", …" if len(shares) > 10 else "")
-    return [f"{line}: {words}", f"equal to the labels of the others: {named}"]
+    return [
+        f"agreement of annotators: {number:,} pairs by several{found}: {words}",
+        f"equal to the labels of the others: {named}",
+    ]
 
 
 def _tokens(example: Example, tokenizer: "PreTrainedTokenizerBase") -> tuple[list[int], list[list[int]]]:

@@ -5,7 +5,7 @@ import hashlib
 import json
 import re
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import reduce
 from math import ceil
 from operator import getitem
@@ -65,7 +65,15 @@ def write_trial(root: Path, names: Sequence[str], examples: Sequence[Example], l
     """
     require_room(root)
     values = small_values(examples) | {"ingest.files.path": names[0] if len(names) == 1 else list(names)}
-    text = _replaced((root / FULL).read_text(encoding="utf-8"), values)
+    text = (root / FULL).read_text(encoding="utf-8")
+    lines, content = text.splitlines(keepends=True), YAML().load(text)
+    for name, value in values.items():  # each in the line of its key; comments stay, in their column
+        *above, last = name.split(".")
+        line, column = reduce(getitem, above, content).lc.value(last)
+        value_and_space, comment = re.findall(r"([^#]*)(.*)", lines[line][column:])[0]
+        new = json.dumps(value, ensure_ascii=False).ljust(len(value_and_space) - 1)
+        lines[line] = f"{lines[line][:column]}{new} {comment}".rstrip() + "\n"
+    text = "".join(lines)
     (root / PARAMS_FILE).write_text(f"{text}{MARK}{_digest(text)}\n", encoding="utf-8")
     log(f"params.yaml: written for a quick try, {FULL} with small values; its models and figures mean nothing")
     log("now: leash run")
@@ -92,22 +100,26 @@ def small_values(examples: Sequence[Example]) -> dict[str, Any]:
             "the data have no pairs (prompt, chosen, rejected), and the reward model of --try needs them; start from "
             f"{FULL}, or from examples/reviews.yaml for texts with ratings"
         )
-    fit = {c: {kind: sum(size <= c for size in found) for kind, found in sizes.items()} for c in CONTEXTS}
-    context = next((c for c in CONTEXTS if all(3 * fit[c][kind] >= len(sizes[kind]) for kind in sizes)), None)
-    if context is None:
+    for context in CONTEXTS:
+        fit = {kind: sum(size <= context for size in found) for kind, found in sizes.items()}
+        if all(3 * fit[kind] >= len(found) for kind, found in sizes.items()):
+            break
+    else:
         raise UserError(
             f"more than two thirds of the rows have more than about {CONTEXTS[-1]:,} tokens, too many for the model of "
             f"--try; start from {FULL} with a larger base.scratch.context"
         )
-    if fit[context]["pair"] < FEWEST_PAIRS:
+    if fit["pair"] < FEWEST_PAIRS:
         raise UserError(
-            f"{fit[context]['pair']} pairs are too few for --try: {FEWEST_PAIRS} that fit into {context:,} tokens are "
-            "needed; add pairs"
+            f"{fit['pair']} pairs are too few for --try: {FEWEST_PAIRS} that fit into {context:,} tokens are needed; "
+            "add pairs"
         )
-    times = context // CONTEXTS[0]
-    rows = fit[context].get("demonstration", fit[context]["pair"])
-    sft_batch, reward_batch = 16 // times, 8 // times
-    sft_rows, reward_rows = 0.45 * rows, 0.2 * fit[context]["pair"]  # the shares of ingest.split without validation
+
+    def epochs(steps: int, rows: float, batch: int) -> float:
+        return float(f"{steps / max(rows / batch, 1.0):.2g}")
+
+    sft_batch, reward_batch = 16 * CONTEXTS[0] // context, 8 * CONTEXTS[0] // context
+    sft_rows = 0.45 * fit.get("demonstration", fit["pair"])  # the shares of ingest.split without validation
     typical = median(answer for tokens, answer in answers if tokens <= context)
     new_tokens = min(max(ceil(1.25 * typical / 32) * 32, context // 4), context // 2)
     sampled = {f"{stage}.max_new_tokens": new_tokens for stage in ("preferences", "ppo", "evaluate", "rejection_sft")}
@@ -119,28 +131,10 @@ def small_values(examples: Sequence[Example]) -> dict[str, Any]:
         "base.scratch.context": context,
         "sft.batch_size": sft_batch,
         "sft.micro_batch_size": sft_batch,
-        "sft.epochs": _epochs(SFT_STEPS, sft_rows, sft_batch),
+        "sft.epochs": epochs(SFT_STEPS, sft_rows, sft_batch),
         "reward.batch_size": reward_batch,
-        "reward.epochs": _epochs(REWARD_STEPS, reward_rows, reward_batch),
+        "reward.epochs": epochs(REWARD_STEPS, 0.2 * fit["pair"], reward_batch),
     }
-
-
-def _epochs(steps: int, rows: float, batch: int) -> float:
-    """Passes over the rows for about so many optimizer steps, in two digits."""
-    return float(f"{steps / max(rows / batch, 1.0):.2g}")
-
-
-def _replaced(text: str, values: Mapping[str, Any]) -> str:
-    """The YAML text with other values, each in the line of its key; comments stay, in their column."""
-    lines, content = text.splitlines(keepends=True), YAML().load(text)
-    for name, value in values.items():
-        *above, last = name.split(".")
-        line, column = reduce(getitem, above, content).lc.value(last)
-        before, old = lines[line][:column], lines[line][column:]
-        value_and_space, comment = re.findall(r"([^#]*)(.*)", old)[0]
-        new = json.dumps(value, ensure_ascii=False)
-        lines[line] = before + (new.ljust(len(value_and_space) - 1) + " " + comment).rstrip() + "\n"
-    return "".join(lines)
 
 
 def _is_stored(text: str, root: Path) -> bool:
@@ -148,10 +142,9 @@ def _is_stored(text: str, root: Path) -> bool:
     rest, mark, digest = text.rpartition(MARK)
     if mark and digest.strip() == _digest(rest):
         return True
-    if any(text == file.read_text(encoding="utf-8") for file in sorted((root / "examples").glob("*.yaml"))):
+    if any(text == file.read_text(encoding="utf-8") for file in (root / "examples").glob("*.yaml")):
         return True
-    command = ["git", "show", f"HEAD:./{PARAMS_FILE}"]
-    done = subprocess.run(command, cwd=root, capture_output=True, check=False)
+    done = subprocess.run(["git", "show", f"HEAD:./{PARAMS_FILE}"], cwd=root, capture_output=True, check=False)
     return done.returncode == 0 and done.stdout.decode("utf-8", "replace") == text
 
 

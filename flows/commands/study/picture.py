@@ -10,14 +10,11 @@ from flows.commands.study.trials import Trial
 from rlhf_core.evaluation.majorant import majorant_at
 from tasks.page.canvas import MUTED, POLICY, canvas, colour_of, label_axes, png, styled
 from tasks.page.comparison_table import label
-from tasks.params.methods import WITH_MODEL
 
 Point = tuple[float, float]
 
 PPO_FAMILIES = {"sft", "ppo", "interpolated", "policy"}
 """Families of plots/frontier.csv that PPO's frontier is read from."""
-MARKERS = dict(zip((method.name for method in WITH_MODEL), "sPDv^<>hp*", strict=False))
-"""Marker of each method; other models get a cross."""
 PLACES = 60
 """Places at which a majorant is drawn."""
 
@@ -31,7 +28,7 @@ def draw(groups: dict[str, list[Trial]]) -> bytes | None:
         return None
     first = [trial for trial in groups[next(iter(lines))] if _majorant(trial)]
     with styled():
-        figure, (axes,) = canvas("Gold score against KL, the mean of the training seeds")
+        figure, (axes,) = canvas("Gold score against KL, mean of the seeds")
         figure.set_size_inches(figure.get_figwidth(), 4.8)
         base = np.array(to_rgb(POLICY))
         for rank, (name, found) in enumerate(lines.items()):
@@ -48,15 +45,14 @@ def draw(groups: dict[str, list[Trial]]) -> bytes | None:
         ]
         if optima:
             axes.plot(*mean_line(optima), color=MUTED, label="the optimum", linestyle=(0, (5, 3)))
-        for row in (row for trial in first for row in trial.frontier):
-            family, best_of = str(row["family"]), row["family"] == "best_of_n"
-            if family in PPO_FAMILIES or (best_of and row["point"] == 1):
-                continue
-            text, known = "best-of-n" if best_of else label(family), axes.get_legend_handles_labels()[1]
+        others = [row for trial in first for row in trial.frontier if row["family"] not in PPO_FAMILIES]
+        for family in dict.fromkeys(row["family"] for row in others):
+            best_of = family == "best_of_n"
+            points = [row for row in others if row["family"] == family and not (best_of and row["point"] == 1)]
             axes.plot(
-                _root(row["kl"]), row["gold"], linestyle="", marker="o" if best_of else MARKERS.get(family, "x"),
-                markersize=4.5, color=colour_of("best_of_4" if best_of else family), alpha=0.85, zorder=3,
-                label=None if text in known else text,
+                [_root(row["kl"]) for row in points], [row["gold"] for row in points], "o" if best_of else "D",
+                label="best-of-n" if best_of else label(family), color=colour_of(family), markersize=4.5, alpha=0.85,
+                zorder=3,
             )  # fmt: skip
         label_axes(axes, "gold score", "√KL from SFT (KL in nats per answer)")
         handles, labels = axes.get_legend_handles_labels()

@@ -16,10 +16,11 @@ from statistics import fmean
 from typing import Any
 
 import pandas as pd
+from optuna.trial import TrialState
 
 from flows import isolated, processes, server, workspace
 from flows.commands.study import expressions, picture, tables, trials
-from flows.commands.study.trials import FAILED, FINISHED, WAITING, Call, Search, Space, Trial
+from flows.commands.study.trials import FAILED, FINISHED, RUNNING, WAITING, Call, Search, Space, Trial
 from flows.guardian import Guardian
 from flows.isolated import as_name
 from flows.pool import Pool, TrialFailed, connect
@@ -98,10 +99,11 @@ class Study:
         list(places.map(self.run_trial, chosen))
         with self._lock:
             if any(trial.state == FAILED or trial.unmeasured for trial in chosen):
-                search.tell(suggestion, None)
-            else:
-                violation = fmean(trial.violation or 0.0 for trial in chosen) if self.call.constraint else None
-                search.tell(suggestion, fmean(float(trial.objective or 0.0) for trial in chosen), violation)
+                search.study.tell(suggestion, state=TrialState.FAIL)
+                return
+            if self.call.constraint:
+                suggestion.set_constraint("constraint", fmean(float(trial.violation or 0.0) for trial in chosen))
+            search.study.tell(suggestion, fmean(float(trial.objective or 0.0) for trial in chosen))
 
     def run_trial(self, trial: Trial) -> None:
         """Run the trial, unless its experiment is there, and write the tables; a failure is recorded in it. Raises
@@ -112,6 +114,7 @@ class Study:
                 return
             try:
                 if not self._read(trial):
+                    trial.state = RUNNING
                     self._start(trial)
                     self._read(trial)
                     took = "" if trial.seconds is None else f" in {duration(trial.seconds)}"

@@ -92,7 +92,11 @@ def verdicts(call: Call, trials: Sequence[Trial]) -> list[str]:
     lines, what, groups = [], f"{'Highest' if call.maximise else 'Lowest'} {call.aim}", by_setting(trials)
     candidates = {what: groups}
     if call.constraint:
-        candidates[f"{what} where {call.constraint}"] = {name: one for name, one in groups.items() if satisfied(one)}
+        candidates[f"{what} where {call.constraint}"] = {
+            name: group  # the mean over the seeds satisfies it
+            for name, group in groups.items()
+            if not any(one.unmeasured for one in group) and sum(one.violation or 0.0 for one in group) <= 0
+        }
     for what, allowed in candidates.items():
         best = list(ranked(call, allowed).items())[:2]
         if not best:
@@ -126,11 +130,6 @@ def ranked(call: Call, groups: Groups) -> dict[str, Summary]:
     """The mean objective of the settings that have one, the best first."""
     found = {name: value for name, group in groups.items() if (value := summary(group, objective_of(call)))}
     return dict(sorted(found.items(), key=lambda item: item[1].mean, reverse=call.maximise))
-
-
-def satisfied(group: Sequence[Trial]) -> bool:
-    """Whether the mean violation of the constraint over the seeds is at most 0."""
-    return not any(trial.unmeasured for trial in group) and sum(trial.violation or 0.0 for trial in group) <= 0
 
 
 def summary(trials: Sequence[Trial], read: Read) -> Summary | None:

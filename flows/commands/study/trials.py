@@ -26,7 +26,7 @@ SEED = "seed"
 MOST_TRIALS = 1000
 DIGITS = 4
 """Significant digits of a number that Optuna suggests: equal to the name of its trial."""
-WAITING, FINISHED, FAILED = "waiting", "finished", "failed"
+WAITING, RUNNING, FINISHED, FAILED = "waiting", "running", "finished", "failed"
 
 
 @dataclass(frozen=True)
@@ -191,27 +191,20 @@ class Search:
         self._suggested: list[dict[str, Any]] = json.loads(path.read_text("utf-8")) if path.exists() else []
         known = len(self._suggested)  # the seed: else a later process draws the same numbers again
         sampler = optuna.samplers.TPESampler(seed=known, multivariate=True, n_startup_trials=min(10, budget))
-        self._study = optuna.create_study(direction="maximize" if maximise else "minimize", sampler=sampler)
+        self.study = optuna.create_study(direction="maximize" if maximise else "minimize", sampler=sampler)
         self._distributions = {one.name: _distribution(one) for one in space.varied}
         for params in self._suggested:
-            self._study.enqueue_trial(params)
+            self.study.enqueue_trial(params)
 
     def next(self) -> tuple[optuna.Trial, tuple[str, ...]]:
         """The next setting: Optuna's trial, and the values of the varied parameters as words."""
-        trial = self._study.ask(self._distributions)
+        trial = self.study.ask(self._distributions)
         if trial.number >= len(self._suggested):
             self._suggested.append(trial.params)
             with atomic(self._path) as place:
                 place.write_text(json.dumps(self._suggested) + "\n", encoding="utf-8")
         found = [trial.params[name] for name in self._distributions]
         return trial, tuple(f"{one:.{DIGITS}g}" if isinstance(one, float) else str(one) for one in found)
-
-    def tell(self, trial: optuna.Trial, objective: float | None, violation: float | None = None) -> None:
-        """How a setting did: its objective (None: it failed), and by how much it violates the constraint (≤ 0: not)."""
-        if objective is not None and violation is not None:
-            trial.set_constraint("constraint", violation)
-        state = optuna.trial.TrialState.FAIL if objective is None else None
-        self._study.tell(trial, objective, state=state)
 
 
 def _distribution(one: Override) -> BaseDistribution:

@@ -15,7 +15,7 @@ def settings(folder: Path, count: int) -> list[tuple[str, ...]]:
         trial, values = search.next()
         found.append(values)
         if place < count - 1:
-            search.tell(trial, 1.0)
+            search.study.tell(trial, 1.0)
     return found
 
 

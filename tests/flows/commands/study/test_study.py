@@ -15,8 +15,8 @@ import pytest
 import flows
 from flows import isolated, workspace
 from flows.cli import main
-from flows.commands.study.study import Call, Study
-from flows.commands.study.trials import Space, Trial, read_params
+from flows.commands.study.study import Study
+from flows.commands.study.trials import Call, Space, Trial, read_params
 from tests.conftest import call, clean_environment
 from tests.faults.conftest import until
 from tests.flows.commands.study.conftest import experiments, log
