@@ -22,8 +22,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from flows import isolated
-from flows.commands.study.statistics import summarise
 from flows.commands.study.study import prepare, study
+from flows.commands.study.tables import summarise
 from flows.commands.study.trials import Call
 from flows.environment import find_root
 from rlhf_core.config.health import HealthConfig

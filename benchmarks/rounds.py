@@ -27,7 +27,7 @@ from numpy import ndarray
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from flows import workspace
-from flows.commands.study.statistics import standard_error, summarise
+from flows.commands.study.tables import standard_error, summarise
 from flows.environment import find_root
 from flows.workspace import Workspace
 from rlhf_core.errors import UserError

@@ -32,7 +32,7 @@ from transformers import PreTrainedTokenizerBase
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from flows.commands.annotate.tasks import SAMPLES, Task, read_tasks
-from flows.commands.study.statistics import standard_error, summarise
+from flows.commands.study.tables import standard_error, summarise
 from flows.environment import find_root
 from rlhf_core.config.reward import RewardConfig
 from rlhf_core.data.chat import Conversation, canonical

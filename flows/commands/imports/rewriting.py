@@ -46,9 +46,14 @@ class Rewriting:
         for number, row in read_rows(path):
             seen.update(row)
             try:
-                text = json.dumps(dict(self._columns(row, seen)), ensure_ascii=False, default=_as_json)
+                # dates become text; bytes and what is no number become null
+                text = json.dumps(
+                    dict(self._columns(row, seen)),
+                    ensure_ascii=False,
+                    default=lambda value: None if isinstance(value, bytes) else str(value),
+                )
                 text.encode()
-                yield json.loads(text, parse_constant=lambda name: None)  # what is no number becomes null
+                yield json.loads(text, parse_constant=lambda name: None)
             except (ShapeError, UnicodeEncodeError, RecursionError) as error:
                 problem = error if isinstance(error, ShapeError) else "a text that UTF-8 cannot hold"
                 raise UserError(f"{path}, row {number}: {problem}; correct the row or remove it") from None
@@ -86,8 +91,3 @@ class Rewriting:
             said = said if isinstance(said, str) else message_text(said)
             kept[text] = said if "<think>" in said else f"<think>\n{thought}\n</think>\n\n{said}"
         return kept
-
-
-def _as_json(value: Any) -> str | None:
-    """Null for bytes; dates and others as text."""
-    return None if isinstance(value, bytes) else str(value)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from flows.commands.study.statistics import NORMAL, Summary, standard_error, summarise
+from flows.commands.study.tables import NORMAL, Summary, standard_error, summarise
 
 
 def test_without_errors_over_prompts_it_is_the_t_interval() -> None:
