@@ -3,15 +3,15 @@
 import logging
 import os
 import sys
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from uuid import UUID
 
 from flows import driver, processes, remote, server, terminal
 from flows.environment import PARENT_VARIABLE
-from flows.graph import brief
+from flows.graph import Graph, brief
 from flows.stages import FAILED, UP_TO_DATE, Outcome, PipelineFailed
 from flows.text import table
 from rlhf_core.errors import UserError
@@ -20,12 +20,6 @@ from tasks.params.loader import PARAMS_FILE, is_switched_off, parse, read_yaml
 from tasks.params.methods import BY_NAME
 from tasks.params.scorer import MADE_FOR_IT
 from tasks.tracking.settings import without_credentials
-
-if TYPE_CHECKING:
-    from prefect import Flow
-
-    from flows.graph import Graph
-
 
 UNCHANGED, RESTORES, RUNS = "up to date", "to restore from DVC's cache", "to run"
 MAY_RUN = "to run if its inputs change"
@@ -68,7 +62,16 @@ def run(
             if plan and pull:
                 terminal.print_line("", f"what the remote {address} has is fetched, not computed")
             if plan or project.changed_sources(graph) or push:
-                _connect(root)
+                if server.configured_url(root) is not None:
+                    server.require(root)
+                else:
+                    terminal.print_line(
+                        "", "starting a Prefect server for this run (`leash up` keeps one running and saves this time)"
+                    )
+                    url = server.start_temporary(root)
+                    import flows.pipeline  # noqa: F401 - takes seconds, while the server starts
+
+                    server.wait_for_temporary(url)
                 failure = _run_flow(
                     root, stages=stages, force=force, root=str(root), jobs=jobs, pull=pull, push=push, **options
                 )
@@ -89,7 +92,7 @@ def switched_off(params: Path) -> set[str]:
     return set()
 
 
-def forecast(graph: "Graph", plan: Mapping[str, list[str]], restorable: Collection[str]) -> dict[str, str]:
+def forecast(graph: Graph, plan: Mapping[str, list[str]], restorable: Collection[str]) -> dict[str, str]:
     """What a run will do with each stage of the graph: one of the four words above."""
     return {
         stage: UNCHANGED if stage not in plan else RESTORES if stage in restorable else RUNS if plan[stage] else MAY_RUN
@@ -127,7 +130,11 @@ def _print_failure(failure: PipelineFailed) -> None:
 
 
 def _run_flow(project: Path, **parameters: Any) -> PipelineFailed | None:
+    """Run the flow; where another process gives a task run as its parent, as a child of that, as
+    `prefect.deployments.run_deployment` does. Returns why stages failed."""
     from prefect import tags
+    from prefect.client.orchestration import get_client
+    from prefect.flow_engine import run_flow
 
     from flows.pipeline import pipeline
 
@@ -135,7 +142,11 @@ def _run_flow(project: Path, **parameters: Any) -> PipelineFailed | None:
     named = pipeline.with_options(name=f"{name}-run")
     try:
         if parent := os.environ.get(PARENT_VARIABLE):
-            _run_below(parent, named, parameters, ["leash", name])
+            with get_client(sync_client=True) as client:
+                child = client.create_flow_run(
+                    named, parameters=parameters, parent_task_run_id=UUID(parent), tags=["leash", name]
+                )
+            run_flow(named, flow_run=child, parameters=parameters)
         else:
             with tags("leash", name):
                 named(**parameters)
@@ -150,32 +161,13 @@ def _run_flow(project: Path, **parameters: Any) -> PipelineFailed | None:
     return None
 
 
-def _run_below(parent: str, pipeline: "Flow[..., Any]", parameters: dict[str, Any], tags: list[str]) -> None:
-    """Run the flow as a child of the task run `parent` of another process, as `prefect.deployments.run_deployment`
-    does."""
-    from prefect.client.orchestration import get_client
-    from prefect.flow_engine import run_flow
-
-    with get_client(sync_client=True) as client:
-        child = client.create_flow_run(pipeline, parameters=parameters, parent_task_run_id=UUID(parent), tags=tags)
-    run_flow(pipeline, flow_run=child, parameters=parameters)
-
-
-def _connect(root: Path) -> None:
-    """Use the configured server, or start one for this run. Raises UserError when it does not answer."""
-    if server.configured_url(root) is not None:
-        server.require(root)
-        return
-    terminal.print_line("", "starting a Prefect server for this run (`leash up` keeps one running and saves this time)")
-    url = server.start_temporary(root)
-    import flows.pipeline  # noqa: F401 - takes seconds, while the server starts
-
-    server.wait_for_temporary(url)
-
-
 def _exit_without_server(error: BaseException) -> None:
     """End at once a run whose Prefect server is lost: Prefect's own threads would try to reach it for minutes."""
-    causes = [*_chain(error), processes.interrupt()]
+    causes: list[BaseException | None] = [processes.interrupt()]
+    link: BaseException | None = error
+    while link is not None:
+        causes.append(link)
+        link = link.__cause__ or link.__context__
     failure = next((one for one in causes if isinstance(one, PipelineFailed)), None)
     interrupt = next((one for one in causes if isinstance(one, KeyboardInterrupt | SystemExit)), None)
     code = 1
@@ -195,13 +187,6 @@ def _exit_without_server(error: BaseException) -> None:
     server.stop_temporary(processes.KILL_SIGNALS)
     sys.stdout.flush()
     os._exit(code)
-
-
-def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    """An error and those that it followed."""
-    while error is not None:
-        yield error
-        error = error.__cause__ or error.__context__
 
 
 def quiet_prefect() -> None:

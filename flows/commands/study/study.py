@@ -17,7 +17,6 @@ from flows.commands.study.results import FAILED, FINISHED, Trial
 from flows.commands.study.search import Search, Suggestion
 from flows.commands.study.tables import Aim
 from flows.commands.study.trials import Runner, run_all, screen
-from flows.guardian import Guardian
 from flows.isolated import as_name
 from flows.pool import Pool, connect
 from rlhf_core.errors import UserError
@@ -128,7 +127,7 @@ def study(
         with suppress(OSError):
             begin_study(home, made.name)
         places = jobs or (POOL_JOBS if pool else 1)
-        with processes.watched(Guardian(lock.descriptor)), screen(made.trials) as show:
+        with processes.keeping(lock.descriptor), screen(made.trials) as show:
             _run(made, places, show, tuple(options), workers)
         text = made.write()
     finally:
