@@ -21,6 +21,9 @@ LONGEST_WHY = 100
 FIRST_RUN = "not run here yet"
 MISSING, EDITED, NOT_CACHED = "missing", "edited", "not in DVC's cache"
 """States of an output."""
+UNCHANGED, RESTORES, RUNS = "up to date", "to restore from DVC's cache", "to run"
+MAY_RUN = "to run if its inputs change"
+"""What a run will do with a stage. A stage to run is restored where DVC's run cache has a result of its new inputs."""
 
 
 @dataclass(frozen=True)
@@ -143,22 +146,21 @@ class Project:
             return definition.key(read_yaml(self.root / PARAMS_FILE), definition.hashes())
         return None
 
-    def plan(self, graph: Graph) -> dict[str, list[str]]:
-        """The stages of `graph` that may run: those not up to date now, with the reasons, and those below them."""
-        plan: dict[str, list[str]] = {}
+    def forecast(self, graph: Graph, force: bool = False) -> dict[str, tuple[str, list[str]]]:
+        """What a run will do with each stage of `graph`, and why: `UNCHANGED`, `RESTORES` where DVC's cache has what
+        dvc.lock records for the present inputs, `RUNS`, or `MAY_RUN` below a stage that is not up to date."""
+        found: dict[str, tuple[str, list[str]]] = {}
         for stage in graph.stages:
-            if (why := self.reasons(stage, planned=plan)) or any(need in plan for need in graph.upstream[stage]):
-                plan[stage] = why
-        return plan
-
-    def restorable(self, graph: Graph, plan: Iterable[str]) -> list[str]:
-        """The stages of a plan whose results dvc.lock has for the present inputs, and DVC's cache, too."""
-        found: list[str] = []
-        for stage in plan:
-            above = [need for need in graph.upstream[stage] if need in plan]
+            planned = [name for name, (what, _) in found.items() if what != UNCHANGED]
+            why = ["--force"] if force else self.reasons(stage, planned=planned)
+            above = {found[need][0] for need in graph.upstream[stage]} - {UNCHANGED}
             held = all(out.is_cached and (out.in_cache or out.exists) for out in self._files.stage(stage).outs)
-            if held and set(above) <= set(found) and not self.reasons(stage, allow_missing=True):
-                found.append(stage)
+            if not why and not above:
+                found[stage] = UNCHANGED, why
+            elif not force and held and above <= {RESTORES} and not self.reasons(stage, allow_missing=True):
+                found[stage] = RESTORES, why
+            else:
+                found[stage] = RUNS if why else MAY_RUN, why
         return found
 
     def missing(self, name: str) -> list[File]:

@@ -11,7 +11,7 @@ from uuid import UUID
 
 from flows import driver, processes, remote, server, terminal
 from flows.environment import PARENT_VARIABLE
-from flows.graph import Graph, brief
+from flows.graph import MAY_RUN, RESTORES, RUNS, UNCHANGED, brief
 from flows.stages import FAILED, UP_TO_DATE, Outcome, PipelineFailed
 from flows.text import table
 from rlhf_core.errors import UserError
@@ -21,9 +21,8 @@ from tasks.params.methods import BY_NAME
 from tasks.params.scorer import MADE_FOR_IT
 from tasks.tracking.settings import without_credentials
 
-UNCHANGED, RESTORES, RUNS = "up to date", "to restore from DVC's cache", "to run"
-MAY_RUN = "to run if its inputs change"
-"""What a run will do with a stage. A stage to run is restored where DVC's run cache has a result of its new inputs."""
+Forecast = Mapping[str, tuple[str, list[str]]]
+"""`Project.forecast`: stage -> what a run will do with it, and why."""
 
 
 def run(
@@ -52,13 +51,13 @@ def run(
             parse(Params, read_yaml(root / PARAMS_FILE), file=PARAMS_FILE)
         address = remote.require(root, pull, push)
         off = switched_off(root / PARAMS_FILE).intersection(graph.stages)
-        plan = {stage: ["--force"] for stage in graph.stages} if force else project.plan(graph)
-        expected = forecast(graph, plan, [] if force else project.restorable(graph, plan))
+        expected = project.forecast(graph, force)
+        plan = any(what != UNCHANGED for what, _ in expected.values())
         if dry_run:
-            print(dry_run_table(expected, plan, off), flush=True)
+            print(dry_run_table(expected, off), flush=True)
             return 0
         with terminal.screen(graph.stages, off):
-            terminal.print_line("", first_line({name: what for name, what in expected.items() if name not in off}))
+            terminal.print_line("", first_line(expected, off))
             if plan and pull:
                 terminal.print_line("", f"what the remote {address} has is fetched, not computed")
             if plan or project.changed_sources(graph) or push:
@@ -92,31 +91,24 @@ def switched_off(params: Path) -> set[str]:
     return set()
 
 
-def forecast(graph: Graph, plan: Mapping[str, list[str]], restorable: Collection[str]) -> dict[str, str]:
-    """What a run will do with each stage of the graph: one of the four words above."""
-    return {
-        stage: UNCHANGED if stage not in plan else RESTORES if stage in restorable else RUNS if plan[stage] else MAY_RUN
-        for stage in graph.stages
-    }
+def first_line(expected: Forecast, off: Collection[str]) -> str:
+    """How many stages are up to date, and which others there are, without those that are switched off."""
+    stages: dict[str, list[str]] = {UNCHANGED: [], RESTORES: [], RUNS: [], MAY_RUN: []}
+    for stage, (what, _) in expected.items():
+        if stage not in off:
+            stages[what].append(stage)
+    unchanged, count = stages.pop(UNCHANGED), sum(map(len, stages.values()))
+    if count == 0:
+        return f"{len(unchanged)} stages, all up to date"
+    parts = [f"{what.replace('its', 'their')}: {', '.join(names)}" for what, names in stages.items() if names]
+    return f"{count + len(unchanged)} stages, {len(unchanged)} up to date; {'; '.join(parts)}"
 
 
-def first_line(expected: Mapping[str, str]) -> str:
-    """How many stages are up to date, and which others there are."""
-    named = [
-        (what, [stage for stage, found in expected.items() if found == what]) for what in (RESTORES, RUNS, MAY_RUN)
-    ]
-    parts = [f"{what.replace('its inputs', 'their inputs')}: {', '.join(stages)}" for what, stages in named if stages]
-    if not parts:
-        return f"{len(expected)} stages, all up to date"
-    unchanged = sum(what == UNCHANGED for what in expected.values())
-    return f"{len(expected)} stages, {unchanged} up to date; {'; '.join(parts)}"
-
-
-def dry_run_table(expected: Mapping[str, str], plan: Mapping[str, list[str]], off: Collection[str]) -> str:
+def dry_run_table(expected: Forecast, off: Collection[str]) -> str:
     """Each stage, what a run will do with it, and why; those that are switched off in the last line."""
-    rows = [(stage, what, brief(plan.get(stage, []))) for stage, what in expected.items() if stage not in off]
+    rows = [(stage, what, brief(why)) for stage, (what, why) in expected.items() if stage not in off]
     lines = [table([("stage", "what", "why"), *rows])]
-    if RUNS in expected.values():
+    if any(what == RUNS for what, _ in expected.values()):
         lines.append("What DVC's run cache has for the new inputs is restored, not run.")
     return "\n".join([*lines, *terminal.switched_off_line([stage for stage in expected if stage in off])])
 
