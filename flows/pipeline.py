@@ -56,47 +56,8 @@ class Run:
     """Whether DVC's remote may give results."""
     needed: set[str] = field(default_factory=set)
     """With `pull`: the stages whose outputs must be here; the others are up to date without them."""
-    why: dict[str, str] = field(default_factory=dict)
     failures: dict[str, list[str]] = field(default_factory=dict)
-
-    def stage(self, stage: str) -> Outcome:
-        """Run the stage by DVC, unless it is up to date. Raises as `run_stage`."""
-        failures = self.failures.setdefault(stage, [])
-        changed = ["--force"] if self.force else self.project.reasons(stage, allow_missing=self.pull)
-        gone = self.project.missing(stage) if self.pull and not changed else []
-        if stage not in self.needed:
-            gone = [out for out in gone if not out.in_cache]
-        if failures:
-            self.print(stage, f"attempt {len(failures) + 1} of {self.attempts} after: {failures[-1]}")
-        elif why := changed or [f"{out.path} missing" for out in gone]:
-            self.why[stage] = brief(why)
-            self.print(stage, f"starts ({self.why[stage]})")
-        else:
-            return Outcome(stage, UP_TO_DATE, 0.0)
-        options = ["--pull"] if self.pull and changed else []
-        if gone and all(out.in_cache for out in gone):
-            options = ["--pull", "--no-run-cache"]  # as dvc.lock has it
-        on_line = partial(self.print, stage)
-        key = None if self.force else self.project.key(stage)
-        try:
-            with driver.only_one(self.project.root, key, on_line) if key else nullcontext():
-                outcome = run_stage(self.project.root, stage, self.force, self.timeout, on_line, options)
-        except StageCrash as error:
-            failures.append(str(error).removeprefix(f"{stage}: "))
-            raise
-        return replace(outcome, why=self.why[stage], attempts=len(failures) + 1)
-
-    def outcome(self, stage: str, state: State[Outcome]) -> tuple[Outcome, StageUserError | StageCrash | None]:
-        """How a stage ended by the final state of its task, and why it failed."""
-        if state.is_completed():
-            return cast(Outcome, state.result()), None
-        if not state.is_failed() and not state.is_crashed():
-            return Outcome(stage, NOT_RUN, 0.0), None
-        error: Any = state.result(raise_on_failure=False)
-        if not isinstance(error, StageUserError | StageCrash):  # of Prefect, or a mistake of ours
-            error = StageCrash(f"{stage}: {state.name}: {error if isinstance(error, BaseException) else state.message}")
-        attempts = len(self.failures.get(stage, [])) or 1
-        return Outcome(stage, FAILED, 0.0, str(error), self.why.get(stage, ""), attempts), error
+    """Stage -> why each attempt crashed."""
 
 
 def places(jobs: int) -> int:
@@ -111,13 +72,34 @@ def is_retriable(task: Any, run: Any, state: State[Any]) -> bool:
 
 @task(cache_policy=NO_CACHE, persist_result=False, retry_condition_fn=is_retriable)
 def stage_task(run: Run, stage: str) -> State[Outcome]:
-    """One stage, in a Prefect state named after what DVC did: Completed, UpToDate or Restored; or Cancelled."""
+    """Run one stage by DVC, unless it is up to date. Its Prefect state is named after what DVC did: Completed, UpToDate
+    or Restored; or Cancelled. Raises as `run_stage`."""
+    project, failures, on_line = run.project, run.failures.setdefault(stage, []), partial(run.print, stage)
+    changed = ["--force"] if run.force else project.reasons(stage, allow_missing=run.pull)
+    gone = project.missing(stage) if run.pull and not changed else []
+    if stage not in run.needed:
+        gone = [out for out in gone if not out.in_cache]
+    why = brief(changed or [f"{out.path} missing" for out in gone])
+    if failures:
+        on_line(f"attempt {len(failures) + 1} of {run.attempts} after: {failures[-1]}")
+    elif why:
+        on_line(f"starts ({why})")
+    else:
+        return Completed(name=UP_TO_DATE, data=Outcome(stage, UP_TO_DATE, 0.0))
+    options = ["--pull"] if run.pull and changed else []
+    if gone and all(out.in_cache for out in gone):
+        options = ["--pull", "--no-run-cache"]  # as dvc.lock has it
+    key = None if run.force else project.key(stage)
     try:
-        outcome = run.stage(stage)
+        with driver.only_one(project.root, key, on_line) if key else nullcontext():
+            outcome = run_stage(project.root, stage, run.force, run.timeout, on_line, options)
     except processes.Stopped:
         return Cancelled(message="stopped with the run")
-    message = outcome.message or (f"its reason: {outcome.why}" if outcome.why else None)
-    return Completed(name=outcome.state, message=message, data=outcome)
+    except StageCrash as error:
+        failures.append(str(error).removeprefix(f"{stage}: "))
+        raise
+    outcome = replace(outcome, attempts=len(failures) + 1)
+    return Completed(name=outcome.state, message=outcome.message or f"its reason: {why}", data=outcome)
 
 
 @flow(
@@ -165,7 +147,7 @@ def pipeline(
                 refresh_sources(home, edited, say)
                 if pull:
                     run.needed = remote.fetch(project, graph, stages or graph.stages, force, say)
-                outcomes, errors = _run_stages(run, graph, places(jobs), options)
+                outcomes = _run_stages(run, graph, places(jobs), options)
             unsent = None
             if push:
                 ended = [name for name, outcome in outcomes.items() if outcome.state not in {FAILED, NOT_RUN}]
@@ -183,26 +165,24 @@ def pipeline(
             restore_order(home, graph.stages, before)
         if missing := finish(home):
             get_run_logger().warning(missing)
-        if errors:
-            raise PipelineFailed(errors, list(outcomes.values()))
+        if any(outcome.error for outcome in outcomes.values()):
+            raise PipelineFailed(list(outcomes.values()))
         if unsent:
             raise unsent
     artifacts.publish(home)
     return outcomes
 
 
-def _run_stages(
-    run: Run, graph: Graph, free: int, options: dict[str, Any]
-) -> tuple[dict[str, Outcome], list[StageUserError | StageCrash]]:
+def _run_stages(run: Run, graph: Graph, free: int, options: dict[str, Any]) -> dict[str, Outcome]:
     """Run each stage when those that it needs have ended, at most `free` at the same time, in the order of the graph.
-    Returns how each ended, and why some failed."""
+    Returns how each ended."""
     progress = artifacts.progress(f"Of {len(graph.stages)} stages")
     futures: dict[str, PrefectFuture[Outcome]] = {}
     running: dict[PrefectFuture[Outcome], str] = {}
-    ended: dict[str, tuple[Outcome, StageUserError | StageCrash | None]] = {}
+    ended: dict[str, Outcome] = {}
     waiting = list(graph.stages)
     while waiting or running:
-        ready = [stage for stage in waiting if set(ended).issuperset(graph.upstream[stage])]
+        ready = [stage for stage in waiting if ended.keys() >= set(graph.upstream[stage])]
         for stage in ready[: free - len(running)]:
             named = stage_task.with_options(name=stage, task_run_name=stage, **options)
             above = [futures[name] for name in graph.upstream[stage]]
@@ -211,14 +191,20 @@ def _run_stages(
             waiting.remove(stage)
         done = next(as_completed(list(running)))
         done.wait()  # else its state comes from Prefect's API, without the result
-        stage = running.pop(done)
-        ended[stage] = run.outcome(stage, done.state)
-        terminal.end(ended[stage][0])
+        stage, state = running.pop(done), done.state
+        if state.is_completed():
+            ended[stage] = state.result()
+        elif state.is_failed() or state.is_crashed():
+            error: Any = state.result(raise_on_failure=False)
+            if not isinstance(error, StageUserError | StageCrash):  # of Prefect, or a mistake of ours
+                reason = error if isinstance(error, BaseException) else state.message
+                error = StageCrash(f"{stage}: {state.name}: {reason}")
+            ended[stage] = Outcome(stage, FAILED, 0.0, attempts=len(run.failures.get(stage, [])) or 1, error=error)
+        else:  # it was stopped, or one that it needs has failed
+            ended[stage] = Outcome(stage, NOT_RUN, 0.0)
+        terminal.end(ended[stage])
         progress(100.0 * len(ended) / len(graph.stages))
-    return (
-        {stage: ended[stage][0] for stage in graph.stages},
-        [error for stage in graph.stages if (error := ended[stage][1]) is not None],
-    )
+    return {stage: ended[stage] for stage in graph.stages}
 
 
 def _printer() -> Print:

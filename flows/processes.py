@@ -215,12 +215,15 @@ def _follow(
     with process.stdout as pipe:
         while True:
             ended = process.poll() is not None
-            chunk = _read(pipe.fileno(), 0.0 if ended else 0.2)
+            ready, _, _ = select.select([pipe], [], [], 0.0 if ended else 0.2)
+            chunk = os.read(pipe.fileno(), 65536) if ready else b""
             *lines, rest = (rest + chunk).replace(b"\r", b"\n").split(b"\n")
             for line in lines:
                 on_line(line.decode("utf-8", "replace").rstrip())
             if ended and not chunk:
                 break
+            if ready and not chunk:
+                time.sleep(0.05)  # the pipe has ended before the leader: `select` returns at once
             if stopper is None and timeout is not None and time.monotonic() - started > timeout:
                 stopper = threading.Thread(target=stop, args=(process.pid, process, signals), daemon=True)
                 stopper.start()
@@ -229,16 +232,8 @@ def _follow(
     return stopper is not None
 
 
-def _read(descriptor: int, wait: float) -> bytes:
-    """What the pipe holds, or nothing after `wait` seconds; sleeps at a pipe's end, where `select` returns at once."""
-    ready, _, _ = select.select([descriptor], [], [], wait)
-    chunk = os.read(descriptor, 65536) if ready else b""
-    if ready and not chunk:
-        time.sleep(min(wait, 0.05))
-    return chunk
-
-
 def _empty(group: int, leader: "subprocess.Popen[bytes] | None") -> bool:
+    """Whether no member of the group is alive. The kernel still counts zombies; this does not."""
     if leader is not None and leader.poll() is None:
         return False  # its first thread may be dead already, and others not
     try:
@@ -247,15 +242,11 @@ def _empty(group: int, leader: "subprocess.Popen[bytes] | None") -> bool:
         return True
     except PermissionError:
         pass
-    return not any(_belongs(pid, group) for pid in psutil.pids())
-
-
-def _belongs(pid: int, group: int) -> bool:
-    """Whether `pid` is a living member. The kernel still counts zombies; this does not."""
-    try:
-        return os.getpgid(pid) == group and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except (ProcessLookupError, PermissionError, psutil.Error):
-        return False
+    for pid in psutil.pids():
+        with suppress(ProcessLookupError, PermissionError, psutil.Error):
+            if os.getpgid(pid) == group and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+                return False
+    return True
 
 
 def _main(group: str, output: str, *signals: str) -> None:

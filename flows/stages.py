@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from flows import processes
@@ -21,7 +20,6 @@ from tasks.tracking.settings import OUTCOME_VARIABLE
 OnLine = Callable[[str], None]
 Environment = Mapping[str, str | None]
 """Variables to change for a stage; None removes one."""
-UNCHANGED: Environment = MappingProxyType({})
 
 EXECUTED, UP_TO_DATE, RESTORED, FAILED, NOT_RUN = "Completed", "UpToDate", "Restored", "Failed", "NotRun"
 """How a stage ended; the first three are also the names of its Prefect state."""
@@ -39,23 +37,24 @@ class StageCrash(Exception):
 
 @dataclass(frozen=True)
 class Outcome:
-    """How one stage ended: one of the five states above, its wall-clock seconds, and its message."""
+    """How one stage ended: one of the five states above, its wall-clock seconds, its message, and why it failed."""
 
     stage: str
     state: str
     seconds: float
     message: str = ""
-    why: str = ""
-    """Why it was not up to date."""
     attempts: int = 1
+    error: StageUserError | StageCrash | None = None
 
 
 class PipelineFailed(Exception):
-    """At least one stage failed: `errors` holds why, `outcomes` how every stage ended, both in the graph's order."""
+    """At least one stage failed: `outcomes` holds how every stage ended, in the graph's order, `errors` why some
+    failed."""
 
-    def __init__(self, errors: list[StageUserError | StageCrash], outcomes: list[Outcome]) -> None:
-        super().__init__(errors, outcomes)
-        self.errors, self.outcomes = errors, outcomes
+    def __init__(self, outcomes: list[Outcome]) -> None:
+        super().__init__(outcomes)
+        self.outcomes = outcomes
+        self.errors = [one.error for one in outcomes if one.error]
 
     @property
     def is_user_error(self) -> bool:
@@ -95,19 +94,39 @@ def run_stage(
     timeout: float | None,
     on_line: OnLine,
     options: Sequence[str] = (),
-    environment: Environment = UNCHANGED,
+    environment: Environment | None = None,
 ) -> Outcome:
     """`dvc repro --single-item STAGE` at `root`, live; `timeout` in seconds, `options` more words for DVC.
 
     Raises StageUserError (exit 2 of the stage, or DVC found something that the user must fix), StageCrash (anything
     else, the time-out included), processes.Stopped.
     """
-    arguments = [*(["--force"] if force else []), *options, stage]
+    transcript = _Transcript()
+
+    def receive(line: str) -> None:
+        transcript.read(line)
+        if not (processes.is_stopping() and line.startswith(_TRACEBACK)):
+            on_line(line)
+
+    command = [sys.executable, "-m", "dvc", "--wait-for-lock", "repro", "--single-item", *options, stage]
+    command += ["--force"] if force else []
+    folders = [str(Path(sys.executable).parent), *filter(None, [os.environ.get("PATH")])]
     started = time.monotonic()
-    try:
-        status, transcript, report = _repro(root, arguments, timeout, on_line, environment)
-    except processes.TimedOut as error:
-        raise StageCrash(f"{stage}: {error}") from None
+    with tempfile.TemporaryDirectory(prefix="leash-") as folder:
+        written = Path(folder) / "outcome.json"
+        own = {
+            "PATH": os.pathsep.join(folders),  # the stage's `python` is the driver's
+            "PYTHONUNBUFFERED": "1",
+            "PYTHONIOENCODING": "utf-8:backslashreplace",  # the driver reads UTF-8
+            OUTCOME_VARIABLE: str(written),
+        }
+        changed = {**os.environ, **own, **(environment or {})}
+        env = {name: value for name, value in changed.items() if value is not None}
+        try:
+            status = processes.run(command, cwd=root, env=env, on_line=receive, timeout=timeout)
+        except processes.TimedOut as error:
+            raise StageCrash(f"{stage}: {error}") from None
+        report = read_report(written)
     seconds = time.monotonic() - started
     if status != 0:
         raise _failure(root, stage, status, transcript, report)
@@ -117,6 +136,18 @@ def run_stage(
         _require_intact(root, stage)
         return Outcome(stage, RESTORED, seconds)
     return Outcome(stage, UP_TO_DATE, seconds)
+
+
+def refresh_sources(root: Path, sources: Sequence[str], on_line: OnLine) -> None:
+    """Record the new contents of tracked data files that were edited in place, as `dvc repro` does first.
+
+    Raises StageUserError when one is missing.
+    """
+    for source in sources:
+        try:
+            run_stage(root, source, False, None, on_line)
+        except (StageUserError, StageCrash) as error:
+            raise StageUserError(f"{error}; restore it with `dvc checkout` or `leash import`") from None
 
 
 def _require_intact(root: Path, stage: str) -> None:
@@ -132,49 +163,6 @@ def _require_intact(root: Path, stage: str) -> None:
         f"{stage}: DVC's cache is damaged and gave {', '.join(outs)} wrong bytes; `rm -f {objects}`, then "
         f"`dvc fetch {stage}` where there is a remote, and run again: what is missing is computed again"
     )
-
-
-def refresh_sources(root: Path, sources: Sequence[str], on_line: OnLine) -> None:
-    """Record the new contents of tracked data files that were edited in place, as `dvc repro` does first.
-
-    Raises StageUserError when one is missing.
-    """
-    if not sources:
-        return
-    status, transcript, _ = _repro(root, list(sources), None, on_line)
-    if status != 0:
-        reason = (transcript.error or transcript.last).replace(f"{root}{os.sep}", "")
-        raise StageUserError(f"{reason}; restore it with `dvc checkout` or `leash import`")
-
-
-def _repro(
-    root: Path,
-    arguments: list[str],
-    timeout: float | None,
-    on_line: OnLine,
-    environment: Environment = UNCHANGED,
-) -> tuple[int, _Transcript, dict[str, Any] | None]:
-    transcript = _Transcript()
-
-    def receive(line: str) -> None:
-        transcript.read(line)
-        if not (processes.is_stopping() and line.startswith(_TRACEBACK)):
-            on_line(line)
-
-    command = [sys.executable, "-m", "dvc", "--wait-for-lock", "repro", "--single-item", *arguments]
-    folders = [str(Path(sys.executable).parent), *filter(None, [os.environ.get("PATH")])]
-    with tempfile.TemporaryDirectory(prefix="leash-") as folder:
-        outcome = Path(folder) / "outcome.json"
-        own = {
-            "PATH": os.pathsep.join(folders),  # the stage's `python` is the driver's
-            "PYTHONUNBUFFERED": "1",
-            "PYTHONIOENCODING": "utf-8:backslashreplace",  # the driver reads UTF-8
-            OUTCOME_VARIABLE: str(outcome),
-        }
-        changed = {**os.environ, **own, **environment}
-        env = {name: value for name, value in changed.items() if value is not None}
-        status = processes.run(command, cwd=root, env=env, on_line=receive, timeout=timeout)
-        return status, transcript, read_report(outcome)
 
 
 def read_report(path: Path) -> dict[str, Any] | None:

@@ -77,8 +77,8 @@ def test_methods_that_are_switched_off(tmp_path: Path) -> None:
     ("cause", "code", "says"),
     [
         (None, 1, "the Prefect server (http://127.0.0.1:1/api) died or hangs"),
-        (PipelineFailed([StageCrash("ppo: boom")], []), 1, "ppo: boom"),
-        (PipelineFailed([StageUserError("ppo: no")], []), 2, "ppo: no"),
+        (PipelineFailed([Outcome("ppo", FAILED, 1.0, error=StageCrash("ppo: boom"))]), 1, "ppo: boom"),
+        (PipelineFailed([Outcome("ppo", FAILED, 1.0, error=StageUserError("ppo: no"))]), 2, "ppo: no"),
         (KeyboardInterrupt(), 130, "stopped; nothing is left running"),
         (SystemExit(143), 143, "stopped; nothing is left running"),
     ],
