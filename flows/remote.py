@@ -75,7 +75,7 @@ def fetch(project: Project, graph: Graph, wanted: Collection[str], force: bool, 
 def push(root: Path, names: Sequence[str], on_line: OnLine) -> None:
     """Send the results of these stages and .dvc files, and the run cache. Raises UserError when the remote fails."""
     _run(root, [*DVC, "push", "--run-cache", *names], on_line)
-    _run(root, ["-m", "flows.remote", str(root), *names], on_line)
+    _run(root, ["-m", "flows.remote", str(root)], on_line)
 
 
 def _run(root: Path, words: Sequence[str], on_line: OnLine, accepted: str = "") -> None:
@@ -108,6 +108,6 @@ if __name__ == "__main__":  # what `dvc push` leaves out, in a process of its ow
     from tasks.stage.dvc_adapter import push_uncached
 
     try:
-        push_uncached(Path(sys.argv[1]), sys.argv[2:])
+        push_uncached(Path(sys.argv[1]))
     except Exception as error:  # of DVC and of the remote's client
         sys.exit(f"ERROR: {' '.join(str(error).split())}")

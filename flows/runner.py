@@ -78,9 +78,7 @@ def run(
                 for stage in graph.stages:
                     terminal.end(Outcome(stage, UP_TO_DATE, 0.0))
     print("\n" + terminal.closing_table(), flush=True)
-    if failure:
-        _print_failure(failure)
-    return 0 if failure is None else 2 if failure.is_user_error else 1
+    return _print_failure(failure) if failure else 0
 
 
 def switched_off(params: Path) -> set[str]:
@@ -113,12 +111,14 @@ def dry_run_table(expected: Forecast, off: Collection[str]) -> str:
     return "\n".join([*lines, *terminal.switched_off_line([stage for stage in expected if stage in off])])
 
 
-def _print_failure(failure: PipelineFailed) -> None:
+def _print_failure(failure: PipelineFailed) -> int:
+    """Print why stages failed, and how to go on; returns the exit code."""
     for error in failure.errors:
         terminal.print_error(str(error))
     failed = ", ".join(one.stage for one in failure.outcomes if one.state == FAILED)
     when = "after the correction the" if failure.is_user_error else "the"
     print(f"{when} same command continues with {failed}", flush=True)
+    return 2 if failure.is_user_error else 1
 
 
 def _run_flow(project: Path, **parameters: Any) -> PipelineFailed | None:
@@ -168,8 +168,7 @@ def _exit_without_server(error: BaseException) -> None:
         code = 130 if isinstance(interrupt, KeyboardInterrupt) else int(str(interrupt.code))
         terminal.print_error(terminal.stopped())
     elif failure is not None:
-        code = 2 if failure.is_user_error else 1
-        _print_failure(failure)
+        code = _print_failure(failure)
     else:
         shown = without_credentials(os.environ["PREFECT_API_URL"])
         terminal.print_error(

@@ -37,29 +37,25 @@ def stored_files(root: Path, digest: str) -> dict[str, Stored]:
     """The files of the folder with this hash by their path inside ("" for the hash of a file), from the cache of the
     project at `root`; what the cache lacks is fetched from its default remote. Raises UserError where neither has it,
     or where the listing of the folder is damaged."""
+    project, reason = Project(root.absolute()), ""
+    listing = Stored(project.blob(digest))
     with _repository(root) as repo:
-        project = Project(root.absolute())
-        listing = Stored(project.blob(digest))
-        reason = _fetch(repo, [digest]) if not listing.path.is_file() else ""
-        if listing.path.is_file():
-            listing.check()
-        found = project.cached(digest)
-        if missing := [blob.parent.name + blob.name for _, blob in found if not blob.is_file()]:
-            reason = _fetch(repo, missing)
-        if not found or not all(blob.is_file() for _, blob in found):
-            raise UserError(f"{digest}: neither the DVC cache of {root} nor its remote has it{reason}")
-        if outside := [path for path, _ in found if path.startswith("/") or ".." in Path(path).parts]:
-            raise UserError(f"{digest}: a folder in DVC's cache with a path that leads out of it: {outside[0]}")
-        return {path: Stored(blob) for path, blob in found}
-
-
-def _fetch(repo: Repo, digests: Sequence[str]) -> str:
-    """Fetch objects from the default remote into the cache; why it failed, in brackets."""
-    try:
-        repo.cloud.pull([HashInfo("md5", digest) for digest in digests])
-    except Exception as error:  # each kind of remote has its own errors
-        return f" ({without_credentials(_one_line(error))})"
-    return ""
+        try:
+            if not listing.path.is_file():
+                repo.cloud.pull([HashInfo("md5", digest)])
+            members = [blob for _, blob in project.cached(digest) if not blob.is_file()]
+            if members:
+                repo.cloud.pull([HashInfo("md5", blob.parent.name + blob.name) for blob in members])
+        except Exception as error:  # each kind of remote has its own errors
+            reason = f" ({without_credentials(_one_line(error))})"
+    if listing.path.is_file():
+        listing.check()
+    found = project.cached(digest)
+    if not found or not all(blob.is_file() for _, blob in found):
+        raise UserError(f"{digest}: neither the DVC cache of {root} nor its remote has it{reason}")
+    if outside := [path for path, _ in found if path.startswith("/") or ".." in Path(path).parts]:
+        raise UserError(f"{digest}: a folder in DVC's cache with a path that leads out of it: {outside[0]}")
+    return {path: Stored(blob) for path, blob in found}
 
 
 def default_remote(root: Path) -> str:
@@ -77,18 +73,15 @@ def default_remote(root: Path) -> str:
     return str(known["remote"][name]["url"])
 
 
-def push_uncached(root: Path, addresses: Sequence[str]) -> int:
-    """Send metrics and plots that git tracks (`cache: false`) of these stages to the default remote; returns how many
-    objects were sent. The run cache restores them with the other outputs, and `dvc push` leaves them out.
+def push_uncached(root: Path) -> int:
+    """Send metrics and plots that git tracks (`cache: false`) to the default remote; returns how many objects were
+    sent. The run cache restores them with the other outputs, and `dvc push` leaves them out.
 
     Raises DVC's errors, and those of the remote's client.
     """
     with _repository(root) as repo, locked(root):
-        # A stage of dvc.yaml by its name, a .dvc file by its path: `addressing` depends on the current folder.
-        named = {getattr(one, "name", None) or os.path.relpath(one.path, root): one for one in repo.index.stages}
-        outs = [out for name in addresses if name in named for out in named[name].outs]
-        kept = {out.hash_info for out in outs if not out.use_cache and out.hash_info}
-        present = {one for one in kept if Path(repo.cache.local.oid_to_path(one.value)).is_file()}
+        outs = [out for stage in repo.index.stages for out in stage.outs if not out.use_cache and out.hash_info]
+        present = {out.hash_info for out in outs if Path(repo.cache.local.oid_to_path(out.hash_info.value)).is_file()}
         return len(repo.cloud.push(present).transferred)
 
 
