@@ -102,12 +102,15 @@ def stage_task(run: Run, stage: str) -> State[Outcome]:
     return Completed(name=outcome.state, message=outcome.message or f"its reason: {why}", data=outcome)
 
 
+def _name() -> str:
+    """The name of an isolated run, else two words."""
+    return os.environ.get(RUN_VARIABLE) or generate_slug(2)
+
+
 @flow(
     name="leash",
     version=version("leash-rlhf"),
-    flow_run_name=lambda: (
-        os.environ.get(RUN_VARIABLE) or generate_slug(2)
-    ),  # the name of an isolated run, else two words
+    flow_run_name=_name,
     task_runner=cast(Any, ThreadPoolTaskRunner()),  # a thread for each running stage reads the output of its process
     persist_result=False,
 )
