@@ -4,8 +4,12 @@ import html
 import json
 import os
 import re
+import threading
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
+from uuid import UUID
 
 from flows.text import dotted
 from tasks import summary
@@ -55,6 +59,29 @@ def announce_alert(stage: str, line: str) -> None:
         emit_event(f"leash.alert.{name}", {"prefect.resource.id": f"leash.stage.{stage}"}, payload={"alert": text})
 
 
+def progress(description: str) -> Callable[[float], None]:
+    """Create Prefect's artifact `leash-progress`; the function that it returns sends a percentage. A thread of its own
+    does that: a lost server neither stops nor delays the run."""
+    from prefect.artifacts import create_progress_artifact, update_progress_artifact
+
+    try:
+        artifact = cast(UUID, create_progress_artifact(0.0, key="leash-progress", description=description))
+    except Exception:
+        return lambda percent: None
+
+    def send(percent: float) -> None:
+        with suppress(Exception):
+            update_progress_artifact(artifact, percent)
+
+    def show(percent: float) -> None:
+        thread = threading.Thread(target=send, args=(percent,), daemon=True)
+        thread.start()
+        if percent >= 100.0:
+            thread.join(timeout=5.0)
+
+    return show
+
+
 def publish(root: Path) -> None:
     """Create both artifacts, `leash-metrics` and `leash-report`. Call it inside a flow run."""
     from prefect.artifacts import create_markdown_artifact, create_table_artifact
@@ -71,10 +98,6 @@ def _as_markdown(text: str) -> str:
 
 
 def _text(value: Any) -> str:
-    if isinstance(value, bool) or value is None:
-        return json.dumps(value)
     if isinstance(value, float):
         return f"{value:.6g}"
-    if isinstance(value, list):
-        return " – ".join(_text(part) for part in value)
-    return str(value)
+    return value if isinstance(value, str) else json.dumps(value)

@@ -25,7 +25,6 @@ from prefect.states import Cancelled, Completed
 
 from flows import isolated, processes, promotion, workspace
 from flows.environment import PARENT_VARIABLE, find_root
-from flows.guardian import Guardian
 from flows.workspace import Workspace
 from rlhf_core.errors import UserError
 from tasks.naming import project_name
@@ -173,7 +172,7 @@ def run_isolated(
 @contextmanager
 def _opened(space: Workspace, pull: bool) -> Iterator[Workspace]:
     """The open workspace; what runs in it stops with the block, and when this process is killed."""
-    with processes.session(), processes.watched(Guardian(None)), workspace.opened(space, pull=pull):
+    with processes.session(), workspace.opened(space, pull=pull):
         yield space
 
 

@@ -1,7 +1,7 @@
-"""The lock of a workspace, which a run of the pipeline and its guardian hold from start to end. The kernel releases it
-with its last holder, so the lock file of a dead process blocks nothing."""
+"""The locks of a run: one of the workspace, which the guardians of its commands hold too, and one of each execution of
+a stage. The kernel releases them with their last holder, so the lock file of a dead process blocks nothing."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -9,19 +9,23 @@ import psutil
 
 from flows import processes
 from flows.graph import Project, opened
-from flows.guardian import Guardian
 from rlhf_core.errors import UserError
 from rlhf_core.locks import FileLock, holder, who_holds
+from tasks.tracking.settings import main_checkout
 
+EXECUTIONS = Path("work") / "executions"
+"""Locks of the executions at work, in the main checkout."""
+POLL_SECONDS = 0.5
 STOPPING_SECONDS = sum(seconds for _, seconds in processes.STAGE_SIGNALS) + 5.0
-"""How long the guardian of a killed driver may take to end its stages."""
+"""How long the guardians of a killed driver may take to end its stages."""
 
 _held: dict[Path, Project] = {}
 
 
 @contextmanager
 def exclusive(root: Path) -> Iterator[Project]:
-    """Hold the lock of the workspace at `root` within the block; the block can be nested.
+    """Hold the lock of the workspace at `root` within the block; the block can be nested. Waits for the stages of a
+    killed run to stop.
 
     Raises UserError when another process holds it (two would run the same stages, or fail on DVC's locks), or when the
     project cannot be read.
@@ -32,11 +36,17 @@ def exclusive(root: Path) -> Iterator[Project]:
     path = root / "work" / "driver.lock"
     path.parent.mkdir(exist_ok=True)
     lock = FileLock(path)
-    if not lock.acquire() and not _wait_for_guardian(path, lock):
-        who = who_holds(path) or "it has just ended"
-        raise UserError(f"another leash run works in this folder ({who}); wait for its end or stop it")
+    if not lock.acquire():
+        alive = False
+        with suppress(psutil.NoSuchProcess):
+            alive = psutil.Process(holder(path)).status() != psutil.STATUS_ZOMBIE
+        if not alive:
+            print("the stages of a killed run are still stopping here; waiting for them", flush=True)
+        if alive or not lock.acquire(STOPPING_SECONDS):
+            who = who_holds(path) or "it has just ended"
+            raise UserError(f"another leash run works in this folder ({who}); wait for its end or stop it")
     try:
-        with opened(root) as project, processes.watched(Guardian(lock.descriptor)):
+        with opened(root) as project, processes.keeping(lock.descriptor):
             _held[root] = project
             yield project
     finally:
@@ -44,10 +54,19 @@ def exclusive(root: Path) -> Iterator[Project]:
         lock.release()
 
 
-def _wait_for_guardian(path: Path, lock: FileLock) -> bool:
-    """Whether the lock was acquired after all: its driver is dead, and the guardian has stopped the stages."""
-    with suppress(psutil.NoSuchProcess):
-        if psutil.Process(holder(path)).status() != psutil.STATUS_ZOMBIE:
-            return False
-    print("the stages of a killed run are still stopping here; waiting for them", flush=True)
-    return lock.acquire(STOPPING_SECONDS)
+@contextmanager
+def only_one(root: Path, key: str, on_line: Callable[[str], None]) -> Iterator[None]:
+    """Wait while another workspace of this checkout runs a stage with the same key: DVC then restores what it has made.
+    Raises processes.Stopped."""
+    path = main_checkout(root) / EXECUTIONS / f"{key[:32]}.lock"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(path)
+    if not lock.acquire():
+        on_line(f"waits for its result from another workspace ({who_holds(path)})")
+        while not lock.acquire(POLL_SECONDS):
+            processes.raise_if_stopped()
+    try:
+        yield
+    finally:
+        path.unlink(missing_ok=True)  # at worst two that wait run the stage both
+        lock.release()

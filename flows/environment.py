@@ -1,7 +1,6 @@
 """The root of the project, and the environment variables of its processes."""
 
 import os
-import sys
 from contextlib import suppress
 from pathlib import Path
 
@@ -55,14 +54,3 @@ def find_root(start: Path | None = None) -> Path:
         if (folder / "dvc.yaml").is_file():
             return folder
     raise UserError(f"{here}: no dvc.yaml here or in a folder above; change into a clone of Leash")
-
-
-def stage_environment(outcome: Path) -> dict[str, str]:
-    """The environment of one `dvc repro`: the stage's `python` is the driver's.
-
-    `outcome` is the file to which the stage writes how it ended (`LEASH_OUTCOME`).
-    """
-    interpreter = str(Path(sys.executable).parent)
-    path = os.pathsep.join([interpreter, *filter(None, [os.environ.get("PATH")])])
-    python = {"PYTHONUNBUFFERED": "1", "PYTHONIOENCODING": "utf-8:backslashreplace"}  # the driver reads UTF-8
-    return {**os.environ, "PATH": path, "LEASH_OUTCOME": str(outcome), **python}

@@ -21,6 +21,9 @@ LONGEST_WHY = 100
 FIRST_RUN = "not run here yet"
 MISSING, EDITED, NOT_CACHED = "missing", "edited", "not in DVC's cache"
 """States of an output."""
+UNCHANGED, RESTORES, RUNS = "up to date", "to restore from DVC's cache", "to run"
+MAY_RUN = "to run if its inputs change"
+"""What a run will do with a stage. A stage to run is restored where DVC's run cache has a result of its new inputs."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +101,15 @@ class Project:
         self, stage: dvc_files.GraphStage, allow_missing: bool, planned: Collection[str]
     ) -> Iterator[str]:
         if not stage.frozen:
-            yield from self._changed_params(stage, allow_missing)
+            absent = [file for file in stage.params_of if not (self.root / file).is_file()]
+            if absent and not (allow_missing and all(file in self._makers for file in absent)):
+                yield f"{_first(absent)} missing"
+            if not absent:
+                old, new = dotted(stage.recorded_params), dotted(stage.present_params())
+                for name in dict.fromkeys((*old, *new)):
+                    if old.get(name) != new.get(name) or (name in old) != (name in new):
+                        shown = (HIDDEN, HIDDEN) if is_secret(name) else (_value(old, name), _value(new, name))
+                        yield f"{name} {' → '.join(shown)}"
         if stage.command_changed:
             yield "the command changed"
         if stage.frozen:
@@ -107,32 +118,18 @@ class Project:
             yield "runs every time"
         looked_at = [file for file in stage.inputs if self._makers.get(file.path, ("",))[0] not in planned]
         present = {file: file.known_hash() if file.exists else None for file in looked_at}
-        changed = [file for file, digest in present.items() if digest is not None and digest != file.recorded]
-        gone = [
-            file.path for file, digest in present.items() if digest is None and not self._is_made(file, allow_missing)
-        ]
-        if code := [file.path for file in changed if is_code(file.path)]:
+        changed = [file.path for file, digest in present.items() if digest is not None and digest != file.recorded]
+        gone = [file.path for file, digest in present.items() if digest is None]
+        if allow_missing:  # an input may be missing where its stage or .dvc file has the recorded hash for it
+            made = {path: out.recorded for path, (_, out) in self._makers.items()}
+            recorded = {file.path: file.recorded for file in looked_at}
+            gone = [path for path in gone if path not in made or made[path] != recorded[path]]
+        if code := list(filter(is_code, changed)):
             yield f"code changed: {_first(code)}"
         if gone:
             yield f"{_first(gone)} missing"
-        if data := [file.path for file in changed if not is_code(file.path)]:
+        if data := [path for path in changed if not is_code(path)]:
             yield f"{_first(data)} changed"
-
-    def _is_made(self, file: File, allow_missing: bool) -> bool:
-        """Whether a missing input may be missing: its stage or .dvc file has the recorded hash for it."""
-        return allow_missing and file.path in self._makers and self._makers[file.path][1].recorded == file.recorded
-
-    def _changed_params(self, stage: dvc_files.GraphStage, allow_missing: bool) -> Iterator[str]:
-        """`ppo.kl.coef 0.05 → 0.2` for each value that is not the recorded one."""
-        if absent := [file for file in stage.params_of if not (self.root / file).is_file()]:
-            if not (allow_missing and all(file in self._makers for file in absent)):
-                yield f"{_first(absent)} missing"
-            return
-        old, new = dotted(stage.recorded_params), dotted(stage.present_params())
-        for name in dict.fromkeys((*old, *new)):
-            if old.get(name) != new.get(name) or (name in old) != (name in new):
-                before_now = (HIDDEN, HIDDEN) if is_secret(name) else (_value(old, name), _value(new, name))
-                yield f"{name} {' → '.join(before_now)}"
 
     def _output_state(self, out: File) -> str:
         """`MISSING`, `EDITED`, `NOT_CACHED`, or empty where the output is what dvc.lock records."""
@@ -149,22 +146,21 @@ class Project:
             return definition.key(read_yaml(self.root / PARAMS_FILE), definition.hashes())
         return None
 
-    def plan(self, graph: Graph) -> dict[str, list[str]]:
-        """The stages of `graph` that may run: those not up to date now, with the reasons, and those below them."""
-        plan: dict[str, list[str]] = {}
+    def forecast(self, graph: Graph, force: bool = False) -> dict[str, tuple[str, list[str]]]:
+        """What a run will do with each stage of `graph`, and why: `UNCHANGED`, `RESTORES` where DVC's cache has what
+        dvc.lock records for the present inputs, `RUNS`, or `MAY_RUN` below a stage that is not up to date."""
+        found: dict[str, tuple[str, list[str]]] = {}
         for stage in graph.stages:
-            if (why := self.reasons(stage, planned=plan)) or any(need in plan for need in graph.upstream[stage]):
-                plan[stage] = why
-        return plan
-
-    def restorable(self, graph: Graph, plan: Iterable[str]) -> list[str]:
-        """The stages of a plan whose results dvc.lock has for the present inputs, and DVC's cache, too."""
-        found: list[str] = []
-        for stage in plan:
-            above = [need for need in graph.upstream[stage] if need in plan]
+            planned = [name for name, (what, _) in found.items() if what != UNCHANGED]
+            why = ["--force"] if force else self.reasons(stage, planned=planned)
+            above = {found[need][0] for need in graph.upstream[stage]} - {UNCHANGED}
             held = all(out.is_cached and (out.in_cache or out.exists) for out in self._files.stage(stage).outs)
-            if held and set(above) <= set(found) and not self.reasons(stage, allow_missing=True):
-                found.append(stage)
+            if not why and not above:
+                found[stage] = UNCHANGED, why
+            elif not force and held and above <= {RESTORES} and not self.reasons(stage, allow_missing=True):
+                found[stage] = RESTORES, why
+            else:
+                found[stage] = RUNS if why else MAY_RUN, why
         return found
 
     def missing(self, name: str) -> list[File]:

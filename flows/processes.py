@@ -1,4 +1,5 @@
 """Commands in process groups of their own: live output, time limits, and a stop that returns when the group is empty.
+A guardian beside each group, this file as a program, stops it when the process that started it is killed.
 
 SIGTERM ends `dvc` but leaves the stage that it started running; SIGINT ends both, the stage through
 `KeyboardInterrupt`, so that it can save and close its files. The registry of live groups is a global of this module,
@@ -9,18 +10,16 @@ import os
 import select
 import signal
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import Protocol
 
 import psutil
-
-SignalHandler = Callable[[int, FrameType | None], None]
 
 StopSignals = tuple[tuple[signal.Signals, float], ...]
 """Signals to send one after another, each with the seconds to wait for its effect."""
@@ -40,40 +39,31 @@ class TimedOut(Exception):
     """The command was stopped because it took too long."""
 
 
-class Watcher(Protocol):
-    """Stops the groups that it watches when this process is killed."""
-
-    def watch(self, group: int, signals: StopSignals) -> None: ...
-    def unwatch(self, group: int) -> None: ...
-    def close(self) -> None: ...
-
-
 @dataclass
 class _Registry:
     """The groups alive, and whether new ones may start."""
 
-    lock: threading.RLock
-    groups: "dict[int, tuple[subprocess.Popen[bytes], StopSignals]]"
+    lock: threading.RLock = field(default_factory=threading.RLock)
+    groups: "dict[int, tuple[subprocess.Popen[bytes], StopSignals]]" = field(default_factory=dict)
     closing: bool = False
-    watcher: Watcher | None = None
     interrupt: BaseException | None = None
-    leave: SignalHandler | None = None
+    kept: list[int] = field(default_factory=list)
+    """File descriptors of locks that guardians hold, too."""
+    leave: Callable[[int, FrameType | None], None] | None = None
 
 
-_live = _Registry(threading.RLock(), {})
+_live = _Registry()
 
 
 @contextmanager
-def watched(watcher: Watcher) -> Iterator[None]:
-    """Within the block, `watcher` stops what this process leaves running if it is killed."""
-    with _live.lock:
-        _live.watcher = watcher
+def keeping(lock: int | None) -> Iterator[None]:
+    """Within the block, the lock with this file descriptor is held also by the guardians: after a kill of this process
+    until its last command has ended."""
+    _live.kept += [] if lock is None else [lock]
     try:
         yield
     finally:
-        with _live.lock:
-            _live.watcher = None
-        watcher.close()
+        _live.kept = [kept for kept in _live.kept if kept != lock]
 
 
 def install_signal_handlers() -> None:
@@ -91,7 +81,9 @@ def install_signal_handlers() -> None:
 @contextmanager
 def session() -> Iterator[None]:
     """However the block ends, what it started through `run` is stopped, and nothing starts until the next session."""
-    _restore_sigint_in_children()
+    if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        # A shell starts background jobs with SIGINT ignored, and children inherit that, but not this handler.
+        signal.signal(signal.SIGINT, lambda number, frame: None)
     if _live.leave is not None:  # Prefect replaces the handler within a flow, and gives back what it found
         signal.signal(signal.SIGTERM, _live.leave)
     with _live.lock:
@@ -127,22 +119,39 @@ def run(
             start_new_session=True,
         )  # fmt: skip
         _live.groups[process.pid] = (process, signals)
-        if _live.watcher is not None:
-            _live.watcher.watch(process.pid, signals)
+        guardian = guard(process, signals, _live.kept)
     try:
         timed_out = _follow(process, on_line, timeout, signals)
     finally:
         stop(process.pid, process, signals)
         with _live.lock:
             _live.groups.pop(process.pid, None)
-            if _live.watcher is not None:
-                _live.watcher.unwatch(process.pid)
             closing = _live.closing
+        dismiss(guardian)
     if closing and process.returncode != 0:
         raise Stopped(command[0])
     if timed_out and process.returncode != 0:
         raise TimedOut(f"stopped after {timeout:g} seconds")
     return process.returncode
+
+
+def guard(
+    process: "subprocess.Popen[bytes]", signals: StopSignals, kept: Sequence[int] = ()
+) -> "subprocess.Popen[bytes]":
+    """Start a guardian: it sends these signals to the group of `process` when this process is killed. Until the group
+    is empty it holds the `kept` file descriptors, and reads what the group prints, so that a stage can print while it
+    closes its files."""
+    output = process.stdout.fileno() if process.stdout else None
+    words = [str(process.pid), str(output or ""), *(f"{number.value}:{seconds}" for number, seconds in signals)]
+    return subprocess.Popen(
+        [sys.executable, "-P", __file__, *words], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL, start_new_session=True, pass_fds=[*kept, *([output] if output else [])],
+    )  # fmt: skip
+
+
+def dismiss(guardian: "subprocess.Popen[bytes]") -> None:
+    """End a guardian; it leaves its group alone."""
+    guardian.communicate(b"done")
 
 
 def stop(group: int, leader: "subprocess.Popen[bytes] | None" = None, signals: StopSignals = STAGE_SIGNALS) -> None:
@@ -178,6 +187,11 @@ def stop_all() -> None:
         raise
 
 
+def is_stopping() -> bool:
+    """Whether `stop_all` was called in this session."""
+    return _live.closing
+
+
 def raise_if_stopped() -> None:
     """Raise Stopped after `stop_all`: for code that waits for something else than a process."""
     if _live.closing:
@@ -187,13 +201,6 @@ def raise_if_stopped() -> None:
 def interrupt() -> BaseException | None:
     """What ended the last session early."""
     return _live.interrupt
-
-
-def _restore_sigint_in_children() -> None:
-    """A shell starts background jobs with SIGINT ignored, and children inherit that. A handler that does nothing also
-    ignores it here, and is not inherited."""
-    if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-        signal.signal(signal.SIGINT, lambda number, frame: None)
 
 
 def _follow(
@@ -208,12 +215,15 @@ def _follow(
     with process.stdout as pipe:
         while True:
             ended = process.poll() is not None
-            chunk = _read(pipe.fileno(), 0.0 if ended else 0.2)
+            ready, _, _ = select.select([pipe], [], [], 0.0 if ended else 0.2)
+            chunk = os.read(pipe.fileno(), 65536) if ready else b""
             *lines, rest = (rest + chunk).replace(b"\r", b"\n").split(b"\n")
             for line in lines:
                 on_line(line.decode("utf-8", "replace").rstrip())
             if ended and not chunk:
                 break
+            if ready and not chunk:
+                time.sleep(0.05)  # the pipe has ended before the leader: `select` returns at once
             if stopper is None and timeout is not None and time.monotonic() - started > timeout:
                 stopper = threading.Thread(target=stop, args=(process.pid, process, signals), daemon=True)
                 stopper.start()
@@ -222,16 +232,8 @@ def _follow(
     return stopper is not None
 
 
-def _read(descriptor: int, wait: float) -> bytes:
-    """What the pipe holds, or nothing after `wait` seconds; sleeps at a pipe's end, where `select` returns at once."""
-    ready, _, _ = select.select([descriptor], [], [], wait)
-    chunk = os.read(descriptor, 65536) if ready else b""
-    if ready and not chunk:
-        time.sleep(min(wait, 0.05))
-    return chunk
-
-
 def _empty(group: int, leader: "subprocess.Popen[bytes] | None") -> bool:
+    """Whether no member of the group is alive. The kernel still counts zombies; this does not."""
     if leader is not None and leader.poll() is None:
         return False  # its first thread may be dead already, and others not
     try:
@@ -240,12 +242,30 @@ def _empty(group: int, leader: "subprocess.Popen[bytes] | None") -> bool:
         return True
     except PermissionError:
         pass
-    return not any(_belongs(pid, group) for pid in psutil.pids())
+    for pid in psutil.pids():
+        with suppress(ProcessLookupError, PermissionError, psutil.Error):
+            if os.getpgid(pid) == group and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+                return False
+    return True
 
 
-def _belongs(pid: int, group: int) -> bool:
-    """Whether `pid` is a living member. The kernel still counts zombies; this does not."""
-    try:
-        return os.getpgid(pid) == group and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except (ProcessLookupError, PermissionError, psutil.Error):
-        return False
+def _main(group: str, output: str, *signals: str) -> None:
+    """What a guardian does: its standard input ends with `done`, or without it where the process that holds the other
+    end was killed."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    if sys.stdin.buffer.read():
+        return
+
+    def read() -> None:
+        while os.read(int(output), 65536):
+            pass
+
+    if output:
+        threading.Thread(target=read, daemon=True).start()
+    pairs = [one.split(":") for one in signals]
+    stop(int(group), None, tuple((signal.Signals(int(number)), float(seconds)) for number, seconds in pairs))
+
+
+if __name__ == "__main__":
+    _main(*sys.argv[1:])

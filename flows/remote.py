@@ -1,14 +1,15 @@
-"""DVC's default remote: `dvc push` at the end of a run, and `dvc pull` of tracked data that a stage reads. Credentials
-come from the environment and are not printed."""
+"""DVC's default remote: what `leash run --pull` fetches before the stages, and what `--push` sends after them.
+Credentials come from the environment and are not printed."""
 
 import os
 import re
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
 from flows import processes
+from flows.graph import Graph, Project
 from rlhf_core.errors import UserError
 from tasks.tracking.settings import without_credentials
 
@@ -17,6 +18,9 @@ PROGRESS_SECONDS = 5.0
 """Between two lines about a transfer."""
 _FILES = re.compile(r"(Fetching from|Pushing to) \S+ +(\d+/\d+) \[")
 _TOTAL = re.compile(r"^\d+ files? (fetched|pushed)")
+LACKING = "failed to fetch data from the cloud"
+"""DVC's error where the remote answers, and does not have every file."""
+DVC = ("-m", "dvc", "--wait-for-lock")
 
 
 def require(root: Path, pull: bool, push: bool) -> str:
@@ -32,19 +36,51 @@ def require(root: Path, pull: bool, push: bool) -> str:
     return without_credentials(address)
 
 
-def pull(root: Path, names: Sequence[str], on_line: OnLine) -> None:
-    """Bring the data of these .dvc files. Raises UserError when the remote fails or lacks them."""
-    _run(root, ["pull", *names], on_line)
+def fetch(project: Project, graph: Graph, wanted: Collection[str], force: bool, on_line: OnLine) -> set[str]:
+    """Bring from the remote, into DVC's cache, what the run reads and does not compute, and the tracked data of the
+    stages that it computes. Returns the stages whose outputs the run needs in the workspace: those `wanted`, and those
+    that a computed stage reads. Raises UserError when the remote fails, or lacks tracked data."""
+
+    def is_lacking(stage: str) -> bool:
+        return not all(out.is_cached for out in project.missing(stage))
+
+    computed = {
+        stage
+        for stage in graph.stages
+        if force
+        or project.reasons(stage, allow_missing=True)
+        or not all(out.in_cache for out in project.missing(stage))
+    }
+    while True:
+        for stage in graph.stages:  # and those below, which may come to other results
+            if computed.intersection(graph.upstream[stage]):
+                computed.add(stage)
+        needed = set(wanted).union(*(graph.upstream[stage] for stage in computed))
+        lacking = [stage for stage in graph.stages if stage in needed - computed and is_lacking(stage)]
+        if not lacking:
+            break
+        _run(project.root, [*DVC, "fetch", *lacking], on_line, accepted=LACKING)
+        if absent := [stage for stage in lacking if is_lacking(stage)]:
+            on_line(f"DVC's remote lacks results of {', '.join(absent)}; they are computed")
+            computed.update(absent)
+    data = sorted({source for stage in computed for source in graph.sources[stage] if project.missing(source)})
+    if data:
+        try:
+            _run(project.root, [*DVC, "pull", *data], on_line)
+        except UserError as error:
+            raise UserError(f"{', '.join(data)}: {error}") from None
+    return needed
 
 
 def push(root: Path, names: Sequence[str], on_line: OnLine) -> None:
     """Send the results of these stages and .dvc files, and the run cache. Raises UserError when the remote fails."""
-    _run(root, ["push", "--run-cache", *names], on_line)
-    _run(root, [], on_line, [sys.executable, "-m", "flows.remote", str(root), *names])
+    _run(root, [*DVC, "push", "--run-cache", *names], on_line)
+    _run(root, ["-m", "flows.remote", str(root)], on_line)
 
 
-def _run(root: Path, words: list[str], on_line: OnLine, command: Sequence[str] = ()) -> None:
-    """Run a DVC command; print its progress and how many files it moved. Raises UserError with DVC's first error."""
+def _run(root: Path, words: Sequence[str], on_line: OnLine, accepted: str = "") -> None:
+    """Run Python with these words; print its progress and how many files it moved. Raises UserError with the first
+    error that it prints, unless that has the `accepted` words."""
     errors: list[str] = []
     printed = time.monotonic()
 
@@ -58,27 +94,20 @@ def _run(root: Path, words: list[str], on_line: OnLine, command: Sequence[str] =
             printed = time.monotonic()
             on_line(f"{'fetching' if found[1].startswith('F') else 'sending'}: {found[2]} files")
 
-    command = command or [sys.executable, "-m", "dvc", "--wait-for-lock", *words]
-    code = processes.run(command, cwd=root, env={**os.environ, "DVC_IGNORE_ISATTY": "true"}, on_line=receive)
-    if code:
-        reason = errors[0] if errors else f"dvc ended with {code}"
+    env = {**os.environ, "DVC_IGNORE_ISATTY": "true"}
+    code = processes.run([sys.executable, *words], cwd=root, env=env, on_line=receive)
+    reason = errors[0] if errors else f"dvc ended with {code}"
+    if code and not (accepted and accepted in reason):
         raise UserError(
             f"DVC's remote {require(root, False, True)}: {without_credentials(reason)}; check its address and the "
             "credentials (`dvc remote list`, AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY for S3)"
         )
 
 
-def _send_uncached(root: str, *names: str) -> int:
-    """What `dvc push` leaves out; a process of its own, which can be stopped."""
+if __name__ == "__main__":  # what `dvc push` leaves out, in a process of its own, which can be stopped
     from tasks.stage.dvc_adapter import push_uncached
 
     try:
-        push_uncached(Path(root), names)
+        push_uncached(Path(sys.argv[1]))
     except Exception as error:  # of DVC and of the remote's client
-        print(f"ERROR: {' '.join(str(error).split())}", flush=True)
-        return 1
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(_send_uncached(*sys.argv[1:]))
+        sys.exit(f"ERROR: {' '.join(str(error).split())}")

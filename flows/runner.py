@@ -3,15 +3,15 @@
 import logging
 import os
 import sys
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from uuid import UUID
 
 from flows import driver, processes, remote, server, terminal
 from flows.environment import PARENT_VARIABLE
-from flows.graph import brief
+from flows.graph import MAY_RUN, RESTORES, RUNS, UNCHANGED, brief
 from flows.stages import FAILED, UP_TO_DATE, Outcome, PipelineFailed
 from flows.text import table
 from rlhf_core.errors import UserError
@@ -21,15 +21,8 @@ from tasks.params.methods import BY_NAME
 from tasks.params.scorer import MADE_FOR_IT
 from tasks.tracking.settings import without_credentials
 
-if TYPE_CHECKING:
-    from prefect import Flow
-
-    from flows.graph import Graph
-
-
-UNCHANGED, RESTORES, RUNS = "up to date", "to restore from DVC's cache", "to run"
-MAY_RUN = "to run if its inputs change"
-"""What a run will do with a stage. A stage to run is restored where DVC's run cache has a result of its new inputs."""
+Forecast = Mapping[str, tuple[str, list[str]]]
+"""`Project.forecast`: stage -> what a run will do with it, and why."""
 
 
 def run(
@@ -58,17 +51,26 @@ def run(
             parse(Params, read_yaml(root / PARAMS_FILE), file=PARAMS_FILE)
         address = remote.require(root, pull, push)
         off = switched_off(root / PARAMS_FILE).intersection(graph.stages)
-        plan = {stage: ["--force"] for stage in graph.stages} if force else project.plan(graph)
-        expected = forecast(graph, plan, [] if force else project.restorable(graph, plan))
+        expected = project.forecast(graph, force)
+        plan = any(what != UNCHANGED for what, _ in expected.values())
         if dry_run:
-            print(dry_run_table(expected, plan, off), flush=True)
+            print(dry_run_table(expected, off), flush=True)
             return 0
         with terminal.screen(graph.stages, off):
-            terminal.print_line("", first_line({name: what for name, what in expected.items() if name not in off}))
+            terminal.print_line("", first_line(expected, off))
             if plan and pull:
                 terminal.print_line("", f"what the remote {address} has is fetched, not computed")
             if plan or project.changed_sources(graph) or push:
-                _connect(root)
+                if server.configured_url(root) is not None:
+                    server.require(root)
+                else:
+                    terminal.print_line(
+                        "", "starting a Prefect server for this run (`leash up` keeps one running and saves this time)"
+                    )
+                    url = server.start_temporary(root)
+                    import flows.pipeline  # noqa: F401 - takes seconds, while the server starts
+
+                    server.wait_for_temporary(url)
                 failure = _run_flow(
                     root, stages=stages, force=force, root=str(root), jobs=jobs, pull=pull, push=push, **options
                 )
@@ -76,9 +78,7 @@ def run(
                 for stage in graph.stages:
                     terminal.end(Outcome(stage, UP_TO_DATE, 0.0))
     print("\n" + terminal.closing_table(), flush=True)
-    if failure:
-        _print_failure(failure)
-    return 0 if failure is None else 2 if failure.is_user_error else 1
+    return _print_failure(failure) if failure else 0
 
 
 def switched_off(params: Path) -> set[str]:
@@ -89,45 +89,44 @@ def switched_off(params: Path) -> set[str]:
     return set()
 
 
-def forecast(graph: "Graph", plan: Mapping[str, list[str]], restorable: Collection[str]) -> dict[str, str]:
-    """What a run will do with each stage of the graph: one of the four words above."""
-    return {
-        stage: UNCHANGED if stage not in plan else RESTORES if stage in restorable else RUNS if plan[stage] else MAY_RUN
-        for stage in graph.stages
-    }
+def first_line(expected: Forecast, off: Collection[str]) -> str:
+    """How many stages are up to date, and which others there are, without those that are switched off."""
+    stages: dict[str, list[str]] = {UNCHANGED: [], RESTORES: [], RUNS: [], MAY_RUN: []}
+    for stage, (what, _) in expected.items():
+        if stage not in off:
+            stages[what].append(stage)
+    unchanged, count = stages.pop(UNCHANGED), sum(map(len, stages.values()))
+    if count == 0:
+        return f"{len(unchanged)} stages, all up to date"
+    parts = [f"{what.replace('its', 'their')}: {', '.join(names)}" for what, names in stages.items() if names]
+    return f"{count + len(unchanged)} stages, {len(unchanged)} up to date; {'; '.join(parts)}"
 
 
-def first_line(expected: Mapping[str, str]) -> str:
-    """How many stages are up to date, and which others there are."""
-    named = [
-        (what, [stage for stage, found in expected.items() if found == what]) for what in (RESTORES, RUNS, MAY_RUN)
-    ]
-    parts = [f"{what.replace('its inputs', 'their inputs')}: {', '.join(stages)}" for what, stages in named if stages]
-    if not parts:
-        return f"{len(expected)} stages, all up to date"
-    unchanged = sum(what == UNCHANGED for what in expected.values())
-    return f"{len(expected)} stages, {unchanged} up to date; {'; '.join(parts)}"
-
-
-def dry_run_table(expected: Mapping[str, str], plan: Mapping[str, list[str]], off: Collection[str]) -> str:
+def dry_run_table(expected: Forecast, off: Collection[str]) -> str:
     """Each stage, what a run will do with it, and why; those that are switched off in the last line."""
-    rows = [(stage, what, brief(plan.get(stage, []))) for stage, what in expected.items() if stage not in off]
+    rows = [(stage, what, brief(why)) for stage, (what, why) in expected.items() if stage not in off]
     lines = [table([("stage", "what", "why"), *rows])]
-    if RUNS in expected.values():
+    if any(what == RUNS for what, _ in expected.values()):
         lines.append("What DVC's run cache has for the new inputs is restored, not run.")
     return "\n".join([*lines, *terminal.switched_off_line([stage for stage in expected if stage in off])])
 
 
-def _print_failure(failure: PipelineFailed) -> None:
+def _print_failure(failure: PipelineFailed) -> int:
+    """Print why stages failed, and how to go on; returns the exit code."""
     for error in failure.errors:
         terminal.print_error(str(error))
     failed = ", ".join(one.stage for one in failure.outcomes if one.state == FAILED)
     when = "after the correction the" if failure.is_user_error else "the"
     print(f"{when} same command continues with {failed}", flush=True)
+    return 2 if failure.is_user_error else 1
 
 
 def _run_flow(project: Path, **parameters: Any) -> PipelineFailed | None:
+    """Run the flow; where another process gives a task run as its parent, as a child of that, as
+    `prefect.deployments.run_deployment` does. Returns why stages failed."""
     from prefect import tags
+    from prefect.client.orchestration import get_client
+    from prefect.flow_engine import run_flow
 
     from flows.pipeline import pipeline
 
@@ -135,7 +134,11 @@ def _run_flow(project: Path, **parameters: Any) -> PipelineFailed | None:
     named = pipeline.with_options(name=f"{name}-run")
     try:
         if parent := os.environ.get(PARENT_VARIABLE):
-            _run_below(parent, named, parameters, ["leash", name])
+            with get_client(sync_client=True) as client:
+                child = client.create_flow_run(
+                    named, parameters=parameters, parent_task_run_id=UUID(parent), tags=["leash", name]
+                )
+            run_flow(named, flow_run=child, parameters=parameters)
         else:
             with tags("leash", name):
                 named(**parameters)
@@ -150,32 +153,13 @@ def _run_flow(project: Path, **parameters: Any) -> PipelineFailed | None:
     return None
 
 
-def _run_below(parent: str, pipeline: "Flow[..., Any]", parameters: dict[str, Any], tags: list[str]) -> None:
-    """Run the flow as a child of the task run `parent` of another process, as `prefect.deployments.run_deployment`
-    does."""
-    from prefect.client.orchestration import get_client
-    from prefect.flow_engine import run_flow
-
-    with get_client(sync_client=True) as client:
-        child = client.create_flow_run(pipeline, parameters=parameters, parent_task_run_id=UUID(parent), tags=tags)
-    run_flow(pipeline, flow_run=child, parameters=parameters)
-
-
-def _connect(root: Path) -> None:
-    """Use the configured server, or start one for this run. Raises UserError when it does not answer."""
-    if server.configured_url(root) is not None:
-        server.require(root)
-        return
-    terminal.print_line("", "starting a Prefect server for this run (`leash up` keeps one running and saves this time)")
-    url = server.start_temporary(root)
-    import flows.pipeline  # noqa: F401 - takes seconds, while the server starts
-
-    server.wait_for_temporary(url)
-
-
 def _exit_without_server(error: BaseException) -> None:
     """End at once a run whose Prefect server is lost: Prefect's own threads would try to reach it for minutes."""
-    causes = [*_chain(error), processes.interrupt()]
+    causes: list[BaseException | None] = [processes.interrupt()]
+    link: BaseException | None = error
+    while link is not None:
+        causes.append(link)
+        link = link.__cause__ or link.__context__
     failure = next((one for one in causes if isinstance(one, PipelineFailed)), None)
     interrupt = next((one for one in causes if isinstance(one, KeyboardInterrupt | SystemExit)), None)
     code = 1
@@ -184,8 +168,7 @@ def _exit_without_server(error: BaseException) -> None:
         code = 130 if isinstance(interrupt, KeyboardInterrupt) else int(str(interrupt.code))
         terminal.print_error(terminal.stopped())
     elif failure is not None:
-        code = 2 if failure.is_user_error else 1
-        _print_failure(failure)
+        code = _print_failure(failure)
     else:
         shown = without_credentials(os.environ["PREFECT_API_URL"])
         terminal.print_error(
@@ -195,13 +178,6 @@ def _exit_without_server(error: BaseException) -> None:
     server.stop_temporary(processes.KILL_SIGNALS)
     sys.stdout.flush()
     os._exit(code)
-
-
-def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    """An error and those that it followed."""
-    while error is not None:
-        yield error
-        error = error.__cause__ or error.__context__
 
 
 def quiet_prefect() -> None:

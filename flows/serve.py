@@ -12,7 +12,6 @@ from functools import partial
 from pathlib import Path
 
 from flows import processes, server, workspace
-from flows.guardian import Guardian
 from flows.workspace import Workspace
 from rlhf_core.errors import UserError
 from tasks.naming import project_name
@@ -55,7 +54,7 @@ def serve(
             )
             command = [sys.executable, "-m", "flows.serve", cron, timezone, branch, str(limit), space.commit[:12]]
             env = workspace.process_environment(space.root, LEASH_HOME=str(root), PYTHONUNBUFFERED="1")
-            with ThreadPoolExecutor(1) as listener, processes.session(), processes.watched(Guardian(None)):
+            with ThreadPoolExecutor(1) as listener, processes.session():
                 runner = listener.submit(
                     processes.run, command, cwd=space.root, env=env, on_line=partial(print, flush=True),
                     signals=processes.RUNNER_SIGNALS,

@@ -23,7 +23,6 @@ from pathlib import Path
 import psutil
 
 from flows import processes
-from flows.guardian import Guardian
 from rlhf_core.errors import UserError
 from tasks.tracking.settings import without_credentials
 
@@ -34,7 +33,7 @@ START_SECONDS = 90.0
 PASSWORD = Path("work") / "prefect-auth"
 """The user name and password of the server of `leash up`, as Prefect's settings take them; only the user reads it."""
 
-_temporary: "list[tuple[subprocess.Popen[bytes], Guardian, Path]]" = []
+_temporary: "list[tuple[subprocess.Popen[bytes], subprocess.Popen[bytes], Path]]" = []
 
 
 def status(url: str, auth: str = "") -> int | None:
@@ -124,11 +123,10 @@ def start_temporary(root: Path) -> str:
     recorded, and with its log on the terminal. Prefect sends the last log lines while the interpreter ends, so the
     server stops in `atexit`. A guardian stops it when this process is killed.
     """
-    guardian, password = Guardian(None), f"leash:{secrets.token_urlsafe(24)}"
+    password = f"leash:{secrets.token_urlsafe(24)}"
     log = root / "work" / "prefect-server-run.log"
     process, url = _start(_free_port(), log, password, ["--no-ui", "--no-scheduler", "--no-late-runs"])
-    guardian.watch(process.pid, processes.SERVER_SIGNALS)
-    _temporary.append((process, guardian, log))
+    _temporary.append((process, processes.guard(process, processes.SERVER_SIGNALS), log))
     use(root, url, password)
     return url
 
@@ -145,7 +143,7 @@ def stop_temporary(signals: processes.StopSignals = processes.SERVER_SIGNALS) ->
     while _temporary:
         process, guardian, _ = _temporary.pop()
         processes.stop(process.pid, process, signals)
-        guardian.close()
+        processes.dismiss(guardian)
 
 
 def use(root: Path, url: str, password: str | None = None) -> None:

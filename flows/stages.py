@@ -9,22 +9,22 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from flows import processes
-from flows.environment import stage_environment
 from rlhf_core.errors import UserError
 from rlhf_core.files import remove
 from tasks.stage.dvc_files import open_project
+from tasks.tracking.settings import OUTCOME_VARIABLE
 
 OnLine = Callable[[str], None]
 Environment = Mapping[str, str | None]
 """Variables to change for a stage; None removes one."""
-UNCHANGED: Environment = MappingProxyType({})
 
 EXECUTED, UP_TO_DATE, RESTORED, FAILED, NOT_RUN = "Completed", "UpToDate", "Restored", "Failed", "NotRun"
 """How a stage ended; the first three are also the names of its Prefect state."""
+_TRACEBACK = ("Traceback (", "  ", "KeyboardInterrupt")
+"""What Python prints where a signal ends a program that still imports."""
 
 
 class StageUserError(UserError):
@@ -37,23 +37,24 @@ class StageCrash(Exception):
 
 @dataclass(frozen=True)
 class Outcome:
-    """How one stage ended: one of the five states above, its wall-clock seconds, and its message."""
+    """How one stage ended: one of the five states above, its wall-clock seconds, its message, and why it failed."""
 
     stage: str
     state: str
     seconds: float
     message: str = ""
-    why: str = ""
-    """Why it was not up to date."""
     attempts: int = 1
+    error: StageUserError | StageCrash | None = None
 
 
 class PipelineFailed(Exception):
-    """At least one stage failed: `errors` holds why, `outcomes` how every stage ended, both in the graph's order."""
+    """At least one stage failed: `outcomes` holds how every stage ended, in the graph's order, `errors` why some
+    failed."""
 
-    def __init__(self, errors: list[StageUserError | StageCrash], outcomes: list[Outcome]) -> None:
-        super().__init__(errors, outcomes)
-        self.errors, self.outcomes = errors, outcomes
+    def __init__(self, outcomes: list[Outcome]) -> None:
+        super().__init__(outcomes)
+        self.outcomes = outcomes
+        self.errors = [one.error for one in outcomes if one.error]
 
     @property
     def is_user_error(self) -> bool:
@@ -86,31 +87,6 @@ class _Transcript:
             self.last = line.strip()
 
 
-@dataclass
-class _WithoutInterrupts:
-    """Hands lines on, without the traceback that Python prints where a signal ends a program that still imports."""
-
-    on_line: OnLine
-    held: list[str] = field(default_factory=list)
-    """Of a traceback that has not ended."""
-
-    def receive(self, line: str) -> None:
-        if not self.held and not line.startswith("Traceback ("):
-            self.on_line(line)
-            return
-        self.held.append(line)
-        if len(self.held) > 1 and not line.startswith(" "):
-            if line.startswith("KeyboardInterrupt"):
-                self.held.clear()
-            self.flush()
-
-    def flush(self) -> None:
-        """Hand on what is held."""
-        for line in self.held:
-            self.on_line(line)
-        self.held.clear()
-
-
 def run_stage(
     root: Path,
     stage: str,
@@ -118,19 +94,39 @@ def run_stage(
     timeout: float | None,
     on_line: OnLine,
     options: Sequence[str] = (),
-    environment: Environment = UNCHANGED,
+    environment: Environment | None = None,
 ) -> Outcome:
     """`dvc repro --single-item STAGE` at `root`, live; `timeout` in seconds, `options` more words for DVC.
 
     Raises StageUserError (exit 2 of the stage, or DVC found something that the user must fix), StageCrash (anything
     else, the time-out included), processes.Stopped.
     """
-    arguments = [*(["--force"] if force else []), *options, stage]
+    transcript = _Transcript()
+
+    def receive(line: str) -> None:
+        transcript.read(line)
+        if not (processes.is_stopping() and line.startswith(_TRACEBACK)):
+            on_line(line)
+
+    command = [sys.executable, "-m", "dvc", "--wait-for-lock", "repro", "--single-item", *options, stage]
+    command += ["--force"] if force else []
+    folders = [str(Path(sys.executable).parent), *filter(None, [os.environ.get("PATH")])]
     started = time.monotonic()
-    try:
-        status, transcript, report = _repro(root, arguments, timeout, on_line, environment)
-    except processes.TimedOut as error:
-        raise StageCrash(f"{stage}: {error}") from None
+    with tempfile.TemporaryDirectory(prefix="leash-") as folder:
+        written = Path(folder) / "outcome.json"
+        own = {
+            "PATH": os.pathsep.join(folders),  # the stage's `python` is the driver's
+            "PYTHONUNBUFFERED": "1",
+            "PYTHONIOENCODING": "utf-8:backslashreplace",  # the driver reads UTF-8
+            OUTCOME_VARIABLE: str(written),
+        }
+        changed = {**os.environ, **own, **(environment or {})}
+        env = {name: value for name, value in changed.items() if value is not None}
+        try:
+            status = processes.run(command, cwd=root, env=env, on_line=receive, timeout=timeout)
+        except processes.TimedOut as error:
+            raise StageCrash(f"{stage}: {error}") from None
+        report = read_report(written)
     seconds = time.monotonic() - started
     if status != 0:
         raise _failure(root, stage, status, transcript, report)
@@ -140,6 +136,18 @@ def run_stage(
         _require_intact(root, stage)
         return Outcome(stage, RESTORED, seconds)
     return Outcome(stage, UP_TO_DATE, seconds)
+
+
+def refresh_sources(root: Path, sources: Sequence[str], on_line: OnLine) -> None:
+    """Record the new contents of tracked data files that were edited in place, as `dvc repro` does first.
+
+    Raises StageUserError when one is missing.
+    """
+    for source in sources:
+        try:
+            run_stage(root, source, False, None, on_line)
+        except (StageUserError, StageCrash) as error:
+            raise StageUserError(f"{error}; restore it with `dvc checkout` or `leash import`") from None
 
 
 def _require_intact(root: Path, stage: str) -> None:
@@ -155,44 +163,6 @@ def _require_intact(root: Path, stage: str) -> None:
         f"{stage}: DVC's cache is damaged and gave {', '.join(outs)} wrong bytes; `rm -f {objects}`, then "
         f"`dvc fetch {stage}` where there is a remote, and run again: what is missing is computed again"
     )
-
-
-def refresh_sources(root: Path, sources: tuple[str, ...], on_line: OnLine) -> None:
-    """Record the new contents of tracked data files that were edited in place, as `dvc repro` does first.
-
-    Raises StageUserError when one is missing.
-    """
-    if not sources:
-        return
-    status, transcript, _ = _repro(root, list(sources), None, on_line)
-    if status != 0:
-        reason = (transcript.error or transcript.last).replace(f"{root}{os.sep}", "")
-        raise StageUserError(f"{reason}; restore it with `dvc checkout` or `leash import`")
-
-
-def _repro(
-    root: Path,
-    arguments: list[str],
-    timeout: float | None,
-    on_line: OnLine,
-    environment: Environment = UNCHANGED,
-) -> tuple[int, _Transcript, dict[str, Any] | None]:
-    transcript, printed = _Transcript(), _WithoutInterrupts(on_line)
-
-    def receive(line: str) -> None:
-        transcript.read(line)
-        printed.receive(line)
-
-    command = [sys.executable, "-m", "dvc", "--wait-for-lock", "repro", "--single-item", *arguments]
-    with tempfile.TemporaryDirectory(prefix="leash-") as folder:
-        outcome = Path(folder) / "outcome.json"
-        changed = {**stage_environment(outcome), **environment}
-        env = {name: value for name, value in changed.items() if value is not None}
-        try:
-            status = processes.run(command, cwd=root, env=env, on_line=receive, timeout=timeout)
-        finally:
-            printed.flush()
-        return status, transcript, read_report(outcome)
 
 
 def read_report(path: Path) -> dict[str, Any] | None:
@@ -212,28 +182,20 @@ def _failure(
         return StageUserError(f"{stage}: {report.get('message') or error}")
     if "No space left on device" in error:
         return StageUserError(f"{stage}: no space left on the disk; free some (`leash gc` shows which runs take it)")
-    if transcript.blockers:
-        return StageUserError(f"{stage}: {_busy(error, transcript.blockers)}")
+    if transcript.blockers:  # `'models/sft' is busy, it is being blocked by:`, then `  (PID 7): /…/dvc repro`
+        path = error.partition(" is busy")[0].strip("'")
+        program = re.compile(r"\((PID \d+)\): (?:\S*/dvc(?:/__main__\.py)?(?= ))?")
+        who = "; ".join(program.sub(r"\1, dvc", line) for line in transcript.blockers)
+        return StageUserError(
+            f"{stage}: another process works on {path} ({who}); wait for its end or stop it, then run again; if it is "
+            "dead (a zombie, or its number belongs to another program by now): rm .dvc/tmp/rwlock"
+        )
     if "RWLock-file" in error:
         return StageUserError(f"{stage}: DVC cannot read .dvc/tmp/rwlock; remove it and run again")
+    message = f"{stage}: {error or f'dvc ended with {status}'}"
     if transcript.ran or report is not None:
         reason = str((report or {}).get("message") or "") or transcript.last
-        return StageCrash(f"{stage}: {error or f'dvc ended with {status}'}" + (f" ({reason})" if reason else ""))
-    if not error or _is_transient(error):
-        return StageCrash(f"{stage}: {error or f'dvc ended with {status}'}")
-    return StageUserError(f"{stage}: {error}")
-
-
-def _busy(error: str, blockers: list[str]) -> str:
-    """`'models/sft' is busy, it is being blocked by:` and the lines after it, `(PID 7): /…/dvc repro`, as one."""
-    path = error.partition(" is busy")[0].strip("'")
-    who = "; ".join(re.sub(r"\((PID \d+)\): (?:\S*/dvc(?:/__main__\.py)?(?= ))?", r"\1, dvc", one) for one in blockers)
-    return (
-        f"another process works on {path} ({who}); wait for its end or stop it, then run again; if it is dead (a "
-        "zombie, or its number belongs to another program by now): rm .dvc/tmp/rwlock"
-    )
-
-
-def _is_transient(error: str) -> bool:
-    """Whether DVC, which had not started the command, may succeed the next time: a lock, or an internal error."""
-    return any(sign in error for sign in ("lock", "unexpected error"))
+        return StageCrash(message + (f" ({reason})" if reason else ""))
+    if not error or "lock" in error or "unexpected error" in error:  # DVC may succeed the next time
+        return StageCrash(message)
+    return StageUserError(message)

@@ -18,13 +18,7 @@ if TYPE_CHECKING:
     from rich.console import Group
     from rich.live import Live
 
-WORDS = {
-    EXECUTED: "ran",
-    UP_TO_DATE: "up to date",
-    RESTORED: "restored",
-    FAILED: "FAILED",
-    NOT_RUN: "not run",
-}
+WORDS = {EXECUTED: "ran", UP_TO_DATE: "up to date", RESTORED: "restored", FAILED: "FAILED", NOT_RUN: "not run"}
 _HIDDEN = (
     "To track the changes with git", "\tgit add", "To enable auto staging", "\tdvc config core.autostage",
     "Use `dvc push`", "Data and pipelines are up to date", "Generating lock file", "Updating lock file",
@@ -50,6 +44,28 @@ class _Screen:
     """Stage -> when it began, and its last progress line."""
     ended: dict[str, Outcome] = field(default_factory=dict)
 
+    def write(self, stage: str, text: str) -> None:
+        """Print a line with the stage's label, above the live lines."""
+        line = f"[{self.places.get(stage, '')}{stage}] {text}" if stage else text
+        if self.live:
+            self.live.console.print(line, markup=False, highlight=False, emoji=False, soft_wrap=True)
+        else:
+            print(line, flush=True)
+
+    def live_lines(self) -> "Group":
+        """A line for each running stage (its name, its last progress line, the time since it began), one for all."""
+        from rich.console import Group
+        from rich.text import Text
+
+        now = time.monotonic()
+        lines = [  # without the lock: rich holds one of its own here
+            f"[{self.places.get(stage, '')}{stage}] {f'{last}  ' if last else ''}({duration(now - began)})"
+            for stage, (began, last) in list(self.running.items())
+        ]
+        done = sum(stage in self.ended for stage in self.places)
+        lines.append(f"{done} of {len(self.places)} stages done ({duration(now - self.began)})")
+        return Group(*(Text(line, no_wrap=True, overflow="ellipsis") for line in lines))
+
 
 _screen = _Screen()
 
@@ -66,7 +82,7 @@ def screen(stages: Sequence[str] = (), off: Collection[str] = ()) -> Iterator[No
         if stages and sys.stdout.isatty():
             from rich.live import Live
 
-            with Live(get_renderable=_live_lines, refresh_per_second=2, transient=True) as _screen.live:
+            with Live(get_renderable=_screen.live_lines, refresh_per_second=2, transient=True) as _screen.live:
                 yield
         else:
             yield
@@ -84,7 +100,7 @@ def print_line(stage: str, line: str) -> None:
             began, last = _screen.running.get(stage, (time.monotonic(), ""))
             _screen.running[stage] = began, text if is_progress(line) else last
         if not (_screen.live and is_progress(line)):
-            _print(f"{_label(stage)}{text}")
+            _screen.write(stage, text)
 
 
 def end(outcome: Outcome) -> None:
@@ -95,7 +111,7 @@ def end(outcome: Outcome) -> None:
         hidden = outcome.stage in _screen.off and outcome.state != FAILED
         if _screen.open and not hidden and outcome.state in {EXECUTED, RESTORED, FAILED}:
             took = f" in {duration(outcome.seconds)}" if outcome.seconds else ""
-            _print(f"{_label(outcome.stage)}{WORDS[outcome.state]}{took}")
+            _screen.write(outcome.stage, f"{WORDS[outcome.state]}{took}")
 
 
 def closing_table() -> str:
@@ -104,14 +120,13 @@ def closing_table() -> str:
     order = [*_screen.places, *_screen.off]
     ended = sorted(_screen.ended.values(), key=lambda one: order.index(one.stage))
     shown = [one for one in ended if one.stage not in _screen.off or one.state == FAILED]
-    counts = [(word, [one for one in shown if one.state == state]) for state, word in WORDS.items()]
-    parts = []
-    for word, ones in counts:
-        seconds = sum(one.seconds for one in ones)
-        parts += [f"{len(ones)} {word}{f' in {duration(seconds)}' if seconds else ''}"] if ones else []
-    return "\n".join(
-        [outcome_table(shown), *([f"in all: {', '.join(parts)}"] if parts else []), *switched_off_line(_screen.off)]
-    )
+    counts = []
+    for state, word in WORDS.items():
+        seconds = [one.seconds for one in shown if one.state == state]
+        if seconds:
+            counts.append(f"{len(seconds)} {word}" + (f" in {duration(sum(seconds))}" if any(seconds) else ""))
+    in_all = [f"in all: {', '.join(counts)}"] if counts else []
+    return "\n".join([outcome_table(shown), *in_all, *switched_off_line(_screen.off)])
 
 
 def switched_off_line(stages: Sequence[str]) -> list[str]:
@@ -144,29 +159,3 @@ def stopped() -> str:
     running = [stage for stage in _screen.places if stage in _screen.running]
     rest = f"; the same command continues with {', '.join(running)}" if running else ""
     return f"stopped; nothing is left running{rest}"
-
-
-def _label(stage: str) -> str:
-    return f"[{_screen.places.get(stage, '')}{stage}] " if stage else ""
-
-
-def _print(line: str) -> None:
-    if _screen.live:
-        _screen.live.console.print(line, markup=False, highlight=False, emoji=False, soft_wrap=True)
-    else:
-        print(line, flush=True)
-
-
-def _live_lines() -> "Group":
-    """A line for each running stage (its name, its last progress line, the time since it began), and one for all."""
-    from rich.console import Group
-    from rich.text import Text
-
-    now = time.monotonic()
-    lines = [  # without the screen's lock: rich holds one of its own here
-        f"{_label(stage)}{f'{last}  ' if last else ''}({duration(now - began)})"
-        for stage, (began, last) in list(_screen.running.items())
-    ]
-    done = sum(stage in _screen.ended for stage in _screen.places)
-    lines.append(f"{done} of {len(_screen.places)} stages done ({duration(now - _screen.began)})")
-    return Group(*(Text(line, no_wrap=True, overflow="ellipsis") for line in lines))

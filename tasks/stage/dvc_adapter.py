@@ -1,10 +1,9 @@
 """What the driver and its commands need of DVC's Python packages; no other module imports them, and no stage does.
 
-DVC documents its commands, not these names. They are checked at import, so that a DVC that has renamed one fails with
-one line; pyproject.toml allows only versions that have them.
+DVC documents its commands, not these names: pyproject.toml allows only versions that have them, and another version
+fails with one line.
 """
 
-import inspect
 import json
 import logging
 import os
@@ -13,94 +12,56 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
-
-from dvc.config import Config, merge
-from dvc.data_cloud import DataCloud
-from dvc.exceptions import DvcException
-from dvc.repo import Repo
-from dvc.utils import hydra
-from dvc_data.hashfile.hash_info import HashInfo
 
 from rlhf_core.errors import UserError
 from tasks.params.loader import PARAMS_FILE
-from tasks.stage.dvc_files import LOCK_FILE, Project, Stored, cache_folder, locked
+from tasks.stage.dvc_files import Project, Stored, cache_folder, locked
 from tasks.tracking.settings import without_credentials
 
-PARAMETERS = {
-    Repo: ("root_dir",),
-    DataCloud.pull: ("objs",),
-    HashInfo: ("name", "value"),
-    hydra.apply_overrides: ("path", "overrides"),
-    hydra.to_hydra_overrides: ("path_overrides",),
-}
-ATTRIBUTES = {
-    Repo: ("index", "close", "brancher"),
-    DataCloud: ("push",),
-    Config: ("read", "edit", "load_one"),
-}
+CHANGED = (
+    f"dvc {version('dvc')} or dvc-data {version('dvc-data')} has changed what tasks/stage/dvc_adapter.py uses: %s; "
+    "install the versions of constraints.txt"
+)
 
-
-def check_dvc() -> None:
-    """Raise ImportError naming what the installed DVC lacks."""
-    missing = [f"{_name(one)}.{name}" for one, names in ATTRIBUTES.items() for name in names if not hasattr(one, name)]
-    missing += [
-        f"{_name(one)}({name})"
-        for one, names in PARAMETERS.items()
-        for name in names
-        if name not in inspect.signature(one).parameters
-    ]
-    if missing:
-        raise _changed(", ".join(missing))
-
-
-def _changed(what: str) -> ImportError:
-    return ImportError(
-        f"dvc {version('dvc')} or dvc-data {version('dvc-data')} has changed what tasks/stage/dvc_adapter.py uses: "
-        f"{what}; install the versions of constraints.txt"
-    )
-
-
-def _name(one: Any) -> str:
-    return f"{one.__module__}.{one.__qualname__}"
-
-
-check_dvc()
+try:
+    from dvc.config import Config, merge
+    from dvc.exceptions import DvcException
+    from dvc.repo import Repo
+    from dvc.utils import hydra
+    from dvc_data.hashfile.hash_info import HashInfo
+except ImportError as error:
+    raise ImportError(CHANGED % error) from error
 
 
 def stored_files(root: Path, digest: str) -> dict[str, Stored]:
     """The files of the folder with this hash by their path inside ("" for the hash of a file), from the cache of the
     project at `root`; what the cache lacks is fetched from its default remote. Raises UserError where neither has it,
     or where the listing of the folder is damaged."""
+    project, reason = Project(root.absolute()), ""
+    listing = Stored(project.blob(digest))
     with _repository(root) as repo:
-        project = Project(root.absolute())
-        listing = Stored(project.blob(digest))
-        reason = _fetch(repo, [digest]) if not listing.path.is_file() else ""
-        if listing.path.is_file():
-            listing.check()
-        found = project.cached(digest)
-        if missing := [blob.parent.name + blob.name for _, blob in found if not blob.is_file()]:
-            reason = _fetch(repo, missing)
-        if not found or not all(blob.is_file() for _, blob in found):
-            raise UserError(f"{digest}: neither the DVC cache of {root} nor its remote has it{reason}")
-        if outside := [path for path, _ in found if path.startswith("/") or ".." in Path(path).parts]:
-            raise UserError(f"{digest}: a folder in DVC's cache with a path that leads out of it: {outside[0]}")
-        return {path: Stored(blob) for path, blob in found}
-
-
-def _fetch(repo: Repo, digests: Sequence[str]) -> str:
-    """Fetch objects from the default remote into the cache; why it failed, in brackets."""
-    try:
-        repo.cloud.pull([HashInfo("md5", digest) for digest in digests])
-    except Exception as error:  # each kind of remote has its own errors
-        return f" ({without_credentials(_one_line(error))})"
-    return ""
+        try:
+            if not listing.path.is_file():
+                repo.cloud.pull([HashInfo("md5", digest)])
+            members = [blob for _, blob in project.cached(digest) if not blob.is_file()]
+            if members:
+                repo.cloud.pull([HashInfo("md5", blob.parent.name + blob.name) for blob in members])
+        except Exception as error:  # each kind of remote has its own errors
+            reason = f" ({without_credentials(_one_line(error))})"
+    if listing.path.is_file():
+        listing.check()
+    found = project.cached(digest)
+    if not found or not all(blob.is_file() for _, blob in found):
+        raise UserError(f"{digest}: neither the DVC cache of {root} nor its remote has it{reason}")
+    if outside := [path for path, _ in found if path.startswith("/") or ".." in Path(path).parts]:
+        raise UserError(f"{digest}: a folder in DVC's cache with a path that leads out of it: {outside[0]}")
+    return {path: Stored(blob) for path, blob in found}
 
 
 def default_remote(root: Path) -> str:
     """The address of DVC's default remote. Raises UserError where there is none."""
-    with _readable(root), _without_repository(root) as config:
-        known = config.read()
+    with _readable(root):
+        known = _configuration(root).read()
     name = known.get("core", {}).get("remote")
     if name is None:
         raise UserError(
@@ -112,16 +73,15 @@ def default_remote(root: Path) -> str:
     return str(known["remote"][name]["url"])
 
 
-def push_uncached(root: Path, addresses: Sequence[str]) -> int:
-    """Send metrics and plots that git tracks (`cache: false`) of these stages to the default remote; returns how many
-    objects were sent. The run cache restores them with the other outputs, and `dvc push` leaves them out.
+def push_uncached(root: Path) -> int:
+    """Send metrics and plots that git tracks (`cache: false`) to the default remote; returns how many objects were
+    sent. The run cache restores them with the other outputs, and `dvc push` leaves them out.
 
     Raises DVC's errors, and those of the remote's client.
     """
     with _repository(root) as repo, locked(root):
-        outs = [out for one in repo.index.stages if _address(one, root) in addresses for out in one.outs]
-        kept = {out.hash_info for out in outs if not out.use_cache and out.hash_info}
-        present = {one for one in kept if Path(repo.cache.local.oid_to_path(one.value)).is_file()}
+        outs = [out for stage in repo.index.stages for out in stage.outs if not out.use_cache and out.hash_info]
+        present = {out.hash_info for out in outs if Path(repo.cache.local.oid_to_path(out.hash_info.value)).is_file()}
         return len(repo.cloud.push(present).transferred)
 
 
@@ -143,23 +103,17 @@ def needed_objects(root: Path, commits: Sequence[str] = ()) -> dict[str, Objects
     """What the checkout at `root` ("workspace") and each of the commits needs. Commits without a DVC project are left
     out. Raises UserError where DVC cannot read one."""
     found = {}
-    with _repository(root) as repo, locked(root), _readable(root), _silent():
-        for name in repo.brancher(revs=list(commits), sha_only=True):
-            used = {one.value for objects in repo.index.used_objs(force=True).values() for one in objects}
-            outs = [out for stage in repo.index.stages for out in stage.outs if not out.use_cache]
-            uncached = {str(out.hash_info.value) for out in outs if out.hash_info}
-            found[name or "workspace"] = Objects(frozenset(used), frozenset(uncached))
+    with _repository(root) as repo, locked(root), _readable(root):
+        logging.disable(logging.WARNING)  # of every object that is in no cache: the normal state of a clone
+        try:
+            for name in repo.brancher(revs=list(commits), sha_only=True):
+                used = {one.value for objects in repo.index.used_objs(force=True).values() for one in objects}
+                outs = [out for stage in repo.index.stages for out in stage.outs if not out.use_cache]
+                uncached = {str(out.hash_info.value) for out in outs if out.hash_info}
+                found[name or "workspace"] = Objects(frozenset(used), frozenset(uncached))
+        finally:
+            logging.disable(logging.NOTSET)
     return found
-
-
-@contextmanager
-def _silent() -> Iterator[None]:
-    """DVC warns of every object that is in no cache: the normal state of a clone."""
-    logging.disable(logging.WARNING)
-    try:
-        yield
-    finally:
-        logging.disable(logging.NOTSET)
 
 
 def cache_objects(root: Path) -> dict[str, int]:
@@ -171,7 +125,7 @@ def cache_objects(root: Path) -> dict[str, int]:
 def make_holder(root: Path, folder: Path, objects: Sequence[str]) -> None:
     """Make a DVC project in the git repository at `folder` that needs these objects of the cache of the project at
     `root`, for `dvc gc --projects`."""
-    with _without_repository(folder) as config, config.edit("local") as local:
+    with _configuration(folder).edit("local") as local:
         local["core"] = {"analytics": False, "site_cache_dir": str(folder / "site")}
         local["cache"] = {"dir": str(cache_folder(root).parents[1])}
     outs = [{"md5": one, "hash": "md5", "path": f"object-{index}"} for index, one in enumerate(objects)]
@@ -181,12 +135,13 @@ def make_holder(root: Path, folder: Path, objects: Sequence[str]) -> None:
 def configure_workspace(home: Path, root: Path, site: Path, cache: Path | None) -> None:
     """Give the project at `root` the DVC remotes of the one at `home`, and its cache, or an own one at `cache`. `site`
     holds DVC's database of hashes. What the user has configured for all projects is not copied. Raises UserError."""
-    with _readable(home), _without_repository(home) as ours, _without_repository(root) as theirs:
+    with _readable(home):
+        ours = _configuration(home)
         known = ours.read()
         remotes = ours.read("repo")["remote"]
         merge(remotes, ours.read("local")["remote"])
         shared = known.get("cache", {}).get("dir") or home / ".dvc" / "cache"
-        with theirs.edit("local") as local:
+        with _configuration(root).edit("local") as local:
             local["core"] = {"analytics": False, "autostage": False, "site_cache_dir": str(site)} | (
                 {"remote": known["core"]["remote"]} if "remote" in known.get("core", {}) else {}
             )
@@ -195,11 +150,10 @@ def configure_workspace(home: Path, root: Path, site: Path, cache: Path | None) 
         (root / ".dvc" / "config.local").chmod(0o600)  # it may hold keys
 
 
-@contextmanager
-def _without_repository(root: Path) -> Iterator[Config]:
-    """The configuration of a project, which need not have a git repository or a dvc.yaml."""
+def _configuration(root: Path) -> Config:
+    """That of a project, which need not have a git repository or a dvc.yaml."""
     (root / ".dvc").mkdir(exist_ok=True)
-    yield Config(str(root / ".dvc"))
+    return Config(str(root / ".dvc"))
 
 
 @dataclass(frozen=True)
@@ -258,23 +212,9 @@ def _readable(root: Path) -> Iterator[None]:
         yield
     except DvcException as error:
         reason = _one_line(error).replace(f"{root}{os.sep}", "")
-        if LOCK_FILE in reason:
-            raise UserError(
-                f"dvc.lock is broken ({reason}); `git checkout dvc.lock` brings back the committed one, and what DVC's "
-                "cache has is not made again"
-            ) from error
-        raise UserError(f"dvc.yaml: DVC cannot read the graph: {reason}") from error
-    except AttributeError as error:
-        raise _changed(str(error)) from error
-
-
-def _address(stage: Any, root: Path) -> str:
-    """DVC's own address of a stage depends on the current folder."""
-    path = os.path.relpath(stage.path, root)
-    name = getattr(stage, "name", None)
-    if name is None:
-        return path
-    return str(name) if path == "dvc.yaml" else f"{path}:{name}"
+        raise UserError(f"dvc.yaml or dvc.lock: DVC cannot read the graph: {reason}") from error
+    except (AttributeError, TypeError) as error:
+        raise ImportError(CHANGED % error) from error
 
 
 def _one_line(error: Exception) -> str:

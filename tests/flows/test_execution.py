@@ -13,7 +13,7 @@ import pytest
 
 from flows import processes, workspace
 from flows.graph import opened
-from flows.pipeline import Execution, pipeline, places
+from flows.pipeline import Run, pipeline, places, stage_task
 from flows.workspace import Workspace
 from tests.conftest import commit
 from tests.faults.conftest import until
@@ -64,8 +64,8 @@ def test_two_workspaces_do_not_run_the_same_stage_twice(toy: Toy) -> None:
 
     def run(name: str) -> None:
         with workspace.opened(Workspace(home, name, head)) as made, opened(made.root) as project:
-            execution = Execution(project, False, None, 1, lambda stage, line: lines[name].append(line))
-            states[name] = execution.run("one").state
+            shared = Run(project, False, None, 1, lambda stage, line: lines[name].append(line))
+            states[name] = str(stage_task.fn(shared, "one").name)
 
     with processes.session(), ThreadPoolExecutor(2) as pool:
         first = pool.submit(run, "first")

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -12,6 +13,7 @@ import psutil
 import pytest
 
 from flows import processes
+from rlhf_core.locks import FileLock, is_held
 
 PARENT = """
 import subprocess, sys, time
@@ -99,3 +101,43 @@ def test_a_driver_that_ignores_sigint_has_children_that_receive_it() -> None:
     finally:
         signal.signal(signal.SIGINT, before)
     assert lines == ["True"]
+
+
+DRIVER = """
+import os, pathlib, sys
+from flows import processes
+from rlhf_core.locks import FileLock, is_held
+from rlhf_core.locks import FileLock
+
+lock = FileLock(pathlib.Path(sys.argv[1]))
+assert lock.acquire()
+command = [sys.executable, "-c", sys.argv[2]]
+with processes.keeping(lock.descriptor):
+    processes.run(command, cwd=pathlib.Path.cwd(), env=dict(os.environ), on_line=lambda line: print(line, flush=True))
+"""
+CLOSES = """
+import os, signal, sys, time
+def close(number, frame):
+    print("x" * 200_000, flush=True)  # more than a pipe holds
+    time.sleep(1)
+    open("closed", "w").close()
+    sys.exit()
+signal.signal(signal.SIGINT, close)
+print(os.getpid(), flush=True)
+time.sleep(60)
+"""
+
+
+def test_what_a_killed_driver_leaves_running_may_print_and_close_and_keeps_the_lock_meanwhile(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", DRIVER, str(tmp_path / "lock"), CLOSES]
+    environment = {**os.environ, "PYTHONPATH": str(Path.cwd())}
+    driver = subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE)
+    assert driver.stdout is not None
+    pid = int(driver.stdout.readline())
+    driver.kill()
+    driver.wait()
+    driver.stdout.close()
+    assert is_held(tmp_path / "lock")
+    assert FileLock(tmp_path / "lock").acquire(30.0)
+    assert (tmp_path / "closed").exists()
+    assert not alive(pid)

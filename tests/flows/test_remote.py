@@ -165,12 +165,12 @@ def test_what_the_remote_lacks_is_computed_from_what_it_has(home: Path) -> None:
     for name in ("last.out", "two"):
         (store / "files/md5" / hashes[name][:2] / hashes[name][2:]).unlink()
     states = run(second, stages=["last"], pull=True)
-    assert states == {"one": "UpToDate", "two": "Completed", "last": "Completed"}, "one.out is fetched for `two`"
+    assert states == {"one": "Restored", "two": "Completed", "last": "Completed"}
     assert (second / "last.out").read_bytes() == (home / "last.out").read_bytes()
     shutil.rmtree(store)
     store.mkdir()
     third = clone(home, "third")
-    with pytest.raises(PipelineFailed, match=r"raw\.txt"):
+    with pytest.raises(UserError, match=r"raw\.txt"):
         run(third, stages=["last"], pull=True)
 
 
@@ -224,7 +224,7 @@ def test_a_stage_that_makes_parameters_for_others(home: Path) -> None:
         file.write("methods.yaml\n")
     run(home, push=True)
     second = clone(home)
-    assert run(second, stages=["last"], pull=True) == {"check": "Completed", "method": "UpToDate", "last": "Restored"}
+    assert run(second, stages=["last"], pull=True) == {"check": "Completed", "method": "Restored", "last": "Restored"}
     (home / "params.yaml").write_text("one: 1\ntwo: 2\nlast: 1\n")
     run(home, stages=["check"], push=True)
     third = clone(home, "third")
@@ -328,7 +328,7 @@ def test_s3_that_refuses(home: Path, bucket: str, monkeypatch: pytest.MonkeyPatc
         f"{bucket}/moto-api/reset-auth", data=b"0", method="POST", headers={"Content-Type": "text/plain"}
     )
     urllib.request.urlopen(refuse).close()
-    with pytest.raises(PipelineFailed, match="Forbidden") as refused:
+    with pytest.raises(UserError, match="Forbidden") as refused:
         run(second, stages=["one"], pull=True)
     assert SECRET not in str(refused.value)
     with pytest.raises(
@@ -337,6 +337,6 @@ def test_s3_that_refuses(home: Path, bucket: str, monkeypatch: pytest.MonkeyPatc
         run(home, stages=["one", "two"], push=True)
     assert begun(home) == ["one", "two"]
     monkeypatch.delenv("AWS_ACCESS_KEY_ID")
-    with pytest.raises(PipelineFailed, match="Unable to locate credentials"):
+    with pytest.raises(UserError, match="Unable to locate credentials"):
         run(second, stages=["one"], pull=True)
     assert begun(second) == []

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from flows import runner, server, terminal
-from flows.graph import Graph
+from flows.graph import MAY_RUN, RESTORES, RUNS, UNCHANGED
 from flows.stages import FAILED, Outcome, PipelineFailed, StageCrash, StageUserError
 from tasks.params.methods import BY_NAME
 
@@ -28,18 +28,21 @@ def lost(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_first_line_and_the_dry_run_say_what_is_known() -> None:
-    graph = Graph(("a", "b", "c", "d", "off"), {}, {})
-    plan = {"b": ["b.out missing"], "c": ["input.txt changed"], "d": [], "off": ["new"]}
-    expected = runner.forecast(graph, plan, ["b"])
-    shown = {stage: what for stage, what in expected.items() if stage != "off"}
-    assert runner.first_line(shown) == (
+    expected = {
+        "a": (UNCHANGED, []),
+        "b": (RESTORES, ["b.out missing"]),
+        "c": (RUNS, ["input.txt changed"]),
+        "d": (MAY_RUN, []),
+        "off": (RUNS, ["new"]),
+    }
+    assert runner.first_line(expected, {"off"}) == (
         "4 stages, 1 up to date; to restore from DVC's cache: b; to run: c; to run if their inputs change: d"
     )
-    lines = runner.dry_run_table(expected, plan, {"off"}).splitlines()
+    lines = runner.dry_run_table(expected, {"off"}).splitlines()
     assert lines[2].split() == ["b", "to", "restore", "from", "DVC's", "cache", "b.out", "missing"]
     assert lines[3].split() == ["c", "to", "run", "input.txt", "changed"]
     assert lines[-1] == "switched off in params.yaml: off"
-    assert runner.first_line(runner.forecast(graph, {}, [])) == "5 stages, all up to date"
+    assert runner.first_line({"a": (UNCHANGED, [])}, ()) == "1 stages, all up to date"
 
 
 def test_a_dry_run_runs_nothing(
@@ -56,7 +59,7 @@ def test_a_dry_run_runs_nothing(
     rows = [line.split("  ") for line in capsys.readouterr().out.splitlines()]
     what = {row[0].strip(): next(cell.strip() for cell in row[1:] if cell) for row in rows if len(row) > 1}
     assert what == {
-        "stage": "what", "one": runner.RESTORES, "two": runner.RUNS, "three": runner.MAY_RUN, "other": runner.RESTORES,
+        "stage": "what", "one": RESTORES, "two": RUNS, "three": MAY_RUN, "other": RESTORES,
     }  # fmt: skip
     assert (root / "log.txt").read_text() == before
     assert not (root / "one.out").exists()
@@ -74,8 +77,8 @@ def test_methods_that_are_switched_off(tmp_path: Path) -> None:
     ("cause", "code", "says"),
     [
         (None, 1, "the Prefect server (http://127.0.0.1:1/api) died or hangs"),
-        (PipelineFailed([StageCrash("ppo: boom")], []), 1, "ppo: boom"),
-        (PipelineFailed([StageUserError("ppo: no")], []), 2, "ppo: no"),
+        (PipelineFailed([Outcome("ppo", FAILED, 1.0, error=StageCrash("ppo: boom"))]), 1, "ppo: boom"),
+        (PipelineFailed([Outcome("ppo", FAILED, 1.0, error=StageUserError("ppo: no"))]), 2, "ppo: no"),
         (KeyboardInterrupt(), 130, "stopped; nothing is left running"),
         (SystemExit(143), 143, "stopped; nothing is left running"),
     ],

@@ -68,13 +68,3 @@ def test_a_report_may_contain_unicode_line_separators(tmp_path: Path) -> None:
     (tmp_path / "outcome.json").write_text(json.dumps(report, ensure_ascii=False) + "\n", encoding="utf-8")
     assert stages.read_report(tmp_path / "outcome.json") == report
     assert stages.read_report(tmp_path / "missing.json") is None
-
-
-def test_only_the_traceback_of_an_interrupt_is_left_out() -> None:
-    printed: list[str] = []
-    lines = stages._WithoutInterrupts(printed.append)
-    frame = ["Traceback (most recent call last):", '  File "a.py", line 1', "    import torch"]
-    for line in ["begins", *frame, "KeyboardInterrupt", "saved", *frame, "ValueError: no", *frame]:
-        lines.receive(line)
-    lines.flush()
-    assert printed == ["begins", "saved", *frame, "ValueError: no", *frame]

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
-from flows.graph import brief, opened
+from flows.graph import UNCHANGED, brief, opened
 
 Toy = Callable[..., Path]
 STAGES = {"one": ("work", []), "two": ("work", ["one"]), "three": ("work", ["two"]), "other": ("work", [])}
@@ -29,7 +29,8 @@ def finished(toy: Toy, serial: Callable[[Path], None]) -> Path:
 
 def why(root: Path) -> dict[str, list[str]]:
     with opened(root) as project:
-        return project.plan(project.graph)
+        expected = project.forecast(project.graph)
+        return {stage: reasons for stage, (what, reasons) in expected.items() if what != UNCHANGED}
 
 
 def test_all_is_up_to_date(finished: Path) -> None:

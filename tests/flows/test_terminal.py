@@ -56,7 +56,7 @@ def test_a_terminal_has_one_live_line_a_stage(
 
 def test_table() -> None:
     outcomes = [
-        Outcome("a", EXECUTED, 61.27, why="a.x 1 → 2", attempts=2),
+        Outcome("a", EXECUTED, 61.27, attempts=2),
         Outcome("long", FAILED, 0),
         Outcome("c", NOT_RUN, 0),
     ]

@@ -21,7 +21,6 @@ from optuna.trial import TrialState
 from flows import isolated, processes, server, workspace
 from flows.commands.study import expressions, picture, tables, trials
 from flows.commands.study.trials import FAILED, FINISHED, RUNNING, WAITING, Call, Search, Space, Trial
-from flows.guardian import Guardian
 from flows.isolated import as_name
 from flows.pool import Pool, TrialFailed, connect
 from flows.workspace import Workspace
@@ -218,8 +217,7 @@ def study(
         try:
             with suppress(OSError):
                 begin_study(home, made.name)
-            with processes.watched(Guardian(None)):
-                made.run()
+            made.run()
             text = made.write()
         finally:
             states = [trial.state for trial in made.trials]
