@@ -5,7 +5,6 @@ one line; pyproject.toml allows only versions that have them.
 """
 
 import inspect
-import json
 import logging
 import os
 from collections.abc import Iterator, Sequence
@@ -166,16 +165,6 @@ def cache_objects(root: Path) -> dict[str, int]:
     """The bytes of each object in DVC's cache, by its hash."""
     folder = cache_folder(root)
     return {path.parent.name + path.name: path.stat().st_size for path in folder.glob("[0-9a-f][0-9a-f]/*")}
-
-
-def make_holder(root: Path, folder: Path, objects: Sequence[str]) -> None:
-    """Make a DVC project in the git repository at `folder` that needs these objects of the cache of the project at
-    `root`, for `dvc gc --projects`."""
-    with _without_repository(folder) as config, config.edit("local") as local:
-        local["core"] = {"analytics": False, "site_cache_dir": str(folder / "site")}
-        local["cache"] = {"dir": str(cache_folder(root).parents[1])}
-    outs = [{"md5": one, "hash": "md5", "path": f"object-{index}"} for index, one in enumerate(objects)]
-    (folder / "objects.dvc").write_text(json.dumps({"outs": outs}), encoding="utf-8")  # JSON is YAML
 
 
 def configure_workspace(home: Path, root: Path, site: Path, cache: Path | None) -> None:

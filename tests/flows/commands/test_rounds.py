@@ -10,12 +10,11 @@ import pytest
 from flows import workspace
 from flows.commands import rounds as command
 from flows.commands.imports import importer
-from flows.commands.lineage import show
-from flows.commands.verify.verify import Report, verify_round
+from flows.commands.lineage import Node, lineage, show
+from flows.commands.verify import Report, verify_round
 from flows.workspace import Workspace
 from rlhf_core.errors import UserError
 from tasks.params.loader import read_yaml
-from tasks.records.lineage import Node, lineage
 from tasks.stage.dvc_adapter import needed_objects
 from tasks.stage.dvc_files import open_project
 from tasks.stage.pipeline_run import identity
