@@ -19,7 +19,7 @@ from rlhf_core.files import remove as remove_path
 from rlhf_core.locks import FileLock, holder, is_held
 from tasks.params.loader import PARAMS_FILE, read_yaml
 from tasks.stage.definition import Definition
-from tasks.stage.dvc_files import Project, open_project
+from tasks.stage.dvc_files import open_project
 from tasks.stage.state import FINISHED, lock_file
 from tasks.tracking import record, settings
 
@@ -66,16 +66,46 @@ def clean(root: Path, everything: bool, yes: bool) -> None:
 def find_leftovers(root: Path, everything: bool, locked: Collection[str] = ()) -> Found:
     """What can be removed, and what stays and why. This process holds the locks of the stages `locked`."""
     found = Found()
+    states: dict[str, list[Path]] = {}
+    for path in sorted((root / "work").glob("*/*")):
+        if path.is_dir() and KEY.fullmatch(path.name):
+            states.setdefault(path.parent.name, []).append(path)
     with open_project(root) as project:
-        states = {
-            path.parent.name for path in (root / "work").glob("*/*") if path.is_dir() and KEY.fullmatch(path.name)
-        }
-        for name in dict.fromkeys([*(stage.name for stage in project.stages), *sorted(states)]):
+        outs = {stage.name: [out.place for out in stage.outs] for stage in project.stages}
+        for name in dict.fromkeys([*outs, *states]):
             lock = lock_file(root, name)
             if name not in locked and is_held(lock):
                 found.stays.append(f"{name}: process {holder(lock) or '?'} runs this stage; nothing of it is touched")
-            else:
-                _of_stage(project, name, everything, found)
+                continue
+            key, recorded, doubt = "", "", ""
+            if name in outs and name in states:
+                definition = Definition(name, project)
+                recorded = (definition.recorded_key() or "")[:16]
+                try:
+                    key = definition.key(read_yaml(root / PARAMS_FILE), definition.hashes())[:16]
+                except UserError as error:
+                    doubt = " ".join(str(error).split())
+            for folder in states.get(name, ()):
+                if name not in outs:
+                    why = f"dvc.yaml has no stage {name}"
+                elif folder.name == recorded and (folder / FINISHED).exists():
+                    why = "state of a finished stage"
+                elif key and folder.name != key:
+                    why = "state of other parameters, code or data"
+                elif everything:
+                    why = "state from which the stage would continue (--all)"
+                else:
+                    why = (
+                        f"whether it is needed is not known ({doubt})" if doubt else "the stage would continue from it"
+                    )
+                    found.stays.append(f"{folder.relative_to(root)}: {why}; --all removes it")
+                    continue
+                found.leftovers.append(Leftover(folder, why, name))
+            for partial in (partial_path(out) for out in outs.get(name, ())):
+                if partial.exists():
+                    found.leftovers.append(Leftover(partial, "half-written by a run that was stopped", name))
+            if name not in outs and lock.is_file():
+                found.leftovers.append(Leftover(lock, "a lock that no process holds", name))
     for folder, pid in workspace.found(root):
         why = workspace.why_kept(folder)
         if pid is not None:
@@ -84,41 +114,6 @@ def find_leftovers(root: Path, everything: bool, locked: Collection[str] = ()) -
             text = f"a workspace that was kept: {why}" if why else "a workspace whose process died"
             found.leftovers.append(Leftover(folder, text))
     return found
-
-
-def _of_stage(project: Project, name: str, everything: bool, found: Found) -> None:
-    """Add the leftovers of a stage that does not run; it may be no longer in dvc.yaml."""
-    root = project.root
-    outs = [out.path for stage in project.stages if stage.name == name for out in stage.outs]
-    exists = any(stage.name == name for stage in project.stages)
-    key, recorded, doubt = "", "", ""
-    folders = [path for path in sorted((root / "work" / name).glob("*")) if path.is_dir() and KEY.fullmatch(path.name)]
-    if exists and folders:
-        definition = Definition(name, project)
-        recorded = (definition.recorded_key() or "")[:16]
-        try:
-            key = definition.key(read_yaml(root / PARAMS_FILE), definition.hashes())[:16]
-        except UserError as error:
-            doubt = " ".join(str(error).split())
-    for folder in folders:
-        if not exists:
-            why = f"dvc.yaml has no stage {name}"
-        elif folder.name == recorded and (folder / FINISHED).exists():
-            why = "state of a finished stage"
-        elif key and folder.name != key:
-            why = "state of other parameters, code or data"
-        elif everything:
-            why = "state from which the stage would continue (--all)"
-        else:
-            needed = f"whether it is needed is not known ({doubt})" if doubt else "the stage would continue from it"
-            found.stays.append(f"{folder.relative_to(root)}: {needed}; --all removes it")
-            continue
-        found.leftovers.append(Leftover(folder, why, name))
-    for partial in (partial_path(root / out) for out in outs):
-        if partial.exists():
-            found.leftovers.append(Leftover(partial, "half-written by a run that was stopped", name))
-    if not exists and lock_file(root, name).is_file():
-        found.leftovers.append(Leftover(lock_file(root, name), "a lock that no process holds", name))
 
 
 def remove(root: Path, agreed: Sequence[Leftover], everything: bool) -> str:
@@ -140,11 +135,11 @@ def remove(root: Path, agreed: Sequence[Leftover], everything: bool) -> str:
 
 
 def _delete(root: Path, one: Leftover) -> bool:
-    """Remove it, and its folder or git's entry; True if it no longer exists."""
+    """Remove it, and its empty folder or git's entry; True if it no longer exists."""
     with suppress(OSError):
         remove_path(one.path)
         if one.stage:
-            (root / "work" / one.stage).rmdir()  # if empty
+            (root / "work" / one.stage).rmdir()
     if not one.stage:
         workspace.forget(root, one.path / workspace.TREE)
     return not one.path.exists()

@@ -8,7 +8,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 from rich.filesize import decimal
 
@@ -38,15 +37,6 @@ class Run:
     ref: str = ""
     """Of an experiment."""
     goes: bool = False
-
-
-class Ref(NamedTuple):
-    """A branch, tag or experiment."""
-
-    name: str
-    date: str
-    commit: str
-    message: str
 
 
 def gc(root: Path, keep: int, studies: Sequence[str], yes: bool) -> None:
@@ -94,38 +84,38 @@ def examine(root: Path, keep: int, studies: Sequence[str]) -> list[Run]:
             f"DVC's cache {folder} is outside of this project; other projects may need it: `dvc gc --projects`"
         )
     heads, experiments = _refs(root, "refs/heads", "refs/tags"), _refs(root, EXPERIMENTS)
-    nightly = [one for one in experiments if trailer_of(one.message, NIGHTLY)]
-    of_study = {one: study for one in experiments if (study := trailer_of(one.message, STUDY))}
+    nightly = [ref for ref, _, _, message in experiments if trailer_of(message, NIGHTLY)]
+    of_study = {ref: study for ref, _, _, message in experiments if (study := trailer_of(message, STUDY))}
     known = sorted({*(path.name for path in (root / "work" / "studies").glob("*/")), *of_study.values()})
     if unknown := sorted(set(studies).difference(known)):
         raise UserError(f"--studies {', '.join(unknown)}: there are experiments of {', '.join(known) or 'none'}")
-    old = {*nightly[keep:], *(one for one, study in of_study.items() if study in studies)}
-    tagged = {one.commit for one in heads if one.name.startswith("refs/tags/")}
+    old = {*nightly[keep:], *(ref for ref, study in of_study.items() if study in studies)}
 
-    found = needed_objects(root, [one.commit for one in (*heads, *experiments)])
+    found = needed_objects(root, [commit for _, _, commit, _ in (*heads, *experiments)])
     needed = {name: objects.all for name, objects in found.items()}
     runs = [Run("this checkout", "", needed["workspace"])]
-    for one in heads:
-        name = one.name.replace("refs/heads/", "branch ").replace("refs/tags/", "tag ")
-        runs.append(Run(name, one.date, needed.get(one.commit, frozenset())))
+    for ref, date, commit, _ in heads:
+        name = ref.replace("refs/heads/", "branch ").replace("refs/tags/", "tag ")
+        runs.append(Run(name, date, needed.get(commit, frozenset())))
     for line in workspace.git(root, "worktree", "list", "--porcelain").splitlines():  # isolated workspaces, too
         path = Path(line.removeprefix("worktree "))
         is_other = line.startswith("worktree ") and path != root.resolve() and (path / "dvc.yaml").is_file()
         if is_other and cache_folder(path) == folder:
             runs.append(Run(f"worktree {os.path.relpath(path, root)}", "", needed_objects(path)["workspace"].all))
     runs += champions(root)
-    for one in experiments:
-        goes = one in old and one.commit not in tagged
-        runs.append(Run(Path(one.name).name, one.date, needed.get(one.commit, frozenset()), one.name, goes))
+    tagged = {commit for ref, _, commit, _ in heads if ref.startswith("refs/tags/")}
+    for ref, date, commit, _ in experiments:
+        goes = ref in old and commit not in tagged
+        runs.append(Run(Path(ref).name, date, needed.get(commit, frozenset()), ref, goes))
     return runs
 
 
-def _refs(root: Path, *patterns: str) -> list[Ref]:
-    """The references that match, the newest first, tags with the commit that they name."""
+def _refs(root: Path, *patterns: str) -> list[tuple[str, str, str, str]]:
+    """(name, date, commit, message) of the references that match, the newest first."""
     form = "%(refname)%00%(committerdate:short)%00%(objectname)%00%(*objectname)%00%(contents)%01"
     lines = workspace.git(root, "for-each-ref", "--sort=-committerdate", f"--format={form}", *patterns).split("\1\n")
     found = [line.split("\0") for line in lines if line]
-    return [Ref(name, date, peeled or commit, message) for name, date, commit, peeled, message in found]
+    return [(name, date, peeled or commit, message) for name, date, commit, peeled, message in found]
 
 
 def champions(root: Path) -> list[Run]:

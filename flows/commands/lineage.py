@@ -60,11 +60,8 @@ class Lineage:
         declared = [out.path for stage in project.stages for out in stage.outs]
         named = [out for record in self.records.values() for out in record.outs]
         self.outs = list(dict.fromkeys([*declared, *named]))
-        self.closed = {
-            int(file.path.rpartition("/")[2]): file.recorded or ""
-            for file in project.tracked
-            if ROUND.fullmatch(file.path)
-        }
+        closed = [file for file in project.tracked if ROUND.fullmatch(file.path)]
+        self.closed = {int(Path(file.path).name): file.recorded or "" for file in closed}
         """DVC's hash of each closed round."""
         self.past: dict[int, dict[str, Record]] = {}
         """The entries of dvc.lock in the commit of each closed round; none where git does not have the commit."""
@@ -108,27 +105,25 @@ class Lineage:
 
     def node(self, path: str, digest: str) -> Node:
         """The artifact that had this hash at `path`, with everything below it."""
-        if (path, digest) in self._known:
-            return self._known[path, digest]
+        if (path, digest) not in self._known:
+            self._known[path, digest] = self._find(path, digest)
+        return self._known[path, digest]
+
+    def _find(self, path: str, digest: str) -> Node:
         state = self._state(path, digest)
+        if path == rounds.ROUNDS and (last := self._closed_in(digest)):
+            return Node(path, digest, state, inputs=(self._round(last),))
+        if path == RAW and state == "as recorded":
+            data = [(file.path, file.recorded) for file in self.project.tracked if file.path.startswith(f"{RAW}/")]
+            below = [Node(name, value, self._state(name, value), notes=(f"tracked by {name}.dvc",))
+                     for name, value in data if value]  # fmt: skip
+            return Node(path, digest, state, inputs=tuple(below))
         own = _provenance(self.root / path) if state == "as recorded" else None  # has the reasons of exemptions
         record = own or self._maker(path, digest)
-        if path == rounds.ROUNDS and (last := self._closed_in(digest)):
-            node = Node(path, digest, state, inputs=(self._round(last),))
-        elif path == RAW and state == "as recorded":
-            data = [(file.path, file.recorded) for file in self.project.tracked if file.path.startswith(f"{RAW}/")]
-            below = (Node(name, value, self._state(name, value), notes=(f"tracked by {name}.dvc",))
-                     for name, value in data if value)  # fmt: skip
-            node = Node(path, digest, state, inputs=tuple(below))
-        elif path not in self.outs:
-            node = Node(path, digest, state)
-        elif record:
-            node = self._made(path, digest, state, record)
-        else:
+        if record is None and path in self.outs:
             note = "neither dvc.lock nor DVC's cache says how this was made; check out the commit that has it"
-            node = Node(path, digest, state, notes=(f"unknown: {note}",))
-        self._known[path, digest] = node
-        return node
+            return Node(path, digest, state, notes=(f"unknown: {note}",))
+        return self._made(path, digest, state, record)
 
     def _round(self, number: int) -> Node:
         """A closed round, with what its policy and pairs were made from."""
@@ -136,22 +131,26 @@ class Lineage:
         inputs = []
         for name, out in ((rounds.POLICY, rounds.MODEL), (rounds.PAIRS, rounds.PREFERENCES)):
             place, value = rounds.path_in(number, name), note[name.partition(".")[0]]
-            record, state = _provenance(self.root / place) or self._maker(out, value), self._state(place, value)
-            inputs.append(self._made(place, value, state, record) if record else Node(place, value, state))
+            record = _provenance(self.root / place) or self._maker(out, value)
+            inputs.append(self._made(place, value, self._state(place, value), record))
         about = f"round {number}, closed at commit {note['commit'][:DIGITS]}; tracked by {path}.dvc"
-        return Node(path, self.closed[number], self._state(path, self.closed[number]), None, (), (*inputs,), (about,))
+        digest = self.closed[number]
+        return Node(path, digest, self._state(path, digest), inputs=tuple(inputs), notes=(about,))
 
-    def _made(self, path: str, digest: str, state: State, record: Record, *notes: str) -> Node:
-        """What this execution made, with its inputs."""
+    def _made(self, path: str, digest: str, state: State, record: Record | None, *notes: str) -> Node:
+        """What this execution made (None: what no stage makes), with its inputs."""
+        if record is None:
+            return Node(path, digest, state, notes=notes)
         inputs = [
             self.node(name, value)
             for name, value in sorted(record.inputs.items())
             if name not in GATES and not (name == rounds.ROUNDS and self._closed_in(value) == 0)
         ]
-        changed = [name for name, value in sorted(record.code.items()) if self._state(name, value) != "as recorded"]
-        exempt = [f"exempt from byte identity: {text}" for text in record.exemptions]
-        everything = (*self._origins(record), *inputs)
-        return Node(path, digest, state, record, tuple(changed), everything, (*notes, *exempt))
+        changed = tuple(
+            name for name, value in sorted(record.code.items()) if self._state(name, value) != "as recorded"
+        )
+        exempt = (f"exempt from byte identity: {text}" for text in record.exemptions)
+        return Node(path, digest, state, record, changed, (*self._origins(record), *inputs), (*notes, *exempt))
 
     def _origins(self, record: Record) -> Iterator[Node]:
         """A stage's inputs from outside the repository: the demo world, datasets and models of the hub."""

@@ -153,13 +153,11 @@ def _stored(root: Path, digest: str | None) -> list[Row] | str:
 
 def _parsed(text: str, where: str) -> Mapping[str, Any]:
     try:
-        content = json.loads(text)
-    except ValueError as error:
-        raise UserError(f"{where}: broken JSON ({error})") from error
-    if not isinstance(content, dict):
-        raise UserError(f"{where}: expected a JSON object, got {type(content).__name__}")
-    models = content.get("models")
-    if not isinstance(models, dict) or not models or not all(isinstance(one, dict) for one in models.values()):
+        content: dict[str, Any] = json.loads(text)
+        usable = bool(content["models"]) and all(isinstance(one, dict) for one in content["models"].values())
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise UserError(f"{where}: no result of `evaluate` ({error}); run it there again") from error
+    if not usable:
         raise UserError(f"{where}: holds no `models` to compare; run `evaluate` there again")
     return content
 
