@@ -77,26 +77,21 @@ class Lineage:
         inside = place.relative_to(root).as_posix() if place.is_relative_to(root) else ""
         if (match := ROUND.match(inside)) and (number := int(match[0].rpartition("/")[2])) in self.closed:
             return self._round(number)
-        out = next((out for out in self.outs if inside == out or inside.startswith(f"{out}/")), None)
-        if out is None:
-            return self._copied(place)
+        out = next((out for out in self.outs if inside == out or inside.startswith(f"{out}/")), "")
         recorded = next((record.outs[out] for record in self.records.values() if out in record.outs), None)
         if recorded is not None:
             return self.node(out, recorded)
-        own, present = _provenance(self.root / out), self.project.hash_at(self.root / out)
-        if own is None or present is None:
-            raise UserError(f"{out}: dvc.lock does not name it; `dvc repro` makes it")
-        return self._made(out, present, "unknown here", own, "dvc.lock does not name it")
-
-    def _copied(self, place: Path) -> Node:
-        """A copy of an output, which its bytes or the provenance beside it identify."""
-        present = self.project.hash_at(place)
+        # A copy of an output, which its bytes or the provenance beside it identify
+        present, own = self.project.hash_at(place), _provenance(root / out if out else place)
         names = [path for record in self.records.values() for path, value in record.outs.items() if value == present]
-        if names and present and (record := self._maker(names[0], present)):
+        if present and names:
+            record = self._maker(names[0], present)
             return self._made(str(place), present, "as recorded", record, f"is {names[0]} of {LOCK_FILE}")
-        if present and (own := _provenance(place)):
+        if present and own:
             note = "dvc.lock does not name this content: changed since it was made, or made elsewhere"
             return self._made(str(place), present, "unknown here", own, note)
+        if out:
+            raise UserError(f"{out}: dvc.lock does not name it; `dvc repro` makes it")
         what = "neither made by a stage nor a copy of a model" if place.exists() else "file not found"
         near = [out for out in self.outs if place.name in out] or get_close_matches(place.name, self.outs, cutoff=0.5)
         folders = sorted({out.partition("/")[0] for out in self.outs})
