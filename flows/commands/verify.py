@@ -19,7 +19,7 @@ from rlhf_core.files import remove
 from tasks.records.differences import READERS, difference
 from tasks.stage import provenance, rounds
 from tasks.stage.definition import git_state
-from tasks.stage.dvc_files import GraphStage, Project, open_project
+from tasks.stage.dvc_files import Project, open_project
 from tasks.tracking.settings import HOLD_VARIABLE
 
 Log = Callable[[str, str], None]
@@ -100,7 +100,7 @@ def verify(root: Path, names: Sequence[str], keep: bool, log: Log) -> Report:
                     commit=commit, dirty=dirty)  # fmt: skip
     space = Workspace(root, f"verify-{os.getpid()}", workspace.resolve(root, "HEAD"))
     with processes.session(), open_project(root) as project, workspace.opened(space):
-        stages = [project.stage(name) for name in chosen]
+        outs = {name: project.stage(name).outs for name in chosen}
         try:
             _fill(space, project, chosen)
             with opened(root) as here, opened(space.root) as there:
@@ -113,14 +113,14 @@ def verify(root: Path, names: Sequence[str], keep: bool, log: Log) -> Report:
                         )
             tree = (commit or "no commit")[:DIGITS] + (" with uncommitted changes" if dirty else "")
             log("", f"rebuilding {', '.join(chosen)} from nothing, in a clone of {tree}")
-            for stage in stages:
-                log(stage.name, "begins")
-                seconds = run_stage(space.root, stage.name, False, None, partial(log, stage.name), ("--no-run-cache",),
-                                    environment(space.root)).seconds  # fmt: skip
-                found = compare_outs(project, space.root, stage)
+            for name in chosen:
+                log(name, "begins")
+                options, variables = ("--no-run-cache",), environment(space.root)
+                seconds = run_stage(space.root, name, False, None, partial(log, name), options, variables).seconds
+                found = compare_outs(project, space.root, name)
                 report.findings += found
                 same = all(finding.verdict == "same" for finding in found)
-                log(stage.name, f"rebuilt in {seconds:.0f} s: {'the same bytes' if same else 'DIFFERS'}")
+                log(name, f"rebuilt in {seconds:.0f} s: {'the same bytes' if same else 'DIFFERS'}")
         except (StageUserError, StageCrash) as error:
             report.failure, report.users_fault = str(error), isinstance(error, StageUserError)
         finally:
@@ -130,8 +130,8 @@ def verify(root: Path, names: Sequence[str], keep: bool, log: Log) -> Report:
             else:
                 workspace.remove(space)
     done = {finding.stage for finding in report.findings}
-    report.findings += [Finding(stage.name, out.path, out.recorded or "", None, "not rebuilt")
-                        for stage in stages if stage.name not in done for out in stage.outs]  # fmt: skip
+    report.findings += [Finding(name, out.path, out.recorded or "", None, "not rebuilt")
+                        for name in chosen if name not in done for out in outs[name]]  # fmt: skip
     return report
 
 
@@ -198,12 +198,13 @@ def _fill(space: Workspace, project: Project, stages: Sequence[str]) -> None:
     configure_workspace(space.home, space.root, space.folder / "site", space.folder / "cache")
 
 
-def compare_outs(project: Project, clone: Path, stage: GraphStage) -> list[Finding]:
-    """Each output of the stage in the clone against the project's dvc.lock."""
+def compare_outs(project: Project, clone: Path, name: str) -> list[Finding]:
+    """Each output of a stage in the clone against the project's dvc.lock."""
     from tasks.stage.models import NOT_DETERMINISTIC
 
+    stage = project.stage(name)
     with open_project(clone) as copied:
-        again = copied.stage(stage.name)
+        again = copied.stage(name)
     now = {file.path: file.recorded for file in (*again.inputs, *again.outs)}
     inputs = tuple(file.path for file in stage.inputs if now.get(file.path) != file.recorded)
     exempt = [] if stage.recorded_params.get("deterministic", True) else [NOT_DETERMINISTIC]
@@ -213,13 +214,13 @@ def compare_outs(project: Project, clone: Path, stage: GraphStage) -> list[Findi
     for out in stage.outs:
         recorded, rebuilt = out.recorded or "", now.get(out.path)
         if recorded == rebuilt:
-            findings.append(Finding(stage.name, out.path, recorded, rebuilt, "same"))
+            findings.append(Finding(name, out.path, recorded, rebuilt, "same"))
             continue
         kept = out.place if project.hash_at(out.place) == recorded else project.blob(recorded)
         suffix, size = Path(out.path).suffix, ""
         if suffix in READERS and kept.is_file() and (clone / out.path).is_file():
             size = difference(suffix, kept.read_text(), (clone / out.path).read_text())
-        findings.append(Finding(stage.name, out.path, recorded, rebuilt, "differs" if inputs else "DIFFERS", inputs,
+        findings.append(Finding(name, out.path, recorded, rebuilt, "differs" if inputs else "DIFFERS", inputs,
                                 tuple(dict.fromkeys(exempt)), size))  # fmt: skip
     return findings
 

@@ -85,8 +85,8 @@ def edit(root: Path, file: str, old: str, new: str) -> None:
 
 
 def snapshot(root: Path) -> dict[str, str]:
-    """Every file of the workspace with the hash of its bytes, without git's, notes of hashes, compiled code."""
-    leave = {".git", "tmp", "__pycache__", "hashes.json"}
+    """Every file of the workspace with the hash of its bytes, without git's, notes of hashes, locks, compiled code."""
+    leave = {".git", "tmp", "__pycache__", "hashes.json", "gc.lock"}
     files = [path for path in root.rglob("*") if path.is_file() and not leave & set(path.parts[len(root.parts) :])]
     return {str(path): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 
@@ -221,7 +221,7 @@ def compared(tmp_path: Path, out: str, contents: tuple[str, str], params: str = 
             (root / name).parent.mkdir(parents=True, exist_ok=True)
             (root / name).write_text(content, encoding="utf-8")
     with open_project(roots[0]) as project:
-        [finding] = compare_outs(project, roots[1], project.stage("one"))
+        [finding] = compare_outs(project, roots[1], "one")
     return finding
 
 
