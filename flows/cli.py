@@ -542,8 +542,8 @@ def verify(
     """
     root = find_root()
     processes.install_signal_handlers()
-    from flows.commands.verify.verify import render, verify_round
-    from flows.commands.verify.verify import verify as rebuild
+    from flows.commands.verify import render, verify_round
+    from flows.commands.verify import verify as rebuild
     from flows.terminal import print_line, screen
 
     if closed is not None and (stages or keep):

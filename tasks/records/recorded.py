@@ -41,41 +41,20 @@ def recorded(root: Path) -> dict[str, Record]:
 
 def parse(text: str, source: str) -> dict[str, Record]:
     """The records in the text of a `dvc.lock`. Raises UserError if it cannot be read."""
+    found = {}
     try:
-        content = YAML(typ="safe", pure=True).load(text) or {}
-        return {name: _record(name, entry, source) for name, entry in (content.get("stages") or {}).items()}
+        for name, entry in ((YAML(typ="safe", pure=True).load(text) or {}).get("stages") or {}).items():
+            deps, outs = (
+                {one["path"]: str(one.get("md5", "")) for one in entry.get(kind) or []} for kind in ("deps", "outs")
+            )
+            params = {key: value for of in (entry.get("params") or {}).values() for key, value in of.items()}
+            inputs = {path: value for path, value in deps.items() if not is_code(path)}
+            code = {path: value for path, value in deps.items() if is_code(path)}
+            found[name] = Record(name, str(entry.get("cmd", "")), params, inputs, code, outs, source)
     except (YAMLError, AttributeError, KeyError, TypeError) as error:
         reason = " ".join(str(error).split())
         raise UserError(f"{source}: cannot be read ({reason}); git has the one before") from None
-
-
-def _record(name: str, entry: Mapping[str, Any], source: str) -> Record:
-    deps, outs = _hashes(entry.get("deps")), _hashes(entry.get("outs"))
-    params: dict[str, Any] = {}
-    for values in (entry.get("params") or {}).values():
-        params |= values
-    return Record(
-        stage=name,
-        command=str(entry.get("cmd", "")),
-        params=params,
-        inputs={path: value for path, value in deps.items() if not is_code(path)},
-        code={path: value for path, value in deps.items() if is_code(path)},
-        outs=outs,
-        source=source,
-    )
-
-
-def _hashes(entries: Any) -> dict[str, str]:
-    return {entry["path"]: str(entry.get("md5", "")) for entry in entries or []}
-
-
-def sizes(root: Path) -> dict[str, int]:
-    """Path → bytes of every file and folder that `dvc.lock` names."""
-    content = YAML(typ="safe", pure=True).load(read_lock_file(root) or "stages: {}")
-    entries = [
-        item for entry in content["stages"].values() for kind in ("deps", "outs") for item in entry.get(kind, [])
-    ]
-    return {item["path"]: int(item.get("size", 0)) for item in entries}
+    return found
 
 
 def made_by(records: Mapping[str, Record], path: str, digest: str) -> Record | None:

@@ -4,7 +4,6 @@ DVC documents its commands, not these names: pyproject.toml allows only versions
 fails with one line.
 """
 
-import json
 import logging
 import os
 from collections.abc import Iterator, Sequence
@@ -85,23 +84,10 @@ def push_uncached(root: Path) -> int:
         return len(repo.cloud.push(present).transferred)
 
 
-@dataclass(frozen=True)
-class Objects:
-    """Hashes of the objects that a checkout or a commit needs to restore its outputs and data."""
-
-    cached: frozenset[str]
-    uncached: frozenset[str]
-    """Of metrics and plots that git tracks: only the run cache needs these."""
-
-    @property
-    def all(self) -> frozenset[str]:
-        """Both."""
-        return self.cached | self.uncached
-
-
-def needed_objects(root: Path, commits: Sequence[str] = ()) -> dict[str, Objects]:
-    """What the checkout at `root` ("workspace") and each of the commits needs. Commits without a DVC project are left
-    out. Raises UserError where DVC cannot read one."""
+def needed_objects(root: Path, commits: Sequence[str] = ()) -> dict[str, set[str]]:
+    """Hashes of the objects that the checkout at `root` ("workspace") and each of the commits needs to restore its
+    outputs and data, with the metrics and plots that git tracks: the run cache restores those. Commits without a DVC
+    project are left out. Raises UserError where DVC cannot read one."""
     found = {}
     with _repository(root) as repo, locked(root), _readable(root):
         logging.disable(logging.WARNING)  # of every object that is in no cache: the normal state of a clone
@@ -109,8 +95,7 @@ def needed_objects(root: Path, commits: Sequence[str] = ()) -> dict[str, Objects
             for name in repo.brancher(revs=list(commits), sha_only=True):
                 used = {one.value for objects in repo.index.used_objs(force=True).values() for one in objects}
                 outs = [out for stage in repo.index.stages for out in stage.outs if not out.use_cache]
-                uncached = {str(out.hash_info.value) for out in outs if out.hash_info}
-                found[name or "workspace"] = Objects(frozenset(used), frozenset(uncached))
+                found[name or "workspace"] = used | {str(out.hash_info.value) for out in outs if out.hash_info}
         finally:
             logging.disable(logging.NOTSET)
     return found
@@ -120,16 +105,6 @@ def cache_objects(root: Path) -> dict[str, int]:
     """The bytes of each object in DVC's cache, by its hash."""
     folder = cache_folder(root)
     return {path.parent.name + path.name: path.stat().st_size for path in folder.glob("[0-9a-f][0-9a-f]/*")}
-
-
-def make_holder(root: Path, folder: Path, objects: Sequence[str]) -> None:
-    """Make a DVC project in the git repository at `folder` that needs these objects of the cache of the project at
-    `root`, for `dvc gc --projects`."""
-    with _configuration(folder).edit("local") as local:
-        local["core"] = {"analytics": False, "site_cache_dir": str(folder / "site")}
-        local["cache"] = {"dir": str(cache_folder(root).parents[1])}
-    outs = [{"md5": one, "hash": "md5", "path": f"object-{index}"} for index, one in enumerate(objects)]
-    (folder / "objects.dvc").write_text(json.dumps({"outs": outs}), encoding="utf-8")  # JSON is YAML
 
 
 def configure_workspace(home: Path, root: Path, site: Path, cache: Path | None) -> None:

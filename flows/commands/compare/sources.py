@@ -24,8 +24,11 @@ from tasks.tracking.record import flatten
 
 EVALUATION = "metrics/evaluate.json"
 ANSWERS = "data/evaluate/answers.jsonl"
-SHORTEST_PREFIX = 6
 STAGE = "evaluate"
+IDENTITY = re.compile(r"[0-9a-f]{6,32}")
+"""An id in MLflow, or its beginning."""
+MOST_RUNS = 50_000
+"""MLflow's own limit of a search."""
 EMPTY = "{}"
 """A block that the file does not have."""
 UNCOMPARED = ("runtime.", "report.", "promote.", "raw_files.")
@@ -51,19 +54,27 @@ class Compared:
 def find(root: Path, name: str) -> Compared:
     """The run called `name`: the first of a folder, a revision of git, a DVC experiment, and a run in MLflow.
 
-    Raises UserError where there is none, or more than one in MLflow.
+    Raises UserError where there is none, or more than one in MLflow, and where its figures cannot be read.
     """
-    folder = Path(name).expanduser()
+    files, folder = (EVALUATION, LOCK_FILE, PARAMS_FILE), root if name == "." else Path(name).expanduser()
     if folder.is_dir():
-        return _of_folder(root if name == "." else folder, name)
-    if commit := git(root, "rev-parse", "--verify", "--quiet", "--end-of-options", f"{name}^{{commit}}").strip():
-        return _of_commit(root, name, commit, f"git {commit[:8]}")
-    newest = git(root, "for-each-ref", "--sort=-committerdate", "--format=%(objectname)", f"refs/exps/*/*/{name}")
-    if newest:
-        return _of_commit(root, name, newest.split()[0], "DVC experiment")
+        texts = [(folder / file).read_text("utf-8", "replace") if (folder / file).is_file() else "" for file in files]
+        if not texts[0]:
+            raise UserError(f"{folder / EVALUATION}: file not found; `dvc repro evaluate` in that folder writes it")
+        source = "this checkout" if name == "." else f"folder {folder}"
+        return _of_files(folder, name, source, texts, f"{folder}/", folder / ANSWERS)
+    commit = git(root, "rev-parse", "--verify", "--quiet", "--end-of-options", f"{name}^{{commit}}").strip()
+    source = f"git {commit[:8]}"
+    if not commit:
+        words = ("--sort=-committerdate", "--count=1", "--format=%(objectname)")
+        commit, source = git(root, "for-each-ref", *words, f"refs/exps/*/*/{name}").strip(), "DVC experiment"
+    if commit:
+        texts = [git(root, "show", f"{commit}:./{file}") for file in files]
+        if not texts[0]:
+            raise UserError(f"{name}: commit {commit[:8]} has no {EVALUATION}")
+        return _of_files(root, name, source, texts, f"{name}:")
     runs, where = runs_in_mlflow(root)
-    is_id = re.fullmatch(rf"[0-9a-f]{{{SHORTEST_PREFIX},32}}", name)
-    found = [run for run in runs if is_id and run.info.run_id.startswith(name)]
+    found = [run for run in runs if IDENTITY.fullmatch(name) and run.info.run_id.startswith(name)]
     found = found or [run for run in runs if run.info.run_name == name]
     if len(found) > 1:
         several = ", ".join(run.info.run_id for run in found[:5])
@@ -72,54 +83,62 @@ def find(root: Path, name: str) -> Compared:
         raise UserError(
             f"{name}: no run; tried a folder, a revision of git, a DVC experiment, and {where}; `leash runs` lists all"
         )
-    return _of_run(root, name, found[0])
+    return _of_mlflow(root, name, found[0])
 
 
-def _of_folder(folder: Path, name: str) -> Compared:
-    path, lock = folder / EVALUATION, folder / LOCK_FILE
-    if not path.is_file():
-        raise UserError(f"{path}: file not found; `dvc repro evaluate` in that folder writes it")
-    evaluation = _parsed(path.read_text(encoding="utf-8"), str(path))
-    params = folder / PARAMS_FILE
-    text = lock.read_text(encoding="utf-8", errors="replace") if lock.is_file() else ""
-    written = params.read_text(encoding="utf-8", errors="replace") if params.is_file() else ""
-    known, note = _parameters(text, str(lock), written, params)
-    answers = read_jsonl(folder / ANSWERS) if (folder / ANSWERS).is_file() else _stored(folder, _recorded(text))
-    return Compared(name, ("this checkout" if name == "." else f"folder {folder}") + note, evaluation, known, answers)
+def _of_files(
+    root: Path, name: str, source: str, texts: list[str], place: str, answers: Path | None = None
+) -> Compared:
+    """The run of these texts of metrics/evaluate.json, dvc.lock and params.yaml, read from `place`.
+
+    Its parameters are those of dvc.lock, because params.yaml may have been edited since. Its answers are those of the
+    file `answers`, else those that dvc.lock names. Raises UserError for a text that cannot be read.
+    """
+    evaluation, lock, written = texts
+    records = parse(lock, f"{place}{LOCK_FILE}") if lock else {}
+    content = parse_yaml(written, Path(f"{place}{PARAMS_FILE}")) if written else None
+    params = None if content is None else comparable(flatten(with_derived(content)))
+    digest = None
+    if STAGE in records:
+        digest = records[STAGE].outs.get(ANSWERS)
+        tracked = params_behind(records, STAGE)
+        known = None if tracked is None else comparable(flatten(tracked))
+        if tracked is None or known is None:
+            source += f", whose {LOCK_FILE} records newer results than these figures were made from"
+        elif params is not None:
+            behind = tuple(f"{block}." for block in tracked)
+            if {key: value for key, value in params.items() if f"{key}.".startswith(behind)} != known:
+                source += f", whose {PARAMS_FILE} was edited since"
+        params = known
+    rows = read_jsonl(answers) if answers and answers.is_file() else _stored(root, digest)
+    return Compared(name, source, _parsed(evaluation, f"{place}{EVALUATION}"), params, rows)
 
 
-def _of_commit(root: Path, name: str, commit: str, source: str) -> Compared:
-    lock = git(root, "show", f"{commit}:./{LOCK_FILE}")
-    text = git(root, "show", f"{commit}:./{EVALUATION}")
-    if not text:
-        raise UserError(f"{name}: commit {commit[:8]} has no {EVALUATION}")
-    written = git(root, "show", f"{commit}:./{PARAMS_FILE}")
-    params, note = _parameters(lock, f"{name}:{LOCK_FILE}", written, Path(f"{name}:{PARAMS_FILE}"))
-    evaluation = _parsed(text, f"{name}:{EVALUATION}")
-    return Compared(name, f"{source}{note}", evaluation, params, _stored(root, _recorded(lock)))
-
-
-def _of_run(root: Path, name: str, run: Any) -> Compared:
-    """A run in MLflow. Its answers are those with the hash in its tag."""
+def _of_mlflow(root: Path, name: str, run: Any) -> Compared:
+    """The run of `evaluate`, or of a pipeline: the newest finished `evaluate` below it, else the one that made what DVC
+    restored. Its answers are those with the hash in its tag."""
     client = _client(settings.tracking_uri(root))
-    evaluate = run if run.data.tags.get("leash.stage") == STAGE else _evaluate_of(client, name, run)
-    parent = evaluate.data.tags.get("mlflow.parentRunId")
-    params = run.data.params if evaluate is not run else client.get_run(parent).data.params if parent else {}
+    if run.data.tags.get("leash.stage") == STAGE:
+        evaluate, parent = run, run.data.tags.get("mlflow.parentRunId")
+        params = client.get_run(parent).data.params if parent else {}
+    else:
+        query = f"tags.`mlflow.parentRunId` = '{run.info.run_id}' and tags.`leash.stage` = '{STAGE}'"
+        query += " and attributes.status = 'FINISHED'"
+        order = ["attributes.start_time DESC"]
+        below = client.search_runs([run.info.experiment_id], query, max_results=1, order_by=order)
+        maker = run.data.tags.get(f"leash.restored.{STAGE}", "untracked")
+        if not below and maker == "untracked":
+            raise UserError(f"{name}: pipeline run {run.info.run_id} has no finished run of {STAGE}")
+        evaluate, params = below[0] if below else client.get_run(maker), run.data.params
     identity = evaluate.info.run_id
     with TemporaryDirectory() as place:
         try:
-            content = Path(client.download_artifacts(identity, EVALUATION, place)).read_bytes()
+            content = Path(client.download_artifacts(identity, EVALUATION, place)).read_text("utf-8")
         except Exception as error:
             raise UserError(f"{name}: run {identity} has no artifact {EVALUATION}; it may be an older one") from error
-    evaluation = _parsed(content.decode("utf-8"), f"{identity}:{EVALUATION}")
-    digest = evaluate.data.tags.get(settings.OUT_TAG + ANSWERS)
-    return Compared(name, f"MLflow run {identity}", evaluation, comparable(params) or None, _stored(root, digest))
-
-
-def _recorded(lock: str) -> str | None:
-    """The hash of the answers in the text of a dvc.lock."""
-    record = parse(lock, LOCK_FILE).get(STAGE) if lock else None
-    return record.outs.get(ANSWERS) if record else None
+    answers = _stored(root, evaluate.data.tags.get(settings.OUT_TAG + ANSWERS))
+    evaluation = _parsed(content, f"{identity}:{EVALUATION}")
+    return Compared(name, f"MLflow run {identity}", evaluation, comparable(params) or None, answers)
 
 
 def _stored(root: Path, digest: str | None) -> list[Row] | str:
@@ -132,20 +151,15 @@ def _stored(root: Path, digest: str | None) -> list[Row] | str:
         return f"{ANSWERS} with hash {error}"
 
 
-def _parameters(lock: str, source: str, written: str, file: Path) -> tuple[Mapping[str, str] | None, str]:
-    """The parameters of the figures, and a note about them. They are those of dvc.lock, because params.yaml may have
-    been edited since. Raises UserError for a lock, from `source`, that cannot be read."""
-    records = parse(lock, source) if lock else {}
-    now = comparable(flatten(with_derived(parse_yaml(written, file)))) if written else None
-    if STAGE not in records:
-        return now, ""
-    tracked = params_behind(records, STAGE)
-    if tracked is None:
-        return None, f", whose {LOCK_FILE} records newer results than these figures were made from"
-    known = comparable(flatten(tracked))
-    below = {key: value for key, value in (now or known).items()
-             if any(key == name or key.startswith(f"{name}.") for name in tracked)}  # fmt: skip
-    return known, "" if below == known else f", whose {PARAMS_FILE} was edited since"
+def _parsed(text: str, where: str) -> Mapping[str, Any]:
+    try:
+        content: dict[str, Any] = json.loads(text)
+        usable = bool(content["models"]) and all(isinstance(one, dict) for one in content["models"].values())
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise UserError(f"{where}: no result of `evaluate` ({error}); run it there again") from error
+    if not usable:
+        raise UserError(f"{where}: holds no `models` to compare; run `evaluate` there again")
+    return content
 
 
 def comparable(params: Mapping[str, str]) -> dict[str, str]:
@@ -177,17 +191,12 @@ def runs_in_mlflow(root: Path) -> tuple[list[Any], str]:
     try:
         client = _client(uri)
         experiment = client.get_experiment_by_name(experiment_name(root))
-        runs, token = [], None
-        while experiment is not None:
-            page = client.search_runs([experiment.experiment_id], max_results=1000, page_token=token)
-            runs += [run for run in page if run.data.tags.get("leash.stage", STAGE) == STAGE]
-            token = page.token
-            if not token:
-                break
+        runs = client.search_runs([experiment.experiment_id], max_results=MOST_RUNS) if experiment else []
     except Exception as error:  # MLflow has many types for errors of a server or database
         reason = settings.without_credentials(str(error)).strip().split("\n")[0][:160]
         return [], f"{where} (which does not answer: {reason})"
-    return runs, f"{where} (id, beginning of an id, or name)"
+    known = [run for run in runs if run.data.tags.get("leash.stage", STAGE) == STAGE]
+    return known, f"{where} (id, beginning of an id, or name)"
 
 
 def _client(uri: str) -> Any:
@@ -195,29 +204,3 @@ def _client(uri: str) -> Any:
     from mlflow.tracking import MlflowClient  # a second
 
     return MlflowClient(uri, registry_uri=uri)
-
-
-def _evaluate_of(client: Any, name: str, pipeline: Any) -> Any:
-    """The newest finished run of `evaluate` below a pipeline run; else the one that made what DVC restored."""
-    query = f"tags.`mlflow.parentRunId` = '{pipeline.info.run_id}' and tags.`leash.stage` = '{STAGE}'"
-    query += " and attributes.status = 'FINISHED'"
-    order = ["attributes.start_time DESC"]
-    if found := client.search_runs([pipeline.info.experiment_id], query, max_results=1, order_by=order):
-        return found[0]
-    maker = pipeline.data.tags.get(f"leash.restored.{STAGE}", "untracked")
-    if maker == "untracked":
-        raise UserError(f"{name}: pipeline run {pipeline.info.run_id} has no finished run of {STAGE}")
-    return client.get_run(maker)
-
-
-def _parsed(text: str, where: str) -> Mapping[str, Any]:
-    try:
-        content = json.loads(text)
-    except ValueError as error:
-        raise UserError(f"{where}: broken JSON ({error})") from error
-    if not isinstance(content, dict):
-        raise UserError(f"{where}: expected a JSON object, got {type(content).__name__}")
-    models = content.get("models")
-    if not isinstance(models, dict) or not models or not all(isinstance(one, dict) for one in models.values()):
-        raise UserError(f"{where}: holds no `models` to compare; run `evaluate` there again")
-    return content

@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from flows.commands.lineage import show
+from flows.commands.lineage import Lineage, Node, lineage, show
 from rlhf_core.errors import UserError
-from tasks.records.lineage import Lineage, Node, lineage
 from tasks.records.recorded import Record
 from tasks.stage.dvc_files import open_project
 from tests.conftest import call

@@ -10,12 +10,11 @@ import pytest
 from flows import workspace
 from flows.commands import rounds as command
 from flows.commands.imports import importer
-from flows.commands.lineage import show
-from flows.commands.verify.verify import Report, verify_round
+from flows.commands.lineage import Node, lineage, show
+from flows.commands.verify import Report, verify_round
 from flows.workspace import Workspace
 from rlhf_core.errors import UserError
 from tasks.params.loader import read_yaml
-from tasks.records.lineage import Node, lineage
 from tasks.stage.dvc_adapter import needed_objects
 from tasks.stage.dvc_files import open_project
 from tasks.stage.pipeline_run import identity
@@ -211,7 +210,7 @@ def test_a_workspace_at_a_commit_has_its_closed_rounds_and_gc_keeps_them(ran: Pa
     with open_project(ran) as project:
         wanted = {path.parent.name + path.name for _, path in project.cached(project.tracked[0].recorded or "")}
     assert wanted
-    assert wanted <= needed_objects(ran)["workspace"].cached
+    assert wanted <= needed_objects(ran)["workspace"]
     with workspace.opened(Workspace(ran, "trial", workspace.resolve(ran, "HEAD"))) as space:
         assert last_closed(space.root) == 1
         assert (space.root / "rounds/1/policy/config.json").is_file()

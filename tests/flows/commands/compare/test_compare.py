@@ -256,8 +256,8 @@ def test_what_is_not_a_run_is_refused_with_what_was_tried(
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        ("{", "broken JSON"),
-        ("[]", "expected a JSON object, got list"),
+        ("{", "no result of `evaluate`"),
+        ("[]", "no result of `evaluate`"),
         ('{"models": {}}', "holds no `models` to compare"),
         ('{"models": {"policy": 3}}', "holds no `models` to compare"),
     ],
