@@ -33,7 +33,7 @@ class Run:
 
     name: str
     date: str
-    objects: frozenset[str]
+    objects: set[str]
     ref: str = ""
     """Of an experiment."""
     goes: bool = False
@@ -49,7 +49,7 @@ def gc(root: Path, keep: int, studies: Sequence[str], yes: bool) -> None:
 
     with alone(root) if yes else nullcontext():
         runs, sizes = examine(root, keep, studies), cache_objects(root)
-        gone = sizes.keys() - frozenset().union(*(run.objects for run in runs if not run.goes))
+        gone = sizes.keys() - set().union(*(run.objects for run in runs if not run.goes))
         print(render(runs, sizes, gone), flush=True)
         if not yes:
             print("nothing was removed; `leash gc --yes` removes what is marked" if gone else "nothing to remove")
@@ -95,7 +95,7 @@ def examine(root: Path, keep: int, studies: Sequence[str]) -> list[Run]:
     runs = [Run("this checkout", "", needed["workspace"])]
     for ref, date, commit, _ in heads:
         name = ref.replace("refs/heads/", "branch ").replace("refs/tags/", "tag ")
-        runs.append(Run(name, date, needed.get(commit, frozenset())))
+        runs.append(Run(name, date, needed.get(commit, set())))
     for line in workspace.git(root, "worktree", "list", "--porcelain").splitlines():  # isolated workspaces, too
         path = Path(line.removeprefix("worktree "))
         is_other = line.startswith("worktree ") and path != root.resolve() and (path / "dvc.yaml").is_file()
@@ -105,7 +105,7 @@ def examine(root: Path, keep: int, studies: Sequence[str]) -> list[Run]:
     tagged = {commit for ref, _, commit, _ in heads if ref.startswith("refs/tags/")}
     for ref, date, commit, _ in experiments:
         goes = ref in old and commit not in tagged
-        runs.append(Run(Path(ref).name, date, needed.get(commit, frozenset()), ref, goes))
+        runs.append(Run(Path(ref).name, date, needed.get(commit, set()), ref, goes))
     return runs
 
 
