@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from flows.commands.annotate.export import export
-from flows.commands.annotate.statistics import render, statistics
+from flows.commands.annotate.labels import export, render, statistics
 from flows.commands.annotate.store import Action, Store
 from flows.commands.annotate.tasks import Task, shown_order
 from flows.commands.imports import importer
