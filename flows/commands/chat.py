@@ -35,7 +35,7 @@ def run_chat(
     UserError for a folder that holds no language model, and for models that cannot be interpolated."""
     if not 0 < settings.temperature < math.inf:
         raise UserError(f"--temperature {settings.temperature}: give a number above 0")
-    models = []
+    models: list[ChatModel] = []
     found = [(path, *project_settings(path)) for path in (folder, beside) if path is not None]
     for path, trusted, _ in found:
         require_language_model(path, trusted)

@@ -153,7 +153,9 @@ def score_file(root: Path, source: Path, out: Path | None = None) -> str:
                 _write_parquet(source, partial, scorers.names, scored)
             else:
                 with partial.open("wb") as file:
-                    file.writelines(_line(row | dict(zip(scorers.names, new, strict=True))) for row, new in scored)
+                    for row, new in scored:
+                        line = json.dumps(row | dict(zip(scorers.names, new, strict=True)), ensure_ascii=False)
+                        file.write(line.encode(errors="backslashreplace") + b"\n")  # half a surrogate pair: \ud800
     except OSError as error:
         raise UserError(f"{out}: cannot be written ({error.strerror or error}); name another file with --out") from None
     return f"{out}: {count:,} rows; new columns: {', '.join(scorers.names)}"
@@ -174,13 +176,6 @@ def require_reward_model(folder: Path, wanted: RewardConfig) -> None:
             f"{REWARD}: was made with other parameters than those of {PARAMS_FILE} ({', '.join(changed)}); "
             "`leash run reward` makes it again"
         )
-
-
-def _line(row: Row) -> bytes:
-    try:
-        return json.dumps(row, ensure_ascii=False).encode() + b"\n"
-    except UnicodeEncodeError:  # half a surrogate pair, in a column that is not scored
-        return json.dumps(row).encode() + b"\n"
 
 
 def _write_parquet(

@@ -3,13 +3,13 @@
 import getpass
 import hashlib
 import json
+import os
 import re
 import secrets
 import shlex
 import socket
 import time
-from collections.abc import Iterator
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -82,11 +82,12 @@ def annotate(root: Path, call: Call) -> None:
         where = f"--guidelines {call.guidelines}"
         raise UserError(f"{where}: cannot be read ({error}); give a Markdown file in UTF-8") from None
     path = database(root, call.name)
-    settings = call.settings(root)
+    settings, source = call.settings(root), call.source or root / SAMPLES
     with listening(call) as listener, held(path.with_suffix(".lock"), 0.0, f"serves this session ({path})"):
         is_new = not path.is_file()
         if is_new:
-            create(path, {**settings, "sha256": _sha256(root / settings["from"])}, choose_tasks(root, call))
+            tasks = choose_tasks(root, call)  # first: it refuses a source that is missing
+            create(path, {**settings, "sha256": _sha256(source)}, tasks)
         with closing(Store(path)) as store:
             for key, value in settings.items():
                 if store.settings[key] != value:
@@ -94,16 +95,16 @@ def annotate(root: Path, call: Call) -> None:
                         f"{path}: this session was started with --{key.replace('_', '-')} "
                         f"{_shown(store.settings[key])}, not {_shown(value)}; give the same options, or another --name"
                     )
-            found, tasks = statistics(store), store.tasks.values()
-            gold = sum(task.right is not None for task in tasks)
+            found = statistics(store)
+            gold = sum(task.right is not None for task in store.tasks.values())
             print(f"{'new session' if is_new else 'continues'}: {_relative(path, root)}")
             print(
-                f"{found.done:,} of {found.wanted:,} labels done; {len(tasks) - gold:,} tasks"
+                f"{found.done:,} of {found.wanted:,} labels done; {len(store.tasks) - gold:,} tasks"
                 f"{f', gold questions: {gold:,}' if gold else ''}"
             )
-            source = settings["from"]
-            if _sha256(root / source) not in {store.settings["sha256"], None}:
-                print(f"note: {source} has changed since; the tasks are still the old ones (--name NEW takes the new)")
+            if source.is_file() and _sha256(source) != store.settings["sha256"]:
+                changed = f"note: {settings['from']} has changed since"
+                print(f"{changed}; the tasks are still the old ones (--name NEW takes the new)")
             _serve(store, call, names, guidelines, listener)
             print(f"\n{render(statistics(store))}\nexport: leash annotate --export labels.jsonl{_option(call.name)}")
 
@@ -150,19 +151,15 @@ def choose_tasks(root: Path, call: Call) -> list[Task]:
     return first_tasks(most_uncertain(candidates, call.ask, call.rewards, root), call.pairs) + gold
 
 
-@contextmanager
-def listening(call: Call) -> Iterator[socket.socket]:
+def listening(call: Call) -> socket.socket:
     """A socket that listens at the port: on this machine only, unless shared. Raises UserError where it is in use."""
-    with socket.socket() as listener:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            listener.bind(("0.0.0.0" if call.share else "127.0.0.1", call.port))
-            listener.listen()
-        except OSError as error:
-            raise UserError(
-                f"port {call.port} cannot be used ({error.strerror}); stop what listens there, or choose another --port"
-            ) from None
-        yield listener
+    try:
+        return socket.create_server(("0.0.0.0" if call.share else "127.0.0.1", call.port))
+    except OSError as error:
+        reason = os.strerror(error.errno or 0)
+        raise UserError(
+            f"port {call.port} cannot be used ({reason}); stop what listens there, or choose another --port"
+        ) from None
 
 
 def _annotators(call: Call) -> tuple[str, ...]:
@@ -214,13 +211,9 @@ def _serve(store: Store, call: Call, names: tuple[str, ...], guidelines: str | N
         uvicorn.Server(config).run(sockets=[listener])
 
 
-def _sha256(path: Path) -> str | None:
-    """Of a file; None where it cannot be read."""
-    try:
-        with path.open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
-    except OSError:
-        return None
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _relative(path: Path, root: Path) -> str:

@@ -6,7 +6,7 @@ import json
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import combinations, repeat
+from itertools import accumulate, combinations, repeat
 from pathlib import Path
 from typing import Literal
 
@@ -129,13 +129,8 @@ def shown_order(task: str, answers: int, annotator: str, seed: int) -> list[int]
 
 def first_tasks(tasks: Sequence[Task], pairs: int) -> list[Task]:
     """As many tasks, from the first on, as give `pairs` pairs; all where these are too few."""
-    found: list[Task] = []
-    for task in tasks:
-        if pairs <= 0:
-            break
-        found.append(task)
-        pairs -= len(task.pairs)
-    return found
+    before = accumulate((len(task.pairs) for task in tasks), initial=0)
+    return [task for task, count in zip(tasks, before, strict=False) if count < pairs]
 
 
 def most_uncertain(tasks: Sequence[Task], ask: Ask, folders: Sequence[Path], root: Path) -> list[Task]:
@@ -189,10 +184,11 @@ def score_tasks(
     device = default_device()
     model = load_scalar_model(folder, trust_remote_code=trust_remote_code, frozen=precision, device=device)
     scorer = RewardModelScorer(place(model, device), int(tokenizer.pad_token_id), BATCH)
-    answers: dict[tuple[bytes, str], tuple[Conversation, bool]] = {}
-    for task in tasks:
-        for text, ended in zip(task.answers, task.ended, strict=True):
-            answers.setdefault((canonical(task.prompt), text), (task.prompt, ended))
+    answers = {
+        (canonical(task.prompt), text): (task.prompt, ended)
+        for task in tasks
+        for text, ended in zip(task.answers, task.ended, strict=True)
+    }
     progress = Progress(f"[{folder}]", len(answers), "answer", seconds=10.0)
     found: dict[tuple[bytes, str], float] = {}
     for start in range(0, len(answers), BATCH):

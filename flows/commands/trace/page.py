@@ -5,8 +5,8 @@ from pathlib import Path
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
+from flows.commands.trace.terminal import COLUMNS, PASSES, cells, explain, number, operand, passes, signed, where
 from flows.commands.trace.trace import Traced
-from flows.commands.trace.wording import COLUMNS, PASSES, cells, explain, number, operand, passes, signed, where
 from rlhf_core.errors import UserError
 from rlhf_core.files import atomic
 from rlhf_core.inspect.trace.records import Token
@@ -73,7 +73,9 @@ def formulas(traced: Traced, place: int) -> list[Formula]:
     trace, config, step = traced.trace, traced.config, traced.trace.step
     token, is_last = trace.tokens[place], place == len(trace.tokens) - 1
     old, weight, beta = operand(token.old_logprob), operand(token.weight), f"{step.kl_coef:g}"
-    found = [("KL", f"log π_old − log π_ref = {number(token.old_logprob)} − {operand(token.ref_logprob)}", token.kl)]
+    found: list[tuple[str, str, float | None]] = [
+        ("KL", f"log π_old − log π_ref = {number(token.old_logprob)} − {operand(token.ref_logprob)}", token.kl)
+    ]
 
     reward = f"R = {number(trace.score)}" if is_last else "0, for the reward comes at the last token"
     if config.kl.penalty != "loss" and config.kl.placement == "sequence_end" and is_last:
