@@ -99,7 +99,7 @@ def annotate(root: Path, call: Call) -> None:
             gold = sum(task.right is not None for task in store.tasks.values())
             print(f"{'new session' if is_new else 'continues'}: {_relative(path, root)}")
             print(
-                f"{found.done:,} of {found.wanted:,} labels done; {len(store.tasks) - gold:,} tasks"
+                f"{found['done']:,} of {found['wanted']:,} labels done; {len(store.tasks) - gold:,} tasks"
                 f"{f', gold questions: {gold:,}' if gold else ''}"
             )
             if source.is_file() and _sha256(source) != store.settings["sha256"]:

@@ -1,11 +1,12 @@
 """What a session has found: the labels as a file that `leash import` reads, and counts, speed and agreement."""
 
 from collections import Counter, defaultdict
-from dataclasses import dataclass
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from itertools import combinations
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 from flows.commands.annotate.store import Judgement, Store, speed
 from flows.text import table
@@ -68,43 +69,11 @@ def _is_export(path: Path) -> bool:
     return first is not None and {"annotator", "task", "order"} <= first[1].keys()
 
 
-@dataclass(frozen=True)
-class Person:
-    """The figures of one annotator."""
-
-    name: str
-    labels: int
-    """Tasks judged, ties included, without gold questions."""
-    ties: int
-    skipped: int
-    flagged: int
-    seconds: float | None
-    per_hour: float | None
-    """As of `speed`."""
-    agreement: float | None
-    """Share of the pairs that another annotator judged too in which both judged the same; a tie is a judgement."""
-    shared: int
-    """The number of such comparisons."""
-    gold_right: int
-    gold: int
-    """Gold questions answered."""
-
-
-@dataclass(frozen=True)
-class Statistics:
-    """The figures of a session."""
-
-    people: list[Person]
-    alpha: float | None
-    """Krippendorff's alpha over all pairs (nominal: first, second or tie); None where nothing could disagree."""
-    done: int
-    """Judgements that count, of all annotators."""
-    wanted: int
-    """Tasks times overlap."""
-
-
-def statistics(store: Store) -> Statistics:
-    """The figures so far; annotators in the order of their first judgement."""
+def statistics(store: Store) -> dict[str, Any]:
+    """The figures so far. `people`: for each annotator, in the order of their first judgement, counts (`labels` are
+    tasks judged, ties included, without gold questions), the figures of `speed`, and `agreement`: the share of the
+    `shared` pairs that another annotator judged too in which both judged the same. `alpha`: Krippendorff's over all
+    pairs (nominal: first, second or tie), None where nothing could disagree. `done` of `wanted` judgements count."""
     by_name: dict[str, list[Judgement]] = defaultdict(list)
     values: dict[tuple[str, int, int], dict[str, float]] = defaultdict(dict)
     """For each pair of answers, 1 where an annotator prefers the first, 0 where the second, 0.5 for a tie."""
@@ -115,33 +84,45 @@ def statistics(store: Store) -> Statistics:
             better = 0.5 if one.action == "tie" else float(one.ranking.index(a) < one.ranking.index(b))
             values[one.task, a, b][one.annotator] = better
     same = agreements(values.values())
-    people = []
+    people: list[dict[str, Any]] = []
     for name, judged in by_name.items():
         count = Counter(one.action for one in judged if store.tasks[one.task].right is None)
         gold = [(one, store.tasks[one.task].right) for one in judged if one.action in {"rank", "tie"}]
         right = [one.ranking[:1] == [place] for one, place in gold if place is not None]
         seconds, per_hour = speed(one.seconds for one in judged)
         equal = same.get(name, [])
-        person = Person(
-            name, count["rank"] + count["tie"], count["tie"], count["skip"], count["flag"], seconds, per_hour,
-            fmean(equal) if equal else None, len(equal), sum(right), len(right),
-        )  # fmt: skip
+        person = {
+            "name": name,
+            "labels": count["rank"] + count["tie"],
+            "ties": count["tie"],
+            "skipped": count["skip"],
+            "flagged": count["flag"],
+            "seconds": seconds,
+            "per_hour": per_hour,
+            "agreement": fmean(equal) if equal else None,
+            "shared": len(equal),
+            "gold_right": sum(right),
+            "gold": len(right),
+        }
         people.append(person)
-    wanted = store.settings["overlap"] * sum(task.right is None for task in store.tasks.values())
-    alpha = krippendorff_alpha(list(values.values()))
-    return Statistics(people, alpha, sum(person.labels for person in people), wanted)
+    return {
+        "people": people,
+        "alpha": krippendorff_alpha(list(values.values())),
+        "done": sum(person["labels"] for person in people),
+        "wanted": store.settings["overlap"] * sum(task.right is None for task in store.tasks.values()),
+    }
 
 
-def render(found: Statistics) -> str:
-    """The figures as text for the terminal."""
+def render(found: Mapping[str, Any]) -> str:
+    """The figures of `statistics` as text for the terminal."""
     rows = [["annotator", "labels", "ties", "skipped", "flagged", "median", "an hour", "agrees", "gold"]]
-    for person in found.people:
-        counts = map(str, (person.labels, person.ties, person.skipped, person.flagged))
-        seconds = "–" if person.seconds is None else f"{person.seconds:.1f} s"
-        per_hour = "–" if person.per_hour is None else f"{person.per_hour:.0f}"
-        agrees = "–" if person.agreement is None else f"{person.agreement:.0%} of {person.shared}"
-        gold = f"{person.gold_right} of {person.gold}" if person.gold else "–"
-        rows.append([person.name, *counts, seconds, per_hour, agrees, gold])
-    alpha = "" if found.alpha is None else f"; Krippendorff's alpha {found.alpha:.2f}"
-    figures = f"{found.done} of {found.wanted}{alpha}"
-    return f"{table(rows)}\n{figures}" if found.people else figures
+    for person in found["people"]:
+        counts = [str(person[name]) for name in ("labels", "ties", "skipped", "flagged")]
+        seconds = "–" if person["seconds"] is None else f"{person['seconds']:.1f} s"
+        per_hour = "–" if person["per_hour"] is None else f"{person['per_hour']:.0f}"
+        agrees = "–" if person["agreement"] is None else f"{person['agreement']:.0%} of {person['shared']}"
+        gold = f"{person['gold_right']} of {person['gold']}" if person["gold"] else "–"
+        rows.append([person["name"], *counts, seconds, per_hour, agrees, gold])
+    alpha = "" if found["alpha"] is None else f"; Krippendorff's alpha {found['alpha']:.2f}"
+    figures = f"{found['done']} of {found['wanted']}{alpha}"
+    return f"{table(rows)}\n{figures}" if found["people"] else figures

@@ -6,7 +6,6 @@ import sqlite3
 import sys
 import time
 from collections.abc import Awaitable, Callable, Collection
-from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -106,7 +105,7 @@ def build_app(store: Store, guidelines: str | None, shared: bool, hosts: Collect
 
     @app.get("/api/statistics")
     def figures(request: Request) -> dict[str, Any]:
-        found = asdict(statistics(store))
+        found = statistics(store)
         people = [one for one in found["people"] if not shared or one["name"] == request.state.annotator]
         return {**found, "people": people}
 
