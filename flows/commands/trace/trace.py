@@ -2,13 +2,11 @@
 
 import json
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from transformers import PreTrainedTokenizerBase
-
 from rlhf_core.config.ppo import PPOConfig
-from rlhf_core.config.precision import Precision
 from rlhf_core.data.chat import Conversation
 from rlhf_core.data.tokenizer import encode_prompt, load_tokenizer
 from rlhf_core.determinism import make_deterministic
@@ -23,12 +21,12 @@ from rlhf_core.ppo.plan import prompts_of_step
 from rlhf_core.ppo.scoring import RewardSource, ScoreNormalisation, reference_scores
 from rlhf_core.ppo.trainer import PPOTrainer
 from rlhf_core.training.processes import Processes
-from tasks.datasets.jsonl import Row, read_jsonl
+from tasks.datasets.jsonl import read_jsonl
 from tasks.params.all import Params
 from tasks.params.loader import PARAMS_FILE, parse, read_yaml
 from tasks.params.scorer import uses_reward_model
 from tasks.stage.trust import warn_of_code
-from tasks.training.ppo_inputs import SFT, Beginning, beginning, read_text, starting_critic
+from tasks.training.ppo_inputs import SFT, beginning, read_text, starting_critic
 from tasks.training.scalar_models import ScalarModels
 from tasks.training.scorer import REWARD, build_scorer, extras_of
 
@@ -61,174 +59,109 @@ def trace_prompt(root: Path, text: str, start: Start | None = None, seed: int | 
     if not text.strip():
         raise UserError("the prompt is empty; give the question, in quotation marks")
     params = parse(Params, read_yaml(root / PARAMS_FILE), file=PARAMS_FILE)
-    start = start or ("policy" if is_model(root / POLICY) else "sft")
-    _require_models(root, params, start)
-    seed = params.seed if seed is None else seed
-    make_deterministic(seed, params.threads, deterministic=params.deterministic, tf32=params.precision == "bfloat16")
-    if trusted := params.trust_remote_code:
-        warn_of_code("trace:")
-    notes: list[str] = []
-    if start == "policy":
-        notes.append("Adam starts without moments: those of the run are not saved with the models")
-    tokenizer = load_tokenizer(root / SFT, trust_remote_code=trusted)
-    source = _reward_source(root, params, tokenizer)
-    begin = beginning(root, seed, params.round)
-    models = _load_models(root, params.ppo, start, begin, source.normalisation, trusted, params.precision, notes)
-    step = _step(root, params.ppo, start, notes)
-    prompt: Conversation = [{"role": "user", "content": text}]
-    rows, row = _batch(root, params.ppo, prompt, step, begin.seed, tokenizer, context_length(models.policy))
-    pieces = read_text(root, params.ppo, tokenizer, context_length(models.policy))
-    prompts = [each["prompt"] for each in rows]
-    trainer = PPOTrainer(params.ppo, models, tokenizer, source, prompts, begin.seed, pieces, extras_of(rows))
-    trainer.steps_done = step
-    if start == "policy":
-        _restore_controllers(root, trainer, notes)
-    for name, scheduler in trainer.schedulers.items():
-        done = step - (params.ppo.critic.warmup_steps if name == "policy" else 0)
-        rate = scheduler.base_lrs[0] * scheduler.lr_lambdas[0](max(0, done))
-        trainer.optimizers[name].param_groups[0]["lr"] = rate
-    model = POLICY if start == "policy" else begin.start
-    return Traced(trace_step(trainer, [row])[0], params.ppo, start, model, seed, notes)
-
-
-def is_model(folder: Path) -> bool:
-    """Whether the folder holds a model, and not the note of a stage that made none."""
-    return (folder / "config.json").is_file()
-
-
-def _require_models(root: Path, params: Any, start: Start) -> None:
-    needed = [SFT] + ([REWARD] if uses_reward_model(params.scorer) else [])
-    if start == "policy":
-        needed += [POLICY] + ([CRITIC] if params.ppo.has_critic else [])
-    missing = [path for path in needed if not is_model(root / path)]
+    config, trusted, precision = params.ppo, params.trust_remote_code, params.precision
+    start = start or ("policy" if _is_model(root / POLICY) else "sft")
+    at_end = start == "policy"
+    needed = {SFT: True, REWARD: uses_reward_model(params.scorer), POLICY: at_end, CRITIC: at_end and config.has_critic}
+    missing = [path for path, is_needed in needed.items() if is_needed and not _is_model(root / path)]
     missing += [] if (root / PROMPTS).is_file() else [PROMPTS]
     if missing:
         raise UserError(f"{', '.join(missing)}: missing; `leash run select` makes what a trace needs")
+    seed = params.seed if seed is None else seed
+    make_deterministic(seed, params.threads, deterministic=params.deterministic, tf32=precision == "bfloat16")
+    if trusted:
+        warn_of_code("trace:")
+    metrics = {name: _read_json(root / "metrics" / f"{name}.json") for name in ("ingest", "ppo", "select")}
+    begin = beginning(root, seed, params.round)
+    model = POLICY if at_end else begin.start
+    step, notes = _steps_before(config, metrics["select"]) if at_end else (0, [])
 
-
-def _load_models(
-    root: Path,
-    config: PPOConfig,
-    start: Start,
-    begin: Beginning,
-    normalisation: ScoreNormalisation,
-    trusted: bool,
-    precision: Precision,
-    notes: list[str],
-) -> ActorCritic:
-    """The models as at the start of PPO, or at its end."""
-    frozen, folder = body_precision(precision, config.lora), POLICY if start == "policy" else begin.start
-    policy = load_causal_lm(root / folder, trust_remote_code=trusted, frozen=frozen)
-    trained = start == "policy" and config.needs_critic_model
-    critic = (
-        load_scalar_model(root / CRITIC, trust_remote_code=trusted, frozen=frozen)
-        if trained
-        else starting_critic(root, config, normalisation, begin.seed, ScalarModels(trusted, precision))
-    )
-    is_own_reference = config.lora is not None and start == "sft" and begin.start == begin.reference
-    reference = (
-        None
-        if is_own_reference
-        else load_causal_lm(root / begin.reference, trust_remote_code=trusted, frozen=precision)
-    )
-    models = ActorCritic(config, policy, reference, critic, begin.seed, precision)
-    if start == "policy" and config.lora is not None:
-        notes.append("the adapters of the run are folded into models/policy; new ones are trained here")
-    if start == "policy" and models.head is not None:
-        models.head.load_state_dict(
-            scalar_head(load_scalar_model(root / CRITIC, trust_remote_code=trusted)).state_dict()
+    device = Processes().device
+    load = partial(load_causal_lm, trust_remote_code=trusted)
+    tokenizer = load_tokenizer(root / SFT, trust_remote_code=trusted)
+    reference = place(load(root / begin.reference, frozen=precision, device=device), device)
+    context = context_length(reference)
+    prompt: Conversation = [{"role": "user", "content": text}]
+    room = context - config.max_new_tokens
+    if (tokens := len(encode_prompt(tokenizer, prompt))) > room:
+        raise UserError(
+            f"the prompt is {tokens - room} tokens too long: {config.max_new_tokens} of {context} are the answer"
         )
-    return models
+    rows = [row for row in read_jsonl(root / PROMPTS) if len(encode_prompt(tokenizer, row["prompt"])) <= room]
+    if not rows:
+        raise UserError(f"{PROMPTS}: no prompt leaves room for an answer; enlarge the context")
+
+    # The scorer of the run, normalised as in the run: measured again where PPO has not run.
+    scalars = ScalarModels(trusted, precision, device)
+    limits, size = params.runtime.functions, config.micro_batch_size
+    scorer = build_scorer(root, params.scorer, limits, tokenizer, size, scalars)
+    mean, std = metrics["ppo"].get("score_mean"), metrics["ppo"].get("score_std")
+    if isinstance(mean, float) and isinstance(std, float):
+        normalisation = ScoreNormalisation(mean, std)
+    else:
+        own_seed, prompts = beginning(root, params.seed, params.round).seed, [row["prompt"] for row in rows]
+        scored = reference_scores(config, reference, tokenizer, scorer, prompts, own_seed, rows=extras_of(rows))
+        normalisation = scored.normalisation
+    source = RewardSource(scorer, normalisation, RubricJudge() if metrics["ingest"].get("source") == "demo" else None)
+
+    body = body_precision(precision, config.lora)
+    policy = load(root / model, frozen=body)
+    if at_end and config.needs_critic_model:
+        critic: Any = load_scalar_model(root / CRITIC, trust_remote_code=trusted, frozen=body)
+    else:
+        critic = starting_critic(root, config, normalisation, begin.seed, ScalarModels(trusted, precision))
+    is_own_reference = config.lora is not None and not at_end and begin.start == begin.reference
+    models = ActorCritic(config, policy, None if is_own_reference else reference, critic, begin.seed, precision)
+    if at_end and models.head is not None:
+        trained = scalar_head(load_scalar_model(root / CRITIC, trust_remote_code=trusted))
+        models.head.load_state_dict(trained.state_dict())
+
+    # The step's own batch, with the traced prompt in place of its first unless it has it anyway.
+    batch = prompts_of_step(step, config.batch_size // config.samples_per_prompt, len(rows), begin.seed)
+    found = next((place for place, index in enumerate(batch) if rows[index]["prompt"] == prompt), None)
+    if found is None:
+        found = 0
+        rows[batch[0]] = {"prompt": prompt}
+    pieces, prompts = read_text(root, config, tokenizer, context), [row["prompt"] for row in rows]
+    trainer = PPOTrainer(config, models, tokenizer, source, prompts, begin.seed, pieces, extras_of(rows))
+    trainer.steps_done = step
+    coef = metrics["ppo"].get("kl_coef_last")
+    if at_end and config.kl.controller == "adaptive" and isinstance(coef, float):
+        trainer.controller.coef = coef
+    elif at_end and config.kl.controller == "adaptive":
+        notes.append("metrics/ppo.json has no last β: it starts from its initial value")
+    for name, scheduler in trainer.schedulers.items():
+        done = step - (config.critic.warmup_steps if name == "policy" else 0)
+        rate = scheduler.base_lrs[0] * scheduler.lr_lambdas[0](max(0, done))
+        trainer.optimizers[name].param_groups[0]["lr"] = rate
+    traced = trace_step(trainer, [found * config.samples_per_prompt])[0]
+    return Traced(traced, config, start, model, seed, notes)
 
 
-def _step(root: Path, config: PPOConfig, start: Start, notes: list[str]) -> int:
-    """Steps before the traced one: those of the policy, at most all but the last."""
-    if start == "sft":
-        return 0
-    selected = _read_json(root / "metrics" / "select.json")
+def _steps_before(config: PPOConfig, selected: dict[str, Any]) -> tuple[int, list[str]]:
+    """Steps before the one that is traced from models/policy (those of the policy, at most all but the last), and how
+    it differs from a step of the run."""
+    notes = ["Adam starts without moments: those of the run are not saved with the models"]
+    if config.lora is not None:
+        notes.append("the adapters of the run are folded into models/policy; new ones are trained here")
     chosen, eta = selected.get("step"), selected.get("eta", 1.0)
     if isinstance(eta, float) and eta < 1:
         notes.append(f"models/policy is SFT + {eta:g}·(the snapshot after step {chosen} − SFT), no policy of the run")
     done = chosen if isinstance(chosen, int) else config.steps
     if 0 <= done < config.steps:
         notes.append(f"models/policy is the snapshot after step {done}, models/critic that of the last step")
-        return done
-    notes.append(f"the run is over after {config.steps} steps; this is its last one once more, from where it ended")
-    return config.steps - 1
-
-
-def _batch(
-    root: Path,
-    config: PPOConfig,
-    prompt: Conversation,
-    step: int,
-    seed: int,
-    tokenizer: PreTrainedTokenizerBase,
-    context: int,
-) -> tuple[list[Row], int]:
-    """The rows of the run's prompts, with the traced one in place of the step's first unless the step has it anyway,
-    and the place of its (first) answer."""
-    if (surplus := _surplus(config, tokenizer, context, prompt)) > 0:
-        raise UserError(f"the prompt is {surplus} tokens too long: {config.max_new_tokens} of {context} are the answer")
-    kept = _fitting_rows(root, config, tokenizer, context)
-    batch = prompts_of_step(step, config.batch_size // config.samples_per_prompt, len(kept), seed)
-    found = next((place for place, index in enumerate(batch) if kept[index]["prompt"] == prompt), None)
-    if found is None:
-        found = 0
-        kept[batch[0]] = {"prompt": prompt}
-    return kept, found * config.samples_per_prompt
-
-
-def _surplus(config: PPOConfig, tokenizer: PreTrainedTokenizerBase, context: int, prompt: Conversation) -> int:
-    """Tokens by which a prompt with an answer is longer than the context."""
-    return len(encode_prompt(tokenizer, prompt)) + config.max_new_tokens - context
-
-
-def _fitting_rows(root: Path, config: PPOConfig, tokenizer: PreTrainedTokenizerBase, context: int) -> list[Row]:
-    """The run's prompts that leave room for an answer. Raises UserError where there is none."""
-    rows = read_jsonl(root / PROMPTS)
-    kept = [row for row in rows if _surplus(config, tokenizer, context, row["prompt"]) <= 0]
-    if not kept:
-        raise UserError(f"{PROMPTS}: no prompt leaves room for an answer; enlarge the context")
-    return kept
-
-
-def _reward_source(root: Path, params: Any, tokenizer: PreTrainedTokenizerBase) -> RewardSource:
-    """The scorer of the run, normalised as in the run: with the figures of metrics/ppo.json, or measured again where
-    PPO has not run."""
-    config, trusted, device = params.ppo, params.trust_remote_code, Processes().device
-    size, limits = config.micro_batch_size, params.runtime.functions
-    scorer = build_scorer(root, params.scorer, limits, tokenizer, size, ScalarModels(trusted, params.precision, device))
-    demo = _read_json(root / "metrics" / "ingest.json").get("source") == "demo"
-    mean, std = (_read_json(root / "metrics" / "ppo.json").get(name) for name in ("score_mean", "score_std"))
-    if isinstance(mean, float) and isinstance(std, float):
-        normalisation = ScoreNormalisation(mean, std)
     else:
-        begin = beginning(root, params.seed, params.round)
-        reference = place(
-            load_causal_lm(root / begin.reference, trust_remote_code=trusted, frozen=params.precision, device=device),
-            device,
-        )
-        rows = _fitting_rows(root, config, tokenizer, context_length(reference))
-        prompts = [row["prompt"] for row in rows]
-        scored = reference_scores(config, reference, tokenizer, scorer, prompts, begin.seed, rows=extras_of(rows))
-        normalisation = scored.normalisation
-    return RewardSource(scorer, normalisation, RubricJudge() if demo else None)
-
-
-def _restore_controllers(root: Path, trainer: PPOTrainer, notes: list[str]) -> None:
-    """Set the controllers' values at the end of the run, as far as they are saved."""
-    config = trainer.config
-    if config.kl.controller == "adaptive":
-        coef = _read_json(root / "metrics" / "ppo.json").get("kl_coef_last")
-        if isinstance(coef, float):
-            trainer.controller.coef = coef
-        else:
-            notes.append("metrics/ppo.json has no last β: it starts from its initial value")
+        notes.append(f"the run is over after {config.steps} steps; this is its last one once more, from where it ended")
     if config.objective == "kl_penalty":
         notes.append("the coefficient of the step penalty starts from its initial value")
     if config.score.scale == "running":
         notes.append("the running scale of the scores starts from its initial value")
+    return (done if 0 <= done < config.steps else config.steps - 1), notes
+
+
+def _is_model(folder: Path) -> bool:
+    """Whether the folder holds a model, and not the note of a stage that made none."""
+    return (folder / "config.json").is_file()
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -133,14 +133,15 @@ def test_code_of_a_model_runs_only_in_a_project_that_trusts_it(tmp_path: Path, m
         (tmp_path / name / "dvc.yaml").write_text("stages: {}\n")
         (tmp_path / name / "params.yaml").write_text(text)
     warnings: list[str] = []
+    monkeypatch.setattr(chat, "warn_of_code", warnings.append)
     monkeypatch.chdir(tmp_path)
-    assert not chat.trusted(tmp_path / "mine" / "models", warnings.append)
+    assert chat.project_settings(tmp_path / "mine" / "models") == (False, "float32")
     monkeypatch.chdir(tmp_path / "mine")
-    assert chat.trusted(Path("models"), warnings.append)
-    assert not chat.trusted(tmp_path / "theirs" / "models", warnings.append)
+    assert chat.project_settings(Path("models")) == (True, "float32")
+    assert chat.project_settings(tmp_path / "theirs" / "models") == (False, "float32")
     assert warnings == ["chat:"]
     Path("params.yaml").write_text("trust_remote_code: false\n")
-    assert not chat.trusted(Path("models"), warnings.append)
+    assert chat.project_settings(Path("models")) == (False, "float32")
 
 
 def test_a_model_is_loaded_in_the_precision_of_its_project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,10 +150,10 @@ def test_a_model_is_loaded_in_the_precision_of_its_project(tmp_path: Path, monke
         (tmp_path / name / "dvc.yaml").write_text("stages: {}\n")
         (tmp_path / name / "params.yaml").write_text("precision: bfloat16\n")
     monkeypatch.chdir(tmp_path / "mine")
-    assert chat.precision_of(Path("models")) == "bfloat16"
-    assert chat.precision_of(tmp_path / "theirs" / "models") == "float32"
+    assert chat.project_settings(Path("models")) == (False, "bfloat16")
+    assert chat.project_settings(tmp_path / "theirs" / "models") == (False, "float32")
     Path("params.yaml").write_text("seed: 1\n")
-    assert chat.precision_of(Path("models")) == "float32"
+    assert chat.project_settings(Path("models")) == (False, "float32")
 
 
 @pytest.mark.slow

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from flows.commands.annotate.store import Store
+from flows.commands.annotate.store import Store, create
 from flows.commands.annotate.tasks import Task
 from flows.server import _free_port
 from tests.conftest import ROOT, clean_environment
@@ -34,8 +34,8 @@ def make_store(tmp_path: Path) -> Iterator[Callable[..., Store]]:
     made: list[Store] = []
 
     def make(tasks: list[Task], name: str = "labels", **settings: Any) -> Store:
+        create(tmp_path / f"{name}.db", {"overlap": 1, "gold_every": 10, "seed": 1} | settings, tasks)
         store = Store(tmp_path / f"{name}.db")
-        store.begin({"overlap": 1, "gold_every": 10, "seed": 1} | settings, tasks)
         made.append(store)
         return store
 

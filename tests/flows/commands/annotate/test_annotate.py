@@ -19,6 +19,7 @@ from flows.commands.annotate.server import hash_token
 from flows.commands.annotate.store import Store
 from flows.commands.annotate.tasks import SAMPLES
 from rlhf_core.errors import UserError
+from rlhf_core.locks import held
 from tests.flows.commands.annotate.conftest import Served, write_questions, write_rows
 
 LOOPBACK = "127.0.0.1"
@@ -120,7 +121,7 @@ def test_the_samples_of_the_last_run_are_the_default(
     gold = write_rows(tmp_path / "gold.jsonl", [{"prompt": "p", "chosen": "a", "rejected": "b"}])
     annotate(tmp_path, replace(call, source=None, pairs=5, gold=gold))
     assert "0 of 5 labels done; 5 tasks, gold questions: 1" in capsys.readouterr().out
-    tasks = list(Store(database(tmp_path, "labels")).tasks().values())
+    tasks = list(Store(database(tmp_path, "labels")).tasks.values())
     assert [task.right for task in tasks] == [None] * 5 + [0]
     assert all(task.prompt == turns for task in tasks[:5])
 
@@ -150,7 +151,7 @@ def test_the_task_set_is_stored_once_and_the_same_command_continues(
 ) -> None:
     annotate(tmp_path, call)
     store = Store(database(tmp_path, "labels"))
-    tasks = store.tasks()
+    tasks = store.tasks
     assert len(tasks) == 6
     assert "new session: work/annotate/labels.db\n" in capsys.readouterr().out
     annotate(tmp_path, replace(call, annotators=("ben",), guidelines=None))
@@ -161,7 +162,7 @@ def test_the_task_set_is_stored_once_and_the_same_command_continues(
     write_questions(call.source, 9)
     annotate(tmp_path, call)
     assert "own.jsonl has changed since; the tasks are still the old ones" in capsys.readouterr().out
-    assert store.tasks() == tasks
+    assert store.tasks == tasks
 
 
 @pytest.mark.parametrize(
@@ -194,8 +195,8 @@ def test_a_port_in_use_is_one_line_and_stores_nothing(tmp_path: Path, call: Call
 
 
 def test_a_session_is_served_by_one_process(tmp_path: Path, call: Call) -> None:
-    with module._alone(database(tmp_path, "labels")):
-        assert "serves this session; stop it, or use another --name" in refused(tmp_path, call)
+    with held(database(tmp_path, "labels").with_suffix(".lock"), 0.0, "has it"):
+        assert "serves this session" in refused(tmp_path, call)
     annotate(tmp_path, call)
 
 

@@ -5,8 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from flows.commands.annotate.ask import ask_order, most_uncertain, score_tasks
-from flows.commands.annotate.tasks import Task
+from flows.commands.annotate.tasks import Task, ask_order, most_uncertain, score_tasks
 from rlhf_core.data.tokenizer import encode_prompt, encode_response
 from rlhf_core.errors import UserError
 from rlhf_core.models.ensemble import Ensemble, member_folder

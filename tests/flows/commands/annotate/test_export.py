@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from flows.commands.annotate.export import export
-from flows.commands.annotate.statistics import render, statistics
+from flows.commands.annotate.labels import export, render, statistics
 from flows.commands.annotate.store import Action, Store
 from flows.commands.annotate.tasks import Task, shown_order
 from flows.commands.imports import importer
@@ -179,14 +178,14 @@ def test_agreement_gold_questions_and_speed(make_store: Make) -> None:
         choose(store, "anna", one, best, 1 - best)
     choose(store, "anna", gold[3], action="skip")
     found = statistics(store)
-    assert [person.name for person in found.people] == ["anna", "ben"]
-    anna, ben = found.people
-    assert (anna.labels, anna.ties, anna.skipped, anna.gold_right, anna.gold) == (5, 1, 0, 2, 3)
-    assert (ben.labels, ben.gold) == (4, 0)
-    assert (anna.agreement, anna.shared, ben.agreement) == (0.75, 4, 0.75)
+    anna, ben = found["people"]
+    assert [anna["name"], ben["name"]] == ["anna", "ben"]
+    assert [anna[key] for key in ("labels", "ties", "skipped", "gold_right", "gold")] == [5, 1, 0, 2, 3]
+    assert (ben["labels"], ben["gold"]) == (4, 0)
+    assert (anna["agreement"], anna["shared"], ben["agreement"]) == (0.75, 4, 0.75)
     # Krippendorff: 1 − (n − 1)·Σ o_ck / Σ n_c n_k with n = 8, one unit of four that disagrees (o = 2), n_c = 5 and 3
-    assert found.alpha == pytest.approx(1 - 7 * 2 / (2 * 5 * 3))
-    assert (found.done, found.wanted) == (9, 10)
+    assert found["alpha"] == pytest.approx(1 - 7 * 2 / (2 * 5 * 3))
+    assert (found["done"], found["wanted"]) == (9, 10)
     text = render(found)
     assert "75% of 4" in text
     assert "2 of 3" in text
@@ -202,5 +201,5 @@ def test_a_pause_does_not_count_for_the_speed(make_store: Make) -> None:
         assert one is not None
         now += seconds
         store.judge("anna", one.id, "tie", [], now)
-    (anna,) = statistics(store).people
-    assert (anna.seconds, anna.per_hour) == (4.0, 900.0)
+    (anna,) = statistics(store)["people"]
+    assert (anna["seconds"], anna["per_hour"]) == (4.0, 900.0)

@@ -219,7 +219,7 @@ def test_the_page_shows_the_answers_in_the_order_of_the_judgement_and_hides_whic
     assert keys == {("id", "prompt", "answers")}
     assert len(answers) == 4
     for judgement, found in zip(store.judgements(), answers, strict=False):
-        texts = store.tasks()[judgement.task].answers
+        texts = store.tasks[judgement.task].answers
         shown = [answer["html"] for answer in found["task"]["answers"]]  # type: ignore[index]
         assert shown == [f"<p>{texts[place]}</p>\n" for place in judgement.shown]
         assert [answer["text"] for answer in found["task"]["answers"]] == [texts[place] for place in judgement.shown]  # type: ignore[index]

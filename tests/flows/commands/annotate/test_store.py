@@ -1,5 +1,6 @@
 """Who gets which task, and what is stored: undo, overlap, leases, gold questions, two requests at once."""
 
+import shutil
 import sqlite3
 import threading
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from flows.commands.annotate.store import (
     AlreadyJudged,
     Store,
     UnknownTask,
+    create,
 )
 from flows.commands.annotate.tasks import Task
 from rlhf_core.errors import UserError
@@ -142,32 +144,34 @@ def test_everything_is_there_after_the_database_is_opened_again(make_store: Make
     store = make_store([task(0), task(1), task(2)], answers=2)
     first = on_screen(store, "anna")
     store.judge("anna", first.id, "rank", [1, 0], 1.0)
-    second, judged, settings = on_screen(store, "anna", 2.0), store.judgements(), store.settings()
+    second, judged, settings = on_screen(store, "anna", 2.0), store.judgements(), store.settings
     store.close()
     again = Store(tmp_path / "labels.db")
     assert on_screen(again, "anna", 3.0) == second
     assert again.judgements() == judged
-    assert again.settings() == settings
-    assert list(again.tasks().values()) == [task(0), task(1), task(2)]
+    assert again.settings == settings
+    assert list(again.tasks.values()) == [task(0), task(1), task(2)]
     again.close()
 
 
 def test_a_commit_is_on_the_disk_when_it_returns(make_store: Make) -> None:
-    """FULL flushes the write-ahead log at every commit (SQLite documentation of `synchronous`)."""
+    """EXTRA flushes the file and its folder at every commit (SQLite documentation of `synchronous`)."""
     store = make_store([task(0)])
-    assert store._base.execute("PRAGMA synchronous").fetchone() == (2,)
-    assert store._base.execute("PRAGMA journal_mode").fetchone() == ("wal",)
+    assert store._base.execute("PRAGMA synchronous").fetchone() == (3,)
+    assert store._base.execute("PRAGMA journal_mode").fetchone() == ("delete",)
 
 
 def test_a_first_start_that_was_killed_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    store = Store(tmp_path / "labels.db")
+    path, settings = tmp_path / "labels.db", {"overlap": 1, "gold_every": 1, "seed": 1}
     monkeypatch.setattr(module, "SCHEMA", module.SCHEMA + "; CREATE TABLE tasks (again)")
     with pytest.raises(sqlite3.Error):
-        store.begin({"overlap": 1, "gold_every": 1, "seed": 1}, [task(0)])
-    assert store.settings() is None
+        create(path, settings, [task(0)])
+    assert list(tmp_path.iterdir()) == []
     monkeypatch.undo()
-    store.begin({"overlap": 1, "gold_every": 1, "seed": 1}, [task(0)])
-    assert list(store.tasks().values()) == [task(0)]
+    create(path, settings, [task(0)])
+    assert list(tmp_path.iterdir()) == [path]
+    store = Store(path)
+    assert list(store.tasks.values()) == [task(0)]
     store.close()
 
 
@@ -187,7 +191,7 @@ def test_many_requests_at_once_store_each_task_once(make_store: Make) -> None:
         thread.start()
     for thread in threads:
         thread.join(timeout=60)
-    assert sorted(one.task for one in store.judgements()) == sorted(store.tasks())
+    assert sorted(one.task for one in store.judgements()) == sorted(store.tasks)
 
 
 def test_tokens_of_others_and_old_ones_end(make_store: Make) -> None:
@@ -223,15 +227,22 @@ def test_a_skip_that_another_annotator_has_taken_over_is_not_undone(make_store: 
     assert store.undo("anna", one.id, 5.0).task == one
 
 
-def test_the_database_file_alone_has_everything_at_the_start(make_store: Make, tmp_path: Path) -> None:
-    """The write-ahead log is moved into it."""
+def test_the_database_file_alone_has_every_choice(make_store: Make, tmp_path: Path) -> None:
     store = make_store([task(0), task(1)])
-    log = tmp_path / "labels.db-wal"
-    assert log.stat().st_size == 0
     store.judge("anna", on_screen(store, "anna").id, "tie", [], 1.0)
-    assert log.stat().st_size > 0
-    again = Store(tmp_path / "labels.db")
-    assert log.stat().st_size == 0
+    copy = Store(Path(shutil.copy(store.path, tmp_path / "copy.db")))
+    assert copy.judgements() == store.judgements() != []
+    copy.close()
+    assert [path.name for path in tmp_path.glob("labels*")] == ["labels.db"]
+
+
+def test_a_session_of_an_earlier_version_continues(make_store: Make) -> None:
+    """It has a write-ahead log."""
+    store = make_store([task(0), task(1)])
+    store._base.execute("PRAGMA journal_mode = WAL")
+    store.judge("anna", on_screen(store, "anna").id, "tie", [], 1.0)
+    again = Store(store.path)
+    assert again.judgements() == store.judgements() != []
     again.close()
 
 

@@ -17,9 +17,8 @@ from typer.testing import CliRunner, Result
 
 from flows.cli import app
 from flows.commands.trace.page import write_trace
-from flows.commands.trace.terminal import as_dict, render
+from flows.commands.trace.terminal import as_dict, render, where
 from flows.commands.trace.trace import Start, trace_prompt
-from flows.commands.trace.wording import where
 from rlhf_core.config.base import ScratchConfig
 from rlhf_core.data.tokenizer import train_bpe
 from rlhf_core.models.hf import build_llama, save_checkpoint, scalar_model_from
