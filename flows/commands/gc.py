@@ -129,7 +129,7 @@ def champions(root: Path) -> list[Run]:
             if names:
                 files = (path.parent.name + path.name for _, path in project.cached(one.digest))
                 name = f"{registry.name} version {one.number} ({', '.join(names)})"
-                runs.append(Run(name, "", frozenset({one.digest, *files})))
+                runs.append(Run(name, "", {one.digest, *files}))
     return runs
 
 

@@ -106,6 +106,7 @@ def test_cases_with_the_same_plan_are_planned_once(script: ModuleType) -> None:
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.slow
 def test_plans_are_made_beside_the_checks(script: ModuleType, tmp_path: Path) -> None:
     """Of toy models on a CPU; of other engines there is none."""
     cases = [script.Case("ours", reward="1.5B"), script.Case("paged", changes=script.CONTINUOUS)]
@@ -131,6 +132,7 @@ def test_on_a_gpu_our_engine_replays_graphs(
     assert case.decoding_problem(script.Case("x", changes=script.CONTINUOUS), "transformers_continuous", gpu) is None
 
 
+@pytest.mark.slow
 def test_a_failing_check_is_a_row_with_its_reason(script: ModuleType, tmp_path: Path) -> None:
     """In a process of its own: a setting that PPO refuses."""
     refused = script.run_case(script.Case("refused", changes={"clip_ratio": 2.0}), 250.0, tmp_path)
