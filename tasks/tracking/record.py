@@ -20,18 +20,22 @@ import socket
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any, Literal
 
 import psutil
 
-from rlhf_core.locks import FileLock
+from rlhf_core.locks import held
 from tasks.params.secrets import HIDDEN, is_secret
 from tasks.tracking.settings import main_checkout, without_credentials
 
 Status = Literal["FINISHED", "FAILED", "KILLED"]
 RUN, FACTS, LIVE, FILES, SENT = "run.json", "facts.json", "live.jsonl", "files", "sent.json"
+PAGE = "page of "
+"""Beginning of a key in sent.json: the page of the run at the address with the mark that follows."""
+FOREIGN_HOURS = 24.0
+"""A stage of another machine on the same disk counts as running until its record is so old."""
 LINK_ABOVE_BYTES = 8 * 2**20  # copying more could delay the stage
 NOT_IN_NAMES = re.compile(r"[^\w/.\- :]")
 SHOWN = {
@@ -77,13 +81,13 @@ def write(path: Path, content: Mapping[str, Any]) -> None:
 
 
 def name_of(run: Mapping[str, Any]) -> str:
-    """The name of the record of a pipeline run."""
-    return f"{run['key'][:12]}-{run['workspace']}"
+    """The name of the record of a study or a pipeline run."""
+    return f"study-{run['study']}" if run.get("kind") == "study" else f"{run['key'][:12]}-{run['workspace']}"
 
 
 def open_record(root: Path, run: Mapping[str, Any]) -> Path:
-    """The record of the pipeline run `run` (`key`, `workspace`, `params`, `tags`, …); made where it is missing. Raises
-    OSError."""
+    """The record of the study or pipeline run `run` (`key`, `workspace`, `params`, `tags`, …); made where it is
+    missing. Raises OSError, and UserError where another process holds the lock."""
     folder = folder_of(root) / name_of(run)
     with exclusive(root):
         known = read(folder / RUN)
@@ -113,18 +117,15 @@ class Live:
         self.stage, self.folder = str(facts["stage"]), record / f"{facts['stage']}-{facts['key'][:12]}"
         self._root = root
         self._warned = False
-        self._fd: int | None = None
         me = psutil.Process()
         process = {"pid": me.pid, "born": me.create_time(), "host": socket.gethostname()}
+        before = read(self.folder / FACTS)
+        before = {} if before.get("status") == "FINISHED" else before  # else it goes on with it
+        restarts = {"restarts": before.get("restarts", 0) + 1} if before else {}
+        self._facts = {"started": now_ms(), **before, **facts, **process, **restarts, "status": "RUNNING"}
         with self._warning():
-            before = read(self.folder / FACTS)
-            before = {} if before.get("status") == "FINISHED" else before  # else it goes on with it
-            restarts = {"restarts": before.get("restarts", 0) + 1} if before else {}
-            self._facts = {"started": now_ms(), **before, **facts, **process, **restarts, "status": "RUNNING"}
             write(self.folder / FACTS, self._facts)
-            self._fd = os.open(self.folder / LIVE, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
-            size = os.fstat(self._fd).st_size
-            self._torn = bool(size) and os.pread(self._fd, 1, size - 1) != b"\n"
+        self._append({})
 
     def points(self, values: Mapping[str, float | None], step: int) -> None:
         """Metrics of a step; None is left out."""
@@ -140,17 +141,12 @@ class Live:
             if status == "FINISHED":
                 copy_files(self._root, self.folder, self.stage)
             write(self.folder / FACTS, {**self._facts, "status": status, "ended": now_ms()})
-        if self._fd is not None:
-            os.close(self._fd)
-            self._fd = None
 
     def _append(self, line: dict[str, Any]) -> None:
-        """One line in one system call."""
-        data = (json.dumps({"at": now_ms(), **line}, ensure_ascii=False, default=str) + "\n").encode(errors="replace")
-        with self._warning():
-            if self._fd is not None:
-                data = b"\n" * self._torn + data
-                self._torn = os.write(self._fd, data) != len(data)
+        """One line in one system call. It begins with a line break: the last one may be incomplete, after a kill."""
+        text = "\n" + json.dumps({"at": now_ms(), **line}, ensure_ascii=False, default=str)
+        with self._warning(), (self.folder / LIVE).open("ab", buffering=0) as file:
+            file.write(text.encode(errors="replace"))
 
     @contextmanager
     def _warning(self) -> Iterator[None]:
@@ -164,23 +160,21 @@ class Live:
 
 def executions(record: Path) -> list[dict[str, Any]]:
     """The facts of all executions of a record with their `folder`, in the order of their begin. One whose process has
-    died counts as KILLED."""
+    died counts as KILLED; of one on another machine, one whose record is older than FOREIGN_HOURS."""
     found = []
     for path in record.glob(f"*/{FACTS}"):
-        if facts := read(path):
-            if facts["status"] == "RUNNING" and not is_alive(facts):
-                facts |= {"status": "KILLED", "ended": int(path.stat().st_mtime * 1000)}
+        facts = read(path)
+        if facts.get("status") == "RUNNING":
+            touched = max(file.stat().st_mtime for file in (path, path.with_name(LIVE)) if file.exists())
+            alive = time.time() - touched < FOREIGN_HOURS * 3600
+            if facts["host"] == socket.gethostname():
+                alive = False
+                with suppress(psutil.Error):
+                    alive = abs(psutil.Process(facts["pid"]).create_time() - facts["born"]) < 1.0
+            facts |= {} if alive else {"status": "KILLED", "ended": int(touched * 1000)}
+        if facts:
             found.append(facts | {"folder": path.parent})
     return sorted(found, key=lambda facts: (facts["started"], facts["stage"]))
-
-
-def is_alive(facts: Mapping[str, Any]) -> bool:
-    """Whether the process of a stage runs; of one on another machine, True."""
-    if facts.get("host") != socket.gethostname():
-        return True
-    with suppress(psutil.Error):
-        return bool(abs(psutil.Process(facts["pid"]).create_time() - facts["born"]) < 1.0)
-    return False
 
 
 def rows(execution: Path) -> tuple[list[tuple[str, int, int, float]], dict[str, str]]:
@@ -217,34 +211,21 @@ def fingerprint(record: Path) -> str:
 
 
 def prune(root: Path, mark: str) -> None:
-    """Remove the records that have arrived, without those of the present parameters of each workspace: what it has
-    executed does not count as restored there."""
+    """Remove the records that have arrived, without the newest of each workspace: what that one has executed does not
+    count as restored there."""
     with exclusive(root):
-        everything = {folder: read(folder / RUN) for folder in pending(root)}
-        waiting = set(pending(root, mark))
-        newest = {run.get("workspace"): folder for folder, run in sorted(everything.items(), key=_touched)}
-        for folder, run in everything.items():
-            states = {facts["status"] for facts in executions(folder)} if run.get("key") else {run.get("status")}
-            old = newest[run.get("workspace")] != folder or not Path(run.get("root", "/")).exists()
-            old = old or not run.get("key")
-            if folder not in waiting and "RUNNING" not in states and old:
-                shutil.rmtree(folder, ignore_errors=True)
+        waiting, runs = pending(root, mark), {folder: read(folder / RUN) for folder in pending(root)}
+        newest: dict[str, Path] = {}
+        for folder, run in sorted(runs.items(), key=lambda item: item[1].get("touched", 0)):
+            if "workspace" in run and Path(run["root"]).exists():
+                newest[run["workspace"]] = folder
+        for folder in runs.keys() - {*waiting, *newest.values()}:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
-def _touched(item: tuple[Path, dict[str, Any]]) -> int:
-    return int(item[1].get("touched", 0))
-
-
-@contextmanager
-def exclusive(root: Path) -> Iterator[None]:
+def exclusive(root: Path) -> AbstractContextManager[None]:
     """Hold the lock of the records, for milliseconds: a record is not removed while a stage begins in it."""
-    folder_of(root).mkdir(parents=True, exist_ok=True)
-    lock = FileLock(folder_of(root) / "lock")
-    lock.acquire(timeout=2.0)
-    try:
-        yield
-    finally:
-        lock.release()
+    return held(folder_of(root) / "lock", 10.0, "writes the records of runs")
 
 
 def now_ms() -> int:

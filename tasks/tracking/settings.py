@@ -107,6 +107,12 @@ def unreachable(uri: str) -> str:
     return ""
 
 
+def page_of(uri: str, experiment: str, run: str) -> str | None:
+    """The address of the page of a run in MLflow; None where that is no server."""
+    is_server = uri.startswith(("http://", "https://"))
+    return f"{without_credentials(uri).rstrip('/')}/#/experiments/{experiment}/runs/{run}" if is_server else None
+
+
 def artifact_location(root: Path, uri: str) -> str | None:
     """The experiment's artifact folder beside a local database; None for a server, which has its own."""
     if urlsplit(uri).scheme in ("http", "https", "databricks"):

@@ -11,7 +11,6 @@ import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from tasks.tracking import record, settings
 
@@ -81,25 +80,19 @@ def _environment(root: Path) -> dict[str, str]:
 
 def begin_study(root: Path, study: str) -> str:
     """Record a study, whose run its trials become children of, and open its run. Returns a line where that failed."""
-    return _study(root, study, "RUNNING", {}, [])
+    return finish_study(root, study, "RUNNING", {}, [])
 
 
 def finish_study(
-    root: Path, study: str, status: record.Status, metrics: Mapping[str, float | None], files: Sequence[Path]
+    root: Path, study: str, status: str, metrics: Mapping[str, float | None], files: Sequence[Path]
 ) -> str:
     """End the study's run with these metrics and files, and send all that waits; a line where some is left."""
-    return _study(root, study, status, {name: v for name, v in metrics.items() if v is not None}, files)
-
-
-def _study(root: Path, study: str, status: str, metrics: Mapping[str, Any], files: Sequence[Path]) -> str:
-    folder = record.folder_of(root) / f"study-{study}"
-    run = {"kind": "study", "study": study, "status": status, "metrics": metrics, "root": str(root.resolve())}
-    with record.exclusive(root):
-        known = {"created": record.now_ms(), **record.read(folder / record.RUN)}
-        record.write(folder / record.RUN, {**known, **run, "touched": record.now_ms()})
-        for file in filter(Path.is_file, files):
-            (folder / record.FILES).mkdir(exist_ok=True)
-            shutil.copyfile(file, folder / record.FILES / file.name)
+    figures = {name: value for name, value in metrics.items() if value is not None}
+    run = {"kind": "study", "study": study, "status": status, "metrics": figures, "root": str(root.resolve())}
+    folder = record.open_record(root, run)
+    for file in filter(Path.is_file, files):
+        (folder / record.FILES).mkdir(exist_ok=True)
+        shutil.copyfile(file, folder / record.FILES / file.name)
     return sync(root)
 
 
