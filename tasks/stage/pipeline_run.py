@@ -1,8 +1,10 @@
 """Records pipeline runs for MLflow, from params.yaml, dvc.yaml, dvc.lock and the outputs of the stages."""
 
 import os
+import subprocess
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ from tasks.params.runtime import RuntimeParams
 from tasks.stage.definition import UNTRACKED, Definition, digest, edited_files, git, git_state, is_code
 from tasks.stage.dvc_files import open_project
 from tasks.tracking import record, settings
-from tasks.tracking.sync import SECONDS_AT_THE_END, SYNC_SECONDS, Sidecar, sync
+from tasks.tracking.sync import SECONDS_AT_THE_END, SYNC_SECONDS, start_sidecar, sync
 
 WITHOUT_RUN = ("check", "check_data")
 """Stages that are not shown."""
@@ -56,9 +58,10 @@ class Tracking:
     def __init__(self, root: Path, folder: Path, facts: Mapping[str, Any]) -> None:
         self.live = record.Live(root, folder, facts)
         self._root = root
-        self._waits = facts["stage"] == "report" and not settings.has_driver()
+        self._waits = facts["stage"] == "report" and settings.OUTCOME_VARIABLE not in os.environ
         at_the_end = WAIT_AT_THE_END_SECONDS if self._waits else SECONDS_AT_THE_END
-        self._sidecar = None if settings.is_held_back() else Sidecar(root, folder, self.live.folder.name, at_the_end)
+        held_back = settings.HOLD_VARIABLE in os.environ
+        self._sidecar = None if held_back else start_sidecar(root, folder, self.live.folder.name, at_the_end)
 
     @classmethod
     def begin(
@@ -81,9 +84,12 @@ class Tracking:
         """Record the end of the stage. The last stage of a `dvc repro` waits until MLflow has all, at most half a
         minute, and prints a line where it has not."""
         self.live.end(status)
-        if self._sidecar is None:
+        if self._sidecar is None or self._sidecar.stdin is None:
             return
-        self._sidecar.stage_ended(WAIT_AT_THE_END_SECONDS if self._waits else 0.0)
+        with suppress(OSError, subprocess.TimeoutExpired):
+            self._sidecar.stdin.write(b".")  # a forked data loader may keep the pipe from ending
+            self._sidecar.stdin.close()
+            self._sidecar.wait(WAIT_AT_THE_END_SECONDS if self._waits else 0.0)
         uri = settings.tracking_uri(self._root)
         if self._waits and status == "FINISHED" and record.pending(self._root, settings.uri_mark(uri)):
             where = settings.without_credentials(uri)
@@ -148,8 +154,8 @@ def run_url(root: Path) -> str | None:
     """The page of the run of the present parameters; None where MLflow is no server, or does not have it yet. Raises
     UserError where params.yaml cannot be read."""
     folder = record.folder_of(root) / record.name_of(identity(root, read_yaml(root / PARAMS_FILE)))
-    sent = record.read(folder / record.SENT)
-    return sent.get(record.PAGE + settings.uri_mark(settings.tracking_uri(root)))
+    sent = folder / f"{record.SENT}{settings.uri_mark(settings.tracking_uri(root))}"
+    return sent.read_text(encoding="utf-8") or None if sent.is_file() else None
 
 
 def _data(root: Path) -> str:

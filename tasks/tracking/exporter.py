@@ -59,9 +59,9 @@ class Unreachable(Exception):
     """MLflow cannot be reached now."""
 
 
-def export(root: Path, uri: str | None = None, records: Sequence[Path] | None = None) -> list[str]:
-    """Make MLflow agree with the records of `root` (None: all that it lacks), and remove those that have arrived.
-    Returns a line for each thing that failed, which the next call tries again. Raises Unreachable."""
+def export(root: Path, uri: str | None = None) -> list[str]:
+    """Make MLflow agree with the records of `root`, and remove those that have arrived. Returns a line for each thing
+    that failed, which the next call tries again. Raises Unreachable."""
     settings.prepare_environment()
     uri = uri or settings.tracking_uri(root)
     mark, missing = settings.uri_mark(uri), list[str]()
@@ -75,8 +75,8 @@ def export(root: Path, uri: str | None = None, records: Sequence[Path] | None = 
             exporter = Exporter(root, uri)
         except Exception as error:
             raise Unreachable(_short(error)) from error
-        for folder in record.pending(root, mark) if records is None else records:
-            seen = record.fingerprint(folder)
+        for folder in record.pending(root, mark):
+            changed = record.changed_ns(folder)
             try:
                 running = exporter.show(folder)
             except Exception as error:
@@ -86,8 +86,7 @@ def export(root: Path, uri: str | None = None, records: Sequence[Path] | None = 
                 continue  # one that fails does not stop the others
             missing += exporter.missing
             if not exporter.missing and not running:
-                sent = {mark: seen, record.PAGE + mark: exporter.page}
-                record.write(folder / record.SENT, record.read(folder / record.SENT) | sent)
+                record.confirm(folder, mark, changed, exporter.page)
         record.prune(root, mark)
     finally:
         lock.release()
@@ -100,7 +99,7 @@ class Exporter:
     def __init__(self, root: Path, uri: str) -> None:
         self.missing: list[str] = []
         """What failed of the last record."""
-        self.page: str | None = None
+        self.page = ""
         """The page of the last record's run."""
         self._root, self._uri = root, uri
         _make_database(uri)
@@ -186,9 +185,9 @@ class Exporter:
             self._file(parent, report, REPORT)
             note += f"; [report]({self._link(parent, REPORT)})"
         written = parent.data.tags.get(NOTE, "")
-        edited = written and _hash(written) != parent.data.tags.get("leash.described")
+        edited = written and _md5(written.encode()) != parent.data.tags.get("leash.described")
         if not edited and (executed or not written):
-            self._log(parent, tags={NOTE: note, "leash.described": _hash(note[:5000])})
+            self._log(parent, tags={NOTE: note, "leash.described": _md5(note[:5000].encode())})
         if evaluated and evaluated["status"] == "FINISHED" and "models/policy" in evaluated["inputs"]:
             description = titles.note(run, before, figures)
             self._try(parent, "registered policy", lambda: self._register(parent, run, evaluated, figures, description))
@@ -278,26 +277,29 @@ class Exporter:
         if not found:
             self._client.create_registered_model(name, description=MODEL_NOTE.format(name))
         start = f"dvc://models/policy?md5={digest}"
-        versions = self._client.search_model_versions(f"name = '{name}' and source_path LIKE '{start}%'")
-        if not versions:
+        known = self._client.search_model_versions(f"name = '{name}' and source_path LIKE '{start}%'")
+        if known:
+            number = known[0].version
+        else:
             query = urlencode({"md5": digest, "project": settings.main_checkout(self._root).resolve()})
             tags = {key: f"{value:.6g}" for key, value in figures.items()}
             tags |= {"leash.report": f"runs:/{parent.info.run_id}/{REPORT}", "leash.made": str(stage["ended"])}
             tags |= {k: v for k, v in run["tags"].items() if k == "leash.commit"}
             note += f"\n\n[run]({self._link(parent)}), [report]({self._link(parent, REPORT)})"
-            versions = [self._client.create_model_version(
-                name, f"dvc://models/policy?{query}", parent.info.run_id, tags, description=note, await_creation_for=0
-            )]  # fmt: skip
-            query = f"source_run_id = '{parent.info.run_id}' AND name = 'policy'"
-            for model in self._client.search_logged_models([self._experiment], query):
-                link = json.dumps([{"name": name, "version": str(versions[0].version)}])
-                self._client.set_logged_model_tags(model.model_id, {MLFLOW_MODEL_VERSIONS: link})
-        number = versions[0].version
+            source = f"dvc://models/policy?{query}"
+            number = self._client.create_model_version(
+                name, source, parent.info.run_id, tags, description=note, await_creation_for=0
+            ).version
         aliased = found[0].aliases.get(alias) if found else None
         newest = int(self._client.get_model_version(name, aliased).tags.get("leash.made", 0)) if aliased else -1
         is_newer = stage["ended"] > newest and (newest < 0 or not stage.get("restored"))
         if aliased != number and is_newer and not run.get("study"):
             self._client.set_registered_model_alias(name, alias, number)
+        if not known:
+            query = f"source_run_id = '{parent.info.run_id}' AND name = 'policy'"
+            for model in self._client.search_logged_models([self._experiment], query):
+                link = json.dumps([{"name": name, "version": str(number)}])
+                self._client.set_logged_model_tags(model.model_id, {MLFLOW_MODEL_VERSIONS: link})
 
     # What all runs have.
 
@@ -338,14 +340,12 @@ class Exporter:
 
     def _inputs(self, run: Run, inputs: Mapping[str, str], context: str) -> None:
         """The datasets that a run reads, with their DVC hashes."""
-        known = {(one.dataset.name, one.dataset.digest) for one in (run.inputs.dataset_inputs if run.inputs else [])}
-        new = []
+        found = []
         for path, digest in inputs.items():
-            if (Path(path).stem, digest[:36]) not in known:
-                dataset = Dataset(Path(path).stem, digest[:36], "local", json.dumps({"uri": path}))
-                new.append(DatasetInput(dataset, [InputTag("mlflow.data.context", DATASETS.get(path, context))]))
-        if new:
-            self._client.log_inputs(run.info.run_id, new)
+            dataset = Dataset(Path(path).stem, digest[:36], "local", json.dumps({"uri": path}))
+            found.append(DatasetInput(dataset, [InputTag("mlflow.data.context", DATASETS.get(path, context))]))
+        if found:
+            self._client.log_inputs(run.info.run_id, found)
 
     def _table(self, run: Run, name: str, rows: list[dict[str, Any]]) -> None:
         """A table for MLflow's evaluation view, which groups by the first column and compares runs by the second, and
@@ -491,10 +491,6 @@ def _md5(content: bytes) -> str:
     return hashlib.md5(content, usedforsecurity=False).hexdigest()
 
 
-def _hash(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
 def _short(error: Exception) -> str:
     """The cause in one short line."""
     text = settings.without_credentials(str(error)).strip() or type(error).__name__
@@ -503,7 +499,7 @@ def _short(error: Exception) -> str:
 
 def follow(root: Path, folder: Path, name: str, seconds_at_the_end: float) -> None:
     """Show the record `folder` while its execution `name` runs, and the machine's load, until standard input ends, with
-    the stage. Then send all of the record, and end this process after at most so long."""
+    the stage. Then send all that waits, and end this process after at most so long."""
     os.nice(19)  # a training on all cores stops when one of them is busy
     ended = threading.Event()
 
@@ -534,7 +530,7 @@ def follow(root: Path, folder: Path, name: str, seconds_at_the_end: float) -> No
         monitor.finish()
     if not settings.unreachable(uri):
         with suppress(Unreachable):
-            export(root, records=[folder])
+            export(root)
 
 
 def main() -> None:

@@ -4,14 +4,13 @@
     <stage>-<key>/facts.json        one execution of a stage: status, times, parameters, hashes of its inputs
     <stage>-<key>/live.jsonl        its points and tags, one line each, appended while it runs
     <stage>-<key>/files/…           copies of its metrics, plots, samples and report
-    sent.json                       the state of these files that an address of MLflow has received
+    sent-<hash of an address>       MLflow there has all files that are not newer; contains the page of the run
 
 A stage only writes these files. The exporter makes MLflow agree with them, now or later.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import re
@@ -31,22 +30,14 @@ from tasks.params.secrets import HIDDEN, is_secret
 from tasks.tracking.settings import main_checkout, without_credentials
 
 Status = Literal["FINISHED", "FAILED", "KILLED"]
-RUN, FACTS, LIVE, FILES, SENT = "run.json", "facts.json", "live.jsonl", "files", "sent.json"
-PAGE = "page of "
-"""Beginning of a key in sent.json: the page of the run at the address with the mark that follows."""
+RUN, FACTS, LIVE, FILES, SENT = "run.json", "facts.json", "live.jsonl", "files", "sent-"
 FOREIGN_HOURS = 24.0
 """A stage of another machine on the same disk counts as running until its record is so old."""
 LINK_ABOVE_BYTES = 8 * 2**20  # copying more could delay the stage
 NOT_IN_NAMES = re.compile(r"[^\w/.\- :]")
 SHOWN = {
     "preferences": ("data/preferences/preferences.jsonl",),
-    "evaluate": (
-        "metrics/summary.json",
-        "plots/frontier.csv",
-        "data/evaluate/samples.jsonl",
-        "data/evaluate/answers.jsonl",
-    ),
-    "select": ("plots/select.csv",),
+    "evaluate": ("metrics/summary.json", "plots/frontier.csv", "data/evaluate/answers.jsonl"),
     "report": ("report",),
 }
 """What MLflow shows of a stage beside metrics/<stage>.json, plots/<stage>.csv and data/<stage>/samples.jsonl."""
@@ -60,7 +51,7 @@ def folder_of(root: Path) -> Path:
 def shown_files(stage: str) -> tuple[str, ...]:
     """The outputs of a stage that MLflow shows, relative to the project."""
     samples = () if stage == "preferences" else (f"data/{stage}/samples.jsonl",)
-    return (f"metrics/{stage}.json", f"plots/{stage}.csv", *dict.fromkeys((*samples, *SHOWN.get(stage, ()))))
+    return (f"metrics/{stage}.json", f"plots/{stage}.csv", *samples, *SHOWN.get(stage, ()))
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -197,17 +188,31 @@ def pending(root: Path, mark: str = "") -> list[Path]:
     without a mark all of them."""
     found = [path.parent for path in folder_of(root).glob(f"*/{RUN}")]
     found.sort(key=lambda folder: (read(folder / RUN).get("created", 0), folder.name))
-    return [folder for folder in found if not mark or read(folder / SENT).get(mark) != fingerprint(folder)]
+    return [folder for folder in found if not mark or not has_received(folder, mark)]
 
 
-def fingerprint(record: Path) -> str:
-    """A hash of names, sizes and times of the files of a record."""
-    seen = []
-    for path in sorted(record.rglob("*")):
-        with suppress(FileNotFoundError):  # another process replaces or removes it
-            if path.is_file() and path.name != SENT and not path.name.startswith("."):
-                seen.append((str(path.relative_to(record)), path.stat().st_size, path.stat().st_mtime_ns))
-    return hashlib.sha256(repr(seen).encode()).hexdigest()[:16]
+def has_received(record: Path, mark: str) -> bool:
+    """Whether the address with this mark has confirmed the record as it is now."""
+    confirmation = record / f"{SENT}{mark}"
+    return confirmation.is_file() and confirmation.stat().st_mtime_ns >= changed_ns(record)
+
+
+def changed_ns(record: Path) -> int:
+    """When a file of the record was last changed, in nanoseconds of its file system's clock."""
+    times = [0]
+    for path in record.rglob("*"):
+        if not path.name.startswith((SENT, ".")):
+            with suppress(FileNotFoundError):  # another process replaces or removes it
+                times.append(path.stat().st_mtime_ns if path.is_file() else 0)
+    return max(times)
+
+
+def confirm(record: Path, mark: str, changed: int, page: str = "") -> None:
+    """Note that the address with this mark has received the record as it was when `changed_ns` returned this, and shows
+    it at this page. Raises OSError."""
+    path = record / f"{SENT}{mark}"
+    path.write_text(page, encoding="utf-8")
+    os.utime(path, ns=(changed, changed))
 
 
 def prune(root: Path, mark: str) -> None:

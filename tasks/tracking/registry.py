@@ -77,11 +77,13 @@ class Registry:
         """This version."""
         return next((version for version, _ in self.all() if version.number == number), None)
 
-    def page(self, version: Version) -> str | None:
-        """The address of the page of the run that registered the version; None where MLflow is no server."""
+    def page(self, version: Version) -> str:
+        """The address of the page of the run that registered the version; empty where MLflow is no server."""
+        if not version.run:
+            return ""
         with self._client() as client:
-            experiment = client.get_run(version.run).info.experiment_id if version.run else ""
-        return settings.page_of(self._tracking_uri, experiment, version.run) if version.run else None
+            experiment = client.get_run(version.run).info.experiment_id
+        return settings.page_of(self._tracking_uri, experiment, version.run)
 
     def set_alias(self, alias: str, version: Version) -> None:
         """Give the version this alias, which another one loses."""

@@ -26,7 +26,7 @@ def sync(root: Path, seconds: float | None = SYNC_SECONDS) -> str:
     """Make MLflow agree with all records within so many seconds (None: without a limit). Returns a line where something
     is missing; empty where nothing is."""
     uri = settings.tracking_uri(root)
-    if settings.is_held_back() or not record.pending(root, settings.uri_mark(uri)):
+    if os.environ.get(settings.HOLD_VARIABLE) or not record.pending(root, settings.uri_mark(uri)):
         return ""
     reason = settings.unreachable(uri)
     if not reason:
@@ -47,29 +47,19 @@ def sync(root: Path, seconds: float | None = SYNC_SECONDS) -> str:
     return f"tracking: not all is in MLflow at {where} ({reason}); `leash sync` tries again" if reason else ""
 
 
-class Sidecar:
-    """A process beside a stage that shows its points in MLflow while it runs, and the rest when it has ended. It ends
-    by itself some seconds later; killing it loses nothing."""
-
-    def __init__(self, root: Path, record_folder: Path, execution: str, at_the_end: float = SECONDS_AT_THE_END) -> None:
-        self._process: subprocess.Popen[bytes] | None = None
-        module, limits = "tasks.tracking.sync", [str(FOLLOW_AFTER_SECONDS), str(at_the_end)]
-        command = [sys.executable, "-m", module, str(root.resolve()), str(record_folder), execution, *limits]
-        with suppress(OSError):
-            self._process = subprocess.Popen(
-                command, env=_environment(root), stdin=subprocess.PIPE, stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL, bufsize=0, start_new_session=True,
-            )  # fmt: skip
-
-    def stage_ended(self, wait_seconds: float = 0.0) -> None:
-        """Let the process send what is left; waits for it at most so long."""
-        if self._process is None or self._process.stdin is None:
-            return
-        with suppress(OSError):
-            self._process.stdin.write(b".")  # a forked data loader may keep the pipe from ending
-            self._process.stdin.close()
-        with suppress(subprocess.TimeoutExpired):
-            self._process.wait(wait_seconds)
+def start_sidecar(
+    root: Path, folder: Path, execution: str, at_the_end: float = SECONDS_AT_THE_END
+) -> subprocess.Popen[bytes] | None:
+    """A process beside a stage that shows its points in MLflow while it runs, and the rest when it has ended, or its
+    standard input has. It ends by itself some seconds later; killing it loses nothing. None where it cannot start."""
+    limits = [str(FOLLOW_AFTER_SECONDS), str(at_the_end)]
+    command = [sys.executable, "-m", "tasks.tracking.sync", str(root.resolve()), str(folder), execution, *limits]
+    with suppress(OSError):
+        return subprocess.Popen(
+            command, env=_environment(root), stdin=subprocess.PIPE, stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL, bufsize=0, start_new_session=True,
+        )  # fmt: skip
+    return None
 
 
 def _environment(root: Path) -> dict[str, str]:
@@ -102,7 +92,7 @@ def main() -> None:
     one."""
     root, folder, execution, after, at_the_end = sys.argv[1:]
     ended = select.select([sys.stdin], [], [], float(after))[0]
-    if not (ended and settings.has_driver()):
+    if not (ended and os.environ.get(settings.OUTCOME_VARIABLE)):
         settings.prepare_environment()
         from tasks.tracking.exporter import follow  # imports mlflow: seconds
 

@@ -83,12 +83,12 @@ def test_what_has_arrived_is_removed_unless_a_stage_would_continue(tmp_path: Pat
     stage(tmp_path, open_, "ppo", end="KILLED")
     pipeline(tmp_path, "b" * 64)  # the newest
     for folder in (done, open_):
-        record.write(folder / record.SENT, {"here": record.fingerprint(folder)})
+        record.confirm(folder, "here", record.changed_ns(folder))
     record.prune(tmp_path, "here")
     assert set(record.pending(tmp_path)) == {open_, waiting}
     assert record.pending(tmp_path, "here") == [waiting]
     pipeline(tmp_path, "d" * 64)
-    record.write(open_ / record.SENT, {"here": record.fingerprint(open_)})
+    record.confirm(open_, "here", record.changed_ns(open_))
     record.prune(tmp_path, "here")
     assert open_ not in record.pending(tmp_path), "another run began: this one will not continue"
 
