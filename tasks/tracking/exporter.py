@@ -23,7 +23,17 @@ from tempfile import TemporaryDirectory
 from typing import Any
 from urllib.parse import urlencode
 
-from mlflow.entities import Dataset, DatasetInput, InputTag, LoggedModelOutput, Metric, Param, Run, RunTag
+from mlflow.entities import (
+    Dataset,
+    DatasetInput,
+    InputTag,
+    LoggedModelOutput,
+    LoggedModelStatus,
+    Metric,
+    Param,
+    Run,
+    RunTag,
+)
 from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor
 from mlflow.tracking import MlflowClient
 from mlflow.utils.mlflow_tags import MLFLOW_LOGGED_ARTIFACTS, MLFLOW_MODEL_IS_EXTERNAL, MLFLOW_MODEL_VERSIONS
@@ -47,7 +57,7 @@ DATASETS = {"data/raw": "raw data", "data/ingest/ppo_prompts.jsonl": "training",
 """Path -> context of the datasets of the pipeline's run."""
 TABLE_ROWS = 100
 """Of the preferences, of which there may be very many; the other tables have few rows."""
-KEY, SECONDS, PARENT = "leash.stage_key", "leash.seconds", "mlflow.parentRunId"
+KEY, SECONDS, COMPLETE, PARENT = "leash.stage_key", "leash.seconds", "leash.complete", "mlflow.parentRunId"
 NOTE, REPORT, MISSING, SENT = "mlflow.note.content", "report/index.html", "leash.missing", "leash.files"
 MODEL_NOTE = 'Policies. A version loads with `mlflow.pyfunc.load_model("models:/{0}/1")` or `mlflow.transformers`.'
 
@@ -154,6 +164,8 @@ class Exporter:
         for stage in stages:
             newest[stage["stage"]] = stage
             child = children.get(stage["key"])
+            if child is not None and child.data.tags.get(COMPLETE) == str(stage.get("ended")):
+                continue
             if stage.get("restored"):
                 if child is not None and child.info.status == "FINISHED":
                     continue  # this run has executed it
@@ -177,7 +189,7 @@ class Exporter:
         inputs = {path: digest for stage in newest.values() for path, digest in stage["inputs"].items()}
         self._inputs(parent, {path: digest for path, digest in inputs.items()
                               if path in DATASETS or path.startswith("data/raw/")}, "raw data")  # fmt: skip
-        for stage in newest.values():
+        for stage in () if running else newest.values():  # the files are large
             for name, rows in _tables(stage).items():
                 self._table(parent, name, rows)
         note = titles.note(run, before, figures)
@@ -200,7 +212,7 @@ class Exporter:
 
     def _stage(self, parent: Run, child: Run | None, stage: Mapping[str, Any], run: Mapping[str, Any]) -> Run:
         """Show one execution of a stage, in the run `child` or a new one."""
-        files = stage["folder"] / record.FILES
+        files, missing = stage["folder"] / record.FILES, len(self.missing)
         tags = {k: v for k, v in run["tags"].items() if k.startswith("mlflow.source.git.") or k == "mlflow.user"}
         tags |= record.rows(stage["folder"])[1]
         tags |= {"mlflow.source.name": f"tasks.{stage['stage']}", "mlflow.source.type": "LOCAL"}
@@ -231,6 +243,8 @@ class Exporter:
             for file in sorted(path for path in files.rglob("*") if path.is_file()):
                 self._file(child, file, file.relative_to(files).as_posix())
         self._status(child, stage["status"], stage.get("ended", 0))
+        if "ended" in stage and len(self.missing) == missing:
+            self._log(child, tags={COMPLETE: str(stage["ended"])})
         return child
 
     def _study_run(self, study: str) -> Run:
@@ -250,6 +264,7 @@ class Exporter:
         those of the stage's run, and `step` orders the models of one stage."""
         query, prompts = f"source_run_id = '{parent.info.run_id}'", PROMPTS[stage["stage"]]
         known = {model.name: model for model in self._client.search_logged_models([self._experiment], query)}
+        linked = {one.model_id for one in (parent.outputs.model_outputs if parent.outputs else [])}
         place = {"dataset_name": Path(prompts).stem, "dataset_digest": stage["inputs"].get(prompts, "unknown")[:36]}
         for name, kind, step, figures in models:
             model = known.get(name)
@@ -259,7 +274,9 @@ class Exporter:
                 model = self._client.create_logged_model(
                     self._experiment, name, parent.info.run_id, tags, model_type=kind
                 )
+            if model.model_id not in linked:
                 self._client.log_outputs(parent.info.run_id, [LoggedModelOutput(model.model_id, step)])
+            if model.status != LoggedModelStatus.READY:
                 self._client.finalize_logged_model(model.model_id, "READY")
             have = {metric.key: metric.value for metric in model.metrics or []}
             new = [Metric(k, v, stage["ended"], step, model_id=model.model_id, **place)
