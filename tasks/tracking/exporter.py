@@ -192,7 +192,7 @@ class Exporter:
         for stage in () if running else newest.values():  # the files are large
             for name, rows in _tables(stage).items():
                 self._table(parent, name, rows)
-        note = titles.note(run, before, figures)
+        note = description = titles.note(run, before, figures)
         if reported and (report := _file_of(reported, REPORT)).is_file():
             self._file(parent, report, REPORT)
             note += f"; [report]({self._link(parent, REPORT)})"
@@ -201,7 +201,6 @@ class Exporter:
         if not edited and (executed or not written):
             self._log(parent, tags={NOTE: note, "leash.described": _md5(note[:5000].encode())})
         if evaluated and evaluated["status"] == "FINISHED" and "models/policy" in evaluated["inputs"]:
-            description = titles.note(run, before, figures)
             self._try(parent, "registered policy", lambda: self._register(parent, run, evaluated, figures, description))
 
         states = {stage["status"] for stage in newest.values()} - {"FINISHED"}

@@ -13,7 +13,7 @@ from ruamel.yaml import YAML
 
 from tasks.params.loader import read_yaml
 from tasks.stage.definition import digest
-from tasks.stage.pipeline_run import collect, identity
+from tasks.stage.pipeline_run import collect, identity, run_url
 from tasks.tracking import record, settings
 from tests.conftest import call
 
@@ -143,3 +143,14 @@ def test_an_isolated_run_has_the_name_of_its_experiment(root: Path, monkeypatch:
     monkeypatch.setenv(settings.STUDY_VARIABLE, "betas")
     run = identity(root, PARAMS)
     assert (run["experiment"], run["study"], run["tags"]["leash.experiment"]) == ("betas-1", "betas", "betas-1")
+
+
+def test_the_page_of_the_run_of_the_present_parameters(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:5000")
+    assert run_url(root) is None, "MLflow does not have it"
+    folder = record.open_record(root, identity(root, read_yaml(root / "params.yaml")))
+    page = "http://127.0.0.1:5000/#/experiments/1/runs/a"
+    record.confirm(folder, settings.uri_mark("http://127.0.0.1:5000"), record.changed_ns(folder), page)
+    assert run_url(root) == page
+    (root / "params.yaml").write_text("seed: 2\n", encoding="utf-8")
+    assert run_url(root) is None
