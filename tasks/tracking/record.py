@@ -4,14 +4,13 @@
     <stage>-<key>/facts.json        one execution of a stage: status, times, parameters, hashes of its inputs
     <stage>-<key>/live.jsonl        its points and tags, one line each, appended while it runs
     <stage>-<key>/files/…           copies of its metrics, plots, samples and report
-    sent.json                       the state of these files that an address of MLflow has received
+    sent-<hash of an address>       MLflow there has all files that are not newer; contains the page of the run
 
 A stage only writes these files. The exporter makes MLflow agree with them, now or later.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import re
@@ -20,29 +19,25 @@ import socket
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any, Literal
 
 import psutil
 
-from rlhf_core.locks import FileLock
+from rlhf_core.locks import held
 from tasks.params.secrets import HIDDEN, is_secret
 from tasks.tracking.settings import main_checkout, without_credentials
 
 Status = Literal["FINISHED", "FAILED", "KILLED"]
-RUN, FACTS, LIVE, FILES, SENT = "run.json", "facts.json", "live.jsonl", "files", "sent.json"
+RUN, FACTS, LIVE, FILES, SENT = "run.json", "facts.json", "live.jsonl", "files", "sent-"
+FOREIGN_HOURS = 24.0
+"""A stage of another machine on the same disk counts as running until its record is so old."""
 LINK_ABOVE_BYTES = 8 * 2**20  # copying more could delay the stage
 NOT_IN_NAMES = re.compile(r"[^\w/.\- :]")
 SHOWN = {
     "preferences": ("data/preferences/preferences.jsonl",),
-    "evaluate": (
-        "metrics/summary.json",
-        "plots/frontier.csv",
-        "data/evaluate/samples.jsonl",
-        "data/evaluate/answers.jsonl",
-    ),
-    "select": ("plots/select.csv",),
+    "evaluate": ("metrics/summary.json", "plots/frontier.csv", "data/evaluate/answers.jsonl"),
     "report": ("report",),
 }
 """What MLflow shows of a stage beside metrics/<stage>.json, plots/<stage>.csv and data/<stage>/samples.jsonl."""
@@ -56,7 +51,7 @@ def folder_of(root: Path) -> Path:
 def shown_files(stage: str) -> tuple[str, ...]:
     """The outputs of a stage that MLflow shows, relative to the project."""
     samples = () if stage == "preferences" else (f"data/{stage}/samples.jsonl",)
-    return (f"metrics/{stage}.json", f"plots/{stage}.csv", *dict.fromkeys((*samples, *SHOWN.get(stage, ()))))
+    return (f"metrics/{stage}.json", f"plots/{stage}.csv", *samples, *SHOWN.get(stage, ()))
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -77,13 +72,13 @@ def write(path: Path, content: Mapping[str, Any]) -> None:
 
 
 def name_of(run: Mapping[str, Any]) -> str:
-    """The name of the record of a pipeline run."""
-    return f"{run['key'][:12]}-{run['workspace']}"
+    """The name of the record of a study or a pipeline run."""
+    return f"study-{run['study']}" if run.get("kind") == "study" else f"{run['key'][:12]}-{run['workspace']}"
 
 
 def open_record(root: Path, run: Mapping[str, Any]) -> Path:
-    """The record of the pipeline run `run` (`key`, `workspace`, `params`, `tags`, …); made where it is missing. Raises
-    OSError."""
+    """The record of the study or pipeline run `run` (`key`, `workspace`, `params`, `tags`, …); made where it is
+    missing. Raises OSError, and UserError where another process holds the lock."""
     folder = folder_of(root) / name_of(run)
     with exclusive(root):
         known = read(folder / RUN)
@@ -113,18 +108,15 @@ class Live:
         self.stage, self.folder = str(facts["stage"]), record / f"{facts['stage']}-{facts['key'][:12]}"
         self._root = root
         self._warned = False
-        self._fd: int | None = None
         me = psutil.Process()
         process = {"pid": me.pid, "born": me.create_time(), "host": socket.gethostname()}
+        before = read(self.folder / FACTS)
+        before = {} if before.get("status") == "FINISHED" else before  # else it goes on with it
+        restarts = {"restarts": before.get("restarts", 0) + 1} if before else {}
+        self._facts = {"started": now_ms(), **before, **facts, **process, **restarts, "status": "RUNNING"}
         with self._warning():
-            before = read(self.folder / FACTS)
-            before = {} if before.get("status") == "FINISHED" else before  # else it goes on with it
-            restarts = {"restarts": before.get("restarts", 0) + 1} if before else {}
-            self._facts = {"started": now_ms(), **before, **facts, **process, **restarts, "status": "RUNNING"}
             write(self.folder / FACTS, self._facts)
-            self._fd = os.open(self.folder / LIVE, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
-            size = os.fstat(self._fd).st_size
-            self._torn = bool(size) and os.pread(self._fd, 1, size - 1) != b"\n"
+        self._append({})
 
     def points(self, values: Mapping[str, float | None], step: int) -> None:
         """Metrics of a step; None is left out."""
@@ -140,17 +132,12 @@ class Live:
             if status == "FINISHED":
                 copy_files(self._root, self.folder, self.stage)
             write(self.folder / FACTS, {**self._facts, "status": status, "ended": now_ms()})
-        if self._fd is not None:
-            os.close(self._fd)
-            self._fd = None
 
     def _append(self, line: dict[str, Any]) -> None:
-        """One line in one system call."""
-        data = (json.dumps({"at": now_ms(), **line}, ensure_ascii=False, default=str) + "\n").encode(errors="replace")
-        with self._warning():
-            if self._fd is not None:
-                data = b"\n" * self._torn + data
-                self._torn = os.write(self._fd, data) != len(data)
+        """One line in one system call. It begins with a line break: the last one may be incomplete, after a kill."""
+        text = "\n" + json.dumps({"at": now_ms(), **line}, ensure_ascii=False, default=str)
+        with self._warning(), (self.folder / LIVE).open("ab", buffering=0) as file:
+            file.write(text.encode(errors="replace"))
 
     @contextmanager
     def _warning(self) -> Iterator[None]:
@@ -164,23 +151,21 @@ class Live:
 
 def executions(record: Path) -> list[dict[str, Any]]:
     """The facts of all executions of a record with their `folder`, in the order of their begin. One whose process has
-    died counts as KILLED."""
+    died counts as KILLED; of one on another machine, one whose record is older than FOREIGN_HOURS."""
     found = []
     for path in record.glob(f"*/{FACTS}"):
-        if facts := read(path):
-            if facts["status"] == "RUNNING" and not is_alive(facts):
-                facts |= {"status": "KILLED", "ended": int(path.stat().st_mtime * 1000)}
+        facts = read(path)
+        if facts.get("status") == "RUNNING":
+            touched = max(file.stat().st_mtime for file in (path, path.with_name(LIVE)) if file.exists())
+            alive = time.time() - touched < FOREIGN_HOURS * 3600
+            if facts["host"] == socket.gethostname():
+                alive = False
+                with suppress(psutil.Error):
+                    alive = abs(psutil.Process(facts["pid"]).create_time() - facts["born"]) < 1.0
+            facts |= {} if alive else {"status": "KILLED", "ended": int(touched * 1000)}
+        if facts:
             found.append(facts | {"folder": path.parent})
     return sorted(found, key=lambda facts: (facts["started"], facts["stage"]))
-
-
-def is_alive(facts: Mapping[str, Any]) -> bool:
-    """Whether the process of a stage runs; of one on another machine, True."""
-    if facts.get("host") != socket.gethostname():
-        return True
-    with suppress(psutil.Error):
-        return bool(abs(psutil.Process(facts["pid"]).create_time() - facts["born"]) < 1.0)
-    return False
 
 
 def rows(execution: Path) -> tuple[list[tuple[str, int, int, float]], dict[str, str]]:
@@ -203,48 +188,49 @@ def pending(root: Path, mark: str = "") -> list[Path]:
     without a mark all of them."""
     found = [path.parent for path in folder_of(root).glob(f"*/{RUN}")]
     found.sort(key=lambda folder: (read(folder / RUN).get("created", 0), folder.name))
-    return [folder for folder in found if not mark or read(folder / SENT).get(mark) != fingerprint(folder)]
+    return [folder for folder in found if not mark or not has_received(folder, mark)]
 
 
-def fingerprint(record: Path) -> str:
-    """A hash of names, sizes and times of the files of a record."""
-    seen = []
-    for path in sorted(record.rglob("*")):
-        with suppress(FileNotFoundError):  # another process replaces or removes it
-            if path.is_file() and path.name != SENT and not path.name.startswith("."):
-                seen.append((str(path.relative_to(record)), path.stat().st_size, path.stat().st_mtime_ns))
-    return hashlib.sha256(repr(seen).encode()).hexdigest()[:16]
+def has_received(record: Path, mark: str) -> bool:
+    """Whether the address with this mark has confirmed the record as it is now."""
+    confirmation = record / f"{SENT}{mark}"
+    return confirmation.is_file() and confirmation.stat().st_mtime_ns >= changed_ns(record)
+
+
+def changed_ns(record: Path) -> int:
+    """When a file of the record was last changed, in nanoseconds of its file system's clock."""
+    times = [0]
+    for path in record.rglob("*"):
+        if not path.name.startswith((SENT, ".")):
+            with suppress(FileNotFoundError):  # another process replaces or removes it
+                times.append(path.stat().st_mtime_ns if path.is_file() else 0)
+    return max(times)
+
+
+def confirm(record: Path, mark: str, changed: int, page: str = "") -> None:
+    """Note that the address with this mark has received the record as it was when `changed_ns` returned this, and shows
+    it at this page. Raises OSError."""
+    path = record / f"{SENT}{mark}"
+    path.write_text(page, encoding="utf-8")
+    os.utime(path, ns=(changed, changed))
 
 
 def prune(root: Path, mark: str) -> None:
-    """Remove the records that have arrived, without those of the present parameters of each workspace: what it has
-    executed does not count as restored there."""
+    """Remove the records that have arrived, without the newest of each workspace: what that one has executed does not
+    count as restored there."""
     with exclusive(root):
-        everything = {folder: read(folder / RUN) for folder in pending(root)}
-        waiting = set(pending(root, mark))
-        newest = {run.get("workspace"): folder for folder, run in sorted(everything.items(), key=_touched)}
-        for folder, run in everything.items():
-            states = {facts["status"] for facts in executions(folder)} if run.get("key") else {run.get("status")}
-            old = newest[run.get("workspace")] != folder or not Path(run.get("root", "/")).exists()
-            old = old or not run.get("key")
-            if folder not in waiting and "RUNNING" not in states and old:
-                shutil.rmtree(folder, ignore_errors=True)
+        waiting, runs = pending(root, mark), {folder: read(folder / RUN) for folder in pending(root)}
+        newest: dict[str, Path] = {}
+        for folder, run in sorted(runs.items(), key=lambda item: item[1].get("touched", 0)):
+            if "workspace" in run and Path(run["root"]).exists():
+                newest[run["workspace"]] = folder
+        for folder in runs.keys() - {*waiting, *newest.values()}:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
-def _touched(item: tuple[Path, dict[str, Any]]) -> int:
-    return int(item[1].get("touched", 0))
-
-
-@contextmanager
-def exclusive(root: Path) -> Iterator[None]:
+def exclusive(root: Path) -> AbstractContextManager[None]:
     """Hold the lock of the records, for milliseconds: a record is not removed while a stage begins in it."""
-    folder_of(root).mkdir(parents=True, exist_ok=True)
-    lock = FileLock(folder_of(root) / "lock")
-    lock.acquire(timeout=2.0)
-    try:
-        yield
-    finally:
-        lock.release()
+    return held(folder_of(root) / "lock", 10.0, "writes the records of runs")
 
 
 def now_ms() -> int:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 from urllib.parse import parse_qs, urlsplit
 
 from rlhf_core.errors import UserError
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 CHAMPION, CHALLENGER = "champion", "challenger"
 BEFORE = "leash.champion_before"
 """Tag of a version that became the champion: the version that was it before, or `none`."""
-ABSENT = ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE")
 
 
 @dataclass(frozen=True)
@@ -37,8 +36,7 @@ class Version:
 
 
 class Registry:
-    """The versions of a project's registered policy. Every method raises UserError when MLflow
-    does not answer."""
+    """The versions of a project's registered policy. Every method raises UserError when MLflow does not answer."""
 
     def __init__(self, root: Path) -> None:
         self._uri, self._tracking_uri = settings.registry_uri(root), settings.tracking_uri(root)
@@ -50,73 +48,64 @@ class Registry:
         """False where nothing was ever tracked: the local database does not exist."""
         return not self._uri.startswith("sqlite:///") or Path(self._uri.removeprefix("sqlite:///")).is_file()
 
+    def all(self) -> list[tuple[Version, list[str]]]:
+        """Every version with its aliases, the newest first."""
+        if not self.exists:
+            return []
+        with self._client() as client:
+            models = client.search_registered_models(f"name = '{self.name}'")
+            aliases = models[0].aliases if models else {}
+            versions = client.search_model_versions(f"name = '{self.name}'")
+        found = []
+        for one in sorted(versions, key=lambda version: int(version.version), reverse=True):
+            number, source = str(one.version), str(one.source)
+            digest = parse_qs(urlsplit(source).query).get("md5", [""])[0]  # dvc://models/policy?md5=HASH&project=FOLDER
+            created = float(one.creation_timestamp or 0) / 1000
+            version = Version(number, digest, dict(one.tags), str(one.run_id or ""), created)
+            found.append((version, sorted(alias for alias, at in aliases.items() if str(at) == number)))
+        return found
+
     def by_alias(self, alias: str) -> Version | None:
         """The version with this alias."""
-        with self._client() as client:
-            return None if client is None else _read(client.get_model_version_by_alias(self.name, alias))
-        return None
+        return next((version for version, aliases in self.all() if alias in aliases), None)
 
     def by_digest(self, digest: str) -> Version | None:
         """The newest version of the policy with this hash."""
-        query = f"name = '{self.name}' and source_path LIKE 'dvc://models/policy?md5={digest}%'"
-        with self._client() as client:
-            found = [] if client is None else client.search_model_versions(query)
-            return _read(found[0]) if found else None
-        return None
+        return next((version for version, _ in self.all() if version.digest == digest), None)
 
     def by_number(self, number: str) -> Version | None:
         """This version."""
-        with self._client() as client:
-            return None if client is None else _read(client.get_model_version(self.name, number))
-        return None
+        return next((version for version, _ in self.all() if version.number == number), None)
 
-    def all(self) -> list[tuple[Version, list[str]]]:
-        """Every version with its aliases, the newest first."""
+    def page(self, version: Version) -> str:
+        """The address of the page of the run that registered the version; empty where MLflow is no server."""
+        if not version.run:
+            return ""
         with self._client() as client:
-            if client is not None:
-                aliases = client.get_registered_model(self.name).aliases
-                found = client.search_model_versions(f"name = '{self.name}'")
-                versions = sorted(map(_read, found), key=lambda one: int(one.number), reverse=True)
-                return [(one, sorted(a for a, at in aliases.items() if str(at) == one.number)) for one in versions]
-        return []
-
-    def page(self, version: Version) -> str | None:
-        """The address of the page of the run that registered the version; None where MLflow is no server."""
-        with self._client() as client:
-            if client is not None and version.run and self._tracking_uri.startswith(("http://", "https://")):
-                experiment = client.get_run(version.run).info.experiment_id
-                address = settings.without_credentials(self._tracking_uri).rstrip("/")
-                return f"{address}/#/experiments/{experiment}/runs/{version.run}"
-        return None
+            experiment = client.get_run(version.run).info.experiment_id
+        return settings.page_of(self._tracking_uri, experiment, version.run)
 
     def set_alias(self, alias: str, version: Version) -> None:
         """Give the version this alias, which another one loses."""
-        with self._client(reads=False) as client:
-            assert client is not None
+        with self._client() as client:
             client.set_registered_model_alias(self.name, alias, version.number)
 
     def remove_alias(self, alias: str) -> None:
         """Take the alias from the version that has it."""
-        with self._client(reads=False) as client:
-            assert client is not None
+        with self._client() as client:
             client.delete_registered_model_alias(self.name, alias)
 
     def tag(self, version: Version, tags: Mapping[str, str]) -> None:
         """Set tags of the version, and of the pipeline run that made it."""
-        with self._client(reads=False) as client:
-            assert client is not None
-            run_id = client.get_model_version(self.name, version.number).run_id
+        with self._client() as client:
             for name, value in tags.items():
                 client.set_model_version_tag(self.name, version.number, name, value)
-                if run_id:
-                    client.set_tag(run_id, name, value)
+                if version.run:
+                    client.set_tag(version.run, name, value)
 
     @contextmanager
-    def _client(self, reads: bool = True) -> Iterator[MlflowClient | None]:
-        """MLflow's client; None where nothing was ever tracked. For one that reads, what is absent ends the block."""
-        if not self.exists:
-            yield None
-            return
+    def _client(self) -> Iterator[MlflowClient]:
+        """MLflow's client. Its import takes seconds."""
         settings.prepare_environment()
         from mlflow.exceptions import MlflowException
         from mlflow.tracking import MlflowClient
@@ -124,18 +113,5 @@ class Registry:
         try:
             yield MlflowClient(self._tracking_uri, registry_uri=self._uri)
         except MlflowException as error:
-            if not reads or error.error_code not in ABSENT:
-                reason = settings.without_credentials(str(error)).split("\n")[0]
-                raise UserError(f"MLflow does not answer for the registered policy: {reason}") from None
-
-
-def _read(version: Any) -> Version:
-    made = float(version.creation_timestamp or 0) / 1000
-    return Version(
-        str(version.version), digest_of(str(version.source)), dict(version.tags), str(version.run_id or ""), made
-    )
-
-
-def digest_of(source: str) -> str:
-    """The hash in `dvc://models/policy?md5=HASH&project=FOLDER`; empty where there is none."""
-    return parse_qs(urlsplit(source).query).get("md5", [""])[0]
+            reason = settings.without_credentials(str(error)).split("\n")[0]
+            raise UserError(f"MLflow does not answer for the registered policy: {reason}") from None

@@ -53,20 +53,10 @@ def bypass_proxies() -> None:
             os.environ[name] = ",".join([*hosts, *(host for host in LOOPBACK if host not in hosts)])
 
 
-def is_held_back() -> bool:
-    """Whether sending is switched off."""
-    return bool(os.environ.get(HOLD_VARIABLE))
-
-
-def has_driver() -> bool:
-    """Whether `leash run` has started this stage."""
-    return bool(os.environ.get(OUTCOME_VARIABLE))
-
-
 def main_checkout(root: Path) -> Path:
     """The checkout that the workspace at `root` was made from, as a git worktree or by `dvc exp run --temp`: runs of
     all workspaces are tracked there. `root` itself where it is no such workspace, or while records are held back."""
-    if is_held_back():
+    if os.environ.get(HOLD_VARIABLE):
         return root
     before, inside, _ = str(root.resolve()).partition("/.dvc/tmp/exps/")
     home = Path(before) if inside else _of_worktree(root)
@@ -105,6 +95,12 @@ def unreachable(uri: str) -> str:
     except (OSError, ValueError) as error:
         return getattr(error, "strerror", None) or str(error)
     return ""
+
+
+def page_of(uri: str, experiment: str, run: str) -> str:
+    """The address of the page of a run in MLflow; empty where that is no server."""
+    is_server = uri.startswith(("http://", "https://"))
+    return f"{without_credentials(uri).rstrip('/')}/#/experiments/{experiment}/runs/{run}" if is_server else ""
 
 
 def artifact_location(root: Path, uri: str) -> str | None:

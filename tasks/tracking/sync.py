@@ -11,7 +11,6 @@ import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from tasks.tracking import record, settings
 
@@ -27,7 +26,7 @@ def sync(root: Path, seconds: float | None = SYNC_SECONDS) -> str:
     """Make MLflow agree with all records within so many seconds (None: without a limit). Returns a line where something
     is missing; empty where nothing is."""
     uri = settings.tracking_uri(root)
-    if settings.is_held_back() or not record.pending(root, settings.uri_mark(uri)):
+    if os.environ.get(settings.HOLD_VARIABLE) or not record.pending(root, settings.uri_mark(uri)):
         return ""
     reason = settings.unreachable(uri)
     if not reason:
@@ -48,29 +47,19 @@ def sync(root: Path, seconds: float | None = SYNC_SECONDS) -> str:
     return f"tracking: not all is in MLflow at {where} ({reason}); `leash sync` tries again" if reason else ""
 
 
-class Sidecar:
-    """A process beside a stage that shows its points in MLflow while it runs, and the rest when it has ended. It ends
-    by itself some seconds later; killing it loses nothing."""
-
-    def __init__(self, root: Path, record_folder: Path, execution: str, at_the_end: float = SECONDS_AT_THE_END) -> None:
-        self._process: subprocess.Popen[bytes] | None = None
-        module, limits = "tasks.tracking.sync", [str(FOLLOW_AFTER_SECONDS), str(at_the_end)]
-        command = [sys.executable, "-m", module, str(root.resolve()), str(record_folder), execution, *limits]
-        with suppress(OSError):
-            self._process = subprocess.Popen(
-                command, env=_environment(root), stdin=subprocess.PIPE, stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL, bufsize=0, start_new_session=True,
-            )  # fmt: skip
-
-    def stage_ended(self, wait_seconds: float = 0.0) -> None:
-        """Let the process send what is left; waits for it at most so long."""
-        if self._process is None or self._process.stdin is None:
-            return
-        with suppress(OSError):
-            self._process.stdin.write(b".")  # a forked data loader may keep the pipe from ending
-            self._process.stdin.close()
-        with suppress(subprocess.TimeoutExpired):
-            self._process.wait(wait_seconds)
+def start_sidecar(
+    root: Path, folder: Path, execution: str, at_the_end: float = SECONDS_AT_THE_END
+) -> subprocess.Popen[bytes] | None:
+    """A process beside a stage that shows its points in MLflow while it runs, and the rest when it has ended, or its
+    standard input has. It ends by itself some seconds later; killing it loses nothing. None where it cannot start."""
+    limits = [str(FOLLOW_AFTER_SECONDS), str(at_the_end)]
+    command = [sys.executable, "-m", "tasks.tracking.sync", str(root.resolve()), str(folder), execution, *limits]
+    with suppress(OSError):
+        return subprocess.Popen(
+            command, env=_environment(root), stdin=subprocess.PIPE, stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL, bufsize=0, start_new_session=True,
+        )  # fmt: skip
+    return None
 
 
 def _environment(root: Path) -> dict[str, str]:
@@ -81,25 +70,19 @@ def _environment(root: Path) -> dict[str, str]:
 
 def begin_study(root: Path, study: str) -> str:
     """Record a study, whose run its trials become children of, and open its run. Returns a line where that failed."""
-    return _study(root, study, "RUNNING", {}, [])
+    return finish_study(root, study, "RUNNING", {}, [])
 
 
 def finish_study(
-    root: Path, study: str, status: record.Status, metrics: Mapping[str, float | None], files: Sequence[Path]
+    root: Path, study: str, status: str, metrics: Mapping[str, float | None], files: Sequence[Path]
 ) -> str:
     """End the study's run with these metrics and files, and send all that waits; a line where some is left."""
-    return _study(root, study, status, {name: v for name, v in metrics.items() if v is not None}, files)
-
-
-def _study(root: Path, study: str, status: str, metrics: Mapping[str, Any], files: Sequence[Path]) -> str:
-    folder = record.folder_of(root) / f"study-{study}"
-    run = {"kind": "study", "study": study, "status": status, "metrics": metrics, "root": str(root.resolve())}
-    with record.exclusive(root):
-        known = {"created": record.now_ms(), **record.read(folder / record.RUN)}
-        record.write(folder / record.RUN, {**known, **run, "touched": record.now_ms()})
-        for file in filter(Path.is_file, files):
-            (folder / record.FILES).mkdir(exist_ok=True)
-            shutil.copyfile(file, folder / record.FILES / file.name)
+    figures = {name: value for name, value in metrics.items() if value is not None}
+    run = {"kind": "study", "study": study, "status": status, "metrics": figures, "root": str(root.resolve())}
+    folder = record.open_record(root, run)
+    for file in filter(Path.is_file, files):
+        (folder / record.FILES).mkdir(exist_ok=True)
+        shutil.copyfile(file, folder / record.FILES / file.name)
     return sync(root)
 
 
@@ -109,7 +92,7 @@ def main() -> None:
     one."""
     root, folder, execution, after, at_the_end = sys.argv[1:]
     ended = select.select([sys.stdin], [], [], float(after))[0]
-    if not (ended and settings.has_driver()):
+    if not (ended and os.environ.get(settings.OUTCOME_VARIABLE)):
         settings.prepare_environment()
         from tasks.tracking.exporter import follow  # imports mlflow: seconds
 

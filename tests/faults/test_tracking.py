@@ -236,7 +236,7 @@ def test_a_server_that_fails(trouble: str, server: Server, root: Path, monkeypat
     assert run.data.metrics["loss"] == 0.5
     assert run.data.tags["leash.alert.toy"] == "seen"
     assert (parent.info.status, run.info.status) == ("FINISHED", "FINISHED")
-    assert record.pending(root) == []
+    assert record.pending(root, settings.uri_mark(server.address)) == []
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ from ruamel.yaml import YAML
 
 from tasks.params.loader import read_yaml
 from tasks.stage.definition import digest
-from tasks.stage.pipeline_run import collect, identity
+from tasks.stage.pipeline_run import collect, identity, run_url
 from tasks.tracking import record, settings
 from tests.conftest import call
 
@@ -24,7 +24,12 @@ PARAMS: dict[str, Any] = {"seed": 1, "runtime": {"tracking": True}, "one": {"a":
 @pytest.fixture
 def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.delenv("USER", raising=False)
-    files = {"dvc.yaml": GRAPH, "code.py": "", "data/raw/README.md": "", "data/raw/set.dvc": "outs: [{md5: a}]\n"}
+    files = {
+        "dvc.yaml": GRAPH,
+        "code.py": "",
+        "data/raw/README.md": "",
+        "data/raw/set.dvc": "outs: [{md5: a, path: set}]\n",
+    }
     for name, text in (files | {"params.yaml": "seed: 1\none: {a: {b: 1}}\n", ".gitignore": "work\n"}).items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text, encoding="utf-8")
@@ -75,17 +80,16 @@ def test_commit_branch_and_origin_are_tags_without_a_password(root: Path) -> Non
 
 
 def test_what_differs_from_the_commit(root: Path) -> None:
-    """What a run writes and the block `runtime` are left out."""
     (root / "code.py").write_text("pass\n", encoding="utf-8")
-    run = identity(root, {"seed": 1, "one": {"a": {"b": 2}}, "runtime": {"tracking": False}})
-    changed = [one for one in run["tags"]["leash.changes"].split(", ") if not one.endswith(".enabled=none (false)")]
-    assert changed == ["one.a.b=2 (1)"]
+    run = identity(root, PARAMS)
     assert run["edited"] == ["code.py"]
+    assert run["tags"]["leash.dirty"] == "true"
 
 
 def lock(root: Path, stages: dict[str, dict[str, Any]]) -> None:
-    """dvc.lock with these stages: parameters, and outputs that are written."""
+    """dvc.yaml and dvc.lock with these stages: parameters, and outputs that are written."""
     content: dict[str, Any] = {"schema": "2.0", "stages": {}}
+    graph: dict[str, Any] = {"stages": {}}
     for name, entry in stages.items():
         outs = []
         for path, text in entry["outs"].items():
@@ -96,7 +100,12 @@ def lock(root: Path, stages: dict[str, dict[str, Any]]) -> None:
         content["stages"][name] = {
             "cmd": f"python {name}.py", "deps": deps, "params": {"params.yaml": entry["params"]}, "outs": outs,
         }  # fmt: skip
+        graph["stages"][name] = {
+            "cmd": f"python {name}.py", "deps": [dep["path"] for dep in deps], "params": list(entry["params"]),
+            "metrics": [{path: {"cache": False}} for path in entry["outs"]],
+        }  # fmt: skip
     YAML().dump(content, root / "dvc.lock")
+    YAML().dump(graph, root / "dvc.yaml")
 
 
 def test_stages_that_dvc_restored_are_recorded_once_with_their_hashes(root: Path) -> None:
@@ -134,4 +143,14 @@ def test_an_isolated_run_has_the_name_of_its_experiment(root: Path, monkeypatch:
     monkeypatch.setenv(settings.STUDY_VARIABLE, "betas")
     run = identity(root, PARAMS)
     assert (run["experiment"], run["study"], run["tags"]["leash.experiment"]) == ("betas-1", "betas", "betas-1")
-    assert "leash.report" not in run["tags"], "its folder will be removed"
+
+
+def test_the_page_of_the_run_of_the_present_parameters(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:5000")
+    assert run_url(root) is None, "MLflow does not have it"
+    folder = record.open_record(root, identity(root, read_yaml(root / "params.yaml")))
+    page = "http://127.0.0.1:5000/#/experiments/1/runs/a"
+    record.confirm(folder, settings.uri_mark("http://127.0.0.1:5000"), record.changed_ns(folder), page)
+    assert run_url(root) == page
+    (root / "params.yaml").write_text("seed: 2\n", encoding="utf-8")
+    assert run_url(root) is None

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
+import time
 from pathlib import Path
 
 import numpy as np
@@ -14,24 +14,19 @@ from tasks.tracking import record, settings
 from tests.tasks.tracking.conftest import pipeline, stage
 
 
-def test_on_a_full_disk_a_row_is_lost_with_one_warning(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_on_a_full_disk_a_row_is_lost_with_one_warning(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     live = stage(tmp_path, pipeline(tmp_path), "ppo", points=1, end=None)
-    real, full = os.write, OSError(errno.ENOSPC, "No space left on device")
-
-    def half(fd: int, data: bytes) -> int:
-        return real(fd, data[: len(data) // 2])
-
-    def none(fd: int, data: bytes) -> int:
-        raise full
-
-    for write, step in ((half, 2), (none, 3), (none, 4), (real, 5)):
-        monkeypatch.setattr(os, "write", write)
+    rows = live.folder / record.LIVE
+    kept = rows.rename(tmp_path / "kept")
+    rows.symlink_to("/dev/full")
+    for step in (2, 3):
         live.points({"ppo/kl": 1.0}, step)
+    rows.unlink()
+    kept.rename(rows)
+    live.points({"ppo/kl": 1.0}, 4)
     live.end("FINISHED")
     points, _ = record.rows(live.folder)
-    assert [step for _, step, _, _ in points] == [1, 5]
+    assert [step for _, step, _, _ in points] == [1, 4]
     assert capsys.readouterr().err.count("No space left on device") == 1
 
 
@@ -75,6 +70,10 @@ def test_an_execution_whose_process_has_died_counts_as_killed(tmp_path: Path) ->
     assert record.executions(folder)[0]["status"] == "KILLED"
     record.write(live.folder / record.FACTS, facts | {"host": "elsewhere"})
     assert record.executions(folder)[0]["status"] == "RUNNING"
+    long_ago = time.time() - (record.FOREIGN_HOURS + 1) * 3600
+    for name in (record.FACTS, record.LIVE):
+        os.utime(live.folder / name, (long_ago, long_ago))
+    assert record.executions(folder)[0]["status"] == "KILLED", "also on another machine, after a day without a sign"
 
 
 def test_what_has_arrived_is_removed_unless_a_stage_would_continue(tmp_path: Path) -> None:
@@ -84,12 +83,12 @@ def test_what_has_arrived_is_removed_unless_a_stage_would_continue(tmp_path: Pat
     stage(tmp_path, open_, "ppo", end="KILLED")
     pipeline(tmp_path, "b" * 64)  # the newest
     for folder in (done, open_):
-        record.write(folder / record.SENT, {"here": record.fingerprint(folder)})
+        record.confirm(folder, "here", record.changed_ns(folder))
     record.prune(tmp_path, "here")
     assert set(record.pending(tmp_path)) == {open_, waiting}
     assert record.pending(tmp_path, "here") == [waiting]
     pipeline(tmp_path, "d" * 64)
-    record.write(open_ / record.SENT, {"here": record.fingerprint(open_)})
+    record.confirm(open_, "here", record.changed_ns(open_))
     record.prune(tmp_path, "here")
     assert open_ not in record.pending(tmp_path), "another run began: this one will not continue"
 
