@@ -1,4 +1,4 @@
-"""The Prefect artifacts of a finished run: a table with the final metrics, and a page with the place of the report."""
+"""The Prefect artifacts of a run: its progress, the final metrics, where the report is, and the run in MLflow."""
 
 import html
 import json
@@ -14,6 +14,7 @@ from uuid import UUID
 from flows.text import dotted
 from tasks import summary
 from tasks.stage.definition import git_state
+from tasks.stage.pipeline_run import run_url
 from tasks.tracking.settings import RUN_VARIABLE
 
 ALERT = re.compile(r"\bALERT (?P<name>\w+).*")
@@ -83,13 +84,16 @@ def progress(description: str) -> Callable[[float], None]:
 
 
 def publish(root: Path) -> None:
-    """Create both artifacts, `leash-metrics` and `leash-report`. Call it inside a flow run."""
-    from prefect.artifacts import create_markdown_artifact, create_table_artifact
+    """Create the artifacts `leash-metrics` and `leash-report`, and `leash-mlflow` where MLflow is a server. Call it
+    inside a flow run."""
+    from prefect.artifacts import create_link_artifact, create_markdown_artifact, create_table_artifact
 
     rows = metric_rows(root)
     if rows:
         create_table_artifact(key="leash-metrics", table=rows, description="Final metrics of the run")
     create_markdown_artifact(key="leash-report", markdown=report_page(root), description="Where the results are")
+    if url := run_url(root):
+        create_link_artifact(link=url, link_text="Run in MLflow", key="leash-mlflow")
 
 
 def _as_markdown(text: str) -> str:

@@ -215,7 +215,7 @@ def study(
         else:
             server.require(home)
         try:
-            with suppress(OSError):
+            with suppress(OSError, UserError):
                 begin_study(home, made.name)
             made.run()
             text = made.write()
@@ -223,7 +223,7 @@ def study(
             states = [trial.state for trial in made.trials]
             counts = {f"trials_{state}": float(states.count(state)) for state in (FINISHED, FAILED)}
             status: Status = "FINISHED" if set(states) == {FINISHED} else "FAILED"
-            with suppress(OSError):
+            with suppress(OSError, UserError):
                 finish_study(home, made.name, status, counts, [made.folder / TABLE, made.folder / PICTURE])
     print(f"\n{text}\n\ntables and picture: {made.folder}", flush=True)
     print("`dvc exp show` lists the experiments; `dvc exp apply NAME` brings one's results into this folder")
