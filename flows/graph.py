@@ -13,7 +13,7 @@ from rlhf_core.errors import UserError, did_you_mean
 from tasks.params.loader import PARAMS_FILE, read_yaml
 from tasks.params.secrets import HIDDEN, is_secret
 from tasks.stage import dvc_files
-from tasks.stage.definition import Definition, is_code
+from tasks.stage.definition import is_code
 from tasks.stage.dvc_files import File, open_project
 
 MOST_NAMES = 2
@@ -95,7 +95,7 @@ class Project:
             return [] if allow_missing and EDITED not in states.values() else _with_states(states)
 
     def _input_reasons(
-        self, stage: dvc_files.GraphStage, allow_missing: bool, planned: Collection[str]
+        self, stage: dvc_files.Definition, allow_missing: bool, planned: Collection[str]
     ) -> Iterator[str]:
         if not stage.frozen:
             yield from self._changed_params(stage, allow_missing)
@@ -122,7 +122,7 @@ class Project:
         """Whether a missing input may be missing: its stage or .dvc file has the recorded hash for it."""
         return allow_missing and file.path in self._makers and self._makers[file.path][1].recorded == file.recorded
 
-    def _changed_params(self, stage: dvc_files.GraphStage, allow_missing: bool) -> Iterator[str]:
+    def _changed_params(self, stage: dvc_files.Definition, allow_missing: bool) -> Iterator[str]:
         """`ppo.kl.coef 0.05 → 0.2` for each value that is not the recorded one."""
         if absent := [file for file in stage.params_of if not (self.root / file).is_file()]:
             if not (allow_missing and all(file in self._makers for file in absent)):
@@ -144,7 +144,7 @@ class Project:
 
     def key(self, name: str) -> str | None:
         """The identity of the execution that would come now; None where an input or params.yaml is missing."""
-        definition = Definition(name, self._files)
+        definition = self._files.stage(name)
         with self._lock, suppress(UserError):
             return definition.key(read_yaml(self.root / PARAMS_FILE), definition.hashes())
         return None

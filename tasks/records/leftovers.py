@@ -12,8 +12,7 @@ from rlhf_core.files import partial_path
 from rlhf_core.files import remove as remove_path
 from rlhf_core.locks import FileLock, holder, is_held
 from tasks.params.loader import PARAMS_FILE, read_yaml
-from tasks.stage.definition import Definition
-from tasks.stage.dvc_files import GraphStage, Project, open_project
+from tasks.stage.dvc_files import Definition, Project, open_project
 from tasks.stage.state import FINISHED, lock_file
 from tasks.tracking import record, settings
 
@@ -84,7 +83,7 @@ def _folders(root: Path) -> Iterator[str]:
 
 
 def _of_stage(
-    project: Project, name: str, stage: GraphStage | None, everything: bool, found: Found, mine: bool = False
+    project: Project, name: str, stage: Definition | None, everything: bool, found: Found, mine: bool = False
 ) -> None:
     """Find the leftovers of one stage. `stage` is None if not in dvc.yaml; `mine`: this process holds its lock."""
     root = project.root
@@ -107,7 +106,7 @@ def _states(project: Project, name: str, exists: bool, everything: bool, found: 
     if not folders:
         return
     key, doubt = _present_key(project, name) if exists else ("", "")
-    recorded = (Definition(name, project).recorded_key() or "")[:16] if exists else ""
+    recorded = (project.stage(name).recorded_key() or "")[:16] if exists else ""
     for folder in folders:
         if not exists:
             found.add(folder, f"dvc.yaml has no stage {name}", name)
@@ -123,7 +122,7 @@ def _states(project: Project, name: str, exists: bool, everything: bool, found: 
 def _present_key(project: Project, name: str) -> tuple[str, str]:
     """(name of the present state folder, "") or ("", why it is unknown)."""
     try:
-        definition = Definition(name, project)
+        definition = project.stage(name)
         return definition.key(read_yaml(project.root / PARAMS_FILE), definition.hashes())[:16], ""
     except UserError as error:
         return "", " ".join(str(error).split())

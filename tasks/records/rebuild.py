@@ -9,7 +9,7 @@ from pathlib import Path
 
 from rlhf_core.errors import UserError
 from tasks.records.recorded import Record, recorded, sizes
-from tasks.stage.dvc_files import GraphStage, Project, open_project
+from tasks.stage.dvc_files import Definition, Project, open_project
 
 HEADROOM = 200 * 2**20
 """Bytes for code, logs and the records for MLflow."""
@@ -53,7 +53,7 @@ def plan(project: Project, stages: Sequence[str]) -> Plan:
     )
 
 
-def _check(project: Project, stage: GraphStage, records: dict[str, Record], made: set[str]) -> dict[str, str]:
+def _check(project: Project, stage: Definition, records: dict[str, Record], made: set[str]) -> dict[str, str]:
     """The stage's outside inputs. Raises UserError with the stage and all that differs from `dvc.lock`."""
     name = stage.name
     record = records.get(name)
@@ -74,7 +74,7 @@ def _check(project: Project, stage: GraphStage, records: dict[str, Record], made
     if changed:
         raise UserError(f"dvc.lock is not that of {name} as it is now ({', '.join(changed)}); run `dvc repro` first")
     outs = {path: value for other in records.values() for path, value in other.outs.items()}
-    files |= {path: outs[path] for path in stage.params_files if path in outs}
+    files |= {path: outs[path] for path in stage.params_of if path in outs}
     return {path: value for path, value in files.items() if path not in made}
 
 

@@ -14,7 +14,6 @@ from flows.commands.doctor import Check, examine
 from flows.graph import read_graph
 from flows.stages import EXECUTED, RESTORED, UP_TO_DATE, StageUserError, run_stage
 from rlhf_core.errors import UserError
-from tasks.stage.definition import Definition
 from tasks.stage.dvc_files import open_project
 
 if TYPE_CHECKING:
@@ -148,5 +147,5 @@ def test_every_input_has_the_hash_of_dvc(finished: "Project", monkeypatch: pytes
     monkeypatch.chdir(finished.root)
     with open_project(finished.root) as project:
         for stage in read_graph(finished.root).stages:
-            definition = Definition(stage, project)
+            definition = project.stage(stage)
             definition.require_intact(definition.hashes(), recorded=True)

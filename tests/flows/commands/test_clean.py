@@ -14,7 +14,6 @@ from flows.commands.clean import find_leftovers, remove, render
 from rlhf_core.locks import FileLock
 from tasks.records.leftovers import Found, Leftover
 from tasks.records.leftovers import remove as remove_all
-from tasks.stage.definition import Definition
 from tasks.stage.dvc_files import open_project
 from tasks.stage.state import FINISHED
 from tests.tasks.tracking.conftest import pipeline, stage
@@ -53,7 +52,7 @@ def root(tmp_path: Path) -> Path:
 
 def present(root: Path, stage: str) -> str:
     with open_project(root) as project:
-        definition = Definition(stage, project)
+        definition = project.stage(stage)
         return f"work/{stage}/{definition.key({}, definition.hashes())[:16]}"
 
 

@@ -10,7 +10,6 @@ import sys
 from collections.abc import Callable, Iterator
 from importlib import import_module
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, get_args
 
 import pytest
@@ -22,7 +21,7 @@ from rlhf_core.errors import UserError
 from tasks.params.stages import STAGES, params_model
 from tasks.stage import gpus as gpu_locks
 from tasks.stage.gpus import LOCKS_VARIABLE
-from tasks.stage.run import OUTCOME_VARIABLE, main, require_older_code, run
+from tasks.stage.run import OUTCOME_VARIABLE, main, run
 from tasks.stage.stage import Stage
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -238,16 +237,6 @@ def test_an_input_that_changed_meanwhile(run_toy: Run, toy: Path, file: str, tex
     assert ended.code == 2
     assert ended.stderr == f"toy: {named} changed while the stage ran; nothing was recorded, run it again\n"
     assert outputs(toy) == WHOLE
-
-
-def test_code_that_was_edited_while_it_was_loaded(tmp_path: Path) -> None:
-    (tmp_path / "tasks").mkdir()
-    (tmp_path / "tasks/toy.py").write_text("1\n", encoding="utf-8")
-    definition: Any = SimpleNamespace(inputs=["tasks/toy.py", "data.jsonl"], project=SimpleNamespace(root=tmp_path))
-    os.utime(tmp_path / "tasks/toy.py", (100.0, 100.0))
-    require_older_code(definition, 100.0)
-    with pytest.raises(UserError, match=r"tasks/toy\.py changed while the stage started"):
-        require_older_code(definition, 97.0)
 
 
 def test_a_runtime_parameter_may_change_meanwhile(run_toy: Run, toy: Path) -> None:
