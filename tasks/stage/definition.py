@@ -5,14 +5,15 @@ import re
 import subprocess
 from pathlib import Path
 
-from tasks.stage.dvc_files import Definition, digest
+from tasks.stage.dvc_files import Definition as Definition
+from tasks.stage.dvc_files import digest as digest
 from tasks.tracking.settings import RUN_VARIABLE
-
-__all__ = ["CODE", "RAW", "ROUND", "WRITTEN", "Definition", "digest", "edited_files", "git", "git_state", "is_code"]
 
 RAW = "data/raw"
 ROUND = re.compile(r"rounds/\d+")
 """The path of a closed round."""
+UNTRACKED = ("runtime", "promote")
+"""Blocks of params.yaml that change no result."""
 WRITTEN = re.compile(
     r"dvc\.lock|(metrics|plots)/.+|data/(check\.ok|check_data\.ok|methods\.json)|(.+/)?([^/]*\.)?provenance\.json"
 )

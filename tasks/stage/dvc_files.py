@@ -132,9 +132,14 @@ class File:
     project: "Project"
 
     @property
+    def place(self) -> Path:
+        """Where it is."""
+        return self.project.root / self.path
+
+    @property
     def exists(self) -> bool:
         """Whether it is in the workspace."""
-        return (self.project.root / self.path).exists()
+        return self.place.exists()
 
     @property
     def is_cached(self) -> bool:
@@ -148,7 +153,7 @@ class File:
     def known_hash(self, read: bool = False) -> str:
         """The present hash. Bytes are read only where time, size or inode are new; with `read` once by this process.
         Raises UserError for a missing file."""
-        md5 = self.project.hashes.of(self.project.root / self.path, read)
+        md5 = self.project.hashes.of(self.place, read)
         if md5 is None:
             raise UserError(f"{self.path}: file not found")
         return md5

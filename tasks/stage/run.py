@@ -1,7 +1,6 @@
 """Runs a stage: typed parameters, checked inputs, GPUs and processes, a state folder, tracking, and outputs that appear
 all together. The stage's own file, and torch with it, is imported only when all of this is ready."""
 
-import errno
 import json
 import os
 import sys
@@ -38,7 +37,7 @@ FULL = (
     "database or disk is full",
     "basic_ios::clear: iostream error",
 )
-"""Messages of libraries about a full disk."""
+"""Messages about a full disk: of the system, also inside errors of safetensors and tokenizers; SQLite's; torch's."""
 
 Load = Callable[[], Callable[[Stage[Any]], None]]
 """Imports a stage; returns its function `execute`."""
@@ -66,7 +65,9 @@ def run(name: str, model: type[Block], load_stage: Load) -> NoReturn:
     except KeyboardInterrupt:
         code, message = 130, "interrupted; the same command continues"
     except Exception as error:
-        if where := _full_disk(error):
+        chain = "".join(traceback.format_exception(error))  # libraries wrap the error of the system
+        if any(sign in chain for sign in FULL):
+            where = getattr(error, "filename", None) or "the disk"
             code, message = 2, f"no space left on the device ({where}); free some, then run it again: nothing is lost"
         elif is_out_of_memory(error):
             advice = "lower batch_size or micro_batch_size of this stage, or stop other programs"
@@ -87,25 +88,6 @@ def run(name: str, model: type[Block], load_stage: Load) -> NoReturn:
         with suppress(OSError), Path(path).open("a", encoding="utf-8") as file:
             file.write(json.dumps(outcome, ensure_ascii=False) + "\n")
     sys.exit(code)
-
-
-def _full_disk(error: BaseException) -> str:
-    """What is full, when a full disk caused `error`; empty otherwise.
-
-    Libraries wrap it: safetensors and tokenizers raise their own errors with the system's text, SQLite reports that the
-    disk is full, and torch's writer reports a broken stream.
-    """
-    chain: list[BaseException] = []
-    link: BaseException | None = error
-    while link is not None and link not in chain:
-        chain.append(link)
-        link = link.__cause__ or link.__context__
-    for link in chain:
-        if isinstance(link, OSError) and link.errno in (errno.ENOSPC, errno.EDQUOT):
-            return str(link.filename or "the disk")
-        if any(sign in str(link) for sign in FULL):
-            return "the disk"
-    return ""
 
 
 def _run(name: str, model: type[Block], load_stage: Load, interrupts: Interrupts) -> str:
