@@ -178,12 +178,6 @@ class Definition:
     frozen: bool
     project: "Project"
 
-    @property
-    def position(self) -> tuple[int, int]:
-        """(which stage, of how many), counted from 1."""
-        names = [stage.name for stage in self.project.stages]
-        return names.index(self.name) + 1, len(names)
-
     def hashes(self) -> dict[str, str]:
         """DVC's hash of every input. Raises UserError for a missing input."""
         for file in self.inputs:
@@ -316,10 +310,11 @@ class Project:
         """Data of .dvc files."""
 
     def _stage(self, name: str, entry: Any, record: Any) -> Definition:
-        if not isinstance(entry, dict) or any(key in entry for key in TEMPLATES) or not entry.get("cmd"):
-            used = next((key for key in TEMPLATES if key in (entry or {})), None)
-            why = f"uses `{used}`, which `leash` does not; write it out" if used else "has no cmd"
-            raise _unreadable(GRAPH_FILE, f"stage {name} {why}")
+        entry = entry if isinstance(entry, dict) else {}
+        if used := [key for key in TEMPLATES if key in entry]:
+            raise _unreadable(GRAPH_FILE, f"stage {name} uses `{used[0]}`, which `leash` does not; write it out")
+        if not entry.get("cmd"):
+            raise _unreadable(GRAPH_FILE, f"stage {name} has no cmd")
         params_of: dict[str, tuple[str, ...]] = {}
         for one in entry.get("params") or []:
             for file, names in one.items() if isinstance(one, dict) else [(str(PARAMS_FILE), [one])]:

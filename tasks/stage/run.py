@@ -11,6 +11,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, NoReturn
 
+import psutil
+
 from rlhf_core.config.block import Block
 from rlhf_core.errors import UserError, did_you_mean, is_out_of_memory
 from tasks.params.loader import parse, read_yaml, why_switched_off
@@ -38,6 +40,9 @@ FULL = (
     "basic_ios::clear: iostream error",
 )
 """Messages about a full disk: of the system, also inside errors of safetensors and tokenizers; SQLite's; torch's."""
+
+CLOCK_SECONDS = 1.0
+"""Resolution of the start time of a process."""
 
 Load = Callable[[], Callable[[Stage[Any]], None]]
 """Imports a stage; returns its function `execute`."""
@@ -102,8 +107,8 @@ def _run(name: str, model: type[Block], load_stage: Load, interrupts: Interrupts
         hashes, outputs = definition.hashes(), Outputs(root, [out.path for out in definition.outs])
         if VERSIONS in hashes:
             require_declared_versions()
-        key, (position, total) = definition.key(content, hashes), definition.position
-        label = f"[{position}/{total} {name}]"
+        key = definition.key(content, hashes)
+        label = f"[{project.stages.index(definition) + 1}/{len(project.stages)} {name}]"
         if why := why_switched_off(content, name):
             if is_worker():
                 return key
@@ -113,6 +118,8 @@ def _run(name: str, model: type[Block], load_stage: Load, interrupts: Interrupts
             print(f"{label} {name} is switched off ({why})", flush=True)
             return key
         definition.require_intact(hashes, recorded_later)
+        if recorded_later:
+            require_older_code(root, psutil.Process().create_time())
         rows = load(root, list(hashes))
         processes = workers.requested_processes(content, name)
         if name not in WITHOUT_GPU:
@@ -171,6 +178,15 @@ def _commit(
         raise UserError(f"{', '.join(changed)} changed while the stage ran; nothing was recorded, run it again")
     provenance.write(definition, content, hashes, outputs, exemptions)
     outputs.commit()
+
+
+def require_older_code(root: Path, started: float) -> None:
+    """Raise UserError when a module that is loaded was edited after this process `started` (seconds since 1970): DVC
+    would record other code than this."""
+    files = [Path(module.__file__) for module in sys.modules.values() if getattr(module, "__file__", None)]
+    names = [file.relative_to(root).as_posix() for file in files if file.is_relative_to(root)]
+    if edited := [name for name in names if (root / name).stat().st_mtime > started + CLOCK_SECONDS]:
+        raise UserError(f"{', '.join(sorted(edited))} changed while the stage started; run it again")
 
 
 def quiet_libraries() -> None:

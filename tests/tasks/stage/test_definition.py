@@ -38,12 +38,11 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_inputs_outs_position_and_parameters_come_from_dvc_yaml(root: Path) -> None:
+def test_inputs_outs_and_parameters_come_from_dvc_yaml(root: Path) -> None:
     with open_project(root) as project:
         second = project.stage("second")
         assert [file.path for file in second.inputs] == ["middle.txt", "code.py"]
         assert sorted(out.path for out in second.outs) == ["metrics/second.json", "model", "plots/second.csv"]
-        assert second.position == (2, 2)
         assert second.tracked(PARAMS) == {"second": {"c": 2}, "seed": 1}
         assert second.hashes().keys() == {"middle.txt", "code.py"}
 

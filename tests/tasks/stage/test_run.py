@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Iterator
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, get_args
 
 import pytest
@@ -21,7 +22,7 @@ from rlhf_core.errors import UserError
 from tasks.params.stages import STAGES, params_model
 from tasks.stage import gpus as gpu_locks
 from tasks.stage.gpus import LOCKS_VARIABLE
-from tasks.stage.run import OUTCOME_VARIABLE, main, run
+from tasks.stage.run import OUTCOME_VARIABLE, main, require_older_code, run
 from tasks.stage.stage import Stage
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -237,6 +238,15 @@ def test_an_input_that_changed_meanwhile(run_toy: Run, toy: Path, file: str, tex
     assert ended.code == 2
     assert ended.stderr == f"toy: {named} changed while the stage ran; nothing was recorded, run it again\n"
     assert outputs(toy) == WHOLE
+
+
+def test_code_that_was_edited_while_it_was_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "toy.py").write_text("1\n", encoding="utf-8")
+    os.utime(tmp_path / "toy.py", (100.0, 100.0))
+    monkeypatch.setitem(sys.modules, "toy", SimpleNamespace(__file__=str(tmp_path / "toy.py")))
+    require_older_code(tmp_path, 100.0)
+    with pytest.raises(UserError, match=r"toy\.py changed while the stage started"):
+        require_older_code(tmp_path, 97.0)
 
 
 def test_a_runtime_parameter_may_change_meanwhile(run_toy: Run, toy: Path) -> None:
