@@ -183,7 +183,7 @@ def _commit(
 def require_older_code(root: Path, started: float) -> None:
     """Raise UserError when a module that is loaded was edited after this process `started` (seconds since 1970): DVC
     would record other code than this."""
-    files = [Path(module.__file__) for module in sys.modules.values() if getattr(module, "__file__", None)]
+    files = [Path(getattr(module, "__file__", None) or "") for module in sys.modules.values()]
     names = [file.relative_to(root).as_posix() for file in files if file.is_relative_to(root)]
     if edited := [name for name in names if (root / name).stat().st_mtime > started + CLOCK_SECONDS]:
         raise UserError(f"{', '.join(sorted(edited))} changed while the stage started; run it again")
