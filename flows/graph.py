@@ -13,7 +13,7 @@ from rlhf_core.errors import UserError, did_you_mean
 from tasks.params.loader import PARAMS_FILE, read_yaml
 from tasks.params.secrets import HIDDEN, is_secret
 from tasks.stage import dvc_files
-from tasks.stage.definition import Definition, is_code
+from tasks.stage.definition import is_code
 from tasks.stage.dvc_files import File, open_project
 
 MOST_NAMES = 2
@@ -98,7 +98,7 @@ class Project:
             return [] if allow_missing and EDITED not in states.values() else _with_states(states)
 
     def _input_reasons(
-        self, stage: dvc_files.GraphStage, allow_missing: bool, planned: Collection[str]
+        self, stage: dvc_files.Definition, allow_missing: bool, planned: Collection[str]
     ) -> Iterator[str]:
         if not stage.frozen:
             absent = [file for file in stage.params_of if not (self.root / file).is_file()]
@@ -141,7 +141,7 @@ class Project:
 
     def key(self, name: str) -> str | None:
         """The identity of the execution that would come now; None where an input or params.yaml is missing."""
-        definition = Definition(name, self._files)
+        definition = self._files.stage(name)
         with self._lock, suppress(UserError):
             return definition.key(read_yaml(self.root / PARAMS_FILE), definition.hashes())
         return None

@@ -11,7 +11,6 @@ from fnmatch import fnmatchcase
 from functools import cache
 from pathlib import Path
 from textwrap import fill
-from typing import Any
 
 import grimp
 from ruamel.yaml import YAML
@@ -199,11 +198,9 @@ def main() -> int:
 
 
 def _listed(deps: list[str]) -> str:
-    """The dependencies as they are written in dvc.yaml: data, then code, each wrapped."""
-    data, code = [dep for dep in deps if not is_code(dep)], [dep for dep in deps if is_code(dep)]
-    shape: dict[str, Any] = {"width": 118, "break_on_hyphens": False, "break_long_words": False}
-    first = fill("    deps: [" + ", ".join(data), subsequent_indent=" " * 6, **shape)
-    return first + ",\n" + fill(", ".join(code), initial_indent=" " * 6, subsequent_indent=" " * 6, **shape) + "]\n"
+    """The dependencies as they are written in dvc.yaml: data, then code."""
+    text = "    deps: [" + ", ".join(deps) + "]"
+    return fill(text, 120, subsequent_indent=" " * 6, break_on_hyphens=False, break_long_words=False) + "\n"
 
 
 if __name__ == "__main__":

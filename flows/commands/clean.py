@@ -18,7 +18,6 @@ from rlhf_core.files import partial_path
 from rlhf_core.files import remove as remove_path
 from rlhf_core.locks import FileLock, holder, is_held
 from tasks.params.loader import PARAMS_FILE, read_yaml
-from tasks.stage.definition import Definition
 from tasks.stage.dvc_files import open_project
 from tasks.stage.state import FINISHED, lock_file
 from tasks.tracking import record, settings
@@ -79,7 +78,7 @@ def find_leftovers(root: Path, everything: bool, locked: Collection[str] = ()) -
                 continue
             key, recorded, doubt = "", "", ""
             if name in outs and name in states:
-                definition = Definition(name, project)
+                definition = project.stage(name)
                 recorded = (definition.recorded_key() or "")[:16]
                 try:
                     key = definition.key(read_yaml(root / PARAMS_FILE), definition.hashes())[:16]

@@ -9,11 +9,10 @@ import re
 import shutil
 import sys
 import time
-import tomllib
 from collections.abc import Iterable, Iterator, Mapping
 from configparser import ConfigParser
 from configparser import Error as ConfigError
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -25,28 +24,31 @@ from ruamel.yaml.error import YAMLError
 
 from rlhf_core.errors import UserError
 from rlhf_core.files import atomic
-from tasks.params.loader import PARAMS_FILE
+from tasks.params.loader import PARAMS_FILE, with_derived
 
-GRAPH_FILE, LOCK_FILE = "dvc.yaml", "dvc.lock"
-CHUNK_BYTES = 2**20
+GRAPH_FILE, LOCK_FILE, IGNORE_FILE = "dvc.yaml", "dvc.lock", ".dvcignore"
 PATIENCE_SECONDS = 600.0
 """How long to wait for another DVC process that holds the lock of the project."""
 HASHES = Path("work") / "hashes.json"
 """Path -> [size, time, inode, MD5] of the files read before."""
 SETTLED_SECONDS = 0.1
 """A file changed less than this ago is not remembered: another change may leave its time as it is."""
-NEVER_DATA = (".git", ".hg", ".dvc")
+NEVER_DATA = ("/.git", "/.hg", "/.dvc")
+"""Ends of paths."""
 TEMPLATES = ("foreach", "matrix", "wdir")
 OUTS = ("outs", "metrics", "plots")
 
 
+def digest(content: Any) -> str:
+    """SHA-256 over the canonical JSON of `content`."""
+    canonical = json.dumps(content, sort_keys=True, ensure_ascii=False, default=str)
+    return hashlib.sha256(canonical.encode()).hexdigest()
+
+
 def md5_of(path: Path) -> str:
     """The MD5 of a file's bytes."""
-    digest = hashlib.md5(usedforsecurity=False)
     with path.open("rb") as file:
-        while chunk := file.read(CHUNK_BYTES):
-            digest.update(chunk)
-    return digest.hexdigest()
+        return hashlib.file_digest(file, lambda: hashlib.md5(usedforsecurity=False)).hexdigest()
 
 
 class Hashes:
@@ -54,7 +56,9 @@ class Hashes:
 
     def __init__(self, root: Path) -> None:
         self.root = root
-        self._ignored: dict[str, GitIgnoreSpec | None] = {}
+        ignore = root / IGNORE_FILE
+        rules = ignore.read_text(encoding="utf-8").splitlines() if ignore.is_file() else []
+        self._ignored = GitIgnoreSpec.from_lines(rules)
         self._read: set[str] = set()
         """Paths whose bytes this object has read."""
         self._changed = False
@@ -65,7 +69,8 @@ class Hashes:
 
     def of(self, path: Path, read: bool = False) -> str | None:
         """The hash of the file or folder at `path` (absolute); None where nothing is. The hash of a file whose size,
-        time and inode are unchanged is remembered; with `read` only that of one that this object has read."""
+        time and inode are unchanged is remembered; with `read` only that of one that this object has read. Raises
+        UserError where a file cannot be read."""
         if path.is_dir():
             listing = [{"md5": self._of_file(path / name, read), "relpath": name} for name in self.files(path)]
             return hashlib.md5(json.dumps(listing).encode(), usedforsecurity=False).hexdigest() + ".dir"
@@ -80,36 +85,21 @@ class Hashes:
         return sorted(name[len(str(folder)) + 1 :] for name in found)
 
     def is_ignored(self, path: str, is_folder: bool) -> bool:
-        """Whether a .dvcignore file above it names it. Only paths in the project are ignored."""
-        name, above = os.path.basename(path), os.path.dirname(path)  # noqa: PTH119, PTH120 - a thousand times a run
-        if not f"{above}/".startswith(f"{self.root}/"):
+        """Whether .dvcignore names a path in the project."""
+        inside = path.removeprefix(f"{self.root}/")
+        if inside == path:
             return False
-        if name in NEVER_DATA or (is_folder and os.path.isdir(f"{path}/.dvc")):  # noqa: PTH112
+        if path.endswith(NEVER_DATA) or (is_folder and os.path.isdir(f"{path}/.dvc")):  # noqa: PTH112 - faster
             return True
-        while len(above) >= len(str(self.root)):
-            if above not in self._ignored:
-                file = Path(above) / ".dvcignore"
-                lines = file.read_text(encoding="utf-8").splitlines() if file.is_file() else []
-                rules = [line.strip() for line in lines if line.strip()]
-                self._ignored[above] = GitIgnoreSpec.from_lines(rules) if rules else None
-            rules_here = self._ignored[above]
-            if rules_here and rules_here.match_file(path[len(above) + 1 :] + "/" * is_folder):
-                return True
-            above = os.path.dirname(above)  # noqa: PTH120
-        return False
+        return self._ignored.match_file(inside + "/" * is_folder)
 
     def save(self) -> None:
-        """Remember what was read, for the next process. Another process may write at the same time: the last wins. What
-        cannot be written is read again."""
-        if not self._changed or not (self.root / HASHES.parent).is_dir():
-            return
-        present = {name: entry for name, entry in self._known.items() if os.path.exists(name)}  # noqa: PTH110
-        place = self.root / HASHES.with_name(f".{HASHES.name}.{os.getpid()}")
-        try:
-            place.write_text(json.dumps(present), encoding="utf-8")
-            place.replace(self.root / HASHES)
-        except OSError:
-            place.unlink(missing_ok=True)
+        """Remember what was read, for the next process. Where two write at the same time one wins: what is not
+        remembered is read again."""
+        if self._changed and (self.root / HASHES.parent).is_dir():
+            present = {name: entry for name, entry in self._known.items() if os.path.exists(name)}  # noqa: PTH110
+            with suppress(OSError), atomic(self.root / HASHES) as place:
+                place.write_text(json.dumps(present), encoding="utf-8")
         self._changed = False
 
     def _of_file(self, path: Path, read: bool) -> str:
@@ -120,13 +110,13 @@ class Hashes:
             entry = self._known.get(name)
             if entry and entry[:3] == stamp and (name in self._read or not read):
                 return str(entry[3])
-            digest = md5_of(path)
+            md5 = md5_of(path)
         except OSError as error:
             raise UserError(f"{path}: cannot be read ({error.strerror})") from None
         if time.time() - now.st_mtime > SETTLED_SECONDS:
-            self._known[name], self._changed = [*stamp, digest], True
+            self._known[name], self._changed = [*stamp, md5], True
             self._read.add(name)
-        return digest
+        return md5
 
 
 @dataclass(frozen=True)
@@ -139,12 +129,12 @@ class File:
     """The hash in dvc.lock or in the .dvc file."""
     in_cache: bool
     """Whether it is an output that DVC's cache holds."""
-    _project: "Project"
+    project: "Project"
 
     @property
     def place(self) -> Path:
         """Where it is."""
-        return self._project.root / self.path
+        return self.project.root / self.path
 
     @property
     def exists(self) -> bool:
@@ -155,84 +145,110 @@ class File:
     def is_cached(self) -> bool:
         """Whether DVC's cache holds the recorded content with every file of a folder; true for what it does not
         cache."""
-        if not self.in_cache:
-            return True
-        members = self._project.cached(self.recorded) if self.recorded else []
-        whole = all(blob.is_file() for _, blob in members)
-        return whole and (bool(members) or (bool(self.recorded) and self._project.blob(str(self.recorded)).is_file()))
+        if not self.in_cache or not self.recorded:
+            return not self.in_cache
+        members = self.project.cached(self.recorded)
+        return self.project.blob(self.recorded).is_file() and all(blob.is_file() for _, blob in members)
 
-    def known_hash(self) -> str:
-        """The present hash. Bytes are read only where time, size or inode are new. Raises UserError for a missing
-        file."""
-        return self._hash(read=False)
-
-    def content_hash(self) -> str:
-        """The hash from bytes that this process has read."""
-        return self._hash(read=True)
-
-    def _hash(self, read: bool) -> str:
-        digest = self._project.hashes.of(self.place, read)
-        if digest is None:
+    def known_hash(self, read: bool = False) -> str:
+        """The present hash. Bytes are read only where time, size or inode are new; with `read` once by this process.
+        Raises UserError for a missing file."""
+        md5 = self.project.hashes.of(self.place, read)
+        if md5 is None:
             raise UserError(f"{self.path}: file not found")
-        return digest
+        return md5
 
 
 @dataclass(frozen=True)
-class GraphStage:
-    """A stage of dvc.yaml."""
+class Definition:
+    """A stage as dvc.yaml defines it, with its entry in dvc.lock."""
 
     name: str
     command: str
     inputs: tuple[File, ...]
-    params_of: Mapping[str, tuple[str, ...] | None]
-    """File of parameters -> the tracked names in it; None: all of them."""
+    outs: tuple[File, ...]
+    params_of: Mapping[str, tuple[str, ...]]
+    """File of parameters -> the tracked names in it."""
     recorded_params: Mapping[str, Any]
     command_changed: bool
     """Whether dvc.lock has another command, or none."""
-    outs: tuple[File, ...]
     is_recorded: bool
     """Whether dvc.lock has an entry at all."""
     always_runs: bool
     frozen: bool
-    _project: "Project"
+    project: "Project"
 
-    @property
-    def params(self) -> tuple[str, ...]:
-        """Names of the tracked parameters."""
-        return tuple(name for names in self.params_of.values() for name in names or ())
+    def hashes(self) -> dict[str, str]:
+        """DVC's hash of every input. Raises UserError for a missing input."""
+        for file in self.inputs:
+            if not file.exists:
+                raise UserError(f"{file.path}: file not found; `dvc repro {self.name}` makes what the stage needs")
+        return {file.path: file.known_hash() for file in self.inputs}
 
-    @property
-    def params_files(self) -> tuple[str, ...]:
-        """The files that they are in."""
-        return tuple(self.params_of)
+    def require_intact(self, hashes: Mapping[str, str], recorded: bool) -> None:
+        """Read every input. Raises UserError for one with other bytes than its hash although its time and size are
+        unchanged, and where DVC will record the result (`recorded`) also for one with other bytes than its maker's
+        entry in dvc.lock: DVC would record the result as made from the right bytes."""
+        makers = self.project.makers() if recorded else {}
+        for file in self.inputs:
+            made = makers[file.path][1].recorded if file.path in makers else None
+            if {file.known_hash(read=True)} != {hashes[file.path], made or hashes[file.path]}:
+                raise UserError(
+                    f"{file.path}: other bytes than DVC has noted (an edit, or a damaged disk or cache); `rm -r "
+                    f"{file.path}` and run again, or keep an edit by `dvc commit`; `leash doctor` finds what else is "
+                    "damaged"
+                )
+
+    def tracked(self, params: dict[str, Any]) -> dict[str, Any]:
+        """The parameters that the stage depends on, of the content of params.yaml. Raises UserError for a missing
+        one."""
+        known, found = with_derived(params), {}
+        for name in sorted(name for names in self.params_of.values() for name in names):
+            try:
+                found[name] = _value(known, name)
+            except (KeyError, TypeError):
+                raise UserError(f"{PARAMS_FILE}: {name}: missing parameter; see docs/parameters.md") from None
+        return found
+
+    def blocks(self, params: dict[str, Any]) -> dict[str, Any]:
+        """The whole blocks of params.yaml of which the stage depends on at least one key."""
+        known = with_derived(params)
+        return {name: known[name] for name in sorted({name.partition(".")[0] for name in self.tracked(params)})}
+
+    def key(self, params: dict[str, Any], hashes: dict[str, str]) -> str:
+        """The identity of this execution: hash of command, tracked parameters and contents of the dependencies."""
+        return digest({"cmd": self.command, "params": self.tracked(params), "deps": hashes})
+
+    def recorded_key(self) -> str | None:
+        """The key of the execution in dvc.lock, if DVC's cache holds its outputs; else None."""
+        hashes = {file.path: file.recorded for file in self.inputs}
+        if self.command_changed or None in hashes.values() or not all(out.is_cached for out in self.outs):
+            return None
+        return digest({"cmd": self.command, "params": dict(self.recorded_params), "deps": hashes})
 
     def present_params(self) -> dict[str, Any]:
-        """The values now, without those that are unset. Raises UserError where a file is missing or cannot be read."""
+        """The tracked values as the files have them now, without those that are unset. Raises UserError where a file
+        cannot be read."""
         found: dict[str, Any] = {}
         for file, names in self.params_of.items():
-            content = _read_params(self._project.root / file, file)
-            for name in content if names is None else names:
-                value: Any = content
-                for part in name.split("."):
-                    value = value.get(part, _UNSET) if isinstance(value, Mapping) else _UNSET
-                if value is not _UNSET:
-                    found[name] = value
+            content = _read(self.project.root / file)
+            for name in names:
+                with suppress(KeyError, TypeError):
+                    found[name] = _value(content, name)
         return found
 
     def changed_params(self) -> list[str]:
         """`params.yaml: name` of every parameter whose value is not the recorded one."""
-        present, files = self.present_params(), {name: file for file in self.params_of for name in self.names_in(file)}
-        names = dict.fromkeys((*present, *self.recorded_params))
-        changed = [one for one in names if present.get(one, _UNSET) != self.recorded_params.get(one, _UNSET)]
-        return [f"{files.get(name, PARAMS_FILE)}: {name}" for name in changed]
-
-    def names_in(self, file: str) -> tuple[str, ...]:
-        """The tracked names in one file of parameters."""
-        names = self.params_of[file]
-        return names if names is not None else tuple(_read_params(self._project.root / file, file))
+        now, before, unset = self.present_params(), self.recorded_params, object()
+        named = [(file, name) for file, names in self.params_of.items() for name in names]
+        return [f"{file}: {name}" for file, name in named if now.get(name, unset) != before.get(name, unset)]
 
 
-_UNSET: Any = object()
+def _value(content: Any, name: str) -> Any:
+    """The value with a dotted name. Raises KeyError or TypeError where it is unset."""
+    for part in name.split("."):
+        content = content[part]
+    return content
 
 
 @dataclass(frozen=True)
@@ -258,16 +274,12 @@ class Stored:
 
     def copy(self, target: Path) -> None:
         """Copy the file. Raises UserError where its bytes are not those of the hash; nothing is at `target` then."""
+        self.check()
         shutil.copyfile(self.path, target)
-        try:
-            self.check(target)
-        except UserError:
-            target.unlink()
-            raise
 
-    def check(self, copy: Path | None = None) -> None:
-        """Raise UserError where the bytes, or those of the copy, are not those of the hash."""
-        if md5_of(copy or self.path) != name_of(self.path):
+    def check(self) -> None:
+        """Raise UserError where the bytes are not those of the hash."""
+        if md5_of(self.path) != name_of(self.path):
             raise UserError(
                 f"{self.path}: other bytes than those of its hash (a damaged cache); delete it, then `dvc fetch` or "
                 "`dvc repro` brings it back; `leash doctor` finds what else is damaged"
@@ -286,76 +298,78 @@ class Project:
         """Raises UserError where a file cannot be read."""
         self.root = root
         self.hashes = Hashes(root)
-        graph, lock = _read(root / GRAPH_FILE), _read(root / LOCK_FILE)
-        entries = lock.get("stages") or {}
-        stages = graph.get("stages") or {}
-        if not isinstance(entries, dict) or not isinstance(stages, dict):
-            raise _unreadable(LOCK_FILE if isinstance(stages, dict) else GRAPH_FILE, "`stages` is no mapping")
-        self.stages = tuple(self._stage(name, entry, entries.get(name)) for name, entry in stages.items())
+        stages, records = ((_read(root / name).get("stages") or {}) for name in (GRAPH_FILE, LOCK_FILE))
+        for name, found in ((GRAPH_FILE, stages), (LOCK_FILE, records)):
+            if not isinstance(found, dict):
+                raise _unreadable(name, "`stages` is no mapping")
+        self.stages = tuple(self._stage(name, entry, records.get(name) or {}) for name, entry in stages.items())
         """In the order of dvc.yaml."""
         self.sources: dict[str, tuple[File, ...]] = dict(self._dvc_files())
         """.dvc file -> its data."""
         self.tracked = tuple(file for files in self.sources.values() for file in files)
         """Data of .dvc files."""
 
-    def _stage(self, name: str, entry: Any, record: Any) -> GraphStage:
-        if used := [key for key in TEMPLATES if key in entry] if isinstance(entry, dict) else []:
+    def _stage(self, name: str, entry: Any, record: Any) -> Definition:
+        entry = entry if isinstance(entry, dict) else {}
+        if used := [key for key in TEMPLATES if key in entry]:
             raise _unreadable(GRAPH_FILE, f"stage {name} uses `{used[0]}`, which `leash` does not; write it out")
-        if not isinstance(entry, dict) or not entry.get("cmd"):
+        if not entry.get("cmd"):
             raise _unreadable(GRAPH_FILE, f"stage {name} has no cmd")
+        params_of: dict[str, tuple[str, ...]] = {}
+        for one in entry.get("params") or []:
+            for file, names in one.items() if isinstance(one, dict) else [(str(PARAMS_FILE), [one])]:
+                if not names:
+                    raise _unreadable(GRAPH_FILE, f"stage {name} has all of {file} among its params; name the keys")
+                params_of[file] = (*params_of.get(file, ()), *map(str, names))
         try:
-            recorded = {
-                one["path"]: one.get("md5") for part in ("deps", "outs") for one in (record or {}).get(part, [])
-            }
+            recorded = {one["path"]: one.get("md5") for part in ("deps", "outs") for one in record.get(part, [])}
             values: dict[str, Any] = {}
-            params_of = _params(entry.get("params"))
             for file, names in params_of.items():
-                found = ((record or {}).get("params") or {}).get(file) or {}
-                values |= found if names is None else {name: found[name] for name in names if name in found}
+                found = (record.get("params") or {}).get(file) or {}
+                values |= {one: found[one] for one in names if one in found}
         except (AttributeError, TypeError, KeyError):
             raise _unreadable(LOCK_FILE, f"the entry of {name}") from None
-        outs = []
-        for kind in OUTS:
-            for out, options in _pairs(entry.get(kind)):
-                in_cache = (options or {}).get("cache", True)
-                outs.append(File(out, recorded.get(out), in_cache, self))
-        command = entry["cmd"]
-        return GraphStage(
+        outs = [
+            File(out, recorded.get(out), (options or {}).get("cache", True), self)
+            for kind in OUTS
+            for out, options in _pairs(entry.get(kind))
+        ]
+        return Definition(
             name=name,
-            command=command if isinstance(command, str) else str(command),
+            command=str(entry["cmd"]),
             inputs=tuple(File(path, recorded.get(path), False, self) for path, _ in _pairs(entry.get("deps"))),
+            outs=tuple(outs),
             params_of=params_of,
             recorded_params=values,
-            command_changed=(record or {}).get("cmd") != command,
-            outs=tuple(outs),
-            is_recorded=record is not None,
-            always_runs=bool(entry.get("always_changed")) or not (entry.get("deps") or entry.get("params") or outs),
+            command_changed=record.get("cmd") != entry["cmd"],
+            is_recorded=bool(record),
+            always_runs=bool(entry.get("always_changed")) or not (entry.get("deps") or params_of or outs),
             frozen=bool(entry.get("frozen")),
-            _project=self,
+            project=self,
         )
 
     def _dvc_files(self) -> Iterator[tuple[str, tuple[File, ...]]]:
         made = {str(self.root / out.path) for stage in self.stages for out in stage.outs}
         for here, folders, names in os.walk(self.root):
-            folders[:] = sorted(
-                one
-                for one in folders
-                if f"{here}/{one}" not in made and not self.hashes.is_ignored(f"{here}/{one}", True)
-            )
+            inside = [name for name in sorted(folders) if f"{here}/{name}" not in made]
+            folders[:] = [name for name in inside if not self.hashes.is_ignored(f"{here}/{name}", True)]
+            if IGNORE_FILE in names and here != str(self.root):
+                raise UserError(f"{here}/{IGNORE_FILE}: only that of the project is read; move its lines there")
             for name in sorted(names):
                 if name.endswith(".dvc") and not self.hashes.is_ignored(f"{here}/{name}", False):
-                    path = Path(here, name)
-                    outs = _read(path).get("outs") or []
-                    relative = path.parent.relative_to(self.root)
-                    files = tuple(File((relative / one["path"]).as_posix(), one.get("md5"), True, self) for one in outs)
-                    yield path.relative_to(self.root).as_posix(), files
+                    path = Path(here, name).relative_to(self.root)
+                    outs = _read(self.root / path).get("outs") or []
+                    yield (
+                        path.as_posix(),
+                        tuple(File((path.parent / one["path"]).as_posix(), one.get("md5"), True, self) for one in outs),
+                    )
 
-    def stage(self, name: str) -> GraphStage:
+    def stage(self, name: str) -> Definition:
         """One stage. Raises UserError where dvc.yaml has none of this name."""
         for stage in self.stages:
             if stage.name == name:
                 return stage
-        raise UserError(f"dvc.yaml: no stage named {name}")
+        raise UserError(f"{GRAPH_FILE}: no stage named {name}")
 
     def makers(self) -> dict[str, tuple[str, File]]:
         """Path of each output and of the data of each .dvc file -> the stage or .dvc file that makes it, and itself."""
@@ -370,30 +384,27 @@ class Project:
     def plan(self) -> list[tuple[str, list[str], list[str]]]:
         """(stage, the stages whose outputs it reads, the .dvc files that it reads), each after what it needs, in the
         order of `dvc repro`. Raises UserError for a circle."""
-        makers = self.makers()
+        made = [(out, maker) for out, (maker, _) in self.makers().items()]
         above: dict[str, list[str]] = {}
         for stage in self.stages:
             read = [] if stage.frozen else [*(file.path for file in stage.inputs), *stage.params_of]
-            found = []
-            for path in read:
-                found += [maker for out, (maker, _) in makers.items() if path == out or path.startswith(f"{out}/")]
-                found += [maker for out, (maker, _) in makers.items() if out.startswith(f"{path}/")]
+            pairs = [(f"{path}/", f"{out}/", maker) for path in read for out, maker in made]
+            found = [maker for path, out, maker in pairs if path.startswith(out) or out.startswith(path)]
             above[stage.name] = list(dict.fromkeys(found))
         order: list[str] = []
-        begun: list[str] = []
 
-        def visit(name: str) -> None:
-            if name in begun:
-                raise _unreadable(GRAPH_FILE, f"the stages need each other in a circle: {' ← '.join([*begun, name])}")
-            begun.append(name)
-            for need in above.get(name, []):
+        def visit(name: str, below: tuple[str, ...]) -> None:
+            if name in below:
+                circle = " ← ".join([*below, name])
+                raise _unreadable(GRAPH_FILE, f"the stages need each other in a circle: {circle}")
+            for need in above[name]:
                 if need in above and need not in order:
-                    visit(need)
-            order.append(begun.pop())
+                    visit(need, (*below, name))
+            order.append(name)
 
         for name in above:
             if name not in order:
-                visit(name)
+                visit(name, ())
         return [
             (name, [one for one in above[name] if one in above], [one for one in above[name] if one not in above])
             for name in order
@@ -412,40 +423,38 @@ class Project:
         """The folder of the objects in DVC's cache (`cache.dir` of DVC's configuration)."""
         return cache_folder(self.root)
 
-    def blob(self, digest: str) -> Path:
+    def blob(self, md5: str) -> Path:
         """Where the cache has the object with this hash."""
-        return self.cache / digest[:2] / digest[2:]
+        return self.cache / md5[:2] / md5[2:]
 
-    def cached(self, digest: str) -> list[tuple[str, Path]]:
+    def cached(self, md5: str) -> list[tuple[str, Path]]:
         """(path inside, file in DVC's cache) of everything in the folder with this hash; ("", file) for the hash of a
         file. Empty where the cache does not hold the file, or the listing of the folder."""
-        blob = self.blob(digest)
+        blob = self.blob(md5)
         if not blob.is_file():
             return []
-        if not digest.endswith(".dir"):
+        if not md5.endswith(".dir"):
             return [("", blob)]
         try:
-            entries = json.loads(blob.read_bytes())
-            return [(entry["relpath"], self.blob(entry["md5"])) for entry in entries]
+            return [(entry["relpath"], self.blob(entry["md5"])) for entry in json.loads(blob.read_bytes())]
         except (ValueError, TypeError, KeyError):
             return []
 
     def corrupt_outs(self, name: str | None = None) -> list[str]:
         """Outputs of a stage (None: of all) that are in the workspace with other bytes than dvc.lock names."""
-        outs = [out for stage in self._selected(name) for out in stage.outs if out.recorded and out.exists]
-        return [out.path for out in outs if out.content_hash() != out.recorded]
+        outs = [out for out in self._recorded_outs(name) if out.exists]
+        return [out.path for out in outs if out.known_hash(read=True) != out.recorded]
 
     def examine_cache(self, name: str | None = None) -> Cached:
         """Read every object of the cache that the outputs of a stage (None: of all) need, as far as it is there."""
         objects: set[Path] = set()
-        for stage in self._selected(name):
-            for digest in filter(None, (out.recorded for out in stage.outs)):
-                objects.update(filter(Path.is_file, [self.blob(digest), *(blob for _, blob in self.cached(digest))]))
+        for md5 in (str(out.recorded) for out in self._recorded_outs(name)):
+            objects.update(filter(Path.is_file, [self.blob(md5), *(blob for _, blob in self.cached(md5))]))
         corrupt = [path for path in sorted(objects) if md5_of(path) != name_of(path)]
         return Cached(len(objects), sum(path.stat().st_size for path in objects), corrupt)
 
-    def _selected(self, name: str | None) -> Iterator[GraphStage]:
-        return (stage for stage in self.stages if name in (None, stage.name))
+    def _recorded_outs(self, name: str | None) -> list[File]:
+        return [out for stage in self.stages if name in (None, stage.name) for out in stage.outs if out.recorded]
 
 
 @contextmanager
@@ -471,23 +480,23 @@ def locked(root: Path, writes: bool = False) -> Iterator[None]:
     if not path.exists():  # no DVC has written anything yet
         yield
         return
-    deadline, waited = time.monotonic() + PATIENCE_SECONDS, False
+    begin, waits = time.monotonic(), False
     with path.open("rb") as file:
         while True:
             try:
                 fcntl.flock(file, (fcntl.LOCK_EX if writes else fcntl.LOCK_SH) | fcntl.LOCK_NB)
                 break
             except BlockingIOError:
-                if time.monotonic() > deadline:
+                if time.monotonic() > begin + PATIENCE_SECONDS:
                     raise UserError(
                         f"{path}: another DVC process has held this lock for {PATIENCE_SECONDS:.0f} s; wait for its "
                         "end or stop it, then run again"
                     ) from None
             except OSError as error:  # a file system without locks
                 raise UserError(f"{path}: cannot be locked ({error.strerror}); use another file system") from None
-            if not waited:
+            if not waits:
                 print("waiting for another DVC process to finish (.dvc/tmp/lock)", file=sys.stderr, flush=True)
-                waited = True
+            waits = True
             time.sleep(0.05)
         yield
 
@@ -505,8 +514,7 @@ _ENTRY = re.compile(r"^  (?! )(?P<name>[^:\n]+):\n(?:    .*\n)*", re.MULTILINE)
 
 def recorded_order(root: Path) -> tuple[str, ...]:
     """The stages that dvc.lock names, in its order; none where there is no such file. Raises UserError."""
-    text = read_lock_file(root)
-    return tuple(match["name"] for match in _ENTRY.finditer(text or ""))
+    return tuple(match["name"] for match in _ENTRY.finditer(read_lock_file(root) or ""))
 
 
 def restore_order(root: Path, stages: Iterable[str], before: Iterable[str]) -> None:
@@ -520,12 +528,11 @@ def restore_order(root: Path, stages: Iterable[str], before: Iterable[str]) -> N
         text = path.read_text(encoding="utf-8") if path.is_file() else ""
         entries = {match["name"]: match[0] for match in _ENTRY.finditer(text)}
         order = [name for name in dict.fromkeys((*before, *stages, *entries)) if name in entries]
-        first = next(_ENTRY.finditer(text), None)
-        if first is None or order == list(entries):
+        if order == list(entries):
             return
-        rest = text[first.start() + sum(map(len, entries.values())) :]
+        head, rest = text.split("".join(entries.values()))
         with atomic(path) as place:
-            place.write_text(text[: first.start()] + "".join(map(entries.__getitem__, order)) + rest, encoding="utf-8")
+            place.write_text(head + "".join(entries[name] for name in order) + rest, encoding="utf-8")
             place.chmod(path.stat().st_mode)
 
 
@@ -547,6 +554,7 @@ def cache_folder(root: Path) -> Path:
 
 
 def _read(path: Path) -> dict[str, Any]:
+    """A file of DVC's or of parameters, YAML or JSON; empty where it is missing. Raises UserError."""
     try:
         content = YAML(typ="safe").load(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -569,31 +577,5 @@ def _unreadable(name: str, reason: str) -> UserError:
 
 def _pairs(entries: Any) -> list[tuple[str, Any]]:
     """(path, options) of a list in dvc.yaml, whose entries are paths or mappings of one path to its options."""
-    found: list[tuple[str, Any]] = []
-    for entry in entries or []:
-        found += list(entry.items()) if isinstance(entry, dict) else [(str(entry), None)]
-    return found
-
-
-def _params(entries: Any) -> dict[str, tuple[str, ...] | None]:
-    files: dict[str, tuple[str, ...] | None] = {}
-    for entry in entries or []:
-        for file, names in entry.items() if isinstance(entry, dict) else [(str(PARAMS_FILE), [entry])]:
-            before = files.get(file, ())
-            files[file] = None if not names or before is None else (*before, *map(str, names))
-    return files
-
-
-def _read_params(path: Path, name: str) -> dict[str, Any]:
-    """A file of parameters. Raises UserError."""
-    try:
-        text = path.read_text(encoding="utf-8")
-        if path.suffix == ".json":
-            content = json.loads(text)
-        elif path.suffix == ".toml":
-            content = tomllib.loads(text)
-        else:
-            content = YAML(typ="safe").load(text)
-    except (OSError, ValueError, YAMLError) as error:
-        raise UserError(f"{name}: cannot be read ({' '.join(str(error).split())})") from None
-    return dict(content or {})
+    pairs = [entry.items() if isinstance(entry, dict) else [(str(entry), None)] for entry in entries or []]
+    return [pair for some in pairs for pair in some]

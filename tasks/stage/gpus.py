@@ -5,7 +5,7 @@ import os
 import stat
 import subprocess
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from itertools import takewhile
 from pathlib import Path
@@ -36,29 +36,29 @@ def claim_gpus(count: int) -> None:
     count = min(len(names), max(1, count))
     chosen = names[:count]
     try:
-        chosen = _lock(_lock_files(names), count)
+        chosen = _lock(names, count)
     except OSError as error:
         print(f"GPUs are not locked ({error}): another stage may use the same one at the same time", flush=True)
     if len(names) > count:
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(chosen)
 
 
-def _lock(files: Mapping[str, Path], count: int) -> list[str]:
+def _lock(names: Sequence[str], count: int) -> list[str]:
     """Lock `count` of the GPUs; their names. While too few are free it holds none, so that two waiting stages cannot
     block each other. Raises OSError."""
-    said = ""
+    files, printed = _lock_files(names), ""
     while True:
-        taken = {name: lock for name, path in files.items() if (lock := FileLock(path, shared=True)).acquire()}
-        spare = list(taken)[count:] if len(taken) >= count else list(taken)
-        for name in spare:
-            taken.pop(name).release()
-        if taken:
-            _held.extend(taken.values())
-            return list(taken)
+        taken = [(name, lock) for name, path in files.items() if (lock := FileLock(path, shared=True)).acquire()]
+        kept = taken[:count] if len(taken) >= count else []
+        for _, lock in taken[len(kept) :]:
+            lock.release()
+        if kept:
+            _held.extend(lock for _, lock in kept)
+            return [name for name, _ in kept]
         busy = "; ".join(f"GPU {name}: {who}" for name, path in files.items() if (who := who_holds(path)))
-        if busy and busy != said:
+        if busy and busy != printed:
             print(f"waits for {count} free GPU{'s' * (count > 1)} ({busy})", flush=True)
-            said = busy
+            printed = busy
         time.sleep(POLL_SECONDS)
 
 
@@ -78,7 +78,7 @@ def visible_gpus(devices: Path = Path("/dev")) -> list[str]:
 
 
 def _lock_files(names: Sequence[str]) -> dict[str, Path]:
-    """The lock file of each GPU, named after its UUID where the driver tells it. Raises OSError."""
+    """The lock file of each GPU, named after its UUID where the driver's tool gives it. Raises OSError."""
     if not names:
         return {}
     folder = Path(os.environ.get(LOCKS_VARIABLE) or LOCKS)
@@ -87,16 +87,9 @@ def _lock_files(names: Sequence[str]) -> dict[str, Path]:
         folder.chmod(0o1777)
     if not stat.S_ISDIR(folder.lstat().st_mode):
         raise NotADirectoryError(f"{folder} is not a folder; remove it")
-    known = _uuids()
-    return {name: folder / f"{known.get(name, name)}.lock" for name in names}
-
-
-def _uuids() -> dict[str, str]:
-    """The UUID of each GPU by its number, in the order of the bus; empty where the driver's tool does not answer."""
-    command = ["nvidia-smi", "--query-gpu=index,uuid", "--format=csv,noheader"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=QUERY_SECONDS, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return {}
-    pairs = [line.split(",") for line in done.stdout.splitlines()]
-    return {pair[0].strip(): pair[1].strip() for pair in pairs if len(pair) == 2} if done.returncode == 0 else {}
+    printed = ""
+    with suppress(OSError, subprocess.SubprocessError):
+        command = ["nvidia-smi", "--query-gpu=index,uuid", "--format=csv,noheader"]  # in the order of the bus
+        printed = subprocess.run(command, capture_output=True, text=True, timeout=QUERY_SECONDS, check=True).stdout
+    uuids = dict(line.split(", ", 1) for line in printed.splitlines() if ", " in line)
+    return {name: folder / f"{uuids.get(name, name)}.lock" for name in names}

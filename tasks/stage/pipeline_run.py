@@ -114,7 +114,7 @@ def collect(root: Path) -> Path | None:
                 shown = [out for out in stage.outs if out.path in record.shown_files(stage.name)]
                 if not shown:
                     continue
-                current = stage.is_recorded and params == Definition(stage.name, project).tracked(content)
+                current = stage.is_recorded and params == stage.tracked(content)
                 if not current or any(not out.exists or out.known_hash() != out.recorded for out in shown):
                     whole = False
                     continue

@@ -1,13 +1,12 @@
 """Runs a stage: typed parameters, checked inputs, GPUs and processes, a state folder, tracking, and outputs that appear
 all together. The stage's own file, and torch with it, is imported only when all of this is ready."""
 
-import errno
 import json
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NoReturn
@@ -19,8 +18,8 @@ from rlhf_core.errors import UserError, did_you_mean, is_out_of_memory
 from tasks.params.loader import parse, read_yaml, why_switched_off
 from tasks.params.stages import STAGES, params_model
 from tasks.schemas.validation import load
-from tasks.stage import provenance, state
-from tasks.stage.definition import Definition, is_code
+from tasks.stage import provenance, state, workers
+from tasks.stage.definition import Definition
 from tasks.stage.dvc_files import open_project
 from tasks.stage.gpus import WITHOUT_GPU, claim_gpus
 from tasks.stage.interrupts import Interrupts
@@ -29,15 +28,7 @@ from tasks.stage.pipeline_run import WITHOUT_RUN, Tracking
 from tasks.stage.stage import Common, Stage
 from tasks.stage.switched_off import write_switched_off
 from tasks.stage.versions import require_declared_versions
-from tasks.stage.workers import (
-    end_watch,
-    failure_of_worker,
-    is_worker,
-    report_failure,
-    requested_processes,
-    run_as_worker,
-    start_workers,
-)
+from tasks.stage.workers import is_worker
 from tasks.tracking.record import Status
 from tasks.tracking.settings import OUTCOME_VARIABLE
 
@@ -48,7 +39,7 @@ FULL = (
     "database or disk is full",
     "basic_ios::clear: iostream error",
 )
-"""Messages of libraries about a full disk."""
+"""Messages about a full disk: of the system, also inside errors of safetensors and tokenizers; SQLite's; torch's."""
 
 CLOCK_SECONDS = 1.0
 """Resolution of the start time of a process."""
@@ -70,7 +61,7 @@ def run(name: str, model: type[Block], load_stage: Load) -> NoReturn:
     """Run a stage and leave the process: 0 done, 2 a user's error (one line), 130 interrupted, 1 a crash
     (traceback)."""
     interrupts = Interrupts()
-    run_as_worker() if is_worker() else interrupts.install()
+    workers.run_as_worker() if is_worker() else interrupts.install()
     code, message, key = 0, "", ""
     try:
         key = _run(name, model, load_stage, interrupts)
@@ -79,51 +70,29 @@ def run(name: str, model: type[Block], load_stage: Load) -> NoReturn:
     except KeyboardInterrupt:
         code, message = 130, "interrupted; the same command continues"
     except Exception as error:
-        code, message = _missing_resource(error) or failure_of_worker() or (1, f"{type(error).__name__}: {error}")
+        chain = "".join(traceback.format_exception(error))  # libraries wrap the error of the system
+        if any(sign in chain for sign in FULL):
+            where = getattr(error, "filename", None) or "the disk"
+            code, message = 2, f"no space left on the device ({where}); free some, then run it again: nothing is lost"
+        elif is_out_of_memory(error):
+            advice = "lower batch_size or micro_batch_size of this stage, or stop other programs"
+            code, message = 2, f"out of memory ({error}); {advice}"
+        else:
+            code, message = workers.failure_of_worker() or (1, f"{type(error).__name__}: {error}")
         if code == 1:
             traceback.print_exc()
-    end_watch()
-    if code and is_worker():
-        report_failure(code, message)
-    if code and code != 1 and not is_worker():
+    workers.end_watch()
+    if is_worker():
+        if code:
+            workers.report_failure(code, message)
+        sys.exit(code)
+    if code not in (0, 1):
         print(f"{name}: {message}", file=sys.stderr, flush=True)
-    if not is_worker():
-        _report_outcome({"stage": name, "exit": code, "message": message, "key": key})
-    sys.exit(code)
-
-
-def _missing_resource(error: Exception) -> tuple[int, str] | None:
-    """Exit code and message for a full disk or memory; None where the stage failed for another reason."""
-    if (where := _full_disk(error)) is not None:
-        return 2, f"no space left on the device ({where}); free some, then run it again: nothing is lost"
-    if is_out_of_memory(error):
-        return 2, f"out of memory ({error}); lower batch_size or micro_batch_size of this stage, or stop other programs"
-    return None
-
-
-def _full_disk(error: BaseException) -> str | None:
-    """What is full, when a full disk caused `error`; None otherwise.
-
-    Libraries wrap it: safetensors and tokenizers raise their own errors with the system's text, SQLite reports that the
-    disk is full, and torch's writer reports a broken stream.
-    """
-    chain: list[BaseException] = []
-    link: BaseException | None = error
-    while link is not None and link not in chain:
-        chain.append(link)
-        link = link.__cause__ or link.__context__
-    for link in chain:
-        if isinstance(link, OSError) and link.errno in (errno.ENOSPC, errno.EDQUOT):
-            return str(link.filename or "the disk")
-        if any(sign in str(link) for sign in FULL):
-            return "the disk"
-    return None
-
-
-def _report_outcome(outcome: dict[str, Any]) -> None:
     if path := os.environ.get(OUTCOME_VARIABLE):
+        outcome = {"stage": name, "exit": code, "message": message, "key": key}
         with suppress(OSError), Path(path).open("a", encoding="utf-8") as file:
             file.write(json.dumps(outcome, ensure_ascii=False) + "\n")
+    sys.exit(code)
 
 
 def _run(name: str, model: type[Block], load_stage: Load, interrupts: Interrupts) -> str:
@@ -134,12 +103,12 @@ def _run(name: str, model: type[Block], load_stage: Load, interrupts: Interrupts
     params = parse(model, content.get(name, {}), name)
     common = parse(Common, {key: content[key] for key in Common.model_fields if key in content})
     with open_project(Path()) as project, state.locked(project.root, name):
-        definition, root = Definition(name, project), project.root
-        if VERSIONS in definition.inputs:
+        definition, root = project.stage(name), project.root
+        hashes, outputs = definition.hashes(), Outputs(root, [out.path for out in definition.outs])
+        if VERSIONS in hashes:
             require_declared_versions()
-        hashes, outputs = definition.hashes(), Outputs(root, definition.outs)
-        key, (position, total) = definition.key(content, hashes), definition.position
-        label = f"[{position}/{total} {name}]"
+        key = definition.key(content, hashes)
+        label = f"[{project.stages.index(definition) + 1}/{len(project.stages)} {name}]"
         if why := why_switched_off(content, name):
             if is_worker():
                 return key
@@ -150,13 +119,13 @@ def _run(name: str, model: type[Block], load_stage: Load, interrupts: Interrupts
             return key
         definition.require_intact(hashes, recorded_later)
         if recorded_later:
-            require_older_code(definition, psutil.Process().create_time())
-        rows = load(root, definition.inputs)
-        processes = requested_processes(content, name)
+            require_older_code(root, psutil.Process().create_time())
+        rows = load(root, list(hashes))
+        processes = workers.requested_processes(content, name)
         if name not in WITHOUT_GPU:
             claim_gpus(processes)
         state_dir = state.begin(definition, key)
-        start_workers(name, processes)
+        workers.start_workers(name, processes)
         execute = load_stage()
         quiet_libraries()
         tracked = common.runtime.tracking and name not in WITHOUT_RUN and not is_worker()
@@ -176,11 +145,20 @@ def _run(name: str, model: type[Block], load_stage: Load, interrupts: Interrupts
             hashes=hashes,
             interrupts=interrupts,
         )
-        with outputs, _tracked(tracking):
-            execute(stage)
-            if is_worker():
-                return key
-            _commit(outputs, definition, content, hashes, stage.exemptions)
+        status: Status = "FAILED"
+        try:
+            with outputs:
+                execute(stage)
+                if is_worker():
+                    return key
+                _commit(outputs, definition, content, hashes, stage.exemptions)
+            status = "FINISHED"
+        except KeyboardInterrupt:
+            status = "KILLED"
+            raise
+        finally:
+            if tracking:
+                tracking.end(status)
         state.end(state_dir, recorded_later)
     return key
 
@@ -202,6 +180,15 @@ def _commit(
     outputs.commit()
 
 
+def require_older_code(root: Path, started: float) -> None:
+    """Raise UserError when a module that is loaded was edited after this process `started` (seconds since 1970): DVC
+    would record other code than this."""
+    files = [Path(getattr(module, "__file__", None) or "") for module in sys.modules.values()]
+    names = [file.relative_to(root).as_posix() for file in files if file.is_relative_to(root)]
+    if edited := [name for name in names if (root / name).stat().st_mtime > started + CLOCK_SECONDS]:
+        raise UserError(f"{', '.join(sorted(edited))} changed while the stage started; run it again")
+
+
 def quiet_libraries() -> None:
     """Switch off progress bars and notices of transformers, unless TRANSFORMERS_VERBOSITY is set."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -210,34 +197,3 @@ def quiet_libraries() -> None:
     if transformers is not None and "TRANSFORMERS_VERBOSITY" not in os.environ:
         transformers.utils.logging.set_verbosity_error()
         transformers.utils.logging.disable_progress_bar()
-
-
-@contextmanager
-def _tracked(tracking: Tracking | None) -> Iterator[None]:
-    """Record how the stage ends."""
-    status: Status = "FAILED"
-    try:
-        yield
-        status = "FINISHED"
-    except KeyboardInterrupt:
-        status = "KILLED"
-        raise
-    finally:
-        if tracking:
-            tracking.end(status)
-
-
-def require_older_code(definition: Definition, started: float) -> None:
-    """Raise UserError when code of the stage was edited after this process `started` (seconds since 1970): DVC would
-    record other code than it has loaded."""
-    root = definition.project.root
-    code = [path for path in definition.inputs if is_code(path)]
-    edited = [path for path in code if _newest(root / path) > started + CLOCK_SECONDS]
-    if edited:
-        raise UserError(f"{', '.join(edited)} changed while the stage started; run it again")
-
-
-def _newest(path: Path) -> float:
-    """When a file, or the newest file below a folder, was last changed, without Python's caches."""
-    files = [file for file in path.rglob("*") if file.is_file() and "__pycache__" not in file.parts]
-    return max((file.stat().st_mtime for file in files or [path]), default=0.0)

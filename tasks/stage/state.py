@@ -13,7 +13,7 @@ from pathlib import Path
 
 from rlhf_core.errors import UserError
 from rlhf_core.locks import FileLock, holder
-from tasks.stage.definition import Definition
+from tasks.stage.dvc_files import Definition
 from tasks.stage.workers import is_worker
 
 FINISHED = "finished"
@@ -23,13 +23,10 @@ FINISHED = "finished"
 def locked(root: Path, name: str) -> Iterator[None]:
     """Hold the lock of a stage: two processes would write the same outputs. Worker ranks need none. Raises UserError
     when another process holds it, perhaps one that a killed dvc has left."""
-    if is_worker():
-        yield
-        return
     path = lock_file(root, name)
     path.parent.mkdir(exist_ok=True)
     lock = FileLock(path)
-    if not lock.acquire(timeout=1.0):
+    if not is_worker() and not lock.acquire(timeout=1.0):
         raise UserError(
             f"another process ({holder(path)}) runs this stage here, perhaps left by a dvc that was killed; wait for "
             f"it, or stop it with `kill {holder(path)}` (it saves what it has done), then run this again"
@@ -45,18 +42,18 @@ def lock_file(root: Path, name: str) -> Path:
     return root / "work" / f"{name}.lock"
 
 
-def folder_of(root: Path, name: str, key: str) -> Path:
-    """The state folder of one execution."""
-    return root / "work" / name / key[:16]
-
-
 def begin(definition: Definition, key: str) -> Path:
-    """The state folder. Removes the recorded state
-    of every stage: a stage that runs again although DVC has its results starts from the beginning."""
-    root = definition.project.root
-    folder = folder_of(root, definition.name, key)
-    if not is_worker():
-        _sweep(definition, root)
+    """The state folder. Removes the recorded state of every stage: a stage that runs again although DVC has its results
+    starts from the beginning."""
+    work = definition.project.root / "work"
+    for stage in definition.project.stages if not is_worker() else ():
+        if not any((work / stage.name).glob(f"*/{FINISHED}")) or (recorded := stage.recorded_key()) is None:
+            continue
+        done, lock = work / stage.name / recorded[:16], FileLock(lock_file(work.parent, stage.name))
+        if (done / FINISHED).exists() and (stage.name == definition.name or lock.acquire()):
+            shutil.rmtree(done, ignore_errors=True)
+            lock.release()
+    folder = work / definition.name / key[:16]
     folder.mkdir(parents=True, exist_ok=True)
     return folder
 
@@ -67,21 +64,6 @@ def end(folder: Path, recorded_later: bool) -> None:
         (folder / FINISHED).touch()
     else:
         shutil.rmtree(folder, ignore_errors=True)
-
-
-def _sweep(current: Definition, root: Path) -> None:
-    for stage in current.project.stages:
-        if not list((root / "work" / stage.name).glob(f"*/{FINISHED}")):
-            continue
-        key = Definition(stage.name, current.project).recorded_key()
-        if key is None or not (done := folder_of(root, stage.name, key) / FINISHED).exists():
-            continue
-        lock = FileLock(lock_file(root, stage.name))
-        if stage.name == current.name:
-            shutil.rmtree(done.parent, ignore_errors=True)
-        elif lock.acquire():
-            shutil.rmtree(done.parent, ignore_errors=True)
-            lock.release()
 
 
 def under_dvc(name: str) -> bool:

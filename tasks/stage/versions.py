@@ -3,6 +3,7 @@ dependency of every training stage, so that an upgrade makes them stale."""
 
 import importlib.metadata
 import json
+from contextlib import suppress
 from pathlib import Path
 
 from rlhf_core.errors import UserError
@@ -18,17 +19,12 @@ def declared() -> dict[str, str]:
 
 def require_declared_versions() -> None:
     """Raise UserError when an installed version differs from the declared one (a local part as `+cpu` is ignored)."""
-    wrong = [
-        f"{name} {found} is installed, {version} is declared"
-        for name, version in declared().items()
-        if (found := _installed(name)) != version
-    ]
+    wrong = []
+    for name, right in declared().items():
+        found = "(none)"
+        with suppress(importlib.metadata.PackageNotFoundError):
+            found = importlib.metadata.version(name).split("+")[0]
+        if found != right:
+            wrong.append(f"{name} {found} is installed, {right} is declared")
     if wrong:
         raise UserError(f"tasks/stage/versions.json: {'; '.join(wrong)}; run `make setup`, or declare the new version")
-
-
-def _installed(name: str) -> str:
-    try:
-        return importlib.metadata.version(name).split("+")[0]
-    except importlib.metadata.PackageNotFoundError:
-        return "(none)"

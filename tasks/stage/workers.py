@@ -36,6 +36,18 @@ Failure = tuple[int, str]
 """Exit code and message."""
 
 
+def requested_processes(content: dict[str, Any], stage: str) -> int:
+    """`processes` of a stage in the content of params.yaml; of a variant of PPO those of `ppo` unless its settings say
+    otherwise. 1 where the content is not valid, which the stage itself reports."""
+    with suppress(AttributeError, KeyError, TypeError):
+        settings = content[stage]
+        if stage in VARIANTS:
+            settings = content["ppo"] | (settings.get("settings") or {})
+        count = settings.get("processes", 1)
+        return count if isinstance(count, int) else 1
+    return 1
+
+
 def is_worker() -> bool:
     """Whether this process is a rank above 0."""
     return int(os.environ.get("RANK", "0")) > 0
@@ -52,33 +64,11 @@ def start_workers(stage: str, count: int) -> None:
     for rank in range(1, count):
         environment = os.environ | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
         worker = subprocess.Popen([sys.executable, "-m", "tasks", stage], env=environment, stdout=subprocess.DEVNULL)
-        atexit.register(_end, worker)
+        atexit.register(worker.wait)
+        atexit.register(worker.kill)  # before the wait
         workers.append(worker)
     os.environ |= {"RANK": "0", "LOCAL_RANK": "0"}
     threading.Thread(target=_watch, args=(workers, stage, folder), daemon=True).start()
-
-
-def end_watch() -> None:
-    """From here on this process ends by itself."""
-    _ending.set()
-
-
-def report_failure(code: int, message: str) -> None:
-    """For a worker that `start_workers` has started: leave its error where the other ranks find it."""
-    if (folder := _folder()) is not None:
-        with suppress(OSError), files.atomic(folder / f"failure-{os.environ['RANK']}.json") as place:
-            place.write_text(json.dumps([code, message]), encoding="utf-8")
-
-
-def failure_of_worker(seconds: float = SECONDS_FOR_MESSAGE) -> Failure | None:
-    """The error of a worker that is not a crash, None where there is none within `seconds`, or no worker that
-    `start_workers` has started."""
-    folder, end = _folder(), time.monotonic() + seconds
-    while folder is not None:
-        if (found := _reported(folder)) is not None or time.monotonic() > end:
-            return found
-        time.sleep(0.05)
-    return None
 
 
 def run_as_worker() -> None:
@@ -89,50 +79,47 @@ def run_as_worker() -> None:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def requested_processes(content: dict[str, Any], stage: str) -> int:
-    """`processes` of a stage in the content of params.yaml; of a variant of PPO those of `ppo` unless its settings say
-    otherwise. 1 where the content is not valid, which the stage itself reports."""
-    with suppress(AttributeError, KeyError, TypeError):
-        settings = content[stage]
-        if stage in VARIANTS:
-            settings = content["ppo"] | (settings.get("settings") or {})
-        count = settings.get("processes", 1)
-        return count if isinstance(count, int) else 1
-    return 1
+def report_failure(code: int, message: str) -> None:
+    """For a worker that `start_workers` has started: leave its error, unless it is a crash, for rank 0."""
+    if code != 1 and RENDEZVOUS in os.environ:
+        place = Path(os.environ[RENDEZVOUS]).with_name(f"failure-{os.environ['RANK']}.json")
+        with suppress(OSError), files.atomic(place) as partial:
+            partial.write_text(json.dumps([code, message]), encoding="utf-8")
 
 
-def _folder() -> Path | None:
-    return Path(os.environ[RENDEZVOUS]).parent if RENDEZVOUS in os.environ else None
+def failure_of_worker() -> Failure | None:
+    """The error that a worker has reported, or reports within `SECONDS_FOR_MESSAGE`; None where there is none."""
+    end = time.monotonic() + SECONDS_FOR_MESSAGE
+    while RENDEZVOUS in os.environ:
+        if (found := _reported(Path(os.environ[RENDEZVOUS]).parent)) or time.monotonic() > end:
+            return found
+        time.sleep(0.05)
+    return None
+
+
+def end_watch() -> None:
+    """From here on this process ends by itself."""
+    _ending.set()
 
 
 def _reported(folder: Path) -> Failure | None:
-    """The error of a user, not a crash of a rank that has only lost the others."""
     found = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("failure-*.json"))]
-    return next(((code, message) for code, message in found if code != 1), None)
+    return (found[0][0], found[0][1]) if found else None
 
 
 def _watch(workers: "Sequence[subprocess.Popen[bytes]]", stage: str, folder: Path) -> None:
     """End this process when it still runs `SECONDS_TO_END` after a worker has failed: it waits for that worker."""
-    while not any(worker.poll() for worker in workers):
+    while not (failed := [(rank, worker.returncode) for rank, worker in enumerate(workers, 1) if worker.poll()]):
         if _ending.wait(0.5):
             return
     if _ending.wait(SECONDS_TO_END):
         return
-    code, message = _reported(folder) or (1, _loss(workers))
+    rank, status = failed[0]
+    end = f"was ended by signal {-status}" if status < 0 else f"ended with exit code {status}"
+    loss = f"the process of rank {rank} {end}; run the stage again, it continues from the last checkpoint"
+    code, message = _reported(folder) or (1, loss)
     print(f"{stage}: {message}", file=sys.stderr, flush=True)
     for worker in workers:
         worker.kill()
     shutil.rmtree(folder, ignore_errors=True)
     os._exit(code)
-
-
-def _loss(workers: "Sequence[subprocess.Popen[bytes]]") -> str:
-    rank, code = next((rank, worker.returncode) for rank, worker in enumerate(workers, 1) if worker.returncode)
-    end = f"was ended by signal {-code}" if code < 0 else f"ended with exit code {code}"
-    return f"the process of rank {rank} {end}; run the stage again, it continues from the last checkpoint"
-
-
-def _end(worker: "subprocess.Popen[bytes]") -> None:
-    """Kill a worker that still waits for a stage which has failed."""
-    worker.kill()
-    worker.wait()

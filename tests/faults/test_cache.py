@@ -14,7 +14,6 @@ from flows.commands.doctor import Check, examine
 from flows.graph import read_graph
 from flows.stages import EXECUTED, RESTORED, UP_TO_DATE, StageUserError, run_stage
 from rlhf_core.errors import UserError
-from tasks.stage.definition import Definition
 from tasks.stage.dvc_files import open_project
 
 if TYPE_CHECKING:
@@ -109,22 +108,22 @@ def test_wrong_bytes_in_an_input_stop_the_stage_that_reads_it(root: Path, monkey
     monkeypatch.chdir(root)
     (root / "work").mkdir(exist_ok=True)  # the folder of the remembered hashes
     with open_project(root) as project:
-        right = Definition("two", project).hashes()
+        right = project.stage("two").hashes()
     time.sleep(0.2)
     with open_project(root) as project:
-        assert Definition("two", project).hashes() == right
+        assert project.stage("two").hashes() == right
     damage(root / "one.out", "flip")  # DVC trusts size, times and inode
     with open_project(root) as project:
         (out,) = [one for stage in project.stages for one in stage.outs if one.path == "one.out"]
         assert out.known_hash() == right["one.out"]
-        assert out.content_hash() != right["one.out"]
+        assert out.known_hash(read=True) != right["one.out"]
         with pytest.raises(UserError, match=r"^one.out: other bytes than DVC has noted.*`rm -r one.out` and run again"):
-            Definition("two", project).require_intact(right, recorded=True)
+            project.stage("two").require_intact(right, recorded=True)
     assert finding(root, "outputs").found == "other bytes than dvc.lock names: one.out"
     (root / "one.out").unlink()
     assert state(root, "one") == RESTORED
     with open_project(root) as project:
-        assert Definition("two", project).hashes() == right
+        assert project.stage("two").hashes() == right
 
 
 @pytest.mark.slow
@@ -148,5 +147,5 @@ def test_every_input_has_the_hash_of_dvc(finished: "Project", monkeypatch: pytes
     monkeypatch.chdir(finished.root)
     with open_project(finished.root) as project:
         for stage in read_graph(finished.root).stages:
-            definition = Definition(stage, project)
+            definition = project.stage(stage)
             definition.require_intact(definition.hashes(), recorded=True)

@@ -12,7 +12,6 @@ from dvc.repo import Repo
 
 from flows.commands.clean import Found, Leftover, find_leftovers, remove, render
 from rlhf_core.locks import FileLock
-from tasks.stage.definition import Definition
 from tasks.stage.dvc_files import open_project
 from tasks.stage.state import FINISHED
 from tests.tasks.tracking.conftest import pipeline, stage
@@ -51,7 +50,7 @@ def root(tmp_path: Path) -> Path:
 
 def present(root: Path, stage: str) -> str:
     with open_project(root) as project:
-        definition = Definition(stage, project)
+        definition = project.stage(stage)
         return f"work/{stage}/{definition.key({}, definition.hashes())[:16]}"
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from rlhf_core.errors import UserError
-from tasks.stage.definition import Definition, digest, git_state
+from tasks.stage.definition import digest, git_state
 from tasks.stage.dvc_files import open_project
 
 GRAPH = """
@@ -38,12 +38,11 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_inputs_outs_position_and_parameters_come_from_dvc_yaml(root: Path) -> None:
+def test_inputs_outs_and_parameters_come_from_dvc_yaml(root: Path) -> None:
     with open_project(root) as project:
-        second = Definition("second", project)
-        assert second.inputs == ["middle.txt", "code.py"]
-        assert sorted(second.outs) == ["metrics/second.json", "model", "plots/second.csv"]
-        assert second.position == (2, 2)
+        second = project.stage("second")
+        assert [file.path for file in second.inputs] == ["middle.txt", "code.py"]
+        assert sorted(out.path for out in second.outs) == ["metrics/second.json", "model", "plots/second.csv"]
         assert second.tracked(PARAMS) == {"second": {"c": 2}, "seed": 1}
         assert second.hashes().keys() == {"middle.txt", "code.py"}
 
@@ -52,11 +51,11 @@ def test_users_errors(root: Path) -> None:
     (root / "middle.txt").unlink()
     with open_project(root) as project:
         with pytest.raises(UserError, match="no stage named third"):
-            _ = Definition("third", project).inputs
+            project.stage("third")
         with pytest.raises(UserError, match=r"^middle.txt: file not found; `dvc repro second` makes"):
-            Definition("second", project).hashes()
+            project.stage("second").hashes()
         with pytest.raises(UserError, match=r"^params.yaml: second: missing parameter"):
-            Definition("second", project).tracked({"seed": 1})
+            project.stage("second").tracked({"seed": 1})
 
 
 def test_equal_content_has_one_digest_whatever_its_order() -> None:

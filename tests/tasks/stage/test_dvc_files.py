@@ -153,7 +153,6 @@ TREE = {
     "file": "text\n", "empty": "", "crlf": "a\r\nb\r\n", "with space": "1", "naïve-文": "2",
     "folder/b": "1", "folder/a/z": "2", "folder/a b": "3", "folder/a-b": "4", "folder/é": "5",
     "folder/__pycache__/x.pyc": "6", "folder/notes.tmp": "7", "folder/deep/kept.tmp": "8", "folder/deep/skip": "9",
-    "sub/data/skip": "1", "sub/data/kept": "2",
     "folder/README.md": "10", "folder/.git": "11", "ignored/only.tmp": "1",
 }  # fmt: skip
 IGNORED = "__pycache__\n*.tmp\n# a comment\n\n/folder/README.md\n!kept.tmp\n"
@@ -169,8 +168,7 @@ def test_hashes_are_those_of_dvc(root: Path) -> None:
     (root / "folder/link").symlink_to("b")
     (root / "folder/linked").symlink_to("deep")
     (root / ".dvcignore").write_text(IGNORED, encoding="utf-8")
-    (root / "sub/.dvcignore").write_text("skip\n", encoding="utf-8")
-    deps = [name for name in TREE if "/" not in name] + ["folder", "hollow", "ignored", "sub/data"]
+    deps = [name for name in TREE if "/" not in name] + ["folder", "hollow", "ignored"]
     graph = {"stages": {"all": {"cmd": "true", "deps": deps}}}
     (root / "dvc.yaml").write_text(json.dumps(graph), encoding="utf-8")
     (root / "dvc.lock").unlink()
@@ -195,7 +193,7 @@ def test_a_hash_is_remembered_until_the_file_changes(root: Path, monkeypatch: py
     def known(thorough: bool = False) -> str:
         with open_project(root) as project:
             (file,) = project.stages[0].inputs
-            return file.content_hash() if thorough else file.known_hash()
+            return file.known_hash(read=thorough)
 
     assert (known(), known(), len(read)) == (first, first, 1)
     assert (known(thorough=True), len(read)) == (first, 2), "a check of the bytes reads them"
@@ -215,10 +213,22 @@ def test_the_cache_is_where_dvc_is_configured_to_have_it(root: Path, where: str)
         assert dvc_files.cache_folder(root) == expected / "files/md5"
 
 
-def test_what_is_not_read_is_refused(root: Path) -> None:
-    (root / "dvc.yaml").write_text("stages:\n  a:\n    foreach: [1, 2]\n    do: {cmd: echo}\n", encoding="utf-8")
-    with pytest.raises(UserError, match=r"dvc.yaml: stage a uses `foreach`"), open_project(root):
+@pytest.mark.parametrize(
+    ("file", "text", "says"),
+    [
+        ("dvc.yaml", "stages:\n  a:\n    foreach: [1, 2]\n    do: {cmd: echo}\n", "stage a uses `foreach`"),
+        ("dvc.yaml", "stages: {a: {cmd: echo, params: [{more.yaml: }]}}\n", "stage a has all of more.yaml"),
+        ("sub/.dvcignore", "skip\n", "sub/.dvcignore: only that of the project is read"),
+    ],
+)
+def test_what_is_not_read_is_refused(root: Path, file: str, text: str, says: str) -> None:
+    (root / file).parent.mkdir(exist_ok=True)
+    (root / file).write_text(text, encoding="utf-8")
+    with pytest.raises(UserError, match=says), open_project(root):
         pass
+
+
+def test_stages_that_need_each_other_are_refused(root: Path) -> None:
     (root / "dvc.yaml").write_text(
         "stages:\n  a: {cmd: echo, deps: [b], outs: [a]}\n  b: {cmd: echo, deps: [a], outs: [b]}\n", encoding="utf-8"
     )

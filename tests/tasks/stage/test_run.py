@@ -240,14 +240,13 @@ def test_an_input_that_changed_meanwhile(run_toy: Run, toy: Path, file: str, tex
     assert outputs(toy) == WHOLE
 
 
-def test_code_that_was_edited_while_it_was_loaded(tmp_path: Path) -> None:
-    (tmp_path / "tasks").mkdir()
-    (tmp_path / "tasks/toy.py").write_text("1\n", encoding="utf-8")
-    definition: Any = SimpleNamespace(inputs=["tasks/toy.py", "data.jsonl"], project=SimpleNamespace(root=tmp_path))
-    os.utime(tmp_path / "tasks/toy.py", (100.0, 100.0))
-    require_older_code(definition, 100.0)
-    with pytest.raises(UserError, match=r"tasks/toy\.py changed while the stage started"):
-        require_older_code(definition, 97.0)
+def test_code_that_was_edited_while_it_was_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "toy.py").write_text("1\n", encoding="utf-8")
+    os.utime(tmp_path / "toy.py", (100.0, 100.0))
+    monkeypatch.setitem(sys.modules, "toy", SimpleNamespace(__file__=str(tmp_path / "toy.py")))
+    require_older_code(tmp_path, 100.0)
+    with pytest.raises(UserError, match=r"toy\.py changed while the stage started"):
+        require_older_code(tmp_path, 97.0)
 
 
 def test_a_runtime_parameter_may_change_meanwhile(run_toy: Run, toy: Path) -> None:
