@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ruamel.yaml import YAML
 
@@ -17,16 +17,12 @@ from flows.text import table
 from flows.workspace import Workspace
 from rlhf_core.errors import UserError
 from rlhf_core.locks import held
-from tasks.params.loader import PARAMS_FILE, parse
+from tasks.params.loader import PARAMS_FILE, parse, parse_yaml
 from tasks.params.promote import PromoteParams
 from tasks.tracking.registry import BEFORE, CHALLENGER, CHAMPION, Registry, Version
 from tasks.tracking.settings import main_checkout
 
-if TYPE_CHECKING:
-    from tasks.stage.dvc_files import Stored
-
 EXTRA = Path("models") / "extra"
-PROMOTED, KEPT = "promoted", "kept"
 DECISION = "leash.promotion"
 """Tag of a version: what was decided about it."""
 COMPARED = "Champion"
@@ -53,16 +49,14 @@ class Rule:
 
 @dataclass(frozen=True)
 class Decision:
-    """What became of a challenger. `rules` is empty where nothing was compared."""
+    """What became of a challenger, and the champion before. `rules` is empty where nothing was compared, for a
+    `reason`; `unchanged` where the challenger is the champion itself."""
 
     challenger: str
     champion: str | None
-    """The version before."""
     rules: tuple[Rule, ...] = ()
     reason: str = ""
-    """Why it was not compared."""
     unchanged: bool = False
-    """The challenger is the champion itself."""
 
     @property
     def promoted(self) -> bool:
@@ -82,7 +76,7 @@ class Decision:
     @property
     def text(self) -> str:
         """The title and a table of the rules."""
-        return "\n".join([self.title, *(["", table(self._rows())] if self.rules else [])])
+        return f"{self.title}\n\n{table(self._rows())}" if self.rules else self.title
 
     @property
     def markdown(self) -> str:
@@ -99,24 +93,20 @@ def with_champion(space: Workspace, champion: Version | None) -> Workspace:
     """The workspace whose evaluation answers with the champion, too."""
     if champion is None:
         return space
-    params = _yaml(workspace.git(space.home, "show", f"{space.commit}:{PARAMS_FILE}"))
+    params = parse_yaml(workspace.git(space.home, "show", f"{space.commit}:{PARAMS_FILE}"), PARAMS_FILE)
     others = (params.get("evaluate") or {}).get("extra_models") or []
     models = ",".join([*(name for name in others if name != CHAMPION), CHAMPION])
     return replace(space, overrides=(*space.overrides, f"++evaluate.extra_models=[{models}]"))
 
 
-def files_of(home: Path, version: Version) -> "dict[str, Stored]":
-    """The files of a version by their path. Raises UserError where neither DVC's cache nor its remote has them."""
+def place(space: Workspace, champion: Version) -> None:
+    """Put the champion's files into the open workspace. Raises UserError where neither DVC's cache nor its remote has
+    them."""
     from tasks.stage.dvc_adapter import stored_files
 
-    return stored_files(home, version.digest)
-
-
-def place(space: Workspace, champion: Version) -> None:
-    """Put the champion's files into the open workspace. Raises UserError as `files_of`."""
     folder = space.root / EXTRA / CHAMPION
     shutil.rmtree(folder, ignore_errors=True)
-    for name, file in files_of(space.home, champion).items():
+    for name, file in stored_files(space.home, champion.digest).items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         file.copy(folder / name)
 
@@ -173,7 +163,8 @@ def judge(home: Path, name: str, commit: str, registry: Registry) -> Decision:
     if experiment is None:
         raise UserError(f"no experiment {name} of commit {commit[:12]}; `dvc exp show` lists those that there are")
     files, _ = isolated.read(home, experiment)
-    params = parse(PromoteParams, _yaml(files[str(PARAMS_FILE)].decode("utf-8")).get("promote") or {}, "promote")
+    content = parse_yaml(files[str(PARAMS_FILE)].decode("utf-8"), PARAMS_FILE)
+    params = parse(PromoteParams, content.get("promote") or {}, "promote")
     figures = json.loads(files["metrics/evaluate.json"])
     alerts = [alert["name"] for alert in json.loads(files.get("metrics/ppo.json", b"{}")).get("alerts") or []]
     compared = isolated.trailer(home, experiment, COMPARED)
@@ -204,18 +195,14 @@ def judge(home: Path, name: str, commit: str, registry: Registry) -> Decision:
 
 
 def _one_at_a_time(home: Path) -> AbstractContextManager[None]:
-    """Nobody else on this machine moves the champion between what is read here and what is written."""
+    """No other process of this machine moves the champion between what is read here and what is written."""
     return held(main_checkout(home) / "work" / "promotion.lock", WAIT_SECONDS, "promotes a policy")
-
-
-def _yaml(text: str) -> dict[str, Any]:
-    return dict(YAML(typ="safe", pure=True).load(text) or {})
 
 
 def policy_digest(home: Path, experiment: str) -> str:
     """DVC's hash of models/policy in the dvc.lock of an experiment. Raises UserError where it has none."""
-    lock = _yaml(workspace.git(home, "show", f"{experiment}:dvc.lock"))
-    for stage in (lock.get("stages") or {}).values():
+    lock = YAML(typ="safe", pure=True).load(workspace.git(home, "show", f"{experiment}:dvc.lock"))
+    for stage in lock["stages"].values():
         for out in stage.get("outs") or []:
             if out["path"] == "models/policy":
                 return str(out["md5"])
