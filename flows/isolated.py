@@ -3,10 +3,8 @@
 The run is `leash run` in a process group of its own, with the code of the workspace's commit.
 """
 
-import io
 import re
 import sys
-import tarfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -138,12 +136,8 @@ def _ref(commit: str, name: str) -> str:
 
 def read(home: Path, experiment: str) -> tuple[dict[str, bytes], float | None]:
     """The recorded files of an experiment's commit by their path, and the seconds that its run took."""
-    present = workspace.git(home, "ls-tree", "--name-only", experiment).split("\n")
-    paths = [name for name in RECORDED if name in present]
-    archive = workspace.git_bytes(home, "archive", "--format=tar", experiment, "--", *paths)
-    with tarfile.open(fileobj=io.BytesIO(archive)) as tar:
-        opened = {member.name: tar.extractfile(member) for member in tar.getmembers() if member.isfile()}
-        files = {name: file.read() for name, file in opened.items() if file is not None}
+    names = workspace.git(home, "ls-tree", "-r", "--name-only", "-z", experiment, "--", *RECORDED).split("\0")
+    files = {name: workspace.git(home, "show", f"{experiment}:{name}").encode() for name in names if name}
     seconds = trailer(home, experiment, "Seconds")
     return files, float(seconds) if seconds else None
 

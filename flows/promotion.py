@@ -28,12 +28,9 @@ DECISION = "leash.promotion"
 COMPARED = "Champion"
 """Trailer of an experiment's message: DVC's hash of the champion that its evaluation has compared."""
 WAIT_SECONDS = 60.0
-INDEPENDENT = {
-    "pairs": "a judge of pairs",
-    "scores": "a judge's scores",
-    "judging reward model": "a reward model that PPO was not trained on",
-}
-"""Kinds of judges, in words; the last kind is the reward model of the run, which PPO has maximised."""
+INDEPENDENT = {"pairs": "a judge of pairs", "scores": "a judge's scores",
+               "judging reward model": "a reward model that PPO was not trained on"}  # fmt: skip
+"""Kinds of judges, in words; the other kind is the reward model of the run, which PPO has maximised."""
 
 
 @dataclass(frozen=True)
@@ -186,10 +183,8 @@ def judge(home: Path, name: str, commit: str, registry: Registry) -> Decision:
         rules = () if reason else decide(params, figures, alerts, champion is not None)
         decision = Decision(challenger.number, before, rules, reason)
         tags = {DECISION: decision.title, "leash.experiment": name, "leash.commit": commit}
-        if not decision.promoted:
-            registry.tag(challenger, tags)
-        else:  # the tag before the alias: a champion without BEFORE could not be undone
-            registry.tag(challenger, tags | {BEFORE: before or "none"})
+        registry.tag(challenger, tags | ({BEFORE: before or "none"} if decision.promoted else {}))
+        if decision.promoted:  # after the tag: a champion without BEFORE could not be undone
             registry.set_alias(CHAMPION, challenger)
         return decision
 
@@ -243,7 +238,6 @@ def versions(registry: Registry) -> str:
     rows = [("version", "is", "registered", "experiment", "decision")]
     for one, aliases in registry.all():
         date = datetime.fromtimestamp(one.created, UTC).strftime("%Y-%m-%d %H:%M")
-        rows.append(
-            (one.number, ", ".join(aliases), date, one.tags.get("leash.experiment", ""), one.tags.get(DECISION, ""))
-        )
+        experiment, decision = (one.tags.get(tag, "") for tag in ("leash.experiment", DECISION))
+        rows.append((one.number, ", ".join(aliases), date, experiment, decision))
     return table(rows) if len(rows) > 1 else "no policy is registered; a run registers one at its end"

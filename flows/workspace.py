@@ -195,22 +195,8 @@ def fetch(home: Path, branch: str) -> None:
         git(home, "fetch", "--quiet", remote, f"+refs/heads/{name}:refs/remotes/{remote}/{name}")
 
 
-def fetch_commit(home: Path, remote: str, commit: str) -> None:
-    """Bring the branches of a git remote, unless the commit is here. Raises UserError where they do not have it."""
-    try:
-        resolve(home, commit)
-    except UserError:
-        git(home, "fetch", "--quiet", remote)
-        resolve(home, commit)
-
-
 def git(folder: Path, *words: str) -> str:
     """Run git, without hooks; its output. Raises UserError with its message."""
-    return git_bytes(folder, *words).decode("utf-8", "replace")
-
-
-def git_bytes(folder: Path, *words: str) -> bytes:
-    """As `git`, for output that is not text."""
     command = ["git", "-c", "core.hooksPath=/dev/null", *words]
     here = {name: value for name, value in os.environ.items() if name not in _OF_A_REPOSITORY}
     env = {"GIT_TERMINAL_PROMPT": "0"} | here
@@ -218,4 +204,4 @@ def git_bytes(folder: Path, *words: str) -> bytes:
     if done.returncode:
         error = " ".join(done.stderr.decode("utf-8", "replace").split()).removeprefix("fatal: ")
         raise UserError(f"git {words[0]} in {folder}: {error or f'it ended with {done.returncode}'}")
-    return done.stdout
+    return done.stdout.decode("utf-8", "replace")
