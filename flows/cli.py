@@ -5,15 +5,17 @@ was stopped."""
 import json
 import os
 import shlex
+import sqlite3
 import sys
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import closing, nullcontext, suppress
 from functools import partial, wraps
 from io import TextIOWrapper
 from pathlib import Path
-from typing import Annotated, Any, Literal, NoReturn, ParamSpec
+from typing import Any, Literal, NoReturn, ParamSpec, cast
 
 import typer
+from typer import Argument, Option
 
 from flows import processes
 from flows.environment import find_root, use_own_prefect_home
@@ -21,10 +23,15 @@ from rlhf_core.errors import UserError
 from tasks.tracking.settings import RUN_VARIABLE
 
 P = ParamSpec("P")
-Seed = partial(typer.Option, min=0, max=2**32 - 1)
-"""As `seed` in params.yaml."""
-AsJson = Annotated[bool, typer.Option("--json", "-j", help="Print one JSON object and nothing else.")]
-Port = partial(typer.Option, min=1, max=65535)
+Ask = Literal["random", "margin", "disagreement"]
+Start = Literal["policy", "sft"]
+JSON = Option(False, "--json", "-j", help="Print one JSON object and nothing else.")
+PARAMS = Option(None, help="Parameter file. None: params.yaml of the project.")
+VALUES = "A=1,2 or A=range(1,4); with --search A=interval(0,1)."
+RUN = "A folder, a git revision, a DVC experiment, or an MLflow run (id or name). None: this checkout."
+RETRIES = Option(2, min=0, help="How often to repeat a stage after a crash.")
+Port = partial(Option, min=1, max=65535)
+Seed = partial(Option, min=0, max=2**32 - 1)
 
 app = typer.Typer(
     help="Leash: from preferences to an evaluated policy, every step reproducible.",
@@ -40,6 +47,7 @@ def command(function: Callable[P, None]) -> Callable[P, None]:
         from flows.terminal import print_error, stopped
 
         use_own_prefect_home()
+        processes.install_signal_handlers()
         try:
             function(*args, **kwargs)
         except UserError as error:
@@ -57,24 +65,21 @@ def command(function: Callable[P, None]) -> Callable[P, None]:
 
 @command
 def run(
-    stages: Annotated[list[str] | None, typer.Argument(help="Stages, each with what it needs. None: all.")] = None,
-    force: Annotated[bool, typer.Option("--force", "-f", help="Run even what is up to date.")] = False,
-    jobs: Annotated[
-        int, typer.Option(help="Independent stages side by side; with GPUs, one GPU each (untested on GPUs).", min=1)
-    ] = 1,
-    timeout: Annotated[float | None, typer.Option(help="Seconds that one stage may take.")] = None,
-    retries: Annotated[int, typer.Option(help="How often to repeat a stage after a crash.", min=0)] = 2,
-    retry_delay: Annotated[float, typer.Option(help="Seconds before a stage is repeated.", min=0.0)] = 10.0,
-    pull: Annotated[bool, typer.Option("--pull", help="Fetch what DVC's remote has instead of computing it.")] = False,
-    push: Annotated[bool, typer.Option("--push", help="Send the results to DVC's remote.")] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only print what would run, and why.")] = False,
+    stages: list[str] | None = Argument(None, help="Stages, each with what it needs. None: all."),
+    force: bool = Option(False, "--force", "-f", help="Run even what is up to date."),
+    jobs: int = Option(1, min=1, help="Independent stages side by side; with GPUs, one GPU each (untested on GPUs)."),
+    timeout: float | None = Option(None, help="Seconds that one stage may take."),
+    retries: int = RETRIES,
+    retry_delay: float = Option(10.0, min=0.0, help="Seconds before a stage is repeated."),
+    pull: bool = Option(False, "--pull", help="Fetch what DVC's remote has instead of computing it."),
+    push: bool = Option(False, "--push", help="Send the results to DVC's remote."),
+    dry_run: bool = Option(False, "--dry-run", help="Only print what would run, and why."),
 ) -> None:
     """Run the stages that are not up to date.
 
     One at a time, in the order of the graph, each as a Prefect task with retries and live progress.
     """
     root = find_root()
-    processes.install_signal_handlers()
     from flows import runner
 
     runner.quiet_prefect()
@@ -95,28 +100,13 @@ def where() -> None:
 
 @command
 def import_(
-    source: Annotated[
-        Path,
-        typer.Argument(
-            metavar="PATH",
-            help="A JSONL, JSON, CSV or Parquet file, an export of Label Studio or Argilla, or a folder of such files.",
-        ),
-    ],
-    force: Annotated[bool, typer.Option("--force", help="Replace data imported before.")] = False,
-    names: Annotated[
-        list[str] | None,
-        typer.Option("--map", metavar="NEW=OLD", help="Give columns other names: prompt=question,chosen=best."),
-    ] = None,
-    ignore: Annotated[
-        list[str] | None, typer.Option(metavar="NAME", help="Leave out columns, or keys of messages; by commas.")
-    ] = None,
-    think: Annotated[bool, typer.Option("--think", help="Write reasoning into the text, as <think>…</think>.")] = False,
-    parse_template: Annotated[
-        bool, typer.Option("--parse-template", help="Make turns of texts that have a chat template's control tokens.")
-    ] = False,
-    quick: Annotated[
-        bool, typer.Option("--try", help="Write params.yaml for a run of a few minutes with a tiny model.")
-    ] = False,
+    source: Path = Argument(metavar="PATH", help="JSONL, JSON, CSV, Parquet, of Label Studio or Argilla; or a folder."),
+    force: bool = Option(False, "--force", help="Replace data imported before."),
+    names: list[str] | None = Option(None, "--map", metavar="NEW=OLD", help="Rename: prompt=question,chosen=best."),
+    ignore: list[str] | None = Option(None, metavar="NAME", help="Leave out columns, or keys of messages; by commas."),
+    think: bool = Option(False, "--think", help="Write reasoning into the text, as <think>…</think>."),
+    parse_template: bool = Option(False, "--parse-template", help="Read a chat template's control tokens as turns."),
+    quick: bool = Option(False, "--try", help="Write params.yaml for a run of a few minutes with a tiny model."),
 ) -> None:
     """Copy data files into data/raw/ and track them with DVC; print what was found in them."""
     root = find_root()
@@ -126,8 +116,7 @@ def import_(
 
     if quick:
         require_room(root)
-    ignored = frozenset(name.strip() for listed in ignore or () for name in listed.split(","))
-    rewriting = Rewriting(renamed(names or []), ignored, think, parse_template)
+    rewriting = Rewriting(renamed(names or []), frozenset(_names(*ignore or ())), think, parse_template)
     target, examples = import_data(source, root, force, rewriting=rewriting if rewriting != Rewriting() else None)
     if quick:
         write_trial(root, [target.name], examples)
@@ -135,37 +124,27 @@ def import_(
 
 @command
 def annotate(
-    source: Annotated[
-        Path | None, typer.Option("--from", metavar="FILE", help="JSONL of prompts with answers. None: the last run's.")
-    ] = None,
-    answers: Annotated[int, typer.Option(help="2 compares two answers; 4 ranks four.")] = 2,
-    pairs: Annotated[int, typer.Option(help="How many pairs; a ranking of four answers is six.", min=1)] = 200,
-    ask: Annotated[
-        Literal["random", "margin", "disagreement"],
-        typer.Option(help="Which first; the last two: where reward models are uncertain."),
-    ] = "random",
-    reward: Annotated[
-        list[Path] | None, typer.Option(metavar="FOLDER", help="Reward model for --ask. None: models/reward.")
-    ] = None,
-    overlap: Annotated[int, typer.Option(help="How many annotators judge each task.", min=1)] = 1,
-    gold: Annotated[Path | None, typer.Option(help="JSONL of pairs whose better answer is known.")] = None,
-    gold_every: Annotated[int, typer.Option(help="A gold question after this many tasks.", min=1)] = 10,
-    guidelines: Annotated[Path | None, typer.Option(help="Markdown file that the page shows.")] = None,
-    share: Annotated[bool, typer.Option("--share", help="Let other machines of the network reach the page.")] = False,
-    annotators: Annotated[str, typer.Option(help="Names, by commas. None: your user name.")] = "",
-    port: Annotated[int, Port(help="Port of the page.")] = 8765,
-    name: Annotated[str, typer.Option(help="Of the session, kept in work/annotate.")] = "labels",
-    seed: Annotated[int, Seed(help="Of the choice and the order of tasks and answers.")] = 1,
-    export: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write the labels of the session and end.")
-    ] = None,
+    source: Path | None = Option(None, "--from", metavar="FILE", help="Prompts with answers. None: the last run's."),
+    answers: int = Option(2, help="2 compares two answers; 4 ranks four."),
+    pairs: int = Option(200, min=1, help="How many pairs; a ranking of four answers is six."),
+    ask: Ask = Option("random", help="Which first; the last two: where reward models are uncertain."),
+    reward: list[Path] | None = Option(None, metavar="FOLDER", help="Reward model for --ask. None: models/reward."),
+    overlap: int = Option(1, min=1, help="How many annotators judge each task."),
+    gold: Path | None = Option(None, help="JSONL of pairs whose better answer is known."),
+    gold_every: int = Option(10, min=1, help="A gold question after this many tasks."),
+    guidelines: Path | None = Option(None, help="Markdown file that the page shows."),
+    share: bool = Option(False, "--share", help="Let other machines of the network reach the page."),
+    annotators: str = Option("", help="Names, by commas. None: your user name."),
+    port: int = Port(8765, help="Port of the page."),
+    name: str = Option("labels", help="Of the session, kept in work/annotate."),
+    seed: int = Seed(1, help="Of the choice and the order of tasks and answers."),
+    export: Path | None = Option(None, metavar="FILE", help="Write the labels of the session and end."),
 ) -> None:
     """Let people compare or rank answers, on a page of this machine.
 
     Every choice is stored at once; the same command continues. --export writes the labels for `leash import`.
     """
     root = find_root()
-    processes.install_signal_handlers()
     from flows.commands.annotate import annotate as command
 
     if export is not None:
@@ -173,48 +152,29 @@ def annotate(
         return
     if ask != "random":
         _quiet_models()
-    names = tuple(part.strip() for part in annotators.split(",") if part.strip())
     source, gold, guidelines = (path and path.expanduser().absolute() for path in (source, gold, guidelines))
     rewards = tuple(folder.expanduser().absolute() for folder in reward or [root / "models" / "reward"])
-    command.annotate(
-        root,
-        command.Call(
-            source=source,
-            answers=answers,
-            pairs=pairs,
-            ask=ask,
-            rewards=rewards,
-            overlap=overlap,
-            gold=gold,
-            gold_every=gold_every,
-            guidelines=guidelines,
-            share=share,
-            annotators=names,
-            port=port,
-            name=name,
-            seed=seed,
-        ),
-    )
+    call = command.Call(
+        source=source, answers=answers, pairs=pairs, ask=ask, rewards=rewards, overlap=overlap, gold=gold,
+        gold_every=gold_every, guidelines=guidelines, share=share, annotators=tuple(_names(annotators)), port=port,
+        name=name, seed=seed,
+    )  # fmt: skip
+    command.annotate(root, call)
 
 
 @command
 def serve(
-    cron: Annotated[str, typer.Option(help="Five fields: minute hour day month weekday.")] = "0 3 * * *",
-    timezone: Annotated[str, typer.Option(help="Time zone of the fields, such as Europe/Berlin.")] = "UTC",
-    branch: Annotated[
-        str | None, typer.Option(help="Its commit at each start is run; origin/NAME is fetched. None: this branch.")
-    ] = None,
-    limit: Annotated[int, typer.Option(help="How many runs may work at the same time.", min=1)] = 1,
-    watch: Annotated[
-        float | None, typer.Option(help="Seconds between two looks for new data (.dvc files) in the branch.", min=1.0)
-    ] = None,
+    cron: str = Option("0 3 * * *", help="Five fields: minute hour day month weekday."),
+    timezone: str = Option("UTC", help="Time zone of the fields, such as Europe/Berlin."),
+    branch: str | None = Option(None, help="Its commit at each start is run; origin/NAME is fetched. None: this one."),
+    limit: int = Option(1, min=1, help="How many runs may work at the same time."),
+    watch: float | None = Option(None, min=1.0, help="Seconds between two looks for new .dvc files in the branch."),
 ) -> None:
     """Run a branch on a schedule, until stopped.
 
     Each run works in a workspace of its own. Needs a Prefect server: `leash up`.
     """
     root = find_root()
-    processes.install_signal_handlers()
     from flows import serve as nightly
 
     _exit(int(nightly.serve(root, cron, timezone, branch, limit, watch) != 0))
@@ -222,15 +182,10 @@ def serve(
 
 @command
 def up(
-    port: Annotated[int, Port(help="Port of the Prefect server.")] = 4200,
-    stop: Annotated[bool, typer.Option("--stop", help="Stop the server that `leash up` started.")] = False,
-    notify: Annotated[
-        str | None, typer.Option(metavar="URL", help='Post alerts, decisions and failed runs there, as {"text": …}.')
-    ] = None,
-    install: Annotated[
-        bool,
-        typer.Option("--install", help="Start none: set the server that PREFECT_API_URL names up for this project."),
-    ] = False,
+    port: int = Port(4200, help="Port of the Prefect server."),
+    stop: bool = Option(False, "--stop", help="Stop the server that `leash up` started."),
+    notify: str | None = Option(None, metavar="URL", help='Post alerts, decisions, failed runs there: {"text": …}.'),
+    install: bool = Option(False, "--install", help="Start none: set the one of PREFECT_API_URL up for this project."),
 ) -> None:
     """Start a Prefect server in the background, on this machine only, with a password.
 
@@ -260,12 +215,32 @@ def up(
 
 
 @command
-def ui(port: Annotated[int, Port(help="Port of the page.")] = 5000) -> None:
+def ui(port: int = Port(5000, help="Port of the page.")) -> None:
     """Show the MLflow page of this project's runs."""
     root = find_root()
-    from flows.commands.ui import show
+    from flows import server
+    from tasks.naming import experiment_name
+    from tasks.tracking.settings import tracking_uri, without_credentials
 
-    show(root, port)
+    uri = tracking_uri(root)
+    if uri.startswith(("http://", "https://")):
+        print(f"MLflow already runs at {without_credentials(uri)} (MLFLOW_TRACKING_URI)")
+        return
+    if not server.is_free(port):
+        raise UserError(f"port {port} is in use; stop what listens there, or choose another with --port")
+    page = f"http://127.0.0.1:{port}"
+    database = f"{Path(uri.removeprefix('sqlite:///')).absolute().as_uri()}?mode=ro"
+    query = "SELECT experiment_id FROM experiments WHERE name = ?"
+    # Without MLflow's client, whose import takes seconds. A database that does not open is left to MLflow. Its default
+    # page of an experiment shows chat traces.
+    with suppress(sqlite3.Error), closing(sqlite3.connect(database, uri=True)) as base:
+        for (experiment,) in base.execute(query, (experiment_name(root),)):
+            page += f"/#/experiments/{experiment}/runs?workflowType=machine_learning"
+    print(f"MLflow: {page}  (ready in half a minute; stop with Ctrl-C)", flush=True)
+    words = [sys.executable, "-m", "mlflow", "ui", "--host", "127.0.0.1", "--port", str(port)]
+    os.chdir(root)
+    # The address of a database may hold a password: in the environment it is not in the list of processes.
+    os.execve(sys.executable, words, os.environ | {"MLFLOW_BACKEND_STORE_URI": uri})
 
 
 @command
@@ -281,9 +256,9 @@ def doctor() -> None:
 
 @command
 def audit(
-    as_json: AsJson = False,
-    params: Annotated[Path | None, typer.Option(help="Parameter file. None: params.yaml of the project.")] = None,
-    method: Annotated[str, typer.Option(help="ppo, or a method that runs its loop: rloo, grpo, reinforce.")] = "ppo",
+    as_json: bool = JSON,
+    params: Path | None = PARAMS,
+    method: str = Option("ppo", help="ppo, or a method that runs its loop: rloo, grpo, reinforce."),
 ) -> None:
     """Try the PPO settings on problems with a known optimum.
 
@@ -293,24 +268,16 @@ def audit(
     from flows.commands.audit import audit_file, render
 
     found = audit_file(path, method)
-    _print(found, render, as_json)
+    _print(as_json, found, render(found))
 
 
 @command
 def plan(
-    as_json: AsJson = False,
-    params: Annotated[Path | None, typer.Option(help="Parameter file. None: params.yaml of the project.")] = None,
-    gpu_memory: Annotated[
-        float | None,
-        typer.Option(metavar="GB", help="Of each GPU. None: the GPU's here, else this machine's memory."),
-    ] = None,
-    model: Annotated[
-        Path | None,
-        typer.Option(metavar="FOLDER", help="With the config.json of the base model, where a hub is out of reach."),
-    ] = None,
-    prompt_tokens: Annotated[
-        int | None, typer.Option(help="Longest prompt. None: reward.max_tokens less an answer.", min=1)
-    ] = None,
+    as_json: bool = JSON,
+    params: Path | None = PARAMS,
+    gpu_memory: float | None = Option(None, metavar="GB", help="Of each GPU. None: those here, else the machine's."),
+    model: Path | None = Option(None, metavar="FOLDER", help="With the base model's config.json, without a hub."),
+    prompt_tokens: int | None = Option(None, min=1, help="Longest prompt. None: reward.max_tokens less an answer."),
 ) -> None:
     """Print the memory, tokens, time and disk of a run before it starts.
 
@@ -322,23 +289,21 @@ def plan(
 
     path = params if params is not None else root / "params.yaml"
     found = plan_file(path, root, gpu_memory, model and model.expanduser().absolute(), prompt_tokens)
-    _print(found, render, as_json)
+    _print(as_json, found, render(found))
     _exit(int(not found["fits"]))
 
 
 @command
 def chat(
-    model: Annotated[Path, typer.Argument(metavar="FOLDER", help="A model folder, such as models/policy.")],
-    beside: Annotated[Path | None, typer.Option(help="A second model folder, to answer below the first.")] = None,
-    temperature: Annotated[float, typer.Option(help="Of sampling; 1 is the model as PPO trains it.")] = 1.0,
-    max_new_tokens: Annotated[int, typer.Option(help="Longest answer, tokens.", min=1)] = 256,
-    seed: Annotated[int, Seed(help="Equal seeds and messages give equal answers.")] = 1,
-    system: Annotated[str | None, typer.Option(help="A system message for the whole conversation.")] = None,
-    fresh: Annotated[bool, typer.Option("--fresh", help="Every message begins a new conversation.")] = False,
-    eta: Annotated[
-        float | None, typer.Option(help="Use the weights START + eta·(FOLDER − START), from 0 to 1.")
-    ] = None,
-    start: Annotated[Path, typer.Option(help="With --eta: the model folder to start from.")] = Path("models/sft"),
+    model: Path = Argument(metavar="FOLDER", help="A model folder, such as models/policy."),
+    beside: Path | None = Option(None, help="A second model folder, to answer below the first."),
+    temperature: float = Option(1.0, help="Of sampling; 1 is the model as PPO trains it."),
+    max_new_tokens: int = Option(256, min=1, help="Longest answer, tokens."),
+    seed: int = Seed(1, help="Equal seeds and messages give equal answers."),
+    system: str | None = Option(None, help="A system message for the whole conversation."),
+    fresh: bool = Option(False, "--fresh", help="Every message begins a new conversation."),
+    eta: float | None = Option(None, help="Use the weights START + eta·(FOLDER − START), from 0 to 1."),
+    start: Path = Option(Path("models/sft"), help="With --eta: the model folder to start from."),
 ) -> None:
     """Talk to a model, at a terminal or through a pipe.
 
@@ -353,42 +318,34 @@ def chat(
 
 @command
 def trace(
-    prompt: Annotated[str, typer.Argument(metavar="PROMPT", help="The user's message.")],
-    at: Annotated[str | None, typer.Option(help="policy or sft: where the step starts. None: policy if made.")] = None,
-    seed: Annotated[int | None, Seed(help="Of batch and answers. None: that of params.yaml.")] = None,
-    page: Annotated[Path | None, typer.Option(help="The page to write. None: work/trace.html.")] = None,
-    as_json: AsJson = False,
+    prompt: str = Argument(metavar="PROMPT", help="The user's message."),
+    at: str | None = Option(None, help="policy or sft: where the step starts. None: policy if made."),
+    seed: int | None = Seed(None, help="Of batch and answers. None: that of params.yaml."),
+    page: Path | None = Option(None, help="The page to write. None: work/trace.html."),
+    as_json: bool = JSON,
 ) -> None:
     """Show one PPO step on one answer, token by token.
 
     Log-probabilities, KL, reward, value, advantage, ratio and loss of every token.
     """
     root = find_root()
-    starts: dict[str | None, Literal["policy", "sft"] | None] = {None: None, "policy": "policy", "sft": "sft"}
-    if at not in starts:
+    if at not in (None, "policy", "sft"):
         raise UserError(f"--at {at}: choose policy or sft")
     _quiet_models()
     from flows.commands.trace import terminal as shown
     from flows.commands.trace.page import write_trace
     from flows.commands.trace.trace import trace_prompt
 
-    traced = trace_prompt(root, prompt, starts[at], seed)
+    traced = trace_prompt(root, prompt, cast("Start | None", at), seed)
     path = (page.expanduser() if page is not None else root / "work" / "trace.html").absolute()
     write_trace(traced, path)
-    if as_json:
-        print(json.dumps(shown.as_dict(traced), ensure_ascii=False), flush=True)
-    else:
-        print(f"{shown.render(traced)}\n\npage  {path}", flush=True)
+    _print(as_json, shown.as_dict(traced), f"{shown.render(traced)}\n\npage  {path}")
 
 
 @command
 def score(
-    file: Annotated[
-        Path, typer.Argument(metavar="FILE", help="A .jsonl or .parquet file of rows with a prompt and a response.")
-    ],
-    out: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="The file to write. None: FILE with .scored before its ending.")
-    ] = None,
+    file: Path = Argument(metavar="FILE", help="A .jsonl or .parquet file of rows with a prompt and a response."),
+    out: Path | None = Option(None, metavar="FILE", help="To write. None: FILE with .scored before its ending."),
 ) -> None:
     """Score the answers in a file, with this project's reward model and functions.
 
@@ -403,8 +360,8 @@ def score(
 
 @command
 def lineage(
-    path: Annotated[Path, typer.Argument(metavar="PATH", help="A model folder (or a copy), dataset or metrics file.")],
-    as_json: AsJson = False,
+    path: Path = Argument(metavar="PATH", help="A model folder (or a copy), dataset or metrics file."),
+    as_json: bool = JSON,
 ) -> None:
     """Trace a result back to the raw data.
 
@@ -413,57 +370,41 @@ def lineage(
     root = find_root()
     from flows.commands.lineage import show
 
-    content, text = show(root, path.expanduser().absolute())
-    _print(content, lambda _: text, as_json)
+    _print(as_json, *show(root, path.expanduser().absolute()))
 
 
 @command
 def study(
-    overrides: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--set", "-S", metavar="NAME=VALUES", help="A=1,2 or A=range(1,4); with --search A=interval(0,1)."
-        ),
-    ] = None,
-    methods: Annotated[str, typer.Option(help="Alternatives to train, by commas; others off. None: as they are.")] = "",
-    name: Annotated[str | None, typer.Option(help="Of the study; the same call continues it. None: made up.")] = None,
-    jobs: Annotated[int | None, typer.Option(help="Trials side by side. None: 1, or 8 with --pool.", min=1)] = None,
-    pool: Annotated[str | None, typer.Option(help="Run the trials on the workers of this Prefect work pool.")] = None,
-    search: Annotated[int | None, typer.Option(help="Let Optuna choose this many settings.", min=1)] = None,
-    objective: Annotated[
-        str | None, typer.Option(help="What is best, such as gold_policy or ppo.score - kl_per_sequence.")
-    ] = None,
-    constraint: Annotated[str | None, typer.Option(help="Such as 'kl_per_sequence < 3'.")] = None,
-    minimise: Annotated[bool, typer.Option("--minimise", help="The lowest objective is best.")] = False,
-    commit: Annotated[str, typer.Option(help="The branch or commit to study.")] = "HEAD",
-    retries: Annotated[int, typer.Option(help="How often to repeat a stage after a crash.", min=0)] = 2,
+    overrides: list[str] | None = Option(None, "--set", "-S", metavar="NAME=VALUES", help=VALUES),
+    methods: str = Option("", help="Alternatives to train, by commas; others off. None: as they are."),
+    name: str | None = Option(None, help="Of the study; the same call continues it. None: made up."),
+    jobs: int | None = Option(None, min=1, help="Trials side by side. None: 1, or 8 with --pool."),
+    pool: str | None = Option(None, help="Run the trials on the workers of this Prefect work pool."),
+    search: int | None = Option(None, min=1, help="Let Optuna choose this many settings."),
+    objective: str | None = Option(None, help="What is best, such as gold_policy or ppo.score - kl_per_sequence."),
+    constraint: str | None = Option(None, help="Such as 'kl_per_sequence < 3'."),
+    minimise: bool = Option(False, "--minimise", help="The lowest objective is best."),
+    commit: str = Option("HEAD", help="The branch or commit to study."),
+    retries: int = RETRIES,
 ) -> None:
     """Run several settings and seeds, and compare them.
 
     Each trial runs in a workspace of its own and becomes a DVC experiment and an MLflow run.
     """
     root = find_root()
-    processes.install_signal_handlers()
     from flows.commands.study.study import study as run_study
     from flows.commands.study.trials import Call
 
-    chosen = tuple(part.strip() for part in methods.split(",") if part.strip())
-    call = Call(tuple(overrides or ()), chosen, search, objective, constraint, not minimise)
+    call = Call(tuple(overrides or ()), tuple(_names(methods)), search, objective, constraint, not minimise)
     _exit(run_study(root, call, name, commit, jobs, ("--retries", str(retries)), pool))
 
 
 @command
 def compare(
-    runs: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="RUN",
-            help="A folder, a git revision, a DVC experiment, or an MLflow run (id or name). None: this checkout.",
-        ),
-    ] = None,
-    as_json: AsJson = False,
-    models: Annotated[str, typer.Option(help="Names of models, separated by commas. None: all.")] = "",
-    everything: Annotated[bool, typer.Option("--all", help="All columns, models and parameters.")] = False,
+    runs: list[str] | None = Argument(None, metavar="RUN", help=RUN),
+    as_json: bool = JSON,
+    models: str = Option("", help="Names of models, separated by commas. None: all."),
+    everything: bool = Option(False, "--all", help="All columns, models and parameters."),
 ) -> None:
     """Compare the models of one or several runs.
 
@@ -472,15 +413,13 @@ def compare(
     root = find_root()
     from flows.commands.compare.compare import compare as compare_runs
 
-    chosen = [name.strip() for name in models.split(",") if name.strip()]
-    content, text = compare_runs(root, runs or [], chosen, everything)
-    _print(content, lambda _: text, as_json)
+    _print(as_json, *compare_runs(root, runs or [], _names(models), everything))
 
 
 @command
 def runs(
-    number: Annotated[int, typer.Option("--number", "-n", help="How many, the newest first.", min=1)] = 20,
-    as_json: AsJson = False,
+    number: int = Option(20, "--number", "-n", min=1, help="How many, the newest first."),
+    as_json: bool = JSON,
 ) -> None:
     """List the runs, with the parameters that changed from each to the next.
 
@@ -489,20 +428,15 @@ def runs(
     root = find_root()
     from flows.commands.runs import listed, render
 
-    _print(listed(root, number), render, as_json)
+    found = listed(root, number)
+    _print(as_json, found, render(found))
 
 
 @command
 def promote(
-    which: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="[VERSION|EXPERIMENT]",
-            help="A version, whatever the rules say; or the experiment of a nightly run, by the rules.",
-        ),
-    ] = None,
-    undo: Annotated[bool, typer.Option("--undo", help="Go back to the champion before the present one.")] = False,
-    listing: Annotated[bool, typer.Option("--list", help="Show the registered versions.")] = False,
+    which: str | None = Argument(None, metavar="[VERSION|EXPERIMENT]", help="By hand, or by the rules of its params."),
+    undo: bool = Option(False, "--undo", help="Go back to the champion before the present one."),
+    listing: bool = Option(False, "--list", help="Show the registered versions."),
 ) -> None:
     """Make a registered policy the champion.
 
@@ -518,30 +452,28 @@ def promote(
     registry = Registry(root)
     if listing:
         print(promotion.versions(registry))
-        return
-    if undo or (which and which.isdecimal()):
-        print(promotion.undo(root, registry) if undo else promotion.by_hand(root, registry, str(which)))
-        return
-    decision = promotion.judge_named(root, which, registry)
-    print(decision.text)
-    _exit(int(not decision.promoted))
+    elif undo:
+        print(promotion.undo(root, registry))
+    elif which and which.isdecimal():
+        print(promotion.by_hand(root, registry, which))
+    else:
+        decision = promotion.judge_named(root, which, registry)
+        print(decision.text)
+        _exit(int(not decision.promoted))
 
 
 @command
 def verify(
-    stages: Annotated[list[str] | None, typer.Argument(help="Stages, without what they need. None: all.")] = None,
-    keep: Annotated[bool, typer.Option("--keep", help="Keep the clone and print where it is.")] = False,
-    closed: Annotated[
-        int | None, typer.Option("--round", help="A closed round: rebuild its policy and pairs from its commit.", min=1)
-    ] = None,
-    as_json: AsJson = False,
+    stages: list[str] | None = Argument(None, help="Stages, without what they need. None: all."),
+    keep: bool = Option(False, "--keep", help="Keep the clone and print where it is."),
+    closed: int | None = Option(None, "--round", min=1, help="A closed round: rebuild its policy and pairs."),
+    as_json: bool = JSON,
 ) -> None:
     """Rebuild the results in a clone and compare every hash.
 
     The clone starts with an empty cache; the hashes are compared with dvc.lock.
     """
     root = find_root()
-    processes.install_signal_handlers()
     from flows.commands.verify import render, verify_round
     from flows.commands.verify import verify as rebuild
     from flows.terminal import print_line, screen
@@ -549,23 +481,21 @@ def verify(
     if closed is not None and (stages or keep):
         raise UserError("--round rebuilds what its policy needs; leave out stages and --keep")
     with nullcontext() if as_json else screen():
-        report = (
-            rebuild(root, stages or [], keep, print_line) if closed is None else verify_round(root, closed, print_line)
-        )
-    print(json.dumps(report.as_dict(), ensure_ascii=False) if as_json else "\n" + render(report), flush=True)
+        if closed is None:
+            report = rebuild(root, stages or [], keep, print_line)
+        else:
+            report = verify_round(root, closed, print_line)
+    _print(as_json, report.as_dict(), "\n" + render(report))
     _exit(report.exit_code)
 
 
 @command
-def round_(
-    listing: Annotated[bool, typer.Option("--list", help="Show the closed rounds with their figures.")] = False,
-) -> None:
+def round_(listing: bool = Option(False, "--list", help="Show the closed rounds with their figures.")) -> None:
     """Close the present round and begin the next.
 
     Its policy and pairs go to rounds/N, under DVC; the next `leash run` goes on from that policy.
     """
     root = find_root()
-    processes.install_signal_handlers()
     from flows.commands import rounds
 
     print(rounds.table_of(root) if listing else rounds.close(root))
@@ -573,8 +503,8 @@ def round_(
 
 @command
 def clean(
-    everything: Annotated[bool, typer.Option("--all", help="Also state from which a stopped stage continues.")] = False,
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Remove without a question.")] = False,
+    everything: bool = Option(False, "--all", help="Also state from which a stopped stage continues."),
+    yes: bool = Option(False, "--yes", "-y", help="Remove without a question."),
 ) -> None:
     """Remove what dead runs have left behind."""
     root = find_root()
@@ -585,31 +515,27 @@ def clean(
 
 @command
 def gc(
-    keep: Annotated[int, typer.Option(help="How many nightly experiments stay, the newest first.", min=0)] = 7,
-    studies: Annotated[str, typer.Option(help="Studies whose experiments go, too, separated by commas.")] = "",
-    yes: Annotated[
-        bool, typer.Option("--yes", "-y", help="Remove what the table marks. Else it is only printed.")
-    ] = False,
+    keep: int = Option(7, min=0, help="How many nightly experiments stay, the newest first."),
+    studies: str = Option("", help="Studies whose experiments go, too, separated by commas."),
+    yes: bool = Option(False, "--yes", "-y", help="Remove what the table marks. Else it is only printed."),
 ) -> None:
     """Show which run needs how much of DVC's cache, and remove old runs."""
     root = find_root()
-    processes.install_signal_handlers()
     from flows.commands.gc import gc as collect
 
-    collect(root, keep, [name.strip() for name in studies.split(",") if name.strip()], yes)
+    collect(root, keep, _names(studies), yes)
 
 
 @command
-def sync(
-    timeout: Annotated[float, typer.Option(help="Seconds that sending may take; 0: no limit.", min=0.0)] = 0.0,
-) -> None:
+def sync(timeout: float = Option(0.0, min=0.0, help="Seconds that sending may take; 0: no limit.")) -> None:
     """Make MLflow agree with what was run here (work/tracking, dvc.lock, metrics, plots)."""
     root = find_root()
-    from flows.commands.sync import sync as send
+    from tasks.stage.pipeline_run import finish
+    from tasks.tracking.settings import tracking_uri, without_credentials
 
-    text, done = send(root, timeout)
-    print(text, flush=True)
-    _exit(int(not done))
+    missing = finish(root, timeout or None)
+    print(missing or f"MLflow at {without_credentials(tracking_uri(root))} has all that was run here", flush=True)
+    _exit(int(bool(missing)))
 
 
 def main() -> NoReturn:
@@ -627,8 +553,13 @@ def _exit(code: int) -> None:
         raise typer.Exit(code)
 
 
-def _print(content: Any, render: Callable[[Any], str], as_json: bool) -> None:
-    print(json.dumps(content, ensure_ascii=False, default=str) if as_json else render(content), flush=True)
+def _print(as_json: bool, content: Any, text: str) -> None:
+    print(json.dumps(content, ensure_ascii=False, default=str) if as_json else text, flush=True)
+
+
+def _names(*texts: str) -> list[str]:
+    """The names in texts that separate them by commas."""
+    return [name.strip() for text in texts for name in text.split(",") if name.strip()]
 
 
 def _quiet_models() -> None:

@@ -6,16 +6,10 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, cast
-from uuid import UUID
+from typing import Any
 
 from prefect import flow, get_run_logger, task
-from prefect.artifacts import (
-    create_link_artifact,
-    create_markdown_artifact,
-    create_progress_artifact,
-    update_progress_artifact,
-)
+from prefect.artifacts import create_link_artifact, create_markdown_artifact
 from prefect.cache_policies import NO_CACHE
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.objects import State
@@ -28,6 +22,7 @@ from flows.environment import PARENT_VARIABLE, find_root
 from flows.workspace import Workspace
 from rlhf_core.errors import UserError
 from tasks.naming import project_name
+from tasks.stage.dvc_adapter import stored_files
 from tasks.tracking.registry import CHAMPION, Registry
 from tasks.tracking.settings import STUDY_VARIABLE
 
@@ -81,13 +76,13 @@ def nightly(
     log.info(f"{branch} is at {space.commit[:12]}; workspace {space.root}")
 
     registry, champion = Registry(home), None
+    trailers = {isolated.NIGHTLY: branch}
     try:
-        if (champion := registry.by_alias(CHAMPION)) is not None:
-            promotion.files_of(home, champion)
+        if (found := registry.by_alias(CHAMPION)) is not None:
+            stored_files(home, found.digest)
+            champion, trailers[promotion.COMPARED] = found, found.digest
     except UserError as error:
         log.warning(f"the champion is not compared: {error}")
-        champion = None
-    trailers = {isolated.NIGHTLY: branch, **({promotion.COMPARED: champion.digest} if champion else {})}
     options = [word for word, chosen in (("--pull", pull or share), ("--push", push or share)) if chosen]
     try:
         with _opened(promotion.with_champion(space, champion), "--pull" in options) as space:
@@ -107,8 +102,14 @@ def nightly(
         return Completed(name="Undecided" if ran else "Restored", message=f"{error} ({what})", data=space.name)
     log.info(f"{decision.text}\n{what}")
     create_markdown_artifact(key="leash-promotion", markdown=decision.markdown, description="Who is the champion")
-    _link(registry, decision.challenger)
-    word = promotion.PROMOTED if decision.promoted else promotion.KEPT
+    try:
+        if (version := registry.by_number(decision.challenger)) is not None:
+            registry.tag(version, {"leash.prefect": str(flow_run.ui_url)})
+            if page := registry.page(version):
+                create_link_artifact(page, link_text="the run in MLflow", key="leash-mlflow")
+    except UserError as error:
+        log.warning(f"no link to MLflow: {error}")
+    word = "promoted" if decision.promoted else "kept"
     if not decision.unchanged:
         policy = f"leash.{project_name(home)}.policy.{decision.challenger}"
         resource = {"prefect.resource.id": policy, "leash.experiment": space.name}
@@ -134,7 +135,8 @@ def trial(
         if isolated.fetch(home, ORIGIN, commit, name):
             get_run_logger().info(f"experiment {name} is there; nothing to run")
         else:
-            workspace.fetch_commit(home, ORIGIN, commit)
+            workspace.git(home, "fetch", "--quiet", ORIGIN)
+            workspace.resolve(home, commit)
             variables, trailers = ({STUDY_VARIABLE: study}, {isolated.STUDY: study}) if study else ({}, {})
             with _opened(Workspace(home, name, commit, tuple(overrides)), pull=True) as space:
                 run_isolated(space, [*(options or []), "--pull", "--push"], variables, trailers)
@@ -150,22 +152,11 @@ def run_isolated(
 ) -> list[str]:
     """`leash run` in the workspace; its own flow run is a child of this task. Returns the stages that ran. Raises
     UserError and RunFailed."""
-    logger = get_run_logger()
-    progress = cast(UUID, create_progress_artifact(0.0, key="leash-progress", description=f"Stages of {space.name}"))
-
-    def receive(line: str) -> None:
-        logger.info(line)
-        if ended := isolated.STAGE_ENDED.match(line):
-            with suppress(Exception):  # a picture of the run must not end it
-                update_progress_artifact(progress, progress=100.0 * int(ended["place"]) / int(ended["count"]))
-
-    parent = {PARENT_VARIABLE: str(task_run.id)}
-    result = isolated.run(space, receive, options, {**variables, **parent}, trailers)
+    variables = {**variables, PARENT_VARIABLE: str(task_run.id)}
+    result = isolated.run(space, get_run_logger().info, options, variables, trailers)
     if result.code:
         message = f"{result.error} (kept in {space.root})"
         raise UserError(message) if result.code == 2 else RunFailed(message)
-    with suppress(Exception):
-        update_progress_artifact(progress, progress=100.0)
     return result.ran
 
 
@@ -191,18 +182,6 @@ def _refuse_code(overrides: list[str]) -> None:
     """Whoever reaches the Prefect server chooses the overrides; which code of others runs is chosen in the commit."""
     if refused := next((one for one in overrides if "trust_remote_code" in one), None):
         raise UserError(f"overrides: {refused!r}: set trust_remote_code in params.yaml and commit it")
-
-
-def _link(registry: Registry, number: str) -> None:
-    """A link to the policy's run in MLflow, where that is a server, and its tag with the page of this flow run."""
-    try:
-        if (version := registry.by_number(number)) is None:
-            return
-        registry.tag(version, {"leash.prefect": str(flow_run.ui_url)})
-        if page := registry.page(version):
-            create_link_artifact(page, link_text="the run in MLflow", key="leash-mlflow")
-    except UserError as error:
-        get_run_logger().warning(f"no link to MLflow: {error}")
 
 
 def workspace_of(home: Path, branch: str, overrides: list[str]) -> Workspace:

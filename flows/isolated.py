@@ -3,10 +3,8 @@
 The run is `leash run` in a process group of its own, with the code of the workspace's commit.
 """
 
-import io
 import re
 import sys
-import tarfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,9 +23,8 @@ NIGHTLY, STUDY = "Nightly", "Study"
 """Trailers of an experiment's message: the branch of a nightly run, the study of a trial."""
 RETRIES = {"PREFECT_CLIENT_MAX_RETRIES": "5"}
 """Runs side by side write into one database of Prefect; while another one has locked it, the server answers 503."""
-STAGE_ENDED = re.compile(r"\[(?P<place>\d+)/(?P<count>\d+) (?P<stage>\w+)\] (?P<how>ran|restored|FAILED)\b")
+STAGE_ENDED = re.compile(r"\[\d+/\d+ (?P<stage>\w+)\] (?P<how>ran|restored|FAILED)\b")
 """A line of `leash run` about a stage that has ended."""
-_NOT_IN_NAMES = re.compile(r"[^\w.=-]+")
 
 OnLine = Callable[[str], None]
 
@@ -69,13 +66,12 @@ def run(
     env = workspace.process_environment(space.root, **RETRIES, **{RUN_VARIABLE: space.name}, **(variables or {}))
     start = time.monotonic()
     code = processes.run(command, cwd=space.root, env=env, on_line=receive, signals=processes.RUNNER_SIGNALS)
-    seconds = time.monotonic() - start
+    seconds, error = time.monotonic() - start, "; ".join(errors) or f"leash run ended with {code}"
     if code:
-        error = "; ".join(errors) or f"leash run ended with {code}"
         workspace.write_note(space, why_kept=error)
         return Result(code, seconds, ran, error)
     try:
-        record(space, {"MLflow run": space.name, "Seconds": f"{seconds:.1f}", **(trailers or {})})
+        _record(space, {"MLflow run": space.name, "Seconds": f"{seconds:.1f}", **(trailers or {})})
     except UserError as refused:
         workspace.write_note(space, why_kept=str(refused))
         raise
@@ -83,7 +79,7 @@ def run(
     return Result(0, seconds, ran)
 
 
-def record(space: Workspace, trailers: Mapping[str, str]) -> None:
+def _record(space: Workspace, trailers: Mapping[str, str]) -> None:
     """Save the workspace as a DVC experiment named as it is; it replaces an older one. Raises UserError."""
     lines = [f"{name}: {value}" for name, value in trailers.items()]
     message = "\n".join([f"{space.name}: {' '.join(space.overrides) or 'no parameter changed'}", "", *lines])
@@ -93,7 +89,7 @@ def record(space: Workspace, trailers: Mapping[str, str]) -> None:
     env = workspace.process_environment(space.root)
     try:
         workspace.git(space.home, "config", "user.email")
-    except UserError:  # git does not know the author
+    except UserError:  # git has no author here
         who = {"NAME": "leash", "EMAIL": "leash@localhost"}
         env |= {f"GIT_{role}_{key}": value for role in ("AUTHOR", "COMMITTER") for key, value in who.items()}
     printed: list[str] = []
@@ -116,29 +112,14 @@ def baseline(home: Path, name: str) -> str:
     found = workspace.git(home, "for-each-ref", *words).split()
     if not found:
         raise UserError(f"no experiment {name}; `dvc exp show` lists those that there are")
-    first, rest = found[0].split("/")[2:4]
-    return first + rest
-
-
-def trailer(home: Path, experiment: str, name: str) -> str | None:
-    """`trailer_of` the message of an experiment."""
-    return trailer_of(workspace.git(home, "log", "-1", "--format=%B", experiment), name)
-
-
-def trailer_of(message: str, name: str) -> str | None:
-    """The value of a line `NAME: VALUE` below the first line; None where there is none."""
-    line = re.search(rf"\n{re.escape(name)}: (.+)$", message, re.MULTILINE)
-    return line[1] if line else None
+    return "".join(found[0].split("/")[2:4])
 
 
 def fetch(home: Path, remote: str, commit: str, name: str) -> str | None:
     """As `find`, after a look at the git remote. Raises UserError when the remote does not answer."""
-    if (found := find(home, commit, name)) is not None:
-        return found
     ref = _ref(commit, name)
-    if not workspace.git(home, "ls-remote", "--quiet", remote, ref).strip():
-        return None
-    workspace.git(home, "fetch", "--quiet", remote, f"{ref}:{ref}")
+    if find(home, commit, name) is None and workspace.git(home, "ls-remote", "--quiet", remote, ref).strip():
+        workspace.git(home, "fetch", "--quiet", remote, f"{ref}:{ref}")
     return find(home, commit, name)
 
 
@@ -155,20 +136,27 @@ def _ref(commit: str, name: str) -> str:
 
 def read(home: Path, experiment: str) -> tuple[dict[str, bytes], float | None]:
     """The recorded files of an experiment's commit by their path, and the seconds that its run took."""
-    present = workspace.git(home, "ls-tree", "--name-only", experiment).split("\n")
-    paths = [name for name in RECORDED if name in present]
-    archive = workspace.git_bytes(home, "archive", "--format=tar", experiment, "--", *paths)
+    names = workspace.git(home, "ls-tree", "-r", "--name-only", "-z", experiment, "--", *RECORDED).split("\0")
+    files = {name: workspace.git(home, "show", f"{experiment}:{name}").encode() for name in names if name}
     seconds = trailer(home, experiment, "Seconds")
-    with tarfile.open(fileobj=io.BytesIO(archive)) as tar:
-        opened = {member.name: tar.extractfile(member) for member in tar.getmembers() if member.isfile()}
-        files = {name: file.read() for name, file in opened.items() if file is not None}
     return files, float(seconds) if seconds else None
+
+
+def trailer(home: Path, experiment: str, name: str) -> str | None:
+    """`trailer_of` the message of an experiment."""
+    return trailer_of(workspace.git(home, "log", "-1", "--format=%B", experiment), name)
+
+
+def trailer_of(message: str, name: str) -> str | None:
+    """The value of a line `NAME: VALUE` below the first line; None where there is none."""
+    line = re.search(rf"\n{re.escape(name)}: (.+)$", message, re.MULTILINE)
+    return line[1] if line else None
 
 
 def as_name(text: str) -> str:
     """The text as a name that git, DVC and MLflow take: letters, digits, `_ . = -`. Raises UserError for one without
     any."""
-    name = _NOT_IN_NAMES.sub("-", text).strip(".-").replace("..", ".")
+    name = re.sub(r"[^\w.=-]+", "-", text).strip(".-").replace("..", ".")
     if not name or name.endswith(".lock"):
         raise UserError(f"{text!r} cannot be a name; use letters, digits, _ and -")
     return name

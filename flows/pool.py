@@ -5,6 +5,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
+from typing import cast
+
+from prefect.client.orchestration import get_client
+from prefect.client.schemas.objects import FlowRun
+from prefect.deployments import run_deployment
+from prefect.deployments.runner import RunnerDeployment
+from prefect.exceptions import ObjectNotFound
+from prefect.states import Cancelling, Pending
+from prefect.types.entrypoint import EntrypointType
 
 from flows import automations, isolated, processes, remote, server, workspace
 from flows.deployments import ORIGIN, trial
@@ -35,25 +44,21 @@ class Pool:
     ) -> None:  # fmt: skip
         """Submit the trial and wait until its experiment is here. Raises TrialFailed, UserError and processes.Stopped;
         then the flow run is cancelled."""
-        from prefect.client.orchestration import get_client
-        from prefect.deployments import run_deployment
-        from prefect.states import Cancelling
-
         parameters = {"name": trial_name, "commit": commit, "overrides": list(overrides), "study": study,
                       "options": list(options)}  # fmt: skip
         lost = 0
         for attempt in count():
-            run = run_deployment(  # the flow run that an earlier process has submitted with this key, or a new one
+            submitted = run_deployment(  # or find what an earlier process has submitted with this key
                 self.deployment, parameters=parameters, timeout=0, flow_run_name=trial_name, as_subflow=False,
                 idempotency_key=f"{study}/{trial_name}/{commit}/{attempt}", tags=[f"study {study}"],
             )  # fmt: skip
-            assert not hasattr(run, "__await__")
-            state, shown = run.state, ""
-            was_over = state is not None and state.is_final()
+            run = cast("FlowRun", submitted)
+            state = run.state or Pending()
+            was_over, shown = state.is_final(), ""
             with get_client(sync_client=True) as client:
-                while state is None or not state.is_final():
-                    if state is not None and state.name != shown:
-                        shown = state.name or ""
+                while not state.is_final():
+                    if state.name != shown:
+                        shown = str(state.name)
                         on_line(f"{shown.lower()} in pool {self.name}")
                     try:
                         processes.raise_if_stopped()
@@ -61,7 +66,7 @@ class Pool:
                         client.set_flow_run_state(run.id, Cancelling(), force=True)
                         raise
                     time.sleep(POLL_SECONDS)
-                    state = client.read_flow_run(run.id).state
+                    state = client.read_flow_run(run.id).state or state
             if state.is_completed() and isolated.fetch(self.home, ORIGIN, commit, trial_name) is not None:
                 return
             if was_over:
@@ -80,10 +85,6 @@ def connect(home: Path, name: str, commit: str) -> Pool:
 
     Raises UserError without a server, a work pool of this name, a DVC remote, or a git remote that has the commit.
     """
-    from prefect.deployments.runner import RunnerDeployment
-    from prefect.exceptions import ObjectNotFound
-    from prefect.types.entrypoint import EntrypointType
-
     server.require(home)
     if ORIGIN not in workspace.git(home, "remote").split():
         raise UserError(f"workers need a git remote named {ORIGIN}: `git remote add {ORIGIN} URL`")
@@ -97,9 +98,8 @@ def connect(home: Path, name: str, commit: str) -> Pool:
         name=name, work_pool_name=name, entrypoint_type=EntrypointType.MODULE_PATH, job_variables={"env": QUIET},
         tags=["leash", project], version=commit[:12],
     )  # fmt: skip
-    assert isinstance(made, RunnerDeployment)
     try:
-        made.apply()
+        cast("RunnerDeployment", made).apply()
     except (ObjectNotFound, ValueError) as error:
         how = f"`prefect worker start --pool {name} --type process` makes it (docs/how-to/workers.md)"
         raise UserError(f"work pool {name}: {' '.join(str(error).split())}; {how}") from None

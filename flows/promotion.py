@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ruamel.yaml import YAML
 
@@ -17,27 +17,20 @@ from flows.text import table
 from flows.workspace import Workspace
 from rlhf_core.errors import UserError
 from rlhf_core.locks import held
-from tasks.params.loader import PARAMS_FILE, parse
+from tasks.params.loader import PARAMS_FILE, parse, parse_yaml
 from tasks.params.promote import PromoteParams
 from tasks.tracking.registry import BEFORE, CHALLENGER, CHAMPION, Registry, Version
 from tasks.tracking.settings import main_checkout
 
-if TYPE_CHECKING:
-    from tasks.stage.dvc_files import Stored
-
 EXTRA = Path("models") / "extra"
-PROMOTED, KEPT = "promoted", "kept"
 DECISION = "leash.promotion"
 """Tag of a version: what was decided about it."""
 COMPARED = "Champion"
 """Trailer of an experiment's message: DVC's hash of the champion that its evaluation has compared."""
 WAIT_SECONDS = 60.0
-INDEPENDENT = {
-    "pairs": "a judge of pairs",
-    "scores": "a judge's scores",
-    "judging reward model": "a reward model that PPO was not trained on",
-}
-"""Kinds of judges, in words; the last kind is the reward model of the run, which PPO has maximised."""
+INDEPENDENT = {"pairs": "a judge of pairs", "scores": "a judge's scores",
+               "judging reward model": "a reward model that PPO was not trained on"}  # fmt: skip
+"""Kinds of judges, in words; the other kind is the reward model of the run, which PPO has maximised."""
 
 
 @dataclass(frozen=True)
@@ -53,16 +46,14 @@ class Rule:
 
 @dataclass(frozen=True)
 class Decision:
-    """What became of a challenger. `rules` is empty where nothing was compared."""
+    """What became of a challenger, and the champion before. `rules` is empty where nothing was compared, for a
+    `reason`; `unchanged` where the challenger is the champion itself."""
 
     challenger: str
     champion: str | None
-    """The version before."""
     rules: tuple[Rule, ...] = ()
     reason: str = ""
-    """Why it was not compared."""
     unchanged: bool = False
-    """The challenger is the champion itself."""
 
     @property
     def promoted(self) -> bool:
@@ -82,7 +73,7 @@ class Decision:
     @property
     def text(self) -> str:
         """The title and a table of the rules."""
-        return "\n".join([self.title, *(["", table(self._rows())] if self.rules else [])])
+        return f"{self.title}\n\n{table(self._rows())}" if self.rules else self.title
 
     @property
     def markdown(self) -> str:
@@ -99,24 +90,20 @@ def with_champion(space: Workspace, champion: Version | None) -> Workspace:
     """The workspace whose evaluation answers with the champion, too."""
     if champion is None:
         return space
-    params = _yaml(workspace.git(space.home, "show", f"{space.commit}:{PARAMS_FILE}"))
+    params = parse_yaml(workspace.git(space.home, "show", f"{space.commit}:{PARAMS_FILE}"), PARAMS_FILE)
     others = (params.get("evaluate") or {}).get("extra_models") or []
     models = ",".join([*(name for name in others if name != CHAMPION), CHAMPION])
     return replace(space, overrides=(*space.overrides, f"++evaluate.extra_models=[{models}]"))
 
 
-def files_of(home: Path, version: Version) -> "dict[str, Stored]":
-    """The files of a version by their path. Raises UserError where neither DVC's cache nor its remote has them."""
+def place(space: Workspace, champion: Version) -> None:
+    """Put the champion's files into the open workspace. Raises UserError where neither DVC's cache nor its remote has
+    them."""
     from tasks.stage.dvc_adapter import stored_files
 
-    return stored_files(home, version.digest)
-
-
-def place(space: Workspace, champion: Version) -> None:
-    """Put the champion's files into the open workspace. Raises UserError as `files_of`."""
     folder = space.root / EXTRA / CHAMPION
     shutil.rmtree(folder, ignore_errors=True)
-    for name, file in files_of(space.home, champion).items():
+    for name, file in stored_files(space.home, champion.digest).items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         file.copy(folder / name)
 
@@ -173,7 +160,8 @@ def judge(home: Path, name: str, commit: str, registry: Registry) -> Decision:
     if experiment is None:
         raise UserError(f"no experiment {name} of commit {commit[:12]}; `dvc exp show` lists those that there are")
     files, _ = isolated.read(home, experiment)
-    params = parse(PromoteParams, _yaml(files[str(PARAMS_FILE)].decode("utf-8")).get("promote") or {}, "promote")
+    content = parse_yaml(files[str(PARAMS_FILE)].decode("utf-8"), PARAMS_FILE)
+    params = parse(PromoteParams, content.get("promote") or {}, "promote")
     figures = json.loads(files["metrics/evaluate.json"])
     alerts = [alert["name"] for alert in json.loads(files.get("metrics/ppo.json", b"{}")).get("alerts") or []]
     compared = isolated.trailer(home, experiment, COMPARED)
@@ -195,27 +183,21 @@ def judge(home: Path, name: str, commit: str, registry: Registry) -> Decision:
         rules = () if reason else decide(params, figures, alerts, champion is not None)
         decision = Decision(challenger.number, before, rules, reason)
         tags = {DECISION: decision.title, "leash.experiment": name, "leash.commit": commit}
-        if not decision.promoted:
-            registry.tag(challenger, tags)
-        else:  # the tag before the alias: a champion without BEFORE could not be undone
-            registry.tag(challenger, tags | {BEFORE: before or "none"})
+        registry.tag(challenger, tags | ({BEFORE: before or "none"} if decision.promoted else {}))
+        if decision.promoted:  # after the tag: a champion without BEFORE could not be undone
             registry.set_alias(CHAMPION, challenger)
         return decision
 
 
 def _one_at_a_time(home: Path) -> AbstractContextManager[None]:
-    """Nobody else on this machine moves the champion between what is read here and what is written."""
+    """No other process of this machine moves the champion between what is read here and what is written."""
     return held(main_checkout(home) / "work" / "promotion.lock", WAIT_SECONDS, "promotes a policy")
-
-
-def _yaml(text: str) -> dict[str, Any]:
-    return dict(YAML(typ="safe", pure=True).load(text) or {})
 
 
 def policy_digest(home: Path, experiment: str) -> str:
     """DVC's hash of models/policy in the dvc.lock of an experiment. Raises UserError where it has none."""
-    lock = _yaml(workspace.git(home, "show", f"{experiment}:dvc.lock"))
-    for stage in (lock.get("stages") or {}).values():
+    lock = YAML(typ="safe", pure=True).load(workspace.git(home, "show", f"{experiment}:dvc.lock"))
+    for stage in lock["stages"].values():
         for out in stage.get("outs") or []:
             if out["path"] == "models/policy":
                 return str(out["md5"])
@@ -256,7 +238,6 @@ def versions(registry: Registry) -> str:
     rows = [("version", "is", "registered", "experiment", "decision")]
     for one, aliases in registry.all():
         date = datetime.fromtimestamp(one.created, UTC).strftime("%Y-%m-%d %H:%M")
-        rows.append(
-            (one.number, ", ".join(aliases), date, one.tags.get("leash.experiment", ""), one.tags.get(DECISION, ""))
-        )
+        experiment, decision = (one.tags.get(tag, "") for tag in ("leash.experiment", DECISION))
+        rows.append((one.number, ", ".join(aliases), date, experiment, decision))
     return table(rows) if len(rows) > 1 else "no policy is registered; a run registers one at its end"

@@ -6,10 +6,15 @@ flow running, SIGINT to the group ends both. The process in front turns every si
 """
 
 import sys
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+import threading
+import time
 from functools import partial
 from pathlib import Path
+
+from prefect.client.schemas.schedules import CronSchedule
+from prefect.deployments import run_deployment
+from prefect.schedules import Cron
+from pydantic import ValidationError
 
 from flows import processes, server, workspace
 from flows.workspace import Workspace
@@ -18,9 +23,7 @@ from tasks.naming import project_name
 from tasks.tracking.settings import without_credentials
 
 
-def serve(
-    root: Path, cron: str, timezone: str, branch: str | None = None, limit: int = 1, watch: float | None = None
-) -> int:
+def serve(root: Path, cron: str, timezone: str, branch: str | None, limit: int, watch: float | None) -> int:
     """Serve deployment `PROJECT-nightly/leash` at `cron` (five fields, in `timezone`): the commit that `branch` (None:
     the one checked out now) names at each start, in an isolated workspace, at most `limit` runs at the same time. Every
     `watch` seconds (None: never) it looks whether the data of the branch have changed, and starts a run where they
@@ -29,9 +32,6 @@ def serve(
     The code that schedules is that of the branch's present commit: edits in the checkout do not reach it. Blocks;
     returns the runner's exit status. Raises UserError when no server answers, or `cron` or `branch` is not valid.
     """
-    from prefect.client.schemas.schedules import CronSchedule
-    from pydantic import ValidationError
-
     url = server.require(root)
     try:
         CronSchedule(cron=cron, timezone=timezone)
@@ -44,60 +44,43 @@ def serve(
         except UserError:  # no branch is checked out
             branch = workspace.resolve(root, "HEAD")
     space = Workspace(root, workspace.SERVE, workspace.resolve(root, branch))
+    log = partial(print, flush=True)
     with workspace.opened(space):
         try:
             shown = f"{project_name(root)}-nightly/leash at {cron!r} ({timezone})"
-            print(f"{shown}, scheduled by {without_credentials(url)}; stop with Ctrl-C", flush=True)
-            print(
-                f"each run takes the commit of {branch} at its start (now {space.commit[:12]}), in work/runs/",
-                flush=True,
-            )
+            log(f"{shown}, scheduled by {without_credentials(url)}; stop with Ctrl-C")
+            log(f"each run takes the commit of {branch} at its start (now {space.commit[:12]}), in work/runs/")
+            if watch is not None:
+                threading.Thread(target=run_at_new_data, args=(root, branch, watch), daemon=True).start()
             command = [sys.executable, "-m", "flows.serve", cron, timezone, branch, str(limit), space.commit[:12]]
             env = workspace.process_environment(space.root, LEASH_HOME=str(root), PYTHONUNBUFFERED="1")
-            with ThreadPoolExecutor(1) as listener, processes.session():
-                runner = listener.submit(
-                    processes.run, command, cwd=space.root, env=env, on_line=partial(print, flush=True),
-                    signals=processes.RUNNER_SIGNALS,
-                )  # fmt: skip
-                seen = data_of(root, branch) if watch else ""
-                while True:
-                    with suppress(TimeoutError):
-                        return runner.result(timeout=watch)
-                    seen = _run_with_new_data(root, branch, seen)
+            with processes.session():
+                return processes.run(command, cwd=space.root, env=env, on_line=log, signals=processes.RUNNER_SIGNALS)
         finally:
             workspace.remove(space)
 
 
-def data_of(home: Path, branch: str) -> str:
-    """The .dvc files of the branch's commit now, with their git hashes. Raises UserError."""
-    workspace.fetch(home, branch)
-    listed = workspace.git(home, "ls-tree", "-r", workspace.resolve(home, branch)).splitlines()
-    return "\n".join(line for line in listed if line.endswith(".dvc"))
+def run_at_new_data(home: Path, branch: str, seconds: float) -> None:
+    """Look every so many seconds at the .dvc files of the branch, and start a run where they have changed."""
+    deployment, seen = f"{project_name(home)}-nightly/leash", ""
+    while True:
+        try:
+            workspace.fetch(home, branch)
+            commit = workspace.resolve(home, branch)
+            listed = workspace.git(home, "ls-tree", "-r", commit).splitlines()
+            data = "\n".join(line for line in listed if line.endswith(".dvc")) or "none"
+            if seen and data != seen:
+                print(f"the data of {branch} have changed; starting a run of {commit[:12]}", flush=True)
+                run_deployment(deployment, parameters={"branch": branch}, timeout=0, as_subflow=False,
+                               flow_run_name=f"new data {commit[:8]}", idempotency_key=f"{home} {commit}")  # fmt: skip
+            seen = data
+        except Exception as error:  # a lost server, a remote that fails: the schedule goes on
+            print(f"looking for new data failed: {' '.join(str(error).split())}", flush=True)
+        time.sleep(seconds)
 
 
-def _run_with_new_data(home: Path, branch: str, seen: str) -> str:
-    """Start a run where the data are not those `seen`; the present ones. What fails is printed, and tried again."""
-    from prefect.deployments import run_deployment
-    from prefect.events import emit_event
-
-    try:
-        now = data_of(home, branch)
-        if now != seen:
-            commit, project = workspace.resolve(home, branch), project_name(home)
-            print(f"the data of {branch} have changed; starting a run of {commit[:12]}", flush=True)
-            run_deployment(f"{project}-nightly/leash", parameters={"branch": branch}, timeout=0,
-                           flow_run_name=f"new data {commit[:8]}", idempotency_key=f"{home} {commit}")  # fmt: skip
-            resource = {"prefect.resource.id": f"leash.{project}.data.{branch}", "leash.commit": commit}
-            emit_event("leash.new-data", resource=resource)
-    except Exception as error:  # a lost server, a remote that fails: the schedule goes on
-        print(f"looking for new data failed: {' '.join(str(error).split())}", flush=True)
-        return seen
-    return now
-
-
-def _serve_flow(cron: str, timezone: str, branch: str, limit: str, version: str) -> None:
-    from prefect.schedules import Cron
-
+def main(cron: str, timezone: str, branch: str, limit: str, version: str) -> None:
+    """`python -m flows.serve`: Prefect's runner."""
     from flows.deployments import PROJECT, nightly
 
     nightly.serve(
@@ -107,4 +90,4 @@ def _serve_flow(cron: str, timezone: str, branch: str, limit: str, version: str)
 
 
 if __name__ == "__main__":
-    _serve_flow(*sys.argv[1:])
+    main(*sys.argv[1:])

@@ -1,13 +1,10 @@
 """The Prefect server: the configured one, one in the background (`leash up`), and one for a single run.
 
 Servers that we start listen on this machine only, want a password of their own, and take no requests of other web
-pages: other users of the machine reach the same ports. `prefect server start --background` is not used: it stores one
-process id per user and not per project, `stop` signals that number without checking the process, and the server's log
-is lost."""
+pages: other users of the machine reach the same ports. `prefect server start --background` is not used: its `stop`
+signals a number from a file without a look at the process, and the server's log is lost."""
 
 import atexit
-import base64
-import http.client
 import json
 import os
 import secrets
@@ -15,46 +12,39 @@ import socket
 import subprocess
 import sys
 import time
-import urllib.error
-import urllib.request
-from contextlib import suppress
 from pathlib import Path
 
 import psutil
 
 from flows import processes
 from rlhf_core.errors import UserError
+from rlhf_core.files import atomic
 from tasks.tracking.settings import without_credentials
 
 RECORD = Path("work") / "prefect-server.json"
 """The process and the address of the server of `leash up`."""
-START_SECONDS = 90.0
-"""How long a server may take to answer: the first start makes its database."""
 PASSWORD = Path("work") / "prefect-auth"
 """The user name and password of the server of `leash up`, as Prefect's settings take them; only the user reads it."""
+START_SECONDS = 90.0
+"""How long a server may take to answer: the first start makes its database."""
 
 _temporary: "list[tuple[subprocess.Popen[bytes], subprocess.Popen[bytes], Path]]" = []
 
 
 def status(url: str, auth: str = "") -> int | None:
     """The HTTP status of a GET of `url`, sent with `auth` (`user:password`) where it is given; None without answer."""
-    request = urllib.request.Request(url)
-    if auth:
-        request.add_header("Authorization", f"Basic {base64.b64encode(auth.encode()).decode()}")
+    import httpx
+
+    name, _, password = auth.partition(":")
     try:
-        with urllib.request.urlopen(request, timeout=3.0) as answer:
-            return int(answer.status)
-    except urllib.error.HTTPError as error:
-        return error.code
-    except (OSError, ValueError, http.client.HTTPException):
+        return httpx.get(url, auth=(name, password) if auth else None, timeout=3.0).status_code
+    except (httpx.HTTPError, httpx.InvalidURL, ValueError):
         return None
 
 
 def answers(url: str) -> bool:
     """Whether an HTTP server answers at `url` (Prefect: `http://127.0.0.1:4200/api`), with a status below 500."""
-    with suppress(ValueError):
-        return (status(without_credentials(url).rstrip("/") + "/health") or 500) < 500
-    return False
+    return (status(without_credentials(url).rstrip("/") + "/health") or 500) < 500
 
 
 def configured_url(root: Path) -> str | None:
@@ -63,10 +53,7 @@ def configured_url(root: Path) -> str | None:
         return url
     from prefect.settings import PREFECT_API_URL
 
-    if url := PREFECT_API_URL.value():
-        return str(url)
-    record = _record(root)
-    return str(record["url"]) if record else None
+    return PREFECT_API_URL.value() or _record(root).get("url")
 
 
 def require(root: Path) -> str:
@@ -93,9 +80,9 @@ def up(root: Path, port: int) -> str:
     Raises UserError when the port is in use or the server does not start.
     """
     if record := _record(root):
-        return str(record["url"])
+        return record["url"]
     log = root / "work" / "prefect-server.log"
-    process, url = _start(port, log, _password(root), [])
+    process, url = _start(port, log, _password(root))
     try:
         _wait_for(process, url, log)
         entry = {"pid": process.pid, "started": psutil.Process(process.pid).create_time(), "url": url}
@@ -112,7 +99,7 @@ def down(root: Path) -> bool:
     (root / RECORD).unlink(missing_ok=True)
     if record:
         processes.stop(int(record["pid"]), signals=processes.SERVER_SIGNALS)
-    return record is not None
+    return bool(record)
 
 
 def start_temporary(root: Path) -> str:
@@ -125,7 +112,7 @@ def start_temporary(root: Path) -> str:
     """
     password = f"leash:{secrets.token_urlsafe(24)}"
     log = root / "work" / "prefect-server-run.log"
-    process, url = _start(_free_port(), log, password, ["--no-ui", "--no-scheduler", "--no-late-runs"])
+    process, url = _start(_free_port(), log, password, "--no-ui", "--no-scheduler", "--no-late-runs")
     _temporary.append((process, processes.guard(process, processes.SERVER_SIGNALS), log))
     use(root, url, password)
     return url
@@ -146,19 +133,18 @@ def stop_temporary(signals: processes.StopSignals = processes.SERVER_SIGNALS) ->
         processes.dismiss(guardian)
 
 
-def use(root: Path, url: str, password: str | None = None) -> None:
+def use(root: Path, url: str, password: str = "") -> None:
     """Make `url` the server of this process and of those it starts, with `password`, or that of `leash up` where it is
     that one; else the user's own one stays."""
     from prefect.context import refresh_global_settings_context
 
-    record = _record(root)
-    if password is None and record and record["url"] == url:
-        password = _password(root)
-    os.environ |= {"PREFECT_API_URL": url} | ({"PREFECT_API_AUTH_STRING": password} if password else {})
+    os.environ["PREFECT_API_URL"] = url
+    if password or _record(root).get("url") == url:
+        os.environ["PREFECT_API_AUTH_STRING"] = password or _password(root)
     refresh_global_settings_context()
 
 
-def _start(port: int, log: Path, password: str, options: list[str]) -> "tuple[subprocess.Popen[bytes], str]":
+def _start(port: int, log: Path, password: str, *options: str) -> "tuple[subprocess.Popen[bytes], str]":
     if not is_free(port):
         raise UserError(f"port {port} is in use; stop what listens there, or choose another with --port")
     command = [sys.executable, "-m", "prefect", "server", "start", "--host", "127.0.0.1", "--port", str(port), *options]
@@ -190,23 +176,21 @@ def _wait_for(process: "subprocess.Popen[bytes]", url: str, log: Path) -> None:
 def _password(root: Path) -> str:
     """What is in `PASSWORD`; made where there is none."""
     path = root / PASSWORD
-    path.parent.mkdir(exist_ok=True)
     if not path.exists() or not path.stat().st_size:  # empty: a full disk, or an editor
-        fresh = path.with_name(f".{path.name}.{os.getpid()}")
-        fresh.touch(0o600)
-        fresh.write_text(f"leash:{secrets.token_urlsafe(24)}", encoding="utf-8")
-        fresh.replace(path)
+        with atomic(path) as fresh:
+            fresh.touch(0o600)
+            fresh.write_text(f"leash:{secrets.token_urlsafe(24)}", encoding="utf-8")
     return path.read_text(encoding="utf-8").strip()
 
 
-def _record(root: Path) -> dict[str, str | float] | None:
-    """What `up` wrote, if that process still runs."""
+def _record(root: Path) -> dict[str, str]:
+    """What `up` wrote, if that process still runs; else nothing."""
     try:
         record = json.loads((root / RECORD).read_text(encoding="utf-8"))
         alive = abs(psutil.Process(int(record["pid"])).create_time() - float(record["started"])) < 2.0
     except (OSError, ValueError, KeyError, psutil.Error):
-        return None
-    return record if alive else None
+        return {}
+    return dict(record) if alive else {}
 
 
 def is_free(port: int) -> bool:

@@ -7,11 +7,9 @@ has left is continued; `leash clean` lists those that are kept.
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -40,8 +38,7 @@ _OF_A_REPOSITORY = (
     "GIT_DIR", "GIT_WORK_TREE", "GIT_COMMON_DIR", "GIT_INDEX_FILE", "GIT_PREFIX", "GIT_NAMESPACE", "GIT_SHALLOW_FILE",
     "GIT_OBJECT_DIRECTORY", "GIT_ALTERNATE_OBJECT_DIRECTORIES", "GIT_QUARANTINE_PATH",
 )  # fmt: skip
-"""Variables that tie git to the repository of a hook (`git rev-parse --local-env-vars`); those with credentials and
-settings stay."""
+"""Variables that tie git to the repository of a hook; those with credentials and settings stay."""
 _GIT = threading.Lock()
 """`git worktree add` fails where another one runs at the same moment."""
 
@@ -84,32 +81,41 @@ def opened(
     """
     from tasks.stage.dvc_adapter import apply_overrides, configure_workspace
 
+    home, root = workspace.home, workspace.root
     with held(workspace.folder / OWNER, 0.0, f"works in {workspace.folder}"):
-        running = workspace.root / "work" / "driver.lock"  # the stages of a killed run stop by themselves
-        for lock, seconds, what in (
-            (workspace.home / GC, GC_SECONDS, "removes objects of DVC's cache; wait for its end"),
-            (running, STOPPING_SECONDS, f"works in {workspace.root}; stop it, then run again"),
-        ):
-            deadline = time.monotonic() + seconds
-            while is_held(lock):
-                if time.monotonic() > deadline:
-                    raise UserError(f"process {holder(lock) or '?'} {what}")
-                time.sleep(0.1)
+        with held(home / GC, GC_SECONDS, "removes objects of DVC's cache"):
+            pass
+        if (root / "work").is_dir():  # the stages of a killed run stop by themselves
+            with held(root / "work" / "driver.lock", STOPPING_SECONDS, f"works in {root}"):
+                pass
         known = {key: value for key, value in _read_note(workspace.folder).items() if key != "kept"}
         if known != workspace.note:
             _remove_tree(workspace)
             options = [] if checkout else ["--no-checkout"]
             with _GIT:
-                git(workspace.home, "worktree", "add", "--quiet", "--detach", "--force", *options,
-                    str(workspace.root), workspace.commit)  # fmt: skip
-            (workspace.root / ".dvc").mkdir(exist_ok=True)
-            cache = workspace.folder / "cache" if own_cache else None
-            configure_workspace(workspace.home, workspace.root, workspace.folder / "site", cache)
+                git(home, "worktree", "add", "--quiet", "--detach", "--force", *options, str(root), workspace.commit)
+            (root / ".dvc").mkdir(exist_ok=True)
+            configure_workspace(
+                home, root, workspace.folder / "site", workspace.folder / "cache" if own_cache else None
+            )
             if checkout:
-                apply_overrides(workspace.root, workspace.overrides)
+                apply_overrides(root, workspace.overrides)
                 _bring_raw_data(workspace, pull)
             write_note(workspace)
         yield workspace
+
+
+def _bring_raw_data(workspace: Workspace, pull: bool) -> None:
+    """Check out the data that DVC tracks by .dvc files, from the cache, or with `pull` also from its remote. Raises
+    UserError where they are not there."""
+    sources = git(workspace.root, "ls-files", "*.dvc").split()
+    command = [sys.executable, "-m", "dvc", "pull" if pull else "checkout", "--quiet", *sources]
+    env = process_environment(workspace.root)
+    if sources and subprocess.run(command, cwd=workspace.root, env=env, capture_output=True, check=False).returncode:
+        raise UserError(
+            f"{', '.join(sources)}: DVC's cache does not hold these data as commit {workspace.commit[:8]} has them; "
+            "`dvc pull` or `leash import` brings them"
+        )
 
 
 def write_note(workspace: Workspace, why_kept: str = "") -> None:
@@ -131,39 +137,15 @@ def _read_note(folder: Path) -> dict[str, object]:
         return {}
 
 
-def _bring_raw_data(workspace: Workspace, pull: bool) -> None:
-    """Check out the data that DVC tracks by .dvc files, from the cache, or with `pull` also from its remote. Raises
-    UserError where they are not there."""
-    sources = git(workspace.root, "ls-files", "*.dvc").split()
-    if not sources:
-        return
-    command = [sys.executable, "-m", "dvc", "pull" if pull else "checkout", "--quiet", *sources]
-    env = process_environment(workspace.root)
-    done = subprocess.run(command, cwd=workspace.root, env=env, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise UserError(
-            f"{', '.join(sources)}: DVC's cache does not hold these data as commit {workspace.commit[:8]} has them; "
-            "`dvc pull` or `leash import` brings them"
-        )
-
-
 def remove(workspace: Workspace) -> None:
-    """Remove the workspace; signals wait meanwhile, because a second Ctrl-C must not interrupt it."""
-    in_main = threading.current_thread() is threading.main_thread()
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if in_main else ()
-    before = {number: signal.signal(number, signal.SIG_IGN) for number in numbers}
-    try:
-        _remove_tree(workspace)
-        shutil.rmtree(workspace.folder, ignore_errors=True)
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    """Remove the workspace. One that is interrupted leaves a workspace that is made again when it is opened."""
+    _remove_tree(workspace)
+    shutil.rmtree(workspace.folder, ignore_errors=True)
 
 
 def _remove_tree(workspace: Workspace) -> None:
     (workspace.folder / NOTE).unlink(missing_ok=True)
-    shutil.rmtree(workspace.root, ignore_errors=True)
-    for name in ("cache", "site"):
+    for name in (TREE, "cache", "site"):
         shutil.rmtree(workspace.folder / name, ignore_errors=True)
     forget(workspace.home, workspace.root)
 
@@ -213,22 +195,8 @@ def fetch(home: Path, branch: str) -> None:
         git(home, "fetch", "--quiet", remote, f"+refs/heads/{name}:refs/remotes/{remote}/{name}")
 
 
-def fetch_commit(home: Path, remote: str, commit: str) -> None:
-    """Bring the branches of a git remote, unless the commit is here. Raises UserError where they do not have it."""
-    try:
-        resolve(home, commit)
-    except UserError:
-        git(home, "fetch", "--quiet", remote)
-        resolve(home, commit)
-
-
 def git(folder: Path, *words: str) -> str:
     """Run git, without hooks; its output. Raises UserError with its message."""
-    return git_bytes(folder, *words).decode("utf-8", "replace")
-
-
-def git_bytes(folder: Path, *words: str) -> bytes:
-    """As `git`, for output that is not text."""
     command = ["git", "-c", "core.hooksPath=/dev/null", *words]
     here = {name: value for name, value in os.environ.items() if name not in _OF_A_REPOSITORY}
     env = {"GIT_TERMINAL_PROMPT": "0"} | here
@@ -236,4 +204,4 @@ def git_bytes(folder: Path, *words: str) -> bytes:
     if done.returncode:
         error = " ".join(done.stderr.decode("utf-8", "replace").split()).removeprefix("fatal: ")
         raise UserError(f"git {words[0]} in {folder}: {error or f'it ended with {done.returncode}'}")
-    return done.stdout
+    return done.stdout.decode("utf-8", "replace")

@@ -8,17 +8,15 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
-
-import psutil
+from typing import Literal
 
 from flows import server
 from flows.graph import read_graph
 from flows.text import table
 from rlhf_core.errors import UserError
 from tasks.stage.definition import WRITTEN, edited_files, git
+from tasks.tracking.settings import without_credentials
 
-Verdict = Literal["ok", "note", "BROKEN"]
 DISK_GIB = 5.0
 """Free disk below which a run may fail: checkpoints, DVC's cache, MLflow."""
 
@@ -28,15 +26,15 @@ class Check:
     """One line of the table. `advice` is empty where all is well; only BROKEN makes `leash doctor` fail."""
 
     name: str
-    verdict: Verdict
+    verdict: Literal["ok", "note", "BROKEN"]
     found: str
     advice: str = ""
 
 
 def examine(root: Path) -> list[Check]:
     """Every check, in the order of the table. A check that raises is itself a finding."""
-    checks: list[Check] = []
-    for look in (_python, _torch, _gpus, _disk, _git, _dvc, _cache, _locks, _params, _prefect, _mlflow):
+    checks = [Check("python", "ok", f"{sys.version.split()[0]} at {sys.executable}")]
+    for look in (_torch, _gpus, _disk, _git, _dvc, _cache, _locks, _params, _prefect, _mlflow):
         try:
             checks.extend(look(root))
         except Exception as error:  # a broken installation is what this command is for
@@ -51,10 +49,6 @@ def render(checks: list[Check]) -> str:
     return "\n".join([table([("check", "", "found"), *rows]), *(["", *advice] if advice else [])])
 
 
-def _python(root: Path) -> Iterator[Check]:
-    yield Check("python", "ok", f"{sys.version.split()[0]} at {sys.executable}")
-
-
 def _torch(root: Path) -> Iterator[Check]:
     import torch
 
@@ -65,9 +59,11 @@ def _torch(root: Path) -> Iterator[Check]:
     threads = read_threads(root / PARAMS_FILE)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1  # of this process
     found = f"params.yaml says {threads or '?'}, this machine may use {cores}"
-    too_many = threads is not None and threads > cores
-    advice = f"set threads: {cores} in params.yaml (it changes the last digits of results)" if too_many else ""
-    yield Check("threads", "note" if too_many else "ok", found, advice)
+    if threads is not None and threads > cores:
+        advice = f"set threads: {cores} in params.yaml (it changes the last digits of results)"
+        yield Check("threads", "note", found, advice)
+    else:
+        yield Check("threads", "ok", found)
 
 
 def _gpus(root: Path) -> Iterator[Check]:
@@ -96,9 +92,11 @@ def _git(root: Path) -> Iterator[Check]:
         yield Check("git", "BROKEN", "no repository", "git init")
         return
     changed = len(edited_files(root)) + sum(not WRITTEN.fullmatch(name) for name in untracked.split("\0") if name)
-    advice = "git commit, so that a result can be traced to its code" if changed else ""
-    found = f"changed files: {changed}, results of runs not counted" if changed else "clean, apart from results of runs"
-    yield Check("git", "note" if changed else "ok", found, advice)
+    if changed:
+        advice = "git commit, so that a result can be traced to its code"
+        yield Check("git", "note", f"changed files: {changed}, results of runs not counted", advice)
+    else:
+        yield Check("git", "ok", "clean, apart from results of runs")
 
 
 def _dvc(root: Path) -> Iterator[Check]:
@@ -137,36 +135,20 @@ def _cache(root: Path) -> Iterator[Check]:
 
 
 def _locks(root: Path) -> Iterator[Check]:
-    """DVC's list of files in use: the processes at work, and entries of dead ones."""
+    """DVC's list of files in use."""
+    path = root / ".dvc" / "tmp" / "rwlock"
     try:
-        listed = json.loads((root / ".dvc" / "tmp" / "rwlock").read_text(encoding="utf-8"))
-        entries = [
-            *listed.get("write", {}).values(),
-            *(one for many in listed.get("read", {}).values() for one in many),
-        ]
-        running = {one["pid"]: _is_running(one) for one in entries}
-    except FileNotFoundError:
-        return
+        listed = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+        readers = [one for many in listed.get("read", {}).values() for one in many]
+        processes = {str(one["pid"]) for one in [*listed.get("write", {}).values(), *readers]}
     except (OSError, ValueError, TypeError, AttributeError, KeyError):
         yield Check("locks", "note", ".dvc/tmp/rwlock is half-written: DVC stops at it", "rm .dvc/tmp/rwlock")
         return
-    if dead := [str(pid) for pid, is_running in running.items() if not is_running]:
-        found = f".dvc/tmp/rwlock names dead processes: {', '.join(dead)}"
-        yield Check("locks", "note", found, "rm .dvc/tmp/rwlock if DVC says that a file is busy")
-    elif running:
-        yield Check("locks", "note", f"DVC is at work here (PID {', '.join(map(str, running))})")
-
-
-def _is_running(entry: dict[str, Any]) -> bool:
-    """Whether the process in an entry of the list still runs, with the arguments in the entry."""
-    try:
-        process = psutil.Process(int(entry["pid"]))
-        arguments = str(entry["cmd"]).split(" ")[1:]
-        return process.status() != psutil.STATUS_ZOMBIE and " ".join(process.cmdline()).endswith(" ".join(arguments))
-    except psutil.NoSuchProcess:
-        return False
-    except psutil.Error:
-        return True
+    if processes:
+        found = f".dvc/tmp/rwlock names processes: {', '.join(sorted(processes))}"
+        yield Check(
+            "locks", "note", found, "rm .dvc/tmp/rwlock if DVC says that a file is busy and none of them is DVC"
+        )
 
 
 def _params(root: Path) -> Iterator[Check]:
@@ -175,37 +157,29 @@ def _params(root: Path) -> Iterator[Check]:
 
     try:
         parse(Params, read_yaml(root / "params.yaml"))
+        yield Check("params.yaml", "ok", "valid")
     except UserError as error:
         yield Check("params.yaml", "BROKEN", " ".join(str(error).split()), "see docs/parameters.md and examples/")
-    else:
-        yield Check("params.yaml", "ok", "valid")
 
 
 def _prefect(root: Path) -> Iterator[Check]:
-    from tasks.tracking.settings import without_credentials
-
     url = server.configured_url(root)
-    shown = without_credentials(url or "")
     if url is None:
         found = "none configured: leash run starts one for each run, leash serve needs one"
         yield Check("prefect", "note", found, "leash up")
     elif server.answers(url):
-        yield Check("prefect", "ok", shown)
+        yield Check("prefect", "ok", without_credentials(url))
     else:
-        yield Check("prefect", "BROKEN", f"no answer at {shown}", "leash up, or correct PREFECT_API_URL")
+        found = f"no answer at {without_credentials(url)}"
+        yield Check("prefect", "BROKEN", found, "leash up, or correct PREFECT_API_URL")
 
 
 def _mlflow(root: Path) -> Iterator[Check]:
-    from tasks.tracking.settings import without_credentials
-
     url = os.environ.get("MLFLOW_TRACKING_URI", "")
-    shown = without_credentials(url)
-    if url.startswith(("http://", "https://")):
-        if server.answers(url):
-            yield Check("mlflow", "ok", shown)
-        else:
-            advice = "start it, or unset MLFLOW_TRACKING_URI (runs go on without it, and send later)"
-            yield Check("mlflow", "note", f"no answer at {shown}", advice)
-        return
-    database = root / "mlflow.db"
-    yield Check("mlflow", "ok", shown or f"{database}{'' if database.is_file() else ' (created by the first run)'}")
+    database, shown = root / "mlflow.db", without_credentials(url)
+    if url.startswith(("http://", "https://")) and not server.answers(url):
+        advice = "start it, or unset MLFLOW_TRACKING_URI (runs go on without it, and send later)"
+        yield Check("mlflow", "note", f"no answer at {shown}", advice)
+    else:
+        new = "" if database.is_file() else " (created by the first run)"
+        yield Check("mlflow", "ok", shown or f"{database}{new}")

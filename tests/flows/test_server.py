@@ -30,8 +30,7 @@ def test_up_found_again_and_down(isolated: None, tmp_path: Path) -> None:
         assert url == f"http://127.0.0.1:{port}/api"
         assert server.answers(url)
         assert server.up(tmp_path, port) == url, "a second one was started"
-        record = server._record(tmp_path)
-        assert record is not None
+        assert server.configured_url(tmp_path) == url
     finally:
         assert server.down(tmp_path)
     assert not server.answers(url)
@@ -50,10 +49,10 @@ def test_a_record_of_another_process_is_no_server(isolated: None, tmp_path: Path
     (tmp_path / "work").mkdir()
     entry = f'{{"pid": {os.getpid()}, "started": 1.0, "url": "http://127.0.0.1:9/api"}}'
     (tmp_path / "work" / "prefect-server.json").write_text(entry)
-    assert server._record(tmp_path) is None
+    assert server.configured_url(tmp_path) is None
     started = psutil.Process().create_time()
     (tmp_path / "work" / "prefect-server.json").write_text(entry.replace("1.0", str(started)))
-    assert server._record(tmp_path) is not None
+    assert server.configured_url(tmp_path) == "http://127.0.0.1:9/api"
 
 
 def test_refusals_count_as_answers_and_silence_does_not(prefect_api: str) -> None:

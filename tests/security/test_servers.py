@@ -65,9 +65,7 @@ def test_the_servers_of_leash_up_and_leash_ui(
     port = _free_port()
     try:
         server.up(tmp_path, port)
-        record = server._record(tmp_path)
-        assert record is not None
-        places = listening(psutil.Process(int(record["pid"])))
+        places = listening(psutil.Process(int(server._record(tmp_path)["pid"])))
         assert ("127.0.0.1", port) in places
         assert {ip for ip, _ in places} <= LOOPBACK
     finally:
