@@ -237,12 +237,6 @@ class Definition:
                     found[name] = _value(content, name)
         return found
 
-    def changed_params(self) -> list[str]:
-        """`params.yaml: name` of every parameter whose value is not the recorded one."""
-        now, before, unset = self.present_params(), self.recorded_params, object()
-        named = [(file, name) for file, names in self.params_of.items() for name in names]
-        return [f"{file}: {name}" for file, name in named if now.get(name, unset) != before.get(name, unset)]
-
 
 def _value(content: Any, name: str) -> Any:
     """The value with a dotted name. Raises KeyError or TypeError where it is unset."""
@@ -376,11 +370,6 @@ class Project:
         made = {file.path: (source, file) for source, files in self.sources.items() for file in files}
         return made | {out.path: (stage.name, out) for stage in self.stages for out in stage.outs}
 
-    def makers_of_params(self, name: str) -> set[str]:
-        """The stages that make a file of parameters of this stage."""
-        files = self.stage(name).params_of
-        return {one.name for one in self.stages if any(out.path in files for out in one.outs)}
-
     def plan(self) -> list[tuple[str, list[str], list[str]]]:
         """(stage, the stages whose outputs it reads, the .dvc files that it reads), each after what it needs, in the
         order of `dvc repro`. Raises UserError for a circle."""
@@ -413,10 +402,6 @@ class Project:
     def hash_at(self, path: Path) -> str | None:
         """The hash of what is at `path` (absolute; a file or folder), every byte read; None where nothing is."""
         return self.hashes.of(path, read=True)
-
-    def files_below(self, path: Path) -> list[str]:
-        """The files in the hash of the folder at `path`, relative to it; [""] for a file."""
-        return [""] if path.is_file() else self.hashes.files(path)
 
     @cached_property
     def cache(self) -> Path:
