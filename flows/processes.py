@@ -119,15 +119,23 @@ def run(
             start_new_session=True,
         )  # fmt: skip
         _live.groups[process.pid] = (process, signals)
-        guardian = guard(process, signals, _live.kept)
+    guardian = None
     try:
+        guardian = guard(process, signals, _live.kept)
         timed_out = _follow(process, on_line, timeout, signals)
+    except BaseException:  # an interrupt: the command goes on printing while it stops
+        reader = threading.Thread(target=_follow, args=(process, on_line, None, signals), daemon=True)
+        reader.start()
+        stop(process.pid, process, signals)
+        reader.join(5.0)
+        raise
     finally:
         stop(process.pid, process, signals)
         with _live.lock:
             _live.groups.pop(process.pid, None)
             closing = _live.closing
-        dismiss(guardian)
+        if guardian is not None:
+            dismiss(guardian)
     if closing and process.returncode != 0:
         raise Stopped(command[0])
     if timed_out and process.returncode != 0:
@@ -212,21 +220,22 @@ def _follow(
     """
     assert process.stdout is not None
     started, rest, stopper = time.monotonic(), b"", None
-    with process.stdout as pipe:
-        while True:
-            ended = process.poll() is not None
-            ready, _, _ = select.select([pipe], [], [], 0.0 if ended else 0.2)
-            chunk = os.read(pipe.fileno(), 65536) if ready else b""
-            *lines, rest = (rest + chunk).replace(b"\r", b"\n").split(b"\n")
-            for line in lines:
-                on_line(line.decode("utf-8", "replace").rstrip())
-            if ended and not chunk:
-                break
-            if ready and not chunk:
-                time.sleep(0.05)  # the pipe has ended before the leader: `select` returns at once
-            if stopper is None and timeout is not None and time.monotonic() - started > timeout:
-                stopper = threading.Thread(target=stop, args=(process.pid, process, signals), daemon=True)
-                stopper.start()
+    pipe = process.stdout
+    while True:
+        ended = process.poll() is not None
+        ready, _, _ = select.select([pipe], [], [], 0.0 if ended else 0.2)
+        chunk = os.read(pipe.fileno(), 65536) if ready else b""
+        *lines, rest = (rest + chunk).replace(b"\r", b"\n").split(b"\n")
+        for line in lines:
+            on_line(line.decode("utf-8", "replace").rstrip())
+        if ended and not chunk:
+            break
+        if ready and not chunk:
+            time.sleep(0.05)  # the pipe has ended before the leader: `select` returns at once
+        if stopper is None and timeout is not None and time.monotonic() - started > timeout:
+            stopper = threading.Thread(target=stop, args=(process.pid, process, signals), daemon=True)
+            stopper.start()
+    pipe.close()
     if rest:
         on_line(rest.decode("utf-8", "replace").rstrip())
     return stopper is not None

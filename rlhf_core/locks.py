@@ -80,7 +80,7 @@ class FileLock:
 
 
 @contextmanager
-def held(path: Path, timeout: float, doing: str) -> Iterator[None]:
+def held(path: Path, timeout: float, doing: str) -> Iterator[FileLock]:
     """Hold the lock on `path` within the block; its folder is made. Raises UserError after `timeout` seconds, with what
     the other process is `doing`."""
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -88,7 +88,7 @@ def held(path: Path, timeout: float, doing: str) -> Iterator[None]:
     if not lock.acquire(timeout):
         raise UserError(f"process {holder(path) or '?'} {doing}; wait for its end or stop it")
     try:
-        yield
+        yield lock
     finally:
         lock.release()
 

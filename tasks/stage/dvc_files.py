@@ -98,8 +98,10 @@ class Hashes:
         remembered is read again."""
         if self._changed and (self.root / HASHES.parent).is_dir():
             present = {name: entry for name, entry in self._known.items() if os.path.exists(name)}  # noqa: PTH110
-            with suppress(OSError), atomic(self.root / HASHES) as place:
-                place.write_text(json.dumps(present), encoding="utf-8")
+            fresh = self.root / HASHES.with_name(f".hashes.{os.getpid()}")
+            with suppress(OSError):
+                fresh.write_text(json.dumps(present), encoding="utf-8")
+                fresh.replace(self.root / HASHES)
         self._changed = False
 
     def _of_file(self, path: Path, read: bool) -> str:
@@ -268,8 +270,11 @@ class Stored:
 
     def copy(self, target: Path) -> None:
         """Copy the file. Raises UserError where its bytes are not those of the hash; nothing is at `target` then."""
-        self.check()
         shutil.copyfile(self.path, target)
+        if md5_of(target) != name_of(self.path):
+            target.unlink()
+            self.check()
+            raise UserError(f"{target}: the disk has other bytes than {self.path}, of which it is a copy")
 
     def check(self) -> None:
         """Raise UserError where the bytes are not those of the hash."""

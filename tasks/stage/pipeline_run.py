@@ -151,11 +151,13 @@ def finish(root: Path, seconds: float | None = SYNC_SECONDS) -> str:
 
 
 def run_url(root: Path) -> str | None:
-    """The page of the run of the present parameters; None where MLflow is no server, or does not have it yet. Raises
-    UserError where params.yaml cannot be read."""
-    folder = record.folder_of(root) / record.name_of(identity(root, read_yaml(root / PARAMS_FILE)))
-    sent = folder / f"{record.SENT}{settings.uri_mark(settings.tracking_uri(root))}"
-    return sent.read_text(encoding="utf-8") or None if sent.is_file() else None
+    """The page of the run of the present parameters; None where MLflow is no server, or does not have it yet, or
+    params.yaml cannot be read."""
+    try:
+        folder = record.folder_of(root) / record.name_of(identity(root, read_yaml(root / PARAMS_FILE)))
+    except UserError:
+        return None
+    return record.read(folder / f"{record.SENT}{settings.uri_mark(settings.tracking_uri(root))}").get("page") or None
 
 
 def _data(root: Path) -> str:

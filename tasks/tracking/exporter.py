@@ -123,7 +123,7 @@ class Exporter:
 
     def show(self, folder: Path) -> dict[str, str]:
         """Show a record. Returns the ids of the runs of what is running, by folder."""
-        self.missing, run = [], record.read(folder / record.RUN)
+        self.missing, self.page, run = [], "", record.read(folder / record.RUN)
         if run.get("kind") == "study":
             shown = self._study_run(run["study"])
             self._log(shown, run.get("metrics", {}), run["touched"])
@@ -240,7 +240,9 @@ class Exporter:
             for name, rows in _tables(stage).items():
                 self._table(child, name, rows)
             for file in sorted(path for path in files.rglob("*") if path.is_file()):
-                self._file(child, file, file.relative_to(files).as_posix())
+                place = file.relative_to(files).as_posix()
+                if not place.startswith("data/"):  # of these a table of the first rows
+                    self._file(child, file, place)
         self._status(child, stage["status"], stage.get("ended", 0))
         if "ended" in stage and len(self.missing) == missing:
             self._log(child, tags={COMPLETE: str(stage["ended"])})

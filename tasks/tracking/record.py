@@ -4,7 +4,7 @@
     <stage>-<key>/facts.json        one execution of a stage: status, times, parameters, hashes of its inputs
     <stage>-<key>/live.jsonl        its points and tags, one line each, appended while it runs
     <stage>-<key>/files/…           copies of its metrics, plots, samples and report
-    sent-<hash of an address>       MLflow there has all files that are not newer; contains the page of the run
+    sent-<hash of an address>       MLflow there has the files as they were at this time; the page of the run
 
 A stage only writes these files. The exporter makes MLflow agree with them, now or later.
 """
@@ -25,7 +25,7 @@ from typing import Any, Literal
 
 import psutil
 
-from rlhf_core.locks import held
+from rlhf_core.locks import FileLock, held
 from tasks.params.secrets import HIDDEN, is_secret
 from tasks.tracking.settings import main_checkout, without_credentials
 
@@ -112,6 +112,7 @@ class Live:
         process = {"pid": me.pid, "born": me.create_time(), "host": socket.gethostname()}
         before = read(self.folder / FACTS)
         before = {} if before.get("status") == "FINISHED" else before  # else it goes on with it
+        before.pop("ended", None)
         restarts = {"restarts": before.get("restarts", 0) + 1} if before else {}
         self._facts = {"started": now_ms(), **before, **facts, **process, **restarts, "status": "RUNNING"}
         with self._warning():
@@ -194,7 +195,7 @@ def pending(root: Path, mark: str = "") -> list[Path]:
 def has_received(record: Path, mark: str) -> bool:
     """Whether the address with this mark has confirmed the record as it is now."""
     confirmation = record / f"{SENT}{mark}"
-    return confirmation.is_file() and confirmation.stat().st_mtime_ns >= changed_ns(record)
+    return confirmation.is_file() and read(confirmation).get("changed") == changed_ns(record)
 
 
 def changed_ns(record: Path) -> int:
@@ -210,25 +211,24 @@ def changed_ns(record: Path) -> int:
 def confirm(record: Path, mark: str, changed: int, page: str = "") -> None:
     """Note that the address with this mark has received the record as it was when `changed_ns` returned this, and shows
     it at this page. Raises OSError."""
-    path = record / f"{SENT}{mark}"
-    path.write_text(page, encoding="utf-8")
-    os.utime(path, ns=(changed, changed))
+    write(record / f"{SENT}{mark}", {"changed": changed, "page": page})
 
 
 def prune(root: Path, mark: str) -> None:
     """Remove the records that have arrived, without the newest of each workspace: what that one has executed does not
     count as restored there."""
-    with exclusive(root):
-        waiting, runs = pending(root, mark), {folder: read(folder / RUN) for folder in pending(root)}
-        newest: dict[str, Path] = {}
-        for folder, run in sorted(runs.items(), key=lambda item: item[1].get("touched", 0)):
-            if "workspace" in run and Path(run["root"]).exists():
-                newest[run["workspace"]] = folder
-        for folder in runs.keys() - {*waiting, *newest.values()}:
-            shutil.rmtree(folder, ignore_errors=True)
+    waiting, runs = pending(root, mark), {folder: read(folder / RUN) for folder in pending(root)}
+    newest: dict[str, Path] = {}
+    for folder, run in sorted(runs.items(), key=lambda item: item[1].get("touched", 0)):
+        if "workspace" in run and Path(run["root"]).exists():
+            newest[run["workspace"]] = folder
+    for folder in runs.keys() - {*waiting, *newest.values()}:
+        with exclusive(root):
+            if has_received(folder, mark):  # no stage has begun in it
+                shutil.rmtree(folder, ignore_errors=True)
 
 
-def exclusive(root: Path) -> AbstractContextManager[None]:
+def exclusive(root: Path) -> AbstractContextManager[FileLock]:
     """Hold the lock of the records, for milliseconds: a record is not removed while a stage begins in it."""
     return held(folder_of(root) / "lock", 10.0, "writes the records of runs")
 

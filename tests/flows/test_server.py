@@ -4,13 +4,14 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
 
 import psutil
 import pytest
+from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from flows import server
 from rlhf_core.errors import UserError
@@ -18,9 +19,11 @@ from tests.conftest import call, commit
 
 
 @pytest.fixture
-def isolated(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def isolated(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     monkeypatch.setenv("PREFECT_HOME", str(tmp_path / "prefect"))
     monkeypatch.delenv("PREFECT_API_URL", raising=False)
+    with temporary_settings(restore_defaults={PREFECT_API_URL}):  # other tests of this process have a server
+        yield
 
 
 def test_up_found_again_and_down(isolated: None, tmp_path: Path) -> None:

@@ -106,7 +106,8 @@ class Store:
         self._lock = threading.RLock()
         address = f"{path.absolute().as_uri()}?mode=rw"
         try:
-            self._base = sqlite3.connect(address, uri=True, check_same_thread=False, isolation_level=None)
+            self._base = sqlite3.connect(address, 30.0, uri=True, check_same_thread=False, isolation_level=None)
+            self._base.execute("PRAGMA journal_mode = DELETE")  # earlier versions kept a write-ahead log beside it
             self._base.execute("PRAGMA synchronous = EXTRA")  # a commit survives a power cut
             self.settings: dict[str, Any] = json.loads(self._read("SELECT value FROM settings")[0][0])
             rows = self._read("SELECT id, prompt, answers, ended, correct FROM tasks ORDER BY place")

@@ -207,7 +207,8 @@ def study(
     """
     made = prepare(home, call, name, revision)
     made.options, made.jobs = tuple(options), jobs or (POOL_JOBS if pool else 1)
-    with held(made.folder / "study.lock", 0.0, f"runs study {made.name}"):
+    lock = held(made.folder / "study.lock", 0.0, f"runs study {made.name}")
+    with lock as file, processes.keeping(file.descriptor):
         if pool:
             made.pool = connect(home, pool, made.commit)
         elif server.configured_url(home) is None:  # one for all trials, which inherit it; it ends with this process

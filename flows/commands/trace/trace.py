@@ -112,6 +112,7 @@ def trace_prompt(root: Path, text: str, start: Start | None = None, seed: int | 
         critic = starting_critic(root, config, normalisation, begin.seed, ScalarModels(trusted, precision))
     is_own_reference = config.lora is not None and not at_end and begin.start == begin.reference
     models = ActorCritic(config, policy, None if is_own_reference else reference, critic, begin.seed, precision)
+    del reference  # models has it where it is used
     if at_end and models.head is not None:
         trained = scalar_head(load_scalar_model(root / CRITIC, trust_remote_code=trusted))
         models.head.load_state_dict(trained.state_dict())

@@ -207,6 +207,10 @@ def test_a_stage_that_goes_on_continues_its_run(root: Path, look: Look) -> None:
     export(root)
     (parent, child) = runs(look())
     assert (parent.info.status, child.info.status) == ("KILLED", "KILLED")
+    stage(root, folder, "ppo", points=4, end=None)
+    export(root)
+    (parent, child) = runs(look())
+    assert (parent.info.status, child.info.status) == ("RUNNING", "RUNNING")
     stage(root, folder, "ppo", points=5)
     export(root)
     (parent, child) = runs(look())
@@ -251,6 +255,8 @@ def test_models_datasets_and_tables(root: Path, look: Look) -> None:
     }
     place = look().download_artifacts(parent.info.run_id, "evaluate_samples.json")
     assert json.loads(Path(place).read_text())["data"] == [["Hi", "p", "s"]]
+    child = next(run for run in runs(look()) if run.data.tags.get("leash.stage") == "evaluate")
+    assert "data" not in {one.path for one in look().list_artifacts(child.info.run_id)}, "all rows of the data"
     assert EVALUATION["win_rate"] == parent.data.metrics["win_rate"], "not that of the last model"
 
 

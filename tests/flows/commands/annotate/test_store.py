@@ -236,14 +236,17 @@ def test_the_database_file_alone_has_every_choice(make_store: Make, tmp_path: Pa
     assert [path.name for path in tmp_path.glob("labels*")] == ["labels.db"]
 
 
-def test_a_session_of_an_earlier_version_continues(make_store: Make) -> None:
-    """It has a write-ahead log."""
+def test_a_session_of_an_earlier_version_continues(make_store: Make, tmp_path: Path) -> None:
+    """It has a write-ahead log, here as a kill leaves it."""
     store = make_store([task(0), task(1)])
     store._base.execute("PRAGMA journal_mode = WAL")
     store.judge("anna", on_screen(store, "anna").id, "tie", [], 1.0)
-    again = Store(store.path)
+    shutil.copytree(store.path.parent, tmp_path / "killed")
+    assert (tmp_path / "killed" / f"{store.path.name}-wal").stat().st_size
+    again = Store(tmp_path / "killed" / store.path.name)
     assert again.judgements() == store.judgements() != []
     again.close()
+    assert [path.name for path in (tmp_path / "killed").glob("*.db*")] == [store.path.name]
 
 
 def test_a_file_that_is_no_database_is_one_line(tmp_path: Path) -> None:
