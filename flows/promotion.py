@@ -189,7 +189,7 @@ def judge(home: Path, name: str, commit: str, registry: Registry) -> Decision:
         return decision
 
 
-def _one_at_a_time(home: Path) -> AbstractContextManager[None]:
+def _one_at_a_time(home: Path) -> AbstractContextManager[object]:
     """No other process of this machine moves the champion between what is read here and what is written."""
     return held(main_checkout(home) / "work" / "promotion.lock", WAIT_SECONDS, "promotes a policy")
 

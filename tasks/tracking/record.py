@@ -25,7 +25,7 @@ from typing import Any, Literal
 
 import psutil
 
-from rlhf_core.locks import FileLock, held
+from rlhf_core.locks import held
 from tasks.params.secrets import HIDDEN, is_secret
 from tasks.tracking.settings import main_checkout, without_credentials
 
@@ -228,7 +228,7 @@ def prune(root: Path, mark: str) -> None:
                 shutil.rmtree(folder, ignore_errors=True)
 
 
-def exclusive(root: Path) -> AbstractContextManager[FileLock]:
+def exclusive(root: Path) -> AbstractContextManager[object]:
     """Hold the lock of the records, for milliseconds: a record is not removed while a stage begins in it."""
     return held(folder_of(root) / "lock", 10.0, "writes the records of runs")
 
