@@ -135,8 +135,11 @@ def trial(
         if isolated.fetch(home, ORIGIN, commit, name):
             get_run_logger().info(f"experiment {name} is there; nothing to run")
         else:
-            workspace.git(home, "fetch", "--quiet", ORIGIN)
-            workspace.resolve(home, commit)
+            try:
+                workspace.resolve(home, commit)
+            except UserError:
+                workspace.git(home, "fetch", "--quiet", ORIGIN)
+                workspace.resolve(home, commit)
             variables, trailers = ({STUDY_VARIABLE: study}, {isolated.STUDY: study}) if study else ({}, {})
             with _opened(Workspace(home, name, commit, tuple(overrides)), pull=True) as space:
                 run_isolated(space, [*(options or []), "--pull", "--push"], variables, trailers)

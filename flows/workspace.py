@@ -69,15 +69,12 @@ class Workspace:
 
 
 @contextmanager
-def opened(
-    workspace: Workspace, own_cache: bool = False, checkout: bool = True, pull: bool = False
-) -> Iterator[Workspace]:
+def opened(workspace: Workspace, pull: bool = False, raw_data: bool = True) -> Iterator[Workspace]:
     """Make the workspace, or continue in it, and hold its lock within the block. It stays until `remove`.
 
-    With `own_cache` its DVC cache is empty and its own; without `checkout` it has no files, with `pull` raw data
-    that the cache lacks are fetched from DVC's remote (`dvc exp save` needs all of them). Raises UserError when
-    another process works in it, when the commit or the tracked raw data are missing, or for an override that does not
-    fit params.yaml.
+    With `pull` raw data that the cache lacks are fetched from DVC's remote (`dvc exp save` needs all of them); without
+    `raw_data` it has none. Raises UserError when another process works in it, when the commit or the tracked raw data
+    are missing, or for an override that does not fit params.yaml.
     """
     from tasks.stage.dvc_adapter import apply_overrides, configure_workspace
 
@@ -91,15 +88,11 @@ def opened(
         known = {key: value for key, value in _read_note(workspace.folder).items() if key != "kept"}
         if known != workspace.note:
             _remove_tree(workspace)
-            options = [] if checkout else ["--no-checkout"]
             with _GIT:
-                git(home, "worktree", "add", "--quiet", "--detach", "--force", *options, str(root), workspace.commit)
-            (root / ".dvc").mkdir(exist_ok=True)
-            configure_workspace(
-                home, root, workspace.folder / "site", workspace.folder / "cache" if own_cache else None
-            )
-            if checkout:
-                apply_overrides(root, workspace.overrides)
+                git(home, "worktree", "add", "--quiet", "--detach", "--force", str(root), workspace.commit)
+            configure_workspace(home, root, workspace.folder / "site", None)
+            apply_overrides(root, workspace.overrides)
+            if raw_data:
                 _bring_raw_data(workspace, pull)
             write_note(workspace)
         yield workspace

@@ -8,7 +8,9 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
+
+import psutil
 
 from flows import server
 from flows.graph import read_graph
@@ -140,15 +142,27 @@ def _locks(root: Path) -> Iterator[Check]:
     try:
         listed = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
         readers = [one for many in listed.get("read", {}).values() for one in many]
-        processes = {str(one["pid"]) for one in [*listed.get("write", {}).values(), *readers]}
+        runs = {str(one["pid"]): _runs(one) for one in [*listed.get("write", {}).values(), *readers]}
     except (OSError, ValueError, TypeError, AttributeError, KeyError):
         yield Check("locks", "note", ".dvc/tmp/rwlock is half-written: DVC stops at it", "rm .dvc/tmp/rwlock")
         return
-    if processes:
-        found = f".dvc/tmp/rwlock names processes: {', '.join(sorted(processes))}"
-        yield Check(
-            "locks", "note", found, "rm .dvc/tmp/rwlock if DVC says that a file is busy and none of them is DVC"
-        )
+    if dead := sorted(pid for pid in runs if not runs[pid]):
+        found = f".dvc/tmp/rwlock names dead processes: {', '.join(dead)}"
+        yield Check("locks", "note", found, "rm .dvc/tmp/rwlock if DVC says that a file is busy")
+    elif runs:
+        yield Check("locks", "note", f"DVC runs here (process {', '.join(sorted(runs))})")
+
+
+def _runs(entry: dict[str, Any]) -> bool:
+    """Whether the process of an entry still runs: one with its number and its arguments, and no zombie."""
+    try:
+        process = psutil.Process(int(entry["pid"]))
+        arguments = str(entry["cmd"]).partition(" ")[2]
+        return process.status() != psutil.STATUS_ZOMBIE and " ".join(process.cmdline()).endswith(arguments)
+    except psutil.NoSuchProcess:
+        return False
+    except psutil.Error:  # of another user
+        return True
 
 
 def _params(root: Path) -> Iterator[Check]:

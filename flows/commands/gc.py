@@ -48,7 +48,8 @@ def gc(root: Path, keep: int, studies: Sequence[str], yes: bool) -> None:
     from tasks.stage.dvc_adapter import cache_objects
 
     with alone(root) if yes else nullcontext():
-        runs, sizes = examine(root, keep, studies), cache_objects(root)
+        sizes = cache_objects(root)  # first: what comes meanwhile stays
+        runs = examine(root, keep, studies)
         gone = sizes.keys() - set().union(*(run.objects for run in runs if not run.goes))
         print(render(runs, sizes, gone), flush=True)
         if not yes:
@@ -66,6 +67,8 @@ def gc(root: Path, keep: int, studies: Sequence[str], yes: bool) -> None:
             done = subprocess.run(command, cwd=root, env=env, capture_output=True, text=True, check=False)
             if done.returncode:
                 raise UserError(f"`dvc exp remove` failed: {' '.join(done.stderr.split()).removeprefix('ERROR: ')}")
+        for run in examine(root, keep, []):  # an import, a commit or `dvc exp apply` may need some by now
+            gone -= run.objects
         with locked(root, writes=True):
             for one in gone:
                 (cache_folder(root) / one[:2] / one[2:]).unlink(missing_ok=True)

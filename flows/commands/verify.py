@@ -3,11 +3,14 @@ with `dvc.lock`. Nothing in the workspace is changed."""
 
 import os
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
+
+from ruamel.yaml import YAML
 
 from flows import processes, workspace
 from flows.graph import brief, opened, read_graph
@@ -19,12 +22,16 @@ from rlhf_core.files import remove
 from tasks.records.differences import READERS, difference
 from tasks.stage import provenance, rounds
 from tasks.stage.definition import git_state
-from tasks.stage.dvc_files import Project, open_project
+from tasks.stage.dvc_files import Project, open_project, read_lock_file
 from tasks.tracking.settings import HOLD_VARIABLE
 
 Log = Callable[[str, str], None]
 """Receives the name of a stage and a line about it."""
 DIGITS = 8
+HEADROOM = 200 * 2**20
+"""Bytes for code, logs and the records for MLflow."""
+COPIES = 3
+"""Copies of each output: in the clone, in its cache, and partial or as a checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -85,8 +92,8 @@ class Report:
 def verify(root: Path, names: Sequence[str], keep: bool, log: Log) -> Report:
     """Rebuild these stages (none: all) and compare; after a stage that fails the rest is not rebuilt.
 
-    Raises UserError when dvc.lock is missing or not that of the current code, or an input is lost. The clone is removed
-    at the end, also after an error, unless `keep`.
+    Raises UserError when dvc.lock is missing or not that of the current code, an input is lost, or the disk is too
+    full. The clone is removed at the end, also after an error, unless `keep`.
     """
     import torch
 
@@ -99,7 +106,8 @@ def verify(root: Path, names: Sequence[str], keep: bool, log: Log) -> Report:
     report = Report(cpu=str(torch.backends.cpu.get_cpu_capability()), threads=read_threads(root / PARAMS_FILE),
                     commit=commit, dirty=dirty)  # fmt: skip
     space = Workspace(root, f"verify-{os.getpid()}", workspace.resolve(root, "HEAD"))
-    with processes.session(), open_project(root) as project, workspace.opened(space):
+    _require_room(root, chosen)
+    with processes.session(), open_project(root) as project, _clone(space, keep):
         outs = {name: project.stage(name).outs for name in chosen}
         try:
             _fill(space, project, chosen)
@@ -123,12 +131,7 @@ def verify(root: Path, names: Sequence[str], keep: bool, log: Log) -> Report:
                 log(name, f"rebuilt in {seconds:.0f} s: {'the same bytes' if same else 'DIFFERS'}")
         except (StageUserError, StageCrash) as error:
             report.failure, report.users_fault = str(error), isinstance(error, StageUserError)
-        finally:
-            if keep:
-                report.kept = str(space.root)
-                workspace.write_note(space, why_kept="by `leash verify --keep`")
-            else:
-                workspace.remove(space)
+    report.kept = str(space.root) if keep else ""
     done = {finding.stage for finding in report.findings}
     report.findings += [Finding(name, out.path, out.recorded or "", None, "not rebuilt")
                         for name in chosen if name not in done for out in outs[name]]  # fmt: skip
@@ -145,11 +148,8 @@ def verify_round(root: Path, number: int, log: Log) -> Report:
     note = rounds.read_note(root, number)
     space = Workspace(root, f"round-{number}-{os.getpid()}", workspace.resolve(root, note["commit"]))
     log("", f"round {number} was made from commit {space.commit[:DIGITS]}")
-    with workspace.opened(space):
-        try:
-            report = verify(space.root, read_graph(space.root).select(["select"]).stages, False, log)
-        finally:
-            workspace.remove(space)
+    with _clone(space):
+        report = verify(space.root, read_graph(space.root).select(["select"]).stages, False, log)
     rebuilt = {finding.out: finding for finding in report.findings}
     with open_project(root) as project:
         for out, name in ((rounds.MODEL, rounds.POLICY), (rounds.PREFERENCES, rounds.PAIRS)):
@@ -168,6 +168,38 @@ def environment(clone: Path) -> Environment:
     return {**workspace.environment(clone), "MLFLOW_TRACKING_URI": database, HOLD_VARIABLE: "1"}
 
 
+@contextmanager
+def _clone(space: Workspace, keep: bool = False) -> Iterator[None]:
+    """The workspace at its commit, without raw data. It is removed at the end, also where it could not be made; with
+    `keep` it stays once it is made."""
+    made = False
+    try:
+        with workspace.opened(space, raw_data=False):
+            made = True
+            yield
+    finally:
+        if keep and made:
+            workspace.write_note(space, why_kept="by `leash verify --keep`")
+        else:
+            workspace.remove(space)
+
+
+def _require_room(root: Path, stages: Sequence[str]) -> None:
+    """Raises UserError where the disk is too full for the inputs and outputs of these stages, by the sizes that
+    dvc.lock has for them."""
+    entries = (YAML(typ="safe").load(read_lock_file(root) or "") or {}).get("stages") or {}
+    recorded = [entries.get(name) or {} for name in stages]
+    deps, outs = ({one["path"]: int(one.get("size") or 0) for entry in recorded for one in entry.get(kind) or []}
+                  for kind in ("deps", "outs"))  # fmt: skip
+    needed = HEADROOM + COPIES * sum(outs.values()) + sum(size for path, size in deps.items() if path not in outs)
+    free = shutil.disk_usage(root).free
+    if free < needed:
+        raise UserError(
+            f"{root}: {needed / 2**30:.1f} GiB are needed for a clone and {free / 2**30:.1f} GiB are free; "
+            "`leash clean` and `leash gc` free some"
+        )
+
+
 def _fill(space: Workspace, project: Project, stages: Sequence[str]) -> None:
     """Bring the workspace from its commit to the state of the checkout: edited files, and the inputs that dvc.lock
     records, from DVC's cache or remote. Remove the outputs of the stages, and give it an empty cache of its own. Raises
@@ -182,10 +214,11 @@ def _fill(space: Workspace, project: Project, stages: Sequence[str]) -> None:
         if (space.home / name).is_file():
             (space.root / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(space.home / name, space.root / name)
-    needed = [f"{file.path}/" for name in stages for file in project.stage(name).inputs]
-    inputs = [out for out in others if out.in_cache and any(path.startswith(f"{out.path}/") for path in needed)]
-    inputs += [file for name in edited for file in project.sources.get(name, ())]
-    for file in inputs:
+    read = [file.path for name in stages for file in project.stage(name).inputs]
+    read += [path for name in stages for path in project.stage(name).params_of]
+    for file in (*(out for out in others if out.in_cache), *project.tracked):
+        if not any(f"{path}/".startswith(f"{file.path}/") or file.path.startswith(f"{path}/") for path in read):
+            continue
         try:
             found = stored_files(space.home, file.recorded or "")
         except UserError as error:

@@ -13,7 +13,7 @@ import pytest
 from mlflow.tracking import MlflowClient
 from prefect.client.orchestration import get_client
 
-from flows import promotion, workspace
+from flows import deployments, promotion, workspace
 from flows.deployments import nightly, trial
 from flows.promotion import Decision, decide
 from flows.workspace import Workspace
@@ -300,6 +300,33 @@ def test_who_reaches_the_server_cannot_switch_remote_code_on(home: Path, overrid
         trial.with_options(name="toy-trial")("a", commit_hash, [override])
     with pytest.raises(UserError, match="a run of project other on a worker of toy"):
         trial.with_options(name="other-trial")("a", commit_hash, [])
+
+
+def test_a_trial_fetches_only_a_commit_that_is_not_here(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    origin, other, git, used = tmp_path / "origin/toy.git", tmp_path / "other", workspace.git, []
+    call(home, "git", "init", "--quiet", "--bare", str(origin))
+    call(home, "git", "remote", "add", "origin", str(origin))
+    call(home, "git", "push", "--quiet", "origin", "HEAD")
+    call(home, "git", "clone", "--quiet", str(origin), str(other))
+    (other / "notes.txt").touch()
+    commit(other)
+    call(other, "git", "push", "--quiet", "origin", "HEAD")
+
+    def spy(folder: Path, *words: str) -> str:
+        used.append(words[0])
+        return git(folder, *words)
+
+    def stop(*words: object, **more: object) -> None:
+        raise UserError("far enough")
+
+    monkeypatch.setattr(workspace, "git", spy)
+    monkeypatch.setattr(deployments, "_opened", stop)
+    for root, fetches in ((home, 0), (other, 1)):
+        with pytest.raises(UserError, match="far enough"):
+            trial.with_options(name="toy-trial")("a", git(root, "rev-parse", "HEAD").strip(), [])
+        assert used.count("fetch") == fetches
 
 
 def test_nothing_was_tracked_and_a_server_that_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,9 +1,12 @@
 """`leash doctor`: each finding says what to do, and only what is broken makes it fail."""
 
+import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
 
 from flows.commands.doctor import Check, examine, render
@@ -51,6 +54,22 @@ def test_a_check_that_fails_is_a_finding(
 ) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda path: 1 / 0)
     assert checks()["disk"].verdict == "BROKEN"
+
+
+def test_a_list_of_files_in_use_is_removed_only_where_dvc_is_dead(toy: Callable[..., Path]) -> None:
+    root = toy({"one": ("work", [])})
+
+    def found(command: str) -> Check:
+        entry = {"pid": os.getpid(), "cmd": command}
+        (root / ".dvc/tmp").mkdir(exist_ok=True)
+        (root / ".dvc/tmp/rwlock").write_text(json.dumps({"write": {"one.out": entry}, "read": {"a": [entry]}}))
+        [check] = [check for check in examine(root) if check.name == "locks"]
+        return check
+
+    own = " ".join(psutil.Process().cmdline()[1:])
+    assert found(own) == Check("locks", "note", f"DVC runs here (process {os.getpid()})")
+    assert found("/bin/dvc repro").found == f".dvc/tmp/rwlock names dead processes: {os.getpid()}"
+    assert found("/bin/dvc repro").advice == "rm .dvc/tmp/rwlock if DVC says that a file is busy"
 
 
 def test_the_table_has_a_line_a_check_and_the_advice_after_it() -> None:

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -131,6 +132,27 @@ def test_what_stays_can_be_restored_and_the_rest_is_gone(root: Path, capsys: pyt
     gc.gc(root, 1, ["s"], True)
     gc.gc(root, 1, ["s"], False)
     assert capsys.readouterr().out.splitlines()[-1] == "nothing to remove"
+
+
+def test_what_becomes_needed_meanwhile_stays(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is stored while gc looks, and an old result that is applied then."""
+    look, new = gc.examine, root / ".dvc/cache/files/md5/ab" / ("c" * 30)
+
+    def slow(*values: Any) -> list[gc.Run]:
+        found = look(*values)
+        if not new.exists():
+            new.parent.mkdir(exist_ok=True)
+            new.touch()
+            dvc(root, "exp", "apply", "nightly-1")
+        return found
+
+    monkeypatch.setattr(gc, "examine", slow)
+    gc.gc(root, 1, ["s"], True)
+    assert experiments(root) == {"nightly-3", "s-2-a=1"}
+    assert new.exists()
+    shutil.rmtree(root / "policy")
+    dvc(root, "checkout")
+    assert (root / "policy/w").read_text() == "2" * 100
 
 
 @pytest.mark.slow

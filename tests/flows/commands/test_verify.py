@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -171,9 +172,52 @@ def test_raw_data_come_from_the_cache_where_the_workspace_has_lost_them(recorded
     assert not (recorded / "data/raw/set.txt").exists()
 
 
+def cached(root: Path, file: str) -> Path:
+    """The object of DVC's cache with the bytes of this file."""
+    digest = hashlib.md5((root / file).read_bytes(), usedforsecurity=False).hexdigest()
+    return root / ".dvc/cache/files/md5" / digest[:2] / digest[2:]
+
+
+def test_raw_data_that_were_never_pulled(recorded: Path, tmp_path: Path) -> None:
+    """A stage that does not read them needs none; one that does takes them from the remote."""
+    call(
+        recorded, sys.executable, "-m", "dvc", "remote", "add", "--quiet", "--default", "store", str(tmp_path / "store")
+    )
+    call(recorded, sys.executable, "-m", "dvc", "push", "--quiet")
+    blob = cached(recorded, "data/raw/set.txt")
+    blob.unlink()
+    (recorded / "data/raw/set.txt").unlink()
+    assert verdicts(rebuild(recorded, "one")) == {"one.out": "same"}
+    assert not blob.exists()
+    assert verdicts(rebuild(recorded, "three")) == {"three.out": "same"}
+
+
+@pytest.mark.parametrize("error", [UserError("no worktree"), KeyboardInterrupt()])
+def test_a_clone_that_cannot_be_made_is_removed(
+    recorded: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    def broken(*words: object) -> None:
+        raise error
+
+    monkeypatch.setattr("tasks.stage.dvc_adapter.apply_overrides", broken)
+    with pytest.raises(type(error)):
+        rebuild(recorded, keep=True)
+    assert leftovers(recorded) == []
+
+
+def test_a_disk_without_room_for_a_clone(recorded: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Refused before the clone is made; 2.5 GiB would do for one copy of the output."""
+    lock = recorded / "dvc.lock"
+    lock.write_text(re.sub(r"(path: one.out\n(?: .*\n)+?      size:) \d+", rf"\1 {2**30}", lock.read_text()))
+    usage = shutil.disk_usage(recorded)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=5 * 2**29))
+    monkeypatch.setattr(workspace, "opened", None)
+    with pytest.raises(UserError, match=r"3\.2 GiB are needed for a clone and 2\.5 GiB are free; `leash clean`"):
+        rebuild(recorded, "one")
+
+
 def test_an_input_that_is_nowhere(recorded: Path) -> None:
-    digest = hashlib.md5((recorded / "one.out").read_bytes(), usedforsecurity=False).hexdigest()
-    (recorded / ".dvc/cache/files/md5" / digest[:2] / digest[2:]).unlink()
+    cached(recorded, "one.out").unlink()
     with pytest.raises(UserError, match=r"one\.out: \w{32}: neither the DVC cache"):
         rebuild(recorded, "two")
     assert leftovers(recorded) == []

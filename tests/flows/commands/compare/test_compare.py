@@ -157,6 +157,20 @@ def test_answers_of_a_revision_come_from_the_cache_of_dvc(project: Path) -> None
     assert found["models"]["sft"]["gold"]["difference"] == 1.0
 
 
+def test_answers_of_another_clone_come_from_its_cache(project: Path, tmp_path: Path) -> None:
+    answers(project, {"sft": [0.0, 9.0]})
+    other = write(tmp_path / "elsewhere", 5.0)
+    path = answers(other, {"sft": [1.0, 10.0]})
+    digest = hashlib.md5(path.read_bytes(), usedforsecurity=False).hexdigest()
+    (other / "dvc.lock").write_text(lock_of(digest), encoding="utf-8")
+    Repo.init(str(other), no_scm=True).close()
+    cached = other / ".dvc/cache/files/md5" / digest[:2] / digest[2:]
+    cached.parent.mkdir(parents=True)
+    path.rename(cached)
+    found = compare(project, [".", str(other)], [])[0]["differences"][0]
+    assert found["models"]["sft"]["gold"]["difference"] == 1.0
+
+
 def lock_of(digest: str, metrics: str = "") -> str:
     hashes = {"data/evaluate/answers.jsonl": digest, "metrics/evaluate.json": metrics}
     outs = [{"path": path, "hash": "md5", "md5": value, "size": 1} for path, value in hashes.items() if value]
