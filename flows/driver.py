@@ -16,8 +16,6 @@ from tasks.tracking.settings import main_checkout
 EXECUTIONS = Path("work") / "executions"
 """Locks of the executions at work, in the main checkout."""
 POLL_SECONDS = 0.5
-STOPPING_SECONDS = sum(seconds for _, seconds in processes.STAGE_SIGNALS) + 5.0
-"""How long the guardians of a killed driver may take to end its stages."""
 
 _held: dict[Path, Project] = {}
 
@@ -42,7 +40,7 @@ def exclusive(root: Path) -> Iterator[Project]:
             alive = psutil.Process(holder(path)).status() != psutil.STATUS_ZOMBIE
         if not alive:
             print("the stages of a killed run are still stopping here; waiting for them", flush=True)
-        if alive or not lock.acquire(STOPPING_SECONDS):
+        if alive or not lock.acquire(processes.STOPPING_SECONDS):
             who = who_holds(path) or "it has just ended"
             raise UserError(f"another leash run works in this folder ({who}); wait for its end or stop it")
     try:

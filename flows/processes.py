@@ -25,6 +25,8 @@ StopSignals = tuple[tuple[signal.Signals, float], ...]
 """Signals to send one after another, each with the seconds to wait for its effect."""
 
 STAGE_SIGNALS: StopSignals = ((signal.SIGINT, 30.0), (signal.SIGTERM, 5.0), (signal.SIGKILL, 5.0))
+STOPPING_SECONDS = sum(seconds for _, seconds in STAGE_SIGNALS) + 5.0
+"""How long the guardians of a killed run may take to end its stages."""
 SERVER_SIGNALS: StopSignals = ((signal.SIGTERM, 10.0), (signal.SIGKILL, 5.0))
 KILL_SIGNALS: StopSignals = ((signal.SIGKILL, 5.0),)
 RUNNER_SIGNALS: StopSignals = ((signal.SIGINT, 60.0), (signal.SIGTERM, 10.0), (signal.SIGKILL, 5.0))

@@ -32,8 +32,6 @@ SERVE = "serve"
 """The workspace of `leash serve`, which runs no stage."""
 NOTE = "workspace.json"
 """Written when the workspace is complete: its commit, its overrides, and why it was kept."""
-STOPPING_SECONDS = sum(seconds for _, seconds in processes.STAGE_SIGNALS) + 5.0
-"""How long the stages of a killed run may take to end."""
 _OF_A_REPOSITORY = (
     "GIT_DIR", "GIT_WORK_TREE", "GIT_COMMON_DIR", "GIT_INDEX_FILE", "GIT_PREFIX", "GIT_NAMESPACE", "GIT_SHALLOW_FILE",
     "GIT_OBJECT_DIRECTORY", "GIT_ALTERNATE_OBJECT_DIRECTORIES", "GIT_QUARANTINE_PATH",
@@ -83,7 +81,7 @@ def opened(workspace: Workspace, pull: bool = False, raw_data: bool = True) -> I
         with held(home / GC, GC_SECONDS, "removes objects of DVC's cache"):
             pass
         if (root / "work").is_dir():  # the stages of a killed run stop by themselves
-            with held(root / "work" / "driver.lock", STOPPING_SECONDS, f"works in {root}"):
+            with held(root / "work" / "driver.lock", processes.STOPPING_SECONDS, f"works in {root}"):
                 pass
         known = {key: value for key, value in _read_note(workspace.folder).items() if key != "kept"}
         if known != workspace.note:

@@ -10,8 +10,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from ruamel.yaml import YAML
-
 from flows import processes, workspace
 from flows.graph import brief, opened, read_graph
 from flows.stages import Environment, StageCrash, StageUserError, run_stage
@@ -22,7 +20,7 @@ from rlhf_core.files import remove
 from tasks.records.differences import READERS, difference
 from tasks.stage import provenance, rounds
 from tasks.stage.definition import git_state
-from tasks.stage.dvc_files import Project, open_project, read_lock_file
+from tasks.stage.dvc_files import Project, open_project
 from tasks.tracking.settings import HOLD_VARIABLE
 
 Log = Callable[[str, str], None]
@@ -106,7 +104,8 @@ def verify(root: Path, names: Sequence[str], keep: bool, log: Log) -> Report:
     report = Report(cpu=str(torch.backends.cpu.get_cpu_capability()), threads=read_threads(root / PARAMS_FILE),
                     commit=commit, dirty=dirty)  # fmt: skip
     space = Workspace(root, f"verify-{os.getpid()}", workspace.resolve(root, "HEAD"))
-    _require_room(root, chosen)
+    with open_project(root) as project:
+        _require_room(project, chosen)
     with processes.session(), open_project(root) as project, _clone(space, keep):
         outs = {name: project.stage(name).outs for name in chosen}
         try:
@@ -184,18 +183,15 @@ def _clone(space: Workspace, keep: bool = False) -> Iterator[None]:
             workspace.remove(space)
 
 
-def _require_room(root: Path, stages: Sequence[str]) -> None:
-    """Raises UserError where the disk is too full for the inputs and outputs of these stages, by the sizes that
-    dvc.lock has for them."""
-    entries = (YAML(typ="safe").load(read_lock_file(root) or "") or {}).get("stages") or {}
-    recorded = [entries.get(name) or {} for name in stages]
-    deps, outs = ({one["path"]: int(one.get("size") or 0) for entry in recorded for one in entry.get(kind) or []}
-                  for kind in ("deps", "outs"))  # fmt: skip
-    needed = HEADROOM + COPIES * sum(outs.values()) + sum(size for path, size in deps.items() if path not in outs)
-    free = shutil.disk_usage(root).free
+def _require_room(project: Project, stages: Sequence[str]) -> None:
+    """Raises UserError where the disk is too full for the inputs and outputs of these stages."""
+    made = {out.path: out.size for name in stages for out in project.stage(name).outs}
+    read = {file.path: file.size for name in stages for file in project.stage(name).inputs if file.path not in made}
+    needed = HEADROOM + COPIES * sum(made.values()) + sum(read.values())
+    free = shutil.disk_usage(project.root).free
     if free < needed:
         raise UserError(
-            f"{root}: {needed / 2**30:.1f} GiB are needed for a clone and {free / 2**30:.1f} GiB are free; "
+            f"{project.root}: {needed / 2**30:.1f} GiB are needed for a clone and {free / 2**30:.1f} GiB are free; "
             "`leash clean` and `leash gc` free some"
         )
 

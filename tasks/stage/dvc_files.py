@@ -132,6 +132,8 @@ class File:
     in_cache: bool
     """Whether it is an output that DVC's cache holds."""
     project: "Project"
+    size: int = 0
+    """Bytes, as dvc.lock has them."""
 
     @property
     def place(self) -> Path:
@@ -321,23 +323,25 @@ class Project:
                     raise _unreadable(GRAPH_FILE, f"stage {name} has all of {file} among its params; name the keys")
                 params_of[file] = (*params_of.get(file, ()), *map(str, names))
         try:
-            recorded = {one["path"]: one.get("md5") for part in ("deps", "outs") for one in record.get(part, [])}
+            entries = {one["path"]: one for part in ("deps", "outs") for one in record.get(part, [])}
             values: dict[str, Any] = {}
             for file, names in params_of.items():
                 found = (record.get("params") or {}).get(file) or {}
                 values |= {one: found[one] for one in names if one in found}
         except (AttributeError, TypeError, KeyError):
             raise _unreadable(LOCK_FILE, f"the entry of {name}") from None
-        outs = [
-            File(out, recorded.get(out), (options or {}).get("cache", True), self)
-            for kind in OUTS
-            for out, options in _pairs(entry.get(kind))
-        ]
+
+        def file(path: str, in_cache: bool) -> File:
+            known = entries.get(path, {})
+            return File(path, known.get("md5"), in_cache, self, int(known.get("size") or 0))
+
+        pairs = [pair for kind in OUTS for pair in _pairs(entry.get(kind))]
+        outs = tuple(file(path, (options or {}).get("cache", True)) for path, options in pairs)
         return Definition(
             name=name,
             command=str(entry["cmd"]),
-            inputs=tuple(File(path, recorded.get(path), False, self) for path, _ in _pairs(entry.get("deps"))),
-            outs=tuple(outs),
+            inputs=tuple(file(path, False) for path, _ in _pairs(entry.get("deps"))),
+            outs=outs,
             params_of=params_of,
             recorded_params=values,
             command_changed=record.get("cmd") != entry["cmd"],

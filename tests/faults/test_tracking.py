@@ -95,7 +95,7 @@ class Server:
 
     @property
     def address(self) -> str:
-        return f"http://somebody:hunter2@127.0.0.1:{self.port}"
+        return f"http://user:hunter2@127.0.0.1:{self.port}"
 
     def start(self) -> None:
         from werkzeug.serving import make_server

@@ -93,7 +93,7 @@ def test_what_cannot_arrive_stays(
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{probe.getsockname()[1]}"
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://somebody:hunter2@{address}")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://user:hunter2@{address}")
     with pytest.raises(typer.Exit) as ended:
         cli.sync(timeout=20.0)
     printed = capsys.readouterr().out

@@ -45,6 +45,31 @@ def test_lines_come_as_they_are_written_and_carriage_returns_end_them() -> None:
     assert heard[2][0] - heard[1][0] > 0.5
 
 
+def test_an_interrupted_command_can_print_and_close(tmp_path: Path) -> None:
+    """More than a pipe holds, while it stops; nothing is lost."""
+    code = (
+        "import signal, sys, time\n"
+        "def close(*_):\n"
+        "    print('x' * 200_000, flush=True)\n"
+        "    open(sys.argv[1], 'w').close()\n"
+        "    sys.exit(1)\n"
+        "signal.signal(signal.SIGINT, close)\n"
+        "print('ready', flush=True)\n"
+        "time.sleep(60)"
+    )
+    lines: list[str] = []
+
+    def interrupt(line: str) -> None:
+        lines.append(line)
+        if line == "ready":
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run(code, str(tmp_path / "closed"), on_line=interrupt)
+    assert (tmp_path / "closed").exists()
+    assert [len(line) for line in lines[1:]] == [200_000]
+
+
 def test_a_time_limit_ends_the_whole_group() -> None:
     lines: list[str] = []
     started = time.monotonic()

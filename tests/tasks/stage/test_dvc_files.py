@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -11,7 +12,7 @@ import pytest
 
 from rlhf_core.errors import UserError
 from tasks.stage import dvc_files
-from tasks.stage.dvc_files import open_project, read_lock_file, recorded_order
+from tasks.stage.dvc_files import Stored, open_project, read_lock_file, recorded_order
 
 ROOT = Path(__file__).resolve().parents[3]
 GRAPH = """
@@ -242,3 +243,15 @@ def test_a_parameter_that_is_no_longer_tracked_has_not_changed(root: Path) -> No
     with open_project(root) as project:
         stage = project.stage("second")
         assert (stage.present_params(), stage.recorded_params) == ({"other": 1}, {})
+
+
+def test_a_copy_with_other_bytes_than_the_cache_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    blob = tmp_path / "90" / "0150983cd24fb0d6963f7d28e17f72"
+    blob.parent.mkdir()
+    blob.write_bytes(b"abc")
+    Stored(blob).copy(tmp_path / "right")
+    assert (tmp_path / "right").read_bytes() == b"abc"
+    monkeypatch.setattr(shutil, "copyfile", lambda source, target: target.write_bytes(b"abd"))
+    with pytest.raises(UserError, match="other bytes than"):
+        Stored(blob).copy(tmp_path / "wrong")
+    assert not (tmp_path / "wrong").exists()

@@ -72,7 +72,7 @@ def test_the_identity_of_a_pipeline_run(root: Path, edit: Callable[[Path], dict[
 
 
 def test_commit_branch_and_origin_are_tags_without_a_password(root: Path) -> None:
-    call(root, "git", "remote", "add", "origin", "https://somebody:hunter2@example.org/team/project.git")
+    call(root, "git", "remote", "add", "origin", "https://user:hunter2@example.org/team/project.git")
     tags = identity(root, PARAMS)["tags"]
     assert len(tags["mlflow.source.git.commit"]) == 40
     assert tags["mlflow.source.git.branch"] == "trunk"

@@ -93,6 +93,14 @@ def test_what_has_arrived_is_removed_unless_a_stage_would_continue(tmp_path: Pat
     assert open_ not in record.pending(tmp_path), "another run began: this one will not continue"
 
 
+def test_what_is_written_after_the_clock_went_back_is_sent(tmp_path: Path) -> None:
+    folder = pipeline(tmp_path)
+    record.confirm(folder, "here", record.changed_ns(folder))
+    assert record.pending(tmp_path, "here") == []
+    os.utime(folder / record.RUN, (1.0, 1.0))
+    assert record.pending(tmp_path, "here") == [folder]
+
+
 def test_parameters_are_flattened_and_secrets_hidden() -> None:
     flat = record.flatten(
         {"ppo": {"kl": {"coef": 1e-4}, "pad_token": "<pad>", "stop": [1, 2]}, "a": None, "hub": {"token": "hf_x"}}

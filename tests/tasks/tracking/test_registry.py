@@ -108,9 +108,7 @@ def test_what_the_cache_lacks_comes_from_the_remote(registered: Path) -> None:
 
 def test_what_neither_has_is_an_error_of_one_line(registered: Path, tmp_path: Path) -> None:
     shutil.rmtree(registered / ".dvc/cache")
-    (registered / ".dvc/config").write_text(
-        REMOTE.format("https://somebody:hunter2@127.0.0.1:1/store"), encoding="utf-8"
-    )
+    (registered / ".dvc/config").write_text(REMOTE.format("https://user:hunter2@127.0.0.1:1/store"), encoding="utf-8")
     with pytest.raises(MlflowException, match=r"neither the DVC cache of .* nor its remote has it") as caught:
         mlflow.artifacts.download_artifacts("models:/a-repository-policy@current", dst_path=str(tmp_path))
     assert "\n" not in str(caught.value)

@@ -134,7 +134,7 @@ def test_a_server_that_is_down_costs_one_line_and_nothing_is_lost(root: Path, mo
         address = f"127.0.0.1:{probe.getsockname()[1]}"
     stage(root, pipeline(root), "ppo", points=3)
     with monkeypatch.context() as patch:
-        patch.setenv("MLFLOW_TRACKING_URI", f"http://somebody:hunter2@{address}")
+        patch.setenv("MLFLOW_TRACKING_URI", f"http://user:hunter2@{address}")
         begun = time.monotonic()
         line = sync(root)
         assert time.monotonic() - begun < 2.0
