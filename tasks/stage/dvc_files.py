@@ -331,16 +331,16 @@ class Project:
         except (AttributeError, TypeError, KeyError):
             raise _unreadable(LOCK_FILE, f"the entry of {name}") from None
 
-        def file(path: str, in_cache: bool) -> File:
+        def with_record(path: str, in_cache: bool) -> File:
             known = entries.get(path, {})
             return File(path, known.get("md5"), in_cache, self, int(known.get("size") or 0))
 
         pairs = [pair for kind in OUTS for pair in _pairs(entry.get(kind))]
-        outs = tuple(file(path, (options or {}).get("cache", True)) for path, options in pairs)
+        outs = tuple(with_record(path, (options or {}).get("cache", True)) for path, options in pairs)
         return Definition(
             name=name,
             command=str(entry["cmd"]),
-            inputs=tuple(file(path, False) for path, _ in _pairs(entry.get("deps"))),
+            inputs=tuple(with_record(path, False) for path, _ in _pairs(entry.get("deps"))),
             outs=outs,
             params_of=params_of,
             recorded_params=values,
