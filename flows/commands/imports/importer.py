@@ -3,6 +3,7 @@
 import filecmp
 import json
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -78,8 +79,9 @@ def import_data(
     for line in found:
         log(line)
     place, ignore = (RAW / target.name).as_posix(), (RAW / ".gitignore").as_posix()
-    log(f"{place}: tracked by DVC; for git: git add {place}.dvc{f' {ignore}' if (root / ignore).exists() else ''}")
-    log(f"to undo it: dvc remove {place}.dvc && rm -r {place}")
+    kept = [f"{place}.dvc", *([ignore] if (root / ignore).exists() else [])]
+    log(f"{place}: tracked by DVC; for git: git add {shlex.join(kept)}")
+    log(f"to undo it: dvc remove {shlex.quote(kept[0])} && rm -r {shlex.quote(place)}")
     log("set in params.yaml (examples/own-data.yaml is a complete file to start from):")
     if any(example.annotator for example in examples) and all(example.kind == "pair" for example in examples):
         log(f"  ingest.labels: {json.dumps(target.name)}    (added to the data of ingest.source)")

@@ -185,6 +185,15 @@ def test_it_prints_what_was_found_and_the_lines_of_params_yaml(source, root, add
     ]
 
 
+def test_the_printed_commands_can_be_pasted(tmp_path, root, capsys):
+    source = tmp_path / "my data.jsonl"
+    source.write_text('{"prompt": "x", "chosen": "a b", "rejected": "c"}\n', encoding="utf-8")
+    import_data(source, root)
+    printed = capsys.readouterr().out
+    assert "git add 'data/raw/my data.jsonl.dvc'" in printed
+    assert "dvc remove 'data/raw/my data.jsonl.dvc' && rm -r 'data/raw/my data.jsonl'" in printed
+
+
 def test_every_broken_row_is_named(source, root, capsys):
     with (source / "train.jsonl").open("a") as file:
         file.write('{"prompt": "x"}\n{"prompt":\n')
