@@ -3,15 +3,14 @@
     python benchmarks/gpu_check.py [--minutes 8] [--out gpu_check] [--only NAME …]
 
 Each check of the table below is a process of its own with a time limit. They run in this order until the minutes are
-over, on a CPU two side by side; what failed or did not run is a row with its reason. Other processes plan the memory of
-the checks meanwhile; plan and measurement are compared after the last check. The models have random weights, of real
+over, on a CPU two side by side; what failed or did not run is a row with its reason. Plan and measurement of memory are
+compared after the last check. The models have random weights, of real
 sizes on a GPU and of toy size on a CPU. Needs `rlhf_core` and its libraries only, and no network. Writes
 gpu_check.json, gpu_check.md and a log of each check to the folder --out. Exit code 1 if a check failed.
 """
 
 import argparse
 import contextlib
-import hashlib
 import json
 import os
 import signal
@@ -19,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
@@ -69,13 +68,6 @@ class Case:
         """Whether our own sampler samples."""
         return self.changes.get("engine", "leash") == "leash"
 
-    @property
-    def plan(self) -> str:
-        """Name of the plan of its memory; equal for cases with the same plan."""
-        changes = {key: value for key, value in self.changes.items() if key != "deterministic"}
-        key = json.dumps([self.model, self.reward, changes], sort_keys=True)
-        return hashlib.sha256(key.encode()).hexdigest()[:16]
-
 
 BF16 = {"precision": "bfloat16"}
 SHARED = {"critic": {"kind": "shared"}}
@@ -119,15 +111,16 @@ def main() -> int:
     rows: list[dict[str, Any]] = []
     until = time.monotonic() + 60.0 * options.minutes
     print("\n".join(RESULTS_HEAD), flush=True)
-    with planning(chosen, out) as plans, ThreadPoolExecutor(SIDE_BY_SIDE) as pool:
-        each = map if plans.gpu else pool.map
+    gpu = on_gpu()
+    with ThreadPoolExecutor(SIDE_BY_SIDE) as pool:
+        each = map if gpu else pool.map
         for row in each(lambda case: run_case(case, until - time.monotonic(), out), chosen):
             rows.append(row)
             print(result_line(row), flush=True)
             write(out, rows)
-        for case, row in zip(chosen, rows, strict=True):
-            if "peak_bytes" in row["figures"] and add_plan(row, plans.of(case, until), plans.gpu):
-                print(result_line(row), flush=True)
+    for case, row in zip(chosen, rows, strict=True):
+        if "peak_bytes" in row["figures"] and add_plan(row, plan_of(case, gpu), gpu):
+            print(result_line(row), flush=True)
     write(out, rows)
     print("\n" + "\n".join(speed_table(rows)) + "\n\n" + summary(rows))
     return int(any(row["result"] == FAILED for row in rows))
@@ -176,48 +169,25 @@ def missing(needs: str) -> str:
     return "" if requirement.specifier.contains(found, prereleases=True) else f"needs {needs}; installed is {found}"
 
 
-@dataclass
-class Plans:
-    """Processes that plan the memory of checks, and the folder of their results."""
-
-    folder: Path
-    gpu: bool
-    processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
-
-    def of(self, case: Case, until: float) -> dict[str, Any]:
-        """`bytes`, None where they are not known, with a `reason`. Waits for a plan until this time."""
-        if case.check != "step" or not case.ours:
-            return {"bytes": None, "reason": "not planned"}
-        file = self.folder / f"{case.plan}.json"
-        while not file.exists():
-            if time.monotonic() > until or all(process.poll() is not None for process in self.processes):
-                return {"bytes": None, "reason": "the plan was not ready; see plan.log"}
-            time.sleep(0.1)
-        found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-        return found
-
-
-@contextlib.contextmanager
-def planning(cases: Sequence[Case], out: Path) -> Iterator[Plans]:
-    """Plan on the CPU, with half of its cores, beside the checks in this context."""
+def on_gpu() -> bool:
+    """Whether there is a GPU."""
     from torch.cuda import is_available
 
-    wanted = {case.plan: case for case in cases if case.check == "step" and case.ours and not missing(case.needs)}
-    count = max(1, (os.cpu_count() or 1) // 2)
-    parts = [part for n in range(count) if (part := [asdict(case) for case in list(wanted.values())[n::count]])]
-    with tempfile.TemporaryDirectory(dir=out, prefix=".") as folder, (out / "plan.log").open("w") as log:
-        plans = Plans(Path(folder), gpu=is_available())
-        script, size = str(HERE.with_name("gpu_plan.py")), "gpu" if plans.gpu else "toy"
-        try:
-            for part in parts:
-                command = [sys.executable, script, json.dumps(part), folder, size]
-                environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-                plans.processes.append(subprocess.Popen(command, env=environment, stdout=log, stderr=log))
-            yield plans
-        finally:
-            for process in plans.processes:
-                process.kill()
-                process.wait()
+    return is_available()
+
+
+def plan_of(case: Case, gpu: bool) -> dict[str, Any]:
+    """The planned peak memory of a check: `bytes`, None where it is not planned, with a `reason`."""
+    if case.check != "step" or not case.ours:
+        return {"bytes": None, "reason": "not planned"}
+    from gpu_plan import planned_bytes
+
+    from rlhf_core.errors import UserError
+
+    try:
+        return {"bytes": planned_bytes(case, gpu), "reason": ""}
+    except UserError as error:
+        return {"bytes": None, "reason": str(error)}
 
 
 def add_plan(row: dict[str, Any], plan: Mapping[str, Any], gpu: bool) -> bool:

@@ -1,16 +1,16 @@
-"""Planned against measured peak memory of SFT and PPO on the CPU, for models of several sizes. Each real run is a
-process of its own; its peak is the highest resident memory (VmHWM) less what was resident after a run of a tiny model,
-which loads libraries and kernels. Freed memory is returned to the system at once; with --keep it is kept, as in a run.
+"""Planned against measured peak memory of training and sampling on the CPU, for models of several sizes. Each real run
+is a process of its own; its peak is the highest resident memory (VmHWM) less what was resident after a run of a tiny
+model, which loads libraries and kernels. Freed memory is returned to the system at once; with --keep it is kept, as in
+a run.
 
-    python benchmarks/plan_memory.py [--sizes 5 20 50] [--keep] [--json]
+    python benchmarks/plan_memory.py [--sizes 1 5 20] [--keep]
 """
 
 import argparse
 import ctypes
-import json
-import subprocess
-import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -18,23 +18,27 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, LlamaConfig, PreTrainedModel
 
+from rlhf_core.config.dpo import DPOConfig
 from rlhf_core.config.ppo import PPOConfig
+from rlhf_core.config.precision import Precision
+from rlhf_core.config.reward import RewardConfig
 from rlhf_core.config.sft import SFTConfig
+from rlhf_core.dpo import dpo_objective, train_on_pairs
 from rlhf_core.models.sampling import sample
-from rlhf_core.planning.memory import Lengths, ppo_phases, sft_phases
-from rlhf_core.planning.shapes import Shapes, planned_for, rows_of
+from rlhf_core.planning import Lengths, Model, Phase, pair_phases, ppo_phases, reward_phases, sft_phases
 from rlhf_core.ppo.actor_critic import ActorCritic
 from rlhf_core.ppo.optimizers import build_optimizers
 from rlhf_core.ppo.plan import StepPlan
 from rlhf_core.ppo.rollout import Credit, Rollout
 from rlhf_core.ppo.update import Updater
+from rlhf_core.reward import Comparison, train_reward_model
 from rlhf_core.sft import Demonstration, fine_tune
 from rlhf_core.training.memory import Halving
 from rlhf_core.training.processes import Processes
 from rlhf_core.training.run import Run
 
-SHAPES = {1: (64, 2, 512), 5: (256, 4, 4096), 20: (512, 5, 8192), 50: (768, 6, 8192)}
-"""Hidden size, layers and vocabulary for about so many million parameters."""
+SHAPES = {0: (16, 1, 64), 1: (128, 4, 1024), 5: (256, 4, 4096), 20: (512, 5, 8192), 50: (768, 6, 8192)}
+"""Hidden size, layers and vocabulary for about so many million parameters; 0: the model that is run before."""
 LENGTHS = Lengths(32, 32)
 SFT: dict[str, Any] = {
     "learning_rate": 1e-3, "epochs": 1, "batch_size": 16, "micro_batch_size": 8, "warmup_steps": 0,
@@ -49,7 +53,18 @@ PPO: dict[str, Any] = {
     "optimizer": {"betas": [0.9, 0.95], "eps": 1e-5, "warmup_steps": 0, "decay": "none", "max_grad_norm": 1.0},
     "score": {"normalise": False, "clip": 5.0, "missing_eos_penalty": 0.0},
 }  # fmt: skip
-PHASES = ("sft", "ppo update", "ppo sampling")
+PAIRS: dict[str, Any] = {
+    "learning_rate": 1e-3, "epochs": 1, "batch_size": 8, "warmup_steps": 0, "weight_decay": 0.0,
+    "max_tokens": LENGTHS.whole,
+}  # fmt: skip
+ANSWERS = 4
+"""Of each prompt that the reward model and DPO learn from."""
+CHANGES: dict[str, dict[str, Any]] = {
+    "sft": {},
+    "sft, LoRA": {"lora": {"rank": 8}},
+    "sft, recomputed": {"gradient_checkpointing": True},
+}
+"""Trainings of SFT that are compared; with bfloat16 also the first."""
 
 
 def config_of(size: int) -> LlamaConfig:
@@ -63,22 +78,57 @@ def config_of(size: int) -> LlamaConfig:
 
 def planned(size: int) -> dict[str, int]:
     """Bytes at the peak of each phase, by the plan."""
-    shapes = Shapes(config_of(size))
-    with planned_for(accelerator=False):
-        sft = sft_phases(shapes, SFTConfig.model_validate(SFT), LENGTHS)
-        ppo = {phase.name: phase for phase in ppo_phases(shapes, PPOConfig.model_validate(PPO), LENGTHS, 0)}
-    found = (max(phase.peak for phase in sft), ppo["update"].peak, ppo["sampling"].peak)
-    return dict(zip(PHASES, found, strict=True))
+    model, half = Model.of(config_of(size)), Model.of(config_of(size), precision="bfloat16")
+    found = {
+        name: peak_of(sft_phases(model, SFTConfig.model_validate(SFT | change), LENGTHS))
+        for name, change in CHANGES.items()
+    }
+    found["sft, bfloat16"] = peak_of(sft_phases(half, SFTConfig.model_validate(SFT), LENGTHS))
+    found["reward model"] = peak_of(reward_phases(model, RewardConfig.model_validate(PAIRS), LENGTHS, ANSWERS))
+    dpo = DPOConfig.model_validate(PAIRS | {"enabled": True})
+    found["dpo"] = peak_of(pair_phases(model, dpo, LENGTHS, ANSWERS)[1:])
+    ppo = {phase.name: phase for phase in ppo_phases(model, PPOConfig.model_validate(PPO), LENGTHS, 0)}
+    return found | {"ppo update": ppo["update"].peak, "ppo sampling": ppo["sampling"].peak}
 
 
-def run_sft(size: int) -> None:
+def peak_of(phases: list[Phase]) -> int:
+    """The highest peak of the phases, in bytes."""
+    return max(phase.peak for phase in phases)
+
+
+def rows_of(rows: int, length: int, vocabulary: int) -> list[list[int]]:
+    """Sequences of token ids [rows][length] without a common prefix."""
+    return [[(row + place) % vocabulary for place in range(length)] for row in range(rows)]
+
+
+def run_sft(size: int, change: dict[str, Any], precision: Precision = "float32") -> None:
     """Two optimizer steps of two micro-batches each, with validation."""
-    config, torch_config = SFTConfig.model_validate(SFT), config_of(size)
+    config, torch_config = SFTConfig.model_validate(SFT | change), config_of(size)
     model = AutoModelForCausalLM.from_config(torch_config).eval()
     prompts, responses = (rows_of(32, n, torch_config.vocab_size) for n in (LENGTHS.prompt, LENGTHS.response))
     rows = [Demonstration(prompt, response) for prompt, response in zip(prompts, responses, strict=True)]
     with TemporaryDirectory() as folder:
-        fine_tune(model, rows, rows[:8], config, 0, Run(Path(folder), 0, lambda *_: None, log=lambda _: None))
+        run = Run(Path(folder), 0, lambda *_: None, log=lambda _: None, precision=precision)
+        fine_tune(model, rows, rows[:8], config, 0, run)
+
+
+def run_pairs(size: int, is_policy: bool) -> None:
+    """Two optimizer steps of the reward model or of DPO; every two answers to a prompt are a pair."""
+    torch_config = config_of(size)
+    torch_config.num_labels = 1
+    prompts = rows_of(16, LENGTHS.prompt, torch_config.vocab_size)
+    answers = rows_of(16 * ANSWERS, LENGTHS.response, torch_config.vocab_size)
+    pairs = [(better, worse) for better in range(ANSWERS) for worse in range(better)]
+    rows = [Comparison(p, answers[i * ANSWERS : (i + 1) * ANSWERS], pairs) for i, p in enumerate(prompts)]
+    with TemporaryDirectory() as folder:
+        run = Run(Path(folder), 0, lambda *_: None, log=lambda _: None)
+        if is_policy:
+            policy, config = AutoModelForCausalLM.from_config(torch_config).eval(), PAIRS | {"enabled": True}
+            dpo, references = DPOConfig.model_validate(config), [[-1.0] * ANSWERS] * len(rows)
+            train_on_pairs(policy, rows, references, dpo, dpo_objective(dpo), 0, run, "dpo")
+        else:
+            model = AutoModelForSequenceClassification.from_config(torch_config).eval()
+            train_reward_model(model, rows, RewardConfig.model_validate(PAIRS), 0, run)
 
 
 def updater_of(size: int) -> tuple[Updater, Rollout, Credit]:
@@ -119,7 +169,14 @@ def run_sampling(size: int) -> None:
     )  # fmt: skip
 
 
-RUNS: dict[str, Callable[[int], None]] = dict(zip(PHASES, (run_sft, run_update, run_sampling), strict=True))
+RUNS: dict[str, Callable[[int], None]] = {
+    **{name: partial(run_sft, change=change) for name, change in CHANGES.items()},
+    "sft, bfloat16": partial(run_sft, change={}, precision="bfloat16"),
+    "reward model": partial(run_pairs, is_policy=False),
+    "dpo": partial(run_pairs, is_policy=True),
+    "ppo update": run_update,
+    "ppo sampling": run_sampling,
+}
 
 
 def resident(name: str) -> int:
@@ -144,51 +201,34 @@ def grown(phase: str, size: int, keep: bool) -> int:
     torch.set_num_threads(1)
     if not keep:
         return_freed_memory()
-    RUNS[phase](1)
+    RUNS[phase](0)
     before = resident("VmRSS")
     Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # VmHWM starts again
     RUNS[phase](size)
     return resident("VmHWM") - before
 
 
-def measured(phase: str, size: int, keep: bool = False) -> int:
-    """`grown` in a process of its own."""
-    command = [sys.executable, __file__, "--child", phase, "--sizes", str(size), *["--keep"] * keep]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    return int(done.stdout.splitlines()[-1])
-
-
-def compare(sizes: list[int], keep: bool = False) -> list[dict[str, Any]]:
+def compare(sizes: list[int], keep: bool = False) -> Iterator[dict[str, Any]]:
     """Planned and measured bytes of each size and phase."""
-    rows = []
     for size in sizes:
-        plan = planned(size)
-        for phase in PHASES:
-            real = measured(phase, size, keep)
-            row = {"million": size, "phase": phase, "planned": plan[phase], "measured": real}
-            rows.append(row | {"ratio": plan[phase] / real})
-    return rows
+        for phase, plan in planned(size).items():
+            with get_context("fork").Pool(1) as process:  # libraries are imported once
+                real = process.apply(grown, (phase, size, keep))
+            row = {"million": size, "phase": phase, "planned": plan, "measured": real}
+            yield row | {"ratio": plan / real}
 
 
 def main() -> None:
     """Print a table."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--sizes", type=int, nargs="+", default=[5, 20, 50], choices=sorted(SHAPES))
-    parser.add_argument("--child", choices=PHASES)
+    parser.add_argument("--sizes", type=int, nargs="+", default=[1, 5, 20], choices=sorted(SHAPES))
     parser.add_argument("--keep", action="store_true", help="keep freed memory, as a run does")
-    parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
-    if arguments.child:
-        print(grown(arguments.child, arguments.sizes[0], arguments.keep))
-        return
-    rows = compare(arguments.sizes, arguments.keep)
-    if arguments.json:
-        print(json.dumps(rows))
-        return
+    torch.set_num_threads(1)
     print("| million parameters | phase | planned, MB | measured, MB | planned / measured |\n|---|---|---|---|---|")
-    for row in rows:
-        sizes = f"{row['planned'] / 1e6:.0f} | {row['measured'] / 1e6:.0f}"
-        print(f"| {row['million']} | {row['phase']} | {sizes} | {row['ratio']:.2f} |")
+    for row in compare(arguments.sizes, arguments.keep):
+        sizes = f"{row['planned'] / 1e6:.1f} | {row['measured'] / 1e6:.1f}"
+        print(f"| {row['million']} | {row['phase']} | {sizes} | {row['ratio']:.2f} |", flush=True)
 
 
 if __name__ == "__main__":

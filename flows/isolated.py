@@ -14,10 +14,14 @@ from flows import processes, workspace
 from flows.workspace import Workspace
 from rlhf_core.errors import UserError
 from rlhf_core.locks import held
+from tasks.records.recorded import read_results
+from tasks.summary import SUMMARY
 from tasks.tracking.settings import RUN_VARIABLE
 
-RECORDED = ("metrics", "plots", "params.yaml")
+READ = ("metrics", "plots", "params.yaml")
 """What is read of an experiment."""
+TRACKED = (SUMMARY, "params.yaml")
+"""What git has of it; the rest is in DVC's cache."""
 RECORD_SECONDS = 600.0
 NIGHTLY, STUDY = "Nightly", "Study"
 """Trailers of an experiment's message: the branch of a nightly run, the study of a trial."""
@@ -83,7 +87,7 @@ def _record(space: Workspace, trailers: Mapping[str, str]) -> None:
     """Save the workspace as a DVC experiment named as it is; it replaces an older one. Raises UserError."""
     lines = [f"{name}: {value}" for name, value in trailers.items()]
     message = "\n".join([f"{space.name}: {' '.join(space.overrides) or 'no parameter changed'}", "", *lines])
-    present = [name for name in RECORDED if (space.root / name).exists()]  # also what git does not track yet
+    present = [name for name in TRACKED if (space.root / name).exists()]  # also what git does not track yet
     command = [sys.executable, "-m", "dvc", "--wait-for-lock", "exp", "save", "--force", "--name", space.name,
                "--message", message, *(word for name in present for word in ("--include-untracked", name))]  # fmt: skip
     env = workspace.process_environment(space.root)
@@ -135,11 +139,10 @@ def _ref(commit: str, name: str) -> str:
 
 
 def read(home: Path, experiment: str) -> tuple[dict[str, bytes], float | None]:
-    """The recorded files of an experiment's commit by their path, and the seconds that its run took."""
-    names = workspace.git(home, "ls-tree", "-r", "--name-only", "-z", experiment, "--", *RECORDED).split("\0")
-    files = {name: workspace.git(home, "show", f"{experiment}:{name}").encode() for name in names if name}
+    """The metrics, plots and parameters of an experiment by their path, and the seconds that its run took. Raises
+    UserError where neither DVC's cache nor its default remote has one."""
     seconds = trailer(home, experiment, "Seconds")
-    return files, float(seconds) if seconds else None
+    return read_results(home, experiment, *READ), float(seconds) if seconds else None
 
 
 def trailer(home: Path, experiment: str, name: str) -> str | None:

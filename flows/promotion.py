@@ -10,8 +10,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from ruamel.yaml import YAML
-
 from flows import isolated, workspace
 from flows.text import table
 from flows.workspace import Workspace
@@ -19,6 +17,7 @@ from rlhf_core.errors import UserError
 from rlhf_core.locks import held
 from tasks.params.loader import PARAMS_FILE, parse, parse_yaml
 from tasks.params.promote import PromoteParams
+from tasks.records.recorded import outs_of
 from tasks.tracking.registry import BEFORE, CHALLENGER, CHAMPION, Registry, Version
 from tasks.tracking.settings import main_checkout
 
@@ -196,11 +195,8 @@ def _one_at_a_time(home: Path) -> AbstractContextManager[object]:
 
 def policy_digest(home: Path, experiment: str) -> str:
     """DVC's hash of models/policy in the dvc.lock of an experiment. Raises UserError where it has none."""
-    lock = YAML(typ="safe", pure=True).load(workspace.git(home, "show", f"{experiment}:dvc.lock"))
-    for stage in lock["stages"].values():
-        for out in stage.get("outs") or []:
-            if out["path"] == "models/policy":
-                return str(out["md5"])
+    if found := outs_of(home, experiment).get("models/policy"):
+        return found
     raise UserError(f"dvc.lock of {experiment[:12]} has no models/policy; the run did not make one")
 
 

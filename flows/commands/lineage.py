@@ -13,8 +13,8 @@ from flows.text import dotted, shorten
 from rlhf_core.errors import UserError
 from tasks.records.recorded import Record, made_by, parse
 from tasks.stage import provenance, rounds
-from tasks.stage.definition import RAW, ROUND, digest, git
-from tasks.stage.dvc_files import LOCK_FILE, Project, open_project, read_lock_file
+from tasks.stage.definition import RAW, ROUND, git
+from tasks.stage.dvc_files import LOCK_FILE, Project, digest, open_project, read_lock_file
 
 State = Literal["as recorded", "changed since", "missing", "unknown here"]
 GATES = ("data/check.ok", "data/check_data.ok")

@@ -1,7 +1,6 @@
 """`leash plan`: what a run would need, and what to change where it does not fit. Loads no weights."""
 
 import logging
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ import psutil
 from flows.text import table
 from rlhf_core.errors import UserError
 from tasks.params.loader import read_yaml
-from tasks.planning.run import USABLE, plan_run
+from tasks.planning import SHARE, USABLE, plan_run
 
 GB = 1e9
 KINDS = ("weights", "gradients", "optimizer", "gathered", "activations", "logits", "key-value cache")
@@ -22,9 +21,8 @@ UNITS = (("days", 86400), ("hours", 3600), ("minutes", 60), ("seconds", 1))
 def plan_file(
     path: Path, root: Path, gpu_memory: float | None, model: Path | None, prompt_tokens: int | None
 ) -> dict[str, Any]:
-    """The plan of a parameter file, for `gpu_memory` in GB or else the first GPU or this machine; progress goes to
-    stderr. Raises UserError for a file that is no valid parameter file, for a model without a config.json, and for no
-    memory."""
+    """The plan of a parameter file, for `gpu_memory` in GB or else the first GPU or this machine. Raises UserError for
+    a file that is no valid parameter file, for a model without a config.json, and for no memory."""
     import torch
 
     if gpu_memory is not None and gpu_memory <= 0:
@@ -36,11 +34,7 @@ def plan_file(
     else:
         memory, device = float(psutil.virtual_memory().total), "host"
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # the error says it in one line
-
-    def log(text: str) -> None:
-        print(text, file=sys.stderr, flush=True)
-
-    found = plan_run(read_yaml(path), root, memory, device == "GPU", model, prompt_tokens, path, log)
+    found = plan_run(read_yaml(path), root, memory, device == "GPU", model, prompt_tokens, path)
     return {"device": device, **found}
 
 
@@ -50,7 +44,7 @@ def render(plan: Mapping[str, Any]) -> str:
     used = {part["kind"] for one in stages.values() for phase in one["phases"].values() for part in phase["parts"]}
     kinds = [kind for kind in KINDS if kind != "gathered" or kind in used]  # gathered: where a model is divided
     memory, models = [["GB at the peak", "phase", "all", *kinds]], []
-    work = [["stage", "samples", "tokens sampled", "tokens read", "tokens trained", "time"]]
+    work = [["stage", "samples", "tokens sampled", "tokens read", "tokens trained", "time", "by"]]
     changes = []
     for name, stage in stages.items():
         for phase, found in stage["phases"].items():
@@ -60,19 +54,26 @@ def render(plan: Mapping[str, Any]) -> str:
         peak = max(stage["phases"].values(), key=lambda phase: phase["peak"])
         weights = {part["model"]: part["bytes"] for part in peak["parts"] if part["kind"] == "weights"}
         models.append(f"weights of {name}: " + ", ".join(f"{model} {_number(size)}" for model, size in weights.items()))
-        counts = ["after ingest" if stage["work"] is None else f"{stage['work'][kind]:,}" for kind in WORK]
-        work.append([name, *counts, _time(stage["seconds"])])
+        counts = ["?" if stage["work"] is None else f"{stage['work'][kind]:,}" for kind in WORK]
+        work.append([name, *counts, _time(stage["seconds"]), stage["time_by"]])
         if stage["changes"]:
             steps = [[f"{name}: change, in this order", "saves GB", "peak GB"]]
             for step in stage["changes"]:
                 steps.append([_words(step["change"]), _number(step["saves"]), _number(step["peak"])])
             changes.append(table(steps))
+    known = [stage for stage in stages.values() if stage["work"] is not None]
+    sums = [f"{sum(stage['work'][kind] for stage in known):,}" for kind in WORK]
+    total = _time(sum(stage["seconds"] for stage in known))
+    work.append(
+        ["all", *sums, total, "" if len(known) == len(stages) else "without the stages whose rows are not known"]
+    )
     verb = "fits into" if plan["fits"] else "does NOT fit into"
     parts = [
         "parameters: " + ", ".join(f"{name} {count:,}" for name, count in plan["parameters"].items()),
         f"longest prompt: {plan['prompt_tokens']} tokens; every row is planned at its longest",
         "\n".join([table(memory), "* the stage's peak", "", *models]),
-        f"{table(work)}\nevery row at its longest; time by the speed of {plan['measured_on']} in float32",
+        f"{table(work)}\n{_rows(plan['rows'])}; every row at its longest; formula: {SHARE:.0%} of "
+        f"{plan['flops'] / 1e12:.3g} TFLOP/s (assumed)",
         "disk: " + ", ".join(f"{name} {_number(size)} GB" for name, size in plan["disk"].items()),
         *changes,
         f"peak {_number(plan['peak'])} GB: {verb} {USABLE:.0%} of {_number(plan['memory'])} GB ({plan['device']})",
@@ -89,6 +90,12 @@ def _words(change: Any) -> str:
     return f"{'.'.join(names)}: {str(change).lower() if isinstance(change, bool) else change}"
 
 
+def _rows(rows: Mapping[str, int] | None) -> str:
+    if rows is None:
+        return "rows: not known before the data are here"
+    return "rows: " + ", ".join(f"{name.replace('_', ' ')} {count:,}" for name, count in rows.items() if count)
+
+
 def _number(size: float) -> str:
     """Bytes in GB."""
     return f"{size / GB:.2f}" if size < 10 * GB else f"{size / GB:.1f}"
@@ -96,6 +103,8 @@ def _number(size: float) -> str:
 
 def _time(seconds: float | None) -> str:
     if seconds is None:
-        return "after ingest"
-    unit, length = next((one for one in UNITS if seconds >= one[1]), UNITS[-1])
+        return "?"
+    if seconds < 1:
+        return "below 1 second"
+    unit, length = next(one for one in UNITS if seconds >= one[1])
     return f"{seconds / length:.{0 if length == 1 else 1}f} {unit}"

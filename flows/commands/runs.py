@@ -16,10 +16,11 @@ from flows.text import shorten, table
 from rlhf_core.errors import UserError
 from tasks.page.wording import MISSING, number, percent
 from tasks.params.loader import PARAMS_FILE, parse_yaml, with_derived
+from tasks.summary import SUMMARY
 from tasks.tracking.record import flatten
 
 FIGURES = {"gold": "gold_policy", "win_rate": "win_rate", "kl": "kl_per_sequence"}
-"""Name here -> name in metrics/evaluate.json and on a pipeline run in MLflow."""
+"""Name here -> name in metrics/summary.json and on a pipeline run in MLflow."""
 MOST_NAMES = 3
 MORE = 3
 """Commits that are read for each run that is listed: some have equal results."""
@@ -65,7 +66,7 @@ def listed(root: Path, most: int) -> list[dict[str, Any]]:
 def render(rows: list[dict[str, Any]]) -> str:
     """The table."""
     if not rows:
-        return "no run yet: no metrics/evaluate.json here, in git, in an experiment or in MLflow"
+        return f"no run yet: no {SUMMARY} here, in git, in an experiment or in MLflow"
     lines = [("run", "date", "gold", "win rate", "KL, nats", "changed from the run below")]
     for row in rows:
         changes = [
@@ -81,20 +82,21 @@ def render(rows: list[dict[str, Any]]) -> str:
 
 
 def _here(root: Path, most: int) -> Iterator[Run]:
-    """This checkout, the commits of this branch that changed the metrics, and DVC's experiments."""
+    """This checkout, the commits of this branch that changed the figures, and DVC's experiments."""
     path = root / EVALUATION
     if path.is_file():
         with suppress(UserError):  # metrics of an older version, or half-written
             run = find(root, ".")
             yield Run(["."], datetime.fromtimestamp(path.stat().st_mtime, UTC), run.params, run.evaluation)
-    log = git(root, "log", f"--max-count={most}", "--format=%H %h %cI", "--", EVALUATION)
+    log = git(root, "log", f"--max-count={most}", "--format=%H %h %cI", "--", SUMMARY, EVALUATION)
     words = ("--sort=-committerdate", f"--count={most}")
     form = "--format=%(objectname) %(refname:lstrip=4) %(committerdate:iso-strict)"
     experiments = git(root, "for-each-ref", *words, form, "refs/exps/*/*/*")
     for line in (*log.splitlines(), *experiments.splitlines()):
         commit, name, date = line.split()
         with suppress(ValueError, UserError):  # a commit without a result
-            metrics = json.loads(git(root, "show", f"{commit}:./{EVALUATION}"))
+            text = git(root, "show", f"{commit}:./{SUMMARY}") or git(root, "show", f"{commit}:./{EVALUATION}")  # older
+            metrics = json.loads(text)
             params = parse_yaml(git(root, "show", f"{commit}:./{PARAMS_FILE}"), Path(PARAMS_FILE))
             yield Run([name], datetime.fromisoformat(date), comparable(flatten(with_derived(params))), metrics)
 

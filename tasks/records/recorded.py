@@ -1,5 +1,6 @@
-"""Reads the stage executions recorded in `dvc.lock`."""
+"""Reads the stage executions recorded in `dvc.lock`, and the results of a commit."""
 
+import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -9,8 +10,8 @@ from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
 from rlhf_core.errors import UserError
-from tasks.stage.definition import is_code
-from tasks.stage.dvc_files import LOCK_FILE, read_lock_file
+from tasks.stage.definition import git, is_code
+from tasks.stage.dvc_files import LOCK_FILE, Stored, cache_folder, read_lock_file
 
 
 @dataclass(frozen=True)
@@ -76,3 +77,40 @@ def params_behind(records: Mapping[str, Record], stage: str) -> dict[str, Any] |
             return None
         waiting += [maker for maker in makers if maker is not None and maker.stage not in done]
     return found
+
+
+def outs_of(root: Path, commit: str) -> dict[str, str]:
+    """DVC's hash of each output, as the `dvc.lock` of a commit has it; empty where it has none. Raises UserError if it
+    cannot be read."""
+    text = git(root, "show", f"{commit}:./{LOCK_FILE}") or ""
+    records = parse(text, f"{LOCK_FILE} of {commit[:8]}").values()
+    return {path: digest for record in records for path, digest in record.outs.items()}
+
+
+def read_results(root: Path, commit: str, *paths: str) -> dict[str, bytes]:
+    """The files that a commit has at these paths or below them: those in git, and the outputs that its `dvc.lock`
+    names, from DVC's cache or default remote. Raises UserError where neither has one."""
+    names = (git(root, "ls-tree", "-r", "--name-only", "-z", commit, "--", *paths) or "").split("\0")
+    files = {}
+    for name in (name for name in names if name and not name.endswith(".gitignore")):
+        command = ["git", "show", f"{commit}:./{name}"]
+        files[name] = subprocess.run(command, cwd=root, capture_output=True, check=True).stdout
+    folder = cache_folder(root)
+    wanted = {
+        path: folder / digest[:2] / digest[2:]
+        for path, digest in outs_of(root, commit).items()
+        if path not in files and any(f"{path}/".startswith(f"{one}/") for one in paths)
+    }
+    reason = ""
+    if lacking := [blob for blob in wanted.values() if not blob.is_file()]:
+        from tasks.stage.dvc_adapter import fetch_objects  # a second
+
+        reason = fetch_objects(root, lacking)
+    for path, blob in wanted.items():
+        if not blob.is_file():
+            raise UserError(
+                f"{path} of {commit[:8]}: neither DVC's cache nor its default remote has it{reason}; `dvc push` where "
+                "it was made"
+            )
+        files[path] = Stored(blob).read()
+    return files

@@ -1,12 +1,10 @@
-"""Which inputs of a stage are code, and the state of git. `Definition` is a stage of dvc.yaml."""
+"""Which inputs of a stage are code, and the state of git."""
 
 import os
 import re
 import subprocess
 from pathlib import Path
 
-from tasks.stage.dvc_files import Definition as Definition
-from tasks.stage.dvc_files import digest as digest
 from tasks.tracking.settings import RUN_VARIABLE
 
 RAW = "data/raw"
@@ -15,7 +13,7 @@ ROUND = re.compile(r"rounds/\d+")
 UNTRACKED = ("runtime", "promote")
 """Blocks of params.yaml that change no result."""
 WRITTEN = re.compile(
-    r"dvc\.lock|(metrics|plots)/.+|data/(check\.ok|check_data\.ok|methods\.json)|(.+/)?([^/]*\.)?provenance\.json"
+    r"dvc\.lock|metrics/summary\.json|data/(check\.ok|check_data\.ok|methods\.json)|(.+/)?([^/]*\.)?provenance\.json"
 )
 """Tracked files that a run itself writes, and that DVC deletes before a stage: they say nothing about its inputs."""
 CODE = ("tasks/", "rlhf_core/", "flows/")

@@ -6,7 +6,7 @@ fails with one line.
 
 import logging
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -36,17 +36,9 @@ def stored_files(root: Path, digest: str) -> dict[str, Stored]:
     """The files of the folder with this hash by their path inside ("" for the hash of a file), from the cache of the
     project at `root`; what the cache lacks is fetched from its default remote. Raises UserError where neither has it,
     or where the listing of the folder is damaged."""
-    project, reason = Project(root.absolute()), ""
+    project = Project(root.absolute())
     listing = Stored(project.blob(digest))
-    with _repository(root) as repo:
-        try:
-            if not listing.path.is_file():
-                repo.cloud.pull([HashInfo("md5", digest)])
-            members = [blob for _, blob in project.cached(digest) if not blob.is_file()]
-            if members:
-                repo.cloud.pull([HashInfo("md5", blob.parent.name + blob.name) for blob in members])
-        except Exception as error:  # each kind of remote has its own errors
-            reason = f" ({without_credentials(_one_line(error))})"
+    reason = fetch_objects(root, [listing.path]) or fetch_objects(root, [blob for _, blob in project.cached(digest)])
     if listing.path.is_file():
         listing.check()
     found = project.cached(digest)
@@ -55,6 +47,19 @@ def stored_files(root: Path, digest: str) -> dict[str, Stored]:
     if outside := [path for path, _ in found if path.startswith("/") or ".." in Path(path).parts]:
         raise UserError(f"{digest}: a folder in DVC's cache with a path that leads out of it: {outside[0]}")
     return {path: Stored(blob) for path, blob in found}
+
+
+def fetch_objects(root: Path, blobs: Iterable[Path]) -> str:
+    """Fetch those of these objects of DVC's cache that it lacks from the default remote; returns why that failed, in
+    brackets. Empty where it did not fail, also where the remote lacks one."""
+    lacking = [HashInfo("md5", blob.parent.name + blob.name) for blob in blobs if not blob.is_file()]
+    if lacking:
+        with _repository(root) as repo:
+            try:
+                repo.cloud.pull(lacking)
+            except Exception as error:  # each kind of remote has its own errors
+                return f" ({without_credentials(_one_line(error))})"
+    return ""
 
 
 def default_remote(root: Path) -> str:
@@ -73,8 +78,8 @@ def default_remote(root: Path) -> str:
 
 
 def push_uncached(root: Path) -> int:
-    """Send metrics and plots that git tracks (`cache: false`) to the default remote; returns how many objects were
-    sent. The run cache restores them with the other outputs, and `dvc push` leaves them out.
+    """Send what git tracks of the outputs (`cache: false`: metrics/summary.json) to the default remote; returns how
+    many objects were sent. The run cache restores it with the other outputs, and `dvc push` leaves it out.
 
     Raises DVC's errors, and those of the remote's client.
     """
@@ -86,8 +91,8 @@ def push_uncached(root: Path) -> int:
 
 def needed_objects(root: Path, commits: Sequence[str] = ()) -> dict[str, set[str]]:
     """Hashes of the objects that the checkout at `root` ("workspace") and each of the commits needs to restore its
-    outputs and data, with the metrics and plots that git tracks: the run cache restores those. Commits without a DVC
-    project are left out. Raises UserError where DVC cannot read one."""
+    outputs and data, with the outputs that git tracks: the run cache restores those. Commits without a DVC project are
+    left out. Raises UserError where DVC cannot read one."""
     found = {}
     with _repository(root) as repo, locked(root), _readable(root):
         logging.disable(logging.WARNING)  # of every object that is in no cache: the normal state of a clone

@@ -13,8 +13,8 @@ from ruamel.yaml import YAML
 from rlhf_core.errors import UserError
 from tasks.params.loader import PARAMS_FILE, is_switched_off, parse, read_yaml
 from tasks.params.runtime import RuntimeParams
-from tasks.stage.definition import UNTRACKED, Definition, digest, edited_files, git, git_state, is_code
-from tasks.stage.dvc_files import open_project
+from tasks.stage.definition import UNTRACKED, edited_files, git, git_state, is_code
+from tasks.stage.dvc_files import Definition, digest, open_project
 from tasks.tracking import record, settings
 from tasks.tracking.sync import SECONDS_AT_THE_END, SYNC_SECONDS, start_sidecar, sync
 

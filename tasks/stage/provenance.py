@@ -10,7 +10,8 @@ from typing import Any
 
 from rlhf_core.errors import UserError
 from tasks.params.secrets import HIDDEN, is_secret
-from tasks.stage.definition import Definition, is_code
+from tasks.stage.definition import is_code
+from tasks.stage.dvc_files import Definition
 from tasks.stage.outputs import Outputs
 from tasks.stage.versions import declared
 from tasks.tracking.settings import without_credentials

@@ -19,8 +19,7 @@ from tasks.params.loader import parse, read_yaml, why_switched_off
 from tasks.params.stages import STAGES, params_model
 from tasks.schemas.validation import load
 from tasks.stage import provenance, state, workers
-from tasks.stage.definition import Definition
-from tasks.stage.dvc_files import open_project
+from tasks.stage.dvc_files import Definition, open_project
 from tasks.stage.gpus import WITHOUT_GPU, claim_gpus
 from tasks.stage.interrupts import Interrupts
 from tasks.stage.outputs import Outputs

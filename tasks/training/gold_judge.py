@@ -8,4 +8,4 @@ from tasks.stage.stage import Stage
 
 def judge_of(stage: Stage[Any]) -> Judge | None:
     """The hidden judge of the run's data, or None where only people could judge."""
-    return RubricJudge() if stage.read_json("metrics/ingest.json")["source"] == "demo" else None
+    return RubricJudge() if stage.blocks["ingest"]["source"] == "demo" else None

@@ -100,8 +100,7 @@ stages:
     cmd: python work.py evaluate
     deps: [work.py, models/policy, models/extra]
     params: [evaluate]
-    metrics:
-    - metrics/evaluate.json: {cache: false}
+    outs: [metrics/evaluate.json]
 """
 WORK = """
 import json, os, pathlib, sys

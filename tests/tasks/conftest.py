@@ -45,7 +45,7 @@ def make_stage(tmp_path: Path) -> Callable[..., Stage[Any]]:
             root=tmp_path,
             params=params,
             common=Common(threads=1, seed=3, long_rows="refuse", runtime=RuntimeParams(tracking=False)),
-            blocks={"scorer": DEFAULT, "reward_model": True} | more.get("blocks", {}),
+            blocks={"scorer": DEFAULT, "reward_model": True, "ingest": {"source": "files"}} | more.get("blocks", {}),
             state_dir=state,
             outputs=Outputs(tmp_path, outs),
             live=None,

@@ -100,8 +100,6 @@ Train = Callable[..., dict[str, Any]]
 @pytest.fixture
 def train(workshop: Path, make_stage: Callable[..., Any], pairs: list[dict[str, Any]]) -> Train:
     """train("state", members=3, rows=…) -> the metrics that the stage wrote, for data without a judge."""
-    (workshop / "metrics").mkdir(exist_ok=True)
-    (workshop / "metrics/ingest.json").write_text('{"source": "files"}', encoding="utf-8")
 
     def call(
         state: str = "reward",

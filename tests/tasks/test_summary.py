@@ -25,6 +25,10 @@ def test_a_run_without_an_evaluation_has_no_figures(tmp_path: Path) -> None:
     assert summary.read(tmp_path) == {"win_rate": 0.8}
 
 
-def test_the_summary_is_a_metric_of_dvc() -> None:
+def test_the_summary_is_the_only_metric_of_dvc_and_no_stage_has_a_plot() -> None:
+    """`dvc metrics show` and `dvc exp show` have its figures only, `dvc plots show` the pictures of dvc.yaml only."""
     stages = YAML(typ="safe").load((ROOT / "dvc.yaml").read_text(encoding="utf-8"))["stages"]
-    assert {summary.SUMMARY: {"cache": False}} in stages["evaluate"]["metrics"]
+    assert [(name, stage["metrics"]) for name, stage in stages.items() if "metrics" in stage] == [
+        ("evaluate", [{summary.SUMMARY: {"cache": False}}])
+    ]
+    assert not [name for name, stage in stages.items() if "plots" in stage]

@@ -16,7 +16,7 @@ from tasks.datasets.jsonl import Row, read_jsonl
 from tasks.naming import experiment_name
 from tasks.params.loader import NUMERICS, PARAMS_FILE, parse_yaml, with_derived
 from tasks.params.scorer import DEFAULT, REWARD_MODEL
-from tasks.records.recorded import params_behind, parse
+from tasks.records.recorded import params_behind, parse, read_results
 from tasks.stage.dvc_adapter import stored_files
 from tasks.stage.dvc_files import LOCK_FILE
 from tasks.tracking import settings
@@ -69,9 +69,11 @@ def find(root: Path, name: str) -> Compared:
         words = ("--sort=-committerdate", "--count=1", "--format=%(objectname)")
         commit, source = git(root, "for-each-ref", *words, f"refs/exps/*/*/{name}").strip(), "DVC experiment"
     if commit:
-        texts = [git(root, "show", f"{commit}:./{file}") for file in files]
-        if not texts[0]:
+        evaluation = read_results(root, commit, EVALUATION).get(EVALUATION)
+        if not evaluation:
             raise UserError(f"{name}: commit {commit[:8]} has no {EVALUATION}")
+        others = (git(root, "show", f"{commit}:./{file}") for file in files[1:])
+        texts = [evaluation.decode("utf-8", "replace"), *others]
         return _of_files(root, name, source, texts, f"{name}:")
     runs, where = runs_in_mlflow(root)
     found = [run for run in runs if IDENTITY.fullmatch(name) and run.info.run_id.startswith(name)]

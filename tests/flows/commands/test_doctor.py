@@ -38,7 +38,7 @@ def test_the_stages_are_a_list_and_results_are_no_changed_files(toy: Callable[..
     root = toy({"one": ("work", []), "two": ("work", [])})
     call(root, "git", "add", ".")
     call(root, "git", "-c", "user.name=a", "-c", "user.email=a@b", "commit", "--quiet", "-m", "all")
-    for name in ("dvc.lock", "metrics/one.json", "plots/one.csv", "data/check.ok", "models/m.provenance.json"):
+    for name in ("dvc.lock", "metrics/summary.json", "data/check.ok", "models/m.provenance.json"):
         (root / name).parent.mkdir(exist_ok=True)
         (root / name).write_text("schema: '2.0'\n")
     found = {check.name: check for check in examine(root)}

@@ -123,9 +123,15 @@ def test_a_bad_option_is_one_line(leash: Callable[..., Any], option: str, value:
     assert words in errors
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-@pytest.mark.chosen("qwen-8b-lora")
+def test_tables_end_with_a_sum(leash: Callable[..., Any]) -> None:
+    code, output, _ = leash("plan", "--params", "examples/tiny.yaml")
+    assert code == 0
+    table = output.split("stage ")[1].split("\n\n")[0].splitlines()
+    assert table[-2].startswith("all ")
+    assert "rows: demonstrations" in table[-1]
+    assert all(line.endswith(("formula", "seconds", "minutes")) or "run of" in line for line in table[1:-1])
+
+
 @pytest.mark.parametrize("name", list(EXAMPLES))
 def test_examples_for_80_gb_fit(name: str, tmp_path: Path) -> None:
     config, parameters = EXAMPLES[name]

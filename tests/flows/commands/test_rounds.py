@@ -26,13 +26,11 @@ stages:
   preferences:
     cmd: python worker.py preferences
     deps: [input.txt, rounds]
-    outs: [data/preferences/preferences.jsonl]
-    metrics: [metrics/preferences.json: {cache: false}]
+    outs: [data/preferences/preferences.jsonl, metrics/preferences.json]
   select:
     cmd: python worker.py select
     deps: [data/preferences/preferences.jsonl]
-    outs: [models/policy]
-    metrics: [metrics/evaluate.json: {cache: false}, metrics/reward.json: {cache: false}]
+    outs: [models/policy, metrics/evaluate.json, metrics/reward.json]
 """
 WORKER = """
 import json, pathlib, sys

@@ -4,7 +4,6 @@ import importlib
 import json
 import subprocess
 import sys
-import time
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -98,25 +97,19 @@ def test_memory_is_not_compared_without_a_plan_or_without_a_gpu(script: ModuleTy
     assert script.memory(row["figures"]) == ("9.3e-07", "9.3e-08")
 
 
-def test_cases_with_the_same_plan_are_planned_once(script: ModuleType) -> None:
-    """Deterministic kernels change no size; another precision or reward model does."""
-    plain = script.Case("a", changes=script.BF16)
-    assert plain.plan == script.Case("b", changes=script.BF16 | {"deterministic": False}).plan
-    assert len({plain.plan, script.Case("a").plan, script.Case("a", changes=script.BF16, reward="0.5B").plan}) == 3
-
-
-@pytest.mark.timeout(300)
-@pytest.mark.slow
-def test_plans_are_made_beside_the_checks(script: ModuleType, tmp_path: Path) -> None:
-    """Of toy models on a CPU; of other engines there is none."""
-    cases = [script.Case("ours", reward="1.5B"), script.Case("paged", changes=script.CONTINUOUS)]
-    with script.planning(cases, tmp_path) as plans:
-        ours, paged = (plans.of(case, time.monotonic() + 280.0) for case in cases)
-        of_another = plans.of(script.Case("x", model="8B"), time.monotonic() + 280.0)
-    assert ours["bytes"] > 0, (tmp_path / "plan.log").read_text()
+def test_which_checks_are_planned(script: ModuleType) -> None:
+    """Of other engines, and of settings that are not planned, there is a reason."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(SCRIPT.parent))
+        ours, large = (
+            script.plan_of(script.Case("x", reward="1.5B", changes=script.BF16), gpu) for gpu in (False, True)
+        )
+        paged = script.plan_of(script.Case("paged", changes=script.CONTINUOUS), gpu=False)
+        quantised = next(case for case in script.CASES if case.name == "nf4, LoRA")
+        refused = script.plan_of(quantised, gpu=True)
+    assert 0 < ours["bytes"] < 1e9 < large["bytes"] < 40e9
     assert paged == {"bytes": None, "reason": "not planned"}
-    assert of_another["bytes"] is None
-    assert [path.name for path in tmp_path.iterdir()] == ["plan.log"]
+    assert "nf4 is not planned" in refused["reason"]
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,5 @@
 """`health.py`: each detector on both sides of its threshold, on rows made for it; what the monitor remembers; and that
-on the committed history of the demo only `repetition` fires."""
+on the history of the demo only `repetition` fires."""
 
 import csv
 import io
@@ -16,7 +16,6 @@ from rlhf_core.config.health import HealthConfig
 from rlhf_core.config.ppo import PPOConfig
 from rlhf_core.ppo.health import DETECTORS, REMEDIES, SLOW_GENERATION, Alert, Monitor
 
-ROOT = Path(__file__).resolve().parents[3]
 Watch = Callable[..., Monitor]
 HEALTHY: dict[str, float | None] = {
     "reward_raw": 1.0,
@@ -301,9 +300,9 @@ def test_rule_19_detector_windows_belong_to_the_checkpoint(watch: Watch, cut: in
 
 
 def test_on_the_demo_only_repetition_fires(watch: Watch) -> None:
-    """The committed history of `make run`: its reward model hardly penalises an option that is named twice, and PPO
+    """demo.csv is plots/ppo.csv of `make run`: its reward model hardly penalises an option that is named twice, and PPO
     finds that."""
-    with (ROOT / "plots" / "ppo.csv").open(encoding="utf-8", newline="") as file:
+    with Path(__file__).with_name("demo.csv").open(encoding="utf-8", newline="") as file:
         found = [{k: float(v) if v else None for k, v in row.items()} for row in csv.DictReader(file)]
     assert len(found) >= 20
     assert [alert.name for alert in watch(found).alerts] == ["repetition"]

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from rlhf_core.errors import UserError
-from tasks.stage.definition import digest, git_state
-from tasks.stage.dvc_files import open_project
+from tasks.stage.definition import git_state
+from tasks.stage.dvc_files import digest, open_project
 
 GRAPH = """
 stages:
@@ -89,7 +89,7 @@ def test_what_a_run_writes_is_no_uncommitted_change(tmp_path: Path) -> None:
         subprocess.run(["git", *names, *words], cwd=tmp_path, check=True, capture_output=True)
 
     git("init")
-    written = ("dvc.lock", "metrics/ppo.json", "plots/ppo.csv", "data/check.ok", "data/methods.json",
+    written = ("dvc.lock", "metrics/summary.json", "data/check.ok", "data/methods.json",
                "data/check_data.ok", "models/sft.provenance.json")  # fmt: skip
     for name in (*written, "params.yaml", "tasks/ppo.py"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
@@ -98,7 +98,7 @@ def test_what_a_run_writes_is_no_uncommitted_change(tmp_path: Path) -> None:
     git("commit", "--message", "a")
     for name in written:
         (tmp_path / name).write_text("2")
-    (tmp_path / "metrics/ppo.json").unlink()  # as DVC does before a stage
+    (tmp_path / "metrics/summary.json").unlink()  # as DVC does before a stage
     assert git_state(tmp_path)[1] is False
     (tmp_path / "tasks/ppo.py").unlink()
     assert git_state(tmp_path)[1] is True

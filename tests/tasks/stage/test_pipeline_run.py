@@ -12,7 +12,7 @@ import pytest
 from ruamel.yaml import YAML
 
 from tasks.params.loader import read_yaml
-from tasks.stage.definition import digest
+from tasks.stage.dvc_files import digest
 from tasks.stage.pipeline_run import collect, identity, run_url
 from tasks.tracking import record, settings
 from tests.conftest import call

@@ -1,6 +1,5 @@
 """The models that a PPO run begins with, and the held-out prompts that are answered along it."""
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -47,8 +46,6 @@ def stage_in_round(
         close_round(root, closed)
         save_checkpoint(root / f"rounds/{closed}/policy", TINY.tiny_lm(seed=10 + closed), TINY.tiny_tokenizer())
     rows = {"data/ingest/ppo_prompts.jsonl": asked, "data/ingest/heldout.jsonl": asked}
-    (root / "metrics").mkdir(exist_ok=True)
-    (root / "metrics/ingest.json").write_text(json.dumps({"source": "files"}))
     return make_stage("ppo", None, [], rows, blocks={"round": block})
 
 

@@ -294,6 +294,23 @@ def test_a_revision_without_figures_is_refused(project: Path) -> None:
         find(project, "HEAD")
 
 
+def test_figures_of_a_revision_come_from_the_cache(project: Path) -> None:
+    path = project / "metrics/evaluate.json"
+    digest = hashlib.md5(path.read_bytes(), usedforsecurity=False).hexdigest()
+    Repo.init(str(project)).close()
+    (project / "dvc.lock").write_text(lock_of("", digest), encoding="utf-8")
+    git(project, "rm", "--quiet", "--cached", "metrics/evaluate.json")
+    git(project, "add", "dvc.lock")
+    git(project, "commit", "--quiet", "-m", "new")
+    with pytest.raises(UserError, match=r"metrics/evaluate.json of [0-9a-f]{8}: neither DVC's cache nor its default"):
+        find(project, "HEAD")
+    cached = project / ".dvc/cache/files/md5" / digest[:2] / digest[2:]
+    cached.parent.mkdir(parents=True)
+    path.rename(cached)
+    assert find(project, "HEAD").evaluation["models"]["policy"]["gold"] == 4.0
+    assert find(project, "old").evaluation["models"]["policy"]["gold"] == 3.0, "in git"
+
+
 def track(root: Path, key: str, stage: str, artifact: bool = True) -> None:
     folder = tracked.pipeline(root, key * 64, tags={"leash.commit": key * 40})
     live = tracked.stage(root, folder, stage, key * 63 + stage[0])

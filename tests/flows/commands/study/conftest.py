@@ -18,8 +18,7 @@ stages:
     cmd: python work.py evaluate
     deps: [work.py, shared.out]
     params: [seed, ppo.kl.coef, ppo.vf_coef]
-    metrics:
-    - metrics/evaluate.json: {cache: false}
+    outs: [metrics/evaluate.json]
 """
 WORK = """
 import json, pathlib, sys, time

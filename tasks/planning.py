@@ -1,0 +1,488 @@
+"""What a run needs before it starts: memory by formula, samples and tokens from the rows that exist, seconds from
+earlier runs or by formula, disk, and what to change where it does not fit."""
+
+import json
+import math
+import re
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from ruamel.yaml import YAML
+from transformers import LlamaConfig, PreTrainedConfig
+
+from rlhf_core.config.dpo import PairConfig
+from rlhf_core.config.ppo import PPOConfig
+from rlhf_core.config.sft import SFTConfig
+from rlhf_core.errors import UserError
+from rlhf_core.loading import load_config, loading
+from rlhf_core.planning import (
+    BFLOAT16,
+    FLOAT32,
+    Lengths,
+    Model,
+    Phase,
+    evaluate_phases,
+    pair_phases,
+    ppo_phases,
+    reward_phases,
+    sampler_phases,
+    sft_phases,
+)
+from rlhf_core.training.checkpoints import KEPT
+from tasks.datasets.raw import below_raw
+from tasks.datasets.sources.files import data_files, is_heldout
+from tasks.datasets.sources.formats import kind_of, read_rows
+from tasks.params.all import Params
+from tasks.params.loader import PARAMS_FILE, parse
+from tasks.params.methods import BY_NAME, VARIANTS
+from tasks.params.scorer import uses_reward_model
+from tasks.params.variant import merged
+from tasks.tracking import record
+
+USABLE = 0.95
+"""Share of the device that tensors may fill; the rest is for CUDA's context and fragments. An assumption: not run on a
+GPU."""
+SAMPLED = ("judge", "model", "both")
+"""Sources of preferences that sample answers."""
+FOR_OPTIMUM = 8
+"""Answers of the SFT model, and of the policy, to each prompt from which `evaluate` estimates the optimum."""
+SAVES = 0.01
+"""A change that saves a smaller share of the peak is left out."""
+FLOPS = {"CPU": 1.5e11, "float32": 2e13, "bfloat16": 3e14}
+"""Floating-point operations a second of large products, by one thread of a CPU and by a GPU (about an A100), as the
+formula for times assumes them."""
+SHARE, SAMPLING_SHARE = 0.3, 0.05
+"""What training and reading reach of it, and sampling token by token. Assumptions."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """Tokens that a stage processes, each times the models that process it. At most: every row has its longest
+    length."""
+
+    samples: int = 0
+    sampled: int = 0
+    read: int = 0
+    trained: int = 0
+
+    def products(self, model: Model) -> float:
+        """Floating-point operations, those of sampling scaled to the speed of the others."""
+        sampled = self.sampled * SHARE / SAMPLING_SHARE
+        return 2.0 * (model.products + model.head) * (sampled + self.read + 3 * self.trained)
+
+
+@dataclass(frozen=True)
+class PlannedStage:
+    """A stage, its peak memory, and its work; None where it depends on the number of rows, which is not known."""
+
+    name: str
+    phases: Callable[[], list[Phase]]
+    work: Work | None
+
+    def peak(self) -> int:
+        """Bytes."""
+        return max(phase.peak for phase in self.phases())
+
+
+def config_of(params: Any, root: Path, folder: Path | None) -> PreTrainedConfig:
+    """The configuration of the base model: of its settings, of `folder`, of a folder below data/raw/, or of the hub.
+    Raises UserError where there is none to read."""
+    if folder is None and params.base.source == "scratch":
+        own = params.base.scratch
+        return LlamaConfig(
+            vocab_size=own.vocabulary, hidden_size=own.hidden, intermediate_size=own.intermediate,
+            num_hidden_layers=own.layers, num_attention_heads=own.heads, num_key_value_heads=own.heads,
+            max_position_embeddings=own.context, tie_word_embeddings=True,
+        )  # fmt: skip
+    if folder is not None and not folder.is_dir():
+        raise UserError(f"--model {folder}: no such folder; make it, with the config.json of the base model")
+    wanted = params.base.pretrained
+    local = folder or below_raw(root / "data" / "raw", wanted.model, "base.pretrained.model")
+    place, revision = (local, None) if folder is not None or local.is_dir() else (wanted.model, wanted.revision)
+    if isinstance(place, str) and not re.fullmatch("[0-9a-f]{40}", revision or ""):
+        raise UserError(f"base.pretrained: {place} needs the full commit hash as revision, or plan with --model FOLDER")
+    try:
+        with loading(place):
+            return load_config(place, revision, params.trust_remote_code)
+    except (OSError, ValueError) as error:
+        reason = str(error).splitlines()[0]
+        raise UserError(
+            f"base.pretrained.model: cannot read the config.json of {place} ({reason}); without a network put it into "
+            "a folder and plan with --model FOLDER"
+        ) from None
+
+
+def plan_run(
+    content: dict[str, Any],
+    root: Path,
+    memory: float,
+    accelerator: bool,
+    folder: Path | None = None,
+    prompt_tokens: int | None = None,
+    file: Path = PARAMS_FILE,
+) -> dict[str, Any]:
+    """The plan of a parameter file's content for a device of `memory` bytes. Bytes and seconds; None for what depends
+    on data that are not here. Raises UserError for invalid parameters, and as `config_of`."""
+    params = parse(Params, content, file=file)
+    model = Model.of(config_of(params, root, folder), params.trust_remote_code, params.precision, accelerator)
+    rows, limit = rows_of(content, params, root), USABLE * memory
+    earlier = earlier_runs(content, root)
+    speed = FLOPS[params.precision] if accelerator else FLOPS["CPU"] * params.threads
+    stages: dict[str, Any] = {}
+    for stage in stages_of(params, model, rows, prompt_tokens):
+        phases = stage.phases()
+        peak = max(phase.peak for phase in phases)
+
+        def replan(change: dict[str, Any], name: str = stage.name) -> int:
+            changed = parse(Params, merged(content, change), file=file)
+            other = replace(model, precision=changed.precision)
+            return next(s for s in stages_of(changed, other, rows, prompt_tokens) if s.name == name).peak()
+
+        seconds, by = None, "no rows yet"
+        if stage.work is not None:
+            seconds = stage.work.products(model) / (SHARE * speed) / processes_of(params, stage.name)
+            by = "formula"
+            if stage.name in earlier:
+                run = earlier[stage.name]
+                before = {s.name: s.work for s in stages_of(run.params, model, run.rows or rows, prompt_tokens)}
+                work = before.get(stage.name)
+                if work is not None and work != Work():
+                    seconds = run.seconds * stage.work.products(model) / work.products(model)
+                    by = f"run of {time.strftime('%Y-%m-%d', time.localtime(run.ended))}"
+        stages[stage.name] = {
+            "peak": peak,
+            "phases": {
+                phase.name: {
+                    "peak": phase.peak,
+                    "parts": [{"kind": k, "model": m, "bytes": b} for (k, m), b in sorted(phase.parts.items())],
+                }
+                for phase in phases
+            },
+            "work": None if stage.work is None else asdict(stage.work),
+            "seconds": seconds,
+            "time_by": by,
+            "changes": savings(stage.name, params, peak, limit, replan) if peak > limit else [],
+        }
+    scores = uses_reward_model(params.scorer) or params.ppo.needs_critic_model
+    parameters = {
+        "policy": model.parameters,
+        "reward model": model.scalar if scores else 0,
+        "trained": model.trained(params.ppo.lora),
+    }
+    peak = max(stage["peak"] for stage in stages.values())
+    known = [stage["seconds"] for stage in stages.values()]
+    return {
+        "parameters": parameters,
+        "prompt_tokens": prompt_tokens or longest_prompt(params),
+        "rows": rows,
+        "stages": stages,
+        "seconds": None if None in known else sum(known),
+        "flops": speed,
+        "disk": disk_of(model, params),
+        "peak": peak,
+        "memory": memory,
+        "usable": limit,
+        "fits": peak <= limit,
+    }
+
+
+# --- rows -------------------------------------------------------------------------------------------------------------
+
+DATASETS = ("demonstrations", "pairs", "ratings", "preference_prompts", "ppo_prompts", "heldout")
+
+
+def rows_of(content: Mapping[str, Any], params: Any, root: Path) -> dict[str, int] | None:
+    """Rows of each dataset: of `ingest` if it ran with these parameters and files, else by the shares of `ingest.split`
+    from the settings of the demo data or the files that the parameters name. None where these are not here."""
+    ingest, files = params.ingest, []
+    if ingest.source == "files":
+        places = [below_raw(root / "data" / "raw", path, "ingest.files.path") for path in ingest.files.paths]
+        files = [file for place in places if place.exists() for file in data_files(place)]
+    elif ingest.source == "huggingface":
+        place = below_raw(root / "data" / "raw", ingest.huggingface.dataset, "ingest.huggingface.dataset")
+        files = data_files(place) if place.is_dir() else []
+    made = {name: root / "data" / "ingest" / f"{name}.jsonl" for name in DATASETS}
+    if all(path.is_file() for path in made.values()) and _is_current(content.get("ingest"), root, files, made.values()):
+        return {name: _lines(path) for name, path in made.items()}
+    split = ingest.split
+    if ingest.source == "demo":
+        heldout = ingest.demo.prompts * split.heldout
+        prompts, each = ingest.demo.prompts - heldout, ingest.demo.demonstrations_per_prompt
+        used: dict[str, float] = {"demonstrations": prompts * split.demonstrations * each, "pairs": 0}
+    elif files:
+        patterns = ingest.files.heldout_files if ingest.files is not None else ["test*"]
+        counted = {file: _lines(file) for file in files}
+        heldout = sum(count for file, count in counted.items() if is_heldout(file.name, patterns))
+        prompts = sum(counted.values()) - heldout
+        if not heldout:
+            heldout, prompts = prompts * split.heldout, prompts * (1 - split.heldout)
+        used = {"demonstrations": prompts * split.demonstrations, "pairs": prompts * split.preferences}
+    else:
+        return None
+    used |= {"ratings": prompts * split.preferences, "heldout": heldout}
+    used |= {"preference_prompts": prompts * split.preferences, "ppo_prompts": prompts * split.ppo}
+    return {name: round(used[name]) for name in DATASETS}
+
+
+def _is_current(ingest: Any, root: Path, files: Iterable[Path], made: Iterable[Path]) -> bool:
+    """Whether `ingest` has made these datasets with these parameters of the raw files as they are: data/raw has the
+    size that is in dvc.lock, or (where DVC ignores a part of it) no file is newer than the datasets."""
+    try:
+        lock = YAML(typ="safe").load((root / "dvc.lock").read_text(encoding="utf-8"))["stages"]["ingest"]
+        if lock["params"]["params.yaml"]["ingest"] != ingest:
+            return False
+        sizes = [dep.get("size") for dep in lock.get("deps", ()) if dep["path"] == "data/raw"]
+    except (OSError, KeyError, TypeError):
+        return False
+    if sizes == [sum(path.stat().st_size for path in (root / "data" / "raw").rglob("*") if path.is_file())]:
+        return True
+    oldest = min(path.stat().st_mtime for path in made)
+    return all(file.stat().st_mtime <= oldest for file in files)
+
+
+def _lines(path: Path) -> int:
+    """Rows of a data file."""
+    if kind_of(path) == ".jsonl" and path.suffix == ".jsonl":
+        with path.open("rb") as file:
+            return sum(1 for line in file if line.strip())
+    return sum(1 for _ in read_rows(path, lambda _: None))
+
+
+# --- time -------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class EarlierRun:
+    """A stage that ran to its end without an interruption, with the same model on the same number of processes."""
+
+    seconds: float
+    ended: float
+    """Seconds since 1970."""
+    params: Any
+    rows: dict[str, int] | None
+
+
+def earlier_runs(content: Mapping[str, Any], root: Path) -> dict[str, EarlierRun]:
+    """The last run of each stage in the records for MLflow. One with another model, precision or number of threads does
+    not count."""
+    now = record.flatten(content)
+
+    def same(before: Mapping[str, str], stage: str) -> bool:
+        keys = {key for key in {*now, *before} if key.startswith("base.")}
+        return all(now.get(key) == before.get(key) for key in keys | {"precision", "threads", f"{stage}.processes"})
+
+    found: dict[str, EarlierRun] = {}
+    for folder in (path.parent for path in record.folder_of(root).glob(f"*/{record.RUN}")):
+        params = record.read(folder / record.RUN).get("params") or {}
+        metrics = next(folder.glob(f"ingest-*/{record.FILES}/metrics/ingest.json"), folder)
+        counted = record.read(metrics)
+        rows = {name: int(counted.get(name, 0)) for name in DATASETS} if "demonstrations" in counted else None
+        for facts in record.executions(folder):
+            stage, ended = facts["stage"], facts.get("ended", 0) / 1000
+            whole = facts["status"] == "FINISHED" and not facts.get("restored") and not facts.get("restarts")
+            if not whole or not same(params, stage) or (stage in found and found[stage].ended > ended):
+                continue
+            try:
+                parsed = parse(Params, _nested(params))
+            except UserError:  # of another version
+                continue
+            found[stage] = EarlierRun(ended - facts["started"] / 1000, ended, parsed, rows)
+    return found
+
+
+def _nested(flat: Mapping[str, str]) -> dict[str, Any]:
+    """The inverse of `record.flatten`."""
+    nested: dict[str, Any] = {}
+    for name, text in flat.items():
+        *blocks, key = name.split(".")
+        place = nested
+        for block in blocks:
+            place = place.setdefault(block, {})
+        try:
+            place[key] = json.loads(text)
+        except ValueError:
+            place[key] = text
+    return nested
+
+
+# --- stages -----------------------------------------------------------------------------------------------------------
+
+
+def longest_prompt(params: Any) -> int:
+    """Tokens of a prompt that leaves the reward model room for an answer."""
+    return max(1, int(params.reward.max_tokens) - int(params.preferences.max_new_tokens))
+
+
+def processes_of(params: Any, stage: str) -> int:
+    """Processes that share a stage's work."""
+    if stage in VARIANTS:
+        return int(getattr(params, stage).applied_to(params.ppo, stage).processes)
+    return int(getattr(getattr(params, stage), "processes", 1))
+
+
+def stages_of(
+    params: Any, model: Model, rows: Mapping[str, int] | None, prompt_tokens: int | None = None
+) -> Iterator[PlannedStage]:
+    """The stages of valid parameters that compute with a model, in the order of the graph."""
+    prompt, judged = prompt_tokens or longest_prompt(params), params.preferences
+    samples = judged.source in SAMPLED
+    answers = judged.samples_per_prompt if samples else 2
+    learns = uses_reward_model(params.scorer)
+    scorers = (params.reward.members + (params.reward.judge_share > 0)) if learns else 0
+    training = 1 - params.ingest.split.validation
+    compared = None  # prompts with their answers, of the reward model and of DPO
+    if rows is not None:
+        compared = (
+            rows["ratings"] if judged.source == "ratings" else rows["preference_prompts"] if samples else rows["pairs"]
+        )
+        compared = round(training * (compared + (rows["pairs"] if judged.source == "both" else 0))) or None
+
+    def sft(name: str, config: SFTConfig, count: float | None) -> PlannedStage:
+        lengths = _within(prompt, config.max_tokens)
+        work = Work(trained=round(count * config.epochs) * lengths.whole) if count else None
+        return PlannedStage(name, lambda: sft_phases(model, config, lengths), work)
+
+    def pairs(name: str, config: Any) -> PlannedStage:
+        lengths, is_policy = _within(prompt, config.max_tokens), isinstance(config, PairConfig)
+        plan = pair_phases if is_policy else reward_phases
+        work = None
+        if compared is not None:
+            tokens = compared * (lengths.prompt + answers * lengths.response)
+            times = config.epochs * getattr(config, "members", 1)
+            work = Work(trained=round(times * tokens), read=tokens * is_policy)
+        return PlannedStage(name, lambda: plan(model, config, lengths, answers), work)
+
+    def loop(name: str, config: PPOConfig) -> PlannedStage:
+        lengths, critic = Lengths(prompt, config.max_new_tokens), int(config.needs_critic_model)
+        count = config.steps * config.batch_size
+        tokens = count * lengths.whole
+        work = Work(
+            samples=count,
+            sampled=count * lengths.response,
+            read=tokens * (3 + critic + scorers),
+            trained=tokens * config.ppo_epochs * (1 + critic),
+        )
+        return PlannedStage(name, lambda: ppo_phases(model, config, lengths, scorers, params.reward.lora), work)
+
+    yield sft("sft", params.sft, None if rows is None else training * rows["demonstrations"])
+    if learns and samples:
+        lengths = Lengths(prompt, judged.max_new_tokens)
+        count = None if rows is None else rows["preference_prompts"] * answers
+        work = None if count is None else Work(count, count * lengths.response)
+        yield PlannedStage("preferences", lambda: sampler_phases(model, judged.batch_size, lengths, answers), work)
+    if learns:
+        yield pairs("reward", params.reward)
+    yield loop("ppo", params.ppo)
+    for name, method in params.enabled_methods():
+        if name in VARIANTS:
+            yield loop(name, method.applied_to(params.ppo, name))
+        elif isinstance(method, PairConfig):
+            yield pairs(name, method)
+        elif name == "rejection_sft":
+            count = None if rows is None else rows["ppo_prompts"] * (1 - method.validation)
+            stage = sft(name, method.training, count)
+            if rows is not None and stage.work is not None:
+                drawn = rows["ppo_prompts"] * method.samples_per_prompt
+                read = drawn * scorers * (prompt + method.max_new_tokens)
+                stage = replace(stage, work=Work(drawn, drawn * method.max_new_tokens, read, stage.work.trained))
+            yield stage
+    yield _evaluate(params, model, prompt, rows, scorers)
+
+
+def _within(prompt: int, longest: int) -> Lengths:
+    prompt = min(prompt, longest - 1)
+    return Lengths(prompt, longest - prompt)
+
+
+def _evaluate(params: Any, model: Model, prompt: int, rows: Mapping[str, int] | None, scorers: int) -> PlannedStage:
+    """The answers of every candidate, at most: SFT model, policy, methods and the user's models with each seed;
+    interpolated policies and PPO's snapshots with the first; more of SFT model and policy for the optimum."""
+    settings, ppo = params.evaluate, params.ppo
+    lengths, seeds = Lengths(prompt, settings.max_new_tokens), len(settings.seeds)
+    methods = sum(BY_NAME[name].has_model for name, _ in params.enabled_methods())
+    snapshots = math.ceil(ppo.steps / (ppo.snapshot_every or ppo.steps))
+    once = len(settings.interpolation) + min(settings.snapshots, snapshots)
+    each = (2 + methods + len(settings.extra_models)) * seeds + once + 2 * max(0, FOR_OPTIMUM - seeds)
+    samples = each * min(settings.max_prompts, (rows or {}).get("heldout") or settings.max_prompts)
+    work = Work(samples, samples * lengths.response, samples * lengths.whole * (2 + scorers))
+    size, between = settings.batch_size, bool(settings.interpolation)
+    return PlannedStage("evaluate", lambda: evaluate_phases(model, size, lengths, seeds, scorers, between), work)
+
+
+# --- changes and disk -------------------------------------------------------------------------------------------------
+
+
+def changes_of(stage: str, params: Any) -> Iterator[dict[str, Any]]:
+    """Parameters that need less memory, in the order in which they are tried, each beside those before it: the
+    precision, what changes no result, and then what is another training (adapters, a shared critic, fewer rows per
+    optimizer step)."""
+    block = "ppo" if stage in VARIANTS else stage
+    yield {"precision": "bfloat16"}
+    if block == "ppo":
+        config = params.ppo
+        whole = longest_prompt(params) + config.max_new_tokens
+        tokens = min(config.micro_batch_tokens or config.micro_batch_size * whole, config.micro_batch_size * whole)
+        if config.processes > 1:
+            yield {"ppo": {"sharding": "fsdp"}}
+        yield {"ppo": {"gradient_checkpointing": True}}
+        for part in (4, 16):
+            yield {"ppo": {"micro_batch_tokens": max(1, tokens // part)}}
+        yield {"ppo": {"sampler_rows": max(1, (config.sampler_rows or config.batch_size) // 4)}}
+        yield {"ppo": {"lora": {}}}
+        yield {"ppo": {"critic": {"kind": "shared"}}}
+        return
+    settings = params.rejection_sft.training if block == "rejection_sft" else getattr(params, block)
+    processes = getattr(settings, "processes", params.ppo.processes)
+    found: list[dict[str, Any]] = [{"processes": params.ppo.processes}] if processes < params.ppo.processes else []
+    if "gradient_checkpointing" in type(settings).model_fields:
+        found.append({"gradient_checkpointing": True})
+    micro = hasattr(settings, "micro_batch_size")
+    lora: list[dict[str, Any]] = [{"lora": {}}] if "lora" in type(settings).model_fields else []
+    size = "micro_batch_size" if micro else "batch_size"
+    rows = [{size: getattr(settings, size) // part} for part in (4, 16) if getattr(settings, size) % part == 0]
+    for change in found + (rows + lora if micro else lora + rows):
+        yield {block: {"training": change} if block == "rejection_sft" else change}
+
+
+def savings(
+    stage: str, params: Any, peak: int, limit: float, replan: Callable[[dict[str, Any]], int]
+) -> list[dict[str, Any]]:
+    """Changes that bring the peak of a stage below `limit` bytes, or as near as they can: each with the bytes it saves
+    beside those before it, and the peak after it, which `replan` returns."""
+    found: list[dict[str, Any]] = []
+    together: dict[str, Any] = {}
+    for change in changes_of(stage, params):
+        if peak <= limit:
+            break
+        try:
+            after = replan(merged(together, change))
+        except UserError:  # parameters that do not fit together
+            continue
+        if peak - after >= SAVES * peak:
+            found.append({"change": change, "saves": peak - after, "peak": after})
+            together, peak = merged(together, change), after
+    return found
+
+
+def disk_of(model: Model, params: Any) -> dict[str, int]:
+    """Bytes of files: models of the checkout in float32, PPO's snapshots, DVC's cache (a copy of both), checkpoints of
+    the stage that keeps most, and their sum."""
+    ppo, trained = params.ppo, model.trained(params.ppo.lora)
+    methods = sum(BY_NAME[name].has_model for name, _ in params.enabled_methods())
+    scalars = params.reward.members + (params.reward.judge_share > 0) if uses_reward_model(params.scorer) else 0
+    models = FLOAT32 * (model.parameters * (3 + methods) + model.scalar * (scalars + ppo.has_critic))
+    in_bfloat16 = ppo.lora is None and params.precision == "bfloat16"
+    each = trained * (BFLOAT16 if in_bfloat16 else FLOAT32)
+    snapshots = each * math.ceil(ppo.steps / (ppo.snapshot_every or ppo.steps))
+    moment = FLOAT32 if ppo.optimizer.states == "float32" else 1
+    critic = model.trained(ppo.lora, scalar=True) * ppo.needs_critic_model
+    checkpoints = (KEPT + 1) * max(  # SFT and the reward model keep the whole model, PPO what it trains
+        model.size(params.sft.lora) * model.parameters + 2 * FLOAT32 * model.trained(params.sft.lora),
+        model.size(params.reward.lora) * model.scalar + 2 * FLOAT32 * model.trained(params.reward.lora, scalar=True),
+        (trained + critic) * (FLOAT32 + 2 * moment),
+    )
+    sizes = {"models": models, "snapshots": snapshots, "cache": models + snapshots, "checkpoints": checkpoints}
+    return sizes | {"total": sum(sizes.values())}
