@@ -1,6 +1,7 @@
 """Runs a stage: typed parameters, checked inputs, GPUs and processes, a state folder, tracking, and outputs that appear
 all together. The stage's own file, and torch with it, is imported only when all of this is ready."""
 
+import gc
 import json
 import os
 import sys
@@ -94,6 +95,17 @@ def run(name: str, model: type[Block], load_stage: Load) -> NoReturn:
     sys.exit(code)
 
 
+def _import(load_stage: Load) -> Callable[[Stage[Any]], None]:
+    """The stage's function. Without the garbage collector, which would go through all modules several times and once
+    more at the exit: 1.4 of 3.8 seconds."""
+    gc.disable()
+    try:
+        return load_stage()
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
 def _run(name: str, model: type[Block], load_stage: Load, interrupts: Interrupts) -> str:
     """The contract, step by step. Returns the stage key."""
     recorded_later = state.under_dvc(name)
@@ -125,7 +137,7 @@ def _run(name: str, model: type[Block], load_stage: Load, interrupts: Interrupts
             claim_gpus(processes)
         state_dir = state.begin(definition, key)
         workers.start_workers(name, processes)
-        execute = load_stage()
+        execute = _import(load_stage)
         quiet_libraries()
         tracked = common.runtime.tracking and name not in WITHOUT_RUN and not is_worker()
         tracking = Tracking.begin(definition, content, key, hashes) if tracked else None
