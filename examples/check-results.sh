@@ -9,7 +9,7 @@ if compgen -G "data/raw/*.dvc" >/dev/null && ! dvc pull --quiet data/raw/*.dvc; 
 fi
 if ! plan=$(dvc repro --pull --allow-missing --dry 2>&1) || grep --quiet "^Running stage" <<<"$plan"; then
     grep --extended-regexp "^Running stage|^ERROR" <<<"$plan" >&2
-    echo "dvc.lock does not belong to this commit: run \`dvc repro\` and \`dvc push\`, then commit dvc.lock and metrics/summary.json" >&2
+    echo "dvc.lock does not belong to this commit: run \`dvc repro\` and \`dvc push\`, then \`git commit -a\`" >&2
     exit 1
 fi
 if ! status=$(dvc data status --not-in-remote --json); then

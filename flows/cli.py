@@ -534,6 +534,8 @@ def sync(timeout: float = Option(0.0, min=0.0, help="Seconds that sending may ta
     from tasks.tracking.settings import tracking_uri, without_credentials
 
     missing = finish(root, timeout or None)
+    if not missing and (root / "dvc.lock").exists() and not (root / "metrics/evaluate.json").exists():
+        print("the results that dvc.lock names are not here; `dvc pull` fetches them", flush=True)
     print(missing or f"MLflow at {without_credentials(tracking_uri(root))} has all that was run here", flush=True)
     _exit(int(bool(missing)))
 

@@ -14,12 +14,9 @@ from flows import processes, workspace
 from flows.workspace import Workspace
 from rlhf_core.errors import UserError
 from rlhf_core.locks import held
-from tasks.records.recorded import read_results
 from tasks.summary import SUMMARY
 from tasks.tracking.settings import RUN_VARIABLE
 
-READ = ("metrics", "plots", "params.yaml")
-"""What is read of an experiment."""
 TRACKED = (SUMMARY, "params.yaml")
 """What git has of it; the rest is in DVC's cache."""
 RECORD_SECONDS = 600.0
@@ -138,11 +135,10 @@ def _ref(commit: str, name: str) -> str:
     return f"refs/exps/{commit[:2]}/{commit[2:]}/{name}"
 
 
-def read(home: Path, experiment: str) -> tuple[dict[str, bytes], float | None]:
-    """The metrics, plots and parameters of an experiment by their path, and the seconds that its run took. Raises
-    UserError where neither DVC's cache nor its default remote has one."""
+def seconds_of(home: Path, experiment: str) -> float | None:
+    """The seconds that the run of an experiment took."""
     seconds = trailer(home, experiment, "Seconds")
-    return read_results(home, experiment, *READ), float(seconds) if seconds else None
+    return float(seconds) if seconds else None
 
 
 def trailer(home: Path, experiment: str, name: str) -> str | None:

@@ -17,7 +17,7 @@ from rlhf_core.errors import UserError
 from rlhf_core.locks import held
 from tasks.params.loader import PARAMS_FILE, parse, parse_yaml
 from tasks.params.promote import PromoteParams
-from tasks.records.recorded import outs_of
+from tasks.records.recorded import outs_of, read_results
 from tasks.tracking.registry import BEFORE, CHALLENGER, CHAMPION, Registry, Version
 from tasks.tracking.settings import main_checkout
 
@@ -158,7 +158,7 @@ def judge(home: Path, name: str, commit: str, registry: Registry) -> Decision:
     experiment = isolated.find(home, commit, name)
     if experiment is None:
         raise UserError(f"no experiment {name} of commit {commit[:12]}; `dvc exp show` lists those that there are")
-    files, _ = isolated.read(home, experiment)
+    files = read_results(home, experiment, str(PARAMS_FILE), "metrics/evaluate.json", "metrics/ppo.json")
     content = parse_yaml(files[str(PARAMS_FILE)].decode("utf-8"), PARAMS_FILE)
     params = parse(PromoteParams, content.get("promote") or {}, "promote")
     figures = json.loads(files["metrics/evaluate.json"])

@@ -3,8 +3,10 @@
 import os
 import re
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 
+from rlhf_core.errors import UserError
 from tasks.tracking.settings import RUN_VARIABLE
 
 RAW = "data/raw"
@@ -35,6 +37,17 @@ def edited_files(root: Path) -> list[str]:
     """Tracked files of the project that differ from the commit, without those that a run writes."""
     names = (git(root, "diff", "--name-only", "--relative", "-z", "HEAD") or "").split("\0")
     return [name for name in names if name and not WRITTEN.fullmatch(name)]
+
+
+def require_untracked(root: Path, outs: Sequence[str]) -> None:
+    """Raise UserError where git tracks one of these outputs, which belong to DVC's cache: DVC would refuse them when
+    the stage has ended."""
+    if outs and (tracked := (git(root, "ls-files", "--", *outs) or "").split("\n")[0]):
+        place = next(out for out in outs if f"{tracked}/".startswith(f"{out}/"))
+        raise UserError(
+            f"git tracks {tracked}, which belongs to DVC's cache; `git rm -r --cached {place}`, `git commit`, run it "
+            "again"
+        )
 
 
 def git(root: Path, *words: str) -> str | None:

@@ -55,10 +55,13 @@ def fetch_objects(root: Path, blobs: Iterable[Path]) -> str:
     lacking = [HashInfo("md5", blob.parent.name + blob.name) for blob in blobs if not blob.is_file()]
     if lacking:
         with _repository(root) as repo:
+            logging.disable(logging.WARNING)  # DVC lists each object that the remote lacks
             try:
                 repo.cloud.pull(lacking)
             except Exception as error:  # each kind of remote has its own errors
                 return f" ({without_credentials(_one_line(error))})"
+            finally:
+                logging.disable(logging.NOTSET)
     return ""
 
 

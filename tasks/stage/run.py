@@ -20,6 +20,7 @@ from tasks.params.loader import parse, read_yaml, why_switched_off
 from tasks.params.stages import STAGES, params_model
 from tasks.schemas.validation import load
 from tasks.stage import provenance, state, workers
+from tasks.stage.definition import require_untracked
 from tasks.stage.dvc_files import Definition, open_project
 from tasks.stage.gpus import WITHOUT_GPU, claim_gpus
 from tasks.stage.interrupts import Interrupts
@@ -102,7 +103,8 @@ def _import(load_stage: Load) -> Callable[[Stage[Any]], None]:
     try:
         return load_stage()
     finally:
-        gc.freeze()
+        if not gc.get_freeze_count():  # again only where tests run several stages in one process
+            gc.freeze()
         gc.enable()
 
 
@@ -116,6 +118,7 @@ def _run(name: str, model: type[Block], load_stage: Load, interrupts: Interrupts
     with open_project(Path()) as project, state.locked(project.root, name):
         definition, root = project.stage(name), project.root
         hashes, outputs = definition.hashes(), Outputs(root, [out.path for out in definition.outs])
+        require_untracked(root, [out.path for out in definition.outs if out.in_cache])
         if VERSIONS in hashes:
             require_declared_versions()
         key = definition.key(content, hashes)

@@ -12,6 +12,7 @@ import pytest
 from flows import isolated, processes, workspace
 from flows.workspace import Workspace
 from rlhf_core.errors import UserError
+from tasks.records.recorded import read_results
 from tests.conftest import call, commit
 
 Toy = Callable[..., Path]
@@ -203,9 +204,8 @@ def test_a_run_becomes_an_experiment_and_leaves_no_workspace(home: Path, prefect
     assert not made.folder.exists()
     found = isolated.find(home, made.commit, "t1")
     assert found is not None
-    files, seconds = isolated.read(home, found)
-    assert files == {"params.yaml": b"a:\n  b: 5  # kept\nseed: 1\n"}
-    assert seconds == pytest.approx(result.seconds, abs=0.1)
+    assert read_results(home, found, "metrics", "params.yaml") == {"params.yaml": b"a:\n  b: 5  # kept\nseed: 1\n"}
+    assert isolated.seconds_of(home, found) == pytest.approx(result.seconds, abs=0.1)
     assert "MLflow run: t1" in call(home, "git", "log", "-1", "--format=%B", found)
     assert "t1" in call(home, sys.executable, "-m", "dvc", "exp", "list")
     call(home, sys.executable, "-m", "dvc", "exp", "branch", "t1", "kept")

@@ -60,7 +60,10 @@ def find(root: Path, name: str) -> Compared:
     if folder.is_dir():
         texts = [(folder / file).read_text("utf-8", "replace") if (folder / file).is_file() else "" for file in files]
         if not texts[0]:
-            raise UserError(f"{folder / EVALUATION}: file not found; `dvc repro evaluate` in that folder writes it")
+            raise UserError(
+                f"{folder / EVALUATION}: file not found; there `dvc pull {EVALUATION}` fetches it, where a remote has "
+                "it, and `leash run evaluate` makes it"
+            )
         source = "this checkout" if name == "." else f"folder {folder}"
         return _of_files(folder, name, source, texts, f"{folder}/", folder / ANSWERS)
     commit = git(root, "rev-parse", "--verify", "--quiet", "--end-of-options", f"{name}^{{commit}}").strip()

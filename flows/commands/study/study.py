@@ -28,6 +28,7 @@ from rlhf_core.errors import UserError
 from rlhf_core.files import atomic
 from rlhf_core.locks import held
 from tasks.params.loader import PARAMS_FILE, parse_yaml
+from tasks.records.recorded import read_results
 from tasks.stage.progress import duration
 from tasks.tracking.record import Status
 from tasks.tracking.settings import STUDY_VARIABLE
@@ -156,7 +157,11 @@ class Study:
         found = isolated.find(self.home, self.commit, trial.name)
         if found is None:
             return False
-        files, trial.seconds = isolated.read(self.home, found)
+        trial.seconds = isolated.seconds_of(self.home, found)
+        try:
+            files = read_results(self.home, found, str(PARAMS_FILE), "metrics", "plots/frontier.csv")
+        except UserError as error:
+            raise UserError(f"{error}, or `dvc exp remove {trial.name}` to run it again") from None
         if parse_yaml(files[str(PARAMS_FILE)].decode("utf-8"), PARAMS_FILE) != trial.params:
             raise UserError(
                 f"experiment {trial.name} is there, with other parameters; choose another --name, or "

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from rlhf_core.errors import UserError
-from tasks.stage.definition import git_state
+from tasks.stage.definition import git_state, require_untracked
 from tasks.stage.dvc_files import digest, open_project
 
 GRAPH = """
@@ -81,6 +81,20 @@ def test_git_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert (len(commit or ""), dirty) == (40, False)
     (tmp_path / "a").write_text("2")
     assert git_state(tmp_path) == (commit, True)
+
+
+def test_an_output_that_git_tracks_is_refused_before_the_stage(tmp_path: Path) -> None:
+    """As on a branch that `dvc exp branch` made: DVC adds the files of pictures to an experiment's commit."""
+    require_untracked(tmp_path, ["plots/ppo.csv"])  # no repository
+    subprocess.run(["git", "init", "--quiet"], cwd=tmp_path, check=True)
+    (tmp_path / "models/ppo").mkdir(parents=True)
+    (tmp_path / "models/ppo/config.json").write_text("{}")
+    require_untracked(tmp_path, ["plots/ppo.csv", "models/ppo"])
+    subprocess.run(["git", "add", "--all"], cwd=tmp_path, check=True)
+    require_untracked(tmp_path, ["plots/ppo.csv", "models/pp"])
+    require_untracked(tmp_path, [])
+    with pytest.raises(UserError, match=r"git tracks models/ppo/config.json.*`git rm -r --cached models/ppo`"):
+        require_untracked(tmp_path, ["plots/ppo.csv", "models/ppo"])
 
 
 def test_what_a_run_writes_is_no_uncommitted_change(tmp_path: Path) -> None:

@@ -13,7 +13,8 @@ import pytest
 from mlflow.tracking import MlflowClient
 
 import flows
-from flows import isolated, server
+from flows import server
+from tasks.records.recorded import read_results
 from tests.conftest import call, clean_environment
 from tests.faults.conftest import until
 from tests.flows.commands.study.conftest import experiments, log
@@ -136,7 +137,7 @@ def check_same_bytes(home: Path, tmp_path: Path, experiment: str) -> None:
     (tmp_path / "a" / "go").touch()
     call(alone, sys.executable, "-m", "dvc", "repro")
     assert call(home, "git", "show", f"{experiment}:dvc.lock") == (alone / "dvc.lock").read_text()
-    figures = isolated.read(home, experiment)[0]["metrics/evaluate.json"]
+    figures = read_results(home, experiment, "metrics/evaluate.json")["metrics/evaluate.json"]
     assert figures == (alone / "metrics/evaluate.json").read_bytes()
 
 

@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING
 import pytest
 
 import flows
-from flows import isolated, workspace
+from flows import workspace
 from flows.cli import main
 from flows.commands.study.study import Study
 from flows.commands.study.trials import Call, Space, Trial, read_params
+from tasks.records.recorded import read_results
 from tests.conftest import call, clean_environment
 from tests.faults.conftest import until
 from tests.flows.commands.study.conftest import experiments, log
@@ -135,7 +136,7 @@ def test_a_search_finds_the_best_and_continues(home: Path, study: Callable[..., 
     after = experiments(home)
     assert {name: after[name] for name in before} == before
     assert len(after) == 4
-    files = [isolated.read(home, each)[0] for each in after.values()]
+    files = [read_results(home, each, "metrics/evaluate.json") for each in after.values()]
     figures = [json.loads(each["metrics/evaluate.json"]) for each in files]
     allowed = [each["gold_policy"] for each in figures if each["kl_per_sequence"] < 2]
     assert re.search(rf"Highest gold_policy where kl_per_sequence < 2: coef [\d.]+, −{-max(allowed):.3f}", output)
