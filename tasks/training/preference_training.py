@@ -15,14 +15,12 @@ from rlhf_core.training.divided import map_whole
 from tasks.stage.stage import Stage
 from tasks.stage.trust import trusts
 from tasks.training.pairs import comparisons
-from tasks.training.trainer_setup import log_table, place_of, tokens_read, training_run
+from tasks.training.trainer_setup import last_means, log_table, place_of, tokens_read, training_run
 
 Settings = TypeVar("Settings", bound=PairConfig)
 
 SFT = "models/sft"
 LOGGED = ("loss", "accuracy", "margin")
-LAST = 10
-"""Steps at the end of training over which the training figures are averaged."""
 
 
 def train_policy_on_pairs(stage: Stage[Settings], objective_of: Callable[[Settings], PairObjective]) -> None:
@@ -57,7 +55,7 @@ def train_policy_on_pairs(stage: Stage[Settings], objective_of: Callable[[Settin
             "heldout_loss": measured.loss,
             "heldout_accuracy": measured.accuracy,
             "heldout_margin": measured.margin,
-            **{f"train_{name}": value for name, value in last_means(log).items()},
+            **last_means(log, LOGGED),
             "prompts": len(training),
             "pairs": sum(len(c.pairs) for c in training),
             "heldout_pairs": sum(len(c.pairs) for c in heldout),
@@ -66,12 +64,6 @@ def train_policy_on_pairs(stage: Stage[Settings], objective_of: Callable[[Settin
             "tokens_trained": tokens_read(log, response_tokens(training)),
         }
     )
-
-
-def last_means(log: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Loss, accuracy and margin of the training batches, over the last steps."""
-    last = [row for row in log if "loss" in row][-LAST:]
-    return {name: sum(row[name] for row in last) / len(last) for name in LOGGED}
 
 
 def response_tokens(training: Sequence[Comparison]) -> int:

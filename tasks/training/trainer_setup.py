@@ -72,6 +72,17 @@ def log_table(log: Sequence[dict[str, float]], columns: dict[str, str]) -> list[
     return [rows[step] for step in sorted(rows)]
 
 
+LAST = 10
+"""Steps at the end of a training over which its figures are averaged: one batch is too few."""
+
+
+def last_means(log: Sequence[dict[str, float]], names: Sequence[str] = ("loss",)) -> dict[str, float]:
+    """The means of figures of the training batches over the last ten steps, or all where they are fewer, each with the
+    prefix `train_`."""
+    last = [row for row in log if "loss" in row][-LAST:]
+    return {f"train_{name}": sum(row[name] for row in last) / len(last) for name in names}
+
+
 def tokens_read(log: Sequence[dict[str, float]], per_epoch: int) -> int:
     """Tokens that the backward passes of a training have read, where one epoch reads `per_epoch` of them: a Trainer's
     log has the number of epochs, with their fraction."""
