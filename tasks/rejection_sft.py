@@ -21,7 +21,7 @@ SFT = "models/sft"
 PROMPTS = "data/ingest/ppo_prompts.jsonl"
 SAMPLES = "data/rejection_sft/samples.jsonl"
 PLOT = "plots/rejection_sft.csv"
-LOGGED = {"loss": "train_loss", "eval_loss": "validation_loss"}
+LOGGED = {"loss": "train_loss", "validation_loss": "validation_loss"}
 SHORT_OF_MEMORY = "rejection_sft.training.micro_batch_size or rejection_sft.training.max_tokens"
 
 

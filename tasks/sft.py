@@ -43,7 +43,7 @@ def execute(stage: Stage[SFTConfig]) -> None:
         return
 
     save_checkpoint(stage.out("models/sft"), model.cpu(), tokenizer)
-    table = log_table(result.log, {"loss": "train_loss", "eval_loss": "validation_loss"})
+    table = log_table(result.log, {"loss": "train_loss", "validation_loss": "validation_loss"})
     stage.outputs.write_csv("plots/sft.csv", table)
     stage.write_metrics(
         {

@@ -11,7 +11,7 @@ from rlhf_core.models.hf import context_length, load_causal_lm, place, save_chec
 from rlhf_core.models.precision import autocast
 from rlhf_core.models.sharding import divide
 from rlhf_core.reward import Comparison
-from rlhf_core.training.divided import map_whole
+from rlhf_core.training.processes import map_whole
 from tasks.stage.stage import Stage
 from tasks.stage.trust import trusts
 from tasks.training.pairs import comparisons

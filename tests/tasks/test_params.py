@@ -49,6 +49,11 @@ def test_rule_32_only_the_demos_models_have_a_large_eps(path: Path) -> None:
     assert params.ppo.optimizer.eps == (1e-5 if params.ingest.source == "demo" else 1e-8)
 
 
+def test_a_removed_key_is_refused_by_name(content: Content) -> None:
+    with pytest.raises(UserError, match=r"dataloader_workers has no effect any more: .*; remove it"):
+        parse(Params, put(content, "runtime.dataloader_workers", 0))
+
+
 def test_a_method_without_a_block_is_off(written: Callable[[str], Content], content: Content) -> None:
     """A parameter file from before the method existed stays valid, and DVC can track the block all the same."""
     read = written("dpo:\n  enabled: true\n")

@@ -10,7 +10,7 @@ import torch
 
 from rlhf_core.data.chat import Conversation
 from rlhf_core.evaluation.intervals import clustered_interval
-from rlhf_core.reward import Comparison, PairCollator, PairScores
+from rlhf_core.reward import Comparison, PairScores, pair_batch
 from tasks.page.inputs import interval
 from tasks.training import reward_figures
 from tasks.training.reward_figures import figures_of, gold_margins
@@ -89,7 +89,6 @@ def test_gold_margins_are_in_the_order_of_score_pairs(monkeypatch: pytest.Monkey
 
     rows = [row(10, 3, 1), row(1, 5, 9), row(10, 2, 3), row(7, 1, 2)]
     pairs = [Comparison([10], [[3], [1], [2]], [(0, 1), (2, 0)]), Comparison([1], [[5], [9]], [(0, 1)])]
-    collated = PairCollator(pad_id=0)(pairs)
-    ids = collated["input_ids"][:, -1]
-    assert ids[collated["chosen"]].tolist() == [3, 2, 5]
+    batch, chosen, _ = pair_batch(pairs, pad_id=0)
+    assert batch.input_ids[chosen, -1].tolist() == [3, 2, 5]
     assert gold_margins(rows, tokenizer, pairs, NumberJudge()).tolist() == [20.0, -10.0, -4.0]
