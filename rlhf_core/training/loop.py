@@ -113,14 +113,15 @@ class Training:
         groups = [{"params": matrices, "weight_decay": schedule.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
         self.optimizer = torch.optim.AdamW([g for g in groups if g["params"]], lr=0.0, eps=EPS, fused=True)
         self.checkpoints = Checkpoints(run.state_dir / "trainer", run.log)
-        self.done, self.ended, self.log = 0, schedule.steps == 0, list[dict[str, float]]()
+        self.done, self.saved, self.ended = 0, 0, schedule.steps == 0
+        self.log: list[dict[str, float]] = []
         self._resume()
 
     def batch(self, step: int) -> list[int]:
         """The places of a step's items: a random order of all of them in each epoch, by the seed."""
         epoch, place = divmod(step, math.ceil(len(self.weights) / self.schedule.batch_size))
         order = torch.randperm(len(self.weights), generator=torch.Generator().manual_seed(self.run.seed + epoch))
-        return order[place * self.schedule.batch_size :][: self.schedule.batch_size].tolist()  # type: ignore[no-any-return]
+        return order[place * self.schedule.batch_size :][: self.schedule.batch_size].tolist()
 
     def step(self) -> None:
         """One step of AdamW with the gradient of the mean loss over a batch. Raises NonFiniteError, before the weights
@@ -133,7 +134,8 @@ class Training:
         for group, counts in mine:
             with autocast(self.run.precision, self.model.device):
                 sums = self.sums(group)
-            (sums["loss"] * (counts / terms)).backward()
+            loss = sums["loss"] * (counts / terms)
+            loss.backward()  # type: ignore[no-untyped-call]
             for name, value in sums.items():
                 value = value.detach().double() * counts
                 total[name] = total[name] + value if name in total else value
@@ -166,20 +168,27 @@ class Training:
         if run.processes is not None:
             leaving = run.processes.gather([leaving])[0]
         if leaving or self.ended or self.done % run.checkpoint_every == 0:
-            state = {"weights": self.trained, "optimizer": self.optimizer.state_dict()}
+            weights = {name: p.detach() for name, p in self.trained.items()}
+            optimizer = self.optimizer.state_dict()
 
             def check() -> None:
                 with at_step(self.done):
-                    require_finite(state["weights"], "weights")
-                    require_finite(state["optimizer"], "optimizer")
+                    require_finite(weights, "weights")
+                    require_finite(optimizer, "optimizer")
 
             if run.processes is None:
                 check()
             else:
                 run.processes.together(check, (NonFiniteError,))
-            weights = {name: p.detach() for name, p in self.trained.items()}
-            progress = {"done": self.done, "ended": self.ended, "log": self.log}
-            save(self.checkpoints, self.done, {**progress, **state, "weights": weights}, run.processes, self.keep)
+            state = {
+                "done": self.done,
+                "ended": self.ended,
+                "log": self.log,
+                "weights": weights,
+                "optimizer": optimizer,
+            }
+            save(self.checkpoints, self.done, state, run.processes, self.keep)
+            self.saved = self.done
         if leaving:
             raise KeyboardInterrupt
 
@@ -194,7 +203,7 @@ class Training:
                 raise
             raise UserError(
                 f"out of memory at step {self.done + 1}; lower {self.keys}, which starts the training again, or free "
-                "memory: with the same parameters it continues after its last checkpoint"
+                f"memory: with the same parameters it continues at step {self.saved + 1}"
             ) from None
 
     @torch.no_grad()
@@ -212,7 +221,8 @@ class Training:
         for name, parameter in self.trained.items():
             parameter.copy_(state["weights"][name])
         self.optimizer.load_state_dict(state["optimizer"])
-        self.done, self.ended, self.log = state["done"], state["ended"], state["log"]
+        self.done = self.saved = state["done"]
+        self.ended, self.log = state["ended"], state["log"]
         run.log(f"continues after step {self.done}")
 
     def _require_finite(self, value: float, name: str) -> None:

@@ -326,7 +326,9 @@ def test_a_training_without_memory_names_the_key_to_lower_and_continues(stage: s
     log = train(whole, Run(tmp_path / "whole", seed=3, report=lambda *_: None))
     run = Run(tmp_path / "short", seed=3, report=lambda *_: None, checkpoint_every=1)
     Shortage(short, fits=0, after=2, where=where)
-    with pytest.raises(UserError, match=rf"^out of memory at step \d; lower {KEYS[stage]}.*continues after") as stopped:
+    with pytest.raises(
+        UserError, match=rf"^out of memory at step \d; lower {KEYS[stage]}.*continues at step \d$"
+    ) as stopped:
         train(short, run)
     assert "\n" not in str(stopped.value)
     assert train(again, run) == log
