@@ -65,19 +65,19 @@ def execute(stage: Stage[RewardConfig]) -> None:
     annotator = judge_of(stage)
     labelled = [row for row in stage.read(PREFERENCES) if row["split"] == "validation"] if annotator else []
     gold = gold_margins(labelled, tokenizer, heldout, annotator) if annotator else None
-    figures = figures_of(scores, [len(c.pairs) for c in heldout], gold, stage.seed)
-    figures.metrics.update(train_accuracy=seen.right.mean().item(), train_loss=seen.loss, **of_members)
-    for out, rows in figures.tables.items():
+    metrics, tables = figures_of(scores, [len(c.pairs) for c in heldout], gold, stage.seed)
+    metrics.update(train_accuracy=seen.right.mean().item(), train_loss=seen.loss, **of_members)
+    for out, rows in tables.items():
         stage.outputs.write_csv(out, rows)
     if judge is not None:
-        of_judge = figures_of(judge.heldout, [len(c.pairs) for c in heldout], None, stage.seed).metrics
+        of_judge, _ = figures_of(judge.heldout, [len(c.pairs) for c in heldout], None, stage.seed)
         names = ("accuracy", "accuracy_low", "accuracy_high", "loss")
-        figures.metrics.update({f"judge_{name}": of_judge[f"heldout_{name}"] for name in names})
-        figures.metrics.update(judge_prompts=len(judging), train_prompts=len(own))
+        metrics.update({f"judge_{name}": of_judge[f"heldout_{name}"] for name in names})
+        metrics.update(judge_prompts=len(judging), train_prompts=len(own))
     if rated:
         answers = {"train_ratings": training, "heldout_ratings": heldout}
-        figures.metrics.update({name: sum(len(c.responses) for c in found) for name, found in answers.items()})
-    stage.write_metrics({**figures.metrics, "pairs_too_long": too_long + also_too_long})
+        metrics.update({name: sum(len(c.responses) for c in found) for name, found in answers.items()})
+    stage.write_metrics({**metrics, "pairs_too_long": too_long + also_too_long})
 
 
 def split_prompts(training: list[Comparison], share: float, seed: int) -> tuple[list[Comparison], list[Comparison]]:

@@ -1,6 +1,6 @@
 """The stages that train a policy on preference pairs, such as `dpo`: all but the objective."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import TypeVar
 
@@ -10,7 +10,6 @@ from rlhf_core.dpo import PairObjective, measure_pairs, reference_logprobs, trai
 from rlhf_core.models.hf import context_length, load_causal_lm, place, save_checkpoint, trainable
 from rlhf_core.models.precision import autocast
 from rlhf_core.models.sharding import divide
-from rlhf_core.reward import Comparison
 from rlhf_core.training.processes import map_whole
 from tasks.stage.stage import Stage
 from tasks.stage.trust import trusts
@@ -61,11 +60,6 @@ def train_policy_on_pairs(stage: Stage[Settings], objective_of: Callable[[Settin
             "heldout_pairs": sum(len(c.pairs) for c in heldout),
             "pairs_too_long": too_long + also_too_long,
             "samples_generated": 0,  # the pairs are common to all
-            "tokens_trained": tokens_read(log, response_tokens(training)),
+            "tokens_trained": tokens_read(log, sum(len(answer) for c in training for answer in c.responses)),
         }
     )
-
-
-def response_tokens(training: Sequence[Comparison]) -> int:
-    """Response tokens of one epoch: each distinct response is read once, however many pairs it is in."""
-    return sum(len(response) for c in training for response in c.responses)
