@@ -349,20 +349,20 @@ def pair_phases(model: Model, config: PairConfig, lengths: Lengths, answers: int
 def _pair_phases(
     model: Model, config: RewardConfig | PairConfig, lengths: Lengths, answers: int, heldout: int, scalar: bool
 ) -> list[Phase]:
-    """A training step over `config.batch_size` prompts with `answers` responses each, all in one graph; of a divided
-    model one prompt. After the training of a divided model or of adapters, `heldout` responses with whole float32
-    weights; any other training needs more memory itself."""
+    """A training step in passes over prompts with `answers` responses each, of at most `config.micro_batch_tokens`.
+    After the training of a divided model or of adapters, `heldout` responses with whole float32 weights; any other
+    training needs more memory itself."""
     lora, processes, name = config.lora, config.processes, "reward model" if scalar else "policy"
-    rows, divided = answers * (1 if processes > 1 else config.batch_size), processes > 1
-    in_pass = min(rows, model.rows_per_pass(lengths)) * lengths.response
-    logits = 0 if scalar else model.logits(in_pass, "train")
-    if logits and in_pass <= model.chunk:
-        logits += FLOAT32 * model.vocabulary * (rows * lengths.response - in_pass)  # each pass keeps its chunk
+    divided = processes > 1
+    tokens = min(config.micro_batch_tokens, lengths.whole * model.rows_per_pass(lengths))
+    prompts = max(1, min(-(-config.batch_size // processes), tokens // (lengths.prompt + answers * lengths.response)))
+    rows = answers * prompts
+    logits = 0 if scalar else model.logits(rows * lengths.response, "train")
     held = _held(model, name, lora, scalar, processes)
     held[GATHERED, name] = model.gathered(model.size(lora), scalar, trains=True) * divided
     update = _training(
-        model, held, config, FLOAT32 * model.trained(lora, scalar) // processes, config.batch_size > processes > 1,
-        rows, lengths, logits, answers=answers, divided=divided,
+        model, held, config, FLOAT32 * model.trained(lora, scalar) // processes,
+        prompts * processes < config.batch_size, rows, lengths, logits, answers=answers, divided=divided,
     )  # fmt: skip
     if lora is None and not divided:
         return [update]

@@ -2,16 +2,15 @@
 are in one batch: spread over batches, each response would be trained on several times and overfit (Ouyang et al.
 2022)."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
-from torch.nn.functional import logsigmoid
 from transformers import PreTrainedModel
 
 from rlhf_core.config.lora import LoraSettings
@@ -20,19 +19,13 @@ from rlhf_core.config.reward import RewardConfig
 from rlhf_core.models.batch import TokenBatch, in_passes, pad_batch, sequence_scores
 from rlhf_core.models.lora import add_lora
 from rlhf_core.models.recompute import recomputing
-from rlhf_core.models.sharding import divide, is_divided, rejoin, within
+from rlhf_core.models.sharding import divide, rejoin, within
 from rlhf_core.models.shared_body import save_adapter
-from rlhf_core.training.run import Run, Schedule, train, trainer_arguments
-from rlhf_core.training.trainer import GuardedTrainer, Inputs
+from rlhf_core.pair_losses import bradley_terry_loss, order_right
+from rlhf_core.training.loop import Schedule, Settings, Sums, Training
+from rlhf_core.training.run import Run
 
-
-def bradley_terry_loss(
-    chosen: Float[Tensor, "batch"], rejected: Float[Tensor, "batch"], margin: Float[Tensor, "batch"] | None = None
-) -> Float[Tensor, ""]:
-    """−E log σ(R(chosen) − R(rejected) − margin), in nats (Ouyang et al. 2022, equation 1; the margin: Touvron et al.
-    2023)."""
-    gap = chosen - rejected
-    return -logsigmoid(gap if margin is None else gap - margin).mean()
+__all__ = ["Comparison", "PairScores", "bradley_terry_loss", "score_pairs", "train_reward_model"]
 
 
 @dataclass(frozen=True)
@@ -56,22 +49,22 @@ def train_reward_model(
 ) -> list[dict[str, float]]:
     """Train `model` in place, see `fit_pairs`. Returns the log: loss (nats) and accuracy (share of the batch's pairs
     whose chosen response scores higher)."""
-    return fit_pairs(PairTrainer, model, comparisons, PairCollator(pad_id), config, "reward", run, folder)
+
+    def sums(places: Sequence[int]) -> dict[str, Tensor]:
+        batch, better, worse = pair_batch([comparisons[place] for place in places], pad_id, model.device)
+        scores = within(model, partial(sequence_scores, model, batch))
+        chosen, rejected = scores[better], scores[worse]
+        loss = len(better) * bradley_terry_loss(chosen, rejected)
+        return {"loss": loss, "accuracy": order_right(chosen - rejected).sum()}
+
+    return fit_pairs(model, comparisons, sums, config, "reward", run, folder)
 
 
-class PairSettings(Protocol):
-    """Parameters of training on pairs."""
+class PairSettings(Settings, Protocol):
+    """Parameters of every training on pairs."""
 
     @property
-    def learning_rate(self) -> float: ...
-    @property
-    def batch_size(self) -> int: ...
-    @property
-    def warmup_steps(self) -> int: ...
-    @property
-    def weight_decay(self) -> float: ...
-    @property
-    def epochs(self) -> float: ...
+    def micro_batch_tokens(self) -> int: ...
     @property
     def lora(self) -> LoraSettings | None: ...
     @property
@@ -79,133 +72,53 @@ class PairSettings(Protocol):
 
 
 def fit_pairs(
-    trainer_class: "Callable[..., PairTrainer]",
     model: PreTrainedModel,
-    rows: Sequence[Any],
-    collate: Callable[[Sequence[Any]], Inputs],
+    comparisons: Sequence[Comparison],
+    sums: Sums,
     settings: PairSettings,
     block: str,
     run: Run,
     folder: Path | None = None,
 ) -> list[dict[str, float]]:
-    """Train `model` in place on rows of pairs: all its weights, or with `settings.lora` adapters, which are written to
-    `folder` and then merged into the weights. `block` is the settings' block of params.yaml, for errors. Returns the
-    training log. With `run.processes` the model is divided while it is trained, and whole in the main process then."""
+    """Train `model` in place on comparisons: all its weights, or with `settings.lora` adapters, which are written to
+    `folder` and then merged into the weights. The loss is the mean over the pairs of a batch. A pass reads whole
+    comparisons. `block` is the settings' block of params.yaml, for errors. Returns the training log. With
+    `run.processes` the model is divided while it is trained, and whole in the main process then."""
     adapter = None if settings.lora is None else add_lora(model, settings.lora, run.seed)
     if run.processes is not None:
         divide(model, run.precision == "bfloat16")
-    schedule = Schedule(
-        learning_rate=settings.learning_rate,
-        batch_size=settings.batch_size,
-        micro_batch_size=settings.batch_size,
-        warmup_steps=settings.warmup_steps,
-        weight_decay=settings.weight_decay,
-        epochs=settings.epochs,
+    loop = Training(
+        model,
+        sums,
+        weights=[len(c.pairs) for c in comparisons],
+        tokens=[len(c.prompt) + sum(map(len, c.responses)) for c in comparisons],  # a prompt is read once
+        schedule=Schedule.of(settings, len(comparisons)),
+        run=run,
+        keys=f"{block}.micro_batch_tokens, {block}.max_tokens or preferences.samples_per_prompt",
+        most_tokens=settings.micro_batch_tokens,
     )
-    trainer = trainer_class(
-        run,
-        f"{block}.batch_size, {block}.max_tokens or preferences.samples_per_prompt",
-        model=model,
-        args=trainer_arguments(run, schedule),
-        train_dataset=list(rows),
-        data_collator=collate,
-    )
-    with recomputing([model], settings.gradient_checkpointing):
-        log = train(trainer, run)
+    with recomputing([model], settings.gradient_checkpointing), loop.running():
+        while not loop.ended:
+            loop.step()
+            loop.checkpoint()
     rejoin(model)
     if run.is_main and adapter is not None and settings.lora is not None:
         if folder is not None:
             save_adapter(folder, adapter, settings.lora)
         adapter.merge_on_host()
-    return log
+    return loop.log
 
 
-@dataclass(frozen=True)
-class PairCollator:
-    """Some prompts with all their responses as one batch, and the pairs as rows of it."""
-
-    pad_id: int
-
-    def __call__(self, comparisons: Sequence[Comparison]) -> Inputs:
-        """input_ids, attention_mask and mask of a `TokenBatch` with a row for each response; owner [rows], the place of
-        its comparison; chosen [pairs] and rejected [pairs], the rows of the two responses of a pair."""
-        starts = [sum(len(c.responses) for c in comparisons[:i]) for i in range(len(comparisons))]
-        pairs = [(s + better, s + worse) for s, c in zip(starts, comparisons, strict=True) for better, worse in c.pairs]
-        batch = all_responses(comparisons, self.pad_id)
-        return {
-            "input_ids": batch.input_ids,
-            "attention_mask": batch.attention_mask,
-            "mask": batch.mask,
-            "owner": torch.tensor([place for place, c in enumerate(comparisons) for _ in c.responses]),
-            "chosen": torch.tensor([better for better, _ in pairs]),
-            "rejected": torch.tensor([worse for _, worse in pairs]),
-        }
-
-
-def all_responses(comparisons: Sequence[Comparison], pad_id: int, device: torch.device | str = "cpu") -> TokenBatch:
-    """All responses of the comparisons, each behind its prompt."""
+def pair_batch(
+    comparisons: Sequence[Comparison], pad_id: int, device: torch.device | str = "cpu"
+) -> tuple[TokenBatch, Int[Tensor, "pairs"], Int[Tensor, "pairs"]]:
+    """All responses of the comparisons, each a row behind its prompt; the rows of the chosen and of the rejected
+    response of each pair."""
     rows = [(c.prompt, response) for c in comparisons for response in c.responses]
-    return pad_batch([prompt for prompt, _ in rows], [response for _, response in rows], pad_id, device)
-
-
-def token_batch(inputs: Inputs) -> TokenBatch:
-    """The rows of a `PairCollator`'s batch."""
-    return TokenBatch(inputs["input_ids"], inputs["attention_mask"], inputs["mask"])
-
-
-def read_all(
-    model: PreTrainedModel, read: Callable[[PreTrainedModel, TokenBatch], Float[Tensor, "rows"]], batch: TokenBatch
-) -> Float[Tensor, "batch"]:
-    """`read(model, batch)`, one number a row, with gradient: in passes that fit into memory, or in one where the model
-    is divided."""
-    if is_divided(model):
-        return within(model, partial(read, model, batch))
-    return in_passes(partial(read, model), batch)
-
-
-PAIRS = ("chosen", "rejected")
-"""Tensors of a batch with a row for each pair; the others have a row for each response."""
-
-
-class PairTrainer(GuardedTrainer):
-    """A Trainer whose loss is Bradley-Terry over the pairs of the batch."""
-
-    def loss(self, model: PreTrainedModel, inputs: Inputs, items: Any) -> tuple[Tensor, dict[str, Tensor]]:
-        """The mean loss over the batch's pairs; logs the share of pairs whose chosen response scores higher."""
-        scores = read_all(model, sequence_scores, token_batch(inputs))
-        chosen, rejected = scores[inputs["chosen"]], scores[inputs["rejected"]]
-        self.note(accuracy=(chosen > rejected).float().mean().item())
-        return self.share * bradley_terry_loss(chosen, rejected), {"scores": scores}
-
-    def note(self, **means: float) -> None:
-        """Add means over the pairs of a pass to the batch's log."""
-        before = {} if self.first else self.noted
-        self.noted: dict[str, float] = {
-            name: before.get(name, 0.0) + self.share * value for name, value in means.items()
-        }
-
-    def rows(self, inputs: Inputs) -> int:
-        """The number of comparisons."""
-        return int(inputs["owner"][-1]) + 1
-
-    def parts(self, inputs: Inputs, num_items: Any) -> Iterator[tuple[Inputs, float]]:
-        """The whole batch; once halved, the first prompts and the others, each with its share of all pairs. Where the
-        model is divided, each prompt, because the processes make equal numbers of passes."""
-        prompts, owner, pairs = self.rows(inputs), inputs["owner"], len(inputs["chosen"])
-        number = prompts if self.processes is not None else 2 if self.halving.done else 1
-        for places in torch.arange(prompts).tensor_split(min(number, prompts)):
-            rows = (owner >= places[0]) & (owner <= places[-1])
-            first, mine = int(rows.nonzero()[0]), rows[inputs["chosen"]]
-            part = {name: tensor[rows] for name, tensor in inputs.items() if name not in PAIRS}
-            part |= {name: inputs[name][mine] - first for name in PAIRS}
-            yield part | {"owner": part["owner"] - places[0].to(owner.device)}, int(mine.sum()) / pairs
-
-    def log(self, logs: dict[str, float], *arguments: Any, **options: Any) -> None:
-        """Add the noted means to each training log event."""
-        if "loss" in logs:
-            noted = torch.tensor(list(self.noted.values()), dtype=torch.float64, device=self.args.device)
-            logs = {**logs, **dict(zip(self.noted, self.sum_over_processes(noted).tolist(), strict=True))}
-        super().log(logs, *arguments, **options)
+    starts = [sum(len(c.responses) for c in comparisons[:i]) for i in range(len(comparisons))]
+    pairs = [(s + better, s + worse) for s, c in zip(starts, comparisons, strict=True) for better, worse in c.pairs]
+    chosen, rejected = torch.tensor(pairs, dtype=torch.long, device=device).view(-1, 2).T
+    return pad_batch([prompt for prompt, _ in rows], [answer for _, answer in rows], pad_id, device), chosen, rejected
 
 
 @dataclass(frozen=True)
@@ -223,17 +136,15 @@ class PairScores:
     @property
     def right(self) -> Float[Tensor, "pairs"]:
         """1 where the chosen response scores higher, ½ for equal scores, else 0."""
-        return (self.chosen > self.rejected).float() + 0.5 * (self.chosen == self.rejected).float()
+        return order_right(self.chosen - self.rejected)
 
 
 @torch.no_grad()
 def score_pairs(model: PreTrainedModel, comparisons: Sequence[Comparison], pad_id: int, batch_size: int) -> PairScores:
     """The model's scores of all pairs, in the order of the comparisons; `batch_size` prompts are read at a time."""
-    chosen, rejected = [], []
-    collate = PairCollator(pad_id)
+    sides = []
     for start in range(0, len(comparisons), batch_size):
-        inputs = {k: v.to(model.device) for k, v in collate(comparisons[start : start + batch_size]).items()}
-        scores = in_passes(partial(sequence_scores, model), token_batch(inputs))
-        chosen.append(scores[inputs["chosen"]].cpu())
-        rejected.append(scores[inputs["rejected"]].cpu())
-    return PairScores(torch.cat(chosen), torch.cat(rejected))
+        batch, chosen, rejected = pair_batch(comparisons[start : start + batch_size], pad_id, model.device)
+        scores = in_passes(partial(sequence_scores, model), batch)
+        sides.append(torch.stack([scores[chosen], scores[rejected]]).cpu())
+    return PairScores(*torch.cat(sides, dim=1))

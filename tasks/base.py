@@ -18,7 +18,7 @@ from tasks.params.base import BaseParams, PretrainedParams
 from tasks.stage.long_rows import require_context
 from tasks.stage.stage import Stage
 from tasks.stage.trust import trusts
-from tasks.training.trainer_setup import training_run
+from tasks.training.trainer_setup import last_means, training_run
 
 DEMONSTRATIONS = "data/ingest/demonstrations.jsonl"
 PAIRS = "data/ingest/pairs.jsonl"
@@ -40,14 +40,13 @@ def execute(stage: Stage[BaseParams]) -> None:
         ids = [encode_prompt(tokenizer, p) + encode_response(tokenizer, r) for p, r in documents]
         log = pretrain(model, ids, settings, context_length(model), run_)
     save_checkpoint(stage.out("models/base"), model.cpu(), tokenizer)
-    losses = [row["loss"] for row in log if "loss" in row]
     stage.write_metrics(
         {
             "parameters": sum(p.numel() for p in model.parameters()),
             "vocabulary": len(tokenizer),
             "context": context_length(model),
-            "steps": len(losses),
-            "train_loss": losses[-1] if losses else None,
+            "steps": sum("loss" in row for row in log),
+            **(last_means(log) if log else {"train_loss": None}),
         }
     )
 

@@ -1,9 +1,10 @@
 """Stage `ipo`: the SFT model trained on the preference pairs by identity preference optimisation (Azar et al. 2023)."""
 
-from torch import Tensor
+from functools import partial
 
 from rlhf_core.config.ipo import IPOConfig
 from rlhf_core.dpo import PairObjective
+from rlhf_core.pair_losses import ipo_loss
 from tasks.stage.stage import Stage
 from tasks.training.preference_training import train_policy_on_pairs
 
@@ -14,13 +15,5 @@ def execute(stage: Stage[IPOConfig]) -> None:
 
 
 def objective(config: IPOConfig) -> PairObjective:
-    """E[(h − 1/(2τ))²] over the pairs: equation 17 of Azar et al. 2023 (https://arxiv.org/abs/2310.12036).
-
-    h is the log-ratio margin: log(π/π_ref) of the chosen less that of the rejected response, each summed over the
-    tokens of the response as in the paper, in nats. The implicit margin is τ·h, as DPO's is β·h.
-    """
-
-    def loss(margin: Tensor) -> Tensor:
-        return ((margin / config.tau - 1 / (2 * config.tau)) ** 2).mean()
-
-    return PairObjective(config.tau, loss)
+    """The objective of IPO; the implicit margin is τ·h, as DPO's is β·h."""
+    return PairObjective(config.tau, partial(ipo_loss, tau=config.tau))

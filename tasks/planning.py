@@ -439,11 +439,10 @@ def changes_of(stage: str, params: Any) -> Iterator[dict[str, Any]]:
     found: list[dict[str, Any]] = [{"processes": params.ppo.processes}] if processes < params.ppo.processes else []
     if "gradient_checkpointing" in type(settings).model_fields:
         found.append({"gradient_checkpointing": True})
-    micro = hasattr(settings, "micro_batch_size")
     lora: list[dict[str, Any]] = [{"lora": {}}] if "lora" in type(settings).model_fields else []
-    size = "micro_batch_size" if micro else "batch_size"
+    size = "micro_batch_size" if hasattr(settings, "micro_batch_size") else "micro_batch_tokens"
     rows = [{size: getattr(settings, size) // part} for part in (4, 16) if getattr(settings, size) % part == 0]
-    for change in found + (rows + lora if micro else lora + rows):
+    for change in found + rows + lora:
         yield {block: {"training": change} if block == "rejection_sft" else change}
 
 

@@ -15,13 +15,13 @@ from tasks.stage.long_rows import fitting, prompt_encoder
 from tasks.stage.stage import Stage
 from tasks.stage.trust import trusts
 from tasks.training.candidates import Candidate, Kept, draw_candidates, reward_figures
-from tasks.training.trainer_setup import log_table, tokens_read, training_run
+from tasks.training.trainer_setup import last_means, log_table, tokens_read, training_run
 
 SFT = "models/sft"
 PROMPTS = "data/ingest/ppo_prompts.jsonl"
 SAMPLES = "data/rejection_sft/samples.jsonl"
 PLOT = "plots/rejection_sft.csv"
-LOGGED = {"loss": "train_loss", "eval_loss": "validation_loss"}
+LOGGED = {"loss": "train_loss", "validation_loss": "validation_loss"}
 SHORT_OF_MEMORY = "rejection_sft.training.micro_batch_size or rejection_sft.training.max_tokens"
 
 
@@ -111,9 +111,9 @@ def sample_rows(
 
 
 def losses(result: SFTResult) -> dict[str, float | int]:
-    """Nats per response token: of the last batch, of the SFT model on the validation answers, and after training."""
+    """Nats per response token: mean of the last ten batches; of the SFT model on validation answers; after training."""
     return {
-        "train_loss": [row["loss"] for row in result.log if "loss" in row][-1],
+        **last_means(result.log),
         "sft_validation_loss": result.base_validation_loss,
         "validation_loss": result.validation_loss,
         "best_step": result.best_step,

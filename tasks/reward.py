@@ -5,9 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float
-from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from rlhf_core.config.reward import RewardConfig
 from rlhf_core.data.tokenizer import load_tokenizer
@@ -18,14 +16,13 @@ from rlhf_core.models.ensemble import JUDGE, Ensemble, member_folder
 from rlhf_core.models.hf import context_of, place, save_checkpoint, scalar_model_from
 from rlhf_core.models.precision import autocast
 from rlhf_core.reward import Comparison, PairScores, score_pairs, train_reward_model
-from rlhf_core.training.run import Run
 from tasks.stage.stage import Stage
 from tasks.stage.trust import trusts
 from tasks.stage.workers import is_worker
 from tasks.training.gold_judge import judge_of
 from tasks.training.pairs import PREFERENCES, comparisons
 from tasks.training.ratings import RATINGS, rated_comparisons
-from tasks.training.reward_figures import PairFigures, figures_of, gold_margins
+from tasks.training.reward_figures import figures_of, gold_margins
 from tasks.training.trainer_setup import log_table, place_of, training_run
 
 REWARD, SFT = "models/reward", "models/sft"
@@ -65,24 +62,22 @@ def execute(stage: Stage[RewardConfig]) -> None:
 
     stage.outputs.write_csv("plots/reward.csv", log_table(members[0].log, {"loss": "loss", "accuracy": "accuracy"}))
     scores, seen, of_members = combine(stage, members)
-    figures = measure_pairs(stage, tokenizer, heldout, scores, seen)
-    figures.metrics.update(of_members)
-    for out, rows in figures.tables.items():
+    annotator = judge_of(stage)
+    labelled = [row for row in stage.read(PREFERENCES) if row["split"] == "validation"] if annotator else []
+    gold = gold_margins(labelled, tokenizer, heldout, annotator) if annotator else None
+    metrics, tables = figures_of(scores, [len(c.pairs) for c in heldout], gold, stage.seed)
+    metrics.update(train_accuracy=seen.right.mean().item(), train_loss=seen.loss, **of_members)
+    for out, rows in tables.items():
         stage.outputs.write_csv(out, rows)
     if judge is not None:
-        of_judge = figures_of(judge.heldout, [len(c.pairs) for c in heldout], None, stage.seed).metrics
+        of_judge, _ = figures_of(judge.heldout, [len(c.pairs) for c in heldout], None, stage.seed)
         names = ("accuracy", "accuracy_low", "accuracy_high", "loss")
-        figures.metrics.update({f"judge_{name}": of_judge[f"heldout_{name}"] for name in names})
-        figures.metrics.update(judge_prompts=len(judging), train_prompts=len(own))
+        metrics.update({f"judge_{name}": of_judge[f"heldout_{name}"] for name in names})
+        metrics.update(judge_prompts=len(judging), train_prompts=len(own))
     if rated:
-        figures.metrics.update(rated_answers(training, heldout))
-    stage.write_metrics({**figures.metrics, "pairs_too_long": too_long + also_too_long})
-
-
-def rated_answers(training: Sequence[Comparison], heldout: Sequence[Comparison]) -> dict[str, int]:
-    """How many rated answers are in the comparisons of each split."""
-    splits = {"train_ratings": training, "heldout_ratings": heldout}
-    return {name: sum(len(c.responses) for c in found) for name, found in splits.items()}
+        answers = {"train_ratings": training, "heldout_ratings": heldout}
+        metrics.update({name: sum(len(c.responses) for c in found) for name, found in answers.items()})
+    stage.write_metrics({**metrics, "pairs_too_long": too_long + also_too_long})
 
 
 def split_prompts(training: list[Comparison], share: float, seed: int) -> tuple[list[Comparison], list[Comparison]]:
@@ -121,7 +116,8 @@ def fit(
     if part:
         stage.log(part.replace("_", " "))
     run_ = training_run(stage, ["loss", "accuracy"], part, member_seed(stage.seed, number))
-    model = fresh_model(stage, run_)
+    where = place_of(run_, stage.params.lora)
+    model = scalar_model_from(stage.root / SFT, run_.seed, trust_remote_code=trusts(stage), log=stage.log, **where)
     pad_id = int(tokenizer.pad_token_id)
     folder = stage.out(REWARD) / JUDGE if number == OF_JUDGE else member_folder(stage.out(REWARD), number)
     log = train_reward_model(model, training, stage.params, pad_id, run_, folder)
@@ -131,12 +127,6 @@ def fit(
     some = (heldout, training[: len(heldout)])
     with autocast(stage.precision, place(model).device):
         return Fitted(log, *(score_pairs(model, pairs, pad_id, stage.params.batch_size) for pairs in some))
-
-
-def fresh_model(stage: Stage[RewardConfig], run: Run) -> PreTrainedModel:
-    """The SFT model's body under a head of the run's seed."""
-    where = place_of(run, stage.params.lora)
-    return scalar_model_from(stage.root / SFT, run.seed, trust_remote_code=trusts(stage), log=stage.log, **where)
 
 
 def member_seed(seed: int, number: int) -> int:
@@ -150,46 +140,15 @@ def combine(stage: Stage[RewardConfig], members: Sequence[Fitted]) -> tuple[Pair
     its own scores and none. Several members get ensemble.json beside them."""
     if len(members) == 1:
         return members[0].heldout, members[0].seen, {}
-    params, sides = stage.params, torch.stack([both_sides(member.heldout) for member in members])
-    ensemble = Ensemble.fitted(params.combine, params.std_coef, sides)
+    heldout, seen = (
+        torch.stack([torch.cat([scores.chosen, scores.rejected]) for scores in side])
+        for side in ([member.heldout for member in members], [member.seen for member in members])
+    )
+    ensemble = Ensemble.fitted(stage.params.combine, stage.params.std_coef, heldout)
     ensemble.write(stage.out(REWARD))
-    scores, std = combined(ensemble, [member.heldout for member in members])
-    seen, _ = combined(ensemble, [member.seen for member in members])
-    figures = {"disagreement": std}
+    scores, std = ensemble(heldout)
+    figures = {"disagreement": std.mean().item()}
     for number, member in enumerate(members, start=1):
-        figures |= figures_of_member(f"member_{number}", member)
-    return scores, seen, figures
-
-
-def measure_pairs(
-    stage: Stage[RewardConfig],
-    tokenizer: PreTrainedTokenizerBase,
-    heldout: Sequence[Comparison],
-    scores: PairScores,
-    seen: PairScores,
-) -> PairFigures:
-    """Figures of the pairs of held-out prompts; beside them accuracy and loss on the training pairs `seen`."""
-    judge = judge_of(stage)
-    rows = [row for row in stage.read(PREFERENCES) if row["split"] == "validation"] if judge else []
-    gold = gold_margins(rows, tokenizer, heldout, judge) if judge else None
-    figures = figures_of(scores, [len(c.pairs) for c in heldout], gold, stage.seed)
-    figures.metrics.update(train_accuracy=seen.right.mean().item(), train_loss=seen.loss)
-    return figures
-
-
-def both_sides(scores: PairScores) -> Float[Tensor, "answers"]:
-    """The scores of all chosen answers, then of all rejected ones."""
-    return torch.cat([scores.chosen, scores.rejected])
-
-
-def combined(ensemble: Ensemble, members: Sequence[PairScores]) -> tuple[PairScores, float]:
-    """The combined scores of the pairs, and the members' standard deviation on an answer, the mean over both sides of
-    all pairs."""
-    total, std = ensemble(torch.stack([both_sides(member) for member in members]))
-    chosen, rejected = total.chunk(2)
-    return PairScores(chosen, rejected), std.mean().item()
-
-
-def figures_of_member(name: str, member: Fitted) -> dict[str, float]:
-    """Accuracy and loss of one model on the held-out pairs."""
-    return {f"{name}_accuracy": member.heldout.right.double().mean().item(), f"{name}_loss": member.heldout.loss}
+        figures[f"member_{number}_accuracy"] = member.heldout.right.double().mean().item()
+        figures[f"member_{number}_loss"] = member.heldout.loss
+    return PairScores(*scores.chunk(2)), PairScores(*ensemble(seen)[0].chunk(2)), figures

@@ -9,7 +9,7 @@ from tasks.datasets.jsonl import Row
 from tasks.stage.long_rows import fitting
 from tasks.stage.stage import Stage
 from tasks.stage.trust import trusts
-from tasks.training.trainer_setup import log_table, place_of, training_run
+from tasks.training.trainer_setup import last_means, log_table, place_of, training_run
 
 DEMONSTRATIONS = "data/ingest/demonstrations.jsonl"
 
@@ -43,12 +43,11 @@ def execute(stage: Stage[SFTConfig]) -> None:
         return
 
     save_checkpoint(stage.out("models/sft"), model.cpu(), tokenizer)
-    table = log_table(result.log, {"loss": "train_loss", "eval_loss": "validation_loss"})
+    table = log_table(result.log, {"loss": "train_loss", "validation_loss": "validation_loss"})
     stage.outputs.write_csv("plots/sft.csv", table)
-    losses = [row["train_loss"] for row in table if row["train_loss"] is not None]
     stage.write_metrics(
         {
-            "train_loss": losses[-1],
+            **last_means(result.log),
             "validation_loss": result.validation_loss,
             "validation_perplexity": 2.718281828459045**result.validation_loss,
             "base_validation_loss": result.base_validation_loss,

@@ -26,6 +26,9 @@ class PairConfig(Block):
     """Weight decay of AdamW; 0 switches it off."""
     max_tokens: Positive = 1024
     """Longest prompt plus response, in tokens; `long_rows` says what happens to longer rows."""
+    micro_batch_tokens: Positive = 8192
+    """Tokens of a forward and backward pass, which reads whole prompts with all their answers: each prompt once, each
+    answer once. Lower it when memory runs out; it changes no result, except for rounding. On a CPU at most 2048."""
     gradient_checkpointing: Recomputed = False
     """Recompute activations in the backward pass: of no layer (false), of every layer (true), or of every n-th layer.
     Less memory, more time."""

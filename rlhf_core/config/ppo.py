@@ -95,8 +95,9 @@ class OptimizerConfig(Block):
 
     betas: list[float]
     """β₁ and β₂ of Adam."""
-    eps: PositiveNumber
-    """ε of Adam."""
+    eps: PositiveNumber = 1e-8
+    """ε of Adam. A pretrained model needs a small one: its clipped gradient has about 1e-5 in each weight, so that with
+    1e-5 a weight makes half of its step."""
     warmup_steps: Count
     """PPO steps over which the learning rates rise."""
     decay: Literal["none", "linear"]

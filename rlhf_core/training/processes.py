@@ -11,9 +11,10 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType, InitProcessGroupKwargs, gather_object
 from torch import Tensor, distributed
+from transformers import PreTrainedModel
 
 from rlhf_core.errors import UserError
-from rlhf_core.models.sharding import any_process
+from rlhf_core.models.sharding import any_process, whole
 from rlhf_core.training.memory import OutOfMemory
 
 RENDEZVOUS = "LEASH_RENDEZVOUS"
@@ -111,6 +112,20 @@ class Processes:
         pieces = torch.split(total, [part.numel() for part in parts])
         for part, piece in zip(parts, pieces, strict=True):
             part.copy_(piece.view_as(part))
+
+
+def map_whole(
+    model: PreTrainedModel,
+    processes: Processes | None,
+    items: Sequence[Item],
+    work: Callable[[Sequence[Item]], Sequence[Result]],
+) -> list[Result]:
+    """`work(items)`, one result an item, without gradient. Where the model is divided, each process does it for its
+    share of the items with the whole weights, and gets all results."""
+    if processes is None:
+        return list(work(items))
+    with whole([model]), torch.no_grad():
+        return processes.map(items, work)
 
 
 def join_group() -> None:

@@ -174,7 +174,7 @@ def sft_facts(run: Run) -> list[tuple[str, str]]:
             ("Held-out loss, nats per token", number(s.get("validation_loss"), 3)),
             ("Held-out perplexity", number(s.get("validation_perplexity"))),
             ("Held-out loss before SFT", number(s.get("base_validation_loss"), 3)),
-            ("Training loss", number(s.get("train_loss"), 3)),
+            ("Training loss, last ten steps", number(s.get("train_loss"), 3)),
             ("Best step", count(s.get("best_step"))),
             ("Steps", count(s.get("steps"))),
             ("Tokens trained on", count(s.get("tokens"))),

@@ -1,8 +1,8 @@
 """The `runtime:` block: what cannot change a result. No stage tracks it; editing it retrains nothing."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from rlhf_core.config.block import Block
 
@@ -39,8 +39,6 @@ class RuntimeParams(Block):
     deployments. null: the last part of git's origin, else the name of the folder."""
     tracking: bool = True
     """Send parameters, metrics and artifacts to MLflow."""
-    dataloader_workers: Annotated[int, Field(ge=0, le=64)] = 0
-    """Processes that prepare batches in the stages that use a Trainer (all but PPO and its variants); 0: none."""
     checkpoint_every: Annotated[int, Field(ge=1)] = 20
     """Steps between two checkpoints in work/, from which a stopped stage continues."""
     progress_seconds: Annotated[float, Field(gt=0)] = 5.0
@@ -50,3 +48,10 @@ class RuntimeParams(Block):
     on_alert: Literal["warn", "stop"] = "warn"
     """On an alert of `ppo.health`: `warn` reports it and goes on; `stop` ends the run. With `warn`, a stopped run
     continues from there."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _no_workers(cls, values: Any) -> Any:
+        if isinstance(values, dict) and "dataloader_workers" in values:
+            raise ValueError("dataloader_workers has no effect any more: no stage uses a data loader; remove it")
+        return values

@@ -1,6 +1,6 @@
 """The stages that train a policy on preference pairs, such as `dpo`: all but the objective."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import TypeVar
 
@@ -10,19 +10,16 @@ from rlhf_core.dpo import PairObjective, measure_pairs, reference_logprobs, trai
 from rlhf_core.models.hf import context_length, load_causal_lm, place, save_checkpoint, trainable
 from rlhf_core.models.precision import autocast
 from rlhf_core.models.sharding import divide
-from rlhf_core.reward import Comparison
-from rlhf_core.training.divided import map_whole
+from rlhf_core.training.processes import map_whole
 from tasks.stage.stage import Stage
 from tasks.stage.trust import trusts
 from tasks.training.pairs import comparisons
-from tasks.training.trainer_setup import log_table, place_of, tokens_read, training_run
+from tasks.training.trainer_setup import last_means, log_table, place_of, tokens_read, training_run
 
 Settings = TypeVar("Settings", bound=PairConfig)
 
 SFT = "models/sft"
 LOGGED = ("loss", "accuracy", "margin")
-LAST = 10
-"""Steps at the end of training over which the training figures are averaged."""
 
 
 def train_policy_on_pairs(stage: Stage[Settings], objective_of: Callable[[Settings], PairObjective]) -> None:
@@ -57,23 +54,12 @@ def train_policy_on_pairs(stage: Stage[Settings], objective_of: Callable[[Settin
             "heldout_loss": measured.loss,
             "heldout_accuracy": measured.accuracy,
             "heldout_margin": measured.margin,
-            **{f"train_{name}": value for name, value in last_means(log).items()},
+            **last_means(log, LOGGED),
             "prompts": len(training),
             "pairs": sum(len(c.pairs) for c in training),
             "heldout_pairs": sum(len(c.pairs) for c in heldout),
             "pairs_too_long": too_long + also_too_long,
             "samples_generated": 0,  # the pairs are common to all
-            "tokens_trained": tokens_read(log, response_tokens(training)),
+            "tokens_trained": tokens_read(log, sum(len(answer) for c in training for answer in c.responses)),
         }
     )
-
-
-def last_means(log: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Loss, accuracy and margin of the training batches, over the last steps."""
-    last = [row for row in log if "loss" in row][-LAST:]
-    return {name: sum(row[name] for row in last) / len(last) for name in LOGGED}
-
-
-def response_tokens(training: Sequence[Comparison]) -> int:
-    """Response tokens of one epoch: each distinct response is read once, however many pairs it is in."""
-    return sum(len(response) for c in training for response in c.responses)

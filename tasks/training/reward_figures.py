@@ -1,7 +1,6 @@
 """Evaluates the reward model on held-out pairs: accuracy, calibration, scores and agreement with the judge."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -22,27 +21,20 @@ RESAMPLES = 2000
 Table = list[dict[str, float]]
 
 
-@dataclass(frozen=True)
-class PairFigures:
-    """Metrics of held-out pairs, and rows of plots/*.csv by path."""
-
-    metrics: dict[str, Any]
-    tables: dict[str, Table]
-
-
 def figures_of(
     scores: PairScores, pairs_of_prompts: Sequence[int], gold: Float[ndarray, "pairs"] | None, seed: int
-) -> PairFigures:
-    """The figures of held-out pairs, which are in the order of their prompts.
+) -> tuple[dict[str, Any], dict[str, Table]]:
+    """Metrics of held-out pairs, which are in the order of their prompts, and rows of plots/*.csv by path.
 
     `pairs_of_prompts` is the number of pairs of each prompt: intervals resample prompts, since pairs of one prompt
-    share responses. `gold` is the judge's margin of each pair, chosen minus rejected; None without a judge.
+    share responses. `gold` is the judge's margin of each pair, chosen minus rejected; None without a judge. A pair on
+    which the judge, or the reward model, is undecided is half an agreement.
     """
     gaps, right = (scores.chosen - scores.rejected).double().numpy(), scores.right.double().numpy()
     owners = np.repeat(np.arange(len(pairs_of_prompts)), pairs_of_prompts)
     bins, error = calibration(gaps.tolist())
     margins = accuracy_by_margin(right, np.abs(gaps if gold is None else gold), owners, RESAMPLES, seed)
-    metrics = {
+    metrics: dict[str, Any] = {
         "heldout_accuracy": float(right.mean()),
         **bounds("heldout_accuracy", clustered_interval(right, owners, RESAMPLES, seed)),
         "heldout_loss": scores.loss,
@@ -50,8 +42,15 @@ def figures_of(
         "heldout_prompts": len(pairs_of_prompts),
         "expected_calibration_error": error,
         "margin_by": "reward" if gold is None else "gold",
-        **agreement_with_gold(gaps, gold, owners, seed),
+        "gold_agreement": None,
+        **bounds("gold_agreement", None),
+        "gold_label_agreement": None,
     }
+    if gold is not None:
+        alike = 0.5 * (1 + np.sign(gaps) * np.sign(gold))
+        metrics["gold_agreement"] = float(alike.mean())
+        metrics |= bounds("gold_agreement", clustered_interval(alike, owners, RESAMPLES, seed))
+        metrics["gold_label_agreement"] = float((0.5 * (1 + np.sign(gold))).mean())
     tables: dict[str, Table] = {
         "plots/reward_calibration.csv": [
             {"bin_low": b.low, "bin_high": b.high, "predicted": b.predicted, "observed": b.observed, "pairs": b.pairs}
@@ -60,21 +59,7 @@ def figures_of(
         "plots/reward_margins.csv": [vars(b) for b in margins],
         "plots/reward_scores.csv": [vars(b) for b in score_histogram(scores.chosen.numpy(), scores.rejected.numpy())],
     }
-    return PairFigures(metrics, tables)
-
-
-def agreement_with_gold(
-    gaps: Float[ndarray, "pairs"], gold: Float[ndarray, "pairs"] | None, owners: ndarray, seed: int
-) -> dict[str, Any]:
-    """How often the reward model and the labels agree with the judge; ties count half. All None without a judge."""
-    if gold is None:
-        return {"gold_agreement": None, **bounds("gold_agreement", None), "gold_label_agreement": None}
-    alike = 0.5 * (1 + np.sign(gaps) * np.sign(gold))
-    return {
-        "gold_agreement": float(alike.mean()),
-        **bounds("gold_agreement", clustered_interval(alike, owners, RESAMPLES, seed)),
-        "gold_label_agreement": float((0.5 * (1 + np.sign(gold))).mean()),
-    }
+    return metrics, tables
 
 
 def gold_margins(

@@ -28,11 +28,9 @@ def training_run(stage: Stage[Any], shown: Sequence[str], part: str = "", seed: 
         state_dir=stage.state_dir / part,
         seed=seed,
         report=_reporter(stage, shown, part),
-        workers=stage.runtime.dataloader_workers,
         checkpoint_every=stage.runtime.checkpoint_every,
         stopping=stage.interrupts,
         log=stage.log,
-        exempt=stage.exempt,
         precision=stage.precision,
         processes=processes if processes is not None and processes.divides_models else None,
     )
@@ -53,8 +51,7 @@ def _reporter(stage: Stage[Any], shown: Sequence[str], part: str) -> Report:
     def report(step: int, total: int, values: dict[str, float]) -> None:
         nonlocal progress
         progress = progress or stage.progress(total)
-        numbers = {name: value for name, value in values.items() if name not in {"epoch", "eval_loss"}}
-        stage.track({f"{prefix}{name}": value for name, value in numbers.items()}, step)
+        stage.track({f"{prefix}{name}": value for name, value in values.items()}, step)
         if "loss" in values:
             progress.update(step, **{name: values.get(name) for name in shown})
 
@@ -62,7 +59,7 @@ def _reporter(stage: Stage[Any], shown: Sequence[str], part: str) -> Report:
 
 
 def log_table(log: Sequence[dict[str, float]], columns: dict[str, str]) -> list[dict[str, float | None]]:
-    """The Trainer's log as rows of step and renamed columns, one a step; what was not measured stays empty."""
+    """A training's log as rows of step and renamed columns, one a step; what was not measured stays empty."""
     rows: dict[int, dict[str, float | None]] = {}
     for event in log:
         found = {new: event[old] for old, new in columns.items() if old in event}
@@ -72,7 +69,18 @@ def log_table(log: Sequence[dict[str, float]], columns: dict[str, str]) -> list[
     return [rows[step] for step in sorted(rows)]
 
 
+LAST = 10
+"""Steps at the end of a training over which its figures are averaged: one batch is too few."""
+
+
+def last_means(log: Sequence[dict[str, float]], names: Sequence[str] = ("loss",)) -> dict[str, float]:
+    """The means of figures of the training batches over the last ten steps, or all where they are fewer, each with the
+    prefix `train_`."""
+    last = [row for row in log if "loss" in row][-LAST:]
+    return {f"train_{name}": sum(row[name] for row in last) / len(last) for name in names}
+
+
 def tokens_read(log: Sequence[dict[str, float]], per_epoch: int) -> int:
-    """Tokens that the backward passes of a training have read, where one epoch reads `per_epoch` of them: a Trainer's
+    """Tokens that the backward passes of a training have read, where one epoch reads `per_epoch` of them: the
     log has the number of epochs, with their fraction."""
     return round(max(event["epoch"] for event in log if "epoch" in event) * per_epoch)

@@ -1,7 +1,6 @@
 """Out of memory: a batch that does not fit is halved once for the rest of the run, with the same gradient, or the run
 stops with one line. Most tests use an allocator that fails at a given place, one a real limit."""
 
-import contextlib
 import copy
 import os
 import runpy
@@ -10,7 +9,6 @@ import sys
 import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -28,9 +26,9 @@ from rlhf_core.ppo import update
 from rlhf_core.ppo.trainer import PPOTrainer
 from rlhf_core.reward import Comparison, train_reward_model
 from rlhf_core.sft import Demonstration, fine_tune
+from rlhf_core.training import loop
 from rlhf_core.training.memory import Halving, OutOfMemory, attempt
 from rlhf_core.training.run import Run
-from rlhf_core.training.trainer import GuardedTrainer
 
 TINY: Any = SimpleNamespace(**runpy.run_path(str(Path(__file__).parents[1] / "rlhf_core" / "conftest.py")))
 ROOT = str(Path(__file__).parents[2])
@@ -316,127 +314,51 @@ STAGES: dict[str, tuple[Train, Callable[..., Any]]] = {
     "reward": (reward, TINY.tiny_scalar),
     "dpo": (dpo, TINY.tiny_lm),
 }
-STAGE_FITS = {"sft": 2, "reward": 8, "dpo": 8}
-"""Rows. A step of SFT has two micro-batches of 4 rows; one of the reward model and of DPO 4 prompts with 9 to 15
-responses in one, at most 8 of them to two prompts."""
+KEYS = {"sft": "sft.micro_batch_size", "reward": "reward.micro_batch_tokens", "dpo": "dpo.micro_batch_tokens"}
 
 
-@dataclass
-class Outcome:
-    """What a training left, and the gradients of each of its steps before they were clipped."""
-
-    log: list[dict[str, float]]
-    printed: list[str]
-    gradients: Gradients
-    weights: list[Tensor]
-    shortage: Shortage | None
-
-
-TrainStage = Callable[..., Outcome]
-
-
-@pytest.fixture
-def train_stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TrainStage:
-    """train_stage("sft", "folder", fits=2, after=0, where="forward", kill=0, save=99) -> the training of a stage, short
-    of memory where `fits` is given, interrupted after step `kill`, with a checkpoint every `save` steps."""
-    check = GuardedTrainer.check_gradients
-
-    def train(
-        stage: str, folder: str, fits: int | None = None, kill: int = 0, save: int = 99, **shortage: Any
-    ) -> Outcome:
-        work, build = STAGES[stage]
-        model = build()
-        outcome = Outcome([], [], [], list(model.parameters()), Shortage(model, fits, **shortage) if fits else None)
-
-        def noted(trainer: Any, model: Any) -> None:
-            outcome.gradients.append(snapshot({"model": model}))
-            check(trainer, model)
-
-        def report(step: int, total: int, values: dict[str, float]) -> None:
-            if step == kill and "loss" in values:
-                raise KeyboardInterrupt
-
-        monkeypatch.setattr(GuardedTrainer, "check_gradients", noted)
-        run = Run(tmp_path / folder, seed=3, report=report, checkpoint_every=save, exempt=outcome.printed.append)
-        with contextlib.suppress(KeyboardInterrupt):
-            outcome.log = work(model, run)
-        return outcome
-
-    return train
-
-
-@pytest.mark.slow
-@pytest.mark.chosen("sft-3-1-backward", "reward-1-1-forward", "dpo-0-0-backward")
-@pytest.mark.parametrize(
-    ("stage", "after", "step", "where"),
-    [
-        ("sft", 0, 0, "forward"),
-        ("sft", 1, 0, "backward"),
-        ("sft", 3, 1, "backward"),
-        ("reward", 0, 0, "backward"),
-        ("reward", 1, 1, "forward"),
-        ("dpo", 0, 0, "backward"),
-        ("dpo", 1, 1, "forward"),
-    ],
-)
-def test_a_training_step_halves_a_micro_batch_that_does_not_fit(
-    stage: str, after: int, step: int, where: str, train_stage: TrainStage
-) -> None:
-    """In the first or second micro-batch of a step: the gradient of that step to 1e-5, and all numbers of the log."""
-    fits = STAGE_FITS[stage]
-    whole, short = train_stage(stage, "whole"), train_stage(stage, "short", fits, after=after, where=where)
-    assert short.shortage is not None
-    assert short.shortage.refused == 1
-    assert len(short.printed) == 1
-    assert "exempt from byte identity" in short.printed[0]
-    assert whole.printed == []
-    for before, same in zip(short.gradients[:step], whole.gradients[:step], strict=True):
-        assert all(torch.equal(before[name], same[name]) for name in same)
-    require_equal(short.gradients[step], whole.gradients[step])
-    assert len(short.gradients) == len(whole.gradients)
-    assert max(short.shortage.since) <= fits
-    for found, expected in zip(short.log, whole.log, strict=True):
-        for name in {"loss", "accuracy", "margin", "eval_loss"} & expected.keys():
-            assert found[name] == pytest.approx(expected[name], rel=1e-4)
-
-
-@pytest.mark.slow
-@pytest.mark.chosen("reward")
+@pytest.mark.parametrize("where", ["forward", "backward"])
 @pytest.mark.parametrize("stage", list(STAGES))
-def test_a_training_that_continues_takes_halves_from_the_start(stage: str, train_stage: TrainStage) -> None:
-    fits = STAGE_FITS[stage]
-    whole = train_stage(stage, "whole", fits)
-    train_stage(stage, "cut", fits, kill=2, save=1)
-    rest = train_stage(stage, "cut", fits)
-    assert rest.shortage is not None
-    assert rest.shortage.refused == 0
-    assert len(rest.printed) == 1
-    assert "exempt from byte identity" in rest.printed[0]
-    assert all(torch.equal(one, two) for one, two in zip(rest.weights, whole.weights, strict=True))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("stage", "key", "where"),
-    [
-        ("sft", "sft.micro_batch_size", "backward"),
-        ("reward", "reward.max_tokens", "forward"),
-        ("dpo", "dpo.batch_size", "backward"),
-    ],
-)
-def test_a_training_stops_where_halves_do_not_fit(stage: str, key: str, where: str, train_stage: TrainStage) -> None:
-    with pytest.raises(UserError, match=key) as stopped:
-        train_stage(stage, "short", fits=1, where=where)
+def test_a_training_without_memory_names_the_key_to_lower_and_continues(stage: str, where: str, tmp_path: Path) -> None:
+    """The third pass is refused. The same command, with memory, ends in the bytes of an uninterrupted run."""
+    train, build = STAGES[stage]
+    whole, short, again = build(), build(), build(seed=9)
+    log = train(whole, Run(tmp_path / "whole", seed=3, report=lambda *_: None))
+    run = Run(tmp_path / "short", seed=3, report=lambda *_: None, checkpoint_every=1)
+    Shortage(short, fits=0, after=2, where=where)
+    with pytest.raises(
+        UserError, match=rf"^out of memory at step \d; lower {KEYS[stage]}.*continues at step \d$"
+    ) as stopped:
+        train(short, run)
     assert "\n" not in str(stopped.value)
+    assert train(again, run) == log
+    assert all(torch.equal(one, two) for one, two in zip(again.parameters(), whole.parameters(), strict=True))
 
 
-def test_a_loss_that_is_a_mean_over_a_micro_batch_is_weighed_by_tokens(
-    train_stage: TrainStage, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("stage", ["reward", "dpo"])
+def test_rule_13_micro_batches_of_pairs_have_the_gradient_of_the_batch(
+    stage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A model that takes no `num_items_in_batch`: its halves have other numbers of tokens."""
-    monkeypatch.setattr(GuardedTrainer, "_get_num_items_in_batch", lambda *_: None)
-    whole, short = train_stage("sft", "whole"), train_stage("sft", "short", fits=2, after=1)
-    require_equal(short.gradients[0], whole.gradients[0])
+    """One prompt a pass, or all: the first step to 1e-5, with prompts of other numbers of pairs."""
+    (train, build), clip, found = STAGES[stage], loop.clip_gradients, {}
+    seen: Gradients = []
+
+    def noted(parameters: list[nn.Parameter], norm: float) -> float:
+        seen.append({str(number): p.grad.clone() for number, p in enumerate(parameters) if p.grad is not None})
+        return clip(parameters, norm)
+
+    monkeypatch.setattr(loop, "clip_gradients", noted)
+    for tokens in (1, 8192):
+        for name, settings in (("REWARD", REWARD), ("DPO", DPO)):
+            monkeypatch.setitem(globals(), name, settings.model_copy(update={"micro_batch_tokens": tokens}))
+        model, start = build(), len(seen)
+        passes = Shortage(model, fits=10**6)
+        log = train(model, Run(tmp_path / str(tokens), seed=3, report=lambda *_: None))
+        found[tokens] = seen[start], log[0], len(passes.rows)
+    require_equal(found[1][0], found[8192][0])
+    assert (found[1][2], found[8192][2]) == (12, 3)
+    for name in ("loss", "accuracy", "grad_norm"):
+        assert found[1][1][name] == pytest.approx(found[8192][1][name], rel=1e-4)
 
 
 @pytest.mark.parametrize(

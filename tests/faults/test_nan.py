@@ -1,7 +1,6 @@
 """NaN and infinity: the stage stops with one line that names the step, makes no step with them, never writes them down,
 and leaves the last good checkpoint and the outs of an earlier run as they are."""
 
-import importlib
 import math
 import re
 import runpy
@@ -14,7 +13,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
-from transformers import Trainer
 
 from rlhf_core.config.base import PretrainConfig
 from rlhf_core.config.reward import RewardConfig
@@ -26,11 +24,10 @@ from rlhf_core.models.scorers import Answers
 from rlhf_core.ppo import update
 from rlhf_core.ppo.trainer import PPOTrainer
 from rlhf_core.pretrain import pretrain
-from rlhf_core.reward import Comparison, PairTrainer, train_reward_model
-from rlhf_core.sft import Demonstration, ResponseTrainer, fine_tune
-from rlhf_core.training.divided import DividedTrainer
+from rlhf_core.reward import Comparison, train_reward_model
+from rlhf_core.sft import Demonstration, fine_tune
+from rlhf_core.training.loop import Training
 from rlhf_core.training.run import Run
-from rlhf_core.training.trainer import GuardedTrainer
 
 if TYPE_CHECKING:
     from tests.conftest import Ended, Project
@@ -125,26 +122,6 @@ def test_a_validation_loss_that_is_not_finite_is_not_the_best(tmp_path: Path, mo
     with pytest.raises(NonFiniteError, match="step 2: the validation loss is nan"):
         fine_tune(model, ROWS, ROWS[:2], config, 0, Run(tmp_path, seed=3, report=report))
     assert not list(tmp_path.rglob("best*"))
-
-
-PRIVATE = [name for name in vars(DividedTrainer) if name.startswith("_") and not name.startswith("__")]
-
-
-@pytest.mark.parametrize("name", ["training_step", *PRIVATE])
-def test_a_hook_that_transformers_has_renamed_stops_the_import(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A method that is never called any more would switch the guard off without notice."""
-    monkeypatch.delattr(Trainer, name)
-    module = "divided" if name in PRIVATE else "trainer"
-    with pytest.raises(ImportError, match=rf"^transformers \S+: Trainer has no {name}, .*; install a version"):
-        importlib.reload(importlib.import_module(f"rlhf_core.training.{module}"))
-
-
-def test_the_guards_override_no_private_method() -> None:
-    """Those of divided models are in one class."""
-    assert "_clip_grad_norm" in PRIVATE
-    for kind in (GuardedTrainer, PairTrainer, ResponseTrainer):
-        own = [name for name in vars(kind) if name.startswith("_") and not name.startswith("__")]
-        assert not [name for name in own if hasattr(Trainer, name)]
 
 
 def scorer_with_nan(trainer: list[PPOTrainer]) -> Callable[[Answers], list[float]]:
@@ -243,13 +220,15 @@ def damage_stage(stage: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
         monkeypatch.setattr(update, "losses_of", losses)
         return
-    kind: type[GuardedTrainer] = {"reward": PairTrainer, "sft": ResponseTrainer}.get(stage, GuardedTrainer)
-    compute = kind.compute_loss
+    step = Training.step
 
-    def loss(trainer: Any, *arguments: Any, **options: Any) -> Any:
-        return compute(trainer, *arguments, **options) * (math.nan if trainer.state.global_step == STEP - 1 else 1.0)
+    def spoilt(training: Training) -> None:
+        sums, factor = training.sums, math.nan if training.done == STEP - 1 else 1.0
+        training.sums = lambda places: {name: value * factor for name, value in sums(places).items()}
+        step(training)
+        training.sums = sums
 
-    monkeypatch.setattr(kind, "compute_loss", loss)
+    monkeypatch.setattr(Training, "step", spoilt)
 
 
 @pytest.mark.slow

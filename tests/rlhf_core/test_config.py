@@ -4,10 +4,11 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 from pydantic import ValidationError
 
 from rlhf_core.config.base import ScratchConfig
-from rlhf_core.config.ppo import PPOConfig
+from rlhf_core.config.ppo import OptimizerConfig, PPOConfig
 
 Values = Callable[..., dict[str, Any]]
 
@@ -131,3 +132,12 @@ def test_divided_models_are_refused_where_whole_weights_are_kept(ppo_values: Val
     PPOConfig(**ppo_values(**refused))
     with pytest.raises(ValidationError, match="sharding fsdp divides float32 weights and moments"):
         PPOConfig(**ppo_values(**refused), sharding="fsdp")
+
+
+def test_rule_32_adams_default_eps_leaves_a_pretrained_models_step_whole(ppo_values: Values) -> None:
+    """A gradient of norm 0.1 in a million weights; 1e-5 leaves 9% of the first step out, and half for norm 0.01."""
+    values = {name: value for name, value in ppo_values()["optimizer"].items() if name != "eps"}
+    weights = torch.nn.Parameter(torch.zeros(10**6))
+    weights.grad = torch.full_like(weights, 0.1 / 10**3)
+    torch.optim.Adam([weights], lr=1.0, eps=OptimizerConfig(**values).eps).step()
+    assert -weights.mean().item() == pytest.approx(1.0, abs=1e-3)

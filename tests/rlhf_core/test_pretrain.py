@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 from rlhf_core.config.base import PretrainConfig
 from rlhf_core.errors import UserError
-from rlhf_core.pretrain import collate_blocks, pack, pretrain
+from rlhf_core.pretrain import pack, pretrain
 from rlhf_core.training.run import Run
 
 Build = Callable[..., PreTrainedModel]
@@ -28,10 +28,12 @@ def test_documents_are_packed_into_full_blocks() -> None:
     assert pack([[1, 2]], 3) == []
 
 
-def test_every_token_of_a_block_is_a_label() -> None:
-    batch = collate_blocks([[1, 2], [3, 4]])
-    assert torch.equal(batch["input_ids"], torch.tensor([[1, 2], [3, 4]]))
-    assert torch.equal(batch["labels"], batch["input_ids"])
+def test_every_token_of_a_block_but_the_first_is_learnt(build_lm: Build, make_run: Callable[..., Run]) -> None:
+    blocks = torch.tensor(pack(DOCUMENTS, 16))
+    logprobs = build_lm()(blocks).logits[:, :-1].log_softmax(-1).gather(2, blocks[:, 1:, None])
+    config = CONFIG.model_copy(update={"batch_size": len(blocks), "steps": 1})
+    log = pretrain(build_lm(), DOCUMENTS, config, 16, make_run())
+    assert log[0]["loss"] == pytest.approx(-logprobs.mean().item(), abs=1e-4)
 
 
 def test_pretraining_takes_exactly_its_steps_and_learns(build_lm: Build, make_run: Callable[..., Run]) -> None:

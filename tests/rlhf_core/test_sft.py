@@ -1,4 +1,4 @@
-"""`sft.py` and `training.py`: labels on responses only, exact token means, early stopping, and resume to the byte."""
+"""`sft.py` and `training/loop.py`: exact token means, early stopping, and resume to the byte."""
 
 import math
 from collections.abc import Callable
@@ -13,9 +13,10 @@ from transformers import PreTrainedModel
 
 from rlhf_core.config.sft import SFTConfig
 from rlhf_core.errors import NonFiniteError
-from rlhf_core.sft import IGNORED, Collator, Demonstration, KeepBest, SFTResult, fine_tune, response_loss
+from rlhf_core.sft import Demonstration, SFTResult, best_of, fine_tune, response_loss
 from rlhf_core.training.checkpoints import SEAL
 from rlhf_core.training.run import NeverStops, Run
+from rlhf_core.training.state import STATE
 
 Build = Callable[..., PreTrainedModel]
 MakeRun = Callable[..., Run]
@@ -59,9 +60,8 @@ def train(model: PreTrainedModel, config: SFTConfig, run: Run) -> SFTResult:
 
 
 def losses(result: SFTResult) -> list[tuple[float, ...]]:
-    """The log without its clocks."""
-    names = ("step", "loss", "grad_norm", "learning_rate", "eval_loss")
-    return [tuple(row.get(name, -1.0) for name in names) for row in result.log if "train_runtime" not in row]
+    names = ("step", "loss", "grad_norm", "learning_rate", "validation_loss")
+    return [tuple(row.get(name, -1.0) for name in names) for row in result.log]
 
 
 def same_weights(one: PreTrainedModel, two: PreTrainedModel) -> bool:
@@ -70,13 +70,6 @@ def same_weights(one: PreTrainedModel, two: PreTrainedModel) -> bool:
 
 def weights(model: PreTrainedModel) -> torch.Tensor:
     return torch.cat([p.detach().flatten() for p in model.parameters()])
-
-
-def test_only_response_tokens_have_labels() -> None:
-    batch = Collator(PAD)([Demonstration([3, PAD, 4], [PAD, END]), Demonstration([3], [END])])
-    assert batch["input_ids"].tolist() == [[3, PAD, 4, PAD, END], [3, END, PAD, PAD, PAD]]
-    assert batch["attention_mask"].tolist() == [[1] * 5, [1, 1, 0, 0, 0]]
-    assert batch["labels"].tolist() == [[IGNORED] * 3 + [PAD, END], [IGNORED, END] + [IGNORED] * 3]
 
 
 def test_the_loss_is_the_mean_over_response_tokens_of_all_rows(kind: str, build_lm: Build) -> None:
@@ -123,7 +116,7 @@ def test_training_learns_and_the_best_weights_are_restored(build_lm: Build, make
     """So high a learning rate that the validation loss soon rises again."""
     model = build_lm()
     result = train(model, settings(learning_rate=0.05, epochs=10), make_run())
-    measured = [row["eval_loss"] for row in result.log if "eval_loss" in row]
+    measured = [row["validation_loss"] for row in result.log if "validation_loss" in row]
     assert result.validation_loss == min(measured) < result.base_validation_loss
     assert result.best_step == measured.index(min(measured)) + 1 < result.steps == 20
     assert response_loss(model, VALIDATION, PAD, 8) == pytest.approx(result.validation_loss, abs=1e-6)
@@ -141,7 +134,7 @@ def test_adapters_are_trained_and_merged_with_the_best_weights(build_lm: Build, 
 
 def test_the_last_step_is_measured(build_lm: Build, make_run: MakeRun) -> None:
     result = train(build_lm(), settings(evaluate_every=3, epochs=2), make_run())
-    assert [row["step"] for row in result.log if "eval_loss" in row] == [3, 4]
+    assert [row["step"] for row in result.log if "validation_loss" in row] == [3, 4]
 
 
 def test_patience_stops_training(build_lm: Build, make_run: MakeRun) -> None:
@@ -155,8 +148,8 @@ def test_patience_stops_training(build_lm: Build, make_run: MakeRun) -> None:
 
 
 def test_the_best_is_the_first_of_equal_losses() -> None:
-    log = [{"step": 5, "eval_loss": 2.0}, {"step": 6, "loss": 1.0}, {"step": 10, "eval_loss": 1.5}]
-    assert KeepBest.best_of([*log, {"step": 15, "eval_loss": 1.5}]) == (10, 1.5)
+    log = [{"step": 5, "validation_loss": 2.0}, {"step": 6, "loss": 1.0}, {"step": 10, "validation_loss": 1.5}]
+    assert best_of([*log, {"step": 15, "validation_loss": 1.5}]) == (10, 1.5)
 
 
 @pytest.mark.parametrize(("config", "every"), [(CONFIG, 2), (settings(micro_batch_size=4, epochs=1.5), 1)])
@@ -195,19 +188,19 @@ def test_failure_01_a_finished_run_is_not_trained_further(
 def test_failure_01_a_checkpoint_that_was_cut_short_is_passed_over(
     build_lm: Build, make_run: MakeRun, tmp_path: Path
 ) -> None:
-    """Killed while checkpoint 3 was being written: its state, written last, is missing or half there."""
+    """Killed while checkpoint 3 was being written: its seal, written last, is missing, or its state is half there."""
     whole = build_lm()
     train(whole, CONFIG, make_run("whole"))
-    for name, rest in (("missing", None), ("half", '{"epoch": 1.')):
+    for name, rest in (("missing", None), ("half", b"PK")):
         run = make_run(name, checkpoint_every=1)
         with pytest.raises(Killed):
             train(build_lm(), CONFIG, replace(run, report=kill_at(4)))
-        state = tmp_path / name / "trainer" / "checkpoint-3" / "trainer_state.json"
+        state = tmp_path / name / "trainer" / "checkpoint-3" / STATE
         state.unlink()
         if rest is None:
             (state.parent / SEAL).unlink()
         else:
-            state.write_text(rest, encoding="utf-8")
+            state.write_bytes(rest)
         resumed = build_lm(seed=9)
         train(resumed, CONFIG, run)
         assert same_weights(resumed, whole)
@@ -229,10 +222,10 @@ def test_a_request_to_stop_saves_the_step_and_the_run_continues_there(
         train(
             build_lm(), CONFIG, replace(run, stopping=stopping, report=lambda step, *_: setattr(stopping, "seen", step))
         )
-    assert [path.name for path in (tmp_path / "requested" / "trainer").glob("checkpoint-*")] == ["checkpoint-2"]
+    assert [path.name for path in (tmp_path / "requested" / "trainer").glob("checkpoint-*")] == ["checkpoint-1"]
     resumed = build_lm(seed=9)
     train(resumed, CONFIG, replace(run, report=lambda step, *_: seen.append(step)))
-    assert min(seen) == 3
+    assert min(seen) == 2
     assert same_weights(resumed, whole)
 
 

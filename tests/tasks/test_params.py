@@ -42,6 +42,18 @@ def test_every_shipped_file_is_valid(path: Path) -> None:
     parse(Params, read_yaml(path))
 
 
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
+def test_rule_32_only_the_demos_models_have_a_large_eps(path: Path) -> None:
+    """It takes a part of the first steps of a pretrained model, whose gradients are small in each weight."""
+    params = parse(Params, read_yaml(path))
+    assert params.ppo.optimizer.eps == (1e-5 if params.ingest.source == "demo" else 1e-8)
+
+
+def test_a_removed_key_is_refused_by_name(content: Content) -> None:
+    with pytest.raises(UserError, match=r"dataloader_workers has no effect any more: .*; remove it"):
+        parse(Params, put(content, "runtime.dataloader_workers", 0))
+
+
 def test_a_method_without_a_block_is_off(written: Callable[[str], Content], content: Content) -> None:
     """A parameter file from before the method existed stays valid, and DVC can track the block all the same."""
     read = written("dpo:\n  enabled: true\n")

@@ -211,7 +211,7 @@ def names(stage: str) -> list[str]:
 def test_what_changes_no_result_comes_first() -> None:
     assert names("ppo") == ["gradient_checkpointing", "micro_batch_tokens", "sampler_rows", "lora", "critic"]
     assert names("sft") == ["gradient_checkpointing", "micro_batch_size", "lora"]
-    assert names("reward") == ["gradient_checkpointing", "lora", "batch_size"]
+    assert names("reward") == ["gradient_checkpointing", "micro_batch_tokens", "lora"]
 
 
 def test_a_run_on_several_gpus_divides_its_models() -> None:

@@ -17,7 +17,8 @@ from rlhf_core.errors import UserError
 from rlhf_core.models.batch import pad_batch, sequence_scores
 from rlhf_core.models.ensemble import Ensemble
 from rlhf_core.models.hf import load_scalar_model
-from rlhf_core.reward import Comparison, PairTrainer, bradley_terry_loss, score_pairs, train_reward_model
+from rlhf_core.reward import Comparison, bradley_terry_loss, score_pairs, train_reward_model
+from rlhf_core.training.loop import Training
 from tasks import reward
 from tasks.training import pairs as comparisons
 from tasks.training.pairs import PREFERENCES
@@ -183,13 +184,13 @@ def test_a_run_killed_in_the_third_member_trains_only_what_is_left(
             raise ZeroDivisionError
         return train_reward_model(*arguments)
 
-    def watched(self: Any, *arguments: Any, **options: Any) -> Any:
+    def watched(training: Training) -> None:
         nonlocal steps
         steps += 1
-        return compute(self, *arguments, **options)
+        step(training)
 
-    compute = PairTrainer.compute_loss
-    monkeypatch.setattr(PairTrainer, "compute_loss", watched)
+    step = Training.step
+    monkeypatch.setattr(Training, "step", watched)
     monkeypatch.setattr(reward, "train_reward_model", killed)
     with pytest.raises(ZeroDivisionError):
         train("killed", members=3, judge_share=0.3)

@@ -22,9 +22,9 @@ from rlhf_core.dpo import dpo_objective, reference_logprobs, train_on_pairs
 from rlhf_core.models import sharded_files, sharding
 from rlhf_core.reward import Comparison, train_reward_model
 from rlhf_core.sft import Demonstration, fine_tune
+from rlhf_core.training import loop
 from rlhf_core.training.processes import Processes
 from rlhf_core.training.run import Run
-from rlhf_core.training.trainer import GuardedTrainer
 
 COMMON = {"learning_rate": 1e-2, "warmup_steps": 1, "weight_decay": 0.1, "epochs": 2, "max_tokens": 64}
 ROWS = [Demonstration([3, 5 + i % 4, 4], [*((10 + i + k) % 40 + 8 for k in range(1 + i % 9)), 1]) for i in range(19)]
@@ -58,8 +58,7 @@ def main(folder: Path, options: dict[str, Any]) -> None:
     model, log = TRAININGS[options["what"]](run, {"lora": options.get("lora")})
     if processes.is_main:
         weights = torch.cat([p.detach().flatten() for p in model.parameters()])
-        halved = (run.state_dir / "halved").exists()
-        found = seen | {"log": log, "saved": weights, "halved": halved, "processes": processes.count}
+        found = seen | {"log": log, "saved": weights, "processes": processes.count}
         torch.save(found, folder / "run.pt")
 
 
@@ -93,19 +92,25 @@ TRAININGS = {"sft": sft, "reward": reward, "dpo": dpo}
 def watch() -> dict[str, list[Any]]:
     """At each step: bytes of this process' part of the trained weights and of the moments, and the whole gradient."""
     seen: dict[str, list[Any]] = {"weights": [], "moments": [], "gradients": []}
-    check = GuardedTrainer.check_gradients
+    optimizers: list[torch.optim.Optimizer] = []
+    build, clip = torch.optim.AdamW, loop.clip_gradients
 
-    def watched(self: GuardedTrainer, model: Any) -> None:
-        check(self, model)
-        trained = [p for p in model.parameters() if p.requires_grad]
-        gradients = sharding.gathered({str(i): p.grad for i, p in enumerate(trained) if p.grad is not None})
+    def built(*arguments: Any, **options: Any) -> torch.optim.Optimizer:
+        optimizers.append(build(*arguments, **options))
+        optimizers[-1].register_step_post_hook(lambda optimizer, *_: note_bytes(optimizer))
+        return optimizers[-1]
+
+    def note_bytes(optimizer: torch.optim.Optimizer) -> None:
+        seen["weights"].append(own_bytes(p for group in optimizer.param_groups for p in group["params"]))
+        seen["moments"].append(own_bytes(v for state in optimizer.state.values() for v in state.values() if v.dim()))
+
+    def watched(parameters: Any, most: float) -> float:
+        gradients = sharding.gathered({str(i): p.grad for i, p in enumerate(parameters) if p.grad is not None})
         seen["gradients"].append(torch.cat([gradient.flatten() for gradient in gradients.values()]))
-        seen["weights"].append(own_bytes(trained))
-        seen["moments"].append(
-            own_bytes(v for state in self.optimizer.state.values() for v in state.values() if v.dim())
-        )
+        return clip(parameters, most)
 
-    GuardedTrainer.check_gradients = watched  # type: ignore[method-assign]
+    torch.optim.AdamW = built  # type: ignore[misc, assignment]
+    loop.clip_gradients = watched
     return seen
 
 
@@ -132,7 +137,7 @@ def die_while_saving() -> None:
     write, calls = sharded_files.write, iter(range(10**6))
 
     def die_or_write(folder: Path, tensors: Any) -> None:
-        if next(calls) == 3:  # model and optimizer of the first checkpoint, model of the second
+        if next(calls) == 1:
             os.kill(os.getpid(), signal.SIGKILL)
         write(folder, tensors)
 

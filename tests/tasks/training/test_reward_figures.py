@@ -10,7 +10,7 @@ import torch
 
 from rlhf_core.data.chat import Conversation
 from rlhf_core.evaluation.intervals import clustered_interval
-from rlhf_core.reward import Comparison, PairCollator, PairScores
+from rlhf_core.reward import Comparison, PairScores, pair_batch
 from tasks.page.inputs import interval
 from tasks.training import reward_figures
 from tasks.training.reward_figures import figures_of, gold_margins
@@ -21,13 +21,12 @@ PAIRS = [1, 2, 1]
 
 
 def test_figures_without_a_judge_go_by_the_models_own_gap() -> None:
-    figures = figures_of(SCORES, PAIRS, None, seed=1)
-    metrics = figures.metrics
+    metrics, tables = figures_of(SCORES, PAIRS, None, seed=1)
     assert metrics["heldout_accuracy"] == 0.625
     assert interval(metrics, "heldout_accuracy") == clustered_interval([1, 0, 0.5, 1], [0, 1, 1, 2], 2000, 1)
     assert (metrics["heldout_pairs"], metrics["heldout_prompts"]) == (4, 3)
     assert metrics["margin_by"] == "reward"
-    assert [(b["low"], b["high"], b["accuracy"], b["pairs"]) for b in figures.tables["plots/reward_margins.csv"]] == [
+    assert [(b["low"], b["high"], b["accuracy"], b["pairs"]) for b in tables["plots/reward_margins.csv"]] == [
         (0.0, 0.0, 0.5, 1),
         (1.0, 1.0, 1.0, 1),
         (2.0, 2.0, 0.0, 1),
@@ -38,10 +37,9 @@ def test_figures_without_a_judge_go_by_the_models_own_gap() -> None:
 
 def test_figures_with_a_judge_go_by_its_margin() -> None:
     """The second label is a mistake that the model does not make; the third pair the model leaves undecided."""
-    figures = figures_of(SCORES, PAIRS, np.array([1.5, -1.5, 0.5, 0.5]), seed=1)
-    metrics = figures.metrics
+    metrics, tables = figures_of(SCORES, PAIRS, np.array([1.5, -1.5, 0.5, 0.5]), seed=1)
     assert metrics["margin_by"] == "gold"
-    assert [(b["low"], b["high"], b["accuracy"], b["pairs"]) for b in figures.tables["plots/reward_margins.csv"]] == [
+    assert [(b["low"], b["high"], b["accuracy"], b["pairs"]) for b in tables["plots/reward_margins.csv"]] == [
         (0.5, 0.5, 0.75, 2),
         (1.5, 1.5, 0.5, 2),
     ]
@@ -51,13 +49,13 @@ def test_figures_with_a_judge_go_by_its_margin() -> None:
 
 
 def test_the_tables_agree_with_the_metrics() -> None:
-    figures = figures_of(SCORES, PAIRS, None, seed=1)
-    assert {out: list(rows[0]) for out, rows in figures.tables.items()} == {
+    _, tables = figures_of(SCORES, PAIRS, None, seed=1)
+    assert {out: list(rows[0]) for out, rows in tables.items()} == {
         "plots/reward_calibration.csv": ["bin_low", "bin_high", "predicted", "observed", "pairs"],
         "plots/reward_margins.csv": ["low", "high", "accuracy", "accuracy_low", "accuracy_high", "pairs"],
         "plots/reward_scores.csv": ["low", "high", "chosen", "rejected"],
     }
-    scores = figures.tables["plots/reward_scores.csv"]
+    scores = tables["plots/reward_scores.csv"]
     assert sum(row["chosen"] for row in scores) == pytest.approx(1.0)
     assert sum(row["rejected"] for row in scores) == pytest.approx(1.0)
     assert (scores[0]["low"], scores[-1]["high"]) == (0.0, 3.0)
@@ -89,7 +87,6 @@ def test_gold_margins_are_in_the_order_of_score_pairs(monkeypatch: pytest.Monkey
 
     rows = [row(10, 3, 1), row(1, 5, 9), row(10, 2, 3), row(7, 1, 2)]
     pairs = [Comparison([10], [[3], [1], [2]], [(0, 1), (2, 0)]), Comparison([1], [[5], [9]], [(0, 1)])]
-    collated = PairCollator(pad_id=0)(pairs)
-    ids = collated["input_ids"][:, -1]
-    assert ids[collated["chosen"]].tolist() == [3, 2, 5]
+    batch, chosen, _ = pair_batch(pairs, pad_id=0)
+    assert batch.input_ids[chosen, -1].tolist() == [3, 2, 5]
     assert gold_margins(rows, tokenizer, pairs, NumberJudge()).tolist() == [20.0, -10.0, -4.0]
