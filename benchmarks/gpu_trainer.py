@@ -114,7 +114,7 @@ def build(case: Case) -> PPOTrainer:
     tokenizer = small_tokenizer(work)
     body = body_precision(precision, config.lora)
     policy = random_model(case.model, AutoModelForCausalLM, device, 1, body)
-    reference = random_model(case.model, AutoModelForCausalLM, device, 2, precision) if config.lora is None else None
+    reference = random_model(case.model, AutoModelForCausalLM, device, 2, body) if config.lora is None else None
     critic = (
         random_model(case.model, AutoModelForSequenceClassification, device, 3, body)
         if config.needs_critic_model
