@@ -27,7 +27,7 @@ test-slow: setup-dev  ## Run the slow tests: kills, a million rows, dead servers
 test-exhaustive: setup-dev  ## Run what repeats a mechanism that other tests have covered: all kills, all architectures
 	python -m pytest --numprocesses $(WORKERS) --dist worksteal -m exhaustive
 
-test-quantize: $(VENV)/quantize  ## Run the tests of 4-bit weights and 8-bit moments, with bitsandbytes, which is optional
+test-quantize: $(VENV)/quantize  ## Run the tests of 4-bit weights, with bitsandbytes, which is optional
 	PYTHONPATH=$(VENV)/quantize python -m pytest -m quantize
 
 test-all:  ## Run all of them

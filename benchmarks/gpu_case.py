@@ -26,7 +26,6 @@ from gpu_speed import Clock, peak_flops, phases_of
 from gpu_trainer import STEPS, build
 from torch import Tensor
 
-from rlhf_core.models.static_decoding import decoding_of
 from rlhf_core.ppo import checkpoint
 from rlhf_core.ppo.objective import Pass
 from rlhf_core.ppo.trainer import PPOTrainer
@@ -81,8 +80,8 @@ def environment() -> dict[str, Any]:
 
 
 def check_step(case: Case, folder: Path) -> dict[str, Any]:
-    """Two PPO steps: ratio 1 at each first update, the engine's mismatch and decoding; memory and speed of the second
-    step. Raises CheckError."""
+    """Two PPO steps: ratio 1 at each first update, the engine's mismatch; memory and speed of the second step.
+    Raises CheckError."""
     trainer = build(case)
     reward, precision = trainer.scoring.source.scorer.model, trainer.models.precision
     clock, first = Clock(trainer), FirstRatio(precision)
@@ -100,14 +99,13 @@ def check_step(case: Case, folder: Path) -> dict[str, Any]:
         "engine_mismatch_max": row["engine_mismatch_max"],
         "engine_mismatch_rms": mismatch,
         "halved_for_memory": trainer.halved,
-        "decoding": decoding_of(trainer.models.policy) if case.ours else case.changes["engine"],
         **peak_bytes(),
         "phases": phases_of(trainer, reward, clock, peak_flops(environment()["device"], precision)),
     }
     figures["finding"] = (
         f"log π: update to rollout {figures['first_ratio_gap_max']:.1e} (largest), engine {mismatch:.1e} (RMS)"
     )
-    problem = first.problem or decoding_problem(case, figures["decoding"], torch.cuda.is_available())
+    problem = first.problem
     if problem is None and not mismatch <= MISMATCH_RMS[precision]:
         problem = f"the engine's log π differs by {mismatch:.1e} (RMS), allowed is {MISMATCH_RMS[precision]:g}"
     if problem is not None:
@@ -253,13 +251,6 @@ def peak_bytes() -> dict[str, int | None]:
     if torch.cuda.is_available():
         return {"peak_bytes": torch.cuda.max_memory_allocated(), "reserved_bytes": torch.cuda.max_memory_reserved()}
     return {"peak_bytes": 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, "reserved_bytes": None}
-
-
-def decoding_problem(case: Case, decoding: str, gpu: bool) -> str | None:
-    """Why our engine did not decode as it should: on a GPU by replaying CUDA graphs."""
-    if not gpu or not case.ours or decoding == "graph":
-        return None
-    return f"our engine decoded without CUDA graphs ({decoding}); the log may say why"
 
 
 if __name__ == "__main__":

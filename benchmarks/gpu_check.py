@@ -63,17 +63,10 @@ class Case:
         """Name of the file with what its process prints."""
         return f"{self.name.replace(',', '').replace(':', '').replace(' ', '-')}.log"
 
-    @property
-    def ours(self) -> bool:
-        """Whether our own sampler samples."""
-        return self.changes.get("engine", "leash") == "leash"
-
 
 BF16 = {"precision": "bfloat16"}
 SHARED = {"critic": {"kind": "shared"}}
 LORA = {"lora": {"rank": 16}}
-CONTINUOUS = {"engine": "transformers_continuous"}
-ITS_MANAGER = "transformers>=5.23"
 GRPO = {
     "advantage": "grpo",
     "samples_per_prompt": 4,
@@ -88,16 +81,12 @@ CASES = (
     Case("same bytes", changes=SHARED, check="bytes", seconds=200),
     Case("same bytes, bfloat16", changes=SHARED | BF16, check="bytes", seconds=200),
     Case("8B, LoRA", "8B", {**BF16, **SHARED, **LORA, "gradient_checkpointing": True}, seconds=150, reward="0.5B"),
-    Case("continuous batching", changes=CONTINUOUS, needs=ITS_MANAGER),
-    Case("continuous batching, bfloat16", changes=CONTINUOUS | BF16, needs=ITS_MANAGER),
     Case("gradient, checkpointing", changes={"gradient_checkpointing": True}, check="gradient"),
     Case("1.5B, shared critic", "1.5B", SHARED | BF16),
     Case("LoRA", changes=LORA | BF16),
     Case("GRPO", changes=GRPO | BF16),
     Case("deterministic: false", changes=BF16 | {"deterministic": False}),
-    Case("int8 optimizer", changes=BF16 | {"optimizer": {"states": "int8"}}, needs="bitsandbytes"),
     Case("nf4, LoRA", changes=BF16 | SHARED | {"lora": {"rank": 16, "quantize": "nf4"}}, needs="bitsandbytes"),
-    Case("generate of transformers", changes={"engine": "transformers"}),
 )
 """The most important first."""
 
@@ -178,7 +167,7 @@ def on_gpu() -> bool:
 
 def plan_of(case: Case, gpu: bool) -> dict[str, Any]:
     """The planned peak memory of a check: `bytes`, None where it is not planned, with a `reason`."""
-    if case.check != "step" or not case.ours:
+    if case.check != "step":
         return {"bytes": None, "reason": "not planned"}
     from gpu_plan import planned_bytes
 
@@ -244,18 +233,18 @@ def result_line(row: Mapping[str, Any]) -> str:
     return f"| {row['name']} | {row['result']} | {row['seconds']:.0f} | {finding} |"
 
 
-MEASURED_HEAD = ("check", "model", "precision", "decoding", "peak GiB (reserved)", "planned GiB")
+MEASURED_HEAD = ("check", "model", "precision", "peak GiB (reserved)", "planned GiB")
 
 
 def speed_table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Decoding, peak memory and tokens per second of the checks that measured them, in lines of Markdown."""
+    """Peak memory and tokens per second of the checks that measured them, in lines of Markdown."""
     head = [*MEASURED_HEAD, *(f"{phase}, tokens/s" for phase in PHASES)]
     lines = [table_line(head), "|---" * len(head) + "|"]
     for row in rows:
         figures = row["figures"]
         if "phases" in figures:
             phases = [speed(figures["phases"][phase]) for phase in PHASES]
-            about = [row["name"], figures["model"], figures["precision"], figures["decoding"]]
+            about = [row["name"], figures["model"], figures["precision"]]
             lines.append(table_line([*about, *memory(figures), *phases]))
     return lines
 

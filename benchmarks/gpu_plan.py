@@ -16,7 +16,7 @@ def planned_bytes(case: Case, gpu: bool) -> int:
     sizes: dict[str, Any] = {} if gpu else TOY
     policy = config_of(case.model, **sizes)
     model = Model.of(policy, precision=precision, accelerator=gpu)
-    config = PPOConfig.model_validate(values_of(case, work, gpu))
+    config = PPOConfig.model_validate(values_of(case, work))
     lengths = Lengths(work.prompt, work.response)
     if not case.reward:
         return max(phase.peak for phase in ppo_phases(model, config, lengths, scorers=1))

@@ -30,7 +30,6 @@ from rlhf_core.models.precision import body_precision, frozen_dtype, keep_float3
 from rlhf_core.models.quantised import detach_quantizer, nf4_options
 from rlhf_core.models.scorers import RewardModelScorer
 from rlhf_core.ppo.actor_critic import ActorCritic
-from rlhf_core.ppo.continuous import ContinuousEngine
 from rlhf_core.ppo.scoring import RewardSource, ScoreNormalisation
 from rlhf_core.ppo.trainer import PPOTrainer
 
@@ -110,11 +109,11 @@ def build(case: Case) -> PPOTrainer:
     work, device = (GPU_WORK, "cuda") if gpu else (TOY_WORK, "cpu")
     precision, deterministic = precision_of(case), case.changes.get("deterministic", True)
     make_deterministic(SEED, threads=1, deterministic=deterministic, tf32=precision == "bfloat16")
-    config = PPOConfig.model_validate(values_of(case, work, gpu))
+    config = PPOConfig.model_validate(values_of(case, work))
     tokenizer = small_tokenizer(work)
     body = body_precision(precision, config.lora)
     policy = random_model(case.model, AutoModelForCausalLM, device, 1, body)
-    reference = random_model(case.model, AutoModelForCausalLM, device, 2, precision) if config.lora is None else None
+    reference = random_model(case.model, AutoModelForCausalLM, device, 2, body) if config.lora is None else None
     critic = (
         random_model(case.model, AutoModelForSequenceClassification, device, 3, body)
         if config.needs_critic_model
@@ -135,7 +134,9 @@ def build(case: Case) -> PPOTrainer:
         SEED,
     )
     trainer.prompt_ids = prompts
-    use_engine(trainer, str(case.changes.get("engine", "")), frequent_stops(work, vocabulary))
+    engine: Any = trainer.engine
+    trainer.stop_ids = frequent_stops(work, vocabulary)  # random weights sample them often enough
+    trainer.engine = replace(engine, rules=replace(engine.rules, stop_ids=trainer.stop_ids))
     return trainer
 
 
@@ -149,9 +150,8 @@ def precision_of(case: Case) -> Precision:
     return precision
 
 
-def values_of(case: Case, work: Work, gpu: bool) -> dict[str, Any]:
-    """The block `ppo` of a case: the settings of `ppo_throughput.py` for this batch, with the changes of the case.
-    Continuous batching is refused without a GPU; `use_engine` replaces the engine there."""
+def values_of(case: Case, work: Work) -> dict[str, Any]:
+    """The block `ppo` of a case: the settings of `ppo_throughput.py` for this batch, with the changes of the case."""
     options = Namespace(
         updates=STEPS,
         batch=work.batch,
@@ -166,17 +166,7 @@ def values_of(case: Case, work: Work, gpu: bool) -> dict[str, Any]:
         if key in OF_ALL_STAGES:
             continue
         values[key] = {**(values.get(key) or {}), **value} if isinstance(value, Mapping) else value
-    if values.get("engine") == "transformers_continuous" and not gpu:
-        values["engine"] = "leash"
     return values
-
-
-def use_engine(trainer: PPOTrainer, name: str, stops: frozenset[int]) -> None:
-    """Continuous batching without a GPU, too; and stop tokens that random weights sample often enough."""
-    engine: Any = trainer.engine
-    rules = replace(engine.rules, stop_ids=stops)
-    trainer.stop_ids = stops
-    trainer.engine = ContinuousEngine(rules) if name == "transformers_continuous" else replace(engine, rules=rules)
 
 
 def frequent_stops(work: Work, vocabulary: int) -> frozenset[int]:

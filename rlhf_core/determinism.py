@@ -45,34 +45,20 @@ def make_deterministic(seed: int, threads: int, *, deterministic: bool = True, t
 
 
 @contextmanager
-def fast_kernels() -> Iterator[None]:
-    """In this context the fastest kernels are selected, for operations that give the same bytes with every kernel."""
-    with _kernels(deterministic=False, warn_only=False):
-        yield
-
-
-@contextmanager
 def strict_kernels() -> Iterator[None]:
     """In this context, where deterministic kernels are selected, an operation that has none raises UserError instead of
     a warning. The backward pass of attention on CUDA is deterministic in this mode only. Not run on a GPU."""
-    with _kernels(torch.are_deterministic_algorithms_enabled(), warn_only=False):
-        try:
-            yield
-        except RuntimeError as error:
-            if NONE_EXISTS not in str(error):
-                raise
-            operation = str(error).split(NONE_EXISTS)[0].split()[-1:]
-            raise UserError(
-                f"{' '.join(operation)} has no deterministic kernel on this device; set deterministic: false"
-            ) from None
-
-
-@contextmanager
-def _kernels(deterministic: bool, warn_only: bool) -> Iterator[None]:
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
+    torch.use_deterministic_algorithms(before[0])
     try:
         yield
+    except RuntimeError as error:
+        if NONE_EXISTS not in str(error):
+            raise
+        operation = str(error).split(NONE_EXISTS)[0].split()[-1:]
+        raise UserError(
+            f"{' '.join(operation)} has no deterministic kernel on this device; set deterministic: false"
+        ) from None
     finally:
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
 

@@ -442,8 +442,7 @@ def ppo_phases(
     scoring_body = lora is None or reward_lora is None
     each = frozen * model.scalar if scoring_body else FLOAT32 * model.trained(reward_lora, scalar=True)
     held[WEIGHTS, "reward model"] = scorers * each
-    quarter = 4 if config.optimizer.states == "int8" else 1
-    held = Counter({part: n // divided // (quarter if part[0] == OPTIMIZER else 1) for part, n in held.items()})
+    held = Counter({part: n // divided for part, n in held.items()})
 
     def gathering(names: dict[str, int], whole: bool = False, trains: bool = False) -> Bytes:
         sizes: Bytes = Counter()

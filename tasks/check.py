@@ -17,8 +17,6 @@ from tasks.training.functions import judge_function, reward_functions
 
 CONSTANT = "data/check.ok"
 METHOD_BLOCKS = "data/methods.json"
-NEED_BITSANDBYTES = {("states", "int8"): "float32", ("quantize", "nf4"): "none"}
-"""Settings, and what to set instead."""
 
 
 def execute(stage: Stage[Block]) -> None:
@@ -41,6 +39,6 @@ def require_libraries(content: Any) -> None:
     if not isinstance(content, Mapping) or find_spec("bitsandbytes") is not None:
         return
     for key, value in content.items():
-        if isinstance(value, str) and (key, value) in NEED_BITSANDBYTES:
-            raise needs_bitsandbytes(f"{key}: {value}", NEED_BITSANDBYTES[key, value])
+        if (key, value) == ("quantize", "nf4"):
+            raise needs_bitsandbytes("quantize: nf4", "none")
         require_libraries(value)

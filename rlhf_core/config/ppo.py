@@ -104,8 +104,6 @@ class OptimizerConfig(Block):
     """After the warm-up: constant (`none`), or falling in a line to 0 at the end of the run (`linear`)."""
     max_grad_norm: PositiveNumber
     """A gradient with a larger norm is scaled down to this norm, for each model separately."""
-    states: Literal["float32", "int8"] = "float32"
-    """Adam's two moments. `int8`: a quarter of their memory, with the library bitsandbytes, which you install."""
 
     @model_validator(mode="after")
     def _two_betas(self) -> "OptimizerConfig":
@@ -222,9 +220,9 @@ class PPOConfig(Block):
     temperature."""
     max_new_tokens: Positive
     """Longest response, in tokens."""
-    engine: Literal["leash", "transformers", "transformers_continuous", "vllm"] = "leash"
-    """What samples the responses: our own sampler, `generate` of transformers, its continuous batching (CUDA only; a
-    response then depends on its batch), or a vLLM server (CUDA only; vLLM is to be installed separately)."""
+    engine: Literal["leash", "vllm"] = "leash"
+    """What samples the responses: our own sampler, or a vLLM server (CUDA only; vLLM is to be installed
+    separately)."""
     vllm: VLLMConfig = VLLMConfig()
     stop_tokens: list[str] = Field(default_factory=list)
     """Texts that end a response, besides end-of-sequence; each must be exactly one token of the tokenizer."""
@@ -271,15 +269,22 @@ class PPOConfig(Block):
             )
         return values
 
+    @model_validator(mode="before")
+    @classmethod
+    def _removed(cls, values: Any) -> Any:
+        found = values if isinstance(values, dict) else {}
+        engine, optimizer = found.get("engine"), found.get("optimizer")
+        if engine in ("transformers", "transformers_continuous"):
+            raise ValueError(f"engine {engine} was removed; use leash, or vllm on a GPU")
+        if isinstance(optimizer, dict) and "states" in optimizer:
+            raise ValueError("optimizer.states was removed: Adam's moments are float32; remove the key, or use lora")
+        return values
+
     @model_validator(mode="after")
     def _sharding_fits(self) -> "PPOConfig":
         quantised = self.lora is not None and self.lora.quantize != "none"
-        engine = self.engine in ("vllm", "transformers_continuous")  # these keep whole weights, or their addresses
-        if self.sharding == "fsdp" and (quantised or self.optimizer.states == "int8" or engine):
-            raise ValueError(
-                "sharding fsdp divides float32 weights and moments; set lora.quantize to none, optimizer.states to "
-                "float32, and engine to leash or transformers"
-            )
+        if self.sharding == "fsdp" and (quantised or self.engine == "vllm"):
+            raise ValueError("sharding fsdp divides float32 weights; set lora.quantize to none, and engine to leash")
         return self
 
     @model_validator(mode="after")

@@ -131,20 +131,6 @@ def can_pack(model: PreTrainedModel) -> bool:
     return _decided[model]
 
 
-@contextmanager
-def plain_attention(model: PreTrainedModel) -> Iterator[None]:
-    """In this context the model has transformers' own attention function, for code of transformers that depends on the
-    function's name: continuous batching builds a mask for `sdpa` and none for functions that it does not know."""
-    replaced = model.config._attn_implementation == ATTENTION
-    if replaced:
-        model.set_attn_implementation("sdpa")
-    try:
-        yield
-    finally:
-        if replaced:
-            model.set_attn_implementation(ATTENTION)
-
-
 @torch.no_grad()
 def _replace_attention(model: PreTrainedModel) -> bool:
     before, kinds = model.config._attn_implementation, getattr(model.config, "layer_types", None) or ()

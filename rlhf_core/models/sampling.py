@@ -5,13 +5,14 @@ or the other rows. No top-k, top-p or penalties: they would change what is sampl
 folder's generation_config is not read; the caller names the stop tokens.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 import torch
-from jaxtyping import Int
+from jaxtyping import Float, Int
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
@@ -20,8 +21,6 @@ from rlhf_core.errors import UserError
 from rlhf_core.models.batch import positions_of
 from rlhf_core.models.batching import in_length_order
 from rlhf_core.models.masked import masked_log_softmax
-from rlhf_core.models.packed import can_pack
-from rlhf_core.models.static_decoding import StaticDecoder, suits
 
 Outcome = tuple[list[int], list[float], bool]
 """One response: token ids, their log-probabilities (nats), and whether it ended."""
@@ -61,24 +60,19 @@ def sample(
     stop_ids: frozenset[int],
     pad_id: int,
     batch_size: int,
-    static: bool | None = None,
 ) -> Sampled:
     """One response for each prompt; `keys[i]` alone decides the randomness of response i.
 
     `batch_size` rows run side by side, prompts of similar length together; it changes no sample beyond float near-ties.
-    Nor does `static`: decoding with arrays of fixed size (`StaticDecoder`); the default is on CUDA, for a model that it
-    supports.
     """
-    if static is None:
-        static = suits(model)
 
-    def decode(rows: list[int]) -> list[Outcome]:
-        decoder = _Decoder(
-            model, [prompts[i] for i in rows], [keys[i] for i in rows], max_new_tokens, temperature, pad_id
-        )
-        return decoder.run_static(stop_ids) if static else decoder.run(stop_ids)
+    def work(rows: list[int]) -> list[Outcome]:
+        chosen, their_keys = [prompts[i] for i in rows], [keys[i] for i in rows]
+        states = _decode(model, chosen, their_keys, max_new_tokens, temperature, stop_ids, pad_id)
+        return deque(states, maxlen=1)[0]
 
-    return in_batches(prompts, batch_size, decode)
+    outcomes = in_length_order([len(prompt) for prompt in prompts], batch_size, work)
+    return Sampled([r for r, _, _ in outcomes], [p for _, p, _ in outcomes], [e for _, _, e in outcomes])
 
 
 @torch.no_grad()
@@ -93,9 +87,67 @@ def stream_response(
 ) -> Iterator[int]:
     """The token ids of one response, each as soon as it is drawn: those of `sample` for the same key, stop token
     included."""
-    decoder = _Decoder(model, [prompt], [key], max_new_tokens, temperature, pad_id=0)
-    for _ in decoder.steps(stop_ids):
-        yield decoder.responses[0][-1]
+    for [(tokens, _, _)] in _decode(model, [prompt], [key], max_new_tokens, temperature, stop_ids, pad_id=0):
+        yield tokens[-1]
+
+
+def _decode(
+    model: PreTrainedModel,
+    prompts: Sequence[Sequence[int]],
+    keys: Sequence[tuple[int, ...]],
+    max_new_tokens: int,
+    temperature: float,
+    stop_ids: frozenset[int],
+    pad_id: int,
+) -> Iterator[list[Outcome]]:
+    """The responses so far, after each token, of all prompts side by side. Rows leave the batch when they have
+    ended."""
+    tokens: list[list[int]] = [[] for _ in prompts]
+    logprobs: list[list[float]] = [[] for _ in prompts]
+    ended = [False] * len(prompts)
+    uniforms = np.stack([stream(*key).random(max_new_tokens) for key in keys])
+    running = list(range(len(prompts)))
+
+    places = {prompt: place for place, prompt in enumerate(dict.fromkeys(map(tuple, prompts)))}
+    width = max(map(len, places))
+    padded = [[pad_id] * (width - len(prompt)) + list(prompt) for prompt in places]
+    inputs = torch.tensor(padded, device=model.device)
+    attention = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in places], device=model.device)
+    positions, cache = positions_of(attention), require_cache(model)
+
+    for step in range(max_new_tokens):
+        output = model(
+            input_ids=inputs,
+            attention_mask=attention,
+            position_ids=positions,
+            past_key_values=cache,
+            use_cache=True,
+            logits_to_keep=1,
+        )
+        distribution = masked_log_softmax(output.logits[:, -1], temperature=temperature)
+        if step == 0 and len(places) < len(prompts):  # equal prompts were read once; now each response gets a row
+            rows = torch.tensor([places[tuple(prompt)] for prompt in prompts], device=model.device)
+            cache.batch_select_indices(rows)
+            distribution, attention, positions = distribution[rows], attention[rows], positions[rows]
+
+        drawn = draw(distribution, torch.from_numpy(uniforms[running, step]).to(model.device))
+        found = distribution.gather(1, drawn[:, None])[:, 0].tolist()
+        for row, token, logprob in zip(running, drawn.tolist(), found, strict=True):
+            tokens[row].append(token)
+            logprobs[row].append(logprob)
+            ended[row] = token in stop_ids
+        yield list(zip(tokens, logprobs, ended, strict=True))
+
+        keep = [place for place, row in enumerate(running) if not ended[row]]
+        if not keep:
+            return
+        if len(keep) < len(running):
+            rows = torch.tensor(keep, device=model.device)
+            cache.batch_select_indices(rows)
+            drawn, attention, positions = drawn[rows], attention[rows], positions[rows]
+            running = [running[place] for place in keep]
+        inputs, positions = drawn[:, None], positions[:, -1:] + 1
+        attention = torch.cat([attention, attention.new_ones(len(keep), 1)], dim=1)
 
 
 def require_cache(model: PreTrainedModel) -> DynamicCache:
@@ -116,138 +168,9 @@ def require_cache(model: PreTrainedModel) -> DynamicCache:
     return cache
 
 
-def in_batches(
-    prompts: Sequence[Sequence[int]], batch_size: int, decode: Callable[[list[int]], list[Outcome]]
-) -> Sampled:
-    """What `decode` makes of the prompts at the given places, `batch_size` at a time, similar lengths together."""
-    outcomes = in_length_order([len(prompt) for prompt in prompts], batch_size, decode)
-    return Sampled([r for r, _, _ in outcomes], [p for _, p, _ in outcomes], [e for _, _, e in outcomes])
-
-
-def left_padded(
-    prompts: Sequence[Sequence[int]], pad_id: int, device: torch.device
-) -> tuple[Int[Tensor, "rows width"], Int[Tensor, "rows width"]]:
-    """Token ids and attention mask, as wide as the longest prompt."""
-    width = max(len(p) for p in prompts)
-    ids = [[pad_id] * (width - len(p)) + list(p) for p in prompts]
-    attention = [[0] * (width - len(p)) + [1] * len(p) for p in prompts]
-    return torch.tensor(ids, device=device), torch.tensor(attention, device=device)
-
-
-class _Decoder:
-    """The state of one batch: the rows that still run, their cache, and the tokens of every row so far."""
-
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        prompts: Sequence[Sequence[int]],
-        keys: Sequence[tuple[int, ...]],
-        max_new_tokens: int,
-        temperature: float,
-        pad_id: int,
-    ) -> None:
-        self.model, self.temperature = model, temperature
-        distinct = {prompt: place for place, prompt in enumerate(dict.fromkeys(map(tuple, prompts)))}
-        self.copied_from = [distinct[tuple(prompt)] for prompt in prompts]
-        self.tokens, self.attention = left_padded(list(distinct), pad_id, model.device)
-        self.positions = positions_of(self.attention)
-        self.cache = require_cache(model)
-        self.uniforms = np.stack([stream(*key).random(max_new_tokens) for key in keys])
-        self.running = list(range(len(prompts)))
-        self.responses: list[list[int]] = [[] for _ in prompts]
-        self.logprobs: list[list[float]] = [[] for _ in prompts]
-        self.ended = [False] * len(prompts)
-
-    def run(self, stop_ids: frozenset[int]) -> list[Outcome]:
-        """Every row to its first stop token or the length limit."""
-        for _ in self.steps(stop_ids):
-            pass
-        return list(zip(self.responses, self.logprobs, self.ended, strict=True))
-
-    def run_static(self, stop_ids: frozenset[int]) -> list[Outcome]:
-        """The same, with arrays of fixed size. Raises ValueError for a model that `can_pack` does not hold for."""
-        if not can_pack(self.model):
-            raise ValueError(f"{type(self.model).__name__} cannot decode with arrays of fixed size; use static=False")
-        first = self._read_prompts()
-        uniforms = torch.from_numpy(self.uniforms)
-        last = self.positions[:, -1:]
-        return StaticDecoder(
-            self.model, self.cache, self.attention, last, uniforms, first, self.temperature, stop_ids, draw
-        ).run()
-
-    def steps(self, stop_ids: frozenset[int]) -> Iterator[None]:
-        """At each turn, one token more for every row that still runs."""
-        logprobs = self._read_prompts()
-        for place, uniforms in enumerate(self.uniforms.T):
-            if place:
-                logprobs = self._next_logprobs()
-            chosen = self._choose(logprobs, uniforms[self.running])
-            keep = self._record(chosen, stop_ids)
-            yield
-            if not keep:
-                break
-            self._advance(chosen, keep)
-
-    def _read_prompts(self) -> Tensor:
-        """Equal prompts are read once; then each response gets a row of its own."""
-        logprobs = self._next_logprobs()
-        if len(logprobs) == len(self.copied_from):
-            return logprobs
-        index = torch.tensor(self.copied_from, device=logprobs.device)
-        self._select(index)
-        return logprobs[index]
-
-    def _next_logprobs(self) -> Tensor:
-        output = self.model(
-            input_ids=self.tokens,
-            attention_mask=self.attention,
-            position_ids=self.positions,
-            past_key_values=self.cache,
-            use_cache=True,
-            logits_to_keep=1,
-        )
-        return masked_log_softmax(output.logits[:, -1], temperature=self.temperature)
-
-    def _choose(self, logprobs: Tensor, uniforms: np.ndarray) -> Tensor:
-        chosen = draw(logprobs, torch.from_numpy(uniforms).to(logprobs.device))
-        picked = logprobs.gather(1, chosen[:, None])[:, 0].tolist()
-        for row, logprob in zip(self.running, picked, strict=True):
-            self.logprobs[row].append(logprob)
-        return chosen
-
-    def _record(self, chosen: Tensor, stop_ids: frozenset[int]) -> list[int]:
-        """Append the tokens; return the places (in the running batch) of the rows that continue."""
-        keep = []
-        for place, (row, token) in enumerate(zip(self.running, chosen.tolist(), strict=True)):
-            self.responses[row].append(token)
-            if token in stop_ids:
-                self.ended[row] = True
-            else:
-                keep.append(place)
-        return keep
-
-    def _advance(self, chosen: Tensor, keep: list[int]) -> None:
-        """Drop the finished rows, and make the chosen tokens the next input."""
-        if len(keep) < len(self.running):
-            index = torch.tensor(keep, device=chosen.device)
-            self._select(index)
-            self.running = [self.running[place] for place in keep]
-            chosen = chosen[index]
-        self.tokens = chosen[:, None]
-        self.attention = torch.cat([self.attention, self.attention.new_ones(len(keep), 1)], dim=1)
-        self.positions = self.positions[:, -1:] + 1
-
-    def _select(self, index: Tensor) -> None:
-        """Make these rows the batch, in this order; a row may occur more than once."""
-        self.cache.batch_select_indices(index)
-        self.attention, self.positions = self.attention[index], self.positions[index]
-
-
-def draw(logprobs: Tensor, uniforms: Tensor) -> Tensor:
-    """Inverse-CDF sampling in float64: the first token whose cumulative probability passes u · total.
-
-    logprobs [rows, V] in nats, uniforms [rows] in [0, 1); returns token ids [rows].
-    """
+def draw(logprobs: Float[Tensor, "rows vocabulary"], uniforms: Float[Tensor, "rows"]) -> Int[Tensor, "rows"]:
+    """Inverse-CDF sampling in float64: the first token id whose cumulative probability passes u · total, for
+    log-probabilities in nats and uniforms u in [0, 1)."""
     cumulative = logprobs.double().exp().cumsum(dim=-1)
     threshold = uniforms[:, None].double() * cumulative[:, -1:]
     chosen = torch.searchsorted(cumulative, threshold, right=True)[:, 0]

@@ -9,21 +9,27 @@ from typing import TypeVar
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from rlhf_core.config.ppo import PPOConfig
 from rlhf_core.config.precision import Precision
 from rlhf_core.errors import UserError
 from rlhf_core.models.batch import TokenBatch, predict, state_values
-from rlhf_core.models.head import Predictions
+from rlhf_core.models.head import Predictions, examine
 from rlhf_core.models.hf import fresh_head, scalar_model_of
 from rlhf_core.models.lora import Adapter, add_lora
-from rlhf_core.models.precision import autocast, keep_float32
+from rlhf_core.models.masked import masked_mean
+from rlhf_core.models.packed import can_pack
+from rlhf_core.models.precision import autocast, keep_float32, round_products
+from rlhf_core.models.quantised import is_quantised
 from rlhf_core.models.recompute import recomputing
 from rlhf_core.models.sharded_files import as_divided
-from rlhf_core.models.sharding import divide, rejoin, within
+from rlhf_core.models.sharding import divide, is_divided, rejoin, within
 from rlhf_core.models.shared_body import merged_scalar_model, recompute_with, shares_body
 
+START_KL = 1e-5
+"""Largest exact KL of policy and reference with equal weights, in nats per token."""
 Values = Float[Tensor, "rows time"]
 Result = TypeVar("Result")
 
@@ -34,7 +40,8 @@ class ActorCritic:
     Args:
         config: kind of critic, adapters, and gradient checkpointing.
         policy: a causal language model, dropout off; trained.
-        reference: the frozen reference; `None` only with `lora`: the policy with its adapter switched off.
+        reference: the frozen reference, loaded as the policy, so that it computes as the policy does; `None` only with
+            `lora`: the policy with its adapter switched off.
         critic: for `advantage: gae` with `critic.kind: separate` a scalar model, or a scalar model's adapter on the
             policy's body; else `None`.
         seed: of the adapters' initial weights.
@@ -65,6 +72,10 @@ class ActorCritic:
             self.adapters |= {name: add_lora(model, config.lora, seed) for name, model in self._bodies().items()}
         if reference is not None:
             reference.eval().requires_grad_(False)
+            if precision == "bfloat16" and config.lora is None and not is_divided(reference):
+                can_pack(reference)  # decided in float32
+                examine(reference)
+                round_products(reference)
         if precision == "bfloat16":
             for model in (policy, reference):
                 if model is not None:
@@ -150,6 +161,19 @@ class ActorCritic:
         with self.adapters["policy"].off() as model:
             yield model
 
+    def is_at_start(self) -> bool:
+        """Whether policy and reference have the same weights (in bfloat16 where the reference's are), as before the
+        first step of a policy that starts as its reference."""
+        if self.reference is None:
+            return all(not parameter.any() for name, parameter in self.policy.named_parameters() if "lora_B" in name)
+        if "policy" in self.adapters or is_quantised(self.policy):
+            return False
+        own_weights, others = dict(self.policy.named_parameters()), dict(self.reference.named_parameters())
+        if own_weights.keys() != others.keys():
+            return False
+        pairs = ((_local(weight), _local(others[name])) for name, weight in own_weights.items())
+        return all(own.shape == other.shape and torch.equal(own.to(other.dtype), other) for own, other in pairs)
+
     def autocast(self) -> AbstractContextManager[None]:
         """Matrix products in the run's precision; trained weights, heads and losses are float32 in all (rule 24)."""
         return autocast(self.precision, self.policy.device)
@@ -208,6 +232,24 @@ class ActorCritic:
         return parts | ({"critic": self.head} if self.head is not None else {})
 
 
+def require_equal_start(
+    models: ActorCritic, kl: Float[Tensor, "batch time"], mask: Float[Tensor, "batch time"]
+) -> None:
+    """Before the first update: with equal weights policy and reference must be equal functions in every precision
+    (rule 27). `kl`: exact KL(π ‖ π_ref) of each token, nats. Raises RuntimeError where its mean is not below 1e-5."""
+    mean = float(masked_mean(kl, mask))
+    if not mean < START_KL and models.is_at_start():
+        raise RuntimeError(
+            f"policy and reference have the same weights, and their exact KL is {mean:.1e} nats per token, not below "
+            f"{START_KL:.0e}: their passes differ; set precision to float32, and report this"
+        )
+
+
+def _local(weight: Tensor) -> Tensor:
+    """This process's part of a weight."""
+    return weight.to_local() if isinstance(weight, DTensor) else weight
+
+
 def _refuse_mismatch(
     config: PPOConfig,
     policy: PreTrainedModel,
@@ -218,5 +260,9 @@ def _refuse_mismatch(
         raise ValueError("policy and reference must be two models: the reference is frozen")
     if reference is None and config.lora is None:
         raise ValueError("a reference model is needed without lora; with it the policy without its adapter can be one")
+    if reference is not None and config.lora is None:
+        trained, frozen = (model.get_input_embeddings().weight.dtype for model in (policy, reference))
+        if trained != frozen:
+            raise ValueError(f"the policy's embeddings are {trained}, the reference's {frozen}: load both in {trained}")
     if (critic is not None) != config.needs_critic_model:
         raise ValueError("a critic model is needed for advantage: gae with critic.kind: separate, and only there")

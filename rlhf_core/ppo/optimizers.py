@@ -5,13 +5,12 @@ from collections.abc import Sequence
 import torch
 
 from rlhf_core.config.ppo import PPOConfig
-from rlhf_core.ppo.int8 import adam_8bit
 
 Optimizers = dict[str, torch.optim.Optimizer]
 
 
 def build_optimizers(parameters: dict[str, list[torch.nn.Parameter]], config: PPOConfig) -> Optimizers:
-    """Adam for the parameters of each name; the critic has its own learning rate. Raises UserError, see `adam_8bit`."""
+    """Adam for the parameters of each name; the critic has its own learning rate."""
     rates = {"policy": config.learning_rate, "critic": config.critic.learning_rate}
     return {name: _adam(trained, rates[name], config) for name, trained in parameters.items()}
 
@@ -32,6 +31,4 @@ def schedule(name: str, optimizer: torch.optim.Optimizer, config: PPOConfig) -> 
 
 def _adam(parameters: Sequence[torch.nn.Parameter], learning_rate: float, config: PPOConfig) -> torch.optim.Optimizer:
     beta1, beta2 = config.optimizer.betas
-    if config.optimizer.states == "int8":
-        return adam_8bit(parameters, learning_rate, (beta1, beta2), config.optimizer.eps)
     return torch.optim.Adam(parameters, lr=learning_rate, betas=(beta1, beta2), eps=config.optimizer.eps, fused=True)

@@ -166,14 +166,14 @@ class VLLMEngine:
         """Raises RuntimeError for a response that is not what was requested."""
         choice = answer["choices"][0]
         tokens, logprobs = choice["token_ids"], choice["logprobs"]["token_logprobs"]
-        response, values, ended = self.rules.cut(tokens, logprobs)
-        complete = ended or len(tokens) == self.rules.max_new_tokens
-        if len(tokens) != len(logprobs) or not complete or len(response) != len(tokens):
+        stops = [place for place, token in enumerate(tokens) if token in self.rules.stop_ids]
+        ended = stops == [len(tokens) - 1]
+        if len(tokens) != len(logprobs) or not (ended or (not stops and len(tokens) == self.rules.max_new_tokens)):
             raise RuntimeError(
                 f"vLLM returned {len(tokens)} tokens, {len(logprobs)} log-probabilities and finish_reason "
                 f"{choice['finish_reason']!r}: neither a stop token at the end nor ppo.max_new_tokens"
             )
-        return response, values, ended
+        return tokens, logprobs, ended
 
 
 def in_parts(

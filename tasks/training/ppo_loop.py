@@ -60,8 +60,7 @@ def build(
     trained: Precision = "float32" if processes.divides_models else precision  # `divide` casts gathered layers
     body_type = body_precision(trained, config.lora)
     ready = partial(divide, bfloat16=precision == "bfloat16") if processes.divides_models else unchanged
-    frozen = body_type if is_own_reference else precision
-    reference = ready(place(load(stage.root / begin.reference, frozen=frozen), device))
+    reference = ready(place(load(stage.root / begin.reference, frozen=body_type), device))  # as the policy
     kept, too_long = fitting_prompts(stage, config, PROMPTS, tokenizer, reference)
     heldout, _ = fitting_prompts(stage, config, HELDOUT, tokenizer, reference)
     if not kept:

@@ -122,15 +122,13 @@ def test_heads_that_do_not_fit_are_refused(hidden: int, heads: int) -> None:
     "refused",
     [
         {"engine": "vllm"},
-        {"engine": "transformers_continuous"},
-        {"optimizer": {"states": "int8"}},
         {"lora": {"rank": 4, "quantize": "nf4"}},
     ],
-    ids=["vllm", "continuous batching", "int8", "nf4"],
+    ids=["vllm", "nf4"],
 )
 def test_divided_models_are_refused_where_whole_weights_are_kept(ppo_values: Values, refused: dict[str, Any]) -> None:
     PPOConfig(**ppo_values(**refused))
-    with pytest.raises(ValidationError, match="sharding fsdp divides float32 weights and moments"):
+    with pytest.raises(ValidationError, match="sharding fsdp divides float32 weights"):
         PPOConfig(**ppo_values(**refused), sharding="fsdp")
 
 

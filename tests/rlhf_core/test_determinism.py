@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from rlhf_core import determinism
-from rlhf_core.determinism import fast_kernels, make_deterministic, permutation, stream, strict_kernels
+from rlhf_core.determinism import make_deterministic, permutation, stream, strict_kernels
 from rlhf_core.errors import UserError
 
 
@@ -94,16 +94,6 @@ def test_deterministic_kernels_and_tf32_can_be_chosen(monkeypatch: pytest.Monkey
     monkeypatch.setenv(determinism.WORKSPACE, ":16:8")
     make_deterministic(3, 1, deterministic=False)
     assert os.environ[determinism.WORKSPACE] == ":16:8", "a value of the user's own stays"
-
-
-@pytest.mark.usefixtures("_restored")
-@pytest.mark.parametrize("warn_only", [True, False])
-def test_other_kernels_are_selected_in_a_context_only(warn_only: bool) -> None:
-    torch.use_deterministic_algorithms(True, warn_only=warn_only)
-    with fast_kernels():
-        assert not torch.are_deterministic_algorithms_enabled()
-    assert torch.are_deterministic_algorithms_enabled()
-    assert torch.is_deterministic_algorithms_warn_only_enabled() is warn_only
 
 
 @pytest.mark.usefixtures("_restored")

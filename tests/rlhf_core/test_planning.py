@@ -231,11 +231,6 @@ def test_what_the_settings_save(ppo_values: Any) -> None:
     assert again["update"].peak < shorter["update"].peak < plain["update"].peak
 
 
-def test_int8_moments_take_a_quarter(ppo_values: Any) -> None:
-    plain, small = phases(ppo_values()), phases(ppo_values(optimizer={"states": "int8"}))
-    assert size_of(small["update"], OPTIMIZER) == size_of(plain["update"], OPTIMIZER) / 4
-
-
 def test_the_cache_grows_with_the_answer() -> None:
     """Keys and values of two layers, two heads of 16 numbers, and as many positions as the last pass reads."""
     for new in (40, 80):

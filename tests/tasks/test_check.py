@@ -28,11 +28,12 @@ def execute(
     """execute(scorer, **files) -> data/methods.json with the tiny parameters, these terms and files of rewards/."""
     monkeypatch.chdir(tmp_path)
 
-    def call(scorer: Any, judge: str | None = None, states: str = "float32", **files: str) -> dict[str, Any]:
+    def call(scorer: Any, judge: str | None = None, quantize: str = "none", **files: str) -> dict[str, Any]:
         content = read_yaml(ROOT / "examples/tiny.yaml")
         content["ppo"]["critic"]["init"] = "reward" if scorer is None else "sft"
         content["dpo"]["enabled"] = False
-        content["ppo"]["optimizer"]["states"] = states
+        content["ppo"]["lora"] = {"rank": 2, "quantize": quantize}
+        content["precision"] = "bfloat16" if quantize == "nf4" else "float32"
         if judge is not None:
             content["judge"] = {"kind": "function", "function": judge}
         YAML().dump(content | ({} if scorer is None else {"scorer": scorer}), tmp_path / "params.yaml")
@@ -138,9 +139,9 @@ def test_a_missing_library_is_found_before_any_training(
 ) -> None:
     monkeypatch.setattr(check, "find_spec", lambda name: None if name == "bitsandbytes" else name)
     with pytest.raises(UserError, match="pip install 'bitsandbytes"):
-        execute(None, states="int8")
+        execute(None, quantize="nf4")
     monkeypatch.setattr(check, "find_spec", lambda name: name)
-    execute(None, states="int8")
+    execute(None, quantize="nf4")
 
 
 def test_what_git_has_of_the_gates_is_what_this_params_yaml_makes() -> None:

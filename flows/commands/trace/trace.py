@@ -79,7 +79,8 @@ def trace_prompt(root: Path, text: str, start: Start | None = None, seed: int | 
     device = Processes().device
     load = partial(load_causal_lm, trust_remote_code=trusted)
     tokenizer = load_tokenizer(root / SFT, trust_remote_code=trusted)
-    reference = place(load(root / begin.reference, frozen=precision, device=device), device)
+    body = body_precision(precision, config.lora)
+    reference = place(load(root / begin.reference, frozen=body, device=device), device)
     context = context_length(reference)
     prompt: Conversation = [{"role": "user", "content": text}]
     room = context - config.max_new_tokens
@@ -104,7 +105,6 @@ def trace_prompt(root: Path, text: str, start: Start | None = None, seed: int | 
         normalisation = scored.normalisation
     source = RewardSource(scorer, normalisation, RubricJudge() if metrics["ingest"].get("source") == "demo" else None)
 
-    body = body_precision(precision, config.lora)
     policy = load(root / model, frozen=body)
     if at_end and config.needs_critic_model:
         critic: Any = load_scalar_model(root / CRITIC, trust_remote_code=trusted, frozen=body)

@@ -270,7 +270,7 @@ def test_only_what_a_small_problem_forces_is_changed() -> None:
 
 def test_what_the_tiny_models_do_not_have_is_replaced() -> None:
     """Names of layers of the user's architecture, and an engine that needs a GPU."""
-    config = block(lora={"rank": 2, "target_modules": ["q_proj"]}, engine="transformers_continuous")
+    config = block(lora={"rank": 2, "target_modules": ["q_proj"]}, engine="vllm")
     problem = problems(config)[TWO]
     assert build_trainer(config, problem, SEED).models.adapters
     changed = changed_keys(config)

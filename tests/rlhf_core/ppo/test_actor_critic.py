@@ -4,18 +4,22 @@ reference."""
 import copy
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
+from rlhf_core.config.ppo import PPOConfig
 from rlhf_core.models.batch import pad_batch, response_logits, state_values
-from rlhf_core.models.hf import fresh_head, load_scalar_model, save_checkpoint, scalar_model_of
+from rlhf_core.models.hf import fresh_head, load_causal_lm, load_scalar_model, save_checkpoint, scalar_model_of
 from rlhf_core.models.packed import can_pack
+from rlhf_core.models.precision import body_precision
 from rlhf_core.models.shared_body import add_scalar_adapter, recompute_with
-from rlhf_core.ppo.actor_critic import ActorCritic
+from rlhf_core.models.token_logprobs import exact_kl
+from rlhf_core.ppo.actor_critic import ActorCritic, require_equal_start
 from rlhf_core.ppo.trainer import PPOTrainer
 
 MakeTrainer = Callable[..., PPOTrainer]
@@ -238,6 +242,69 @@ def test_rule_07_bfloat16_stays_within_its_tolerance_and_weights_stay_float32(ma
     assert (logits.dtype, rollout.old_logprobs.dtype) == (torch.float32, torch.float32)
     assert trainer.step()["engine_mismatch_max"] > 0
     assert {p.dtype for p in trainer.models.policy.parameters()} == {torch.float32}
+
+
+ARCHITECTURES = {
+    "llama": {},
+    "qwen2": {"num_key_value_heads": 2},
+    "gpt2": {},
+    "gpt_neox": {},
+    "gemma": {"head_dim": 16, "num_key_value_heads": 2},
+    "phi": {},
+}
+SIZE = {"vocab_size": 60, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4}
+
+
+@pytest.mark.parametrize("way", ["all weights", "lora", "lora, another reference"])
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_rule_27_in_bfloat16_policy_and_reference_with_equal_weights_are_equal_functions(
+    name: str, way: str, tmp_path: Path, ppo_values: Callable[..., dict[str, Any]]
+) -> None:
+    """Loaded as the stage loads them; with a graph and without. A frozen model as others load it is another function,
+    and is refused."""
+    torch.manual_seed(1)
+    size = {"n_embd" if name == "gpt2" and key == "hidden_size" else key: value for key, value in SIZE.items()}
+    start = AutoModelForCausalLM.from_config(AutoConfig.for_model(name, **size, **ARCHITECTURES[name]))
+    for parameter in start.parameters():
+        parameter.data.mul_(3.0)  # far from the even distribution of a new model
+    start.save_pretrained(tmp_path)
+    lora = {} if way == "all weights" else {"lora": {"rank": 2, "target_modules": "all-linear"}}
+    config = PPOConfig(**ppo_values(critic={"kind": "shared"}, **lora))
+    load = partial(load_causal_lm, tmp_path)
+    body = body_precision("bfloat16", config.lora)
+    reference = None if way == "lora" else load(frozen=body)
+    models = ActorCritic(config, load(frozen=body), reference, None, precision="bfloat16")
+
+    for recorded in (False, True):
+        with torch.set_grad_enabled(recorded):
+            found, other = models.predict(BATCH), models.predict_as_reference(BATCH)
+        assert torch.equal(found.hidden, other.hidden)
+        kl = exact_kl(found, other, temperature=1.0).detach()
+        assert kl.abs().max() < 1e-6
+        require_equal_start(models, BATCH.spread(kl), BATCH.mask)
+    with torch.no_grad():
+        exact = ActorCritic(PPOConfig(**ppo_values(critic={"kind": "shared"})), load(), load(), None)
+        assert not torch.equal(exact.predict(BATCH).hidden, found.hidden), "products are rounded"
+    if way == "all weights":
+        assert reference.get_input_embeddings().weight.dtype == torch.float32
+        assert models.is_at_start()
+        with pytest.raises(ValueError, match=r"embeddings are torch\.float32, the reference's torch\.bfloat16"):
+            ActorCritic(config, load(), load(frozen="bfloat16"), None, precision="bfloat16")
+
+
+def test_rule_27_a_start_that_is_another_function_than_its_reference_stops_the_run(make_trainer: MakeTrainer) -> None:
+    """Where the weights differ the KL may be anything."""
+    kl, mask = torch.full((2, 3), 1e-3), torch.ones(2, 3)
+    same, lora = make_trainer(same_reference=True, precision="bfloat16").models, make_trainer(**LORA).models
+    for models in (same, lora):
+        require_equal_start(models, kl * 1e-3, mask)
+        for wrong in (kl, kl * float("nan")):
+            with pytest.raises(RuntimeError, match="policy and reference have the same weights"):
+                require_equal_start(models, wrong, mask)
+    require_equal_start(make_trainer().models, kl, mask)
+    with torch.no_grad():
+        next(same.policy.parameters()).add_(0.1)
+    require_equal_start(same, kl, mask)
 
 
 @pytest.mark.parametrize("kind", ["separate", "shared"])

@@ -3,7 +3,6 @@
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +15,7 @@ from rlhf_core.config.ppo import PPOConfig
 from rlhf_core.errors import UserError
 from rlhf_core.models.batch import pad_batch, response_logits
 from rlhf_core.models.sampling import Sampled
-from rlhf_core.ppo.continuous import ContinuousEngine
-from rlhf_core.ppo.engines import Engine, LeashEngine, Rules, TransformersEngine, engine_of
+from rlhf_core.ppo.engines import Engine, LeashEngine, Rules, engine_of
 from rlhf_core.ppo.trainer import PPOTrainer
 
 Build = Callable[..., PreTrainedModel]
@@ -28,35 +26,11 @@ PROMPTS = [[3, 7 + i, *range(20, 20 + 2 * (i % 5)), 4] for i in range(12)]
 KEYS = [(1, 0, i) for i in range(len(PROMPTS))]
 RULES = Rules(max_new_tokens=12, temperature=0.8, stop_ids=frozenset({END, 17, 30}), pad_id=PAD, rows=5)
 
-ENGINES: dict[str, Callable[[Rules], Engine]] = {
-    "leash": LeashEngine,
-    "leash, fixed cache": partial(LeashEngine, static=True),
-    "transformers": TransformersEngine,
-    "transformers_continuous": ContinuousEngine,
-}
-"""The last runs on a CPU too, slowly; the settings refuse it there. `vllm` comes from a fixture: its server here is not
-vLLM, but has the same interface (`fake_vllm.py`)."""
-KEYED = ("leash", "leash, fixed cache", "transformers")
-"""A key gives the same response in all of them."""
 
-
-SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("transformers_continuous", "vllm")]
-
-
-@pytest.fixture(params=[*KEYED, *SLOW])
+@pytest.fixture(params=["leash", pytest.param("vllm", marks=pytest.mark.slow)])
 def engine(request: pytest.FixtureRequest) -> Callable[[Rules], Engine]:
-    return named(request)
-
-
-@pytest.fixture(params=[*KEYED, SLOW[1]])
-def keyed(request: pytest.FixtureRequest) -> Callable[[Rules], Engine]:
-    return named(request)
-
-
-def named(request: pytest.FixtureRequest) -> Callable[[Rules], Engine]:
-    make: Callable[[Rules], Engine] = (
-        request.getfixturevalue("vllm_engine") if request.param == "vllm" else ENGINES[request.param]
-    )
+    """The server of `vllm` is not vLLM here, but has the same interface (`fake_vllm.py`)."""
+    make: Callable[[Rules], Engine] = request.getfixturevalue("vllm_engine") if request.param == "vllm" else LeashEngine
     return make
 
 
@@ -110,35 +84,15 @@ def test_rule_07_the_log_probabilities_are_those_of_the_training_forward_pass(
         assert (row[: len(theirs)] - torch.tensor(theirs)).abs().max() <= 1e-4
 
 
-def test_rule_03_all_keyed_engines_give_the_same_responses(kind: str, build_lm: Build) -> None:
-    """The same keys, the same responses, token by token."""
-    model, prompts = build_lm(kind), PROMPTS * 4
-    keys = [(4, i) for i in range(len(prompts))]
-    ours, *others = (ENGINES[name](RULES)(model, prompts, keys) for name in KEYED)
-    for theirs in others:
-        assert ours.responses == theirs.responses
-        assert ours.ended == theirs.ended
-    assert len({len(response) for response in ours.responses}) > 4
-
-
 def test_rule_03_a_key_gives_the_same_response_in_every_batch(
-    keyed: Callable[[Rules], Engine], build_lm: Build
+    engine: Callable[[Rules], Engine], build_lm: Build
 ) -> None:
     model = build_lm("gpt2")
-    whole = keyed(replace(RULES, rows=len(PROMPTS)))(model, PROMPTS, KEYS).responses
+    whole = engine(replace(RULES, rows=len(PROMPTS)))(model, PROMPTS, KEYS).responses
     for rows in (1, 5):
-        assert keyed(replace(RULES, rows=rows))(model, PROMPTS, KEYS).responses == whole
-    assert keyed(RULES)(model, PROMPTS[::-1], KEYS[::-1]).responses == whole[::-1]
-    assert keyed(RULES)(model, PROMPTS, [(2, 0, i) for i in range(len(PROMPTS))]).responses != whole
-
-
-@pytest.mark.slow
-def test_continuous_batching_repeats_itself_on_a_cpu_and_follows_the_keys(build_lm: Build) -> None:
-    """What it keeps of rule 3: the same batch with the same keys."""
-    model, engine = build_lm(), ContinuousEngine(RULES)
-    first = engine(model, PROMPTS, KEYS)
-    assert engine(model, PROMPTS, KEYS) == first
-    assert engine(model, PROMPTS, [(2, 0, i) for i in range(len(PROMPTS))]) != first
+        assert engine(replace(RULES, rows=rows))(model, PROMPTS, KEYS).responses == whole
+    assert engine(RULES)(model, PROMPTS[::-1], KEYS[::-1]).responses == whole[::-1]
+    assert engine(RULES)(model, PROMPTS, [(2, 0, i) for i in range(len(PROMPTS))]).responses != whole
 
 
 def test_rule_03_global_generators_are_left_where_they_were(engine: Callable[[Rules], Engine], build_lm: Build) -> None:
@@ -222,19 +176,8 @@ def test_the_settings_choose_the_engine(
 ) -> None:
     default = engine_of(PPOConfig(**ppo_values()), tokenizer, frozenset({END}))
     assert default == LeashEngine(Rules(7, 1.0, frozenset({END}), PAD, rows=8))
-    other = engine_of(PPOConfig(**ppo_values(engine="transformers", sampler_rows=3)), tokenizer, frozenset({END}))
-    assert other == TransformersEngine(Rules(7, 1.0, frozenset({END}), PAD, rows=3))
-
-
-def test_continuous_batching_is_refused_without_a_gpu(
-    ppo_values: Callable[..., dict[str, Any]], tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config = PPOConfig(**ppo_values(engine="transformers_continuous"))
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(UserError, match="needs a CUDA device"):
-        engine_of(config, tokenizer, frozenset({END}))
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert isinstance(engine_of(config, tokenizer, frozenset({END})), ContinuousEngine)
+    fewer = engine_of(PPOConfig(**ppo_values(sampler_rows=3)), tokenizer, frozenset({END}))
+    assert fewer == LeashEngine(Rules(7, 1.0, frozenset({END}), PAD, rows=3))
 
 
 def test_sampler_rows_changes_no_response(make_trainer: MakeTrainer) -> None:
@@ -252,14 +195,9 @@ def test_sampler_rows_changes_no_response(make_trainer: MakeTrainer) -> None:
     assert sampled.responses == whole.engine(whole.models.policy, PROMPTS, KEYS).responses
 
 
-@pytest.mark.parametrize("name", ["leash", "transformers"])
-def test_failure_03_a_response_that_closes_with_a_custom_stop_token_has_ended(
-    make_trainer: MakeTrainer, name: str
-) -> None:
+def test_failure_03_a_response_that_closes_with_a_custom_stop_token_has_ended(make_trainer: MakeTrainer) -> None:
     """No penalty, and no stop token in its text; other responses are penalised."""
-    trainer = make_trainer(
-        engine=name, stop_tokens=["a", "t"], batch_size=32, scorer=lambda answers: [0.0] * len(answers.texts)
-    )
+    trainer = make_trainer(stop_tokens=["a", "t"], batch_size=32, scorer=lambda answers: [0.0] * len(answers.texts))
     stops = set(trainer.tokenizer.convert_tokens_to_ids(["a", "t"]))
     rollout = trainer.rollout()
     closed = [response[-1] in stops for response in rollout.response_ids]

@@ -13,7 +13,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 
 SCRIPT = Path(__file__).resolve().parents[3] / "benchmarks" / "gpu_check.py"
-NOT_PLANNED = ("int8 optimizer", "nf4, LoRA")
+NOT_PLANNED = ("nf4, LoRA",)
 """Checks of our engine that the planner may refuse."""
 
 
@@ -98,31 +98,18 @@ def test_memory_is_not_compared_without_a_plan_or_without_a_gpu(script: ModuleTy
 
 
 def test_which_checks_are_planned(script: ModuleType) -> None:
-    """Of other engines, and of settings that are not planned, there is a reason."""
+    """Of other checks, and of settings that are not planned, there is a reason."""
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(SCRIPT.parent))
         ours, large = (
             script.plan_of(script.Case("x", reward="1.5B", changes=script.BF16), gpu) for gpu in (False, True)
         )
-        paged = script.plan_of(script.Case("paged", changes=script.CONTINUOUS), gpu=False)
+        gradient = script.plan_of(script.Case("gradient", check="gradient"), gpu=False)
         quantised = next(case for case in script.CASES if case.name == "nf4, LoRA")
         refused = script.plan_of(quantised, gpu=True)
     assert 0 < ours["bytes"] < 1e9 < large["bytes"] < 40e9
-    assert paged == {"bytes": None, "reason": "not planned"}
+    assert gradient == {"bytes": None, "reason": "not planned"}
     assert "nf4 is not planned" in refused["reason"]
-
-
-@pytest.mark.parametrize(
-    ("decoding", "gpu", "passes"),
-    [("graph", True, True), ("static", True, False), ("plain", True, False), ("plain", False, True)],
-)
-def test_on_a_gpu_our_engine_replays_graphs(
-    script: ModuleType, case: ModuleType, decoding: str, gpu: bool, passes: bool
-) -> None:
-    problem = case.decoding_problem(script.Case("x"), decoding, gpu)
-    assert (problem is None) is passes
-    assert passes or decoding in problem
-    assert case.decoding_problem(script.Case("x", changes=script.CONTINUOUS), "transformers_continuous", gpu) is None
 
 
 @pytest.mark.slow
@@ -188,11 +175,11 @@ def test_the_exit_code_is_1_if_a_check_failed(
 def test_speed_table(script: ModuleType) -> None:
     """A share only where a peak is known, and no planned memory that nothing has planned."""
     phase = {"seconds": 1.0, "tokens_per_s": 12345.6, "flops": 1.0, "share_of_peak": 0.4}
-    figures: dict[str, Any] = {"model": "8B", "precision": "bfloat16", "decoding": "graph", "peak_bytes": 2**30}
+    figures: dict[str, Any] = {"model": "8B", "precision": "bfloat16", "peak_bytes": 2**30}
     figures |= {"reserved_bytes": 3 * 2**29, "planned_bytes": None}
     figures["phases"] = dict.fromkeys(script.PHASES, phase) | {"scoring": phase | {"share_of_peak": None}}
     *_, line = script.speed_table([{"name": "x", "figures": figures}, {"name": "y", "figures": {}}])
-    assert line.startswith("| x | 8B | bfloat16 | graph | 1.0 (1.5) | not compared | 12,346 (40.0%) |")
+    assert line.startswith("| x | 8B | bfloat16 | 1.0 (1.5) | not compared | 12,346 (40.0%) |")
     assert "| 12,346 |" in line
 
 
@@ -211,8 +198,6 @@ def test_everything_passes_at_toy_size(script: ModuleType, tmp_path: Path) -> No
     for name, figures in ((row["name"], row["figures"]) for row in measured_rows):
         assert all(figures["phases"][phase]["tokens_per_s"] > 0 for phase in script.PHASES)
         assert figures["peak_bytes"] > 0
-        ours = figures["decoding"] == "plain"
-        assert ours or figures["decoding"] in ("transformers", "transformers_continuous")
-        assert (figures["planned_bytes"] is not None) is ours or name in NOT_PLANNED, figures["not_planned"]
+        assert figures["planned_bytes"] is not None or name in NOT_PLANNED, figures["not_planned"]
     text = (tmp_path / "gpu_check.md").read_text()
     assert all(f"| {name} | {result} |" in text for name, result in expected.items())
