@@ -51,7 +51,7 @@ class Point:
 
 def point_of(evaluator: Evaluator, results: Results, sft: Results, name: str) -> Point:
     """The scores of a model's answers; the win rate is against `sft`."""
-    gold, rewards, kl = (results.table(column) for column in ("gold", "rewards", "exact"))
+    gold, rewards, kl = (results.table(column) for column in ("gold", "rewards", "kl"))
     scores = {
         "gold": None if gold is None else results.per_prompt(gold),
         "reward": None if rewards is None else results.per_prompt(rewards),
@@ -128,7 +128,7 @@ class Frontier:
     def figures(self) -> dict[str, Any]:
         """`frontier`: PPO against every other model at that model's KL. `fits`: the curves of Gao et al. 2022."""
         others = {
-            name: self._at_equal_kl(self.models[name]["kl_exact"], self._point(each, name))
+            name: self._at_equal_kl(self.models[name]["kl"], self._point(each, name))
             for name, each in self.results.items()
             if name not in (SFT, POLICY)
         }
@@ -217,7 +217,7 @@ def fits(steps: list[Point], models: Models) -> dict[str, Any]:
             else None
         )
         found[f"best_of_n_{score}"] = _fitted(
-            fit_best_of_n, [row["kl_exact"] for row in best], [row[score] for row in best], start[score]
+            fit_best_of_n, [row["kl"] for row in best], [row[score] for row in best], start[score]
         )
     return found
 
@@ -240,7 +240,7 @@ def model_row(name: str, figures: dict[str, Any]) -> Row:
     n = figures["samples_per_answer"] if name.startswith("best_of_") else None
     family, place = (name, 0) if n is None else ("best_of_n", n)
     scores = {name: figures[name] for score in SCORES for name in (score, f"{score}_low", f"{score}_high")}
-    return _row(family, place, figures["kl_exact"], scores)
+    return _row(family, place, figures["kl"], scores)
 
 
 def point_row(family: str, place: float, point: Point, bootstrap: Bootstrap) -> Row:

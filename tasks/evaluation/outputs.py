@@ -61,7 +61,7 @@ def model_figures(
     figures |= with_interval("gold_minus_policy", ahead)
     if name not in answered.teacher_forced:
         bound = best_of_n_kl(results.best_of)
-        figures |= {"kl": bound, **bounds("kl", None), "kl_exact": bound, **bounds("kl_exact", None)}
+        figures |= {"kl": bound, **bounds("kl", None)}
     figures |= teacher_forced_figures(
         answered.teacher_forced.get(name), answered.teacher_forced["sft"], answered.pairs, bootstrap
     )
@@ -99,8 +99,6 @@ def summary(evaluator: Evaluator, models: dict[str, dict[str, Any]]) -> dict[str
         "ties": policy["ties"],
         **{name: value for name, value in policy.items() if name.startswith(BY_REWARD_MODELS)},
         "kl_per_sequence": policy["kl"],
-        "kl_k3_per_sequence": policy["kl_k3"],
-        "kl_exact_per_sequence": policy["kl_exact"],
         "missing_eos_share": policy["missing_eos_share"],
         "missing_eos_share_sft": sft["missing_eos_share"],
     }
@@ -127,7 +125,7 @@ def sample_rows(evaluator: Evaluator, results: dict[str, Results]) -> list[Row]:
             "gold_policy": None if policy.gold is None else policy.gold[i],
             "reward_sft": sft.rewards[i],
             "reward_policy": policy.rewards[i],
-            "kl": policy.divergence.exact[i],
+            "kl": policy.divergence.kl[i],
             "sft_tokens": sft.tokens[i],
             "policy_tokens": policy.tokens[i],
         }
@@ -152,7 +150,7 @@ def answer_rows(stage: Stage[EvaluateParams], evaluator: Evaluator, results: dic
                     "tokens": scored.tokens[i],
                     "reward": scored.rewards[i],
                     "gold": None if scored.gold is None else scored.gold[i],
-                    "kl": None if scored.divergence is None else scored.divergence.exact[i],
+                    "kl": None if scored.divergence is None else scored.divergence.kl[i],
                 }
 
 

@@ -108,7 +108,7 @@ class Bootstrap:
 
 
 def own_figures(results: Results, bootstrap: Bootstrap) -> dict[str, Any]:
-    """The figures that need no other model. KL in nats per answer, entropy in nats per token."""
+    """The figures that need no other model. KL is the exact one, in nats per answer; entropy in nats per token."""
     tokens = results.table("tokens")
     assert tokens is not None
     ended = np.array([scored.ended for scored in results.columns], dtype=np.float64).T
@@ -122,9 +122,7 @@ def own_figures(results: Results, bootstrap: Bootstrap) -> dict[str, Any]:
         **with_interval("gold", bootstrap.of(results, results.table("gold")), spread=True),
         **with_interval("reward", bootstrap.of(results, results.table("rewards")), spread=True),
         **terms,
-        **with_interval("kl", bootstrap.of(results, results.table("k1"))),
-        **with_interval("kl_k3", bootstrap.of(results, results.table("k3"))),
-        **with_interval("kl_exact", bootstrap.of(results, results.table("exact"))),
+        **with_interval("kl", bootstrap.of(results, results.table("kl"))),
         **with_interval("response_tokens", bootstrap.of(results, tokens)),
         **with_interval("missing_eos_share", bootstrap.of(results, 1.0 - ended)),
         "distinct_1": float(np.mean([distinct_n(texts, 1) for texts in sets])),

@@ -50,7 +50,7 @@ COLUMNS = (
     Column("win_rate_by_reward_model", "By PPO’s own score", "the same win rate", "share", 1),
     Column(JUDGING, "By the judging reward model", "the same win rate", "share", 1),
     Column("win_rate_vs_policy", "Win rate against PPO", "a tie is half", "share", 1, "higher"),
-    Column("kl_exact", "KL to SFT", "nats per answer"),
+    Column("kl", "KL to SFT", "nats per answer"),
     Column("optimum_share", "Share of the optimum", "its proxy gain at this KL", "share", 0),
     Column("response_tokens", "Length", "tokens", digits=1),
     Column("distinct_2", "Distinct-2", "share of word pairs", digits=3, better="higher"),

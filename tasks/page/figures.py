@@ -105,13 +105,13 @@ def disagreement(run: Run) -> Picture | None:
 def ppo_kl(run: Run) -> Picture | None:
     """KL to the reference, and the coefficient if it is adaptive."""
     ppo = run.curves["ppo"]
-    kl, beta = ppo.get("kl", []), ppo.get("kl_coef", [])
+    kl, beta = ppo.get("kl_full", []), ppo.get("kl_coef", [])
     if not known(kl):
         return None
     adaptive = len(set(known(beta))) > 1
     figure, grid = canvas("KL divergence from SFT", panels=(3, 2) if adaptive else (1,))
-    curve(grid[0], ppo["step"], kl, "k1", POLICY)
-    curve(grid[0], ppo["step"], ppo.get("kl_k3", [math.nan] * len(kl)), "k3", MUTED, dashed=True)
+    curve(grid[0], ppo["step"], kl, "exact", POLICY)
+    curve(grid[0], ppo["step"], ppo.get("kl", [math.nan] * len(kl)), "k1, of the samples", MUTED, dashed=True)
     label_axes(grid[0], "nats per answer", "" if adaptive else STEP)
     legend(grid[0])
     lines = [("KL", kl, 2, "nats per answer")]
@@ -124,12 +124,9 @@ def ppo_kl(run: Run) -> Picture | None:
         "ppo",
         png(figure),
         line_alt(lines),
-        "How far the policy has moved from SFT: two estimators of the same quantity, summed over an answer. "
-        + (
-            "Below, the adaptive coefficient β of the KL penalty."
-            if adaptive
-            else "They should agree; k1 must not stay below zero."
-        ),
+        "How far the policy has moved from SFT: the exact KL of each token, summed over an answer, and "
+        "its estimate k1 from the sampled tokens. "
+        + ("Below, the adaptive coefficient β of the KL penalty." if adaptive else "They should agree."),
     )
 
 

@@ -143,7 +143,7 @@ def column_notes(run: Run) -> list[str]:
             "By PPO’s own score: the win rate by the score that PPO maximised, which is too high where PPO exploits it."
             " The judging reward model was trained on the pairs of other prompts, with another seed."
         )
-    if "kl_exact" in shown and any(name.startswith("best_of_") for name in run.models):
+    if "kl" in shown and any(name.startswith("best_of_") for name in run.models):
         texts.append("The KL of best-of-n is its bound log n − (n−1)/n; the others’ is measured on their answers.")
     if "optimum_share" in shown:
         texts.append(

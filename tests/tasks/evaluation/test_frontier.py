@@ -46,7 +46,7 @@ def answers(kl: float, gold: float, reward: float) -> Results:
         scores[0],
         scores[1],
         [1] * PROMPTS,
-        Divergence([9.0] * PROMPTS, kls, kls, kls),
+        Divergence(kls, [9.0] * PROMPTS, kls),
     )
     return Results.of([scored])
 
@@ -55,7 +55,7 @@ def figures(results: Results, kl: float | None) -> dict[str, object]:
     gold, rewards = results.table("gold"), results.table("rewards")
     assert gold is not None
     assert rewards is not None
-    return {"kl_exact": kl, "gold": gold.mean(), "reward": rewards.mean()}
+    return {"kl": kl, "gold": gold.mean(), "reward": rewards.mean()}
 
 
 def test_the_gap_at_equal_kl_has_its_sign() -> None:
@@ -83,7 +83,7 @@ def test_the_uncertainty_of_a_measured_kl_is_in_the_interval() -> None:
     snapshots = {step: answers(d * d, d, 2 * d) for step, d in ((10, 1.0), (20, 2.0))}
     scored = answers(2.5, 1.1, 3.0).columns[0]
     spread = [2.5 + (1.5 if i % 2 else -1.5) for i in range(PROMPTS)]
-    dpo = Results.of([replace(scored, divergence=Divergence(spread, spread, spread, spread))])
+    dpo = Results.of([replace(scored, divergence=Divergence(spread, spread, spread))])
     best = Results.of([replace(scored, divergence=None)])
     results = {"sft": answers(0.0, 0.0, 0.0), "policy": snapshots[20], "best_of_8": best, "dpo": dpo}
     models = {name: figures(each, 2.5) for name, each in results.items()}

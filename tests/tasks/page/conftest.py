@@ -123,7 +123,7 @@ def _ends(value: float, half: float) -> list[float]:
 
 
 WITH_ENDS = (
-    *("kl_k3", "response_tokens", "missing_eos_share", "ties", "entropy", "heldout_loss", "alignment_tax"),
+    *("response_tokens", "missing_eos_share", "ties", "entropy", "heldout_loss", "alignment_tax"),
     *("logprob_chosen", "logprob_rejected", "logprob_chosen_change", "logprob_rejected_change"),
 )
 
@@ -160,9 +160,6 @@ def _means(name: str, judge: bool, several: bool) -> dict[str, Any]:
         **bounds("gold_minus_policy", None if policy or not judge else _ends(gold - 4.0456, 0.09)),
         "kl": kl,
         **bounds("kl", None if sft or best else _ends(kl, 0.2)),
-        "kl_k3": None if best else round(kl * 1.02, 4),
-        "kl_exact": kl,
-        **bounds("kl_exact", None if sft or best else _ends(kl, 0.1)),
         "optimum_share": None if kl == 0 else round((reward + 0.2013) / (1.9 * kl**0.5), 4),
         "response_tokens": tokens,
         "missing_eos_share": 0.0025,
@@ -421,7 +418,7 @@ def _ppo_rows(judge: bool) -> list[dict[str, Any]]:
                 "reward_shaped": score - 0.05 * kl,
                 "gold": 1.7 + 2.4 * done + draw.gauss(0, 0.1) if judge else "",
                 "kl": kl,
-                "kl_k3": kl * 1.03 + draw.gauss(0, 0.05),
+                "kl_full": kl + draw.gauss(0, 0.05),
                 "entropy": 1.9 - 1.1 * done + draw.gauss(0, 0.02),
                 "clip_fraction": 0.05 + 0.1 * done + draw.gauss(0, 0.01),
                 "value_clip_fraction": 0.2 * (1 - done) + draw.random() * 0.02,
