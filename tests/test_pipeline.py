@@ -48,8 +48,8 @@ METRICS = {
     "evaluate": "judge win_rate_judge prompts gold_sft gold_policy gold_policy_low gold_policy_high reward_sft "
     "reward_policy win_rate win_rate_low win_rate_high "
     "ties kl_per_sequence response_tokens_sft response_tokens_policy "
-    "missing_eos_share missing_eos_share_sft distinct_1_sft distinct_2_sft distinct_1_policy distinct_2_policy "
-    "heldout_loss_sft heldout_loss_policy alignment_tax seeds bootstrap models frontier fits optimum judge_checks "
+    "missing_eos_share missing_eos_share_sft distinct_2_sft distinct_2_policy "
+    "heldout_loss_sft heldout_loss_policy alignment_tax seeds bootstrap models frontier optimum judge_checks "
     "reward_model",
 }
 PLOTS = {

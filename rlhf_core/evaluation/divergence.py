@@ -1,4 +1,4 @@
-"""KL of a model to a reference, and its entropy, summed over whole answers; for evaluation, not for training."""
+"""KL of a model to a reference, summed over whole answers; for evaluation, not for training."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
@@ -21,8 +21,6 @@ class Divergence:
     and no bootstrap interval covers the KL."""
     log_ratio: list[float] = field(default_factory=list)
     """log π − log π_ref of the answer, in nats."""
-    entropy: list[float] = field(default_factory=list)
-    """Σ of the entropies of π at each token, in nats."""
 
     def part(self, start: int, end: int) -> "Divergence":
         """The answers from `start` to before `end`."""
@@ -48,7 +46,7 @@ def measure_divergence(
         theirs = ours if reference is model else predict(reference, batch)
         found = compare_distributions(ours, theirs, batch.response_tokens, temperature)
         log_ratio = found.logprobs - found.ref_logprobs
-        sums = (batch.spread(part).sum(dim=1).tolist() for part in (found.kl, log_ratio, found.entropy))
+        sums = (batch.spread(part).sum(dim=1).tolist() for part in (found.kl, log_ratio))
         return list(zip(*sums, strict=True))
 
     if not prompts:

@@ -278,7 +278,7 @@ class Evaluator:
                 temperature=self.temperature,
                 batch_size=self.batch_size,
             )
-            return list(zip(found.kl, found.log_ratio, found.entropy, strict=True))
+            return list(zip(found.kl, found.log_ratio, strict=True))
 
         keys = [(i, tuple(response)) for i, response in zip(places, responses, strict=True)]
         return Divergence(*map(list, zip(*_once(known, keys, read), strict=True)))

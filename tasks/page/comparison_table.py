@@ -54,9 +54,8 @@ COLUMNS = (
     Column("optimum_share", "Share of the optimum", "its proxy gain at this KL", "share", 0),
     Column("response_tokens", "Length", "tokens", digits=1),
     Column("distinct_2", "Distinct-2", "share of word pairs", digits=3, better="higher"),
-    Column("overlap", "Overlap", "of a prompt’s answers", digits=3, better="lower"),
-    Column("samples_generated", "Samples generated", "to train it", "count"),
-    Column("samples_per_answer", "Samples per answer", "at inference", "count"),
+    Column("samples_generated", "Samples to train it", "generated", "count"),
+    Column("samples_per_answer", "Samples an answer", "at inference", "count"),
     Column("tokens_trained", "Tokens trained", "of responses", "count"),
     Column("alignment_tax", "Alignment tax", "nats per token", digits=3),
 )  # fmt: skip

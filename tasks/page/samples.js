@@ -6,7 +6,7 @@ for (const hint of document.querySelectorAll(".hint")) {
 }
 // Filters, searches, sorts and pages the samples that are embedded as JSON. Texts are inserted as text, never as markup.
 (() => {
-  const PAGE = 20;
+  const PAGE = 5;
   const data = JSON.parse(document.getElementById("samples-data").textContent);
   const list = document.getElementById("samples-list");
   const search = document.getElementById("samples-search");

@@ -42,7 +42,7 @@ def attacked(tmp_path: Path) -> Run:
     for index, row in enumerate(samples):
         attack = ATTACKS[index % len(ATTACKS)]
         row["prompt"] = [{"role": "system", "content": attack}, {"role": attack, "content": attack}]
-        row["sft"] = row["policy"] = attack
+        row["sft"] = row["policy"] = "\n".join(ATTACKS)
     run = read_run(samples, [], tmp_path)
     evaluation = run.evaluation | {"judge": ATTACKS[0], "win_rate_judge": ATTACKS[3]}
     alert = {"name": ATTACKS[1], "step": 3, "message": ATTACKS[2], "remedy": ATTACKS[5]}
