@@ -13,7 +13,7 @@ from markupsafe import Markup
 from tasks.page.canvas import Picture, colour_of
 from tasks.page.comparison_table import Cell, Column, cells, columns_of, label
 from tasks.page.inputs import Row, Run, finite, interval
-from tasks.page.samples import all_samples, embedded, filters, orders, pick
+from tasks.page.samples import all_samples, filters, fitting, orders
 from tasks.page.verdicts import alternatives, doubts, findings
 from tasks.page.wording import MISSING, count, number, percent, percent_interval, points
 from tasks.params.secrets import HIDDEN, is_secret
@@ -25,7 +25,7 @@ NAMED = 12
 
 
 def render(run: Run, pictures: list[Picture], samples: int, inputs: Mapping[str, str]) -> str:
-    """The page as one self-contained HTML document. `samples`: how many are shown without JavaScript; `inputs`: path
+    """The page as one self-contained HTML document. `samples`: how many are shown at a time; `inputs`: path
     and content hash of the inputs."""
     environment = Environment(
         loader=FileSystemLoader(HERE),
@@ -35,8 +35,7 @@ def render(run: Run, pictures: list[Picture], samples: int, inputs: Mapping[str,
         lstrip_blocks=True,
     )
     script = (HERE / "samples.js").read_text(encoding="utf-8")
-    every = all_samples(run)
-    data, left_out = embedded(run, every)
+    shown, left_out = fitting(all_samples(run))
     columns, rows = comparison(run)
     return (
         environment.get_template("template.html.j2").render(
@@ -55,15 +54,14 @@ def render(run: Run, pictures: list[Picture], samples: int, inputs: Mapping[str,
             judge=str(run.evaluation.get("judge") or run.judge),
             by_reward_model=percent(run.evaluation.get("win_rate_by_reward_model")),
             reward_facts=reward_facts(run),
-            samples=pick(every, samples),
+            samples=shown,
+            at_once=samples,
             filters=filters(run),
             orders=orders(run),
-            samples_data=data,
             left_out=left_out,
             script=Markup(script),
             script_hash=script_hash(script),
             prompts=count(run.evaluation["prompts"]),
-            rows=count(len(run.samples)),
             parameters=parameters(run.params),
             made_from=made_from(run, inputs),
         )

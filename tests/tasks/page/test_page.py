@@ -249,7 +249,7 @@ def test_texts_of_users_and_models_are_escaped(make_run: MakeRun) -> None:
     run = replace(run, samples=[{**row, "prompt": [{"role": "<b>r", "content": "<i>c"}] * 2} for row in run.samples])
     page = build(run, samples=40)
     document = Document(page)
-    assert len(document.scripts) == 2
+    assert len(document.scripts) == 1
     assert "b" not in {tag for tag, _ in document.tags}
     assert document.open == []
     for raw in (
@@ -288,8 +288,7 @@ def test_nothing_is_fetched(make_run: MakeRun, pictures: Drawn) -> None:
 
 def test_only_the_script_of_the_page_may_run(make_run: MakeRun) -> None:
     document = Document(build(make_run()))
-    data, script = document.scripts
-    assert data[0] == {"type": "application/json", "id": "samples-data"}
+    (script,) = document.scripts
     assert script[0] == {}
     policy = next(attributes["content"] for _, attributes in document.tags if "http-equiv" in attributes)
     assert f"script-src '{script_hash(script[1])}';" in policy
