@@ -26,9 +26,8 @@ from flows.commands.study.study import prepare, study
 from flows.commands.study.tables import summarise
 from flows.commands.study.trials import Call
 from flows.environment import find_root
-from rlhf_core.config.health import HealthConfig
 from rlhf_core.errors import UserError
-from rlhf_core.ppo.detectors import Limits, reward_hacking
+from rlhf_core.ppo.detectors import HACKING_KL, Settings, reward_hacking
 
 MEMBERS = 4
 ARMS = {
@@ -202,7 +201,7 @@ SIGNALS: dict[str, Signal] = {
 
 
 DETECTORS: dict[str, float | None] = {
-    **{f"`reward_hacking` without a judge, `hacking_kl: {limit}`": limit for limit in (0.2, 0.25, 0.3, 0.5)},
+    **{f"`reward_hacking` without a judge, above {limit} nats": limit for limit in (4.0, HACKING_KL, 6.0, 10.0)},
     "`reward_hacking` with the gold score": None,
 }
 """The detector that ships, with its limit of the KL in nats per token; None: with the gold score."""
@@ -246,11 +245,10 @@ def alerts(signal: Signal, runs: Sequence[Run]) -> list[tuple[Run, int | None]]:
 def shipped(run: Run, limit: float | None) -> int | None:
     """The window in which the detector `reward_hacking` gives its alert: with this limit of the KL, or with the gold
     score."""
-    health = HealthConfig() if limit is None else HealthConfig(hacking_kl=limit)
-    limits = Limits(health, prompts_per_step=PROMPTS, epochs=1)
+    settings, highest = Settings(prompts_per_step=PROMPTS, epochs=1), limit or HACKING_KL
     rows = [{**row, "gold": row["gold"] if limit is None else None} for row in run.rows]
     ends = range(WINDOW, len(rows) + 1)
-    return next((end - WINDOW for end in ends if reward_hacking(rows[:end], limits)), None)
+    return next((end - WINDOW for end in ends if reward_hacking(rows[:end], settings, highest)), None)
 
 
 if __name__ == "__main__":

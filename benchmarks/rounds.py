@@ -194,7 +194,7 @@ def figures(found: Round, single: Round) -> Iterator[Figure]:
     yield found.metrics("preferences")["pairs"], None
     yield None if own["agreement"] is None else (own["agreement"], interval(own, "agreement"))
     yield policy["gold"], interval(policy, "gold")
-    yield policy["kl_exact"], interval(policy, "kl_exact")
+    yield policy["kl"], interval(policy, "kl")
     lead = None if found.folder == single.folder else found.lead(single)
     yield None if lead is None else (lead.mean, lead.interval)
 

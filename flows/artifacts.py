@@ -18,7 +18,7 @@ from tasks.stage.pipeline_run import run_url
 from tasks.tracking.settings import RUN_VARIABLE
 
 ALERT = re.compile(r"\bALERT (?P<name>\w+).*")
-"""An alert of `ppo.health` in the output of a stage."""
+"""An alert of PPO in the output of a stage."""
 
 
 def metric_rows(root: Path) -> list[dict[str, str]]:

@@ -255,23 +255,6 @@ def doctor() -> None:
 
 
 @command
-def audit(
-    as_json: bool = JSON,
-    params: Path | None = PARAMS,
-    method: str = Option("ppo", help="ppo, or a method that runs its loop: rloo, grpo, reinforce."),
-) -> None:
-    """Try the PPO settings on problems with a known optimum.
-
-    Prints the total variation to the optimum, and the bias of the gradient.
-    """
-    path = params if params is not None else find_root() / "params.yaml"
-    from flows.commands.audit import audit_file, render
-
-    found = audit_file(path, method)
-    _print(as_json, found, render(found))
-
-
-@command
 def plan(
     as_json: bool = JSON,
     params: Path | None = PARAMS,

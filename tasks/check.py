@@ -24,6 +24,13 @@ def execute(stage: Stage[Block]) -> None:
     content = read_yaml()
     params, known = parse(Params, content), with_derived(content)
     require_libraries(content)
+    for key in ("temperature", "max_new_tokens"):
+        trained, measured = getattr(params.ppo, key), getattr(params.evaluate, key)
+        if trained != measured:
+            stage.log(
+                f"remark: evaluate.{key} is {measured}, and ppo.{key} is {trained}: scores and KL of the report are "
+                "then those of other answers than PPO was trained on"
+            )
     limits, judge = stage.runtime.functions, params.judge.function
     called = list(reward_functions(stage.root, params.scorer, limits).values())
     for function in called if judge is None else [*called, judge_function(stage.root, judge, limits)]:

@@ -16,7 +16,7 @@ from tasks.evaluation.judge_reliability import judge_checks, scorer_checks
 from tasks.evaluation.outputs import Answered, answer_rows, model_figures, sample_rows, summary
 from tasks.evaluation.prompts import evaluation_prompts, source_of
 from tasks.evaluation.results import Bootstrap, Results
-from tasks.evaluation.teacher_forced import fitting_pairs, teacher_forced_logprobs
+from tasks.evaluation.teacher_forced import read_demonstrations
 from tasks.params.best_of_n import BestOfNParams
 from tasks.params.evaluate import HELDOUT, EvaluateParams
 from tasks.params.methods import WITH_MODEL
@@ -31,7 +31,6 @@ from tasks.training.gold_judge import judge_of
 from tasks.training.scalar_models import ScalarModels
 from tasks.training.scorer import judging_scorer_of
 
-PREFERENCES = "data/preferences/preferences.jsonl"
 BEST_OF_N = "data/best_of_n/samples.jsonl"
 SELECT = "metrics/select.json"
 SELECT_TABLE = "plots/select.csv"
@@ -51,7 +50,6 @@ def execute(stage: Stage[EvaluateParams]) -> None:
     metrics = {
         **summary(evaluator, models),
         "prompts_too_long": too_long,
-        "pairs_too_long": len(validation_pairs(stage)) - len(answered.pairs),
         "seeds": stage.params.seeds,
         "bootstrap": stage.params.bootstrap,
         "models": models,
@@ -90,11 +88,11 @@ def evaluator_of(stage: Stage[EvaluateParams]) -> tuple[Evaluator, int]:
 
 def answer_all(stage: Stage[EvaluateParams], evaluator: Evaluator) -> Answered:
     """All models' answers. In memory are the SFT model and one other model at a time, beside the policy two."""
-    answered = Answered(fitting_pairs(evaluator, validation_pairs(stage)))
+    answered = Answered()
     for candidate in candidate_models(stage, evaluator):
         name = candidate.name
         answered.results[name] = Results.of(evaluator.answer(candidate, stage.params.seeds))
-        answered.teacher_forced[name] = teacher_forced_logprobs(evaluator, candidate, answered.pairs)
+        answered.demonstrated[name] = read_demonstrations(evaluator, candidate)
         if name == "policy":
             answered.results |= best_of_n(stage, evaluator)
             answer_interpolated(stage, evaluator, candidate, answered)
@@ -169,8 +167,3 @@ def scored_samples(evaluator: Evaluator, rows: list[Row]) -> ScoredAnswers:
         judging=evaluator.judging_scores(range(len(rows)), texts, ids),
         terms={name: [row["terms"][name] for row in rows] for name in rows[0].get("terms") or {}},
     )
-
-
-def validation_pairs(stage: Stage[EvaluateParams]) -> list[Row]:
-    """The preference pairs of the validation split."""
-    return [row for row in stage.read(PREFERENCES) if row["split"] == "validation"]

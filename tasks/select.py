@@ -139,9 +139,8 @@ def summarise(evaluator: Evaluator, start: ScoredAnswers, step: int, eta: float,
     return {
         "step": step,
         "eta": eta,
-        "kl": _mean(scored.divergence.exact),
-        "kl_standard_error": standard_error(scored.divergence.exact),
-        "kl_k3": _mean(scored.divergence.k3),
+        "kl": _mean(scored.divergence.kl),
+        "kl_standard_error": standard_error(scored.divergence.kl),
         "reward": _mean(scored.rewards),
         "gold": None if scored.gold is None else _mean(scored.gold),
         "win_rate": _mean(evaluator.compare(scored, start)),
@@ -151,7 +150,7 @@ def summarise(evaluator: Evaluator, start: ScoredAnswers, step: int, eta: float,
 
 def unknown(stage: Stage[SelectParams]) -> list[Row]:
     """The table without figures, for `select.prompts: 0`."""
-    columns = ("kl", "kl_standard_error", "kl_k3", "reward", "gold", "win_rate")
+    columns = ("kl", "kl_standard_error", "reward", "gold", "win_rate")
     steps = snapshots.steps_in(stage.root / SNAPSHOTS)
     return [{"step": step, "eta": 1.0, **dict.fromkeys(columns), "prompts": 0} for step in steps]
 

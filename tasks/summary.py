@@ -16,7 +16,7 @@ FIGURES = {
     "win_rate_high": "win rate, upper end of its 95% interval",
     "win_rate_by_reward_model": "win rate by the reward model that PPO maximised",
     "win_rate_by_judging_model": "win rate by the judging reward model",
-    "kl_per_sequence": "KL to the reference (nats per sequence)",
+    "kl_per_sequence": "exact KL to the reference (nats per answer)",
     "reward_sft": "reward model's score of SFT",
     "reward_policy": "reward model's score of the policy",
     "reward_accuracy": "held-out pairs that the reward model ranks right (share)",

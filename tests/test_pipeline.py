@@ -47,9 +47,9 @@ METRICS = {
     "rloo": "enabled steps kl_last gold_last samples_generated tokens_trained alerts",
     "evaluate": "judge win_rate_judge prompts gold_sft gold_policy gold_policy_low gold_policy_high reward_sft "
     "reward_policy win_rate win_rate_low win_rate_high "
-    "ties kl_per_sequence kl_k3_per_sequence kl_exact_per_sequence response_tokens_sft response_tokens_policy "
-    "missing_eos_share missing_eos_share_sft distinct_1_sft distinct_2_sft distinct_1_policy distinct_2_policy "
-    "heldout_loss_sft heldout_loss_policy alignment_tax seeds bootstrap models frontier fits optimum judge_checks "
+    "ties kl_per_sequence response_tokens_sft response_tokens_policy "
+    "missing_eos_share missing_eos_share_sft distinct_2_sft distinct_2_policy "
+    "heldout_loss_sft heldout_loss_policy alignment_tax seeds bootstrap models frontier optimum judge_checks "
     "reward_model",
 }
 PLOTS = {
@@ -58,7 +58,7 @@ PLOTS = {
     "reward_calibration": "bin_low bin_high predicted observed pairs",
     "reward_margins": "low high accuracy accuracy_low accuracy_high pairs",
     "reward_scores": "low high chosen rejected",
-    "select": "step eta kl kl_standard_error kl_k3 reward gold win_rate prompts",
+    "select": "step eta kl kl_standard_error reward gold win_rate prompts",
     "rejection_sft": "step train_loss validation_loss",
     "dpo": "step loss accuracy margin",
     "rloo": "step reward_raw score gold kl entropy tokens_trained",

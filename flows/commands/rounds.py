@@ -18,7 +18,7 @@ from tasks.records.recorded import recorded
 from tasks.stage import provenance, rounds
 
 FIGURES = {
-    "evaluate": ("gold_policy", "win_rate", "kl_exact_per_sequence", "reward_policy"),
+    "evaluate": ("gold_policy", "win_rate", "kl_per_sequence", "reward_policy"),
     "reward": ("heldout_accuracy", "gold_agreement"),
     "preferences": ("pairs",),
 }
@@ -28,7 +28,7 @@ COLUMNS = {
     "heldout_accuracy": "reward accuracy",
     "gold_policy": "gold",
     "win_rate": "wins against SFT",
-    "kl_exact_per_sequence": "KL to SFT",
+    "kl_per_sequence": "KL to SFT",
 }
 NAMED = 3
 """Uncommitted files that a message names."""

@@ -5,7 +5,6 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from rlhf_core.config.block import Block, Count, NotNegative, Positive, PositiveNumber, Share
-from rlhf_core.config.health import HealthConfig
 from rlhf_core.config.lora import LoraSettings
 from rlhf_core.config.paths import BelowRaw
 from rlhf_core.config.precision import Recomputed
@@ -246,7 +245,6 @@ class PPOConfig(Block):
     the last step's."""
     check_ratio: bool = True
     """Stop the run where π_θ differs from π_old before the first update: sampling and training then disagree."""
-    health: HealthConfig = HealthConfig()
 
     @model_validator(mode="before")
     @classmethod

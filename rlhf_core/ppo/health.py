@@ -6,7 +6,7 @@ from typing import Any
 
 from rlhf_core.config.ppo import PPOConfig
 from rlhf_core.ppo import detectors
-from rlhf_core.ppo.detectors import COLUMNS, Detector, Limits, Row
+from rlhf_core.ppo.detectors import COLUMNS, WINDOW, Detector, Row, Settings
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class Monitor:
 
     def __init__(self, config: PPOConfig) -> None:
         prompts = config.batch_size // config.samples_per_prompt
-        self.limits = Limits(config.health, prompts, config.ppo_epochs, clips=config.objective == "clip")
+        self.settings = Settings(prompts, config.ppo_epochs, clips=config.objective == "clip")
         self.alerts: list[Alert] = []
         """All alerts so far."""
         self._rows: list[dict[str, float | None]] = []
@@ -91,7 +91,7 @@ class Monitor:
     def observe(self, row: Row) -> list[Alert]:
         """Add the diagnostics of a step; returns new alerts. Raises KeyError where a column of COLUMNS is missing."""
         self._rows.append({name: row[name] for name in COLUMNS})
-        seen = {name: detect(self._rows, self.limits) for name, detect in DETECTORS.items()}
+        seen = {name: detect(self._rows, self.settings) for name, detect in DETECTORS.items()}
         new = self._new(seen, self._unseen, int(detectors.value(row, "step")))
         self.alerts += new
         return new
@@ -99,8 +99,8 @@ class Monitor:
     def observe_seconds(self, seconds: Mapping[str, float], step: int) -> list[Alert]:
         """Add the seconds of each phase of a step; returns new alerts, which are not stored, since they depend on the
         machine. The window starts again after a resume."""
-        self._seconds = [*self._seconds, dict(seconds)][-self.limits.health.window :]
-        return self._new({SLOW_GENERATION: detectors.slow_generation(self._seconds, self.limits)}, self._slow, step)
+        self._seconds = [*self._seconds, dict(seconds)][-WINDOW:]
+        return self._new({SLOW_GENERATION: detectors.slow_generation(self._seconds, self.settings)}, self._slow, step)
 
     def _new(self, seen: Mapping[str, str | None], unseen: dict[str, int], step: int) -> list[Alert]:
         alerts = []
@@ -111,7 +111,7 @@ class Monitor:
                 unseen[name] = 0
             elif name in unseen:
                 unseen[name] += 1
-                if unseen[name] >= self.limits.window:
+                if unseen[name] >= self.settings.window:
                     del unseen[name]
         return alerts
 

@@ -51,7 +51,7 @@ def add_shares(found: Ceiling, models: dict[str, dict[str, Any]]) -> list[dict[s
     """Add `optimum_share` to the figures of every model; the rows of the ceiling. The share is None for the SFT model,
     for models of other tokens, and outside the KL of the ceiling."""
     for figures in models.values():
-        kl = figures["kl_exact"]
+        kl = figures["kl"]
         figures["optimum_share"] = None if kl is None else found.share(figures["reward"], kl)
     return found.rows()
 
@@ -90,6 +90,6 @@ def further(evaluator: Evaluator, model: CandidateModel, name: str, count: int) 
 
 
 def _own_ratio(column: ScoredAnswers) -> list[float]:
-    """log π − log π_SFT of the policy's own answers: k1."""
+    """log π − log π_SFT of the policy's own answers."""
     assert column.divergence is not None  # the policy has the SFT model's tokenizer
-    return column.divergence.k1
+    return column.divergence.log_ratio

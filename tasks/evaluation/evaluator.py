@@ -201,7 +201,7 @@ class Evaluator:
     def log_ratios(self, candidate: CandidateModel, columns: Sequence[ScoredAnswers]) -> list[list[float]]:
         """log π − log π_SFT of answers of any model with the SFT model's tokens, in nats; [columns][prompts]."""
         prompts, places = len(self.rows), list(range(len(self.rows))) * len(columns)
-        found = self._diverge(candidate, places, [ids for column in columns for ids in column.responses]).k1
+        found = self._diverge(candidate, places, [ids for column in columns for ids in column.responses]).log_ratio
         return [found[start : start + prompts] for start in range(0, len(found), prompts)]
 
     def _draw(
@@ -278,7 +278,7 @@ class Evaluator:
                 temperature=self.temperature,
                 batch_size=self.batch_size,
             )
-            return list(zip(found.k1, found.k3, found.entropy, found.exact, strict=True))
+            return list(zip(found.kl, found.log_ratio, strict=True))
 
         keys = [(i, tuple(response)) for i, response in zip(places, responses, strict=True)]
         return Divergence(*map(list, zip(*_once(known, keys, read), strict=True)))

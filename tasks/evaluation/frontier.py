@@ -1,10 +1,9 @@
 """The reward–KL frontier: the concave majorant of PPO's points, and the other models at their KL."""
 
 import csv
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +12,12 @@ import numpy as np
 from rlhf_core.evaluation import majorant
 from rlhf_core.evaluation.frontier import lead_at_equal_kl
 from rlhf_core.evaluation.intervals import Estimate, bounds
-from rlhf_core.evaluation.overoptimisation import Fit, fit_best_of_n, fit_rl
 from tasks.datasets.jsonl import Row
 from tasks.evaluation.evaluator import JUDGING_MODEL, PROXIES, Evaluator
 from tasks.evaluation.results import Bootstrap, PerPrompt, Results, wins_over, with_interval
 
 Models = Mapping[str, dict[str, Any]]
 SCORES = ("gold", "reward", "win_rate")
-FITTED = ("gold", "reward")
 MAIN = {"scores": "gold", "pairs": "win_rate", JUDGING_MODEL: "win_rate", **dict.fromkeys(PROXIES, "reward")}
 """The score that decides between models, by the kind of judge."""
 POLICY, SFT = "policy", "sft"
@@ -51,7 +48,7 @@ class Point:
 
 def point_of(evaluator: Evaluator, results: Results, sft: Results, name: str) -> Point:
     """The scores of a model's answers; the win rate is against `sft`."""
-    gold, rewards, kl = (results.table(column) for column in ("gold", "rewards", "exact"))
+    gold, rewards, kl = (results.table(column) for column in ("gold", "rewards", "kl"))
     scores = {
         "gold": None if gold is None else results.per_prompt(gold),
         "reward": None if rewards is None else results.per_prompt(rewards),
@@ -126,13 +123,13 @@ class Frontier:
         return points
 
     def figures(self) -> dict[str, Any]:
-        """`frontier`: PPO against every other model at that model's KL. `fits`: the curves of Gao et al. 2022."""
+        """`frontier`: PPO against every other model at that model's KL."""
         others = {
-            name: self._at_equal_kl(self.models[name]["kl_exact"], self._point(each, name))
+            name: self._at_equal_kl(self.models[name]["kl"], self._point(each, name))
             for name, each in self.results.items()
             if name not in (SFT, POLICY)
         }
-        return {"frontier": others, "fits": fits([self.start, *self.steps.values()], self.models)}
+        return {"frontier": others}
 
     def stopping(self, selected: Row) -> dict[str, Any] | None:
         """The snapshot with the judge's best score on the validation prompts (0: the SFT model) minus the last one, on
@@ -199,48 +196,12 @@ def between(kl: float, curve: list[Point], score: str) -> list[str] | None:
     return None if found is None else [curve[place].name for place in found]
 
 
-def fits(steps: list[Point], models: Models) -> dict[str, Any]:
-    """By name of the curve: its parameters and its start; None if it cannot be fitted. Scores are relative to SFT.
-
-    The form for reinforcement learning describes score as a function of KL. `steps` are the SFT model and the snapshots
-    in the order of their steps; where their KL does not rise with every step they are no such function, and PPO's fits
-    are None. The fits are shown and never used to read the frontier.
-    """
-    best = [row for name, row in models.items() if name.startswith("best_of_")]
-    start = models.get("best_of_1", models["sft"])
-    rises = all(a.kl < b.kl for a, b in pairwise(steps))
-    found: dict[str, Any] = {}
-    for score in FITTED:
-        found[f"ppo_{score}"] = (
-            _fitted(fit_rl, [p.kl for p in steps], [p.mean(score) for p in steps], steps[0].mean(score))
-            if rises
-            else None
-        )
-        found[f"best_of_n_{score}"] = _fitted(
-            fit_best_of_n, [row["kl_exact"] for row in best], [row[score] for row in best], start[score]
-        )
-    return found
-
-
-Fitting = Callable[[list[float], list[float]], Fit | None]
-
-
-def _fitted(fit: Fitting, kls: list[float], scores: list[float | None], start: float | None) -> dict[str, Any] | None:
-    known = [score for score in scores if score is not None]
-    if start is None or len(known) < len(scores):
-        return None
-    found = fit(kls, [score - start for score in known])
-    if found is None:
-        return None
-    return {"start": start, "alpha": found.alpha, "beta": found.beta, "r2": found.r2, "points": found.points}
-
-
 def model_row(name: str, figures: dict[str, Any]) -> Row:
     """The row of a model."""
     n = figures["samples_per_answer"] if name.startswith("best_of_") else None
     family, place = (name, 0) if n is None else ("best_of_n", n)
     scores = {name: figures[name] for score in SCORES for name in (score, f"{score}_low", f"{score}_high")}
-    return _row(family, place, figures["kl_exact"], scores)
+    return _row(family, place, figures["kl"], scores)
 
 
 def point_row(family: str, place: float, point: Point, bootstrap: Bootstrap) -> Row:

@@ -20,7 +20,7 @@ from tasks.evaluation.results import (
     wins_over,
     with_interval,
 )
-from tasks.evaluation.teacher_forced import TeacherForced, teacher_forced_figures
+from tasks.evaluation.teacher_forced import Demonstrated, demonstration_figures
 from tasks.params.evaluate import EvaluateParams
 from tasks.params.methods import BY_NAME
 from tasks.stage.stage import Stage
@@ -31,13 +31,11 @@ BY_REWARD_MODELS = ("win_rate_by_", "win_rate_controlled_by_")
 
 @dataclass
 class Answered:
-    """All models' answers and teacher-forced log-probabilities."""
+    """All models' answers, and what they lose on demonstrations."""
 
-    pairs: list[Row]
-    """The validation pairs that fit the SFT model's context."""
     results: dict[str, Results] = field(default_factory=dict)
     """By name, in the order of the table."""
-    teacher_forced: dict[str, TeacherForced] = field(default_factory=dict)
+    demonstrated: dict[str, Demonstrated] = field(default_factory=dict)
     """By name; none for best-of-n."""
     snapshots: dict[int, Results] = field(default_factory=dict)
     """By step; first sampling seed only, except for the snapshot that is the policy."""
@@ -59,12 +57,10 @@ def model_figures(
     figures |= with_interval("win_rate_vs_policy", bootstrap.of(results, over_policy))
     ahead = None if name == "policy" else difference(results, policy, "gold", bootstrap)
     figures |= with_interval("gold_minus_policy", ahead)
-    if name not in answered.teacher_forced:
+    if name not in answered.demonstrated:
         bound = best_of_n_kl(results.best_of)
-        figures |= {"kl": bound, **bounds("kl", None), "kl_exact": bound, **bounds("kl_exact", None)}
-    figures |= teacher_forced_figures(
-        answered.teacher_forced.get(name), answered.teacher_forced["sft"], answered.pairs, bootstrap
-    )
+        figures |= {"kl": bound, **bounds("kl", None)}
+    figures |= demonstration_figures(answered.demonstrated.get(name), answered.demonstrated["sft"], bootstrap)
     return figures | costs(stage, name, results)
 
 
@@ -99,13 +95,11 @@ def summary(evaluator: Evaluator, models: dict[str, dict[str, Any]]) -> dict[str
         "ties": policy["ties"],
         **{name: value for name, value in policy.items() if name.startswith(BY_REWARD_MODELS)},
         "kl_per_sequence": policy["kl"],
-        "kl_k3_per_sequence": policy["kl_k3"],
-        "kl_exact_per_sequence": policy["kl_exact"],
         "missing_eos_share": policy["missing_eos_share"],
         "missing_eos_share_sft": sft["missing_eos_share"],
     }
     for name, model in (("sft", sft), ("policy", policy)):
-        keys = ("gold", "reward", "response_tokens", "distinct_1", "distinct_2", "heldout_loss")
+        keys = ("gold", "reward", "response_tokens", "distinct_2", "heldout_loss")
         top |= {f"{key}_{name}": model[key] for key in keys}
         top |= {f"gold_{name}{end}": model[f"gold{end}"] for end in ("_low", "_high")}
     return {**top, "alignment_tax": policy["alignment_tax"]}
@@ -127,7 +121,7 @@ def sample_rows(evaluator: Evaluator, results: dict[str, Results]) -> list[Row]:
             "gold_policy": None if policy.gold is None else policy.gold[i],
             "reward_sft": sft.rewards[i],
             "reward_policy": policy.rewards[i],
-            "kl": policy.divergence.exact[i],
+            "kl": policy.divergence.kl[i],
             "sft_tokens": sft.tokens[i],
             "policy_tokens": policy.tokens[i],
         }
@@ -152,7 +146,7 @@ def answer_rows(stage: Stage[EvaluateParams], evaluator: Evaluator, results: dic
                     "tokens": scored.tokens[i],
                     "reward": scored.rewards[i],
                     "gold": None if scored.gold is None else scored.gold[i],
-                    "kl": None if scored.divergence is None else scored.divergence.exact[i],
+                    "kl": None if scored.divergence is None else scored.divergence.kl[i],
                 }
 
 

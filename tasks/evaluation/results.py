@@ -6,13 +6,13 @@ SFT model, with the weights of the unbiased estimator.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 from jaxtyping import Float
 
-from rlhf_core.evaluation.diversity import distinct_n, mean_overlap
-from rlhf_core.evaluation.intervals import Estimate, bounds, estimate, estimate_difference, estimate_ratio
+from rlhf_core.evaluation.intervals import Estimate, bounds, estimate, estimate_difference
 from rlhf_core.evaluation.wins import length_controlled_win_rate
 from tasks.evaluation.evaluator import Evaluator, ScoredAnswers, ScoresOf
 
@@ -98,21 +98,16 @@ class Bootstrap:
         table = values if results.best_of == 1 else results.per_prompt(values)[:, None]
         return estimate(table, self.resamples, self.seed)
 
-    def of_sums(self, results: Results, above: Table, below: Table) -> Estimate:
-        """The ratio of two sums over all answers, such as nats per token."""
-        return estimate_ratio(results.per_prompt(above), results.per_prompt(below), self.resamples, self.seed)
-
     def of_prompts(self, values: PerPrompt) -> Estimate:
         """Mean and interval of one value for each prompt."""
         return estimate(values[:, None], self.resamples, self.seed)
 
 
 def own_figures(results: Results, bootstrap: Bootstrap) -> dict[str, Any]:
-    """The figures that need no other model. KL in nats per answer, entropy in nats per token."""
+    """The figures that need no other model. KL is the exact one, in nats per answer."""
     tokens = results.table("tokens")
     assert tokens is not None
     ended = np.array([scored.ended for scored in results.columns], dtype=np.float64).T
-    entropy = results.table("entropy")
     sets = results.repetitions()
     terms: dict[str, Any] = {}
     for name in results.columns[0].terms:
@@ -122,16 +117,20 @@ def own_figures(results: Results, bootstrap: Bootstrap) -> dict[str, Any]:
         **with_interval("gold", bootstrap.of(results, results.table("gold")), spread=True),
         **with_interval("reward", bootstrap.of(results, results.table("rewards")), spread=True),
         **terms,
-        **with_interval("kl", bootstrap.of(results, results.table("k1"))),
-        **with_interval("kl_k3", bootstrap.of(results, results.table("k3"))),
-        **with_interval("kl_exact", bootstrap.of(results, results.table("exact"))),
+        **with_interval("kl", bootstrap.of(results, results.table("kl"))),
         **with_interval("response_tokens", bootstrap.of(results, tokens)),
         **with_interval("missing_eos_share", bootstrap.of(results, 1.0 - ended)),
-        "distinct_1": float(np.mean([distinct_n(texts, 1) for texts in sets])),
-        "distinct_2": float(np.mean([distinct_n(texts, 2) for texts in sets])),
-        "overlap": mean_overlap(list(zip(*sets, strict=True))) if len(sets) > 1 else None,
-        **with_interval("entropy", None if entropy is None else bootstrap.of_sums(results, entropy, tokens)),
+        "distinct_2": float(np.mean([distinct_bigrams(texts) for texts in sets])),
     }
+
+
+def distinct_bigrams(texts: Sequence[str]) -> float:
+    """Distinct bigrams of words over all bigrams of words of all texts (Li et al. 2016); 0 without any.
+
+    It falls with the number of texts, so that only equal numbers of answers can be compared.
+    """
+    bigrams = [pair for text in texts for pair in pairwise(text.casefold().split())]
+    return len(set(bigrams)) / len(bigrams) if bigrams else 0.0
 
 
 def win_rate_figures(results: Results, sft: Results, won: Table | None, bootstrap: Bootstrap) -> dict[str, Any]:

@@ -2,7 +2,9 @@
 
 import io
 import math
+import struct
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import matplotlib as mpl
@@ -50,17 +52,38 @@ STYLE: dict[str, Any] = {
 }
 
 
+@dataclass(frozen=True)
+class Picture:
+    """A PNG with its caption and alternative text."""
+
+    name: str
+    """File name without `.png`, and the anchor on the page."""
+    png: bytes
+    alt: str
+    """Alternative text for screen readers."""
+    caption: str
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Width and height in pixels, from the PNG's header."""
+        width, height = struct.unpack(">II", self.png[16:24])
+        return width, height
+
+
 def colour_of(model: str) -> str:
     """The colour of a model or of a family of models."""
     return COLOURS.get("best_of_n" if model.startswith("best_of_") else model, OTHER)
 
 
-def canvas(title: str, panels: Sequence[float] = (1,), height: float = HEIGHT) -> tuple[Figure, list[Axes]]:
-    """A figure with a title and panels below each other; `panels` are their relative heights."""
-    figure = Figure(figsize=(WIDTH, height), layout="constrained")
-    figure.suptitle(title, x=0.012, ha="left", fontsize=11.5, fontweight="bold")
-    grid = figure.subplots(len(panels), 1, sharex=True, squeeze=False, height_ratios=list(panels))
-    return figure, list(grid[:, 0])
+def canvas(
+    title: str, panels: Sequence[float] = (1,), height: float = HEIGHT, width: float = WIDTH, columns: int = 1
+) -> tuple[Figure, list[Axes]]:
+    """A figure with a title and panels, row by row; `panels` are the relative heights of the rows."""
+    figure = Figure(figsize=(width, height), layout="constrained")
+    if title:
+        figure.suptitle(title, x=0.012, ha="left", fontsize=11.5, fontweight="bold")
+    grid = figure.subplots(len(panels), columns, sharex=True, squeeze=False, height_ratios=list(panels))
+    return figure, list(grid.flat)
 
 
 def png(figure: Figure) -> bytes:

@@ -11,8 +11,8 @@ from typing import Any, Literal
 from rlhf_core.errors import UserError
 from tasks.params.loader import read_yaml
 
-METRICS = ("ingest", "base", "sft", "preferences", "reward", "ppo", "select", "evaluate")
-CURVES = ("sft", "reward", "reward_calibration", "reward_margins", "ppo")
+METRICS = ("ingest", "preferences", "reward", "ppo", "select", "evaluate")
+CURVES = ("reward_calibration", "ppo")
 FRONTIER = "plots/frontier.csv"
 
 Row = dict[str, Any]
@@ -97,11 +97,6 @@ class Run:
     def alerts(self) -> list[Row]:
         """PPO's alerts: rows of name, step, message and remedy."""
         return list(self.metrics["ppo"].get("alerts") or [])
-
-    @property
-    def snapshots(self) -> list[Row]:
-        """The rows of the frontier that are PPO's snapshots, in the order of their steps."""
-        return sorted((row for row in self.frontier if row["family"] == "ppo"), key=lambda row: row["point"])
 
     @property
     def optimum(self) -> list[Row]:

@@ -10,11 +10,10 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
-from tasks.page.canvas import colour_of
+from tasks.page.canvas import Picture, colour_of
 from tasks.page.comparison_table import Cell, Column, cells, columns_of, label
 from tasks.page.inputs import Row, Run, finite, interval
-from tasks.page.picture import Picture
-from tasks.page.samples import all_samples, embedded, filters, orders, pick
+from tasks.page.samples import all_samples, filters, fitting, orders
 from tasks.page.verdicts import alternatives, doubts, findings
 from tasks.page.wording import MISSING, count, number, percent, percent_interval, points
 from tasks.params.secrets import HIDDEN, is_secret
@@ -23,11 +22,10 @@ HERE = Path(__file__).parent
 NOT_PROMISED = "not promised, because of deterministic: false"
 NAMED = 12
 """Annotators that are named at most."""
-SECTIONS = ("answer", "comparison", "ppo", "reward", "sft")
 
 
 def render(run: Run, pictures: list[Picture], samples: int, inputs: Mapping[str, str]) -> str:
-    """The page as one self-contained HTML document. `samples`: how many are shown without JavaScript; `inputs`: path
+    """The page as one self-contained HTML document. `samples`: how many are shown at a time; `inputs`: path
     and content hash of the inputs."""
     environment = Environment(
         loader=FileSystemLoader(HERE),
@@ -37,9 +35,7 @@ def render(run: Run, pictures: list[Picture], samples: int, inputs: Mapping[str,
         lstrip_blocks=True,
     )
     script = (HERE / "samples.js").read_text(encoding="utf-8")
-    every = all_samples(run)
-    data, left_out = embedded(run, every)
-    sections = {name: [picture for picture in pictures if picture.section == name] for name in SECTIONS}
+    shown, left_out = fitting(all_samples(run))
     columns, rows = comparison(run)
     return (
         environment.get_template("template.html.j2").render(
@@ -50,25 +46,23 @@ def render(run: Run, pictures: list[Picture], samples: int, inputs: Mapping[str,
             columns=columns,
             comparison=rows,
             notes=notes(run),
-            pictures=sections,
+            pictures={picture.name: picture for picture in pictures},
             embed=embed,
             colour=colour_of,
             called=label,
+            sampling=run.params.get("evaluate") or {},
             judge=str(run.evaluation.get("judge") or run.judge),
             by_reward_model=percent(run.evaluation.get("win_rate_by_reward_model")),
             reward_facts=reward_facts(run),
-            sft_facts=sft_facts(run),
-            samples=pick(every, samples),
+            samples=shown,
+            at_once=samples,
             filters=filters(run),
             orders=orders(run),
-            samples_data=data,
             left_out=left_out,
             script=Markup(script),
             script_hash=script_hash(script),
             prompts=count(run.evaluation["prompts"]),
-            rows=count(len(run.samples)),
             parameters=parameters(run.params),
-            data=data_counts(run),
             made_from=made_from(run, inputs),
         )
         + "\n"
@@ -143,7 +137,7 @@ def column_notes(run: Run) -> list[str]:
             "By PPO’s own score: the win rate by the score that PPO maximised, which is too high where PPO exploits it."
             " The judging reward model was trained on the pairs of other prompts, with another seed."
         )
-    if "kl_exact" in shown and any(name.startswith("best_of_") for name in run.models):
+    if "kl" in shown and any(name.startswith("best_of_") for name in run.models):
         texts.append("The KL of best-of-n is its bound log n − (n−1)/n; the others’ is measured on their answers.")
     if "optimum_share" in shown:
         texts.append(
@@ -166,22 +160,6 @@ def column_notes(run: Run) -> list[str]:
     return texts
 
 
-def sft_facts(run: Run) -> list[tuple[str, str]]:
-    """The table beside the picture of supervised fine-tuning."""
-    s = run.metrics["sft"]
-    return _shown(
-        [
-            ("Held-out loss, nats per token", number(s.get("validation_loss"), 3)),
-            ("Held-out perplexity", number(s.get("validation_perplexity"))),
-            ("Held-out loss before SFT", number(s.get("base_validation_loss"), 3)),
-            ("Training loss, last ten steps", number(s.get("train_loss"), 3)),
-            ("Best step", count(s.get("best_step"))),
-            ("Steps", count(s.get("steps"))),
-            ("Tokens trained on", count(s.get("tokens"))),
-        ]
-    )
-
-
 def reward_facts(run: Run) -> list[tuple[str, str]]:
     """The table beside the pictures of the reward model; empty without one."""
     if not run.has_reward_model:
@@ -192,8 +170,6 @@ def reward_facts(run: Run) -> list[tuple[str, str]]:
         *_judge_model_facts(run.metrics["preferences"].get("judge_model") or {}),
         ("Held-out accuracy (95% interval)", _accuracy(r, "heldout_accuracy")),
         ("Held-out pairs", count(r.get("heldout_pairs"))),
-        ("Training accuracy", percent(r.get("train_accuracy"))),
-        ("Held-out loss, nats per pair", number(r.get("heldout_loss"), 3)),
         ("Expected calibration error", number(r.get("expected_calibration_error"), 3)),
         *member_facts(run),
         ("Judging reward model, held-out accuracy", _accuracy(r, "judge_accuracy")),
@@ -277,35 +253,6 @@ def parameters(params: Row) -> list[tuple[str, list[tuple[str, str]]]]:
     common = [(key, _value(key, value)) for key, value in params.items() if not isinstance(value, dict)]
     blocks = [(key, list(_flat(value))) for key, value in params.items() if isinstance(value, dict)]
     return [("common", common), *blocks] if common else blocks
-
-
-def data_counts(run: Run) -> list[tuple[str, str]]:
-    """The source of the data and the number of rows by use."""
-    ingest, preferences, base = (run.metrics[stage] for stage in ("ingest", "preferences", "base"))
-    dropped = [
-        f"{name.replace('_', ' ')} {count(n)}" for name, n in sorted(dict(ingest.get("dropped") or {}).items()) if n
-    ]
-    facts = [
-        ("Source", str(ingest.get("source", MISSING))),
-        ("Rows read", count(ingest.get("rows_read"))),
-        ("Rows used", count(ingest.get("rows_used"))),
-        ("Rows dropped", ", ".join(dropped) or "none"),
-        ("Demonstrations", count(ingest.get("demonstrations"))),
-        ("Human pairs", count(ingest.get("pairs"))),
-        ("Rated answers", count(ingest.get("ratings"))),
-        ("Preference prompts", count(ingest.get("preference_prompts"))),
-        ("PPO prompts", count(ingest.get("ppo_prompts"))),
-        ("Held-out prompts", count(ingest.get("heldout"))),
-        ("Preference pairs for the reward model", count(preferences.get("pairs"))),
-        ("Ties dropped", count(preferences.get("ties_dropped"))),
-        ("Preferences judged by", whose_labels(run) if run.has_reward_model else MISSING),
-        ("Model parameters", count(base.get("parameters"))),
-        ("Vocabulary, tokens", count(base.get("vocabulary"))),
-        ("Context, tokens", count(base.get("context"))),
-    ]
-    if run.has_judge:
-        facts.insert(12, ("Annotators agree with the gold score", percent(preferences.get("annotator_agreement"))))
-    return _shown(facts)
 
 
 def _judge_model_facts(judge: Row) -> list[tuple[str, str]]:

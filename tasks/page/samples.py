@@ -1,24 +1,18 @@
 """The data of the page's samples: prompts with all answers, word differences, filter tags and sort keys."""
 
-import json
 import re
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from difflib import SequenceMatcher
 
-from markupsafe import Markup
-
 from rlhf_core.evaluation.judges import TIE
-from tasks.page.canvas import colour_of
-from tasks.page.comparison_table import label
 from tasks.page.inputs import Row, Run, finite
 from tasks.page.wording import MISSING, count, number
 
 LONGEST_MARKED = 800
 """Longer answers, in words, are not compared: the time is quadratic."""
-EMBEDDED_CHARACTERS = 1_400_000
-"""Limit of the samples' JSON. Above it the other models' answers are left out, then whole rows."""
-UNSAFE = {ord(sign): f"\\u{ord(sign):04x}" for sign in "<>&\u2028\u2029"}
+MOST_CHARACTERS = 1_000_000
+"""Of all answers on the page. Above it the other models' answers are left out, then whole rows."""
 
 
 @dataclass(frozen=True)
@@ -87,21 +81,20 @@ def orders(run: Run) -> list[str]:
     return [*gold, "proxy change", "KL", "length change"]
 
 
-def embedded(run: Run, samples: list[Sample], limit: int = EMBEDDED_CHARACTERS) -> tuple[Markup, str]:
-    """The samples as JSON for a script element, and a note on what was left out."""
-    text = _json(run, samples)
-    if len(text) <= limit:
-        return Markup(text), ""
-    lean = [replace(sample, others=[]) for sample in samples]
+def fitting(samples: list[Sample], limit: int = MOST_CHARACTERS) -> tuple[list[Sample], str]:
+    """The samples whose texts fit on the page, and a note on what was left out."""
+
+    def size(some: list[Sample]) -> int:
+        return sum(len(answer.text) for sample in some for answer in (*sample.answers, *sample.others))
+
+    if size(samples) <= limit:
+        return samples, ""
     left = "The other models’ answers are too long for this page; they are in data/evaluate/answers.jsonl."
-    text = _json(run, lean)
-    kept = len(lean)
-    while len(text) > limit and kept > 1:
-        kept = max(1, min(kept - 1, kept * limit // len(text)))
-        text = _json(run, pick(lean, kept))
+    lean = [replace(sample, others=[]) for sample in samples]
+    kept = min(len(lean), max(1, len(lean) * limit // max(1, size(lean))))
     if kept < len(lean):
         left = f"{left} {count(kept)} of {count(len(lean))} prompts are shown, spread evenly."
-    return Markup(text), left
+    return pick(lean, kept), left
 
 
 def differing(first: str, second: str) -> tuple[list[str], list[str]]:
@@ -131,20 +124,6 @@ def _add(parts: list[str], text: str, differs: bool) -> None:
         parts[-1] += text
     else:
         parts.extend(("", text))
-
-
-def _json(run: Run, samples: list[Sample]) -> str:
-    content = {
-        "models": {name: {"label": label(name, run.models), "colour": colour_of(name)} for name in _names(samples)},
-        "mark": "higher gold score" if run.has_judge else f"{run.proxy} prefers",
-        "samples": [asdict(sample) for sample in samples],
-    }
-    text = json.dumps(content, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-    return text.translate(UNSAFE)
-
-
-def _names(samples: list[Sample]) -> list[str]:
-    return list(dict.fromkeys(answer.model for sample in samples for answer in (*sample.answers, *sample.others)))
 
 
 def _sample(

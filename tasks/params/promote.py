@@ -24,4 +24,4 @@ class PromoteParams(Block):
     missing_eos_below: Annotated[float, Field(gt=0, le=1)] = 0.05
     """The share of its answers without an end token must be below this."""
     allowed_alerts: list[str] = Field(default_factory=list)
-    """Alerts of `ppo.health` that do not keep it from becoming the champion, such as `repetition`."""
+    """Alerts of PPO that do not keep it from becoming the champion, such as `repetition`."""

@@ -11,4 +11,4 @@ class ReportParams(Block):
     """Contents of the report page."""
 
     samples: Annotated[int, Field(ge=1)]
-    """Pairs of answers to show."""
+    """Pairs of answers to show at a time."""

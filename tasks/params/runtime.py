@@ -46,7 +46,7 @@ class RuntimeParams(Block):
     api: ApiParams = ApiParams()
     functions: FunctionParams = FunctionParams()
     on_alert: Literal["warn", "stop"] = "warn"
-    """On an alert of `ppo.health`: `warn` reports it and goes on; `stop` ends the run. With `warn`, a stopped run
+    """On an alert of PPO: `warn` reports it and goes on; `stop` ends the run. With `warn`, a stopped run
     continues from there."""
 
     @model_validator(mode="before")

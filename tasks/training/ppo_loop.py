@@ -265,7 +265,7 @@ def summary(history: list[Row], config: PPOConfig) -> dict[str, Any]:
         "reward_last": mean("reward_raw", last),
         "gold_first": mean("gold", first),
         "gold_last": mean("gold", last),
-        "kl_last": mean("kl", last),
+        "kl_last": mean("kl_full", last),
         "kl_coef_last": history[-1]["kl_coef"],
         "entropy_last": mean("entropy", last),
         "missing_eos_share_last": mean("missing_eos_share", last),

@@ -43,7 +43,7 @@ def test_help_imports_nothing_heavy() -> None:
         (["run", "two", "twoo"], "unknown stage twoo; did you mean two?; dvc.yaml has: one, two"),
         (["serve"], "start one with `leash up`"),
         (["import", "nowhere.jsonl"], "nowhere.jsonl"),
-        (["audit", "--params", "."], "cannot be read (Is a directory)"),
+        (["plan", "--params", "."], "cannot be read (Is a directory)"),
     ],
 )
 def test_users_errors_are_one_line(toy: Callable[..., Path], leash: Leash, arguments: list[str], words: str) -> None:

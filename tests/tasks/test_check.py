@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +28,27 @@ def execute(
     """execute(scorer, **files) -> data/methods.json with the tiny parameters, these terms and files of rewards/."""
     monkeypatch.chdir(tmp_path)
 
+<<<<<<< HEAD
     def call(scorer: Any, judge: str | None = None, quantize: str = "none", **files: str) -> dict[str, Any]:
         content = read_yaml(ROOT / "examples/tiny.yaml")
         content["ppo"]["critic"]["init"] = "reward" if scorer is None else "sft"
         content["dpo"]["enabled"] = False
         content["ppo"]["lora"] = {"rank": 2, "quantize": quantize}
         content["precision"] = "bfloat16" if quantize == "nf4" else "float32"
+=======
+    def call(
+        scorer: Any,
+        judge: str | None = None,
+        states: str = "float32",
+        evaluate: Mapping[str, float] | None = None,
+        **files: str,
+    ) -> dict[str, Any]:
+        content = read_yaml(ROOT / "examples/tiny.yaml")
+        content["ppo"]["critic"]["init"] = "reward" if scorer is None else "sft"
+        content["dpo"]["enabled"] = False
+        content["ppo"]["optimizer"]["states"] = states
+        content["evaluate"].update(evaluate or {})
+>>>>>>> w-evl
         if judge is not None:
             content["judge"] = {"kind": "function", "function": judge}
         YAML().dump(content | ({} if scorer is None else {"scorer": scorer}), tmp_path / "params.yaml")
@@ -63,6 +78,17 @@ def test_a_file_without_the_block_has_the_reward_model(execute: Callable[..., di
     assert found["raw_files"] == {"prompts": None, "texts": [], "pretrained": None}
     assert (found["scorer"], found["reward_model"]) == (DEFAULT, True)
     assert (found["precision"], found["deterministic"]) == ("float32", True)
+
+
+def test_other_settings_of_evaluate_than_of_ppo_are_a_remark(
+    execute: Callable[..., dict[str, Any]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    execute(None)
+    assert "remark" not in capsys.readouterr().out
+    execute(None, evaluate={"temperature": 0.7, "max_new_tokens": 20})
+    said = capsys.readouterr().out
+    assert "remark: evaluate.temperature is 0.7, and ppo.temperature is 1.0" in said
+    assert "remark: evaluate.max_new_tokens is 20, and ppo.max_new_tokens is 24" in said
 
 
 def test_functions_are_tried_with_empty_lists(execute: Callable[..., dict[str, Any]], tmp_path: Path) -> None:

@@ -23,11 +23,11 @@ KEYS = ("run", "model", "parameter")
 """Columns with the names of the rows."""
 FIRST_PARAMETERS, FIRST_MODELS = 5, 2
 """Printed without `--all`: parameters that differ, and models of several runs."""
-MAIN = ("gold", "win_rate", "kl_exact", "reward")
+MAIN = ("gold", "win_rate", "kl", "reward")
 """The first columns without `--all`."""
 PAIRED = {
     figure: next(column for column in COLUMNS if column.key == key)
-    for figure, key in {"gold": "gold", "reward": "reward", "kl": "kl_exact", "tokens": "response_tokens"}.items()
+    for figure, key in {"gold": "gold", "reward": "reward", "kl": "kl", "tokens": "response_tokens"}.items()
 }
 """Columns of answers.jsonl whose differences are paired, and how they are printed."""
 RESAMPLES, SEED = 2000, 1

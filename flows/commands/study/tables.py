@@ -78,7 +78,7 @@ COLUMNS = {
     "gold": metric("evaluate", "models", "policy", "gold"),
     "gold of SFT": metric("evaluate", "models", "sft", "gold"),
     "win rate": metric("evaluate", "win_rate"),
-    "KL, nats": metric("evaluate", "models", "policy", "kl_exact"),
+    "KL, nats": metric("evaluate", "models", "policy", "kl"),
     "share of the optimum": metric("evaluate", "models", "policy", "optimum_share"),
     "without end token": metric("evaluate", "missing_eos_share"),
     "reward": metric("evaluate", "models", "policy", "reward"),

@@ -44,7 +44,7 @@ if sys.argv[1] == "preferences":
     write("metrics/preferences.json", {"pairs": 1000 * (closed + 1)})
 else:
     write("models/policy/config.json", {"policy of round": closed + 1})
-    write("metrics/evaluate.json", {"gold_policy": 1.5 + closed, "win_rate": None, "kl_exact_per_sequence": 2.0})
+    write("metrics/evaluate.json", {"gold_policy": 1.5 + closed, "win_rate": None, "kl_per_sequence": 2.0})
     write("metrics/reward.json", {"heldout_accuracy": 0.75, "gold_agreement": 0.7})
 """
 SOMEBODY = ("-c", "user.name=a", "-c", "user.email=a@b")

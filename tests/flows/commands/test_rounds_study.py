@@ -29,9 +29,9 @@ def write_results(folder: Path, gold: float, agreement: float, policies: dict[st
     """Results of a round; `policies` are the gold score and KL of each model, equal for all prompts."""
     policy = {
         "gold": gold,
-        "kl_exact": 2.0,
+        "kl": 2.0,
         **bounds("gold", [gold - 0.1, gold + 0.1]),
-        **bounds("kl_exact", [1.9, 2.1]),
+        **bounds("kl", [1.9, 2.1]),
     }
     own = {"agreement": agreement, **bounds("agreement", [agreement - 0.02, agreement + 0.02])}
     for name, content in {

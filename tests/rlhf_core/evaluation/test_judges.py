@@ -26,13 +26,18 @@ class NumberJudge:
         return [float(response) for response in responses]
 
 
+def prefer(who: NoisyAnnotators, a: str, b: str, key: tuple[int, ...]) -> bool | None:
+    """The annotators' choice between two answers."""
+    return who.choose(*who.judge.score([PROMPT, PROMPT], [a, b]), key)
+
+
 def annotators(temperature: float = 1.0, flip_rate: float = 0.0, seed: int = 1) -> NoisyAnnotators:
     return NoisyAnnotators(NumberJudge(), temperature, flip_rate, seed)
 
 
 def share(who: NoisyAnnotators, a: str, b: str, count: int = 4000) -> float:
     """How often `a` is chosen over `b`."""
-    return fmean(who.prefer(PROMPT, a, b, (index,)) is True for index in range(count))
+    return fmean(prefer(who, a, b, (index,)) is True for index in range(count))
 
 
 def test_rubric_judge_reads_the_last_user_message() -> None:
@@ -87,23 +92,23 @@ def test_extreme_differences_do_not_overflow() -> None:
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_equal_scores_are_a_tie(temperature: float) -> None:
     who = annotators(temperature, 0.5)
-    assert who.prefer(PROMPT, "2", "2.0000000001", (1,)) is None
-    assert who.prefer(PROMPT, "2", "2.00000001", (1,)) is not None
+    assert prefer(who, "2", "2.0000000001", (1,)) is None
+    assert prefer(who, "2", "2.00000001", (1,)) is not None
 
 
 def test_choices_depend_on_seed_and_key_not_on_order() -> None:
     keys = [(prompt, pair) for prompt in range(30) for pair in range(10)]
-    first = {key: annotators().prefer(PROMPT, "0.1", "0", key) for key in keys}
-    again = {key: annotators().prefer(PROMPT, "0.1", "0", key) for key in reversed(keys)}
-    other = {key: annotators(seed=2).prefer(PROMPT, "0.1", "0", key) for key in keys}
+    first = {key: prefer(annotators(), "0.1", "0", key) for key in keys}
+    again = {key: prefer(annotators(), "0.1", "0", key) for key in reversed(keys)}
+    other = {key: prefer(annotators(seed=2), "0.1", "0", key) for key in keys}
     assert first == again
     assert first != other
     assert len(set(first.values())) == 2
 
 
 def test_keys_are_not_run_together() -> None:
-    left = [annotators().prefer(PROMPT, "0", "0.1", (1, 1, index)) for index in range(70)]
-    right = [annotators().prefer(PROMPT, "0", "0.1", (11, index)) for index in range(70)]
+    left = [prefer(annotators(), "0", "0.1", (1, 1, index)) for index in range(70)]
+    right = [prefer(annotators(), "0", "0.1", (11, index)) for index in range(70)]
     assert left != right
 
 

@@ -10,9 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from pydantic import ValidationError
 
-from rlhf_core.config.health import HealthConfig
 from rlhf_core.config.ppo import PPOConfig
 from rlhf_core.ppo.health import DETECTORS, REMEDIES, SLOW_GENERATION, Alert, Monitor
 
@@ -20,7 +18,7 @@ Watch = Callable[..., Monitor]
 HEALTHY: dict[str, float | None] = {
     "reward_raw": 1.0,
     "gold": 2.0,
-    "kl": 2.0,
+    "kl_full": 2.0,
     "response_tokens_mean": 20.0,
     "update_kl": 0.001,
     "entropy": 1.0,
@@ -53,18 +51,15 @@ def noisy(level: Callable[[int], float], noise: float = 0.01) -> Callable[[int],
 
 @pytest.fixture
 def watch(ppo_values: Callable[..., dict[str, Any]]) -> Watch:
-    """watch(rows, batch_size=…, **health) -> a Monitor that has seen them."""
+    """watch(rows, batch_size=…) -> a Monitor that has seen them."""
 
     def build(
         history: list[dict[str, float | None]],
         batch_size: int = 128,
         ppo_epochs: int = 2,
         objective: str = "clip",
-        **health: Any,
     ) -> Monitor:
-        config = ppo_values(
-            batch_size=batch_size, ppo_epochs=ppo_epochs, objective=objective, health=health, kl={"horizon": 1000}
-        )
+        config = ppo_values(batch_size=batch_size, ppo_epochs=ppo_epochs, objective=objective, kl={"horizon": 1000})
         monitor = Monitor(PPOConfig(**config))
         for row in history:
             monitor.observe(row)
@@ -112,21 +107,17 @@ def test_nothing_else_is_reward_hacking(
 
 
 def test_a_fall_of_gold_within_its_noise_is_not_reward_hacking(watch: Watch) -> None:
-    """The same fall, under noise of 1: no alert; one with a lower threshold."""
-    history = rows(30, **UP, gold=noisy(lambda step: 2.0 - 0.03 * step, noise=1.0))
-    assert watch(history).alerts == []
-    assert reported(watch(history, hacking_deviations=0.3)) != []
+    """The same fall under noise of 1: no alert; and one under noise of 0.01."""
+    for noise, seen in ((1.0, []), (0.01, ["reward_hacking"])):
+        history = rows(30, **UP, gold=noisy(lambda step: 2.0 - 0.03 * step, noise))
+        assert [alert.name for alert in watch(history).alerts] == seen
 
 
 def test_reward_hacking_looks_at_a_hundred_prompts_or_more(watch: Watch) -> None:
-    """With 10 prompts a step each side needs 10 steps: 20 in all, however clear the case is. Fewer than a hundred are
-    refused."""
+    """With 10 prompts a step each side needs 10 steps: 20 in all, however clear the case is."""
     case = {"reward_raw": lambda step: float(step), "gold": lambda step: -float(step)}
     assert watch(rows(19, **case), batch_size=10).alerts == []
     assert reported(watch(rows(20, **case), batch_size=10)) == ["reward_hacking@20"]
-    assert reported(watch(rows(40, **case), batch_size=10, prompts=200)) == ["reward_hacking@40"]
-    with pytest.raises(ValidationError):
-        HealthConfig(prompts=99)
 
 
 @pytest.mark.parametrize(("fall", "seen"), [(0.0, 0), (0.02, 20)])
@@ -145,18 +136,54 @@ def test_chance_is_not_reward_hacking(watch: Watch, fall: float, seen: int) -> N
     assert sum(bool(watch(history).alerts) for history in histories) == seen
 
 
-@pytest.mark.parametrize(("per_token", "seen"), [(0.23, []), (0.27, ["reward_hacking"])])
-def test_without_a_judge_the_kl_decides(watch: Watch, per_token: float, seen: list[str]) -> None:
-    """KL per token on both sides of hacking_kl, reached slowly (no spike)."""
-    history = rows(60, **UP, gold=lambda _: None, kl=lambda step: 20 * min(per_token, per_token * step / 30))
+LENGTHS = (20, 60, 120, 400)
+
+
+@pytest.mark.parametrize("tokens", LENGTHS)
+@pytest.mark.parametrize(("kl", "seen"), [(4.8, []), (5.2, ["reward_hacking"])])
+def test_without_a_judge_the_kl_per_answer_decides(watch: Watch, tokens: int, kl: float, seen: list[str]) -> None:
+    """On both sides of HACKING_KL, reached slowly (no spike), at every length of the answers."""
+    history = rows(
+        60,
+        **UP,
+        gold=lambda _: None,
+        kl_full=lambda step: kl * min(1.0, step / 30),
+        response_tokens_mean=lambda _: float(tokens),
+        update_kl=lambda _: 1 / tokens,
+        engine_mismatch_k3=lambda _: 0.1 / tokens,
+    )
     assert [alert.name for alert in watch(history).alerts] == seen
+
+
+@pytest.mark.parametrize("tokens", LENGTHS)
+@pytest.mark.parametrize(
+    ("name", "column", "inside", "outside"),
+    [
+        ("kl_spike", "kl_full", lambda _: 2.0 + 3.9, lambda _: 2.0 + 4.1),
+        ("kl_spike", "update_kl", lambda tokens: 2.9 / tokens, lambda tokens: 3.1 / tokens),
+        ("engine_mismatch", "engine_mismatch_k3", lambda tokens: 0.19 / tokens, lambda tokens: 0.21 / tokens),
+    ],
+    ids=["kl", "update_kl", "engine_mismatch"],
+)
+def test_limits_of_a_kl_are_per_answer(
+    watch: Watch,
+    tokens: int,
+    name: str,
+    column: str,
+    inside: Callable[[int], float],
+    outside: Callable[[int], float],
+) -> None:
+    for level, expected in ((inside(tokens), []), (outside(tokens), [name])):
+        changed = {column: lambda step, level=level: level if step > 10 else {"kl_full": 2.0}.get(column, 1e-4)}
+        history = rows(30, response_tokens_mean=lambda _: float(tokens), **changed)
+        calm = {"update_kl": 1e-4, "engine_mismatch_k3": 1e-9}
+        history = [row | {key: calm[key] for key in calm if key != column} for row in history]
+        assert [alert.name for alert in watch(history).alerts] == expected
 
 
 # the others: a column, a value just inside and one just outside, from step 11 on
 
 CASES = [
-    ("kl_spike", "kl", 2.0 + 20 * 0.19, 2.0 + 20 * 0.21),
-    ("kl_spike", "update_kl", 0.09, 0.11),
     ("entropy_collapse", "entropy", 0.21, 0.19),
     ("stale_data", "clip_fraction_last_epoch", 0.39, 0.41),
     ("repetition", "repeated_ngram_share", 0.21, 0.23),
@@ -167,7 +194,6 @@ CASES = [
     ("exploding_gradient", "grad_norm_policy", 3.9, 4.1),
     ("exploding_gradient", "grad_norm_critic", 9.9, 10.1),
     ("huge_penalty", "min_token_reward", -9.9, -10.1),
-    ("engine_mismatch", "engine_mismatch_k3", 0.009, 0.011),
     ("frozen_reward", "clip_fraction", 0.29, 0.31),
 ]
 
@@ -183,11 +209,11 @@ def test_a_reward_that_rises_is_not_frozen_however_much_is_clipped(watch: Watch)
     assert watch(rows(40, **UP, gold=UP["reward_raw"], clip_fraction=lambda _: 0.9)).alerts == []
 
 
-@pytest.mark.parametrize(("deviations", "seen"), [(1.0, []), (3.0, ["frozen_reward"])])
-def test_a_reward_that_rises_within_its_noise_is_frozen(watch: Watch, deviations: float, seen: list[str]) -> None:
-    """0.02 from one window to the next, about two standard errors."""
-    history = rows(40, reward_raw=noisy(lambda step: 0.004 * step), clip_fraction=lambda _: 0.9)
-    assert [alert.name for alert in watch(history, frozen_deviations=deviations).alerts] == seen
+@pytest.mark.parametrize(("noise", "seen"), [(0.001, []), (0.1, ["frozen_reward"])])
+def test_a_reward_that_rises_within_its_noise_is_frozen(watch: Watch, noise: float, seen: list[str]) -> None:
+    """0.02 from one window to the next."""
+    history = rows(40, reward_raw=noisy(lambda step: 0.004 * step, noise), clip_fraction=lambda _: 0.9)
+    assert [alert.name for alert in watch(history).alerts] == seen
 
 
 def test_one_epoch_cannot_be_late(watch: Watch) -> None:
@@ -241,10 +267,10 @@ def test_seconds_stay_out_of_what_is_kept(watch: Watch) -> None:
 
 def test_windows_grow_where_steps_are_small(watch: Watch) -> None:
     """One step of ten prompts says little: its spike of KL is noise, ten such steps are none."""
-    jump = {"kl": lambda step: 7.0 if step in (20, 35) else 2.0}
+    jump = {"kl_full": lambda step: 7.0 if step in (20, 35) else 2.0}
     assert reported(watch(rows(40, **jump), batch_size=100)) == ["kl_spike@20", "kl_spike@35"]
     assert watch(rows(40, **jump), batch_size=10).alerts == []
-    stays = {"kl": lambda step: 7.0 if step > 20 else 2.0}
+    stays = {"kl_full": lambda step: 7.0 if step > 20 else 2.0}
     assert [name.split("@")[0] for name in reported(watch(rows(40, **stays), batch_size=10))] == ["kl_spike"]
 
 
@@ -264,7 +290,7 @@ def test_every_alert_has_a_remedy(watch: Watch) -> None:
     assert REMEDIES.keys() == {*DETECTORS, SLOW_GENERATION}
     (alert,) = watch(rows(10, update_kl=lambda step: 0.5 if step == 10 else 0.001)).alerts
     assert alert == Alert(
-        "kl_spike", 10, "one update moved the policy by 0.5 nats per token", remedy=REMEDIES["kl_spike"]
+        "kl_spike", 10, "one update moved the policy by 10 nats per answer", remedy=REMEDIES["kl_spike"]
     )
     assert "drop learning_rate by an order of magnitude" in str(alert)
 

@@ -1,6 +1,5 @@
 """The frontier: PPO's snapshots as a curve, and other models at equal KL."""
 
-import math
 from dataclasses import replace
 from pathlib import Path
 from typing import cast
@@ -46,7 +45,7 @@ def answers(kl: float, gold: float, reward: float) -> Results:
         scores[0],
         scores[1],
         [1] * PROMPTS,
-        Divergence([9.0] * PROMPTS, kls, kls, kls),
+        Divergence(kls, [9.0] * PROMPTS),
     )
     return Results.of([scored])
 
@@ -55,7 +54,7 @@ def figures(results: Results, kl: float | None) -> dict[str, object]:
     gold, rewards = results.table("gold"), results.table("rewards")
     assert gold is not None
     assert rewards is not None
-    return {"kl_exact": kl, "gold": gold.mean(), "reward": rewards.mean()}
+    return {"kl": kl, "gold": gold.mean(), "reward": rewards.mean()}
 
 
 def test_the_gap_at_equal_kl_has_its_sign() -> None:
@@ -83,7 +82,7 @@ def test_the_uncertainty_of_a_measured_kl_is_in_the_interval() -> None:
     snapshots = {step: answers(d * d, d, 2 * d) for step, d in ((10, 1.0), (20, 2.0))}
     scored = answers(2.5, 1.1, 3.0).columns[0]
     spread = [2.5 + (1.5 if i % 2 else -1.5) for i in range(PROMPTS)]
-    dpo = Results.of([replace(scored, divergence=Divergence(spread, spread, spread, spread))])
+    dpo = Results.of([replace(scored, divergence=Divergence(spread, spread))])
     best = Results.of([replace(scored, divergence=None)])
     results = {"sft": answers(0.0, 0.0, 0.0), "policy": snapshots[20], "best_of_8": best, "dpo": dpo}
     models = {name: figures(each, 2.5) for name, each in results.items()}
@@ -95,37 +94,9 @@ def test_the_uncertainty_of_a_measured_kl_is_in_the_interval() -> None:
 
 
 def kl_of(results: Results) -> float:
-    table = results.table("exact")
+    table = results.table("kl")
     assert table is not None
     return float(table.mean())
-
-
-def test_a_curve_that_falls_is_fitted_where_points_carry_it() -> None:
-    sft = answers(0.0, 1.0, 1.0)
-    steps = {
-        i: answers(d * d, 1.0 + d * (2.0 - 0.7 * math.log(d)), 1.0 + d) for i, d in enumerate((0.5, 1.0, 2.0, 3.0, 4.0))
-    }
-    results = {"sft": sft, "policy": steps[4]}
-    models = {name: figures(each, 0.0) for name, each in results.items()}
-    fits = Frontier(EVALUATOR, results, steps, models, BOOTSTRAP).figures()["fits"]
-    assert fits["ppo_gold"]["alpha"] == pytest.approx(2.0)
-    assert fits["ppo_gold"]["beta"] == pytest.approx(0.7)
-    assert (fits["ppo_gold"]["points"], fits["ppo_gold"]["start"]) == (5, pytest.approx(1.0))
-    assert fits["best_of_n_gold"] is None
-    few = {i: steps[i] for i in (0, 1)}
-    assert Frontier(EVALUATOR, results, few, models, BOOTSTRAP).figures()["fits"]["ppo_gold"] is None
-
-
-def test_without_a_rising_kl_nothing_is_fitted() -> None:
-    """Score is then no function of KL; best-of-n, whose KL rises with n, still is one."""
-    sft = answers(0.0, 1.0, 1.0)
-    kls = (0.25, 1.0, 4.0, 3.9, 16.0)
-    steps = {i: answers(kl, 1.0 + i, 1.0 + i) for i, kl in enumerate(kls)}
-    best = {f"best_of_{2**i}": answers(0.3 * i, math.sqrt(i), math.sqrt(i)) for i in range(1, 6)}
-    models = {"sft": figures(sft, 0.0)} | {name: figures(each, kl_of(each)) for name, each in best.items()}
-    fits = Frontier(EVALUATOR, {"sft": sft, **best}, steps, models, BOOTSTRAP).figures()["fits"]
-    assert (fits["ppo_gold"], fits["ppo_reward"]) == (None, None)
-    assert fits["best_of_n_gold"] is not None
 
 
 def test_the_frontier_is_a_majorant_and_no_curve_over_training_time() -> None:

@@ -12,6 +12,7 @@ from tasks.evaluation.results import (
     Bootstrap,
     Results,
     difference,
+    distinct_bigrams,
     own_figures,
     rates_by_reward_models,
     win_rate_figures,
@@ -24,9 +25,7 @@ TEXTS = ["eat some oats", "have an egg", "oats again today"]
 def scored(
     gold: list[float] | None, rewards: list[float], lengths: list[int], kl: list[float] | None = None
 ) -> ScoredAnswers:
-    divergence = (
-        None if kl is None else Divergence(kl, [2 * k for k in kl], [0.5 * n for n in lengths], [3 * k for k in kl])
-    )
+    divergence = None if kl is None else Divergence(kl, [2 * k for k in kl])
     texts = [TEXTS[i % 3] for i in range(len(rewards))]
     return ScoredAnswers([[5] * n for n in lengths], [True] * len(rewards), texts, rewards, gold, lengths, divergence)
 
@@ -49,20 +48,21 @@ def test_means_are_over_all_answers_and_intervals_over_prompts(twice: Results) -
     assert not [name for name, value in figures.items() if isinstance(value, list)], "DVC and MLflow drop lists"
     assert (figures["gold_spread"], figures["reward_spread"]) == (0.0, 0.0)
     assert figures["kl"] == pytest.approx(0.3)
-    assert figures["kl_k3"] == pytest.approx(0.6)
-    assert figures["kl_exact"] == pytest.approx(0.9)
-    assert figures["entropy"] == pytest.approx(0.5), "nats a token: half a nat was given to each"
     assert (figures["response_tokens"], figures["missing_eos_share"]) == (4.0, 0.0)
-    assert 0 <= figures["overlap"] <= 1
+
+
+def test_the_kl_of_every_table_is_the_exact_one(twice: Results) -> None:
+    """The log ratios of the fixture are twice the exact KL."""
+    figures = own_figures(twice, BOOTSTRAP)
+    assert [name for name in figures if name.startswith("kl")] == ["kl", "kl_low", "kl_high"]
+    assert figures["kl"] == pytest.approx(np.mean([column.divergence.kl for column in twice.columns]))  # type: ignore[union-attr]
 
 
 def test_unknown_figures_are_none() -> None:
     figures = own_figures(Results.of([scored(None, [1.0, 2.0], [1, 1])]), BOOTSTRAP)
     unknown = {name for name, value in figures.items() if value is None}
-    with_ends = {
-        f"{name}{end}" for name in ["gold", "kl", "kl_k3", "kl_exact", "entropy"] for end in ("", "_low", "_high")
-    }
-    assert unknown == with_ends | {"gold_spread", "reward_spread", "overlap"}
+    with_ends = {f"{name}{end}" for name in ["gold", "kl"] for end in ("", "_low", "_high")}
+    assert unknown == with_ends | {"gold_spread", "reward_spread"}
 
 
 def test_best_of_n_weighs_the_samples_of_every_prompt_by_its_own_rewards() -> None:
@@ -74,11 +74,16 @@ def test_best_of_n_weighs_the_samples_of_every_prompt_by_its_own_rewards() -> No
         "sample 3 is the first prompt's best, sample 0 the other's"
     )
     assert figures["response_tokens"] == pytest.approx((4 + 1) / 2)
-    assert (figures["answers"], figures["gold_spread"], figures["overlap"]) == (2, None, None)
+    assert (figures["answers"], figures["gold_spread"]) == (2, None)
     two = own_figures(Results(columns, best_of_n_weights(rewards, 2), best_of=2), BOOTSTRAP)
-    assert (two["answers"], two["overlap"]) == (4, 1.0), "two picks for each prompt, all with the same text"
+    assert two["answers"] == 4, "two picks for each prompt"
     one = Results(columns, best_of_n_weights(rewards, 1))
     assert own_figures(one, BOOTSTRAP)["gold"] == pytest.approx(0.0)
+
+
+def test_distinct_bigrams_by_hand() -> None:
+    assert distinct_bigrams(["eat the oats", "Eat the egg", "oats"]) == pytest.approx(3 / 4)
+    assert distinct_bigrams(["oats"]) == distinct_bigrams([]) == 0.0
 
 
 def test_a_difference_is_paired_by_prompt() -> None:

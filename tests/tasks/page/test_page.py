@@ -11,19 +11,18 @@ import pytest
 
 from rlhf_core.errors import UserError
 from rlhf_core.evaluation.intervals import bounds
+from tasks.page.canvas import Picture
 from tasks.page.comparison_table import columns_of, label
-from tasks.page.figures import disagreement, draw
+from tasks.page.figures import draw
 from tasks.page.inputs import Run, read_run
 from tasks.page.page import (
     comparison,
-    data_counts,
     made_from,
     render,
     reward_facts,
     script_hash,
     write_page,
 )
-from tasks.page.picture import Picture
 from tasks.page.verdicts import NO, OPEN, YES, findings
 from tasks.params.loader import read_yaml
 from tests.security.test_page import browse
@@ -220,15 +219,6 @@ def test_the_facts_of_an_ensemble_are_shown_where_there_is_one(make_run: MakeRun
     assert "Judging reward model, held-out accuracy 80.0% (70.0% to 90.0%)" in text
 
 
-def test_the_disagreement_is_a_picture_where_ppo_logged_it(make_run: MakeRun) -> None:
-    run = make_run()
-    assert disagreement(run) is None
-    ppo = run.curves["ppo"]
-    picture = disagreement(replace(run, curves=run.curves | {"ppo": ppo | {"reward/std": [0.3] * len(ppo["step"])}}))
-    assert picture is not None
-    assert (picture.name, picture.section) == ("disagreement", "ppo")
-
-
 def test_with_a_judge_that_only_compares_differences_are_win_rates(make_run: MakeRun) -> None:
     told = {finding.question: finding for finding in findings(make_run(judge=False, pairs=True))}
     assert told["Better than Best of 4?"].equal_kl.startswith("−10.0 points (")
@@ -259,7 +249,7 @@ def test_texts_of_users_and_models_are_escaped(make_run: MakeRun) -> None:
     run = replace(run, samples=[{**row, "prompt": [{"role": "<b>r", "content": "<i>c"}] * 2} for row in run.samples])
     page = build(run, samples=40)
     document = Document(page)
-    assert len(document.scripts) == 2
+    assert len(document.scripts) == 1
     assert "b" not in {tag for tag, _ in document.tags}
     assert document.open == []
     for raw in (
@@ -298,8 +288,7 @@ def test_nothing_is_fetched(make_run: MakeRun, pictures: Drawn) -> None:
 
 def test_only_the_script_of_the_page_may_run(make_run: MakeRun) -> None:
     document = Document(build(make_run()))
-    data, script = document.scripts
-    assert data[0] == {"type": "application/json", "id": "samples-data"}
+    (script,) = document.scripts
     assert script[0] == {}
     policy = next(attributes["content"] for _, attributes in document.tags if "http-equiv" in attributes)
     assert f"script-src '{script_hash(script[1])}';" in policy
@@ -317,7 +306,7 @@ def test_page_is_accessible(make_run: MakeRun, pictures: Drawn) -> None:
     ]:
         assert reference[1:] in identities
     images = [attributes for tag, attributes in document.tags if tag == "img"]
-    assert len(images) == 12
+    assert len(images) == 3
     assert all(len(image["alt"]) > 20 for image in images)
     assert document.tags[0] == ("html", {"lang": "en"})
     assert document.open == []
@@ -361,7 +350,6 @@ def test_the_page_names_whose_labels_the_reward_model_learned_from(
     ingest = run.metrics["ingest"] | {"labels": None if alpha is None else {"alpha": alpha}}
     run = replace(run, metrics=run.metrics | {"preferences": preferences, "ingest": ingest})
     assert ("Labels", said) in reward_facts(run)
-    assert ("Preferences judged by", said) in data_counts(run)
     assert "<b>anna</b>" not in build(run)
     assert said in Document(build(run)).text
 
@@ -392,6 +380,14 @@ def test_the_page_says_where_the_judge_of_the_win_rate_labelled_the_training_pai
     assert ("also labelled the pairs that the reward model learned from" in text) is not unused
 
 
+def test_the_table_says_at_which_temperature_and_length_models_answered(make_run: MakeRun) -> None:
+    run = make_run()
+    settings = run.params["evaluate"] | {"temperature": 0.7, "max_new_tokens": 64}
+    text = Document(build(replace(run, params=run.params | {"evaluate": settings}))).text
+    assert "sampled at temperature T = 0.7 with at most 64 tokens" in text
+    assert "KL to SFT nats per answer, T = 0.7" in text
+
+
 def test_parameters_are_shown_without_runtime(make_run: MakeRun) -> None:
     text = Document(build(make_run())).text
     for shown in (
@@ -403,7 +399,6 @@ def test_parameters_are_shown_without_runtime(make_run: MakeRun) -> None:
     ):
         assert shown in text
     assert "progress_seconds" not in text
-    assert "Rows dropped duplicate 17, empty 4, too long 2" in text
 
 
 def test_every_verdict_has_its_figure_and_interval(make_run: MakeRun) -> None:
@@ -529,7 +524,6 @@ def test_without_alternatives_there_is_a_page(make_run: MakeRun) -> None:
     run = make_run(alternatives=False, several=False)
     text = Document(build(run)).text
     assert [finding.question for finding in findings(run)] == ["Better than SFT?", "Better to stop earlier?"]
-    assert "overlap" not in {column.key for column in columns_of(run.models)}
     assert "Other models’ answers" not in text
     assert "sampling seeds" not in text
 
@@ -557,7 +551,7 @@ def test_alerts_are_shown_with_their_remedy(make_run: MakeRun, pictures: Drawn) 
 
 def test_without_an_alert_there_is_a_note(make_run: MakeRun, pictures: Drawn) -> None:
     text = Document(build(alerted(make_run(), []), pictures=pictures[True])).text
-    assert "No alert: none of the detectors" in text
+    assert "No alert: no detector saw" in text
     assert "raised" not in text
 
 

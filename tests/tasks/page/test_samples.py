@@ -1,7 +1,5 @@
-"""The samples of the page: marked differences, filters, sort keys, and JSON that cannot end its script element."""
+"""The samples of the page: marked differences, filters and sort keys."""
 
-import json
-import re
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -9,7 +7,7 @@ import pytest
 
 from rlhf_core.evaluation.judges import TIE
 from tasks.page.inputs import Run
-from tasks.page.samples import all_samples, differing, embedded, filters, orders, pick
+from tasks.page.samples import all_samples, differing, filters, fitting, orders, pick
 
 MakeRun = Callable[..., Run]
 
@@ -101,31 +99,15 @@ def test_other_models_answers_are_those_of_the_first_sampling_seed(make_run: Mak
     assert dict(others[-1].facts)["KL, nats"] == "2.50"
 
 
-NASTY = "</script><!--\u2028\u2029 & \ud83d"
-
-
-def test_embedded_json_is_complete_and_cannot_end_its_element(make_run: MakeRun) -> None:
-    run = make_run()
-    run = replace(run, samples=[{**run.samples[0], "policy": NASTY, "prompt": [{"role": NASTY, "content": NASTY}]}])
-    samples = all_samples(run)
-    text, left_out = embedded(run, samples)
-    assert left_out == ""
-    assert not re.search("[<>&\u2028\u2029]", text)
-    content = json.loads(text)["samples"][0]
-    assert "".join(content["answers"][1]["parts"]) == NASTY
-    assert content["prompt"] == [{"role": NASTY, "content": NASTY}]
-    assert content["ranks"] == samples[0].ranks
-
-
 def test_samples_above_the_limit_are_left_out_with_a_note(make_run: MakeRun) -> None:
-    run = make_run()
-    samples = all_samples(run)
-    whole = len(embedded(run, samples)[0])
-    text, said = embedded(run, samples, whole - 1)
-    assert not any(sample["others"] for sample in json.loads(text)["samples"])
+    samples = all_samples(make_run())
+    size = sum(len(answer.text) for sample in samples for answer in (*sample.answers, *sample.others))
+    assert fitting(samples, size) == (samples, "")
+    lean, said = fitting(samples, size - 1)
+    assert [sample.row for sample in lean] == [sample.row for sample in samples]
+    assert not any(sample.others for sample in lean)
     assert said == "The other models’ answers are too long for this page; they are in data/evaluate/answers.jsonl."
-    text, said = embedded(run, samples, len(text) // 2)
-    kept = json.loads(text)["samples"]
+    kept, said = fitting(samples, sum(len(answer.text) for sample in lean for answer in sample.answers) // 2)
     assert 10 < len(kept) < 25
     assert said.endswith(f"{len(kept)} of 40 prompts are shown, spread evenly.")
-    assert kept[0]["row"] == 1
+    assert kept[0].row == 1

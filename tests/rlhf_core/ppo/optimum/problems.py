@@ -39,7 +39,7 @@ BATCH_SIZE = 256
 """Responses a step; twice as many where each is used in more than `MANY_UPDATES` optimiser steps."""
 MANY_UPDATES = 4
 MOST_STEPS, FEWEST_STEPS = 200, 48
-"""PPO steps on a problem; fewer where a step has so many optimiser steps that the audit would take minutes."""
+"""PPO steps on a problem; fewer where a step has so many optimiser steps that a test would take minutes."""
 MOST_OPTIMIZER_STEPS = 800
 LEARNING_RATE, CRITIC_LEARNING_RATE = 5e-3, 1e-2
 
@@ -165,26 +165,6 @@ def nested(flattened: Mapping[str, Any]) -> dict[str, Any]:
             block = block.setdefault(part, {})
         block[last] = value
     return result
-
-
-def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """{"kl": {"coef": 1}} as {"kl.coef": 1}."""
-    result: dict[str, Any] = {}
-    for key, value in values.items():
-        name = f"{prefix}{key}"
-        result |= flat(value, f"{name}.") if isinstance(value, Mapping) else {name: value}
-    return result
-
-
-def changed_keys(config: PPOConfig) -> dict[str, dict[str, Any]]:
-    """Every key that differs from the user's: key -> {"yours": …, "audit": {problem: …}}."""
-    yours = flat(config.model_dump())
-    audits = {problem.name: flat(forced(config, problem).model_dump()) for problem in problems(config)}
-    return {
-        key: {"yours": value, "audit": {name: values[key] for name, values in audits.items()}}
-        for key, value in yours.items()
-        if any(values[key] != value for values in audits.values())
-    }
 
 
 def build_models(problem: Problem) -> tuple[PreTrainedModel, PreTrainedModel]:

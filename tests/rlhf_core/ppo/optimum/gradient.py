@@ -9,14 +9,14 @@ from jaxtyping import Float
 from torch import Tensor
 
 from rlhf_core.config.ppo import PPOConfig
-from rlhf_core.inspect.audit.exact import batch_of, token_logprobs
-from rlhf_core.inspect.audit.problems import Problem, Response
 from rlhf_core.models.masked import zero_padding
 from rlhf_core.ppo.credit import estimate_advantages, token_rewards
 from rlhf_core.ppo.objective import Pass, losses_of
 from rlhf_core.ppo.plan import StepPlan
 from rlhf_core.ppo.rollout import Credit, Rollout, Scores
 from rlhf_core.ppo.trainer import PPOTrainer
+from tests.rlhf_core.ppo.optimum.exact import batch_of, token_logprobs
+from tests.rlhf_core.ppo.optimum.problems import Problem, Response
 
 
 @dataclass(frozen=True)

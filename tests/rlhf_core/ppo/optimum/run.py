@@ -1,8 +1,6 @@
-"""The audit of a PPO configuration: `PPOTrainer` trains on problems with a known optimum, and the distance of the
-policy to it is measured."""
+"""`PPOTrainer` trains on problems with a known optimum, and the distance of the policy to it is measured."""
 
 import copy
-from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
@@ -10,7 +8,10 @@ import torch
 
 from rlhf_core.config.ppo import PPOConfig
 from rlhf_core.determinism import make_deterministic
-from rlhf_core.inspect.audit.exact import (
+from rlhf_core.ppo.actor_critic import ActorCritic
+from rlhf_core.ppo.scoring import RewardSource
+from rlhf_core.ppo.trainer import PPOTrainer
+from tests.rlhf_core.ppo.optimum.exact import (
     Forces,
     divergence,
     optimum,
@@ -19,47 +20,18 @@ from rlhf_core.inspect.audit.exact import (
     resting_point,
     total_variation,
 )
-from rlhf_core.inspect.audit.gradient import every_response, expected_credit, gradient_bias
-from rlhf_core.inspect.audit.problems import Problem, build_models, changed_keys, forced, problems
-from rlhf_core.inspect.audit.refused import refused_combinations
-from rlhf_core.inspect.audit.remarks import remarks
-from rlhf_core.ppo.actor_critic import ActorCritic
-from rlhf_core.ppo.scoring import RewardSource
-from rlhf_core.ppo.trainer import PPOTrainer
-
-OnStep = Callable[[Problem, int, int], None]
-"""Called after each PPO step with the problem, the steps done, and the number of steps."""
+from tests.rlhf_core.ppo.optimum.gradient import every_response, expected_credit, gradient_bias
+from tests.rlhf_core.ppo.optimum.problems import Problem, build_models, forced
 
 
-def audit(config: PPOConfig, seed: int, on_step: OnStep = lambda *_: None) -> dict[str, Any]:
-    """The results of `leash audit` for a block `ppo`, as plain numbers and text.
-
-    `total_variation` is the worst of the problems: between the policy, by its exact softmax, and
-    π* = π_ref·exp(R/β)/Z, with R the score as PPO uses it (normalised, clipped, lowered where the end is missing), β
-    as the controller leaves it, and both policies at the temperature of the rollouts. Deterministic: equal arguments
-    give equal numbers. Raises UserError where the configuration itself makes training diverge.
-    """
+def train(config: PPOConfig, problem: Problem, seed: int) -> dict[str, Any]:
+    """Train on one problem to the end, and compare. Deterministic: equal arguments give equal numbers."""
     make_deterministic(seed, threads=1)
-    found = {problem.name: audit_problem(config, problem, seed, on_step) for problem in problems(config)}
-    half_way = [one["gradient_bias"]["half_way"]["critic"] for one in found.values()]
-    return {
-        "total_variation": max(one["total_variation"] for one in found.values()),
-        "gradient_bias": max(bias["relative_l2"] for bias in half_way),
-        "problems": found,
-        "remarks": remarks(config, found),
-        "changed_keys": changed_keys(config),
-        "refused": refused_combinations(config),
-    }
-
-
-def audit_problem(config: PPOConfig, problem: Problem, seed: int, on_step: OnStep) -> dict[str, Any]:
-    """Train on one problem to the end, and compare."""
     trainer = build_trainer(config, problem, seed)
     at_reference = gradient_bias(trainer, problem)
     before = [parameter.detach().clone() for parameter in trainer.models.policy.parameters()]
     while trainer.steps_done < trainer.config.steps:
         trainer.step()
-        on_step(problem, trainer.steps_done, trainer.config.steps)
     result = compare(trainer, problem)
     go_half_way_back(trainer, before)
     biases = {"reference": at_reference, "half_way": gradient_bias(trainer, problem)}

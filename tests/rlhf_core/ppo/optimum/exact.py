@@ -9,10 +9,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from rlhf_core.config.ppo import PPOConfig
-from rlhf_core.inspect.audit.problems import Problem, Response
 from rlhf_core.models.batch import TokenBatch, pad_batch, predict, response_logits
 from rlhf_core.models.token_logprobs import logprobs_and_entropy
 from rlhf_core.ppo.scoring import ScoreNormalisation
+from tests.rlhf_core.ppo.optimum.problems import Problem, Response
 
 
 def batch_of(problem: Problem, device: torch.device | str = "cpu") -> TokenBatch:
