@@ -28,27 +28,19 @@ def execute(
     """execute(scorer, **files) -> data/methods.json with the tiny parameters, these terms and files of rewards/."""
     monkeypatch.chdir(tmp_path)
 
-<<<<<<< HEAD
-    def call(scorer: Any, judge: str | None = None, quantize: str = "none", **files: str) -> dict[str, Any]:
-        content = read_yaml(ROOT / "examples/tiny.yaml")
-        content["ppo"]["critic"]["init"] = "reward" if scorer is None else "sft"
-        content["dpo"]["enabled"] = False
-        content["ppo"]["lora"] = {"rank": 2, "quantize": quantize}
-        content["precision"] = "bfloat16" if quantize == "nf4" else "float32"
-=======
     def call(
         scorer: Any,
         judge: str | None = None,
-        states: str = "float32",
+        quantize: str = "none",
         evaluate: Mapping[str, float] | None = None,
         **files: str,
     ) -> dict[str, Any]:
         content = read_yaml(ROOT / "examples/tiny.yaml")
         content["ppo"]["critic"]["init"] = "reward" if scorer is None else "sft"
         content["dpo"]["enabled"] = False
-        content["ppo"]["optimizer"]["states"] = states
+        content["ppo"]["lora"] = {"rank": 2, "quantize": quantize}
+        content["precision"] = "bfloat16" if quantize == "nf4" else "float32"
         content["evaluate"].update(evaluate or {})
->>>>>>> w-evl
         if judge is not None:
             content["judge"] = {"kind": "function", "function": judge}
         YAML().dump(content | ({} if scorer is None else {"scorer": scorer}), tmp_path / "params.yaml")

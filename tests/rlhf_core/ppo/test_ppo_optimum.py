@@ -222,39 +222,7 @@ def test_resting_point_of_the_kl_in_the_loss_is_not_the_optimum() -> None:
     assert total_variation(without, star) > 0.01
 
 
-<<<<<<< HEAD:tests/rlhf_core/inspect/test_audit.py
-# changed settings, and refused ones
-
-
-def test_only_what_a_small_problem_forces_is_changed() -> None:
-    config = block(batch_size=128, kl__horizon=200, optimizer__warmup_steps=100, critic__warmup_steps=30)
-    assert set(changed_keys(config)) == {
-        "steps",
-        "batch_size",
-        "micro_batch_size",
-        "micro_batch_tokens",
-        "learning_rate",
-        "max_new_tokens",
-        "kl.horizon",
-        "critic.learning_rate",
-        "critic.warmup_steps",
-        "optimizer.warmup_steps",
-        "score.missing_eos_penalty",
-    }
-    penalties = changed_keys(config)["score.missing_eos_penalty"]
-    assert penalties == {"yours": 1.0, "audit": {"bandit": 0.0, "two_tokens": 1.0, "three_tokens": 1.0}}
-
-
-def test_what_the_tiny_models_do_not_have_is_replaced() -> None:
-    """Names of layers of the user's architecture, and an engine that needs a GPU."""
-    config = block(lora={"rank": 2, "target_modules": ["q_proj"]}, engine="vllm")
-    problem = problems(config)[TWO]
-    assert build_trainer(config, problem, SEED).models.adapters
-    changed = changed_keys(config)
-    assert {"lora.target_modules", "engine"} <= set(changed)
-=======
 # other settings
->>>>>>> w-evl:tests/rlhf_core/ppo/test_ppo_optimum.py
 
 
 @pytest.mark.slow
