@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from rlhf_core.errors import is_out_of_memory
-from rlhf_core.models.precision import is_exact
+from rlhf_core.models.precision import float32_weight, is_exact
 
 CHUNK_ON_CPU = 2**24
 """Logits that are computed at once. They are kept for the backward pass where all logits of a pass are one chunk;
@@ -62,7 +62,8 @@ class Head:
     @classmethod
     def of(cls, layer: nn.Linear, step: LastStep) -> "Head":
         """The head of a model's output layer. The only reader of its parameters."""
-        return cls(layer.weight, layer.bias, step)
+        weight = float32_weight(layer) if layer.weight.dtype == torch.bfloat16 else layer.weight
+        return cls(weight, layer.bias, step)
 
     def exact(self, hidden: Tensor) -> "Head":
         """The head in the precision of its logits."""

@@ -21,6 +21,9 @@ ATTENTION = "leash_packed"
 """The name of `attention` among the attention functions of transformers."""
 LONGEST_TO_SHORTEST = 1.5
 """Sequences that attend in one call differ at most by this factor in length."""
+LONGEST_IN_FLOAT32 = 128
+"""Sequences up to this length attend in float32 under autocast on a CPU: the backward pass of torch's attention in
+bfloat16 takes two to five times as long there (equal at 256 tokens)."""
 EXACT, ROUNDED = 1e-4, 0.1
 """Largest relative difference between packed and plain hidden states in float32, and with fewer bits: bfloat16 rounds
 by 0.4%, more after many layers; attention to other tokens changes them by more than half."""
@@ -107,13 +110,19 @@ def attention(
     if not getattr(module, "is_causal", True):
         raise ValueError(f"{type(module).__name__}: packed attention is causal")
     flat = [x[0].transpose(0, 1).reshape(x.shape[2], -1) for x in (query, key, value)]
+    rounds = query.device.type == "cpu" and torch.is_autocast_enabled("cpu")
     outputs = []
     for nodes in packed.calls:
         parts = [
             embedding(nodes, rows).view(*nodes.shape, x.shape[1], -1).transpose(1, 2)
             for rows, x in zip(flat, (query, key, value), strict=True)
         ]
-        outputs.append(sdpa_attention_forward(module, *parts, None, **options)[0].flatten(2).flatten(0, 1))
+        if rounds and nodes.shape[1] <= LONGEST_IN_FLOAT32:
+            with torch.autocast("cpu", enabled=False):
+                output = sdpa_attention_forward(module, *(part.float() for part in parts), None, **options)[0]
+        else:
+            output = sdpa_attention_forward(module, *parts, None, **options)[0]
+        outputs.append(output.flatten(2).flatten(0, 1))
     return embedding(packed.slots, torch.cat(outputs)).view(1, query.shape[2], query.shape[1], -1), None
 
 

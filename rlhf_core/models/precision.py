@@ -13,6 +13,9 @@ from transformers.pytorch_utils import Conv1D
 from rlhf_core.config.lora import LoraSettings
 from rlhf_core.config.precision import Frozen, Precision
 
+KEPT = "_leash_float32"
+"""The attribute of a layer with the float32 copy of its weight."""
+
 
 def frozen_dtype(frozen: Frozen) -> torch.dtype:
     """Of the weights of a model that is not trained (those not in 4 bits). A trained one has float32 weights in every
@@ -53,6 +56,20 @@ def is_exact(forward: object) -> bool:
     return forward is None or getattr(forward, "__func__", None) is _linear_in_float32
 
 
+def float32_weight(layer: torch.nn.Linear) -> Float[Tensor, "out in"]:
+    """The layer's weight in float32. The copy of a frozen one is kept in the layer until the weight changes: at every
+    decoded token a cast of a large head takes longer than the rest of the model."""
+    weight = layer.weight
+    if weight.dtype != torch.bfloat16 or weight.requires_grad:
+        return weight.float()
+    state = weight.data_ptr(), weight._version, weight.device
+    kept = vars(layer).get(KEPT)
+    if kept is None or kept[0] != state:
+        kept = vars(layer)[KEPT] = state, weight.detach().float()
+    copy: Tensor = kept[1]
+    return copy
+
+
 def _linear_in_float32(head: torch.nn.Linear, hidden: Float[Tensor, "*shape hidden"]) -> Float[Tensor, "*shape out"]:
     with torch.autocast(hidden.device.type, enabled=False):
-        return linear(hidden.float(), head.weight.float(), None if head.bias is None else head.bias.float())
+        return linear(hidden.float(), float32_weight(head), None if head.bias is None else head.bias.float())

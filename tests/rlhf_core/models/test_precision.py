@@ -8,7 +8,8 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from rlhf_core.models.batch import pad_batch, response_logits, sequence_scores
+from rlhf_core.models import packed
+from rlhf_core.models.batch import pad_batch, predict, response_logits, sequence_scores
 from rlhf_core.models.hf import (
     load_causal_lm,
     load_scalar_model,
@@ -20,7 +21,7 @@ from rlhf_core.models.hf import (
     unique_weights,
 )
 from rlhf_core.models.packed import _equal, can_pack
-from rlhf_core.models.precision import autocast, keep_float32
+from rlhf_core.models.precision import autocast, float32_weight, keep_float32
 
 Build = Callable[..., PreTrainedModel]
 BATCH = pad_batch([[3, 9, 4], [3, 4]], [[20, 21], [30, 31, 32]], 0)
@@ -82,6 +83,40 @@ def test_a_copy_of_a_model_computes_with_its_own_head(build_lm: Build) -> None:
     other.get_output_embeddings().weight.zero_()
     assert response_logits(other, BATCH).abs().max() == 0
     assert response_logits(model, BATCH).abs().max() > 0
+
+
+@torch.no_grad()
+def test_the_float32_copy_of_a_frozen_head_is_kept_until_its_weight_changes(build_lm: Build) -> None:
+    model = build_lm().bfloat16().requires_grad_(False)
+    head = model.get_output_embeddings()
+    keep_float32(head)
+    kept = float32_weight(head)
+    assert float32_weight(head) is kept
+    before = response_logits(model, BATCH)
+    other = copy.deepcopy(model)
+    head.weight.mul_(2)
+    assert torch.equal(float32_weight(head), head.weight.float())
+    assert not torch.equal(response_logits(model, BATCH), before)
+    assert torch.equal(response_logits(other, BATCH), before)
+    assert "_leash_float32" not in "".join(model.state_dict())
+    model.float()
+    assert float32_weight(head) is not kept
+    assert float32_weight(head).data_ptr() == head.weight.data_ptr()
+
+
+@torch.no_grad()
+def test_short_sequences_attend_in_float32_under_autocast(kind: str, build_lm: Build) -> None:
+    """Packed hidden states under autocast are those of float32 up to the rounding of the products."""
+    model = build_lm(kind)
+    assert can_pack(model)
+    exact = predict(model, BATCH).hidden
+    with autocast("bfloat16", model.device), pytest.MonkeyPatch.context() as patch:
+        short = predict(model, BATCH).hidden
+        patch.setattr(packed, "LONGEST_IN_FLOAT32", 0)
+        long = predict(model, BATCH).hidden
+    assert not torch.equal(short, long)
+    for found in (short, long):
+        assert (found - exact).norm() <= 0.02 * exact.norm()
 
 
 def test_bfloat16_models_pack(build_lm: Build) -> None:
