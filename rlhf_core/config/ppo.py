@@ -171,7 +171,8 @@ class PPOConfig(Block):
     micro_batch_size: Positive
     """Responses per forward and backward pass; it changes no result, except for rounding."""
     micro_batch_tokens: Positive | None = None
-    """Also limits a micro-batch to this many tokens, prompts and padding included; null: no such limit."""
+    """Also limits a micro-batch to this many tokens, those that a pass computes: prompts included, a common prefix of
+    several sequences once, and padding only for architectures that need it. null: no such limit."""
     processes: Positive = 1
     """Processes that share the work: one per GPU, or several on a CPU."""
     sharding: Literal["none", "fsdp"] = "none"
@@ -189,7 +190,8 @@ class PPOConfig(Block):
     `grpo` and `dr_grpo` from the answers to the same prompt. `grpo` also divides by their standard deviation."""
     loss_average: LossAverage = "tokens"
     """The policy loss of a minibatch. `tokens`: the mean over all tokens. `answer_means`: the mean over responses of
-    each one's mean over tokens. `answer_sums`: the mean over responses of each one's sum."""
+    each one's mean over tokens. `answer_sums`: the mean over responses of each one's sum, divided by `max_new_tokens`,
+    a constant that gives the gradient the scale of the others."""
     objective: Literal["clip", "kl_penalty"] = "clip"
     """`clip`: PPO's clipped objective. `kl_penalty`: PPO's second form, with an adaptive KL coefficient
     (`step_price`)."""

@@ -7,6 +7,7 @@ import torch
 
 from rlhf_core.models.ensemble import JUDGE
 from rlhf_core.models.masked import masked_mean
+from rlhf_core.ppo.advantages import reward_to_go
 from rlhf_core.ppo.kl import estimate_kl
 from rlhf_core.ppo.plan import StepPlan
 from rlhf_core.ppo.rollout import Credit, Rollout, Scores
@@ -40,7 +41,9 @@ def step_row(
         "kl_k3": _per_sequence(rollout, "k3"),
         "kl_full": rollout.ref_kl.sum(dim=1).mean().item(),
         "advantage_abs": masked_mean(credit.advantages.abs(), rollout.mask).item(),
-        "explained_variance": explained_variance(rollout.old_values, credit.returns, rollout.mask).item(),
+        "explained_variance": explained_variance(
+            rollout.old_values, reward_to_go(credit.rewards, rollout.mask), rollout.mask
+        ).item(),
         "response_tokens_mean": sum(lengths) / len(lengths),
         "response_tokens_max": max(lengths),
         "missing_eos_share": 1.0 - rollout.ended.float().mean().item(),

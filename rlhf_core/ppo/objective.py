@@ -91,16 +91,25 @@ class Pass:
             advantages=part(credit.weights),
             returns=part(credit.returns),
             scale=credit.scale,
-            weights=answer_weights(config.loss_average, batch.mask.sum(dim=1), mean_length),
+            weights=answer_weights(config.loss_average, batch.mask.sum(dim=1), mean_length, config.max_new_tokens),
         )
 
 
-def answer_weights(average: LossAverage, lengths: Float[Tensor, "rows"], mean_length: float) -> Float[Tensor, "rows"]:
+def answer_weights(
+    average: LossAverage, lengths: Float[Tensor, "rows"], mean_length: float, longest: int
+) -> Float[Tensor, "rows"]:
     """What the tokens of each answer weigh in a sum that is then divided by the tokens of the minibatch, whose answers
-    have `mean_length` tokens on average."""
+    have `mean_length` tokens on average.
+
+    `answer_sums` is the mean over answers of each one's sum, divided by the constant `longest` (the length limit): the
+    published gradient in the scale of the other averages, so that the limit of its norm has the same meaning for all
+    methods (rule 30). Adam is invariant to such a constant.
+    """
     if average == "tokens":
         return torch.ones_like(lengths)
-    return mean_length / lengths.clamp(min=1) if average == "answer_means" else torch.full_like(lengths, mean_length)
+    if average == "answer_means":
+        return mean_length / lengths.clamp(min=1)
+    return torch.full_like(lengths, mean_length / longest)
 
 
 def losses_of(forward: Pass, config: PPOConfig, plan: StepPlan, models: ActorCritic) -> dict[str, Tensor]:

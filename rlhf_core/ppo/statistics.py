@@ -31,6 +31,8 @@ class UpdateStatistics:
     last_epoch: "UpdateStatistics | None" = None
     """Statistics of the last epoch alone."""
     grad_norms: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+    grad_clipped: int = 0
+    """Optimiser steps in which the policy's gradient was scaled down to the largest norm."""
     text_losses: list[float] = field(default_factory=list)
 
     def all_reduce(self, processes: Processes) -> None:
@@ -70,6 +72,7 @@ class UpdateStatistics:
             "clip_fraction_last_epoch": late.mean("clip_fraction"),
             "update_kl": self.update_kl,
             "ratio_max": self.ratio_max,
+            "grad_clipped_share": self.grad_clipped / max(1, self.optimizer_steps),
             "optimizer_steps": float(self.optimizer_steps),
             "tokens_trained": self.tokens,
             "skipped_minibatches": float(self.skipped_minibatches),

@@ -14,7 +14,7 @@ from rlhf_core.config.ppo import PPOConfig
 from rlhf_core.config.precision import Precision
 from rlhf_core.determinism import strict_kernels
 from rlhf_core.errors import NonFiniteError, UserError, is_out_of_memory
-from rlhf_core.models.batching import micro_batches
+from rlhf_core.models.batching import micro_batches, packed_batches
 from rlhf_core.models.head import Predictions
 from rlhf_core.models.masked import masked_mean, zero_padding
 from rlhf_core.models.packed import can_pack
@@ -165,8 +165,9 @@ class Updater:
         share = -(-responses // plan.minibatches // self.processes.count)
         rows = self.halving.of(min(config.micro_batch_size, max(1, share)))
         tokens = config.micro_batch_tokens and self.halving.of(config.micro_batch_tokens)
-        prompts = rollout.prompt_ids if can_pack(self.models.policy) else None  # nodes of equal prompts are shared
-        return micro_batches(minibatch, rollout.widths, rows, tokens, prompts)
+        if can_pack(self.models.policy):
+            return packed_batches(minibatch, rollout.sequences, rows, tokens)
+        return micro_batches(minibatch, rollout.widths, rows, tokens)
 
     def _gradient(
         self, rollout: Rollout, credit: Credit, minibatch: Sequence[int], plan: StepPlan, number: int
@@ -333,6 +334,7 @@ class Updater:
             if not math.isfinite(norm):
                 raise NonFiniteError(f"the gradient norm of the {name} is {norm}; lower the learning rate")
             statistics.grad_norms[name].append(norm)
+            statistics.grad_clipped += name == "policy" and norm > self.config.optimizer.max_grad_norm
         for name, optimizer in self.optimizers.items():
             if name != "policy" or plan.trains_policy:
                 optimizer.step()

@@ -71,7 +71,11 @@ def build(
     scalars = ScalarModels(trusted, precision, device, body if begin.start == SFT else None, ready, stage.log)
     scorer = scorer_of(stage, tokenizer, config.micro_batch_size, scalars)
     judging = judging_scorer_of(stage.root, tokenizer, config.micro_batch_size, scalars)
-    known = reference_scores(config, reference, tokenizer, scorer, prompts, seed, stage.exempt, rows)
+    journal = "reference" if processes.count == 1 else f"reference-{processes.accelerator.process_index}"
+    known = reference_scores(
+        *(config, reference, tokenizer, scorer, prompts, seed, rows, judge, processes),
+        in_batches=partial(stage.resumed, journal, unit="reference answer"),
+    )
     models = ActorCritic(
         config,
         body or load(stage.root / begin.start, frozen=body_type),
@@ -85,7 +89,7 @@ def build(
     source = RewardSource(observed, known.normalisation, judge)
     trainer = PPOTrainer(config, models, tokenizer, source, prompts, seed, text, rows)
     trainer.exempt = stage.exempt
-    return trainer, drawn(heldout, stage.seed), {**known.figures(judge), "prompts_too_long": too_long}
+    return trainer, drawn(heldout, stage.seed), {**known.figures, "prompts_too_long": too_long}
 
 
 def drawn(rows: list[Row], seed: int) -> list[Row]:
@@ -271,4 +275,5 @@ def summary(history: list[Row], config: PPOConfig) -> dict[str, Any]:
         "entropy_last": mean("entropy", last),
         "missing_eos_share_last": mean("missing_eos_share", last),
         "explained_variance_last": mean("explained_variance", last),
+        "grad_clipped_share": mean("grad_clipped_share", history),
     }

@@ -21,6 +21,7 @@ from rlhf_core.ppo.scoring import ScoreNormalisation
 from rlhf_core.ppo.statistics import approx_kl, explained_variance
 from rlhf_core.ppo.trainer import PPOTrainer
 from rlhf_core.ppo.update import RatioError
+from tasks.params.variant import PUBLISHED
 
 MakeTrainer = Callable[..., PPOTrainer]
 ONE = {"ppo_epochs": 1, "minibatches": 1}
@@ -197,7 +198,8 @@ def test_the_average_of_the_loss_is_that_of_its_formula(make_trainer: MakeTraine
     for row, length in enumerate(rollout.lengths):
         batch = rollout.batch([row], trainer.pad_id)
         logprobs = chosen_logprobs(trainer, batch)[0]
-        answers.append(-(logprobs * credit.weights[row, :length]).sum() / (length if average == "answer_means" else 1))
+        divisor = {"tokens": 1, "answer_means": length, "answer_sums": trainer.config.max_new_tokens}[average]
+        answers.append(-(logprobs * credit.weights[row, :length]).sum() / divisor)
     total = torch.stack(answers).sum() / (sum(rollout.lengths) if average == "tokens" else len(answers))
     total.backward()
     expected = torch.cat([p.grad.flatten() for p in trainer.models.policy.parameters() if p.grad is not None])
@@ -442,6 +444,20 @@ def test_rule_03_samples_per_prompt_are_different_answers_side_by_side(make_trai
     assert texts[0] != texts[4]
     for group in (rollout.response_ids[:4], rollout.response_ids[4:]):
         assert len({tuple(response) for response in group}) >= 3
+
+
+def test_rule_30_published_methods_have_the_gradient_scale_of_ppo(make_trainer: MakeTrainer) -> None:
+    """Up to a factor of 2, where the sums of whole answers would differ by their length; each row has the share of
+    clipped steps."""
+    limit = 2 * make_trainer().step()["grad_norm_policy"]
+    rows = {}
+    for name, settings in PUBLISHED.items():
+        changes = {**settings, "samples_per_prompt": 4, "optimizer": {"max_grad_norm": limit}}
+        rows[name] = make_trainer(**changes).step()
+        assert rows[name]["grad_norm_policy"] < limit, name
+        assert rows[name]["grad_clipped_share"] == 0.0
+    clipped = make_trainer(**PUBLISHED["rloo"], samples_per_prompt=4, optimizer={"max_grad_norm": 1e-3}).step()
+    assert clipped["grad_clipped_share"] == 1.0
 
 
 @pytest.mark.parametrize("kind", ["reinforce", "rloo", "grpo", "dr_grpo"])

@@ -346,7 +346,7 @@ COLUMNS = {
     "advantage_abs policy_loss value_loss explained_variance grad_norm_policy grad_norm_critic response_tokens_mean",
     "response_tokens_max missing_eos_share ratio_max approx_kl kl_coef learning_rate engine_mismatch_max",
     "engine_mismatch_k3 min_token_reward repeated_ngram_share optimizer_steps tokens_trained skipped_minibatches "
-    "stopped_early",
+    "stopped_early grad_clipped_share",
     "clip_fraction_last_epoch update_kl repeating_answer_share",
 }
 

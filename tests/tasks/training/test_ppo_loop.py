@@ -103,3 +103,37 @@ def test_the_loop_has_the_models_of_its_beginning(
     )
     row = trainer.step()
     assert (abs(row["kl_k3"]) < 1e-6) is moved, "before the first step, only the policy itself is no nat away"
+
+
+def test_a_run_that_continues_takes_the_scores_of_the_reference_from_its_state(
+    workshop: Path,
+    make_stage: Make,
+    asked: list[Row],
+    close_round: Callable[[Path, int], None],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Also where the first process was stopped while it sampled; the progress is shown."""
+    monkeypatch.setattr(scoring, "REFERENCE_ANSWERS", 24)
+    stage = stage_in_round(1, make_stage, workshop, asked, close_round)
+    config, sample, sampled = PPOConfig.model_validate(TINY.tiny_ppo_values()), scoring.sample, []
+
+    def counted(*arguments: Any, **options: Any) -> Any:
+        if len(sampled) == 1:
+            sampled.append(0)
+            raise KeyboardInterrupt
+        sampled.append(len(arguments[1]))
+        return sample(*arguments, **options)
+
+    def begin() -> tuple[float, float]:
+        source = build(stage, config, TINY.tiny_tokenizer(), beginning_of(stage))[0].scoring.source
+        return source.normalisation.mean, source.normalisation.std
+
+    monkeypatch.setattr(scoring, "sample", counted)
+    with pytest.raises(KeyboardInterrupt):
+        begin()
+    found = begin()
+    assert sampled == [8, 0, 8, 8], "the first batch is kept"
+    assert "reference answer 24/24" in capsys.readouterr().out
+    assert begin() == found
+    assert sampled == [8, 0, 8, 8], "nothing is sampled again"
