@@ -25,6 +25,7 @@ def step_row(
     credit: Credit,
     statistics: UpdateStatistics,
     learning_rate: float,
+    kl_coef: float,
 ) -> dict[str, float | None]:
     """The diagnostics of one step (counted from 1). KL in nats per sequence, entropy in nats per token, lengths in
     tokens."""
@@ -47,7 +48,7 @@ def step_row(
         "response_tokens_mean": sum(lengths) / len(lengths),
         "response_tokens_max": max(lengths),
         "missing_eos_share": 1.0 - rollout.ended.float().mean().item(),
-        "kl_coef": plan.kl_coef,
+        "kl_coef": kl_coef,
         "learning_rate": learning_rate,
         "engine_mismatch_max": (rollout.engine_logprobs - rollout.old_logprobs)[real].abs().max().item(),
         "engine_mismatch_k3": masked_mean(

@@ -2,14 +2,12 @@
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from functools import partial
 from statistics import fmean, pstdev
 from typing import Any, Protocol, TypeVar
 
 import torch
-from jaxtyping import Float
-from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_core.config.ppo import PPOConfig, ScoreConfig
@@ -22,10 +20,9 @@ from rlhf_core.models.sampling import sample
 from rlhf_core.models.scorers import Answers, Scored, Scorer, models_of
 from rlhf_core.models.sharding import whole
 from rlhf_core.ppo.plan import REFERENCE
-from rlhf_core.ppo.rewards import RunningScale, normalise_scores, penalise_missing_eos
+from rlhf_core.ppo.rewards import normalise_scores, penalise_missing_eos
 from rlhf_core.ppo.rollout import Rollout, Scores
 from rlhf_core.ppo.statistics import correlation
-from rlhf_core.training.memory import Halving
 from rlhf_core.training.processes import Processes
 
 REFERENCE_ANSWERS = 512
@@ -47,11 +44,9 @@ class ScoreNormalisation:
 
     def unit(self, config: ScoreConfig) -> tuple[float, float]:
         """Scale and shift from the raw score to the score that PPO uses, before any clip: what a critic that starts as
-        the reward model needs (rule 20). A running scale starts near the deviation."""
+        the reward model needs (rule 20)."""
         scale = 1.0 / self.std if self.std > 0 else 1.0
-        if config.normalise:
-            return scale, -self.mean * scale
-        return (scale, 0.0) if config.scale == "running" else (1.0, 0.0)
+        return (scale, -self.mean * scale) if config.normalise else (1.0, 0.0)
 
 
 @dataclass(frozen=True)
@@ -107,8 +102,8 @@ def reference_scores(
     processes: Processes | None = None,
     in_batches: InBatches = one_after_another,
 ) -> ReferenceScores:
-    """Scores of the reference's answers to the prompts of PPO, which the reward model was not trained on, sampled as PPO
-    samples (rule 12): 512 answers, to each prompt as many as to any other, or one more. With several processes each
+    """Scores of the reference's answers to the prompts of PPO, which the reward model was not trained on, sampled as
+    PPO samples (rule 12): 512 answers, to each prompt as many as to any other, or one more. With several processes each
     makes its share. Raises NonFiniteError for a score that is NaN or infinite. `rows`: the rows of the data behind the
     prompts."""
     order = permutation(len(prompts), seed, REFERENCE)
@@ -162,49 +157,42 @@ class Scoring:
 
     config: ScoreConfig
     source: RewardSource
-    halving: Halving
     batch_size: int
     """Answers in a call of the scorer."""
-    scale: RunningScale = field(default_factory=RunningScale)
 
     def __call__(self, rollout: Rollout, processes: Processes) -> Scores:
         """Score whole answers; each process scores its share. Raises NonFiniteError for NaN or infinity."""
-
-        def work(rows: list[int]) -> list[tuple[AnswerScore | UserError, float | None]]:
-            fitting = partial(self._score, rollout)
-            return self.halving.in_pieces(rows, self.batch_size, fitting, processes.gather)
-
         with whole(models_of(self.source.scorer)):
-            scored = processes.map(range(len(rollout.response_ids)), work)
+            scored = processes.map(range(len(rollout.response_ids)), partial(self._score, rollout))
         found = Scored.joined(_raised(score for score, _ in scored))
         require_numbers(found.total)
         raw = torch.tensor(found.total, dtype=torch.float32, device=rollout.mask.device)
         gold = [g for _, g in scored if g is not None]
-        used = penalise_missing_eos(self._use(raw), rollout.ended, self.config.missing_eos_penalty)
+        if self.config.normalise:
+            mean, std = self.source.normalisation.mean, self.source.normalisation.std
+            used = normalise_scores(raw, mean, std, self.config.clip)
+        else:
+            used = raw.clamp(-self.config.clip, self.config.clip)
+        used = penalise_missing_eos(used, rollout.ended, self.config.missing_eos_penalty)
         return Scores(raw, used, gold if self.source.judge else None, found.parts)
 
-    def raw(self, answers: Answers, processes: Processes) -> list[float]:
+    def raw(self, answers: Answers) -> list[float]:
         """The scorer's raw scores of all answers, in every process. Raises NonFiniteError for NaN or infinity."""
-
-        def work(rows: list[int]) -> list[float | UserError]:
-            return [each if isinstance(each, UserError) else each[0] for each in self._scores(answers.at(rows))]
-
         with whole(models_of(self.source.scorer)):
-            scored = self.halving.in_pieces(range(len(answers.texts)), self.batch_size, work, processes.gather)
-        found = _raised(scored)
+            found = [score for score, _ in _raised(self._scores(answers))]
         require_numbers(found)
         return found
 
     def state_dict(self) -> dict[str, Any]:
         """What the next score depends on."""
-        return {"scale": self.scale.state_dict(), "normalisation": asdict(self.source.normalisation)}
+        return {"normalisation": asdict(self.source.normalisation)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a `state_dict`."""
-        self.scale.load_state_dict(state["scale"])
         self.source.normalisation = ScoreNormalisation(**state["normalisation"])
 
     def _score(self, rollout: Rollout, rows: list[int]) -> list[tuple[AnswerScore | UserError, float | None]]:
+        """Raw score and parts of each answer, and the judge's score."""
         prompts, texts = [rollout.prompts[i] for i in rows], [rollout.texts[i] for i in rows]
         ids = [rollout.prompt_ids[i] for i in rows], [rollout.response_ids[i] for i in rows]
         behind = rollout.rows and [rollout.rows[i] for i in rows]
@@ -219,15 +207,6 @@ class Scoring:
             return self.source.scorer(answers).by_answer() if answers.texts else []
         except UserError as error:
             return [error] * len(answers.texts)
-
-    def _use(self, raw: Float[Tensor, "batch"]) -> Float[Tensor, "batch"]:
-        """Normalised or scaled, then clipped."""
-        if self.config.normalise:
-            return normalise_scores(
-                raw, self.source.normalisation.mean, self.source.normalisation.std, self.config.clip
-            )
-        used = self.scale(raw) if self.config.scale == "running" else raw
-        return used.clamp(-self.config.clip, self.config.clip)
 
 
 def require_numbers(scores: Sequence[float]) -> None:

@@ -10,7 +10,7 @@ from typing import TypeVar
 import torch
 
 from rlhf_core import files
-from rlhf_core.errors import OutOfMemoryEverywhere, UserError, is_out_of_memory
+from rlhf_core.errors import UserError, is_out_of_memory
 
 Result = TypeVar("Result")
 Log = Callable[[str], None]
@@ -21,11 +21,11 @@ EXEMPT = "; the result is the same up to rounding, and this run is exempt from b
 
 
 class OutOfMemory(Exception):
-    """A pass over `rows` rows did not fit; `everywhere`: all processes have raised it."""
+    """A pass over `rows` rows did not fit."""
 
-    def __init__(self, rows: int, everywhere: bool = False) -> None:
-        super().__init__(rows, everywhere)
-        self.rows, self.everywhere = rows, everywhere
+    def __init__(self, rows: int) -> None:
+        super().__init__(rows)
+        self.rows = rows
 
 
 def attempt(work: Callable[[], Result], rows: Callable[[], int]) -> Result:
@@ -38,8 +38,7 @@ def attempt(work: Callable[[], Result], rows: Callable[[], int]) -> Result:
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
-        everywhere = isinstance(error, OutOfMemoryEverywhere)
-    raise OutOfMemory(rows(), everywhere)
+    raise OutOfMemory(rows())
 
 
 def free() -> None:

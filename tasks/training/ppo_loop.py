@@ -24,7 +24,7 @@ from rlhf_core.ppo.actor_critic import ActorCritic
 from rlhf_core.ppo.health import Alert, Monitor
 from rlhf_core.ppo.plan import WATCHED
 from rlhf_core.ppo.scoring import RewardSource, reference_scores
-from rlhf_core.ppo.trainer import PPOTrainer
+from rlhf_core.ppo.trainer import OutOfMemory, PPOTrainer
 from rlhf_core.training.checkpoints import Checkpoints
 from rlhf_core.training.processes import Processes
 from tasks.datasets.jsonl import Row, write_jsonl
@@ -88,7 +88,6 @@ def build(
     observed = Observed(scorer, {} if judging is None else {JUDGE: judging})
     source = RewardSource(observed, known.normalisation, judge)
     trainer = PPOTrainer(config, models, tokenizer, source, prompts, seed, text, rows)
-    trainer.exempt = stage.exempt
     return trainer, drawn(heldout, stage.seed), {**known.figures, "prompts_too_long": too_long}
 
 
@@ -137,10 +136,16 @@ def train(stage: Stage[Any], trainer: PPOTrainer, watched: list[Row]) -> Record:
         stop_at_alert(stage, record)
     else:
         record.samples += answers(trainer, watched, [SCHEDULE])
-    progress = stage.progress(trainer.config.steps)
+    saved, progress = trainer.steps_done, stage.progress(trainer.config.steps)
     with stage.interrupts.deferred():
         while trainer.steps_done < trainer.config.steps:
-            step(stage, trainer, record, watched, progress)
+            try:
+                step(stage, trainer, record, watched, progress)
+            except OutOfMemory as error:
+                raise UserError(
+                    f"{error}, and the stage starts again; with the same parameters, when there is more memory, the "
+                    f"run continues at step {saved + 1}"
+                ) from None
             leaving = stage.interrupts.is_requested()
             saving = leaving or save_is_due(stage, trainer, record)
             if trainer.processes.divides_models:  # every process has a part of the state
@@ -148,6 +153,7 @@ def train(stage: Stage[Any], trainer: PPOTrainer, watched: list[Row]) -> Record:
             if saving and trainer.writes:
                 state = {"trainer": trainer.state_dict(), "record": record.state_dict()}
                 checkpoint.save(checkpoints, trainer.steps_done, state, trainer.processes)
+                saved = trainer.steps_done
             if leaving:
                 stage.interrupts.leave()
             stop_at_alert(stage, record)

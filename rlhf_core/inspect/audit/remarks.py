@@ -30,8 +30,6 @@ def _moved(config: PPOConfig) -> Iterator[str]:
         )
     if config.advantage == "grpo":
         yield "advantage grpo: the deviation of each prompt's answers scales its score, and so the meaning of β"
-    if config.whiten_rewards:
-        yield "whiten_rewards adds a constant to every token, which favours long or short responses, and changes β"
     if config.loss_average == "answer_means":
         yield "loss_average answer_means: the tokens of long responses weigh less than those of short ones"
     if config.gamma < 1:

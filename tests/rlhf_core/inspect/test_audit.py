@@ -70,7 +70,7 @@ def in_place_of_k1(kind: str) -> Callable[..., torch.Tensor]:
     return lambda logprobs, reference, requested, mask=None: estimate_kl(logprobs, reference, kind, mask)  # type: ignore[arg-type]
 
 
-def at_the_last_column(scores: Any, kl: Any, mask: Any, kl_coef: float, placement: str) -> torch.Tensor:
+def at_the_last_column(scores: Any, kl: Any, mask: Any, kl_coef: float) -> torch.Tensor:
     """`shape_rewards` with the score at `[:, -1]`, which may be padding (known failure 3)."""
     rewards = -kl_coef * kl * mask
     rewards[:, -1] += scores
@@ -337,13 +337,6 @@ def test_settings_that_move_the_optimum_are_named() -> None:
     for key in ("entropy_coef 0.01", "temperature 0.7", "gamma 0.9", "lam 0.9", "score.normalise"):
         assert key in words
     assert not run_module.remarks(block(score__missing_eos_penalty=0.0), {})
-
-
-def test_with_whitened_rewards_no_resting_point_is_known() -> None:
-    config = block(whiten_rewards=True, critic__init="sft", score__missing_eos_penalty=0.0)
-    assert Forces.of(config, 0.1, 1.0) is None
-    assert Forces.of(block(), 0.1, 1.0) is not None
-    assert "whiten_rewards adds a constant to every token" in " ".join(run_module.remarks(config, {}))
 
 
 # the command

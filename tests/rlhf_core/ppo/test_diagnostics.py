@@ -52,8 +52,8 @@ def row(padding: float = 0.0, gold: list[float] | None = None, **parts: list[flo
         sums={"entropy": 6.0, "clip_fraction": 2.0}, tokens=4.0, ratio_max=1.5, optimizer_steps=3
     )
     statistics.grad_norms["policy"] += [1.0, 2.0]
-    plan = StepPlan(step=6, trains_policy=True, uses_ratio=True, epochs=1, minibatches=1, kl_coef=0.1, step_price=1.0)
-    return step_row(plan, rollout, scores, credit, statistics, 1e-4)
+    plan = StepPlan(step=6, trains_policy=True, epochs=1, minibatches=1)
+    return step_row(plan, rollout, scores, credit, statistics, 1e-4, 0.1)
 
 
 def test_rewards_and_scores_by_hand() -> None:
@@ -144,8 +144,8 @@ def test_rule_28_a_critic_of_random_numbers_explains_nothing_and_is_reported(lam
     )  # fmt: skip
     credit = Credit(zeros, rewards, advantages, returns, advantages, scale=1.0)
     scores = Scores(rewards[:, -1], rewards[:, -1], None)
-    plan = StepPlan(step=6, trains_policy=True, uses_ratio=True, epochs=1, minibatches=1, kl_coef=0.1, step_price=1.0)
-    found = step_row(plan, rollout, scores, credit, UpdateStatistics(tokens=1.0), 1e-4)
+    plan = StepPlan(step=6, trains_policy=True, epochs=1, minibatches=1)
+    found = step_row(plan, rollout, scores, credit, UpdateStatistics(tokens=1.0), 1e-4, 0.1)
     assert found["explained_variance"] == pytest.approx(explained)
     limits = Limits(HealthConfig(), prompts_per_step=10**6, epochs=1)
     history = [

@@ -308,14 +308,5 @@ def test_on_the_demo_only_repetition_fires(watch: Watch) -> None:
     assert [alert.name for alert in watch(found).alerts] == ["repetition"]
 
 
-@pytest.mark.parametrize("objective", ["clip", "kl_penalty"])
-def test_clip_alerts_need_the_clipped_objective(objective: str, watch: Watch) -> None:
-    history = rows(
-        20, clip_fraction=lambda _: 0.9, clip_fraction_last_epoch=lambda _: 0.9, reward_raw=noisy(lambda _: 1.0)
-    )
-    seen = {alert.name for alert in watch(history, objective=objective).alerts}
-    assert seen == ({"frozen_reward", "stale_data"} if objective == "clip" else set())
-
-
 def test_a_run_without_a_critic_has_none_that_diverges(watch: Watch) -> None:
     assert watch(rows(30, value_loss=lambda _: None, explained_variance=lambda _: None)).alerts == []

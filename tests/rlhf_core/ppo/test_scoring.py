@@ -76,10 +76,9 @@ def test_a_score_that_is_no_number_is_refused(make_trainer: MakeTrainer) -> None
     ("config", "expected"),
     [
         ({"normalise": True}, (0.5, -3.0)),
-        ({"normalise": False, "scale": "running"}, (0.5, 0.0)),
         ({"normalise": False}, (1.0, 0.0)),
     ],
-    ids=["normalised", "running", "raw"],
+    ids=["normalised", "raw"],
 )
 def test_rule_20_the_unit_of_the_score(config: dict[str, bool], expected: tuple[float, float]) -> None:
     score = ScoreConfig(**{"clip": 5.0, "missing_eos_penalty": 1.0, **config})
