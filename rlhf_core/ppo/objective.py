@@ -133,12 +133,12 @@ def losses_of(forward: Pass, config: PPOConfig, kl_coef: float, trains_policy: b
         reduction="sum",
     )
     if config.kl.penalty == "loss":
-        kl = forward.exact_kl
-        if kl is None:
-            kind = config.kl.estimator
+        kind, kl = config.kl.estimator, forward.exact_kl
+        if kl is None and kind != "full" and kind != "k1":
             kl = compute_kl_loss(
                 forward.logprobs, forward.old_logprobs, forward.ref_logprobs, kind, mask, reduction="none"
             )
+        assert kl is not None, kind
         losses["kl_loss"] = (forward.weights * kl).sum()
         losses["total_loss"] = losses["total_loss"] + kl_coef / forward.scale * losses["kl_loss"]
     if not trains_policy:
