@@ -1,15 +1,16 @@
 """`diagnostics.py`: every column by its definition, and none of them sees padding."""
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
-from rlhf_core.config.health import HealthConfig
+from rlhf_core.config.ppo import PPOConfig
 from rlhf_core.ppo.advantages import compute_gae, reward_to_go
-from rlhf_core.ppo.detectors import Limits, diverging_critic
 from rlhf_core.ppo.diagnostics import repeated_ngram_share, step_row
+from rlhf_core.ppo.health import Monitor
 from rlhf_core.ppo.plan import StepPlan
 from rlhf_core.ppo.rollout import Credit, Rollout, Scores, to_rows
 from rlhf_core.ppo.statistics import UpdateStatistics, explained_variance
@@ -123,7 +124,9 @@ def test_repeated_ngrams_by_hand() -> None:
 
 
 @pytest.mark.parametrize("lam", [0.95, 1.0])
-def test_rule_28_a_critic_of_random_numbers_explains_nothing_and_is_reported(lam: float) -> None:
+def test_rule_28_a_critic_of_random_numbers_explains_nothing_and_is_reported(
+    lam: float, ppo_values: Callable[..., dict[str, Any]]
+) -> None:
     """One random number per answer of 384 tokens. The returns of λ < 1 contain the critic's own values: against them it
     would explain 94%, and no run could be reported as diverging."""
     torch.manual_seed(3)
@@ -145,10 +148,11 @@ def test_rule_28_a_critic_of_random_numbers_explains_nothing_and_is_reported(lam
     credit = Credit(zeros, rewards, advantages, returns, advantages, scale=1.0)
     scores = Scores(rewards[:, -1], rewards[:, -1], None)
     plan = StepPlan(step=6, trains_policy=True, epochs=1, minibatches=1)
-    found = step_row(plan, rollout, scores, credit, UpdateStatistics(tokens=1.0), 1e-4, 0.1)
+    update = UpdateStatistics(1.0, {"entropy": 1.0, "clip_fraction": 0.1})
+    update.grad_norms |= {"policy": [1.0], "critic": [1.0]}
+    found = step_row(plan, rollout, scores, credit, update, 1e-4, 0.1)
     assert found["explained_variance"] == pytest.approx(explained)
-    limits = Limits(HealthConfig(), prompts_per_step=10**6, epochs=1)
-    history = [
-        {**found, "value_loss": 1.0 if step < limits.window else 1e3, "step": step} for step in range(3 * limits.window)
-    ]
-    assert diverging_critic(history, limits) is not None
+    monitor = Monitor(PPOConfig.model_validate(ppo_values()))
+    for step in range(1, 61):
+        monitor.observe({**found, "step": step, "value_loss": 1.0 if step <= 30 else 1e3})
+    assert "diverging_critic" in [alert.name for alert in monitor.alerts]

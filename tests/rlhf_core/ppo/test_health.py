@@ -59,12 +59,9 @@ def watch(ppo_values: Callable[..., dict[str, Any]]) -> Watch:
         history: list[dict[str, float | None]],
         batch_size: int = 128,
         ppo_epochs: int = 2,
-        objective: str = "clip",
         **health: Any,
     ) -> Monitor:
-        config = ppo_values(
-            batch_size=batch_size, ppo_epochs=ppo_epochs, objective=objective, health=health, kl={"horizon": 1000}
-        )
+        config = ppo_values(batch_size=batch_size, ppo_epochs=ppo_epochs, health=health, kl={"horizon": 1000})
         monitor = Monitor(PPOConfig(**config))
         for row in history:
             monitor.observe(row)
