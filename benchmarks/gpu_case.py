@@ -28,8 +28,8 @@ from torch import Tensor
 
 from rlhf_core.ppo import checkpoint
 from rlhf_core.ppo.objective import Pass
-from rlhf_core.ppo.trainer import PPOTrainer
-from rlhf_core.ppo.update import RatioError, require_same_policy
+from rlhf_core.ppo.plan import StepPlan
+from rlhf_core.ppo.trainer import PPOTrainer, RatioError, require_same_policy
 from rlhf_core.training.checkpoints import Checkpoints
 
 MISMATCH_RMS = {"float32": 1e-3, "bfloat16": 3e-2}
@@ -85,11 +85,10 @@ def check_step(case: Case, folder: Path) -> dict[str, Any]:
     trainer = build(case)
     reward, precision = trainer.scoring.source.scorer.model, trainer.models.precision
     clock, first = Clock(trainer), FirstRatio(precision)
-    trainer.updater.watch = first
     for _ in range(STEPS):
         start_peak()
         clock.start()
-        row = trainer.step()
+        row = trainer.step(watch=first)
         clock.stop()
     mismatch = math.sqrt(2.0 * max(0.0, float(row["engine_mismatch_k3"] or 0.0)))
     figures: dict[str, Any] = {
@@ -98,7 +97,6 @@ def check_step(case: Case, folder: Path) -> dict[str, Any]:
         "first_ratio_gap_max": max(first.gaps, default=math.nan),
         "engine_mismatch_max": row["engine_mismatch_max"],
         "engine_mismatch_rms": mismatch,
-        "halved_for_memory": trainer.halved,
         **peak_bytes(),
         "phases": phases_of(trainer, reward, clock, peak_flops(environment()["device"], precision)),
     }
@@ -118,14 +116,17 @@ def check_gradient(case: Case, folder: Path) -> dict[str, Any]:
     update. Raises CheckError."""
     one_step = {"minibatches": 1, "ppo_epochs": 1, "optimizer": {"max_grad_norm": 1e9}}
     plain = build(replace(case, changes=one_step))
-    rollout, plan = plain.rollout(), plain.plan()
-    credit = plain.assign_credit(rollout, plain.score(rollout))
-    expected = gradient_of(plain, lambda: plain.updater.run(rollout, credit, plan))
+    rollout = plain.rollout()
+    expected = gradient_of(plain, lambda: plain.step(rollout))
     del plain
     gc.collect()
     other = build(replace(case, changes={**case.changes, **one_step}))
-    other.updater.read(rollout, plan)
-    found = gradient_of(other, lambda: other.updater.run(rollout, credit, plan))
+    for rows in other.micro_batches(rollout, range(len(rollout.texts)), StepPlan.of(other.config, 0)):
+        batch = rollout.batch(rows, other.pad_id)
+        rollout.old_logprobs[rows, : batch.time] = batch.spread(
+            other.models.compare(batch, other.config.temperature)[0].logprobs
+        )
+    found = gradient_of(other, lambda: other.step(rollout))
     error = relative_error(found, expected)
     limit = GRADIENT_ERROR[other.models.precision]
     figures = {
@@ -192,12 +193,15 @@ def run_part(case: Case, folder: Path, part: str) -> None:
         if state is None:
             raise RuntimeError("the killed process left no complete checkpoint")
         trainer.load_state_dict(state)
+    watch = None
     while trainer.steps_done < STEPS:
-        digests.append(digest(trainer, trainer.step()))
+        digests.append(digest(trainer, trainer.step(watch=watch)))
         (folder / f"{part}.json").write_text(json.dumps(digests), encoding="utf-8")
         if part == "killed":
             checkpoint.save(kept, trainer.steps_done, trainer.state_dict())
-            trainer.updater.watch = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+
+            def watch(*_: object) -> None:
+                os.kill(os.getpid(), signal.SIGKILL)
 
 
 def digest(trainer: PPOTrainer, row: Mapping[str, float | None]) -> str:
@@ -223,7 +227,7 @@ class FirstRatio:
         self.errors: list[str] = []
 
     def __call__(self, number: int, rows: Sequence[int], forward: Pass, losses: Mapping[str, Tensor]) -> None:
-        """See `Watcher`."""
+        """See `Watch`."""
         if number:
             return
         new, old, mask = forward.logprobs.detach(), forward.old_logprobs, forward.batch.mask

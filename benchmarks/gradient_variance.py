@@ -28,7 +28,7 @@ import ppo_throughput
 from rlhf_core.models.hf import load_causal_lm
 from rlhf_core.models.token_logprobs import logprobs_and_entropy
 from rlhf_core.ppo.advantages import compute_gae, compute_group_advantages
-from rlhf_core.ppo.credit import token_rewards
+from rlhf_core.ppo.credit import assign_credit
 from rlhf_core.ppo.rollout import Rollout
 from rlhf_core.ppo.trainer import PPOTrainer
 
@@ -110,7 +110,7 @@ def build(options: argparse.Namespace, seed: int) -> PPOTrainer:
 def advantages_of(trainer: PPOTrainer, rollout: Rollout) -> dict[str, Tensor]:
     """The advantages of every token by each kind, [B, T] each, not whitened."""
     config, mask = trainer.config, rollout.mask
-    _, rewards = token_rewards(rollout, trainer.score(rollout), config, trainer.controller.coef)
+    rewards = assign_credit(rollout, trainer.score(rollout), config, trainer.controller.coef).rewards
     returns, each = rewards.sum(dim=1), config.samples_per_prompt
     whole = {NONE: returns, "REINFORCE": compute_group_advantages(returns, "reinforce")}
     if each > 1:

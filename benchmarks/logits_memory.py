@@ -62,7 +62,7 @@ def measure(options: argparse.Namespace) -> dict[str, float]:
 
     from rlhf_core.models.head import Head, Predictions
     from rlhf_core.models.token_logprobs import exact_kl, logprobs_and_entropy
-    from rlhf_core.ppo.kl import full_kl
+    from rlhf_core.ppo.kl import estimate_kl
 
     torch.manual_seed(0)
     shape = (options.tokens, options.hidden)
@@ -73,7 +73,7 @@ def measure(options: argparse.Namespace) -> dict[str, float]:
     before, start = peak(), time.perf_counter()
     if options.loss == "exact_kl":
         plain = options.form == "plain"
-        kl = full_kl(policy.logits(), reference.logits()) if plain else exact_kl(policy, reference, 1.0)
+        kl = estimate_kl(policy.logits(), reference.logits(), "full") if plain else exact_kl(policy, reference, 1.0)
         value = kl.mean()
     elif options.form == "plain":
         logprobs = policy.logits().log_softmax(dim=-1)

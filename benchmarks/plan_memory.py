@@ -27,13 +27,12 @@ from rlhf_core.dpo import dpo_objective, train_on_pairs
 from rlhf_core.models.sampling import sample
 from rlhf_core.planning import Lengths, Model, Phase, pair_phases, ppo_phases, reward_phases, sft_phases
 from rlhf_core.ppo.actor_critic import ActorCritic
+from rlhf_core.ppo.kl import FixedKLController
 from rlhf_core.ppo.optimizers import build_optimizers
-from rlhf_core.ppo.plan import StepPlan
-from rlhf_core.ppo.rollout import Credit, Rollout
-from rlhf_core.ppo.update import Updater
+from rlhf_core.ppo.rollout import Rollout, Scores
+from rlhf_core.ppo.trainer import PPOTrainer
 from rlhf_core.reward import Comparison, train_reward_model
 from rlhf_core.sft import Demonstration, fine_tune
-from rlhf_core.training.memory import Halving
 from rlhf_core.training.processes import Processes
 from rlhf_core.training.run import Run
 
@@ -131,33 +130,37 @@ def run_pairs(size: int, is_policy: bool) -> None:
             train_reward_model(model, rows, RewardConfig.model_validate(PAIRS), 0, run)
 
 
-def updater_of(size: int) -> tuple[Updater, Rollout, Credit]:
-    """PPO's update with real models, and a rollout of one minibatch."""
+def trainer_of(size: int) -> tuple[PPOTrainer, Rollout]:
+    """PPO with real models, and a rollout of one minibatch."""
     config, torch_config = PPOConfig.model_validate(PPO), config_of(size)
     policy, reference = (AutoModelForCausalLM.from_config(torch_config) for _ in range(2))
     torch_config.num_labels = 1
     critic: PreTrainedModel = AutoModelForSequenceClassification.from_config(torch_config).eval()
-    models = ActorCritic(config, policy, reference, critic)
-    optimizers = build_optimizers(models.trained(), config)
-    updater = Updater(models, optimizers, config, 0, 0, Processes(), Halving("the update", "", print))
+    trainer = object.__new__(PPOTrainer)  # without a tokenizer and prompts
+    trainer.config, trainer.seed, trainer.pad_id, trainer.steps_done = config, 0, 0, 0
+    trainer.models, trainer.processes, trainer.text = ActorCritic(config, policy, reference, critic), Processes(), None
+    trainer.optimizers, trainer.schedulers = build_optimizers(trainer.models.trained(), config), {}
+    trainer.seconds, trainer.controller = {}, FixedKLController(0.1)
+    trainer.scoring = lambda rollout, _: Scores(rollout.mask[:, 0], rollout.mask[:, 0], None)  # type: ignore[assignment]
     prompts, responses = (rows_of(16, n, torch_config.vocab_size) for n in (LENGTHS.prompt, LENGTHS.response))
     mask = torch.ones(16, LENGTHS.response)
-    zeros = [torch.zeros_like(mask) for _ in range(10)]
-    rollout = Rollout([[]] * 16, prompts, responses, [""] * 16, mask[:, 0].bool(), mask, *zeros[:5])
-    return updater, rollout, Credit(*zeros[5:], scale=1.0)
+    rollout = Rollout(
+        [[]] * 16, prompts, responses, [""] * 16, mask[:, 0].bool(), mask, *(torch.zeros_like(mask) for _ in range(5))
+    )
+    return trainer, rollout
 
 
 def run_update(size: int) -> None:
     """Two optimizer steps of two micro-batches each."""
-    updater, rollout, credit = updater_of(size)
-    plan = StepPlan(0, True, True, epochs=2, minibatches=1, kl_coef=0.1, step_price=1.0)
-    updater.read(rollout, plan)
-    updater.run(rollout, credit, plan)
+    trainer, rollout = trainer_of(size)
+    batch = rollout.batch(range(8), 0)
+    trainer.models.compare(batch, 1.0)
+    trainer.step(rollout)
 
 
 def run_sampling(size: int) -> None:
     """Sixteen responses side by side, with the optimizers' state of an update before."""
-    updater, rollout, _ = updater_of(size)
+    updater, rollout = trainer_of(size)
     for optimizer in updater.optimizers.values():
         for group in optimizer.param_groups:
             for parameter in group["params"]:

@@ -12,10 +12,6 @@ class NonFiniteError(UserError):
     """A loss or gradient is NaN or infinite; no optimiser step was made with it. A retry would end in the same way."""
 
 
-class OutOfMemoryEverywhere(MemoryError):
-    """Memory was short in one process, and all processes that share a divided model have raised this."""
-
-
 def needs_bitsandbytes(setting: str, otherwise: str) -> UserError:
     """The error of a setting for which an optional library is missing."""
     return UserError(f"{setting} needs bitsandbytes: pip install 'bitsandbytes>=0.50,<1', or set it to {otherwise}")

@@ -29,8 +29,6 @@ class KLConfig(Block):
     estimator: Literal["k1", "rho_k1", "rho_k3", "k2", "full", "k3"] = "k1"
     """With `penalty: reward`: k1. With `penalty: loss`: rho_k1, rho_k3, k2, full (exact, from the logits of both
     models), or k3 for `advantage: grpo` and `dr_grpo`, as published."""
-    placement: Literal["token", "sequence_end"] = "token"
-    """With `penalty: reward`: the KL of each token at that token, or their sum at the last token (`sequence_end`)."""
 
     @model_validator(mode="after")
     def _right_optimum(self) -> "KLConfig":
@@ -43,10 +41,6 @@ class KLConfig(Block):
             raise ValueError(
                 f"estimator {self.estimator} in the reward moves the optimum away from π_ref·exp(R/β)/Z; "
                 "use k1 (all estimators are logged), or penalty: loss"
-            )
-        if self.penalty == "loss" and self.placement != "token":
-            raise ValueError(
-                "placement is the place of the penalty in the reward; with penalty: loss leave it at token"
             )
         if self.penalty == "loss" and self.estimator == "k1":
             raise ValueError(
@@ -80,15 +74,6 @@ class CriticConfig(Block):
     """First PPO steps, in which only the critic is trained. The policy's own warm-up comes after them."""
 
 
-class StepPriceConfig(Block):
-    """The penalty on the distance to the policy that sampled, for `objective: kl_penalty`."""
-
-    coef: PositiveNumber = 1.0
-    """Initial coefficient, in units of the advantage per nat; it is doubled or halved after each PPO step."""
-    target: PositiveNumber = 0.003
-    """Target KL(π_old ‖ π_θ) of a PPO step, in nats per token."""
-
-
 class OptimizerConfig(Block):
     """Adam, for policy and critic."""
 
@@ -117,19 +102,10 @@ class ScoreConfig(Block):
     normalise: bool
     """Subtract the mean and divide by the standard deviation of the scores of 512 SFT samples, measured before the
     first step on the prompts of PPO."""
-    scale: Literal["none", "running"] = "none"
-    """`running`: divide by the standard deviation of all scores so far, instead of `normalise`. The mean is not
-    subtracted, so `clip` is around 0."""
     clip: PositiveNumber
-    """Limit of the score, after normalisation or scaling, in standard deviations."""
+    """Limit of the score, after normalisation, in standard deviations."""
     missing_eos_penalty: NotNegative
     """Subtracted from the score of a response that was cut off, after normalisation and clipping."""
-
-    @model_validator(mode="after")
-    def _one_scale(self) -> "ScoreConfig":
-        if self.normalise and self.scale != "none":
-            raise ValueError("normalise and scale both divide the score by a deviation; switch one of them off")
-        return self
 
 
 class TextConfig(Block):
@@ -169,7 +145,8 @@ class PPOConfig(Block):
     micro_batch_size: Positive
     """Responses per forward and backward pass; it changes no result, except for rounding."""
     micro_batch_tokens: Positive | None = None
-    """Also limits a micro-batch to this many tokens, prompts and padding included; null: no such limit."""
+    """Also limits a micro-batch to this many tokens, those that a pass computes: prompts included, a common prefix of
+    several sequences once, and padding only for architectures that need it. null: no such limit."""
     processes: Positive = 1
     """Processes that share the work: one per GPU, or several on a CPU."""
     sharding: Literal["none", "fsdp"] = "none"
@@ -187,19 +164,14 @@ class PPOConfig(Block):
     `grpo` and `dr_grpo` from the answers to the same prompt. `grpo` also divides by their standard deviation."""
     loss_average: LossAverage = "tokens"
     """The policy loss of a minibatch. `tokens`: the mean over all tokens. `answer_means`: the mean over responses of
-    each one's mean over tokens. `answer_sums`: the mean over responses of each one's sum."""
-    objective: Literal["clip", "kl_penalty"] = "clip"
-    """`clip`: PPO's clipped objective. `kl_penalty`: PPO's second form, with an adaptive KL coefficient
-    (`step_price`)."""
-    step_price: StepPriceConfig = StepPriceConfig()
+    each one's mean over tokens. `answer_sums`: the mean over responses of each one's sum, divided by `max_new_tokens`,
+    a constant that gives the gradient the scale of the others."""
     clip_ratio: Annotated[float, Field(gt=0, lt=1)]
     """ε: a ratio π_θ/π_old beyond 1 ± ε brings no further gain."""
     dual_clip: Annotated[float, Field(gt=1)] | None = None
     """Largest loss of a token with negative advantage, as a multiple of the advantage; 3 is usual, null: no limit."""
     stop_kl: PositiveNumber | None = None
     """A PPO step ends before the minibatch at which KL(π_old ‖ π_θ) is above this, in nats per token; null: never."""
-    max_ratio: Annotated[float, Field(gt=1)] | None = None
-    """A minibatch whose mean ratio π_θ/π_old is above this is skipped; null: none is."""
     importance_cap: PositiveNumber | None = None
     """Weights tokens by min(π_old/π_engine, cap), for an engine that does not sample exactly from the policy; 2 is
     usual, null: no weights."""
@@ -229,9 +201,6 @@ class PPOConfig(Block):
     """Responses sampled side by side; null: the whole batch. It changes no result, except for rounding."""
     whiten_advantages: bool
     """Normalise the advantages of a batch to mean 0 and variance 1."""
-    whiten_rewards: bool = False
-    """Token rewards of a batch as (r − mean)/deviation + mean, before GAE. Their unit changes from step to step, and
-    every token gets the same constant; needs `critic.init: sft` or a shared critic."""
     kl: KLConfig
     critic: CriticConfig
     optimizer: OptimizerConfig
@@ -318,10 +287,6 @@ class PPOConfig(Block):
             raise ValueError(f"advantage {self.advantage} has one return for a whole answer; set gamma to 1")
         if self.advantage != "gae" and self.critic.warmup_steps:
             raise ValueError(f"advantage {self.advantage} has no critic; set critic.warmup_steps to 0")
-        if self.advantage != "gae" and self.whiten_rewards:
-            raise ValueError(f"whiten_rewards is for the rewards of tokens, which {self.advantage} adds up; remove it")
-        if self.whiten_rewards and self.needs_critic_model and self.critic.init == "reward":
-            raise ValueError("whiten_rewards changes the unit of the returns in every step; set critic.init to sft")
         return self
 
     @model_validator(mode="after")
@@ -338,13 +303,6 @@ class PPOConfig(Block):
     def _phases_fit(self) -> "PPOConfig":
         if self.has_critic and self.critic.warmup_steps >= self.steps:
             raise ValueError(f"critic.warmup_steps {self.critic.warmup_steps} takes all {self.steps} steps; lower it")
-        if self.objective == "kl_penalty" and self.dual_clip is not None:
-            raise ValueError("dual_clip bounds the clipped objective; with objective: kl_penalty remove it")
-        if self.objective == "kl_penalty" and self.ppo_epochs * self.minibatches == 1:
-            raise ValueError(
-                "objective kl_penalty prices the distance to the policy that sampled, which one epoch of one minibatch "
-                "never leaves; raise ppo_epochs or minibatches"
-            )
         return self
 
     @model_validator(mode="after")

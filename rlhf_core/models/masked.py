@@ -39,6 +39,18 @@ def masked_var(x: Float[Tensor, "*shape"], mask: Shaped[Tensor, "*shape"] | None
     return masked_mean((real - masked_mean(real, mask)) ** 2, mask)
 
 
+def entropy_of(logprobs: Float[Tensor, "*shape vocab"]) -> Float[Tensor, "*shape"]:
+    """−Σ_v p(v)·log p(v) of each distribution, nats."""
+    return -(logprobs.exp() * logprobs).sum(dim=-1)
+
+
+def kl_of(
+    logprobs: Float[Tensor, "*shape vocab"], ref_logprobs: Float[Tensor, "*shape vocab"]
+) -> Float[Tensor, "*shape"]:
+    """Σ_v p(v)·(log p(v) − log q(v)) of each pair of distributions, nats."""
+    return (logprobs.exp() * (logprobs - ref_logprobs)).sum(dim=-1)
+
+
 def masked_log_softmax(
     logits: Float[Tensor, "*shape vocab"],
     mask: Shaped[Tensor, "*shape"] | None = None,

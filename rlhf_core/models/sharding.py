@@ -11,10 +11,9 @@ from torch import Tensor, distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
-from rlhf_core.errors import OutOfMemoryEverywhere, UserError, is_out_of_memory
+from rlhf_core.errors import UserError
 from rlhf_core.models import head
 from rlhf_core.models.packed import can_pack
 
@@ -30,16 +29,12 @@ class _Root(nn.Module):
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
         self.model = model
-        self.entered = 0
-        """Of the present pass: how many of `in_order` have their weights."""
-        self.hooks: list[RemovableHandle] = []
-        """Ours on the layers."""
         self.inside = False
         """Whether a function is running."""
 
     def forward(self, function: Callable[[], Result]) -> Result:
         """The function's result."""
-        self.entered, self.inside = 1, True
+        self.inside = True
         try:
             return function()
         finally:
@@ -47,7 +42,7 @@ class _Root(nn.Module):
 
     @property
     def in_order(self) -> list[FSDPModule]:
-        """The root itself, then the layers: the order in which a pass gathers their weights."""
+        """The root itself, then the layers."""
         return [module for module in self.modules() if isinstance(module, FSDPModule)]
 
 
@@ -77,8 +72,6 @@ def divide(model: PreTrainedModel, bfloat16: bool = False) -> PreTrainedModel:
     for part in root.in_order:
         part.set_force_sum_reduction_for_comms(True)
         part.set_gradient_divide_factor(1.0)
-    for layer in layers:
-        root.hooks.append(layer.register_forward_pre_hook(lambda *_: _count(root)))
     model.__dict__ |= {ROOT: root, "_apply": _refuse_to_move}
     with torch.no_grad():
         within(model, lambda: None)  # the root registers the layers as its own at the first pass
@@ -95,35 +88,11 @@ def within(model: nn.Module, function: Callable[[], Result]) -> Result:
     the gradients of the tensors that it returns (alone, or in tuples, lists and dicts) are added up over the processes
     in the backward pass. All processes call it equally often, with functions that make one pass through the same
     layers. A second pass, through this model or another one, is a call of `within` in the function.
-
-    Where memory is short in one process, all of them raise OutOfMemoryEverywhere: they exchange it before each pass and
-    at the end, and the failed one takes part in the gathers of its present pass first.
     """
     root: Any = model.__dict__.get(ROOT)  # FSDP adds its methods to the class
-    if root is None:
+    if root is None or root.inside:
         return function()
-    _require_memory(model)
-    if root.inside:
-        root.entered = 1  # the root's own weights are there
-        return function()
-    failure: str | None = None
-    root.entered = 0
-    try:
-        result: Result = root(function)
-    except OutOfMemoryEverywhere:
-        root.reset_iter_state()
-        raise
-    except (RuntimeError, MemoryError) as error:
-        if not is_out_of_memory(error):
-            raise
-        failure = str(error)  # without the error itself, whose traceback keeps the activations of the failed pass
-    if failure is not None:
-        _gather_the_rest(root)
-    try:
-        _require_memory(model, failure)
-    except OutOfMemoryEverywhere:
-        root.reset_iter_state()
-        raise
+    result: Result = root(function)
     if not torch.is_grad_enabled():
         root.reset_iter_state()  # passes without a graph differ in number between processes
     return result
@@ -160,8 +129,6 @@ def rejoin(model: PreTrainedModel) -> PreTrainedModel:
         return model
     root = model.__dict__[ROOT]
     root.reset_iter_state()
-    for handle in root.hooks:
-        handle.remove()
     found: dict[nn.Parameter, nn.Parameter] = {}  # tied weights stay tied
     for module in model.modules():
         if isinstance(module, FSDPModule):  # its class moves parts of weights, and fails for whole ones
@@ -220,37 +187,10 @@ def _refuse_to_move(*_: Any, **__: Any) -> NoReturn:
 
 
 def _remove_hooks(module: Any) -> None:
-    """Remove FSDP's hooks around a module's forward pass. This and `_is_gathering` alone use its private state."""
+    """Remove FSDP's hooks around a module's forward pass. This alone uses its private state."""
     state = module._get_fsdp_state()
     state._pre_forward_hook_handle.remove()
     state._post_forward_hook_handle.remove()
-
-
-def _is_gathering(part: Any) -> bool:
-    """Whether the gather of a part was started and its weights were not unpacked, for which memory may be short."""
-    return any(group._all_gather_result is not None for group in part._get_fsdp_state()._fsdp_param_groups)
-
-
-def _count(root: _Root) -> None:
-    root.entered += 1
-
-
-def _gather_the_rest(root: Any) -> None:
-    """Take part in the gathers that this process has not reached, so that the others can end their pass."""
-    rest = root.in_order[root.entered :]
-    if rest and _is_gathering(rest[0]):
-        del rest[0]
-    root.reset_iter_state()
-    for part in rest:
-        part.unshard(async_op=True)
-        root.reset_iter_state()  # waits for the gather, and drops the weights before they are unpacked
-
-
-def _require_memory(model: nn.Module, failure: str | None = None) -> None:
-    """Exchange whether memory was short in this process (the allocator's message). Raises OutOfMemoryEverywhere where
-    it was in any."""
-    if any_process(failure is not None, next(model.parameters()).device):
-        raise OutOfMemoryEverywhere(failure or "out of memory in another process")
 
 
 def _full(tensor: Tensor) -> Tensor:

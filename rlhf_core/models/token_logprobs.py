@@ -12,7 +12,7 @@ from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 from rlhf_core.models.head import Head, LastStep, Predictions
-from rlhf_core.models.masked import masked_log_softmax
+from rlhf_core.models.masked import entropy_of, kl_of, masked_log_softmax
 
 PIECE_ON_CPU = 2**18
 """Logits of a piece; no result depends on it."""
@@ -70,11 +70,11 @@ def compare_distributions(
         for part in _pieces(logits[0]):
             place = slice(rows.start + part.start, rows.start + min(part.stop, len(logits[0])))
             log_p, log_q = (masked_log_softmax(each[part], temperature=temperature) for each in logits)
-            p, chosen = log_p.exp(), actions[place, None]
+            chosen = actions[place, None]
             found[0, place] = log_p.gather(1, chosen)[:, 0]
             found[1, place] = log_q.gather(1, chosen)[:, 0]
-            found[2, place] = (p * (log_p - log_q)).sum(dim=1)
-            found[3, place] = -(p.mul_(log_p)).sum(dim=1)
+            found[2, place] = kl_of(log_p, log_q)
+            found[3, place] = entropy_of(log_p)
     return Compared(*found)
 
 
@@ -89,7 +89,7 @@ def exact_kl(predictions: Predictions, reference: Predictions, temperature: floa
             masked_log_softmax(head.logits(part), temperature=temperature)
             for head, part in zip(heads, (hidden, ref_hidden), strict=True)
         )
-        return (log_p.exp() * (log_p - log_q)).sum(dim=-1)
+        return kl_of(log_p, log_q)
 
     chunks = predictions.head.chunks(predictions.hidden)
     parts = [(predictions.hidden[rows], reference.hidden[rows]) for rows in chunks]
@@ -133,7 +133,7 @@ class _LogProbsAndEntropy(torch.autograd.Function):
                 place = slice(rows.start + part.start, rows.start + min(part.stop, len(logits)))
                 log_p = masked_log_softmax(logits[part], temperature=temperature)
                 logprobs[place] = log_p.gather(1, actions[place, None])[:, 0]
-                entropy[place] = -(log_p.exp().mul_(log_p)).sum(dim=1)
+                entropy[place] = entropy_of(log_p)
         ctx.save_for_backward(hidden, weight, bias, actions, entropy, logits if len(chunks) == 1 else None)
         ctx.step, ctx.temperature = step, temperature
         ctx.set_materialize_grads(False)

@@ -27,6 +27,7 @@ from rlhf_core.models.recompute import recomputing
 from rlhf_core.models.sharded_files import as_divided
 from rlhf_core.models.sharding import divide, is_divided, rejoin, within
 from rlhf_core.models.shared_body import merged_scalar_model, recompute_with, shares_body
+from rlhf_core.models.token_logprobs import Compared, compare_distributions
 
 START_KL = 1e-5
 """Largest exact KL of policy and reference with equal weights, in nats per token."""
@@ -108,22 +109,60 @@ class ActorCritic:
         return self.read(batch, lambda predictions: predictions, trains_policy)
 
     def read(
-        self, batch: TokenBatch, function: Callable[[Predictions], Result], trains_policy: bool = True
+        self,
+        batch: TokenBatch,
+        function: Callable[[Predictions], Result],
+        trains_policy: bool = True,
+        values: Values | None = None,
     ) -> tuple[Result, Values]:
         """A function of the policy's predictions of each response token, without padding; and V(s_t) at the position
         whose next token is action t, float32; 0 on padding and without a critic. Without `trains_policy` the policy
-        gets no graph."""
-        builds_graph = torch.is_grad_enabled() and trains_policy
-        if self.head is not None:
-            with torch.set_grad_enabled(builds_graph):
-                result, states = within(self.policy, partial(self._with_states, batch, function))
-            return result, batch.spread(self.head(states.float())[..., 0])
-        values = torch.zeros_like(batch.mask)
-        if self.critic is not None:
+        gets no graph. `values`: those of a critic of its own, where they are known."""
+        shared = self.head is not None
+        if values is None and not shared:
+            values = self.values(batch)
+
+        def predicted() -> tuple[Result, Tensor | None]:
             with self.autocast():
-                values = within(self.critic, partial(state_values, self.critic, batch))
-        with torch.set_grad_enabled(builds_graph):
-            return self.read_policy(batch, function), values
+                predictions = predict(self.policy, batch)
+            if shared and predictions.states is None:
+                raise UserError(f"{type(self.policy).__name__}: no hidden states; set critic.kind to separate")
+            return function(predictions), predictions.states if shared else None
+
+        with torch.set_grad_enabled(torch.is_grad_enabled() and trains_policy):
+            result, states = within(self.policy, predicted)
+        if states is not None and self.head is not None:
+            values = batch.spread(self.head(states.float())[..., 0])
+        assert values is not None
+        return result, values
+
+    def values(self, batch: TokenBatch) -> Values:
+        """V(s_t) of a critic of its own, as in `read`; 0 where there is none."""
+        if self.critic is None:
+            return torch.zeros_like(batch.mask)
+        with self.autocast():
+            return within(self.critic, partial(state_values, self.critic, batch))
+
+    @torch.no_grad()
+    def compare(self, batch: TokenBatch, temperature: float) -> tuple[Compared, Values]:
+        """Log-probabilities of policy and reference, their exact KL, and V(s_t) as in `read`; without a graph."""
+        values = self.values(batch)
+
+        def compared() -> tuple[Compared, Tensor | None]:
+            predictions = predict(self.policy, batch)
+            with self.as_reference() as reference:
+                return within(
+                    reference,
+                    lambda: compare_distributions(
+                        predictions, predict(reference, batch), batch.response_tokens, temperature
+                    ),
+                ), predictions.states
+
+        with self.autocast():
+            found, states = within(self.policy, compared)
+        if self.head is not None and states is not None:
+            values = batch.spread(self.head(states.float())[..., 0])
+        return found, values
 
     def read_policy(self, batch: TokenBatch, function: Callable[[Predictions], Result]) -> Result:
         """A function of the policy's predictions alone."""
@@ -145,12 +184,6 @@ class ActorCritic:
         """The reference's predictions."""
         with self.autocast(), self.as_reference() as model:
             return predict(model, batch)
-
-    def _with_states(self, batch: TokenBatch, function: Callable[[Predictions], Result]) -> tuple[Result, Tensor]:
-        predictions = self.predict(batch)
-        if predictions.states is None:
-            raise UserError(f"{type(self.policy).__name__}: no hidden states; set critic.kind to separate")
-        return function(predictions), predictions.states
 
     @contextmanager
     def as_reference(self) -> Iterator[PreTrainedModel]:

@@ -60,6 +60,14 @@ def compute_gae(
     return advantages, advantages + state_values
 
 
+def reward_to_go(
+    rewards: Float[Tensor, "*batch time"], mask: Shaped[Tensor, "*batch time"] | None = None
+) -> Float[Tensor, "*batch time"]:
+    """Σ of the rewards from each token on, without discount, in units of the score; 0 on padding. Unlike the returns of
+    `compute_gae` it contains no value of the critic, so the critic is measured against it (rule 28)."""
+    return zero_padding(zero_padding(rewards, mask).flip(-1).cumsum(-1).flip(-1), mask)
+
+
 def compute_group_advantages(
     returns: Float[Tensor, "batch"], kind: GroupBaseline, samples_per_prompt: int = 1
 ) -> Float[Tensor, "batch"]:

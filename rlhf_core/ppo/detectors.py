@@ -84,8 +84,6 @@ class Settings:
 
     prompts_per_step: int
     epochs: int
-    clips: bool = True
-    """Whether the objective has a clip."""
 
     @property
     def shortest_window(self) -> int:
@@ -163,7 +161,7 @@ def diverging_critic(rows: Sequence[Row], settings: Settings) -> str | None:
 
 def frozen_reward(rows: Sequence[Row], settings: Settings) -> str | None:
     """The reward does not rise, and a large share of the tokens is clipped."""
-    clipped = _recent(rows, "clip_fraction", settings) if settings.clips else None
+    clipped = _recent(rows, "clip_fraction", settings)
     if clipped is None or clipped <= CLIP_FRACTION or len(rows) < 2 * settings.window:
         return None
     reward = Move.between(_column(rows[-2 * settings.window :], "reward_raw"), settings.window)

@@ -7,6 +7,7 @@ import torch
 
 from rlhf_core.models.ensemble import JUDGE
 from rlhf_core.models.masked import masked_mean
+from rlhf_core.ppo.advantages import reward_to_go
 from rlhf_core.ppo.kl import estimate_kl
 from rlhf_core.ppo.plan import StepPlan
 from rlhf_core.ppo.rollout import Credit, Rollout, Scores
@@ -24,6 +25,7 @@ def step_row(
     credit: Credit,
     statistics: UpdateStatistics,
     learning_rate: float,
+    kl_coef: float,
 ) -> dict[str, float | None]:
     """The diagnostics of one step (counted from 1). KL in nats per sequence, entropy in nats per token, lengths in
     tokens."""
@@ -40,11 +42,13 @@ def step_row(
         "kl_k3": _per_sequence(rollout, "k3"),
         "kl_full": rollout.ref_kl.sum(dim=1).mean().item(),
         "advantage_abs": masked_mean(credit.advantages.abs(), rollout.mask).item(),
-        "explained_variance": explained_variance(rollout.old_values, credit.returns, rollout.mask).item(),
+        "explained_variance": explained_variance(
+            rollout.old_values, reward_to_go(credit.rewards, rollout.mask), rollout.mask
+        ).item(),
         "response_tokens_mean": sum(lengths) / len(lengths),
         "response_tokens_max": max(lengths),
         "missing_eos_share": 1.0 - rollout.ended.float().mean().item(),
-        "kl_coef": plan.kl_coef,
+        "kl_coef": kl_coef,
         "learning_rate": learning_rate,
         "engine_mismatch_max": (rollout.engine_logprobs - rollout.old_logprobs)[real].abs().max().item(),
         "engine_mismatch_k3": masked_mean(

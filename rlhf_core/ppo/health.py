@@ -75,7 +75,7 @@ class Monitor:
 
     def __init__(self, config: PPOConfig) -> None:
         prompts = config.batch_size // config.samples_per_prompt
-        self.settings = Settings(prompts, config.ppo_epochs, clips=config.objective == "clip")
+        self.settings = Settings(prompts, config.ppo_epochs)
         self.alerts: list[Alert] = []
         """All alerts so far."""
         self._rows: list[dict[str, float | None]] = []

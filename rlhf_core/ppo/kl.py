@@ -1,5 +1,4 @@
-"""Estimators of the KL to the reference, the controllers of its coefficient β, and the coefficient of the KL penalty on
-a step (`objective: kl_penalty`)."""
+"""Estimators of the KL to the reference, and the controllers of its coefficient β."""
 
 import math
 from typing import Literal, Protocol
@@ -9,11 +8,10 @@ from jaxtyping import Float, Shaped
 from torch import Tensor
 
 from rlhf_core.errors import UserError
-from rlhf_core.models.masked import masked_log_softmax, zero_padding
+from rlhf_core.models.masked import kl_of, masked_log_softmax, zero_padding
 
 KLKind = Literal["k1", "k2", "k3", "full"]
 MAX_RELATIVE_ERROR = 0.2
-STEP_TOLERANCE, STEP_FACTOR = 1.5, 2.0
 
 
 def estimate_kl(
@@ -25,8 +23,8 @@ def estimate_kl(
     """KL(π ‖ π_ref) per token, in nats, from the log-probabilities of tokens that π sampled.
 
     With d = log π − log π_ref:  k1 = d (unbiased, either sign);  k2 = d²/2 (biased, ≥ 0);
-    k3 = exp(−d) − 1 + d (unbiased, ≥ 0). `full` is exact: both arguments are then the logits (or all
-    log-probabilities) [..., V], and the answer is `full_kl` of them, without the last axis.
+    k3 = exp(−d) − 1 + d (unbiased, ≥ 0). `full` is exact, Σ_v π(v)·(log π(v) − log π_ref(v)): both arguments are then
+    the logits [..., V], divided by the temperature where there is one, and the answer is [...].
 
     Args:
         logprobs: log π of the sampled tokens, nats.
@@ -40,7 +38,7 @@ def estimate_kl(
     Source: Schulman 2020, "Approximating KL Divergence"; rules 8 and 15.
     """
     if kind == "full":
-        return full_kl(logprobs, ref_logprobs, mask)
+        return zero_padding(kl_of(masked_log_softmax(logprobs, mask), masked_log_softmax(ref_logprobs, mask)), mask)
     difference = zero_padding(logprobs - ref_logprobs, mask)
     if kind == "k1":
         return difference
@@ -49,20 +47,6 @@ def estimate_kl(
     if kind == "k3":
         return torch.expm1(-difference) + difference
     raise ValueError(f"unknown estimate of the KL divergence: {kind!r} (there are k1, k2, k3 and full)")
-
-
-def full_kl(
-    logits: Float[Tensor, "*shape vocab"],
-    ref_logits: Float[Tensor, "*shape vocab"],
-    mask: Shaped[Tensor, "*shape"] | None = None,
-) -> Float[Tensor, "*shape"]:
-    """Exact KL(π ‖ π_ref) = Σ_v π(v)·(log π(v) − log π_ref(v)) per token, in nats; 0 on padding.
-
-    `logits` and `ref_logits` are [..., V], already divided by the temperature where there is one. The answer
-    is [...], in float32 (float64 for float64 logits).
-    """
-    logprobs, ref_logprobs = masked_log_softmax(logits, mask), masked_log_softmax(ref_logits, mask)
-    return zero_padding((logprobs.exp() * (logprobs - ref_logprobs)).sum(dim=-1), mask)
 
 
 class KLController(Protocol):
@@ -81,7 +65,7 @@ class KLController(Protocol):
 
 
 class _Coefficient:
-    """A coefficient and its state in a checkpoint."""
+    """β and its state in a checkpoint."""
 
     def __init__(self, coef: float) -> None:
         self.coef = coef
@@ -153,22 +137,3 @@ class AdaptiveKLController(_Coefficient):
                 f"The horizon of the adaptive KL controller ({self.horizon:g} sequences) is smaller than the "
                 f"batch ({batch_size}): give a horizon of at least {batch_size}."
             )
-
-
-class StepPrice(_Coefficient):
-    """The coefficient of KL(π_old ‖ π_θ) in PPO's second form: halved after a step with less than two thirds of
-    `target` nats per token, doubled after one with more than one and a half times `target`.
-
-    Source: Schulman et al. 2017, section 4.
-    """
-
-    def __init__(self, coef: float, target: float) -> None:
-        super().__init__(coef)
-        self.target = target
-
-    def update(self, kl: float) -> None:
-        """Adapt after a PPO step: `kl` is its mean KL(π_old ‖ π_θ), nats per token."""
-        if kl < self.target / STEP_TOLERANCE:
-            self.coef /= STEP_FACTOR
-        elif kl > self.target * STEP_TOLERANCE:
-            self.coef *= STEP_FACTOR

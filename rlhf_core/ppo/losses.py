@@ -7,11 +7,11 @@ import torch
 from jaxtyping import Float, Shaped
 from torch import Tensor
 
-from rlhf_core.models.masked import masked_log_softmax, masked_mean, masked_sum, zero_padding
+from rlhf_core.models.masked import entropy_of, masked_log_softmax, masked_mean, masked_sum, zero_padding
 from rlhf_core.ppo.kl import estimate_kl
 
 Reduction = Literal["mean", "sum", "none"]
-KLLossKind = Literal["rho_k1", "rho_k3", "k2"]
+KLLossKind = Literal["rho_k1", "rho_k3", "k2", "k3"]
 
 
 def compute_ppo_loss(
@@ -57,42 +57,6 @@ def compute_ppo_loss(
     return -_reduce(_weighted(gain, weights, mask), mask, reduction)
 
 
-def compute_kl_penalty_loss(
-    logprobs: Float[Tensor, "*shape"],
-    old_logprobs: Float[Tensor, "*shape"],
-    advantages: Float[Tensor, "*shape"],
-    coef: float,
-    mask: Shaped[Tensor, "*shape"] | None = None,
-    *,
-    weights: Float[Tensor, "*shape"] | None = None,
-    reduction: Reduction = "mean",
-) -> Float[Tensor, "..."]:
-    """PPO's second form, −(ρA − c·KL(π_old ‖ π_θ)): a KL penalty on the step instead of the clip.
-
-    The KL is estimated by ρ − 1 − log ρ on the tokens that π_old sampled: unbiased, at least 0, and its gradient
-    is that of the KL. `coef` is c, in units of the advantage per nat; the rest as in `compute_ppo_loss`.
-
-    Source: Schulman et al. 2017, section 4, equation 8; rule 15.
-    """
-    ratio = torch.exp(zero_padding(logprobs - old_logprobs, mask))
-    gain = ratio * zero_padding(advantages, mask)
-    step_kl = estimate_kl(old_logprobs, logprobs, "k3", mask)
-    return -_reduce(_weighted(gain, weights, mask) - coef * step_kl, mask, reduction)
-
-
-def compute_policy_gradient_loss(
-    logprobs: Float[Tensor, "*shape"],
-    advantages: Float[Tensor, "*shape"],
-    mask: Shaped[Tensor, "*shape"] | None = None,
-    *,
-    weights: Float[Tensor, "*shape"] | None = None,
-    reduction: Reduction = "mean",
-) -> Float[Tensor, "..."]:
-    """−A·log π_θ, without ratio or clip: correct for one step on new samples. Source: Williams 1992."""
-    gain = zero_padding(logprobs, mask) * zero_padding(advantages, mask)
-    return -_reduce(_weighted(gain, weights, mask), mask, reduction)
-
-
 def compute_kl_loss(
     logprobs: Float[Tensor, "*shape"],
     old_logprobs: Float[Tensor, "*shape"],
@@ -107,19 +71,20 @@ def compute_kl_loss(
     Args:
         logprobs, old_logprobs, ref_logprobs: [B, T] log π of the sampled tokens; the first carries the gradient.
         kind: `rho_k1` and `rho_k3` weigh the estimate by ρ = π_θ/π_old and let the gradient through ρ; `k2` needs
-            no ratio (its gradient is that of the KL while π_θ is near π_old).
+            no ratio (its gradient is that of the KL while π_θ is near π_old). `k3` is that of GRPO as published (Shao
+            et al. 2024, equation 4), without the ratio: its gradient is that of KL(π_ref ‖ π_θ).
         mask, reduction: as in `compute_ppo_loss`.
 
     Raises:
-        ValueError: another `kind`. Plain `k1` has expected gradient 0, plain `k3` the gradient of
-            KL(π_ref ‖ π_θ): they are diagnostics. The exact KL takes logits: `full_kl`.
+        ValueError: another `kind`. Plain `k1` has expected gradient 0: it is a diagnostic. The exact KL takes logits:
+            `exact_kl`.
 
     Source: Schulman 2020; rule 15.
     """
-    if kind == "k2":
-        return _reduce(estimate_kl(logprobs, ref_logprobs, "k2", mask), mask, reduction)
+    if kind in ("k2", "k3"):
+        return _reduce(estimate_kl(logprobs, ref_logprobs, kind, mask), mask, reduction)
     if kind not in ("rho_k1", "rho_k3"):
-        raise ValueError(f"{kind!r} is no KL loss on sampled tokens (there are rho_k1, rho_k3 and k2)")
+        raise ValueError(f"{kind!r} is no KL loss on sampled tokens (there are rho_k1, rho_k3, k2 and k3)")
     ratio = torch.exp(zero_padding(logprobs - old_logprobs, mask))
     estimate = estimate_kl(logprobs, ref_logprobs, "k1" if kind == "rho_k1" else "k3", mask)
     return _reduce(ratio * estimate, mask, reduction)
@@ -176,17 +141,23 @@ def compute_value_loss(
 
 
 def compute_entropy(
-    logits: Float[Tensor, "*shape vocab"],
+    logits: Float[Tensor, "*shape vocab"] | None,
     mask: Shaped[Tensor, "*shape"] | None = None,
     *,
+    of_tokens: Float[Tensor, "*shape"] | None = None,
     reduction: Reduction = "mean",
 ) -> Float[Tensor, "..."]:
     """Entropy −Σ_v p(v)·log p(v) of `softmax(logits)`, in nats: mean (or `sum`) over the real tokens.
 
-    `logits` are [..., V], already divided by the temperature; `mask` is [...].
+    `logits` are [..., V], already divided by the temperature; `mask` is [...]. `of_tokens`: the entropies [...] instead
+    of logits, where a pass has computed them chunk by chunk (`logprobs_and_entropy`). Raises ValueError for both of
+    them, or neither.
     """
-    logprobs = masked_log_softmax(logits, mask)
-    return _reduce(-(logprobs.exp() * logprobs).sum(dim=-1), mask, reduction)
+    if (logits is None) == (of_tokens is None):
+        raise ValueError("give the logits or the entropy of each token, one of the two")
+    if of_tokens is None:
+        of_tokens = entropy_of(masked_log_softmax(logits, mask))  # type: ignore[arg-type]
+    return _reduce(of_tokens, mask, reduction)
 
 
 def compute_ppo_total_loss(
@@ -205,18 +176,18 @@ def compute_ppo_total_loss(
     clip_value: bool = True,
     value_clip_ratio: float = 0.2,
     entropy: Float[Tensor, "*shape"] | None = None,
+    dual_clip: float | None = None,
+    weights: Float[Tensor, "*shape"] | None = None,
     reduction: Reduction = "mean",
 ) -> dict[str, Float[Tensor, ""]]:
-    """policy loss + `vf_coef`·value loss − `entropy_coef`·entropy, and the three parts.
-
-    The whole loss in one call, for use outside this project's loop.
+    """policy loss + `vf_coef`·value loss − `entropy_coef`·entropy, and the three parts: what the trainer minimises.
 
     Args:
-        policy_logprobs, old_logprobs, advantages, clip_ratio: as in `compute_ppo_loss`.
+        policy_logprobs, old_logprobs, advantages, clip_ratio, dual_clip, weights: as in `compute_ppo_loss`.
         values, returns, old_values, clip_value: as in `compute_value_loss`; `value_clip_ratio` is its own
             clip.
-        logits: [B, T, V] of the policy; `None` where `entropy` is given.
-        entropy: [B, T] entropies in nats, instead of `logits`.
+        logits, entropy: [B, T, V] of the policy, or [B, T] entropies in nats, as in `compute_entropy`. With
+            `entropy_coef` 0 the entropy gets no gradient.
         mask, reduction: for all three parts.
 
     Returns:
@@ -225,34 +196,28 @@ def compute_ppo_total_loss(
     Raises:
         ValueError: both of `logits` and `entropy` are given, or neither.
 
-    Source: Schulman et al. 2017, equation 9; rule 15.
+    Source: Schulman et al. 2017, equation 9; seed 004; rule 15.
     """
-    policy_loss = compute_ppo_loss(policy_logprobs, old_logprobs, advantages, clip_ratio, mask, reduction=reduction)
+    policy_loss = compute_ppo_loss(
+        policy_logprobs,
+        old_logprobs,
+        advantages,
+        clip_ratio,
+        mask,
+        dual_clip=dual_clip,
+        weights=weights,
+        reduction=reduction,
+    )
     value_loss = compute_value_loss(
         values, returns, old_values, clip_value, value_clip_ratio, mask, reduction=reduction
     )
-    if logits is not None and entropy is None:
-        entropy_term = compute_entropy(logits, mask, reduction=reduction)
-    elif entropy is not None and logits is None:
-        entropy_term = _reduce(entropy, mask, reduction)
-    else:
-        raise ValueError("give the logits or the entropy of each token, one of the two")
-    return combine_losses(policy_loss, value_loss, entropy_term, vf_coef, entropy_coef)
-
-
-def combine_losses(
-    policy_loss: Float[Tensor, ""],
-    value_loss: Float[Tensor, ""],
-    entropy: Float[Tensor, ""],
-    vf_coef: float,
-    entropy_coef: float,
-) -> dict[str, Float[Tensor, ""]]:
-    """`total_loss` and its three parts; an entropy of weight 0 gets no gradient."""
+    entropy_term = compute_entropy(logits, mask, of_tokens=entropy, reduction=reduction)
+    bonus = entropy_coef * entropy_term if entropy_coef else 0.0
     return {
-        "total_loss": policy_loss + vf_coef * value_loss - (entropy_coef * entropy if entropy_coef else 0.0),
+        "total_loss": policy_loss + vf_coef * value_loss - bonus,
         "policy_loss": policy_loss,
         "value_loss": value_loss,
-        "entropy": entropy,
+        "entropy": entropy_term,
     }
 
 

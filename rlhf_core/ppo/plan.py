@@ -1,5 +1,5 @@
-"""Prompts of a step, rows of each minibatch, and coefficients: functions of seed, step and epoch, so that a resumed run
-makes the same plan as an uninterrupted one."""
+"""Prompts of a step and rows of each minibatch: functions of seed, step and epoch, so that a resumed run makes the same
+plan as an uninterrupted one."""
 
 from dataclasses import dataclass
 
@@ -28,33 +28,21 @@ def minibatches_of_epoch(rows: int, minibatches: int, seed: int, step: int, epoc
 
 @dataclass(frozen=True)
 class StepPlan:
-    """What one PPO step trains, how often, and with which coefficients."""
+    """What one PPO step trains, and how often."""
 
     step: int
     """Steps done before it."""
     trains_policy: bool
     """False while only the critic warms up."""
-    uses_ratio: bool
-    """False in the warm-up with the plain policy gradient."""
     epochs: int
     minibatches: int
     """Of each epoch; an optimiser step each."""
-    kl_coef: float
-    """β, of KL(π_θ ‖ π_ref), in units of the score per nat."""
-    step_price: float
-    """Of KL(π_old ‖ π_θ), in units of the advantage per nat; `objective: kl_penalty` only."""
 
     @classmethod
-    def of(cls, config: PPOConfig, step: int, kl_coef: float, step_price: float) -> "StepPlan":
-        """The plan of a step, counted from 0."""
+    def of(cls, config: PPOConfig, step: int) -> "StepPlan":
+        """The plan of a step, counted from 0. In the warm-up with the plain policy gradient there is one epoch of one
+        minibatch: the ratio is 1, where the gradient of PPO's loss is that of −A·log π_θ."""
         of_the_policy = step - config.critic.warmup_steps
-        uses_ratio = not 0 <= of_the_policy < config.policy_gradient_steps
-        return cls(
-            step=step,
-            trains_policy=of_the_policy >= 0,
-            uses_ratio=uses_ratio,
-            epochs=config.ppo_epochs if uses_ratio else 1,
-            minibatches=config.minibatches if uses_ratio else 1,
-            kl_coef=kl_coef,
-            step_price=step_price,
-        )
+        if 0 <= of_the_policy < config.policy_gradient_steps:
+            return cls(step, True, 1, 1)
+        return cls(step, of_the_policy >= 0, config.ppo_epochs, config.minibatches)

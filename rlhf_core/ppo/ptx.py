@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from rlhf_core.config.ppo import PPOConfig
 from rlhf_core.data.control_tokens import text_ids
 from rlhf_core.determinism import stream
 from rlhf_core.models.batch import TokenBatch, pad_batch
@@ -30,17 +31,27 @@ class TextMix:
     pad_id: int
     seed: int
 
-    def losses(
-        self, models: ActorCritic, step: int, minibatch: int, processes: Processes, rows: int | None = None
-    ) -> Iterator[Tensor]:
+    @classmethod
+    def of(cls, text: Sequence[Piece], config: PPOConfig, pad_id: int, seed: int) -> "TextMix | None":
+        """As the settings say; None where they mix none in. Raises ValueError where there is no text to mix in."""
+        settings = config.ptx
+        if settings.coef == 0:
+            return None
+        if not text:
+            raise ValueError("ptx.coef is above 0 and there is no text to mix in")
+        rows, tokens = config.micro_batch_size, config.micro_batch_tokens
+        rows = rows if tokens is None else min(rows, max(1, tokens // settings.tokens))
+        return cls(text, settings.coef, settings.batch_size, rows, pad_id, seed)
+
+    def losses(self, models: ActorCritic, step: int, minibatch: int, processes: Processes) -> Iterator[Tensor]:
         """The loss of each micro-batch of this process, in nats per token of the whole minibatch: their sum over all
-        processes is the mean over its tokens. To be multiplied by `coef`. `rows` may make the micro-batches smaller."""
+        processes is the mean over its tokens. To be multiplied by `coef`."""
         draw = stream(self.seed, TEXT, step, minibatch).integers(len(self.pieces), size=self.batch_size)
         chosen = [self.pieces[i] for i in draw]
         tokens = sum(len(piece) - 1 for piece in chosen)
-        mine, rows = processes.share_evenly(chosen), rows or self.micro_batch_size
-        for start in range(0, len(mine), rows):
-            part = mine[start : start + rows]
+        mine = processes.share_evenly(chosen)
+        for start in range(0, len(mine), self.micro_batch_size):
+            part = mine[start : start + self.micro_batch_size]
             counted = [piece for piece, counts in part if counts]
             batch = self._batch(counted or [part[0][0]], processes.device)
             read = partial(logprobs_and_entropy, actions=batch.response_tokens)

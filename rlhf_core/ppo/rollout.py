@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from jaxtyping import Bool, Float
@@ -44,6 +45,11 @@ class Rollout:
     def lengths(self) -> list[int]:
         """Tokens of each response."""
         return [len(response) for response in self.response_ids]
+
+    @cached_property
+    def sequences(self) -> list[list[int]]:
+        """The token ids of each prompt and its response."""
+        return [[*p, *r] for p, r in zip(self.prompt_ids, self.response_ids, strict=True)]
 
     @property
     def widths(self) -> list[tuple[int, int]]:

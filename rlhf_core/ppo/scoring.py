@@ -1,15 +1,13 @@
 """Scores of responses: the scorer's, as PPO uses them (rule 12), and the judge's, which are only logged."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from functools import partial
 from statistics import fmean, pstdev
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
-from jaxtyping import Float
-from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_core.config.ppo import PPOConfig, ScoreConfig
@@ -22,16 +20,15 @@ from rlhf_core.models.sampling import sample
 from rlhf_core.models.scorers import Answers, Scored, Scorer, models_of
 from rlhf_core.models.sharding import whole
 from rlhf_core.ppo.plan import REFERENCE
-from rlhf_core.ppo.rewards import RunningScale, normalise_scores, penalise_missing_eos
+from rlhf_core.ppo.rewards import normalise_scores, penalise_missing_eos
 from rlhf_core.ppo.rollout import Rollout, Scores
 from rlhf_core.ppo.statistics import correlation
-from rlhf_core.training.memory import Halving, Log
 from rlhf_core.training.processes import Processes
 
-NORMALISING = "ppo.sampler_rows, ppo.micro_batch_size or ppo.max_new_tokens"
-"""The parameters to lower where the reference's answers do not fit into memory."""
 REFERENCE_ANSWERS = 512
 """Answers of the reference that the scores are normalised with."""
+REFERENCE_BATCH = 128
+"""Most of them that are sampled side by side: progress is shown, and kept, after each batch."""
 
 Result = TypeVar("Result")
 AnswerScore = tuple[float, dict[str, float]]
@@ -47,35 +44,50 @@ class ScoreNormalisation:
 
     def unit(self, config: ScoreConfig) -> tuple[float, float]:
         """Scale and shift from the raw score to the score that PPO uses, before any clip: what a critic that starts as
-        the reward model needs (rule 20). A running scale starts near the deviation."""
+        the reward model needs (rule 20)."""
         scale = 1.0 / self.std if self.std > 0 else 1.0
-        if config.normalise:
-            return scale, -self.mean * scale
-        return (scale, 0.0) if config.scale == "running" else (1.0, 0.0)
+        return (scale, -self.mean * scale) if config.normalise else (1.0, 0.0)
 
 
 @dataclass(frozen=True)
 class ReferenceScores:
-    """Answers of the reference, and their raw scores."""
+    """What is kept of the reference's answers: one number for each."""
 
-    answers: Answers
     scores: list[float]
+    """Raw."""
+    lengths: list[int]
+    """Tokens."""
+    gold: list[float] | None
+    """By the judge; None without one."""
 
     @property
     def normalisation(self) -> ScoreNormalisation:
         """Mean and standard deviation."""
         return ScoreNormalisation(fmean(self.scores), pstdev(self.scores))
 
-    def figures(self, judge: Judge | None) -> dict[str, float | None]:
+    @property
+    def figures(self) -> dict[str, float | None]:
         """Mean and standard deviation of the scores, and their correlation with length and with the judge's scores;
         None where one side does not vary, or without a judge."""
-        gold = judge.score(self.answers.prompts, self.answers.texts) if judge else None
         return {
             "score_mean": self.normalisation.mean,
             "score_std": self.normalisation.std,
-            "length_correlation": correlation(self.scores, [len(ids) for ids in self.answers.response_ids]),
-            "gold_correlation": None if gold is None else correlation(self.scores, gold),
+            "length_correlation": correlation(self.scores, self.lengths),
+            "gold_correlation": None if self.gold is None else correlation(self.scores, self.gold),
         }
+
+
+class InBatches(Protocol):
+    """Runs a function on one batch of numbers after another, and returns one value a number, in their order; may report
+    progress, and take the values of an earlier process."""
+
+    def __call__(self, batches: Sequence[Sequence[int]], work: Callable[[Sequence[int]], list[Any]]) -> list[Any]:
+        """The values of all batches; plain types that JSON can hold."""
+
+
+def one_after_another(batches: Sequence[Sequence[int]], work: Callable[[Sequence[int]], list[Any]]) -> list[Any]:
+    """`InBatches` without progress."""
+    return [value for batch in batches for value in work(batch)]
 
 
 def reference_scores(
@@ -85,43 +97,48 @@ def reference_scores(
     scorer: Scorer,
     prompts: Sequence[Conversation],
     seed: int,
-    log: Log = print,
     rows: Sequence[Mapping[str, object]] | None = None,
+    judge: Judge | None = None,
+    processes: Processes | None = None,
+    in_batches: InBatches = one_after_another,
 ) -> ReferenceScores:
-    """The reference's answers to the prompts of PPO, which the reward model was not trained on, sampled as PPO samples
-    (rule 12), with their raw scores: 512 answers, to each prompt as many as to any other, or one more. Raises
-    NonFiniteError for a score that is NaN or infinite, UserError when half a batch does not fit into memory; `log` is
-    called where a batch is halved. `rows`: the rows of the data behind the prompts."""
+    """Scores of the reference's answers to the prompts of PPO, which the reward model was not trained on, sampled as
+    PPO samples (rule 12): 512 answers, to each prompt as many as to any other, or one more. With several processes each
+    makes its share. Raises NonFiniteError for a score that is NaN or infinite. `rows`: the rows of the data behind the
+    prompts."""
     order = permutation(len(prompts), seed, REFERENCE)
-    turns = [divmod(number, len(prompts)) for number in range(REFERENCE_ANSWERS)]
-    chosen, stops = [order[place] for _, place in turns], stop_ids(tokenizer, reference, config.stop_tokens)
-    prompt_ids = [encode_prompt(tokenizer, prompts[i]) for i in chosen]
+    stops = stop_ids(tokenizer, reference, config.stop_tokens)
+    at_once = min(config.sampler_rows or config.batch_size, REFERENCE_BATCH)
 
-    def draw(rows: list[int]) -> list[list[int]]:
-        return sample(
+    def work(numbers: Sequence[int]) -> list[list[float]]:
+        chosen = [order[number % len(prompts)] for number in numbers]
+        asked, ids = [prompts[i] for i in chosen], [encode_prompt(tokenizer, prompts[i]) for i in chosen]
+        responses = sample(
             reference,
-            [prompt_ids[row] for row in rows],
-            [(seed, REFERENCE, chosen[row], turns[row][0]) for row in rows],
+            ids,
+            [(seed, REFERENCE, i, number // len(prompts)) for i, number in zip(chosen, numbers, strict=True)],
             max_new_tokens=config.max_new_tokens,
             temperature=config.temperature,
             stop_ids=stops,
             pad_id=int(tokenizer.pad_token_id),
             batch_size=at_once,
         ).responses
+        texts = [decode_response(tokenizer, response, stops) for response in responses]
+        scores = scorer(Answers(asked, texts, ids, responses, rows and [rows[i] for i in chosen])).total
+        require_numbers(scores)
+        gold = judge.score(asked, texts) if judge else [0.0] * len(texts)
+        return [[score, len(ids), g] for score, ids, g in zip(scores, responses, gold, strict=True)]
 
-    halving = Halving("the answers that normalise the scores", NORMALISING, log)
-    at_once = config.sampler_rows or config.batch_size
-    with whole([reference]):
-        responses = halving.in_pieces(range(len(chosen)), at_once, draw)
-    texts = [decode_response(tokenizer, response, stops) for response in responses]
-    behind = rows and [rows[i] for i in chosen]
-    answers = Answers([prompts[i] for i in chosen], texts, prompt_ids, responses, behind)
-    with whole(models_of(scorer)):
-        scores = halving.in_pieces(
-            range(len(chosen)), config.micro_batch_size, lambda part: scorer(answers.at(part)).total
-        )
-    require_numbers(scores)
-    return ReferenceScores(answers, scores)
+    numbers = range(REFERENCE_ANSWERS)
+    batches = [numbers[start : start + at_once] for start in range(0, len(numbers), at_once)]
+    with whole([reference, *models_of(scorer)]):
+        if processes is None:
+            found = in_batches(batches, work)
+        else:
+            shares = processes.gather([in_batches(processes.share(batches), work)])
+            found = [row for share in shares for row in share]
+    scores, lengths, gold = map(list, zip(*found, strict=True))
+    return ReferenceScores(scores, [int(length) for length in lengths], gold if judge else None)
 
 
 @dataclass
@@ -140,49 +157,42 @@ class Scoring:
 
     config: ScoreConfig
     source: RewardSource
-    halving: Halving
     batch_size: int
     """Answers in a call of the scorer."""
-    scale: RunningScale = field(default_factory=RunningScale)
 
     def __call__(self, rollout: Rollout, processes: Processes) -> Scores:
         """Score whole answers; each process scores its share. Raises NonFiniteError for NaN or infinity."""
-
-        def work(rows: list[int]) -> list[tuple[AnswerScore | UserError, float | None]]:
-            fitting = partial(self._score, rollout)
-            return self.halving.in_pieces(rows, self.batch_size, fitting, processes.gather)
-
         with whole(models_of(self.source.scorer)):
-            scored = processes.map(range(len(rollout.response_ids)), work)
+            scored = processes.map(range(len(rollout.response_ids)), partial(self._score, rollout))
         found = Scored.joined(_raised(score for score, _ in scored))
         require_numbers(found.total)
         raw = torch.tensor(found.total, dtype=torch.float32, device=rollout.mask.device)
         gold = [g for _, g in scored if g is not None]
-        used = penalise_missing_eos(self._use(raw), rollout.ended, self.config.missing_eos_penalty)
+        if self.config.normalise:
+            mean, std = self.source.normalisation.mean, self.source.normalisation.std
+            used = normalise_scores(raw, mean, std, self.config.clip)
+        else:
+            used = raw.clamp(-self.config.clip, self.config.clip)
+        used = penalise_missing_eos(used, rollout.ended, self.config.missing_eos_penalty)
         return Scores(raw, used, gold if self.source.judge else None, found.parts)
 
-    def raw(self, answers: Answers, processes: Processes) -> list[float]:
+    def raw(self, answers: Answers) -> list[float]:
         """The scorer's raw scores of all answers, in every process. Raises NonFiniteError for NaN or infinity."""
-
-        def work(rows: list[int]) -> list[float | UserError]:
-            return [each if isinstance(each, UserError) else each[0] for each in self._scores(answers.at(rows))]
-
         with whole(models_of(self.source.scorer)):
-            scored = self.halving.in_pieces(range(len(answers.texts)), self.batch_size, work, processes.gather)
-        found = _raised(scored)
+            found = [score for score, _ in _raised(self._scores(answers))]
         require_numbers(found)
         return found
 
     def state_dict(self) -> dict[str, Any]:
         """What the next score depends on."""
-        return {"scale": self.scale.state_dict(), "normalisation": asdict(self.source.normalisation)}
+        return {"normalisation": asdict(self.source.normalisation)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a `state_dict`."""
-        self.scale.load_state_dict(state["scale"])
         self.source.normalisation = ScoreNormalisation(**state["normalisation"])
 
     def _score(self, rollout: Rollout, rows: list[int]) -> list[tuple[AnswerScore | UserError, float | None]]:
+        """Raw score and parts of each answer, and the judge's score."""
         prompts, texts = [rollout.prompts[i] for i in rows], [rollout.texts[i] for i in rows]
         ids = [rollout.prompt_ids[i] for i in rows], [rollout.response_ids[i] for i in rows]
         behind = rollout.rows and [rollout.rows[i] for i in rows]
@@ -197,15 +207,6 @@ class Scoring:
             return self.source.scorer(answers).by_answer() if answers.texts else []
         except UserError as error:
             return [error] * len(answers.texts)
-
-    def _use(self, raw: Float[Tensor, "batch"]) -> Float[Tensor, "batch"]:
-        """Normalised or scaled, then clipped."""
-        if self.config.normalise:
-            return normalise_scores(
-                raw, self.source.normalisation.mean, self.source.normalisation.std, self.config.clip
-            )
-        used = self.scale(raw) if self.config.scale == "running" else raw
-        return used.clamp(-self.config.clip, self.config.clip)
 
 
 def require_numbers(scores: Sequence[float]) -> None:

@@ -1,5 +1,6 @@
 """Statistics of an update (clip fractions, ratios, KL to the old policy, explained variance), over real tokens only."""
 
+import math
 import statistics
 from collections import defaultdict
 from collections.abc import Sequence
@@ -9,43 +10,60 @@ import torch
 from jaxtyping import Float, Shaped
 from torch import Tensor
 
+from rlhf_core.config.ppo import PPOConfig
+from rlhf_core.errors import NonFiniteError
 from rlhf_core.models.masked import masked_mean, masked_var, zero_padding
 from rlhf_core.ppo.kl import estimate_kl
+from rlhf_core.ppo.objective import Pass
 from rlhf_core.training.processes import Processes
 
 
 @dataclass
 class UpdateStatistics:
-    """Sums over real tokens of all minibatches; `means` turns them into masked means."""
+    """Sums over real tokens of one minibatch or more; `means` turns them into masked means."""
 
-    sums: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     tokens: float = 0.0
+    sums: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     ratio_max: float = 0.0
     optimizer_steps: int = 0
-    skipped_minibatches: int = 0
     stopped_early: bool = False
     update_kl: float = 0.0
     """KL(π_old ‖ π_θ) after the update, nats per token."""
-    exploded: bool = False
-    """Whether the loss of a minibatch is not finite, where `max_ratio` skips it."""
     last_epoch: "UpdateStatistics | None" = None
     """Statistics of the last epoch alone."""
     grad_norms: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
-    text_losses: list[float] = field(default_factory=list)
+    grad_clipped: int = 0
+    """Optimiser steps in which the policy's gradient was scaled down to the largest norm."""
+
+    @torch.no_grad()
+    def add_pass(self, forward: Pass, losses: dict[str, Tensor], config: PPOConfig) -> None:
+        """Add one micro-batch; the losses are sums over its real tokens."""
+        mask, new, old = forward.batch.mask, forward.logprobs, forward.old_logprobs
+        limit, real = config.critic.value_clip, mask.sum()
+        found = losses | {
+            "clip_fraction": real * clip_fraction(new, old, forward.advantages, config.clip_ratio, mask),
+            "value_clip_fraction": real * value_clip_fraction(forward.values, forward.old_values, limit, mask),
+            "approx_kl": real * approx_kl(new, old, mask),
+        }
+        for name, total in zip(found, torch.stack(list(found.values())).tolist(), strict=True):
+            self.sums[name] += total
+        self.ratio_max = max(self.ratio_max, ratio_max(new, old, mask).item())
 
     def all_reduce(self, processes: Processes) -> None:
-        """Sum over the processes; `tokens` is already that of the whole minibatch."""
-        if processes.count == 1:
-            return
-        names = sorted(set().union(*processes.gather([list(self.sums)])))
-        sums = torch.tensor([self.sums[name] for name in names], dtype=torch.float64, device=processes.device)
-        processes.all_reduce([sums])
-        self.sums.update(zip(names, sums.tolist(), strict=True))
-        self.ratio_max = max(processes.gather([self.ratio_max]))
+        """Sum over the processes; `tokens` is already that of the whole minibatch. Raises NonFiniteError, in all of
+        them, for a loss that is NaN or infinite in one."""
+        if processes.count > 1:
+            names = sorted(set().union(*processes.gather([list(self.sums)])))
+            sums = torch.tensor([self.sums[name] for name in names], dtype=torch.float64, device=processes.device)
+            processes.all_reduce([sums])
+            self.sums.update(zip(names, sums.tolist(), strict=True))
+            self.ratio_max = max(processes.gather([self.ratio_max]))
+        for name in ("total_loss", "ptx_loss"):
+            if not math.isfinite(loss := self.sums.get(name, 0.0)):
+                raise NonFiniteError(f"the loss is {loss}; lower the learning rate or clip the score")
 
     def add(self, minibatch: "UpdateStatistics") -> None:
         """Add another minibatch."""
-        self.text_losses += minibatch.text_losses
         if self.last_epoch is not None:
             self.last_epoch.add(minibatch)
         for name, total in minibatch.sums.items():
@@ -59,22 +77,21 @@ class UpdateStatistics:
 
     def means(self) -> dict[str, float]:
         """Every statistic of the update, as means over real tokens (gradient norms: over optimiser steps)."""
-        result = {name: self.mean(name) for name in self.sums if name != "ratio"}
-        result |= {
-            f"grad_norm_{name}": sum(norms) / len(norms) if norms else 0.0 for name, norms in self.grad_norms.items()
-        }
-        if self.text_losses:
-            result["ptx_loss"] = sum(self.text_losses) / len(self.text_losses)
+        norms = {f"grad_norm_{name}": sum(norms) / max(1, len(norms)) for name, norms in self.grad_norms.items()}
         late = self.last_epoch if self.last_epoch and self.last_epoch.tokens else self
-        return result | {
-            "clip_fraction_last_epoch": late.mean("clip_fraction"),
-            "update_kl": self.update_kl,
-            "ratio_max": self.ratio_max,
-            "optimizer_steps": float(self.optimizer_steps),
-            "tokens_trained": self.tokens,
-            "skipped_minibatches": float(self.skipped_minibatches),
-            "stopped_early": float(self.stopped_early),
-        }
+        return (
+            {name: self.mean(name) for name in self.sums if name != "total_loss"}
+            | norms
+            | {
+                "clip_fraction_last_epoch": late.mean("clip_fraction"),
+                "update_kl": self.update_kl,
+                "ratio_max": self.ratio_max,
+                "grad_clipped_share": self.grad_clipped / max(1, self.optimizer_steps),
+                "optimizer_steps": float(self.optimizer_steps),
+                "tokens_trained": self.tokens,
+                "stopped_early": float(self.stopped_early),
+            }
+        )
 
 
 @torch.no_grad()

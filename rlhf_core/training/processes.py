@@ -15,7 +15,6 @@ from transformers import PreTrainedModel
 
 from rlhf_core.errors import UserError
 from rlhf_core.models.sharding import any_process, whole
-from rlhf_core.training.memory import OutOfMemory
 
 RENDEZVOUS = "LEASH_RENDEZVOUS"
 """The environment variable with the path of the rendezvous file of a stage's processes."""
@@ -75,8 +74,8 @@ class Processes:
         return mine + [(items[0], False)] * missing
 
     def together(self, work: Callable[[], Result], errors: tuple[type[Exception], ...]) -> Result:
-        """`work()`. Where models are divided, an error of these types in one process is raised in all of them. A
-        process that fails before a pass makes its exchange while the others make the one that `within` begins with."""
+        """`work()`, without passes through models. Where they are divided, an error of these types in one process is
+        raised in all of them."""
         if not self.divides_models:
             return work()
         met: Exception | None = None
@@ -84,8 +83,7 @@ class Processes:
             result = work()
         except errors as error:
             met = error
-        exchanged = isinstance(met, OutOfMemory) and met.everywhere
-        if exchanged or any_process(met is not None, self.device):
+        if any_process(met is not None, self.device):
             raise next(error for error in self.gather([met]) if error is not None)
         return result
 

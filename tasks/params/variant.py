@@ -10,10 +10,9 @@ from rlhf_core.config.ppo import PPOConfig
 
 Recipe = Literal["published", "dr_grpo", "ppo_style"]
 
-NO_CRITIC: dict[str, Any] = {"critic": {"warmup_steps": 0}, "whiten_rewards": False}
+NO_CRITIC: dict[str, Any] = {"critic": {"warmup_steps": 0}}
 ON_POLICY: dict[str, Any] = NO_CRITIC | {
-    "objective": "clip",  # with one step on each rollout the ratio is 1, and the clip does nothing
-    "ppo_epochs": 1,
+    "ppo_epochs": 1,  # the ratio is then 1, and the clip does nothing
     "minibatches": 1,
     "policy_gradient_steps": 0,
     "whiten_advantages": False,
@@ -22,10 +21,9 @@ ON_POLICY: dict[str, Any] = NO_CRITIC | {
     "dual_clip": None,
     "importance_cap": None,
     "stop_kl": None,
-    "max_ratio": None,
 }
 KL_IN_REWARD: dict[str, Any] = {"kl": {"penalty": "reward", "estimator": "k1"}}
-KL_IN_LOSS: dict[str, Any] = {"kl": {"penalty": "loss", "estimator": "k3", "placement": "token"}}
+KL_IN_LOSS: dict[str, Any] = {"kl": {"penalty": "loss", "estimator": "k3"}}
 PUBLISHED: dict[str, dict[str, Any]] = {
     "reinforce": ON_POLICY | KL_IN_REWARD | {"advantage": "reinforce", "loss_average": "answer_sums"},
     "rloo": ON_POLICY | KL_IN_REWARD | {"advantage": "rloo", "loss_average": "answer_sums"},

@@ -24,7 +24,7 @@ from rlhf_core.ppo.actor_critic import ActorCritic
 from rlhf_core.ppo.health import Alert, Monitor
 from rlhf_core.ppo.plan import WATCHED
 from rlhf_core.ppo.scoring import RewardSource, reference_scores
-from rlhf_core.ppo.trainer import PPOTrainer
+from rlhf_core.ppo.trainer import OutOfMemory, PPOTrainer
 from rlhf_core.training.checkpoints import Checkpoints
 from rlhf_core.training.processes import Processes
 from tasks.datasets.jsonl import Row, write_jsonl
@@ -70,7 +70,11 @@ def build(
     scalars = ScalarModels(trusted, precision, device, body if begin.start == SFT else None, ready, stage.log)
     scorer = scorer_of(stage, tokenizer, config.micro_batch_size, scalars)
     judging = judging_scorer_of(stage.root, tokenizer, config.micro_batch_size, scalars)
-    known = reference_scores(config, reference, tokenizer, scorer, prompts, seed, stage.exempt, rows)
+    journal = "reference" if processes.count == 1 else f"reference-{processes.accelerator.process_index}"
+    known = reference_scores(
+        *(config, reference, tokenizer, scorer, prompts, seed, rows, judge, processes),
+        in_batches=partial(stage.resumed, journal, unit="reference answer"),
+    )
     models = ActorCritic(
         config,
         body or load(stage.root / begin.start, frozen=body_type),
@@ -83,8 +87,7 @@ def build(
     observed = Observed(scorer, {} if judging is None else {JUDGE: judging})
     source = RewardSource(observed, known.normalisation, judge)
     trainer = PPOTrainer(config, models, tokenizer, source, prompts, seed, text, rows)
-    trainer.exempt = stage.exempt
-    return trainer, drawn(heldout, stage.seed), {**known.figures(judge), "prompts_too_long": too_long}
+    return trainer, drawn(heldout, stage.seed), {**known.figures, "prompts_too_long": too_long}
 
 
 def drawn(rows: list[Row], seed: int) -> list[Row]:
@@ -132,10 +135,16 @@ def train(stage: Stage[Any], trainer: PPOTrainer, watched: list[Row]) -> Record:
         stop_at_alert(stage, record)
     else:
         record.samples += answers(trainer, watched, [SCHEDULE])
-    progress = stage.progress(trainer.config.steps)
+    saved, progress = trainer.steps_done, stage.progress(trainer.config.steps)
     with stage.interrupts.deferred():
         while trainer.steps_done < trainer.config.steps:
-            step(stage, trainer, record, watched, progress)
+            try:
+                step(stage, trainer, record, watched, progress)
+            except OutOfMemory as error:
+                raise UserError(
+                    f"{error}, and the stage starts again; with the same parameters, when there is more memory, the "
+                    f"run continues at step {saved + 1}"
+                ) from None
             leaving = stage.interrupts.is_requested()
             saving = leaving or save_is_due(stage, trainer, record)
             if trainer.processes.divides_models:  # every process has a part of the state
@@ -143,6 +152,7 @@ def train(stage: Stage[Any], trainer: PPOTrainer, watched: list[Row]) -> Record:
             if saving and trainer.writes:
                 state = {"trainer": trainer.state_dict(), "record": record.state_dict()}
                 checkpoint.save(checkpoints, trainer.steps_done, state, trainer.processes)
+                saved = trainer.steps_done
             if leaving:
                 stage.interrupts.leave()
             stop_at_alert(stage, record)
@@ -270,4 +280,5 @@ def summary(history: list[Row], config: PPOConfig) -> dict[str, Any]:
         "entropy_last": mean("entropy", last),
         "missing_eos_share_last": mean("missing_eos_share", last),
         "explained_variance_last": mean("explained_variance", last),
+        "grad_clipped_share": mean("grad_clipped_share", history),
     }

@@ -21,7 +21,7 @@ from rlhf_core.errors import NonFiniteError
 from rlhf_core.finite import require_finite
 from rlhf_core.models.hf import save_checkpoint
 from rlhf_core.models.scorers import Answers
-from rlhf_core.ppo import update
+from rlhf_core.ppo import trainer as trainer_module
 from rlhf_core.ppo.trainer import PPOTrainer
 from rlhf_core.pretrain import pretrain
 from rlhf_core.reward import Comparison, train_reward_model
@@ -146,11 +146,11 @@ PPO_WORDS = {
 
 def damage(kind: str, trainer: PPOTrainer, monkeypatch: pytest.MonkeyPatch) -> None:
     """Put NaN or infinity into the trainer's present step."""
-    models, losses_of = trainer.models, update.losses_of
+    models, losses_of = trainer.models, trainer_module.losses_of
     if kind in ("loss", "infinite loss"):
         factor = math.nan if kind == "loss" else math.inf
         monkeypatch.setattr(
-            update, "losses_of", lambda *a: {k: v.abs() * factor + v.abs() for k, v in losses_of(*a).items()}
+            trainer_module, "losses_of", lambda *a: {k: v.abs() * factor + v.abs() for k, v in losses_of(*a).items()}
         )
     elif kind == "critic's gradient":
         models.critic.score.weight.register_hook(lambda gradient: gradient.abs() * math.inf + 1)
@@ -159,8 +159,8 @@ def damage(kind: str, trainer: PPOTrainer, monkeypatch: pytest.MonkeyPatch) -> N
     elif kind == "KL":
         next(models.reference.parameters()).data.fill_(math.nan)
     elif kind == "text":
-        losses = trainer.updater.text.losses
-        monkeypatch.setattr(type(trainer.updater.text), "losses", lambda _, *a: (v * math.nan for v in losses(*a)))
+        losses = trainer.text.losses
+        monkeypatch.setattr(type(trainer.text), "losses", lambda _, *a: (v * math.nan for v in losses(*a)))
     elif kind == "weights":
         next(models.policy.parameters()).data.fill_(math.nan)
 
@@ -211,14 +211,14 @@ def test_no_model_folder_holds_nan(tmp_path: Path) -> None:
 def damage_stage(stage: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The loss of step 3 is NaN; in PPO that of its second minibatch, of four."""
     if stage == "ppo":
-        losses_of, calls = update.losses_of, []
+        losses_of, calls = trainer_module.losses_of, []
 
         def losses(*arguments: Any) -> dict[str, torch.Tensor]:
             calls.append(1)
             factor = math.nan if len(calls) == 4 * (STEP - 1) + 2 else 1.0
             return {name: loss * factor for name, loss in losses_of(*arguments).items()}
 
-        monkeypatch.setattr(update, "losses_of", losses)
+        monkeypatch.setattr(trainer_module, "losses_of", losses)
         return
     step = Training.step
 

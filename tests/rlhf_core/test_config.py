@@ -16,7 +16,6 @@ Values = Callable[..., dict[str, Any]]
 def test_the_settings_of_the_tests_are_taken(ppo_values: Values) -> None:
     config = PPOConfig(**ppo_values())
     assert config.kl.estimator == "k1"
-    assert config.kl.placement == "token"
     assert config.check_ratio
 
 
@@ -86,7 +85,7 @@ def test_minibatches_must_divide_the_batch(ppo_values: Values) -> None:
         {"gamma": 1.1},
         {"lam": -0.1},
         {"kl": {"coef": -0.1}},
-        {"kl": {"placement": "middle"}},
+        {"kl": {"placement": "token"}},
         {"critic": {"init": "policy"}},
         {"critic": {"value_clip": 0}},
         {"optimizer": {"betas": [0.9]}},

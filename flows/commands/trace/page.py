@@ -78,9 +78,7 @@ def formulas(traced: Traced, place: int) -> list[Formula]:
     ]
 
     reward = f"R = {number(trace.score)}" if is_last else "0, for the reward comes at the last token"
-    if config.kl.penalty != "loss" and config.kl.placement == "sequence_end" and is_last:
-        reward = f"R − β·Σ KL = {number(trace.score)} − {beta} · {operand(trace.kl)}"
-    elif config.kl.penalty != "loss" and config.kl.placement != "sequence_end":
+    if config.kl.penalty != "loss":
         penalty = f"−{beta} · {operand(token.kl)}"
         reward = f"−β·KL + R = {penalty} + {operand(trace.score)}" if is_last else f"−β·KL = {penalty}"
     found.append(("r", reward, token.reward))
@@ -104,16 +102,11 @@ def formulas(traced: Traced, place: int) -> list[Formula]:
 
     after, ratio = token.after, number(token.after.ratio)
     shown.append(("ρ", f"exp(log π_θ − log π_old) = exp({number(after.logprob)} − {old})", ratio))
-    if not step.uses_ratio:
-        loss = f"−Â·log π_θ = −{weight} · {operand(after.logprob)}"
-    elif config.objective == "kl_penalty":
-        loss = f"−(ρÂ − c·KL(π_old ‖ π_θ)), with ρÂ = {ratio} · {weight}"
-    else:
-        low, high = 1 - config.clip_ratio, 1 + config.clip_ratio
-        bound = number(min(max(after.ratio, low), high))
-        loss = f"−min(ρÂ, clip(ρ, {low:g}, {high:g})·Â) = −min({ratio} · {weight}, {bound} · {weight})"
-        loss += ", dual clip" if config.dual_clip is not None else ""
-        loss += ", weighed by π_old/π_engine" if config.importance_cap is not None else ""
+    low, high = 1 - config.clip_ratio, 1 + config.clip_ratio
+    bound = number(min(max(after.ratio, low), high))
+    loss = f"−min(ρÂ, clip(ρ, {low:g}, {high:g})·Â) = −min({ratio} · {weight}, {bound} · {weight})"
+    loss += ", dual clip" if config.dual_clip is not None else ""
+    loss += ", weighed by π_old/π_engine" if config.importance_cap is not None else ""
     shown.append(("L_π", loss, signed(after.policy_loss)))
     if after.value is not None:
         error = f"(V_θ(s) − return)² = ({number(after.value)} − {operand(token.return_)})²"

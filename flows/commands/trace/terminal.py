@@ -90,7 +90,7 @@ def explain(traced: Traced) -> dict[str, list[str]]:
     trace, config, step = traced.trace, traced.config, traced.trace.step
     total, beta = number(trace.return_), f"{step.kl_coef:g}"
 
-    kind = "normalised" if config.score.normalise else "scaled" if config.score.scale == "running" else "clipped"
+    kind = "normalised" if config.score.normalise else "clipped"
     lost = f"→ it did not end: −{config.score.missing_eos_penalty:g}, so R = {number(trace.score)}"
     raw, used = number(trace.score_raw), number(trace.score_normalised)
     score = [f"reward model: raw {raw} → {kind} {used} {'= R' if trace.ended else lost}"]
@@ -99,9 +99,8 @@ def explain(traced: Traced) -> dict[str, list[str]]:
     if config.kl.penalty == "loss":
         score.append(f"Σ KL = {number(trace.kl)} nats; the leash (β = {beta}) is in the loss, so Σ r = {total}")
     else:
-        charged = ", the KL charged at the last token" if config.kl.placement == "sequence_end" else ""
         sum_of = f"{number(trace.score)} − {beta} · {operand(trace.kl)}"
-        score.append(f"Σ r = R − β·Σ KL = {sum_of} = {total}{charged}")
+        score.append(f"Σ r = R − β·Σ KL = {sum_of} = {total}")
 
     last = trace.tokens[-1]
     if config.has_critic:

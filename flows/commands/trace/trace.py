@@ -153,10 +153,6 @@ def _steps_before(config: PPOConfig, selected: dict[str, Any]) -> tuple[int, lis
         notes.append(f"models/policy is the snapshot after step {done}, models/critic that of the last step")
     else:
         notes.append(f"the run is over after {config.steps} steps; this is its last one once more, from where it ended")
-    if config.objective == "kl_penalty":
-        notes.append("the coefficient of the step penalty starts from its initial value")
-    if config.score.scale == "running":
-        notes.append("the running scale of the scores starts from its initial value")
     return (done if 0 <= done < config.steps else config.steps - 1), notes
 
 

@@ -1,6 +1,6 @@
 """Losses and statistics of single tokens, from the functions of PPO's loss."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -9,12 +9,8 @@ from torch import Tensor
 from rlhf_core.config.ppo import PPOConfig
 from rlhf_core.inspect.trace.records import Reading
 from rlhf_core.models.batch import TokenBatch
-from rlhf_core.models.token_logprobs import exact_kl
-from rlhf_core.ppo.actor_critic import ActorCritic
-from rlhf_core.ppo.losses import compute_value_loss
-from rlhf_core.ppo.objective import Pass, kl_loss, policy_loss
-from rlhf_core.ppo.plan import StepPlan
-from rlhf_core.ppo.rollout import Rollout
+from rlhf_core.models.head import Predictions
+from rlhf_core.ppo.objective import Pass, losses_of
 from rlhf_core.ppo.statistics import value_clip_fraction
 
 
@@ -28,8 +24,6 @@ class PassRecorder:
         self.passes: dict[int, dict[int, Pass]] = {row: {} for row in rows}
 
     def __call__(self, number: int, rows: Sequence[int], forward: Pass, losses: dict[str, Tensor]) -> None:
-        if not set(self.seen.get(number, ())).isdisjoint(rows):  # repeated after a lack of memory
-            self.seen[number], self.sums[number] = [], {}
         self.seen.setdefault(number, []).extend(rows)
         sums = self.sums.setdefault(number, {})
         for name, loss in losses.items():
@@ -39,70 +33,40 @@ class PassRecorder:
                 self.passes[row][number] = part_of(forward, slice(place, place + 1), slice(0, self.lengths[row]))
 
 
-class TokenReader:
-    """Reads the tokens of passes over one response each."""
-
-    def __init__(self, config: PPOConfig, models: ActorCritic, plan: StepPlan, rollout: Rollout, pad_id: int) -> None:
-        self.config, self.models, self.plan, self.rollout, self.pad_id = config, models, plan, rollout, pad_id
-
-    def readings(self, row: int, forward: Pass) -> list[Reading]:
-        """A reading of each token of the response in this row; `forward` is a pass over it."""
-        kl_losses = self._kl_losses(row, forward)
-        return [self._reading(token, kl) for token, kl in zip(_each_token(forward), kl_losses, strict=True)]
-
-    def _reading(self, token: Pass, kl: float | None) -> Reading:
-        """The losses and statistics of a pass over one token."""
-        config, mask = self.config, token.batch.mask
+def readings(forward: Pass, config: PPOConfig, kl_coef: float, trains_policy: bool) -> list[Reading]:
+    """A reading of each token of a pass over one response, with the losses that train it."""
+    clips = config.critic.clip_value and trains_policy
+    found = []
+    for t in range(forward.logprobs.shape[1]):
+        token = part_of(forward, slice(0, 1), slice(t, t + 1))
         with torch.enable_grad():
-            token = replace(token, logprobs=token.logprobs.detach().requires_grad_())
-            loss = policy_loss(token, config, self.plan).sum()
-            (slope,) = torch.autograd.grad(loss, token.logprobs)
-        new, old, ratios = token.logprobs, token.old_logprobs, self.plan.uses_ratio and config.objective == "clip"
-        critic, limit = self.models.has_critic, config.critic
-        clips = limit.clip_value and self.plan.trains_policy
-        value_loss = compute_value_loss(
-            token.values, token.returns, token.old_values, clips, limit.value_clip, mask, reduction="sum"
-        )
-        moved = value_clip_fraction(token.values, token.old_values, limit.value_clip, mask).item() > 0
-        return Reading(
-            logprob=new.item(),
-            ratio=torch.exp(new - old).item(),
-            clipped=abs(torch.exp(new - old).item() - 1) > config.clip_ratio if ratios else None,
+            token = replace(token, logprobs=token.logprobs.requires_grad_(), weights=torch.ones_like(token.weights))
+            losses = losses_of(token, config, kl_coef, trains_policy)
+            (slope,) = torch.autograd.grad(losses["policy_loss"], token.logprobs)
+        ratio = torch.exp(token.logprobs - token.old_logprobs).item()
+        moved = value_clip_fraction(token.values, token.old_values, config.critic.value_clip, token.batch.mask)
+        reading = Reading(
+            logprob=token.logprobs.item(),
+            ratio=ratio,
+            clipped=abs(ratio - 1) > config.clip_ratio,
             pull=-slope.item(),
-            policy_loss=loss.item(),
-            value=token.values.item() if critic else None,
-            value_clipped=moved if critic and clips else None,
-            value_loss=value_loss.item() if critic else None,
+            policy_loss=losses["policy_loss"].item(),
+            value=token.values.item() if config.has_critic else None,
+            value_clipped=moved.item() > 0 if config.has_critic and clips else None,
+            value_loss=losses["value_loss"].item() if config.has_critic else None,
             entropy=token.entropy.item(),
-            kl_loss=kl,
+            kl_loss=losses["kl_loss"].item() if "kl_loss" in losses else None,
         )
-
-    def _kl_losses(self, row: int, forward: Pass) -> Sequence[float | None]:
-        if self.config.kl.penalty != "loss":
-            return [None] * forward.logprobs.shape[1]
-        if self.config.kl.estimator != "full":
-            return [kl_loss(token, self.config).sum().item() for token in _each_token(forward)]
-        reference = self.models.predict_as_reference(self.rollout.batch([row], self.pad_id))
-        return exact_kl(forward.predictions, reference, self.config.temperature).tolist()
+        found.append(reading)
+    return found
 
 
 def part_of(forward: Pass, rows: slice, times: slice) -> Pass:
-    """Some rows and positions of a pass, without gradient; of its batch, only the mask is valid."""
+    """Some rows and positions of a pass, without gradient and predictions; of its batch, only the mask is valid."""
 
     def cut(table: Tensor) -> Tensor:
         return table[rows, times].detach().clone()
 
     batch = TokenBatch(forward.batch.input_ids[rows], forward.batch.attention_mask[rows], cut(forward.batch.mask))
-    tables = {
-        name: cut(table) for name, table in vars(forward).items() if isinstance(table, Tensor) and name != "weights"
-    }
-    places = torch.arange(len(forward.batch.real[0]), device=batch.mask.device)
-    kept = cut(forward.batch.spread(places))[batch.real]
-    predictions = forward.predictions.at(kept).frozen()
-    return replace(forward, batch=batch, weights=forward.weights[rows], predictions=predictions, **tables)  # type: ignore[arg-type]
-
-
-def _each_token(forward: Pass) -> Iterator[Pass]:
-    """Passes of [1, 1] over the tokens of a pass of one row."""
-    for t in range(forward.logprobs.shape[1]):
-        yield part_of(forward, slice(0, 1), slice(t, t + 1))
+    tables = {name: cut(table) for name, table in vars(forward).items() if isinstance(table, Tensor)}
+    return replace(forward, batch=batch, predictions=Predictions(torch.empty(0)), **tables)  # type: ignore[arg-type]

@@ -87,8 +87,6 @@ class Step:
     """From 1."""
     trains_policy: bool
     """False while only the critic warms up."""
-    uses_ratio: bool
-    """False in the warm-up with the plain policy gradient."""
     kl_coef: float
     """β, units of the score per nat."""
     advantage_mean: float

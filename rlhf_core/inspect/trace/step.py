@@ -7,15 +7,15 @@ from jaxtyping import Float
 from torch import Tensor
 
 from rlhf_core.finite import at_step
-from rlhf_core.inspect.trace.readings import PassRecorder, TokenReader
+from rlhf_core.inspect.trace.readings import PassRecorder, readings
 from rlhf_core.inspect.trace.records import Choice, Minibatch, Step, Token, Trace
 from rlhf_core.inspect.trace.tokens import token_text, token_texts
 from rlhf_core.models.masked import masked_mean
 from rlhf_core.ppo.advantages import compute_gae
-from rlhf_core.ppo.credit import rewards_for_gae
+from rlhf_core.ppo.credit import assign_credit
 from rlhf_core.ppo.objective import Pass
-from rlhf_core.ppo.rollout import Credit, Rollout, Scores
-from rlhf_core.ppo.statistics import UpdateStatistics
+from rlhf_core.ppo.plan import StepPlan
+from rlhf_core.ppo.rollout import Rollout
 from rlhf_core.ppo.trainer import PPOTrainer
 
 CHOICES = 4
@@ -23,59 +23,43 @@ CHOICES = 4
 
 
 def trace_step(trainer: PPOTrainer, rows: Sequence[int]) -> list[Trace]:
-    """Do the trainer's next PPO step, and trace the responses in the given rows of its batch.
-
-    Controllers, schedules and the number of steps are not updated, so the trainer cannot do a second step. Raises as
-    `trainer.step()`.
-    """
+    """Do the trainer's next PPO step, and trace the responses in the given rows of its batch. Raises as
+    `trainer.step()`."""
     with at_step(trainer.steps_done + 1):
-        rollout = trainer.rollout()
-        scores = trainer.score(rollout)
-        credit = trainer.assign_credit(rollout, scores)
-        tracer = _Tracer(trainer, rollout, scores, credit, rows)
-        statistics = tracer.update()
-        step = tracer.step(statistics)
-        return [tracer.trace(step, row) for row in rows]
+        tracer = _Tracer(trainer, trainer.rollout(), rows)
+    step = tracer.step()
+    return [tracer.trace(step, row) for row in rows]
 
 
 class _Tracer:
     """One PPO step and the traces of its responses."""
 
-    def __init__(
-        self, trainer: PPOTrainer, rollout: Rollout, scores: Scores, credit: Credit, rows: Sequence[int]
-    ) -> None:
-        self.trainer, self.rollout, self.scores, self.credit = trainer, rollout, scores, credit
-        self.config, self.models = trainer.config, trainer.models
-        self.plan = trainer.plan()
+    def __init__(self, trainer: PPOTrainer, rollout: Rollout, rows: Sequence[int]) -> None:
+        self.trainer, self.rollout = trainer, rollout
+        self.config, self.models, self.kl_coef = trainer.config, trainer.models, trainer.controller.coef
+        self.scores = trainer.score(rollout)
+        self.credit = assign_credit(rollout, self.scores, self.config, self.kl_coef)
+        self.plan = StepPlan.of(self.config, trainer.steps_done)
         self.recorder = PassRecorder(rows, rollout.lengths)
-        self.reader = TokenReader(trainer.config, trainer.models, self.plan, rollout, trainer.pad_id)
         self.before = {row: self._distribution(row) for row in rows}
 
-    def update(self) -> UpdateStatistics:
-        """The update of the trainer, with its passes recorded."""
-        updater = self.trainer.updater
-        updater.watch = self.recorder
-        try:
-            return updater.run(self.rollout, self.credit, self.plan)
-        finally:
-            updater.watch = None
-
-    def step(self, statistics: UpdateStatistics) -> Step:
-        """The step, the same for all responses of the batch."""
+    def step(self) -> Step:
+        """Do the step; what is the same for all responses of the batch."""
         trainer, credit, mask = self.trainer, self.credit, self.rollout.mask
         rates = {name: optimizer.param_groups[0]["lr"] for name, optimizer in trainer.optimizers.items()}
+        norms: dict[str, list[float]] = {name: [] for name in trainer.optimizers}
+        diagnostics = trainer.step(self.rollout, self.recorder, norms)
         return Step(
             number=self.plan.step + 1,
             trains_policy=self.plan.trains_policy,
-            uses_ratio=self.plan.uses_ratio,
-            kl_coef=self.plan.kl_coef,
+            kl_coef=self.kl_coef,
             advantage_mean=masked_mean(credit.advantages, mask).item(),
             advantage_scale=credit.scale,
             learning_rates=rates,
-            grad_norms=dict(statistics.grad_norms),
+            grad_norms=norms,
             minibatches=[self._minibatch(place) for place in sorted(self.recorder.seen)],
-            stopped_early=statistics.stopped_early,
-            diagnostics=trainer.diagnose(self.plan, self.rollout, self.scores, credit, statistics),
+            stopped_early=bool(diagnostics["stopped_early"]),
+            diagnostics=diagnostics,
         )
 
     def trace(self, step: Step, row: int) -> Trace:
@@ -118,8 +102,11 @@ class _Tracer:
     def _tokens(self, row: int) -> list[Token]:
         rollout, credit = self.rollout, self.credit
         ids = rollout.response_ids[row]
-        readings = [self.reader.readings(row, found) for _, found in sorted(self.recorder.passes[row].items())]
-        after = self.reader.readings(row, self._now(row))
+        passes = [found for _, found in sorted(self.recorder.passes[row].items())]
+        now = Pass.over([row], rollout, credit, self.models, self.config, self.trainer.pad_id)
+        *before, after = (
+            readings(found, self.config, self.kl_coef, self.plan.trains_policy) for found in [*passes, now]
+        )
         choices = self._choices(row)
         values, next_values, deltas = self._values(row)
         texts = token_texts(self.trainer.tokenizer, ids)
@@ -142,7 +129,7 @@ class _Tracer:
                 weight=at(credit.weights, t),
                 return_=at(credit.returns, t),
                 choices=choices[t],
-                passes=[found[t] for found in readings],
+                passes=[found[t] for found in before],
                 after=after[t],
             )
             for t in range(len(ids))
@@ -155,8 +142,8 @@ class _Tracer:
             nothing: list[float | None] = [None] * time
             return nothing, nothing, nothing
         values = torch.nn.functional.pad(self.rollout.old_values[row, :time], (0, 1))
-        rewards = rewards_for_gae(self.credit.rewards, self.rollout.mask, self.config)[row, :time]
-        deltas, _ = compute_gae(rewards, values, self.config.gamma, 0.0, self.rollout.mask[row, :time])
+        rewards, mask = self.credit.rewards[row, :time], self.rollout.mask[row, :time]
+        deltas, _ = compute_gae(rewards, values, self.config.gamma, 0.0, mask)
         return values[:-1].tolist(), values[1:].tolist(), deltas.tolist()
 
     def _distribution(self, row: int) -> Float[Tensor, "time vocabulary"]:
@@ -172,6 +159,3 @@ class _Tracer:
             [Choice(token_text(self.trainer.tokenizer, i), before[t, i].item(), after[t, i].item()) for i in found]
             for t, found in enumerate(likeliest)
         ]
-
-    def _now(self, row: int) -> Pass:
-        return Pass.over([row], self.rollout, self.credit, self.models, self.config, self.trainer.pad_id)

@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
-from torch.distributed.fsdp._fully_shard import _fsdp_param_group as fsdp
 from torch.distributed.tensor import DTensor
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -32,15 +31,9 @@ from rlhf_core.training.processes import Processes
 
 
 def main(folder: Path, options: dict[str, Any]) -> None:
-    """Train, and write `run.pt`; with `runs`, options by name, once for each, into folders of these names."""
+    """Train, and write `run.pt`."""
     torch.set_num_threads(1)
-    if "runs" in options:
-        for name, each in options["runs"].items():
-            (folder / name).mkdir(exist_ok=True)
-            main(folder / name, each)
-        return
-    fails, steps, dies = options.pop("fail_in_layer", None), options.pop("steps", 3), options.pop("die", False)
-    reads = options.pop("fail_in_reading", None)
+    steps, dies = options.pop("steps", 3), options.pop("die", False)
     saves = "state" in options
     checkpoints = Checkpoints(Path(options.pop("state", folder / "state")))
     if options.get("checks_bfloat16"):
@@ -51,10 +44,6 @@ def main(folder: Path, options: dict[str, Any]) -> None:
     if checks_saving:
         require_plain_errors(trainer, folder)
         return
-    if fails is not None and not trainer.processes.is_main:
-        run_out_of_memory(trainer, fails)
-    if reads is not None and not trainer.processes.is_main:
-        run_out_of_memory_in_reading(trainer, *reads)
     if dies and not trainer.processes.is_main:
         die_while_saving(trainer)
     if options.get("sharding") == "fsdp" and trainer.processes.divides_models:
@@ -82,7 +71,6 @@ def main(folder: Path, options: dict[str, Any]) -> None:
             "rows": rows,
             "sampled": sampled,
             "memory": memory,
-            "halved": trainer.halved,
             "saved": saved,
         }
         torch.save(run | {"processes": trainer.processes.count}, folder / "run.pt")
@@ -91,7 +79,7 @@ def main(folder: Path, options: dict[str, Any]) -> None:
 def record_gradients(trainer: PPOTrainer) -> list[torch.Tensor]:
     """The whole gradient at every optimiser step, after the processes' parts were added up and clipped."""
     seen: list[torch.Tensor] = []
-    drop = trainer.updater._drop_gradients
+    drop = trainer._drop_gradients
 
     def record() -> None:
         parts = [p.grad for trained in trainer.models.trained().values() for p in trained if p.grad is not None]
@@ -99,60 +87,8 @@ def record_gradients(trainer: PPOTrainer) -> list[torch.Tensor]:
             seen.append(flat(parts))
         drop()
 
-    trainer.updater._drop_gradients = record  # type: ignore[method-assign]
+    trainer._drop_gradients = record  # type: ignore[method-assign]
     return seen
-
-
-def run_out_of_memory(trainer: PPOTrainer, place: int | str) -> None:
-    """Once, in the third training pass of this process: in a layer of the policy, in its output layer (-1), or when the
-    gathered weights of its second layer are unpacked ("unpacking")."""
-    if isinstance(place, str):
-        run_out_of_memory_in_unpacking(trainer.models.policy)
-        return
-    layers, passes = trainer.models.policy.model.layers, iter(range(10**6))
-    module = trainer.models.policy.lm_head if place < 0 else layers[place]
-
-    def fail(*_: Any) -> None:
-        if torch.is_grad_enabled() and next(passes) == 2:
-            raise RuntimeError("not enough memory: you tried to allocate 8 bytes")
-
-    module.register_forward_pre_hook(fail)
-
-
-def run_out_of_memory_in_unpacking(policy: Any) -> None:
-    """Once, after the others have got the weights, too."""
-    unpack, layers = fsdp.foreach_all_gather_copy_out, iter(range(10**6))
-
-    def fail_or_unpack(*arguments: Any) -> None:
-        in_pass = torch.is_grad_enabled() and policy.__dict__[sharding.ROOT].inside
-        if in_pass and next(layers) == 2 * len(policy.model.layers) + 1:
-            raise RuntimeError("not enough memory: you tried to allocate 8 bytes")
-        unpack(*arguments)
-
-    fsdp.foreach_all_gather_copy_out = fail_or_unpack
-
-
-def run_out_of_memory_in_reading(trainer: PPOTrainer, place: str, number: int) -> None:
-    """Once, in pass `number` (from 0) of this process through a divided model without a graph: in the first or last
-    layer of the policy, after the layers, or before the pass."""
-    models, passes = trainer.models, iter(range(10**6))
-
-    def fail(*_: Any) -> None:
-        divided = place == "before" or models.policy.__dict__[sharding.ROOT].inside
-        if divided and not torch.is_grad_enabled() and next(passes) == number:
-            raise RuntimeError("not enough memory: you tried to allocate 8 bytes")
-
-    layers, read = models.policy.model.layers, models.read_policy
-    modules = {"first": layers[0], "last": layers[-1], "after": models.policy.lm_head}
-    if place in modules:
-        modules[place].register_forward_pre_hook(fail)
-        return
-
-    def fail_or_read(*arguments: Any) -> Any:
-        fail()
-        return read(*arguments)
-
-    models.read_policy = fail_or_read  # type: ignore[method-assign]
 
 
 @torch.no_grad()

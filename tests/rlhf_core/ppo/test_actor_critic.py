@@ -213,7 +213,7 @@ def gradients(trainer: PPOTrainer) -> torch.Tensor:
         seen.append(torch.cat([p.grad.flatten() for p in trainer.models.trained()["policy"] if p.grad is not None]))
         raise StopIteration
 
-    trainer.updater._step_optimizers = stop  # type: ignore[method-assign]
+    trainer._step_optimizers = stop  # type: ignore[method-assign]
     with pytest.raises(StopIteration):
         trainer.step()
     return seen[0]

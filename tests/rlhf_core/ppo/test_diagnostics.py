@@ -1,15 +1,19 @@
 """`diagnostics.py`: every column by its definition, and none of them sees padding."""
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
+from rlhf_core.config.ppo import PPOConfig
+from rlhf_core.ppo.advantages import compute_gae, reward_to_go
 from rlhf_core.ppo.diagnostics import repeated_ngram_share, step_row
+from rlhf_core.ppo.health import Monitor
 from rlhf_core.ppo.plan import StepPlan
 from rlhf_core.ppo.rollout import Credit, Rollout, Scores, to_rows
-from rlhf_core.ppo.statistics import UpdateStatistics
+from rlhf_core.ppo.statistics import UpdateStatistics, explained_variance
 
 CPU = torch.device("cpu")
 RESPONSES = [[11, 12, 1], [13]]
@@ -49,8 +53,8 @@ def row(padding: float = 0.0, gold: list[float] | None = None, **parts: list[flo
         sums={"entropy": 6.0, "clip_fraction": 2.0}, tokens=4.0, ratio_max=1.5, optimizer_steps=3
     )
     statistics.grad_norms["policy"] += [1.0, 2.0]
-    plan = StepPlan(step=6, trains_policy=True, uses_ratio=True, epochs=1, minibatches=1, kl_coef=0.1, step_price=1.0)
-    return step_row(plan, rollout, scores, credit, statistics, 1e-4)
+    plan = StepPlan(step=6, trains_policy=True, epochs=1, minibatches=1)
+    return step_row(plan, rollout, scores, credit, statistics, 1e-4, 0.1)
 
 
 def test_rewards_and_scores_by_hand() -> None:
@@ -97,8 +101,8 @@ def test_rule_07_the_engine_mismatch_is_measured() -> None:
 def test_credit_and_update_by_hand() -> None:
     found = row()
     assert found["advantage_abs"] == 2.0
-    errors, returns = torch.tensor([1.0, 1.0, 0.0, 0.0]), torch.tensor([1.0, 2.0, 2.0, 3.0])
-    expected = 1 - errors.var(unbiased=False) / returns.var(unbiased=False)
+    to_go, values = torch.tensor([1.97, 2.02, 2.02, -1.1]), torch.tensor([0.0, 1.0, 2.0, 3.0])
+    expected = 1 - (to_go - values).var(unbiased=False) / to_go.var(unbiased=False)
     assert found["explained_variance"] == pytest.approx(expected.item())
     assert found["entropy"] == 1.5
     assert found["grad_norm_policy"] == 1.5
@@ -117,3 +121,38 @@ def test_repeated_ngrams_by_hand() -> None:
     assert repeated_ngram_share([[1, 1, 1, 1, 1], [1, 2]]) == pytest.approx(2 / 3)
     assert repeated_ngram_share([[1, 1]]) == 0.0
     assert repeated_ngram_share([[1, 1, 2]], n=1) == pytest.approx(1 / 3)
+
+
+@pytest.mark.parametrize("lam", [0.95, 1.0])
+def test_rule_28_a_critic_of_random_numbers_explains_nothing_and_is_reported(
+    lam: float, ppo_values: Callable[..., dict[str, Any]]
+) -> None:
+    """One random number per answer of 384 tokens. The returns of λ < 1 contain the critic's own values: against them it
+    would explain 94%, and no run could be reported as diverging."""
+    torch.manual_seed(3)
+    rows, time = 64, 384
+    mask = torch.ones(rows, time)
+    values = torch.randn(rows, 1).expand(rows, time).contiguous()
+    rewards = torch.zeros(rows, time)
+    rewards[:, -1] = torch.randn(rows)
+    advantages, returns = compute_gae(rewards, torch.nn.functional.pad(values, (0, 1)), 1.0, lam, mask)
+    explained = explained_variance(values, reward_to_go(rewards, mask), mask).item()
+    assert explained < -0.5
+    if lam < 1:
+        assert explained_variance(values, returns, mask).item() > 0.5
+    zeros = torch.zeros(rows, time)
+    rollout = Rollout(
+        [[]] * rows, [[3]] * rows, [[11] * time] * rows, [""] * rows, mask[:, 0].bool(), mask,
+        *[zeros] * 4, old_values=values,
+    )  # fmt: skip
+    credit = Credit(zeros, rewards, advantages, returns, advantages, scale=1.0)
+    scores = Scores(rewards[:, -1], rewards[:, -1], None)
+    plan = StepPlan(step=6, trains_policy=True, epochs=1, minibatches=1)
+    update = UpdateStatistics(1.0, {"entropy": 1.0, "clip_fraction": 0.1})
+    update.grad_norms |= {"policy": [1.0], "critic": [1.0]}
+    found = step_row(plan, rollout, scores, credit, update, 1e-4, 0.1)
+    assert found["explained_variance"] == pytest.approx(explained)
+    monitor = Monitor(PPOConfig.model_validate(ppo_values()))
+    for step in range(1, 61):
+        monitor.observe({**found, "step": step, "value_loss": 1.0 if step <= 30 else 1e3})
+    assert "diverging_critic" in [alert.name for alert in monitor.alerts]

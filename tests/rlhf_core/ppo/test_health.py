@@ -57,9 +57,8 @@ def watch(ppo_values: Callable[..., dict[str, Any]]) -> Watch:
         history: list[dict[str, float | None]],
         batch_size: int = 128,
         ppo_epochs: int = 2,
-        objective: str = "clip",
     ) -> Monitor:
-        config = ppo_values(batch_size=batch_size, ppo_epochs=ppo_epochs, objective=objective, kl={"horizon": 1000})
+        config = ppo_values(batch_size=batch_size, ppo_epochs=ppo_epochs, kl={"horizon": 1000})
         monitor = Monitor(PPOConfig(**config))
         for row in history:
             monitor.observe(row)
@@ -332,15 +331,6 @@ def test_on_the_demo_only_repetition_fires(watch: Watch) -> None:
         found = [{k: float(v) if v else None for k, v in row.items()} for row in csv.DictReader(file)]
     assert len(found) >= 20
     assert [alert.name for alert in watch(found).alerts] == ["repetition"]
-
-
-@pytest.mark.parametrize("objective", ["clip", "kl_penalty"])
-def test_clip_alerts_need_the_clipped_objective(objective: str, watch: Watch) -> None:
-    history = rows(
-        20, clip_fraction=lambda _: 0.9, clip_fraction_last_epoch=lambda _: 0.9, reward_raw=noisy(lambda _: 1.0)
-    )
-    seen = {alert.name for alert in watch(history, objective=objective).alerts}
-    assert seen == ({"frozen_reward", "stale_data"} if objective == "clip" else set())
 
 
 def test_a_run_without_a_critic_has_none_that_diverges(watch: Watch) -> None:

@@ -17,7 +17,6 @@ from rlhf_core.ppo.kl import (
     KLController,
     KLKind,
     estimate_kl,
-    full_kl,
 )
 
 GARBAGE = (float("nan"), float("inf"), float("-inf"), 1e30)
@@ -66,14 +65,13 @@ def test_k1_and_k3_are_unbiased_under_the_policy_and_full_is_exact(
         expectation = (weights * estimate_kl(logprobs, ref_logprobs, kind)).sum().item()
         assert expectation == pytest.approx(exact_kl(p, q), abs=1e-9)
     policy, reference = torch.tensor(logits, dtype=torch.float64).unbind()
-    assert full_kl(policy, reference).item() == pytest.approx(exact_kl(p, q), abs=1e-9)
-    assert estimate_kl(policy, reference, "full").item() == full_kl(policy, reference).item()
+    assert estimate_kl(policy, reference, "full").item() == pytest.approx(exact_kl(p, q), abs=1e-9)
 
 
 def test_the_estimates_are_of_the_policy_to_its_reference_and_not_the_other_way() -> None:
     p, q = [0.9, 0.1], [0.5, 0.5]
     logits, ref_logits = torch.tensor(p).log(), torch.tensor(q).log()
-    assert full_kl(logits, ref_logits).item() == pytest.approx(exact_kl(p, q), abs=1e-6)
+    assert estimate_kl(logits, ref_logits, "full").item() == pytest.approx(exact_kl(p, q), abs=1e-6)
     assert abs(exact_kl(p, q) - exact_kl(q, p)) > 0.1
     assert estimate_kl(logits, ref_logits, "k1").tolist() == pytest.approx([math.log(1.8), math.log(0.2)])
     assert estimate_kl(logits, ref_logits, "k3").tolist() == pytest.approx(
@@ -87,15 +85,15 @@ def test_failure_06_equal_policies_have_no_kl_and_small_ones_keep_their_digits_i
         assert estimate_kl(logprobs, logprobs, kind).tolist() == [0, 0]
     assert estimate_kl(torch.tensor([0.0]), torch.tensor([1e-4]), "k3").item() == pytest.approx(5e-9, rel=1e-2)
     logits = torch.randn(3, 4)
-    assert full_kl(logits, logits + 2.0).tolist() == pytest.approx([0, 0, 0], abs=1e-6)
+    assert estimate_kl(logits, logits + 2.0, "full").tolist() == pytest.approx([0, 0, 0], abs=1e-6)
 
 
 def test_full_drops_the_vocabulary_and_is_float32_from_bfloat16_logits() -> None:
     logits, ref_logits = torch.randn(2, 3, 50).bfloat16(), torch.randn(2, 3, 50).bfloat16()
-    kl = full_kl(logits, ref_logits)
+    kl = estimate_kl(logits, ref_logits, "full")
     assert kl.shape == (2, 3)
     assert kl.dtype == torch.float32
-    assert torch.allclose(kl.double(), full_kl(logits.double(), ref_logits.double()), atol=1e-5)
+    assert torch.allclose(kl.double(), estimate_kl(logits.double(), ref_logits.double(), "full"), atol=1e-5)
 
 
 def test_an_unknown_kind_is_refused() -> None:
@@ -126,7 +124,7 @@ def test_rule_18_garbage_on_padding_reaches_no_estimate_and_no_gradient(kind: KL
 
 @pytest.mark.parametrize("kind", get_args(KLKind))
 def test_gradients_of_every_estimate_are_right(kind: KLKind) -> None:
-    """With and without padding; `full` is `full_kl` of all log-probabilities."""
+    """With and without padding; `full` is of all log-probabilities."""
     shape, real = ((2, 3, 4), (2, 3)) if kind == "full" else ((2, 3), (2, 3))
     generator = torch.Generator().manual_seed(2)
     pair = [torch.randn(shape, generator=generator, dtype=torch.float64, requires_grad=True) for _ in range(2)]

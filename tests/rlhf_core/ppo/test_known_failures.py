@@ -14,6 +14,7 @@ import torch
 from rlhf_core.data.chat import Conversation
 from rlhf_core.models.scorers import Answers
 from rlhf_core.ppo.trainer import PPOTrainer
+from tests.rlhf_core.ppo.stepping import credit_of
 
 MakeTrainer = Callable[..., PPOTrainer]
 PAD = 0
@@ -39,18 +40,17 @@ def by_row(answers: Answers) -> list[float]:
     return [float(1 + row) for row in range(len(answers.texts))]
 
 
-@pytest.mark.parametrize("placement", ["token", "sequence_end"])
 def test_failure_03_score_lands_on_the_last_real_token(
-    make_trainer: MakeTrainer, says_pad: Callable[[PPOTrainer], PPOTrainer], placement: str
+    make_trainer: MakeTrainer, says_pad: Callable[[PPOTrainer], PPOTrainer]
 ) -> None:
     """Without KL penalty nothing else is rewarded: not padding, and not the token before a sampled pad token."""
-    kl = {"coef": 0.0, "placement": placement}
+    kl = {"coef": 0.0}
     trainer = says_pad(make_trainer(batch_size=64, scorer=by_row, kl=kl, score={"clip": 1e9}))
     rollout = trainer.rollout()
     assert any(ids[-1] == PAD for ids in rollout.response_ids)
     assert len(set(rollout.lengths)) > 2
     scores = trainer.score(rollout)
-    rewards = trainer.assign_credit(rollout, scores).rewards
+    rewards = credit_of(trainer, rollout).rewards
     expected = torch.zeros_like(rewards)
     for row, length in enumerate(rollout.lengths):
         expected[row, length - 1] = scores.used[row]

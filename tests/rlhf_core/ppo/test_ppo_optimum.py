@@ -64,7 +64,7 @@ def in_place_of_k1(kind: str) -> Callable[..., torch.Tensor]:
     return lambda logprobs, reference, requested, mask=None: estimate_kl(logprobs, reference, kind, mask)  # type: ignore[arg-type]
 
 
-def at_the_last_column(scores: Any, kl: Any, mask: Any, kl_coef: float, placement: str) -> torch.Tensor:
+def at_the_last_column(scores: Any, kl: Any, mask: Any, kl_coef: float) -> torch.Tensor:
     """`shape_rewards` with the score at `[:, -1]`, which may be padding (known failure 3)."""
     rewards = -kl_coef * kl * mask
     rewards[:, -1] += scores
@@ -243,9 +243,3 @@ def test_any_division_of_the_batch_fits(minibatches: int, epochs: int) -> None:
     config = block(batch_size=minibatches * 2, minibatches=minibatches, ppo_epochs=epochs)
     for problem in problems(config):
         assert forced(config, problem).minibatches == minibatches
-
-
-def test_with_whitened_rewards_no_resting_point_is_known() -> None:
-    config = block(whiten_rewards=True, critic__init="sft", score__missing_eos_penalty=0.0)
-    assert Forces.of(config, 0.1, 1.0) is None
-    assert Forces.of(block(), 0.1, 1.0) is not None

@@ -27,13 +27,13 @@ def nats_per_token(trainer: PPOTrainer, pieces: list[list[int]]) -> float:
 @pytest.mark.parametrize("micro", [1, 3, 4])
 def test_the_loss_is_a_mean_over_the_tokens_of_the_minibatch(make_trainer: MakeTrainer, micro: int) -> None:
     trainer = make_trainer(text=PIECES[:1], ptx=SETTINGS, micro_batch_size=micro)
-    losses = trainer.updater.text.losses(trainer.models, 0, 0, trainer.processes)
+    losses = trainer.text.losses(trainer.models, 0, 0, trainer.processes)
     assert sum(loss.item() for loss in losses) == pytest.approx(nats_per_token(trainer, PIECES[:1]), rel=1e-5)
 
 
 def test_each_minibatch_draws_other_pieces_by_step_and_seed(make_trainer: MakeTrainer) -> None:
     trainer = make_trainer(text=[[a, b] for a in range(5, 50) for b in (6, 7)], ptx=SETTINGS)
-    text, drawn = trainer.updater.text, []
+    text, drawn = trainer.text, []
     for step, minibatch in ((0, 0), (0, 1), (1, 0), (0, 0)):
         losses = text.losses(trainer.models, step, minibatch, trainer.processes)
         drawn.append(sum(loss.item() for loss in losses))

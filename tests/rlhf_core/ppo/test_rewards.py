@@ -8,10 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rlhf_core.ppo.rewards import Placement, RunningScale, normalise_scores, penalise_missing_eos, shape_rewards
+from rlhf_core.ppo.rewards import normalise_scores, penalise_missing_eos, shape_rewards
 
 GARBAGE = (float("nan"), float("inf"), float("-inf"), 1e30)
-PLACEMENTS: tuple[Placement, ...] = ("token", "sequence_end")
 properties = settings(max_examples=60, deadline=None, derandomize=True)
 
 
@@ -27,53 +26,44 @@ def batches(draw: st.DrawFn, time: int = 6) -> tuple[Tensor, Tensor, Tensor]:
 
 
 @properties
-@given(batches(), st.floats(0, 2), st.sampled_from(PLACEMENTS))
-def test_rule_08_rewards_equal_a_slow_loop(
-    batch: tuple[Tensor, Tensor, Tensor], kl_coef: float, placement: Placement
-) -> None:
+@given(batches(), st.floats(0, 2))
+def test_rule_08_rewards_equal_a_slow_loop(batch: tuple[Tensor, Tensor, Tensor], kl_coef: float) -> None:
     scores, kl, mask = batch
-    rewards = shape_rewards(scores, kl, mask, kl_coef, placement)
+    rewards = shape_rewards(scores, kl, mask, kl_coef)
     for row, length in enumerate(mask.sum(1).tolist()):
         expected = [-kl_coef * x for x in kl[row, :length].tolist()]
-        if placement == "sequence_end":
-            expected = [0.0] * (length - 1) + [sum(expected)]
         expected[-1] += scores[row].item()
         assert rewards[row, :length].tolist() == pytest.approx(expected, abs=1e-12)
         assert rewards[row, length:].eq(0).all()
 
 
 @properties
-@given(batches(), st.floats(0, 2), st.sampled_from(PLACEMENTS))
+@given(batches(), st.floats(0, 2))
 def test_rule_08_the_rewards_of_a_row_sum_to_the_score_minus_beta_times_its_kl(
-    batch: tuple[Tensor, Tensor, Tensor], kl_coef: float, placement: Placement
+    batch: tuple[Tensor, Tensor, Tensor], kl_coef: float
 ) -> None:
     scores, kl, mask = batch
     expected = scores - kl_coef * (kl * mask).sum(1)
-    assert torch.allclose(shape_rewards(scores, kl, mask, kl_coef, placement).sum(1), expected, atol=1e-10)
+    assert torch.allclose(shape_rewards(scores, kl, mask, kl_coef).sum(1), expected, atol=1e-10)
 
 
-@pytest.mark.parametrize("placement", PLACEMENTS)
-def test_failure_03_the_score_is_on_the_last_real_token_and_never_on_padding(
-    placement: Placement,
-) -> None:
+def test_failure_03_the_score_is_on_the_last_real_token_and_never_on_padding() -> None:
     mask = torch.tensor([[1, 1, 0, 0], [1, 0, 0, 0], [1, 1, 1, 1], [1, 0, 1, 0]])
-    rewards = shape_rewards(torch.tensor([1.0, 2.0, 3.0, 4.0]), torch.zeros(4, 4), mask, 0.1, placement)
+    rewards = shape_rewards(torch.tensor([1.0, 2.0, 3.0, 4.0]), torch.zeros(4, 4), mask, 0.1)
     assert rewards.tolist() == [[0, 1, 0, 0], [2, 0, 0, 0], [0, 0, 0, 3], [0, 0, 4, 0]]
 
 
-def test_rule_08_placements_by_hand() -> None:
+def test_rule_08_rewards_by_hand() -> None:
     scores, kl, mask = torch.tensor([2.0]), torch.tensor([[1.0, -0.5, 4.0, 9.0]]), torch.tensor([[1, 1, 1, 0]])
     assert shape_rewards(scores, kl, mask, 0.5)[0].tolist() == [-0.5, 0.25, 0.0, 0.0]
-    assert shape_rewards(scores, kl, mask, 0.5, "sequence_end")[0].tolist() == [0.0, 0.0, -0.25, 0.0]
 
 
-@pytest.mark.parametrize("placement", PLACEMENTS)
 @pytest.mark.parametrize("garbage", GARBAGE)
-def test_rule_18_garbage_on_padding_changes_no_reward(placement: Placement, garbage: float) -> None:
+def test_rule_18_garbage_on_padding_changes_no_reward(garbage: float) -> None:
     mask = torch.tensor([[1, 1, 0], [1, 1, 1], [0, 0, 0]])
     scores = torch.tensor([1.0, 2.0, 3.0], requires_grad=True)
     kl = torch.full((3, 3), 0.5).masked_fill(mask == 0, garbage).requires_grad_()
-    rewards = shape_rewards(scores, kl, mask, 0.1, placement)
+    rewards = shape_rewards(scores, kl, mask, 0.1)
     assert rewards.sum(1).tolist() == pytest.approx([0.9, 1.85, 0.0])
     assert rewards[mask == 0].eq(0).all()
     rewards.sum().backward()
@@ -90,9 +80,7 @@ def test_a_score_that_is_not_a_number_stays_in_its_row_and_at_its_token() -> Non
     assert rewards[1].tolist() == [0, 0, 1]
 
 
-def test_an_unknown_placement_and_a_mask_of_another_shape_are_refused() -> None:
-    with pytest.raises(ValueError, match="unknown placement of the KL penalty: 'start'"):
-        shape_rewards(torch.zeros(1), torch.zeros(1, 2), torch.ones(1, 2), 0.1, "start")  # type: ignore[arg-type]
+def test_a_mask_of_another_shape_is_refused() -> None:
     with pytest.raises(ValueError, match="must be equal"):
         shape_rewards(torch.zeros(2), torch.zeros(2, 3), torch.ones(1, 3), 0.1)
 
@@ -140,19 +128,3 @@ def test_rule_12_without_a_clip_nothing_is_clipped_and_a_constant_reward_model_i
 def test_rule_12_impossible_statistics_are_refused(mean: float, std: float, clip: float) -> None:
     with pytest.raises(ValueError, match="scores"):
         normalise_scores(torch.zeros(2), mean, std, clip)
-
-
-def test_reward_scaling_divides_by_the_deviation_of_all_scores_so_far() -> None:
-    """Of this batch's too; the mean stays. A state continues where it was."""
-    first, second = torch.tensor([1.0, 2.0, 6.0]), torch.tensor([0.0, -4.0])
-    scale = RunningScale()
-    assert torch.allclose(scale(first), first / first.std(unbiased=False))
-    resumed = RunningScale()
-    resumed.load_state_dict(scale.state_dict())
-    both = torch.cat([first, second]).std(unbiased=False)
-    assert torch.allclose(scale(second), second / both)
-    assert torch.allclose(resumed(second), second / both)
-
-
-def test_reward_scaling_leaves_scores_that_do_not_vary_as_they_are() -> None:
-    assert RunningScale()(torch.tensor([3.0, 3.0])).tolist() == [3.0, 3.0]

@@ -1,5 +1,5 @@
-"""`update.py`: the gradient of the one big batch, counted steps, clipping per model, and the stops that refuse to go
-on."""
+"""The update of a step: the gradient of the one big batch, counted steps, clipping per model, and the stops that
+refuse to go on."""
 
 import math
 from collections.abc import Callable
@@ -15,20 +15,16 @@ from rlhf_core.models.batch import predict, state_values
 from rlhf_core.models.token_logprobs import logprobs_and_entropy
 from rlhf_core.ppo.losses import compute_ppo_total_loss
 from rlhf_core.ppo.rollout import Credit, Rollout
-from rlhf_core.ppo.trainer import PPOTrainer
-from rlhf_core.ppo.update import (
-    FIRST_RATIO_TOLERANCE,
-    RatioError,
-    Updater,
-    require_same_policy,
-)
+from rlhf_core.ppo.statistics import UpdateStatistics
+from rlhf_core.ppo.trainer import FIRST_RATIO_TOLERANCE, PPOTrainer, RatioError, require_same_policy
+from tests.rlhf_core.ppo.stepping import credit_of, first_gradients, passes, update
 
 MakeTrainer = Callable[..., PPOTrainer]
 
 
 def experience(trainer: PPOTrainer) -> tuple[Rollout, Credit]:
     rollout = trainer.rollout()
-    return rollout, trainer.assign_credit(rollout, trainer.score(rollout))
+    return rollout, credit_of(trainer, rollout)
 
 
 def test_gradients_are_computed_with_strictly_deterministic_kernels(make_trainer: MakeTrainer) -> None:
@@ -39,7 +35,7 @@ def test_gradients_are_computed_with_strictly_deterministic_kernels(make_trainer
     rollout, credit = experience(trainer)
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
-        trainer.updater.run(rollout, credit, trainer.plan())
+        update(trainer, rollout, credit)
         assert torch.is_deterministic_algorithms_warn_only_enabled()
     finally:
         torch.use_deterministic_algorithms(False)
@@ -63,24 +59,10 @@ def weights(model: PreTrainedModel) -> torch.Tensor:
     return torch.cat([p.detach().flatten() for p in model.parameters()])
 
 
-def with_config(updater: Updater, **changes: Any) -> Updater:
-    return replace(updater, config=updater.config.model_copy(update=changes))
-
-
-def accumulated(trainer: PPOTrainer, rollout: Rollout, credit: Credit, micro: int) -> dict[str, torch.Tensor]:
-    """The gradients of the first minibatch."""
-    updater = with_config(trainer.updater, micro_batch_size=micro)
-    for model in (trainer.models.policy, trainer.models.critic):
-        model.zero_grad()
-    plan = trainer.plan()
-    updater._accumulate(rollout, credit, updater.passes(rollout, plan, 0)[0], plan, number=1)
-    return {"policy": gradient(trainer.models.policy), "critic": gradient(trainer.models.critic)}
-
-
 def of_the_big_batch(trainer: PPOTrainer, rollout: Rollout, credit: Credit) -> dict[str, torch.Tensor]:
     """The same, from one forward pass over the rows in another order and a mean over all real tokens."""
     config = trainer.config
-    rows = [i for part in trainer.updater.passes(rollout, trainer.plan(), 0)[0] for i in part][::-1]
+    rows = [i for part in passes(trainer, rollout)[0] for i in part][::-1]
     for model in (trainer.models.policy, trainer.models.critic):
         model.zero_grad()
     batch = rollout.batch(rows, trainer.pad_id)
@@ -112,7 +94,7 @@ def test_rule_13_micro_batches_give_the_gradient_of_the_one_big_batch(kind: str,
     rollout = older(rollout)
     expected = of_the_big_batch(trainer, rollout, credit)
     for micro in (1, 3, 8):
-        found = accumulated(trainer, rollout, credit, micro)
+        found = first_gradients(trainer, rollout, credit, micro_batch_size=micro)
         for name, reference in expected.items():
             assert (found[name] - reference).norm() / reference.norm() <= 1e-5, (name, micro)
 
@@ -186,10 +168,8 @@ def test_rule_16_the_value_clip_has_a_key_of_its_own(make_trainer: MakeTrainer) 
     shares = {}
     for clip in (0.2, 0.3):
         critic = trainer.config.critic.model_copy(update={"value_clip": clip})
-        updater = with_config(trainer.updater, critic=critic)
-        rows = updater.passes(rollout, trainer.plan(), 0)[0]
-        statistics = updater._accumulate(rollout, credit, rows, trainer.plan(), number=1)
-        shares[clip] = statistics.means()["value_clip_fraction"]
+        fresh = make_trainer(ppo_epochs=1, minibatches=1)
+        shares[clip] = update(fresh, rollout, credit, critic=critic)["value_clip_fraction"]
     assert shares == {0.2: 1.0, 0.3: 0.0}
 
 
@@ -211,7 +191,7 @@ def test_rule_18_statistics_are_means_over_real_tokens(make_trainer: MakeTrainer
         entropy = logprobs_and_entropy(predict(trainer.models.policy, batch), batch.response_tokens)[1]
     moved = replace(rollout, old_logprobs=(rollout.old_logprobs - 0.3) * rollout.mask)
     credit = replace(credit, weights=rollout.mask)
-    means = with_config(trainer.updater, check_ratio=False).run(moved, credit, trainer.plan()).means()
+    means = update(trainer, moved, credit, check_ratio=False)
     assert means["clip_fraction"] == 1.0
     assert means["approx_kl"] == pytest.approx(math.exp(0.3) - 1.3, abs=1e-4)
     assert means["ratio_max"] == pytest.approx(math.exp(0.3), abs=1e-4)
@@ -224,7 +204,7 @@ def test_rule_07_failure_07_the_first_ratio_is_1(kind: str, make_trainer: MakeTr
     """To the bit: log π_old was read in the micro-batches of the first epoch."""
     trainer = make_trainer(kind, temperature=0.7)
     rollout, _ = experience(trainer)
-    for rows in (rows for minibatch in trainer.updater.passes(rollout, trainer.plan(), 0) for rows in minibatch):
+    for rows in (rows for minibatch in passes(trainer, rollout) for rows in minibatch):
         batch = rollout.batch(rows, trainer.pad_id)
         predictions = predict(trainer.models.policy, batch)
         now = batch.spread(logprobs_and_entropy(predictions, batch.response_tokens, 0.7)[0])
@@ -238,16 +218,16 @@ def test_rule_07_other_weights_stop_the_run(make_trainer: MakeTrainer) -> None:
     with torch.no_grad():
         trainer.models.policy.get_input_embeddings().weight.mul_(1.01)
     with pytest.raises(RatioError, match="before the first update"):
-        trainer.updater.run(rollout, credit, trainer.plan())
+        update(trainer, rollout, credit)
     assert torch.equal(weights(trainer.models.critic), before)
-    with_config(trainer.updater, check_ratio=False).run(rollout, credit, trainer.plan())
+    update(trainer, rollout, credit, check_ratio=False)
 
 
 def test_rule_07_another_temperature_stops_the_run(make_trainer: MakeTrainer) -> None:
     trainer = make_trainer()
     rollout, credit = experience(trainer)
     with pytest.raises(RatioError):
-        with_config(trainer.updater, temperature=1.01).run(rollout, credit, trainer.plan())
+        update(trainer, rollout, credit, temperature=1.01)
 
 
 def test_rule_07_dropout_stops_the_run(make_trainer: MakeTrainer) -> None:
@@ -266,7 +246,7 @@ def test_rule_07_the_check_looks_at_real_tokens_only() -> None:
     old = torch.tensor([[-1.0, -2.0, math.nan]])
     require_same_policy(old + 0.9 * FIRST_RATIO_TOLERANCE, old, mask)
     for change in (1.1 * FIRST_RATIO_TOLERANCE, -1.1 * FIRST_RATIO_TOLERANCE, math.nan, math.inf):
-        with pytest.raises(RatioError):
+        with pytest.raises(RatioError if math.isfinite(change) else NonFiniteError):
             require_same_policy(old + torch.tensor([[0.0, change, 0.0]]), old, mask)
 
 
@@ -276,7 +256,7 @@ def test_a_loss_that_is_not_finite_makes_no_step(make_trainer: MakeTrainer) -> N
     before = weights(trainer.models.policy), weights(trainer.models.critic)
     corrupt = replace(credit, weights=credit.weights * math.nan)
     with pytest.raises(NonFiniteError, match="lower the learning rate"):
-        trainer.updater.run(rollout, corrupt, trainer.plan())
+        update(trainer, rollout, corrupt)
     assert torch.equal(weights(trainer.models.policy), before[0])
     assert torch.equal(weights(trainer.models.critic), before[1])
 
@@ -298,14 +278,13 @@ def test_the_last_epoch_is_counted_by_itself(
 ) -> None:
     """`clip_fraction_last_epoch` is the token-weighted mean over the last epoch's two minibatches, of two to six."""
     found: list[tuple[float, float]] = []
-    accumulate = Updater._accumulate
+    reduce = UpdateStatistics.all_reduce
 
-    def recorded(self: Updater, *arguments: Any, **named: Any) -> Any:
-        statistics = accumulate(self, *arguments, **named)
-        found.append((statistics.sums["clip_fraction"], statistics.tokens))
-        return statistics
+    def recorded(self: UpdateStatistics, *arguments: Any) -> None:
+        reduce(self, *arguments)
+        found.append((self.sums["clip_fraction"], self.tokens))
 
-    monkeypatch.setattr(Updater, "_accumulate", recorded)
+    monkeypatch.setattr(UpdateStatistics, "all_reduce", recorded)
     row = make_trainer(ppo_epochs=epochs, minibatches=2, learning_rate=3e-2).step()
     assert len(found) == 2 * epochs
     clipped, tokens = (sum(column) for column in zip(*found[-2:], strict=True))

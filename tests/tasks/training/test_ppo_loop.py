@@ -8,10 +8,12 @@ import pytest
 import torch
 
 from rlhf_core.config.ppo import PPOConfig
+from rlhf_core.errors import UserError
 from rlhf_core.models.hf import save_checkpoint
 from rlhf_core.ppo import scoring
 from tasks.datasets.jsonl import Row
 from tasks.params.round import RoundParams
+from tasks.training import ppo_loop
 from tasks.training.ppo_inputs import Beginning, beginning
 from tasks.training.ppo_loop import READ, build, drawn
 from tests.tasks.conftest import TINY
@@ -103,3 +105,67 @@ def test_the_loop_has_the_models_of_its_beginning(
     )
     row = trainer.step()
     assert (abs(row["kl_k3"]) < 1e-6) is moved, "before the first step, only the policy itself is no nat away"
+
+
+def test_a_run_that_continues_takes_the_scores_of_the_reference_from_its_state(
+    workshop: Path,
+    make_stage: Make,
+    asked: list[Row],
+    close_round: Callable[[Path, int], None],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Also where the first process was stopped while it sampled; the progress is shown."""
+    monkeypatch.setattr(scoring, "REFERENCE_ANSWERS", 24)
+    stage = stage_in_round(1, make_stage, workshop, asked, close_round)
+    config, sample, sampled = PPOConfig.model_validate(TINY.tiny_ppo_values()), scoring.sample, []
+
+    def counted(*arguments: Any, **options: Any) -> Any:
+        if len(sampled) == 1:
+            sampled.append(0)
+            raise KeyboardInterrupt
+        sampled.append(len(arguments[1]))
+        return sample(*arguments, **options)
+
+    def begin() -> tuple[float, float]:
+        source = build(stage, config, TINY.tiny_tokenizer(), beginning_of(stage))[0].scoring.source
+        return source.normalisation.mean, source.normalisation.std
+
+    monkeypatch.setattr(scoring, "sample", counted)
+    with pytest.raises(KeyboardInterrupt):
+        begin()
+    found = begin()
+    assert sampled == [8, 0, 8, 8], "the first batch is kept"
+    assert "reference answer 24/24" in capsys.readouterr().out
+    assert begin() == found
+    assert sampled == [8, 0, 8, 8], "nothing is sampled again"
+
+
+def test_out_of_memory_says_at_which_step_the_run_continues(
+    workshop: Path,
+    make_stage: Make,
+    asked: list[Row],
+    close_round: Callable[[Path, int], None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In one line with the keys to lower; the same command goes on there."""
+    monkeypatch.setattr(scoring, "REFERENCE_ANSWERS", 16)
+    monkeypatch.setattr(ppo_loop, "save_is_due", lambda _, trainer, __: trainer.steps_done == 2)
+    stage = stage_in_round(1, make_stage, workshop, asked, close_round)
+    config = PPOConfig.model_validate(TINY.tiny_ppo_values())
+    trainer, watched, _ = build(stage, config, TINY.tiny_tokenizer(), beginning_of(stage))
+    engine = trainer.engine
+
+    def short(*arguments: Any) -> Any:
+        if trainer.steps_done == 3:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return engine(*arguments)
+
+    trainer.engine = short
+    with pytest.raises(UserError) as error:
+        ppo_loop.train(stage, trainer, watched)
+    assert "\n" not in str(error.value)
+    assert str(error.value).startswith("out of memory in the rollout of step 4; lower ppo.sampler_rows")
+    assert str(error.value).endswith("the run continues at step 3")
+    again, watched, _ = build(stage, config, TINY.tiny_tokenizer(), beginning_of(stage))
+    assert [row["step"] for row in ppo_loop.train(stage, again, watched).history] == [1, 2, 3, 4]

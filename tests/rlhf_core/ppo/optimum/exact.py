@@ -76,16 +76,11 @@ class Forces:
 
     @classmethod
     def of(cls, config: PPOConfig, kl_coef: float, scale: float) -> "Forces | None":
-        """The terms of the settings; None without a closed form of the resting point: discount with the penalty at the
-        end of the sequence, k3 in the loss, answers that weigh by their length, and whitened rewards."""
-        in_reward = config.kl.penalty == "reward"
-        if config.gamma < 1 and in_reward and config.kl.placement == "sequence_end":
-            return None
+        """The terms of the settings; None without a closed form of the resting point: k3 in the loss, and answers that
+        weigh by their length."""
         if config.kl.estimator == "k3" or config.loss_average == "answer_means":
             return None
-        if config.whiten_rewards:
-            return None
-        return cls(kl_coef, config.entropy_coef * scale, config.gamma, in_reward)
+        return cls(kl_coef, config.entropy_coef * scale, config.gamma, config.kl.penalty == "reward")
 
 
 def resting_point(

@@ -10,9 +10,8 @@ from torch import Tensor
 
 from rlhf_core.config.ppo import PPOConfig
 from rlhf_core.models.masked import zero_padding
-from rlhf_core.ppo.credit import estimate_advantages, token_rewards
+from rlhf_core.ppo.credit import assign_credit
 from rlhf_core.ppo.objective import Pass, losses_of
-from rlhf_core.ppo.plan import StepPlan
 from rlhf_core.ppo.rollout import Credit, Rollout, Scores
 from rlhf_core.ppo.trainer import PPOTrainer
 from tests.rlhf_core.ppo.optimum.exact import batch_of, token_logprobs
@@ -106,9 +105,10 @@ def expected_credit(
     """The credit of each response in an infinite batch, where baselines and whitening weigh each response by its
     probability. Also the deviation by which GRPO divides the advantages, but no KL in the loss (1 for the others)."""
     config, mask = trainer.config, rollout.mask
-    kl, rewards = token_rewards(rollout, scores, config, trainer.controller.coef)
+    plain = assign_credit(rollout, scores, config, trainer.controller.coef)
+    kl, rewards = plain.kl, plain.rewards
     if trainer.models.has_critic:
-        advantages, returns = estimate_advantages(rewards, rollout, config)
+        advantages, returns = plain.advantages, plain.returns
         group = 1.0
     else:
         returns = rewards.sum(dim=1, keepdim=True) * mask
@@ -130,7 +130,7 @@ def expected_returns(
 ) -> Float[Tensor, "batch time"]:
     """The discounted return that is expected from each state, over all responses that pass through it; 0 on
     padding."""
-    _, rewards = token_rewards(rollout, scores, config, kl_coef)
+    rewards = assign_credit(rollout, scores, config, kl_coef).rewards
     returns, later = torch.zeros_like(rewards), torch.zeros_like(rewards[:, 0])
     for t in reversed(range(rewards.shape[1])):
         later = rewards[:, t] + config.gamma * later
@@ -151,10 +151,9 @@ def expected_returns(
 
 def policy_part(trainer: PPOTrainer, rollout: Rollout, credit: Credit, row: int) -> Float[Tensor, ""]:
     """The loss of one response after all warm-ups, without the critic's term."""
-    config, past_all_warmups = trainer.config, trainer.config.steps
+    config = trainer.config
     forward = Pass.over([row], rollout, credit, trainer.models, config, trainer.pad_id)
-    plan = StepPlan.of(config, past_all_warmups, trainer.controller.coef, trainer.step_price.coef)
-    losses = losses_of(forward, config, plan, trainer.models)
+    losses = losses_of(forward, config, trainer.controller.coef)
     return losses["total_loss"] - (config.vf_coef * losses["value_loss"] if config.has_critic else 0.0)
 
 

@@ -143,7 +143,7 @@ def forced(config: PPOConfig, problem: Problem) -> PPOConfig:
     }
     if config.lora is not None:
         changes["lora"] = {"target_modules": "all-linear"}
-    changes["score"] = {"scale": "none"} | ({"missing_eos_penalty": 0.0} if problem.length == 1 else {})
+    changes["score"] = {"missing_eos_penalty": 0.0} if problem.length == 1 else {}
     return PPOConfig.model_validate(merged(config.model_dump(), changes))
 
 
