@@ -173,7 +173,7 @@ def frozen_reward(rows: Sequence[Row], settings: Settings) -> str | None:
 def stale_data(rows: Sequence[Row], settings: Settings) -> str | None:
     """In the last epoch of an update most tokens are clipped: the policy is far from the one that sampled."""
     late = _recent(rows, "clip_fraction_last_epoch", settings)
-    if not settings.clips or settings.epochs < 2 or late is None or late <= LATE_CLIP_FRACTION:
+    if settings.epochs < 2 or late is None or late <= LATE_CLIP_FRACTION:
         return None
     return f"{late:.0%} of the tokens are clipped in the last of {settings.epochs} epochs"
 
