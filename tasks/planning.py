@@ -4,13 +4,13 @@ earlier runs or by formula, disk, and what to change where it does not fit."""
 import json
 import math
 import re
+import socket
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ruamel.yaml import YAML
 from transformers import LlamaConfig, PreTrainedConfig
 
 from rlhf_core.config.dpo import PairConfig
@@ -40,6 +40,7 @@ from tasks.params.loader import PARAMS_FILE, parse
 from tasks.params.methods import BY_NAME, VARIANTS
 from tasks.params.scorer import uses_reward_model
 from tasks.params.variant import merged
+from tasks.stage.dvc_files import open_project
 from tasks.tracking import record
 
 USABLE = 0.95
@@ -56,6 +57,10 @@ FLOPS = {"CPU": 1.5e11, "float32": 2e13, "bfloat16": 3e14}
 formula for times assumes them."""
 SHARE, SAMPLING_SHARE = 0.3, 0.05
 """What training and reading reach of it, and sampling token by token. Assumptions."""
+ANY_GPU = "GPU"
+"""The device of a plan for a GPU that is not here."""
+SPEED = ("processes", "sharding", "lora", "gradient_checkpointing", "engine")
+"""Settings of a stage that change its speed and not the number of its tokens."""
 
 
 @dataclass(frozen=True)
@@ -119,20 +124,26 @@ def plan_run(
     content: dict[str, Any],
     root: Path,
     memory: float,
-    accelerator: bool,
+    device: str,
     folder: Path | None = None,
     prompt_tokens: int | None = None,
     file: Path = PARAMS_FILE,
 ) -> dict[str, Any]:
-    """The plan of a parameter file's content for a device of `memory` bytes. Bytes and seconds; None for what depends
-    on data that are not here. Raises UserError for invalid parameters, and as `config_of`."""
-    params = parse(Params, content, file=file)
+    """The plan of a parameter file's content for a device of `memory` bytes: "cpu", the name of a GPU, or ANY_GPU.
+    Bytes and seconds; None for what depends on data that are not here. Raises UserError for invalid parameters, and as
+    `config_of`."""
+    params, accelerator = parse(Params, content, file=file), device != "cpu"
     model = Model.of(config_of(params, root, folder), params.trust_remote_code, params.precision, accelerator)
     rows, limit = rows_of(content, params, root), USABLE * memory
-    earlier = earlier_runs(content, root)
+    earlier = earlier_runs(params, root, device) if folder is None else {}  # of a folder no run is known
     speed = FLOPS[params.precision] if accelerator else FLOPS["CPU"] * params.threads
-    stages: dict[str, Any] = {}
-    for stage in stages_of(params, model, rows, prompt_tokens):
+    planned, stages = list(stages_of(params, model, rows, prompt_tokens)), dict[str, Any]()
+    works = {
+        name: {stage.name: stage.work for stage in stages_of(run.params, model, run.rows or rows, prompt_tokens)}
+        for name, run in earlier.items()
+    }
+    times = times_of(planned, params, model, speed, earlier, {name: works[name].get(name) for name in works})
+    for stage in planned:
         phases = stage.phases()
         peak = max(phase.peak for phase in phases)
 
@@ -141,17 +152,7 @@ def plan_run(
             other = replace(model, precision=changed.precision)
             return next(s for s in stages_of(changed, other, rows, prompt_tokens) if s.name == name).peak()
 
-        seconds, by = None, "no rows yet"
-        if stage.work is not None:
-            seconds = stage.work.products(model) / (SHARE * speed) / processes_of(params, stage.name)
-            by = "formula"
-            if stage.name in earlier:
-                run = earlier[stage.name]
-                before = {s.name: s.work for s in stages_of(run.params, model, run.rows or rows, prompt_tokens)}
-                work = before.get(stage.name)
-                if work is not None and work != Work():
-                    seconds = run.seconds * stage.work.products(model) / work.products(model)
-                    by = f"run of {time.strftime('%Y-%m-%d', time.localtime(run.ended))}"
+        seconds, by = times.get(stage.name, (None, "no rows yet"))
         stages[stage.name] = {
             "peak": peak,
             "phases": {
@@ -205,7 +206,7 @@ def rows_of(content: Mapping[str, Any], params: Any, root: Path) -> dict[str, in
         place = below_raw(root / "data" / "raw", ingest.huggingface.dataset, "ingest.huggingface.dataset")
         files = data_files(place) if place.is_dir() else []
     made = {name: root / "data" / "ingest" / f"{name}.jsonl" for name in DATASETS}
-    if all(path.is_file() for path in made.values()) and _is_current(content.get("ingest"), root, files, made.values()):
+    if all(path.is_file() for path in made.values()) and _is_current(content.get("ingest"), root):
         return {name: _lines(path) for name, path in made.items()}
     split = ingest.split
     if ingest.source == "demo":
@@ -227,20 +228,16 @@ def rows_of(content: Mapping[str, Any], params: Any, root: Path) -> dict[str, in
     return {name: round(used[name]) for name in DATASETS}
 
 
-def _is_current(ingest: Any, root: Path, files: Iterable[Path], made: Iterable[Path]) -> bool:
-    """Whether `ingest` has made these datasets with these parameters of the raw files as they are: data/raw has the
-    size that is in dvc.lock, or (where DVC ignores a part of it) no file is newer than the datasets."""
-    try:
-        lock = YAML(typ="safe").load((root / "dvc.lock").read_text(encoding="utf-8"))["stages"]["ingest"]
-        if lock["params"]["params.yaml"]["ingest"] != ingest:
+def _is_current(ingest: Any, root: Path) -> bool:
+    """Whether `ingest` has made the present datasets from these parameters and the present data/raw: dvc.lock has the
+    same parameters, and hashes of these bytes. Raises UserError where a file of DVC's is broken."""
+    with open_project(root) as project:
+        stage = next((stage for stage in project.stages if stage.name == "ingest"), None)
+        if stage is None or stage.recorded_params.get("ingest") != ingest:
             return False
-        sizes = [dep.get("size") for dep in lock.get("deps", ()) if dep["path"] == "data/raw"]
-    except (OSError, KeyError, TypeError):
-        return False
-    if sizes == [sum(path.stat().st_size for path in (root / "data" / "raw").rglob("*") if path.is_file())]:
-        return True
-    oldest = min(path.stat().st_mtime for path in made)
-    return all(file.stat().st_mtime <= oldest for file in files)
+        files = [file for file in stage.inputs if file.path == "data/raw"]
+        files += [file for file in stage.outs if Path(file.path).stem in DATASETS]
+        return all(file.exists and file.known_hash() == file.recorded for file in files)
 
 
 def _lines(path: Path) -> int:
@@ -256,40 +253,81 @@ def _lines(path: Path) -> int:
 
 @dataclass(frozen=True)
 class EarlierRun:
-    """A stage that ran to its end without an interruption, with the same model on the same number of processes."""
+    """A stage that ran to its end without an interruption, on this host, with the same model and settings of speed."""
 
     seconds: float
     ended: float
     """Seconds since 1970."""
+    device: str | None
+    """The name of a GPU, or "cpu"; None in a record of an older version."""
     params: Any
     rows: dict[str, int] | None
 
 
-def earlier_runs(content: Mapping[str, Any], root: Path) -> dict[str, EarlierRun]:
-    """The last run of each stage in the records for MLflow. One with another model, precision or number of threads does
-    not count."""
-    now = record.flatten(content)
-
-    def same(before: Mapping[str, str], stage: str) -> bool:
-        keys = {key for key in {*now, *before} if key.startswith("base.")}
-        return all(now.get(key) == before.get(key) for key in keys | {"precision", "threads", f"{stage}.processes"})
-
+def earlier_runs(params: Any, root: Path, device: str) -> dict[str, EarlierRun]:
+    """The last run of each stage on `device` in the records for MLflow: "cpu", the name of a GPU, or ANY_GPU. One with
+    another model, precision, number of threads or setting in SPEED does not count."""
     found: dict[str, EarlierRun] = {}
     for folder in (path.parent for path in record.folder_of(root).glob(f"*/{record.RUN}")):
-        params = record.read(folder / record.RUN).get("params") or {}
-        metrics = next(folder.glob(f"ingest-*/{record.FILES}/metrics/ingest.json"), folder)
-        counted = record.read(metrics)
+        usable = [facts for facts in record.executions(folder) if _is_whole(facts) and _is_on(facts, device)]
+        if not usable:
+            continue
+        try:
+            before = parse(Params, _nested(record.read(folder / record.RUN).get("params") or {}))
+        except UserError:  # of another version
+            continue
+        if any(getattr(before, key) != getattr(params, key) for key in ("base", "precision", "threads")):
+            continue
+        counted = record.read(next(folder.glob(f"ingest-*/{record.FILES}/metrics/ingest.json"), folder))
         rows = {name: int(counted.get(name, 0)) for name in DATASETS} if "demonstrations" in counted else None
-        for facts in record.executions(folder):
-            stage, ended = facts["stage"], facts.get("ended", 0) / 1000
-            whole = facts["status"] == "FINISHED" and not facts.get("restored") and not facts.get("restarts")
-            if not whole or not same(params, stage) or (stage in found and found[stage].ended > ended):
+        for facts in usable:
+            stage, ended = facts["stage"], facts["ended"] / 1000
+            if speed_of(before, stage) != speed_of(params, stage) or (stage in found and found[stage].ended > ended):
                 continue
-            try:
-                parsed = parse(Params, _nested(params))
-            except UserError:  # of another version
-                continue
-            found[stage] = EarlierRun(ended - facts["started"] / 1000, ended, parsed, rows)
+            seconds = ended - facts["started"] / 1000
+            found[stage] = EarlierRun(seconds, ended, facts.get("device"), before, rows)
+    return found
+
+
+def _is_whole(facts: Mapping[str, Any]) -> bool:
+    """Whether this execution did all the work of its stage, and without a break."""
+    return facts["status"] == "FINISHED" and not any(facts.get(key) for key in ("restored", "restarts", "resumed"))
+
+
+def _is_on(facts: Mapping[str, Any], device: str) -> bool:
+    """Whether this execution was on this host and on `device`. Records of older versions have no device."""
+    if facts.get("host") != socket.gethostname():
+        return False
+    before = facts.get("device")
+    return before not in (None, "cpu") if device == ANY_GPU else before in (None, device)
+
+
+def times_of(
+    planned: Iterable[PlannedStage],
+    params: Any,
+    model: Model,
+    speed: float,
+    earlier: Mapping[str, EarlierRun],
+    before: Mapping[str, Work | None],
+) -> dict[str, tuple[float, str]]:
+    """Seconds of each stage whose work is known, and what they are from: its earlier run, scaled by tokens (`before`:
+    the work of that run); or the formula, scaled as the stages with runs took more or less than theirs."""
+    works = {stage.name: stage.work for stage in planned if stage.work is not None}
+    formula = {
+        name: work.products(model) / (SHARE * speed) / processes_of(params, name) for name, work in works.items()
+    }
+    measured = {
+        name: earlier[name].seconds * work.products(model) / done.products(model)
+        for name, work in works.items()
+        if (done := before.get(name)) is not None and done != Work()
+    }
+    expected = sum(formula[name] for name in measured)
+    factor = sum(measured.values()) / expected if expected else 1.0
+    by = f"formula × {factor:.3g} by runs" if expected else "formula"
+    found = {name: (seconds * factor, by) for name, seconds in formula.items()}
+    for name, seconds in measured.items():
+        day, device = time.strftime("%Y-%m-%d", time.localtime(earlier[name].ended)), earlier[name].device
+        found[name] = seconds, f"run of {day}" + (f" on {device}" if device not in (None, "cpu") else "")
     return found
 
 
@@ -316,11 +354,23 @@ def longest_prompt(params: Any) -> int:
     return max(1, int(params.reward.max_tokens) - int(params.preferences.max_new_tokens))
 
 
+def settings_of(params: Any, stage: str) -> Any:
+    """The settings of a stage's training; of a variant of PPO those of `ppo` with its own. None for other stages."""
+    if stage in VARIANTS:
+        return getattr(params, stage).applied_to(params.ppo, stage)
+    return params.rejection_sft.training if stage == "rejection_sft" else getattr(params, stage, None)
+
+
 def processes_of(params: Any, stage: str) -> int:
     """Processes that share a stage's work."""
-    if stage in VARIANTS:
-        return int(getattr(params, stage).applied_to(params.ppo, stage).processes)
-    return int(getattr(getattr(params, stage), "processes", 1))
+    return int(getattr(settings_of(params, stage), "processes", 1))
+
+
+def speed_of(params: Any, stage: str) -> list[Any]:
+    """The values of SPEED for a stage, and the type of its optimizer's states; None where it has no such setting."""
+    settings = settings_of(params, stage)
+    states = getattr(getattr(settings, "optimizer", None), "states", None)
+    return [states, *(getattr(settings, key, None) for key in SPEED)]
 
 
 def stages_of(
@@ -338,11 +388,11 @@ def stages_of(
         compared = (
             rows["ratings"] if judged.source == "ratings" else rows["preference_prompts"] if samples else rows["pairs"]
         )
-        compared = round(training * (compared + (rows["pairs"] if judged.source == "both" else 0))) or None
+        compared = round(training * (compared + (rows["pairs"] if judged.source == "both" else 0)))
 
     def sft(name: str, config: SFTConfig, count: float | None) -> PlannedStage:
         lengths = _within(prompt, config.max_tokens)
-        work = Work(trained=round(count * config.epochs) * lengths.whole) if count else None
+        work = None if count is None else Work(trained=round(count * config.epochs) * lengths.whole)
         return PlannedStage(name, lambda: sft_phases(model, config, lengths), work)
 
     def pairs(name: str, config: Any) -> PlannedStage:
@@ -365,7 +415,8 @@ def stages_of(
             read=tokens * (3 + critic + scorers),
             trained=tokens * config.ppo_epochs * (1 + critic),
         )
-        return PlannedStage(name, lambda: ppo_phases(model, config, lengths, scorers, params.reward.lora), work)
+        adapters = params.reward.lora if learns else None
+        return PlannedStage(name, lambda: ppo_phases(model, config, lengths, scorers, adapters), work)
 
     yield sft("sft", params.sft, None if rows is None else training * rows["demonstrations"])
     if learns and samples:
@@ -406,7 +457,7 @@ def _evaluate(params: Any, model: Model, prompt: int, rows: Mapping[str, int] | 
     snapshots = math.ceil(ppo.steps / (ppo.snapshot_every or ppo.steps))
     once = len(settings.interpolation) + min(settings.snapshots, snapshots)
     each = (2 + methods + len(settings.extra_models)) * seeds + once + 2 * max(0, FOR_OPTIMUM - seeds)
-    samples = each * min(settings.max_prompts, (rows or {}).get("heldout") or settings.max_prompts)
+    samples = each * min(settings.max_prompts, settings.max_prompts if rows is None else rows["heldout"])
     work = Work(samples, samples * lengths.response, samples * lengths.whole * (2 + scorers))
     size, between = settings.batch_size, bool(settings.interpolation)
     return PlannedStage("evaluate", lambda: evaluate_phases(model, size, lengths, seeds, scorers, between), work)
@@ -472,6 +523,7 @@ def disk_of(model: Model, params: Any) -> dict[str, int]:
     ppo, trained = params.ppo, model.trained(params.ppo.lora)
     methods = sum(BY_NAME[name].has_model for name, _ in params.enabled_methods())
     scalars = params.reward.members + (params.reward.judge_share > 0) if uses_reward_model(params.scorer) else 0
+    reward = params.reward.lora if scalars else None
     models = FLOAT32 * (model.parameters * (3 + methods) + model.scalar * (scalars + ppo.has_critic))
     in_bfloat16 = ppo.lora is None and params.precision == "bfloat16"
     each = trained * (BFLOAT16 if in_bfloat16 else FLOAT32)
@@ -480,7 +532,7 @@ def disk_of(model: Model, params: Any) -> dict[str, int]:
     critic = model.trained(ppo.lora, scalar=True) * ppo.needs_critic_model
     checkpoints = (KEPT + 1) * max(  # SFT and the reward model keep the whole model, PPO what it trains
         model.size(params.sft.lora) * model.parameters + 2 * FLOAT32 * model.trained(params.sft.lora),
-        model.size(params.reward.lora) * model.scalar + 2 * FLOAT32 * model.trained(params.reward.lora, scalar=True),
+        bool(scalars) * (model.size(reward) * model.scalar + 2 * FLOAT32 * model.trained(reward, scalar=True)),
         (trained + critic) * (FLOAT32 + 2 * moment),
     )
     sizes = {"models": models, "snapshots": snapshots, "cache": models + snapshots, "checkpoints": checkpoints}

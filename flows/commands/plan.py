@@ -10,7 +10,7 @@ import psutil
 from flows.text import table
 from rlhf_core.errors import UserError
 from tasks.params.loader import read_yaml
-from tasks.planning import SHARE, USABLE, plan_run
+from tasks.planning import ANY_GPU, SHARE, USABLE, plan_run
 
 GB = 1e9
 KINDS = ("weights", "gradients", "optimizer", "gathered", "activations", "logits", "key-value cache")
@@ -28,14 +28,14 @@ def plan_file(
     if gpu_memory is not None and gpu_memory <= 0:
         raise UserError(f"--gpu-memory {gpu_memory:g}: must be above 0, in GB")
     if gpu_memory is not None:
-        memory, device = gpu_memory * GB, "GPU"
+        memory, device = gpu_memory * GB, ANY_GPU
     elif torch.cuda.is_available():
-        memory, device = float(torch.cuda.get_device_properties(0).total_memory), "GPU"
+        memory, device = float(torch.cuda.get_device_properties(0).total_memory), torch.cuda.get_device_name(0)
     else:
-        memory, device = float(psutil.virtual_memory().total), "host"
+        memory, device = float(psutil.virtual_memory().total), "cpu"
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # the error says it in one line
-    found = plan_run(read_yaml(path), root, memory, device == "GPU", model, prompt_tokens, path)
-    return {"device": device, **found}
+    found = plan_run(read_yaml(path), root, memory, device, model, prompt_tokens, path)
+    return {"device": "host" if device == "cpu" else "GPU", **found}
 
 
 def render(plan: Mapping[str, Any]) -> str:
@@ -93,7 +93,7 @@ def _words(change: Any) -> str:
 def _rows(rows: Mapping[str, int] | None) -> str:
     if rows is None:
         return "rows: not known before the data are here"
-    return "rows: " + ", ".join(f"{name.replace('_', ' ')} {count:,}" for name, count in rows.items() if count)
+    return "rows: " + ", ".join(f"{name.replace('_', ' ')} {count:,}" for name, count in rows.items())
 
 
 def _number(size: float) -> str:

@@ -65,12 +65,14 @@ class Tracking:
 
     @classmethod
     def begin(
-        cls, definition: Definition, content: dict[str, Any], key: str, hashes: Mapping[str, str]
+        cls, definition: Definition, content: dict[str, Any], key: str, hashes: Mapping[str, str], resumed: bool
     ) -> "Tracking | None":
-        """Record the begin of a stage; None, with a line, where that is not possible."""
+        """Record the begin of a stage, and whether it continues the work of an earlier process (`resumed`); None, with
+        a line, where that is not possible."""
         root, inputs = definition.project.root, {path: text for path, text in hashes.items() if not is_code(path)}
         params = record.flatten(definition.tracked(content))
-        facts = {"stage": definition.name, "key": key, "params": params, "inputs": inputs}
+        facts: dict[str, Any] = {"stage": definition.name, "key": key, "params": params, "inputs": inputs}
+        facts |= {"resumed": True} if resumed else {}
         try:
             folder = record.open_record(root, identity(root, content))
             if definition.name == "report":

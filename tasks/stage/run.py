@@ -139,11 +139,12 @@ def _run(name: str, model: type[Block], load_stage: Load, interrupts: Interrupts
         if name not in WITHOUT_GPU:
             claim_gpus(processes)
         state_dir = state.begin(definition, key)
+        resumed = any(state_dir.iterdir())
         workers.start_workers(name, processes)
         execute = _import(load_stage)
         quiet_libraries()
         tracked = common.runtime.tracking and name not in WITHOUT_RUN and not is_worker()
-        tracking = Tracking.begin(definition, content, key, hashes) if tracked else None
+        tracking = Tracking.begin(definition, content, key, hashes, resumed) if tracked else None
         stage = Stage(
             name=name,
             key=key,

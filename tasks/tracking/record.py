@@ -1,7 +1,7 @@
 """What MLflow shall show of a pipeline run, as files in `work/tracking/<pipeline>/`. Does not import mlflow.
 
     run.json                        parameters, commit and other tags of the pipeline's run
-    <stage>-<key>/facts.json        one execution of a stage: status, times, parameters, hashes of its inputs
+    <stage>-<key>/facts.json        one execution of a stage: status, times, device, parameters, hashes of its inputs
     <stage>-<key>/live.jsonl        its points and tags, one line each, appended while it runs
     <stage>-<key>/files/…           copies of its metrics, plots, samples and report
     sent-<hash of an address>       MLflow there has the files as they were at this time; the page of the run
@@ -132,7 +132,8 @@ class Live:
         with self._warning():
             if status == "FINISHED":
                 copy_files(self._root, self.folder, self.stage)
-            write(self.folder / FACTS, {**self._facts, "status": status, "ended": now_ms()})
+            device = {"device": device_used()} if status == "FINISHED" else {}
+            write(self.folder / FACTS, {**self._facts, **device, "status": status, "ended": now_ms()})
 
     def _append(self, line: dict[str, Any]) -> None:
         """One line in one system call. It begins with a line break: the last one may be incomplete, after a kill."""
@@ -148,6 +149,12 @@ class Live:
             if not self._warned:
                 print(f"tracking: not recorded ({error}); the stage goes on", file=sys.stderr, flush=True)
             self._warned = True
+
+
+def device_used() -> str:
+    """The name of the GPU on which this process has computed; "cpu" where it has not used one."""
+    cuda = getattr(sys.modules.get("torch"), "cuda", None)  # torch is not imported for it
+    return str(cuda.get_device_name()) if cuda is not None and cuda.is_initialized() else "cpu"
 
 
 def executions(record: Path) -> list[dict[str, Any]]:

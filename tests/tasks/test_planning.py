@@ -2,6 +2,7 @@
 
 import json
 import os
+import socket
 import time
 from pathlib import Path
 from typing import Any
@@ -10,13 +11,17 @@ import pytest
 import yaml
 from transformers import LlamaConfig
 
+from flows.commands.plan import render
 from rlhf_core.config.lora import LoraSettings
+from rlhf_core.errors import UserError
 from rlhf_core.planning import Model
+from tasks import planning
 from tasks.evaluation.ceiling import POLICY_SAMPLES, SFT_SAMPLES
 from tasks.params.all import Params
 from tasks.params.loader import parse, read_yaml
 from tasks.params.variant import merged
 from tasks.planning import (
+    ANY_GPU,
     DATASETS,
     FOR_OPTIMUM,
     Work,
@@ -27,6 +32,7 @@ from tasks.planning import (
     rows_of,
     stages_of,
 )
+from tasks.stage.dvc_files import Hashes
 from tasks.tracking import record
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -50,6 +56,13 @@ def rows(change: dict[str, Any], root: Path) -> dict[str, int] | None:
 # --- rows -------------------------------------------------------------------------------------------------------------
 
 
+INGESTED = dict.fromkeys(DATASETS, 0) | {"demonstrations": 30}
+EXPECTED = {
+    "demonstrations": 22, "pairs": 14, "ratings": 14, "preference_prompts": 14, "ppo_prompts": 9, "heldout": 5,
+}  # fmt: skip
+"""By the shares of the split, of 50 rows."""
+
+
 @pytest.fixture
 def ingested(tmp_path: Path) -> Path:
     """A project whose `ingest` has run with FILES: 30 demonstrations and no pairs; the raw file has 50 rows."""
@@ -57,36 +70,59 @@ def ingested(tmp_path: Path) -> Path:
     raw.mkdir(parents=True)
     made.mkdir()
     (raw / "a.jsonl").write_text('{"prompt": "a", "answer": "b"}\n' * 50)
-    for name in DATASETS:
-        (made / f"{name}.jsonl").write_text('{"x": 1}\n' * 30 if name == "demonstrations" else "\n")
-    lock = {"stages": {"ingest": {"params": {"params.yaml": {"ingest": content(FILES)["ingest"]}}}}}
-    (tmp_path / "dvc.lock").write_text(yaml.safe_dump(lock))
+    outs = [f"data/ingest/{name}.jsonl" for name in DATASETS]
+    for name in outs:
+        (tmp_path / name).write_text('{"x": 1}\n' * 30 if "demonstrations" in name else "\n")
+    stage = {"cmd": "python -m tasks ingest", "deps": ["data/raw"], "params": ["ingest"], "outs": outs}
+    (tmp_path / "dvc.yaml").write_text(yaml.safe_dump({"stages": {"ingest": stage}}))
+    hashes = Hashes(tmp_path)
+    entry: dict[str, Any] = {"cmd": stage["cmd"], "params": {"params.yaml": {"ingest": content(FILES)["ingest"]}}}
+    for kind, paths in (("deps", ["data/raw"]), ("outs", outs)):
+        entry[kind] = [{"path": path, "md5": hashes.of(tmp_path / path)} for path in paths]
+    (tmp_path / "dvc.lock").write_text(yaml.safe_dump({"schema": "2.0", "stages": {"ingest": entry}}))
     return tmp_path
 
 
 def test_rows_are_those_of_ingest_and_an_empty_file_has_none(ingested: Path) -> None:
+    """That there are none is known: it is no unknown number."""
     found = rows(FILES, ingested)
-    assert found == dict.fromkeys(DATASETS, 0) | {"demonstrations": 30}
+    assert found == INGESTED
     stages = {stage.name: stage for stage in stages_of(params(FILES), SMALL, found)}
     assert stages["sft"].work is not None
-    assert stages["dpo"].work is None  # there are no prompts with answers to train on
+    assert stages["dpo"].work == stages["reward"].work == stages["evaluate"].work == Work()
+    plan = plan_run(content(FILES), ingested, 1e12, "cpu")
+    assert plan["seconds"] > plan["stages"]["dpo"]["seconds"] == 0
+    assert "not known" not in render({"device": "host", **plan})
 
 
 def test_rows_of_an_ingest_before_a_change_do_not_count(ingested: Path) -> None:
-    """Other parameters, or a newer file: the rows of the file, by the shares of the split."""
-    expected = {"demonstrations": 22, "pairs": 14, "ratings": 14, "preference_prompts": 14, "ppo_prompts": 9}
-    assert rows(merged(FILES, {"ingest": {"seed": 7}}), ingested) == expected | {"heldout": 5}
-    file, later = ingested / "data/raw/mine/a.jsonl", time.time() + 60
-    os.utime(file, (later, later))
-    assert rows(FILES, ingested) == expected | {"heldout": 5}
-    lock = yaml.safe_load((ingested / "dvc.lock").read_text())
-    lock["stages"]["ingest"]["deps"] = [{"path": "data/raw", "size": file.stat().st_size}]
-    (ingested / "dvc.lock").write_text(yaml.safe_dump(lock))  # as in a fresh clone: its files are newer
-    assert rows(FILES, ingested) == dict.fromkeys(DATASETS, 0) | {"demonstrations": 30}
-    (file.parent / "test.jsonl").write_text("{}\n" * 8)
+    """Other parameters, or another file: the rows of the file, by the shares of the split."""
+    assert rows(merged(FILES, {"ingest": {"seed": 7}}), ingested) == EXPECTED
+    (ingested / "data/raw/mine/test.jsonl").write_text("{}\n" * 8)
     found = rows(FILES, ingested)
     assert found is not None
     assert (found["heldout"], found["demonstrations"]) == (8, 25)
+
+
+def test_files_are_compared_by_their_bytes(ingested: Path) -> None:
+    """A new time says nothing, as in a fresh clone; an equal size and an old time say nothing either."""
+    file, made = ingested / "data/raw/mine/a.jsonl", ingested / "data/ingest/demonstrations.jsonl"
+    os.utime(file, (later := time.time() + 60, later))
+    assert rows(FILES, ingested) == INGESTED
+    text = file.read_text()
+    file.write_text(text.replace("b", "c"))
+    os.utime(file, (1.0, 1.0))
+    assert rows(FILES, ingested) == EXPECTED
+    file.write_text(text)
+    made.write_text('{"x": 1}\n' * 31)  # of an `ingest` that DVC has not recorded
+    assert rows(FILES, ingested) == EXPECTED
+
+
+@pytest.mark.parametrize("text", [b"<<<<<<< HEAD\nstages: {}\n=======\n>>>>>>> other\n", b"\xff\xfe\x00\x01\x80"])
+def test_a_broken_lock_file_is_one_line(ingested: Path, text: bytes) -> None:
+    (ingested / "dvc.lock").write_bytes(text)
+    with pytest.raises(UserError, match=r"^dvc\.lock is broken \(.*\); .*$"):
+        rows(FILES, ingested)
 
 
 def test_rows_of_the_demo_are_known_before_it_is_made(tmp_path: Path) -> None:
@@ -98,7 +134,7 @@ def test_rows_of_the_demo_are_known_before_it_is_made(tmp_path: Path) -> None:
 def test_without_data_nothing_is_zero(tmp_path: Path) -> None:
     """Neither rows nor seconds; the sum says so."""
     assert rows(FILES, tmp_path) is None
-    plan = plan_run(content(FILES), tmp_path, 1e12, accelerator=False)
+    plan = plan_run(content(FILES), tmp_path, 1e12, "cpu")
     assert (plan["rows"], plan["seconds"]) == (None, None)
     assert plan["stages"]["sft"]["work"] is plan["stages"]["sft"]["seconds"] is None
     assert plan["stages"]["ppo"]["seconds"] > 0
@@ -136,23 +172,27 @@ def test_the_reward_model_reads_every_answer_once() -> None:
     assert stage.work == Work(trained=90 * (10 + 4 * 20))
 
 
-def run_before(root: Path, change: dict[str, Any], seconds: int, **facts: Any) -> None:
-    """A finished PPO in the records."""
+def run_before(root: Path, change: dict[str, Any], seconds: int, stage: str = "ppo", **facts: Any) -> None:
+    """A finished stage in the records, on the CPU of this host."""
     folder = root / "work/tracking/before"
     record.write(folder / record.RUN, {"params": record.flatten(content(change))})
-    state = {"stage": "ppo", "status": "FINISHED", "started": 1000, "ended": 1000 + 1000 * seconds}
-    record.write(folder / "ppo-1" / record.FACTS, state | facts)
+    state = {"stage": stage, "status": "FINISHED", "started": 1000, "ended": 1000 + 1000 * seconds}
+    state |= {"host": socket.gethostname(), "device": "cpu"}
+    record.write(folder / f"{stage}-1" / record.FACTS, state | facts)
 
 
 def test_time_is_that_of_the_last_run_scaled_by_its_tokens(tmp_path: Path) -> None:
+    formula = plan_run(content({}), tmp_path, 1e12, "cpu")["stages"]
     run_before(tmp_path, {}, seconds=40)
-    plan = plan_run(content({}), tmp_path, 1e12, accelerator=False)
+    plan = plan_run(content({}), tmp_path, 1e12, "cpu")
     assert plan["stages"]["ppo"]["seconds"] == pytest.approx(40)
     assert plan["stages"]["ppo"]["time_by"].startswith("run of 19")
-    assert plan["stages"]["sft"]["time_by"] == "formula"
+    factor = 40 / formula["ppo"]["seconds"]
+    assert plan["stages"]["sft"]["seconds"] == pytest.approx(factor * formula["sft"]["seconds"])
+    assert plan["stages"]["sft"]["time_by"] == f"formula × {factor:.3g} by runs"
     assert plan["seconds"] == pytest.approx(sum(stage["seconds"] for stage in plan["stages"].values()))
     steps = params({}).ppo.steps
-    longer = plan_run(content({"ppo": {"steps": 3 * steps}}), tmp_path, 1e12, accelerator=False)
+    longer = plan_run(content({"ppo": {"steps": 3 * steps}}), tmp_path, 1e12, "cpu")
     assert longer["stages"]["ppo"]["seconds"] == pytest.approx(120)
 
 
@@ -161,6 +201,12 @@ def test_time_is_that_of_the_last_run_scaled_by_its_tokens(tmp_path: Path) -> No
     [
         ({"base": {"scratch": {"layers": 3}}}, {}),
         ({"ppo": {"processes": 2}}, {}),
+        ({"ppo": {"gradient_checkpointing": True}}, {}),
+        ({"ppo": {"lora": {"rank": 2}, "critic": {"init": "sft"}}}, {}),
+        ({"ppo": {"optimizer": {"states": "int8"}}}, {}),
+        ({}, {"host": "another"}),
+        ({}, {"device": "NVIDIA H100"}),
+        ({}, {"resumed": True}),
         ({}, {"restarts": 1}),
         ({}, {"restored": True}),
         ({}, {"status": "FAILED"}),
@@ -168,7 +214,44 @@ def test_time_is_that_of_the_last_run_scaled_by_its_tokens(tmp_path: Path) -> No
 )
 def test_runs_that_say_nothing_about_the_time(tmp_path: Path, change: dict[str, Any], facts: dict[str, Any]) -> None:
     run_before(tmp_path, change, 40, **facts)
-    assert earlier_runs(content({}), tmp_path) == {}
+    assert earlier_runs(params({}), tmp_path, "cpu") == {}
+
+
+@pytest.mark.parametrize(
+    ("before", "devices"),
+    [("cpu", ["cpu"]), ("NVIDIA A100", ["NVIDIA A100", ANY_GPU]), (None, ["cpu", "NVIDIA A100", "NVIDIA H100"])],
+)
+def test_a_run_counts_for_its_own_device(tmp_path: Path, before: str | None, devices: list[str]) -> None:
+    """None: a record of an older version."""
+    run_before(tmp_path, {}, 40, device=before)
+    all_devices = ("cpu", "NVIDIA A100", "NVIDIA H100", ANY_GPU)
+    assert [one for one in all_devices if earlier_runs(params({}), tmp_path, one)] == devices
+
+
+def test_runs_say_nothing_about_the_model_of_a_folder(tmp_path: Path) -> None:
+    run_before(tmp_path, {}, 40)
+    folder = tmp_path / "model"
+    LlamaConfig(**CONFIG).save_pretrained(folder)
+    plan = plan_run(content({}), tmp_path, 1e12, "cpu", folder)
+    assert plan["stages"]["ppo"]["time_by"] == "formula"
+
+
+def test_a_variant_has_the_processes_of_ppo(tmp_path: Path) -> None:
+    run_before(tmp_path, {"rloo": {"enabled": True}}, 40, "rloo")
+    on_two = {"rloo": {"enabled": True}, "ppo": {"processes": 2}}
+    assert list(earlier_runs(params({"rloo": {"enabled": True}}), tmp_path, "cpu")) == ["rloo"]
+    assert earlier_runs(params(on_two), tmp_path, "cpu") == {}
+    own = merged(on_two, {"rloo": {"settings": {"processes": 1}}})
+    assert list(earlier_runs(params(own), tmp_path, "cpu")) == ["rloo"]
+
+
+def test_the_parameters_of_a_record_are_parsed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for stage in ("sft", "reward", "ppo"):
+        run_before(tmp_path, {}, 40, stage)
+    wanted, calls = params({}), []
+    monkeypatch.setattr(planning, "parse", lambda *one, **more: calls.append(one) or parse(*one, **more))
+    assert set(earlier_runs(wanted, tmp_path, "cpu")) == {"sft", "reward", "ppo"}
+    assert len(calls) == 1
 
 
 def test_a_record_of_a_version_with_other_parameters_is_left_out(tmp_path: Path) -> None:
@@ -176,7 +259,7 @@ def test_a_record_of_a_version_with_other_parameters_is_left_out(tmp_path: Path)
     path = tmp_path / "work/tracking/before" / record.RUN
     known = json.loads(path.read_text())
     record.write(path, {"params": known["params"] | {"ppo.unknown": "1"}})
-    assert earlier_runs(content({}), tmp_path) == {}
+    assert earlier_runs(params({}), tmp_path, "cpu") == {}
 
 
 # --- disk and changes -------------------------------------------------------------------------------------------------
@@ -200,6 +283,15 @@ def test_snapshots_and_checkpoints_with_adapters() -> None:
     found = disk({"lora": {"rank": 2}}, "bfloat16")
     assert found["snapshots"] == 2 * 4 * SMALL.trained(LoraSettings(rank=2))
     assert found["checkpoints"] == 3 * 4 * 3 * SMALL.parameters
+
+
+def test_adapters_of_a_reward_model_that_is_not_learned_do_not_count() -> None:
+    change = {"scorer": [{"term": "length.py", "weight": 1.0}], "ppo": {"critic": {"init": "sft"}}}
+    change |= {"reward": {"lora": {"target_modules": ["no_such_layer"]}}, "dpo": {"enabled": False}}
+    change["ipo"] = {"enabled": False}
+    found = params(change)
+    assert disk_of(SMALL, found)["checkpoints"] == 3 * 4 * 3 * (SMALL.parameters + SMALL.scalar)
+    assert all(stage.peak() > 0 for stage in stages_of(found, SMALL, None))
 
 
 def names(stage: str) -> list[str]:

@@ -129,7 +129,7 @@ def test_tables_end_with_a_sum(leash: Callable[..., Any]) -> None:
     table = output.split("stage ")[1].split("\n\n")[0].splitlines()
     assert table[-2].startswith("all ")
     assert "rows: demonstrations" in table[-1]
-    assert all(line.endswith(("formula", "seconds", "minutes")) or "run of" in line for line in table[1:-1])
+    assert all(line.endswith(("formula", "by runs", "seconds", "minutes")) or "run of" in line for line in table[1:-1])
 
 
 @pytest.mark.parametrize("name", list(EXAMPLES))

@@ -24,6 +24,7 @@ from tasks.stage import gpus as gpu_locks
 from tasks.stage.gpus import LOCKS_VARIABLE
 from tasks.stage.run import OUTCOME_VARIABLE, main, require_older_code, run
 from tasks.stage.stage import Stage
+from tasks.tracking.settings import HOLD_VARIABLE
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -255,6 +256,22 @@ def test_a_runtime_parameter_may_change_meanwhile(run_toy: Run, toy: Path) -> No
         (toy / "params.yaml").write_text(PARAMS.replace("tracking: false", "tracking: true"), encoding="utf-8")
 
     assert run_toy(meddle).code == 0
+
+
+def test_what_continues_is_recorded_as_resumed(run_toy: Run, toy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other parameters are another record, which does not show that the stage has begun before."""
+    monkeypatch.setenv(HOLD_VARIABLE, "1")
+
+    def interrupted(stage: Stage[Toy]) -> None:
+        (stage.state_dir / "checkpoint").touch()
+        raise KeyboardInterrupt
+
+    for threads, execute in ((1, interrupted), (2, write_all)):
+        text = PARAMS.replace("tracking: false", "tracking: true").replace("threads: 1", f"threads: {threads}")
+        (toy / "params.yaml").write_text(text, encoding="utf-8")
+        run_toy(execute)
+    found = [json.loads(path.read_text()) for path in (toy / "work/tracking").glob("*/toy-*/facts.json")]
+    assert {facts["status"]: facts.get("resumed") for facts in found} == {"KILLED": None, "FINISHED": True}
 
 
 def test_an_input_that_is_missing(run_toy: Run, toy: Path) -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -49,6 +51,16 @@ def test_numbers_of_numpy_broken_text_and_tags(tmp_path: Path) -> None:
     points, tags = record.rows(live.folder)
     assert [(name, step, value) for name, step, _, value in points] == [("ppo/kl_a", 3, 0.5)]
     assert tags == {"leash.alert.a": "second"}
+
+
+@pytest.mark.parametrize(("used", "device"), [(False, "cpu"), (True, "NVIDIA A100")])
+def test_the_device_is_recorded_at_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, used: bool, device: str
+) -> None:
+    cuda = SimpleNamespace(is_initialized=lambda: used, get_device_name=lambda: "NVIDIA A100")
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=cuda))  # type: ignore[arg-type]
+    live = stage(tmp_path, pipeline(tmp_path), "ppo")
+    assert record.read(live.folder / record.FACTS)["device"] == device
 
 
 def test_the_files_of_a_stage_are_kept_and_large_ones_linked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
