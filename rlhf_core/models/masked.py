@@ -39,16 +39,22 @@ def masked_var(x: Float[Tensor, "*shape"], mask: Shaped[Tensor, "*shape"] | None
     return masked_mean((real - masked_mean(real, mask)) ** 2, mask)
 
 
-def entropy_of(logprobs: Float[Tensor, "*shape vocab"]) -> Float[Tensor, "*shape"]:
-    """−Σ_v p(v)·log p(v) of each distribution, nats."""
-    return -(logprobs.exp() * logprobs).sum(dim=-1)
+def entropy_of(
+    logprobs: Float[Tensor, "*shape vocab"], p: Float[Tensor, "*shape vocab"] | None = None
+) -> Float[Tensor, "*shape"]:
+    """−Σ_v p(v)·log p(v) of each distribution, nats. `p`: exp of it, where it is known; without gradient it is
+    overwritten, which saves a copy."""
+    p = logprobs.exp() if p is None else p
+    return -(p * logprobs if logprobs.requires_grad else p.mul_(logprobs)).sum(dim=-1)
 
 
 def kl_of(
-    logprobs: Float[Tensor, "*shape vocab"], ref_logprobs: Float[Tensor, "*shape vocab"]
+    logprobs: Float[Tensor, "*shape vocab"],
+    ref_logprobs: Float[Tensor, "*shape vocab"],
+    p: Float[Tensor, "*shape vocab"] | None = None,
 ) -> Float[Tensor, "*shape"]:
-    """Σ_v p(v)·(log p(v) − log q(v)) of each pair of distributions, nats."""
-    return (logprobs.exp() * (logprobs - ref_logprobs)).sum(dim=-1)
+    """Σ_v p(v)·(log p(v) − log q(v)) of each pair of distributions, nats; `p`: exp of the first, where it is known."""
+    return ((logprobs.exp() if p is None else p) * (logprobs - ref_logprobs)).sum(dim=-1)
 
 
 def masked_log_softmax(

@@ -70,11 +70,11 @@ def compare_distributions(
         for part in _pieces(logits[0]):
             place = slice(rows.start + part.start, rows.start + min(part.stop, len(logits[0])))
             log_p, log_q = (masked_log_softmax(each[part], temperature=temperature) for each in logits)
-            chosen = actions[place, None]
+            p, chosen = log_p.exp(), actions[place, None]
             found[0, place] = log_p.gather(1, chosen)[:, 0]
             found[1, place] = log_q.gather(1, chosen)[:, 0]
-            found[2, place] = kl_of(log_p, log_q)
-            found[3, place] = entropy_of(log_p)
+            found[2, place] = kl_of(log_p, log_q, p)
+            found[3, place] = entropy_of(log_p, p)
     return Compared(*found)
 
 
