@@ -148,13 +148,3 @@ def answer_rows(stage: Stage[EvaluateParams], evaluator: Evaluator, results: dic
                     "gold": None if scored.gold is None else scored.gold[i],
                     "kl": None if scored.divergence is None else scored.divergence.kl[i],
                 }
-
-
-def side_by_side(answers: list[Row], seed: int) -> list[Row]:
-    """One row for each prompt: the prompt, and by model its answer with one sampling seed."""
-    rows: dict[str, Row] = {}
-    for answer in answers:
-        if answer["seed"] in (None, seed):
-            row = rows.setdefault(answer["prompt_id"], {"prompt": answer["prompt"]})
-            row[answer["model"]] = answer["response"]
-    return list(rows.values())

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from rlhf_core.models.hf import save_checkpoint
 from tasks.evaluate import candidate_models
 from tasks.evaluation.evaluator import ScoredAnswers, load_candidate
-from tasks.evaluation.outputs import costs, side_by_side
+from tasks.evaluation.outputs import costs
 from tasks.evaluation.results import pick
 from tests.tasks.conftest import TINY
 
@@ -37,20 +37,6 @@ def test_the_pick_has_the_highest_reward_and_is_the_first_of_equals() -> None:
     assert (picked.texts, picked.rewards, picked.gold) == (["bb", "a"], [3.0, 2.0], [2.0, 1.0])
     judged = pick([replace(column, judging=[float(place)] * 2) for place, column in enumerate(columns)])
     assert judged.judging == [1.0, 0.0]
-
-
-def test_the_table_for_mlflow_has_the_answers_of_one_seed_by_prompt() -> None:
-    answers = [
-        {"model": model, "seed": seed, "prompt_id": prompt, "prompt": f"{prompt}?",
-         "response": f"{model} {seed} {prompt}"}
-        for model, seeds in (("sft", (1, 2)), ("policy", (1, 2)), ("best_of_4", (None,)))
-        for seed in seeds
-        for prompt in ("a", "b")
-    ]  # fmt: skip
-    assert side_by_side(answers, 1) == [
-        {"prompt": "a?", "sft": "sft 1 a", "policy": "policy 1 a", "best_of_4": "best_of_4 None a"},
-        {"prompt": "b?", "sft": "sft 1 b", "policy": "policy 1 b", "best_of_4": "best_of_4 None b"},
-    ]
 
 
 def test_every_model_has_the_same_figures_on_the_same_prompts(tiny_run: "TinyRun") -> None:
