@@ -26,10 +26,10 @@ from gpu_speed import Clock, peak_flops, phases_of
 from gpu_trainer import STEPS, build
 from torch import Tensor
 
-from rlhf_core.ppo import checkpoint
 from rlhf_core.ppo.objective import Pass
 from rlhf_core.ppo.plan import StepPlan
 from rlhf_core.ppo.trainer import PPOTrainer, RatioError, require_same_policy
+from rlhf_core.training import state as checkpoint
 from rlhf_core.training.checkpoints import Checkpoints
 
 MISMATCH_RMS = {"float32": 1e-3, "bfloat16": 3e-2}

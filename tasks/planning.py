@@ -367,10 +367,9 @@ def processes_of(params: Any, stage: str) -> int:
 
 
 def speed_of(params: Any, stage: str) -> list[Any]:
-    """The values of SPEED for a stage, and the type of its optimizer's states; None where it has no such setting."""
+    """The values of SPEED for a stage; None where it has no such setting."""
     settings = settings_of(params, stage)
-    states = getattr(getattr(settings, "optimizer", None), "states", None)
-    return [states, *(getattr(settings, key, None) for key in SPEED)]
+    return [getattr(settings, key, None) for key in SPEED]
 
 
 def stages_of(
@@ -528,12 +527,11 @@ def disk_of(model: Model, params: Any) -> dict[str, int]:
     in_bfloat16 = ppo.lora is None and params.precision == "bfloat16"
     each = trained * (BFLOAT16 if in_bfloat16 else FLOAT32)
     snapshots = each * math.ceil(ppo.steps / (ppo.snapshot_every or ppo.steps))
-    moment = FLOAT32 if ppo.optimizer.states == "float32" else 1
     critic = model.trained(ppo.lora, scalar=True) * ppo.needs_critic_model
     checkpoints = (KEPT + 1) * max(  # SFT and the reward model keep the whole model, PPO what it trains
         model.size(params.sft.lora) * model.parameters + 2 * FLOAT32 * model.trained(params.sft.lora),
         bool(scalars) * (model.size(reward) * model.scalar + 2 * FLOAT32 * model.trained(reward, scalar=True)),
-        (trained + critic) * (FLOAT32 + 2 * moment),
+        (trained + critic) * 3 * FLOAT32,
     )
     sizes = {"models": models, "snapshots": snapshots, "cache": models + snapshots, "checkpoints": checkpoints}
     return sizes | {"total": sum(sizes.values())}

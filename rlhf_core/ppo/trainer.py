@@ -27,7 +27,7 @@ from rlhf_core.models.scorers import Answers
 from rlhf_core.models.sharded_files import divided_as
 from rlhf_core.models.sharding import clip_gradients, whole
 from rlhf_core.models.token_logprobs import logprobs_and_entropy
-from rlhf_core.ppo.actor_critic import ActorCritic
+from rlhf_core.ppo.actor_critic import ActorCritic, require_equal_start
 from rlhf_core.ppo.credit import assign_credit
 from rlhf_core.ppo.diagnostics import CRITIC_COLUMNS, step_row
 from rlhf_core.ppo.engines import engine_of
@@ -136,6 +136,8 @@ class PPOTrainer:
         with at_step(plan.step + 1):
             with self._phase("rollout"):
                 rollout = rollout or self.rollout()  # answers; log π_old, log π_ref, exact KL and V of their tokens
+            if plan.step == 0:
+                require_equal_start(self.models, rollout.ref_kl, rollout.mask)  # rule 27
             with self._phase("scoring"):
                 scores = self.score(rollout)  # raw, then normalised, clipped, lowered where the end is missing
             credit = assign_credit(rollout, scores, config, beta)  # −β·KL in the rewards, GAE, whitening

@@ -19,12 +19,13 @@ from rlhf_core.models.hf import context_length, load_causal_lm, place
 from rlhf_core.models.precision import body_precision
 from rlhf_core.models.scorers import Observed
 from rlhf_core.models.sharding import divide
-from rlhf_core.ppo import checkpoint, snapshots
+from rlhf_core.ppo import snapshots
 from rlhf_core.ppo.actor_critic import ActorCritic
 from rlhf_core.ppo.health import Alert, Monitor
 from rlhf_core.ppo.plan import WATCHED
 from rlhf_core.ppo.scoring import RewardSource, reference_scores
 from rlhf_core.ppo.trainer import OutOfMemory, PPOTrainer
+from rlhf_core.training import state as checkpoint
 from rlhf_core.training.checkpoints import Checkpoints
 from rlhf_core.training.processes import Processes
 from tasks.datasets.jsonl import Row, write_jsonl

@@ -24,8 +24,8 @@ from rlhf_core.models import sharded_files, sharding
 from rlhf_core.models.batch import pad_batch, predict, sequence_scores
 from rlhf_core.models.precision import autocast, keep_float32
 from rlhf_core.models.token_logprobs import logprobs_and_entropy
-from rlhf_core.ppo import checkpoint
 from rlhf_core.ppo.trainer import PPOTrainer
+from rlhf_core.training import state as checkpoint
 from rlhf_core.training.checkpoints import Checkpoints
 from rlhf_core.training.processes import Processes
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from rlhf_core.ppo import checkpoint
+from rlhf_core.training import state as checkpoint
 from rlhf_core.training.checkpoints import Checkpoints
 
 

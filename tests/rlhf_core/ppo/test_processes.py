@@ -13,8 +13,8 @@ import torch
 from accelerate import Accelerator
 
 from rlhf_core.errors import UserError
-from rlhf_core.ppo import checkpoint
 from rlhf_core.training import processes
+from rlhf_core.training import state as checkpoint
 from rlhf_core.training.checkpoints import Checkpoints, seal
 
 ROOT = Path(__file__).parents[3]

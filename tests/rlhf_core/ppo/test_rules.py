@@ -17,10 +17,10 @@ from transformers import PreTrainedModel
 from rlhf_core.models.batch import pad_batch, predict, response_logits, state_values
 from rlhf_core.models.scorers import Answers
 from rlhf_core.models.token_logprobs import logprobs_and_entropy
-from rlhf_core.ppo import checkpoint
 from rlhf_core.ppo.kl import KLKind, estimate_kl
 from rlhf_core.ppo.rewards import shape_rewards
 from rlhf_core.ppo.trainer import PPOTrainer
+from rlhf_core.training import state as checkpoint
 from rlhf_core.training.checkpoints import Checkpoints
 from tests.rlhf_core.ppo.stepping import credit_of, passes
 

@@ -15,13 +15,13 @@ from rlhf_core.data.chat import Conversation
 from rlhf_core.data.tokenizer import encode_prompt
 from rlhf_core.models.batch import pad_batch, response_logits, state_values
 from rlhf_core.models.scorers import Answers, Scored
-from rlhf_core.ppo import checkpoint
 from rlhf_core.ppo import trainer as trainer_module
 from rlhf_core.ppo.actor_critic import ActorCritic
 from rlhf_core.ppo.engines import engine_of
 from rlhf_core.ppo.kl import estimate_kl
 from rlhf_core.ppo.plan import prompts_of_step
 from rlhf_core.ppo.trainer import PPOTrainer
+from rlhf_core.training import state as checkpoint
 from rlhf_core.training.checkpoints import Checkpoints
 from tests.rlhf_core.ppo.stepping import credit_of
 
