@@ -187,7 +187,9 @@ def step(stage: Stage[Any], trainer: PPOTrainer, record: Record, watched: list[R
     if trainer.writes and snapshot_is_due(trainer.config, done):
         snapshots.write(snapshots_of(stage), trainer.models, done, trainer.config.lora, stage.seed)
     track(stage, trainer, row)
-    progress.update(done, **{name: row[name] for name in ("score", "gold", "kl", "entropy")})
+    progress.update(
+        done, **{"score": row["score"], "gold": row["gold"], "kl": row["kl_full"], "entropy": row["entropy"]}
+    )
     alerts = watch(stage, trainer, record, progress)
     reasons = [SCHEDULE] if done % trainer.config.sample_every == 0 or done == trainer.config.steps else []
     if reasons := reasons + [alert.name for alert in alerts]:

@@ -304,7 +304,7 @@ LACKING: dict[str, tuple[Rename, str]] = {
 
 
 @pytest.mark.parametrize("name", LACKING)
-def test_missing_weights_are_an_error_that_names_them(name: str, whole: Path, tmp_path: Path) -> None:
+def test_rule_31_missing_weights_are_an_error_that_names_them(name: str, whole: Path, tmp_path: Path) -> None:
     """transformers draws them at random, with a warning that no stage shows."""
     rename, words = LACKING[name]
     folder = rewritten(whole, tmp_path / "lacking", rename)

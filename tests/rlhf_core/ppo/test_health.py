@@ -164,7 +164,7 @@ def test_without_a_judge_the_kl_per_answer_decides(watch: Watch, tokens: int, kl
     ],
     ids=["kl", "update_kl", "engine_mismatch"],
 )
-def test_limits_of_a_kl_are_per_answer(
+def test_rule_29_limits_of_a_kl_are_per_answer(
     watch: Watch,
     tokens: int,
     name: str,
