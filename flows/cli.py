@@ -74,12 +74,17 @@ def run(
     pull: bool = Option(False, "--pull", help="Fetch what DVC's remote has instead of computing it."),
     push: bool = Option(False, "--push", help="Send the results to DVC's remote."),
     dry_run: bool = Option(False, "--dry-run", help="Only print what would run, and why."),
+    params: Path | None = Option(None, help="Copy this file over params.yaml first, such as examples/quick.yaml."),
 ) -> None:
     """Run the stages that are not up to date.
 
     One at a time, in the order of the graph, each as a Prefect task with retries and live progress.
     """
     root = find_root()
+    if params is not None:
+        from flows.params_file import replace_params
+
+        replace_params(root, params)
     from flows import runner
 
     runner.quiet_prefect()
@@ -112,10 +117,11 @@ def import_(
     root = find_root()
     from flows.commands.imports.importer import import_data
     from flows.commands.imports.rewriting import Rewriting, renamed
-    from flows.commands.imports.trial import require_room, write_trial
+    from flows.commands.imports.trial import write_trial
+    from flows.params_file import require_room
 
     if quick:
-        require_room(root)
+        require_room(root, "--try")
     rewriting = Rewriting(renamed(names or []), frozenset(_names(*ignore or ())), think, parse_template)
     target, examples = import_data(source, root, force, rewriting=rewriting if rewriting != Rewriting() else None)
     if quick:

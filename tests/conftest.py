@@ -59,14 +59,14 @@ def pytest_configure() -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Cases that no `chosen` names are exhaustive. Tests of bitsandbytes are skipped where it is not installed. Tests
-    that use the tiny run come last, since the first of them waits until it is made. They and the slow ones may take 15
-    minutes: on a busy machine, each takes ten times as long."""
+    that use the tiny run come first: one worker makes it while the other runs what comes last. They and the slow ones
+    may take 15 minutes: on a busy machine, each takes ten times as long."""
     mark_exhaustive(items, complete=not any("::" in argument for argument in config.args))
     if find_spec("bitsandbytes") is None:
         for item in items:
             if item.get_closest_marker("quantize"):
                 item.add_marker(pytest.mark.skip("bitsandbytes is not installed; `make test-quantize` has it"))
-    items.sort(key=uses_tiny_run)
+    items.sort(key=uses_tiny_run, reverse=True)
     for item in items:
         if uses_tiny_run(item) or (item.get_closest_marker("slow") and not item.get_closest_marker("timeout")):
             item.add_marker(pytest.mark.timeout(900))
@@ -159,7 +159,7 @@ class Project:
         *above, last = name.split(".")
         block = content
         for part in above:
-            block = block[part]
+            block = block.setdefault(part, {})
         block[last] = value
         YAML().dump(content, self.root / "params.yaml")
 

@@ -33,9 +33,9 @@ class ScratchConfig(Block):
 class PretrainConfig(Block):
     """Next-token prediction on the training text before SFT; `steps: 0` switches it off."""
 
-    steps: Count
+    steps: Count = 0
     """Optimizer steps; 0: SFT starts from the base model as it is."""
-    batch_size: Positive
+    batch_size: Positive = 64
     """Blocks of `scratch.context` tokens per optimizer step."""
-    learning_rate: LearningRate
+    learning_rate: LearningRate = 1e-3
     """Peak learning rate: it rises over the warm-up, then falls along a cosine to 0."""

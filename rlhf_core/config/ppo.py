@@ -15,14 +15,14 @@ LossAverage = Literal["tokens", "answer_means", "answer_sums"]
 class KLConfig(Block):
     """The KL penalty, which keeps the policy near the reference (the SFT model)."""
 
-    coef: NotNegative
+    coef: NotNegative = 0.05
     """β: the cost of one nat of KL, in units of the score that PPO uses."""
-    controller: Literal["fixed", "adaptive"]
+    controller: Literal["fixed", "adaptive"] = "fixed"
     """`fixed`: β stays as it is. `adaptive`: β changes until the KL of a response is near `target` (Ziegler et al.
     2019)."""
-    target: PositiveNumber
+    target: PositiveNumber = 6.0
     """Adaptive controller: target KL of a response, in nats."""
-    horizon: Positive
+    horizon: Positive = 10_000
     """Adaptive controller: number of responses over which β adapts; at least `batch_size`."""
     penalty: Literal["reward", "loss"] = "reward"
     """`reward`: the penalty is subtracted from the reward of each token. `loss`: it is a term of the loss."""
@@ -61,32 +61,33 @@ class CriticConfig(Block):
     kind: Literal["separate", "shared"] = "separate"
     """`separate`: a model of its own. `shared`: a value head on the policy's body, with one forward pass for both and
     less memory."""
-    init: Literal["reward", "sft"]
+    init: Literal["reward", "sft"] = "reward"
     """Initial weights of a separate critic. `reward`: the reward model, its output in the unit of the score that PPO
     uses. `sft`: the SFT model with a new head. The head of a shared critic starts at 0."""
-    learning_rate: PositiveNumber
+    learning_rate: PositiveNumber = 1e-5
     """Learning rate of the critic; warm-up and decay are those of `optimizer`."""
-    value_clip: PositiveNumber
+    value_clip: PositiveNumber = 0.2
     """Largest change of a value in one update, in units of the normalised score; needs `clip_value: true`."""
-    clip_value: bool
+    clip_value: bool = True
     """Whether the change of a value in one update is limited to `value_clip`; not while the critic warms up."""
-    warmup_steps: Count = 0
-    """First PPO steps, in which only the critic is trained. The policy's own warm-up comes after them."""
+    warmup_steps: Count = 10
+    """First PPO steps, in which only the critic is trained; none without a critic. The policy's own warm-up comes after
+    them. A critic that is not yet trained makes advantages of real models noisier than none."""
 
 
 class OptimizerConfig(Block):
     """Adam, for policy and critic."""
 
-    betas: list[float]
+    betas: list[float] = Field(default_factory=lambda: [0.9, 0.95])
     """β₁ and β₂ of Adam."""
     eps: PositiveNumber = 1e-8
     """ε of Adam. A pretrained model needs a small one: its clipped gradient has about 1e-5 in each weight, so that with
     1e-5 a weight makes half of its step."""
-    warmup_steps: Count
+    warmup_steps: Count = 5
     """PPO steps over which the learning rates rise."""
-    decay: Literal["none", "linear"]
+    decay: Literal["none", "linear"] = "linear"
     """After the warm-up: constant (`none`), or falling in a line to 0 at the end of the run (`linear`)."""
-    max_grad_norm: PositiveNumber
+    max_grad_norm: PositiveNumber = 1.0
     """A gradient with a larger norm is scaled down to this norm, for each model separately."""
 
     @model_validator(mode="after")
@@ -99,12 +100,12 @@ class OptimizerConfig(Block):
 class ScoreConfig(Block):
     """How the reward model's score is changed before it becomes a reward."""
 
-    normalise: bool
+    normalise: bool = True
     """Subtract the mean and divide by the standard deviation of the scores of 512 SFT samples, measured before the
     first step on the prompts of PPO."""
-    clip: PositiveNumber
+    clip: PositiveNumber = 5.0
     """Limit of the score, after normalisation, in standard deviations."""
-    missing_eos_penalty: NotNegative
+    missing_eos_penalty: NotNegative = 1.0
     """Subtracted from the score of a response that was cut off, after normalisation and clipping."""
 
 
@@ -134,15 +135,15 @@ class VLLMConfig(Block):
 class PPOConfig(Block):
     """Settings of the PPO loop."""
 
-    steps: Positive
+    steps: Positive = 100
     """PPO steps: each is one rollout and `ppo_epochs` passes over it."""
-    batch_size: Positive
+    batch_size: Positive = 256
     """Responses per PPO step."""
     samples_per_prompt: Positive = 1
     """Responses to each prompt of a step; `rloo`, `grpo` and `dr_grpo` need 2 or more."""
-    minibatches: Positive
+    minibatches: Positive = 4
     """Parts of the batch; one optimizer step for each part."""
-    micro_batch_size: Positive
+    micro_batch_size: Positive = 64
     """Responses per forward and backward pass; it changes no result, except for rounding."""
     micro_batch_tokens: Positive | None = None
     """Also limits a micro-batch to this many tokens, those that a pass computes: prompts included, a common prefix of
@@ -155,9 +156,9 @@ class PPOConfig(Block):
     gradient_checkpointing: Recomputed = False
     """Recompute activations in the backward pass: of no layer (false), of every layer (true), or of every n-th layer.
     Less memory, more time."""
-    ppo_epochs: Positive
+    ppo_epochs: Positive = 2
     """Passes over the responses of a step."""
-    learning_rate: PositiveNumber
+    learning_rate: PositiveNumber = 1e-6
     """Learning rate of the policy."""
     advantage: Literal["gae", "reinforce", "rloo", "grpo", "dr_grpo"] = "gae"
     """`gae` needs a critic. The others take their baseline from other responses: `reinforce` from the batch, `rloo`,
@@ -166,7 +167,7 @@ class PPOConfig(Block):
     """The policy loss of a minibatch. `tokens`: the mean over all tokens. `answer_means`: the mean over responses of
     each one's mean over tokens. `answer_sums`: the mean over responses of each one's sum, divided by `max_new_tokens`,
     a constant that gives the gradient the scale of the others."""
-    clip_ratio: Annotated[float, Field(gt=0, lt=1)]
+    clip_ratio: Annotated[float, Field(gt=0, lt=1)] = 0.2
     """ε: a ratio π_θ/π_old beyond 1 ± ε brings no further gain."""
     dual_clip: Annotated[float, Field(gt=1)] | None = None
     """Largest loss of a token with negative advantage, as a multiple of the advantage; 3 is usual, null: no limit."""
@@ -178,18 +179,18 @@ class PPOConfig(Block):
     policy_gradient_steps: Count = 0
     """First PPO steps of the policy, after the critic's warm-up, that use the plain policy gradient: one epoch, one
     minibatch, no ratio."""
-    vf_coef: NotNegative
+    vf_coef: NotNegative = 0.5
     """Weight of the value loss; it matters where policy and critic share a body."""
-    entropy_coef: NotNegative
+    entropy_coef: NotNegative = 0.0
     """Weight of the entropy bonus, in units of the advantage per nat; 0 switches it off."""
-    gamma: Annotated[float, Field(gt=0, le=1)]
+    gamma: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Discount factor per token."""
-    lam: Annotated[float, Field(ge=0, le=1)]
+    lam: Annotated[float, Field(ge=0, le=1)] = 1.0
     """λ of generalised advantage estimation: 1 uses the rewards alone, 0 the critic's value one token ahead."""
-    temperature: PositiveNumber
+    temperature: PositiveNumber = 1.0
     """Sampling temperature; 1 is the model's own distribution. All log-probabilities are computed at the same
     temperature."""
-    max_new_tokens: Positive
+    max_new_tokens: Positive = 256
     """Longest response, in tokens."""
     engine: Literal["leash", "vllm"] = "leash"
     """What samples the responses: our own sampler, or a vLLM server (CUDA only; vLLM is to be installed
@@ -199,15 +200,15 @@ class PPOConfig(Block):
     """Texts that end a response, besides end-of-sequence; each must be exactly one token of the tokenizer."""
     sampler_rows: Positive | None = None
     """Responses sampled side by side; null: the whole batch. It changes no result, except for rounding."""
-    whiten_advantages: bool
+    whiten_advantages: bool = True
     """Normalise the advantages of a batch to mean 0 and variance 1."""
-    kl: KLConfig
-    critic: CriticConfig
-    optimizer: OptimizerConfig
-    score: ScoreConfig
+    kl: KLConfig = KLConfig()
+    critic: CriticConfig = CriticConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    score: ScoreConfig = ScoreConfig()
     ptx: TextConfig = TextConfig()
     lora: LoraSettings | None = None
-    sample_every: Positive
+    sample_every: Positive = 20
     """PPO steps between two sets of twenty held-out samples in data/ppo/samples.jsonl."""
     snapshot_every: Positive | None = None
     """PPO steps between two snapshots of the policy (its trained weights only), from which `select` chooses; null: only
@@ -268,6 +269,11 @@ class PPOConfig(Block):
         return self.advantage == "gae"
 
     @property
+    def critic_warmup_steps(self) -> int:
+        """First PPO steps, in which only the critic is trained; 0 without a critic."""
+        return self.critic.warmup_steps if self.has_critic else 0
+
+    @property
     def needs_critic_model(self) -> bool:
         """Whether the critic is a model of its own."""
         return self.has_critic and self.critic.kind == "separate"
@@ -285,7 +291,7 @@ class PPOConfig(Block):
             )
         if self.advantage != "gae" and self.gamma != 1.0:
             raise ValueError(f"advantage {self.advantage} has one return for a whole answer; set gamma to 1")
-        if self.advantage != "gae" and self.critic.warmup_steps:
+        if self.advantage != "gae" and "warmup_steps" in self.critic.model_fields_set and self.critic.warmup_steps:
             raise ValueError(f"advantage {self.advantage} has no critic; set critic.warmup_steps to 0")
         return self
 
@@ -301,7 +307,7 @@ class PPOConfig(Block):
 
     @model_validator(mode="after")
     def _phases_fit(self) -> "PPOConfig":
-        if self.has_critic and self.critic.warmup_steps >= self.steps:
+        if self.critic_warmup_steps >= self.steps:
             raise ValueError(f"critic.warmup_steps {self.critic.warmup_steps} takes all {self.steps} steps; lower it")
         return self
 

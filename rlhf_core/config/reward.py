@@ -12,17 +12,17 @@ from rlhf_core.config.precision import Recomputed
 class RewardConfig(Block):
     """The Bradley-Terry reward model: a scalar head on the SFT model's body. All pairs of a prompt are in one batch."""
 
-    learning_rate: LearningRate
+    learning_rate: LearningRate = 1e-5
     """Peak learning rate: it rises over the warm-up, then falls along a cosine to 0."""
-    epochs: PositiveNumber
+    epochs: PositiveNumber = 1.0
     """Passes over the pairs; a reward model overfits after one or a few."""
-    batch_size: Positive
+    batch_size: Positive = 16
     """Prompts (not pairs) per optimizer step."""
-    warmup_steps: Count
+    warmup_steps: Count = 10
     """Optimizer steps in which the learning rate rises from 0."""
-    weight_decay: NotNegative
+    weight_decay: NotNegative = 0.0
     """Weight decay of AdamW; 0 switches it off."""
-    max_tokens: Positive
+    max_tokens: Positive = 1024
     """Longest prompt plus response, in tokens; `long_rows` says what happens to longer rows."""
     micro_batch_tokens: Positive = 8192
     """Tokens of a forward and backward pass, which reads whole prompts with all their answers: each prompt once, each

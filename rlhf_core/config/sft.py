@@ -10,23 +10,23 @@ from rlhf_core.config.precision import Recomputed
 class SFTConfig(Block):
     """Supervised fine-tuning: the loss is on the response only, and training stops early by the validation loss."""
 
-    learning_rate: LearningRate
+    learning_rate: LearningRate = 1e-5
     """Peak learning rate: it rises over the warm-up, then falls along a cosine to 0."""
-    epochs: PositiveNumber
+    epochs: PositiveNumber = 1.0
     """Passes over the training rows."""
-    batch_size: Positive
+    batch_size: Positive = 32
     """Demonstrations per optimizer step; a multiple of `micro_batch_size` × `processes`."""
-    micro_batch_size: Positive
+    micro_batch_size: Positive = 8
     """Demonstrations per forward and backward pass of a process; lower it when memory runs out."""
-    warmup_steps: Count
+    warmup_steps: Count = 20
     """Optimizer steps in which the learning rate rises from 0."""
-    weight_decay: NotNegative
+    weight_decay: NotNegative = 0.0
     """Weight decay of AdamW; 0 switches it off."""
-    max_tokens: Positive
+    max_tokens: Positive = 1024
     """Longest prompt plus response, in tokens; `long_rows` says what happens to longer rows."""
-    evaluate_every: Positive
+    evaluate_every: Positive = 50
     """Optimizer steps between two measurements of the validation loss."""
-    patience: Count
+    patience: Count = 3
     """Measurements without improvement before training stops; 0: train to the end."""
     lora: LoraSettings | None = None
     processes: Positive = 1

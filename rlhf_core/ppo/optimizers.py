@@ -18,7 +18,7 @@ def build_optimizers(parameters: dict[str, list[torch.nn.Parameter]], config: PP
 def schedule(name: str, optimizer: torch.optim.Optimizer, config: PPOConfig) -> torch.optim.lr_scheduler.LambdaLR:
     """The learning rate rises over the warm-up steps, then is constant or falls linearly to 0 after the last step. The
     policy's begins when the critic's warm-up is over (rule 21)."""
-    alone = config.critic.warmup_steps if config.has_critic and name == "policy" else 0
+    alone = config.critic_warmup_steps if name == "policy" else 0
     warmup, steps, decay = config.optimizer.warmup_steps, config.steps - alone, config.optimizer.decay
 
     def factor(step: int) -> float:

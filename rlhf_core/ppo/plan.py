@@ -42,7 +42,7 @@ class StepPlan:
     def of(cls, config: PPOConfig, step: int) -> "StepPlan":
         """The plan of a step, counted from 0. In the warm-up with the plain policy gradient there is one epoch of one
         minibatch: the ratio is 1, where the gradient of PPO's loss is that of −A·log π_θ."""
-        of_the_policy = step - config.critic.warmup_steps
+        of_the_policy = step - config.critic_warmup_steps
         if 0 <= of_the_policy < config.policy_gradient_steps:
             return cls(step, True, 1, 1)
         return cls(step, of_the_policy >= 0, config.ppo_epochs, config.minibatches)

@@ -197,8 +197,12 @@ class _Params(Block):
             if name in RESERVED or name.startswith(RESERVED_BEGINNINGS):
                 raise ValueError(f"evaluate.extra_models: {name} is the name of a model of the run; rename the folder")
 
+    @property
+    def _samples_pairs(self) -> bool:
+        return self.preferences.source not in {"dataset", "ratings"}
+
     def _check_reward_length(self) -> None:
-        if self.reward.max_tokens <= self.preferences.max_new_tokens:
+        if self._samples_pairs and self.reward.max_tokens <= self.preferences.max_new_tokens:
             raise ValueError(
                 f"reward.max_tokens is {self.reward.max_tokens}: a prompt and the {self.preferences.max_new_tokens} "
                 "tokens of preferences.max_new_tokens do not fit; enlarge it"
@@ -222,11 +226,9 @@ class _Params(Block):
             return
         context = self.base.scratch.context
         read = {"sft": self.sft.max_tokens, "reward": self.reward.max_tokens}
-        sampled = {
-            "preferences": self.preferences.max_new_tokens,
-            "ppo": self.ppo.max_new_tokens,
-            "evaluate": self.evaluate.max_new_tokens,
-        }
+        sampled = {"ppo": self.ppo.max_new_tokens, "evaluate": self.evaluate.max_new_tokens}
+        if self._samples_pairs:
+            sampled["preferences"] = self.preferences.max_new_tokens
         for name, method in self.enabled_methods():
             if name in VARIANTS:
                 sampled[f"{name}.settings"] = method.applied_to(self.ppo, name).max_new_tokens

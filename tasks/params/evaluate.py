@@ -16,21 +16,21 @@ HELDOUT = "heldout"
 class EvaluateParams(Block):
     """All models answer the same held-out prompts."""
 
-    prompts: BelowRaw
+    prompts: BelowRaw = HELDOUT
     """`heldout`: the held-out prompts of the data. Otherwise a JSONL file of prompts below data/raw/."""
-    max_prompts: Positive
+    max_prompts: Positive = 300
     """Largest number of prompts."""
-    seeds: Annotated[list[Seed], Field(min_length=1)]
+    seeds: Annotated[list[Seed], Field(min_length=1)] = Field(default_factory=lambda: [1, 2, 3])
     """Sampling seeds: each model answers each prompt once per seed."""
-    temperature: Annotated[float, Field(gt=0)]
+    temperature: Annotated[float, Field(gt=0)] = 1.0
     """Sampling temperature; 1 is the model's own distribution."""
-    max_new_tokens: Positive
+    max_new_tokens: Positive = 256
     """Longest answer, in tokens."""
-    batch_size: Positive
+    batch_size: Positive = 128
     """Responses sampled side by side; it changes no sample."""
-    stop_tokens: list[str]
+    stop_tokens: list[str] = Field(default_factory=list)
     """Texts that end a response, besides end-of-sequence; must equal `ppo.stop_tokens`."""
-    bootstrap: Annotated[int, Field(ge=100)]
+    bootstrap: Annotated[int, Field(ge=100)] = 2000
     """Bootstrap resamples of the prompts for a 95% interval."""
     snapshots: Annotated[int, Field(ge=2)] = 5
     """PPO's snapshots on the frontier, if there are more: the policy's, the first, the last, the best by judge and

@@ -14,13 +14,13 @@ Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 class DemoParams(Block):
     """The built-in demo data."""
 
-    prompts: Annotated[int, Field(ge=20)]
+    prompts: Annotated[int, Field(ge=20)] = 2880
     """Number of distinct prompts, divided by `ingest.split`."""
-    domains: Annotated[int, Field(ge=1, le=9)]
+    domains: Annotated[int, Field(ge=1, le=9)] = 2
     """Domains of life in the prompts; a small model learns a small world better."""
-    needs: Annotated[int, Field(ge=2, le=7)]
+    needs: Annotated[int, Field(ge=2, le=7)] = 2
     """Number of needs that the prompts of each domain name (for someone with diabetes, on a small budget, …)."""
-    demonstrations_per_prompt: Annotated[int, Field(ge=1)]
+    demonstrations_per_prompt: Annotated[int, Field(ge=1)] = 6
     """Answers of mixed quality to each SFT prompt."""
 
 
@@ -73,15 +73,15 @@ class SplitParams(Block):
     """Shares of the training prompts (they sum to 1), and what is taken from them. In data with demonstrations, pairs
     and bare prompts, each kind goes to its own share; a share without rows of its own kind takes from the others."""
 
-    demonstrations: Fraction
+    demonstrations: Fraction = 0.5
     """Share of the training prompts for SFT."""
-    preferences: Fraction
+    preferences: Fraction = 0.3
     """Share for the pairs of the reward model."""
-    ppo: Fraction
+    ppo: Fraction = 0.2
     """Share of the training prompts for PPO's rollouts."""
-    heldout: Fraction
+    heldout: Fraction = 0.1
     """Share of all prompts that is held out, where the data have no held-out file."""
-    validation: Fraction
+    validation: Fraction = 0.1
     """Share of the SFT and preference prompts used for validation."""
 
     @model_validator(mode="after")
@@ -100,7 +100,7 @@ class IngestParams(Block):
 
     source: Literal["demo", "files", "huggingface"]
     """`demo`: the built-in data. `files`: local files. `huggingface`: a dataset of the hub."""
-    seed: Annotated[int, Field(ge=0, lt=2**32)]
+    seed: Annotated[int, Field(ge=0, lt=2**32)] = 1
     """Seed of the built-in data and of every split. The run's `seed` is another one: training can be repeated on the
     same data."""
     demo: DemoParams | None = None
@@ -118,7 +118,7 @@ class IngestParams(Block):
     sft_rating_above: float | None = None
     """Of rated demonstrations SFT imitates those with a higher rating. null: halfway between the lowest and the highest
     rating. A rating is a value of `rating_column`, or the `label` (true or false, 1 or 0) of a demonstration."""
-    split: SplitParams
+    split: SplitParams = SplitParams()
     max_characters: Annotated[int, Field(ge=1)] = 20_000
     """A row whose prompt or answer is longer than this is a bad row."""
     on_bad_row: Literal["drop", "refuse"] = "drop"

@@ -34,7 +34,7 @@ def _variable(value: str) -> str:
 class JudgeParams(Block):
     """The judge that decides which of two answers is better."""
 
-    kind: Literal["data", "model", "api", "function"]
+    kind: Literal["data", "model", "api", "function"] = "data"
     """`data`: the judge of the data. The demo has one (its rubric, simulated); human data have none, so the reward
     model judges, and every page shows that. `model`: a language model, which compares each pair in both orders. `api`:
     the same with a model behind an OpenAI-compatible endpoint. `function`: a Python function, whose score is the gold

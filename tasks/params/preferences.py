@@ -12,9 +12,9 @@ Positive = Annotated[int, Field(ge=1)]
 class AnnotatorParams(Block):
     """The simulated annotators of the demo: Bradley-Terry choices on the hidden score."""
 
-    temperature: Annotated[float, Field(ge=0)]
+    temperature: Annotated[float, Field(ge=0)] = 0.1
     """Noise of the choice, in units of the hidden score; 0 always takes the better answer."""
-    flip_rate: Annotated[float, Field(ge=0, lt=0.5)]
+    flip_rate: Annotated[float, Field(ge=0, lt=0.5)] = 0.01
     """Share of choices that are reversed by mistake."""
 
 
@@ -34,10 +34,10 @@ class PreferencesParams(Block):
     sampled."""
     temperature: Annotated[float, Field(gt=0)] = 0.9
     """Sampling temperature; 1 is the model's own distribution."""
-    max_new_tokens: Positive
+    max_new_tokens: Positive = 256
     """Longest answer, in tokens."""
-    batch_size: Positive
+    batch_size: Positive = 128
     """Responses sampled together; changes no sample."""
     stop_tokens: list[str] = Field(default_factory=list)
     """Texts that end a response, besides end-of-sequence; must equal `ppo.stop_tokens`."""
-    annotators: AnnotatorParams
+    annotators: AnnotatorParams = AnnotatorParams()

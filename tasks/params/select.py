@@ -12,10 +12,10 @@ class SelectParams(Block):
     validation prompts: prompts of the preference data that the reward model was not trained on. Answers are sampled
     with the settings of `ppo`."""
 
-    rule: Literal["last", "best_judge", "best_proxy"]
+    rule: Literal["last", "best_judge", "best_proxy"] = "last"
     """`last`: the last one; with `kl_budget` the last one within it. `best_judge`: the highest mean score of the judge.
     `best_proxy`: the highest mean score of the reward model."""
-    prompts: Annotated[int, Field(ge=0)]
+    prompts: Annotated[int, Field(ge=0)] = 100
     """Largest number of validation prompts; 0: no comparison, and only `rule: last` without `kl_budget` is possible."""
     kl_budget: Annotated[float, Field(gt=0)] | None = None
     """Largest KL to the SFT model, in nats per answer. A candidate is within it if its KL on the validation prompts,

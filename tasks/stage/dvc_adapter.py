@@ -169,10 +169,12 @@ def parse_override(text: str) -> Override:
 
 
 def apply_overrides(root: Path, overrides: Sequence[str]) -> None:
-    """Change params.yaml; comments and what is not named stay. Raises UserError, naming the override."""
+    """Change params.yaml, or add what has its default; comments and what is not named stay. Raises UserError, naming
+    the override."""
     for one in overrides:
+        added = one if one.startswith(("+", "~")) else f"++{one}"
         try:
-            hydra.apply_overrides(str(root / PARAMS_FILE), [one])
+            hydra.apply_overrides(str(root / PARAMS_FILE), [added])
         except DvcException as error:
             reason = _one_line(error.__cause__ or error).split(" full_key:")[0]
             raise UserError(f"-S {one}: {reason}") from None

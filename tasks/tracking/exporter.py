@@ -44,6 +44,7 @@ from tasks import naming
 from tasks.datasets.jsonl import read_jsonl
 from tasks.summary import SUMMARY
 from tasks.tracking import record, settings, titles
+from tasks.tracking.defaults import filled
 
 LOCK_SECONDS = 30.0
 PAUSE_SECONDS = 5.0
@@ -156,7 +157,9 @@ class Exporter:
             tags |= {"leash.study": run["study"], PARENT: self._study_run(run["study"]).info.run_id}
         title = run.get("experiment") or titles.title(run, before)
         parent = found[0] if found else self._client.create_run(self._experiment, started, tags, title)
-        self._log(parent, params=run["params"], tags=tags if executed else {})  # else the commit is of a later time
+        self._log(
+            parent, params=filled(run["params"]), tags=tags if executed else {}
+        )  # else the commit is of a later time
 
         # The runs of its stages.
         known = self._search(f"tags.{PARENT} = '{parent.info.run_id}'", most=1000)

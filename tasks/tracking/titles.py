@@ -6,6 +6,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from tasks.tracking.defaults import filled
+
 IMPORTANT = ("ppo", "scorer", "reward", "preferences", "sft", "base", "ingest")
 """Blocks of params.yaml whose changes are named first."""
 NAMED_CHANGES = 2
@@ -21,7 +23,7 @@ def numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
 def changes(run: Mapping[str, Any], before: Any) -> list[tuple[str, str, str]]:
     """(parameter, value before, value now) of the parameters with another value than in the MLflow run `before`, most
     important first."""
-    then, now = before.data.params if before else run["params"], run["params"]
+    then, now = (filled(params) for params in (before.data.params if before else run["params"], run["params"]))
     names = [name for name in {**now, **then} if then.get(name, "none") != now.get(name, "none")[:6000]]
     order = {block: place for place, block in enumerate(IMPORTANT)}
     names.sort(key=lambda name: (order.get(name.partition(".")[0], len(order)), name == "seed"))

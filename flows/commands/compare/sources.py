@@ -14,12 +14,13 @@ from flows import workspace
 from rlhf_core.errors import UserError
 from tasks.datasets.jsonl import Row, read_jsonl
 from tasks.naming import experiment_name
-from tasks.params.loader import NUMERICS, PARAMS_FILE, parse_yaml, with_derived
-from tasks.params.scorer import DEFAULT, REWARD_MODEL
+from tasks.params.loader import PARAMS_FILE, parse_yaml, with_derived
+from tasks.params.scorer import REWARD_MODEL
 from tasks.records.recorded import params_behind, parse, read_results
 from tasks.stage.dvc_adapter import stored_files
 from tasks.stage.dvc_files import LOCK_FILE
 from tasks.tracking import settings
+from tasks.tracking.defaults import filled
 from tasks.tracking.record import flatten
 
 EVALUATION = "metrics/evaluate.json"
@@ -33,8 +34,6 @@ EMPTY = "{}"
 """A block that the file does not have."""
 UNCOMPARED = ("runtime.", "report.", "promote.", "raw_files.")
 """Parameters that change no figure, or follow from others."""
-DEFAULTS = flatten({**NUMERICS, "scorer": DEFAULT})
-"""Parameters that params.yaml may lack, as dvc.lock has them then."""
 
 
 @dataclass(frozen=True)
@@ -168,14 +167,14 @@ def _parsed(text: str, where: str) -> Mapping[str, Any]:
 
 
 def comparable(params: Mapping[str, str]) -> dict[str, str]:
-    """The parameters that can change a figure. A block with only `enabled: false` is the same as none, and a default
-    that params.yaml may lack the same as its lack."""
+    """The parameters that can change a figure, with the defaults of those that params.yaml lacks. A block with only
+    `enabled: false` is the same as none."""
     blocks = Counter(key.partition(".")[0] for key in params)
     off = {f"{name}.enabled" for name, keys in blocks.items() if keys == 1 and params.get(f"{name}.enabled") == "false"}
     return {
         key: value
-        for key, value in params.items()
-        if not (key in off or key == REWARD_MODEL or value in (EMPTY, DEFAULTS.get(key)) or key.startswith(UNCOMPARED))
+        for key, value in filled({key: value for key, value in params.items() if key not in off}).items()
+        if not (key == REWARD_MODEL or value == EMPTY or key.startswith(UNCOMPARED))
     }
 
 

@@ -1,20 +1,16 @@
 """The quick try: params.yaml for a run of a few minutes on imported data, with a tiny model that learns to end its
 answers."""
 
-import hashlib
-import json
-import re
-import subprocess
 from collections.abc import Sequence
-from functools import reduce
+from io import StringIO
 from math import ceil
-from operator import getitem
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from ruamel.yaml import YAML
 
+from flows.params_file import MARK, digest_of, require_room
 from rlhf_core.errors import UserError
 from tasks.datasets.problems import Log
 from tasks.datasets.sources.example import Example
@@ -43,18 +39,6 @@ BYTES_PER_TOKEN = 2.5
 SFT_STEPS, REWARD_STEPS = 100, 30
 FEWEST_PAIRS = 20
 """With fewer, a share of `ingest.split` or one of the two reward models has no pairs."""
-MARK = "# Written by `leash import --try`; unchanged while the rest of the file has the SHA-256 "
-
-
-def require_room(root: Path) -> None:
-    """Raise UserError where `root`/params.yaml has changes that git does not have. A quick try is none, nor is a file
-    of examples/."""
-    path = root / PARAMS_FILE
-    if path.exists() and not _is_stored(path.read_text(encoding="utf-8", errors="replace"), root):
-        raise UserError(
-            f"{path}: has changes that are not in git, and --try writes this file; commit it or move it away, or drop "
-            "the changes by `git checkout params.yaml`"
-        )
 
 
 def write_trial(root: Path, names: Sequence[str], examples: Sequence[Example], log: Log = print) -> None:
@@ -63,18 +47,20 @@ def write_trial(root: Path, names: Sequence[str], examples: Sequence[Example], l
 
     Raises UserError as `require_room`, and as `small_values`. Then nothing is written.
     """
-    require_room(root)
+    require_room(root, "--try")
     values = small_values(examples) | {"ingest.files.path": names[0] if len(names) == 1 else list(names)}
-    text = (root / FULL).read_text(encoding="utf-8")
-    lines, content = text.splitlines(keepends=True), YAML().load(text)
-    for name, value in values.items():  # each in the line of its key; comments stay, in their column
+    yaml, written = YAML(), StringIO()
+    yaml.width, yaml.preserve_quotes = 120, True
+    content = yaml.load((root / FULL).read_text(encoding="utf-8"))
+    for name, value in values.items():
         *above, last = name.split(".")
-        line, column = reduce(getitem, above, content).lc.value(last)
-        value_and_space, comment = re.findall(r"([^#]*)(.*)", lines[line][column:])[0]
-        new = json.dumps(value, ensure_ascii=False).ljust(len(value_and_space) - 1)
-        lines[line] = f"{lines[line][:column]}{new} {comment}".rstrip() + "\n"
-    text = "".join(lines)
-    (root / PARAMS_FILE).write_text(f"{text}{MARK}{_digest(text)}\n", encoding="utf-8")
+        block = content
+        for part in above:
+            block = block.setdefault(part, {})
+        block[last] = value
+    yaml.dump(content, written)
+    text = written.getvalue()
+    (root / PARAMS_FILE).write_text(f"{text}{MARK}{digest_of(text)}\n", encoding="utf-8")
     log(f"params.yaml: written for a quick try, {FULL} with small values; its models and figures mean nothing")
     log("now: leash run")
     log(f"for the real run: cp {FULL} params.yaml (the file before the try: git checkout params.yaml)")
@@ -122,8 +108,8 @@ def small_values(examples: Sequence[Example]) -> dict[str, Any]:
     sft_rows = 0.45 * fit.get("demonstration", fit["pair"])  # the shares of ingest.split without validation
     typical = median(answer for tokens, answer in answers if tokens <= context)
     new_tokens = min(max(ceil(1.25 * typical / 32) * 32, context // 4), context // 2)
-    sampled = {f"{stage}.max_new_tokens": new_tokens for stage in ("preferences", "ppo", "evaluate", "rejection_sft")}
-    longest = {f"{stage}.max_tokens": context for stage in ("sft", "reward", "dpo", "rejection_sft.training")}
+    sampled = {f"{stage}.max_new_tokens": new_tokens for stage in ("ppo", "evaluate")}
+    longest = {f"{stage}.max_tokens": context for stage in ("sft", "reward")}
     return {
         **SMALL,
         **sampled,
@@ -135,18 +121,3 @@ def small_values(examples: Sequence[Example]) -> dict[str, Any]:
         "reward.batch_size": reward_batch,
         "reward.epochs": epochs(REWARD_STEPS, 0.2 * fit["pair"], reward_batch),
     }
-
-
-def _is_stored(text: str, root: Path) -> bool:
-    """Whether the parameter file can be had again: it is in git's HEAD, in examples/, or an unchanged quick try."""
-    rest, mark, digest = text.rpartition(MARK)
-    if mark and digest.strip() == _digest(rest):
-        return True
-    if any(text == file.read_text(encoding="utf-8") for file in (root / "examples").glob("*.yaml")):
-        return True
-    done = subprocess.run(["git", "show", f"HEAD:./{PARAMS_FILE}"], cwd=root, capture_output=True, check=False)
-    return done.returncode == 0 and done.stdout.decode("utf-8", "replace") == text
-
-
-def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode("utf-8")).hexdigest()[:16]

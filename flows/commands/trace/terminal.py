@@ -131,7 +131,7 @@ def explain(traced: Traced) -> dict[str, list[str]]:
         loss += f" + {beta}/{number(step.advantage_scale)}·KL loss"
     update = [f"total loss = {loss}"]
     if not step.trains_policy:
-        update.append(f"the critic warms up ({config.critic.warmup_steps} steps): the policy does not change")
+        update.append(f"the critic warms up ({config.critic_warmup_steps} steps): the policy does not change")
     for name, rate in step.learning_rates.items():
         norms = ", ".join(map(number, step.grad_norms[name]))
         limit = f"clipped at {config.optimizer.max_grad_norm:g}"

@@ -132,7 +132,7 @@ def trace_prompt(root: Path, text: str, start: Start | None = None, seed: int | 
     elif at_end and config.kl.controller == "adaptive":
         notes.append("metrics/ppo.json has no last β: it starts from its initial value")
     for name, scheduler in trainer.schedulers.items():
-        done = step - (config.critic.warmup_steps if name == "policy" else 0)
+        done = step - (config.critic_warmup_steps if name == "policy" else 0)
         rate = scheduler.base_lrs[0] * scheduler.lr_lambdas[0](max(0, done))
         trainer.optimizers[name].param_groups[0]["lr"] = rate
     traced = trace_step(trainer, [found * config.samples_per_prompt])[0]

@@ -92,7 +92,7 @@ def test_parameters_are_those_of_the_commit(home: Path) -> None:
     ("override", "says"),
     [
         ("ppo.kl.coef=-1", "betas/params.yaml: ppo.kl.coef: "),
-        ("ppo.kl.koef=1", "-S ppo.kl.koef=1: Could not override 'ppo.kl.koef'"),
+        ("ppo.kl.koef=1", "betas/params.yaml: ppo.kl.koef: unknown parameter"),
         ("+ppo.koef=1", "betas/params.yaml: ppo.koef: unknown parameter"),
     ],
 )
