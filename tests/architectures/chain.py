@@ -89,7 +89,7 @@ PPO: dict[str, Any] = {
     "max_new_tokens": NEW_TOKENS,
     "whiten_advantages": True,
     "kl": {"coef": 0.05, "controller": "fixed", "target": 1.0, "horizon": 40},
-    "critic": {"init": "reward", "learning_rate": 2e-3, "value_clip": 0.3, "clip_value": True},
+    "critic": {"init": "reward", "learning_rate": 2e-3, "value_clip": 0.3, "clip_value": True, "warmup_steps": 0},
     "optimizer": {"betas": [0.9, 0.95], "eps": 1e-5, "warmup_steps": 0, "decay": "none", "max_grad_norm": 1.0},
     "score": {"normalise": True, "clip": 5.0, "missing_eos_penalty": 1.0},
     "sample_every": 10,

@@ -32,7 +32,7 @@ def put(content: Content, name: str, value: Any) -> Content:
     *above, last = name.split(".")
     block = content
     for part in above:
-        block = block[part]
+        block = block.setdefault(part, {})
     block[last] = value
     return content
 
