@@ -93,7 +93,7 @@ def build(options: argparse.Namespace, seed: int) -> PPOTrainer:
     """The trainer of `ppo_throughput.py`, with several answers to a prompt."""
     work = argparse.Namespace(**vars(options), critic="separate", updates=options.critic_warmup + 1)
     work.batch, work.micro_batch, work.micro_batch_tokens, work.epochs = options.responses, 64, 1024, 2
-    critic = {"init": "reward", "learning_rate": CRITIC_RATE, "value_clip": 0.2, "clip_value": True}
+    critic = {"init": "reward", "learning_rate": CRITIC_RATE, "value_clip": 0.2, "clip_value": True, "warmup_steps": 0}
     trainer: PPOTrainer = ppo_throughput.build(
         work,
         seed,

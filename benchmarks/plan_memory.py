@@ -48,7 +48,7 @@ PPO: dict[str, Any] = {
     "clip_ratio": 0.2, "vf_coef": 0.5, "entropy_coef": 0.0, "gamma": 1.0, "lam": 0.95, "temperature": 1.0,
     "max_new_tokens": LENGTHS.response, "whiten_advantages": True, "check_ratio": False, "sample_every": 10,
     "kl": {"coef": 0.1, "controller": "fixed", "target": 1.0, "horizon": 100},
-    "critic": {"init": "sft", "learning_rate": 1e-4, "value_clip": 0.2, "clip_value": True},
+    "critic": {"init": "sft", "learning_rate": 1e-4, "value_clip": 0.2, "clip_value": True, "warmup_steps": 0},
     "optimizer": {"betas": [0.9, 0.95], "eps": 1e-5, "warmup_steps": 0, "decay": "none", "max_grad_norm": 1.0},
     "score": {"normalise": False, "clip": 5.0, "missing_eos_penalty": 0.0},
 }  # fmt: skip

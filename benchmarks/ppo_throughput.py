@@ -132,6 +132,7 @@ def settings(options: argparse.Namespace) -> dict[str, Any]:
             "learning_rate": LEARNING_RATE,
             "value_clip": 0.2,
             "clip_value": True,
+            "warmup_steps": 0,
         },
         "optimizer": {"betas": [0.9, 0.999], "eps": 1e-8, "warmup_steps": 0, "decay": "none", "max_grad_norm": 1.0},
         "score": {"normalise": False, "clip": 1e9, "missing_eos_penalty": 1.0},
