@@ -23,7 +23,7 @@ SALT = 2**32
 def execute(stage: Stage[BestOfNParams]) -> None:
     """Make data/best_of_n/samples.jsonl and metrics/best_of_n.json."""
     set_numerics(stage)
-    settings = stage.block("evaluate", EvaluateParams)
+    settings = stage.block("answers", EvaluateParams)
     tokenizer = load_tokenizer(stage.root / SFT, trust_remote_code=trusts(stage))
     model = load_frozen(stage, stage.root / SFT)
     kept, too_long = fitting(

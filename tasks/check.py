@@ -9,7 +9,7 @@ from typing import Any
 from rlhf_core.config.block import Block
 from rlhf_core.errors import needs_bitsandbytes
 from tasks.params.all import Params
-from tasks.params.loader import NUMERICS, RAW_FILES, parse, read_yaml, with_derived
+from tasks.params.loader import ANSWERS, NUMERICS, RAW_FILES, parse, read_yaml, with_derived
 from tasks.params.methods import METHODS
 from tasks.params.scorer import REWARD_MODEL
 from tasks.stage.stage import Stage
@@ -36,7 +36,7 @@ def execute(stage: Stage[Block]) -> None:
     for function in called if judge is None else [*called, judge_function(stage.root, judge, limits)]:
         function([], [], [])
         function.close()
-    tracked = ["round", *(method.name for method in METHODS), "scorer", REWARD_MODEL, *NUMERICS, RAW_FILES]
+    tracked = ["round", *(method.name for method in METHODS), "scorer", REWARD_MODEL, *NUMERICS, RAW_FILES, ANSWERS]
     stage.outputs.write_json(METHOD_BLOCKS, {name: known[name] for name in tracked})
     stage.out(CONSTANT).write_text("params.yaml is valid\n", encoding="utf-8")
 

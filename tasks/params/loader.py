@@ -59,16 +59,20 @@ NUMERICS: dict[str, Any] = {"precision": "float32", "deterministic": True}
 """Parameters outside all blocks that may be absent, and their defaults."""
 
 
-RAW_FILES = "raw_files"
+RAW_FILES, ANSWERS = "raw_files", "answers"
+ANSWERING = ("batch_size", "max_new_tokens", "max_prompts", "prompts", "stop_tokens", "temperature")
+"""The keys of `evaluate` with which `best_of_n` samples; the others do not concern it."""
 
 
 def with_derived(content: dict[str, Any]) -> dict[str, Any]:
-    """The content with the parameters that may be absent, `scorer` and those of `NUMERICS`, and two that follow from
-    the others: `reward_model`, whether one of the terms of `scorer` is the reward model, and `raw_files`. `check`
-    writes them where DVC can track them."""
+    """The content with the parameters that may be absent, `scorer` and those of `NUMERICS`, and three that follow from
+    the others: `reward_model`, whether one of the terms of `scorer` is the reward model, `raw_files`, and `answers`, how
+    `evaluate` samples. `check` writes them where DVC can track them."""
     scorer = content.get("scorer", DEFAULT)
     terms = [term.get("term") for term in scorer if isinstance(term, dict)] if isinstance(scorer, list) else []
-    derived = {REWARD_MODEL: REWARD_MODEL in terms, RAW_FILES: _raw_files(content)}
+    evaluate = content.get("evaluate")
+    answers = {key: evaluate[key] for key in ANSWERING if key in evaluate} if isinstance(evaluate, dict) else {}
+    derived = {REWARD_MODEL: REWARD_MODEL in terms, RAW_FILES: _raw_files(content), ANSWERS: answers}
     return NUMERICS | content | {"scorer": scorer} | derived
 
 
