@@ -8,6 +8,7 @@ from tasks.datasets.jsonl import Row
 from tasks.evaluation.prompts import evaluation_prompts, source_of
 from tasks.params.best_of_n import BestOfNParams
 from tasks.params.evaluate import EvaluateParams
+from tasks.params.loader import parse
 from tasks.stage.long_rows import fitting, prompt_encoder
 from tasks.stage.models import load_frozen, set_numerics
 from tasks.stage.stage import Stage
@@ -23,7 +24,7 @@ SALT = 2**32
 def execute(stage: Stage[BestOfNParams]) -> None:
     """Make data/best_of_n/samples.jsonl and metrics/best_of_n.json."""
     set_numerics(stage)
-    settings = stage.block("answers", EvaluateParams)
+    settings = parse(EvaluateParams, stage.blocks["answers"], "evaluate")
     tokenizer = load_tokenizer(stage.root / SFT, trust_remote_code=trusts(stage))
     model = load_frozen(stage, stage.root / SFT)
     kept, too_long = fitting(

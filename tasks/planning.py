@@ -490,8 +490,9 @@ def changes_of(stage: str, params: Any) -> Iterator[dict[str, Any]]:
     if "gradient_checkpointing" in type(settings).model_fields:
         found.append({"gradient_checkpointing": True})
     lora: list[dict[str, Any]] = [{"lora": {}}] if "lora" in type(settings).model_fields else []
-    size = "micro_batch_size" if hasattr(settings, "micro_batch_size") else "micro_batch_tokens"
-    rows = [{size: getattr(settings, size) // part} for part in (4, 16) if getattr(settings, size) % part == 0]
+    sizes = [key for key in ("micro_batch_size", "micro_batch_tokens", "batch_size") if hasattr(settings, key)]
+    now = getattr(settings, sizes[0])
+    rows = [{sizes[0]: now // part} for part in (4, 16) if now % part == 0]
     for change in found + rows + lora:
         yield {block: {"training": change} if block == "rejection_sft" else change}
 

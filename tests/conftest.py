@@ -226,7 +226,7 @@ def clone(target: Path, database: Path) -> Project:
             (target / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(source, target / name)
     tiny = (target / "examples" / "tiny.yaml").read_text(encoding="utf-8")
-    (target / "params.yaml").write_text(tiny.replace("\nruntime:", "\nruntime:\n  project: leash", 1), encoding="utf-8")
+    (target / "params.yaml").write_text(f"{tiny}\nruntime:\n  project: leash\n", encoding="utf-8")
     shutil.copy2(database, target / "mlflow.db")
     project = Project(target)
     somebody = ("-c", "user.name=somebody", "-c", "user.email=somebody@example.org")

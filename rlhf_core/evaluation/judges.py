@@ -65,8 +65,13 @@ class NoisyAnnotators:
         if not 0 <= self.flip_rate <= 1:
             raise UserError(f"the annotators' flip rate must be between 0 and 1, not {self.flip_rate}")
 
+    def prefer(self, prompt: Conversation, a: str, b: str, key: tuple[int, ...]) -> bool | None:
+        """True where `a` is chosen, False where `b` is, None for a tie (scores within 1e-9)."""
+        score_a, score_b = self.judge.score([prompt, prompt], [a, b])
+        return self.choose(score_a, score_b, key)
+
     def choose(self, score_a: float, score_b: float, key: tuple[int, ...]) -> bool | None:
-        """True where the answer with `score_a` is chosen, False for the other, None for a tie (within 1e-9)."""
+        """`prefer` on scores that are already known."""
         if abs(score_a - score_b) <= TIE:
             return None
         choice, mistake = _uniforms(self.seed, key)

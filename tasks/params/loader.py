@@ -66,8 +66,8 @@ ANSWERING = ("batch_size", "max_new_tokens", "max_prompts", "prompts", "stop_tok
 
 def with_derived(content: dict[str, Any]) -> dict[str, Any]:
     """The content with the parameters that may be absent, `scorer` and those of `NUMERICS`, and three that follow from
-    the others: `reward_model`, whether one of the terms of `scorer` is the reward model, `raw_files`, and `answers`, how
-    `evaluate` samples. `check` writes them where DVC can track them."""
+    the others: `reward_model`, whether one of the terms of `scorer` is the reward model, `raw_files`, and `answers`,
+    how `evaluate` samples. `check` writes them where DVC can track them."""
     scorer = content.get("scorer", DEFAULT)
     terms = [term.get("term") for term in scorer if isinstance(term, dict)] if isinstance(scorer, list) else []
     evaluate = content.get("evaluate")

@@ -5,10 +5,12 @@ import json
 from collections.abc import Iterator, Mapping
 from functools import cache
 from importlib import import_module
-from typing import Any, get_args
+from types import UnionType
+from typing import Any, Union, get_args, get_origin
 
 from pydantic import BaseModel
 
+from tasks.params.scorer import DEFAULT
 from tasks.tracking.record import flatten
 
 
@@ -27,6 +29,8 @@ def _defaults() -> dict[str, tuple[str, str | None]]:
     found = {}
     params = import_module("tasks.params.all").Params  # no stage depends on it for what MLflow shows
     for name, value, block in _walk(params, "", None):
+        if name == "scorer":
+            value = DEFAULT
         ((_, text),) = flatten({"value": value}).items()
         found[name] = (_plain(text), block)
     return found
@@ -36,7 +40,7 @@ def _walk(model: type[BaseModel], prefix: str, optional: str | None) -> Iterator
     for key, field in model.model_fields.items():
         name, required = f"{prefix}{key}", field.is_required()
         default = None if required else field.get_default(call_default_factory=True)
-        kinds = (field.annotation, *get_args(field.annotation))
+        kinds = get_args(field.annotation) if get_origin(field.annotation) in (Union, UnionType) else [field.annotation]
         inner = next((one for one in kinds if isinstance(one, type) and issubclass(one, BaseModel)), None)
         if inner is not None:
             may_be_absent = not required and (default is None or "enabled" in inner.model_fields)

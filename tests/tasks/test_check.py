@@ -66,6 +66,7 @@ def test_a_file_without_the_block_has_the_reward_model(execute: Callable[..., di
         "precision",
         "deterministic",
         "raw_files",
+        "answers",
     ]
     assert found["raw_files"] == {"prompts": None, "texts": [], "pretrained": None}
     assert (found["scorer"], found["reward_model"]) == (DEFAULT, True)

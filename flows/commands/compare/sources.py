@@ -111,11 +111,15 @@ def _of_files(
             source += f", whose {LOCK_FILE} records newer results than these figures were made from"
         elif params is not None:
             behind = tuple(f"{block}." for block in tracked)
-            if {key: value for key, value in params.items() if f"{key}.".startswith(behind)} != known:
+            if _below(behind, params) != _below(behind, known):
                 source += f", whose {PARAMS_FILE} was edited since"
         params = known
     rows = read_jsonl(answers) if answers and answers.is_file() else _stored(root, digest)
     return Compared(name, source, _parsed(evaluation, f"{place}{EVALUATION}"), params, rows)
+
+
+def _below(blocks: tuple[str, ...], params: Mapping[str, str]) -> dict[str, str]:
+    return {key: value for key, value in params.items() if f"{key}.".startswith(blocks)}
 
 
 def _of_mlflow(root: Path, name: str, run: Any) -> Compared:

@@ -20,7 +20,7 @@ from tasks.tracking.exporter import Unreachable, export
 from tests.tasks.tracking.conftest import EVALUATION, evaluate, pipeline, runs, stage
 
 Look = Callable[[], MlflowClient]
-PLOT = "step,kl,gold\n1,0.1,1.0\n2,0.2,\n"
+PLOT = "step,kl_full,gold\n1,0.1,1.0\n2,0.2,\n"
 
 
 def whole(root: Path) -> Path:

@@ -79,7 +79,7 @@ def draw_best_of_n(workshop: Path, make_stage: Callable[..., Any], asked: Rows) 
         rows = {EVALUATION_PROMPTS: asked}
         params = BestOfNParams(enabled=True, n=[1, 3])
         state = json.dumps(changes)[1:-1].replace("/", "")
-        stage = make_stage("best_of_n", params, outs, rows, state=state, blocks={"evaluate": EVALUATE | changes})
+        stage = make_stage("best_of_n", params, outs, rows, state=state, blocks={"answers": EVALUATE | changes})
         best_of_n.execute(stage)
         stage.outputs.commit()
         return load(workshop, outs)[outs[0]], json.loads((workshop / outs[1]).read_text())

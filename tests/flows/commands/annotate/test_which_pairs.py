@@ -47,7 +47,8 @@ def run(tmp_path: Path) -> Path:
     write_rows(root / "data/preferences/samples.jsonl", rows)
     (root / "dvc.yaml").write_text("stages: {}\n", encoding="utf-8")
     params = (ROOT / "params.yaml").read_text(encoding="utf-8")
-    quiet = params.replace("    temperature: 0.1\n    flip_rate: 0.01\n", "    temperature: 0.0\n    flip_rate: 0.0\n")
+    source = "  source: judge                # judge | model | dataset | both\n"
+    quiet = params.replace(source, f"{source}  annotators: {{temperature: 0.0, flip_rate: 0.0}}\n")
     assert quiet != params
     (root / "params.yaml").write_text(quiet, encoding="utf-8")
     return root

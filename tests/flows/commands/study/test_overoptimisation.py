@@ -26,7 +26,7 @@ def run(script: ModuleType, arm: str, seed: int, kl: Sequence[float], **more: fl
     """A run whose gold score is highest at step 15, with this KL (nats a token, ten tokens an answer) in each step."""
     rows = [
         {
-            "step": float(step), "gold": 3.0 - 0.01 * (step - 15) ** 2, "kl": 10 * kl[step - 1],
+            "step": float(step), "gold": 3.0 - 0.01 * (step - 15) ** 2, "kl_full": 10 * kl[step - 1],
             "reward_raw": float(step), "response_tokens_mean": 10.0, "repeated_ngram_share": 0.0, **more,
         }
         for step in range(1, STEPS + 1)
@@ -84,7 +84,7 @@ def test_runs_without_a_signal_are_not_counted(script: ModuleType) -> None:
 def test_the_detector_is_measured_as_it_is(script: ModuleType) -> None:
     """Without a judge it waits for its limit of the KL, with the gold score for the fall."""
     made = run(script, "mean", 1, rising(1.0))
-    assert [script.shipped(made, limit) for limit in (0.4, 0.5)] == [11, 14]
+    assert [script.shipped(made, limit) for limit in (4.0, 5.0)] == [11, 14]
     with_judge = script.shipped(made, None)
     assert with_judge is not None
     assert with_judge > made.peak
