@@ -13,6 +13,9 @@ from pydantic import BaseModel
 from tasks.params.scorer import DEFAULT
 from tasks.tracking.record import flatten
 
+SINGLE = ("ingest.source", "preferences.source")
+"""Parameters that other stages depend on without their block."""
+
 
 def filled(params: Mapping[str, str]) -> dict[str, str]:
     """Dotted names and texts of the parameters of a run, as `flatten` writes them, with the defaults of what its file
@@ -21,6 +24,12 @@ def filled(params: Mapping[str, str]) -> dict[str, str]:
     known = {name: _plain(text) for name, text in params.items()}
     blocks = {name[:place] for name in known for place, letter in enumerate(f"{name}.") if letter == "."}
     return {name: text for name, (text, block) in _defaults().items() if block is None or block in blocks} | known
+
+
+def filled_of_stage(stage: str, params: Mapping[str, str]) -> dict[str, str]:
+    """The same for the parameters that one stage depends on: defaults of its own blocks only."""
+    blocks = {name.partition(".")[0] for name in params if name not in SINGLE or name.startswith(f"{stage}.")}
+    return {name: text for name, text in filled(params).items() if name in params or name.partition(".")[0] in blocks}
 
 
 @cache

@@ -44,7 +44,7 @@ from tasks import naming
 from tasks.datasets.jsonl import read_jsonl
 from tasks.summary import SUMMARY
 from tasks.tracking import record, settings, titles
-from tasks.tracking.defaults import filled
+from tasks.tracking.defaults import filled, filled_of_stage
 
 LOCK_SECONDS = 30.0
 PAUSE_SECONDS = 5.0
@@ -232,7 +232,7 @@ class Exporter:
             identity = {"leash.stage": stage["stage"], KEY: stage["key"], "leash.workspace": run["workspace"],
                         PARENT: parent.info.run_id}  # fmt: skip
             child = self._client.create_run(self._experiment, stage["started"], tags | identity, stage["stage"])
-        self._log(child, params=stage["params"], tags=tags)
+        self._log(child, params=filled_of_stage(stage["stage"], stage["params"]), tags=tags)
         self._inputs(child, {k: v for k, v in stage["inputs"].items() if k.startswith("data/")}, stage["stage"])
         self._log_points(child, "live" if (stage["folder"] / record.LIVE).exists() else "plot", _points(stage))
         if stage["status"] == "FINISHED":

@@ -35,7 +35,7 @@ def cut_off(finished: "Project", stage_main: "Main", monkeypatch: pytest.MonkeyP
 
         def updated(progress: Progress, step: int, **values: float | None) -> None:
             update(progress, step, **values)
-            told[0] += 1
+            told[0] += progress.unit != "reference answer"
             if told[0] == LOOPS[stage]:
                 raise CutOff
 

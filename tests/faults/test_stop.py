@@ -31,7 +31,7 @@ def tell(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
 
         def updated(progress: Progress, step: int, **values: Any) -> None:
             update(progress, step, **values)
-            told[0] += 1
+            told[0] += progress.unit != "reference answer"
             if told[0] == count:
                 for number in signals:
                     os.kill(os.getpid(), number)

@@ -134,7 +134,6 @@ def test_a_folder_of_the_users_that_is_missing(raw: Callable[[str], "Project"], 
 
 DEMONSTRATIONS = "data/ingest/demonstrations.jsonl"
 PPO_PROMPTS = "data/ingest/ppo_prompts.jsonl"
-PREFERENCES = "data/preferences/preferences.jsonl"
 HELDOUT = "data/ingest/heldout.jsonl"
 
 
@@ -176,7 +175,7 @@ def test_a_missing_file(finished: "Project", stage_main: Main, path: str) -> Non
     assert finished.outputs().keys() <= before.keys()
 
 
-@pytest.mark.parametrize(("stage", "path"), [("ppo", PPO_PROMPTS), ("evaluate", PREFERENCES)])
+@pytest.mark.parametrize(("stage", "path"), [("ppo", PPO_PROMPTS), ("base", DEMONSTRATIONS)])
 def test_failure_04_a_leaked_heldout_prompt(finished: "Project", stage_main: Main, stage: str, path: str) -> None:
     leaked = finished.rows("data/ingest/heldout.jsonl")[3]
     rows = finished.rows(path)[:5]
