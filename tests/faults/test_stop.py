@@ -75,7 +75,7 @@ def test_a_signal_is_answered_with_a_checkpoint(
     assert ended.stderr.splitlines()[-1] == f"{stage}: interrupted; the same command continues"
     again = stage_main(finished, stage)
     assert again.code == 0
-    continues = [line for line in again.stdout.splitlines() if "continues after" in line and "reference" not in line]
+    continues = [line for line in again.stdout.splitlines() if "continues after" in line and "reference:" not in line]
     assert [re.findall(r"continues after (?:\w+ )+(\d+)", line) for line in continues] == [[str(step)]]
     assert finished.outputs() == tiny_run.project.outputs()
 

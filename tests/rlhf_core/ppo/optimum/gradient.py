@@ -105,7 +105,7 @@ def expected_credit(
     """The credit of each response in an infinite batch, where baselines and whitening weigh each response by its
     probability. Also the deviation by which GRPO divides the advantages, but no KL in the loss (1 for the others)."""
     config, mask = trainer.config, rollout.mask
-    plain = assign_credit(rollout, scores, config, trainer.controller.coef)
+    plain = assign_credit(rollout, scores, ungrouped(config), trainer.controller.coef)
     kl, rewards = plain.kl, plain.rewards
     if trainer.models.has_critic:
         advantages, returns = plain.advantages, plain.returns
@@ -125,13 +125,17 @@ def expected_credit(
     return Credit(kl, rewards, advantages, returns, white, deviation.item()), group
 
 
+def ungrouped(config: PPOConfig) -> PPOConfig:
+    """The same rewards, for a rollout that has each response once, in no group."""
+    return config if config.advantage == "gae" else config.model_copy(update={"advantage": "reinforce"})
+
+
 def expected_returns(
     rollout: Rollout, config: PPOConfig, scores: Scores, kl_coef: float, chances: Float[Tensor, "batch"]
 ) -> Float[Tensor, "batch time"]:
     """The discounted return that is expected from each state, over all responses that pass through it; 0 on
     padding."""
-    alone = config.model_copy(update={"advantage": "reinforce"})  # each response is there once, in no group
-    rewards = assign_credit(rollout, scores, alone, kl_coef).rewards
+    rewards = assign_credit(rollout, scores, ungrouped(config), kl_coef).rewards
     returns, later = torch.zeros_like(rewards), torch.zeros_like(rewards[:, 0])
     for t in reversed(range(rewards.shape[1])):
         later = rewards[:, t] + config.gamma * later
