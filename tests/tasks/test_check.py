@@ -13,8 +13,9 @@ from ruamel.yaml import YAML
 from rlhf_core.config.ppo import TextConfig
 from rlhf_core.errors import UserError
 from tasks import check
+from tasks.params.all import Params
 from tasks.params.evaluate import HELDOUT as EVALUATE_HELDOUT
-from tasks.params.loader import HELDOUT, PTX_FILE, read_yaml, with_derived
+from tasks.params.loader import HELDOUT, PTX_FILE, parse, read_yaml, with_derived
 from tasks.params.methods import METHODS
 from tasks.params.scorer import DEFAULT
 
@@ -105,6 +106,19 @@ def test_a_pretrained_run_whose_score_reaches_early_tokens_by_an_untrained_criti
     pretrained = {"base.source": "pretrained", "base.pretrained": {"model": "folder"}}
     execute(None, changes=pretrained | changes)
     assert ("remark: ppo.lam^ppo.max_new_tokens is 4.7e-03: the score" in capsys.readouterr().out) == expected
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.yaml")), ids=lambda path: path.stem)
+def test_every_example_is_valid_and_those_of_pretrained_models_suit_them(path: Path) -> None:
+    params = parse(Params, read_yaml(path))
+    if params.base.source == "pretrained":
+        ppo = params.ppo
+        assert (ppo.lam, ppo.gamma, ppo.optimizer.eps) == (1.0, 1.0, 1e-8)
+        assert 10 <= ppo.critic_warmup_steps <= ppo.steps / 5
+        assert ppo.micro_batch_size >= 64, "micro_batch_tokens is the limit, so that passes are full"
+        assert ppo.micro_batch_tokens is not None
+    for key in ("temperature", "max_new_tokens"):
+        assert getattr(params.ppo, key) == getattr(params.evaluate, key)
 
 
 def test_functions_are_tried_with_empty_lists(execute: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
