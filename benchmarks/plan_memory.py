@@ -3,12 +3,14 @@ is a process of its own; its peak is the highest resident memory (VmHWM) less wh
 model, which loads libraries and kernels. Freed memory is returned to the system at once; with --keep it is kept, as in
 a run.
 
-    python benchmarks/plan_memory.py [--sizes 1 5 20] [--keep]
+    python benchmarks/plan_memory.py [--sizes 1 5 20 135] [--phases "ppo update"] [--keep]
+
+135 has the shape of SmolLM2-135M and needs 8 GB.
 """
 
 import argparse
 import ctypes
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
@@ -24,6 +26,7 @@ from rlhf_core.config.precision import Precision
 from rlhf_core.config.reward import RewardConfig
 from rlhf_core.config.sft import SFTConfig
 from rlhf_core.dpo import dpo_objective, train_on_pairs
+from rlhf_core.models.precision import body_precision, frozen_dtype
 from rlhf_core.models.sampling import sample
 from rlhf_core.planning import Lengths, Model, Phase, pair_phases, ppo_phases, reward_phases, sft_phases
 from rlhf_core.ppo.actor_critic import ActorCritic
@@ -36,8 +39,15 @@ from rlhf_core.sft import Demonstration, fine_tune
 from rlhf_core.training.processes import Processes
 from rlhf_core.training.run import Run
 
-SHAPES = {0: (16, 1, 64), 1: (128, 4, 1024), 5: (256, 4, 4096), 20: (512, 5, 8192), 50: (768, 6, 8192)}
-"""Hidden size, layers and vocabulary for about so many million parameters; 0: the model that is run before."""
+SHAPES = {
+    0: (16, 64, 1, 8, 8, 64),
+    1: (128, 512, 4, 8, 8, 1024),
+    5: (256, 1024, 4, 8, 8, 4096),
+    20: (512, 2048, 5, 8, 8, 8192),
+    135: (576, 1536, 30, 9, 3, 49152),
+}
+"""Hidden and intermediate size, layers, heads, heads of keys and vocabulary for about so many million parameters; 0:
+the model that is run before."""
 LENGTHS = Lengths(32, 32)
 SFT: dict[str, Any] = {
     "learning_rate": 1e-3, "epochs": 1, "batch_size": 16, "micro_batch_size": 8, "warmup_steps": 0,
@@ -64,14 +74,22 @@ CHANGES: dict[str, dict[str, Any]] = {
     "sft, recomputed": {"gradient_checkpointing": True},
 }
 """Trainings of SFT that are compared; with bfloat16 also the first."""
+UPDATES: dict[str, tuple[dict[str, Any], Precision]] = {
+    "ppo update": ({}, "float32"),
+    "ppo update, bfloat16": ({}, "bfloat16"),
+    "ppo update, LoRA": ({"lora": {"rank": 8}, "critic": {"kind": "shared"}}, "float32"),
+    "ppo update, LoRA, bfloat16": ({"lora": {"rank": 8}, "critic": {"kind": "shared"}}, "bfloat16"),
+}
+"""Updates of PPO: settings and precision. The first have a critic of its own."""
 
 
 def config_of(size: int) -> LlamaConfig:
     """The model of a size in million parameters."""
-    hidden, layers, vocabulary = SHAPES[size]
+    hidden, intermediate, layers, heads, key_heads, vocabulary = SHAPES[size]
     return LlamaConfig(
-        vocab_size=vocabulary, hidden_size=hidden, intermediate_size=4 * hidden, num_hidden_layers=layers,
-        num_attention_heads=8, max_position_embeddings=128, tie_word_embeddings=True, pad_token_id=0,
+        vocab_size=vocabulary, hidden_size=hidden, intermediate_size=intermediate, num_hidden_layers=layers,
+        num_attention_heads=heads, num_key_value_heads=key_heads, max_position_embeddings=128, tie_word_embeddings=True,
+        pad_token_id=0,
     )  # fmt: skip
 
 
@@ -86,8 +104,16 @@ def planned(size: int) -> dict[str, int]:
     found["reward model"] = peak_of(reward_phases(model, RewardConfig.model_validate(PAIRS), LENGTHS, ANSWERS))
     dpo = DPOConfig.model_validate(PAIRS | {"enabled": True})
     found["dpo"] = peak_of(pair_phases(model, dpo, LENGTHS, ANSWERS)[1:])
-    ppo = {phase.name: phase for phase in ppo_phases(model, PPOConfig.model_validate(PPO), LENGTHS, 0)}
-    return found | {"ppo update": ppo["update"].peak, "ppo sampling": ppo["sampling"].peak}
+    for name, (change, precision) in UPDATES.items():
+        phases = ppo_phases(half if precision == "bfloat16" else model, ppo_config(change), LENGTHS, 0)
+        found[name] = next(phase.peak for phase in phases if phase.name == "update")
+    found["ppo sampling"] = next(p.peak for p in ppo_phases(model, ppo_config({}), LENGTHS, 0) if p.name == "sampling")
+    return found
+
+
+def ppo_config(change: dict[str, Any]) -> PPOConfig:
+    """The settings of PPO with some changed."""
+    return PPOConfig.model_validate(PPO | change | {"critic": PPO["critic"] | change.get("critic", {})})
 
 
 def peak_of(phases: list[Phase]) -> int:
@@ -130,15 +156,19 @@ def run_pairs(size: int, is_policy: bool) -> None:
             train_reward_model(model, rows, RewardConfig.model_validate(PAIRS), 0, run)
 
 
-def trainer_of(size: int) -> tuple[PPOTrainer, Rollout]:
+def trainer_of(size: int, change: dict[str, Any], precision: Precision) -> tuple[PPOTrainer, Rollout]:
     """PPO with real models, and a rollout of one minibatch."""
-    config, torch_config = PPOConfig.model_validate(PPO), config_of(size)
-    policy, reference = (AutoModelForCausalLM.from_config(torch_config) for _ in range(2))
-    torch_config.num_labels = 1
-    critic: PreTrainedModel = AutoModelForSequenceClassification.from_config(torch_config).eval()
+    config, torch_config = ppo_config(change), config_of(size)
+    dtype = frozen_dtype(body_precision(precision, config.lora))
+    policy, reference = (AutoModelForCausalLM.from_config(torch_config, dtype=dtype) for _ in range(2))
+    critic: PreTrainedModel | None = None
+    if config.needs_critic_model:
+        torch_config.num_labels = 1
+        critic = AutoModelForSequenceClassification.from_config(torch_config).eval()
     trainer = object.__new__(PPOTrainer)  # without a tokenizer and prompts
     trainer.config, trainer.seed, trainer.pad_id, trainer.steps_done = config, 0, 0, 0
-    trainer.models, trainer.processes, trainer.text = ActorCritic(config, policy, reference, critic), Processes(), None
+    trainer.models = ActorCritic(config, policy, reference if config.lora is None else None, critic, 0, precision)
+    trainer.processes, trainer.text = Processes(), None
     trainer.optimizers, trainer.schedulers = build_optimizers(trainer.models.trained(), config), {}
     trainer.seconds, trainer.controller = {}, FixedKLController(0.1)
     trainer.scoring = lambda rollout, _: Scores(rollout.mask[:, 0], rollout.mask[:, 0], None)  # type: ignore[assignment]
@@ -150,9 +180,9 @@ def trainer_of(size: int) -> tuple[PPOTrainer, Rollout]:
     return trainer, rollout
 
 
-def run_update(size: int) -> None:
+def run_update(size: int, change: dict[str, Any], precision: Precision) -> None:
     """Two optimizer steps of two micro-batches each."""
-    trainer, rollout = trainer_of(size)
+    trainer, rollout = trainer_of(size, change, precision)
     batch = rollout.batch(range(8), 0)
     trainer.models.compare(batch, 1.0)
     trainer.step(rollout)
@@ -160,7 +190,7 @@ def run_update(size: int) -> None:
 
 def run_sampling(size: int) -> None:
     """Sixteen responses side by side, with the optimizers' state of an update before."""
-    updater, rollout = trainer_of(size)
+    updater, rollout = trainer_of(size, {}, "float32")
     for optimizer in updater.optimizers.values():
         for group in optimizer.param_groups:
             for parameter in group["params"]:
@@ -177,7 +207,7 @@ RUNS: dict[str, Callable[[int], None]] = {
     "sft, bfloat16": partial(run_sft, change={}, precision="bfloat16"),
     "reward model": partial(run_pairs, is_policy=False),
     "dpo": partial(run_pairs, is_policy=True),
-    "ppo update": run_update,
+    **{name: partial(run_update, change=change, precision=used) for name, (change, used) in UPDATES.items()},
     "ppo sampling": run_sampling,
 }
 
@@ -211,10 +241,12 @@ def grown(phase: str, size: int, keep: bool) -> int:
     return resident("VmHWM") - before
 
 
-def compare(sizes: list[int], keep: bool = False) -> Iterator[dict[str, Any]]:
+def compare(sizes: list[int], keep: bool = False, phases: Collection[str] = RUNS.keys()) -> Iterator[dict[str, Any]]:
     """Planned and measured bytes of each size and phase."""
     for size in sizes:
         for phase, plan in planned(size).items():
+            if phase not in phases:
+                continue
             with get_context("fork").Pool(1) as process:  # libraries are imported once
                 real = process.apply(grown, (phase, size, keep))
             row = {"million": size, "phase": phase, "planned": plan, "measured": real}
@@ -225,11 +257,12 @@ def main() -> None:
     """Print a table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--sizes", type=int, nargs="+", default=[1, 5, 20], choices=sorted(SHAPES))
+    parser.add_argument("--phases", nargs="+", default=list(RUNS), choices=RUNS, metavar="PHASE", help=", ".join(RUNS))
     parser.add_argument("--keep", action="store_true", help="keep freed memory, as a run does")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     print("| million parameters | phase | planned, MB | measured, MB | planned / measured |\n|---|---|---|---|---|")
-    for row in compare(arguments.sizes, arguments.keep):
+    for row in compare(arguments.sizes, arguments.keep, arguments.phases):
         sizes = f"{row['planned'] / 1e6:.1f} | {row['measured'] / 1e6:.1f}"
         print(f"| {row['million']} | {row['phase']} | {sizes} | {row['ratio']:.2f} |", flush=True)
 

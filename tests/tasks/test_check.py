@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections.abc import Callable, Mapping
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,9 @@ from ruamel.yaml import YAML
 from rlhf_core.config.ppo import TextConfig
 from rlhf_core.errors import UserError
 from tasks import check
+from tasks.params.all import Params
 from tasks.params.evaluate import HELDOUT as EVALUATE_HELDOUT
-from tasks.params.loader import HELDOUT, PTX_FILE, read_yaml, with_derived
+from tasks.params.loader import HELDOUT, PTX_FILE, parse, read_yaml, with_derived
 from tasks.params.methods import METHODS
 from tasks.params.scorer import DEFAULT
 
@@ -33,6 +35,7 @@ def execute(
         judge: str | None = None,
         quantize: str = "none",
         evaluate: Mapping[str, float] | None = None,
+        changes: Mapping[str, Any] | None = None,
         **files: str,
     ) -> dict[str, Any]:
         content = read_yaml(ROOT / "examples/tiny.yaml")
@@ -41,6 +44,9 @@ def execute(
         content["ppo"]["lora"] = {"rank": 2, "quantize": quantize}
         content["precision"] = "bfloat16" if quantize == "nf4" else "float32"
         content["evaluate"].update(evaluate or {})
+        for key, value in (changes or {}).items():
+            block, _, name = key.rpartition(".")
+            reduce(lambda found, part: found[part], block.split("."), content)[name] = value
         if judge is not None:
             content["judge"] = {"kind": "function", "function": judge}
         YAML().dump(content | ({} if scorer is None else {"scorer": scorer}), tmp_path / "params.yaml")
@@ -82,6 +88,37 @@ def test_other_settings_of_evaluate_than_of_ppo_are_a_remark(
     said = capsys.readouterr().out
     assert "remark: evaluate.temperature is 0.7, and ppo.temperature is 1.0" in said
     assert "remark: evaluate.max_new_tokens is 20, and ppo.max_new_tokens is 24" in said
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"ppo.lam": 0.8}, True),  # 0.8^24 = 0.005
+        ({"ppo.lam": 0.9}, False),  # 0.9^24 = 0.08
+        ({"ppo.lam": 0.8, "ppo.critic.warmup_steps": 2}, False),
+        ({"ppo.lam": 0.8, "ppo.advantage": "reinforce"}, False),
+        ({"ppo.lam": 0.8, "base.source": "scratch"}, False),
+    ],
+)
+def test_a_pretrained_run_whose_score_reaches_early_tokens_by_an_untrained_critic_only_gets_a_remark(
+    execute: Callable[..., dict[str, Any]], capsys: pytest.CaptureFixture[str], changes: dict[str, Any], expected: bool
+) -> None:
+    pretrained = {"base.source": "pretrained", "base.pretrained": {"model": "folder"}}
+    execute(None, changes=pretrained | changes)
+    assert ("remark: ppo.lam^ppo.max_new_tokens is 4.7e-03: the score" in capsys.readouterr().out) == expected
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.yaml")), ids=lambda path: path.stem)
+def test_every_example_is_valid_and_those_of_pretrained_models_suit_them(path: Path) -> None:
+    params = parse(Params, read_yaml(path))
+    if params.base.source == "pretrained":
+        ppo = params.ppo
+        assert (ppo.lam, ppo.gamma, ppo.optimizer.eps) == (1.0, 1.0, 1e-8)
+        assert 10 <= ppo.critic_warmup_steps <= ppo.steps / 5
+        assert ppo.micro_batch_size >= 64, "micro_batch_tokens is the limit, so that passes are full"
+        assert ppo.micro_batch_tokens is not None
+    for key in ("temperature", "max_new_tokens"):
+        assert getattr(params.ppo, key) == getattr(params.evaluate, key)
 
 
 def test_functions_are_tried_with_empty_lists(execute: Callable[..., dict[str, Any]], tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Runs of tiny models with a failure mode each, and a healthy one: every detector finds its own failure mode, and none
 finds one in the healthy run."""
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -174,6 +175,24 @@ def test_the_failing_run_gives_the_alert(name: str, make_trainer: MakeTrainer, r
     if how not in runs:
         runs[how] = watched(make_trainer, **changes).go(steps)
     assert name in runs[how].names, f"{how}: {sorted(runs[how].names)}"
+
+
+@pytest.mark.parametrize("tokens", [20, 100, 400])
+def test_a_learning_rate_ten_times_too_high_is_a_spike_at_every_length(tokens: int, make_trainer: MakeTrainer) -> None:
+    """The healthy rate moves an answer about as far at every length: by 0.2 to 1.3 nats, ten times it by 6 to 9."""
+    for factor, expected in ((1, set()), (10, {"kl_spike"})):
+        run = watched(
+            make_trainer,
+            batch_size=16,
+            micro_batch_size=16,
+            max_new_tokens=tokens,
+            learning_rate=factor * 2e-4 * math.sqrt(20 / tokens),
+            kl={"coef": 0.1},
+            optimizer={"warmup_steps": 0},
+        )
+        assert isinstance(run.trainer.engine, LeashEngine)
+        run.trainer.engine = LeashEngine(replace(run.trainer.engine.rules, stop_ids=frozenset()))  # no answer ends
+        assert run.go(2).names & {"kl_spike"} == expected
 
 
 @pytest.mark.slow

@@ -1,5 +1,6 @@
 """The options of the update on whole PPO steps of tiny models: each has its documented effect."""
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -15,6 +16,7 @@ from rlhf_core.models.scorers import Answers
 from rlhf_core.ppo.advantages import compute_group_advantages
 from rlhf_core.ppo.kl import estimate_kl
 from rlhf_core.ppo.objective import Pass, losses_of
+from rlhf_core.ppo.plan import StepPlan
 from rlhf_core.ppo.scoring import ScoreNormalisation
 from rlhf_core.ppo.statistics import approx_kl, explained_variance
 from rlhf_core.ppo.trainer import PPOTrainer, RatioError
@@ -126,6 +128,18 @@ def test_rule_22_the_kl_of_a_step_is_that_after_its_update(make_trainer: MakeTra
     assert means["approx_kl"] == pytest.approx(0.0, abs=1e-9)
     assert means["update_kl"] == pytest.approx(expected, rel=1e-3)
     assert expected > 1e-6
+
+
+def test_one_token_of_a_large_ratio_hardly_changes_the_kl_of_an_update(make_trainer: MakeTrainer) -> None:
+    """k3 has ρ itself: a token that has become 270 times as likely would count for 263 nats."""
+    trainer = make_trainer(**ONE)
+    rollout, plan = trainer.rollout(), StepPlan.of(trainer.config, 0)
+    real = sum(rollout.lengths)
+    assert trainer.measure_kl(rollout, plan) == pytest.approx(0.0, abs=1e-9)
+    rollout.old_logprobs[0, 0] -= math.log(270)
+    assert 0 < trainer.measure_kl(rollout, plan) * real < 10
+    rollout.old_logprobs[0, 0] += 2 * math.log(270)  # a token that has become rare counts in full
+    assert trainer.measure_kl(rollout, plan) * real == pytest.approx(math.log(270) - 1, abs=0.01)
 
 
 def test_rule_20_a_perfect_critic_in_the_unit_of_the_score_explains_the_returns(
