@@ -11,7 +11,6 @@ from tasks.datasets.jsonl import Row
 from tasks.evaluation.ceiling import add_shares, draw_ceiling
 from tasks.evaluation.evaluator import CandidateModel, Evaluator, ScoredAnswers, build_evaluator, load_candidate
 from tasks.evaluation.frontier import Frontier, chosen_snapshots, kl_by_step
-from tasks.evaluation.function_judge import function_judge_of
 from tasks.evaluation.judge_reliability import judge_checks, scorer_checks
 from tasks.evaluation.outputs import Answered, answer_rows, model_figures, sample_rows, summary
 from tasks.evaluation.prompts import evaluation_prompts, source_of
@@ -81,8 +80,7 @@ def evaluator_of(stage: Stage[EvaluateParams]) -> tuple[Evaluator, int]:
     judging = judging_scorer_of(
         stage.root, sft.tokenizer, params.batch_size, ScalarModels(trusts(stage), stage.precision, log=stage.log)
     )
-    of_data = judge_of(stage) if params.prompts == HELDOUT else None  # the demo's judge scores the demo's prompts only
-    judge = function_judge_of(stage, rows) or of_data
+    judge = judge_of(stage) if params.prompts == HELDOUT else None  # the demo's judge scores the demo's prompts only
     return build_evaluator(stage, source_of(params), rows, sft, params, judge, judging=judging)
 
 
@@ -156,14 +154,15 @@ def best_of_n(stage: Stage[EvaluateParams], evaluator: Evaluator) -> dict[str, R
 def scored_samples(evaluator: Evaluator, rows: list[Row]) -> ScoredAnswers:
     """One sample for each prompt, with the scores of the judge and of the judging reward model."""
     texts, ids = [row["response"] for row in rows], [row["response_ids"] for row in rows]
+    places = range(len(rows))
     return ScoredAnswers(
         responses=ids,
         ended=[row["ended"] for row in rows],
         texts=texts,
         rewards=[row["reward"] for row in rows],
-        gold=evaluator.judge.score(evaluator.prompts, texts) if evaluator.judge else None,
+        gold=evaluator.totals(evaluator.judge, places, texts, ids),
         tokens=[row["tokens"] for row in rows],
         divergence=None,
-        judging=evaluator.judging_scores(range(len(rows)), texts, ids),
+        judging=evaluator.totals(evaluator.judging, places, texts, ids),
         terms={name: [row["terms"][name] for row in rows] for name in rows[0].get("terms") or {}},
     )

@@ -4,6 +4,7 @@ comes from the functions that PPO trains with."""
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -185,9 +186,9 @@ def trace_step(trainer: PPOTrainer, rows: Sequence[int]) -> list[Trace]:
 
     minibatches = []
     for number, of in seen.items():
-        tokens = sum(rollout.lengths[row] for row in of)
-        means = {"kl_loss": None} | {name: total / tokens for name, total in sums[number].items()}
-        minibatches.append(Minibatch(1 + number // plan.minibatches, sorted(of), tokens, **means))  # type: ignore[arg-type]
+        count = sum(rollout.lengths[row] for row in of)
+        means = {"kl_loss": None} | {name: total / count for name, total in sums[number].items()}
+        minibatches.append(Minibatch(1 + number // plan.minibatches, sorted(of), count, **means))  # type: ignore[arg-type]
     step = Step(
         number=plan.step + 1,
         trains_policy=plan.trains_policy,
@@ -308,7 +309,7 @@ def _tokens(
     ]
 
 
-def _rows_of(tables: dict[str, Tensor], row: int, length: int) -> list[dict[str, float]]:
+def _rows_of(tables: dict[str, Tensor], row: int, length: int) -> list[dict[str, Any]]:
     """The numbers of each of the first `length` positions in one row of the tables, by the tables' names."""
     columns = [table[row, :length].tolist() for table in tables.values()]
     return [dict(zip(tables, numbers, strict=True)) for numbers in zip(*columns, strict=True)]

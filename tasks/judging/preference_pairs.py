@@ -9,11 +9,12 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from rlhf_core.data.scorer import Scorer
 from rlhf_core.data.tokenizer import closed, decode_response, end_ids, load_tokenizer, other_ends, stop_ids
 from rlhf_core.determinism import permutation
 from rlhf_core.errors import UserError
 from rlhf_core.evaluation.intervals import bounds
-from rlhf_core.evaluation.judges import Judge, NoisyAnnotators, RubricJudge, all_pairs
+from rlhf_core.evaluation.judges import NoisyAnnotators, RubricJudge, all_pairs
 from rlhf_core.evaluation.pair_judges import PairJudge
 from rlhf_core.models.hf import context_length
 from rlhf_core.models.sampling import sample
@@ -51,7 +52,7 @@ Drawn = tuple[list[int], bool]
 """A response's token ids, and whether it ended."""
 
 
-def make_pairs(stage: Stage[PreferencesParams], rubric: Judge | None) -> None:
+def make_pairs(stage: Stage[PreferencesParams], rubric: Scorer | None) -> None:
     """Make data/preferences/{samples,preferences}.jsonl and metrics/preferences.json. `rubric`: the hidden judge of the
     demo; None for other data."""
     samples, pairs, too_long = list[Row](), list[Row](), 0
@@ -226,7 +227,7 @@ def labelling_judge(stage: Stage[PreferencesParams]) -> PairJudge | None:
 
 
 def label_samples(
-    stage: Stage[PreferencesParams], samples: Sequence[Row], judge: PairJudge, rubric: Judge | None
+    stage: Stage[PreferencesParams], samples: Sequence[Row], judge: PairJudge, rubric: Scorer | None
 ) -> tuple[list[Row], dict[str, Any]]:
     """All pairs of each prompt's samples, ordered by a language model, whose agreement is measured before."""
     known = known_pairs(stage, samples, judge, rubric)
@@ -248,7 +249,7 @@ def label_samples(
 
 
 def known_pairs(
-    stage: Stage[PreferencesParams], samples: Sequence[Row], judge: PairJudge, rubric: Judge | None
+    stage: Stage[PreferencesParams], samples: Sequence[Row], judge: PairJudge, rubric: Scorer | None
 ) -> KnownPairs:
     """Pairs whose order is known: of the data, or else sampled answers by the demo's rubric; none for other data."""
     most, people = stage.params.agreement_pairs, fitting_pairs(stage.read(PAIRS), judge)
