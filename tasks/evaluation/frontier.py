@@ -170,7 +170,7 @@ class Frontier:
             best_of = name.startswith("best_of_")
             place = figures["samples_per_answer"] if best_of else 0
             rows.append(row("best_of_n" if best_of else name, place, figures["kl"], scores))
-        points = [("ppo", step, point) for step, point in self.steps.items()]
+        points: list[tuple[str, float, Point]] = [("ppo", step, point) for step, point in self.steps.items()]
         points += [("interpolated", eta, point) for eta, point in self.etas.items()]
         for family, place, point in points:
             scores = {}
