@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from rlhf_core.data.scorer import Answers, Scored
 from rlhf_core.models.sampling import Sampled
-from rlhf_core.models.scorers import Answers, Scored
 from rlhf_core.ppo.trainer import PPOTrainer
 
 PEAK_FLOPS = {"H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12, "H200": 989e12, "A100": 312e12}

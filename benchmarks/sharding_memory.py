@@ -19,7 +19,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, LlamaConfig
 
 from rlhf_core.config.ppo import PPOConfig
-from rlhf_core.models.scorers import Scored
+from rlhf_core.data.scorer import Scored
 from rlhf_core.ppo.actor_critic import ActorCritic
 from rlhf_core.ppo.scoring import RewardSource, ScoreNormalisation
 from rlhf_core.ppo.trainer import PPOTrainer

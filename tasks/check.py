@@ -7,13 +7,14 @@ from importlib.util import find_spec
 from typing import Any
 
 from rlhf_core.config.block import Block
+from rlhf_core.data.scorer import Answers
 from rlhf_core.errors import needs_bitsandbytes
+from rlhf_core.functions.process import RewardFunction
 from tasks.params.all import Params
 from tasks.params.loader import ANSWERS, NUMERICS, RAW_FILES, parse, read_yaml, with_derived
 from tasks.params.methods import METHODS
-from tasks.params.scorer import REWARD_MODEL
+from tasks.params.scorer import FOLDER, REWARD_MODEL, functions
 from tasks.stage.stage import Stage
-from tasks.training.functions import judge_function, reward_functions
 
 CONSTANT = "data/check.ok"
 METHOD_BLOCKS = "data/methods.json"
@@ -38,10 +39,12 @@ def execute(stage: Stage[Block]) -> None:
             f"remark: ppo.lam^ppo.max_new_tokens is {reach:.1e}: the score reaches the first tokens of long answers by "
             "the critic only, which is not trained yet; set ppo.critic.warmup_steps to 10 or more, or ppo.lam to 1"
         )
-    limits, judge = stage.runtime.functions, params.judge.function
-    called = list(reward_functions(stage.root, params.scorer, limits).values())
-    for function in called if judge is None else [*called, judge_function(stage.root, judge, limits)]:
-        function([], [], [])
+    limits = stage.runtime.functions
+    files = [(file, "scorer") for file in functions(params.scorer)]
+    files += [] if params.judge.function is None else [(params.judge.function, "judge.function")]
+    for file, key in files:
+        function = RewardFunction(stage.root / FOLDER, file, limits.timeout_seconds, limits.memory_mb, key)
+        function(Answers([], []))
         function.close()
     tracked = ["round", *(method.name for method in METHODS), "scorer", REWARD_MODEL, *NUMERICS, RAW_FILES, ANSWERS]
     stage.outputs.write_json(METHOD_BLOCKS, {name: known[name] for name in tracked})

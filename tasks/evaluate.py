@@ -11,7 +11,6 @@ from tasks.datasets.jsonl import Row
 from tasks.evaluation.ceiling import add_shares, draw_ceiling
 from tasks.evaluation.evaluator import CandidateModel, Evaluator, ScoredAnswers, build_evaluator, load_candidate
 from tasks.evaluation.frontier import Frontier, chosen_snapshots, kl_by_step
-from tasks.evaluation.function_judge import function_judge_of
 from tasks.evaluation.judge_reliability import judge_checks, scorer_checks
 from tasks.evaluation.outputs import Answered, answer_rows, model_figures, sample_rows, summary
 from tasks.evaluation.prompts import evaluation_prompts, source_of
@@ -81,46 +80,34 @@ def evaluator_of(stage: Stage[EvaluateParams]) -> tuple[Evaluator, int]:
     judging = judging_scorer_of(
         stage.root, sft.tokenizer, params.batch_size, ScalarModels(trusts(stage), stage.precision, log=stage.log)
     )
-    of_data = judge_of(stage) if params.prompts == HELDOUT else None  # the demo's judge scores the demo's prompts only
-    judge = function_judge_of(stage, rows) or of_data
+    judge = judge_of(stage) if params.prompts == HELDOUT else None  # the demo's judge scores the demo's prompts only
     return build_evaluator(stage, source_of(params), rows, sft, params, judge, judging=judging)
 
 
 def answer_all(stage: Stage[EvaluateParams], evaluator: Evaluator) -> Answered:
     """All models' answers. In memory are the SFT model and one other model at a time, beside the policy two."""
-    answered = Answered()
+    answered, first = Answered(), stage.params.seeds[:1]
     for candidate in candidate_models(stage, evaluator):
         name = candidate.name
         answered.results[name] = Results.of(evaluator.answer(candidate, stage.params.seeds))
         answered.demonstrated[name] = read_demonstrations(evaluator, candidate)
         if name == "policy":
             answered.results |= best_of_n(stage, evaluator)
-            answer_interpolated(stage, evaluator, candidate, answered)
+            for eta in stage.params.interpolation:
+                mixed = interpolated(evaluator.reference, candidate, eta)
+                answered.interpolated[eta] = Results.of(evaluator.answer(mixed, first))
+                del mixed
             answered.ceiling = draw_ceiling(evaluator, candidate, answered.results)
         del candidate  # free memory before the next one is loaded
-    answer_snapshots(stage, evaluator, answered)
-    return answered
-
-
-def answer_interpolated(
-    stage: Stage[EvaluateParams], evaluator: Evaluator, policy: CandidateModel, answered: Answered
-) -> None:
-    """Add the answers of the policies between SFT model and policy. In memory are both and one between them."""
-    for eta in stage.params.interpolation:
-        mixed = interpolated(evaluator.reference, policy, eta)
-        answered.interpolated[eta] = Results.of(evaluator.answer(mixed, stage.params.seeds[:1]))
-
-
-def answer_snapshots(stage: Stage[EvaluateParams], evaluator: Evaluator, answered: Answered) -> None:
-    """Add the answers of PPO's snapshots. The one that is the policy is not sampled again."""
     selected, kls = stage.read_json(SELECT), kl_by_step(stage.root / SELECT_TABLE)
-    policy = None
+    snapshot = None
     for step in chosen_snapshots(kls, selected, stage.params.snapshots):
-        if step == selected["step"] and selected["eta"] == 1:
+        if step == selected["step"] and selected["eta"] == 1:  # the policy is not sampled again
             answered.snapshots[step] = answered.results["policy"]
         else:
-            policy = policy_at(stage, evaluator.reference, step, policy)
-            answered.snapshots[step] = Results.of(evaluator.answer(policy, stage.params.seeds[:1]))
+            snapshot = policy_at(stage, evaluator.reference, step, snapshot)
+            answered.snapshots[step] = Results.of(evaluator.answer(snapshot, first))
+    return answered
 
 
 def candidate_models(stage: Stage[EvaluateParams], evaluator: Evaluator) -> Iterator[CandidateModel]:
@@ -146,24 +133,21 @@ def best_of_n(stage: Stage[EvaluateParams], evaluator: Evaluator) -> dict[str, R
     missing = [row["prompt_id"] for row in evaluator.rows if row["prompt_id"] not in samples]
     if missing:
         raise UserError(f"{BEST_OF_N}: no answers to {len(missing)} of the prompts; run the stage best_of_n again")
-    per_sample = zip(*(samples[row["prompt_id"]] for row in evaluator.rows), strict=True)
-    columns = [scored_samples(evaluator, list(column)) for column in per_sample]
+    columns, places = [], range(len(evaluator.rows))
+    for rows in zip(*(samples[row["prompt_id"]] for row in evaluator.rows), strict=True):  # one sample for each prompt
+        texts, ids = [row["response"] for row in rows], [row["response_ids"] for row in rows]
+        column = ScoredAnswers(
+            responses=ids,
+            ended=[row["ended"] for row in rows],
+            texts=texts,
+            rewards=[row["reward"] for row in rows],
+            gold=evaluator.totals(evaluator.judge, places, texts, ids),
+            tokens=[row["tokens"] for row in rows],
+            divergence=None,
+            judging=evaluator.totals(evaluator.judging, places, texts, ids),
+            terms={name: [row["terms"][name] for row in rows] for name in rows[0].get("terms") or {}},
+        )
+        columns.append(column)
     rewards = np.array([column.rewards for column in columns]).T
     wanted = stage.block("best_of_n", BestOfNParams).n
     return {f"best_of_{n}": Results(columns, best_of_n_weights(rewards, n), best_of=n) for n in wanted}
-
-
-def scored_samples(evaluator: Evaluator, rows: list[Row]) -> ScoredAnswers:
-    """One sample for each prompt, with the scores of the judge and of the judging reward model."""
-    texts, ids = [row["response"] for row in rows], [row["response_ids"] for row in rows]
-    return ScoredAnswers(
-        responses=ids,
-        ended=[row["ended"] for row in rows],
-        texts=texts,
-        rewards=[row["reward"] for row in rows],
-        gold=evaluator.judge.score(evaluator.prompts, texts) if evaluator.judge else None,
-        tokens=[row["tokens"] for row in rows],
-        divergence=None,
-        judging=evaluator.judging_scores(range(len(rows)), texts, ids),
-        terms={name: [row["terms"][name] for row in rows] for name in rows[0].get("terms") or {}},
-    )

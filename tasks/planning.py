@@ -196,23 +196,30 @@ DATASETS = ("demonstrations", "pairs", "ratings", "preference_prompts", "ppo_pro
 
 
 def rows_of(content: Mapping[str, Any], params: Any, root: Path) -> dict[str, int] | None:
-    """Rows of each dataset: of `ingest` if it ran with these parameters and files, else by the shares of `ingest.split`
-    from the settings of the demo data or the files that the parameters name. None where these are not here."""
-    ingest, files = params.ingest, []
+    """Rows of each dataset: of `ingest` if dvc.lock has it with these parameters and the hashes of the present files,
+    else by the shares of `ingest.split` from the settings of the demo data or the files that the parameters name. None
+    where these are not here. Raises UserError where a file of DVC's is broken."""
+    ingest, split, raw = params.ingest, params.ingest.split, root / "data" / "raw"
+    made = {name: root / "data" / "ingest" / f"{name}.jsonl" for name in DATASETS}
+    if all(path.is_file() for path in made.values()):
+        with open_project(root) as project:
+            stage = next((stage for stage in project.stages if stage.name == "ingest"), None)
+            if stage is not None and stage.recorded_params.get("ingest") == content.get("ingest"):
+                used = [file for file in stage.inputs if file.path == "data/raw"]
+                used += [file for file in stage.outs if Path(file.path).stem in DATASETS]
+                if all(file.exists and file.known_hash() == file.recorded for file in used):
+                    return {name: _lines(path) for name, path in made.items()}
+    files: list[Path] = []
     if ingest.source == "files":
-        places = [below_raw(root / "data" / "raw", path, "ingest.files.path") for path in ingest.files.paths]
+        places = [below_raw(raw, path, "ingest.files.path") for path in ingest.files.paths]
         files = [file for place in places if place.exists() for file in data_files(place)]
     elif ingest.source == "huggingface":
-        place = below_raw(root / "data" / "raw", ingest.huggingface.dataset, "ingest.huggingface.dataset")
+        place = below_raw(raw, ingest.huggingface.dataset, "ingest.huggingface.dataset")
         files = data_files(place) if place.is_dir() else []
-    made = {name: root / "data" / "ingest" / f"{name}.jsonl" for name in DATASETS}
-    if all(path.is_file() for path in made.values()) and _is_current(content.get("ingest"), root):
-        return {name: _lines(path) for name, path in made.items()}
-    split = ingest.split
     if ingest.source == "demo":
         heldout = ingest.demo.prompts * split.heldout
-        prompts, each = ingest.demo.prompts - heldout, ingest.demo.demonstrations_per_prompt
-        used: dict[str, float] = {"demonstrations": prompts * split.demonstrations * each, "pairs": 0}
+        prompts = ingest.demo.prompts - heldout
+        counts = {"demonstrations": prompts * split.demonstrations * ingest.demo.demonstrations_per_prompt, "pairs": 0}
     elif files:
         patterns = ingest.files.heldout_files if ingest.files is not None else ["test*"]
         counted = {file: _lines(file) for file in files}
@@ -220,24 +227,12 @@ def rows_of(content: Mapping[str, Any], params: Any, root: Path) -> dict[str, in
         prompts = sum(counted.values()) - heldout
         if not heldout:
             heldout, prompts = prompts * split.heldout, prompts * (1 - split.heldout)
-        used = {"demonstrations": prompts * split.demonstrations, "pairs": prompts * split.preferences}
+        counts = {"demonstrations": prompts * split.demonstrations, "pairs": prompts * split.preferences}
     else:
         return None
-    used |= {"ratings": prompts * split.preferences, "heldout": heldout}
-    used |= {"preference_prompts": prompts * split.preferences, "ppo_prompts": prompts * split.ppo}
-    return {name: round(used[name]) for name in DATASETS}
-
-
-def _is_current(ingest: Any, root: Path) -> bool:
-    """Whether `ingest` has made the present datasets from these parameters and the present data/raw: dvc.lock has the
-    same parameters, and hashes of these bytes. Raises UserError where a file of DVC's is broken."""
-    with open_project(root) as project:
-        stage = next((stage for stage in project.stages if stage.name == "ingest"), None)
-        if stage is None or stage.recorded_params.get("ingest") != ingest:
-            return False
-        files = [file for file in stage.inputs if file.path == "data/raw"]
-        files += [file for file in stage.outs if Path(file.path).stem in DATASETS]
-        return all(file.exists and file.known_hash() == file.recorded for file in files)
+    counts |= dict.fromkeys(("ratings", "preference_prompts"), prompts * split.preferences)
+    counts |= {"ppo_prompts": prompts * split.ppo, "heldout": heldout}
+    return {name: round(counts[name]) for name in DATASETS}
 
 
 def _lines(path: Path) -> int:
@@ -265,41 +260,46 @@ class EarlierRun:
 
 
 def earlier_runs(params: Any, root: Path, device: str) -> dict[str, EarlierRun]:
-    """The last run of each stage on `device` in the records for MLflow: "cpu", the name of a GPU, or ANY_GPU. One with
-    another model, precision, number of threads or setting in SPEED does not count."""
+    """The last run of each stage on `device` in the records for MLflow: "cpu", the name of a GPU, or ANY_GPU. It ran to
+    its end without a break, on this host, with the same model, precision, number of threads and settings in SPEED."""
     found: dict[str, EarlierRun] = {}
     for folder in (path.parent for path in record.folder_of(root).glob(f"*/{record.RUN}")):
-        usable = [facts for facts in record.executions(folder) if _is_whole(facts) and _is_on(facts, device)]
+        usable = []
+        for facts in record.executions(folder):
+            broken = any(facts.get(key) for key in ("restored", "restarts", "resumed"))
+            if facts["status"] != "FINISHED" or broken or facts.get("host") != socket.gethostname():
+                continue
+            before = facts.get("device")  # none in records of older versions
+            if before not in (None, "cpu") if device == ANY_GPU else before in (None, device):
+                usable.append(facts)
         if not usable:
             continue
+        nested: dict[str, Any] = {}
+        for name, text in (record.read(folder / record.RUN).get("params") or {}).items():
+            *blocks, key = name.split(".")
+            place = nested
+            for block in blocks:
+                place = place.setdefault(block, {})
+            try:
+                place[key] = json.loads(text)
+            except ValueError:
+                place[key] = text
         try:
-            before = parse(Params, _nested(record.read(folder / record.RUN).get("params") or {}))
+            ran = parse(Params, nested)
         except UserError:  # of another version
             continue
-        if any(getattr(before, key) != getattr(params, key) for key in ("base", "precision", "threads")):
+        if any(getattr(ran, key) != getattr(params, key) for key in ("base", "precision", "threads")):
             continue
         counted = record.read(next(folder.glob(f"ingest-*/{record.FILES}/metrics/ingest.json"), folder))
         rows = {name: int(counted.get(name, 0)) for name in DATASETS} if "demonstrations" in counted else None
         for facts in usable:
             stage, ended = facts["stage"], facts["ended"] / 1000
-            if speed_of(before, stage) != speed_of(params, stage) or (stage in found and found[stage].ended > ended):
-                continue
-            seconds = ended - facts["started"] / 1000
-            found[stage] = EarlierRun(seconds, ended, facts.get("device"), before, rows)
+            now, then = settings_of(params, stage), settings_of(ran, stage)
+            same = all(getattr(now, key, None) == getattr(then, key, None) for key in SPEED)
+            if same and (stage not in found or found[stage].ended <= ended):
+                seconds = ended - facts["started"] / 1000
+                found[stage] = EarlierRun(seconds, ended, facts.get("device"), ran, rows)
     return found
-
-
-def _is_whole(facts: Mapping[str, Any]) -> bool:
-    """Whether this execution did all the work of its stage, and without a break."""
-    return facts["status"] == "FINISHED" and not any(facts.get(key) for key in ("restored", "restarts", "resumed"))
-
-
-def _is_on(facts: Mapping[str, Any], device: str) -> bool:
-    """Whether this execution was on this host and on `device`. Records of older versions have no device."""
-    if facts.get("host") != socket.gethostname():
-        return False
-    before = facts.get("device")
-    return before not in (None, "cpu") if device == ANY_GPU else before in (None, device)
 
 
 def times_of(
@@ -314,7 +314,8 @@ def times_of(
     the work of that run); or the formula, scaled as the stages with runs took more or less than theirs."""
     works = {stage.name: stage.work for stage in planned if stage.work is not None}
     formula = {
-        name: work.products(model) / (SHARE * speed) / processes_of(params, name) for name, work in works.items()
+        name: work.products(model) / (SHARE * speed) / getattr(settings_of(params, name), "processes", 1)
+        for name, work in works.items()
     }
     measured = {
         name: earlier[name].seconds * work.products(model) / done.products(model)
@@ -331,21 +332,6 @@ def times_of(
     return found
 
 
-def _nested(flat: Mapping[str, str]) -> dict[str, Any]:
-    """The inverse of `record.flatten`."""
-    nested: dict[str, Any] = {}
-    for name, text in flat.items():
-        *blocks, key = name.split(".")
-        place = nested
-        for block in blocks:
-            place = place.setdefault(block, {})
-        try:
-            place[key] = json.loads(text)
-        except ValueError:
-            place[key] = text
-    return nested
-
-
 # --- stages -----------------------------------------------------------------------------------------------------------
 
 
@@ -359,17 +345,6 @@ def settings_of(params: Any, stage: str) -> Any:
     if stage in VARIANTS:
         return getattr(params, stage).applied_to(params.ppo, stage)
     return params.rejection_sft.training if stage == "rejection_sft" else getattr(params, stage, None)
-
-
-def processes_of(params: Any, stage: str) -> int:
-    """Processes that share a stage's work."""
-    return int(getattr(settings_of(params, stage), "processes", 1))
-
-
-def speed_of(params: Any, stage: str) -> list[Any]:
-    """The values of SPEED for a stage; None where it has no such setting."""
-    settings = settings_of(params, stage)
-    return [getattr(settings, key, None) for key in SPEED]
 
 
 def stages_of(
@@ -439,27 +414,24 @@ def stages_of(
                 read = drawn * scorers * (prompt + method.max_new_tokens)
                 stage = replace(stage, work=Work(drawn, drawn * method.max_new_tokens, read, stage.work.trained))
             yield stage
-    yield _evaluate(params, model, prompt, rows, scorers)
+
+    # The answers of every candidate, at most: SFT model, policy, methods and the user's models with each seed;
+    # interpolated policies and PPO's snapshots with the first; more of SFT model and policy for the optimum.
+    settings, ppo = params.evaluate, params.ppo
+    seeds, size, between = len(settings.seeds), settings.batch_size, bool(settings.interpolation)
+    methods = sum(BY_NAME[name].has_model for name, _ in params.enabled_methods())
+    snapshots = math.ceil(ppo.steps / (ppo.snapshot_every or ppo.steps))
+    once = len(settings.interpolation) + min(settings.snapshots, snapshots)
+    each = (2 + methods + len(settings.extra_models)) * seeds + once + 2 * max(0, FOR_OPTIMUM - seeds)
+    drawn = each * min(settings.max_prompts, settings.max_prompts if rows is None else rows["heldout"])
+    whole = Lengths(prompt, settings.max_new_tokens)
+    work = Work(drawn, drawn * whole.response, drawn * whole.whole * (2 + scorers))
+    yield PlannedStage("evaluate", lambda: evaluate_phases(model, size, whole, seeds, scorers, between), work)
 
 
 def _within(prompt: int, longest: int) -> Lengths:
     prompt = min(prompt, longest - 1)
     return Lengths(prompt, longest - prompt)
-
-
-def _evaluate(params: Any, model: Model, prompt: int, rows: Mapping[str, int] | None, scorers: int) -> PlannedStage:
-    """The answers of every candidate, at most: SFT model, policy, methods and the user's models with each seed;
-    interpolated policies and PPO's snapshots with the first; more of SFT model and policy for the optimum."""
-    settings, ppo = params.evaluate, params.ppo
-    lengths, seeds = Lengths(prompt, settings.max_new_tokens), len(settings.seeds)
-    methods = sum(BY_NAME[name].has_model for name, _ in params.enabled_methods())
-    snapshots = math.ceil(ppo.steps / (ppo.snapshot_every or ppo.steps))
-    once = len(settings.interpolation) + min(settings.snapshots, snapshots)
-    each = (2 + methods + len(settings.extra_models)) * seeds + once + 2 * max(0, FOR_OPTIMUM - seeds)
-    samples = each * min(settings.max_prompts, settings.max_prompts if rows is None else rows["heldout"])
-    work = Work(samples, samples * lengths.response, samples * lengths.whole * (2 + scorers))
-    size, between = settings.batch_size, bool(settings.interpolation)
-    return PlannedStage("evaluate", lambda: evaluate_phases(model, size, lengths, seeds, scorers, between), work)
 
 
 # --- changes and disk -------------------------------------------------------------------------------------------------

@@ -15,7 +15,6 @@ from rlhf_core.models.interpolation import interpolate
 from rlhf_core.ppo import snapshots
 from tasks.datasets.jsonl import Row
 from tasks.evaluation.evaluator import CandidateModel, Evaluator, ScoredAnswers, build_evaluator, load_candidate
-from tasks.evaluation.function_judge import function_judge_of
 from tasks.params.judge import LANGUAGE_MODELS, JudgeParams
 from tasks.params.scorer import functions
 from tasks.params.select import SelectParams
@@ -65,8 +64,7 @@ def compare(stage: Stage[SelectParams], config: PPOConfig, sft: CandidateModel) 
     rows = validation_prompts(stage)[: stage.params.prompts]
     source = f"{prompts_path(stage)}, distinct validation prompts"
     # `purpose`: other random numbers than in `evaluate`
-    judge = function_judge_of(stage, rows) or judge_of(stage)
-    evaluator, _ = build_evaluator(stage, source, rows, sft, config, judge, purpose="select ")
+    evaluator, _ = build_evaluator(stage, source, rows, sft, config, judge_of(stage), purpose="select ")
     (start,) = evaluator.answer(sft, [stage.seed])
     table = [summarise(evaluator, start, 0, 0.0, start)]
     policy = None

@@ -11,14 +11,14 @@ import pyarrow.parquet
 
 from flows.text import dotted
 from rlhf_core.config.reward import RewardConfig
+from rlhf_core.data.scorer import Answers, Observed, Scorer
 from rlhf_core.data.tokenizer import answer_text, encode_prompt, encode_response, load_tokenizer
 from rlhf_core.determinism import make_deterministic
 from rlhf_core.errors import UserError
 from rlhf_core.files import atomic
 from rlhf_core.loading import load_config
-from rlhf_core.models.ensemble import Ensemble
+from rlhf_core.models.ensemble import JUDGE, Ensemble
 from rlhf_core.models.hf import context_of
-from rlhf_core.models.scorers import Answers, Scorer
 from tasks.datasets.jsonl import Row, brief_names
 from tasks.datasets.sources.cleaning import clean
 from tasks.datasets.sources.example import RAW, Example
@@ -33,9 +33,9 @@ from tasks.stage.trust import warn_of_code
 from tasks.training.scalar_models import ScalarModels
 from tasks.training.scorer import REWARD, build_scorer, judging_scorer_of
 
-SCORE, STD, JUDGING = "score", "score/std", "score/judge"
-"""New columns: the total, the members' standard deviation, and the reward model that PPO is not trained on. Those of
-terms are called `score/<term>`."""
+SCORE = "score"
+"""New column: the total. Its parts are `score/<part>`: terms, the members' standard deviation (`std`), and the reward
+model that PPO is not trained on (`judge`)."""
 CHUNK = 512
 """Rows that are in memory at a time."""
 
@@ -59,19 +59,21 @@ class Scorers:
         self.params, terms, trusted, precision = params, params.scorer, params.trust_remote_code, params.precision
         tf32 = precision == "bfloat16"
         make_deterministic(params.seed, params.threads, deterministic=params.deterministic, tf32=tf32)
-        self.names = [SCORE, *(f"{SCORE}/{term.term}" for term in terms if len(terms) > 1)]
+        parts = [term.term for term in terms if len(terms) > 1]
         self.tokenizer: Any = None  # functions read text
-        self.judging: Scorer | None = None
-        models, folder = ScalarModels(trusted, precision), root / REWARD
+        models, folder, judging = ScalarModels(trusted, precision), root / REWARD, None
         if uses_reward_model(terms):
             if trusted:
                 warn_of_code("score:")
             require_reward_model(folder, params.reward)
             self.tokenizer = load_tokenizer(folder, trust_remote_code=trusted)
-            self.judging = judging_scorer_of(root, self.tokenizer, CHUNK, models)
+            judging = judging_scorer_of(root, self.tokenizer, CHUNK, models)
             self.context = context_of(load_config(folder, None, trusted))
-            self.names += [STD] * (Ensemble.read(folder) is not None) + [JUDGING] * (self.judging is not None)
-        self.scorer = build_scorer(root, terms, params.runtime.functions, self.tokenizer, CHUNK, models)
+            parts += ["std"] * (Ensemble.read(folder) is not None)
+        scorer = build_scorer(root, terms, params.runtime.functions, self.tokenizer, CHUNK, models)
+        observers: dict[str, Scorer] = {} if judging is None else {JUDGE: judging}
+        self.scorer = Observed(scorer, observers)
+        self.names = [SCORE, *(f"{SCORE}/{part}" for part in (*parts, *observers))]
 
     def read(self, source: Path) -> Iterator[Answer]:
         """The rows one by one, read as `leash import` does. Raises UserError, naming the row, for the first that cannot
@@ -113,8 +115,6 @@ class Scorers:
             try:
                 scored = self.scorer(given)
                 found = {SCORE: scored.total} | {f"{SCORE}/{name}": part for name, part in scored.parts.items()}
-                if self.judging is not None:
-                    found[JUDGING] = self.judging(given).total
             except UserError as error:
                 raise UserError(f"{source}, rows {examples[0].row} to {examples[-1].row}: {error}") from None
             done, total = done + len(chunk), total + sum(scored.total)

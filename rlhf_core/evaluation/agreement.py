@@ -1,5 +1,4 @@
-"""Agreement of two scorers on pairs of answers to one prompt, at given margins, and as a correlation. Pure functions of
-arrays."""
+"""Agreement of two scorers on pairs of answers to one prompt, also at given margins. Pure functions of arrays."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -70,14 +69,6 @@ def agreement_at_margins(first: Scores, second: Scores, like_first: Scores, like
     if not all(map(len, groups)):
         return None
     return float(np.dot([group.mean() for group in groups], shares[shares > 0]))
-
-
-def correlation(x: Sequence[float], y: Sequence[float]) -> float | None:
-    """Pearson's correlation; None where one side does not vary or there are fewer than two values."""
-    a, b = np.asarray(x, dtype=np.float64), np.asarray(y, dtype=np.float64)
-    if len(a) < 2 or np.ptp(a) == 0.0 or np.ptp(b) == 0.0:
-        return None
-    return float(np.corrcoef(a, b)[0, 1])
 
 
 class _Pairs(NamedTuple):

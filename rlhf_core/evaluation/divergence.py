@@ -1,7 +1,7 @@
 """KL of a model to a reference, summed over whole answers; for evaluation, not for training."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 
 import torch
 from transformers import PreTrainedModel
@@ -21,10 +21,6 @@ class Divergence:
     and no bootstrap interval covers the KL."""
     log_ratio: list[float] = field(default_factory=list)
     """log π − log π_ref of the answer, in nats."""
-
-    def part(self, start: int, end: int) -> "Divergence":
-        """The answers from `start` to before `end`."""
-        return Divergence(*(getattr(self, each.name)[start:end] for each in fields(self)))
 
 
 @torch.no_grad()

@@ -1,4 +1,4 @@
-"""Judges, which score the text of answers, and simulated annotators, who choose by such scores."""
+"""The judge of the demo, and simulated annotators, who choose by the scores of a judge."""
 
 import hashlib
 import math
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import combinations
 
 from rlhf_core.data.chat import Conversation
-from rlhf_core.data.judge import Judge as Judge
+from rlhf_core.data.scorer import Answers, Scored, Scorer
 from rlhf_core.demo.rubric import gold_score
 from rlhf_core.errors import UserError
 
@@ -16,16 +16,17 @@ TIE = 1e-9
 
 @dataclass(frozen=True)
 class RubricJudge:
-    """The demo world's rubric, on the last user message of the conversation."""
+    """The demo world's rubric, on the last user message of the conversation, as a `Scorer`."""
 
     name: str = "gold rubric (simulated)"
 
-    def score(self, prompts: Sequence[Conversation], responses: Sequence[str]) -> list[float]:
+    def __call__(self, answers: Answers) -> Scored:
         """The gold score of each response, from -3 to 6."""
-        return [
-            gold_score(_last_user_message(prompt), response)
-            for prompt, response in zip(prompts, responses, strict=True)
-        ]
+        scores = []
+        for prompt, response in zip(answers.prompts, answers.texts, strict=True):
+            users = [message["content"] for message in prompt if message["role"] == "user"]
+            scores.append(gold_score(users[-1] if users else "", response))
+        return Scored(scores)
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,7 @@ class NoisyAnnotators:
     choice is reversed with probability `flip_rate`. It depends on the seed and its key, not on the order of calls.
     """
 
-    judge: Judge
+    judge: Scorer
     temperature: float
     flip_rate: float
     seed: int
@@ -67,7 +68,7 @@ class NoisyAnnotators:
 
     def prefer(self, prompt: Conversation, a: str, b: str, key: tuple[int, ...]) -> bool | None:
         """True where `a` is chosen, False where `b` is, None for a tie (scores within 1e-9)."""
-        score_a, score_b = self.judge.score([prompt, prompt], [a, b])
+        score_a, score_b = self.judge(Answers([prompt, prompt], [a, b])).total
         return self.choose(score_a, score_b, key)
 
     def choose(self, score_a: float, score_b: float, key: tuple[int, ...]) -> bool | None:
@@ -89,7 +90,7 @@ def all_pairs(
 
     `key` must differ between prompts; the indexes of a pair are added to it. Equal texts and equal scores give no pair.
     """
-    scores = annotators.judge.score([prompt] * len(responses), responses)
+    scores = annotators.judge(Answers([prompt] * len(responses), responses)).total
     pairs: list[PairChoice] = []
     ties = identical = 0
     for i, j in combinations(range(len(responses)), 2):
@@ -103,10 +104,6 @@ def all_pairs(
         chosen, rejected = (i, j) if first else (j, i)
         pairs.append(PairChoice(chosen, rejected, agrees=scores[chosen] > scores[rejected]))
     return RankedPairs(pairs, ties, identical)
-
-
-def _last_user_message(prompt: Conversation) -> str:
-    return next((message["content"] for message in reversed(prompt) if message["role"] == "user"), "")
 
 
 def _uniforms(seed: int, key: tuple[int, ...]) -> tuple[float, float]:

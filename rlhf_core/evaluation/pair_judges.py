@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from rlhf_core.data.chat import Conversation, canonical
+from rlhf_core.data.scorer import Answers
 from rlhf_core.errors import UserError
 from rlhf_core.evaluation.judges import NoisyAnnotators
 
@@ -49,7 +50,7 @@ class SimulatedAnnotators:
 
     def prefer(self, prompts: Sequence[Conversation], firsts: Sequence[str], seconds: Sequence[str]) -> list[float]:
         """See `PairJudge`."""
-        scores = (self.annotators.judge.score(prompts, answers) for answers in (firsts, seconds))
+        scores = (self.annotators.judge(Answers(prompts, texts)).total for texts in (firsts, seconds))
         rows = zip(prompts, firsts, seconds, *scores, strict=True)
         return [self._verdict(a, b, _digest(prompt, first, second)) for prompt, first, second, a, b in rows]
 

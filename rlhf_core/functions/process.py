@@ -9,13 +9,13 @@ import subprocess
 import sys
 import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rlhf_core.data.chat import Conversation, as_text, prompt_id
+from rlhf_core.data.scorer import Answers, Scored
 from rlhf_core.errors import UserError
 from rlhf_core.functions import child
 
@@ -26,18 +26,6 @@ SHOWN = 60
 MEBIBYTE = 2**20
 FIXED = {"PYTHONHASHSEED": "0", "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
 """Environment of the process: the same order of sets in each run, no cache of bytecode beside the file, one thread."""
-
-Rows = Sequence[Mapping[str, object]]
-
-
-@dataclass(frozen=True)
-class Limits:
-    """Limits of a function's process. They change no result unless they are reached."""
-
-    seconds: float
-    """For loading the file, and for each call."""
-    memory_mb: int
-    """Address space, in MiB."""
 
 
 class _Failed(Exception):
@@ -53,29 +41,34 @@ class _NotLoaded(_Failed):
 
 
 class RewardFunction:
-    """The function `score(prompts, responses, rows)` of the file `name` in `folder`; `key`: the parameter that names
-    it, for messages. Raises UserError for a link that leads out of the folder."""
+    """The function `score(prompts, responses, rows)` of the file `file` in `folder`, as a `Scorer`.
 
-    def __init__(self, folder: Path, name: str, limits: Limits, key: str = "scorer") -> None:
-        self.path, self.name, self.limits, self.key = (folder / name).resolve(), name, limits, key
-        self.where = f"{folder.name}/{name}"
+    Its process has at most `seconds` for loading the file and for each call, and `memory_mb` MiB of address space: the
+    limits change no result unless they are reached. `key`: the parameter that names the file, for messages. Raises
+    UserError for a link that leads out of the folder."""
+
+    def __init__(self, folder: Path, file: str, seconds: float, memory_mb: int, key: str = "scorer") -> None:
+        self.path, self.file, self.key = (folder / file).resolve(), file, key
+        self.seconds, self.memory_mb = seconds, memory_mb
+        self.name = f"{folder.name}/{file}"
         if not self.path.is_relative_to(folder.resolve()):
-            raise UserError(f"{key}: {name}: a link that leads out of {folder.name}/; put the file itself there")
+            raise UserError(f"{key}: {file}: a link that leads out of {folder.name}/; put the file itself there")
         self._process: _Process | None = None
 
-    def __call__(self, prompts: Sequence[Conversation], responses: Sequence[str], rows: Rows) -> list[float]:
+    def __call__(self, answers: Answers) -> Scored:
         """One finite number for each answer. Raises UserError, naming the answer, where the function fails or reaches
         a limit."""
         scores: list[float] = []
-        for start in range(0, max(1, len(responses)), AT_ONCE):
-            part = slice(start, start + AT_ONCE)
+        count = len(answers.texts)
+        for start in range(0, max(1, count), AT_ONCE):
+            part = answers.at(range(start, min(start + AT_ONCE, count)))
             try:
-                scores += self._call(prompts[part], responses[part], rows[part])
+                scores += self._call(part)
             except _Failed as failure:
-                found = self._locate(failure, prompts[part], responses[part], rows[part])
+                found = self._locate(failure, part)
                 self.close()
-                raise UserError(self._describe(found, prompts, start)) from None
-        return scores
+                raise UserError(self._describe(found, answers, start)) from None
+        return Scored(scores)
 
     def close(self) -> None:
         """End the process, and the processes that it has started."""
@@ -83,9 +76,9 @@ class RewardFunction:
             self._process.end()
             self._process = None
 
-    def _describe(self, failure: _Failed, prompts: Sequence[Conversation], start: int) -> str:
+    def _describe(self, failure: _Failed, answers: Answers, start: int) -> str:
         """The message for a call whose first answer has the place `start`."""
-        about, advice = f"{self.key}: {self.name}", f"correct {self.where}"
+        about, advice, prompts = f"{self.key}: {self.file}", f"correct {self.name}", answers.prompts
         if failure.at is not None:
             place = start + failure.at
             return f"{about}: answer {place + 1} of {len(prompts)}, to {_shown(prompts[place])}: {failure}; {advice}"
@@ -96,30 +89,26 @@ class RewardFunction:
             f"which must not depend on the others: {advice}"
         )
 
-    def _locate(
-        self, failure: _Failed, prompts: Sequence[Conversation], responses: Sequence[str], rows: Rows
-    ) -> _Failed:
+    def _locate(self, failure: _Failed, answers: Answers) -> _Failed:
         """The failure of the first answer that fails alone: they are scored one by one, within one limit of time. The
         failure itself where none does, or where no function was loaded."""
         if isinstance(failure, _NotLoaded) or failure.at is not None:
             return failure
-        until = time.monotonic() + self.limits.seconds
-        for place in range(len(responses)):
-            one = slice(place, place + 1)
+        until = time.monotonic() + self.seconds
+        for place in range(len(answers.texts)):
             try:
-                self._call(prompts[one], responses[one], rows[one], until)
+                self._call(answers.at([place]), until)
             except _Failed as alone:
                 return _Failed(str(alone), place)
         return failure
 
-    def _call(
-        self, prompts: Sequence[Conversation], responses: Sequence[str], rows: Rows, until: float | None = None
-    ) -> list[float]:
+    def _call(self, answers: Answers, until: float | None = None) -> list[float]:
         """Scores of one call; the process is ended when it does not answer. Raises _Failed."""
         try:
             if self._process is None:
-                self._process = _Process(self.path, self.limits)
-            request = {"prompts": list(prompts), "responses": list(responses), "rows": [dict(row) for row in rows]}
+                self._process = _Process(self.path, self.seconds, self.memory_mb)
+            rows = [{} for _ in answers.texts] if answers.rows is None else [dict(row) for row in answers.rows]
+            request = {"prompts": list(answers.prompts), "responses": list(answers.texts), "rows": rows}
             reply = self._process.exchange(request, until)
         except BaseException:
             self.close()
@@ -133,15 +122,14 @@ class RewardFunction:
 class _Process:
     """A running child: one line of JSON for each line."""
 
-    def __init__(self, path: Path, limits: Limits) -> None:
+    def __init__(self, path: Path, seconds: float, memory_mb: int) -> None:
         """Start it and load the function. Raises _Failed where that is not possible."""
         if not path.is_file():
             raise _NotLoaded("the file does not exist")
-        self.limits = limits
+        self.seconds = seconds
         child_reads, self.requests = os.pipe()
         self.replies, child_writes = os.pipe()
-        memory = limits.memory_mb * MEBIBYTE
-        command = [sys.executable, child.__file__, *map(str, (path, child_reads, child_writes, memory))]
+        command = [sys.executable, child.__file__, *map(str, (path, child_reads, child_writes, memory_mb * MEBIBYTE))]
         self.process = subprocess.Popen(
             command,
             env=os.environ | FIXED,
@@ -170,14 +158,14 @@ class _Process:
         return self._receive(until)
 
     def _receive(self, until: float | None) -> dict[str, Any]:
-        deadline = time.monotonic() + self.limits.seconds if until is None else until
+        deadline = time.monotonic() + self.seconds if until is None else until
         poll = select.poll()
         poll.register(self.replies, select.POLLIN)
         data = bytearray()
         while not data.endswith(b"\n"):
             left = deadline - time.monotonic()
             if left <= 0 or not poll.poll(1000 * left):
-                raise _Failed(f"no result within {self.limits.seconds:g} s (runtime.functions.timeout_seconds)")
+                raise _Failed(f"no result within {self.seconds:g} s (runtime.functions.timeout_seconds)")
             part = os.read(self.replies, MEBIBYTE)
             if not part:
                 raise _Failed(self._death())

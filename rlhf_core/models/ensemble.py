@@ -10,7 +10,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from rlhf_core.models.scorers import Answers, Scored, Scorer
+from rlhf_core.data.scorer import Answers, Scored, Scorer
+from rlhf_core.models.scorers import REWARD_MODEL_NAME
 
 FILE = "ensemble.json"
 JUDGE = "judge"
@@ -86,6 +87,7 @@ class EnsembleScorer:
 
     members: Sequence[Scorer]
     ensemble: Ensemble
+    name: str = REWARD_MODEL_NAME
 
     def __call__(self, answers: Answers) -> Scored:
         """Every member scores every answer."""

@@ -3,6 +3,7 @@ loss`."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from jaxtyping import Float
 from torch import Tensor
@@ -104,10 +105,16 @@ def answer_weights(
     return mean_length / lengths.clamp(min=1) if average == "answer_means" else lengths * 0 + mean_length / longest
 
 
-def losses_of(forward: Pass, config: PPOConfig, kl_coef: float, trains_policy: bool = True) -> dict[str, Tensor]:
-    """`total_loss` and its parts, each summed over the real tokens of the rows; the policy's parts with the weights of
-    their tokens. `kl_coef` is β, used where the KL penalty is in the loss. Without `trains_policy` the total is that of
-    the critic, whose values are then not clipped (rule 20)."""
+def losses_of(
+    forward: Pass,
+    config: PPOConfig,
+    kl_coef: float,
+    trains_policy: bool = True,
+    reduction: Literal["sum", "none"] = "sum",
+) -> dict[str, Tensor]:
+    """`total_loss` and its parts, each summed over the real tokens of the rows, or of each token; the policy's parts
+    with the weights of their tokens. `kl_coef` is β, used where the KL penalty is in the loss. Without `trains_policy`
+    the total is that of the critic, whose values are then not clipped (rule 20)."""
     mask, weights = forward.batch.mask, forward.weights
     if config.importance_cap is not None:
         weights = weights * importance_weights(
@@ -130,7 +137,7 @@ def losses_of(forward: Pass, config: PPOConfig, kl_coef: float, trains_policy: b
         entropy=forward.entropy,
         dual_clip=config.dual_clip,
         weights=weights,
-        reduction="sum",
+        reduction=reduction,
     )
     if config.kl.penalty == "loss":
         kind, kl = config.kl.estimator, forward.exact_kl
@@ -139,7 +146,8 @@ def losses_of(forward: Pass, config: PPOConfig, kl_coef: float, trains_policy: b
                 forward.logprobs, forward.old_logprobs, forward.ref_logprobs, kind, mask, reduction="none"
             )
         assert kl is not None, kind
-        losses["kl_loss"] = (forward.weights * kl).sum()
+        weighted = forward.weights * kl
+        losses["kl_loss"] = weighted.sum() if reduction == "sum" else weighted
         losses["total_loss"] = losses["total_loss"] + kl_coef / forward.scale * losses["kl_loss"]
     if not trains_policy:
         losses["total_loss"] = config.vf_coef * losses["value_loss"]

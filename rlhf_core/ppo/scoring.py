@@ -1,11 +1,10 @@
 """Scores of responses: the scorer's, as PPO uses them (rule 12), and the judge's, which are only logged."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
 from statistics import fmean, pstdev
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -13,13 +12,13 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from rlhf_core.config.ppo import PPOConfig, ScoreConfig
 from rlhf_core.config.precision import Precision
 from rlhf_core.data.chat import Conversation
-from rlhf_core.data.judge import Judge
+from rlhf_core.data.scorer import Answers, Scored, Scorer
 from rlhf_core.data.tokenizer import decode_response, encode_prompt, stop_ids
 from rlhf_core.determinism import permutation
 from rlhf_core.errors import NonFiniteError, UserError
 from rlhf_core.models.precision import autocast
 from rlhf_core.models.sampling import sample
-from rlhf_core.models.scorers import Answers, Scored, Scorer, models_of
+from rlhf_core.models.scorers import models_of
 from rlhf_core.models.sharding import whole
 from rlhf_core.ppo.plan import REFERENCE
 from rlhf_core.ppo.rewards import normalise_scores, penalise_missing_eos
@@ -32,9 +31,9 @@ REFERENCE_ANSWERS = 512
 REFERENCE_BATCH = 128
 """Most of them that are sampled side by side: progress is shown, and kept, after each batch."""
 
-Result = TypeVar("Result")
-AnswerScore = tuple[float, dict[str, float]]
-"""An answer's raw score, and the parts that it was made from."""
+InBatches = Callable[[Sequence[Sequence[int]], Callable[[Sequence[int]], list[Any]]], list[Any]]
+"""Runs a function on one batch of numbers after another, and returns one value a number, in their order; may show
+progress, and take values (plain types, as JSON has them) from an earlier process."""
 
 
 @dataclass(frozen=True)
@@ -79,19 +78,6 @@ class ReferenceScores:
         }
 
 
-class InBatches(Protocol):
-    """Runs a function on one batch of numbers after another, and returns one value a number, in their order; may report
-    progress, and take the values of an earlier process."""
-
-    def __call__(self, batches: Sequence[Sequence[int]], work: Callable[[Sequence[int]], list[Any]]) -> list[Any]:
-        """The values of all batches; plain types that JSON can hold."""
-
-
-def one_after_another(batches: Sequence[Sequence[int]], work: Callable[[Sequence[int]], list[Any]]) -> list[Any]:
-    """`InBatches` without progress."""
-    return [value for batch in batches for value in work(batch)]
-
-
 def reference_scores(
     config: PPOConfig,
     reference: PreTrainedModel,
@@ -100,9 +86,9 @@ def reference_scores(
     prompts: Sequence[Conversation],
     seed: int,
     rows: Sequence[Mapping[str, object]] | None = None,
-    judge: Judge | None = None,
+    judge: Scorer | None = None,
     processes: Processes | None = None,
-    in_batches: InBatches = one_after_another,
+    in_batches: InBatches | None = None,
     precision: Precision = "float32",
 ) -> ReferenceScores:
     """Scores of the reference's answers to the prompts of PPO, which the reward model was not trained on, sampled as
@@ -128,18 +114,18 @@ def reference_scores(
                 batch_size=at_once,
             ).responses
         texts = [decode_response(tokenizer, response, stops) for response in responses]
-        scores = scorer(Answers(asked, texts, ids, responses, rows and [rows[i] for i in chosen])).total
+        answers = Answers(asked, texts, ids, responses, rows and [rows[i] for i in chosen])
+        scores = scorer(answers).total
         require_numbers(scores)
-        gold = judge.score(asked, texts) if judge else [0.0] * len(texts)
+        gold = judge(answers).total if judge else [0.0] * len(texts)
         return [[score, len(ids), g] for score, ids, g in zip(scores, responses, gold, strict=True)]
 
     numbers: Sequence[int] = range(REFERENCE_ANSWERS)
     mine = numbers if processes is None else processes.share(numbers)
     batches = [mine[start : start + at_once] for start in range(0, len(mine), at_once)]
     with whole([reference, *models_of(scorer)]):
-        found = in_batches(batches, work)
-        if processes is not None:
-            found = [row for share in processes.gather([found]) for row in share]
+        found = in_batches(batches, work) if in_batches else [row for batch in batches for row in work(batch)]
+        found = found if processes is None else processes.gather(found)
     scores, lengths, gold = map(list, zip(*found, strict=True))
     return ReferenceScores(scores, [int(length) for length in lengths], gold if judge else None)
 
@@ -150,7 +136,7 @@ class RewardSource:
 
     scorer: Scorer
     normalisation: ScoreNormalisation
-    judge: Judge | None = None
+    judge: Scorer | None = None
     """Logged, never trained on; None where the data have none."""
 
 
@@ -160,29 +146,42 @@ class Scoring:
 
     config: ScoreConfig
     source: RewardSource
-    batch_size: int
-    """Answers in a call of the scorer."""
 
     def __call__(self, rollout: Rollout, processes: Processes) -> Scores:
         """Score whole answers; each process scores its share. Raises NonFiniteError for NaN or infinity."""
-        with whole(models_of(self.source.scorer)):
-            scored = processes.map(range(len(rollout.response_ids)), partial(self._score, rollout))
-        found = Scored.joined(_raised(score for score, _ in scored))
-        require_numbers(found.total)
-        raw = torch.tensor(found.total, dtype=torch.float32, device=rollout.mask.device)
-        gold = [g for _, g in scored if g is not None]
+        answers = Answers(rollout.prompts, rollout.texts, rollout.prompt_ids, rollout.response_ids, rollout.rows)
+        scorer, judge = self.source.scorer, self.source.judge
+
+        def score(rows: list[int]) -> list[tuple[Any, float | None]]:
+            """Total and parts of each answer, or the error of the scorer, so that all processes end; and the gold
+            score."""
+            mine, found = answers.at(rows), list[Any]()
+            try:
+                found += scorer(mine).by_answer() if rows else []
+            except UserError as error:
+                found += [error] * len(rows)
+            return list(zip(found, judge(mine).total if judge and rows else [None] * len(rows), strict=True))
+
+        with whole(models_of(scorer)):
+            found, gold = zip(*processes.map(range(len(rollout.texts)), score), strict=True)
+        for one in found:
+            if isinstance(one, UserError):
+                raise one
+        scored = Scored.joined(found)
+        require_numbers(scored.total)
+        raw = torch.tensor(scored.total, dtype=torch.float32, device=rollout.mask.device)
         if self.config.normalise:
             mean, std = self.source.normalisation.mean, self.source.normalisation.std
             used = normalise_scores(raw, mean, std, self.config.clip)
         else:
             used = raw.clamp(-self.config.clip, self.config.clip)
         used = penalise_missing_eos(used, rollout.ended, self.config.missing_eos_penalty)
-        return Scores(raw, used, gold if self.source.judge else None, found.parts)
+        return Scores(raw, used, list(gold) if judge else None, scored.parts)
 
     def raw(self, answers: Answers) -> list[float]:
         """The scorer's raw scores of all answers, in every process. Raises NonFiniteError for NaN or infinity."""
         with whole(models_of(self.source.scorer)):
-            found = [score for score, _ in _raised(self._scores(answers))]
+            found = self.source.scorer(answers).total
         require_numbers(found)
         return found
 
@@ -194,23 +193,6 @@ class Scoring:
         """Continue from a `state_dict`."""
         self.source.normalisation = ScoreNormalisation(**state["normalisation"])
 
-    def _score(self, rollout: Rollout, rows: list[int]) -> list[tuple[AnswerScore | UserError, float | None]]:
-        """Raw score and parts of each answer, and the judge's score."""
-        prompts, texts = [rollout.prompts[i] for i in rows], [rollout.texts[i] for i in rows]
-        ids = [rollout.prompt_ids[i] for i in rows], [rollout.response_ids[i] for i in rows]
-        behind = rollout.rows and [rollout.rows[i] for i in rows]
-        scores = self._scores(Answers(prompts, texts, *ids, behind))
-        gold = self.source.judge.score(prompts, texts) if self.source.judge and rows else [None] * len(rows)
-        return list(zip(scores, gold, strict=True))
-
-    def _scores(self, answers: Answers) -> list[AnswerScore] | list[UserError]:
-        """Raw scores and parts. A scorer that fails is a value for each answer: all processes receive it, and end
-        together."""
-        try:
-            return self.source.scorer(answers).by_answer() if answers.texts else []
-        except UserError as error:
-            return [error] * len(answers.texts)
-
 
 def require_numbers(scores: Sequence[float]) -> None:
     """Raise NonFiniteError when an answer's raw score is NaN or infinite."""
@@ -219,13 +201,3 @@ def require_numbers(scores: Sequence[float]) -> None:
             f"the reward model scores {len(bad)} of {len(scores)} answers with {bad[0]}; "
             "train it again with a lower reward.learning_rate"
         )
-
-
-def _raised(values: Iterable[Result | UserError]) -> list[Result]:
-    """The values; raises the first error among them."""
-    found = []
-    for value in values:
-        if isinstance(value, UserError):
-            raise value
-        found.append(value)
-    return found

@@ -158,7 +158,6 @@ def explained_variance(
 
 def correlation(first: Sequence[float], second: Sequence[float]) -> float | None:
     """Pearson's correlation; None where one side does not vary or there are fewer than two values."""
-    try:
-        return statistics.correlation(first, second)
-    except statistics.StatisticsError:
+    if len(first) < 2 or any(min(values) == max(values) for values in (first, second)):
         return None
+    return statistics.correlation(first, second)

@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from rlhf_core.config.ppo import PPOConfig
 from rlhf_core.config.precision import Precision
 from rlhf_core.data.chat import Conversation
+from rlhf_core.data.scorer import Answers
 from rlhf_core.data.tokenizer import decode_response, encode_prompt, stop_ids
 from rlhf_core.determinism import strict_kernels
 from rlhf_core.errors import NonFiniteError, UserError, is_out_of_memory
@@ -23,7 +24,6 @@ from rlhf_core.finite import at_step, require_finite
 from rlhf_core.models.batching import micro_batches, packed_batches
 from rlhf_core.models.packed import can_pack
 from rlhf_core.models.sampling import Sampled
-from rlhf_core.models.scorers import Answers
 from rlhf_core.models.sharded_files import divided_as
 from rlhf_core.models.sharding import clip_gradients, whole
 from rlhf_core.models.token_logprobs import logprobs_and_entropy
@@ -107,7 +107,7 @@ class PPOTrainer:
         """Samples the responses; can be replaced before the first step."""
         self.prompts, self.rows = list(prompts), None if rows is None else list(rows)
         self.prompt_ids = [encode_prompt(tokenizer, prompt) for prompt in prompts]
-        self.scoring = Scoring(config.score, source, config.micro_batch_size)
+        self.scoring = Scoring(config.score, source)
         self.controller: KLController
         if config.kl.controller == "fixed":
             self.controller = FixedKLController(config.kl.coef)
@@ -331,9 +331,9 @@ class PPOTrainer:
         with at_step(self.steps_done), self._phase("rollout"):
             sampled = self._sample(prompt_ids, keys)
             texts = self._texts(sampled)
-            rewards = self.scoring.raw(Answers(prompts, texts, prompt_ids, sampled.responses, rows))
-        judge = self.scoring.source.judge
-        gold = judge.score(prompts, texts) if judge else [None] * len(texts)
+            answers = Answers(prompts, texts, prompt_ids, sampled.responses, rows)
+            rewards, judge = self.scoring.raw(answers), self.scoring.source.judge
+        gold = judge(answers).total if judge else [None] * len(texts)
         return [
             {"step": self.steps_done, "prompt": prompt, "response": text, "reward": reward, "gold": g}
             for prompt, text, reward, g in zip(prompts, texts, rewards, gold, strict=True)

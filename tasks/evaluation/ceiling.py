@@ -63,19 +63,21 @@ def draw_ceiling(evaluator: Evaluator, policy: CandidateModel, results: dict[str
     R is the reward model's score in standard deviations of the SFT model's answers, as PPO has it.
     """
     start, own = results["sft"].columns, results["policy"].columns
-    drawn = next(
-        (each.columns for name, each in results.items() if name.startswith("best_of_")), []
-    )  # the same for all n
+    drawn = next((each.columns for name, each in results.items() if name.startswith("best_of_")), [])  # same for all n
     sft = [*start, *drawn][: max(SFT_SAMPLES, len(start))]
     sft += further(evaluator, evaluator.reference, "sft", SFT_SAMPLES - len(sft))
     more = further(evaluator, policy, "policy", POLICY_SAMPLES - len(own))
     columns = [*sft, *own, *more]
-    ratios = np.array([*evaluator.log_ratios(policy, sft), *(_own_ratio(column) for column in [*own, *more])]).T
+    ratios = evaluator.log_ratios(policy, sft)
+    for column in [*own, *more]:
+        assert column.divergence is not None  # the policy has the SFT model's tokenizer
+        ratios.append(column.divergence.log_ratio)
+    of_policy = np.array(ratios).T
     rewards = np.array([column.rewards for column in columns]).T
     scale = np.array([column.rewards for column in start])
     draws = Draws(
         scores=(rewards - scale.mean()) / (scale.std() or 1.0),
-        log_ratios=np.stack([np.zeros_like(ratios), ratios], axis=-1),
+        log_ratios=np.stack([np.zeros_like(of_policy), of_policy], axis=-1),
         counts=[len(sft), len(own) + len(more)],
     )
     gold = None if columns[0].gold is None else np.array([column.gold for column in columns], dtype=np.float64).T
@@ -87,9 +89,3 @@ def further(evaluator: Evaluator, model: CandidateModel, name: str, count: int) 
     seeds = range(FIRST_SEED, FIRST_SEED + max(0, count))
     again = CandidateModel(f"{name}-again", model.model, model.tokenizer, name)
     return evaluator.answer(again, seeds) if seeds else []
-
-
-def _own_ratio(column: ScoredAnswers) -> list[float]:
-    """log π − log π_SFT of the policy's own answers."""
-    assert column.divergence is not None  # the policy has the SFT model's tokenizer
-    return column.divergence.log_ratio

@@ -9,36 +9,35 @@ from typing import Any, Literal, TypeVar
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from rlhf_core.data.scorer import Answers, Scored, Scorer
 from rlhf_core.data.tokenizer import decode_response, encode_prompt, encode_response, load_tokenizer, stop_ids
 from rlhf_core.errors import UserError
 from rlhf_core.evaluation.divergence import Divergence, measure_divergence
-from rlhf_core.evaluation.judges import Judge
 from rlhf_core.evaluation.pair_judges import PairJudge, both_orders
 from rlhf_core.evaluation.wins import wins
+from rlhf_core.functions.process import RewardFunction
 from rlhf_core.models.hf import context_length
 from rlhf_core.models.sampling import SamplingSettings, sample
-from rlhf_core.models.scorers import Answers, Scored, Scorer
+from rlhf_core.models.scorers import REWARD_MODEL_NAME
 from tasks.datasets.jsonl import Row
 from tasks.judging.pair_judge import pair_judge_of
-from tasks.params.scorer import Term, is_reward_model
+from tasks.params.judge import JudgeParams
+from tasks.params.scorer import FOLDER
 from tasks.stage.long_rows import fitting, prompt_encoder
 from tasks.stage.models import load_frozen
 from tasks.stage.stage import Stage
 from tasks.stage.trust import trusts
-from tasks.training.scorer import extras_of, scorer_of, terms_of
+from tasks.training.scorer import JUDGING_MODEL, extras_of, scorer_of
 
-REWARD_MODEL_JUDGE = "reward model"
-JUDGING_MODEL = "judging reward model"
-"""The reward model that PPO is not trained on (`reward.judge_share`)."""
 ScoresOf = Literal["rewards", "judging"]
 """Scores of a reward model: PPO's, or the judging one's."""
-PROXIES = (REWARD_MODEL_JUDGE, "scorer")
+PROXIES = (REWARD_MODEL_NAME, "scorer")
 """Kinds of judge where there is no other: the score that the models were trained by."""
 
 Item = TypeVar("Item")
 Key = TypeVar("Key", bound=Hashable)
-Known = dict[tuple[int, tuple[int, ...]], tuple[float, dict[str, float]]]
-"""Scores with their terms by prompt and token ids."""
+Known = dict[tuple[int, str, tuple[int, ...]], tuple[float, dict[str, float]]]
+"""Scores with their terms by prompt, text and token ids."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +86,7 @@ class Evaluator:
     reference: CandidateModel
     """The SFT model."""
     scorer: Scorer
-    judge: Judge | None
+    judge: Scorer | None
     """Scores single answers; None if the data have no judge."""
     pair_judge: PairJudge | None
     """Compares two answers; None if scores are compared instead."""
@@ -95,16 +94,12 @@ class Evaluator:
     max_new_tokens: int
     batch_size: int
     stop_tokens: Sequence[str]
-    scorer_name: str = REWARD_MODEL_JUDGE
-    """For tables."""
     purpose: str = ""
     """Evaluators of different purposes use different random numbers."""
     judging: Scorer | None = None
     """The reward model that PPO is not trained on; None in a run without one."""
-    _rewards: Known = field(default_factory=dict)
-    """Cache of scores with their terms, shared by all models."""
-    _judging: Known = field(default_factory=dict)
-    _gold: dict[tuple[int, str], float] = field(default_factory=dict)
+    _known: dict[int, Known] = field(default_factory=dict)
+    """Cache of the scores of each scorer, by its `id`; shared by all models."""
     _encoded: dict[str, list[list[int]]] = field(default_factory=dict)
     """Cache of the prompts' token ids, by the name of the model that the tokenizer belongs to."""
 
@@ -117,20 +112,30 @@ class Evaluator:
         responses, ended = [response for response, _ in drawn], [end for _, end in drawn]
         texts = [decode_response(candidate.tokenizer, response, stops) for response in responses]
         shared = self.shares_tokenizer(candidate)
-        read = responses if shared else self._in_reference_tokens(texts, ended)
-        scored = self._score(self.scorer, self._rewards, places, texts, read)
-        found = ScoredAnswers(
-            responses,
-            ended,
-            texts,
-            scored.total,
-            self._judge(places, texts) if self.judge else None,
-            [len(ids) for ids in read],
-            self._diverge(candidate, places, responses) if shared else None,
-            scored.parts,
-            self.judging_scores(places, texts, read),
-        )
-        return [_part(found, start, start + len(self.rows)) for start in range(0, len(places), len(self.rows))]
+        read = responses  # token ids of the SFT model
+        if not shared:
+            written = zip(texts, ended, strict=True)
+            read = [encode_response(self.reference.tokenizer, *one)[: self.max_new_tokens] for one in written]
+        scored = self.scores(self.scorer, places, texts, read)
+        gold, judging = (self.totals(one, places, texts, read) for one in (self.judge, self.judging))
+        divergence = self._diverge(candidate, places, responses) if shared else None
+        columns = []
+        for start in range(0, len(places), len(self.rows)):
+            part = slice(start, start + len(self.rows))
+            columns.append(
+                ScoredAnswers(
+                    responses=responses[part],
+                    ended=ended[part],
+                    texts=texts[part],
+                    rewards=scored.total[part],
+                    gold=gold and gold[part],
+                    tokens=[len(ids) for ids in read[part]],
+                    divergence=divergence and Divergence(divergence.kl[part], divergence.log_ratio[part]),
+                    terms={name: values[part] for name, values in scored.parts.items()},
+                    judging=judging and judging[part],
+                )
+            )
+        return columns
 
     def compare(self, scored: ScoredAnswers, other: ScoredAnswers, by: ScoresOf | None = None) -> list[float]:
         """For each prompt how much `scored` is preferred to `other`, in [0, 1]; ½ is a tie.
@@ -160,15 +165,12 @@ class Evaluator:
             return "scores"
         if self.judging is not None:
             return JUDGING_MODEL
-        return REWARD_MODEL_JUDGE if self.scorer_name == REWARD_MODEL_JUDGE else "scorer"
+        return REWARD_MODEL_NAME if self.scorer.name == REWARD_MODEL_NAME else "scorer"
 
     @property
     def winner_named_by(self) -> str:
         """Name of the judge behind `compare`, for tables and pictures."""
-        judge = self.pair_judge or self.judge
-        if judge is not None:
-            return judge.name
-        return self.scorer_name if self.judging is None else JUDGING_MODEL
+        return (self.pair_judge or self.judge or self.judging or self.scorer).name
 
     @cached_property
     def prompts(self) -> list[Any]:
@@ -231,35 +233,22 @@ class Evaluator:
         drawn = dict(zip(order, found, strict=True))
         return [drawn[job] for job in jobs]
 
-    def judging_scores(
-        self, places: Sequence[int], texts: Sequence[str], ids: Sequence[Sequence[int]]
-    ) -> list[float] | None:
-        """The judging reward model's scores of answers to the prompts at `places`, with their token ids of the SFT
-        model; None in a run without one."""
-        return None if self.judging is None else self._score(self.judging, self._judging, places, texts, ids).total
-
-    def _score(
-        self, scorer: Scorer, known: Known, places: Sequence[int], texts: Sequence[str], ids: Sequence[Sequence[int]]
+    def scores(
+        self, scorer: Scorer, places: Sequence[int], texts: Sequence[str], ids: Sequence[Sequence[int]]
     ) -> Scored:
+        """Scores of answers to the prompts at `places`, with their token ids of the SFT model. Equal answers to a
+        prompt are scored once."""
         prompt_ids, extras = self.prompt_ids(self.reference), extras_of([self.rows[i] for i in places])
         answers = Answers([self.prompts[i] for i in places], texts, [prompt_ids[i] for i in places], ids, extras)
-        keys = [(i, tuple(response)) for i, response in zip(places, ids, strict=True)]
+        keys = [(i, text, tuple(response)) for i, text, response in zip(places, texts, ids, strict=True)]
+        known = self._known.setdefault(id(scorer), {})
         return Scored.joined(_once(known, keys, lambda rows: scorer(answers.at(rows)).by_answer()))
 
-    def _judge(self, places: Sequence[int], texts: Sequence[str]) -> list[float]:
-        judge = self.judge
-        assert judge is not None
-        return _once(
-            self._gold,
-            list(zip(places, texts, strict=True)),
-            lambda rows: judge.score([self.prompts[places[r]] for r in rows], [texts[r] for r in rows]),
-        )
-
-    def _in_reference_tokens(self, texts: Sequence[str], ended: Sequence[bool]) -> list[list[int]]:
-        """The texts in tokens of the SFT model, cut at `max_new_tokens`."""
-        tokenizer = self.reference.tokenizer
-        read = [encode_response(tokenizer, text, end) for text, end in zip(texts, ended, strict=True)]
-        return [ids[: self.max_new_tokens] for ids in read]
+    def totals(
+        self, scorer: Scorer | None, places: Sequence[int], texts: Sequence[str], ids: Sequence[Sequence[int]]
+    ) -> list[float] | None:
+        """As `scores`, without their parts; None without a scorer."""
+        return None if scorer is None else self.scores(scorer, places, texts, ids).total
 
     def _diverge(
         self, candidate: CandidateModel, places: Sequence[int], responses: Sequence[Sequence[int]]
@@ -295,30 +284,6 @@ def _once(known: dict[Key, Item], keys: Sequence[Key], work: Callable[[list[int]
     return [known[key] for key in keys]
 
 
-def _part(scored: ScoredAnswers, start: int, end: int) -> ScoredAnswers:
-    """The answers from `start` to before `end`."""
-    found = scored.divergence
-    return ScoredAnswers(
-        scored.responses[start:end],
-        scored.ended[start:end],
-        scored.texts[start:end],
-        scored.rewards[start:end],
-        None if scored.gold is None else scored.gold[start:end],
-        scored.tokens[start:end],
-        found and found.part(start, end),
-        {name: values[start:end] for name, values in scored.terms.items()},
-        None if scored.judging is None else scored.judging[start:end],
-    )
-
-
-def name_of(terms: Sequence[Term]) -> str:
-    """The name of the score, for tables."""
-    if is_reward_model(terms):
-        return REWARD_MODEL_JUDGE
-    first, *rest = [f"{term.weight:g} × {term.term}".replace("-", "−", 1 if term.weight < 0 else 0) for term in terms]
-    return f"scorer ({' '.join([first, *(f'− {one[1:]}' if one[0] == '−' else f'+ {one}' for one in rest)])})"
-
-
 def load_candidate(stage: Stage[Any], name: str, folder: Path) -> CandidateModel:
     """The model and tokenizer of a folder, for inference."""
     return CandidateModel(name, load_frozen(stage, folder), load_tokenizer(folder, trust_remote_code=trusts(stage)))
@@ -330,19 +295,24 @@ def build_evaluator(
     rows: list[Row],
     sft: CandidateModel,
     settings: SamplingSettings,
-    judge: Judge | None,
+    judge: Scorer | None,
     purpose: str = "",
     judging: Scorer | None = None,
 ) -> tuple[Evaluator, int]:
-    """The evaluator for the rows of `path` whose prompt leaves room for an answer, and the number of the other rows."""
+    """The evaluator for the rows of `path` whose prompt leaves room for an answer, and the number of the other rows.
+    `judge`: that of the data; the function of `judge.function` judges in its place."""
     limit, reserve = context_length(sft.model), settings.max_new_tokens
     kept, too_long = fitting(stage, path, rows, prompt_encoder(sft.tokenizer), limit, reserve=reserve)
+    function, limits = stage.block("judge", JudgeParams).function, stage.runtime.functions
+    if function is not None:
+        judge = RewardFunction(
+            stage.root / FOLDER, function, limits.timeout_seconds, limits.memory_mb, key="judge.function"
+        )
     evaluator = Evaluator(
         stage=stage,
         rows=[row for row, _ in kept],
         reference=sft,
         scorer=scorer_of(stage, sft.tokenizer, settings.batch_size),
-        scorer_name=name_of(terms_of(stage)),
         judge=judge,
         pair_judge=pair_judge_of(stage, [row["prompt"] for row, _ in kept], reserve, settings.batch_size),
         temperature=settings.temperature,

@@ -13,8 +13,9 @@ from rlhf_core.evaluation import majorant
 from rlhf_core.evaluation.frontier import lead_at_equal_kl
 from rlhf_core.evaluation.intervals import Estimate, bounds
 from tasks.datasets.jsonl import Row
-from tasks.evaluation.evaluator import JUDGING_MODEL, PROXIES, Evaluator
+from tasks.evaluation.evaluator import PROXIES, Evaluator
 from tasks.evaluation.results import Bootstrap, PerPrompt, Results, wins_over, with_interval
+from tasks.training.scorer import JUDGING_MODEL
 
 Models = Mapping[str, dict[str, Any]]
 SCORES = ("gold", "reward", "win_rate")
@@ -44,17 +45,6 @@ class Point:
         """The mean over prompts."""
         values = self.scores[score]
         return None if values is None else float(values.mean())
-
-
-def point_of(evaluator: Evaluator, results: Results, sft: Results, name: str) -> Point:
-    """The scores of a model's answers; the win rate is against `sft`."""
-    gold, rewards, kl = (results.table(column) for column in ("gold", "rewards", "kl"))
-    scores = {
-        "gold": None if gold is None else results.per_prompt(gold),
-        "reward": None if rewards is None else results.per_prompt(rewards),
-        "win_rate": results.per_prompt(wins_over(evaluator, results, sft)),
-    }
-    return Point(name, None if kl is None else results.per_prompt(kl), scores)
 
 
 def kl_by_step(table: Path) -> dict[int, float | None]:
@@ -123,13 +113,26 @@ class Frontier:
         return points
 
     def figures(self) -> dict[str, Any]:
-        """`frontier`: PPO against every other model at that model's KL."""
-        others = {
-            name: self._at_equal_kl(self.models[name]["kl"], self._point(each, name))
-            for name, each in self.results.items()
-            if name not in (SFT, POLICY)
-        }
-        return {"frontier": others}
+        """`frontier`: PPO's frontier (`lead_at_equal_kl`) against every other model at that model's KL, and the gaps;
+        None beyond PPO's KL."""
+        found: dict[str, Any] = {}
+        for name, results in self.results.items():
+            if name in (SFT, POLICY):
+                continue
+            kl, other = self.models[name]["kl"], self._point(results, name)
+            main = MAIN[self.evaluator.judged_by] if other.scores["gold"] is None else "gold"
+            figures = {"kl": kl, "between": None if kl is None else between(kl, self.curve, main)}
+            for score in SCORES:
+                gap = None if kl is None else lead(kl, other, self.curve, score, self.bootstrap)
+                mean = other.mean(score)
+                figures |= {
+                    score: mean,
+                    f"policy_{score}": None if gap is None or mean is None else mean + gap.mean,
+                    f"{score}_gap": None if gap is None else gap.mean,
+                    **bounds(f"{score}_gap", None if gap is None else gap.interval),
+                }
+            found[name] = figures
+        return {"frontier": found}
 
     def stopping(self, selected: Row) -> dict[str, Any] | None:
         """The snapshot with the judge's best score on the validation prompts (0: the SFT model) minus the last one, on
@@ -153,28 +156,39 @@ class Frontier:
 
     def rows(self) -> list[Row]:
         """The rows of plots/frontier.csv. The policy is a point of `ppo` where it is a snapshot."""
-        own = any(point.name == POLICY for point in self.steps.values())
-        rows = [model_row(name, self.models[name]) for name in self.results if name != POLICY or not own]
-        rows += [point_row("ppo", step, point, self.bootstrap) for step, point in self.steps.items()]
-        return rows + [point_row("interpolated", eta, point, self.bootstrap) for eta, point in self.etas.items()]
+
+        def row(family: str, place: float, kl: float | None, scores: Row) -> Row:
+            root = None if kl is None else max(0.0, kl) ** 0.5
+            return {"family": family, "point": place, "kl": kl, "sqrt_kl": root, **scores}
+
+        rows, own = list[Row](), any(point.name == POLICY for point in self.steps.values())
+        for name in self.results:
+            if name == POLICY and own:
+                continue
+            figures = self.models[name]
+            scores = {key: figures[key] for score in SCORES for key in (score, f"{score}_low", f"{score}_high")}
+            best_of = name.startswith("best_of_")
+            place = figures["samples_per_answer"] if best_of else 0
+            rows.append(row("best_of_n" if best_of else name, place, figures["kl"], scores))
+        points: list[tuple[str, float, Point]] = [("ppo", step, point) for step, point in self.steps.items()]
+        points += [("interpolated", eta, point) for eta, point in self.etas.items()]
+        for family, place, point in points:
+            scores = {}
+            for score, values in point.scores.items():
+                scores |= with_interval(score, None if values is None else self.bootstrap.of_prompts(values))
+            rows.append(row(family, place, point.kl, scores))
+        return rows
 
     def _point(self, results: Results, name: str) -> Point:
-        return point_of(self.evaluator, results, self.results[SFT], name)
-
-    def _at_equal_kl(self, kl: float | None, other: Point) -> dict[str, Any]:
-        """PPO's frontier at a model's KL (`lead_at_equal_kl`), and the gaps; None beyond PPO's KL."""
-        main = MAIN[self.evaluator.judged_by] if other.scores["gold"] is None else "gold"
-        figures: dict[str, Any] = {"kl": kl, "between": None if kl is None else between(kl, self.curve, main)}
-        for score in SCORES:
-            gap = None if kl is None else lead(kl, other, self.curve, score, self.bootstrap)
-            mean = other.mean(score)
-            figures |= {
-                score: mean,
-                f"policy_{score}": None if gap is None or mean is None else mean + gap.mean,
-                f"{score}_gap": None if gap is None else gap.mean,
-                **bounds(f"{score}_gap", None if gap is None else gap.interval),
-            }
-        return figures
+        """The scores of a model's answers; the win rate is against the SFT model."""
+        tables = {
+            "gold": results.table("gold"),
+            "reward": results.table("rewards"),
+            "win_rate": wins_over(self.evaluator, results, self.results[SFT]),
+        }
+        scores = {score: None if table is None else results.per_prompt(table) for score, table in tables.items()}
+        kl = results.table("kl")
+        return Point(name, None if kl is None else results.per_prompt(kl), scores)
 
 
 def lead(kl: float, other: Point, curve: list[Point], score: str, bootstrap: Bootstrap) -> Estimate | None:
@@ -194,29 +208,3 @@ def between(kl: float, curve: list[Point], score: str) -> list[str] | None:
     known = [value for value in values if value is not None]
     found = majorant.neighbours(kl, [point.kl for point in curve], known) if len(known) == len(values) else None
     return None if found is None else [curve[place].name for place in found]
-
-
-def model_row(name: str, figures: dict[str, Any]) -> Row:
-    """The row of a model."""
-    n = figures["samples_per_answer"] if name.startswith("best_of_") else None
-    family, place = (name, 0) if n is None else ("best_of_n", n)
-    scores = {name: figures[name] for score in SCORES for name in (score, f"{score}_low", f"{score}_high")}
-    return _row(family, place, figures["kl"], scores)
-
-
-def point_row(family: str, place: float, point: Point, bootstrap: Bootstrap) -> Row:
-    """The row of a snapshot or of an interpolated policy; `place` is its step or its η."""
-    scores: Row = {}
-    for score, values in point.scores.items():
-        scores |= with_interval(score, None if values is None else bootstrap.of_prompts(values))
-    return _row(family, place, point.kl, scores)
-
-
-def _row(family: str, place: float, kl: float | None, scores: Row) -> Row:
-    return {
-        "family": family,
-        "point": place,
-        "kl": kl,
-        "sqrt_kl": None if kl is None else max(0.0, kl) ** 0.5,
-        **scores,
-    }

@@ -4,10 +4,11 @@ from typing import Any
 
 import numpy as np
 
-from rlhf_core.evaluation.agreement import agreement_at_margins, correlation, pair_agreement
+from rlhf_core.evaluation.agreement import agreement_at_margins, pair_agreement
 from rlhf_core.evaluation.intervals import bounds
 from rlhf_core.evaluation.judges import NoisyAnnotators, RubricJudge
-from rlhf_core.evaluation.pair_judges import PairJudge, SimulatedAnnotators, both_orders
+from rlhf_core.evaluation.pair_judges import SimulatedAnnotators, both_orders
+from rlhf_core.ppo.statistics import correlation
 from tasks.evaluation.evaluator import Evaluator
 from tasks.evaluation.results import Bootstrap, Results, Table
 from tasks.params.preferences import PreferencesParams
@@ -15,9 +16,12 @@ from tasks.stage.stage import Stage
 
 
 def judge_checks(stage: Stage[Any], evaluator: Evaluator, results: dict[str, Results]) -> dict[str, Any] | None:
-    """Position bias and self-agreement of the judge model, or of the demo's simulated annotators. None without a judge
-    that compares pairs."""
-    judge = evaluator.pair_judge or annotators(stage, evaluator)
+    """Position bias and self-agreement of the judge model, or of the demo's simulated annotators with the noise of
+    `preferences`. None without a judge that compares pairs."""
+    judge = evaluator.pair_judge
+    if judge is None and isinstance(evaluator.judge, RubricJudge):
+        noise = stage.block("preferences", PreferencesParams).annotators
+        judge = SimulatedAnnotators(NoisyAnnotators(evaluator.judge, noise.temperature, noise.flip_rate, stage.seed))
     if judge is None:
         return None
     policy, sft = results["policy"], results["sft"]
@@ -25,35 +29,29 @@ def judge_checks(stage: Stage[Any], evaluator: Evaluator, results: dict[str, Res
         both_orders(judge, evaluator.prompts, sft.column(i).texts, scored.texts)
         for i, scored in enumerate(policy.columns)
     ]
+
+    def mean(values: list[float]) -> float | None:
+        return None if np.isnan(values).all() else float(np.nanmean(values))
+
     return {
         "judge": judge.name,
-        "position_bias": _mean([each.position_bias for each in found]),
-        "self_agreement": _mean([each.self_agreement for each in found]),
+        "position_bias": mean([each.position_bias for each in found]),
+        "self_agreement": mean([each.self_agreement for each in found]),
         "win_rate": float(np.mean([each.preference for each in found])),
         "pairs": sum(each.pairs for each in found),
         "unread": sum(sum(each.unread) for each in found),
     }
 
 
-def _mean(values: list[float]) -> float | None:
-    """The mean of the values that are there."""
-    return None if np.isnan(values).all() else float(np.nanmean(values))
-
-
-def annotators(stage: Stage[Any], evaluator: Evaluator) -> PairJudge | None:
-    """The demo's simulated annotators, with the noise of `preferences`; None for other data."""
-    if not isinstance(evaluator.judge, RubricJudge):
-        return None
-    noise = stage.block("preferences", PreferencesParams).annotators
-    return SimulatedAnnotators(NoisyAnnotators(evaluator.judge, noise.temperature, noise.flip_rate, stage.seed))
-
-
 def scorer_checks(results: dict[str, Results], bootstrap: Bootstrap) -> dict[str, dict[str, Any] | None]:
-    """For SFT model and policy: agreement and correlation of reward model and judge. None without a judge that
-    scores."""
+    """For SFT model and policy: agreement and correlation of reward model and judge, and of SFT's answers the agreement
+    reweighted to the gold margins of the policy's. None without a judge that scores."""
     found = {name: scorer_check(results[name], bootstrap) for name in ("sft", "policy")}
     if found["sft"] is not None:
-        found["sft"]["agreement_at_policy_margins"] = at_margins_of(results["sft"], results["policy"])
+        tables = [results[name].table("gold") for name in ("sft", "policy")]
+        gold, like_gold = (table.tolist() for table in tables if table is not None)
+        rewards, like = (rewards_of_texts(results[name]).tolist() for name in ("sft", "policy"))
+        found["sft"]["agreement_at_policy_margins"] = agreement_at_margins(rewards, gold, like, like_gold)
     return found
 
 
@@ -70,15 +68,6 @@ def scorer_check(results: Results, bootstrap: Bootstrap) -> dict[str, Any] | Non
         "correlation": correlation(rewards.ravel().tolist(), gold.ravel().tolist()),
         "length_correlation": correlation(rewards.ravel().tolist(), tokens.ravel().tolist()),
     }
-
-
-def at_margins_of(results: Results, like: Results) -> float | None:
-    """The agreement, reweighted to the distribution of gold margins of another model's answers."""
-    scores = [(rewards_of_texts(each).tolist(), each.table("gold")) for each in (results, like)]
-    (first, gold), (like_first, like_gold) = scores
-    if gold is None or like_gold is None:
-        return None
-    return agreement_at_margins(first, gold.tolist(), like_first, like_gold.tolist())
 
 
 def rewards_of_texts(results: Results) -> Table:

@@ -6,9 +6,10 @@ from typing import Any
 
 from rlhf_core.evaluation.best_of_n import best_of_n_kl
 from rlhf_core.evaluation.intervals import bounds
+from rlhf_core.models.scorers import REWARD_MODEL_NAME
 from tasks.datasets.jsonl import Row
 from tasks.evaluation.ceiling import Ceiling
-from tasks.evaluation.evaluator import REWARD_MODEL_JUDGE, Evaluator
+from tasks.evaluation.evaluator import Evaluator
 from tasks.evaluation.results import (
     Bootstrap,
     Results,
@@ -84,7 +85,7 @@ def summary(evaluator: Evaluator, models: dict[str, dict[str, Any]]) -> dict[str
     """The main figures of SFT model and policy, the judge of the win rate, and the scorer where it is not the reward
     model alone."""
     sft, policy = models["sft"], models["policy"]
-    scorer = {} if evaluator.scorer_name == REWARD_MODEL_JUDGE else {"scorer": evaluator.scorer_name}
+    scorer = {} if evaluator.scorer.name == REWARD_MODEL_NAME else {"scorer": evaluator.scorer.name}
     top: dict[str, Any] = {
         "judge": evaluator.judge.name if evaluator.judge else None,
         "win_rate_judge": evaluator.winner_named_by,

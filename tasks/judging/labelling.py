@@ -8,10 +8,11 @@ from itertools import combinations
 from typing import Any
 
 from rlhf_core.data.chat import Conversation
+from rlhf_core.data.scorer import Answers, Scorer
 from rlhf_core.evaluation.agreement import Agreement
 from rlhf_core.evaluation.intervals import clustered_interval
 from rlhf_core.evaluation.judge_model import LanguageModelJudge
-from rlhf_core.evaluation.judges import TIE, Judge
+from rlhf_core.evaluation.judges import TIE
 from rlhf_core.evaluation.pair_judges import BothOrders, CachedPairJudge, PairJudge, both_orders
 from tasks.datasets.jsonl import Row
 
@@ -90,11 +91,11 @@ def of_dataset(rows: Sequence[Row]) -> KnownPairs:
     return KnownPairs(pairs, [0.0] * len(rows), "pairs of the data")
 
 
-def with_known_order(samples: Sequence[Row], scorer: Judge, most: int) -> KnownPairs:
+def with_known_order(samples: Sequence[Row], scorer: Scorer, most: int) -> KnownPairs:
     """At most `most` pairs of sampled answers that a scorer does not hold for equal."""
     places = list(_pairs(samples))[: 4 * most]
     found = _candidates(samples, places)
-    of_a, of_b = scorer.score(found.prompts, found.a), scorer.score(found.prompts, found.b)
+    of_a, of_b = (scorer(Answers(found.prompts, texts)).total for texts in (found.a, found.b))
     kept = [k for k, (a, b) in enumerate(zip(of_a, of_b, strict=True)) if abs(a - b) > TIE][:most]
     pairs = _candidates(samples, [places[k] for k in kept])
     return KnownPairs(pairs, [float(of_b[k] > of_a[k]) for k in kept], scorer.name)

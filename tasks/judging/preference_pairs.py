@@ -7,13 +7,12 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from transformers import PreTrainedTokenizerBase
-
+from rlhf_core.data.scorer import Scorer
 from rlhf_core.data.tokenizer import closed, decode_response, end_ids, load_tokenizer, other_ends, stop_ids
 from rlhf_core.determinism import permutation
 from rlhf_core.errors import UserError
 from rlhf_core.evaluation.intervals import bounds
-from rlhf_core.evaluation.judges import Judge, NoisyAnnotators, RubricJudge, all_pairs
+from rlhf_core.evaluation.judges import NoisyAnnotators, RubricJudge, all_pairs
 from rlhf_core.evaluation.pair_judges import PairJudge
 from rlhf_core.models.hf import context_length
 from rlhf_core.models.sampling import sample
@@ -51,13 +50,17 @@ Drawn = tuple[list[int], bool]
 """A response's token ids, and whether it ended."""
 
 
-def make_pairs(stage: Stage[PreferencesParams], rubric: Judge | None) -> None:
+def make_pairs(stage: Stage[PreferencesParams], rubric: Scorer | None) -> None:
     """Make data/preferences/{samples,preferences}.jsonl and metrics/preferences.json. `rubric`: the hidden judge of the
     demo; None for other data."""
     samples, pairs, too_long = list[Row](), list[Row](), 0
     judged: dict[str, Any] = {"annotator_agreement": None, "ties_dropped": 0, "identical_dropped": 0, "judge": None}
     last = rounds.last_closed(stage.root)
-    judge = labelling_judge(stage) if stage.params.source == "model" else None
+    judge = None
+    if stage.params.source == "model":  # refused, where it cannot be used, before anything is sampled
+        all_fit = stage.common.long_rows == "refuse"  # else those that do not are left out when answers are sampled
+        prompts = [row["prompt"] for row in stage.read(PROMPTS)] if all_fit else []
+        judge = pair_judge_of(stage, prompts, stage.params.max_new_tokens, stage.params.batch_size)
     if stage.params.source != "dataset" or last:  # the answers of a later round can be labelled by people
         samples, too_long = draw_samples(stage, last)
     if judge is not None:
@@ -98,8 +101,13 @@ def draw_samples(stage: Stage[PreferencesParams], last: int = 0) -> tuple[list[R
     set_numerics(stage)
     params, folder = stage.params, rounds.start_of(stage.root)
     tokenizer = load_tokenizer(stage.root / rounds.SFT, trust_remote_code=trusts(stage))
-    if last:
-        require_tokenizer(stage, tokenizer, folder)
+    if last:  # earlier pairs are token ids
+        other = load_tokenizer(stage.root / folder, trust_remote_code=trusts(stage))
+        if other.get_vocab() != tokenizer.get_vocab() or other.chat_template != tokenizer.chat_template:
+            raise UserError(
+                f"{folder} has another tokenizer than models/sft: `ingest` or `base` has changed since that round; go "
+                "back to the parameters of its commit (`leash round --list`), or begin again in a clone without rounds"
+            )
     model = load_frozen(stage, stage.root / folder)
     stops = stop_ids(tokenizer, model, params.stop_tokens)
     others = other_ends(tokenizer, end_ids(tokenizer, getattr(model, "generation_config", None), model.config))
@@ -142,16 +150,6 @@ def draw_samples(stage: Stage[PreferencesParams], last: int = 0) -> tuple[list[R
         for (row, _, _, k), (response, ended) in zip(jobs, drawn, strict=True)
     ]
     return samples, too_long
-
-
-def require_tokenizer(stage: Stage[PreferencesParams], tokenizer: PreTrainedTokenizerBase, folder: str) -> None:
-    """Raise UserError unless the model in `folder` has this tokenizer: earlier pairs are token ids."""
-    other = load_tokenizer(stage.root / folder, trust_remote_code=trusts(stage))
-    if other.get_vocab() != tokenizer.get_vocab() or other.chat_template != tokenizer.chat_template:
-        raise UserError(
-            f"{folder} has another tokenizer than models/sft: `ingest` or `base` has changed since that round; go back "
-            "to the parameters of its commit (`leash round --list`), or begin again in a clone without rounds"
-        )
 
 
 def prompts_of_round(stage: Stage[PreferencesParams], number: int) -> list[Row]:
@@ -216,20 +214,15 @@ def judge_samples(
     }
 
 
-def labelling_judge(stage: Stage[PreferencesParams]) -> PairJudge | None:
-    """The language model of the block `judge`. Raises UserError, before anything is sampled, where it cannot be
-    used."""
-    params = stage.params
-    all_fit = stage.common.long_rows == "refuse"  # else those that do not are left out when answers are sampled
-    prompts = [row["prompt"] for row in stage.read(PROMPTS)] if all_fit else []
-    return pair_judge_of(stage, prompts, params.max_new_tokens, params.batch_size)
-
-
 def label_samples(
-    stage: Stage[PreferencesParams], samples: Sequence[Row], judge: PairJudge, rubric: Judge | None
+    stage: Stage[PreferencesParams], samples: Sequence[Row], judge: PairJudge, rubric: Scorer | None
 ) -> tuple[list[Row], dict[str, Any]]:
     """All pairs of each prompt's samples, ordered by a language model, whose agreement is measured before."""
-    known = known_pairs(stage, samples, judge, rubric)
+    # Pairs whose order is known: of the data, or else sampled answers by the demo's rubric; none for other data.
+    most, people = stage.params.agreement_pairs, fitting_pairs(stage.read(PAIRS), judge)
+    known = of_dataset(Random(stage.seed).sample(people, min(most, len(people))))
+    if not people and rubric is not None:
+        known = with_known_order(samples, rubric, most)
     plan(judge, known.pairs, different_pairs(samples))
     agreement = measure_agreement(stage, known, judge)
     labelled = label(samples, judge)
@@ -245,16 +238,6 @@ def label_samples(
         "judge": judge.name,
         "judge_model": {**figures, "agreement": agreement},
     }
-
-
-def known_pairs(
-    stage: Stage[PreferencesParams], samples: Sequence[Row], judge: PairJudge, rubric: Judge | None
-) -> KnownPairs:
-    """Pairs whose order is known: of the data, or else sampled answers by the demo's rubric; none for other data."""
-    most, people = stage.params.agreement_pairs, fitting_pairs(stage.read(PAIRS), judge)
-    if people:
-        return of_dataset(Random(stage.seed).sample(people, min(most, len(people))))
-    return of_dataset([]) if rubric is None else with_known_order(samples, rubric, most)
 
 
 def measure_agreement(stage: Stage[PreferencesParams], known: KnownPairs, judge: PairJudge) -> dict[str, Any] | None:

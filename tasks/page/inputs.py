@@ -116,7 +116,10 @@ def read_run(samples: list[Row], answers: list[Row], root: Path = Path()) -> Run
     Raises UserError for a file that is missing or cannot be read, and for an evaluation without its main keys.
     """
     metrics = {stage: _read_json(root / "metrics" / f"{stage}.json") for stage in METRICS}
-    curves = {name: _read_curve(root / "plots" / f"{name}.csv") for name in CURVES}
+    curves = {}
+    for curve in CURVES:
+        names, table = _read_table(root / "plots" / f"{curve}.csv")
+        curves[curve] = {name: [_number(row[name]) for row in table] for name in names}
     content = read_yaml(root / "params.yaml")
     params = {key: value for key, value in content.items() if key != "runtime" and value != {}}
     evaluation = metrics["evaluate"]
@@ -163,11 +166,6 @@ def _read_json(path: Path) -> Row:
 def _read_table(path: Path) -> tuple[list[str], list[dict[str, str | None]]]:
     table = csv.DictReader(_read_text(path).splitlines())
     return list(table.fieldnames or ()), list(table)
-
-
-def _read_curve(path: Path) -> Curve:
-    names, rows = _read_table(path)
-    return {name: [_number(row[name]) for row in rows] for name in names}
 
 
 def _read_frontier(path: Path) -> list[Row]:

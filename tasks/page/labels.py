@@ -32,11 +32,14 @@ def name_points(
     frame = axes.get_window_extent()
     inside = (frame.x0 * scale, frame.y0 * scale, frame.x1 * scale, frame.y1 * scale)
     for (x, y, text, colour), spot in zip(points, spots, strict=True):
-        boxes = [_box(spot[0] + right, spot[1] + up, text, end) for right, up, end in PLACES]
-        costs = [
-            (_hidden(box, names), _hidden(box, marks) + OUTSIDE * _outside(box, inside) + 0.1 * place)
-            for place, box in enumerate(boxes)
-        ]
+        width = CHARACTER * len(text)
+        boxes, costs = list[Box](), []
+        for place, (right, up, end) in enumerate(PLACES):
+            left = spot[0] + right - width * {"left": 0, "center": 0.5, "right": 1}[end]
+            box = (left, spot[1] + up - LINE / 2, left + width, spot[1] + up + LINE / 2)
+            outside = sum(max(0.0, inside[i] - box[i]) + max(0.0, box[i + 2] - inside[i + 2]) for i in (0, 1))
+            boxes.append(box)
+            costs.append((_hidden(box, names), _hidden(box, marks) + OUTSIDE * outside + 0.1 * place))
         best = costs.index(min(costs))
         right, up, end = PLACES[best]
         names.append(boxes[best])
@@ -46,12 +49,6 @@ def name_points(
         )  # fmt: skip
 
 
-def _box(x: float, y: float, text: str, end: str) -> Box:
-    width = CHARACTER * len(text)
-    left = {"left": x, "center": x - width / 2, "right": x - width}[end]
-    return left, y - LINE / 2, left + width, y + LINE / 2
-
-
 def _hidden(box: Box, taken: list[Box]) -> float:
     """The area of the box that overlaps others, in square points."""
     return sum(
@@ -59,9 +56,3 @@ def _hidden(box: Box, taken: list[Box]) -> float:
         * max(0.0, min(box[3], other[3]) - max(box[1], other[1]))
         for other in taken
     )
-
-
-def _outside(box: Box, inside: Box) -> float:
-    """How far the box is outside the panel, in points."""
-    across = max(0.0, inside[0] - box[0]) + max(0.0, box[2] - inside[2])
-    return across + max(0.0, inside[1] - box[1]) + max(0.0, box[3] - inside[3])

@@ -92,9 +92,8 @@ def comparison(run: Run) -> tuple[list[Column], list[tuple[str, str, list[Cell]]
 
 
 def notes(run: Run) -> list[str]:
-    """Notes below the table of models."""
-    e = run.evaluation
-    seeds = e["seeds"]
+    """Notes below the table of models: who judged, what varies in the intervals, and how columns are computed."""
+    e, shown = run.evaluation, {column.key for column in columns_of(run.models)}
     texts = [f"Judge: {e['win_rate_judge']}."]
     if "simulated" in str(e["win_rate_judge"]):
         texts.append("The judge is simulated: no person has judged an answer.")
@@ -106,27 +105,6 @@ def notes(run: Run) -> list[str]:
         texts.append("In the intervals at equal KL both scores and both KLs vary with the prompts.")
     if run.scorer:
         texts.append(f"The models were trained or picked by the score of the {run.scorer}.")
-    texts += column_notes(run)
-    if len(seeds) > 1:
-        listed = ", ".join(map(str, seeds))
-        texts.append(f"Each model answered each prompt with {len(seeds)} sampling seeds ({listed}){_seed_spread(run)}.")
-    return texts
-
-
-def _seed_spread(run: Run) -> str:
-    """The standard deviation of the policy's score between sampling seeds."""
-    spread = finite(run.models["policy"].get(f"{run.score}_spread"))
-    if not spread:
-        return ""
-    if run.score == "win_rate":
-        return f"; over them the policy’s win rate varies by {number(100 * spread, 1)} points (sd)"
-    return f"; over them the policy’s mean score varies by {number(spread)} (sd)"
-
-
-def column_notes(run: Run) -> list[str]:
-    """How columns of the table are computed."""
-    shown = {column.key for column in columns_of(run.models)}
-    texts = []
     if "win_rate_controlled" in shown:
         texts.append(
             "At equal length: the win rate for answers of equal length, by a logistic regression of the wins on the "
@@ -146,17 +124,21 @@ def column_notes(run: Run) -> list[str]:
         )
     if run.is_judged:
         texts.append(f"The proxy is the {run.proxy}’s score, which the models were trained or picked by.")
-    checks = run.evaluation.get("judge_checks") or {}
+    checks = e.get("judge_checks") or {}
     if finite(checks.get("self_agreement")) is not None:
+        unread = f"; {count(checks['unread'])} pairs without a verdict that can be read" if checks.get("unread") else ""
         texts.append(
             f"In both orders {checks.get('judge')} gave the same verdict for {percent(checks['self_agreement'])} of "
-            f"{count(checks.get('pairs'))} pairs; position bias {points(checks.get('position_bias'))}"
-            + (
-                f"; {count(checks['unread'])} pairs without a verdict that can be read."
-                if checks.get("unread")
-                else "."
-            )
+            f"{count(checks.get('pairs'))} pairs; position bias {points(checks.get('position_bias'))}{unread}."
         )
+    if len(e["seeds"]) > 1:
+        spread, varies = finite(run.models["policy"].get(f"{run.score}_spread")), ""
+        if spread:
+            rates = run.score == "win_rate"
+            size = f"{number(100 * spread, 1)} points" if rates else number(spread)
+            varies = f"; over them the policy’s {'win rate' if rates else 'mean score'} varies by {size} (sd)"
+        listed = ", ".join(map(str, e["seeds"]))
+        texts.append(f"Each model answered each prompt with {len(e['seeds'])} sampling seeds ({listed}){varies}.")
     return texts
 
 
@@ -164,49 +146,55 @@ def reward_facts(run: Run) -> list[tuple[str, str]]:
     """The table beside the pictures of the reward model; empty without one."""
     if not run.has_reward_model:
         return []
-    r = run.metrics["reward"]
-    facts = [
-        ("Labels", whose_labels(run)),
-        *_judge_model_facts(run.metrics["preferences"].get("judge_model") or {}),
-        ("Held-out accuracy (95% interval)", _accuracy(r, "heldout_accuracy")),
+    r, preferences, settings = run.metrics["reward"], run.metrics["preferences"], run.params.get("reward") or {}
+
+    def share(figures: Row, key: str) -> str:
+        known = finite(figures.get(key)) is not None
+        return f"{percent(figures[key])} ({percent_interval(interval(figures, key))})" if known else MISSING
+
+    facts = [("Labels", whose_labels(run))]
+    if labelled := preferences.get("judge_model"):
+        known = labelled.get("agreement") or {"with": "people"}
+        agreement = share(known, "share")
+        facts += [
+            (
+                f"The labelling model’s agreement with {known['with']} (95% interval)",
+                "unknown" if agreement == MISSING else agreement,
+            ),
+            ("Its verdicts that change with the order (ties)", percent(labelled.get("tie_share"))),
+            ("Its replies that cannot be read", count(labelled.get("unread"))),
+        ]
+    facts += [
+        ("Held-out accuracy (95% interval)", share(r, "heldout_accuracy")),
         ("Held-out pairs", count(r.get("heldout_pairs"))),
         ("Expected calibration error", number(r.get("expected_calibration_error"), 3)),
-        *member_facts(run),
-        ("Judging reward model, held-out accuracy", _accuracy(r, "judge_accuracy")),
+    ]
+    members = [r.get(f"member_{number}_accuracy") for number in range(1, 1 + int(settings.get("members", 1)))]
+    if accuracies := [value for value in members if value is not None]:
+        rule = str(settings.get("combine", "mean"))
+        if rule == "mean_minus_std":
+            rule = f"mean less {number(settings.get('std_coef', 1.0))} standard deviations"
+        facts += [
+            ("Members, and how they are combined", f"{len(accuracies)}, {rule}"),
+            ("Members’ held-out accuracy", ", ".join(percent(value) for value in accuracies)),
+            ("Members’ disagreement on held-out answers", number(r.get("disagreement"))),
+        ]
+    facts += [
+        ("Judging reward model, held-out accuracy", share(r, "judge_accuracy")),
         ("Correlation with length", number(run.metrics["ppo"].get("length_correlation"))),
     ]
     if run.has_judge:
+        checks = run.evaluation.get("reward_model") or {}
+        sft, policy = checks.get("sft") or {}, checks.get("policy") or {}
         facts += [
             ("Correlation with the gold score", number(run.metrics["ppo"].get("gold_correlation"))),
             ("Pairs ordered as the gold score does", percent(r.get("gold_agreement"))),
             ("Labels that agree with the gold score", percent(r.get("gold_label_agreement"))),
-            *agreement_facts(run.evaluation.get("reward_model") or {}),
+            ("Agreement with the judge on SFT’s answers", share(sft, "agreement")),
+            ("Agreement with the judge on the policy’s answers", share(policy, "agreement")),
+            ("SFT’s, at the margins of the policy’s answers", percent(sft.get("agreement_at_policy_margins"))),
         ]
-    return _shown(facts)
-
-
-def _accuracy(reward: Row, key: str) -> str:
-    known = finite(reward.get(key)) is not None
-    return f"{percent(reward[key])} ({percent_interval(interval(reward, key))})" if known else MISSING
-
-
-def member_facts(run: Run) -> list[tuple[str, str]]:
-    """How several reward models are combined, and the figures of each; empty for a single one."""
-    r, settings = run.metrics["reward"], run.params.get("reward") or {}
-    accuracies = [
-        value for number in range(1, 1 + int(settings.get("members", 1)))
-        if (value := r.get(f"member_{number}_accuracy")) is not None
-    ]  # fmt: skip
-    if not accuracies:
-        return []
-    rule = str(settings.get("combine", "mean"))
-    if rule == "mean_minus_std":
-        rule = f"mean less {number(settings.get('std_coef', 1.0))} standard deviations"
-    return [
-        ("Members, and how they are combined", f"{len(accuracies)}, {rule}"),
-        ("Members’ held-out accuracy", ", ".join(percent(value) for value in accuracies)),
-        ("Members’ disagreement on held-out answers", number(r.get("disagreement"))),
-    ]
+    return [(name, value) for name, value in facts if value != MISSING]
 
 
 def whose_labels(run: Run) -> str:
@@ -228,17 +216,6 @@ def whose_labels(run: Run) -> str:
     return f"{', '.join(shown[:NAMED])}{more}{agreement}"
 
 
-def agreement_facts(checks: Row) -> list[tuple[str, str]]:
-    """How often reward model and judge prefer the same of two answers, before and after PPO."""
-    found = []
-    for key, name in (("sft", "SFT’s answers"), ("policy", "the policy’s answers")):
-        one = checks.get(key) or {}
-        share = f"{percent(one.get('agreement'))} ({percent_interval(interval(one, 'agreement'))})"
-        found.append((f"Agreement with the judge on {name}", share if finite(one.get("agreement")) else MISSING))
-    matched = percent((checks.get("sft") or {}).get("agreement_at_policy_margins"))
-    return [*found, ("SFT’s, at the margins of the policy’s answers", matched)]
-
-
 def made_from(run: Run, inputs: Mapping[str, str]) -> list[tuple[str, str]]:
     """Hashes of the parameters and of the data and metrics behind the page; runs with equal hashes are equal."""
     text = json.dumps(run.params, sort_keys=True, ensure_ascii=False, default=str)
@@ -253,27 +230,6 @@ def parameters(params: Row) -> list[tuple[str, list[tuple[str, str]]]]:
     common = [(key, _value(key, value)) for key, value in params.items() if not isinstance(value, dict)]
     blocks = [(key, list(_flat(value))) for key, value in params.items() if isinstance(value, dict)]
     return [("common", common), *blocks] if common else blocks
-
-
-def _judge_model_facts(judge: Row) -> list[tuple[str, str]]:
-    """How far a language model's labels can be trusted; empty where it made none."""
-    if not judge:
-        return []
-    known = judge.get("agreement") or {"with": "people", "share": None}
-    share = (
-        f"{percent(known['share'])} ({percent_interval(interval(known, 'share'))})"
-        if known["share"] is not None
-        else "unknown"
-    )
-    return [
-        (f"The labelling model’s agreement with {known['with']} (95% interval)", share),
-        ("Its verdicts that change with the order (ties)", percent(judge.get("tie_share"))),
-        ("Its replies that cannot be read", count(judge.get("unread"))),
-    ]
-
-
-def _shown(facts: list[tuple[str, str]]) -> list[tuple[str, str]]:
-    return [(name, value) for name, value in facts if value != MISSING]
 
 
 def _flat(block: Row, prefix: str = "") -> Iterator[tuple[str, str]]:

@@ -1,7 +1,6 @@
 """The data of the page's samples: prompts with all answers, word differences, filter tags and sort keys."""
 
 import re
-from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from difflib import SequenceMatcher
 
@@ -48,17 +47,32 @@ class Sample:
 
 
 Changes = dict[str, float | None]
+"""Policy minus SFT: `gold` score, `reward` of the proxy, and `tokens`."""
 
 
 def all_samples(run: Run) -> list[Sample]:
-    """All rows of samples.jsonl, in order."""
-    others = _others(run)
-    changes = [_changes(row) for row in run.samples]
-    disagreements = _disagreements(changes)
-    return [
-        _sample(run, index, row, others.get(row["prompt_id"], []), changes[index], disagreements[index])
-        for index, row in enumerate(run.samples)
-    ]
+    """All rows of samples.jsonl, in order. Beside SFT's and the policy's answers are those of the other models with the
+    first sampling seed; best-of-n has no seed."""
+    others: dict[str, list[Answer]] = {}
+    for row in run.answers:
+        if row["model"] not in ("sft", "policy") and row["seed"] in (None, run.evaluation["seeds"][0]):
+            answer = Answer(row["model"], [row["response"]], bool(row.get("ended", True)), _facts(run, row))
+            others.setdefault(row["prompt_id"], []).append(answer)
+
+    keys = {"gold": ("gold_sft", "gold_policy"), "reward": ("reward_sft", "reward_policy")}
+    keys["tokens"] = ("sft_tokens", "policy_tokens")
+    changes = []  # policy minus SFT
+    for row in run.samples:
+        ends = {kind: (finite(row.get(sft)), finite(row.get(policy))) for kind, (sft, policy) in keys.items()}
+        changes.append({kind: None if a is None or b is None else b - a for kind, (a, b) in ends.items()})
+    gold, reward = (_standardised([change[kind] for change in changes]) for kind in ("gold", "reward"))
+
+    samples = []
+    for place, (row, change) in enumerate(zip(run.samples, changes, strict=True)):
+        one, two = gold[place], reward[place]
+        disagreement = None if one is None or two is None else abs(two - one)
+        samples.append(_sample(run, place, row, others.get(row["prompt_id"], []), change, disagreement))
+    return samples
 
 
 def pick(samples: list[Sample], wanted: int) -> list[Sample]:
@@ -129,33 +143,21 @@ def _add(parts: list[str], text: str, differs: bool) -> None:
 def _sample(
     run: Run, index: int, row: Row, others: list[Answer], changes: Changes, disagreement: float | None
 ) -> Sample:
-    decisive = changes["gold" if run.has_judge else "reward"]
-    tags = [] if decisive is None else ["tie" if abs(decisive) <= TIE else "policy" if decisive > 0 else "sft"]
     gold, reward = changes["gold"], changes["reward"]
+    decisive = gold if run.has_judge else reward
+    tags = [] if decisive is None else ["tie" if abs(decisive) <= TIE else "policy" if decisive > 0 else "sft"]
     if gold is not None and reward is not None and min(abs(gold), abs(reward)) > TIE and (gold > 0) != (reward > 0):
         tags.append("disagree")
-    judged = [disagreement, gold] if run.has_judge else []
-    ranks = [_rounded(rank) for rank in (*judged, reward, finite(row.get("kl")), changes["tokens"])]
+    ranks = [*([disagreement, gold] if run.has_judge else []), reward, finite(row.get("kl")), changes["tokens"]]
     prompt = [{"role": message["role"], "content": message["content"]} for message in row["prompt"]]
-    return Sample(index + 1, prompt, _both(run, row, tags), others, tags, ranks)
-
-
-def _both(run: Run, row: Row, tags: list[str]) -> list[Answer]:
-    texts = differing(row["sft"], row["policy"])
-    return [
-        Answer(model, parts, bool(row.get(f"{model}_ended", True)), _facts(run, _of(row, model)), model in tags)
-        for model, parts in zip(("sft", "policy"), texts, strict=True)
-    ]
-
-
-def _of(row: Row, model: str) -> Row:
-    """One model's figures in a row, with the keys of data/evaluate/answers.jsonl."""
-    return {
-        "gold": row.get(f"gold_{model}"),
-        "reward": row.get(f"reward_{model}"),
-        "tokens": row.get(f"{model}_tokens"),
-        "kl": row.get("kl") if model == "policy" else None,
-    }
+    answers = []
+    for model, parts in zip(("sft", "policy"), differing(row["sft"], row["policy"]), strict=True):
+        figures = {"gold": row.get(f"gold_{model}"), "reward": row.get(f"reward_{model}")}
+        figures |= {"tokens": row.get(f"{model}_tokens"), "kl": row.get("kl") if model == "policy" else None}
+        ended = bool(row.get(f"{model}_ended", True))
+        answers.append(Answer(model, parts, ended, _facts(run, figures), preferred=model in tags))
+    rounded = [None if rank is None else round(rank, 4) for rank in ranks]
+    return Sample(index + 1, prompt, answers, others, tags, rounded)
 
 
 def _facts(run: Run, answer: Row) -> list[tuple[str, str]]:
@@ -165,41 +167,9 @@ def _facts(run: Run, answer: Row) -> list[tuple[str, str]]:
     return [(name, value) for name, value in facts if value != MISSING or name != "KL, nats"]
 
 
-def _others(run: Run) -> dict[str, list[Answer]]:
-    """By prompt: the other models' answers with the first sampling seed; best-of-n has no seed."""
-    first = run.evaluation["seeds"][0]
-    found: dict[str, list[Answer]] = {}
-    for row in run.answers:
-        if row["model"] not in ("sft", "policy") and row["seed"] in (None, first):
-            answer = Answer(row["model"], [row["response"]], bool(row.get("ended", True)), _facts(run, row))
-            found.setdefault(row["prompt_id"], []).append(answer)
-    return found
-
-
-def _changes(row: Row) -> Changes:
-    """Policy minus SFT: gold score, reward-model score and tokens."""
-    pairs = {kind: (row.get(f"{kind}_sft"), row.get(f"{kind}_policy")) for kind in ("gold", "reward")}
-    pairs["tokens"] = (row.get("sft_tokens"), row.get("policy_tokens"))
-    both = {kind: (finite(sft), finite(policy)) for kind, (sft, policy) in pairs.items()}
-    return {kind: None if a is None or b is None else b - a for kind, (a, b) in both.items()}
-
-
-def _disagreements(changes: list[Changes]) -> list[float | None]:
-    """The distance between the standardised changes of proxy and gold, in standard deviations."""
-    scale = {kind: _standardiser(change[kind] for change in changes) for kind in ("gold", "reward")}
-    return [
-        None if (gold := change["gold"]) is None or (reward := change["reward"]) is None
-        else abs(scale["reward"](reward) - scale["gold"](gold))
-        for change in changes
-    ]  # fmt: skip
-
-
-def _standardiser(values: Iterable[float | None]) -> Callable[[float], float]:
+def _standardised(values: list[float | None]) -> list[float | None]:
+    """In standard deviations from the mean; 0 where the values do not vary."""
     known = [value for value in values if value is not None]
     mean = sum(known) / len(known) if known else 0.0
     spread = (sum((value - mean) ** 2 for value in known) / len(known)) ** 0.5 if known else 0.0
-    return lambda value: (value - mean) / spread if spread else 0.0
-
-
-def _rounded(value: float | None) -> float | None:
-    return None if value is None else round(value, 4)
+    return [value if value is None else (value - mean) / spread if spread else 0.0 for value in values]

@@ -32,8 +32,15 @@ class Finding:
 
 def findings(run: Run) -> list[Finding]:
     """Policy against SFT, policy against each other model, and whether an earlier snapshot is better."""
-    earlier = stop_earlier(run)
-    return [against_sft(run), *against_others(run), *([earlier] if earlier else [])]
+    ends, earlier = interval(run.evaluation, "win_rate"), stop_earlier(run)
+    shown = "no interval" if ends is None else percent_interval(ends)
+    against_sft = Finding(
+        "Better than SFT?",
+        _verdict(ends, 0.5),
+        f"{percent(run.evaluation['win_rate'])} ({shown})",
+        f"win rate of the policy, judged by {run.judge}",
+    )
+    return [against_sft, *against_others(run), *([earlier] if earlier else [])]
 
 
 def alternatives(run: Run) -> str:
@@ -48,38 +55,21 @@ def alternatives(run: Run) -> str:
 
 
 def doubts(run: Run) -> list[str]:
-    """Why the figures of this run mean little; empty if nothing is known against them."""
-    prompts, models = run.evaluation["prompts"], [("reward model", "heldout_accuracy")]
+    """Why the figures of this run mean little; empty if nothing is known against them. A reward model whose accuracy
+    has an interval with one half in it is not shown to be better than chance."""
+    reward, prompts, models = run.metrics["reward"], run.evaluation["prompts"], [("reward model", "heldout_accuracy")]
     if run.judged_by == "judging reward model":
         models.append((run.judged_by, "judge_accuracy"))
-    return [
-        *(chance for name, key in models if (chance := no_better_than_chance(run, name, key))),
-        *([f"only {count(prompts)} held-out prompts, fewer than {FEW_PROMPTS}"] if prompts < FEW_PROMPTS else []),
-    ]
-
-
-def no_better_than_chance(run: Run, name: str, key: str) -> str:
-    """The doubt about a reward model whose accuracy (metrics/reward.json) has an interval with one half in it; else
-    empty."""
-    reward = run.metrics["reward"]
-    ends = interval(reward, key)
-    if ends is None or ends[0] > 0.5:
-        return ""
-    right = f"{percent(reward.get(key))} ({percent_interval(ends)})"
-    pairs = f"{right} of {count(reward.get('heldout_pairs'))} held-out pairs ranked right"
-    return f"the {name} is not shown to be better than chance, {pairs}"
-
-
-def against_sft(run: Run) -> Finding:
-    """The win rate of the policy against SFT."""
-    ends = interval(run.evaluation, "win_rate")
-    shown = "no interval" if ends is None else percent_interval(ends)
-    return Finding(
-        "Better than SFT?",
-        _verdict(ends, 0.5),
-        f"{percent(run.evaluation['win_rate'])} ({shown})",
-        f"win rate of the policy, judged by {run.judge}",
-    )
+    found = []
+    for name, key in models:
+        ends = interval(reward, key)
+        if ends is not None and ends[0] <= 0.5:
+            right = f"{percent(reward.get(key))} ({percent_interval(ends)})"
+            pairs = f"{right} of {count(reward.get('heldout_pairs'))} held-out pairs ranked right"
+            found.append(f"the {name} is not shown to be better than chance, {pairs}")
+    if prompts < FEW_PROMPTS:
+        found.append(f"only {count(prompts)} held-out prompts, fewer than {FEW_PROMPTS}")
+    return found
 
 
 def against_others(run: Run) -> list[Finding]:

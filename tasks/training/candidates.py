@@ -7,11 +7,11 @@ from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from rlhf_core.data.scorer import Answers
 from rlhf_core.data.tokenizer import closed, decode_response, end_ids, other_ends, stop_ids
 from rlhf_core.models.hf import default_device
 from rlhf_core.models.precision import autocast
 from rlhf_core.models.sampling import SamplingSettings, sample
-from rlhf_core.models.scorers import Answers
 from tasks.datasets.jsonl import Row
 from tasks.stage.stage import Stage
 from tasks.training.scorer import extras_of, scorer_of

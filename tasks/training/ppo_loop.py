@@ -12,12 +12,12 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_core.config.ppo import PPOConfig
 from rlhf_core.config.precision import Precision
+from rlhf_core.data.scorer import Observed
 from rlhf_core.determinism import permutation
 from rlhf_core.errors import UserError
 from rlhf_core.models.ensemble import JUDGE
 from rlhf_core.models.hf import context_length, load_causal_lm, place
 from rlhf_core.models.precision import body_precision
-from rlhf_core.models.scorers import Observed
 from rlhf_core.models.sharding import divide
 from rlhf_core.ppo import snapshots
 from rlhf_core.ppo.actor_critic import ActorCritic

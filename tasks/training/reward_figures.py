@@ -9,10 +9,10 @@ from numpy import ndarray
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_core.data.chat import Conversation
+from rlhf_core.data.scorer import Answers, Scorer
 from rlhf_core.data.tokenizer import encode_prompt
 from rlhf_core.evaluation.calibration import accuracy_by_margin, calibration, score_histogram
 from rlhf_core.evaluation.intervals import bounds, clustered_interval
-from rlhf_core.evaluation.judges import Judge
 from rlhf_core.reward import Comparison, PairScores
 from tasks.datasets.jsonl import Row
 from tasks.training.pairs import SIDES, response_tokens
@@ -63,7 +63,7 @@ def figures_of(
 
 
 def gold_margins(
-    rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, pairs: Sequence[Comparison], judge: Judge
+    rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, pairs: Sequence[Comparison], judge: Scorer
 ) -> Float[ndarray, "pairs"]:
     """The judge's score of the chosen minus that of the rejected response, in the order of `score_pairs`. `rows` are
     the rows of preferences.jsonl that the pairs were made from."""
@@ -75,5 +75,5 @@ def gold_margins(
     sides = [
         [texts[tuple(c.prompt), tuple(c.responses[pair[side]])] for c in pairs for pair in c.pairs] for side in (0, 1)
     ]
-    chosen, rejected = (judge.score([p for p, _ in side], [text for _, text in side]) for side in sides)
+    chosen, rejected = (judge(Answers([p for p, _ in side], [text for _, text in side])).total for side in sides)
     return np.subtract(chosen, rejected, dtype=np.float64)

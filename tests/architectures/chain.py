@@ -20,6 +20,7 @@ from rlhf_core.config.ppo import PPOConfig
 from rlhf_core.config.reward import RewardConfig
 from rlhf_core.config.sft import SFTConfig
 from rlhf_core.data.chat import Conversation
+from rlhf_core.data.scorer import Answers
 from rlhf_core.data.tokenizer import (
     complete,
     decode_response,
@@ -47,7 +48,7 @@ from rlhf_core.models.hf import (
 )
 from rlhf_core.models.packed import can_pack
 from rlhf_core.models.sampling import require_cache, sample
-from rlhf_core.models.scorers import Answers, RewardModelScorer
+from rlhf_core.models.scorers import RewardModelScorer
 from rlhf_core.models.sequence_logprobs import sequence_logprobs
 from rlhf_core.ppo.actor_critic import ActorCritic
 from rlhf_core.ppo.scoring import RewardSource, ScoreNormalisation
@@ -337,7 +338,7 @@ class Chain:
         for name, model in (("sft", sft), ("policy", policy)):
             answered[name] = self.draw(model, self.prompts)
             texts = [decode_response(self.tokenizer, response) for response in answered[name]]
-            gold.append(RubricJudge().score(conversations, texts))
+            gold.append(RubricJudge()(Answers(conversations, texts)).total)
             rewards = scorer(Answers(conversations, texts, self.prompts, answered[name])).total
             assert torch.tensor(rewards).isfinite().all()
         settings = {"pad_id": self.pad_id, "temperature": 1.0, "batch_size": 8}

@@ -17,10 +17,10 @@ from torch import nn
 from rlhf_core.config.base import PretrainConfig
 from rlhf_core.config.reward import RewardConfig
 from rlhf_core.config.sft import SFTConfig
+from rlhf_core.data.scorer import Answers
 from rlhf_core.errors import NonFiniteError
 from rlhf_core.finite import require_finite
 from rlhf_core.models.hf import save_checkpoint
-from rlhf_core.models.scorers import Answers
 from rlhf_core.ppo import trainer as trainer_module
 from rlhf_core.ppo.trainer import PPOTrainer
 from rlhf_core.pretrain import pretrain

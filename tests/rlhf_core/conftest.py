@@ -29,8 +29,8 @@ from transformers import (
 
 from rlhf_core.config.ppo import PPOConfig
 from rlhf_core.data.chat import Conversation
+from rlhf_core.data.scorer import Answers, Scored
 from rlhf_core.data.tokenizer import CHAT_TEMPLATE, ROLES
-from rlhf_core.models.scorers import Answers, Scored
 from rlhf_core.ppo.actor_critic import ActorCritic
 from rlhf_core.ppo.scoring import RewardSource, ScoreNormalisation
 from rlhf_core.ppo.trainer import PPOTrainer

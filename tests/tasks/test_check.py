@@ -153,14 +153,15 @@ def test_what_a_function_lacks_is_found_before_anything_runs(
 
 
 def test_the_shipped_function_compares_with_the_column_answer(tmp_path: Path) -> None:
-    from rlhf_core.functions.process import Limits, RewardFunction
+    from rlhf_core.data.scorer import Answers
+    from rlhf_core.functions.process import RewardFunction
 
     shutil.copy(ROOT / "rewards/exact.py", tmp_path)
-    function = RewardFunction(tmp_path, "exact.py", Limits(20, 1024))
+    function = RewardFunction(tmp_path, "exact.py", 20, 1024)
     rows = [{"answer": "12"}, {"answer": 12}, {"answer": "12"}, {"answer": " 1 2"}]
-    assert function([[]] * 4, [" 12\n", "12", "12.", "1 2"], rows) == [1, 1, 0, 1]
+    assert function(Answers([[]] * 4, [" 12\n", "12", "12.", "1 2"], rows=rows)).total == [1, 1, 0, 1]
     with pytest.raises(UserError, match=r"KeyError: 'answer' .*; the columns of its row: label"):
-        function([[{"role": "user", "content": "a"}]], ["12"], [{"label": "12"}])
+        function(Answers([[{"role": "user", "content": "a"}]], ["12"], rows=[{"label": "12"}]))
     function.close()
 
 
@@ -173,20 +174,22 @@ def test_the_judges_function_is_tried_too(execute: Callable[..., dict[str, Any]]
 def test_the_shipped_list_counts_praise_less_blame(tmp_path: Path) -> None:
     for name in ("sentiment.py", "sentiment.txt"):
         shutil.copy(ROOT / "rewards" / name, tmp_path)
-    from rlhf_core.functions.process import Limits, RewardFunction
+    from rlhf_core.data.scorer import Answers
+    from rlhf_core.functions.process import RewardFunction
 
-    function = RewardFunction(tmp_path, "sentiment.py", Limits(20, 1024))
+    function = RewardFunction(tmp_path, "sentiment.py", 20, 1024)
     texts = [" is a Moving, wonderful joy.", " is dull", " is not good", " isn’t a dull film, and moving", " is", ""]
-    assert function([[]] * 6, texts, [{}] * 6) == [3, -1, -1, 2, 0, 0]
+    assert function(Answers([[]] * 6, texts)).total == [3, -1, -1, 2, 0, 0]
     function.close()
 
 
 def test_the_shipped_length_term_is_highest_at_twenty_words(tmp_path: Path) -> None:
-    from rlhf_core.functions.process import Limits, RewardFunction
+    from rlhf_core.data.scorer import Answers
+    from rlhf_core.functions.process import RewardFunction
 
     shutil.copy(ROOT / "rewards/length.py", tmp_path)
-    function = RewardFunction(tmp_path, "length.py", Limits(20, 1024))
-    assert function([[]] * 4, ["a " * 20, " a" * 15, "a\n" * 30, ""], [{}] * 4) == [0, -0.5, -1, -2]
+    function = RewardFunction(tmp_path, "length.py", 20, 1024)
+    assert function(Answers([[]] * 4, ["a " * 20, " a" * 15, "a\n" * 30, ""])).total == [0, -0.5, -1, -2]
     function.close()
 
 

@@ -10,11 +10,12 @@ import pytest
 from transformers import GenerationConfig
 
 from rlhf_core.config.ppo import PPOConfig
+from rlhf_core.data.scorer import Answers, Scored
 from rlhf_core.data.tokenizer import encode_response, load_tokenizer
 from rlhf_core.inspect.dialogue import load_chat_model
 from rlhf_core.models.hf import load_causal_lm, load_scalar_model
 from rlhf_core.models.sampling import Sampled
-from rlhf_core.models.scorers import Answers, RewardModelScorer, Scored
+from rlhf_core.models.scorers import RewardModelScorer
 from rlhf_core.ppo import engines, scoring
 from rlhf_core.ppo.actor_critic import ActorCritic
 from rlhf_core.ppo.scoring import RewardSource, ScoreNormalisation, reference_scores

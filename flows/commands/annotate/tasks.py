@@ -176,9 +176,10 @@ def score_tasks(
 ) -> list[list[float]]:
     """The score of every answer of every task by the reward model, in this precision, with progress on stdout. Raises
     UserError for a folder that holds no reward model, and for an answer that its context does not hold."""
+    from rlhf_core.data.scorer import Answers
     from rlhf_core.data.tokenizer import encode_prompt, encode_response, load_tokenizer
     from rlhf_core.models.hf import context_length, default_device, load_scalar_model, place
-    from rlhf_core.models.scorers import Answers, RewardModelScorer
+    from rlhf_core.models.scorers import RewardModelScorer
 
     tokenizer = load_tokenizer(folder, trust_remote_code=trust_remote_code)
     device = default_device()

@@ -9,7 +9,7 @@ from flows.commands.trace.terminal import COLUMNS, PASSES, cells, explain, numbe
 from flows.commands.trace.trace import Traced
 from rlhf_core.errors import UserError
 from rlhf_core.files import atomic
-from rlhf_core.inspect.trace.records import Token
+from rlhf_core.inspect.trace import Token
 from tasks.page import page as report_page
 
 STILL = 0.002

@@ -8,7 +8,7 @@ from typing import Any
 
 from flows.commands.trace.trace import Traced
 from flows.text import table
-from rlhf_core.inspect.trace.records import Token
+from rlhf_core.inspect.trace import Token
 
 NOTHING = "–"
 FEW = 8
@@ -55,8 +55,7 @@ def cells(token: Token) -> list[str]:
     """The token's row in the table, without its place and text. `clip` is `yes` where ρ is outside [1−ε, 1+ε] and the
     gradient is 0, `out` where it is outside and there is a gradient."""
     after = token.after
-    outside = "yes" if after.pull == 0 else "out"
-    clip = NOTHING if after.clipped is None else outside if after.clipped else ""
+    clip = "" if not after.clipped else "yes" if after.pull == 0 else "out"
     return [
         number(token.old_logprob), number(token.ref_logprob), signed(token.kl), signed(token.reward),
         number(token.value), signed(token.delta), signed(token.advantage), signed(token.weight), signed(token.return_),
@@ -70,11 +69,10 @@ def passes(traced: Traced) -> list[list[str]]:
     rows = []
     for turn, place in enumerate(trace.minibatches):
         minibatch, read = trace.step.minibatches[place], [token.passes[turn] for token in trace.tokens]
-        is_known = all(reading.clipped is not None for reading in read)
-        clipped = sum(bool(reading.clipped) and reading.pull == 0 for reading in read)
+        clipped = sum(reading.clipped and reading.pull == 0 for reading in read)
         row = [
             str(turn + 1), str(minibatch.epoch), f"{place + 1} of {len(trace.step.minibatches)}",
-            number(fmean(reading.ratio for reading in read)), f"{clipped} of {len(read)}" if is_known else NOTHING,
+            number(fmean(reading.ratio for reading in read)), f"{clipped} of {len(read)}",
             signed(fmean(reading.policy_loss for reading in read)),
             number(fmean(reading.value_loss or 0.0 for reading in read) if has_critic else None),
             signed(minibatch.policy_loss), number(minibatch.value_loss if has_critic else None),
@@ -88,7 +86,7 @@ def explain(traced: Traced) -> dict[str, list[str]]:
     """How the numbers add up, in lines: the score and its sum of rewards, how it is spread over the tokens as credit,
     the loss and the optimiser steps of the update, and what the update did to the answer."""
     trace, config, step = traced.trace, traced.config, traced.trace.step
-    total, beta = number(trace.return_), f"{step.kl_coef:g}"
+    total, beta = number(trace.sums["return"]), f"{step.kl_coef:g}"
 
     kind = "normalised" if config.score.normalise else "clipped"
     lost = f"→ it did not end: −{config.score.missing_eos_penalty:g}, so R = {number(trace.score)}"
@@ -97,9 +95,9 @@ def explain(traced: Traced) -> dict[str, list[str]]:
     if trace.gold is not None:
         score.append(f"gold score (watched, never trained on): {number(trace.gold)}")
     if config.kl.penalty == "loss":
-        score.append(f"Σ KL = {number(trace.kl)} nats; the leash (β = {beta}) is in the loss, so Σ r = {total}")
+        score.append(f"Σ KL = {number(trace.sums['kl'])} nats; the leash (β = {beta}) is in the loss, so Σ r = {total}")
     else:
-        sum_of = f"{number(trace.score)} − {beta} · {operand(trace.kl)}"
+        sum_of = f"{number(trace.score)} − {beta} · {operand(trace.sums['kl'])}"
         score.append(f"Σ r = R − β·Σ KL = {sum_of} = {total}")
 
     last = trace.tokens[-1]
@@ -142,36 +140,20 @@ def explain(traced: Traced) -> dict[str, list[str]]:
     early = "; it stopped early (stop_kl)" if step.stopped_early else ""
     update.append(f"over the batch, named as in plots/ppo.csv: {listed}{early}")
 
-    before, after = trace.logprob_before, trace.logprob_after
+    before, after = trace.sums["logprob_before"], trace.sums["logprob_after"]
     change = math.exp(min(after - before, LARGEST_CHANGE))
     effect = f"{number(before)} before, {number(after)} after the update: its probability × {change:.3f}"
-    return {
-        "score": score,
-        "credit": credit,
-        "update": update,
-        "the answer": [f"log π of the whole answer: {effect}"],
-    }
+    answer = [f"log π of the whole answer: {effect}"]
+    return {"score": score, "credit": credit, "update": update, "the answer": answer}
 
 
 def as_dict(traced: Traced) -> dict[str, Any]:
     """The trace as plain values, for `--json`."""
-    trace = traced.trace
-    content = asdict(trace)
+    content = asdict(traced.trace)
     for token in content["tokens"]:
         token["return"] = token.pop("return_")
-    return {
-        "start": traced.start,
-        "seed": traced.seed,
-        "notes": traced.notes,
-        "settings": traced.config.model_dump(mode="json"),
-        **content,
-        "sums": {
-            "kl": trace.kl,
-            "return": trace.return_,
-            "logprob_before": trace.logprob_before,
-            "logprob_after": trace.logprob_after,
-        },
-    }
+    settings = traced.config.model_dump(mode="json")
+    return {"start": traced.start, "seed": traced.seed, "notes": traced.notes, "settings": settings, **content}
 
 
 def render(traced: Traced) -> str:

@@ -12,8 +12,7 @@ from rlhf_core.data.tokenizer import encode_prompt, load_tokenizer
 from rlhf_core.determinism import make_deterministic
 from rlhf_core.errors import UserError
 from rlhf_core.evaluation.judges import RubricJudge
-from rlhf_core.inspect.trace.records import Trace
-from rlhf_core.inspect.trace.step import trace_step
+from rlhf_core.inspect.trace import Trace, trace_step
 from rlhf_core.models.hf import context_length, load_causal_lm, load_scalar_model, place, scalar_head
 from rlhf_core.models.precision import body_precision
 from rlhf_core.ppo.actor_critic import ActorCritic

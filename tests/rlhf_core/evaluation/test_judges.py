@@ -1,16 +1,16 @@
 """Judges and simulated annotators: which text is judged, and the statistics of the noisy choices."""
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
 import pytest
 
 from rlhf_core.data.chat import Conversation
+from rlhf_core.data.scorer import Answers, Scored, Scorer
 from rlhf_core.demo.phrases import RUNNING_EXAMPLE
 from rlhf_core.errors import UserError
-from rlhf_core.evaluation.judges import Judge, NoisyAnnotators, RubricJudge, all_pairs
+from rlhf_core.evaluation.judges import NoisyAnnotators, RubricJudge, all_pairs
 
 PROMPT: Conversation = [{"role": "user", "content": RUNNING_EXAMPLE}]
 GOOD = "Try boiled eggs, Greek yogurt, or steel-cut oatmeal. They release sugar slowly."
@@ -22,13 +22,13 @@ class NumberJudge:
 
     name: str = "numbers"
 
-    def score(self, prompts: Sequence[Conversation], responses: Sequence[str]) -> list[float]:
-        return [float(response) for response in responses]
+    def __call__(self, answers: Answers) -> Scored:
+        return Scored([float(response) for response in answers.texts])
 
 
 def prefer(who: NoisyAnnotators, a: str, b: str, key: tuple[int, ...]) -> bool | None:
     """The annotators' choice between two answers."""
-    return who.choose(*who.judge.score([PROMPT, PROMPT], [a, b]), key)
+    return who.choose(*who.judge(Answers([PROMPT, PROMPT], [a, b])).total, key)
 
 
 def annotators(temperature: float = 1.0, flip_rate: float = 0.0, seed: int = 1) -> NoisyAnnotators:
@@ -41,20 +41,20 @@ def share(who: NoisyAnnotators, a: str, b: str, count: int = 4000) -> float:
 
 
 def test_rubric_judge_reads_the_last_user_message() -> None:
-    judge: Judge = RubricJudge()
+    judge: Scorer = RubricJudge()
     earlier: Conversation = [
         {"role": "system", "content": "You help."},
         {"role": "user", "content": "What are some good herb ideas for a beginner?"},
         {"role": "assistant", "content": "Try mint."},
         {"role": "user", "content": RUNNING_EXAMPLE},
     ]
-    assert judge.score([earlier, PROMPT], [GOOD, ""]) == [5.0, -3.0]
+    assert judge(Answers([earlier, PROMPT], [GOOD, ""])).total == [5.0, -3.0]
     assert judge.name == "gold rubric (simulated)"
 
 
 def test_rubric_judge_wants_as_many_responses_as_prompts() -> None:
     with pytest.raises(ValueError):
-        RubricJudge().score([PROMPT, PROMPT], [GOOD])
+        RubricJudge()(Answers([PROMPT, PROMPT], [GOOD]))
 
 
 @pytest.mark.parametrize(("temperature", "difference"), [(1.0, 1.0), (0.5, 1.0), (2.0, -1.5)])

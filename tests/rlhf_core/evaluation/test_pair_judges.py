@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlhf_core.data.chat import Conversation
+from rlhf_core.data.scorer import Answers, Scored
 from rlhf_core.errors import UserError
 from rlhf_core.evaluation.judges import NoisyAnnotators
 from rlhf_core.evaluation.pair_judges import CachedPairJudge, SimulatedAnnotators, both_orders
@@ -24,8 +25,8 @@ class FirstNumber:
 
     name: str = "numbers"
 
-    def score(self, prompts: Sequence[Conversation], responses: Sequence[str]) -> list[float]:
-        return [float(response.split()[0]) for _, response in zip(prompts, responses, strict=True)]
+    def __call__(self, answers: Answers) -> Scored:
+        return Scored([float(text.split()[0]) for _, text in zip(answers.prompts, answers.texts, strict=True)])
 
 
 @dataclass(frozen=True)

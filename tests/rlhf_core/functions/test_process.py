@@ -12,8 +12,9 @@ import psutil
 import pytest
 
 from rlhf_core.data.chat import Conversation, prompt_id
+from rlhf_core.data.scorer import Answers
 from rlhf_core.errors import UserError
-from rlhf_core.functions.process import AT_ONCE, Limits, RewardFunction
+from rlhf_core.functions.process import AT_ONCE, RewardFunction
 
 Make = Callable[..., RewardFunction]
 ONE_BY_ONE = "def score(prompts, responses, rows):\n    return [one(r) for r in responses]\n"
@@ -33,7 +34,7 @@ def make(tmp_path: Path) -> Iterator[Make]:
         path = tmp_path / "rewards" / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
-        made.append(RewardFunction(tmp_path / "rewards", name, Limits(seconds, memory_mb)))
+        made.append(RewardFunction(tmp_path / "rewards", name, seconds, memory_mb))
         return made[-1]
 
     yield write
@@ -42,7 +43,7 @@ def make(tmp_path: Path) -> Iterator[Make]:
 
 
 def call(function: RewardFunction, responses: list[str], rows: list[dict[str, Any]] | None = None) -> list[float]:
-    return function(asked(len(responses)), responses, [{} for _ in responses] if rows is None else rows)
+    return function(Answers(asked(len(responses)), responses, rows=rows)).total
 
 
 def test_a_function_receives_prompts_texts_and_rows_and_its_numbers_come_back_exactly(make: Make) -> None:
@@ -173,11 +174,11 @@ def test_a_file_that_gives_no_function_is_refused(make: Make, text: str, said: s
 def test_a_missing_file_and_a_link_that_leads_out_are_refused(make: Make, tmp_path: Path) -> None:
     (tmp_path / "rewards").mkdir()
     with pytest.raises(UserError, match=r"scorer: none\.py: the file does not exist"):
-        RewardFunction(tmp_path / "rewards", "none.py", Limits(5, 512))([], [], [])
+        RewardFunction(tmp_path / "rewards", "none.py", 5, 512)(Answers([], []))
     (tmp_path / "out.py").write_text("")
     (tmp_path / "rewards/link.py").symlink_to(tmp_path / "out.py")
     with pytest.raises(UserError, match=r"link.py: a link that leads out of rewards/"):
-        RewardFunction(tmp_path / "rewards", "link.py", Limits(5, 512))
+        RewardFunction(tmp_path / "rewards", "link.py", 5, 512)
 
 
 CHILDREN = """
@@ -221,9 +222,10 @@ def test_they_end_when_the_requests_end_before_the_input(make: Make) -> None:
 def test_they_end_with_the_stage_even_if_it_is_killed(make: Make, tmp_path: Path, how: str) -> None:
     make(CHILDREN)
     stage = (
-        "import os, sys\nfrom pathlib import Path\nfrom rlhf_core.functions.process import Limits, RewardFunction\n"
-        f"function = RewardFunction(Path({str(tmp_path / 'rewards')!r}), 'mine.py', Limits(20, 1024))\n"
-        "print(int(function([[]], ['a'], [{}])[0]), flush=True)\n"
+        "import os, sys\nfrom pathlib import Path\nfrom rlhf_core.data.scorer import Answers\n"
+        "from rlhf_core.functions.process import RewardFunction\n"
+        f"function = RewardFunction(Path({str(tmp_path / 'rewards')!r}), 'mine.py', 20, 1024)\n"
+        "print(int(function(Answers([[]], ['a'])).total[0]), flush=True)\n"
         f"{how}\n"
     )
     with subprocess.Popen([sys.executable, "-c", stage], stdout=subprocess.PIPE, text=True, env=os.environ) as process:
@@ -239,9 +241,10 @@ def test_a_call_that_is_running_ends_with_a_stage_that_is_killed(make: Make, tmp
         "    print(os.getpid(), file=sys.stderr, flush=True)\n    time.sleep(100)\n"
     )
     stage = (
-        "from pathlib import Path\nfrom rlhf_core.functions.process import Limits, RewardFunction\n"
-        f"function = RewardFunction(Path({str(tmp_path / 'rewards')!r}), 'mine.py', Limits(100, 1024))\n"
-        "function([[]], ['a'], [{}])\n"
+        "from pathlib import Path\nfrom rlhf_core.data.scorer import Answers\n"
+        "from rlhf_core.functions.process import RewardFunction\n"
+        f"function = RewardFunction(Path({str(tmp_path / 'rewards')!r}), 'mine.py', 100, 1024)\n"
+        "function(Answers([[]], ['a']))\n"
     )
     with subprocess.Popen([sys.executable, "-c", stage], stderr=subprocess.PIPE, text=True, env=os.environ) as process:
         assert process.stderr is not None

@@ -8,8 +8,7 @@ import pytest
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from rlhf_core.inspect.trace.step import trace_step
-from rlhf_core.inspect.trace.tokens import token_texts
+from rlhf_core.inspect.trace import token_texts, trace_step
 from rlhf_core.ppo.advantages import whiten
 from rlhf_core.ppo.rewards import normalise_scores
 from rlhf_core.ppo.trainer import PPOTrainer
@@ -77,8 +76,8 @@ def test_the_tokens_add_up_to_the_diagnostics(make_trainer: MakeTrainer, setting
         signs = [1 if token.weight > 0 else -1 for trace in traces for token in trace.tokens for _ in token.passes]
         held = [float(sign * (reading.ratio - 1) > 0.2) for sign, reading in zip(signs, passes, strict=True)]
         assert close(mean(held), row["clip_fraction"])
-    assert close(sum(trace.kl for trace in traces) / 8, row["kl_k1"])
-    assert close(sum(trace.return_ for trace in traces) / 8, row["reward_shaped"])
+    assert close(sum(trace.sums["kl"] for trace in traces) / 8, row["kl_k1"])
+    assert close(sum(trace.sums["return"] for trace in traces) / 8, row["reward_shaped"])
     assert close(sum(trace.score_raw for trace in traces) / 8, row["reward_raw"])
     assert close(sum(trace.score for trace in traces) / 8, row["score"])
 
@@ -146,8 +145,10 @@ def test_before_and_after_the_update(make_trainer: MakeTrainer) -> None:
     assert first
     assert all(close(token.passes[0].ratio, 1.0) for trace in first for token in trace.tokens)
     trace = traces[0]
-    assert close(trace.logprob_after - trace.logprob_before, sum(math.log(t.after.ratio) for t in trace.tokens))
-    assert abs(trace.logprob_after - trace.logprob_before) > 1e-3
+    assert close(
+        trace.sums["logprob_after"] - trace.sums["logprob_before"], sum(math.log(t.after.ratio) for t in trace.tokens)
+    )
+    assert abs(trace.sums["logprob_after"] - trace.sums["logprob_before"]) > 1e-3
     known = [(token, choice) for token in trace.tokens for choice in token.choices if choice.text == token.text]
     assert known
     for token, choice in known:
@@ -169,9 +170,9 @@ def test_answers_without_a_critic_name_those_they_are_compared_with(make_trainer
     traces = trace_step(make_trainer(advantage="rloo", samples_per_prompt=4), ALL)
     for trace in traces:
         assert len(trace.rivals) == 3
-        assert close(trace.tokens[0].advantage, trace.return_ - sum(trace.rivals) / 3)
+        assert close(trace.tokens[0].advantage, trace.sums["return"] - sum(trace.rivals) / 3)
     trace = trace_step(make_trainer(advantage="reinforce"), [1])[0]
-    assert close(trace.tokens[0].advantage, trace.return_ - sum(trace.rivals) / 8)
+    assert close(trace.tokens[0].advantage, trace.sums["return"] - sum(trace.rivals) / 8)
     assert trace_step(make_trainer(), [1])[0].rivals == []
 
 

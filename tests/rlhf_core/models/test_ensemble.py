@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from rlhf_core.data.scorer import Answers, Scored
 from rlhf_core.models.ensemble import Ensemble, EnsembleScorer, member_folders
-from rlhf_core.models.scorers import Answers, Scored
 from rlhf_core.ppo.trainer import PPOTrainer
 
 SCORES = torch.tensor([[1.0, 2.0, 6.0], [3.0, 3.0, 3.0]])

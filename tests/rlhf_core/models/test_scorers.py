@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 from transformers import PreTrainedModel
 
-from rlhf_core.functions.process import Limits, RewardFunction
+from rlhf_core.data.scorer import Answers, Observed, Scored, Scorer, WeightedSum
+from rlhf_core.functions.process import RewardFunction
 from rlhf_core.models.batch import pad_batch, sequence_scores
-from rlhf_core.models.scorers import Answers, FunctionScorer, Observed, RewardModelScorer, Scored, Scorer, WeightedSum
+from rlhf_core.models.scorers import RewardModelScorer
 
 Build = Callable[..., PreTrainedModel]
 PAD = 0
@@ -44,14 +45,14 @@ def test_scoring_keeps_no_gradient(build_scalar: Build) -> None:
 def test_a_sum_of_terms_weighs_each_and_keeps_them(tmp_path: Path) -> None:
     """Negative weights, and weight 0 for a term that is only logged."""
     (tmp_path / "mine.py").write_text("def score(prompts, responses, rows): return [row['n'] for row in rows]\n")
-    function = FunctionScorer(RewardFunction(tmp_path, "mine.py", Limits(20, 1024)))
+    function = RewardFunction(tmp_path, "mine.py", 20, 1024)
     of_length: Scorer = lambda answers: Scored([float(len(ids)) for ids in answers.response_ids])  # noqa: E731
     given = replace(answers(), rows=[{"n": 10}, {"n": 20}, {"n": 30}, {"n": 40}])
     found = WeightedSum({"length": (2.0, of_length), "mine.py": (-0.5, function), "other": (0.0, of_length)})(given)
     assert found.parts == {"length": [5, 2, 3, 1], "mine.py": [10, 20, 30, 40], "other": [5, 2, 3, 1]}
     assert found.total == [5.0, -6.0, -9.0, -18.0]
     assert found.by_answer()[1] == (-6.0, {"length": 2, "mine.py": 20, "other": 2})
-    function.function.close()
+    function.close()
 
 
 def test_an_observer_changes_no_total() -> None:

@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 from transformers import PreTrainedModel
 
-from rlhf_core.data.chat import Conversation
+from rlhf_core.data.scorer import Answers
 from rlhf_core.models.sampling import Sampled
-from rlhf_core.models.scorers import Answers
 from rlhf_core.ppo.engines import Engine, Key, LeashEngine, Prompts
 from rlhf_core.ppo.health import DETECTORS, SLOW_GENERATION, Alert, Monitor
 from rlhf_core.ppo.trainer import PPOTrainer
@@ -26,8 +25,8 @@ class VarietyJudge:
 
     name: str = "variety"
 
-    def score(self, prompts: Sequence[Conversation], responses: Sequence[str]) -> list[float]:
-        return [float(len(set(text))) for text in responses]
+    def __call__(self, answers: Answers) -> Scored:
+        return Scored([float(len(set(text))) for text in answers.texts])
 
 
 HEALTHY: dict[str, Any] = {

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from rlhf_core.data.chat import Conversation
-from rlhf_core.models.scorers import Answers
+from rlhf_core.data.scorer import Answers
 from rlhf_core.ppo.trainer import PPOTrainer
 from tests.rlhf_core.ppo.stepping import credit_of
 
@@ -27,8 +27,8 @@ class Watcher:
     sign: float
     name: str = "letters"
 
-    def score(self, prompts: Sequence[Conversation], responses: Sequence[str]) -> list[float]:
-        return [self.sign * len(text) for text in responses]
+    def __call__(self, answers: Answers) -> Scored:
+        return Scored([self.sign * len(text) for text in answers.texts])
 
 
 def weights(trainer: PPOTrainer) -> torch.Tensor:

@@ -10,9 +10,9 @@ import torch
 from pydantic import ValidationError
 from transformers import PreTrainedModel
 
+from rlhf_core.data.scorer import Answers
 from rlhf_core.models.batch import TokenBatch, pad_batch, response_logits, state_values
 from rlhf_core.models.hf import map_scalar
-from rlhf_core.models.scorers import Answers
 from rlhf_core.ppo.advantages import compute_group_advantages
 from rlhf_core.ppo.kl import estimate_kl
 from rlhf_core.ppo.objective import Pass, losses_of

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from rlhf_core.data.scorer import Answers
 from rlhf_core.models.batch import pad_batch, predict, response_logits, state_values
-from rlhf_core.models.scorers import Answers
 from rlhf_core.models.token_logprobs import logprobs_and_entropy
 from rlhf_core.ppo.kl import KLKind, estimate_kl
 from rlhf_core.ppo.rewards import shape_rewards

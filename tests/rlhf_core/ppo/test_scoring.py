@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from rlhf_core.config.ppo import ScoreConfig
+from rlhf_core.data.scorer import Answers, Scored
 from rlhf_core.errors import NonFiniteError, UserError
 from rlhf_core.models.batch import pad_batch, response_logits
-from rlhf_core.models.scorers import Answers, Scored
 from rlhf_core.ppo.scoring import REFERENCE_ANSWERS, ReferenceScores, ScoreNormalisation, reference_scores
 from rlhf_core.ppo.trainer import PPOTrainer
 from rlhf_core.training.processes import Processes

@@ -12,9 +12,9 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_core.data.chat import Conversation
+from rlhf_core.data.scorer import Answers, Scored
 from rlhf_core.data.tokenizer import encode_prompt
 from rlhf_core.models.batch import pad_batch, response_logits, state_values
-from rlhf_core.models.scorers import Answers, Scored
 from rlhf_core.ppo import trainer as trainer_module
 from rlhf_core.ppo.actor_critic import ActorCritic
 from rlhf_core.ppo.engines import engine_of
@@ -34,8 +34,8 @@ class LetterJudge:
 
     name: str = "letters"
 
-    def score(self, prompts: Sequence[Conversation], responses: Sequence[str]) -> list[float]:
-        return [float(text.count("e")) for text in responses]
+    def __call__(self, answers: Answers) -> Scored:
+        return Scored([float(text.count("e")) for text in answers.texts])
 
 
 def fixed(*scores: float) -> Callable[[Answers], list[float]]:

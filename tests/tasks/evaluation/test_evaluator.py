@@ -1,15 +1,18 @@
 """The evaluator: random numbers, ties, scores, and models that do not fit."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from rlhf_core.config.base import ScratchConfig
+from rlhf_core.data.scorer import Answers, Scored
 from rlhf_core.data.tokenizer import train_bpe
 from rlhf_core.errors import UserError
+from rlhf_core.functions.process import RewardFunction
 from rlhf_core.models.hf import build_llama
-from rlhf_core.models.scorers import Answers, Scored
 from tasks.evaluation.evaluator import CandidateModel, Evaluator, ScoredAnswers
 
 WORDS = ["eat some oats and an egg", "what shall i eat for breakfast", "take tea and a fig"]
@@ -33,8 +36,19 @@ class Stage:
         return [value for batch in batches for value in work(batch)]
 
 
-def lengths(answers: Answers) -> Scored:
-    return Scored([float(len(ids)) for ids in answers.response_ids])
+@dataclass(frozen=True)
+class Own:
+    """A scorer of tests."""
+
+    score: Callable[[Answers], list[float]]
+    name: str = "reward model"
+
+    def __call__(self, answers: Answers) -> Scored:
+        return Scored(self.score(answers))
+
+
+lengths = Own(lambda answers: [float(len(ids)) for ids in answers.response_ids])
+characters = Own(lambda answers: [float(len(text)) for text in answers.texts])
 
 
 def evaluator(sft: CandidateModel, **changes: Any) -> Evaluator:
@@ -74,11 +88,11 @@ def test_seeds_answered_together_are_those_answered_alone(sft: CandidateModel) -
 def test_an_answer_is_scored_once_whichever_model_gives_it(sft: CandidateModel) -> None:
     seen: list[tuple[str, tuple[int, ...]]] = []
 
-    def scorer(answers: Answers) -> Scored:
+    def score(answers: Answers) -> list[float]:
         seen.extend((str(p), tuple(ids)) for p, ids in zip(answers.prompt_ids, answers.response_ids, strict=True))
-        return lengths(answers)
+        return lengths(answers).total
 
-    evaluation = evaluator(sft, scorer=scorer)
+    evaluation = evaluator(sft, scorer=Own(score))
     first = evaluation.answer(sft, [1, 2])
     again = evaluation.answer(CandidateModel("copy", sft.model, sft.tokenizer, "sft"), [1, 2])
     assert [each.rewards for each in again] == [each.rewards for each in first]
@@ -116,12 +130,8 @@ def test_equal_answers_tie_despite_rounding_of_their_rewards() -> None:
     assert evaluation.judged_by == "reward model"
 
 
-def sums(answers: Answers) -> Scored:
-    return Scored([float(sum(ids)) for ids in answers.response_ids])
-
-
-def opposite(answers: Answers) -> Scored:
-    return Scored([-float(sum(ids)) for ids in answers.response_ids])
+sums = Own(lambda answers: [float(sum(ids)) for ids in answers.response_ids])
+opposite = Own(lambda answers: [-float(sum(ids)) for ids in answers.response_ids], "judging reward model")
 
 
 def test_the_judging_reward_model_decides_where_nothing_else_judges(sft: CandidateModel) -> None:
@@ -138,17 +148,12 @@ def test_the_judging_reward_model_decides_where_nothing_else_judges(sft: Candida
 
 
 def test_a_judge_of_the_data_or_of_pairs_comes_before_the_judging_reward_model(sft: CandidateModel) -> None:
-    class First:
-        name = "first letters"
-
-        def score(self, prompts: Any, responses: Sequence[str]) -> list[float]:
-            return [float(place) for place in range(len(responses))]
-
-    evaluation = evaluator(sft, scorer=sums, judging=opposite, judge=First())
+    first_letters = Own(lambda answers: [float(place) for place in range(len(answers.texts))], "first letters")
+    evaluation = evaluator(sft, scorer=sums, judging=opposite, judge=first_letters)
     first, second = evaluation.answer(sft, [1, 2])
     assert evaluation.compare(second, first) == [1.0] * 6, "the later answers have the higher gold score"
     assert (evaluation.judged_by, evaluation.winner_named_by) == ("scores", "first letters")
-    compares = evaluator(sft, scorer=sums, judging=opposite, pair_judge=First())
+    compares = evaluator(sft, scorer=sums, judging=opposite, pair_judge=object())
     assert compares.judged_by == "pairs"
     by_ppo, by_judge = (evaluation.compare(second, first, by) for by in ("rewards", "judging"))
     assert by_ppo == [1 - won for won in by_judge] != [1.0] * 6, "both reward models can still compare"
@@ -169,3 +174,25 @@ def test_a_model_with_other_tokens_is_scored_on_its_text_and_has_no_kl(sft: Cand
     assert found.divergence is None
     assert all(1 <= tokens <= 8 for tokens in found.tokens)
     assert found.rewards == [float(tokens) for tokens in found.tokens], "read in the SFT model's tokens"
+
+
+def test_a_function_judges_answers_with_the_columns_of_their_prompts(sft: CandidateModel, tmp_path: Path) -> None:
+    text = (
+        "def score(prompts, responses, rows):\n    return [row['most'] - len(r) for r, row in zip(responses, rows)]\n"
+    )
+    (tmp_path / "short.py").write_text(text, encoding="utf-8")
+    judge = RewardFunction(tmp_path, "short.py", 20, 1024, key="judge.function")
+    evaluation = evaluator(sft, judge=judge)
+    for place, row in enumerate(evaluation.rows[:5]):
+        row["extra"] = {"most": 10 * place}
+    assert evaluation.totals(judge, [1, 0, 1], ["a", "ab", ""], [[1], [1], []]) == [9.0, -2.0, 10.0]
+    assert (evaluation.judged_by, evaluation.winner_named_by) == ("scores", f"{tmp_path.name}/short.py")
+    with pytest.raises(UserError, match=r"judge\.function: short\.py: answer 1 of 1, .* KeyError: 'most'"):
+        evaluation.totals(judge, [5], ["a"], [[1]])
+    judge.close()
+
+
+def test_texts_that_are_cut_to_the_same_tokens_have_their_own_scores(sft: CandidateModel) -> None:
+    """Answers of another tokenizer are cut at the limit; a function reads the text."""
+    found = evaluator(sft).scores(characters, [0, 0, 0], ["one", "three", "one"], [[5, 6]] * 3)
+    assert found.total == [3.0, 5.0, 3.0]

@@ -14,6 +14,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from rlhf_core.data.chat import Conversation
+from rlhf_core.data.scorer import Answers, Scored
 from rlhf_core.errors import UserError
 from rlhf_core.evaluation.judges import RubricJudge
 from tasks.judging.labelling import agreement, label, of_dataset, with_known_order
@@ -105,8 +106,8 @@ def test_a_judge_of_which_nothing_can_be_read_is_refused(make_stage: Callable[..
 
 def test_the_order_of_a_scorer_is_known_where_it_is_no_tie() -> None:
     class Length(RubricJudge):
-        def score(self, prompts: Sequence[Conversation], responses: Sequence[str]) -> list[float]:
-            return [float(len(text)) for text in responses]
+        def __call__(self, answers: Answers) -> Scored:
+            return Scored([float(len(text)) for text in answers.texts])
 
     found = with_known_order(samples("a", "bb", "c", "dd"), Length(), 3)
     known = list(zip(found.pairs.a, found.pairs.b, found.b_better, strict=True))

@@ -11,10 +11,11 @@ from safetensors.torch import load_file
 
 from rlhf_core.config.lora import LoraSettings
 from rlhf_core.config.sft import SFTConfig
+from rlhf_core.data.scorer import Answers
 from rlhf_core.data.tokenizer import encode_prompt, encode_response, load_tokenizer
 from rlhf_core.models.hf import load_causal_lm, load_scalar_model
 from rlhf_core.models.sampling import Sampled
-from rlhf_core.models.scorers import Answers, RewardModelScorer
+from rlhf_core.models.scorers import RewardModelScorer
 from tasks import best_of_n, rejection_sft
 from tasks.datasets.raw import EVALUATION_PROMPTS
 from tasks.params.best_of_n import BestOfNParams

@@ -1,6 +1,5 @@
 """Figures of the reward model on held-out pairs, against values computed by hand."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from rlhf_core.data.chat import Conversation
+from rlhf_core.data.scorer import Answers, Scored
 from rlhf_core.evaluation.intervals import clustered_interval
 from rlhf_core.reward import Comparison, PairScores, pair_batch
 from tasks.page.inputs import interval
@@ -67,8 +66,8 @@ class NumberJudge:
 
     name: str = "numbers"
 
-    def score(self, prompts: Sequence[Conversation], responses: Sequence[str]) -> list[float]:
-        return [float(p[0]["content"]) * float(r) for p, r in zip(prompts, responses, strict=True)]
+    def __call__(self, answers: Answers) -> Scored:
+        return Scored([float(p[0]["content"]) * float(r) for p, r in zip(answers.prompts, answers.texts, strict=True)])
 
 
 def test_gold_margins_are_in_the_order_of_score_pairs(monkeypatch: pytest.MonkeyPatch) -> None:

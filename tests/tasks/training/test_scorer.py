@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from rlhf_core.config.ppo import PPOConfig
+from rlhf_core.data.scorer import Answers, Scorer
 from rlhf_core.models.batch import pad_batch, sequence_scores
 from rlhf_core.models.ensemble import Ensemble
 from rlhf_core.models.hf import load_scalar_model, save_checkpoint
-from rlhf_core.models.scorers import Answers, Scorer
 from rlhf_core.ppo.scoring import ScoreNormalisation
 from tasks.params.runtime import FunctionParams
 from tasks.params.scorer import REWARD_MODEL, Term

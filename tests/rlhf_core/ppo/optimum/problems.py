@@ -22,10 +22,10 @@ from transformers import (
 
 from rlhf_core.config.ppo import PPOConfig
 from rlhf_core.data.chat import Conversation
+from rlhf_core.data.scorer import Answers, Scored
 from rlhf_core.data.tokenizer import encode_prompt
 from rlhf_core.determinism import stream
 from rlhf_core.models.hf import scalar_head, without_dropout
-from rlhf_core.models.scorers import Answers, Scored
 
 PAD, END = "<|pad|>", "<|end|>"
 TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
