@@ -14,6 +14,7 @@ from ruamel.yaml import YAML
 from rlhf_core.config.dpo import PairConfig
 from tasks.params.methods import METHODS, VARIANTS
 from tasks.tracking.record import shown_files
+from tests.conftest import LIGHT
 
 if TYPE_CHECKING:
     from tests.conftest import Project, TinyRun
@@ -172,7 +173,7 @@ def test_files_opened_at_run_time_are_dependencies(tiny_run: "TinyRun", stage: s
     assert not foreign
 
 
-@pytest.mark.parametrize("stage", ["check", "ingest", "report", "hybrid", "reinforce", "grpo"])
+@pytest.mark.parametrize("stage", LIGHT)
 def test_a_stage_that_is_switched_off_or_only_reads_files_loads_no_heavy_library(
     tiny_run: "TinyRun", stage: str
 ) -> None:
