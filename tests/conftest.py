@@ -10,8 +10,10 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -372,6 +374,13 @@ def toy(tmp_path: Path, empty_project: Path) -> Callable[..., Path]:
         return root
 
     return make
+
+
+def benchmark(name: str) -> ModuleType:
+    """A script of benchmarks/, as Python finds it and its siblings when it is run."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(ROOT / "benchmarks"))
+        return import_module(name)
 
 
 def write_graph(root: Path, stages: Stages) -> None:

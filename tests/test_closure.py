@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from ruamel.yaml import YAML
 
-from rlhf_core.config.dpo import PairConfig
-from tasks.params.methods import METHODS, VARIANTS
+from tasks.params.methods import VARIANTS
 from tasks.tracking.record import shown_files
 from tests.conftest import LIGHT
 
@@ -22,7 +21,6 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parents[1]
 GRAPH: dict[str, Any] = YAML(typ="safe", pure=True).load(ROOT / "dvc.yaml")["stages"]
 PACKAGES = ("rlhf_core.", "tasks.", "flows.")
-ON_PAIRS = [method.name for method in METHODS if issubclass(method.model(), PairConfig)]
 
 
 def load_closure() -> ModuleType:
